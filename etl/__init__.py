@@ -1,0 +1,1 @@
+"""Logs to clean, labelled tables. Owns the data spec, the table contracts and the Spark session."""

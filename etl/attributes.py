@@ -1,0 +1,75 @@
+"""Attribute files to versions of users and items."""
+
+from datetime import date
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+
+from etl.sources.raw import DAY, FILE, read_raw
+from etl.spec.attributes import Categorical, Clock, Numeric, Vector
+from etl.spec.sources import AttributeFile
+from etl.tables import contracts, delta
+from etl.tables.lake import Lake
+
+ALWAYS = "1970-01-01"  # the landing day of versions that hold for all time
+MICROS = {"s": 1_000_000, "ms": 1_000, "us": 1}
+
+
+def load_attributes(lake: Lake, raw: str, days: tuple[date, date]) -> dict[str, int]:
+    """Replace what landed on the given days in `attributes_user` and `attributes_item`.
+
+    Files whose path names no day are replaced whole.
+    """
+    counts = {}
+    for source in lake.spec.sources.values():
+        if isinstance(source, AttributeFile):
+            contract = contracts.attributes(lake.spec, source.entity)
+            rows = _versions(lake, source, raw, days)
+            dated = "{day}" in source.path
+            where = delta.days_between(*days) if dated else f"day = '{ALWAYS}'"
+            version = delta.replace(lake, contract, rows, where, {})
+            counts[source.entity] = delta.read(lake, contract, version).filter(where).count()
+    return counts
+
+
+def _versions(lake: Lake, source: AttributeFile, raw: str, days: tuple[date, date]) -> DataFrame:
+    declared = getattr(lake.spec.attributes, source.entity)
+    named = {f"x_{name}": a.column or name for name, a in declared.items()}
+    typed: dict[str, Column] = {
+        name: _typed(declared[name.removeprefix("x_")], column) for name, column in named.items()
+    }
+    if source.entity == "item":
+        auction = contracts.auction_columns(lake.spec)
+        kinds = {"bid": "double", "goal": "string"}
+        typed |= {name: _raw(column).try_cast(kinds[name]) for name, column in auction.items()}
+        named |= auction
+    columns = [source.key, *named.values(), *([source.valid_from] if source.valid_from else [])]
+    rows = read_raw(raw, source, columns, days)
+    key = f"{source.entity}_id"
+    rows = rows.select(
+        _raw(source.key).alias(key),
+        _valid_from(source).alias("valid_from"),
+        *[column.alias(name) for name, column in typed.items()],
+        F.coalesce(DAY, F.lit(ALWAYS).cast("date")).alias("day"),
+        FILE,
+    )
+    tie = F.struct(FILE, *typed)
+    kept = rows.filter(F.col(key).isNotNull() & F.col("valid_from").isNotNull())
+    best = kept.groupBy("day", key, "valid_from").agg(F.max_by(F.struct(*typed), tie).alias("v"))
+    return best.select("day", key, "valid_from", "v.*")
+
+
+def _raw(column: str) -> Column:
+    return F.col("raw").getField(column)
+
+
+def _typed(attribute: Categorical | Numeric | Vector | Clock, column: str) -> Column:
+    if isinstance(attribute, Vector):
+        return F.from_json(_raw(column), "array<float>")
+    return _raw(column).try_cast("double" if isinstance(attribute, Numeric) else "string")
+
+
+def _valid_from(source: AttributeFile) -> Column:
+    if source.valid_from is None:
+        return F.lit(0).cast("bigint")
+    return _raw(source.valid_from).try_cast("bigint") * MICROS[source.time_unit]

@@ -1,0 +1,31 @@
+"""One copy of each event: the one that was ingested first."""
+
+from datetime import date, timedelta
+
+from pyspark.sql import DataFrame, Window
+from pyspark.sql import functions as F
+
+from etl.spec.units import DAY
+from etl.tables import contracts, delta
+from etl.tables.lake import Lake
+
+
+def first_copies(
+    lake: Lake, events: DataFrame, days: tuple[date, date]
+) -> tuple[DataFrame, dict[str, int]]:
+    """Events of `days` of which no copy was ingested before, and the table versions read.
+
+    Copies have one event id. Those that landed up to `lateness` before are looked up: older
+    ones cannot be, as the later copy would have been too late.
+    """
+    tie = F.xxhash64(*[F.col(name) for name in contracts.events(lake.spec).columns])
+    order = Window.partitionBy("event_id").orderBy("day", "ingest_ts", tie)
+    fresh = events.withColumn("copy", F.row_number().over(order)).filter("copy = 1").drop("copy")
+    contract = contracts.events(lake.spec)
+    if not lake.exists(contract.name):
+        return fresh, {}
+    version = lake.version(contract.name)
+    before = days[0] - timedelta(days=1)
+    since = days[0] - timedelta(days=-(-lake.spec.lateness // DAY) + 1)
+    landed = delta.read(lake, contract, version).filter(delta.days_between(since, before))
+    return fresh.join(landed.select("event_id"), "event_id", "left_anti"), {"events": version}

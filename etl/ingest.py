@@ -1,0 +1,119 @@
+"""Raw logs of some days to clean events and quarantine."""
+
+from datetime import date
+
+from pyspark import StorageLevel
+from pyspark.errors import PySparkException
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+
+from etl.duplicates import first_copies
+from etl.errors import UserError
+from etl.sources.canonical import canonical, raw_columns
+from etl.sources.raw import PAYLOAD, read_raw, unreadable
+from etl.spec.model import DataSpec
+from etl.spec.sources import EventLog, ImpressionLog
+from etl.spec.units import DAY, each_day
+from etl.tables import contracts, delta
+from etl.tables.lake import Lake
+
+
+def ingest(lake: Lake, raw: str, days: tuple[date, date]) -> dict[str, int]:
+    """Replace the given days of `events` and `quarantine`; returns counts of what flowed.
+
+    Raises UserError before anything is written: where files are missing or unreadable, a column
+    that the spec names holds nothing, or a day has no events.
+    """
+    spec = lake.spec
+    parsed = _parse_all(spec, raw, days).persist(StorageLevel.MEMORY_AND_DISK)
+    try:
+        _refuse_empty(spec, parsed, raw, days)
+        where = delta.days_between(*days)
+        bad = parsed.filter(F.size("reasons") > 0)
+        bad = bad.withColumn("day", F.coalesce("day", F.lit(days[0])))
+        good = parsed.filter(F.size("reasons") == 0)
+        good = good.withColumn("visible_ts", visible_ts(spec))
+        good = good.withColumn("bucket", delta.bucket_of(F.col("user_id"), spec.buckets))
+        fresh, inputs = first_copies(lake, good, days)
+        delta.replace(lake, contracts.quarantine(spec), bad, where, {})
+        delta.replace(lake, contracts.events(spec), fresh, where, inputs)
+        return _flow(lake, parsed, days)
+    except PySparkException as error:
+        raise (unreadable(error) or error) from None
+    finally:
+        parsed.unpersist()
+
+
+def _parse_all(spec: DataSpec, raw: str, days: tuple[date, date]) -> DataFrame:
+    logs = [_parse(spec, log, raw, days) for log in spec.logs.values()]
+    whole = logs[0]
+    for log in logs[1:]:
+        whole = whole.unionByName(log)
+    return whole
+
+
+def _parse(
+    spec: DataSpec, log: EventLog | ImpressionLog, raw: str, days: tuple[date, date]
+) -> DataFrame:
+    rows = canonical(spec, log, read_raw(raw, log, raw_columns(spec, log), days))
+    rows = rows.withColumn("delay", F.lit(log.delay))
+    names = [n for n in contracts.events(spec).columns if n not in {"visible_ts", "bucket"}]
+    inside = F.col("day").between(F.lit(days[0]), F.lit(days[1])) | F.col("day").isNull()
+    return rows.filter(inside).select(*names, "delay", "reasons", PAYLOAD)
+
+
+def visible_ts(spec: DataSpec) -> Column:
+    """When an event could first be seen, in whole seconds (design: the as-of rule).
+
+    Never before the start of the day on which it landed: histories grow day by day.
+    """
+    landed = F.unix_date("day").cast("bigint") * DAY - spec.utc_offset_hours * 3600
+    seconds = [F.floor(F.col(name) / 1_000_000) for name in ("event_ts", "ingest_ts")]
+    return F.greatest(seconds[0], seconds[1] + F.col("delay"), landed)
+
+
+def _refuse_empty(spec: DataSpec, parsed: DataFrame, raw: str, days: tuple[date, date]) -> None:
+    good = parsed.filter(F.size("reasons") == 0)
+    optional = {
+        name: column
+        for log in spec.logs.values()
+        for name, column in (
+            ("request_id", log.columns.request),
+            ("position", log.columns.position),
+            ("propensity", log.columns.propensity),
+            *((f"x_{n}", a.column or n) for n, a in contracts.context_columns(spec).items()),
+        )
+        if column
+    }
+    counted = good.groupBy("day").agg(F.count("*").alias("n"), *[F.count(n).alias(n) for n in optional])
+    rows = {row["day"]: row for row in counted.collect()}
+    empty = [str(day) for day in each_day(*days) if day not in rows]
+    if empty:
+        held = parsed.select(F.explode("reasons").alias("r")).groupBy("r").count().collect()
+        why = "; ".join(f"{row['r']}: {row['count']}" for row in held)
+        detail = f" (quarantined: {why})" if why else ""
+        raise UserError(f"no events of {', '.join(empty)} in {raw}{detail}; check --days")
+    for name, column in optional.items():
+        if not sum(row[name] for row in rows.values()):
+            raise UserError(
+                f"the spec names column {column}, but no record of {raw} has it; "
+                "correct the spec, or take the column out"
+            )
+
+
+def _flow(lake: Lake, parsed: DataFrame, days: tuple[date, date]) -> dict[str, int]:
+    where = delta.days_between(*days)
+    count = parsed.agg(
+        F.count("*").alias("read"), F.count_if(F.size("reasons") == 0).alias("good")
+    ).first()
+    assert count is not None
+    kept = delta.read(lake, contracts.events(lake.spec)).filter(where).count()
+    bad = delta.read(lake, contracts.quarantine(lake.spec)).filter(where).count()
+    return {
+        "read": count["read"],
+        "kept": kept,
+        "quarantined": bad,
+        "duplicates": count["good"] - kept,
+    }
+
+

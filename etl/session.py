@@ -1,0 +1,50 @@
+"""The one Spark session: every setting that tables or tests rely on is here."""
+
+import os
+import sys
+
+from pyspark.sql import SparkSession
+
+from etl.jars import delta_jars
+
+ALWAYS = {
+    "spark.sql.session.timeZone": "UTC",
+    "spark.sql.ansi.enabled": "true",
+    "spark.sql.parquet.compression.codec": "zstd",
+    "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
+    "spark.sql.extensions": "io.delta.sql.DeltaSparkSessionExtension",
+    "spark.sql.catalog.spark_catalog": "org.apache.spark.sql.delta.catalog.DeltaCatalog",
+    "spark.sql.execution.arrow.maxRecordsPerBatch": "100000",
+}
+# A laptop: one process, loopback only, few partitions.
+LOCAL = {
+    "spark.driver.host": "127.0.0.1",
+    "spark.driver.bindAddress": "127.0.0.1",
+    "spark.driver.memory": "4g",
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+    "spark.sql.shuffle.partitions": "8",
+    "spark.databricks.delta.snapshotPartitions": "2",
+    "spark.sql.sources.parallelPartitionDiscovery.parallelism": "4",
+}
+
+
+def spark_session(app: str) -> SparkSession:
+    """The session, made on first call.
+
+    Under spark-submit, where and on how much it runs is the submitter's choice, and the JARs
+    come from `--jars`. Else it runs here, on the cores that `GEMLINE_SPARK_MASTER` names.
+    """
+    builder = SparkSession.builder.appName(app)
+    settings = dict(ALWAYS)
+    if "PYSPARK_GATEWAY_PORT" not in os.environ:
+        os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+        os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+        jars = ",".join(map(str, delta_jars()))
+        builder = builder.master(os.environ.get("GEMLINE_SPARK_MASTER", "local[*]"))
+        settings |= LOCAL | {"spark.jars": jars}
+    for key, value in settings.items():
+        builder = builder.config(key, value)
+    session = builder.getOrCreate()
+    session.sparkContext.setLogLevel("ERROR")
+    return session

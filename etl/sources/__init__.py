@@ -1,0 +1,1 @@
+"""Where raw records come from: event logs, impression logs, attribute files, the simulator."""

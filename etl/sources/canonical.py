@@ -1,0 +1,190 @@
+"""Raw records to canonical events, each with the reasons why it is not clean."""
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+
+from etl.sources.raw import CORRUPT, DAY
+from etl.spec.model import DataSpec
+from etl.spec.sources import EventLog, ImpressionLog, Outcome
+from etl.spec.units import DAY as SECONDS_A_DAY
+from etl.tables.contracts import context_columns, raw_type
+
+MICROS = {"s": 1_000_000, "ms": 1_000, "us": 1}
+EARLIEST_US = 946_684_800_000_000  # 2000-01-01: no log is older
+CLOCK_SKEW_US = 3_600_000_000  # a device's clock may run an hour ahead of ours
+
+
+def raw_columns(spec: DataSpec, log: EventLog | ImpressionLog) -> list[str]:
+    """All columns of a log that the spec names."""
+    named = log.columns.model_dump()
+    ids = named.pop("event_id") or ()
+    columns = [name for name in named.values() if name]
+    columns += [ids] if isinstance(ids, str) else list(ids)
+    columns += [a.column or n for n, a in context_columns(spec).items()]
+    columns += [log.day.column] if log.day else []
+    if isinstance(log, ImpressionLog):
+        for outcome in log.outcomes:
+            columns += filter(None, (outcome.when, outcome.delay, outcome.dwell, outcome.value))
+    return columns
+
+
+def canonical(spec: DataSpec, log: EventLog | ImpressionLog, raw: DataFrame) -> DataFrame:
+    """Columns of the events table but `visible_ts` and `bucket`, and `reasons`, `payload`.
+
+    `day` is the day on which the record landed. `reasons` is empty for a clean event.
+    """
+    c = log.columns
+    fields: dict[str, tuple[str | None, str]] = {
+        "user_id": (c.user, "string"),
+        "item_id": (c.item, "string"),
+        "request_id": (c.request, "string"),
+        "position": (c.position, "int"),
+        "dwell_ms": (c.dwell, "double"),
+        "value": (c.value, "double"),
+        "propensity": (c.propensity, "double"),
+    }
+    fields |= {f"x_{n}": (a.column or n, raw_type(a)) for n, a in context_columns(spec).items()}
+    values = {name: _cast(column, type_) for name, (column, type_) in fields.items()}
+    times = {"event_ts": _micros(log, c.event_time)}
+    times["ingest_ts"] = _micros(log, c.ingest_time) if c.ingest_time else times["event_ts"]
+    codes = _codes(spec, log)
+    mistyped = [
+        _when(_raw(column).isNotNull() & values[name].isNull(), f"wrong type: {column}")
+        for name, (column, type_) in fields.items()
+        if column and type_ != "string"
+    ]
+    rows = raw.select(
+        "*",
+        _event_id(log).alias("event_id"),
+        *[value.alias(name) for name, value in (values | times | codes).items()],
+        F.filter(F.array(*mistyped), lambda r: r.isNotNull()).alias("mistyped"),
+    )
+    rows = rows.withColumn("day", _landing_day(spec, log))
+    if isinstance(log, EventLog):
+        rows = rows.withColumn("impression_id", _impression_id(spec, log))
+        return rows.withColumn("reasons", _reasons(spec))
+    rows = _explode(spec, log, rows.withColumn("reasons", _reasons(spec)))
+    return rows.withColumn("reasons", _reasons(spec))
+
+
+def _cast(column: str | None, type_: str) -> Column:
+    if column is None:
+        return F.lit(None).cast(type_)
+    return _raw(column).try_cast(type_)
+
+
+def _raw(column: str) -> Column:
+    return F.col("raw").getField(column)
+
+
+def _micros(log: EventLog | ImpressionLog, column: str) -> Column:
+    return _cast(column, "bigint") * MICROS[log.time_unit]
+
+
+def _event_id(log: EventLog | ImpressionLog) -> Column:
+    c = log.columns
+    if isinstance(c.event_id, str):
+        return _raw(c.event_id)
+    default = (c.user, c.item, c.event_time, *filter(None, (c.type,)))
+    return F.concat_ws("-", *[_raw(name) for name in c.event_id or default])
+
+
+def _codes(spec: DataSpec, log: EventLog | ImpressionLog) -> dict[str, Column]:
+    logged = {s.logged_as or n: spec.surface_codes[n] for n, s in spec.surfaces.items()}
+    codes = {"surface": _lookup(log.columns.surface, logged)}
+    if isinstance(log, EventLog) and log.columns.type:
+        names = log.types or {name: name for name in spec.events}
+        types = {name: spec.event_codes[event] for name, event in names.items()}
+        codes["type"] = _lookup(log.columns.type, types)
+    else:
+        codes["type"] = F.lit(spec.event_codes[spec.impression]).cast("tinyint")
+    return codes
+
+
+def _lookup(column: str, codes: dict[str, int]) -> Column:
+    pairs = [F.lit(part) for pair in codes.items() for part in pair]
+    return F.try_element_at(F.create_map(*pairs), _raw(column)).cast("tinyint")
+
+
+def _impression_id(spec: DataSpec, log: EventLog) -> Column:
+    named = _cast(log.columns.impression, "string")
+    own = F.when(F.col("type") == spec.event_codes[spec.impression], F.col("event_id"))
+    return F.coalesce(named, own)
+
+
+def _landing_day(spec: DataSpec, log: EventLog | ImpressionLog) -> Column:
+    if log.day:
+        text = _raw(log.day.column)
+        pattern = log.day.format.replace("%Y", "yyyy").replace("%m", "MM").replace("%d", "dd")
+        return F.try_to_timestamp(text, F.lit(pattern)).cast("date")
+    seconds = (F.col("ingest_ts") / 1_000_000).cast("bigint") + spec.utc_offset_hours * 3600
+    own = F.date_from_unix_date((seconds / SECONDS_A_DAY).cast("int"))
+    return F.coalesce(F.col(DAY), own)
+
+
+def _explode(spec: DataSpec, log: ImpressionLog, rows: DataFrame) -> DataFrame:
+    """One row an event: the impression, and where that is clean each outcome that happened."""
+    impression = F.struct(
+        F.lit(spec.event_codes[spec.impression]).cast("tinyint").alias("type"),
+        F.lit("").alias("suffix"),
+        F.lit(0).cast("bigint").alias("delay"),
+        F.lit(None).cast("double").alias("dwell_ms"),
+        F.lit(None).cast("double").alias("value"),
+    )
+    made = [_outcome(spec, log, outcome) for outcome in log.outcomes]
+    made = [F.when(F.size("reasons") == 0, event) for event in made]
+    rows = rows.withColumn("impression_id", F.col("event_id"))
+    rows = rows.withColumn("made", F.explode(F.array_compact(F.array(impression, *made))))
+    remade = {"made", "event_id", "event_ts", "ingest_ts", "type", "dwell_ms", "value"}
+    return rows.select(
+        *[name for name in rows.columns if name not in remade],
+        *[F.col(f"made.{name}") for name in ("type", "dwell_ms", "value")],
+        F.concat("event_id", "made.suffix").alias("event_id"),
+        (F.col("event_ts") + F.col("made.delay")).alias("event_ts"),
+        (F.col("ingest_ts") + F.col("made.delay")).alias("ingest_ts"),
+    )
+
+
+def _outcome(spec: DataSpec, log: ImpressionLog, outcome: Outcome) -> Column:
+    delay = F.coalesce(_micros(log, outcome.delay), F.lit(0)) if outcome.delay else F.lit(0)
+    event = F.struct(
+        F.lit(spec.event_codes[outcome.event]).cast("tinyint").alias("type"),
+        F.lit(f":{outcome.event}").alias("suffix"),
+        F.greatest(delay, F.lit(0)).cast("bigint").alias("delay"),
+        _cast(outcome.dwell, "double").alias("dwell_ms"),
+        _cast(outcome.value, "double").alias("value"),
+    )
+    if outcome.when is None:
+        return event
+    return F.when(F.coalesce(_cast(outcome.when, "double"), F.lit(0)) != 0, event)
+
+
+def _reasons(spec: DataSpec) -> Column:
+    late = spec.lateness * 1_000_000
+    offset = spec.utc_offset_hours * 3600
+    day_start = (F.unix_date("day").cast("bigint") * SECONDS_A_DAY - offset) * 1_000_000
+    ts, day_end = F.col("event_ts"), day_start + SECONDS_A_DAY * 1_000_000
+    too_early = ts < EARLIEST_US
+    rules = {
+        "not a record": F.col(CORRUPT).isNotNull(),
+        "no user": F.coalesce(F.col("user_id"), F.lit("")) == "",
+        "no item": F.coalesce(F.col("item_id"), F.lit("")) == "",
+        "no event id": F.coalesce(F.col("event_id"), F.lit("")) == "",
+        "unknown surface": F.col("surface").isNull(),
+        "unknown type": F.col("type").isNull(),
+        "no event time": ts.isNull(),
+        "no ingest time": F.col("ingest_ts").isNull(),
+        "no day": F.col("day").isNull(),
+        "event time before 2000": too_early,
+        "event time after its day": ts > day_end + late + CLOCK_SKEW_US,
+        "event time after its ingest": ts > F.col("ingest_ts") + CLOCK_SKEW_US,
+        "too late": (ts < day_start - late) & ~too_early,
+        "negative dwell": F.col("dwell_ms") < 0,
+        "not a number": F.isnan("dwell_ms") | F.isnan("value") | F.isnan("propensity"),
+    }
+    broken = F.array(*[_when(rule, reason) for reason, rule in rules.items()])
+    return F.concat(F.filter(broken, lambda r: r.isNotNull()), F.col("mistyped"))
+
+
+def _when(rule: Column, reason: str) -> Column:
+    return F.when(rule, F.lit(reason))

@@ -1,0 +1,1 @@
+"""Simulated people, ads and logs: raw records with a known truth behind them."""

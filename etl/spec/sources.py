@@ -1,0 +1,94 @@
+"""Where the raw records lie and which of their columns mean what."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from etl.spec.base import EventName, Name, Strict
+from etl.spec.units import Duration
+
+Format = Literal["json", "csv", "parquet"]
+
+
+class DayColumn(Strict):
+    """The column that names the day on which a row was logged, and its format (strftime)."""
+
+    column: str
+    format: str = "%Y-%m-%d"
+
+
+class EventColumns(Strict):
+    """The log's names for what an event has. Only user, item, surface and event_time are needed."""
+
+    event_id: str | tuple[str, ...] | None = None
+    user: str
+    item: str
+    surface: str
+    event_time: str
+    type: str | None = None
+    ingest_time: str | None = None
+    request: str | None = None
+    impression: str | None = None
+    position: str | None = None
+    dwell: str | None = None
+    value: str | None = None
+    propensity: str | None = None
+
+
+class Log(Strict):
+    """What both kinds of log have.
+
+    `path` is below the raw folder and may hold `{day}`; where it does not, `day` names the column
+    that tells the day, else the day of the event is taken. `delay` is how long after its ingest
+    an event becomes visible to a ranker.
+    """
+
+    format: Format
+    path: str
+    time_unit: Literal["s", "ms", "us"] = "ms"
+    day: DayColumn | None = None
+    delay: Duration = 0
+    columns: EventColumns
+
+
+class EventLog(Log):
+    """One row an event; `types` maps the log's own names of event types to those of the spec."""
+
+    kind: Literal["event_log"]
+    types: dict[str, EventName] = {}
+
+
+class Outcome(Strict):
+    """An event made of a column of a wide impression log.
+
+    It happened where `when` is not zero (always, without `when`), `delay` after the impression.
+    """
+
+    event: EventName
+    when: str | None = None
+    delay: str | None = None
+    dwell: str | None = None
+    value: str | None = None
+
+
+class ImpressionLog(Log):
+    """One row an impression, its outcomes as columns."""
+
+    kind: Literal["impression_log"]
+    outcomes: tuple[Outcome, ...]
+
+
+class AttributeFile(Strict):
+    """Versions of entities; without `valid_from` a version holds for all time."""
+
+    kind: Literal["attributes"]
+    entity: Literal["user", "item"]
+    format: Format
+    path: str
+    key: str
+    valid_from: str | None = None
+    time_unit: Literal["s", "ms", "us"] = "ms"
+
+
+Source = Annotated[EventLog | ImpressionLog | AttributeFile, Field(discriminator="kind")]
+Sources = dict[Name, Source]

@@ -1,0 +1,1 @@
+"""Tables: their contracts, and the only place that knows Delta."""

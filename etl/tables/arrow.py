@@ -1,0 +1,131 @@
+"""Tables as Arrow, without a JVM: read partitions at a version, replace whole partitions."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from deltalake import CommitProperties, DeltaTable, write_deltalake
+
+from etl.errors import UserError
+from etl.tables.contracts import Contract
+from etl.tables.lake import SPEC_PROPERTY, Lake, provenance
+
+ARROW_TYPES = {
+    "string": pa.string(),
+    "tinyint": pa.int8(),
+    "int": pa.int32(),
+    "bigint": pa.int64(),
+    "float": pa.float32(),
+    "double": pa.float64(),
+    "date": pa.date32(),
+}
+
+
+def arrow_type(name: str) -> pa.DataType:
+    """The Arrow type of a Spark SQL type, lists included."""
+    if name.startswith("array<"):
+        return pa.list_(arrow_type(name[6:-1]))
+    return ARROW_TYPES[name]
+
+
+def arrow_schema(contract: Contract) -> pa.Schema:
+    """The schema of a whole table."""
+    return pa.schema([(n, arrow_type(t)) for n, t in contract.columns.items()])
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One version of a table."""
+
+    contract: Contract
+    version: int
+    files: tuple[tuple[str, dict[str, object]], ...]
+    table: DeltaTable
+
+    def days(self) -> list[date]:
+        """Days that have rows."""
+        return sorted({values["day"] for _, values in self.files})  # type: ignore[type-var]
+
+    def read(self, columns: Sequence[str] | None = None, **partition: object) -> pa.Table:
+        """Rows of the partitions that match, each value one or a collection of values.
+
+        `read(day=d, bucket=3)`; the columns of the contract, in its order, without `columns`.
+        """
+        names = list(columns or self.contract.columns)
+        schema = arrow_schema(self.contract)
+        wanted = {k: set(v) if _is_many(v) else {v} for k, v in partition.items()}
+        parts = [
+            self._read_file(path, values, names, schema)
+            for path, values in self.files
+            if all(values[key] in choice for key, choice in wanted.items())
+        ]
+        shape = pa.schema([schema.field(name) for name in names])
+        return pa.concat_tables(parts) if parts else shape.empty_table()
+
+    def _read_file(
+        self, path: str, values: Mapping[str, object], names: list[str], schema: pa.Schema
+    ) -> pa.Table:
+        stored = [name for name in names if name not in values]
+        try:
+            file = pq.ParquetFile(f"{self.table.table_uri.removeprefix('file://')}/{path}")
+        except FileNotFoundError:
+            raise UserError(
+                f"version {self.version} of table {self.contract.name} has been vacuumed "
+                f"({path} is gone): rebuild it, or read a newer version"
+            ) from None
+        rows = file.read(columns=stored)
+        arrays = [
+            pa.repeat(pa.scalar(values[name], schema.field(name).type), rows.num_rows)
+            if name in values
+            else rows[name].cast(schema.field(name).type)
+            for name in names
+        ]
+        return pa.table(arrays, schema=pa.schema([schema.field(name) for name in names]))
+
+
+def _is_many(value: object) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, str)
+
+
+def snapshot(lake: Lake, contract: Contract, version: int | None = None) -> Snapshot:
+    """A table at a version; raises UserError where it is missing or of another spec."""
+    table = lake.open(contract.name, version)
+    actions = pa.table(table.get_add_actions(flatten=True)).to_pylist()
+    files = tuple(
+        sorted(
+            (
+                (row["path"], {key: row[f"partition.{key}"] for key in contract.partition_by})
+                for row in actions
+            ),
+            key=lambda file: (*map(str, file[1].values()), file[0]),
+        )
+    )
+    return Snapshot(contract, table.version(), files, table)
+
+
+def replace(
+    lake: Lake, contract: Contract, rows: pa.Table, where: str, inputs: Mapping[str, object]
+) -> int:
+    """Replace the rows that `where` selects, in one commit; returns the new version."""
+    properties = {SPEC_PROPERTY: lake.spec.hash}
+    if lake.exists(contract.name):
+        lake.open(contract.name)
+    else:
+        DeltaTable.create(
+            lake.path(contract.name),
+            arrow_schema(contract),
+            partition_by=list(contract.partition_by),
+            configuration=properties,
+        )
+    write_deltalake(
+        lake.path(contract.name),
+        rows.select(list(contract.columns)).cast(arrow_schema(contract)),
+        mode="overwrite",
+        predicate=where,
+        commit_properties=CommitProperties(
+            custom_metadata={"facts": provenance(spec=lake.spec.hash, inputs=dict(inputs))}
+        ),
+    )
+    return lake.version(contract.name)

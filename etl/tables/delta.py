@@ -1,0 +1,68 @@
+"""Tables as Spark DataFrames: read at a version, replace whole partitions."""
+
+from collections.abc import Mapping
+
+from delta.tables import DeltaTable as SparkDelta
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from etl.tables.contracts import Contract
+from etl.tables.lake import SPEC_PROPERTY, Lake, provenance
+
+PROPERTIES = {
+    "delta.enableDeletionVectors": "false",  # delta-rs cannot read them through Arrow
+    "delta.logRetentionDuration": "interval 180 days",
+    "delta.deletedFileRetentionDuration": "interval 180 days",
+}
+
+
+def bucket_of(user: Column, buckets: int) -> Column:
+    """The bucket of a user id: the same in every table."""
+    return F.pmod(F.xxhash64(user), F.lit(buckets)).cast("int")
+
+
+def read(lake: Lake, contract: Contract, version: int | None = None) -> DataFrame:
+    """A table at a version; raises UserError where it is missing or of another spec."""
+    pinned = lake.open(contract.name, version).version()
+    reader = SparkSession.active().read.format("delta").option("versionAsOf", pinned)
+    return reader.load(lake.path(contract.name))
+
+
+def replace(
+    lake: Lake, contract: Contract, frame: DataFrame, where: str, inputs: Mapping[str, int]
+) -> int:
+    """Replace the partitions that `where` selects, in one commit; returns the new version.
+
+    Rows of `frame` outside of `where` make the write fail. `inputs` are the versions of the
+    tables read; they and the spec's hash go into the commit.
+    """
+    create(lake, contract)
+    shaped = frame.select([F.col(n).cast(t).alias(n) for n, t in contract.columns.items()])
+    shaped = shaped.repartition(*contract.partition_by)
+    shaped = shaped.sortWithinPartitions(*contract.partition_by, *contract.order_by)
+    (
+        shaped.write.format("delta")
+        .mode("overwrite")
+        .option("replaceWhere", where)
+        .option("userMetadata", provenance(spec=lake.spec.hash, inputs=dict(inputs)))
+        .save(lake.path(contract.name))
+    )
+    return lake.version(contract.name)
+
+
+def create(lake: Lake, contract: Contract) -> None:
+    """Create a table by its contract unless it is there; raises UserError if of another spec."""
+    if lake.exists(contract.name):
+        lake.open(contract.name)
+        return
+    builder = SparkDelta.createIfNotExists(SparkSession.active()).location(lake.path(contract.name))
+    for name, type_ in contract.columns.items():
+        builder = builder.addColumn(name, type_)
+    for key, value in (PROPERTIES | {SPEC_PROPERTY: lake.spec.hash}).items():
+        builder = builder.property(key, value)
+    builder.partitionedBy(*contract.partition_by).execute()
+
+
+def days_between(first: object, last: object, column: str = "day") -> str:
+    """A predicate on whole days, both included."""
+    return f"{column} >= '{first}' AND {column} <= '{last}'"

@@ -1,0 +1,61 @@
+"""A lake: one folder a table, and what its transaction log says. Needs no JVM."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from deltalake import DeltaTable
+
+from etl.errors import UserError
+from etl.spec.model import DataSpec
+
+SPEC_PROPERTY = "gemline.spec"
+
+
+@dataclass(frozen=True)
+class Lake:
+    """The tables of one data spec below one folder or object-store URL."""
+
+    root: str
+    spec: DataSpec
+
+    def path(self, name: str) -> str:
+        """Where a table lies."""
+        return f"{self.root.rstrip('/')}/{name}"
+
+    def exists(self, name: str) -> bool:
+        """Whether a table has been written."""
+        return bool(DeltaTable.is_deltatable(self.path(name)))
+
+    def open(self, name: str, version: int | None = None) -> DeltaTable:
+        """A table at a version (the newest, without one).
+
+        Raises UserError where there is none, or where it was written under another spec.
+        """
+        if not self.exists(name):
+            raise UserError(
+                f"table {name} is not in {self.root}; run the step that writes it first"
+            )
+        table = DeltaTable(self.path(name), version=version)
+        written_under = table.metadata().configuration.get(SPEC_PROPERTY)
+        if written_under != self.spec.hash:
+            raise UserError(
+                f"table {name} in {self.root} was written under another spec ({written_under}; "
+                f"spec {self.spec.name} is {self.spec.hash}): use another --lake, or the old spec"
+            )
+        return table
+
+    def version(self, name: str) -> int:
+        """The newest version of a table."""
+        return self.open(name).version()
+
+
+def provenance(**facts: object) -> str:
+    """Facts about a write, as they go into its commit."""
+    return json.dumps(facts, sort_keys=True, default=str)
+
+
+def ensure_folder(root: str) -> None:
+    """Make a lake on a local disk; object stores have no folders to make."""
+    if "://" not in root:
+        Path(root).mkdir(parents=True, exist_ok=True)

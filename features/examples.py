@@ -1,0 +1,109 @@
+"""Examples: a pointer into the user's history, and everything else known before an impression."""
+
+from datetime import date, timedelta
+
+from pyspark.sql import Column, DataFrame, Window
+from pyspark.sql import functions as F
+
+from etl.labels import request_id
+from etl.spec.attributes import Clock
+from etl.spec.model import DataSpec
+from etl.spec.units import DAY
+from etl.tables import contracts, delta
+from etl.tables.lake import Lake
+from features.as_of import as_of_ts
+from features.counters import count
+from features.encoding import clock, encode
+from features.history.build import events_before, visible_after_days
+
+
+def build_examples(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
+    """Replace the given days of `examples`, by the landing day of the impression."""
+    spec = lake.spec
+    names = ("events", "items", "history", "attributes_user")
+    versions = {name: lake.version(name) for name in names}
+    events = delta.read(lake, contracts.events(spec), versions["events"])
+    items = _item_keys(lake, versions["items"])
+    shown = events.filter(F.col("type") == spec.event_codes[spec.impression])
+    shown = shown.filter(delta.days_between(*days)).join(items, "item_id", "left")
+    shown = shown.withColumn("as_of_ts", as_of_ts(F.col("event_ts")))
+
+    since = days[0] - timedelta(days=_days_back(spec))
+    landed = delta.days_between(since - timedelta(days=visible_after_days(spec)), days[1])
+    recent = events.filter(landed).filter(F.col("visible_ts") >= spec.day_start(since))
+    recent = recent.join(items, "item_id", "left")
+    counted = count(
+        spec,
+        recent.select("visible_ts", "type", *_keys(spec)),
+        shown.select("impression_id", "as_of_ts", *_keys(spec)),
+    )
+    rows = shown.join(counted, "impression_id")
+    rows = rows.join(events_before(lake, versions["history"], since), "user_id", "left")
+    rows = _with_user_attributes(lake, rows, versions["attributes_user"])
+    rows = rows.withColumns(
+        {
+            **_encoded(spec),
+            "request_id": request_id(),
+            "hist_len": F.coalesce("total", F.lit(0)) + F.col("seen"),
+            "history_version": F.lit(versions["history"]),
+            "item_ix": F.coalesce("item_ix", F.lit(0)),
+        }
+    )
+    where, contract = delta.days_between(*days), contracts.examples(spec)
+    written = delta.replace(lake, contract, rows, where, versions)
+    return {"examples": delta.read(lake, contract, written).filter(where).count()}
+
+
+def _days_back(spec: DataSpec) -> int:
+    """Days before the first example's day that its counters reach."""
+    return -(-(max(spec.counters.windows, default=0) + spec.lateness) // DAY)
+
+
+def _item_keys(lake: Lake, version: int) -> DataFrame:
+    items = delta.read(lake, contracts.items(lake.spec), version)
+    return items.select("item_id", "item_ix", *contracts.item_key_columns(lake.spec))
+
+
+def _keys(spec: DataSpec) -> list[Column]:
+    """The single keys of the counters, as integers."""
+    keys = {
+        "k_user": F.xxhash64("user_id"),
+        "k_item": F.coalesce("item_ix", F.lit(0)).cast("bigint"),
+        "k_surface": F.col("surface").cast("bigint"),
+    }
+    own = [F.coalesce(name, F.lit(0)).alias(name) for name in contracts.item_key_columns(spec)]
+    return [*[key.alias(name) for name, key in keys.items()], *own]
+
+
+def _with_user_attributes(lake: Lake, rows: DataFrame, version: int) -> DataFrame:
+    """Each row with its user's newest attributes that were valid strictly before it."""
+    spec = lake.spec
+    names = [f"x_{name}" for name in spec.attributes.user]
+    stored = delta.read(lake, contracts.attributes(spec, "user"), version)
+    versions = stored.select(
+        "user_id", F.col("valid_from").alias("event_ts"), F.struct(*names).alias("user")
+    )
+    asked = rows.select("user_id", "event_ts", "impression_id")
+    both = asked.unionByName(versions, allowMissingColumns=True)
+    before = (
+        Window.partitionBy("user_id")
+        .orderBy("event_ts", F.asc_nulls_last("impression_id"))
+        .rowsBetween(Window.unboundedPreceding, Window.currentRow)
+    )
+    found = both.withColumn("user", F.last("user", ignorenulls=True).over(before))
+    found = found.filter("impression_id IS NOT NULL").select("impression_id", "user")
+    return rows.join(found, "impression_id")
+
+
+def _encoded(spec: DataSpec) -> dict[str, Column]:
+    users = {
+        f"u_{name}": encode(attribute, F.col(f"user.x_{name}"))
+        for name, attribute in spec.attributes.user.items()
+    }
+    context = {
+        f"x_{name}": clock(attribute, F.col("as_of_ts"), spec.utc_offset_hours)
+        if isinstance(attribute, Clock)
+        else encode(attribute, F.col(f"x_{name}"))
+        for name, attribute in spec.attributes.context.items()
+    }
+    return users | context

@@ -1,0 +1,1 @@
+"""Each user's events, stored once, packed, in order of visibility."""

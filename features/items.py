@@ -1,0 +1,64 @@
+"""The item index: item_id -> item_ix. An index is given once and never reused."""
+
+from datetime import date
+
+from pyspark.sql import DataFrame, Window
+from pyspark.sql import functions as F
+
+from etl.spec.model import DataSpec
+from etl.tables import contracts, delta
+from etl.tables.lake import Lake
+from features.encoding import encode
+
+
+def index_items(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
+    """Give an index to each item first seen in the given days; earlier items keep theirs.
+
+    Index 0 is no item. Within a day the popular come first, so that frequent items have small
+    numbers; the days are taken one after the other, so a range gives what its days would.
+    """
+    spec = lake.spec
+    versions = {"events": lake.version("events"), "attributes_item": lake.version("attributes_item")}
+    contract = contracts.items(spec)
+    seen = _first_seen(lake, versions["events"], days)
+    taken = 0
+    if lake.exists(contract.name):
+        versions["items"] = lake.version(contract.name)
+        known = delta.read(lake, contract, versions["items"]).filter(F.col("day") < F.lit(days[0]))
+        top = known.agg(F.max("item_ix")).first()
+        taken = (top and top[0]) or 0
+        seen = seen.join(known.select("item_id"), "item_id", "left_anti")
+    order = Window.orderBy("day", F.desc("n"), "item_id")
+    rows = seen.withColumn("item_ix", F.row_number().over(order) + taken)
+    rows = _with_attributes(lake, rows, versions["attributes_item"])
+    written = delta.replace(lake, contract, rows, delta.days_between(*days), versions)
+    return {"items": delta.read(lake, contract, written).count()}
+
+
+def _first_seen(lake: Lake, version: int, days: tuple[date, date]) -> DataFrame:
+    events = delta.read(lake, contracts.events(lake.spec), version)
+    daily = events.filter(delta.days_between(*days)).groupBy("item_id", "day").count()
+    return daily.groupBy("item_id").agg(
+        F.min("day").alias("day"), F.min_by("count", "day").alias("n")
+    )
+
+
+def _with_attributes(lake: Lake, items: DataFrame, version: int) -> DataFrame:
+    """Items with their first version: those attributes do not change."""
+    spec: DataSpec = lake.spec
+    stored = delta.read(lake, contracts.attributes(spec, "item"), version)
+    names = [name for name in stored.columns if name not in {"item_id", "valid_from", "day"}]
+    first = stored.groupBy("item_id").agg(
+        F.min_by(F.struct(*names), F.struct("valid_from", "day")).alias("a")
+    )
+    rows = items.join(first, "item_id", "left")
+    encoded = [
+        encode(attribute, F.col(f"a.x_{name}")).alias(f"i_{name}")
+        for name, attribute in spec.attributes.item.items()
+    ]
+    keys = [
+        F.xxhash64(F.col(f"a.x_{name.removeprefix('k_')}")).alias(name)
+        for name in contracts.item_key_columns(spec)
+    ]
+    auction = [F.col(f"a.{name}") for name in contracts.auction_columns(spec)]
+    return rows.select("item_id", "item_ix", "day", *encoded, *keys, *auction)
