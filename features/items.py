@@ -31,8 +31,8 @@ def index_items(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     order = Window.orderBy("day", F.desc("n"), "item_id")
     rows = seen.withColumn("item_ix", F.row_number().over(order) + taken)
     rows = _with_attributes(lake, rows, versions["attributes_item"])
-    written = delta.replace(lake, contract, rows, delta.days_between(*days), versions)
-    return {"items": delta.read(lake, contract, written).count()}
+    delta.replace(lake, contract, rows, delta.days_between(*days), versions)
+    return {"items": lake.rows(contract.name)}
 
 
 def _first_seen(lake: Lake, version: int, days: tuple[date, date]) -> DataFrame:

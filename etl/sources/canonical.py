@@ -3,12 +3,13 @@
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from etl.sources.raw import CORRUPT, DAY
+from etl.sources.raw import CORRUPT, DAY, PAYLOAD
 from etl.spec.model import DataSpec
 from etl.spec.sources import EventLog, ImpressionLog, Outcome
 from etl.spec.units import DAY as SECONDS_A_DAY
 from etl.tables.contracts import context_columns, raw_type
 
+SEPARATOR = "; "
 MICROS = {"s": 1_000_000, "ms": 1_000, "us": 1}
 EARLIEST_US = 946_684_800_000_000  # 2000-01-01: no log is older
 CLOCK_SKEW_US = 3_600_000_000  # a device's clock may run an hour ahead of ours
@@ -29,9 +30,10 @@ def raw_columns(spec: DataSpec, log: EventLog | ImpressionLog) -> list[str]:
 
 
 def canonical(spec: DataSpec, log: EventLog | ImpressionLog, raw: DataFrame) -> DataFrame:
-    """Columns of the events table but `visible_ts` and `bucket`, and `reasons`, `payload`.
+    """Columns of the events table but `visible_ts` and `bucket`; and `reasons`, `payload`.
 
-    `day` is the day on which the record landed. `reasons` is empty for a clean event.
+    `day` is the day on which the record landed. `reasons` are cut by `SEPARATOR`, and empty for
+    a clean event, whose `payload` is null.
     """
     c = log.columns
     fields: dict[str, tuple[str | None, str]] = {
@@ -57,14 +59,15 @@ def canonical(spec: DataSpec, log: EventLog | ImpressionLog, raw: DataFrame) -> 
         "*",
         _event_id(log).alias("event_id"),
         *[value.alias(name) for name, value in (values | times | codes).items()],
-        F.filter(F.array(*mistyped), lambda r: r.isNotNull()).alias("mistyped"),
+        F.concat_ws(SEPARATOR, *mistyped).alias("mistyped"),
     )
     rows = rows.withColumn("day", _landing_day(spec, log))
     if isinstance(log, EventLog):
         rows = rows.withColumn("impression_id", _impression_id(spec, log))
-        return rows.withColumn("reasons", _reasons(spec))
-    rows = _explode(spec, log, rows.withColumn("reasons", _reasons(spec)))
-    return rows.withColumn("reasons", _reasons(spec))
+    else:
+        rows = _explode(spec, log, rows.withColumn("reasons", _reasons(spec)))
+    rows = rows.withColumn("reasons", _reasons(spec))
+    return rows.withColumn(PAYLOAD, F.when(F.col("reasons") != "", F.col(PAYLOAD)))
 
 
 def _cast(column: str | None, type_: str) -> Column:
@@ -132,7 +135,7 @@ def _explode(spec: DataSpec, log: ImpressionLog, rows: DataFrame) -> DataFrame:
         F.lit(None).cast("double").alias("value"),
     )
     made = [_outcome(spec, log, outcome) for outcome in log.outcomes]
-    made = [F.when(F.size("reasons") == 0, event) for event in made]
+    made = [F.when(F.col("reasons") == "", event) for event in made]
     rows = rows.withColumn("impression_id", F.col("event_id"))
     rows = rows.withColumn("made", F.explode(F.array_compact(F.array(impression, *made))))
     remade = {"made", "event_id", "event_ts", "ingest_ts", "type", "dwell_ms", "value"}
@@ -182,9 +185,9 @@ def _reasons(spec: DataSpec) -> Column:
         "negative dwell": F.col("dwell_ms") < 0,
         "not a number": F.isnan("dwell_ms") | F.isnan("value") | F.isnan("propensity"),
     }
-    broken = F.array(*[_when(rule, reason) for reason, rule in rules.items()])
-    return F.concat(F.filter(broken, lambda r: r.isNotNull()), F.col("mistyped"))
+    broken = [_when(rule, reason) for reason, rule in rules.items()]
+    return F.concat_ws(SEPARATOR, *broken, _when(F.col("mistyped") != "", F.col("mistyped")))
 
 
-def _when(rule: Column, reason: str) -> Column:
+def _when(rule: Column, reason: str | Column) -> Column:
     return F.when(rule, F.lit(reason))

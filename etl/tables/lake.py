@@ -2,8 +2,11 @@
 
 import json
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.compute as pc
 from deltalake import DeltaTable
 
 from etl.errors import UserError
@@ -48,6 +51,15 @@ class Lake:
     def version(self, name: str) -> int:
         """The newest version of a table."""
         return self.open(name).version()
+
+    def rows(self, name: str, days: tuple[date, date] | None = None) -> int:
+        """Rows of a table, on all days or between two, by its log alone."""
+        actions = pa.table(self.open(name).get_add_actions(flatten=True))
+        if days:
+            day = actions["partition.day"]
+            inside = pc.and_(pc.greater_equal(day, days[0]), pc.less_equal(day, days[1]))
+            actions = actions.filter(inside)
+        return int(pc.sum(actions["num_records"]).as_py() or 0)
 
 
 def provenance(**facts: object) -> str:

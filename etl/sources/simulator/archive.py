@@ -21,9 +21,7 @@ SHUFFLE_MS = 20 * SECOND_MS  # sigma of how far a line is from its place in the 
 def write_events(config: SimulatorConfig, folder: Path, day: int, events: Events) -> None:
     """The lines that landed on a day, the malformed ones among them, in parts."""
     good = event_lines(config, events)
-    source, bad = corrupt_some(
-        events, good, config.malformed, config.rng(Stream.MALFORMED, day)
-    )
+    source, bad = corrupt_some(events, good, config.malformed, config.rng(Stream.MALFORMED, day))
     landed_ms = np.concatenate([events.ingest_time, events.ingest_time[source]])
     shuffle = config.rng(Stream.SHUFFLE, day).standard_normal(landed_ms.size)
     order = np.argsort(landed_ms + SHUFFLE_MS * shuffle)

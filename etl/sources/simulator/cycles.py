@@ -1,12 +1,12 @@
 """Purchase cycles: people buy again, each category at its own pace, and need shows before.
 
-A user has a few cyclic categories. In category c he buys about every P_c, the period that all
-users share. His need of c at time t follows from x = (next purchase - t) / P_c alone:
+A user has a few cyclic categories, and buys in category c about every P_c, a period that all
+users share. The need of c at time t follows from the purchases around it: x = (purchase - t) / P_c.
 
-    x in [0, LEAD]           1       the purchase is near
-    just after, SATISFIED    1       he still looks around
-    then, until RESTED      -REST    he has what he wanted
-    otherwise                0
+    0 <= x <= LEAD              1       the purchase is near
+    -SATISFIED <= x < 0         1       just bought, still looking around
+    -RESTED <= x < -SATISFIED   -REST   has what was wanted
+    otherwise                   0
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from etl.sources.simulator.taste import SHORTEST_CYCLE_DAYS, Taste
 from etl.sources.simulator.users import Users
 
 CYCLES = 6  # categories a user
-CYCLE_TASTE = 3.0  # how much the cyclic categories are those he likes
+CYCLE_TASTE = 3.0  # how much the cyclic categories are the liked ones
 JITTER = 0.04  # of an interval, sigma relative to the period
 LEAD, SATISFIED, RESTED = 0.18, 0.04, 0.40  # in periods
 REST = 0.2
@@ -53,10 +53,10 @@ class Cycles:
     def need(self, taste: Taste, user: Ints, category: Ints, time_ms: Ints) -> Floats:
         """(n,) need of users for categories at times: 1, 0 or -REST."""
         row, cycle = np.nonzero(self.category[user] == category[:, None])
-        ahead = self.purchase_ms[user[row], cycle] - time_ms[row, None]
-        ahead = ahead / taste.period_ms[category[row], None]
-        near = np.any((-SATISFIED <= ahead) & (ahead <= LEAD), axis=1)
-        resting = np.any((-RESTED <= ahead) & (ahead < -SATISFIED), axis=1)
+        ahead_ms = self.purchase_ms[user[row], cycle] - time_ms[row, None]
+        ahead = ahead_ms / taste.period_ms[category[row], None]
+        near = np.any((ahead >= -SATISFIED) & (ahead <= LEAD), axis=1)
+        resting = np.any((ahead >= -RESTED) & (ahead < -SATISFIED), axis=1)
         need = np.zeros(len(user))
         need[row] = np.where(near, 1.0, np.where(resting, -REST, 0.0))
         return need

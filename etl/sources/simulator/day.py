@@ -16,7 +16,8 @@ def live(world: World, day: int, room: Ints) -> tuple[Events, Truth]:
     """What happens in the sessions that start on one day, and the purchases of that day.
 
     `room` (users,) is how many events the sessions of each user may still cause: the first
-    session that would pass it does not take place, nor does any after it on that day.
+    session that would pass it does not take place, nor does any after it on that day. The truth
+    returned covers the impressions of these too.
     """
     rng = world.config.rng(Stream.BEHAVIOUR, day)
     sessions = draw_sessions(world, day, rng)
@@ -33,12 +34,12 @@ def live(world: World, day: int, room: Ints) -> tuple[Events, Truth]:
     truth = outcomes.truth(world, shown, chances)
 
     takes_place = _takes_place(sessions, events, room)
-    events = events.take((events.session == ABSENT) | takes_place[events.session])
-    return replace(events, event=numbers(day, len(events))), truth.take(takes_place[truth.session])
+    events = events.take(np.append(takes_place, True)[events.session])  # ABSENT is the last
+    return replace(events, event=numbers(day, len(events))), truth
 
 
 def _takes_place(sessions: Sessions, events: Events, room: Ints) -> Bools:
-    """(sessions,) whether the events of the user's sessions so far today fit his room."""
+    """(sessions,) whether the events of the user's sessions so far today fit the room."""
     size = np.bincount(events.session[events.session != ABSENT], minlength=len(sessions))
     until = np.cumsum(size)
     before = (until - size)[np.searchsorted(sessions.user, sessions.user)]

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from etl.sources.simulator.columns import Events, Floats, Ints
+from etl.sources.simulator.columns import Events, Ints
 from etl.sources.simulator.config import DAY_MS, HOUR_MS, SECOND_MS
 from etl.sources.simulator.vocabulary import EventType
 
 LEAST_TRANSIT_MS, MEAN_TRANSIT_MS = 200, 4 * SECOND_MS
 MEASURED_MS = (1 * HOUR_MS, 6 * HOUR_MS)  # a conversion is measured this long after it happened
-LATE_MS = (2 * HOUR_MS, 2 * DAY_MS)
-REPEATED_MS = (1, 12 * HOUR_MS)
+LATE_MS = (2 * HOUR_MS, 2 * DAY_MS)  # after the event
+REPEATED_MS = (1, 12 * HOUR_MS)  # after the first copy
 
 
 def arrive(events: Events, rng: np.random.Generator) -> Events:
@@ -26,9 +26,9 @@ def arrive(events: Events, rng: np.random.Generator) -> Events:
 def delay_some(events: Events, rate: float, end_ms: int, rng: np.random.Generator) -> Events:
     """A share `rate` of the events lands hours to days late, unless the run would be over."""
     n = len(events)
-    ingest_ms = events.ingest_time + _log_uniform(LATE_MS, n, rng)
-    late = (rng.random(n) < rate) & (ingest_ms < end_ms)
-    return replace(events, ingest_time=np.where(late, ingest_ms, events.ingest_time))
+    late_ms = np.maximum(events.ingest_time, events.event_time + _log_uniform(LATE_MS, n, rng))
+    is_late = (rng.random(n) < rate) & (late_ms < end_ms)
+    return replace(events, ingest_time=np.where(is_late, late_ms, events.ingest_time))
 
 
 def repeat_some(events: Events, rate: float, rng: np.random.Generator) -> Events:
@@ -39,5 +39,5 @@ def repeat_some(events: Events, rate: float, rng: np.random.Generator) -> Events
 
 
 def _log_uniform(bounds: tuple[int, int], count: int, rng: np.random.Generator) -> Ints:
-    exponent: Floats = rng.uniform(*np.log(bounds), size=count)
-    return np.exp(exponent).astype(np.int64)
+    least, most = bounds
+    return np.exp(rng.uniform(np.log(least), np.log(most), size=count)).astype(np.int64)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from etl.sources.simulator.columns import ABSENT, Columns, Floats, Ints
+from etl.sources.simulator.columns import Columns, Floats, Ints
 from etl.sources.simulator.config import DAY_MS, SimulatorConfig
 from etl.sources.simulator.taste import CREATIVE_WIDTH, DIMENSIONS, Taste, blend, gaussian
 from etl.sources.simulator.vocabulary import FORMATS, GOALS
@@ -12,8 +12,8 @@ from etl.sources.simulator.vocabulary import FORMATS, GOALS
 SHARED_BY_CATEGORY = 0.65  # share of the variance of latents due to the category
 CREATIVE_NOISE = 0.5
 SHORTEST_LIFE_DAYS, LONGEST_LIFE_DAYS = 3, 7
-ADVERTISER_SPREAD = 0.5
-AD_SPREAD = 0.35
+ADVERTISER_SPREAD = 0.4
+AD_SPREAD = 0.3
 BID_BY_GOAL = np.array([0.02, 0.10, 0.80])  # money per long view, click, conversion
 BID_SPREAD = 0.5
 

@@ -20,10 +20,10 @@ class Corruption(NamedTuple):
 CORRUPTIONS = (
     Corruption("event_time", r".{12}\n$", "\n"),  # cut off
     Corruption("event_time", r"^.*\n$", "{}\n"),
-    Corruption("event_time", r'"event_time":(\d+)', r'"event_time":"\1"'),
+    Corruption("event_time", r'"event_time":\d+', '"event_time":"noon"'),
     Corruption("event_time", r'"event_time":\d+', '"event_time":86400000'),  # in 1970
     Corruption("event_time", r'"event_time":\d+', '"event_time":4294967295000'),  # in 2106
-    Corruption("position", r'"position":(\d+)', r'"position":"\1"'),
+    Corruption("position", r'"position":\d+', '"position":"top"'),
     Corruption("dwell_ms", r'"dwell_ms":', '"dwell_ms":-1'),  # negative
     Corruption("user", r'"user_id":"\w+",', ""),
     Corruption("item", r'"item_id":"\w+",', ""),

@@ -18,9 +18,9 @@ FORMAT_ON_SURFACE = np.array([[0.2, 0.0, 0.3, -0.3], [-0.5, 0.5, -0.3, 0.4], [0.
 # Rows: android, ios, web.
 FORMAT_ON_DEVICE = np.array([[0.0, 0.1, -0.1, 0.1], [0.0, 0.1, 0.1, 0.1], [0.2, -0.2, 0.2, -0.4]])
 
-CLICK_BIAS = np.array([-3.75, -4.2, -3.0])  # by surface
+CLICK_BIAS = np.array([-3.6, -4.05, -2.85])  # by surface
 CLICK_POSITION = np.array([-0.18, -0.30, -0.10])  # by surface
-CLICK_AFFINITY, CLICK_INTENT, CLICK_NEED = 0.9, 0.8, 2.3
+CLICK_AFFINITY, CLICK_INTENT, CLICK_NEED = 0.8, 0.8, 2.3
 
 LONG_BIAS = np.array([-2.2, -1.8, -2.4])  # by surface
 LONG_POSITION = -0.12
@@ -48,7 +48,6 @@ class Truth(Columns):
     """What only the simulator knows about impressions.
 
     impression      (n,)  number
-    session         (n,)  position in the sessions of its day
     event_time      (n,)  epoch ms
     p_click, p_long_view  (n,)
     p_conversion    (n,)  of a click and a conversion within the attribution window
@@ -56,7 +55,6 @@ class Truth(Columns):
     """
 
     impression: Ints
-    session: Ints
     event_time: Ints
     p_click: Floats
     p_long_view: Floats
@@ -112,7 +110,6 @@ def truth(world: World, shown: Impressions, chance: Chances) -> Truth:
     goal = world.ads.goal[shown.ad]
     return Truth(
         impression=shown.number,
-        session=shown.session,
         event_time=shown.time_ms,
         p_click=chance.click,
         p_long_view=chance.long_view,

@@ -33,8 +33,10 @@ def react(
     buyers = impressions.take(buys)
     return [
         viewed.followed_by(
-            EventType.AD_VIEW, dwell_ms[is_view],
-            impression=viewed.impression, dwell_ms=dwell_ms[is_view],
+            EventType.AD_VIEW,
+            dwell_ms[is_view],
+            impression=viewed.impression,
+            dwell_ms=dwell_ms[is_view],
         ),
         after(EventType.AD_LONG_VIEW, is_long, np.full(n, LONG_VIEW_MS)),
         after(EventType.AD_CLICK, is_click, click_ms),

@@ -1,6 +1,6 @@
 """The raw records: which fields they have, and how each is written."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -95,13 +95,15 @@ def truth_table(truth: Truth) -> pa.Table:
     )
 
 
-def _item(prefix: str, kind: str, items: Items) -> Mapping[str, pa.Array]:
+def _item(prefix: str, kind: str, items: Items) -> dict[str, pa.Array]:
     ends = np.arange(len(items) + 1) * items.creative.shape[1]
     creative = items.creative.astype(np.float64).round(3).ravel()
     return {
         "item_id": _ids(prefix, items.item),
         "kind": _words([kind], np.zeros(len(items), np.int64)),
-        "category": pc.binary_join_element_wise("c", pc.utf8_lpad(text(items.category), 2, "0"), ""),
+        "category": pc.binary_join_element_wise(
+            "c", pc.utf8_lpad(text(items.category), 2, "0"), ""
+        ),
         "format": _words(FORMATS, items.format),
         "creative": pa.ListArray.from_arrays(ends, creative),
         "created_time": pa.array(items.created_ms),

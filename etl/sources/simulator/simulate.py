@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from tqdm import tqdm
 
+from etl.errors import UserError
 from etl.sources.simulator.archive import write_catalogue, write_events, write_truth
 from etl.sources.simulator.columns import ABSENT, Events
 from etl.sources.simulator.config import SimulatorConfig, Stream
@@ -22,13 +23,13 @@ WRITERS = 2
 def simulate(config: SimulatorConfig, out: Path) -> None:
     """Write the raw logs of a run to the folder `out`, which appears when they are complete.
 
-    Raises ValueError if `out` holds anything but this very run.
+    Raises UserError if `out` holds anything but this very run.
     """
     resolved = config.model_dump_json(indent=2) + "\n"
     if out.exists():
         record = out / "simulator.json"
         if not record.is_file() or record.read_text() != resolved:
-            raise ValueError(f"{out} holds something else: remove it or choose another folder")
+            raise UserError(f"{out} holds something else: remove it or choose another folder")
         print(f"{out} already holds this run")
         return
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +63,10 @@ def _write_days(config: SimulatorConfig, folder: Path) -> None:
 
 
 def _days(config: SimulatorConfig) -> Iterator[tuple[World, Events, Truth]]:
-    """The world on each day, the records that the day causes and the truth behind them."""
+    """The world on each day, the records that the day causes and the truth behind them.
+
+    The truth is told of the impressions that are logged within the run.
+    """
     world = World.draw(config)
     room = world.room
     for day in tqdm(range(config.days), desc=f"simulate {config.name}", unit="day"):
@@ -71,7 +75,7 @@ def _days(config: SimulatorConfig) -> Iterator[tuple[World, Events, Truth]]:
         spent = events.user[events.session != ABSENT]
         room = room - np.bincount(spent, minlength=config.users)
         events = arrive(events, config.rng(Stream.TRANSIT, day))
-        known = events.impression[events.ingest_time < config.end_ms]
+        logged = events.impression[events.ingest_time < config.end_ms]
         events = delay_some(events, config.late, config.end_ms, config.rng(Stream.LATE, day))
         events = repeat_some(events, config.duplicates, config.rng(Stream.DUPLICATES, day))
-        yield world, events, truth.take(np.isin(truth.impression, known))
+        yield world, events, truth.take(np.isin(truth.impression, logged))

@@ -9,7 +9,7 @@ from etl.sources.simulator.choice import draw_from_shares
 from etl.sources.simulator.columns import Columns, Floats, Ints
 from etl.sources.simulator.config import DAY_MS, SimulatorConfig
 from etl.sources.simulator.taste import DIMENSIONS, Taste, blend, gaussian
-from etl.sources.simulator.vocabulary import AGE_BANDS, COUNTRIES, DEVICES, SURFACES, TIERS
+from etl.sources.simulator.vocabulary import AGE_BANDS, COUNTRIES, DEVICES, TIERS
 
 ATTRIBUTES = (AGE_BANDS, COUNTRIES, TIERS)
 AGE_BAND, COUNTRY, TIER = range(3)
@@ -88,9 +88,7 @@ class Users(Columns):
         attributes[rows, which] = (attributes[rows, which] + rng.integers(1, sizes)) % sizes
         changed_ms[rows] = midnight_ms + rng.integers(DAY_MS, size=rows.size)
         drifted = blend(1 - INTEREST_MEMORY**2, gaussian((n, DIMENSIONS), rng), self.own_interest)
-        return replace(
-            self, attributes=attributes, changed_ms=changed_ms, own_interest=drifted
-        )
+        return replace(self, attributes=attributes, changed_ms=changed_ms, own_interest=drifted)
 
 
 def _activity(config: SimulatorConfig, rng: np.random.Generator) -> Floats:
