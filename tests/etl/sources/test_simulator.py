@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from etl.errors import UserError
 from etl.sources.simulator.ads import CANDIDATES
 from etl.sources.simulator.choice import draw_in_order
 from etl.sources.simulator.config import DAY_MS, HOUR_MS, SimulatorConfig

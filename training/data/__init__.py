@@ -1,0 +1,1 @@
+"""From tables to batches: the pointer join, request-shaped, without a JVM."""

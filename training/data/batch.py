@@ -1,0 +1,69 @@
+"""A request-shaped batch: what belongs to a request is there once, candidates point at it.
+
+R requests, B impressions (rows), N events of all histories, O objectives.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class History:
+    """Ragged histories (N events) of R requests, oldest first, cut by `offsets` (R+1).
+
+    `ages` are seconds from the event's visibility to the request, at least 1.
+    """
+
+    offsets: Tensor
+    items: Tensor
+    surfaces: Tensor
+    types: Tensor
+    dwells: Tensor
+    ages: Tensor
+    item_ids: dict[str, Tensor]
+    item_vectors: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`user_*` have R rows, the rest B; labels, known and values are (B, O).
+
+    `known` marks labels whose window has closed and that are trained or evaluated now.
+    """
+
+    request: Tensor
+    surface: Tensor
+    item: Tensor
+    user_ids: dict[str, Tensor]
+    user_numbers: Tensor
+    row_ids: dict[str, Tensor]
+    row_numbers: Tensor
+    row_vectors: dict[str, Tensor]
+    history: History
+    labels: Tensor
+    known: Tensor
+    values: Tensor
+    impressions: npt.NDArray[np.object_]
+
+    def __len__(self) -> int:
+        """Number of impressions."""
+        return len(self.item)
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """The batch with all its tensors on a device."""
+        return cast("Batch", _moved(self, device))
+
+
+def _moved(value: Any, device: torch.device | str) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, dict):
+        return {k: _moved(v, device) for k, v in value.items()}
+    if isinstance(value, Batch | History):
+        return replace(value, **{f.name: _moved(getattr(value, f.name), device) for f in fields(value)})
+    return value

@@ -1,0 +1,140 @@
+"""A chunk: the examples of one day and bucket with their labels, request by request."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import date
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from etl.errors import UserError
+from etl.spec.model import DataSpec
+from etl.tables.arrow import Snapshot
+from features.groups import run_starts
+from training.data.features import Features
+
+Int64 = npt.NDArray[np.int64]
+Float32 = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Ripened:
+    """Labels that became final in (after, until], epoch seconds; the span of one training run."""
+
+    after: int
+    until: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """B rows sorted by request; `starts` (R+1) cut them into requests.
+
+    `users` and `as_of` and `length` (R) point into the histories; the rest has B rows.
+    """
+
+    starts: Int64
+    users: pa.Array
+    as_of: Int64
+    length: Int64
+    item: Int64
+    surface: Int64
+    ids: dict[str, Int64]
+    user_numbers: Float32
+    numbers: Float32
+    labels: Float32
+    known: npt.NDArray[np.bool_]
+    values: Float32
+    impressions: npt.NDArray[np.object_]
+
+
+def load_chunk(
+    spec: DataSpec,
+    features: Features,
+    examples: Snapshot,
+    impressions: Snapshot,
+    day: date,
+    bucket: int,
+    ripened: Ripened,
+) -> Chunk | None:
+    """The rows of which some label ripened in the span; None where there are none.
+
+    Raises UserError where a label should be final but is not in the table.
+    """
+    order = [(name, "ascending") for name in examples.contract.order_by]
+    ids = (*features.user.ids, *features.context.ids)
+    rows = examples.read(
+        ["impression_id", "request_id", "user_id", "item_ix", "surface", "as_of_ts", "hist_len"]
+        + [*ids, *features.user.numbers, *features.context.numbers, *features.counters],
+        day=day,
+        bucket=bucket,
+    ).sort_by(order)
+    labels, known, values = _labels(spec, impressions, day, bucket, rows, ripened)
+    wanted = known.any(1)
+    if not wanted.any():
+        return None
+    rows = rows.filter(pa.array(wanted)).combine_chunks()
+    request = pc.binary_join_element_wise(
+        rows["user_id"], rows["as_of_ts"].cast(pa.string()), rows["request_id"], "\x1f"
+    ).combine_chunks()
+    starts = run_starts(request)
+    first = pa.array(starts)
+    return Chunk(
+        starts=np.append(starts, rows.num_rows),
+        users=rows["user_id"].combine_chunks().take(first),
+        as_of=rows["as_of_ts"].to_numpy()[starts],
+        length=rows["hist_len"].to_numpy()[starts].astype(np.int64),
+        item=rows["item_ix"].to_numpy().astype(np.int64),
+        surface=rows["surface"].to_numpy().astype(np.int64),
+        ids={name: rows[name].to_numpy().astype(np.int64) for name in ids},
+        user_numbers=stack(rows, features.user.numbers),
+        numbers=np.concatenate(
+            (
+                stack(rows, features.context.numbers),
+                features.counter_inputs(stack(rows, features.counters)),
+            ),
+            axis=1,
+        ),
+        labels=labels[wanted],
+        known=known[wanted],
+        values=values[wanted],
+        impressions=np.asarray(rows["impression_id"]),
+    )
+
+
+def stack(rows: pa.Table, names: Iterable[str]) -> Float32:
+    """Columns side by side (B, F); nulls are NaN."""
+    columns = [rows[name].to_numpy().astype(np.float32) for name in names]
+    return np.stack(columns, 1) if columns else np.zeros((rows.num_rows, 0), np.float32)
+
+
+def _labels(
+    spec: DataSpec, impressions: Snapshot, day: date, bucket: int, rows: pa.Table, ripened: Ripened
+) -> tuple[Float32, npt.NDArray[np.bool_], Float32]:
+    names = ["impression_id", "surface"]
+    for name, objective in spec.objectives.items():
+        names += [f"label_{name}", f"ready_{name}"] + [f"value_{name}"] * objective.value
+    table = impressions.read(names, day=day, bucket=bucket)
+    where = pc.index_in(rows["impression_id"], table["impression_id"].combine_chunks())
+    if where.null_count:
+        raise UserError(f"impressions of {day} lack labels; run `gemline etl labels` for that day")
+    table = table.take(where)
+    surface = table["surface"].to_numpy()
+    shape = (table.num_rows, len(spec.objectives))
+    labels, values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    known = np.zeros(shape, bool)
+    for i, (name, objective) in enumerate(spec.objectives.items()):
+        ready = table[f"ready_{name}"].to_numpy() // 1_000_000
+        codes = [spec.surface_codes[s] for s in spec.surfaces_of(name)]
+        known[:, i] = (ready > ripened.after) & (ready <= ripened.until) & np.isin(surface, codes)
+        label = table[f"label_{name}"]
+        if (known[:, i] & label.is_null().to_numpy()).any():
+            raise UserError(
+                f"labels of {name} on {day} are not final in the table although their window has "
+                "closed; run `gemline etl labels` up to the newest day"
+            )
+        labels[:, i] = label.fill_null(0).to_numpy()
+        if objective.value:
+            values[:, i] = table[f"value_{name}"].fill_null(0).to_numpy()
+    return labels, known, values

@@ -1,0 +1,171 @@
+"""The reader: days of examples to batches, the same ones for the same seed, from any position."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from etl.tables import contracts
+from etl.tables.arrow import Snapshot, snapshot
+from etl.tables.lake import Lake
+from training.data.batch import Batch, History
+from training.data.chunks import Chunk, Ripened, load_chunk
+from training.data.features import Features, features_of
+from training.data.histories import Histories, load_histories
+from training.data.items import ItemTable, load_items
+
+Int64 = npt.NDArray[np.int64]
+TABLES = ("examples", "impressions", "history", "items")
+
+
+@dataclass(frozen=True)
+class Shuffle:
+    """The order in which a pass goes through each day: a seed, or None for the stored order."""
+
+    seed: int | None
+
+
+@dataclass
+class Reader:
+    """Pinned versions of the four tables that training reads.
+
+    `sequence` names the spec's sequence that histories are cut to; `max_length` overrides its
+    length, and 0 reads no history.
+    """
+
+    lake: Lake
+    versions: Mapping[str, int]
+    sequence: str
+    max_length: int | None = None
+    features: Features = field(init=False)
+    items: ItemTable = field(init=False)
+    _tables: dict[str, Snapshot] = field(init=False)
+    _histories: dict[int, Histories] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        spec = self.lake.spec
+        self.features = features_of(spec)
+        made = {name: getattr(contracts, name)(spec) for name in TABLES}
+        self._tables = {n: snapshot(self.lake, c, self.versions[n]) for n, c in made.items()}
+        self.items = load_items(self._tables["items"], self.features.item)
+
+    @classmethod
+    def newest(cls, lake: Lake, sequence: str, max_length: int | None = None) -> "Reader":
+        """A reader of the newest versions."""
+        versions = {name: lake.version(name) for name in TABLES}
+        return cls(lake, versions, sequence, max_length)
+
+    def chunks(self, day: date, buckets: Sequence[int], ripened: Ripened) -> Iterator[tuple[int, Chunk]]:
+        """The chunks of a day that have rows, in the order of `buckets`, with their bucket."""
+        for bucket in buckets:
+            chunk = load_chunk(
+                self.lake.spec,
+                self.features,
+                self._tables["examples"],
+                self._tables["impressions"],
+                day,
+                bucket,
+                ripened,
+            )
+            if chunk is not None:
+                yield bucket, chunk
+
+    def batches(
+        self,
+        days: Sequence[date],
+        ripened: Ripened,
+        rows: int,
+        shuffle: Shuffle,
+        shard: tuple[int, int] = (0, 1),
+        skip: int = 0,
+    ) -> Iterator[Batch]:
+        """Batches of about `rows` impressions, requests kept whole, day after day.
+
+        `shard` is (rank, world): a rank owns the buckets of its remainder. `skip` leaves out that
+        many batches at the start, without reading their histories.
+        """
+        rank, world = shard
+        for day in days:
+            buckets = [b for b in range(self.lake.spec.buckets) if b % world == rank]
+            if shuffle.seed is not None:
+                buckets = list(self._order(shuffle.seed, day, len(buckets), buckets))
+            for bucket, chunk in self.chunks(day, buckets, ripened):
+                requests = np.arange(len(chunk.starts) - 1)
+                if shuffle.seed is not None:
+                    requests = self._order(shuffle.seed, day, bucket, requests)
+                for part in cut(requests, chunk.starts, rows):
+                    if skip:
+                        skip -= 1
+                        continue
+                    yield self.assemble(chunk, bucket, part)
+
+    @staticmethod
+    def _order(seed: int, day: date, salt: int, values: Sequence[int] | Int64) -> Int64:
+        return np.random.default_rng([seed, day.toordinal(), salt]).permutation(values)
+
+    def assemble(self, chunk: Chunk, bucket: int, requests: Int64) -> Batch:
+        """The batch of some requests of a chunk."""
+        begin, end = chunk.starts[requests], chunk.starts[requests + 1]
+        counts = end - begin
+        stops = np.cumsum(counts)
+        rows = np.arange(stops[-1]) + np.repeat(begin - (stops - counts), counts)
+        item = chunk.item[rows]
+        group = self.features.item
+        item_numbers = self.items.numbers[item]
+        users, context = self.features.user.ids, self.features.context.ids
+        return Batch(
+            request=torch.from_numpy(np.repeat(np.arange(len(requests)), counts)),
+            surface=torch.from_numpy(chunk.surface[rows]),
+            item=torch.from_numpy(item),
+            user_ids={name: torch.from_numpy(chunk.ids[name][begin]) for name in users},
+            user_numbers=torch.from_numpy(chunk.user_numbers[begin]),
+            row_ids={name: torch.from_numpy(self.items.ids[name][item]) for name in group.ids}
+            | {name: torch.from_numpy(chunk.ids[name][rows]) for name in context},
+            row_numbers=torch.from_numpy(np.concatenate((item_numbers, chunk.numbers[rows]), 1)),
+            row_vectors={n: torch.from_numpy(v[item]) for n, v in self.items.vectors.items()},
+            history=self._history(chunk, bucket, requests),
+            labels=torch.from_numpy(chunk.labels[rows]),
+            known=torch.from_numpy(chunk.known[rows]),
+            values=torch.from_numpy(chunk.values[rows]),
+            impressions=chunk.impressions[rows],
+        )
+
+    def _history(self, chunk: Chunk, bucket: int, requests: Int64) -> History:
+        stored = self._bucket(bucket)
+        most = self.lake.spec.sequences[self.sequence].max_length
+        most = most if self.max_length is None else self.max_length
+        as_of = chunk.as_of[requests]
+        cut = stored.slices(
+            chunk.users.take(requests), as_of, chunk.length[requests], most
+        )
+        events, at = stored.events, cut.positions
+        items = np.minimum(events.items[at], len(self.items) - 1).astype(np.int64)
+        ages = np.repeat(as_of, np.diff(cut.offsets)) - events.visible_ts[at]
+        return History(
+            offsets=torch.from_numpy(cut.offsets),
+            items=torch.from_numpy(items),
+            surfaces=torch.from_numpy(events.surfaces[at].astype(np.int64)),
+            types=torch.from_numpy(events.types[at].astype(np.int64)),
+            dwells=torch.from_numpy(events.dwells[at].astype(np.int64)),
+            ages=torch.from_numpy(ages),
+            item_ids={n: torch.from_numpy(v[items]) for n, v in self.items.ids.items()},
+            item_vectors={n: torch.from_numpy(v[items]) for n, v in self.items.vectors.items()},
+        )
+
+    def _bucket(self, bucket: int) -> Histories:
+        if bucket not in self._histories:
+            names = self.lake.spec.sequences[self.sequence].events or ()
+            codes = tuple(self.lake.spec.event_codes[name] for name in names)
+            self._histories[bucket] = load_histories(self._tables["history"], bucket, codes)
+        return self._histories[bucket]
+
+
+def cut(requests: Int64, starts: Int64, rows: int) -> list[Int64]:
+    """Consecutive parts of `requests` of about `rows` impressions each, of nearly equal size."""
+    size = np.cumsum((starts[1:] - starts[:-1])[requests])
+    parts = max(1, round(size[-1] / rows))
+    edges = np.searchsorted(size, size[-1] * np.arange(1, parts) / parts)
+    return [part for part in np.split(requests, edges) if len(part)]

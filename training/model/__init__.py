@@ -1,0 +1,1 @@
+"""The dense model, in torch alone: one file an idea."""

@@ -1,0 +1,10 @@
+"""Attention over ragged sequences.
+
+Q, K, V are (N, H, D): N positions of all sequences one after another, H heads, D width of a head;
+offsets (S+1) cut them into S sequences.
+"""
+
+from training.ops.attention.cpu import attention
+from training.ops.attention.reference import attention as reference
+
+__all__ = ["attention", "reference"]

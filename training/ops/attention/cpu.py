@@ -1,0 +1,64 @@
+"""The fast path on a CPU: dense kernels on whole sequences or chunks, no padding to the longest.
+
+A loop over sequences beats padding and nested tensors on CPUs, and windows go in chunks.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, window: int | None = None
+) -> Tensor:
+    """As `training.ops.attention.reference.attention`."""
+    if window is not None:
+        return _windowed(q, k, v, q_offsets, window)
+    q_cuts, kv_cuts = q_offsets.tolist(), kv_offsets.tolist()
+    parts = []
+    for q0, q1, k0, k1 in zip(q_cuts, q_cuts[1:], kv_cuts, kv_cuts[1:], strict=False):
+        if q0 == q1:
+            continue
+        if k0 == k1:
+            parts.append(torch.zeros_like(q[q0:q1]))
+            continue
+        heads = F.scaled_dot_product_attention(
+            q[q0:q1].transpose(0, 1)[None], k[k0:k1].transpose(0, 1)[None], v[k0:k1].transpose(0, 1)[None]
+        )
+        parts.append(heads[0].transpose(0, 1))
+    return torch.cat(parts) if parts else torch.zeros_like(q)
+
+
+def _windowed(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, window: int) -> Tensor:
+    """Chunks of all sequences as one batch; each attends to itself and to the chunk before.
+
+    Only the last chunk of a sequence is filled up, with at most `window` - 1 rows.
+    """
+    lengths = offsets.diff()
+    chunks = (lengths + window - 1) // window
+    sequence = torch.repeat_interleave(torch.arange(len(lengths), device=q.device), lengths)
+    position = torch.arange(len(q), device=q.device) - offsets[:-1][sequence]
+    first_chunk = F.pad(chunks.cumsum(0), (1, 0))
+    slot = first_chunk[sequence] * window + position
+    total = int(first_chunk[-1])
+    chunk_number = torch.arange(total, device=q.device) - torch.repeat_interleave(
+        first_chunk[:-1], chunks
+    )
+
+    def chunked(x: Tensor) -> Tensor:
+        filled = x.new_zeros(total * window, *x.shape[1:]).index_copy(0, slot, x)
+        return filled.view(total, window, *x.shape[1:]).transpose(1, 2)
+
+    def with_previous(x: Tensor) -> Tensor:
+        return torch.cat((F.pad(x, (0, 0, 0, 0, 0, 0, 1, 0))[:-1], x), dim=2)
+
+    steps = torch.arange(window, device=q.device)
+    causal = torch.cat(
+        (torch.ones(window, window, dtype=torch.bool, device=q.device), steps[:, None] >= steps), 1
+    )
+    opening = causal & torch.cat((torch.zeros_like(steps), torch.ones_like(steps))).bool()
+    mask = torch.where((chunk_number > 0)[:, None, None], causal, opening)[:, None]
+    out = F.scaled_dot_product_attention(
+        chunked(q), with_previous(chunked(k)), with_previous(chunked(v)), attn_mask=mask
+    )
+    return out.transpose(1, 2).reshape(total * window, *q.shape[1:])[slot]
