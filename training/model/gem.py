@@ -42,7 +42,7 @@ class Gem(nn.Module):
         self.candidate = nn.Linear(tables * d + given, w)
         self.candidate.weight = self.events.item.weight
         self.layers = nn.ModuleList(
-            EventLayer(w, config.heads, config.window, config.dropout)
+            EventLayer(w, config.heads, config.window)
             for _ in range(config.event_layers)
         )
         self.summary = Summary(w, config.heads, config.pooled_rows, config.recent_rows)

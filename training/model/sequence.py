@@ -40,21 +40,20 @@ class Attention(nn.Module):
 class EventLayer(nn.Module):
     """A pre-norm transformer layer with causal attention in a window."""
 
-    def __init__(self, width: int, heads: int, window: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, window: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.attention = Attention(width, heads)
         self.ffn = nn.Sequential(
             nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width)
         )
-        self.dropout = nn.Dropout(dropout)
         self.window = window
 
     def forward(self, events: Tensor, offsets: Tensor) -> Tensor:
         """(N, W) to (N, W)."""
         x = self.norm(events)
-        events = events + self.dropout(self.attention(x, x, offsets, offsets, self.window))
-        return events + self.dropout(self.ffn(events))
+        events = events + self.attention(x, x, offsets, offsets, self.window)
+        return events + self.ffn(events)
 
 
 class Summary(nn.Module):

@@ -1,6 +1,7 @@
 """The fast path on a CPU: dense kernels on whole sequences or chunks, no padding to the longest.
 
-A loop over sequences beats padding and nested tensors on CPUs, and windows go in chunks.
+A loop over sequences beats padding and nested tensors on CPUs, and windows go in chunks. `split`
+and not slices: the backward pass of a slice fills a tensor as large as the whole.
 """
 
 import torch
@@ -14,19 +15,18 @@ def attention(
     """As `training.ops.attention.reference.attention`."""
     if window is not None:
         return _windowed(q, k, v, q_offsets, window)
-    q_cuts, kv_cuts = q_offsets.tolist(), kv_offsets.tolist()
-    parts = []
-    for q0, q1, k0, k1 in zip(q_cuts, q_cuts[1:], kv_cuts, kv_cuts[1:], strict=False):
-        if q0 == q1:
-            continue
-        if k0 == k1:
-            parts.append(torch.zeros_like(q[q0:q1]))
-            continue
-        heads = F.scaled_dot_product_attention(
-            q[q0:q1].transpose(0, 1)[None], k[k0:k1].transpose(0, 1)[None], v[k0:k1].transpose(0, 1)[None]
-        )
-        parts.append(heads[0].transpose(0, 1))
+    q_parts = q.split(q_offsets.diff().tolist())
+    kv_lengths = kv_offsets.diff().tolist()
+    parts = [
+        _dense(*sequence) if len(sequence[0]) and len(sequence[1]) else torch.zeros_like(sequence[0])
+        for sequence in zip(q_parts, k.split(kv_lengths), v.split(kv_lengths), strict=True)
+    ]
     return torch.cat(parts) if parts else torch.zeros_like(q)
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    heads = F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)))
+    return heads[0].transpose(0, 1)
 
 
 def _windowed(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, window: int) -> Tensor:

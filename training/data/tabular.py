@@ -1,0 +1,53 @@
+"""The non-sequence features of impressions as one matrix, for tree models."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+
+import numpy as np
+import numpy.typing as npt
+
+from training.data.chunks import Ripened
+from training.data.reader import Reader
+
+
+@dataclass(frozen=True)
+class Tabular:
+    """B rows: `features` (B, F) with NaN for missing, of which `categorical` are ids."""
+
+    names: tuple[str, ...]
+    categorical: tuple[str, ...]
+    features: npt.NDArray[np.float32]
+    surface: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.float32]
+    known: npt.NDArray[np.bool_]
+    impressions: npt.NDArray[np.object_]
+
+
+def tabulate(reader: Reader, days: Sequence[date], ripened: Ripened) -> Tabular:
+    """What GEM reads of some days, without histories and ids of users and items."""
+    f, buckets = reader.features, range(reader.lake.spec.buckets)
+    parts = []
+    for day in days:
+        for _, chunk in reader.chunks(day, buckets, ripened):
+            ids = [chunk.ids[name] for name in (*f.user.ids, *f.context.ids)]
+            ids += [reader.items.ids[name][chunk.item] for name in f.item.ids]
+            matrix = np.concatenate(
+                (
+                    np.stack([chunk.surface, *ids], 1).astype(np.float32),
+                    chunk.user_numbers,
+                    reader.items.numbers[chunk.item],
+                    chunk.numbers,
+                    *(vectors[chunk.item] for vectors in reader.items.vectors.values()),
+                ),
+                axis=1,
+            )
+            parts.append((matrix, chunk.surface, chunk.labels, chunk.known, chunk.impressions))
+    features, surface, labels, known, impressions = (
+        np.concatenate(part) for part in zip(*parts, strict=True)
+    )
+    categorical = ("surface", *f.user.ids, *f.context.ids, *f.item.ids)
+    vectors = tuple(f"{n}_{i}" for n, width in f.item.vectors.items() for i in range(width))
+    names = (*categorical, *f.user.numbers, *f.row_numbers, *vectors)
+    assert features.shape[1] == len(names)
+    return Tabular(names, categorical, features, surface, labels, known, impressions)

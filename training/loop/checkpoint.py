@@ -1,0 +1,129 @@
+"""Checkpoints of GEM: everything that the next step depends on, written whole or not at all."""
+
+import json
+import shutil
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torchrec.distributed import DistributedModelParallel
+
+from etl.errors import UserError
+from etl.spec.base import Strict
+from training.loop.step import GemModel
+from training.model.config import GemConfig
+
+MANIFEST = "gem.json"
+
+
+class Manifest(Strict):
+    """What a checkpoint is: enough to rebuild the model, and to refuse a wrong use of it."""
+
+    spec: str
+    config: GemConfig
+    items: int
+    sequence: str
+    max_length: int | None
+    versions: dict[str, int]
+    trained_from: date
+    trained_until: date
+    complete: bool
+    batches: int
+    steps: int
+    seed: int
+
+    @property
+    def fm_version(self) -> str:
+        """The name under which this GEM's knowledge is kept."""
+        return f"{self.trained_from:%Y%m%d}-{self.trained_until:%Y%m%d}-s{self.seed}"
+
+
+def folder(lake: str, day: date, complete: bool = True) -> Path:
+    """Where the GEM that was trained until a day lies, or one in the middle of that day."""
+    name = f"{day}" if complete else f"{day}.partial"
+    return Path(lake, "models", "gem", name)
+
+
+def read_manifest(path: Path, spec: str) -> Manifest | None:
+    """The manifest of a checkpoint, None where there is none; UserError if of another spec."""
+    file = path / MANIFEST
+    if not file.is_file():
+        return None
+    manifest = Manifest.model_validate_json(file.read_text())
+    if manifest.spec != spec:
+        raise UserError(
+            f"{path} was trained under spec {manifest.spec}, now it is {spec}: use another --lake"
+        )
+    return manifest
+
+
+def _state(
+    model: GemModel, tables: DistributedModelParallel, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    return {
+        "dense": get_model_state_dict(model.core),
+        "optimizer": get_optimizer_state_dict(model.core, optimizer),
+        "tables": tables.state_dict(),
+        "tables_optimizer": tables.fused_optimizer.state_dict(),
+    }
+
+
+def save(
+    path: Path,
+    manifest: Manifest,
+    model: GemModel,
+    tables: DistributedModelParallel,
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    """Write a checkpoint beside its place, then move it there."""
+    beside = path.with_name(f".{path.name}")
+    if dist.get_rank() == 0:
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.parent.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    dcp.save(_state(model, tables, optimizer), checkpoint_id=str(beside))
+    if dist.get_rank() == 0:
+        (beside / MANIFEST).write_text(manifest.model_dump_json(indent=1))
+        shutil.rmtree(path, ignore_errors=True)
+        beside.rename(path)
+    dist.barrier()
+
+
+def load(
+    path: Path,
+    model: GemModel,
+    tables: DistributedModelParallel,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> None:
+    """Restore weights, and with an optimizer its state and that of the tables."""
+    if optimizer is None:
+        state: dict[str, Any] = {"dense": get_model_state_dict(model.core), "tables": tables.state_dict()}
+    else:
+        state = _state(model, tables, optimizer)
+    dcp.load(state, checkpoint_id=str(path))
+    set_model_state_dict(model.core, state["dense"])
+    tables.load_state_dict(state["tables"])
+    if optimizer is not None:
+        set_optimizer_state_dict(model.core, optimizer, state["optimizer"])
+        tables.fused_optimizer.load_state_dict(state["tables_optimizer"])
+
+
+def completed_days(lake: str) -> list[date]:
+    """Days until which there is a trained GEM."""
+    root = Path(lake, "models", "gem")
+    names = [path.name for path in root.glob("[0-9]*") if (path / MANIFEST).is_file()]
+    return sorted(date.fromisoformat(name) for name in names if ".partial" not in name)
+
+
+def describe(manifest: Manifest) -> dict[str, Any]:
+    """A manifest as flat parameters, for the tracker."""
+    return json.loads(manifest.model_dump_json())  # type: ignore[no-any-return]

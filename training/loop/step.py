@@ -1,0 +1,53 @@
+"""One step of training: look up, forward, masked loss, backward, update."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from training.data.batch import Batch
+from training.model.gem import Gem, Output
+from training.model.lookup import Tables, look_up
+
+
+class DivergedError(Exception):
+    """The loss is no longer a number."""
+
+
+@dataclass
+class GemModel:
+    """GEM and its tables: `dense` is wrapped when there are many processes, `core` never is."""
+
+    core: Gem
+    dense: nn.Module
+    tables: Tables
+    items: int
+    item_dropout: float
+
+    def __call__(self, batch: Batch) -> Output:
+        """Logits and embeddings of a batch."""
+        dropout = self.item_dropout if self.core.training else 0.0
+        output: Output = self.dense(batch, look_up(self.tables, batch, self.items, dropout))
+        return output
+
+
+def masked_loss(logits: Tensor, labels: Tensor, known: Tensor) -> Tensor:
+    """Mean over rows of the summed cross-entropies of the labels that are known; all (B, O)."""
+    each = F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+    return (each * known).sum() / len(labels)
+
+
+def train_step(model: GemModel, batch: Batch, optimizer: torch.optim.Optimizer) -> Tensor:
+    """Update on a batch; returns its logits from before the update.
+
+    Tables update themselves in the backward pass. Raises DivergedError on a NaN.
+    """
+    output = model(batch)
+    loss = masked_loss(output.logits, batch.labels, batch.known)
+    if not torch.isfinite(loss):
+        raise DivergedError(f"the loss is {loss.item()}")
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    optimizer.step()
+    return output.logits.detach()

@@ -1,0 +1,27 @@
+"""Runs in MLflow: a SQLite file in the lake, or wherever MLFLOW_TRACKING_URI points."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import mlflow
+
+
+@contextmanager
+def tracked(lake: str, experiment: str, params: Mapping[str, object]) -> Iterator[None]:
+    """An MLflow run while inside."""
+    folder = Path(lake).absolute()
+    if "MLFLOW_TRACKING_URI" not in os.environ:
+        mlflow.set_tracking_uri(f"sqlite:///{folder}/mlflow.db")
+    if mlflow.get_experiment_by_name(experiment) is None:
+        mlflow.create_experiment(experiment, artifact_location=str(folder / "mlflow"))
+    mlflow.set_experiment(experiment)
+    with mlflow.start_run():
+        mlflow.log_params(dict(params))
+        yield
+
+
+def track(metrics: Mapping[str, float], step: int) -> None:
+    """Numbers of the current run at a step."""
+    mlflow.log_metrics({k: float(v) for k, v in metrics.items()}, step=step)

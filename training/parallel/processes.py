@@ -1,0 +1,50 @@
+"""The process group: one process or many, under torchrun or not."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from training.data.batch import Batch
+
+TIMEOUT = timedelta(minutes=5)
+
+
+@contextmanager
+def process_group() -> Iterator[tuple[int, int]]:
+    """The default gloo group while inside; gives (rank, world). Alone without torchrun."""
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+    else:
+        with tempfile.NamedTemporaryFile(delete=False) as rendezvous:
+            store = dist.FileStore(rendezvous.name, 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=TIMEOUT)
+    try:
+        yield dist.get_rank(), dist.get_world_size()
+    finally:
+        dist.destroy_process_group()
+
+
+def in_step(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Batches for as long as any process has one; a process that ran out repeats an unlabelled one.
+
+    All processes take the same number of steps, as their collectives must meet. Every process
+    needs at least one batch.
+    """
+    last = None
+    while True:
+        batch = next(batches, None)
+        more = torch.tensor([batch is not None], dtype=torch.int32)
+        dist.all_reduce(more, op=dist.ReduceOp.MAX)
+        if not more.item():
+            return
+        if batch is None:
+            assert last is not None, "a process has no rows: use fewer processes than buckets"
+            batch = replace(last, known=torch.zeros_like(last.known))
+        last = batch
+        yield batch

@@ -1,0 +1,69 @@
+"""Embedding tables on torchrec: sharded over processes, row-wise AdaGrad in the backward pass."""
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import Tensor, nn
+from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.types import ShardingEnv, ShardingType
+
+INITIAL = 0.05  # half width of the uniform distribution that rows start from
+
+
+class TorchrecTables(nn.Module):
+    """The tables of `training.model.lookup.Tables` as one torchrec collection."""
+
+    def __init__(self, rows: dict[str, int], width: int) -> None:
+        super().__init__()
+        configs = [
+            EmbeddingConfig(
+                name=name,
+                embedding_dim=width,
+                num_embeddings=count,
+                feature_names=[name],
+                init_fn=lambda weight: nn.init.uniform_(weight, -INITIAL, INITIAL),
+            )
+            for name, count in rows.items()
+        ]
+        self.names = list(rows)
+        self.collection = EmbeddingCollection(tables=configs, device=torch.device("cpu"))
+
+    def forward(self, ids: dict[str, Tensor]) -> dict[str, Tensor]:
+        """All ids of all tables in one look-up: one ragged sample with a key a table."""
+        values = torch.cat([ids[name] for name in self.names])
+        lengths = torch.tensor([len(ids[name]) for name in self.names])
+        found = self.collection(KeyedJaggedTensor(self.names, values, lengths=lengths))
+        return {name: found[name].values() for name in self.names}
+
+
+def shard(tables: TorchrecTables, learning_rate: float) -> DistributedModelParallel:
+    """Spread tables over the processes of the default group, whole tables to each."""
+    fused = {
+        "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        "learning_rate": learning_rate,
+        "eps": 1e-8,
+    }
+    sharder = EmbeddingCollectionSharder(fused_params=fused)
+    whole = ParameterConstraints(
+        sharding_types=[ShardingType.TABLE_WISE.value],
+        compute_kernels=[EmbeddingComputeKernel.FUSED.value],
+    )
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(world_size=dist.get_world_size(), compute_device="cpu"),
+        constraints={name: whole for name in tables.names},
+    )
+    plan = planner.plan(tables, [sharder])
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    return DistributedModelParallel(
+        tables,
+        env=env,
+        device=torch.device("cpu"),
+        plan=plan,
+        sharders=[sharder],
+        init_data_parallel=False,
+    )
