@@ -172,3 +172,26 @@ def examples(spec: DataSpec) -> Contract:
     columns |= {name: "int" for name in counter_columns(spec)}
     order = ("user_id", "as_of_ts", "request_id", "impression_id")
     return Contract("examples", columns | DAY_BUCKET, ("day", "bucket"), order)
+
+
+def knowledge(spec: DataSpec) -> Contract:
+    """What GEM says of an impression that it has not learned from: it was trained on days before."""
+    columns = {"impression_id": "string", "fm_version": "string", "fm_trained_until": "date"}
+    columns |= {f"logit_{name}": "float" for name in spec.objectives}
+    columns |= {"embedding": "array<float>"}
+    return Contract("knowledge", columns | DAY_BUCKET, ("day", "bucket"))
+
+
+def scores(spec: DataSpec) -> Contract:
+    """What a surface's ranker gives a candidate; `place` orders the candidates of a request."""
+    columns = {
+        "impression_id": "string",
+        "request_id": "string",
+        "item_id": "string",
+        "ranker": "string",
+        **{f"p_{name}": "double" for name in spec.objectives},
+        "bid": "double",
+        "expected_value": "double",
+        "place": "int",
+    }
+    return Contract("scores", columns | {"surface": "string", "day": "date"}, ("surface", "day"))

@@ -21,10 +21,14 @@ Float32 = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Ripened:
-    """Labels that became final in (after, until], epoch seconds; the span of one training run."""
+    """Labels that became final in (after, until], epoch seconds; the span of one training run.
+
+    Rows without such a label are left out, unless `unlabelled` ones are wanted too.
+    """
 
     after: int
     until: int
+    unlabelled: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,9 @@ def load_chunk(
     day: date,
     bucket: int,
     ripened: Ripened,
+    surface: int | None = None,
 ) -> Chunk | None:
-    """The rows of which some label ripened in the span; None where there are none.
+    """The rows, of one surface or all, of which some label ripened; None where there are none.
 
     Raises UserError where a label should be final but is not in the table.
     """
@@ -71,7 +76,9 @@ def load_chunk(
         bucket=bucket,
     ).sort_by(order)
     labels, known, values = _labels(spec, impressions, day, bucket, rows, ripened)
-    wanted = known.any(1)
+    wanted = known.any(1) | ripened.unlabelled
+    if surface is not None:
+        wanted &= rows["surface"].to_numpy() == surface
     if not wanted.any():
         return None
     rows = rows.filter(pa.array(wanted)).combine_chunks()

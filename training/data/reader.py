@@ -33,13 +33,14 @@ class Reader:
     """Pinned versions of the four tables that training reads.
 
     `sequence` names the spec's sequence that histories are cut to; `max_length` overrides its
-    length, and 0 reads no history.
+    length, and 0 reads no history. `surface` leaves out the rows of all other surfaces.
     """
 
     lake: Lake
     versions: Mapping[str, int]
     sequence: str
     max_length: int | None = None
+    surface: str | None = None
     features: Features = field(init=False)
     items: ItemTable = field(init=False)
     _tables: dict[str, Snapshot] = field(init=False)
@@ -53,10 +54,16 @@ class Reader:
         self.items = load_items(self._tables["items"], self.features.item)
 
     @classmethod
-    def newest(cls, lake: Lake, sequence: str, max_length: int | None = None) -> "Reader":
+    def newest(
+        cls,
+        lake: Lake,
+        sequence: str,
+        max_length: int | None = None,
+        surface: str | None = None,
+    ) -> "Reader":
         """A reader of the newest versions."""
         versions = {name: lake.version(name) for name in TABLES}
-        return cls(lake, versions, sequence, max_length)
+        return cls(lake, versions, sequence, max_length, surface)
 
     def chunks(self, day: date, buckets: Sequence[int], ripened: Ripened) -> Iterator[tuple[int, Chunk]]:
         """The chunks of a day that have rows, in the order of `buckets`, with their bucket."""
@@ -69,6 +76,7 @@ class Reader:
                 day,
                 bucket,
                 ripened,
+                self.lake.spec.surface_codes[self.surface] if self.surface else None,
             )
             if chunk is not None:
                 yield bucket, chunk

@@ -1,0 +1,1 @@
+"""GEM's knowledge to one small, calibrated ranker per surface."""

@@ -1,0 +1,1 @@
+"""The small model of a surface, and how it learns from GEM."""

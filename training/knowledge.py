@@ -1,0 +1,74 @@
+"""GEM's knowledge as a table: scores and embeddings of impressions it has not learned from."""
+
+import logging
+from datetime import date, timedelta
+
+import numpy as np
+import pyarrow as pa
+import torch
+from tqdm import tqdm
+
+from etl.spec.units import each_day
+from etl.tables import arrow, contracts
+from etl.tables.lake import Lake
+from training.data.chunks import Ripened
+from training.data.reader import Reader, Shuffle
+from training.gem import Trained, load_trained
+from training.loop import checkpoint
+
+log = logging.getLogger(__name__)
+EVERYTHING = Ripened(after=0, until=0, unlabelled=True)
+
+
+def write_knowledge(lake: Lake, days: tuple[date, date], batch_rows: int = 2048) -> int:
+    """Replace the given days of `knowledge`, each scored by the GEM of the day before it.
+
+    Days before the first trained GEM get none: students do without. Returns the rows written.
+    """
+    trained_until = set(checkpoint.completed_days(lake.root))
+    parts, versions = [], dict[str, object]()
+    for day in each_day(*days):
+        before = day - timedelta(days=1)
+        if before not in trained_until:
+            log.info("no GEM was trained until %s: no knowledge of %s", before, day)
+            continue
+        manifest = checkpoint.read_manifest(checkpoint.folder(lake.root, before), lake.spec.hash)
+        assert manifest is not None
+        reader = Reader.newest(lake, manifest.sequence, manifest.max_length)
+        trained = load_trained(lake, reader, before)
+        parts.append(_score_day(lake, reader, trained, day, batch_rows))
+        versions = dict(reader.versions) | {"gem": trained.manifest.fm_version}
+    contract = contracts.knowledge(lake.spec)
+    rows = pa.concat_tables(parts) if parts else arrow.arrow_schema(contract).empty_table()
+    where = f"day >= '{days[0]}' AND day <= '{days[1]}'"
+    arrow.replace(lake, contract, rows, where, versions)
+    return rows.num_rows
+
+
+def _score_day(
+    lake: Lake, reader: Reader, trained: Trained, day: date, batch_rows: int
+) -> pa.Table:
+    contract = contracts.knowledge(lake.spec)
+    schema = arrow.arrow_schema(contract)
+    tables = []
+    buckets = tqdm(range(lake.spec.buckets), desc=f"knowledge {day}", unit="bucket", disable=None)
+    for bucket in buckets:
+        shard = (bucket, lake.spec.buckets)
+        batches = reader.batches([day], EVERYTHING, batch_rows, Shuffle(None), shard)
+        for batch in batches:
+            with torch.no_grad():
+                output = trained.model(batch)
+            logits = output.logits.numpy()
+            n, width = output.embedding.shape
+            flat = pa.array(output.embedding.flatten().numpy())
+            columns = {
+                "impression_id": pa.array(batch.impressions, pa.string()),
+                "fm_version": pa.repeat(trained.manifest.fm_version, n),
+                "fm_trained_until": pa.repeat(pa.scalar(trained.manifest.trained_until), n),
+                **{f"logit_{o}": logits[:, i] for i, o in enumerate(lake.spec.objectives)},
+                "embedding": pa.ListArray.from_arrays(np.arange(n + 1, dtype=np.int32) * width, flat),
+                "day": pa.repeat(pa.scalar(day), n),
+                "bucket": pa.repeat(pa.scalar(bucket, pa.int32()), n),
+            }
+            tables.append(pa.table({k: columns[k] for k in contract.columns}).cast(schema))
+    return pa.concat_tables(tables) if tables else schema.empty_table()

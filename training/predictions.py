@@ -1,0 +1,65 @@
+"""What a model predicted on rows that it had not learned from, beside what happened."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """B rows, O objectives: probabilities, labels, and whether each label is final (B, O)."""
+
+    objectives: tuple[str, ...]
+    impressions: npt.NDArray[np.object_]
+    surface: npt.NDArray[np.int64]
+    probability: npt.NDArray[np.float64]
+    labels: npt.NDArray[np.float32]
+    known: npt.NDArray[np.bool_]
+
+    def write(self, path: Path) -> None:
+        """Store as one Parquet file, whole or not at all."""
+        columns = {"impression_id": pa.array(self.impressions, pa.string()), "surface": self.surface}
+        for i, name in enumerate(self.objectives):
+            columns[f"p_{name}"] = self.probability[:, i]
+            columns[f"label_{name}"] = self.labels[:, i]
+            columns[f"known_{name}"] = self.known[:, i]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f".{path.name}")
+        pq.write_table(pa.table(columns), beside)
+        beside.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> "Predictions":
+        """The predictions of a file."""
+        table = pq.read_table(path)
+        names = tuple(n.removeprefix("p_") for n in table.column_names if n.startswith("p_"))
+
+        def columns(prefix: str) -> npt.NDArray[np.generic]:
+            return np.stack([table[f"{prefix}_{name}"].to_numpy() for name in names], 1)
+
+        return cls(
+            names,
+            np.asarray(table["impression_id"]),
+            table["surface"].to_numpy(),
+            columns("p").astype(np.float64),
+            columns("label").astype(np.float32),
+            columns("known").astype(bool),
+        )
+
+
+def joined(parts: Sequence[Predictions]) -> Predictions:
+    """Predictions of several sets of rows as one."""
+    names = ("impressions", "surface", "probability", "labels", "known")
+    return Predictions(
+        parts[0].objectives, *(np.concatenate([getattr(p, n) for p in parts]) for n in names)
+    )
+
+
+def evaluation_path(lake: str, model: str) -> Path:
+    """Where the predictions of a model on the test days lie."""
+    return Path(lake, "evaluations", f"{model}.parquet")
