@@ -73,3 +73,12 @@ def _valid_from(source: AttributeFile) -> Column:
     if source.valid_from is None:
         return F.lit(0).cast("bigint")
     return _raw(source.valid_from).try_cast("bigint") * MICROS[source.time_unit]
+
+
+if __name__ == "__main__":
+    import sys
+
+    from etl.cli import run
+    from etl.commands import attributes as command
+
+    sys.exit(run(command, sys.argv[1:], "etl/attributes.py"))

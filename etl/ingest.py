@@ -4,7 +4,7 @@ from datetime import date
 
 from pyspark import StorageLevel
 from pyspark.errors import PySparkException
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from etl.duplicates import first_copies
@@ -19,7 +19,7 @@ from etl.tables.lake import Lake
 
 
 def ingest(lake: Lake, raw: str, days: tuple[date, date]) -> dict[str, int]:
-    """Replace the given days of `events` and `quarantine`; returns counts of what flowed.
+    """Replace the given days of `events`, `quarantine` and `flow`; returns what flowed.
 
     Raises UserError before anything is written: where files are missing or unreadable, a column
     that the spec names holds nothing, or a day has no events.
@@ -37,7 +37,7 @@ def ingest(lake: Lake, raw: str, days: tuple[date, date]) -> dict[str, int]:
         fresh, inputs = first_copies(lake, good, days)
         delta.replace(lake, contracts.quarantine(spec), bad, where, {})
         delta.replace(lake, contracts.events(spec), fresh, where, inputs)
-        return _flow(lake, parsed, days)
+        return _write_flow(lake, parsed, days)
     except PySparkException as error:
         raise (unreadable(error) or error) from None
     finally:
@@ -101,16 +101,32 @@ def _refuse_empty(spec: DataSpec, parsed: DataFrame, raw: str, days: tuple[date,
             )
 
 
-def _flow(lake: Lake, parsed: DataFrame, days: tuple[date, date]) -> dict[str, int]:
-    count = parsed.agg(F.count("*").alias("read"), F.count_if(F.col("reasons") == "").alias("good")).first()
-    assert count is not None
-    kept = lake.rows("events", days)
-    bad = count["read"] - count["good"]
-    return {
-        "read": count["read"],
-        "kept": kept,
-        "quarantined": bad,
-        "duplicates": count["good"] - kept,
-    }
+def _write_flow(lake: Lake, parsed: DataFrame, days: tuple[date, date]) -> dict[str, int]:
+    """Replace the days of `flow`; returns the totals."""
+    good = F.col("reasons") == ""
+    counts = parsed.groupBy(F.coalesce("day", F.lit(days[0])).alias("day")).agg(
+        F.count("*").alias("read"), F.count_if(good).alias("good")
+    )
+    rows = [
+        {
+            "day": row["day"],
+            "read": row["read"],
+            "kept": (kept := lake.rows("events", (row["day"], row["day"]))),
+            "quarantined": row["read"] - row["good"],
+            "duplicates": row["good"] - kept,
+        }
+        for row in counts.collect()
+    ]
+    contract = contracts.flow(lake.spec)
+    frame = SparkSession.active().createDataFrame(rows, contract.ddl)
+    delta.replace(lake, contract, frame, delta.days_between(*days), {})
+    return {name: sum(row[name] for row in rows) for name in contract.columns if name != "day"}
 
 
+if __name__ == "__main__":
+    import sys
+
+    from etl.cli import run
+    from etl.commands import ingest as command
+
+    sys.exit(run(command, sys.argv[1:], "etl/ingest.py"))

@@ -95,3 +95,12 @@ def credit(spec: DataSpec, events: DataFrame, objective: Objective) -> DataFrame
     rest = rest.withColumn("impression_id", F.col("touched"))
     columns = ["impression_id", F.col("event_ts").alias("ts"), "value"]
     return named.select(*columns).unionByName(rest.select(*columns))
+
+
+if __name__ == "__main__":
+    import sys
+
+    from etl.cli import run
+    from etl.commands import labels as command
+
+    sys.exit(run(command, sys.argv[1:], "etl/labels.py"))

@@ -62,3 +62,12 @@ def _with_attributes(lake: Lake, items: DataFrame, version: int) -> DataFrame:
     ]
     auction = [F.col(f"a.{name}") for name in contracts.auction_columns(spec)]
     return rows.select("item_id", "item_ix", "day", *encoded, *keys, *auction)
+
+
+if __name__ == "__main__":
+    import sys
+
+    from etl.cli import run
+    from features.commands import items as command
+
+    sys.exit(run(command, sys.argv[1:], "features/items.py"))

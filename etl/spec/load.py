@@ -49,6 +49,7 @@ def declared_names(raw: dict[str, Any]) -> dict[str, list[str]]:
         "surfaces": keys(raw.get("surfaces")),
         "events": keys(raw.get("events")),
         "objectives": keys(raw.get("objectives")),
+        "categorical item attributes": categories,
         "counter keys": ["user", "item", "surface", *categories],
     }
 

@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from etl.spec.attributes import Attributes
-from etl.spec.base import EventName, KeyName, Name, ObjectiveName, Strict, SurfaceName
+from etl.spec.base import CategoryName, EventName, KeyName, Name, ObjectiveName, Strict, SurfaceName
 from etl.spec.sources import EventLog, ImpressionLog, Sources
 from etl.spec.units import DAY, Duration
 
@@ -72,7 +72,10 @@ class Auction(Strict):
 
 
 class DataSpec(Strict):
-    """A user's data."""
+    """A user's data.
+
+    `match` names item attributes by which a candidate is compared with its user's history.
+    """
 
     name: Name
     description: str = ""
@@ -84,6 +87,7 @@ class DataSpec(Strict):
     objectives: dict[Name, Objective]
     attributes: Attributes = Attributes()
     sequences: dict[Name, Sequence]
+    match: tuple[CategoryName, ...] = ()
     counters: Counters
     auction: Auction | None = None
     sources: Sources
@@ -146,10 +150,9 @@ class DataSpec(Strict):
     def hash(self) -> str:
         """Twelve hex digits that change when the meaning of the tables does.
 
-        Where the raw files lie is left out: the same data may move.
+        Where the raw files lie and what models read of the tables is left out.
         """
-        meaning = self.model_dump(mode="json")
+        meaning = self.model_dump(mode="json", exclude={"description", "sequences", "match"})
         for source in meaning["sources"].values():
             source.pop("path")
-        text = json.dumps(meaning | {"description": ""}, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
+        return hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest()[:12]

@@ -97,6 +97,12 @@ def quarantine(spec: DataSpec) -> Contract:
     return Contract("quarantine", columns | {"day": "date"}, ("day",))
 
 
+def flow(spec: DataSpec) -> Contract:
+    """What became of a day's records: read = kept + quarantined + duplicates."""
+    columns = dict.fromkeys(("read", "kept", "quarantined", "duplicates"), "bigint")
+    return Contract("flow", columns | {"day": "date"}, ("day",))
+
+
 def attributes(spec: DataSpec, entity: str) -> Contract:
     """One version of one user or item, valid from `valid_from` (µs) until its next version."""
     declared = getattr(spec.attributes, entity)

@@ -136,3 +136,12 @@ def pack_users(rows: pa.Table) -> pa.Table:
             **{n: pa.ListArray.from_arrays(offsets, pa.array(v)) for n, v in lists.items()},
         }
     )
+
+
+if __name__ == "__main__":
+    import sys
+
+    from etl.cli import run
+    from features.commands import history as command
+
+    sys.exit(run(command, sys.argv[1:], "features/history/build.py"))

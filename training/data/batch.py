@@ -31,7 +31,7 @@ class History:
 
 @dataclass(frozen=True)
 class Batch:
-    """`user_*` have R rows, the rest B; labels, known and values are (B, O).
+    """`user_*` and `requests` have R rows, the rest B; labels, known and values are (B, O).
 
     `known` marks labels whose window has closed and that are trained or evaluated now.
     """
@@ -49,6 +49,7 @@ class Batch:
     known: Tensor
     values: Tensor
     impressions: npt.NDArray[np.object_]
+    requests: npt.NDArray[np.object_]
 
     def __len__(self) -> int:
         """Number of impressions."""

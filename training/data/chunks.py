@@ -35,10 +35,12 @@ class Ripened:
 class Chunk:
     """B rows sorted by request; `starts` (R+1) cut them into requests.
 
-    `users` and `as_of` and `length` (R) point into the histories; the rest has B rows.
+    `requests` (R) are their ids; `users`, `as_of` and `length` (R) point into the histories; the
+    rest has B rows.
     """
 
     starts: Int64
+    requests: npt.NDArray[np.object_]
     users: pa.Array
     as_of: Int64
     length: Int64
@@ -89,6 +91,7 @@ def load_chunk(
     first = pa.array(starts)
     return Chunk(
         starts=np.append(starts, rows.num_rows),
+        requests=np.asarray(rows["request_id"].combine_chunks().take(first)),
         users=rows["user_id"].combine_chunks().take(first),
         as_of=rows["as_of_ts"].to_numpy()[starts],
         length=rows["hist_len"].to_numpy()[starts].astype(np.int64),

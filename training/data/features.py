@@ -29,6 +29,7 @@ class Features:
     counters: tuple[str, ...]
     counter_inputs: CounterInputs
     objectives: tuple[str, ...]
+    match: tuple[str, ...]
     surfaces: tuple[str, ...]
     events: tuple[str, ...]
 
@@ -47,6 +48,7 @@ def features_of(spec: DataSpec) -> Features:
         counters=tuple(counter_columns(spec)),
         counter_inputs=counter_inputs(spec),
         objectives=tuple(spec.objectives),
+        match=tuple(f"i_{name}" for name in spec.match),
         surfaces=tuple(spec.surfaces),
         events=tuple(spec.events),
     )

@@ -139,6 +139,7 @@ class Reader:
             known=torch.from_numpy(chunk.known[rows]),
             values=torch.from_numpy(chunk.values[rows]),
             impressions=chunk.impressions[rows],
+            requests=chunk.requests[requests],
         )
 
     def _history(self, chunk: Chunk, bucket: int, requests: Int64) -> History:

@@ -15,7 +15,7 @@ from training.model.domains import DomainGate, Heads
 from training.model.events import EventTokens, item_input
 from training.model.lookup import ITEM, Vectors
 from training.model.numeric import NumericRows
-from training.model.sequence import EventLayer, Summary, TargetAttention
+from training.model.sequence import EventLayer, MatchedAttention, Summary, TargetAttention
 from training.model.wukong import Wukong
 
 
@@ -47,6 +47,9 @@ class Gem(nn.Module):
         )
         self.summary = Summary(w, config.heads, config.pooled_rows, config.recent_rows)
         self.target = TargetAttention(w, config.heads)
+        self.matched = nn.ModuleDict(
+            {name: MatchedAttention(w, config.heads) for name in features.match}
+        )
         self.event_rows = nn.Linear(w, d)
         self.given_rows = nn.ModuleDict(
             {name: nn.Linear(width, d) for name, width in features.item.vectors.items()}
@@ -73,7 +76,7 @@ class Gem(nn.Module):
     def _rows(self, config: GemConfig) -> int:
         f = self.features
         ids = 1 + len(f.item.ids) + len(f.context.ids) + len(f.user.ids)
-        history = 1 + config.pooled_rows + config.recent_rows
+        history = 1 + len(f.match) + config.pooled_rows + config.recent_rows
         return ids + len(f.item.vectors) + 1 + config.numeric_rows + 1 + history
 
     def forward(self, batch: Batch, vectors: Vectors) -> Output:
@@ -113,7 +116,17 @@ class Gem(nn.Module):
         item = {name: vectors.rows[name] for name in (ITEM, *self.features.item.ids)}
         token = self.candidate(item_input(item, batch.row_vectors))
         history = batch.history
-        target = self.event_rows(self.target(token, events, batch.request, history.offsets))
+        attended = [
+            self.target(token, events, batch.request, history.offsets),
+            *(
+                self.matched[name](
+                    token, events, batch.row_ids[name], history.item_ids[name], batch.request,
+                    history.offsets,
+                )
+                for name in self.features.match
+            ),
+        ]  # fmt: skip
         given = [self.given_rows[name](v) for name, v in batch.row_vectors.items()]
-        single = torch.stack((*found, *given, self.surface(batch.surface), target), 1)
+        own = [*found, *given, self.surface(batch.surface), *map(self.event_rows, attended)]
+        single = torch.stack(own, 1)
         return torch.cat((single, self.row_numbers(batch.row_numbers)), 1)

@@ -1,0 +1,53 @@
+"""The commands of this folder."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from dags.line import Place, line, newest_mature
+from dags.local import run_line, run_steps
+from etl.cli import DayArgs
+from etl.errors import UserError
+from etl.spec.base import Strict
+
+
+class RunArgs(DayArgs):
+    """What the line runs on."""
+
+    raw: Annotated[str, tyro.conf.arg(help="folder or URL of the raw logs")]
+    scale: Annotated[str, tyro.conf.arg(help="size of GEM: tiny, small, base or large")] = "small"
+
+
+class BatchArgs(Strict):
+    """Steps of a plan that `gemline run` wrote."""
+
+    plan: Path
+    steps: tuple[str, ...]
+
+
+def run(args: RunArgs) -> None:
+    """Run the whole line on some days; what finished before is skipped."""
+    lake = args.open_lake()
+    place = Place(args.spec, args.raw, args.lake)
+    days = newest_mature(lake.spec, *args.span)
+    print(
+        f"{lake.spec.name}: learn {days.first} to {days.train_last}, calibrate on "
+        f"{days.calibration}, test on {days.test_first}; labels ripen until {days.last}",
+        flush=True,
+    )
+    run_line(lake.spec, place, line(lake.spec, place, days, ("--scale", args.scale)))
+    print(f"report: {Path(args.lake, 'report.html')}")
+
+
+def batch(args: BatchArgs) -> None:
+    """Run some steps of a plan in this process."""
+    if not args.plan.is_file():
+        raise UserError(f"{args.plan}: no such plan; `gemline run` writes one")
+    code = run_steps(args.plan, args.steps)
+    if code:
+        sys.exit(code)
+
+
+COMMANDS = {"run": run, "batch": batch}

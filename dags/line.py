@@ -1,0 +1,174 @@
+"""The line, declared once: its steps, their commands, what each reads and writes."""
+
+from dataclasses import dataclass
+from datetime import date, timedelta
+from pathlib import Path
+from typing import Literal
+
+from etl.errors import UserError
+from etl.spec import DataSpec
+
+Engine = Literal["spark", "torch"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command of `gemline`, and the names of what it reads and writes."""
+
+    name: str
+    engine: Engine
+    command: tuple[str, ...]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a line runs: its spec, its raw logs, its tables."""
+
+    spec: Path
+    raw: str
+    lake: str
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Flags of every step."""
+        return ("--spec", str(self.spec), "--lake", self.lake)
+
+
+@dataclass(frozen=True)
+class Days:
+    """The days of a run: all that landed, and how they are split for the models."""
+
+    first: date
+    last: date
+    train_last: date
+    calibration: date | None
+    test_first: date
+    test_last: date
+
+    @property
+    def landed(self) -> tuple[str, ...]:
+        """Flag of the steps that work on all days."""
+        return ("--days", f"{self.first}:{self.last}")
+
+    @property
+    def learned(self) -> tuple[str, ...]:
+        """Flag of the steps that learn by day."""
+        return ("--days", f"{self.first}:{self.train_last}")
+
+    @property
+    def split(self) -> tuple[str, ...]:
+        """Flags of the steps that train, calibrate and test."""
+        calibration = ("--calibration", str(self.calibration)) if self.calibration else ()
+        return (
+            *("--train", f"{self.first}:{self.train_last}"),
+            *calibration,
+            *("--test", f"{self.test_first}:{self.test_last}"),
+            *("--landed", str(self.last)),
+        )
+
+
+def newest_mature(spec: DataSpec, first: date, last: date) -> Days:
+    """Test on the newest day whose labels are all final by `last`, calibrate on the day before.
+
+    Raises UserError where no day would be left to learn from.
+    """
+    windows = [o.ripens_after for o in spec.objectives.values()]
+    wait = spec.ripens_after_days if max(windows) >= 86400 else 0
+    test = last - timedelta(days=wait)
+    train_last = test - timedelta(days=2)
+    if train_last < first:
+        raise UserError(
+            f"--days {first}:{last} is too short: labels of {spec.name} ripen for {wait} days, and "
+            "test, calibration and training need at least one day each before that"
+        )
+    return Days(first, last, train_last, test - timedelta(days=1), test, test)
+
+
+def data_steps(place: Place, days: tuple[str, ...]) -> list[Step]:
+    """Raw logs to examples."""
+    raw = ("--raw", place.raw)
+    table = [
+        ("ingest", ("etl", "ingest", *raw), ("raw",), ("events", "quarantine")),
+        ("attributes", ("etl", "attributes", *raw), ("raw",), ("attributes",)),
+        ("labels", ("etl", "labels"), ("events",), ("impressions",)),
+        ("items", ("features", "items"), ("events", "attributes"), ("items",)),
+        ("history", ("features", "history"), ("events", "items"), ("history",)),
+        (
+            "examples",
+            ("features", "examples"),
+            ("events", "items", "history", "attributes"),
+            ("examples",),
+        ),
+    ]
+    return [
+        Step(name, "spark", (*command, *place.flags, *days), reads, writes)
+        for name, command, reads, writes in table
+    ]
+
+
+def line(spec: DataSpec, place: Place, days: Days, gem: tuple[str, ...] = ()) -> list[Step]:
+    """All steps, in order; `gem` are further flags of the training of GEM."""
+    examples = ("examples", "impressions", "history", "items")
+    steps = data_steps(place, days.landed)
+    steps += [
+        Step("gem", "torch", ("train", "gem", *place.flags, *days.learned, *gem), examples, ("gem",)),
+        Step(
+            "knowledge",
+            "torch",
+            ("knowledge", *place.flags, *days.learned),
+            (*examples, "gem"),
+            ("knowledge",),
+        ),
+        Step(
+            "evaluate",
+            "torch",
+            ("train", "evaluate", *place.flags, *days.split),
+            (*examples, "gem"),
+            ("evaluation-gem",),
+        ),
+        Step(
+            "baseline",
+            "torch",
+            ("train", "baseline", *place.flags, *days.split),
+            examples,
+            ("evaluation-lightgbm",),
+        ),
+    ]
+    for surface in spec.ad_surfaces:
+        steps += surface_steps(place, days, surface)
+    evaluations = ("evaluation-gem", "evaluation-lightgbm")
+    evaluations += tuple(f"evaluation-{surface}" for surface in spec.ad_surfaces)
+    return [
+        *steps,
+        Step(
+            "report",
+            "torch",
+            ("report", *place.flags, "--raw", place.raw, *days.split),
+            (*evaluations, "quarantine", "events"),
+            ("report",),
+        ),
+    ]
+
+
+def surface_steps(place: Place, days: Days, surface: str) -> list[Step]:
+    """What is done for one surface: its ranker, and its scores of the test days."""
+    test = ("--days", f"{days.test_first}:{days.test_last}")
+    which = ("--surface", surface)
+    return [
+        Step(
+            f"ranker-{surface}",
+            "torch",
+            ("rank", "train", *place.flags, *days.split, *which),
+            ("examples", "impressions", "history", "items", "knowledge"),
+            (f"ranker-{surface}", f"evaluation-{surface}"),
+        ),
+        Step(
+            f"scores-{surface}",
+            "torch",
+            ("rank", "score", *place.flags, *test, *which),
+            ("examples", "history", "items", f"ranker-{surface}"),
+            (f"scores-{surface}",),
+        ),
+    ]

@@ -1,0 +1,58 @@
+"""The local runner: the steps of the line, here and now; finished ones are skipped."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from dags import records
+from dags.line import Place, Step
+from etl.errors import UserError
+from etl.spec import DataSpec, load_spec
+
+PLAN = "plan.json"
+Plan = TypeAdapter(tuple[Place, list[Step]])
+
+
+def run_line(spec: DataSpec, place: Place, steps: Sequence[Step]) -> None:
+    """Run the steps that have not finished; neighbours of one engine share a process.
+
+    Raises UserError where a step fails; what finished before stays finished.
+    """
+    plan = Path(place.lake, records.FOLDER, PLAN)
+    plan.parent.mkdir(parents=True, exist_ok=True)
+    plan.write_bytes(Plan.dump_json((place, list(steps))))
+    for _, group in groupby(steps, key=lambda step: step.engine):
+        names = [step.name for step in group if not records.finished(spec, place, steps, step)]
+        if not names:
+            continue
+        command = [sys.executable, "-m", "gemline", "batch", "--plan", str(plan), "--steps", *names]
+        code = subprocess.run(command, env=os.environ | {"PYTHONUNBUFFERED": "1"}).returncode
+        if code:
+            raise UserError(
+                f"the line stopped with exit code {code}; the reason is above. Run the same "
+                "command again to go on from there"
+            )
+
+
+def run_steps(plan: Path, names: Sequence[str]) -> int:
+    """Run some steps of a plan in this process, and remember each; returns the first bad code."""
+    from gemline import main
+
+    place, steps = Plan.validate_json(plan.read_bytes())
+    spec = load_spec(place.spec)
+    for step in steps:
+        if step.name not in names:
+            continue
+        inputs = records.inputs_of(spec, place, steps, step)
+        start = time.monotonic()
+        code = main(step.command)
+        if code:
+            return code
+        records.write(place.lake, step.name, inputs, time.monotonic() - start)
+    return 0

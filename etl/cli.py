@@ -1,0 +1,123 @@
+"""From the command line to a typed function: one frozen pydantic model an argument list.
+
+A command is a function with one parameter, its configuration. `--config FILE` gives defaults in
+YAML; flags override them.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import tyro
+import yaml
+from pydantic import ValidationError
+
+from etl.errors import UserError
+from etl.spec import DataSpec, load_spec
+from etl.spec.base import Strict, suggestion
+from etl.spec.units import parse_days
+from etl.tables.lake import Lake, ensure_folder
+
+Config = TypeVar("Config", bound=Strict)
+Command = Callable[[Any], object]
+
+
+class LakeArgs(Strict):
+    """Arguments of whatever reads or writes tables."""
+
+    spec: Annotated[Path, tyro.conf.arg(help="the data spec, a YAML file")]
+    lake: Annotated[str, tyro.conf.arg(help="folder or URL of the tables")]
+
+    def open_lake(self) -> Lake:
+        """The lake, its folder made."""
+        ensure_folder(self.lake)
+        return Lake(self.lake, self.load())
+
+    def load(self) -> DataSpec:
+        """The data spec."""
+        return load_spec(self.spec)
+
+
+class DayArgs(LakeArgs):
+    """Arguments of a step that works on days."""
+
+    days: Annotated[str, tyro.conf.arg(help="first:last, or one day: 2026-01-01:2026-01-08")]
+
+    @property
+    def span(self) -> tuple[date, date]:
+        """First and last day."""
+        return days_argument(self.days)
+
+
+def days_argument(text: str) -> tuple[date, date]:
+    """First and last day of an argument; raises UserError where it is none."""
+    try:
+        return parse_days(text)
+    except ValueError as error:
+        raise UserError(f"--days {text}: {error}; write first:last, 2026-01-01:2026-01-08") from None
+
+
+def run(command: Command, argv: Sequence[str], prog: str) -> int:
+    """Parse arguments and call a command; returns the exit code, 2 for a user's error."""
+    try:
+        command(parse(configuration_of(command), argv, prog))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def configuration_of(command: Command) -> type[Strict]:
+    """The model of a command's one parameter."""
+    (parameter,) = inspect.signature(command, eval_str=True).parameters.values()
+    model: type[Strict] = parameter.annotation
+    return model
+
+
+def parse(model: type[Config], argv: Sequence[str], prog: str) -> Config:
+    """A configuration from flags, with defaults from the file that `--config` names."""
+    given = list(argv)
+    if "--config" in given:
+        at = given.index("--config")
+        if at + 1 == len(given):
+            raise UserError("--config needs a file")
+        file = Path(given[at + 1])
+        del given[at : at + 2]
+        flags = {word.split("=")[0] for word in given if word.startswith("--")}
+        given = [*(w for k, v in file_flags(model, file) if k not in flags for w in (k, *v)), *given]
+    try:
+        return tyro.cli(model, args=given, prog=prog, config=(tyro.conf.AvoidSubcommands,))
+    except ValidationError as error:
+        reasons = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise UserError(f"{prog}: {reasons}") from None
+
+
+def file_flags(model: type[Strict], file: Path) -> Iterator[tuple[str, list[str]]]:
+    """A YAML file as flags and their words; raises UserError for keys that the model lacks."""
+    if not file.is_file():
+        raise UserError(f"{file}: no such configuration file")
+    content = yaml.safe_load(file.read_text()) or {}
+    if not isinstance(content, dict):
+        raise UserError(f"{file}: a configuration is a mapping of names to values")
+    yield from _flags(model, content, file, ())
+
+
+def _flags(
+    model: type[Strict], values: dict[str, Any], file: Path, path: tuple[str, ...]
+) -> Iterator[tuple[str, list[str]]]:
+    for key, value in values.items():
+        if key not in model.model_fields:
+            name = ".".join((*path, str(key)))
+            raise UserError(f"{file}: {name}: unknown key; {suggestion(key, list(model.model_fields))}")
+        flag = ".".join((*path, key)).replace("_", "-")
+        if isinstance(value, dict):
+            inner = model.model_fields[key].annotation
+            assert isinstance(inner, type) and issubclass(inner, Strict)
+            yield from _flags(inner, value, file, (*path, key))
+        elif isinstance(value, bool):
+            yield (f"--{flag}" if value else f"--{'.'.join((*path, 'no-' + key))}", [])
+        else:
+            yield f"--{flag}", [str(v) for v in (value if isinstance(value, list) else [value])]

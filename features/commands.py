@@ -1,0 +1,37 @@
+"""The commands of this folder. Spark is imported when a Spark step is called."""
+
+from etl.cli import DayArgs
+from etl.commands import tell
+
+
+def items(args: DayArgs) -> None:
+    """Give an index to each item first seen in some days."""
+    from etl.session import spark_session
+    from features.items import index_items
+
+    lake = args.open_lake()
+    spark_session("items")
+    tell("items", index_items(lake, args.span))
+
+
+def history(args: DayArgs) -> None:
+    """Append some days' newly visible events to the packed histories."""
+    from etl.session import spark_session
+    from features.history.build import build_history
+
+    lake = args.open_lake()
+    spark_session("history")
+    tell("history", build_history(lake, args.span))
+
+
+def examples(args: DayArgs) -> None:
+    """Make examples: pointers, attributes and counters as of each impression."""
+    from etl.session import spark_session
+    from features.examples import build_examples
+
+    lake = args.open_lake()
+    spark_session("examples")
+    tell("examples", build_examples(lake, args.span))
+
+
+COMMANDS = {"features": {"items": items, "history": history, "examples": examples}}

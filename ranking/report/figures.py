@@ -1,0 +1,91 @@
+"""The pictures of a report, as SVG."""
+
+import io
+from collections.abc import Sequence
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+from training.loop.metrics import Score
+from training.predictions import Predictions
+
+matplotlib.rcParams.update({"font.size": 9, "svg.fonttype": "none", "axes.spines.top": False,
+                            "axes.spines.right": False})  # fmt: skip
+COLOURS = {
+    "bound": "#999999",
+    "gem": "#1f5fa8",
+    "lightgbm": "#c2571a",
+    "student": "#8fb8a8",
+    "distilled": "#1b7f5c",
+}
+BINS = 10
+
+
+def svg(figure: Figure) -> str:
+    """A figure as an SVG element."""
+    out = io.StringIO()
+    figure.savefig(out, format="svg", bbox_inches="tight")
+    text = out.getvalue()
+    return text[text.index("<svg") :]
+
+
+def ne_bars(scores: dict[str, list[Score]], names: dict[str, str], objectives: Sequence[str]) -> str:
+    """NE of each model on all surfaces, one panel an objective; lower is better."""
+    figure = Figure(figsize=(3.4 * len(objectives), 2.2))
+    for axis, objective in zip(np.ravel(figure.subplots(1, len(objectives))), objectives, strict=True):
+        found = {
+            model: s.ne
+            for model, rows in scores.items()
+            for s in rows
+            if s.surface == "all" and s.objective == objective and not np.isnan(s.ne)
+        }
+        models = list(found)[::-1]
+        values = [found[m] for m in models]
+        axis.barh(range(len(models)), values, color=[COLOURS[m] for m in models])
+        axis.set_yticks(range(len(models)), [names[m] for m in models])
+        axis.set_title(objective)
+        axis.set_xlabel("NE, lower is better")
+        if values:
+            axis.set_xlim(min(values) * 0.97, max(values) * 1.02)
+        for y, value in enumerate(values):
+            axis.text(value, y, f" {value:.3f}", va="center")
+    figure.tight_layout()
+    return svg(figure)
+
+
+def reliability(found: dict[str, Predictions], names: dict[str, str], objectives: Sequence[str]) -> str:
+    """Share of outcomes against mean prediction, in tenths of the rows, one panel an objective."""
+    figure = Figure(figsize=(3.4 * len(objectives), 3.2))
+    for i, axis in enumerate(np.ravel(figure.subplots(1, len(objectives)))):
+        top = 0.0
+        for model, p in found.items():
+            known = p.known[:, i]
+            if p.labels[known, i].sum() < BINS:
+                continue
+            parts = np.array_split(np.argsort(p.probability[known, i], kind="stable"), BINS)
+            said = [p.probability[known, i][part].mean() for part in parts]
+            happened = [p.labels[known, i][part].mean() for part in parts]
+            axis.plot(said, happened, "o-", ms=3, lw=1, color=COLOURS[model], label=names[model])
+            top = max(top, *said, *happened)
+        axis.plot([0, top], [0, top], ":", color="#bbbbbb")
+        axis.set_title(objectives[i])
+        axis.set_xlabel("predicted")
+        axis.set_ylabel("happened")
+    figure.axes[0].legend(frameon=False, fontsize=7)
+    figure.tight_layout()
+    return svg(figure)
+
+
+def step_times(seconds: Sequence[tuple[str, float]]) -> str:
+    """Seconds of each step."""
+    figure = Figure(figsize=(7, 0.24 * len(seconds) + 0.6))
+    axis = figure.subplots()
+    names = [name for name, _ in seconds][::-1]
+    values = [value for _, value in seconds][::-1]
+    axis.barh(range(len(names)), values, color="#5b7083")
+    axis.set_yticks(range(len(names)), names)
+    axis.set_xlabel("seconds")
+    for y, value in enumerate(values):
+        axis.text(value, y, f" {value:.1f}", va="center")
+    return svg(figure)

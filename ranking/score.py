@@ -1,0 +1,76 @@
+"""Batch scoring: what a surface's ranker gives every candidate of some days, as a table."""
+
+from datetime import date
+
+import numpy as np
+import pyarrow as pa
+from tqdm import tqdm
+
+from etl.spec.units import each_day
+from etl.tables import arrow, contracts
+from etl.tables.arrow import Snapshot
+from etl.tables.lake import Lake
+from ranking import ranker
+from ranking.auction import expected_value
+from ranking.ranker import Ranker
+from training.data.batch import Batch
+from training.data.chunks import Ripened
+from training.data.reader import Reader, Shuffle
+
+EVERYTHING = Ripened(after=0, until=0, unlabelled=True)
+
+
+def score_days(lake: Lake, surface: str, days: tuple[date, date], batch_rows: int = 2048) -> int:
+    """Replace a surface's `scores` of the given days; returns the rows written."""
+    loaded = ranker.load(ranker.ranker_folder(lake.root, surface))
+    manifest = loaded.manifest
+    reader = Reader.newest(lake, manifest.sequence, manifest.model.max_length, surface)
+    offers = Offers(arrow.snapshot(lake, contracts.items(lake.spec)), lake.spec.auction is not None)
+    contract = contracts.scores(lake.spec)
+    parts = []
+    for day in tqdm(list(each_day(*days)), desc=f"score {surface}", unit="day", disable=None):
+        for batch in reader.batches([day], EVERYTHING, batch_rows, Shuffle(None)):
+            parts.append(_rows(loaded, reader, offers, batch, day))
+    schema = arrow.arrow_schema(contract)
+    rows = pa.concat_tables(parts) if parts else schema.empty_table()
+    where = f"surface = '{surface}' AND day >= '{days[0]}' AND day <= '{days[1]}'"
+    arrow.replace(lake, contract, rows, where, {**reader.versions, "ranker": manifest.version})
+    return rows.num_rows
+
+
+class Offers:
+    """Bid and goal of each item, by item index."""
+
+    def __init__(self, items: Snapshot, auction: bool) -> None:
+        rows = items.read(["item_ix", *(("bid", "goal") if auction else ())])
+        where = rows["item_ix"].to_numpy()
+        self.bids = np.zeros(int(where.max(initial=0)) + 1)
+        self.goals = np.full(len(self.bids), None, object)
+        if auction:
+            self.bids[where] = rows["bid"].fill_null(0.0).to_numpy()
+            self.goals[where] = np.asarray(rows["goal"])
+
+
+def _rows(loaded: Ranker, reader: Reader, offers: Offers, batch: Batch, day: date) -> pa.Table:
+    spec, surface = loaded.manifest.spec, loaded.manifest.surface
+    item = batch.item.numpy()
+    p = loaded.probabilities(batch)
+    bids, goals = offers.bids[item], offers.goals[item]
+    value = expected_value(spec, surface, p, list(bids), list(goals))
+    request = batch.request.numpy()
+    best = np.lexsort((-value, request))
+    place = np.empty(len(best), np.int32)
+    place[best] = np.arange(len(best)) - np.searchsorted(request[best], request[best])
+    columns = {
+        "impression_id": batch.impressions,
+        "request_id": batch.requests[request],
+        "item_id": reader.items.names[item],
+        "ranker": np.full(len(item), loaded.manifest.version, object),
+        **{f"p_{name}": p[:, i] for i, name in enumerate(spec.objectives)},
+        "bid": bids,
+        "expected_value": value,
+        "place": place,
+        "surface": np.full(len(item), surface, object),
+        "day": np.full(len(item), day, object),
+    }
+    return pa.table(columns, schema=arrow.arrow_schema(contracts.scores(spec)))

@@ -1,0 +1,123 @@
+"""The commands of this folder. torch is imported when a torch step is called."""
+
+import subprocess
+import sys
+from datetime import date
+from typing import Annotated
+
+import tyro
+
+from etl.cli import DayArgs, LakeArgs, days_argument
+from etl.errors import UserError
+from training.split import Split
+
+
+class SplitArgs(LakeArgs):
+    """Days to learn from, to calibrate on and to test on."""
+
+    train: Annotated[str, tyro.conf.arg(help="first:last day to learn from")]
+    test: Annotated[str, tyro.conf.arg(help="first:last day to test on")]
+    calibration: Annotated[str | None, tyro.conf.arg(help="the day to calibrate on")] = None
+    landed: Annotated[str, tyro.conf.arg(help="the newest day that has landed")]
+
+    @property
+    def split(self) -> Split:
+        """The days, in order; raises UserError where they are not."""
+        train, test = days_argument(self.train), days_argument(self.test)
+        calibration = date.fromisoformat(self.calibration) if self.calibration else None
+        landed = date.fromisoformat(self.landed)
+        between = [calibration] if calibration else []
+        order = [*train, *between, *test, landed]
+        if sorted(order) != order or train[1] == test[0] or calibration in {train[1], test[0]}:
+            raise UserError("days must come in this order: train, calibration, test, landed")
+        return Split(
+            train_first=train[0],
+            train_last=train[1],
+            calibration=calibration,
+            test_first=test[0],
+            test_last=test[1],
+            landed=landed,
+        )
+
+
+class GemArgs(DayArgs):
+    """How GEM is trained; see training/gem.py."""
+
+    scale: Annotated[str, tyro.conf.arg(help="tiny, small, base or large")] = "small"
+    batch_rows: int = 512
+    dense_rate: float = 2e-3
+    sparse_rate: float = 0.05
+    max_length: Annotated[int | None, tyro.conf.arg(help="events of history; 0 reads none")] = None
+    checkpoint_every: int = 200
+    seed: int = 0
+    processes: Annotated[int, tyro.conf.arg(help="processes on this machine, under torchrun")] = 1
+
+
+def gem(args: GemArgs) -> None:
+    """Train GEM through some days, from the checkpoint of the day before."""
+    if args.processes > 1:
+        _torchrun(args)
+        return
+    import torch.distributed as dist
+
+    from training.gem import TrainConfig, train
+    from training.loop.tracking import track, tracked
+    from training.parallel.processes import process_group
+
+    lake = args.open_lake()
+    chosen = args.model_dump(include=set(TrainConfig.model_fields))
+    config = TrainConfig(sequence=next(iter(lake.spec.sequences)), **chosen)
+    with process_group() as (rank, _):
+        scores = train(lake, args.span, config)
+        if rank == 0:
+            with tracked(args.lake, "gem", chosen | {"days": args.days}):
+                for step, found in enumerate(scores):
+                    track(found, step)
+        dist.barrier()
+
+
+def _torchrun(args: GemArgs) -> None:
+    flags = args.model_dump(exclude={"processes"}, exclude_none=True)
+    words = [w for k, v in flags.items() for w in (f"--{k.replace('_', '-')}", str(v))]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launch += [f"--nproc-per-node={args.processes}", "-m", "gemline", "train", "gem", *words]
+    if subprocess.run(launch).returncode:
+        raise UserError("training failed; the error of the process that failed first is above")
+
+
+def baseline(args: SplitArgs) -> None:
+    """Train LightGBM on the same non-sequence features, and predict the test days."""
+    from training.baseline import BaselineConfig, train_baseline
+    from training.predictions import evaluation_path
+
+    predictions = train_baseline(args.open_lake(), args.split, BaselineConfig())
+    predictions.write(evaluation_path(args.lake, "lightgbm"))
+    print(f"baseline: {len(predictions.surface):,} test rows predicted")
+
+
+def evaluate(args: SplitArgs) -> None:
+    """Predict the test days by the GEM that was trained until the last training day."""
+    from training.evaluate import predict_test
+    from training.parallel.processes import process_group
+    from training.predictions import evaluation_path
+
+    with process_group():
+        predictions = predict_test(args.open_lake(), args.split)
+    predictions.write(evaluation_path(args.lake, "gem"))
+    print(f"evaluate: {len(predictions.surface):,} test rows predicted")
+
+
+def knowledge(args: DayArgs) -> None:
+    """Score each day by the GEM of the day before it."""
+    from training.knowledge import write_knowledge
+    from training.parallel.processes import process_group
+
+    with process_group():
+        rows = write_knowledge(args.open_lake(), args.span)
+    print(f"knowledge: {rows:,} impressions")
+
+
+COMMANDS = {
+    "train": {"gem": gem, "baseline": baseline, "evaluate": evaluate},
+    "knowledge": knowledge,
+}
