@@ -118,6 +118,7 @@ def replace(
             arrow_schema(contract),
             partition_by=list(contract.partition_by),
             configuration=properties,
+            raise_if_key_not_exists=False,
         )
     write_deltalake(
         lake.path(contract.name),

@@ -31,7 +31,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """(Nq, W); see `training.ops.attention`."""
         q, k, v = (
-            project(x).view(len(x), self.heads, -1)
+            project(x).unflatten(1, (self.heads, x.shape[1] // self.heads))
             for project, x in ((self.q, queries), (self.k, keys), (self.v, keys))
         )
         return self.out(attention(q, k, v, q_offsets, kv_offsets, window).flatten(1))
@@ -120,13 +120,17 @@ class MatchedAttention(nn.Module):
         0 is a missing attribute, which matches nothing.
         """
         by_candidate, q_offsets, by_event, kv_offsets = match(own, seen, request, offsets)
-        q = self.q(candidates[by_candidate]).view(len(by_candidate), self.heads, -1)
+        q = self._split(self.q(candidates[by_candidate]))
         found = events[by_event]
-        k, v = (p(found).view(len(found), self.heads, -1) for p in (self.k, self.v))
+        k, v = self._split(self.k(found)), self._split(self.v(found))
         attended = pairs.attention(q, k, v, q_offsets, kv_offsets).flatten(1)
         back = torch.empty_like(by_candidate)
         back[by_candidate] = torch.arange(len(back), device=back.device)
         return self.out(attended)[back]
+
+    def _split(self, x: Tensor) -> Tensor:
+        """(n, W) to (n, H, W / H)."""
+        return x.unflatten(1, (self.heads, x.shape[1] // self.heads))
 
 
 def match(
