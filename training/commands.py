@@ -44,8 +44,8 @@ class GemArgs(DayArgs):
     """How GEM is trained; see training/gem.py."""
 
     scale: Annotated[str, tyro.conf.arg(help="tiny, small, base or large")] = "small"
-    batch_rows: int = 512
-    dense_rate: float = 2e-3
+    batch_rows: int = 128
+    dense_rate: float = 1e-3
     sparse_rate: float = 0.05
     max_length: Annotated[int | None, tyro.conf.arg(help="events of history; 0 reads none")] = None
     checkpoint_every: int = 200

@@ -37,8 +37,8 @@ class TrainConfig(Strict):
     """How GEM is trained."""
 
     scale: Scale = "small"
-    batch_rows: int = 512
-    dense_rate: float = 2e-3
+    batch_rows: int = 128
+    dense_rate: float = 1e-3
     sparse_rate: float = 0.05
     weight_decay: float = 0.01
     warmup_steps: int = 50

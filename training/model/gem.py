@@ -65,7 +65,8 @@ class Gem(nn.Module):
             config.rank, config.mlp,
         )  # fmt: skip
         self.trunk = nn.Sequential(
-            nn.Linear(self.wukong.out_rows * d, config.mlp),
+            nn.Linear(self.wukong.out_rows * d + self._wide(), config.mlp),
+            nn.LayerNorm(config.mlp),
             nn.ReLU(),
             nn.Dropout(config.dropout),
             nn.Linear(config.mlp, config.embedding),
@@ -79,6 +80,10 @@ class Gem(nn.Module):
         history = 1 + len(f.match) + config.pooled_rows + config.recent_rows
         return ids + len(f.item.vectors) + 1 + config.numeric_rows + 1 + history
 
+    def _wide(self) -> int:
+        f = self.features
+        return len(f.row_numbers) + len(f.user.numbers) + sum(f.item.vectors.values())
+
     def forward(self, batch: Batch, vectors: Vectors) -> Output:
         """Logits and embeddings of all rows; what belongs to a request is computed once."""
         events = self._encode(batch, vectors)
@@ -90,7 +95,12 @@ class Gem(nn.Module):
             dim=1,
         )
         x = self.wukong(self.norm(rows))
-        embedding = self.trunk(x.flatten(1))
+        wide = (
+            self.row_numbers.scale(batch.row_numbers),
+            self.user_numbers.scale(batch.user_numbers)[batch.request],
+            *batch.row_vectors.values(),
+        )
+        embedding = self.trunk(torch.cat((x.flatten(1), *wide), 1))
         gated = self.gate(embedding, batch.surface)
         return Output(self.heads(gated, batch.surface), embedding)
 
