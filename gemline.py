@@ -1,4 +1,4 @@
-"""The command `gemline`: joins the folders' commands, and imports a folder only when it is called."""
+"""The command `gemline`: joins the folders' commands; imports a folder when it is called."""
 
 import importlib
 import logging

@@ -29,15 +29,15 @@ class BatchArgs(Strict):
 
 def run(args: RunArgs) -> None:
     """Run the whole line on some days; what finished before is skipped."""
-    lake = args.open_lake()
+    spec = args.load()
     place = Place(args.spec, args.raw, args.lake)
-    days = newest_mature(lake.spec, *args.span)
+    days = newest_mature(spec, *args.span)
     print(
-        f"{lake.spec.name}: learn {days.first} to {days.train_last}, calibrate on "
+        f"{spec.name}: learn {days.first} to {days.train_last}, calibrate on "
         f"{days.calibration}, test on {days.test_first}; labels ripen until {days.last}",
         flush=True,
     )
-    run_line(lake.spec, place, line(lake.spec, place, days, ("--scale", args.scale)))
+    run_line(spec, place, line(spec, place, days, ("--scale", args.scale)))
     print(f"report: {Path(args.lake, 'report.html')}")
 
 

@@ -108,67 +108,77 @@ def data_steps(place: Place, days: tuple[str, ...]) -> list[Step]:
     ]
 
 
-def line(spec: DataSpec, place: Place, days: Days, gem: tuple[str, ...] = ()) -> list[Step]:
-    """All steps, in order; `gem` are further flags of the training of GEM."""
+def model_steps(
+    spec: DataSpec,
+    place: Place,
+    learned: tuple[str, ...],
+    split: tuple[str, ...],
+    tested: tuple[str, ...],
+    gem: tuple[str, ...] = (),
+) -> tuple[list[Step], list[Step]]:
+    """What learns from examples by day, and what is trained, tested and told on a split of days.
+
+    `learned`, `split` and `tested` are the flags that name the days; `gem` are further flags.
+    """
     examples = ("examples", "impressions", "history", "items")
-    steps = data_steps(place, days.landed)
-    steps += [
-        Step("gem", "torch", ("train", "gem", *place.flags, *days.learned, *gem), examples, ("gem",)),
+    learn = [
+        Step("gem", "torch", ("train", "gem", *place.flags, *learned, *gem), examples, ("gem",)),
         Step(
             "knowledge",
             "torch",
-            ("knowledge", *place.flags, *days.learned),
+            ("knowledge", *place.flags, *learned),
             (*examples, "gem"),
             ("knowledge",),
         ),
+    ]
+    judge = [
         Step(
             "evaluate",
             "torch",
-            ("train", "evaluate", *place.flags, *days.split),
+            ("train", "evaluate", *place.flags, *split),
             (*examples, "gem"),
             ("evaluation-gem",),
         ),
         Step(
             "baseline",
             "torch",
-            ("train", "baseline", *place.flags, *days.split),
+            ("train", "baseline", *place.flags, *split),
             examples,
             ("evaluation-lightgbm",),
         ),
     ]
     for surface in spec.ad_surfaces:
-        steps += surface_steps(place, days, surface)
-    evaluations = ("evaluation-gem", "evaluation-lightgbm")
-    evaluations += tuple(f"evaluation-{surface}" for surface in spec.ad_surfaces)
-    return [
-        *steps,
-        Step(
-            "report",
-            "torch",
-            ("report", *place.flags, "--raw", place.raw, *days.split),
-            (*evaluations, "quarantine", "events"),
-            ("report",),
-        ),
-    ]
+        judge += surface_steps(place, split, tested, surface)
+    reads = tuple(name for step in judge for name in step.writes)
+    command = ("report", *place.flags, "--raw", place.raw, *split)
+    return learn, [*judge, Step("report", "torch", command, (*reads, "quarantine"), ("report",))]
 
 
-def surface_steps(place: Place, days: Days, surface: str) -> list[Step]:
+def surface_steps(
+    place: Place, split: tuple[str, ...], tested: tuple[str, ...], surface: str
+) -> list[Step]:
     """What is done for one surface: its ranker, and its scores of the test days."""
-    test = ("--days", f"{days.test_first}:{days.test_last}")
     which = ("--surface", surface)
     return [
         Step(
             f"ranker-{surface}",
             "torch",
-            ("rank", "train", *place.flags, *days.split, *which),
+            ("rank", "train", *place.flags, *split, *which),
             ("examples", "impressions", "history", "items", "knowledge"),
             (f"ranker-{surface}", f"evaluation-{surface}"),
         ),
         Step(
             f"scores-{surface}",
             "torch",
-            ("rank", "score", *place.flags, *test, *which),
+            ("rank", "score", *place.flags, *tested, *which),
             ("examples", "history", "items", f"ranker-{surface}"),
             (f"scores-{surface}",),
         ),
     ]
+
+
+def line(spec: DataSpec, place: Place, days: Days, gem: tuple[str, ...] = ()) -> list[Step]:
+    """All steps, in order; `gem` are further flags of the training of GEM."""
+    tested = ("--days", f"{days.test_first}:{days.test_last}")
+    learn, judge = model_steps(spec, place, days.learned, days.split, tested, gem)
+    return [*data_steps(place, days.landed), *learn, *judge]

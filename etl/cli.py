@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
 import yaml
@@ -19,7 +19,9 @@ from etl.errors import UserError
 from etl.spec import DataSpec, load_spec
 from etl.spec.base import Strict, suggestion
 from etl.spec.units import parse_days
-from etl.tables.lake import Lake, ensure_folder
+
+if TYPE_CHECKING:
+    from etl.tables.lake import Lake
 
 Config = TypeVar("Config", bound=Strict)
 Command = Callable[[Any], object]
@@ -31,8 +33,10 @@ class LakeArgs(Strict):
     spec: Annotated[Path, tyro.conf.arg(help="the data spec, a YAML file")]
     lake: Annotated[str, tyro.conf.arg(help="folder or URL of the tables")]
 
-    def open_lake(self) -> Lake:
+    def open_lake(self) -> "Lake":
         """The lake, its folder made."""
+        from etl.tables.lake import Lake, ensure_folder
+
         ensure_folder(self.lake)
         return Lake(self.lake, self.load())
 
@@ -57,7 +61,9 @@ def days_argument(text: str) -> tuple[date, date]:
     try:
         return parse_days(text)
     except ValueError as error:
-        raise UserError(f"--days {text}: {error}; write first:last, 2026-01-01:2026-01-08") from None
+        raise UserError(
+            f"--days {text}: {error}; write first:last, 2026-01-01:2026-01-08"
+        ) from None
 
 
 def run(command: Command, argv: Sequence[str], prog: str) -> int:
@@ -87,7 +93,10 @@ def parse(model: type[Config], argv: Sequence[str], prog: str) -> Config:
         file = Path(given[at + 1])
         del given[at : at + 2]
         flags = {word.split("=")[0] for word in given if word.startswith("--")}
-        given = [*(w for k, v in file_flags(model, file) if k not in flags for w in (k, *v)), *given]
+        given = [
+            *(w for k, v in file_flags(model, file) if k not in flags for w in (k, *v)),
+            *given,
+        ]
     try:
         return tyro.cli(model, args=given, prog=prog, config=(tyro.conf.AvoidSubcommands,))
     except ValidationError as error:
@@ -111,7 +120,9 @@ def _flags(
     for key, value in values.items():
         if key not in model.model_fields:
             name = ".".join((*path, str(key)))
-            raise UserError(f"{file}: {name}: unknown key; {suggestion(key, list(model.model_fields))}")
+            raise UserError(
+                f"{file}: {name}: unknown key; {suggestion(key, list(model.model_fields))}"
+            )
         flag = ".".join((*path, key)).replace("_", "-")
         if isinstance(value, dict):
             inner = model.model_fields[key].annotation

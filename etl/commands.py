@@ -15,7 +15,9 @@ from etl.spec.base import Strict
 class SimulateArgs(Strict):
     """Arguments of the simulator."""
 
-    simulator: Annotated[Path, tyro.conf.arg(help="a configuration, such as conf/simulator/demo.yaml")]
+    simulator: Annotated[
+        Path, tyro.conf.arg(help="a configuration, such as conf/simulator/demo.yaml")
+    ]
     out: Annotated[Path, tyro.conf.arg(help="folder to write the raw logs to")]
 
 

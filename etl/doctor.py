@@ -44,7 +44,11 @@ def machine() -> list[tuple[str, str, str]]:
     free = shutil.disk_usage(Path.cwd()).free / 1e9
     jars = [jar for jar in jar_names() if (jar_folder() / jar).is_file()]
     return [
-        ("Python 3.11 to 3.13", python if fits else "", f"this is {python}; make PYTHON=python3.12"),
+        (
+            "Python 3.11 to 3.13",
+            python if fits else "",
+            f"this is {python}; make PYTHON=python3.12",
+        ),
         ("Java 17", java(), "install a Java 17 runtime (openjdk-17-jre-headless) or set JAVA_HOME"),
         (
             "Delta JARs",
@@ -91,7 +95,9 @@ def gpu() -> str:
     """Name of the first GPU, if its driver answers."""
     try:
         said = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
         )
     except FileNotFoundError:
         return ""

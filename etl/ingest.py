@@ -85,11 +85,19 @@ def _refuse_empty(spec: DataSpec, parsed: DataFrame, raw: str, days: tuple[date,
         )
         if column
     }
-    counted = good.groupBy("day").agg(F.count("*").alias("n"), *[F.count(n).alias(n) for n in optional])
+    counted = good.groupBy("day").agg(
+        F.count("*").alias("n"), *[F.count(n).alias(n) for n in optional]
+    )
     rows = {row["day"]: row for row in counted.collect()}
     empty = [str(day) for day in each_day(*days) if day not in rows]
     if empty:
-        held = parsed.select(F.explode(F.split("reasons", SEPARATOR)).alias("r")).filter("r != ''").groupBy("r").count().collect()
+        held = (
+            parsed.select(F.explode(F.split("reasons", SEPARATOR)).alias("r"))
+            .filter("r != ''")
+            .groupBy("r")
+            .count()
+            .collect()
+        )
         why = "; ".join(f"{row['r']}: {row['count']}" for row in held)
         detail = f" (quarantined: {why})" if why else ""
         raise UserError(f"no events of {', '.join(empty)} in {raw}{detail}; check --days")

@@ -45,7 +45,7 @@ def jar_folder() -> Path:
 
 def jar_names() -> list[str]:
     """File names of the JARs, as Ivy writes them."""
-    return ["{0}_{1}-{2}.jar".format(*package.split(":")) for package in PACKAGES]
+    return ["{}_{}-{}.jar".format(*package.split(":")) for package in PACKAGES]
 
 
 def delta_jars() -> list[Path]:

@@ -57,9 +57,14 @@ def _label_columns(
     ready = F.col("event_ts") + objective.ripens_after * MICROS
     surfaces = [spec.surface_codes[s] for s in spec.surfaces_of(name)]
     ripe = (ready <= horizon) & F.col("surface").isin(surfaces)
-    columns = {f"ready_{name}": ready, f"label_{name}": F.when(ripe, (F.size(mine) > 0).cast("int"))}
+    columns = {
+        f"ready_{name}": ready,
+        f"label_{name}": F.when(ripe, (F.size(mine) > 0).cast("int")),
+    }
     if objective.value:
-        total = F.aggregate(mine, F.lit(0.0), lambda sum_, o: sum_ + F.coalesce(o["value"], F.lit(0.0)))
+        total = F.aggregate(
+            mine, F.lit(0.0), lambda sum_, o: sum_ + F.coalesce(o["value"], F.lit(0.0))
+        )
         columns[f"value_{name}"] = F.when(ripe, total)
     return columns
 
@@ -72,7 +77,9 @@ def credited_outcomes(spec: DataSpec, events: DataFrame) -> DataFrame:
     ]
     rows = functools.reduce(DataFrame.unionByName, found)
     outcome = F.struct("objective", "ts", "value")
-    return rows.groupBy("impression_id").agg(F.sort_array(F.collect_list(outcome)).alias("outcomes"))
+    return rows.groupBy("impression_id").agg(
+        F.sort_array(F.collect_list(outcome)).alias("outcomes")
+    )
 
 
 def credit(spec: DataSpec, events: DataFrame, objective: Objective) -> DataFrame:
@@ -93,7 +100,7 @@ def credit(spec: DataSpec, events: DataFrame, objective: Objective) -> DataFrame
     touched = F.last(F.when(touch, F.col("impression_id")), ignorenulls=True).over(before)
     rest = rest.withColumn("touched", touched).filter(outcome & F.col("touched").isNotNull())
     rest = rest.withColumn("impression_id", F.col("touched"))
-    columns = ["impression_id", F.col("event_ts").alias("ts"), "value"]
+    columns = [F.col("impression_id"), F.col("event_ts").alias("ts"), F.col("value")]
     return named.select(*columns).unionByName(rest.select(*columns))
 
 

@@ -16,6 +16,8 @@ ALWAYS = {
     "spark.sql.catalog.spark_catalog": "org.apache.spark.sql.delta.catalog.DeltaCatalog",
     "spark.sql.execution.arrow.maxRecordsPerBatch": "100000",
 }
+# Short jobs on few cores: the optimising compiler would take one of them for a minute.
+SHORT_JOBS = ("-XX:TieredStopAtLevel=1", "-XX:ReservedCodeCacheSize=240m", "-XX:+UseParallelGC")
 # A laptop: one process, loopback only, few partitions.
 LOCAL = {
     "spark.driver.host": "127.0.0.1",
@@ -26,7 +28,7 @@ LOCAL = {
     "spark.sql.shuffle.partitions": "8",
     "spark.databricks.delta.snapshotPartitions": "2",
     "spark.sql.sources.parallelPartitionDiscovery.parallelism": "4",
-    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=240m -XX:+UseParallelGC",
+    "spark.driver.extraJavaOptions": " ".join(SHORT_JOBS),
 }
 
 

@@ -6,15 +6,12 @@ an example may see asks here.
 
 import numpy as np
 import numpy.typing as npt
-from pyspark.sql import Column
-from pyspark.sql import functions as F
 
 Ints = npt.NDArray[np.int64]
 
 
-def as_of_ts(event_ts: Column) -> Column:
-    """The second as of which an impression (event_ts in µs) sees the world."""
-    return F.floor(event_ts / 1_000_000).cast("bigint")
+# The second as of which an impression (event_ts in µs) sees the world, in Spark SQL.
+AS_OF_TS = "CAST(floor(event_ts / 1000000) AS BIGINT)"
 
 
 def visible_before(visible_ts: Ints, as_of: Ints) -> Ints:

@@ -11,7 +11,7 @@ from etl.spec.model import DataSpec
 from etl.spec.units import DAY
 from etl.tables import contracts, delta
 from etl.tables.lake import Lake
-from features.as_of import as_of_ts
+from features.as_of import AS_OF_TS
 from features.counters import count
 from features.encoding import clock, encode
 from features.history.build import events_before, visible_after_days
@@ -26,7 +26,7 @@ def build_examples(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     items = _item_keys(lake, versions["items"])
     shown = events.filter(F.col("type") == spec.event_codes[spec.impression])
     shown = shown.filter(delta.days_between(*days)).join(items, "item_id", "left")
-    shown = shown.withColumn("as_of_ts", as_of_ts(F.col("event_ts")))
+    shown = shown.withColumn("as_of_ts", F.expr(AS_OF_TS))
 
     since = days[0] - timedelta(days=_days_back(spec))
     landed = delta.days_between(since - timedelta(days=visible_after_days(spec)), days[1])

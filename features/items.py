@@ -18,7 +18,10 @@ def index_items(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     numbers; the days are taken one after the other, so a range gives what its days would.
     """
     spec = lake.spec
-    versions = {"events": lake.version("events"), "attributes_item": lake.version("attributes_item")}
+    versions = {
+        "events": lake.version("events"),
+        "attributes_item": lake.version("attributes_item"),
+    }
     contract = contracts.items(spec)
     seen = _first_seen(lake, versions["events"], days)
     taken = 0

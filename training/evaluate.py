@@ -26,7 +26,13 @@ def predict_test(lake: Lake, split: Split, batch_rows: int = 2048) -> Prediction
         for batch in reader.batches(days, split.testing(lake.spec), batch_rows, Shuffle(None)):
             p = torch.sigmoid(trained.model(batch).logits).double().numpy()
             parts.append(
-                (batch.impressions, batch.surface.numpy(), p, batch.labels.numpy(), batch.known.numpy())
+                (
+                    batch.impressions,
+                    batch.surface.numpy(),
+                    p,
+                    batch.labels.numpy(),
+                    batch.known.numpy(),
+                )
             )
     columns = (np.concatenate(part) for part in zip(*parts, strict=True))
     return Predictions(tuple(lake.spec.objectives), *columns)

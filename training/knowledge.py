@@ -66,7 +66,9 @@ def _score_day(
                 "fm_version": pa.repeat(trained.manifest.fm_version, n),
                 "fm_trained_until": pa.repeat(pa.scalar(trained.manifest.trained_until), n),
                 **{f"logit_{o}": logits[:, i] for i, o in enumerate(lake.spec.objectives)},
-                "embedding": pa.ListArray.from_arrays(np.arange(n + 1, dtype=np.int32) * width, flat),
+                "embedding": pa.ListArray.from_arrays(
+                    np.arange(n + 1, dtype=np.int32) * width, flat
+                ),
                 "day": pa.repeat(pa.scalar(day), n),
                 "bucket": pa.repeat(pa.scalar(bucket, pa.int32()), n),
             }

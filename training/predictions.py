@@ -23,7 +23,10 @@ class Predictions:
 
     def write(self, path: Path) -> None:
         """Store as one Parquet file, whole or not at all."""
-        columns = {"impression_id": pa.array(self.impressions, pa.string()), "surface": self.surface}
+        columns = {
+            "impression_id": pa.array(self.impressions, pa.string()),
+            "surface": self.surface,
+        }
         for i, name in enumerate(self.objectives):
             columns[f"p_{name}"] = self.probability[:, i]
             columns[f"label_{name}"] = self.labels[:, i]

@@ -1,7 +1,6 @@
 """Raw records as they are: every column text, beside its payload, its file and its day."""
 
 import functools
-import glob
 from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
@@ -47,12 +46,13 @@ def find_files(
 
 
 def _matches(raw: str, pattern: str) -> list[str]:
-    whole = f"{raw.rstrip('/')}/{pattern}"
     if "://" in raw:
-        return [whole]
-    found = [path for path in sorted(glob.glob(whole)) if Path(path).stat().st_size]
+        return [f"{raw.rstrip('/')}/{pattern}"]
+    found = [str(path) for path in sorted(Path(raw).glob(pattern)) if path.stat().st_size]
     if not found:
-        raise UserError(f"{whole}: no such file, or only empty ones; check --raw and --days")
+        raise UserError(
+            f"{raw}/{pattern}: no such file, or only empty ones; check --raw and --days"
+        )
     return found
 
 
@@ -76,12 +76,12 @@ def _read_csv(paths: list[str], columns: list[str], pattern: str) -> DataFrame:
 def _read_parquet(paths: list[str], columns: list[str], pattern: str) -> DataFrame:
     rows = SparkSession.active().read.parquet(*paths)
     names = rows.columns
-    return _from_table(rows.withColumn(CORRUPT, F.lit(None).cast("string")), names, columns, pattern)
+    return _from_table(
+        rows.withColumn(CORRUPT, F.lit(None).cast("string")), names, columns, pattern
+    )
 
 
-def _from_table(
-    rows: DataFrame, have: list[str], columns: list[str], pattern: str
-) -> DataFrame:
+def _from_table(rows: DataFrame, have: list[str], columns: list[str], pattern: str) -> DataFrame:
     missing = [name for name in columns if name not in have]
     if missing:
         raise UserError(

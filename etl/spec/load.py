@@ -54,7 +54,7 @@ def declared_names(raw: dict[str, Any]) -> dict[str, list[str]]:
     }
 
 
-def explain(path: Path, root: yaml.Node, error: ValidationError) -> list[str]:
+def explain(path: Path, root: yaml.Node | None, error: ValidationError) -> list[str]:
     """One line an error, in the order of the file: `conf/specs/x.yaml:12: objectives.click…`."""
     found = []
     for item in error.errors():
@@ -68,8 +68,9 @@ def explain(path: Path, root: yaml.Node, error: ValidationError) -> list[str]:
     return [text for _, text in sorted(found)]
 
 
-def locate(root: yaml.Node, location: Location) -> tuple[Location, int, list[str]]:
+def locate(root: yaml.Node | None, location: Location) -> tuple[Location, int, list[str]]:
     """A location without union tags, the line of its deepest part in the file, the keys there."""
+    assert root is not None
     node, line, siblings, path = root, root.start_mark.line, list[str](), list[str | int]()
     for part in location:
         if isinstance(node, yaml.MappingNode):

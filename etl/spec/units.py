@@ -12,7 +12,7 @@ DAY = SECONDS["d"]
 
 
 def parse_duration(text: object) -> int:
-    """Seconds of a duration such as `90s`, `30m`, `1h` or `7d`; raises ValueError on anything else."""
+    """Seconds of a duration such as `90s`, `30m`, `1h` or `7d`; raises ValueError on others."""
     match = re.fullmatch(r"(\d+)([smhd])", text) if isinstance(text, str) else None
     if not match:
         raise ValueError(f"{text!r} is not a duration; write a number and one of s, m, h, d: 30m")

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
+from typing import cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -46,7 +47,7 @@ class Snapshot:
 
     def days(self) -> list[date]:
         """Days that have rows."""
-        return sorted({values["day"] for _, values in self.files})  # type: ignore[type-var]
+        return sorted({cast(date, values["day"]) for _, values in self.files})
 
     def read(self, columns: Sequence[str] | None = None, **partition: object) -> pa.Table:
         """Rows of the partitions that match, each value one or a collection of values.
@@ -55,7 +56,7 @@ class Snapshot:
         """
         names = list(columns or self.contract.columns)
         schema = arrow_schema(self.contract)
-        wanted = {k: set(v) if _is_many(v) else {v} for k, v in partition.items()}
+        wanted = {key: _choices(value) for key, value in partition.items()}
         parts = [
             self._read_file(path, values, names, schema)
             for path, values in self.files
@@ -85,8 +86,9 @@ class Snapshot:
         return pa.table(arrays, schema=pa.schema([schema.field(name) for name in names]))
 
 
-def _is_many(value: object) -> bool:
-    return isinstance(value, Iterable) and not isinstance(value, str)
+def _choices(value: object) -> set[object]:
+    many = isinstance(value, Iterable) and not isinstance(value, str)
+    return set(cast(Iterable[object], value)) if many else {value}
 
 
 def snapshot(lake: Lake, contract: Contract, version: int | None = None) -> Snapshot:

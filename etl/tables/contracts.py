@@ -175,13 +175,13 @@ def examples(spec: DataSpec) -> Contract:
     }
     for prefix, declared in (("u", spec.attributes.user), ("x", spec.attributes.context)):
         columns |= {f"{prefix}_{name}": encoded_type(a) for name, a in declared.items()}
-    columns |= {name: "int" for name in counter_columns(spec)}
+    columns |= dict.fromkeys(counter_columns(spec), "int")
     order = ("user_id", "as_of_ts", "request_id", "impression_id")
     return Contract("examples", columns | DAY_BUCKET, ("day", "bucket"), order)
 
 
 def knowledge(spec: DataSpec) -> Contract:
-    """What GEM says of an impression that it has not learned from: it was trained on days before."""
+    """What GEM says of an impression; it had been trained on the days before alone."""
     columns = {"impression_id": "string", "fm_version": "string", "fm_trained_until": "date"}
     columns |= {f"logit_{name}": "float" for name in spec.objectives}
     columns |= {"embedding": "array<float>"}

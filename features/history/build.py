@@ -103,9 +103,7 @@ def pack_users(rows: pa.Table) -> pa.Table:
     totals = rows["total"].to_numpy()
     opening = ~np.isnan(totals) if totals.dtype.kind == "f" else np.ones(len(totals), bool)
     user_starts = run_starts(rows["user_id"].combine_chunks())
-    user_of = np.repeat(
-        np.arange(len(user_starts)), np.diff(np.append(user_starts, rows.num_rows))
-    )
+    user_of = np.repeat(np.arange(len(user_starts)), np.diff(np.append(user_starts, rows.num_rows)))
     before = np.zeros(len(user_starts), np.int64)
     before[user_of[opening]] = totals[opening].astype(np.int64)
 

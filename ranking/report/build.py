@@ -69,7 +69,11 @@ def table(scores: dict[str, list[Score]]) -> list[dict[str, object]]:
     by = {m: {(s.surface, s.objective): s for s in rows} for m, rows in scores.items()}
     rows, last = [], None
     for surface, objective in keys:
-        here = {m: found[(surface, objective)] for m, found in by.items() if (surface, objective) in found}
+        here = {
+            m: found[(surface, objective)]
+            for m, found in by.items()
+            if (surface, objective) in found
+        }
         one = next(iter(here.values()))
         rows.append(
             {
@@ -91,7 +95,9 @@ def _cells(models: object, here: dict[str, Score], measure: str) -> dict[str, Ce
     rank = {"ne": lambda v: v, "auc": lambda v: -v, "calibration": lambda v: abs(v - 1)}[measure]
     best = min(ours, key=lambda m: rank(ours[m])) if ours else None
     return {
-        m: Cell("" if m not in values or math.isnan(values[m]) else f"{values[m]:.4f}"[:6], m == best)
+        m: Cell(
+            "" if m not in values or math.isnan(values[m]) else f"{values[m]:.4f}"[:6], m == best
+        )
         for m in models  # type: ignore[attr-defined]
     }
 
@@ -104,7 +110,9 @@ def summary(scores: dict[str, list[Score]]) -> list[str]:
             continue
         said = [f"{s.objective}: GEM has NE {s.ne:.3f} on {s.rows:,} rows"]
         for model in ("lightgbm", "student", "distilled", "bound"):
-            other = [o for o in scores.get(model, []) if (o.surface, o.objective) == ("all", s.objective)]
+            other = [
+                o for o in scores.get(model, []) if (o.surface, o.objective) == ("all", s.objective)
+            ]
             if other and not math.isnan(other[0].ne):
                 said.append(f"{NAMES[model]} {other[0].ne:.3f}")
         sentences.append(", ".join(said) + ".")

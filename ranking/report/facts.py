@@ -74,7 +74,9 @@ def true_probabilities(gem: Predictions, raw: str, split: Split) -> Predictions 
     if not paths:
         return None
     table = pa.concat_tables(pq.read_table(path) for path in paths)
-    at = pc.index_in(pa.array(gem.impressions, pa.string()), table["impression_id"].combine_chunks())
+    at = pc.index_in(
+        pa.array(gem.impressions, pa.string()), table["impression_id"].combine_chunks()
+    )
     known = at.is_valid().to_numpy(zero_copy_only=False)
     rows = table.take(at.filter(pa.array(known)))
     p = np.stack([rows[f"p_{name}"].to_numpy() for name in gem.objectives], 1)

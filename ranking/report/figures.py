@@ -30,10 +30,14 @@ def svg(figure: Figure) -> str:
     return text[text.index("<svg") :]
 
 
-def ne_bars(scores: dict[str, list[Score]], names: dict[str, str], objectives: Sequence[str]) -> str:
+def ne_bars(
+    scores: dict[str, list[Score]], names: dict[str, str], objectives: Sequence[str]
+) -> str:
     """NE of each model on all surfaces, one panel an objective; lower is better."""
     figure = Figure(figsize=(3.4 * len(objectives), 2.2))
-    for axis, objective in zip(np.ravel(figure.subplots(1, len(objectives))), objectives, strict=True):
+    for axis, objective in zip(
+        np.ravel(figure.subplots(1, len(objectives))), objectives, strict=True
+    ):
         found = {
             model: s.ne
             for model, rows in scores.items()
@@ -54,7 +58,9 @@ def ne_bars(scores: dict[str, list[Score]], names: dict[str, str], objectives: S
     return svg(figure)
 
 
-def reliability(found: dict[str, Predictions], names: dict[str, str], objectives: Sequence[str]) -> str:
+def reliability(
+    found: dict[str, Predictions], names: dict[str, str], objectives: Sequence[str]
+) -> str:
     """Share of outcomes against mean prediction, in tenths of the rows, one panel an objective."""
     figure = Figure(figsize=(3.4 * len(objectives), 3.2))
     for i, axis in enumerate(np.ravel(figure.subplots(1, len(objectives)))):

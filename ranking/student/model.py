@@ -47,7 +47,7 @@ class GradientScale(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
         """The scaled gradient."""
         return grad * ctx.scale, None  # type: ignore[attr-defined]
 
@@ -65,9 +65,7 @@ class Student(nn.Module):
         tables = 1 + len(features.item.ids)
         given = sum(features.item.vectors.values())
         self.features = features
-        self.events = EventTokens(
-            tables, d, given, len(features.surfaces), len(features.events), w
-        )
+        self.events = EventTokens(tables, d, given, len(features.surfaces), len(features.events), w)
         self.candidate = nn.Linear(tables * d + given, w)
         self.candidate.weight = self.events.item.weight
         self.target = TargetAttention(w, config.heads)
@@ -107,4 +105,6 @@ class Student(nn.Module):
             dim=1,
         )
         h = self.backbone(x)
-        return StudentOutput(self.serving(h), self.distilled(GradientScale.apply(h, gradient_scale)))
+        return StudentOutput(
+            self.serving(h), self.distilled(GradientScale.apply(h, gradient_scale))
+        )

@@ -72,12 +72,17 @@ def train_student(
     torch.manual_seed(config.seed)
     model = new_student(reader, config.model, items=len(reader.items))
     dense = torch.optim.AdamW(
-        model.student.parameters(), lr=config.dense_rate, weight_decay=config.weight_decay, fused=True
+        model.student.parameters(),
+        lr=config.dense_rate,
+        weight_decay=config.weight_decay,
+        fused=True,
     )
     sparse = model.tables.optimizer(config.sparse_rate)
     what = "with" if teacher and config.distill.weight else "without"
     batches = _passes(lake, reader, split, config)
-    for batch in tqdm(batches, desc=f"{reader.surface} student {what} GEM", unit="batch", disable=None):
+    for batch in tqdm(
+        batches, desc=f"{reader.surface} student {what} GEM", unit="batch", disable=None
+    ):
         loss = _loss(model(batch, config), batch, teacher, config.distill)
         for optimizer in (dense, sparse):
             optimizer.zero_grad(set_to_none=True)
@@ -108,13 +113,21 @@ def _loss(
     return loss + distill.weight * (each * there[:, None]).sum() / len(batch)
 
 
-def predict(model: TrainedStudent, batches: Iterable[Batch], objectives: tuple[str, ...]) -> Predictions:
+def predict(
+    model: TrainedStudent, batches: Iterable[Batch], objectives: tuple[str, ...]
+) -> Predictions:
     """Probabilities of the serving head, uncalibrated."""
     parts = []
     with torch.no_grad():
         for batch in batches:
             p = torch.sigmoid(model(batch).serving).double().numpy()
             parts.append(
-                (batch.impressions, batch.surface.numpy(), p, batch.labels.numpy(), batch.known.numpy())
+                (
+                    batch.impressions,
+                    batch.surface.numpy(),
+                    p,
+                    batch.labels.numpy(),
+                    batch.known.numpy(),
+                )
             )
     return Predictions(objectives, *(np.concatenate(part) for part in zip(*parts, strict=True)))

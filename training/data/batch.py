@@ -4,7 +4,7 @@ R requests, B impressions (rows), N events of all histories, O objectives.
 """
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -66,5 +66,7 @@ def _moved(value: Any, device: torch.device | str) -> Any:
     if isinstance(value, dict):
         return {k: _moved(v, device) for k, v in value.items()}
     if isinstance(value, Batch | History):
-        return replace(value, **{f.name: _moved(getattr(value, f.name), device) for f in fields(value)})
+        return replace(
+            value, **{f.name: _moved(getattr(value, f.name), device) for f in fields(value)}
+        )
     return value

@@ -17,6 +17,8 @@ from training.data.features import Features
 
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
+KEYS = ("impression_id", "request_id", "user_id", "item_ix", "surface")
+POINTER = ("as_of_ts", "hist_len")
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,14 @@ def load_chunk(
     order = [(name, "ascending") for name in examples.contract.order_by]
     ids = (*features.user.ids, *features.context.ids)
     rows = examples.read(
-        ["impression_id", "request_id", "user_id", "item_ix", "surface", "as_of_ts", "hist_len"]
-        + [*ids, *features.user.numbers, *features.context.numbers, *features.counters],
+        [
+            *KEYS,
+            *POINTER,
+            *ids,
+            *features.user.numbers,
+            *features.context.numbers,
+            *features.counters,
+        ],
         day=day,
         bucket=bucket,
     ).sort_by(order)

@@ -1,5 +1,6 @@
-"""What a model reads, derived from the data spec: which columns, and how many rows each table has."""
+"""What a model reads, derived from the data spec: columns, and the rows of each table."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from etl.spec.attributes import Categorical, Clock, Numeric, Vector
@@ -54,7 +55,7 @@ def features_of(spec: DataSpec) -> Features:
     )
 
 
-def _group(prefix: str, declared: dict[str, Attribute]) -> Group:
+def _group(prefix: str, declared: Mapping[str, Attribute]) -> Group:
     named = {f"{prefix}_{name}": attribute for name, attribute in declared.items()}
     return Group(
         ids={n: a.rows for n, a in named.items() if isinstance(a, Categorical | Clock)},

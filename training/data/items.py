@@ -33,7 +33,7 @@ def load_items(snapshot: Snapshot, group: Group) -> ItemTable:
     where = table["item_ix"].to_numpy()
     rows = int(where.max(initial=0)) + 1
 
-    def placed(values: npt.NDArray[np.generic], empty: npt.NDArray[np.generic]) -> npt.NDArray:  # type: ignore[type-arg]
+    def placed(values: npt.NDArray[np.generic], empty: npt.NDArray[np.generic]) -> npt.NDArray:
         empty[where] = values
         return empty
 

@@ -65,7 +65,9 @@ class Reader:
         versions = {name: lake.version(name) for name in TABLES}
         return cls(lake, versions, sequence, max_length, surface)
 
-    def chunks(self, day: date, buckets: Sequence[int], ripened: Ripened) -> Iterator[tuple[int, Chunk]]:
+    def chunks(
+        self, day: date, buckets: Sequence[int], ripened: Ripened
+    ) -> Iterator[tuple[int, Chunk]]:
         """The chunks of a day that have rows, in the order of `buckets`, with their bucket."""
         for bucket in buckets:
             chunk = load_chunk(
@@ -147,9 +149,7 @@ class Reader:
         most = self.lake.spec.sequences[self.sequence].max_length
         most = most if self.max_length is None else self.max_length
         as_of = chunk.as_of[requests]
-        cut = stored.slices(
-            chunk.users.take(requests), as_of, chunk.length[requests], most
-        )
+        cut = stored.slices(chunk.users.take(requests), as_of, chunk.length[requests], most)
         events, at = stored.events, cut.positions
         items = np.minimum(events.items[at], len(self.items) - 1).astype(np.int64)
         ages = np.repeat(as_of, np.diff(cut.offsets)) - events.visible_ts[at]

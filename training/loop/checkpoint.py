@@ -1,6 +1,5 @@
 """Checkpoints of GEM: everything that the next step depends on, written whole or not at all."""
 
-import json
 import shutil
 from datetime import date
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -90,7 +89,7 @@ def save(
         shutil.rmtree(beside, ignore_errors=True)
         beside.parent.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    dcp.save(_state(model, tables, optimizer), checkpoint_id=str(beside))
+    state_dict_saver.save(_state(model, tables, optimizer), checkpoint_id=str(beside))
     if dist.get_rank() == 0:
         (beside / MANIFEST).write_text(manifest.model_dump_json(indent=1))
         shutil.rmtree(path, ignore_errors=True)
@@ -106,10 +105,13 @@ def load(
 ) -> None:
     """Restore weights, and with an optimizer its state and that of the tables."""
     if optimizer is None:
-        state: dict[str, Any] = {"dense": get_model_state_dict(model.core), "tables": tables.state_dict()}
+        state: dict[str, Any] = {
+            "dense": get_model_state_dict(model.core),
+            "tables": tables.state_dict(),
+        }
     else:
         state = _state(model, tables, optimizer)
-    dcp.load(state, checkpoint_id=str(path))
+    state_dict_loader.load(state, checkpoint_id=str(path))
     set_model_state_dict(model.core, state["dense"])
     tables.load_state_dict(state["tables"])
     if optimizer is not None:
@@ -122,8 +124,3 @@ def completed_days(lake: str) -> list[date]:
     root = Path(lake, "models", "gem")
     names = [path.name for path in root.glob("[0-9]*") if (path / MANIFEST).is_file()]
     return sorted(date.fromisoformat(name) for name in names if ".partial" not in name)
-
-
-def describe(manifest: Manifest) -> dict[str, Any]:
-    """A manifest as flat parameters, for the tracker."""
-    return json.loads(manifest.model_dump_json())  # type: ignore[no-any-return]

@@ -43,9 +43,7 @@ def score(
         for column, objective in enumerate(objectives):
             rows = here & known[:, column]
             if rows.any():
-                scores.append(
-                    _one(name, objective, predicted[rows, column], labels[rows, column])
-                )
+                scores.append(_one(name, objective, predicted[rows, column], labels[rows, column]))
     return scores
 
 

@@ -25,8 +25,8 @@ class Prequential:
         """`ne_click_feed`, `auc_click_feed`, `calibration_click_feed`, … where both classes are."""
         if not self.parts:
             return {}
-        columns = [np.concatenate(part) for part in zip(*self.parts, strict=True)]
-        found = score(*columns, self.features.surfaces, self.features.objectives)
+        p, labels, known, surface = (np.concatenate(part) for part in zip(*self.parts, strict=True))
+        found = score(p, labels, known, surface, self.features.surfaces, self.features.objectives)
         return {
             f"{name}_{s.objective}_{s.surface}": getattr(s, name)
             for s in found

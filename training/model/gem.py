@@ -36,14 +36,11 @@ class Gem(nn.Module):
         tables = 1 + len(features.item.ids)
         given = sum(features.item.vectors.values())
         self.features = features
-        self.events = EventTokens(
-            tables, d, given, len(features.surfaces), len(features.events), w
-        )
+        self.events = EventTokens(tables, d, given, len(features.surfaces), len(features.events), w)
         self.candidate = nn.Linear(tables * d + given, w)
         self.candidate.weight = self.events.item.weight
         self.layers = nn.ModuleList(
-            EventLayer(w, config.heads, config.window)
-            for _ in range(config.event_layers)
+            EventLayer(w, config.heads, config.window) for _ in range(config.event_layers)
         )
         self.summary = Summary(w, config.heads, config.pooled_rows, config.recent_rows)
         self.target = TargetAttention(w, config.heads)

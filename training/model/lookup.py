@@ -44,7 +44,9 @@ def look_up(tables: Tables, batch: Batch, items: int, item_dropout: float = 0.0)
     `item_dropout` is the share of item ids that are made unknown, so that row 0 is trained and
     the model does not lean on ids alone.
     """
-    ids = {name: torch.cat((batch.row_ids[name], ev)) for name, ev in batch.history.item_ids.items()}
+    ids = {
+        name: torch.cat((batch.row_ids[name], ev)) for name, ev in batch.history.item_ids.items()
+    }
     item = torch.cat((batch.item, batch.history.items))
     item = torch.where(item < items, item, 0)
     if item_dropout:

@@ -12,8 +12,8 @@ class PlainTables(nn.Module):
         self.tables = nn.ModuleDict(
             {name: nn.Embedding(n, width, sparse=True) for name, n in rows.items()}
         )
-        for table in self.tables.values():
-            nn.init.normal_(table.weight, std=0.05)
+        for weight in self.parameters():
+            nn.init.normal_(weight, std=0.05)
 
     def forward(self, ids: dict[str, Tensor]) -> dict[str, Tensor]:
         """Look up the ids of each table."""

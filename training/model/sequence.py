@@ -90,7 +90,9 @@ class TargetAttention(nn.Module):
         self.attention = Attention(width, heads)
         self.attention.k.weight.data.copy_(self.attention.q.weight.data)
 
-    def forward(self, candidates: Tensor, events: Tensor, request: Tensor, offsets: Tensor) -> Tensor:
+    def forward(
+        self, candidates: Tensor, events: Tensor, request: Tensor, offsets: Tensor
+    ) -> Tensor:
         """Candidates (B, W), sorted by `request` (B), to (B, W)."""
         counts = torch.bincount(request, minlength=len(offsets) - 1)
         q_offsets = F.pad(counts.cumsum(0), (1, 0))

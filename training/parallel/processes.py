@@ -21,9 +21,8 @@ def process_group() -> Iterator[tuple[int, int]]:
     if "RANK" in os.environ:
         dist.init_process_group("gloo", timeout=TIMEOUT)
     else:
-        with tempfile.NamedTemporaryFile(delete=False) as rendezvous:
-            store = dist.FileStore(rendezvous.name, 1)
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=TIMEOUT)
+        meeting = f"file://{tempfile.mkdtemp()}/alone"
+        dist.init_process_group("gloo", meeting, rank=0, world_size=1, timeout=TIMEOUT)
     try:
         yield dist.get_rank(), dist.get_world_size()
     finally:

@@ -55,7 +55,7 @@ def shard(tables: TorchrecTables, learning_rate: float) -> DistributedModelParal
     )
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=dist.get_world_size(), compute_device="cpu"),
-        constraints={name: whole for name in tables.names},
+        constraints=dict.fromkeys(tables.names, whole),
     )
     plan = planner.plan(tables, [sharder])
     env = ShardingEnv.from_process_group(dist.group.WORLD)

@@ -10,7 +10,12 @@ from torch import Tensor
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, window: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    kv_offsets: Tensor,
+    window: int | None = None,
 ) -> Tensor:
     """As `training.ops.attention.reference.attention`."""
     if window is not None:
@@ -18,14 +23,17 @@ def attention(
     q_parts = q.split(q_offsets.diff().tolist())
     kv_lengths = kv_offsets.diff().tolist()
     parts = [
-        _dense(*sequence) if len(sequence[0]) and len(sequence[1]) else torch.zeros_like(sequence[0])
+        _dense(*sequence)
+        if len(sequence[0]) and len(sequence[1])
+        else torch.zeros_like(sequence[0])
         for sequence in zip(q_parts, k.split(kv_lengths), v.split(kv_lengths), strict=True)
     ]
     return torch.cat(parts) if parts else torch.zeros_like(q)
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    heads = F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)))
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    heads = F.scaled_dot_product_attention(q, k, v)
     return heads[0].transpose(0, 1)
 
 

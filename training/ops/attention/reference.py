@@ -5,7 +5,12 @@ from torch import Tensor
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, window: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    kv_offsets: Tensor,
+    window: int | None = None,
 ) -> Tensor:
     """Softmax attention of each query (Nq, H, D) to the keys (Nk, H, D) of its own sequence.
 

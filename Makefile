@@ -1,0 +1,41 @@
+# Two commands: `make demo` and `make test`. A third, `make proof`, holds what is slow because it is real.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+LOCK := requirements/cpu.txt
+READY := $(VENV)/.ready
+WORK := work
+export UV_PYTHON_DOWNLOADS := never
+export OMP_NUM_THREADS ?= 2
+
+.PHONY: demo test proof lint lock clean
+
+demo: $(READY)
+	$(BIN)/gemline simulate --simulator conf/simulator/demo.yaml --out $(WORK)/demo/raw
+	$(BIN)/gemline run --spec conf/specs/simulator.yaml --raw $(WORK)/demo/raw --lake $(WORK)/demo/lake --days 2026-01-01:2026-01-11
+
+test: $(READY)
+	$(BIN)/pytest -m "not proof"
+
+proof: $(READY)
+	$(BIN)/pytest -m proof -s
+
+lint: $(READY)
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(BIN)/mypy
+
+$(READY): $(LOCK) requirements/setup.txt pyproject.toml
+	@$(PYTHON) requirements/check.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/setup.txt
+	$(BIN)/uv pip sync --quiet --python $(BIN)/python requirements/setup.txt $(LOCK)
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e .
+	@touch $(READY)
+
+lock:
+	$(BIN)/uv pip compile pyproject.toml --extra airflow --extra spark --extra train --extra serve --extra dev --extra cpu \
+	  --override requirements/overrides.txt --python-version 3.11 --no-header --no-emit-index-url --no-annotate --generate-hashes -o requirements/cpu.txt
+	$(BIN)/uv pip compile pyproject.toml --extra spark --extra train --extra serve --extra gpu \
+	  --override requirements/overrides-gpu.txt --python-version 3.11 --no-header --no-emit-index-url --no-annotate --generate-hashes -o requirements/gpu.txt
+
+clean:
+	rm -rf $(WORK)

@@ -1,0 +1,145 @@
+"""`gemline bench kuairand`: GEM beside LightGBM on real impressions, overall and by tab.
+
+Both learn from the training days alone and are fixed then; histories and counters go on point in
+time. Both read the same counters and attributes.
+"""
+
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import mean, stdev
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from benchmarks.result import Result, unavailable
+from dags.line import Place, data_steps
+from dags.local import run_line
+from etl.cli import days_argument
+from etl.errors import UserError
+from etl.spec import load_spec
+from etl.spec.base import Strict
+
+if TYPE_CHECKING:
+    from training.loop.metrics import Score
+
+SPEC = Path(__file__).parents[1] / "conf" / "specs" / "kuairand.yaml"
+
+
+class KuairandArgs(Strict):
+    """Arguments of the benchmark."""
+
+    data: Annotated[Path, tyro.conf.arg(help="folder that holds KuaiRand's data/log_standard_*")]
+    train: Annotated[str, tyro.conf.arg(help="first:last day to learn from")]
+    test: Annotated[str, tyro.conf.arg(help="first:last day to test on")]
+    seeds: int = 5
+    scale: str = "small"
+    lake: Annotated[str | None, tyro.conf.arg(help="keep the tables here for another time")] = None
+    json: bool = False
+
+
+def bench(args: KuairandArgs) -> None:
+    """AUC and logloss per objective on KuaiRand, for GEM and for LightGBM, overall and by tab."""
+    if args.seeds < 1:
+        raise UserError(f"--seeds {args.seeds}: at least one is needed")
+    with ExitStack() as stack:
+        lake = args.lake or stack.enter_context(tempfile.TemporaryDirectory())
+        result = measure(args, lake)
+    result.show(args.json)
+
+
+def measure(args: KuairandArgs, root: str) -> Result:
+    """Tables of the days, then both models."""
+    train, test = days_argument(args.train), days_argument(args.test)
+    if train[1] >= test[0]:
+        raise UserError(f"--test {args.test} must come after --train {args.train}")
+    result = Result(
+        f"KuaiRand, learned {args.train}, tested {args.test}",
+        ("surface", "objective", "rows", "LightGBM AUC", "GEM AUC", "LightGBM logloss", "GEM logloss"),
+    )
+    if not args.data.is_dir():
+        reason = f"{args.data} is absent"
+        for name in ("gem_click_auc", "lightgbm_click_auc"):
+            result.figures |= unavailable(name, reason)
+        return result
+    spec = load_spec(SPEC)
+    place = Place(SPEC, str(args.data), root)
+    run_line(spec, place, data_steps(place, ("--days", f"{train[0]}:{test[1]}")))
+    lightgbm, gems = scores(args, root)
+    for surface, objective in [(s.surface, s.objective) for s in lightgbm]:
+        add(result, surface, objective, lightgbm, gems)
+    return result
+
+
+def scores(args: KuairandArgs, root: str) -> tuple[list["Score"], list[list["Score"]]]:
+    """Scores of LightGBM, and of GEM by seed."""
+    from etl.tables.lake import Lake
+    from training.baseline import BaselineConfig, train_baseline
+    from training.evaluate import predict_test
+    from training.gem import TrainConfig, train
+    from training.loop.metrics import score
+    from training.parallel.processes import process_group
+    from training.predictions import Predictions
+    from training.split import Split
+
+    spec = load_spec(SPEC)
+    lake = Lake(root, spec)
+    (first, last), (test_first, test_last) = days_argument(args.train), days_argument(args.test)
+    split = Split(
+        train_first=first,
+        train_last=last,
+        calibration=None,
+        test_first=test_first,
+        test_last=test_last,
+        landed=test_last,
+    )
+
+    def scored(p: Predictions) -> list["Score"]:
+        surfaces, objectives = list(spec.surfaces), list(spec.objectives)
+        return score(p.probability, p.labels, p.known, p.surface, surfaces, objectives)
+
+    lightgbm = scored(train_baseline(lake, split, BaselineConfig()))
+    gems = []
+    with process_group():
+        for seed in range(args.seeds):
+            config = TrainConfig.model_validate({"scale": args.scale, "seed": seed})
+            train(lake, (first, last), config)
+            gems.append(scored(predict_test(lake, split)))
+    return lightgbm, gems
+
+
+def add(
+    result: Result, surface: str, objective: str, lightgbm: list["Score"], gems: list[list["Score"]]
+) -> None:
+    """One row of the table and its figures: LightGBM's, and GEM's mean over the seeds."""
+
+    def of(rows: list["Score"]) -> "Score":
+        return next(s for s in rows if (s.surface, s.objective) == (surface, objective))
+
+    base, ours = of(lightgbm), [of(rows) for rows in gems]
+    auc, logloss = [s.auc for s in ours], [s.logloss for s in ours]
+    spread = f" ± {stdev(auc):.4f}" if len(auc) > 1 else ""
+    result.rows.append(
+        (
+            surface,
+            objective,
+            f"{base.rows:,}",
+            f"{base.auc:.4f}",
+            f"{mean(auc):.4f}{spread}",
+            f"{base.logloss:.4f}",
+            f"{mean(logloss):.4f}",
+        )
+    )
+    name = objective if surface == "all" else f"{objective}_{surface}"
+    result.figures |= {
+        f"gem_{name}_auc": number(mean(auc)),
+        f"gem_{name}_auc_seeds": [number(a) for a in auc],
+        f"gem_{name}_logloss": number(mean(logloss)),
+        f"lightgbm_{name}_auc": number(base.auc),
+        f"lightgbm_{name}_logloss": number(base.logloss),
+    }
+
+
+def number(value: float) -> float | None:
+    """A figure, rounded; None where it is undefined (one class only)."""
+    return None if value != value else round(value, 6)

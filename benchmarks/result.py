@@ -1,0 +1,32 @@
+"""What a benchmark gives: a table for people, one line of JSON for programs."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass
+class Result:
+    """Figures by key, and the table that shows them; a figure that can't be had is None, with why."""
+
+    title: str
+    columns: Sequence[str]
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+    figures: dict[str, object] = field(default_factory=dict)
+
+    def show(self, as_json: bool) -> None:
+        """Print the table; with `as_json` the figures as the last line."""
+        table = Table(*self.columns, title=self.title)
+        for row in self.rows:
+            table.add_row(*row)
+        Console(stderr=as_json).print(table)
+        if as_json:
+            print(json.dumps(self.figures))
+
+
+def unavailable(key: str, reason: str) -> dict[str, object]:
+    """The figure that could not be taken, and the reason beside it."""
+    return {key: None, f"{key}_reason": reason}

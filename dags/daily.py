@@ -1,0 +1,111 @@
+"""The line by day, on Airflow: the same commands as the local runner, one task a step.
+
+Where it runs comes from the environment: GEMLINE_SPEC, GEMLINE_RAW, GEMLINE_LAKE, and
+GEMLINE_FIRST_DAY, the first day with logs.
+"""
+
+import os
+import shlex
+from collections.abc import Mapping
+from datetime import date, timedelta
+from pathlib import Path
+from typing import Any
+
+from airflow.providers.standard.operators.bash import BashOperator
+from airflow.sdk import DAG, CronPartitionTimetable, Param, task
+
+from dags.line import Days, Place, Step, data_steps, model_steps, newest_mature
+from etl.errors import UserError
+from etl.spec import DataSpec, load_spec
+
+DAY = "{{ day_of(dag_run, params, logical_date) }}"
+SPLIT = "{{ split_of(dag_run, params, logical_date) }}"
+TESTED = "{{ tested_of(dag_run, params, logical_date) }}"
+DEFAULTS = {
+    "owner": "gemline",
+    "retries": 2,
+    "retry_delay": timedelta(minutes=5),
+    "execution_timeout": timedelta(hours=12),
+}
+
+
+def day_of(dag_run: Any, params: Mapping[str, Any], logical_date: Any) -> date:
+    """The day of a run: its partition, else its parameter, else its logical date.
+
+    Raises ValueError where it has none of them.
+    """
+    key = getattr(dag_run, "partition_key", None) or params.get("day")
+    if key:
+        return date.fromisoformat(key)
+    if logical_date is None:
+        raise ValueError("this run has no day: trigger it with a partition key or params.day")
+    day: date = logical_date.date()
+    return day
+
+
+def build(spec: DataSpec, place: Place, first: date) -> DAG:
+    """The daily DAG of a spec."""
+
+    def days(*run: Any) -> Days:
+        return newest_mature(spec, first, day_of(*run))
+
+    def split_of(*run: Any) -> str:
+        return shlex.join(days(*run).split)
+
+    def tested_of(*run: Any) -> str:
+        return f"{days(*run).test_first}:{days(*run).test_last}"
+
+    with DAG(
+        f"gemline_{spec.name}",
+        schedule=CronPartitionTimetable(
+            "0 2 * * *", timezone="UTC", key_format="%Y-%m-%d", run_offset=-1
+        ),
+        catchup=False,
+        max_active_runs=1,
+        default_args=DEFAULTS,
+        params={"day": Param(None, type=["null", "string"], format="date")},
+        user_defined_macros={"day_of": day_of, "split_of": split_of, "tested_of": tested_of},
+        doc_md=__doc__,
+    ) as dag:
+
+        @task.short_circuit
+        def enough_days(**context: Any) -> bool:
+            """Whether a day is there for each of training, calibration and test."""
+            try:
+                days(context["dag_run"], context["params"], context.get("logical_date"))
+            except UserError as reason:
+                print(reason)
+                return False
+            return True
+
+        gate = enough_days()
+        written: dict[str, BashOperator] = {}
+        for step in data_steps(place, ("--days", DAY)):
+            _after(written, step)
+        learn, judge = model_steps(spec, place, ("--days", DAY), (SPLIT,), ("--days", TESTED))
+        for step in learn:
+            _after(written, step)
+        list(written.values())[-1] >> gate
+        for step in judge:
+            gate >> _after(written, step)
+    return dag
+
+
+def _after(written: dict[str, BashOperator], step: Step) -> BashOperator:
+    """The task of a step, after the tasks that write what it reads."""
+    words = [word if "{{" in word else shlex.quote(word) for word in step.command]
+    operator = BashOperator(task_id=step.name, bash_command=f"python -m gemline {' '.join(words)}")
+    for name in step.reads:
+        if name in written:
+            written[name] >> operator
+    written.update(dict.fromkeys(step.writes, operator))
+    return operator
+
+
+if "GEMLINE_SPEC" in os.environ:
+    _place = Place(
+        Path(os.environ["GEMLINE_SPEC"]), os.environ["GEMLINE_RAW"], os.environ["GEMLINE_LAKE"]
+    )
+    daily = build(
+        load_spec(_place.spec), _place, date.fromisoformat(os.environ["GEMLINE_FIRST_DAY"])
+    )

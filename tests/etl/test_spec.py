@@ -1,0 +1,54 @@
+from pathlib import Path
+
+import pytest
+
+from etl.errors import UserError
+from etl.spec import load_spec
+from etl.spec.units import format_duration, parse_duration
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.conftest import ROOT, SPEC
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "conf/specs").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_shipped_spec_loads(path: Path) -> None:
+    assert load_spec(path).ad_surfaces
+
+
+def test_all_errors_are_reported_at_once_with_their_lines(tmp_path: Path) -> None:
+    text = SPEC.read_text()
+    for good, bad in (
+        ("window: 3d", "window: 3x"),
+        ("{event: ad_click, window: 1h}", "{evnt: ad_click, window: 1h}"),
+        ("[user, category]", "[user, catgory]"),
+        ("sales]}", "sales], siez: 3}"),
+    ):
+        assert good in text
+        text = text.replace(good, bad)
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    lines = text.splitlines()
+    with pytest.raises(UserError) as error:
+        load_spec(path)
+    said = str(error.value).splitlines()
+    for mark, hint in (("3x", "not a duration"), ("evnt", "did you mean 'event'?"),
+                       ("catgory", "did you mean 'category'?"), ("siez", "did you mean 'size'?")):  # fmt: skip
+        number = next(i for i, line in enumerate(lines, 1) if mark in line)
+        assert any(f":{number}: " in s and hint in s for s in said), (mark, said)
+
+
+def test_the_hash_ignores_where_data_lies_and_what_models_read(tmp_path: Path) -> None:
+    def hash_of(text: str) -> str:
+        path = tmp_path / "s.yaml"
+        path.write_text(text)
+        return load_spec(path).hash
+
+    text = SPEC.read_text()
+    same = text.replace("events/day=", "elsewhere/day=").replace("max_length: 256", "max_length: 9")
+    assert hash_of(same) == hash_of(text)
+    assert hash_of(text.replace("window: 3d", "window: 2d")) != hash_of(text)
+
+
+@given(st.integers(0, 10**7))
+def test_durations_round_trip(seconds: int) -> None:
+    assert parse_duration(format_duration(seconds)) == seconds
