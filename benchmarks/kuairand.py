@@ -35,7 +35,7 @@ class KuairandArgs(Strict):
     seeds: int = 5
     scale: str = "small"
     lake: Annotated[str | None, tyro.conf.arg(help="keep the tables here for another time")] = None
-    json: bool = False
+    as_json: Annotated[bool, tyro.conf.arg(name="json", help="one line of JSON last")] = False
 
 
 def bench(args: KuairandArgs) -> None:
@@ -45,7 +45,7 @@ def bench(args: KuairandArgs) -> None:
     with ExitStack() as stack:
         lake = args.lake or stack.enter_context(tempfile.TemporaryDirectory())
         result = measure(args, lake)
-    result.show(args.json)
+    result.show(args.as_json)
 
 
 def measure(args: KuairandArgs, root: str) -> Result:
@@ -55,7 +55,15 @@ def measure(args: KuairandArgs, root: str) -> Result:
         raise UserError(f"--test {args.test} must come after --train {args.train}")
     result = Result(
         f"KuaiRand, learned {args.train}, tested {args.test}",
-        ("surface", "objective", "rows", "LightGBM AUC", "GEM AUC", "LightGBM logloss", "GEM logloss"),
+        (
+            "surface",
+            "objective",
+            "rows",
+            "LightGBM AUC",
+            "GEM AUC",
+            "LightGBM logloss",
+            "GEM logloss",
+        ),
     )
     if not args.data.is_dir():
         reason = f"{args.data} is absent"

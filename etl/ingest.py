@@ -2,6 +2,7 @@
 
 from datetime import date
 
+from py4j.protocol import Py4JJavaError
 from pyspark import StorageLevel
 from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, SparkSession
@@ -38,7 +39,7 @@ def ingest(lake: Lake, raw: str, days: tuple[date, date]) -> dict[str, int]:
         delta.replace(lake, contracts.quarantine(spec), bad, where, {})
         delta.replace(lake, contracts.events(spec), fresh, where, inputs)
         return _write_flow(lake, parsed, days)
-    except PySparkException as error:
+    except (PySparkException, Py4JJavaError) as error:
         raise (unreadable(error) or error) from None
     finally:
         parsed.unpersist()

@@ -7,6 +7,7 @@ from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
 from etl.spec.model import DataSpec, Objective
+from etl.spec.units import DAY
 from etl.tables import contracts, delta
 from etl.tables.lake import Lake
 
@@ -14,15 +15,16 @@ MICROS = 1_000_000
 
 
 def label(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
-    """Replace `impressions` for the given landing days and those before whose labels still ripen.
+    """Replace `impressions` for the given landing days and those before whose labels may change.
 
-    A label is null until its window has closed: by the end of the newest landed day.
+    A label is null until its window has closed: by the end of the newest landed day. It changes
+    after that only by an outcome that lands late.
     """
     spec = lake.spec
     events_contract = contracts.events(spec)
     version = lake.version(events_contract.name)
     events = delta.read(lake, events_contract, version)
-    since = days[0] - timedelta(days=spec.ripens_after_days)
+    since = days[0] - timedelta(days=spec.ripens_after_days + -(-spec.lateness // DAY))
     newest = events.agg(F.max("day")).first()
     assert newest is not None
     horizon = spec.day_end(newest[0]) * MICROS

@@ -64,3 +64,10 @@ def lake(spark: object, spec_path: Path, raw: Path, tmp_path_factory: pytest.Tem
     made = Lake(str(tmp_path_factory.mktemp("lake")), load_spec(spec_path))
     build_tables(made, raw, (FIRST, LAST))
     return made
+
+
+@pytest.fixture(scope="session")
+def lake_spec(spec_path: Path):
+    from etl.spec import load_spec
+
+    return load_spec(spec_path)

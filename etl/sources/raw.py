@@ -1,11 +1,11 @@
 """Raw records as they are: every column text, beside its payload, its file and its day."""
 
 import functools
+import re
 from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
 
-from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import StringType, StructField, StructType
@@ -99,9 +99,12 @@ def _from_table(rows: DataFrame, have: list[str], columns: list[str], pattern: s
 _READERS = {"json": _read_json, "csv": _read_csv, "parquet": _read_parquet}
 
 
-def unreadable(error: PySparkException) -> UserError | None:
+def unreadable(error: Exception) -> UserError | None:
     """What the user should know of a file that Spark could not read; None for other errors."""
-    if error.getCondition() not in {"FAILED_READ_FILE.NO_HINT", "FAILED_READ_FILE.FILE_NOT_EXIST"}:
+    found = re.search(
+        r"\[FAILED_READ_FILE\S*\] Encountered error while reading file (\S+)", str(error)
+    )
+    if not found:
         return None
-    path = (error.getMessageParameters() or {}).get("path", "a file")
+    path = found[1].rstrip(".")
     return UserError(f"{path}: cannot be read to its end (a corrupt gzip?); fetch it again")

@@ -61,7 +61,7 @@ def newly_visible(lake: Lake, versions: dict[str, int], days: tuple[date, date])
         "user_id",
         day_of(spec, F.col("visible_ts")).alias("day"),
         "visible_ts",
-        F.floor(F.col("event_ts") / 1_000_000).alias("event_ts"),
+        "event_ts",
         "event_id",
         F.coalesce("item_ix", F.lit(0)).alias("item_ix"),
         "surface",
@@ -114,7 +114,7 @@ def pack_users(rows: pa.Table) -> pa.Table:
     )
     first_of_user = np.searchsorted(user_of, user_of[starts])
     visible = events["visible_ts"].to_numpy()
-    lags = (visible - events["event_ts"].to_numpy()).astype(np.int32)
+    lags = (visible - events["event_ts"].to_numpy() // 1_000_000).astype(np.int32)
     dwell = dwell_byte(events["dwell_ms"].to_numpy().astype(np.float64))
     offsets = pa.array(np.append(starts, events.num_rows).astype(np.int32))
     lists = {

@@ -72,11 +72,15 @@ def test_days_one_by_one_and_again_give_the_same_tables(
         (lambda raw: shutil.rmtree(raw), "no such folder of raw logs; name it with --raw"),
         (lambda raw: shutil.rmtree(raw / "events"), "no such file, or only empty ones"),
         (
-            lambda raw: [f.write_bytes(f.read_bytes()[:-40]) for f in raw.glob("events/day=2026-01-03/*")],
+            lambda raw: [
+                f.write_bytes(f.read_bytes()[:-40]) for f in raw.glob("events/day=2026-01-03/*")
+            ],
             r"day=2026-01-03/.*cannot be read to its end \(a corrupt gzip\?\)",
         ),
         (
-            lambda raw: [f.write_bytes(gzip.compress(b"{}\n")) for f in raw.glob("events/day=2026-01-04/*")],
+            lambda raw: [
+                f.write_bytes(gzip.compress(b"{}\n")) for f in raw.glob("events/day=2026-01-04/*")
+            ],
             "no events of 2026-01-04",
         ),
     ],

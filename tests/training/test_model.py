@@ -1,0 +1,145 @@
+"""Laws of GEM and its blocks, on batches of the small lake."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from etl.spec.units import each_day
+from etl.tables.lake import Lake
+from tests.conftest import FIRST, LAST
+from training.data.batch import Batch
+from training.data.chunks import Ripened
+from training.data.reader import Reader, Shuffle
+from training.model.config import SCALES
+from training.model.gem import Gem
+from training.model.lookup import look_up, table_rows
+from training.model.numeric import RunningScale
+from training.model.plain import PlainTables
+from training.model.wukong import FactorizationBlock
+
+TINY = SCALES["tiny"]
+
+
+@pytest.fixture(scope="module")
+def reader(lake: Lake) -> Reader:
+    return Reader.newest(lake, "behaviour", 64)
+
+
+@pytest.fixture(scope="module")
+def batch(reader: Reader) -> Batch:
+    ripened = Ripened(0, reader.lake.spec.day_end(LAST))
+    return next(reader.batches([LAST], ripened, 64, Shuffle(0)))
+
+
+@pytest.fixture(scope="module")
+def score(reader: Reader):
+    """Logits (B, O) of an untrained GEM whose heads differ by surface."""
+    torch.manual_seed(0)
+    gem = Gem(reader.features, TINY).eval()
+    torch.nn.init.normal_(gem.heads.own_weight)
+    tables = PlainTables(table_rows(reader.features, len(reader.items)), TINY.row_width)
+
+    def scored(batch: Batch) -> torch.Tensor:
+        with torch.no_grad():
+            return gem(batch, look_up(tables, batch, len(reader.items))).logits
+
+    return scored
+
+
+def rows_of(batch: Batch, rows: torch.Tensor) -> Batch:
+    """The same requests with fewer or reordered candidates."""
+    per_row = ("request", "surface", "item", "row_numbers", "labels", "known", "values")
+    return replace(
+        batch,
+        **{name: getattr(batch, name)[rows] for name in per_row},
+        row_ids={k: v[rows] for k, v in batch.row_ids.items()},
+        row_vectors={k: v[rows] for k, v in batch.row_vectors.items()},
+        impressions=batch.impressions[rows.numpy()],
+    )
+
+
+def test_a_candidate_is_scored_alone(batch: Batch, score) -> None:
+    everything = score(batch)
+    some = torch.arange(0, len(batch), 3)
+    torch.testing.assert_close(score(rows_of(batch, some)), everything[some], atol=2e-5, rtol=1e-4)
+
+
+def test_the_surface_and_the_history_matter(batch: Batch, score) -> None:
+    other = replace(batch, surface=batch.surface % 3 + 1)
+    assert (score(batch) - score(other)).abs().max() > 1e-3
+    history = replace(batch.history, types=batch.history.types % 8 + 1)
+    assert (score(batch) - score(replace(batch, history=history))).abs().max() > 1e-5
+
+
+def test_no_history_and_unknown_items_are_defined(reader: Reader, batch: Batch, score) -> None:
+    none = Reader(reader.lake, reader.versions, "behaviour", 0)
+    ripened = Ripened(0, reader.lake.spec.day_end(LAST))
+    empty = next(none.batches([LAST], ripened, 64, Shuffle(0)))
+    assert len(empty.history.items) == 0
+    assert score(empty).isfinite().all()
+    assert score(replace(batch, item=batch.item + 10**6)).isfinite().all()
+    nan = replace(batch, row_numbers=torch.full_like(batch.row_numbers, float("nan")))
+    assert score(nan).isfinite().all()
+
+
+def test_the_factorisation_block_sees_products() -> None:
+    """FM(X) = X X^T Y is of degree two in X where Y is fixed: doubling X gives four times."""
+    block = FactorizationBlock(5, 4, 3, 2, 8)
+    y = torch.randn(7, 5, 2)
+    x = torch.randn(7, 5, 4)
+    fm = lambda x: x @ (x.transpose(1, 2) @ y)  # noqa: E731
+    torch.testing.assert_close(fm(2 * x), 4 * fm(x))
+    assert block(x).shape == (7, 3, 4)
+
+
+def test_running_scale_is_the_mean_and_deviation_of_what_it_saw() -> None:
+    torch.manual_seed(0)
+    numbers = torch.randn(3000, 2) * torch.tensor([0.1, 50.0]) + torch.tensor([5.0, -3.0])
+    numbers[::5, 1] = float("nan")
+    scale = RunningScale(2).train()
+    for part in numbers.split(61):
+        scale(part)
+    torch.testing.assert_close(scale.mean, numbers.nanmean(0), rtol=1e-4, atol=1e-4)
+    spread = ((numbers - numbers.nanmean(0)) ** 2).nanmean(0)
+    torch.testing.assert_close(scale.variance, spread, rtol=1e-3, atol=1e-4)
+    scale.eval()
+    before = scale.mean.clone()
+    assert scale(torch.full((1, 2), float("nan"))).eq(0).all() and scale.mean.equal(before)
+
+
+def test_batches_hold_every_ripened_row_once_and_resume_anywhere(reader: Reader) -> None:
+    days = list(each_day(FIRST, LAST))
+    ripened = Ripened(0, reader.lake.spec.day_end(LAST))
+    whole = list(reader.batches(days, ripened, 50, Shuffle(3)))
+    ids = np.concatenate([b.impressions for b in whole])
+    stored = reader.batches(days, ripened, 50, Shuffle(None))
+    assert sorted(ids) == sorted(np.concatenate([b.impressions for b in stored]))
+    assert len(set(ids)) == len(ids)
+    for skip in (1, len(whole) // 2, len(whole) - 1):
+        rest = list(reader.batches(days, ripened, 50, Shuffle(3), skip=skip))
+        assert [b.impressions.tolist() for b in rest] == [
+            b.impressions.tolist() for b in whole[skip:]
+        ]
+        assert rest[0].history.ages.equal(whole[skip].history.ages)
+
+
+def test_each_label_ripens_on_exactly_one_day(reader: Reader) -> None:
+    spec, days = reader.lake.spec, list(each_day(FIRST, LAST))
+    seen: list[tuple[str, int]] = []
+    for day in days:
+        span = Ripened(0 if day == FIRST else spec.day_start(day), spec.day_end(day))
+        for batch in reader.batches(days, span, 200, Shuffle(None)):
+            rows, objectives = np.nonzero(batch.known.numpy())
+            seen += list(zip(batch.impressions[rows], objectives, strict=True))
+    assert len(seen) == len(set(seen))
+    everything = Ripened(0, spec.day_end(LAST))
+    known = sum(int(b.known.sum()) for b in reader.batches(days, everything, 200, Shuffle(None)))
+    assert len(seen) == known
+
+
+def test_histories_hold_nothing_of_the_present(reader: Reader) -> None:
+    ripened = Ripened(0, reader.lake.spec.day_end(LAST))
+    for batch in reader.batches([LAST], ripened, 200, Shuffle(None)):
+        assert (batch.history.ages >= 1).all()
