@@ -10,7 +10,7 @@ from rich.table import Table
 
 @dataclass
 class Result:
-    """Figures by key, and the table that shows them; a figure that can't be had is None, with why."""
+    """Figures by key, and the table that shows them; one that can't be had is None, with why."""
 
     title: str
     columns: Sequence[str]

@@ -1,12 +1,12 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from etl.errors import UserError
 from etl.spec import load_spec
 from etl.spec.units import format_duration, parse_duration
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.conftest import ROOT, SPEC
 
 
@@ -31,8 +31,13 @@ def test_all_errors_are_reported_at_once_with_their_lines(tmp_path: Path) -> Non
     with pytest.raises(UserError) as error:
         load_spec(path)
     said = str(error.value).splitlines()
-    for mark, hint in (("3x", "not a duration"), ("evnt", "did you mean 'event'?"),
-                       ("catgory", "did you mean 'category'?"), ("siez", "did you mean 'size'?")):  # fmt: skip
+    hints = {
+        "3x": "not a duration",
+        "evnt": "did you mean 'event'?",
+        "catgory": "did you mean 'category'?",
+        "siez": "did you mean 'size'?",
+    }
+    for mark, hint in hints.items():
         number = next(i for i, line in enumerate(lines, 1) if mark in line)
         assert any(f":{number}: " in s and hint in s for s in said), (mark, said)
 

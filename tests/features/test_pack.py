@@ -30,7 +30,7 @@ def test_no_dwell_stays_none() -> None:
 def test_groups_are_never_split_and_nothing_is_lost(sizes: list[int], cut: int) -> None:
     keys = np.repeat(np.arange(len(sizes)), sizes)
     table = pa.table({"key": keys, "row": np.arange(len(keys))})
-    batches = [b for b in table.to_batches(max_chunksize=cut)]
+    batches = table.to_batches(max_chunksize=cut)
     out = list(whole_groups(iter(batches), "key"))
     assert pa.concat_tables(out)["row"].to_pylist() == list(range(len(keys)))
     owners = [set(part["key"].to_pylist()) for part in out]

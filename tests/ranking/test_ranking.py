@@ -1,3 +1,4 @@
+import itertools
 import json
 from pathlib import Path
 
@@ -121,6 +122,4 @@ def test_the_ranking_is_by_bid_times_probability(
     np.testing.assert_allclose(values, np.array(bids) * chances)
     ranked = order(np.array([str(i) for i in range(len(chances))], object), p, values)
     assert [r.place for r in ranked] == list(range(len(chances)))
-    assert all(
-        a.expected_value >= b.expected_value for a, b in zip(ranked, ranked[1:], strict=False)
-    )
+    assert all(a.expected_value >= b.expected_value for a, b in itertools.pairwise(ranked))

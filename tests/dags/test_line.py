@@ -1,0 +1,92 @@
+import subprocess
+import sys
+from ast import literal_eval
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from dags import records
+from dags.line import Place, line, newest_mature
+from etl.errors import UserError
+from etl.spec import load_spec
+from tests.conftest import ROOT
+
+SPECS = sorted((ROOT / "conf/specs").glob("*.yaml"))
+RAW = "raw"
+
+
+@pytest.mark.parametrize("path", SPECS, ids=lambda p: p.stem)
+def test_every_step_reads_what_an_earlier_one_wrote(path: Path) -> None:
+    spec = load_spec(path)
+    days = newest_mature(spec, date(2026, 1, 1), date(2026, 1, 11))
+    written = {RAW}
+    steps = line(spec, Place(path, "logs", "lake"), days)
+    for step in steps:
+        assert set(step.reads) <= written, step.name
+        assert not set(step.writes) & written, step.name
+        written |= set(step.writes)
+    assert len({step.name for step in steps}) == len(steps)
+    assert {f"ranker-{surface}" for surface in spec.ad_surfaces} <= written
+
+
+def test_labels_are_final_on_the_test_day_and_days_are_in_order() -> None:
+    spec = load_spec(ROOT / "conf/specs/simulator.yaml")
+    days = newest_mature(spec, date(2026, 1, 1), date(2026, 1, 11))
+    latest = spec.day_end(days.test_last) + max(o.ripens_after for o in spec.objectives.values())
+    assert latest <= spec.day_end(days.last)
+    assert days.train_last < days.calibration < days.test_first
+    with pytest.raises(UserError, match="too short"):
+        newest_mature(spec, date(2026, 1, 1), date(2026, 1, 5))
+
+
+def test_a_step_is_finished_until_its_inputs_change(
+    tmp_path: Path, raw: Path, spec_path: Path
+) -> None:
+    spec = load_spec(spec_path)
+    place = Place(spec_path, str(raw), str(tmp_path))
+    days = newest_mature(spec, date(2026, 1, 1), date(2026, 1, 4))
+    steps = line(spec, place, days)
+    done = lambda name: records.finished(spec, place, steps, named[name])  # noqa: E731
+    named = {step.name: step for step in steps}
+    for step in steps:
+        assert not done(step.name)
+        records.write(place.lake, step.name, records.inputs_of(spec, place, steps, step), 1.0)
+    assert all(done(step.name) for step in steps)
+    ingest = records.inputs_of(spec, place, steps, named["ingest"])
+    records.write(place.lake, "ingest", ingest, 1.0)  # it ran again: all that reads it is stale
+    assert done("ingest") and done("attributes")
+    assert not done("labels") and not done("items") and not done("history")
+
+
+def test_the_dag_is_the_line_and_needs_no_engine_to_be_parsed(spec_path: Path) -> None:
+    code = """
+import sys
+from ast import literal_eval
+import dags.daily as d
+heavy = [m for m in ("torch", "pyspark", "pandas", "deltalake") if m in sys.modules]
+print("HEAVY", heavy)
+print("TASKS", sorted(d.daily.task_ids))
+print("EDGES", sorted((t, u) for t in d.daily.task_ids
+                      for u in d.daily.get_task(t).downstream_task_ids))
+"""
+    env = {
+        "PATH": "/usr/bin:/bin",
+        "AIRFLOW_HOME": str(spec_path.parent / "airflow"),
+        "GEMLINE_SPEC": str(spec_path),
+        "GEMLINE_RAW": "logs",
+        "GEMLINE_LAKE": "lake",
+        "GEMLINE_FIRST_DAY": "2026-01-01",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=ROOT
+    )
+    said = dict(s.split(" ", 1) for s in done.stdout.splitlines() if s.split(" ", 1)[0].isupper())
+    assert said["HEAVY"] == "[]", done.stderr
+    spec = load_spec(spec_path)
+    days = newest_mature(spec, date(2026, 1, 1), date(2026, 1, 4))
+    names = {step.name for step in line(spec, Place(spec_path, "logs", "lake"), days)}
+    assert set(literal_eval(said["TASKS"])) == names | {"enough_days"}
+    edges = set(literal_eval(said["EDGES"]))
+    assert {("ingest", "labels"), ("examples", "gem"), ("gem", "knowledge")} <= edges
+    assert ("enough_days", "ranker-feed") in edges and ("ranker-feed", "scores-feed") in edges
