@@ -82,7 +82,9 @@ def build(spec: DataSpec, place: Place, first: date) -> DAG:
         written: dict[str, BashOperator] = {}
         for step in data_steps(place, ("--days", DAY)):
             _after(written, step)
-        learn, judge = model_steps(spec, place, ("--days", DAY), (SPLIT,), ("--days", TESTED))
+        learn, judge = model_steps(
+            spec, place, ("--days", DAY), ("--days", DAY), (SPLIT,), ("--days", TESTED)
+        )
         for step in learn:
             _after(written, step)
         list(written.values())[-1] >> gate

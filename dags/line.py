@@ -112,13 +112,15 @@ def model_steps(
     spec: DataSpec,
     place: Place,
     learned: tuple[str, ...],
+    known: tuple[str, ...],
     split: tuple[str, ...],
     tested: tuple[str, ...],
     gem: tuple[str, ...] = (),
 ) -> tuple[list[Step], list[Step]]:
     """What learns from examples by day, and what is trained, tested and told on a split of days.
 
-    `learned`, `split` and `tested` are the flags that name the days; `gem` are further flags.
+    `learned`, `known`, `split` and `tested` are the flags that name the days on which GEM learns, of
+    which it tells, and those of the models; `gem` are further flags of GEM.
     """
     examples = ("examples", "impressions", "history", "items")
     learn = [
@@ -126,7 +128,7 @@ def model_steps(
         Step(
             "knowledge",
             "torch",
-            ("knowledge", *place.flags, *learned),
+            ("knowledge", *place.flags, *known),
             (*examples, "gem"),
             ("knowledge",),
         ),
@@ -180,5 +182,6 @@ def surface_steps(
 def line(spec: DataSpec, place: Place, days: Days, gem: tuple[str, ...] = ()) -> list[Step]:
     """All steps, in order; `gem` are further flags of the training of GEM."""
     tested = ("--days", f"{days.test_first}:{days.test_last}")
-    learn, judge = model_steps(spec, place, days.learned, days.split, tested, gem)
+    known = ("--days", f"{days.first}:{days.test_last}")
+    learn, judge = model_steps(spec, place, days.learned, known, days.split, tested, gem)
     return [*data_steps(place, days.landed), *learn, *judge]

@@ -108,7 +108,7 @@ def evaluate(args: SplitArgs) -> None:
 
 
 def knowledge(args: DayArgs) -> None:
-    """Score each day by the GEM of the day before it."""
+    """Score each day by the newest GEM that was trained before it."""
     from training.knowledge import write_knowledge
     from training.parallel.processes import process_group
 

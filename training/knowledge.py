@@ -1,7 +1,7 @@
 """GEM's knowledge as a table: scores and embeddings of impressions it has not learned from."""
 
 import logging
-from datetime import date, timedelta
+from datetime import date
 
 import numpy as np
 import pyarrow as pa
@@ -21,16 +21,16 @@ EVERYTHING = Ripened(after=0, until=0, unlabelled=True)
 
 
 def write_knowledge(lake: Lake, days: tuple[date, date], batch_rows: int = 2048) -> int:
-    """Replace the given days of `knowledge`, each scored by the GEM of the day before it.
+    """Replace the given days of `knowledge`, each scored by the newest GEM from before it.
 
     Days before the first trained GEM get none: students do without. Returns the rows written.
     """
-    trained_until = set(checkpoint.completed_days(lake.root))
+    trained_until = checkpoint.completed_days(lake.root)
     parts, versions = [], dict[str, object]()
     for day in each_day(*days):
-        before = day - timedelta(days=1)
-        if before not in trained_until:
-            log.info("no GEM was trained until %s: no knowledge of %s", before, day)
+        before = max((other for other in trained_until if other < day), default=None)
+        if before is None:
+            log.info("no GEM was trained before %s: no knowledge of it", day)
             continue
         manifest = checkpoint.read_manifest(checkpoint.folder(lake.root, before), lake.spec.hash)
         assert manifest is not None

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import replace as replace_fields
 from datetime import date
 from typing import cast
 
@@ -48,6 +49,10 @@ class Snapshot:
     def days(self) -> list[date]:
         """Days that have rows."""
         return sorted({cast(date, values["day"]) for _, values in self.files})
+
+    def only(self, path: str) -> "Snapshot":
+        """The same version, one file of it."""
+        return replace_fields(self, files=tuple(file for file in self.files if file[0] == path))
 
     def read(self, columns: Sequence[str] | None = None, **partition: object) -> pa.Table:
         """Rows of the partitions that match, each value one or a collection of values.
