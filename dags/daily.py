@@ -1,7 +1,7 @@
 """The line by day, on Airflow: the same commands as the local runner, one task a step.
 
-Where it runs comes from the environment: GEMLINE_SPEC, GEMLINE_RAW, GEMLINE_LAKE, and
-GEMLINE_FIRST_DAY, the first day with logs.
+Where it runs comes from the environment: GEMLINE_SPEC, GEMLINE_RAW, GEMLINE_LAKE,
+GEMLINE_FIRST_DAY, the first day with logs, and if it is not small GEMLINE_SCALE, the size of GEM.
 """
 
 import os
@@ -83,7 +83,13 @@ def build(spec: DataSpec, place: Place, first: date) -> DAG:
         for step in data_steps(place, ("--days", DAY)):
             _after(written, step)
         learn, judge = model_steps(
-            spec, place, ("--days", DAY), ("--days", DAY), (SPLIT,), ("--days", TESTED)
+            spec,
+            place,
+            learned=("--days", DAY),
+            known=("--days", DAY),
+            split=(SPLIT,),
+            tested=("--days", TESTED),
+            gem=("--scale", os.environ.get("GEMLINE_SCALE", "small")),
         )
         for step in learn:
             _after(written, step)

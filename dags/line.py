@@ -119,8 +119,8 @@ def model_steps(
 ) -> tuple[list[Step], list[Step]]:
     """What learns from examples by day, and what is trained, tested and told on a split of days.
 
-    `learned`, `known`, `split` and `tested` are the flags that name the days on which GEM learns, of
-    which it tells, and those of the models; `gem` are further flags of GEM.
+    `learned`, `known`, `split` and `tested` are the flags that name the days on which GEM learns,
+    of which it tells, and those of the models; `gem` are further flags of GEM.
     """
     examples = ("examples", "impressions", "history", "items")
     learn = [

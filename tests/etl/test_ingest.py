@@ -2,7 +2,6 @@ import gzip
 import json
 import shutil
 from collections import Counter
-from datetime import date
 from pathlib import Path
 
 import pytest
@@ -54,16 +53,6 @@ def test_quarantine_holds_payload_and_reasons(lake: Lake) -> None:
                    "wrong type: position"):  # fmt: skip
         assert reasons[reason] > 0, (reason, reasons)
     assert all(row["payload"] for row in rows(lake, "quarantine"))
-
-
-def test_days_one_by_one_and_again_give_the_same_tables(
-    lake: Lake, raw: Path, tmp_path: Path
-) -> None:
-    by_day = Lake(str(tmp_path / "lake"), lake.spec)
-    for day in (FIRST, date(2026, 1, 2), date(2026, 1, 3), LAST, date(2026, 1, 2)):
-        ingest(by_day, str(raw), (day, day))
-    assert rows(by_day, "events") == rows(lake, "events")
-    assert rows(by_day, "quarantine") == rows(lake, "quarantine")
 
 
 @pytest.mark.parametrize(

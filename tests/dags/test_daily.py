@@ -1,0 +1,51 @@
+"""The daily DAG, executed: one more day on tables and a GEM of the days before."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from etl.tables.lake import Lake
+from gemline import main
+from tests.conftest import FIRST, LAST, ROOT
+from tests.pipeline import rows
+
+RUN = f"""
+import dags.daily as d
+run = d.daily.test(run_conf={{"day": "{LAST}"}})
+print("STATE", run.state, sorted((t.task_id, str(t.state)) for t in run.get_task_instances()))
+"""
+
+
+def test_a_day_runs_on_airflow_and_gives_the_tables_of_the_range(
+    lake: Lake, spec_path: Path, raw: Path, tmp_path: Path
+) -> None:
+    own = tmp_path / "lake"
+    shutil.copytree(lake.root, own)
+    days = ["--days", f"{FIRST}:2026-01-03", "--scale", "tiny"]
+    assert main(["train", "gem", "--spec", str(spec_path), "--lake", str(own), *days]) == 0
+    env = os.environ | {
+        "AIRFLOW_HOME": str(tmp_path / "airflow"),
+        "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
+        "AIRFLOW__CORE__DAGS_FOLDER": str(ROOT / "dags"),
+        "GEMLINE_SPEC": str(spec_path),
+        "GEMLINE_RAW": str(raw),
+        "GEMLINE_LAKE": str(own),
+        "GEMLINE_FIRST_DAY": str(FIRST),
+        "GEMLINE_SCALE": "tiny",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    tool = [sys.executable, "-m", "airflow", "db", "migrate"]
+    subprocess.run(tool, env=env, cwd=ROOT, check=True, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN], env=env, cwd=ROOT, capture_output=True, text=True
+    )
+    state = [line for line in done.stdout.splitlines() if line.startswith("STATE")]
+    assert state and state[0].startswith("STATE success"), done.stdout[-4000:] + done.stderr[-4000:]
+    made = Lake(str(own), lake.spec)
+    for name in ("events", "quarantine", "items", "history", "examples", "impressions"):
+        assert rows(made, name) == rows(lake, name), name
+    for surface in lake.spec.ad_surfaces:
+        assert (own / "rankers" / surface / "ranker.json").is_file()
+    assert rows(made, "scores") and (own / "report.html").is_file()
