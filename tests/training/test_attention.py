@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from training.model.sequence import match
+from training.model.matching import match
 from training.ops.attention import attention, pairs, reference
 
 lengths = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 20)), min_size=1, max_size=6)
@@ -63,13 +63,20 @@ def test_a_candidate_is_matched_with_like_events_of_its_request(requests: list) 
     cuts = offsets([len(es) for _, es in requests])
     if not len(own):
         return
-    by_candidate, q_offsets, by_event, kv_offsets = match(own, seen, request, cuts)
+    m = match(own, seen, request, cuts)
+    by_candidate, q_offsets, by_event, kv_offsets = (
+        m.candidates,
+        m.q_offsets,
+        m.events,
+        m.kv_offsets,
+    )
     assert sorted(by_candidate.tolist()) == list(range(len(own)))
     found = {}
     for group in range(len(q_offsets) - 1):
         events = by_event[kv_offsets[group] : kv_offsets[group + 1]].tolist()
         for c in by_candidate[q_offsets[group] : q_offsets[group + 1]].tolist():
             found[c] = events
+            assert m.group_of[c] == group
     for c in range(len(own)):
         r = int(request[c])
         inside = range(int(cuts[r]), int(cuts[r + 1]))

@@ -14,8 +14,10 @@ from training.model.config import GemConfig
 from training.model.domains import DomainGate, Heads
 from training.model.events import EventTokens, item_input
 from training.model.lookup import ITEM, Vectors
+from training.model.matching import MatchedAttention, match
 from training.model.numeric import NumericRows
-from training.model.sequence import EventLayer, MatchedAttention, Summary, TargetAttention
+from training.model.recency import Recency
+from training.model.sequence import EventLayer, Summary, TargetAttention
 from training.model.wukong import Wukong
 
 
@@ -44,9 +46,8 @@ class Gem(nn.Module):
         )
         self.summary = Summary(w, config.heads, config.pooled_rows, config.recent_rows)
         self.target = TargetAttention(w, config.heads)
-        self.matched = nn.ModuleDict(
-            {name: MatchedAttention(w, config.heads) for name in features.match}
-        )
+        self.matched = nn.ModuleList(MatchedAttention(w, config.heads) for _ in features.match)
+        self.recency = nn.ModuleList(Recency(len(features.events), d) for _ in features.match)
         self.event_rows = nn.Linear(w, d)
         self.given_rows = nn.ModuleDict(
             {name: nn.Linear(width, d) for name, width in features.item.vectors.items()}
@@ -74,7 +75,8 @@ class Gem(nn.Module):
     def _rows(self, config: GemConfig) -> int:
         f = self.features
         ids = 1 + len(f.item.ids) + len(f.context.ids) + len(f.user.ids)
-        history = 1 + len(f.match) + config.pooled_rows + config.recent_rows
+        history = 1 + config.pooled_rows + config.recent_rows
+        history += len(f.match) * (1 + len(f.events))
         return ids + len(f.item.vectors) + 1 + config.numeric_rows + 1 + history
 
     def _wide(self) -> int:
@@ -123,17 +125,16 @@ class Gem(nn.Module):
         item = {name: vectors.rows[name] for name in (ITEM, *self.features.item.ids)}
         token = self.candidate(item_input(item, batch.row_vectors))
         history = batch.history
-        attended = [
-            self.target(token, events, batch.request, history.offsets),
-            *(
-                self.matched[name](
-                    token, events, batch.row_ids[name], history.item_ids[name], batch.request,
-                    history.offsets,
-                )
-                for name in self.features.match
-            ),
-        ]  # fmt: skip
+        matches = [
+            match(batch.row_ids[name], history.item_ids[name], batch.request, history.offsets)
+            for name in self.features.match
+        ]
+        attended = [self.target(token, events, batch.request, history.offsets)]
+        attended += [f(token, events, m) for f, m in zip(self.matched, matches, strict=True)]
+        recency = [
+            f(m, history.types, history.ages) for f, m in zip(self.recency, matches, strict=True)
+        ]
         given = [self.given_rows[name](v) for name, v in batch.row_vectors.items()]
         own = [*found, *given, self.surface(batch.surface), *map(self.event_rows, attended)]
         single = torch.stack(own, 1)
-        return torch.cat((single, self.row_numbers(batch.row_numbers)), 1)
+        return torch.cat((single, *recency, self.row_numbers(batch.row_numbers)), 1)

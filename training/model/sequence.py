@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from training.ops.attention import attention, pairs
+from training.ops.attention import attention
 
 
 class Attention(nn.Module):
@@ -97,64 +97,3 @@ class TargetAttention(nn.Module):
         counts = torch.bincount(request, minlength=len(offsets) - 1)
         q_offsets = F.pad(counts.cumsum(0), (1, 0))
         return self.attention(candidates, events, q_offsets, offsets)
-
-
-class MatchedAttention(nn.Module):
-    """A candidate attends to the events whose items share an attribute with its own.
-
-    SIM's hard search (2006.05639): of a long history, those events tell most about a candidate.
-    """
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.q = nn.Linear(width, width)
-        self.k = nn.Linear(width, width)
-        self.v = nn.Linear(width, width)
-        self.out = nn.Linear(width, width)
-
-    def forward(
-        self, candidates: Tensor, events: Tensor, own: Tensor, seen: Tensor, request: Tensor,
-        offsets: Tensor,
-    ) -> Tensor:  # fmt: skip
-        """Candidates (B, W) whose attribute is `own` (B), events (N, W) with `seen` (N): (B, W).
-
-        0 is a missing attribute, which matches nothing.
-        """
-        by_candidate, q_offsets, by_event, kv_offsets = match(own, seen, request, offsets)
-        q = self._split(self.q(candidates[by_candidate]))
-        found = events[by_event]
-        k, v = self._split(self.k(found)), self._split(self.v(found))
-        attended = pairs.attention(q, k, v, q_offsets, kv_offsets).flatten(1)
-        back = torch.empty_like(by_candidate)
-        back[by_candidate] = torch.arange(len(back), device=back.device)
-        return self.out(attended)[back]
-
-    def _split(self, x: Tensor) -> Tensor:
-        """(n, W) to (n, H, W / H)."""
-        return x.unflatten(1, (self.heads, x.shape[1] // self.heads))
-
-
-def match(
-    own: Tensor, seen: Tensor, request: Tensor, offsets: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Groups of candidates and events of one request and attribute.
-
-    Returns candidates by group (B) and their offsets, matching events by group, oldest first, and
-    their offsets.
-    """
-    span = 1 + int(torch.cat((own, seen)).max())
-    requests = torch.repeat_interleave(
-        torch.arange(len(offsets) - 1, device=own.device), offsets.diff()
-    )
-    event_key, by_event = (requests * span + seen).sort(stable=True)
-    key, by_candidate = (request * span + own).sort(stable=True)
-    groups, counts = torch.unique_consecutive(key, return_counts=True)
-    first = torch.searchsorted(event_key, groups)
-    stop = torch.searchsorted(event_key, groups, right=True)
-    stop = torch.where(groups % span == 0, first, stop)
-    lengths = stop - first
-    kv_offsets = F.pad(lengths.cumsum(0), (1, 0))
-    at = torch.arange(int(kv_offsets[-1]), device=own.device)
-    at = at + torch.repeat_interleave(first - kv_offsets[:-1], lengths)
-    return by_candidate, F.pad(counts.cumsum(0), (1, 0)), by_event[at], kv_offsets

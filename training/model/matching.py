@@ -1,0 +1,75 @@
+"""Which of a user's events were with items like a candidate (SIM's hard search, 2006.05639).
+
+B candidates, N events of R requests, G groups, W width, H heads.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from training.ops.attention import pairs
+
+
+@dataclass(frozen=True)
+class Matches:
+    """Candidates of one request that share an attribute form a group, with the events that do too.
+
+    `candidates` (B) and `events` (M) are positions, group by group, events oldest first;
+    `q_offsets` and `kv_offsets` (G+1) cut them; `group_of` (B) is the group of each candidate.
+    """
+
+    candidates: Tensor
+    q_offsets: Tensor
+    events: Tensor
+    kv_offsets: Tensor
+    group_of: Tensor
+
+
+def match(own: Tensor, seen: Tensor, request: Tensor, offsets: Tensor) -> Matches:
+    """Groups by the attribute `own` (B) of candidates and `seen` (N) of events; 0 matches nothing.
+
+    `request` (B) is each candidate's request, `offsets` (R+1) cut the events into requests.
+    """
+    span = 1 + int(torch.cat((own, seen)).max())
+    requests = torch.repeat_interleave(
+        torch.arange(len(offsets) - 1, device=own.device), offsets.diff()
+    )
+    event_key, by_event = (requests * span + seen).sort(stable=True)
+    key, by_candidate = (request * span + own).sort(stable=True)
+    groups, group, counts = torch.unique_consecutive(key, return_inverse=True, return_counts=True)
+    first = torch.searchsorted(event_key, groups)
+    stop = torch.searchsorted(event_key, groups, right=True)
+    stop = torch.where(groups % span == 0, first, stop)
+    lengths = stop - first
+    kv_offsets = F.pad(lengths.cumsum(0), (1, 0))
+    at = torch.arange(int(kv_offsets[-1]), device=own.device)
+    at = at + torch.repeat_interleave(first - kv_offsets[:-1], lengths)
+    group_of = torch.empty_like(group).index_copy(0, by_candidate, group)
+    q_offsets = F.pad(counts.cumsum(0), (1, 0))
+    return Matches(by_candidate, q_offsets, by_event[at], kv_offsets, group_of)
+
+
+class MatchedAttention(nn.Module):
+    """A candidate attends to its matching events."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q = nn.Linear(width, width)
+        self.k = nn.Linear(width, width)
+        self.v = nn.Linear(width, width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, candidates: Tensor, events: Tensor, matches: Matches) -> Tensor:
+        """Candidates (B, W) and events (N, W) to (B, W)."""
+        q = self._split(self.q(candidates[matches.candidates]))
+        found = events[matches.events]
+        k, v = self._split(self.k(found)), self._split(self.v(found))
+        attended = pairs.attention(q, k, v, matches.q_offsets, matches.kv_offsets).flatten(1)
+        return torch.empty_like(candidates).index_copy(0, matches.candidates, self.out(attended))
+
+    def _split(self, x: Tensor) -> Tensor:
+        """(n, W) to (n, H, W / H)."""
+        return x.unflatten(1, (self.heads, x.shape[1] // self.heads))
