@@ -3,6 +3,7 @@
 import importlib
 import logging
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ GROUPS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    _quieten()
     if not words or words[0] in {"-h", "--help"}:
         print("usage: gemline COMMAND …\n")
         print("\n".join(f"  {name:<10} {what}" for name, (_, what) in GROUPS.items()))
@@ -46,6 +47,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"  {name:<12} {(command.__doc__ or '').splitlines()[0]}")
         return 0 if words[:1] in ([], ["-h"], ["--help"]) else 2
     return run(commands[words[0]], words[1:], f"gemline {group} {words[0]}")
+
+
+def _quieten() -> None:
+    """Leave out what libraries say of their own future."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    for library in ("torchrec", "torch", "alembic", "mlflow"):
+        logging.getLogger(library).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"(torch|torchrec|fbgemm_gpu|tensordict)\b")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 from pyspark.sql import SparkSession
 
@@ -18,17 +19,19 @@ ALWAYS = {
 }
 # Short jobs on few cores: the optimising compiler would take one of them for a minute.
 SHORT_JOBS = ("-XX:TieredStopAtLevel=1", "-XX:ReservedCodeCacheSize=240m", "-XX:+UseParallelGC")
+QUIET = f"-Dlog4j2.configurationFile={Path(__file__).with_name('log4j2.properties').as_uri()}"
 # A laptop: one process, loopback only, few partitions.
 LOCAL = {
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.driver.memory": "4g",
+    "spark.log.level": "ERROR",
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
     "spark.sql.shuffle.partitions": "8",
     "spark.databricks.delta.snapshotPartitions": "2",
     "spark.sql.sources.parallelPartitionDiscovery.parallelism": "4",
-    "spark.driver.extraJavaOptions": " ".join(SHORT_JOBS),
+    "spark.driver.extraJavaOptions": " ".join((*SHORT_JOBS, QUIET)),
 }
 
 
@@ -48,6 +51,4 @@ def spark_session(app: str) -> SparkSession:
         settings |= LOCAL | {"spark.jars": jars}
     for key, value in settings.items():
         builder = builder.config(key, value)
-    session = builder.getOrCreate()
-    session.sparkContext.setLogLevel("ERROR")
-    return session
+    return builder.getOrCreate()
