@@ -1,5 +1,5 @@
 """`gemline bench NAME`: one file a benchmark."""
 
-from benchmarks import kuairand
+from benchmarks import history, kuairand
 
-COMMANDS = {"bench": {"kuairand": kuairand.bench}}
+COMMANDS = {"bench": {"kuairand": kuairand.bench, "history": history.bench}}

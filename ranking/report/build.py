@@ -27,7 +27,7 @@ class Cell:
 
 def build_report(lake: Lake, raw: str, split: Split) -> Path:
     """Write `report.html` into the lake; returns its path."""
-    found = facts.predictions(lake, raw, split)
+    found = facts.predictions(lake, raw)
     if not found:
         raise UserError(f"no model was evaluated in {lake.root}; run `gemline run` first")
     scores = facts.scores(lake, found)

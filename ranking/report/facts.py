@@ -14,7 +14,6 @@ from etl.tables import arrow, contracts
 from etl.tables.lake import Lake
 from training.loop.metrics import Score, score
 from training.predictions import Predictions, evaluation_path, joined
-from training.split import Split
 
 NAMES = {
     "bound": "truth (bound)",
@@ -52,7 +51,7 @@ def quarantined(lake: Lake) -> list[tuple[str, int]]:
     return sorted(((c["values"], c["counts"]) for c in counts), key=lambda c: -c[1])
 
 
-def predictions(lake: Lake, raw: str, split: Split) -> dict[str, Predictions]:
+def predictions(lake: Lake, raw: str) -> dict[str, Predictions]:
     """Test predictions of each model that has any; the truth's where the raw folder tells it."""
     found = {
         name: Predictions.read(path)
@@ -64,11 +63,11 @@ def predictions(lake: Lake, raw: str, split: Split) -> dict[str, Predictions]:
         parts = [Predictions.read(path) for path in paths if path.is_file()]
         if parts:
             found[variant] = joined(parts)
-    truth = true_probabilities(found["gem"], raw, split) if "gem" in found else None
+    truth = true_probabilities(found["gem"], raw) if "gem" in found else None
     return ({"bound": truth} if truth else {}) | found
 
 
-def true_probabilities(gem: Predictions, raw: str, split: Split) -> Predictions | None:
+def true_probabilities(gem: Predictions, raw: str) -> Predictions | None:
     """The rows of `gem` with the simulator's true probabilities; None for real logs."""
     paths = sorted(Path(raw, "truth").glob("day=*.parquet"))
     if not paths:

@@ -1,0 +1,149 @@
+"""`gemline bench history`: does a longer history help? A long study on the simulator's bench data.
+
+GEM with no history and with 32, 256 and 2,048 events, three seeds each, beside LightGBM on the
+same features and counters. Hours on two cores: every finished run is kept in `--work`, and the
+study goes on from there. The table goes to benchmarks/results/history.json.
+"""
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import mean, stdev
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from benchmarks.result import Result
+from dags.line import Days, Place, data_steps, newest_mature
+from dags.local import run_line
+from etl.spec import load_spec
+from etl.spec.base import Strict
+from etl.spec.units import parse_days
+
+if TYPE_CHECKING:
+    from training.predictions import Predictions
+
+ROOT = Path(__file__).parents[1]
+SPEC = ROOT / "conf" / "specs" / "simulator.yaml"
+SIMULATOR = ROOT / "conf" / "simulator" / "bench.yaml"
+DAYS = "2026-01-01:2026-01-14"
+LENGTHS = (0, 32, 256, 2048)
+RESULTS = ROOT / "benchmarks" / "results" / "history.json"
+
+
+class HistoryArgs(Strict):
+    """Arguments of the study."""
+
+    work: Annotated[Path, tyro.conf.arg(help="folder for logs, tables and finished runs")]
+    seeds: int = 3
+    scale: str = "small"
+    as_json: Annotated[bool, tyro.conf.arg(name="json", help="one line of JSON last")] = False
+
+
+def bench(args: HistoryArgs) -> None:
+    """NE by length of history on simulated logs, GEM and LightGBM (long; resumable)."""
+    spec = load_spec(SPEC)
+    place = Place(SPEC, str(args.work / "raw"), str(args.work / "lake"))
+    days = newest_mature(spec, *parse_days(DAYS))
+    prepare(args, place, days)
+    runs = {name: measured(args, place, days, name) for name in names(args)}
+    result = table(runs, list(spec.objectives))
+    result.show(args.as_json)
+    RESULTS.parent.mkdir(exist_ok=True)
+    study = {
+        "title": "Length of history, simulator's bench data: NE on the test day",
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "command": f"gemline bench history --work work/bench --seeds {args.seeds}",
+        "columns": list(result.columns),
+        "rows": [list(row) for row in result.rows],
+    }
+    RESULTS.write_text(json.dumps(study, indent=1) + "\n")
+
+
+def names(args: HistoryArgs) -> Iterator[str]:
+    """Every run of the study, the cheap ones first."""
+    yield from ("bound", "lightgbm")
+    for length in LENGTHS:
+        for seed in range(args.seeds):
+            yield f"gem-{length}-{seed}"
+
+
+def prepare(args: HistoryArgs, place: Place, days: Days) -> None:
+    """Simulated logs and their tables, once."""
+    from etl.commands import SimulateArgs, simulate
+
+    simulate(SimulateArgs(simulator=SIMULATOR, out=Path(place.raw)))
+    run_line(load_spec(SPEC), place, data_steps(place, days.landed))
+
+
+def measured(args: HistoryArgs, place: Place, days: Days, name: str) -> dict[str, float]:
+    """NE of a run by objective, on all surfaces; from its file if it was taken before."""
+    path = args.work / "history" / f"{name}.json"
+    if path.is_file():
+        found: dict[str, float] = json.loads(path.read_text())
+        return found
+    from training.loop.metrics import score
+
+    spec = load_spec(SPEC)
+    p = predicted(args, place, days, name)
+    scores = score(p.probability, p.labels, p.known, p.surface, (), list(spec.objectives))
+    found = {s.objective: s.ne for s in scores}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found))
+    return found
+
+
+def predicted(args: HistoryArgs, place: Place, days: Days, name: str) -> "Predictions":
+    """Test predictions of one run."""
+    from etl.tables.lake import Lake
+    from training.baseline import BaselineConfig, train_baseline
+    from training.evaluate import predict_test
+    from training.gem import TrainConfig, train
+    from training.parallel.processes import process_group
+    from training.split import Split
+
+    lake = Lake(place.lake, load_spec(SPEC))
+    split = Split(
+        train_first=days.first,
+        train_last=days.train_last,
+        calibration=days.calibration,
+        test_first=days.test_first,
+        test_last=days.test_last,
+        landed=days.last,
+    )
+    if name in {"bound", "lightgbm"}:
+        baseline = train_baseline(lake, split, BaselineConfig())
+        return baseline if name == "lightgbm" else true_of(baseline, place.raw)
+    _, length, seed = name.split("-")
+    chosen = {"scale": args.scale, "max_length": int(length), "seed": int(seed)}
+    with process_group():
+        train(lake, (days.first, days.train_last), TrainConfig.model_validate(chosen))
+        return predict_test(lake, split)
+
+
+def true_of(rows: "Predictions", raw: str) -> "Predictions":
+    """The same rows with the probabilities that the simulator drew from."""
+    from ranking.report.facts import true_probabilities
+
+    truth = true_probabilities(rows, raw)
+    assert truth is not None
+    return truth
+
+
+def table(runs: dict[str, dict[str, float]], objectives: list[str]) -> Result:
+    """A row a model: NE by objective, with the deviation over seeds."""
+    result = Result("NE on the test day", ("model", *objectives))
+    groups = {"truth (bound)": ["bound"], "LightGBM": ["lightgbm"]}
+    for length in LENGTHS:
+        label = f"GEM, {length:,} events" if length else "GEM, no history"
+        groups[label] = [name for name in runs if name.startswith(f"gem-{length}-")]
+    for label, members in groups.items():
+        cells = []
+        for objective in objectives:
+            values = [runs[name][objective] for name in members]
+            spread = f" ± {stdev(values):.4f}" if len(values) > 1 else ""
+            cells.append(f"{mean(values):.4f}{spread}")
+            result.figures[f"{objective} {label}"] = [round(v, 6) for v in values]
+        result.rows.append((label, *cells))
+    return result
