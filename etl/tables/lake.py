@@ -24,7 +24,8 @@ class Lake:
 
     def path(self, name: str) -> str:
         """Where a table lies."""
-        return f"{self.root.rstrip('/')}/{name}"
+        root = self.root.rstrip("/") if "://" in self.root else Path(self.root).absolute()
+        return f"{root}/{name}"
 
     def exists(self, name: str) -> bool:
         """Whether a table has been written."""
