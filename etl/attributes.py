@@ -5,14 +5,14 @@ from datetime import date
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from etl.sources.raw import DAY, FILE, read_raw
+from etl.sources.raw import DAY, FILE, raw_value, read_raw
 from etl.spec.attributes import Categorical, Clock, Numeric, Vector
 from etl.spec.sources import AttributeFile
+from etl.spec.units import MICROS
 from etl.tables import contracts, delta
 from etl.tables.lake import Lake
 
 ALWAYS = "1970-01-01"  # the landing day of versions that hold for all time
-MICROS = {"s": 1_000_000, "ms": 1_000, "us": 1}
 
 
 def load_attributes(lake: Lake, raw: str, days: tuple[date, date]) -> dict[str, int]:
@@ -41,13 +41,13 @@ def _versions(lake: Lake, source: AttributeFile, raw: str, days: tuple[date, dat
     if source.entity == "item":
         auction = contracts.auction_columns(lake.spec)
         kinds = {"bid": "double", "goal": "string"}
-        typed |= {name: _raw(column).try_cast(kinds[name]) for name, column in auction.items()}
+        typed |= {name: raw_value(column).try_cast(kinds[name]) for name, column in auction.items()}
         named |= auction
     columns = [source.key, *named.values(), *([source.valid_from] if source.valid_from else [])]
     rows = read_raw(raw, source, columns, days)
     key = f"{source.entity}_id"
     rows = rows.select(
-        _raw(source.key).alias(key),
+        raw_value(source.key).alias(key),
         _valid_from(source).alias("valid_from"),
         *[column.alias(name) for name, column in typed.items()],
         F.coalesce(DAY, F.lit(ALWAYS).cast("date")).alias("day"),
@@ -59,20 +59,16 @@ def _versions(lake: Lake, source: AttributeFile, raw: str, days: tuple[date, dat
     return best.select("day", key, "valid_from", "v.*")
 
 
-def _raw(column: str) -> Column:
-    return F.col("raw").getField(column)
-
-
 def _typed(attribute: Categorical | Numeric | Vector | Clock, column: str) -> Column:
     if isinstance(attribute, Vector):
-        return F.from_json(_raw(column), "array<float>")
-    return _raw(column).try_cast("double" if isinstance(attribute, Numeric) else "string")
+        return F.from_json(raw_value(column), "array<float>")
+    return raw_value(column).try_cast("double" if isinstance(attribute, Numeric) else "string")
 
 
 def _valid_from(source: AttributeFile) -> Column:
     if source.valid_from is None:
         return F.lit(0).cast("bigint")
-    return _raw(source.valid_from).try_cast("bigint") * MICROS[source.time_unit]
+    return raw_value(source.valid_from).try_cast("bigint") * MICROS[source.time_unit]
 
 
 if __name__ == "__main__":

@@ -7,11 +7,9 @@ from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
 from etl.spec.model import DataSpec, Objective
-from etl.spec.units import DAY
+from etl.spec.units import DAY, MICROS
 from etl.tables import contracts, delta
 from etl.tables.lake import Lake
-
-MICROS = 1_000_000
 
 
 def label(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
@@ -27,7 +25,7 @@ def label(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     since = days[0] - timedelta(days=spec.ripens_after_days + -(-spec.lateness // DAY))
     newest = events.agg(F.max("day")).first()
     assert newest is not None
-    horizon = spec.day_end(newest[0]) * MICROS
+    horizon = spec.day_end(newest[0]) * MICROS["s"]
 
     recent = events.filter(F.col("day") >= F.lit(since))
     shown = recent.filter(F.col("type") == spec.event_codes[spec.impression])
@@ -44,19 +42,19 @@ def label(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
 
 def request_id() -> Column:
     """The request that the log names, else the user and the second."""
-    second = F.floor(F.col("event_ts") / MICROS).cast("string")
+    second = F.floor(F.col("event_ts") / MICROS["s"]).cast("string")
     return F.coalesce("request_id", F.concat_ws("@", "user_id", second))
 
 
 def _label_columns(
     spec: DataSpec, name: str, objective: Objective, horizon: int
 ) -> dict[str, Column]:
-    closes = F.col("event_ts") + objective.window * MICROS
+    closes = F.col("event_ts") + objective.window * MICROS["s"]
     mine = F.filter(
         F.coalesce("outcomes", F.array()),
         lambda o: (o["objective"] == name) & o["ts"].between(F.col("event_ts"), closes),
     )
-    ready = F.col("event_ts") + objective.ripens_after * MICROS
+    ready = F.col("event_ts") + objective.ripens_after * MICROS["s"]
     surfaces = [spec.surface_codes[s] for s in spec.surfaces_of(name)]
     ripe = (ready <= horizon) & F.col("surface").isin(surfaces)
     columns = {

@@ -8,10 +8,10 @@ from etl.spec.units import each_day
 from etl.tables.lake import Lake
 from ranking import calibration, ranker
 from ranking.student.teacher import Teacher
-from ranking.student.train import StudentTraining, TrainedStudent, predict, train_student
+from ranking.student.train import StudentTraining, TrainedStudent, train_student
 from training.data.batch import Batch
 from training.data.reader import Reader, Shuffle
-from training.predictions import Predictions, evaluation_path
+from training.predictions import Predictions, evaluation_path, predict
 from training.split import Split
 
 SCORE_ROWS = 2048
@@ -28,7 +28,7 @@ def train_ranker(lake: Lake, surface: str, split: Split, config: StudentTraining
         teacher = Teacher(lake, days) if distilled else None
         student = train_student(lake, reader, split, config, teacher)
         fitted = fit_calibration(lake, reader, split, student)
-        raw = predict(student, _batches(lake, reader, split), tuple(lake.spec.objectives))
+        raw = predict(student.serving, _batches(lake, reader, split), list(lake.spec.objectives))
         calibrated(raw, fitted).write(evaluation_path(lake.root, f"{name}-{surface}"))
         if distilled:
             version = f"{split.train_last:%Y%m%d}-s{config.seed}"
@@ -47,7 +47,7 @@ def fit_calibration(
     ripening = timedelta(days=lake.spec.ripens_after_days)
     days = list(each_day(split.calibration - ripening, split.calibration))
     batches = reader.batches(days, split.calibrating(lake.spec), SCORE_ROWS, Shuffle(None))
-    return calibration.fit(predict(student, batches, tuple(lake.spec.objectives)))
+    return calibration.fit(predict(student.serving, batches, list(lake.spec.objectives)))
 
 
 def calibrated(raw: Predictions, fitted: dict[str, calibration.Platt]) -> Predictions:

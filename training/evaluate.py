@@ -1,14 +1,11 @@
 """GEM's predictions of the test days, by the model that was trained until training ended."""
 
-import numpy as np
-import torch
-
 from etl.spec.units import each_day
 from etl.tables.lake import Lake
 from training.data.reader import Reader, Shuffle
 from training.gem import load_trained
 from training.loop import checkpoint
-from training.predictions import Predictions
+from training.predictions import Predictions, predict
 from training.split import Split
 
 
@@ -21,18 +18,5 @@ def predict_test(lake: Lake, split: Split, batch_rows: int = 2048) -> Prediction
     reader = Reader.newest(lake, sequence, manifest.max_length if manifest else None)
     trained = load_trained(lake, reader, split.train_last)
     days = list(each_day(split.test_first, split.test_last))
-    parts = []
-    with torch.no_grad():
-        for batch in reader.batches(days, split.testing(lake.spec), batch_rows, Shuffle(None)):
-            p = torch.sigmoid(trained.model(batch).logits).double().numpy()
-            parts.append(
-                (
-                    batch.impressions,
-                    batch.surface.numpy(),
-                    p,
-                    batch.labels.numpy(),
-                    batch.known.numpy(),
-                )
-            )
-    columns = (np.concatenate(part) for part in zip(*parts, strict=True))
-    return Predictions(tuple(lake.spec.objectives), *columns)
+    batches = reader.batches(days, split.testing(lake.spec), batch_rows, Shuffle(None))
+    return predict(lambda batch: trained.model(batch).logits, batches, list(lake.spec.objectives))

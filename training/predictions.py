@@ -1,6 +1,6 @@
 """What a model predicted on rows that it had not learned from, beside what happened."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from training.data.batch import Batch
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,37 @@ class Predictions:
             columns("label").astype(np.float32),
             columns("known").astype(bool),
         )
+
+
+def predict(
+    logits: Callable[[Batch], Tensor], batches: Iterable[Batch], objectives: Sequence[str]
+) -> Predictions:
+    """The probabilities of a model's logits (B, O), batch after batch; no rows, no predictions."""
+    none = np.zeros((0, len(objectives)))
+    parts = [
+        Predictions(
+            tuple(objectives),
+            np.zeros(0, object),
+            np.zeros(0, np.int64),
+            none,
+            none.astype(np.float32),
+            none.astype(bool),
+        )
+    ]
+    with torch.no_grad():
+        for batch in batches:
+            p = torch.sigmoid(logits(batch)).double().numpy()
+            parts.append(
+                Predictions(
+                    tuple(objectives),
+                    batch.impressions,
+                    batch.surface.numpy(),
+                    p,
+                    batch.labels.numpy(),
+                    batch.known.numpy(),
+                )
+            )
+    return joined(parts)
 
 
 def joined(parts: Sequence[Predictions]) -> Predictions:

@@ -3,14 +3,14 @@
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from etl.sources.raw import CORRUPT, DAY, PAYLOAD
+from etl.sources.raw import CORRUPT, DAY, PAYLOAD, raw_value
 from etl.spec.model import DataSpec
 from etl.spec.sources import EventLog, ImpressionLog, Outcome
 from etl.spec.units import DAY as SECONDS_A_DAY
+from etl.spec.units import MICROS
 from etl.tables.contracts import context_columns, raw_type
 
 SEPARATOR = "; "
-MICROS = {"s": 1_000_000, "ms": 1_000, "us": 1}
 EARLIEST_US = 946_684_800_000_000  # 2000-01-01: no log is older
 CLOCK_SKEW_US = 3_600_000_000  # a device's clock may run an hour ahead of ours
 
@@ -51,7 +51,7 @@ def canonical(spec: DataSpec, log: EventLog | ImpressionLog, raw: DataFrame) -> 
     times["ingest_ts"] = _micros(log, c.ingest_time) if c.ingest_time else times["event_ts"]
     codes = _codes(spec, log)
     mistyped = [
-        _when(_raw(column).isNotNull() & values[name].isNull(), f"wrong type: {column}")
+        _when(raw_value(column).isNotNull() & values[name].isNull(), f"wrong type: {column}")
         for name, (column, type_) in fields.items()
         if column and type_ != "string"
     ]
@@ -73,11 +73,7 @@ def canonical(spec: DataSpec, log: EventLog | ImpressionLog, raw: DataFrame) -> 
 def _cast(column: str | None, type_: str) -> Column:
     if column is None:
         return F.lit(None).cast(type_)
-    return _raw(column).try_cast(type_)
-
-
-def _raw(column: str) -> Column:
-    return F.col("raw").getField(column)
+    return raw_value(column).try_cast(type_)
 
 
 def _micros(log: EventLog | ImpressionLog, column: str) -> Column:
@@ -87,9 +83,9 @@ def _micros(log: EventLog | ImpressionLog, column: str) -> Column:
 def _event_id(log: EventLog | ImpressionLog) -> Column:
     c = log.columns
     if isinstance(c.event_id, str):
-        return _raw(c.event_id)
+        return raw_value(c.event_id)
     default = (c.user, c.item, c.event_time, *filter(None, (c.type,)))
-    return F.concat_ws("-", *[_raw(name) for name in c.event_id or default])
+    return F.concat_ws("-", *[raw_value(name) for name in c.event_id or default])
 
 
 def _codes(spec: DataSpec, log: EventLog | ImpressionLog) -> dict[str, Column]:
@@ -106,7 +102,7 @@ def _codes(spec: DataSpec, log: EventLog | ImpressionLog) -> dict[str, Column]:
 
 def _lookup(column: str, codes: dict[str, int]) -> Column:
     pairs = [F.lit(part) for pair in codes.items() for part in pair]
-    return F.try_element_at(F.create_map(*pairs), _raw(column)).cast("tinyint")
+    return F.try_element_at(F.create_map(*pairs), raw_value(column)).cast("tinyint")
 
 
 def _impression_id(spec: DataSpec, log: EventLog) -> Column:
@@ -117,7 +113,7 @@ def _impression_id(spec: DataSpec, log: EventLog) -> Column:
 
 def _landing_day(spec: DataSpec, log: EventLog | ImpressionLog) -> Column:
     if log.day:
-        text = _raw(log.day.column)
+        text = raw_value(log.day.column)
         pattern = log.day.format.replace("%Y", "yyyy").replace("%m", "MM").replace("%d", "dd")
         return F.try_to_timestamp(text, F.lit(pattern)).cast("date")
     seconds = (F.col("ingest_ts") / 1_000_000).cast("bigint") + spec.utc_offset_hours * 3600

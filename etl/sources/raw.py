@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
 
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import StringType, StructField, StructType
 
@@ -32,6 +32,11 @@ def read_raw(
         for day, paths in find_files(raw, source, days)
     ]
     return functools.reduce(DataFrame.unionByName, parts)
+
+
+def raw_value(column: str) -> Column:
+    """The text of a raw column, null where the record has none."""
+    return F.col("raw").getField(column)
 
 
 def find_files(

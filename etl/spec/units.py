@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, PlainSerializer
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 DAY = SECONDS["d"]
+MICROS = {"s": 1_000_000, "ms": 1_000, "us": 1}  # microseconds of each unit
 
 
 def parse_duration(text: object) -> int:

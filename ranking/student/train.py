@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,7 +17,6 @@ from training.data.reader import Reader, Shuffle
 from training.loop.step import masked_loss
 from training.model.lookup import look_up, table_rows
 from training.model.plain import PlainTables
-from training.predictions import Predictions
 from training.split import Split
 
 
@@ -57,6 +55,10 @@ class TrainedStudent:
             batch, look_up(self.tables, batch, self.items, dropout), scale
         )
         return output
+
+    def serving(self, batch: Batch) -> Tensor:
+        """Logits (B, O) of the served head."""
+        return self(batch).serving
 
 
 def new_student(reader: Reader, config: StudentConfig, items: int) -> TrainedStudent:
@@ -111,23 +113,3 @@ def _loss(
     wanted = (torch.sigmoid(logits) * distill.label_scale).clamp(0, 1)
     each = F.binary_cross_entropy_with_logits(output.distilled, wanted, reduction="none")
     return loss + distill.weight * (each * there[:, None]).sum() / len(batch)
-
-
-def predict(
-    model: TrainedStudent, batches: Iterable[Batch], objectives: tuple[str, ...]
-) -> Predictions:
-    """Probabilities of the serving head, uncalibrated."""
-    parts = []
-    with torch.no_grad():
-        for batch in batches:
-            p = torch.sigmoid(model(batch).serving).double().numpy()
-            parts.append(
-                (
-                    batch.impressions,
-                    batch.surface.numpy(),
-                    p,
-                    batch.labels.numpy(),
-                    batch.known.numpy(),
-                )
-            )
-    return Predictions(objectives, *(np.concatenate(part) for part in zip(*parts, strict=True)))
