@@ -2,7 +2,6 @@
 
 import numpy as np
 import numpy.typing as npt
-from sklearn.linear_model import LogisticRegression
 
 from etl.spec.base import Strict
 from training.predictions import Predictions
@@ -33,6 +32,8 @@ def fit_platt(p: Floats, labels: npt.NDArray[np.float32]) -> Platt:
     """The best Platt scaling; the identity for few positives or where it would turn the order."""
     if not LEAST_POSITIVES <= labels.sum() <= len(labels) - LEAST_POSITIVES:
         return Platt()
+    from sklearn.linear_model import LogisticRegression  # seconds to import, and not for serving
+
     model = LogisticRegression(C=1e6).fit(logit(p)[:, None], labels)
     slope, intercept = float(model.coef_[0, 0]), float(model.intercept_[0])
     return Platt(slope=slope, intercept=intercept) if slope > 0 else Platt()

@@ -89,7 +89,7 @@ class Student(nn.Module):
     def forward(self, batch: Batch, vectors: Vectors, gradient_scale: float = 1.0) -> StudentOutput:
         """Logits of all rows."""
         f, history = self.features, batch.history
-        events = self.events(history, item_input(vectors.events, history.item_vectors))
+        events = self.events(history, vectors.events, history.positions)
         item = {name: vectors.rows[name] for name in (ITEM, *f.item.ids)}
         known = item_input(item, batch.row_vectors)
         target = self.target(self.candidate(known), events, batch.request, history.offsets)

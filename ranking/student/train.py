@@ -52,7 +52,7 @@ class TrainedStudent:
         dropout = config.model.item_dropout if config else 0.0
         scale = config.distill.gradient_scale if config else 1.0
         output: StudentOutput = self.student(
-            batch, look_up(self.tables, batch, self.items, dropout), scale
+            batch, look_up(self.tables, batch, batch.history.positions, self.items, dropout), scale
         )
         return output
 

@@ -43,7 +43,9 @@ def score(reader: Reader):
 
     def scored(batch: Batch) -> torch.Tensor:
         with torch.no_grad():
-            return gem(batch, look_up(tables, batch, len(reader.items))).logits
+            found = gem.find(batch)
+            vectors = look_up(tables, batch, found.positions, len(reader.items))
+            return gem(batch, found, vectors).logits
 
     return scored
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -27,6 +28,19 @@ class History:
     ages: Tensor
     item_ids: dict[str, Tensor]
     item_vectors: dict[str, Tensor]
+
+    @property
+    def positions(self) -> Tensor:
+        """Positions of all events (N)."""
+        return torch.arange(len(self.items), device=self.items.device)
+
+    def newest(self, most: int) -> tuple[Tensor, Tensor]:
+        """Positions (n) of the last `most` events of each request, and their offsets (R+1)."""
+        lengths = self.offsets.diff().clamp(max=most)
+        offsets = F.pad(lengths.cumsum(0), (1, 0))
+        skipped = self.offsets[1:] - lengths - offsets[:-1]
+        at = torch.arange(int(offsets[-1]), device=lengths.device)
+        return at + torch.repeat_interleave(skipped, lengths), offsets
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""A chunk: the examples of one day and bucket with their labels, request by request."""
+"""A chunk: the examples of some days and one bucket with their labels, request by request."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
 
@@ -62,7 +62,7 @@ def load_chunk(
     features: Features,
     examples: Snapshot,
     impressions: Snapshot,
-    day: date,
+    days: Sequence[date],
     bucket: int,
     ripened: Ripened,
     surface: int | None = None,
@@ -82,10 +82,10 @@ def load_chunk(
             *features.context.numbers,
             *features.counters,
         ],
-        day=day,
+        day=days,
         bucket=bucket,
     ).sort_by(order)
-    labels, known, values = _labels(spec, impressions, day, bucket, rows, ripened)
+    labels, known, values = _labels(spec, impressions, days, bucket, rows, ripened)
     wanted = known.any(1) | ripened.unlabelled
     if surface is not None:
         wanted &= rows["surface"].to_numpy() == surface
@@ -128,15 +128,21 @@ def stack(rows: pa.Table, names: Iterable[str]) -> Float32:
 
 
 def _labels(
-    spec: DataSpec, impressions: Snapshot, day: date, bucket: int, rows: pa.Table, ripened: Ripened
+    spec: DataSpec,
+    impressions: Snapshot,
+    days: Sequence[date],
+    bucket: int,
+    rows: pa.Table,
+    ripened: Ripened,
 ) -> tuple[Float32, npt.NDArray[np.bool_], Float32]:
     names = ["impression_id", "surface"]
     for name, objective in spec.objectives.items():
         names += [f"label_{name}", f"ready_{name}"] + [f"value_{name}"] * objective.value
-    table = impressions.read(names, day=day, bucket=bucket)
+    span = f"{min(days)}:{max(days)}"
+    table = impressions.read(names, day=days, bucket=bucket)
     where = pc.index_in(rows["impression_id"], table["impression_id"].combine_chunks())
     if where.null_count:
-        raise UserError(f"impressions of {day} lack labels; run `gemline etl labels` for that day")
+        raise UserError(f"impressions of {span} lack labels; run `gemline etl labels` for them")
     table = table.take(where)
     surface = table["surface"].to_numpy()
     shape = (table.num_rows, len(spec.objectives))
@@ -149,7 +155,7 @@ def _labels(
         label = table[f"label_{name}"]
         if (known[:, i] & label.is_null().to_numpy()).any():
             raise UserError(
-                f"labels of {name} on {day} are not final in the table although their window has "
+                f"labels of {name} on {span} are not final in the table although their window has "
                 "closed; run `gemline etl labels` up to the newest day"
             )
         labels[:, i] = label.fill_null(0).to_numpy()

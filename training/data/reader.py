@@ -1,6 +1,6 @@
 """The reader: days of examples to batches, the same ones for the same seed, from any position."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 
@@ -23,9 +23,15 @@ TABLES = ("examples", "impressions", "history", "items")
 
 @dataclass(frozen=True)
 class Shuffle:
-    """The order in which a pass goes through each day: a seed, or None for the stored order."""
+    """The order in which a pass goes through rows: a seed, or None for the stored order."""
 
     seed: int | None
+
+    def __call__(self, values: Int64, *salt: int) -> Int64:
+        """The values in the order of the seed and the salt."""
+        if self.seed is None:
+            return values
+        return np.random.default_rng([self.seed, *salt]).permutation(values)
 
 
 @dataclass
@@ -66,16 +72,16 @@ class Reader:
         return cls(lake, versions, sequence, max_length, surface)
 
     def chunks(
-        self, day: date, buckets: Sequence[int], ripened: Ripened
+        self, days: Sequence[date], buckets: Iterable[int], ripened: Ripened
     ) -> Iterator[tuple[int, Chunk]]:
-        """The chunks of a day that have rows, in the order of `buckets`, with their bucket."""
+        """The chunks of some days that have rows, in the order of `buckets`, with their bucket."""
         for bucket in buckets:
             chunk = load_chunk(
                 self.lake.spec,
                 self.features,
                 self._tables["examples"],
                 self._tables["impressions"],
-                day,
+                days,
                 bucket,
                 ripened,
                 self.lake.spec.surface_codes[self.surface] if self.surface else None,
@@ -92,29 +98,23 @@ class Reader:
         shard: tuple[int, int] = (0, 1),
         skip: int = 0,
     ) -> Iterator[Batch]:
-        """Batches of about `rows` impressions, requests kept whole, day after day.
+        """Batches of about `rows` impressions, requests kept whole; the days are mixed.
 
-        `shard` is (rank, world): a rank owns the buckets of its remainder. `skip` leaves out that
-        many batches at the start, without reading their histories.
+        A slow objective's label ripens days after the others: batches of one day alone would hold
+        only some objectives, and the last ones seen would drown the rest. `shard` is (rank,
+        world): a rank owns the buckets of its remainder. `skip` leaves out that many batches at
+        the start, without reading their histories.
         """
         rank, world = shard
-        for day in days:
-            buckets = [b for b in range(self.lake.spec.buckets) if b % world == rank]
-            if shuffle.seed is not None:
-                buckets = list(self._order(shuffle.seed, day, len(buckets), buckets))
-            for bucket, chunk in self.chunks(day, buckets, ripened):
-                requests = np.arange(len(chunk.starts) - 1)
-                if shuffle.seed is not None:
-                    requests = self._order(shuffle.seed, day, bucket, requests)
-                for part in cut(requests, chunk.starts, rows):
-                    if skip:
-                        skip -= 1
-                        continue
-                    yield self.assemble(chunk, bucket, part)
-
-    @staticmethod
-    def _order(seed: int, day: date, salt: int, values: Sequence[int] | Int64) -> Int64:
-        return np.random.default_rng([seed, day.toordinal(), salt]).permutation(values)
+        salt = days[-1].toordinal()
+        buckets = np.arange(rank, self.lake.spec.buckets, world)
+        for bucket, chunk in self.chunks(days, shuffle(buckets, salt, len(buckets)), ripened):
+            requests = shuffle(np.arange(len(chunk.starts) - 1), salt, bucket)
+            for part in cut(requests, chunk.starts, rows):
+                if skip:
+                    skip -= 1
+                    continue
+                yield self.assemble(chunk, bucket, part)
 
     def assemble(self, chunk: Chunk, bucket: int, requests: Int64) -> Batch:
         """The batch of some requests of a chunk."""

@@ -7,6 +7,7 @@ from datetime import date
 import numpy as np
 import numpy.typing as npt
 
+from etl.errors import UserError
 from training.data.chunks import Ripened
 from training.data.reader import Reader
 
@@ -25,24 +26,30 @@ class Tabular:
 
 
 def tabulate(reader: Reader, days: Sequence[date], ripened: Ripened) -> Tabular:
-    """What GEM reads of some days, without histories and ids of users and items."""
+    """What GEM reads of some days, without histories and ids of users and items.
+
+    Raises UserError where no impression of the days has a final label.
+    """
     f, buckets = reader.features, range(reader.lake.spec.buckets)
     parts = []
-    for day in days:
-        for _, chunk in reader.chunks(day, buckets, ripened):
-            ids = [chunk.ids[name] for name in (*f.user.ids, *f.context.ids)]
-            ids += [reader.items.ids[name][chunk.item] for name in f.item.ids]
-            matrix = np.concatenate(
-                (
-                    np.stack([chunk.surface, *ids], 1).astype(np.float32),
-                    chunk.user_numbers,
-                    reader.items.numbers[chunk.item],
-                    chunk.numbers,
-                    *(vectors[chunk.item] for vectors in reader.items.vectors.values()),
-                ),
-                axis=1,
-            )
-            parts.append((matrix, chunk.surface, chunk.labels, chunk.known, chunk.impressions))
+    for _, chunk in reader.chunks(days, buckets, ripened):
+        ids = [chunk.ids[name] for name in (*f.user.ids, *f.context.ids)]
+        ids += [reader.items.ids[name][chunk.item] for name in f.item.ids]
+        matrix = np.concatenate(
+            (
+                np.stack([chunk.surface, *ids], 1).astype(np.float32),
+                chunk.user_numbers,
+                reader.items.numbers[chunk.item],
+                chunk.numbers,
+                *(vectors[chunk.item] for vectors in reader.items.vectors.values()),
+            ),
+            axis=1,
+        )
+        parts.append((matrix, chunk.surface, chunk.labels, chunk.known, chunk.impressions))
+    if not parts:
+        raise UserError(
+            f"no impressions with a final label on {days[0]} to {days[-1]}; name other days"
+        )
     features, surface, labels, known, impressions = (
         np.concatenate(part) for part in zip(*parts, strict=True)
     )

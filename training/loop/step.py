@@ -28,7 +28,9 @@ class GemModel:
     def __call__(self, batch: Batch) -> Output:
         """Logits and embeddings of a batch."""
         dropout = self.item_dropout if self.core.training else 0.0
-        output: Output = self.dense(batch, look_up(self.tables, batch, self.items, dropout))
+        found = self.core.find(batch)
+        vectors = look_up(self.tables, batch, found.positions, self.items, dropout)
+        output: Output = self.dense(batch, found, vectors)
         return output
 
 

@@ -8,7 +8,11 @@ Scale = Literal["tiny", "small", "base", "large"]
 
 
 class GemConfig(Strict):
-    """Sizes; names as in the papers (Wukong 2403.02545, InterFormer 2411.09852)."""
+    """Sizes; names as in the papers (Wukong 2403.02545, InterFormer 2411.09852).
+
+    The sequence layers see the newest `encoded_events`; older ones are only searched for events
+    like the candidate, which costs little for thousands of them (SIM, 2006.05639).
+    """
 
     row_width: int = 32
     numeric_rows: int = 4
@@ -19,6 +23,7 @@ class GemConfig(Strict):
     mlp: int = 128
     event_width: int = 64
     event_layers: int = 1
+    encoded_events: int = 128
     heads: int = 2
     window: int = 64
     pooled_rows: int = 2

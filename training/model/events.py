@@ -31,10 +31,12 @@ class EventTokens(nn.Module):
         self.mix = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.SiLU())
         self.norm = nn.LayerNorm(width)
 
-    def forward(self, history: History, item: Tensor) -> Tensor:
-        """`item` is all that is known of each event's item (N, tables * d + vectors)."""
-        token = self.item(item) + self.action(history.types) + self.surface(history.surfaces)
-        token = token + self.dwell(history.dwells) + self.age(age_bucket(history.ages))
+    def forward(self, history: History, vectors: dict[str, Tensor], at: Tensor) -> Tensor:
+        """The events at some positions (P) as tokens (P, W); `vectors` (P, d) are their items'."""
+        item = item_input(vectors, {name: v[at] for name, v in history.item_vectors.items()})
+        token = self.item(item) + self.action(history.types[at])
+        token = token + self.surface(history.surfaces[at]) + self.dwell(history.dwells[at])
+        token = token + self.age(age_bucket(history.ages[at]))
         return self.norm(token + self.mix(token))
 
 

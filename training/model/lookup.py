@@ -1,6 +1,6 @@
 """What is looked up in embedding tables for a batch, each table once.
 
-B rows, R requests, N events, d width of a table.
+B rows, R requests, N events of which P are read, d width of a table.
 """
 
 from dataclasses import dataclass
@@ -31,23 +31,28 @@ def table_rows(features: Features, items: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Vectors:
-    """Looked-up vectors: `rows` (B, d), `users` (R, d) and `events` (N, d) by table."""
+    """Looked-up vectors: `rows` (B, d), `users` (R, d) and `events` (P, d) by table."""
 
     rows: dict[str, Tensor]
     users: dict[str, Tensor]
     events: dict[str, Tensor]
 
 
-def look_up(tables: Tables, batch: Batch, items: int, item_dropout: float = 0.0) -> Vectors:
-    """All vectors of a batch. Items beyond the table are row 0, the unknown item.
+def look_up(
+    tables: Tables, batch: Batch, events: Tensor, items: int, item_dropout: float = 0.0
+) -> Vectors:
+    """All vectors of a batch, `events` (P) the positions of the events that are read.
+
+    Items beyond the table are row 0, the unknown item.
 
     `item_dropout` is the share of item ids that are made unknown, so that row 0 is trained and
     the model does not lean on ids alone.
     """
     ids = {
-        name: torch.cat((batch.row_ids[name], ev)) for name, ev in batch.history.item_ids.items()
+        name: torch.cat((batch.row_ids[name], ids[events]))
+        for name, ids in batch.history.item_ids.items()
     }
-    item = torch.cat((batch.item, batch.history.items))
+    item = torch.cat((batch.item, batch.history.items[events]))
     item = torch.where(item < items, item, 0)
     if item_dropout:
         item = torch.where(torch.rand(len(item), device=item.device) < item_dropout, 0, item)

@@ -1,14 +1,16 @@
-"""Which of a user's events were with items like a candidate (SIM's hard search, 2006.05639).
+"""Which of a user's events a candidate is shown (SIM's hard search, 2006.05639).
 
 B candidates, N events of R requests, G groups, W width, H heads.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from training.data.batch import Batch
 from training.ops.attention import pairs
 
 
@@ -51,6 +53,33 @@ def match(own: Tensor, seen: Tensor, request: Tensor, offsets: Tensor) -> Matche
     return Matches(by_candidate, q_offsets, by_event[at], kv_offsets, group_of)
 
 
+@dataclass(frozen=True)
+class Found:
+    """The events that a model reads: `positions` (P) of the newest, then of each match.
+
+    `offsets` (R+1) cut the newest into requests.
+    """
+
+    positions: Tensor
+    offsets: Tensor
+    matches: tuple[Matches, ...]
+
+    def split(self, events: Tensor) -> tuple[Tensor, ...]:
+        """Something of the events read (P, …) as that of the newest and of each match."""
+        return events.split([int(self.offsets[-1]), *(len(m.events) for m in self.matches)])
+
+
+def find(batch: Batch, attributes: Sequence[str], newest: int) -> Found:
+    """The last `newest` events of each request, and those like a candidate in each attribute."""
+    history = batch.history
+    at, offsets = history.newest(newest)
+    matches = tuple(
+        match(batch.row_ids[name], history.item_ids[name], batch.request, history.offsets)
+        for name in attributes
+    )
+    return Found(torch.cat((at, *(m.events for m in matches))), offsets, matches)
+
+
 class MatchedAttention(nn.Module):
     """A candidate attends to its matching events."""
 
@@ -62,10 +91,9 @@ class MatchedAttention(nn.Module):
         self.v = nn.Linear(width, width)
         self.out = nn.Linear(width, width)
 
-    def forward(self, candidates: Tensor, events: Tensor, matches: Matches) -> Tensor:
-        """Candidates (B, W) and events (N, W) to (B, W)."""
+    def forward(self, candidates: Tensor, found: Tensor, matches: Matches) -> Tensor:
+        """Candidates (B, W) and the events of `matches` (M, W) to (B, W)."""
         q = self._split(self.q(candidates[matches.candidates]))
-        found = events[matches.events]
         k, v = self._split(self.k(found)), self._split(self.v(found))
         attended = pairs.attention(q, k, v, matches.q_offsets, matches.kv_offsets).flatten(1)
         return torch.empty_like(candidates).index_copy(0, matches.candidates, self.out(attended))

@@ -1,0 +1,76 @@
+"""What the documents show is true: their commands parse, their example gives what they say."""
+
+import gzip
+import importlib
+import re
+import shlex
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from etl.cli import configuration_of, parse
+from etl.spec import load_spec
+from etl.tables.lake import Lake
+from gemline import GROUPS
+from tests.conftest import ROOT
+from tests.pipeline import build_tables, rows
+
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+DAY = date(2026, 1, 1)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced blocks of a language."""
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def commands(tool: str) -> Iterator[list[str]]:
+    """Words of every command of a tool that a page shows."""
+    for page in PAGES:
+        for block in blocks(page, "sh"):
+            for line in block.replace("\\\n", " ").splitlines():
+                words = shlex.split(line, comments=True)
+                if words[:1] == [tool]:
+                    yield words[1:]
+
+
+@pytest.mark.parametrize("words", list(commands("gemline")), ids=" ".join)
+def test_every_command_of_the_pages_parses(words: list[str]) -> None:
+    group, *rest = words
+    command = importlib.import_module(GROUPS[group][0]).COMMANDS[group]
+    if isinstance(command, dict):
+        name, *rest = rest
+        command = command[name]
+    parse(configuration_of(command), rest, "gemline")
+    for word in rest:
+        if word.startswith(("conf/", "benchmarks/", "docs/")):
+            assert (ROOT / word).exists(), word
+
+
+def test_every_make_target_of_the_pages_exists() -> None:
+    named = {words[0] for words in commands("make")}
+    rules = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {"demo", "test"} <= named <= rules
+
+
+def test_the_worked_example_gives_the_labels_that_its_log_tells(
+    spark: object, tmp_path: Path
+) -> None:
+    page = ROOT / "docs" / "spec.md"
+    log, spec = blocks(page, "json")[0], blocks(page, "yaml")[0]
+    path = tmp_path / "shop.yaml"
+    path.write_text(spec)
+    raw = tmp_path / "raw"
+    folder = raw / "events" / str(DAY)
+    folder.mkdir(parents=True)
+    (folder / "part.json.gz").write_bytes(gzip.compress(log.encode()))
+    (raw / "products.csv").write_text("sku,brand,price\nsku-9,acme,19.9\n")
+    lake = Lake(str(tmp_path / "lake"), load_spec(path))
+    build_tables(lake, raw, (DAY, DAY))
+    (shown,) = rows(lake, "impressions")
+    assert shown["label_click"] == 1
+    assert len(rows(lake, "events")) == 3 and not rows(lake, "quarantine")
+    (example,) = rows(lake, "examples")
+    assert example["x_phone"] and example["hist_len"] == 0
