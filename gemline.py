@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -52,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _quieten() -> None:
     """Leave out what libraries say of their own future."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    for library in ("torchrec", "torch", "alembic", "mlflow"):
+    os.environ.setdefault("TORCH_LOGS", "-all")
+    for library in ("torchrec", "alembic", "mlflow"):
         logging.getLogger(library).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"(torch|torchrec|fbgemm_gpu|tensordict)\b")
 

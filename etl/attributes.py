@@ -5,9 +5,11 @@ from datetime import date
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from etl.sources.raw import DAY, FILE, raw_value, read_raw
+from etl.sources.raw import DAY, FILE, raw_value, read_raw, readable
 from etl.spec.attributes import Categorical, Clock, Numeric, Vector
+from etl.spec.model import DataSpec
 from etl.spec.sources import AttributeFile
+from etl.spec.units import DAY as SECONDS_A_DAY
 from etl.spec.units import MICROS
 from etl.tables import contracts, delta
 from etl.tables.lake import Lake
@@ -18,16 +20,19 @@ ALWAYS = "1970-01-01"  # the landing day of versions that hold for all time
 def load_attributes(lake: Lake, raw: str, days: tuple[date, date]) -> dict[str, int]:
     """Replace what landed on the given days in `attributes_user` and `attributes_item`.
 
-    Files whose path names no day are replaced whole.
+    Files whose path names no day are replaced whole; without a source a table stays empty.
     """
     counts = {}
+    for entity in ("user", "item"):
+        delta.create(lake, contracts.attributes(lake.spec, entity))
     for source in lake.spec.sources.values():
         if isinstance(source, AttributeFile):
             contract = contracts.attributes(lake.spec, source.entity)
-            rows = _versions(lake, source, raw, days)
             dated = "{day}" in source.path
             where = delta.days_between(*days) if dated else f"day = '{ALWAYS}'"
-            delta.replace(lake, contract, rows, where, {})
+            with readable():
+                rows = _versions(lake, source, raw, days)
+                delta.replace(lake, contract, rows, where, {})
             counts[contract.name] = lake.rows(contract.name)
     return counts
 
@@ -48,7 +53,7 @@ def _versions(lake: Lake, source: AttributeFile, raw: str, days: tuple[date, dat
     key = f"{source.entity}_id"
     rows = rows.select(
         raw_value(source.key).alias(key),
-        _valid_from(source).alias("valid_from"),
+        _valid_from(lake.spec, source).alias("valid_from"),
         *[column.alias(name) for name, column in typed.items()],
         F.coalesce(DAY, F.lit(ALWAYS).cast("date")).alias("day"),
         FILE,
@@ -65,10 +70,16 @@ def _typed(attribute: Categorical | Numeric | Vector | Clock, column: str) -> Co
     return raw_value(column).try_cast("double" if isinstance(attribute, Numeric) else "string")
 
 
-def _valid_from(source: AttributeFile) -> Column:
+def _valid_from(spec: DataSpec, source: AttributeFile) -> Column:
+    """When a version holds from, µs; in files by day never before the day on which it landed."""
+    landed = F.unix_date(DAY).cast("bigint") * SECONDS_A_DAY - spec.utc_offset_hours * 3600
+    landed = F.coalesce(landed * MICROS["s"], F.lit(0))
     if source.valid_from is None:
-        return F.lit(0).cast("bigint")
-    return raw_value(source.valid_from).try_cast("bigint") * MICROS[source.time_unit]
+        return landed
+    own = F.try_multiply(
+        raw_value(source.valid_from).try_cast("bigint"), F.lit(MICROS[source.time_unit])
+    )
+    return F.when(own.isNotNull(), F.greatest(own, landed))
 
 
 if __name__ == "__main__":

@@ -2,16 +2,14 @@
 
 from datetime import date
 
-from py4j.protocol import Py4JJavaError
 from pyspark import StorageLevel
-from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from etl.duplicates import first_copies
 from etl.errors import UserError
 from etl.sources.canonical import SEPARATOR, canonical, raw_columns
-from etl.sources.raw import PAYLOAD, read_raw, unreadable
+from etl.sources.raw import PAYLOAD, read_raw, readable
 from etl.spec.model import DataSpec
 from etl.spec.sources import EventLog, ImpressionLog
 from etl.spec.units import DAY, each_day
@@ -26,23 +24,26 @@ def ingest(lake: Lake, raw: str, days: tuple[date, date]) -> dict[str, int]:
     that the spec names holds nothing, or a day has no events.
     """
     spec = lake.spec
-    parsed = _parse_all(spec, raw, days).persist(StorageLevel.MEMORY_AND_DISK)
-    try:
-        _refuse_empty(spec, parsed, raw, days)
-        where = delta.days_between(*days)
-        bad = parsed.filter("reasons != ''").withColumn("reasons", F.split("reasons", SEPARATOR))
-        bad = bad.withColumn("day", F.coalesce("day", F.lit(days[0])))
-        good = parsed.filter("reasons = ''")
-        good = good.withColumn("visible_ts", visible_ts(spec))
-        good = good.withColumn("bucket", delta.bucket_of(F.col("user_id"), spec.buckets))
-        fresh, inputs = first_copies(lake, good, days)
-        delta.replace(lake, contracts.quarantine(spec), bad, where, {})
-        delta.replace(lake, contracts.events(spec), fresh, where, inputs)
-        return _write_flow(lake, parsed, days)
-    except (PySparkException, Py4JJavaError) as error:
-        raise (unreadable(error) or error) from None
-    finally:
-        parsed.unpersist()
+    with readable():
+        parsed = _parse_all(spec, raw, days).persist(StorageLevel.MEMORY_AND_DISK)
+        try:
+            _refuse_empty(spec, parsed, raw, days)
+            return _write(lake, parsed, days)
+        finally:
+            parsed.unpersist()
+
+
+def _write(lake: Lake, parsed: DataFrame, days: tuple[date, date]) -> dict[str, int]:
+    spec, where = lake.spec, delta.days_between(*days)
+    bad = parsed.filter("reasons != ''").withColumn("reasons", F.split("reasons", SEPARATOR))
+    bad = bad.withColumn("day", F.coalesce("day", F.lit(days[0])))
+    good = parsed.filter("reasons = ''")
+    good = good.withColumn("visible_ts", visible_ts(spec))
+    good = good.withColumn("bucket", delta.bucket_of(F.col("user_id"), spec.buckets))
+    fresh, inputs = first_copies(lake, good, days)
+    delta.replace(lake, contracts.quarantine(spec), bad, where, {})
+    delta.replace(lake, contracts.events(spec), fresh, where, inputs)
+    return _write_flow(lake, parsed, days)
 
 
 def _parse_all(spec: DataSpec, raw: str, days: tuple[date, date]) -> DataFrame:
@@ -82,6 +83,8 @@ def _refuse_empty(spec: DataSpec, parsed: DataFrame, raw: str, days: tuple[date,
             ("request_id", log.columns.request),
             ("position", log.columns.position),
             ("propensity", log.columns.propensity),
+            ("dwell_ms", log.columns.dwell),
+            ("value", log.columns.value),
             *((f"x_{n}", a.column or n) for n, a in contracts.context_columns(spec).items()),
         )
         if column

@@ -11,25 +11,29 @@ from etl.spec.units import DAY, MICROS
 from etl.tables import contracts, delta
 from etl.tables.lake import Lake
 
+CREDIT = ("event_id", "impression_id", "user_id", "item_id", "event_ts", "visible_ts", "value")
+
 
 def label(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
-    """Replace `impressions` for the given landing days and those before whose labels may change.
+    """Replace `impressions` for the given landing days and those before that may ripen on them.
 
-    A label is null until its window has closed: by the end of the newest landed day. It changes
-    after that only by an outcome that lands late.
+    A label is null until it is ready: until its window, and the time to settle, have passed and
+    the impression has landed. It counts the outcomes that could be seen by then, so that what
+    lands later does not change it, and whoever learns it knows nothing of later days.
     """
     spec = lake.spec
     events_contract = contracts.events(spec)
     version = lake.version(events_contract.name)
     events = delta.read(lake, events_contract, version)
-    since = days[0] - timedelta(days=spec.ripens_after_days + -(-spec.lateness // DAY))
+    lateness = timedelta(days=1 + -(-spec.lateness // DAY))
+    since = days[0] - timedelta(days=spec.ripens_after_days) - lateness
     newest = events.agg(F.max("day")).first()
     assert newest is not None
     horizon = spec.day_end(newest[0]) * MICROS["s"]
 
-    recent = events.filter(F.col("day") >= F.lit(since))
+    recent = events.filter(F.col("day") >= F.lit(since - lateness))
     shown = recent.filter(F.col("type") == spec.event_codes[spec.impression])
-    shown = shown.filter(F.col("day") <= F.lit(days[1]))
+    shown = shown.filter(delta.days_between(since, days[1]))
     rows = shown.join(credited_outcomes(spec, recent), "impression_id", "left")
     for name, objective in spec.objectives.items():
         rows = rows.withColumns(_label_columns(spec, name, objective, horizon))
@@ -50,13 +54,18 @@ def _label_columns(
     spec: DataSpec, name: str, objective: Objective, horizon: int
 ) -> dict[str, Column]:
     closes = F.col("event_ts") + objective.window * MICROS["s"]
+    settled = F.col("event_ts") + objective.ripens_after * MICROS["s"]
+    ready = F.greatest(settled, F.col("visible_ts") * MICROS["s"])
     mine = F.filter(
         F.coalesce("outcomes", F.array()),
-        lambda o: (o["objective"] == name) & o["ts"].between(F.col("event_ts"), closes),
+        lambda o: (
+            (o["objective"] == name)
+            & o["ts"].between(F.col("event_ts"), closes)
+            & (o["visible_ts"] * MICROS["s"] <= ready)
+        ),
     )
-    ready = F.col("event_ts") + objective.ripens_after * MICROS["s"]
     surfaces = [spec.surface_codes[s] for s in spec.surfaces_of(name)]
-    ripe = (ready <= horizon) & F.col("surface").isin(surfaces)
+    ripe = (ready < horizon) & F.col("surface").isin(surfaces)
     columns = {
         f"ready_{name}": ready,
         f"label_{name}": F.when(ripe, (F.size(mine) > 0).cast("int")),
@@ -70,38 +79,47 @@ def _label_columns(
 
 
 def credited_outcomes(spec: DataSpec, events: DataFrame) -> DataFrame:
-    """`outcomes` of each impression that gets credit for any: objective, ts, value, in order."""
+    """`outcomes` of each impression that gets credit for any, in order of objective and time."""
     found = [
-        credit(spec, events, objective).withColumn("objective", F.lit(name))
+        credited(spec, events, objective.event, objective.credit).select(
+            "impression_id",
+            F.lit(name).alias("objective"),
+            F.col("event_ts").alias("ts"),
+            "value",
+            "visible_ts",
+        )
         for name, objective in spec.objectives.items()
     ]
     rows = functools.reduce(DataFrame.unionByName, found)
-    outcome = F.struct("objective", "ts", "value")
+    outcome = F.struct("objective", "ts", "value", "visible_ts")
     return rows.groupBy("impression_id").agg(
         F.sort_array(F.collect_list(outcome)).alias("outcomes")
     )
 
 
-def credit(spec: DataSpec, events: DataFrame, objective: Objective) -> DataFrame:
-    """Outcomes of an objective: `impression_id` that gets the credit, `ts` in µs, `value`.
+def credited(spec: DataSpec, events: DataFrame, event: str, credit: str | None) -> DataFrame:
+    """Events of a type, `impression_id` being the impression that gets the credit for each.
 
-    An outcome that names its impression is credited to it; any other to the last touch (the
-    objective's `credit` event, else the impression) of its user and item at or before it.
+    An event that names its impression is credited to it; any other to the last touch (a `credit`
+    event, else an impression) of its user and item at or before it.
     """
-    outcome = F.col("type") == spec.event_codes[objective.event]
-    named = events.filter(outcome & F.col("impression_id").isNotNull())
-    touch = F.col("type") == spec.event_codes[objective.credit or spec.impression]
-    rest = events.filter((outcome & F.col("impression_id").isNull()) | touch)
+    mine = events.filter(F.col("type") == spec.event_codes[event]).select(*CREDIT)
+    if event == spec.impression:
+        return mine
+    named = mine.filter(F.col("impression_id").isNotNull())
+    unnamed = mine.filter(F.col("impression_id").isNull()).withColumn("touch", F.lit(False))
+    touches = credited(spec, events, credit or spec.impression, None).withColumn(
+        "touch", F.lit(True)
+    )
     before = (
         Window.partitionBy("user_id", "item_id")
-        .orderBy("event_ts", F.when(touch, 0).otherwise(1), "event_id")
+        .orderBy("event_ts", F.desc("touch"), "event_id")
         .rowsBetween(Window.unboundedPreceding, Window.currentRow)
     )
-    touched = F.last(F.when(touch, F.col("impression_id")), ignorenulls=True).over(before)
-    rest = rest.withColumn("touched", touched).filter(outcome & F.col("touched").isNotNull())
-    rest = rest.withColumn("impression_id", F.col("touched"))
-    columns = [F.col("impression_id"), F.col("event_ts").alias("ts"), F.col("value")]
-    return named.select(*columns).unionByName(rest.select(*columns))
+    touched = F.last("impression_id", ignorenulls=True).over(before)
+    rest = unnamed.unionByName(touches).withColumn("impression_id", touched)
+    rest = rest.filter(~F.col("touch") & F.col("impression_id").isNotNull())
+    return named.unionByName(rest.drop("touch"))
 
 
 if __name__ == "__main__":

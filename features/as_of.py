@@ -7,11 +7,21 @@ an example may see asks here.
 import numpy as np
 import numpy.typing as npt
 
+from etl.spec.model import DataSpec
+from etl.spec.units import DAY, MICROS
+
 Ints = npt.NDArray[np.int64]
 
 
-# The second as of which an impression (event_ts in µs) sees the world, in Spark SQL.
-AS_OF_TS = "CAST(floor(event_ts / 1000000) AS BIGINT)"
+def as_of_ts(spec: DataSpec) -> str:
+    """The second as of which an impression sees the world, in Spark SQL.
+
+    Its `event_ts`, by a clock to be trusted: a device's clock that runs ahead must not show what
+    came after, so never later than its ingest, nor than the end of the day on which it landed.
+    """
+    landed = f"(unix_date(day) + 1) * {DAY} - {spec.utc_offset_hours * 3600}"
+    seen = f"floor(least(event_ts, ingest_ts) / {MICROS['s']})"
+    return f"CAST(least({seen}, {landed}) AS BIGINT)"
 
 
 def visible_before(visible_ts: Ints, as_of: Ints) -> Ints:

@@ -10,7 +10,7 @@ from pyspark.sql import functions as F
 
 from etl.spec.model import DataSpec
 from etl.tables.contracts import counter_columns
-from features.counting import counts_before
+from features.counting import counts_before, seen_before
 from features.groups import whole_groups
 
 Key = tuple[str, ...]
@@ -42,11 +42,12 @@ def _pass(
     spec: DataSpec, events: DataFrame, queries: DataFrame, lead: str, names: dict[Key, list[str]]
 ) -> DataFrame:
     """Counters of all keys that begin with `lead`: their events lie together, sorted by it."""
-    keys = list(names) or [(lead,)]
+    keys = list(names)
     hashed = [_hash(key).alias(f"key_{i}") for i, key in enumerate(keys)]
-    lead_key = F.col(f"k_{lead}").alias("lead")
+    lead_key = F.coalesce(f"k_{lead}", F.lit(0)).alias("lead")
     no_id = F.lit(None).cast("string").alias("impression_id")
-    happened = events.select(lead_key, "visible_ts", "type", no_id, *hashed)
+    happened = events.filter(F.col(f"k_{lead}").isNotNull())
+    happened = happened.select(lead_key, "visible_ts", "type", no_id, *hashed)
     asked = queries.select(
         lead_key,
         F.col("as_of_ts").alias("visible_ts"),
@@ -55,7 +56,7 @@ def _pass(
         *hashed,
     )
     rows = happened.unionByName(asked).repartition("lead").sortWithinPartitions("lead")
-    columns = [name for key in keys for name in names.get(key, [])]
+    columns = [name for key in keys for name in names[key]]
     schema = ["impression_id string", *[f"{name} int" for name in columns]]
     schema += ["seen int"] if lead == "user" else []
     windows = spec.counters.windows
@@ -63,33 +64,42 @@ def _pass(
 
     def count_partition(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for table in whole_groups(batches, "lead"):
-            counted = _count_table(table, len(keys), windows, types)
-            arrays = counted[: len(schema)]
+            arrays = _count_table(table, len(keys), windows, types)
+            arrays += [_count_seen(table)] if lead == "user" else []
             yield pa.record_batch(arrays, names=[field.split()[0] for field in schema])
 
     return rows.mapInArrow(count_partition, ", ".join(schema))
 
 
 def _hash(key: Key) -> Column:
+    """One integer for a combination of keys; null where one of them is missing."""
     columns = [F.col(f"k_{part}") for part in key]
-    return columns[0] if len(columns) == 1 else F.xxhash64(*columns)
+    whole = functools.reduce(Column.__and__, [column.isNotNull() for column in columns])
+    return F.when(whole, columns[0] if len(columns) == 1 else F.xxhash64(*columns))
 
 
 def _count_table(
     table: pa.Table, keys: int, windows: tuple[int, ...], types: tuple[int, ...]
 ) -> list[pa.Array]:
-    """Arrays of impression ids, the counts of each key in turn, and how many were seen."""
-    table = table.combine_chunks()
+    """Arrays of impression ids and of the counts of each key in turn; a missing key counts 0."""
     asked = table["impression_id"].is_valid().to_numpy()
     ts = table["visible_ts"].to_numpy()
-    type_ = table["type"].to_numpy().astype(np.int64)[~asked]
-    counts, seen = [], np.zeros(int(asked.sum()), np.int64)
+    type_ = table["type"].to_numpy().astype(np.int64)
+    arrays = [table["impression_id"].filter(pa.array(asked)).combine_chunks()]
     for index in range(keys):
-        key = table[f"key_{index}"].to_numpy()
-        found, before = counts_before(
-            key[~asked], ts[~asked], type_, key[asked], ts[asked], windows, types
+        column = table[f"key_{index}"]
+        there = column.is_valid().to_numpy()
+        key = column.fill_null(0).to_numpy()
+        event = ~asked & there
+        found = counts_before(
+            key[event], ts[event], type_[event], key[asked], ts[asked], windows, types
         )
-        counts += list(found.T)
-        seen = before if index == 0 else seen
-    ids = table["impression_id"].filter(pa.array(asked)).combine_chunks()
-    return [ids, *[pa.array(c) for c in counts], pa.array(seen.astype(np.int32))]
+        arrays += [pa.array(counts) for counts in (found * there[asked, None]).T]
+    return arrays
+
+
+def _count_seen(table: pa.Table) -> pa.Array:
+    """How many events of the lead key lie before each impression."""
+    asked = table["impression_id"].is_valid().to_numpy()
+    lead, ts = table["lead"].to_numpy(), table["visible_ts"].to_numpy()
+    return pa.array(seen_before(lead[~asked], ts[~asked], lead[asked], ts[asked]))

@@ -5,7 +5,15 @@ import numpy.typing as npt
 
 from features.as_of import visible_before
 
+Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
+
+
+def seen_before(key: Int64, ts: Int64, query_key: Int64, query_ts: Int64) -> Int32:
+    """The number of events of each query's key before it (Q)."""
+    none = np.zeros(len(key), np.int64)
+    forever = max(1, int(query_ts.max(initial=0) - ts.min(initial=0)))
+    return counts_before(key, ts, none, query_key, query_ts, (forever,), (0,))[:, 0]
 
 
 def counts_before(
@@ -16,11 +24,11 @@ def counts_before(
     query_ts: Int64,
     windows: tuple[int, ...],
     types: tuple[int, ...],
-) -> tuple[npt.NDArray[np.int32], Int64]:
+) -> Int32:
     """Events of each query's key in [query_ts - window, query_ts), by window and type.
 
-    Returns counts (Q, len(windows) * len(types)), types within windows, and the number of all
-    events of the key before the query (Q). Keys are any integers; times are in seconds.
+    Returns counts (Q, len(windows) * len(types)), types within windows. Keys are any integers;
+    times are in seconds.
     """
     keys, group = np.unique(np.concatenate((event_key, query_key)), return_inverse=True)
     event_group, query_group = group[: len(event_key)], group[len(event_key) :]
@@ -38,5 +46,4 @@ def counts_before(
     now = query_group * span + (query_ts - origin)
     until = visible_before(moment, now)
     counts = [total[until] - total[visible_before(moment, now - window)] for window in windows]
-    first = visible_before(moment, query_group * span)
-    return np.concatenate(counts, axis=1), until - first
+    return np.concatenate(counts, axis=1)

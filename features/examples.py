@@ -11,7 +11,7 @@ from etl.spec.model import DataSpec
 from etl.spec.units import DAY
 from etl.tables import contracts, delta
 from etl.tables.lake import Lake
-from features.as_of import AS_OF_TS
+from features.as_of import as_of_ts
 from features.counters import count
 from features.encoding import clock, encode
 from features.history.build import events_before, visible_after_days
@@ -26,7 +26,7 @@ def build_examples(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     items = _item_keys(lake, versions["items"])
     shown = events.filter(F.col("type") == spec.event_codes[spec.impression])
     shown = shown.filter(delta.days_between(*days)).join(items, "item_id", "left")
-    shown = shown.withColumn("as_of_ts", F.expr(AS_OF_TS))
+    shown = shown.withColumn("as_of_ts", F.expr(as_of_ts(spec)))
 
     since = days[0] - timedelta(days=_days_back(spec))
     landed = delta.days_between(since - timedelta(days=visible_after_days(spec)), days[1])
@@ -65,13 +65,13 @@ def _item_keys(lake: Lake, version: int) -> DataFrame:
 
 
 def _keys(spec: DataSpec) -> list[Column]:
-    """The single keys of the counters, as integers."""
+    """The single keys of the counters, as integers; null where unknown."""
     keys = {
         "k_user": F.xxhash64("user_id"),
-        "k_item": F.coalesce("item_ix", F.lit(0)).cast("bigint"),
+        "k_item": F.col("item_ix").cast("bigint"),
         "k_surface": F.col("surface").cast("bigint"),
     }
-    own = [F.coalesce(name, F.lit(0)).alias(name) for name in contracts.item_key_columns(spec)]
+    own = [F.col(name) for name in contracts.item_key_columns(spec)]
     return [*[key.alias(name) for name, key in keys.items()], *own]
 
 

@@ -169,7 +169,7 @@ def _batches(
     spec = lake.spec
     first = day == start.trained_from
     after = 0 if first else spec.day_start(day)
-    oldest = max(start.trained_from, day - timedelta(days=spec.ripens_after_days))
+    oldest = max(start.trained_from, day - timedelta(days=spec.ripens_after_days + 1))
     batches = reader.batches(
         list(each_day(oldest, day)),
         Ripened(after, spec.day_end(day)),

@@ -11,6 +11,7 @@ from etl.spec.units import MICROS
 from etl.tables.contracts import context_columns, raw_type
 
 SEPARATOR = "; "
+LATEST_US = 100_000_000_000_000_000  # the year 5138: beyond it a number is no time
 EARLIEST_US = 946_684_800_000_000  # 2000-01-01: no log is older
 CLOCK_SKEW_US = 3_600_000_000  # a device's clock may run an hour ahead of ours
 
@@ -77,7 +78,8 @@ def _cast(column: str | None, type_: str) -> Column:
 
 
 def _micros(log: EventLog | ImpressionLog, column: str) -> Column:
-    return _cast(column, "bigint") * MICROS[log.time_unit]
+    micros = F.try_multiply(_cast(column, "bigint"), F.lit(MICROS[log.time_unit]))
+    return F.when(F.abs(micros) < LATEST_US, micros)
 
 
 def _event_id(log: EventLog | ImpressionLog) -> Column:

@@ -2,10 +2,13 @@
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 
+from py4j.protocol import Py4JJavaError
+from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import StringType, StructField, StructType
@@ -47,7 +50,7 @@ def find_files(
         raise UserError(f"{raw}: no such folder of raw logs; name it with --raw")
     if "{day}" not in source.path:
         return [(None, _matches(raw, source.path))]
-    return [(day, _matches(raw, source.path.format(day=day))) for day in each_day(*days)]
+    return [(day, _matches(raw, source.path.replace("{day}", str(day)))) for day in each_day(*days)]
 
 
 def _matches(raw: str, pattern: str) -> list[str]:
@@ -104,12 +107,19 @@ def _from_table(rows: DataFrame, have: list[str], columns: list[str], pattern: s
 _READERS = {"json": _read_json, "csv": _read_csv, "parquet": _read_parquet}
 
 
-def unreadable(error: Exception) -> UserError | None:
-    """What the user should know of a file that Spark could not read; None for other errors."""
-    found = re.search(
-        r"\[FAILED_READ_FILE\S*\] Encountered error while reading file (\S+)", str(error)
-    )
-    if not found:
-        return None
-    path = found[1].rstrip(".")
-    return UserError(f"{path}: cannot be read to its end (a corrupt gzip?); fetch it again")
+@contextmanager
+def readable() -> Iterator[None]:
+    """Turn Spark's failure to read a raw file into a UserError that names the file."""
+    try:
+        yield
+    except (PySparkException, Py4JJavaError) as error:
+        found = re.search(
+            r"\[FAILED_READ_FILE\S*\] Encountered error while reading file (\S+)", str(error)
+        )
+        if not found:
+            raise
+        path = found[1].rstrip(".")
+        raise UserError(
+            f"{path}: cannot be read to its end (a corrupt gzip, or another format or header than "
+            "the spec tells?); fetch it again, or correct the spec"
+        ) from None

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from etl.spec.attributes import Attributes
 from etl.spec.base import CategoryName, EventName, KeyName, Name, ObjectiveName, Strict, SurfaceName
-from etl.spec.sources import EventLog, ImpressionLog, Sources
+from etl.spec.sources import AttributeFile, EventLog, ImpressionLog, Source, Sources
 from etl.spec.units import DAY, Duration
 
 
@@ -71,6 +71,10 @@ class Auction(Strict):
     pays_for: dict[str, ObjectiveName]
 
 
+def _tells(source: Source, entity: str) -> bool:
+    return isinstance(source, AttributeFile) and source.entity == entity
+
+
 class DataSpec(Strict):
     """A user's data.
 
@@ -101,6 +105,14 @@ class DataSpec(Strict):
             raise ValueError(f"buckets is {self.buckets}; it must be a power of two")
         if not self.logs:
             raise ValueError("no source is an event_log or an impression_log")
+        for entity in ("user", "item"):
+            files = [n for n, s in self.sources.items() if _tells(s, entity)]
+            if len(files) > 1:
+                raise ValueError(f"sources {', '.join(files)} all tell of {entity}s; join them")
+            if getattr(self.attributes, entity) and not files:
+                raise ValueError(
+                    f"{entity}s have attributes, but no source of kind attributes tells them"
+                )
         return self
 
     @cached_property

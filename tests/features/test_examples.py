@@ -54,6 +54,7 @@ def test_labels_are_those_of_the_reference(lake: Lake, events: list[dict]) -> No
                 spec.event_codes[objective.event],
                 spec.event_codes[objective.credit or spec.impression],
                 objective.window * 1_000_000,
+                row[f"ready_{name}"],
             )
             assert row[f"label_{name}"] == expected, (name, row)
             positives += expected
@@ -62,9 +63,13 @@ def test_labels_are_those_of_the_reference(lake: Lake, events: list[dict]) -> No
 
 def test_labels_are_null_until_their_window_has_closed(lake: Lake) -> None:
     horizon = lake.spec.day_end(LAST) * 1_000_000
+    shown = [e for e in rows(lake, "events") if e["type"] == 1]
+    landed = {e["impression_id"]: e["visible_ts"] for e in shown}
     for row in rows(lake, "impressions"):
-        for name in lake.spec.objectives:
-            assert (row[f"label_{name}"] is None) == (row[f"ready_{name}"] > horizon)
+        for name, objective in lake.spec.objectives.items():
+            settled = row["event_ts"] + objective.ripens_after * 1_000_000
+            assert row[f"ready_{name}"] == max(settled, landed[row["impression_id"]] * 1_000_000)
+            assert (row[f"label_{name}"] is None) == (row[f"ready_{name}"] >= horizon)
 
 
 def test_a_pointer_cuts_exactly_what_was_visible(

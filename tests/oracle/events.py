@@ -22,8 +22,10 @@ def count(events: Iterable[Row], matches: Row, type_: int, as_of: int, window: i
     )
 
 
-def label(events: Iterable[Row], impression: Row, outcome: int, touch: int, window_us: int) -> int:
-    """Whether an outcome is credited to an impression within the window: last touch."""
+def label(
+    events: Iterable[Row], impression: Row, outcome: int, touch: int, window_us: int, ready_us: int
+) -> int:
+    """Whether an outcome that was seen in time is credited to an impression: last touch."""
     events = list(events)
     for e in events:
         if e["type"] != outcome or e["user_id"] != impression["user_id"]:
@@ -40,6 +42,7 @@ def label(events: Iterable[Row], impression: Row, outcome: int, touch: int, wind
             last = max(touches, key=lambda t: (t["event_ts"], t["event_id"]), default=None)
             credited = last and last["impression_id"]
         inside = 0 <= e["event_ts"] - impression["event_ts"] <= window_us
-        if credited == impression["impression_id"] and inside:
+        seen = e["visible_ts"] * 1_000_000 <= ready_us
+        if credited == impression["impression_id"] and inside and seen:
             return 1
     return 0

@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 
 from etl.errors import UserError
 from etl.spec.model import DataSpec
+from etl.spec.units import MICROS
 from etl.tables.arrow import Snapshot
 from features.groups import run_starts
 from training.data.features import Features
@@ -23,7 +24,7 @@ POINTER = ("as_of_ts", "hist_len")
 
 @dataclass(frozen=True)
 class Ripened:
-    """Labels that became final in (after, until], epoch seconds; the span of one training run.
+    """Labels that became final in [after, until), epoch seconds; the span of one training run.
 
     Rows without such a label are left out, unless `unlabelled` ones are wanted too.
     """
@@ -149,9 +150,9 @@ def _labels(
     labels, values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
     known = np.zeros(shape, bool)
     for i, (name, objective) in enumerate(spec.objectives.items()):
-        ready = table[f"ready_{name}"].to_numpy() // 1_000_000
+        ready = table[f"ready_{name}"].to_numpy() // MICROS["s"]
         codes = [spec.surface_codes[s] for s in spec.surfaces_of(name)]
-        known[:, i] = (ready > ripened.after) & (ready <= ripened.until) & np.isin(surface, codes)
+        known[:, i] = (ready >= ripened.after) & (ready < ripened.until) & np.isin(surface, codes)
         label = table[f"label_{name}"]
         if (known[:, i] & label.is_null().to_numpy()).any():
             raise UserError(

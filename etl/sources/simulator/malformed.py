@@ -23,6 +23,8 @@ CORRUPTIONS = (
     Corruption("event_time", r'"event_time":\d+', '"event_time":"noon"'),
     Corruption("event_time", r'"event_time":\d+', '"event_time":86400000'),  # in 1970
     Corruption("event_time", r'"event_time":\d+', '"event_time":4294967295000'),  # in 2106
+    Corruption("event_time", r'"event_time":\d+', '"event_time":9999999999999999999'),
+    Corruption("event_time", r'"event_time":\d+', '"event_time":99999999999999999'),
     Corruption("position", r'"position":\d+', '"position":"top"'),
     Corruption("dwell_ms", r'"dwell_ms":', '"dwell_ms":-1'),  # negative
     Corruption("user", r'"user_id":"\w+",', ""),
