@@ -98,8 +98,10 @@ def predicted(args: HistoryArgs, place: Place, days: Days, name: str) -> "Predic
     """Test predictions of one run."""
     from etl.tables.lake import Lake
     from training.baseline import BaselineConfig, train_baseline
+    from training.config import TrainConfig
     from training.evaluate import predict_test
-    from training.gem import TrainConfig, train
+    from training.gem import train
+    from training.loop import checkpoint
     from training.parallel.processes import process_group
     from training.split import Split
 
@@ -118,6 +120,7 @@ def predicted(args: HistoryArgs, place: Place, days: Days, name: str) -> "Predic
     _, length, seed = name.split("-")
     chosen = {"scale": args.scale, "max_length": int(length), "seed": int(seed)}
     with process_group():
+        checkpoint.forget(lake.root)
         train(lake, (days.first, days.train_last), TrainConfig.model_validate(chosen))
         return predict_test(lake, split)
 

@@ -83,8 +83,10 @@ def scores(args: KuairandArgs, root: str) -> tuple[list["Score"], list[list["Sco
     """Scores of LightGBM, and of GEM by seed."""
     from etl.tables.lake import Lake
     from training.baseline import BaselineConfig, train_baseline
+    from training.config import TrainConfig
     from training.evaluate import predict_test
-    from training.gem import TrainConfig, train
+    from training.gem import train
+    from training.loop import checkpoint
     from training.loop.metrics import score
     from training.parallel.processes import process_group
     from training.predictions import Predictions
@@ -111,6 +113,7 @@ def scores(args: KuairandArgs, root: str) -> tuple[list["Score"], list[list["Sco
     with process_group():
         for seed in range(args.seeds):
             config = TrainConfig.model_validate({"scale": args.scale, "seed": seed})
+            checkpoint.forget(root)
             train(lake, (first, last), config)
             gems.append(scored(predict_test(lake, split)))
     return lightgbm, gems

@@ -4,7 +4,6 @@ The folder holds weights and a manifest, and loads without the configuration it 
 """
 
 import hashlib
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from etl.errors import UserError
 from etl.spec.base import Strict
 from etl.spec.model import DataSpec
+from etl.tables import folders
 from ranking.auction import Ranked, expected_value, order
 from ranking.calibration import Platt, apply
 from ranking.student.model import Student, StudentConfig
@@ -74,9 +74,7 @@ def save(
     config: StudentConfig, student: TrainedStudent, calibration: dict[str, Platt],
 ) -> RankerManifest:  # fmt: skip
     """Write a ranker's folder, whole or not at all."""
-    beside = folder.with_name(f".{folder.name}")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
+    beside = folders.fresh(folder)
     weights = {f"student.{k}": v for k, v in student.student.state_dict().items()}
     weights |= {f"tables.{k}": v for k, v in student.tables.state_dict().items()}
     weights.pop("student.candidate.weight")  # tied to the events' item projection
@@ -92,8 +90,7 @@ def save(
         weights_sha256=_sha256(beside / WEIGHTS),
     )
     (beside / MANIFEST).write_text(manifest.model_dump_json(indent=1))
-    shutil.rmtree(folder, ignore_errors=True)
-    beside.rename(folder)
+    folders.put(folder)
     return manifest
 
 

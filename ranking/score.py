@@ -14,10 +14,8 @@ from ranking import ranker
 from ranking.auction import expected_value
 from ranking.ranker import Ranker
 from training.data.batch import Batch
-from training.data.chunks import Ripened
+from training.data.chunks import EVERYTHING
 from training.data.reader import Reader, Shuffle
-
-EVERYTHING = Ripened(after=0, until=0, unlabelled=True)
 
 
 def score_days(lake: Lake, surface: str, days: tuple[date, date], batch_rows: int = 2048) -> int:

@@ -27,7 +27,7 @@ class BaselineConfig(Strict):
 
 def train_baseline(lake: Lake, split: Split, config: BaselineConfig) -> Predictions:
     """One model an objective on the training days; its predictions on the test days."""
-    reader = Reader.newest(lake, next(iter(lake.spec.sequences)), max_length=0)
+    reader = Reader.newest(lake, max_length=0)
     train_days = list(each_day(split.train_first, split.train_last))
     train = tabulate(reader, train_days, split.learning(lake.spec))
     test_days = list(each_day(split.test_first, split.test_last))

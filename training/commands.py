@@ -2,13 +2,13 @@
 
 import subprocess
 import sys
-from datetime import date
 from typing import Annotated
 
 import tyro
 
 from etl.cli import DayArgs, LakeArgs, days_argument
 from etl.errors import UserError
+from training.config import TrainConfig
 from training.split import Split
 
 
@@ -24,8 +24,8 @@ class SplitArgs(LakeArgs):
     def split(self) -> Split:
         """The days, in order; raises UserError where they are not."""
         train, test = days_argument(self.train), days_argument(self.test)
-        calibration = date.fromisoformat(self.calibration) if self.calibration else None
-        landed = date.fromisoformat(self.landed)
+        calibration = days_argument(self.calibration)[0] if self.calibration else None
+        landed = days_argument(self.landed)[0]
         between = [calibration] if calibration else []
         order = [*train, *between, *test, landed]
         if sorted(order) != order or train[1] == test[0] or calibration in {train[1], test[0]}:
@@ -40,16 +40,9 @@ class SplitArgs(LakeArgs):
         )
 
 
-class GemArgs(DayArgs):
-    """How GEM is trained; see training/gem.py."""
+class GemArgs(DayArgs, TrainConfig):
+    """How GEM is trained, and on which days."""
 
-    scale: Annotated[str, tyro.conf.arg(help="tiny, small, base or large")] = "small"
-    batch_rows: int = 128
-    dense_rate: float = 1e-3
-    sparse_rate: float = 0.05
-    max_length: Annotated[int | None, tyro.conf.arg(help="events of history; 0 reads none")] = None
-    checkpoint_every: int = 200
-    seed: int = 0
     processes: Annotated[int, tyro.conf.arg(help="processes on this machine, under torchrun")] = 1
 
 
@@ -60,13 +53,13 @@ def gem(args: GemArgs) -> None:
         return
     import torch.distributed as dist
 
-    from training.gem import TrainConfig, train
+    from training.gem import train
     from training.loop.tracking import track, tracked
     from training.parallel.processes import process_group
 
     lake = args.open_lake()
     chosen = args.model_dump(include=set(TrainConfig.model_fields))
-    config = TrainConfig(sequence=next(iter(lake.spec.sequences)), **chosen)
+    config = TrainConfig.model_validate(chosen)
     with process_group() as (rank, _):
         scores = train(lake, args.span, config)
         if rank == 0:

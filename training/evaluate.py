@@ -2,21 +2,15 @@
 
 from etl.spec.units import each_day
 from etl.tables.lake import Lake
-from training.data.reader import Reader, Shuffle
+from training.data.reader import Shuffle
 from training.gem import load_trained
-from training.loop import checkpoint
 from training.predictions import Predictions, predict
 from training.split import Split
 
 
 def predict_test(lake: Lake, split: Split, batch_rows: int = 2048) -> Predictions:
     """Probabilities on all rows of the test days that have a final label."""
-    manifest = checkpoint.read_manifest(
-        checkpoint.folder(lake.root, split.train_last), lake.spec.hash
-    )
-    sequence = manifest.sequence if manifest else next(iter(lake.spec.sequences))
-    reader = Reader.newest(lake, sequence, manifest.max_length if manifest else None)
-    trained = load_trained(lake, reader, split.train_last)
+    trained, reader = load_trained(lake, split.train_last)
     days = list(each_day(split.test_first, split.test_last))
     batches = reader.batches(days, split.testing(lake.spec), batch_rows, Shuffle(None))
     return predict(lambda batch: trained.model(batch).logits, batches, list(lake.spec.objectives))

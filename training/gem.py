@@ -13,9 +13,9 @@ from torchrec.distributed import DistributedModelParallel
 from tqdm import tqdm
 
 from etl.errors import UserError
-from etl.spec.base import Strict
 from etl.spec.units import each_day
 from etl.tables.lake import Lake
+from training.config import TrainConfig
 from training.data.batch import Batch
 from training.data.chunks import Ripened
 from training.data.features import Features
@@ -24,33 +24,13 @@ from training.loop import checkpoint
 from training.loop.checkpoint import Manifest
 from training.loop.prequential import Prequential
 from training.loop.step import GemModel, train_step
-from training.model.config import SCALES, GemConfig, Scale
 from training.model.gem import Gem
 from training.model.lookup import table_rows
 from training.parallel.processes import in_step
 from training.parallel.sparse import TorchrecTables, shard
+from training.resume import starting_point
 
 log = logging.getLogger(__name__)
-
-
-class TrainConfig(Strict):
-    """How GEM is trained."""
-
-    scale: Scale = "small"
-    batch_rows: int = 128
-    dense_rate: float = 1e-3
-    sparse_rate: float = 0.05
-    weight_decay: float = 0.01
-    warmup_steps: int = 50
-    sequence: str = "behaviour"
-    max_length: int | None = None
-    checkpoint_every: int = 200
-    seed: int = 0
-
-    @property
-    def model(self) -> GemConfig:
-        """The sizes that the scale stands for."""
-        return SCALES[self.scale]
 
 
 @dataclass
@@ -63,14 +43,15 @@ class Trained:
     manifest: Manifest
 
 
-def build(features: Features, manifest: Manifest, config: TrainConfig) -> Trained:
+def build(features: Features, manifest: Manifest) -> Trained:
     """A fresh model of a manifest's sizes, spread over the processes of the group."""
-    torch.manual_seed(manifest.seed)
-    core = Gem(features, manifest.config)
+    config, sizes = manifest.training, manifest.training.sizes
+    torch.manual_seed(config.seed)
+    core = Gem(features, sizes)
     rows = table_rows(features, manifest.items)
-    tables = shard(TorchrecTables(rows, manifest.config.row_width), config.sparse_rate)
+    tables = shard(TorchrecTables(rows, sizes.row_width), config.sparse_rate)
     dense = DistributedDataParallel(core) if dist.get_world_size() > 1 else core
-    model = GemModel(core, dense, tables, manifest.items, manifest.config.item_dropout)
+    model = GemModel(core, dense, tables, manifest.items, sizes.item_dropout)
     optimizer = torch.optim.AdamW(
         core.parameters(), lr=config.dense_rate, weight_decay=config.weight_decay, fused=True
     )
@@ -80,73 +61,35 @@ def build(features: Features, manifest: Manifest, config: TrainConfig) -> Traine
 def train(lake: Lake, days: tuple[date, date], config: TrainConfig) -> list[dict[str, float]]:
     """Train through the given days, each after the other; returns each day's prequential scores.
 
-    Continues from the checkpoint of the day before the first, if there is one, and from the
-    middle of a day where an earlier call was killed there.
+    Goes on from the checkpoint of the day before the first, if there is one, and from where an
+    earlier call was killed. Raises UserError where a day has no examples.
     """
     reader = Reader.newest(lake, config.sequence, config.max_length)
-    trained = resume(lake, reader, days[0], config)
-    scores = []
-    for day in each_day(trained.manifest.trained_until, days[1]):
-        scores.append(train_day(lake, reader, trained, day, config))
-        tomorrow = day + timedelta(days=1)
-        changed = {"trained_until": tomorrow, "complete": False, "batches": 0}
-        trained.manifest = trained.manifest.model_copy(update=changed)
-    return scores
-
-
-def resume(lake: Lake, reader: Reader, first: date, config: TrainConfig) -> Trained:
-    """The model as it was before the next batch to train on; its manifest tells which that is."""
-    spec = lake.spec.hash
-    wanted = Manifest(
-        spec=spec,
-        config=config.model,
-        items=2 * len(reader.items),
-        sequence=config.sequence,
-        max_length=config.max_length,
-        versions=dict(reader.versions),
-        trained_from=first,
-        trained_until=first,
-        complete=False,
-        batches=0,
-        steps=0,
-        seed=config.seed,
-    )
-    before = first - timedelta(days=1)
-    started = checkpoint.read_manifest(checkpoint.folder(lake.root, before), spec)
-    path = checkpoint.folder(lake.root, before) if started else None
-    if started:
-        if started.config != config.model:
-            raise UserError(
-                f"GEM until {before} has other sizes than scale {config.scale}: train it with the "
-                "same --scale, or start from its first day"
-            )
-        changed = {"trained_until": first, "complete": False, "batches": 0}
-        wanted = started.model_copy(update=changed | {"versions": dict(reader.versions)})
-    for folder in sorted(checkpoint.folder(lake.root, first).parent.glob("*.partial")):
-        partial = checkpoint.read_manifest(folder, spec)
-        if partial and _same_run(partial, wanted):
-            path, wanted = folder, partial
-    trained = build(reader.features, wanted, config)
+    missing = [str(day) for day in each_day(*days) if day not in reader.days()]
+    if missing:
+        raise UserError(
+            f"no examples of {', '.join(missing)}; run `gemline features examples` for them"
+        )
+    manifest, path = starting_point(lake, reader, days, config)
+    trained = build(reader.features, manifest)
     if path:
         checkpoint.load(path, trained.model, trained.tables, trained.optimizer)
         log.info("continue from %s", path)
-    return trained
+    scores = []
+    for day in each_day(manifest.trained_until, days[1]):
+        scores.append(train_day(lake, reader, trained, day))
+        trained.manifest = trained.manifest.next_day(day + timedelta(days=1))
+    return scores
 
 
-def _same_run(partial: Manifest, wanted: Manifest) -> bool:
-    changes = {"trained_until", "batches", "steps", "items"}
-    return partial.model_dump(exclude=changes) == wanted.model_dump(exclude=changes)
-
-
-def train_day(
-    lake: Lake, reader: Reader, trained: Trained, day: date, config: TrainConfig
-) -> dict[str, float]:
+def train_day(lake: Lake, reader: Reader, trained: Trained, day: date) -> dict[str, float]:
     """One pass over all labels that ripened on a day; returns scores taken before each update."""
     model, start = trained.model, trained.manifest
+    config = start.training
     model.core.train()
     seen = Prequential(reader.features)
     partial = checkpoint.folder(lake.root, day, complete=False)
-    for batch in in_step(_batches(lake, reader, day, start, config)):
+    for batch in in_step(_batches(lake, reader, day, start)):
         manifest = trained.manifest
         _set_rate(trained.optimizer, config, manifest.steps)
         torch.manual_seed(hash((config.seed, manifest.steps, dist.get_rank())) % 2**31)
@@ -155,7 +98,8 @@ def train_day(
         trained.manifest = manifest.model_copy(update=counts)
         if trained.manifest.batches % config.checkpoint_every == 0:
             checkpoint.save(partial, trained.manifest, model, trained.tables, trained.optimizer)
-    trained.manifest = trained.manifest.model_copy(update={"complete": True})
+    done = {"complete": True, "known_items": reader.items.known_by(day)}
+    trained.manifest = trained.manifest.model_copy(update=done)
     final = checkpoint.folder(lake.root, day)
     checkpoint.save(final, trained.manifest, model, trained.tables, trained.optimizer)
     if dist.get_rank() == 0:
@@ -163,10 +107,8 @@ def train_day(
     return seen.scores()
 
 
-def _batches(
-    lake: Lake, reader: Reader, day: date, start: Manifest, config: TrainConfig
-) -> Iterator[Batch]:
-    spec = lake.spec
+def _batches(lake: Lake, reader: Reader, day: date, start: Manifest) -> Iterator[Batch]:
+    spec, config = lake.spec, start.training
     first = day == start.trained_from
     after = 0 if first else spec.day_start(day)
     oldest = max(start.trained_from, day - timedelta(days=spec.ripens_after_days + 1))
@@ -188,13 +130,19 @@ def _set_rate(optimizer: torch.optim.Optimizer, config: TrainConfig, step: int) 
         group["lr"] = config.dense_rate * share
 
 
-def load_trained(lake: Lake, reader: Reader, day: date) -> Trained:
-    """The GEM that was trained until a day, for scoring; raises UserError where there is none."""
+def load_trained(lake: Lake, day: date) -> tuple[Trained, Reader]:
+    """The GEM that was trained until a day, for scoring, and a reader of what it reads.
+
+    Items that it has not seen in training are unknown to it: their rows were never learned.
+    Raises UserError where there is none.
+    """
     path = checkpoint.folder(lake.root, day)
     manifest = checkpoint.read_manifest(path, lake.spec.hash)
     if manifest is None:
         raise UserError(f"no GEM was trained until {day}; run `gemline train gem` for that day")
-    trained = build(reader.features, manifest, TrainConfig())
+    reader = Reader.newest(lake, manifest.training.sequence, manifest.training.max_length)
+    trained = build(reader.features, manifest)
     checkpoint.load(path, trained.model, trained.tables)
+    trained.model.items = min(manifest.items, manifest.known_items + 1)
     trained.model.core.eval()
-    return trained
+    return trained, reader

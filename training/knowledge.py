@@ -11,13 +11,12 @@ from tqdm import tqdm
 from etl.spec.units import each_day
 from etl.tables import arrow, contracts
 from etl.tables.lake import Lake
-from training.data.chunks import Ripened
+from training.data.chunks import EVERYTHING
 from training.data.reader import Reader, Shuffle
 from training.gem import Trained, load_trained
 from training.loop import checkpoint
 
 log = logging.getLogger(__name__)
-EVERYTHING = Ripened(after=0, until=0, unlabelled=True)
 
 
 def write_knowledge(lake: Lake, days: tuple[date, date], batch_rows: int = 2048) -> int:
@@ -25,17 +24,15 @@ def write_knowledge(lake: Lake, days: tuple[date, date], batch_rows: int = 2048)
 
     Days before the first trained GEM get none: students do without. Returns the rows written.
     """
-    trained_until = checkpoint.completed_days(lake.root)
+    written = checkpoint.written(lake.root, lake.spec.hash)
+    trained_until = [manifest.trained_until for _, manifest in written if manifest.complete]
     parts, versions = [], dict[str, object]()
     for day in each_day(*days):
         before = max((other for other in trained_until if other < day), default=None)
         if before is None:
             log.info("no GEM was trained before %s: no knowledge of it", day)
             continue
-        manifest = checkpoint.read_manifest(checkpoint.folder(lake.root, before), lake.spec.hash)
-        assert manifest is not None
-        reader = Reader.newest(lake, manifest.sequence, manifest.max_length)
-        trained = load_trained(lake, reader, before)
+        trained, reader = load_trained(lake, before)
         parts.append(_score_day(lake, reader, trained, day, batch_rows))
         versions = dict(reader.versions) | {"gem": trained.manifest.fm_version}
     contract = contracts.knowledge(lake.spec)

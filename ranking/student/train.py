@@ -72,7 +72,7 @@ def train_student(
 ) -> TrainedStudent:
     """Train on the training days; `teacher` None or weight 0 leaves GEM out."""
     torch.manual_seed(config.seed)
-    model = new_student(reader, config.model, items=len(reader.items))
+    model = new_student(reader, config.model, 1 + reader.items.known_by(split.train_last))
     dense = torch.optim.AdamW(
         model.student.parameters(),
         lr=config.dense_rate,

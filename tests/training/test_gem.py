@@ -95,7 +95,7 @@ def test_other_sizes_do_not_continue(own: Lake, spec_path: Path, capsys) -> None
     train(own, spec_path, str(FIRST))
     bigger = ["train", "gem", *words(own, spec_path, str(SECOND)), "--scale", "small"]
     assert main(bigger) == 2
-    assert "other sizes than scale small" in capsys.readouterr().err
+    assert "was trained with scale tiny; max_length 32" in capsys.readouterr().err
 
 
 def test_the_teacher_of_a_day_has_not_seen_it(own: Lake, spec_path: Path) -> None:

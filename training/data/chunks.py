@@ -34,6 +34,9 @@ class Ripened:
     unlabelled: bool = False
 
 
+EVERYTHING = Ripened(after=0, until=0, unlabelled=True)
+
+
 @dataclass(frozen=True)
 class Chunk:
     """B rows sorted by request; `starts` (R+1) cut them into requests.

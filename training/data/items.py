@@ -1,6 +1,7 @@
 """The items table in memory: attributes by item index, for candidates and for events alike."""
 
 from dataclasses import dataclass
+from datetime import date
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,11 @@ class ItemTable:
     numbers: npt.NDArray[np.float32]
     vectors: dict[str, npt.NDArray[np.float32]]
     names: npt.NDArray[np.object_]
+    first_seen: npt.NDArray[np.datetime64]
+
+    def known_by(self, day: date) -> int:
+        """The highest index of the items that were seen by the end of a day."""
+        return int(np.flatnonzero(self.first_seen <= np.datetime64(day)).max(initial=0))
 
     def __len__(self) -> int:
         """Rows, that of no item included."""
@@ -28,7 +34,7 @@ class ItemTable:
 
 def load_items(snapshot: Snapshot, group: Group) -> ItemTable:
     """The items of a version; what is missing is row 0, NaN or a zero vector."""
-    columns = ["item_id", "item_ix", *group.ids, *group.numbers, *group.vectors]
+    columns = ["item_id", "item_ix", "day", *group.ids, *group.numbers, *group.vectors]
     table = snapshot.read(columns).combine_chunks()
     where = table["item_ix"].to_numpy()
     rows = int(where.max(initial=0)) + 1
@@ -52,6 +58,7 @@ def load_items(snapshot: Snapshot, group: Group) -> ItemTable:
             for name, width in group.vectors.items()
         },
         names=placed(np.asarray(table["item_id"]), np.full(rows, None, object)),
+        first_seen=placed(table["day"].to_numpy(), np.full(rows, "NaT", "datetime64[D]")),
     )
 
 

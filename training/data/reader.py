@@ -63,13 +63,18 @@ class Reader:
     def newest(
         cls,
         lake: Lake,
-        sequence: str,
+        sequence: str | None = None,
         max_length: int | None = None,
         surface: str | None = None,
     ) -> "Reader":
-        """A reader of the newest versions."""
+        """A reader of the newest versions; of the spec's first sequence where none is named."""
+        sequence = sequence or next(iter(lake.spec.sequences))
         versions = {name: lake.version(name) for name in TABLES}
         return cls(lake, versions, sequence, max_length, surface)
+
+    def days(self) -> list[date]:
+        """Days that have examples."""
+        return self._tables["examples"].days()
 
     def chunks(
         self, days: Sequence[date], buckets: Iterable[int], ripened: Ripened

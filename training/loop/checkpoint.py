@@ -18,8 +18,9 @@ from torchrec.distributed import DistributedModelParallel
 
 from etl.errors import UserError
 from etl.spec.base import Strict
+from etl.tables import folders
+from training.config import TrainConfig
 from training.loop.step import GemModel
-from training.model.config import GemConfig
 
 MANIFEST = "gem.json"
 
@@ -28,22 +29,32 @@ class Manifest(Strict):
     """What a checkpoint is: enough to rebuild the model, and to refuse a wrong use of it."""
 
     spec: str
-    config: GemConfig
+    match: tuple[str, ...]
+    training: TrainConfig
+    processes: int
     items: int
-    sequence: str
-    max_length: int | None
+    known_items: int
     versions: dict[str, int]
     trained_from: date
     trained_until: date
     complete: bool
     batches: int
     steps: int
-    seed: int
 
     @property
     def fm_version(self) -> str:
         """The name under which this GEM's knowledge is kept."""
-        return f"{self.trained_from:%Y%m%d}-{self.trained_until:%Y%m%d}-s{self.seed}"
+        return f"{self.trained_from:%Y%m%d}-{self.trained_until:%Y%m%d}-s{self.training.seed}"
+
+    def next_day(self, day: date) -> "Manifest":
+        """The manifest of the same model before its first batch of a day."""
+        changed = {"trained_until": day, "complete": False, "batches": 0}
+        return self.model_copy(update=changed)
+
+    def same_run(self, other: "Manifest") -> bool:
+        """Whether both are moments of one training run."""
+        moment = {"trained_until", "complete", "batches", "steps", "known_items", "items"}
+        return self.model_dump(exclude=moment) == other.model_dump(exclude=moment)
 
 
 def folder(lake: str, day: date, complete: bool = True) -> Path:
@@ -84,16 +95,14 @@ def save(
     optimizer: torch.optim.Optimizer,
 ) -> None:
     """Write a checkpoint beside its place, then move it there."""
-    beside = path.with_name(f".{path.name}")
+    beside = folders.beside(path)
     if dist.get_rank() == 0:
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.parent.mkdir(parents=True, exist_ok=True)
+        folders.fresh(path)
     dist.barrier()
     state_dict_saver.save(_state(model, tables, optimizer), checkpoint_id=str(beside))
     if dist.get_rank() == 0:
         (beside / MANIFEST).write_text(manifest.model_dump_json(indent=1))
-        shutil.rmtree(path, ignore_errors=True)
-        beside.rename(path)
+        folders.put(path)
     dist.barrier()
 
 
@@ -119,8 +128,13 @@ def load(
         tables.fused_optimizer.load_state_dict(state["tables_optimizer"])
 
 
-def completed_days(lake: str) -> list[date]:
-    """Days until which there is a trained GEM."""
-    root = Path(lake, "models", "gem")
-    names = [path.name for path in root.glob("[0-9]*") if (path / MANIFEST).is_file()]
-    return sorted(date.fromisoformat(name) for name in names if ".partial" not in name)
+def written(lake: str, spec: str) -> list[tuple[Path, Manifest]]:
+    """All checkpoints and their manifests, the least trained first."""
+    paths = Path(lake, "models", "gem").glob("[0-9]*")
+    found = [(path, manifest) for path in paths if (manifest := read_manifest(path, spec))]
+    return sorted(found, key=lambda pair: (pair[1].trained_until, pair[1].complete))
+
+
+def forget(lake: str) -> None:
+    """Remove every checkpoint, so that the next training starts from nothing."""
+    shutil.rmtree(Path(lake, "models", "gem"), ignore_errors=True)

@@ -1,0 +1,27 @@
+"""Folders that appear whole or not at all."""
+
+import shutil
+from pathlib import Path
+
+
+def beside(place: Path) -> Path:
+    """Where a folder is written before it is moved to its place."""
+    return place.with_name(f".{place.name}.new")
+
+
+def fresh(place: Path) -> Path:
+    """The folder beside a place, empty."""
+    made = beside(place)
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir(parents=True)
+    return made
+
+
+def put(place: Path) -> None:
+    """Move the folder beside a place there; what was there goes only when the new one is ready."""
+    old = place.with_name(f".{place.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if place.exists():
+        place.rename(old)
+    beside(place).rename(place)
+    shutil.rmtree(old, ignore_errors=True)

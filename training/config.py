@@ -1,0 +1,33 @@
+"""How GEM is trained."""
+
+from typing import Annotated
+
+import tyro
+from pydantic import Field
+
+from etl.spec.base import Strict
+from training.model.config import SCALES, GemConfig, Scale
+
+
+class TrainConfig(Strict):
+    """Settings of a training run; the first sequence of the spec is read where none is named."""
+
+    scale: Scale = "small"
+    batch_rows: int = Field(default=128, ge=1)
+    dense_rate: float = 1e-3
+    sparse_rate: float = 0.05
+    weight_decay: float = 0.01
+    warmup_steps: int = Field(default=50, ge=1)
+    sequence: str | None = None
+    max_length: Annotated[int | None, tyro.conf.arg(help="events of history; 0 reads none")] = None
+    checkpoint_every: int = Field(default=200, ge=1)
+    seed: int = 0
+
+    @property
+    def sizes(self) -> GemConfig:
+        """The sizes that the scale stands for."""
+        return SCALES[self.scale]
+
+    def reads(self) -> dict[str, object]:
+        """What may not change from one day to the next."""
+        return self.model_dump(include={"scale", "sequence", "max_length"})

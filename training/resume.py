@@ -1,0 +1,72 @@
+"""Where a training run starts: from nothing, from the day before, or where it was cut off."""
+
+from datetime import date, timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from etl.errors import UserError
+from etl.tables.lake import Lake
+from training.config import TrainConfig
+from training.data.reader import Reader
+from training.loop import checkpoint
+from training.loop.checkpoint import Manifest
+
+
+def starting_point(
+    lake: Lake, reader: Reader, days: tuple[date, date], config: TrainConfig
+) -> tuple[Manifest, Path | None]:
+    """The model as it was before the next batch to train on, and its checkpoint if it has one.
+
+    Raises UserError where earlier days are missing, or were trained with what cannot be changed.
+    """
+    written = checkpoint.written(lake.root, lake.spec.hash)
+    wanted = _new(lake, reader, days[0], config)
+    path = None
+    earlier = [pair for pair in written if pair[1].complete and pair[1].trained_until < days[0]]
+    if earlier:
+        path, before = earlier[-1]
+        _check(before, wanted)
+        kept = {"items": before.items, "steps": before.steps, "trained_from": before.trained_from}
+        wanted = wanted.model_copy(update=kept)
+    for folder, manifest in written:
+        if manifest.same_run(wanted) and days[0] <= manifest.trained_until <= days[1]:
+            path, wanted = folder, manifest
+    if wanted.complete:
+        wanted = wanted.next_day(wanted.trained_until + timedelta(days=1))
+    return wanted, path
+
+
+def _new(lake: Lake, reader: Reader, first: date, config: TrainConfig) -> Manifest:
+    return Manifest(
+        spec=lake.spec.hash,
+        match=lake.spec.match,
+        training=config,
+        processes=dist.get_world_size(),
+        items=2 * len(reader.items),
+        known_items=0,
+        versions=dict(reader.versions),
+        trained_from=first,
+        trained_until=first,
+        complete=False,
+        batches=0,
+        steps=0,
+    )
+
+
+def _check(before: Manifest, wanted: Manifest) -> None:
+    """Whether a new day may go on from the model of the days before."""
+    day, first = before.trained_until, wanted.trained_until
+    if day + timedelta(days=1) != first:
+        raise UserError(
+            f"GEM was trained until {day}: train the days from then to {first} first, or remove "
+            "models/gem from the lake to start over"
+        )
+    old, new = before.training.reads(), wanted.training.reads()
+    changed = [f"{name} {old[name]}" for name in old if old[name] != new[name]]
+    changed += [f"match {', '.join(before.match)}"] if before.match != wanted.match else []
+    if changed:
+        raise UserError(
+            f"GEM until {day} was trained with {'; '.join(changed)}: go on with the same, or "
+            "remove models/gem from the lake to start over"
+        )
