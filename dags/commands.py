@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -12,12 +12,14 @@ from etl.cli import DayArgs
 from etl.errors import UserError
 from etl.spec.base import Strict
 
+Scale = Literal["tiny", "small", "base", "large"]
+
 
 class RunArgs(DayArgs):
     """What the line runs on."""
 
     raw: Annotated[str, tyro.conf.arg(help="folder or URL of the raw logs")]
-    scale: Annotated[str, tyro.conf.arg(help="size of GEM: tiny, small, base or large")] = "small"
+    scale: Annotated[Scale, tyro.conf.arg(help="size of GEM")] = "small"
 
 
 class BatchArgs(Strict):

@@ -6,13 +6,13 @@ GEMLINE_FIRST_DAY, the first day with logs, and if it is not small GEMLINE_SCALE
 
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
 from airflow.providers.standard.operators.bash import BashOperator
-from airflow.sdk import DAG, CronPartitionTimetable, Param, task
+from airflow.sdk import DAG, CronPartitionTimetable, Param, chain, task
 
 from dags.line import Days, Place, Step, data_steps, model_steps, newest_mature
 from etl.errors import UserError
@@ -43,36 +43,45 @@ def day_of(dag_run: Any, params: Mapping[str, Any], logical_date: Any) -> date:
     return day
 
 
-def build(spec: DataSpec, place: Place, first: date) -> DAG:
-    """The daily DAG of a spec."""
+def macros(spec: DataSpec, first: date) -> dict[str, Callable[..., Any]]:
+    """What the commands of a run ask for: its day, how its days are split, which are tested."""
 
     def days(*run: Any) -> Days:
         return newest_mature(spec, first, day_of(*run))
 
-    def split_of(*run: Any) -> str:
-        return shlex.join(days(*run).split)
+    return {
+        "day_of": day_of,
+        "split_of": lambda *run: shlex.join(days(*run).split),
+        "tested_of": lambda *run: f"{days(*run).test_first}:{days(*run).test_last}",
+    }
 
-    def tested_of(*run: Any) -> str:
-        return f"{days(*run).test_first}:{days(*run).test_last}"
 
+def time_zone(spec: DataSpec) -> str:
+    """The zone in which the spec's days begin at midnight; its sign is POSIX's, east is minus."""
+    return f"Etc/GMT{-spec.utc_offset_hours:+d}" if spec.utc_offset_hours else "UTC"
+
+
+def build(spec: DataSpec, place: Place, first: date) -> DAG:
+    """The daily DAG of a spec: it runs two hours after its day has ended."""
     with DAG(
         f"gemline_{spec.name}",
         schedule=CronPartitionTimetable(
-            "0 2 * * *", timezone="UTC", key_format="%Y-%m-%d", run_offset=-1
+            "0 2 * * *", timezone=time_zone(spec), key_format="%Y-%m-%d", run_offset=-1
         ),
         catchup=False,
         max_active_runs=1,
         default_args=DEFAULTS,
         params={"day": Param(None, type=["null", "string"], format="date")},
-        user_defined_macros={"day_of": day_of, "split_of": split_of, "tested_of": tested_of},
+        user_defined_macros=macros(spec, first),
         doc_md=__doc__,
     ) as dag:
 
         @task.short_circuit
         def enough_days(**context: Any) -> bool:
             """Whether a day is there for each of training, calibration and test."""
+            day = day_of(context["dag_run"], context["params"], context.get("logical_date"))
             try:
-                days(context["dag_run"], context["params"], context.get("logical_date"))
+                newest_mature(spec, first, day)
             except UserError as reason:
                 print(reason)
                 return False
@@ -80,8 +89,6 @@ def build(spec: DataSpec, place: Place, first: date) -> DAG:
 
         gate = enough_days()
         written: dict[str, BashOperator] = {}
-        for step in data_steps(place, ("--days", DAY)):
-            _after(written, step)
         learn, judge = model_steps(
             spec,
             place,
@@ -91,11 +98,16 @@ def build(spec: DataSpec, place: Place, first: date) -> DAG:
             tested=("--days", TESTED),
             gem=("--scale", os.environ.get("GEMLINE_SCALE", "small")),
         )
-        for step in learn:
+        for step in (*data_steps(place, ("--days", DAY)), *learn):
             _after(written, step)
-        list(written.values())[-1] >> gate
+        written["knowledge"] >> gate
+        scores = []
         for step in judge:
-            gate >> _after(written, step)
+            operator = _after(written, step)
+            gate >> operator
+            if step.name.startswith("scores-"):
+                scores.append(operator)
+        chain(*scores)  # they write one table, one after the other
     return dag
 
 

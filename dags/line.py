@@ -69,13 +69,16 @@ class Days:
         )
 
 
+SHORT = 3600  # a day loses little if labels of its last hour are left out
+
+
 def newest_mature(spec: DataSpec, first: date, last: date) -> Days:
     """Test on the newest day whose labels are all final by `last`, calibrate on the day before.
 
     Raises UserError where no day would be left to learn from.
     """
-    windows = [o.ripens_after for o in spec.objectives.values()]
-    wait = spec.ripens_after_days if max(windows) >= 86400 else 0
+    slowest = max(objective.ripens_after for objective in spec.objectives.values())
+    wait = spec.ripens_after_days if slowest > SHORT else 0
     test = last - timedelta(days=wait)
     train_last = test - timedelta(days=2)
     if train_last < first:

@@ -27,10 +27,8 @@ def run_line(spec: DataSpec, place: Place, steps: Sequence[Step]) -> None:
     plan = Path(place.lake, records.FOLDER, PLAN)
     plan.parent.mkdir(parents=True, exist_ok=True)
     plan.write_bytes(Plan.dump_json((place, list(steps))))
-    for _, group in groupby(steps, key=lambda step: step.engine):
-        names = [step.name for step in group if not records.finished(spec, place, steps, step)]
-        if not names:
-            continue
+    for _, group in groupby(unfinished(spec, place, steps), key=lambda step: step.engine):
+        names = [step.name for step in group]
         command = [sys.executable, "-m", "gemline", "batch", "--plan", str(plan), "--steps", *names]
         code = subprocess.run(command, env=os.environ | {"PYTHONUNBUFFERED": "1"}).returncode
         if code:
@@ -38,6 +36,17 @@ def run_line(spec: DataSpec, place: Place, steps: Sequence[Step]) -> None:
                 f"the line stopped with exit code {code}; the reason is above. Run the same "
                 "command again to go on from there"
             )
+
+
+def unfinished(spec: DataSpec, place: Place, steps: Sequence[Step]) -> list[Step]:
+    """Steps that have to run: those whose inputs changed, and all that read what they write."""
+    found: list[Step] = []
+    renewed: set[str] = set()
+    for step in steps:
+        if renewed & set(step.reads) or not records.finished(spec, place, steps, step):
+            found.append(step)
+            renewed |= set(step.writes)
+    return found
 
 
 def run_steps(plan: Path, names: Sequence[str]) -> int:

@@ -31,7 +31,7 @@ class LakeArgs(Strict):
     """Arguments of whatever reads or writes tables."""
 
     spec: Annotated[Path, tyro.conf.arg(help="the data spec, a YAML file")]
-    lake: Annotated[str, tyro.conf.arg(help="folder or URL of the tables")]
+    lake: Annotated[str, tyro.conf.arg(help="folder of the tables")]
 
     def open_lake(self) -> "Lake":
         """The lake, its folder made."""
@@ -100,18 +100,30 @@ def parse(model: type[Config], argv: Sequence[str], prog: str) -> Config:
     try:
         return tyro.cli(model, args=given, prog=prog, config=(tyro.conf.AvoidSubcommands,))
     except ValidationError as error:
-        reasons = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise UserError(f"{prog}: {reasons}") from None
+        raise UserError(f"{prog}: {reasons_of(error)}") from None
 
 
 def file_flags(model: type[Strict], file: Path) -> Iterator[tuple[str, list[str]]]:
     """A YAML file as flags and their words; raises UserError for keys that the model lacks."""
+    yield from _flags(model, read_mapping(file), file, ())
+
+
+def read_mapping(file: Path) -> dict[str, Any]:
+    """The content of a YAML file; raises UserError where it is missing or no mapping."""
     if not file.is_file():
         raise UserError(f"{file}: no such configuration file")
-    content = yaml.safe_load(file.read_text()) or {}
+    try:
+        content = yaml.safe_load(file.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise UserError(f"{file} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise UserError(f"{file}: a configuration is a mapping of names to values")
-    yield from _flags(model, content, file, ())
+    return content
+
+
+def reasons_of(error: ValidationError) -> str:
+    """What is wrong, name by name, in one line."""
+    return "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
 
 
 def _flags(
@@ -126,7 +138,8 @@ def _flags(
         flag = ".".join((*path, key)).replace("_", "-")
         if isinstance(value, dict):
             inner = model.model_fields[key].annotation
-            assert isinstance(inner, type) and issubclass(inner, Strict)
+            if not (isinstance(inner, type) and issubclass(inner, Strict)):
+                raise UserError(f"{file}: {'.'.join((*path, key))}: one value is wanted here")
             yield from _flags(inner, value, file, (*path, key))
         elif isinstance(value, bool):
             yield (f"--{flag}" if value else f"--{'.'.join((*path, 'no-' + key))}", [])

@@ -4,10 +4,9 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-import yaml
 from pydantic import ValidationError
 
-from etl.cli import DayArgs
+from etl.cli import DayArgs, read_mapping, reasons_of
 from etl.errors import UserError
 from etl.spec.base import Strict
 
@@ -32,13 +31,11 @@ def simulate(args: SimulateArgs) -> None:
     from etl.sources.simulator.config import SimulatorConfig
     from etl.sources.simulator.simulate import simulate as write
 
-    if not args.simulator.is_file():
-        raise UserError(f"{args.simulator}: no such file; shipped ones lie in conf/simulator")
+    content = read_mapping(args.simulator)
     try:
-        config = SimulatorConfig(**yaml.safe_load(args.simulator.read_text()))
+        config = SimulatorConfig(**content)
     except ValidationError as error:
-        reasons = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-        raise UserError(f"{args.simulator}: {'; '.join(reasons)}") from None
+        raise UserError(f"{args.simulator}: {reasons_of(error)}") from None
     write(config, args.out)
 
 

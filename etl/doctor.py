@@ -14,7 +14,6 @@ from rich.table import Table
 from etl.errors import UserError
 from etl.jars import jar_folder, jar_names
 
-NEEDED_FREE_GB = 9
 PACKAGES = {
     "spark": ("pyspark", "delta-spark", "deltalake", "pyarrow", "pandas"),
     "train": ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "mlflow", "lightgbm"),
@@ -88,7 +87,7 @@ def java() -> str:
     except FileNotFoundError:
         return ""
     version = said.split('"')[1] if '"' in said else ""
-    return version if version.split(".")[0] >= "17" else ""
+    return version if int(version.split(".")[0] or 0) >= 17 else ""
 
 
 def gpu() -> str:

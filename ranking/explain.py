@@ -1,6 +1,7 @@
 """One page of text on one impression: what was known of it then, and what was said of it."""
 
 import gzip
+import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -95,9 +96,12 @@ def _raw(event: Row) -> list[str]:
     path = Path(unquote(urlparse(event["source_file"]).path))
     if not path.is_file():
         return [f"{path} (no longer there)"]
-    keys = [event["event_id"], *event["event_id"].split("-")]
+    whole, *parts = (
+        re.compile(rf"(?<!\w){re.escape(key)}(?!\w)")
+        for key in (event["event_id"], *event["event_id"].split("-"))
+    )
     for number, line in enumerate(_lines(path), 1):
-        if keys[0] in line or all(key in line for key in keys[1:]):
+        if whole.search(line) or all(part.search(line) for part in parts):
             return [f"{path}:{number}", line.rstrip()]
     return [f"{path} (not a text file, or changed since)"]
 

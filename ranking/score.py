@@ -6,6 +6,8 @@ import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
+from etl.errors import UserError
+from etl.spec.model import Auction
 from etl.spec.units import each_day
 from etl.tables import arrow, contracts
 from etl.tables.arrow import Snapshot
@@ -19,11 +21,19 @@ from training.data.reader import Reader, Shuffle
 
 
 def score_days(lake: Lake, surface: str, days: tuple[date, date], batch_rows: int = 2048) -> int:
-    """Replace a surface's `scores` of the given days; returns the rows written."""
+    """Replace a surface's `scores` of the given days; returns the rows written.
+
+    Raises UserError where the surface has no ranker, or one of another spec.
+    """
     loaded = ranker.load(ranker.ranker_folder(lake.root, surface))
     manifest = loaded.manifest
+    if manifest.spec.hash != lake.spec.hash:
+        raise UserError(
+            f"the ranker of {surface} was trained under spec {manifest.spec.hash}, now it is "
+            f"{lake.spec.hash}: train it again"
+        )
     reader = Reader.newest(lake, manifest.sequence, manifest.model.max_length, surface)
-    offers = Offers(arrow.snapshot(lake, contracts.items(lake.spec)), lake.spec.auction is not None)
+    offers = Offers(arrow.snapshot(lake, contracts.items(lake.spec)), lake.spec.auction)
     contract = contracts.scores(lake.spec)
     parts = []
     for day in tqdm(list(each_day(*days)), desc=f"score {surface}", unit="day", disable=None):
@@ -37,9 +47,12 @@ def score_days(lake: Lake, surface: str, days: tuple[date, date], batch_rows: in
 
 
 class Offers:
-    """Bid and goal of each item, by item index."""
+    """Bid and goal of each item, by item index; `paid` are those whose goal the spec knows.
 
-    def __init__(self, items: Snapshot, auction: bool) -> None:
+    What no campaign pays for is worth nothing: an item's attributes may be late or missing.
+    """
+
+    def __init__(self, items: Snapshot, auction: Auction | None) -> None:
         rows = items.read(["item_ix", *(("bid", "goal") if auction else ())])
         where = rows["item_ix"].to_numpy()
         self.bids = np.zeros(int(where.max(initial=0)) + 1)
@@ -47,6 +60,8 @@ class Offers:
         if auction:
             self.bids[where] = rows["bid"].fill_null(0.0).to_numpy()
             self.goals[where] = np.asarray(rows["goal"])
+        known = list(auction.pays_for) if auction else [None]
+        self.paid = np.isin(self.goals.astype(str), np.array(known, object).astype(str))
 
 
 def _rows(loaded: Ranker, reader: Reader, offers: Offers, batch: Batch, day: date) -> pa.Table:
@@ -54,7 +69,9 @@ def _rows(loaded: Ranker, reader: Reader, offers: Offers, batch: Batch, day: dat
     item = batch.item.numpy()
     p = loaded.probabilities(batch)
     bids, goals = offers.bids[item], offers.goals[item]
-    value = expected_value(spec, surface, p, list(bids), list(goals))
+    value = np.zeros(len(item))
+    paid = offers.paid[item]
+    value[paid] = expected_value(spec, surface, p[paid], list(bids[paid]), list(goals[paid]))
     request = batch.request.numpy()
     best = np.lexsort((-value, request))
     place = np.empty(len(best), np.int32)

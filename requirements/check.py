@@ -1,5 +1,7 @@
 """What must be there before anything is installed; one sentence and the fix for each lack."""
 
+from __future__ import annotations
+
 import os
 import re
 import shutil

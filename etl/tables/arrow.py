@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from dataclasses import replace as replace_fields
 from datetime import date
 from typing import cast
+from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -74,8 +75,9 @@ class Snapshot:
         self, path: str, values: Mapping[str, object], names: list[str], schema: pa.Schema
     ) -> pa.Table:
         stored = [name for name in names if name not in values]
+        root = unquote(self.table.table_uri.removeprefix("file://"))
         try:
-            file = pq.ParquetFile(f"{self.table.table_uri.removeprefix('file://')}/{path}")
+            file = pq.ParquetFile(f"{root}/{path}")
         except FileNotFoundError:
             raise UserError(
                 f"version {self.version} of table {self.contract.name} has been vacuumed "

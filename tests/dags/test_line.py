@@ -1,13 +1,14 @@
 import subprocess
 import sys
 from ast import literal_eval
-from datetime import date
+from datetime import date, datetime
 from pathlib import Path
 
 import pytest
 
 from dags import records
 from dags.line import Place, line, newest_mature
+from dags.local import unfinished
 from etl.errors import UserError
 from etl.spec import load_spec
 from tests.conftest import ROOT
@@ -90,3 +91,29 @@ print("EDGES", sorted((t, u) for t in d.daily.task_ids
     edges = set(literal_eval(said["EDGES"]))
     assert {("ingest", "labels"), ("examples", "gem"), ("gem", "knowledge")} <= edges
     assert ("enough_days", "ranker-feed") in edges and ("ranker-feed", "scores-feed") in edges
+
+
+def test_what_reads_a_renewed_step_runs_again(tmp_path: Path, raw: Path, spec_path: Path) -> None:
+    spec = load_spec(spec_path)
+    place = Place(spec_path, str(raw), str(tmp_path))
+    days = newest_mature(spec, date(2026, 1, 1), date(2026, 1, 4))
+    steps = line(spec, place, days)
+    for step in steps:
+        records.write(place.lake, step.name, records.inputs_of(spec, place, steps, step), 1.0)
+    assert unfinished(spec, place, steps) == []
+    larger = line(spec, place, days, ("--scale", "base"))
+    names = [step.name for step in unfinished(spec, place, larger)]
+    assert names[:3] == ["gem", "knowledge", "evaluate"] and names[-1] == "report"
+    assert "baseline" not in names and "examples" not in names
+
+
+@pytest.mark.parametrize(("offset", "zone"), [(0, "UTC"), (8, "Etc/GMT-8"), (-5, "Etc/GMT+5")])
+def test_a_day_ends_where_the_spec_says(offset: int, zone: str, spec_path: Path) -> None:
+    from zoneinfo import ZoneInfo
+
+    from dags.daily import time_zone
+
+    spec = load_spec(spec_path).model_copy(update={"utc_offset_hours": offset})
+    assert time_zone(spec) == zone
+    midnight = datetime(2026, 1, 2, tzinfo=ZoneInfo(time_zone(spec))).timestamp()
+    assert midnight == spec.day_end(date(2026, 1, 1))

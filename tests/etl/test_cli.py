@@ -25,6 +25,21 @@ def test_an_unknown_key_names_the_key_and_the_file(tmp_path: Path) -> None:
         parse(RawArgs, ["--config", str(file)], "t")
 
 
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("lake: [", "is not YAML"),
+        ("lake: {a: 1}", "lake: one value is wanted"),
+        ("- a", "a mapping"),
+    ],
+)
+def test_a_broken_configuration_is_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=sentence):
+        parse(RawArgs, ["--config", str(file)], "t")
+
+
 def test_bad_days_are_one_sentence_and_exit_code_2(
     capsys: pytest.CaptureFixture[str], spec_path: Path, tmp_path: Path
 ) -> None:
