@@ -1,5 +1,7 @@
 """`gemline bench NAME`: one file a benchmark."""
 
-from benchmarks import history, kuairand
+from benchmarks import history, kuairand, simulator
 
-COMMANDS = {"bench": {"kuairand": kuairand.bench, "history": history.bench}}
+COMMANDS = {
+    "bench": {"kuairand": kuairand.bench, "history": history.bench, "simulator": simulator.bench}
+}

@@ -69,6 +69,13 @@ def labels(args: DayArgs) -> None:
     tell("labels", label(lake, args.span))
 
 
+def jars(args: Strict) -> None:
+    """Print the paths of the Delta JARs for `spark-submit --jars`; they are fetched if need be."""
+    from etl.jars import delta_jars
+
+    print(",".join(map(str, delta_jars())))
+
+
 def tell(step: str, counts: dict[str, int]) -> None:
     """One line of what a step wrote."""
     print(f"{step}: {', '.join(f'{n:,} {what}' for what, n in counts.items())}", flush=True)
@@ -83,6 +90,6 @@ def doctor(args: Strict) -> None:
 
 COMMANDS = {
     "simulate": simulate,
-    "etl": {"ingest": ingest, "attributes": attributes, "labels": labels},
+    "etl": {"ingest": ingest, "attributes": attributes, "labels": labels, "jars": jars},
     "doctor": doctor,
 }

@@ -48,6 +48,11 @@ class GemArgs(DayArgs, TrainConfig):
 
 def gem(args: GemArgs) -> None:
     """Train GEM through some days, from the checkpoint of the day before."""
+    buckets = args.load().buckets
+    if not 1 <= args.processes <= buckets:
+        raise UserError(
+            f"--processes {args.processes}: from 1 to {buckets}, as many as the spec has buckets"
+        )
     if args.processes > 1:
         _torchrun(args)
         return

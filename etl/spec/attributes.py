@@ -49,13 +49,14 @@ class Clock(Strict):
         return 25 if self.part == "hour" else 8
 
 
-EntityAttribute = Annotated[Categorical | Numeric | Vector, Field(discriminator="type")]
+UserAttribute = Annotated[Categorical | Numeric, Field(discriminator="type")]
+ItemAttribute = Annotated[Categorical | Numeric | Vector, Field(discriminator="type")]
 ContextAttribute = Annotated[Categorical | Numeric | Clock, Field(discriminator="type")]
 
 
 class Attributes(Strict):
     """Attributes by what they describe. Those of an item do not change; those of a user may."""
 
-    user: dict[Name, EntityAttribute] = {}
-    item: dict[Name, EntityAttribute] = {}
+    user: dict[Name, UserAttribute] = {}
+    item: dict[Name, ItemAttribute] = {}
     context: dict[Name, ContextAttribute] = {}

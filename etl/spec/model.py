@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Iterator
 from datetime import date, timedelta
 from functools import cached_property
 from typing import Literal
@@ -86,11 +87,11 @@ class DataSpec(Strict):
     utc_offset_hours: int = Field(default=0, ge=-12, le=14)
     buckets: int = Field(default=16, ge=1)
     lateness: Duration = 3 * DAY
-    surfaces: dict[Name, Surface]
+    surfaces: dict[Name, Surface] = Field(min_length=1)
     events: dict[Name, EventType]
-    objectives: dict[Name, Objective]
+    objectives: dict[Name, Objective] = Field(min_length=1)
     attributes: Attributes = Attributes()
-    sequences: dict[Name, Sequence]
+    sequences: dict[Name, Sequence] = Field(min_length=1)
     match: tuple[CategoryName, ...] = ()
     counters: Counters
     auction: Auction | None = None
@@ -98,22 +99,32 @@ class DataSpec(Strict):
 
     @model_validator(mode="after")
     def _whole(self) -> "DataSpec":
+        problems = [*self._problems()]
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def _problems(self) -> Iterator[str]:
+        """What is wrong with the parts together."""
         impressions = [n for n, e in self.events.items() if e.role == "impression"]
         if len(impressions) != 1:
-            raise ValueError(f"one event type needs role: impression, {len(impressions)} have it")
+            yield f"one event type needs role: impression, {len(impressions)} have it"
         if self.buckets & (self.buckets - 1):
-            raise ValueError(f"buckets is {self.buckets}; it must be a power of two")
+            yield f"buckets is {self.buckets}; it must be a power of two"
         if not self.logs:
-            raise ValueError("no source is an event_log or an impression_log")
+            yield "no source is an event_log or an impression_log"
+        logged = [surface.logged_as or name for name, surface in self.surfaces.items()]
+        for name in {name for name in logged if logged.count(name) > 1}:
+            yield f"two surfaces are logged as {name!r}"
+        for surface in self.ad_surfaces:
+            if not any(surface in self.surfaces_of(name) for name in self.objectives):
+                yield f"surface {surface} has ads but no objective; say `ads: false`"
         for entity in ("user", "item"):
             files = [n for n, s in self.sources.items() if _tells(s, entity)]
             if len(files) > 1:
-                raise ValueError(f"sources {', '.join(files)} all tell of {entity}s; join them")
+                yield f"sources {', '.join(files)} all tell of {entity}s; join them"
             if getattr(self.attributes, entity) and not files:
-                raise ValueError(
-                    f"{entity}s have attributes, but no source of kind attributes tells them"
-                )
-        return self
+                yield f"{entity}s have attributes, but no source of kind attributes tells them"
 
     @cached_property
     def impression(self) -> str:

@@ -42,6 +42,26 @@ def test_all_errors_are_reported_at_once_with_their_lines(tmp_path: Path) -> Non
         assert any(f":{number}: " in s and hint in s for s in said), (mark, said)
 
 
+@pytest.mark.parametrize(
+    ("good", "bad", "sentence"),
+    [
+        ("role: impression", "role: outcome", "one event type needs role: impression"),
+        ("buckets: 4", "buckets: 6", "buckets is 6; it must be a power of two"),
+        ("reels: {}", "reels: {logged_as: feed}", "two surfaces are logged as 'feed'"),
+        ("entity: user", "entity: item", "users have attributes, but no source"),
+        ("entity: user", "entity: item", "sources users, items all tell of items"),
+        ("numeric, transform: log}", "vector, width: 3}", "signup_days"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(
+    tmp_path: Path, good: str, bad: str, sentence: str
+) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(SPEC.read_text().replace(good, bad))
+    with pytest.raises(UserError, match=sentence):
+        load_spec(path)
+
+
 def test_the_hash_ignores_where_data_lies_and_what_models_read(tmp_path: Path) -> None:
     def hash_of(text: str) -> str:
         path = tmp_path / "s.yaml"

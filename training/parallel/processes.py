@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from etl.errors import UserError
 from training.data.batch import Batch
 
 TIMEOUT = timedelta(minutes=5)
@@ -32,8 +33,8 @@ def process_group() -> Iterator[tuple[int, int]]:
 def in_step(batches: Iterator[Batch]) -> Iterator[Batch]:
     """Batches for as long as any process has one; a process that ran out repeats an unlabelled one.
 
-    All processes take the same number of steps, as their collectives must meet. Every process
-    needs at least one batch.
+    All processes take the same number of steps, as their collectives must meet. Raises UserError
+    where one has no batch at all.
     """
     last = None
     while True:
@@ -43,7 +44,8 @@ def in_step(batches: Iterator[Batch]) -> Iterator[Batch]:
         if not more.item():
             return
         if batch is None:
-            assert last is not None, "a process has no rows: use fewer processes than buckets"
+            if last is None:
+                raise UserError("a process has no rows on this day: use fewer --processes")
             batch = replace(last, known=torch.zeros_like(last.known))
         last = batch
         yield batch

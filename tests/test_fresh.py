@@ -1,0 +1,27 @@
+"""A fresh clone on a machine with an empty home directory."""
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+OURS = ("HOME", "XDG_", "GEMLINE_", "VIRTUAL_ENV", "MAKE", "OMP_", "PYTHON")
+
+
+@pytest.mark.proof
+def test_make_demo_from_nothing_and_again(tmp_path: Path) -> None:
+    clone, home = tmp_path / "gemline", tmp_path / "home"
+    home.mkdir()
+    subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
+    env = {k: v for k, v in os.environ.items() if not k.startswith(OURS)} | {"HOME": str(home)}
+    for what in ("from nothing", "with the environment"):
+        start = time.monotonic()
+        subprocess.run(["make", "demo"], cwd=clone, env=env, check=True)
+        print(f"make demo {what}: {time.monotonic() - start:.0f} s")
+        report = clone / "work/demo/lake/report.html"
+        assert "<svg" in report.read_text()
+        subprocess.run(["make", "clean"], cwd=clone, env=env, check=True)
