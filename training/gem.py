@@ -3,13 +3,11 @@
 import logging
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import date, timedelta
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torchrec.distributed import DistributedModelParallel
 from tqdm import tqdm
 
 from etl.errors import UserError
@@ -21,7 +19,8 @@ from training.data.chunks import Ripened
 from training.data.features import Features
 from training.data.reader import Reader, Shuffle
 from training.loop import checkpoint
-from training.loop.checkpoint import Manifest
+from training.loop.average import averaged
+from training.loop.checkpoint import Manifest, Trained
 from training.loop.prequential import Prequential
 from training.loop.step import GemModel, train_step
 from training.model.gem import Gem
@@ -31,16 +30,6 @@ from training.parallel.sparse import TorchrecTables, shard
 from training.resume import starting_point
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class Trained:
-    """A model with what updates it, and how far it has come."""
-
-    model: GemModel
-    tables: DistributedModelParallel
-    optimizer: torch.optim.Optimizer
-    manifest: Manifest
 
 
 def build(features: Features, manifest: Manifest) -> Trained:
@@ -55,7 +44,7 @@ def build(features: Features, manifest: Manifest) -> Trained:
     optimizer = torch.optim.AdamW(
         core.parameters(), lr=config.dense_rate, weight_decay=config.weight_decay, fused=True
     )
-    return Trained(model, tables, optimizer, manifest)
+    return Trained(model, averaged(core), tables, optimizer, manifest)
 
 
 def train(lake: Lake, days: tuple[date, date], config: TrainConfig) -> list[dict[str, float]]:
@@ -73,7 +62,7 @@ def train(lake: Lake, days: tuple[date, date], config: TrainConfig) -> list[dict
     manifest, path = starting_point(lake, reader, days, config)
     trained = build(reader.features, manifest)
     if path:
-        checkpoint.load(path, trained.model, trained.tables, trained.optimizer)
+        checkpoint.load(path, trained)
         log.info("continue from %s", path)
     scores = []
     for day in each_day(manifest.trained_until, days[1]):
@@ -94,14 +83,15 @@ def train_day(lake: Lake, reader: Reader, trained: Trained, day: date) -> dict[s
         _set_rate(trained.optimizer, config, manifest.steps)
         torch.manual_seed(hash((config.seed, manifest.steps, dist.get_rank())) % 2**31)
         seen.add(train_step(model, batch, trained.optimizer), batch)
+        trained.averaged.update_parameters(model.core)
         counts = {"batches": manifest.batches + 1, "steps": manifest.steps + 1}
         trained.manifest = manifest.model_copy(update=counts)
         if trained.manifest.batches % config.checkpoint_every == 0:
-            checkpoint.save(partial, trained.manifest, model, trained.tables, trained.optimizer)
+            checkpoint.save(partial, trained)
     done = {"complete": True, "known_items": reader.items.known_by(day)}
     trained.manifest = trained.manifest.model_copy(update=done)
     final = checkpoint.folder(lake.root, day)
-    checkpoint.save(final, trained.manifest, model, trained.tables, trained.optimizer)
+    checkpoint.save(final, trained)
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
     return seen.scores()
@@ -142,7 +132,8 @@ def load_trained(lake: Lake, day: date) -> tuple[Trained, Reader]:
         raise UserError(f"no GEM was trained until {day}; run `gemline train gem` for that day")
     reader = Reader.newest(lake, manifest.training.sequence, manifest.training.max_length)
     trained = build(reader.features, manifest)
-    checkpoint.load(path, trained.model, trained.tables)
+    checkpoint.load(path, trained)
+    trained.model.core.load_state_dict(trained.averaged.module.state_dict())
     trained.model.items = min(manifest.items, manifest.known_items + 1)
     trained.model.core.eval()
     return trained, reader

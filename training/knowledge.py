@@ -13,8 +13,9 @@ from etl.tables import arrow, contracts
 from etl.tables.lake import Lake
 from training.data.chunks import EVERYTHING
 from training.data.reader import Reader, Shuffle
-from training.gem import Trained, load_trained
+from training.gem import load_trained
 from training.loop import checkpoint
+from training.loop.checkpoint import Trained
 
 log = logging.getLogger(__name__)
 

@@ -1,5 +1,6 @@
 """Laws of GEM and its blocks, on batches of the small lake."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -12,10 +13,11 @@ from tests.conftest import FIRST, LAST
 from training.data.batch import Batch
 from training.data.chunks import Ripened
 from training.data.reader import Reader, Shuffle
+from training.loop.average import averaged
 from training.model.config import SCALES
 from training.model.gem import Gem
 from training.model.lookup import look_up, table_rows
-from training.model.numeric import RunningScale
+from training.model.numeric import NumericRows, RunningScale
 from training.model.plain import PlainTables
 from training.model.wukong import FactorizationBlock
 
@@ -146,3 +148,34 @@ def test_histories_hold_nothing_of_the_present(reader: Reader) -> None:
     ripened = Ripened(0, reader.lake.spec.day_end(LAST))
     for batch in reader.batches([LAST], ripened, 200, Shuffle(None)):
         assert (batch.history.ages >= 1).all()
+
+
+def test_averaged_weights_are_a_weighted_mean_of_those_seen() -> None:
+    """Within the hull of the past, at the newest while there is no past, and moved towards it."""
+    model = torch.nn.Linear(3, 2, bias=False)
+    mean = averaged(model)
+    seen = []
+    for step in range(50):
+        with torch.no_grad():
+            model.weight.fill_(float(step))
+        mean.update_parameters(model)
+        seen.append(mean.module.weight.mean().item())
+    assert seen[0] == 0.0
+    assert all(a < b < step for step, (a, b) in enumerate(itertools.pairwise(seen), 1))
+    steady = averaged(torch.nn.Linear(3, 2))
+    before = steady.module.weight.clone()
+    for _ in range(5):
+        steady.update_parameters(steady.module)
+    torch.testing.assert_close(steady.module.weight, before)
+
+
+def test_bins_make_a_step_where_a_line_cannot() -> None:
+    rows = NumericRows(1, 1, 2, 4)
+    rows.scale.eval()
+    with torch.no_grad():
+        for parameter in rows.parameters():
+            parameter.zero_()
+        rows.out.weight.fill_(1.0)
+        rows.bins[8:] = 1.0  # from 0 up
+    found = rows(torch.tensor([[-2.0], [-0.01], [0.01], [2.0]]))[:, 0, 0]
+    assert found[0] == found[1] == 0 and found[2] == found[3] > 0

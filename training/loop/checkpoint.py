@@ -1,6 +1,7 @@
 """Checkpoints of GEM: everything that the next step depends on, written whole or not at all."""
 
 import shutil
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.optim.swa_utils import AveragedModel
 from torchrec.distributed import DistributedModelParallel
 
 from etl.errors import UserError
@@ -76,56 +78,53 @@ def read_manifest(path: Path, spec: str) -> Manifest | None:
     return manifest
 
 
-def _state(
-    model: GemModel, tables: DistributedModelParallel, optimizer: torch.optim.Optimizer
-) -> dict[str, Any]:
-    return {
-        "dense": get_model_state_dict(model.core),
-        "optimizer": get_optimizer_state_dict(model.core, optimizer),
-        "tables": tables.state_dict(),
-        "tables_optimizer": tables.fused_optimizer.state_dict(),
-    }
+@dataclass
+class Trained:
+    """A model with what updates it, and how far it has come."""
+
+    model: GemModel
+    averaged: AveragedModel
+    tables: DistributedModelParallel
+    optimizer: torch.optim.Optimizer
+    manifest: Manifest
+
+    def state(self) -> dict[str, Any]:
+        """Everything that the next step depends on."""
+        return {
+            "dense": get_model_state_dict(self.model.core),
+            "averaged": self.averaged.state_dict(),
+            "optimizer": get_optimizer_state_dict(self.model.core, self.optimizer),
+            "tables": self.tables.state_dict(),
+            "tables_optimizer": self.tables.fused_optimizer.state_dict(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Put a state back."""
+        set_model_state_dict(self.model.core, state["dense"])
+        self.averaged.load_state_dict(state["averaged"])
+        set_optimizer_state_dict(self.model.core, self.optimizer, state["optimizer"])
+        self.tables.load_state_dict(state["tables"])
+        self.tables.fused_optimizer.load_state_dict(state["tables_optimizer"])
 
 
-def save(
-    path: Path,
-    manifest: Manifest,
-    model: GemModel,
-    tables: DistributedModelParallel,
-    optimizer: torch.optim.Optimizer,
-) -> None:
+def save(path: Path, trained: Trained) -> None:
     """Write a checkpoint beside its place, then move it there."""
     beside = folders.beside(path)
     if dist.get_rank() == 0:
         folders.fresh(path)
     dist.barrier()
-    state_dict_saver.save(_state(model, tables, optimizer), checkpoint_id=str(beside))
+    state_dict_saver.save(trained.state(), checkpoint_id=str(beside))
     if dist.get_rank() == 0:
-        (beside / MANIFEST).write_text(manifest.model_dump_json(indent=1))
+        (beside / MANIFEST).write_text(trained.manifest.model_dump_json(indent=1))
         folders.put(path)
     dist.barrier()
 
 
-def load(
-    path: Path,
-    model: GemModel,
-    tables: DistributedModelParallel,
-    optimizer: torch.optim.Optimizer | None = None,
-) -> None:
-    """Restore weights, and with an optimizer its state and that of the tables."""
-    if optimizer is None:
-        state: dict[str, Any] = {
-            "dense": get_model_state_dict(model.core),
-            "tables": tables.state_dict(),
-        }
-    else:
-        state = _state(model, tables, optimizer)
+def load(path: Path, trained: Trained) -> None:
+    """Restore a checkpoint into a model of its sizes."""
+    state = trained.state()
     state_dict_loader.load(state, checkpoint_id=str(path))
-    set_model_state_dict(model.core, state["dense"])
-    tables.load_state_dict(state["tables"])
-    if optimizer is not None:
-        set_optimizer_state_dict(model.core, optimizer, state["optimizer"])
-        tables.fused_optimizer.load_state_dict(state["tables_optimizer"])
+    trained.restore(state)
 
 
 def written(lake: str, spec: str) -> list[tuple[Path, Manifest]]:

@@ -1,6 +1,7 @@
-"""Dense features as rows. B batch, F numbers, d width."""
+"""Dense features as rows. B batch, F numbers, d width, H hidden width."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -41,18 +42,33 @@ class RunningScale(nn.Module):
         self.seen.copy_((self.seen + there).clamp(max=self.most))
 
 
+BINS, REACH = 16, 3.0  # of a scaled number, from -3 to 3 deviations
+
+
 class NumericRows(nn.Module):
-    """Numbers (B, F), NaN where missing, to `rows` rows of width d."""
+    """Numbers (B, F), NaN where missing, to `rows` rows of width d.
+
+    Beside a linear layer each number adds the learned vector of the bin that it falls in, from
+    zero: steps, as trees have them, where a line does not fit (binned numeric embeddings, as in
+    2203.05556).
+    """
+
+    first_bin: Tensor
 
     def __init__(self, numbers: int, rows: int, width: int, hidden: int) -> None:
         super().__init__()
         self.scale = RunningScale(numbers)
-        self.mlp = nn.Sequential(
-            nn.Linear(2 * numbers, hidden), nn.ReLU(), nn.Linear(hidden, rows * width)
-        )
+        self.linear = nn.Linear(2 * numbers, hidden)
+        self.bins = nn.Parameter(torch.zeros(max(1, numbers) * BINS, hidden))
+        self.out = nn.Linear(hidden, rows * width)
         self.rows = rows
+        self.register_buffer("first_bin", torch.arange(numbers) * BINS, persistent=False)
 
     def forward(self, numbers: Tensor) -> Tensor:
         """(B, F) to (B, rows, d); a missing number is the mean, and flagged."""
-        known = torch.cat((self.scale(numbers), numbers.isnan().float()), 1)
-        return self.mlp(known).view(len(numbers), self.rows, -1)
+        scaled = self.scale(numbers)
+        h = self.linear(torch.cat((scaled, numbers.isnan().float()), 1))
+        if numbers.shape[1]:
+            own_bin = ((scaled + REACH) * (BINS / (2 * REACH))).long().clamp(0, BINS - 1)
+            h = h + F.embedding_bag(own_bin + self.first_bin, self.bins, mode="sum")
+        return self.out(torch.relu(h)).view(len(numbers), self.rows, -1)
