@@ -132,8 +132,7 @@ def load_trained(lake: Lake, day: date) -> tuple[Trained, Reader]:
         raise UserError(f"no GEM was trained until {day}; run `gemline train gem` for that day")
     reader = Reader.newest(lake, manifest.training.sequence, manifest.training.max_length)
     trained = build(reader.features, manifest)
-    checkpoint.load(path, trained)
-    trained.model.core.load_state_dict(trained.averaged.module.state_dict())
+    checkpoint.load_weights(path, trained)
     trained.model.items = min(manifest.items, manifest.known_items + 1)
     trained.model.core.eval()
     return trained, reader

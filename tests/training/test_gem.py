@@ -85,6 +85,14 @@ def test_two_days_at_once_are_two_days_one_by_one(own: Lake, spec_path: Path) ->
     assert knowledge_of(own, spec_path, "2026-01-03") == whole
 
 
+def test_a_model_without_history_goes_on_and_scores(own: Lake, spec_path: Path) -> None:
+    shutil.rmtree(Path(own.root, "models"), ignore_errors=True)
+    train(own, spec_path, str(FIRST), "--max-length", "0")
+    train(own, spec_path, str(SECOND), "--max-length", "0")
+    assert len(knowledge_of(own, spec_path, "2026-01-03")) > 0
+    shutil.rmtree(Path(own.root, "models"))
+
+
 def test_two_processes_train_and_their_model_is_read_by_one(own: Lake, spec_path: Path) -> None:
     train(own, spec_path, str(FIRST), "--processes", "2")
     assert len(knowledge_of(own, spec_path, str(SECOND))) > 0

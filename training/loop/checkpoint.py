@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -121,10 +122,26 @@ def save(path: Path, trained: Trained) -> None:
 
 
 def load(path: Path, trained: Trained) -> None:
-    """Restore a checkpoint into a model of its sizes."""
+    """Restore a checkpoint into a model of its sizes, to train on.
+
+    The optimizer has no state for what never had a gradient, such as a history that is not read.
+    """
     state = trained.state()
-    state_dict_loader.load(state, checkpoint_id=str(path))
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    state_dict_loader.load(state, checkpoint_id=str(path), planner=planner)
     trained.restore(state)
+
+
+def load_weights(path: Path, trained: Trained) -> None:
+    """Restore what scores: the averaged weights, as those of the model, and the tables."""
+    state: dict[str, Any] = {
+        "averaged": trained.averaged.state_dict(),
+        "tables": trained.tables.state_dict(),
+    }
+    state_dict_loader.load(state, checkpoint_id=str(path))
+    trained.averaged.load_state_dict(state["averaged"])
+    trained.tables.load_state_dict(state["tables"])
+    trained.model.core.load_state_dict(trained.averaged.module.state_dict())
 
 
 def written(lake: str, spec: str) -> list[tuple[Path, Manifest]]:
