@@ -19,10 +19,12 @@ from dags.line import Days, Place, data_steps, newest_mature
 from dags.local import run_line
 from etl.spec import load_spec
 from etl.spec.base import Strict
-from etl.spec.units import parse_days
+from etl.spec.units import each_day, parse_days
 
 if TYPE_CHECKING:
+    from etl.tables.lake import Lake
     from training.predictions import Predictions
+    from training.split import Split
 
 ROOT = Path(__file__).parents[1]
 SPEC = ROOT / "conf" / "specs" / "simulator.yaml"
@@ -114,15 +116,29 @@ def predicted(args: HistoryArgs, place: Place, days: Days, name: str) -> "Predic
         test_last=days.test_last,
         landed=days.last,
     )
-    if name in {"bound", "lightgbm"}:
-        baseline = train_baseline(lake, split, BaselineConfig())
-        return baseline if name == "lightgbm" else true_of(baseline, place.raw)
+    if name == "bound":
+        return true_of(tested(lake, split), place.raw)
+    if name == "lightgbm":
+        return train_baseline(lake, split, BaselineConfig())
     _, length, seed = name.split("-")
     chosen = {"scale": args.scale, "max_length": int(length), "seed": int(seed)}
     with process_group():
         checkpoint.forget(lake.root)
         train(lake, (days.first, days.train_last), TrainConfig.model_validate(chosen))
         return predict_test(lake, split)
+
+
+def tested(lake: "Lake", split: "Split") -> "Predictions":
+    """The rows of the test days, with their labels; nothing is predicted of them."""
+    import torch
+
+    from training.data.reader import Reader, Shuffle
+    from training.predictions import predict
+
+    reader = Reader.newest(lake, max_length=0)
+    days = list(each_day(split.test_first, split.test_last))
+    batches = reader.batches(days, split.testing(lake.spec), 2048, Shuffle(None))
+    return predict(lambda b: torch.zeros_like(b.labels), batches, list(lake.spec.objectives))
 
 
 def true_of(rows: "Predictions", raw: str) -> "Predictions":

@@ -6,13 +6,10 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated
 
-import pyarrow.parquet as pq
 import tyro
-import yaml
 
 from benchmarks.result import Result
-from etl.sources.simulator.config import SimulatorConfig
-from etl.sources.simulator.simulate import simulate
+from etl.cli import read_mapping
 from etl.spec.base import Strict
 
 CONFIG = Path(__file__).parents[1] / "conf" / "simulator" / "bench.yaml"
@@ -27,7 +24,12 @@ class SimulatorBenchArgs(Strict):
 
 def bench(args: SimulatorBenchArgs) -> None:
     """Seconds to write a million simulated events, compressed, with their truth."""
-    config = SimulatorConfig(**yaml.safe_load(CONFIG.read_text()))
+    import pyarrow.parquet as pq
+
+    from etl.sources.simulator.config import SimulatorConfig
+    from etl.sources.simulator.simulate import simulate
+
+    config = SimulatorConfig(**read_mapping(CONFIG))
     seconds = []
     for _ in range(args.repeats):
         with tempfile.TemporaryDirectory() as folder:

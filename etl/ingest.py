@@ -12,7 +12,7 @@ from etl.sources.canonical import SEPARATOR, canonical, raw_columns
 from etl.sources.raw import PAYLOAD, read_raw, readable
 from etl.spec.model import DataSpec
 from etl.spec.sources import EventLog, ImpressionLog
-from etl.spec.units import DAY, each_day
+from etl.spec.units import DAY, MICROS, each_day
 from etl.tables import contracts, delta
 from etl.tables.lake import Lake
 
@@ -70,7 +70,7 @@ def visible_ts(spec: DataSpec) -> Column:
     Never before the start of the day on which it landed: histories grow day by day.
     """
     landed = F.unix_date("day").cast("bigint") * DAY - spec.utc_offset_hours * 3600
-    seconds = [F.floor(F.col(name) / 1_000_000) for name in ("event_ts", "ingest_ts")]
+    seconds = [F.floor(F.col(name) / MICROS["s"]) for name in ("event_ts", "ingest_ts")]
     return F.greatest(seconds[0], seconds[1] + F.col("delay"), landed)
 
 

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from etl.errors import UserError
 from etl.spec.model import DataSpec
-from etl.spec.units import format_duration
+from etl.spec.units import MICROS, format_duration
 from etl.tables import arrow, contracts
 from etl.tables.contracts import Contract
 from etl.tables.lake import Lake
@@ -86,7 +86,7 @@ def _identity(spec: DataSpec, event: Row) -> list[str]:
         f"user {event['user_id']}, item {event['item_id']}, surface {surface}, "
         f"position {event['position']}",
         f"happened {time_of(event['event_ts'])}, ingested {time_of(event['ingest_ts'])}, "
-        f"visible {time_of(event['visible_ts'] * 1_000_000)}, landed {event['day']}",
+        f"visible {time_of(event['visible_ts'] * MICROS['s'])}, landed {event['day']}",
         *(f"{name.removeprefix('x_')}: {v}" for name, v in event.items() if name.startswith("x_")),
     ]
 

@@ -118,7 +118,7 @@ def _landing_day(spec: DataSpec, log: EventLog | ImpressionLog) -> Column:
         text = raw_value(log.day.column)
         pattern = log.day.format.replace("%Y", "yyyy").replace("%m", "MM").replace("%d", "dd")
         return F.try_to_timestamp(text, F.lit(pattern)).cast("date")
-    seconds = (F.col("ingest_ts") / 1_000_000).cast("bigint") + spec.utc_offset_hours * 3600
+    seconds = (F.col("ingest_ts") / MICROS["s"]).cast("bigint") + spec.utc_offset_hours * 3600
     own = F.date_from_unix_date((seconds / SECONDS_A_DAY).cast("int"))
     return F.coalesce(F.col(DAY), own)
 
@@ -161,10 +161,10 @@ def _outcome(spec: DataSpec, log: ImpressionLog, outcome: Outcome) -> Column:
 
 
 def _reasons(spec: DataSpec) -> Column:
-    late = spec.lateness * 1_000_000
+    late = spec.lateness * MICROS["s"]
     offset = spec.utc_offset_hours * 3600
-    day_start = (F.unix_date("day").cast("bigint") * SECONDS_A_DAY - offset) * 1_000_000
-    ts, day_end = F.col("event_ts"), day_start + SECONDS_A_DAY * 1_000_000
+    day_start = (F.unix_date("day").cast("bigint") * SECONDS_A_DAY - offset) * MICROS["s"]
+    ts, day_end = F.col("event_ts"), day_start + SECONDS_A_DAY * MICROS["s"]
     too_early = ts < EARLIEST_US
     rules = {
         "not a record": F.col(CORRUPT).isNotNull(),

@@ -9,7 +9,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from etl.spec.model import DataSpec
-from etl.spec.units import DAY
+from etl.spec.units import DAY, MICROS
 from etl.tables import contracts, delta
 from etl.tables.lake import Lake
 from features.groups import run_starts, whole_groups
@@ -114,7 +114,7 @@ def pack_users(rows: pa.Table) -> pa.Table:
     )
     first_of_user = np.searchsorted(user_of, user_of[starts])
     visible = events["visible_ts"].to_numpy()
-    lags = (visible - events["event_ts"].to_numpy() // 1_000_000).astype(np.int32)
+    lags = (visible - events["event_ts"].to_numpy() // MICROS["s"]).astype(np.int32)
     dwell = dwell_byte(events["dwell_ms"].to_numpy().astype(np.float64))
     offsets = pa.array(np.append(starts, events.num_rows).astype(np.int32))
     lists = {

@@ -75,20 +75,10 @@ def load_chunk(
 
     Raises UserError where a label should be final but is not in the table.
     """
-    order = [(name, "ascending") for name in examples.contract.order_by]
     ids = (*features.user.ids, *features.context.ids)
-    rows = examples.read(
-        [
-            *KEYS,
-            *POINTER,
-            *ids,
-            *features.user.numbers,
-            *features.context.numbers,
-            *features.counters,
-        ],
-        day=days,
-        bucket=bucket,
-    ).sort_by(order)
+    numbers = (*features.user.numbers, *features.context.numbers, *features.counters)
+    rows = examples.read([*KEYS, *POINTER, *ids, *numbers], day=days, bucket=bucket)
+    rows = rows.sort_by([(name, "ascending") for name in examples.contract.order_by])
     labels, known, values = _labels(spec, impressions, days, bucket, rows, ripened)
     wanted = known.any(1) | ripened.unlabelled
     if surface is not None:

@@ -14,10 +14,9 @@ from training.data.reader import Reader
 
 @dataclass(frozen=True)
 class Tabular:
-    """B rows: `features` (B, F) with NaN for missing, of which `categorical` are ids."""
+    """B rows: `features` (B, F) with NaN for missing."""
 
     names: tuple[str, ...]
-    categorical: tuple[str, ...]
     features: npt.NDArray[np.float32]
     surface: npt.NDArray[np.int64]
     labels: npt.NDArray[np.float32]
@@ -57,4 +56,4 @@ def tabulate(reader: Reader, days: Sequence[date], ripened: Ripened) -> Tabular:
     vectors = tuple(f"{n}_{i}" for n, width in f.item.vectors.items() for i in range(width))
     names = (*categorical, *f.user.numbers, *f.row_numbers, *vectors)
     assert features.shape[1] == len(names)
-    return Tabular(names, categorical, features, surface, labels, known, impressions)
+    return Tabular(names, features, surface, labels, known, impressions)
