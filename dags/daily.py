@@ -14,13 +14,16 @@ from typing import Any
 from airflow.providers.standard.operators.bash import BashOperator
 from airflow.sdk import DAG, CronPartitionTimetable, Param, chain, task
 
-from dags.line import Days, Place, Step, data_steps, model_steps, newest_mature
+from dags.line import Days, ModelFlags, Place, Step, data_steps, model_steps, newest_mature
 from etl.errors import UserError
 from etl.spec import DataSpec, load_spec
 
 DAY = "{{ day_of(dag_run, params, logical_date) }}"
 SPLIT = "{{ split_of(dag_run, params, logical_date) }}"
 TESTED = "{{ tested_of(dag_run, params, logical_date) }}"
+FLAGS = ModelFlags(
+    learned=("--days", DAY), known=("--days", DAY), split=(SPLIT,), tested=("--days", TESTED)
+)
 DEFAULTS = {
     "owner": "gemline",
     "retries": 2,
@@ -89,15 +92,8 @@ def build(spec: DataSpec, place: Place, first: date) -> DAG:
 
         gate = enough_days()
         written: dict[str, BashOperator] = {}
-        learn, judge = model_steps(
-            spec,
-            place,
-            learned=("--days", DAY),
-            known=("--days", DAY),
-            split=(SPLIT,),
-            tested=("--days", TESTED),
-            gem=("--scale", os.environ.get("GEMLINE_SCALE", "small")),
-        )
+        size = ("--scale", os.environ.get("GEMLINE_SCALE", "small"))
+        learn, judge = model_steps(spec, place, FLAGS, size)
         for step in (*data_steps(place, ("--days", DAY)), *learn):
             _after(written, step)
         written["knowledge"] >> gate

@@ -53,11 +53,6 @@ class Days:
         return ("--days", f"{self.first}:{self.last}")
 
     @property
-    def learned(self) -> tuple[str, ...]:
-        """Flag of the steps that learn by day."""
-        return ("--days", f"{self.first}:{self.train_last}")
-
-    @property
     def split(self) -> tuple[str, ...]:
         """Flags of the steps that train, calibrate and test."""
         calibration = ("--calibration", str(self.calibration)) if self.calibration else ()
@@ -67,6 +62,30 @@ class Days:
             *("--test", f"{self.test_first}:{self.test_last}"),
             *("--landed", str(self.last)),
         )
+
+    @property
+    def model_flags(self) -> "ModelFlags":
+        """Flags of the steps of models, with all days at once."""
+        return ModelFlags(
+            learned=("--days", f"{self.first}:{self.train_last}"),
+            known=("--days", f"{self.first}:{self.test_last}"),
+            split=self.split,
+            tested=("--days", f"{self.test_first}:{self.test_last}"),
+        )
+
+
+@dataclass(frozen=True)
+class ModelFlags:
+    """Flags that name the days of models.
+
+    GEM learns on the days `learned` and tells of those `known`; rankers and baselines follow
+    `split`, and the days `tested` are scored.
+    """
+
+    learned: tuple[str, ...]
+    known: tuple[str, ...]
+    split: tuple[str, ...]
+    tested: tuple[str, ...]
 
 
 SHORT = 3600  # a day loses little if labels of its last hour are left out
@@ -112,26 +131,21 @@ def data_steps(place: Place, days: tuple[str, ...]) -> list[Step]:
 
 
 def model_steps(
-    spec: DataSpec,
-    place: Place,
-    learned: tuple[str, ...],
-    known: tuple[str, ...],
-    split: tuple[str, ...],
-    tested: tuple[str, ...],
-    gem: tuple[str, ...] = (),
+    spec: DataSpec, place: Place, flags: ModelFlags, gem: tuple[str, ...] = ()
 ) -> tuple[list[Step], list[Step]]:
     """What learns from examples by day, and what is trained, tested and told on a split of days.
 
-    `learned`, `known`, `split` and `tested` are the flags that name the days on which GEM learns,
-    of which it tells, and those of the models; `gem` are further flags of GEM.
+    `gem` are further flags of the training of GEM.
     """
     examples = ("examples", "impressions", "history", "items")
     learn = [
-        Step("gem", "torch", ("train", "gem", *place.flags, *learned, *gem), examples, ("gem",)),
+        Step(
+            "gem", "torch", ("train", "gem", *place.flags, *flags.learned, *gem), examples, ("gem",)
+        ),
         Step(
             "knowledge",
             "torch",
-            ("knowledge", *place.flags, *known),
+            ("knowledge", *place.flags, *flags.known),
             (*examples, "gem"),
             ("knowledge",),
         ),
@@ -140,42 +154,40 @@ def model_steps(
         Step(
             "evaluate",
             "torch",
-            ("train", "evaluate", *place.flags, *split),
+            ("train", "evaluate", *place.flags, *flags.split),
             (*examples, "gem"),
             ("evaluation-gem",),
         ),
         Step(
             "baseline",
             "torch",
-            ("train", "baseline", *place.flags, *split),
+            ("train", "baseline", *place.flags, *flags.split),
             examples,
             ("evaluation-lightgbm",),
         ),
     ]
     for surface in spec.ad_surfaces:
-        judge += surface_steps(place, split, tested, surface)
+        judge += surface_steps(place, flags, surface)
     reads = tuple(name for step in judge for name in step.writes)
-    command = ("report", *place.flags, "--raw", place.raw, *split)
+    command = ("report", *place.flags, "--raw", place.raw, *flags.split)
     return learn, [*judge, Step("report", "torch", command, (*reads, "quarantine"), ("report",))]
 
 
-def surface_steps(
-    place: Place, split: tuple[str, ...], tested: tuple[str, ...], surface: str
-) -> list[Step]:
+def surface_steps(place: Place, flags: ModelFlags, surface: str) -> list[Step]:
     """What is done for one surface: its ranker, and its scores of the test days."""
     which = ("--surface", surface)
     return [
         Step(
             f"ranker-{surface}",
             "torch",
-            ("rank", "train", *place.flags, *split, *which),
+            ("rank", "train", *place.flags, *flags.split, *which),
             ("examples", "impressions", "history", "items", "knowledge"),
             (f"ranker-{surface}", f"evaluation-{surface}"),
         ),
         Step(
             f"scores-{surface}",
             "torch",
-            ("rank", "score", *place.flags, *tested, *which),
+            ("rank", "score", *place.flags, *flags.tested, *which),
             ("examples", "history", "items", f"ranker-{surface}"),
             (f"scores-{surface}",),
         ),
@@ -184,7 +196,5 @@ def surface_steps(
 
 def line(spec: DataSpec, place: Place, days: Days, gem: tuple[str, ...] = ()) -> list[Step]:
     """All steps, in order; `gem` are further flags of the training of GEM."""
-    tested = ("--days", f"{days.test_first}:{days.test_last}")
-    known = ("--days", f"{days.first}:{days.test_last}")
-    learn, judge = model_steps(spec, place, days.learned, known, days.split, tested, gem)
+    learn, judge = model_steps(spec, place, days.model_flags, gem)
     return [*data_steps(place, days.landed), *learn, *judge]

@@ -40,9 +40,10 @@ def explain(lake: Lake, impression: str) -> str:
     sections = [
         _section(f"impression {impression}", _identity(spec, event)),
         _section("raw record", _raw(event)),
-        _section("item", _item(lake, event)),
+        _section("user, as of then", _attributes(lake, "user", event)),
+        _section("item, as of then", _attributes(lake, "item", event)),
         _section("labels", _labels(spec, shown)),
-        _section("attributes and counters, as of then", _features(spec, example)),
+        _section("what models read, as of then", _features(spec, example)),
         _section(f"history, the last {RECENT} events before it", _history(lake, event, example)),
         _section("GEM", _knowledge(lake, impression, where)),
         _section("ranker", _ranker(lake, impression, spec, event)),
@@ -117,15 +118,25 @@ def _lines(path: Path) -> Iterator[str]:
             yield from plain
 
 
-def _item(lake: Lake, event: Row) -> list[str]:
-    stored = arrow.snapshot(lake, contracts.attributes(lake.spec, "item")).read()
-    rows = stored.filter(pc.equal(stored["item_id"], event["item_id"])).to_pylist()
-    return [
+def _attributes(lake: Lake, entity: str, event: Row) -> list[str]:
+    """The version of a user's or an item's attributes that held strictly before an event."""
+    contract, key = contracts.attributes(lake.spec, entity), f"{entity}_id"
+    if not lake.exists(contract.name):
+        return []
+    stored = arrow.snapshot(lake, contract).read()
+    held = pc.and_(
+        pc.equal(stored[key], event[key]), pc.less(stored["valid_from"], event["event_ts"])
+    )
+    versions = stored.filter(held).sort_by("valid_from").to_pylist()
+    if not versions:
+        return ["no version of its attributes was known before"]
+    newest = versions[-1]
+    values = [
         f"{name.removeprefix('x_')}: {value}"
-        for row in rows[:1]
-        for name, value in row.items()
-        if name not in {"item_id", "day"}
+        for name, value in newest.items()
+        if name not in {key, "valid_from", "day"}
     ]
+    return [f"valid from {time_of(newest['valid_from'])}, landed {newest['day']}", *values]
 
 
 def _labels(spec: DataSpec, shown: Row | None) -> list[str]:
@@ -136,7 +147,8 @@ def _labels(spec: DataSpec, shown: Row | None) -> list[str]:
         label, ready = shown[f"label_{name}"], time_of(shown[f"ready_{name}"])
         said = "not final yet" if label is None else f"{label}"
         worth = f", value {shown[f'value_{name}']}" if objective.value and label else ""
-        lines.append(f"{name}: {said}{worth} (final from {ready})")
+        window = format_duration(objective.window)
+        lines.append(f"{name} within {window}: {said}{worth} (final from {ready})")
     return lines
 
 
@@ -144,7 +156,7 @@ def _features(spec: DataSpec, example: Row | None) -> list[str]:
     if example is None:
         return []
     named = [f"{n}: {v}" for n, v in example.items() if n.startswith(("u_", "x_"))]
-    lines = [", ".join(named), "counters that are not zero:"]
+    lines = [f"encoded: {', '.join(named)}", "counters that are not zero:"]
     columns = iter(contracts.counter_columns(spec))
     for key in spec.counters.keys:
         for window in spec.counters.windows:

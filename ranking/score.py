@@ -16,8 +16,8 @@ from ranking import ranker
 from ranking.auction import expected_value
 from ranking.ranker import Ranker
 from training.data.batch import Batch
-from training.data.chunks import EVERYTHING
 from training.data.reader import Reader, Shuffle
+from training.data.ripened import EVERYTHING
 
 
 def score_days(lake: Lake, surface: str, days: tuple[date, date], batch_rows: int = 2048) -> int:

@@ -15,9 +15,9 @@ from etl.spec.units import each_day
 from etl.tables.lake import Lake
 from training.config import TrainConfig
 from training.data.batch import Batch
-from training.data.chunks import Ripened
 from training.data.features import Features
 from training.data.reader import Reader, Shuffle
+from training.data.ripened import Ripened
 from training.loop import checkpoint
 from training.loop.average import averaged
 from training.loop.checkpoint import Manifest, Trained

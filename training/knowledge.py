@@ -11,8 +11,8 @@ from tqdm import tqdm
 from etl.spec.units import each_day
 from etl.tables import arrow, contracts
 from etl.tables.lake import Lake
-from training.data.chunks import EVERYTHING
 from training.data.reader import Reader, Shuffle
+from training.data.ripened import EVERYTHING
 from training.gem import load_trained
 from training.loop import checkpoint
 from training.loop.checkpoint import Trained

@@ -4,7 +4,7 @@ from datetime import date
 
 from etl.spec.base import Strict
 from etl.spec.model import DataSpec
-from training.data.chunks import Ripened
+from training.data.ripened import Ripened
 
 
 class Split(Strict):

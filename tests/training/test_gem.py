@@ -132,8 +132,8 @@ def test_the_teacher_of_a_day_has_not_seen_it(own: Lake, spec_path: Path) -> Non
 
 
 def test_a_rewritten_history_is_refused(own: Lake, lake: Lake) -> None:
-    from training.data.chunks import Ripened
     from training.data.reader import Reader, Shuffle
+    from training.data.ripened import Ripened
 
     contract = contracts.history(own.spec)
     rows = arrow.snapshot(own, contract).read()

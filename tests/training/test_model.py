@@ -11,11 +11,12 @@ from etl.spec.units import each_day
 from etl.tables.lake import Lake
 from tests.conftest import FIRST, LAST
 from training.data.batch import Batch
-from training.data.chunks import Ripened
 from training.data.reader import Reader, Shuffle
+from training.data.ripened import Ripened
 from training.loop.average import averaged
 from training.model.config import SCALES
 from training.model.gem import Gem
+from training.model.interest import PRIOR, Interest
 from training.model.lookup import look_up, table_rows
 from training.model.numeric import NumericRows, RunningScale
 from training.model.plain import PlainTables
@@ -88,13 +89,37 @@ def test_no_history_and_unknown_items_are_defined(reader: Reader, batch: Batch, 
     assert score(nan).isfinite().all()
 
 
-def test_the_factorisation_block_sees_products() -> None:
-    """FM(X) = X X^T Y is of degree two in X where Y is fixed: doubling X gives four times."""
+def test_interest_is_the_mean_of_what_the_user_dealt_with(batch: Batch) -> None:
+    """By type of event; towards zero where there are few; a candidate of its direction is near."""
+    name, given = next(iter(batch.row_vectors.items()))
+    interest = Interest(name, given.shape[1], 9, given.shape[1])
+    torch.nn.init.eye_(interest.project.weight)
+    means = interest.means(batch.history)
+    history, offsets = batch.history, batch.history.offsets.tolist()
+    for request, (start, stop) in enumerate(itertools.pairwise(offsets)):
+        for type_ in range(1, 10):
+            of_type = [i for i in range(start, stop) if history.types[i] == type_]
+            total = history.item_vectors[name][of_type].sum(0)
+            torch.testing.assert_close(means[request, type_ - 1], total / (len(of_type) + PRIOR))
+    rows, near = interest(batch)
+    assert rows.shape[:2] == near.shape == (len(batch), 9)
+    alike = replace(batch, row_vectors={name: means[batch.request, 5]})
+    opposed = replace(batch, row_vectors={name: -means[batch.request, 5]})
+    some = means[batch.request, 5].abs().sum(1) > 0
+    assert some.any() and (interest(alike)[1][some, 5] > 0).all()
+    torch.testing.assert_close(interest(alike)[1], -interest(opposed)[1])
+
+
+def test_the_factorisation_block_mixes_rows_only_through_their_products() -> None:
+    """Turning all rows by one rotation leaves X X^T, and so FM's pairs of rows, as they are."""
+    torch.manual_seed(0)
     block = FactorizationBlock(5, 4, 3, 2, 8)
     y = torch.randn(7, 5, 2)
-    x = torch.randn(7, 5, 4)
-    fm = lambda x: x @ (x.transpose(1, 2) @ y)  # noqa: E731
-    torch.testing.assert_close(fm(2 * x), 4 * fm(x))
+    block.projection.forward = lambda x: y  # type: ignore[method-assign]
+    x, rotation = torch.randn(7, 5, 4), torch.linalg.qr(torch.randn(4, 4))[0]
+    torch.testing.assert_close(block(x @ rotation), block(x), rtol=1e-4, atol=1e-5)
+    stretched = x * torch.tensor([1.0, 2.0, 1.0, 1.0])
+    assert (block(stretched) - block(x)).abs().max() > 1e-3
     assert block(x).shape == (7, 3, 4)
 
 

@@ -15,26 +15,12 @@ from etl.spec.units import MICROS
 from etl.tables.arrow import Snapshot
 from features.groups import run_starts
 from training.data.features import Features
+from training.data.ripened import Ripened
 
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 KEYS = ("impression_id", "request_id", "user_id", "item_ix", "surface")
 POINTER = ("as_of_ts", "hist_len")
-
-
-@dataclass(frozen=True)
-class Ripened:
-    """Labels that became final in [after, until), epoch seconds; the span of one training run.
-
-    Rows without such a label are left out, unless `unlabelled` ones are wanted too.
-    """
-
-    after: int
-    until: int
-    unlabelled: bool = False
-
-
-EVERYTHING = Ripened(after=0, until=0, unlabelled=True)
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,11 @@ from etl.tables import contracts
 from etl.tables.arrow import Snapshot, snapshot
 from etl.tables.lake import Lake
 from training.data.batch import Batch, History
-from training.data.chunks import Chunk, Ripened, load_chunk
+from training.data.chunks import Chunk, load_chunk
 from training.data.features import Features, features_of
 from training.data.histories import Histories, load_histories
 from training.data.items import ItemTable, load_items
+from training.data.ripened import Ripened
 
 Int64 = npt.NDArray[np.int64]
 TABLES = ("examples", "impressions", "history", "items")

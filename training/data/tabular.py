@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from etl.errors import UserError
-from training.data.chunks import Ripened
 from training.data.reader import Reader
+from training.data.ripened import Ripened
 
 
 @dataclass(frozen=True)

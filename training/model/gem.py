@@ -13,6 +13,7 @@ from training.data.features import Features
 from training.model.config import GemConfig
 from training.model.domains import DomainGate, Heads
 from training.model.history import HistoryRows
+from training.model.interest import Interest
 from training.model.lookup import ITEM, Vectors
 from training.model.matching import Found, find
 from training.model.numeric import NumericRows
@@ -36,6 +37,10 @@ class Gem(nn.Module):
         self.features = features
         self.encoded_events = config.encoded_events
         self.history = HistoryRows(features, config)
+        self.interests = nn.ModuleList(
+            Interest(name, width, len(features.events), d)
+            for name, width in features.item.vectors.items()
+        )
         self.given_rows = nn.ModuleDict(
             {name: nn.Linear(width, d) for name, width in features.item.vectors.items()}
         )
@@ -63,12 +68,14 @@ class Gem(nn.Module):
         f = self.features
         ids = 1 + len(f.item.ids) + len(f.context.ids) + len(f.user.ids)
         given = len(f.item.vectors)
-        history = self.history.request_rows + self.history.own_rows
+        history = self.history.request_rows + self.history.own_rows + given * len(f.events)
         return ids + given + 1 + config.numeric_rows + 1 + history
 
     def _wide(self) -> int:
         f = self.features
-        return len(f.row_numbers) + len(f.user.numbers) + sum(f.item.vectors.values())
+        return (
+            len(f.row_numbers) + len(f.user.numbers) + sum(f.item.vectors.values()) + len(f.events)
+        )
 
     def find(self, batch: Batch) -> Found:
         """The events of a batch that the model reads."""
@@ -78,12 +85,16 @@ class Gem(nn.Module):
         """Logits and embeddings of all rows; what belongs to a request is computed once."""
         summary, searched = self.history(batch, found, vectors)
         shared = self._request_rows(batch, vectors, summary)[batch.request]
-        rows = torch.cat((shared, self._own_rows(batch, vectors), searched), 1)
+        liked = [interest(batch) for interest in self.interests]
+        rows = torch.cat(
+            (shared, self._own_rows(batch, vectors), searched, *(rows for rows, _ in liked)), 1
+        )
         x = self.wukong(self.norm(rows))
         wide = (
             self.row_numbers.scale(batch.row_numbers),
             self.user_numbers.scale(batch.user_numbers)[batch.request],
             *batch.row_vectors.values(),
+            *(nearness for _, nearness in liked),
         )
         embedding = self.trunk(torch.cat((x.flatten(1), *wide), 1))
         gated = self.gate(embedding, batch.surface)
