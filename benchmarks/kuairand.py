@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from benchmarks.result import Result, unavailable
+from benchmarks.result import Result
 from dags.line import Place, data_steps
 from dags.local import run_line
 from etl.cli import days_argument
@@ -23,6 +23,7 @@ from etl.spec.base import Strict
 if TYPE_CHECKING:
     from training.loop.metrics import Score
 
+KEYS = ("gem_{}_auc", "gem_{}_logloss", "lightgbm_{}_auc", "lightgbm_{}_logloss")
 SPEC = Path(__file__).parents[1] / "conf" / "specs" / "kuairand.yaml"
 
 
@@ -53,6 +54,7 @@ def measure(args: KuairandArgs, root: str) -> Result:
     train, test = days_argument(args.train), days_argument(args.test)
     if train[1] >= test[0]:
         raise UserError(f"--test {args.test} must come after --train {args.train}")
+    spec = load_spec(SPEC)
     result = Result(
         f"KuaiRand, learned {args.train}, tested {args.test}",
         (
@@ -66,11 +68,10 @@ def measure(args: KuairandArgs, root: str) -> Result:
         ),
     )
     if not args.data.is_dir():
-        reason = f"{args.data} is absent"
-        for name in ("gem_click_auc", "lightgbm_click_auc"):
-            result.figures |= unavailable(name, reason)
+        for objective in spec.objectives:
+            for key in KEYS:
+                result.take(key.format(objective), None, f"{args.data} is absent")
         return result
-    spec = load_spec(SPEC)
     place = Place(SPEC, str(args.data), root)
     run_line(spec, place, data_steps(place, ("--days", f"{train[0]}:{test[1]}")))
     lightgbm, gems = scores(args, root)
@@ -142,15 +143,8 @@ def add(
         )
     )
     name = objective if surface == "all" else f"{objective}_{surface}"
-    result.figures |= {
-        f"gem_{name}_auc": number(mean(auc)),
-        f"gem_{name}_auc_seeds": [number(a) for a in auc],
-        f"gem_{name}_logloss": number(mean(logloss)),
-        f"lightgbm_{name}_auc": number(base.auc),
-        f"lightgbm_{name}_logloss": number(base.logloss),
-    }
-
-
-def number(value: float) -> float | None:
-    """A figure, rounded; None where it is undefined (one class only)."""
-    return None if value != value else round(value, 6)
+    values = (mean(auc), mean(logloss), base.auc, base.logloss)
+    for key, value in zip(KEYS, values, strict=True):
+        result.take(key.format(name), value, f"{base.rows} rows, all with the same outcome")
+    if len(auc) > 1 and auc[0] == auc[0]:
+        result.figures[f"gem_{name}_auc_seeds"] = [round(a, 6) for a in auc]

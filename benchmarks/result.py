@@ -1,6 +1,7 @@
 """What a benchmark gives: a table for people, one line of JSON for programs."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +18,13 @@ class Result:
     rows: list[tuple[str, ...]] = field(default_factory=list)
     figures: dict[str, object] = field(default_factory=dict)
 
+    def take(self, key: str, value: float | None, otherwise: str) -> None:
+        """Take a figure; where it can't be had (None or NaN) it is None, and why stands beside."""
+        if value is None or math.isnan(value):
+            self.figures |= {key: None, f"{key}_reason": otherwise}
+        else:
+            self.figures[key] = round(value, 6)
+
     def show(self, as_json: bool) -> None:
         """Print the table; with `as_json` the figures as the last line."""
         table = Table(*self.columns, title=self.title)
@@ -25,8 +33,3 @@ class Result:
         Console(stderr=as_json).print(table)
         if as_json:
             print(json.dumps(self.figures))
-
-
-def unavailable(key: str, reason: str) -> dict[str, object]:
-    """The figure that could not be taken, and the reason beside it."""
-    return {key: None, f"{key}_reason": reason}

@@ -16,12 +16,14 @@ from etl.errors import UserError
 from etl.spec.base import Strict
 from etl.spec.model import DataSpec
 from etl.tables import folders
+from etl.tables.lake import Lake
 from ranking.auction import Ranked, expected_value, order
 from ranking.calibration import Platt, apply
 from ranking.student.model import Student, StudentConfig
 from ranking.student.train import TrainedStudent
 from training.data.batch import Batch
 from training.data.features import features_of
+from training.data.reader import Reader
 from training.model.lookup import table_rows
 from training.model.plain import PlainTables
 
@@ -52,6 +54,19 @@ class Ranker:
     def objectives(self) -> tuple[str, ...]:
         """Objectives, in the order of the columns of `probabilities`."""
         return tuple(self.manifest.spec.objectives)
+
+    def reader(self, lake: Lake) -> Reader:
+        """A reader of what this ranker reads: the candidates of its surface, request by request.
+
+        Raises UserError where the lake's tables are of another spec.
+        """
+        manifest = self.manifest
+        if manifest.spec.hash != lake.spec.hash:
+            raise UserError(
+                f"the ranker of {manifest.surface} was trained under spec {manifest.spec.hash}, "
+                f"now it is {lake.spec.hash}: train it again"
+            )
+        return Reader.newest(lake, manifest.sequence, manifest.model.max_length, manifest.surface)
 
     def probabilities(self, batch: Batch) -> npt.NDArray[np.float64]:
         """Calibrated probabilities (B, O)."""

@@ -6,7 +6,6 @@ import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
-from etl.errors import UserError
 from etl.spec.model import Auction
 from etl.spec.units import each_day
 from etl.tables import arrow, contracts
@@ -26,13 +25,7 @@ def score_days(lake: Lake, surface: str, days: tuple[date, date], batch_rows: in
     Raises UserError where the surface has no ranker, or one of another spec.
     """
     loaded = ranker.load(ranker.ranker_folder(lake.root, surface))
-    manifest = loaded.manifest
-    if manifest.spec.hash != lake.spec.hash:
-        raise UserError(
-            f"the ranker of {surface} was trained under spec {manifest.spec.hash}, now it is "
-            f"{lake.spec.hash}: train it again"
-        )
-    reader = Reader.newest(lake, manifest.sequence, manifest.model.max_length, surface)
+    reader = loaded.reader(lake)
     offers = Offers(arrow.snapshot(lake, contracts.items(lake.spec)), lake.spec.auction)
     contract = contracts.scores(lake.spec)
     parts = []
@@ -42,7 +35,9 @@ def score_days(lake: Lake, surface: str, days: tuple[date, date], batch_rows: in
     schema = arrow.arrow_schema(contract)
     rows = pa.concat_tables(parts) if parts else schema.empty_table()
     where = f"surface = '{surface}' AND day >= '{days[0]}' AND day <= '{days[1]}'"
-    arrow.replace(lake, contract, rows, where, {**reader.versions, "ranker": manifest.version})
+    arrow.replace(
+        lake, contract, rows, where, {**reader.versions, "ranker": loaded.manifest.version}
+    )
     return rows.num_rows
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.test_docs import blocks
 
 OURS = ("HOME", "XDG_", "GEMLINE_", "VIRTUAL_ENV", "MAKE", "OMP_", "PYTHON")
 
@@ -24,4 +25,10 @@ def test_make_demo_from_nothing_and_again(tmp_path: Path) -> None:
         print(f"make demo {what}: {time.monotonic() - start:.0f} s")
         report = clone / "work/demo/lake/report.html"
         assert "<svg" in report.read_text()
+        (example,) = blocks(ROOT / "README.md", "python")
+        python = clone / ".venv" / "bin" / "python"
+        ranked = subprocess.run(
+            [python, "-c", example], cwd=clone, env=env, check=True, capture_output=True, text=True
+        )
+        assert ranked.stdout.startswith("0 ")
         subprocess.run(["make", "clean"], cwd=clone, env=env, check=True)

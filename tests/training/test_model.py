@@ -89,6 +89,28 @@ def test_no_history_and_unknown_items_are_defined(reader: Reader, batch: Batch, 
     assert score(nan).isfinite().all()
 
 
+@pytest.mark.parametrize("without", ["vectors", "match", "ids", "numbers"])
+def test_gem_needs_no_kind_of_feature(reader: Reader, batch: Batch, without: str) -> None:
+    """A spec may declare no vectors, nothing to match on, no attributes of users, no numbers."""
+    features, history = reader.features, batch.history
+    if without == "vectors":
+        features = replace(features, item=replace(features.item, vectors={}))
+        batch = replace(batch, row_vectors={}, history=replace(history, item_vectors={}))
+    elif without == "match":
+        features = replace(features, match=())
+    elif without == "ids":
+        features = replace(features, user=replace(features.user, ids={}))
+        batch = replace(batch, user_ids={})
+    else:
+        features = replace(features, user=replace(features.user, numbers=()))
+        batch = replace(batch, user_numbers=batch.user_numbers[:, :0])
+    gem = Gem(features, TINY)
+    tables = PlainTables(table_rows(features, len(reader.items)), TINY.row_width)
+    found = gem.find(batch)
+    output = gem(batch, found, look_up(tables, batch, found.positions, len(reader.items)))
+    assert output.logits.shape == batch.labels.shape and output.logits.isfinite().all()
+
+
 def test_interest_is_the_mean_of_what_the_user_dealt_with(batch: Batch) -> None:
     """By type of event; towards zero where there are few; a candidate of its direction is near."""
     name, given = next(iter(batch.row_vectors.items()))

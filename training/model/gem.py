@@ -73,9 +73,8 @@ class Gem(nn.Module):
 
     def _wide(self) -> int:
         f = self.features
-        return (
-            len(f.row_numbers) + len(f.user.numbers) + sum(f.item.vectors.values()) + len(f.events)
-        )
+        given = sum(width + len(f.events) for width in f.item.vectors.values())
+        return len(f.row_numbers) + len(f.user.numbers) + given
 
     def find(self, batch: Batch) -> Found:
         """The events of a batch that the model reads."""
