@@ -10,12 +10,13 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from dags import records
+from dags.inputs import finished, inputs_of
 from dags.line import Place, Step
 from etl.errors import UserError
 from etl.spec import DataSpec, load_spec
+from etl.tables import records
 
-PLAN = "plan.json"
+PLAN = Path("_line", "plan.json")
 Plan = TypeAdapter(tuple[Place, list[Step]])
 
 
@@ -24,7 +25,7 @@ def run_line(spec: DataSpec, place: Place, steps: Sequence[Step]) -> None:
 
     Raises UserError where a step fails; what finished before stays finished.
     """
-    plan = Path(place.lake, records.FOLDER, PLAN)
+    plan = Path(place.lake, PLAN)
     plan.parent.mkdir(parents=True, exist_ok=True)
     plan.write_bytes(Plan.dump_json((place, list(steps))))
     for _, group in groupby(unfinished(spec, place, steps), key=lambda step: step.engine):
@@ -43,7 +44,7 @@ def unfinished(spec: DataSpec, place: Place, steps: Sequence[Step]) -> list[Step
     found: list[Step] = []
     renewed: set[str] = set()
     for step in steps:
-        if renewed & set(step.reads) or not records.finished(spec, place, steps, step):
+        if renewed & set(step.reads) or not finished(spec, place, steps, step):
             found.append(step)
             renewed |= set(step.writes)
     return found
@@ -58,7 +59,7 @@ def run_steps(plan: Path, names: Sequence[str]) -> int:
     for step in steps:
         if step.name not in names:
             continue
-        inputs = records.inputs_of(spec, place, steps, step)
+        inputs = inputs_of(spec, place, steps, step)
         start = time.monotonic()
         code = main(step.command)
         if code:

@@ -8,6 +8,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from etl.errors import UserError
+from etl.tables import records
 from etl.tables.lake import Lake
 from ranking.report import facts, figures
 from ranking.report.facts import NAMES
@@ -40,7 +41,7 @@ def build_report(lake: Lake, raw: str, split: Split) -> Path:
     markup = {
         "ne_bars": figures.ne_bars(scores, NAMES, objectives),
         "reliability": figures.reliability(found, NAMES, objectives),
-        "step_times": figures.step_times(facts.seconds(lake)),
+        "step_times": figures.step_times(records.seconds(lake.root)),
     }
     template = environment.get_template("page.html.j2")
     page = template.render(

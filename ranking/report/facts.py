@@ -1,6 +1,5 @@
 """The numbers of a report: all of them come from the tables and files of the run."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,10 +120,3 @@ def logloss(p: npt.NDArray[np.float64], y: npt.NDArray[np.float32]) -> npt.NDArr
     """The cross-entropy of each row."""
     p = np.clip(p, 1e-12, 1 - 1e-12)
     return np.asarray(-np.where(y > 0, np.log(p), np.log1p(-p)))
-
-
-def seconds(lake: Lake) -> list[tuple[str, float]]:
-    """How long each finished step of the line took."""
-    paths = sorted(Path(lake.root, "_line").glob("*.json"), key=lambda p: p.stat().st_mtime)
-    records = [(path.stem, json.loads(path.read_text())) for path in paths]
-    return [(name, r["seconds"]) for name, r in records if isinstance(r, dict) and "seconds" in r]

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dags import records
 from dags.line import Place, newest_mature
 from dags.line import line as steps_of
+from etl.tables import records
 from etl.tables.lake import Lake
 from gemline import main
 from tests.conftest import FIRST, LAST

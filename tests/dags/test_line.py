@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from dags import records
+from dags.inputs import finished, inputs_of
 from dags.line import Place, line, newest_mature
 from dags.local import unfinished
 from etl.errors import UserError
 from etl.spec import load_spec
+from etl.tables import records
 from tests.conftest import ROOT
 
 SPECS = sorted((ROOT / "conf/specs").glob("*.yaml"))
@@ -48,13 +49,13 @@ def test_a_step_is_finished_until_its_inputs_change(
     place = Place(spec_path, str(raw), str(tmp_path))
     days = newest_mature(spec, date(2026, 1, 1), date(2026, 1, 4))
     steps = line(spec, place, days)
-    done = lambda name: records.finished(spec, place, steps, named[name])  # noqa: E731
+    done = lambda name: finished(spec, place, steps, named[name])  # noqa: E731
     named = {step.name: step for step in steps}
     for step in steps:
         assert not done(step.name)
-        records.write(place.lake, step.name, records.inputs_of(spec, place, steps, step), 1.0)
+        records.write(place.lake, step.name, inputs_of(spec, place, steps, step), 1.0)
     assert all(done(step.name) for step in steps)
-    ingest = records.inputs_of(spec, place, steps, named["ingest"])
+    ingest = inputs_of(spec, place, steps, named["ingest"])
     records.write(place.lake, "ingest", ingest, 1.0)  # it ran again: all that reads it is stale
     assert done("ingest") and done("attributes")
     assert not done("labels") and not done("items") and not done("history")
@@ -99,7 +100,7 @@ def test_what_reads_a_renewed_step_runs_again(tmp_path: Path, raw: Path, spec_pa
     days = newest_mature(spec, date(2026, 1, 1), date(2026, 1, 4))
     steps = line(spec, place, days)
     for step in steps:
-        records.write(place.lake, step.name, records.inputs_of(spec, place, steps, step), 1.0)
+        records.write(place.lake, step.name, inputs_of(spec, place, steps, step), 1.0)
     assert unfinished(spec, place, steps) == []
     larger = line(spec, place, days, ("--scale", "base"))
     names = [step.name for step in unfinished(spec, place, larger)]

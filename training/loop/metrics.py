@@ -1,16 +1,19 @@
-"""NE, AUC and calibration by surface and objective, with torchrec's definitions.
+"""NE, AUC and calibration by surface and objective: torchrec's NE and calibration.
+
+AUC is scikit-learn's: torchrec's depends on the order of rows with equal predictions.
 
 NE is the logloss over the entropy of the base rate of the same rows (torchrec); 1.0 is a model
 that knows the base rate and nothing else.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torchrec.metrics.auc import compute_auc
+from sklearn.metrics import roc_auc_score
 from torchrec.metrics.calibration import compute_calibration
 from torchrec.metrics.ne import compute_cross_entropy, compute_ne
 
@@ -20,7 +23,7 @@ ETA = 1e-12
 
 @dataclass(frozen=True)
 class Score:
-    """One model on the rows of one surface (or `all`) and one objective."""
+    """One model on the rows of one surface (or `all`) and one objective; logloss in nats."""
 
     surface: str
     objective: str
@@ -61,7 +64,7 @@ def _one(surface: str, objective: str, predicted: Floats, labels: Floats) -> Sco
         rows=int(n),
         positives=int(positives),
         ne=float(compute_ne(entropy, n, positives, n - positives, ETA)) if both else nan,
-        logloss=float(entropy / n),
-        auc=float(compute_auc(1, [p[None]], [y[None]], [weight[None]])[0]) if both else nan,
+        logloss=float(entropy / n) * math.log(2),  # torchrec's is in bits
+        auc=float(roc_auc_score(y, p)) if both else nan,
         calibration=float(compute_calibration(p.sum(), positives)) if both else nan,
     )

@@ -1,0 +1,39 @@
+"""What a lake remembers of the line's steps: which finished, from which inputs, how fast."""
+
+import uuid
+from pathlib import Path
+
+from etl.spec.base import Strict
+
+FOLDER = Path("_line", "steps")
+
+
+class Record(Strict):
+    """That a step finished: from which inputs, as which run, and in how many seconds."""
+
+    inputs: str
+    run: str
+    seconds: float
+
+
+def read(lake: str, step: str) -> Record | None:
+    """The record of a step, if it ever finished."""
+    path = Path(lake, FOLDER, f"{step}.json")
+    return Record.model_validate_json(path.read_text()) if path.is_file() else None
+
+
+def write(lake: str, step: str, inputs: str, seconds: float) -> None:
+    """Remember that a step finished, under a new run."""
+    path = Path(lake, FOLDER, f"{step}.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}")
+    record = Record(inputs=inputs, run=uuid.uuid4().hex, seconds=seconds)
+    beside.write_text(record.model_dump_json())
+    beside.replace(path)
+
+
+def seconds(lake: str) -> list[tuple[str, float]]:
+    """Seconds of each finished step, in the order in which they finished."""
+    paths = sorted(Path(lake, FOLDER).glob("*.json"), key=lambda path: path.stat().st_mtime)
+    found = [(path.stem, read(lake, path.stem)) for path in paths]
+    return [(name, record.seconds) for name, record in found if record]
