@@ -3,11 +3,21 @@
 import hashlib
 import json
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 
 from dags.line import Place, Step
 from etl.spec import DataSpec
+from etl.spec.units import each_day, parse_days
 from etl.tables import records
+
+
+def finished(spec: DataSpec, place: Place, steps: Sequence[Step], step: Step) -> bool:
+    """Whether a step finished with the inputs it would have now, and what it wrote is there."""
+    record = records.read(place.lake, step.name)
+    if record is None or record.inputs != inputs_of(spec, place, steps, step):
+        return False
+    return "://" in place.lake or all(Path(place.lake, name).exists() for name in step.writes)
 
 
 def inputs_of(spec: DataSpec, place: Place, steps: Sequence[Step], step: Step) -> str:
@@ -19,23 +29,28 @@ def inputs_of(spec: DataSpec, place: Place, steps: Sequence[Step], step: Step) -
             runs[other.name] = record.run if record else None
     facts = {
         "command": step.command,
-        "spec": spec.model_dump(mode="json"),
-        "raw": raw_files(spec, place.raw) if "raw" in step.reads else None,
+        "spec": spec.hash,
+        "models read": spec.model_dump(mode="json", include={"sequences", "match"}),
+        "raw": raw_files(spec, place.raw, _days_of(step)) if "raw" in step.reads else None,
         "runs": runs,
     }
+    if step.engine == "spark":
+        facts.pop("models read")
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def finished(spec: DataSpec, place: Place, steps: Sequence[Step], step: Step) -> bool:
-    """Whether a step has finished with the inputs that it would have now."""
-    record = records.read(place.lake, step.name)
-    return record is not None and record.inputs == inputs_of(spec, place, steps, step)
+def _days_of(step: Step) -> tuple[date, date]:
+    return parse_days(step.command[step.command.index("--days") + 1])
 
 
-def raw_files(spec: DataSpec, raw: str) -> list[tuple[str, int, int]]:
-    """Path, size and time of change of every raw file that the sources name."""
+def raw_files(spec: DataSpec, raw: str, days: tuple[date, date]) -> list[tuple[str, int, int]]:
+    """Path, size and time of change of every raw file of some days; none of an object store."""
     if "://" in raw:
         return []
-    patterns = {source.path.replace("{day}", "*") for source in spec.sources.values()}
+    patterns = {
+        source.path.replace("{day}", str(day))
+        for source in spec.sources.values()
+        for day in each_day(*days)
+    }
     paths = sorted({path for pattern in patterns for path in Path(raw).glob(pattern)})
     return [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in paths]

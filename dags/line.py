@@ -9,11 +9,14 @@ from etl.errors import UserError
 from etl.spec import DataSpec
 
 Engine = Literal["spark", "torch"]
+ATTRIBUTES = ("attributes_user", "attributes_item")
+GEM = "models/gem"
+EXAMPLES = ("examples", "impressions", "history", "items")
 
 
 @dataclass(frozen=True)
 class Step:
-    """A command of `gemline`, and the names of what it reads and writes."""
+    """A command of `gemline`; what it reads and writes, as paths below the lake, and `raw`."""
 
     name: str
     engine: Engine
@@ -112,15 +115,15 @@ def data_steps(place: Place, days: tuple[str, ...]) -> list[Step]:
     """Raw logs to examples."""
     raw = ("--raw", place.raw)
     table = [
-        ("ingest", ("etl", "ingest", *raw), ("raw",), ("events", "quarantine")),
-        ("attributes", ("etl", "attributes", *raw), ("raw",), ("attributes",)),
+        ("ingest", ("etl", "ingest", *raw), ("raw",), ("events", "quarantine", "flow")),
+        ("attributes", ("etl", "attributes", *raw), ("raw",), ATTRIBUTES),
         ("labels", ("etl", "labels"), ("events",), ("impressions",)),
-        ("items", ("features", "items"), ("events", "attributes"), ("items",)),
+        ("items", ("features", "items"), ("events", *ATTRIBUTES), ("items",)),
         ("history", ("features", "history"), ("events", "items"), ("history",)),
         (
             "examples",
             ("features", "examples"),
-            ("events", "items", "history", "attributes"),
+            ("events", "items", "history", *ATTRIBUTES),
             ("examples",),
         ),
     ]
@@ -137,16 +140,14 @@ def model_steps(
 
     `gem` are further flags of the training of GEM.
     """
-    examples = ("examples", "impressions", "history", "items")
+    where = place.flags
     learn = [
-        Step(
-            "gem", "torch", ("train", "gem", *place.flags, *flags.learned, *gem), examples, ("gem",)
-        ),
+        Step("gem", "torch", ("train", "gem", *where, *flags.learned, *gem), EXAMPLES, (GEM,)),
         Step(
             "knowledge",
             "torch",
-            ("knowledge", *place.flags, *flags.known),
-            (*examples, "gem"),
+            ("knowledge", *where, *flags.known),
+            (*EXAMPLES, GEM),
             ("knowledge",),
         ),
     ]
@@ -154,42 +155,43 @@ def model_steps(
         Step(
             "evaluate",
             "torch",
-            ("train", "evaluate", *place.flags, *flags.split),
-            (*examples, "gem"),
-            ("evaluation-gem",),
+            ("train", "evaluate", *where, *flags.split),
+            (*EXAMPLES, GEM),
+            ("evaluations/gem.parquet",),
         ),
         Step(
             "baseline",
             "torch",
-            ("train", "baseline", *place.flags, *flags.split),
-            examples,
-            ("evaluation-lightgbm",),
+            ("train", "baseline", *where, *flags.split),
+            EXAMPLES,
+            ("evaluations/lightgbm.parquet",),
         ),
     ]
     for surface in spec.ad_surfaces:
         judge += surface_steps(place, flags, surface)
-    reads = tuple(name for step in judge for name in step.writes)
-    command = ("report", *place.flags, "--raw", place.raw, *flags.split)
-    return learn, [*judge, Step("report", "torch", command, (*reads, "quarantine"), ("report",))]
+    reads = (*(name for step in judge for name in step.writes), "quarantine", "flow")
+    command = ("report", *where, "--raw", place.raw, *flags.split)
+    return learn, [*judge, Step("report", "torch", command, reads, ("report.html",))]
 
 
 def surface_steps(place: Place, flags: ModelFlags, surface: str) -> list[Step]:
     """What is done for one surface: its ranker, and its scores of the test days."""
-    which = ("--surface", surface)
+    which, folder = ("--surface", surface), f"rankers/{surface}"
+    variants = [f"evaluations/{name}-{surface}.parquet" for name in ("student", "distilled")]
     return [
         Step(
             f"ranker-{surface}",
             "torch",
             ("rank", "train", *place.flags, *flags.split, *which),
-            ("examples", "impressions", "history", "items", "knowledge"),
-            (f"ranker-{surface}", f"evaluation-{surface}"),
+            (*EXAMPLES, "knowledge"),
+            (folder, *variants),
         ),
         Step(
             f"scores-{surface}",
             "torch",
             ("rank", "score", *place.flags, *flags.tested, *which),
-            ("examples", "history", "items", f"ranker-{surface}"),
-            (f"scores-{surface}",),
+            ("examples", "history", "items", folder),
+            (f"scores/surface={surface}",),
         ),
     ]
 

@@ -1,6 +1,5 @@
 """What this machine has, and what it lacks with its fix."""
 
-import os
 import platform
 import shutil
 import subprocess
@@ -13,11 +12,21 @@ from rich.table import Table
 
 from etl.errors import UserError
 from etl.jars import jar_folder, jar_names
+from etl.java import FIX, java_version
 
 PACKAGES = {
     "spark": ("pyspark", "delta-spark", "deltalake", "pyarrow", "pandas"),
-    "train": ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "mlflow", "lightgbm"),
-    "serve": ("safetensors", "scikit-learn", "jinja2", "matplotlib"),
+    "train": (
+        "torch",
+        "torchrec",
+        "fbgemm-gpu-cpu",
+        "fbgemm-gpu",
+        "mlflow",
+        "lightgbm",
+        "jinja2",
+        "matplotlib",
+    ),
+    "serve": ("safetensors", "scikit-learn"),
     "airflow": ("apache-airflow", "apache-airflow-providers-apache-spark"),
 }
 EITHER = {"fbgemm-gpu-cpu": "fbgemm-gpu", "fbgemm-gpu": "fbgemm-gpu-cpu"}
@@ -48,7 +57,7 @@ def machine() -> list[tuple[str, str, str]]:
             python if fits else "",
             f"this is {python}; make PYTHON=python3.12",
         ),
-        ("Java 17", java(), "install a Java 17 runtime (openjdk-17-jre-headless) or set JAVA_HOME"),
+        ("Java 17", java_version(), FIX),
         (
             "Delta JARs",
             str(jar_folder()) if len(jars) == len(jar_names()) else "",
@@ -76,18 +85,6 @@ def _version(package: str) -> str:
         return metadata.version(package) if package else ""
     except metadata.PackageNotFoundError:
         return ""
-
-
-def java() -> str:
-    """Version of the Java that Spark would start; empty unless it is 17 or newer."""
-    home = os.environ.get("JAVA_HOME")
-    command = str(Path(home, "bin", "java")) if home else "java"
-    try:
-        said = subprocess.run([command, "-version"], capture_output=True, text=True).stderr
-    except FileNotFoundError:
-        return ""
-    version = said.split('"')[1] if '"' in said else ""
-    return version if int(version.split(".")[0] or 0) >= 17 else ""
 
 
 def gpu() -> str:

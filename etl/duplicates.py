@@ -2,9 +2,10 @@
 
 from datetime import date, timedelta
 
-from pyspark.sql import DataFrame, Window
+from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
+from etl.spec.model import DataSpec
 from etl.spec.units import DAY
 from etl.tables import contracts, delta
 from etl.tables.lake import Lake
@@ -15,11 +16,13 @@ def first_copies(
 ) -> tuple[DataFrame, dict[str, int]]:
     """Events of `days` of which no copy was ingested before, and the table versions read.
 
-    Copies have one event id. Those that landed up to `lateness` before are looked up: older
-    ones cannot be, as the later copy would have been too late.
+    Copies have one event id, or are impressions of one impression id. Those that landed up to
+    `lateness` before are looked up: older ones cannot be, as the later copy would have been too
+    late.
     """
+    events = events.withColumn("identity", _identity(lake.spec))
     tie = F.xxhash64(*[F.col(name) for name in contracts.events(lake.spec).columns])
-    order = Window.partitionBy("event_id").orderBy("day", "ingest_ts", tie)
+    order = Window.partitionBy("identity").orderBy("day", "ingest_ts", tie)
     fresh = events.withColumn("copy", F.row_number().over(order)).filter("copy = 1").drop("copy")
     contract = contracts.events(lake.spec)
     if not lake.exists(contract.name):
@@ -28,4 +31,11 @@ def first_copies(
     before = days[0] - timedelta(days=1)
     since = days[0] - timedelta(days=-(-lake.spec.lateness // DAY) + 1)
     landed = delta.read(lake, contract, version).filter(delta.days_between(since, before))
-    return fresh.join(landed.select("event_id"), "event_id", "left_anti"), {"events": version}
+    known = landed.select(_identity(lake.spec).alias("identity"))
+    return fresh.join(known, "identity", "left_anti"), {"events": version}
+
+
+def _identity(spec: DataSpec) -> Column:
+    """What only copies of one event share; examples are one an impression id."""
+    shown = F.col("type") == spec.event_codes[spec.impression]
+    return F.when(shown, F.concat(F.lit("shown "), "impression_id")).otherwise(F.col("event_id"))

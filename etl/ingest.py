@@ -1,6 +1,6 @@
 """Raw logs of some days to clean events and quarantine."""
 
-from datetime import date
+from datetime import date, timedelta
 
 from pyspark import StorageLevel
 from pyspark.sql import Column, DataFrame, SparkSession
@@ -9,6 +9,7 @@ from pyspark.sql import functions as F
 from etl.duplicates import first_copies
 from etl.errors import UserError
 from etl.sources.canonical import SEPARATOR, canonical, raw_columns
+from etl.sources.raw import DAY as FOLDER_DAY
 from etl.sources.raw import PAYLOAD, read_raw, readable
 from etl.spec.model import DataSpec
 from etl.spec.sources import EventLog, ImpressionLog
@@ -16,14 +17,17 @@ from etl.spec.units import DAY, MICROS, each_day
 from etl.tables import contracts, delta
 from etl.tables.lake import Lake
 
+NO_DAY = "1970-01-01"  # of records that tell no day, in files whose path tells none
+
 
 def ingest(lake: Lake, raw: str, days: tuple[date, date]) -> dict[str, int]:
     """Replace the given days of `events`, `quarantine` and `flow`; returns what flowed.
 
     Raises UserError before anything is written: where files are missing or unreadable, a column
-    that the spec names holds nothing, or a day has no events.
+    that the spec names holds nothing, a day has no events, or days before these are missing.
     """
     spec = lake.spec
+    _refuse_gap(lake, days)
     with readable():
         parsed = _parse_all(spec, raw, days).persist(StorageLevel.MEMORY_AND_DISK)
         try:
@@ -36,14 +40,22 @@ def ingest(lake: Lake, raw: str, days: tuple[date, date]) -> dict[str, int]:
 def _write(lake: Lake, parsed: DataFrame, days: tuple[date, date]) -> dict[str, int]:
     spec, where = lake.spec, delta.days_between(*days)
     bad = parsed.filter("reasons != ''").withColumn("reasons", F.split("reasons", SEPARATOR))
-    bad = bad.withColumn("day", F.coalesce("day", F.lit(days[0])))
+    bad = bad.withColumn("day", landed_on())
     good = parsed.filter("reasons = ''")
     good = good.withColumn("visible_ts", visible_ts(spec))
     good = good.withColumn("bucket", delta.bucket_of(F.col("user_id"), spec.buckets))
     fresh, inputs = first_copies(lake, good, days)
-    delta.replace(lake, contracts.quarantine(spec), bad, where, {})
+    delta.replace(lake, contracts.quarantine(spec), bad, f"{where} OR day = '{NO_DAY}'", {})
     delta.replace(lake, contracts.events(spec), fresh, where, inputs)
     return _write_flow(lake, parsed, days)
+
+
+def landed_on() -> Column:
+    """The day of a record: its own, else that of its file, else `NO_DAY`.
+
+    A file without a day is read again with each run: its records without one stay one partition.
+    """
+    return F.coalesce("day", FOLDER_DAY, F.lit(NO_DAY).cast("date"))
 
 
 def _parse_all(spec: DataSpec, raw: str, days: tuple[date, date]) -> DataFrame:
@@ -61,7 +73,7 @@ def _parse(
     rows = rows.withColumn("delay", F.lit(log.delay))
     names = [n for n in contracts.events(spec).columns if n not in {"visible_ts", "bucket"}]
     inside = F.col("day").between(F.lit(days[0]), F.lit(days[1])) | F.col("day").isNull()
-    return rows.filter(inside).select(*names, "delay", "reasons", PAYLOAD)
+    return rows.filter(inside).select(*names, "delay", "reasons", "named", PAYLOAD, FOLDER_DAY)
 
 
 def visible_ts(spec: DataSpec) -> Column:
@@ -74,21 +86,17 @@ def visible_ts(spec: DataSpec) -> Column:
     return F.greatest(seconds[0], seconds[1] + F.col("delay"), landed)
 
 
+def _refuse_gap(lake: Lake, days: tuple[date, date]) -> None:
+    """Copies are looked for in the days before, and histories grow by them: none may be missing."""
+    newest = lake.newest_day("events") if lake.exists("events") else None
+    if newest and newest + timedelta(days=1) < days[0]:
+        first, last = newest + timedelta(days=1), days[0] - timedelta(days=1)
+        raise UserError(f"{first} to {last} have not been ingested; ingest them before {days[0]}")
+
+
 def _refuse_empty(spec: DataSpec, parsed: DataFrame, raw: str, days: tuple[date, date]) -> None:
     good = parsed.filter("reasons = ''")
-    optional = {
-        name: column
-        for log in spec.logs.values()
-        for name, column in (
-            ("request_id", log.columns.request),
-            ("position", log.columns.position),
-            ("propensity", log.columns.propensity),
-            ("dwell_ms", log.columns.dwell),
-            ("value", log.columns.value),
-            *((f"x_{n}", a.column or n) for n, a in contracts.context_columns(spec).items()),
-        )
-        if column
-    }
+    optional = _optional_columns(spec)
     counted = good.groupBy("day").agg(
         F.count("*").alias("n"), *[F.count(n).alias(n) for n in optional]
     )
@@ -113,10 +121,24 @@ def _refuse_empty(spec: DataSpec, parsed: DataFrame, raw: str, days: tuple[date,
             )
 
 
+def _optional_columns(spec: DataSpec) -> dict[str, str]:
+    """Raw columns that impressions hold where a spec names them, by what they become.
+
+    Dwell and value belong to some types of events only: a day may well have none of those.
+    """
+    context = {f"x_{n}": a.column or n for n, a in contracts.context_columns(spec).items()}
+    found: dict[str, str | None] = dict(context)
+    for log in spec.logs.values():
+        c = log.columns
+        found |= {"request_id": c.request, "position": c.position}
+        found |= {"propensity": c.propensity, "named": c.impression}
+    return {name: column for name, column in found.items() if column}
+
+
 def _write_flow(lake: Lake, parsed: DataFrame, days: tuple[date, date]) -> dict[str, int]:
     """Replace the days of `flow`; returns the totals."""
     good = F.col("reasons") == ""
-    counts = parsed.groupBy(F.coalesce("day", F.lit(days[0])).alias("day")).agg(
+    counts = parsed.groupBy(landed_on().alias("day")).agg(
         F.count("*").alias("read"), F.count_if(good).alias("good")
     )
     rows = [
@@ -131,7 +153,8 @@ def _write_flow(lake: Lake, parsed: DataFrame, days: tuple[date, date]) -> dict[
     ]
     contract = contracts.flow(lake.spec)
     frame = SparkSession.active().createDataFrame(rows, contract.ddl)
-    delta.replace(lake, contract, frame, delta.days_between(*days), {})
+    where = f"{delta.days_between(*days)} OR day = '{NO_DAY}'"
+    delta.replace(lake, contract, frame, where, {})
     return {name: sum(row[name] for row in rows) for name in contract.columns if name != "day"}
 
 

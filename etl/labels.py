@@ -3,7 +3,7 @@
 import functools
 from datetime import date, timedelta
 
-from pyspark.sql import Column, DataFrame, Window
+from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from etl.spec.model import DataSpec, Objective
@@ -101,25 +101,24 @@ def credited(spec: DataSpec, events: DataFrame, event: str, credit: str | None) 
     """Events of a type, `impression_id` being the impression that gets the credit for each.
 
     An event that names its impression is credited to it; any other to the last touch (a `credit`
-    event, else an impression) of its user and item at or before it.
+    event, else an impression) of its user and item at or before it that could be seen when it
+    could be: a touch that lands later does not move a credit that was given.
     """
     mine = events.filter(F.col("type") == spec.event_codes[event]).select(*CREDIT)
     if event == spec.impression:
         return mine
     named = mine.filter(F.col("impression_id").isNotNull())
-    unnamed = mine.filter(F.col("impression_id").isNull()).withColumn("touch", F.lit(False))
-    touches = credited(spec, events, credit or spec.impression, None).withColumn(
-        "touch", F.lit(True)
+    touches = credited(spec, events, credit or spec.impression, None)
+    touch = F.struct("event_ts", "event_id", "impression_id").alias("touch")
+    touches = touches.select("user_id", "item_id", "visible_ts", touch)
+    unnamed = mine.filter(F.col("impression_id").isNull()).drop("impression_id")
+    seen = (F.col("touch.event_ts") <= F.col("e.event_ts")) & (
+        F.col("t.visible_ts") <= F.col("e.visible_ts")
     )
-    before = (
-        Window.partitionBy("user_id", "item_id")
-        .orderBy("event_ts", F.desc("touch"), "event_id")
-        .rowsBetween(Window.unboundedPreceding, Window.currentRow)
-    )
-    touched = F.last("impression_id", ignorenulls=True).over(before)
-    rest = unnamed.unionByName(touches).withColumn("impression_id", touched)
-    rest = rest.filter(~F.col("touch") & F.col("impression_id").isNotNull())
-    return named.unionByName(rest.drop("touch"))
+    pairs = unnamed.alias("e").join(touches.alias("t"), ["user_id", "item_id"]).filter(seen)
+    own = [F.col(f"e.{name}") for name in unnamed.columns if name not in {"user_id", "item_id"}]
+    last = pairs.groupBy("user_id", "item_id", *own).agg(F.max("touch").alias("touch"))
+    return named.unionByName(last.select(*unnamed.columns, "touch.impression_id"))
 
 
 if __name__ == "__main__":

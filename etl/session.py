@@ -7,6 +7,7 @@ from pathlib import Path
 from pyspark.sql import SparkSession
 
 from etl.jars import delta_jars
+from etl.java import need_java
 
 ALWAYS = {
     "spark.sql.session.timeZone": "UTC",
@@ -44,6 +45,7 @@ def spark_session(app: str) -> SparkSession:
     builder = SparkSession.builder.appName(app)
     settings = dict(ALWAYS)
     if "PYSPARK_GATEWAY_PORT" not in os.environ:
+        need_java()
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
         jars = ",".join(map(str, delta_jars()))

@@ -8,7 +8,7 @@ from pyspark.sql import functions as F
 from etl.labels import request_id
 from etl.spec.attributes import Clock
 from etl.spec.model import DataSpec
-from etl.spec.units import DAY
+from etl.spec.units import DAY, MICROS
 from etl.tables import contracts, delta
 from etl.tables.lake import Lake
 from features.as_of import as_of_ts
@@ -76,18 +76,17 @@ def _keys(spec: DataSpec) -> list[Column]:
 
 
 def _with_user_attributes(lake: Lake, rows: DataFrame, version: int) -> DataFrame:
-    """Each row with its user's newest attributes that were valid strictly before it."""
+    """Each row with its user's newest attributes that were valid strictly before its as-of time."""
     spec = lake.spec
     names = [f"x_{name}" for name in spec.attributes.user]
     stored = delta.read(lake, contracts.attributes(spec, "user"), version)
-    versions = stored.select(
-        "user_id", F.col("valid_from").alias("event_ts"), F.struct(*names).alias("user")
-    )
-    asked = rows.select("user_id", "event_ts", "impression_id")
+    versions = stored.select("user_id", "valid_from", F.struct(*names).alias("user"))
+    as_of = (F.col("as_of_ts") * MICROS["s"]).alias("valid_from")
+    asked = rows.select("user_id", as_of, "impression_id")
     both = asked.unionByName(versions, allowMissingColumns=True)
     before = (
         Window.partitionBy("user_id")
-        .orderBy("event_ts", F.asc_nulls_last("impression_id"))
+        .orderBy("valid_from", F.asc_nulls_last("impression_id"))
         .rowsBetween(Window.unboundedPreceding, Window.currentRow)
     )
     found = both.withColumn("user", F.last("user", ignorenulls=True).over(before))

@@ -16,7 +16,8 @@ def index_items(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
 
     Index 0 is no item. Within a day the popular come first, so that frequent items have small
     numbers; the days are taken one after the other, so a range gives what its days would. Days
-    may be run again at any time: an index is given once and never reused.
+    may be run again at any time: an index is given once and never reused, not even that of an
+    item that a corrected log no longer holds.
     """
     spec = lake.spec
     versions = {name: lake.version(name) for name in ("events", "attributes_item")}
@@ -26,9 +27,9 @@ def index_items(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
         versions["items"] = lake.version(contract.name)
         known = delta.read(lake, contract, versions["items"])
         there = known.select("item_id", "item_ix", F.col("day").alias("known_day"))
-        seen = seen.join(there, "item_id", "left")
         inside = F.col("known_day").between(F.lit(days[0]), F.lit(days[1]))
-        seen = seen.filter(F.col("known_day").isNull() | inside)
+        seen = seen.join(there, "item_id", "full").filter(F.col("known_day").isNull() | inside)
+        seen = seen.withColumn("day", F.coalesce("day", "known_day"))
         top = known.agg(F.max("item_ix")).first()
         taken = (top and top[0]) or 0
     else:

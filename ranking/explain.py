@@ -37,11 +37,12 @@ def explain(lake: Lake, impression: str) -> str:
     where = {"day": event["day"], "bucket": event["bucket"]}
     shown = _one(lake, contracts.impressions(spec), impression, **where)
     example = _one(lake, contracts.examples(spec), impression, **where)
+    as_of = example["as_of_ts"] * MICROS["s"] if example else event["event_ts"]
     sections = [
         _section(f"impression {impression}", _identity(spec, event)),
         _section("raw record", _raw(event)),
-        _section("user, as of then", _attributes(lake, "user", event)),
-        _section("item, as of then", _attributes(lake, "item", event)),
+        _section("user, as of then", _attributes(lake, "user", event, as_of)),
+        _section("item, as of then", _attributes(lake, "item", event, as_of)),
         _section("labels", _labels(spec, shown)),
         _section("what models read, as of then", _features(spec, example)),
         _section(f"history, the last {RECENT} events before it", _history(lake, event, example)),
@@ -118,15 +119,13 @@ def _lines(path: Path) -> Iterator[str]:
             yield from plain
 
 
-def _attributes(lake: Lake, entity: str, event: Row) -> list[str]:
-    """The version of a user's or an item's attributes that held strictly before an event."""
+def _attributes(lake: Lake, entity: str, event: Row, as_of: int) -> list[str]:
+    """The version of a user's or an item's attributes that held strictly before a time, in µs."""
     contract, key = contracts.attributes(lake.spec, entity), f"{entity}_id"
     if not lake.exists(contract.name):
         return []
     stored = arrow.snapshot(lake, contract).read()
-    held = pc.and_(
-        pc.equal(stored[key], event[key]), pc.less(stored["valid_from"], event["event_ts"])
-    )
+    held = pc.and_(pc.equal(stored[key], event[key]), pc.less(stored["valid_from"], as_of))
     versions = stored.filter(held).sort_by("valid_from").to_pylist()
     if not versions:
         return ["no version of its attributes was known before"]

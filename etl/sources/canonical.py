@@ -31,10 +31,10 @@ def raw_columns(spec: DataSpec, log: EventLog | ImpressionLog) -> list[str]:
 
 
 def canonical(spec: DataSpec, log: EventLog | ImpressionLog, raw: DataFrame) -> DataFrame:
-    """Columns of the events table but `visible_ts` and `bucket`; and `reasons`, `payload`.
+    """Columns of the events table but `visible_ts` and `bucket`; and `reasons`, `payload`, `named`.
 
     `day` is the day on which the record landed. `reasons` are cut by `SEPARATOR`, and empty for
-    a clean event, whose `payload` is null.
+    a clean event, whose `payload` is null. `named` is the impression that the record names.
     """
     c = log.columns
     fields: dict[str, tuple[str | None, str]] = {
@@ -63,8 +63,9 @@ def canonical(spec: DataSpec, log: EventLog | ImpressionLog, raw: DataFrame) -> 
         F.concat_ws(SEPARATOR, *mistyped).alias("mistyped"),
     )
     rows = rows.withColumn("day", _landing_day(spec, log))
+    rows = rows.withColumn("named", _cast(c.impression, "string"))
     if isinstance(log, EventLog):
-        rows = rows.withColumn("impression_id", _impression_id(spec, log))
+        rows = rows.withColumn("impression_id", _impression_id(spec))
     else:
         rows = _explode(spec, log, rows.withColumn("reasons", _reasons(spec)))
     rows = rows.withColumn("reasons", _reasons(spec))
@@ -107,10 +108,9 @@ def _lookup(column: str, codes: dict[str, int]) -> Column:
     return F.try_element_at(F.create_map(*pairs), raw_value(column)).cast("tinyint")
 
 
-def _impression_id(spec: DataSpec, log: EventLog) -> Column:
-    named = _cast(log.columns.impression, "string")
+def _impression_id(spec: DataSpec) -> Column:
     own = F.when(F.col("type") == spec.event_codes[spec.impression], F.col("event_id"))
-    return F.coalesce(named, own)
+    return F.coalesce("named", own)
 
 
 def _landing_day(spec: DataSpec, log: EventLog | ImpressionLog) -> Column:
@@ -178,6 +178,7 @@ def _reasons(spec: DataSpec) -> Column:
         "no day": F.col("day").isNull(),
         "event time before 2000": too_early,
         "event time after its day": ts > day_end + late + CLOCK_SKEW_US,
+        "ingest time after its day": F.col("ingest_ts") > day_end + late + CLOCK_SKEW_US,
         "event time after its ingest": ts > F.col("ingest_ts") + CLOCK_SKEW_US,
         "too late": (ts < day_start - late) & ~too_early,
         "negative dwell": F.col("dwell_ms") < 0,

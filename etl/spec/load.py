@@ -1,5 +1,6 @@
 """Reading a spec: every error at once, each with its line."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from pydantic import ValidationError
 
 from etl.errors import UserError
 from etl.spec.base import suggestion
-from etl.spec.model import DataSpec
+from etl.spec.model import DataSpec, MisfitError
 
 Location = tuple[str | int, ...]
 TAGS = ("event_log", "impression_log", "attributes", "categorical", "numeric", "vector", "clock")
@@ -24,12 +25,29 @@ def load_spec(path: Path) -> DataSpec:
         raw = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not valid YAML: {error}") from None
+    twice = [f"{path}:{line}: {key}: this key is there twice" for key, line in repeated(root)]
+    if twice:
+        raise UserError("\n".join(twice))
     if not isinstance(raw, dict):
         raise UserError(f"{path}: a spec is a mapping; see docs/spec.md for a worked example")
     try:
         return DataSpec.model_validate(raw, context=declared_names(raw))
     except ValidationError as error:
         raise UserError("\n".join(explain(path, root, error))) from None
+
+
+def repeated(node: yaml.Node | None) -> Iterator[tuple[str, int]]:
+    """Keys that one mapping holds twice, and their line; YAML would keep the last in silence."""
+    if isinstance(node, yaml.SequenceNode):
+        for child in node.value:
+            yield from repeated(child)
+    if isinstance(node, yaml.MappingNode):
+        seen = set()
+        for key, child in node.value:
+            if key.value in seen:
+                yield str(key.value), key.start_mark.line + 1
+            seen.add(key.value)
+            yield from repeated(child)
 
 
 def declared_names(raw: dict[str, Any]) -> dict[str, list[str]]:
@@ -57,7 +75,7 @@ def declared_names(raw: dict[str, Any]) -> dict[str, list[str]]:
 def explain(path: Path, root: yaml.Node | None, error: ValidationError) -> list[str]:
     """One line an error, in the order of the file: `conf/specs/x.yaml:12: objectives.click…`."""
     found = []
-    for item in error.errors():
+    for item in _single(error):
         location, line, siblings = locate(root, item["loc"])
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
@@ -66,6 +84,18 @@ def explain(path: Path, root: yaml.Node | None, error: ValidationError) -> list[
         name = ".".join(map(str, location)) or "spec"
         found.append((line, f"{path}:{line}: {name}: {message}"))
     return [text for _, text in sorted(found)]
+
+
+def _single(error: ValidationError) -> Iterator[Any]:
+    """The errors of a validation, one for each part that does not fit."""
+    for item in error.errors():
+        misfits = item.get("ctx", {}).get("error")
+        if isinstance(misfits, MisfitError):
+            yield from (
+                {"loc": where, "msg": what, "type": "misfit"} for where, what in misfits.problems
+            )
+        else:
+            yield item
 
 
 def locate(root: yaml.Node | None, location: Location) -> tuple[Location, int, list[str]]:

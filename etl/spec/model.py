@@ -7,7 +7,7 @@ from datetime import date, timedelta
 from functools import cached_property
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from etl.spec.attributes import Attributes
 from etl.spec.base import CategoryName, EventName, KeyName, Name, ObjectiveName, Strict, SurfaceName
@@ -59,9 +59,9 @@ class Sequence(Strict):
 class Counters(Strict):
     """Counts of `events` over `windows` before an impression, for each combination of keys."""
 
-    windows: tuple[Duration, ...]
-    events: tuple[EventName, ...]
-    keys: tuple[tuple[KeyName, ...], ...]
+    windows: tuple[Duration, ...] = Field(min_length=1)
+    events: tuple[EventName, ...] = Field(min_length=1)
+    keys: tuple[tuple[KeyName, ...], ...] = Field(min_length=1)
 
 
 class Auction(Strict):
@@ -70,6 +70,14 @@ class Auction(Strict):
     bid: str
     goal: str
     pays_for: dict[str, ObjectiveName]
+
+
+class MisfitError(ValueError):
+    """Parts of a spec that do not fit together: locations, and what is wrong there."""
+
+    def __init__(self, problems: list[tuple[tuple[str, ...], str]]) -> None:
+        super().__init__("; ".join(f"{'.'.join(where)}: {what}" for where, what in problems))
+        self.problems = problems
 
 
 def _tells(source: Source, entity: str) -> bool:
@@ -97,34 +105,60 @@ class DataSpec(Strict):
     auction: Auction | None = None
     sources: Sources
 
+    @field_validator("buckets")
+    @classmethod
+    def _power_of_two(cls, buckets: int) -> int:
+        if buckets & (buckets - 1):
+            raise ValueError(f"buckets is {buckets}; it must be a power of two")
+        return buckets
+
+    @field_validator("surfaces")
+    @classmethod
+    def _told_apart(cls, surfaces: dict[str, Surface]) -> dict[str, Surface]:
+        logged = [surface.logged_as or name for name, surface in surfaces.items()]
+        twice = sorted({name for name in logged if logged.count(name) > 1})
+        if twice:
+            raise ValueError(f"two surfaces are logged as {', '.join(map(repr, twice))}")
+        return surfaces
+
+    @field_validator("events")
+    @classmethod
+    def _one_impression(cls, events: dict[str, EventType]) -> dict[str, EventType]:
+        impressions = [name for name, event in events.items() if event.role == "impression"]
+        if len(impressions) != 1:
+            raise ValueError(f"one event type needs role: impression, {len(impressions)} have it")
+        return events
+
+    @field_validator("sources")
+    @classmethod
+    def _logs_and_one_file_an_entity(cls, sources: Sources) -> Sources:
+        if not any(isinstance(source, EventLog | ImpressionLog) for source in sources.values()):
+            raise ValueError("no source is an event_log or an impression_log")
+        for entity in ("user", "item"):
+            files = [name for name, source in sources.items() if _tells(source, entity)]
+            if len(files) > 1:
+                raise ValueError(f"sources {', '.join(files)} all tell of {entity}s; join them")
+        return sources
+
     @model_validator(mode="after")
     def _whole(self) -> "DataSpec":
         problems = [*self._problems()]
         if problems:
-            raise ValueError("; ".join(problems))
+            raise MisfitError(problems)
         return self
 
-    def _problems(self) -> Iterator[str]:
-        """What is wrong with the parts together."""
-        impressions = [n for n, e in self.events.items() if e.role == "impression"]
-        if len(impressions) != 1:
-            yield f"one event type needs role: impression, {len(impressions)} have it"
-        if self.buckets & (self.buckets - 1):
-            yield f"buckets is {self.buckets}; it must be a power of two"
-        if not self.logs:
-            yield "no source is an event_log or an impression_log"
-        logged = [surface.logged_as or name for name, surface in self.surfaces.items()]
-        for name in {name for name in logged if logged.count(name) > 1}:
-            yield f"two surfaces are logged as {name!r}"
+    def _problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        """Where parts do not fit together, and what is wrong there."""
         for surface in self.ad_surfaces:
             if not any(surface in self.surfaces_of(name) for name in self.objectives):
-                yield f"surface {surface} has ads but no objective; say `ads: false`"
+                yield ("surfaces", surface), "ads but no objective; say `ads: false`"
         for entity in ("user", "item"):
             files = [n for n, s in self.sources.items() if _tells(s, entity)]
-            if len(files) > 1:
-                yield f"sources {', '.join(files)} all tell of {entity}s; join them"
             if getattr(self.attributes, entity) and not files:
-                yield f"{entity}s have attributes, but no source of kind attributes tells them"
+                yield (
+                    ("attributes", entity),
+                    f"{entity}s have attributes, but no source of kind attributes tells them",
+                )
 
     @cached_property
     def impression(self) -> str:

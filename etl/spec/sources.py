@@ -1,8 +1,9 @@
 """Where the raw records lie and which of their columns mean what."""
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from etl.spec.base import EventName, Name, Strict
 from etl.spec.units import Duration
@@ -10,11 +11,29 @@ from etl.spec.units import Duration
 Format = Literal["json", "csv", "parquet"]
 
 
+DAY_FORMAT = re.compile(r"(%[Ymd]|[^%\w])+")
+
+
+def _below(path: str) -> str:
+    if path.startswith("/"):
+        raise ValueError("a path lies below the raw folder: write it without the leading /")
+    return path
+
+
+def _of_a_day(text: str) -> str:
+    if not DAY_FORMAT.fullmatch(text) or {*re.findall("%.", text)} != {"%Y", "%m", "%d"}:
+        raise ValueError(f"{text!r} is no format of a day; write it of %Y, %m and %d")
+    return text
+
+
+RawPath = Annotated[str, AfterValidator(_below)]
+
+
 class DayColumn(Strict):
-    """The column that names the day on which a row was logged, and its format (strftime)."""
+    """The column that names the day on which a row was logged; its format of %Y, %m and %d."""
 
     column: str
-    format: str = "%Y-%m-%d"
+    format: Annotated[str, AfterValidator(_of_a_day)] = "%Y-%m-%d"
 
 
 class EventColumns(Strict):
@@ -44,7 +63,7 @@ class Log(Strict):
     """
 
     format: Format
-    path: str
+    path: RawPath
     time_unit: Literal["s", "ms", "us"] = "ms"
     day: DayColumn | None = None
     delay: Duration = 0
@@ -84,7 +103,7 @@ class AttributeFile(Strict):
     kind: Literal["attributes"]
     entity: Literal["user", "item"]
     format: Format
-    path: str
+    path: RawPath
     key: str
     valid_from: str | None = None
     time_unit: Literal["s", "ms", "us"] = "ms"

@@ -115,7 +115,7 @@ def attributes(spec: DataSpec, entity: str) -> Contract:
 
 
 def impressions(spec: DataSpec) -> Contract:
-    """One ad impression: labels are null until `label_ready_at` (µs) of their objective."""
+    """One ad impression: labels are null until `ready_…` (µs) of their objective."""
     columns = {
         "impression_id": "string",
         "request_id": "string",
@@ -143,13 +143,9 @@ def items(spec: DataSpec) -> Contract:
 
 
 def history(spec: DataSpec) -> Contract:
-    """A user's events that became visible on one day, packed (features/history/pack.py).
-
-    `start` is the number of the user's events before that day.
-    """
+    """A user's events that became visible on one day, packed (features/history/pack.py)."""
     columns = {
         "user_id": "string",
-        "start": "int",
         "first_ts": "bigint",
         "gaps": "array<int>",
         "lags": "array<int>",

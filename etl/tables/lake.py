@@ -55,12 +55,20 @@ class Lake:
 
     def rows(self, name: str, days: tuple[date, date] | None = None) -> int:
         """Rows of a table, on all days or between two, by its log alone."""
-        actions = pa.table(self.open(name).get_add_actions(flatten=True))
+        actions = self._files(name)
         if days:
             day = actions["partition.day"]
             inside = pc.and_(pc.greater_equal(day, days[0]), pc.less_equal(day, days[1]))
             actions = actions.filter(inside)
         return int(pc.sum(actions["num_records"]).as_py() or 0)
+
+    def newest_day(self, name: str) -> date | None:
+        """The last day that has rows in a table, by its log alone."""
+        newest: date | None = pc.max(self._files(name)["partition.day"]).as_py()
+        return newest
+
+    def _files(self, name: str) -> pa.Table:
+        return pa.table(self.open(name).get_add_actions(flatten=True))
 
 
 def provenance(**facts: object) -> str:

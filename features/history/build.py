@@ -16,7 +16,7 @@ from features.groups import run_starts, whole_groups
 from features.history.pack import dwell_byte, gaps
 
 PACKED = (
-    "user_id string, day date, start int, first_ts bigint, gaps array<int>, lags array<int>, "
+    "user_id string, day date, first_ts bigint, gaps array<int>, lags array<int>, "
     "items array<int>, surfaces array<tinyint>, types array<tinyint>, dwells array<tinyint>"
 )
 
@@ -24,23 +24,15 @@ PACKED = (
 def build_history(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     """Replace the given days of `history`: the events that became visible on them.
 
-    Days before must be there; the events of later days, if any, keep their place only if these
-    days are rebuilt as they were (the reader checks).
+    Examples of later days keep their place in it only if these days are rebuilt as they were (the
+    reader checks).
     """
     spec = lake.spec
     versions = {name: lake.version(name) for name in ("events", "items")}
     contract = contracts.history(spec)
     rows = newly_visible(lake, versions, days)
-    if lake.exists(contract.name):
-        versions["history"] = lake.version(contract.name)
-        before = events_before(lake, versions["history"], days[0])
-    else:
-        before = rows.select("user_id").limit(0).withColumn("total", F.lit(0))
-    marked = rows.withColumn("total", F.lit(None).cast("int")).unionByName(
-        before, allowMissingColumns=True
-    )
-    ordered = marked.repartition("user_id").sortWithinPartitions(
-        "user_id", F.asc_nulls_first("visible_ts"), "event_ts", "event_id"
+    ordered = rows.repartition("user_id").sortWithinPartitions(
+        "user_id", "visible_ts", "event_ts", "event_id"
     )
     packed = ordered.drop("event_id").mapInArrow(pack_partition, PACKED)
     packed = packed.withColumn("bucket", delta.bucket_of(F.col("user_id"), spec.buckets))
@@ -85,34 +77,23 @@ def day_of(spec: DataSpec, seconds: Column) -> Column:
 def events_before(lake: Lake, version: int, day: date) -> DataFrame:
     """Number of events of each user before a day: `user_id`, `total`."""
     history = delta.read(lake, contracts.history(lake.spec), version)
-    rows = history.filter(F.col("day") < F.lit(day))
-    total = (F.col("start") + F.size("gaps")).alias("total")
-    return rows.select("user_id", total).groupBy("user_id").agg(F.max("total").alias("total"))
+    rows = history.filter(F.col("day") < F.lit(day)).select("user_id", F.size("gaps").alias("n"))
+    return rows.groupBy("user_id").agg(F.sum("n").cast("int").alias("total"))
 
 
 def pack_partition(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Sorted events to packed rows, user by user; a row that has `total` opens its user."""
+    """Sorted events to packed rows, user by user."""
     for users in whole_groups(batches, "user_id"):
         table = pack_users(users)
         yield from table.to_batches()
 
 
-def pack_users(rows: pa.Table) -> pa.Table:
+def pack_users(events: pa.Table) -> pa.Table:
     """One packed row a user and day."""
-    rows = rows.combine_chunks()
-    totals = rows["total"].to_numpy()
-    opening = ~np.isnan(totals) if totals.dtype.kind == "f" else np.ones(len(totals), bool)
-    user_starts = run_starts(rows["user_id"].combine_chunks())
-    user_of = np.repeat(np.arange(len(user_starts)), np.diff(np.append(user_starts, rows.num_rows)))
-    before = np.zeros(len(user_starts), np.int64)
-    before[user_of[opening]] = totals[opening].astype(np.int64)
-
-    events, user_of = rows.filter(pa.array(~opening)), user_of[~opening]
-    days = events["day"].cast(pa.int32()).to_numpy()
-    starts = np.flatnonzero(
-        np.diff(user_of, prepend=-1).astype(bool) | np.diff(days, prepend=-1).astype(bool)
-    )
-    first_of_user = np.searchsorted(user_of, user_of[starts])
+    events = events.combine_chunks()
+    users, days = events["user_id"].combine_chunks(), events["day"].cast(pa.int32()).to_numpy()
+    new_day = np.flatnonzero(np.diff(days, prepend=days[:1]))
+    starts = np.union1d(run_starts(users), new_day)
     visible = events["visible_ts"].to_numpy()
     lags = (visible - events["event_ts"].to_numpy() // MICROS["s"]).astype(np.int32)
     dwell = dwell_byte(events["dwell_ms"].to_numpy().astype(np.float64))
@@ -127,9 +108,8 @@ def pack_users(rows: pa.Table) -> pa.Table:
     }
     return pa.table(
         {
-            "user_id": events["user_id"].take(pa.array(starts)),
+            "user_id": users.take(pa.array(starts)),
             "day": pa.array(days[starts], pa.int32()).cast(pa.date32()),
-            "start": (before[user_of[starts]] + starts - first_of_user).astype(np.int32),
             "first_ts": visible[starts],
             **{n: pa.ListArray.from_arrays(offsets, pa.array(v)) for n, v in lists.items()},
         }

@@ -1,9 +1,9 @@
 """The daily DAG, executed: one more day on tables and a GEM of the days before."""
 
 import os
-import shutil
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -11,8 +11,9 @@ import pytest
 from etl.tables.lake import Lake
 from gemline import main
 from tests.conftest import FIRST, LAST, ROOT
-from tests.pipeline import rows
+from tests.pipeline import build_tables, rows
 
+BEFORE = LAST - timedelta(days=1)
 RUN = f"""
 import sys
 import dags.daily as d
@@ -32,8 +33,8 @@ def test_a_day_runs_on_airflow_and_gives_the_tables_of_the_range(
     lake: Lake, spec_path: Path, raw: Path, tmp_path: Path, left_out: str, surfaces: list[str]
 ) -> None:
     own = tmp_path / "lake"
-    shutil.copytree(lake.root, own)
-    days = ["--days", f"{FIRST}:2026-01-03", "--scale", "tiny"]
+    build_tables(Lake(str(own), lake.spec), raw, (FIRST, BEFORE))
+    days = ["--days", f"{FIRST}:{BEFORE}", "--scale", "tiny"]
     assert main(["train", "gem", "--spec", str(spec_path), "--lake", str(own), *days]) == 0
     env = os.environ | {
         "AIRFLOW_HOME": str(tmp_path / "airflow"),

@@ -1,3 +1,4 @@
+import shutil
 import subprocess
 import sys
 from ast import literal_eval
@@ -6,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dags.inputs import finished, inputs_of
+from dags.inputs import finished, inputs_of, raw_files
 from dags.line import Place, line, newest_mature
 from dags.local import unfinished
 from etl.errors import UserError
@@ -29,7 +30,7 @@ def test_every_step_reads_what_an_earlier_one_wrote(path: Path) -> None:
         assert not set(step.writes) & written, step.name
         written |= set(step.writes)
     assert len({step.name for step in steps}) == len(steps)
-    assert {f"ranker-{surface}" for surface in spec.ad_surfaces} <= written
+    assert {f"rankers/{surface}" for surface in spec.ad_surfaces} <= written
 
 
 def test_labels_are_final_on_the_test_day_and_days_are_in_order() -> None:
@@ -54,6 +55,8 @@ def test_a_step_is_finished_until_its_inputs_change(
     for step in steps:
         assert not done(step.name)
         records.write(place.lake, step.name, inputs_of(spec, place, steps, step), 1.0)
+        for name in step.writes:
+            (tmp_path / name).mkdir(parents=True, exist_ok=True)
     assert all(done(step.name) for step in steps)
     ingest = inputs_of(spec, place, steps, named["ingest"])
     records.write(place.lake, "ingest", ingest, 1.0)  # it ran again: all that reads it is stale
@@ -101,11 +104,28 @@ def test_what_reads_a_renewed_step_runs_again(tmp_path: Path, raw: Path, spec_pa
     steps = line(spec, place, days)
     for step in steps:
         records.write(place.lake, step.name, inputs_of(spec, place, steps, step), 1.0)
+        for name in step.writes:
+            (tmp_path / name).mkdir(parents=True, exist_ok=True)
     assert unfinished(spec, place, steps) == []
     larger = line(spec, place, days, ("--scale", "base"))
     names = [step.name for step in unfinished(spec, place, larger)]
+    (tmp_path / "report.html").rmdir()
+    assert [step.name for step in unfinished(spec, place, steps)] == ["report"]
     assert names[:3] == ["gem", "knowledge", "evaluate"] and names[-1] == "report"
     assert "baseline" not in names and "examples" not in names
+
+
+def test_only_files_of_the_days_of_a_run_count(tmp_path: Path, raw: Path, spec_path: Path) -> None:
+    spec = load_spec(spec_path)
+    logs = tmp_path / "logs"
+    shutil.copytree(raw, logs)
+    before = raw_files(spec, str(logs), (date(2026, 1, 1), date(2026, 1, 3)))
+    assert before
+    for path in logs.glob("events/day=2026-01-04/*"):
+        path.unlink()
+    assert raw_files(spec, str(logs), (date(2026, 1, 1), date(2026, 1, 3))) == before
+    next(logs.glob("events/day=2026-01-03/*")).write_bytes(b"")
+    assert raw_files(spec, str(logs), (date(2026, 1, 1), date(2026, 1, 3))) != before
 
 
 @pytest.mark.parametrize(("offset", "zone"), [(0, "UTC"), (8, "Etc/GMT-8"), (-5, "Etc/GMT+5")])

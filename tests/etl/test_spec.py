@@ -9,6 +9,15 @@ from etl.spec import load_spec
 from etl.spec.units import format_duration, parse_duration
 from tests.conftest import ROOT, SPEC
 
+USERS = """  users:
+    kind: attributes
+    entity: user
+    format: json
+    path: users/day={day}.json.gz
+    key: user_id
+    valid_from: changed_time
+"""
+
 
 @pytest.mark.parametrize("path", sorted((ROOT / "conf/specs").glob("*.yaml")), ids=lambda p: p.stem)
 def test_every_shipped_spec_loads(path: Path) -> None:
@@ -22,6 +31,9 @@ def test_all_errors_are_reported_at_once_with_their_lines(tmp_path: Path) -> Non
         ("{event: ad_click, window: 1h}", "{evnt: ad_click, window: 1h}"),
         ("[user, category]", "[user, catgory]"),
         ("sales]}", "sales], siez: 3}"),
+        ("buckets: 4", "buckets: 6"),
+        ("path: events/", "path: /events/"),
+        ("reels: {}", "reels: {logged_as: feed}"),
     ):
         assert good in text
         text = text.replace(good, bad)
@@ -36,6 +48,9 @@ def test_all_errors_are_reported_at_once_with_their_lines(tmp_path: Path) -> Non
         "evnt": "did you mean 'event'?",
         "catgory": "did you mean 'category'?",
         "siez": "did you mean 'size'?",
+        "buckets: 6": "it must be a power of two",
+        "path: /events": "without the leading /",
+        "surfaces:": "two surfaces are logged as 'feed'",
     }
     for mark, hint in hints.items():
         number = next(i for i, line in enumerate(lines, 1) if mark in line)
@@ -48,17 +63,20 @@ def test_all_errors_are_reported_at_once_with_their_lines(tmp_path: Path) -> Non
         ("role: impression", "role: outcome", "one event type needs role: impression"),
         ("buckets: 4", "buckets: 6", "buckets is 6; it must be a power of two"),
         ("reels: {}", "reels: {logged_as: feed}", "two surfaces are logged as 'feed'"),
-        ("entity: user", "entity: item", "users have attributes, but no source"),
+        (USERS, "", "attributes.user: users have attributes, but no source"),
         ("entity: user", "entity: item", "sources users, items all tell of items"),
         ("numeric, transform: log}", "vector, width: 3}", "signup_days"),
+        ("reels: {}", "reels: {}\n  feed: {}", "feed: this key is there twice"),
+        ("windows: [1h, 1d, 7d]", "windows: []", "counters.windows: .*at least 1 item"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(
     tmp_path: Path, good: str, bad: str, sentence: str
 ) -> None:
     path = tmp_path / "bad.yaml"
+    assert good in SPEC.read_text()
     path.write_text(SPEC.read_text().replace(good, bad))
-    with pytest.raises(UserError, match=sentence):
+    with pytest.raises(UserError, match=rf"bad.yaml:\d+: .*{sentence}"):
         load_spec(path)
 
 

@@ -116,6 +116,7 @@ def test_counters_are_those_of_the_reference(
                     assert example[column] == expected, column
 
 
+@pytest.mark.proof
 def test_day_by_day_gives_the_tables_of_one_range(lake: Lake, raw: Path, tmp_path: Path) -> None:
     by_day = Lake(str(tmp_path / "lake"), lake.spec)
     for first, last in ((FIRST, FIRST), (date(2026, 1, 2), LAST), (LAST, LAST)):

@@ -38,6 +38,7 @@ def label(
                 if t["type"] == touch
                 and (t["user_id"], t["item_id"]) == (e["user_id"], e["item_id"])
                 and t["event_ts"] <= e["event_ts"]
+                and t["visible_ts"] <= e["visible_ts"]
             ]
             last = max(touches, key=lambda t: (t["event_ts"], t["event_id"]), default=None)
             credited = last and last["impression_id"]

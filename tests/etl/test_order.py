@@ -1,0 +1,135 @@
+"""What arrives late, twice or with a wrong clock changes nothing that was said before."""
+
+import gzip
+import json
+from datetime import UTC, date, datetime
+from pathlib import Path
+
+import pytest
+
+from etl.attributes import load_attributes
+from etl.errors import UserError
+from etl.ingest import ingest
+from etl.spec import load_spec
+from etl.tables.lake import Lake
+from features.examples import build_examples
+from features.items import index_items
+from tests.pipeline import build_tables, rows
+
+ONE, TWO, THREE = (date(2026, 1, day) for day in (1, 2, 3))
+SPEC = """
+name: tiny
+buckets: 1
+lateness: 2d
+surfaces: {home: {}}
+events:
+  shown: {kind: ad, role: impression}
+  click: {kind: ad, role: outcome}
+  purchase: {kind: ad, role: outcome}
+objectives:
+  purchase: {event: purchase, window: 1d, credit: click}
+attributes:
+  user: {plan: {type: categorical, vocabulary: [free, paid]}}
+sequences: {behaviour: {max_length: 8}}
+counters: {windows: [1d], events: [shown, click], keys: [[user], [item]]}
+sources:
+  log:
+    kind: event_log
+    format: json
+    path: events/{day}.json.gz
+    columns: {event_id: id, user: who, item: what, surface: page, type: action, event_time: ms,
+              ingest_time: logged, impression: imp}
+  users: {kind: attributes, entity: user, format: json, path: "users/{day}.json.gz", key: who,
+          valid_from: since}
+"""
+
+
+def at(day: int, hour: int, minute: int = 0) -> int:
+    return int(datetime(2026, 1, day, hour, minute, tzinfo=UTC).timestamp() * 1000)
+
+
+def event(id_: str, action: str, what: str, ms: int, logged: int = 0, imp: str = "") -> dict:
+    said = {"id": id_, "who": "u", "what": what, "page": "home", "action": action, "ms": ms}
+    return said | {"logged": logged or ms + 1000} | ({"imp": imp} if imp else {})
+
+
+EVENTS = {
+    ONE: [
+        event("s1", "shown", "shoe", at(1, 8), imp="i1"),
+        event("s1-again", "shown", "shoe", at(1, 8), at(1, 9), imp="i1"),  # the client tried twice
+        event("c1", "click", "shoe", at(1, 9), imp="i1"),
+        event("p1", "purchase", "shoe", at(1, 12)),  # names no impression
+        event("s9", "shown", "hat", at(2, 0, 40), at(1, 23, 50), imp="i9"),  # a clock ahead
+    ],
+    TWO: [
+        event("s2", "shown", "shoe", at(1, 10), at(2, 3), imp="i2"),  # a day late
+        event("c2", "click", "shoe", at(1, 11), at(2, 3), imp="i2"),
+        event("s3", "shown", "coat", at(2, 15), imp="i3"),
+    ],
+    THREE: [event("s4", "shown", "belt", at(3, 8), imp="i4")],
+}
+USERS = {
+    ONE: [{"who": "u", "plan": "free", "since": at(1, 0)}],
+    TWO: [{"who": "u", "plan": "paid", "since": at(2, 0)}],
+    THREE: [{"who": "v", "plan": "paid", "since": at(3, 0)}],
+}
+
+
+def write(folder: Path, day: date, records: list[dict]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (folder / f"{day}.json.gz").write_bytes(gzip.compress(lines.encode()))
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> Path:
+    for day in EVENTS:
+        write(tmp_path / "raw/events", day, EVENTS[day])
+        write(tmp_path / "raw/users", day, USERS[day])
+    return tmp_path / "raw"
+
+
+@pytest.fixture
+def own(spark: object, tmp_path: Path) -> Lake:
+    (tmp_path / "tiny.yaml").write_text(SPEC)
+    return Lake(str(tmp_path / "lake"), load_spec(tmp_path / "tiny.yaml"))
+
+
+def by_id(lake: Lake, table: str, column: str) -> dict:
+    return {row["impression_id"]: row[column] for row in rows(lake, table)}
+
+
+def test_day_by_day_nothing_said_before_changes(own: Lake, logs: Path) -> None:
+    build_tables(own, logs, (ONE, ONE))
+    assert by_id(own, "examples", "n_user_shown_1d") == {"i1": 0, "i9": 1}, "one row an impression"
+    plans = by_id(own, "examples", "u_plan")
+    build_tables(own, logs, (TWO, TWO))
+    labels = by_id(own, "impressions", "label_purchase")
+    assert (labels["i1"], labels["i2"]) == (1, 0), "a touch that landed later took the credit"
+    build_examples(own, (ONE, ONE))
+    assert by_id(own, "examples", "u_plan")["i9"] == plans["i9"], "a plan of the day after"
+    everything = Lake(f"{own.root}-again", own.spec)
+    build_tables(everything, logs, (ONE, TWO))
+    for table in ("events", "impressions", "examples", "history", "items"):
+        assert rows(own, table) == rows(everything, table), table
+
+
+def test_a_corrected_log_never_gives_an_index_twice(own: Lake, logs: Path) -> None:
+    for step in (ingest, load_attributes):
+        step(own, str(logs), (ONE, ONE))
+    index_items(own, (ONE, ONE))
+    index = {row["item_id"]: row["item_ix"] for row in rows(own, "items")}
+    last = max(index, key=index.__getitem__)
+    write(logs / "events", ONE, [e for e in EVENTS[ONE] if e["what"] != last])
+    for day in (ONE, TWO):
+        ingest(own, str(logs), (day, day))
+        index_items(own, (day, day))
+    found = {row["item_id"]: row["item_ix"] for row in rows(own, "items")}
+    assert len(set(found.values())) == len(found) == 3
+    assert all(found[item] == index[item] for item in index)
+
+
+def test_days_may_not_be_left_out(own: Lake, logs: Path) -> None:
+    ingest(own, str(logs), (ONE, ONE))
+    with pytest.raises(UserError, match="2026-01-02 to 2026-01-02 have not been ingested"):
+        ingest(own, str(logs), (THREE, THREE))
