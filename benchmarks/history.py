@@ -13,6 +13,7 @@ from statistics import mean, stdev
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
+from pydantic import Field
 
 from benchmarks.result import Result
 from dags.line import Days, Place, data_steps, newest_mature
@@ -38,8 +39,7 @@ class HistoryArgs(Strict):
     """Arguments of the study."""
 
     work: Annotated[Path, tyro.conf.arg(help="folder for logs, tables and finished runs")]
-    seeds: int = 3
-    scale: str = "small"
+    seeds: int = Field(default=3, ge=1)
     as_json: Annotated[bool, tyro.conf.arg(name="json", help="one line of JSON last")] = False
 
 
@@ -60,7 +60,9 @@ def bench(args: HistoryArgs) -> None:
         "columns": list(result.columns),
         "rows": [list(row) for row in result.rows],
     }
-    RESULTS.write_text(json.dumps(study, indent=1) + "\n")
+    beside = RESULTS.with_name(f".{RESULTS.name}")
+    beside.write_text(json.dumps(study, indent=1) + "\n")
+    beside.replace(RESULTS)
 
 
 def names(args: HistoryArgs) -> Iterator[str]:
@@ -121,10 +123,10 @@ def predicted(args: HistoryArgs, place: Place, days: Days, name: str) -> "Predic
     if name == "lightgbm":
         return train_baseline(lake, split, BaselineConfig())
     _, length, seed = name.split("-")
-    chosen = {"scale": args.scale, "max_length": int(length), "seed": int(seed)}
+    config = TrainConfig(max_length=int(length), seed=int(seed))
     with process_group():
         checkpoint.forget(lake.root)
-        train(lake, (days.first, days.train_last), TrainConfig.model_validate(chosen))
+        train(lake, (days.first, days.train_last), config)
         return predict_test(lake, split)
 
 

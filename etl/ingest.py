@@ -39,7 +39,8 @@ def ingest(lake: Lake, raw: str, days: tuple[date, date]) -> dict[str, int]:
 
 def _write(lake: Lake, parsed: DataFrame, days: tuple[date, date]) -> dict[str, int]:
     spec, where = lake.spec, delta.days_between(*days)
-    bad = parsed.filter("reasons != ''").withColumn("reasons", F.split("reasons", SEPARATOR))
+    bad = parsed.filter("reasons != ''")
+    bad = bad.withColumn("reasons", F.array_distinct(F.split("reasons", SEPARATOR)))
     bad = bad.withColumn("day", landed_on())
     good = parsed.filter("reasons = ''")
     good = good.withColumn("visible_ts", visible_ts(spec))

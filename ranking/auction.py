@@ -27,8 +27,9 @@ def expected_value(
 ) -> Floats:
     """Bid x probability (B) of what each campaign pays for; p is (B, O).
 
-    Without an auction in the spec, the probability of the first objective of the surface.
-    Raises UserError for a goal that the spec does not know.
+    What the surface has no objective for is worth nothing there. Without an auction in the spec,
+    the probability of the first objective of the surface. Raises UserError for a goal that the
+    spec does not know.
     """
     objectives = list(spec.objectives)
     if spec.auction is None:
@@ -39,7 +40,8 @@ def expected_value(
     if unknown:
         raise UserError(f"unknown campaign goal {', '.join(unknown)}; known: {', '.join(pays_for)}")
     column = np.array([objectives.index(pays_for[str(goal)]) for goal in goals], int)
-    return np.asarray(bids, np.float64) * p[np.arange(len(p)), column]
+    worth = np.array([surface in spec.surfaces_of(name) for name in objectives])
+    return np.asarray(bids, np.float64) * p[np.arange(len(p)), column] * worth[column]
 
 
 def order(impressions: npt.NDArray[np.object_], p: Floats, values: Floats) -> list[Ranked]:

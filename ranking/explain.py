@@ -44,7 +44,7 @@ def explain(lake: Lake, impression: str) -> str:
         _section("user, as of then", _attributes(lake, "user", event, as_of)),
         _section("item, as of then", _attributes(lake, "item", event, as_of)),
         _section("labels", _labels(spec, shown)),
-        _section("what models read, as of then", _features(spec, example)),
+        _section("what models read, as of then", _features(lake, event, example)),
         _section(f"history, the last {RECENT} events before it", _history(lake, event, example)),
         _section("GEM", _knowledge(lake, impression, where)),
         _section("ranker", _ranker(lake, impression, spec, event)),
@@ -151,10 +151,14 @@ def _labels(spec: DataSpec, shown: Row | None) -> list[str]:
     return lines
 
 
-def _features(spec: DataSpec, example: Row | None) -> list[str]:
+def _features(lake: Lake, event: Row, example: Row | None) -> list[str]:
     if example is None:
         return []
-    named = [f"{n}: {v}" for n, v in example.items() if n.startswith(("u_", "x_"))]
+    spec = lake.spec
+    items = arrow.snapshot(lake, contracts.items(spec)).read()
+    item = items.filter(pc.equal(items["item_id"], event["item_id"])).to_pylist()
+    read = example | (item[0] if item else {})
+    named = [f"{n}: {v}" for n, v in read.items() if n[:2] in {"u_", "x_", "i_"}]
     lines = [f"encoded: {', '.join(named)}", "counters that are not zero:"]
     columns = iter(contracts.counter_columns(spec))
     for key in spec.counters.keys:

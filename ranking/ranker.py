@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
+from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
 from etl.errors import UserError
@@ -66,7 +67,8 @@ class Ranker:
                 f"the ranker of {manifest.surface} was trained under spec {manifest.spec.hash}, "
                 f"now it is {lake.spec.hash}: train it again"
             )
-        return Reader.newest(lake, manifest.sequence, manifest.model.max_length, manifest.surface)
+        own = Lake(lake.root, manifest.spec)
+        return Reader.newest(own, manifest.sequence, manifest.model.max_length, manifest.surface)
 
     def probabilities(self, batch: Batch) -> npt.NDArray[np.float64]:
         """Calibrated probabilities (B, O)."""
@@ -113,7 +115,10 @@ def load(folder: Path) -> Ranker:
     """The ranker of a folder; raises UserError where it is missing, damaged or tampered with."""
     if not (folder / MANIFEST).is_file():
         raise UserError(f"{folder} holds no ranker; run `gemline rank train` first")
-    manifest = RankerManifest.model_validate_json((folder / MANIFEST).read_text())
+    try:
+        manifest = RankerManifest.model_validate_json((folder / MANIFEST).read_text())
+    except ValidationError:
+        raise UserError(f"{folder / MANIFEST} is damaged; save the ranker again") from None
     if not (folder / WEIGHTS).is_file() or _sha256(folder / WEIGHTS) != manifest.weights_sha256:
         raise UserError(f"{folder}/{WEIGHTS} is not the file that was saved; save the ranker again")
     features = features_of(manifest.spec)

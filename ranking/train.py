@@ -29,7 +29,7 @@ def train_ranker(lake: Lake, surface: str, split: Split, config: StudentTraining
         student = train_student(lake, reader, split, config, teacher)
         fitted = fit_calibration(lake, reader, split, student)
         raw = predict(student.serving, _batches(lake, reader, split), list(lake.spec.objectives))
-        calibrated(raw, fitted).write(evaluation_path(lake.root, f"{name}-{surface}"))
+        calibrated(raw, fitted).write(evaluation_path(lake.root, f"{name}-{surface}"), split)
         if distilled:
             version = f"{split.train_last:%Y%m%d}-s{config.seed}"
             ranker.save(

@@ -89,7 +89,7 @@ def baseline(args: SplitArgs) -> None:
     from training.predictions import evaluation_path
 
     predictions = train_baseline(args.open_lake(), args.split, BaselineConfig())
-    predictions.write(evaluation_path(args.lake, "lightgbm"))
+    predictions.write(evaluation_path(args.lake, "lightgbm"), args.split)
     print(f"baseline: {len(predictions.surface):,} test rows predicted")
 
 
@@ -101,7 +101,7 @@ def evaluate(args: SplitArgs) -> None:
 
     with process_group():
         predictions = predict_test(args.open_lake(), args.split)
-    predictions.write(evaluation_path(args.lake, "gem"))
+    predictions.write(evaluation_path(args.lake, "gem"), args.split)
     print(f"evaluate: {len(predictions.surface):,} test rows predicted")
 
 

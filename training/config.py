@@ -19,7 +19,12 @@ class TrainConfig(Strict):
     weight_decay: float = 0.01
     warmup_steps: int = Field(default=50, ge=1)
     sequence: str | None = None
-    max_length: Annotated[int | None, tyro.conf.arg(help="events of history; 0 reads none")] = None
+    max_length: Annotated[
+        int | None, Field(ge=0), tyro.conf.arg(help="events of history; 0 reads none")
+    ] = None
+    item_rows: Annotated[
+        int, Field(ge=2), tyro.conf.arg(help="of the items' table; new items reuse the oldest")
+    ] = 2**17
     checkpoint_every: int = Field(default=200, ge=1)
     seed: int = 0
 
@@ -30,4 +35,4 @@ class TrainConfig(Strict):
 
     def reads(self) -> dict[str, object]:
         """What may not change from one day to the next."""
-        return self.model_dump(include={"scale", "sequence", "max_length"})
+        return self.model_dump(include={"scale", "sequence", "max_length", "item_rows"})

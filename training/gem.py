@@ -5,6 +5,8 @@ import shutil
 from collections.abc import Iterator
 from datetime import date, timedelta
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -24,23 +26,32 @@ from training.loop.checkpoint import Manifest, Trained
 from training.loop.prequential import Prequential
 from training.loop.step import GemModel, train_step
 from training.model.gem import Gem
-from training.model.lookup import table_rows
+from training.model.lookup import ItemRows, table_rows
 from training.parallel.processes import in_step
 from training.parallel.sparse import TorchrecTables, shard
-from training.resume import starting_point
+from training.resume import refuse_other_reading, starting_point
 
 log = logging.getLogger(__name__)
 
 
-def build(features: Features, manifest: Manifest) -> Trained:
-    """A fresh model of a manifest's sizes, spread over the processes of the group."""
+def _spread(core: Gem) -> DistributedDataParallel:
+    """A batch without histories, or a spec without numbers, leaves some parameters unused."""
+    return DistributedDataParallel(core, find_unused_parameters=True)
+
+
+def build(features: Features, manifest: Manifest, known: npt.NDArray[np.bool_]) -> Trained:
+    """A fresh model of a manifest's sizes, spread over the processes of the group.
+
+    `known` (I) tells the items that it has learned of, or is going to.
+    """
     config, sizes = manifest.training, manifest.training.sizes
+    items = ItemRows(config.item_rows, torch.from_numpy(known))
     torch.manual_seed(config.seed)
     core = Gem(features, sizes)
-    rows = table_rows(features, manifest.items)
+    rows = table_rows(features, config.item_rows)
     tables = shard(TorchrecTables(rows, sizes.row_width), config.sparse_rate)
-    dense = DistributedDataParallel(core) if dist.get_world_size() > 1 else core
-    model = GemModel(core, dense, tables, manifest.items, sizes.item_dropout)
+    dense = _spread(core) if dist.get_world_size() > 1 else core
+    model = GemModel(core, dense, tables, items, sizes.item_dropout)
     optimizer = torch.optim.AdamW(
         core.parameters(), lr=config.dense_rate, weight_decay=config.weight_decay, fused=True
     )
@@ -61,7 +72,7 @@ def train(lake: Lake, days: tuple[date, date], config: TrainConfig) -> list[dict
             f"no examples of {', '.join(missing)}; run `gemline features examples` for them"
         )
     manifest, path = starting_point(lake, reader, days, config)
-    trained = build(reader.features, manifest)
+    trained = build(reader.features, manifest, reader.items.known_by(days[1]))
     if path:
         checkpoint.load(path, trained)
         log.info("continue from %s", path)
@@ -79,18 +90,20 @@ def train_day(lake: Lake, reader: Reader, trained: Trained, day: date) -> dict[s
     model.core.train()
     seen = Prequential(reader.features)
     partial = checkpoint.folder(lake.root, day, complete=False)
-    for batch in in_step(_batches(lake, reader, day, start)):
+    batches = _batches(lake, reader, day, start)
+    spare = _batches(lake, reader, day, start.model_copy(update={"batches": 0}))
+    bar = {"desc": f"train gem {day}", "unit": "batch", "disable": dist.get_rank() > 0 or None}
+    for batch, rows in tqdm(in_step(batches, spare), **bar):
         manifest = trained.manifest
         _set_rate(trained.optimizer, config, manifest.steps)
         torch.manual_seed(hash((config.seed, manifest.steps, dist.get_rank())) % 2**31)
-        seen.add(train_step(model, batch, trained.optimizer), batch)
+        seen.add(train_step(model, batch, rows, trained.optimizer), batch)
         trained.averaged.update_parameters(model.core)
         counts = {"batches": manifest.batches + 1, "steps": manifest.steps + 1}
         trained.manifest = manifest.model_copy(update=counts)
         if trained.manifest.batches % config.checkpoint_every == 0:
             checkpoint.save(partial, trained)
-    done = {"complete": True, "known_items": reader.items.known_by(day)}
-    trained.manifest = trained.manifest.model_copy(update=done)
+    trained.manifest = trained.manifest.model_copy(update={"complete": True})
     final = checkpoint.folder(lake.root, day)
     checkpoint.save(final, trained)
     if dist.get_rank() == 0:
@@ -103,7 +116,7 @@ def _batches(lake: Lake, reader: Reader, day: date, start: Manifest) -> Iterator
     first = day == start.trained_from
     after = 0 if first else spec.day_start(day)
     oldest = max(start.trained_from, day - timedelta(days=spec.ripens_after_days + 1))
-    batches = reader.batches(
+    return reader.batches(
         list(each_day(oldest, day)),
         Ripened(after, spec.day_end(day)),
         config.batch_rows,
@@ -111,8 +124,6 @@ def _batches(lake: Lake, reader: Reader, day: date, start: Manifest) -> Iterator
         (dist.get_rank(), dist.get_world_size()),
         skip=start.batches,
     )
-    hidden = dist.get_rank() > 0
-    return iter(tqdm(batches, desc=f"train gem {day}", unit="batch", disable=hidden or None))
 
 
 def _set_rate(optimizer: torch.optim.Optimizer, config: TrainConfig, step: int) -> None:
@@ -124,16 +135,16 @@ def _set_rate(optimizer: torch.optim.Optimizer, config: TrainConfig, step: int) 
 def load_trained(lake: Lake, day: date) -> tuple[Trained, Reader]:
     """The GEM that was trained until a day, for scoring, and a reader of what it reads.
 
-    Items that it has not seen in training are unknown to it: their rows were never learned.
-    Raises UserError where there is none.
+    Items first seen later are unknown to it: their rows were never learned. Raises UserError where
+    there is none, or where it read what the spec no longer tells.
     """
     path = checkpoint.folder(lake.root, day)
     manifest = checkpoint.read_manifest(path, lake.spec.hash)
     if manifest is None:
         raise UserError(f"no GEM was trained until {day}; run `gemline train gem` for that day")
     reader = Reader.newest(lake, manifest.training.sequence, manifest.training.max_length)
-    trained = build(reader.features, manifest)
+    refuse_other_reading(manifest, reader)
+    trained = build(reader.features, manifest, reader.items.known_by(day))
     checkpoint.load_weights(path, trained)
-    trained.model.items = min(manifest.items, manifest.known_items + 1)
     trained.model.core.eval()
     return trained, reader

@@ -11,7 +11,11 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
+from etl.errors import UserError
 from training.data.batch import Batch
+from training.split import Split
+
+SPLIT = b"gemline.split"
 
 
 @dataclass(frozen=True)
@@ -25,8 +29,8 @@ class Predictions:
     labels: npt.NDArray[np.float32]
     known: npt.NDArray[np.bool_]
 
-    def write(self, path: Path) -> None:
-        """Store as one Parquet file, whole or not at all."""
+    def write(self, path: Path, split: Split) -> None:
+        """Store as one Parquet file, whole or not at all, with the days that they are of."""
         columns = {
             "impression_id": pa.array(self.impressions, pa.string()),
             "surface": self.surface,
@@ -37,13 +41,20 @@ class Predictions:
             columns[f"known_{name}"] = self.known[:, i]
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f".{path.name}")
-        pq.write_table(pa.table(columns), beside)
+        table = pa.table(columns).replace_schema_metadata({SPLIT: split.model_dump_json()})
+        pq.write_table(table, beside)
         beside.replace(path)
 
     @classmethod
-    def read(cls, path: Path) -> "Predictions":
-        """The predictions of a file."""
+    def read(cls, path: Path, split: Split) -> "Predictions":
+        """The predictions of a file; raises UserError where they are of other days."""
         table = pq.read_table(path)
+        told = (table.schema.metadata or {}).get(SPLIT, b"{}").decode()
+        if told != split.model_dump_json():
+            raise UserError(
+                f"{path} holds predictions of another split of days ({told}); evaluate that model "
+                "on these days again, or remove the file"
+            )
         names = tuple(n.removeprefix("p_") for n in table.column_names if n.startswith("p_"))
 
         def columns(prefix: str) -> npt.NDArray[np.generic]:

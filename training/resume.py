@@ -27,7 +27,7 @@ def starting_point(
     if earlier:
         path, before = earlier[-1]
         _check(before, wanted)
-        kept = {"items": before.items, "steps": before.steps, "trained_from": before.trained_from}
+        kept = {"steps": before.steps, "trained_from": before.trained_from}
         wanted = wanted.model_copy(update=kept)
     for folder, manifest in written:
         if manifest.same_run(wanted) and days[0] <= manifest.trained_until <= days[1]:
@@ -41,10 +41,11 @@ def _new(lake: Lake, reader: Reader, first: date, config: TrainConfig) -> Manife
     return Manifest(
         spec=lake.spec.hash,
         match=lake.spec.match,
-        training=config,
+        events=reader.events,
+        training=config.model_copy(
+            update={"sequence": reader.sequence, "max_length": reader.length}
+        ),
         processes=dist.get_world_size(),
-        items=2 * len(reader.items),
-        known_items=0,
         versions=dict(reader.versions),
         trained_from=first,
         trained_until=first,
@@ -65,8 +66,19 @@ def _check(before: Manifest, wanted: Manifest) -> None:
     old, new = before.training.reads(), wanted.training.reads()
     changed = [f"{name} {old[name]}" for name in old if old[name] != new[name]]
     changed += [f"match {', '.join(before.match)}"] if before.match != wanted.match else []
+    changed += [f"events {', '.join(before.events)}"] if before.events != wanted.events else []
     if changed:
         raise UserError(
             f"GEM until {day} was trained with {'; '.join(changed)}: go on with the same, or "
             "remove models/gem from the lake to start over"
+        )
+
+
+def refuse_other_reading(manifest: Manifest, reader: Reader) -> None:
+    """Raises UserError where a spec tells models to read other things than a model has learned."""
+    spec = reader.lake.spec
+    if (manifest.match, manifest.events) != (spec.match, reader.events):
+        raise UserError(
+            f"GEM until {manifest.trained_until} was trained with other `match` or `sequences` "
+            f"than spec {spec.name} has now: take the change back, or train it anew"
         )

@@ -63,6 +63,6 @@ def create(lake: Lake, contract: Contract) -> None:
     builder.partitionedBy(*contract.partition_by).execute()
 
 
-def days_between(first: object, last: object, column: str = "day") -> str:
+def days_between(first: object, last: object) -> str:
     """A predicate on whole days, both included."""
-    return f"{column} >= '{first}' AND {column} <= '{last}'"
+    return f"day >= '{first}' AND day <= '{last}'"

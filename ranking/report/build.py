@@ -28,7 +28,7 @@ class Cell:
 
 def build_report(lake: Lake, raw: str, split: Split) -> Path:
     """Write `report.html` into the lake; returns its path."""
-    found = facts.predictions(lake, raw)
+    found = facts.predictions(lake, raw, split)
     if not found:
         raise UserError(f"no model was evaluated in {lake.root}; run `gemline run` first")
     scores = facts.scores(lake, found)

@@ -13,6 +13,7 @@ from etl.tables import arrow, contracts
 from etl.tables.lake import Lake
 from training.loop.metrics import Score, score
 from training.predictions import Predictions, evaluation_path, joined
+from training.split import Split
 
 NAMES = {
     "bound": "truth (bound)",
@@ -50,16 +51,19 @@ def quarantined(lake: Lake) -> list[tuple[str, int]]:
     return sorted(((c["values"], c["counts"]) for c in counts), key=lambda c: -c[1])
 
 
-def predictions(lake: Lake, raw: str) -> dict[str, Predictions]:
-    """Test predictions of each model that has any; the truth's where the raw folder tells it."""
+def predictions(lake: Lake, raw: str, split: Split) -> dict[str, Predictions]:
+    """Test predictions of each model that has any; the truth's where the raw folder tells it.
+
+    Raises UserError where some are of other days than the split's.
+    """
     found = {
-        name: Predictions.read(path)
+        name: Predictions.read(path, split)
         for name in ("gem", "lightgbm")
         if (path := evaluation_path(lake.root, name)).is_file()
     }
     for variant in ("student", "distilled"):
         paths = [evaluation_path(lake.root, f"{variant}-{s}") for s in lake.spec.ad_surfaces]
-        parts = [Predictions.read(path) for path in paths if path.is_file()]
+        parts = [Predictions.read(path, split) for path in paths if path.is_file()]
         if parts:
             found[variant] = joined(parts)
     truth = true_probabilities(found["gem"], raw) if "gem" in found else None

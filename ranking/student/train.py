@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,7 +16,7 @@ from ranking.student.teacher import Teacher
 from training.data.batch import Batch
 from training.data.reader import Reader, Shuffle
 from training.loop.step import masked_loss
-from training.model.lookup import look_up, table_rows
+from training.model.lookup import first_items, look_up, table_rows
 from training.model.plain import PlainTables
 from training.split import Split
 
@@ -46,13 +47,14 @@ class TrainedStudent:
 
     def __init__(self, student: Student, tables: PlainTables, items: int) -> None:
         self.student, self.tables, self.items = student, tables, items
+        self._rows = first_items(items)
 
     def __call__(self, batch: Batch, config: StudentTraining | None = None) -> StudentOutput:
         """Logits of a batch; with a configuration, as in training."""
         dropout = config.model.item_dropout if config else 0.0
         scale = config.distill.gradient_scale if config else 1.0
         output: StudentOutput = self.student(
-            batch, look_up(self.tables, batch, batch.history.positions, self.items, dropout), scale
+            batch, look_up(self.tables, batch, batch.history.positions, self._rows, dropout), scale
         )
         return output
 
@@ -72,7 +74,8 @@ def train_student(
 ) -> TrainedStudent:
     """Train on the training days; `teacher` None or weight 0 leaves GEM out."""
     torch.manual_seed(config.seed)
-    model = new_student(reader, config.model, 1 + reader.items.known_by(split.train_last))
+    known = reader.items.known_by(split.train_last)
+    model = new_student(reader, config.model, 1 + int(np.flatnonzero(known).max(initial=0)))
     dense = torch.optim.AdamW(
         model.student.parameters(),
         lr=config.dense_rate,
@@ -106,7 +109,7 @@ def _loss(
     output: StudentOutput, batch: Batch, teacher: Teacher | None, distill: DistillConfig
 ) -> Tensor:
     """Labels on the serving head, GEM's scores on the other (ExFM eq. 3-5)."""
-    loss = masked_loss(output.serving, batch.labels, batch.known)
+    loss = masked_loss(output.serving, batch.labels, batch.known, len(batch))
     if teacher is None or not distill.weight:
         return loss
     logits, there = teacher.look_up(batch.impressions)

@@ -53,6 +53,7 @@ def test_quarantine_holds_payload_and_reasons(lake: Lake) -> None:
                    "wrong type: position"):  # fmt: skip
         assert reasons[reason] > 0, (reason, reasons)
     assert all(row["payload"] for row in rows(lake, "quarantine"))
+    assert all(len(set(row["reasons"])) == len(row["reasons"]) for row in rows(lake, "quarantine"))
 
 
 @pytest.mark.parametrize(

@@ -52,14 +52,16 @@ def blurred(p: Predictions, share: float) -> Predictions:
 def test_every_number_is_that_of_the_files_of_the_run(
     run: Lake, truth: Predictions, raw: Path
 ) -> None:
-    truth.write(evaluation_path(run.root, "gem"))
-    blurred(truth, 0.5).write(evaluation_path(run.root, "lightgbm"))
+    truth.write(evaluation_path(run.root, "gem"), SPLIT)
+    blurred(truth, 0.5).write(evaluation_path(run.root, "lightgbm"), SPLIT)
     page = build_report(run, str(raw), SPLIT).read_text()
     for i, name in enumerate(truth.objectives):
         known = truth.known[:, i]
         y, p = truth.labels[known, i], truth.probability[known, i]
-        ne = log_loss(y, p) / log_loss(y, np.full(len(y), y.mean()))
-        assert f"{name}: GEM has NE {ne:.3f} on {known.sum():,} rows" in page
+        if 0 < y.sum() < len(y):
+            ne = log_loss(y, p) / log_loss(y, np.full(len(y), y.mean()))
+            assert f"{name}: GEM has NE {ne:.3f} on {known.sum():,} rows" in page
+    assert "click: GEM has NE" in page
     for reason in {r for row in rows(run, "quarantine") for r in row["reasons"]}:
         count = sum(reason in row["reasons"] for row in rows(run, "quarantine"))
         assert f"{reason} {count:,}" in page
@@ -70,7 +72,7 @@ def test_every_number_is_that_of_the_files_of_the_run(
 
 
 def test_the_page_stands_alone(run: Lake, truth: Predictions, raw: Path) -> None:
-    truth.write(evaluation_path(run.root, "gem"))
+    truth.write(evaluation_path(run.root, "gem"), SPLIT)
     page = build_report(run, str(raw), SPLIT).read_text()
     assert not re.search(r"<(script|link|img|iframe)|@import|url\(\s*['\"]?http", page)
     assert page.count("<svg") == 3
@@ -80,6 +82,12 @@ def test_a_report_of_nothing_is_refused(run: Lake, raw: Path) -> None:
     with pytest.raises(UserError, match="no model was evaluated"):
         build_report(run, str(raw), SPLIT)
     assert not (Path(run.root) / "report.html").exists()
+
+
+def test_predictions_of_other_days_are_refused(run: Lake, truth: Predictions, raw: Path) -> None:
+    truth.write(evaluation_path(run.root, "gem"), SPLIT.model_copy(update={"test_first": FIRST}))
+    with pytest.raises(UserError, match="predictions of another split of days"):
+        build_report(run, str(raw), SPLIT)
 
 
 @pytest.mark.parametrize(

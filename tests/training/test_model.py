@@ -17,7 +17,7 @@ from training.loop.average import averaged
 from training.model.config import SCALES
 from training.model.gem import Gem
 from training.model.interest import PRIOR, Interest
-from training.model.lookup import look_up, table_rows
+from training.model.lookup import ItemRows, first_items, look_up, table_rows
 from training.model.numeric import NumericRows, RunningScale
 from training.model.plain import PlainTables
 from training.model.wukong import FactorizationBlock
@@ -47,7 +47,7 @@ def score(reader: Reader):
     def scored(batch: Batch) -> torch.Tensor:
         with torch.no_grad():
             found = gem.find(batch)
-            vectors = look_up(tables, batch, found.positions, len(reader.items))
+            vectors = look_up(tables, batch, found.positions, first_items(len(reader.items)))
             return gem(batch, found, vectors).logits
 
     return scored
@@ -55,7 +55,7 @@ def score(reader: Reader):
 
 def rows_of(batch: Batch, rows: torch.Tensor) -> Batch:
     """The same requests with fewer or reordered candidates."""
-    per_row = ("request", "surface", "item", "row_numbers", "labels", "known", "values")
+    per_row = ("request", "surface", "item", "row_numbers", "labels", "known")
     return replace(
         batch,
         **{name: getattr(batch, name)[rows] for name in per_row},
@@ -107,7 +107,8 @@ def test_gem_needs_no_kind_of_feature(reader: Reader, batch: Batch, without: str
     gem = Gem(features, TINY)
     tables = PlainTables(table_rows(features, len(reader.items)), TINY.row_width)
     found = gem.find(batch)
-    output = gem(batch, found, look_up(tables, batch, found.positions, len(reader.items)))
+    items = first_items(len(reader.items))
+    output = gem(batch, found, look_up(tables, batch, found.positions, items))
     assert output.logits.shape == batch.labels.shape and output.logits.isfinite().all()
 
 
@@ -143,6 +144,15 @@ def test_the_factorisation_block_mixes_rows_only_through_their_products() -> Non
     stretched = x * torch.tensor([1.0, 2.0, 1.0, 1.0])
     assert (block(stretched) - block(x)).abs().max() > 1e-3
     assert block(x).shape == (7, 3, 4)
+
+
+def test_new_items_take_the_rows_of_the_oldest_and_unknown_ones_row_0() -> None:
+    known = torch.arange(20) > 0
+    known[13] = False
+    rows = ItemRows(8, known)(torch.arange(25))
+    assert rows[0] == rows[13] == 0 and (rows[20:] == 0).all()
+    assert rows[1:8].tolist() == [*range(1, 8)] and rows[8:13].tolist() == [*range(1, 6)]
+    assert first_items(8)(torch.arange(10)).tolist() == [*range(8), 0, 0]
 
 
 def test_running_scale_is_the_mean_and_deviation_of_what_it_saw() -> None:
@@ -224,5 +234,5 @@ def test_bins_make_a_step_where_a_line_cannot() -> None:
             parameter.zero_()
         rows.out.weight.fill_(1.0)
         rows.bins[8:] = 1.0  # from 0 up
-    found = rows(torch.tensor([[-2.0], [-0.01], [0.01], [2.0]]))[:, 0, 0]
+    found = rows(torch.tensor([[-2.0], [-0.01], [0.01], [2.0]]))[0][:, 0, 0]
     assert found[0] == found[1] == 0 and found[2] == found[3] > 0

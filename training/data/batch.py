@@ -3,8 +3,7 @@
 R requests, B impressions (rows), N events of all histories, O objectives.
 """
 
-from dataclasses import dataclass, fields, replace
-from typing import Any, cast
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +44,7 @@ class History:
 
 @dataclass(frozen=True)
 class Batch:
-    """`user_*` and `requests` have R rows, the rest B; labels, known and values are (B, O).
+    """`user_*` and `requests` have R rows, the rest B; labels and known are (B, O).
 
     `known` marks labels whose window has closed and that are trained or evaluated now.
     """
@@ -61,26 +60,9 @@ class Batch:
     history: History
     labels: Tensor
     known: Tensor
-    values: Tensor
     impressions: npt.NDArray[np.object_]
     requests: npt.NDArray[np.object_]
 
     def __len__(self) -> int:
         """Number of impressions."""
         return len(self.item)
-
-    def to(self, device: torch.device | str) -> "Batch":
-        """The batch with all its tensors on a device."""
-        return cast("Batch", _moved(self, device))
-
-
-def _moved(value: Any, device: torch.device | str) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, dict):
-        return {k: _moved(v, device) for k, v in value.items()}
-    if isinstance(value, Batch | History):
-        return replace(
-            value, **{f.name: _moved(getattr(value, f.name), device) for f in fields(value)}
-        )
-    return value

@@ -43,7 +43,6 @@ class Chunk:
     numbers: Float32
     labels: Float32
     known: npt.NDArray[np.bool_]
-    values: Float32
     impressions: npt.NDArray[np.object_]
 
 
@@ -65,7 +64,7 @@ def load_chunk(
     numbers = (*features.user.numbers, *features.context.numbers, *features.counters)
     rows = examples.read([*KEYS, *POINTER, *ids, *numbers], day=days, bucket=bucket)
     rows = rows.sort_by([(name, "ascending") for name in examples.contract.order_by])
-    labels, known, values = _labels(spec, impressions, days, bucket, rows, ripened)
+    labels, known = _labels(spec, impressions, days, bucket, rows, ripened)
     wanted = known.any(1) | ripened.unlabelled
     if surface is not None:
         wanted &= rows["surface"].to_numpy() == surface
@@ -96,7 +95,6 @@ def load_chunk(
         ),
         labels=labels[wanted],
         known=known[wanted],
-        values=values[wanted],
         impressions=np.asarray(rows["impression_id"]),
     )
 
@@ -114,10 +112,9 @@ def _labels(
     bucket: int,
     rows: pa.Table,
     ripened: Ripened,
-) -> tuple[Float32, npt.NDArray[np.bool_], Float32]:
+) -> tuple[Float32, npt.NDArray[np.bool_]]:
     names = ["impression_id", "surface"]
-    for name, objective in spec.objectives.items():
-        names += [f"label_{name}", f"ready_{name}"] + [f"value_{name}"] * objective.value
+    names += [f"{what}_{name}" for name in spec.objectives for what in ("label", "ready")]
     span = f"{min(days)}:{max(days)}"
     table = impressions.read(names, day=days, bucket=bucket)
     where = pc.index_in(rows["impression_id"], table["impression_id"].combine_chunks())
@@ -126,9 +123,8 @@ def _labels(
     table = table.take(where)
     surface = table["surface"].to_numpy()
     shape = (table.num_rows, len(spec.objectives))
-    labels, values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-    known = np.zeros(shape, bool)
-    for i, (name, objective) in enumerate(spec.objectives.items()):
+    labels, known = np.zeros(shape, np.float32), np.zeros(shape, bool)
+    for i, name in enumerate(spec.objectives):
         ready = table[f"ready_{name}"].to_numpy() // MICROS["s"]
         codes = [spec.surface_codes[s] for s in spec.surfaces_of(name)]
         known[:, i] = (ready >= ripened.after) & (ready < ripened.until) & np.isin(surface, codes)
@@ -139,6 +135,4 @@ def _labels(
                 "closed; run `gemline etl labels` up to the newest day"
             )
         labels[:, i] = label.fill_null(0).to_numpy()
-        if objective.value:
-            values[:, i] = table[f"value_{name}"].fill_null(0).to_numpy()
-    return labels, known, values
+    return labels, known

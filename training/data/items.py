@@ -23,9 +23,9 @@ class ItemTable:
     names: npt.NDArray[np.object_]
     first_seen: npt.NDArray[np.datetime64]
 
-    def known_by(self, day: date) -> int:
-        """The highest index of the items that were seen by the end of a day."""
-        return int(np.flatnonzero(self.first_seen <= np.datetime64(day)).max(initial=0))
+    def known_by(self, day: date) -> npt.NDArray[np.bool_]:
+        """Whether each item (I) was first seen by the end of a day."""
+        return self.first_seen <= np.datetime64(day)
 
     def __len__(self) -> int:
         """Rows, that of no item included."""

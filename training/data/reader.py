@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from etl.errors import UserError
 from etl.tables import contracts
 from etl.tables.arrow import Snapshot, snapshot
 from etl.tables.lake import Lake
@@ -40,7 +41,8 @@ class Reader:
     """Pinned versions of the four tables that training reads.
 
     `sequence` names the spec's sequence that histories are cut to; `max_length` overrides its
-    length, and 0 reads no history. `surface` leaves out the rows of all other surfaces.
+    length, and 0 reads no history. `surface` leaves out the rows of all other surfaces. Raises
+    UserError for a sequence that the spec lacks.
     """
 
     lake: Lake
@@ -55,6 +57,9 @@ class Reader:
 
     def __post_init__(self) -> None:
         spec = self.lake.spec
+        if self.sequence not in spec.sequences:
+            known = ", ".join(spec.sequences)
+            raise UserError(f"spec {spec.name} has no sequence {self.sequence!r}; known: {known}")
         self.features = features_of(spec)
         made = {name: getattr(contracts, name)(spec) for name in TABLES}
         self._tables = {n: snapshot(self.lake, c, self.versions[n]) for n, c in made.items()}
@@ -72,6 +77,17 @@ class Reader:
         sequence = sequence or next(iter(lake.spec.sequences))
         versions = {name: lake.version(name) for name in TABLES}
         return cls(lake, versions, sequence, max_length, surface)
+
+    @property
+    def length(self) -> int:
+        """Events that a history is cut to."""
+        own = self.lake.spec.sequences[self.sequence].max_length
+        return own if self.max_length is None else self.max_length
+
+    @property
+    def events(self) -> tuple[str, ...]:
+        """Types of events that a history holds; empty for all."""
+        return self.lake.spec.sequences[self.sequence].events or ()
 
     def days(self) -> list[date]:
         """Days that have examples."""
@@ -145,17 +161,14 @@ class Reader:
             history=self._history(chunk, bucket, requests),
             labels=torch.from_numpy(chunk.labels[rows]),
             known=torch.from_numpy(chunk.known[rows]),
-            values=torch.from_numpy(chunk.values[rows]),
             impressions=chunk.impressions[rows],
             requests=chunk.requests[requests],
         )
 
     def _history(self, chunk: Chunk, bucket: int, requests: Int64) -> History:
         stored = self._bucket(bucket)
-        most = self.lake.spec.sequences[self.sequence].max_length
-        most = most if self.max_length is None else self.max_length
         as_of = chunk.as_of[requests]
-        cut = stored.slices(chunk.users.take(requests), as_of, chunk.length[requests], most)
+        cut = stored.slices(chunk.users.take(requests), as_of, chunk.length[requests], self.length)
         events, at = stored.events, cut.positions
         items = np.minimum(events.items[at], len(self.items) - 1).astype(np.int64)
         ages = np.repeat(as_of, np.diff(cut.offsets)) - events.visible_ts[at]
@@ -172,8 +185,7 @@ class Reader:
 
     def _bucket(self, bucket: int) -> Histories:
         if bucket not in self._histories:
-            names = self.lake.spec.sequences[self.sequence].events or ()
-            codes = tuple(self.lake.spec.event_codes[name] for name in names)
+            codes = tuple(self.lake.spec.event_codes[name] for name in self.events)
             self._histories[bucket] = load_histories(self._tables["history"], bucket, codes)
         return self._histories[bucket]
 

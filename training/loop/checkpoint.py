@@ -1,5 +1,6 @@
 """Checkpoints of GEM: everything that the next step depends on, written whole or not at all."""
 
+import hashlib
 import shutil
 from dataclasses import dataclass
 from datetime import date
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -33,10 +34,9 @@ class Manifest(Strict):
 
     spec: str
     match: tuple[str, ...]
+    events: tuple[str, ...]
     training: TrainConfig
     processes: int
-    items: int
-    known_items: int
     versions: dict[str, int]
     trained_from: date
     trained_until: date
@@ -47,7 +47,8 @@ class Manifest(Strict):
     @property
     def fm_version(self) -> str:
         """The name under which this GEM's knowledge is kept."""
-        return f"{self.trained_from:%Y%m%d}-{self.trained_until:%Y%m%d}-s{self.training.seed}"
+        settings = hashlib.sha256(self.training.model_dump_json().encode()).hexdigest()[:6]
+        return f"{self.trained_from:%Y%m%d}-{self.trained_until:%Y%m%d}-{settings}"
 
     def next_day(self, day: date) -> "Manifest":
         """The manifest of the same model before its first batch of a day."""
@@ -56,7 +57,7 @@ class Manifest(Strict):
 
     def same_run(self, other: "Manifest") -> bool:
         """Whether both are moments of one training run."""
-        moment = {"trained_until", "complete", "batches", "steps", "known_items", "items"}
+        moment = {"trained_until", "complete", "batches", "steps"}
         return self.model_dump(exclude=moment) == other.model_dump(exclude=moment)
 
 
@@ -114,7 +115,8 @@ def save(path: Path, trained: Trained) -> None:
     if dist.get_rank() == 0:
         folders.fresh(path)
     dist.barrier()
-    state_dict_saver.save(trained.state(), checkpoint_id=str(beside))
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # of what all processes have
+    state_dict_saver.save(trained.state(), checkpoint_id=str(beside), planner=planner)
     if dist.get_rank() == 0:
         (beside / MANIFEST).write_text(trained.manifest.model_dump_json(indent=1))
         folders.put(path)
@@ -127,9 +129,11 @@ def load(path: Path, trained: Trained) -> None:
     The optimizer has no state for what never had a gradient, such as a history that is not read.
     """
     state = trained.state()
+    optimizer = {"optimizer": state.pop("optimizer")}
+    state_dict_loader.load(state, checkpoint_id=str(path))
     planner = DefaultLoadPlanner(allow_partial_load=True)
-    state_dict_loader.load(state, checkpoint_id=str(path), planner=planner)
-    trained.restore(state)
+    state_dict_loader.load(optimizer, checkpoint_id=str(path), planner=planner)
+    trained.restore(state | optimizer)
 
 
 def load_weights(path: Path, trained: Trained) -> None:

@@ -1,4 +1,8 @@
-"""Scores of predictions that were made before each update: honest, and free with one pass."""
+"""Scores of predictions that were made before each update: a sign of life, free with one pass.
+
+They are of this process's batches, with dropout, by weights that are not averaged: an evaluation
+is done with `gemline train evaluate`.
+"""
 
 import numpy as np
 import torch

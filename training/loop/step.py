@@ -6,12 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from etl.errors import UserError
 from training.data.batch import Batch
 from training.model.gem import Gem, Output
-from training.model.lookup import Tables, look_up
+from training.model.lookup import ItemRows, Tables, look_up
 
 
-class DivergedError(Exception):
+class DivergedError(UserError):
     """The loss is no longer a number."""
 
 
@@ -22,7 +23,7 @@ class GemModel:
     core: Gem
     dense: nn.Module
     tables: Tables
-    items: int
+    items: ItemRows
     item_dropout: float
 
     def __call__(self, batch: Batch) -> Output:
@@ -34,21 +35,27 @@ class GemModel:
         return output
 
 
-def masked_loss(logits: Tensor, labels: Tensor, known: Tensor) -> Tensor:
-    """Mean over rows of the summed cross-entropies of the labels that are known; all (B, O)."""
+def masked_loss(logits: Tensor, labels: Tensor, known: Tensor, rows: float) -> Tensor:
+    """Sum of the cross-entropies of the labels that are known, all (B, O), over `rows`."""
     each = F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
-    return (each * known).sum() / len(labels)
+    return (each * known).sum() / rows
 
 
-def train_step(model: GemModel, batch: Batch, optimizer: torch.optim.Optimizer) -> Tensor:
+def train_step(
+    model: GemModel, batch: Batch, rows: float, optimizer: torch.optim.Optimizer
+) -> Tensor:
     """Update on a batch; returns its logits from before the update.
 
-    Tables update themselves in the backward pass. Raises DivergedError on a NaN.
+    `rows` is the mean of the batches of all processes, whose gradients are averaged. Tables update
+    themselves in the backward pass. Raises DivergedError on a NaN.
     """
     output = model(batch)
-    loss = masked_loss(output.logits, batch.labels, batch.known)
+    loss = masked_loss(output.logits, batch.labels, batch.known, rows)
     if not torch.isfinite(loss):
-        raise DivergedError(f"the loss is {loss.item()}")
+        raise DivergedError(
+            f"the loss is {loss.item()}: go on with a lower --dense-rate or --sparse-rate; the "
+            "last checkpoint is kept"
+        )
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
     optimizer.step()

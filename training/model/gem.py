@@ -83,15 +83,17 @@ class Gem(nn.Module):
     def forward(self, batch: Batch, found: Found, vectors: Vectors) -> Output:
         """Logits and embeddings of all rows; what belongs to a request is computed once."""
         summary, searched = self.history(batch, found, vectors)
-        shared = self._request_rows(batch, vectors, summary)[batch.request]
+        user_row, user_numbers = self.user_numbers(batch.user_numbers)
+        number_rows, row_numbers = self.row_numbers(batch.row_numbers)
+        users = [vectors.users[name][:, None] for name in self.features.user.ids]
+        shared = torch.cat((*users, user_row, summary), 1)[batch.request]
         liked = [interest(batch) for interest in self.interests]
-        rows = torch.cat(
-            (shared, self._own_rows(batch, vectors), searched, *(rows for rows, _ in liked)), 1
-        )
+        single = self._single_rows(batch, vectors)
+        rows = torch.cat((shared, single, number_rows, searched, *(rows for rows, _ in liked)), 1)
         x = self.wukong(self.norm(rows))
         wide = (
-            self.row_numbers.scale(batch.row_numbers),
-            self.user_numbers.scale(batch.user_numbers)[batch.request],
+            row_numbers,
+            user_numbers[batch.request],
             *batch.row_vectors.values(),
             *(nearness for _, nearness in liked),
         )
@@ -99,15 +101,9 @@ class Gem(nn.Module):
         gated = self.gate(embedding, batch.surface)
         return Output(self.heads(gated, batch.surface), embedding)
 
-    def _request_rows(self, batch: Batch, vectors: Vectors, summary: Tensor) -> Tensor:
-        """What a request's candidates share: user attributes and the history's summary."""
-        users = [vectors.users[name][:, None] for name in self.features.user.ids]
-        return torch.cat((*users, self.user_numbers(batch.user_numbers), summary), 1)
-
-    def _own_rows(self, batch: Batch, vectors: Vectors) -> Tensor:
-        """What a candidate has of its own: item, context, surface, counters."""
+    def _single_rows(self, batch: Batch, vectors: Vectors) -> Tensor:
+        """What a candidate has of its own in one row each: ids, given vectors, surface."""
         names = (ITEM, *self.features.item.ids, *self.features.context.ids)
         found = [vectors.rows[name] for name in names]
         given = [self.given_rows[name](v) for name, v in batch.row_vectors.items()]
-        single = torch.stack((*found, *given, self.surface(batch.surface)), 1)
-        return torch.cat((single, self.row_numbers(batch.row_numbers)), 1)
+        return torch.stack((*found, *given, self.surface(batch.surface)), 1)

@@ -23,6 +23,29 @@ class Tables(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class ItemRows:
+    """Which row of a table of `rows` rows an item has; row 0 is the unknown item's.
+
+    New items take the rows of the oldest ones when the table is full (a ring), so that it never
+    grows and no new item stays unknown. `known` (I) tells the items that the model has learned.
+    """
+
+    rows: int
+    known: Tensor
+
+    def __call__(self, items: Tensor) -> Tensor:
+        """Item indexes (n) to rows (n)."""
+        inside = items < len(self.known)
+        known = inside & self.known[torch.where(inside, items, 0)]
+        return torch.where(known, 1 + (items - 1) % (self.rows - 1), 0)
+
+
+def first_items(count: int) -> ItemRows:
+    """A row for each of the items below `count`, and for no other."""
+    return ItemRows(count, torch.arange(count) > 0)
+
+
 def table_rows(features: Features, items: int) -> dict[str, int]:
     """Rows of each table: one for items, shared by candidates and events, one an attribute."""
     groups = (features.user.ids, features.item.ids, features.context.ids)
@@ -39,11 +62,9 @@ class Vectors:
 
 
 def look_up(
-    tables: Tables, batch: Batch, events: Tensor, items: int, item_dropout: float = 0.0
+    tables: Tables, batch: Batch, events: Tensor, items: ItemRows, item_dropout: float = 0.0
 ) -> Vectors:
     """All vectors of a batch, `events` (P) the positions of the events that are read.
-
-    Items beyond the table are row 0, the unknown item.
 
     `item_dropout` is the share of item ids that are made unknown, so that row 0 is trained and
     the model does not lean on ids alone.
@@ -52,8 +73,7 @@ def look_up(
         name: torch.cat((batch.row_ids[name], ids[events]))
         for name, ids in batch.history.item_ids.items()
     }
-    item = torch.cat((batch.item, batch.history.items[events]))
-    item = torch.where(item < items, item, 0)
+    item = items(torch.cat((batch.item, batch.history.items[events])))
     if item_dropout:
         item = torch.where(torch.rand(len(item), device=item.device) < item_dropout, 0, item)
     ids[ITEM] = item

@@ -64,11 +64,11 @@ class NumericRows(nn.Module):
         self.rows = rows
         self.register_buffer("first_bin", torch.arange(numbers) * BINS, persistent=False)
 
-    def forward(self, numbers: Tensor) -> Tensor:
-        """(B, F) to (B, rows, d); a missing number is the mean, and flagged."""
+    def forward(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, F) to (B, rows, d), and scaled (B, F); a missing number is the mean, and flagged."""
         scaled = self.scale(numbers)
         h = self.linear(torch.cat((scaled, numbers.isnan().float()), 1))
         if numbers.shape[1]:
             own_bin = ((scaled + REACH) * (BINS / (2 * REACH))).long().clamp(0, BINS - 1)
             h = h + F.embedding_bag(own_bin + self.first_bin, self.bins, mode="sum")
-        return self.out(torch.relu(h)).view(len(numbers), self.rows, -1)
+        return self.out(torch.relu(h)).view(len(numbers), self.rows, -1), scaled

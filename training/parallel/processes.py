@@ -30,22 +30,24 @@ def process_group() -> Iterator[tuple[int, int]]:
         dist.destroy_process_group()
 
 
-def in_step(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Batches for as long as any process has one; a process that ran out repeats an unlabelled one.
+def in_step(batches: Iterator[Batch], spare: Iterator[Batch]) -> Iterator[tuple[Batch, float]]:
+    """Batches for as long as any process has one, and the mean of the processes' rows.
 
-    All processes take the same number of steps, as their collectives must meet. Raises UserError
-    where one has no batch at all.
+    All processes take the same number of steps, as their collectives must meet: one that ran out
+    repeats its last batch without labels, or where it had none the first of `spare`. Raises
+    UserError where a process has not even that.
     """
     last = None
     while True:
         batch = next(batches, None)
-        more = torch.tensor([batch is not None], dtype=torch.int32)
-        dist.all_reduce(more, op=dist.ReduceOp.MAX)
-        if not more.item():
+        rows = torch.tensor(float(len(batch) if batch else 0))
+        dist.all_reduce(rows)
+        if not rows:
             return
         if batch is None:
+            last = last or next(spare, None)
             if last is None:
                 raise UserError("a process has no rows on this day: use fewer --processes")
             batch = replace(last, known=torch.zeros_like(last.known))
         last = batch
-        yield batch
+        yield batch, float(rows) / dist.get_world_size()
