@@ -27,7 +27,7 @@ $(READY): $(LOCK) requirements/setup.txt pyproject.toml
 	@$(PYTHON) requirements/check.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/setup.txt
-	$(BIN)/uv pip sync --quiet --python $(BIN)/python requirements/setup.txt $(LOCK)
+	$(BIN)/uv pip sync --python $(BIN)/python requirements/setup.txt $(LOCK)
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e .
 	@touch $(READY)
 

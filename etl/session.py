@@ -28,7 +28,7 @@ LOCAL = {
     "spark.driver.memory": "4g",
     "spark.log.level": "ERROR",
     "spark.ui.enabled": "false",
-    "spark.ui.showConsoleProgress": "false",
+    "spark.ui.showConsoleProgress": str(sys.stderr.isatty()).lower(),
     "spark.sql.shuffle.partitions": "8",
     "spark.databricks.delta.snapshotPartitions": "2",
     "spark.sql.sources.parallelPartitionDiscovery.parallelism": "4",

@@ -2,6 +2,7 @@
 
 import gzip
 import importlib
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -53,6 +54,16 @@ def test_every_make_target_of_the_pages_exists() -> None:
     named = {words[0] for words in commands("make")}
     rules = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert {"demo", "test"} <= named <= rules
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "benchmarks/results").glob("*.json")), ids=lambda path: path.stem
+)
+def test_the_readme_shows_the_committed_results(path: Path) -> None:
+    study, page = json.loads(path.read_text()), (ROOT / "README.md").read_text()
+    assert study["command"] in page and study["date"] in page
+    for row in study["rows"]:
+        assert f"| {' | '.join(row)} |" in page, row
 
 
 def test_the_worked_example_gives_the_labels_that_its_log_tells(

@@ -2,6 +2,7 @@
 
 import lightgbm
 import numpy as np
+from tqdm import tqdm
 
 from etl.spec.base import Strict
 from etl.spec.units import each_day
@@ -15,7 +16,7 @@ LEAST_POSITIVES = 20
 
 
 class BaselineConfig(Strict):
-    """Sizes that were best on KuaiRand and on the simulator; see docs/decisions.md."""
+    """Sizes that were best on a day before the test; see docs/decisions.md."""
 
     trees: int = 600
     leaves: int = 31
@@ -32,9 +33,8 @@ def train_baseline(lake: Lake, split: Split, config: BaselineConfig) -> Predicti
     train = tabulate(reader, train_days, split.learning(lake.spec))
     test_days = list(each_day(split.test_first, split.test_last))
     test = tabulate(reader, test_days, split.testing(lake.spec))
-    columns = [
-        _predict(train, test, objective, config) for objective in range(len(lake.spec.objectives))
-    ]
+    names = enumerate(lake.spec.objectives)
+    columns = [_predict(train, test, number, name, config) for number, name in names]
     return Predictions(
         tuple(lake.spec.objectives),
         test.impressions,
@@ -45,9 +45,11 @@ def train_baseline(lake: Lake, split: Split, config: BaselineConfig) -> Predicti
     )
 
 
-def _predict(train: Tabular, test: Tabular, objective: int, config: BaselineConfig) -> np.ndarray:
-    known = train.known[:, objective]
-    labels = train.labels[known, objective]
+def _predict(
+    train: Tabular, test: Tabular, number: int, name: str, config: BaselineConfig
+) -> np.ndarray:
+    known = train.known[:, number]
+    labels = train.labels[known, number]
     if labels.sum() < LEAST_POSITIVES:
         return np.full(len(test.surface), (labels.sum() + 1) / (len(labels) + 100))
     params = {
@@ -60,4 +62,6 @@ def _predict(train: Tabular, test: Tabular, objective: int, config: BaselineConf
         "verbose": -1,
     }
     data = lightgbm.Dataset(train.features[known], labels, feature_name=list(train.names))
-    return np.asarray(lightgbm.train(params, data, config.trees).predict(test.features))
+    with tqdm(total=config.trees, desc=f"lightgbm {name}", unit="tree", disable=None) as bar:
+        model = lightgbm.train(params, data, config.trees, callbacks=[lambda _: bar.update()])
+    return np.asarray(model.predict(test.features))
