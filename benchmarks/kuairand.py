@@ -48,7 +48,7 @@ def bench(args: KuairandArgs) -> None:
 
 def measure(args: KuairandArgs, root: str) -> Result:
     """Tables of the days, then both models."""
-    train, test = days_argument(args.train), days_argument(args.test)
+    train, test = days_argument(args.train, "--train"), days_argument(args.test, "--test")
     if train[1] >= test[0]:
         raise UserError(f"--test {args.test} must come after --train {args.train}")
     spec = load_spec(SPEC)

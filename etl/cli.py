@@ -56,13 +56,13 @@ class DayArgs(LakeArgs):
         return days_argument(self.days)
 
 
-def days_argument(text: str) -> tuple[date, date]:
-    """First and last day of an argument; raises UserError where it is none."""
+def days_argument(text: str, flag: str = "--days") -> tuple[date, date]:
+    """First and last day that a flag names; raises UserError where it names none."""
     try:
         return parse_days(text)
     except ValueError as error:
         raise UserError(
-            f"--days {text}: {error}; write first:last, 2026-01-01:2026-01-08"
+            f"{flag} {text}: {error}; write first:last, 2026-01-01:2026-01-08"
         ) from None
 
 

@@ -68,8 +68,7 @@ def _with_attributes(lake: Lake, items: DataFrame, version: int) -> DataFrame:
     for name in contracts.item_key_columns(spec):
         value = F.col(f"a.x_{name.removeprefix('k_')}")
         keys.append(F.when(value.isNotNull(), F.xxhash64(value)).alias(name))
-    auction = [F.col(f"a.{name}") for name in contracts.auction_columns(spec)]
-    return rows.select("item_id", "item_ix", "day", *encoded, *keys, *auction)
+    return rows.select("item_id", "item_ix", "day", *encoded, *keys)
 
 
 if __name__ == "__main__":

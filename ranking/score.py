@@ -6,13 +6,12 @@ import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
-from etl.spec.model import Auction
-from etl.spec.units import each_day
+from etl.spec.units import MICROS, each_day
 from etl.tables import arrow, contracts
-from etl.tables.arrow import Snapshot
 from etl.tables.lake import Lake
 from ranking import ranker
 from ranking.auction import expected_value
+from ranking.offers import Offers, offers_of
 from ranking.ranker import Ranker
 from training.data.batch import Batch
 from training.data.reader import Reader, Shuffle
@@ -22,11 +21,12 @@ from training.data.ripened import EVERYTHING
 def score_days(lake: Lake, surface: str, days: tuple[date, date], batch_rows: int = 2048) -> int:
     """Replace a surface's `scores` of the given days; returns the rows written.
 
-    Raises UserError where the surface has no ranker, or one of another spec.
+    Raises UserError where the surface has no ranker, or one of another spec, or a day no examples.
     """
     loaded = ranker.load(ranker.ranker_folder(lake.root, surface))
     reader = loaded.reader(lake)
-    offers = Offers(arrow.snapshot(lake, contracts.items(lake.spec)), lake.spec.auction)
+    reader.require(*days)
+    offers = offers_of(lake, reader.items)
     contract = contracts.scores(lake.spec)
     parts = []
     for day in tqdm(list(each_day(*days)), desc=f"score {surface}", unit="day", disable=None):
@@ -41,33 +41,17 @@ def score_days(lake: Lake, surface: str, days: tuple[date, date], batch_rows: in
     return rows.num_rows
 
 
-class Offers:
-    """Bid and goal of each item, by item index; `paid` are those whose goal the spec knows.
-
-    What no campaign pays for is worth nothing: an item's attributes may be late or missing.
-    """
-
-    def __init__(self, items: Snapshot, auction: Auction | None) -> None:
-        rows = items.read(["item_ix", *(("bid", "goal") if auction else ())])
-        where = rows["item_ix"].to_numpy()
-        self.bids = np.zeros(int(where.max(initial=0)) + 1)
-        self.goals = np.full(len(self.bids), None, object)
-        if auction:
-            self.bids[where] = rows["bid"].fill_null(0.0).to_numpy()
-            self.goals[where] = np.asarray(rows["goal"])
-        known = list(auction.pays_for) if auction else [None]
-        self.paid = np.isin(self.goals.astype(str), np.array(known, object).astype(str))
-
-
 def _rows(loaded: Ranker, reader: Reader, offers: Offers, batch: Batch, day: date) -> pa.Table:
+    """What no campaign pays for is worth nothing: an item's attributes may be late or missing."""
     spec, surface = loaded.manifest.spec, loaded.manifest.surface
     item = batch.item.numpy()
     p = loaded.probabilities(batch)
-    bids, goals = offers.bids[item], offers.goals[item]
-    value = np.zeros(len(item))
-    paid = offers.paid[item]
-    value[paid] = expected_value(spec, surface, p[paid], list(bids[paid]), list(goals[paid]))
     request = batch.request.numpy()
+    bids, goals = offers.at(item, batch.as_of.numpy()[request] * MICROS["s"])
+    known = list(spec.auction.pays_for) if spec.auction else [None]
+    paid = np.array([goal in known for goal in goals], bool)
+    value = np.zeros(len(item))
+    value[paid] = expected_value(spec, surface, p[paid], list(bids[paid]), list(goals[paid]))
     best = np.lexsort((-value, request))
     place = np.empty(len(best), np.int32)
     place[best] = np.arange(len(best)) - np.searchsorted(request[best], request[best])

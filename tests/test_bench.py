@@ -40,3 +40,6 @@ def test_days_to_test_on_come_after_those_to_learn_from(capsys: pytest.CaptureFi
     days = ["--train", "2022-04-25:2022-04-29", "--test", "2022-04-29:2022-04-30"]
     assert main(["bench", "kuairand", "--data", ".", *days]) == 2
     assert "must come after" in capsys.readouterr().err
+    days[3] = "tomorrow"
+    assert main(["bench", "kuairand", "--data", ".", *days]) == 2
+    assert "--test tomorrow" in capsys.readouterr().err

@@ -41,6 +41,10 @@ def test_what_is_not_there_is_named(
     assert "holds no ranker" in refused(
         "rank", "score", *where, "--days", str(LAST), "--surface", "feed"
     )
+    assert "no examples of 2026-02-01" in refused("train", "gem", *where, "--days", "2026-02-01")
+    assert "has no sequence 'none'; known: behaviour" in refused(
+        "train", "gem", *where, "--days", str(FIRST), "--sequence", "none"
+    )
     assert "no impression 'imp-0'" in refused("explain", *where, "imp-0")
     assert "none.yaml: no such spec" in refused(
         "run", "--spec", "none.yaml", "--raw", "r", "--lake", lake.root, "--days", DAYS

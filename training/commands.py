@@ -23,9 +23,10 @@ class SplitArgs(LakeArgs):
     @property
     def split(self) -> Split:
         """The days, in order; raises UserError where they are not."""
-        train, test = days_argument(self.train), days_argument(self.test)
-        calibration = days_argument(self.calibration)[0] if self.calibration else None
-        landed = days_argument(self.landed)[0]
+        train, test = days_argument(self.train, "--train"), days_argument(self.test, "--test")
+        day = self.calibration
+        calibration = days_argument(day, "--calibration")[0] if day else None
+        landed = days_argument(self.landed, "--landed")[0]
         between = [calibration] if calibration else []
         order = [*train, *between, *test, landed]
         if sorted(order) != order or train[1] == test[0] or calibration in {train[1], test[0]}:

@@ -65,12 +65,7 @@ def train(lake: Lake, days: tuple[date, date], config: TrainConfig) -> list[dict
     earlier call was killed. Raises UserError where a day has no examples.
     """
     reader = Reader.newest(lake, config.sequence, config.max_length)
-    there = reader.days()
-    missing = [str(day) for day in each_day(*days) if day not in there]
-    if missing:
-        raise UserError(
-            f"no examples of {', '.join(missing)}; run `gemline features examples` for them"
-        )
+    reader.require(*days)
     manifest, path = starting_point(lake, reader, days, config)
     trained = build(reader.features, manifest, reader.items.known_by(days[1]))
     if path:

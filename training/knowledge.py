@@ -24,6 +24,7 @@ def write_knowledge(lake: Lake, days: tuple[date, date], batch_rows: int = 2048)
     """Replace the given days of `knowledge`, each scored by the newest GEM from before it.
 
     Days before the first trained GEM get none: students do without. Returns the rows written.
+    Raises UserError where a day has no examples.
     """
     written = checkpoint.written(lake.root, lake.spec.hash)
     trained_until = [manifest.trained_until for _, manifest in written if manifest.complete]
@@ -34,6 +35,7 @@ def write_knowledge(lake: Lake, days: tuple[date, date], batch_rows: int = 2048)
             log.info("no GEM was trained before %s: no knowledge of it", day)
             continue
         trained, reader = load_trained(lake, before)
+        reader.require(day, day)
         parts.append(_score_day(lake, reader, trained, day, batch_rows))
         versions = dict(reader.versions) | {"gem": trained.manifest.fm_version}
     contract = contracts.knowledge(lake.spec)

@@ -138,7 +138,6 @@ def items(spec: DataSpec) -> Contract:
     columns = {"item_id": "string", "item_ix": "int"}
     columns |= {f"i_{name}": encoded_type(a) for name, a in spec.attributes.item.items()}
     columns |= dict.fromkeys(item_key_columns(spec), "bigint")
-    columns |= {"bid": "double", "goal": "string"} if spec.auction else {}
     return Contract("items", columns | {"day": "date"}, ("day",), ("item_ix",))
 
 

@@ -102,6 +102,7 @@ def by_id(lake: Lake, table: str, column: str) -> dict:
 def test_day_by_day_nothing_said_before_changes(own: Lake, logs: Path) -> None:
     build_tables(own, logs, (ONE, ONE))
     assert by_id(own, "examples", "n_user_shown_1d") == {"i1": 0, "i9": 1}, "one row an impression"
+    assert by_id(own, "examples", "as_of_ts")["i9"] == at(1, 23, 50) // 1000, "its own clock"
     plans = by_id(own, "examples", "u_plan")
     build_tables(own, logs, (TWO, TWO))
     labels = by_id(own, "impressions", "label_purchase")

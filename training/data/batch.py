@@ -44,12 +44,13 @@ class History:
 
 @dataclass(frozen=True)
 class Batch:
-    """`user_*` and `requests` have R rows, the rest B; labels and known are (B, O).
+    """`as_of` (seconds), `user_*` and `requests` have R rows, the rest B; labels and known (B, O).
 
     `known` marks labels whose window has closed and that are trained or evaluated now.
     """
 
     request: Tensor
+    as_of: Tensor
     surface: Tensor
     item: Tensor
     user_ids: dict[str, Tensor]

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from etl.errors import UserError
+from etl.spec.units import each_day
 from etl.tables import contracts
 from etl.tables.arrow import Snapshot, snapshot
 from etl.tables.lake import Lake
@@ -93,6 +94,15 @@ class Reader:
         """Days that have examples."""
         return self._tables["examples"].days()
 
+    def require(self, first: date, last: date) -> None:
+        """Raises UserError where a day from first to last has no examples."""
+        there = self.days()
+        missing = [str(day) for day in each_day(first, last) if day not in there]
+        if missing:
+            raise UserError(
+                f"no examples of {', '.join(missing)}; run `gemline features examples` for them"
+            )
+
     def chunks(
         self, days: Sequence[date], buckets: Iterable[int], ripened: Ripened
     ) -> Iterator[tuple[int, Chunk]]:
@@ -150,6 +160,7 @@ class Reader:
         users, context = self.features.user.ids, self.features.context.ids
         return Batch(
             request=torch.from_numpy(np.repeat(np.arange(len(requests)), counts)),
+            as_of=torch.from_numpy(chunk.as_of[requests]),
             surface=torch.from_numpy(chunk.surface[rows]),
             item=torch.from_numpy(item),
             user_ids={name: torch.from_numpy(chunk.ids[name][begin]) for name in users},

@@ -1,0 +1,59 @@
+"""What campaigns offered for an item, and for which goal, at each time."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from etl.tables import arrow, contracts
+from etl.tables.lake import Lake
+from training.data.items import ItemTable
+
+Int64 = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Names = npt.NDArray[np.object_]
+
+
+@dataclass(frozen=True)
+class Offers:
+    """V versions of offers: item index, time from which each holds (µs), bid, goal or None."""
+
+    items: Int64
+    valid_from: Int64
+    bids: Floats
+    goals: Names
+
+    def at(self, items: Int64, as_of: Int64) -> tuple[Floats, Names]:
+        """Bids and goals (B) that held strictly before `as_of` (B, µs); 0 and None if none did."""
+        times = np.unique(self.valid_from)
+        span = len(times) + 1
+        key = self.items * span + np.searchsorted(times, self.valid_from) + 1
+        order = np.argsort(key, kind="stable")
+        asked = items * span + np.searchsorted(times, as_of)
+        found = np.searchsorted(key[order], asked, side="right") - 1
+        newest = order[np.maximum(found, 0)] if len(order) else np.zeros(len(items), np.int64)
+        held = found >= 0
+        held[held] &= self.items[newest[held]] == items[held]
+        bids, goals = np.zeros(len(items)), np.full(len(items), None, object)
+        bids[held], goals[held] = self.bids[newest[held]], self.goals[newest[held]]
+        return bids, goals
+
+
+def offers_of(lake: Lake, items: ItemTable) -> Offers:
+    """The offers that a lake's item attributes tell; none without an auction in the spec."""
+    if lake.spec.auction is None:
+        return Offers(
+            np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0, object)
+        )
+    contract = contracts.attributes(lake.spec, "item")
+    rows = arrow.snapshot(lake, contract).read(["item_id", "valid_from", "bid", "goal", "day"])
+    index = pc.index_in(rows["item_id"], pa.array(items.names, pa.string()))
+    rows = rows.append_column("item_ix", index).filter(pc.is_valid(index)).sort_by("day")
+    return Offers(
+        rows["item_ix"].to_numpy().astype(np.int64),
+        rows["valid_from"].to_numpy(),
+        rows["bid"].fill_null(0.0).to_numpy(),
+        np.asarray(rows["goal"].combine_chunks(), object),
+    )
