@@ -82,14 +82,18 @@ def prepare(args: HistoryArgs, place: Place, days: Days) -> None:
 
 
 def measured(args: HistoryArgs, place: Place, days: Days, name: str) -> dict[str, float]:
-    """NE of a run by objective, on all surfaces; from its file if it was taken before."""
-    path = args.work / "history" / f"{name}.json"
-    if path.is_file():
-        found: dict[str, float] = json.loads(path.read_text())
-        return found
+    """NE of a run by objective, on all surfaces; from its file if it was taken on these tables."""
+    from etl.tables.lake import Lake
+    from training.data.reader import TABLES
     from training.loop.metrics import score
 
     spec = load_spec(SPEC)
+    lake = Lake(place.lake, spec)
+    versions = "-".join(f"{table}{lake.version(table)}" for table in TABLES)
+    path = args.work / "history" / versions / f"{name}.json"
+    if path.is_file():
+        found: dict[str, float] = json.loads(path.read_text())
+        return found
     p = predicted(args, place, days, name)
     scores = score(p.probability, p.labels, p.known, p.surface, (), list(spec.objectives))
     found = {s.objective: s.ne for s in scores}
