@@ -94,7 +94,7 @@ def measured(args: HistoryArgs, place: Place, days: Days, name: str) -> dict[str
     if path.is_file():
         found: dict[str, float] = json.loads(path.read_text())
         return found
-    p = predicted(args, place, days, name)
+    p = predicted(lake, place.raw, days, name)
     scores = score(p.probability, p.labels, p.known, p.surface, (), list(spec.objectives))
     found = {s.objective: s.ne for s in scores}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -102,9 +102,8 @@ def measured(args: HistoryArgs, place: Place, days: Days, name: str) -> dict[str
     return found
 
 
-def predicted(args: HistoryArgs, place: Place, days: Days, name: str) -> "Predictions":
+def predicted(lake: "Lake", raw: str, days: Days, name: str) -> "Predictions":
     """Test predictions of one run."""
-    from etl.tables.lake import Lake
     from training.baseline import BaselineConfig, train_baseline
     from training.config import TrainConfig
     from training.evaluate import predict_test
@@ -113,7 +112,6 @@ def predicted(args: HistoryArgs, place: Place, days: Days, name: str) -> "Predic
     from training.parallel.processes import process_group
     from training.split import Split
 
-    lake = Lake(place.lake, load_spec(SPEC))
     split = Split(
         train_first=days.first,
         train_last=days.train_last,
@@ -123,7 +121,7 @@ def predicted(args: HistoryArgs, place: Place, days: Days, name: str) -> "Predic
         landed=days.last,
     )
     if name == "bound":
-        return true_of(tested(lake, split), place.raw)
+        return true_of(tested(lake, split), raw)
     if name == "lightgbm":
         return train_baseline(lake, split, BaselineConfig())
     _, length, seed = name.split("-")

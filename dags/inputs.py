@@ -30,12 +30,11 @@ def inputs_of(spec: DataSpec, place: Place, steps: Sequence[Step], step: Step) -
     facts = {
         "command": step.command,
         "spec": spec.hash,
-        "models read": spec.model_dump(mode="json", include={"sequences", "match"}),
         "raw": raw_files(spec, place.raw, _days_of(step)) if "raw" in step.reads else None,
         "runs": runs,
     }
-    if step.engine == "spark":
-        facts.pop("models read")
+    if step.engine == "torch":
+        facts["models read"] = spec.model_dump(mode="json", include={"sequences", "match"})
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 

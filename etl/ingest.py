@@ -127,13 +127,13 @@ def _optional_columns(spec: DataSpec) -> dict[str, str]:
 
     Dwell and value belong to some types of events only: a day may well have none of those.
     """
-    context = {f"x_{n}": a.column or n for n, a in contracts.context_columns(spec).items()}
-    found: dict[str, str | None] = dict(context)
+    found = {f"x_{n}": a.column or n for n, a in contracts.context_columns(spec).items()}
     for log in spec.logs.values():
         c = log.columns
-        found |= {"request_id": c.request, "position": c.position}
-        found |= {"propensity": c.propensity, "named": c.impression}
-    return {name: column for name, column in found.items() if column}
+        own = {"request_id": c.request, "position": c.position}
+        own |= {"propensity": c.propensity, "named": c.impression}
+        found |= {name: column for name, column in own.items() if column}
+    return found
 
 
 def _write_flow(lake: Lake, parsed: DataFrame, days: tuple[date, date]) -> dict[str, int]:

@@ -49,7 +49,7 @@ def _rows(loaded: Ranker, reader: Reader, offers: Offers, batch: Batch, day: dat
     request = batch.request.numpy()
     bids, goals = offers.at(item, batch.as_of.numpy()[request] * MICROS["s"])
     known = list(spec.auction.pays_for) if spec.auction else [None]
-    paid = np.array([goal in known for goal in goals], bool)
+    paid = np.isin(goals.astype(str), np.array(known, object).astype(str))
     value = np.zeros(len(item))
     value[paid] = expected_value(spec, surface, p[paid], list(bids[paid]), list(goals[paid]))
     best = np.lexsort((-value, request))
