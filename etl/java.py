@@ -7,7 +7,7 @@ from pathlib import Path
 
 from etl.errors import UserError
 
-FIX = "install a Java 17 runtime (openjdk-17-jre-headless), or point JAVA_HOME at one"
+FIX = "install openjdk-17-jre-headless (or what your system calls it), or point JAVA_HOME at one"
 
 
 def java_version() -> str:
