@@ -21,6 +21,7 @@ from dags.local import run_line
 from etl.spec import load_spec
 from etl.spec.base import Strict
 from etl.spec.units import each_day, parse_days
+from etl.tables import whole
 
 if TYPE_CHECKING:
     from etl.tables.lake import Lake
@@ -52,7 +53,6 @@ def bench(args: HistoryArgs) -> None:
     runs = {name: measured(args, place, days, name) for name in names(args)}
     result = table(runs, list(spec.objectives))
     result.show(args.as_json)
-    RESULTS.parent.mkdir(exist_ok=True)
     study = {
         "title": "Length of history, simulator's bench data: NE on the test day",
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
@@ -60,9 +60,8 @@ def bench(args: HistoryArgs) -> None:
         "columns": list(result.columns),
         "rows": [list(row) for row in result.rows],
     }
-    beside = RESULTS.with_name(f".{RESULTS.name}")
-    beside.write_text(json.dumps(study, indent=1) + "\n")
-    beside.replace(RESULTS)
+    with whole.file(RESULTS) as beside:
+        beside.write_text(json.dumps(study, indent=1) + "\n")
 
 
 def names(args: HistoryArgs) -> Iterator[str]:

@@ -46,7 +46,7 @@ def _write(lake: Lake, parsed: DataFrame, days: tuple[date, date]) -> dict[str, 
     good = good.withColumn("visible_ts", visible_ts(spec))
     good = good.withColumn("bucket", delta.bucket_of(F.col("user_id"), spec.buckets))
     fresh, inputs = first_copies(lake, good, days)
-    delta.replace(lake, contracts.quarantine(spec), bad, f"{where} OR day = '{NO_DAY}'", {})
+    delta.replace(lake, contracts.quarantine(spec), bad, _landed_within(days), {})
     delta.replace(lake, contracts.events(spec), fresh, where, inputs)
     return _write_flow(lake, parsed, days)
 
@@ -57,6 +57,10 @@ def landed_on() -> Column:
     A file without a day is read again with each run: its records without one stay one partition.
     """
     return F.coalesce("day", FOLDER_DAY, F.lit(NO_DAY).cast("date"))
+
+
+def _landed_within(days: tuple[date, date]) -> str:
+    return f"{delta.days_between(*days)} OR day = '{NO_DAY}'"
 
 
 def _parse_all(spec: DataSpec, raw: str, days: tuple[date, date]) -> DataFrame:
@@ -154,8 +158,7 @@ def _write_flow(lake: Lake, parsed: DataFrame, days: tuple[date, date]) -> dict[
     ]
     contract = contracts.flow(lake.spec)
     frame = SparkSession.active().createDataFrame(rows, contract.ddl)
-    where = f"{delta.days_between(*days)} OR day = '{NO_DAY}'"
-    delta.replace(lake, contract, frame, where, {})
+    delta.replace(lake, contract, frame, _landed_within(days), {})
     return {name: sum(row[name] for row in rows) for name in contract.columns if name != "day"}
 
 

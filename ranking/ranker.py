@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from etl.errors import UserError
 from etl.spec.base import Strict
 from etl.spec.model import DataSpec
-from etl.tables import folders
+from etl.tables import whole
 from etl.tables.lake import Lake
 from ranking.auction import Ranked, expected_value, order
 from ranking.calibration import Platt, apply
@@ -91,7 +91,7 @@ def save(
     config: StudentConfig, student: TrainedStudent, calibration: dict[str, Platt],
 ) -> RankerManifest:  # fmt: skip
     """Write a ranker's folder, whole or not at all."""
-    beside = folders.fresh(folder)
+    beside = whole.fresh(folder)
     weights = {f"student.{k}": v for k, v in student.student.state_dict().items()}
     weights |= {f"tables.{k}": v for k, v in student.tables.state_dict().items()}
     weights.pop("student.candidate.weight")  # tied to the events' item projection
@@ -107,7 +107,7 @@ def save(
         weights_sha256=_sha256(beside / WEIGHTS),
     )
     (beside / MANIFEST).write_text(manifest.model_dump_json(indent=1))
-    folders.put(folder)
+    whole.put(folder)
     return manifest
 
 

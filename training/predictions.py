@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from etl.errors import UserError
+from etl.tables import whole
 from training.data.batch import Batch
 from training.split import Split
 
@@ -39,11 +40,9 @@ class Predictions:
             columns[f"p_{name}"] = self.probability[:, i]
             columns[f"label_{name}"] = self.labels[:, i]
             columns[f"known_{name}"] = self.known[:, i]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f".{path.name}")
         table = pa.table(columns).replace_schema_metadata({SPLIT: split.model_dump_json()})
-        pq.write_table(table, beside)
-        beside.replace(path)
+        with whole.file(path) as beside:
+            pq.write_table(table, beside)
 
     @classmethod
     def read(cls, path: Path, split: Split) -> "Predictions":

@@ -13,7 +13,7 @@ from deltalake import CommitProperties, DeltaTable, write_deltalake
 
 from etl.errors import UserError
 from etl.tables.contracts import Contract
-from etl.tables.lake import SPEC_PROPERTY, Lake, provenance
+from etl.tables.lake import Lake, provenance
 
 ARROW_TYPES = {
     "string": pa.string(),
@@ -118,7 +118,6 @@ def replace(
     lake: Lake, contract: Contract, rows: pa.Table, where: str, inputs: Mapping[str, object]
 ) -> int:
     """Replace the rows that `where` selects, in one commit; returns the new version."""
-    properties = {SPEC_PROPERTY: lake.spec.hash}
     if lake.exists(contract.name):
         lake.open(contract.name)
     else:
@@ -126,7 +125,7 @@ def replace(
             lake.path(contract.name),
             arrow_schema(contract),
             partition_by=list(contract.partition_by),
-            configuration=properties,
+            configuration=lake.properties,
             raise_if_key_not_exists=False,
         )
     write_deltalake(

@@ -7,13 +7,7 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from etl.tables.contracts import Contract
-from etl.tables.lake import SPEC_PROPERTY, Lake, provenance
-
-PROPERTIES = {
-    "delta.enableDeletionVectors": "false",  # delta-rs cannot read them through Arrow
-    "delta.logRetentionDuration": "interval 180 days",
-    "delta.deletedFileRetentionDuration": "interval 180 days",
-}
+from etl.tables.lake import Lake, provenance
 
 
 def bucket_of(user: Column, buckets: int) -> Column:
@@ -58,7 +52,7 @@ def create(lake: Lake, contract: Contract) -> None:
     builder = SparkDelta.createIfNotExists(SparkSession.active()).location(lake.path(contract.name))
     for name, type_ in contract.columns.items():
         builder = builder.addColumn(name, type_)
-    for key, value in (PROPERTIES | {SPEC_PROPERTY: lake.spec.hash}).items():
+    for key, value in lake.properties.items():
         builder = builder.property(key, value)
     builder.partitionedBy(*contract.partition_by).execute()
 

@@ -13,6 +13,11 @@ from etl.errors import UserError
 from etl.spec.model import DataSpec
 
 SPEC_PROPERTY = "gemline.spec"
+PROPERTIES = {
+    "delta.enableDeletionVectors": "false",  # delta-rs cannot read them through Arrow
+    "delta.logRetentionDuration": "interval 180 days",
+    "delta.deletedFileRetentionDuration": "interval 180 days",
+}
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,11 @@ class Lake:
 
     root: str
     spec: DataSpec
+
+    @property
+    def properties(self) -> dict[str, str]:
+        """Properties of each new table."""
+        return PROPERTIES | {SPEC_PROPERTY: self.spec.hash}
 
     def path(self, name: str) -> str:
         """Where a table lies."""

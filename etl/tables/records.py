@@ -4,6 +4,7 @@ import uuid
 from pathlib import Path
 
 from etl.spec.base import Strict
+from etl.tables import whole
 
 FOLDER = Path("_line", "steps")
 
@@ -25,11 +26,9 @@ def read(lake: str, step: str) -> Record | None:
 def write(lake: str, step: str, inputs: str, seconds: float) -> None:
     """Remember that a step finished, under a new run."""
     path = Path(lake, FOLDER, f"{step}.json")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}")
     record = Record(inputs=inputs, run=uuid.uuid4().hex, seconds=seconds)
-    beside.write_text(record.model_dump_json())
-    beside.replace(path)
+    with whole.file(path) as beside:
+        beside.write_text(record.model_dump_json())
 
 
 def seconds(lake: str) -> list[tuple[str, float]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from etl.errors import UserError
-from etl.tables import records
+from etl.tables import records, whole
 from etl.tables.lake import Lake
 from ranking.report import facts, figures
 from ranking.report.facts import NAMES
@@ -58,9 +58,8 @@ def build_report(lake: Lake, raw: str, split: Split) -> Path:
         **{name: environment.filters["safe"](svg) for name, svg in markup.items()},
     )
     path = Path(lake.root, "report.html")
-    beside = path.with_name(".report.html")
-    beside.write_text(page)
-    beside.replace(path)
+    with whole.file(path) as beside:
+        beside.write_text(page)
     return path
 
 

@@ -22,7 +22,7 @@ from torchrec.distributed import DistributedModelParallel
 
 from etl.errors import UserError
 from etl.spec.base import Strict
-from etl.tables import folders
+from etl.tables import whole
 from training.config import TrainConfig
 from training.loop.step import GemModel
 
@@ -111,15 +111,15 @@ class Trained:
 
 def save(path: Path, trained: Trained) -> None:
     """Write a checkpoint beside its place, then move it there."""
-    beside = folders.beside(path)
+    beside = whole.beside(path)
     if dist.get_rank() == 0:
-        folders.fresh(path)
+        whole.fresh(path)
     dist.barrier()
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # of what all processes have
     state_dict_saver.save(trained.state(), checkpoint_id=str(beside), planner=planner)
     if dist.get_rank() == 0:
         (beside / MANIFEST).write_text(trained.manifest.model_dump_json(indent=1))
-        folders.put(path)
+        whole.put(path)
     dist.barrier()
 
 

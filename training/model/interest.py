@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from training.data.batch import Batch, History
 from training.model.events import AGES, DWELLS, age_bucket
+from training.ops.ragged import group_of_each
 
 PRIOR = 3.0  # as many events of a vector of zeros: few events tell little
 
@@ -38,10 +39,7 @@ class Interest(nn.Module):
     def means(self, history: History) -> Tensor:
         """Mean vectors (R, T, V) by type of event; dwell and age of an event give its weight."""
         seen, requests = history.item_vectors[self.vector], len(history.offsets) - 1
-        request = torch.repeat_interleave(
-            torch.arange(requests, device=seen.device), history.offsets.diff()
-        )
-        cell = request * self.types + history.types
+        cell = group_of_each(history.offsets) * self.types + history.types
         weight = torch.exp(self.dwell[history.dwells] + self.age[age_bucket(history.ages)])
         weighed = torch.cat((seen * weight[:, None], weight[:, None]), 1)
         sums = weighed.new_zeros(requests * self.types, weighed.shape[1])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from training.data.batch import Batch
 from training.ops.attention import pairs
+from training.ops.ragged import group_of_each
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,7 @@ def match(own: Tensor, seen: Tensor, request: Tensor, offsets: Tensor) -> Matche
     `request` (B) is each candidate's request, `offsets` (R+1) cut the events into requests.
     """
     span = 1 + int(torch.cat((own, seen)).max())
-    requests = torch.repeat_interleave(
-        torch.arange(len(offsets) - 1, device=own.device), offsets.diff()
-    )
-    event_key, by_event = (requests * span + seen).sort(stable=True)
+    event_key, by_event = (group_of_each(offsets) * span + seen).sort(stable=True)
     key, by_candidate = (request * span + own).sort(stable=True)
     groups, group, counts = torch.unique_consecutive(key, return_inverse=True, return_counts=True)
     first = torch.searchsorted(event_key, groups)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from training.model.events import AGES, age_bucket
 from training.model.matching import Matches
+from training.ops.ragged import group_of_each
 
 NEVER = 2**40  # seconds
 
@@ -35,9 +36,6 @@ class Recency(nn.Module):
     def last(self, matches: Matches, types: Tensor, ages: Tensor) -> Tensor:
         """Smallest age of the matching events of each group and type (G, T + 1); NEVER if none."""
         groups = len(matches.kv_offsets) - 1
-        group = torch.repeat_interleave(
-            torch.arange(groups, device=ages.device), matches.kv_offsets.diff()
-        )
-        cell = group * self.types + types[matches.events]
+        cell = group_of_each(matches.kv_offsets) * self.types + types[matches.events]
         flat = torch.full((groups * self.types,), NEVER, dtype=ages.dtype, device=ages.device)
         return flat.scatter_reduce(0, cell, ages[matches.events], "amin").view(groups, self.types)

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from training.ops.ragged import group_of_each
+
 
 def attention(
     q: Tensor,
@@ -45,7 +47,7 @@ def _windowed(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, window: int) -> 
     """
     lengths = offsets.diff()
     chunks = (lengths + window - 1) // window
-    sequence = torch.repeat_interleave(torch.arange(len(lengths), device=q.device), lengths)
+    sequence = group_of_each(offsets)
     position = torch.arange(len(q), device=q.device) - offsets[:-1][sequence]
     first_chunk = F.pad(chunks.cumsum(0), (1, 0))
     slot = first_chunk[sequence] * window + position

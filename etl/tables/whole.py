@@ -1,12 +1,23 @@
-"""Folders that appear whole or not at all."""
+"""Files and folders that appear whole or not at all."""
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
 def beside(place: Path) -> Path:
-    """Where a folder is written before it is moved to its place."""
+    """Where a file or folder is written before it is moved to its place."""
     return place.with_name(f".{place.name}.new")
+
+
+@contextmanager
+def file(place: Path) -> Iterator[Path]:
+    """Where to write a file; it moves to its place when the block ends without an error."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    made = beside(place)
+    yield made
+    made.replace(place)
 
 
 def fresh(place: Path) -> Path:
