@@ -33,6 +33,8 @@ def inputs_of(spec: DataSpec, place: Place, steps: Sequence[Step], step: Step) -
         "raw": raw_files(spec, place.raw, _days_of(step)) if "raw" in step.reads else None,
         "runs": runs,
     }
+    if "raw" in step.reads:
+        facts["raw read"] = spec.reading
     if step.engine == "torch":
         facts["models read"] = spec.model_dump(mode="json", include={"sequences", "match"})
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

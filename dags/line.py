@@ -116,8 +116,8 @@ def data_steps(place: Place, days: tuple[str, ...]) -> list[Step]:
     raw = ("--raw", place.raw)
     table = [
         ("ingest", ("etl", "ingest", *raw), ("raw",), ("events", "quarantine", "flow")),
-        ("attributes", ("etl", "attributes", *raw), ("raw",), ATTRIBUTES),
-        ("labels", ("etl", "labels"), ("events",), ("impressions",)),
+        ("attributes", ("etl", "attributes", *raw), ("raw",), (*ATTRIBUTES, "quarantine")),
+        ("labels", ("etl", "labels"), ("events", *ATTRIBUTES), ("impressions",)),
         ("items", ("features", "items"), ("events", *ATTRIBUTES), ("items",)),
         ("history", ("features", "history"), ("events", "items"), ("history",)),
         (

@@ -6,12 +6,15 @@ from pyspark import StorageLevel
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
+from etl.clock import day_start
 from etl.errors import UserError
-from etl.sources.raw import DAY, FILE, raw_value, read_raw, readable
+from etl.quarantine import quarantine
+from etl.sources.canonical import SEPARATOR
+from etl.sources.places import naming_files, with_lines
+from etl.sources.raw import DAY, FAULT, FILE, PAYLOAD, PLACE, raw_value, read_raw
 from etl.spec.attributes import Categorical, Clock, Numeric, Vector
 from etl.spec.model import DataSpec
 from etl.spec.sources import AttributeFile
-from etl.spec.units import DAY as SECONDS_A_DAY
 from etl.spec.units import MICROS
 from etl.tables import contracts, delta
 from etl.tables.lake import Lake
@@ -26,26 +29,32 @@ def load_attributes(lake: Lake, raw: str, days: tuple[date, date]) -> dict[str, 
     Raises UserError before anything is written: where files are missing or unreadable, or hold
     nothing in a column that the spec names.
     """
-    files = {s.entity: s for s in lake.spec.sources.values() if isinstance(s, AttributeFile)}
-    counts = {}
-    with readable():
-        read = {entity: _read(lake, source, raw, days) for entity, source in files.items()}
+    sources = lake.spec.sources.items()
+    files = {s.entity: (name, s) for name, s in sources if isinstance(s, AttributeFile)}
+    with naming_files():
+        read = {entity: _read(lake, source, raw, days) for entity, (_, source) in files.items()}
         for entity in ("user", "item"):
-            contract = contracts.attributes(lake.spec, entity)
-            delta.create(lake, contract)
-            if entity in files:
-                dated = "{day}" in files[entity].path
-                where = delta.days_between(*days) if dated else f"day = '{ALWAYS}'"
-                delta.replace(lake, contract, _newest(read[entity]), where, {})
-                counts[contract.name] = lake.rows(contract.name)
-                read[entity].unpersist()
-    return counts
+            delta.create(lake, contracts.attributes(lake.spec, entity))
+        for entity, (name, source) in files.items():
+            _write(lake, name, source, read[entity], days)
+    return {table: lake.rows(table) for table in (f"attributes_{entity}" for entity in files)}
+
+
+def _write(
+    lake: Lake, name: str, source: AttributeFile, rows: DataFrame, days: tuple[date, date]
+) -> None:
+    bad = with_lines(rows).filter("reasons != ''").withColumn("log", F.lit(name))
+    quarantine(lake, [name], bad, days)
+    where = delta.days_between(*days) if "{day}" in source.path else f"day = '{ALWAYS}'"
+    contract = contracts.attributes(lake.spec, source.entity)
+    delta.replace(lake, contract, _newest(rows.filter("reasons = ''")), where, {})
+    rows.unpersist()
 
 
 def _read(lake: Lake, source: AttributeFile, raw: str, days: tuple[date, date]) -> DataFrame:
     """The rows of a source, read to their end and found to hold what the spec names."""
     rows = _versions(lake, source, raw, days).persist(StorageLevel.MEMORY_AND_DISK)
-    named = {name: F.count(name).alias(name) for name in rows.columns}
+    named = {name: F.count(name).alias(name) for name in rows.columns if name != PLACE}
     found = rows.agg(*named.values(), F.count("*").alias("all")).first()
     assert found is not None
     wanted = {f"{source.entity}_id": source.key, "valid_from": source.valid_from}
@@ -74,23 +83,27 @@ def _versions(lake: Lake, source: AttributeFile, raw: str, days: tuple[date, dat
         typed |= {name: raw_value(column).try_cast(kinds[name]) for name, column in auction.items()}
         named |= auction
     columns = [source.key, *named.values(), *([source.valid_from] if source.valid_from else [])]
-    rows = read_raw(raw, source, columns, days)
+    rows = read_raw(raw, source, columns, days, needed=[source.key])
     key = f"{source.entity}_id"
-    return rows.select(
-        raw_value(source.key).alias(key),
+    rows = rows.select(
+        F.nullif(raw_value(source.key), F.lit("")).alias(key),
         _valid_from(lake.spec, source).alias("valid_from"),
         *[column.alias(name) for name, column in typed.items()],
         F.coalesce(DAY, F.lit(ALWAYS).cast("date")).alias("day"),
-        FILE,
+        *(PAYLOAD, FILE, PLACE, FAULT),
     )
+    breaches = contracts.attributes(lake.spec, source.entity).breaches.items()
+    said = [F.when(F.expr(condition), F.lit(reason)) for reason, condition in breaches]
+    rows = rows.withColumn("reasons", F.coalesce(FAULT, F.concat_ws(SEPARATOR, *said)))
+    return rows.withColumn(PAYLOAD, F.when(F.col("reasons") != "", F.col(PAYLOAD)))
 
 
 def _newest(rows: DataFrame) -> DataFrame:
-    """One row a key and time; rows without either are left out."""
-    key, *values = [name for name in rows.columns if name not in {"valid_from", "day", FILE}]
-    kept = rows.filter(F.col(key).isNotNull() & F.col("valid_from").isNotNull())
+    """One row a key and time."""
+    apart = {"valid_from", "day", "reasons", *(PAYLOAD, FILE, PLACE, FAULT)}
+    key, *values = [name for name in rows.columns if name not in apart]
     tie = F.struct(FILE, *values)
-    best = kept.groupBy("day", key, "valid_from").agg(F.max_by(F.struct(*values), tie).alias("v"))
+    best = rows.groupBy("day", key, "valid_from").agg(F.max_by(F.struct(*values), tie).alias("v"))
     return best.select("day", key, "valid_from", "v.*")
 
 
@@ -102,8 +115,7 @@ def _typed(attribute: Categorical | Numeric | Vector | Clock, column: str) -> Co
 
 def _valid_from(spec: DataSpec, source: AttributeFile) -> Column:
     """When a version holds from, µs; in files by day never before the day on which it landed."""
-    landed = F.unix_date(DAY).cast("bigint") * SECONDS_A_DAY - spec.utc_offset_hours * 3600
-    landed = F.coalesce(landed * MICROS["s"], F.lit(0))
+    landed = F.coalesce(F.expr(day_start(spec, DAY)) * MICROS["s"], F.lit(0))
     if source.valid_from is None:
         return landed
     own = F.try_multiply(

@@ -6,7 +6,7 @@ from typing import Annotated
 import tyro
 from pydantic import ValidationError
 
-from etl.cli import DayArgs, read_mapping, reasons_of
+from etl.cli import DayArgs, LakeArgs, days_argument, read_mapping, reasons_of
 from etl.errors import UserError
 from etl.spec.base import Strict
 
@@ -59,6 +59,49 @@ def attributes(args: RawArgs) -> None:
     tell("attributes", load_attributes(lake, args.raw, args.span))
 
 
+class SpecArgs(Strict):
+    """Arguments of what needs a spec alone."""
+
+    spec: Annotated[Path, tyro.conf.arg(help="the data spec, a YAML file")]
+
+
+class QuarantineArgs(LakeArgs):
+    """Arguments of a look into quarantine."""
+
+    days: Annotated[str | None, tyro.conf.arg(help="first:last; all without")] = None
+    examples: Annotated[int, tyro.conf.arg(help="records to show of each reason")] = 2
+    replay: Annotated[bool, tyro.conf.arg(help="let in what is clean now")] = False
+
+
+def quarantine(args: QuarantineArgs) -> None:
+    """Show what is in quarantine by reason; with --replay let in what is clean now."""
+    lake = args.open_lake()
+    days = days_argument(args.days) if args.days else lake.days("events")
+    if args.replay:
+        from etl.replay import replay as step
+        from etl.session import spark_session
+        from etl.tables import records
+
+        spark_session("replay")
+        tell("replay", step(lake, days))
+        records.renew(lake.root, "ingest")
+        print("next: the same `gemline run` as before; it makes anew what was made of these days")
+    else:
+        from rich.console import Console
+
+        from etl.show import show
+
+        show(lake, days, args.examples, Console())
+
+
+def contracts(args: SpecArgs) -> None:
+    """Print the page of table contracts that a spec stands for, as Markdown."""
+    from etl.spec import load_spec
+    from etl.tables.page import page
+
+    print(page(load_spec(args.spec)), end="")
+
+
 def labels(args: DayArgs) -> None:
     """Events to impressions with the labels whose windows have closed."""
     from etl.labels import label
@@ -90,6 +133,13 @@ def doctor(args: Strict) -> None:
 
 COMMANDS = {
     "simulate": simulate,
-    "etl": {"ingest": ingest, "attributes": attributes, "labels": labels, "jars": jars},
+    "etl": {
+        "ingest": ingest,
+        "attributes": attributes,
+        "labels": labels,
+        "jars": jars,
+        "quarantine": quarantine,
+        "contracts": contracts,
+    },
     "doctor": doctor,
 }

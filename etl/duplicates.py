@@ -21,18 +21,22 @@ def first_copies(
     late.
     """
     events = events.withColumn("identity", _identity(lake.spec))
-    tie = F.xxhash64(*[F.col(name) for name in contracts.events(lake.spec).columns])
+    tie = F.xxhash64(
+        *[F.col(name) for name in contracts.parked(lake.spec).columns if name != "reason"]
+    )
     order = Window.partitionBy("identity").orderBy("day", "ingest_ts", tie)
     fresh = events.withColumn("copy", F.row_number().over(order)).filter("copy = 1").drop("copy")
-    contract = contracts.events(lake.spec)
-    if not lake.exists(contract.name):
-        return fresh, {}
-    version = lake.version(contract.name)
     before = days[0] - timedelta(days=1)
     since = days[0] - timedelta(days=-(-lake.spec.lateness // DAY) + 1)
-    landed = delta.read(lake, contract, version).filter(delta.days_between(since, before))
-    known = landed.select(_identity(lake.spec).alias("identity"))
-    return fresh.join(known, "identity", "left_anti"), {"events": version}
+    versions = {}
+    for contract in (contracts.events(lake.spec), contracts.parked(lake.spec)):
+        if lake.exists(contract.name):
+            versions[contract.name] = lake.version(contract.name)
+            rows = delta.read(lake, contract, versions[contract.name])
+            landed = rows.filter(delta.days_between(since, before))
+            known = landed.select(_identity(lake.spec).alias("identity"))
+            fresh = fresh.join(known, "identity", "left_anti")
+    return fresh.drop("identity"), versions
 
 
 def _identity(spec: DataSpec) -> Column:

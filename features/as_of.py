@@ -7,8 +7,9 @@ an example may see asks here.
 import numpy as np
 import numpy.typing as npt
 
+from etl.clock import day_end
 from etl.spec.model import DataSpec
-from etl.spec.units import DAY, MICROS
+from etl.spec.units import MICROS
 
 Ints = npt.NDArray[np.int64]
 
@@ -19,9 +20,8 @@ def as_of_ts(spec: DataSpec) -> str:
     Its `event_ts`, by a clock to be trusted: a device's clock that runs ahead must not show what
     came after, so never later than its ingest, nor than the end of the day on which it landed.
     """
-    landed = f"(unix_date(day) + 1) * {DAY} - {spec.utc_offset_hours * 3600}"
     seen = f"floor(least(event_ts, ingest_ts) / {MICROS['s']})"
-    return f"CAST(least({seen}, {landed}) AS BIGINT)"
+    return f"CAST(least({seen}, {day_end(spec)}) AS BIGINT)"
 
 
 def visible_before(visible_ts: Ints, as_of: Ints) -> Ints:

@@ -1,6 +1,11 @@
 """The commands of this folder. Spark is imported when a Spark step is called."""
 
-from etl.cli import DayArgs
+from datetime import date
+from typing import Annotated
+
+import tyro
+
+from etl.cli import DayArgs, LakeArgs
 from etl.commands import tell
 
 
@@ -34,4 +39,22 @@ def examples(args: DayArgs) -> None:
     tell("examples", build_examples(lake, args.span))
 
 
-COMMANDS = {"features": {"items": items, "history": history, "examples": examples}}
+class CompactArgs(LakeArgs):
+    """Arguments of the compaction."""
+
+    until: Annotated[date, tyro.conf.arg(help="the last day to compact")]
+
+
+def compact(args: CompactArgs) -> None:
+    """Make one of all days of the histories up to one, without what is too old to be read."""
+    from etl.session import spark_session
+    from features.history.compact import compact as step
+
+    lake = args.open_lake()
+    spark_session("compact")
+    tell("compact", step(lake, args.until))
+
+
+COMMANDS = {
+    "features": {"items": items, "history": history, "examples": examples, "compact": compact}
+}

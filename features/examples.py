@@ -5,16 +5,17 @@ from datetime import date, timedelta
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
-from etl.labels import request_id
+from etl.requests import with_requests
 from etl.spec.attributes import Clock
 from etl.spec.model import DataSpec
-from etl.spec.units import DAY, MICROS
+from etl.spec.units import MICROS
 from etl.tables import contracts, delta
 from etl.tables.lake import Lake
 from features.as_of import as_of_ts
 from features.counters import count
 from features.encoding import clock, encode
 from features.history.build import events_before, visible_after_days
+from features.history.compact import days_back
 
 
 def build_examples(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
@@ -26,9 +27,9 @@ def build_examples(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     items = _item_keys(lake, versions["items"])
     shown = events.filter(F.col("type") == spec.event_codes[spec.impression])
     shown = shown.filter(delta.days_between(*days)).join(items, "item_id", "left")
-    shown = shown.withColumn("as_of_ts", F.expr(as_of_ts(spec)))
+    shown = with_as_of(spec, with_requests(spec, shown))
 
-    since = days[0] - timedelta(days=_days_back(spec))
+    since = days[0] - timedelta(days=days_back(spec))
     landed = delta.days_between(since - timedelta(days=visible_after_days(spec)), days[1])
     recent = events.filter(landed).filter(F.col("visible_ts") >= spec.day_start(since))
     recent = recent.join(items, "item_id", "left")
@@ -43,7 +44,6 @@ def build_examples(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     rows = rows.withColumns(
         {
             **_encoded(spec),
-            "request_id": request_id(),
             "hist_len": F.coalesce("total", F.lit(0)) + F.col("seen"),
             "history_version": F.lit(versions["history"]),
             "item_ix": F.coalesce("item_ix", F.lit(0)),
@@ -54,9 +54,10 @@ def build_examples(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     return {"examples": lake.rows(contract.name, days)}
 
 
-def _days_back(spec: DataSpec) -> int:
-    """Days before the first example's day that its counters reach."""
-    return -(-(max(spec.counters.windows, default=0) + spec.lateness) // DAY)
+def with_as_of(spec: DataSpec, shown: DataFrame) -> DataFrame:
+    """Impressions with `as_of_ts`: all of a request were ranked as of its first one."""
+    request = Window.partitionBy("day", "user_id", "request_id")
+    return shown.withColumn("as_of_ts", F.min(F.expr(as_of_ts(spec))).over(request))
 
 
 def _item_keys(lake: Lake, version: int) -> DataFrame:

@@ -16,7 +16,7 @@ from etl.errors import UserError
 from etl.spec.model import DataSpec
 from etl.spec.units import MICROS, format_duration
 from etl.tables import arrow, contracts
-from etl.tables.contracts import Contract
+from etl.tables.contract import Contract
 from etl.tables.lake import Lake
 from features.history.pack import dwell_ms
 from training.data.histories import load_histories

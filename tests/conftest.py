@@ -21,6 +21,7 @@ def short_spec() -> str:
     raw = yaml.safe_load(text)
     raw["counters"]["keys"] = [["user"], ["user", "category"], ["item"], ["surface"]]
     raw["counters"]["windows"] = ["1h", "1d"]
+    raw["most_events_a_day"] = 250
     return yaml.safe_dump(raw, sort_keys=False)
 
 

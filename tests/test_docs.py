@@ -14,8 +14,9 @@ import pytest
 from etl.cli import configuration_of, parse
 from etl.spec import load_spec
 from etl.tables.lake import Lake
+from etl.tables.page import page as page_of_tables
 from gemline import GROUPS
-from tests.conftest import ROOT
+from tests.conftest import ROOT, SPEC
 from tests.pipeline import build_tables, rows
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -56,14 +57,20 @@ def test_every_make_target_of_the_pages_exists() -> None:
     assert {"demo", "test"} <= named <= rules
 
 
+def test_the_page_of_tables_is_what_the_contracts_say() -> None:
+    assert (ROOT / "docs/tables.md").read_text() == page_of_tables(load_spec(SPEC)), (
+        "run `gemline etl contracts --spec conf/specs/simulator.yaml > docs/tables.md`"
+    )
+
+
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "benchmarks/results").glob("*.json")), ids=lambda path: path.stem
 )
 def test_the_readme_shows_the_committed_results(path: Path) -> None:
-    study, page = json.loads(path.read_text()), (ROOT / "README.md").read_text()
-    assert study["command"] in page and study["date"] in page
+    study, readme = json.loads(path.read_text()), (ROOT / "README.md").read_text()
+    assert study["command"] in readme and study["date"] in readme
     for row in study["rows"]:
-        assert f"| {' | '.join(row)} |" in page, row
+        assert f"| {' | '.join(row)} |" in readme, row
 
 
 def test_the_worked_example_gives_the_labels_that_its_log_tells(

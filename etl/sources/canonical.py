@@ -3,17 +3,24 @@
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from etl.sources.raw import CORRUPT, DAY, PAYLOAD, raw_value
+from etl.sources.raw import DAY, FAULT, PAYLOAD, raw_value
 from etl.spec.model import DataSpec
 from etl.spec.sources import EventLog, ImpressionLog, Outcome
 from etl.spec.units import DAY as SECONDS_A_DAY
 from etl.spec.units import MICROS
+from etl.tables import contracts
 from etl.tables.contracts import context_columns, raw_type
 
 SEPARATOR = "; "
 LATEST_US = 100_000_000_000_000_000  # the year 5138: beyond it a number is no time
-EARLIEST_US = 946_684_800_000_000  # 2000-01-01: no log is older
-CLOCK_SKEW_US = 3_600_000_000  # a device's clock may run an hour ahead of ours
+
+
+def needed_columns(log: EventLog | ImpressionLog) -> list[str]:
+    """Columns of a log without which no record of a file can be clean."""
+    c = log.columns
+    ids = (c.event_id,) if isinstance(c.event_id, str) else c.event_id or ()
+    day = log.day.column if log.day else None
+    return list(filter(None, (c.user, c.item, c.surface, c.event_time, c.type, *ids, day)))
 
 
 def raw_columns(spec: DataSpec, log: EventLog | ImpressionLog) -> list[str]:
@@ -48,6 +55,7 @@ def canonical(spec: DataSpec, log: EventLog | ImpressionLog, raw: DataFrame) -> 
     }
     fields |= {f"x_{n}": (a.column or n, raw_type(a)) for n, a in context_columns(spec).items()}
     values = {name: _cast(column, type_) for name, (column, type_) in fields.items()}
+    values |= {name: F.nullif(values[name], F.lit("")) for name in ("user_id", "item_id")}
     times = {"event_ts": _micros(log, c.event_time)}
     times["ingest_ts"] = _micros(log, c.ingest_time) if c.ingest_time else times["event_ts"]
     codes = _codes(spec, log)
@@ -58,7 +66,7 @@ def canonical(spec: DataSpec, log: EventLog | ImpressionLog, raw: DataFrame) -> 
     ]
     rows = raw.select(
         "*",
-        _event_id(log).alias("event_id"),
+        F.nullif(_event_id(log), F.lit("")).alias("event_id"),
         *[value.alias(name) for name, value in (values | times | codes).items()],
         F.concat_ws(SEPARATOR, *mistyped).alias("mistyped"),
     )
@@ -161,31 +169,11 @@ def _outcome(spec: DataSpec, log: ImpressionLog, outcome: Outcome) -> Column:
 
 
 def _reasons(spec: DataSpec) -> Column:
-    late = spec.lateness * MICROS["s"]
-    offset = spec.utc_offset_hours * 3600
-    day_start = (F.unix_date("day").cast("bigint") * SECONDS_A_DAY - offset) * MICROS["s"]
-    ts, day_end = F.col("event_ts"), day_start + SECONDS_A_DAY * MICROS["s"]
-    too_early = ts < EARLIEST_US
-    rules = {
-        "not a record": F.col(CORRUPT).isNotNull(),
-        "no user": F.coalesce(F.col("user_id"), F.lit("")) == "",
-        "no item": F.coalesce(F.col("item_id"), F.lit("")) == "",
-        "no event id": F.coalesce(F.col("event_id"), F.lit("")) == "",
-        "unknown surface": F.col("surface").isNull(),
-        "unknown type": F.col("type").isNull(),
-        "no event time": ts.isNull(),
-        "no ingest time": F.col("ingest_ts").isNull(),
-        "no day": F.col("day").isNull(),
-        "event time before 2000": too_early,
-        "event time after its day": ts > day_end + late + CLOCK_SKEW_US,
-        "ingest time after its day": F.col("ingest_ts") > day_end + late + CLOCK_SKEW_US,
-        "event time after its ingest": ts > F.col("ingest_ts") + CLOCK_SKEW_US,
-        "too late": (ts < day_start - late) & ~too_early,
-        "negative dwell": F.col("dwell_ms") < 0,
-        "not a number": F.isnan("dwell_ms") | F.isnan("value") | F.isnan("propensity"),
-    }
-    broken = [_when(rule, reason) for reason, rule in rules.items()]
-    return F.concat_ws(SEPARATOR, *broken, _when(F.col("mistyped") != "", F.col("mistyped")))
+    """What is amiss with the file or the record as such; else each breach of the contract."""
+    breaches = contracts.events(spec).breaches.items()
+    broken = [_when(F.expr(condition), said) for said, condition in breaches]
+    mistyped = _when(F.col("mistyped") != "", F.col("mistyped"))
+    return F.coalesce(FAULT, F.concat_ws(SEPARATOR, *broken, mistyped))
 
 
 def _when(rule: Column, reason: str | Column) -> Column:

@@ -1,39 +1,42 @@
-"""Raw records as they are: every column text, beside its payload, its file and its day."""
+"""Raw records as they are: every column text; beside it where it stands, and what is amiss."""
 
 import functools
-import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable
 from datetime import date
-from pathlib import Path
 
-from py4j.protocol import Py4JJavaError
-from pyspark.errors import PySparkException
-from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, DataFrameReader, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import StringType, StructField, StructType
 
 from etl.errors import UserError
-from etl.spec.sources import AttributeFile, EventLog, ImpressionLog
-from etl.spec.units import each_day
+from etl.sources.shapes import AnySource, BadFile, Group, groups
 
-PAYLOAD, FILE, DAY, CORRUPT = "payload", "source_file", "folder_day", "corrupt"
-AnySource = EventLog | ImpressionLog | AttributeFile
+PAYLOAD, FILE, DAY, FAULT = "payload", "source_file", "folder_day", "fault"
+PLACE = "place"  # the block of its file, and the row within the task that read it
+CORRUPT, NOT_A_RECORD, TOO_LONG = "corrupt", "not a record", "longer than a record can be"
+LONGEST = 1_000_000  # characters
 
 
 def read_raw(
-    raw: str, source: AnySource, columns: Iterable[str], days: tuple[date, date]
+    raw: str,
+    source: AnySource,
+    columns: Iterable[str],
+    days: tuple[date, date],
+    needed: Collection[str] = (),
+    damaged: Collection[str] = (),
 ) -> DataFrame:
     """Records of a source: `raw`, a struct of `columns` as text, and where it comes from.
 
-    `folder_day` is the day that the path names, null where it names none. Raises UserError where
-    no file matches or a column is in no file.
+    `folder_day` is the day that the path names, null where it names none. `fault` tells what is
+    amiss with a record as such, or with its file: one that is empty, that lacks a `needed` column,
+    or whose address is among the `damaged` (of which is read what can be). Raises UserError where
+    no file matches, or no file has a column.
     """
     wanted = sorted(set(columns))
-    parts = [
-        _READERS[source.format](paths, wanted, source.path).withColumn(DAY, F.lit(day).cast("date"))
-        for day, paths in find_files(raw, source, days)
-    ]
+    found, bad = groups(raw, source, days, damaged)
+    _refuse_unknown(source, found, wanted)
+    parts = [_READERS[source.format](group, wanted, needed) for group in found]
+    parts += [_of_file(file, wanted) for file in bad]
     return functools.reduce(DataFrame.unionByName, parts)
 
 
@@ -42,84 +45,103 @@ def raw_value(column: str) -> Column:
     return F.col("raw").getField(column)
 
 
-def find_files(
-    raw: str, source: AnySource, days: tuple[date, date]
-) -> list[tuple[date | None, list[str]]]:
-    """Paths by the day that they name, or all under None; raises UserError where there are none."""
-    if "://" not in raw and not Path(raw).is_dir():
-        raise UserError(f"{raw}: no such folder of raw logs; name it with --raw")
-    if "{day}" not in source.path:
-        return [(None, _matches(raw, source.path))]
-    return [(day, _matches(raw, source.path.replace("{day}", str(day)))) for day in each_day(*days)]
-
-
-def _matches(raw: str, pattern: str) -> list[str]:
-    if "://" in raw:
-        return [f"{raw.rstrip('/')}/{pattern}"]
-    found = [str(path) for path in sorted(Path(raw).glob(pattern)) if path.stat().st_size]
-    if not found:
-        raise UserError(
-            f"{raw}/{pattern}: no such file, or only empty ones; check --raw and --days"
-        )
-    return found
-
-
-def _read_json(paths: list[str], columns: list[str], _: str) -> DataFrame:
+def from_payload(rows: DataFrame, columns: list[str]) -> DataFrame:
+    """`rows` with `raw` and `fault`, read from the JSON of their payload."""
     fields = [StructField(name, StringType()) for name in [*columns, CORRUPT]]
-    parsed = F.from_json("value", StructType(fields), {"columnNameOfCorruptRecord": CORRUPT})
-    lines = SparkSession.active().read.text(paths).select("value", F.col("_metadata.file_path"))
-    return lines.select(
-        parsed.alias("raw"), F.col("value").alias(PAYLOAD), F.col("file_path").alias(FILE)
-    ).withColumn(CORRUPT, F.col(f"raw.{CORRUPT}"))
+    short = F.when(F.length(PAYLOAD) <= LONGEST, F.col(PAYLOAD))
+    parsed = F.from_json(short, StructType(fields), {"columnNameOfCorruptRecord": CORRUPT})
+    bad = F.col(f"raw.{CORRUPT}").isNotNull() | F.col("raw").isNull()
+    too_long = F.when(F.length(PAYLOAD) > LONGEST, F.lit(TOO_LONG))
+    fault = F.coalesce(too_long, F.when(bad, F.lit(NOT_A_RECORD)))
+    rows = rows.withColumn("raw", parsed).withColumn(FAULT, fault)
+    return rows.withColumn("raw", F.col("raw").dropFields(CORRUPT))
 
 
-def _read_csv(paths: list[str], columns: list[str], pattern: str) -> DataFrame:
-    reader = SparkSession.active().read.option("header", True).option("enforceSchema", False)
-    header = reader.csv(paths[:1]).columns
-    schema = StructType([StructField(name, StringType()) for name in [*header, CORRUPT]])
-    rows = reader.option("columnNameOfCorruptRecord", CORRUPT).schema(schema).csv(paths)
-    return _from_table(rows, header, columns, pattern)
+def _refuse_unknown(source: AnySource, found: list[Group], wanted: list[str]) -> None:
+    have = [group.columns for group in found]
+    if not have or None in have:
+        return
+    every = list(dict.fromkeys(name for columns in have for name in columns or ()))
+    missing = [name for name in wanted if name not in every]
+    if missing:
+        raise UserError(
+            f"{source.path}: the spec names {', '.join(missing)}, which the file lacks; "
+            f"it has {', '.join(every)}"
+        )
 
 
-def _read_parquet(paths: list[str], columns: list[str], pattern: str) -> DataFrame:
-    rows = SparkSession.active().read.parquet(*paths)
-    names = rows.columns
-    return _from_table(
-        rows.withColumn(CORRUPT, F.lit(None).cast("string")), names, columns, pattern
+def _reader(group: Group) -> DataFrameReader:
+    return SparkSession.active().read.option("ignoreCorruptFiles", group.damaged)
+
+
+def _read_json(group: Group, wanted: list[str], _: Collection[str]) -> DataFrame:
+    lines = (
+        _reader(group).text(list(group.paths)).select(F.col("value").alias(PAYLOAD), "_metadata")
+    )
+    return _placed(from_payload(lines, wanted), group, F.col(FAULT))
+
+
+def _read_csv(group: Group, wanted: list[str], needed: Collection[str]) -> DataFrame:
+    schema = StructType([StructField(n, StringType()) for n in [*(group.columns or ()), CORRUPT]])
+    reader = _reader(group).option("header", True).option("columnNameOfCorruptRecord", CORRUPT)
+    rows = reader.schema(schema).csv(list(group.paths))
+    bad = F.when(F.col(CORRUPT).isNotNull(), F.lit(NOT_A_RECORD))
+    return _from_table(rows, group, wanted, needed, bad)
+
+
+def _read_parquet(group: Group, wanted: list[str], needed: Collection[str]) -> DataFrame:
+    rows = _reader(group).parquet(*group.paths)
+    return _from_table(rows, group, wanted, needed, F.lit(None).cast("string"))
+
+
+def _from_table(
+    rows: DataFrame, group: Group, wanted: list[str], needed: Collection[str], bad: Column
+) -> DataFrame:
+    have = group.columns or ()
+    texts = {n: F.col(f"`{n}`").cast("string") for n in have if n in wanted}
+    nothing = F.lit(None).cast("string")
+    lacking = [name for name in needed if name not in have]
+    drift = F.lit(f"file lacks {', '.join(lacking)}" if lacking else None).cast("string")
+    rows = rows.select(
+        F.struct(*[texts.get(name, nothing).alias(name) for name in wanted]).alias("raw"),
+        F.to_json(F.struct(*[F.col(f"`{name}`") for name in have])).alias(PAYLOAD),
+        bad.alias("bad"),
+        "_metadata",
+    )
+    return _placed(rows, group, F.coalesce(drift, "bad"))
+
+
+def _placed(rows: DataFrame, group: Group, fault: Column) -> DataFrame:
+    place = F.struct(
+        F.col("_metadata.file_block_start").alias("block"),
+        F.monotonically_increasing_id().alias("row"),
+    )
+    return rows.select(
+        "raw",
+        PAYLOAD,
+        F.col("_metadata.file_path").alias(FILE),
+        place.alias(PLACE),
+        fault.alias(FAULT),
+        F.lit(group.day).cast("date").alias(DAY),
     )
 
 
-def _from_table(rows: DataFrame, have: list[str], columns: list[str], pattern: str) -> DataFrame:
-    missing = [name for name in columns if name not in have]
-    if missing:
-        raise UserError(
-            f"{pattern}: the spec names {', '.join(missing)}, which the file lacks; "
-            f"it has {', '.join(have)}"
+def _of_file(file: BadFile, wanted: list[str]) -> DataFrame:
+    """A file that cannot be read to its end, as one record with no content."""
+    texts = [F.lit(None).cast("string").alias(name) for name in wanted]
+    place = F.struct(F.lit(0).cast("bigint").alias("block"), F.lit(0).cast("bigint").alias("row"))
+    return (
+        SparkSession.active()
+        .range(1)
+        .select(
+            F.struct(*texts).alias("raw"),
+            F.lit(None).cast("string").alias(PAYLOAD),
+            F.lit(file.address).alias(FILE),
+            F.when(F.lit(False), place).alias(PLACE),
+            F.lit(file.why).alias(FAULT),
+            F.lit(file.day).cast("date").alias(DAY),
         )
-    return rows.select(
-        F.struct(*[F.col(f"`{n}`").cast("string").alias(n) for n in columns]).alias("raw"),
-        F.to_json(F.struct(*[F.col(f"`{name}`") for name in have])).alias(PAYLOAD),
-        F.col("_metadata.file_path").alias(FILE),
-        CORRUPT,
     )
 
 
 _READERS = {"json": _read_json, "csv": _read_csv, "parquet": _read_parquet}
-
-
-@contextmanager
-def readable() -> Iterator[None]:
-    """Turn Spark's failure to read a raw file into a UserError that names the file."""
-    try:
-        yield
-    except (PySparkException, Py4JJavaError) as error:
-        found = re.search(
-            r"\[FAILED_READ_FILE\S*\] Encountered error while reading file (\S+)", str(error)
-        )
-        if not found:
-            raise
-        path = found[1].rstrip(".")
-        raise UserError(
-            f"{path}: cannot be read to its end (a corrupt gzip, or another format or header than "
-            "the spec tells?); fetch it again, or correct the spec"
-        ) from None

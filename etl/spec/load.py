@@ -68,6 +68,7 @@ def declared_names(raw: dict[str, Any]) -> dict[str, list[str]]:
         "events": keys(raw.get("events")),
         "objectives": keys(raw.get("objectives")),
         "categorical item attributes": categories,
+        "credit keys": ["item", *categories],
         "counter keys": ["user", "item", "surface", *categories],
     }
 

@@ -5,14 +5,23 @@ import json
 from collections.abc import Iterator
 from datetime import date, timedelta
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from etl.spec.attributes import Attributes
-from etl.spec.base import CategoryName, EventName, KeyName, Name, ObjectiveName, Strict, SurfaceName
+from etl.spec.base import (
+    CategoryName,
+    EventName,
+    KeyName,
+    Name,
+    ObjectiveName,
+    Strict,
+    SurfaceName,
+    declared_in,
+)
 from etl.spec.sources import AttributeFile, EventLog, ImpressionLog, Source, Sources
-from etl.spec.units import DAY, Duration
+from etl.spec.units import DAY, Duration, format_duration
 
 
 class Surface(Strict):
@@ -32,16 +41,29 @@ class EventType(Strict):
 class Objective(Strict):
     """Whether `event` follows an impression within `window`.
 
-    Outcomes that name no impression are credited to the last `credit` event of the same user and
-    item before them. A label is final `settle` after its window has closed.
+    Labels of the shorter windows `also_within` are kept beside it, each as it was when its window
+    had closed. Outcomes that name no impression are credited to the last `credit` event of the same
+    user and item (or value of the item attribute `credit_by`) before them, on any surface or on
+    the same. A label is final `settle` after its window has closed.
     """
 
     event: EventName
     window: Duration
+    also_within: tuple[Duration, ...] = ()
     credit: EventName | None = None
+    credit_by: Annotated[str, declared_in("credit keys")] = "item"
+    credit_same_surface: bool = False
     settle: Duration = 0
     surfaces: tuple[SurfaceName, ...] | None = None
     value: bool = False
+
+    @field_validator("also_within")
+    @classmethod
+    def _shorter(cls, windows: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+        longest = info.data.get("window")
+        if longest and any(window >= longest for window in windows):
+            raise ValueError(f"these windows are shorter ones than {format_duration(longest)}")
+        return windows
 
     @property
     def ripens_after(self) -> int:
@@ -62,6 +84,16 @@ class Counters(Strict):
     windows: tuple[Duration, ...] = Field(min_length=1)
     events: tuple[EventName, ...] = Field(min_length=1)
     keys: tuple[tuple[KeyName, ...], ...] = Field(min_length=1)
+
+
+class History(Strict):
+    """What compaction keeps of a user's events: the last `most_events`, none older than `max_age`.
+
+    Ages count back from the end of the compacted days.
+    """
+
+    most_events: int = Field(default=8192, ge=1)
+    max_age: Duration = 400 * DAY
 
 
 class Auction(Strict):
@@ -87,7 +119,10 @@ def _tells(source: Source, entity: str) -> bool:
 class DataSpec(Strict):
     """A user's data.
 
-    `match` names item attributes by which a candidate is compared with its user's history.
+    `match` names item attributes by which a candidate is compared with its user's history. A day
+    of which a larger share than `most_quarantined` is bad is refused; what a user does on a day
+    beyond `most_events_a_day` is parked, as no person does so much. Impressions without a request
+    in the log are of one request while none follows the one before later than `request_gap`.
     """
 
     name: Name
@@ -95,11 +130,15 @@ class DataSpec(Strict):
     utc_offset_hours: int = Field(default=0, ge=-12, le=14)
     buckets: int = Field(default=16, ge=1)
     lateness: Duration = 3 * DAY
+    most_quarantined: float = Field(default=0.1, ge=0, le=1)
+    most_events_a_day: int = Field(default=20_000, ge=1)
+    request_gap: Duration = 0
     surfaces: dict[Name, Surface] = Field(min_length=1)
     events: dict[Name, EventType]
     objectives: dict[Name, Objective] = Field(min_length=1)
     attributes: Attributes = Attributes()
     sequences: dict[Name, Sequence] = Field(min_length=1)
+    history: History = History()
     match: tuple[CategoryName, ...] = ()
     counters: Counters
     auction: Auction | None = None
@@ -185,6 +224,21 @@ class DataSpec(Strict):
         """Surfaces that carry ads: each gets a ranker."""
         return tuple(name for name, surface in self.surfaces.items() if surface.ads)
 
+    @cached_property
+    def labels(self) -> dict[str, tuple[str, int]]:
+        """Objective and window (seconds) of each label: `conversion`, and shorter `…_1d`."""
+        found = {}
+        for name, objective in self.objectives.items():
+            found[name] = name, objective.window
+            for window in objective.also_within:
+                found[f"{name}_{format_duration(window)}"] = name, window
+        return found
+
+    @property
+    def credits_by_attribute(self) -> bool:
+        """Whether some outcome is credited by what its item is."""
+        return any(objective.credit_by != "item" for objective in self.objectives.values())
+
     def surfaces_of(self, objective: str) -> tuple[str, ...]:
         """Surfaces on which an objective is trained and served."""
         return self.objectives[objective].surfaces or self.ad_surfaces
@@ -204,12 +258,20 @@ class DataSpec(Strict):
         return self.day_start(day + timedelta(days=1))
 
     @cached_property
+    def reading(self) -> dict[str, Any]:
+        """How raw records are read."""
+        told = {"sources", "surfaces", "attributes", "most_quarantined"}
+        return self.model_dump(mode="json", include=told)
+
+    @cached_property
     def hash(self) -> str:
         """Twelve hex digits that change when the meaning of the tables does.
 
-        Where the raw files lie and what models read of the tables is left out.
+        How raw records are read and what models read of the tables is left out.
         """
-        meaning = self.model_dump(mode="json", exclude={"description", "sequences", "match"})
-        for source in meaning["sources"].values():
-            source.pop("path")
+        unread = {"description", "sequences", "match", "history", "most_quarantined", "sources"}
+        meaning = self.model_dump(mode="json", exclude=unread)
+        for surface in meaning["surfaces"].values():
+            surface.pop("logged_as")
+        meaning["delays"] = {name: log.delay for name, log in self.logs.items()}
         return hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest()[:12]

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from deltalake import CommitProperties, DeltaTable, write_deltalake
 
 from etl.errors import UserError
-from etl.tables.contracts import Contract
+from etl.tables.contract import Contract
 from etl.tables.lake import Lake, provenance
 
 ARROW_TYPES = {

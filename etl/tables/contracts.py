@@ -1,27 +1,12 @@
 """One typed contract a table, derived from the data spec."""
 
-from dataclasses import dataclass
-
+from etl.clock import EARLIEST, SKEW, day_end
 from etl.spec.attributes import Categorical, Clock, Numeric, Vector
 from etl.spec.model import DataSpec
-from etl.spec.units import format_duration
+from etl.spec.units import MICROS, format_duration
+from etl.tables.contract import Contract
 
 Attribute = Categorical | Numeric | Vector | Clock
-
-
-@dataclass(frozen=True)
-class Contract:
-    """A table: `columns` maps names to Spark SQL types; rows of a file are in `order_by`."""
-
-    name: str
-    columns: dict[str, str]
-    partition_by: tuple[str, ...]
-    order_by: tuple[str, ...] = ()
-
-    @property
-    def ddl(self) -> str:
-        """The columns as a Spark DDL string."""
-        return ", ".join(f"`{name}` {type_}" for name, type_ in self.columns.items())
 
 
 DAY_BUCKET = {"day": "date", "bucket": "int"}
@@ -87,20 +72,66 @@ def events(spec: DataSpec) -> Contract:
         **{f"x_{name}": raw_type(a) for name, a in context_columns(spec).items()},
         "source_file": "string",
     }
-    order = ("user_id", "visible_ts", "event_ts", "event_id")
-    return Contract("events", columns | DAY_BUCKET, ("day", "bucket"), order)
+    return Contract(
+        "events",
+        columns | DAY_BUCKET,
+        ("day", "bucket"),
+        order_by=("user_id", "visible_ts", "event_ts", "event_id"),
+        required={
+            "no event id": "event_id",
+            "no user": "user_id",
+            "no item": "item_id",
+            "unknown surface": "surface",
+            "unknown type": "type",
+            "no event time": "event_ts",
+            "no ingest time": "ingest_ts",
+            "no day": "day",
+        },
+        rules=_event_rules(spec),
+    )
+
+
+def _event_rules(spec: DataSpec) -> dict[str, str]:
+    latest = f"({day_end(spec)} + {spec.lateness + SKEW}) * {MICROS['s']}"
+    finite = [f"(NOT isnan({c}) AND abs({c}) < 1e300)" for c in ("dwell_ms", "value")]
+    return {
+        "event time before 2000": f"event_ts >= {EARLIEST}",
+        "event time after its day": f"event_ts <= {latest}",
+        "ingest time after its day": f"ingest_ts <= {latest}",
+        "event time after its ingest": f"event_ts <= ingest_ts + {SKEW * MICROS['s']}",
+        "negative dwell": "dwell_ms >= 0",
+        "not a number": " AND ".join(f"coalesce({rule}, true)" for rule in finite),
+        "propensity is no probability": "propensity > 0 AND propensity <= 1",
+    }
+
+
+def parked(spec: DataSpec) -> Contract:
+    """One clean event that is not used, and why: it came too late, or from a machine."""
+    kept = events(spec)
+    columns = {"reason": "string"} | kept.columns
+    columns.pop("bucket")
+    return Contract("parked", columns, ("day",), ("reason", "user_id", "event_ts", "event_id"))
 
 
 def quarantine(spec: DataSpec) -> Contract:
-    """One bad record, as it was read, with all that is wrong with it."""
-    columns = {"payload": "string", "source_file": "string", "reasons": "array<string>"}
-    return Contract("quarantine", columns | {"day": "date"}, ("day",))
+    """One bad record: as it was read, from which line (from 1) of which file, and what is wrong."""
+    columns = {
+        "log": "string",
+        "payload": "string",
+        "source_file": "string",
+        "line": "bigint",
+        "reasons": "array<string>",
+        "day": "date",
+    }
+    return Contract("quarantine", columns, ("day", "log"), ("source_file", "line"))
 
 
 def flow(spec: DataSpec) -> Contract:
-    """What became of a day's records: read = kept + quarantined + duplicates."""
-    columns = dict.fromkeys(("read", "kept", "quarantined", "duplicates"), "bigint")
-    return Contract("flow", columns | {"day": "date"}, ("day",))
+    """What became of a day's records: read = kept + quarantined + duplicates + parked."""
+    counts = ("read", "kept", "quarantined", "duplicates", "parked")
+    rule = {"records were lost": "read = kept + quarantined + duplicates + parked"}
+    columns = dict.fromkeys(counts, "bigint") | {"day": "date"}
+    return Contract("flow", columns, ("day",), rules=rule)
 
 
 def attributes(spec: DataSpec, entity: str) -> Contract:
@@ -111,7 +142,9 @@ def attributes(spec: DataSpec, entity: str) -> Contract:
     if entity == "item" and spec.auction:
         columns |= {"bid": "double", "goal": "string"}
     name = f"attributes_{entity}"
-    return Contract(name, columns | {"day": "date"}, ("day",), (f"{entity}_id", "valid_from"))
+    order = (f"{entity}_id", "valid_from")
+    required = {f"no {entity}": f"{entity}_id", "no time": "valid_from"}
+    return Contract(name, columns | {"day": "date"}, ("day",), order, required)
 
 
 def impressions(spec: DataSpec) -> Contract:
@@ -126,11 +159,19 @@ def impressions(spec: DataSpec) -> Contract:
         "position": "int",
         "propensity": "double",
     }
-    for name, objective in spec.objectives.items():
+    for name, (objective, _) in spec.labels.items():
         columns |= {f"label_{name}": "tinyint", f"ready_{name}": "bigint"}
-        columns |= {f"value_{name}": "double"} if objective.value else {}
+        columns |= {f"value_{name}": "double"} if spec.objectives[objective].value else {}
     order = ("user_id", "event_ts", "impression_id")
-    return Contract("impressions", columns | DAY_BUCKET, ("day", "bucket"), order)
+    ids = ("impression_id", "request_id", "user_id", "item_id")
+    return Contract(
+        "impressions",
+        columns | DAY_BUCKET,
+        ("day", "bucket"),
+        order,
+        required={f"no {name}": name for name in (*ids, "surface", "event_ts")},
+        rules={f"label of {n} not 0 or 1": f"label_{n} IN (0, 1)" for n in spec.labels},
+    )
 
 
 def items(spec: DataSpec) -> Contract:
@@ -138,13 +179,21 @@ def items(spec: DataSpec) -> Contract:
     columns = {"item_id": "string", "item_ix": "int"}
     columns |= {f"i_{name}": encoded_type(a) for name, a in spec.attributes.item.items()}
     columns |= dict.fromkeys(item_key_columns(spec), "bigint")
-    return Contract("items", columns | {"day": "date"}, ("day",), ("item_ix",))
+    required = {"no item": "item_id", "no index": "item_ix"}
+    rules = {"index of no item": "item_ix > 0"}
+    return Contract("items", columns | {"day": "date"}, ("day",), ("item_ix",), required, rules)
 
 
 def history(spec: DataSpec) -> Contract:
-    """A user's events that became visible on one day, packed (features/history/pack.py)."""
+    """A user's events that became visible on one day, packed (features/history/pack.py).
+
+    Compacted rows hold those up to their day: `chunk` numbers them, from 0, and is null in others;
+    `dropped` is how many older events of the user were given up before them.
+    """
     columns = {
         "user_id": "string",
+        "chunk": "int",
+        "dropped": "int",
         "first_ts": "bigint",
         "gaps": "array<int>",
         "lags": "array<int>",
@@ -153,7 +202,9 @@ def history(spec: DataSpec) -> Contract:
         "types": "array<tinyint>",
         "dwells": "array<tinyint>",
     }
-    return Contract("history", columns | DAY_BUCKET, ("day", "bucket"), ("user_id",))
+    required = {f"no {name}": name for name in columns if name != "chunk"}
+    order = ("user_id", "chunk")
+    return Contract("history", columns | DAY_BUCKET, ("day", "bucket"), order, required)
 
 
 def examples(spec: DataSpec) -> Contract:
@@ -168,11 +219,13 @@ def examples(spec: DataSpec) -> Contract:
         "hist_len": "int",
         "history_version": "bigint",
     }
+    order = ("user_id", "as_of_ts", "request_id", "impression_id")
+    required = {f"no {name}": name for name in columns}
     for prefix, declared in (("u", spec.attributes.user), ("x", spec.attributes.context)):
         columns |= {f"{prefix}_{name}": encoded_type(a) for name, a in declared.items()}
     columns |= dict.fromkeys(counter_columns(spec), "int")
-    order = ("user_id", "as_of_ts", "request_id", "impression_id")
-    return Contract("examples", columns | DAY_BUCKET, ("day", "bucket"), order)
+    rules = {"history of negative length": "hist_len >= 0"}
+    return Contract("examples", columns | DAY_BUCKET, ("day", "bucket"), order, required, rules)
 
 
 def knowledge(spec: DataSpec) -> Contract:

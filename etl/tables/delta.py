@@ -6,7 +6,7 @@ from delta.tables import DeltaTable as SparkDelta
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from etl.tables.contracts import Contract
+from etl.tables.contract import Contract
 from etl.tables.lake import Lake, provenance
 
 
@@ -51,10 +51,15 @@ def create(lake: Lake, contract: Contract) -> None:
         return
     builder = SparkDelta.createIfNotExists(SparkSession.active()).location(lake.path(contract.name))
     for name, type_ in contract.columns.items():
-        builder = builder.addColumn(name, type_)
+        builder = builder.addColumn(name, type_, nullable=name not in contract.never_null)
     for key, value in lake.properties.items():
         builder = builder.property(key, value)
     builder.partitionedBy(*contract.partition_by).execute()
+    if contract.check:
+        table = f"delta.`{lake.path(contract.name)}`"
+        SparkSession.active().sql(
+            f"ALTER TABLE {table} ADD CONSTRAINT contract CHECK ({contract.check})"
+        )
 
 
 def days_between(first: object, last: object) -> str:

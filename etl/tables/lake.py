@@ -63,21 +63,29 @@ class Lake:
         """The newest version of a table."""
         return self.open(name).version()
 
-    def rows(self, name: str, days: tuple[date, date] | None = None) -> int:
-        """Rows of a table, on all days or between two, by its log alone."""
-        actions = self._files(name)
+    def rows(self, name: str, days: tuple[date, date] | None = None, **partition: object) -> int:
+        """Rows of a table or of a partition, on all days or between two, by its log alone."""
+        actions = self.files(name)
         if days:
             day = actions["partition.day"]
             inside = pc.and_(pc.greater_equal(day, days[0]), pc.less_equal(day, days[1]))
             actions = actions.filter(inside)
+        for column, value in partition.items():
+            actions = actions.filter(pc.equal(actions[f"partition.{column}"], value))
         return int(pc.sum(actions["num_records"]).as_py() or 0)
+
+    def days(self, name: str) -> tuple[date, date]:
+        """The first and the last day that have rows in a table, by its log alone."""
+        day = self.files(name)["partition.day"]
+        return pc.min(day).as_py(), pc.max(day).as_py()
 
     def newest_day(self, name: str) -> date | None:
         """The last day that has rows in a table, by its log alone."""
-        newest: date | None = pc.max(self._files(name)["partition.day"]).as_py()
+        newest: date | None = pc.max(self.files(name)["partition.day"]).as_py()
         return newest
 
-    def _files(self, name: str) -> pa.Table:
+    def files(self, name: str) -> pa.Table:
+        """The files of a table with their partitions and statistics, as its log tells them."""
         return pa.table(self.open(name).get_add_actions(flatten=True))
 
 

@@ -13,6 +13,7 @@ from etl.spec.units import DAY, MICROS
 from etl.tables import contracts, delta
 from etl.tables.lake import Lake
 from features.groups import run_starts, whole_groups
+from features.history.compact import refuse_compacted
 from features.history.pack import dwell_byte, gaps
 
 PACKED = (
@@ -25,9 +26,10 @@ def build_history(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     """Replace the given days of `history`: the events that became visible on them.
 
     Examples of later days keep their place in it only if these days are rebuilt as they were (the
-    reader checks).
+    reader checks). Raises UserError where they are compacted.
     """
     spec = lake.spec
+    refuse_compacted(lake, days[0])
     versions = {name: lake.version(name) for name in ("events", "items")}
     contract = contracts.history(spec)
     rows = newly_visible(lake, versions, days)
@@ -36,6 +38,7 @@ def build_history(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     )
     packed = ordered.drop("event_id").mapInArrow(pack_partition, PACKED)
     packed = packed.withColumn("bucket", delta.bucket_of(F.col("user_id"), spec.buckets))
+    packed = packed.withColumns({"chunk": F.lit(None), "dropped": F.lit(0)})
     delta.replace(lake, contract, packed, delta.days_between(*days), versions)
     return {"histories": lake.rows(contract.name, days)}
 
@@ -76,8 +79,10 @@ def day_of(spec: DataSpec, seconds: Column) -> Column:
 
 def events_before(lake: Lake, version: int, day: date) -> DataFrame:
     """Number of events of each user before a day: `user_id`, `total`."""
+    refuse_compacted(lake, day)
     history = delta.read(lake, contracts.history(lake.spec), version)
-    rows = history.filter(F.col("day") < F.lit(day)).select("user_id", F.size("gaps").alias("n"))
+    events = (F.size("gaps") + F.col("dropped")).alias("n")
+    rows = history.filter(F.col("day") < F.lit(day)).select("user_id", events)
     return rows.groupBy("user_id").agg(F.sum("n").cast("int").alias("total"))
 
 

@@ -27,20 +27,31 @@ class Slices:
 
 @dataclass(frozen=True)
 class Histories:
-    """All events of the users of one bucket, in order of visibility."""
+    """All stored events of the users (U) of one bucket, in order of visibility.
+
+    `dropped` (U) is how many older events of each were given up; pointers count them.
+    """
 
     users: pa.Array
     events: Events
+    dropped: Int64
     codes: tuple[int, ...]
 
     def slices(self, users: pa.Array, as_of: Int64, length: Int64, most: int) -> Slices:
         """The last `most` of the first `length` events of each user, of the types in `codes`.
 
         Raises UserError where a pointer no longer cuts its history at its time: the history was
-        rewritten after the examples were made.
+        rewritten after the examples were made, or what they point at is not kept any more.
         """
         user = pc.index_in(users, self.users).fill_null(-1).to_numpy()
         begin, end = self._span(user)
+        length = length - np.append(self.dropped, 0)[user]
+        if np.any(length < 0):
+            raise UserError(
+                "histories were compacted, and these examples lie before what is kept of them; "
+                "train on later days, or raise most_events or max_age of the spec's history and "
+                "make the histories again"
+            )
         self._check(begin, end, as_of, length)
         before, kept = self._kept
         first = before[begin]
@@ -85,8 +96,11 @@ def _ranges(start: Int64, stop: Int64) -> Int64:
 
 def load_histories(snapshot: Snapshot, bucket: int, codes: tuple[int, ...] = ()) -> Histories:
     """The histories of one bucket; `codes` are the event types to keep, all where empty."""
-    table = snapshot.read(["user_id", "day", "first_ts", *PACKED], bucket=bucket)
-    table = table.sort_by([("user_id", "ascending"), ("day", "ascending")]).combine_chunks()
+    table = snapshot.read(
+        ["user_id", "day", "chunk", "dropped", "first_ts", *PACKED], bucket=bucket
+    )
+    order = [(name, "ascending") for name in ("user_id", "day", "chunk")]
+    table = table.sort_by(order).combine_chunks()
     flat = {name: table[name].combine_chunks().flatten().to_numpy() for name in PACKED}
     lengths = pc.list_value_length(table["gaps"]).to_numpy()
     rows = np.concatenate(([0], np.cumsum(lengths)))
@@ -101,7 +115,8 @@ def load_histories(snapshot: Snapshot, bucket: int, codes: tuple[int, ...] = ())
         types=flat["types"],
         dwells=flat["dwells"],
     )
-    return Histories(users, events, codes)
+    dropped = np.add.reduceat(table["dropped"].to_numpy(), starts) if len(starts) else starts
+    return Histories(users, events, dropped.astype(np.int64), codes)
 
 
 def _distinct(sorted_ids: pa.Array) -> tuple[pa.Array, Int64]:

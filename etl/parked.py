@@ -1,0 +1,37 @@
+"""Clean events that are not used: too late for what was built, or more than a person makes."""
+
+from pyspark.sql import Column, DataFrame, Window
+from pyspark.sql import functions as F
+
+from etl.clock import day_start
+from etl.spec.model import DataSpec
+from etl.spec.units import MICROS
+
+TOO_LATE = "too late"
+
+
+def too_late(spec: DataSpec) -> Column:
+    """Whether an event happened longer before its landing day than the spec waits."""
+    return F.expr(f"event_ts < ({day_start(spec)} - {spec.lateness}) * {MICROS['s']}")
+
+
+def park(spec: DataSpec, fresh: DataFrame, late: DataFrame) -> tuple[DataFrame, DataFrame]:
+    """Events to keep, and those to park with a `reason`: late ones, and what machines made.
+
+    Of a user with more than `most_events_a_day`, the first so many of the day are kept. Those
+    users are found first, so that none but them is sorted.
+    """
+    most = spec.most_events_a_day
+    parked = late.withColumn("reason", F.lit(TOO_LATE))
+    per_user = fresh.groupBy("day", "user_id").count().filter(F.col("count") > most)
+    machines = [(row["day"], row["user_id"]) for row in per_user.collect()]
+    if not machines:
+        return fresh, parked
+    theirs = F.struct("day", "user_id").isin([F.struct(F.lit(d), F.lit(u)) for d, u in machines])
+    order = Window.partitionBy("day", "user_id").orderBy("event_ts", "event_id")
+    ranked = fresh.filter(theirs).withColumn("place_of_day", F.row_number().over(order))
+    over = F.col("place_of_day") > most
+    reason = F.lit(f"more than {most:,} events of a user and day")
+    kept = fresh.filter(~theirs).unionByName(ranked.filter(~over).drop("place_of_day"))
+    capped = ranked.filter(over).drop("place_of_day").withColumn("reason", reason)
+    return kept, parked.unionByName(capped)

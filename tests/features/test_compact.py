@@ -1,0 +1,150 @@
+"""Compaction: pointers cut the same events as before, or say that those were given up."""
+
+import shutil
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from etl.errors import UserError
+from etl.spec.model import History
+from etl.tables import contracts
+from etl.tables.arrow import snapshot
+from etl.tables.lake import Lake
+from features.examples import build_examples
+from features.history.build import build_history, pack_users
+from features.history.compact import CHUNK, LISTS, compact, compact_users, compacted_until
+from features.history.pack import visible_from
+from tests.features.test_disorder import lake_of
+from tests.oracle.disorder import FIRST, make
+from tests.pipeline import build_tables, rows
+from training.data.histories import load_histories
+
+gap = st.integers(0, 3) | st.integers(0, 100_000)
+day = st.lists(gap, min_size=1, max_size=12)
+users = st.lists(st.lists(day, min_size=1, max_size=4), min_size=1, max_size=6)
+
+
+def packed(users: list[list[list[int]]]) -> tuple[pa.Table, list[list[int]]]:
+    """Packed rows of users by day, and the visible second of each event."""
+    tables, seconds = [], []
+    for number, days in enumerate(users):
+        now = 0
+        seconds.append([])
+        for at, day_gaps in enumerate(days):
+            visible = list(now + np.cumsum(day_gaps))
+            now = visible[-1]
+            seconds[-1] += visible
+            size = len(visible)
+            tables.append(pack_users(pa.table({
+                "user_id": [f"u{number}"] * size,
+                "day": pa.array([at] * size, pa.date32()),
+                "visible_ts": pa.array(visible, pa.int64()),
+                "event_ts": pa.array([v * 1_000_000 for v in visible], pa.int64()),
+                "item_ix": pa.array(range(size), pa.int32()),
+                "surface": pa.array([1] * size, pa.int8()),
+                "type": pa.array([2] * size, pa.int8()),
+                "dwell_ms": pa.array([None] * size, pa.float64()),
+            })))  # fmt: skip
+    whole = pa.concat_tables(tables).drop(["day"])
+    return whole.append_column("dropped", pa.nulls(len(whole), pa.int32()).fill_null(0)), seconds
+
+
+@given(users, st.integers(1, 30), st.integers(0, 200_000))
+@settings(deadline=None)
+def test_the_newest_events_stay_and_the_others_are_counted(users, most: int, oldest: int) -> None:
+    table, seconds = packed(users)
+    found = compact_users(table, most, oldest).to_pylist()
+    assert [row["user_id"] for row in found] == [f"u{i}" for i in range(len(users))]
+    for row, all_of_them in zip(found, seconds, strict=True):
+        expected = [s for s in all_of_them[-most:] if s >= oldest] or all_of_them[-1:]
+        offsets = np.array([0, len(row["gaps"])])
+        told = visible_from(np.array([row["first_ts"]]), np.array(row["gaps"], np.int32), offsets)
+        assert told.tolist() == expected
+        assert row["dropped"] == len(all_of_them) - len(expected)
+        assert all(len(row[name]) == len(expected) for name in LISTS)
+
+
+@given(st.integers(1, 3 * CHUNK))
+@settings(deadline=None, max_examples=20)
+def test_rows_hold_no_more_than_a_chunk_and_again_changes_nothing(size: int) -> None:
+    table, (_seconds,) = packed([[[1] * size]])
+    once = compact_users(table, 10**6, 0)
+    lengths = [len(row["gaps"]) for row in once.to_pylist()]
+    assert all(a == CHUNK for a, _ in pairwise(lengths)) and sum(lengths) == size
+    assert once["chunk"].to_pylist() == list(range(len(lengths)))
+    assert compact_users(once, 10**6, 0).equals(once)
+
+
+UNTIL = FIRST + timedelta(days=2)
+NEXT = FIRST + timedelta(days=6)
+
+
+@pytest.fixture(scope="module")
+def built(spark: object, tmp_path_factory: pytest.TempPathFactory) -> Lake:
+    """Six days of tables; the log holds a seventh."""
+    return lake_of(tmp_path_factory.mktemp("compact"), make(3, 30, 7), [(0, 5)])
+
+
+@pytest.fixture
+def own(built: Lake, tmp_path: Path) -> Lake:
+    shutil.copytree(built.root, tmp_path / "lake")
+    return Lake(str(tmp_path / "lake"), built.spec)
+
+
+def sliced(lake: Lake, wanted: set[str] | None = None) -> dict[str, list[tuple[int, ...]]]:
+    """The last two events that each example sees, of all or of some."""
+    packed = snapshot(lake, contracts.history(lake.spec))
+    found = {}
+    for bucket in range(lake.spec.buckets):
+        stored = load_histories(packed, bucket)
+        for row in rows(lake, "examples"):
+            if row["bucket"] != bucket or (wanted and row["impression_id"] not in wanted):
+                continue
+            user, as_of = pa.array([row["user_id"]]), np.array([row["as_of_ts"]])
+            cut = stored.slices(user, as_of, np.array([row["hist_len"]]), 2)
+            e = stored.events
+            found[row["impression_id"]] = [
+                tuple(int(c[p]) for c in (e.visible_ts, e.event_ts, e.items, e.types))
+                for p in cut.positions
+            ]
+    return found
+
+
+def test_compaction_changes_nothing_that_is_read(own: Lake, built: Lake) -> None:
+    before = sliced(own)
+    compact(own, UNTIL)
+    assert compacted_until(own) == UNTIL and compacted_until(built) is None
+    assert len(rows(own, "history")) < len(rows(built, "history"))
+    assert sliced(own) == before
+    raw = Path(built.root).parent / "raw"
+    again = Lake(f"{own.root}-again", built.spec)
+    shutil.copytree(built.root, again.root)
+    for lake in (own, again):
+        build_tables(lake, raw, (NEXT, NEXT))
+    assert rows(own, "examples") == rows(again, "examples")
+    assert sliced(own) == sliced(again)
+
+
+def test_what_can_no_longer_be_told_is_refused(own: Lake) -> None:
+    with pytest.raises(UserError, match=r"--until 2026-01-05: .*compact up to 2026-01-03 at most"):
+        compact(own, FIRST + timedelta(days=4))
+    compact(own, UNTIL)
+    for step, day in ((build_history, UNTIL), (build_examples, UNTIL + timedelta(days=1))):
+        with pytest.raises(UserError, match="histories up to 2026-01-03 are compacted: 2026-01-"):
+            step(own, (day, day))
+
+
+def test_what_was_given_up_is_not_read_in_silence(own: Lake) -> None:
+    before = sliced(own)
+    short = own.spec.model_copy(update={"history": History(most_events=3)})
+    compact(Lake(own.root, short), UNTIL)
+    late = {row["impression_id"] for row in rows(own, "examples") if row["day"] > UNTIL}
+    assert sliced(own, late) == {i: before[i] for i in late}
+    with pytest.raises(UserError, match="these examples lie before what is kept"):
+        sliced(own)

@@ -1,0 +1,155 @@
+"""Every table against a naive reference in plain Python, on logs with every disorder."""
+
+import random
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from etl.spec import load_spec
+from etl.tables import contracts
+from etl.tables.arrow import snapshot
+from etl.tables.lake import Lake
+from tests.oracle import log as oracle
+from tests.oracle.disorder import BRANDS, FIRST, SPEC, make, write
+from tests.oracle.log import Record
+from tests.pipeline import build_tables, rows
+from training.data.histories import load_histories
+
+DAYS, USERS, DELAY, LATENESS, MOST, GAP = 4, 25, 30, 86_400, 7, 5
+LAST = FIRST + timedelta(days=DAYS - 1)
+TABLES = ("events", "parked", "quarantine", "flow", "impressions", "items", "history", "examples")
+# A log is drawn as a seed: one run through Spark takes half a minute, too long to shrink.
+ONE_LOG = settings(
+    max_examples=1, deadline=None, phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)  # fmt: skip
+MORE_LOGS = settings(ONE_LOG, max_examples=12)
+
+
+def lake_of(folder: Path, records: list[Record], spans: list[tuple[int, int]]) -> Lake:
+    """The tables of a log that landed in some spans of days, one after the other."""
+    raw = folder / "raw"
+    write(records, raw)
+    (folder / "spec.yaml").write_text(SPEC)
+    lake = Lake(str(folder / "lake"), load_spec(folder / "spec.yaml"))
+    for first, last in spans:
+        build_tables(lake, raw, (FIRST + timedelta(days=first), FIRST + timedelta(days=last)))
+    return lake
+
+
+def differences(lake: Lake, records: list[Record]) -> Counter[str]:
+    """How many rows of each table are not what the reference says."""
+    wrong: Counter[str] = Counter()
+    timely = oracle.on_time(records, LATENESS)
+    events = oracle.of_people(oracle.first_copies(timely), MOST)
+    for event in events:
+        event["brand"] = BRANDS[event["item"]]
+    kept = {(e["id"], e["day"], e["ingest"]) for e in events}
+    found = rows(lake, "events")
+    days = {e["event_id"]: (e["day"] - FIRST).days for e in found}
+    told = {(e["event_id"], days[e["event_id"]], e["ingest_ts"] // 10**6) for e in found}
+    wrong["events"] = len(told ^ {(i, d - records_origin(), g) for i, d, g in kept})
+    requests = oracle.requests(events, GAP)
+    labels = {row["impression_id"]: row for row in rows(lake, "impressions")}
+    shown = {e["imp"]: e for e in events if e["type"] == "shown"}
+    examples = {row["impression_id"]: row for row in rows(lake, "examples")}
+    wrong["missing"] = len(labels.keys() ^ shown.keys()) + len(examples.keys() ^ shown.keys())
+    for id_, event in shown.items():
+        wrong["as of"] += examples[id_]["as_of_ts"] != requests[id_][1]
+        wrong["labels"] += not labels_hold(labels[id_], events, event)
+        wrong["counters"] += not counters_hold(lake, examples[id_], events, event)
+    wrong["requests"] = requests_differ(labels, requests)
+    wrong["histories"] = histories_differ(lake, examples, events, shown)
+    return +wrong
+
+
+def records_origin() -> int:
+    from tests.oracle.disorder import ORIGIN
+
+    return ORIGIN
+
+
+def labels_hold(row: dict, events: list[Record], shown: Record) -> bool:
+    buy = ("buy", "click", ["brand", "surface"])
+    wanted = {"click": ("click", "shown", ["item"], 3600), "buy": (*buy, 12 * 3600)}
+    wanted["buy_2h"] = (*buy, 2 * 3600)
+    end = (shown_end := (LAST - FIRST).days + 1 + records_origin()) * oracle.DAY
+    assert shown_end
+    for name, (outcome, touch, same, window) in wanted.items():
+        ready = max(shown["ts"] + window, oracle.visible(shown, DELAY))
+        said = oracle.label(events, shown, outcome, touch, same, window, DELAY)
+        if row[f"label_{name}"] != (said if ready < end else None):
+            return False
+    return True
+
+
+def counters_hold(lake: Lake, row: dict, events: list[Record], shown: Record) -> bool:
+    as_of = row["as_of_ts"]
+    for key in lake.spec.counters.keys:
+        like = [e for e in events if all(e[k] is not None and e[k] == shown[k] for k in key)]
+        for window, name in ((3600, "1h"), (86_400, "1d")):
+            seen = [e for e in like if as_of - window <= oracle.visible(e, DELAY) < as_of]
+            for type_ in ("shown", "click", "buy"):
+                if row[f"n_{'_'.join(key)}_{type_}_{name}"] != sum(
+                    e["type"] == type_ for e in seen
+                ):
+                    return False
+    return True
+
+
+def requests_differ(labels: dict, requests: dict) -> int:
+    """Impressions are of one request in the table if and only if the reference says so."""
+    both = {(row["user_id"], row["day"], row["request_id"], requests[id_][0])
+            for id_, row in labels.items()}  # fmt: skip
+    return abs(len(both) - len({b[:3] for b in both})) + abs(len(both) - len({b[3] for b in both}))
+
+
+def histories_differ(lake: Lake, examples: dict, events: list[Record], shown: dict) -> int:
+    spec, wrong = lake.spec, 0
+    packed = snapshot(lake, contracts.history(spec))
+    stored = {bucket: load_histories(packed, bucket) for bucket in range(spec.buckets)}
+    index = {row["item_id"]: row["item_ix"] for row in rows(lake, "items")}
+    for id_, event in shown.items():
+        row = examples[id_]
+        expected = oracle.history(events, event["user"], row["as_of_ts"], DELAY)
+        bucket = stored[row["bucket"]]
+        users = bucket.users.to_pylist()
+        start = bucket.events.offsets[users.index(event["user"])] if expected else 0
+        at = slice(start, start + row["hist_len"])
+        got = bucket.events
+        told = zip(got.visible_ts[at], got.event_ts[at], got.items[at], got.types[at], strict=True)
+        want = [
+            (oracle.visible(e, DELAY), e["ts"], index[e["item"]], spec.event_codes[e["type"]])
+            for e in expected
+        ]
+        wrong += [tuple(map(int, t)) for t in told] != want
+    return wrong
+
+
+@ONE_LOG
+@given(seed=st.integers(0, 2**32))
+def test_the_tables_are_those_of_the_reference(
+    spark: object, tmp_path_factory: pytest.TempPathFactory, seed: int
+) -> None:
+    records = make(seed, USERS, DAYS)
+    lake = lake_of(tmp_path_factory.mktemp("whole"), records, [(0, DAYS - 1)])
+    assert differences(lake, records) == {}, seed
+
+
+@ONE_LOG
+@given(seed=st.integers(0, 2**32))
+def test_any_split_of_days_and_order_of_records_gives_the_same_tables(
+    spark: object, tmp_path_factory: pytest.TempPathFactory, seed: int
+) -> None:
+    rng = random.Random(seed)
+    records = make(seed, USERS, DAYS)
+    cuts = sorted(rng.sample(range(1, DAYS), rng.randint(1, DAYS - 1)))
+    spans = [(a, b - 1) for a, b in zip([0, *cuts], [*cuts, DAYS], strict=True)]
+    whole = lake_of(tmp_path_factory.mktemp("whole"), records, [(0, DAYS - 1)])
+    parts = lake_of(tmp_path_factory.mktemp("parts"), rng.sample(records, len(records)), spans)
+    for table in TABLES:
+        assert rows(parts, table) == rows(whole, table), (table, seed, spans)
