@@ -1,7 +1,12 @@
 """`gemline bench NAME`: one file a benchmark."""
 
-from benchmarks import history, kuairand, simulator
+from benchmarks import data, history, kuairand, simulator
 
 COMMANDS = {
-    "bench": {"kuairand": kuairand.bench, "history": history.bench, "simulator": simulator.bench}
+    "bench": {
+        "kuairand": kuairand.bench,
+        "history": history.bench,
+        "simulator": simulator.bench,
+        "data": data.bench,
+    }
 }

@@ -12,6 +12,7 @@ from etl.spec.units import MICROS
 from etl.tables import contracts, delta
 from etl.tables.lake import Lake
 from features.as_of import as_of_ts
+from features.as_of_join import last_before
 from features.counters import count
 from features.encoding import clock, encode
 from features.history.build import events_before, visible_after_days
@@ -78,21 +79,12 @@ def _keys(spec: DataSpec) -> list[Column]:
 
 def _with_user_attributes(lake: Lake, rows: DataFrame, version: int) -> DataFrame:
     """Each row with its user's newest attributes that were valid strictly before its as-of time."""
-    spec = lake.spec
-    names = [f"x_{name}" for name in spec.attributes.user]
-    stored = delta.read(lake, contracts.attributes(spec, "user"), version)
+    names = [f"x_{name}" for name in lake.spec.attributes.user]
+    stored = delta.read(lake, contracts.attributes(lake.spec, "user"), version)
     versions = stored.select("user_id", "valid_from", F.struct(*names).alias("user"))
     as_of = (F.col("as_of_ts") * MICROS["s"]).alias("valid_from")
     asked = rows.select("user_id", as_of, "impression_id")
-    both = asked.unionByName(versions, allowMissingColumns=True)
-    before = (
-        Window.partitionBy("user_id")
-        .orderBy("valid_from", F.asc_nulls_last("impression_id"))
-        .rowsBetween(Window.unboundedPreceding, Window.currentRow)
-    )
-    found = both.withColumn("user", F.last("user", ignorenulls=True).over(before))
-    found = found.filter("impression_id IS NOT NULL").select("impression_id", "user")
-    return rows.join(found, "impression_id")
+    return rows.join(last_before(asked, versions, "user_id", "valid_from"), "impression_id")
 
 
 def _encoded(spec: DataSpec) -> dict[str, Column]:

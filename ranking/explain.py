@@ -176,7 +176,7 @@ def _history(lake: Lake, event: Row, example: Row | None) -> list[str]:
     contract = contracts.history(spec)
     stored = load_histories(arrow.snapshot(lake, contract), event["bucket"])
     as_of, length = np.array([example["as_of_ts"]]), np.array([example["hist_len"]])
-    at = stored.slices(pa.array([event["user_id"]]), as_of, length, RECENT).positions
+    at = stored.slices(stored.find(pa.array([event["user_id"]])), as_of, length, RECENT).positions
     items = arrow.snapshot(lake, contracts.items(spec)).read(["item_id", "item_ix"])
     names = dict(zip(items["item_ix"].to_pylist(), items["item_id"].to_pylist(), strict=True))
     types = {code: name for name, code in spec.event_codes.items()}

@@ -32,15 +32,19 @@ def build_history(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     refuse_compacted(lake, days[0])
     versions = {name: lake.version(name) for name in ("events", "items")}
     contract = contracts.history(spec)
-    rows = newly_visible(lake, versions, days)
-    ordered = rows.repartition("user_id").sortWithinPartitions(
-        "user_id", "visible_ts", "event_ts", "event_id"
-    )
-    packed = ordered.drop("event_id").mapInArrow(pack_partition, PACKED)
+    packed = pack_rows(newly_visible(lake, versions, days))
     packed = packed.withColumn("bucket", delta.bucket_of(F.col("user_id"), spec.buckets))
     packed = packed.withColumns({"chunk": F.lit(None), "dropped": F.lit(0)})
     delta.replace(lake, contract, packed, delta.days_between(*days), versions)
     return {"histories": lake.rows(contract.name, days)}
+
+
+def pack_rows(events: DataFrame) -> DataFrame:
+    """Events of `newly_visible` to one packed row a user and day."""
+    ordered = events.repartition("user_id").sortWithinPartitions(
+        "user_id", "visible_ts", "event_ts", "event_id"
+    )
+    return ordered.drop("event_id").mapInArrow(pack_partition, PACKED)
 
 
 def newly_visible(lake: Lake, versions: dict[str, int], days: tuple[date, date]) -> DataFrame:

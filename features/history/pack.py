@@ -22,11 +22,16 @@ class Events:
 
     offsets: Int64
     visible_ts: Int64
-    event_ts: Int64
+    lags: Int32
     items: Int32
     surfaces: Int8
     types: Int8
     dwells: Int8
+
+    @property
+    def event_ts(self) -> Int64:
+        """When the events happened, in seconds."""
+        return self.visible_ts - self.lags
 
 
 def dwell_byte(dwell_ms: npt.NDArray[np.float64]) -> Int8:

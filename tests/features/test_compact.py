@@ -106,7 +106,8 @@ def sliced(lake: Lake, wanted: set[str] | None = None) -> dict[str, list[tuple[i
         for row in rows(lake, "examples"):
             if row["bucket"] != bucket or (wanted and row["impression_id"] not in wanted):
                 continue
-            user, as_of = pa.array([row["user_id"]]), np.array([row["as_of_ts"]])
+            user = stored.find(pa.array([row["user_id"]]))
+            as_of = np.array([row["as_of_ts"]])
             cut = stored.slices(user, as_of, np.array([row["hist_len"]]), 2)
             e = stored.events
             found[row["impression_id"]] = [

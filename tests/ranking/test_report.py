@@ -66,8 +66,10 @@ def test_every_number_is_that_of_the_files_of_the_run(
         count = sum(reason in row["reasons"] for row in rows(run, "quarantine"))
         assert f"{reason} {count:,}" in page
     for day in rows(run, "flow"):
-        assert day["read"] == day["kept"] + day["quarantined"] + day["duplicates"]
-        assert f"<td>{day['day']}</td><td>{day['read']:,}</td><td>{day['kept']:,}</td>" in page
+        counts = [day[name] for name in ("kept", "quarantined", "duplicates", "parked")]
+        assert day["read"] == sum(counts)
+        told = "".join(f"<td>{n:,}</td>" for n in (day["read"], *counts))
+        assert f"<td>{day['day']}</td>{told}</tr>" in page
     assert "student" not in re.sub(r'<p class="note">.*?</p>', "", page, flags=re.DOTALL)
 
 

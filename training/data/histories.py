@@ -37,15 +37,19 @@ class Histories:
     dropped: Int64
     codes: tuple[int, ...]
 
-    def slices(self, users: pa.Array, as_of: Int64, length: Int64, most: int) -> Slices:
+    def find(self, users: pa.Array) -> Int64:
+        """The number of each user here, -1 of those without events."""
+        return pc.index_in(users, self.users).fill_null(-1).to_numpy().astype(np.int64)
+
+    def slices(self, user: Int64, as_of: Int64, length: Int64, most: int) -> Slices:
         """The last `most` of the first `length` events of each user, of the types in `codes`.
 
         Raises UserError where a pointer no longer cuts its history at its time: the history was
         rewritten after the examples were made, or what they point at is not kept any more.
         """
-        user = pc.index_in(users, self.users).fill_null(-1).to_numpy()
-        begin, end = self._span(user)
-        length = length - np.append(self.dropped, 0)[user]
+        begin, end = self._bounds[user], self._bounds[user + 1]
+        end = np.where(user < 0, begin, end)
+        length = length - self._dropped[user]
         if np.any(length < 0):
             raise UserError(
                 "histories were compacted, and these examples lie before what is kept of them; "
@@ -53,25 +57,19 @@ class Histories:
                 "make the histories again"
             )
         self._check(begin, end, as_of, length)
-        before, kept = self._kept
-        first = before[begin]
-        last = before[begin + length]
+        first, last = begin, begin + length
+        if self.codes:
+            first, last = self._kept_before[first], self._kept_before[last]
         start = np.maximum(first, last - most)
-        positions = kept[_ranges(start, last)]
-        return Slices(positions, np.concatenate(([0], np.cumsum(last - start))))
-
-    def _span(self, user: Int64) -> tuple[Int64, Int64]:
-        known = user >= 0
-        safe = np.where(known, user, 0)
-        bounds = self.events.offsets if len(self.events.offsets) > 1 else np.zeros(2, np.int64)
-        return np.where(known, bounds[safe], 0), np.where(known, bounds[safe + 1], 0)
+        positions = ranges(start, last)
+        offsets = np.concatenate(([0], np.cumsum(last - start)))
+        return Slices(self._kept[positions] if self.codes else positions, offsets)
 
     def _check(self, begin: Int64, end: Int64, as_of: Int64, length: Int64) -> None:
         inside = length <= end - begin
         last = begin + np.where(inside, length, 0)
-        visible = np.append(self.events.visible_ts, 0)
-        seen = np.where(last > begin, visible[last - 1], np.iinfo(np.int64).min)
-        unseen = np.where(last < end, visible[last], np.iinfo(np.int64).max)
+        seen = np.where(last > begin, self._visible[last - 1], np.iinfo(np.int64).min)
+        unseen = np.where(last < end, self._visible[last], np.iinfo(np.int64).max)
         if not np.all(inside & pointer_holds(seen, unseen, as_of)):
             raise UserError(
                 "histories were rewritten after the examples that point into them were made; "
@@ -79,15 +77,31 @@ class Histories:
             )
 
     @cached_property
-    def _kept(self) -> tuple[Int64, Int64]:
-        """Number of kept events before each position, and the positions of the kept."""
-        if not self.codes:
-            return np.arange(len(self.events.types) + 1), np.arange(len(self.events.types))
+    def _bounds(self) -> Int64:
+        """`offsets`, and one more: user -1 ends where it begins."""
+        return np.append(self.events.offsets, self.events.offsets[-1])
+
+    @cached_property
+    def _dropped(self) -> Int64:
+        return np.append(self.dropped, 0)
+
+    @cached_property
+    def _visible(self) -> Int64:
+        return np.append(self.events.visible_ts, 0)
+
+    @cached_property
+    def _kept(self) -> Int64:
+        """Positions of the events that are kept."""
+        return np.flatnonzero(np.isin(self.events.types, self.codes))
+
+    @cached_property
+    def _kept_before(self) -> Int64:
+        """How many kept events lie before each position."""
         mask = np.isin(self.events.types, self.codes)
-        return np.concatenate(([0], np.cumsum(mask))), np.flatnonzero(mask)
+        return np.concatenate(([0], np.cumsum(mask)))
 
 
-def _ranges(start: Int64, stop: Int64) -> Int64:
+def ranges(start: Int64, stop: Int64) -> Int64:
     """start[0], start[0]+1, …, stop[0]-1, start[1], …"""
     lengths = stop - start
     ends = np.cumsum(lengths)
@@ -96,9 +110,12 @@ def _ranges(start: Int64, stop: Int64) -> Int64:
 
 def load_histories(snapshot: Snapshot, bucket: int, codes: tuple[int, ...] = ()) -> Histories:
     """The histories of one bucket; `codes` are the event types to keep, all where empty."""
-    table = snapshot.read(
-        ["user_id", "day", "chunk", "dropped", "first_ts", *PACKED], bucket=bucket
-    )
+    columns = ["user_id", "day", "chunk", "dropped", "first_ts", *PACKED]
+    return unpacked(snapshot.read(columns, bucket=bucket), codes)
+
+
+def unpacked(table: pa.Table, codes: tuple[int, ...] = ()) -> Histories:
+    """Rows of the history table in any order, as histories."""
     order = [(name, "ascending") for name in ("user_id", "day", "chunk")]
     table = table.sort_by(order).combine_chunks()
     flat = {name: table[name].combine_chunks().flatten().to_numpy() for name in PACKED}
@@ -109,7 +126,7 @@ def load_histories(snapshot: Snapshot, bucket: int, codes: tuple[int, ...] = ())
     events = Events(
         offsets=np.append(rows[starts], rows[-1]),
         visible_ts=visible,
-        event_ts=visible - flat["lags"],
+        lags=flat["lags"],
         items=flat["items"],
         surfaces=flat["surfaces"],
         types=flat["types"],

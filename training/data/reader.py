@@ -142,14 +142,17 @@ class Reader:
         buckets = np.arange(rank, self.lake.spec.buckets, world)
         for bucket, chunk in self.chunks(days, shuffle(buckets, salt, len(buckets)), ripened):
             requests = shuffle(np.arange(len(chunk.starts) - 1), salt, bucket)
-            for part in cut(requests, chunk.starts, rows):
-                if skip:
-                    skip -= 1
-                    continue
-                yield self.assemble(chunk, bucket, part)
+            parts = cut(requests, chunk.starts, rows)
+            left_out = min(skip, len(parts))
+            skip -= left_out
+            if len(parts) > left_out:
+                histories = self._bucket(bucket)
+                user = histories.find(chunk.users)
+                for part in parts[left_out:]:
+                    yield self._assemble(chunk, part, histories, user)
 
-    def assemble(self, chunk: Chunk, bucket: int, requests: Int64) -> Batch:
-        """The batch of some requests of a chunk."""
+    def _assemble(self, chunk: Chunk, requests: Int64, histories: Histories, user: Int64) -> Batch:
+        """The batch of some requests of a chunk; `user` (R) are its users in the histories."""
         begin, end = chunk.starts[requests], chunk.starts[requests + 1]
         counts = end - begin
         stops = np.cumsum(counts)
@@ -169,17 +172,16 @@ class Reader:
             | {name: torch.from_numpy(chunk.ids[name][rows]) for name in context},
             row_numbers=torch.from_numpy(np.concatenate((item_numbers, chunk.numbers[rows]), 1)),
             row_vectors={n: torch.from_numpy(v[item]) for n, v in self.items.vectors.items()},
-            history=self._history(chunk, bucket, requests),
+            history=self._history(chunk, requests, histories, user),
             labels=torch.from_numpy(chunk.labels[rows]),
             known=torch.from_numpy(chunk.known[rows]),
             impressions=chunk.impressions[rows],
             requests=chunk.requests[requests],
         )
 
-    def _history(self, chunk: Chunk, bucket: int, requests: Int64) -> History:
-        stored = self._bucket(bucket)
+    def _history(self, chunk: Chunk, requests: Int64, stored: Histories, user: Int64) -> History:
         as_of = chunk.as_of[requests]
-        cut = stored.slices(chunk.users.take(requests), as_of, chunk.length[requests], self.length)
+        cut = stored.slices(user[requests], as_of, chunk.length[requests], self.length)
         events, at = stored.events, cut.positions
         items = np.minimum(events.items[at], len(self.items) - 1).astype(np.int64)
         ages = np.repeat(as_of, np.diff(cut.offsets)) - events.visible_ts[at]
