@@ -23,6 +23,7 @@ ARROW_TYPES = {
     "float": pa.float32(),
     "double": pa.float64(),
     "date": pa.date32(),
+    "binary": pa.binary(),
 }
 
 

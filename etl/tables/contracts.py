@@ -9,6 +9,10 @@ from etl.tables.contract import Contract
 Attribute = Categorical | Numeric | Vector | Clock
 
 
+HISTORY_PLANES = (
+    *(f"{name}_{k}" for name in ("gaps", "lags", "items") for k in range(4)),
+    *("surfaces", "types", "dwells"),
+)
 DAY_BUCKET = {"day": "date", "bucket": "int"}
 
 
@@ -195,12 +199,8 @@ def history(spec: DataSpec) -> Contract:
         "chunk": "int",
         "dropped": "int",
         "first_ts": "bigint",
-        "gaps": "array<int>",
-        "lags": "array<int>",
-        "items": "array<int>",
-        "surfaces": "array<tinyint>",
-        "types": "array<tinyint>",
-        "dwells": "array<tinyint>",
+        "events": "int",
+        **dict.fromkeys(HISTORY_PLANES, "binary"),
     }
     required = {f"no {name}": name for name in columns if name != "chunk"}
     order = ("user_id", "chunk")

@@ -15,10 +15,13 @@ from etl.tables.lake import Lake
 from features.groups import run_starts, whole_groups
 from features.history.compact import refuse_compacted
 from features.history.pack import dwell_byte, gaps
+from features.history.planes import split
 
-PACKED = (
-    "user_id string, day date, first_ts bigint, gaps array<int>, lags array<int>, "
-    "items array<int>, surfaces array<tinyint>, types array<tinyint>, dwells array<tinyint>"
+PACKED = ", ".join(
+    (
+        "user_id string, day date, first_ts bigint, events int",
+        *(f"{name} binary" for name in contracts.HISTORY_PLANES),
+    )
 )
 
 
@@ -85,7 +88,7 @@ def events_before(lake: Lake, version: int, day: date) -> DataFrame:
     """Number of events of each user before a day: `user_id`, `total`."""
     refuse_compacted(lake, day)
     history = delta.read(lake, contracts.history(lake.spec), version)
-    events = (F.size("gaps") + F.col("dropped")).alias("n")
+    events = (F.col("events") + F.col("dropped")).alias("n")
     rows = history.filter(F.col("day") < F.lit(day)).select("user_id", events)
     return rows.groupBy("user_id").agg(F.sum("n").cast("int").alias("total"))
 
@@ -105,24 +108,24 @@ def pack_users(events: pa.Table) -> pa.Table:
     starts = np.union1d(run_starts(users), new_day)
     visible = events["visible_ts"].to_numpy()
     lags = (visible - events["event_ts"].to_numpy() // MICROS["s"]).astype(np.int32)
-    dwell = dwell_byte(events["dwell_ms"].to_numpy().astype(np.float64))
-    offsets = pa.array(np.append(starts, events.num_rows).astype(np.int32))
+    cuts = np.append(starts, events.num_rows)
     lists = {
-        "gaps": gaps(visible, starts) if len(starts) else np.zeros(0, np.int32),
+        "gaps": gaps(visible, starts),
         "lags": lags,
         "items": events["item_ix"].to_numpy().astype(np.int32),
         "surfaces": events["surface"].to_numpy(),
         "types": events["type"].to_numpy(),
-        "dwells": dwell,
+        "dwells": dwell_byte(events["dwell_ms"].to_numpy().astype(np.float64)),
     }
-    return pa.table(
-        {
-            "user_id": users.take(pa.array(starts)),
-            "day": pa.array(days[starts], pa.int32()).cast(pa.date32()),
-            "first_ts": visible[starts],
-            **{n: pa.ListArray.from_arrays(offsets, pa.array(v)) for n, v in lists.items()},
-        }
-    )
+    columns = {
+        "user_id": users.take(pa.array(starts)),
+        "day": pa.array(days[starts], pa.int32()).cast(pa.date32()),
+        "first_ts": pa.array(visible[starts]),
+        "events": pa.array(np.diff(cuts).astype(np.int32)),
+    }
+    for name, values in lists.items():
+        columns |= split(name, values, cuts)
+    return pa.table(columns)
 
 
 if __name__ == "__main__":

@@ -16,12 +16,14 @@ from etl.tables import contracts, delta
 from etl.tables.lake import Lake
 from features.groups import run_starts, whole_groups
 from features.history.pack import gaps, visible_from
+from features.history.planes import COLUMNS, split, unpack
 
 CHUNK = 1024  # events of a row
-LISTS = ("gaps", "lags", "items", "surfaces", "types", "dwells")
-COMPACTED = (
-    "user_id string, chunk int, dropped int, first_ts bigint, gaps array<int>, lags array<int>, "
-    "items array<int>, surfaces array<tinyint>, types array<tinyint>, dwells array<tinyint>"
+COMPACTED = ", ".join(
+    (
+        "user_id string, chunk int, dropped int, first_ts bigint, events int",
+        *(f"{name} binary" for name in contracts.HISTORY_PLANES),
+    )
 )
 
 
@@ -44,7 +46,9 @@ def compact(lake: Lake, until: date) -> dict[str, int]:
     rows = rows.repartition("user_id").sortWithinPartitions("user_id", "day", "chunk")
     oldest = spec.day_end(until) - spec.history.max_age
     cut = functools.partial(compact_partition, spec.history.most_events, oldest)
-    packed = rows.select("user_id", "dropped", "first_ts", *LISTS).mapInArrow(cut, COMPACTED)
+    packed = rows.select("user_id", "dropped", "first_ts", "events", *COLUMNS).mapInArrow(
+        cut, COMPACTED
+    )
     packed = packed.withColumn("bucket", delta.bucket_of(F.col("user_id"), spec.buckets))
     packed = packed.withColumn("day", F.lit(until))
     delta.replace(lake, contract, packed, f"day <= '{until}'", {"history": version})
@@ -89,9 +93,9 @@ def compact_users(rows: pa.Table, most: int, oldest: int) -> pa.Table:
 
     The newest event of each stays in any case, so that the number of those dropped is kept.
     """
-    flat = {name: rows[name].combine_chunks().flatten().to_numpy() for name in LISTS}
-    stops = np.cumsum(pc.list_value_length(rows["gaps"]).to_numpy())
-    row_offsets = np.concatenate(([0], stops))
+    lengths = rows["events"].to_numpy().astype(np.int64)
+    flat = unpack(rows, lengths)
+    row_offsets = np.concatenate(([0], np.cumsum(lengths)))
     first_row = run_starts(users := rows["user_id"].combine_chunks())
     offsets = np.append(row_offsets[first_row], row_offsets[-1])
     visible = visible_from(rows["first_ts"].to_numpy(), flat["gaps"], row_offsets)
@@ -105,18 +109,18 @@ def compact_users(rows: pa.Table, most: int, oldest: int) -> pa.Table:
     starts = np.flatnonzero(place % CHUNK == 0)
     owner, chunk = user[kept][starts], place[starts] // CHUNK
 
+    cuts = np.append(starts, len(place))
+    columns = {
+        "user_id": users.take(pa.array(first_row[owner])),
+        "chunk": pa.array(chunk.astype(np.int32)),
+        "dropped": pa.array(np.where(chunk == 0, gone[owner], 0).astype(np.int32)),
+        "first_ts": pa.array(visible[kept][starts]),
+        "events": pa.array(np.diff(cuts).astype(np.int32)),
+    }
     lists = {name: values[kept] for name, values in flat.items()}
-    lists["gaps"] = gaps(visible[kept], starts)
-    cuts = pa.array(np.append(starts, len(place)).astype(np.int32))
-    return pa.table(
-        {
-            "user_id": users.take(pa.array(first_row[owner])),
-            "chunk": chunk.astype(np.int32),
-            "dropped": np.where(chunk == 0, gone[owner], 0).astype(np.int32),
-            "first_ts": visible[kept][starts],
-            **{n: pa.ListArray.from_arrays(cuts, pa.array(v)) for n, v in lists.items()},
-        }
-    )
+    for name, values in (lists | {"gaps": gaps(visible[kept], starts)}).items():
+        columns |= split(name, values, cuts)
+    return pa.table(columns)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,9 @@ from etl.tables.arrow import snapshot
 from etl.tables.lake import Lake
 from features.examples import build_examples
 from features.history.build import build_history, pack_users
-from features.history.compact import CHUNK, LISTS, compact, compact_users, compacted_until
+from features.history.compact import CHUNK, compact, compact_users, compacted_until
 from features.history.pack import visible_from
+from features.history.planes import unpack
 from tests.features.test_disorder import lake_of
 from tests.oracle.disorder import FIRST, make
 from tests.pipeline import build_tables, rows
@@ -59,15 +60,18 @@ def packed(users: list[list[list[int]]]) -> tuple[pa.Table, list[list[int]]]:
 @settings(deadline=None)
 def test_the_newest_events_stay_and_the_others_are_counted(users, most: int, oldest: int) -> None:
     table, seconds = packed(users)
-    found = compact_users(table, most, oldest).to_pylist()
-    assert [row["user_id"] for row in found] == [f"u{i}" for i in range(len(users))]
-    for row, all_of_them in zip(found, seconds, strict=True):
-        expected = [s for s in all_of_them[-most:] if s >= oldest] or all_of_them[-1:]
-        offsets = np.array([0, len(row["gaps"])])
-        told = visible_from(np.array([row["first_ts"]]), np.array(row["gaps"], np.int32), offsets)
-        assert told.tolist() == expected
+    found = compact_users(table, most, oldest)
+    assert found["user_id"].to_pylist() == [f"u{i}" for i in range(len(users))]
+    kept = [[s for s in every[-most:] if s >= oldest] or every[-1:] for every in seconds]
+    for row, all_of_them, expected in zip(found.to_pylist(), seconds, kept, strict=True):
+        assert row["events"] == len(expected)
         assert row["dropped"] == len(all_of_them) - len(expected)
-        assert all(len(row[name]) == len(expected) for name in LISTS)
+    lengths = found["events"].to_numpy().astype(np.int64)
+    flat = unpack(found, lengths)
+    cuts = np.concatenate(([0], np.cumsum(lengths)))
+    told = visible_from(found["first_ts"].to_numpy(), flat["gaps"], cuts)
+    assert told.tolist() == [s for user in kept for s in user]
+    assert {len(values) for values in flat.values()} == {len(told)}
 
 
 @given(st.integers(1, 3 * CHUNK))
@@ -75,7 +79,7 @@ def test_the_newest_events_stay_and_the_others_are_counted(users, most: int, old
 def test_rows_hold_no_more_than_a_chunk_and_again_changes_nothing(size: int) -> None:
     table, (_seconds,) = packed([[[1] * size]])
     once = compact_users(table, 10**6, 0)
-    lengths = [len(row["gaps"]) for row in once.to_pylist()]
+    lengths = [row["events"] for row in once.to_pylist()]
     assert all(a == CHUNK for a, _ in pairwise(lengths)) and sum(lengths) == size
     assert once["chunk"].to_pylist() == list(range(len(lengths)))
     assert compact_users(once, 10**6, 0).equals(once)

@@ -12,9 +12,9 @@ from etl.errors import UserError
 from etl.tables.arrow import Snapshot
 from features.as_of import pointer_holds
 from features.history.pack import Events, visible_from
+from features.history.planes import COLUMNS, unpack
 
 Int64 = npt.NDArray[np.int64]
-PACKED = ("gaps", "lags", "items", "surfaces", "types", "dwells")
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def ranges(start: Int64, stop: Int64) -> Int64:
 
 def load_histories(snapshot: Snapshot, bucket: int, codes: tuple[int, ...] = ()) -> Histories:
     """The histories of one bucket; `codes` are the event types to keep, all where empty."""
-    columns = ["user_id", "day", "chunk", "dropped", "first_ts", *PACKED]
+    columns = ["user_id", "day", "chunk", "dropped", "first_ts", "events", *COLUMNS]
     return unpacked(snapshot.read(columns, bucket=bucket), codes)
 
 
@@ -118,8 +118,8 @@ def unpacked(table: pa.Table, codes: tuple[int, ...] = ()) -> Histories:
     """Rows of the history table in any order, as histories."""
     order = [(name, "ascending") for name in ("user_id", "day", "chunk")]
     table = table.sort_by(order).combine_chunks()
-    flat = {name: table[name].combine_chunks().flatten().to_numpy() for name in PACKED}
-    lengths = pc.list_value_length(table["gaps"]).to_numpy()
+    lengths = table["events"].to_numpy().astype(np.int64)
+    flat = unpack(table, lengths)
     rows = np.concatenate(([0], np.cumsum(lengths)))
     users, starts = _distinct(table["user_id"].combine_chunks())
     visible = visible_from(table["first_ts"].to_numpy(), flat["gaps"], rows)
