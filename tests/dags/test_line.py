@@ -17,6 +17,7 @@ from tests.conftest import ROOT
 
 SPECS = sorted((ROOT / "conf/specs").glob("*.yaml"))
 RAW = "raw"
+BY_LOG = {"quarantine"}  # every log has a part of its own there, so several steps write it
 
 
 @pytest.mark.parametrize("path", SPECS, ids=lambda p: p.stem)
@@ -27,7 +28,7 @@ def test_every_step_reads_what_an_earlier_one_wrote(path: Path) -> None:
     steps = line(spec, Place(path, "logs", "lake"), days)
     for step in steps:
         assert set(step.reads) <= written, step.name
-        assert not set(step.writes) & written, step.name
+        assert not set(step.writes) & written - BY_LOG, step.name
         written |= set(step.writes)
     assert len({step.name for step in steps}) == len(steps)
     assert {f"rankers/{surface}" for surface in spec.ad_surfaces} <= written
