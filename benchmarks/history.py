@@ -135,7 +135,8 @@ def tested(lake: "Lake", split: "Split") -> "Predictions":
     """The rows of the test days, with their labels; nothing is predicted of them."""
     import torch
 
-    from training.data.reader import Reader, Shuffle
+    from training.data.parts import Shuffle
+    from training.data.reader import Reader
     from training.predictions import predict
 
     reader = Reader.newest(lake, max_length=0)

@@ -11,7 +11,8 @@ from etl.spec import DataSpec
 Engine = Literal["spark", "torch"]
 ATTRIBUTES = ("attributes_user", "attributes_item")
 GEM = "models/gem"
-EXAMPLES = ("examples", "impressions", "history", "items")
+ITEMS = ("items", "item_versions")
+EXAMPLES = ("examples", "impressions", "history", *ITEMS)
 
 
 @dataclass(frozen=True)
@@ -118,12 +119,12 @@ def data_steps(place: Place, days: tuple[str, ...]) -> list[Step]:
         ("ingest", ("etl", "ingest", *raw), ("raw",), ("events", "quarantine", "flow")),
         ("attributes", ("etl", "attributes", *raw), ("raw",), (*ATTRIBUTES, "quarantine")),
         ("labels", ("etl", "labels"), ("events", *ATTRIBUTES), ("impressions",)),
-        ("items", ("features", "items"), ("events", *ATTRIBUTES), ("items",)),
+        ("items", ("features", "items"), ("events", *ATTRIBUTES), ITEMS),
         ("history", ("features", "history"), ("events", "items"), ("history",)),
         (
             "examples",
             ("features", "examples"),
-            ("events", "items", "history", *ATTRIBUTES),
+            ("events", *ITEMS, "history", *ATTRIBUTES),
             ("examples",),
         ),
     ]
@@ -190,7 +191,7 @@ def surface_steps(place: Place, flags: ModelFlags, surface: str) -> list[Step]:
             f"scores-{surface}",
             "torch",
             ("rank", "score", *place.flags, *flags.tested, *which),
-            ("examples", "history", "items", folder),
+            ("examples", "history", *ITEMS, folder),
             (f"scores/surface={surface}",),
         ),
     ]

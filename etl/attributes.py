@@ -17,6 +17,7 @@ from etl.spec.model import DataSpec
 from etl.spec.sources import AttributeFile
 from etl.spec.units import MICROS
 from etl.tables import contracts, delta
+from etl.tables.create import create
 from etl.tables.lake import Lake
 
 ALWAYS = "1970-01-01"  # the landing day of versions that hold for all time
@@ -34,7 +35,7 @@ def load_attributes(lake: Lake, raw: str, days: tuple[date, date]) -> dict[str, 
     with naming_files():
         read = {entity: _read(lake, source, raw, days) for entity, (_, source) in files.items()}
         for entity in ("user", "item"):
-            delta.create(lake, contracts.attributes(lake.spec, entity))
+            create(lake, contracts.attributes(lake.spec, entity))
         for entity, (name, source) in files.items():
             _write(lake, name, source, read[entity], days)
     return {table: lake.rows(table) for table in (f"attributes_{entity}" for entity in files)}

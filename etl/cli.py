@@ -19,6 +19,7 @@ from etl.errors import UserError
 from etl.spec import DataSpec, load_spec
 from etl.spec.base import Strict, suggestion
 from etl.spec.units import parse_days
+from etl.trouble import sentence_of
 
 if TYPE_CHECKING:
     from etl.tables.lake import Lake
@@ -72,6 +73,12 @@ def run(command: Command, argv: Sequence[str], prog: str) -> int:
         command(parse(configuration_of(command), argv, prog))
     except UserError as error:
         print(error, file=sys.stderr)
+        return 2
+    except Exception as error:
+        sentence = sentence_of(error)
+        if sentence is None:
+            raise
+        print(f"{prog}: {sentence}", file=sys.stderr)
         return 2
     return 0
 

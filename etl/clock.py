@@ -8,10 +8,13 @@ SKEW = 3600  # seconds that a device's clock may run ahead of ours
 
 
 def day_start(spec: DataSpec, day: str = "day") -> str:
-    """The epoch second at which the date `day` begins."""
-    return f"(CAST(unix_date({day}) AS BIGINT) * {DAY} - {spec.utc_offset_hours * 3600})"
+    """The epoch second at which the date `day` begins; whatever the session's time zone."""
+    midnight = f"(CAST(unix_date({day}) AS BIGINT) * {DAY})"
+    if spec.time_zone == "UTC":
+        return midnight
+    return f"unix_seconds(to_utc_timestamp(timestamp_seconds({midnight}), '{spec.time_zone}'))"
 
 
 def day_end(spec: DataSpec, day: str = "day") -> str:
     """The epoch second at which the day after begins."""
-    return f"({day_start(spec, day)} + {DAY})"
+    return day_start(spec, f"date_add({day}, 1)")

@@ -18,8 +18,9 @@ def too_late(spec: DataSpec) -> Column:
 def park(spec: DataSpec, fresh: DataFrame, late: DataFrame) -> tuple[DataFrame, DataFrame]:
     """Events to keep, and those to park with a `reason`: late ones, and what machines made.
 
-    Of a user with more than `most_events_a_day`, the first so many of the day are kept. Those
-    users are found first, so that none but them is sorted.
+    Of a user with more than `most_events_a_day`, the first so many to become visible on the day are
+    kept: what comes later changes nothing of before. Those users are found first, so that none but
+    them is sorted.
     """
     most = spec.most_events_a_day
     parked = late.withColumn("reason", F.lit(TOO_LATE))
@@ -28,7 +29,7 @@ def park(spec: DataSpec, fresh: DataFrame, late: DataFrame) -> tuple[DataFrame, 
     if not machines:
         return fresh, parked
     theirs = F.struct("day", "user_id").isin([F.struct(F.lit(d), F.lit(u)) for d, u in machines])
-    order = Window.partitionBy("day", "user_id").orderBy("event_ts", "event_id")
+    order = Window.partitionBy("day", "user_id").orderBy("visible_ts", "event_ts", "event_id")
     ranked = fresh.filter(theirs).withColumn("place_of_day", F.row_number().over(order))
     over = F.col("place_of_day") > most
     reason = F.lit(f"more than {most:,} events of a user and day")

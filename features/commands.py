@@ -4,9 +4,11 @@ from datetime import date
 from typing import Annotated
 
 import tyro
+from pydantic import Field
 
 from etl.cli import DayArgs, LakeArgs
 from etl.commands import tell
+from etl.errors import UserError
 
 
 def items(args: DayArgs) -> None:
@@ -55,6 +57,36 @@ def compact(args: CompactArgs) -> None:
     tell("compact", step(lake, args.until))
 
 
+class CheckArgs(LakeArgs):
+    """Arguments of the check."""
+
+    sample: Annotated[int, tyro.conf.arg(help="examples to recompute"), Field(ge=1)] = 20
+    seed: Annotated[int, tyro.conf.arg(help="of the draw")] = 0
+
+
+def check(args: CheckArgs) -> None:
+    """Recompute some examples from the events by brute force, and print what differs."""
+    from features.check import check as step
+
+    checked = list(step(args.open_lake(), args.sample, args.seed))
+    for impression, differences in checked:
+        for what, stored, found in differences:
+            print(f"{impression}: {what} is {stored}, by brute force {found}")
+    different = sum(bool(differences) for _, differences in checked)
+    print(f"{len(checked):,} examples recomputed, {different:,} differ")
+    if different:
+        raise UserError(
+            "examples differ from the events: run `gemline features history` and `gemline features "
+            "examples` for their days again"
+        )
+
+
 COMMANDS = {
-    "features": {"items": items, "history": history, "examples": examples, "compact": compact}
+    "features": {
+        "items": items,
+        "history": history,
+        "examples": examples,
+        "compact": compact,
+        "check": check,
+    }
 }

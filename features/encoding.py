@@ -3,7 +3,9 @@
 from pyspark.sql import Column
 from pyspark.sql import functions as F
 
+from etl.local_time import local_seconds
 from etl.spec.attributes import Categorical, Clock, Numeric, Vector
+from etl.spec.model import DataSpec
 from etl.spec.units import DAY
 
 
@@ -27,9 +29,9 @@ def _number(attribute: Numeric, raw: Column) -> Column:
     return scaled.cast("float")
 
 
-def clock(part: Clock, seconds: Column, utc_offset_hours: int) -> Column:
+def clock(spec: DataSpec, part: Clock, seconds: Column) -> Column:
     """The hour or the weekday of an epoch second, from 1, in the spec's local time."""
-    local = seconds + utc_offset_hours * 3600
+    local = local_seconds(spec, seconds)
     if part.part == "hour":
         return (F.pmod(local, F.lit(DAY)) / 3600).cast("int") + 1
     return F.pmod((local / DAY).cast("bigint") + 3, F.lit(7)).cast("int") + 1

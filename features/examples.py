@@ -17,15 +17,18 @@ from features.counters import count
 from features.encoding import clock, encode
 from features.history.build import events_before, visible_after_days
 from features.history.compact import days_back
+from features.item_versions import first_known
+from features.items import item_index
 
 
 def build_examples(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     """Replace the given days of `examples`, by the landing day of the impression."""
     spec = lake.spec
-    names = ("events", "items", "history", "attributes_user")
+    names = ("events", "items", "item_versions", "history", "attributes_user")
     versions = {name: lake.version(name) for name in names}
     events = delta.read(lake, contracts.events(spec), versions["events"])
-    items = _item_keys(lake, versions["items"])
+    items = delta.read(lake, contracts.items(spec), versions["items"]).drop("day")
+    items = items.join(first_known(lake, versions["item_versions"]), "item_ix", "left")
     shown = events.filter(F.col("type") == spec.event_codes[spec.impression])
     shown = shown.filter(delta.days_between(*days)).join(items, "item_id", "left")
     shown = with_as_of(spec, with_requests(spec, shown))
@@ -36,8 +39,8 @@ def build_examples(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     recent = recent.join(items, "item_id", "left")
     counted = count(
         spec,
-        recent.select("visible_ts", "type", *_keys(spec)),
-        shown.select("impression_id", "as_of_ts", *_keys(spec)),
+        recent.select("visible_ts", "type", *_keys(spec, "visible_ts")),
+        shown.select("impression_id", "as_of_ts", *_keys(spec, "as_of_ts")),
     )
     rows = shown.join(counted, "impression_id")
     rows = rows.join(events_before(lake, versions["history"], since), "user_id", "left")
@@ -47,12 +50,23 @@ def build_examples(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
             **_encoded(spec),
             "hist_len": F.coalesce("total", F.lit(0)) + F.col("seen"),
             "history_version": F.lit(versions["history"]),
-            "item_ix": F.coalesce("item_ix", F.lit(0)),
+            "item_ix": item_index(),
+            "item_since": F.when(_item_known("as_of_ts"), F.col("item_since")),
         }
     )
     where, contract = delta.days_between(*days), contracts.examples(spec)
     delta.replace(lake, contract, rows, where, versions)
-    return {"examples": lake.rows(contract.name, days)}
+    return {"examples": lake.rows(contract.name, days)} | without_attributes(lake, days)
+
+
+def without_attributes(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
+    """How many examples knew nothing of their user or item, of those that the spec tells of."""
+    told = {name: getattr(lake.spec.attributes, name) for name in ("user", "item")}
+    return {
+        f"without {name} attributes": lake.nulls("examples", f"{name}_since", days)
+        for name, declared in told.items()
+        if declared
+    }
 
 
 def with_as_of(spec: DataSpec, shown: DataFrame) -> DataFrame:
@@ -61,30 +75,33 @@ def with_as_of(spec: DataSpec, shown: DataFrame) -> DataFrame:
     return shown.withColumn("as_of_ts", F.min(F.expr(as_of_ts(spec))).over(request))
 
 
-def _item_keys(lake: Lake, version: int) -> DataFrame:
-    items = delta.read(lake, contracts.items(lake.spec), version)
-    return items.select("item_id", "item_ix", *contracts.item_key_columns(lake.spec))
+def _item_known(ts: str) -> Column:
+    return F.col("item_since") < F.col(ts)
 
 
-def _keys(spec: DataSpec) -> list[Column]:
-    """The single keys of the counters, as integers; null where unknown."""
+def _keys(spec: DataSpec, ts: str) -> list[Column]:
+    """The single keys of the counters, as integers; null where unknown at the second `ts`."""
     keys = {
         "k_user": F.xxhash64("user_id"),
         "k_item": F.col("item_ix").cast("bigint"),
         "k_surface": F.col("surface").cast("bigint"),
     }
-    own = [F.col(name) for name in contracts.item_key_columns(spec)]
-    return [*[key.alias(name) for name, key in keys.items()], *own]
+    keys |= {
+        name: F.when(_item_known(ts), F.col(name)) for name in contracts.item_key_columns(spec)
+    }
+    return [key.alias(name) for name, key in keys.items()]
 
 
 def _with_user_attributes(lake: Lake, rows: DataFrame, version: int) -> DataFrame:
     """Each row with its user's newest attributes that were valid strictly before its as-of time."""
     names = [f"x_{name}" for name in lake.spec.attributes.user]
     stored = delta.read(lake, contracts.attributes(lake.spec, "user"), version)
-    versions = stored.select("user_id", "valid_from", F.struct(*names).alias("user"))
+    since = F.floor(F.col("valid_from") / MICROS["s"]).alias("user_since")
+    versions = stored.select("user_id", "valid_from", F.struct(since, *names).alias("user"))
     as_of = (F.col("as_of_ts") * MICROS["s"]).alias("valid_from")
     asked = rows.select("user_id", as_of, "impression_id")
-    return rows.join(last_before(asked, versions, "user_id", "valid_from"), "impression_id")
+    rows = rows.join(last_before(asked, versions, "user_id", "valid_from"), "impression_id")
+    return rows.withColumn("user_since", F.col("user.user_since"))
 
 
 def _encoded(spec: DataSpec) -> dict[str, Column]:
@@ -93,7 +110,7 @@ def _encoded(spec: DataSpec) -> dict[str, Column]:
         for name, attribute in spec.attributes.user.items()
     }
     context = {
-        f"x_{name}": clock(attribute, F.col("as_of_ts"), spec.utc_offset_hours)
+        f"x_{name}": clock(spec, attribute, F.col("as_of_ts"))
         if isinstance(attribute, Clock)
         else encode(attribute, F.col(f"x_{name}"))
         for name, attribute in spec.attributes.context.items()

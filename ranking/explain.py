@@ -155,9 +155,11 @@ def _features(lake: Lake, event: Row, example: Row | None) -> list[str]:
     if example is None:
         return []
     spec = lake.spec
-    items = arrow.snapshot(lake, contracts.items(spec)).read()
-    item = items.filter(pc.equal(items["item_id"], event["item_id"])).to_pylist()
-    read = example | (item[0] if item else {})
+    versions = arrow.snapshot(lake, contracts.item_versions(spec)).read()
+    before = pc.less(versions["valid_from"], example["as_of_ts"] * MICROS["s"])
+    held = pc.and_(pc.equal(versions["item_ix"], example["item_ix"]), before)
+    item = versions.filter(held).sort_by("valid_from").to_pylist()
+    read = example | (item[-1] if item else {})
     named = [f"{n}: {v}" for n, v in read.items() if n[:2] in {"u_", "x_", "i_"}]
     lines = [f"encoded: {', '.join(named)}", "counters that are not zero:"]
     columns = iter(contracts.counter_columns(spec))

@@ -9,12 +9,14 @@ from tqdm import tqdm
 from etl.spec.units import MICROS, each_day
 from etl.tables import arrow, contracts
 from etl.tables.lake import Lake
+from etl.tables.schema import arrow_schema
 from ranking import ranker
 from ranking.auction import expected_value
 from ranking.offers import Offers, offers_of
 from ranking.ranker import Ranker
 from training.data.batch import Batch
-from training.data.reader import Reader, Shuffle
+from training.data.parts import Shuffle
+from training.data.reader import Reader
 from training.data.ripened import EVERYTHING
 
 
@@ -32,7 +34,7 @@ def score_days(lake: Lake, surface: str, days: tuple[date, date], batch_rows: in
     for day in tqdm(list(each_day(*days)), desc=f"score {surface}", unit="day", disable=None):
         for batch in reader.batches([day], EVERYTHING, batch_rows, Shuffle(None)):
             parts.append(_rows(loaded, reader, offers, batch, day))
-    schema = arrow.arrow_schema(contract)
+    schema = arrow_schema(contract)
     rows = pa.concat_tables(parts) if parts else schema.empty_table()
     where = f"surface = '{surface}' AND day >= '{days[0]}' AND day <= '{days[1]}'"
     arrow.replace(
@@ -67,4 +69,4 @@ def _rows(loaded: Ranker, reader: Reader, offers: Offers, batch: Batch, day: dat
         "surface": np.full(len(item), surface, object),
         "day": np.full(len(item), day, object),
     }
-    return pa.table(columns, schema=arrow.arrow_schema(contracts.scores(spec)))
+    return pa.table(columns, schema=arrow_schema(contracts.scores(spec)))

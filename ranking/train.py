@@ -10,7 +10,8 @@ from ranking import calibration, ranker
 from ranking.student.teacher import Teacher
 from ranking.student.train import StudentTraining, TrainedStudent, train_student
 from training.data.batch import Batch
-from training.data.reader import Reader, Shuffle
+from training.data.parts import Shuffle
+from training.data.reader import Reader
 from training.predictions import Predictions, evaluation_path, predict
 from training.split import Split
 

@@ -25,11 +25,23 @@ def short_spec() -> str:
     return yaml.safe_dump(raw, sort_keys=False)
 
 
+# Plans for a few rows are interpreted, and have few tasks; other processes run as users have them.
+FEW_ROWS = {
+    "spark.sql.codegen.wholeStage": "false",
+    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
+    "spark.sql.shuffle.partitions": "2",
+    "spark.sql.adaptive.enabled": "false",
+    "spark.databricks.delta.snapshotPartitions": "1",
+}
+
+
 @pytest.fixture(scope="session")
 def spark() -> Iterator[object]:
     from etl.session import spark_session
 
     session = spark_session("tests")
+    for key, value in FEW_ROWS.items():
+        session.conf.set(key, value)
     yield session
     session.stop()
 

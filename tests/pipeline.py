@@ -11,6 +11,11 @@ from features.examples import build_examples
 from features.history.build import build_history
 from features.items import index_items
 
+TABLES = (
+    "events", "parked", "quarantine", "flow", "impressions", "items", "item_versions", "history",
+    "examples",
+)  # fmt: skip
+
 
 def build_tables(lake: Lake, raw: Path, days: tuple[date, date]) -> dict[str, int]:
     """Raw logs to examples; returns what flowed."""

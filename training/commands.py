@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from datetime import date
 from typing import Annotated
 
 import tyro
@@ -50,9 +51,10 @@ class GemArgs(DayArgs, TrainConfig):
 def gem(args: GemArgs) -> None:
     """Train GEM through some days, from the checkpoint of the day before."""
     buckets = args.load().buckets
-    if not 1 <= args.processes <= buckets:
+    if not 1 <= args.processes * max(1, args.workers) <= buckets:
         raise UserError(
-            f"--processes {args.processes}: from 1 to {buckets}, as many as the spec has buckets"
+            f"--processes {args.processes} with --workers {args.workers}: together from 1 to "
+            f"{buckets}, as many as the spec has buckets"
         )
     if args.processes > 1:
         _torchrun(args)
@@ -82,6 +84,19 @@ def _torchrun(args: GemArgs) -> None:
     launch += [f"--nproc-per-node={args.processes}", "-m", "gemline", "train", "gem", *words]
     if subprocess.run(launch).returncode:
         raise UserError("training failed; the error of the process that failed first is above")
+
+
+class RebuildArgs(LakeArgs):
+    """Arguments of the check of a day's batches."""
+
+    day: Annotated[date, tyro.conf.arg(help="a day that GEM was trained until")]
+
+
+def rebuild(args: RebuildArgs) -> None:
+    """Rebuild the first batches of a trained day from its manifest, and compare them."""
+    from training.rebuild import rebuild as step
+
+    print(f"{step(args.open_lake(), args.day)} batches of {args.day} are as they were learned")
 
 
 def baseline(args: SplitArgs) -> None:
@@ -117,6 +132,6 @@ def knowledge(args: DayArgs) -> None:
 
 
 COMMANDS = {
-    "train": {"gem": gem, "baseline": baseline, "evaluate": evaluate},
+    "train": {"gem": gem, "baseline": baseline, "evaluate": evaluate, "rebuild": rebuild},
     "knowledge": knowledge,
 }

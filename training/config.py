@@ -25,6 +25,9 @@ class TrainConfig(Strict):
     item_rows: Annotated[
         int, Field(ge=2), tyro.conf.arg(help="of the items' table; new items reuse the oldest")
     ] = 2**17
+    workers: Annotated[
+        int, Field(ge=0), tyro.conf.arg(help="processes that read for each one that trains")
+    ] = 0
     checkpoint_every: int = Field(default=200, ge=1)
     seed: int = 0
 

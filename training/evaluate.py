@@ -2,7 +2,7 @@
 
 from etl.spec.units import each_day
 from etl.tables.lake import Lake
-from training.data.reader import Shuffle
+from training.data.parts import Shuffle
 from training.gem import load_trained
 from training.predictions import Predictions, predict
 from training.split import Split

@@ -18,7 +18,9 @@ from etl.tables.lake import Lake
 from training.config import TrainConfig
 from training.data.batch import Batch
 from training.data.features import Features
-from training.data.reader import Reader, Shuffle
+from training.data.lanes import Pass, read
+from training.data.parts import Shuffle
+from training.data.reader import Reader
 from training.data.ripened import Ripened
 from training.loop import checkpoint
 from training.loop.average import averaged
@@ -85,8 +87,9 @@ def train_day(lake: Lake, reader: Reader, trained: Trained, day: date) -> dict[s
     model.core.train()
     seen = Prequential(reader.features)
     partial = checkpoint.folder(lake.root, day, complete=False)
-    batches = _batches(lake, reader, day, start)
-    spare = _batches(lake, reader, day, start.model_copy(update={"batches": 0}))
+    shard = dist.get_rank(), dist.get_world_size()
+    batches = day_batches(lake, reader, day, start, shard)
+    spare = day_batches(lake, reader, day, start.model_copy(update={"batches": 0}), shard)
     bar = {"desc": f"train gem {day}", "unit": "batch", "disable": dist.get_rank() > 0 or None}
     for batch, rows in tqdm(in_step(batches, spare), **bar):
         manifest = trained.manifest
@@ -94,8 +97,7 @@ def train_day(lake: Lake, reader: Reader, trained: Trained, day: date) -> dict[s
         torch.manual_seed(hash((config.seed, manifest.steps, dist.get_rank())) % 2**31)
         seen.add(train_step(model, batch, rows, trained.optimizer), batch)
         trained.averaged.update_parameters(model.core)
-        counts = {"batches": manifest.batches + 1, "steps": manifest.steps + 1}
-        trained.manifest = manifest.model_copy(update=counts)
+        trained.manifest = manifest.next_batch(batch)
         if trained.manifest.batches % config.checkpoint_every == 0:
             checkpoint.save(partial, trained)
     trained.manifest = trained.manifest.model_copy(update={"complete": True})
@@ -106,19 +108,23 @@ def train_day(lake: Lake, reader: Reader, trained: Trained, day: date) -> dict[s
     return seen.scores()
 
 
-def _batches(lake: Lake, reader: Reader, day: date, start: Manifest) -> Iterator[Batch]:
+def day_batches(
+    lake: Lake, reader: Reader, day: date, start: Manifest, shard: tuple[int, int]
+) -> Iterator[Batch]:
+    """The batches of a day and of a process (rank, world), from where a manifest has come to."""
     spec, config = lake.spec, start.training
     first = day == start.trained_from
     after = 0 if first else spec.day_start(day)
     oldest = max(start.trained_from, day - timedelta(days=spec.ripens_after_days + 1))
-    return reader.batches(
+    asked = Pass(
         list(each_day(oldest, day)),
         Ripened(after, spec.day_end(day)),
         config.batch_rows,
         Shuffle(config.seed),
-        (dist.get_rank(), dist.get_world_size()),
-        skip=start.batches,
+        shard,
+        start.batches,
     )
+    return read(reader, asked, config.workers)
 
 
 def _set_rate(optimizer: torch.optim.Optimizer, config: TrainConfig, step: int) -> None:

@@ -11,7 +11,9 @@ from tqdm import tqdm
 from etl.spec.units import each_day
 from etl.tables import arrow, contracts
 from etl.tables.lake import Lake
-from training.data.reader import Reader, Shuffle
+from etl.tables.schema import arrow_schema
+from training.data.parts import Shuffle
+from training.data.reader import Reader
 from training.data.ripened import EVERYTHING
 from training.gem import load_trained
 from training.loop import checkpoint
@@ -39,7 +41,7 @@ def write_knowledge(lake: Lake, days: tuple[date, date], batch_rows: int = 2048)
         parts.append(_score_day(lake, reader, trained, day, batch_rows))
         versions = dict(reader.versions) | {"gem": trained.manifest.fm_version}
     contract = contracts.knowledge(lake.spec)
-    rows = pa.concat_tables(parts) if parts else arrow.arrow_schema(contract).empty_table()
+    rows = pa.concat_tables(parts) if parts else arrow_schema(contract).empty_table()
     where = f"day >= '{days[0]}' AND day <= '{days[1]}'"
     arrow.replace(lake, contract, rows, where, versions)
     return rows.num_rows
@@ -49,7 +51,7 @@ def _score_day(
     lake: Lake, reader: Reader, trained: Trained, day: date, batch_rows: int
 ) -> pa.Table:
     contract = contracts.knowledge(lake.spec)
-    schema = arrow.arrow_schema(contract)
+    schema = arrow_schema(contract)
     tables = []
     buckets = tqdm(range(lake.spec.buckets), desc=f"knowledge {day}", unit="bucket", disable=None)
     for bucket in buckets:

@@ -3,10 +3,10 @@
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
+from etl.local_time import day_of
 from etl.sources.raw import DAY, FAULT, PAYLOAD, raw_value
 from etl.spec.model import DataSpec
 from etl.spec.sources import EventLog, ImpressionLog, Outcome
-from etl.spec.units import DAY as SECONDS_A_DAY
 from etl.spec.units import MICROS
 from etl.tables import contracts
 from etl.tables.contracts import context_columns, raw_type
@@ -107,7 +107,8 @@ def _codes(spec: DataSpec, log: EventLog | ImpressionLog) -> dict[str, Column]:
         types = {name: spec.event_codes[event] for name, event in names.items()}
         codes["type"] = _lookup(log.columns.type, types)
     else:
-        codes["type"] = F.lit(spec.event_codes[spec.impression]).cast("tinyint")
+        always = (isinstance(log, EventLog) and log.event) or spec.impression
+        codes["type"] = F.lit(spec.event_codes[always]).cast("tinyint")
     return codes
 
 
@@ -126,9 +127,8 @@ def _landing_day(spec: DataSpec, log: EventLog | ImpressionLog) -> Column:
         text = raw_value(log.day.column)
         pattern = log.day.format.replace("%Y", "yyyy").replace("%m", "MM").replace("%d", "dd")
         return F.try_to_timestamp(text, F.lit(pattern)).cast("date")
-    seconds = (F.col("ingest_ts") / MICROS["s"]).cast("bigint") + spec.utc_offset_hours * 3600
-    own = F.date_from_unix_date((seconds / SECONDS_A_DAY).cast("int"))
-    return F.coalesce(F.col(DAY), own)
+    ingested = F.floor(F.col("ingest_ts") / MICROS["s"])
+    return F.coalesce(F.col(DAY), day_of(spec, ingested))
 
 
 def _explode(spec: DataSpec, log: ImpressionLog, rows: DataFrame) -> DataFrame:

@@ -3,9 +3,11 @@
 import hashlib
 import json
 from collections.abc import Iterator
-from datetime import date, timedelta
+from datetime import date, datetime, time, timedelta
+from difflib import get_close_matches
 from functools import cached_property
 from typing import Annotated, Any, Literal
+from zoneinfo import ZoneInfo, available_timezones
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -127,7 +129,7 @@ class DataSpec(Strict):
 
     name: Name
     description: str = ""
-    utc_offset_hours: int = Field(default=0, ge=-12, le=14)
+    time_zone: str = "UTC"
     buckets: int = Field(default=16, ge=1)
     lateness: Duration = 3 * DAY
     most_quarantined: float = Field(default=0.1, ge=0, le=1)
@@ -143,6 +145,14 @@ class DataSpec(Strict):
     counters: Counters
     auction: Auction | None = None
     sources: Sources
+
+    @field_validator("time_zone")
+    @classmethod
+    def _a_zone(cls, zone: str) -> str:
+        if zone not in available_timezones():
+            near = get_close_matches(zone, available_timezones(), n=1) or ["Europe/Berlin"]
+            raise ValueError(f"no time zone is called {zone!r}; write one such as {near[0]}")
+        return zone
 
     @field_validator("buckets")
     @classmethod
@@ -250,8 +260,7 @@ class DataSpec(Strict):
 
     def day_start(self, day: date) -> int:
         """Epoch second at which a day of this spec begins."""
-        midnight = (day - date(1970, 1, 1)).days * DAY
-        return midnight - self.utc_offset_hours * 3600
+        return int(datetime.combine(day, time(), ZoneInfo(self.time_zone)).timestamp())
 
     def day_end(self, day: date) -> int:
         """Epoch second at which the next day begins."""

@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from etl.spec.base import EventName, Name, Strict
 from etl.spec.units import Duration
@@ -71,10 +71,21 @@ class Log(Strict):
 
 
 class EventLog(Log):
-    """One row an event; `types` maps the log's own names of event types to those of the spec."""
+    """One row an event; `types` maps the log's own names of event types to those of the spec.
+
+    A log of one type alone names it by `event`; without that and a column of types, all are
+    impressions.
+    """
 
     kind: Literal["event_log"]
     types: dict[str, EventName] = {}
+    event: EventName | None = None
+
+    @model_validator(mode="after")
+    def _one_way_to_tell(self) -> "EventLog":
+        if self.event and self.columns.type:
+            raise ValueError("either columns.type tells an event's type, or event; not both")
+        return self
 
 
 class Outcome(Strict):

@@ -13,30 +13,9 @@ from deltalake import CommitProperties, DeltaTable, write_deltalake
 
 from etl.errors import UserError
 from etl.tables.contract import Contract
+from etl.tables.create import create
 from etl.tables.lake import Lake, provenance
-
-ARROW_TYPES = {
-    "string": pa.string(),
-    "tinyint": pa.int8(),
-    "int": pa.int32(),
-    "bigint": pa.int64(),
-    "float": pa.float32(),
-    "double": pa.float64(),
-    "date": pa.date32(),
-    "binary": pa.binary(),
-}
-
-
-def arrow_type(name: str) -> pa.DataType:
-    """The Arrow type of a Spark SQL type, lists included."""
-    if name.startswith("array<"):
-        return pa.list_(arrow_type(name[6:-1]))
-    return ARROW_TYPES[name]
-
-
-def arrow_schema(contract: Contract) -> pa.Schema:
-    """The schema of a whole table."""
-    return pa.schema([(n, arrow_type(t)) for n, t in contract.columns.items()])
+from etl.tables.schema import arrow_schema
 
 
 @dataclass(frozen=True)
@@ -119,16 +98,7 @@ def replace(
     lake: Lake, contract: Contract, rows: pa.Table, where: str, inputs: Mapping[str, object]
 ) -> int:
     """Replace the rows that `where` selects, in one commit; returns the new version."""
-    if lake.exists(contract.name):
-        lake.open(contract.name)
-    else:
-        DeltaTable.create(
-            lake.path(contract.name),
-            arrow_schema(contract),
-            partition_by=list(contract.partition_by),
-            configuration=lake.properties,
-            raise_if_key_not_exists=False,
-        )
+    create(lake, contract)
     write_deltalake(
         lake.path(contract.name),
         rows.select(list(contract.columns)).cast(arrow_schema(contract)),

@@ -14,6 +14,7 @@ HISTORY_PLANES = (
     *("surfaces", "types", "dwells"),
 )
 DAY_BUCKET = {"day": "date", "bucket": "int"}
+RESERVED_ITEMS = 16  # index 0 is no item, 1 to 15 are items without an index, by their hash
 
 
 def raw_type(attribute: Attribute) -> str:
@@ -179,13 +180,21 @@ def impressions(spec: DataSpec) -> Contract:
 
 
 def items(spec: DataSpec) -> Contract:
-    """One item: its index, which is never reused, and its attributes as models read them."""
-    columns = {"item_id": "string", "item_ix": "int"}
+    """One item: its index, which is never reused, and the day on which it was first seen."""
+    columns = {"item_id": "string", "item_ix": "int", "day": "date"}
+    required = {"no item": "item_id", "no index": "item_ix"}
+    rules = {"a reserved index": f"item_ix >= {RESERVED_ITEMS}"}
+    return Contract("items", columns, ("day",), ("item_ix",), required, rules)
+
+
+def item_versions(spec: DataSpec) -> Contract:
+    """What was known of an item from `valid_from` (µs) on, as models and counters read it."""
+    columns = {"item_ix": "int", "valid_from": "bigint"}
     columns |= {f"i_{name}": encoded_type(a) for name, a in spec.attributes.item.items()}
     columns |= dict.fromkeys(item_key_columns(spec), "bigint")
-    required = {"no item": "item_id", "no index": "item_ix"}
-    rules = {"index of no item": "item_ix > 0"}
-    return Contract("items", columns | {"day": "date"}, ("day",), ("item_ix",), required, rules)
+    required = {"no index": "item_ix", "no time": "valid_from"}
+    order = ("item_ix", "valid_from")
+    return Contract("item_versions", columns | {"day": "date"}, ("day",), order, required)
 
 
 def history(spec: DataSpec) -> Contract:
@@ -208,7 +217,11 @@ def history(spec: DataSpec) -> Contract:
 
 
 def examples(spec: DataSpec) -> Contract:
-    """One impression: a pointer into its user's history, and its non-sequence features."""
+    """One impression: a pointer into its user's history, and its non-sequence features.
+
+    `user_since` and `item_since` are the seconds from which on the version of the user's
+    attributes, and any of the item's, had been known; null where none had.
+    """
     columns = {
         "impression_id": "string",
         "request_id": "string",
@@ -221,6 +234,7 @@ def examples(spec: DataSpec) -> Contract:
     }
     order = ("user_id", "as_of_ts", "request_id", "impression_id")
     required = {f"no {name}": name for name in columns}
+    columns |= {"user_since": "bigint", "item_since": "bigint"}
     for prefix, declared in (("u", spec.attributes.user), ("x", spec.attributes.context)):
         columns |= {f"{prefix}_{name}": encoded_type(a) for name, a in declared.items()}
     columns |= dict.fromkeys(counter_columns(spec), "int")

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
-from delta.tables import DeltaTable as SparkDelta
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from etl.tables.contract import Contract
+from etl.tables.create import create
 from etl.tables.lake import Lake, provenance
 
 
@@ -42,24 +42,6 @@ def replace(
         .save(lake.path(contract.name))
     )
     return lake.version(contract.name)
-
-
-def create(lake: Lake, contract: Contract) -> None:
-    """Create a table by its contract unless it is there; raises UserError if of another spec."""
-    if lake.exists(contract.name):
-        lake.open(contract.name)
-        return
-    builder = SparkDelta.createIfNotExists(SparkSession.active()).location(lake.path(contract.name))
-    for name, type_ in contract.columns.items():
-        builder = builder.addColumn(name, type_, nullable=name not in contract.never_null)
-    for key, value in lake.properties.items():
-        builder = builder.property(key, value)
-    builder.partitionedBy(*contract.partition_by).execute()
-    if contract.check:
-        table = f"delta.`{lake.path(contract.name)}`"
-        SparkSession.active().sql(
-            f"ALTER TABLE {table} ADD CONSTRAINT contract CHECK ({contract.check})"
-        )
 
 
 def days_between(first: object, last: object) -> str:

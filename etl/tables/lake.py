@@ -67,12 +67,15 @@ class Lake:
         """Rows of a table or of a partition, on all days or between two, by its log alone."""
         actions = self.files(name)
         if days:
-            day = actions["partition.day"]
-            inside = pc.and_(pc.greater_equal(day, days[0]), pc.less_equal(day, days[1]))
-            actions = actions.filter(inside)
+            actions = _between(actions, days)
         for column, value in partition.items():
             actions = actions.filter(pc.equal(actions[f"partition.{column}"], value))
         return int(pc.sum(actions["num_records"]).as_py() or 0)
+
+    def nulls(self, name: str, column: str, days: tuple[date, date]) -> int:
+        """Rows of a table between two days that hold nothing in a column, by its log alone."""
+        counts = _between(self.files(name), days)[f"null_count.{column}"]
+        return int(pc.sum(counts).as_py() or 0)
 
     def days(self, name: str) -> tuple[date, date]:
         """The first and the last day that have rows in a table, by its log alone."""
@@ -87,6 +90,11 @@ class Lake:
     def files(self, name: str) -> pa.Table:
         """The files of a table with their partitions and statistics, as its log tells them."""
         return pa.table(self.open(name).get_add_actions(flatten=True))
+
+
+def _between(actions: pa.Table, days: tuple[date, date]) -> pa.Table:
+    day = actions["partition.day"]
+    return actions.filter(pc.and_(pc.greater_equal(day, days[0]), pc.less_equal(day, days[1])))
 
 
 def provenance(**facts: object) -> str:

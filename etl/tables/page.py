@@ -14,6 +14,7 @@ TABLES = (
     contracts.flow,
     contracts.impressions,
     contracts.items,
+    contracts.item_versions,
     contracts.history,
     contracts.examples,
     contracts.knowledge,

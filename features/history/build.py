@@ -5,9 +5,10 @@ from datetime import date, timedelta
 
 import numpy as np
 import pyarrow as pa
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
+from etl.local_time import day_of
 from etl.spec.model import DataSpec
 from etl.spec.units import DAY, MICROS
 from etl.tables import contracts, delta
@@ -16,6 +17,7 @@ from features.groups import run_starts, whole_groups
 from features.history.compact import refuse_compacted
 from features.history.pack import dwell_byte, gaps
 from features.history.planes import split
+from features.items import item_index
 
 PACKED = ", ".join(
     (
@@ -65,7 +67,7 @@ def newly_visible(lake: Lake, versions: dict[str, int], days: tuple[date, date])
         "visible_ts",
         "event_ts",
         "event_id",
-        F.coalesce("item_ix", F.lit(0)).alias("item_ix"),
+        item_index().alias("item_ix"),
         "surface",
         "type",
         "dwell_ms",
@@ -76,12 +78,6 @@ def visible_after_days(spec: DataSpec) -> int:
     """Days after its landing by which every event is visible."""
     slowest = max(log.delay for log in spec.logs.values())
     return -(-(spec.lateness + slowest) // DAY) + 1
-
-
-def day_of(spec: DataSpec, seconds: Column) -> Column:
-    """The spec's day of an epoch second."""
-    local = (seconds + spec.utc_offset_hours * 3600) / DAY
-    return F.date_from_unix_date(F.floor(local).cast("int"))
 
 
 def events_before(lake: Lake, version: int, day: date) -> DataFrame:

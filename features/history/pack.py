@@ -18,11 +18,14 @@ DWELL_STEPS = 7.8  # per unit of ln(1 + ms): a step is 14 %, 127 is three hours
 
 @dataclass(frozen=True)
 class Events:
-    """Events of users, one user after another; `offsets` (U+1) cut them (N events in all)."""
+    """Events of users, one user after another; `offsets` (U+1) cut them (N events in all).
+
+    `lags` are not read where only models ask.
+    """
 
     offsets: Int64
     visible_ts: Int64
-    lags: Int32
+    lags: Int32 | None
     items: Int32
     surfaces: Int8
     types: Int8
@@ -31,6 +34,7 @@ class Events:
     @property
     def event_ts(self) -> Int64:
         """When the events happened, in seconds."""
+        assert self.lags is not None, "the lags were not read"
         return self.visible_ts - self.lags
 
 

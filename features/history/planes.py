@@ -68,6 +68,7 @@ def _fill(into: Bytes, runs: pa.Array, lengths: Int64) -> None:
 
 
 def unpack(rows: pa.Table, lengths: Int64) -> dict[str, Numbers]:
-    """All lists of packed rows of `lengths` (R) events, each flat (N)."""
-    columns = {name: rows[name].combine_chunks() for name in COLUMNS}
-    return {name: join(name, columns, lengths) for name in WIDTHS}
+    """The lists that packed rows of `lengths` (R) events hold, each flat (N)."""
+    there = [name for name in WIDTHS if planes(name)[0] in rows.column_names]
+    columns = {c: rows[c].combine_chunks() for name in there for c in planes(name)}
+    return {name: join(name, columns, lengths) for name in there}

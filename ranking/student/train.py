@@ -14,7 +14,8 @@ from etl.tables.lake import Lake
 from ranking.student.model import Student, StudentConfig, StudentOutput
 from ranking.student.teacher import Teacher
 from training.data.batch import Batch
-from training.data.reader import Reader, Shuffle
+from training.data.parts import Shuffle
+from training.data.reader import Reader
 from training.loop.step import masked_loss
 from training.model.lookup import first_items, look_up, table_rows
 from training.model.plain import PlainTables

@@ -2,7 +2,7 @@ import shutil
 import subprocess
 import sys
 from ast import literal_eval
-from datetime import date, datetime
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -127,15 +127,3 @@ def test_only_files_of_the_days_of_a_run_count(tmp_path: Path, raw: Path, spec_p
     assert raw_files(spec, str(logs), (date(2026, 1, 1), date(2026, 1, 3))) == before
     next(logs.glob("events/day=2026-01-03/*")).write_bytes(b"")
     assert raw_files(spec, str(logs), (date(2026, 1, 1), date(2026, 1, 3))) != before
-
-
-@pytest.mark.parametrize(("offset", "zone"), [(0, "UTC"), (8, "Etc/GMT-8"), (-5, "Etc/GMT+5")])
-def test_a_day_ends_where_the_spec_says(offset: int, zone: str, spec_path: Path) -> None:
-    from zoneinfo import ZoneInfo
-
-    from dags.daily import time_zone
-
-    spec = load_spec(spec_path).model_copy(update={"utc_offset_hours": offset})
-    assert time_zone(spec) == zone
-    midnight = datetime(2026, 1, 2, tzinfo=ZoneInfo(time_zone(spec))).timestamp()
-    assert midnight == spec.day_end(date(2026, 1, 1))

@@ -111,7 +111,7 @@ def test_day_by_day_nothing_said_before_changes(own: Lake, logs: Path) -> None:
     assert by_id(own, "examples", "u_plan")["i9"] == plans["i9"], "a plan of the day after"
     everything = Lake(f"{own.root}-again", own.spec)
     build_tables(everything, logs, (ONE, TWO))
-    for table in ("events", "impressions", "examples", "history", "items"):
+    for table in ("events", "impressions", "examples", "history", "items", "item_versions"):
         assert rows(own, table) == rows(everything, table), table
 
 

@@ -24,7 +24,7 @@ from features.history.planes import unpack
 from tests.features.test_disorder import lake_of
 from tests.oracle.disorder import FIRST, make
 from tests.pipeline import build_tables, rows
-from training.data.histories import load_histories
+from training.data.histories import unpacked
 
 gap = st.integers(0, 3) | st.integers(0, 100_000)
 day = st.lists(gap, min_size=1, max_size=12)
@@ -106,7 +106,7 @@ def sliced(lake: Lake, wanted: set[str] | None = None) -> dict[str, list[tuple[i
     packed = snapshot(lake, contracts.history(lake.spec))
     found = {}
     for bucket in range(lake.spec.buckets):
-        stored = load_histories(packed, bucket)
+        stored = unpacked(packed.read(bucket=bucket))
         for row in rows(lake, "examples"):
             if row["bucket"] != bucket or (wanted and row["impression_id"] not in wanted):
                 continue
@@ -137,11 +137,11 @@ def test_compaction_changes_nothing_that_is_read(own: Lake, built: Lake) -> None
 
 
 def test_what_can_no_longer_be_told_is_refused(own: Lake) -> None:
-    with pytest.raises(UserError, match=r"--until 2026-01-05: .*compact up to 2026-01-03 at most"):
+    with pytest.raises(UserError, match=rf"--until .*: .*compact up to {UNTIL} at most"):
         compact(own, FIRST + timedelta(days=4))
     compact(own, UNTIL)
     for step, day in ((build_history, UNTIL), (build_examples, UNTIL + timedelta(days=1))):
-        with pytest.raises(UserError, match="histories up to 2026-01-03 are compacted: 2026-01-"):
+        with pytest.raises(UserError, match=f"histories up to {UNTIL} are compacted: 2026-"):
             step(own, (day, day))
 
 

@@ -1,32 +1,42 @@
 """The tables against naive references, on simulated logs with every disorder."""
 
 import random
+import shutil
 from collections import defaultdict
 from datetime import date
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
 from etl.spec.units import format_duration
 from etl.tables import contracts
-from etl.tables.arrow import snapshot
+from etl.tables.arrow import replace, snapshot
 from etl.tables.lake import Lake
+from features import reference
 from features.history.pack import dwell_byte
+from gemline import main
 from tests.conftest import FIRST, LAST
 from tests.oracle import events as oracle
-from tests.pipeline import build_tables, rows
-from training.data.histories import load_histories
+from tests.pipeline import TABLES, build_tables, rows
+from training.data.histories import unpacked
 
 SAMPLE = 150
 
 
 @pytest.fixture(scope="module")
 def events(lake: Lake) -> list[dict]:
-    items = {row["item_id"]: row for row in rows(lake, "items")}
+    index = {row["item_id"]: row["item_ix"] for row in rows(lake, "items")}
+    first: dict[object, dict] = {}
+    for row in sorted(rows(lake, "item_versions"), key=lambda row: row["valid_from"]):
+        first.setdefault(row["item_ix"], row)
     found = rows(lake, "events")
     for event in found:
-        event["category"] = items[event["item_id"]]["k_category"]
+        item = first[index[event["item_id"]]]
+        event["since"] = item["valid_from"] // 1_000_000
+        event["category"] = item["k_category"] if event["since"] < event["visible_ts"] else None
     return found
 
 
@@ -77,9 +87,9 @@ def test_a_pointer_cuts_exactly_what_was_visible(
 ) -> None:
     packed = snapshot(lake, contracts.history(lake.spec))
     index = {row["item_id"]: row["item_ix"] for row in rows(lake, "items")}
-    stored = {bucket: load_histories(packed, bucket) for bucket in range(lake.spec.buckets)}
+    stored = {bucket: unpacked(packed.read(bucket=bucket)) for bucket in range(lake.spec.buckets)}
     for example in sample:
-        expected = oracle.history(events, example["user_id"], example["as_of_ts"])
+        expected = reference.history(events, example["user_id"], example["as_of_ts"])
         assert example["hist_len"] == len(expected)
         bucket = stored[example["bucket"]]
         if not expected:
@@ -104,16 +114,41 @@ def test_counters_are_those_of_the_reference(
     columns = {"user": "user_id", "item": "item_id"}
     for example in sample[:40]:
         impression = shown[example["impression_id"]]
+        since = impression["since"]
+        known = since < example["as_of_ts"]
+        assert example["item_since"] == (since if known else None)
         for key in spec.counters.keys:
             names = [columns.get(part, part) for part in key]
             matches = {name: impression[name] for name in names}
             relevant = [e for e in events if all(e[n] == v for n, v in matches.items())]
+            relevant = relevant if known or "category" not in key else []
             for window in spec.counters.windows:
                 for name in spec.counters.events:
                     column = f"n_{'_'.join(key)}_{name}_{format_duration(window)}"
                     code, now = spec.event_codes[name], example["as_of_ts"]
-                    expected = oracle.count(relevant, {}, code, now, window)
+                    expected = reference.count(relevant, {}, code, now, window)
                     assert example[column] == expected, column
+
+
+def test_brute_force_finds_what_is_wrong_and_nothing_else(
+    lake: Lake, spec_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["features", "check", "--spec", str(spec_path), "--sample", "25", "--lake"]
+    assert main([*asked, lake.root]) == 0
+    assert capsys.readouterr().out == "25 examples recomputed, 0 differ\n"
+    wrong = tmp_path / "lake"
+    shutil.copytree(lake.root, wrong)
+    contract, counter = contracts.examples(lake.spec), "n_user_ad_impression_1d"
+    table = snapshot(lake, contract).read()
+    for column in (counter, "hist_len"):
+        more = pc.add(table[column], pa.scalar(1, pa.int32()))
+        table = table.set_column(table.column_names.index(column), column, more)
+    replace(Lake(str(wrong), lake.spec), contract, table, f"day >= '{FIRST}'", {})
+    assert main([*asked, str(wrong)]) == 2
+    said = capsys.readouterr()
+    assert "25 examples recomputed, 25 differ" in said.out and "differ from the events" in said.err
+    told = {line.split()[1] for line in said.out.splitlines()[:-1]}
+    assert {"hist_len", counter} <= told <= {"hist_len", counter, "history"}
 
 
 @pytest.mark.proof
@@ -121,5 +156,5 @@ def test_day_by_day_gives_the_tables_of_one_range(lake: Lake, raw: Path, tmp_pat
     by_day = Lake(str(tmp_path / "lake"), lake.spec)
     for first, last in ((FIRST, FIRST), (date(2026, 1, 2), LAST), (LAST, LAST)):
         build_tables(by_day, raw, (first, last))
-    for name in ("events", "quarantine", "items", "history", "examples", "impressions"):
+    for name in TABLES:
         assert rows(by_day, name) == rows(lake, name), name

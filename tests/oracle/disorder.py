@@ -4,16 +4,23 @@ import gzip
 import json
 import random
 from collections import defaultdict
-from datetime import date, timedelta
+from datetime import UTC, date, datetime, time, timedelta
 from pathlib import Path
+from zoneinfo import ZoneInfo
 
 from tests.oracle.log import DAY, Record
 
-FIRST = date(2026, 1, 1)
-ORIGIN = (FIRST - date(1970, 1, 1)).days
-BRANDS = {"hat": "x", "cap": "x", "shoe": "y", "sock": "y", "book": None}  # a book has no brand
+FIRST = date(2026, 3, 7)
+ZONES = ("UTC", "America/New_York", "Asia/Kathmandu")  # New York's 8 March has 23 hours
+LANDED = {"day", "opens", "closes"}
+# The brand of an item, and the second from which on it is known; a book has none.
+NOON = int(datetime(2026, 3, 7, 12, tzinfo=UTC).timestamp())
+BRANDS = {"hat": ("x", 0), "cap": ("x", NOON), "shoe": ("y", NOON + DAY), "sock": ("y", 0),
+          "book": (None, 0)}  # fmt: skip
+PLANS = {f"u{n}": [("free", 0), ("paid", NOON + n * 7200)] for n in range(0, 30, 3)}
 SPEC = """
 name: disorder
+time_zone: UTC
 buckets: 2
 lateness: 1d
 most_events_a_day: 7
@@ -29,6 +36,7 @@ objectives:
   buy: {event: buy, window: 12h, also_within: [2h], credit: click, credit_by: brand,
         credit_same_surface: true, value: true}
 attributes:
+  user: {plan: {type: categorical, vocabulary: [free, paid]}}
   item: {brand: {type: categorical, vocabulary: [x, y]}}
 sequences: {behaviour: {}}
 counters:
@@ -44,29 +52,39 @@ sources:
     delay: 30s
     columns: {event_id: id, user: user, item: item, surface: surface, type: type, event_time: ts,
               ingest_time: ingest, impression: imp, request: request, value: value}
-  items: {kind: attributes, entity: item, format: json, path: items.json, key: item}
+  items: {kind: attributes, entity: item, format: json, path: items.json, key: item,
+          valid_from: since, time_unit: s}
+  users: {kind: attributes, entity: user, format: json, path: users.json, key: user,
+          valid_from: since, time_unit: s}
 """
 
 
-def make(seed: int, users: int, days: int) -> list[Record]:
+def opens(day: date, zone: str) -> int:
+    """The second at which a day begins somewhere."""
+    return int(datetime.combine(day, time(), ZoneInfo(zone)).timestamp())
+
+
+def make(seed: int, users: int, days: int, zone: str = "UTC") -> list[Record]:
     """Records of some users and landing days; the same for the same seed."""
     rng = random.Random(seed)
+    span = [FIRST + timedelta(days=n) for n in range(days)]
+    bounds = {day: (opens(day, zone), opens(day + timedelta(days=1), zone)) for day in span}
     made: list[Record] = []
     for user in range(users):
         for number in range(rng.randint(0, 5 * days)):
-            made.append(_record(rng, f"{user}-{number}", f"u{user}", rng.randrange(days)))
+            day = rng.choice(span)
+            made.append(_record(rng, f"{user}-{number}", f"u{user}", day, bounds[day]))
     shown = [record["imp"] for record in made if record["type"] == "shown"]
     for record in made:
         if record["type"] == "click" and shown and rng.random() < 0.5:
             record["imp"] = rng.choice(shown)
-    again = [_copy(rng, record, days) for record in made if rng.random() < 0.15]
+    again = [_copy(rng, record, bounds) for record in made if rng.random() < 0.15]
     rng.shuffle(whole := made + again)
     return whole
 
 
-def _record(rng: random.Random, id_: str, user: str, day: int) -> Record:
-    landed = (ORIGIN + day) * DAY
-    ingest = landed + rng.randrange(0, DAY, 600)
+def _record(rng: random.Random, id_: str, user: str, day: date, bounds: tuple[int, int]) -> Record:
+    ingest = rng.randrange(*bounds, 600)
     late = rng.choice((0, 0, 2, 3, 4, 700, 3600, 40_000, DAY, int(2.5 * DAY)))
     type_ = rng.choice(("shown", "shown", "click", "buy", "look"))
     return {
@@ -77,31 +95,51 @@ def _record(rng: random.Random, id_: str, user: str, day: int) -> Record:
         "type": type_,
         "ts": ingest - late + rng.choice((0, 0, 0, 1800)),  # a clock may run ahead
         "ingest": ingest,
-        "day": ORIGIN + day,
+        "day": day,
+        "opens": bounds[0],
+        "closes": bounds[1],
         "imp": f"i{id_}" if type_ == "shown" else None,
         "request": rng.choice((None, f"r{rng.randrange(3)}")) if type_ == "shown" else None,
         "value": rng.randrange(1, 9) if type_ == "buy" else None,
     }
 
 
-def _copy(rng: random.Random, record: Record, days: int) -> Record:
+def _copy(rng: random.Random, record: Record, bounds: dict[date, tuple[int, int]]) -> Record:
     """The same record, landed once more."""
-    later = rng.randrange(record["day"] - ORIGIN, days)
-    ingest = max(record["ingest"] + 1, (ORIGIN + later) * DAY + rng.randrange(0, DAY, 600))
-    ingest = min(ingest, (ORIGIN + later + 1) * DAY - 1)
+    later = rng.choice([day for day in bounds if day >= record["day"]])
+    ingest = max(record["ingest"] + 1, rng.randrange(*bounds[later], 600))
+    ingest = min(ingest, bounds[later][1] - 1)
+    landed = {"day": later, "opens": bounds[later][0], "closes": bounds[later][1]}
     other = {"id": f"{record['id']}c"} if record["type"] == "shown" and rng.random() < 0.3 else {}
-    return record | {"ingest": ingest, "day": ORIGIN + later} | other
+    return record | landed | {"ingest": ingest} | other
 
 
-def write(records: list[Record], raw: Path) -> None:
-    """The records as JSON lines by landing day, several files a day."""
+def write(records: list[Record], raw: Path, after: int | None = None) -> None:
+    """The records as JSON lines by landing day, several files a day; and what is told of entities.
+
+    From the second `after` on the entities are told otherwise.
+    """
     files = defaultdict(list)
     for number, record in enumerate(records):
-        line = {k: v for k, v in record.items() if v is not None and k != "day"}
+        line = {k: v for k, v in record.items() if v is not None and k not in LANDED}
         files[record["day"], number % 2].append(json.dumps(line) + "\n")
     for (day, part), lines in files.items():
-        folder = raw / "log" / str(FIRST + timedelta(days=day - ORIGIN))
+        folder = raw / "log" / str(day)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{part}.json.gz").write_bytes(gzip.compress("".join(lines).encode()))
-    known = [{"item": item, "brand": brand} for item, brand in BRANDS.items() if brand]
-    (raw / "items.json").write_text("".join(json.dumps(row) + "\n" for row in known))
+    known = [
+        {"item": item, "brand": told, "since": since}
+        for item, (brand, first) in BRANDS.items()
+        for told, since in ((brand, first), ("z", first + DAY))  # a brand that changes
+        if brand
+    ]
+    told = [
+        {"user": user, "plan": plan, "since": since}
+        for user, versions in PLANS.items()
+        for plan, since in versions
+    ]
+    for row in [*known, *told] if after is not None else []:
+        if row["since"] >= after:
+            row |= {"brand": "y"} if "brand" in row else {"plan": "free"}
+    for name, content in (("items", known), ("users", told)):
+        (raw / f"{name}.json").write_text("".join(json.dumps(row) + "\n" for row in content))

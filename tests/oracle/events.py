@@ -1,25 +1,9 @@
-"""Naive references in plain Python, from the events table's rows: slow, short, obviously right."""
+"""A naive reference of labels in plain Python, from the events table's rows."""
 
 from collections.abc import Iterable
 from typing import Any
 
 Row = dict[str, Any]
-
-
-def history(events: Iterable[Row], user: str, as_of: int) -> list[Row]:
-    """What a user's history shows at a second: strictly before it, in order of visibility."""
-    seen = [e for e in events if e["user_id"] == user and e["visible_ts"] < as_of]
-    return sorted(seen, key=lambda e: (e["visible_ts"], e["event_ts"], e["event_id"]))
-
-
-def count(events: Iterable[Row], matches: Row, type_: int, as_of: int, window: int) -> int:
-    """Events of a type that match on all of `matches`, in [as_of - window, as_of)."""
-    return sum(
-        e["type"] == type_
-        and as_of - window <= e["visible_ts"] < as_of
-        and all(e[name] == value for name, value in matches.items())
-        for e in events
-    )
 
 
 def label(

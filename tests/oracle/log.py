@@ -1,7 +1,7 @@
 """Naive references in plain Python, from the records of a log: slow, short, obviously right.
 
-A record has id, user, item, surface, type, ts and ingest (seconds), day (landing day, a number of
-days), imp (impression id or None), request (or None) and value.
+A record has id, user, item, surface, type, ts and ingest (seconds), day (landing day), opens and
+closes (seconds, of that day), imp (impression id or None), request (or None) and value.
 """
 
 from collections import defaultdict
@@ -14,7 +14,7 @@ DAY = 86_400
 
 def on_time(records: Iterable[Record], lateness: int) -> list[Record]:
     """Records that happened no longer before their landing day than is waited."""
-    return [r for r in records if r["ts"] >= r["day"] * DAY - lateness]
+    return [r for r in records if r["ts"] >= r["opens"] - lateness]
 
 
 def first_copies(records: Iterable[Record]) -> list[Record]:
@@ -26,18 +26,20 @@ def first_copies(records: Iterable[Record]) -> list[Record]:
     return list(found.values())
 
 
-def of_people(records: Iterable[Record], most: int) -> list[Record]:
-    """The first `most` records of each user and landing day."""
+def of_people(records: Iterable[Record], most: int, delay: int) -> list[Record]:
+    """The first `most` records of each user and landing day to become visible."""
     days = defaultdict(list)
     for record in records:
         days[record["user"], record["day"]].append(record)
-    ordered = (sorted(day, key=lambda r: (r["ts"], r["id"])) for day in days.values())
+    ordered = (
+        sorted(day, key=lambda r: (visible(r, delay), r["ts"], r["id"])) for day in days.values()
+    )
     return [record for day in ordered for record in day[:most]]
 
 
 def visible(record: Record, delay: int) -> int:
     """The second from which on a record can be seen."""
-    return max(record["ts"], record["ingest"] + delay, record["day"] * DAY)
+    return max(record["ts"], record["ingest"] + delay, record["opens"])
 
 
 def requests(records: Iterable[Record], gap: int) -> dict[str, tuple[object, int]]:
@@ -53,7 +55,7 @@ def requests(records: Iterable[Record], gap: int) -> dict[str, tuple[object, int
             key = key if before is not None and r["ts"] - before <= gap else (*place, r["ts"])
             last[place] = (r["ts"], key)
         groups[key].append(r)
-    as_of = {k: min(min(r["ts"], r["ingest"], (r["day"] + 1) * DAY) for r in g)
+    as_of = {k: min(min(r["ts"], r["ingest"], r["closes"]) for r in g)
              for k, g in groups.items()}  # fmt: skip
     return {r["imp"]: (key, as_of[key]) for key, group in groups.items() for r in group}
 

@@ -11,8 +11,8 @@ from etl.errors import UserError
 from etl.tables import contracts
 from etl.tables.arrow import snapshot
 from etl.tables.lake import Lake
+from features import reference
 from ranking.explain import explain, time_of
-from tests.oracle import events as oracle
 from tests.pipeline import rows
 
 
@@ -49,7 +49,7 @@ def test_labels_history_and_attributes_are_those_of_then(lake: Lake, shown: dict
     example = next(
         r for r in rows(lake, "examples") if r["impression_id"] == shown["impression_id"]
     )
-    seen = oracle.history(rows(lake, "events"), shown["user_id"], example["as_of_ts"])
+    seen = reference.history(rows(lake, "events"), shown["user_id"], example["as_of_ts"])
     first, *events = section(page, "history, the last 20 events before it")
     assert first.startswith(f"{len(seen)} events in all")
     for line, event in zip(events, seen[-20:], strict=True):

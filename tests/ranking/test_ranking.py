@@ -17,7 +17,8 @@ from ranking.student.model import StudentConfig
 from ranking.student.train import DistillConfig, StudentTraining, _loss, new_student
 from tests.conftest import LAST
 from training.data.batch import Batch
-from training.data.reader import Reader, Shuffle
+from training.data.parts import Shuffle
+from training.data.reader import Reader
 from training.data.ripened import Ripened
 
 SMALL = StudentConfig(row_width=4, event_width=8, hidden=(16, 8), max_length=16)

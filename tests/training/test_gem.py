@@ -16,6 +16,7 @@ import pytest
 from etl.errors import UserError
 from etl.tables import arrow, contracts
 from etl.tables.lake import Lake
+from etl.tables.schema import arrow_schema
 from gemline import main
 from tests.conftest import FIRST, LAST
 
@@ -131,8 +132,27 @@ def test_the_teacher_of_a_day_has_not_seen_it(own: Lake, spec_path: Path) -> Non
     arrow.replace(own, contract, rows, where, {})
 
 
+def test_what_was_learned_can_be_read_again_after_the_tables_moved_on(
+    own: Lake, spec_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moved = Lake(str(tmp_path / "lake"), own.spec)
+    shutil.copytree(own.root, moved.root)
+    for contract in (contracts.history(own.spec), contracts.examples(own.spec)):
+        empty = arrow_schema(contract).empty_table()
+        arrow.replace(moved, contract, empty, f"day >= '{FIRST}'", {})
+    asked = ["train", "rebuild", "--spec", str(spec_path), "--lake", moved.root, "--day"]
+    assert main([*asked, str(SECOND)]) == 0
+    said = int(capsys.readouterr().out.split()[0])
+    assert said > 5
+    file = Path(moved.root, "models", "gem", str(SECOND), "gem.json")
+    file.write_text(file.read_text().replace('"seed": 0', '"seed": 1'))
+    assert main([*asked, str(SECOND)]) == 2
+    assert "batch 1 of 2026-01-02 is not what was learned" in capsys.readouterr().err
+
+
 def test_a_rewritten_history_is_refused(own: Lake, lake: Lake) -> None:
-    from training.data.reader import Reader, Shuffle
+    from training.data.parts import Shuffle
+    from training.data.reader import Reader
     from training.data.ripened import Ripened
 
     contract = contracts.history(own.spec)

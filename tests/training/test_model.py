@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from etl.spec.units import each_day
+from etl.tables.contracts import RESERVED_ITEMS
 from etl.tables.lake import Lake
 from tests.conftest import FIRST, LAST
 from training.data.batch import Batch
-from training.data.reader import Reader, Shuffle
+from training.data.parts import Shuffle
+from training.data.reader import Reader
 from training.data.ripened import Ripened
 from training.loop.average import averaged
 from training.model.config import SCALES
@@ -152,7 +154,10 @@ def test_new_items_take_the_rows_of_the_oldest_and_unknown_ones_row_0() -> None:
     rows = ItemRows(8, known)(torch.arange(25))
     assert rows[0] == rows[13] == 0 and (rows[20:] == 0).all()
     assert rows[1:8].tolist() == [*range(1, 8)] and rows[8:13].tolist() == [*range(1, 6)]
-    assert first_items(8)(torch.arange(10)).tolist() == [*range(8), 0, 0]
+    first = RESERVED_ITEMS
+    assert first_items(first + 3)(torch.arange(first + 5)).tolist() == [
+        *[0] * first, *range(first, first + 3), 0, 0
+    ]  # fmt: skip
 
 
 def test_running_scale_is_the_mean_and_deviation_of_what_it_saw() -> None:

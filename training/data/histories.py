@@ -12,7 +12,7 @@ from etl.errors import UserError
 from etl.tables.arrow import Snapshot
 from features.as_of import pointer_holds
 from features.history.pack import Events, visible_from
-from features.history.planes import COLUMNS, unpack
+from features.history.planes import WIDTHS, planes, unpack
 
 Int64 = npt.NDArray[np.int64]
 
@@ -110,7 +110,8 @@ def ranges(start: Int64, stop: Int64) -> Int64:
 
 def load_histories(snapshot: Snapshot, bucket: int, codes: tuple[int, ...] = ()) -> Histories:
     """The histories of one bucket; `codes` are the event types to keep, all where empty."""
-    columns = ["user_id", "day", "chunk", "dropped", "first_ts", "events", *COLUMNS]
+    read = [column for name in WIDTHS if name != "lags" for column in planes(name)]
+    columns = ["user_id", "day", "chunk", "dropped", "first_ts", "events", *read]
     return unpacked(snapshot.read(columns, bucket=bucket), codes)
 
 
@@ -126,7 +127,7 @@ def unpacked(table: pa.Table, codes: tuple[int, ...] = ()) -> Histories:
     events = Events(
         offsets=np.append(rows[starts], rows[-1]),
         visible_ts=visible,
-        lags=flat["lags"],
+        lags=flat.get("lags"),
         items=flat["items"],
         surfaces=flat["surfaces"],
         types=flat["types"],

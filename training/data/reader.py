@@ -18,23 +18,11 @@ from training.data.chunks import Chunk, load_chunk
 from training.data.features import Features, features_of
 from training.data.histories import Histories, load_histories
 from training.data.items import ItemTable, load_items
+from training.data.parts import Shuffle
 from training.data.ripened import Ripened
 
 Int64 = npt.NDArray[np.int64]
-TABLES = ("examples", "impressions", "history", "items")
-
-
-@dataclass(frozen=True)
-class Shuffle:
-    """The order in which a pass goes through rows: a seed, or None for the stored order."""
-
-    seed: int | None
-
-    def __call__(self, values: Int64, *salt: int) -> Int64:
-        """The values in the order of the seed and the salt."""
-        if self.seed is None:
-            return values
-        return np.random.default_rng([self.seed, *salt]).permutation(values)
+TABLES = ("examples", "impressions", "history", "items", "item_versions")
 
 
 @dataclass
@@ -64,7 +52,8 @@ class Reader:
         self.features = features_of(spec)
         made = {name: getattr(contracts, name)(spec) for name in TABLES}
         self._tables = {n: snapshot(self.lake, c, self.versions[n]) for n, c in made.items()}
-        self.items = load_items(self._tables["items"], self.features.item)
+        index, told = self._tables["items"], self._tables["item_versions"]
+        self.items = load_items(index, told, self.features.item)
 
     @classmethod
     def newest(
@@ -130,19 +119,14 @@ class Reader:
         shard: tuple[int, int] = (0, 1),
         skip: int = 0,
     ) -> Iterator[Batch]:
-        """Batches of about `rows` impressions, requests kept whole; the days are mixed.
+        """Batches of about `rows` impressions and even cost, requests whole; the days are mixed.
 
         A slow objective's label ripens days after the others: batches of one day alone would hold
         only some objectives, and the last ones seen would drown the rest. `shard` is (rank,
         world): a rank owns the buckets of its remainder. `skip` leaves out that many batches at
         the start, without reading their histories.
         """
-        rank, world = shard
-        salt = days[-1].toordinal()
-        buckets = np.arange(rank, self.lake.spec.buckets, world)
-        for bucket, chunk in self.chunks(days, shuffle(buckets, salt, len(buckets)), ripened):
-            requests = shuffle(np.arange(len(chunk.starts) - 1), salt, bucket)
-            parts = cut(requests, chunk.starts, rows)
+        for bucket, chunk, parts in self._parts(days, ripened, rows, shuffle, shard):
             left_out = min(skip, len(parts))
             skip -= left_out
             if len(parts) > left_out:
@@ -150,6 +134,33 @@ class Reader:
                 user = histories.find(chunk.users)
                 for part in parts[left_out:]:
                     yield self._assemble(chunk, part, histories, user)
+
+    def count(
+        self,
+        days: Sequence[date],
+        ripened: Ripened,
+        rows: int,
+        shuffle: Shuffle,
+        shard: tuple[int, int],
+    ) -> int:
+        """How many batches there are; no history is read."""
+        return sum(len(parts) for _, _, parts in self._parts(days, ripened, rows, shuffle, shard))
+
+    def _parts(
+        self,
+        days: Sequence[date],
+        ripened: Ripened,
+        rows: int,
+        shuffle: Shuffle,
+        shard: tuple[int, int],
+    ) -> Iterator[tuple[int, Chunk, list[Int64]]]:
+        """Each bucket of a shard, its chunk, and the requests of each of its batches."""
+        rank, world = shard
+        salt = days[-1].toordinal()
+        buckets = np.arange(rank, self.lake.spec.buckets, world)
+        for bucket, chunk in self.chunks(days, shuffle(buckets, salt, len(buckets)), ripened):
+            events = np.minimum(chunk.length, self.length)
+            yield bucket, chunk, shuffle.parts(np.diff(chunk.starts), events, rows, salt, bucket)
 
     def _assemble(self, chunk: Chunk, requests: Int64, histories: Histories, user: Int64) -> Batch:
         """The batch of some requests of a chunk; `user` (R) are its users in the histories."""
@@ -159,7 +170,8 @@ class Reader:
         rows = np.arange(stops[-1]) + np.repeat(begin - (stops - counts), counts)
         item = chunk.item[rows]
         group = self.features.item
-        item_numbers = self.items.numbers[item]
+        known = self.items.versions_at(item, np.repeat(chunk.as_of[requests], counts))
+        item_numbers = self.items.numbers[known]
         users, context = self.features.user.ids, self.features.context.ids
         return Batch(
             request=torch.from_numpy(np.repeat(np.arange(len(requests)), counts)),
@@ -168,10 +180,10 @@ class Reader:
             item=torch.from_numpy(item),
             user_ids={name: torch.from_numpy(chunk.ids[name][begin]) for name in users},
             user_numbers=torch.from_numpy(chunk.user_numbers[begin]),
-            row_ids={name: torch.from_numpy(self.items.ids[name][item]) for name in group.ids}
+            row_ids={name: torch.from_numpy(self.items.ids[name][known]) for name in group.ids}
             | {name: torch.from_numpy(chunk.ids[name][rows]) for name in context},
             row_numbers=torch.from_numpy(np.concatenate((item_numbers, chunk.numbers[rows]), 1)),
-            row_vectors={n: torch.from_numpy(v[item]) for n, v in self.items.vectors.items()},
+            row_vectors={n: torch.from_numpy(v[known]) for n, v in self.items.vectors.items()},
             history=self._history(chunk, requests, histories, user),
             labels=torch.from_numpy(chunk.labels[rows]),
             known=torch.from_numpy(chunk.known[rows]),
@@ -184,16 +196,17 @@ class Reader:
         cut = stored.slices(user[requests], as_of, chunk.length[requests], self.length)
         events, at = stored.events, cut.positions
         items = np.minimum(events.items[at], len(self.items) - 1).astype(np.int64)
-        ages = np.repeat(as_of, np.diff(cut.offsets)) - events.visible_ts[at]
+        now = np.repeat(as_of, np.diff(cut.offsets))
+        known = self.items.versions_at(items, now)
         return History(
             offsets=torch.from_numpy(cut.offsets),
             items=torch.from_numpy(items),
             surfaces=torch.from_numpy(events.surfaces[at].astype(np.int64)),
             types=torch.from_numpy(events.types[at].astype(np.int64)),
             dwells=torch.from_numpy(events.dwells[at].astype(np.int64)),
-            ages=torch.from_numpy(ages),
-            item_ids={n: torch.from_numpy(v[items]) for n, v in self.items.ids.items()},
-            item_vectors={n: torch.from_numpy(v[items]) for n, v in self.items.vectors.items()},
+            ages=torch.from_numpy(now - events.visible_ts[at]),
+            item_ids={n: torch.from_numpy(v[known]) for n, v in self.items.ids.items()},
+            item_vectors={n: torch.from_numpy(v[known]) for n, v in self.items.vectors.items()},
         )
 
     def _bucket(self, bucket: int) -> Histories:
@@ -201,11 +214,3 @@ class Reader:
             codes = tuple(self.lake.spec.event_codes[name] for name in self.events)
             self._histories[bucket] = load_histories(self._tables["history"], bucket, codes)
         return self._histories[bucket]
-
-
-def cut(requests: Int64, starts: Int64, rows: int) -> list[Int64]:
-    """Consecutive parts of `requests` of about `rows` impressions each, of nearly equal size."""
-    size = np.cumsum((starts[1:] - starts[:-1])[requests])
-    parts = max(1, round(size[-1] / rows))
-    edges = np.searchsorted(size, size[-1] * np.arange(1, parts) / parts)
-    return [part for part in np.split(requests, edges) if len(part)]

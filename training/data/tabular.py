@@ -32,15 +32,16 @@ def tabulate(reader: Reader, days: Sequence[date], ripened: Ripened) -> Tabular:
     f, buckets = reader.features, range(reader.lake.spec.buckets)
     parts = []
     for _, chunk in reader.chunks(days, buckets, ripened):
+        held = reader.items.versions_at(chunk.item, np.repeat(chunk.as_of, np.diff(chunk.starts)))
         ids = [chunk.ids[name] for name in (*f.user.ids, *f.context.ids)]
-        ids += [reader.items.ids[name][chunk.item] for name in f.item.ids]
+        ids += [reader.items.ids[name][held] for name in f.item.ids]
         matrix = np.concatenate(
             (
                 np.stack([chunk.surface, *ids], 1).astype(np.float32),
                 chunk.user_numbers,
-                reader.items.numbers[chunk.item],
+                reader.items.numbers[held],
                 chunk.numbers,
-                *(vectors[chunk.item] for vectors in reader.items.vectors.values()),
+                *(vectors[held] for vectors in reader.items.vectors.values()),
             ),
             axis=1,
         )

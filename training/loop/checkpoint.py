@@ -24,13 +24,19 @@ from etl.errors import UserError
 from etl.spec.base import Strict
 from etl.tables import whole
 from training.config import TrainConfig
+from training.data.batch import Batch
+from training.data.digest import digest
 from training.loop.step import GemModel
 
 MANIFEST = "gem.json"
+REMEMBERED = 100  # batches of a day whose digests are kept
 
 
 class Manifest(Strict):
-    """What a checkpoint is: enough to rebuild the model, and to refuse a wrong use of it."""
+    """What a checkpoint is: enough to rebuild the model, and to refuse a wrong use of it.
+
+    `first_batches` are the digests of the first ones of the day, of the first process.
+    """
 
     spec: str
     match: tuple[str, ...]
@@ -43,6 +49,7 @@ class Manifest(Strict):
     complete: bool
     batches: int
     steps: int
+    first_batches: tuple[str, ...] = ()
 
     @property
     def fm_version(self) -> str:
@@ -50,14 +57,21 @@ class Manifest(Strict):
         settings = hashlib.sha256(self.training.model_dump_json().encode()).hexdigest()[:6]
         return f"{self.trained_from:%Y%m%d}-{self.trained_until:%Y%m%d}-{settings}"
 
+    def next_batch(self, batch: Batch) -> "Manifest":
+        """The manifest after one more batch of the day."""
+        counts: dict[str, object] = {"batches": self.batches + 1, "steps": self.steps + 1}
+        if self.batches < REMEMBERED:
+            counts["first_batches"] = (*self.first_batches, digest(batch))
+        return self.model_copy(update=counts)
+
     def next_day(self, day: date) -> "Manifest":
         """The manifest of the same model before its first batch of a day."""
-        changed = {"trained_until": day, "complete": False, "batches": 0}
+        changed = {"trained_until": day, "complete": False, "batches": 0, "first_batches": ()}
         return self.model_copy(update=changed)
 
     def same_run(self, other: "Manifest") -> bool:
         """Whether both are moments of one training run."""
-        moment = {"trained_until", "complete", "batches", "steps"}
+        moment = {"trained_until", "complete", "batches", "steps", "first_batches"}
         return self.model_dump(exclude=moment) == other.model_dump(exclude=moment)
 
 

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from etl.tables.contracts import RESERVED_ITEMS
 from training.data.batch import Batch
 from training.data.features import Features
 
@@ -43,7 +44,7 @@ class ItemRows:
 
 def first_items(count: int) -> ItemRows:
     """A row for each of the items below `count`, and for no other."""
-    return ItemRows(count, torch.arange(count) > 0)
+    return ItemRows(count, torch.arange(count) >= RESERVED_ITEMS)
 
 
 def table_rows(features: Features, items: int) -> dict[str, int]:

@@ -1,0 +1,27 @@
+"""What a machine or another run can do to a command, each as one sentence."""
+
+DISK_FULL = "No space left on device"
+TROUBLE = {
+    DISK_FULL: "the disk is full; free some space and run the same command again: what was "
+    "committed is whole, what was not is not there",
+    "Java heap space": "Java ran out of memory; give it more with spark.driver.memory, or run "
+    "fewer days at once: what was committed is whole",
+    "DELTA_CONCURRENT": "another run wrote the same table at the same time, and was first; nothing "
+    "of this one was written to it: run the same command again when the other has ended",
+    "DELTA_METADATA_CHANGED": "another run made the same table at the same time, and was first; "
+    "run the same command again when the other has ended",
+    "DELTA_PROTOCOL_CHANGED": "another run made the same table at the same time, and was first; "
+    "run the same command again when the other has ended",
+}
+
+
+def sentence_of(error: BaseException) -> str | None:
+    """The sentence for an error or one of its causes; None where it is not such trouble."""
+    cause: BaseException | None = error
+    while cause is not None:
+        said = f"{cause}"
+        found = next((sentence for mark, sentence in TROUBLE.items() if mark in said), None)
+        if found:
+            return found
+        cause = cause.__cause__ or cause.__context__
+    return None

@@ -1,0 +1,106 @@
+"""One machine with a fifth of all events neither stalls a task nor fills its memory."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from etl.spec import load_spec
+from etl.tables.lake import Lake
+from tests.conftest import ROOT
+from tests.pipeline import rows
+
+EVENTS, USERS, ITEMS, DAY = 400_000, 4_000, 2_000, "2026-01-01"
+START = 1_767_225_600
+MOST = 2_000
+SPEC = f"""
+name: skewed
+buckets: 4
+most_events_a_day: {MOST}
+surfaces: {{home: {{}}}}
+events:
+  shown: {{kind: ad, role: impression}}
+  click: {{kind: ad, role: outcome}}
+objectives:
+  click: {{event: click, window: 1h}}
+sequences: {{behaviour: {{}}}}
+counters: {{windows: [1h, 1d], events: [shown, click], keys: [[user], [item]]}}
+sources:
+  log:
+    kind: event_log
+    format: parquet
+    path: "{{day}}.parquet"
+    time_unit: s
+    columns: {{event_id: id, user: user, item: item, surface: page, type: type, event_time: ts,
+              ingest_time: ts, impression: id}}
+"""
+STEPS = """
+import json, sys
+from datetime import date
+from pathlib import Path
+from etl.session import spark_session
+from etl.spec import load_spec
+from etl.tables.lake import Lake
+from tests.pipeline import build_tables
+
+raw, day = Path(sys.argv[1]), date.fromisoformat(sys.argv[2])
+spark = spark_session("skew")
+lake = Lake(str(raw / "lake"), load_spec(raw / "spec.yaml"))
+build_tables(lake, raw, (day, day))
+store = spark.sparkContext._jsc.sc().statusStore()
+jobs = store.jobsList(None)
+stages = {jobs.apply(i).stageIds().apply(k) for i in range(jobs.size())
+          for k in range(jobs.apply(i).stageIds().size())}
+memory, seconds = 0, 0.0
+for stage in stages:
+    tasks = store.taskList(stage, 0, 1000)
+    for i in range(tasks.size()):
+        found = tasks.apply(i).taskMetrics()
+        if found.isDefined():
+            memory = max(memory, found.get().peakExecutionMemory())
+            seconds = max(seconds, found.get().executorRunTime() / 1000)
+print(json.dumps({"bytes": memory, "seconds": seconds}))
+"""
+
+
+def build(folder: Path, bot: float) -> dict[str, float]:
+    """Tables of a log of which one user makes a share; the largest task's memory and time."""
+    rng = np.random.default_rng(0)
+    user = rng.integers(1, USERS, EVENTS)
+    user[: int(bot * EVENTS)] = 0
+    seconds = START + np.sort(rng.integers(0, 86_400, EVENTS))
+    table = pa.table({
+        "id": [f"e{i}" for i in range(EVENTS)],
+        "user": [f"u{u}" for u in rng.permutation(user)],
+        "item": [f"i{i}" for i in rng.integers(0, ITEMS, EVENTS)],
+        "page": ["home"] * EVENTS,
+        "type": np.where(rng.random(EVENTS) < 0.9, "shown", "click"),
+        "ts": seconds,
+    })  # fmt: skip
+    folder.mkdir()
+    pq.write_table(table, folder / f"{DAY}.parquet")
+    (folder / "spec.yaml").write_text(SPEC)
+    command = [sys.executable, "-c", STEPS, str(folder), DAY]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.proof
+def test_a_machine_is_capped_reported_and_harmless(tmp_path: Path) -> None:
+    even = build(tmp_path / "even", 0.0)
+    skewed = build(tmp_path / "skewed", 0.2)
+    print(f"largest task: {even} without, {skewed} with the machine", flush=True)
+    lake = Lake(str(tmp_path / "skewed" / "lake"), load_spec(tmp_path / "skewed" / "spec.yaml"))
+    (flow,) = rows(lake, "flow")
+    machine = int(0.2 * EVENTS)
+    assert flow["parked"] == machine - MOST and flow["kept"] == EVENTS - machine + MOST
+    reasons = {row["reason"] for row in rows(lake, "parked")}
+    assert reasons == {f"more than {MOST:,} events of a user and day"}
+    assert skewed["bytes"] <= 1.5 * even["bytes"]
