@@ -41,6 +41,7 @@ class Cluster:
             "spark.sql.shuffle.partitions": "8",
             "spark.databricks.delta.snapshotPartitions": "2",
             "spark.network.timeout": "30s",
+            "spark.network.timeoutInterval": "10s",
             "spark.executor.heartbeatInterval": "5s",
         }
         flags = [word for key, value in settings.items() for word in ("--conf", f"{key}={value}")]
