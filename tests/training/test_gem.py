@@ -150,6 +150,19 @@ def test_what_was_learned_can_be_read_again_after_the_tables_moved_on(
     assert "batch 1 of 2026-01-02 is not what was learned" in capsys.readouterr().err
 
 
+def test_a_vacuumed_version_is_named(
+    own: Lake, spec_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moved = Lake(str(tmp_path / "lake"), own.spec)
+    shutil.copytree(own.root, moved.root)
+    contract = contracts.history(own.spec)
+    arrow.replace(moved, contract, arrow.snapshot(moved, contract).read(), f"day >= '{FIRST}'", {})
+    moved.open("history").vacuum(0, dry_run=False, enforce_retention_duration=False)
+    asked = ["train", "rebuild", "--spec", str(spec_path), "--lake", moved.root]
+    assert main([*asked, "--day", str(SECOND)]) == 2
+    assert "of table history has been vacuumed" in capsys.readouterr().err
+
+
 def test_a_rewritten_history_is_refused(own: Lake, lake: Lake) -> None:
     from training.data.parts import Shuffle
     from training.data.reader import Reader

@@ -27,7 +27,7 @@ TABLES = ("examples", "impressions", "history", "items", "item_versions")
 
 @dataclass
 class Reader:
-    """Pinned versions of the four tables that training reads.
+    """Pinned versions of the tables that training reads.
 
     `sequence` names the spec's sequence that histories are cut to; `max_length` overrides its
     length, and 0 reads no history. `surface` leaves out the rows of all other surfaces. Raises

@@ -1,0 +1,65 @@
+"""Pointers into histories: they cut at their time, and refuse a history that was rewritten."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etl.errors import UserError
+from features.as_of import visible_before
+from features.history.pack import Events
+from training.data.histories import Histories
+
+SECONDS = st.lists(st.integers(0, 50), min_size=1, max_size=12).map(sorted)
+
+
+def of_one_user(visible: list[int], codes: tuple[int, ...] = (), types: list[int] | None = None):
+    many = len(visible)
+    nothing = np.zeros(many, np.int8)
+    events = Events(
+        np.array([0, many]), np.array(visible), None, np.arange(many, dtype=np.int32), nothing,
+        np.array(types or nothing, np.int8), nothing,
+    )  # fmt: skip
+    return Histories(pa.array(["u"]), events, np.zeros(1, np.int64), codes)
+
+
+def cut(stored: Histories, as_of: int, length: int, most: int = 100) -> list[int]:
+    slices = stored.slices(np.array([0]), np.array([as_of]), np.array([length]), most)
+    return stored.events.visible_ts[slices.positions].tolist()
+
+
+@given(SECONDS, st.integers(0, 51), st.integers(1, 5))
+def test_a_pointer_reads_the_newest_of_what_was_known(
+    visible: list[int], as_of: int, most: int
+) -> None:
+    length = int(visible_before(np.array(visible), np.array([as_of]))[0])
+    known = [second for second in visible if second < as_of]
+    assert cut(of_one_user(visible), as_of, length, most) == known[-most:]
+
+
+@given(SECONDS, st.integers(0, 51), st.data())
+def test_a_planted_event_is_refused(visible: list[int], as_of: int, data: st.DataObject) -> None:
+    """A late event slipped in where it happened, or a pointer that is to show the future."""
+    length = int(visible_before(np.array(visible), np.array([as_of]))[0])
+    if length:
+        planted = sorted([*visible, data.draw(st.integers(0, as_of - 1))])
+        with pytest.raises(UserError, match="histories were rewritten"):
+            cut(of_one_user(planted), as_of, length)
+    if length < len(visible):
+        with pytest.raises(UserError, match="histories were rewritten"):
+            cut(of_one_user(visible), as_of, length + 1)
+
+
+@given(SECONDS, st.integers(0, 51), st.integers(1, 5), st.data())
+def test_a_stream_of_some_types_is_cut_at_the_same_time(
+    visible: list[int], as_of: int, most: int, data: st.DataObject
+) -> None:
+    types = data.draw(st.lists(st.integers(1, 3), min_size=len(visible), max_size=len(visible)))
+    length = int(visible_before(np.array(visible), np.array([as_of]))[0])
+    known = [
+        second
+        for second, kind in zip(visible, types, strict=True)
+        if second < as_of and kind in (1, 3)
+    ]
+    assert cut(of_one_user(visible, (1, 3), types), as_of, length, most) == known[-most:]
