@@ -30,14 +30,14 @@ def read_raw(
     `folder_day` is the day that the path names, null where it names none. `fault` tells what is
     amiss with a record as such, or with its file: one that is empty, that lacks a `needed` column,
     or whose address is among the `damaged` (of which is read what can be). Raises UserError where
-    no file matches, or no file has a column.
+    no file matches (unless the source is sparse), or no file has a column.
     """
     wanted = sorted(set(columns))
     found, bad = groups(raw, source, days, damaged)
     _refuse_unknown(source, found, wanted)
     parts = [_READERS[source.format](group, wanted, needed) for group in found]
     parts += [_of_file(file, wanted) for file in bad]
-    return functools.reduce(DataFrame.unionByName, parts)
+    return functools.reduce(DataFrame.unionByName, parts or [_nothing(wanted)])
 
 
 def raw_value(column: str) -> Column:
@@ -124,6 +124,10 @@ def _placed(rows: DataFrame, group: Group, fault: Column) -> DataFrame:
         fault.alias(FAULT),
         F.lit(group.day).cast("date").alias(DAY),
     )
+
+
+def _nothing(wanted: list[str]) -> DataFrame:
+    return _of_file(BadFile("", None, ""), wanted).limit(0)
 
 
 def _of_file(file: BadFile, wanted: list[str]) -> DataFrame:

@@ -45,22 +45,26 @@ def find_files(
 ) -> list[tuple[date | None, list[RawFile]]]:
     """Files by the day that their path names, or all under None.
 
-    Raises UserError where a day has none that holds anything.
+    Raises UserError where a day has none that holds anything, unless the source is sparse.
     """
     if "://" not in raw:
         if not Path(raw).is_dir():
             raise UserError(f"{raw}: no such folder of raw logs; name it with --raw")
         raw = str(Path(raw).absolute())
     if "{day}" not in source.path:
-        return [(None, _found(f"{raw}/{source.path}"))]
+        return [(None, _found(f"{raw}/{source.path}", source.sparse))]
     path = f"{raw.rstrip('/')}/{source.path}"
-    return [(day, _found(path.replace("{day}", str(day)))) for day in each_day(*days)]
+    paths = {day: path.replace("{day}", str(day)) for day in each_day(*days)}
+    return [(day, _found(path, source.sparse)) for day, path in paths.items()]
 
 
-def _found(pattern: str) -> list[RawFile]:
+def _found(pattern: str, sparse: bool) -> list[RawFile]:
     files = files_like(pattern)
-    if not any(file.size for file in files):
-        raise UserError(f"{pattern}: no such file, or only empty ones; check --raw and --days")
+    if not sparse and not any(file.size for file in files):
+        raise UserError(
+            f"{pattern}: no such file, or only empty ones; check --raw and --days (a source "
+            "without files on some days is `sparse: true` in the spec)"
+        )
     return files
 
 

@@ -54,17 +54,25 @@ class EventColumns(Strict):
     propensity: str | None = None
 
 
-class Log(Strict):
-    """What both kinds of log have.
+class Files(Strict):
+    """Files of one format; `path` is below the raw folder and may hold `{day}`.
 
-    `path` is below the raw folder and may hold `{day}`; where it does not, `day` names the column
-    that tells the day, else the day of the event is taken. `delay` is how long after its ingest
-    an event becomes visible to a ranker.
+    A `sparse` source may have no file on some days; without a file of any other, a day is refused.
     """
 
     format: Format
     path: RawPath
     time_unit: Literal["s", "ms", "us"] = "ms"
+    sparse: bool = False
+
+
+class Log(Files):
+    """What both kinds of log have.
+
+    Where `path` holds no `{day}`, `day` names the column that tells it, else the day of the event
+    is taken. `delay` is how long after its ingest an event becomes visible to a ranker.
+    """
+
     day: DayColumn | None = None
     delay: Duration = 0
     columns: EventColumns
@@ -108,16 +116,13 @@ class ImpressionLog(Log):
     outcomes: tuple[Outcome, ...]
 
 
-class AttributeFile(Strict):
+class AttributeFile(Files):
     """Versions of entities; without `valid_from` a version holds for all time."""
 
     kind: Literal["attributes"]
     entity: Literal["user", "item"]
-    format: Format
-    path: RawPath
     key: str
     valid_from: str | None = None
-    time_unit: Literal["s", "ms", "us"] = "ms"
 
 
 Source = Annotated[EventLog | ImpressionLog | AttributeFile, Field(discriminator="kind")]

@@ -18,7 +18,8 @@ from etl.tables.lake import Lake
 from tests.conftest import FIRST, LAST
 from tests.pipeline import TABLES, rows
 
-KILLS = 20
+KILLS = 8  # with those in every step of the line, more than twenty
+CONTENDED = ("ingest", "history", "examples")
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ def test_killed_between_staging_and_commit(lake: Lake, steps: list[Step], tmp_pa
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     place = tmp_path / "lake"
     place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=200k", "gemline", str(place)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=800k", "gemline", str(place)]
     if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("a small tmpfs cannot be mounted here")
     yield place
@@ -90,7 +91,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_is_said_in_one_sentence_and_nothing_is_lost(
     lake: Lake, steps: list[Step], small_disk: Path
 ) -> None:
-    size, full = 200, 0
+    size, full = 800, 0
     for step in steps:
         code, said = finish(step)
         while code:
@@ -109,8 +110,10 @@ def test_a_full_disk_is_said_in_one_sentence_and_nothing_is_lost(
 @pytest.mark.proof
 def test_two_writers_on_the_same_days(lake: Lake, steps: list[Step], tmp_path: Path) -> None:
     own = Lake(str(tmp_path / "lake"), lake.spec)
+    shutil.copytree(lake.root, own.root)
+    contended = [step for step in steps if step.name in CONTENDED]
     refused = 0
-    for step in steps:
+    for step in contended:
         children = [start(step), start(step)]
         said = [child.communicate(timeout=300)[1] for child in children]
         codes = [child.returncode for child in children]
@@ -122,5 +125,5 @@ def test_two_writers_on_the_same_days(lake: Lake, steps: list[Step], tmp_path: P
             assert finish(step)[0] == 0, step.name
         for name in set(step.writes) & set(TABLES):
             assert rows(own, name) == rows(lake, name), name
-    print(f"{refused} of {2 * len(steps)} writers were second", flush=True)
+    print(f"{refused} of {2 * len(contended)} writers were second", flush=True)
     assert refused

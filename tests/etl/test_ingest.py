@@ -8,6 +8,7 @@ import pytest
 
 from etl.errors import UserError
 from etl.ingest import ingest
+from etl.sources.raw import read_raw
 from etl.spec import load_spec
 from etl.tables.lake import Lake
 from tests.conftest import FIRST, LAST, SPEC
@@ -96,6 +97,11 @@ def test_a_column_that_the_logs_lack_is_named(spark: object, raw: Path, tmp_path
     with pytest.raises(UserError, match="the spec names column positon, but no record"):
         ingest(lake, str(raw), (FIRST, FIRST))
     assert not lake.exists("events")
+
+
+def test_a_sparse_source_may_have_no_files(spark: object, lake_spec, tmp_path: Path) -> None:
+    log = next(iter(lake_spec.logs.values())).model_copy(update={"sparse": True})
+    assert read_raw(str(tmp_path), log, ["user_id"], (FIRST, LAST)).collect() == []
 
 
 def test_a_table_of_another_spec_is_refused(lake: Lake, raw: Path, tmp_path: Path) -> None:

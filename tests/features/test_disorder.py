@@ -27,7 +27,7 @@ ONE_LOG = settings(
     max_examples=1, deadline=None, phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
-MORE_LOGS = settings(ONE_LOG, max_examples=5)
+MORE_LOGS = settings(ONE_LOG, max_examples=2)
 
 
 def lake_of(
