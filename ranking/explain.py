@@ -178,18 +178,16 @@ def _history(lake: Lake, event: Row, example: Row | None) -> list[str]:
     contract = contracts.history(spec)
     stored = load_histories(arrow.snapshot(lake, contract), event["bucket"])
     as_of, length = np.array([example["as_of_ts"]]), np.array([example["hist_len"]])
-    at = stored.slices(stored.find(pa.array([event["user_id"]])), as_of, length, RECENT).positions
+    recent = stored.slices(stored.find(pa.array([event["user_id"]])), as_of, length, RECENT).events
     items = arrow.snapshot(lake, contracts.items(spec)).read(["item_id", "item_ix"])
     names = dict(zip(items["item_ix"].to_pylist(), items["item_id"].to_pylist(), strict=True))
     types = {code: name for name, code in spec.event_codes.items()}
     surfaces = {code: name for name, code in spec.surface_codes.items()}
     lines = [f"{example['hist_len']} events in all, version {example['history_version']}"]
-    for i in at:
-        dwell = dwell_ms(stored.events.dwells[i : i + 1])[0]
-        seconds = example["as_of_ts"] - stored.events.visible_ts[i]
+    for one, dwell in zip(recent, dwell_ms(recent["dwell"]), strict=True):
         lines.append(
-            f"{seconds:>9,} s before  {types[int(stored.events.types[i])]:<14} "
-            f"{surfaces[int(stored.events.surfaces[i])]:<10} {names.get(stored.events.items[i])}"
+            f"{example['as_of_ts'] - one['visible_ts']:>9,} s before  {types[one['type']]:<14} "
+            f"{surfaces[one['surface']]:<10} {names.get(one['item'])}"
             + ("" if np.isnan(dwell) else f"  {dwell / 1000:.1f} s")
         )
     return lines

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 ROOT = Path(__file__).parents[1]
 SPEC = ROOT / "conf" / "specs" / "simulator.yaml"

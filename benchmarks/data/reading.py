@@ -7,36 +7,34 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.data.clock import cpu_seconds
-from benchmarks.data.storage import LONGEST, cuts, write_lists
-from benchmarks.data.world import World, make_world
+from benchmarks.data.storage import LONGEST, pointers, write_lists
+from benchmarks.data.world import make_world
 from benchmarks.result import Result
 from features.history.build import pack_users
 from features.history.compact import compact_users
-from training.data.histories import ranges, unpacked
+from training.data.histories import unpacked
 
 ROWS = 1024  # of a batch
 KEYS = 11
 ROUNDS = 3
+FIVE = ("visible_ts", "item", "surface", "type", "dwell")
 
 
 def measure(result: Result, work: Path, events: int = 2_000_000, users: int = 20_000) -> None:
     """`reader_samples_per_cpu_s`, `reader_ratio` and `tensor_samples_per_cpu_s`."""
     world = make_world(events, users)
     by_user = np.lexsort((np.arange(len(world)), world.user))
-    packed, lists = work / "packed.parquet", work / "copied.parquet"
+    packed, pointed, lists = (work / f"{n}.parquet" for n in ("packed", "pointed", "copied"))
     write_lists(world, by_user, lists)
+    pq.write_table(pointers(world, by_user), pointed, compression="zstd")
     daily = pack_users(world.table().take(pa.array(by_user))).drop(["day"])
     daily = daily.append_column("dropped", pa.array(np.zeros(len(daily), np.int32)))
     pq.write_table(compact_users(daily.combine_chunks(), 10**9, 0), packed, compression="zstd")
-    shown = np.flatnonzero(world.type == 1)
-    begin, end = cuts(world, by_user)
-    place = (end - begin)[shown]
+    shown = int(np.sum(world.type == 1))
 
-    joined = [cpu_seconds(lambda: join(packed, world, shown, place)) for _ in range(ROUNDS)]
-    copied = [cpu_seconds(lambda: read_copied(lists)) for _ in range(ROUNDS)]
-    ours, theirs = (len(shown) / np.median(taken) for taken in (joined, copied))
-    tensors = len(shown) / np.median([cpu_seconds(lambda: to_tensors(len(shown)))
-                                      for _ in range(ROUNDS)])  # fmt: skip
+    rivals = (lambda: join(packed, pointed), lambda: read_copied(lists), lambda: to_tensors(shown))
+    taken = [[cpu_seconds(rival) for rival in rivals] for _ in range(ROUNDS)]
+    ours, theirs, tensors = shown / np.median(taken, axis=0)
     result.take("reader_samples_per_cpu_s", float(ours), "")
     result.take("reader_ratio", float(ours / theirs), "")
     result.take("tensor_samples_per_cpu_s", float(tensors), "")
@@ -50,19 +48,19 @@ def measure(result: Result, work: Path, events: int = 2_000_000, users: int = 20
     )
 
 
-def join(packed: Path, world: World, shown: np.ndarray, place: np.ndarray) -> int:
+def join(packed: Path, pointed: Path) -> int:
     """Read packed histories and slice them for all impressions in random order."""
     table = pq.read_table(packed, use_threads=False)
     days = pa.array(np.zeros(len(table), np.int32), pa.int32()).cast(pa.date32())
     histories = unpacked(table.append_column("day", days))
-    order = np.random.default_rng(0).permutation(len(shown))
-    ids = pa.array(np.char.add("u", world.user[shown[order]].astype(str)))
-    user, as_of, length = histories.find(ids), world.seconds[shown[order]], place[order]
-    e, read = histories.events, 0
+    rows = pq.read_table(pointed, use_threads=False)
+    user = histories.find(rows["user_id"].combine_chunks())
+    as_of, length = rows["as_of_ts"].to_numpy(), rows["hist_len"].to_numpy().astype(np.int64)
+    order, read = np.random.default_rng(0).permutation(len(rows)), 0
     for at in range(0, len(order), ROWS):
-        part = slice(at, at + ROWS)
+        part = order[at : at + ROWS]
         cut = histories.slices(user[part], as_of[part], length[part], LONGEST)
-        columns = [c[cut.positions] for c in (e.visible_ts, e.items, e.surfaces, e.types, e.dwells)]
+        columns = [np.ascontiguousarray(cut.events[name]) for name in FIVE]
         read += sum(len(column) for column in columns)
     return read
 
@@ -79,7 +77,9 @@ def read_copied(lists: Path) -> int:
         order = rng.permutation(len(table))
         for at in range(0, len(order), ROWS):
             rows = order[at : at + ROWS]
-            positions = ranges(offsets[rows], offsets[rows + 1])
+            lengths = offsets[rows + 1] - offsets[rows]
+            stops = np.cumsum(lengths)
+            positions = np.arange(stops[-1]) + np.repeat(offsets[rows] - stops + lengths, lengths)
             read += sum(len(values[positions]) for values in flat)
     return read
 

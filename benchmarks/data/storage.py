@@ -28,7 +28,7 @@ def measure(result: Result, work: Path, events: int = 2_000_000, users: int = 1_
         "daily": _write(daily, work / "daily.parquet"),
         "compacted": _write(compacted, work / "compacted.parquet"),
         "items": _write(_item_index(world), work / "items.parquet"),
-        "pointers": _write(_pointers(world, by_user), work / "pointers.parquet"),
+        "pointers": _write(pointers(world, by_user), work / "pointers.parquet"),
         "lists": write_lists(world, by_user, work / "lists.parquet"),
     }
     each = (sizes["compacted"] + sizes["items"]) / events
@@ -63,7 +63,7 @@ def _item_index(world: World) -> pa.Table:
     return pa.table({"item_id": np.char.mod("%x", ids), "item_ix": index})
 
 
-def _pointers(world: World, by_user: Int64) -> pa.Table:
+def pointers(world: World, by_user: Int64) -> pa.Table:
     """What examples hold of a history: user, as of, length, version."""
     begin, end = cuts(world, by_user)
     shown = np.flatnonzero(world.type == 1)

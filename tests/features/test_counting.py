@@ -9,7 +9,7 @@ events = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 50), st.integers(1
 queries = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 60)), min_size=1, max_size=20)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(events, queries)
 def test_counts_are_those_of_a_loop(happened: list, asked: list) -> None:
     e = np.array(happened, np.int64).reshape(-1, 3)

@@ -24,7 +24,7 @@ DAYS, USERS, DELAY, LATENESS, MOST, GAP = 3, 25, 30, 86_400, 7, 5
 LAST = FIRST + timedelta(days=DAYS - 1)
 # A log is drawn as a seed: one run through Spark takes half a minute, too long to shrink.
 ONE_LOG = settings(
-    max_examples=1, deadline=None, phases=[Phase.generate],
+    max_examples=1, phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 MORE_LOGS = settings(ONE_LOG, max_examples=2)

@@ -1,6 +1,6 @@
 import numpy as np
 import pyarrow as pa
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from etl.tables.contracts import HISTORY_PLANES
@@ -42,7 +42,6 @@ def test_no_dwell_stays_none() -> None:
     assert np.isnan(dwell_ms(dwell_byte(np.array([np.nan]))))[0]
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=12), st.integers(1, 7))
 def test_groups_are_never_split_and_nothing_is_lost(sizes: list[int], cut: int) -> None:
     keys = np.repeat(np.arange(len(sizes)), sizes)

@@ -95,7 +95,7 @@ def test_a_saved_ranker_scores_as_before(reader: Reader, batch: Batch, tmp_path:
     assert json.loads((folder / "ranker.json").read_text())["surface"] == "feed"
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.floats(0.3, 3), st.floats(-1.5, 1.5), st.integers(0, 50))
 def test_platt_recovers_a_distortion_and_keeps_the_order(a: float, b: float, seed: int) -> None:
     rng = np.random.default_rng(seed)

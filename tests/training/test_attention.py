@@ -13,7 +13,7 @@ def offsets(counts: list[int]) -> Tensor:
     return torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(lengths, st.integers(0, 99))
 def test_fast_paths_are_the_reference(sizes: list[tuple[int, int]], seed: int) -> None:
     torch.manual_seed(seed)
@@ -37,7 +37,7 @@ def test_fast_paths_are_the_reference(sizes: list[tuple[int, int]], seed: int) -
                 torch.testing.assert_close(a, b)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=5), st.integers(1, 9))
 def test_windows_are_the_reference(sizes: list[int], window: int) -> None:
     torch.manual_seed(0)
@@ -48,7 +48,7 @@ def test_windows_are_the_reference(sizes: list[int], window: int) -> None:
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(
         st.tuples(st.lists(st.integers(0, 3), max_size=4), st.lists(st.integers(0, 3), max_size=8)),

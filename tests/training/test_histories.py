@@ -25,8 +25,10 @@ def of_one_user(visible: list[int], codes: tuple[int, ...] = (), types: list[int
 
 
 def cut(stored: Histories, as_of: int, length: int, most: int = 100) -> list[int]:
-    slices = stored.slices(np.array([0]), np.array([as_of]), np.array([length]), most)
-    return stored.events.visible_ts[slices.positions].tolist()
+    cut = stored.slices(np.array([0]), np.array([as_of]), np.array([length]), most)
+    assert cut.offsets.tolist() == [0, len(cut.events)]
+    assert np.array_equal(stored.events.visible_ts[cut.events["item"]], cut.events["visible_ts"])
+    return cut.events["visible_ts"].tolist()
 
 
 @given(SECONDS, st.integers(0, 51), st.integers(1, 5))

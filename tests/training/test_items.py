@@ -27,7 +27,7 @@ def lake(tmp_path_factory: pytest.TempPathFactory) -> Lake:
     return Lake(str(folder / "lake"), load_spec(folder / "spec.yaml"))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_versions_are_those_of_the_reference(lake: Lake, seed: int) -> None:
     rng = random.Random(seed)

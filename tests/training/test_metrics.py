@@ -9,7 +9,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 from training.loop.metrics import score
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(0, 2**32 - 1), st.integers(3, 300))
 def test_scores_are_those_of_scikit_learn(seed: int, n: int) -> None:
     rng = np.random.default_rng(seed)

@@ -15,13 +15,18 @@ from features.history.pack import Events, visible_from
 from features.history.planes import WIDTHS, planes, unpack
 
 Int64 = npt.NDArray[np.int64]
+# What a model reads of an event, side by side: a slice of a history is then one copy.
+EVENT = np.dtype(
+    [("visible_ts", "<i8"), ("item", "<i4"), ("surface", "i1"), ("type", "i1"), ("dwell", "i1"),
+     ("unused", "i1")]
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Slices:
-    """Ragged positions into `Histories.events`, oldest first, cut by `offsets`."""
+    """Ragged `events` of type EVENT, oldest first, cut by `offsets`."""
 
-    positions: Int64
+    events: npt.NDArray[np.void]
     offsets: Int64
 
 
@@ -61,9 +66,10 @@ class Histories:
         if self.codes:
             first, last = self._kept_before[first], self._kept_before[last]
         start = np.maximum(first, last - most)
-        positions = ranges(start, last)
-        offsets = np.concatenate(([0], np.cumsum(last - start)))
-        return Slices(self._kept[positions] if self.codes else positions, offsets)
+        runs = pa.LargeListViewArray.from_arrays(start, last - start, self._kept).flatten()
+        _, data = runs.buffers()
+        events = np.ndarray(len(runs), EVENT, data, runs.offset * EVENT.itemsize)
+        return Slices(events, np.concatenate(([0], np.cumsum(last - start))))
 
     def _check(self, begin: Int64, end: Int64, as_of: Int64, length: Int64) -> None:
         inside = length <= end - begin
@@ -90,22 +96,24 @@ class Histories:
         return np.append(self.events.visible_ts, 0)
 
     @cached_property
-    def _kept(self) -> Int64:
-        """Positions of the events that are kept."""
-        return np.flatnonzero(np.isin(self.events.types, self.codes))
+    def _kept(self) -> pa.FixedSizeBinaryArray:
+        """The events of the types in `codes`, as bytes of EVENT."""
+        stored = self.events
+        rows = np.zeros(len(stored.items), EVENT)
+        rows["visible_ts"], rows["item"] = stored.visible_ts, stored.items
+        rows["surface"], rows["type"], rows["dwell"] = (
+            stored.surfaces, stored.types, stored.dwells
+        )  # fmt: skip
+        if self.codes:
+            rows = rows[np.isin(stored.types, self.codes)]
+        shape = pa.binary(EVENT.itemsize)
+        return pa.FixedSizeBinaryArray.from_buffers(shape, len(rows), [None, pa.py_buffer(rows)])
 
     @cached_property
     def _kept_before(self) -> Int64:
         """How many kept events lie before each position."""
         mask = np.isin(self.events.types, self.codes)
         return np.concatenate(([0], np.cumsum(mask)))
-
-
-def ranges(start: Int64, stop: Int64) -> Int64:
-    """start[0], start[0]+1, …, stop[0]-1, start[1], …"""
-    lengths = stop - start
-    ends = np.cumsum(lengths)
-    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(start - (ends - lengths), lengths)
 
 
 def load_histories(snapshot: Snapshot, bucket: int, codes: tuple[int, ...] = ()) -> Histories:

@@ -194,17 +194,17 @@ class Reader:
     def _history(self, chunk: Chunk, requests: Int64, stored: Histories, user: Int64) -> History:
         as_of = chunk.as_of[requests]
         cut = stored.slices(user[requests], as_of, chunk.length[requests], self.length)
-        events, at = stored.events, cut.positions
-        items = np.minimum(events.items[at], len(self.items) - 1).astype(np.int64)
+        events = cut.events
+        items = np.minimum(events["item"].astype(np.int64), len(self.items) - 1)
         now = np.repeat(as_of, np.diff(cut.offsets))
         known = self.items.versions_at(items, now)
         return History(
             offsets=torch.from_numpy(cut.offsets),
             items=torch.from_numpy(items),
-            surfaces=torch.from_numpy(events.surfaces[at].astype(np.int64)),
-            types=torch.from_numpy(events.types[at].astype(np.int64)),
-            dwells=torch.from_numpy(events.dwells[at].astype(np.int64)),
-            ages=torch.from_numpy(now - events.visible_ts[at]),
+            surfaces=torch.from_numpy(events["surface"].astype(np.int64)),
+            types=torch.from_numpy(events["type"].astype(np.int64)),
+            dwells=torch.from_numpy(events["dwell"].astype(np.int64)),
+            ages=torch.from_numpy(now - events["visible_ts"]),
             item_ids={n: torch.from_numpy(v[known]) for n, v in self.items.ids.items()},
             item_vectors={n: torch.from_numpy(v[known]) for n, v in self.items.vectors.items()},
         )
