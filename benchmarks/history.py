@@ -47,7 +47,8 @@ class HistoryArgs(Strict):
 def bench(args: HistoryArgs) -> None:
     """NE by length of history on simulated logs, GEM and LightGBM (long; resumable)."""
     spec = load_spec(SPEC)
-    place = Place(SPEC, str(args.work / "raw"), str(args.work / "lake"))
+    work = args.work.resolve()  # steps are finished for the paths that they were given
+    place = Place(SPEC, str(work / "raw"), str(work / "lake"))
     days = newest_mature(spec, *parse_days(DAYS))
     prepare(args, place, days)
     runs = {name: measured(args, place, days, name) for name in names(args)}

@@ -14,6 +14,7 @@ from etl.tables.lake import Lake
 from features.as_of import as_of_ts
 from features.as_of_join import last_before
 from features.counters import count
+from features.coverage import without_attributes
 from features.encoding import clock, encode
 from features.history.build import events_before, visible_after_days
 from features.history.compact import days_back
@@ -57,16 +58,6 @@ def build_examples(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     where, contract = delta.days_between(*days), contracts.examples(spec)
     delta.replace(lake, contract, rows, where, versions)
     return {"examples": lake.rows(contract.name, days)} | without_attributes(lake, days)
-
-
-def without_attributes(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
-    """How many examples knew nothing of their user or item, of those that the spec tells of."""
-    told = {name: getattr(lake.spec.attributes, name) for name in ("user", "item")}
-    return {
-        f"without {name} attributes": lake.nulls("examples", f"{name}_since", days)
-        for name, declared in told.items()
-        if declared
-    }
 
 
 def with_as_of(spec: DataSpec, shown: DataFrame) -> DataFrame:

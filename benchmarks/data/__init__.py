@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from tqdm import tqdm
 
 from benchmarks.result import Result
 from etl.spec.base import Strict
@@ -36,9 +37,10 @@ def bench(args: DataBenchArgs) -> None:
     }
     result = Result("The data plane", COLUMNS)
     with tempfile.TemporaryDirectory() as folder:
-        for name, part in parts.items():
-            if not args.only or name in args.only:
-                if name != "pipeline":
-                    spark_session("bench data")
-                part.measure(result, Path(folder))
+        wanted = [name for name in parts if not args.only or name in args.only]
+        for name in (told := tqdm(wanted, unit="part")):
+            told.set_description(name)
+            if name != "pipeline":
+                spark_session("bench data")
+            parts[name].measure(result, Path(folder))
     result.show(args.as_json)

@@ -10,6 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from etl.errors import UserError
 from etl.tables import records, whole
 from etl.tables.lake import Lake
+from features.coverage import without_attributes
 from ranking.report import facts, figures
 from ranking.report.facts import NAMES
 from training.loop.metrics import Score
@@ -32,16 +33,16 @@ def build_report(lake: Lake, raw: str, split: Split) -> Path:
     if not found:
         raise UserError(f"no model was evaluated in {lake.root}; run `gemline run` first")
     scores = facts.scores(lake, found)
-    objectives = list(lake.spec.objectives)
+    objectives, steps = facts.measured(lake, scores), records.seconds(lake.root)
     both = "student" in found and "distilled" in found
     compared = facts.compare(lake, found["distilled"], found["student"]) if both else []
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, autoescape=True
     )
     markup = {
-        "ne_bars": figures.ne_bars(scores, NAMES, objectives),
-        "reliability": figures.reliability(found, NAMES, objectives),
-        "step_times": figures.step_times(records.seconds(lake.root)),
+        "ne_bars": figures.ne_bars(scores, NAMES, objectives) if objectives else "",
+        "reliability": figures.reliability(found, NAMES, objectives) if objectives else "",
+        "step_times": figures.step_times(steps) if steps else "",
     }
     template = environment.get_template("page.html.j2")
     page = template.render(
@@ -54,6 +55,8 @@ def build_report(lake: Lake, raw: str, split: Split) -> Path:
         compared=compared,
         flow=facts.flow(lake),
         reasons=facts.quarantined(lake),
+        parked=facts.parked(lake),
+        without=without_attributes(lake, lake.days("examples")),
         studies=studies(),
         **{name: environment.filters["safe"](svg) for name, svg in markup.items()},
     )

@@ -51,6 +51,22 @@ def quarantined(lake: Lake) -> list[tuple[str, int]]:
     return sorted(((c["values"], c["counts"]) for c in counts), key=lambda c: -c[1])
 
 
+def parked(lake: Lake) -> list[tuple[str, int, int]]:
+    """Events that are not used, by reason; and of how many users."""
+    rows = arrow.snapshot(lake, contracts.parked(lake.spec)).read(["reason", "user_id"])
+    counts = rows.group_by("reason").aggregate(
+        [("user_id", "count"), ("user_id", "count_distinct")]
+    )
+    told = counts.sort_by([("user_id_count", "descending")]).to_pylist()
+    return [(row["reason"], row["user_id_count"], row["user_id_count_distinct"]) for row in told]
+
+
+def measured(lake: Lake, scores: dict[str, list[Score]]) -> list[str]:
+    """Objectives that some model was measured on, in the order of the spec."""
+    there = {s.objective for rows in scores.values() for s in rows if not np.isnan(s.ne)}
+    return [name for name in lake.spec.objectives if name in there]
+
+
 def predictions(lake: Lake, raw: str, split: Split) -> dict[str, Predictions]:
     """Test predictions of each model that has any; the truth's where the raw folder tells it.
 

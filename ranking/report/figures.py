@@ -63,9 +63,11 @@ def reliability(
 ) -> str:
     """Share of outcomes against mean prediction, in tenths of the rows, one panel an objective."""
     figure = Figure(figsize=(3.4 * len(objectives), 3.2))
-    for i, axis in enumerate(np.ravel(figure.subplots(1, len(objectives)))):
+    axes = np.ravel(figure.subplots(1, len(objectives)))
+    for axis, objective in zip(axes, objectives, strict=True):
         top = 0.0
         for model, p in found.items():
+            i = p.objectives.index(objective)
             known = p.known[:, i]
             if p.labels[known, i].sum() < BINS:
                 continue
@@ -75,7 +77,7 @@ def reliability(
             axis.plot(said, happened, "o-", ms=3, lw=1, color=COLOURS[model], label=names[model])
             top = max(top, *said, *happened)
         axis.plot([0, top], [0, top], ":", color="#bbbbbb")
-        axis.set_title(objectives[i])
+        axis.set_title(objective)
         axis.set_xlabel("predicted")
         axis.set_ylabel("happened")
     figure.axes[0].legend(frameon=False, fontsize=7)
