@@ -22,7 +22,7 @@ WINDOWS = ("1h", "1d", "7d", "30d")
 EVENTS = ("ad_impression", "ad_long_view", "ad_click", "conversion")
 
 
-def measure(result: Result, work: Path, events: int = 500_000, users: int = 5_000) -> None:
+def measure(result: Result, work: Path, events: int = 30_000, users: int = 500) -> None:
     """`counter_ratio`."""
     spec = load_spec(SPEC)
     counters = Counters.model_validate({"windows": WINDOWS, "events": EVENTS, "keys": KEYS})
