@@ -22,7 +22,9 @@ from training.data.histories import unpacked
 
 DAYS, USERS, DELAY, LATENESS, MOST, GAP = 3, 25, 30, 86_400, 7, 5
 LAST = FIRST + timedelta(days=DAYS - 1)
-# A log is drawn as a seed: one run through Spark takes half a minute, too long to shrink.
+# A log is drawn as a seed: one run through Spark takes half a minute, too long to shrink. The first
+# draw of every run would be 0, always the same log.
+SEEDS = st.integers(0, 2**32).filter(bool)
 ONE_LOG = settings(
     max_examples=1, phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
@@ -150,7 +152,7 @@ def parts_of(folder: Path, records: list[Record], seed: int, zone: str) -> Lake:
 
 
 @ONE_LOG
-@given(seed=st.integers(0, 2**32), zone=st.sampled_from(ZONES))
+@given(seed=SEEDS, zone=st.sampled_from(ZONES))
 def test_any_log_is_as_the_references_have_it_and_knows_nothing_of_later(
     spark: object, tmp_path_factory: pytest.TempPathFactory, seed: int, zone: str
 ) -> None:
@@ -171,7 +173,7 @@ def test_any_log_is_as_the_references_have_it_and_knows_nothing_of_later(
 
 @pytest.mark.proof
 @MORE_LOGS
-@given(seed=st.integers(0, 2**32), zone=st.sampled_from(ZONES))
+@given(seed=SEEDS, zone=st.sampled_from(ZONES))
 def test_any_split_of_days_and_order_of_records_gives_the_same_tables(
     spark: object, tmp_path_factory: pytest.TempPathFactory, seed: int, zone: str
 ) -> None:
