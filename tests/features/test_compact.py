@@ -144,7 +144,9 @@ def test_what_was_given_up_is_not_read_in_silence(own: Lake) -> None:
     before = sliced(own)
     short = own.spec.model_copy(update={"history": History(most_events=3)})
     compact(Lake(own.root, short), UNTIL)
-    late = {row["impression_id"] for row in rows(own, "examples") if row["day"] > UNTIL}
+    end = own.spec.day_end(UNTIL)
+    late = {row["impression_id"] for row in rows(own, "examples") if row["as_of_ts"] >= end}
+    assert late
     assert sliced(own, late) == {i: before[i] for i in late}
     with pytest.raises(UserError, match="these examples lie before what is kept"):
         sliced(own)

@@ -4,6 +4,7 @@ import gzip
 import json
 import random
 from collections import defaultdict
+from collections.abc import Iterator
 from datetime import UTC, date, datetime, time, timedelta
 from pathlib import Path
 from zoneinfo import ZoneInfo
@@ -71,13 +72,14 @@ def make(seed: int, users: int, days: int, zone: str = "UTC") -> list[Record]:
     bounds = {day: (opens(day, zone), opens(day + timedelta(days=1), zone)) for day in span}
     made: list[Record] = []
     for user in range(users):
-        for number in range(rng.randint(0, 5 * days)):
+        for number in range(rng.randint(0, 4 * days)):
             day = rng.choice(span)
-            made.append(_record(rng, f"{user}-{number}", f"u{user}", day, bounds[day]))
-    shown = [record["imp"] for record in made if record["type"] == "shown"]
-    for record in made:
-        if record["type"] == "click" and shown and rng.random() < 0.5:
-            record["imp"] = rng.choice(shown)
+            record = _record(rng, f"{user}-{number}", f"u{user}", day, bounds[day])
+            while record:
+                made.append(record)
+                if record["type"] == "buy" and rng.random() < 0.5:
+                    made += _rivals(rng, record, bounds)
+                record = _outcome(rng, record, bounds)
     again = [_copy(rng, record, bounds) for record in made if rng.random() < 0.15]
     rng.shuffle(whole := made + again)
     return whole
@@ -102,6 +104,47 @@ def _record(rng: random.Random, id_: str, user: str, day: date, bounds: tuple[in
         "request": rng.choice((None, f"r{rng.randrange(3)}")) if type_ == "shown" else None,
         "value": rng.randrange(1, 9) if type_ == "buy" else None,
     }
+
+
+def _outcome(
+    rng: random.Random, cause: Record, bounds: dict[date, tuple[int, int]]
+) -> Record | None:
+    """What came of a record: a click of an impression, or a buy of a click; or nothing."""
+    type_ = {"shown": "click", "click": "buy"}.get(cause["type"])
+    ts = cause["ts"] + rng.choice((0, 1, 600, 3600, 3601, 7200, 43_200))
+    if not type_ or rng.random() < 0.3:
+        return None
+    return _landed(bounds, ts + rng.choice((0, 0, 3, 700, 40_000)), cause | {
+        "id": f"{cause['id']}-{type_}",
+        "item": rng.choice((cause["item"],) * 3 + tuple(BRANDS)),
+        "surface": rng.choice((cause["surface"], "home")),
+        "type": type_,
+        "ts": ts,
+        "imp": rng.choice((None, cause["imp"])) if type_ == "click" else None,
+        "request": None,
+        "value": rng.randrange(1, 9) if type_ == "buy" else None,
+    })  # fmt: skip
+
+
+def _rivals(
+    rng: random.Random, bought: Record, bounds: dict[date, tuple[int, int]]
+) -> Iterator[Record]:
+    """Another impression and its click, shortly before a buy; they may land long after it."""
+    late = rng.choice((0, 3600, 40_000))
+    for type_, before in (("shown", 300), ("click", 2)):
+        id_, ts = f"{bought['id']}-{type_}", bought["ts"] - before
+        rival = bought | {"id": id_, "type": type_, "ts": ts, "value": None}
+        rival["imp"] = f"i{bought['id']}" if type_ == "shown" else None
+        if record := _landed(bounds, ts + late, rival):
+            yield record
+
+
+def _landed(bounds: dict[date, tuple[int, int]], ingest: int, record: Record) -> Record | None:
+    """The record as it lands on the day of its ingest; None after the last."""
+    for day, (opens_, closes) in bounds.items():
+        if opens_ <= ingest < closes:
+            return record | {"ingest": ingest, "day": day, "opens": opens_, "closes": closes}
+    return None
 
 
 def _copy(rng: random.Random, record: Record, bounds: dict[date, tuple[int, int]]) -> Record:
