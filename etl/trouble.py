@@ -1,6 +1,10 @@
 """What a machine or another run can do to a command, each as one sentence."""
 
 DISK_FULL = "No space left on device"
+MADE_BY_ANOTHER = (
+    "another run made the same table at the same time, and was first; run the same command again "
+    "when the other has ended"
+)
 TROUBLE = {
     DISK_FULL: "the disk is full; free some space and run the same command again: what was "
     "committed is whole, what was not is not there",
@@ -8,10 +12,8 @@ TROUBLE = {
     "fewer days at once: what was committed is whole",
     "DELTA_CONCURRENT": "another run wrote the same table at the same time, and was first; nothing "
     "of this one was written to it: run the same command again when the other has ended",
-    "DELTA_METADATA_CHANGED": "another run made the same table at the same time, and was first; "
-    "run the same command again when the other has ended",
-    "DELTA_PROTOCOL_CHANGED": "another run made the same table at the same time, and was first; "
-    "run the same command again when the other has ended",
+    "DELTA_METADATA_CHANGED": MADE_BY_ANOTHER,
+    "DELTA_PROTOCOL_CHANGED": MADE_BY_ANOTHER,
 }
 
 

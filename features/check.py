@@ -39,7 +39,7 @@ def check(lake: Lake, sample: int, seed: int) -> Iterator[tuple[str, list[Differ
     for example in tqdm(examples, desc="check", unit="example", disable=None):
         found = tables.recompute(example)
         stored = {name: example[name] for name in found if name in example}
-        stored["history"] = tables.history_of(example)
+        stored["history"] = tables.history_of(example, found["history"])
         wrong = [name for name, value in found.items() if stored[name] != value]
         differences = [(name, *_apart(stored[name], found[name])) for name in wrong]
         yield example["impression_id"], differences
@@ -67,7 +67,7 @@ class Events:
 
     def __init__(self, lake: Lake, days: list[date]) -> None:
         self.lake, self.spec = lake, lake.spec
-        self._all = self._snapshot("events")
+        self._all, self._history = self._snapshot("events"), self._snapshot("history")
         back = timedelta(days=2 * days_back(self.spec) + 1)
         recent = set(each_day(min(days) - back, max(days)))
         self._recent = self._all.read(EVENT, day=recent)
@@ -97,9 +97,9 @@ class Events:
             **self._counters(shown, as_of),
         }
 
-    def history_of(self, example: Row) -> list[tuple[int, int, int, int]]:
-        """What an example's pointer shows; what compaction gave up is taken as it was."""
-        rows = self._snapshot("history").read(bucket=example["bucket"])
+    def history_of(self, example: Row, gone: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """What an example's pointer shows; what compaction gave up is taken from `gone`."""
+        rows = self._history.read(bucket=example["bucket"])
         rows = rows.filter(pc.equal(rows["user_id"], example["user_id"]))
         rows = rows.sort_by([(name, "ascending") for name in ("day", "chunk")]).combine_chunks()
         lengths = rows["events"].to_numpy().astype(np.int64)
@@ -109,8 +109,7 @@ class Events:
         columns = (visible, flat["items"], flat["surfaces"], flat["types"])
         dropped = int(pc.sum(rows["dropped"]).as_py() or 0)
         kept = list(zip(*(column.tolist() for column in columns), strict=True))
-        gone = self.recompute(example)["history"][:dropped] if dropped else []
-        return [*gone, *kept][: example["hist_len"]]
+        return [*gone[:dropped], *kept][: example["hist_len"]]
 
     def _counters(self, shown: Row, as_of: int) -> Row:
         spec, widest = self.spec, max(self.spec.counters.windows)

@@ -12,6 +12,7 @@ from benchmarks.data.world import make_world
 from benchmarks.result import Result
 from features.history.build import pack_users
 from features.history.compact import compact_users
+from features.ranges import ranges
 from training.data.histories import unpacked
 
 ROWS = 1024  # of a batch
@@ -77,9 +78,7 @@ def read_copied(lists: Path) -> int:
         order = rng.permutation(len(table))
         for at in range(0, len(order), ROWS):
             rows = order[at : at + ROWS]
-            lengths = offsets[rows + 1] - offsets[rows]
-            stops = np.cumsum(lengths)
-            positions = np.arange(stops[-1]) + np.repeat(offsets[rows] - stops + lengths, lengths)
+            positions = ranges(offsets[rows], offsets[rows + 1])
             read += sum(len(values[positions]) for values in flat)
     return read
 

@@ -11,6 +11,7 @@ from benchmarks.data.world import DAYS, START, World, make_world
 from benchmarks.result import Result
 from features.history.build import pack_users
 from features.history.compact import compact_users
+from features.ranges import ranges
 
 LONGEST = 1000  # events of a copied list
 ZSTD = {"compression": "zstd", "compression_level": 3}
@@ -101,7 +102,7 @@ def write_lists(world: World, by_user: Int64, path: Path, rows: int = 20_000) ->
         part = shown[at : at + rows]
         lengths = np.minimum((end - begin)[part], LONGEST)
         stops = np.cumsum(lengths)
-        events = np.arange(stops[-1]) + np.repeat(end[part] - stops, lengths)
+        events = ranges(end[part] - lengths, end[part])
         offsets = pa.array(np.append(0, stops).astype(np.int32))
         lists = {
             name: pa.ListArray.from_arrays(offsets, pa.array(values[events]))

@@ -17,6 +17,7 @@ from etl.tables.lake import Lake
 from features.groups import run_starts, whole_groups
 from features.history.pack import gaps, visible_from
 from features.history.planes import COLUMNS, split, unpack
+from features.ranges import ranges
 
 CHUNK = 1024  # events of a row
 COMPACTED = ", ".join(
@@ -105,7 +106,7 @@ def compact_users(rows: pa.Table, most: int, oldest: int) -> pa.Table:
     kept = ((from_end < most) & (visible >= oldest)) | (from_end == 0)
     counts = np.bincount(user[kept], minlength=len(first_row))
     gone = np.add.reduceat(rows["dropped"].to_numpy(), first_row) + np.diff(offsets) - counts
-    place = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    place = ranges(np.zeros_like(counts), counts)
     starts = np.flatnonzero(place % CHUNK == 0)
     owner, chunk = user[kept][starts], place[starts] // CHUNK
 

@@ -105,15 +105,19 @@ class Histories:
             stored.surfaces, stored.types, stored.dwells
         )  # fmt: skip
         if self.codes:
-            rows = rows[np.isin(stored.types, self.codes)]
+            rows = rows[self._wanted]
         shape = pa.binary(EVENT.itemsize)
         return pa.FixedSizeBinaryArray.from_buffers(shape, len(rows), [None, pa.py_buffer(rows)])
 
     @cached_property
     def _kept_before(self) -> Int64:
         """How many kept events lie before each position."""
-        mask = np.isin(self.events.types, self.codes)
-        return np.concatenate(([0], np.cumsum(mask)))
+        return np.concatenate(([0], np.cumsum(self._wanted)))
+
+    @cached_property
+    def _wanted(self) -> npt.NDArray[np.bool_]:
+        """Whether each event is of the types in `codes`."""
+        return np.isin(self.events.types, self.codes)
 
 
 def load_histories(snapshot: Snapshot, bucket: int, codes: tuple[int, ...] = ()) -> Histories:

@@ -41,7 +41,8 @@ class Pass:
 
     def size(self, reader: Reader) -> int:
         """How many batches there would be without `skip`; histories are not read."""
-        return reader.count(self.days, self.ripened, self.rows, self.shuffle, self.shard)
+        found = reader.parts(self.days, self.ripened, self.rows, self.shuffle, self.shard)
+        return sum(len(parts) for _, _, parts in found)
 
 
 class Lane(IterableDataset[Batch]):

@@ -13,6 +13,7 @@ from etl.spec.units import each_day
 from etl.tables import contracts
 from etl.tables.arrow import Snapshot, snapshot
 from etl.tables.lake import Lake
+from features.ranges import ranges
 from training.data.batch import Batch, History
 from training.data.chunks import Chunk, load_chunk
 from training.data.features import Features, features_of
@@ -126,7 +127,7 @@ class Reader:
         world): a rank owns the buckets of its remainder. `skip` leaves out that many batches at
         the start, without reading their histories.
         """
-        for bucket, chunk, parts in self._parts(days, ripened, rows, shuffle, shard):
+        for bucket, chunk, parts in self.parts(days, ripened, rows, shuffle, shard):
             left_out = min(skip, len(parts))
             skip -= left_out
             if len(parts) > left_out:
@@ -135,18 +136,7 @@ class Reader:
                 for part in parts[left_out:]:
                     yield self._assemble(chunk, part, histories, user)
 
-    def count(
-        self,
-        days: Sequence[date],
-        ripened: Ripened,
-        rows: int,
-        shuffle: Shuffle,
-        shard: tuple[int, int],
-    ) -> int:
-        """How many batches there are; no history is read."""
-        return sum(len(parts) for _, _, parts in self._parts(days, ripened, rows, shuffle, shard))
-
-    def _parts(
+    def parts(
         self,
         days: Sequence[date],
         ripened: Ripened,
@@ -154,7 +144,10 @@ class Reader:
         shuffle: Shuffle,
         shard: tuple[int, int],
     ) -> Iterator[tuple[int, Chunk, list[Int64]]]:
-        """Each bucket of a shard, its chunk, and the requests of each of its batches."""
+        """Each bucket of a shard, its chunk, and the requests of each of its batches.
+
+        No history is read.
+        """
         rank, world = shard
         salt = days[-1].toordinal()
         buckets = np.arange(rank, self.lake.spec.buckets, world)
@@ -166,8 +159,7 @@ class Reader:
         """The batch of some requests of a chunk; `user` (R) are its users in the histories."""
         begin, end = chunk.starts[requests], chunk.starts[requests + 1]
         counts = end - begin
-        stops = np.cumsum(counts)
-        rows = np.arange(stops[-1]) + np.repeat(begin - (stops - counts), counts)
+        rows = ranges(begin, end)
         item = chunk.item[rows]
         group = self.features.item
         known = self.items.versions_at(item, np.repeat(chunk.as_of[requests], counts))
