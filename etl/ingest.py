@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from datetime import date, timedelta
 from typing import Any
 
+import pyarrow as pa
 from pyspark import StorageLevel
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -96,7 +97,8 @@ def write_flow(
         _flow(lake, day or NO_DAY, n, repeated.get(day or NO_DAY, 0)) for day, n in read.items()
     ]
     contract = contracts.flow(lake.spec)
-    frame = SparkSession.active().createDataFrame(rows, contract.ddl)
+    table = pa.Table.from_pylist(rows).select(list(contract.columns))
+    frame = SparkSession.active().createDataFrame(table, contract.ddl)
     delta.replace(lake, contract, frame, landed_within(days), {})
     return {name: sum(row[name] for row in rows) for name in contract.columns if name != "day"}
 

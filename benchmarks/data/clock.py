@@ -6,14 +6,13 @@ from statistics import median
 
 
 def in_turn(rivals: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median seconds of each, after a round that warms up and does not count."""
+    """Median seconds of each; whoever asks has warmed them up, on less data where that is long."""
     taken: dict[str, list[float]] = {name: [] for name in rivals}
-    for number in range(rounds + 1):
+    for _ in range(rounds):
         for name, run in rivals.items():
             start = time.perf_counter()
             run()
-            if number:
-                taken[name].append(time.perf_counter() - start)
+            taken[name].append(time.perf_counter() - start)
     return {name: median(seconds) for name, seconds in taken.items()}
 
 

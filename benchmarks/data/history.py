@@ -16,11 +16,15 @@ ORDER = ("user_id", "visible_ts", "event_ts", "event_id")
 
 def measure(result: Result, work: Path, millions: int = 10, users: int = 100_000) -> None:
     """`history_build_share` and `history_growth`."""
-    events = _stored(work, millions, users)
-    rivals = {"plain": lambda: plain(events, work), "packed": lambda: packed(events, work)}
-    seconds = in_turn(rivals, 5)
-    ours, other = (millions * 1e6 / seconds[name] for name in ("packed", "plain"))
-    few, many = (_stored(work, size, users * size // millions) for size in (1, 3 * millions))
+    few, events, many = (
+        _stored(work, size, users * size // millions) for size in (1, millions, 3 * millions)
+    )
+    for warm_up in (plain, packed):
+        warm_up(few, work)
+    seconds = in_turn(
+        {"plain": lambda: plain(events, work), "ours": lambda: packed(events, work)}, 5
+    )
+    ours, other = (millions * 1e6 / seconds[name] for name in ("ours", "plain"))
     seconds = in_turn({"few": lambda: packed(few, work), "many": lambda: packed(many, work)}, 1)
     slow, fast = 1e6 / seconds["few"], 3e6 * millions / seconds["many"]
     result.take("history_build_share", ours / other, "")

@@ -11,6 +11,7 @@ from pyspark.sql import functions as F
 
 from etl.errors import UserError
 from etl.sources.raw import FILE, PLACE
+from etl.sources.storage import one_form
 
 
 def with_lines(rows: DataFrame) -> DataFrame:
@@ -40,7 +41,7 @@ def naming_files() -> Iterator[None]:
         )
         if not found:
             raise
-        raise BadFileError(found[1].rstrip(".")) from None
+        raise BadFileError(one_form(found[1].rstrip("."))) from None
 
 
 class BadFileError(UserError):

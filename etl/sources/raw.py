@@ -1,15 +1,17 @@
 """Raw records as they are: every column text; beside it where it stands, and what is amiss."""
 
 import functools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from datetime import date
 
+import pyarrow as pa
 from pyspark.sql import Column, DataFrame, DataFrameReader, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.types import StringType, StructField, StructType
 
 from etl.errors import UserError
 from etl.sources.shapes import AnySource, BadFile, Group, groups
+from etl.sources.storage import LOCAL
 
 PAYLOAD, FILE, DAY, FAULT = "payload", "source_file", "folder_day", "fault"
 PLACE = "place"  # the block of its file, and the row within the task that read it
@@ -116,14 +118,23 @@ def _placed(rows: DataFrame, group: Group, fault: Column) -> DataFrame:
         F.col("_metadata.file_block_start").alias("block"),
         F.monotonically_increasing_id().alias("row"),
     )
-    return rows.select(
+    rows = rows.select(
         "raw",
         PAYLOAD,
-        F.col("_metadata.file_path").alias(FILE),
+        F.regexp_replace("_metadata.file_path", *LOCAL).alias(FILE),
         place.alias(PLACE),
         fault.alias(FAULT),
-        F.lit(group.day).cast("date").alias(DAY),
     )
+    return _dated(rows, group.days)
+
+
+def _dated(rows: DataFrame, days: Mapping[str, date]) -> DataFrame:
+    """`rows` with the days of their files, by address: one plan for any number of days."""
+    if not days:
+        return rows.withColumn(DAY, F.lit(None).cast("date"))
+    known = pa.table({FILE: list(days), DAY: list(days.values())})
+    files = SparkSession.active().createDataFrame(known)
+    return rows.join(F.broadcast(files), FILE, "left")
 
 
 def _nothing(wanted: list[str]) -> DataFrame:

@@ -1,8 +1,8 @@
-"""Raw files by day and by the columns that they hold, and the files that cannot be read at all."""
+"""Raw files by the columns that they hold, their days, and the files that cannot be read at all."""
 
 import csv
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -20,14 +20,14 @@ EMPTY, UNREADABLE = "empty file", "file cannot be read to its end"
 
 @dataclass(frozen=True)
 class Group:
-    """Files of one day (None: their path tells none) with the same `columns`.
+    """Files with the same `columns`; None where each record names its own.
 
-    `columns` is None where each record names its own. Of `damaged` files what can be read is.
+    `days` are by address, none where no path tells its day. Of `damaged` files what can be read is.
     """
 
-    day: date | None
     paths: tuple[str, ...]
     columns: tuple[str, ...] | None
+    days: Mapping[str, date]
     damaged: bool = False
 
 
@@ -72,20 +72,27 @@ def groups(
     raw: str, source: AnySource, days: tuple[date, date], damaged: Collection[str]
 ) -> tuple[list[Group], list[BadFile]]:
     """All files of a source on some days; `damaged` are the addresses of those known to be so."""
-    found: dict[tuple[date | None, str | None, bool], list[str]] = defaultdict(list)
+    found: dict[tuple[str | None, bool], list[RawFile]] = defaultdict(list)
+    dated: dict[str, date] = {}
     bad = []
     for day, files in find_files(raw, source, days):
-        there = [file for file in files if file.size]
+        there = [file for file in files if file.size and file.address not in dated]
+        dated |= {file.address: day for file in there if day}
         bad += [BadFile(file.address, day, EMPTY) for file in files if not file.size]
         bad += [BadFile(file.address, day, UNREADABLE) for file in there if file.address in damaged]
         for file, shape in _shapes(source, there):
             if shape is None and source.format != "json":
                 bad.append(BadFile(file.address, day, UNREADABLE))
             else:
-                found[day, shape, file.address in damaged].append(file.path)
+                found[shape, file.address in damaged].append(file)
     made = [
-        Group(day, tuple(paths), _columns(source, shape, paths[0]), broken)
-        for (day, shape, broken), paths in found.items()
+        Group(
+            tuple(file.path for file in files),
+            _columns(source, shape, files[0].path),
+            {file.address: dated[file.address] for file in files if file.address in dated},
+            broken,
+        )
+        for (shape, broken), files in found.items()
     ]
     return made, list(dict.fromkeys(bad))
 

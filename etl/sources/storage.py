@@ -1,5 +1,6 @@
 """Raw files wherever Hadoop's file systems reach: which there are, and what columns they tell."""
 
+import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -9,11 +10,12 @@ from py4j.protocol import Py4JJavaError
 from pyspark.sql import SparkSession
 
 AT_ONCE = 16
+LOCAL = "^file:/+", "file:///"  # Hadoop and Spark write local addresses with one slash or three
 
 
 @dataclass(frozen=True)
 class RawFile:
-    """A file as Spark reads it, its size in bytes, and the address that Spark tells of it."""
+    """A file as Spark reads it, its size in bytes, and its address: see `one_form`."""
 
     path: str
     size: int
@@ -30,8 +32,12 @@ def files_like(pattern: str) -> list[RawFile]:
 
 def _raw_file(status: Any) -> RawFile:
     path = status.getPath()
-    address = path.toUri().toString().replace("file:/", "file:///", 1)
-    return RawFile(path.toString(), status.getLen(), address)
+    return RawFile(path.toString(), status.getLen(), one_form(path.toUri().toString()))
+
+
+def one_form(address: str) -> str:
+    """An address with three slashes where it is a local one."""
+    return re.sub(*LOCAL, address)
 
 
 def first_line(path: str) -> str | None:

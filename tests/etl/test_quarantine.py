@@ -123,6 +123,28 @@ def test_files_that_cannot_be_read_cost_no_day(own: Lake, tmp_path: Path) -> Non
     assert 100 < flow["kept"] < 5001 and flow["quarantined"] == 2
 
 
+def test_each_file_has_its_own_day_whatever_its_name(spark: object, tmp_path: Path) -> None:
+    """Files of all days are read at once, by names without a pattern's help."""
+    named = "of {day} ü 100%+.json.gz"
+    (tmp_path / "spec.yaml").write_text(SPEC.replace("log/{day}/*", named))
+    own = Lake(str(tmp_path / "lake"), load_spec(tmp_path / "spec.yaml"))
+    own.spec.__dict__["most_events_a_day"] = 10**9
+    days = [date(2026, 1, day) for day in (1, 2, 3)]
+    logs = tmp_path / "odd nämes"
+    logs.mkdir()
+    for number, day in enumerate(days):
+        ms = NOON + number * 86_400_000
+        events = [line(f"{day}-{i}", ms=ms) for i in range(3000)]
+        content = gzip.compress("\n".join([f"nonsense of {day}", *events]).encode())
+        cut = len(content) - 2000 * (number == 1)
+        (logs / named.replace("{day}", str(day))).write_bytes(content[:cut])
+    flow = ingest(own, str(logs), (days[0], days[-1]))
+    assert 6000 < flow["kept"] < 9000 and flow["quarantined"] == 4
+    for row in snapshot_rows(own):
+        assert str(row["day"]) in row["source_file"]
+        assert row["payload"] in {None, f"nonsense of {row['day']}"}
+
+
 @pytest.mark.parametrize("format_", ["csv", "parquet"])
 def test_a_file_that_drifted_is_named_and_costs_no_day(
     spark: object, tmp_path: Path, format_: str
