@@ -2,8 +2,9 @@
 
 import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import date
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -78,12 +79,20 @@ def gem(args: GemArgs) -> None:
 
 
 def _torchrun(args: GemArgs) -> None:
-    flags = args.model_dump(exclude={"processes"}, exclude_none=True)
-    words = [w for k, v in flags.items() for w in (f"--{k.replace('_', '-')}", str(v))]
+    words = _words(args.model_dump(exclude={"processes"}, exclude_none=True))
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launch += [f"--nproc-per-node={args.processes}", "-m", "gemline", "train", "gem", *words]
     if subprocess.run(launch).returncode:
         raise UserError("training failed; the error of the process that failed first is above")
+
+
+def _words(settings: Mapping[str, Any], within: str = "--") -> list[str]:
+    """Settings as words of a command line; those of a group are `--group.name`."""
+    words = []
+    for name, value in settings.items():
+        flag = f"{within}{name.replace('_', '-')}"
+        words += _words(value, f"{flag}.") if isinstance(value, dict) else [flag, str(value)]
+    return words
 
 
 class RebuildArgs(LakeArgs):

@@ -22,7 +22,6 @@ from training.model.interest import PRIOR, Interest
 from training.model.lookup import ItemRows, first_items, look_up, table_rows
 from training.model.numeric import NumericRows, RunningScale
 from training.model.plain import PlainTables
-from training.model.wukong import FactorizationBlock
 
 TINY = SCALES["tiny"]
 
@@ -133,19 +132,6 @@ def test_interest_is_the_mean_of_what_the_user_dealt_with(batch: Batch) -> None:
     some = means[batch.request, 5].abs().sum(1) > 0
     assert some.any() and (interest(alike)[1][some, 5] > 0).all()
     torch.testing.assert_close(interest(alike)[1], -interest(opposed)[1])
-
-
-def test_the_factorisation_block_mixes_rows_only_through_their_products() -> None:
-    """Turning all rows by one rotation leaves X X^T, and so FM's pairs of rows, as they are."""
-    torch.manual_seed(0)
-    block = FactorizationBlock(5, 4, 3, 2, 8)
-    y = torch.randn(7, 5, 2)
-    block.projection.forward = lambda x: y  # type: ignore[method-assign]
-    x, rotation = torch.randn(7, 5, 4), torch.linalg.qr(torch.randn(4, 4))[0]
-    torch.testing.assert_close(block(x @ rotation), block(x), rtol=1e-4, atol=1e-5)
-    stretched = x * torch.tensor([1.0, 2.0, 1.0, 1.0])
-    assert (block(stretched) - block(x)).abs().max() > 1e-3
-    assert block(x).shape == (7, 3, 4)
 
 
 def test_new_items_take_the_rows_of_the_oldest_and_unknown_ones_row_0() -> None:

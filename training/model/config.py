@@ -1,13 +1,33 @@
 """Sizes of GEM: one dial, `scale`, sets them all."""
 
-from typing import Literal
+from typing import Annotated, Literal
+
+import tyro
+from pydantic import Field
 
 from etl.spec.base import Strict
 
 Scale = Literal["tiny", "small", "base", "large"]
+Kind = Literal["wukong", "dcnv2", "dhen", "two_streams"]
 
 
-class GemConfig(Strict):
+class GemOptions(Strict):
+    """What GEM is made of, at any size.
+
+    `across_rows` are what a Wukong layer keeps for all layers after it; with none it is plain
+    Wukong.
+    """
+
+    interaction: Kind = "wukong"
+    attentive: Annotated[bool, tyro.conf.arg(help="Wukong's projection is made from the input")] = (
+        True
+    )
+    across_rows: Annotated[
+        int, Field(ge=0), tyro.conf.arg(help="rows that a Wukong layer keeps for those after it")
+    ] = 0
+
+
+class GemConfig(GemOptions):
     """Sizes; names as in the papers (Wukong 2403.02545, InterFormer 2411.09852).
 
     The sequence layers see the newest `encoded_events`; older ones are only searched for events

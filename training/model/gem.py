@@ -13,11 +13,11 @@ from training.data.features import Features
 from training.model.config import GemConfig
 from training.model.domains import DomainGate, Heads
 from training.model.history import HistoryRows
+from training.model.interaction import interaction
 from training.model.interest import Interest
 from training.model.lookup import ITEM, Vectors
 from training.model.matching import Found, find
 from training.model.numeric import NumericRows
-from training.model.wukong import Wukong
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,9 @@ class Gem(nn.Module):
         )
         self.user_numbers = NumericRows(len(features.user.numbers), 1, d, config.mlp // 4)
         self.norm = nn.LayerNorm(d)
-        self.wukong = Wukong(
-            self._rows(config), d, config.layers, config.fm_rows, config.linear_rows,
-            config.rank, config.mlp,
-        )  # fmt: skip
+        self.interaction = interaction(self._rows(config), config)
         self.trunk = nn.Sequential(
-            nn.Linear(self.wukong.out_rows * d + self._wide(), config.mlp),
+            nn.Linear(self.interaction.out_rows * d + self._wide(), config.mlp),
             nn.LayerNorm(config.mlp),
             nn.ReLU(),
             nn.Dropout(config.dropout),
@@ -90,7 +87,7 @@ class Gem(nn.Module):
         liked = [interest(batch) for interest in self.interests]
         single = self._single_rows(batch, vectors)
         rows = torch.cat((shared, single, number_rows, searched, *(rows for rows, _ in liked)), 1)
-        x = self.wukong(self.norm(rows))
+        x = self.interaction(self.norm(rows).transpose(0, 1).contiguous()).transpose(0, 1)
         wide = (
             row_numbers,
             user_numbers[batch.request],
