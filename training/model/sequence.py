@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from training.ops.attention import attention
+from training.ops.attention import CAUSAL, SOFTMAX, Kind, attention
 
 
 class Attention(nn.Module):
@@ -27,6 +27,7 @@ class Attention(nn.Module):
         keys: Tensor,
         q_offsets: Tensor,
         kv_offsets: Tensor,
+        kind: Kind = SOFTMAX,
         window: int | None = None,
     ) -> Tensor:
         """(Nq, W); see `training.ops.attention`."""
@@ -34,7 +35,7 @@ class Attention(nn.Module):
             project(x).unflatten(1, (self.heads, x.shape[1] // self.heads))
             for project, x in ((self.q, queries), (self.k, keys), (self.v, keys))
         )
-        return self.out(attention(q, k, v, q_offsets, kv_offsets, window).flatten(1))
+        return self.out(attention(q, k, v, q_offsets, kv_offsets, kind, window).flatten(1))
 
 
 class EventLayer(nn.Module):
@@ -52,7 +53,7 @@ class EventLayer(nn.Module):
     def forward(self, events: Tensor, offsets: Tensor) -> Tensor:
         """(N, W) to (N, W)."""
         x = self.norm(events)
-        events = events + self.attention(x, x, offsets, offsets, self.window)
+        events = events + self.attention(x, x, offsets, offsets, CAUSAL, self.window)
         return events + self.ffn(events)
 
 

@@ -1,0 +1,116 @@
+"""Attention on a CPU without padding: rectangles of queries and keys, forward and backward by hand.
+
+H heads, D their width. A rectangle is a block of a sequence's queries and the keys that they see;
+of a causal one only the corner on the diagonal is masked. Gradients of keys and values add up in
+place, so that the backward pass copies nothing; scores and weights are kept for it.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from training.ops.attention.kinds import Kind
+from training.ops.attention.reference import ELEMENTWISE
+
+BLOCK = 128
+aten = torch.ops.aten
+BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "silu": aten.silu_backward,
+    "gelu": aten.gelu_backward,
+    "relu": lambda grad, scores: aten.threshold_backward(grad, scores, 0),
+    "identity": lambda grad, scores: grad,
+}
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """Queries and keys by position."""
+
+    queries: slice
+    keys: slice
+
+
+def rectangles(
+    q_offsets: Tensor, kv_offsets: Tensor, causal: bool, block: int = BLOCK
+) -> Iterator[Rectangle]:
+    """The blocks of queries of all sequences that have keys, with the keys that they see."""
+    q_cuts, kv_cuts = q_offsets.tolist(), kv_offsets.tolist()
+    for sequence in range(len(q_cuts) - 1):
+        first, last = q_cuts[sequence : sequence + 2]
+        key, key_last = kv_cuts[sequence : sequence + 2]
+        for at in range(first, last if key < key_last else first, block):
+            stop = min(at + block, last)
+            seen = key + stop - first if causal else key_last
+            yield Rectangle(slice(at, stop), slice(key, seen))
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    kv_offsets: Tensor,
+    kind: Kind,
+    block: int = BLOCK,
+) -> Tensor:
+    """As `training.ops.attention.reference.attention`, without a window."""
+    plan = list(rectangles(q_offsets, kv_offsets, kind.causal, block))
+    by_head = (x.transpose(0, 1).contiguous() for x in (q * kind.scale(q.shape[-1]), k, v))
+    return _Blocks.apply(*by_head, plan, kind).transpose(0, 1)
+
+
+class _Blocks(torch.autograd.Function):
+    """All rectangles; q, k, v are (H, N, D), and q is scaled."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: list[Rectangle], kind: Kind
+    ) -> Tensor:
+        out = torch.zeros_like(q)
+        kept = []
+        for part in plan:
+            scores = q[:, part.queries] @ k[:, part.keys].transpose(1, 2)
+            if kind.causal:
+                _hide_later(scores, -torch.inf if kind.activation == "softmax" else 0.0)
+            if kind.activation == "softmax":
+                weights = scores.softmax(-1)
+                kept.append(weights)
+            else:
+                weights = ELEMENTWISE[kind.activation](scores)
+                kept += [scores, weights]
+            out[:, part.queries] = weights @ v[:, part.keys]
+        ctx.save_for_backward(q, k, v, *kept)
+        ctx.plan, ctx.kind = plan, kind
+        return out.mul_(kind.outside)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, *kept = ctx.saved_tensors
+        grad = grad * ctx.kind.outside
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        tensors = iter(kept)
+        for part in ctx.plan:
+            out = grad[:, part.queries]
+            scores = None if ctx.kind.activation == "softmax" else next(tensors)
+            weights = next(tensors)
+            dv[:, part.keys].baddbmm_(weights.transpose(1, 2), out)
+            dweights = out @ v[:, part.keys].transpose(1, 2)
+            if scores is None:
+                dscores = aten._softmax_backward_data(dweights, weights, -1, weights.dtype)
+            else:
+                dscores = BACKWARD[ctx.kind.activation](dweights, scores)
+                if ctx.kind.causal:
+                    _hide_later(dscores, 0.0)
+            dq[:, part.queries] = dscores @ k[:, part.keys]
+            dk[:, part.keys].baddbmm_(dscores.transpose(1, 2), q[:, part.queries])
+        return dq, dk, dv, None, None
+
+
+def _hide_later(scores: Tensor, value: float) -> None:
+    """Of the last square (H, n, n) of scores (H, n, m), what lies above the diagonal."""
+    n = scores.shape[1]
+    later = torch.ones(n, n, dtype=torch.bool, device=scores.device).triu_(1)
+    scores[:, :, -n:].masked_fill_(later, value)
