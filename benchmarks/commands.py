@@ -1,6 +1,6 @@
 """`gemline bench NAME`: one file a benchmark."""
 
-from benchmarks import data, history, kuairand, simulator
+from benchmarks import data, history, kuairand, simulator, tabular
 
 COMMANDS = {
     "bench": {
@@ -8,5 +8,6 @@ COMMANDS = {
         "history": history.bench,
         "simulator": simulator.bench,
         "data": data.bench,
+        "tabular": tabular.bench,
     }
 }
