@@ -118,7 +118,10 @@ def scores(lake: Lake, found: dict[str, Predictions]) -> dict[str, list[Score]]:
 
 
 def compare(lake: Lake, one: Predictions, other: Predictions) -> list[Compared]:
-    """Differences in logloss, one less other, on the rows that both have."""
+    """Differences in logloss, one less other, on the rows that both have.
+
+    Left out is where all outcomes are the same: no sampling error could be told from them.
+    """
     order = np.argsort(other.impressions.astype(str))
     at = order[np.searchsorted(other.impressions.astype(str)[order], one.impressions.astype(str))]
     assert (other.impressions[at] == one.impressions).all(), "the models saw other rows"
@@ -127,8 +130,8 @@ def compare(lake: Lake, one: Predictions, other: Predictions) -> list[Compared]:
         here = np.ones(len(at), bool) if code is None else one.surface == code
         for i, objective in enumerate(one.objectives):
             known = here & one.known[:, i]
-            if known.any():
-                y = one.labels[known, i]
+            y = one.labels[known, i]
+            if len(np.unique(y)) > 1:
                 gap = logloss(one.probability[known, i], y)
                 gap = gap - logloss(other.probability[at][known, i], y)
                 half = 1.96 * gap.std() / np.sqrt(len(gap))

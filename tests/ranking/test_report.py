@@ -117,3 +117,5 @@ def test_the_better_model_is_below_zero_whatever_the_order_of_rows(
             assert c.difference + c.half < 0, c
     for c, mirrored in zip(found, compare(lake, worse, truth), strict=True):
         assert c.difference == pytest.approx(-mirrored.difference)
+    same = np.zeros_like(truth.labels)
+    assert not compare(lake, replace(truth, labels=same), replace(worse, labels=same))
