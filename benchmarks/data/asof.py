@@ -75,11 +75,6 @@ def _stored(work: Path, events: int, users: int) -> tuple[DataFrame, DataFrame]:
     )
 
 
-def window(asked: DataFrame, rows: DataFrame) -> DataFrame:
-    """Ours: a union, sorted once."""
-    return last_before(asked, rows, "user", "ts")
-
-
 def range_join(asked: DataFrame, rows: DataFrame) -> DataFrame:
     """All earlier rows of the key; the newest of them in one pass."""
     newest = F.max_by(F.col("r.row"), F.col("r.ts")).alias("row")
@@ -98,7 +93,11 @@ def _pairs(asked: DataFrame, rows: DataFrame) -> DataFrame:
     return a.join(r, earlier, "left")
 
 
-WAYS = {"window": window, "range join": range_join, "two joins": two_joins}
+WAYS: dict[str, Callable[[DataFrame, DataFrame], DataFrame]] = {
+    "window": partial(last_before, key="user", ts="ts"),
+    "range join": range_join,
+    "two joins": two_joins,
+}
 
 
 def _in_one_process(work: Path, answer: Answer) -> dict[str, Callable[[], None]]:

@@ -129,12 +129,18 @@ def _placed(rows: DataFrame, group: Group, fault: Column) -> DataFrame:
 
 
 def _dated(rows: DataFrame, days: Mapping[str, date]) -> DataFrame:
-    """`rows` with the days of their files, by address: one plan for any number of days."""
+    """`rows` with the days of their files, by address: one plan for any number of days.
+
+    A file that was listed under another address than Spark tells fails the read: without its day
+    it would go on as one whose path tells none.
+    """
     if not days:
         return rows.withColumn(DAY, F.lit(None).cast("date"))
     known = pa.table({FILE: list(days), DAY: list(days.values())})
     files = SparkSession.active().createDataFrame(known)
-    return rows.join(F.broadcast(files), FILE, "left")
+    unlisted = F.raise_error(F.concat(FILE, F.lit(" was not listed under this address")))
+    dated = rows.join(F.broadcast(files), FILE, "left")
+    return dated.withColumn(DAY, F.coalesce(DAY, unlisted))
 
 
 def _nothing(wanted: list[str]) -> DataFrame:

@@ -9,12 +9,14 @@ import pyarrow as pa
 import pyarrow.csv as pc
 import pyarrow.parquet as pq
 import pytest
+from pyspark.errors import PySparkException
 from rich.console import Console
 
 from etl.errors import UserError
 from etl.ingest import ingest
 from etl.replay import replay
 from etl.show import show
+from etl.sources import storage
 from etl.spec import load_spec
 from etl.tables.lake import Lake
 from tests.pipeline import rows
@@ -143,6 +145,15 @@ def test_each_file_has_its_own_day_whatever_its_name(spark: object, tmp_path: Pa
     for row in snapshot_rows(own):
         assert str(row["day"]) in row["source_file"]
         assert row["payload"] in {None, f"nonsense of {row['day']}"}
+
+
+def test_a_file_of_an_address_that_was_not_listed_is_not_taken_as_undated(
+    own: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path, "some.json", line("g").encode())
+    monkeypatch.setattr(storage, "one_form", lambda address: address.replace("some", "other"))
+    with pytest.raises(PySparkException, match="was not listed under this address"):
+        ingest(own, str(tmp_path / "raw"), DAY)
 
 
 @pytest.mark.parametrize("format_", ["csv", "parquet"])
