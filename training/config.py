@@ -35,7 +35,7 @@ class TrainConfig(Strict):
     @property
     def sizes(self) -> GemConfig:
         """The sizes that the scale stands for, of the model that the options name."""
-        return SCALES[self.scale].model_copy(update=self.model.model_dump())
+        return SCALES[self.scale].model_copy(update=dict(self.model))
 
     def reads(self) -> dict[str, object]:
         """What may not change from one day to the next."""

@@ -3,6 +3,7 @@
 R requests, B impressions (rows), N events of all histories, O objectives.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,13 +34,22 @@ class History:
         """Positions of all events (N)."""
         return torch.arange(len(self.items), device=self.items.device)
 
-    def newest(self, most: int) -> tuple[Tensor, Tensor]:
-        """Positions (n) of the last `most` events of each request, and their offsets (R+1)."""
-        lengths = self.offsets.diff().clamp(max=most)
-        offsets = F.pad(lengths.cumsum(0), (1, 0))
-        skipped = self.offsets[1:] - lengths - offsets[:-1]
-        at = torch.arange(int(offsets[-1]), device=lengths.device)
-        return at + torch.repeat_interleave(skipped, lengths), offsets
+    def newest(self, most: int, types: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+        """Positions (n) of the last `most` events of each request, and their offsets (R+1).
+
+        With `types` only events of those are counted and returned.
+        """
+        if types:
+            wanted = torch.isin(self.types, torch.tensor(types, device=self.types.device))
+            here = wanted.nonzero().flatten()
+            offsets = F.pad(wanted.cumsum(0), (1, 0))[self.offsets]
+        else:
+            here, offsets = self.positions, self.offsets
+        lengths = offsets.diff().clamp(max=most)
+        cuts = F.pad(lengths.cumsum(0), (1, 0))
+        skipped = offsets[1:] - lengths - cuts[:-1]
+        at = torch.arange(int(cuts[-1]), device=lengths.device)
+        return here[at + torch.repeat_interleave(skipped, lengths)], cuts
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Sizes of GEM: one dial, `scale`, sets them all."""
+"""What GEM is made of, and its sizes: one dial, `scale`, sets them all."""
 
 from typing import Annotated, Literal
 
@@ -9,6 +9,46 @@ from etl.spec.base import Strict
 
 Scale = Literal["tiny", "small", "base", "large"]
 Kind = Literal["wukong", "dcnv2", "dhen", "two_streams"]
+Flow = Literal["sole", "sep", "s2n", "n2s", "int"]
+
+
+class FamilyOptions(Strict):
+    """Event types that are encoded apart from all others, in sizes of their own."""
+
+    events: tuple[str, ...]
+    width: int | None = None
+    heads: int | None = None
+    layers: int | None = None
+    window: int | None = None
+    newest: Annotated[
+        int | None, tyro.conf.arg(help="events that are encoded; the scale's number without")
+    ] = None
+
+
+class SequenceOptions(Strict):
+    """How events are encoded (InterFormer 2411.09852, Kunlun 2602.10016, HSTU 2402.17152).
+
+    `flow` is what tells the other side of itself at each layer: the sequence the user's rows
+    (s2n), those rows the sequence (n2s), both (int) or none (sep); with `sole` events are pooled
+    as they come, without layers.
+    """
+
+    flow: Flow = "sep"
+    layer: Literal["transformer", "hstu"] = "transformer"
+    personal: Annotated[
+        Literal["pffn", "gdpa"], tyro.conf.arg(help="how rows change events, in n2s and int")
+    ] = "gdpa"
+    pooling: Literal["pma", "hsp"] = "pma"
+    cls_rows: Annotated[int, Field(ge=0), tyro.conf.arg(help="rows that read all, as events")] = 0
+    rotary: Annotated[bool, tyro.conf.arg(help="queries and keys turn by place and age")] = False
+    skip: Annotated[
+        bool, tyro.conf.arg(help="layers attend and are told in turn; pooling every other time")
+    ] = False
+    shorten: Annotated[
+        int, Field(ge=1), tyro.conf.arg(help="older events that become one at each further layer")
+    ] = 1
+    keep: Annotated[int, Field(ge=1), tyro.conf.arg(help="newest events, never shortened")] = 32
+    families: dict[str, FamilyOptions] = {}
 
 
 class GemOptions(Strict):
@@ -25,6 +65,7 @@ class GemOptions(Strict):
     across_rows: Annotated[
         int, Field(ge=0), tyro.conf.arg(help="rows that a Wukong layer keeps for those after it")
     ] = 0
+    sequence: SequenceOptions = SequenceOptions()
 
 
 class GemConfig(GemOptions):
@@ -48,6 +89,8 @@ class GemConfig(GemOptions):
     window: int = 64
     pooled_rows: int = 2
     recent_rows: int = 2
+    told_rows: int = 4
+    request_rows: int = 8
     embedding: int = 32
     dropout: float = 0.1
     item_dropout: float = 0.2

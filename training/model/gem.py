@@ -16,7 +16,7 @@ from training.model.history import HistoryRows
 from training.model.interaction import interaction
 from training.model.interest import Interest
 from training.model.lookup import ITEM, Vectors
-from training.model.matching import Found, find
+from training.model.matching import Found
 from training.model.numeric import NumericRows
 
 
@@ -35,8 +35,7 @@ class Gem(nn.Module):
         super().__init__()
         d = config.row_width
         self.features = features
-        self.encoded_events = config.encoded_events
-        self.history = HistoryRows(features, config)
+        self.history = HistoryRows(features, config, 1 + len(features.user.ids))
         self.interests = nn.ModuleList(
             Interest(name, width, len(features.events), d)
             for name, width in features.item.vectors.items()
@@ -75,15 +74,16 @@ class Gem(nn.Module):
 
     def find(self, batch: Batch) -> Found:
         """The events of a batch that the model reads."""
-        return find(batch, self.features.match, self.encoded_events)
+        return self.history.find(batch)
 
     def forward(self, batch: Batch, found: Found, vectors: Vectors) -> Output:
         """Logits and embeddings of all rows; what belongs to a request is computed once."""
-        summary, searched = self.history(batch, found, vectors)
         user_row, user_numbers = self.user_numbers(batch.user_numbers)
         number_rows, row_numbers = self.row_numbers(batch.row_numbers)
-        users = [vectors.users[name][:, None] for name in self.features.user.ids]
-        shared = torch.cat((*users, user_row, summary), 1)[batch.request]
+        ids = [vectors.users[name][:, None] for name in self.features.user.ids]
+        users = torch.cat((*ids, user_row), 1)
+        summary, searched = self.history(batch, found, vectors, users)
+        shared = torch.cat((users, summary), 1)[batch.request]
         liked = [interest(batch) for interest in self.interests]
         single = self._single_rows(batch, vectors)
         rows = torch.cat((shared, single, number_rows, searched, *(rows for rows, _ in liked)), 1)

@@ -53,29 +53,40 @@ def match(own: Tensor, seen: Tensor, request: Tensor, offsets: Tensor) -> Matche
 
 @dataclass(frozen=True)
 class Found:
-    """The events that a model reads: `positions` (P) of the newest, then of each match.
+    """The events that a model reads: `positions` (P) of each family's newest, then of each match.
 
-    `offsets` (R+1) cut the newest into requests.
+    `offsets` (R+1) cut a family's newest into requests.
     """
 
     positions: Tensor
-    offsets: Tensor
+    offsets: tuple[Tensor, ...]
     matches: tuple[Matches, ...]
 
-    def split(self, events: Tensor) -> tuple[Tensor, ...]:
-        """Something of the events read (P, …) as that of the newest and of each match."""
-        return events.split([int(self.offsets[-1]), *(len(m.events) for m in self.matches)])
+    def split(self, events: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Something of the events read (P, …) as that of each family and of each match."""
+        newest = [int(offsets[-1]) for offsets in self.offsets]
+        parts = list(events.split([*newest, *(len(m.events) for m in self.matches)]))
+        return parts[: len(newest)], parts[len(newest) :]
 
 
-def find(batch: Batch, attributes: Sequence[str], newest: int) -> Found:
-    """The last `newest` events of each request, and those like a candidate in each attribute."""
+@dataclass(frozen=True)
+class Sought:
+    """The newest events of some types, by code; of all where there are none."""
+
+    most: int
+    types: tuple[int, ...] = ()
+
+
+def find(batch: Batch, attributes: Sequence[str], families: Sequence[Sought]) -> Found:
+    """The newest events of each family, and those like a candidate in each attribute."""
     history = batch.history
-    at, offsets = history.newest(newest)
+    newest = [history.newest(sought.most, sought.types) for sought in families]
     matches = tuple(
         match(batch.row_ids[name], history.item_ids[name], batch.request, history.offsets)
         for name in attributes
     )
-    return Found(torch.cat((at, *(m.events for m in matches))), offsets, matches)
+    positions = [*(at for at, _ in newest), *(m.events for m in matches)]
+    return Found(torch.cat(positions), tuple(offsets for _, offsets in newest), matches)
 
 
 class MatchedAttention(nn.Module):

@@ -5,7 +5,7 @@ of a causal one only the corner on the diagonal is masked. Gradients of keys and
 place, so that the backward pass copies nothing; scores and weights are kept for it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,16 +13,9 @@ import torch
 from torch import Tensor
 
 from training.ops.attention.kinds import Kind
-from training.ops.attention.reference import ELEMENTWISE
+from training.ops.attention.weights import hide_later, weigh, weigh_backward
 
 BLOCK = 128
-aten = torch.ops.aten
-BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "silu": aten.silu_backward,
-    "gelu": aten.gelu_backward,
-    "relu": lambda grad, scores: aten.threshold_backward(grad, scores, 0),
-    "identity": lambda grad, scores: grad,
-}
 
 
 @dataclass(frozen=True)
@@ -70,17 +63,13 @@ class _Blocks(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: list[Rectangle], kind: Kind
     ) -> Tensor:
         out = torch.zeros_like(q)
-        kept = []
+        kept: list[Tensor | None] = []
         for part in plan:
             scores = q[:, part.queries] @ k[:, part.keys].transpose(1, 2)
             if kind.causal:
-                _hide_later(scores, -torch.inf if kind.activation == "softmax" else 0.0)
-            if kind.activation == "softmax":
-                weights = scores.softmax(-1)
-                kept.append(weights)
-            else:
-                weights = ELEMENTWISE[kind.activation](scores)
-                kept += [scores, weights]
+                hide_later(scores, kind)
+            weights, needed = weigh(scores, kind)
+            kept += [weights, needed]
             out[:, part.queries] = weights @ v[:, part.keys]
         ctx.save_for_backward(q, k, v, *kept)
         ctx.plan, ctx.kind = plan, kind
@@ -89,28 +78,13 @@ class _Blocks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *kept = ctx.saved_tensors
-        grad = grad * ctx.kind.outside
+        grad = (grad * ctx.kind.outside).contiguous()
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        tensors = iter(kept)
-        for part in ctx.plan:
+        for part, weights, scores in zip(ctx.plan, kept[::2], kept[1::2], strict=True):
             out = grad[:, part.queries]
-            scores = None if ctx.kind.activation == "softmax" else next(tensors)
-            weights = next(tensors)
             dv[:, part.keys].baddbmm_(weights.transpose(1, 2), out)
             dweights = out @ v[:, part.keys].transpose(1, 2)
-            if scores is None:
-                dscores = aten._softmax_backward_data(dweights, weights, -1, weights.dtype)
-            else:
-                dscores = BACKWARD[ctx.kind.activation](dweights, scores)
-                if ctx.kind.causal:
-                    _hide_later(dscores, 0.0)
+            dscores = weigh_backward(dweights, weights, scores, ctx.kind)
             dq[:, part.queries] = dscores @ k[:, part.keys]
             dk[:, part.keys].baddbmm_(dscores.transpose(1, 2), q[:, part.queries])
         return dq, dk, dv, None, None
-
-
-def _hide_later(scores: Tensor, value: float) -> None:
-    """Of the last square (H, n, n) of scores (H, n, m), what lies above the diagonal."""
-    n = scores.shape[1]
-    later = torch.ones(n, n, dtype=torch.bool, device=scores.device).triu_(1)
-    scores[:, :, -n:].masked_fill_(later, value)
