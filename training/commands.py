@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
 from datetime import date
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated
 
 import tyro
+import yaml
 
 from etl.cli import DayArgs, LakeArgs, days_argument
 from etl.errors import UserError
@@ -79,20 +81,19 @@ def gem(args: GemArgs) -> None:
 
 
 def _torchrun(args: GemArgs) -> None:
-    words = _words(args.model_dump(exclude={"processes"}, exclude_none=True))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launch += [f"--nproc-per-node={args.processes}", "-m", "gemline", "train", "gem", *words]
-    if subprocess.run(launch).returncode:
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder, "gem.yaml")
+        config.write_text(yaml.safe_dump(settings(args)))
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        launch += [f"--nproc-per-node={args.processes}", "-m", "gemline", "train", "gem"]
+        failed = subprocess.run([*launch, "--config", str(config)]).returncode
+    if failed:
         raise UserError("training failed; the error of the process that failed first is above")
 
 
-def _words(settings: Mapping[str, Any], within: str = "--") -> list[str]:
-    """Settings as words of a command line; those of a group are `--group.name`."""
-    words = []
-    for name, value in settings.items():
-        flag = f"{within}{name.replace('_', '-')}"
-        words += _words(value, f"{flag}.") if isinstance(value, dict) else [flag, str(value)]
-    return words
+def settings(args: GemArgs) -> dict[str, object]:
+    """What each process is told, as a configuration file holds it."""
+    return args.model_dump(mode="json", exclude={"processes"}, exclude_none=True)
 
 
 class RebuildArgs(LakeArgs):

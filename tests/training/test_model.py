@@ -16,7 +16,7 @@ from training.data.parts import Shuffle
 from training.data.reader import Reader
 from training.data.ripened import Ripened
 from training.loop.average import averaged
-from training.model.config import SCALES
+from training.model.config import SCALES, SequenceOptions
 from training.model.gem import Gem
 from training.model.interest import PRIOR, Interest
 from training.model.lookup import ItemRows, first_items, look_up, table_rows
@@ -37,11 +37,26 @@ def batch(reader: Reader) -> Batch:
     return next(reader.batches([LAST], ripened, 64, Shuffle(0)))
 
 
-@pytest.fixture(scope="module")
-def score(reader: Reader):
+MODELS = {
+    "default": {},
+    "told": {"flow": "int", "cls_rows": 1, "rotary": True, "pooling": "hsp"},
+    "families": {
+        "flow": "n2s",
+        "layer": "hstu",
+        "families": {
+            "ads": {"events": ["ad_click", "ad_view"], "width": 16, "layers": 2},
+            "posts": {"events": ["post_view", "post_like"], "newest": 5},
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def score(reader: Reader, request: pytest.FixtureRequest):
     """Logits (B, O) of an untrained GEM whose heads differ by surface."""
     torch.manual_seed(0)
-    gem = Gem(reader.features, TINY).eval()
+    sequence = SequenceOptions.model_validate(MODELS[request.param])
+    gem = Gem(reader.features, TINY.model_copy(update={"sequence": sequence})).eval()
     torch.nn.init.normal_(gem.heads.own_weight)
     tables = PlainTables(table_rows(reader.features, len(reader.items)), TINY.row_width)
 

@@ -3,7 +3,8 @@
 from typing import Annotated, Literal
 
 import tyro
-from pydantic import Field
+import yaml
+from pydantic import Field, TypeAdapter
 
 from etl.spec.base import Strict
 
@@ -23,6 +24,16 @@ class FamilyOptions(Strict):
     newest: Annotated[
         int | None, tyro.conf.arg(help="events that are encoded; the scale's number without")
     ] = None
+
+
+Families = dict[str, FamilyOptions]
+FAMILIES = tyro.constructors.PrimitiveConstructorSpec[Families](
+    nargs=1,
+    metavar="YAML",
+    instance_from_str=lambda words: TypeAdapter(Families).validate_python(yaml.safe_load(words[0])),
+    is_instance=lambda value: isinstance(value, dict),
+    str_from_instance=lambda value: [str(TypeAdapter(Families).dump_python(value))],
+)
 
 
 class SequenceOptions(Strict):
@@ -48,7 +59,9 @@ class SequenceOptions(Strict):
         int, Field(ge=1), tyro.conf.arg(help="older events that become one at each further layer")
     ] = 1
     keep: Annotated[int, Field(ge=1), tyro.conf.arg(help="newest events, never shortened")] = 32
-    families: dict[str, FamilyOptions] = {}
+    families: Annotated[
+        Families, FAMILIES, tyro.conf.arg(help="by name: {ads: {events: [ad_click], layers: 2}}")
+    ] = {}
 
 
 class GemOptions(Strict):
