@@ -1,6 +1,6 @@
 """`gemline bench NAME`: one file a benchmark."""
 
-from benchmarks import data, history, kuairand, simulator, tabular
+from benchmarks import data, history, kuairand, model, simulator, tabular
 
 COMMANDS = {
     "bench": {
@@ -9,5 +9,6 @@ COMMANDS = {
         "simulator": simulator.bench,
         "data": data.bench,
         "tabular": tabular.bench,
+        "model": model.bench,
     }
 }

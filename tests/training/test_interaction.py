@@ -14,7 +14,7 @@ from training.model.interaction.dcn import DCNv2
 from training.model.interaction.dhen import DhenLayer
 from training.model.interaction.projection import AttentiveProjection, StaticProjection
 from training.model.interaction.streams import TwoStreams
-from training.model.interaction.wukong import FactorizationBlock, Shape, Wukong, WukongLayer
+from training.model.interaction.wukong import Shape, Wukong, WukongLayer
 
 ROWS, BATCH, WIDTH = 6, 7, 4
 SHAPE = Shape(WIDTH, fm_rows=3, linear_rows=2, rank=2, hidden=8)
@@ -57,17 +57,15 @@ def test_a_wukong_layer_is_the_papers_equation(shape: Shape) -> None:
     """X' = LN([FMB(X) ; W_L X] + W_R X), one example after the other (section 3)."""
     layer, x = WukongLayer(ROWS, shape), rows_of_features()
     block = layer.fm
-    linear, residual = layer.mix.weight.split((shape.linear_rows, shape.rows))
+    reads, beside, linear = layer.mix.weight.split(layer.parts)
     for example in range(BATCH):
         one = x[:, example]
+        y = reads
         if shape.attentive:
-            y = block.projection.mlp((block.projection.compress.weight @ one).flatten())
-            y = y.view(ROWS, shape.rank)
-        else:
-            y = block.projection.y.weight.T
-        fm = (one @ one.T @ y).flatten()
+            y = block.projection.mlp((reads @ one).flatten()).view(shape.rank, ROWS)
+        fm = (one @ one.T @ y.T).T.flatten()
         fmb = block.mlp(F.layer_norm(fm, fm.shape)).view(shape.fm_rows, WIDTH)
-        told = torch.cat((fmb, linear @ one)) + residual @ one
+        told = torch.cat((fmb + beside @ one, linear @ one))
         expected = F.layer_norm(told, (WIDTH,))
         torch.testing.assert_close(layer(x)[:, example], expected, rtol=1e-4, atol=1e-5)
 
@@ -80,20 +78,25 @@ def test_where_the_rows_stay_the_residual_is_the_input() -> None:
 
 
 def test_the_attentive_projection_without_its_input_is_a_static_one() -> None:
-    x = rows_of_features()
-    attentive, static = AttentiveProjection(ROWS, WIDTH, 2, 8), StaticProjection(ROWS, 2)
+    x, y = torch.randn(BATCH, ROWS, WIDTH), torch.randn(2, ROWS)
+    attentive = AttentiveProjection(ROWS, WIDTH, 2, 8)
     torch.nn.init.zeros_(attentive.mlp[2].weight)
-    attentive.mlp[2].bias.data = static.y.weight.data.T.flatten()
-    torch.testing.assert_close(attentive(x), static(x))
+    attentive.mlp[2].bias.data = y.flatten()
+    static = StaticProjection(2)(x, y @ x)
+    torch.testing.assert_close(attentive(x, torch.randn(BATCH, 4, WIDTH)), static)
 
 
 def test_the_factorisation_block_mixes_rows_only_through_their_products() -> None:
     """Turning all rows by one rotation leaves X X^T, and so FM's pairs of rows, as they are."""
-    block, x = FactorizationBlock(ROWS, STATIC), rows_of_features()
+    layer, x = WukongLayer(ROWS, STATIC), rows_of_features()
+
+    def fm(x: torch.Tensor) -> torch.Tensor:
+        return layer.fm(x, layer.mix(x)[: STATIC.rank])
+
     rotation = torch.linalg.qr(torch.randn(WIDTH, WIDTH))[0]
-    torch.testing.assert_close(block(x @ rotation), block(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(fm(x @ rotation), fm(x), rtol=1e-4, atol=1e-5)
     stretched = x * torch.tensor([1.0, 2.0, 1.0, 1.0])
-    assert (block(stretched) - block(x)).abs().max() > 1e-3
+    assert (fm(stretched) - fm(x)).abs().max() > 1e-3
 
 
 def test_attention_across_layers_starts_as_plain_wukong_and_reaches_the_first() -> None:

@@ -38,38 +38,43 @@ class FactorizationBlock(nn.Module):
         super().__init__()
         d, k, h = shape.width, shape.rank, shape.hidden
         self.projection = (
-            AttentiveProjection(rows, d, k, h) if shape.attentive else StaticProjection(rows, k)
+            AttentiveProjection(rows, d, k, h) if shape.attentive else StaticProjection(k)
         )
         self.norm = nn.LayerNorm(rows * k)
         self.mlp = nn.Sequential(nn.Linear(rows * k, h), nn.ReLU(), nn.Linear(h, shape.fm_rows * d))
         self.out = shape.fm_rows, d
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Interactions of all rows, as X (X^T Y): O(n k d)."""
-        fm = x.transpose(0, 1) @ self.projection(x)
+    def forward(self, x: Tensor, read: Tensor) -> Tensor:
+        """Interactions of all rows, as (Y^T X) X^T: O(n k d); `read` is what Y reads of X."""
+        by_example = x.transpose(0, 1).contiguous()
+        projected = self.projection(by_example, read.transpose(0, 1))
+        fm = projected @ by_example.transpose(1, 2)
         return self.mlp(self.norm(fm.flatten(1))).unflatten(1, self.out).transpose(0, 1)
 
 
 class WukongLayer(nn.Module):
     """X' = LN([FMB(X) ; W_L X] + W_R X): (n, B, d) to (n_F + n_L, B, d).
 
-    W_L X and W_R X are one product; W_R is the identity where the number of rows stays.
+    W_R is the identity where the number of rows stays. Where it is learned, W_L and its part of
+    W_R are one matrix; and what the projection reads of X is more rows of the same product.
     """
 
     def __init__(self, rows: int, shape: Shape) -> None:
         super().__init__()
         self.fm = FactorizationBlock(rows, shape)
-        self.linear_rows = shape.linear_rows
         self.same = rows == shape.rows
-        self.mix = RowMix(rows, shape.linear_rows + (0 if self.same else shape.rows))
+        beside = 0 if self.same else shape.fm_rows
+        self.parts = (self.fm.projection.reads, beside, shape.linear_rows)
+        self.mix = RowMix(rows, sum(self.parts))
         self.norm = nn.LayerNorm(shape.width)
 
     def forward(self, x: Tensor) -> Tensor:
         """One layer: interactions of twice the order, and all lower ones."""
-        mixed = self.mix(x)
-        linear = mixed[: self.linear_rows]
-        residual = x if self.same else mixed[self.linear_rows :]
-        return self.norm(torch.cat((self.fm(x), linear)) + residual)
+        read, beside, linear = self.mix(x).split(self.parts)
+        fm = self.fm(x, read)
+        if self.same:
+            return self.norm(torch.cat((fm, linear)).add_(x))
+        return self.norm(torch.cat((fm + beside, linear)))
 
 
 class Wukong(nn.Module):
