@@ -23,8 +23,10 @@ def bench(args: ModelBenchArgs) -> None:
     import torch
 
     from benchmarks.model import requests, resume, sequence, wukong
+    from training.parallel.memory import keep_freed_memory
 
     torch.set_num_threads(1)
+    keep_freed_memory()
     parts = {"wukong": wukong, "sequence": sequence, "requests": requests, "resume": resume}
     result = Result("The model, training on one thread", COLUMNS)
     for name in (told := tqdm([n for n in parts if not args.only or n in args.only], unit="part")):

@@ -20,8 +20,10 @@ from training.model.config import SCALES, SequenceOptions
 from training.model.gem import Gem
 from training.model.interest import PRIOR, Interest
 from training.model.lookup import ItemRows, first_items, look_up, table_rows
+from training.model.matching import match
 from training.model.numeric import NumericRows, RunningScale
 from training.model.plain import PlainTables
+from training.model.recency import NEVER, PHASES, Recency, phase, rhythm
 
 TINY = SCALES["tiny"]
 
@@ -242,3 +244,30 @@ def test_bins_make_a_step_where_a_line_cannot() -> None:
         rows.bins[8:] = 1.0  # from 0 up
     found = rows(torch.tensor([[-2.0], [-0.01], [0.01], [2.0]]))[0][:, 0, 0]
     assert found[0] == found[1] == 0 and found[2] == found[3] > 0
+
+
+def test_recency_tells_the_last_time_and_the_share_of_a_usual_gap() -> None:
+    """Seven days after, and 7, 7 and 4 days between: due is 7 of 6; one event has no gap."""
+    day = 86_400
+    ages, types = torch.tensor([25, 18, 11, 7, 3]) * day, torch.tensor([1, 1, 1, 1, 2])
+    own, request = torch.tensor([5, 9]), torch.tensor([0, 0])
+    matches = match(own, torch.full((5,), 5), request, torch.tensor([0, 5]))
+    seen = rhythm(matches, types, ages, 3)
+    assert matches.values.tolist() == [5, 9]
+    assert seen.last[:, 1:].tolist() == [[7 * day, 3 * day], [NEVER, NEVER]]
+    assert seen.span[:, 1:].tolist() == [[18 * day, 0], [0, 0]]
+    assert seen.gaps[:, 1:].tolist() == [[3, 0], [0, 0]]
+    slower = rhythm(matches, types, 3 * ages, 3)
+    bucket = phase(seen.last, seen.span / 3)
+    assert torch.equal(phase(slower.last, slower.span / 3), bucket)
+    assert bucket[0, 1] == PHASES // 2 + 3 and bucket[0, 2] == bucket[1, 1] == PHASES
+
+    recency = Recency(10, 2, 4)
+    torch.nn.init.normal_(recency.usual_phase.weight)
+    rows = recency(matches, types, ages)
+    assert rows.shape == (2, 2, 4) and recency.usual.gaps[5, 1] == 3
+    recency.eval()
+    other = match(own, torch.full((1,), 5), request, torch.tensor([0, 1]))
+    once = recency(other, types[:1], 7 * day * torch.ones(1, dtype=torch.long))
+    torch.testing.assert_close(once[0, 0], rows[0, 0])  # one event of its own: others' gaps
+    assert recency.usual.gaps[5, 1] == 3

@@ -99,7 +99,7 @@ class GemConfig(GemOptions):
     event_layers: int = 1
     encoded_events: int = 128
     heads: int = 2
-    window: int = 64
+    window: int | None = 64
     pooled_rows: int = 2
     recent_rows: int = 2
     told_rows: int = 4

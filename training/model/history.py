@@ -40,7 +40,9 @@ class HistoryRows(nn.Module):
             for family, own in zip(self.encoder.families, families_of(config), strict=True)
         )
         self.matched = nn.ModuleList(MatchedAttention(w, config.heads) for _ in features.match)
-        self.recency = nn.ModuleList(Recency(len(features.events), d) for _ in features.match)
+        self.recency = nn.ModuleList(
+            Recency(features.item.ids[name], len(features.events), d) for name in features.match
+        )
         self.out = nn.Linear(w, d)
         self.request_rows = self.encoder.out_rows
         families = len(self.encoder.families)

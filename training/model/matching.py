@@ -20,7 +20,8 @@ class Matches:
     """Candidates of one request that share an attribute form a group, with the events that do too.
 
     `candidates` (B) and `events` (M) are positions, group by group, events oldest first;
-    `q_offsets` and `kv_offsets` (G+1) cut them; `group_of` (B) is the group of each candidate.
+    `q_offsets` and `kv_offsets` (G+1) cut them; `group_of` (B) is the group of each candidate, and
+    `values` (G) the attribute that its members share.
     """
 
     candidates: Tensor
@@ -28,6 +29,7 @@ class Matches:
     events: Tensor
     kv_offsets: Tensor
     group_of: Tensor
+    values: Tensor
 
 
 def match(own: Tensor, seen: Tensor, request: Tensor, offsets: Tensor) -> Matches:
@@ -48,7 +50,8 @@ def match(own: Tensor, seen: Tensor, request: Tensor, offsets: Tensor) -> Matche
     at = at + torch.repeat_interleave(first - kv_offsets[:-1], lengths)
     group_of = torch.empty_like(group).index_copy(0, by_candidate, group)
     q_offsets = F.pad(counts.cumsum(0), (1, 0))
-    return Matches(by_candidate, q_offsets, by_event[at], kv_offsets, group_of)
+    values = groups % span
+    return Matches(by_candidate, q_offsets, by_event[at], kv_offsets, group_of, values)
 
 
 @dataclass(frozen=True)

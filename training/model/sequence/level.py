@@ -26,7 +26,7 @@ class Sizes:
 
     width: int
     heads: int
-    window: int
+    window: int | None
     newest: int
     row_width: int
     told: int
