@@ -18,6 +18,7 @@ from training.data.ripened import Ripened
 from training.loop.average import averaged
 from training.model.config import SCALES, SequenceOptions
 from training.model.gem import Gem
+from training.model.grouped import GroupedRows
 from training.model.interest import PRIOR, Interest
 from training.model.lookup import ItemRows, first_items, look_up, table_rows
 from training.model.matching import match
@@ -271,3 +272,18 @@ def test_recency_tells_the_last_time_and_the_share_of_a_usual_gap() -> None:
     once = recency(other, types[:1], 7 * day * torch.ones(1, dtype=torch.long))
     torch.testing.assert_close(once[0, 0], rows[0, 0])  # one event of its own: others' gaps
     assert recency.usual.gaps[5, 1] == 3
+
+
+def test_weak_features_share_rows_and_strong_ones_have_their_own() -> None:
+    sizes = {"age": 8, "city": 500, "sex": 3, "device": 5}
+    vectors = {name: torch.randn(6, 4) for name in sizes}
+    apart = GroupedRows(sizes, 4, 0, 2)
+    assert all(r is vectors[n] for r, n in zip(apart(vectors), sizes, strict=True))
+    together = GroupedRows(sizes, 4, 100, 2)
+    rows = together(vectors)
+    assert together.rows == len(rows) == 3 and rows[0] is vectors["city"]
+    assert {r.shape for r in rows} == {(6, 4)}
+    for name in ("age", "sex", "device"):
+        moved = together(vectors | {name: vectors[name] + 1})
+        assert not torch.allclose(torch.stack(moved[1:]), torch.stack(rows[1:]))
+    assert GroupedRows({"age": 8, "sex": 3}, 4, 100, 2).rows == 2  # nothing is saved

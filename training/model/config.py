@@ -78,6 +78,9 @@ class GemOptions(Strict):
     across_rows: Annotated[
         int, Field(ge=0), tyro.conf.arg(help="rows that a Wukong layer keeps for those after it")
     ] = 0
+    weak_below: Annotated[
+        int, Field(ge=0), tyro.conf.arg(help="features of fewer values share rows")
+    ] = 0
     sequence: SequenceOptions = SequenceOptions()
 
 
@@ -90,6 +93,7 @@ class GemConfig(GemOptions):
 
     row_width: int = 32
     numeric_rows: int = 4
+    weak_rows: int = 2
     layers: int = 2
     fm_rows: int = 12
     linear_rows: int = 12

@@ -3,6 +3,7 @@
 B rows, R requests, d row width, O objectives, E embedding width.
 """
 
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from training.data.batch import Batch
 from training.data.features import Features
 from training.model.config import GemConfig
 from training.model.domains import DomainGate, Heads
+from training.model.grouped import GroupedRows
 from training.model.history import HistoryRows
 from training.model.interaction import interaction
 from training.model.interest import Interest
@@ -35,7 +37,11 @@ class Gem(nn.Module):
         super().__init__()
         d = config.row_width
         self.features = features
-        self.history = HistoryRows(features, config, 1 + len(features.user.ids))
+        grouped = {"width": d, "below": config.weak_below, "shared": config.weak_rows}
+        self.user_ids = GroupedRows(features.user.ids, **grouped)
+        own_ids = features.item.ids | features.context.ids
+        self.own_ids = GroupedRows({ITEM: sys.maxsize} | own_ids, **grouped)
+        self.history = HistoryRows(features, config, 1 + self.user_ids.rows)
         self.interests = nn.ModuleList(
             Interest(name, width, len(features.events), d)
             for name, width in features.item.vectors.items()
@@ -62,7 +68,7 @@ class Gem(nn.Module):
 
     def _rows(self, config: GemConfig) -> int:
         f = self.features
-        ids = 1 + len(f.item.ids) + len(f.context.ids) + len(f.user.ids)
+        ids = self.user_ids.rows + self.own_ids.rows
         given = len(f.item.vectors)
         history = self.history.request_rows + self.history.own_rows + given * len(f.events)
         return ids + given + 1 + config.numeric_rows + 1 + history
@@ -80,8 +86,7 @@ class Gem(nn.Module):
         """Logits and embeddings of all rows; what belongs to a request is computed once."""
         user_row, user_numbers = self.user_numbers(batch.user_numbers)
         number_rows, row_numbers = self.row_numbers(batch.row_numbers)
-        ids = [vectors.users[name][:, None] for name in self.features.user.ids]
-        users = torch.cat((*ids, user_row), 1)
+        users = torch.stack((*self.user_ids(vectors.users), user_row[:, 0]), 1)
         summary, searched = self.history(batch, found, vectors, users)
         shared = torch.cat((users, summary), 1)[batch.request]
         liked = [interest(batch) for interest in self.interests]
@@ -100,7 +105,6 @@ class Gem(nn.Module):
 
     def _single_rows(self, batch: Batch, vectors: Vectors) -> Tensor:
         """What a candidate has of its own in one row each: ids, given vectors, surface."""
-        names = (ITEM, *self.features.item.ids, *self.features.context.ids)
-        found = [vectors.rows[name] for name in names]
+        found = self.own_ids(vectors.rows)
         given = [self.given_rows[name](v) for name, v in batch.row_vectors.items()]
         return torch.stack((*found, *given, self.surface(batch.surface)), 1)
