@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from etl.errors import UserError
 from etl.spec.units import each_day
 from etl.tables.contracts import RESERVED_ITEMS
 from etl.tables.lake import Lake
@@ -287,3 +288,9 @@ def test_weak_features_share_rows_and_strong_ones_have_their_own() -> None:
         moved = together(vectors | {name: vectors[name] + 1})
         assert not torch.allclose(torch.stack(moved[1:]), torch.stack(rows[1:]))
     assert GroupedRows({"age": 8, "sex": 3}, 4, 100, 2).rows == 2  # nothing is saved
+
+
+def test_a_family_of_unknown_events_is_refused(reader: Reader) -> None:
+    told = SequenceOptions.model_validate({"families": {"ads": {"events": ["ad_click", "zap"]}}})
+    with pytest.raises(UserError, match="names zap, which the spec lacks"):
+        Gem(reader.features, TINY.model_copy(update={"sequence": told}))

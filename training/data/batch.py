@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from training.ops.ragged import newest
+
 
 @dataclass(frozen=True)
 class History:
@@ -39,17 +41,11 @@ class History:
 
         With `types` only events of those are counted and returned.
         """
-        if types:
-            wanted = torch.isin(self.types, torch.tensor(types, device=self.types.device))
-            here = wanted.nonzero().flatten()
-            offsets = F.pad(wanted.cumsum(0), (1, 0))[self.offsets]
-        else:
-            here, offsets = self.positions, self.offsets
-        lengths = offsets.diff().clamp(max=most)
-        cuts = F.pad(lengths.cumsum(0), (1, 0))
-        skipped = offsets[1:] - lengths - cuts[:-1]
-        at = torch.arange(int(cuts[-1]), device=lengths.device)
-        return here[at + torch.repeat_interleave(skipped, lengths)], cuts
+        if not types:
+            return newest(self.offsets, most)
+        wanted = torch.isin(self.types, torch.tensor(types, device=self.types.device))
+        at, cuts = newest(F.pad(wanted.cumsum(0), (1, 0))[self.offsets], most)
+        return wanted.nonzero().flatten()[at], cuts
 
 
 @dataclass(frozen=True)

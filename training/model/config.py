@@ -88,7 +88,8 @@ class GemConfig(GemOptions):
     """Sizes; names as in the papers (Wukong 2403.02545, InterFormer 2411.09852).
 
     The sequence layers see the newest `encoded_events`; older ones are only searched for events
-    like the candidate, which costs little for thousands of them (SIM, 2006.05639).
+    like the candidate, which costs little for thousands of them (SIM, 2006.05639). Of those the
+    newest `matched_events` are attended to; when all others were is known too.
     """
 
     row_width: int = 32
@@ -102,6 +103,7 @@ class GemConfig(GemOptions):
     event_width: int = 64
     event_layers: int = 1
     encoded_events: int = 128
+    matched_events: int = 32
     heads: int = 2
     window: int | None = 64
     pooled_rows: int = 2

@@ -6,9 +6,10 @@ B candidates of R requests, N events, d row width, W event width.
 import torch
 from torch import Tensor, nn
 
+from etl.errors import UserError
 from training.data.batch import Batch
 from training.data.features import Features
-from training.model.config import GemConfig
+from training.model.config import FamilyOptions, GemConfig
 from training.model.events import EventTokens, item_input
 from training.model.lookup import ITEM, Vectors
 from training.model.matching import Found, MatchedAttention, Sought, find
@@ -36,9 +37,10 @@ class HistoryRows(nn.Module):
         self.candidate.weight = self.events.item.weight
         self.encoder = InterFormer(user_rows, config)
         self.sought = tuple(
-            Sought(family.newest, tuple(1 + features.events.index(name) for name in own.events))
+            Sought(family.newest, _codes(features, own))
             for family, own in zip(self.encoder.families, families_of(config), strict=True)
         )
+        self.most = config.matched_events
         self.matched = nn.ModuleList(MatchedAttention(w, config.heads) for _ in features.match)
         self.recency = nn.ModuleList(
             Recency(features.item.ids[name], len(features.events), d) for name in features.match
@@ -50,7 +52,7 @@ class HistoryRows(nn.Module):
 
     def find(self, batch: Batch) -> Found:
         """The events of a batch that are read."""
-        return find(batch, self.match, self.sought)
+        return find(batch, self.match, self.sought, self.most)
 
     def forward(
         self, batch: Batch, found: Found, vectors: Vectors, users: Tensor
@@ -78,10 +80,20 @@ class HistoryRows(nn.Module):
         ]
         alike = [
             self.out(f(candidate, e, m))
-            for f, e, m in zip(self.matched, matched, found.matches, strict=True)
+            for f, e, m in zip(self.matched, matched, found.read, strict=True)
         ]
         recencies = [
             f(m, history.types, history.ages)
             for f, m in zip(self.recency, found.matches, strict=True)
         ]
         return shared, torch.cat((torch.stack((*seen, *alike), 1), *recencies), 1)
+
+
+def _codes(features: Features, family: FamilyOptions) -> tuple[int, ...]:
+    unknown = [name for name in family.events if name not in features.events]
+    if unknown:
+        raise UserError(
+            f"a family of events names {', '.join(unknown)}, which the spec lacks; it has "
+            f"{', '.join(features.events)}"
+        )
+    return tuple(1 + features.events.index(name) for name in family.events)

@@ -4,7 +4,7 @@ B candidates, N events of R requests, G groups, W width, H heads.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from training.data.batch import Batch
 from training.ops.attention import pairs
-from training.ops.ragged import group_of_each
+from training.ops.ragged import group_of_each, newest
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,11 @@ class Matches:
     kv_offsets: Tensor
     group_of: Tensor
     values: Tensor
+
+    def newest(self, most: int) -> "Matches":
+        """The same groups with the last `most` events of each."""
+        at, kv_offsets = newest(self.kv_offsets, most)
+        return replace(self, events=self.events[at], kv_offsets=kv_offsets)
 
 
 def match(own: Tensor, seen: Tensor, request: Tensor, offsets: Tensor) -> Matches:
@@ -58,18 +63,20 @@ def match(own: Tensor, seen: Tensor, request: Tensor, offsets: Tensor) -> Matche
 class Found:
     """The events that a model reads: `positions` (P) of each family's newest, then of each match.
 
-    `offsets` (R+1) cut a family's newest into requests.
+    `offsets` (R+1) cut a family's newest into requests. Of all `matches` only what is in `read` is
+    attended to; when the others were is known all the same.
     """
 
     positions: Tensor
     offsets: tuple[Tensor, ...]
     matches: tuple[Matches, ...]
+    read: tuple[Matches, ...]
 
     def split(self, events: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Something of the events read (P, …) as that of each family and of each match."""
-        newest = [int(offsets[-1]) for offsets in self.offsets]
-        parts = list(events.split([*newest, *(len(m.events) for m in self.matches)]))
-        return parts[: len(newest)], parts[len(newest) :]
+        own = [int(offsets[-1]) for offsets in self.offsets]
+        parts = list(events.split([*own, *(len(m.events) for m in self.read)]))
+        return parts[: len(own)], parts[len(own) :]
 
 
 @dataclass(frozen=True)
@@ -80,16 +87,20 @@ class Sought:
     types: tuple[int, ...] = ()
 
 
-def find(batch: Batch, attributes: Sequence[str], families: Sequence[Sought]) -> Found:
-    """The newest events of each family, and those like a candidate in each attribute."""
+def find(batch: Batch, attributes: Sequence[str], families: Sequence[Sought], most: int) -> Found:
+    """The newest events of each family, and those like a candidate in each attribute.
+
+    At most `most` of those of a candidate are read.
+    """
     history = batch.history
-    newest = [history.newest(sought.most, sought.types) for sought in families]
+    own = [history.newest(sought.most, sought.types) for sought in families]
     matches = tuple(
         match(batch.row_ids[name], history.item_ids[name], batch.request, history.offsets)
         for name in attributes
     )
-    positions = [*(at for at, _ in newest), *(m.events for m in matches)]
-    return Found(torch.cat(positions), tuple(offsets for _, offsets in newest), matches)
+    read = tuple(m.newest(most) for m in matches)
+    positions = [*(at for at, _ in own), *(m.events for m in read)]
+    return Found(torch.cat(positions), tuple(offsets for _, offsets in own), matches, read)
 
 
 class MatchedAttention(nn.Module):

@@ -13,7 +13,7 @@ from training.tabular.fit import FitConfig, Scored, fit
 from training.tabular.model import Tabular
 from training.tabular.table import Rows
 
-PENALTIES = (3e-5, 1e-3, 1e-2, 5e-2)
+PENALTIES = (1e-3, 1e-2, 1e-1, 5e-1)
 SIZE = GemConfig(row_width=16, layers=2, fm_rows=16, linear_rows=16, rank=8, mlp=256, dropout=0.2)
 STREAMS = (SIZE, SIZE.model_copy(update={"interaction": "two_streams"}))
 
