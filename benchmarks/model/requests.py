@@ -28,7 +28,7 @@ REQUESTS, EACH, LENGTH, ITEMS = 32, 8, 200, 5000
 SIZES = SCALES["tiny"].model_copy(
     update={
         "event_width": 64, "event_layers": 2, "encoded_events": LENGTH, "window": None,
-        "dropout": 0.0, "item_dropout": 0.0,
+        "dropout": 0.0, "id_dropout": 0.0,
     }
 )  # fmt: skip
 
@@ -56,8 +56,9 @@ def step(features: Features, batch: Batch) -> tuple[Step, list[float]]:
     """Training on a batch again and again, and the losses so far."""
     torch.manual_seed(0)
     core = Gem(features, SIZES)
-    tables = shard(TorchrecTables(table_rows(features, ITEMS), SIZES.row_width), 0.05)
-    model = GemModel(core, core, tables, first_items(ITEMS), 0.0)
+    rows = table_rows(features, ITEMS, SIZES.user_rows)
+    tables = shard(TorchrecTables(rows, SIZES.row_width), 0.05)
+    model = GemModel(core, core, tables, first_items(ITEMS), SIZES.user_rows, 0.0)
     optimizer = torch.optim.AdamW(core.parameters(), fused=True)
     losses: list[float] = []
 
@@ -103,6 +104,7 @@ def random_batch(features: Features) -> Batch:
         as_of=torch.zeros(REQUESTS, dtype=torch.long),
         surface=below(len(features.surfaces) + 1, rows),
         item=below(ITEMS, rows),
+        user=below(2**40, REQUESTS),
         user_ids=ids(features.user.ids, REQUESTS),
         user_numbers=torch.randn(REQUESTS, len(features.user.numbers), generator=generator),
         row_ids=ids(features.item.ids | features.context.ids, rows),
@@ -125,6 +127,7 @@ def by_row(batch: Batch) -> Batch:
         batch,
         request=torch.arange(len(batch)),
         as_of=batch.as_of[own],
+        user=batch.user[own],
         user_ids={name: ids[own] for name, ids in batch.user_ids.items()},
         user_numbers=batch.user_numbers[own],
         requests=batch.requests[own.numpy()],

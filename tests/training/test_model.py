@@ -4,6 +4,7 @@ import itertools
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from etl.tables.contracts import RESERVED_ITEMS
 from etl.tables.lake import Lake
 from tests.conftest import FIRST, LAST
 from training.data.batch import Batch
+from training.data.chunks import hashes
 from training.data.parts import Shuffle
 from training.data.reader import Reader
 from training.data.ripened import Ripened
@@ -21,13 +23,15 @@ from training.model.config import SCALES, SequenceOptions
 from training.model.gem import Gem
 from training.model.grouped import GroupedRows
 from training.model.interest import PRIOR, Interest
-from training.model.lookup import ItemRows, first_items, look_up, table_rows
+from training.model.lookup import USER, ItemRows, first_items, look_up, table_rows, user_rows
 from training.model.matching import match
 from training.model.numeric import NumericRows, RunningScale
 from training.model.plain import PlainTables
 from training.model.recency import NEVER, PHASES, Recency, phase, rhythm
+from training.parallel.sparse import TorchrecTables
 
-TINY = SCALES["tiny"]
+USERS = 64
+TINY = SCALES["tiny"].model_copy(update={"user_rows": USERS})
 
 
 @pytest.fixture(scope="module")
@@ -62,12 +66,13 @@ def score(reader: Reader, request: pytest.FixtureRequest):
     sequence = SequenceOptions.model_validate(MODELS[request.param])
     gem = Gem(reader.features, TINY.model_copy(update={"sequence": sequence})).eval()
     torch.nn.init.normal_(gem.heads.own_weight)
-    tables = PlainTables(table_rows(reader.features, len(reader.items)), TINY.row_width)
+    tables = PlainTables(table_rows(reader.features, len(reader.items), USERS), TINY.row_width)
 
     def scored(batch: Batch) -> torch.Tensor:
         with torch.no_grad():
             found = gem.find(batch)
-            vectors = look_up(tables, batch, found.positions, first_items(len(reader.items)))
+            items = first_items(len(reader.items))
+            vectors = look_up(tables, batch, found.positions, items, users=USERS)
             return gem(batch, found, vectors).logits
 
     return scored
@@ -125,10 +130,10 @@ def test_gem_needs_no_kind_of_feature(reader: Reader, batch: Batch, without: str
         features = replace(features, user=replace(features.user, numbers=()))
         batch = replace(batch, user_numbers=batch.user_numbers[:, :0])
     gem = Gem(features, TINY)
-    tables = PlainTables(table_rows(features, len(reader.items)), TINY.row_width)
+    tables = PlainTables(table_rows(features, len(reader.items), USERS), TINY.row_width)
     found = gem.find(batch)
     items = first_items(len(reader.items))
-    output = gem(batch, found, look_up(tables, batch, found.positions, items))
+    output = gem(batch, found, look_up(tables, batch, found.positions, items, users=USERS))
     assert output.logits.shape == batch.labels.shape and output.logits.isfinite().all()
 
 
@@ -294,3 +299,22 @@ def test_a_family_of_unknown_events_is_refused(reader: Reader) -> None:
     told = SequenceOptions.model_validate({"families": {"ads": {"events": ["ad_click", "zap"]}}})
     with pytest.raises(UserError, match="names zap, which the spec lacks"):
         Gem(reader.features, TINY.model_copy(update={"sequence": told}))
+
+
+def test_a_user_has_a_row_of_its_own_and_one_never_seen_tells_nothing(
+    reader: Reader, batch: Batch
+) -> None:
+    assert user_rows(torch.tensor([0, 62, 63, 10**18]), USERS).tolist() == [
+        1, 63, 1, 1 + 10**18 % 63
+    ]  # fmt: skip
+    one, two, again = hashes(pa.array(["u1", "u2", "u1"])).tolist()
+    assert one == again != two and min(one, two) >= 0
+    items, found = first_items(len(reader.items)), torch.arange(3)
+    tables = TorchrecTables(table_rows(reader.features, len(reader.items), USERS), 16, (USER,))
+    told = look_up(tables, batch, found, items, users=USERS).users
+    assert not told[USER].any() and told["u_country"].any()
+    assert USER not in look_up(tables_without(reader), batch, found, items).users
+
+
+def tables_without(reader: Reader) -> PlainTables:
+    return PlainTables(table_rows(reader.features, len(reader.items)), 16)

@@ -50,15 +50,17 @@ class History:
 
 @dataclass(frozen=True)
 class Batch:
-    """`as_of` (seconds), `user_*` and `requests` have R rows, the rest B; labels and known (B, O).
+    """`as_of` (seconds), `user*` and `requests` have R rows, the rest B; labels and known (B, O).
 
-    `known` marks labels whose window has closed and that are trained or evaluated now.
+    `user` is a hash, at least 0, the same everywhere. `known` marks labels whose window has closed
+    and that are trained or evaluated now.
     """
 
     request: Tensor
     as_of: Tensor
     surface: Tensor
     item: Tensor
+    user: Tensor
     user_ids: dict[str, Tensor]
     user_numbers: Tensor
     row_ids: dict[str, Tensor]

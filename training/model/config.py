@@ -78,6 +78,9 @@ class GemOptions(Strict):
     across_rows: Annotated[
         int, Field(ge=0), tyro.conf.arg(help="rows that a Wukong layer keeps for those after it")
     ] = 0
+    user_rows: Annotated[
+        int, Field(ge=0), tyro.conf.arg(help="of a table of users, by hash; 0 has none")
+    ] = 2**17
     weak_below: Annotated[
         int, Field(ge=0), tyro.conf.arg(help="features of fewer values share rows")
     ] = 0
@@ -112,7 +115,7 @@ class GemConfig(GemOptions):
     request_rows: int = 8
     embedding: int = 32
     dropout: float = 0.1
-    item_dropout: float = 0.2
+    id_dropout: float = 0.2
 
 
 SCALES: dict[Scale, GemConfig] = {

@@ -17,7 +17,7 @@ from training.model.grouped import GroupedRows
 from training.model.history import HistoryRows
 from training.model.interaction import interaction
 from training.model.interest import Interest
-from training.model.lookup import ITEM, Vectors
+from training.model.lookup import ITEM, USER, Vectors
 from training.model.matching import Found
 from training.model.numeric import NumericRows
 
@@ -38,7 +38,8 @@ class Gem(nn.Module):
         d = config.row_width
         self.features = features
         grouped = {"width": d, "below": config.weak_below, "shared": config.weak_rows}
-        self.user_ids = GroupedRows(features.user.ids, **grouped)
+        users = {USER: config.user_rows} if config.user_rows else {}
+        self.user_ids = GroupedRows(users | features.user.ids, **grouped)
         own_ids = features.item.ids | features.context.ids
         self.own_ids = GroupedRows({ITEM: sys.maxsize} | own_ids, **grouped)
         self.history = HistoryRows(features, config, 1 + self.user_ids.rows)

@@ -83,7 +83,7 @@ class Encoding:
 def _numbers(table: pa.Table, column: str, name: str) -> npt.NDArray[np.float32]:
     text = pc.if_else(pc.equal(table[column], ""), None, table[column])
     try:
-        return np.array(text.cast(pa.float32()))
+        return text.cast(pa.float32()).to_numpy().copy()
     except pa.ArrowInvalid as error:
         raise UserError(f"{name}: column {column} holds what is not a number: {error}") from None
 
