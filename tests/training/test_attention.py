@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from random import Random
 from typing import get_args
 
 import torch
@@ -56,8 +57,27 @@ def test_rectangles_are_the_reference(
     q_offsets, kv_offsets = offsets([a for a, _ in sizes]), offsets([b for _, b in sizes])
     q, k, v = ragged(int(q_offsets[-1])), ragged(int(kv_offsets[-1])), ragged(int(kv_offsets[-1]))
     agree(
-        lambda: blocks.attention(q, k, v, q_offsets, kv_offsets, kind, block),
+        lambda: blocks.attention(q, k, v, q_offsets, kv_offsets, kind, block=block),
         lambda: reference(q, k, v, q_offsets, kv_offsets, kind),
+        q, k, v,
+    )  # fmt: skip
+
+
+@settings(max_examples=80)
+@given(lengths, kinds.filter(lambda kind: not kind.causal), st.integers(1, 4), st.randoms())
+def test_a_query_sees_the_first_keys_up_to_its_limit(
+    sizes: list[tuple[int, int]], kind: Kind, block: int, random: Random
+) -> None:
+    torch.manual_seed(0)
+    q_offsets, kv_offsets = offsets([a for a, _ in sizes]), offsets([b for _, b in sizes])
+    q, k, v = ragged(int(q_offsets[-1])), ragged(int(kv_offsets[-1])), ragged(int(kv_offsets[-1]))
+    limits = torch.tensor(
+        [random.randint(0, keys) for queries, keys in sizes for _ in range(queries)],
+        dtype=torch.long,
+    )
+    agree(
+        lambda: blocks.attention(q, k, v, q_offsets, kv_offsets, kind, limits, block),
+        lambda: reference(q, k, v, q_offsets, kv_offsets, kind, limits=limits),
         q, k, v,
     )  # fmt: skip
 

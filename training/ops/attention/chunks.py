@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from training.ops.attention.kinds import Kind
-from training.ops.attention.weights import hide_later, weigh, weigh_backward
+from training.ops.attention.weights import square, weigh, weigh_backward
 from training.ops.ragged import group_of_each, position_in_group
 
 CACHED = 2**17  # scores
@@ -92,11 +92,11 @@ class _Windows(torch.autograd.Function):
         q = chunks.fill(q * kind.scale(q.shape[-1]))
         k, v = _with_previous(chunks.fill(k)), _with_previous(chunks.fill(v))
         out, kept = torch.empty_like(q), []
+        own = square(chunks.window, q.dtype, q.device)
         for part in chunks.parts(q.shape[1]):
             scores = q[part] @ k[part].transpose(2, 3)
-            hide_later(scores, kind)
             chunks.hide_previous(scores, part, -torch.inf if kind.activation == "softmax" else 0.0)
-            weights, needed = weigh(scores, kind)
+            weights, needed = weigh(scores, own, kind)
             kept += [weights, needed]
             torch.matmul(weights, v[part], out=out[part])
         ctx.save_for_backward(q, k, v, *kept)
@@ -109,11 +109,11 @@ class _Windows(torch.autograd.Function):
         chunks, kind = ctx.chunks, ctx.kind
         grad = chunks.fill(grad * kind.outside)
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        parts = chunks.parts(q.shape[1])
+        own, parts = square(chunks.window, q.dtype, q.device), chunks.parts(q.shape[1])
         for part, weights, scores in zip(parts, kept[::2], kept[1::2], strict=True):
             torch.matmul(weights.transpose(2, 3), grad[part], out=dv[part])
             dweights = grad[part] @ v[part].transpose(2, 3)
-            dscores = weigh_backward(dweights, weights, scores, kind)
+            dscores = weigh_backward(dweights, weights, scores, own, kind)
             chunks.hide_previous(dscores, part, 0.0)
             torch.matmul(dscores, k[part], out=dq[part])
             torch.matmul(dscores.transpose(2, 3), q[part], out=dk[part])

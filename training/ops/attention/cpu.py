@@ -14,8 +14,9 @@ def attention(
     kv_offsets: Tensor,
     kind: Kind = SOFTMAX,
     window: int | None = None,
+    limits: Tensor | None = None,
 ) -> Tensor:
     """As `training.ops.attention.reference.attention`."""
     if window is None:
-        return blocks.attention(q, k, v, q_offsets, kv_offsets, kind)
+        return blocks.attention(q, k, v, q_offsets, kv_offsets, kind, limits)
     return chunks.attention(q, k, v, q_offsets, kind, window)

@@ -24,18 +24,20 @@ def attention(
     kv_offsets: Tensor,
     kind: Kind = SOFTMAX,
     window: int | None = None,
+    limits: Tensor | None = None,
 ) -> Tensor:
     """Attention of each query (Nq, H, D) to the keys (Nk, H, D) of its own sequence.
 
     In a causal kind q and k are the same positions, and position t sees s <= t. With a `window`
-    it also sees only its own chunk of `window` and the one before: s // w >= t // w - 1. A query
-    without keys gives zeros. Returns (Nq, H, D).
+    it also sees only its own chunk of `window` and the one before: s // w >= t // w - 1. With
+    `limits` (Nq) a query sees the first so many keys of its sequence. One without keys gives zeros.
+    Returns (Nq, H, D).
     """
     out = torch.zeros_like(q)
     for sequence in range(len(q_offsets) - 1):
         first, last = int(kv_offsets[sequence]), int(kv_offsets[sequence + 1])
         for row in range(int(q_offsets[sequence]), int(q_offsets[sequence + 1])):
-            start, stop = first, last
+            start, stop = first, last if limits is None else min(last, first + int(limits[row]))
             if kind.causal:
                 t = row - int(q_offsets[sequence])
                 start = first + max(0, (t // window - 1) * window) if window else first

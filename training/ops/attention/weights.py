@@ -1,10 +1,11 @@
 """Scores to weights and back, by hand: what the fast paths do between their products.
 
-Scores and weights are (…, queries, keys). The last keys of a causal rectangle are its queries.
+Scores and weights are (…, n queries, keys).
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -21,40 +22,52 @@ DERIVED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@lru_cache(maxsize=64)
-def _seen(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """1 where a query sees a key of its own square, 0 where the key is later."""
-    return torch.ones(n, n, dtype=dtype, device=device).tril_()
+@dataclass(frozen=True)
+class Corner:
+    """Which of the last c keys each query sees, as `seen` (n, c) of 1 and 0; it sees all others."""
+
+    seen: Tensor
+
+    def of(self, x: Tensor) -> Tensor:
+        """The last c columns of scores or weights."""
+        return x[..., x.shape[-1] - self.seen.shape[1] :]
+
+    @cached_property
+    def hidden(self) -> Tensor:
+        """What is added to scores before a softmax: 0 and minus infinity."""
+        return self.seen.log()
+
+    @cached_property
+    def blind(self) -> bool:
+        """Whether some query sees none of these keys."""
+        return not bool(self.seen.any(1).all())
 
 
 @lru_cache(maxsize=64)
-def _later(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return _seen(n, dtype, device).log()
+def square(n: int, dtype: torch.dtype, device: torch.device) -> Corner:
+    """Each query sees itself and what came before."""
+    return Corner(torch.ones(n, n, dtype=dtype, device=device).tril_())
 
 
-def hide_later(scores: Tensor, kind: Kind) -> None:
-    """Take out, in place, the keys that come after a query in the square at the end."""
-    n = scores.shape[-2]
-    square = scores[..., -n:]
-    if kind.activation == "softmax":
-        square.add_(_later(n, scores.dtype, scores.device))
-    else:
-        square.mul_(_seen(n, scores.dtype, scores.device))
+def weigh(scores: Tensor, corner: Corner | None, kind: Kind) -> tuple[Tensor, Tensor | None]:
+    """Weights, and the scores where the backward pass needs them; `scores` are changed."""
+    softmax = kind.activation == "softmax"
+    if corner:
+        part = corner.of(scores)
+        part.add_(corner.hidden) if softmax else part.mul_(corner.seen)
+    if not softmax:
+        return ELEMENTWISE[kind.activation](scores), scores
+    weights = scores.softmax(-1)
+    return (weights.nan_to_num_(0.0) if corner and corner.blind else weights), None
 
 
-def weigh(scores: Tensor, kind: Kind) -> tuple[Tensor, Tensor | None]:
-    """Weights, and the scores where the backward pass needs them."""
-    if kind.activation == "softmax":
-        return scores.softmax(-1), None
-    return ELEMENTWISE[kind.activation](scores), scores
-
-
-def weigh_backward(grad: Tensor, weights: Tensor, scores: Tensor | None, kind: Kind) -> Tensor:
+def weigh_backward(
+    grad: Tensor, weights: Tensor, scores: Tensor | None, corner: Corner | None, kind: Kind
+) -> Tensor:
     """Gradient of the scores from that of the weights; hidden keys get none."""
     if scores is None:
         return aten._softmax_backward_data(grad, weights, -1, weights.dtype)
     found = DERIVED[kind.activation](grad, scores)
-    if kind.causal:
-        n = found.shape[-2]
-        found[..., -n:].mul_(_seen(n, found.dtype, found.device))
+    if corner:
+        corner.of(found).mul_(corner.seen)
     return found
