@@ -25,22 +25,25 @@ class TabularArgs(Strict):
 
 def bench(args: TabularArgs) -> None:
     """Learn train.csv, stop early on valid.csv, report test.csv; all but --numeric is an id."""
-    from training.tabular.choose import choose
-    from training.tabular.fit import predict, scored
+    from training.fitting.choose import Task, choose
+    from training.fitting.fit import predict, scored
+    from training.tabular.model import STREAMS, Tabular
     from training.tabular.table import Encoding, read_csv
 
     tables = {name: read_csv(args.data, f"{name}.csv") for name in ("train", "valid", "test")}
     numeric = [name for name in args.numeric.split(",") if name]
     encoding = Encoding.of(tables["train"], args.label, numeric)
     train, valid, test = (encoding(table, f"{name}.csv") for name, table in tables.items())
-    chosen = choose(encoding.sizes, train, valid)
-    found = [scored(predict(chosen.learn(seed), test), test) for seed in range(args.seeds)]
+    task = Task(lambda: Tabular(encoding.sizes, len(encoding.numeric)), train, valid)
+    config = choose(task)
+    models = (task.learn(config, 1 + seed)[0] for seed in range(args.seeds))
+    found = [scored(*predict(model, test)) for model in models]
     auc, logloss = [s.auc for s in found], [s.logloss for s in found]
     result = Result(f"{args.data.name}, {len(test):,} test rows", COLUMNS)
     spread = [f" ± {stdev(v):.4f}" if len(v) > 1 else "" for v in (auc, logloss)]
     result.rows.append(
         (
-            str(chosen),
+            f"{' + '.join(s.interaction for s in STREAMS)}, penalty {config.penalty:g}",
             f"{mean(auc):.4f}{spread[0]}",
             f"{mean(logloss):.4f}{spread[1]}",
             str(args.seeds),

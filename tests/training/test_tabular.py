@@ -1,6 +1,7 @@
 """Laws of learning a plain table: how it is read, what is learned, what is refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemline import main
-from training.tabular.choose import STREAMS
-from training.tabular.fit import FitConfig, fit, predict, scored
+from training.fitting.choose import Task
+from training.fitting.fit import FitConfig, Learner, predict, scored
 from training.tabular.model import Tabular
 from training.tabular.table import UNKNOWN, Encoding, Rows
 
@@ -40,39 +41,39 @@ def rows(seed: int, n: int = 4000) -> Rows:
     rng = np.random.default_rng(seed)
     ids = rng.integers(1, 9, (n, 3))
     agree = ids[:, 0] % 2 == ids[:, 1] % 2
-    return Rows(ids, np.empty((n, 0), np.float32), agree.astype(np.float32))
+    return Rows(ids, np.empty((n, 0), np.float32), agree.astype(np.float32), 64)
 
 
-def learned(train: Rows, penalty: float, seed: int = 0, epochs: int = 6) -> Tabular:
-    import torch
+def learned(train: Rows, penalty: float, seed: int = 0, epochs: int = 6) -> Learner:
+    sizes = [int(n) + 1 for n in train.ids.max(0)]
+    task = Task(lambda: Tabular(sizes, 0), train, train)
+    return task.learn(FitConfig(penalty=penalty, epochs=epochs), seed)[0]
 
-    torch.manual_seed(seed)
-    model = Tabular([int(n) + 1 for n in train.ids.max(0)], 0, STREAMS)
-    fit(model, train, train, FitConfig(penalty=penalty, batch_rows=64, epochs=epochs), seed)
-    return model
+
+def auc(model: Learner, rows: Rows) -> float:
+    return scored(*predict(model, rows)).auc
 
 
 def test_interactions_are_learned() -> None:
-    assert scored(predict(learned(rows(0, 1500), 1e-3), rows(2)), rows(2)).auc > 0.99
+    assert auc(learned(rows(0, 1500), 1e-3), rows(2)) > 0.99
 
 
 def test_the_penalty_holds_back_what_single_values_say() -> None:
     """Labels are coins: whatever is learned of values that three rows have is memory."""
     rng = np.random.default_rng(0)
     ids, coins = rng.integers(1, 1000, (3000, 2)), rng.integers(0, 2, 3000)
-    noise = Rows(ids, np.empty((3000, 0), np.float32), coins.astype(np.float32))
-    remembered, held = (
-        scored(predict(learned(noise, p, epochs=4), noise), noise).auc for p in (0.0, 1.0)
-    )
+    noise = Rows(ids, np.empty((3000, 0), np.float32), coins.astype(np.float32), 64)
+    remembered, held = (auc(learned(noise, p, epochs=4), noise) for p in (0.0, 1.0))
     assert remembered > held + 0.1
 
 
 def test_a_seed_gives_one_model_and_rows_do_not_see_each_other() -> None:
     some = rows(2)
-    twice = [predict(learned(rows(0, 500), 1e-3, 3), some) for _ in range(2)]
+    twice = [predict(learned(rows(0, 500), 1e-3, 3), some)[0] for _ in range(2)]
     np.testing.assert_array_equal(*twice)
-    model = Tabular([9, 9, 9], 0, STREAMS)
-    np.testing.assert_allclose(predict(model, some), predict(model, some, 7), rtol=1e-5)
+    model = Tabular([9, 9, 9], 0)
+    alone = predict(model, replace(some, batch_rows=7))[0]
+    np.testing.assert_allclose(predict(model, some)[0], alone, rtol=1e-5)
 
 
 @pytest.fixture

@@ -5,12 +5,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from training.fitting.fit import Learner
 from training.model.config import GemConfig
 from training.model.interaction import interaction
 from training.model.numeric import NumericRows
 
+SIZE = GemConfig(row_width=16, layers=2, fm_rows=16, linear_rows=16, rank=8, mlp=256, dropout=0.2)
+STREAMS = (SIZE, SIZE.model_copy(update={"interaction": "two_streams"}))
 
-class Tabular(nn.Module):
+
+class Tabular(Learner):
     """A sum of logits: one of each field by itself, and one of each stream of interactions.
 
     Streams see the same embeddings and err apart, which a deeper stack of one kind does not.
@@ -18,7 +22,9 @@ class Tabular(nn.Module):
 
     first: Tensor
 
-    def __init__(self, sizes: Sequence[int], numbers: int, streams: Sequence[GemConfig]) -> None:
+    def __init__(
+        self, sizes: Sequence[int], numbers: int, streams: Sequence[GemConfig] = STREAMS
+    ) -> None:
         super().__init__()
         d = streams[0].row_width
         starts = torch.tensor([0, *sizes]).cumsum(0)

@@ -3,7 +3,7 @@
 B rows, F categorical fields, M numbers.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +12,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pc_csv
+import torch
+from torch import Tensor
 
 from etl.errors import UserError
 
+Batch = tuple[tuple[Tensor, Tensor], Tensor]
 UNKNOWN = 0  # the id of a value that the training file lacks, and of a missing one
 
 
@@ -25,10 +28,24 @@ class Rows:
     ids: npt.NDArray[np.int64]
     numbers: npt.NDArray[np.float32]
     labels: npt.NDArray[np.float32]
+    batch_rows: int = 4096
 
     def __len__(self) -> int:
         """Number of rows."""
         return len(self.labels)
+
+    def shuffled(self, generator: torch.Generator) -> Iterator[Batch]:
+        """Batches of all rows in random order."""
+        return self._batches(torch.randperm(len(self), generator=generator))
+
+    def in_order(self) -> Iterator[Batch]:
+        """Batches as they stand in the file."""
+        return self._batches(torch.arange(len(self)))
+
+    def _batches(self, order: Tensor) -> Iterator[Batch]:
+        ids, numbers, labels = map(torch.from_numpy, (self.ids, self.numbers, self.labels))
+        for at in order.split(self.batch_rows):
+            yield (ids[at], numbers[at]), labels[at]
 
 
 @dataclass(frozen=True)

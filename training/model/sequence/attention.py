@@ -29,11 +29,13 @@ class Attention(nn.Module):
         q_offsets: Tensor,
         kv_offsets: Tensor,
         kind: Kind = SOFTMAX,
+        limits: Tensor | None = None,
     ) -> Tensor:
-        """(Nq, W)."""
+        """(Nq, W); see `training.ops.attention`."""
         q = heads_of(self.q(queries), self.heads)
         k, v = heads_of(self.k(keys), self.heads), heads_of(self.v(keys), self.heads)
-        return self.out(attention(q, k, v, q_offsets, kv_offsets, kind).flatten(1))
+        found = attention(q, k, v, q_offsets, kv_offsets, kind, limits=limits)
+        return self.out(found.flatten(1))
 
 
 class SelfAttention(nn.Module):

@@ -19,9 +19,17 @@ class TargetAttention(nn.Module):
         self.attention.k.weight.data.copy_(self.attention.q.weight.data)
 
     def forward(
-        self, candidates: Tensor, events: Tensor, request: Tensor, offsets: Tensor
+        self,
+        candidates: Tensor,
+        events: Tensor,
+        request: Tensor,
+        offsets: Tensor,
+        limits: Tensor | None = None,
     ) -> Tensor:
-        """Candidates (B, W), sorted by `request` (B), to (B, W)."""
+        """Candidates (B, W), sorted by `request` (B), to (B, W).
+
+        With `limits` (B) a candidate sees the first so many events of its request.
+        """
         counts = torch.bincount(request, minlength=len(offsets) - 1)
         q_offsets = F.pad(counts.cumsum(0), (1, 0))
-        return self.attention(candidates, events, q_offsets, offsets)
+        return self.attention(candidates, events, q_offsets, offsets, limits=limits)
