@@ -1,6 +1,6 @@
 """`gemline bench NAME`: one file a benchmark."""
 
-from benchmarks import data, history, kuairand, simulator
+from benchmarks import data, history, kuairand, model, simulator, tabular
 
 COMMANDS = {
     "bench": {
@@ -8,5 +8,7 @@ COMMANDS = {
         "history": history.bench,
         "simulator": simulator.bench,
         "data": data.bench,
+        "tabular": tabular.bench,
+        "model": model.bench,
     }
 }

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_origin
 
 import tyro
 import yaml
@@ -145,9 +145,12 @@ def _flags(
         flag = ".".join((*path, key)).replace("_", "-")
         if isinstance(value, dict):
             inner = model.model_fields[key].annotation
-            if not (isinstance(inner, type) and issubclass(inner, Strict)):
+            if isinstance(inner, type) and issubclass(inner, Strict):
+                yield from _flags(inner, value, file, (*path, key))
+            elif get_origin(inner) is dict:
+                yield f"--{flag}", [yaml.safe_dump(value, default_flow_style=True)]
+            else:
                 raise UserError(f"{file}: {'.'.join((*path, key))}: one value is wanted here")
-            yield from _flags(inner, value, file, (*path, key))
         elif isinstance(value, bool):
             yield (f"--{flag}" if value else f"--{'.'.join((*path, 'no-' + key))}", [])
         else:

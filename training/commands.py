@@ -2,10 +2,13 @@
 
 import subprocess
 import sys
+import tempfile
 from datetime import date
+from pathlib import Path
 from typing import Annotated
 
 import tyro
+import yaml
 
 from etl.cli import DayArgs, LakeArgs, days_argument
 from etl.errors import UserError
@@ -78,12 +81,19 @@ def gem(args: GemArgs) -> None:
 
 
 def _torchrun(args: GemArgs) -> None:
-    flags = args.model_dump(exclude={"processes"}, exclude_none=True)
-    words = [w for k, v in flags.items() for w in (f"--{k.replace('_', '-')}", str(v))]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launch += [f"--nproc-per-node={args.processes}", "-m", "gemline", "train", "gem", *words]
-    if subprocess.run(launch).returncode:
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder, "gem.yaml")
+        config.write_text(yaml.safe_dump(settings(args)))
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        launch += [f"--nproc-per-node={args.processes}", "-m", "gemline", "train", "gem"]
+        failed = subprocess.run([*launch, "--config", str(config)]).returncode
+    if failed:
         raise UserError("training failed; the error of the process that failed first is above")
+
+
+def settings(args: GemArgs) -> dict[str, object]:
+    """What each process is told, as a configuration file holds it."""
+    return args.model_dump(mode="json", exclude={"processes"}, exclude_none=True)
 
 
 class RebuildArgs(LakeArgs):

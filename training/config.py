@@ -6,13 +6,14 @@ import tyro
 from pydantic import Field
 
 from etl.spec.base import Strict
-from training.model.config import SCALES, GemConfig, Scale
+from training.model.config import SCALES, GemConfig, GemOptions, Scale
 
 
 class TrainConfig(Strict):
     """Settings of a training run; the first sequence of the spec is read where none is named."""
 
     scale: Scale = "small"
+    model: GemOptions = GemOptions()
     batch_rows: int = Field(default=128, ge=1)
     dense_rate: float = 1e-3
     sparse_rate: float = 0.05
@@ -33,9 +34,9 @@ class TrainConfig(Strict):
 
     @property
     def sizes(self) -> GemConfig:
-        """The sizes that the scale stands for."""
-        return SCALES[self.scale]
+        """The sizes that the scale stands for, of the model that the options name."""
+        return SCALES[self.scale].model_copy(update=dict(self.model))
 
     def reads(self) -> dict[str, object]:
         """What may not change from one day to the next."""
-        return self.model_dump(include={"scale", "sequence", "max_length", "item_rows"})
+        return self.model_dump(include={"scale", "model", "sequence", "max_length", "item_rows"})

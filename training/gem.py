@@ -25,10 +25,11 @@ from training.data.ripened import Ripened
 from training.loop import checkpoint
 from training.loop.average import averaged
 from training.loop.checkpoint import Manifest, Trained
+from training.loop.cost import Meter
 from training.loop.prequential import Prequential
 from training.loop.step import GemModel, train_step
 from training.model.gem import Gem
-from training.model.lookup import ItemRows, table_rows
+from training.model.lookup import USER, ItemRows, table_rows
 from training.parallel.processes import in_step
 from training.parallel.sparse import TorchrecTables, shard
 from training.resume import refuse_other_reading, starting_point
@@ -50,10 +51,10 @@ def build(features: Features, manifest: Manifest, known: npt.NDArray[np.bool_]) 
     items = ItemRows(config.item_rows, torch.from_numpy(known))
     torch.manual_seed(config.seed)
     core = Gem(features, sizes)
-    rows = table_rows(features, config.item_rows)
-    tables = shard(TorchrecTables(rows, sizes.row_width), config.sparse_rate)
+    rows = table_rows(features, config.item_rows, sizes.user_rows)
+    tables = shard(TorchrecTables(rows, sizes.row_width, (USER,)), config.sparse_rate)
     dense = _spread(core) if dist.get_world_size() > 1 else core
-    model = GemModel(core, dense, tables, items, sizes.item_dropout)
+    model = GemModel(core, dense, tables, items, sizes.user_rows, sizes.id_dropout)
     optimizer = torch.optim.AdamW(
         core.parameters(), lr=config.dense_rate, weight_decay=config.weight_decay, fused=True
     )
@@ -73,14 +74,16 @@ def train(lake: Lake, days: tuple[date, date], config: TrainConfig) -> list[dict
     if path:
         checkpoint.load(path, trained)
         log.info("continue from %s", path)
-    scores = []
+    scores, meter = [], Meter()
     for day in each_day(manifest.trained_until, days[1]):
-        scores.append(train_day(lake, reader, trained, day))
+        scores.append(train_day(lake, reader, trained, day, meter))
         trained.manifest = trained.manifest.next_day(day + timedelta(days=1))
     return scores
 
 
-def train_day(lake: Lake, reader: Reader, trained: Trained, day: date) -> dict[str, float]:
+def train_day(
+    lake: Lake, reader: Reader, trained: Trained, day: date, meter: Meter
+) -> dict[str, float]:
     """One pass over all labels that ripened on a day; returns scores taken before each update."""
     model, start = trained.model, trained.manifest
     config = start.training
@@ -90,14 +93,16 @@ def train_day(lake: Lake, reader: Reader, trained: Trained, day: date) -> dict[s
     shard = dist.get_rank(), dist.get_world_size()
     batches = day_batches(lake, reader, day, start, shard)
     spare = day_batches(lake, reader, day, start.model_copy(update={"batches": 0}), shard)
-    bar = {"desc": f"train gem {day}", "unit": "batch", "disable": dist.get_rank() > 0 or None}
-    for batch, rows in tqdm(in_step(batches, spare), **bar):
+    told = {"desc": f"train gem {day}", "unit": "batch", "disable": dist.get_rank() > 0 or None}
+    for batch, rows in (bar := tqdm(in_step(batches, spare), **told)):
+        meter.begin(trained, batch)
         manifest = trained.manifest
         _set_rate(trained.optimizer, config, manifest.steps)
         torch.manual_seed(hash((config.seed, manifest.steps, dist.get_rank())) % 2**31)
         seen.add(train_step(model, batch, rows, trained.optimizer), batch)
         trained.averaged.update_parameters(model.core)
         trained.manifest = manifest.next_batch(batch)
+        bar.set_postfix(meter.after(batch), refresh=False)
         if trained.manifest.batches % config.checkpoint_every == 0:
             checkpoint.save(partial, trained)
     trained.manifest = trained.manifest.model_copy(update={"complete": True})

@@ -14,7 +14,7 @@ from training.data.features import Features
 from training.model.events import EventTokens, item_input
 from training.model.lookup import ITEM, Vectors
 from training.model.numeric import RunningScale
-from training.model.sequence import TargetAttention
+from training.model.sequence.target import TargetAttention
 
 
 class StudentConfig(Strict):

@@ -1,10 +1,15 @@
+from collections.abc import Callable
+from random import Random
+from typing import get_args
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from training.model.matching import match
-from training.ops.attention import attention, pairs, reference
+from training.ops.attention import Kind, attention, blocks, pairs, reference
+from training.ops.attention.kinds import Activation
 
 lengths = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 20)), min_size=1, max_size=6)
 
@@ -13,39 +18,98 @@ def offsets(counts: list[int]) -> Tensor:
     return torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()])
 
 
+kinds = st.builds(
+    Kind,
+    st.sampled_from(get_args(Activation)),
+    causal=st.booleans(),
+    inside=st.sampled_from([None, 1.0, 0.3]),
+    outside=st.sampled_from([1.0, 0.1]),
+)
+
+
+def gradients(out: Tensor, weight: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return torch.autograd.grad((out * weight).sum(), inputs, materialize_grads=True)
+
+
+def agree(fast: Callable[[], Tensor], slow: Callable[[], Tensor], *inputs: Tensor) -> None:
+    """The same output and the same gradients."""
+    got, wanted = fast(), slow()
+    torch.testing.assert_close(got, wanted)
+    if wanted.requires_grad and len(wanted):
+        weight = torch.randn_like(wanted)
+        for a, b in zip(
+            gradients(got, weight, inputs), gradients(wanted, weight, inputs), strict=True
+        ):
+            torch.testing.assert_close(a, b)
+
+
+def ragged(rows: int) -> Tensor:
+    return torch.randn(rows, 2, 4, dtype=torch.float64, requires_grad=True)
+
+
+@settings(max_examples=80)
+@given(lengths, kinds, st.integers(1, 4), st.integers(0, 99))
+def test_rectangles_are_the_reference(
+    sizes: list[tuple[int, int]], kind: Kind, block: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    sizes = [(b, b) for _, b in sizes] if kind.causal else sizes
+    q_offsets, kv_offsets = offsets([a for a, _ in sizes]), offsets([b for _, b in sizes])
+    q, k, v = ragged(int(q_offsets[-1])), ragged(int(kv_offsets[-1])), ragged(int(kv_offsets[-1]))
+    agree(
+        lambda: blocks.attention(q, k, v, q_offsets, kv_offsets, kind, block=block),
+        lambda: reference(q, k, v, q_offsets, kv_offsets, kind),
+        q, k, v,
+    )  # fmt: skip
+
+
+@settings(max_examples=80)
+@given(lengths, kinds.filter(lambda kind: not kind.causal), st.integers(1, 4), st.randoms())
+def test_a_query_sees_the_first_keys_up_to_its_limit(
+    sizes: list[tuple[int, int]], kind: Kind, block: int, random: Random
+) -> None:
+    torch.manual_seed(0)
+    q_offsets, kv_offsets = offsets([a for a, _ in sizes]), offsets([b for _, b in sizes])
+    q, k, v = ragged(int(q_offsets[-1])), ragged(int(kv_offsets[-1])), ragged(int(kv_offsets[-1]))
+    limits = torch.tensor(
+        [random.randint(0, keys) for queries, keys in sizes for _ in range(queries)],
+        dtype=torch.long,
+    )
+    agree(
+        lambda: blocks.attention(q, k, v, q_offsets, kv_offsets, kind, limits, block),
+        lambda: reference(q, k, v, q_offsets, kv_offsets, kind, limits=limits),
+        q, k, v,
+    )  # fmt: skip
+
+
 @settings(max_examples=60)
 @given(lengths, st.integers(0, 99))
-def test_fast_paths_are_the_reference(sizes: list[tuple[int, int]], seed: int) -> None:
+def test_pairs_are_the_reference(sizes: list[tuple[int, int]], seed: int) -> None:
     torch.manual_seed(seed)
     q_offsets, kv_offsets = offsets([a for a, _ in sizes]), offsets([b for _, b in sizes])
-    q = torch.randn(int(q_offsets[-1]), 2, 4, requires_grad=True)
-    k, v = (torch.randn(int(kv_offsets[-1]), 2, 4, requires_grad=True) for _ in range(2))
-    expected = reference(q, k, v, q_offsets, kv_offsets)
-    weight = torch.randn_like(expected)
-    wanted = ()
-    if expected.requires_grad:
-        wanted = torch.autograd.grad((expected * weight).sum(), (q, k, v), allow_unused=True)
-    for fast in (attention, pairs.attention):
-        out = fast(q, k, v, q_offsets, kv_offsets)
-        if not expected.requires_grad:
-            assert len(out) == 0 or out.eq(0).all()
-            continue
-        torch.testing.assert_close(out, expected)
-        got = torch.autograd.grad((out * weight).sum(), (q, k, v), allow_unused=True)
-        for a, b in zip(got, wanted, strict=True):
-            if a is not None and b is not None:
-                torch.testing.assert_close(a, b)
+    q, k, v = ragged(int(q_offsets[-1])), ragged(int(kv_offsets[-1])), ragged(int(kv_offsets[-1]))
+    agree(
+        lambda: pairs.attention(q, k, v, q_offsets, kv_offsets),
+        lambda: reference(q, k, v, q_offsets, kv_offsets),
+        q, k, v,
+    )  # fmt: skip
 
 
 @settings(max_examples=60)
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=5), st.integers(1, 9))
-def test_windows_are_the_reference(sizes: list[int], window: int) -> None:
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=5),
+    st.integers(1, 9),
+    kinds.filter(lambda kind: kind.causal),
+)
+def test_windows_are_the_reference(sizes: list[int], window: int, kind: Kind) -> None:
     torch.manual_seed(0)
     cuts = offsets(sizes)
-    q, k, v = (torch.randn(int(cuts[-1]), 2, 4) for _ in range(3))
-    torch.testing.assert_close(
-        attention(q, k, v, cuts, cuts, window), reference(q, k, v, cuts, cuts, window)
-    )
+    q, k, v = (ragged(int(cuts[-1])) for _ in range(3))
+    agree(
+        lambda: attention(q, k, v, cuts, cuts, kind, window),
+        lambda: reference(q, k, v, cuts, cuts, kind, window),
+        q, k, v,
+    )  # fmt: skip
 
 
 @settings(max_examples=100)

@@ -4,27 +4,34 @@ import itertools
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
+from etl.errors import UserError
 from etl.spec.units import each_day
 from etl.tables.contracts import RESERVED_ITEMS
 from etl.tables.lake import Lake
 from tests.conftest import FIRST, LAST
 from training.data.batch import Batch
+from training.data.chunks import hashes
 from training.data.parts import Shuffle
 from training.data.reader import Reader
 from training.data.ripened import Ripened
 from training.loop.average import averaged
-from training.model.config import SCALES
+from training.model.config import SCALES, SequenceOptions
 from training.model.gem import Gem
+from training.model.grouped import GroupedRows
 from training.model.interest import PRIOR, Interest
-from training.model.lookup import ItemRows, first_items, look_up, table_rows
+from training.model.lookup import USER, ItemRows, first_items, look_up, table_rows, user_rows
+from training.model.matching import match
 from training.model.numeric import NumericRows, RunningScale
 from training.model.plain import PlainTables
-from training.model.wukong import FactorizationBlock
+from training.model.recency import NEVER, PHASES, Recency, phase, rhythm
+from training.parallel.sparse import TorchrecTables
 
-TINY = SCALES["tiny"]
+USERS = 64
+TINY = SCALES["tiny"].model_copy(update={"user_rows": USERS})
 
 
 @pytest.fixture(scope="module")
@@ -38,18 +45,34 @@ def batch(reader: Reader) -> Batch:
     return next(reader.batches([LAST], ripened, 64, Shuffle(0)))
 
 
-@pytest.fixture(scope="module")
-def score(reader: Reader):
+MODELS = {
+    "default": {},
+    "told": {"flow": "int", "cls_rows": 1, "rotary": True, "pooling": "hsp"},
+    "families": {
+        "flow": "n2s",
+        "layer": "hstu",
+        "families": {
+            "ads": {"events": ["ad_click", "ad_view"], "width": 16, "layers": 2},
+            "posts": {"events": ["post_view", "post_like"], "newest": 5},
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def score(reader: Reader, request: pytest.FixtureRequest):
     """Logits (B, O) of an untrained GEM whose heads differ by surface."""
     torch.manual_seed(0)
-    gem = Gem(reader.features, TINY).eval()
+    sequence = SequenceOptions.model_validate(MODELS[request.param])
+    gem = Gem(reader.features, TINY.model_copy(update={"sequence": sequence})).eval()
     torch.nn.init.normal_(gem.heads.own_weight)
-    tables = PlainTables(table_rows(reader.features, len(reader.items)), TINY.row_width)
+    tables = PlainTables(table_rows(reader.features, len(reader.items), USERS), TINY.row_width)
 
     def scored(batch: Batch) -> torch.Tensor:
         with torch.no_grad():
             found = gem.find(batch)
-            vectors = look_up(tables, batch, found.positions, first_items(len(reader.items)))
+            items = first_items(len(reader.items))
+            vectors = look_up(tables, batch, found.positions, items, users=USERS)
             return gem(batch, found, vectors).logits
 
     return scored
@@ -107,10 +130,10 @@ def test_gem_needs_no_kind_of_feature(reader: Reader, batch: Batch, without: str
         features = replace(features, user=replace(features.user, numbers=()))
         batch = replace(batch, user_numbers=batch.user_numbers[:, :0])
     gem = Gem(features, TINY)
-    tables = PlainTables(table_rows(features, len(reader.items)), TINY.row_width)
+    tables = PlainTables(table_rows(features, len(reader.items), USERS), TINY.row_width)
     found = gem.find(batch)
     items = first_items(len(reader.items))
-    output = gem(batch, found, look_up(tables, batch, found.positions, items))
+    output = gem(batch, found, look_up(tables, batch, found.positions, items, users=USERS))
     assert output.logits.shape == batch.labels.shape and output.logits.isfinite().all()
 
 
@@ -133,19 +156,6 @@ def test_interest_is_the_mean_of_what_the_user_dealt_with(batch: Batch) -> None:
     some = means[batch.request, 5].abs().sum(1) > 0
     assert some.any() and (interest(alike)[1][some, 5] > 0).all()
     torch.testing.assert_close(interest(alike)[1], -interest(opposed)[1])
-
-
-def test_the_factorisation_block_mixes_rows_only_through_their_products() -> None:
-    """Turning all rows by one rotation leaves X X^T, and so FM's pairs of rows, as they are."""
-    torch.manual_seed(0)
-    block = FactorizationBlock(5, 4, 3, 2, 8)
-    y = torch.randn(7, 5, 2)
-    block.projection.forward = lambda x: y  # type: ignore[method-assign]
-    x, rotation = torch.randn(7, 5, 4), torch.linalg.qr(torch.randn(4, 4))[0]
-    torch.testing.assert_close(block(x @ rotation), block(x), rtol=1e-4, atol=1e-5)
-    stretched = x * torch.tensor([1.0, 2.0, 1.0, 1.0])
-    assert (block(stretched) - block(x)).abs().max() > 1e-3
-    assert block(x).shape == (7, 3, 4)
 
 
 def test_new_items_take_the_rows_of_the_oldest_and_unknown_ones_row_0() -> None:
@@ -241,3 +251,70 @@ def test_bins_make_a_step_where_a_line_cannot() -> None:
         rows.bins[8:] = 1.0  # from 0 up
     found = rows(torch.tensor([[-2.0], [-0.01], [0.01], [2.0]]))[0][:, 0, 0]
     assert found[0] == found[1] == 0 and found[2] == found[3] > 0
+
+
+def test_recency_tells_the_last_time_and_the_share_of_a_usual_gap() -> None:
+    """Seven days after, and 7, 7 and 4 days between: due is 7 of 6; one event has no gap."""
+    day = 86_400
+    ages, types = torch.tensor([25, 18, 11, 7, 3]) * day, torch.tensor([1, 1, 1, 1, 2])
+    own, request = torch.tensor([5, 9]), torch.tensor([0, 0])
+    matches = match(own, torch.full((5,), 5), request, torch.tensor([0, 5]))
+    seen = rhythm(matches, types, ages, 3)
+    assert matches.values.tolist() == [5, 9]
+    assert seen.last[:, 1:].tolist() == [[7 * day, 3 * day], [NEVER, NEVER]]
+    assert seen.span[:, 1:].tolist() == [[18 * day, 0], [0, 0]]
+    assert seen.gaps[:, 1:].tolist() == [[3, 0], [0, 0]]
+    slower = rhythm(matches, types, 3 * ages, 3)
+    bucket = phase(seen.last, seen.span / 3)
+    assert torch.equal(phase(slower.last, slower.span / 3), bucket)
+    assert bucket[0, 1] == PHASES // 2 + 3 and bucket[0, 2] == bucket[1, 1] == PHASES
+
+    recency = Recency(10, 2, 4)
+    torch.nn.init.normal_(recency.usual_phase.weight)
+    rows = recency(matches, types, ages)
+    assert rows.shape == (2, 2, 4) and recency.usual.gaps[5, 1] == 3
+    recency.eval()
+    other = match(own, torch.full((1,), 5), request, torch.tensor([0, 1]))
+    once = recency(other, types[:1], 7 * day * torch.ones(1, dtype=torch.long))
+    torch.testing.assert_close(once[0, 0], rows[0, 0])  # one event of its own: others' gaps
+    assert recency.usual.gaps[5, 1] == 3
+
+
+def test_weak_features_share_rows_and_strong_ones_have_their_own() -> None:
+    sizes = {"age": 8, "city": 500, "sex": 3, "device": 5}
+    vectors = {name: torch.randn(6, 4) for name in sizes}
+    apart = GroupedRows(sizes, 4, 0, 2)
+    assert all(r is vectors[n] for r, n in zip(apart(vectors), sizes, strict=True))
+    together = GroupedRows(sizes, 4, 100, 2)
+    rows = together(vectors)
+    assert together.rows == len(rows) == 3 and rows[0] is vectors["city"]
+    assert {r.shape for r in rows} == {(6, 4)}
+    for name in ("age", "sex", "device"):
+        moved = together(vectors | {name: vectors[name] + 1})
+        assert not torch.allclose(torch.stack(moved[1:]), torch.stack(rows[1:]))
+    assert GroupedRows({"age": 8, "sex": 3}, 4, 100, 2).rows == 2  # nothing is saved
+
+
+def test_a_family_of_unknown_events_is_refused(reader: Reader) -> None:
+    told = SequenceOptions.model_validate({"families": {"ads": {"events": ["ad_click", "zap"]}}})
+    with pytest.raises(UserError, match="names zap, which the spec lacks"):
+        Gem(reader.features, TINY.model_copy(update={"sequence": told}))
+
+
+def test_a_user_has_a_row_of_its_own_and_one_never_seen_tells_nothing(
+    reader: Reader, batch: Batch
+) -> None:
+    assert user_rows(torch.tensor([0, 62, 63, 10**18]), USERS).tolist() == [
+        1, 63, 1, 1 + 10**18 % 63
+    ]  # fmt: skip
+    one, two, again = hashes(pa.array(["u1", "u2", "u1"])).tolist()
+    assert one == again != two and min(one, two) >= 0
+    items, found = first_items(len(reader.items)), torch.arange(3)
+    tables = TorchrecTables(table_rows(reader.features, len(reader.items), USERS), 16, (USER,))
+    told = look_up(tables, batch, found, items, users=USERS).users
+    assert not told[USER].any() and told["u_country"].any()
+    assert USER not in look_up(tables_without(reader), batch, found, items).users
+
+
+def tables_without(reader: Reader) -> PlainTables:
+    return PlainTables(table_rows(reader.features, len(reader.items)), 16)

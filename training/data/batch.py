@@ -3,6 +3,7 @@
 R requests, B impressions (rows), N events of all histories, O objectives.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,8 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from training.ops.ragged import newest
 
 
 @dataclass(frozen=True)
@@ -33,26 +36,31 @@ class History:
         """Positions of all events (N)."""
         return torch.arange(len(self.items), device=self.items.device)
 
-    def newest(self, most: int) -> tuple[Tensor, Tensor]:
-        """Positions (n) of the last `most` events of each request, and their offsets (R+1)."""
-        lengths = self.offsets.diff().clamp(max=most)
-        offsets = F.pad(lengths.cumsum(0), (1, 0))
-        skipped = self.offsets[1:] - lengths - offsets[:-1]
-        at = torch.arange(int(offsets[-1]), device=lengths.device)
-        return at + torch.repeat_interleave(skipped, lengths), offsets
+    def newest(self, most: int, types: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+        """Positions (n) of the last `most` events of each request, and their offsets (R+1).
+
+        With `types` only events of those are counted and returned.
+        """
+        if not types:
+            return newest(self.offsets, most)
+        wanted = torch.isin(self.types, torch.tensor(types, device=self.types.device))
+        at, cuts = newest(F.pad(wanted.cumsum(0), (1, 0))[self.offsets], most)
+        return wanted.nonzero().flatten()[at], cuts
 
 
 @dataclass(frozen=True)
 class Batch:
-    """`as_of` (seconds), `user_*` and `requests` have R rows, the rest B; labels and known (B, O).
+    """`as_of` (seconds), `user*` and `requests` have R rows, the rest B; labels and known (B, O).
 
-    `known` marks labels whose window has closed and that are trained or evaluated now.
+    `user` is a hash, at least 0, the same everywhere. `known` marks labels whose window has closed
+    and that are trained or evaluated now.
     """
 
     request: Tensor
     as_of: Tensor
     surface: Tensor
     item: Tensor
+    user: Tensor
     user_ids: dict[str, Tensor]
     user_numbers: Tensor
     row_ids: dict[str, Tensor]

@@ -6,6 +6,7 @@ from datetime import date
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -27,13 +28,14 @@ POINTER = ("as_of_ts", "hist_len")
 class Chunk:
     """B rows sorted by request; `starts` (R+1) cut them into requests.
 
-    `requests` (R) are their ids; `users`, `as_of` and `length` (R) point into the histories; the
-    rest has B rows.
+    `requests` (R) are their ids; `users`, `as_of` and `length` (R) point into the histories,
+    `user_hashes` (R) into a table of users; the rest has B rows.
     """
 
     starts: Int64
     requests: npt.NDArray[np.object_]
     users: pa.Array
+    user_hashes: Int64
     as_of: Int64
     length: Int64
     item: Int64
@@ -76,10 +78,12 @@ def load_chunk(
     ).combine_chunks()
     starts = run_starts(request)
     first = pa.array(starts)
+    users = rows["user_id"].combine_chunks().take(first)
     return Chunk(
         starts=np.append(starts, rows.num_rows),
         requests=np.asarray(rows["request_id"].combine_chunks().take(first)),
-        users=rows["user_id"].combine_chunks().take(first),
+        users=users,
+        user_hashes=hashes(users),
         as_of=rows["as_of_ts"].to_numpy()[starts],
         length=rows["hist_len"].to_numpy()[starts].astype(np.int64),
         item=rows["item_ix"].to_numpy().astype(np.int64),
@@ -97,6 +101,11 @@ def load_chunk(
         known=known[wanted],
         impressions=np.asarray(rows["impression_id"]),
     )
+
+
+def hashes(names: pa.Array) -> Int64:
+    """A number of 63 bits for each name (n), the same on every machine."""
+    return (pd.util.hash_array(np.asarray(names, object), categorize=False) >> 1).astype(np.int64)
 
 
 def stack(rows: pa.Table, names: Iterable[str]) -> Float32:

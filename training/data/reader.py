@@ -170,6 +170,7 @@ class Reader:
             as_of=torch.from_numpy(chunk.as_of[requests]),
             surface=torch.from_numpy(chunk.surface[rows]),
             item=torch.from_numpy(item),
+            user=torch.from_numpy(chunk.user_hashes[requests]),
             user_ids={name: torch.from_numpy(chunk.ids[name][begin]) for name in users},
             user_numbers=torch.from_numpy(chunk.user_numbers[begin]),
             row_ids={name: torch.from_numpy(self.items.ids[name][known]) for name in group.ids}

@@ -18,19 +18,23 @@ class DivergedError(UserError):
 
 @dataclass
 class GemModel:
-    """GEM and its tables: `dense` is wrapped when there are many processes, `core` never is."""
+    """GEM and its tables: `dense` is wrapped when there are many processes, `core` never is.
+
+    `users` are the rows of their table, `dropout` the share of items and users made unknown.
+    """
 
     core: Gem
     dense: nn.Module
     tables: Tables
     items: ItemRows
-    item_dropout: float
+    users: int
+    dropout: float
 
     def __call__(self, batch: Batch) -> Output:
         """Logits and embeddings of a batch."""
-        dropout = self.item_dropout if self.core.training else 0.0
+        dropout = self.dropout if self.core.training else 0.0
         found = self.core.find(batch)
-        vectors = look_up(self.tables, batch, found.positions, self.items, dropout)
+        vectors = look_up(self.tables, batch, found.positions, self.items, dropout, self.users)
         output: Output = self.dense(batch, found, vectors)
         return output
 

@@ -1,21 +1,103 @@
-"""Sizes of GEM: one dial, `scale`, sets them all."""
+"""What GEM is made of, and its sizes: one dial, `scale`, sets them all."""
 
-from typing import Literal
+from typing import Annotated, Literal
+
+import tyro
+import yaml
+from pydantic import Field, TypeAdapter
 
 from etl.spec.base import Strict
 
 Scale = Literal["tiny", "small", "base", "large"]
+Kind = Literal["wukong", "dcnv2", "dhen", "two_streams"]
+Flow = Literal["sole", "sep", "s2n", "n2s", "int"]
 
 
-class GemConfig(Strict):
+class FamilyOptions(Strict):
+    """Event types that are encoded apart from all others, in sizes of their own."""
+
+    events: tuple[str, ...]
+    width: int | None = None
+    heads: int | None = None
+    layers: int | None = None
+    window: int | None = None
+    newest: Annotated[
+        int | None, tyro.conf.arg(help="events that are encoded; the scale's number without")
+    ] = None
+
+
+Families = dict[str, FamilyOptions]
+FAMILIES = tyro.constructors.PrimitiveConstructorSpec[Families](
+    nargs=1,
+    metavar="YAML",
+    instance_from_str=lambda words: TypeAdapter(Families).validate_python(yaml.safe_load(words[0])),
+    is_instance=lambda value: isinstance(value, dict),
+    str_from_instance=lambda value: [str(TypeAdapter(Families).dump_python(value))],
+)
+
+
+class SequenceOptions(Strict):
+    """How events are encoded (InterFormer 2411.09852, Kunlun 2602.10016, HSTU 2402.17152).
+
+    `flow` is what tells the other side of itself at each layer: the sequence the user's rows
+    (s2n), those rows the sequence (n2s), both (int) or none (sep); with `sole` events are pooled
+    as they come, without layers.
+    """
+
+    flow: Flow = "sep"
+    layer: Literal["transformer", "hstu"] = "transformer"
+    personal: Annotated[
+        Literal["pffn", "gdpa"], tyro.conf.arg(help="how rows change events, in n2s and int")
+    ] = "gdpa"
+    pooling: Literal["pma", "hsp"] = "pma"
+    cls_rows: Annotated[int, Field(ge=0), tyro.conf.arg(help="rows that read all, as events")] = 0
+    rotary: Annotated[bool, tyro.conf.arg(help="queries and keys turn by place and age")] = False
+    skip: Annotated[
+        bool, tyro.conf.arg(help="layers attend and are told in turn; pooling every other time")
+    ] = False
+    shorten: Annotated[
+        int, Field(ge=1), tyro.conf.arg(help="older events that become one at each further layer")
+    ] = 1
+    keep: Annotated[int, Field(ge=1), tyro.conf.arg(help="newest events, never shortened")] = 32
+    families: Annotated[
+        Families, FAMILIES, tyro.conf.arg(help="by name: {ads: {events: [ad_click], layers: 2}}")
+    ] = {}
+
+
+class GemOptions(Strict):
+    """What GEM is made of, at any size.
+
+    `across_rows` are what a Wukong layer keeps for all layers after it; with none it is plain
+    Wukong.
+    """
+
+    interaction: Kind = "wukong"
+    attentive: Annotated[bool, tyro.conf.arg(help="Wukong's projection is made from the input")] = (
+        True
+    )
+    across_rows: Annotated[
+        int, Field(ge=0), tyro.conf.arg(help="rows that a Wukong layer keeps for those after it")
+    ] = 0
+    user_rows: Annotated[
+        int, Field(ge=0), tyro.conf.arg(help="of a table of users, by hash; 0 has none")
+    ] = 2**17
+    weak_below: Annotated[
+        int, Field(ge=0), tyro.conf.arg(help="features of fewer values share rows")
+    ] = 0
+    sequence: SequenceOptions = SequenceOptions()
+
+
+class GemConfig(GemOptions):
     """Sizes; names as in the papers (Wukong 2403.02545, InterFormer 2411.09852).
 
     The sequence layers see the newest `encoded_events`; older ones are only searched for events
-    like the candidate, which costs little for thousands of them (SIM, 2006.05639).
+    like the candidate, which costs little for thousands of them (SIM, 2006.05639). Of those the
+    newest `matched_events` are attended to; when all others were is known too.
     """
 
     row_width: int = 32
     numeric_rows: int = 4
+    weak_rows: int = 2
     layers: int = 2
     fm_rows: int = 12
     linear_rows: int = 12
@@ -24,13 +106,16 @@ class GemConfig(Strict):
     event_width: int = 64
     event_layers: int = 1
     encoded_events: int = 128
+    matched_events: int = 32
     heads: int = 2
-    window: int = 64
+    window: int | None = 64
     pooled_rows: int = 2
     recent_rows: int = 2
+    told_rows: int = 4
+    request_rows: int = 8
     embedding: int = 32
     dropout: float = 0.1
-    item_dropout: float = 0.2
+    id_dropout: float = 0.2
 
 
 SCALES: dict[Scale, GemConfig] = {

@@ -3,6 +3,7 @@
 B rows, R requests, d row width, O objectives, E embedding width.
 """
 
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -12,12 +13,13 @@ from training.data.batch import Batch
 from training.data.features import Features
 from training.model.config import GemConfig
 from training.model.domains import DomainGate, Heads
+from training.model.grouped import GroupedRows
 from training.model.history import HistoryRows
+from training.model.interaction import interaction
 from training.model.interest import Interest
-from training.model.lookup import ITEM, Vectors
-from training.model.matching import Found, find
+from training.model.lookup import ITEM, USER, Vectors
+from training.model.matching import Found
 from training.model.numeric import NumericRows
-from training.model.wukong import Wukong
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,12 @@ class Gem(nn.Module):
         super().__init__()
         d = config.row_width
         self.features = features
-        self.encoded_events = config.encoded_events
-        self.history = HistoryRows(features, config)
+        grouped = {"width": d, "below": config.weak_below, "shared": config.weak_rows}
+        users = {USER: config.user_rows} if config.user_rows else {}
+        self.user_ids = GroupedRows(users | features.user.ids, **grouped)
+        own_ids = features.item.ids | features.context.ids
+        self.own_ids = GroupedRows({ITEM: sys.maxsize} | own_ids, **grouped)
+        self.history = HistoryRows(features, config, 1 + self.user_ids.rows)
         self.interests = nn.ModuleList(
             Interest(name, width, len(features.events), d)
             for name, width in features.item.vectors.items()
@@ -50,12 +56,9 @@ class Gem(nn.Module):
         )
         self.user_numbers = NumericRows(len(features.user.numbers), 1, d, config.mlp // 4)
         self.norm = nn.LayerNorm(d)
-        self.wukong = Wukong(
-            self._rows(config), d, config.layers, config.fm_rows, config.linear_rows,
-            config.rank, config.mlp,
-        )  # fmt: skip
+        self.interaction = interaction(self._rows(config), config)
         self.trunk = nn.Sequential(
-            nn.Linear(self.wukong.out_rows * d + self._wide(), config.mlp),
+            nn.Linear(self.interaction.out_rows * d + self._wide(), config.mlp),
             nn.LayerNorm(config.mlp),
             nn.ReLU(),
             nn.Dropout(config.dropout),
@@ -66,7 +69,7 @@ class Gem(nn.Module):
 
     def _rows(self, config: GemConfig) -> int:
         f = self.features
-        ids = 1 + len(f.item.ids) + len(f.context.ids) + len(f.user.ids)
+        ids = self.user_ids.rows + self.own_ids.rows
         given = len(f.item.vectors)
         history = self.history.request_rows + self.history.own_rows + given * len(f.events)
         return ids + given + 1 + config.numeric_rows + 1 + history
@@ -78,19 +81,19 @@ class Gem(nn.Module):
 
     def find(self, batch: Batch) -> Found:
         """The events of a batch that the model reads."""
-        return find(batch, self.features.match, self.encoded_events)
+        return self.history.find(batch)
 
     def forward(self, batch: Batch, found: Found, vectors: Vectors) -> Output:
         """Logits and embeddings of all rows; what belongs to a request is computed once."""
-        summary, searched = self.history(batch, found, vectors)
         user_row, user_numbers = self.user_numbers(batch.user_numbers)
         number_rows, row_numbers = self.row_numbers(batch.row_numbers)
-        users = [vectors.users[name][:, None] for name in self.features.user.ids]
-        shared = torch.cat((*users, user_row, summary), 1)[batch.request]
+        users = torch.stack((*self.user_ids(vectors.users), user_row[:, 0]), 1)
+        summary, searched = self.history(batch, found, vectors, users)
+        shared = torch.cat((users, summary), 1)[batch.request]
         liked = [interest(batch) for interest in self.interests]
         single = self._single_rows(batch, vectors)
         rows = torch.cat((shared, single, number_rows, searched, *(rows for rows, _ in liked)), 1)
-        x = self.wukong(self.norm(rows))
+        x = self.interaction(self.norm(rows).transpose(0, 1).contiguous()).transpose(0, 1)
         wide = (
             row_numbers,
             user_numbers[batch.request],
@@ -103,7 +106,6 @@ class Gem(nn.Module):
 
     def _single_rows(self, batch: Batch, vectors: Vectors) -> Tensor:
         """What a candidate has of its own in one row each: ids, given vectors, surface."""
-        names = (ITEM, *self.features.item.ids, *self.features.context.ids)
-        found = [vectors.rows[name] for name in names]
+        found = self.own_ids(vectors.rows)
         given = [self.given_rows[name](v) for name, v in batch.row_vectors.items()]
         return torch.stack((*found, *given, self.surface(batch.surface)), 1)

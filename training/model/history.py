@@ -6,14 +6,16 @@ B candidates of R requests, N events, d row width, W event width.
 import torch
 from torch import Tensor, nn
 
+from etl.errors import UserError
 from training.data.batch import Batch
 from training.data.features import Features
-from training.model.config import GemConfig
+from training.model.config import FamilyOptions, GemConfig
 from training.model.events import EventTokens, item_input
 from training.model.lookup import ITEM, Vectors
-from training.model.matching import Found, MatchedAttention
+from training.model.matching import Found, MatchedAttention, Sought, find
 from training.model.recency import Recency
-from training.model.sequence import EventLayer, Summary, TargetAttention
+from training.model.sequence.family import families_of
+from training.model.sequence.interformer import InterFormer
 
 
 class HistoryRows(nn.Module):
@@ -23,46 +25,75 @@ class HistoryRows(nn.Module):
     what lies far back is asked for by what it has in common with the candidate.
     """
 
-    def __init__(self, features: Features, config: GemConfig) -> None:
+    def __init__(self, features: Features, config: GemConfig, user_rows: int) -> None:
         super().__init__()
         d, w = config.row_width, config.event_width
         tables = 1 + len(features.item.ids)
         given = sum(features.item.vectors.values())
         self.items = (ITEM, *features.item.ids)
+        self.match = features.match
         self.events = EventTokens(tables, d, given, len(features.surfaces), len(features.events), w)
         self.candidate = nn.Linear(tables * d + given, w)
         self.candidate.weight = self.events.item.weight
-        self.layers = nn.ModuleList(
-            EventLayer(w, config.heads, config.window) for _ in range(config.event_layers)
+        self.encoder = InterFormer(user_rows, config)
+        self.sought = tuple(
+            Sought(family.newest, _codes(features, own))
+            for family, own in zip(self.encoder.families, families_of(config), strict=True)
         )
-        self.summary = Summary(w, config.heads, config.pooled_rows, config.recent_rows)
-        self.target = TargetAttention(w, config.heads)
+        self.most = config.matched_events
         self.matched = nn.ModuleList(MatchedAttention(w, config.heads) for _ in features.match)
-        self.recency = nn.ModuleList(Recency(len(features.events), d) for _ in features.match)
+        self.recency = nn.ModuleList(
+            Recency(features.item.ids[name], len(features.events), d) for name in features.match
+        )
         self.out = nn.Linear(w, d)
-        self.request_rows = config.pooled_rows + config.recent_rows
-        self.own_rows = 1 + len(features.match) * (1 + len(features.events))
+        self.request_rows = self.encoder.out_rows
+        families = len(self.encoder.families)
+        self.own_rows = families + len(features.match) * (1 + len(features.events))
 
-    def forward(self, batch: Batch, found: Found, vectors: Vectors) -> tuple[Tensor, Tensor]:
-        """Rows that candidates of a request share (R, n, d), and rows of each (B, m, d)."""
+    def find(self, batch: Batch) -> Found:
+        """The events of a batch that are read."""
+        return find(batch, self.match, self.sought, self.most)
+
+    def forward(
+        self, batch: Batch, found: Found, vectors: Vectors, users: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Rows that candidates of a request share (R, n, d), and rows of each (B, m, d).
+
+        `users` (R, u, d) are the rows of the users.
+        """
         history = batch.history
-        events, *matched = found.split(self.events(history, vectors.events, found.positions))
-        for layer in self.layers:
-            events = layer(events, found.offsets)
-        shared = self.out(self.summary(events, found.offsets))
+        newest, matched = found.split(self.events(history, vectors.events, found.positions))
+        ages, _ = found.split(history.ages[found.positions])
+        families = self.encoder.families
+        begun = [
+            family.begin(*parts)
+            for family, *parts in zip(families, newest, found.offsets, ages, strict=True)
+        ]
+        shared, encoded = self.encoder(users, begun)
 
         candidate = self.candidate(
             item_input({name: vectors.rows[name] for name in self.items}, batch.row_vectors)
         )
-        attended = [
-            self.target(candidate, events, batch.request, found.offsets),
-            *(
-                f(candidate, e, m)
-                for f, e, m in zip(self.matched, matched, found.matches, strict=True)
-            ),
+        seen = [
+            family.seen_by(candidate, batch.request, events)
+            for family, events in zip(families, encoded, strict=True)
+        ]
+        alike = [
+            self.out(f(candidate, e, m))
+            for f, e, m in zip(self.matched, matched, found.read, strict=True)
         ]
         recencies = [
             f(m, history.types, history.ages)
             for f, m in zip(self.recency, found.matches, strict=True)
         ]
-        return shared, torch.cat((self.out(torch.stack(attended, 1)), *recencies), 1)
+        return shared, torch.cat((torch.stack((*seen, *alike), 1), *recencies), 1)
+
+
+def _codes(features: Features, family: FamilyOptions) -> tuple[int, ...]:
+    unknown = [name for name in family.events if name not in features.events]
+    if unknown:
+        raise UserError(
+            f"a family of events names {', '.join(unknown)}, which the spec lacks; it has "
+            f"{', '.join(features.events)}"
+        )
+    return tuple(1 + features.events.index(name) for name in family.events)

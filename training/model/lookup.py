@@ -14,6 +14,7 @@ from training.data.batch import Batch
 from training.data.features import Features
 
 ITEM = "item"
+USER = "user"
 
 
 class Tables(Protocol):
@@ -47,10 +48,19 @@ def first_items(count: int) -> ItemRows:
     return ItemRows(count, torch.arange(count) >= RESERVED_ITEMS)
 
 
-def table_rows(features: Features, items: int) -> dict[str, int]:
-    """Rows of each table: one for items, shared by candidates and events, one an attribute."""
+def table_rows(features: Features, items: int, users: int = 0) -> dict[str, int]:
+    """Rows of each table: one for items, shared by candidates and events, one an attribute.
+
+    A table of `users` rows where there are any.
+    """
     groups = (features.user.ids, features.item.ids, features.context.ids)
-    return {ITEM: items, **{name: rows for ids in groups for name, rows in ids.items()}}
+    own = {ITEM: items} | ({USER: users} if users else {})
+    return own | {name: rows for ids in groups for name, rows in ids.items()}
+
+
+def user_rows(users: Tensor, rows: int) -> Tensor:
+    """Hashes of users (R) to rows (R) of a table of `rows`; row 0 is the unknown user's."""
+    return 1 + users % (rows - 1)
 
 
 @dataclass(frozen=True)
@@ -63,26 +73,38 @@ class Vectors:
 
 
 def look_up(
-    tables: Tables, batch: Batch, events: Tensor, items: ItemRows, item_dropout: float = 0.0
+    tables: Tables,
+    batch: Batch,
+    events: Tensor,
+    items: ItemRows,
+    dropout: float = 0.0,
+    users: int = 0,
 ) -> Vectors:
     """All vectors of a batch, `events` (P) the positions of the events that are read.
 
-    `item_dropout` is the share of item ids that are made unknown, so that row 0 is trained and
-    the model does not lean on ids alone.
+    `dropout` is the share of items and of users that are made unknown, so that row 0 is trained
+    and the model does not lean on ids alone; `users` the rows of their table, if they have one.
     """
     ids = {
         name: torch.cat((batch.row_ids[name], ids[events]))
         for name, ids in batch.history.item_ids.items()
     }
     item = items(torch.cat((batch.item, batch.history.items[events])))
-    if item_dropout:
-        item = torch.where(torch.rand(len(item), device=item.device) < item_dropout, 0, item)
-    ids[ITEM] = item
+    ids[ITEM] = _some_unknown(item, dropout)
     context = {name: row for name, row in batch.row_ids.items() if name not in ids}
-    found = tables(ids | context | batch.user_ids)
+    user_ids = dict(batch.user_ids)
+    if users:
+        user_ids[USER] = _some_unknown(user_rows(batch.user, users), dropout)
+    found = tables(ids | context | user_ids)
     b = len(batch)
     return Vectors(
         rows={name: found[name][:b] for name in ids} | {name: found[name] for name in context},
-        users={name: found[name] for name in batch.user_ids},
+        users={name: found[name] for name in user_ids},
         events={name: found[name][b:] for name in ids},
     )
+
+
+def _some_unknown(rows: Tensor, share: float) -> Tensor:
+    if not share:
+        return rows
+    return torch.where(torch.rand(len(rows), device=rows.device) < share, 0, rows)

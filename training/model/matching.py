@@ -4,7 +4,7 @@ B candidates, N events of R requests, G groups, W width, H heads.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from training.data.batch import Batch
 from training.ops.attention import pairs
-from training.ops.ragged import group_of_each
+from training.ops.ragged import group_of_each, newest
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Matches:
     """Candidates of one request that share an attribute form a group, with the events that do too.
 
     `candidates` (B) and `events` (M) are positions, group by group, events oldest first;
-    `q_offsets` and `kv_offsets` (G+1) cut them; `group_of` (B) is the group of each candidate.
+    `q_offsets` and `kv_offsets` (G+1) cut them; `group_of` (B) is the group of each candidate, and
+    `values` (G) the attribute that its members share.
     """
 
     candidates: Tensor
@@ -28,6 +29,12 @@ class Matches:
     events: Tensor
     kv_offsets: Tensor
     group_of: Tensor
+    values: Tensor
+
+    def newest(self, most: int) -> "Matches":
+        """The same groups with the last `most` events of each."""
+        at, kv_offsets = newest(self.kv_offsets, most)
+        return replace(self, events=self.events[at], kv_offsets=kv_offsets)
 
 
 def match(own: Tensor, seen: Tensor, request: Tensor, offsets: Tensor) -> Matches:
@@ -48,34 +55,52 @@ def match(own: Tensor, seen: Tensor, request: Tensor, offsets: Tensor) -> Matche
     at = at + torch.repeat_interleave(first - kv_offsets[:-1], lengths)
     group_of = torch.empty_like(group).index_copy(0, by_candidate, group)
     q_offsets = F.pad(counts.cumsum(0), (1, 0))
-    return Matches(by_candidate, q_offsets, by_event[at], kv_offsets, group_of)
+    values = groups % span
+    return Matches(by_candidate, q_offsets, by_event[at], kv_offsets, group_of, values)
 
 
 @dataclass(frozen=True)
 class Found:
-    """The events that a model reads: `positions` (P) of the newest, then of each match.
+    """The events that a model reads: `positions` (P) of each family's newest, then of each match.
 
-    `offsets` (R+1) cut the newest into requests.
+    `offsets` (R+1) cut a family's newest into requests. Of all `matches` only what is in `read` is
+    attended to; when the others were is known all the same.
     """
 
     positions: Tensor
-    offsets: Tensor
+    offsets: tuple[Tensor, ...]
     matches: tuple[Matches, ...]
+    read: tuple[Matches, ...]
 
-    def split(self, events: Tensor) -> tuple[Tensor, ...]:
-        """Something of the events read (P, …) as that of the newest and of each match."""
-        return events.split([int(self.offsets[-1]), *(len(m.events) for m in self.matches)])
+    def split(self, events: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Something of the events read (P, …) as that of each family and of each match."""
+        own = [int(offsets[-1]) for offsets in self.offsets]
+        parts = list(events.split([*own, *(len(m.events) for m in self.read)]))
+        return parts[: len(own)], parts[len(own) :]
 
 
-def find(batch: Batch, attributes: Sequence[str], newest: int) -> Found:
-    """The last `newest` events of each request, and those like a candidate in each attribute."""
+@dataclass(frozen=True)
+class Sought:
+    """The newest events of some types, by code; of all where there are none."""
+
+    most: int
+    types: tuple[int, ...] = ()
+
+
+def find(batch: Batch, attributes: Sequence[str], families: Sequence[Sought], most: int) -> Found:
+    """The newest events of each family, and those like a candidate in each attribute.
+
+    At most `most` of those of a candidate are read.
+    """
     history = batch.history
-    at, offsets = history.newest(newest)
+    own = [history.newest(sought.most, sought.types) for sought in families]
     matches = tuple(
         match(batch.row_ids[name], history.item_ids[name], batch.request, history.offsets)
         for name in attributes
     )
-    return Found(torch.cat((at, *(m.events for m in matches))), offsets, matches)
+    read = tuple(m.newest(most) for m in matches)
+    positions = [*(at for at, _ in own), *(m.events for m in read)]
+    return Found(torch.cat(positions), tuple(offsets for _, offsets in own), matches, read)
 
 
 class MatchedAttention(nn.Module):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from etl.errors import UserError
 from training.data.batch import Batch
+from training.parallel.memory import keep_freed_memory
 
 TIMEOUT = timedelta(minutes=5)
 
@@ -19,6 +20,7 @@ TIMEOUT = timedelta(minutes=5)
 @contextmanager
 def process_group() -> Iterator[tuple[int, int]]:
     """The default gloo group while inside; gives (rank, world). Alone without torchrun."""
+    keep_freed_memory()
     if "RANK" in os.environ:
         dist.init_process_group("gloo", timeout=TIMEOUT)
     else:

@@ -1,5 +1,7 @@
 """Embedding tables on torchrec: sharded over processes, row-wise AdaGrad in the backward pass."""
 
+from collections.abc import Collection
+
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -16,9 +18,12 @@ INITIAL = 0.05  # half width of the uniform distribution that rows start from
 
 
 class TorchrecTables(nn.Module):
-    """The tables of `training.model.lookup.Tables` as one torchrec collection."""
+    """The tables of `training.model.lookup.Tables` as one torchrec collection.
 
-    def __init__(self, rows: dict[str, int], width: int) -> None:
+    Those that are named `blank` start from zero: a row that was never learned tells nothing.
+    """
+
+    def __init__(self, rows: dict[str, int], width: int, blank: Collection[str] = ()) -> None:
         super().__init__()
         configs = [
             EmbeddingConfig(
@@ -26,7 +31,7 @@ class TorchrecTables(nn.Module):
                 embedding_dim=width,
                 num_embeddings=count,
                 feature_names=[name],
-                init_fn=lambda weight: nn.init.uniform_(weight, -INITIAL, INITIAL),
+                init_fn=nn.init.zeros_ if name in blank else _uniform,
             )
             for name, count in rows.items()
         ]
@@ -39,6 +44,10 @@ class TorchrecTables(nn.Module):
         lengths = torch.tensor([len(ids[name]) for name in self.names])
         found = self.collection(KeyedJaggedTensor(self.names, values, lengths=lengths))
         return {name: found[name].values() for name in self.names}
+
+
+def _uniform(weight: Tensor) -> None:
+    nn.init.uniform_(weight, -INITIAL, INITIAL)
 
 
 def shard(tables: TorchrecTables, learning_rate: float) -> DistributedModelParallel:

@@ -1,0 +1,1 @@
+"""Models of one logit on files: trained with early stopping, for benchmarks in public layouts."""
