@@ -54,7 +54,7 @@ def build(features: Features, manifest: Manifest, known: npt.NDArray[np.bool_]) 
     rows = table_rows(features, config.item_rows, sizes.user_rows)
     tables = shard(TorchrecTables(rows, sizes.row_width, (USER,)), config.sparse_rate)
     dense = _spread(core) if dist.get_world_size() > 1 else core
-    model = GemModel(core, dense, tables, items, sizes.user_rows, sizes.id_dropout)
+    model = GemModel(core, dense, tables, items, sizes.user_rows, sizes.item_dropout)
     optimizer = torch.optim.AdamW(
         core.parameters(), lr=config.dense_rate, weight_decay=config.weight_decay, fused=True
     )

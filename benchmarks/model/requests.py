@@ -28,7 +28,7 @@ REQUESTS, EACH, LENGTH, ITEMS = 32, 8, 200, 5000
 SIZES = SCALES["tiny"].model_copy(
     update={
         "event_width": 64, "event_layers": 2, "encoded_events": LENGTH, "window": None,
-        "dropout": 0.0, "id_dropout": 0.0,
+        "dropout": 0.0, "item_dropout": 0.0,
     }
 )  # fmt: skip
 

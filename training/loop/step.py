@@ -20,7 +20,7 @@ class DivergedError(UserError):
 class GemModel:
     """GEM and its tables: `dense` is wrapped when there are many processes, `core` never is.
 
-    `users` are the rows of their table, `dropout` the share of items and users made unknown.
+    `users` are the rows of their table, `dropout` the share of items that are made unknown.
     """
 
     core: Gem

@@ -115,7 +115,7 @@ class GemConfig(GemOptions):
     request_rows: int = 8
     embedding: int = 32
     dropout: float = 0.1
-    id_dropout: float = 0.2
+    item_dropout: float = 0.2
 
 
 SCALES: dict[Scale, GemConfig] = {

@@ -21,6 +21,8 @@ from training.model.lookup import ITEM, USER, Vectors
 from training.model.matching import Found
 from training.model.numeric import NumericRows
 
+FAINT = 1e-2  # variance of a row below which it stays small: one hardly learned tells little
+
 
 @dataclass(frozen=True)
 class Output:
@@ -55,7 +57,7 @@ class Gem(nn.Module):
             len(features.row_numbers), config.numeric_rows, d, config.mlp
         )
         self.user_numbers = NumericRows(len(features.user.numbers), 1, d, config.mlp // 4)
-        self.norm = nn.LayerNorm(d)
+        self.norm = nn.LayerNorm(d, eps=FAINT)
         self.interaction = interaction(self._rows(config), config)
         self.trunk = nn.Sequential(
             nn.Linear(self.interaction.out_rows * d + self._wide(), config.mlp),

@@ -58,11 +58,6 @@ def table_rows(features: Features, items: int, users: int = 0) -> dict[str, int]
     return own | {name: rows for ids in groups for name, rows in ids.items()}
 
 
-def user_rows(users: Tensor, rows: int) -> Tensor:
-    """Hashes of users (R) to rows (R) of a table of `rows`; row 0 is the unknown user's."""
-    return 1 + users % (rows - 1)
-
-
 @dataclass(frozen=True)
 class Vectors:
     """Looked-up vectors: `rows` (B, d), `users` (R, d) and `events` (P, d) by table."""
@@ -82,19 +77,21 @@ def look_up(
 ) -> Vectors:
     """All vectors of a batch, `events` (P) the positions of the events that are read.
 
-    `dropout` is the share of items and of users that are made unknown, so that row 0 is trained
-    and the model does not lean on ids alone; `users` the rows of their table, if they have one.
+    `dropout` is the share of items that are made unknown, so that row 0 is trained and the model
+    does not lean on ids alone; `users` the rows of their table, if they have one.
     """
     ids = {
         name: torch.cat((batch.row_ids[name], ids[events]))
         for name, ids in batch.history.item_ids.items()
     }
     item = items(torch.cat((batch.item, batch.history.items[events])))
-    ids[ITEM] = _some_unknown(item, dropout)
+    if dropout:
+        item = torch.where(torch.rand(len(item), device=item.device) < dropout, 0, item)
+    ids[ITEM] = item
     context = {name: row for name, row in batch.row_ids.items() if name not in ids}
     user_ids = dict(batch.user_ids)
     if users:
-        user_ids[USER] = _some_unknown(user_rows(batch.user, users), dropout)
+        user_ids[USER] = batch.user % users
     found = tables(ids | context | user_ids)
     b = len(batch)
     return Vectors(
@@ -102,9 +99,3 @@ def look_up(
         users={name: found[name] for name in user_ids},
         events={name: found[name][b:] for name in ids},
     )
-
-
-def _some_unknown(rows: Tensor, share: float) -> Tensor:
-    if not share:
-        return rows
-    return torch.where(torch.rand(len(rows), device=rows.device) < share, 0, rows)
