@@ -63,6 +63,23 @@ class SequenceOptions(Strict):
         Families, FAMILIES, tyro.conf.arg(help="by name: {ads: {events: [ad_click], layers: 2}}")
     ] = {}
 
+    @property
+    def mixes(self) -> bool:
+        """Whether sequences tell the rows of a request."""
+        return self.flow in ("s2n", "int")
+
+    def hears(self, level: int) -> bool:
+        """Whether rows of a request tell a level of the sequences; with `skip` the even ones."""
+        return self.flow in ("n2s", "int") and not (self.skip and level % 2)
+
+    def attends(self, level: int) -> bool:
+        """Whether events of a level attend to each other; with `skip` those of the odd ones."""
+        return not self.skip or level % 2 == 1
+
+    def pools(self, level: int) -> bool:
+        """Whether a level's summary is its own; with `skip` odd ones keep that of the one below."""
+        return not (self.skip and level % 2)
+
 
 class GemOptions(Strict):
     """What GEM is made of, at any size.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class GroupedRows(nn.Module):
-    """Vectors of features (n, d) each, to rows (n, rows, d).
+    """Vectors of features (n, d) each, to a list of rows (n, d) each.
 
     Features with few values tell little: as a row each they would cost as much as the strong ones,
     and interactions among them are mostly noise. They go side by side through one projection, as

@@ -3,18 +3,19 @@
 B candidates of R requests, N events, d row width, W event width.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from etl.errors import UserError
 from training.data.batch import Batch
 from training.data.features import Features
-from training.model.config import FamilyOptions, GemConfig
+from training.model.config import GemConfig
 from training.model.events import EventTokens, item_input
 from training.model.lookup import ITEM, Vectors
 from training.model.matching import Found, MatchedAttention, Sought, find
 from training.model.recency import Recency
-from training.model.sequence.family import families_of
 from training.model.sequence.interformer import InterFormer
 
 
@@ -37,8 +38,8 @@ class HistoryRows(nn.Module):
         self.candidate.weight = self.events.item.weight
         self.encoder = InterFormer(user_rows, config)
         self.sought = tuple(
-            Sought(family.newest, _codes(features, own))
-            for family, own in zip(self.encoder.families, families_of(config), strict=True)
+            Sought(family.newest, _codes(features, family.events))
+            for family in self.encoder.families
         )
         self.most = config.matched_events
         self.matched = nn.ModuleList(MatchedAttention(w, config.heads) for _ in features.match)
@@ -89,11 +90,11 @@ class HistoryRows(nn.Module):
         return shared, torch.cat((torch.stack((*seen, *alike), 1), *recencies), 1)
 
 
-def _codes(features: Features, family: FamilyOptions) -> tuple[int, ...]:
-    unknown = [name for name in family.events if name not in features.events]
+def _codes(features: Features, events: Sequence[str]) -> tuple[int, ...]:
+    unknown = [name for name in events if name not in features.events]
     if unknown:
         raise UserError(
             f"a family of events names {', '.join(unknown)}, which the spec lacks; it has "
             f"{', '.join(features.events)}"
         )
-    return tuple(1 + features.events.index(name) for name in family.events)
+    return tuple(1 + features.events.index(name) for name in events)

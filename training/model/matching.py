@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from training.data.batch import Batch
+from training.model.sequence.attention import heads_of
 from training.ops.attention import pairs
-from training.ops.ragged import group_of_each, newest
+from training.ops.ragged import group_of_each, newest, runs
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,7 @@ def match(own: Tensor, seen: Tensor, request: Tensor, offsets: Tensor) -> Matche
     first = torch.searchsorted(event_key, groups)
     stop = torch.searchsorted(event_key, groups, right=True)
     stop = torch.where(groups % span == 0, first, stop)
-    lengths = stop - first
-    kv_offsets = F.pad(lengths.cumsum(0), (1, 0))
-    at = torch.arange(int(kv_offsets[-1]), device=own.device)
-    at = at + torch.repeat_interleave(first - kv_offsets[:-1], lengths)
+    at, kv_offsets = runs(first, stop - first)
     group_of = torch.empty_like(group).index_copy(0, by_candidate, group)
     q_offsets = F.pad(counts.cumsum(0), (1, 0))
     values = groups % span
@@ -116,11 +114,7 @@ class MatchedAttention(nn.Module):
 
     def forward(self, candidates: Tensor, found: Tensor, matches: Matches) -> Tensor:
         """Candidates (B, W) and the events of `matches` (M, W) to (B, W)."""
-        q = self._split(self.q(candidates[matches.candidates]))
-        k, v = self._split(self.k(found)), self._split(self.v(found))
+        q = heads_of(self.q(candidates[matches.candidates]), self.heads)
+        k, v = heads_of(self.k(found), self.heads), heads_of(self.v(found), self.heads)
         attended = pairs.attention(q, k, v, matches.q_offsets, matches.kv_offsets).flatten(1)
         return torch.empty_like(candidates).index_copy(0, matches.candidates, self.out(attended))
-
-    def _split(self, x: Tensor) -> Tensor:
-        """(n, W) to (n, H, W / H)."""
-        return x.unflatten(1, (self.heads, x.shape[1] // self.heads))

@@ -17,10 +17,14 @@ def position_in_group(offsets: Tensor) -> Tensor:
     return torch.arange(len(first), device=offsets.device) - first
 
 
+def runs(first: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions (n) of runs of some lengths (G) from their first ones (G), and offsets (G+1)."""
+    offsets = F.pad(lengths.cumsum(0), (1, 0))
+    at = torch.arange(int(offsets[-1]), device=first.device)
+    return at + torch.repeat_interleave(first - offsets[:-1], lengths), offsets
+
+
 def newest(offsets: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """Positions (n) of the last `most` elements of each group, and their offsets (G+1)."""
     lengths = offsets.diff().clamp(max=most)
-    cuts = F.pad(lengths.cumsum(0), (1, 0))
-    skipped = offsets[1:] - lengths - cuts[:-1]
-    at = torch.arange(int(cuts[-1]), device=offsets.device)
-    return at + torch.repeat_interleave(skipped, lengths), cuts
+    return runs(offsets[1:] - lengths, lengths)

@@ -24,6 +24,7 @@ class Family(nn.Module):
         super().__init__()
         options, d = config.sequence, config.row_width
         w, heads = own.width or config.event_width, own.heads or config.heads
+        self.events = own.events
         self.newest = own.newest or config.encoded_events
         sizes = Sizes(w, heads, own.window or config.window, self.newest, d, config.told_rows)
         depth = 0 if options.flow == "sole" else own.layers or config.event_layers

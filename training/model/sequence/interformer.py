@@ -57,21 +57,21 @@ class InterFormer(nn.Module):
         options, d = config.sequence, config.row_width
         self.stacks = nn.ModuleList(Family(config, own) for own in families_of(config))
         self.depth = max(len(family.levels) for family in self.families)
-        self.skip = options.skip
-        self.mixes = options.flow in ("s2n", "int")
-        self.tells = options.flow in ("n2s", "int")
+        self.options = options
         summary = sum(family.rows for family in self.families)
         half = config.request_rows // 2
         shape = Shape(d, half, config.request_rows - half, config.rank, config.mlp)
-        inputs = [rows] + [shape.rows if self.mixes else rows] * (self.depth - 1)
-        self.tell = nn.ModuleList(
-            RowSummary(n, config.told_rows, d)
-            for number, n in enumerate(inputs)
-            if self.tells and not (self.skip and number % 2)
+        inputs = [rows] + [shape.rows if options.mixes else rows] * (self.depth - 1)
+        self.tell = nn.ModuleDict(
+            {
+                str(number): RowSummary(n, config.told_rows, d)
+                for number, n in enumerate(inputs)
+                if options.hears(number)
+            }
         )
-        self.norms = nn.ModuleList(nn.LayerNorm(d) for _ in inputs if self.mixes)
-        self.mix = nn.ModuleList(WukongLayer(n + summary, shape) for n in inputs if self.mixes)
-        self.out_rows = summary + (shape.rows if self.mixes else 0)
+        self.norms = nn.ModuleList(nn.LayerNorm(d) for _ in inputs if options.mixes)
+        self.mix = nn.ModuleList(WukongLayer(n + summary, shape) for n in inputs if options.mixes)
+        self.out_rows = summary + (shape.rows if options.mixes else 0)
 
     @property
     def families(self) -> list[Family]:
@@ -85,21 +85,16 @@ class InterFormer(nn.Module):
         """
         full, summary = list(found), None
         for number in range(self.depth):
-            told = self._told(number, x)
+            told = self.tell[str(number)](x) if self.options.hears(number) else None
             found = [f.level(number, e, told) for f, e in zip(self.families, found, strict=True)]
             if number == 0:
                 full = list(found)
-            if self.mixes:
-                if summary is None or not (self.skip and number % 2):
+            if self.options.mixes:
+                if summary is None or self.options.pools(number):
                     summary = self._summaries(found)
                 x = self._mixed(number, x, summary)
         last = self._summaries(found)
-        return torch.cat((x, last), 1) if self.mixes else last, full
-
-    def _told(self, number: int, x: Tensor) -> Tensor | None:
-        if not self.tells or (self.skip and number % 2):
-            return None
-        return self.tell[number // 2 if self.skip else number](x)
+        return torch.cat((x, last), 1) if self.options.mixes else last, full
 
     def _mixed(self, number: int, x: Tensor, summary: Tensor) -> Tensor:
         rows = torch.cat((x, summary), 1).transpose(0, 1)

@@ -59,11 +59,10 @@ class Level(nn.Module):
 
     def __init__(self, number: int, options: SequenceOptions, sizes: Sizes) -> None:
         super().__init__()
-        hears = options.flow in ("n2s", "int") and not (options.skip and number % 2)
-        attends = not options.skip or number % 2 == 1
+        attends = options.attends(number)
         self.shorten = options.shorten if number else 1
         self.keep = options.keep
-        self.told = Told(options, sizes) if hears else None
+        self.told = Told(options, sizes) if options.hears(number) else None
         self.layer = _layer(options, sizes) if attends else None
         turns = attends and options.rotary
         self.rotary = RotaryTime(sizes.width // sizes.heads) if turns else None

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from training.ops.ragged import group_of_each, runs
+
 
 def attention(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor) -> Tensor:
     """As `training.ops.attention.reference.attention`, without a window."""
@@ -22,8 +24,5 @@ def pairs(q_offsets: Tensor, kv_offsets: Tensor) -> tuple[Tensor, Tensor]:
     """Positions of the query and of the key of every pair of the same sequence."""
     queries, keys = q_offsets.diff(), kv_offsets.diff()
     mine = torch.repeat_interleave(keys, queries)
-    query = torch.repeat_interleave(torch.arange(len(mine), device=mine.device), mine)
-    first = torch.repeat_interleave(kv_offsets[:-1], queries)
-    before = mine.cumsum(0) - mine
-    step = torch.arange(len(query), device=mine.device) - before[query]
-    return query, first[query] + step
+    key, offsets = runs(torch.repeat_interleave(kv_offsets[:-1], queries), mine)
+    return group_of_each(offsets), key
