@@ -9,13 +9,12 @@ import json
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import mean, stdev
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from pydantic import Field
 
-from benchmarks.result import Result
+from benchmarks.result import Result, told
 from dags.line import Days, Place, data_steps, newest_mature
 from dags.local import run_line
 from etl.spec import load_spec
@@ -166,8 +165,7 @@ def table(runs: dict[str, dict[str, float]], objectives: list[str]) -> Result:
         cells = []
         for objective in objectives:
             values = [runs[name][objective] for name in members]
-            spread = f" ± {stdev(values):.4f}" if len(values) > 1 else ""
-            cells.append(f"{mean(values):.4f}{spread}")
+            cells.append(told(values))
             result.figures[f"{objective} {label}"] = [round(v, 6) for v in values]
         result.rows.append((label, *cells))
     return result

@@ -7,13 +7,13 @@ time. Both read the same counters and attributes.
 import math
 import tempfile
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from pydantic import Field
 
-from benchmarks.result import Result
+from benchmarks.result import Result, told
 from dags.commands import Scale
 from dags.line import Place, data_steps
 from dags.local import run_line
@@ -128,14 +128,13 @@ def add(
     base, ours = of(lightgbm), [of(rows) for rows in gems]
     auc, logloss = [s.auc for s in ours], [s.logloss for s in ours]
     both = not math.isnan(base.auc)
-    spread = f" ± {stdev(auc):.4f}" if both and len(auc) > 1 else ""
     result.rows.append(
         (
             surface,
             objective,
             f"{base.rows:,}",
             f"{base.auc:.4f}",
-            f"{mean(auc):.4f}{spread}",
+            told(auc),
             f"{base.logloss:.4f}",
             f"{mean(logloss):.4f}",
         )

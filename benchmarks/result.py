@@ -4,9 +4,16 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import mean, stdev
 
 from rich.console import Console
 from rich.table import Table
+
+
+def told(values: Sequence[float]) -> str:
+    """The mean, and the deviation where there are several numbers."""
+    spread = len(values) > 1 and not math.isnan(mean(values))
+    return f"{mean(values):.4f}" + (f" ± {stdev(values):.4f}" if spread else "")
 
 
 @dataclass

@@ -1,13 +1,13 @@
 """`gemline bench tabular`: the non-sequence side alone, on a table in the public layout."""
 
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Annotated
 
 import tyro
 from pydantic import Field
 
-from benchmarks.result import Result
+from benchmarks.result import Result, told
 from etl.spec.base import Strict
 
 COLUMNS = ("model", "test AUC", "test logloss", "seeds")
@@ -40,15 +40,8 @@ def bench(args: TabularArgs) -> None:
     found = [scored(*predict(model, test)) for model in models]
     auc, logloss = [s.auc for s in found], [s.logloss for s in found]
     result = Result(f"{args.data.name}, {len(test):,} test rows", COLUMNS)
-    spread = [f" ± {stdev(v):.4f}" if len(v) > 1 else "" for v in (auc, logloss)]
-    result.rows.append(
-        (
-            f"{' + '.join(s.interaction for s in STREAMS)}, penalty {config.penalty:g}",
-            f"{mean(auc):.4f}{spread[0]}",
-            f"{mean(logloss):.4f}{spread[1]}",
-            str(args.seeds),
-        )
-    )
+    model = f"{' + '.join(s.interaction for s in STREAMS)}, penalty {config.penalty:g}"
+    result.rows.append((model, told(auc), told(logloss), str(args.seeds)))
     result.take("auc", mean(auc), "")
     result.take("logloss", mean(logloss), "")
     result.figures |= {"auc_seeds": [round(a, 6) for a in auc]}

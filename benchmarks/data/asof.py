@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from benchmarks.data.clock import in_turn
+from benchmarks.clock import in_turn
 from benchmarks.data.world import make_world
 from benchmarks.result import Result
 from features.as_of_join import last_before

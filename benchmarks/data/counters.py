@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 from pyspark.sql import Column, DataFrame, SparkSession, Window, WindowSpec
 from pyspark.sql import functions as F
 
-from benchmarks.data.clock import in_turn
+from benchmarks.clock import in_turn
 from benchmarks.data.world import make_world
 from benchmarks.result import Result
 from etl.spec import DataSpec, load_spec

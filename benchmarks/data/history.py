@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 from pyspark.sql import DataFrame, SparkSession
 
-from benchmarks.data.clock import in_turn
+from benchmarks.clock import in_turn
 from benchmarks.data.world import make_world
 from benchmarks.result import Result
 from features.history.build import pack_rows

@@ -1,12 +1,13 @@
 """The reader's pointer join and tensors, beside reading lists that were copied into examples."""
 
+import time
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from benchmarks.data.clock import cpu_seconds
+from benchmarks.clock import in_turn
 from benchmarks.data.storage import LONGEST, pointers, write_lists
 from benchmarks.data.world import make_world
 from benchmarks.result import Result
@@ -33,12 +34,16 @@ def measure(result: Result, work: Path, events: int = 2_000_000, users: int = 20
     pq.write_table(compact_users(daily.combine_chunks(), 10**9, 0), packed, compression="zstd")
     shown = int(np.sum(world.type == 1))
 
-    rivals = (lambda: join(packed, pointed), lambda: read_copied(lists), lambda: to_tensors(shown))
-    taken = [[cpu_seconds(rival) for rival in rivals] for _ in range(ROUNDS)]
-    ours, theirs, tensors = shown / np.median(taken, axis=0)
-    result.take("reader_samples_per_cpu_s", float(ours), "")
-    result.take("reader_ratio", float(ours / theirs), "")
-    result.take("tensor_samples_per_cpu_s", float(tensors), "")
+    rivals = {
+        "ours": lambda: join(packed, pointed),
+        "copied": lambda: read_copied(lists),
+        "tensors": lambda: to_tensors(shown),
+    }
+    seconds = in_turn(rivals, ROUNDS, time.process_time)
+    ours, theirs, tensors = (shown / taken for taken in seconds.values())
+    result.take("reader_samples_per_cpu_s", ours, "")
+    result.take("reader_ratio", ours / theirs, "")
+    result.take("tensor_samples_per_cpu_s", tensors, "")
     what = f"{theirs:,.0f} from lists in every example"
     result.rows.append(
         ("read 5 columns, 1 thread", f"{ours:,.0f} samples/cpu-s", what, f"{ours / theirs:.1f}",

@@ -4,6 +4,7 @@ A GEM of the simulator's features with a tiny non-sequence side and two sequence
 events, so that the figure is of what request shape saves, on random batches.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.model.clock import Step, cpu_seconds
+from benchmarks.model.limit import cpu_seconds
 from benchmarks.result import Result
 from etl.spec import load_spec
 from training.data.batch import Batch, History
 from training.data.features import Features, features_of
-from training.loop.step import GemModel, masked_loss
+from training.loop.step import GemModel, masked_loss, train_step
 from training.model.config import SCALES
 from training.model.gem import Gem
 from training.model.lookup import first_items, table_rows
@@ -38,10 +39,8 @@ def measure(result: Result) -> None:
     features = features_of(load_spec(SPEC))
     batch = random_batch(features)
     with process_group():
-        shaped, losses = step(features, batch)
-        rows, row_losses = step(features, by_row(batch))
-        shaped(), rows()
-        apart = abs(losses[0] - row_losses[0])
+        shaped, rows = step(features, batch), step(features, by_row(batch))
+        apart = abs(loss_of(shaped(), batch) - loss_of(rows(), batch))
         seconds = cpu_seconds({"requests": shaped, "rows": rows}, rounds=5)
     ratio = seconds["rows"] / seconds["requests"]
     result.take("request_shaped_ratio", ratio if apart < 1e-6 else None, f"losses differ: {apart}")
@@ -52,24 +51,20 @@ def measure(result: Result) -> None:
     )  # fmt: skip
 
 
-def step(features: Features, batch: Batch) -> tuple[Step, list[float]]:
-    """Training on a batch again and again, and the losses so far."""
+def loss_of(logits: Tensor, batch: Batch) -> float:
+    """The loss that was trained on."""
+    return float(masked_loss(logits, batch.labels, batch.known, len(batch)))
+
+
+def step(features: Features, batch: Batch) -> Callable[[], Tensor]:
+    """The trainer's step on a batch, again and again; gives the logits from before the update."""
     torch.manual_seed(0)
     core = Gem(features, SIZES)
     rows = table_rows(features, ITEMS, SIZES.user_rows)
     tables = shard(TorchrecTables(rows, SIZES.row_width), 0.05)
     model = GemModel(core, core, tables, first_items(ITEMS), SIZES.user_rows, 0.0)
     optimizer = torch.optim.AdamW(core.parameters(), fused=True)
-    losses: list[float] = []
-
-    def run() -> None:
-        loss = masked_loss(model(batch).logits, batch.labels, batch.known, len(batch))
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss))
-
-    return run, losses
+    return lambda: train_step(model, batch, len(batch), optimizer)
 
 
 def random_batch(features: Features) -> Batch:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from benchmarks.model.clock import SIDE, Step, cpu_seconds, flops_of, multiply
+from benchmarks.model.limit import Step, speeds
 from benchmarks.result import Result
 from training.model.config import SequenceOptions
 from training.model.sequence.layers import HstuLayer, TransformerLayer
@@ -19,7 +19,6 @@ from training.model.sequence.level import Encoded, Level, Sizes
 LENGTHS = (1024, 980, 900, 850, 760, 650, 524, 400)
 WIDTH, HEADS, LAYERS, WINDOW = 64, 2, 2, 64
 GOALS = {"": 49_000, "softmax_": 50_000, "window_": 85_000, "pyramid_": 100_000}
-Stack = Callable[[Tensor, Tensor], Tensor]
 
 
 class Layers(nn.Module):
@@ -67,16 +66,11 @@ def measure(result: Result) -> None:
     """`sequence_events_per_s`, and the same of `softmax`, `window` and `pyramid`."""
     torch.manual_seed(0)
     steps = {name: step(stack) for name, stack in stacks().items()}
-    seconds = cpu_seconds(steps | {"limit": multiply()}, rounds=9)
-    flops = {name: flops_of(run) for name, run in steps.items()}
-    rate = 2 * SIDE**3 / seconds["limit"]
+    found = speeds(steps, sum(LENGTHS))
     for name, goal in GOALS.items():
-        each, limit = sum(LENGTHS) / seconds[name], sum(LENGTHS) * rate / flops[name]
-        result.take(f"sequence_{name}events_per_s", each, "")
-        result.rows.append(
-            (f"sequence, {name.strip('_') or 'SiLU'}", f"{each:,.0f} events/s",
-             f"{limit:,.0f} at {rate / 1e9:.0f} GFLOP/s", f"{each / limit:.2f}", f">= {goal:,}")
-        )  # fmt: skip
+        result.take(f"sequence_{name}events_per_s", found[name].each, "")
+        what = f"sequence, {name.strip('_') or 'SiLU'}"
+        result.rows.append(found[name].row(what, "events", goal))
 
 
 def step(stack: nn.Module) -> Step:

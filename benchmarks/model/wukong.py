@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.model.clock import SIDE, Step, cpu_seconds, flops_of, multiply
+from benchmarks.model.limit import Step, speeds
 from benchmarks.result import Result
 from training.model.interaction.wukong import Shape, Wukong
 from training.parallel.processes import process_group
@@ -40,19 +40,12 @@ def measure(result: Result) -> None:
     """`wukong_examples_per_s`, `wukong_attentive_examples_per_s` and `wukong_limit_share`."""
     with process_group():
         steps = {name: step(name == "attentive") for name in GOALS}
-        seconds = cpu_seconds(steps | {"limit": multiply()}, rounds=9, each=8)
-        flops = {name: flops_of(run) for name, run in steps.items()}
-    rate = 2 * SIDE**3 / seconds["limit"]
+        found = speeds(steps, BATCH, repeats=8)
     for name, goal in GOALS.items():
-        each, limit = BATCH / seconds[name], BATCH * rate / flops[name]
         key = "wukong" if name == "static" else f"wukong_{name}"
-        result.take(f"{key}_examples_per_s", each, "")
-        result.rows.append(
-            (f"Wukong, {name} projection", f"{each:,.0f} examples/s",
-             f"{limit:,.0f} at {rate / 1e9:.0f} GFLOP/s", f"{each / limit:.2f}", f">= {goal:,}")
-        )  # fmt: skip
-        if name == "static":
-            result.take("wukong_limit_share", each / limit, "")
+        result.take(f"{key}_examples_per_s", found[name].each, "")
+        result.rows.append(found[name].row(f"Wukong, {name} projection", "examples", goal))
+    result.take("wukong_limit_share", found["static"].each / found["static"].limit, "")
 
 
 def step(attentive: bool) -> Step:
