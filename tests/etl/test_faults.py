@@ -61,7 +61,7 @@ def test_killed_between_staging_and_commit(lake: Lake, steps: list[Step], tmp_pa
         child = start(step)
         while staged(own, step) == before and child.poll() is None:
             time.sleep(0.005)
-        time.sleep(rng.choice((0, rng.uniform(0, 0.2), rng.uniform(0, 2))))
+        time.sleep((0, 0, rng.uniform(0, 0.5), rng.uniform(0, 2))[number % 4])
         with suppress(ProcessLookupError):  # it has ended
             os.killpg(child.pid, signal.SIGKILL)
         child.communicate()
