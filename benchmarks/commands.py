@@ -1,6 +1,16 @@
 """`gemline bench NAME`: one file a benchmark."""
 
-from benchmarks import data, history, kuairand, model, simulator, tabular
+from benchmarks import (
+    ablation,
+    data,
+    history,
+    kuairand,
+    model,
+    quality,
+    sequence,
+    simulator,
+    tabular,
+)
 
 COMMANDS = {
     "bench": {
@@ -9,6 +19,9 @@ COMMANDS = {
         "simulator": simulator.bench,
         "data": data.bench,
         "tabular": tabular.bench,
+        "sequence": sequence.bench,
+        "quality": quality.bench,
+        "ablation": ablation.bench,
         "model": model.bench,
     }
 }

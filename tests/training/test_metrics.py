@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import log_loss, roc_auc_score
 
-from training.loop.metrics import score
+from training.loop.metrics import mean_auc, score
 
 
 @settings(max_examples=40)
@@ -32,3 +32,15 @@ def test_scores_are_those_of_scikit_learn(seed: int, n: int) -> None:
             assert s.calibration == pytest.approx(said.sum() / y.sum())
         else:
             assert np.isnan([s.auc, s.ne, s.calibration]).all()
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 200), st.integers(1, 9))
+def test_auc_within_groups_is_the_mean_of_each(seed: int, n: int, groups: int) -> None:
+    rng = np.random.default_rng(seed)
+    group, labels = rng.integers(0, groups, n) * 7, rng.integers(0, 2, n).astype(float)
+    p = rng.uniform(size=n).round(1)  # many are equal
+    cuts = [(labels[group == g], p[group == g]) for g in np.unique(group)]
+    each = [roc_auc_score(y, said) for y, said in cuts if 0 < y.sum() < len(y)]
+    found = mean_auc(group, labels, p)
+    assert found == pytest.approx(np.mean(each)) if each else np.isnan(found)

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tqdm import tqdm
 
 from etl.spec.base import Strict
+from training.loop.average import averaged
 
 Inputs = tuple[Any, ...]
 
@@ -63,17 +64,22 @@ class Scored:
 
 
 def fit(model: Learner, train: Examples, valid: Examples, config: FitConfig, seed: int) -> Scored:
-    """Train until the rate was lowered so often in vain; leaves the best weights in the model."""
+    """Train until the rate was lowered so often in vain; leaves the best weights in the model.
+
+    Those are averages over the last steps, which say with less noise when to stop.
+    """
     generator = torch.Generator().manual_seed(seed)
     optimizer = _optimizer(model, config)
+    average = averaged(model)
+    optimizer.register_step_post_hook(lambda *_: average.update_parameters(model))
     plateau = ReduceLROnPlateau(optimizer, "max", factor=0.1, patience=0, threshold=1e-6)
     best, weights, vain = None, None, 0
     for _ in (bar := tqdm(range(config.epochs), unit="epoch", leave=False)):
         _epoch(model, train, optimizer, generator)
-        found = scored(*predict(model, valid))
+        found = scored(*predict(average, valid))
         plateau.step(found.worth)
         if best is None or found.worth > best.worth:
-            best, weights, vain = found, copy.deepcopy(model.state_dict()), 0
+            best, weights, vain = found, copy.deepcopy(average.module.state_dict()), 0
         else:
             vain += 1
         bar.set_postfix(auc=f"{best.auc:.4f}", logloss=f"{best.logloss:.4f}")
@@ -109,7 +115,7 @@ def _epoch(
 
 @torch.no_grad()
 def predict(
-    model: Learner, examples: Examples
+    model: nn.Module, examples: Examples
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Probabilities and labels (B), in order."""
     model.eval()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from scipy.stats import rankdata
 from sklearn.metrics import roc_auc_score
 from torchrec.metrics.calibration import compute_calibration
 from torchrec.metrics.ne import compute_cross_entropy, compute_ne
@@ -48,6 +49,19 @@ def score(
             if rows.any():
                 scores.append(_one(name, objective, predicted[rows, column], labels[rows, column]))
     return scores
+
+
+def mean_auc(group: npt.NDArray[np.int64], labels: Floats, predicted: Floats) -> float:
+    """The mean of the AUC within each group that has both classes; NaN where none has."""
+    _, of = np.unique(group, return_inverse=True)
+    _, place = np.unique(np.stack((of, predicted), 1), axis=0, return_inverse=True)
+    rows = np.bincount(of)
+    rank = rankdata(place) - (rows.cumsum() - rows)[of]
+    positives = np.bincount(of, labels)
+    both = (positives > 0) & (positives < rows)
+    above = np.bincount(of, rank * labels) - positives * (positives + 1) / 2
+    pairs = positives * (rows - positives)
+    return float((above[both] / pairs[both]).mean()) if both.any() else float("nan")
 
 
 def _one(surface: str, objective: str, predicted: Floats, labels: Floats) -> Score:

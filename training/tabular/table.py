@@ -85,8 +85,8 @@ class Encoding:
             pc.fill_null(pc.index_in(table[field], values), -1).to_numpy() + 1
             for field, values in self.fields.items()
         ]
-        numbers = [_numbers(table, column, name) for column in self.numeric]
-        labels = _numbers(table, self.label, name)
+        numbers = [numbers_of(table, column, name, pa.float32()) for column in self.numeric]
+        labels = numbers_of(table, self.label, name, pa.float32())
         if not np.isin(labels, (0, 1)).all():
             raise UserError(f"{name}: the label {self.label} must be 0 or 1 in every row")
         empty = np.empty((len(table), 0))
@@ -97,10 +97,13 @@ class Encoding:
         )
 
 
-def _numbers(table: pa.Table, column: str, name: str) -> npt.NDArray[np.float32]:
+def numbers_of(
+    table: pa.Table, column: str, name: str, kind: pa.DataType
+) -> npt.NDArray[np.floating]:
+    """A column of text as numbers, NaN where empty. Raises UserError where one is none."""
     text = pc.if_else(pc.equal(table[column], ""), None, table[column])
     try:
-        return text.cast(pa.float32()).to_numpy().copy()
+        return text.cast(kind).to_numpy().copy()
     except pa.ArrowInvalid as error:
         raise UserError(f"{name}: column {column} holds what is not a number: {error}") from None
 
