@@ -7,6 +7,10 @@ from pydantic import Field
 
 from etl.spec.base import Strict
 from training.model.config import SCALES, GemConfig, GemOptions, Scale
+from training.model.words import in_yaml
+
+Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class TrainConfig(Strict):
@@ -20,12 +24,28 @@ class TrainConfig(Strict):
     weight_decay: float = 0.01
     warmup_steps: int = Field(default=50, ge=1)
     sequence: str | None = None
+    surface: Annotated[
+        str | None, tyro.conf.arg(help="learn from the rows of this surface alone")
+    ] = None
+    size: Annotated[
+        float, Field(gt=0), tyro.conf.arg(help="multiplies the widths of the scale")
+    ] = 1.0
     max_length: Annotated[
         int | None, Field(ge=0), tyro.conf.arg(help="events of history; 0 reads none")
     ] = None
     item_rows: Annotated[
         int, Field(ge=2), tyro.conf.arg(help="of the items' table; new items reuse the oldest")
     ] = 2**17
+    weights: Annotated[
+        dict[str, Positive],
+        in_yaml(dict[str, Positive]),
+        tyro.conf.arg(help="of objectives in the loss, 1 where none is told: {click: 2}"),
+    ] = {}
+    negatives: Annotated[
+        dict[str, Share],
+        in_yaml(dict[str, Share]),
+        tyro.conf.arg(help="share of an objective's negatives to learn from: {click: 0.1}"),
+    ] = {}
     workers: Annotated[
         int, Field(ge=0), tyro.conf.arg(help="processes that read for each one that trains")
     ] = 0
@@ -35,8 +55,9 @@ class TrainConfig(Strict):
     @property
     def sizes(self) -> GemConfig:
         """The sizes that the scale stands for, of the model that the options name."""
-        return SCALES[self.scale].model_copy(update=dict(self.model))
+        return SCALES[self.scale].times(self.size).model_copy(update=dict(self.model))
 
     def reads(self) -> dict[str, object]:
         """What may not change from one day to the next."""
-        return self.model_dump(include={"scale", "model", "sequence", "max_length", "item_rows"})
+        told = {"scale", "size", "model", "sequence", "surface", "max_length", "item_rows"}
+        return self.model_dump(include=told)

@@ -26,6 +26,8 @@ from training.loop import checkpoint
 from training.loop.average import averaged
 from training.loop.checkpoint import Manifest, Trained
 from training.loop.cost import Meter
+from training.loop.diverged import diverged
+from training.loop.loss import Loss, thinning
 from training.loop.prequential import Prequential
 from training.loop.step import GemModel, train_step
 from training.model.gem import Gem
@@ -40,6 +42,11 @@ log = logging.getLogger(__name__)
 def _spread(core: Gem) -> DistributedDataParallel:
     """A batch without histories, or a spec without numbers, leaves some parameters unused."""
     return DistributedDataParallel(core, find_unused_parameters=True)
+
+
+def newest_reader(lake: Lake, config: TrainConfig) -> Reader:
+    """A reader of the newest tables, of what a configuration reads."""
+    return Reader.newest(lake, config.sequence, config.max_length, config.surface)
 
 
 def build(features: Features, manifest: Manifest, known: npt.NDArray[np.bool_]) -> Trained:
@@ -67,7 +74,7 @@ def train(lake: Lake, days: tuple[date, date], config: TrainConfig) -> list[dict
     Goes on from the checkpoint of the day before the first, if there is one, and from where an
     earlier call was killed. Raises UserError where a day has no examples.
     """
-    reader = Reader.newest(lake, config.sequence, config.max_length)
+    reader = newest_reader(lake, config)
     reader.require(*days)
     manifest, path = starting_point(lake, reader, days, config)
     trained = build(reader.features, manifest, reader.items.known_by(days[1]))
@@ -88,7 +95,8 @@ def train_day(
     model, start = trained.model, trained.manifest
     config = start.training
     model.core.train()
-    seen = Prequential(reader.features)
+    loss = Loss.of(config, reader.features.objectives)
+    seen = Prequential(reader.features, loss)
     partial = checkpoint.folder(lake.root, day, complete=False)
     shard = dist.get_rank(), dist.get_world_size()
     batches = day_batches(lake, reader, day, start, shard)
@@ -99,7 +107,10 @@ def train_day(
         manifest = trained.manifest
         _set_rate(trained.optimizer, config, manifest.steps)
         torch.manual_seed(hash((config.seed, manifest.steps, dist.get_rank())) % 2**31)
-        seen.add(train_step(model, batch, rows, trained.optimizer), batch)
+        output = train_step(model, batch, rows, trained.optimizer, loss)
+        if output is None:
+            raise diverged(partial.parent, trained, batch)
+        seen.add(output, batch)
         trained.averaged.update_parameters(model.core)
         trained.manifest = manifest.next_batch(batch)
         bar.set_postfix(meter.after(batch), refresh=False)
@@ -123,7 +134,7 @@ def day_batches(
     oldest = max(start.trained_from, day - timedelta(days=spec.ripens_after_days + 1))
     asked = Pass(
         list(each_day(oldest, day)),
-        Ripened(after, spec.day_end(day)),
+        Ripened(after, spec.day_end(day), thinning=thinning(config, tuple(spec.objectives))),
         config.batch_rows,
         Shuffle(config.seed),
         shard,
@@ -148,7 +159,7 @@ def load_trained(lake: Lake, day: date) -> tuple[Trained, Reader]:
     manifest = checkpoint.read_manifest(path, lake.spec.hash)
     if manifest is None:
         raise UserError(f"no GEM was trained until {day}; run `gemline train gem` for that day")
-    reader = Reader.newest(lake, manifest.training.sequence, manifest.training.max_length)
+    reader = newest_reader(lake, manifest.training)
     refuse_other_reading(manifest, reader)
     trained = build(reader.features, manifest, reader.items.known_by(day))
     checkpoint.load_weights(path, trained)

@@ -21,7 +21,9 @@ def rebuild(lake: Lake, day: date) -> int:
         raise UserError(f"no GEM was trained until {day}; run `gemline train gem` for that day")
     training = manifest.training
     assert training.sequence is not None
-    reader = Reader(lake, manifest.versions, training.sequence, training.max_length)
+    reader = Reader(
+        lake, manifest.versions, training.sequence, training.max_length, training.surface
+    )
     refuse_other_reading(manifest, reader)
     start = manifest.model_copy(update={"batches": 0})
     shard = (0, manifest.processes)

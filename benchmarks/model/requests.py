@@ -15,11 +15,13 @@ from torch import Tensor
 from benchmarks.model.limit import cpu_seconds
 from benchmarks.result import Result
 from etl.spec import load_spec
+from training.config import TrainConfig
 from training.data.batch import Batch, History
 from training.data.features import Features, features_of
-from training.loop.step import GemModel, masked_loss, train_step
+from training.loop.loss import Loss
+from training.loop.step import GemModel, train_step
 from training.model.config import SCALES
-from training.model.gem import Gem
+from training.model.gem import Gem, Output
 from training.model.lookup import first_items, table_rows
 from training.parallel.processes import process_group
 from training.parallel.sparse import TorchrecTables, shard
@@ -40,7 +42,7 @@ def measure(result: Result) -> None:
     batch = random_batch(features)
     with process_group():
         shaped, rows = step(features, batch), step(features, by_row(batch))
-        apart = abs(loss_of(shaped(), batch) - loss_of(rows(), batch))
+        apart = abs(loss_of(shaped(), features, batch) - loss_of(rows(), features, batch))
         seconds = cpu_seconds({"requests": shaped, "rows": rows}, rounds=5)
     ratio = seconds["rows"] / seconds["requests"]
     result.take("request_shaped_ratio", ratio if apart < 1e-6 else None, f"losses differ: {apart}")
@@ -51,20 +53,22 @@ def measure(result: Result) -> None:
     )  # fmt: skip
 
 
-def loss_of(logits: Tensor, batch: Batch) -> float:
+def loss_of(output: Output | None, features: Features, batch: Batch) -> float:
     """The loss that was trained on."""
-    return float(masked_loss(logits, batch.labels, batch.known, len(batch)))
+    assert output is not None
+    return float(Loss.of(TrainConfig(), features.objectives)(output, batch, len(batch)))
 
 
-def step(features: Features, batch: Batch) -> Callable[[], Tensor]:
-    """The trainer's step on a batch, again and again; gives the logits from before the update."""
+def step(features: Features, batch: Batch) -> Callable[[], Output | None]:
+    """The trainer's step on a batch, again and again; gives what was put out before the update."""
     torch.manual_seed(0)
     core = Gem(features, SIZES)
     rows = table_rows(features, ITEMS, SIZES.user_rows)
     tables = shard(TorchrecTables(rows, SIZES.row_width), 0.05)
     model = GemModel(core, core, tables, first_items(ITEMS), SIZES.user_rows, 0.0)
     optimizer = torch.optim.AdamW(core.parameters(), fused=True)
-    return lambda: train_step(model, batch, len(batch), optimizer)
+    loss = Loss.of(TrainConfig(), features.objectives)
+    return lambda: train_step(model, batch, len(batch), optimizer, loss)
 
 
 def random_batch(features: Features) -> Batch:
@@ -108,6 +112,7 @@ def random_batch(features: Features) -> Batch:
         history=history,
         labels=labels,
         known=torch.ones_like(labels),
+        values=torch.zeros_like(labels),
         impressions=np.arange(rows).astype(object),
         requests=np.arange(REQUESTS).astype(object),
     )

@@ -16,7 +16,7 @@ from ranking.student.teacher import Teacher
 from training.data.batch import Batch
 from training.data.parts import Shuffle
 from training.data.reader import Reader
-from training.loop.step import masked_loss
+from training.loop.loss import masked_loss
 from training.model.lookup import first_items, look_up, table_rows
 from training.model.plain import PlainTables
 from training.split import Split

@@ -16,6 +16,7 @@ TOLD = [
     {},
     {"scale": "tiny", "model": {"attentive": False, "across_rows": 2}, "max_length": 0},
     {"model": {"sequence": {"flow": "int", "rotary": True, "cls_rows": 1}}},
+    {"model": {"after": {"buy": "click"}}, "weights": {"buy": 2.0}, "negatives": {"buy": 0.5}},
     {"model": {"sequence": {"families": {"ads": {"events": ["a", "b"], "width": 8}}}}},
 ]
 

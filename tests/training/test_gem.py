@@ -1,5 +1,6 @@
 """Training as a whole: exact resume after a kill, several processes, knowledge, students."""
 
+import json
 import os
 import shutil
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.compute as pc
 import pytest
+import torch
 
 from etl.errors import UserError
 from etl.tables import arrow, contracts
@@ -19,6 +21,12 @@ from etl.tables.lake import Lake
 from etl.tables.schema import arrow_schema
 from gemline import main
 from tests.conftest import FIRST, LAST
+from training.config import TrainConfig
+from training.data.batch import Batch
+from training.gem import day_batches, load_trained
+from training.loop import checkpoint
+from training.model.lookup import ITEM, USER, table_rows
+from training.parallel.processes import process_group
 
 SECOND = date(2026, 1, 2)
 SIZES = ["--scale", "tiny", "--batch-rows", "64", "--checkpoint-every", "5", "--max-length", "32"]
@@ -97,6 +105,89 @@ def test_a_model_without_history_goes_on_and_scores(own: Lake, spec_path: Path) 
 def test_two_processes_train_and_their_model_is_read_by_one(own: Lake, spec_path: Path) -> None:
     train(own, spec_path, str(FIRST), "--processes", "2")
     assert len(knowledge_of(own, spec_path, str(SECOND))) > 0
+    shutil.rmtree(Path(own.root, "models"))
+
+
+def test_all_that_can_be_learned_at_once_is_learned(own: Lake, spec_path: Path) -> None:
+    """Funnel, values, next actions, weights and fewer negatives; and the same batches again."""
+    asked = [
+        *("--model.after", "{conversion: click}", "--model.value", "0.1"),
+        *("--model.sequence.next-action", "0.1", "--weights", "{click: 2}"),
+        *("--negatives", "{click: 0.5, long_view: 0.5}"),
+    ]
+    train(own, spec_path, f"{FIRST}:{SECOND}", *asked)
+    before = ["--spec", str(spec_path), "--lake", own.root, "--day", str(SECOND)]
+    assert main(["train", "rebuild", *before]) == 0
+    with process_group():
+        trained, reader = load_trained(own, SECOND)
+        everything, fewer = (
+            list(day_batches(own, reader, SECOND, manifest, (0, 1)))
+            for config in (TrainConfig(), trained.manifest.training)
+            for manifest in [trained.manifest.model_copy(update={"training": config, "batches": 0})]
+        )
+
+        def labels(batches: list[Batch], value: int) -> list[int]:
+            return sum((b.known & (b.labels == value)).sum(0) for b in batches).tolist()
+
+        assert labels(everything, 1) == labels(fewer, 1)
+        share = [x / y for x, y in zip(labels(fewer, 0), labels(everything, 0), strict=True)]
+        assert share == pytest.approx([0.5, 0.5, 1.0], abs=0.1)
+        output = trained.model(fewer[0])
+        assert output.worth is not None and output.worth.expected(output.logits).isfinite().all()
+        p = torch.sigmoid(output.logits)
+        assert (p[:, 2] <= p[:, 1]).all()
+    shutil.rmtree(Path(own.root, "models"))
+
+
+def test_a_new_day_leaves_the_rows_that_it_does_not_meet_as_they_were(
+    own: Lake, spec_path: Path
+) -> None:
+    def rows(day: date) -> dict[str, torch.Tensor]:
+        trained, _ = load_trained(own, day)
+        config = trained.manifest.training
+        sizes = table_rows(trained.model.core.features, config.item_rows, config.sizes.user_rows)
+        with torch.no_grad():
+            return trained.tables({name: torch.arange(size) for name, size in sizes.items()})
+
+    train(own, spec_path, f"{FIRST}:{SECOND}")
+    with process_group():
+        before, after = rows(FIRST), rows(SECOND)
+        trained, reader = load_trained(own, SECOND)
+        start = trained.manifest.model_copy(update={"batches": 0})
+        met: dict[str, set[int]] = {name: {0} for name in before}
+        for batch in day_batches(own, reader, SECOND, start, (0, 1)):
+            own_items = torch.cat((batch.item, batch.history.items))
+            met[ITEM] |= set(trained.model.items(own_items).tolist())
+            met[USER] |= set((batch.user % trained.model.users).tolist())
+            ids = [*batch.row_ids.items(), *batch.user_ids.items(), *batch.history.item_ids.items()]
+            for name, found in ids:
+                met[name] |= set(found.tolist())
+    for name, vectors in before.items():
+        changed = set((vectors != after[name]).any(1).nonzero().flatten().tolist())
+        assert changed <= met[name], name
+        assert changed or name not in (ITEM, USER), name
+    shutil.rmtree(Path(own.root, "models"))
+
+
+def test_a_loss_that_is_no_number_names_its_batch_and_what_is_at_fault(
+    own: Lake, spec_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(own, spec_path, str(FIRST))
+    models = Path(own.root, "models", "gem")
+    path = models / str(FIRST)
+    with process_group():
+        trained, _ = load_trained(own, FIRST)
+        checkpoint.load(path, trained)
+        with torch.no_grad():
+            trained.model.core.surface.weight[:] = torch.nan
+        checkpoint.save(path, trained)
+    capsys.readouterr()
+    assert main(["train", "gem", *words(own, spec_path, str(SECOND)), *SIZES]) == 2
+    said = capsys.readouterr().err
+    assert f"batch 1 of {SECOND}" in said and "weight surface.weight" in said
+    told = json.loads((models / "diverged.json").read_text())
+    assert told["trained_until"] == str(SECOND) and told["impressions"]
+    assert not (models / str(SECOND)).exists() and path.is_dir()
     shutil.rmtree(Path(own.root, "models"))
 
 

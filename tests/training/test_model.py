@@ -20,6 +20,7 @@ from training.data.reader import Reader
 from training.data.ripened import Ripened
 from training.loop.average import averaged
 from training.model.config import SCALES, SequenceOptions
+from training.model.domains import Heads
 from training.model.gem import Gem
 from training.model.grouped import GroupedRows
 from training.model.interest import PRIOR, Interest
@@ -110,8 +111,39 @@ def test_no_history_and_unknown_items_are_defined(reader: Reader, batch: Batch, 
     assert len(empty.history.items) == 0
     assert score(empty).isfinite().all()
     assert score(replace(batch, item=batch.item + 10**6)).isfinite().all()
-    nan = replace(batch, row_numbers=torch.full_like(batch.row_numbers, float("nan")))
-    assert score(nan).isfinite().all()
+
+
+@pytest.mark.parametrize("strange", [torch.inf, -torch.inf])
+def test_a_number_that_is_none_is_missing(batch: Batch, score, strange: float) -> None:
+    def filled(number: float) -> Batch:
+        return replace(
+            batch,
+            row_numbers=torch.full_like(batch.row_numbers, number),
+            user_numbers=torch.full_like(batch.user_numbers, number),
+        )
+
+    missing = score(filled(torch.nan))
+    assert missing.isfinite().all() and torch.equal(score(filled(strange)), missing)
+
+
+def test_a_history_of_one_event_and_one_row_are_defined(reader: Reader, score) -> None:
+    one = Reader(reader.lake, reader.versions, "behaviour", 1)
+    ripened = Ripened(0, reader.lake.spec.day_end(LAST))
+    several = next(one.batches([LAST], ripened, 64, Shuffle(0)))
+    assert set(several.history.offsets.diff().tolist()) <= {0, 1}
+    everything = score(several)
+    single = next(one.batches([LAST], ripened, 1, Shuffle(0)))
+    assert everything.isfinite().all() and score(single).isfinite().all()
+
+
+def test_a_surface_that_was_never_trained_has_what_all_share() -> None:
+    """Its own weights are where they began: nothing."""
+    heads = Heads(3, 2, 8)
+    torch.nn.init.normal_(heads.own_weight.data[1:])
+    h, surface = torch.randn(4, 8), torch.tensor([0, 1, 2, 0])
+    found = heads(h, surface)
+    torch.testing.assert_close(found[surface == 0], heads.shared(h[surface == 0]))
+    assert (found[1:3] - heads.shared(h[1:3])).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("without", ["vectors", "match", "ids", "numbers"])

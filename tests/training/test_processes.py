@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, multiprocessing, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from training.loop.step import masked_loss
+from training.loop.loss import masked_loss
 from training.parallel.processes import in_step
 
 

@@ -50,10 +50,12 @@ class History:
 
 @dataclass(frozen=True)
 class Batch:
-    """`as_of` (seconds), `user*` and `requests` have R rows, the rest B; labels and known (B, O).
+    """`as_of` (seconds), `user*` and `requests` have R rows, the rest B; labels, known and
+    values (B, O).
 
     `user` is a hash, at least 0, the same everywhere. `known` marks labels whose window has closed
-    and that are trained or evaluated now.
+    and that are trained or evaluated now; `values` are what outcomes were worth, 0 where not
+    told.
     """
 
     request: Tensor
@@ -69,6 +71,7 @@ class Batch:
     history: History
     labels: Tensor
     known: Tensor
+    values: Tensor
     impressions: npt.NDArray[np.object_]
     requests: npt.NDArray[np.object_]
 

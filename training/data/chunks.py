@@ -45,6 +45,7 @@ class Chunk:
     numbers: Float32
     labels: Float32
     known: npt.NDArray[np.bool_]
+    values: Float32
     impressions: npt.NDArray[np.object_]
 
 
@@ -66,7 +67,9 @@ def load_chunk(
     numbers = (*features.user.numbers, *features.context.numbers, *features.counters)
     rows = examples.read([*KEYS, *POINTER, *ids, *numbers], day=days, bucket=bucket)
     rows = rows.sort_by([(name, "ascending") for name in examples.contract.order_by])
-    labels, known = _labels(spec, impressions, days, bucket, rows, ripened)
+    labels, known, values = _labels(spec, impressions, days, bucket, rows, ripened)
+    if ripened.thinning:
+        known = ripened.thinning(labels, known, max(days).toordinal(), bucket)
     wanted = known.any(1) | ripened.unlabelled
     if surface is not None:
         wanted &= rows["surface"].to_numpy() == surface
@@ -99,6 +102,7 @@ def load_chunk(
         ),
         labels=labels[wanted],
         known=known[wanted],
+        values=values[wanted],
         impressions=np.asarray(rows["impression_id"]),
     )
 
@@ -123,9 +127,10 @@ def _labels(
     bucket: int,
     rows: pa.Table,
     ripened: Ripened,
-) -> tuple[Float32, npt.NDArray[np.bool_]]:
+) -> tuple[Float32, npt.NDArray[np.bool_], Float32]:
     names = ["impression_id", "surface"]
     names += [f"{what}_{name}" for name in spec.objectives for what in ("label", "ready")]
+    names += [f"value_{name}" for name, told in spec.objectives.items() if told.value]
     span = f"{min(days)}:{max(days)}"
     table = impressions.read(names, day=days, bucket=bucket)
     where = pc.index_in(rows["impression_id"], table["impression_id"].combine_chunks())
@@ -134,7 +139,7 @@ def _labels(
     table = table.take(where)
     surface = table["surface"].to_numpy()
     shape = (table.num_rows, len(spec.objectives))
-    labels, known = np.zeros(shape, np.float32), np.zeros(shape, bool)
+    labels, known, values = np.zeros(shape, np.float32), np.zeros(shape, bool), np.zeros(shape)
     for i, name in enumerate(spec.objectives):
         ready = table[f"ready_{name}"].to_numpy() // MICROS["s"]
         codes = [spec.surface_codes[s] for s in spec.surfaces_of(name)]
@@ -146,4 +151,6 @@ def _labels(
                 "closed; run `gemline etl labels` up to the newest day"
             )
         labels[:, i] = label.fill_null(0).to_numpy()
-    return labels, known
+        if spec.objectives[name].value:
+            values[:, i] = table[f"value_{name}"].fill_null(0).to_numpy()
+    return labels, known, values.astype(np.float32)

@@ -33,6 +33,7 @@ class Features:
     match: tuple[str, ...]
     surfaces: tuple[str, ...]
     events: tuple[str, ...]
+    valued: tuple[str, ...]
 
     @property
     def row_numbers(self) -> tuple[str, ...]:
@@ -52,6 +53,7 @@ def features_of(spec: DataSpec) -> Features:
         match=tuple(f"i_{name}" for name in spec.match),
         surfaces=tuple(spec.surfaces),
         events=tuple(spec.events),
+        valued=tuple(name for name, told in spec.objectives.items() if told.value),
     )
 
 

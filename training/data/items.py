@@ -108,10 +108,10 @@ def _changes(item: Int64, columns: Iterable[npt.NDArray[np.generic]]) -> npt.NDA
 
 
 def _matrix(column: pa.ChunkedArray, width: int) -> Float32:
-    """Lists of `width` numbers as rows; null lists are zeros."""
+    """Lists of `width` numbers as rows; null lists and what is not finite are zeros."""
     lists = column.combine_chunks()
     rows = np.zeros((len(lists), width), np.float32)
     rows[lists.is_valid().to_numpy(zero_copy_only=False)] = (
         lists.drop_null().flatten().to_numpy(zero_copy_only=False).reshape(-1, width)
     )
-    return rows
+    return np.nan_to_num(rows, nan=0.0, posinf=0.0, neginf=0.0)

@@ -180,6 +180,7 @@ class Reader:
             history=self._history(chunk, requests, histories, user),
             labels=torch.from_numpy(chunk.labels[rows]),
             known=torch.from_numpy(chunk.known[rows]),
+            values=torch.from_numpy(chunk.values[rows]),
             impressions=chunk.impressions[rows],
             requests=chunk.requests[requests],
         )

@@ -3,17 +3,12 @@
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from etl.errors import UserError
 from training.data.batch import Batch
+from training.loop.loss import Loss
 from training.model.gem import Gem, Output
 from training.model.lookup import ItemRows, Tables, look_up
-
-
-class DivergedError(UserError):
-    """The loss is no longer a number."""
 
 
 @dataclass
@@ -39,28 +34,19 @@ class GemModel:
         return output
 
 
-def masked_loss(logits: Tensor, labels: Tensor, known: Tensor, rows: float) -> Tensor:
-    """Sum of the cross-entropies of the labels that are known, all (B, O), over `rows`."""
-    each = F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
-    return (each * known).sum() / rows
-
-
 def train_step(
-    model: GemModel, batch: Batch, rows: float, optimizer: torch.optim.Optimizer
-) -> Tensor:
-    """Update on a batch; returns its logits from before the update.
+    model: GemModel, batch: Batch, rows: float, optimizer: torch.optim.Optimizer, loss: Loss
+) -> Output | None:
+    """Update on a batch; returns what was put out before the update.
 
     `rows` is the mean of the batches of all processes, whose gradients are averaged. Tables update
-    themselves in the backward pass. Raises DivergedError on a NaN.
+    themselves in the backward pass. Where the loss is no number nothing is updated: None.
     """
     output = model(batch)
-    loss = masked_loss(output.logits, batch.labels, batch.known, rows)
-    if not torch.isfinite(loss):
-        raise DivergedError(
-            f"the loss is {loss.item()}: go on with a lower --dense-rate or --sparse-rate; the "
-            "last checkpoint is kept"
-        )
+    found = loss(output, batch, rows)
+    if not torch.isfinite(found):
+        return None
     optimizer.zero_grad(set_to_none=True)
-    loss.backward()
+    found.backward()
     optimizer.step()
-    return output.logits.detach()
+    return output

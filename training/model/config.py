@@ -3,13 +3,13 @@
 from typing import Annotated, Literal
 
 import tyro
-import yaml
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from etl.spec.base import Strict
+from training.model.words import in_yaml
 
 Scale = Literal["tiny", "small", "base", "large"]
-Kind = Literal["wukong", "dcnv2", "dhen", "two_streams"]
+Kind = Literal["wukong", "dcnv2", "dhen", "two_streams", "plain"]
 Flow = Literal["sole", "sep", "s2n", "n2s", "int"]
 
 
@@ -27,13 +27,6 @@ class FamilyOptions(Strict):
 
 
 Families = dict[str, FamilyOptions]
-FAMILIES = tyro.constructors.PrimitiveConstructorSpec[Families](
-    nargs=1,
-    metavar="YAML",
-    instance_from_str=lambda words: TypeAdapter(Families).validate_python(yaml.safe_load(words[0])),
-    is_instance=lambda value: isinstance(value, dict),
-    str_from_instance=lambda value: [str(TypeAdapter(Families).dump_python(value))],
-)
 
 
 class SequenceOptions(Strict):
@@ -59,8 +52,13 @@ class SequenceOptions(Strict):
         int, Field(ge=1), tyro.conf.arg(help="older events that become one at each further layer")
     ] = 1
     keep: Annotated[int, Field(ge=1), tyro.conf.arg(help="newest events, never shortened")] = 32
+    next_action: Annotated[
+        float, Field(ge=0), tyro.conf.arg(help="weight of guessing each event's next; 0 does not")
+    ] = 0.0
     families: Annotated[
-        Families, FAMILIES, tyro.conf.arg(help="by name: {ads: {events: [ad_click], layers: 2}}")
+        Families,
+        in_yaml(Families),
+        tyro.conf.arg(help="by name: {ads: {events: [ad_click], layers: 2}}"),
     ] = {}
 
     @property
@@ -101,6 +99,14 @@ class GemOptions(Strict):
     weak_below: Annotated[
         int, Field(ge=0), tyro.conf.arg(help="features of fewer values share rows")
     ] = 0
+    after: Annotated[
+        dict[str, str],
+        in_yaml(dict[str, str]),
+        tyro.conf.arg(help="objectives that only come after others: {conversion: click}"),
+    ] = {}
+    value: Annotated[
+        float, Field(ge=0), tyro.conf.arg(help="weight of what outcomes are worth; 0 has no head")
+    ] = 0.0
     sequence: SequenceOptions = SequenceOptions()
 
 
@@ -134,6 +140,16 @@ class GemConfig(GemOptions):
     dropout: float = 0.1
     item_dropout: float = 0.2
 
+    def times(self, factor: float) -> "GemConfig":
+        """The same model in other widths, in steps that heads divide."""
+        step = 2 * self.heads
+        wider = {
+            name: max(step, round(getattr(self, name) * factor / step) * step) for name in WIDTHS
+        }
+        return self.model_copy(update=wider)
+
+
+WIDTHS = ("row_width", "fm_rows", "linear_rows", "rank", "mlp", "event_width", "embedding")
 
 SCALES: dict[Scale, GemConfig] = {
     "tiny": GemConfig(row_width=16, fm_rows=8, linear_rows=8, rank=8, mlp=64, event_width=32),

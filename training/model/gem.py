@@ -9,10 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from etl.errors import UserError
 from training.data.batch import Batch
 from training.data.features import Features
 from training.model.config import GemConfig
 from training.model.domains import DomainGate, Heads
+from training.model.funnel import Funnel
 from training.model.grouped import GroupedRows
 from training.model.history import HistoryRows
 from training.model.interaction import interaction
@@ -20,16 +22,22 @@ from training.model.interest import Interest
 from training.model.lookup import ITEM, USER, Vectors
 from training.model.matching import Found
 from training.model.numeric import NumericRows
+from training.model.value import ValueHead, Worth
 
 FAINT = 1e-2  # variance of a row below which it stays small: one hardly learned tells little
 
 
 @dataclass(frozen=True)
 class Output:
-    """`logits` (B, O) of each objective on the row's surface, and a compact `embedding` (B, E)."""
+    """`logits` (B, O) of each objective on the row's surface, and a compact `embedding` (B, E).
+
+    What outcomes are worth and the loss of guessing next events are there if they are asked for.
+    """
 
     logits: Tensor
     embedding: Tensor
+    worth: Worth | None
+    next_action: Tensor | None
 
 
 class Gem(nn.Module):
@@ -68,6 +76,8 @@ class Gem(nn.Module):
         )
         self.gate = DomainGate(len(features.surfaces), config.embedding)
         self.heads = Heads(len(features.surfaces), len(features.objectives), config.embedding)
+        self.funnel = Funnel(features.objectives, config.after)
+        self.value = value_head(features, config) if config.value else None
 
     def _rows(self, config: GemConfig) -> int:
         f = self.features
@@ -90,7 +100,7 @@ class Gem(nn.Module):
         user_row, user_numbers = self.user_numbers(batch.user_numbers)
         number_rows, row_numbers = self.row_numbers(batch.row_numbers)
         users = torch.stack((*self.user_ids(vectors.users), user_row[:, 0]), 1)
-        summary, searched = self.history(batch, found, vectors, users)
+        summary, searched, guessed = self.history(batch, found, vectors, users)
         shared = torch.cat((users, summary), 1)[batch.request]
         liked = [interest(batch) for interest in self.interests]
         single = self._single_rows(batch, vectors)
@@ -104,10 +114,18 @@ class Gem(nn.Module):
         )
         embedding = self.trunk(torch.cat((x.flatten(1), *wide), 1))
         gated = self.gate(embedding, batch.surface)
-        return Output(self.heads(gated, batch.surface), embedding)
+        logits = self.funnel(self.heads(gated, batch.surface))
+        return Output(logits, embedding, self.value(gated) if self.value else None, guessed)
 
     def _single_rows(self, batch: Batch, vectors: Vectors) -> Tensor:
         """What a candidate has of its own in one row each: ids, given vectors, surface."""
         found = self.own_ids(vectors.rows)
         given = [self.given_rows[name](v) for name, v in batch.row_vectors.items()]
         return torch.stack((*found, *given, self.surface(batch.surface)), 1)
+
+
+def value_head(features: Features, config: GemConfig) -> ValueHead:
+    """A head for what outcomes are worth. Raises UserError where the spec tells of no values."""
+    if not features.valued:
+        raise UserError("--model.value: no objective of the spec says `value: true`")
+    return ValueHead(config.embedding, features.objectives, features.valued)

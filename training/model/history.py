@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from etl.errors import UserError
-from training.data.batch import Batch
+from training.data.batch import Batch, History
 from training.data.features import Features
 from training.model.config import GemConfig
 from training.model.events import EventTokens, item_input
@@ -17,6 +17,8 @@ from training.model.lookup import ITEM, Vectors
 from training.model.matching import Found, MatchedAttention, Sought, find
 from training.model.recency import Recency
 from training.model.sequence.interformer import InterFormer
+from training.model.sequence.level import Encoded
+from training.model.sequence.next_action import NextAction, followed
 
 
 class HistoryRows(nn.Module):
@@ -47,6 +49,11 @@ class HistoryRows(nn.Module):
             Recency(features.item.ids[name], len(features.events), d) for name in features.match
         )
         self.out = nn.Linear(w, d)
+        self.next_action = nn.ModuleList(
+            NextAction(w, family.out.in_features)
+            for family in self.encoder.families
+            if config.sequence.next_action
+        )
         self.request_rows = self.encoder.out_rows
         families = len(self.encoder.families)
         self.own_rows = families + len(features.match) * (1 + len(features.events))
@@ -57,10 +64,11 @@ class HistoryRows(nn.Module):
 
     def forward(
         self, batch: Batch, found: Found, vectors: Vectors, users: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Rows that candidates of a request share (R, n, d), and rows of each (B, m, d).
 
-        `users` (R, u, d) are the rows of the users.
+        `users` (R, u, d) are the rows of the users. In training also the loss of guessing next
+        events, if it is asked for.
         """
         history = batch.history
         newest, matched = found.split(self.events(history, vectors.events, found.positions))
@@ -87,7 +95,25 @@ class HistoryRows(nn.Module):
             f(m, history.types, history.ages)
             for f, m in zip(self.recency, found.matches, strict=True)
         ]
-        return shared, torch.cat((torch.stack((*seen, *alike), 1), *recencies), 1)
+        own = torch.cat((torch.stack((*seen, *alike), 1), *recencies), 1)
+        guessed = self._guessed(history, found, vectors, encoded) if self.training else None
+        return shared, own, guessed
+
+    def _guessed(
+        self, history: History, found: Found, vectors: Vectors, encoded: Sequence[Encoded]
+    ) -> Tensor | None:
+        losses, first = [], 0
+        for guess, offsets, events in zip(self.next_action, found.offsets, encoded, strict=False):
+            at = followed(offsets)
+            then = first + at + 1
+            given = {n: v[found.positions[then]] for n, v in history.item_vectors.items()}
+            told = {name: vectors.events[name][then] for name in self.items}
+            if len(at):
+                items = self.candidate(item_input(told, given))
+                ids = history.items[found.positions[then]]
+                losses.append(guess(events, at, offsets, ids, items))
+            first += int(offsets[-1])
+        return torch.stack(losses).mean() if losses else None
 
 
 def _codes(features: Features, events: Sequence[str]) -> tuple[int, ...]:

@@ -6,8 +6,9 @@ from torch import Tensor, nn
 
 
 class RunningScale(nn.Module):
-    """Numbers (B, F) less their running mean, over their running deviation; NaN becomes 0.
+    """Numbers (B, F) less their running mean, over their running deviation.
 
+    What is missing, NaN, becomes 0, and so does what is infinite.
     The same in training and in serving: a batch is scaled by what was seen up to and with it.
     """
 
@@ -24,6 +25,7 @@ class RunningScale(nn.Module):
 
     def forward(self, numbers: Tensor) -> Tensor:
         """(B, F) to (B, F), within six deviations."""
+        numbers = torch.where(numbers.isfinite(), numbers, torch.nan)
         if self.training:
             self._update(numbers)
         scaled = (numbers - self.mean) * torch.rsqrt(self.variance + 1e-6)
@@ -67,8 +69,8 @@ class NumericRows(nn.Module):
     def forward(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """(B, F) to (B, rows, d), and scaled (B, F); a missing number is the mean, and flagged."""
         scaled = self.scale(numbers)
-        h = self.linear(torch.cat((scaled, numbers.isnan().float()), 1))
+        h = self.linear(torch.cat((scaled, (~numbers.isfinite()).float()), 1))
         if numbers.shape[1]:
             own_bin = ((scaled + REACH) * (BINS / (2 * REACH))).long().clamp(0, BINS - 1)
             h = h + F.embedding_bag(own_bin + self.first_bin, self.bins, mode="sum")
-        return self.out(torch.relu(h)).view(len(numbers), self.rows, -1), scaled
+        return self.out(torch.relu(h)).unflatten(1, (self.rows, -1)), scaled

@@ -6,12 +6,13 @@ All kinds take (n, B, d) and give (m, B, d), n and m rows, B batch, d width; `ou
 from training.model.config import GemConfig
 from training.model.interaction.dcn import DCNv2
 from training.model.interaction.dhen import Dhen
+from training.model.interaction.plain import Plain
 from training.model.interaction.streams import TwoStreams
 from training.model.interaction.wukong import Shape, Wukong
 
-Interaction = Wukong | DCNv2 | Dhen | TwoStreams
+Interaction = Wukong | DCNv2 | Dhen | TwoStreams | Plain
 
-__all__ = ["DCNv2", "Dhen", "Interaction", "TwoStreams", "Wukong", "interaction"]
+__all__ = ["DCNv2", "Dhen", "Interaction", "Plain", "TwoStreams", "Wukong", "interaction"]
 
 
 def interaction(rows: int, config: GemConfig) -> Interaction:
@@ -22,6 +23,8 @@ def interaction(rows: int, config: GemConfig) -> Interaction:
             return DCNv2(rows, d, config.layers, config.mlp)
         case "dhen":
             return Dhen(rows, d, config.layers, out, config.mlp)
+        case "plain":
+            return Plain(rows)
         case "two_streams":
             return TwoStreams(rows, d, config.mlp, out // 3)
         case "wukong":
