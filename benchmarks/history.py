@@ -6,8 +6,7 @@ study goes on from there. The table goes to benchmarks/results/history.json.
 """
 
 import json
-from collections.abc import Iterator
-from datetime import UTC, datetime
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,7 +19,7 @@ from dags.local import run_line
 from etl.spec import load_spec
 from etl.spec.base import Strict
 from etl.spec.units import each_day, parse_days
-from etl.tables import whole
+from training.study import Study
 
 if TYPE_CHECKING:
     from etl.tables.lake import Lake
@@ -45,23 +44,23 @@ class HistoryArgs(Strict):
 
 def bench(args: HistoryArgs) -> None:
     """NE by length of history on simulated logs, GEM and LightGBM (long; resumable)."""
-    spec = load_spec(SPEC)
+    result = table(runs(args, names(args)), list(load_spec(SPEC).objectives))
+    result.show(args.as_json)
+    Study(
+        title="Length of history, simulator's bench data: NE on the test day",
+        command=f"gemline bench history --work work/bench --seeds {args.seeds}",
+        columns=tuple(result.columns),
+        rows=tuple(result.rows),
+    ).keep(RESULTS)
+
+
+def runs(args: HistoryArgs, wanted: Iterable[str]) -> dict[str, dict[str, float]]:
+    """NE by objective of some runs; finished ones are read."""
     work = args.work.resolve()  # steps are finished for the paths that they were given
     place = Place(SPEC, str(work / "raw"), str(work / "lake"))
-    days = newest_mature(spec, *parse_days(DAYS))
+    days = newest_mature(load_spec(SPEC), *parse_days(DAYS))
     prepare(args, place, days)
-    runs = {name: measured(args, place, days, name) for name in names(args)}
-    result = table(runs, list(spec.objectives))
-    result.show(args.as_json)
-    study = {
-        "title": "Length of history, simulator's bench data: NE on the test day",
-        "date": f"{datetime.now(UTC):%Y-%m-%d}",
-        "command": f"gemline bench history --work work/bench --seeds {args.seeds}",
-        "columns": list(result.columns),
-        "rows": [list(row) for row in result.rows],
-    }
-    with whole.file(RESULTS) as beside:
-        beside.write_text(json.dumps(study, indent=1) + "\n")
+    return {name: measured(args, place, days, name) for name in wanted}
 
 
 def names(args: HistoryArgs) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """A surface's ranker: its student with and without GEM's knowledge, calibrated, saved."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -54,9 +55,7 @@ def fit_calibration(
 def calibrated(raw: Predictions, fitted: dict[str, calibration.Platt]) -> Predictions:
     """Predictions with calibrated probabilities."""
     probability = calibration.apply(fitted, raw.probability, raw.objectives)
-    return Predictions(
-        raw.objectives, raw.impressions, raw.surface, probability, raw.labels, raw.known
-    )
+    return replace(raw, probability=probability)
 
 
 def _batches(lake: Lake, reader: Reader, split: Split) -> Iterator[Batch]:

@@ -44,6 +44,7 @@ def train_baseline(lake: Lake, split: Split, config: BaselineConfig) -> Predicti
     return Predictions(
         tuple(lake.spec.objectives),
         test.impressions,
+        test.user,
         test.surface,
         np.stack(columns, 1),
         test.labels,

@@ -141,7 +141,43 @@ def knowledge(args: DayArgs) -> None:
     print(f"knowledge: {rows:,} impressions")
 
 
+class LawcurveArgs(SplitArgs, TrainConfig):
+    """Days, what all models share, and what is measured."""
+
+    objective: Annotated[str | None, tyro.conf.arg(help="whose NE; the spec's first without")] = (
+        None
+    )
+    seeds: Annotated[int, tyro.conf.arg(help="trainings of each model and size")] = 1
+
+
+def lawcurve(args: LawcurveArgs) -> None:
+    """NE against FLOPs of an example: GEM, plain Wukong and HSTU in six sizes (long; resumable)."""
+    from training.lawcurve import lawcurve as measure
+    from training.loop.loss import each
+    from training.trials import Trials
+
+    lake = args.open_lake()
+    objectives = list(lake.spec.objectives)
+    objective = args.objective or objectives[0]
+    each({objective: 1.0}, objectives, "--objective")
+    base = TrainConfig.model_validate(args.model_dump(include=set(TrainConfig.model_fields)))
+    folder = Path(args.lake, "studies")
+    command = f"gemline train lawcurve --train {args.train} --test {args.test}"
+    study = measure(
+        Trials(lake, args.split, folder / "trials"), base, objective, args.seeds, command
+    )
+    study.keep(folder / "lawcurve.json")
+    study.show()
+    print(f"kept in {folder / 'lawcurve.json'}; `gemline report` draws it")
+
+
 COMMANDS = {
-    "train": {"gem": gem, "baseline": baseline, "evaluate": evaluate, "rebuild": rebuild},
+    "train": {
+        "gem": gem,
+        "baseline": baseline,
+        "evaluate": evaluate,
+        "rebuild": rebuild,
+        "lawcurve": lawcurve,
+    },
     "knowledge": knowledge,
 }

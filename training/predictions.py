@@ -1,7 +1,7 @@
 """What a model predicted on rows that it had not learned from, beside what happened."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +21,14 @@ SPLIT = b"gemline.split"
 
 @dataclass(frozen=True)
 class Predictions:
-    """B rows, O objectives: probabilities, labels, and whether each label is final (B, O)."""
+    """B rows, O objectives: probabilities, labels, and whether each label is final (B, O).
+
+    `user` (B) are the hashes of their users.
+    """
 
     objectives: tuple[str, ...]
     impressions: npt.NDArray[np.object_]
+    user: npt.NDArray[np.int64]
     surface: npt.NDArray[np.int64]
     probability: npt.NDArray[np.float64]
     labels: npt.NDArray[np.float32]
@@ -34,6 +38,7 @@ class Predictions:
         """Store as one Parquet file, whole or not at all, with the days that they are of."""
         columns = {
             "impression_id": pa.array(self.impressions, pa.string()),
+            "user": self.user,
             "surface": self.surface,
         }
         for i, name in enumerate(self.objectives):
@@ -54,6 +59,8 @@ class Predictions:
                 f"{path} holds predictions of another split of days ({told}); evaluate that model "
                 "on these days again, or remove the file"
             )
+        if "user" not in table.column_names:
+            raise UserError(f"{path} was written by an older Gemline; evaluate that model again")
         names = tuple(n.removeprefix("p_") for n in table.column_names if n.startswith("p_"))
 
         def columns(prefix: str) -> npt.NDArray[np.generic]:
@@ -62,10 +69,24 @@ class Predictions:
         return cls(
             names,
             np.asarray(table["impression_id"]),
+            table["user"].to_numpy(),
             table["surface"].to_numpy(),
             columns("p").astype(np.float64),
             columns("label").astype(np.float32),
             columns("known").astype(bool),
+        )
+
+    def in_order(self) -> "Predictions":
+        """The same rows, sorted by impression."""
+        at = np.argsort(self.impressions, kind="stable")
+        return replace(
+            self,
+            impressions=self.impressions[at],
+            user=self.user[at],
+            surface=self.surface[at],
+            probability=self.probability[at],
+            labels=self.labels[at],
+            known=self.known[at],
         )
 
 
@@ -79,6 +100,7 @@ def predict(
             tuple(objectives),
             np.zeros(0, object),
             np.zeros(0, np.int64),
+            np.zeros(0, np.int64),
             none,
             none.astype(np.float32),
             none.astype(bool),
@@ -91,6 +113,7 @@ def predict(
                 Predictions(
                     tuple(objectives),
                     batch.impressions,
+                    batch.user[batch.request].numpy(),
                     batch.surface.numpy(),
                     p,
                     batch.labels.numpy(),
@@ -102,7 +125,7 @@ def predict(
 
 def joined(parts: Sequence[Predictions]) -> Predictions:
     """Predictions of several sets of rows as one."""
-    names = ("impressions", "surface", "probability", "labels", "known")
+    names = ("impressions", "user", "surface", "probability", "labels", "known")
     return Predictions(
         parts[0].objectives, *(np.concatenate([getattr(p, n) for p in parts]) for n in names)
     )

@@ -1,6 +1,5 @@
 """Facts and figures to the page."""
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from ranking.report import facts, figures
 from ranking.report.facts import NAMES
 from training.loop.metrics import Score
 from training.split import Split
+from training.study import Study, kept
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -57,7 +57,7 @@ def build_report(lake: Lake, raw: str, split: Split) -> Path:
         reasons=facts.quarantined(lake),
         parked=facts.parked(lake),
         without=without_attributes(lake, lake.days("examples")),
-        studies=studies(),
+        studies=[(study, figures.study(study)) for study in studies(lake)],
         **{name: environment.filters["safe"](svg) for name, svg in markup.items()},
     )
     path = Path(lake.root, "report.html")
@@ -122,7 +122,6 @@ def summary(scores: dict[str, list[Score]]) -> list[str]:
     return sentences
 
 
-def studies() -> list[dict[str, object]]:
-    """The results of longer studies that come with the project."""
-    paths = sorted(RESULTS.glob("*.json")) if RESULTS.is_dir() else []
-    return [json.loads(path.read_text()) for path in paths]
+def studies(lake: Lake) -> list[Study]:
+    """The results of longer studies: of this lake, and those that come with the project."""
+    return [*kept(Path(lake.root, "studies")), *kept(RESULTS)]

@@ -101,6 +101,7 @@ def true_probabilities(gem: Predictions, raw: str) -> Predictions | None:
     return Predictions(
         gem.objectives,
         gem.impressions[known],
+        gem.user[known],
         gem.surface[known],
         p,
         gem.labels[known],

@@ -1,7 +1,7 @@
 """The pictures of a report, as SVG."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import matplotlib
 import numpy as np
@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from training.loop.metrics import Score
 from training.predictions import Predictions
+from training.study import Study
 
 matplotlib.rcParams.update({"font.size": 9, "svg.fonttype": "none", "axes.spines.top": False,
                             "axes.spines.right": False})  # fmt: skip
@@ -96,4 +97,46 @@ def step_times(seconds: Sequence[tuple[str, float]]) -> str:
     axis.set_xlabel("seconds")
     for y, value in enumerate(values):
         axis.text(value, y, f" {value:.1f}", va="center")
+    return svg(figure)
+
+
+def study(found: Study) -> str:
+    """The picture of a study; none where it has neither curves nor intervals."""
+    parts = []
+    if found.curves:
+        parts.append(curves(found.curves))
+    if found.intervals:
+        parts.append(intervals(found.intervals))
+    return "".join(parts)
+
+
+def curves(found: Mapping[str, Sequence[tuple[float, float]]]) -> str:
+    """NE against FLOPs, with the line of least squares through each model's points."""
+    figure = Figure(figsize=(6, 3.2))
+    axis = figure.subplots()
+    for name, points in found.items():
+        flops, ne = np.array(points).T
+        (drawn,) = axis.plot(flops, ne, "o", ms=4, label=name)
+        fitted = np.polynomial.Polynomial.fit(np.log10(flops), ne, 1)
+        axis.plot(flops, fitted(np.log10(flops)), "-", lw=1, color=drawn.get_color())
+    axis.set_xscale("log")
+    axis.set_xlabel("FLOPs of an example, forward and backward")
+    axis.set_ylabel("NE, lower is better")
+    axis.legend(frameon=False, fontsize=8)
+    return svg(figure)
+
+
+def intervals(found: Mapping[str, tuple[float, float, float]]) -> str:
+    """Differences with their bounds; those that may be nothing are pale."""
+    figure = Figure(figsize=(6, 0.22 * len(found) + 0.8))
+    axis = figure.subplots()
+    names = list(found)[::-1]
+    for y, name in enumerate(names):
+        value, low, high = found[name]
+        colour = "#1b7f5c" if high < 0 else "#c2571a" if low > 0 else "#bbbbbb"
+        axis.plot([low, high], [y, y], "-", lw=1.5, color=colour)
+        axis.plot([value], [y], "o", ms=4, color=colour)
+    axis.axvline(0, color="#999999", lw=0.8)
+    axis.set_yticks(range(len(names)), names)
+    axis.set_xlabel("difference of NE, 1e-4; left is better")
     return svg(figure)

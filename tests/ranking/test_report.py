@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -42,6 +43,7 @@ def truth(lake: Lake) -> Predictions:
     noise = np.random.default_rng(0).uniform(0.02, 0.2, labels.shape)
     return Predictions(
         names, np.array([row["impression_id"] for row in shown], object),
+        np.array([crc32(row["user_id"].encode()) for row in shown]),
         np.array([row["surface"] for row in shown]), noise + 0.1 * labels, labels, known,
     )  # fmt: skip
 

@@ -18,6 +18,7 @@ class Tabular:
 
     names: tuple[str, ...]
     features: npt.NDArray[np.float32]
+    user: npt.NDArray[np.int64]
     surface: npt.NDArray[np.int64]
     labels: npt.NDArray[np.float32]
     known: npt.NDArray[np.bool_]
@@ -45,16 +46,17 @@ def tabulate(reader: Reader, days: Sequence[date], ripened: Ripened) -> Tabular:
             ),
             axis=1,
         )
-        parts.append((matrix, chunk.surface, chunk.labels, chunk.known, chunk.impressions))
+        user = np.repeat(chunk.user_hashes, np.diff(chunk.starts))
+        parts.append((matrix, user, chunk.surface, chunk.labels, chunk.known, chunk.impressions))
     if not parts:
         raise UserError(
             f"no impressions with a final label on {days[0]} to {days[-1]}; name other days"
         )
-    features, surface, labels, known, impressions = (
+    features, user, surface, labels, known, impressions = (
         np.concatenate(part) for part in zip(*parts, strict=True)
     )
     categorical = ("surface", *f.user.ids, *f.context.ids, *f.item.ids)
     vectors = tuple(f"{n}_{i}" for n, width in f.item.vectors.items() for i in range(width))
     names = (*categorical, *f.user.numbers, *f.row_numbers, *vectors)
     assert features.shape[1] == len(names)
-    return Tabular(names, features, surface, labels, known, impressions)
+    return Tabular(names, features, user, surface, labels, known, impressions)
