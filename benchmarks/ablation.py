@@ -5,6 +5,7 @@ difference of NE over users drawn with replacement, paired. Model selection neve
 """
 
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,6 +32,7 @@ ROOT = Path(__file__).parents[1]
 SPEC = ROOT / "conf" / "specs" / "simulator.yaml"
 SIMULATOR = ROOT / "conf" / "simulator" / "demo.yaml"
 DAYS = "2026-01-01:2026-01-11"
+TEST_DAYS = 3
 RESULTS = ROOT / "benchmarks" / "results" / "ablation.json"
 OBJECTIVE = "click"
 
@@ -143,9 +145,9 @@ def tables(work: Path) -> "Trials":
     run_line(spec, place, data_steps(place, days.landed))
     split = Split(
         train_first=days.first,
-        train_last=days.train_last,
-        calibration=days.calibration,
-        test_first=days.test_first,
+        train_last=days.test_last - timedelta(days=TEST_DAYS),
+        calibration=None,
+        test_first=days.test_last - timedelta(days=TEST_DAYS - 1),
         test_last=days.test_last,
         landed=days.last,
     )

@@ -2,6 +2,7 @@
 
 from benchmarks import (
     ablation,
+    agreement,
     data,
     history,
     kuairand,
@@ -22,6 +23,7 @@ COMMANDS = {
         "sequence": sequence.bench,
         "quality": quality.bench,
         "ablation": ablation.bench,
+        "agreement": agreement.bench,
         "model": model.bench,
     }
 }

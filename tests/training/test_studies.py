@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.ablation import CHANGES
+from benchmarks.agreement import agreement
 from etl.tables.lake import Lake
 from gemline import main
 from ranking.report import figures
@@ -137,6 +138,18 @@ def test_a_study_is_kept_as_it_was(tmp_path: Path) -> None:
         "<svg" in figures.study(told)
         and figures.study(told.model_copy(update={"intervals": {}})) == ""
     )
+
+
+def test_scales_that_order_changes_alike_agree() -> None:
+    rng = np.random.default_rng(0)
+    effect = np.concatenate(([0.0], rng.normal(0, 1, 8)))
+    noise = rng.gamma(2, 1, (200, 1))
+    same, turned = noise * (5 + effect), noise * (5 - effect)
+    assert agreement(same, same + 1) == pytest.approx((1, 1, 1))
+    assert agreement(same, turned)[0] == pytest.approx(-1)
+    some = same + rng.normal(0, 6, same.shape)
+    value, low, high = agreement(some, same)
+    assert low <= value <= high and low < high
 
 
 @pytest.mark.parametrize("name", [*CHANGES, *MODELS])
