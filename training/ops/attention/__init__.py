@@ -5,7 +5,7 @@ offsets (S+1) cut them into S sequences. Self, pooling, target and personalised 
 where queries and keys come from; a `Kind` tells how scores become weights.
 """
 
-from training.ops.attention.cpu import attention
+from training.ops.attention.dispatch import attention
 from training.ops.attention.kinds import CAUSAL, SOFTMAX, Kind
 from training.ops.attention.reference import attention as reference
 
