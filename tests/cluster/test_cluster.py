@@ -22,6 +22,16 @@ FILES = {  # the file of each step, for spark-submit
 LOST = "examples"
 
 
+def executors(folder: Path) -> set[Path]:
+    """The logs of all executors that the first worker ever had."""
+    return set((folder / "worker-0").glob("app-*/*/stderr"))
+
+
+def busy(logs: set[Path]) -> bool:
+    """Whether one of some executors has begun a task."""
+    return any("Running task" in log.read_text() for log in logs)
+
+
 @pytest.mark.proof
 def test_a_cluster_that_loses_a_worker_writes_the_same_tables(
     lake: Lake, spec_path: Path, raw: Path, tmp_path: Path
@@ -30,13 +40,12 @@ def test_a_cluster_that_loses_a_worker_writes_the_same_tables(
     steps = data_steps(Place(spec_path, str(raw), str(own)), ("--days", f"{FIRST}:{LAST}"))
     with cluster(tmp_path, workers=2) as running:
         for step in steps:
+            before = executors(tmp_path)
             job = running.submit([FILES[step.name], *step.command[2:]])
             if step.name == LOST:
-                executors = tmp_path / "worker-0"
-                while not list(executors.glob("app-*/*/stderr")):
+                while not busy(executors(tmp_path) - before):
+                    assert job.poll() is None, "the step ended before its worker was lost"
                     time.sleep(0.1)
-                time.sleep(8)  # in the middle of its stages
-                assert job.poll() is None, "the step ended before its worker was lost"
                 kill(running.workers[0])
             _, said = job.communicate(timeout=400)
             assert job.returncode == 0, (step.name, said[-4000:])

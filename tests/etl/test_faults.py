@@ -60,8 +60,8 @@ def test_killed_between_staging_and_commit(lake: Lake, steps: list[Step], tmp_pa
         before, committed = staged(own, step), commits(own, step)
         child = start(step)
         while staged(own, step) == before and child.poll() is None:
-            time.sleep(0.005)
-        time.sleep((0, 0, rng.uniform(0, 0.5), rng.uniform(0, 2))[number % 4])
+            time.sleep(0.001)
+        time.sleep((0, 0, 0, rng.uniform(0, 2))[number % 4])
         with suppress(ProcessLookupError):  # it has ended
             os.killpg(child.pid, signal.SIGKILL)
         child.communicate()
