@@ -10,6 +10,7 @@ import yaml
 from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which torch may do
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 

@@ -41,7 +41,7 @@ def rows_of_features() -> torch.Tensor:
 
 @named
 def test_examples_are_apart_and_all_of_a_kind_learns(config: GemConfig) -> None:
-    model, x = interaction(ROWS, config), rows_of_features()
+    model, x = interaction(ROWS, config), rows_of_features().requires_grad_()
     if config.across_rows:
         torch.nn.init.normal_(model.across.gate)
     out = model(x)
@@ -49,7 +49,8 @@ def test_examples_are_apart_and_all_of_a_kind_learns(config: GemConfig) -> None:
     for some in ([3], [5, 0, 2]):
         torch.testing.assert_close(model(x[:, some]), out[:, some], rtol=1e-4, atol=1e-5)
     (out * torch.randn_like(out)).sum().backward()
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+    learns = [*model.parameters(), x]
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in learns)
 
 
 @pytest.mark.parametrize("shape", [SHAPE, STATIC], ids=["attentive", "static"])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from etl.errors import UserError
 from training.config import TrainConfig
-from training.data.ripened import Thinning
+from training.data.thinning import Thinning
 from training.loop.loss import Loss
 from training.model.funnel import Funnel, both
 from training.model.gem import Output

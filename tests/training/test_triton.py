@@ -1,14 +1,11 @@
 """The GPU's attention is the reference, under Triton's interpreter: forward and backward."""
 
-import os
 from itertools import product
 from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor
-
-os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are declared
 
 from training.ops.attention import Kind, reference
 from training.ops.attention.kinds import Activation

@@ -13,7 +13,7 @@ from torch import Tensor
 from etl.errors import UserError
 from training.config import TrainConfig
 from training.data.batch import Batch
-from training.data.ripened import Thinning
+from training.data.thinning import Thinning
 from training.model.gem import Output
 
 
