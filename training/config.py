@@ -1,6 +1,6 @@
 """How GEM is trained."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 from pydantic import Field
@@ -13,11 +13,25 @@ Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
+class ComputeOptions(Strict):
+    """How a model is computed; nothing of what it is. Precision is that of products."""
+
+    precision: Literal["fp32", "bf16"] = "fp32"
+    compiled: Annotated[bool, tyro.conf.arg(help="interactions are compiled, block by block")] = (
+        False
+    )
+    recompute: Annotated[
+        Literal["nothing", "sequence", "blocks"],
+        tyro.conf.arg(help="activations that the backward pass makes anew: less memory"),
+    ] = "nothing"
+
+
 class TrainConfig(Strict):
     """Settings of a training run; the first sequence of the spec is read where none is named."""
 
     scale: Scale = "small"
     model: GemOptions = GemOptions()
+    compute: ComputeOptions = ComputeOptions()
     batch_rows: int = Field(default=128, ge=1)
     dense_rate: float = 1e-3
     sparse_rate: float = 0.05
@@ -36,6 +50,11 @@ class TrainConfig(Strict):
     item_rows: Annotated[
         int, Field(ge=2), tyro.conf.arg(help="of the items' table; new items reuse the oldest")
     ] = 2**17
+    forget_after_days: Annotated[
+        int | None,
+        Field(ge=1),
+        tyro.conf.arg(help="rows of tables that nobody asked for in so long start anew"),
+    ] = 90
     weights: Annotated[
         dict[str, Positive],
         in_yaml(dict[str, Positive]),

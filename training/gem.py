@@ -25,15 +25,17 @@ from training.data.ripened import Ripened
 from training.loop import checkpoint
 from training.loop.average import averaged
 from training.loop.checkpoint import Manifest, Trained
+from training.loop.compute import prepare
 from training.loop.cost import Meter
 from training.loop.diverged import diverged
+from training.loop.expiry import Asked
 from training.loop.loss import Loss, thinning
 from training.loop.prequential import Prequential
 from training.loop.step import GemModel, train_step
 from training.model.gem import Gem
 from training.model.lookup import USER, ItemRows, table_rows
 from training.parallel.processes import in_step
-from training.parallel.sparse import TorchrecTables, shard
+from training.parallel.sparse import TorchrecTables, renew, shard
 from training.resume import refuse_other_reading, starting_point
 
 log = logging.getLogger(__name__)
@@ -60,12 +62,15 @@ def build(features: Features, manifest: Manifest, known: npt.NDArray[np.bool_]) 
     core = Gem(features, sizes)
     rows = table_rows(features, config.item_rows, sizes.user_rows)
     tables = shard(TorchrecTables(rows, sizes.row_width, (USER,)), config.sparse_rate)
+    asked = Asked.never(tables, rows)
+    average = averaged(core)
+    prepare(core, config.compute)
     dense = _spread(core) if dist.get_world_size() > 1 else core
-    model = GemModel(core, dense, tables, items, sizes.user_rows, sizes.item_dropout)
+    model = GemModel(core, dense, asked, items, sizes.user_rows, sizes.item_dropout)
     optimizer = torch.optim.AdamW(
         core.parameters(), lr=config.dense_rate, weight_decay=config.weight_decay, fused=True
     )
-    return Trained(model, averaged(core), tables, optimizer, manifest)
+    return Trained(model, average, tables, asked, optimizer, manifest)
 
 
 def train(lake: Lake, days: tuple[date, date], config: TrainConfig) -> list[dict[str, float]]:
@@ -83,9 +88,23 @@ def train(lake: Lake, days: tuple[date, date], config: TrainConfig) -> list[dict
         log.info("continue from %s", path)
     scores, meter = [], Meter()
     for day in each_day(manifest.trained_until, days[1]):
+        begin(trained, reader, day)
         scores.append(train_day(lake, reader, trained, day, meter))
         trained.manifest = trained.manifest.next_day(day + timedelta(days=1))
     return scores
+
+
+def begin(trained: Trained, reader: Reader, day: date) -> None:
+    """Before the first batch of a day: rows that nobody asked for in a long time start anew."""
+    asked, start = trained.asked, trained.manifest
+    asked.today = day.toordinal()
+    if start.batches:
+        return
+    new = torch.from_numpy(reader.items.new_on(day))
+    gone = asked.gone(new, trained.model.items, day, start.training.forget_after_days)
+    torch.manual_seed(hash((start.training.seed, start.steps)) % 2**31)
+    renew(trained.tables, gone)
+    asked.forget(gone)
 
 
 def train_day(

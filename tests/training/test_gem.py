@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from datetime import date
+from datetime import date, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -92,6 +92,30 @@ def test_two_days_at_once_are_two_days_one_by_one(own: Lake, spec_path: Path) ->
     train(own, spec_path, str(FIRST))
     train(own, spec_path, str(SECOND))
     assert knowledge_of(own, spec_path, "2026-01-03") == whole
+
+
+def test_a_day_forgets_who_did_not_come_since_and_no_one_else(own: Lake, spec_path: Path) -> None:
+    """With a day to come back: who came on the first day alone is as new after the third."""
+
+    def told(day: date) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        trained, _ = load_trained(own, day)
+        checkpoint.load(checkpoint.folder(own.root, day), trained)
+        with torch.no_grad():
+            rows = trained.tables({n: torch.arange(len(d)) for n, d in trained.asked.days.items()})
+        return trained.asked.days, rows[USER]
+
+    compute = ["--compute.precision", "bf16", "--compute.recompute", "blocks"]
+    train(own, spec_path, f"{FIRST}:2026-01-03", "--forget-after-days", "1", *compute)
+    with process_group():
+        (asked, _), (later, _), (last, vectors) = (
+            told(FIRST + timedelta(days=n)) for n in range(3)
+        )
+    came = [days[USER] == FIRST.toordinal() + n for n, days in enumerate((asked, later, last))]
+    lost = came[0] & ~came[1] & ~came[2]
+    assert lost.any() and not vectors[lost].any() and not last[USER][lost].any()
+    stayed = (came[1] | came[2]).nonzero().flatten()
+    assert vectors[stayed].any(1).all()
+    shutil.rmtree(Path(own.root, "models"))
 
 
 def test_a_model_without_history_goes_on_and_scores(own: Lake, spec_path: Path) -> None:

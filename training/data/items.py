@@ -41,6 +41,10 @@ class ItemTable:
         """Whether each item (I) was first seen by the end of a day."""
         return self.first_seen <= np.datetime64(day)
 
+    def new_on(self, day: date) -> Int64:
+        """Items (n) first seen on a day."""
+        return np.flatnonzero(self.first_seen == np.datetime64(day))
+
     def versions_at(self, items: Int64, as_of: Int64) -> Int64:
         """The newest version of each item (n) known strictly before a second, 0 where none was."""
         first = self.first[items]

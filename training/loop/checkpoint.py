@@ -26,6 +26,7 @@ from etl.tables import whole
 from training.config import TrainConfig
 from training.data.batch import Batch
 from training.data.digest import digest
+from training.loop.expiry import Asked
 from training.loop.step import GemModel
 
 MANIFEST = "gem.json"
@@ -101,6 +102,7 @@ class Trained:
     model: GemModel
     averaged: AveragedModel
     tables: DistributedModelParallel
+    asked: Asked
     optimizer: torch.optim.Optimizer
     manifest: Manifest
 
@@ -112,6 +114,7 @@ class Trained:
             "optimizer": get_optimizer_state_dict(self.model.core, self.optimizer),
             "tables": self.tables.state_dict(),
             "tables_optimizer": self.tables.fused_optimizer.state_dict(),
+            "asked": self.asked.days,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -121,6 +124,7 @@ class Trained:
         set_optimizer_state_dict(self.model.core, self.optimizer, state["optimizer"])
         self.tables.load_state_dict(state["tables"])
         self.tables.fused_optimizer.load_state_dict(state["tables_optimizer"])
+        self.asked.days = state["asked"]
 
 
 def save(path: Path, trained: Trained) -> None:
@@ -128,6 +132,7 @@ def save(path: Path, trained: Trained) -> None:
     beside = whole.beside(path)
     if dist.get_rank() == 0:
         whole.fresh(path)
+    trained.asked.told_by_all()
     dist.barrier()
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # of what all processes have
     state_dict_saver.save(trained.state(), checkpoint_id=str(beside), planner=planner)

@@ -51,7 +51,8 @@ def cost(trained: Trained, batch: Batch) -> Cost:
     model, config = trained.model, trained.manifest.training
     training = model.core.training
     model.core.eval()
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    eager = torch.compiler.set_stance("force_eager")
+    with eager, torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(batch)
     model.core.train(training)
     rows = sum(table_rows(model.core.features, config.item_rows, config.sizes.user_rows).values())

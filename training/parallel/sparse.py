@@ -1,6 +1,6 @@
 """Embedding tables on torchrec: sharded over processes, row-wise AdaGrad in the backward pass."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ class TorchrecTables(nn.Module):
             )
             for name, count in rows.items()
         ]
-        self.names = list(rows)
+        self.names, self.blank = list(rows), frozenset(blank)
         self.collection = EmbeddingCollection(tables=configs, device=torch.device("cpu"))
 
     def forward(self, ids: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -48,6 +48,25 @@ class TorchrecTables(nn.Module):
 
 def _uniform(weight: Tensor) -> None:
     nn.init.uniform_(weight, -INITIAL, INITIAL)
+
+
+@torch.no_grad()
+def renew(tables: DistributedModelParallel, rows: Mapping[str, Tensor]) -> None:
+    """Rows (n) of each table as if they had never been learned; their optimizer's state too.
+
+    Each process does this to the tables that it holds.
+    """
+    blank = tables.module.blank
+    states = tables.fused_optimizer.state_dict()["state"]
+    for key, weight in tables.state_dict().items():
+        name = key.split(".")[-2]
+        for part in weight.local_shards():
+            new = part.tensor.new_empty(len(rows[name]), part.tensor.shape[1])
+            (nn.init.zeros_ if name in blank else _uniform)(new)
+            part.tensor[rows[name]] = new
+        for state in states.get(key, {}).values():
+            for part in state.local_shards():
+                part.tensor[rows[name]] = 0.0
 
 
 def shard(tables: TorchrecTables, learning_rate: float) -> DistributedModelParallel:

@@ -14,4 +14,4 @@ class RowMix(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Each row out is a weighted sum of the rows in."""
-        return torch.tensordot(self.weight, x, 1)
+        return (self.weight @ x.flatten(1)).unflatten(1, x.shape[1:])

@@ -16,7 +16,9 @@ def attention(
     window: int | None = None,
     limits: Tensor | None = None,
 ) -> Tensor:
-    """As `training.ops.attention.reference.attention`."""
+    """As `training.ops.attention.reference.attention`, in the narrowest type of the three."""
+    narrowest = min((x.dtype for x in (q, k, v)), key=lambda dtype: dtype.itemsize)
+    q, k, v = (x.to(narrowest) for x in (q, k, v))
     if q.is_cuda:
         from training.ops.attention import triton
 

@@ -1,0 +1,52 @@
+"""How GEM is computed: in which precision, what is compiled, and what is computed once more.
+
+None of this changes what is learned, but for rounding.
+"""
+
+import torch
+from torch import nn
+from torch.distributed._composable.checkpoint_activation import checkpoint
+
+from training.config import ComputeOptions
+from training.model.gem import Gem
+from training.model.interaction import DCNv2, TwoStreams
+from training.model.interaction.dhen import DhenLayer
+from training.model.interaction.wukong import WukongLayer
+from training.model.sequence.level import Level
+
+DENSE = (WukongLayer, DhenLayer, DCNv2, TwoStreams)
+
+
+def prepare(core: Gem, options: ComputeOptions, backend: str = "inductor") -> None:
+    """Have blocks of a GEM computed as told; their parameters and names stay."""
+    for block in core.modules():
+        if options.compiled and isinstance(block, DENSE):
+            _compile(block, backend)
+        if _again(block, options):
+            checkpoint(block)
+    if options.precision == "bf16":
+        for side in (core.interaction, core.history.encoder):
+            _in_bf16(side)
+
+
+def _compile(block: nn.Module, backend: str) -> None:
+    """Once for all sizes of a batch: every size that weights do not tell is a symbol."""
+    compiled = torch.compile(block.forward, dynamic=True, backend=backend)
+    block.forward = compiled
+
+
+def _again(block: nn.Module, options: ComputeOptions) -> bool:
+    """Whether a block's activations are made anew in the backward pass instead of kept."""
+    kinds: dict[str, tuple[type[nn.Module], ...]] = {
+        "nothing": (),
+        "sequence": (Level,),
+        "blocks": (Level, *DENSE),
+    }
+    return isinstance(block, kinds[options.recompute])
+
+
+def _in_bf16(side: nn.Module) -> None:
+    """Products of a whole side; weights, sums of residual streams and heads stay fp32."""
+    device = next(side.parameters()).device.type
+    block = torch.autocast(device, torch.bfloat16)(side.forward)
+    side.forward = block
