@@ -54,6 +54,7 @@ CHANGES: Mapping[str, dict[str, object]] = {
     "Wukong: static projection": model(attentive=False),
     "Wukong: cross-layer attention": model(across_rows=4),
     "DCNv2": model(interaction="dcnv2"),
+    "Wukong, DCNv2 beside": model(beside="dcnv2"),
     "DHEN": model(interaction="dhen"),
     "two streams": model(interaction="two_streams"),
     "no interactions (MLP)": model(interaction="plain"),

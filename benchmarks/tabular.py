@@ -1,14 +1,19 @@
 """`gemline bench tabular`: the non-sequence side alone, on a table in the public layout."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from pydantic import Field
 
 from benchmarks.result import Result, told
 from etl.spec.base import Strict
+
+if TYPE_CHECKING:
+    from benchmarks.peers import Table
+    from training.fitting.fit import Scored
 
 COLUMNS = ("model", "test AUC", "test logloss", "seeds")
 
@@ -20,29 +25,47 @@ class TabularArgs(Strict):
     label: Annotated[str, tyro.conf.arg(help="column of 0 and 1")]
     numeric: Annotated[str, tyro.conf.arg(help="columns that are numbers: A,B")] = ""
     seeds: int = Field(default=1, ge=1)
+    peers: Annotated[
+        bool, tyro.conf.arg(help="LightGBM, DCNv2 and FuxiCTR beside, by the same search")
+    ] = False
     as_json: Annotated[bool, tyro.conf.arg(name="json", help="one line of JSON last")] = False
 
 
 def bench(args: TabularArgs) -> None:
     """Learn train.csv, stop early on valid.csv, report test.csv; all but --numeric is an id."""
-    from training.fitting.choose import Task, choose
-    from training.fitting.fit import predict, scored
-    from training.tabular.model import STREAMS, Tabular
+    from benchmarks.peers import ABSENT, peers
+    from training.tabular.model import STREAMS
+
+    table = read(args)
+    penalty, ours = table.learned(lambda: table.tabular(*STREAMS), args.seeds)
+    result = Result(f"{args.data.name}, {len(table.test):,} test rows", COLUMNS)
+    model = f"{' + '.join(s.interaction for s in STREAMS)}, penalty {penalty:g}"
+    add(result, "", model, ours)
+    result.figures |= {"auc_seeds": [round(s.auc, 6) for s in ours]}
+    if args.peers:
+        for key, name, found in peers(table, args.seeds):
+            add(result, f"{key}_", name, found, ABSENT)
+    result.show(args.as_json)
+
+
+def read(args: TabularArgs) -> "Table":
+    """The three files, by what the training file holds."""
+    from benchmarks.peers import Table
     from training.tabular.table import Encoding, read_csv
 
     tables = {name: read_csv(args.data, f"{name}.csv") for name in ("train", "valid", "test")}
     numeric = [name for name in args.numeric.split(",") if name]
     encoding = Encoding.of(tables["train"], args.label, numeric)
-    train, valid, test = (encoding(table, f"{name}.csv") for name, table in tables.items())
-    task = Task(lambda: Tabular(encoding.sizes, len(encoding.numeric)), train, valid)
-    config = choose(task)
-    models = (task.learn(config, 1 + seed)[0] for seed in range(args.seeds))
-    found = [scored(*predict(model, test)) for model in models]
-    auc, logloss = [s.auc for s in found], [s.logloss for s in found]
-    result = Result(f"{args.data.name}, {len(test):,} test rows", COLUMNS)
-    model = f"{' + '.join(s.interaction for s in STREAMS)}, penalty {config.penalty:g}"
-    result.rows.append((model, told(auc), told(logloss), str(args.seeds)))
-    result.take("auc", mean(auc), "")
-    result.take("logloss", mean(logloss), "")
-    result.figures |= {"auc_seeds": [round(a, 6) for a in auc]}
-    result.show(args.as_json)
+    rows = {name: encoding(table, f"{name}.csv") for name, table in tables.items()}
+    return Table(encoding, **rows)
+
+
+def add(
+    result: Result, prefix: str, name: str, found: Sequence["Scored"], otherwise: str = ""
+) -> None:
+    """A row of the table and its figures; none where there are no scores."""
+    for key in ("auc", "logloss"):
+        values = [getattr(s, key) for s in found]
+        result.take(f"{prefix}{key}", mean(values) if values else None, otherwise)
+    cells = [told([getattr(s, key) for s in found]) if found else "" for key in ("auc", "logloss")]
+    result.rows.append((name, *cells, str(len(found))))

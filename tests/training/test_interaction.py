@@ -24,9 +24,9 @@ KINDS = [
     GemConfig(interaction=kind, attentive=attentive, across_rows=across, **SIZES)
     for kind, attentive, across in product(get_args(Kind), (False, True), (0, 2))
     if kind == "wukong" or (attentive and not across)
-]
+] + [GemConfig(beside="dcnv2", **SIZES)]
 named = pytest.mark.parametrize(
-    "config", KINDS, ids=lambda c: f"{c.interaction}-{c.attentive}-{c.across_rows}"
+    "config", KINDS, ids=lambda c: f"{c.interaction}-{c.beside}-{c.attentive}-{c.across_rows}"
 )
 
 

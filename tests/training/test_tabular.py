@@ -1,6 +1,7 @@
 """Laws of learning a plain table: how it is read, what is learned, what is refused."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -95,6 +96,16 @@ def test_the_bench_reports_the_test_file(folder: Path, capsys: pytest.CaptureFix
     assert main(bench(folder, "--numeric", "n", "--seeds", "2")) == 0
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert 0 < figures["auc"] <= 1 and figures["logloss"] > 0 and len(figures["auc_seeds"]) == 2
+
+
+def test_peers_stand_beside_and_one_that_is_not_there_is_none(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "fuxictr", None)
+    assert main(bench(folder, "--numeric", "n", "--peers")) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert all(0 < figures[f"{key}auc"] <= 1 for key in ("", "lightgbm_", "dcnv2_"))
+    assert figures["fuxictr_auc"] is None and "pip install" in figures["fuxictr_auc_reason"]
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,9 @@ class GemOptions(Strict):
     """
 
     interaction: Kind = "wukong"
+    beside: Annotated[
+        Kind | None, tyro.conf.arg(help="a second kind of interactions that sees the same rows")
+    ] = None
     attentive: Annotated[bool, tyro.conf.arg(help="Wukong's projection is made from the input")] = (
         True
     )

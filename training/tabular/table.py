@@ -18,6 +18,8 @@ from torch import Tensor
 from etl.errors import UserError
 
 Batch = tuple[tuple[Tensor, Tensor], Tensor]
+MOST, LEAST = 4096, 64  # rows of a batch; BARS (2205.09626) has 4096 for large files
+STEPS = 32  # of an epoch, where the file is large enough for batches of the least rows
 UNKNOWN = 0  # the id of a value that the training file lacks, and of a missing one
 
 
@@ -28,7 +30,7 @@ class Rows:
     ids: npt.NDArray[np.int64]
     numbers: npt.NDArray[np.float32]
     labels: npt.NDArray[np.float32]
-    batch_rows: int = 4096
+    batch_rows: int = MOST
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -94,6 +96,7 @@ class Encoding:
             np.stack(ids, 1).astype(np.int64) if ids else empty.astype(np.int64),
             np.stack(numbers, 1) if numbers else empty.astype(np.float32),
             labels,
+            max(LEAST, min(MOST, len(table) // STEPS)),
         )
 
 

@@ -3,22 +3,29 @@
 All kinds take (n, B, d) and give (m, B, d), n and m rows, B batch, d width; `out_rows` is m.
 """
 
-from training.model.config import GemConfig
+from training.model.config import GemConfig, Kind
+from training.model.interaction.beside import Beside, Single
 from training.model.interaction.dcn import DCNv2
 from training.model.interaction.dhen import Dhen
 from training.model.interaction.plain import Plain
 from training.model.interaction.streams import TwoStreams
 from training.model.interaction.wukong import Shape, Wukong
 
-Interaction = Wukong | DCNv2 | Dhen | TwoStreams | Plain
+Interaction = Single | Beside
 
-__all__ = ["DCNv2", "Dhen", "Interaction", "Plain", "TwoStreams", "Wukong", "interaction"]
+__all__ = ["Beside", "DCNv2", "Dhen", "Interaction", "Plain", "TwoStreams", "Wukong", "interaction"]
 
 
 def interaction(rows: int, config: GemConfig) -> Interaction:
-    """The kind that a configuration names, for so many rows."""
+    """The kind, or the two kinds, that a configuration names, for so many rows."""
+    one = single(config.interaction, rows, config)
+    return Beside(one, single(config.beside, rows, config)) if config.beside else one
+
+
+def single(kind: Kind, rows: int, config: GemConfig) -> Single:
+    """One kind in a configuration's sizes."""
     d, out = config.row_width, config.fm_rows + config.linear_rows
-    match config.interaction:
+    match kind:
         case "dcnv2":
             return DCNv2(rows, d, config.layers, config.mlp)
         case "dhen":
