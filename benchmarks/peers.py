@@ -3,44 +3,21 @@
 B rows, F fields, d width.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import lightgbm
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from training.fitting.choose import Task, choose
-from training.fitting.fit import Learner, Scored, predict, scored
-from training.model.config import GemConfig
-from training.tabular.model import SIZE, Tabular
-from training.tabular.table import Encoding, Rows
+from training.fitting.fit import Learner, Scored, scored
+from training.tabular.files import Table
+from training.tabular.model import SIZE
+from training.tabular.table import Rows
 
 DCNV2 = SIZE.model_copy(update={"interaction": "dcnv2", "layers": 3})
 ABSENT = "FuxiCTR is not there: pip install fuxictr"
 TREES = {"objective": "binary", "learning_rate": 0.05, "num_leaves": 63, "verbose": -1}
-
-
-@dataclass(frozen=True)
-class Table:
-    """The three files of a table, encoded."""
-
-    encoding: Encoding
-    train: Rows
-    valid: Rows
-    test: Rows
-
-    def learned(self, make: Callable[[], Learner], seeds: int) -> tuple[float, list[Scored]]:
-        """The penalty that was best on the validation rows, and scores on the test rows."""
-        task = Task(make, self.train, self.valid)
-        config = choose(task)
-        models = (task.learn(config, 1 + seed)[0] for seed in range(seeds))
-        return config.penalty, [scored(*predict(model, self.test)) for model in models]
-
-    def tabular(self, *streams: GemConfig) -> Learner:
-        """This project's model, of some streams of interactions."""
-        return Tabular(self.encoding.sizes, len(self.encoding.numeric), streams)
 
 
 def peers(table: Table, seeds: int) -> Iterator[tuple[str, str, Sequence[Scored]]]:

@@ -12,7 +12,6 @@ from benchmarks.result import Result, told
 from etl.spec.base import Strict
 
 if TYPE_CHECKING:
-    from benchmarks.peers import Table
     from training.fitting.fit import Scored
 
 COLUMNS = ("model", "test AUC", "test logloss", "seeds")
@@ -33,31 +32,21 @@ class TabularArgs(Strict):
 
 def bench(args: TabularArgs) -> None:
     """Learn train.csv, stop early on valid.csv, report test.csv; all but --numeric is an id."""
-    from benchmarks.peers import ABSENT, peers
+    from training.tabular.files import read
     from training.tabular.model import STREAMS
 
-    table = read(args)
+    table = read(args.data, args.label, [name for name in args.numeric.split(",") if name])
     penalty, ours = table.learned(lambda: table.tabular(*STREAMS), args.seeds)
     result = Result(f"{args.data.name}, {len(table.test):,} test rows", COLUMNS)
     model = f"{' + '.join(s.interaction for s in STREAMS)}, penalty {penalty:g}"
     add(result, "", model, ours)
     result.figures |= {"auc_seeds": [round(s.auc, 6) for s in ours]}
     if args.peers:
+        from benchmarks.peers import ABSENT, peers
+
         for key, name, found in peers(table, args.seeds):
             add(result, f"{key}_", name, found, ABSENT)
     result.show(args.as_json)
-
-
-def read(args: TabularArgs) -> "Table":
-    """The three files, by what the training file holds."""
-    from benchmarks.peers import Table
-    from training.tabular.table import Encoding, read_csv
-
-    tables = {name: read_csv(args.data, f"{name}.csv") for name in ("train", "valid", "test")}
-    numeric = [name for name in args.numeric.split(",") if name]
-    encoding = Encoding.of(tables["train"], args.label, numeric)
-    rows = {name: encoding(table, f"{name}.csv") for name, table in tables.items()}
-    return Table(encoding, **rows)
 
 
 def add(

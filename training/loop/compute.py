@@ -14,7 +14,9 @@ from training.model.interaction.dhen import DhenLayer
 from training.model.interaction.wukong import WukongLayer
 from training.model.sequence.level import Level
 
-DENSE = (WukongLayer, DhenLayer, DCNv2, TwoStreams)
+Blocks = tuple[type[nn.Module], ...]
+DENSE: Blocks = (WukongLayer, DhenLayer, DCNv2, TwoStreams)
+AGAIN: dict[str, Blocks] = {"nothing": (), "sequence": (Level,), "blocks": (Level, *DENSE)}
 
 
 def prepare(core: Gem, options: ComputeOptions, backend: str = "inductor") -> None:
@@ -22,7 +24,7 @@ def prepare(core: Gem, options: ComputeOptions, backend: str = "inductor") -> No
     for block in core.modules():
         if options.compiled and isinstance(block, DENSE):
             _compile(block, backend)
-        if _again(block, options):
+        if isinstance(block, AGAIN[options.recompute]):
             checkpoint(block)
     if options.precision == "bf16":
         for side in (core.interaction, core.history.encoder):
@@ -33,16 +35,6 @@ def _compile(block: nn.Module, backend: str) -> None:
     """Once for all sizes of a batch: every size that weights do not tell is a symbol."""
     compiled = torch.compile(block.forward, dynamic=True, backend=backend)
     block.forward = compiled
-
-
-def _again(block: nn.Module, options: ComputeOptions) -> bool:
-    """Whether a block's activations are made anew in the backward pass instead of kept."""
-    kinds: dict[str, tuple[type[nn.Module], ...]] = {
-        "nothing": (),
-        "sequence": (Level,),
-        "blocks": (Level, *DENSE),
-    }
-    return isinstance(block, kinds[options.recompute])
 
 
 def _in_bf16(side: nn.Module) -> None:
