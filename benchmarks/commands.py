@@ -11,6 +11,7 @@ from benchmarks import (
     sequence,
     simulator,
     tabular,
+    transfer,
 )
 
 COMMANDS = {
@@ -25,5 +26,6 @@ COMMANDS = {
         "ablation": ablation.bench,
         "agreement": agreement.bench,
         "model": model.bench,
+        "transfer": transfer.bench,
     }
 }

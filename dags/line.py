@@ -12,6 +12,7 @@ Engine = Literal["spark", "torch"]
 ATTRIBUTES = ("attributes_user", "attributes_item")
 GEM = "models/gem"
 ITEMS = ("items", "item_versions")
+KNOWLEDGE = ("knowledge", "user_knowledge")
 EXAMPLES = ("examples", "impressions", "history", *ITEMS)
 
 
@@ -149,7 +150,7 @@ def model_steps(
             "torch",
             ("knowledge", *where, *flags.known),
             (*EXAMPLES, GEM),
-            ("knowledge",),
+            KNOWLEDGE,
         ),
     ]
     judge = [
@@ -184,14 +185,14 @@ def surface_steps(place: Place, flags: ModelFlags, surface: str) -> list[Step]:
             f"ranker-{surface}",
             "torch",
             ("rank", "train", *place.flags, *flags.split, *which),
-            (*EXAMPLES, "knowledge"),
+            (*EXAMPLES, *KNOWLEDGE, GEM),
             (folder, *variants),
         ),
         Step(
             f"scores-{surface}",
             "torch",
             ("rank", "score", *place.flags, *flags.tested, *which),
-            ("examples", "history", *ITEMS, folder),
+            ("examples", "history", *ITEMS, "user_knowledge", folder),
             (f"scores/surface={surface}",),
         ),
     ]

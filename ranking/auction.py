@@ -17,7 +17,6 @@ class Ranked:
 
     place: int
     row: int
-    impression: str
     probabilities: tuple[float, ...]
     expected_value: float
 
@@ -44,10 +43,9 @@ def expected_value(
     return np.asarray(bids, np.float64) * p[np.arange(len(p)), column] * worth[column]
 
 
-def order(impressions: npt.NDArray[np.object_], p: Floats, values: Floats) -> list[Ranked]:
+def order(p: Floats, values: Floats) -> list[Ranked]:
     """Candidates by value, best first; equal values keep their order."""
     best = np.argsort(-values, kind="stable")
     return [
-        Ranked(place, int(row), str(impressions[row]), tuple(p[row]), float(values[row]))
-        for place, row in enumerate(best)
+        Ranked(place, int(row), tuple(p[row]), float(values[row])) for place, row in enumerate(best)
     ]

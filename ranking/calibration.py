@@ -1,25 +1,54 @@
-"""Calibration of probabilities on days after training: monotone, so the order stays."""
+"""Calibration of logits on days after training: strictly increasing, so the order stays."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
 from etl.spec.base import Strict
-from training.predictions import Predictions
 
 Floats = npt.NDArray[np.float64]
+Labels = npt.NDArray[np.float32]
+Kind = Literal["platt", "isotonic"]
 LEAST_POSITIVES = 20
+STEP_POSITIVES = 50  # of a step of an isotonic calibration: fewer say little
 EDGE = 1e-7
 
 
 class Platt(Strict):
-    """sigmoid(slope * logit(p) + intercept); the identity unless fitted (Platt, 1999)."""
+    """sigmoid(slope * logit + intercept); the identity unless fitted (Platt, 1999)."""
 
+    kind: Literal["platt"] = "platt"
     slope: float = 1.0
     intercept: float = 0.0
 
-    def __call__(self, p: Floats) -> Floats:
+    def __call__(self, logits: Floats) -> Floats:
         """Calibrated probabilities, in the same order."""
-        return np.asarray(1 / (1 + np.exp(-(self.slope * logit(p) + self.intercept))))
+        return sigmoid(self.slope * logits + self.intercept)
+
+
+class Isotonic(Strict):
+    """Steps of an isotonic fit of logits, joined by straight lines; beyond them of slope one."""
+
+    kind: Literal["isotonic"] = "isotonic"
+    given: tuple[float, ...] = Field(min_length=1)
+    wanted: tuple[float, ...]
+
+    def __call__(self, logits: Floats) -> Floats:
+        """Calibrated probabilities, in the same order."""
+        first, last = self.given[0], self.given[-1]
+        outside = np.minimum(logits - first, 0) + np.maximum(logits - last, 0)
+        return sigmoid(np.interp(logits, self.given, self.wanted) + outside)
+
+
+Calibration = Annotated[Platt | Isotonic, Field(discriminator="kind")]
+
+
+def sigmoid(x: Floats) -> Floats:
+    """1 / (1 + exp(-x)), without overflow."""
+    return np.asarray(np.exp(-np.logaddexp(0, -x)))
 
 
 def logit(p: Floats) -> Floats:
@@ -28,26 +57,41 @@ def logit(p: Floats) -> Floats:
     return np.asarray(np.log(p) - np.log1p(-p))
 
 
-def fit_platt(p: Floats, labels: npt.NDArray[np.float32]) -> Platt:
-    """The best Platt scaling; the identity for few positives or where it would turn the order."""
+def fit(logits: Floats, labels: Labels, kind: Kind = "platt") -> Platt | Isotonic:
+    """The best of a kind; the identity for few positives or where it would turn the order."""
     if not LEAST_POSITIVES <= labels.sum() <= len(labels) - LEAST_POSITIVES:
         return Platt()
+    found = fit_platt(logits, labels)
+    return found if kind == "platt" else fit_isotonic(logits, labels, found)
+
+
+def fit_platt(logits: Floats, labels: Labels) -> Platt:
+    """Maximum likelihood."""
     from sklearn.linear_model import LogisticRegression  # seconds to import, and not for serving
 
-    model = LogisticRegression(C=1e6).fit(logit(p)[:, None], labels)
+    model = LogisticRegression(C=1e6).fit(logits[:, None], labels)
     slope, intercept = float(model.coef_[0, 0]), float(model.intercept_[0])
     return Platt(slope=slope, intercept=intercept) if slope > 0 else Platt()
 
 
-def fit(predictions: Predictions) -> dict[str, Platt]:
-    """A calibration for each objective."""
-    fitted = {}
-    for i, name in enumerate(predictions.objectives):
-        known = predictions.known[:, i]
-        fitted[name] = fit_platt(predictions.probability[known, i], predictions.labels[known, i])
-    return fitted
+def fit_isotonic(logits: Floats, labels: Labels, fallback: Platt) -> Platt | Isotonic:
+    """Steps of `STEP_POSITIVES` positives or more, pooled until they rise; else the fallback."""
+    from sklearn.isotonic import IsotonicRegression
+
+    order = np.argsort(logits, kind="stable")
+    x, y = logits[order], labels[order].astype(np.float64)
+    last = max(0, y.sum() // STEP_POSITIVES - 1)
+    step = np.minimum((np.cumsum(y) - y) // STEP_POSITIVES, last).astype(np.int64)
+    rows = np.bincount(step)
+    centre, share = np.bincount(step, x) / rows, np.bincount(step, y) / rows
+    risen = IsotonicRegression().fit(centre, share, sample_weight=rows).predict(centre)
+    levels, first = np.unique(risen, return_index=True)
+    if len(levels) < 2:
+        return fallback
+    pooled = np.add.reduceat(centre * rows, first) / np.add.reduceat(rows, first)
+    return Isotonic(given=tuple(pooled), wanted=tuple(logit(levels)))
 
 
-def apply(fitted: dict[str, Platt], probability: Floats, objectives: tuple[str, ...]) -> Floats:
-    """Calibrated probabilities (B, O)."""
-    return np.stack([fitted[name](probability[:, i]) for i, name in enumerate(objectives)], 1)
+def apply(fitted: Mapping[str, Platt | Isotonic], logits: Floats, names: Sequence[str]) -> Floats:
+    """Calibrated probabilities (…, O) of logits (…, O)."""
+    return np.stack([fitted[name](logits[..., i]) for i, name in enumerate(names)], -1)

@@ -7,14 +7,14 @@ import tyro
 from etl.cli import DayArgs, LakeArgs
 from etl.errors import UserError
 from etl.spec import DataSpec
+from ranking.student.config import StudentTraining
 from training.commands import SplitArgs
 
 
-class SurfaceArgs(SplitArgs):
-    """A surface, and the days of its ranker."""
+class SurfaceArgs(SplitArgs, StudentTraining):
+    """A surface, the days of its ranker, and how it is trained."""
 
     surface: Annotated[str, tyro.conf.arg(help="a surface of the spec that carries ads")]
-    seed: int = 0
 
 
 class ScoreArgs(DayArgs):
@@ -37,12 +37,14 @@ class ExplainArgs(LakeArgs):
 
 def train(args: SurfaceArgs) -> None:
     """Train a surface's student with and without GEM, calibrate it, save the ranker."""
-    from ranking.student.train import StudentTraining
     from ranking.train import train_ranker
 
     lake = args.open_lake()
     check_surface(lake.spec, args.surface)
-    folder = train_ranker(lake, args.surface, args.split, StudentTraining(seed=args.seed))
+    config = StudentTraining.model_validate(
+        args.model_dump(include={*StudentTraining.model_fields})
+    )
+    folder = train_ranker(lake, args.surface, args.split, config)
     print(f"ranker of {args.surface}: {folder}")
 
 

@@ -198,7 +198,9 @@ def _knowledge(lake: Lake, impression: str, where: Row) -> list[str]:
     if row is None:
         return []
     said = [
-        f"{name}: {1 / (1 + np.exp(-row[f'logit_{name}'])):.5f}" for name in lake.spec.objectives
+        f"{name}: {1 / (1 + np.exp(-row[f'logit_{name}'])):.5f}"
+        for name in lake.spec.objectives
+        if row[f"logit_{name}"] is not None
     ]
     return [f"{row['fm_version']}, trained until {row['fm_trained_until']}", *said]
 

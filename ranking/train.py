@@ -1,4 +1,4 @@
-"""A surface's ranker: its student with and without GEM's knowledge, calibrated, saved."""
+"""A surface's ranker: its student with and without GEM's knowledge, calibrated, exported."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -7,57 +7,86 @@ from pathlib import Path
 
 from etl.spec.units import each_day
 from etl.tables.lake import Lake
-from ranking import calibration, ranker
+from ranking import calibration
+from ranking.calibration import Calibration
+from ranking.student.config import StudentTraining, TransferConfig
+from ranking.student.export import export
 from ranking.student.teacher import Teacher
-from ranking.student.train import StudentTraining, TrainedStudent, train_student
+from ranking.student.train import train_student
+from ranking.student.trained import TrainedStudent
 from training.data.batch import Batch
 from training.data.parts import Shuffle
 from training.data.reader import Reader
+from training.knowledge.earlier import Earlier, earlier
 from training.predictions import Predictions, evaluation_path, predict
 from training.split import Split
 
 SCORE_ROWS = 2048
-VARIANTS = {"student": False, "distilled": True}
+EXAMPLE_ROWS = 64
 
 
 def train_ranker(lake: Lake, surface: str, split: Split, config: StudentTraining) -> Path:
-    """Train both variants, keep their test predictions, save the distilled one as the ranker."""
-    sequence = next(iter(lake.spec.sequences))
-    reader = Reader.newest(lake, sequence, config.model.max_length, surface)
-    days = list(each_day(split.train_first, split.train_last))
-    folder = ranker.ranker_folder(lake.root, surface)
-    for name, distilled in VARIANTS.items():
-        teacher = Teacher(lake, days) if distilled else None
-        student = train_student(lake, reader, split, config, teacher)
-        fitted = fit_calibration(lake, reader, split, student)
-        raw = predict(student.serving, _batches(lake, reader, split), list(lake.spec.objectives))
-        calibrated(raw, fitted).write(evaluation_path(lake.root, f"{name}-{surface}"), split)
-        if distilled:
-            version = f"{split.train_last:%Y%m%d}-s{config.seed}"
-            ranker.save(
-                folder, lake.spec, surface, version, sequence, config.model, student, fitted
-            )
+    """Train both variants, keep their test predictions, export the one that learned from GEM."""
+    alone = {"transfer": TransferConfig(kind="none", share=()), "model": config.model.without_gem()}
+    variants = {"student": config.model_copy(update=alone), "distilled": config}
+    known = earlier(lake) if config.model.before else Earlier.nothing()
+    for name, variant in variants.items():
+        student = trained(lake, surface, split, variant, known)
+        fitted = fit_calibration(lake, split, student)
+        calibrated(tested(lake, split, student), fitted).write(
+            evaluation_path(lake.root, f"{name}-{surface}"), split
+        )
+    example = next(_batches(lake, split, student, EXAMPLE_ROWS))
+    folder = ranker_folder(lake.root, surface)
+    version = f"{split.train_last:%Y%m%d}-s{config.seed}"
+    export(folder, student, lake.spec, version, fitted, student.assembly(example))
     return folder
 
 
-def fit_calibration(
-    lake: Lake, reader: Reader, split: Split, student: TrainedStudent
-) -> dict[str, calibration.Platt]:
+def trained(
+    lake: Lake, surface: str, split: Split, config: StudentTraining, known: Earlier
+) -> TrainedStudent:
+    """The student of a surface."""
+    reader = Reader.newest(lake, None, config.model.max_length, surface)
+    days = list(each_day(split.train_first, split.train_last))
+    teacher = None if config.transfer.kind == "none" else Teacher(lake, days)
+    return train_student(lake, reader, split, config, teacher, known)
+
+
+def tested(lake: Lake, split: Split, student: TrainedStudent) -> Predictions:
+    """What a student says of the test days, not calibrated."""
+    batches = _batches(lake, split, student, SCORE_ROWS)
+    return predict(student.logits, batches, list(lake.spec.objectives))
+
+
+def fit_calibration(lake: Lake, split: Split, student: TrainedStudent) -> dict[str, Calibration]:
     """Fitted on labels that became final after training; the identity without a day for it."""
+    names = list(lake.spec.objectives)
     if split.calibration is None:
-        return {name: calibration.Platt() for name in lake.spec.objectives}
+        return {name: calibration.Platt() for name in names}
     ripening = timedelta(days=lake.spec.ripens_after_days)
     days = list(each_day(split.calibration - ripening, split.calibration))
+    reader = student.assembly.reader
     batches = reader.batches(days, split.calibrating(lake.spec), SCORE_ROWS, Shuffle(None))
-    return calibration.fit(predict(student.serving, batches, list(lake.spec.objectives)))
+    found = predict(student.logits, batches, names)
+    logits = calibration.logit(found.probability)
+    return {
+        name: calibration.fit(logits[found.known[:, i], i], found.labels[found.known[:, i], i])
+        for i, name in enumerate(names)
+    }
 
 
-def calibrated(raw: Predictions, fitted: dict[str, calibration.Platt]) -> Predictions:
+def calibrated(raw: Predictions, fitted: dict[str, Calibration]) -> Predictions:
     """Predictions with calibrated probabilities."""
-    probability = calibration.apply(fitted, raw.probability, raw.objectives)
-    return replace(raw, probability=probability)
+    logits = calibration.logit(raw.probability)
+    return replace(raw, probability=calibration.apply(fitted, logits, raw.objectives))
 
 
-def _batches(lake: Lake, reader: Reader, split: Split) -> Iterator[Batch]:
+def _batches(lake: Lake, split: Split, student: TrainedStudent, rows: int) -> Iterator[Batch]:
     days = list(each_day(split.test_first, split.test_last))
-    return reader.batches(days, split.testing(lake.spec), SCORE_ROWS, Shuffle(None))
+    return student.assembly.reader.batches(days, split.testing(lake.spec), rows, Shuffle(None))
+
+
+def ranker_folder(lake: str, surface: str) -> Path:
+    """Where the ranker of a surface lies."""
+    return Path(lake, "rankers", surface)

@@ -20,12 +20,12 @@ ALONE = {
     ),
     "train": (
         {"pyspark", "delta", "airflow"},
-        "training.gem training.baseline training.evaluate training.knowledge ranking.train "
+        "training.gem training.baseline training.evaluate training.knowledge.write ranking.train "
         "ranking.report.build",
     ),
     "serve": (
-        ENGINES | TRAINING | PAGES | {"airflow"},
-        "ranking.ranker ranking.score ranking.explain",
+        ENGINES | TRAINING | PAGES | {"airflow", "torch", "sklearn"},
+        "ranking.package.ranker ranking.explain",
     ),
     "airflow": (ENGINES | TRAINING | LEARNED | TABLES, "dags.daily"),
     "none of them": (

@@ -131,13 +131,19 @@ def evaluate(args: SplitArgs) -> None:
     print(f"evaluate: {len(predictions.surface):,} test rows predicted")
 
 
-def knowledge(args: DayArgs) -> None:
+class KnowledgeArgs(DayArgs):
+    """Days, and how old a GEM tells of them."""
+
+    stale: Annotated[int, tyro.conf.arg(help="days by which GEM is older than it could be")] = 0
+
+
+def knowledge(args: KnowledgeArgs) -> None:
     """Score each day by the newest GEM that was trained before it."""
-    from training.knowledge import write_knowledge
+    from training.knowledge.write import write_knowledge
     from training.parallel.processes import process_group
 
     with process_group():
-        rows = write_knowledge(args.open_lake(), args.span)
+        rows = write_knowledge(args.open_lake(), args.span, args.stale)
     print(f"knowledge: {rows:,} impressions")
 
 

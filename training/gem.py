@@ -15,9 +15,9 @@ from tqdm import tqdm
 from etl.errors import UserError
 from etl.spec.units import each_day
 from etl.tables.lake import Lake
+from features.inputs import USER, Features
 from training.config import TrainConfig
 from training.data.batch import Batch
-from training.data.features import Features
 from training.data.lanes import Pass, read
 from training.data.parts import Shuffle
 from training.data.reader import Reader
@@ -33,7 +33,7 @@ from training.loop.loss import Loss, thinning
 from training.loop.prequential import Prequential
 from training.loop.step import GemModel, train_step
 from training.model.gem import Gem
-from training.model.lookup import USER, ItemRows, table_rows
+from training.model.lookup import ItemRows, table_rows
 from training.parallel.processes import in_step
 from training.parallel.sparse import TorchrecTables, renew, shard
 from training.resume import refuse_other_reading, starting_point

@@ -76,9 +76,15 @@ class Predictions:
             columns("known").astype(bool),
         )
 
+    def of(self, rows: npt.NDArray[np.bool_]) -> "Predictions":
+        """Some of the rows."""
+        return self._taken(np.flatnonzero(rows))
+
     def in_order(self) -> "Predictions":
         """The same rows, sorted by impression."""
-        at = np.argsort(self.impressions, kind="stable")
+        return self._taken(np.argsort(self.impressions, kind="stable"))
+
+    def _taken(self, at: npt.NDArray[np.int64]) -> "Predictions":
         return replace(
             self,
             impressions=self.impressions[at],

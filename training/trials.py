@@ -92,10 +92,19 @@ class Trials:
 def aside(lake: Lake) -> Iterator[Lake]:
     """The same tables, with models of their own that are gone afterwards."""
     with tempfile.TemporaryDirectory() as folder:
-        for path in Path(lake.root).iterdir():
-            if path.name != "models":
-                Path(folder, path.name).symlink_to(path.resolve())
-        yield Lake(folder, lake.spec)
+        yield linked(lake, Path(folder))
+
+
+MADE = {"models", "knowledge", "user_knowledge", "evaluations", "rankers", "scores", "studies"}
+
+
+def linked(lake: Lake, folder: Path) -> Lake:
+    """The same tables in another folder, without what models have made of them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in Path(lake.root).iterdir():
+        if path.name not in MADE and not (folder / path.name).exists():
+            (folder / path.name).symlink_to(path.resolve())
+    return Lake(str(folder), lake.spec)
 
 
 def flops_of(lake: Lake, day: date, config: TrainConfig) -> float:

@@ -15,9 +15,9 @@ from torch import Tensor
 from benchmarks.model.limit import cpu_seconds
 from benchmarks.result import Result
 from etl.spec import load_spec
+from features.inputs import Features, features_of
 from training.config import TrainConfig
 from training.data.batch import Batch, History
-from training.data.features import Features, features_of
 from training.loop.loss import Loss
 from training.loop.step import GemModel, train_step
 from training.model.config import SCALES
@@ -115,6 +115,7 @@ def random_batch(features: Features) -> Batch:
         values=torch.zeros_like(labels),
         impressions=np.arange(rows).astype(object),
         requests=np.arange(REQUESTS).astype(object),
+        users=np.arange(REQUESTS).astype(str).astype(object),
     )
 
 
@@ -128,6 +129,7 @@ def by_row(batch: Batch) -> Batch:
         request=torch.arange(len(batch)),
         as_of=batch.as_of[own],
         user=batch.user[own],
+        users=batch.users[own],
         user_ids={name: ids[own] for name, ids in batch.user_ids.items()},
         user_numbers=batch.user_numbers[own],
         requests=batch.requests[own.numpy()],

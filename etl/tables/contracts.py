@@ -243,11 +243,34 @@ def examples(spec: DataSpec) -> Contract:
 
 
 def knowledge(spec: DataSpec) -> Contract:
-    """What GEM says of an impression; it had been trained on the days before alone."""
+    """What GEM says of an impression; it had been trained on the days before alone.
+
+    The logit of an objective is null where it had not yet seen a day of its labels.
+    """
     columns = {"impression_id": "string", "fm_version": "string", "fm_trained_until": "date"}
     columns |= {f"logit_{name}": "float" for name in spec.objectives}
     columns |= {"embedding": "array<float>"}
     return Contract("knowledge", columns | DAY_BUCKET, ("day", "bucket"))
+
+
+def user_knowledge(spec: DataSpec) -> Contract:
+    """What GEM kept of one impression (training/knowledge/compress.py), for later ones of its user.
+
+    It is visible from `visible_ts` (seconds) on: from when its day had ended, and it was written.
+    """
+    columns = {
+        "user_id": "string",
+        "visible_ts": "bigint",
+        "shown_ts": "bigint",
+        "item_ix": "int",
+        "impression_id": "string",
+        "fm_version": "string",
+        "fm_trained_until": "date",
+        "kept": "binary",
+    }
+    order = ("user_id", "visible_ts", "shown_ts", "impression_id")
+    required = {f"no {name}": name for name in columns}
+    return Contract("user_knowledge", columns | DAY_BUCKET, ("day", "bucket"), order, required)
 
 
 def scores(spec: DataSpec) -> Contract:

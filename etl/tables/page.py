@@ -18,6 +18,7 @@ TABLES = (
     contracts.history,
     contracts.examples,
     contracts.knowledge,
+    contracts.user_knowledge,
     contracts.scores,
 )
 

@@ -1,6 +1,8 @@
-"""GEM's knowledge in memory, looked up by impression; what it must not know is refused."""
+"""GEM's scores in memory, looked up by impression; what it must not know is refused."""
 
 from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
 from datetime import date
 
 import numpy as np
@@ -9,9 +11,21 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
-from etl.errors import UserError
 from etl.tables import arrow, contracts
 from etl.tables.lake import Lake
+from training.knowledge.earlier import refuse_seen
+
+
+@dataclass(frozen=True)
+class Said:
+    """What GEM said of a batch: logits, zero where it said nothing, and whether it did (B, O).
+
+    `version` (B) numbers the GEM that said it, of `Teacher.versions`.
+    """
+
+    logits: Tensor
+    there: Tensor
+    version: Tensor
 
 
 class Teacher:
@@ -22,25 +36,38 @@ class Teacher:
         spec = lake.spec
         names = [f"logit_{name}" for name in spec.objectives]
         stored = arrow.snapshot(lake, contracts.knowledge(spec))
-        rows = stored.read(["impression_id", "fm_trained_until", "day", *names], day=days)
-        seen = pc.any(pc.greater_equal(rows["fm_trained_until"], rows["day"])).as_py()
-        if seen:
-            raise UserError(
-                "knowledge has rows whose GEM had been trained on their day; "
-                "run `gemline knowledge` for those days again"
-            )
+        columns = ["impression_id", "fm_version", "fm_trained_until", "day", *names]
+        rows = stored.read(columns, day=days)
+        refuse_seen(rows)
         ids = np.asarray(rows["impression_id"]).astype(str)
         order = np.argsort(ids)
         self.ids = ids[order]
         logits = [rows[name].to_numpy()[order] for name in names]
         self.logits = np.stack(logits, 1) if len(ids) else np.zeros((0, len(names)), np.float32)
+        self.versions = sorted(pc.unique(rows["fm_version"]).to_pylist())
+        self.version = np.searchsorted(self.versions, np.asarray(rows["fm_version"])[order])
 
-    def look_up(self, impressions: npt.NDArray[np.object_]) -> tuple[Tensor, Tensor]:
-        """Logits (B, O), zero where GEM said nothing, and whether it did (B)."""
+    def shuffled(self, seed: int) -> "Teacher":
+        """Each impression with what the same GEM said of another one: a control."""
+        other = copy(self)
+        mixed = np.random.default_rng(seed).permutation(len(self.ids))
+        order = np.argsort(self.version, kind="stable")
+        found = mixed[np.argsort(self.version[mixed], kind="stable")]
+        other.logits = np.empty_like(self.logits)
+        other.logits[order] = self.logits[found]
+        return other
+
+    def look_up(self, impressions: npt.NDArray[np.object_]) -> Said:
+        """What was said of some impressions (B)."""
         if not len(self.ids):
             shape = (len(impressions), self.logits.shape[1])
-            return torch.zeros(shape), torch.zeros(len(impressions), dtype=torch.bool)
+            nothing = torch.zeros(shape)
+            return Said(nothing, nothing.bool(), torch.zeros(len(impressions), dtype=torch.long))
         wanted = impressions.astype(str)
         at = np.minimum(np.searchsorted(self.ids, wanted), len(self.ids) - 1)
-        there = self.ids[at] == wanted
-        return torch.from_numpy(self.logits[at] * there[:, None]), torch.from_numpy(there)
+        logits = np.where((self.ids[at] == wanted)[:, None], self.logits[at], np.nan)
+        return Said(
+            torch.from_numpy(np.nan_to_num(logits)),
+            torch.from_numpy(~np.isnan(logits)),
+            torch.from_numpy(self.version[at]),
+        )

@@ -6,8 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from features.inputs import ITEM, USER
 from training.loop.expiry import Asked
-from training.model.lookup import ITEM, USER, ItemRows
+from training.model.lookup import ItemRows
 from training.parallel.processes import process_group
 from training.parallel.sparse import TorchrecTables, renew, shard
 

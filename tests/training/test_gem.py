@@ -19,13 +19,14 @@ from etl.errors import UserError
 from etl.tables import arrow, contracts
 from etl.tables.lake import Lake
 from etl.tables.schema import arrow_schema
+from features.inputs import ITEM, USER
 from gemline import main
 from tests.conftest import FIRST, LAST
 from training.config import TrainConfig
 from training.data.batch import Batch
 from training.gem import day_batches, load_trained
 from training.loop import checkpoint
-from training.model.lookup import ITEM, USER, table_rows
+from training.model.lookup import table_rows
 from training.parallel.processes import process_group
 
 SECOND = date(2026, 1, 2)

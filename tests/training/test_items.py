@@ -13,8 +13,8 @@ from etl.spec import load_spec
 from etl.tables import arrow, contracts
 from etl.tables.lake import Lake
 from etl.tables.schema import arrow_schema
+from features.inputs import features_of
 from tests.oracle.disorder import FIRST, SPEC
-from training.data.features import features_of
 from training.data.items import load_items
 
 R = contracts.RESERVED_ITEMS

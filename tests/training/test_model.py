@@ -12,6 +12,7 @@ from etl.errors import UserError
 from etl.spec.units import each_day
 from etl.tables.contracts import RESERVED_ITEMS
 from etl.tables.lake import Lake
+from features.inputs import USER
 from tests.conftest import FIRST, LAST
 from training.data.batch import Batch
 from training.data.chunks import hashes
@@ -24,7 +25,7 @@ from training.model.domains import Heads
 from training.model.gem import Gem
 from training.model.grouped import GroupedRows
 from training.model.interest import PRIOR, Interest
-from training.model.lookup import USER, ItemRows, first_items, look_up, table_rows
+from training.model.lookup import ItemRows, first_items, look_up, table_rows
 from training.model.matching import match
 from training.model.numeric import NumericRows, RunningScale
 from training.model.plain import PlainTables

@@ -110,7 +110,7 @@ def learned(config: TrainConfig, labels: torch.Tensor, known: torch.Tensor) -> t
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        output = Output(bias.expand_as(labels), labels, None, None)
+        output = Output(bias.expand_as(labels), labels, labels, None, None)
         cost = loss(output, batch_of(labels, known), len(labels))
         cost.backward()
         return cost
@@ -132,7 +132,7 @@ def test_what_is_learned_from_fewer_negatives_is_the_probability_of_all_rows() -
 
 def test_a_weight_is_that_of_an_objective_alone() -> None:
     labels, known = torch.tensor([[1.0, 0.0, 1.0]]), torch.ones(1, 3)
-    output = Output(torch.randn(1, 3), labels, None, None)
+    output = Output(torch.randn(1, 3), labels, labels, None, None)
     one, other = (
         Loss.of(TrainConfig(weights=weights), NAMES)(output, batch_of(labels, known), 1)
         for weights in ({}, {"click": 3.0})

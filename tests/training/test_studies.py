@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from benchmarks.ablation import CHANGES
 from benchmarks.agreement import agreement
 from etl.tables.lake import Lake
+from features.inputs import features_of
 from gemline import main
 from ranking.report import figures
 from tests.conftest import FIRST, LAST
 from training.config import TrainConfig
-from training.data.features import features_of
 from training.lawcurve import MODELS, SIZES, Law, ne
 from training.loop.loss import Loss, thinning
 from training.loop.paired import apart

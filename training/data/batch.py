@@ -51,11 +51,11 @@ class History:
 @dataclass(frozen=True)
 class Batch:
     """`as_of` (seconds), `user*` and `requests` have R rows, the rest B; labels, known and
-    values (B, O).
+    values (B, O). Rows of a request lie together.
 
-    `user` is a hash, at least 0, the same everywhere. `known` marks labels whose window has closed
-    and that are trained or evaluated now; `values` are what outcomes were worth, 0 where not
-    told.
+    `user` is a hash of the name in `users`, at least 0, the same everywhere. `known` marks labels
+    whose window has closed and that are trained or evaluated now; `values` are what outcomes were
+    worth, 0 where not told.
     """
 
     request: Tensor
@@ -74,6 +74,7 @@ class Batch:
     values: Tensor
     impressions: npt.NDArray[np.object_]
     requests: npt.NDArray[np.object_]
+    users: npt.NDArray[np.object_]
 
     def __len__(self) -> int:
         """Number of impressions."""

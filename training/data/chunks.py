@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
+from functools import cached_property
 from zlib import crc32
 
 import numpy as np
@@ -15,7 +16,7 @@ from etl.spec.model import DataSpec
 from etl.spec.units import MICROS
 from etl.tables.arrow import Snapshot
 from features.groups import run_starts
-from training.data.features import Features
+from features.inputs import Features
 from training.data.ripened import Ripened
 
 Int64 = npt.NDArray[np.int64]
@@ -47,6 +48,11 @@ class Chunk:
     known: npt.NDArray[np.bool_]
     values: Float32
     impressions: npt.NDArray[np.object_]
+
+    @cached_property
+    def user_names(self) -> npt.NDArray[np.object_]:
+        """`users` (R) outside of Arrow."""
+        return np.asarray(self.users)
 
 
 def load_chunk(

@@ -11,7 +11,7 @@ import pyarrow as pa
 from etl.spec.units import MICROS
 from etl.tables.arrow import Snapshot
 from etl.tables.contracts import RESERVED_ITEMS
-from training.data.features import Group
+from features.inputs import Group
 
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
@@ -71,7 +71,7 @@ def load_items(index: Snapshot, versions: Snapshot, group: Group) -> ItemTable:
     columns = ["item_ix", "valid_from", "day", *group.ids, *group.numbers, *group.vectors]
     table = versions.read(columns).sort_by(order).combine_chunks()
     arrays = [table[name].fill_null(0).to_numpy().astype(np.int64) for name in group.ids]
-    matrices = [_matrix(table[name], width) for name, width in group.vectors.items()]
+    matrices = [matrix(table[name], width) for name, width in group.vectors.items()]
     numbers = [table[name].to_numpy().astype(np.float32) for name in group.numbers]
     item = table["item_ix"].to_numpy().astype(np.int64)
     kept = _changes(item, [*arrays, *numbers, *(column for m in matrices for column in m.T)])
@@ -111,7 +111,7 @@ def _changes(item: Int64, columns: Iterable[npt.NDArray[np.generic]]) -> npt.NDA
     return np.append(np.ones(min(1, len(item)), bool), ~same)
 
 
-def _matrix(column: pa.ChunkedArray, width: int) -> Float32:
+def matrix(column: pa.ChunkedArray, width: int) -> Float32:
     """Lists of `width` numbers as rows; null lists and what is not finite are zeros."""
     lists = column.combine_chunks()
     rows = np.zeros((len(lists), width), np.float32)

@@ -13,10 +13,10 @@ from etl.spec.units import each_day
 from etl.tables import contracts
 from etl.tables.arrow import Snapshot, snapshot
 from etl.tables.lake import Lake
+from features.inputs import Features, features_of
 from features.ranges import ranges
 from training.data.batch import Batch, History
 from training.data.chunks import Chunk, load_chunk
-from training.data.features import Features, features_of
 from training.data.histories import Histories, load_histories
 from training.data.items import ItemTable, load_items
 from training.data.parts import Shuffle
@@ -183,6 +183,7 @@ class Reader:
             values=torch.from_numpy(chunk.values[rows]),
             impressions=chunk.impressions[rows],
             requests=chunk.requests[requests],
+            users=chunk.user_names[requests],
         )
 
     def _history(self, chunk: Chunk, requests: Int64, stored: Histories, user: Int64) -> History:

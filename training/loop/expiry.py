@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from training.model.lookup import ITEM, ItemRows, Tables
+from features.inputs import ITEM
+from training.model.lookup import ItemRows, Tables
 
 NEVER = 0  # since the row was made
 

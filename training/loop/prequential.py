@@ -7,8 +7,8 @@ were learned from: an evaluation is done with `gemline train evaluate`.
 import numpy as np
 import torch
 
+from features.inputs import Features
 from training.data.batch import Batch
-from training.data.features import Features
 from training.loop.loss import Loss
 from training.loop.metrics import score
 from training.model.gem import Output

@@ -34,9 +34,16 @@ class EventTokens(nn.Module):
     def forward(self, history: History, vectors: dict[str, Tensor], at: Tensor) -> Tensor:
         """The events at some positions (P) as tokens (P, W); `vectors` (P, d) are their items'."""
         item = item_input(vectors, {name: v[at] for name, v in history.item_vectors.items()})
-        token = self.item(item) + self.action(history.types[at])
-        token = token + self.surface(history.surfaces[at]) + self.dwell(history.dwells[at])
-        token = token + self.age(age_bucket(history.ages[at]))
+        happened = (history.types, history.surfaces, history.dwells, history.ages)
+        return self.tokens(self.item(item), *(column[at] for column in happened))
+
+    def tokens(
+        self, item: Tensor, types: Tensor, surfaces: Tensor, dwells: Tensor, ages: Tensor
+    ) -> Tensor:
+        """Projected items (…, W), and what happened to them and when (…), as tokens (…, W)."""
+        token = item + self.action(types)
+        token = token + self.surface(surfaces) + self.dwell(dwells)
+        token = token + self.age(age_bucket(ages))
         return self.norm(token + self.mix(token))
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from etl.errors import UserError
+from features.inputs import ITEM, USER, Features
 from training.data.batch import Batch
-from training.data.features import Features
 from training.model.config import GemConfig
 from training.model.domains import DomainGate, Heads
 from training.model.funnel import Funnel
@@ -19,7 +19,7 @@ from training.model.grouped import GroupedRows
 from training.model.history import HistoryRows
 from training.model.interaction import interaction
 from training.model.interest import Interest
-from training.model.lookup import ITEM, USER, Vectors
+from training.model.lookup import Vectors
 from training.model.matching import Found
 from training.model.numeric import NumericRows
 from training.model.value import ValueHead, Worth
@@ -31,11 +31,14 @@ FAINT = 1e-2  # variance of a row below which it stays small: one hardly learned
 class Output:
     """`logits` (B, O) of each objective on the row's surface, and a compact `embedding` (B, E).
 
-    What outcomes are worth and the loss of guessing next events are there if they are asked for.
+    `hidden` (B, M) is the layer before it, M the width of the MLP: what GEM makes of user and item
+    before it turns to objectives. What outcomes are worth and the loss of guessing next events are
+    there if they are asked for.
     """
 
     logits: Tensor
     embedding: Tensor
+    hidden: Tensor
     worth: Worth | None
     next_action: Tensor | None
 
@@ -72,8 +75,8 @@ class Gem(nn.Module):
             nn.LayerNorm(config.mlp),
             nn.ReLU(),
             nn.Dropout(config.dropout),
-            nn.Linear(config.mlp, config.embedding),
         )
+        self.embedding = nn.Linear(config.mlp, config.embedding)
         self.gate = DomainGate(len(features.surfaces), config.embedding)
         self.heads = Heads(len(features.surfaces), len(features.objectives), config.embedding)
         self.funnel = Funnel(features.objectives, config.after)
@@ -112,10 +115,12 @@ class Gem(nn.Module):
             *batch.row_vectors.values(),
             *(nearness for _, nearness in liked),
         )
-        embedding = self.trunk(torch.cat((x.flatten(1), *wide), 1))
+        hidden = self.trunk(torch.cat((x.flatten(1), *wide), 1))
+        embedding = self.embedding(hidden)
         gated = self.gate(embedding, batch.surface)
         logits = self.funnel(self.heads(gated, batch.surface))
-        return Output(logits, embedding, self.value(gated) if self.value else None, guessed)
+        worth = self.value(gated) if self.value else None
+        return Output(logits, embedding, hidden, worth, guessed)
 
     def _single_rows(self, batch: Batch, vectors: Vectors) -> Tensor:
         """What a candidate has of its own in one row each: ids, given vectors, surface."""

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from etl.errors import UserError
+from features.inputs import ITEM, Features
 from training.data.batch import Batch, History
-from training.data.features import Features
 from training.model.config import GemConfig
 from training.model.events import EventTokens, item_input
-from training.model.lookup import ITEM, Vectors
+from training.model.lookup import Vectors
 from training.model.matching import Found, MatchedAttention, Sought, find
 from training.model.recency import Recency
 from training.model.sequence.interformer import InterFormer

@@ -10,11 +10,8 @@ import torch
 from torch import Tensor
 
 from etl.tables.contracts import RESERVED_ITEMS
+from features.inputs import ITEM, USER, Features
 from training.data.batch import Batch
-from training.data.features import Features
-
-ITEM = "item"
-USER = "user"
 
 
 class Tables(Protocol):

@@ -58,10 +58,11 @@ class UsualGap(nn.Module):
         self.register_buffer("gaps", torch.zeros(values, kinds, dtype=torch.float64))
 
     def forward(self, values: Tensor, seen: Rhythm) -> Tensor:
-        """Values (G) and their rhythms to seconds (G, T + 1), 0 where none were ever seen."""
+        """Values (…) and their rhythms to seconds (…, T + 1), 0 where none were ever seen."""
         if self.training:
-            self.span.index_add_(0, values, seen.span.double())
-            self.gaps.index_add_(0, values, seen.gaps.double())
+            kinds = self.span.shape[1]
+            self.span.index_add_(0, values.flatten(), seen.span.double().view(-1, kinds))
+            self.gaps.index_add_(0, values.flatten(), seen.gaps.double().view(-1, kinds))
         return (self.span[values] / self.gaps[values].clamp(min=1)).float()
 
 
@@ -88,14 +89,17 @@ class Recency(nn.Module):
     def forward(self, matches: Matches, types: Tensor, ages: Tensor) -> Tensor:
         """Types and ages in seconds of the events (N) to rows of the candidates (B, T, d)."""
         seen = rhythm(matches, types, ages, self.kinds)
+        return self.rows(seen, matches.values)[matches.group_of, 1:]
+
+    def rows(self, seen: Rhythm, values: Tensor) -> Tensor:
+        """Rhythms (…, T + 1) with things of some values (…) as rows (…, T + 1, d)."""
         age = torch.where(seen.last < NEVER, age_bucket(seen.last), AGES)
         own = phase(seen.last, seen.span / seen.gaps.clamp(min=1))
-        usual = phase(seen.last, self.usual(matches.values, seen))
+        usual = phase(seen.last, self.usual(values, seen))
         slot = torch.arange(self.kinds, device=age.device)
         rows = self.age(age + slot * (AGES + 1))
         rows = rows + self.own_phase(own + slot * (PHASES + 1))
-        rows = rows + self.usual_phase(usual + slot * (PHASES + 1))
-        return rows[matches.group_of, 1:]
+        return rows + self.usual_phase(usual + slot * (PHASES + 1))
 
 
 def phase(last: Tensor, gap: Tensor) -> Tensor:

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from etl.spec.attributes import Categorical, Clock, Numeric, Vector
 from etl.spec.model import DataSpec
 from etl.tables.contracts import counter_columns
-from training.data.numbers import CounterInputs, counter_inputs
+from features.numbers import CounterInputs, counter_inputs
 
 Attribute = Categorical | Numeric | Vector | Clock
+ITEM, USER = "item", "user"  # tables of ids
+KEPT_WIDTH = 32  # numbers that GEM keeps of an impression, for later ones of its user
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,211 @@
+"""Students of one size that learn from GEM in several ways, each trained once."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import history
+from dags.line import Place, newest_mature
+from etl.spec import load_spec
+from etl.spec.units import each_day, parse_days
+from etl.tables.lake import Lake
+from ranking.calibration import fit, logit
+from ranking.report.facts import true_probabilities
+from ranking.student.config import StudentTraining
+from ranking.train import calibrated, fit_calibration, tested, trained
+from training.config import TrainConfig
+from training.data.parts import Shuffle
+from training.data.reader import TABLES
+from training.gem import load_trained, train
+from training.knowledge.earlier import earlier
+from training.knowledge.write import write_knowledge
+from training.loop import checkpoint
+from training.loop.metrics import score
+from training.parallel.processes import process_group
+from training.predictions import Predictions, joined, predict
+from training.split import Split
+from training.trials import linked
+
+Change = Mapping[str, Any]
+CHOOSING_SEED = 1007
+EARLIER_DAYS = 2  # by which the days to choose on lie before those reported
+WEIGHTS = (0.3, 1.0, 3.0)
+ALONE: Change = {"transfer": {"kind": "none", "share": ()}}
+BEFORE = 32
+
+
+def transfer(**options: object) -> Change:
+    """A way of transfer, of students that share nothing unless it is said."""
+    return {"transfer": {"share": ()} | options}
+
+
+@dataclass(frozen=True)
+class Trials:
+    """The lake of the bench data with a GEM that was trained by day, and its knowledge."""
+
+    lake: Lake
+    raw: str
+    split: Split
+    folder: Path
+
+    @classmethod
+    def of(cls, work: Path) -> "Trials":
+        """Logs, tables, GEM and knowledge: made where they are missing."""
+        work, spec = work.resolve(), load_spec(history.SPEC)
+        place = Place(history.SPEC, str(work / "raw"), str(work / "lake"))
+        days = newest_mature(spec, *parse_days(history.DAYS))
+        history.prepare(history.HistoryArgs(work=work), place, days)
+        lake = linked(Lake(place.lake, spec), work / "transfer" / "lake")
+        with process_group():
+            if not checkpoint.folder(lake.root, days.train_last).is_dir():
+                train(lake, (days.first, days.train_last), TrainConfig(max_length=2048))
+        if not lake.exists("user_knowledge"):
+            with process_group():
+                write_knowledge(lake, (days.first, days.test_last))
+        split = Split(
+            train_first=days.first,
+            train_last=days.train_last,
+            calibration=days.calibration,
+            test_first=days.test_first,
+            test_last=days.test_last,
+            landed=days.last,
+        )
+        return cls(lake, place.raw, split, work / "transfer" / "trials")
+
+    @property
+    def objectives(self) -> list[str]:
+        """The objectives of the spec."""
+        return list(self.lake.spec.objectives)
+
+    @cached_property
+    def choosing(self) -> Split:
+        """The split to choose on."""
+        days = timedelta(days=EARLIER_DAYS)
+        names = ("train_last", "calibration", "test_first", "test_last")
+        moved = {name: getattr(self.split, name) - days for name in names}
+        return self.split.model_copy(update=moved)
+
+    @cached_property
+    def weight(self) -> float:
+        """The best weight of plain distillation."""
+        return self._best({w: transfer(kind="plain", weight=w) for w in WEIGHTS})
+
+    @cached_property
+    def ratio(self) -> float:
+        """The best ratio of the auxiliary head's gradient."""
+        return self._best({r: transfer(ratio=r) for r in WEIGHTS})
+
+    def told(self) -> dict[str, float]:
+        """What was chosen."""
+        return {"plain weight": self.weight, "auxiliary ratio": self.ratio}
+
+    def variants(self) -> dict[str, Change]:
+        """All ways, one by one and together, and each one's control."""
+        plain = {"kind": "plain", "weight": self.weight}
+        head = {"kind": "auxiliary", "ratio": self.ratio}
+        seen: Change = {"model": {"before": BEFORE}}
+        return {
+            "labels only": ALONE,
+            "plain distillation": transfer(**plain),
+            "plain distillation, shuffled": transfer(**plain, shuffled=True),
+            "auxiliary head": transfer(**head),
+            "auxiliary head, shuffled": transfer(**head, shuffled=True),
+            "auxiliary head, adapter": transfer(**head, adapter=True),
+            "representation": {**ALONE, **seen},
+            "representation, shuffled": {**transfer(kind="none", shuffled=True), **seen},
+            "sharing": {"transfer": {"kind": "none"}},
+            "sharing, shuffled": {"transfer": {"kind": "none", "shuffled": True}},
+            "all": {"transfer": head | {"adapter": True}},
+        }
+
+    def student(self, change: Change, seed: int, split: Split | None = None) -> Predictions:
+        """Calibrated predictions of a student of each surface, from their file if it is there."""
+        split = split or self.split
+        config = StudentTraining.model_validate({**change, "seed": seed})
+        path = self._path(config.model_dump_json(), split)
+        if not path.is_file():
+            known = earlier(self.lake)
+            parts = []
+            for surface in self.lake.spec.ad_surfaces:
+                student = trained(self.lake, surface, split, config, known)
+                fitted = fit_calibration(self.lake, split, student)
+                parts.append(calibrated(tested(self.lake, split, student), fitted))
+            joined(parts).write(path, split)
+        return Predictions.read(path, split).in_order()
+
+    def gem(self) -> Predictions:
+        """GEM's predictions, calibrated by surface as the students' are."""
+        path = self._path("gem", self.split)
+        if not path.is_file():
+            with process_group():
+                self._gem().write(path, self.split)
+        return Predictions.read(path, self.split).in_order()
+
+    def worst_calibration(self, found: Sequence[Predictions]) -> float:
+        """The largest distance from 1 of predictions over true probabilities, by pair."""
+        worst = []
+        for p in found:
+            truth = true_probabilities(p, self.raw)
+            if truth is None:
+                return float("nan")
+            for code in np.unique(p.surface):
+                here = p.surface == code
+                sums = p.probability[here].sum(0) / truth.probability[here].sum(0)
+                worst.append(np.abs(sums - 1))
+        pairs = np.stack(worst).reshape(len(found), -1)
+        return float(pairs.mean(0).max())
+
+    def _best(self, changes: dict[float, Change]) -> float:
+        """The option with the least NE on the days to choose on, mean of pairs."""
+        loss = {
+            option: self._ne(self.student(change, CHOOSING_SEED, self.choosing))
+            for option, change in changes.items()
+        }
+        return min(loss, key=lambda option: loss[option])
+
+    def _ne(self, p: Predictions) -> float:
+        surfaces = list(self.lake.spec.surfaces)
+        found = score(p.probability, p.labels, p.known, p.surface, surfaces, self.objectives)
+        return float(np.mean([s.ne for s in found if s.surface == "all"]))
+
+    def _gem(self) -> Predictions:
+        lake, split = self.lake, self.split
+        trained_gem, reader = load_trained(lake, split.train_last)
+        ripening = timedelta(days=lake.spec.ripens_after_days)
+        assert split.calibration is not None
+        spans = (
+            ((split.calibration - ripening, split.calibration), split.calibrating(lake.spec)),
+            ((split.test_first, split.test_last), split.testing(lake.spec)),
+        )
+        early, late = (
+            predict(
+                lambda batch: trained_gem.model(batch).logits,
+                reader.batches(list(each_day(*days)), ripened, 2048, Shuffle(None)),
+                self.objectives,
+            )
+            for days, ripened in spans
+        )
+        parts = []
+        for code in np.unique(late.surface):
+            rows, own = early.surface == code, late.of(late.surface == code)
+            fitted = {
+                name: fit(
+                    logit(early.probability[rows & early.known[:, i], i]),
+                    early.labels[rows & early.known[:, i], i],
+                )
+                for i, name in enumerate(self.objectives)
+            }
+            parts.append(calibrated(own, fitted))
+        return joined(parts)
+
+    def _path(self, name: str, split: Split) -> Path:
+        versions = {t: self.lake.version(t) for t in (*TABLES, "knowledge", "user_knowledge")}
+        told = json.dumps([name, versions, split.model_dump(mode="json")])
+        return self.folder / f"{hashlib.sha256(told.encode()).hexdigest()[:16]}.parquet"

@@ -1,0 +1,78 @@
+"""What a ranker's folder holds, and whether it is as it was made."""
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from etl.errors import UserError
+from etl.spec.base import Strict
+from etl.spec.model import DataSpec
+from ranking.calibration import Calibration
+from ranking.package import signature
+
+MANIFEST = "ranker.json"
+USER, RANK, TABLES, VECTORS = "user.onnx", "rank.onnx", "tables.safetensors", "vectors.npz"
+FILES = (USER, RANK, TABLES, VECTORS)
+
+
+class RankerManifest(Strict):
+    """A ranker: the whole data spec included, so that it stands alone.
+
+    Of `max_length` events of `sequence` it reads the newest `events`, and `before` impressions that
+    GEM has judged. Items from `items` on are unknown to it; users have `user_rows`, by hash.
+    `files` are the SHA-256 of all others in the folder.
+    """
+
+    surface: str
+    version: str
+    spec: DataSpec
+    sequence: str
+    max_length: int
+    events: int
+    before: int
+    items: int
+    user_rows: int
+    calibration: dict[str, Calibration]
+    made_with: dict[str, str]
+    files: dict[str, str] = {}
+
+
+def write(folder: Path, manifest: RankerManifest) -> None:
+    """Name all files of a folder in its manifest, and sign it where a key is configured."""
+    told = manifest.model_copy(update={"files": hashes(folder, FILES)})
+    text = told.model_dump_json(indent=1).encode()
+    (folder / MANIFEST).write_bytes(text)
+    signature.sign(folder / MANIFEST, text)
+
+
+def read(folder: Path) -> RankerManifest:
+    """The manifest of a folder; raises UserError where anything of it was changed since."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise UserError(f"{folder} holds no ranker; run `gemline rank train` first")
+    text = path.read_bytes()
+    signature.check(path, text)
+    try:
+        manifest = RankerManifest.model_validate_json(text)
+    except ValidationError:
+        raise UserError(f"{path} is damaged; make the ranker again") from None
+    there = hashes(folder, FILES)
+    for name, said in manifest.files.items():
+        if there.get(name) != said:
+            raise UserError(
+                f"{folder}/{name} is not the file that was saved; make the ranker again"
+            )
+    if set(manifest.files) != set(FILES):
+        raise UserError(f"{path} does not name all files of the ranker; make the ranker again")
+    return manifest
+
+
+def hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """SHA-256 of the files that there are."""
+    return {
+        name: hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        for name in names
+        if (folder / name).is_file()
+    }

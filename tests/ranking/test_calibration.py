@@ -1,0 +1,63 @@
+"""Calibration keeps the order, and makes probabilities those of what happens."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ranking.calibration import Isotonic, Kind, Platt, fit, fit_platt, logit, sigmoid
+
+
+def labels_of(p: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    return (rng.uniform(size=len(p)) < p).astype(np.float32)
+
+
+@settings(max_examples=30)
+@given(st.floats(0.3, 3), st.floats(-1.5, 1.5), st.integers(0, 50))
+def test_platt_recovers_a_distortion(a: float, b: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    p = rng.uniform(0.05, 0.6, 20_000)
+    labels = labels_of(p, rng)
+    distorted = (logit(p) - b) / a
+    fitted = fit_platt(distorted, labels)
+    assert abs(fitted(distorted).sum() / labels.sum() - 1) < 0.005
+
+
+@settings(max_examples=20)
+@given(st.sampled_from(["platt", "isotonic"]), st.integers(0, 50))
+def test_calibrated_sums_are_those_of_labels_and_the_order_stays(kind: Kind, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    p = rng.beta(1, 6, 20_000)
+    labels, bent = labels_of(p, rng), np.tanh(logit(p)) * 4
+    fitted = fit(bent, labels, kind)
+    found = fitted(bent)
+    assert abs(found.sum() / labels.sum() - 1) < (0.01 if kind == "platt" else 0.05)
+    order = np.argsort(bent)
+    assert (np.diff(found[order]) >= 0).all()
+    distinct = np.diff(bent[order]) > 1e-9
+    assert (np.diff(found[order])[distinct] > 0).all()
+
+
+def test_isotonic_follows_what_no_slope_can() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.uniform(-4, 4, 60_000)
+    p = 0.1 + 0.5 * (x > 0)
+    labels = labels_of(p, rng)
+
+    def loss(fitted: Platt | Isotonic) -> float:
+        said = fitted(x)
+        return float(-np.log(np.where(labels > 0, said, 1 - said)).mean())
+
+    assert loss(fit(x, labels, "isotonic")) < loss(fit(x, labels, "platt")) - 0.01
+
+
+def test_few_positives_or_a_turned_order_leave_probabilities_alone() -> None:
+    x = np.linspace(-4, 4, 1000)
+    assert fit(x, np.zeros(1000, np.float32)) == Platt()
+    assert fit_platt(x, (x < 0).astype(np.float32)) == Platt()
+
+
+@given(st.floats(-700, 700))
+def test_no_logit_overflows(x: float) -> None:
+    assert 0 <= sigmoid(np.array([x]))[0] <= 1
+    assert sigmoid(np.array([x]))[0] == pytest.approx(1 - sigmoid(np.array([-x]))[0], abs=1e-12)

@@ -1,0 +1,136 @@
+"""A ranker's folder: it scores as the student did, without torch, or says why it does not."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from etl.errors import UserError
+from ranking.calibration import Platt
+from ranking.package.manifest import FILES
+from ranking.package.ranker import Ranker, load
+from ranking.package.signature import PUBLIC, SECRET
+from ranking.student.config import StudentConfig
+from ranking.student.export import export
+from ranking.student.trained import TrainedStudent, new_student
+from tests.conftest import LAST
+from training.data.batch import Batch
+from training.data.parts import Shuffle
+from training.data.reader import Reader
+from training.data.ripened import Ripened
+from training.knowledge.earlier import Earlier
+
+SMALL = StudentConfig(row_width=4, event_width=8, hidden=(16, 8), events=8, user_rows=50)
+FITTED = Platt(slope=1.1, intercept=-0.2)
+
+
+@pytest.fixture(scope="module")
+def reader(lake) -> Reader:
+    return Reader.newest(lake, "behaviour", 40, "feed")
+
+
+def batch_of(reader: Reader, rows: int) -> Batch:
+    ripened = Ripened(0, reader.lake.spec.day_end(LAST))
+    return next(reader.batches([LAST], ripened, rows, Shuffle(None)))
+
+
+@pytest.fixture(scope="module")
+def student(reader: Reader) -> TrainedStudent:
+    torch.manual_seed(0)
+    made = new_student(reader, SMALL, len(reader.items), Earlier.nothing())
+    made.student.eval()
+    return made
+
+
+@pytest.fixture(scope="module")
+def folder(student: TrainedStudent, reader: Reader, tmp_path_factory) -> Path:
+    place = tmp_path_factory.mktemp("rankers") / "feed"
+    spec = reader.lake.spec
+    fitted = dict.fromkeys(spec.objectives, FITTED)
+    export(place, student, spec, "v1", fitted, student.assembly(batch_of(reader, 30)))
+    return place
+
+
+@pytest.fixture
+def copy(folder: Path, tmp_path: Path) -> Path:
+    shutil.copytree(folder, tmp_path / "feed")
+    return tmp_path / "feed"
+
+
+@pytest.mark.parametrize("rows", [1, 7, 200])
+def test_it_scores_as_the_student_did(
+    folder: Path, student: TrainedStudent, reader: Reader, rows: int
+) -> None:
+    ranker, batch = load(folder), batch_of(reader, rows)
+    inputs = student.assembly(batch)
+    p = ranker.probabilities(ranker.state(inputs.requests), inputs.candidates)[inputs.rows.there]
+    with torch.no_grad():
+        logits = student.logits(batch).double().numpy()
+    np.testing.assert_allclose(p, FITTED(logits), atol=1e-6)
+
+
+def test_it_loads_without_torch_and_without_training(folder: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from ranking.package.ranker import load;"
+        f"load(Path({str(folder)!r}));"
+        "print([m for m in ('torch', 'training', 'pyspark', 'pickle5') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_truncated_file_is_named(copy: Path, name: str) -> None:
+    (copy / name).write_bytes((copy / name).read_bytes()[:-9])
+    with pytest.raises(UserError, match=f"{name} is not the file that was saved"):
+        load(copy)
+
+
+def test_a_missing_or_tampered_manifest_is_refused(copy: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no ranker"):
+        load(tmp_path)
+    told = json.loads((copy / "ranker.json").read_text())
+    for broken in (told | {"files": {}}, told | {"surface": 3}):
+        (copy / "ranker.json").write_text(json.dumps(broken))
+        with pytest.raises(UserError, match="make the ranker again"):
+            load(copy)
+
+
+def test_a_program_that_scores_otherwise_is_refused(copy: Path) -> None:
+    with np.load(copy / "vectors.npz") as stored:
+        vectors = dict(stored)
+    np.savez(copy / "vectors.npz", **(vectors | {"logits": vectors["logits"] + 0.01}))
+    from ranking.package import manifest
+
+    told = manifest.RankerManifest.model_validate_json((copy / "ranker.json").read_text())
+    manifest.write(copy, told)
+    with pytest.raises(UserError, match=r"off by 0\.01 on its own test vectors"):
+        load(copy)
+
+
+def test_a_signature_is_asked_for_where_a_key_is_trusted(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ranking.package import manifest
+
+    private = Ed25519PrivateKey.generate()
+    monkeypatch.setenv(PUBLIC, private.public_key().public_bytes_raw().hex())
+    with pytest.raises(UserError, match="is not signed"):
+        load(copy)
+    monkeypatch.setenv(SECRET, private.private_bytes_raw().hex())
+    told = manifest.RankerManifest.model_validate_json((copy / "ranker.json").read_text())
+    manifest.write(copy, told)
+    assert isinstance(load(copy), Ranker)
+    text = (copy / "ranker.json").read_text()
+    (copy / "ranker.json").write_text(text.replace('"v1"', '"v2"'))
+    with pytest.raises(UserError, match="is not what the key"):
+        load(copy)
+    monkeypatch.setenv(PUBLIC, "abc")
+    with pytest.raises(UserError, match="64 hex digits"):
+        load(copy)
