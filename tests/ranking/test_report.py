@@ -87,7 +87,8 @@ def test_the_page_stands_alone(run: Lake, truth: Predictions, raw: Path) -> None
     truth.write(evaluation_path(run.root, "gem"), SPLIT)
     page = build_report(run, str(raw), SPLIT).read_text()
     assert not re.search(r"<(script|link|img|iframe)|@import|url\(\s*['\"]?http", page)
-    assert page.count("<svg") == 2 and "Where the time went" not in page
+    own, _, kept = page.partition("Longer studies")
+    assert own.count("<svg") == 2 and "<table>" in kept and "Where the time went" not in page
 
 
 def test_a_report_of_nothing_is_refused(run: Lake, raw: Path) -> None:
