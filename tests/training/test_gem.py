@@ -233,10 +233,8 @@ def test_the_teacher_of_a_day_has_not_seen_it(own: Lake, spec_path: Path) -> Non
     assert set(rows["day"].to_pylist()) == {SECOND, date(2026, 1, 3)}
     assert all(r["fm_trained_until"] < r["day"] for r in rows.to_pylist())
     teacher = Teacher(own, [SECOND])
-    logits, there = teacher.look_up(
-        np.array([*rows["impression_id"].to_pylist()[:3], "none"], object)
-    )
-    assert not there[-1] and logits[-1].eq(0).all()
+    said = teacher.look_up(np.array([*rows["impression_id"].to_pylist()[:3], "none"], object))
+    assert not said.there[-1].any() and said.logits[-1].eq(0).all()
 
     planted = rows.set_column(
         rows.column_names.index("fm_trained_until"), "fm_trained_until", rows["day"]
