@@ -58,11 +58,6 @@ def bench(args: TransferArgs) -> None:
         command=f"gemline bench transfer --work work/bench --seeds {args.seeds}",
         columns=tuple(result.columns),
         rows=tuple(result.rows),
-        intervals={
-            name: (100 * r.value, 100 * r.low, 100 * r.high)
-            for name, r in measured.of_teacher.items()
-            if r is not None
-        },
     ).keep(RESULTS)
 
 

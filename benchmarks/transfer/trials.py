@@ -37,13 +37,15 @@ Change = Mapping[str, Any]
 CHOOSING_SEED = 1007
 EARLIER_DAYS = 2  # by which the days to choose on lie before those reported
 WEIGHTS = (0.3, 1.0, 3.0)
-ALONE: Change = {"transfer": {"kind": "none", "share": ()}}
 BEFORE = 32
 
 
 def transfer(**options: object) -> Change:
-    """A way of transfer, of students that share nothing unless it is said."""
-    return {"transfer": {"share": ()} | options}
+    """A way of transfer, of students that learn in no other way unless it is said."""
+    return {"transfer": {"ratio": 1.0, "adapter": False, "share": ()} | options}
+
+
+ALONE = transfer(kind="none")
 
 
 @dataclass(frozen=True)
@@ -120,9 +122,9 @@ class Trials:
             "auxiliary head, adapter": transfer(**head, adapter=True),
             "representation": {**ALONE, **seen},
             "representation, shuffled": {**transfer(kind="none", shuffled=True), **seen},
-            "sharing": {"transfer": {"kind": "none"}},
-            "sharing, shuffled": {"transfer": {"kind": "none", "shuffled": True}},
-            "all": {"transfer": head | {"adapter": True}},
+            "sharing": transfer(kind="none", share=None),
+            "sharing, shuffled": transfer(kind="none", share=None, shuffled=True),
+            "all": transfer(**head, adapter=True, share=None),
         }
 
     def student(self, change: Change, seed: int, split: Split | None = None) -> Predictions:

@@ -51,9 +51,9 @@ class TransferConfig(Strict):
 
     kind: Literal["none", "plain", "auxiliary"] = "auxiliary"
     weight: Annotated[float, Field(ge=0)] = 1.0
-    ratio: Annotated[float, Field(ge=0)] = 1.0
+    ratio: Annotated[float, Field(ge=0)] = 0.3
     label_scale: Annotated[float, Field(gt=0)] = 1.0
-    adapter: bool = False
+    adapter: bool = True
     share: tuple[Part, ...] | None = None
     frozen: bool = False
     shuffled: bool = False

@@ -21,6 +21,7 @@ from training.data.thinning import Thinning
 from training.gem import load_trained
 from training.knowledge.earlier import Earlier
 from training.loop.average import averaged
+from training.loop.checkpoint import folder
 from training.loop.loss import each
 from training.parallel.processes import process_group
 from training.split import Split
@@ -78,7 +79,8 @@ def _begun(
     known = reader.items.known_by(split.train_last)
     items = 1 + int(np.flatnonzero(known).max(initial=0))
     model = new_student(reader, config.model, items, earlier)
-    if config.transfer.share != ():
+    told = config.transfer.share is not None
+    if config.transfer.share != () and (told or folder(lake.root, split.train_last).is_dir()):
         with process_group():
             gem, _ = load_trained(lake, split.train_last)
             share(model, gem, config.transfer)
