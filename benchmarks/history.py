@@ -108,16 +108,8 @@ def predicted(lake: "Lake", raw: str, days: Days, name: str) -> "Predictions":
     from training.gem import train
     from training.loop import checkpoint
     from training.parallel.processes import process_group
-    from training.split import Split
 
-    split = Split(
-        train_first=days.first,
-        train_last=days.train_last,
-        calibration=days.calibration,
-        test_first=days.test_first,
-        test_last=days.test_last,
-        landed=days.last,
-    )
+    split = split_of(days)
     if name == "bound":
         return true_of(tested(lake, split), raw)
     if name == "lightgbm":
@@ -128,6 +120,20 @@ def predicted(lake: "Lake", raw: str, days: Days, name: str) -> "Predictions":
         checkpoint.forget(lake.root)
         train(lake, (days.first, days.train_last), config)
         return predict_test(lake, split)
+
+
+def split_of(days: Days) -> "Split":
+    """The days of a line as models are given them."""
+    from training.split import Split
+
+    return Split(
+        train_first=days.first,
+        train_last=days.train_last,
+        calibration=days.calibration,
+        test_first=days.test_first,
+        test_last=days.test_last,
+        landed=days.last,
+    )
 
 
 def tested(lake: "Lake", split: "Split") -> "Predictions":

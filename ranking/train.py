@@ -68,11 +68,15 @@ def fit_calibration(lake: Lake, split: Split, student: TrainedStudent) -> dict[s
     days = list(each_day(split.calibration - ripening, split.calibration))
     reader = student.assembly.reader
     batches = reader.batches(days, split.calibrating(lake.spec), SCORE_ROWS, Shuffle(None))
-    found = predict(student.logits, batches, names)
+    return fitted_on(predict(student.logits, batches, names))
+
+
+def fitted_on(found: Predictions) -> dict[str, Calibration]:
+    """A calibration for each objective, fitted on predictions and their labels."""
     logits = calibration.logit(found.probability)
     return {
         name: calibration.fit(logits[found.known[:, i], i], found.labels[found.known[:, i], i])
-        for i, name in enumerate(names)
+        for i, name in enumerate(found.objectives)
     }
 
 

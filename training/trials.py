@@ -3,7 +3,7 @@
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
@@ -76,9 +76,7 @@ class Trials:
         return Predictions.read(path, self.split)
 
     def _path(self, name: str) -> Path:
-        versions = {table: self.lake.version(table) for table in TABLES}
-        told = json.dumps([name, versions, self.split.model_dump(mode="json")])
-        return self.folder / f"{hashlib.sha256(told.encode()).hexdigest()[:16]}.parquet"
+        return path_of(self.folder, self.lake, TABLES, self.split, name)
 
     def _trained(self, config: TrainConfig) -> Trial:
         split = self.split
@@ -86,6 +84,13 @@ class Trials:
             train(lake, (split.train_first, split.train_last), config)
             predictions = predict_test(lake, split)
             return Trial(predictions, flops_of(lake, split.train_last, config))
+
+
+def path_of(folder: Path, lake: Lake, tables: Iterable[str], split: Split, name: str) -> Path:
+    """Where predictions lie that are known by a name, the versions of some tables and a split."""
+    versions = {table: lake.version(table) for table in tables}
+    told = json.dumps([name, versions, split.model_dump(mode="json")])
+    return folder / f"{hashlib.sha256(told.encode()).hexdigest()[:16]}.parquet"
 
 
 @contextmanager

@@ -1,12 +1,11 @@
 """Students of one size that learn from GEM in several ways, each trained once."""
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -16,22 +15,21 @@ from dags.line import Place, newest_mature
 from etl.spec import load_spec
 from etl.spec.units import each_day, parse_days
 from etl.tables.lake import Lake
-from ranking.calibration import fit, logit
 from ranking.report.facts import true_probabilities
 from ranking.student.config import StudentTraining
-from ranking.train import calibrated, fit_calibration, tested, trained
+from ranking.train import calibrated, fit_calibration, fitted_on, tested, trained
 from training.config import TrainConfig
 from training.data.parts import Shuffle
 from training.data.reader import TABLES
 from training.gem import load_trained, train
 from training.knowledge.earlier import earlier
 from training.knowledge.write import write_knowledge
+from training.lawcurve import ne
 from training.loop import checkpoint
-from training.loop.metrics import score
 from training.parallel.processes import process_group
 from training.predictions import Predictions, joined, predict
 from training.split import Split
-from training.trials import linked
+from training.trials import linked, path_of
 
 Change = Mapping[str, Any]
 CHOOSING_SEED = 1007
@@ -68,18 +66,9 @@ class Trials:
         with process_group():
             if not checkpoint.folder(lake.root, days.train_last).is_dir():
                 train(lake, (days.first, days.train_last), TrainConfig(max_length=2048))
-        if not lake.exists("user_knowledge"):
-            with process_group():
+            if not lake.exists("user_knowledge"):
                 write_knowledge(lake, (days.first, days.test_last))
-        split = Split(
-            train_first=days.first,
-            train_last=days.train_last,
-            calibration=days.calibration,
-            test_first=days.test_first,
-            test_last=days.test_last,
-            landed=days.last,
-        )
-        return cls(lake, place.raw, split, work / "transfer" / "trials")
+        return cls(lake, place.raw, history.split_of(days), work / "transfer" / "trials")
 
     @property
     def objectives(self) -> list[str]:
@@ -165,17 +154,12 @@ class Trials:
         return float(pairs.mean(0).max())
 
     def _best(self, changes: dict[float, Change]) -> float:
-        """The option with the least NE on the days to choose on, mean of pairs."""
+        """The option with the least NE on the days to choose on, mean of objectives."""
+        found = {o: self.student(c, CHOOSING_SEED, self.choosing) for o, c in changes.items()}
         loss = {
-            option: self._ne(self.student(change, CHOOSING_SEED, self.choosing))
-            for option, change in changes.items()
+            o: mean(ne(p, objective) for objective in self.objectives) for o, p in found.items()
         }
         return min(loss, key=lambda option: loss[option])
-
-    def _ne(self, p: Predictions) -> float:
-        surfaces = list(self.lake.spec.surfaces)
-        found = score(p.probability, p.labels, p.known, p.surface, surfaces, self.objectives)
-        return float(np.mean([s.ne for s in found if s.surface == "all"]))
 
     def _gem(self) -> Predictions:
         lake, split = self.lake, self.split
@@ -194,20 +178,10 @@ class Trials:
             )
             for days, ripened in spans
         )
-        parts = []
-        for code in np.unique(late.surface):
-            rows, own = early.surface == code, late.of(late.surface == code)
-            fitted = {
-                name: fit(
-                    logit(early.probability[rows & early.known[:, i], i]),
-                    early.labels[rows & early.known[:, i], i],
-                )
-                for i, name in enumerate(self.objectives)
-            }
-            parts.append(calibrated(own, fitted))
-        return joined(parts)
+        codes = np.unique(late.surface)
+        surfaces = ((early.of(early.surface == c), late.of(late.surface == c)) for c in codes)
+        return joined([calibrated(own, fitted_on(before)) for before, own in surfaces])
 
     def _path(self, name: str, split: Split) -> Path:
-        versions = {t: self.lake.version(t) for t in (*TABLES, "knowledge", "user_knowledge")}
-        told = json.dumps([name, versions, split.model_dump(mode="json")])
-        return self.folder / f"{hashlib.sha256(told.encode()).hexdigest()[:16]}.parquet"
+        tables = (*TABLES, "knowledge", "user_knowledge")
+        return path_of(self.folder, self.lake, tables, split, name)

@@ -4,6 +4,7 @@ R requests, C candidates, O objectives.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ class Ranker:
         """Objectives, in the order of the columns of `probabilities`."""
         return tuple(self.manifest.spec.objectives)
 
-    @property
+    @cached_property
     def features(self) -> Features:
         """What it reads."""
         return features_of(self.manifest.spec)

@@ -14,7 +14,7 @@ from ranking.calibration import Calibration
 from ranking.inputs import CandidateInputs, UserInputs
 from ranking.package import manifest
 from ranking.package.manifest import RankerManifest
-from ranking.package.ranker import Ranker, load
+from ranking.package.ranker import load
 from ranking.student.batches import Inputs
 from ranking.student.model import Student
 from ranking.student.tensors import State
@@ -66,8 +66,8 @@ def names(fields: type, student: Student) -> list[str]:
 def export(
     folder: Path, trained: TrainedStudent, spec: DataSpec, name: str,
     fitted: dict[str, Calibration], example: Inputs,
-) -> Ranker:  # fmt: skip
-    """Write a ranker's folder, whole or not at all, and load it: its scores are checked there.
+) -> None:  # fmt: skip
+    """Write a ranker's folder, whole or not at all, once it loads: its scores are checked there.
 
     `name` is its version; the scores of `example` become its test vectors.
     """
@@ -102,7 +102,6 @@ def export(
     manifest.write(beside, made)
     load(beside)
     whole.put(folder)
-    return load(folder)
 
 
 def _there(inputs: UserInputs[Tensor], student: Student) -> dict[str, Tensor]:

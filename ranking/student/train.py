@@ -57,7 +57,7 @@ def train_student(
     if any(p.requires_grad for p in model.tables.parameters()):
         optimizers.append(model.tables.optimizer(config.sparse_rate))
     average = averaged(student)
-    what = {"none": "without GEM"}.get(config.transfer.kind, "with GEM")
+    what = "without GEM" if config.transfer.kind == "none" else "with GEM"
     told = {"desc": f"{reader.surface} student {what}", "unit": "batch", "disable": None}
     for batch in (bar := tqdm(_passes(lake, reader, split, config), **told)):
         for optimizer in optimizers:
