@@ -9,6 +9,7 @@ from benchmarks import (
     model,
     quality,
     sequence,
+    serving,
     simulator,
     tabular,
     transfer,
@@ -27,5 +28,6 @@ COMMANDS = {
         "agreement": agreement.bench,
         "model": model.bench,
         "transfer": transfer.bench,
+        "serving": serving.bench,
     }
 }

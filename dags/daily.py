@@ -22,7 +22,11 @@ DAY = "{{ day_of(dag_run, params, logical_date) }}"
 SPLIT = "{{ split_of(dag_run, params, logical_date) }}"
 TESTED = "{{ tested_of(dag_run, params, logical_date) }}"
 FLAGS = ModelFlags(
-    learned=("--days", DAY), known=("--days", DAY), split=(SPLIT,), tested=("--days", TESTED)
+    learned=("--days", DAY),
+    known=("--days", DAY),
+    split=(SPLIT,),
+    tested=("--days", TESTED),
+    landed=("--landed", DAY),
 )
 DEFAULTS = {
     "owner": "gemline",

@@ -76,6 +76,7 @@ class Days:
             known=("--days", f"{self.first}:{self.test_last}"),
             split=self.split,
             tested=("--days", f"{self.test_first}:{self.test_last}"),
+            landed=("--landed", str(self.last)),
         )
 
 
@@ -84,13 +85,14 @@ class ModelFlags:
     """Flags that name the days of models.
 
     GEM learns on the days `learned` and tells of those `known`; rankers and baselines follow
-    `split`, and the days `tested` are scored.
+    `split`, the days `tested` are scored, and all has landed by the day `landed`.
     """
 
     learned: tuple[str, ...]
     known: tuple[str, ...]
     split: tuple[str, ...]
     tested: tuple[str, ...]
+    landed: tuple[str, ...]
 
 
 SHORT = 3600  # a day loses little if labels of its last hour are left out
@@ -171,14 +173,27 @@ def model_steps(
     ]
     for surface in spec.ad_surfaces:
         judge += surface_steps(place, flags, surface)
+    judge.append(
+        Step(
+            "online",
+            "torch",
+            ("rank", "store", *where, *flags.landed),
+            (
+                *("events", *ATTRIBUTES, "items", "user_knowledge"),
+                *(f"rankers/{surface}/current.json" for surface in spec.ad_surfaces),
+            ),
+            ("online/current.json",),
+        )
+    )
     reads = (*(name for step in judge for name in step.writes), "quarantine", "flow")
     command = ("report", *where, "--raw", place.raw, *flags.split)
     return learn, [*judge, Step("report", "torch", command, reads, ("report.html",))]
 
 
 def surface_steps(place: Place, flags: ModelFlags, surface: str) -> list[Step]:
-    """What is done for one surface: its ranker, and its scores of the test days."""
+    """What is done for one surface: its ranker, whether it answers, its scores of the test days."""
     which, folder = ("--surface", surface), f"rankers/{surface}"
+    trained, answering = f"{folder}/newest.json", f"{folder}/current.json"
     variants = [f"evaluations/{name}-{surface}.parquet" for name in ("student", "distilled")]
     return [
         Step(
@@ -186,13 +201,20 @@ def surface_steps(place: Place, flags: ModelFlags, surface: str) -> list[Step]:
             "torch",
             ("rank", "train", *place.flags, *flags.split, *which),
             (*EXAMPLES, *KNOWLEDGE, GEM),
-            (folder, *variants),
+            (trained, *variants),
+        ),
+        Step(
+            f"promotion-{surface}",
+            "torch",
+            ("rank", "promote", *place.flags, *flags.split, *which),
+            (*EXAMPLES, *KNOWLEDGE, trained),
+            (answering,),
         ),
         Step(
             f"scores-{surface}",
             "torch",
             ("rank", "score", *place.flags, *flags.tested, *which),
-            ("examples", "history", *ITEMS, "user_knowledge", folder),
+            ("examples", "history", *ITEMS, "user_knowledge", answering),
             (f"scores/surface={surface}",),
         ),
     ]

@@ -1,26 +1,66 @@
 """The commands of this folder. torch is imported when a command is called."""
 
+from datetime import datetime
 from typing import Annotated
 
 import tyro
+from pydantic import Field
 
-from etl.cli import DayArgs, LakeArgs
+from etl.cli import DayArgs, LakeArgs, days_argument
 from etl.errors import UserError
 from etl.spec import DataSpec
 from ranking.student.config import StudentTraining
 from training.commands import SplitArgs
 
+Surface = Annotated[str, tyro.conf.arg(help="a surface of the spec that carries ads")]
+
 
 class SurfaceArgs(SplitArgs, StudentTraining):
     """A surface, the days of its ranker, and how it is trained."""
 
-    surface: Annotated[str, tyro.conf.arg(help="a surface of the spec that carries ads")]
+    surface: Surface
+
+
+class PromoteArgs(SplitArgs):
+    """A surface, and the days on which its rankers are judged."""
+
+    surface: Surface
+    tolerance: Annotated[
+        float, Field(gt=0), tyro.conf.arg(help="by how much predictions / outcomes may be off 1")
+    ] = 0.1
+
+
+class RollbackArgs(LakeArgs):
+    """A surface."""
+
+    surface: Surface
 
 
 class ScoreArgs(DayArgs):
     """A surface, and the days to score."""
 
-    surface: Annotated[str, tyro.conf.arg(help="a surface of the spec that carries ads")]
+    surface: Surface
+
+
+class StoreArgs(LakeArgs):
+    """Up to when the online features are made from tables."""
+
+    landed: Annotated[str, tyro.conf.arg(help="the newest day that has landed")]
+
+
+class ServeArgs(LakeArgs):
+    """Where the service listens, and how much it takes on."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, lt=65536)] = 8080
+    workers: Annotated[int, Field(ge=1), tyro.conf.arg(help="processes")] = 1
+    most_waiting: Annotated[
+        int, Field(ge=1), tyro.conf.arg(help="requests that wait for a worker; more get a 429")
+    ] = 32
+    most_bytes: Annotated[int, Field(ge=1), tyro.conf.arg(help="of a request")] = 4 << 20
+    clock: Annotated[
+        str | None, tyro.conf.arg(help="the time to begin at, for old logs: 2026-01-11T12:00")
+    ] = None
 
 
 class ReportArgs(SplitArgs):
@@ -48,6 +88,25 @@ def train(args: SurfaceArgs) -> None:
     print(f"ranker of {args.surface}: {folder}")
 
 
+def promote(args: PromoteArgs) -> None:
+    """Let a surface's newest ranker answer, if it is better than the one that does."""
+    from ranking.promote import GateConfig
+    from ranking.promote import promote as judge
+
+    lake = args.open_lake()
+    check_surface(lake.spec, args.surface)
+    verdict = judge(lake, args.surface, args.split, GateConfig(tolerance=args.tolerance))
+    print(f"ranker of {args.surface}: {verdict}")
+
+
+def rollback(args: RollbackArgs) -> None:
+    """Let the ranker answer that did before."""
+    from ranking.package.versions import current
+
+    check_surface(args.load(), args.surface)
+    print(f"ranker of {args.surface}: {current(args.lake, args.surface).back()} answers again")
+
+
 def score(args: ScoreArgs) -> None:
     """Write what a surface's ranker gives every candidate of some days."""
     from ranking.score import score_days
@@ -55,6 +114,38 @@ def score(args: ScoreArgs) -> None:
     lake = args.open_lake()
     check_surface(lake.spec, args.surface)
     print(f"scores of {args.surface}: {score_days(lake, args.surface, args.span):,} candidates")
+
+
+def store(args: StoreArgs) -> None:
+    """Make the online features of a lake's tables; a running service takes them up."""
+    from ranking.online.renew import renew
+
+    last = days_argument(args.landed, "--landed")[1]
+    print(f"online features: {renew(args.open_lake(), last)}")
+
+
+def serve(args: ServeArgs) -> None:
+    """Answer requests for rankings over HTTP."""
+    from ranking.online.live import Live
+    from ranking.serve.run import run
+    from ranking.serve.settings import Settings
+
+    Live(args.lake, args.load()).store.close()  # what is wrong is told here, once
+
+    settings = Settings(
+        spec=args.spec.absolute(), lake=args.lake, most_waiting=args.most_waiting,
+        most_bytes=args.most_bytes, shift=shift_to(args.clock) if args.clock else 0,
+    )  # fmt: skip
+    run(settings, args.host, args.port, args.workers)
+
+
+def shift_to(clock: str) -> int:
+    """Seconds from now to a time; raises UserError where it is none."""
+    try:
+        then = datetime.fromisoformat(clock).astimezone()
+    except ValueError:
+        raise UserError(f"--clock {clock} is no time; write 2026-01-11T12:00") from None
+    return round((then - datetime.now().astimezone()).total_seconds())
 
 
 def report(args: ReportArgs) -> None:
@@ -77,4 +168,15 @@ def check_surface(spec: DataSpec, surface: str) -> None:
         raise UserError(f"no ads on surface {surface!r}; known: {', '.join(spec.ad_surfaces)}")
 
 
-COMMANDS = {"rank": {"train": train, "score": score}, "report": report, "explain": explain}
+COMMANDS = {
+    "rank": {
+        "train": train,
+        "promote": promote,
+        "rollback": rollback,
+        "score": score,
+        "store": store,
+        "serve": serve,
+    },
+    "report": report,
+    "explain": explain,
+}

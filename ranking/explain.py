@@ -212,7 +212,6 @@ def _ranker(lake: Lake, impression: str, spec: DataSpec, event: Row) -> list[str
         return []
     said = [f"{name}: {row[f'p_{name}']:.5f}" for name in spec.objectives]
     price = f"bid {row['bid']}, " if spec.auction else ""
-    worth = (
-        f"{price}expected value {row['expected_value']:.6f}, place {row['place']} of its request"
-    )
+    place = "out of the auction" if row["place"] is None else f"place {row['place']} of its request"
+    worth = f"{price}expected value {row['expected_value']:.6f}, {place}"
     return [f"ranker {row['ranker']} of {surface}", *said, worth]

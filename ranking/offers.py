@@ -42,7 +42,10 @@ class Offers:
 
 
 def offers_of(lake: Lake, items: ItemTable) -> Offers:
-    """The offers that a lake's item attributes tell; none without an auction in the spec."""
+    """The offers that a lake's item attributes tell; none without an auction in the spec.
+
+    A goal that the spec does not know is none.
+    """
     if lake.spec.auction is None:
         return Offers(
             np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), np.zeros(0, object)
@@ -51,9 +54,10 @@ def offers_of(lake: Lake, items: ItemTable) -> Offers:
     rows = arrow.snapshot(lake, contract).read(["item_id", "valid_from", "bid", "goal", "day"])
     index = pc.index_in(rows["item_id"], pa.array(items.names, pa.string()))
     rows = rows.append_column("item_ix", index).filter(pc.is_valid(index)).sort_by("day")
+    known = pc.is_in(rows["goal"], pa.array(list(lake.spec.auction.pays_for), pa.string()))
     return Offers(
         rows["item_ix"].to_numpy().astype(np.int64),
         rows["valid_from"].to_numpy(),
         rows["bid"].fill_null(0.0).to_numpy(),
-        np.asarray(rows["goal"].combine_chunks(), object),
+        np.asarray(pc.if_else(known, rows["goal"], None).combine_chunks(), object),
     )

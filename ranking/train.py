@@ -9,6 +9,8 @@ from etl.spec.units import each_day
 from etl.tables.lake import Lake
 from ranking import calibration
 from ranking.calibration import Calibration
+from ranking.package.versions import newest, versions
+from ranking.score import SCORE_ROWS
 from ranking.student.config import StudentTraining, TransferConfig
 from ranking.student.export import export
 from ranking.student.teacher import Teacher
@@ -21,7 +23,6 @@ from training.knowledge.earlier import Earlier, earlier
 from training.predictions import Predictions, evaluation_path, predict
 from training.split import Split
 
-SCORE_ROWS = 2048
 EXAMPLE_ROWS = 64
 
 
@@ -37,9 +38,9 @@ def train_ranker(lake: Lake, surface: str, split: Split, config: StudentTraining
             evaluation_path(lake.root, f"{name}-{surface}"), split
         )
     example = next(_batches(lake, split, student, EXAMPLE_ROWS))
-    folder = ranker_folder(lake.root, surface)
-    version = f"{split.train_last:%Y%m%d}-s{config.seed}"
-    export(folder, student, lake.spec, version, fitted, student.assembly(example))
+    name, inputs = f"{split.train_last:%Y%m%d}-s{config.seed}", student.assembly(example)
+    folder = export(versions(lake.root, surface), student, lake.spec, name, fitted, inputs)
+    newest(lake.root, surface).swap(folder.name)
     return folder
 
 
@@ -89,8 +90,3 @@ def calibrated(raw: Predictions, fitted: dict[str, Calibration]) -> Predictions:
 def _batches(lake: Lake, split: Split, student: TrainedStudent, rows: int) -> Iterator[Batch]:
     days = list(each_day(split.test_first, split.test_last))
     return student.assembly.reader.batches(days, split.testing(lake.spec), rows, Shuffle(None))
-
-
-def ranker_folder(lake: str, surface: str) -> Path:
-    """Where the ranker of a surface lies."""
-    return Path(lake, "rankers", surface)

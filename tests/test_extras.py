@@ -25,7 +25,7 @@ ALONE = {
     ),
     "serve": (
         ENGINES | TRAINING | PAGES | {"airflow", "torch", "sklearn"},
-        "ranking.package.ranker ranking.explain",
+        "ranking.package.ranker ranking.explain ranking.serve.app ranking.online.build",
     ),
     "airflow": (ENGINES | TRAINING | LEARNED | TABLES, "dags.daily"),
     "none of them": (

@@ -31,4 +31,25 @@ def test_make_demo_from_nothing_and_again(tmp_path: Path) -> None:
             [python, "-c", example], cwd=clone, env=env, check=True, capture_output=True, text=True
         )
         assert ranked.stdout.startswith("0 ")
+        serve, ask = (
+            shown
+            for shown in blocks(ROOT / "README.md", "sh")
+            if "8080" in shown or "serve" in shown
+        )
+        answers = asked(clone, env, serve, ask)
+        assert '"ranking":[{"place":0' in answers and '{"taken":1}' in answers
         subprocess.run(["make", "clean"], cwd=clone, env=env, check=True)
+
+
+def asked(clone: Path, env: dict[str, str], serve: str, ask: str) -> str:
+    """What the service of the README says to the requests of the README."""
+    path = f"{clone / '.venv' / 'bin'}:{env['PATH']}"
+    service = subprocess.Popen(["sh", "-c", f"exec {serve}"], cwd=clone, env=env | {"PATH": path})
+    try:
+        wait = "curl -s --retry 30 --retry-all-errors --retry-delay 1 localhost:8080/ready"
+        subprocess.run(wait.split(), check=True, stdout=subprocess.DEVNULL)
+        done = subprocess.run(["sh", "-e", "-c", ask], check=True, capture_output=True, text=True)
+    finally:
+        service.terminate()
+    assert service.wait(30) == 0
+    return done.stdout

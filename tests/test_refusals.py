@@ -38,9 +38,14 @@ def test_what_is_not_there_is_named(
     assert "no ads on surface 'nowhere'; known: feed" in refused(
         "rank", "train", *where, *split, "--surface", "nowhere"
     )
-    assert "holds no ranker" in refused(
-        "rank", "score", *where, "--days", str(LAST), "--surface", "feed"
+    feed = ["--surface", "feed"]
+    for words in (("score", "--days", str(LAST), *feed), ("promote", *split, *feed)):
+        assert "no ranker of feed is promoted" in refused("rank", *words[:1], *where, *words[1:])
+    assert "there is none before" in refused("rank", "rollback", *where, *feed)
+    assert "run `gemline rank promote` first" in refused(
+        "rank", "store", *where, "--landed", str(LAST)
     )
+    assert "run `gemline rank store` first" in refused("rank", "serve", *where)
     assert "no examples of 2026-02-01" in refused("train", "gem", *where, "--days", "2026-02-01")
     assert "has no sequence 'none'; known: behaviour" in refused(
         "train", "gem", *where, "--days", str(FIRST), "--sequence", "none"

@@ -12,12 +12,12 @@ from zoneinfo import ZoneInfo, available_timezones
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from etl.spec.attributes import Attributes
+from etl.spec.auction import Auction, Terms
 from etl.spec.base import (
     CategoryName,
     EventName,
     KeyName,
     Name,
-    ObjectiveName,
     Strict,
     SurfaceName,
     declared_in,
@@ -96,14 +96,6 @@ class History(Strict):
 
     most_events: int = Field(default=8192, ge=1)
     max_age: Duration = 400 * DAY
-
-
-class Auction(Strict):
-    """Item columns that tell what a campaign bids, and for which objective it pays."""
-
-    bid: str
-    goal: str
-    pays_for: dict[str, ObjectiveName]
 
 
 class MisfitError(ValueError):
@@ -253,6 +245,10 @@ class DataSpec(Strict):
         """Surfaces on which an objective is trained and served."""
         return self.objectives[objective].surfaces or self.ad_surfaces
 
+    def terms_of(self, surface: str) -> Terms:
+        """On which terms ads compete for a surface."""
+        return self.auction.terms.get(surface, Terms()) if self.auction else Terms()
+
     @cached_property
     def ripens_after_days(self) -> int:
         """Whole days after which every label of a day is final."""
@@ -276,10 +272,12 @@ class DataSpec(Strict):
     def hash(self) -> str:
         """Twelve hex digits that change when the meaning of the tables does.
 
-        How raw records are read and what models read of the tables is left out.
+        How raw records are read, what models read of the tables and the terms of auctions are
+        left out.
         """
         unread = {"description", "sequences", "match", "history", "most_quarantined", "sources"}
-        meaning = self.model_dump(mode="json", exclude=unread)
+        left_out: dict[str, Any] = dict.fromkeys(unread, True) | {"auction": {"terms"}}
+        meaning = self.model_dump(mode="json", exclude=left_out)
         for surface in meaning["surfaces"].values():
             surface.pop("logged_as")
         meaning["delays"] = {name: log.delay for name, log in self.logs.items()}

@@ -274,7 +274,11 @@ def user_knowledge(spec: DataSpec) -> Contract:
 
 
 def scores(spec: DataSpec) -> Contract:
-    """What a surface's ranker gives a candidate; `place` orders the candidates of a request."""
+    """What a surface's ranker gives a candidate; `place` orders the candidates of a request.
+
+    It is null, as is what the event that the campaign pays for would cost, where the candidate may
+    not take part.
+    """
     columns = {
         "impression_id": "string",
         "request_id": "string",
@@ -284,5 +288,6 @@ def scores(spec: DataSpec) -> Contract:
         "bid": "double",
         "expected_value": "double",
         "place": "int",
+        "price": "double",
     }
     return Contract("scores", columns | {"surface": "string", "day": "date"}, ("surface", "day"))

@@ -28,11 +28,14 @@ def fresh(place: Path) -> Path:
     return made
 
 
-def put(place: Path) -> None:
-    """Move the folder beside a place there; what was there goes only when the new one is ready."""
+def put(place: Path, made: Path | None = None) -> None:
+    """Move a folder to its place, by default the one beside it.
+
+    What was there goes only when the new one is ready.
+    """
     old = place.with_name(f".{place.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if place.exists():
         place.rename(old)
-    beside(place).rename(place)
+    (made or beside(place)).rename(place)
     shutil.rmtree(old, ignore_errors=True)

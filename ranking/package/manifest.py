@@ -11,6 +11,7 @@ from etl.spec.base import Strict
 from etl.spec.model import DataSpec
 from ranking.calibration import Calibration
 from ranking.package import signature
+from ranking.reads import Reads
 
 MANIFEST = "ranker.json"
 USER, RANK, TABLES, VECTORS = "user.onnx", "rank.onnx", "tables.safetensors", "vectors.npz"
@@ -37,6 +38,11 @@ class RankerManifest(Strict):
     calibration: dict[str, Calibration]
     made_with: dict[str, str]
     files: dict[str, str] = {}
+
+    @property
+    def reads(self) -> Reads:
+        """What is read of a request."""
+        return Reads(self.max_length, self.events, self.before, self.user_rows)
 
 
 def write(folder: Path, manifest: RankerManifest) -> None:
@@ -67,6 +73,11 @@ def read(folder: Path) -> RankerManifest:
     if set(manifest.files) != set(FILES):
         raise UserError(f"{path} does not name all files of the ranker; make the ranker again")
     return manifest
+
+
+def digest(folder: Path) -> str:
+    """One hash of all that a ranker's folder holds beside its manifest."""
+    return hashlib.sha256("".join(hashes(folder, FILES).values()).encode()).hexdigest()
 
 
 def hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 R requests, C candidates, O objectives.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +17,7 @@ from safetensors.numpy import load_file
 from etl.errors import UserError
 from features.inputs import Features, features_of
 from ranking import calibration
-from ranking.auction import Ranked, expected_value, order
+from ranking.auction import Auction, Ranked, ranked
 from ranking.inputs import Candidates, Ids, LookUp, Requests
 from ranking.package.manifest import RANK, TABLES, USER, VECTORS, RankerManifest, read
 
@@ -57,15 +58,18 @@ class Ranker:
         return calibration.apply(self.manifest.calibration, logits, self.objectives)
 
     def rank(
-        self, requests: Requests, candidates: Candidates, bids: list[float], goals: list[str | None]
-    ) -> list[Ranked]:
-        """The candidates of one request, best first by expected value: bid x probability.
+        self, requests: Requests, candidates: Candidates, bids: Sequence[float],
+        goals: Sequence[str | None], auction: Auction | None = None,
+    ) -> list[Ranked]:  # fmt: skip
+        """The candidates of one request that take part in its auction, the best first.
 
-        `bids` and `goals` belong to the candidates; see ranking/auction.py.
+        `bids` and `goals` belong to the candidates; the terms are those of the ranker's own spec,
+        if no others are given. See ranking/auction.py.
         """
         p = self.probabilities(self.state(requests), candidates)[candidates.present]
-        spec, surface = self.manifest.spec, self.manifest.surface
-        return order(p, expected_value(spec, surface, p, bids, goals))
+        auction = auction or Auction(self.manifest.spec, self.manifest.surface)
+        one = np.zeros(len(p), np.int64)
+        return ranked(p, auction(p, np.asarray(bids, np.float64), goals, one))
 
     def _look_up(self) -> LookUp[np.ndarray]:
         return LookUp(self._gather, np.asarray, self.features.match, self.manifest.items)

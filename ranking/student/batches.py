@@ -9,6 +9,7 @@ from torch import Tensor
 from features.four_bits import unpacked
 from features.inputs import ITEM, USER
 from ranking.inputs import Before, Candidates, Ids, Items, Places, Requests, newest, places
+from ranking.reads import Reads
 from ranking.rhythm import NEVER, Rhythm, rhythm
 from training.data.batch import Batch
 from training.data.reader import Reader
@@ -26,13 +27,11 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Assembly:
-    """Makes what a student reads: `events`, and what GEM kept of `before` impressions."""
+    """Makes what a student reads, from a batch, its items and what GEM kept of impressions."""
 
     reader: Reader
     earlier: Earlier
-    events: int
-    before: int
-    user_rows: int
+    reads: Reads
 
     def __call__(self, batch: Batch) -> Inputs:
         """The arrays of a batch."""
@@ -42,7 +41,7 @@ class Assembly:
 
     def _requests(self, batch: Batch) -> Requests:
         history = batch.history
-        at = newest(history.offsets.numpy(), self.events)
+        at = newest(history.offsets.numpy(), self.reads.events)
         ids = {ITEM: history.items} | history.item_ids
         return Requests(
             events=Items(
@@ -59,7 +58,7 @@ class Assembly:
         )
 
     def _users(self, batch: Batch) -> Ids:
-        return {USER: batch.user.numpy() % self.user_rows} if self.user_rows else {}
+        return {USER: batch.user.numpy() % self.reads.user_rows} if self.reads.user_rows else {}
 
     def _candidates(self, batch: Batch, at: Places) -> Candidates:
         features = self.reader.features
@@ -92,14 +91,14 @@ class Assembly:
     def _before(self, batch: Batch) -> Before:
         table, as_of = self.reader.items, batch.as_of.numpy()
         stored = self.earlier
-        at = places(*stored.newest(batch.users, as_of, self.before))
+        at = places(*stored.newest(batch.users, as_of, self.reads.before))
         index = at(stored.items)
         known = table.versions_at(index, np.broadcast_to(as_of[:, None], index.shape))
         given = [
             np.zeros((*index.shape, 0), np.float32),
             *(v[known] for v in table.vectors.values()),
         ]
-        kept = unpacked(at(stored.kept))
+        kept = unpacked(at(stored.kept)) * at.there[..., None].astype(np.float32)
         return Before(
             items=Items(
                 {ITEM: index} | {name: v[known] for name, v in table.ids.items()},

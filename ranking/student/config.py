@@ -6,6 +6,7 @@ import tyro
 from pydantic import Field
 
 from etl.spec.base import Strict
+from ranking.reads import Reads
 from training.model.words import in_yaml
 
 Part = Literal["tables", "events", "recency"]
@@ -32,6 +33,11 @@ class StudentConfig(Strict):
     pooling: Literal["attention", "mean", "sum"] = "attention"
     dropout: float = 0.1
     item_dropout: float = 0.2
+
+    @property
+    def reads(self) -> Reads:
+        """What is read of a request."""
+        return Reads(self.max_length, self.events, self.before, self.user_rows)
 
     def without_gem(self) -> "StudentConfig":
         """The same sizes, reading nothing of GEM's."""

@@ -64,15 +64,16 @@ def names(fields: type, student: Student) -> list[str]:
 
 
 def export(
-    folder: Path, trained: TrainedStudent, spec: DataSpec, name: str,
+    versions: Path, trained: TrainedStudent, spec: DataSpec, name: str,
     fitted: dict[str, Calibration], example: Inputs,
-) -> None:  # fmt: skip
+) -> Path:  # fmt: skip
     """Write a ranker's folder, whole or not at all, once it loads: its scores are checked there.
 
-    `name` is its version; the scores of `example` become its test vectors.
+    Its version is `name` and a part of the hash of what it holds; the scores of `example` become
+    its test vectors.
     """
     student, reader = trained.student, trained.assembly.reader
-    beside = whole.fresh(folder)
+    beside = whole.fresh(versions / name)
     look_up = trained.look_up()
     with torch.no_grad():
         user = dict(_there(look_up.user(example.requests), student))
@@ -88,7 +89,7 @@ def export(
     np.savez(beside / manifest.VECTORS, **vectors)
     made = RankerManifest(
         surface=reader.surface or "",
-        version=name,
+        version=f"{name}-{manifest.digest(beside)[:8]}",
         spec=spec,
         sequence=reader.sequence,
         max_length=student.config.max_length,
@@ -101,7 +102,9 @@ def export(
     )
     manifest.write(beside, made)
     load(beside)
-    whole.put(folder)
+    folder = versions / made.version
+    whole.put(folder, beside)
+    return folder
 
 
 def _there(inputs: UserInputs[Tensor], student: Student) -> dict[str, Tensor]:

@@ -54,5 +54,5 @@ def new_student(
     """A fresh student for `items` items."""
     rows = table_rows(reader.features, items, config.user_rows)
     tables = PlainTables(rows, config.row_width, blank=(USER,))
-    assembly = Assembly(reader, earlier, config.events, config.before, config.user_rows)
+    assembly = Assembly(reader, earlier, config.reads)
     return TrainedStudent(Student(reader.features, config), tables, items, assembly)

@@ -11,6 +11,7 @@ import pytest
 from etl.quarantine import NO_DAY
 from etl.tables.lake import Lake
 from gemline import main
+from ranking.package.versions import current
 from tests.conftest import FIRST, LAST, ROOT
 from tests.pipeline import TABLES, build_tables, rows
 
@@ -67,5 +68,5 @@ def test_a_day_runs_on_airflow_and_gives_the_tables_of_the_range(
     for name in TABLES:
         assert rows(made, name) == rows(lake, name), name
     for surface in lake.spec.ad_surfaces:
-        assert (own / "rankers" / surface / "ranker.json").is_file()
+        assert current(str(own), surface).target
     assert rows(made, "scores") and (own / "report.html").is_file()

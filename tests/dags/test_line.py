@@ -31,7 +31,7 @@ def test_every_step_reads_what_an_earlier_one_wrote(path: Path) -> None:
         assert not set(step.writes) & written - BY_LOG, step.name
         written |= set(step.writes)
     assert len({step.name for step in steps}) == len(steps)
-    assert {f"rankers/{surface}" for surface in spec.ad_surfaces} <= written
+    assert {f"rankers/{surface}/current.json" for surface in spec.ad_surfaces} <= written
 
 
 def test_labels_are_final_on_the_test_day_and_days_are_in_order() -> None:
@@ -95,7 +95,7 @@ print("EDGES", sorted((t, u) for t in d.daily.task_ids
     assert set(literal_eval(said["TASKS"])) == names | {"enough_days"}
     edges = set(literal_eval(said["EDGES"]))
     assert {("ingest", "labels"), ("examples", "gem"), ("gem", "knowledge")} <= edges
-    assert ("enough_days", "ranker-feed") in edges and ("ranker-feed", "scores-feed") in edges
+    assert ("enough_days", "ranker-feed") in edges and ("promotion-feed", "scores-feed") in edges
 
 
 def test_what_reads_a_renewed_step_runs_again(tmp_path: Path, raw: Path, spec_path: Path) -> None:

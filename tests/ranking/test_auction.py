@@ -1,20 +1,115 @@
-import itertools
+"""Laws of the auction: prices, order, who takes part."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ranking.auction import expected_value, order
+from etl.errors import UserError
+from etl.spec import DataSpec
+from etl.spec.auction import Terms
+from ranking.auction import OUT, Auction, Result, ranked
+
+CHANCE = st.floats(0.001, 1)
+BID = st.floats(0.01, 10)
+CANDIDATE = st.tuples(CHANCE, CHANCE, CHANCE, BID, st.sampled_from(["awareness", "sales", None]))
+TERMS = st.builds(
+    Terms,
+    reserve=st.sampled_from([0.0, 0.05]),
+    quality=st.just("click"),
+    floor=st.sampled_from([0.0, 0.3]),
+    values=st.sampled_from([{}, {"click": 0.5}]),
+)
+REQUESTS = st.lists(st.lists(CANDIDATE, min_size=1, max_size=6), min_size=1, max_size=4)
 
 
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=20), st.floats(0.1, 10))
-def test_the_ranking_is_by_bid_times_probability(
-    lake_spec, chances: list[float], bid: float
+def on_terms(spec: DataSpec, terms: Terms) -> Auction:
+    assert spec.auction
+    auction = spec.auction.model_copy(update={"terms": {"feed": terms}})
+    return Auction(spec.model_copy(update={"auction": auction}), "feed")
+
+
+def held(auction: Auction, requests: list) -> tuple[np.ndarray, np.ndarray, list, np.ndarray]:
+    rows = [row for request in requests for row in request]
+    owner = np.repeat(np.arange(len(requests)), [len(request) for request in requests])
+    p, bids = np.array([row[:3] for row in rows]), np.array([row[3] for row in rows])
+    return p, bids, [row[4] for row in rows], owner
+
+
+@given(REQUESTS, TERMS)
+def test_who_takes_part_stands_by_value_and_pays_no_more_than_bid(
+    lake_spec: DataSpec, requests: list, terms: Terms
 ) -> None:
-    p = np.tile(np.array(chances)[:, None], (1, len(lake_spec.objectives)))
-    bids = [bid * (i + 1) for i in range(len(chances))]
-    values = expected_value(lake_spec, "feed", p, bids, ["sales"] * len(chances))
-    np.testing.assert_allclose(values, np.array(bids) * chances)
-    ranked = order(p, values)
-    assert [r.place for r in ranked] == list(range(len(chances)))
-    assert all(a.expected_value >= b.expected_value for a, b in itertools.pairwise(ranked))
+    auction = on_terms(lake_spec, terms)
+    p, bids, goals, owner = held(auction, requests)
+    found = auction(p, bids, goals, owner)
+    paying = np.choose([["awareness", "sales", None].index(g) for g in goals], [*p[:, [0, 2]].T, 0])
+    payment = bids * paying
+    np.testing.assert_allclose(found.values, payment + p[:, 1] * terms.values.get("click", 0))
+    able = (payment >= terms.reserve) & (p[:, 1] >= terms.floor)
+    assert ((found.places != OUT) == able).all()
+    for request in np.unique(owner):
+        there = np.flatnonzero((owner == request) & able)
+        inside = there[np.argsort(found.places[there])]
+        assert found.places[inside].tolist() == list(range(len(inside)))
+        assert (np.diff(found.values[inside]) <= 0).all()
+    assert (found.prices <= bids).all() and (found.prices >= 0).all()
+    priced = able & (paying > 0)
+    assert (found.prices[priced] * paying[priced] >= terms.reserve * (1 - 1e-9)).all()
+
+
+@given(st.lists(CANDIDATE, min_size=2, max_size=6), TERMS, st.integers(0, 5))
+def test_the_price_is_the_least_bid_that_keeps_the_place(
+    lake_spec: DataSpec, request: list, terms: Terms, number: int
+) -> None:
+    auction = on_terms(lake_spec, terms)
+    p, bids, goals, owner = held(auction, [request])
+    found, own = auction(p, bids, goals, owner), number % len(request)
+    price = found.prices[own]
+    if found.places[own] == OUT or goals[own] is None or price < 1e-6:
+        return
+    for share, keeps in ((1 + 1e-6, True), (1 - 1e-6, False)):
+        other = bids.copy()
+        other[own] = price * share
+        place = auction(p, other, goals, owner).places[own]
+        assert (place == found.places[own]) == keeps or bids[own] < price * share
+
+
+@given(st.lists(CANDIDATE, min_size=1, max_size=6), TERMS, st.integers(0, 5), st.floats(1, 3))
+def test_a_higher_bid_never_costs_a_place(
+    lake_spec: DataSpec, request: list, terms: Terms, number: int, more: float
+) -> None:
+    auction = on_terms(lake_spec, terms)
+    p, bids, goals, owner = held(auction, [request])
+    own = number % len(request)
+    before = auction(p, bids, goals, owner).places[own]
+    bids[own] *= more
+    after = auction(p, bids, goals, owner).places[own]
+    assert before == OUT or 0 <= after <= before
+
+
+def test_requests_do_not_know_of_each_other(lake_spec: DataSpec) -> None:
+    auction = on_terms(lake_spec, Terms())
+    rng = np.random.default_rng(0)
+    p, bids = rng.uniform(size=(30, 3)), rng.uniform(size=30)
+    goals, owner = ["sales"] * 30, np.sort(rng.integers(0, 5, 30))
+    whole = auction(p, bids, goals, owner)
+    for request in np.unique(owner):
+        rows = owner == request
+        alone = auction(p[rows], bids[rows], goals[: rows.sum()], owner[rows])
+        for name in ("values", "places", "prices"):
+            np.testing.assert_array_equal(getattr(alone, name), getattr(whole, name)[rows])
+
+
+def test_who_is_out_is_not_ranked_and_an_unknown_goal_is_named(lake_spec: DataSpec) -> None:
+    result = Result(np.array([1.0, 3, 2]), np.array([OUT, 0, 1]), np.zeros(3))
+    assert [(r.place, r.row) for r in ranked(np.zeros((3, 1)), result)] == [(0, 1), (1, 2)]
+    with pytest.raises(UserError, match="unknown campaign goal fame; known: awareness"):
+        Auction(lake_spec, "feed")(np.zeros((1, 3)), np.ones(1), ["fame"], np.zeros(1, int))
+
+
+def test_without_an_auction_the_first_objective_ranks(lake_spec: DataSpec) -> None:
+    spec = lake_spec.model_copy(update={"auction": None})
+    p = np.array([[0.1, 0.9, 0.9], [0.2, 0.1, 0.1]])
+    found = Auction(spec, "feed")(p, np.zeros(2), [None, None], np.zeros(2, int))
+    assert found.places.tolist() == [1, 0] and (found.prices == 0).all()

@@ -1,4 +1,4 @@
-"""Is one model better than another? The difference of their NE, over users drawn with replacement.
+"""Differences of NE between models, and their calibration, over users drawn with replacement.
 
 B rows of U users.
 """
@@ -56,13 +56,34 @@ def apart(
     return Interval(float(difference(*data)), float(low), float(high))
 
 
+def calibration(found: Predictions, objective: str, seed: int = 0) -> Interval:
+    """Sum of predictions over sum of outcomes, on all rows that have a label; users are drawn."""
+    column = found.objectives.index(objective)
+    known = found.known[:, column]
+    _, user = np.unique(found.user[known], return_inverse=True)
+    said, happened = found.probability[known, column], found.labels[known, column]
+    sums = np.bincount(user, said) * 1.0, np.bincount(user, happened) * 1.0
+    drawn = bootstrap(
+        sums, share, paired=True, vectorized=True, n_resamples=RESAMPLES, batch=AT_ONCE,
+        method="percentile", rng=np.random.default_rng(seed),
+    )  # fmt: skip
+    low, high = drawn.confidence_interval
+    return Interval(float(share(sums[0], sums[1])), float(low), float(high))
+
+
+def share(part: np.ndarray, whole: np.ndarray, axis: int = -1) -> Floats:
+    """One sum over another; infinite where the other is zero."""
+    part, whole = part.sum(axis), whole.sum(axis)
+    return np.asarray(np.divide(part, whole, out=np.full_like(part, np.inf), where=whole > 0))
+
+
 def difference(
     ours: Floats, theirs: Floats, rows: Floats, positives: Floats, axis: int = -1
 ) -> Floats:
     """Of NE, from sums of logloss, rows and positives by user."""
     ours, theirs, rows, positives = (x.sum(axis) for x in (ours, theirs, rows, positives))
-    share = np.clip(positives / rows, ETA, 1 - ETA)
-    entropy = -(share * np.log(share) + (1 - share) * np.log(1 - share))
+    rate = np.clip(positives / rows, ETA, 1 - ETA)
+    entropy = -(rate * np.log(rate) + (1 - rate) * np.log(1 - rate))
     return np.asarray((ours - theirs) / (rows * entropy))
 
 

@@ -1,0 +1,58 @@
+"""The rankers that answer now; a new one takes over between two requests."""
+
+import logging
+from pathlib import Path
+
+from etl.errors import UserError
+from ranking.online.store import Meta
+from ranking.package.ranker import Ranker, load
+from ranking.package.versions import current
+
+log = logging.getLogger("uvicorn.error")
+
+
+class Rankers:
+    """The ranker of each surface that has one, followed by its pointer."""
+
+    def __init__(self, lake: str, meta: Meta) -> None:
+        self._lake = lake
+        self._loaded: dict[str, tuple[Path, Ranker]] = {}
+        self.renew(meta)
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """The version of each surface's ranker."""
+        return {surface: ranker.manifest.version for surface, (_, ranker) in self._loaded.items()}
+
+    def of(self, surface: str) -> Ranker:
+        """The ranker of a surface; raises UserError where it has none."""
+        found = self._loaded.get(surface)
+        if found is None:
+            known = ", ".join(self._loaded) or "none yet"
+            raise UserError(f"no ranker of surface {surface!r}; there are {known}")
+        return found[1]
+
+    def renew(self, meta: Meta) -> None:
+        """Load what is new and fits a store; else that is told of, and the one before goes on."""
+        for surface in meta.spec.ad_surfaces:
+            try:
+                folder = current(self._lake, surface).target
+                if folder and self._loaded.get(surface, (None,))[0] != folder:
+                    self._loaded[surface] = folder, fitting(load(folder), meta)
+            except UserError as error:
+                log.error("%s", error)
+
+
+def fitting(ranker: Ranker, meta: Meta) -> Ranker:
+    """The ranker; raises UserError where a store cannot feed it."""
+    told = ranker.manifest
+    name = f"the ranker {told.version} of {told.surface}"
+    if told.spec.hash != meta.spec.hash:
+        raise UserError(f"{name} is of spec {told.spec.hash}, not of {meta.spec.hash}")
+    if told.spec.match != meta.spec.match:
+        raise UserError(f"{name} compares other attributes than the spec: train it again")
+    if told.items > meta.items or told.sequence != meta.sequence or told.max_length > meta.length:
+        raise UserError(
+            f"{name} reads more than the online features hold: run `gemline rank store`"
+        )
+    return ranker

@@ -1,0 +1,251 @@
+"""The service: what it ranks, what it refuses, and what changes under it while it answers."""
+
+import asyncio
+import json
+import shutil
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import schemathesis
+from fastapi.testclient import TestClient
+from hypothesis import HealthCheck, given
+from hypothesis import settings as tried
+from schemathesis import GenerationMode
+from schemathesis.specs.openapi.checks import positive_data_acceptance
+
+from etl.errors import UserError
+from etl.tables import arrow, contracts
+from etl.tables.lake import Lake
+from ranking.online.assemble import Assembler
+from ranking.online.build import build
+from ranking.online.feed import Event, feed
+from ranking.online.live import Live, stores
+from ranking.online.request import Asked
+from ranking.online.store import Store
+from ranking.package.versions import current, versions
+from ranking.serve.app import create
+from ranking.serve.bodies import RankBody
+from ranking.serve.settings import NAME, Settings
+from ranking.serve.worker import Worker
+from tests.conftest import LAST
+from tests.ranking.conftest import SMALL
+
+EVE = LAST - timedelta(days=1)
+MOST_BYTES = 1_000_000
+ITEMS = ["ad-1", "ad-2", "ad-3"]
+
+
+@pytest.fixture(scope="module")
+def made(lake: Lake, folder: Path, tmp_path_factory) -> Path:
+    """A lake with rankers and stores only: of the eve, and of the last day."""
+    root = tmp_path_factory.mktemp("served")
+    for version in ("one", "two"):
+        shutil.copytree(folder, versions(str(root), "feed") / version)
+    for day in (EVE, LAST):
+        build(lake, root / "online" / f"{day}", day, "behaviour", SMALL.max_length, 0).close()
+    return root
+
+
+@pytest.fixture
+def settings(made: Path, spec_path: Path, tmp_path: Path) -> Settings:
+    root = tmp_path / "lake"
+    shutil.copytree(made, root)
+    current(str(root), "feed").swap("one")
+    stores(str(root)).swap(str(EVE))
+    return Settings(spec=spec_path, lake=str(root), most_waiting=9, most_bytes=MOST_BYTES)
+
+
+@pytest.fixture
+def worker(settings: Settings) -> Iterator[Worker]:
+    made = Worker(settings)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def client(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
+    monkeypatch.setenv(NAME, settings.model_dump_json())
+    with TestClient(create(), raise_server_exceptions=False) as found:
+        yield found
+
+
+def asking(**changes: object) -> dict:
+    return {"user": "u1", "surface": "feed", "candidates": ITEMS} | changes
+
+
+def test_a_ranking_is_what_the_ranker_says_of_the_store(client: TestClient) -> None:
+    worker = client.app.state.worker
+    answer = client.post("/rank", json=asking(context={"device": "phone", "position": 1}))
+    assert answer.status_code == 200
+    ranking = answer.json()["ranking"]
+    assert sorted(one["item"] for one in ranking) == ITEMS
+    values = [one["expected_value"] for one in ranking]
+    assert values == sorted(values, reverse=True)
+    ranker = worker.rankers.of("feed")
+    asked = Asked("u1", "feed", worker.settings.now() // 1_000_000, ITEMS,
+                  {"device": "phone", "position": 1})  # fmt: skip
+    told = Assembler(worker.live.store, ranker.manifest.reads)(asked)
+    for one in ranker.rank(told.requests, told.candidates, told.bids, told.goals):
+        assert ranking[one.place]["item"] == ITEMS[one.row]
+        said = list(ranking[one.place]["probabilities"].values())
+        assert said == pytest.approx(one.probabilities, rel=1e-3)
+
+
+def test_what_is_told_is_ranked_with(client: TestClient) -> None:
+    told = {"name": "new", "values": {"kind": "ad", "goal": "traffic"}, "bid": 2, "goal": "traffic",
+            "valid_from": 1_600_000_000_000}  # fmt: skip
+    worthless = client.post("/rank", json=asking(candidates=["new"])).json()["ranking"][0]
+    assert client.post("/items", json=told).status_code == 204
+    found = client.post("/rank", json=asking(candidates=["new"])).json()["ranking"][0]
+    assert worthless["expected_value"] == 0
+    assert found["expected_value"] == pytest.approx(2 * found["probabilities"]["click"])
+
+
+def test_an_event_told_again_is_not_new(client: TestClient) -> None:
+    event = {"event_id": "e", "user": "u", "item": "ad-1", "surface": "feed", "type": "ad_click"}
+    assert client.post("/events", json={"events": [event, event]}).json() == {"taken": 1}
+    assert client.post("/events", json={"events": [event]}).json() == {"taken": 0}
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "status", "said"),
+    [
+        ("rank", asking(surface="moon"), 400, "no ranker of surface 'moon'; there are feed"),
+        ("rank", asking(surface="reels"), 400, "no ranker of surface 'reels'"),
+        ("rank", asking(candidates=[]), 422, "candidates"),
+        ("rank", asking(candidates=["a"] * 10_001), 422, "candidates"),
+        ("rank", asking(candidates="a"), 422, "candidates"),
+        ("rank", asking(user=7), 422, "user"),
+        ("rank", asking(colour="red"), 422, "colour"),
+        ("rank", asking(context={"device": 3}), 400, "it is a string"),
+        ("rank", asking(context={"position": float("nan")}), 422, "context"),
+        ("rank", asking(context=[{}, {}]), 400, "a context for each"),
+        ("events", {"events": []}, 422, "events"),
+        ("items", {"name": "i", "values": {"colour": "red"}}, 400, "no colour of items"),
+        ("items", {"name": "i", "goal": "fame"}, 400, "unknown campaign goal 'fame'"),
+        ("items", {"name": "i", "bid": -1}, 422, "bid"),
+        ("users", {"name": "u", "values": {"age_band": 3}}, 400, "it is a string"),
+    ],
+)
+def test_bad_requests_are_told_what_is_wrong(
+    client: TestClient, route: str, body: dict, status: int, said: str
+) -> None:
+    answer = client.post(f"/{route}", content=json.dumps(body), headers=JSON)
+    assert answer.status_code == status and said in answer.json()["error"], answer.text
+    assert client.post("/rank", json=asking()).status_code == 200
+
+
+JSON = {"content-type": "application/json"}
+
+
+def test_what_is_no_json_or_too_large_or_of_no_size_is_refused(client: TestClient) -> None:
+    assert client.post("/rank", content=b"{", headers=JSON).status_code == 422
+    assert client.post("/rank", content=b"[" * 50_000, headers=JSON).status_code in (400, 422)
+    large = client.post("/rank", content=b" " * (MOST_BYTES + 1), headers=JSON)
+    assert large.status_code == 413 and "at most 1,000,000" in large.json()["error"]
+    assert client.post("/rank", content=iter([b"{}"]), headers=JSON).status_code == 411
+    assert client.get("/nowhere").json() == {"error": "Not Found"}
+
+
+def test_more_than_can_wait_are_sent_away(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = settings.model_copy(update={"most_waiting": 0})
+    monkeypatch.setenv(NAME, full.model_dump_json())
+    with TestClient(create()) as client:
+        answer = client.post("/rank", json=asking())
+        assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
+        assert client.get("/health").status_code == 200
+        assert 'gemline_seconds_count{route="none",status="429"}' in client.get("/metrics").text
+
+
+def test_a_promoted_ranker_takes_over_and_a_damaged_one_does_not(
+    worker: Worker, settings: Settings
+) -> None:
+    pointer, body = current(settings.lake, "feed"), RankBody(**asking())
+    before = worker.rankers.of("feed")
+    pointer.swap("two")
+    asyncio.run(worker.renew())
+    after = worker.rankers.of("feed")
+    assert after is not before and worker.rank(body).ranking
+    table = pointer.folder / "one" / "tables.safetensors"
+    table.write_bytes(table.read_bytes()[:-1])
+    pointer.swap("one")
+    asyncio.run(worker.renew())
+    assert worker.rankers.of("feed") is after and worker.rank(body).ranking
+
+
+def test_a_ranker_that_knows_more_items_than_the_store_waits_for_a_newer_store(
+    worker: Worker,
+) -> None:
+    from ranking.serve.rankers import fitting
+
+    ranker, meta = worker.rankers.of("feed"), worker.live.store.meta
+    for changes in ({"items": ranker.manifest.items - 1}, {"length": 1}, {"sequence": "other"}):
+        with pytest.raises(UserError, match="run `gemline rank store`"):
+            fitting(ranker, meta.model_copy(update=changes))
+    assert fitting(ranker, meta.model_copy(update={"items": ranker.manifest.items})) is ranker
+
+
+def test_a_newer_store_knows_what_was_told_live_and_counts_it_once(
+    worker: Worker, settings: Settings, lake: Lake, made: Path
+) -> None:
+    """Events of the last day, told live, then in the tables: the same as in the tables alone."""
+    feed(worker.live.store, of_day(lake, settings))
+    later = Event("later", "u1", "ad-1", "feed", "ad_click", *[lake.spec.day_end(LAST) * MICRO] * 2)
+    feed(worker.live.store, [later])
+    stores(settings.lake).swap(str(LAST))
+    plain = Live(str(made_copy(made, settings)), lake.spec).store
+    feed(plain, [later])
+    asyncio.run(worker.renew())
+    assert worker.live.store.folder.name == str(LAST)
+    for table in ("history", "totals"):
+        assert content(worker.live.store, table) == content(plain, table), table
+    plain.close()
+
+
+MICRO = 1_000_000
+
+
+def made_copy(made: Path, settings: Settings) -> Path:
+    place = Path(settings.lake).parent / "plain"
+    shutil.copytree(made / "online", place / "online")
+    stores(str(place)).swap(str(LAST))
+    return place
+
+
+def content(store: Store, table: str) -> dict[bytes, bytes]:
+    with store.reading() as txn:
+        return dict(txn.from_key(table, b"\0"))
+
+
+def of_day(lake: Lake, settings: Settings) -> list[Event]:
+    """Events of the last day, as they would have been told."""
+    spec = lake.spec
+    surfaces = {code: name for name, code in spec.surface_codes.items()}
+    types = {code: name for name, code in spec.event_codes.items()}
+    rows = arrow.snapshot(lake, contracts.events(spec)).read(day=LAST).sort_by("visible_ts")
+    return [
+        Event(
+            row["event_id"], row["user_id"], row["item_id"], surfaces[row["surface"]],
+            types[row["type"]], row["event_ts"], row["ingest_ts"], row["dwell_ms"],
+        )
+        for row in rows.to_pylist()
+    ]  # fmt: skip
+
+
+def test_no_request_of_its_own_description_breaks_it(client: TestClient) -> None:
+    schema = schemathesis.openapi.from_asgi("/openapi.json", client.app)
+
+    for found in schema.get_all_operations():
+        modes = list(GenerationMode) if found.ok().body else [GenerationMode.POSITIVE]
+        for mode in modes:
+
+            @tried(max_examples=15, suppress_health_check=list(HealthCheck))
+            @given(case=found.ok().as_strategy(generation_mode=mode))
+            def answers(case: schemathesis.Case) -> None:
+                case.call_and_validate(excluded_checks=[positive_data_acceptance])
+
+            answers()
