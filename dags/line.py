@@ -172,7 +172,8 @@ def model_steps(
         ),
     ]
     for surface in spec.ad_surfaces:
-        judge += surface_steps(place, flags, surface)
+        judge += ranker_steps(place, flags, surface)
+    judge += [score_step(place, flags, surface) for surface in spec.ad_surfaces]
     judge.append(
         Step(
             "online",
@@ -190,10 +191,9 @@ def model_steps(
     return learn, [*judge, Step("report", "torch", command, reads, ("report.html",))]
 
 
-def surface_steps(place: Place, flags: ModelFlags, surface: str) -> list[Step]:
-    """What is done for one surface: its ranker, whether it answers, its scores of the test days."""
-    which, folder = ("--surface", surface), f"rankers/{surface}"
-    trained, answering = f"{folder}/newest.json", f"{folder}/current.json"
+def ranker_steps(place: Place, flags: ModelFlags, surface: str) -> list[Step]:
+    """What is done for one surface: its ranker, and whether it answers."""
+    folder, which = f"rankers/{surface}", ("--surface", surface)
     variants = [f"evaluations/{name}-{surface}.parquet" for name in ("student", "distilled")]
     return [
         Step(
@@ -201,23 +201,27 @@ def surface_steps(place: Place, flags: ModelFlags, surface: str) -> list[Step]:
             "torch",
             ("rank", "train", *place.flags, *flags.split, *which),
             (*EXAMPLES, *KNOWLEDGE, GEM),
-            (trained, *variants),
+            (f"{folder}/newest.json", *variants),
         ),
         Step(
             f"promotion-{surface}",
             "torch",
             ("rank", "promote", *place.flags, *flags.split, *which),
-            (*EXAMPLES, *KNOWLEDGE, trained),
-            (answering,),
-        ),
-        Step(
-            f"scores-{surface}",
-            "torch",
-            ("rank", "score", *place.flags, *flags.tested, *which),
-            ("examples", "history", *ITEMS, "user_knowledge", answering),
-            (f"scores/surface={surface}",),
+            (*EXAMPLES, *KNOWLEDGE, f"{folder}/newest.json"),
+            (f"{folder}/current.json",),
         ),
     ]
+
+
+def score_step(place: Place, flags: ModelFlags, surface: str) -> Step:
+    """A surface's scores of the test days."""
+    return Step(
+        f"scores-{surface}",
+        "spark",
+        ("rank", "score", *place.flags, *flags.tested, "--surface", surface),
+        ("examples", "history", *ITEMS, "user_knowledge", f"rankers/{surface}/current.json"),
+        (f"scores/surface={surface}",),
+    )
 
 
 def line(spec: DataSpec, place: Place, days: Days, gem: tuple[str, ...] = ()) -> list[Step]:

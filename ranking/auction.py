@@ -87,7 +87,7 @@ class Auction:
             raise UserError(f"unknown campaign goal {', '.join(unknown)}; known: {known}")
         columns = [self._objectives.index(pays_for[name]) if name else -1 for name in names]
         column = np.array(columns, int)[which]
-        served = np.append(self._served, False)[column]
+        served = np.append(self.served, False)[column]
         return np.where(served, p[np.arange(len(p)), column], 0.0)
 
     @cached_property
@@ -95,7 +95,8 @@ class Auction:
         return list(self.spec.objectives)
 
     @cached_property
-    def _served(self) -> npt.NDArray[np.bool_]:
+    def served(self) -> npt.NDArray[np.bool_]:
+        """Which objectives (O) the surface has."""
         surfaces = (self.spec.surfaces_of(name) for name in self._objectives)
         return np.array([self.surface in found for found in surfaces])
 
@@ -103,9 +104,9 @@ class Auction:
     def _own(self) -> Floats:
         """What an event of each objective (O) is worth to the surface."""
         if self.spec.auction is None:
-            return np.eye(len(self._objectives))[int(np.argmax(self._served))]
+            return np.eye(len(self._objectives))[int(np.argmax(self.served))]
         values = self.spec.terms_of(self.surface).values
-        return np.array([values.get(name, 0.0) for name in self._objectives]) * self._served
+        return np.array([values.get(name, 0.0) for name in self._objectives]) * self.served
 
 
 def _following(values: Floats, able: npt.NDArray[np.bool_], order: Ints, request: Ints) -> Floats:

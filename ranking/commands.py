@@ -42,6 +42,12 @@ class ScoreArgs(DayArgs):
     surface: Surface
 
 
+class ReplayArgs(ScoreArgs):
+    """A surface, logged days, and up to when their labels may have ripened."""
+
+    landed: Annotated[str, tyro.conf.arg(help="the newest day that has landed")]
+
+
 class StoreArgs(LakeArgs):
     """Up to when the online features are made from tables."""
 
@@ -109,11 +115,23 @@ def rollback(args: RollbackArgs) -> None:
 
 def score(args: ScoreArgs) -> None:
     """Write what a surface's ranker gives every candidate of some days."""
-    from ranking.score import score_days
+    from ranking.batch import score_days
 
     lake = args.open_lake()
     check_surface(lake.spec, args.surface)
     print(f"scores of {args.surface}: {score_days(lake, args.surface, args.span):,} candidates")
+
+
+def replay(args: ReplayArgs) -> None:
+    """Estimate what a surface's ranker would have brought on logged requests."""
+    from rich.console import Console
+
+    from ranking.replay.table import replayed
+
+    lake = args.open_lake()
+    check_surface(lake.spec, args.surface)
+    landed = days_argument(args.landed, "--landed")[1]
+    Console().print(replayed(lake, args.surface, args.span, landed))
 
 
 def store(args: StoreArgs) -> None:
@@ -174,6 +192,7 @@ COMMANDS = {
         "promote": promote,
         "rollback": rollback,
         "score": score,
+        "replay": replay,
         "store": store,
         "serve": serve,
     },

@@ -1,58 +1,35 @@
-"""Batch scoring: what a surface's ranker gives every candidate of some days, as a table."""
+"""What a ranker gives the candidates of stored examples, as rows of `scores`."""
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from datetime import date
 
 import numpy as np
 import pyarrow as pa
-from tqdm import tqdm
 
 from etl.errors import UserError
-from etl.spec.units import MICROS, each_day
-from etl.tables import arrow, contracts
+from etl.spec.units import MICROS
+from etl.tables import contracts
 from etl.tables.lake import Lake
 from etl.tables.schema import arrow_schema
 from ranking.auction import OUT, Auction
 from ranking.offers import Offers, offers_of
-from ranking.package.ranker import Ranker, load
-from ranking.package.versions import answering
+from ranking.package.ranker import Ranker
 from ranking.student.batches import Assembly
 from training.data.batch import Batch
 from training.data.parts import Shuffle
-from training.data.reader import Reader
+from training.data.reader import TABLES, Reader
 from training.data.ripened import EVERYTHING
 from training.knowledge.earlier import Earlier, earlier
 
 SCORE_ROWS = 2048
 
 
-def score_days(lake: Lake, surface: str, days: tuple[date, date]) -> int:
-    """Replace a surface's `scores` of the given days; returns the rows written.
-
-    Raises UserError where the surface has no ranker, or one of another spec, or a day no examples.
-    """
-    ranker = load(answering(lake.root, surface))
-    assembly = assembly_of(ranker, lake)
-    reader = assembly.reader
-    reader.require(*days)
-    offers, auction = offers_of(lake, reader.items), Auction(lake.spec, surface)
-    contract = contracts.scores(lake.spec)
-    parts = []
-    for day in tqdm(list(each_day(*days)), desc=f"score {surface}", unit="day", disable=None):
-        for batch in reader.batches([day], EVERYTHING, SCORE_ROWS, Shuffle(None)):
-            parts.append(_rows(ranker, auction, assembly, offers, batch, day))
-    schema = arrow_schema(contract)
-    rows = pa.concat_tables(parts) if parts else schema.empty_table()
-    where = f"surface = '{surface}' AND day >= '{days[0]}' AND day <= '{days[1]}'"
-    arrow.replace(
-        lake, contract, rows, where, {**reader.versions, "ranker": ranker.manifest.version}
-    )
-    return rows.num_rows
-
-
-def assembly_of(ranker: Ranker, lake: Lake) -> Assembly:
+def assembly_of(ranker: Ranker, lake: Lake, versions: Mapping[str, int] | None = None) -> Assembly:
     """What makes a ranker's inputs of a lake's tables: its surface's, request by request.
 
-    Raises UserError where the lake's tables are of another spec.
+    Of the newest versions of the tables, if none are given. Raises UserError where they are of
+    another spec.
     """
     manifest = ranker.manifest
     if manifest.spec.hash != lake.spec.hash:
@@ -61,33 +38,54 @@ def assembly_of(ranker: Ranker, lake: Lake) -> Assembly:
             f"now it is {lake.spec.hash}: train it again"
         )
     own = Lake(lake.root, manifest.spec)
-    reader = Reader.newest(own, manifest.sequence, manifest.max_length, manifest.surface)
+    pinned = versions or {name: lake.version(name) for name in TABLES}
+    reader = Reader(own, pinned, manifest.sequence, manifest.max_length, manifest.surface)
     known = earlier(own) if manifest.before else Earlier.nothing()
     return Assembly(reader, known, manifest.reads)
 
 
-def _rows(
-    ranker: Ranker, auction: Auction, assembly: Assembly, offers: Offers, batch: Batch, day: date
-) -> pa.Table:
-    """What a ranker says of a batch; an item's offer may be late or missing."""
-    spec, surface = auction.spec, auction.surface
-    item, inputs = batch.item.numpy(), assembly(batch)
-    p = ranker.probabilities(ranker.state(inputs.requests), inputs.candidates)[inputs.rows.there]
-    request = batch.request.numpy()
-    bids, goals = offers.at(item, batch.as_of.numpy()[request] * MICROS["s"])
-    result = auction(p, bids, list(goals), request)
-    out = result.places == OUT
-    columns = {
-        "impression_id": batch.impressions,
-        "request_id": batch.requests[request],
-        "item_id": assembly.reader.items.names[item],
-        "ranker": np.full(len(item), ranker.manifest.version, object),
-        **{f"p_{name}": p[:, i] for i, name in enumerate(spec.objectives)},
-        "bid": bids,
-        "expected_value": result.values,
-        "place": pa.array(result.places.astype(np.int32), mask=out),
-        "price": pa.array(result.prices, mask=out),
-        "surface": np.full(len(item), surface, object),
-        "day": np.full(len(item), day, object),
-    }
-    return pa.table(columns, schema=arrow_schema(contracts.scores(spec)))
+@dataclass(frozen=True)
+class Scorer:
+    """A ranker on a lake's tables."""
+
+    ranker: Ranker
+    auction: Auction
+    assembly: Assembly
+    offers: Offers
+
+    @classmethod
+    def of(cls, ranker: Ranker, lake: Lake, versions: Mapping[str, int] | None = None) -> "Scorer":
+        """On the newest versions of the tables, if none are given."""
+        assembly = assembly_of(ranker, lake, versions)
+        auction = Auction(lake.spec, ranker.manifest.surface)
+        return cls(ranker, auction, assembly, offers_of(lake, assembly.reader.items))
+
+    def rows(self, day: date, shard: tuple[int, int]) -> Iterator[pa.Table]:
+        """The rows of a day's candidates, of the buckets of a shard (rank, world)."""
+        shuffle = Shuffle(None)
+        for batch in self.assembly.reader.batches([day], EVERYTHING, SCORE_ROWS, shuffle, shard):
+            yield self.of_batch(batch, day)
+
+    def of_batch(self, batch: Batch, day: date) -> pa.Table:
+        """Those of a batch; an item's offer may be late or missing."""
+        ranker, spec, surface = self.ranker, self.auction.spec, self.auction.surface
+        item, inputs, request = batch.item.numpy(), self.assembly(batch), batch.request.numpy()
+        state = ranker.state(inputs.requests)
+        p = ranker.probabilities(state, inputs.candidates)[inputs.rows.there]
+        bids, goals = self.offers.at(item, batch.as_of.numpy()[request] * MICROS["s"])
+        result = self.auction(p, bids, list(goals), request)
+        out = result.places == OUT
+        columns = {
+            "impression_id": batch.impressions,
+            "request_id": batch.requests[request],
+            "item_id": self.assembly.reader.items.names[item],
+            "ranker": np.full(len(item), ranker.manifest.version, object),
+            **{f"p_{name}": p[:, i] for i, name in enumerate(spec.objectives)},
+            "bid": bids,
+            "expected_value": result.values,
+            "place": pa.array(result.places.astype(np.int32), mask=out),
+            "price": pa.array(result.prices, mask=out),
+            "surface": np.full(len(item), surface, object),
+            "day": np.full(len(item), day, object),
+        }
+        return pa.table(columns, schema=arrow_schema(contracts.scores(spec)))

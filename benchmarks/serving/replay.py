@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def measure(args: "ServingArgs", result: Result) -> None:
     """Differences in the requests of a day, as its ranker reads them."""
-    from ranking.online.replay import compare
+    from ranking.online.compare import compare
     from ranking.package.manifest import read
     from ranking.package.versions import answering
 

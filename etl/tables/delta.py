@@ -23,7 +23,7 @@ def read(lake: Lake, contract: Contract, version: int | None = None) -> DataFram
 
 
 def replace(
-    lake: Lake, contract: Contract, frame: DataFrame, where: str, inputs: Mapping[str, int]
+    lake: Lake, contract: Contract, frame: DataFrame, where: str, inputs: Mapping[str, object]
 ) -> int:
     """Replace the partitions that `where` selects, in one commit; returns the new version.
 

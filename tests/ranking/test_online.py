@@ -16,10 +16,10 @@ from etl.tables.lake import Lake
 from features.counting import counts_before
 from features.inputs import ITEM
 from ranking.online.assemble import Assembler
+from ranking.online.compare import compare, differing
 from ranking.online.counters import Counters
 from ranking.online.feed import Event, feed
 from ranking.online.layout import Layout
-from ranking.online.replay import compare, differing
 from ranking.online.request import Asked
 from ranking.online.store import Meta, Store, create, open_store
 from ranking.reads import Reads

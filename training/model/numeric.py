@@ -25,11 +25,11 @@ class RunningScale(nn.Module):
 
     def forward(self, numbers: Tensor) -> Tensor:
         """(B, F) to (B, F), within six deviations."""
-        numbers = torch.where(numbers.isfinite(), numbers, torch.nan)
+        there = numbers.isfinite()
         if self.training:
-            self._update(numbers)
+            self._update(torch.where(there, numbers, torch.nan))
         scaled = (numbers - self.mean) * torch.rsqrt(self.variance + 1e-6)
-        return scaled.nan_to_num(0.0).clamp(-6, 6)
+        return torch.where(there, scaled, 0.0).clamp(-6, 6)
 
     @torch.no_grad()
     def _update(self, numbers: Tensor) -> None:
