@@ -56,7 +56,7 @@ class Worker:
         self.waiting += 1
         try:
             async with self._turn:
-                for _ in range(self.waiting):
+                for _ in range(1 + self.waiting):
                     await asyncio.sleep(0)
                 return work()
         finally:
