@@ -14,7 +14,7 @@ from features.four_bits import unpacked
 from features.inputs import ITEM, USER
 from ranking.inputs import Before, Candidates, Ids, Items, Requests
 from ranking.online.feed import key_parts
-from ranking.online.layout import BEFORE, OFFER, UNKNOWN
+from ranking.online.layout import BEFORE, OFFER, UNKNOWN, key_of
 from ranking.online.request import Asked, check, encoded
 from ranking.online.store import Store, Txn
 from ranking.reads import Reads
@@ -56,14 +56,14 @@ class Moment:
 
     def assembled(self) -> Assembled:
         """All of it."""
-        stored = self.txn.get("history", self.asked.user.encode())
+        stored = self.txn.get("history", key_of(self.asked.user))
         events = self.store.histories.seen(stored, self.asked.as_of)[-self.reads.searched :]
         bids, goals = self._offers()
         return Assembled(self._requests(events), self._candidates(events), bids, goals)
 
     def _requests(self, events: np.ndarray) -> Requests:
         read = events[-self.reads.events :] if len(events) else np.zeros(1, events.dtype)
-        stored = self.txn.get("users", self.asked.user.encode())
+        stored = self.txn.get("users", key_of(self.asked.user))
         known = newest([stored], self.store.layout.user, self.asked.as_of)
         group = self.store.layout.features.user
         ages = (self.asked.as_of - read["visible"]) * (len(events) > 0)
@@ -83,7 +83,7 @@ class Moment:
         return {USER: np.array([crc32(self.asked.user.encode()) % rows])} if rows else {}
 
     def _before(self) -> Before:
-        rows = np.frombuffer(self.txn.get("before", self.asked.user.encode()), BEFORE)
+        rows = np.frombuffer(self.txn.get("before", key_of(self.asked.user)), BEFORE)
         seen = int(np.searchsorted(rows["visible"], self.asked.as_of))
         rows = rows[max(0, seen - self.reads.before) : seen]
         there = len(rows) > 0
@@ -127,7 +127,7 @@ class Moment:
         return tuple(found)
 
     def _heads(self) -> np.ndarray:
-        stored = self.txn.many("items", [name.encode() for name in self.asked.candidates])
+        stored = self.txn.many("items", [key_of(name) for name in self.asked.candidates])
         unknown = np.zeros(1, self.store.layout.item_head)
         for name in ("since", "keys", "index"):
             unknown[name] = UNKNOWN
@@ -162,7 +162,7 @@ class Moment:
         """Bids and goals (C) that held strictly before the request; 0 and None where none did."""
         auction = self.store.spec.auction
         goals = [*auction.pays_for] if auction else []
-        stored = self.txn.many("offers", [name.encode() for name in self.asked.candidates])
+        stored = self.txn.many("offers", [key_of(name) for name in self.asked.candidates])
         held = newest(stored, OFFER, self.asked.as_of)
         return list(held["bid"]), [goals[g - 1] if g else None for g in held["goal"]]
 

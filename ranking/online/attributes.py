@@ -10,7 +10,7 @@ from etl.spec import DataSpec
 from etl.spec.attributes import Categorical, Numeric, Vector
 from etl.tables.contracts import RESERVED_ITEMS, item_key_columns
 from features.encoded import number_of, row_of, signed_hash
-from ranking.online.layout import OFFER, UNKNOWN, Layout
+from ranking.online.layout import OFFER, UNKNOWN, Layout, key_of
 from ranking.online.log import keep
 from ranking.online.store import Store, Txn
 
@@ -53,7 +53,7 @@ def tell_users(store: Store, versions: Iterable[Version], told_ts: int | None = 
     with store.writing() as txn:
         for version in versions:
             row = encoded(store.layout, "u", declared, layout, version)
-            _insert(txn, "users", version.name.encode(), row)
+            _insert(txn, "users", key_of(version.name), row)
             if told_ts is not None:
                 keep(txn, "user", told_ts, version)
 
@@ -67,7 +67,7 @@ def tell_items(store: Store, versions: Iterable[Version], told_ts: int | None = 
             head = known_item(store, txn, version.name, version)
             _insert(txn, "versions", int(head["index"]).to_bytes(4, "big"), row)
             if store.spec.auction:
-                _insert(txn, "offers", version.name.encode(), offer(store, version))
+                _insert(txn, "offers", key_of(version.name), offer(store, version))
             if told_ts is not None:
                 keep(txn, "item", told_ts, version)
 
@@ -98,7 +98,7 @@ def encoded(
 
 def known_item(store: Store, txn: Txn, item: str, version: Version | None = None) -> np.void:
     """Index, first second and first keys of an item; one never seen gets the next index."""
-    stored = txn.get("items", item.encode())
+    stored = txn.get("items", key_of(item))
     head = np.zeros(1, store.layout.item_head)
     if stored:
         head = np.frombuffer(stored, store.layout.item_head).copy()
@@ -112,7 +112,7 @@ def known_item(store: Store, txn: Txn, item: str, version: Version | None = None
         for n, name in enumerate(item_key_columns(store.spec)):
             value = version.values.get(name.removeprefix("k_"))
             head["keys"][0, n] = UNKNOWN if value is None else signed_hash(str(value))
-    txn.put("items", item.encode(), head.tobytes())
+    txn.put("items", key_of(item), head.tobytes())
     found: np.void = head[0]
     return found
 

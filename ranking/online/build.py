@@ -22,7 +22,7 @@ from ranking.online.attributes import NEXT_ITEM, Version, known_item, tell_items
 from ranking.online.counters import SECONDS
 from ranking.online.feed import name_of
 from ranking.online.history import SPARE
-from ranking.online.layout import BEFORE, HISTORY, HOUR, SEEN, UNKNOWN
+from ranking.online.layout import BEFORE, HISTORY, HOUR, SEEN, UNKNOWN, key_of
 from ranking.online.store import Meta, Store, create, open_store
 
 Pairs = list[tuple[bytes, bytes]]
@@ -71,7 +71,7 @@ class Source:
         with self.store.writing() as txn:
             txn.put("meta", NEXT_ITEM, self.store.meta.items.to_bytes(8, "big"))
             txn.put_all(
-                "items", [(n.encode(), h.tobytes()) for n, h in zip(names, heads, strict=True)]
+                "items", [(key_of(n), h.tobytes()) for n, h in zip(names, heads, strict=True)]
             )
 
     def versions(self, entity: str) -> Iterator[Version]:
@@ -98,7 +98,7 @@ class Source:
         rows["item"] = told["item_ix"]
         kept = np.frombuffer(b"".join(told["kept"].to_pylist()), np.uint8)
         rows["kept"] = kept.reshape(len(told), -1)
-        yield "before", list(_grouped(_bytes(told["user_id"]), rows, self.before))
+        yield "before", list(_grouped(_keys(told["user_id"]), rows, self.before))
 
     def behaviour(self) -> Iterator[tuple[str, Pairs]]:
         """Histories of users bucket by bucket, and the counters of all of them."""
@@ -115,7 +115,7 @@ class Source:
             told = told.sort_by([(name, "ascending") for name in contract.order_by])
             rows = self._history(told.combine_chunks())
             most = histories.most + SPARE
-            yield "history", list(_grouped(_bytes(told["user_id"]), rows, most))
+            yield "history", list(_grouped(_keys(told["user_id"]), rows, most))
         since = spec.day_end(self.last) - max(spec.counters.windows) - SECONDS
         landed = self.last - timedelta(days=2 + max(spec.counters.windows) // DAY)
         recent = stored.read(columns, day=[day for day in days if day >= landed])
@@ -211,6 +211,10 @@ def landed(lake: Lake, contract: Contract, last: date) -> pa.Table:
     """The rows of a table that had landed by the end of a day."""
     stored = arrow.snapshot(lake, contract)
     return stored.read(day=[day for day in stored.days() if day <= last]).combine_chunks()
+
+
+def _keys(names: pa.ChunkedArray) -> np.ndarray:
+    return np.array([key_of(name) for name in names.to_pylist()], np.bytes_)
 
 
 def _bytes(names: pa.ChunkedArray) -> np.ndarray:

@@ -14,7 +14,7 @@ from etl.tables.contracts import item_key_columns
 from features.encoded import signed_hash
 from features.history.pack import dwell_byte
 from ranking.online.attributes import known_item
-from ranking.online.layout import HISTORY, SEEN, UNKNOWN
+from ranking.online.layout import HISTORY, SEEN, UNKNOWN, key_of
 from ranking.online.log import keep
 from ranking.online.store import Store, Txn
 
@@ -84,7 +84,7 @@ def _take(store: Store, txn: Txn, event: Event) -> bool:
     row["event"], row["item"], row["type"] = event.event_id.encode(), head["index"], code
     row["surface"] = store.spec.surface_codes[event.surface]
     row["dwell"] = dwell_byte(np.array([np.nan if event.dwell_ms is None else event.dwell_ms]))
-    user = event.user.encode()
+    user = key_of(event.user)
     kept = store.histories.with_event(txn.get("history", user), row)
     if kept is not None:
         txn.put("history", user, kept)

@@ -4,6 +4,7 @@ T event types, W windows.
 """
 
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from etl.tables.contracts import item_key_columns
 from features.inputs import KEPT_WIDTH, Features, Group, features_of
 
 SEEN = b"1"
+LONGEST_KEY = 500  # bytes; LMDB takes 511
 UNKNOWN = -1  # of a key, or of a second from which something was known
 
 HISTORY = np.dtype(
@@ -23,6 +25,12 @@ BEFORE = np.dtype(
     [("visible", "<i8"), ("shown", "<i8"), ("item", "<i4"), ("kept", "u1", (KEPT_WIDTH // 2,))]
 )
 OFFER = np.dtype([("since", "<i8"), ("bid", "<f8"), ("goal", "<i2")])  # goals from 1, 0 is none
+
+
+def key_of(name: str) -> bytes:
+    """The key of a user or an item: its name, or its hash where that is too long for a key."""
+    key = name.encode()
+    return key if len(key) <= LONGEST_KEY else b"\xff" + blake2b(key, digest_size=32).digest()
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,9 @@
 import asyncio
 import json
 import shutil
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +18,7 @@ from hypothesis import settings as tried
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
+from benchmarks.serving.load import Client, encoded
 from etl.errors import UserError
 from etl.tables import arrow, contracts
 from etl.tables.lake import Lake
@@ -29,7 +33,7 @@ from ranking.serve.app import create
 from ranking.serve.bodies import RankBody
 from ranking.serve.settings import NAME, Settings
 from ranking.serve.worker import Worker
-from tests.conftest import LAST
+from tests.conftest import LAST, ROOT
 from tests.ranking.conftest import SMALL
 
 EVE = LAST - timedelta(days=1)
@@ -107,6 +111,24 @@ def test_an_event_told_again_is_not_new(client: TestClient) -> None:
     event = {"event_id": "e", "user": "u", "item": "ad-1", "surface": "feed", "type": "ad_click"}
     assert client.post("/events", json={"events": [event, event]}).json() == {"taken": 1}
     assert client.post("/events", json={"events": [event]}).json() == {"taken": 0}
+
+
+@pytest.mark.parametrize("name", ["ü" * 256, "a\0b", "💎", "a" * 256])
+def test_names_of_any_letters_are_names(client: TestClient, name: str) -> None:
+    told = {"name": name, "values": {"kind": "ad"}, "valid_from": 1_600_000_000_000, "bid": 1,
+            "goal": "traffic"}  # fmt: skip
+    assert client.post("/items", json=told).status_code == 204
+    assert client.post("/users", json={"name": name}).status_code == 204
+    event = {"event_id": name, "user": name, "item": name, "surface": "feed", "type": "ad_click"}
+    assert client.post("/events", json={"events": [event]}).json() == {"taken": 1}
+    asked = client.post("/rank", json=asking(user=name, candidates=[name]))
+    assert asked.json()["ranking"][0]["expected_value"] > 0
+
+
+def test_half_a_letter_is_no_name(client: TestClient) -> None:
+    body = b'{"user": "\\ud800", "surface": "feed", "candidates": ["a"]}'
+    answer = client.post("/rank", content=body, headers=JSON)
+    assert answer.status_code == 422 and "user" in answer.json()["error"]
 
 
 @pytest.mark.parametrize(
@@ -249,3 +271,42 @@ def test_no_request_of_its_own_description_breaks_it(client: TestClient) -> None
                 case.call_and_validate(excluded_checks=[positive_data_acceptance])
 
             answers()
+
+
+@pytest.mark.proof
+def test_nothing_is_dropped_while_rankers_and_stores_change_and_it_stops(
+    settings: Settings,
+) -> None:
+    """Two workers under load; both pointers move every second; then it is asked to stop."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [
+        *(sys.executable, "-m", "gemline", "rank", "serve", "--spec", str(settings.spec)),
+        *("--lake", settings.lake, "--workers", "2", "--port", str(port)),
+    ]
+    service = subprocess.Popen(command, cwd=ROOT)
+    client = Client(port, [encoded("POST", "/rank", asking(user=f"u{n}")) for n in range(50)])
+    try:
+        answers, versions_seen = asyncio.run(changed_under_load(client, settings))
+    finally:
+        service.terminate()
+        assert service.wait(60) == 0
+    assert {status for status, _ in answers} == {200} and len(answers) > 200
+    assert len(versions_seen) > 1
+
+
+async def changed_under_load(client: Client, settings: Settings) -> tuple[list, set[int]]:
+    """Answers to 30 requests a second, and the ends of the features that `/version` told."""
+    await client.ready()
+    load = asyncio.create_task(client.poisson(30, 14))
+    seen = set()
+    for number in range(12):
+        current(settings.lake, "feed").swap(("two", "one")[number % 2])
+        stores(settings.lake).swap(str((LAST, EVE)[number // 4 % 2]))
+        await asyncio.sleep(1)
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
+        writer.write(encoded("GET", "/version"))
+        told = (await reader.read(-1)).split(b"\r\n\r\n")[1]
+        seen.add(json.loads(told)["features_until"])
+        writer.close()
+    return await load, seen
