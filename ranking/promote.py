@@ -48,15 +48,17 @@ class Verdict:
 def promote(lake: Lake, surface: str, split: Split, config: GateConfig) -> Verdict:
     """Let the newest ranker of a surface answer from now on, if it passes.
 
-    The first of a surface passes, as nothing else could answer. Raises UserError where none was
-    trained.
+    The first of a surface and of a spec passes, as nothing else could answer. Raises UserError
+    where none was trained.
     """
     before = current(lake.root, surface)
     trained = newest(lake.root, surface).target
     if trained is None or trained == before.target:
         return Verdict(answering(lake.root, surface).name, False, ("it answers already",))
     ours = judged(load(trained), lake, split)
-    theirs = judged(load(before.target), lake, split) if before.target else None
+    old = load(before.target) if before.target else None
+    fits = old is not None and old.manifest.spec.hash == lake.spec.hash
+    theirs = judged(old, lake, split) if old and fits else None
     verdict = judge(trained.name, ours, theirs, config)
     if verdict.promoted:
         before.swap(trained.name)
@@ -76,7 +78,7 @@ def judge(
         for name, ratio in ratios.items()
     ]
     if theirs is None:
-        return Verdict(version, True, ("the first", *reasons))
+        return Verdict(version, True, ("the first of its spec", *reasons))
     gaps = {name: apart([ours], [theirs], name) for name in told}
     reasons += [f"{name}: NE {gap}" for name, gap in gaps.items()]
     better = any(gap.high < 0 for gap in gaps.values())

@@ -221,14 +221,10 @@ def _bytes(names: pa.ChunkedArray) -> np.ndarray:
     return np.array([name.encode() for name in names.to_pylist()], np.bytes_)
 
 
-def _grouped(
-    owner: np.ndarray, rows: np.ndarray, most: int | None = None
-) -> Iterator[tuple[bytes, bytes]]:
+def _grouped(owner: np.ndarray, rows: np.ndarray, most: int) -> Iterator[tuple[bytes, bytes]]:
     """The rows of each owner, who lie together: the last `most` of them."""
     if not len(rows):
         return
-    plain = owner if owner.dtype.kind == "S" else owner.astype(np.int64)
-    starts = np.flatnonzero(np.concatenate(([True], plain[1:] != plain[:-1])))
+    starts = np.flatnonzero(np.concatenate(([True], owner[1:] != owner[:-1])))
     for a, b in zip(starts, np.append(starts[1:], len(rows)), strict=True):
-        name = owner[a] if owner.dtype.kind == "S" else owner[a].tobytes()
-        yield bytes(name), rows[max(a, b - most) if most else a : b].tobytes()
+        yield bytes(owner[a]), rows[max(a, b - most) : b].tobytes()

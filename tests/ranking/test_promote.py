@@ -10,7 +10,9 @@ import pytest
 from scipy.special import expit
 
 from etl.errors import UserError
+from etl.spec import DataSpec
 from etl.tables.lake import Lake
+from ranking.package import manifest
 from ranking.package.versions import answering, current, newest, versions
 from ranking.promote import GateConfig, Verdict, judge, judged, promote
 from tests.conftest import LAST
@@ -98,6 +100,20 @@ def test_the_pointer_moves_only_for_what_passes(own: Lake, folder: Path) -> None
     current(own.root, "feed").swap("two")
     assert promote(own, "feed", SPLIT, GATE).reasons == ("it answers already",)
     assert current(own.root, "feed").back() == "one"
+
+
+def test_one_of_another_spec_does_not_stand_in_the_way(own: Lake, folder: Path) -> None:
+    place = versions(own.root, "feed") / "old"
+    shutil.copytree(folder, place)
+    told = manifest.read(place)
+    manifest.write(place, told.model_copy(update={"spec": other_spec(own.spec)}))
+    current(own.root, "feed").swap("old")
+    found = promote(own, "feed", SPLIT, GATE)
+    assert found.promoted and found.reasons[0] == "the first of its spec"
+
+
+def other_spec(spec: DataSpec) -> DataSpec:
+    return DataSpec.model_validate(spec.model_dump(mode="json") | {"lateness": "1h"})
 
 
 def test_rankers_are_judged_as_they_would_have_answered(own: Lake, folder: Path) -> None:
