@@ -11,6 +11,7 @@ from benchmarks import (
     sequence,
     serving,
     simulator,
+    staleness,
     tabular,
     transfer,
 )
@@ -28,6 +29,7 @@ COMMANDS = {
         "agreement": agreement.bench,
         "model": model.bench,
         "transfer": transfer.bench,
+        "staleness": staleness.bench,
         "serving": serving.bench,
     }
 }

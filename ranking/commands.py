@@ -9,7 +9,7 @@ from pydantic import Field
 from etl.cli import DayArgs, LakeArgs, days_argument
 from etl.errors import UserError
 from etl.spec import DataSpec
-from ranking.student.config import StudentTraining
+from ranking.student.config import DomainTraining, StudentTraining
 from training.commands import SplitArgs
 
 Surface = Annotated[str, tyro.conf.arg(help="a surface of the spec that carries ads")]
@@ -19,6 +19,12 @@ class SurfaceArgs(SplitArgs, StudentTraining):
     """A surface, the days of its ranker, and how it is trained."""
 
     surface: Surface
+
+
+class DomainArgs(SplitArgs, DomainTraining):
+    """A domain, the days of its model, and how it is trained."""
+
+    domain: Annotated[str, tyro.conf.arg(help="one of the spec's `domains`")]
 
 
 class PromoteArgs(SplitArgs):
@@ -92,6 +98,18 @@ def train(args: SurfaceArgs) -> None:
     )
     folder = train_ranker(lake, args.surface, args.split, config)
     print(f"ranker of {args.surface}: {folder}")
+
+
+def domain(args: DomainArgs) -> None:
+    """Train the model of a domain, from which the rankers of its surfaces may begin."""
+    from ranking.train import train_domain
+
+    lake = args.open_lake()
+    if args.domain not in lake.spec.domains:
+        known = ", ".join(lake.spec.domains) or "none, name them under `domains` of the spec"
+        raise UserError(f"no domain {args.domain!r}; known: {known}")
+    config = DomainTraining.model_validate(args.model_dump(include={*DomainTraining.model_fields}))
+    print(f"model of {args.domain}: {train_domain(lake, args.domain, args.split, config)}")
 
 
 def promote(args: PromoteArgs) -> None:
@@ -189,6 +207,7 @@ def check_surface(spec: DataSpec, surface: str) -> None:
 COMMANDS = {
     "rank": {
         "train": train,
+        "domain": domain,
         "promote": promote,
         "rollback": rollback,
         "score": score,

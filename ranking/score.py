@@ -39,7 +39,7 @@ def assembly_of(ranker: Ranker, lake: Lake, versions: Mapping[str, int] | None =
         )
     own = Lake(lake.root, manifest.spec)
     pinned = versions or {name: lake.version(name) for name in TABLES}
-    reader = Reader(own, pinned, manifest.sequence, manifest.max_length, manifest.surface)
+    reader = Reader(own, pinned, manifest.sequence, manifest.max_length, (manifest.surface,))
     known = earlier(own) if manifest.before else Earlier.nothing()
     return Assembly(reader, known, manifest.reads)
 

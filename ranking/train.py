@@ -11,6 +11,7 @@ from ranking import calibration
 from ranking.calibration import Calibration
 from ranking.package.versions import newest, versions
 from ranking.score import SCORE_ROWS
+from ranking.student import domain
 from ranking.student.config import StudentTraining, TransferConfig
 from ranking.student.export import export
 from ranking.student.teacher import Teacher
@@ -32,7 +33,7 @@ def train_ranker(lake: Lake, surface: str, split: Split, config: StudentTraining
     variants = {"student": config.model_copy(update=alone), "distilled": config}
     known = earlier(lake) if config.model.before else Earlier.nothing()
     for name, variant in variants.items():
-        student = trained(lake, surface, split, variant, known)
+        student = trained(lake, (surface,), split, variant, known)
         fitted = fit_calibration(lake, split, student)
         calibrated(tested(lake, split, student), fitted).write(
             evaluation_path(lake.root, f"{name}-{surface}"), split
@@ -44,11 +45,18 @@ def train_ranker(lake: Lake, surface: str, split: Split, config: StudentTraining
     return folder
 
 
+def train_domain(lake: Lake, name: str, split: Split, config: StudentTraining) -> Path:
+    """Train the model of a domain and keep it for the rankers of its surfaces."""
+    known = earlier(lake) if config.model.before else Earlier.nothing()
+    model = trained(lake, lake.spec.domains[name], split, config, known)
+    return domain.keep(lake, name, split.train_last, model)
+
+
 def trained(
-    lake: Lake, surface: str, split: Split, config: StudentTraining, known: Earlier
+    lake: Lake, surfaces: tuple[str, ...], split: Split, config: StudentTraining, known: Earlier
 ) -> TrainedStudent:
-    """The student of a surface."""
-    reader = Reader.newest(lake, None, config.model.max_length, surface)
+    """The student of one surface, or of several."""
+    reader = Reader.newest(lake, None, config.model.max_length, surfaces)
     days = list(each_day(split.train_first, split.train_last))
     teacher = None if config.transfer.kind == "none" else Teacher(lake, days)
     return train_student(lake, reader, split, config, teacher, known)

@@ -76,6 +76,11 @@ class TrainConfig(Strict):
         """The sizes that the scale stands for, of the model that the options name."""
         return SCALES[self.scale].times(self.size).model_copy(update=dict(self.model))
 
+    @property
+    def surfaces(self) -> tuple[str, ...]:
+        """Surfaces whose rows are learned from; empty for all."""
+        return (self.surface,) if self.surface else ()
+
     def reads(self) -> dict[str, object]:
         """What may not change from one day to the next."""
         told = {"scale", "size", "model", "sequence", "surface", "max_length", "item_rows"}

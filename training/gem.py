@@ -48,7 +48,7 @@ def _spread(core: Gem) -> DistributedDataParallel:
 
 def newest_reader(lake: Lake, config: TrainConfig) -> Reader:
     """A reader of the newest tables, of what a configuration reads."""
-    return Reader.newest(lake, config.sequence, config.max_length, config.surface)
+    return Reader.newest(lake, config.sequence, config.max_length, config.surfaces)
 
 
 def build(features: Features, manifest: Manifest, known: npt.NDArray[np.bool_]) -> Trained:

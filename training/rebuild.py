@@ -22,7 +22,7 @@ def rebuild(lake: Lake, day: date) -> int:
     training = manifest.training
     assert training.sequence is not None
     reader = Reader(
-        lake, manifest.versions, training.sequence, training.max_length, training.surface
+        lake, manifest.versions, training.sequence, training.max_length, training.surfaces
     )
     refuse_other_reading(manifest, reader)
     start = manifest.model_copy(update={"batches": 0})

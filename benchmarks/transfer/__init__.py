@@ -31,7 +31,9 @@ class TransferArgs(Strict):
     work: Annotated[Path, tyro.conf.arg(help="folder of `gemline bench history`")]
     seeds: int = Field(default=5, ge=1)
     part: Annotated[
-        str, tyro.conf.arg(help="train only a part of what is missing, 1/2 or 2/2, and stop")
+        str,
+        Field(pattern=r"^[1-9]\d*/[1-9]\d*$"),
+        tyro.conf.arg(help="train only a part of what is missing, 1/2 or 2/2, and stop"),
     ] = "1/1"
     as_json: Annotated[bool, tyro.conf.arg(name="json", help="one line of JSON last")] = False
 
@@ -75,5 +77,5 @@ def table(measured: "Ratios", trials: "Trials") -> Result:
     result.take("gain_kept", best.value if best else None, crossed)
     worst = trials.worst_calibration(measured.kept[BEST])
     result.take("calibration_worst", worst, "the logs tell no true probabilities")
-    result.figures |= {"chosen": trials.told()}
+    result.figures |= {"chosen": trials.told(), "mflop_an_example": trials.cost()}
     return result

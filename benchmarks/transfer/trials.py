@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -11,21 +11,31 @@ from typing import Any
 import numpy as np
 
 from benchmarks import history
+from benchmarks.model.limit import flops_of
 from dags.line import Place, newest_mature
 from etl.spec import load_spec
 from etl.spec.units import each_day, parse_days
 from etl.tables.lake import Lake
 from ranking.report.facts import true_probabilities
-from ranking.student.config import StudentTraining
-from ranking.train import calibrated, fit_calibration, fitted_on, tested, trained
+from ranking.student.config import DomainTraining, StudentTraining
+from ranking.student.trained import new_student
+from ranking.train import (
+    calibrated,
+    fit_calibration,
+    fitted_on,
+    tested,
+    train_domain,
+    trained,
+)
 from training.config import TrainConfig
 from training.data.parts import Shuffle
-from training.data.reader import TABLES
+from training.data.reader import TABLES, Reader
 from training.gem import load_trained, train
-from training.knowledge.earlier import earlier
+from training.knowledge.earlier import Earlier, earlier
 from training.knowledge.write import write_knowledge
 from training.lawcurve import ne
 from training.loop import checkpoint
+from training.loop.cost import cost
 from training.parallel.processes import process_group
 from training.predictions import Predictions, joined, predict
 from training.split import Split
@@ -114,6 +124,8 @@ class Trials:
             "sharing": transfer(kind="none", share=None),
             "sharing, shuffled": transfer(kind="none", share=None, shuffled=True),
             "all": transfer(**head, adapter=True, share=None),
+            "domain": transfer(**head, adapter=True, begin="domain"),
+            "domain, shuffled": transfer(**head, adapter=True, begin="domain", shuffled=True),
         }
 
     def student(self, change: Change, seed: int, split: Split | None = None) -> Predictions:
@@ -122,14 +134,30 @@ class Trials:
         config = StudentTraining.model_validate({**change, "seed": seed})
         path = self._path(config.model_dump_json(), split)
         if not path.is_file():
+            if config.transfer.begin == "domain":
+                self._domains(config, split)
             known = earlier(self.lake)
             parts = []
             for surface in self.lake.spec.ad_surfaces:
-                student = trained(self.lake, surface, split, config, known)
+                student = trained(self.lake, (surface,), split, config, known)
                 fitted = fit_calibration(self.lake, split, student)
                 parts.append(calibrated(tested(self.lake, split, student), fitted))
             joined(parts).write(path, split)
         return Predictions.read(path, split).in_order()
+
+    def cost(self) -> dict[str, float]:
+        """MFLOP of an example, forward and backward: of GEM, of a domain's model, of a student."""
+        surfaces = next(iter(self.lake.spec.domains.values()))
+        sizes = DomainTraining().model, StudentTraining().model
+        days = self.split.test_first, self.split.test_last
+        reader = Reader.newest(self.lake, None, sizes[0].max_length, surfaces)
+        read = self.split.testing(self.lake.spec), 2048, Shuffle(None)
+        batch = next(iter(reader.batches(list(each_day(*days)), *read)))
+        models = (new_student(reader, size, len(reader.items), Earlier.nothing()) for size in sizes)
+        domain, student = (3 * flops_of(partial(m.logits, batch)) / len(batch) for m in models)
+        with process_group():
+            gem = cost(load_trained(self.lake, self.split.train_last)[0], batch).flops
+        return {"gem": gem / 1e6, "domain": domain / 1e6, "student": student / 1e6}
 
     def gem(self) -> Predictions:
         """GEM's predictions, calibrated by surface as the students' are."""
@@ -160,6 +188,12 @@ class Trials:
             o: mean(ne(p, objective) for objective in self.objectives) for o, p in found.items()
         }
         return min(loss, key=lambda option: loss[option])
+
+    def _domains(self, config: StudentTraining, split: Split) -> None:
+        own = config.transfer.model_copy(update={"begin": "gem", "share": None})
+        training = DomainTraining(transfer=own, seed=config.seed)
+        for name in self.lake.spec.domains:
+            train_domain(self.lake, name, split, training)
 
     def _gem(self) -> Predictions:
         lake, split = self.lake, self.split

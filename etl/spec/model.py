@@ -113,6 +113,7 @@ def _tells(source: Source, entity: str) -> bool:
 class DataSpec(Strict):
     """A user's data.
 
+    A domain is a group of surfaces that may share a model from which their rankers begin.
     `match` names item attributes by which a candidate is compared with its user's history. A day
     of which a larger share than `most_quarantined` is bad is refused; what a user does on a day
     beyond `most_events_a_day` is parked, as no person does so much. Impressions without a request
@@ -128,6 +129,7 @@ class DataSpec(Strict):
     most_events_a_day: int = Field(default=20_000, ge=1)
     request_gap: Duration = 0
     surfaces: dict[Name, Surface] = Field(min_length=1)
+    domains: dict[Name, tuple[Name, ...]] = {}
     events: dict[Name, EventType]
     objectives: dict[Name, Objective] = Field(min_length=1)
     attributes: Attributes = Attributes()
@@ -193,6 +195,8 @@ class DataSpec(Strict):
         for surface in self.ad_surfaces:
             if not any(surface in self.surfaces_of(name) for name in self.objectives):
                 yield ("surfaces", surface), "ads but no objective; say `ads: false`"
+        for name, surfaces in self.domains.items():
+            yield from self._problems_of(name, surfaces)
         for entity in ("user", "item"):
             files = [n for n, s in self.sources.items() if _tells(s, entity)]
             if getattr(self.attributes, entity) and not files:
@@ -200,6 +204,19 @@ class DataSpec(Strict):
                     ("attributes", entity),
                     f"{entity}s have attributes, but no source of kind attributes tells them",
                 )
+
+    def _problems_of(
+        self, name: str, surfaces: tuple[str, ...]
+    ) -> Iterator[tuple[tuple[str, ...], str]]:
+        if not surfaces:
+            yield ("domains", name), "it has no surface"
+        for surface in surfaces:
+            others = [n for n, s in self.domains.items() if surface in s and n != name]
+            if surface not in self.ad_surfaces:
+                known = ", ".join(self.ad_surfaces)
+                yield ("domains", name), f"no ads on surface {surface!r}; known: {known}"
+            elif others or surfaces.count(surface) > 1:
+                yield ("domains", name), f"surface {surface!r} is in a domain already"
 
     @cached_property
     def impression(self) -> str:
@@ -245,6 +262,10 @@ class DataSpec(Strict):
         """Surfaces on which an objective is trained and served."""
         return self.objectives[objective].surfaces or self.ad_surfaces
 
+    def domain_of(self, surface: str) -> str | None:
+        """The domain that holds a surface."""
+        return next((name for name, held in self.domains.items() if surface in held), None)
+
     def terms_of(self, surface: str) -> Terms:
         """On which terms ads compete for a surface."""
         return self.auction.terms.get(surface, Terms()) if self.auction else Terms()
@@ -275,7 +296,8 @@ class DataSpec(Strict):
         How raw records are read, what models read of the tables and the terms of auctions are
         left out.
         """
-        unread = {"description", "sequences", "match", "history", "most_quarantined", "sources"}
+        of_models = {"sequences", "match", "history", "domains"}
+        unread = {"description", "most_quarantined", "sources"} | of_models
         left_out: dict[str, Any] = dict.fromkeys(unread, True) | {"auction": {"terms"}}
         meaning = self.model_dump(mode="json", exclude=left_out)
         for surface in meaning["surfaces"].values():

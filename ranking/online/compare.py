@@ -55,7 +55,7 @@ def compare(
     logged = arrow.snapshot(lake, contracts.events(lake.spec)).read(day=day)
     shown = _shown(lake, logged)
     surfaces = lake.spec.ad_surfaces
-    readers = {s: Reader.newest(lake, sequence, reads.searched, s) for s in surfaces}
+    readers = {s: Reader.newest(lake, sequence, reads.searched, (s,)) for s in surfaces}
     known = earlier(lake) if reads.before else Earlier.nothing()
     ask, told = Assembler(store, reads), events(lake, logged)
     waiting: list[Event] = []

@@ -3,7 +3,7 @@
 from typing import Annotated, Literal
 
 import tyro
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from etl.spec.base import Strict
 from ranking.reads import Reads
@@ -52,7 +52,8 @@ class TransferConfig(Strict):
     that of the labels. `adapter` corrects GEM's scores by fresh labels for a further head. `share`
     are parts of GEM that the student starts with (all, where widths are the same and none are
     named), and keeps as they are if `frozen`. `shuffled` is a control that should gain nothing:
-    what GEM knows of other impressions, users and items.
+    what GEM knows of other impressions, users and items. With `begin` at its `domain` a student
+    takes over from the domain's model, instead of from GEM, all that has the same size.
     """
 
     kind: Literal["none", "plain", "auxiliary"] = "auxiliary"
@@ -63,6 +64,13 @@ class TransferConfig(Strict):
     share: tuple[Part, ...] | None = None
     frozen: bool = False
     shuffled: bool = False
+    begin: Literal["gem", "domain"] = "gem"
+
+    @model_validator(mode="after")
+    def _from_one(self) -> "TransferConfig":
+        if self.begin == "domain" and self.share:
+            raise ValueError("a student begins from its domain's model or shares parts of GEM")
+        return self
 
 
 class StudentTraining(Strict):
@@ -81,3 +89,9 @@ class StudentTraining(Strict):
         tyro.conf.arg(help="share of an objective's negatives to learn from: {click: 0.1}"),
     ] = {}
     seed: int = 0
+
+
+class DomainTraining(StudentTraining):
+    """How the model of a domain is trained: larger than the rankers that begin from it."""
+
+    model: StudentConfig = StudentConfig(hidden=(256, 128))

@@ -73,6 +73,7 @@ def export(
     its test vectors.
     """
     student, reader = trained.student, trained.assembly.reader
+    (surface,) = reader.surfaces
     beside = whole.fresh(versions / name)
     look_up = trained.look_up()
     with torch.no_grad():
@@ -88,7 +89,7 @@ def export(
     vectors = {k: v.numpy() for k, v in (user | own | {"logits": logits}).items()}
     np.savez(beside / manifest.VECTORS, **vectors)
     made = RankerManifest(
-        surface=reader.surface or "",
+        surface=surface,
         version=f"{name}-{manifest.digest(beside)[:8]}",
         spec=spec,
         sequence=reader.sequence,

@@ -9,6 +9,7 @@ from tqdm import tqdm
 
 from etl.spec.units import each_day
 from etl.tables.lake import Lake
+from ranking.student import domain
 from ranking.student.config import StudentTraining
 from ranking.student.share import share
 from ranking.student.teacher import Teacher
@@ -37,7 +38,8 @@ def train_student(
 ) -> TrainedStudent:
     """Train on the training days; without a teacher from labels alone.
 
-    Raises UserError where it is to share parts of a GEM that there is not, or of other sizes.
+    Raises UserError where it is to share parts of a GEM that there is not, or of other sizes, or
+    to begin from the model of a domain that there is not.
     """
     torch.manual_seed(config.seed)
     if config.transfer.shuffled:
@@ -58,7 +60,8 @@ def train_student(
         optimizers.append(model.tables.optimizer(config.sparse_rate))
     average = averaged(student)
     what = "without GEM" if config.transfer.kind == "none" else "with GEM"
-    told = {"desc": f"{reader.surface} student {what}", "unit": "batch", "disable": None}
+    name = f"{', '.join(reader.surfaces)} student {what}"
+    told = {"desc": name, "unit": "batch", "disable": None}
     for batch in (bar := tqdm(_passes(lake, reader, split, config), **told)):
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
@@ -79,6 +82,10 @@ def _begun(
     known = reader.items.known_by(split.train_last)
     items = 1 + int(np.flatnonzero(known).max(initial=0))
     model = new_student(reader, config.model, items, earlier)
+    if config.transfer.begin == "domain":
+        (surface,) = reader.surfaces
+        domain.begin(model, domain.of_surface(lake, surface, split.train_last))
+        return model
     told = config.transfer.share is not None
     if config.transfer.share != () and (told or folder(lake.root, split.train_last).is_dir()):
         with process_group():

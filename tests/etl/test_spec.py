@@ -9,6 +9,7 @@ from etl.spec import load_spec
 from etl.spec.units import format_duration, parse_duration
 from tests.conftest import ROOT, SPEC
 
+DOMAIN = "everywhere: [feed, reels, messaging]"
 USERS = """  users:
     kind: attributes
     entity: user
@@ -68,6 +69,12 @@ def test_all_errors_are_reported_at_once_with_their_lines(tmp_path: Path) -> Non
         ("numeric, transform: log}", "vector, width: 3}", "signup_days"),
         ("reels: {}", "reels: {}\n  feed: {}", "feed: this key is there twice"),
         ("windows: [1h, 1d, 7d]", "windows: []", "counters.windows: .*at least 1 item"),
+        (DOMAIN, DOMAIN.replace("reels", "rels"), "domains.everywhere: no ads on surface 'rels'"),
+        (
+            DOMAIN,
+            f"{DOMAIN}\n  two: [reels]",
+            "domains.two: surface 'reels' is in a domain already",
+        ),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(

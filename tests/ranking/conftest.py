@@ -26,7 +26,7 @@ FITTED = Platt(slope=1.1, intercept=-0.2)
 
 @pytest.fixture(scope="session")
 def reader(lake) -> Reader:
-    return Reader.newest(lake, "behaviour", 40, "feed")
+    return Reader.newest(lake, "behaviour", 40, ("feed",))
 
 
 def batch_of(reader: Reader, rows: int) -> Batch:

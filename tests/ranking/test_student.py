@@ -35,7 +35,7 @@ OBJECTIVES = 3
 
 @pytest.fixture(scope="module")
 def reader(lake) -> Reader:
-    return Reader.newest(lake, "behaviour", 40, "feed")
+    return Reader.newest(lake, "behaviour", 40, ("feed",))
 
 
 @pytest.fixture(scope="module")

@@ -63,9 +63,9 @@ def load_chunk(
     days: Sequence[date],
     bucket: int,
     ripened: Ripened,
-    surface: int | None = None,
+    surfaces: Sequence[int] = (),
 ) -> Chunk | None:
-    """The rows, of one surface or all, of which some label ripened; None where there are none.
+    """The rows, of some surfaces or all, of which some label ripened; None where there are none.
 
     Raises UserError where a label should be final but is not in the table.
     """
@@ -77,8 +77,8 @@ def load_chunk(
     if ripened.thinning:
         known = ripened.thinning(labels, known, max(days).toordinal(), bucket)
     wanted = known.any(1) | ripened.unlabelled
-    if surface is not None:
-        wanted &= rows["surface"].to_numpy() == surface
+    if surfaces:
+        wanted &= np.isin(rows["surface"].to_numpy(), surfaces)
     if not wanted.any():
         return None
     rows = rows.filter(pa.array(wanted)).combine_chunks()

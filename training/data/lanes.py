@@ -51,7 +51,7 @@ class Lane(IterableDataset[Batch]):
     def __init__(self, reader: Reader, asked: Pass) -> None:
         self._lake: Lake = reader.lake
         self._versions: Mapping[str, int] = reader.versions
-        self._cut = reader.sequence, reader.max_length, reader.surface
+        self._cut = reader.sequence, reader.max_length, reader.surfaces
         self._asked = asked
 
     def __iter__(self) -> Iterator[Batch]:

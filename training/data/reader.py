@@ -31,15 +31,15 @@ class Reader:
     """Pinned versions of the tables that training reads.
 
     `sequence` names the spec's sequence that histories are cut to; `max_length` overrides its
-    length, and 0 reads no history. `surface` leaves out the rows of all other surfaces. Raises
-    UserError for a sequence that the spec lacks.
+    length, and 0 reads no history. Rows of other surfaces than `surfaces` are left out, if any are
+    named. Raises UserError for a sequence that the spec lacks.
     """
 
     lake: Lake
     versions: Mapping[str, int]
     sequence: str
     max_length: int | None = None
-    surface: str | None = None
+    surfaces: tuple[str, ...] = ()
     features: Features = field(init=False)
     items: ItemTable = field(init=False)
     _tables: dict[str, Snapshot] = field(init=False)
@@ -62,12 +62,12 @@ class Reader:
         lake: Lake,
         sequence: str | None = None,
         max_length: int | None = None,
-        surface: str | None = None,
+        surfaces: tuple[str, ...] = (),
     ) -> "Reader":
         """A reader of the newest versions; of the spec's first sequence where none is named."""
         sequence = sequence or next(iter(lake.spec.sequences))
         versions = {name: lake.version(name) for name in TABLES}
-        return cls(lake, versions, sequence, max_length, surface)
+        return cls(lake, versions, sequence, max_length, surfaces)
 
     @property
     def length(self) -> int:
@@ -106,7 +106,7 @@ class Reader:
                 days,
                 bucket,
                 ripened,
-                self.lake.spec.surface_codes[self.surface] if self.surface else None,
+                [self.lake.spec.surface_codes[name] for name in self.surfaces],
             )
             if chunk is not None:
                 yield bucket, chunk
