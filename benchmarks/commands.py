@@ -3,6 +3,7 @@
 from benchmarks import (
     ablation,
     agreement,
+    calibration,
     data,
     history,
     kuairand,
@@ -30,6 +31,7 @@ COMMANDS = {
         "model": model.bench,
         "transfer": transfer.bench,
         "staleness": staleness.bench,
+        "calibration": calibration.bench,
         "serving": serving.bench,
     }
 }

@@ -9,6 +9,7 @@ from etl.spec.units import each_day
 from etl.tables.lake import Lake
 from ranking import calibration
 from ranking.calibration import Calibration
+from ranking.compiled import require_compiler
 from ranking.package.versions import newest, versions
 from ranking.score import SCORE_ROWS
 from ranking.student import domain
@@ -27,8 +28,15 @@ from training.split import Split
 EXAMPLE_ROWS = 64
 
 
-def train_ranker(lake: Lake, surface: str, split: Split, config: StudentTraining) -> Path:
-    """Train both variants, keep their test predictions, export the one that learned from GEM."""
+def train_ranker(
+    lake: Lake, surface: str, split: Split, config: StudentTraining, native: bool = False
+) -> Path:
+    """Train both variants, keep their test predictions, export the one that learned from GEM.
+
+    `native` compiles its programs for this machine, too; raises UserError without a compiler.
+    """
+    if native:
+        require_compiler()
     alone = {"transfer": TransferConfig(kind="none", share=()), "model": config.model.without_gem()}
     variants = {"student": config.model_copy(update=alone), "distilled": config}
     known = earlier(lake) if config.model.before else Earlier.nothing()
@@ -40,7 +48,8 @@ def train_ranker(lake: Lake, surface: str, split: Split, config: StudentTraining
         )
     example = next(_batches(lake, split, student, EXAMPLE_ROWS))
     name, inputs = f"{split.train_last:%Y%m%d}-s{config.seed}", student.assembly(example)
-    folder = export(versions(lake.root, surface), student, lake.spec, name, fitted, inputs)
+    place = versions(lake.root, surface)
+    folder = export(place, student, lake.spec, name, fitted, inputs, native)
     newest(lake.root, surface).swap(folder.name)
     return folder
 

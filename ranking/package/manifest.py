@@ -16,6 +16,7 @@ from ranking.reads import Reads
 MANIFEST = "ranker.json"
 USER, RANK, TABLES, VECTORS = "user.onnx", "rank.onnx", "tables.safetensors", "vectors.npz"
 FILES = (USER, RANK, TABLES, VECTORS)
+COMPILED = ("user.pt2", "rank.pt2")  # only where they were asked for
 
 
 class RankerManifest(Strict):
@@ -47,7 +48,7 @@ class RankerManifest(Strict):
 
 def write(folder: Path, manifest: RankerManifest) -> None:
     """Name all files of a folder in its manifest, and sign it where a key is configured."""
-    told = manifest.model_copy(update={"files": hashes(folder, FILES)})
+    told = manifest.model_copy(update={"files": hashes(folder, FILES + COMPILED)})
     text = told.model_dump_json(indent=1).encode()
     (folder / MANIFEST).write_bytes(text)
     signature.sign(folder / MANIFEST, text)
@@ -64,20 +65,20 @@ def read(folder: Path) -> RankerManifest:
         manifest = RankerManifest.model_validate_json(text)
     except ValidationError:
         raise UserError(f"{path} is damaged; make the ranker again") from None
-    there = hashes(folder, FILES)
+    there = hashes(folder, FILES + COMPILED)
     for name, said in manifest.files.items():
         if there.get(name) != said:
             raise UserError(
                 f"{folder}/{name} is not the file that was saved; make the ranker again"
             )
-    if set(manifest.files) != set(FILES):
+    if not set(FILES) <= set(manifest.files):
         raise UserError(f"{path} does not name all files of the ranker; make the ranker again")
     return manifest
 
 
 def digest(folder: Path) -> str:
     """One hash of all that a ranker's folder holds beside its manifest."""
-    return hashlib.sha256("".join(hashes(folder, FILES).values()).encode()).hexdigest()
+    return hashlib.sha256("".join(hashes(folder, FILES + COMPILED).values()).encode()).hexdigest()
 
 
 def hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """The rankers that answer now; a new one takes over between two requests."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from etl.errors import UserError
@@ -14,8 +15,9 @@ log = logging.getLogger("uvicorn.error")
 class Rankers:
     """The ranker of each surface that has one, followed by its pointer."""
 
-    def __init__(self, lake: str, meta: Meta) -> None:
+    def __init__(self, lake: str, meta: Meta, compiled: bool) -> None:
         self._lake = lake
+        self._load = _loader(compiled)
         self._loaded: dict[str, tuple[Path, Ranker]] = {}
         self.renew(meta)
 
@@ -38,9 +40,17 @@ class Rankers:
             try:
                 folder = current(self._lake, surface).target
                 if folder and self._loaded.get(surface, (None,))[0] != folder:
-                    self._loaded[surface] = folder, fitting(load(folder), meta)
+                    self._loaded[surface] = folder, fitting(self._load(folder), meta)
             except UserError as error:
                 log.error("%s", error)
+
+
+def _loader(compiled: bool) -> Callable[[Path], Ranker]:
+    if not compiled:
+        return load
+    from ranking.compiled import load_compiled  # torch, only where it was asked for
+
+    return load_compiled
 
 
 def fitting(ranker: Ranker, meta: Meta) -> Ranker:

@@ -15,12 +15,14 @@ class Settings(Strict):
     """Where a worker finds what it serves, how much it takes on, and how its clock is shifted.
 
     `most_waiting` requests wait for a worker, of at most `most_bytes` each; `shift` is in seconds.
+    Where `compiled`, rankers answer with their native programs.
     """
 
     spec: Path
     lake: str
     most_waiting: int
     most_bytes: int
+    compiled: bool = False
     shift: int = 0
 
     @classmethod

@@ -42,7 +42,7 @@ class Worker:
         self.settings = settings
         self.spec = load_spec(settings.spec)
         self.live = Live(settings.lake, self.spec)
-        self.rankers = Rankers(settings.lake, self.live.store.meta)
+        self.rankers = Rankers(settings.lake, self.live.store.meta, settings.compiled)
         self.waiting = 0
         self._turn = asyncio.Lock()
 
