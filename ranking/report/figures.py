@@ -7,6 +7,7 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
+from ranking.report.drift import Drift
 from training.loop.metrics import Score
 from training.predictions import Predictions
 from training.study import Study
@@ -82,6 +83,25 @@ def reliability(
         axis.set_xlabel("predicted")
         axis.set_ylabel("happened")
     figure.axes[0].legend(frameon=False, fontsize=7)
+    figure.tight_layout()
+    return svg(figure)
+
+
+def drifts(found: Sequence[Drift]) -> str:
+    """Predictions over outcomes by day, a line a surface, one panel an objective."""
+    objectives = list(dict.fromkeys(one.objective for one in found))
+    figure = Figure(figsize=(3.4 * len(objectives), 2.6))
+    axes = np.ravel(figure.subplots(1, len(objectives), sharey=True))
+    for axis, objective in zip(axes, objectives, strict=True):
+        for surface in dict.fromkeys(one.surface for one in found):
+            points = [o for o in found if (o.surface, o.objective) == (surface, objective)]
+            days = [f"{one.day:%d %b}" for one in points]
+            axis.plot(days, [one.ratio for one in points], "o-", ms=3, lw=1, label=surface)
+        axis.axhline(1, ls=":", color="#bbbbbb")
+        axis.set_title(objective)
+        axis.tick_params("x", rotation=60)
+    axes[0].set_ylabel("predicted / happened")
+    axes[0].legend(frameon=False, fontsize=7)
     figure.tight_layout()
     return svg(figure)
 
