@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import matplotlib
 import numpy as np
+from matplotlib.dates import AutoDateLocator, DateFormatter
 from matplotlib.figure import Figure
 
 from ranking.report.drift import Drift
@@ -91,14 +92,16 @@ def drifts(found: Sequence[Drift]) -> str:
     """Predictions over outcomes by day, a line a surface, one panel an objective."""
     objectives = list(dict.fromkeys(one.objective for one in found))
     figure = Figure(figsize=(3.4 * len(objectives), 2.6))
-    axes = np.ravel(figure.subplots(1, len(objectives), sharey=True))
+    axes = np.ravel(figure.subplots(1, len(objectives), sharex=True, sharey=True))
     for axis, objective in zip(axes, objectives, strict=True):
         for surface in dict.fromkeys(one.surface for one in found):
             points = [o for o in found if (o.surface, o.objective) == (surface, objective)]
-            days = [f"{one.day:%d %b}" for one in points]
+            days = [one.day for one in points]
             axis.plot(days, [one.ratio for one in points], "o-", ms=3, lw=1, label=surface)
         axis.axhline(1, ls=":", color="#bbbbbb")
         axis.set_title(objective)
+        axis.xaxis.set_major_locator(AutoDateLocator(minticks=2))
+        axis.xaxis.set_major_formatter(DateFormatter("%d %b"))
         axis.tick_params("x", rotation=60)
     axes[0].set_ylabel("predicted / happened")
     axes[0].legend(frameon=False, fontsize=7)
