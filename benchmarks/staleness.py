@@ -91,6 +91,9 @@ def at_age(trials: "Trials", stale: int, seeds: int) -> "list[Gained]":
         "auxiliary head": transfer(**head),
         "auxiliary head, adapter": transfer(**head, adapter=True),
     }
+    if not stale:  # who knows nothing does not age
+        kinds["plain distillation, shuffled"] = transfer(**plain, shuffled=True)
+        kinds["auxiliary head, adapter, shuffled"] = transfer(**head, adapter=True, shuffled=True)
     objectives = [n for n, o in trials.lake.spec.objectives.items() if o.ripens_after <= DAY]
     alone = [window.student(ALONE, seed) for seed in range(seeds)]
     aged = older(window, stale)
