@@ -6,6 +6,7 @@ YAML; flags override them.
 
 import inspect
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
@@ -24,6 +25,7 @@ from etl.trouble import sentence_of
 if TYPE_CHECKING:
     from etl.tables.lake import Lake
 
+BEGAN = time.time()  # before what is heavy is imported
 Config = TypeVar("Config", bound=Strict)
 Command = Callable[[Any], object]
 

@@ -1,5 +1,6 @@
 """The commands of this folder. torch is imported when a torch step is called."""
 
+import re
 import subprocess
 import sys
 import tempfile
@@ -10,8 +11,9 @@ from typing import Annotated
 import tyro
 import yaml
 
-from etl.cli import DayArgs, LakeArgs, days_argument
+from etl.cli import BEGAN, DayArgs, LakeArgs, days_argument
 from etl.errors import UserError
+from etl.spec.base import Strict
 from training.config import TrainConfig
 from training.split import Split
 
@@ -65,14 +67,17 @@ def gem(args: GemArgs) -> None:
     import torch.distributed as dist
 
     from training.gem import train
+    from training.loop.timeline import Timeline
     from training.loop.tracking import track, tracked
     from training.parallel.processes import process_group
 
     lake = args.open_lake()
     chosen = args.model_dump(include=set(TrainConfig.model_fields))
     config = TrainConfig.model_validate(chosen)
+    timeline = Timeline(BEGAN)
     with process_group() as (rank, _):
-        scores = train(lake, args.span, config)
+        timeline.spent("imports")
+        scores = train(lake, args.span, config, timeline)
         if rank == 0:
             with tracked(args.lake, "gem", chosen | {"days": args.days}):
                 for step, found in enumerate(scores):
@@ -177,6 +182,33 @@ def lawcurve(args: LawcurveArgs) -> None:
     print(f"kept in {folder / 'lawcurve.json'}; `gemline report` draws it")
 
 
+class PlanArgs(Strict):
+    """What is trained on what, and on how many GPUs."""
+
+    scenario: Annotated[Path, tyro.conf.arg(help="a YAML file such as conf/plans/exfm.yaml")]
+    gpus: Annotated[str, tyro.conf.arg(help="numbers of them: 8,64,512,4096")]
+
+    @property
+    def counts(self) -> list[int]:
+        """The numbers; raises UserError where they are none."""
+        if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", self.gpus):
+            raise UserError(f"--gpus {self.gpus}: write whole numbers, as in 8,64,512,4096")
+        return [int(count) for count in self.gpus.split(",")]
+
+
+def plan(args: PlanArgs) -> None:
+    """Memory, step time and scaling on more GPUs, by how the tables are spread; on paper."""
+    from rich.console import Console
+
+    from training.plan.scenario import load_scenario
+    from training.plan.table import planned
+
+    table, advice = planned(load_scenario(args.scenario), args.counts)
+    Console().print(table)
+    for sentence in advice:
+        print(sentence)
+
+
 COMMANDS = {
     "train": {
         "gem": gem,
@@ -184,6 +216,7 @@ COMMANDS = {
         "evaluate": evaluate,
         "rebuild": rebuild,
         "lawcurve": lawcurve,
+        "plan": plan,
     },
     "knowledge": knowledge,
 }

@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+import sys
 from collections.abc import Iterator
 from datetime import date, timedelta
 
@@ -32,6 +33,7 @@ from training.loop.expiry import Asked
 from training.loop.loss import Loss, thinning
 from training.loop.prequential import Prequential
 from training.loop.step import GemModel, train_step
+from training.loop.timeline import Timeline
 from training.model.gem import Gem
 from training.model.lookup import ItemRows, table_rows
 from training.parallel.processes import in_step
@@ -73,24 +75,33 @@ def build(features: Features, manifest: Manifest, known: npt.NDArray[np.bool_]) 
     return Trained(model, average, tables, asked, optimizer, manifest)
 
 
-def train(lake: Lake, days: tuple[date, date], config: TrainConfig) -> list[dict[str, float]]:
+def train(
+    lake: Lake, days: tuple[date, date], config: TrainConfig, timeline: Timeline | None = None
+) -> list[dict[str, float]]:
     """Train through the given days, each after the other; returns each day's prequential scores.
 
     Goes on from the checkpoint of the day before the first, if there is one, and from where an
-    earlier call was killed. Raises UserError where a day has no examples.
+    earlier call was killed. `timeline` goes on with what went before. Raises UserError where a day
+    has no examples.
     """
+    timeline = timeline or Timeline()
     reader = newest_reader(lake, config)
     reader.require(*days)
     manifest, path = starting_point(lake, reader, days, config)
+    timeline.spent("tables")
     trained = build(reader.features, manifest, reader.items.known_by(days[1]))
+    timeline.spent("model")
     if path:
         checkpoint.load(path, trained)
         log.info("continue from %s", path)
-    scores, meter = [], Meter()
+        timeline.spent("checkpoint")
+    scores, meter = [], Meter(timeline)
     for day in each_day(manifest.trained_until, days[1]):
         begin(trained, reader, day)
         scores.append(train_day(lake, reader, trained, day, meter))
         trained.manifest = trained.manifest.next_day(day + timedelta(days=1))
+    if dist.get_rank() == 0:
+        tqdm.write(str(timeline), sys.stderr)
     return scores
 
 
@@ -135,9 +146,11 @@ def train_day(
         bar.set_postfix(meter.after(batch), refresh=False)
         if trained.manifest.batches % config.checkpoint_every == 0:
             checkpoint.save(partial, trained)
+            meter.timeline.spent("checkpoint")
     trained.manifest = trained.manifest.model_copy(update={"complete": True})
     final = checkpoint.folder(lake.root, day)
     checkpoint.save(final, trained)
+    meter.timeline.spent("checkpoint")
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
     return seen.scores()

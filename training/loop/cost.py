@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from training.data.batch import Batch
 from training.loop.checkpoint import Trained
+from training.loop.timeline import Timeline
 from training.model.lookup import table_rows
 
 SIDE = 512
@@ -76,25 +77,31 @@ def peak() -> float:
 
 
 class Meter:
-    """What a model costs, told before its first step, and its share of the peak since (MFU)."""
+    """What a model costs, told before its first step, its share of the peak since (MFU), and what
+    the seconds went to.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline = timeline
         self.cost: Cost | None = None
         self.rows = 0
         self.started = 0.0
 
     def begin(self, trained: Trained, batch: Batch) -> None:
-        """Count on the first batch."""
+        """A batch was read; count on the first one."""
+        self.timeline.spent("reading")
         if self.cost is None:
             self.cost = cost(trained, batch)
             if dist.get_rank() == 0:
                 tqdm.write(f"GEM {trained.manifest.training.scale}: {self.cost}", sys.stderr)
             peak()
             self.started = time.perf_counter()
+            self.timeline.spent("counting")
 
     def after(self, batch: Batch) -> dict[str, str]:
         """What to show behind a step: model FLOPs over the machine's, waiting included."""
         assert self.cost is not None
+        self.timeline.stepped()
         self.rows += len(batch)
         done = self.rows * self.cost.flops / (time.perf_counter() - self.started)
         return {"GFLOP/s": f"{done / 1e9:.1f}", "MFU": f"{done / peak():.0%}"}

@@ -1,0 +1,1 @@
+"""How training would go on more GPUs: a plan on paper."""
