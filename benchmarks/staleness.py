@@ -6,7 +6,7 @@ from there. The table goes to benchmarks/results/staleness.json.
 """
 
 from dataclasses import dataclass, replace
-from datetime import timedelta
+from datetime import date, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,11 +16,12 @@ from pydantic import Field
 from benchmarks.ablation import OBJECTIVE
 from benchmarks.result import Result
 from etl.spec.base import Strict
-from etl.spec.units import DAY
+from etl.spec.units import DAY, each_day
 from training.study import Study
 
 if TYPE_CHECKING:
     from benchmarks.transfer.trials import Trials
+    from etl.tables.lake import Lake
     from training.loop.paired import Interval
 
 RESULTS = Path(__file__).parent / "results" / "staleness.json"
@@ -112,11 +113,24 @@ def older(window: "Trials", stale: int) -> "Trials":
 
     folder = window.folder.parent / f"stale-{stale}"
     lake = linked(window.lake, folder / "lake")
-    models = Path(lake.root, "models")
-    if not models.is_dir():
-        models.mkdir()
-        (models / "gem").symlink_to(Path(window.lake.root, "models", "gem"))
-    if not lake.exists("knowledge"):
+    gem = Path(lake.root, "models", "gem")
+    gem.parent.mkdir(exist_ok=True)
+    if not gem.exists():
+        gem.symlink_to(Path(window.lake.root, "models", "gem").resolve())
+    days = window.split.train_first, window.split.train_last
+    if not lake.exists("knowledge") or ages(lake, days) != {1 + stale}:
         with process_group():
-            write_knowledge(lake, (window.split.train_first, window.split.train_last), stale)
+            write_knowledge(lake, days, stale)
+        assert ages(lake, days) == {1 + stale}, "a GEM of these days is missing"
     return replace(window, lake=lake, folder=folder / "trials")
+
+
+def ages(lake: "Lake", days: "tuple[date, date]") -> set[int]:
+    """Days from what GEM had learned to what it tells of; 0 among them where a day is missing."""
+    from etl.tables import arrow, contracts
+
+    stored = arrow.snapshot(lake, contracts.knowledge(lake.spec))
+    rows = stored.read(["day", "fm_trained_until"], day=list(each_day(*days)))
+    told = rows.group_by(["day", "fm_trained_until"]).aggregate([]).to_pylist()
+    missing = set(each_day(*days)) - {row["day"] for row in told}
+    return {(row["day"] - row["fm_trained_until"]).days for row in told} | {0 for _ in missing}

@@ -186,7 +186,10 @@ def model_steps(
             ("online/current.json",),
         )
     )
-    reads = (*(name for step in judge for name in step.writes), "quarantine", "flow")
+    reads = (
+        *(name for step in judge for name in step.writes),
+        *("impressions", *KNOWLEDGE, "quarantine", "flow"),
+    )
     command = ("report", *where, "--raw", place.raw, *flags.split)
     return learn, [*judge, Step("report", "torch", command, reads, ("report.html",))]
 

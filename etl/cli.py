@@ -25,7 +25,7 @@ from etl.trouble import sentence_of
 if TYPE_CHECKING:
     from etl.tables.lake import Lake
 
-BEGAN = time.time()  # before what is heavy is imported
+BEGAN = time.monotonic()  # before what is heavy is imported
 Config = TypeVar("Config", bound=Strict)
 Command = Callable[[Any], object]
 

@@ -1,6 +1,8 @@
 """The commands of this folder. torch is imported when a command is called."""
 
+import os
 from datetime import datetime
+from importlib.util import find_spec
 from typing import Annotated
 
 import tyro
@@ -9,6 +11,7 @@ from pydantic import Field
 from etl.cli import DayArgs, LakeArgs, days_argument
 from etl.errors import UserError
 from etl.spec import DataSpec
+from ranking.package.signature import PUBLIC
 from ranking.student.config import DomainTraining, StudentTraining
 from training.commands import SplitArgs
 
@@ -170,6 +173,10 @@ def serve(args: ServeArgs) -> None:
     from ranking.serve.run import run
     from ranking.serve.settings import Settings
 
+    if args.compiled and find_spec("torch") is None:
+        raise UserError("--compiled needs torch: pip install 'gemline[train]'")
+    if args.compiled and not os.environ.get(PUBLIC):
+        raise UserError(f"compiled programs are native code: set {PUBLIC} to whom you trust")
     Live(args.lake, args.load()).store.close()  # what is wrong is told here, once
 
     settings = Settings(

@@ -1,33 +1,41 @@
-"""A ranker's programs compiled for this machine (AOTInductor), beside those of ONNX.
+"""A ranker's programs compiled for this kind of machine (AOTInductor), beside those of ONNX.
 
-They are native code: who loads them runs what their maker wrote. Their SHA-256 stands in the
-manifest, which is signed where a key is configured.
+They are native code: whoever loads them runs what their maker wrote. So they are loaded only where
+GEMLINE_TRUSTED_KEY names who signs rankers, and only on the kind of machine that made them.
 """
 
 import os
-import shutil
+import platform
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch._inductor import aoti_compile_and_package, aoti_load_package
+from torch._inductor import aoti_load_package
 
 from etl.errors import UserError
 from ranking.package.manifest import COMPILED
 from ranking.package.program import Arrays, Program
 from ranking.package.ranker import Ranker, checked, load
-from ranking.student.programs import Traced
+from ranking.package.signature import PUBLIC
 
 
 class CompiledProgram:
-    """A package that reads and gives what another form of the same program does."""
+    """A package that reads and gives what another form of the same program does, on one thread.
+
+    Raises UserError where the file cannot be loaded.
+    """
 
     def __init__(self, path: Path, same: Program) -> None:
         self.inputs, self.outputs = same.inputs, same.outputs
-        self._run = aoti_load_package(str(path), run_single_threaded=True)
+        try:
+            self._run = aoti_load_package(str(path), run_single_threaded=True)
+        except RuntimeError as error:
+            said = str(error).splitlines()[0]
+            raise UserError(f"{path} cannot be loaded here ({said}): compile it again") from None
 
     def __call__(self, given: Mapping[str, np.ndarray]) -> Arrays:
         """Run on arrays of which more may be given than are read."""
@@ -38,37 +46,35 @@ class CompiledProgram:
         return {name: x.numpy() for name, x in zip(self.outputs, found, strict=True)}
 
 
-def require_compiler() -> None:
-    """Raises UserError where there is no C++ compiler."""
-    asked = os.environ.get("CXX", "g++")
-    if shutil.which(asked) is None:
-        raise UserError(f"no C++ compiler {asked} to compile programs: install it, or set CXX")
+def machine() -> dict[str, str]:
+    """What compiled programs depend on."""
+    cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return {"torch": version("torch"), "cpu": cpu}
 
 
-def package(traced: Traced, path: Path) -> None:
-    """Write the package of a program; takes a minute."""
-    inputs = tuple(traced.inputs.values())
-    for weight in traced.program.parameters():
-        weight.requires_grad_(False)
-    found = torch.export.export(traced.program.eval(), inputs, dynamic_shapes=(traced.shapes,))
-    aoti_compile_and_package(found, package_path=str(path))
+def load_native(folder: Path) -> Ranker:
+    """The ranker of a folder by its compiled programs; by ONNX where it was made without them.
 
-
-def load_compiled(folder: Path) -> Ranker:
-    """The ranker of a folder by its compiled programs, on one thread.
-
-    Raises UserError as `load` does, and where it has no such programs.
+    Raises UserError as `load` does, where no key is trusted, and where another kind of machine
+    compiled it.
     """
+    if not os.environ.get(PUBLIC):
+        raise UserError(f"compiled programs are native code: set {PUBLIC} to whom you trust")
     plain = load(folder)
     if not set(COMPILED) <= set(plain.manifest.files):
-        raise UserError(
-            f"the ranker in {folder} was not compiled: run `gemline rank train --compiled`"
-        )
-    torch.set_num_threads(1)
+        return plain
+    for what, here in machine().items():
+        made = plain.manifest.made_with.get(what)
+        if made != here:
+            raise UserError(f"the ranker in {folder} was compiled with {what} {made}, not {here}")
+    return checked(natively(plain, folder), folder)
+
+
+def natively(plain: Ranker, folder: Path) -> Ranker:
+    """The same ranker by the compiled programs of its folder."""
     user, rank = (folder / name for name in COMPILED)
-    compiled = replace(
+    return replace(
         plain,
         user_program=CompiledProgram(user, plain.user_program),
         rank_program=CompiledProgram(rank, plain.rank_program),
     )
-    return checked(compiled, folder)

@@ -9,12 +9,12 @@ from etl.spec.units import each_day
 from etl.tables.lake import Lake
 from ranking import calibration
 from ranking.calibration import Calibration
-from ranking.compiled import require_compiler
 from ranking.package.versions import newest, versions
 from ranking.score import SCORE_ROWS
 from ranking.student import domain
 from ranking.student.config import StudentTraining, TransferConfig
 from ranking.student.export import export
+from ranking.student.programs import require_compiler
 from ranking.student.teacher import Teacher
 from ranking.student.train import train_student
 from ranking.student.trained import TrainedStudent
@@ -58,7 +58,7 @@ def train_domain(lake: Lake, name: str, split: Split, config: StudentTraining) -
     """Train the model of a domain and keep it for the rankers of its surfaces."""
     known = earlier(lake) if config.model.before else Earlier.nothing()
     model = trained(lake, lake.spec.domains[name], split, config, known)
-    return domain.keep(lake, name, split.train_last, model)
+    return domain.keep(model.assembly.reader, name, split.train_last, model)
 
 
 def trained(

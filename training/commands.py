@@ -1,6 +1,5 @@
 """The commands of this folder. torch is imported when a torch step is called."""
 
-import re
 import subprocess
 import sys
 import tempfile
@@ -13,8 +12,8 @@ import yaml
 
 from etl.cli import BEGAN, DayArgs, LakeArgs, days_argument
 from etl.errors import UserError
-from etl.spec.base import Strict
 from training.config import TrainConfig
+from training.plan.command import plan
 from training.split import Split
 
 
@@ -180,33 +179,6 @@ def lawcurve(args: LawcurveArgs) -> None:
     study.keep(folder / "lawcurve.json")
     study.show()
     print(f"kept in {folder / 'lawcurve.json'}; `gemline report` draws it")
-
-
-class PlanArgs(Strict):
-    """What is trained on what, and on how many GPUs."""
-
-    scenario: Annotated[Path, tyro.conf.arg(help="a YAML file such as conf/plans/exfm.yaml")]
-    gpus: Annotated[str, tyro.conf.arg(help="numbers of them: 8,64,512,4096")]
-
-    @property
-    def counts(self) -> list[int]:
-        """The numbers; raises UserError where they are none."""
-        if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", self.gpus):
-            raise UserError(f"--gpus {self.gpus}: write whole numbers, as in 8,64,512,4096")
-        return [int(count) for count in self.gpus.split(",")]
-
-
-def plan(args: PlanArgs) -> None:
-    """Memory, step time and scaling on more GPUs, by how the tables are spread; on paper."""
-    from rich.console import Console
-
-    from training.plan.scenario import load_scenario
-    from training.plan.table import planned
-
-    table, advice = planned(load_scenario(args.scenario), args.counts)
-    Console().print(table)
-    for sentence in advice:
-        print(sentence)
 
 
 COMMANDS = {

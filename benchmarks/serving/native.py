@@ -6,10 +6,10 @@ from datetime import date
 from pathlib import Path
 
 from etl.errors import UserError
-from ranking.compiled import CompiledProgram, package, require_compiler
+from ranking.compiled import CompiledProgram
 from ranking.package.program import Program
 from ranking.package.ranker import Ranker
-from ranking.student.programs import Traced, traced
+from ranking.student.programs import Traced, require_compiler, traced
 from ranking.student.trained import TrainedStudent
 from training.data.parts import Shuffle
 from training.data.ripened import EVERYTHING
@@ -35,5 +35,5 @@ def compiled_form(ranker: Ranker, student: TrainedStudent, day: date) -> Ranker 
 def _compiled(program: Traced, same: Program) -> CompiledProgram:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "program.pt2")
-        package(program, path)
+        program.to_native(path)
         return CompiledProgram(path, same)

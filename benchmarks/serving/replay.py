@@ -27,7 +27,8 @@ def measure(args: "ServingArgs", result: Result) -> None:
     requests = sum(compared.requests for compared in found)
     days = f"{requests:,} requests of {len(found)} days"
     result.rows.append(("live against tables", f"{apart} differences", days, "0"))
-    result.take("online_offline_differences", apart, "")
+    nothing = f"no request before {args.day} or on it has a day before it"
+    result.take("online_offline_differences", apart if requests else None, nothing)
     result.figures["online_offline_requests"] = requests
 
 

@@ -6,6 +6,7 @@ distillation and the ratio of the auxiliary head's gradient, is chosen on days b
 reported. The table goes to benchmarks/results/transfer.json.
 """
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,7 @@ import tyro
 from pydantic import Field
 
 from benchmarks.result import Result
+from etl.errors import UserError
 from etl.spec.base import Strict
 from training.study import Study
 
@@ -31,11 +33,18 @@ class TransferArgs(Strict):
     work: Annotated[Path, tyro.conf.arg(help="folder of `gemline bench history`")]
     seeds: int = Field(default=5, ge=1)
     part: Annotated[
-        str,
-        Field(pattern=r"^[1-9]\d*/[1-9]\d*$"),
-        tyro.conf.arg(help="train only a part of what is missing, 1/2 or 2/2, and stop"),
+        str, tyro.conf.arg(help="train only a part of what is missing, 1/2 or 2/2, and stop")
     ] = "1/1"
     as_json: Annotated[bool, tyro.conf.arg(name="json", help="one line of JSON last")] = False
+
+    @property
+    def which(self) -> tuple[int, int]:
+        """Number of the part, and of how many; raises UserError where it is none of them."""
+        found = re.fullmatch(r"(\d+)/(\d+)", self.part)
+        number, parts = map(int, found.groups()) if found else (0, 0)
+        if not 1 <= number <= parts:
+            raise UserError(f"--part {self.part}: write 1/2 and 2/2 for two halves")
+        return number, parts
 
 
 def bench(args: TransferArgs) -> None:
@@ -43,8 +52,8 @@ def bench(args: TransferArgs) -> None:
     from benchmarks.transfer.ratio import ratios
     from benchmarks.transfer.trials import Trials
 
+    number, parts = args.which
     trials = Trials.of(args.work)
-    number, parts = map(int, args.part.split("/"))
     variants = trials.variants()
     for place, (name, seed) in enumerate((n, s) for s in range(args.seeds) for n in variants):
         if place % parts == number - 1:
@@ -65,6 +74,8 @@ def bench(args: TransferArgs) -> None:
 
 def table(measured: "Ratios", trials: "Trials") -> Result:
     """NE by objective, each configuration's share of GEM's gain, and the figures."""
+    from benchmarks.transfer.cost import costs
+
     result = Result("NE on the test day, all surfaces, and shares of GEM's gain", COLUMNS)
     for name, ne in measured.ne.items():
         share, plain = measured.of_teacher.get(name), measured.to_plain.get(name)
@@ -77,5 +88,5 @@ def table(measured: "Ratios", trials: "Trials") -> Result:
     result.take("gain_kept", best.value if best else None, crossed)
     worst = trials.worst_calibration(measured.kept[BEST])
     result.take("calibration_worst", worst, "the logs tell no true probabilities")
-    result.figures |= {"chosen": trials.told(), "mflop_an_example": trials.cost()}
+    result.figures |= {"chosen": trials.told(), "mflop_an_example": costs(trials)}
     return result

@@ -1,9 +1,11 @@
 """Students of one size that learn from GEM in several ways, each trained once."""
 
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -11,14 +13,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks import history
-from benchmarks.model.limit import flops_of
 from dags.line import Place, newest_mature
 from etl.spec import load_spec
 from etl.spec.units import each_day, parse_days
 from etl.tables.lake import Lake
 from ranking.report.facts import true_probabilities
 from ranking.student.config import DomainTraining, StudentTraining
-from ranking.student.trained import new_student
 from ranking.train import (
     calibrated,
     fit_calibration,
@@ -29,13 +29,12 @@ from ranking.train import (
 )
 from training.config import TrainConfig
 from training.data.parts import Shuffle
-from training.data.reader import TABLES, Reader
+from training.data.reader import TABLES
 from training.gem import load_trained, train
-from training.knowledge.earlier import Earlier, earlier
+from training.knowledge.earlier import earlier
 from training.knowledge.write import write_knowledge
 from training.lawcurve import ne
 from training.loop import checkpoint
-from training.loop.cost import cost
 from training.parallel.processes import process_group
 from training.predictions import Predictions, joined, predict
 from training.split import Split
@@ -134,30 +133,9 @@ class Trials:
         config = StudentTraining.model_validate({**change, "seed": seed})
         path = self._path(config.model_dump_json(), split)
         if not path.is_file():
-            if config.transfer.begin == "domain":
-                self._domains(config, split)
-            known = earlier(self.lake)
-            parts = []
-            for surface in self.lake.spec.ad_surfaces:
-                student = trained(self.lake, (surface,), split, config, known)
-                fitted = fit_calibration(self.lake, split, student)
-                parts.append(calibrated(tested(self.lake, split, student), fitted))
-            joined(parts).write(path, split)
+            with self._models(config, split) as lake:
+                joined(list(_told(lake, split, config))).write(path, split)
         return Predictions.read(path, split).in_order()
-
-    def cost(self) -> dict[str, float]:
-        """MFLOP of an example, forward and backward: of GEM, of a domain's model, of a student."""
-        surfaces = next(iter(self.lake.spec.domains.values()))
-        sizes = DomainTraining().model, StudentTraining().model
-        days = self.split.test_first, self.split.test_last
-        reader = Reader.newest(self.lake, None, sizes[0].max_length, surfaces)
-        read = self.split.testing(self.lake.spec), 2048, Shuffle(None)
-        batch = next(iter(reader.batches(list(each_day(*days)), *read)))
-        models = (new_student(reader, size, len(reader.items), Earlier.nothing()) for size in sizes)
-        domain, student = (3 * flops_of(partial(m.logits, batch)) / len(batch) for m in models)
-        with process_group():
-            gem = cost(load_trained(self.lake, self.split.train_last)[0], batch).flops
-        return {"gem": gem / 1e6, "domain": domain / 1e6, "student": student / 1e6}
 
     def gem(self) -> Predictions:
         """GEM's predictions, calibrated by surface as the students' are."""
@@ -189,11 +167,18 @@ class Trials:
         }
         return min(loss, key=lambda option: loss[option])
 
-    def _domains(self, config: StudentTraining, split: Split) -> None:
+    @contextmanager
+    def _models(self, config: StudentTraining, split: Split) -> Iterator[Lake]:
+        """The lake; with domains' models of its own for students that begin from them."""
+        if config.transfer.begin == "gem":
+            yield self.lake
+            return
         own = config.transfer.model_copy(update={"begin": "gem", "share": None})
-        training = DomainTraining(transfer=own, seed=config.seed)
-        for name in self.lake.spec.domains:
-            train_domain(self.lake, name, split, training)
+        with tempfile.TemporaryDirectory() as folder:
+            lake = with_gem_of(self.lake, Path(folder))
+            for name in lake.spec.domains:
+                train_domain(lake, name, split, DomainTraining(transfer=own, seed=config.seed))
+            yield lake
 
     def _gem(self) -> Predictions:
         lake, split = self.lake, self.split
@@ -219,3 +204,23 @@ class Trials:
     def _path(self, name: str, split: Split) -> Path:
         tables = (*TABLES, "knowledge", "user_knowledge")
         return path_of(self.folder, self.lake, tables, split, name)
+
+
+def with_gem_of(lake: Lake, folder: Path) -> Lake:
+    """All of a lake in another folder, of its models GEM alone."""
+    models = folder / "models"
+    models.mkdir(parents=True, exist_ok=True)
+    theirs = {path.name: path for path in Path(lake.root).iterdir() if path.name != "models"}
+    for name, path in (theirs | {"models/gem": Path(lake.root, "models", "gem")}).items():
+        if not (folder / name).exists():
+            (folder / name).symlink_to(path.resolve())
+    return Lake(str(folder), lake.spec)
+
+
+def _told(lake: Lake, split: Split, config: StudentTraining) -> Iterator[Predictions]:
+    """Calibrated predictions of the student of each surface."""
+    known = earlier(lake)
+    for surface in lake.spec.ad_surfaces:
+        student = trained(lake, (surface,), split, config, known)
+        fitted = fit_calibration(lake, split, student)
+        yield calibrated(tested(lake, split, student), fitted)

@@ -1,4 +1,4 @@
-"""How far predictions drift: each day what GEM said of it the day before, over what happened."""
+"""How far predictions drift: what GEM said of a day before learning it, over what happened."""
 
 from collections.abc import Iterator
 from datetime import date
@@ -7,11 +7,11 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from etl.spec.units import MICROS, each_day
+from etl.spec.units import MICROS
 from etl.tables import arrow, contracts
 from etl.tables.lake import Lake
 
-FEWEST = 20  # outcomes of a day, below which a ratio is noise
+FEWEST = 20  # expected outcomes of a day, below which a ratio is noise
 
 
 class Drift(NamedTuple):
@@ -32,7 +32,7 @@ def drift(lake: Lake, landed: date) -> list[Drift]:
     names = list(lake.spec.objectives)
     columns = ["impression_id", "surface", *(f"{p}_{n}" for n in names for p in ("label", "ready"))]
     found: list[Drift] = []
-    for day in each_day(*lake.days("knowledge")):
+    for day in said.days():
         logits = said.read(["impression_id", *(f"logit_{name}" for name in names)], day=day)
         rows = happened.read(columns, day=day).join(logits, "impression_id", join_type="inner")
         found += _of_day(lake, day, rows, lake.spec.day_end(landed) * MICROS["s"])
@@ -54,6 +54,6 @@ def _of_day(lake: Lake, day: date, rows: pa.Table, final: int) -> Iterator[Drift
         )
         sums = table.group_by("surface").aggregate([("said", "sum"), ("happened", "sum")])
         for row in sums.sort_by("surface").to_pylist():
-            if row["happened_sum"] >= FEWEST:
+            if row["said_sum"] >= FEWEST and row["happened_sum"]:
                 ratio = row["said_sum"] / row["happened_sum"]
                 yield Drift(day, surfaces[row["surface"]], name, ratio)

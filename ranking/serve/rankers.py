@@ -48,9 +48,9 @@ class Rankers:
 def _loader(compiled: bool) -> Callable[[Path], Ranker]:
     if not compiled:
         return load
-    from ranking.compiled import load_compiled  # torch, only where it was asked for
+    from ranking.compiled import load_native  # torch, only where it was asked for
 
-    return load_compiled
+    return load_native
 
 
 def fitting(ranker: Ranker, meta: Meta) -> Ranker:

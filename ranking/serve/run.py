@@ -16,6 +16,8 @@ def run(settings: Settings, host: str, port: int, workers: int) -> None:
     """Serve until a signal ends it; what was begun is answered first, and the exit code is 0."""
     signal.signal(signal.SIGTERM, _end)
     os.environ[NAME] = settings.model_dump_json()
+    if settings.compiled:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # a worker ranks on one core
     with tempfile.TemporaryDirectory(prefix="gemline-metrics-") as metrics:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = metrics
         uvicorn.run(

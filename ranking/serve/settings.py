@@ -15,7 +15,7 @@ class Settings(Strict):
     """Where a worker finds what it serves, how much it takes on, and how its clock is shifted.
 
     `most_waiting` requests wait for a worker, of at most `most_bytes` each; `shift` is in seconds.
-    Where `compiled`, rankers answer with their native programs.
+    Where `compiled`, rankers answer with their native programs, if they have them.
     """
 
     spec: Path

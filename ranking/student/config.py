@@ -3,7 +3,7 @@
 from typing import Annotated, Literal
 
 import tyro
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from etl.spec.base import Strict
 from ranking.reads import Reads
@@ -53,7 +53,7 @@ class TransferConfig(Strict):
     are parts of GEM that the student starts with (all, where widths are the same and none are
     named), and keeps as they are if `frozen`. `shuffled` is a control that should gain nothing:
     what GEM knows of other impressions, users and items. With `begin` at its `domain` a student
-    takes over from the domain's model, instead of from GEM, all that has the same size.
+    takes over from the domain's model, not from GEM, all but layers of other sizes.
     """
 
     kind: Literal["none", "plain", "auxiliary"] = "auxiliary"
@@ -68,8 +68,8 @@ class TransferConfig(Strict):
 
     @model_validator(mode="after")
     def _from_one(self) -> "TransferConfig":
-        if self.begin == "domain" and self.share:
-            raise ValueError("a student begins from its domain's model or shares parts of GEM")
+        if self.begin == "domain" and (self.share or self.frozen):
+            raise ValueError("share and frozen are of GEM's parts, not of a domain's model")
         return self
 
 
@@ -95,3 +95,10 @@ class DomainTraining(StudentTraining):
     """How the model of a domain is trained: larger than the rankers that begin from it."""
 
     model: StudentConfig = StudentConfig(hidden=(256, 128))
+
+    @field_validator("transfer")
+    @classmethod
+    def _from_gem(cls, transfer: TransferConfig) -> TransferConfig:
+        if transfer.begin == "domain":
+            raise ValueError("a domain's model begins with parts of GEM, not from itself")
+        return transfer

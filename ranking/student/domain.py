@@ -8,7 +8,7 @@ from datetime import date
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -16,6 +16,10 @@ from etl.errors import UserError
 from etl.tables import whole
 from etl.tables.lake import Lake
 from ranking.student.trained import TrainedStudent
+from training.data.reader import Reader
+
+SIZED = ("student.user_layer.", "student.row_layer.", "student.hidden.", "student.head.")
+Told = dict[str, str]
 
 
 def place(lake: Lake, name: str, day: date) -> Path:
@@ -23,42 +27,70 @@ def place(lake: Lake, name: str, day: date) -> Path:
     return Path(lake.root, "models", "domains", name, f"{day}.safetensors")
 
 
-def keep(lake: Lake, name: str, day: date, model: TrainedStudent) -> Path:
-    """Write what rankers begin from."""
-    path = place(lake, name, day)
+def keep(reader: Reader, name: str, day: date, model: TrainedStudent) -> Path:
+    """Write what rankers begin from, and what it has read."""
+    path = place(reader.lake, name, day)
     with whole.file(path) as beside:
-        save_file(_state(model), beside, {"spec": lake.spec.hash})
+        save_file(_state(model), beside, _read(reader, name))
     return path
 
 
-def of_surface(lake: Lake, surface: str, day: date) -> dict[str, Tensor]:
-    """What the domain of a surface had learned when a day ended, and nothing later.
+def of_surface(reader: Reader, day: date) -> dict[str, Tensor]:
+    """What the domain of a reader's surface had learned when a day ended, and nothing later.
 
-    Raises UserError where there is no domain, or no such model of it.
+    Raises UserError where there is no domain, or no such model of it that reads the same.
     """
-    name = lake.spec.domain_of(surface)
+    (surface,) = reader.surfaces
+    name = reader.lake.spec.domain_of(surface)
     if name is None:
         raise UserError(f"no domain holds {surface}: name it under `domains` of the spec")
-    path = place(lake, name, day)
+    path = place(reader.lake, name, day)
     if not path.is_file():
         raise UserError(
             f"no model of domain {name} was trained until {day}: run `gemline rank domain` first"
         )
-    with safe_open(path, "pt") as kept:
-        if (spec := kept.metadata()["spec"]) != lake.spec.hash:
-            raise UserError(f"{path} was trained under spec {spec}, now it is {lake.spec.hash}")
-        return {key: kept.get_tensor(key) for key in kept.keys()}  # noqa: SIM118 (no mapping)
+    try:
+        with safe_open(path, "pt") as kept:
+            told = kept.metadata() or {}
+            found = {key: kept.get_tensor(key) for key in kept.keys()}  # noqa: SIM118 (no mapping)
+    except SafetensorError:
+        raise UserError(f"{path} is damaged; run `gemline rank domain` again") from None
+    for what, now in _read(reader, name).items():
+        if told.get(what) != now:
+            raise UserError(
+                f"{path} was trained with {what} {told.get(what)}, now it is {now}: run `gemline "
+                "rank domain` again"
+            )
+    return found
 
 
 @torch.no_grad()
 def begin(student: TrainedStudent, domain: dict[str, Tensor]) -> None:
-    """Take over what has the same name and size."""
+    """Take over tables, event encoder, attention, recency and scales; layers only of one size.
+
+    Raises UserError where rows or events have other sizes.
+    """
     for name, mine in _state(student).items():
         theirs = domain.get(name)
-        if theirs is not None and theirs.shape == mine.shape:
+        same = theirs is not None and theirs.shape == mine.shape
+        if not same and not name.startswith(SIZED):
+            raise UserError(f"{name} is of another size in the domain's model: train it alike")
+        if theirs is not None and same:
             mine.copy_(theirs)
 
 
 def _state(model: TrainedStudent) -> dict[str, Tensor]:
     parts = {"student": model.student, "tables": model.tables}
     return {f"{p}.{key}": x for p, part in parts.items() for key, x in part.state_dict().items()}
+
+
+def _read(reader: Reader, name: str) -> Told:
+    """What the model of a domain reads, so that it is not mistaken for another."""
+    spec = reader.lake.spec
+    return {
+        "spec": spec.hash,
+        "surfaces": ", ".join(spec.domains[name]),
+        "match": ", ".join(spec.match),
+        "sequence": reader.sequence,
+        "events": ", ".join(reader.events),
+    }

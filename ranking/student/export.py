@@ -8,11 +8,10 @@ from safetensors.numpy import save_file
 
 from etl.spec.model import DataSpec
 from etl.tables import whole
-from ranking import compiled
 from ranking.calibration import Calibration
 from ranking.package import manifest
 from ranking.package.manifest import RankerManifest
-from ranking.package.ranker import load
+from ranking.package.ranker import checked, load
 from ranking.student.batches import Inputs
 from ranking.student.programs import Traced, traced
 from ranking.student.trained import TrainedStudent
@@ -35,7 +34,7 @@ def export(
         program.to_onnx(beside / file)
     if native:
         for program, file in zip(programs, manifest.COMPILED, strict=True):
-            compiled.package(program, beside / file)
+            program.to_native(beside / file)
     tables = {key.split(".")[-2]: rows.numpy() for key, rows in trained.tables.state_dict().items()}
     save_file(tables, beside / manifest.TABLES)
     _save_vectors(programs, beside / manifest.VECTORS)
@@ -52,8 +51,15 @@ def export(
         calibration=fitted,
         made_with={package: version(package) for package in ("torch", "onnx", "onnxruntime")},
     )
-    manifest.write(beside, made)
-    (compiled.load_compiled if native else load)(beside)
+    if native:
+        from ranking.compiled import machine, natively
+
+        made = made.model_copy(update={"made_with": made.made_with | machine()})
+        manifest.write(beside, made)
+        checked(natively(load(beside), beside), beside)
+    else:
+        manifest.write(beside, made)
+        load(beside)
     folder = versions / made.version
     whole.put(folder, beside)
     return folder

@@ -3,12 +3,16 @@
 R requests, C candidates, O objectives.
 """
 
+import os
+import shlex
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from etl.errors import UserError
 from ranking.inputs import CandidateInputs, UserInputs
 from ranking.student.batches import Inputs
 from ranking.student.model import Student
@@ -87,6 +91,24 @@ class Traced:
         )
         assert found is not None
         found.save(path)
+
+    def to_native(self, path: Path) -> None:
+        """Write it as native code for one thread of this kind of machine; takes a minute."""
+        from torch._inductor import aoti_compile_and_package  # seconds to import
+
+        for weight in self.program.parameters():
+            weight.requires_grad_(False)
+        inputs = tuple(self.inputs.values())
+        found = torch.export.export(self.program.eval(), inputs, dynamic_shapes=(self.shapes,))
+        configs = {"cpp.threads": 1}
+        aoti_compile_and_package(found, package_path=str(path), inductor_configs=configs)
+
+
+def require_compiler() -> None:
+    """Raises UserError where there is no C++ compiler."""
+    asked = os.environ.get("CXX", "g++")
+    if shutil.which((shlex.split(asked) or [""])[0]) is None:
+        raise UserError(f"no C++ compiler {asked} to compile programs: install it, or set CXX")
 
 
 @torch.no_grad()

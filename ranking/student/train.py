@@ -83,8 +83,7 @@ def _begun(
     items = 1 + int(np.flatnonzero(known).max(initial=0))
     model = new_student(reader, config.model, items, earlier)
     if config.transfer.begin == "domain":
-        (surface,) = reader.surfaces
-        domain.begin(model, domain.of_surface(lake, surface, split.train_last))
+        domain.begin(model, domain.of_surface(reader, split.train_last))
         return model
     told = config.transfer.share is not None
     if config.transfer.share != () and (told or folder(lake.root, split.train_last).is_dir()):

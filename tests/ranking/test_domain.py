@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from etl.errors import UserError
-from etl.spec import load_spec
 from etl.tables.lake import Lake
 from ranking.student import domain
-from ranking.student.config import StudentConfig, StudentTraining, TransferConfig
+from ranking.student.config import DomainTraining, StudentConfig, StudentTraining, TransferConfig
 from ranking.student.trained import TrainedStudent, new_student
 from ranking.train import train_domain, trained
-from tests.conftest import FIRST, LAST, SPEC
+from tests.conftest import FIRST, LAST
 from training.data.reader import Reader
 from training.knowledge.earlier import Earlier
 from training.split import Split
@@ -35,10 +35,14 @@ def own(lake: Lake, tmp_path: Path) -> Lake:
     return linked(lake, tmp_path / "own")
 
 
+def reader(lake: Lake, surface: str = "feed") -> Reader:
+    return Reader.newest(lake, None, 40, (surface,))
+
+
 def fresh(lake: Lake, seed: int, config: StudentConfig = SMALL) -> TrainedStudent:
     torch.manual_seed(seed)
-    reader = Reader.newest(lake, None, 40, ("feed",))
-    return new_student(reader, config, len(reader.items), Earlier.nothing())
+    own = reader(lake)
+    return new_student(own, config, len(own.items), Earlier.nothing())
 
 
 def parts(model: TrainedStudent) -> dict[str, torch.Tensor]:
@@ -48,10 +52,10 @@ def parts(model: TrainedStudent) -> dict[str, torch.Tensor]:
 
 def test_what_has_one_size_is_taken_over_and_nothing_else(own: Lake) -> None:
     kept = fresh(own, 0, SMALL.model_copy(update={"hidden": (24, 12)}))
-    domain.keep(own, "everywhere", DAY, kept)
+    domain.keep(reader(own), "everywhere", DAY, kept)
     ranker = fresh(own, 1)
     before, theirs = parts(ranker), parts(kept)
-    domain.begin(ranker, domain.of_surface(own, "feed", DAY))
+    domain.begin(ranker, domain.of_surface(reader(own), DAY))
     for name, mine in parts(ranker).items():
         same = mine.shape == theirs[name].shape
         torch.testing.assert_close(mine, theirs[name] if same else before[name])
@@ -60,7 +64,7 @@ def test_what_has_one_size_is_taken_over_and_nothing_else(own: Lake) -> None:
 
 
 def test_a_model_that_knows_later_days_is_not_begun_from(own: Lake) -> None:
-    domain.keep(own, "everywhere", LAST, fresh(own, 0))
+    domain.keep(reader(own), "everywhere", LAST, fresh(own, 0))
     config = StudentTraining(
         model=SMALL, transfer=TransferConfig(kind="none", share=(), begin="domain")
     )
@@ -68,14 +72,45 @@ def test_a_model_that_knows_later_days_is_not_begun_from(own: Lake) -> None:
         trained(own, ("feed",), TILL, config, Earlier.nothing())
 
 
-def test_a_surface_of_no_domain_and_a_model_of_another_spec_are_refused(own: Lake) -> None:
-    domain.keep(own, "everywhere", DAY, fresh(own, 0))
+def test_a_surface_of_no_domain_is_told(own: Lake) -> None:
     spec = own.spec.model_copy(update={"domains": {}})
     with pytest.raises(UserError, match="no domain holds feed: name it under `domains`"):
-        domain.of_surface(Lake(own.root, spec), "feed", DAY)
-    other = load_spec(SPEC).model_copy(update={"buckets": 8})  # its hash is not known yet
-    with pytest.raises(UserError, match="was trained under spec"):
-        domain.of_surface(Lake(own.root, other), "feed", DAY)
+        domain.of_surface(reader(Lake(own.root, spec)), DAY)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [({"domains": {"everywhere": ("feed",)}}, "surfaces"), ({"match": ("category",)}, "match")],
+)
+def test_a_model_that_read_other_things_is_refused(own: Lake, changes: dict, what: str) -> None:
+    domain.keep(reader(own), "everywhere", DAY, fresh(own, 0))
+    other = Lake(own.root, own.spec.model_copy(update=changes))
+    with pytest.raises(UserError, match=f"was trained with {what} .*, now it is"):
+        domain.of_surface(reader(other), DAY)
+
+
+def test_a_damaged_model_is_refused(own: Lake) -> None:
+    path = domain.keep(reader(own), "everywhere", DAY, fresh(own, 0))
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(UserError, match="is damaged; run `gemline rank domain` again"):
+        domain.of_surface(reader(own), DAY)
+
+
+def test_rows_of_another_width_are_refused(own: Lake) -> None:
+    domain.keep(reader(own), "everywhere", DAY, fresh(own, 0))
+    wide = fresh(own, 1, SMALL.model_copy(update={"row_width": 8}))
+    with pytest.raises(UserError, match="of another size in the domain's model: train it alike"):
+        domain.begin(wide, domain.of_surface(reader(own), DAY))
+
+
+@pytest.mark.parametrize(
+    "transfer", [{"begin": "domain", "frozen": True}, {"begin": "domain", "share": ["tables"]}]
+)
+def test_what_is_of_gem_is_not_asked_of_a_domain(transfer: dict) -> None:
+    with pytest.raises(ValidationError, match="of GEM's parts, not of a domain's model"):
+        TransferConfig.model_validate(transfer)
+    with pytest.raises(ValidationError, match="not from itself"):
+        DomainTraining.model_validate({"transfer": {"begin": "domain"}})
 
 
 def test_a_domain_learns_from_all_its_surfaces_and_rankers_go_on_from_there(own: Lake) -> None:
@@ -83,9 +118,9 @@ def test_a_domain_learns_from_all_its_surfaces_and_rankers_go_on_from_there(own:
         model=SMALL, batch_rows=512, weight_decay=0, transfer=TransferConfig(kind="none")
     )
     train_domain(own, "everywhere", TILL, config.model_copy(update={"passes": 0}))
-    untrained = domain.of_surface(own, "messaging", DAY)
+    untrained = domain.of_surface(reader(own, "messaging"), DAY)
     train_domain(own, "everywhere", TILL, config)
-    learned = domain.of_surface(own, "messaging", DAY)
+    learned = domain.of_surface(reader(own, "messaging"), DAY)
     moved = (learned["student.surface.weight"] != untrained["student.surface.weight"]).any(1)
     assert moved.tolist() == [False, True, True, True]  # unknown, feed, reels, messaging
 

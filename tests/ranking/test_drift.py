@@ -1,4 +1,4 @@
-"""Drift is what GEM said of a day before it, over what is known to have happened."""
+"""Drift is what GEM said of a day before it learned it, over what is known to have happened."""
 
 from collections import Counter
 from datetime import timedelta

@@ -33,7 +33,8 @@ def changed(scenario: Scenario, **changes: object) -> Scenario:
 def test_throughputs_are_those_of_the_paper(paper: Scenario, scheme, gpus: int) -> None:
     """Sizes are fitted to the first five; the two others are foretold."""
     rate = gpus * paper.workload.batch / estimate(paper, scheme, gpus).step
-    assert rate == pytest.approx((FITTED | TOLD)[scheme, gpus], rel=0.04)
+    close = 0.03 if (scheme, gpus) in FITTED else 0.04
+    assert rate == pytest.approx((FITTED | TOLD)[scheme, gpus], rel=close)
 
 
 @given(st.integers(0, 6), st.integers(1, 4))
@@ -80,7 +81,7 @@ def test_what_fits_and_is_fastest_is_advised(paper: Scenario) -> None:
     _, advice = planned(paper, (256, 4096))
     assert advice[0] == "256 GPUs: 1D; all ways are one up to a group of 256"
     steps = {scheme: estimate(paper, scheme, 4096).step for scheme in SCHEMES}
-    assert advice[1].startswith(f"4096 GPUs: {min(steps, key=lambda s: steps[s])};")
+    assert advice[1].startswith(f"4096 GPUs: {min(steps, key=lambda s: steps[s])}; ")
     assert f"1D takes {steps['1D'] / min(steps.values()):.2f} times as long" in advice[1]
     full = changed(paper, table_gb=18_000, group=256)
     assert "2D does not fit" in planned(full, (2048,))[1][0]
@@ -93,7 +94,7 @@ def test_the_command_and_what_it_refuses(
 ) -> None:
     ask = ["train", "plan", "--scenario", str(PAPER), "--gpus"]
     assert main([*ask, "8,64,512,4096"]) == 0
-    assert "4096 GPUs: 2D" in capsys.readouterr().out
+    assert "4096 GPUs: 2D sharded; 1D takes" in capsys.readouterr().out
     assert main([*ask, "300"]) == 2
     assert "--gpus 300 is no multiple of the group of 256" in capsys.readouterr().err
     assert main([*ask, "8,no"]) == 2

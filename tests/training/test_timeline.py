@@ -14,7 +14,7 @@ SPANS = st.lists(st.tuples(st.sampled_from(["reading", "checkpoint", "step"]), s
 def test_all_seconds_are_there_once(spans: list[tuple[str, int]]) -> None:
     now = 1000.0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module.time, "time", lambda: now)
+        patch.setattr(module.time, "monotonic", lambda: now)
         line = Timeline(began=990.0)
         line.spent("imports")
         for name, seconds in spans:

@@ -7,15 +7,15 @@ FIRST_STEP, STEPS = "first step", "steps"
 
 
 class Timeline:
-    """Spans that follow one another without a gap, from `began` (epoch seconds) on."""
+    """Spans that follow one another without a gap, from `began` (of the monotonic clock) on."""
 
     def __init__(self, began: float | None = None) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
-        self._at = time.time() if began is None else began
+        self._at = time.monotonic() if began is None else began
 
     def spent(self, name: str) -> None:
         """All since the last call went to this."""
-        now = time.time()
+        now = time.monotonic()
         self.seconds[name] += now - self._at
         self._at = now
 
