@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from etl.spec.attributes import Categorical, Clock, Numeric, Vector
 from etl.spec.model import DataSpec
 from etl.tables.contracts import counter_columns
-from features.numbers import CounterInputs, counter_inputs
+from features.counter_inputs import CounterInputs, counter_inputs
 
 Attribute = Categorical | Numeric | Vector | Clock
 ITEM, USER = "item", "user"  # tables of ids
