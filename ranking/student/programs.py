@@ -6,6 +6,7 @@ R requests, C candidates, O objectives.
 import os
 import shlex
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,7 +66,7 @@ def names(fields: type, student: Student) -> list[str]:
 
 @dataclass(frozen=True)
 class Traced:
-    """A program, and what it reads and gives on an example of two requests or more."""
+    """A program, and what it reads and gives on an example."""
 
     program: nn.Module
     inputs: Named
@@ -98,10 +99,18 @@ class Traced:
 
         for weight in self.program.parameters():
             weight.requires_grad_(False)
-        inputs = tuple(self.inputs.values())
+        each = zip(self.inputs.values(), self.shapes, strict=True)
+        inputs = tuple(_two_or_more(x, axes) for x, axes in each)
         found = torch.export.export(self.program.eval(), inputs, dynamic_shapes=(self.shapes,))
         configs = {"cpp.threads": 1}
         aoti_compile_and_package(found, package_path=str(path), inductor_configs=configs)
+
+
+def _two_or_more(x: Tensor, axes: Iterable[int]) -> Tensor:
+    """Axes of one element get it twice: torch.export would take a size of 1 for a constant."""
+    for axis in axes:
+        x = torch.cat((x, x), axis) if x.shape[axis] == 1 else x
+    return x
 
 
 def require_compiler() -> None:
