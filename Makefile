@@ -8,25 +8,11 @@ WORK := work
 export UV_PYTHON_DOWNLOADS := never
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo airflow test proof lint lock clean
+.PHONY: demo test proof lint lock clean
 
 demo: $(READY)
 	$(BIN)/gemline simulate --simulator conf/simulator/demo.yaml --out $(WORK)/demo/raw
 	$(BIN)/gemline run --spec conf/specs/simulator.yaml --raw $(WORK)/demo/raw --lake $(WORK)/demo/lake --days 2026-01-01:2026-01-11
-
-airflow: export AIRFLOW_HOME := $(CURDIR)/$(WORK)/airflow
-airflow: export AIRFLOW__CORE__DAGS_FOLDER := $(CURDIR)/dags
-airflow: export AIRFLOW__CORE__LOAD_EXAMPLES := False
-airflow: export AIRFLOW__API__HOST := 127.0.0.1
-airflow: export GEMLINE_SPEC := $(CURDIR)/conf/specs/simulator.yaml
-airflow: export GEMLINE_RAW := $(CURDIR)/$(WORK)/demo/raw
-airflow: export GEMLINE_LAKE := $(CURDIR)/$(WORK)/airflow/lake
-airflow: export GEMLINE_FIRST_DAY := 2026-01-01
-airflow: export GEMLINE_SCALE := tiny
-airflow: export PATH := $(CURDIR)/$(BIN):$(PATH)
-airflow: $(READY)
-	$(BIN)/gemline simulate --simulator conf/simulator/demo.yaml --out $(GEMLINE_RAW)
-	$(BIN)/airflow standalone
 
 test: $(READY)
 	$(BIN)/pytest -m "not proof"
