@@ -8,10 +8,11 @@ import tyro
 
 from dags.line import Place, line, newest_mature
 from dags.local import run_line, run_steps
-from etl.cli import DayArgs
+from etl.cli import DayArgs, LakeArgs, days_argument
 from etl.errors import UserError
 from etl.spec.base import Strict
 
+HOME = Path("work", "airflow")
 Scale = Literal["tiny", "small", "base", "large"]
 
 
@@ -52,4 +53,38 @@ def batch(args: BatchArgs) -> None:
         sys.exit(code)
 
 
-COMMANDS = {"run": run, "batch": batch}
+class AirflowArgs(LakeArgs):
+    """An Airflow of one's own."""
+
+    raw: Annotated[str, tyro.conf.arg(help="folder or URL of the raw logs")]
+    days: Annotated[
+        tuple[str, ...],
+        tyro.conf.arg(help="a run each, in order: 2026-01-01:2026-01-09 2026-01-10"),
+    ]
+    home: Annotated[Path, tyro.conf.arg(help="folder of its database and logs")] = HOME
+    port: Annotated[int, tyro.conf.arg(help="of its page, on loopback")] = 8080
+
+
+def airflow(args: AirflowArgs) -> None:
+    """Start Airflow on this machine with the DAGs of a line, and run some days."""
+    from dags.standalone import environment, follow, start, stop, trigger
+
+    spec = args.load()
+    place = Place(args.spec, args.raw, args.lake)
+    spans = [days_argument(days) for days in args.days]
+    env = environment(place, args.home, args.port, spans[0][0])
+    running = start(env)
+    address = env["AIRFLOW__API__BASE_URL"]
+    try:
+        for first, last in spans:
+            trigger(address, f"{spec.name}_raw", f"{first}:{last}")
+        print(f"Airflow: {address} (Ctrl-C ends it)", flush=True)
+        for line in follow(address, spec.name, running):
+            print(line, flush=True)
+    except KeyboardInterrupt:
+        print("ending Airflow")
+    finally:
+        stop(running)
+
+
+COMMANDS = {"run": run, "batch": batch, "airflow": airflow}

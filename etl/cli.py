@@ -21,6 +21,7 @@ from etl.spec import DataSpec, load_spec
 from etl.spec.base import Strict, suggestion
 from etl.spec.units import parse_days
 from etl.trouble import sentence_of
+from etl.words import in_yaml
 
 if TYPE_CHECKING:
     from etl.tables.lake import Lake
@@ -35,13 +36,18 @@ class LakeArgs(Strict):
 
     spec: Annotated[Path, tyro.conf.arg(help="the data spec, a YAML file")]
     lake: Annotated[str, tyro.conf.arg(help="folder of the tables")]
+    pins: Annotated[
+        dict[str, int],
+        in_yaml(dict[str, int]),
+        tyro.conf.arg(help="versions to read tables at, the newest without: {events: 12}"),
+    ] = {}
 
     def open_lake(self) -> "Lake":
         """The lake, its folder made."""
         from etl.tables.lake import Lake, ensure_folder
 
         ensure_folder(self.lake)
-        return Lake(self.lake, self.load())
+        return Lake(self.lake, self.load(), self.pins)
 
     def load(self) -> DataSpec:
         """The data spec."""

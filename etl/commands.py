@@ -1,13 +1,15 @@
 """The commands of this folder. Spark is imported when a Spark step is called."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import tyro
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from etl.cli import DayArgs, LakeArgs, days_argument, read_mapping, reasons_of
 from etl.errors import UserError
+from etl.spec import DataSpec
 from etl.spec.base import Strict
 
 
@@ -24,6 +26,13 @@ class RawArgs(DayArgs):
     """Arguments of a step that reads raw logs."""
 
     raw: Annotated[str, tyro.conf.arg(help="folder or URL of the raw logs")]
+    absent: Annotated[
+        str, tyro.conf.arg(help="sources, joined by commas, whose files never came: go without")
+    ] = ""
+
+    def load(self) -> DataSpec:
+        """The data spec; the absent sources may lack files."""
+        return super().load().without_files_of([n for n in self.absent.split(",") if n])
 
 
 def simulate(args: SimulateArgs) -> None:
@@ -112,6 +121,58 @@ def labels(args: DayArgs) -> None:
     tell("labels", label(lake, args.span))
 
 
+class ToldArgs(DayArgs):
+    """Arguments of what is told of tables."""
+
+    tables: Annotated[tuple[str, ...], tyro.conf.arg(help="names of tables")]
+
+
+def told(args: ToldArgs) -> None:
+    """Print version, rows and contract of tables, as one line of JSON."""
+    from etl.told import told as look
+
+    found = look(args.open_lake(), args.tables, args.span)
+    print(json.dumps({name: table.model_dump() for name, table in found.items()}))
+
+
+class PinArgs(LakeArgs):
+    """Arguments of what holds table versions."""
+
+    run: Annotated[str, tyro.conf.arg(help="name of the run that reads them")]
+
+
+def pin(args: PinArgs) -> None:
+    """Hold the versions --pins for a run: `etl vacuum` leaves them whole."""
+    from etl.tables import pins
+
+    pins.pin(args.lake, args.run, args.pins)
+
+
+def unpin(args: PinArgs) -> None:
+    """Let go the versions that a run holds."""
+    from etl.tables import pins
+
+    pins.unpin(args.lake, args.run)
+
+
+class VacuumArgs(LakeArgs):
+    """Arguments of cleaning up."""
+
+    keep_days: Annotated[
+        int, Field(ge=0), tyro.conf.arg(help="days of whose table versions all files stay")
+    ] = 30
+
+
+def vacuum(args: VacuumArgs) -> None:
+    """Remove files that no version of the last days needs, nor one that a run holds."""
+    from etl.vacuum import vacuum as step
+
+    tell(
+        "vacuum",
+        {f"files of {name}": n for name, n in step(args.open_lake(), args.keep_days).items()},
+    )
+
+
 def jars(args: Strict) -> None:
     """Print the paths of the Delta JARs for `spark-submit --jars`; they are fetched if need be."""
     from etl.jars import delta_jars
@@ -140,6 +201,10 @@ COMMANDS = {
         "jars": jars,
         "quarantine": quarantine,
         "contracts": contracts,
+        "told": told,
+        "pin": pin,
+        "unpin": unpin,
+        "vacuum": vacuum,
     },
     "doctor": doctor,
 }

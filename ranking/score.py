@@ -1,7 +1,7 @@
 """What a ranker gives the candidates of stored examples, as rows of `scores`."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 
 import numpy as np
@@ -37,7 +37,7 @@ def assembly_of(ranker: Ranker, lake: Lake, versions: Mapping[str, int] | None =
             f"the ranker of {manifest.surface} was trained under spec {manifest.spec.hash}, "
             f"now it is {lake.spec.hash}: train it again"
         )
-    own = Lake(lake.root, manifest.spec)
+    own = replace(lake, spec=manifest.spec)
     pinned = versions or {name: lake.version(name) for name in TABLES}
     reader = Reader(own, pinned, manifest.sequence, manifest.max_length, (manifest.surface,))
     known = earlier(own) if manifest.before else Earlier.nothing()

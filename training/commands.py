@@ -151,6 +151,24 @@ def knowledge(args: KnowledgeArgs) -> None:
     print(f"knowledge: {rows:,} impressions")
 
 
+def health(args: DayArgs) -> None:
+    """Whether GEM foretold the newest day as those before; what is strange fails."""
+    from training.health import measures
+
+    watched = measures(args.open_lake(), args.span[1])
+    for measure in watched:
+        print(f"{measure.name}: {' '.join(f'{value:.3g}' for value in measure.values)}")
+    alarms = [measure for measure in watched if measure.alarm]
+    for measure in alarms:
+        print(f"ALARM: {measure.alarm}")
+    stopping = [f"{measure.alarm}" for measure in alarms if measure.stops]
+    if stopping:
+        raise UserError(
+            f"{'; '.join(stopping)}: nothing is promoted that learned from this GEM. Look at the "
+            "logs of that day; `gemline rank promote` promotes nevertheless"
+        )
+
+
 class LawcurveArgs(SplitArgs, TrainConfig):
     """Days, what all models share, and what is measured."""
 
@@ -188,6 +206,7 @@ COMMANDS = {
         "evaluate": evaluate,
         "rebuild": rebuild,
         "lawcurve": lawcurve,
+        "health": health,
         "plan": plan,
     },
     "knowledge": knowledge,

@@ -6,8 +6,8 @@ import tyro
 from pydantic import Field
 
 from etl.spec.base import Strict
+from etl.words import in_yaml
 from training.model.config import SCALES, GemConfig, GemOptions, Scale
-from training.model.words import in_yaml
 
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from datetime import date, datetime, time, timedelta
 from difflib import get_close_matches
 from functools import cached_property
@@ -11,6 +11,7 @@ from zoneinfo import ZoneInfo, available_timezones
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from etl.errors import UserError
 from etl.spec.attributes import Attributes
 from etl.spec.auction import Auction, Terms
 from etl.spec.base import (
@@ -227,6 +228,20 @@ class DataSpec(Strict):
     def logs(self) -> dict[str, EventLog | ImpressionLog]:
         """The sources that hold events."""
         return {n: s for n, s in self.sources.items() if isinstance(s, EventLog | ImpressionLog)}
+
+    def without_files_of(self, sources: Collection[str]) -> "DataSpec":
+        """The same spec, where some sources may lack files; UserError where it has no such one."""
+        unknown = sorted(set(sources) - set(self.sources))
+        if unknown:
+            raise UserError(
+                f"spec {self.name} has no source {unknown[0]!r}; known: {', '.join(self.sources)}"
+            )
+        if not sources:
+            return self
+        told = self.model_dump()
+        for name in sources:
+            told["sources"][name]["sparse"] = True
+        return type(self).model_validate(told)
 
     @cached_property
     def surface_codes(self) -> dict[str, int]:

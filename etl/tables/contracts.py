@@ -291,3 +291,19 @@ def scores(spec: DataSpec) -> Contract:
         "price": "double",
     }
     return Contract("scores", columns | {"surface": "string", "day": "date"}, ("surface", "day"))
+
+
+TABLES = (
+    events,
+    quarantine,
+    parked,
+    flow,
+    impressions,
+    items,
+    item_versions,
+    history,
+    examples,
+    knowledge,
+    user_knowledge,
+    scores,
+)

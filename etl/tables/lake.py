@@ -1,7 +1,8 @@
 """A lake: one folder a table, and what its transaction log says. Needs no JVM."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 
@@ -22,10 +23,14 @@ PROPERTIES = {
 
 @dataclass(frozen=True)
 class Lake:
-    """The tables of one data spec below one folder or object-store URL."""
+    """The tables of one data spec below one folder or object-store URL.
+
+    Tables are read at the versions `pins`, the others at their newest.
+    """
 
     root: str
     spec: DataSpec
+    pins: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def properties(self) -> dict[str, str]:
@@ -42,7 +47,7 @@ class Lake:
         return bool(DeltaTable.is_deltatable(self.path(name)))
 
     def open(self, name: str, version: int | None = None) -> DeltaTable:
-        """A table at a version (the newest, without one).
+        """A table at a version (without one the pinned, else the newest).
 
         Raises UserError where there is none, or where it was written under another spec.
         """
@@ -50,6 +55,7 @@ class Lake:
             raise UserError(
                 f"table {name} is not in {self.root}; run the step that writes it first"
             )
+        version = self.pins.get(name) if version is None else version
         table = DeltaTable(self.path(name), version=version)
         written_under = table.metadata().configuration.get(SPEC_PROPERTY)
         if written_under != self.spec.hash:
@@ -60,7 +66,7 @@ class Lake:
         return table
 
     def version(self, name: str) -> int:
-        """The newest version of a table."""
+        """The version at which a table is read: the pinned, else the newest."""
         return self.open(name).version()
 
     def rows(self, name: str, days: tuple[date, date] | None = None, **partition: object) -> int:

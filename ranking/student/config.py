@@ -6,8 +6,8 @@ import tyro
 from pydantic import Field, field_validator, model_validator
 
 from etl.spec.base import Strict
+from etl.words import in_yaml
 from ranking.reads import Reads
-from training.model.words import in_yaml
 
 Part = Literal["tables", "events", "recency"]
 Share = Annotated[float, Field(gt=0, le=1)]

@@ -6,7 +6,7 @@ import tyro
 from pydantic import Field
 
 from etl.spec.base import Strict
-from training.model.words import in_yaml
+from etl.words import in_yaml
 
 Scale = Literal["tiny", "small", "base", "large"]
 Kind = Literal["wukong", "dcnv2", "dhen", "two_streams", "plain"]

@@ -1,0 +1,68 @@
+"""Which logs of a day have come, and which day a run begins with.
+
+The rule: a day's sources are waited for, all of them, so many hours. Then the day goes on without
+those that did not come, as long as one log came. Each later run looks whether they have come since;
+if so it begins again with their day, as long as the spec waits for late events (`lateness`). A
+source that never comes is told of each day, and holds nothing up.
+"""
+
+from collections.abc import Iterable
+from datetime import date, timedelta
+
+from airflow.sdk import ObjectStoragePath
+
+from dags.runs import Run
+from etl.errors import UserError
+from etl.spec import DataSpec
+from etl.spec.units import DAY, each_day
+
+
+def daily(spec: DataSpec) -> list[str]:
+    """The sources that have files of their own for each day, and may not lack them."""
+    return [
+        name
+        for name, source in spec.sources.items()
+        if "{day}" in source.path and not source.sparse
+    ]
+
+
+def missing(spec: DataSpec, raw: str, day: date) -> tuple[str, ...]:
+    """The daily sources that have no file of a day."""
+    return tuple(name for name in daily(spec) if not arrived(spec, raw, name, day))
+
+
+def arrived(spec: DataSpec, raw: str, source: str, day: date) -> bool:
+    """Whether a source has a file of a day."""
+    path = spec.sources[source].path.replace("{day}", str(day))
+    return any(ObjectStoragePath(raw).glob(path))
+
+
+def begin(spec: DataSpec, raw: str, run: Run, earlier: Iterable[Run]) -> Run:
+    """What a run works on, given what earlier runs lacked, the oldest run first.
+
+    Raises UserError where a new day has not one log.
+    """
+    for day in each_day(run.new, run.last):
+        _refuse_empty(spec, raw, day)
+    oldest = run.last - timedelta(days=-(-spec.lateness // DAY))
+    lacking: dict[date, tuple[str, ...]] = {}
+    for before in earlier:
+        lacking |= {day: before.absent.get(day, ()) for day in each_day(before.first, before.last)}
+    late = [
+        day
+        for day, sources in lacking.items()
+        if oldest <= day < run.new and any(arrived(spec, raw, name, day) for name in sources)
+    ]
+    first = min([run.new, *late])
+    absent = {day: found for day in each_day(first, run.last) if (found := missing(spec, raw, day))}
+    return run.model_copy(update={"first": first, "absent": absent})
+
+
+def _refuse_empty(spec: DataSpec, raw: str, day: date) -> None:
+    absent = missing(spec, raw, day)
+    if all(name in absent for name in spec.logs):
+        looked = ", ".join(spec.sources[name].path for name in spec.logs)
+        raise UserError(
+            f"no log of {day} is in {raw} (looked for {looked}): see why it was not written, then "
+            "run this day again"
+        )

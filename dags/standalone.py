@@ -1,0 +1,125 @@
+"""Airflow on this machine, with the DAGs of one line: its connections, its pools, its days."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from datetime import date
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+from dags.line import Place
+from dags.operators import SPARK, TORCH
+from dags.settings import NEVER, ROOT
+from etl.errors import UserError
+from etl.jars import delta_jars
+
+STARTS_WITHIN, STOPS_WITHIN = 180, 30  # seconds
+
+
+def environment(place: Place, home: Path, port: int, first_day: date) -> dict[str, str]:
+    """The variables of an Airflow that is this machine's own: loopback, everybody is admin."""
+    address = f"http://127.0.0.1:{port}"
+    python = Path(sys.executable)
+    spark = {"conn_type": "spark", "host": "local[*]", "extra": {"deploy-mode": "client"}}
+    torch = {"conn_type": "generic", "extra": {"python": str(python)}}
+    return os.environ | {
+        "AIRFLOW_HOME": str(home.absolute()),
+        "AIRFLOW__CORE__DAGS_FOLDER": str(ROOT / "dags"),
+        "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
+        "AIRFLOW__CORE__DAGS_ARE_PAUSED_AT_CREATION": "False",
+        "AIRFLOW__CORE__SIMPLE_AUTH_MANAGER_ALL_ADMINS": "True",
+        "AIRFLOW__CORE__EXECUTION_API_SERVER_URL": f"{address}/execution/",
+        "AIRFLOW__API__HOST": "127.0.0.1",
+        "AIRFLOW__API__PORT": str(port),
+        "AIRFLOW__API__BASE_URL": address,
+        f"AIRFLOW_CONN_{SPARK.upper()}": json.dumps(spark),
+        f"AIRFLOW_CONN_{TORCH.upper()}": json.dumps(torch),
+        "GEMLINE_SPEC": str(place.spec.absolute()),
+        "GEMLINE_RAW": str(Path(place.raw).absolute()) if "://" not in place.raw else place.raw,
+        "GEMLINE_LAKE": str(Path(place.lake).absolute()) if "://" not in place.lake else place.lake,
+        "GEMLINE_FIRST_DAY": str(first_day),
+        "GEMLINE_SCHEDULE": NEVER,
+        "GEMLINE_WAIT_HOURS": "0",
+        "GEMLINE_JARS": ",".join(map(str, delta_jars())),
+        "GEMLINE_SPARK_PROPERTIES": str(ROOT / "conf/spark/laptop.conf"),
+        "SPARK_LOCAL_IP": "127.0.0.1",
+        "PYSPARK_PYTHON": str(python),
+        "PATH": f"{python.parent}:{os.environ['PATH']}",
+    }
+
+
+def start(env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Prepare the database and start all of Airflow; it answers when this returns.
+
+    Raises UserError where it does not.
+    """
+    tool = [sys.executable, "-m", "airflow"]
+    for words in (["db", "migrate"], *(["pools", "set", pool, "1", ""] for pool in (SPARK, TORCH))):
+        done = subprocess.run([*tool, *words], env=env, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            raise UserError(f"airflow {words[0]} failed: {done.stderr.strip().splitlines()[-1]}")
+    path = Path(env["AIRFLOW_HOME"], "logs", "standalone.log")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as log:
+        running = subprocess.Popen(
+            [*tool, "standalone"], env=env, cwd=ROOT, stdout=log, stderr=log, start_new_session=True
+        )
+    deadline = time.monotonic() + STARTS_WITHIN
+    while not _healthy(env["AIRFLOW__API__BASE_URL"]):
+        if running.poll() is not None or time.monotonic() > deadline:
+            stop(running)
+            raise UserError(f"Airflow did not start; {path} tells why")
+        time.sleep(1)
+    return running
+
+
+def stop(running: subprocess.Popen[bytes]) -> None:
+    """End Airflow and all that it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(running.pid, signal.SIGTERM)
+    try:
+        running.wait(STOPS_WITHIN)
+    except subprocess.TimeoutExpired:
+        os.killpg(running.pid, signal.SIGKILL)
+        running.wait()
+
+
+def _healthy(address: str) -> bool:
+    """Whether Airflow answers, and its scheduler and DAG processor live."""
+    try:
+        parts = ask(address, "monitor/health")
+    except OSError:
+        return False
+    return all(parts[name]["status"] == "healthy" for name in ("scheduler", "dag_processor"))
+
+
+def ask(address: str, path: str, body: object = None) -> Any:
+    """The answer of the REST API, to what is posted if there is a body."""
+    data = None if body is None else json.dumps(body).encode()
+    request = Request(f"{address}/api/v2/{path}", data, {"Content-Type": "application/json"})  # noqa: S310
+    with urlopen(request, timeout=30) as answer:  # noqa: S310  # loopback
+        return json.load(answer)
+
+
+def trigger(address: str, dag: str, days: str) -> None:
+    """Begin a run of some days."""
+    ask(address, f"dags/{dag}/dagRuns", {"logical_date": None, "conf": {"days": days}})
+
+
+def follow(address: str, tag: str, running: subprocess.Popen[bytes]) -> Iterator[str]:
+    """A line for each run of the DAGs of a line as it ends, for as long as Airflow runs."""
+    seen: set[tuple[str, str]] = set()
+    while running.poll() is None:
+        time.sleep(5)
+        with suppress(OSError):
+            for run in ask(address, "dags/~/dagRuns?limit=100&order_by=end_date")["dag_runs"]:
+                key = run["dag_id"], run["dag_run_id"]
+                if run["end_date"] and key not in seen and run["dag_id"].startswith(f"{tag}_"):
+                    seen.add(key)
+                    yield f"{run['dag_id']}: {run['state']} in {run['duration']:.0f} s"

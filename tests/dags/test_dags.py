@@ -1,0 +1,190 @@
+"""What holds of the DAGs as Airflow reads them, and of their tasks as Airflow runs them."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dags.line import Place, line, newest_mature
+from etl.quarantine import NO_DAY
+from etl.spec import load_spec
+from etl.tables.lake import Lake
+from tests.conftest import FIRST, LAST, ROOT
+from tests.pipeline import rows
+
+TELL = """
+import json, sys
+import dags.daily as daily
+def waits_for(condition):
+    if condition is None:
+        return []
+    return [a.name for a in getattr(condition, "objects", [condition])]
+told = {}
+for dag in [made for made in vars(daily).values() if type(made).__name__ == "DAG"]:
+    told[dag.dag_id.partition("_")[2]] = {
+        "runs": dag.max_active_runs,
+        "tasks": [
+            {"id": task.task_id, "owner": task.owner, "retries": task.retries, "pool": task.pool,
+             "limit": bool(task.execution_timeout), "policy": type(task.retry_policy).__name__,
+             "down": sorted(task.downstream_task_ids), "outlets": [a.name for a in task.outlets],
+             "command": [str(w) for w in getattr(task, "command", None)
+                         or getattr(task, "application_args", None) or []]}
+            for task in dag.tasks
+        ],
+        "waits for": waits_for(getattr(dag.timetable, "asset_condition", None)),
+    }
+print("TOLD" + json.dumps({"dags": told, "modules": sorted(sys.modules)}))
+"""
+RUN = """
+import sys
+import dags.daily as daily
+dag = next(made for name, made in vars(daily).items() if name.endswith(sys.argv[1]))
+run = dag.test(run_conf={"days": sys.argv[2]}, mark_success_pattern=sys.argv[3])
+print("STATE", run.state, sorted((t.task_id, str(t.state)) for t in run.get_task_instances()))
+"""
+
+
+def environment(folder: Path, spec: Path, raw: Path) -> dict[str, str]:
+    """An Airflow of its own, with the DAGs of a lake in a folder."""
+    from dags.standalone import environment as of
+
+    place = Place(spec, str(raw), str(folder / "lake"))
+    return of(place, folder / "airflow", 8080, FIRST) | {
+        "GEMLINE_GEM": "--scale tiny",
+        "GEMLINE_DEADLINE_HOURS": "0",  # DAG.test() can't read a deadline back
+    }
+
+
+def run_dag(env: dict[str, str], part: str, days: str, left_out: str) -> str:
+    """Run a DAG in this process, but for the tasks that a pattern matches; what it says."""
+    tool = [sys.executable, "-m", "airflow", "db", "migrate"]
+    subprocess.run(tool, env=env, cwd=ROOT, check=True, capture_output=True)
+    command = [sys.executable, "-c", RUN, part, days, left_out]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    state = [line for line in done.stdout.splitlines() if line.startswith("STATE")]
+    assert state, done.stdout[-4000:] + done.stderr[-4000:]
+    return state[0] + done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory, spec_path: Path, raw: Path) -> Any:
+    env = environment(tmp_path_factory.mktemp("airflow"), spec_path, raw)
+    done = subprocess.run(
+        [sys.executable, "-c", TELL], env=env, cwd=ROOT, capture_output=True, text=True
+    )
+    assert "TOLD" in done.stdout, done.stderr
+    return json.loads(done.stdout.partition("TOLD")[2])
+
+
+def test_reading_the_dags_imports_nothing_heavy(told: Any) -> None:
+    heavy = {"torch", "pyspark", "pandas", "deltalake", "pyarrow", "mlflow", "torchrec", "numpy"}
+    assert not heavy & set(told["modules"])
+
+
+def test_every_step_of_the_line_is_a_task(told: Any, spec_path: Path) -> None:
+    spec = load_spec(spec_path)
+    place, days = Place(spec_path, "raw", "lake"), newest_mature(spec, FIRST, LAST)
+    steps = {step.name.partition("-")[0] for step in line(spec, place, days)}
+    tasks = {
+        t["id"].removeprefix("surface.") for dag in told["dags"].values() for t in dag["tasks"]
+    }
+    assert steps <= tasks
+
+
+def test_each_table_is_written_by_one_dag_one_run_at_a_time(told: Any, spec_path: Path) -> None:
+    spec = load_spec(spec_path)
+    place, days = Place(spec_path, "raw", "lake"), newest_mature(spec, FIRST, LAST)
+    dag_of = {
+        task["id"].removeprefix("surface."): name
+        for name, dag in told["dags"].items() for task in dag["tasks"]
+    }  # fmt: skip
+    writers: dict[str, set[str]] = {}
+    for step in line(spec, place, days):
+        for table in step.writes:
+            writers.setdefault(table, set()).add(dag_of[step.name.partition("-")[0]])
+    assert all(len(dags) == 1 for dags in writers.values()), writers
+    assert {dag["runs"] for dag in told["dags"].values()} == {1}
+
+
+def test_each_asset_has_a_writer_and_a_reader(told: Any) -> None:
+    made = Counter(a for dag in told["dags"].values() for t in dag["tasks"] for a in t["outlets"])
+    read = {name for dag in told["dags"].values() for name in dag["waits for"]}
+    assert set(made.values()) == {1}
+    assert {"raw", "features", "gem", "knowledge"} == {name.partition("/")[2] for name in read}
+    assert read < set(made)
+
+
+def test_every_task_has_an_owner_a_limit_and_retries_by_cause(told: Any) -> None:
+    for dag in told["dags"].values():
+        for task in dag["tasks"]:
+            assert (task["owner"], task["limit"], task["policy"]) == ("gemline", True, "ByCause")
+            assert task["retries"] > 0 or task["id"] == "enough_days", task
+            if task["command"]:
+                assert task["pool"] in {"gemline_spark", "gemline_torch"}, task
+
+
+def test_who_reads_tables_reads_the_versions_it_was_told(told: Any) -> None:
+    for name in ("gem", "rankers"):
+        tasks = [task for task in told["dags"][name]["tasks"] if task["command"]]
+        for task in tasks:
+            if not task["id"].startswith(("publish", "release")):
+                assert "--pins" in task["command"], task["id"]
+
+
+@pytest.mark.parametrize(
+    ("said", "again"),
+    [
+        ("gemline etl ended with exit code 2", False),
+        ("Cannot execute: spark-submit …. Error code is: 2.", False),
+        ("gemline train ended with exit code 1", True),
+        ("gemline train ended with exit code 137", True),
+        ("Cannot execute: spark-submit …. Error code is: 20.", True),
+        ("connection reset", True),
+    ],
+)
+def test_what_the_input_did_wrong_is_not_tried_again(said: str, again: bool) -> None:
+    from airflow.sdk.definitions.retry_policy import RetryAction
+
+    from dags.operators import ByCause
+
+    action = ByCause().evaluate(RuntimeError(said), 1, 3).action
+    assert action == (RetryAction.DEFAULT if again else RetryAction.FAIL)
+
+
+def test_a_spec_with_an_error_is_one_sentence(tmp_path: Path, spec_path: Path, raw: Path) -> None:
+    bad = tmp_path / "bad.yaml"
+    bad.write_text(spec_path.read_text().replace("role: impression", "role: impresion"))
+    command = [sys.executable, "-c", "import dags.daily"]
+    env = environment(tmp_path, bad, raw)
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    last = done.stderr.strip().splitlines()[-1]
+    assert "bad.yaml:" in last and "events.ad_impression.role" in last, done.stderr
+
+
+def test_settings_that_are_wrong_are_one_sentence() -> None:
+    from dags.settings import Settings
+    from etl.errors import UserError
+
+    told = {"GEMLINE_SPEC": "s.yaml", "GEMLINE_RAW": "raw", "GEMLINE_WAIT_HOURS": "-1"}
+    with pytest.raises(UserError, match=r"GEMLINE_.*lake: Field required.*wait_hours"):
+        Settings.from_environment(told)
+
+
+def test_a_task_runs_on_airflow_and_writes_its_day(
+    lake: Lake, spec_path: Path, raw: Path, tmp_path: Path
+) -> None:
+    env = environment(tmp_path, spec_path, raw)
+    said = run_dag(env, "_tables", f"{FIRST}", "(?!ingest$).+")
+    assert said.startswith("STATE success"), said[-4000:]
+    for name in ("events", "flow", "quarantine"):
+        there = [row for row in rows(lake, name) if row["day"] in (FIRST, NO_DAY)]
+        assert rows(Lake(str(tmp_path / "lake"), lake.spec), name) == there, name
+
+
+def test_a_day_that_never_comes_is_named(spec_path: Path, raw: Path, tmp_path: Path) -> None:
+    said = run_dag(environment(tmp_path, spec_path, raw), "_raw", "2027-05-01", "nothing")
+    assert said.startswith("STATE failed") and "no log of 2027-05-01 is in" in said
