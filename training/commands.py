@@ -12,9 +12,11 @@ import yaml
 
 from etl.cli import BEGAN, DayArgs, LakeArgs, days_argument
 from etl.errors import UserError
-from training.config import TrainConfig
+from training.config import SpreadOptions, TrainConfig
 from training.plan.command import plan
 from training.split import Split
+
+RESTARTS = 3  # of all processes, from the last checkpoint, when one is lost
 
 
 class SplitArgs(LakeArgs):
@@ -50,6 +52,7 @@ class GemArgs(DayArgs, TrainConfig):
     """How GEM is trained, and on which days."""
 
     processes: Annotated[int, tyro.conf.arg(help="processes on this machine, under torchrun")] = 1
+    spread: SpreadOptions = SpreadOptions()
 
 
 def gem(args: GemArgs) -> None:
@@ -76,7 +79,7 @@ def gem(args: GemArgs) -> None:
     timeline = Timeline(BEGAN)
     with process_group() as (rank, _):
         timeline.spent("imports")
-        scores = train(lake, args.span, config, timeline)
+        scores = train(lake, args.span, config, timeline, args.spread)
         if rank == 0:
             with tracked(args.lake, "gem", chosen | {"days": args.days}):
                 for step, found in enumerate(scores):
@@ -89,6 +92,7 @@ def _torchrun(args: GemArgs) -> None:
         config = Path(folder, "gem.yaml")
         config.write_text(yaml.safe_dump(settings(args)))
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        launch += [f"--max-restarts={RESTARTS}"]
         launch += [f"--nproc-per-node={args.processes}", "-m", "gemline", "train", "gem"]
         failed = subprocess.run([*launch, "--config", str(config)]).returncode
     if failed:

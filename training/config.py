@@ -26,6 +26,25 @@ class ComputeOptions(Strict):
     ] = "nothing"
 
 
+class SpreadOptions(Strict):
+    """How a model lies on many processes.
+
+    `groups` hold the tables once each, and average them every `average_every` steps. `moment_scale`
+    makes up for states that are too small on average; without, it is the number of groups.
+    """
+
+    groups: int = Field(default=1, ge=1)
+    average_every: int = Field(default=1, ge=1)
+    moment_scale: Positive | None = None
+    by_rows: Annotated[bool, tyro.conf.arg(help="the planner may cut tables by rows")] = False
+    dense: Annotated[
+        Literal["copied", "sharded"], tyro.conf.arg(help="weights of the dense part")
+    ] = "copied"
+
+
+ALONE = SpreadOptions()
+
+
 class TrainConfig(Strict):
     """Settings of a training run; the first sequence of the spec is read where none is named."""
 

@@ -6,7 +6,7 @@ from etl.errors import UserError
 from etl.tables.lake import Lake
 from training.data.digest import digest
 from training.data.reader import Reader
-from training.gem import day_batches
+from training.day import Day
 from training.loop import checkpoint
 from training.resume import refuse_other_reading
 
@@ -25,9 +25,7 @@ def rebuild(lake: Lake, day: date) -> int:
         lake, manifest.versions, training.sequence, training.max_length, training.surfaces
     )
     refuse_other_reading(manifest, reader)
-    start = manifest.model_copy(update={"batches": 0})
-    shard = (0, manifest.processes)
-    batches = day_batches(lake, reader, day, start, shard)
+    batches = Day(lake, reader, day, manifest).lane(0)
     same = 0
     for told, batch in zip(manifest.first_batches, batches, strict=False):
         same += 1

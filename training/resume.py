@@ -27,13 +27,13 @@ def starting_point(
     if earlier:
         path, before = earlier[-1]
         _check(before, wanted)
-        kept = {"steps": before.steps, "trained_from": before.trained_from}
+        kept = {"steps": before.steps, "rows": before.rows, "trained_from": before.trained_from}
         wanted = wanted.model_copy(update=kept)
     for folder, manifest in written:
         if manifest.same_run(wanted) and days[0] <= manifest.trained_until <= days[1]:
             path, wanted = folder, manifest
     if wanted.complete:
-        wanted = wanted.next_day(wanted.trained_until + timedelta(days=1))
+        wanted = wanted.next_day(wanted.trained_until + timedelta(days=1), dist.get_world_size())
     return wanted, path
 
 

@@ -23,8 +23,9 @@ from training.loop.step import GemModel, train_step
 from training.model.config import SCALES
 from training.model.gem import Gem, Output
 from training.model.lookup import first_items, table_rows
+from training.parallel.mesh import mesh_of
 from training.parallel.processes import process_group
-from training.parallel.sparse import TorchrecTables, shard
+from training.parallel.sparse import TorchrecTables, adagrad, shard
 
 SPEC = Path(__file__).parents[2] / "conf" / "specs" / "simulator.yaml"
 REQUESTS, EACH, LENGTH, ITEMS = 32, 8, 200, 5000
@@ -64,7 +65,7 @@ def step(features: Features, batch: Batch) -> Callable[[], Output | None]:
     torch.manual_seed(0)
     core = Gem(features, SIZES)
     rows = table_rows(features, ITEMS, SIZES.user_rows)
-    tables = shard(TorchrecTables(rows, SIZES.row_width), 0.05)
+    tables = shard(TorchrecTables(rows, SIZES.row_width), mesh_of(1), adagrad(0.05))
     model = GemModel(core, core, tables, first_items(ITEMS), SIZES.user_rows, 0.0)
     optimizer = torch.optim.AdamW(core.parameters(), fused=True)
     loss = Loss.of(TrainConfig(), features.objectives)

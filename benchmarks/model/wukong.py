@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from benchmarks.model.limit import Step, speeds
 from benchmarks.result import Result
 from training.model.interaction.wukong import Shape, Wukong
+from training.parallel.mesh import mesh_of
 from training.parallel.processes import process_group
-from training.parallel.sparse import TorchrecTables, shard
+from training.parallel.sparse import TorchrecTables, adagrad, shard
 
 FIELDS, VALUES, ZIPF = 26, 10_000, 1.3
 DIM, LAYERS, ROWS, RANK, HIDDEN, BATCH = 16, 2, 16, 8, 64, 1024
@@ -52,7 +53,7 @@ def step(attentive: bool) -> Step:
     """Training on the next of some batches, embeddings included."""
     torch.manual_seed(0)
     names = [f"field_{i}" for i in range(FIELDS)]
-    tables = shard(TorchrecTables(dict.fromkeys(names, VALUES), DIM), 0.05)
+    tables = shard(TorchrecTables(dict.fromkeys(names, VALUES), DIM), mesh_of(1), adagrad(0.05))
     model = Ranker(attentive)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     share = torch.arange(1, VALUES + 1) ** -ZIPF

@@ -18,12 +18,12 @@ from ranking.student.teacher import Said
 from ranking.student.trained import TrainedStudent, new_student
 from ranking.student.transfer import Balance, Transfer
 from tests.conftest import LAST
+from training.build import build
 from training.config import TrainConfig
 from training.data.batch import Batch
 from training.data.parts import Shuffle
 from training.data.reader import Reader
 from training.data.ripened import Ripened
-from training.gem import build
 from training.knowledge.earlier import Earlier
 from training.loop.checkpoint import Manifest
 from training.model.config import SCALES

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from features.inputs import ITEM, USER
 from training.loop.expiry import Asked
 from training.model.lookup import ItemRows
+from training.parallel.mesh import mesh_of
 from training.parallel.processes import process_group
-from training.parallel.sparse import TorchrecTables, renew, shard
+from training.parallel.sparse import TorchrecTables, adagrad, renew, shard
 
 TODAY = date(2026, 3, 1)
 ROWS, WIDTH = 8, 4
@@ -49,7 +50,7 @@ def test_a_new_row_is_as_one_never_learned_and_the_others_stay_to_the_last_bit()
     rows = {ITEM: ROWS, USER: ROWS}
     with process_group():
         torch.manual_seed(0)
-        tables = shard(TorchrecTables(rows, WIDTH, (USER,)), 0.05)
+        tables = shard(TorchrecTables(rows, WIDTH, (USER,)), mesh_of(1), adagrad(0.05))
         ids = {name: torch.arange(ROWS) for name in rows}
 
         def learn() -> None:

@@ -24,8 +24,10 @@ from gemline import main
 from tests.conftest import FIRST, LAST
 from training.config import TrainConfig
 from training.data.batch import Batch
-from training.gem import day_batches, load_trained
+from training.day import Day
+from training.gem import load_trained
 from training.loop import checkpoint
+from training.loop.writer import Writer
 from training.model.lookup import table_rows
 from training.parallel.processes import process_group
 
@@ -146,9 +148,9 @@ def test_all_that_can_be_learned_at_once_is_learned(own: Lake, spec_path: Path) 
     with process_group():
         trained, reader = load_trained(own, SECOND)
         everything, fewer = (
-            list(day_batches(own, reader, SECOND, manifest, (0, 1)))
+            list(Day(own, reader, SECOND, manifest).lane(0))
             for config in (TrainConfig(), trained.manifest.training)
-            for manifest in [trained.manifest.model_copy(update={"training": config, "batches": 0})]
+            for manifest in [trained.manifest.model_copy(update={"training": config})]
         )
 
         def labels(batches: list[Batch], value: int) -> list[int]:
@@ -178,9 +180,8 @@ def test_a_new_day_leaves_the_rows_that_it_does_not_meet_as_they_were(
     with process_group():
         before, after = rows(FIRST), rows(SECOND)
         trained, reader = load_trained(own, SECOND)
-        start = trained.manifest.model_copy(update={"batches": 0})
         met: dict[str, set[int]] = {name: {0} for name in before}
-        for batch in day_batches(own, reader, SECOND, start, (0, 1)):
+        for batch in Day(own, reader, SECOND, trained.manifest).lane(0):
             own_items = torch.cat((batch.item, batch.history.items))
             met[ITEM] |= set(trained.model.items(own_items).tolist())
             met[USER] |= set((batch.user % trained.model.users).tolist())
@@ -205,7 +206,9 @@ def test_a_loss_that_is_no_number_names_its_batch_and_what_is_at_fault(
         checkpoint.load(path, trained)
         with torch.no_grad():
             trained.model.core.surface.weight[:] = torch.nan
-        checkpoint.save(path, trained)
+        writer = Writer()
+        writer.begin(path, trained)
+        writer.finish()
     capsys.readouterr()
     assert main(["train", "gem", *words(own, spec_path, str(SECOND)), *SIZES]) == 2
     said = capsys.readouterr().err

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -22,12 +21,12 @@ from torchrec.distributed import DistributedModelParallel
 
 from etl.errors import UserError
 from etl.spec.base import Strict
-from etl.tables import whole
 from training.config import TrainConfig
 from training.data.batch import Batch
 from training.data.digest import digest
 from training.loop.expiry import Asked
 from training.loop.step import GemModel
+from training.parallel.replicas import Replicas
 
 MANIFEST = "gem.json"
 REMEMBERED = 100  # batches of a day whose digests are kept
@@ -36,7 +35,9 @@ REMEMBERED = 100  # batches of a day whose digests are kept
 class Manifest(Strict):
     """What a checkpoint is: enough to rebuild the model, and to refuse a wrong use of it.
 
-    `first_batches` are the digests of the first ones of the day, of the first process.
+    `processes` began the day; `taken` are batches learned from the lane of each, `batches` steps of
+    the day, `steps` and `rows` all that were ever learned from. `first_batches` are the digests of
+    the first ones of the day, of the first process.
     """
 
     spec: str
@@ -50,6 +51,8 @@ class Manifest(Strict):
     complete: bool
     batches: int
     steps: int
+    rows: int = 0
+    taken: tuple[int, ...] = ()
     first_batches: tuple[str, ...] = ()
 
     @property
@@ -58,21 +61,24 @@ class Manifest(Strict):
         settings = hashlib.sha256(self.training.model_dump_json().encode()).hexdigest()[:6]
         return f"{self.trained_from:%Y%m%d}-{self.trained_until:%Y%m%d}-{settings}"
 
-    def next_batch(self, batch: Batch) -> "Manifest":
-        """The manifest after one more batch of the day."""
+    def next_batch(self, batch: Batch, rows: int) -> "Manifest":
+        """The manifest after one more step of the day, on so many rows of all processes."""
         counts: dict[str, object] = {"batches": self.batches + 1, "steps": self.steps + 1}
+        counts["rows"] = self.rows + rows
         if self.batches < REMEMBERED:
             counts["first_batches"] = (*self.first_batches, digest(batch))
         return self.model_copy(update=counts)
 
-    def next_day(self, day: date) -> "Manifest":
+    def next_day(self, day: date, processes: int) -> "Manifest":
         """The manifest of the same model before its first batch of a day."""
-        changed = {"trained_until": day, "complete": False, "batches": 0, "first_batches": ()}
-        return self.model_copy(update=changed)
+        changed = {"trained_until": day, "complete": False, "processes": processes}
+        begun = {"batches": 0, "taken": (), "first_batches": ()}
+        return self.model_copy(update=changed | begun)
 
     def same_run(self, other: "Manifest") -> bool:
         """Whether both are moments of one training run."""
-        moment = {"trained_until", "complete", "batches", "steps", "first_batches"}
+        moment = {"trained_until", "complete", "batches", "steps", "rows", "taken"}
+        moment |= {"first_batches", "processes"}
         return self.model_dump(exclude=moment) == other.model_dump(exclude=moment)
 
 
@@ -102,6 +108,7 @@ class Trained:
     model: GemModel
     averaged: AveragedModel
     tables: DistributedModelParallel
+    replicas: Replicas
     asked: Asked
     optimizer: torch.optim.Optimizer
     manifest: Manifest
@@ -125,21 +132,6 @@ class Trained:
         self.tables.load_state_dict(state["tables"])
         self.tables.fused_optimizer.load_state_dict(state["tables_optimizer"])
         self.asked.days = state["asked"]
-
-
-def save(path: Path, trained: Trained) -> None:
-    """Write a checkpoint beside its place, then move it there."""
-    beside = whole.beside(path)
-    if dist.get_rank() == 0:
-        whole.fresh(path)
-    trained.asked.told_by_all()
-    dist.barrier()
-    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # of what all processes have
-    state_dict_saver.save(trained.state(), checkpoint_id=str(beside), planner=planner)
-    if dist.get_rank() == 0:
-        (beside / MANIFEST).write_text(trained.manifest.model_dump_json(indent=1))
-        whole.put(path)
-    dist.barrier()
 
 
 def load(path: Path, trained: Trained) -> None:

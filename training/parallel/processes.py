@@ -15,19 +15,43 @@ from training.data.batch import Batch
 from training.parallel.memory import keep_freed_memory
 
 TIMEOUT = timedelta(minutes=5)
+ROLL_CALL = timedelta(seconds=10)
+IN_VAIN = "Timed out", "Connection closed", "Connection reset"  # as gloo says it
 
 
 @contextmanager
-def process_group() -> Iterator[tuple[int, int]]:
-    """The default gloo group while inside; gives (rank, world). Alone without torchrun."""
+def naming_the_missing() -> Iterator[None]:
+    """Where processes wait in vain for others, UserError tells for whom."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(mark in str(error) for mark in IN_VAIN):
+            raise
+        try:
+            dist.monitored_barrier(timeout=ROLL_CALL, wait_all_ranks=True)
+        except RuntimeError as missing:
+            raise UserError(
+                f"processes do not answer any more: {missing}. The last checkpoint is whole; run "
+                "the same command again to go on from it"
+            ) from error
+        raise
+
+
+@contextmanager
+def process_group(timeout: timedelta = TIMEOUT) -> Iterator[tuple[int, int]]:
+    """The default gloo group while inside; gives (rank, world). Alone without torchrun.
+
+    Raises UserError, with their ranks, where others have not answered for so long.
+    """
     keep_freed_memory()
     if "RANK" in os.environ:
-        dist.init_process_group("gloo", timeout=TIMEOUT)
+        dist.init_process_group("gloo", timeout=timeout)
     else:
         meeting = f"file://{tempfile.mkdtemp()}/alone"
-        dist.init_process_group("gloo", meeting, rank=0, world_size=1, timeout=TIMEOUT)
+        dist.init_process_group("gloo", meeting, rank=0, world_size=1, timeout=timeout)
     try:
-        yield dist.get_rank(), dist.get_world_size()
+        with naming_the_missing():
+            yield dist.get_rank(), dist.get_world_size()
     finally:
         dist.destroy_process_group()
 
