@@ -8,11 +8,15 @@ WORK := work
 export UV_PYTHON_DOWNLOADS := never
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo test proof lint lock clean
+.PHONY: demo airflow test proof lint lock clean
 
 demo: $(READY)
 	$(BIN)/gemline simulate --simulator conf/simulator/demo.yaml --out $(WORK)/demo/raw
 	$(BIN)/gemline run --spec conf/specs/simulator.yaml --raw $(WORK)/demo/raw --lake $(WORK)/demo/lake --days 2026-01-01:2026-01-11
+
+airflow: $(READY)
+	test -d $(WORK)/demo/raw || $(BIN)/gemline simulate --simulator conf/simulator/demo.yaml --out $(WORK)/demo/raw
+	$(BIN)/gemline airflow --spec conf/specs/simulator.yaml --raw $(WORK)/demo/raw --lake $(WORK)/airflow/lake --days 2026-01-01:2026-01-09 2026-01-10 2026-01-11
 
 test: $(READY)
 	$(BIN)/pytest -m "not proof"

@@ -1,4 +1,4 @@
-"""Who is told when a run is late or a task has failed: the log, and the URL of GEMLINE_ALERTS."""
+"""Who is told when something is late, or failed: the log, and the URL of GEMLINE_ALERTS."""
 
 import json
 import logging
@@ -13,16 +13,17 @@ log = logging.getLogger(__name__)
 def failed(context: Mapping[str, Any]) -> None:
     """A task has failed for good."""
     task = context["ti"]
-    _send(f"{task.dag_id} {task.run_id}: {task.task_id} failed: {context.get('exception')}")
+    send(f"{task.dag_id} {task.run_id}: {task.task_id} failed: {context.get('exception')}")
 
 
 async def late(context: Mapping[str, Any], **_: Any) -> None:
     """A run takes longer than it may."""
     run = context.get("dag_run") or {}
-    _send(f"{run.get('dag_id')} {run.get('dag_run_id')}: not done in time")
+    send(f"{run.get('dag_id')} {run.get('dag_run_id')}: not done in time")
 
 
-def _send(text: str) -> None:
+def send(text: str) -> None:
+    """Tell it."""
     log.error("%s", text)
     address = os.environ.get("GEMLINE_ALERTS")
     if address:

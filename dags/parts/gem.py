@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from airflow.sdk import DAG, task
+from airflow.sdk import DAG, chain, task
 
 from dags.line import model_steps
-from dags.operators import operator_of
+from dags.operators import GemlineOperator, operator_of
 from dags.parts.flags import FLAGS
-from dags.parts.part import PINNED, Line, after, tell, this_run
+from dags.parts.part import DAYS, PINNED, Line, after, tell, this_run
 
 
 def gem(line: Line) -> DAG:
@@ -22,6 +22,12 @@ def gem(line: Line) -> DAG:
 
         hold = line.hold()
         train, tell_of = (operator_of(step, settings, PINNED) for step in steps)
-        hold >> train >> tell_of >> line.publish("knowledge") >> line.release(hold)
+        chain(hold, train, tell_of, _healthy(line), line.publish("knowledge"), line.release(hold))
         train >> publish_gem()
     return dag
+
+
+def _healthy(line: Line) -> GemlineOperator:
+    """The task that fails where GEM has foretold the day badly: then no ranker learns from it."""
+    command = ("train", "health", *line.settings.place.flags, "--days", DAYS, *PINNED)
+    return GemlineOperator(task_id="health", command=command)

@@ -5,6 +5,7 @@ from typing import Any
 from airflow.sdk import DAG, CronPartitionTimetable, PartitionedAtRuntime, TriggerRule, task
 from airflow.sdk.exceptions import AirflowFailException
 
+from dags import alerts
 from dags.arrival import arrived, begin, daily
 from dags.parts.part import Line, tell, this_run
 from dags.runs import Run
@@ -37,6 +38,10 @@ def raw(line: Line) -> DAG:
                 run = begin(spec, settings.raw, this_run(context), earlier)
             except UserError as error:
                 raise AirflowFailException(str(error)) from None
+            if run.absent:
+                alerts.send(
+                    f"{spec.name} {run.last}: no files of {run.sources_absent}; went without"
+                )
             tell(context, asset, run)
 
         wait.expand(source=daily(spec)) >> day()

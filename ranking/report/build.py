@@ -11,8 +11,8 @@ from etl.tables import records, whole
 from etl.tables.lake import Lake
 from features.coverage import without_attributes
 from ranking.report import facts, figures
-from ranking.report.drift import drift
 from ranking.report.facts import NAMES
+from training.knowledge.foretold import foretold
 from training.loop.metrics import Score
 from training.split import Split
 from training.study import Study, kept
@@ -43,7 +43,7 @@ def build_report(lake: Lake, raw: str, split: Split) -> Path:
     markup = {
         "ne_bars": figures.ne_bars(scores, NAMES, objectives) if objectives else "",
         "reliability": figures.reliability(found, NAMES, objectives) if objectives else "",
-        "drifts": figures.drifts(drifted) if (drifted := drift(lake, split.landed)) else "",
+        "by_day": figures.by_day(foretold(lake, split.landed)),
         "step_times": figures.step_times(steps) if steps else "",
     }
     template = environment.get_template("page.html.j2")

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.dates import AutoDateLocator, DateFormatter
 from matplotlib.figure import Figure
 
-from ranking.report.drift import Drift
+from training.knowledge.foretold import Foretold
 from training.loop.metrics import Score
 from training.predictions import Predictions
 from training.study import Study
@@ -23,6 +23,7 @@ COLOURS = {
     "distilled": "#1b7f5c",
 }
 BINS = 10
+FEWEST_OUTCOMES = 20  # of a day, below which a measure is noise
 
 
 def svg(figure: Figure) -> str:
@@ -88,23 +89,33 @@ def reliability(
     return svg(figure)
 
 
-def drifts(found: Sequence[Drift]) -> str:
-    """Predictions over outcomes by day, a line a surface, one panel an objective."""
-    objectives = list(dict.fromkeys(one.objective for one in found))
-    figure = Figure(figsize=(3.4 * len(objectives), 2.6))
-    axes = np.ravel(figure.subplots(1, len(objectives), sharex=True, sharey=True))
-    for axis, objective in zip(axes, objectives, strict=True):
-        for surface in dict.fromkeys(one.surface for one in found):
-            points = [o for o in found if (o.surface, o.objective) == (surface, objective)]
-            days = [one.day for one in points]
-            axis.plot(days, [one.ratio for one in points], "o-", ms=3, lw=1, label=surface)
-        axis.axhline(1, ls=":", color="#bbbbbb")
+def by_day(found: Sequence[Foretold]) -> str:
+    """Prequential NE and predictions over outcomes by day: a line a surface, a column an objective.
+
+    Days with too few outcomes to tell are left out.
+    """
+    told = [one for one in found if min(one.said, one.happened) >= FEWEST_OUTCOMES]
+    objectives = list(dict.fromkeys(one.objective for one in told))
+    if not told:
+        return ""
+    figure = Figure(figsize=(3.4 * len(objectives), 4.4))
+    panels = figure.subplots(2, len(objectives), sharex=True, sharey="row", squeeze=False)
+    for axes, what in zip(panels, ("ne", "ratio"), strict=True):
+        for axis, objective in zip(axes, objectives, strict=True):
+            for surface in dict.fromkeys(one.surface for one in told):
+                points = [o for o in told if (o.surface, o.objective) == (surface, objective)]
+                days, values = [o.day for o in points], [getattr(o, what) for o in points]
+                axis.plot(days, values, "o-", ms=3, lw=1, label=surface)
+            axis.axhline(1, ls=":", color="#bbbbbb")
+    for axis, objective in zip(panels[0], objectives, strict=True):
         axis.set_title(objective)
+    for axis in panels[1]:
         axis.xaxis.set_major_locator(AutoDateLocator(minticks=2))
         axis.xaxis.set_major_formatter(DateFormatter("%d %b"))
         axis.tick_params("x", rotation=60)
-    axes[0].set_ylabel("predicted / happened")
-    axes[0].legend(frameon=False, fontsize=7)
+    panels[0, 0].set_ylabel("NE before learning")
+    panels[1, 0].set_ylabel("predicted / happened")
+    panels[1, 0].legend(frameon=False, fontsize=7)
     figure.tight_layout()
     return svg(figure)
 

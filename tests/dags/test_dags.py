@@ -48,12 +48,12 @@ print("STATE", run.state, sorted((t.task_id, str(t.state)) for t in run.get_task
 """
 
 
-def environment(folder: Path, spec: Path, raw: Path) -> dict[str, str]:
+def environment(folder: Path, spec: Path, raw: Path, port: int = 8080) -> dict[str, str]:
     """An Airflow of its own, with the DAGs of a lake in a folder."""
     from dags.standalone import environment as of
 
     place = Place(spec, str(raw), str(folder / "lake"))
-    return of(place, folder / "airflow", 8080, FIRST) | {
+    return of(place, folder / "airflow", port, FIRST) | {
         "GEMLINE_GEM": "--scale tiny",
         "GEMLINE_DEADLINE_HOURS": "0",  # DAG.test() can't read a deadline back
     }

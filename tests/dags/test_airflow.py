@@ -1,0 +1,110 @@
+"""Airflow itself: three days become rankers, though a task and the scheduler are killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from dags.standalone import ask, start, stop
+from etl.tables import pins
+from etl.tables.lake import Lake
+from ranking.package.versions import current
+from tests.conftest import FIRST, LAST, ROOT
+from tests.dags.test_dags import environment
+from tests.pipeline import TABLES, build_tables, rows
+
+PORT = 18080
+DAYS = [FIRST + timedelta(days=n) for n in range(3)]
+SOON = {  # who has lost his task is found out at once
+    "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT": "15",
+    "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT_DETECTION_INTERVAL": "5",
+    "AIRFLOW__SCHEDULER__ORPHANED_TASKS_CHECK_INTERVAL": "10",
+    "AIRFLOW__SCHEDULER__SCHEDULER_HEALTH_CHECK_THRESHOLD": "15",
+}
+
+
+def processes(*words: str) -> list[int]:
+    """Processes whose command line has all of some words."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_text().replace("\0", " ")
+        except OSError:
+            continue
+        if all(word in line for word in words):
+            found.append(int(path.parent.name))
+    return found
+
+
+def wait(what: Callable[[], object], seconds: float) -> object:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        found = what()
+        if found:
+            return found
+        time.sleep(1)
+    raise AssertionError(f"{what.__doc__ or what} did not happen in {seconds} s")
+
+
+@pytest.fixture
+def airflow(tmp_path: Path, spec_path: Path, raw: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    env = environment(tmp_path, spec_path, raw, PORT) | SOON
+    running = start(env)
+    try:
+        yield env["AIRFLOW__API__BASE_URL"], env
+    finally:
+        stop(running)
+        for pid in processes("airflow", "scheduler"):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.proof
+def test_three_days_become_rankers_though_things_are_killed(
+    lake: Lake, airflow: tuple[str, dict[str, str]], raw: Path, tmp_path: Path
+) -> None:
+    address, env = airflow
+    own = Lake(str(tmp_path / "lake"), lake.spec)
+    for day in DAYS:
+        body = {"logical_date": None, "partition_key": str(day)}
+        ask(address, "dags/simulator_raw/dagRuns", body)
+
+    (task, *_) = wait(lambda: processes("-m gemline train gem", own.root), 400)
+    os.kill(task, signal.SIGKILL)
+    print("killed a task", flush=True)
+    schedulers = processes("airflow", "scheduler")
+    for pid in schedulers:
+        os.kill(pid, signal.SIGKILL)
+    print("killed the scheduler", flush=True)
+    subprocess.Popen(
+        [sys.executable, "-m", "airflow", "scheduler", "--skip-serve-logs"], cwd=ROOT, env=env,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+
+    def rankers_done() -> bool:
+        runs = ask(address, "dags/simulator_rankers/dagRuns?limit=10")["dag_runs"]
+        failed = [run for run in runs if run["state"] == "failed"]
+        assert not failed, failed
+        return {r["partition_key"] for r in runs if r["state"] == "success"} == set(map(str, DAYS))
+
+    wait(rankers_done, 900)
+    for surface in lake.spec.ad_surfaces:
+        assert current(own.root, surface).target
+    tried = ask(address, "dags/simulator_gem/dagRuns/~/taskInstances?limit=100")["task_instances"]
+    assert max(task["try_number"] for task in tried if task["task_id"] == "gem") > 1
+    assert pins.pinned(own.root) == []
+    told = ask(address, "assets/events?limit=100&order_by=timestamp")["asset_events"]
+    knowledge = [event for event in told if event["name"] == "simulator/knowledge"]
+    assert [event["partition_key"] for event in knowledge] == list(map(str, DAYS))
+    last = knowledge[-1]["extra"]["tables"]
+    assert last["examples"]["version"] == own.version("examples")
+    ranged = Lake(str(tmp_path / "ranged"), lake.spec)
+    build_tables(ranged, raw, (DAYS[0], DAYS[-1]))
+    for name in TABLES:
+        assert rows(own, name) == rows(ranged, name), name
+    assert LAST not in {row["day"] for row in rows(own, "examples")}

@@ -1,0 +1,144 @@
+"""GEM on several processes, a few steps of plain SGD: what it lost, what it learned, what moved."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import Tensor, multiprocessing
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.types import ShardingType
+
+from features.inputs import USER, Features
+from training.build import WHOLE
+from training.config import TrainConfig
+from training.data.batch import Batch
+from training.loop.average import averaged
+from training.loop.loss import Loss
+from training.loop.step import GemModel
+from training.model.config import SCALES
+from training.model.gem import Gem
+from training.model.lookup import ItemRows, table_rows
+from training.parallel.dense import spread
+from training.parallel.mesh import mesh_of
+from training.parallel.moved import Moved
+from training.parallel.replicas import Replicas
+from training.parallel.sparse import TorchrecTables, parts_of, shard
+
+SIZES = SCALES["tiny"].model_copy(update={"user_rows": 64})
+ITEMS = 128
+SGD = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5}
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a model lies on the processes."""
+
+    groups: int = 1
+    every: int = 1
+    sharded: bool = False
+    kinds: tuple[ShardingType, ...] = WHOLE
+
+
+@dataclass(frozen=True)
+class Learned:
+    """Mean losses of the steps; tables as they are after them; bytes that this process sent."""
+
+    losses: list[float]
+    tables: dict[str, Tensor]
+    moved: dict[str, int]
+    ids: int
+
+
+def learn(
+    features: Features, steps: Sequence[Sequence[Batch]], way: Way, rank: int, world: int
+) -> Learned:
+    """Learn from batches of several steps, those of a step spread over the processes."""
+    mesh = mesh_of(way.groups)
+    torch.manual_seed(0)
+    core = Gem(features, SIZES).eval()
+    rows = table_rows(features, ITEMS, SIZES.user_rows)
+    tables = shard(TorchrecTables(rows, SIZES.row_width, (USER,)), mesh, SGD, way.kinds)
+    begin_alike(tables)
+    dense = spread(core, averaged(core), mesh, way.sharded)
+    items = ItemRows(ITEMS, torch.ones(100_000, dtype=torch.bool))
+    counted = Counted(tables)
+    model = GemModel(core, dense, counted, items, SIZES.user_rows, 0.0)
+    loss = Loss.of(TrainConfig(scale="tiny"), features.objectives)
+    sgd, copies = torch.optim.SGD(core.parameters(), lr=0.1), Replicas(tables, mesh, way.every)
+    losses = []
+    with Moved() as moved:
+        for step in steps:
+            mean_rows = sum(map(len, step)) / len(step)
+            mine = step[rank::world]
+            found = torch.stack([loss(model(batch), batch, mean_rows) for batch in mine]).mean()
+            sgd.zero_grad()
+            found.backward()
+            sgd.step()
+            copies.stepped()
+            losses.append(found.detach())
+    together = torch.stack(losses)
+    dist.all_reduce(together)
+    return Learned((together / world).tolist(), whole(tables, rows), dict(moved.bytes), counted.ids)
+
+
+@dataclass
+class Counted:
+    """Tables, and how many ids they were asked for."""
+
+    tables: DistributedModelParallel
+    ids: int = 0
+
+    def __call__(self, ids: dict[str, Tensor]) -> dict[str, Tensor]:
+        self.ids += sum(map(len, ids.values()))
+        return self.tables(ids)
+
+
+@torch.no_grad()
+def begin_alike(tables: DistributedModelParallel) -> None:
+    """Rows that depend on their table and place alone, wherever they lie."""
+    for key, weight in tables.state_dict().items():
+        generator = torch.Generator().manual_seed(crc32(key.encode()))
+        rows = torch.randn(weight.shape, generator=generator) * 0.05
+        for first, held in parts_of(weight):
+            held.copy_(rows[first : first + len(held)])
+
+
+def whole(tables: DistributedModelParallel, rows: dict[str, int]) -> dict[str, Tensor]:
+    """All rows of all tables."""
+    with torch.no_grad():
+        return tables({name: torch.arange(count) for name, count in rows.items()})
+
+
+def process(
+    rank: int,
+    world: int,
+    features: Features,
+    steps: Sequence[Sequence[Batch]],
+    ways: Sequence[Way],
+    folder: str,
+) -> None:
+    """One of several processes: learn in several ways, and keep what came of each."""
+    dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=world)
+    torch.set_num_threads(1)
+    found = [learn(features, steps, way, rank, world) for way in ways]
+    torch.save([vars(one) for one in found], f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def together(
+    features: Features,
+    steps: Sequence[Sequence[Batch]],
+    ways: Sequence[Way],
+    folder: Path,
+    world: int,
+) -> list[list[Learned]]:
+    """What each process came to, in each way."""
+    folder.mkdir()
+    arguments = (world, features, steps, ways, str(folder))
+    multiprocessing.spawn(process, arguments, nprocs=world)
+    kept = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
+    return [[Learned(**one) for one in of_way] for of_way in zip(*kept, strict=True)]
