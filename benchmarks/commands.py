@@ -8,6 +8,7 @@ from benchmarks import (
     history,
     kuairand,
     model,
+    operations,
     quality,
     sequence,
     serving,
@@ -33,5 +34,6 @@ COMMANDS = {
         "staleness": staleness.bench,
         "calibration": calibration.bench,
         "serving": serving.bench,
+        "operations": operations.bench,
     }
 }

@@ -64,10 +64,11 @@ def weights(root: str) -> dict[str, torch.Tensor]:
     """All tensors of the dense model and of the tables."""
     from training.gem import load_trained
     from training.parallel.processes import process_group
+    from training.parallel.sparse import parts_of
 
     with process_group():
         trained, _ = load_trained(Lake(root, load_spec(SPEC)), parse_days(LAST)[0])
         core = {f"dense.{n}": t.clone() for n, t in trained.model.core.state_dict().items()}
-        tables = trained.tables.state_dict()
-        local = {n: t.local_shards()[0].tensor.clone() for n, t in tables.items()}
-        return core | {f"table.{name}": tensor for name, tensor in local.items()}
+        tables = trained.tables.state_dict().items()
+        held = {name: parts_of(table)[0][1].clone() for name, table in tables}
+        return core | {f"table.{name}": rows for name, rows in held.items()}

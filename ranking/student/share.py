@@ -10,6 +10,7 @@ from features.inputs import ITEM, USER
 from ranking.student.config import Part, TransferConfig
 from ranking.student.trained import TrainedStudent
 from training.loop.checkpoint import Trained
+from training.parallel.sparse import parts_of
 
 
 @torch.no_grad()
@@ -64,6 +65,5 @@ def _copy_tables(student: TrainedStudent, gem: Trained, shuffled: bool) -> None:
 
 def _rows(gem: Trained, name: str) -> Tensor:
     (weight,) = (w for key, w in gem.tables.state_dict().items() if key.split(".")[-2] == name)
-    (part,) = weight.local_shards()
-    found: Tensor = part.tensor
-    return found
+    ((_, rows),) = parts_of(weight)
+    return rows

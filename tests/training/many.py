@@ -12,10 +12,14 @@ from torch import Tensor, multiprocessing
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardingType
 
+from etl.tables.lake import Lake
 from features.inputs import USER, Features
-from training.build import WHOLE
+from tests.conftest import FIRST, LAST
+from training.build import WHOLE, newest_reader
 from training.config import TrainConfig
 from training.data.batch import Batch
+from training.data.parts import Shuffle
+from training.data.ripened import Ripened
 from training.loop.average import averaged
 from training.loop.loss import Loss
 from training.loop.step import GemModel
@@ -24,7 +28,7 @@ from training.model.gem import Gem
 from training.model.lookup import ItemRows, table_rows
 from training.parallel.dense import spread
 from training.parallel.mesh import mesh_of
-from training.parallel.moved import Moved
+from training.parallel.moved import Counted, Moved
 from training.parallel.replicas import Replicas
 from training.parallel.sparse import TorchrecTables, parts_of, shard
 
@@ -51,6 +55,14 @@ class Learned:
     tables: dict[str, Tensor]
     moved: dict[str, int]
     ids: int
+
+
+def some_batches(lake: Lake, count: int) -> tuple[Features, list[Batch]]:
+    """Small batches of the first day, with labels."""
+    reader = newest_reader(lake, TrainConfig(scale="tiny"))
+    ripe = Ripened(0, lake.spec.day_end(LAST))
+    found = reader.batches([FIRST], ripe, 24, Shuffle(0))
+    return reader.features, [next(found) for _ in range(count)]
 
 
 def learn(
@@ -83,18 +95,6 @@ def learn(
     together = torch.stack(losses)
     dist.all_reduce(together)
     return Learned((together / world).tolist(), whole(tables, rows), dict(moved.bytes), counted.ids)
-
-
-@dataclass
-class Counted:
-    """Tables, and how many ids they were asked for."""
-
-    tables: DistributedModelParallel
-    ids: int = 0
-
-    def __call__(self, ids: dict[str, Tensor]) -> dict[str, Tensor]:
-        self.ids += sum(map(len, ids.values()))
-        return self.tables(ids)
 
 
 @torch.no_grad()

@@ -9,17 +9,14 @@ import torch
 
 from etl.tables.lake import Lake
 from features.inputs import Features
-from tests.conftest import FIRST, LAST
-from tests.training.many import ITEMS, SIZES, Learned, Way, learn, together
-from training.build import BY_ROWS, newest_reader
-from training.config import TrainConfig
+from tests.training.many import ITEMS, SIZES, Learned, Way, learn, some_batches, together
+from training.build import BY_ROWS
 from training.data.batch import Batch
-from training.data.parts import Shuffle
-from training.data.ripened import Ripened
 from training.model.lookup import table_rows
+from training.parallel.moved import exchanged
 from training.parallel.processes import process_group
 
-STEPS, ROW_BYTES, ID_BYTES = 3, 4 * SIZES.row_width, 8
+STEPS, ROW_BYTES = 3, 4 * SIZES.row_width
 ALONE = Way()
 WAYS = {
     2: {
@@ -41,10 +38,7 @@ EXACT = [(world, way) for world, ways in WAYS.items() for way in ways if "every"
 
 @pytest.fixture(scope="module")
 def batches(lake: Lake) -> tuple[Features, list[Batch]]:
-    reader = newest_reader(lake, TrainConfig(scale="tiny"))
-    ripe = Ripened(0, lake.spec.day_end(LAST))
-    found = reader.batches([FIRST], ripe, 24, Shuffle(0))
-    return reader.features, [next(found) for _ in range(4 * STEPS)]
+    return some_batches(lake, 4 * STEPS)
 
 
 @pytest.fixture(scope="module")
@@ -112,10 +106,8 @@ def test_bytes_moved_are_those_of_the_formula(
     group = world // groups
     found = learned[world, way]
     ids = sum(one.ids for one in found)
-    counts = world * STEPS * (ID_BYTES * len(tables) + 3 * ID_BYTES * group)
     swapped = sum(one.moved.get("alltoall_base", 0) for one in found)
-    expected = 2 * ids * ROW_BYTES + ids * ID_BYTES + counts
-    assert swapped == (expected if group > 1 else 0)
+    assert swapped == exchanged(world * STEPS, ids, len(tables), SIZES.row_width, group)
     dense = sum(one.moved["allreduce"] for one in learned[world, "tables once"])
     averaged = sum(one.moved["allreduce"] for one in found) - dense
     copies = met * groups * ROW_BYTES * sum(tables.values()) if groups > 1 else 0

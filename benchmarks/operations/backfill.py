@@ -1,0 +1,69 @@
+"""A backfill of seven days at once beside seven runs of a day each."""
+
+import os
+import tempfile
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from benchmarks.result import Result
+from dags.line import Days, Place, data_steps, model_steps
+from etl.cli import read_mapping
+from etl.errors import UserError
+from etl.sources.simulator.config import SimulatorConfig
+from etl.sources.simulator.simulate import simulate
+from etl.spec import DataSpec, load_spec
+from etl.spec.units import each_day
+from etl.tables import arrow
+from etl.tables.lake import Lake
+from etl.told import all_contracts
+
+ROOT = Path(__file__).parents[2]
+SPEC = ROOT / "conf/specs/simulator.yaml"
+WORLD = {"users": 150, "events_per_user_mean": 80, "max_events_per_user": 600, "days": 7}
+FIRST, LAST = date(2026, 1, 1), date(2026, 1, 7)
+
+
+def measure(result: Result) -> None:
+    """`backfill_equal`: whether every row of every table, GEM's knowledge too, is the same."""
+    os.environ.setdefault("GEMLINE_SPARK_MASTER", "local[2]")
+    spec = load_spec(SPEC)
+    with tempfile.TemporaryDirectory() as work:
+        raw = Path(work, "raw")
+        world = read_mapping(ROOT / "conf/simulator/demo.yaml") | WORLD
+        simulate(SimulatorConfig(**world), raw)
+        once, daily = (Place(SPEC, str(raw), str(Path(work, name))) for name in ("once", "daily"))
+        run(spec, once, FIRST, LAST)
+        for day in each_day(FIRST, LAST):
+            run(spec, daily, day, day)
+        lakes = [Lake(place.lake, spec) for place in (once, daily)]
+        names = [name for name in all_contracts(spec) if lakes[0].exists(name)]
+        apart = [name for name in names if not same(*lakes, name)]
+    result.figures["backfill_equal"] = not apart
+    told = f"differ: {', '.join(apart)}" if apart else f"{len(names)} tables equal"
+    result.rows.append(("seven days at once", told, "seven daily runs", "", "the same"))
+
+
+def run(spec: DataSpec, place: Place, first: date, last: date) -> None:
+    """What a run of the tables and of GEM does for some days."""
+    from gemline import main
+
+    days = Days(first, last, last, None, last, last)
+    learn, _ = model_steps(spec, place, days.model_flags, ("--scale", "tiny"))
+    for step in (*data_steps(place, days.landed), *learn):
+        if main(step.command):
+            raise UserError(f"{step.name} failed on {first} to {last}; the reason is above")
+
+
+def same(one: Lake, other: Lake, name: str) -> bool:
+    """Whether a table has the same rows in both lakes, in whatever order."""
+    contract = all_contracts(one.spec)[name]
+    return _rows(arrow.snapshot(one, contract).read()) == _rows(
+        arrow.snapshot(other, contract).read()
+    )
+
+
+def _rows(table: pa.Table) -> list[Any]:
+    return sorted(map(repr, table.to_pylist()))
