@@ -38,9 +38,9 @@ def measure(result: Result) -> None:
         run(spec, once, FIRST, LAST)
         for day in each_day(FIRST, LAST):
             run(spec, daily, day, day)
-        lakes = [Lake(place.lake, spec) for place in (once, daily)]
-        names = [name for name in all_contracts(spec) if lakes[0].exists(name)]
-        apart = [name for name in names if not same(*lakes, name)]
+        ours, theirs = (Lake(place.lake, spec) for place in (once, daily))
+        names = [name for name in all_contracts(spec) if ours.exists(name)]
+        apart = [name for name in names if not same(ours, theirs, name)]
     result.figures["backfill_equal"] = not apart
     told = f"differ: {', '.join(apart)}" if apart else f"{len(names)} tables equal"
     result.rows.append(("seven days at once", told, "seven daily runs", "", "the same"))

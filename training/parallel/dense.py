@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -21,7 +22,8 @@ for passed_through in (Output, Worth):  # FSDP looks for tensors in what a model
 class Touched(nn.Module):
     """A GEM whose weights all have a gradient, zero where a batch had no use for them.
 
-    Processes have to agree on what they reduce, and their batches differ.
+    Processes have to agree on what they reduce, and their batches differ. What a model notes of its
+    inputs is that of the first process, as with DDP.
     """
 
     def __init__(self, core: Gem) -> None:
@@ -30,6 +32,8 @@ class Touched(nn.Module):
 
     def forward(self, *inputs: Any) -> Output:
         """What the model puts out."""
+        for noted in self.core.buffers():
+            dist.broadcast(noted, 0)
         output: Output = self.core(*inputs)
         nothing = sum(weight.sum() for weight in self.core.parameters()) * 0.0
         return replace(output, logits=output.logits + nothing)

@@ -22,13 +22,14 @@ IN_VAIN = "Timed out", "Connection closed", "Connection reset"  # as gloo says i
 @contextmanager
 def naming_the_missing() -> Iterator[None]:
     """Where processes wait in vain for others, UserError tells for whom."""
+    apart = dist.new_group(backend="gloo")  # what has timed out is closed
     try:
         yield
     except RuntimeError as error:
         if not any(mark in str(error) for mark in IN_VAIN):
             raise
         try:
-            dist.monitored_barrier(timeout=ROLL_CALL, wait_all_ranks=True)
+            dist.monitored_barrier(apart, timeout=ROLL_CALL, wait_all_ranks=True)
         except RuntimeError as missing:
             raise UserError(
                 f"processes do not answer any more: {missing}. The last checkpoint is whole; run "
