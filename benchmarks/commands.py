@@ -6,6 +6,7 @@ from benchmarks import (
     calibration,
     data,
     history,
+    kills,
     kuairand,
     model,
     operations,
@@ -35,5 +36,6 @@ COMMANDS = {
         "calibration": calibration.bench,
         "serving": serving.bench,
         "operations": operations.bench,
+        "kills": kills.bench,
     }
 }

@@ -117,7 +117,7 @@ def operator_of(step: Step, settings: Settings, flags: Sequence[str] = (), **kwa
             name=f"gemline {step.name}",
             application=str(ROOT / "gemline.py"),
             application_args=command,
-            jars=settings.jars,
+            jars=settings.spark_jars,
             properties_file=_text(settings.spark_properties),
         )
     return GemlineOperator(

@@ -23,10 +23,10 @@ class Settings(Strict):
 
     `first_day` is the first day with logs. `schedule` says when a day is begun that ended before
     (cron, in the spec's time zone; `never`: by hand). A day's logs are waited for so many hours;
-    a run that takes longer than `deadline_hours` (0: as long as it likes) is told of to `alerts`, a
-    URL that takes JSON.
-    `gem` are further flags of the training of GEM; `jars` and `spark_properties` what spark-submit
-    is given, where the cluster does not have it.
+    a run that takes longer than `deadline_hours` (0: as long as it likes) is told of to `alerts`,
+    a URL that takes JSON. `gem` are further flags of the training of GEM; `spark_jars` and
+    `spark_properties` what spark-submit is given, where the cluster does not have it. Table
+    versions of the last `keep_days` are kept.
     """
 
     spec: Path
@@ -38,7 +38,7 @@ class Settings(Strict):
     deadline_hours: float = Field(default=20, ge=0)
     alerts: str | None = None
     gem: str = ""
-    jars: str | None = None
+    spark_jars: str | None = None
     spark_properties: Path | None = None
     keep_days: int = Field(default=30, ge=1)
 

@@ -46,7 +46,7 @@ def environment(place: Place, home: Path, port: int, first_day: date) -> dict[st
         "GEMLINE_FIRST_DAY": str(first_day),
         "GEMLINE_SCHEDULE": NEVER,
         "GEMLINE_WAIT_HOURS": "0",
-        "GEMLINE_JARS": ",".join(map(str, delta_jars())),
+        "GEMLINE_SPARK_JARS": ",".join(map(str, delta_jars())),
         "GEMLINE_SPARK_PROPERTIES": str(ROOT / "conf/spark/laptop.conf"),
         "SPARK_LOCAL_IP": "127.0.0.1",
         "PYSPARK_PYTHON": str(python),

@@ -7,6 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from etl.cache import user_cache
 from etl.errors import UserError
 
 DELTA = "4.4.0"
@@ -39,8 +40,7 @@ builder.getOrCreate().stop()
 
 def jar_folder() -> Path:
     """Where the JARs are kept: `GEMLINE_JARS`, or the user's cache."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get("GEMLINE_JARS") or cache / "gemline" / "jars")
+    return Path(os.environ.get("GEMLINE_JARS") or user_cache("jars"))
 
 
 def jar_names() -> list[str]:

@@ -4,6 +4,7 @@
 batches. Noise is that of seeds.
 """
 
+import logging
 import os
 import tempfile
 from pathlib import Path
@@ -73,6 +74,7 @@ def measure(result: Result) -> None:
 
 def _process(rank: int, root: str, work: str) -> None:
     torch.set_num_threads(1)
+    logging.getLogger("torchrec").setLevel(logging.ERROR)
     dist.init_process_group("gloo", f"file://{work}/meet", rank=rank, world_size=PROCESSES)
     lake = Lake(root, load_spec(SPEC))
     loss: dict[str, list[float]] = {way: [] for way in WAYS}

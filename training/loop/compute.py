@@ -3,10 +3,13 @@
 None of this changes what is learned, but for rounding.
 """
 
+import os
+
 import torch
 from torch import nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
 
+from etl.cache import user_cache
 from training.config import ComputeOptions
 from training.model.gem import Gem
 from training.model.interaction import DCNv2, TwoStreams
@@ -20,7 +23,11 @@ AGAIN: dict[str, Blocks] = {"nothing": (), "sequence": (Level,), "blocks": (Leve
 
 
 def prepare(core: Gem, options: ComputeOptions, backend: str = "inductor") -> None:
-    """Have blocks of a GEM computed as told; their parameters and names stay."""
+    """Have blocks of a GEM computed as told; their parameters and names stay.
+
+    What was compiled stays in the user's cache, so the next start is a warm one.
+    """
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache("compiled")))
     for block in core.modules():
         if options.compiled and isinstance(block, DENSE):
             _compile(block, backend)
