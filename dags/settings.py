@@ -26,7 +26,7 @@ class Settings(Strict):
     a run that takes longer than `deadline_hours` (0: as long as it likes) is told of to `alerts`,
     a URL that takes JSON. `gem` are further flags of the training of GEM; `spark_jars` and
     `spark_properties` what spark-submit is given, where the cluster does not have it. Table
-    versions of the last `keep_days` are kept.
+    versions and GEMs of the last `keep_days` are kept.
     """
 
     spec: Path
@@ -40,7 +40,7 @@ class Settings(Strict):
     gem: str = ""
     spark_jars: str | None = None
     spark_properties: Path | None = None
-    keep_days: int = Field(default=30, ge=1)
+    keep_days: int = Field(default=30, ge=7)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Settings | None":

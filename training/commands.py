@@ -9,6 +9,7 @@ from typing import Annotated
 
 import tyro
 import yaml
+from pydantic import Field
 
 from etl.cli import BEGAN, DayArgs, LakeArgs, days_argument
 from etl.errors import UserError
@@ -173,6 +174,22 @@ def health(args: DayArgs) -> None:
         )
 
 
+class ForgetArgs(LakeArgs):
+    """Arguments of what removes old GEMs."""
+
+    keep_days: Annotated[
+        int, Field(ge=7), tyro.conf.arg(help="days before the newest whose GEMs stay")
+    ] = 30
+
+
+def forget(args: ForgetArgs) -> None:
+    """Remove the GEMs of long ago; late days and rankers need those of the last days."""
+    from training.loop.checkpoint import forget_old
+
+    gone = forget_old(args.lake, args.load().hash, args.keep_days)
+    print(f"forget: {len(gone)} GEMs")
+
+
 class LawcurveArgs(SplitArgs, TrainConfig):
     """Days, what all models share, and what is measured."""
 
@@ -211,6 +228,7 @@ COMMANDS = {
         "rebuild": rebuild,
         "lawcurve": lawcurve,
         "health": health,
+        "forget": forget,
         "plan": plan,
     },
     "knowledge": knowledge,

@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 import torch
+import torch._dynamo
+import torch._inductor.compile_fx  # what compiling imports, when it is first asked for
 
 from benchmarks.model.requests import ITEMS, SPEC, random_batch
 from etl.spec import load_spec

@@ -1,4 +1,4 @@
-"""Files of old table versions go, but for those that a run still reads."""
+"""Files of old table versions go, but for those that a run still reads; and GEMs of long ago."""
 
 from airflow.sdk import DAG
 
@@ -11,7 +11,8 @@ def upkeep(line: Line) -> DAG:
     """The DAG that cleans up once a day."""
     settings = line.settings
     schedule = None if settings.schedule == NEVER else "@daily"
-    command = ("etl", "vacuum", *settings.place.flags, "--keep-days", settings.keep_days)
+    flags = (*settings.place.flags, "--keep-days", settings.keep_days)
     with line.dag("upkeep", schedule, "old files go") as dag:
-        GemlineOperator(task_id="vacuum", command=command)
+        GemlineOperator(task_id="vacuum", command=("etl", "vacuum", *flags))
+        GemlineOperator(task_id="forget", command=("train", "forget", *flags))
     return dag

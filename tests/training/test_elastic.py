@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 from etl.errors import UserError
 from etl.tables.lake import Lake
 from features.inputs import Features
+from gemline import main
 from tests.conftest import FIRST
 from tests.training.many import some_batches
 from training.build import build
@@ -165,6 +166,21 @@ def test_a_checkpoint_is_of_one_moment_and_any_number_of_processes_goes_on_from_
         multiprocessing.spawn(read, (features, way, start, str(tmp_path)), nprocs=world)
         again = torch.load(tmp_path / f"{way}.pt", weights_only=True)
         torch.testing.assert_close(again, told, rtol=0, atol=0, msg=way)
+
+
+def test_gems_of_long_ago_are_forgotten_and_no_other(
+    lake: Lake, spec_path: Path, tmp_path: Path
+) -> None:
+    days = [FIRST + timedelta(days=n) for n in range(20)]
+    for day in days:
+        folder = checkpoint.folder(str(tmp_path), day)
+        folder.mkdir(parents=True)
+        made = manifest(lake, 1).model_copy(update={"trained_until": day, "complete": True})
+        (folder / checkpoint.MANIFEST).write_text(made.model_dump_json())
+    words = ["train", "forget", "--spec", str(spec_path), "--lake", str(tmp_path)]
+    assert main([*words, "--keep-days", "7"]) == 0
+    left = [found.trained_until for _, found in checkpoint.written(str(tmp_path), lake.spec.hash)]
+    assert left == days[-8:]
 
 
 @pytest.fixture

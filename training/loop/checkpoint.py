@@ -3,7 +3,7 @@
 import hashlib
 import shutil
 from dataclasses import dataclass
-from datetime import date
+from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +169,15 @@ def written(lake: str, spec: str) -> list[tuple[Path, Manifest]]:
 def forget(lake: str) -> None:
     """Remove every checkpoint, so that the next training starts from nothing."""
     shutil.rmtree(Path(lake, "models", "gem"), ignore_errors=True)
+
+
+def forget_old(lake: str, spec: str, keep_days: int) -> list[date]:
+    """Remove the GEMs that are older than the newest by more than some days; returns their days."""
+    made = written(lake, spec)
+    if not made:
+        return []
+    oldest = made[-1][1].trained_until - timedelta(days=keep_days)
+    gone = [(path, found.trained_until) for path, found in made if found.trained_until < oldest]
+    for path, _ in gone:
+        shutil.rmtree(path)
+    return [day for _, day in gone]
