@@ -20,7 +20,7 @@ class OperationsBenchArgs(Strict):
 
 def bench(args: OperationsBenchArgs) -> None:
     """Parsing DAGs, backfills, a warm start, time that went to learning, and 2D beside 1D."""
-    from benchmarks.operations import backfill, increment, parse, replicas, warm
+    from benchmarks.operations import backfill, balance, increment, parse, replicas, warm
 
     parts = {
         "parse": parse,
@@ -28,6 +28,7 @@ def bench(args: OperationsBenchArgs) -> None:
         "warm": warm,
         "increment": increment,
         "replicas": replicas,
+        "balance": balance,
     }
     result = Result("Running the line by day, and on many processes", COLUMNS)
     for name in (told := tqdm([n for n in parts if not args.only or n in args.only], unit="part")):

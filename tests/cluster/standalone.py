@@ -28,14 +28,16 @@ DEADLINE = 60
 
 @dataclass(frozen=True)
 class Cluster:
-    """A running cluster: the URL of its master, and its workers."""
+    """A running cluster: the URL of its master, its workers, where jobs write what happens."""
 
     url: str
     workers: list[subprocess.Popen[bytes]]
+    events: Path
 
     def submit(self, words: list[str]) -> subprocess.Popen[str]:
         """Start a step by spark-submit, on all cores of the cluster."""
         settings = {
+            "spark.eventLog.dir": self.events.as_uri(),
             "spark.driver.host": "127.0.0.1",
             "spark.executor.memory": "1g",
             "spark.sql.shuffle.partitions": "8",
@@ -48,8 +50,8 @@ class Cluster:
         submit = Path(sys.executable).with_name("spark-submit")
         jars = ",".join(map(str, delta_jars()))
         return subprocess.Popen(
-            [submit, "--master", self.url, "--jars", jars, *flags, *words], cwd=ROOT, text=True,
-            env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+            [submit, "--master", self.url, "--properties-file", "conf/spark/cluster.conf",
+             "--jars", jars, *flags, *words], cwd=ROOT, text=True, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
 
 
@@ -57,6 +59,8 @@ class Cluster:
 def cluster(folder: Path, workers: int) -> Iterator[Cluster]:
     """A cluster of workers with one core and a gigabyte each; stopped and gone afterwards."""
     running = []
+    events = folder / "events"
+    events.mkdir()
     try:
         master = ["deploy.master.Master", "--host", "127.0.0.1", "--port", "0"]
         running.append(_start(folder, "master", [*master, "--webui-port", "0"]))
@@ -67,7 +71,7 @@ def cluster(folder: Path, workers: int) -> Iterator[Cluster]:
             words += ["--work-dir", str(folder / name), url]
             running.append(_start(folder, name, ["deploy.worker.Worker", *words]))
             _told(folder / f"{name}.log", "Successfully registered with (master)")
-        yield Cluster(url, running[1:])
+        yield Cluster(url, running[1:], events)
     finally:
         for process in running:
             kill(process)

@@ -12,14 +12,6 @@ from tests.cluster.standalone import cluster, kill
 from tests.conftest import FIRST, LAST
 from tests.pipeline import TABLES, rows
 
-FILES = {  # the file of each step, for spark-submit
-    "ingest": "etl/ingest.py",
-    "attributes": "etl/attributes.py",
-    "labels": "etl/labels.py",
-    "items": "features/items.py",
-    "history": "features/history/build.py",
-    "examples": "features/examples.py",
-}
 LOST = "examples"
 
 
@@ -42,7 +34,7 @@ def test_a_cluster_that_loses_a_worker_writes_the_same_tables(
     with cluster(tmp_path, workers=2) as running:
         for step in steps:
             before = executors(tmp_path)
-            job = running.submit([FILES[step.name], *step.command[2:]])
+            job = running.submit(["gemline.py", *step.command])
             if step.name == LOST:
                 while not busy(executors(tmp_path) - before):
                     assert job.poll() is None, "the step ended before its worker was lost"
@@ -52,6 +44,8 @@ def test_a_cluster_that_loses_a_worker_writes_the_same_tables(
             _, said = job.communicate(timeout=400)
             assert job.returncode == 0, (step.name, said[-4000:])
         assert "lost" in said.lower(), said[-4000:]
+        told = [path for path in running.events.iterdir() if path.stat().st_size]
+    assert len(told) == len(steps), "each job leaves a log of its events"
     made = Lake(str(own), lake.spec)
     for name in TABLES:
         assert rows(made, name) == rows(lake, name), name
