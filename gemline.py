@@ -22,6 +22,7 @@ GROUPS = {
     "explain": ("ranking.commands", "all that is known of one impression"),
     "run": ("dags.commands", "the whole line, here and now"),
     "batch": ("dags.commands", "several commands in one process"),
+    "upgrade": ("dags.commands", "a lake's tables under a changed spec"),
     "airflow": ("dags.commands", "Airflow on this machine, with the line's DAGs"),
     "bench": ("benchmarks.commands", "the figures that the README quotes"),
     "doctor": ("etl.commands", "what is installed, and what is missing with its fix"),

@@ -10,6 +10,7 @@ from dags.line import Place, line, newest_mature
 from dags.local import run_line, run_steps
 from etl.cli import DayArgs, LakeArgs, days_argument
 from etl.errors import UserError
+from etl.spec import load_spec
 from etl.spec.base import Strict
 
 HOME = Path("work", "airflow")
@@ -21,6 +22,29 @@ class RunArgs(DayArgs):
 
     raw: Annotated[str, tyro.conf.arg(help="folder or URL of the raw logs")]
     scale: Annotated[Scale, tyro.conf.arg(help="size of GEM")] = "small"
+
+
+class UpgradeArgs(RunArgs):
+    """A changed spec, and the one that the lake has."""
+
+    old: Annotated[Path, tyro.conf.arg(help="the spec that the tables were made under")]
+
+
+def upgrade(args: UpgradeArgs) -> None:
+    """Put a lake under a changed spec; tables whose meaning stays are kept."""
+    from dags.upgrade import remember
+    from etl.upgrade import upgrade as step
+
+    spec, place = args.load(), Place(args.spec, args.raw, args.lake)
+    found = step(args.lake, load_spec(args.old), spec)
+    days = newest_mature(spec, *args.span)
+    steps = line(spec, place, days, ("--scale", args.scale))
+    finished = remember(spec, place, steps, found.kept)
+    print(f"kept: {', '.join(found.kept) or 'nothing'}")
+    print(f"to be made anew: {', '.join((*found.anew, 'GEM and its knowledge', 'rankers'))}")
+    print(
+        f"next: `gemline run` with the same arguments; it skips {', '.join(finished) or 'nothing'}"
+    )
 
 
 class BatchArgs(Strict):
@@ -87,4 +111,4 @@ def airflow(args: AirflowArgs) -> None:
         stop(running)
 
 
-COMMANDS = {"run": run, "batch": batch, "airflow": airflow}
+COMMANDS = {"run": run, "batch": batch, "airflow": airflow, "upgrade": upgrade}

@@ -51,7 +51,8 @@ class Cluster:
         jars = ",".join(map(str, delta_jars()))
         return subprocess.Popen(
             [submit, "--master", self.url, "--properties-file", "conf/spark/cluster.conf",
-             "--jars", jars, *flags, *words], cwd=ROOT, text=True, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+             "--jars", jars, *flags, *words], cwd=ROOT, text=True, env=ENV,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
 
 
