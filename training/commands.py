@@ -1,5 +1,6 @@
 """The commands of this folder. torch is imported when a torch step is called."""
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -95,9 +96,14 @@ def _torchrun(args: GemArgs) -> None:
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         launch += [f"--max-restarts={RESTARTS}"]
         launch += [f"--nproc-per-node={args.processes}", "-m", "gemline", "train", "gem"]
-        failed = subprocess.run([*launch, "--config", str(config)]).returncode
+        failed = subprocess.run([*launch, "--config", str(config)], env=_environment()).returncode
     if failed:
         raise UserError("training failed; the error of the process that failed first is above")
+
+
+def _environment() -> dict[str, str]:
+    """Processes that are started again get a new store: in the old one are old addresses."""
+    return os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def settings(args: GemArgs) -> dict[str, object]:

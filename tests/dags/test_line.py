@@ -1,7 +1,4 @@
 import shutil
-import subprocess
-import sys
-from ast import literal_eval
 from datetime import date
 from pathlib import Path
 
@@ -63,39 +60,6 @@ def test_a_step_is_finished_until_its_inputs_change(
     records.write(place.lake, "ingest", ingest, 1.0)  # it ran again: all that reads it is stale
     assert done("ingest") and done("attributes")
     assert not done("labels") and not done("items") and not done("history")
-
-
-def test_the_dag_is_the_line_and_needs_no_engine_to_be_parsed(spec_path: Path) -> None:
-    code = """
-import sys
-from ast import literal_eval
-import dags.daily as d
-heavy = [m for m in ("torch", "pyspark", "pandas", "deltalake") if m in sys.modules]
-print("HEAVY", heavy)
-print("TASKS", sorted(d.daily.task_ids))
-print("EDGES", sorted((t, u) for t in d.daily.task_ids
-                      for u in d.daily.get_task(t).downstream_task_ids))
-"""
-    env = {
-        "PATH": "/usr/bin:/bin",
-        "AIRFLOW_HOME": str(spec_path.parent / "airflow"),
-        "GEMLINE_SPEC": str(spec_path),
-        "GEMLINE_RAW": "logs",
-        "GEMLINE_LAKE": "lake",
-        "GEMLINE_FIRST_DAY": "2026-01-01",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=ROOT
-    )
-    said = dict(s.split(" ", 1) for s in done.stdout.splitlines() if s.split(" ", 1)[0].isupper())
-    assert said["HEAVY"] == "[]", done.stderr
-    spec = load_spec(spec_path)
-    days = newest_mature(spec, date(2026, 1, 1), date(2026, 1, 4))
-    names = {step.name for step in line(spec, Place(spec_path, "logs", "lake"), days)}
-    assert set(literal_eval(said["TASKS"])) == names | {"enough_days"}
-    edges = set(literal_eval(said["EDGES"]))
-    assert {("ingest", "labels"), ("examples", "gem"), ("gem", "knowledge")} <= edges
-    assert ("enough_days", "ranker-feed") in edges and ("promotion-feed", "scores-feed") in edges
 
 
 def test_what_reads_a_renewed_step_runs_again(tmp_path: Path, raw: Path, spec_path: Path) -> None:

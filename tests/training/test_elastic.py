@@ -219,6 +219,7 @@ def rows_of(own: Lake) -> tuple[int, int]:
         return trained.manifest.rows, sum(map(len, day.lane(0)))
 
 
+@pytest.mark.proof
 def test_a_rank_that_is_killed_comes_back_and_fewer_processes_go_on(
     own: Lake, spec_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ from training.data.batch import Batch
 from training.parallel.memory import keep_freed_memory
 
 TIMEOUT = timedelta(minutes=5)
-ROLL_CALL = timedelta(seconds=10)
+ROLL_CALL = timedelta(seconds=5)
 IN_VAIN = "Timed out", "Connection closed", "Connection reset"  # as gloo says it
 
 
