@@ -50,7 +50,7 @@ class GemlineOperator(BaseOperator):
     """A command of `gemline`, where the connection says; its result is the last line it prints.
 
     The connection's extra may tell `python`, the words that start Python there (such as
-    `ssh gpu-1 /opt/gemline/bin/python`), and `launch`, the words in their place for what is trained
+    `docker exec gemline python`), and `launch`, the words in their place for what is trained
     by many processes (such as `srun torchrun --nnodes 4 …`). Raises AirflowException with the exit
     code where the command fails.
     """

@@ -290,3 +290,31 @@ def test_a_process_that_does_not_answer_is_named(tmp_path: Path) -> None:
         process.kill()
     said = (tmp_path / "0.txt").read_text()
     assert "processes do not answer" in said and "1" in said.partition(":")[2]
+
+
+@pytest.mark.proof
+def test_a_disk_that_is_full_loses_no_checkpoint(
+    lake: Lake, spec_path: Path, tmp_path: Path
+) -> None:
+    """The second checkpoint does not fit; when there is room, training goes on from the first."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    used = sum(file.stat().st_size for file in Path(lake.root).rglob("*")) // 1024
+    size = used + 30_000  # a checkpoint of this model has 24 MB
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}k", "gemline", str(place)]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("a small tmpfs cannot be mounted here")
+    try:
+        own = Lake(str(place / "lake"), lake.spec)
+        shutil.copytree(lake.root, own.root)
+        full = subprocess.run(command(own, spec_path), capture_output=True, text=True)
+        assert full.returncode == 2, full.stderr
+        assert "the disk is full" in full.stderr.splitlines()[-1]
+        ((_, kept),) = checkpoint.written(own.root, own.spec.hash)
+        assert kept.rows > 0 and not kept.complete
+        subprocess.run(["mount", "-o", f"remount,size={size + 60_000}k", str(place)], check=True)
+        assert subprocess.run(command(own, spec_path), capture_output=True).returncode == 0
+        learned, there = rows_of(own)
+        assert learned == there > kept.rows
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
