@@ -8,6 +8,8 @@ MADE_BY_ANOTHER = (
 TROUBLE = {
     DISK_FULL: "the disk is full; free some space and run the same command again: what was "
     "committed is whole, what was not is not there",
+    "inline_container": "PyTorch could not write a file to its end, most likely the disk is full; "
+    "free some space and run the same command again: the last checkpoint is whole",
     "Java heap space": "Java ran out of memory; give it more with spark.driver.memory, or run "
     "fewer days at once: what was committed is whole",
     "DELTA_CONCURRENT": "another run wrote the same table at the same time, and was first; nothing "

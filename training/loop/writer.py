@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from etl.tables import whole
@@ -44,7 +45,11 @@ class Writer:
             return
         path, manifest, writing = self._running
         self._running = None
-        writing.result()
+        try:
+            writing.result()
+        except CheckpointException as error:  # which is no Exception
+            cause, _ = next(iter(error.failures.values()))
+            raise RuntimeError(f"a checkpoint could not be written: {cause}") from cause
         if dist.get_rank() == 0:
             (whole.beside(path) / MANIFEST).write_text(manifest.model_dump_json(indent=1))
             whole.put(path)
