@@ -16,7 +16,7 @@ from etl.sources.simulator.simulate import simulate
 
 ROOT = Path(__file__).parents[2]
 SPEC = ROOT / "conf/specs/simulator.yaml"
-WORLD = {"days": 2}
+WORLD = {"days": 2, "users": 400}
 BEFORE, DAY = "2026-01-01", "2026-01-02"
 SCALE = ("--scale", "base")
 LEAST = 300  # seconds of learning
