@@ -13,19 +13,15 @@ import pyarrow.parquet as pq
 import tyro
 from tqdm import tqdm
 
+from benchmarks.demo import ROOT, SPEC, write_logs
 from benchmarks.operations.backfill import same
 from benchmarks.result import Result
-from etl.cli import read_mapping
 from etl.errors import UserError
-from etl.sources.simulator.config import SimulatorConfig
-from etl.sources.simulator.simulate import simulate
 from etl.spec import load_spec
 from etl.spec.base import Strict
 from etl.tables.lake import Lake
 from etl.told import all_contracts
 
-ROOT = Path(__file__).parents[1]
-SPEC = ROOT / "conf/specs/simulator.yaml"
 WORLD = {"users": 150, "events_per_user_mean": 80, "max_events_per_user": 600, "days": 7}
 DAYS = "2026-01-01:2026-01-07"
 SOONEST, LATEST = 4.0, 25.0  # seconds after a start
@@ -44,8 +40,7 @@ def bench(args: KillsBenchArgs) -> None:
     moments, spec = random.Random(args.seed), load_spec(SPEC)  # noqa: S311
     with tempfile.TemporaryDirectory() as work:
         raw = Path(work, "raw")
-        world = read_mapping(ROOT / "conf/simulator/demo.yaml") | WORLD
-        simulate(SimulatorConfig(**world), raw)
+        write_logs(raw, WORLD)
         alone, killed = (Lake(str(Path(work, name)), spec) for name in ("alone", "killed"))
         _finish(alone, raw)
         done = 0

@@ -6,7 +6,7 @@ if so it begins again with their day, as long as the spec waits for late events 
 source that never comes is told of each day, and holds nothing up.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from datetime import date, timedelta
 
 from airflow.sdk import ObjectStoragePath
@@ -42,8 +42,8 @@ def begin(spec: DataSpec, raw: str, run: Run, earlier: Iterable[Run]) -> Run:
 
     Raises UserError where a new day has not one log.
     """
-    for day in each_day(run.new, run.last):
-        _refuse_empty(spec, raw, day)
+    absent = {day: missing(spec, raw, day) for day in each_day(run.new, run.last)}
+    _refuse_empty(spec, raw, absent)
     oldest = run.last - timedelta(days=-(-spec.lateness // DAY))
     lacking: dict[date, tuple[str, ...]] = {}
     for before in earlier:
@@ -54,15 +54,17 @@ def begin(spec: DataSpec, raw: str, run: Run, earlier: Iterable[Run]) -> Run:
         if oldest <= day < run.new and any(arrived(spec, raw, name, day) for name in sources)
     ]
     first = min([run.new, *late])
-    absent = {day: found for day in each_day(first, run.last) if (found := missing(spec, raw, day))}
-    return run.model_copy(update={"first": first, "absent": absent})
+    again = each_day(first, run.new - timedelta(days=1))
+    absent = {day: missing(spec, raw, day) for day in again} | absent
+    lacked = {day: names for day, names in absent.items() if names}
+    return run.model_copy(update={"first": first, "absent": lacked})
 
 
-def _refuse_empty(spec: DataSpec, raw: str, day: date) -> None:
-    absent = missing(spec, raw, day)
-    if all(name in absent for name in spec.logs):
-        looked = ", ".join(spec.sources[name].path for name in spec.logs)
-        raise UserError(
-            f"no log of {day} is in {raw} (looked for {looked}): see why it was not written, then "
-            "run this day again"
-        )
+def _refuse_empty(spec: DataSpec, raw: str, absent: Mapping[date, Collection[str]]) -> None:
+    for day, names in absent.items():
+        if all(name in names for name in spec.logs):
+            looked = ", ".join(spec.sources[name].path for name in spec.logs)
+            raise UserError(
+                f"no log of {day} is in {raw} (looked for {looked}): see why it was not written, "
+                "then run this day again"
+            )

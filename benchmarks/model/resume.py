@@ -10,18 +10,14 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.demo import SPEC, place_in, write_logs
 from benchmarks.result import Result
-from dags.line import Place, data_steps
+from dags.line import data_steps
 from dags.local import run_line
-from etl.cli import read_mapping
-from etl.sources.simulator.config import SimulatorConfig
-from etl.sources.simulator.simulate import simulate
 from etl.spec import load_spec
 from etl.spec.units import parse_days
 from etl.tables.lake import Lake
 
-ROOT = Path(__file__).parents[2]
-SPEC = ROOT / "conf" / "specs" / "simulator.yaml"
 WORLD = {"users": 200, "events_per_user_mean": 120, "max_events_per_user": 900, "days": 3}
 DAYS, LAST = "2026-01-01:2026-01-02", "2026-01-02"
 
@@ -29,10 +25,9 @@ DAYS, LAST = "2026-01-01:2026-01-02", "2026-01-02"
 def measure(result: Result) -> None:
     """`resume_exact`: whether all weights and averages are the same to the last digit."""
     with tempfile.TemporaryDirectory() as work:
-        raw, lake = Path(work, "raw"), str(Path(work, "lake"))
-        world = read_mapping(ROOT / "conf" / "simulator" / "demo.yaml") | WORLD
-        simulate(SimulatorConfig(**world), raw)
-        place = Place(SPEC, str(raw), lake)
+        place = place_in(work)
+        lake = place.lake
+        write_logs(Path(place.raw), WORLD)
         run_line(load_spec(SPEC), place, data_steps(place, ("--days", DAYS)))
         command = [
             sys.executable, "-m", "gemline", "train", "gem", *place.flags, "--days", DAYS,

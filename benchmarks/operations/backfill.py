@@ -8,20 +8,15 @@ from typing import Any
 
 import pyarrow as pa
 
+from benchmarks.demo import SPEC, place_in, run_here, write_logs
 from benchmarks.result import Result
 from dags.line import Days, Place, data_steps, model_steps
-from etl.cli import read_mapping
-from etl.errors import UserError
-from etl.sources.simulator.config import SimulatorConfig
-from etl.sources.simulator.simulate import simulate
 from etl.spec import DataSpec, load_spec
 from etl.spec.units import each_day
 from etl.tables import arrow
 from etl.tables.lake import Lake
 from etl.told import all_contracts
 
-ROOT = Path(__file__).parents[2]
-SPEC = ROOT / "conf/specs/simulator.yaml"
 WORLD = {"users": 150, "events_per_user_mean": 80, "max_events_per_user": 600, "days": 7}
 FIRST, LAST = date(2026, 1, 1), date(2026, 1, 7)
 
@@ -31,10 +26,8 @@ def measure(result: Result) -> None:
     os.environ.setdefault("GEMLINE_SPARK_MASTER", "local[2]")
     spec = load_spec(SPEC)
     with tempfile.TemporaryDirectory() as work:
-        raw = Path(work, "raw")
-        world = read_mapping(ROOT / "conf/simulator/demo.yaml") | WORLD
-        simulate(SimulatorConfig(**world), raw)
-        once, daily = (Place(SPEC, str(raw), str(Path(work, name))) for name in ("once", "daily"))
+        once, daily = (place_in(work, name) for name in ("once", "daily"))
+        write_logs(Path(once.raw), WORLD)
         run(spec, once, FIRST, LAST)
         for day in each_day(FIRST, LAST):
             run(spec, daily, day, day)
@@ -48,13 +41,9 @@ def measure(result: Result) -> None:
 
 def run(spec: DataSpec, place: Place, first: date, last: date) -> None:
     """What a run of the tables and of GEM does for some days."""
-    from gemline import main
-
     days = Days(first, last, last, None, last, last)
     learn, _ = model_steps(spec, place, days.model_flags, ("--scale", "tiny"))
-    for step in (*data_steps(place, days.landed), *learn):
-        if main(step.command):
-            raise UserError(f"{step.name} failed on {first} to {last}; the reason is above")
+    run_here([*data_steps(place, days.landed), *learn])
 
 
 def same(one: Lake, other: Lake, name: str) -> bool:

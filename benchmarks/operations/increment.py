@@ -7,15 +7,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.demo import ROOT, place_in, run_here, write_logs
 from benchmarks.result import Result
 from dags.line import Place, data_steps
-from etl.cli import read_mapping
-from etl.errors import UserError
-from etl.sources.simulator.config import SimulatorConfig
-from etl.sources.simulator.simulate import simulate
 
-ROOT = Path(__file__).parents[2]
-SPEC = ROOT / "conf/specs/simulator.yaml"
 WORLD = {"days": 2, "users": 400}
 BEFORE, DAY = "2026-01-01", "2026-01-02"
 SCALE = ("--scale", "base")
@@ -25,16 +20,11 @@ TOLD = re.compile(r"effective training time .*")
 
 def measure(result: Result) -> None:
     """`effective_training_time` of an increment, by the timeline that it prints."""
-    from gemline import main
-
     os.environ.setdefault("GEMLINE_SPARK_MASTER", "local[2]")
     with tempfile.TemporaryDirectory() as work:
-        place = Place(SPEC, str(Path(work, "raw")), str(Path(work, "lake")))
-        world = read_mapping(ROOT / "conf/simulator/demo.yaml") | WORLD
-        simulate(SimulatorConfig(**world), Path(place.raw))
-        for step in data_steps(place, ("--days", f"{BEFORE}:{DAY}")):
-            if main(step.command):
-                raise UserError(f"{step.name} failed; the reason is above")
+        place = place_in(work)
+        write_logs(Path(place.raw), WORLD)
+        run_here(data_steps(place, ("--days", f"{BEFORE}:{DAY}")))
         timeline = [_train(place, day) for day in (BEFORE, DAY)][-1]
     spans = {name: float(s) for name, s in re.findall(r"([a-z ]+) ([\d.]+) s", timeline)}
     share = spans["steps"] / sum(spans.values())

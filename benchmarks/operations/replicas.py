@@ -14,12 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
+from benchmarks.demo import SPEC, place_in, run_here, write_logs
 from benchmarks.result import Result
-from dags.line import Place, data_steps
-from etl.cli import read_mapping
-from etl.errors import UserError
-from etl.sources.simulator.config import SimulatorConfig
-from etl.sources.simulator.simulate import simulate
+from dags.line import data_steps
 from etl.spec import load_spec
 from etl.spec.units import parse_days
 from etl.tables.lake import Lake
@@ -33,8 +30,6 @@ from training.model.lookup import table_rows
 from training.parallel.moved import Counted, Moved, exchanged
 from training.parallel.processes import in_step
 
-ROOT = Path(__file__).parents[2]
-SPEC = ROOT / "conf/specs/simulator.yaml"
 DAY = "2026-01-01"
 WORLD = {"users": 500, "days": 1}
 PROCESSES, SEEDS, EVERY = 4, 3, 4
@@ -43,16 +38,11 @@ WAYS = {"1D": SpreadOptions(), "2D": SpreadOptions(groups=2, average_every=EVERY
 
 def measure(result: Result) -> None:
     """`loss_2d_within_noise`, and `bytes_2d_as_formula`."""
-    from gemline import main
-
     os.environ.setdefault("GEMLINE_SPARK_MASTER", "local[2]")
     with tempfile.TemporaryDirectory() as work:
-        place = Place(SPEC, str(Path(work, "raw")), str(Path(work, "lake")))
-        world = read_mapping(ROOT / "conf/simulator/demo.yaml") | WORLD
-        simulate(SimulatorConfig(**world), Path(place.raw))
-        for step in data_steps(place, ("--days", DAY)):
-            if main(step.command):
-                raise UserError(f"{step.name} failed; the reason is above")
+        place = place_in(work)
+        write_logs(Path(place.raw), WORLD)
+        run_here(data_steps(place, ("--days", DAY)))
         spawn(_process, (place.lake, work), nprocs=PROCESSES)
         found = [
             torch.load(Path(work, f"{rank}.pt"), weights_only=True) for rank in range(PROCESSES)
