@@ -36,9 +36,9 @@ $(READY): $(LOCK) requirements/setup.txt pyproject.toml
 	@touch $(READY)
 
 lock:
-	$(BIN)/uv pip compile pyproject.toml --extra airflow --extra spark --extra train --extra serve --extra dev --extra bench --extra cpu \
+	$(BIN)/uv pip compile pyproject.toml --extra airflow --extra spark --extra train --extra serve --extra s3 --extra dev --extra bench --extra cpu \
 	  --override requirements/overrides.txt --python-version 3.11 --no-header --no-emit-index-url --no-annotate --generate-hashes -o requirements/cpu.txt
-	$(BIN)/uv pip compile pyproject.toml --extra spark --extra train --extra serve --extra gpu \
+	$(BIN)/uv pip compile pyproject.toml --extra spark --extra train --extra serve --extra s3 --extra gpu \
 	  --override requirements/overrides-gpu.txt --python-version 3.11 --no-header --no-emit-index-url --no-annotate --generate-hashes -o requirements/gpu.txt
 
 clean:

@@ -9,12 +9,11 @@ source that never comes is told of each day, and holds nothing up.
 from collections.abc import Collection, Iterable, Mapping
 from datetime import date, timedelta
 
-from airflow.sdk import ObjectStoragePath
-
 from dags.runs import Run
 from etl.errors import UserError
 from etl.spec import DataSpec
 from etl.spec.units import DAY, each_day
+from etl.tables.place import place
 
 
 def daily(spec: DataSpec) -> list[str]:
@@ -34,7 +33,7 @@ def missing(spec: DataSpec, raw: str, day: date) -> tuple[str, ...]:
 def arrived(spec: DataSpec, raw: str, source: str, day: date) -> bool:
     """Whether a source has a file of a day."""
     path = spec.sources[source].path.replace("{day}", str(day))
-    return any(ObjectStoragePath(raw).glob(path))
+    return any(place(raw).glob(path))
 
 
 def begin(spec: DataSpec, raw: str, run: Run, earlier: Iterable[Run]) -> Run:

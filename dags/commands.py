@@ -12,6 +12,7 @@ from etl.cli import DayArgs, LakeArgs, days_argument
 from etl.errors import UserError
 from etl.spec import load_spec
 from etl.spec.base import Strict
+from etl.tables.place import place as place_of
 
 HOME = Path("work", "airflow")
 Scale = Literal["tiny", "small", "base", "large"]
@@ -65,7 +66,7 @@ def run(args: RunArgs) -> None:
         flush=True,
     )
     run_line(spec, place, line(spec, place, days, ("--scale", args.scale)))
-    print(f"report: {Path(args.lake, 'report.html')}")
+    print(f"report: {place_of(args.lake, 'report.html')}")
 
 
 def batch(args: BatchArgs) -> None:

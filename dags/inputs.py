@@ -4,12 +4,13 @@ import hashlib
 import json
 from collections.abc import Sequence
 from datetime import date
-from pathlib import Path
 
 from dags.line import Place, Step
 from etl.spec import DataSpec
 from etl.spec.units import each_day, parse_days
 from etl.tables import records
+from etl.tables.place import listed
+from etl.tables.place import place as place_of
 
 
 def finished(spec: DataSpec, place: Place, steps: Sequence[Step], step: Step) -> bool:
@@ -17,7 +18,7 @@ def finished(spec: DataSpec, place: Place, steps: Sequence[Step], step: Step) ->
     record = records.read(place.lake, step.name)
     if record is None or record.inputs != inputs_of(spec, place, steps, step):
         return False
-    return "://" in place.lake or all(Path(place.lake, name).exists() for name in step.writes)
+    return all(place_of(place.lake, name).exists() for name in step.writes)
 
 
 def inputs_of(spec: DataSpec, place: Place, steps: Sequence[Step], step: Step) -> str:
@@ -45,13 +46,11 @@ def _days_of(step: Step) -> tuple[date, date]:
 
 
 def raw_files(spec: DataSpec, raw: str, days: tuple[date, date]) -> list[tuple[str, int, int]]:
-    """Path, size and time of change of every raw file of some days; none of an object store."""
-    if "://" in raw:
-        return []
+    """Path, size and time of change of every raw file of some days."""
     patterns = {
         source.path.replace("{day}", str(day))
         for source in spec.sources.values()
         for day in each_day(*days)
     }
-    paths = sorted({path for pattern in patterns for path in Path(raw).glob(pattern)})
+    paths = [path for pattern in sorted(patterns) for path in listed(place_of(raw), pattern)]
     return [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in paths]

@@ -15,8 +15,10 @@ from dags.line import Place, Step
 from etl.errors import UserError
 from etl.spec import DataSpec, load_spec
 from etl.tables import records
+from etl.tables.place import here
+from etl.tables.place import place as place_of
 
-PLAN = Path("_line", "plan.json")
+PLAN = "_line", "plan.json"
 Plan = TypeAdapter(tuple[Place, list[Step]])
 
 
@@ -25,7 +27,7 @@ def run_line(spec: DataSpec, place: Place, steps: Sequence[Step]) -> None:
 
     Raises UserError where a step fails; what finished before stays finished.
     """
-    plan = Path(place.lake, PLAN)
+    plan = here(place_of(place.lake, *PLAN))
     plan.parent.mkdir(parents=True, exist_ok=True)
     plan.write_bytes(Plan.dump_json((place, list(steps))))
     for _, group in groupby(unfinished(spec, place, steps), key=lambda step: step.engine):

@@ -1,16 +1,16 @@
 """A lake's tables under a changed spec: whose meaning stays are kept, the others made anew."""
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from deltalake import DeltaTable
 
 from etl.errors import UserError
 from etl.spec.model import DataSpec
+from etl.tables import whole
 from etl.tables.lake import SPEC_PROPERTY, Lake
+from etl.tables.place import place
 from etl.told import all_contracts, promise
 
 OF_EVENTS = ("time_zone", "buckets", "lateness", "request_gap", "most_events_a_day")
@@ -62,8 +62,8 @@ def upgrade(root: str, old: DataSpec, new: DataSpec) -> Upgrade:
     """
     found = planned(root, old, new)
     for name in found.anew:
-        shutil.rmtree(Path(root, name))
-    shutil.rmtree(Path(root, "models"), ignore_errors=True)
+        whole.remove(place(root, name))
+    whole.remove(place(root, "models"))
     for name in found.kept:
         DeltaTable(Lake(root, new).path(name)).alter.set_table_properties(
             {SPEC_PROPERTY: new.hash}, raise_if_not_exists=False

@@ -1,9 +1,8 @@
 """Cleaning up: files of table versions that are old, and that no run holds, are removed."""
 
-from pathlib import Path
-
 from etl.tables import pins
 from etl.tables.lake import Lake
+from etl.told import all_contracts
 
 
 def vacuum(lake: Lake, keep_days: int) -> dict[str, int]:
@@ -27,4 +26,4 @@ def vacuum(lake: Lake, keep_days: int) -> dict[str, int]:
 
 
 def _tables(lake: Lake) -> list[str]:
-    return sorted(path.parent.name for path in Path(lake.root).glob("*/_delta_log"))
+    return [name for name in sorted(all_contracts(lake.spec)) if lake.exists(name)]

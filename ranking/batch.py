@@ -7,7 +7,6 @@ machine needs the lake, the ranker's folder and this package, but no Spark code 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date
-from pathlib import Path
 
 import pyarrow as pa
 
@@ -16,6 +15,7 @@ from etl.spec import DataSpec
 from etl.spec.units import each_day
 from etl.tables import contracts, delta
 from etl.tables.lake import Lake
+from etl.tables.place import Place
 from ranking.package.ranker import load
 from ranking.package.versions import answering
 from ranking.score import Scorer, assembly_of
@@ -27,7 +27,7 @@ class Task:
 
     root: str
     spec: DataSpec
-    folder: Path
+    folder: Place
     versions: Mapping[str, int]
     days: tuple[date, ...]
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._inductor import aoti_load_package
 
 from etl.errors import UserError
+from etl.tables.place import Place, near
 from ranking.package.manifest import COMPILED
 from ranking.package.program import Arrays, Program
 from ranking.package.ranker import Ranker, checked, load
@@ -52,7 +53,7 @@ def machine() -> dict[str, str]:
     return {"torch": version("torch"), "cpu": cpu}
 
 
-def load_native(folder: Path) -> Ranker:
+def load_native(there: Place) -> Ranker:
     """The ranker of a folder by its compiled programs; by ONNX where it was made without them.
 
     Raises UserError as `load` does, where no key is trusted, and where another kind of machine
@@ -60,6 +61,7 @@ def load_native(folder: Path) -> Ranker:
     """
     if not os.environ.get(PUBLIC):
         raise UserError(f"compiled programs are native code: set {PUBLIC} to whom you trust")
+    folder = near(there)
     plain = load(folder)
     if not set(COMPILED) <= set(plain.manifest.files):
         return plain

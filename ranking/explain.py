@@ -4,9 +4,8 @@ import gzip
 import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlparse
+from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +17,7 @@ from etl.spec.units import MICROS, format_duration
 from etl.tables import arrow, contracts
 from etl.tables.contract import Contract
 from etl.tables.lake import Lake
+from etl.tables.place import Place, place
 from features.history.pack import dwell_ms
 from training.data.histories import load_histories
 
@@ -95,7 +95,7 @@ def _identity(spec: DataSpec, event: Row) -> list[str]:
 
 def _raw(event: Row) -> list[str]:
     """The file and line that the event came from, if the file is still there."""
-    path = Path(unquote(urlparse(event["source_file"]).path))
+    path = place(unquote(event["source_file"].removeprefix("file://")))
     if not path.is_file():
         return [f"{path} (no longer there)"]
     whole, *parts = (
@@ -108,11 +108,11 @@ def _raw(event: Row) -> list[str]:
     return [f"{path} (not a text file, or changed since)"]
 
 
-def _lines(path: Path) -> Iterator[str]:
+def _lines(path: Place) -> Iterator[str]:
     if path.suffix == ".parquet":
         return
     if path.suffix == ".gz":
-        with gzip.open(path, "rt", errors="replace") as packed:
+        with path.open("rb") as stored, gzip.open(stored, "rt", errors="replace") as packed:
             yield from packed
     else:
         with path.open(errors="replace") as plain:

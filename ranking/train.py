@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 
 from etl.spec.units import each_day
 from etl.tables.lake import Lake
+from etl.tables.place import Place
 from ranking import calibration
 from ranking.calibration import Calibration
 from ranking.package.versions import newest, versions
@@ -30,7 +30,7 @@ EXAMPLE_ROWS = 64
 
 def train_ranker(
     lake: Lake, surface: str, split: Split, config: StudentTraining, native: bool = False
-) -> Path:
+) -> Place:
     """Train both variants, keep their test predictions, export the one that learned from GEM.
 
     `native` compiles its programs for this machine, too; raises UserError without a compiler.
@@ -54,7 +54,7 @@ def train_ranker(
     return folder
 
 
-def train_domain(lake: Lake, name: str, split: Split, config: StudentTraining) -> Path:
+def train_domain(lake: Lake, name: str, split: Split, config: StudentTraining) -> Place:
     """Train the model of a domain and keep it for the rankers of its surfaces."""
     known = earlier(lake) if config.model.before else Earlier.nothing()
     model = trained(lake, lake.spec.domains[name], split, config, known)

@@ -1,7 +1,6 @@
 """Training GEM day by day: resume from the day before, learn what ripened since, checkpoint."""
 
 import logging
-import shutil
 import sys
 from datetime import date, timedelta
 
@@ -11,6 +10,7 @@ from tqdm import tqdm
 
 from etl.errors import UserError
 from etl.spec.units import each_day
+from etl.tables import whole
 from etl.tables.lake import Lake
 from training.build import build, newest_reader
 from training.config import ALONE, SpreadOptions, TrainConfig
@@ -116,7 +116,7 @@ def train_day(
     writer.finish()
     meter.timeline.spent("checkpoint")
     if rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
+        whole.remove(partial)
     return seen.scores()
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from etl.errors import UserError
 from etl.tables import whole
+from etl.tables.place import Place, fetched, place
 from training.data.batch import Batch
 from training.split import Split
 
@@ -34,7 +34,7 @@ class Predictions:
     labels: npt.NDArray[np.float32]
     known: npt.NDArray[np.bool_]
 
-    def write(self, path: Path, split: Split) -> None:
+    def write(self, path: Place, split: Split) -> None:
         """Store as one Parquet file, whole or not at all, with the days that they are of."""
         columns = {
             "impression_id": pa.array(self.impressions, pa.string()),
@@ -50,9 +50,9 @@ class Predictions:
             pq.write_table(table, beside)
 
     @classmethod
-    def read(cls, path: Path, split: Split) -> "Predictions":
+    def read(cls, path: Place, split: Split) -> "Predictions":
         """The predictions of a file; raises UserError where they are of other days."""
-        table = pq.read_table(path)
+        table = pq.read_table(fetched(path))
         told = (table.schema.metadata or {}).get(SPLIT, b"{}").decode()
         if told != split.model_dump_json():
             raise UserError(
@@ -137,6 +137,6 @@ def joined(parts: Sequence[Predictions]) -> Predictions:
     )
 
 
-def evaluation_path(lake: str, model: str) -> Path:
+def evaluation_path(lake: str, model: str) -> Place:
     """Where the predictions of a model on the test days lie."""
-    return Path(lake, "evaluations", f"{model}.parquet")
+    return place(lake, "evaluations", f"{model}.parquet")

@@ -1,12 +1,12 @@
 """Where a training run starts: from nothing, from the day before, or where it was cut off."""
 
 from datetime import date, timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 
 from etl.errors import UserError
 from etl.tables.lake import Lake
+from etl.tables.place import Place
 from training.config import TrainConfig
 from training.data.reader import Reader
 from training.loop import checkpoint
@@ -15,7 +15,7 @@ from training.loop.checkpoint import Manifest
 
 def starting_point(
     lake: Lake, reader: Reader, days: tuple[date, date], config: TrainConfig
-) -> tuple[Manifest, Path | None]:
+) -> tuple[Manifest, Place | None]:
     """The model as it was before the next batch to train on, and its checkpoint if it has one.
 
     Raises UserError where earlier days are missing, or were trained with what cannot be changed.

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from etl.spec.base import Strict
 from etl.tables import whole
+from etl.tables.place import Place, listed
 
 
 def today() -> str:
@@ -40,6 +41,6 @@ class Study(Strict):
             beside.write_text(self.model_dump_json(indent=1) + "\n")
 
 
-def kept(folder: Path) -> list[Study]:
+def kept(folder: Place) -> list[Study]:
     """The studies of a folder, by name."""
-    return [Study.model_validate_json(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    return [Study.model_validate_json(path.read_text()) for path in listed(folder, "*.json")]

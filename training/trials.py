@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
+from etl.errors import UserError
 from etl.spec.units import each_day
 from etl.tables import whole
 from etl.tables.lake import Lake
@@ -104,7 +105,12 @@ MADE = {"models", "knowledge", "user_knowledge", "evaluations", "rankers", "scor
 
 
 def linked(lake: Lake, folder: Path) -> Lake:
-    """The same tables in another folder, without what models have made of them."""
+    """The same tables in another folder, without what models have made of them.
+
+    Raises UserError where they are not on this machine.
+    """
+    if "://" in lake.root:
+        raise UserError(f"{lake.root} is no folder: studies need tables on this machine")
     folder.mkdir(parents=True, exist_ok=True)
     for path in Path(lake.root).iterdir():
         if path.name not in MADE and not (folder / path.name).exists():

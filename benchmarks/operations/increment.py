@@ -11,7 +11,7 @@ from benchmarks.demo import ROOT, place_in, run_here, write_logs
 from benchmarks.result import Result
 from dags.line import Place, data_steps
 
-WORLD = {"days": 2, "users": 400}
+WORLD = {"days": 2, "users": 3000}
 BEFORE, DAY = "2026-01-01", "2026-01-02"
 SCALE = ("--scale", "base")
 LEAST = 300  # seconds of learning
@@ -26,7 +26,7 @@ def measure(result: Result) -> None:
         write_logs(Path(place.raw), WORLD)
         run_here(data_steps(place, ("--days", f"{BEFORE}:{DAY}")))
         timeline = [_train(place, day) for day in (BEFORE, DAY)][-1]
-    spans = {name: float(s) for name, s in re.findall(r"([a-z ]+) ([\d.]+) s", timeline)}
+    spans = {name: float(s) for name, s in re.findall(r"([a-z][a-z ]*) ([\d.]+) s", timeline)}
     share = spans["steps"] / sum(spans.values())
     enough = spans["steps"] >= LEAST
     why = f"{spans['steps']:.0f} s of steps; {LEAST} are asked for"

@@ -73,7 +73,7 @@ class Trials:
         history.prepare(history.HistoryArgs(work=work), place, days)
         lake = linked(Lake(place.lake, spec), work / "transfer" / "lake")
         with process_group():
-            if not checkpoint.folder(lake.root, days.train_last).is_dir():
+            if not checkpoint.written_until(lake, days.train_last):
                 train(lake, (days.first, days.train_last), TrainConfig(max_length=2048))
             if not lake.exists("user_knowledge"):
                 write_knowledge(lake, (days.first, days.test_last))

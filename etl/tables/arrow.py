@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
 from datetime import date
+from pathlib import Path
 from typing import cast
 from urllib.parse import unquote
 
@@ -15,6 +16,7 @@ from etl.errors import UserError
 from etl.tables.contract import Contract
 from etl.tables.create import create
 from etl.tables.lake import Lake, provenance
+from etl.tables.place import Place, place
 from etl.tables.schema import arrow_schema
 
 
@@ -57,7 +59,7 @@ class Snapshot:
         stored = [name for name in names if name not in values]
         root = unquote(self.table.table_uri.removeprefix("file://"))
         try:
-            file = pq.ParquetFile(f"{root}/{path}")
+            file = _parquet(place(root) / path)
         except FileNotFoundError:
             raise UserError(
                 f"version {self.version} of table {self.contract.name} has been vacuumed "
@@ -71,6 +73,12 @@ class Snapshot:
             for name in names
         ]
         return pa.table(arrays, schema=pa.schema([schema.field(name) for name in names]))
+
+
+def _parquet(file: Place) -> pq.ParquetFile:
+    if isinstance(file, Path):
+        return pq.ParquetFile(file)
+    return pq.ParquetFile(file.path, filesystem=file.fs)
 
 
 def _choices(value: object) -> set[object]:

@@ -12,6 +12,7 @@ from deltalake import DeltaTable
 
 from etl.errors import UserError
 from etl.spec.model import DataSpec
+from etl.tables.place import place
 
 SPEC_PROPERTY = "gemline.spec"
 PROPERTIES = {
@@ -109,6 +110,15 @@ def provenance(**facts: object) -> str:
 
 
 def ensure_folder(root: str) -> None:
-    """Make a lake on a local disk; object stores have no folders to make."""
-    if "://" not in root:
-        Path(root).mkdir(parents=True, exist_ok=True)
+    """Make a lake's folder; an object store has none to make, but the bucket must be there.
+
+    Raises UserError where it is not.
+    """
+    folder = place(root)
+    if isinstance(folder, Path):
+        folder.mkdir(parents=True, exist_ok=True)
+    elif not folder.fs.exists(folder.drive):
+        raise UserError(
+            f"{root}: there is no {folder.drive}, or it cannot be reached; make it, and name the "
+            "store and its keys (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)"
+        )

@@ -2,14 +2,14 @@
 
 import hashlib
 from collections.abc import Mapping
-from pathlib import Path
 
 from pydantic import Field
 
 from etl.spec.base import Strict
 from etl.tables import whole
+from etl.tables.place import Place, listed, place
 
-FOLDER = Path("_line", "pins")
+FOLDER = "_line", "pins"
 
 
 class Pin(Strict):
@@ -32,9 +32,9 @@ def unpin(lake: str, run: str) -> None:
 
 def pinned(lake: str) -> list[Pin]:
     """What all runs hold."""
-    files = sorted(Path(lake, FOLDER).glob("[!.]*.json"))
+    files = listed(place(lake, *FOLDER), "[!.]*.json")
     return [Pin.model_validate_json(file.read_text()) for file in files]
 
 
-def _path(lake: str, run: str) -> Path:
-    return Path(lake, FOLDER, f"{hashlib.sha256(run.encode()).hexdigest()[:16]}.json")
+def _path(lake: str, run: str) -> Place:
+    return place(lake, *FOLDER, f"{hashlib.sha256(run.encode()).hexdigest()[:16]}.json")

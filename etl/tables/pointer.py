@@ -1,14 +1,13 @@
 """Which of the folders beside it is meant: a small file, swapped whole."""
 
-import shutil
 from dataclasses import dataclass
-from pathlib import Path
 
 from pydantic import ValidationError
 
 from etl.errors import UserError
 from etl.spec.base import Strict
 from etl.tables import whole
+from etl.tables.place import Place
 
 
 class Pointed(Strict):
@@ -22,12 +21,12 @@ class Pointed(Strict):
 class Pointer:
     """The file NAME.json of a folder; it remembers so many that were meant before."""
 
-    folder: Path
+    folder: Place
     name: str = "current"
     remembered: int = 5
 
     @property
-    def path(self) -> Path:
+    def path(self) -> Place:
         """The file."""
         return self.folder / f"{self.name}.json"
 
@@ -41,7 +40,7 @@ class Pointer:
             raise UserError(f"{self.path} is damaged; remove it, then choose again") from None
 
     @property
-    def target(self) -> Path | None:
+    def target(self) -> Place | None:
         """The folder that is meant, if one is."""
         found = self.read()
         return self.folder / found.now if found else None
@@ -70,9 +69,9 @@ def _all(found: Pointed | None) -> tuple[str, ...]:
     return (*found.before, found.now) if found else ()
 
 
-def clean(folder: Path, *pointers: Pointer) -> None:
+def clean(folder: Place, *pointers: Pointer) -> None:
     """Remove the folders that no pointer means, nor meant a little while ago."""
     kept = {name for pointer in pointers for name in _all(pointer.read())}
     for one in folder.iterdir():
         if one.is_dir() and one.name not in kept:
-            shutil.rmtree(one)
+            whole.remove(one)

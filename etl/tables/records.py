@@ -1,12 +1,12 @@
 """What a lake remembers of the line's steps: which finished, from which inputs, how fast."""
 
 import uuid
-from pathlib import Path
 
 from etl.spec.base import Strict
 from etl.tables import whole
+from etl.tables.place import Place, listed, place
 
-FOLDER = Path("_line", "steps")
+FOLDER = "_line", "steps"
 
 
 class Record(Strict):
@@ -19,15 +19,14 @@ class Record(Strict):
 
 def read(lake: str, step: str) -> Record | None:
     """The record of a step, if it ever finished."""
-    path = Path(lake, FOLDER, f"{step}.json")
+    path = _path(lake, step)
     return Record.model_validate_json(path.read_text()) if path.is_file() else None
 
 
 def write(lake: str, step: str, inputs: str, seconds: float) -> None:
     """Remember that a step finished, under a new run."""
-    path = Path(lake, FOLDER, f"{step}.json")
     record = Record(inputs=inputs, run=uuid.uuid4().hex, seconds=seconds)
-    with whole.file(path) as beside:
+    with whole.file(_path(lake, step)) as beside:
         beside.write_text(record.model_dump_json())
 
 
@@ -40,6 +39,10 @@ def renew(lake: str, step: str) -> None:
 
 def seconds(lake: str) -> list[tuple[str, float]]:
     """Seconds of each finished step, in the order in which they finished."""
-    paths = sorted(Path(lake, FOLDER).glob("*.json"), key=lambda path: path.stat().st_mtime)
+    paths = sorted(listed(place(lake, *FOLDER), "*.json"), key=lambda path: path.stat().st_mtime)
     found = [(path.stem, read(lake, path.stem)) for path in paths]
     return [(name, record.seconds) for name, record in found if record]
+
+
+def _path(lake: str, step: str) -> Place:
+    return place(lake, *FOLDER, f"{step}.json")

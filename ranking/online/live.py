@@ -1,17 +1,16 @@
 """The store that answers now, of a lake that gets a new one each day."""
 
-from pathlib import Path
-
 from etl.errors import UserError
 from etl.spec.model import DataSpec
+from etl.tables.place import here, place
 from etl.tables.pointer import Pointer
 from ranking.online.store import Store, open_store
 from ranking.online.takeover import take_over
 
 
 def stores(lake: str) -> Pointer:
-    """Which of a lake's stores is to answer."""
-    return Pointer(Path(lake, "online"), remembered=1)
+    """Which of a lake's stores is to answer; each machine has its own of an object store."""
+    return Pointer(here(place(lake, "online")), remembered=1)
 
 
 class Live:
@@ -23,7 +22,7 @@ class Live:
         folder = self._pointer.target
         if folder is None:
             raise UserError(f"{lake} holds no online features; run `gemline rank store` first")
-        self.store = open_store(folder, spec)
+        self.store = open_store(here(folder), spec)
 
     def prepare(self) -> Store | None:
         """A newer store, told what this one was told; None where there is none.
@@ -33,7 +32,7 @@ class Live:
         folder = self._pointer.target
         if folder is None or folder == self.store.folder:
             return None
-        new = open_store(folder, self.store.spec)
+        new = open_store(here(folder), self.store.spec)
         take_over(self.store, new)
         return new
 

@@ -5,6 +5,7 @@ from datetime import date
 
 from etl.errors import UserError
 from etl.tables.lake import Lake
+from etl.tables.place import here
 from etl.tables.pointer import clean
 from ranking.online.build import build
 from ranking.online.live import stores
@@ -29,7 +30,7 @@ def renew(lake: Lake, last: date) -> str:
     names = (f"{last:%Y%m%d}-{n}" for n in itertools.count(1))
     name = next(n for n in names if not (pointer.folder / n).exists())
     length, before = (max(getattr(one, n) for one in told) for n in ("max_length", "before"))
-    build(lake, pointer.folder / name, last, sequences.pop(), length, before).close()
+    build(lake, here(pointer.folder) / name, last, sequences.pop(), length, before).close()
     pointer.swap(name)
     clean(pointer.folder, pointer)
     return name

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from etl.errors import UserError
 from etl.spec.base import Strict
 from etl.spec.model import DataSpec
+from etl.tables.place import Place, near
 from ranking.calibration import Calibration
 from ranking.package import signature
 from ranking.reads import Reads
@@ -54,20 +55,21 @@ def write(folder: Path, manifest: RankerManifest) -> None:
     signature.sign(folder / MANIFEST, text)
 
 
-def read(folder: Path) -> RankerManifest:
+def read(there: Place) -> RankerManifest:
     """The manifest of a folder; raises UserError where anything of it was changed since."""
+    folder = near(there)
     path = folder / MANIFEST
     if not path.is_file():
-        raise UserError(f"{folder} holds no ranker; run `gemline rank train` first")
+        raise UserError(f"{there} holds no ranker; run `gemline rank train` first")
     text = path.read_bytes()
     signature.check(path, text)
     try:
         manifest = RankerManifest.model_validate_json(text)
     except ValidationError:
         raise UserError(f"{path} is damaged; make the ranker again") from None
-    there = hashes(folder, FILES + COMPILED)
+    found = hashes(folder, FILES + COMPILED)
     for name, said in manifest.files.items():
-        if there.get(name) != said:
+        if found.get(name) != said:
             raise UserError(
                 f"{folder}/{name} is not the file that was saved; make the ranker again"
             )

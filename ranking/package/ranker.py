@@ -14,6 +14,7 @@ import numpy.typing as npt
 from safetensors.numpy import load_file
 
 from etl.errors import UserError
+from etl.tables.place import Place, near
 from features.inputs import Features, features_of
 from ranking import calibration
 from ranking.auction import Auction, Ranked, ranked
@@ -76,11 +77,12 @@ class Ranker:
         return np.concatenate([*(self.tables[name][ids[name]] for name in sorted(ids)), given], -1)
 
 
-def load(folder: Path, threads: int = 1) -> Ranker:
+def load(there: Place, threads: int = 1) -> Ranker:
     """The ranker of a folder, which scores its own test vectors as it did when it was made.
 
     Raises UserError where it is missing, damaged, tampered with, or does not.
     """
+    folder = near(there)
     manifest = read(folder)
     user, rank = (OnnxProgram(folder / name, threads) for name in (USER, RANK))
     return checked(Ranker(manifest, user, rank, load_file(folder / TABLES)), folder)

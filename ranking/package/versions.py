@@ -1,14 +1,13 @@
 """The versions of a surface's ranker in a lake: the newest trained, and the one that answers."""
 
-from pathlib import Path
-
 from etl.errors import UserError
+from etl.tables.place import Place, place
 from etl.tables.pointer import Pointer
 
 
-def versions(lake: str, surface: str) -> Path:
+def versions(lake: str, surface: str) -> Place:
     """The folder of all versions."""
-    return Path(lake, "rankers", surface)
+    return place(lake, "rankers", surface)
 
 
 def newest(lake: str, surface: str) -> Pointer:
@@ -21,7 +20,7 @@ def current(lake: str, surface: str) -> Pointer:
     return Pointer(versions(lake, surface))
 
 
-def answering(lake: str, surface: str) -> Path:
+def answering(lake: str, surface: str) -> Place:
     """The folder of the ranker that answers; raises UserError where none was promoted."""
     found = current(lake, surface).target
     if found is None:

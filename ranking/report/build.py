@@ -9,6 +9,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from etl.errors import UserError
 from etl.tables import records, whole
 from etl.tables.lake import Lake
+from etl.tables.place import Place, place
 from features.coverage import without_attributes
 from ranking.report import facts, figures
 from ranking.report.facts import NAMES
@@ -28,7 +29,7 @@ class Cell:
     best: bool = False
 
 
-def build_report(lake: Lake, raw: str, split: Split) -> Path:
+def build_report(lake: Lake, raw: str, split: Split) -> Place:
     """Write `report.html` into the lake; returns its path."""
     found = facts.predictions(lake, raw, split)
     if not found:
@@ -62,7 +63,7 @@ def build_report(lake: Lake, raw: str, split: Split) -> Path:
         studies=[(study, figures.study(study)) for study in studies(lake)],
         **{name: environment.filters["safe"](svg) for name, svg in markup.items()},
     )
-    path = Path(lake.root, "report.html")
+    path = place(lake.root, "report.html")
     with whole.file(path) as beside:
         beside.write_text(page)
     return path
@@ -126,4 +127,4 @@ def summary(scores: dict[str, list[Score]]) -> list[str]:
 
 def studies(lake: Lake) -> list[Study]:
     """The results of longer studies: of this lake, and those that come with the project."""
-    return [*kept(Path(lake.root, "studies")), *kept(RESULTS)]
+    return [*kept(place(lake.root, "studies")), *kept(RESULTS)]

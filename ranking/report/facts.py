@@ -1,7 +1,6 @@
 """The numbers of a report: all of them come from the tables and files of the run."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +10,7 @@ import pyarrow.parquet as pq
 
 from etl.tables import arrow, contracts
 from etl.tables.lake import Lake
+from etl.tables.place import fetched, listed, place
 from training.loop.metrics import Score, score
 from training.predictions import Predictions, evaluation_path, joined
 from training.split import Split
@@ -88,10 +88,10 @@ def predictions(lake: Lake, raw: str, split: Split) -> dict[str, Predictions]:
 
 def true_probabilities(gem: Predictions, raw: str) -> Predictions | None:
     """The rows of `gem` with the simulator's true probabilities; None for real logs."""
-    paths = sorted(Path(raw, "truth").glob("day=*.parquet"))
+    paths = listed(place(raw, "truth"), "day=*.parquet")
     if not paths:
         return None
-    table = pa.concat_tables(pq.read_table(path) for path in paths)
+    table = pa.concat_tables(pq.read_table(fetched(path)) for path in paths)
     at = pc.index_in(
         pa.array(gem.impressions, pa.string()), table["impression_id"].combine_chunks()
     )

@@ -2,9 +2,9 @@
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 
 from etl.errors import UserError
+from etl.tables.place import Place
 from ranking.online.store import Meta
 from ranking.package.ranker import Ranker, load
 from ranking.package.versions import current
@@ -18,7 +18,7 @@ class Rankers:
     def __init__(self, lake: str, meta: Meta, compiled: bool) -> None:
         self._lake = lake
         self._load = _loader(compiled)
-        self._loaded: dict[str, tuple[Path, Ranker]] = {}
+        self._loaded: dict[str, tuple[Place, Ranker]] = {}
         self.renew(meta)
 
     @property
@@ -45,7 +45,7 @@ class Rankers:
                 log.error("%s", error)
 
 
-def _loader(compiled: bool) -> Callable[[Path], Ranker]:
+def _loader(compiled: bool) -> Callable[[Place], Ranker]:
     if not compiled:
         return load
     from ranking.compiled import load_native  # torch, only where it was asked for

@@ -5,7 +5,6 @@ ranker.
 """
 
 from datetime import date
-from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,6 +14,7 @@ from torch import Tensor
 from etl.errors import UserError
 from etl.tables import whole
 from etl.tables.lake import Lake
+from etl.tables.place import Place, fetched, place
 from ranking.student.trained import TrainedStudent
 from training.data.reader import Reader
 
@@ -22,14 +22,14 @@ SIZED = ("student.user_layer.", "student.row_layer.", "student.hidden.", "studen
 Told = dict[str, str]
 
 
-def place(lake: Lake, name: str, day: date) -> Path:
+def path_of(lake: Lake, name: str, day: date) -> Place:
     """Where the model of a domain that was trained until a day lies."""
-    return Path(lake.root, "models", "domains", name, f"{day}.safetensors")
+    return place(lake.root, "models", "domains", name, f"{day}.safetensors")
 
 
-def keep(reader: Reader, name: str, day: date, model: TrainedStudent) -> Path:
+def keep(reader: Reader, name: str, day: date, model: TrainedStudent) -> Place:
     """Write what rankers begin from, and what it has read."""
-    path = place(reader.lake, name, day)
+    path = path_of(reader.lake, name, day)
     with whole.file(path) as beside:
         save_file(_state(model), beside, _read(reader, name))
     return path
@@ -44,13 +44,13 @@ def of_surface(reader: Reader, day: date) -> dict[str, Tensor]:
     name = reader.lake.spec.domain_of(surface)
     if name is None:
         raise UserError(f"no domain holds {surface}: name it under `domains` of the spec")
-    path = place(reader.lake, name, day)
+    path = path_of(reader.lake, name, day)
     if not path.is_file():
         raise UserError(
             f"no model of domain {name} was trained until {day}: run `gemline rank domain` first"
         )
     try:
-        with safe_open(path, "pt") as kept:
+        with safe_open(fetched(path), "pt") as kept:
             told = kept.metadata() or {}
             found = {key: kept.get_tensor(key) for key in kept.keys()}  # noqa: SIM118 (no mapping)
     except SafetensorError:

@@ -8,6 +8,7 @@ from safetensors.numpy import save_file
 
 from etl.spec.model import DataSpec
 from etl.tables import whole
+from etl.tables.place import Place
 from ranking.calibration import Calibration
 from ranking.package import manifest
 from ranking.package.manifest import RankerManifest
@@ -18,9 +19,9 @@ from ranking.student.trained import TrainedStudent
 
 
 def export(
-    versions: Path, trained: TrainedStudent, spec: DataSpec, name: str,
+    versions: Place, trained: TrainedStudent, spec: DataSpec, name: str,
     fitted: dict[str, Calibration], example: Inputs, native: bool = False,
-) -> Path:  # fmt: skip
+) -> Place:  # fmt: skip
     """Write a ranker's folder, whole or not at all, once it loads: its scores are checked there.
 
     Its version is `name` and a part of the hash of what it holds; the scores of `example` become

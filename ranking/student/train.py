@@ -22,7 +22,7 @@ from training.data.thinning import Thinning
 from training.gem import load_trained
 from training.knowledge.earlier import Earlier
 from training.loop.average import averaged
-from training.loop.checkpoint import folder
+from training.loop.checkpoint import written_until
 from training.loop.loss import each
 from training.parallel.processes import process_group
 from training.split import Split
@@ -86,7 +86,7 @@ def _begun(
         domain.begin(model, domain.of_surface(reader, split.train_last))
         return model
     told = config.transfer.share is not None
-    if config.transfer.share != () and (told or folder(lake.root, split.train_last).is_dir()):
+    if config.transfer.share != () and (told or written_until(lake, split.train_last)):
         with process_group():
             gem, _ = load_trained(lake, split.train_last)
             share(model, gem, config.transfer)

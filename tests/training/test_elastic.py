@@ -231,7 +231,10 @@ def test_a_rank_that_is_killed_comes_back_and_fewer_processes_go_on(
         stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     try:
-        first = wait_for(lambda: partial.is_dir() and children([own.root]), running)
+        first = wait_for(
+            lambda: checkpoint.read_manifest(partial, own.spec.hash) and children([own.root]),
+            running,
+        )
         os.kill(first[1], signal.SIGKILL)
         again = wait_for(
             lambda: (c := children([own.root])) and len(c) == 2 and not set(c) & set(first) and c,

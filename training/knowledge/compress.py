@@ -3,14 +3,13 @@
 n impressions, M width of GEM's hidden layer, Z width of what is kept.
 """
 
-from pathlib import Path
-
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from etl.tables import whole
+from etl.tables.place import Place, fetched
 from features.four_bits import HALF
 from features.inputs import KEPT_WIDTH
 from training.model.numeric import RunningScale
@@ -61,15 +60,15 @@ def fit(compressor: Compressor, hidden: Tensor, seed: int) -> None:
     compressor.eval()
 
 
-def save(compressor: Compressor, path: Path) -> None:
+def save(compressor: Compressor, path: Place) -> None:
     """Write it, whole or not at all."""
     with whole.file(path) as beside:
         save_file(compressor.state_dict(), beside)
 
 
-def load(path: Path) -> Compressor:
+def load(path: Place) -> Compressor:
     """A compressor that was saved."""
-    state = load_file(path)
+    state = load_file(fetched(path))
     compressor = Compressor(len(state["scale.mean"]))
     compressor.load_state_dict(state)
     return compressor.eval()

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date, timedelta
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +14,7 @@ from etl.spec.model import DataSpec
 from etl.spec.units import each_day
 from etl.tables import arrow, contracts
 from etl.tables.lake import Lake
+from etl.tables.place import Place, listed, place
 from etl.tables.schema import arrow_schema
 from features.four_bits import packed
 from training.data.batch import Batch
@@ -71,9 +71,9 @@ def write_knowledge(
     return sum(knowledge.num_rows for knowledge, _ in parts)
 
 
-def compressor_path(lake: str, day: date) -> Path:
+def compressor_path(lake: str, day: date) -> Place:
     """Where the compressor of a day's knowledge lies."""
-    return Path(lake, "models", "compressor", f"{day}.safetensors")
+    return place(lake, "models", "compressor", f"{day}.safetensors")
 
 
 def _compressed(lake: Lake, told: Told, day: date) -> pa.Table:
@@ -82,7 +82,7 @@ def _compressed(lake: Lake, told: Told, day: date) -> pa.Table:
     It learns without labels from the day that it compresses, which is told when the day is over.
     """
     folder = compressor_path(lake.root, day).parent
-    earlier = sorted(path for path in folder.glob("*.safetensors") if path.stem < f"{day}")
+    earlier = [path for path in listed(folder, "*.safetensors") if path.stem < f"{day}"]
     width = told.hidden.shape[1]
     compressor = load(earlier[-1]) if earlier else Compressor(width)
     if len(compressor.scale.mean) != width:

@@ -1,10 +1,8 @@
 """Checkpoints of GEM: everything that the next step depends on, written whole or not at all."""
 
 import hashlib
-import shutil
 from dataclasses import dataclass
 from datetime import date, timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +19,9 @@ from torchrec.distributed import DistributedModelParallel
 
 from etl.errors import UserError
 from etl.spec.base import Strict
+from etl.tables import whole
+from etl.tables.lake import Lake
+from etl.tables.place import Place, listed, place
 from training.config import TrainConfig
 from training.data.batch import Batch
 from training.data.digest import digest
@@ -37,7 +38,8 @@ class Manifest(Strict):
 
     `processes` began the day; `taken` are batches learned from the lane of each, `batches` steps of
     the day, `steps` and `rows` all that were ever learned from. `first_batches` are the digests of
-    the first ones of the day, of the first process.
+    the first ones of the day, of the first process. `stored` is the folder beside it that holds
+    the state.
     """
 
     spec: str
@@ -54,6 +56,7 @@ class Manifest(Strict):
     rows: int = 0
     taken: tuple[int, ...] = ()
     first_batches: tuple[str, ...] = ()
+    stored: str = ""
 
     @property
     def fm_version(self) -> str:
@@ -78,17 +81,17 @@ class Manifest(Strict):
     def same_run(self, other: "Manifest") -> bool:
         """Whether both are moments of one training run."""
         moment = {"trained_until", "complete", "batches", "steps", "rows", "taken"}
-        moment |= {"first_batches", "processes"}
+        moment |= {"first_batches", "processes", "stored"}
         return self.model_dump(exclude=moment) == other.model_dump(exclude=moment)
 
 
-def folder(lake: str, day: date, complete: bool = True) -> Path:
+def folder(lake: str, day: date, complete: bool = True) -> Place:
     """Where the GEM that was trained until a day lies, or one in the middle of that day."""
     name = f"{day}" if complete else f"{day}.partial"
-    return Path(lake, "models", "gem", name)
+    return place(lake, "models", "gem", name)
 
 
-def read_manifest(path: Path, spec: str) -> Manifest | None:
+def read_manifest(path: Place, spec: str) -> Manifest | None:
     """The manifest of a checkpoint, None where there is none; UserError if of another spec."""
     file = path / MANIFEST
     if not file.is_file():
@@ -134,41 +137,50 @@ class Trained:
         self.asked.days = state["asked"]
 
 
-def load(path: Path, trained: Trained) -> None:
+def load(path: Place, trained: Trained) -> None:
     """Restore a checkpoint into a model of its sizes, to train on.
 
     The optimizer has no state for what never had a gradient, such as a history that is not read.
     """
     state = trained.state()
     optimizer = {"optimizer": state.pop("optimizer")}
-    state_dict_loader.load(state, checkpoint_id=str(path))
+    state_dict_loader.load(state, checkpoint_id=_state_of(path))
     planner = DefaultLoadPlanner(allow_partial_load=True)
-    state_dict_loader.load(optimizer, checkpoint_id=str(path), planner=planner)
+    state_dict_loader.load(optimizer, checkpoint_id=_state_of(path), planner=planner)
     trained.restore(state | optimizer)
 
 
-def load_weights(path: Path, trained: Trained) -> None:
+def load_weights(path: Place, trained: Trained) -> None:
     """Restore what scores: the averaged weights, as those of the model, and the tables."""
     state: dict[str, Any] = {
         "averaged": trained.averaged.state_dict(),
         "tables": trained.tables.state_dict(),
     }
-    state_dict_loader.load(state, checkpoint_id=str(path))
+    state_dict_loader.load(state, checkpoint_id=_state_of(path))
     trained.averaged.load_state_dict(state["averaged"])
     trained.tables.load_state_dict(state["tables"])
     trained.model.core.load_state_dict(trained.averaged.module.state_dict())
 
 
-def written(lake: str, spec: str) -> list[tuple[Path, Manifest]]:
+def _state_of(path: Place) -> str:
+    return str(path / Manifest.model_validate_json((path / MANIFEST).read_text()).stored)
+
+
+def written(lake: str, spec: str) -> list[tuple[Place, Manifest]]:
     """All checkpoints and their manifests, the least trained first."""
-    paths = Path(lake, "models", "gem").glob("[0-9]*")
+    paths = listed(place(lake, "models", "gem"), "[0-9]*")
     found = [(path, manifest) for path in paths if (manifest := read_manifest(path, spec))]
     return sorted(found, key=lambda pair: (pair[1].trained_until, pair[1].complete))
 
 
+def written_until(lake: Lake, day: date) -> bool:
+    """Whether there is the GEM that was trained until a day."""
+    return read_manifest(folder(lake.root, day), lake.spec.hash) is not None
+
+
 def forget(lake: str) -> None:
     """Remove every checkpoint, so that the next training starts from nothing."""
-    shutil.rmtree(Path(lake, "models", "gem"), ignore_errors=True)
+    whole.remove(place(lake, "models", "gem"))
 
 
 def forget_old(lake: str, spec: str, keep_days: int) -> list[date]:
@@ -179,5 +191,5 @@ def forget_old(lake: str, spec: str, keep_days: int) -> list[date]:
     oldest = made[-1][1].trained_until - timedelta(days=keep_days)
     gone = [(path, found.trained_until) for path, found in made if found.trained_until < oldest]
     for path, _ in gone:
-        shutil.rmtree(path)
+        whole.remove(path)
     return [day for _, day in gone]

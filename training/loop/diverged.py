@@ -2,13 +2,13 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from etl.errors import UserError
 from etl.tables import whole
+from etl.tables.place import Place
 from training.data.batch import Batch
 from training.loop.checkpoint import Trained
 from training.loop.step import GemModel
@@ -21,7 +21,7 @@ class DivergedError(UserError):
     """The loss is no longer a number."""
 
 
-def diverged(folder: Path, trained: Trained, batch: Batch) -> DivergedError:
+def diverged(folder: Place, trained: Trained, batch: Batch) -> DivergedError:
     """What to raise; the manifest of the batch, with its impressions, is written to a folder."""
     manifest, path = trained.manifest, folder / FILE
     told = manifest.model_dump(mode="json") | {"impressions": batch.impressions.tolist()}

@@ -1,17 +1,19 @@
-"""Runs in MLflow: a SQLite file in the lake, or wherever MLFLOW_TRACKING_URI points."""
+"""Runs in MLflow: in the lake on this machine, or wherever MLFLOW_TRACKING_URI points."""
 
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 
 import mlflow
+
+from etl.tables.place import here, place
 
 
 @contextmanager
 def tracked(lake: str, experiment: str, params: Mapping[str, object]) -> Iterator[None]:
     """An MLflow run while inside."""
-    folder = Path(lake).absolute()
+    folder = here(place(lake, "mlflow")).absolute().parent
+    folder.mkdir(parents=True, exist_ok=True)
     if "MLFLOW_TRACKING_URI" not in os.environ:
         mlflow.set_tracking_uri(f"sqlite:///{folder}/mlflow.db")
     if mlflow.get_experiment_by_name(experiment) is None:

@@ -1,0 +1,73 @@
+"""Where the parts of a lake lie: on a disk, or on any object store that fsspec reaches.
+
+An object store moves no folders and locks nothing, but puts a file whole or not at all. So what has
+several files is named by one that is written last, and never changes under its name.
+"""
+
+import hashlib
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from upath import UPath
+
+from etl.cache import user_cache
+from etl.errors import UserError
+
+Place = Path | UPath
+
+
+def place(root: str, *parts: str) -> Place:
+    """A place below a folder or URL; what other processes write there is seen at once.
+
+    Raises UserError where nothing is installed that reads such a URL.
+    """
+    if "://" not in root:
+        return Path(root, *parts)
+    try:
+        found = UPath(root, *parts, use_listings_cache=False)
+        _ = found.fs
+    except (ImportError, ValueError) as error:
+        raise UserError(
+            f"{root} cannot be read here ({error}): install gemline[s3] for s3://, or the package "
+            "that fsspec names for other stores"
+        ) from None
+    return found
+
+
+def listed(folder: Place, pattern: str) -> list[Place]:
+    """What is in a folder under names like a pattern, by name; nothing where there is no folder."""
+    return sorted(folder.glob(pattern), key=str)
+
+
+def here(there: Place) -> Path:
+    """Where this machine's disk has a place: itself, or where a copy of it is kept."""
+    if isinstance(there, Path):
+        return there
+    of = hashlib.sha256(str(there.parent).encode()).hexdigest()[:16]
+    return user_cache("lakes") / of / there.name
+
+
+def fetched(file: Place) -> Path:
+    """A file that libraries can read: itself, or a new copy on this machine."""
+    copy = here(file)
+    if not isinstance(file, Path):
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        file.fs.get_file(file.path, str(copy))
+    return copy
+
+
+def near(folder: Place) -> Path:
+    """A folder that libraries can read: itself, or a copy on this machine, made once.
+
+    Its content must not change under its name. What is not there has no copy either.
+    """
+    copy = here(folder)
+    if isinstance(folder, Path) or copy.is_dir() or not folder.is_dir():
+        return copy
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=copy.parent) as beside:
+        folder.fs.get(f"{folder.path}/", f"{beside}/copy/", recursive=True)
+        with suppress(FileExistsError, OSError):  # another process was first
+            Path(beside, "copy").rename(copy)
+    return copy

@@ -1,0 +1,194 @@
+"""A lake in an object store is as one on a disk: tables, checkpoints, rankers, and what holds."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import boto3
+import pytest
+
+from etl.errors import UserError
+from etl.tables import arrow, contracts, pins, whole
+from etl.tables.lake import Lake
+from etl.tables.place import here, near, place
+from etl.told import all_contracts
+from etl.vacuum import vacuum
+from gemline import main
+from ranking.package.versions import answering
+from tests.conftest import FIRST, LAST, ROOT
+from training.gem import load_trained
+from training.loop import checkpoint
+from training.loop.writer import Writer
+from training.parallel.processes import process_group
+
+BUCKET = "s3://ads"
+# A process of its own: delta-rs holds Python's lock while it waits for an answer.
+SERVER = """
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer("127.0.0.1", 0)
+server.start()
+print("http://%s:%s" % server.get_host_and_port(), flush=True)
+input()
+"""
+SIZES = ["--scale", "tiny", "--batch-rows", "64", "--max-length", "32", "--checkpoint-every", "5"]
+SPLIT = ["--train", f"{FIRST}:2026-01-02", "--calibration", "2026-01-03", "--test", f"{LAST}"]
+SPLIT += ["--landed", f"{LAST}"]
+SMALL = ["--model.events", "32", "--model.max-length", "32"]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A server that speaks S3, with one bucket; variables that name it, of this process too."""
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    assert server.stdin and server.stdout
+    told = {
+        "AWS_ENDPOINT_URL": next(line for line in server.stdout if line.startswith("http")).strip(),
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_ACCESS_KEY_ID": "who",
+        "AWS_SECRET_ACCESS_KEY": "what",
+        "AWS_REGION": "us-east-1",
+        "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in told.items():
+            patch.setenv(name, value)
+        boto3.client("s3", region_name="us-east-1").create_bucket(Bucket="ads")
+        yield told
+    server.stdin.close()
+    server.wait(30)
+
+
+@pytest.fixture(scope="module")
+def there(lake: Lake, store: dict[str, str]) -> Lake:
+    """A copy of the tables in the store."""
+    root = place(f"{BUCKET}/lake")
+    root.fs.put(f"{lake.root}/", f"{root.path}/", recursive=True)
+    return Lake(str(root), lake.spec)
+
+
+def differing(one: Lake, other: Lake) -> list[str]:
+    """Tables that do not hold the same rows."""
+    return [
+        name
+        for name, contract in all_contracts(one.spec).items()
+        if one.exists(name) and rows(one, contract) != rows(other, contract)
+    ]
+
+
+def rows(lake: Lake, contract) -> list[tuple]:
+    if not lake.exists(contract.name):
+        return []
+    columns = [name for name in contract.columns if name != "source_file"]
+    found = arrow.snapshot(lake, contract).read(columns).to_pylist()
+    return sorted(map(repr, found))
+
+
+def test_tables_are_read_written_pinned_and_cleaned_up(there: Lake, lake: Lake) -> None:
+    assert there.exists("events") and differing(lake, there) == []
+    contract = contracts.attributes(lake.spec, "user")
+    stored = arrow.snapshot(there, contract)
+    before = stored.read()
+    day = f"day = '{before['day'][0]}'"
+    some = before.filter([value == before["day"][0] for value in before["day"]])
+    arrow.replace(there, contract, some.slice(1), day, {})
+    assert arrow.snapshot(there, contract).read().num_rows == before.num_rows - 1
+    pins.pin(there.root, "a run", {contract.name: stored.version})
+    vacuum(there, 0)
+    assert arrow.snapshot(there, contract, stored.version).read().equals(before)
+    pins.unpin(there.root, "a run")
+    assert pins.pinned(there.root) == []
+    vacuum(there, 0)
+    with pytest.raises(UserError, match="vacuumed"):
+        arrow.snapshot(there, contract, stored.version).read()
+    arrow.replace(there, contract, some, day, {})
+    assert differing(lake, there) == []
+
+
+def test_a_file_is_whole_or_not_there(store: dict[str, str]) -> None:
+    one = place(BUCKET, "folder", "one.json")
+    with pytest.raises(RuntimeError), whole.file(one) as beside:
+        beside.write_text("half of")
+        raise RuntimeError
+    assert not one.exists()
+    with whole.file(one) as beside:
+        beside.write_text("all of it")
+    assert one.read_text() == "all of it"
+    assert not here(one).exists()
+    folder = place(BUCKET, "rankers", "one")
+    (whole.fresh(folder) / "a.txt").write_text("a")
+    whole.put(folder)
+    assert (folder / "a.txt").read_text() == (near(folder) / "a.txt").read_text() == "a"
+    whole.remove(folder)
+    assert not folder.exists() and not near(folder).exists()
+
+
+def test_gem_and_rankers_are_as_on_a_disk(
+    there: Lake, lake: Lake, spec_path: Path, tmp_path: Path
+) -> None:
+    """The same commands, the same bits; a training that is killed while it writes hurts none."""
+    disk = Lake(str(tmp_path / "lake"), lake.spec)
+    shutil.copytree(lake.root, disk.root)
+    for own in (disk, there):
+        where = ["--spec", str(spec_path), "--lake", own.root]
+        train = ["train", "gem", *where, *SIZES, "--days"]
+        assert main([*train, f"{FIRST}"]) == 0
+        begin_to_write_another(own)
+        assert main([*train, "2026-01-02"]) == 0
+        assert main(["knowledge", *where, "--days", f"{FIRST}:{LAST}"]) == 0
+        assert main(["rank", "train", *where, *SPLIT, *SMALL, "--surface", "feed"]) == 0
+        assert main(["rank", "promote", *where, *SPLIT, "--surface", "feed"]) == 0
+    assert differing(disk, there) == []
+    told = [near(answering(own.root, "feed")) for own in (disk, there)]
+    tables = [(one / "tables.safetensors").read_bytes() for one in told]
+    assert told[0].name == told[1].name and tables[0] == tables[1]
+
+
+def begin_to_write_another(lake: Lake) -> None:
+    """Over the GEM of the first day, as one that is killed before it is whole."""
+    path = checkpoint.folder(lake.root, FIRST)
+    before = checkpoint.read_manifest(path, lake.spec.hash)
+    with process_group():
+        trained, _ = load_trained(lake, FIRST)
+        for weights in trained.model.core.parameters():
+            weights.data.zero_()
+        Writer().begin(path, trained)
+    assert before and checkpoint.read_manifest(path, lake.spec.hash) == before
+
+
+@pytest.mark.parametrize(
+    ("lake", "said"),
+    [("nowhere://ads/lake", "cannot be read here"), ("s3://nobody/lake", "nobody")],
+)
+def test_a_store_that_is_not_there_is_one_sentence(
+    store: dict[str, str], spec_path: Path, capsys: pytest.CaptureFixture[str], lake: str, said: str
+) -> None:
+    words = ["--spec", str(spec_path), "--lake", lake, "--days", f"{FIRST}"]
+    assert main(["train", "gem", *words]) == 2
+    told = capsys.readouterr().err.strip()
+    assert said in told and "\n" not in told
+
+
+@pytest.mark.proof
+def test_the_whole_line_runs_in_a_store(
+    lake: Lake, raw: Path, spec_path: Path, store: dict[str, str]
+) -> None:
+    logs, root = place(BUCKET, "raw"), f"{BUCKET}/line"
+    logs.fs.put(f"{raw}/", f"{logs.path}/", recursive=True)
+    where = ["--spec", str(spec_path), "--raw", str(logs), "--lake", root]
+    words = [sys.executable, "-m", "gemline", "run", *where, "--days", f"{FIRST}:{LAST}"]
+    env = os.environ | store | {"SPARK_CONF_DIR": str(ROOT / "conf" / "spark" / "s3")}
+    env.pop("XDG_CACHE_HOME")
+    done = subprocess.run([*words, "--scale", "tiny"], env=env, cwd=ROOT, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    made = Lake(root, lake.spec)
+    assert differing(lake, made) == []
+    for surface in lake.spec.ad_surfaces:
+        assert answering(root, surface).is_dir()
+    again = subprocess.run([*words, "--scale", "tiny"], env=env, cwd=ROOT, capture_output=True)
+    assert again.returncode == 0 and b"ingest:" not in again.stdout, again.stdout
