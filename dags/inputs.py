@@ -9,7 +9,8 @@ from dags.line import Place, Step
 from etl.spec import DataSpec
 from etl.spec.units import each_day, parse_days
 from etl.tables import records
-from etl.tables.place import listed
+from etl.tables.place import Place as AnyPlace
+from etl.tables.place import here, listed
 from etl.tables.place import place as place_of
 
 
@@ -18,7 +19,13 @@ def finished(spec: DataSpec, place: Place, steps: Sequence[Step], step: Step) ->
     record = records.read(place.lake, step.name)
     if record is None or record.inputs != inputs_of(spec, place, steps, step):
         return False
-    return all(place_of(place.lake, name).exists() for name in step.writes)
+    return all(_place_of(place.lake, name).exists() for name in step.writes)
+
+
+def _place_of(lake: str, name: str) -> AnyPlace:
+    """Where a step writes: of an object store, features that answer online are each machine's."""
+    there = place_of(lake, name)
+    return here(there) if name.startswith("online/") else there
 
 
 def inputs_of(spec: DataSpec, place: Place, steps: Sequence[Step], step: Step) -> str:

@@ -11,6 +11,7 @@ import boto3
 import pytest
 
 from etl.errors import UserError
+from etl.jars import jar_folder
 from etl.tables import arrow, contracts, pins, whole
 from etl.tables.lake import Lake
 from etl.tables.place import here, near, place
@@ -53,6 +54,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         "AWS_ACCESS_KEY_ID": "who",
         "AWS_SECRET_ACCESS_KEY": "what",
         "AWS_REGION": "us-east-1",
+        "GEMLINE_JARS": str(jar_folder()),
         "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")),
     }
     with pytest.MonkeyPatch.context() as patch:
@@ -183,7 +185,6 @@ def test_the_whole_line_runs_in_a_store(
     where = ["--spec", str(spec_path), "--raw", str(logs), "--lake", root, "--scale", "tiny"]
     words = [sys.executable, "-m", "gemline", "run", *where, "--days", f"{FIRST}:{LAST}"]
     env = os.environ | {"SPARK_CONF_DIR": str(ROOT / "conf" / "spark" / "s3")}
-    env.pop("XDG_CACHE_HOME")  # where the other JARs are
     said = []
     for _ in range(2):
         done = subprocess.run(
@@ -193,4 +194,5 @@ def test_the_whole_line_runs_in_a_store(
         said.append(done.stdout)
     assert differing(lake, Lake(root, lake.spec)) == []
     assert all(answering(root, surface).is_dir() for surface in lake.spec.ad_surfaces)
-    assert "ingest: " in said[0] and "ingest: " not in said[1]
+    for step in ("ingest: ", "online features: "):
+        assert step in said[0] and step not in said[1]

@@ -4,9 +4,7 @@ An object store moves no folders and locks nothing, but puts a file whole or not
 several files is named by one that is written last, and never changes under its name.
 """
 
-import hashlib
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 from upath import UPath
@@ -44,8 +42,7 @@ def here(there: Place) -> Path:
     """Where this machine's disk has a place: itself, or where a copy of it is kept."""
     if isinstance(there, Path):
         return there
-    of = hashlib.sha256(str(there.parent).encode()).hexdigest()[:16]
-    return user_cache("lakes") / of / there.name
+    return user_cache("lakes") / there.protocol / there.path.strip("/")
 
 
 def fetched(file: Place) -> Path:
@@ -68,6 +65,9 @@ def near(folder: Place) -> Path:
     copy.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=copy.parent) as beside:
         folder.fs.get(f"{folder.path}/", f"{beside}/copy/", recursive=True)
-        with suppress(FileExistsError, OSError):  # another process was first
+        try:
             Path(beside, "copy").rename(copy)
+        except OSError:
+            if not copy.is_dir():  # else another process was first
+                raise
     return copy
