@@ -12,7 +12,7 @@ from datetime import date, timedelta
 from dags.runs import Run
 from etl.errors import UserError
 from etl.spec import DataSpec
-from etl.spec.units import DAY, each_day
+from etl.spec.units import each_day
 from etl.tables.place import place
 
 
@@ -43,7 +43,7 @@ def begin(spec: DataSpec, raw: str, run: Run, earlier: Iterable[Run]) -> Run:
     """
     absent = {day: missing(spec, raw, day) for day in each_day(run.new, run.last)}
     _refuse_empty(spec, raw, absent)
-    oldest = run.last - timedelta(days=-(-spec.lateness // DAY))
+    oldest = run.last - timedelta(days=spec.lateness_days)
     lacking: dict[date, tuple[str, ...]] = {}
     for before in earlier:
         lacking |= {day: before.absent.get(day, ()) for day in each_day(before.first, before.last)}

@@ -6,7 +6,6 @@ from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
 from etl.spec.model import DataSpec
-from etl.spec.units import DAY
 from etl.tables import contracts, delta
 from etl.tables.lake import Lake
 
@@ -27,7 +26,7 @@ def first_copies(
     order = Window.partitionBy("identity").orderBy("day", "ingest_ts", tie)
     fresh = events.withColumn("copy", F.row_number().over(order)).filter("copy = 1").drop("copy")
     before = days[0] - timedelta(days=1)
-    since = days[0] - timedelta(days=-(-lake.spec.lateness // DAY) + 1)
+    since = days[0] - timedelta(days=lake.spec.lateness_days + 1)
     versions = {}
     for contract in (contracts.events(lake.spec), contracts.parked(lake.spec)):
         if lake.exists(contract.name):

@@ -9,7 +9,7 @@ from pyspark.sql import functions as F
 from etl.credit import credited
 from etl.requests import with_requests
 from etl.spec.model import DataSpec
-from etl.spec.units import DAY, MICROS
+from etl.spec.units import MICROS
 from etl.tables import contracts, delta
 from etl.tables.lake import Lake
 
@@ -25,7 +25,7 @@ def label(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     names = ("events", "attributes_item") if spec.credits_by_attribute else ("events",)
     versions = {name: lake.version(name) for name in names}
     events = delta.read(lake, contracts.events(spec), versions["events"])
-    lateness = timedelta(days=1 + -(-spec.lateness // DAY))
+    lateness = timedelta(days=1 + spec.lateness_days)
     since = days[0] - timedelta(days=spec.ripens_after_days) - lateness
     horizon = spec.day_end(lake.days("events")[1]) * MICROS["s"]
 

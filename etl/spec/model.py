@@ -286,6 +286,11 @@ class DataSpec(Strict):
         return self.auction.terms.get(surface, Terms()) if self.auction else Terms()
 
     @cached_property
+    def lateness_days(self) -> int:
+        """Whole days for which events of a day are waited for."""
+        return -(-self.lateness // DAY)
+
+    @cached_property
     def ripens_after_days(self) -> int:
         """Whole days after which every label of a day is final."""
         return max(-(-o.ripens_after // DAY) for o in self.objectives.values())
