@@ -12,6 +12,8 @@ TROUBLE = {
     "free some space and run the same command again: the last checkpoint is whole",
     "Java heap space": "Java ran out of memory; give it more with spark.driver.memory, or run "
     "fewer days at once: what was committed is whole",
+    "Could not connect to the endpoint URL": "the object store does not answer; run the "
+    "same command again when it does: what was committed is whole",
     "DELTA_CONCURRENT": "another run wrote the same table at the same time, and was first; nothing "
     "of this one was written to it: run the same command again when the other has ended",
     "DELTA_METADATA_CHANGED": MADE_BY_ANOTHER,

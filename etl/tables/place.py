@@ -33,6 +33,17 @@ def place(root: str, *parts: str) -> Place:
     return found
 
 
+def text_of(file: Place) -> str | None:
+    """What a file says; None where there is none, an error where that cannot be told.
+
+    A store that does not answer must not pass for an empty one, which `is_file` lets it do.
+    """
+    try:
+        return file.read_text()
+    except FileNotFoundError:
+        return None
+
+
 def listed(folder: Place, pattern: str) -> list[Place]:
     """What is in a folder under names like a pattern, by name; nothing where there is no folder."""
     return sorted(folder.glob(pattern), key=str)

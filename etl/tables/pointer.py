@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from etl.errors import UserError
 from etl.spec.base import Strict
 from etl.tables import whole
-from etl.tables.place import Place
+from etl.tables.place import Place, text_of
 
 
 class Pointed(Strict):
@@ -32,10 +32,11 @@ class Pointer:
 
     def read(self) -> Pointed | None:
         """What is meant, if anything is. Raises UserError where that cannot be read."""
-        if not self.path.is_file():
+        told = text_of(self.path)
+        if told is None:
             return None
         try:
-            return Pointed.model_validate_json(self.path.read_text())
+            return Pointed.model_validate_json(told)
         except ValidationError:
             raise UserError(f"{self.path} is damaged; remove it, then choose again") from None
 

@@ -4,7 +4,7 @@ import uuid
 
 from etl.spec.base import Strict
 from etl.tables import whole
-from etl.tables.place import Place, listed, place
+from etl.tables.place import Place, listed, place, text_of
 
 FOLDER = "_line", "steps"
 
@@ -19,8 +19,8 @@ class Record(Strict):
 
 def read(lake: str, step: str) -> Record | None:
     """The record of a step, if it ever finished."""
-    path = _path(lake, step)
-    return Record.model_validate_json(path.read_text()) if path.is_file() else None
+    told = text_of(_path(lake, step))
+    return Record.model_validate_json(told) if told else None
 
 
 def write(lake: str, step: str, inputs: str, seconds: float) -> None:

@@ -1,6 +1,7 @@
 """The service's routes."""
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -32,6 +33,7 @@ from ranking.serve.guard import Guard, told
 from ranking.serve.settings import Settings
 from ranking.serve.worker import Worker
 
+log = logging.getLogger("uvicorn.error")
 RENEW_SECONDS = 2.0
 REFUSALS = (400, 404, 411, 413, 422, 429)
 ERRORS: dict[int | str, dict[str, Any]] = {code: {"model": ErrorBody} for code in REFUSALS}
@@ -112,7 +114,10 @@ def _watched(app: FastAPI, worker: Worker) -> None:
 async def _renew(worker: Worker) -> None:
     while True:
         await asyncio.sleep(RENEW_SECONDS)
-        await worker.renew()
+        try:
+            await worker.renew()
+        except Exception:  # such as a store that does not answer: the next time it may
+            log.exception("nothing new was taken up; what answers goes on")
 
 
 def _user_error(_: Request, error: Exception) -> Response:

@@ -21,7 +21,7 @@ from etl.errors import UserError
 from etl.spec.base import Strict
 from etl.tables import whole
 from etl.tables.lake import Lake
-from etl.tables.place import Place, listed, place
+from etl.tables.place import Place, listed, place, text_of
 from training.config import TrainConfig
 from training.data.batch import Batch
 from training.data.digest import digest
@@ -93,10 +93,10 @@ def folder(lake: str, day: date, complete: bool = True) -> Place:
 
 def read_manifest(path: Place, spec: str) -> Manifest | None:
     """The manifest of a checkpoint, None where there is none; UserError if of another spec."""
-    file = path / MANIFEST
-    if not file.is_file():
+    told = text_of(path / MANIFEST)
+    if told is None:
         return None
-    manifest = Manifest.model_validate_json(file.read_text())
+    manifest = Manifest.model_validate_json(told)
     if manifest.spec != spec:
         raise UserError(
             f"{path} was trained under spec {manifest.spec}, now it is {spec}: use another --lake"
