@@ -1,5 +1,6 @@
 """The commands of this folder."""
 
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -98,14 +99,20 @@ def airflow(args: AirflowArgs) -> None:
     place = Place(args.spec, args.raw, args.lake)
     spans = [days_argument(days) for days in args.days]
     env = environment(place, args.home, args.port, spans[0][0])
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as by Ctrl-C
     running = start(env)
     address = env["AIRFLOW__API__BASE_URL"]
     try:
         for first, last in spans:
             trigger(address, f"{spec.name}_raw", f"{first}:{last}")
         print(f"Airflow: {address} (Ctrl-C ends it)", flush=True)
-        for line in follow(address, spec.name, running):
-            print(line, flush=True)
+        left = len(spans)
+        for run in follow(address, spec.name, running):
+            print(run, flush=True)
+            left -= run.dag == f"{spec.name}_rankers"
+            if run.dag == f"{spec.name}_rankers" and not left:
+                report = place_of(args.lake, "report.html")
+                print(f"all days are done; report: {report}", flush=True)
     except KeyboardInterrupt:
         print("ending Airflow")
     finally:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -112,8 +113,23 @@ def trigger(address: str, dag: str, days: str) -> None:
     ask(address, f"dags/{dag}/dagRuns", {"logical_date": None, "conf": {"days": days}})
 
 
-def follow(address: str, tag: str, running: subprocess.Popen[bytes]) -> Iterator[str]:
-    """A line for each run of the DAGs of a line as it ends, for as long as Airflow runs."""
+@dataclass(frozen=True)
+class Ended:
+    """A run of a DAG that has ended, and of which day it was."""
+
+    dag: str
+    day: str | None
+    state: str
+    seconds: float
+
+    def __str__(self) -> str:
+        """In one line."""
+        of_day = f" {self.day}" if self.day else ""
+        return f"{self.dag}{of_day}: {self.state} in {self.seconds:.0f} s"
+
+
+def follow(address: str, tag: str, running: subprocess.Popen[bytes]) -> Iterator[Ended]:
+    """Each run of the DAGs of a line as it ends, for as long as Airflow runs."""
     seen: set[tuple[str, str]] = set()
     while running.poll() is None:
         time.sleep(5)
@@ -122,4 +138,4 @@ def follow(address: str, tag: str, running: subprocess.Popen[bytes]) -> Iterator
                 key = run["dag_id"], run["dag_run_id"]
                 if run["end_date"] and key not in seen and run["dag_id"].startswith(f"{tag}_"):
                     seen.add(key)
-                    yield f"{run['dag_id']}: {run['state']} in {run['duration']:.0f} s"
+                    yield Ended(run["dag_id"], run["partition_key"], run["state"], run["duration"])
