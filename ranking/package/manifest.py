@@ -78,9 +78,10 @@ def read(there: Place) -> RankerManifest:
     return manifest
 
 
-def digest(folder: Path) -> str:
-    """One hash of all that a ranker's folder holds beside its manifest."""
-    return hashlib.sha256("".join(hashes(folder, FILES + COMPILED).values()).encode()).hexdigest()
+def digest(folder: Path, manifest: RankerManifest) -> str:
+    """One hash of all that a ranker is: its files, and what its manifest says."""
+    told = [*hashes(folder, FILES + COMPILED).values(), manifest.model_dump_json()]
+    return hashlib.sha256("".join(told).encode()).hexdigest()
 
 
 def hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:

@@ -24,7 +24,7 @@ def export(
 ) -> Place:  # fmt: skip
     """Write a ranker's folder, whole or not at all, once it loads: its scores are checked there.
 
-    Its version is `name` and a part of the hash of what it holds; the scores of `example` become
+    Its version is `name` and a part of the hash of all that it is; the scores of `example` become
     its test vectors. `native` adds programs that are compiled for this machine.
     """
     reader, config = trained.assembly.reader, trained.student.config
@@ -41,7 +41,7 @@ def export(
     _save_vectors(programs, beside / manifest.VECTORS)
     made = RankerManifest(
         surface=surface,
-        version=f"{name}-{manifest.digest(beside)[:8]}",
+        version=name,
         spec=spec,
         sequence=reader.sequence,
         max_length=config.max_length,
@@ -52,6 +52,7 @@ def export(
         calibration=fitted,
         made_with={package: version(package) for package in ("torch", "onnx", "onnxruntime")},
     )
+    made = made.model_copy(update={"version": f"{name}-{manifest.digest(beside, made)[:8]}"})
     if native:
         from ranking.compiled import machine, natively
 

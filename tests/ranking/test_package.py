@@ -12,7 +12,8 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from etl.errors import UserError
-from ranking.package.manifest import FILES
+from ranking.calibration import Platt
+from ranking.package.manifest import FILES, digest, read
 from ranking.package.ranker import Ranker, load
 from ranking.package.signature import PUBLIC, SECRET
 from ranking.student.trained import TrainedStudent
@@ -24,6 +25,16 @@ from training.data.reader import Reader
 def copy(folder: Path, tmp_path: Path) -> Path:
     shutil.copytree(folder, tmp_path / "feed")
     return tmp_path / "feed"
+
+
+def test_its_name_tells_it_from_every_other(folder: Path, copy: Path) -> None:
+    """Copies on other machines are known by it."""
+    told = read(folder)
+    other = dict.fromkeys(told.calibration, Platt(slope=2.0, intercept=0.0))
+    assert digest(folder, told) == digest(copy, read(copy))
+    assert digest(folder, told) != digest(folder, told.model_copy(update={"calibration": other}))
+    (copy / FILES[0]).write_bytes(b"another")
+    assert digest(folder, told) != digest(copy, told)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 200])
