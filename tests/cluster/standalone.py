@@ -23,7 +23,7 @@ ENV = os.environ | {
     "PYSPARK_PYTHON": sys.executable,
     "PYTHONPATH": str(ROOT),
 }
-DEADLINE = 60
+DEADLINE = 180
 
 
 @dataclass(frozen=True)

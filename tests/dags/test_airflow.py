@@ -74,7 +74,7 @@ def test_three_days_become_rankers_though_things_are_killed(
         body = {"logical_date": None, "partition_key": str(day)}
         ask(address, "dags/simulator_raw/dagRuns", body)
 
-    (task, *_) = wait(lambda: processes("-m gemline train gem", own.root), 400)
+    (task, *_) = wait(lambda: processes("-m gemline train gem", own.root), 900)
     os.kill(task, signal.SIGKILL)
     print("killed a task", flush=True)
     schedulers = processes("airflow", "scheduler")
@@ -92,7 +92,7 @@ def test_three_days_become_rankers_though_things_are_killed(
         assert not failed, failed
         return {r["partition_key"] for r in runs if r["state"] == "success"} == set(map(str, DAYS))
 
-    wait(rankers_done, 900)
+    wait(rankers_done, 1800)
     for surface in lake.spec.ad_surfaces:
         assert current(own.root, surface).target
     tried = ask(address, "dags/simulator_gem/dagRuns/~/taskInstances?limit=100")["task_instances"]

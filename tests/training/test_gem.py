@@ -76,7 +76,7 @@ def test_a_killed_training_goes_on_to_the_same_numbers(own: Lake, spec_path: Pat
     ]
     child = subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
     partial = models / "gem" / f"{FIRST}.partial" / "gem.json"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not partial.is_file() and child.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     os.killpg(child.pid, signal.SIGKILL)
