@@ -84,11 +84,11 @@ def stop(running: subprocess.Popen[bytes]) -> None:
     """End Airflow and all that it started."""
     with suppress(ProcessLookupError):
         os.killpg(running.pid, signal.SIGTERM)
-    try:
+    with suppress(subprocess.TimeoutExpired):
         running.wait(STOPS_WITHIN)
-    except subprocess.TimeoutExpired:
+    with suppress(ProcessLookupError):  # workers whose scheduler was killed don't hear the first
         os.killpg(running.pid, signal.SIGKILL)
-        running.wait()
+    running.wait()
 
 
 def _healthy(address: str) -> bool:

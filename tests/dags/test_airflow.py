@@ -53,22 +53,28 @@ def wait(what: Callable[[], object], seconds: float) -> object:
 
 
 @pytest.fixture
-def airflow(tmp_path: Path, spec_path: Path, raw: Path) -> Iterator[tuple[str, dict[str, str]]]:
+def airflow(
+    tmp_path: Path, spec_path: Path, raw: Path
+) -> Iterator[tuple[dict[str, str], list[subprocess.Popen[bytes]]]]:
+    """Its environment, and what to stop in the end."""
     env = environment(tmp_path, spec_path, raw, PORT) | SOON
-    running = start(env)
+    running = [start(env)]
     try:
-        yield env["AIRFLOW__API__BASE_URL"], env
+        yield env, running
     finally:
-        stop(running)
-        for pid in processes("airflow", "scheduler"):
-            os.kill(pid, signal.SIGKILL)
+        for one in running:
+            stop(one)
 
 
 @pytest.mark.proof
 def test_three_days_become_rankers_though_things_are_killed(
-    lake: Lake, airflow: tuple[str, dict[str, str]], raw: Path, tmp_path: Path
+    lake: Lake,
+    airflow: tuple[dict[str, str], list[subprocess.Popen[bytes]]],
+    raw: Path,
+    tmp_path: Path,
 ) -> None:
-    address, env = airflow
+    env, running = airflow
+    address = env["AIRFLOW__API__BASE_URL"]
     own = Lake(str(tmp_path / "lake"), lake.spec)
     for day in DAYS:
         body = {"logical_date": None, "partition_key": str(day)}
@@ -77,14 +83,16 @@ def test_three_days_become_rankers_though_things_are_killed(
     (task, *_) = wait(lambda: processes("-m gemline train gem", own.root), 900)
     os.kill(task, signal.SIGKILL)
     print("killed a task", flush=True)
-    schedulers = processes("airflow", "scheduler")
-    for pid in schedulers:
-        os.kill(pid, signal.SIGKILL)
+    (scheduler,) = [
+        pid for pid in processes("bin/airflow scheduler") if os.getsid(pid) == running[0].pid
+    ]
+    os.kill(scheduler, signal.SIGKILL)
     print("killed the scheduler", flush=True)
-    subprocess.Popen(
+    another = subprocess.Popen(
         [sys.executable, "-m", "airflow", "scheduler", "--skip-serve-logs"], cwd=ROOT, env=env,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
+    running.append(another)
 
     def rankers_done() -> bool:
         runs = ask(address, "dags/simulator_rankers/dagRuns?limit=10")["dag_runs"]
