@@ -23,12 +23,17 @@ async def late(context: Mapping[str, Any], **_: Any) -> None:
 
 
 def send(text: str) -> None:
-    """Tell it."""
+    """Tell it; that nobody listens is told to the log alone, and stops nothing."""
     log.error("%s", text)
     address = os.environ.get("GEMLINE_ALERTS")
     if address:
-        body = json.dumps({"text": text}).encode()
-        request = urllib.request.Request(  # noqa: S310  # the address is the operator's own
-            address, body, {"Content-Type": "application/json"}
-        )
-        urllib.request.urlopen(request, timeout=10).close()  # noqa: S310
+        try:
+            _post(address, {"text": text})
+        except (OSError, ValueError) as reason:
+            log.error("GEMLINE_ALERTS does not take alerts: %s", reason)
+
+
+def _post(address: str, body: object) -> None:
+    data, head = json.dumps(body).encode(), {"Content-Type": "application/json"}
+    request = urllib.request.Request(address, data, head)  # noqa: S310  # the operator's own
+    urllib.request.urlopen(request, timeout=10).close()  # noqa: S310

@@ -17,7 +17,7 @@ from tests.conftest import FIRST, LAST, ROOT
 from tests.pipeline import rows
 
 TELL = """
-import json, sys
+import json, os, sys
 import dags.daily as daily
 def waits_for(condition):
     if condition is None:
@@ -37,7 +37,10 @@ for dag in [made for made in vars(daily).values() if type(made).__name__ == "DAG
         ],
         "waits for": waits_for(getattr(dag.timetable, "asset_condition", None)),
     }
-print("TOLD" + json.dumps({"dags": told, "modules": sorted(sys.modules)}))
+modules = sorted(sys.modules)
+from airflow.utils.file import list_py_file_paths
+read = list_py_file_paths(os.environ["AIRFLOW__CORE__DAGS_FOLDER"], safe_mode=False)
+print("TOLD" + json.dumps({"dags": told, "modules": modules, "read": read}))
 """
 RUN = """
 import sys
@@ -83,6 +86,10 @@ def told(tmp_path_factory: pytest.TempPathFactory, spec_path: Path, raw: Path) -
 def test_reading_the_dags_imports_nothing_heavy(told: Any) -> None:
     heavy = {"torch", "pyspark", "pandas", "deltalake", "pyarrow", "mlflow", "torchrec", "numpy"}
     assert not heavy & set(told["modules"])
+
+
+def test_airflow_looks_for_dags_in_one_file(told: Any) -> None:
+    assert told["read"] == [str(ROOT / "dags" / "daily.py")]
 
 
 def test_every_step_of_the_line_is_a_task(told: Any, spec_path: Path) -> None:

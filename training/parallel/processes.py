@@ -1,7 +1,6 @@
 """The process group: one process or many, under torchrun or not."""
 
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -48,8 +47,8 @@ def process_group(timeout: timedelta = TIMEOUT) -> Iterator[tuple[int, int]]:
     if "RANK" in os.environ:
         dist.init_process_group("gloo", timeout=timeout)
     else:
-        meeting = f"file://{tempfile.mkdtemp()}/alone"
-        dist.init_process_group("gloo", meeting, rank=0, world_size=1, timeout=timeout)
+        alone = dist.HashStore()
+        dist.init_process_group("gloo", store=alone, rank=0, world_size=1, timeout=timeout)
     try:
         with naming_the_missing():
             yield dist.get_rank(), dist.get_world_size()
