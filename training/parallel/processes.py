@@ -47,7 +47,7 @@ def process_group(timeout: timedelta = TIMEOUT) -> Iterator[tuple[int, int]]:
     if "RANK" in os.environ:
         dist.init_process_group("gloo", timeout=timeout)
     else:
-        alone = dist.HashStore()
+        alone = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=alone, rank=0, world_size=1, timeout=timeout)
     try:
         with naming_the_missing():
