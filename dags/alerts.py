@@ -1,11 +1,11 @@
 """Who is told when something is late, or failed: the log, and the URL of GEMLINE_ALERTS."""
 
-import json
 import logging
 import os
-import urllib.request
 from collections.abc import Mapping
 from typing import Any
+
+from dags.rest import answer
 
 log = logging.getLogger(__name__)
 
@@ -28,12 +28,6 @@ def send(text: str) -> None:
     address = os.environ.get("GEMLINE_ALERTS")
     if address:
         try:
-            _post(address, {"text": text})
+            answer(address, {"text": text}, timeout=10)
         except (OSError, ValueError) as reason:
             log.error("GEMLINE_ALERTS does not take alerts: %s", reason)
-
-
-def _post(address: str, body: object) -> None:
-    data, head = json.dumps(body).encode(), {"Content-Type": "application/json"}
-    request = urllib.request.Request(address, data, head)  # noqa: S310  # the operator's own
-    urllib.request.urlopen(request, timeout=10).close()  # noqa: S310

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
 
 from dags.line import Place
 from dags.operators import SPARK, TORCH
+from dags.rest import answer
 from dags.settings import NEVER, ROOT
 from etl.errors import UserError
 from etl.jars import delta_jars
@@ -102,10 +102,7 @@ def _healthy(address: str) -> bool:
 
 def ask(address: str, path: str, body: object = None) -> Any:
     """The answer of the REST API, to what is posted if there is a body."""
-    data = None if body is None else json.dumps(body).encode()
-    request = Request(f"{address}/api/v2/{path}", data, {"Content-Type": "application/json"})  # noqa: S310
-    with urlopen(request, timeout=30) as answer:  # noqa: S310  # loopback
-        return json.load(answer)
+    return json.loads(answer(f"{address}/api/v2/{path}", body))
 
 
 def trigger(address: str, dag: str, days: str) -> None:

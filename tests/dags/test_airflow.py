@@ -27,6 +27,7 @@ SOON = {  # who has lost his task is found out at once
     "AIRFLOW__SCHEDULER__ORPHANED_TASKS_CHECK_INTERVAL": "10",
     "AIRFLOW__SCHEDULER__SCHEDULER_HEALTH_CHECK_THRESHOLD": "15",
 }
+Started = tuple[dict[str, str], list[subprocess.Popen[bytes]]]
 
 
 def processes(*words: str) -> list[int]:
@@ -53,9 +54,7 @@ def wait(what: Callable[[], object], seconds: float) -> object:
 
 
 @pytest.fixture
-def airflow(
-    tmp_path: Path, spec_path: Path, raw: Path
-) -> Iterator[tuple[dict[str, str], list[subprocess.Popen[bytes]]]]:
+def airflow(tmp_path: Path, spec_path: Path, raw: Path) -> Iterator[Started]:
     """Its environment, and what to stop in the end."""
     env = environment(tmp_path, spec_path, raw, PORT) | SOON
     running = [start(env)]
@@ -68,10 +67,7 @@ def airflow(
 
 @pytest.mark.proof
 def test_three_days_become_rankers_though_things_are_killed(
-    lake: Lake,
-    airflow: tuple[dict[str, str], list[subprocess.Popen[bytes]]],
-    raw: Path,
-    tmp_path: Path,
+    lake: Lake, airflow: Started, raw: Path, tmp_path: Path
 ) -> None:
     env, running = airflow
     address = env["AIRFLOW__API__BASE_URL"]
