@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Mapping
+from http.client import HTTPException
 from typing import Any
 
 from dags.rest import answer
@@ -29,5 +30,5 @@ def send(text: str) -> None:
     if address:
         try:
             answer(address, {"text": text}, timeout=10)
-        except (OSError, ValueError) as reason:
+        except (OSError, ValueError, HTTPException) as reason:
             log.error("GEMLINE_ALERTS does not take alerts: %s", reason)
