@@ -1,26 +1,54 @@
-"""Shared by all tests: one Spark session, one small simulated lake."""
+"""Shared by all tests: one Spark session a worker, one small simulated world for all of them."""
 
 import os
+from collections import defaultdict
 from collections.abc import Iterator
-from datetime import date
+from datetime import date, timedelta
 from pathlib import Path
 
 import pytest
 import yaml
 from hypothesis import settings
 
+from tests.world import World, copy_of, unchanged
+
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which torch may do
-settings.register_profile("no deadline", deadline=None)
-settings.load_profile("no deadline")
+# Examples of property tests: `make proof` tries ten times as many.
+settings.register_profile("test", deadline=None)
+settings.register_profile("proof", deadline=None, max_examples=1000)
+settings.load_profile(os.environ.get("GEMLINE_HYPOTHESIS", "test"))
 
 ROOT = Path(__file__).parents[1]
 SPEC = ROOT / "conf" / "specs" / "simulator.yaml"
 FIRST, LAST = date(2026, 1, 1), date(2026, 1, 4)
+# How the shared GEM was trained; the same flags train one that is equal to it.
+GEM_FLAGS = ("--scale", "tiny", "--batch-rows", "64", "--checkpoint-every", "5",
+             "--max-length", "32")  # fmt: skip
+SPARK_GROUP = "spark"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give pytest-xdist a group a file, and one group to all files that use Spark.
+
+    So one worker alone starts a JVM and builds the shared tables; the other begins with the files
+    that do not need them. Within this order files and tests stay shuffled.
+    """
+    fixtures: dict[Path, set[str]] = defaultdict(set)
+    for item in items:
+        fixtures[item.path] |= set(getattr(item, "fixturenames", ()))
+
+    def uses(item: pytest.Item, fixture: str) -> bool:
+        return fixture in fixtures[item.path]
+
+    for item in items:
+        group = SPARK_GROUP if uses(item, "spark") else item.path.stem
+        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: (not uses(item, "spark"), uses(item, "spark") ^ uses(item, "lake")))
 
 
 def short_spec() -> str:
-    """The simulator's spec with labels that ripen within a day, and fewer counters."""
+    """The simulator's spec with labels that mature within a day, and fewer counters."""
     text = SPEC.read_text().replace("window: 3d", "window: 1h").replace("buckets: 4", "buckets: 2")
     raw = yaml.safe_load(text)
     raw["counters"]["keys"] = [["user"], ["user", "category"], ["item"], ["surface"]]
@@ -41,8 +69,11 @@ FEW_ROWS = {
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[object]:
+    """One session a worker; of one core where several workers share the machine."""
     from etl.session import spark_session
 
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        os.environ.setdefault("GEMLINE_SPARK_MASTER", "local[1]")
     session = spark_session("tests")
     for key, value in FEW_ROWS.items():
         session.conf.set(key, value)
@@ -51,36 +82,16 @@ def spark() -> Iterator[object]:
 
 
 @pytest.fixture(scope="session")
-def spec_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("spec") / "short.yaml"
-    path.write_text(short_spec())
-    return path
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """The folders that all workers of this run share."""
+    base = tmp_path_factory.getbasetemp()
+    return World((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "world")
 
 
 @pytest.fixture(scope="session")
-def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four days of a small simulated world, with every disorder."""
-    from etl.sources.simulator.config import SimulatorConfig
-    from etl.sources.simulator.simulate import simulate
-
-    out = tmp_path_factory.mktemp("raw") / "logs"
-    config = yaml.safe_load((ROOT / "conf/simulator/demo.yaml").read_text())
-    small = {"days": 4, "users": 160, "events_per_user_mean": 90, "max_events_per_user": 900}
-    few = {"posts": 300, "ads_start": 60, "ads_per_day": 15, "advertisers": 12}
-    simulate(SimulatorConfig(**(config | small | few | {"malformed": 0.01})), out)
-    return out
-
-
-@pytest.fixture(scope="session")
-def lake(spark: object, spec_path: Path, raw: Path, tmp_path_factory: pytest.TempPathFactory):
-    """Tables of all four days, made as one range. Tests must not write to it."""
-    from etl.spec import load_spec
-    from etl.tables.lake import Lake
-    from tests.pipeline import build_tables
-
-    made = Lake(str(tmp_path_factory.mktemp("lake")), load_spec(spec_path))
-    build_tables(made, raw, (FIRST, LAST))
-    return made
+def spec_path(world: World) -> Path:
+    folder = world.folder("spec", lambda folder: (folder / "short.yaml").write_text(short_spec()))
+    return folder / "short.yaml"
 
 
 @pytest.fixture(scope="session")
@@ -88,3 +99,65 @@ def lake_spec(spec_path: Path):
     from etl.spec import load_spec
 
     return load_spec(spec_path)
+
+
+@pytest.fixture(scope="session")
+def raw(world: World) -> Path:
+    """Four days of a small simulated world, with every disorder."""
+    from etl.sources.simulator.config import SimulatorConfig
+    from etl.sources.simulator.simulate import simulate
+
+    config = yaml.safe_load((ROOT / "conf/simulator/demo.yaml").read_text())
+    small = {"days": 4, "users": 160, "events_per_user_mean": 90, "max_events_per_user": 900}
+    few = {"posts": 300, "ads_start": 60, "ads_per_day": 15, "advertisers": 12}
+    simulated = SimulatorConfig(**(config | small | few | {"malformed": 0.01}))
+    return world.folder("raw", lambda folder: simulate(simulated, folder / "logs")) / "logs"
+
+
+@pytest.fixture(scope="session")
+def lake(request: pytest.FixtureRequest, world: World, lake_spec, raw: Path) -> Iterator:
+    """Tables of all four days, made as one range. Tests must not write to it."""
+    from etl.tables.lake import Lake
+    from tests.pipeline import build_tables
+
+    def build(folder: Path) -> None:
+        request.getfixturevalue("spark")
+        build_tables(Lake(str(folder), lake_spec), raw, (FIRST, LAST))
+
+    root = world.folder("lake", build)
+    with unchanged(root):
+        yield Lake(str(root), lake_spec)
+
+
+@pytest.fixture(scope="session")
+def gem_lake(world: World, lake, spec_path: Path) -> Iterator:
+    """The tables, and a GEM of each of the first three days with what it predicts of the next.
+
+    Tests must not write to it.
+    """
+    from etl.tables.lake import Lake
+    from gemline import main
+
+    def build(folder: Path) -> None:
+        folder.rmdir()
+        made = copy_of(lake, folder)
+        where = ["--spec", str(spec_path), "--lake", made.root, "--days"]
+        days = f"{FIRST}:{LAST - timedelta(days=1)}"
+        assert main(["train", "gem", *where, days, *GEM_FLAGS]) == 0
+        assert main(["knowledge", *where, f"{FIRST}:{LAST}"]) == 0
+
+    root = world.folder("gem", build)
+    with unchanged(root):
+        yield Lake(str(root), lake.spec)
+
+
+@pytest.fixture
+def own(lake, tmp_path: Path):
+    """A copy of the tables, to be changed."""
+    return copy_of(lake, tmp_path / "lake")
+
+
+@pytest.fixture
+def own_gem_lake(gem_lake, tmp_path: Path):
+    """A copy of the tables and of the models, to be changed."""
+    return copy_of(gem_lake, tmp_path / "lake")

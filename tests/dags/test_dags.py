@@ -45,10 +45,16 @@ print("TOLD" + json.dumps({"dags": told, "modules": modules, "read": read}))
 RUN = """
 import sys
 import dags.daily as daily
-dag = next(made for name, made in vars(daily).items() if name.endswith(sys.argv[1]))
-run = dag.test(run_conf={"days": sys.argv[2]}, mark_success_pattern=sys.argv[3])
-print("STATE", run.state, sorted((t.task_id, str(t.state)) for t in run.get_task_instances()))
+for part, days, mark_success in zip(*[iter(sys.argv[1:])] * 3):
+    dag = next(made for name, made in vars(daily).items() if name.endswith(part))
+    print("BEGIN", part)
+    run = dag.test(run_conf={"days": days}, mark_success_pattern=mark_success)
+    states = sorted((t.task_id, str(t.state)) for t in run.get_task_instances())
+    print("STATE", run.state, states, flush=True)
 """
+NOTHING = "nothing"
+ALL_BUT_INGEST = "(?!ingest$).+"
+NEVER = "2027-05-01"
 
 
 def environment(folder: Path, spec: Path, raw: Path, port: int = 8080) -> dict[str, str]:
@@ -62,20 +68,31 @@ def environment(folder: Path, spec: Path, raw: Path, port: int = 8080) -> dict[s
     }
 
 
-def run_dag(env: dict[str, str], part: str, days: str, left_out: str) -> str:
-    """Run a DAG in this process, but for the tasks that a pattern matches; what it says."""
-    tool = [sys.executable, "-m", "airflow", "db", "migrate"]
-    subprocess.run(tool, env=env, cwd=ROOT, check=True, capture_output=True)
-    command = [sys.executable, "-c", RUN, part, days, left_out]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
-    state = [line for line in done.stdout.splitlines() if line.startswith("STATE")]
-    assert state, done.stdout[-4000:] + done.stderr[-4000:]
-    return state[0] + done.stdout + done.stderr
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of this file's Airflow and of the lake that its DAGs write."""
+    return tmp_path_factory.mktemp("airflow")
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory, spec_path: Path, raw: Path) -> Any:
-    env = environment(tmp_path_factory.mktemp("airflow"), spec_path, raw)
+def runs(home: Path, spec_path: Path, raw: Path) -> list[str]:
+    """What DAG runs print, on one Airflow: a day that never comes, and the ingest of the first."""
+    env = environment(home, spec_path, raw)
+    tool = [sys.executable, "-m", "airflow", "db", "migrate"]
+    subprocess.run(tool, env=env, cwd=ROOT, check=True, capture_output=True)
+    asked = ["_raw", NEVER, NOTHING, "_tables", f"{FIRST}", ALL_BUT_INGEST]
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, *asked], env=env, cwd=ROOT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    printed = done.stdout.split("BEGIN ")[1:]
+    assert len(printed) == 2, done.stdout[-4000:]
+    return printed
+
+
+@pytest.fixture(scope="module")
+def told(home: Path, spec_path: Path, raw: Path) -> Any:
+    env = environment(home, spec_path, raw)
     done = subprocess.run(
         [sys.executable, "-c", TELL], env=env, cwd=ROOT, capture_output=True, text=True
     )
@@ -181,17 +198,14 @@ def test_settings_that_are_wrong_are_one_sentence() -> None:
         Settings.from_environment(told)
 
 
-def test_a_task_runs_on_airflow_and_writes_its_day(
-    lake: Lake, spec_path: Path, raw: Path, tmp_path: Path
+def test_a_task_runs_by_spark_submit_on_airflow_and_writes_its_day(
+    runs: list[str], home: Path, lake: Lake
 ) -> None:
-    env = environment(tmp_path, spec_path, raw)
-    said = run_dag(env, "_tables", f"{FIRST}", "(?!ingest$).+")
-    assert said.startswith("STATE success"), said[-4000:]
+    assert "STATE success" in runs[1], runs[1][-4000:]
     for name in ("events", "flow", "quarantine"):
         there = [row for row in rows(lake, name) if row["day"] in (FIRST, NO_DAY)]
-        assert rows(Lake(str(tmp_path / "lake"), lake.spec), name) == there, name
+        assert rows(Lake(str(home / "lake"), lake.spec), name) == there, name
 
 
-def test_a_day_that_never_comes_is_named(spec_path: Path, raw: Path, tmp_path: Path) -> None:
-    said = run_dag(environment(tmp_path, spec_path, raw), "_raw", "2027-05-01", "nothing")
-    assert said.startswith("STATE failed") and "no log of 2027-05-01 is in" in said
+def test_a_day_that_never_comes_is_named(runs: list[str]) -> None:
+    assert "STATE failed" in runs[0] and f"no log of {NEVER} is in" in runs[0], runs[0][-4000:]

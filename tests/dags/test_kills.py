@@ -2,90 +2,103 @@
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
-from dags.line import Place, data_steps, newest_mature
-from dags.line import line as steps_of
+from dags.inputs import inputs_of
+from dags.line import Place, Step, data_steps, line, newest_mature
 from etl.tables import records
 from etl.tables.lake import Lake
 from gemline import main
-from tests.conftest import FIRST, LAST
+from tests.dags.conftest import SmallLine
 from tests.pipeline import TABLES, rows
+from tests.world import copy_of
 
 
-def line(spec: Path, raw: Path, lake: Path) -> list[str]:
-    where = ["--spec", str(spec), "--raw", str(raw), "--lake", str(lake)]
-    return ["run", *where, "--days", f"{FIRST}:{LAST}", "--scale", "tiny"]
-
-
-def kill_after(command: list[str], lake: Path, step: str, seconds: float) -> None:
-    """Start the line; kill it and all its children a little after a step has finished."""
+def kill_when(command: list[str], reached: Callable[[], bool], delay: float = 0) -> None:
+    """Start the line; kill it and all its children so many seconds after `reached` holds."""
     child = subprocess.Popen(
         [sys.executable, "-m", "gemline", *command], start_new_session=True,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     deadline = time.monotonic() + 300
-    while records.read(str(lake), step) is None and time.monotonic() < deadline:
+    while not reached() and time.monotonic() < deadline:
         assert child.poll() is None, "the line ended before it was killed"
-        time.sleep(0.02)
-    time.sleep(seconds)
-    assert child.poll() is None, f"the line ended {seconds:.1f} s after {step}"
+        time.sleep(0.005)
+    time.sleep(delay)
+    assert child.poll() is None, f"the line ended within {delay:.1f} s"
     os.killpg(child.pid, signal.SIGKILL)
     child.wait()
 
 
-def check(lake: Lake, killed: Path) -> None:
-    made = Lake(str(killed), lake.spec)
+def steps_of(small_line: SmallLine, lake: Lake) -> tuple[Place, list[Step]]:
+    place = Place(small_line.spec, str(small_line.raw), lake.root)
+    days = newest_mature(lake.spec, *small_line.days)
+    return place, line(lake.spec, place, days, ("--scale", "tiny"))
+
+
+def remember_finished(small_line: SmallLine, lake: Lake, names: list[str]) -> None:
+    """Record steps as the line does when they have finished."""
+    place, steps = steps_of(small_line, lake)
+    for step in steps:
+        if step.name in names:
+            records.write(place.lake, step.name, inputs_of(lake.spec, place, steps, step), 1.0)
+
+
+def check_tables(made: Lake, expected: Lake) -> None:
     for name in TABLES:
-        assert rows(made, name) == rows(lake, name), name
-    assert (killed / "report.html").is_file()
-    assert not [p for p in killed.rglob("*") if p.name.endswith(".partial")]
+        assert rows(made, name) == rows(expected, name), name
+    assert Path(made.root, "report.html").is_file()
+    assert not [p for p in Path(made.root).rglob("*") if p.name.endswith(".partial")]
 
 
-def test_a_killed_line_goes_on(
-    lake: Lake, spec_path: Path, raw: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_a_line_killed_between_staging_and_commit_goes_on(
+    small_line: SmallLine, small_lake: Lake, tmp_path: Path
 ) -> None:
-    own = tmp_path / "lake"
-    command = line(spec_path, raw, own)
-    kill_after(command, own, "examples", 10.0)
-    runs = {step: records.read(str(own), step) for step in ("ingest", "labels", "examples")}
+    """The examples are staged when it is killed; what finished before does not run again."""
+    own = copy_of(small_lake, tmp_path / "lake")
+    shutil.rmtree(own.path("examples"))
+    finished = ["ingest", "attributes", "labels", "items", "history"]
+    remember_finished(small_line, own, finished)
+    before = {step: records.read(own.root, step) for step in finished}
+    command = small_line.command(Path(own.root))
+    kill_when(command, lambda: any(Path(own.path("examples")).rglob("*.parquet")))
+    assert records.read(own.root, "examples") is None
     assert main(command) == 0
-    check(lake, own)
-    again = {step: records.read(str(own), step) for step in runs}
-    assert again == runs, "a finished step ran again"
+    check_tables(own, small_lake)
+    assert {step: records.read(own.root, step) for step in finished} == before
 
 
 @pytest.mark.proof
 def test_a_line_killed_in_every_step_makes_the_same_models(
-    lake: Lake, spec_path: Path, raw: Path, tmp_path: Path
+    small_line: SmallLine, small_lake: Lake, tmp_path: Path
 ) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert main(line(spec_path, raw, whole)) == 0
-    days = newest_mature(lake.spec, FIRST, LAST)
-    place, chosen = Place(spec_path, str(raw), str(killed)), ("--days", f"{FIRST}:{LAST}")
-    slow = {step.name for step in data_steps(place, chosen)}  # seconds each; the others a second
+    whole, killed = (Lake(str(tmp_path / name), small_lake.spec) for name in ("whole", "killed"))
+    assert main(small_line.command(Path(whole.root))) == 0
+    place, steps = steps_of(small_line, killed)
+    days = f"{small_line.days[0]}:{small_line.days[1]}"
+    slow = {step.name for step in data_steps(place, ("--days", days))}
     delay = random.Random(0)
-    for step in [step.name for step in steps_of(lake.spec, place, days)][:-1]:
-        kill_after(
-            line(spec_path, raw, killed), killed, step, delay.uniform(0, 6 if step in slow else 0.3)
+    for step in steps[:-1]:
+        kill_when(
+            small_line.command(Path(killed.root)),
+            lambda name=step.name: records.read(killed.root, name) is not None,
+            delay.uniform(0, 6 if step.name in slow else 0.3),  # they take seconds, others one
         )
-        print(f"killed after {step}", flush=True)
-    assert main(line(spec_path, raw, killed)) == 0
-    check(lake, killed)
-    for path in sorted((whole / "evaluations").iterdir()):
-        same(path, killed / "evaluations" / path.name)
+        print(f"killed after {step.name}", flush=True)
+    assert main(small_line.command(Path(killed.root))) == 0
+    check_tables(killed, small_lake)
+    for path in sorted(Path(whole.root, "evaluations").iterdir()):
+        other = Path(killed.root, "evaluations", path.name)
+        assert pq.read_table(path).equals(pq.read_table(other)), path.name
     for table in ("knowledge", "scores"):
-        one, other = (rows(Lake(str(at), lake.spec), table) for at in (whole, killed))
+        one, other = rows(whole, table), rows(killed, table)
         assert one and one == other, table
-
-
-def same(one: Path, other: Path) -> None:
-    """The same rows, labels and probabilities."""
-    assert pq.read_table(one).equals(pq.read_table(other)), one.name

@@ -1,4 +1,4 @@
-"""Real logs: the labels that the line makes of KuaiRand's raw files are those of the files."""
+"""Real logs: the labels that the pipeline makes of KuaiRand's raw files are those of the files."""
 
 import os
 from datetime import date, timedelta
@@ -24,20 +24,30 @@ LABELS = {"click": "is_click", "long_view": "long_view", "like": "is_like"}
     reason="KuaiRand's raw files are absent; name their folder by GEMLINE_KUAIRAND",
 )
 def test_labels_are_those_of_the_raw_files(spark: object, tmp_path: Path) -> None:
-    lake = Lake(str(tmp_path), load_spec(ROOT / "conf/specs/kuairand.yaml"))
+    """Of every fifth user, on a day and the one after it, on which its labels mature."""
+    raw = log_of_some_users(5)
     days = (DAY, DAY + timedelta(days=1))
-    ingest(lake, str(DATA), days)
+    (tmp_path / "logs/data").mkdir(parents=True)
+    raw.to_csv(tmp_path / "logs/data/log_standard_pure.csv", index=False)
+    lake = Lake(str(tmp_path / "lake"), load_spec(ROOT / "conf/specs/kuairand.yaml"))
+    ingest(lake, str(tmp_path / "logs"), days)
     label(lake, days)
     made = {r["impression_id"]: r for r in rows(lake, "impressions") if r["day"] == DAY}
 
-    files = sorted((DATA / "data").glob("log_standard_*.csv*"))
-    raw = pd.concat(pd.read_csv(f) for f in files)
     raw = raw[raw["date"] == int(f"{DAY:%Y%m%d}")]
     ids = raw["user_id"].astype(str) + "-" + raw["video_id"].astype(str)
     raw.index = ids + "-" + raw["time_ms"].astype(str)
     raw = raw[~raw.index.duplicated()]
-    assert set(made) == set(raw.index)
+    assert set(made) == set(raw.index) and len(made) > 1000
     for name, column in LABELS.items():
         wrong = [i for i, v in raw[column].items() if made[i][f"label_{name}"] != v]
         late = raw.loc[wrong, "play_time_ms"] > 600_000
         assert late.all(), f"{name}: {len(wrong)} of {len(raw)} differ"
+
+
+def log_of_some_users(every: int) -> pd.DataFrame:
+    """The raw log of one user in `every`, on the day and the one after it."""
+    files = sorted((DATA / "data").glob("log_standard_*.csv*"))
+    raw = pd.concat(pd.read_csv(f) for f in files)
+    dates = [int(f"{DAY + timedelta(days=n):%Y%m%d}") for n in (0, 1)]
+    return raw[raw["date"].isin(dates) & (raw["user_id"] % every == 0)]

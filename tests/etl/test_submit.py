@@ -6,12 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from etl.jars import delta_jars
 from etl.tables.lake import Lake
 from tests.conftest import FIRST, LAST, ROOT
 from tests.pipeline import rows
 
 
+@pytest.mark.proof
 def test_a_submitted_step_writes_the_same_table(
     lake: Lake, spec_path: Path, tmp_path: Path
 ) -> None:

@@ -21,7 +21,7 @@ from etl.tables.lake import Lake
 from etl.tables.schema import arrow_schema
 from features.inputs import ITEM, USER
 from gemline import main
-from tests.conftest import FIRST, LAST
+from tests.conftest import FIRST, GEM_FLAGS, LAST
 from training.config import TrainConfig
 from training.data.batch import Batch
 from training.day import Day
@@ -31,8 +31,7 @@ from training.loop.writer import Writer
 from training.model.lookup import table_rows
 from training.parallel.processes import process_group
 
-SECOND = date(2026, 1, 2)
-SIZES = ["--scale", "tiny", "--batch-rows", "64", "--checkpoint-every", "5", "--max-length", "32"]
+SECOND, THIRD = date(2026, 1, 2), date(2026, 1, 3)
 
 
 def words(lake: Lake, spec: Path, days: str) -> list[str]:
@@ -40,41 +39,38 @@ def words(lake: Lake, spec: Path, days: str) -> list[str]:
 
 
 def train(lake: Lake, spec: Path, days: str, *more: str) -> None:
-    assert main(["train", "gem", *words(lake, spec, days), *SIZES, *more]) == 0
+    assert main(["train", "gem", *words(lake, spec, days), *GEM_FLAGS, *more]) == 0
 
 
-@pytest.fixture(scope="module")
-def own(lake: Lake, tmp_path_factory: pytest.TempPathFactory) -> Lake:
-    """A copy of the tables to train beside."""
-    root = tmp_path_factory.mktemp("trained") / "lake"
-    shutil.copytree(lake.root, root)
-    return Lake(str(root), lake.spec)
-
-
-def knowledge_of(lake: Lake, spec: Path, day: str) -> dict[str, list[float]]:
-    assert main(["knowledge", *words(lake, spec, day)]) == 0
-    rows = arrow.snapshot(lake, contracts.knowledge(lake.spec)).read()
-    rows = rows.filter(pc.equal(rows["day"], date.fromisoformat(day)))
+def known(lake: Lake, day: date) -> dict[str, list[float]]:
+    """What the stored GEM says of each impression of a day."""
+    rows = arrow.snapshot(lake, contracts.knowledge(lake.spec)).read(day=day)
     return {r["impression_id"]: [r["logit_click"], *r["embedding"]] for r in rows.to_pylist()}
 
 
-def test_a_killed_training_goes_on_to_the_same_numbers(own: Lake, spec_path: Path) -> None:
-    days = f"{FIRST}:{SECOND}"
-    train(own, spec_path, days)
-    whole = knowledge_of(own, spec_path, "2026-01-03")
-    models = Path(own.root, "models")
-    shutil.rmtree(models)
+def knowledge_of(lake: Lake, spec: Path, day: date) -> dict[str, list[float]]:
+    assert main(["knowledge", *words(lake, spec, f"{day}")]) == 0
+    return known(lake, day)
 
-    command = [
-        sys.executable,
-        "-m",
-        "gemline",
-        "train",
-        "gem",
-        *words(own, spec_path, days),
-        *SIZES,
-    ]
-    child = subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
+
+def without_later_gems(lake: Lake, day: date) -> Path:
+    """Remove the GEMs of days after `day`; returns the folder of all GEMs."""
+    models = Path(lake.root, "models", "gem")
+    for folder in models.iterdir():
+        if folder.name > str(day):
+            shutil.rmtree(folder)
+    return models
+
+
+def test_a_killed_training_goes_on_to_the_same_numbers(
+    own: Lake, gem_lake: Lake, spec_path: Path
+) -> None:
+    days = f"{FIRST}:{SECOND}"
+    command = [sys.executable, "-m", "gemline", "train", "gem", *words(own, spec_path, days)]
+    child = subprocess.Popen(
+        [*command, *GEM_FLAGS], start_new_session=True, stderr=subprocess.DEVNULL
+    )
+    models = Path(own.root, "models")
     partial = models / "gem" / f"{FIRST}.partial" / "gem.json"
     deadline = time.monotonic() + 300
     while not partial.is_file() and child.poll() is None and time.monotonic() < deadline:
@@ -85,16 +81,15 @@ def test_a_killed_training_goes_on_to_the_same_numbers(own: Lake, spec_path: Pat
 
     train(own, spec_path, days)
     assert not partial.exists()
-    assert knowledge_of(own, spec_path, "2026-01-03") == whole
+    assert knowledge_of(own, spec_path, THIRD) == known(gem_lake, THIRD)
 
 
-def test_two_days_at_once_are_two_days_one_by_one(own: Lake, spec_path: Path) -> None:
-    train(own, spec_path, f"{FIRST}:{SECOND}")
-    whole = knowledge_of(own, spec_path, "2026-01-03")
-    shutil.rmtree(Path(own.root, "models"))
+def test_two_days_at_once_are_two_days_one_by_one(
+    own: Lake, gem_lake: Lake, spec_path: Path
+) -> None:
     train(own, spec_path, str(FIRST))
     train(own, spec_path, str(SECOND))
-    assert knowledge_of(own, spec_path, "2026-01-03") == whole
+    assert knowledge_of(own, spec_path, THIRD) == known(gem_lake, THIRD)
 
 
 def test_a_day_forgets_who_did_not_come_since_and_no_one_else(own: Lake, spec_path: Path) -> None:
@@ -118,21 +113,17 @@ def test_a_day_forgets_who_did_not_come_since_and_no_one_else(own: Lake, spec_pa
     assert lost.any() and not vectors[lost].any() and not last[USER][lost].any()
     stayed = (came[1] | came[2]).nonzero().flatten()
     assert vectors[stayed].any(1).all()
-    shutil.rmtree(Path(own.root, "models"))
 
 
 def test_a_model_without_history_goes_on_and_scores(own: Lake, spec_path: Path) -> None:
-    shutil.rmtree(Path(own.root, "models"), ignore_errors=True)
-    train(own, spec_path, str(FIRST), "--max-length", "0")
-    train(own, spec_path, str(SECOND), "--max-length", "0")
-    assert len(knowledge_of(own, spec_path, "2026-01-03")) > 0
-    shutil.rmtree(Path(own.root, "models"))
+    for day in (FIRST, SECOND):
+        train(own, spec_path, str(day), "--max-length", "0", "--batch-rows", "512")
+    assert len(knowledge_of(own, spec_path, THIRD)) > 0
 
 
 def test_two_processes_train_and_their_model_is_read_by_one(own: Lake, spec_path: Path) -> None:
     train(own, spec_path, str(FIRST), "--processes", "2")
-    assert len(knowledge_of(own, spec_path, str(SECOND))) > 0
-    shutil.rmtree(Path(own.root, "models"))
+    assert len(knowledge_of(own, spec_path, SECOND)) > 0
 
 
 def test_all_that_can_be_learned_at_once_is_learned(own: Lake, spec_path: Path) -> None:
@@ -163,25 +154,23 @@ def test_all_that_can_be_learned_at_once_is_learned(own: Lake, spec_path: Path) 
         assert output.worth is not None and output.worth.expected(output.logits).isfinite().all()
         p = torch.sigmoid(output.logits)
         assert (p[:, 2] <= p[:, 1]).all()
-    shutil.rmtree(Path(own.root, "models"))
 
 
 def test_a_new_day_leaves_the_rows_that_it_does_not_meet_as_they_were(
-    own: Lake, spec_path: Path
+    gem_lake: Lake,
 ) -> None:
     def rows(day: date) -> dict[str, torch.Tensor]:
-        trained, _ = load_trained(own, day)
+        trained, _ = load_trained(gem_lake, day)
         config = trained.manifest.training
         sizes = table_rows(trained.model.core.features, config.item_rows, config.sizes.user_rows)
         with torch.no_grad():
             return trained.tables({name: torch.arange(size) for name, size in sizes.items()})
 
-    train(own, spec_path, f"{FIRST}:{SECOND}")
     with process_group():
         before, after = rows(FIRST), rows(SECOND)
-        trained, reader = load_trained(own, SECOND)
+        trained, reader = load_trained(gem_lake, SECOND)
         met: dict[str, set[int]] = {name: {0} for name in before}
-        for batch in Day(own, reader, SECOND, trained.manifest).lane(0):
+        for batch in Day(gem_lake, reader, SECOND, trained.manifest).lane(0):
             own_items = torch.cat((batch.item, batch.history.items))
             met[ITEM] |= set(trained.model.items(own_items).tolist())
             met[USER] |= set((batch.user % trained.model.users).tolist())
@@ -192,17 +181,15 @@ def test_a_new_day_leaves_the_rows_that_it_does_not_meet_as_they_were(
         changed = set((vectors != after[name]).any(1).nonzero().flatten().tolist())
         assert changed <= met[name], name
         assert changed or name not in (ITEM, USER), name
-    shutil.rmtree(Path(own.root, "models"))
 
 
 def test_a_loss_that_is_no_number_names_its_batch_and_what_is_at_fault(
-    own: Lake, spec_path: Path, capsys: pytest.CaptureFixture[str]
+    own_gem_lake: Lake, spec_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(own, spec_path, str(FIRST))
-    models = Path(own.root, "models", "gem")
+    models = without_later_gems(own_gem_lake, FIRST)
     path = models / str(FIRST)
     with process_group():
-        trained, _ = load_trained(own, FIRST)
+        trained, _ = load_trained(own_gem_lake, FIRST)
         checkpoint.load(path, trained)
         with torch.no_grad():
             trained.model.core.surface.weight[:] = torch.nan
@@ -210,32 +197,30 @@ def test_a_loss_that_is_no_number_names_its_batch_and_what_is_at_fault(
         writer.begin(path, trained)
         writer.finish()
     capsys.readouterr()
-    assert main(["train", "gem", *words(own, spec_path, str(SECOND)), *SIZES]) == 2
+    asked = ["train", "gem", *words(own_gem_lake, spec_path, str(SECOND)), *GEM_FLAGS]
+    assert main(asked) == 2
     said = capsys.readouterr().err
     assert f"batch 1 of {SECOND}" in said and "weight surface.weight" in said
     told = json.loads((models / "diverged.json").read_text())
     assert told["trained_until"] == str(SECOND) and told["impressions"]
     assert not (models / str(SECOND)).exists() and path.is_dir()
-    shutil.rmtree(Path(own.root, "models"))
 
 
-def test_other_sizes_do_not_continue(own: Lake, spec_path: Path, capsys) -> None:
-    train(own, spec_path, str(FIRST))
-    bigger = ["train", "gem", *words(own, spec_path, str(SECOND)), "--scale", "small"]
+def test_other_sizes_do_not_continue(own_gem_lake: Lake, spec_path: Path, capsys) -> None:
+    without_later_gems(own_gem_lake, FIRST)
+    bigger = ["train", "gem", *words(own_gem_lake, spec_path, str(SECOND)), "--scale", "small"]
     assert main(bigger) == 2
     assert "was trained with scale tiny; max_length 32" in capsys.readouterr().err
 
 
-def test_the_teacher_of_a_day_has_not_seen_it(own: Lake, spec_path: Path) -> None:
+def test_the_teacher_of_a_day_has_not_seen_it(own_gem_lake: Lake) -> None:
     from ranking.student.teacher import Teacher
 
-    train(own, spec_path, f"{FIRST}:{SECOND}")
-    main(["knowledge", *words(own, spec_path, f"{FIRST}:2026-01-03")])
-    contract = contracts.knowledge(own.spec)
-    rows = arrow.snapshot(own, contract).read()
-    assert set(rows["day"].to_pylist()) == {SECOND, date(2026, 1, 3)}
+    contract = contracts.knowledge(own_gem_lake.spec)
+    rows = arrow.snapshot(own_gem_lake, contract).read()
+    assert set(rows["day"].to_pylist()) == {SECOND, THIRD, LAST}
     assert all(r["fm_trained_until"] < r["day"] for r in rows.to_pylist())
-    teacher = Teacher(own, [SECOND])
+    teacher = Teacher(own_gem_lake, [SECOND])
     said = teacher.look_up(np.array([*rows["impression_id"].to_pylist()[:3], "none"], object))
     assert not said.there[-1].any() and said.logits[-1].eq(0).all()
 
@@ -243,18 +228,16 @@ def test_the_teacher_of_a_day_has_not_seen_it(own: Lake, spec_path: Path) -> Non
         rows.column_names.index("fm_trained_until"), "fm_trained_until", rows["day"]
     )
     where = f"day >= '{FIRST}' AND day <= '{LAST}'"
-    arrow.replace(own, contract, planted, where, {})
+    arrow.replace(own_gem_lake, contract, planted, where, {})
     with pytest.raises(UserError, match="had been trained on their day"):
-        Teacher(own, [SECOND])
-    arrow.replace(own, contract, rows, where, {})
+        Teacher(own_gem_lake, [SECOND])
 
 
 def test_what_was_learned_can_be_read_again_after_the_tables_moved_on(
-    own: Lake, spec_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    own_gem_lake: Lake, spec_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    moved = Lake(str(tmp_path / "lake"), own.spec)
-    shutil.copytree(own.root, moved.root)
-    for contract in (contracts.history(own.spec), contracts.examples(own.spec)):
+    moved = own_gem_lake
+    for contract in (contracts.history(moved.spec), contracts.examples(moved.spec)):
         empty = arrow_schema(contract).empty_table()
         arrow.replace(moved, contract, empty, f"day >= '{FIRST}'", {})
     asked = ["train", "rebuild", "--spec", str(spec_path), "--lake", moved.root, "--day"]
@@ -268,11 +251,10 @@ def test_what_was_learned_can_be_read_again_after_the_tables_moved_on(
 
 
 def test_a_vacuumed_version_is_named(
-    own: Lake, spec_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    own_gem_lake: Lake, spec_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    moved = Lake(str(tmp_path / "lake"), own.spec)
-    shutil.copytree(own.root, moved.root)
-    contract = contracts.history(own.spec)
+    moved = own_gem_lake
+    contract = contracts.history(moved.spec)
     arrow.replace(moved, contract, arrow.snapshot(moved, contract).read(), f"day >= '{FIRST}'", {})
     moved.open("history").vacuum(0, dry_run=False, enforce_retention_duration=False)
     asked = ["train", "rebuild", "--spec", str(spec_path), "--lake", moved.root]
@@ -280,7 +262,7 @@ def test_a_vacuumed_version_is_named(
     assert "of table history has been vacuumed" in capsys.readouterr().err
 
 
-def test_a_rewritten_history_is_refused(own: Lake, lake: Lake) -> None:
+def test_a_rewritten_history_is_refused(own: Lake) -> None:
     from training.data.parts import Shuffle
     from training.data.reader import Reader
     from training.data.ripened import Ripened
@@ -290,10 +272,7 @@ def test_a_rewritten_history_is_refused(own: Lake, lake: Lake) -> None:
     later = rows.set_column(
         rows.column_names.index("first_ts"), "first_ts", pc.add(rows["first_ts"], 7200)
     )
-    root = Path(own.root).with_name("rewritten")
-    shutil.copytree(own.root, root)
-    broken = Lake(str(root), own.spec)
-    arrow.replace(broken, contract, later, f"day >= '{FIRST}'", {})
-    reader = Reader.newest(broken, "behaviour", 32)
+    arrow.replace(own, contract, later, f"day >= '{FIRST}'", {})
+    reader = Reader.newest(own, "behaviour", 32)
     with pytest.raises(UserError, match="histories were rewritten"):
         list(reader.batches([LAST], Ripened(0, own.spec.day_end(LAST)), 100, Shuffle(None)))

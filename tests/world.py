@@ -1,0 +1,55 @@
+"""What many tests share, built once however many pytest-xdist workers ask for it."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock
+
+from etl.tables.lake import Lake
+
+
+class World:
+    """Folders by name below one root: the first who asks for one builds it, the others wait."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        root.mkdir(parents=True, exist_ok=True)
+
+    def folder(self, name: str, build: Callable[[Path], object]) -> Path:
+        """The folder `name`, made by `build` if it is not there yet.
+
+        It gets its name once it is complete, so that a killed worker leaves no half of it.
+        """
+        complete, partial = self.root / name, self.root / f"{name}.partial"
+        with FileLock(self.root / f"{name}.lock"):
+            if not complete.exists():
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir()
+                build(partial)
+                partial.rename(complete)
+        return complete
+
+
+def copy_of(lake: Lake, folder: Path) -> Lake:
+    """The same tables and models in another folder, for a test that changes them.
+
+    Files are copied, not linked: tests damage files in place.
+    """
+    shutil.copytree(lake.root, folder)
+    return Lake(str(folder), lake.spec)
+
+
+@contextmanager
+def unchanged(root: Path) -> Iterator[None]:
+    """Fails where a file below `root` was changed in the meantime."""
+    before = _state_of(root)
+    yield
+    assert _state_of(root) == before, f"a test wrote to {root}, which all tests share"
+
+
+def _state_of(folder: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of change of every file below a folder."""
+    stats = {path: path.stat() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {str(path): (stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()}
