@@ -5,10 +5,11 @@ BIN := $(VENV)/bin
 LOCK := requirements/cpu.txt
 READY := $(VENV)/.ready
 WORK := work
+WORKERS ?= 2
 export UV_PYTHON_DOWNLOADS := never
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo airflow test proof lint lock clean
+.PHONY: demo airflow test tests proof lint lock clean
 
 demo: $(READY)
 	$(BIN)/gemline simulate --simulator conf/simulator/demo.yaml --out $(WORK)/demo/raw
@@ -18,14 +19,23 @@ airflow: $(READY)
 	test -d $(WORK)/demo/raw || $(BIN)/gemline simulate --simulator conf/simulator/demo.yaml --out $(WORK)/demo/raw
 	$(BIN)/gemline airflow --spec conf/specs/simulator.yaml --raw $(WORK)/demo/raw --lake $(WORK)/airflow/lake --days 2026-01-01:2026-01-09 2026-01-10 2026-01-11
 
+# Tests and lint side by side; it fails where either does.
 test: $(READY)
-	$(BIN)/pytest -m "not proof"
+	@$(BIN)/python requirements/check.py --tests $(WORKERS)
+	@$(MAKE) --no-print-directory --jobs 2 tests lint
+
+tests: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not proof" --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 proof: $(READY)
-	$(BIN)/pytest -m proof -s
+	@$(BIN)/python requirements/check.py --tests $(WORKERS)
+	$(BIN)/python -m tests.proof
 
 lint: $(READY)
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports && $(BIN)/mypy
+	$(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/vulture
+	$(BIN)/mypy
 
 $(READY): $(LOCK) requirements/setup.txt pyproject.toml
 	@$(PYTHON) requirements/check.py

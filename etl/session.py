@@ -29,6 +29,8 @@ LOCAL = {
     "spark.log.level": "ERROR",
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": str(sys.stderr.isatty()).lower(),
+    # Each task takes a page of 64 MB otherwise, and what is broadcast keeps it.
+    "spark.buffer.pageSize": "4m",
     "spark.sql.shuffle.partitions": "8",
     "spark.databricks.delta.snapshotPartitions": "2",
     "spark.sql.sources.parallelPartitionDiscovery.parallelism": "4",
@@ -40,7 +42,8 @@ def spark_session(app: str) -> SparkSession:
     """The session, made on first call.
 
     Under spark-submit, where and on how much it runs is the submitter's choice, and the JARs
-    come from `--jars`. Else it runs here, on the cores that `GEMLINE_SPARK_MASTER` names.
+    come from `--jars`. Else it runs here, on the cores that `GEMLINE_SPARK_MASTER` names and with
+    the heap that `GEMLINE_SPARK_MEMORY` names (`local[2]`, `2g`).
     """
     builder = SparkSession.builder.appName(app)
     settings = dict(ALWAYS)
@@ -50,7 +53,8 @@ def spark_session(app: str) -> SparkSession:
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
         jars = ",".join(map(str, delta_jars()))
         builder = builder.master(os.environ.get("GEMLINE_SPARK_MASTER", "local[*]"))
-        settings |= LOCAL | {"spark.jars": jars}
+        memory = os.environ.get("GEMLINE_SPARK_MEMORY", LOCAL["spark.driver.memory"])
+        settings |= LOCAL | {"spark.jars": jars, "spark.driver.memory": memory}
     for key, value in settings.items():
         builder = builder.config(key, value)
     return builder.getOrCreate()

@@ -1,8 +1,8 @@
 """Shared by all tests: one Spark session a worker, one small simulated world for all of them."""
 
 import os
-from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import date, timedelta
 from pathlib import Path
 
@@ -10,9 +10,14 @@ import pytest
 import yaml
 from hypothesis import settings
 
+from tests.small_line import SmallLine, write_small_line
+from tests.workers import OneSparkWorker, in_order
 from tests.world import World, copy_of, unchanged
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+if "PYTEST_XDIST_WORKER" in os.environ:  # also for the processes that tests start
+    os.environ.setdefault("GEMLINE_SPARK_MASTER", "local[1]")
+os.environ.setdefault("GEMLINE_SPARK_MEMORY", "2g")
 os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which torch may do
 # Examples of property tests: `make proof` tries ten times as many.
 settings.register_profile("test", deadline=None)
@@ -25,26 +30,15 @@ FIRST, LAST = date(2026, 1, 1), date(2026, 1, 4)
 # How the shared GEM was trained; the same flags train one that is equal to it.
 GEM_FLAGS = ("--scale", "tiny", "--batch-rows", "64", "--checkpoint-every", "5",
              "--max-length", "32")  # fmt: skip
-SPARK_GROUP = "spark"
 
 
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> OneSparkWorker:
+    return OneSparkWorker(config, log)
+
+
+@pytest.hookimpl(trylast=True)  # pytest-randomly shuffles first
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give pytest-xdist a group a file, and one group to all files that use Spark.
-
-    So one worker alone starts a JVM and builds the shared tables; the other begins with the files
-    that do not need them. Within this order files and tests stay shuffled.
-    """
-    fixtures: dict[Path, set[str]] = defaultdict(set)
-    for item in items:
-        fixtures[item.path] |= set(getattr(item, "fixturenames", ()))
-
-    def uses(item: pytest.Item, fixture: str) -> bool:
-        return fixture in fixtures[item.path]
-
-    for item in items:
-        group = SPARK_GROUP if uses(item, "spark") else item.path.stem
-        item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: (not uses(item, "spark"), uses(item, "spark") ^ uses(item, "lake")))
+    items[:] = in_order(items)
 
 
 def short_spec() -> str:
@@ -72,8 +66,6 @@ def spark() -> Iterator[object]:
     """One session a worker; of one core where several workers share the machine."""
     from etl.session import spark_session
 
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        os.environ.setdefault("GEMLINE_SPARK_MASTER", "local[1]")
     session = spark_session("tests")
     for key, value in FEW_ROWS.items():
         session.conf.set(key, value)
@@ -82,15 +74,19 @@ def spark() -> Iterator[object]:
 
 
 @pytest.fixture(scope="session")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    """The folders that all workers of this run share."""
+def shared_world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """The folders that all workers of this run share, or all parts of `make proof`."""
+    if "GEMLINE_TEST_WORLD" in os.environ:
+        return World(Path(os.environ["GEMLINE_TEST_WORLD"]))
     base = tmp_path_factory.getbasetemp()
     return World((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "world")
 
 
 @pytest.fixture(scope="session")
-def spec_path(world: World) -> Path:
-    folder = world.folder("spec", lambda folder: (folder / "short.yaml").write_text(short_spec()))
+def spec_path(shared_world: World) -> Path:
+    folder = shared_world.folder(
+        "spec", lambda folder: (folder / "short.yaml").write_text(short_spec())
+    )
     return folder / "short.yaml"
 
 
@@ -102,7 +98,7 @@ def lake_spec(spec_path: Path):
 
 
 @pytest.fixture(scope="session")
-def raw(world: World) -> Path:
+def raw(shared_world: World) -> Path:
     """Four days of a small simulated world, with every disorder."""
     from etl.sources.simulator.config import SimulatorConfig
     from etl.sources.simulator.simulate import simulate
@@ -111,26 +107,50 @@ def raw(world: World) -> Path:
     small = {"days": 4, "users": 160, "events_per_user_mean": 90, "max_events_per_user": 900}
     few = {"posts": 300, "ads_start": 60, "ads_per_day": 15, "advertisers": 12}
     simulated = SimulatorConfig(**(config | small | few | {"malformed": 0.01}))
-    return world.folder("raw", lambda folder: simulate(simulated, folder / "logs")) / "logs"
+    return shared_world.folder("raw", lambda folder: simulate(simulated, folder / "logs")) / "logs"
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Folders of tables: of the whole spec, and of a line of one surface."""
+
+    lake: Path
+    small_lake: Path
+    small_line: SmallLine
 
 
 @pytest.fixture(scope="session")
-def lake(request: pytest.FixtureRequest, world: World, lake_spec, raw: Path) -> Iterator:
-    """Tables of all four days, made as one range. Tests must not write to it."""
+def tables(
+    request: pytest.FixtureRequest, shared_world: World, spec_path: Path, raw: Path
+) -> Tables:
+    """All tables that tests share, built at once, so that only the worker with Spark needs it."""
+    from etl.spec import load_spec
     from etl.tables.lake import Lake
     from tests.pipeline import build_tables
 
     def build(folder: Path) -> None:
         request.getfixturevalue("spark")
-        build_tables(Lake(str(folder), lake_spec), raw, (FIRST, LAST))
+        build_tables(Lake(str(folder / "lake"), load_spec(spec_path)), raw, (FIRST, LAST))
+        small = write_small_line(spec_path, raw, folder)
+        small_lake = Lake(str(folder / "small_lake"), load_spec(small.spec))
+        build_tables(small_lake, small.raw, small.days)
 
-    root = world.folder("lake", build)
-    with unchanged(root):
-        yield Lake(str(root), lake_spec)
+    root = shared_world.folder("tables", build)
+    small_line = SmallLine(root / "small.yaml", root / "logs")
+    return Tables(root / "lake", root / "small_lake", small_line)
 
 
 @pytest.fixture(scope="session")
-def gem_lake(world: World, lake, spec_path: Path) -> Iterator:
+def lake(tables: Tables, lake_spec) -> Iterator:
+    """Tables of all four days, made as one range. Tests must not write to it."""
+    from etl.tables.lake import Lake
+
+    with unchanged(tables.lake):
+        yield Lake(str(tables.lake), lake_spec)
+
+
+@pytest.fixture(scope="session")
+def gem_lake(shared_world: World, lake, spec_path: Path) -> Iterator:
     """The tables, and a GEM of each of the first three days with what it predicts of the next.
 
     Tests must not write to it.
@@ -146,7 +166,7 @@ def gem_lake(world: World, lake, spec_path: Path) -> Iterator:
         assert main(["train", "gem", *where, days, *GEM_FLAGS]) == 0
         assert main(["knowledge", *where, f"{FIRST}:{LAST}"]) == 0
 
-    root = world.folder("gem", build)
+    root = shared_world.folder("gem", build)
     with unchanged(root):
         yield Lake(str(root), lake.spec)
 

@@ -4,8 +4,6 @@ import gzip
 import importlib
 import json
 import re
-import shlex
-from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 
@@ -17,25 +15,13 @@ from etl.tables.lake import Lake
 from etl.tables.page import page as page_of_tables
 from gemline import GROUPS
 from tests.conftest import ROOT, SPEC
+from tests.pages import PAGES, blocks, commands
 from tests.pipeline import build_tables, rows
+from tests.proof import RESULT
 
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+pytestmark = pytest.mark.spark
+
 DAY = date(2026, 1, 1)
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    """The fenced blocks of a language."""
-    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
-
-
-def commands(tool: str) -> Iterator[list[str]]:
-    """Words of every command of a tool that a page shows."""
-    for page in PAGES:
-        for block in blocks(page, "sh"):
-            for line in block.replace("\\\n", " ").splitlines():
-                words = shlex.split(line, comments=True)
-                if words[:1] == [tool]:
-                    yield words[1:]
 
 
 @pytest.mark.parametrize("words", list(commands("gemline")), ids=" ".join)
@@ -64,7 +50,9 @@ def test_the_page_of_tables_is_what_the_contracts_say() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", sorted((ROOT / "benchmarks/results").glob("*.json")), ids=lambda path: path.stem
+    "path",
+    [path for path in sorted(RESULT.parent.glob("*.json")) if path != RESULT],
+    ids=lambda path: path.stem,
 )
 def test_the_pages_show_the_committed_results(path: Path) -> None:
     study, shown = json.loads(path.read_text()), "".join(page.read_text() for page in PAGES)

@@ -1,27 +1,10 @@
-"""The house rules that a tool can see."""
+"""House rules that no linter checks; `make lint` runs those that one does."""
 
-import subprocess
 import sys
-from pathlib import Path
-
-import pytest
 
 from tests.conftest import ROOT
 
-BIN = Path(sys.executable).parent
 FOLDERS = ("dags", "etl", "features", "training", "ranking", "benchmarks")
-
-
-@pytest.mark.parametrize(
-    "command",
-    [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["lint-imports"], ["mypy"]],
-    ids=["ruff", "format", "imports", "types"],
-)
-def test_tools_find_nothing(command: list[str]) -> None:
-    done = subprocess.run(
-        [BIN / command[0], *command[1:]], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_files_are_short() -> None:

@@ -12,8 +12,10 @@ import pytest
 from etl.spec import load_spec
 from etl.tables.lake import Lake
 from gemline import main
-from tests.etl.test_kuairand import DATA
+from tests.kuairand import DATA, needs_kuairand
 from tests.pipeline import rows
+
+pytestmark = pytest.mark.spark
 
 SPEC = Path(__file__).with_name("newcomer.yaml")
 FIRST, LAST = date(2022, 4, 25), date(2022, 4, 30)
@@ -67,7 +69,7 @@ def write(log: pd.DataFrame, raw: Path) -> pd.DataFrame:
 
 
 @pytest.mark.proof
-@pytest.mark.skipif(not DATA.is_dir(), reason="KuaiRand's raw files are absent")
+@needs_kuairand
 def test_a_newcomers_log_goes_from_raw_files_to_rankers(spark: object, tmp_path: Path) -> None:
     raw, lake = tmp_path / "logs", Lake(str(tmp_path / "lake"), load_spec(SPEC))
     log = kuairand()

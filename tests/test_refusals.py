@@ -90,8 +90,9 @@ def check() -> ModuleType:
 def test_what_a_machine_lacks_is_told_with_its_fix(
     check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    if shutil.disk_usage(ROOT).free > check.FREE_GB * 1e9:
+    if shutil.disk_usage(ROOT).free > check.INSTALL_DISK_GB * 1e9:
         assert check.lacks() == []
+    assert check.lacks_for_tests(1) == [], "they run now"
     monkeypatch.delenv("JAVA_HOME", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "version_info", (3, 10, 1))
@@ -101,3 +102,18 @@ def test_what_a_machine_lacks_is_told_with_its_fix(
     assert "3.10.1: name another with `make PYTHON=python3.12" in python
     assert "install openjdk-17-jre-headless" in java
     assert "there are 3.0: free some" in disk
+
+
+def test_a_machine_too_small_for_the_tests_is_refused_with_its_fix(
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**12, 10**12, 10**9))
+    monkeypatch.setattr(check, "available_memory_gb", lambda: 5.0)
+    java, disk, memory = check.lacks_for_tests(2)
+    assert "install openjdk-17-jre-headless" in java
+    assert "there are 1.0: free some, or set TMPDIR" in disk
+    assert "need 7.0 GB of available memory; there are 5.0" in memory and "WORKERS=1" in memory
+    assert not any("memory" in lack for lack in check.lacks_for_tests(1))

@@ -16,7 +16,7 @@ from etl.tables import pins
 from etl.tables.lake import Lake
 from ranking.package.versions import current
 from tests.conftest import FIRST, LAST, ROOT
-from tests.dags.test_dags import environment
+from tests.dags.conftest import environment
 from tests.pipeline import TABLES, build_tables, rows
 
 PORT = 18080

@@ -14,6 +14,7 @@ from etl.quarantine import NO_DAY
 from etl.spec import load_spec
 from etl.tables.lake import Lake
 from tests.conftest import FIRST, LAST, ROOT
+from tests.dags.conftest import environment
 from tests.pipeline import rows
 
 TELL = """
@@ -55,17 +56,6 @@ for part, days, mark_success in zip(*[iter(sys.argv[1:])] * 3):
 NOTHING = "nothing"
 ALL_BUT_INGEST = "(?!ingest$).+"
 NEVER = "2027-05-01"
-
-
-def environment(folder: Path, spec: Path, raw: Path, port: int = 8080) -> dict[str, str]:
-    """An Airflow of its own, with the DAGs of a lake in a folder."""
-    from dags.standalone import environment as of
-
-    place = Place(spec, str(raw), str(folder / "lake"))
-    return of(place, folder / "airflow", port, FIRST) | {
-        "GEMLINE_GEM": "--scale tiny",
-        "GEMLINE_DEADLINE_HOURS": "0",  # DAG.test() can't read a deadline back
-    }
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ from dags.line import Place, Step, data_steps, line, newest_mature
 from etl.tables import records
 from etl.tables.lake import Lake
 from gemline import main
-from tests.dags.conftest import SmallLine
 from tests.pipeline import TABLES, rows
+from tests.small_line import SmallLine
 from tests.world import copy_of
 
 

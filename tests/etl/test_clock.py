@@ -9,6 +9,8 @@ from etl.local_time import day_of
 from etl.spec import DataSpec
 from etl.spec.units import each_day
 
+pytestmark = pytest.mark.spark
+
 YEAR = list(each_day(date(2026, 1, 1), date(2026, 12, 31)))
 ZONES = {  # with the seconds of their shortest and longest day
     "UTC": (86_400, 86_400),

@@ -14,6 +14,8 @@ from etl.tables.lake import Lake
 from tests.conftest import FIRST, LAST, SPEC
 from tests.pipeline import rows
 
+pytestmark = pytest.mark.spark
+
 DAYS = (FIRST, LAST)
 
 

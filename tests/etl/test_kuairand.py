@@ -1,6 +1,5 @@
 """Real logs: the labels that the pipeline makes of KuaiRand's raw files are those of the files."""
 
-import os
 from datetime import date, timedelta
 from pathlib import Path
 
@@ -12,17 +11,16 @@ from etl.labels import label
 from etl.spec import load_spec
 from etl.tables.lake import Lake
 from tests.conftest import ROOT
+from tests.kuairand import DATA, needs_kuairand
 from tests.pipeline import rows
 
-DATA = Path(os.environ.get("GEMLINE_KUAIRAND", ROOT.parent / "shared/data/KuaiRand-Pure"))
+pytestmark = pytest.mark.spark
+
 DAY = date(2022, 4, 26)
 LABELS = {"click": "is_click", "long_view": "long_view", "like": "is_like"}
 
 
-@pytest.mark.skipif(
-    not DATA.is_dir(),
-    reason="KuaiRand's raw files are absent; name their folder by GEMLINE_KUAIRAND",
-)
+@needs_kuairand
 def test_labels_are_those_of_the_raw_files(spark: object, tmp_path: Path) -> None:
     """Of every fifth user, on a day and the one after it, on which its labels mature."""
     raw = log_of_some_users(5)

@@ -21,6 +21,8 @@ from features.examples import build_examples
 from features.items import index_items
 from tests.pipeline import build_tables, rows
 
+pytestmark = pytest.mark.spark
+
 ONE, TWO, THREE = (date(2026, 1, day) for day in (1, 2, 3))
 SPEC = """
 name: tiny

@@ -17,6 +17,8 @@ from gemline import main
 from tests.conftest import FIRST, LAST
 from tests.pipeline import rows
 
+pytestmark = pytest.mark.spark
+
 TABLE = "impressions"
 
 

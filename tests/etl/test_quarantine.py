@@ -23,6 +23,8 @@ from etl.tables.arrow import snapshot
 from etl.tables.lake import Lake
 from tests.pipeline import rows
 
+pytestmark = pytest.mark.spark
+
 ONE, TWO, THREE = (date(2026, 1, day) for day in (1, 2, 3))
 DAY = (ONE, ONE)
 COLUMNS = """{event_id: id, user: who, item: what, surface: page, type: action,

@@ -1,9 +1,12 @@
 """The as-of join against a loop, on times that often tie."""
 
 import numpy as np
+import pytest
 from pyspark.sql import SparkSession
 
 from features.as_of_join import last_before
+
+pytestmark = pytest.mark.spark
 
 
 def test_each_question_gets_the_newest_row_strictly_before_it(spark: SparkSession) -> None:

@@ -20,11 +20,12 @@ from features.history.build import build_history, pack_users
 from features.history.compact import CHUNK, compact, compact_users, compacted_until
 from features.history.pack import visible_from
 from features.history.planes import unpack
-from tests.features.test_disorder import lake_of
-from tests.oracle.disorder import FIRST, make
+from tests.oracle.disorder import FIRST, lake_of, make
 from tests.pipeline import rows
 from tests.world import copy_of
 from training.data.histories import unpacked
+
+pytestmark = pytest.mark.spark
 
 gap = st.integers(0, 3) | st.integers(0, 100_000)
 day = st.lists(gap, min_size=1, max_size=12)

@@ -9,16 +9,17 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from etl.spec import load_spec
 from etl.tables import contracts
 from etl.tables.arrow import snapshot
 from etl.tables.lake import Lake
 from tests.oracle import log as oracle
-from tests.oracle.disorder import BRANDS, FIRST, PLANS, SPEC, ZONES, make, opens, write
+from tests.oracle.disorder import BRANDS, FIRST, PLANS, ZONES, lake_of, make, opens
 from tests.oracle.later import as_read, otherwise
 from tests.oracle.log import Record
-from tests.pipeline import TABLES, build_tables, rows
+from tests.pipeline import TABLES, rows
 from training.data.histories import unpacked
+
+pytestmark = pytest.mark.spark
 
 DAYS, USERS, DELAY, LATENESS, MOST, GAP = 3, 25, 30, 86_400, 7, 5
 LAST = FIRST + timedelta(days=DAYS - 1)
@@ -30,23 +31,6 @@ ONE_LOG = settings(
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 MORE_LOGS = settings(ONE_LOG, max_examples=2)
-
-
-def lake_of(
-    folder: Path,
-    records: list[Record],
-    spans: list[tuple[int, int]],
-    zone: str = "UTC",
-    after: int | None = None,
-) -> Lake:
-    """The tables of a log that landed in some spans of days, one after the other."""
-    raw = folder / "raw"
-    write(records, raw, after)
-    (folder / "spec.yaml").write_text(SPEC.replace("time_zone: UTC", f"time_zone: {zone}"))
-    lake = Lake(str(folder / "lake"), load_spec(folder / "spec.yaml"))
-    for first, last in spans:
-        build_tables(lake, raw, (FIRST + timedelta(days=first), FIRST + timedelta(days=last)))
-    return lake
 
 
 def differences(lake: Lake, records: list[Record]) -> Counter[str]:

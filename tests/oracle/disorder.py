@@ -9,7 +9,10 @@ from datetime import UTC, date, datetime, time, timedelta
 from pathlib import Path
 from zoneinfo import ZoneInfo
 
+from etl.spec import load_spec
+from etl.tables.lake import Lake
 from tests.oracle.log import DAY, Record
+from tests.pipeline import build_tables
 
 FIRST = date(2026, 3, 7)
 ZONES = ("UTC", "America/New_York", "Asia/Kathmandu")  # New York's 8 March has 23 hours
@@ -186,3 +189,20 @@ def write(records: list[Record], raw: Path, after: int | None = None) -> None:
             row |= {"brand": "y"} if "brand" in row else {"plan": "free"}
     for name, content in (("items", known), ("users", told)):
         (raw / f"{name}.json").write_text("".join(json.dumps(row) + "\n" for row in content))
+
+
+def lake_of(
+    folder: Path,
+    records: list[Record],
+    spans: list[tuple[int, int]],
+    zone: str = "UTC",
+    after: int | None = None,
+) -> Lake:
+    """The tables of a log that landed in some spans of days, one after the other."""
+    raw = folder / "raw"
+    write(records, raw, after)
+    (folder / "spec.yaml").write_text(SPEC.replace("time_zone: UTC", f"time_zone: {zone}"))
+    lake = Lake(str(folder / "lake"), load_spec(folder / "spec.yaml"))
+    for first, last in spans:
+        build_tables(lake, raw, (FIRST + timedelta(days=first), FIRST + timedelta(days=last)))
+    return lake

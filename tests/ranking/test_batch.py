@@ -19,6 +19,8 @@ from ranking.package.versions import current, versions
 from ranking.score import Scorer
 from tests.conftest import LAST
 
+pytestmark = pytest.mark.spark
+
 DAYS = (LAST - timedelta(days=1), LAST)
 
 

@@ -1,6 +1,7 @@
 """GEM on several processes, a few steps of plain SGD: what it lost, what it learned, what moved."""
 
-from collections.abc import Sequence
+import pickle
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from zlib import crc32
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, multiprocessing
+from torch.multiprocessing import ProcessContext
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardingType
 
@@ -113,6 +115,28 @@ def whole(tables: DistributedModelParallel, rows: dict[str, int]) -> dict[str, T
         return tables({name: torch.arange(count) for name, count in rows.items()})
 
 
+def run(
+    target: Callable[..., None], arguments: tuple, processes: int, join: bool = True
+) -> ProcessContext:
+    """Run `target(rank, *arguments)` in so many processes.
+
+    They are forked from a server that has imported this module, so each begins at once.
+    """
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload([__name__])  # read when the server starts
+    # As bytes: tensors that are shared take a file descriptor each, and a fork has few.
+    call = pickle.dumps((target, arguments))
+    return multiprocessing.start_processes(
+        unpickled, (call,), nprocs=processes, join=join, start_method="forkserver"
+    )
+
+
+def unpickled(rank: int, call: bytes) -> None:
+    """Make a pickled call in one of the processes."""
+    target, arguments = pickle.loads(call)
+    target(rank, *arguments)
+
+
 def process(
     rank: int,
     world: int,
@@ -138,7 +162,6 @@ def together(
 ) -> list[list[Learned]]:
     """What each process came to, in each way."""
     folder.mkdir()
-    arguments = (world, features, steps, ways, str(folder))
-    multiprocessing.spawn(process, arguments, nprocs=world)
+    run(process, (world, features, steps, ways, str(folder)), world)
     kept = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
     return [[Learned(**one) for one in of_way] for of_way in zip(*kept, strict=True)]

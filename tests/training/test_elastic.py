@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import multiprocessing
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -30,7 +29,7 @@ from etl.tables.lake import Lake
 from features.inputs import Features
 from gemline import main
 from tests.conftest import FIRST
-from tests.training.many import some_batches
+from tests.training.many import run, some_batches
 from training.build import build
 from training.config import SpreadOptions, TrainConfig
 from training.data.batch import Batch
@@ -159,11 +158,11 @@ def test_a_checkpoint_is_of_one_moment_and_any_number_of_processes_goes_on_from_
     features, found = some_batches(lake, 12)
     batches = [found[4 * n : 4 * (n + 1)] for n in range(3)]
     start = manifest(lake, WRITTEN[0])
-    multiprocessing.spawn(learn_and_write, (features, batches, start, str(tmp_path)), nprocs=4)
+    run(learn_and_write, (features, batches, start, str(tmp_path)), WRITTEN[0])
     told = torch.load(tmp_path / "told.pt", weights_only=True)
     assert all(rows.any() for rows in told["states"].values())
     for way, (world, _) in READ_BY.items():
-        multiprocessing.spawn(read, (features, way, start, str(tmp_path)), nprocs=world)
+        run(read, (features, way, start, str(tmp_path)), world)
         again = torch.load(tmp_path / f"{way}.pt", weights_only=True)
         torch.testing.assert_close(again, told, rtol=0, atol=0, msg=way)
 
@@ -271,7 +270,7 @@ def lost(rank: int, folder: str) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}
     os.environ["MASTER_PORT"] = Path(folder, "port").read_text()
     try:
-        with process_group(timedelta(seconds=2)):
+        with process_group(timedelta(seconds=1)):
             if rank == 1:
                 time.sleep(30)
             dist.all_reduce(torch.ones(1))
@@ -285,7 +284,7 @@ def test_a_process_that_does_not_answer_is_named(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         (tmp_path / "port").write_text(str(free.getsockname()[1]))
-    context = multiprocessing.spawn(lost, (str(tmp_path),), nprocs=3, join=False)
+    context = run(lost, (str(tmp_path),), 3, join=False)
     deadline = time.monotonic() + 300
     while not (tmp_path / "0.txt").is_file() and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, multiprocessing, nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.training.many import run
 from training.loop.loss import masked_loss
 from training.parallel.processes import in_step
 
@@ -62,7 +63,7 @@ def work(rank: int, parts: list[list[Rows]], spares: list[list[Rows]], folder: s
 def test_each_step_is_that_of_one_process_on_all_rows(
     tmp_path: Path, parts: list[list[Rows]], spares: list[list[Rows]]
 ) -> None:
-    multiprocessing.spawn(work, (parts, spares, str(tmp_path)), nprocs=len(parts))
+    run(work, (parts, spares, str(tmp_path)), len(parts))
     for rank in range(len(parts)):
         found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         assert len(found) == max(map(len, parts))

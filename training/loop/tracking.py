@@ -8,14 +8,16 @@ import mlflow
 
 from etl.tables.place import here, place
 
+# What the user chose; `set_tracking_uri` writes the variable too, and the next lake has its own.
+TRACKING_URI = os.environ.get("MLFLOW_TRACKING_URI")
+
 
 @contextmanager
 def tracked(lake: str, experiment: str, params: Mapping[str, object]) -> Iterator[None]:
     """An MLflow run while inside."""
     folder = here(place(lake, "mlflow")).absolute().parent
     folder.mkdir(parents=True, exist_ok=True)
-    if "MLFLOW_TRACKING_URI" not in os.environ:
-        mlflow.set_tracking_uri(f"sqlite:///{folder}/mlflow.db")
+    mlflow.set_tracking_uri(TRACKING_URI or f"sqlite:///{folder}/mlflow.db")
     if mlflow.get_experiment_by_name(experiment) is None:
         mlflow.create_experiment(experiment, artifact_location=str(folder / "mlflow"))
     mlflow.set_experiment(experiment)
