@@ -17,7 +17,7 @@ from tests.world import World, copy_of, unchanged
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 if "PYTEST_XDIST_WORKER" in os.environ:  # also for the processes that tests start
     os.environ.setdefault("GEMLINE_SPARK_MASTER", "local[1]")
-os.environ.setdefault("GEMLINE_SPARK_MEMORY", "2g")
+os.environ.setdefault("GEMLINE_SPARK_MEMORY", "3g")
 os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which torch may do
 # Examples of property tests: `make proof` tries ten times as many.
 settings.register_profile("test", deadline=None)

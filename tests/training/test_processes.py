@@ -42,14 +42,23 @@ def labels(x: Tensor) -> Tensor:
 
 def work(rank: int, parts: list[list[Rows]], spares: list[list[Rows]], folder: str) -> None:
     dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=len(parts))
+    torch.save(gradients(parts[rank], spares[rank]), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def gradients(part: list[Rows], spare: list[Rows]) -> list[Tensor]:
+    """The gradient of each step.
+
+    DDP ends with this function: as the last owner of its process group it would wait for the
+    group's threads while it holds the lock that they wait for.
+    """
     spread = DistributedDataParallel(model())
-    gradients = []
-    for batch, count in in_step(iter(parts[rank]), iter(spares[rank])):
+    found = []
+    for batch, count in in_step(iter(part), iter(spare)):
         spread.zero_grad()
         masked_loss(spread(batch.x), labels(batch.x), batch.known, count).backward()
-        gradients.append(spread.module.weight.grad.clone())
-    torch.save(gradients, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+        found.append(spread.module.weight.grad.clone())
+    return found
 
 
 @pytest.mark.parametrize(
