@@ -17,7 +17,7 @@ from etl.java import FIX, java_version
 
 INSTALL_DISK_GB = 10  # the environment takes about 9
 TEST_DISK_GB = 3  # tables, models and an Airflow's database, below the folder of temporary files
-TEST_MEMORY_GB = 7  # two workers with torch, Spark in one, and the processes that they start
+TEST_MEMORY_GB = 9  # two workers with torch, Spark in one, and the processes that they start
 MEMORY_FIX = "end other programs, or run `make test WORKERS=1`, which takes about two thirds of it"
 
 

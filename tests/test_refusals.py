@@ -111,9 +111,9 @@ def test_a_machine_too_small_for_the_tests_is_refused_with_its_fix(
     monkeypatch.delenv("JAVA_HOME", raising=False)
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**12, 10**12, 10**9))
-    monkeypatch.setattr(check, "available_memory_gb", lambda: 5.0)
+    monkeypatch.setattr(check, "available_memory_gb", lambda: 6.5)
     java, disk, memory = check.lacks_for_tests(2)
     assert "install openjdk-17-jre-headless" in java
     assert "there are 1.0: free some, or set TMPDIR" in disk
-    assert "need 7.0 GB of available memory; there are 5.0" in memory and "WORKERS=1" in memory
+    assert "need 9.0 GB of available memory; there are 6.5" in memory and "WORKERS=1" in memory
     assert not any("memory" in lack for lack in check.lacks_for_tests(1))
