@@ -40,12 +40,13 @@ lint: $(READY)
 $(READY): $(LOCK) requirements/setup.txt pyproject.toml
 	@$(PYTHON) requirements/check.py
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/setup.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r requirements/setup.txt
 	$(BIN)/uv pip sync --python $(BIN)/python requirements/setup.txt $(LOCK)
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e .
 	@touch $(READY)
 
 lock:
+	$(BIN)/uv pip compile requirements/setup.in --universal --python-version 3.11 --no-header --no-emit-index-url --no-annotate --generate-hashes -o requirements/setup.txt
 	$(BIN)/uv pip compile pyproject.toml --extra airflow --extra spark --extra train --extra serve --extra s3 --extra dev --extra bench --extra cpu \
 	  --override requirements/overrides.txt --python-version 3.11 --no-header --no-emit-index-url --no-annotate --generate-hashes -o requirements/cpu.txt
 	$(BIN)/uv pip compile pyproject.toml --extra spark --extra train --extra serve --extra s3 --extra gpu \

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from dags.inputs import finished, inputs_of
 from dags.line import Place, Step
-from etl.errors import UserError
+from etl.errors import error_of_exit_code
 from etl.spec import DataSpec, load_spec
 from etl.tables import records
 from etl.tables.place import here
@@ -25,7 +25,8 @@ Plan = TypeAdapter(tuple[Place, list[Step]])
 def run_line(spec: DataSpec, place: Place, steps: Sequence[Step]) -> None:
     """Run the steps that have not finished; neighbours of one engine share a process.
 
-    Raises UserError where a step fails; what finished before stays finished.
+    Raises UserError where a step refuses its input, TemporaryError where it meets a temporary fault
+    or is killed, else SystemExit; what finished before stays finished.
     """
     plan = here(place_of(place.lake, *PLAN))
     plan.parent.mkdir(parents=True, exist_ok=True)
@@ -35,9 +36,10 @@ def run_line(spec: DataSpec, place: Place, steps: Sequence[Step]) -> None:
         command = [sys.executable, "-m", "gemline", "batch", "--plan", str(plan), "--steps", *names]
         code = subprocess.run(command, env=os.environ | {"PYTHONUNBUFFERED": "1"}).returncode
         if code:
-            raise UserError(
+            raise error_of_exit_code(
+                code,
                 f"the line stopped with exit code {code}; the reason is above. Run the same "
-                "command again to go on from there"
+                "command again to go on from there",
             )
 
 

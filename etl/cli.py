@@ -16,11 +16,11 @@ import tyro
 import yaml
 from pydantic import ValidationError
 
-from etl.errors import UserError
+from etl.errors import TemporaryError, UserError
+from etl.known_failures import temporary_error
 from etl.spec import DataSpec, load_spec
 from etl.spec.base import Strict, suggestion
 from etl.spec.units import parse_days
-from etl.trouble import sentence_of
 from etl.words import in_yaml
 
 if TYPE_CHECKING:
@@ -76,18 +76,21 @@ def days_argument(text: str, flag: str = "--days") -> tuple[date, date]:
 
 
 def run(command: Command, argv: Sequence[str], prog: str) -> int:
-    """Parse arguments and call a command; returns the exit code, 2 for a user's error."""
+    """Parse arguments and call a command; returns the exit code.
+
+    2 means that the input was refused, 75 a temporary fault; other errors are raised.
+    """
     try:
         command(parse(configuration_of(command), argv, prog))
-    except UserError as error:
+    except (UserError, TemporaryError) as error:
         print(error, file=sys.stderr)
-        return 2
+        return error.exit_code
     except Exception as error:
-        sentence = sentence_of(error)
-        if sentence is None:
+        known = temporary_error(error)
+        if known is None:
             raise
-        print(f"{prog}: {sentence}", file=sys.stderr)
-        return 2
+        print(f"{prog}: {known}", file=sys.stderr)
+        return known.exit_code
     return 0
 
 

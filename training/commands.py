@@ -1,8 +1,6 @@
 """The commands of this folder. torch is imported when a torch step is called."""
 
 import os
-import subprocess
-import sys
 import tempfile
 from datetime import date
 from pathlib import Path
@@ -13,7 +11,7 @@ import yaml
 from pydantic import Field
 
 from etl.cli import BEGAN, DayArgs, LakeArgs, days_argument
-from etl.errors import UserError
+from etl.errors import UserError, error_of_exit_code
 from training.config import SpreadOptions, TrainConfig
 from training.plan.command import plan
 from training.split import Split
@@ -90,20 +88,31 @@ def gem(args: GemArgs) -> None:
 
 
 def _torchrun(args: GemArgs) -> None:
+    """Train by several processes; those that are killed are started again from the checkpoint."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    # Restarted processes get a new store: in the old one are old addresses.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "gem.yaml")
         config.write_text(yaml.safe_dump(settings(args)))
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        launch += [f"--max-restarts={RESTARTS}"]
-        launch += [f"--nproc-per-node={args.processes}", "-m", "gemline", "train", "gem"]
-        failed = subprocess.run([*launch, "--config", str(config)], env=_environment()).returncode
-    if failed:
-        raise UserError("training failed; the error of the process that failed first is above")
-
-
-def _environment() -> dict[str, str]:
-    """Processes that are started again get a new store: in the old one are old addresses."""
-    return os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        launch = [
+            "--standalone",
+            f"--max-restarts={RESTARTS}",
+            f"--nproc-per-node={args.processes}",
+        ]
+        launch += ["-m", "gemline", "train", "gem", "--config", str(config)]
+        try:
+            run(parse_args(launch))
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            code = failure.exitcode
+            raise error_of_exit_code(
+                code,
+                f"training failed with exit code {code}; the error of process {rank}, which failed "
+                "first, is above. Run the same command again to go on from the last checkpoint",
+            ) from None
 
 
 def settings(args: GemArgs) -> dict[str, object]:

@@ -19,10 +19,10 @@ from training.day import Day
 from training.loop import checkpoint
 from training.loop.checkpoint import Trained
 from training.loop.cost import Meter
-from training.loop.diverged import diverged
 from training.loop.loss import Loss
+from training.loop.nan_guard import report_non_finite_loss
 from training.loop.prequential import Prequential
-from training.loop.step import train_step
+from training.loop.step import NonFiniteLossError, train_step
 from training.loop.timeline import Timeline
 from training.loop.writer import Writer
 from training.parallel.processes import in_step
@@ -98,9 +98,10 @@ def train_day(
         manifest = trained.manifest
         _set_rate(trained.optimizer, config, manifest.steps)
         torch.manual_seed(hash((config.seed, manifest.steps, dist.get_rank())) % 2**31)
-        output = train_step(model, batch, rows, trained.optimizer, loss)
-        if output is None:
-            raise diverged(partial.parent, trained, batch)
+        try:
+            output = train_step(model, batch, rows, trained.optimizer, loss)
+        except NonFiniteLossError as error:
+            raise report_non_finite_loss(partial.parent, trained, batch, error.ranks) from None
         seen.add(output, batch)
         trained.averaged.update_parameters(model.core)
         trained.replicas.stepped()

@@ -89,7 +89,6 @@ def _learn(lake: Lake, options: SpreadOptions, seed: int) -> tuple[float, int, i
     with Moved() as moved:
         for batch, rows in in_step(of_day.of(rank, PROCESSES), of_day.spare(rank)):
             output = train_step(trained.model, batch, rows, trained.optimizer, loss)
-            assert output is not None
             losses.append(loss(output, batch, rows).detach())
             trained.replicas.stepped()
     together = torch.stack(losses).mean()

@@ -112,13 +112,17 @@ def provenance(**facts: object) -> str:
 def ensure_folder(root: str) -> None:
     """Make a lake's folder; an object store has none to make, but the bucket must be there.
 
-    Raises UserError where it is not.
+    Raises UserError where it is not there, or may not be read; the store's own error where the
+    store does not answer.
     """
     folder = place(root)
     if isinstance(folder, Path):
         folder.mkdir(parents=True, exist_ok=True)
-    elif not folder.fs.exists(folder.drive):
+        return
+    try:
+        folder.fs.info(folder.drive)
+    except (FileNotFoundError, PermissionError) as error:
         raise UserError(
-            f"{root}: there is no {folder.drive}, or it cannot be reached; make it, and name the "
-            "store and its keys (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)"
-        )
+            f"{root}: {folder.drive} cannot be read ({error}); make it, and name the store and its "
+            "keys (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)"
+        ) from None

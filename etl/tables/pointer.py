@@ -1,20 +1,24 @@
 """Which of the folders beside it is meant: a small file, swapped whole."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from etl.errors import UserError
 from etl.spec.base import Strict
 from etl.tables import whole
 from etl.tables.place import Place, text_of
 
+# A name of a folder beside the pointer: no path that leads elsewhere.
+FolderName = Annotated[str, Field(pattern=r"^[0-9A-Za-z][0-9A-Za-z._-]*$")]
+
 
 class Pointed(Strict):
     """The folder that is meant now, and those that were before, the newest last."""
 
-    now: str
-    before: tuple[str, ...] = ()
+    now: FolderName
+    before: tuple[FolderName, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ def known_item(store: Store, txn: Txn, item: str, version: Version | None = None
     if stored:
         head = np.frombuffer(stored, store.layout.item_head).copy()
     else:
-        index = int.from_bytes(txn.get("meta", NEXT_ITEM) or b"\\0", "big")
+        index = int.from_bytes(txn.get("meta", NEXT_ITEM) or b"\0", "big")
         head["index"], head["since"], head["keys"] = max(index, RESERVED_ITEMS), UNKNOWN, UNKNOWN
         txn.put("meta", NEXT_ITEM, (int(head["index"][0]) + 1).to_bytes(8, "big"))
     since = int(head["since"][0])

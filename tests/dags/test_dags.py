@@ -155,6 +155,8 @@ def test_who_reads_tables_reads_the_versions_it_was_told(told: Any) -> None:
         ("gemline etl ended with exit code 2", False),
         ("Cannot execute: spark-submit …. Error code is: 2.", False),
         ("gemline train ended with exit code 1", True),
+        ("gemline train ended with exit code 75", True),
+        ("Cannot execute: spark-submit …. Error code is: 75.", True),
         ("gemline train ended with exit code 137", True),
         ("Cannot execute: spark-submit …. Error code is: 20.", True),
         ("connection reset", True),

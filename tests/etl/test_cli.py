@@ -1,3 +1,5 @@
+import errno
+import os
 import subprocess
 import sys
 from contextlib import suppress
@@ -7,7 +9,8 @@ import pytest
 
 from etl.cli import parse, run
 from etl.commands import RawArgs, ingest
-from etl.errors import UserError
+from etl.errors import TemporaryError, UserError, error_of_exit_code
+from etl.spec.base import Strict
 from gemline import GROUPS, main
 
 
@@ -47,6 +50,44 @@ def test_bad_days_are_one_sentence_and_exit_code_2(
     assert run(ingest, [*words, "--days", "2026-02-01:2026-01-01"], "t") == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "the first day is after the last" in said
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "sentence"),
+    [
+        (UserError("no such day"), 2, "no such day"),
+        (TemporaryError("no answer"), 75, "no answer"),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), 75, "the disk is full"),
+        (RuntimeError("py4j: java.lang.OutOfMemoryError: Java heap space"), 75, "out of memory"),
+        (RuntimeError("[DELTA_CONCURRENT_APPEND] conflict"), 75, "another run wrote"),
+    ],
+)
+def test_a_fault_of_the_machine_has_an_exit_code_of_its_own(
+    error: Exception, code: int, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(_: Strict) -> None:
+        raise error
+
+    assert run(command, [], "t") == code
+    printed = capsys.readouterr().err
+    assert sentence in printed and printed.count("\n") == 1
+
+
+def test_what_is_no_known_failure_is_raised() -> None:
+    def command(_: Strict) -> None:
+        raise ValueError("a bug")
+
+    with pytest.raises(ValueError, match="a bug"):
+        run(command, [], "t")
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "kind"),
+    [(2, UserError), (75, TemporaryError), (-9, TemporaryError), (1, SystemExit)],
+)
+def test_the_exit_code_of_a_process_is_passed_on(exit_code: int, kind: type[BaseException]) -> None:
+    with pytest.raises(kind, match="it failed"):
+        raise error_of_exit_code(exit_code, "it failed")
 
 
 @pytest.mark.parametrize("group", GROUPS)

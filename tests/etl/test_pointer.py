@@ -1,5 +1,6 @@
 """A pointer means one folder at any time, and can go back."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,14 @@ def test_a_pointer_to_nothing_and_a_damaged_one_are_told_apart(tmp_path: Path) -
     pointer.path.write_text('{"now": 3}')
     with pytest.raises(UserError, match="damaged"):
         pointer.read()
+
+
+@pytest.mark.parametrize("name", ["../reels/v1", "/etc", "..", ".hidden", "a/b", ""])
+def test_a_pointer_leads_to_no_other_folder(tmp_path: Path, name: str) -> None:
+    pointer = Pointer(tmp_path)
+    pointer.path.write_text(json.dumps({"now": name}))
+    with pytest.raises(UserError, match="damaged"):
+        _ = pointer.target
+    pointer.path.write_text(json.dumps({"now": "v1", "before": [name]}))
+    with pytest.raises(UserError, match="damaged"):
+        pointer.back()

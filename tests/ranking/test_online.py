@@ -16,10 +16,11 @@ from etl.tables.lake import Lake
 from features.counting import counts_before
 from features.inputs import ITEM
 from ranking.online.assemble import Assembler
+from ranking.online.attributes import Version, tell_items
 from ranking.online.compare import compare, differing
 from ranking.online.counters import Counters
 from ranking.online.feed import Event, feed
-from ranking.online.layout import Layout
+from ranking.online.layout import Layout, key_of
 from ranking.online.request import Asked
 from ranking.online.store import Meta, Store, create, open_store
 from ranking.reads import Reads
@@ -84,6 +85,16 @@ def event(lake: Lake, **changes: object) -> Event:
 def seen(store: Store, user: str) -> int:
     with store.reading() as txn:
         return len(store.histories.seen(txn.get("history", user.encode()), 1 << 40))
+
+
+def test_the_first_item_of_an_empty_store_gets_the_first_index(store: Store) -> None:
+    tell_items(store, [Version("first", 0, {}), Version("second", 0, {})])
+    with store.reading() as txn:
+        heads = [
+            np.frombuffer(txn.get("items", key_of(name)), store.layout.item_head)
+            for name in ("first", "second")
+        ]
+    assert [int(head["index"][0]) for head in heads] == [RESERVED_ITEMS, RESERVED_ITEMS + 1]
 
 
 def test_an_event_counts_once(store: Store, lake: Lake) -> None:

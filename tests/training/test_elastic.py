@@ -1,5 +1,6 @@
 """A training goes on after processes are lost, with as many as there are; each row once."""
 
+import json
 import os
 import shutil
 import signal
@@ -8,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import replace
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
@@ -24,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
 )
 
-from etl.errors import UserError
+from etl.errors import TemporaryError
 from etl.tables.lake import Lake
 from features.inputs import Features
 from gemline import main
@@ -38,7 +40,8 @@ from training.gem import load_trained
 from training.loop import checkpoint
 from training.loop.checkpoint import Manifest, Trained
 from training.loop.loss import Loss
-from training.loop.step import train_step
+from training.loop.nan_guard import report_non_finite_loss
+from training.loop.step import NonFiniteLossError, train_step
 from training.loop.writer import Writer
 from training.model.lookup import table_rows
 from training.parallel.processes import process_group
@@ -112,7 +115,7 @@ def state(trained: Trained) -> dict[str, Any]:
 def step(trained: Trained, batches: list[Batch], features: Features) -> None:
     loss = Loss.of(CONFIG, features.objectives)
     batch = batches[dist.get_rank()]
-    assert train_step(trained.model, batch, len(batch), trained.optimizer, loss) is not None
+    train_step(trained.model, batch, len(batch), trained.optimizer, loss)
     trained.averaged.update_parameters(trained.model.core)
     trained.replicas.stepped()
 
@@ -274,7 +277,7 @@ def lost(rank: int, folder: str) -> None:
             if rank == 1:
                 time.sleep(30)
             dist.all_reduce(torch.ones(1))
-    except UserError as error:
+    except TemporaryError as error:
         Path(folder, f"{rank}.txt").write_text(str(error))
 
 
@@ -294,6 +297,35 @@ def test_a_process_that_does_not_answer_is_named(tmp_path: Path) -> None:
     assert "processes do not answer" in said and "1" in said.partition(":")[2]
 
 
+def learn_from_nan(
+    rank: int, features: Features, batches: list[Batch], start: Manifest, folder: str
+) -> None:
+    """The loss of the second process is not finite."""
+    dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=2)
+    trained = build(features, start, torch.ones(100_000, dtype=torch.bool).numpy(), SpreadOptions())
+    batch = batches[rank]
+    if rank == 1:
+        batch = replace(batch, labels=torch.full_like(batch.labels, torch.nan))
+    before = deepcopy(dict(trained.model.core.named_parameters()))
+    loss = Loss.of(CONFIG, features.objectives)
+    with pytest.raises(NonFiniteLossError) as raised:
+        train_step(trained.model, batch, len(batch), trained.optimizer, loss)
+    after = dict(trained.model.core.named_parameters())
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    report = report_non_finite_loss(Path(folder), trained, batch, raised.value.ranks)
+    Path(folder, f"{rank}.txt").write_text(str(report))
+    dist.destroy_process_group()
+
+
+def test_a_loss_that_is_not_finite_on_one_process_stops_all(lake: Lake, tmp_path: Path) -> None:
+    features, batches = some_batches(lake, 2)
+    run(learn_from_nan, (features, batches, manifest(lake, 2), str(tmp_path)), 2)
+    first, second = (Path(tmp_path, f"{rank}.txt").read_text() for rank in range(2))
+    assert first == second and "the loss of process 1 is not finite at step 1" in first
+    described = json.loads((tmp_path / "non_finite_loss.json").read_text())
+    assert described["impressions"] == batches[1].impressions.tolist()
+
+
 @pytest.mark.proof
 def test_a_disk_that_is_full_loses_no_checkpoint(
     lake: Lake, spec_path: Path, tmp_path: Path
@@ -310,7 +342,7 @@ def test_a_disk_that_is_full_loses_no_checkpoint(
         own = Lake(str(place / "lake"), lake.spec)
         shutil.copytree(lake.root, own.root)
         full = subprocess.run(command(own, spec_path), capture_output=True, text=True)
-        assert full.returncode == 2, full.stderr
+        assert full.returncode == 75, full.stderr
         assert "the disk is full" in full.stderr.splitlines()[-1]
         ((_, kept),) = checkpoint.written(own.root, own.spec.hash)
         assert kept.rows > 0 and not kept.complete

@@ -201,7 +201,7 @@ def test_a_loss_that_is_no_number_names_its_batch_and_what_is_at_fault(
     assert main(asked) == 2
     said = capsys.readouterr().err
     assert f"batch 1 of {SECOND}" in said and "weight surface.weight" in said
-    told = json.loads((models / "diverged.json").read_text())
+    told = json.loads((models / "non_finite_loss.json").read_text())
     assert told["trained_until"] == str(SECOND) and told["impressions"]
     assert not (models / str(SECOND)).exists() and path.is_dir()
 

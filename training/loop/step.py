@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from training.data.batch import Batch
 from training.loop.loss import Loss
@@ -34,19 +35,39 @@ class GemModel:
         return output
 
 
+class NonFiniteLossError(ArithmeticError):
+    """The loss of a step is not finite on the processes `ranks`; no process was updated."""
+
+    def __init__(self, ranks: list[int]) -> None:
+        super().__init__(f"the loss is not finite on processes {ranks}")
+        self.ranks = ranks
+
+
 def train_step(
     model: GemModel, batch: Batch, rows: float, optimizer: torch.optim.Optimizer, loss: Loss
-) -> Output | None:
-    """Update on a batch; returns what was put out before the update.
+) -> Output:
+    """Update on a batch; returns the output from before the update.
 
     `rows` is the mean of the batches of all processes, whose gradients are averaged. Tables update
-    themselves in the backward pass. Where the loss is no number nothing is updated: None.
+    themselves in the backward pass. Raises NonFiniteLossError on every process where the loss of
+    any is not finite: one that stopped alone would leave the others waiting in collectives.
     """
     output = model(batch)
     found = loss(output, batch, rows)
-    if not torch.isfinite(found):
-        return None
+    ranks = ranks_where(~torch.isfinite(found))
+    if ranks:
+        raise NonFiniteLossError(ranks)
     optimizer.zero_grad(set_to_none=True)
     found.backward()
     optimizer.step()
     return output
+
+
+def ranks_where(flag: Tensor) -> list[int]:
+    """The processes on which a flag () is set, in order; the same answer on each of them."""
+    flags = torch.zeros(dist.get_world_size(), dtype=torch.int32, device=flag.device)
+    flags[dist.get_rank()] = flag
+    if len(flags) > 1:
+        dist.all_reduce(flags)
+    ranks: list[int] = flags.nonzero().flatten().tolist()
+    return ranks

@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from etl.errors import UserError
+from etl.errors import TemporaryError, UserError
 from training.data.batch import Batch
 from training.parallel.memory import keep_freed_memory
 
@@ -20,7 +20,7 @@ IN_VAIN = "Timed out", "Connection closed", "Connection reset"  # as gloo says i
 
 @contextmanager
 def naming_the_missing() -> Iterator[None]:
-    """Where processes wait in vain for others, UserError tells for whom."""
+    """Raise TemporaryError with the ranks of processes that do not answer."""
     apart = dist.new_group(backend="gloo")  # what has timed out is closed
     try:
         yield
@@ -30,9 +30,9 @@ def naming_the_missing() -> Iterator[None]:
         try:
             dist.monitored_barrier(apart, timeout=ROLL_CALL, wait_all_ranks=True)
         except RuntimeError as missing:
-            raise UserError(
-                f"processes do not answer any more: {missing}. The last checkpoint is whole; run "
-                "the same command again to go on from it"
+            raise TemporaryError(
+                f"processes do not answer any more: {missing}. The last checkpoint is complete; "
+                "run the same command again to go on from it"
             ) from error
         raise
 
@@ -41,7 +41,7 @@ def naming_the_missing() -> Iterator[None]:
 def process_group(timeout: timedelta = TIMEOUT) -> Iterator[tuple[int, int]]:
     """The default gloo group while inside; gives (rank, world). Alone without torchrun.
 
-    Raises UserError, with their ranks, where others have not answered for so long.
+    Raises TemporaryError, with their ranks, where others have not answered for so long.
     """
     keep_freed_memory()
     if "RANK" in os.environ:
