@@ -22,12 +22,6 @@ pytestmark = pytest.mark.spark
 TABLE = "impressions"
 
 
-@pytest.fixture
-def own(lake: Lake, tmp_path: Path) -> Lake:
-    shutil.copytree(lake.root, tmp_path / "lake")
-    return Lake(str(tmp_path / "lake"), lake.spec)
-
-
 def rewrite(lake: Lake) -> None:
     """The first day of a table loses half of its rows."""
     contract = contracts.impressions(lake.spec)

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
 from datetime import timedelta
@@ -183,12 +182,6 @@ def test_gems_of_long_ago_are_forgotten_and_no_other(
     assert main([*words, "--keep-days", "7"]) == 0
     left = [found.trained_until for _, found in checkpoint.written(str(tmp_path), lake.spec.hash)]
     assert left == days[-8:]
-
-
-@pytest.fixture
-def own(lake: Lake, tmp_path: Path) -> Iterator[Lake]:
-    shutil.copytree(lake.root, tmp_path / "lake")
-    yield Lake(str(tmp_path / "lake"), lake.spec)
 
 
 def command(own: Lake, spec: Path, *more: str) -> list[str]:

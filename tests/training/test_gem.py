@@ -197,8 +197,8 @@ def test_a_loss_that_is_no_number_names_its_batch_and_what_is_at_fault(
         writer.begin(path, trained)
         writer.finish()
     capsys.readouterr()
-    asked = ["train", "gem", *words(own_gem_lake, spec_path, str(SECOND)), *GEM_FLAGS]
-    assert main(asked) == 2
+    command = ["train", "gem", *words(own_gem_lake, spec_path, str(SECOND)), *GEM_FLAGS]
+    assert main(command) == 2
     said = capsys.readouterr().err
     assert f"batch 1 of {SECOND}" in said and "weight surface.weight" in said
     told = json.loads((models / "non_finite_loss.json").read_text())
