@@ -41,8 +41,9 @@ $(READY): $(LOCK) requirements/setup.txt pyproject.toml
 	@$(PYTHON) requirements/check.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r requirements/setup.txt
-	$(BIN)/uv pip sync --python $(BIN)/python requirements/setup.txt $(LOCK)
+	$(BIN)/uv pip sync --compile-bytecode --python $(BIN)/python requirements/setup.txt $(LOCK)
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e .
+	$(BIN)/python -m etl.java
 	@touch $(READY)
 
 lock:

@@ -7,7 +7,7 @@ from pathlib import Path
 from pyspark.sql import SparkSession
 
 from etl.jars import delta_jars
-from etl.java import need_java
+from etl.java import archive_options, need_java
 
 ALWAYS = {
     "spark.sql.session.timeZone": "UTC",
@@ -54,7 +54,12 @@ def spark_session(app: str) -> SparkSession:
         jars = ",".join(map(str, delta_jars()))
         builder = builder.master(os.environ.get("GEMLINE_SPARK_MASTER", "local[*]"))
         memory = os.environ.get("GEMLINE_SPARK_MEMORY", LOCAL["spark.driver.memory"])
-        settings |= LOCAL | {"spark.jars": jars, "spark.driver.memory": memory}
+        options = " ".join((LOCAL["spark.driver.extraJavaOptions"], *archive_options()))
+        settings |= LOCAL | {
+            "spark.jars": jars,
+            "spark.driver.memory": memory,
+            "spark.driver.extraJavaOptions": options,
+        }
     for key, value in settings.items():
         builder = builder.config(key, value)
     return builder.getOrCreate()
