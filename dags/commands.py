@@ -30,23 +30,37 @@ class UpgradeArgs(RunArgs):
     """A changed spec, and the one that the lake has."""
 
     old: Annotated[Path, tyro.conf.arg(help="the spec that the tables were made under")]
+    yes: Annotated[bool, tyro.conf.arg(help="do it without asking")] = False
 
 
 def upgrade(args: UpgradeArgs) -> None:
-    """Put a lake under a changed spec; tables whose meaning stays are kept."""
+    """Put a lake under a changed spec; tables that no changed key affects are kept."""
     from dags.upgrade import remember
+    from etl.upgrade import plan_upgrade
     from etl.upgrade import upgrade as step
 
-    spec, place = args.load(), Place(args.spec, args.raw, args.lake)
-    found = step(args.lake, load_spec(args.old), spec)
-    days = newest_mature(spec, *args.span)
-    steps = line(spec, place, days, ("--scale", args.scale))
-    finished = remember(spec, place, steps, found.kept)
-    print(f"kept: {', '.join(found.kept) or 'nothing'}")
-    print(f"to be made anew: {', '.join((*found.anew, 'GEM and its knowledge', 'rankers'))}")
+    spec, old = args.load(), load_spec(args.old)
+    plan = plan_upgrade(args.lake, old, spec)
+    print(f"changed keys: {', '.join(plan.changed) or 'none'}")
+    print(f"kept: {', '.join(plan.kept) or 'nothing'}")
+    print(f"removed, to be rebuilt: {', '.join((*plan.rebuilt, 'GEM and its knowledge'))}")
+    if not args.yes:
+        _confirm("Upgrade the lake?")
+    step(args.lake, old, spec)
+    place = Place(args.spec, args.raw, args.lake)
+    steps = line(spec, place, newest_mature(spec, *args.span), ("--scale", args.scale))
+    finished = remember(spec, place, steps, plan.kept)
     print(
         f"next: `gemline run` with the same arguments; it skips {', '.join(finished) or 'nothing'}"
     )
+
+
+def _confirm(question: str) -> None:
+    """Ask on the terminal; raises UserError unless the answer is yes."""
+    if not sys.stdin.isatty():
+        raise UserError("nothing was changed: add --yes to do this without being asked")
+    if input(f"{question} [y/N] ").strip().lower() not in ("y", "yes"):
+        raise UserError("nothing was changed")
 
 
 class BatchArgs(Strict):
@@ -93,7 +107,7 @@ class AirflowArgs(LakeArgs):
 
 def airflow(args: AirflowArgs) -> None:
     """Start Airflow on this machine with the DAGs of a line, and run some days."""
-    from dags.standalone import environment, follow, start, stop, trigger
+    from dags.standalone import ended_runs, environment, follow, start, trigger
 
     spec = args.load()
     place = Place(args.spec, args.raw, args.lake)
@@ -103,11 +117,12 @@ def airflow(args: AirflowArgs) -> None:
     running = start(env)
     address = env["AIRFLOW__API__BASE_URL"]
     try:
+        before = ended_runs(address, spec.name)
         for first, last in spans:
             trigger(address, f"{spec.name}_raw", f"{first}:{last}")
         print(f"Airflow: {address} (Ctrl-C ends it)", flush=True)
         left = len(spans)
-        for run in follow(address, spec.name, running):
+        for run in follow(address, spec.name, running, before):
             print(run, flush=True)
             left -= run.dag == f"{spec.name}_rankers"
             if run.dag == f"{spec.name}_rankers" and not left:
@@ -116,7 +131,7 @@ def airflow(args: AirflowArgs) -> None:
     except KeyboardInterrupt:
         print("ending Airflow")
     finally:
-        stop(running)
+        running.stop()
 
 
 COMMANDS = {"run": run, "batch": batch, "airflow": airflow, "upgrade": upgrade}

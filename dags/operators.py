@@ -17,6 +17,7 @@ from airflow.sdk.exceptions import AirflowException
 from dags.line import Step
 from dags.settings import ROOT, Settings
 
+DEFAULT_POOL = "default_pool"
 SPARK, TORCH = "gemline_spark", "gemline_torch"  # connections, and pools of the same names
 EXIT_CODE = re.compile(r"(?:Error code is: |exit code )(\d+)")
 USERS_ERROR = 2
@@ -86,12 +87,15 @@ class GemlineOperator(BaseOperator):
 
 
 class Publish(GemlineOperator):
-    """Tells of tables by the event of the task's one asset, on top of what the run was told."""
+    """Puts what is known of tables into the event of the task's one asset.
+
+    It takes no slot of the pool in which models are trained.
+    """
 
     template_fields: Sequence[str] = ("command", "run")
 
     def __init__(self, *, run: Any, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+        super().__init__(**{"pool": DEFAULT_POOL, **kwargs})
         self.run = run
 
     def execute(self, context: Any) -> str:

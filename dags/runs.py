@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from datetime import date
 from typing import Any
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from etl.spec.base import Strict
 from etl.spec.units import parse_days
@@ -13,9 +13,12 @@ from etl.spec.units import parse_days
 class Run(Strict):
     """Tables are made of the days `first` to `last`; GEM has not learned those from `new` on.
 
-    `absent` are sources that had no files, by day; `tables` tells of each table that was
-    made its version, its rows of these days and a hash of its contract.
+    `absent` are sources whose files were not complete, by day; `tables` tells of each table that
+    was made its version, its rows of these days and a hash of its contract. Runs are stored in
+    asset events: what another release put into them is ignored.
     """
+
+    model_config = ConfigDict(extra="ignore")
 
     first: date
     new: date

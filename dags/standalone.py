@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
@@ -21,6 +21,13 @@ from etl.errors import UserError
 from etl.jars import delta_jars
 
 STARTS_WITHIN, STOPS_WITHIN = 180, 30  # seconds
+# What `airflow standalone` starts, without its log servers: these listen on all interfaces.
+PARTS = (
+    ("api-server",),
+    ("scheduler", "--skip-serve-logs"),
+    ("triggerer", "--skip-serve-logs"),
+    ("dag-processor",),
+)
 
 
 def environment(place: Place, home: Path, port: int, first_day: date) -> dict[str, str]:
@@ -55,10 +62,35 @@ def environment(place: Place, home: Path, port: int, first_day: date) -> dict[st
     }
 
 
-def start(env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Prepare the database and start all of Airflow; it answers when this returns.
+@dataclass(frozen=True)
+class Airflow:
+    """The processes of an Airflow, all of one process group."""
 
-    Raises UserError where it does not.
+    processes: tuple[subprocess.Popen[bytes], ...]
+
+    @property
+    def is_running(self) -> bool:
+        """Whether none of them has ended."""
+        return all(process.poll() is None for process in self.processes)
+
+    def stop(self) -> None:
+        """End them and all that they started."""
+        (group, *_) = (process.pid for process in self.processes)
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            for process in self.processes:
+                process.wait(STOPS_WITHIN)
+        with suppress(ProcessLookupError):  # workers whose scheduler was killed ignore the first
+            os.killpg(group, signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
+
+
+def start(env: Mapping[str, str]) -> Airflow:
+    """Prepare the database and start all parts of Airflow; it answers when this returns.
+
+    Raises UserError where it does not. Whatever ends the start ends all that was started.
     """
     tool = [sys.executable, "-m", "airflow"]
     for words in (["db", "migrate"], *(["pools", "set", pool, "1", ""] for pool in (SPARK, TORCH))):
@@ -67,28 +99,25 @@ def start(env: Mapping[str, str]) -> subprocess.Popen[bytes]:
             raise UserError(f"airflow {words[0]} failed: {done.stderr.strip().splitlines()[-1]}")
     path = Path(env["AIRFLOW_HOME"], "logs", "standalone.log")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as log:
-        running = subprocess.Popen(
-            [*tool, "standalone"], env=env, cwd=ROOT, stdout=log, stderr=log, start_new_session=True
-        )
-    deadline = time.monotonic() + STARTS_WITHIN
-    while not _healthy(env["AIRFLOW__API__BASE_URL"]):
-        if running.poll() is not None or time.monotonic() > deadline:
-            stop(running)
-            raise UserError(f"Airflow did not start; {path} tells why")
-        time.sleep(1)
+    running = Airflow(())
+    try:
+        with path.open("ab") as log:
+            for part in PARTS:
+                group = running.processes[0].pid if running.processes else 0
+                process = subprocess.Popen(
+                    [*tool, *part], env=env, cwd=ROOT, stdout=log, stderr=log, process_group=group
+                )
+                running = Airflow((*running.processes, process))
+        deadline = time.monotonic() + STARTS_WITHIN
+        while not _healthy(env["AIRFLOW__API__BASE_URL"]):
+            if not running.is_running or time.monotonic() > deadline:
+                raise UserError(f"Airflow did not start; {path} tells why")
+            time.sleep(1)
+    except BaseException:
+        if running.processes:
+            running.stop()
+        raise
     return running
-
-
-def stop(running: subprocess.Popen[bytes]) -> None:
-    """End Airflow and all that it started."""
-    with suppress(ProcessLookupError):
-        os.killpg(running.pid, signal.SIGTERM)
-    with suppress(subprocess.TimeoutExpired):
-        running.wait(STOPS_WITHIN)
-    with suppress(ProcessLookupError):  # workers whose scheduler was killed don't hear the first
-        os.killpg(running.pid, signal.SIGKILL)
-    running.wait()
 
 
 def _healthy(address: str) -> bool:
@@ -125,14 +154,30 @@ class Ended:
         return f"{self.dag}{of_day}: {self.state} in {self.seconds:.0f} s"
 
 
-def follow(address: str, tag: str, running: subprocess.Popen[bytes]) -> Iterator[Ended]:
-    """Each run of the DAGs of a line as it ends, for as long as Airflow runs."""
-    seen: set[tuple[str, str]] = set()
-    while running.poll() is None:
+def ended_runs(address: str, tag: str) -> dict[tuple[str, str], Ended]:
+    """The newest runs of the DAGs of a line that have ended, the oldest first."""
+    runs = ask(address, "dags/~/dagRuns?limit=100&order_by=-end_date")["dag_runs"]
+    return {
+        (run["dag_id"], run["dag_run_id"]): Ended(
+            run["dag_id"], run["partition_key"], run["state"], run["duration"]
+        )
+        for run in reversed(runs)
+        if run["end_date"] and run["dag_id"].startswith(f"{tag}_")
+    }
+
+
+def follow(
+    address: str, tag: str, running: Airflow, before: Collection[tuple[str, str]]
+) -> Iterator[Ended]:
+    """Each run of the DAGs of a line as it ends, for as long as Airflow runs.
+
+    `before` are the runs that had ended earlier.
+    """
+    seen = set(before)
+    while running.is_running:
         time.sleep(5)
         with suppress(OSError):
-            for run in ask(address, "dags/~/dagRuns?limit=100&order_by=end_date")["dag_runs"]:
-                key = run["dag_id"], run["dag_run_id"]
-                if run["end_date"] and key not in seen and run["dag_id"].startswith(f"{tag}_"):
+            for key, run in ended_runs(address, tag).items():
+                if key not in seen:
                     seen.add(key)
-                    yield Ended(run["dag_id"], run["partition_key"], run["state"], run["duration"])
+                    yield run

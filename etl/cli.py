@@ -50,8 +50,10 @@ class LakeArgs(Strict):
         return Lake(self.lake, self.load(), self.pins)
 
     def load(self) -> DataSpec:
-        """The data spec."""
-        return load_spec(self.spec)
+        """The data spec, its codes as in the lake."""
+        from etl.tables.codes import bind, read_codes
+
+        return bind(load_spec(self.spec), read_codes(self.lake))
 
 
 class DayArgs(LakeArgs):

@@ -158,8 +158,9 @@ def unpin(args: PinArgs) -> None:
 class VacuumArgs(LakeArgs):
     """Arguments of cleaning up."""
 
+    # A file that a running write has staged is of no version yet: a day old, none is.
     keep_days: Annotated[
-        int, Field(ge=0), tyro.conf.arg(help="days of whose table versions all files stay")
+        int, Field(ge=1), tyro.conf.arg(help="days of whose table versions all files stay")
     ] = 30
 
 

@@ -15,9 +15,9 @@ def first_copies(
 ) -> tuple[DataFrame, dict[str, int]]:
     """Events of `days` of which no copy was ingested before, and the table versions read.
 
-    Copies have one event id, or are impressions of one impression id. Those that landed up to
-    `lateness` before are looked up: older ones cannot be, as the later copy would have been too
-    late.
+    Copies have one event id in one log (in any with `shared_event_ids`), or are impressions of one
+    impression id. Those that landed up to `lateness` before are looked up: older ones cannot be, as
+    the later copy would have been too late.
     """
     events = events.withColumn("identity", _identity(lake.spec))
     tie = F.xxhash64(
@@ -41,4 +41,5 @@ def first_copies(
 def _identity(spec: DataSpec) -> Column:
     """What only copies of one event share; examples are one an impression id."""
     shown = F.col("type") == spec.event_codes[spec.impression]
-    return F.when(shown, F.concat(F.lit("shown "), "impression_id")).otherwise(F.col("event_id"))
+    own = F.col("event_id") if spec.shared_event_ids else F.concat_ws("\x1f", "log", "event_id")
+    return F.when(shown, F.concat(F.lit("shown "), "impression_id")).otherwise(own)

@@ -6,7 +6,7 @@ from datetime import date, timedelta
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from etl.credit import credited
+from etl.attribution import attribute_outcomes, unknown_impressions
 from etl.requests import with_requests
 from etl.spec.model import DataSpec
 from etl.spec.units import MICROS
@@ -22,7 +22,7 @@ def label(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     lands later does not change it, and whoever learns it knows nothing of later days.
     """
     spec = lake.spec
-    names = ("events", "attributes_item") if spec.credits_by_attribute else ("events",)
+    names = ("events", "attributes_item") if spec.attributes_by_items else ("events",)
     versions = {name: lake.version(name) for name in names}
     events = delta.read(lake, contracts.events(spec), versions["events"])
     lateness = timedelta(days=1 + spec.lateness_days)
@@ -32,13 +32,18 @@ def label(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     recent = events.filter(F.col("day") >= F.lit(since - lateness))
     shown = recent.filter(F.col("type") == spec.event_codes[spec.impression])
     shown = with_requests(spec, shown.filter(delta.days_between(since, days[1])))
-    rows = shown.join(credited_outcomes(lake, recent), "impression_id", "left")
+    rows = shown.join(outcomes_by_impression(lake, recent), "impression_id", "left")
     for name in spec.labels:
         rows = rows.withColumns(_label_columns(spec, name, horizon))
     where = delta.days_between(since, days[1])
     contract = contracts.impressions(spec)
     delta.replace(lake, contract, rows, where, versions)
-    return {"impressions": lake.rows(contract.name, (since, days[1]))}
+    types = {spec.event_codes[objective.event] for objective in spec.objectives.values()}
+    outcomes = recent.filter(delta.days_between(*days)).filter(F.col("type").isin(types))
+    return {
+        "impressions": lake.rows(contract.name, (since, days[1])),
+        "outcomes of unknown impressions": unknown_impressions(spec, recent, outcomes).count(),
+    }
 
 
 def _label_columns(spec: DataSpec, name: str, horizon: int) -> dict[str, Column]:
@@ -69,10 +74,10 @@ def _label_columns(spec: DataSpec, name: str, horizon: int) -> dict[str, Column]
     return columns
 
 
-def credited_outcomes(lake: Lake, events: DataFrame) -> DataFrame:
-    """`outcomes` of each impression that gets credit for any, in order of objective and time."""
+def outcomes_by_impression(lake: Lake, events: DataFrame) -> DataFrame:
+    """`outcomes` of each impression to which any is attributed, in order of objective and time."""
     found = [
-        credited(lake, events, objective).select(
+        attribute_outcomes(lake, events, objective).select(
             "impression_id",
             F.lit(name).alias("objective"),
             F.col("event_ts").alias("ts"),

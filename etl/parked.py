@@ -24,15 +24,16 @@ def park(spec: DataSpec, fresh: DataFrame, late: DataFrame) -> tuple[DataFrame, 
     """
     most = spec.most_events_a_day
     parked = late.withColumn("reason", F.lit(TOO_LATE))
-    per_user = fresh.groupBy("day", "user_id").count().filter(F.col("count") > most)
-    machines = [(row["day"], row["user_id"]) for row in per_user.collect()]
-    if not machines:
+    per_user = fresh.groupBy("day", "user_id").count()
+    machines = per_user.filter(F.col("count") > most).select("day", "user_id")
+    if machines.isEmpty():
         return fresh, parked
-    theirs = F.struct("day", "user_id").isin([F.struct(F.lit(d), F.lit(u)) for d, u in machines])
     order = Window.partitionBy("day", "user_id").orderBy("visible_ts", "event_ts", "event_id")
-    ranked = fresh.filter(theirs).withColumn("place_of_day", F.row_number().over(order))
+    theirs = fresh.join(machines, ["day", "user_id"], "left_semi")
+    ranked = theirs.withColumn("place_of_day", F.row_number().over(order))
     over = F.col("place_of_day") > most
     reason = F.lit(f"more than {most:,} events of a user and day")
-    kept = fresh.filter(~theirs).unionByName(ranked.filter(~over).drop("place_of_day"))
+    others = fresh.join(machines, ["day", "user_id"], "left_anti")
+    kept = others.unionByName(ranked.filter(~over).drop("place_of_day"))
     capped = ranked.filter(over).drop("place_of_day").withColumn("reason", reason)
     return kept, parked.unionByName(capped)

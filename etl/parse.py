@@ -19,11 +19,21 @@ def parse_logs(
     spec: DataSpec, raw: str, days: tuple[date, date], damaged: Collection[str] = ()
 ) -> DataFrame:
     """All records in the files of some days; see `parse` and `read_raw`."""
-    parsed = []
-    for name, log in spec.logs.items():
-        columns, needed = raw_columns(spec, log), needed_columns(log)
-        parsed.append(parse(spec, name, read_raw(raw, log, columns, days, needed, damaged), PLACE))
+    parsed = [parse_log(spec, name, raw, days, damaged) for name in spec.logs]
     return functools.reduce(DataFrame.unionByName, parsed)
+
+
+def parse_log(
+    spec: DataSpec,
+    name: str,
+    raw: str,
+    days: tuple[date, date],
+    damaged: Collection[str] = (),
+) -> DataFrame:
+    """The records of one log in the files of some days."""
+    log = spec.logs[name]
+    columns, needed = raw_columns(spec, log), needed_columns(log)
+    return parse(spec, name, read_raw(raw, log, columns, days, needed, damaged), PLACE)
 
 
 def parse(spec: DataSpec, log: str, rows: DataFrame, place: str) -> DataFrame:
@@ -33,7 +43,7 @@ def parse(spec: DataSpec, log: str, rows: DataFrame, place: str) -> DataFrame:
     rows = rows.withColumns({"day": F.coalesce("day", DAY), "log": F.lit(log)})
     rows = rows.withColumn("visible_ts", visible_ts(spec, source.delay))
     columns = [name for name in contracts.events(spec).columns if name != "bucket"]
-    return rows.select(*columns, "log", "reasons", "named", PAYLOAD, place)
+    return rows.select(*columns, "reasons", "named", PAYLOAD, place)
 
 
 def visible_ts(spec: DataSpec, delay: int) -> Column:

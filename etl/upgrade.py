@@ -1,4 +1,4 @@
-"""A lake's tables under a changed spec: whose meaning stays are kept, the others made anew."""
+"""A lake under a changed spec: tables that no changed key affects are kept, the others removed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,101 +7,88 @@ from typing import Any
 from deltalake import DeltaTable
 
 from etl.errors import UserError
+from etl.spec.effects import changed_keys, effect_of
 from etl.spec.model import DataSpec
 from etl.tables import whole
+from etl.tables.codes import record_codes
 from etl.tables.lake import SPEC_PROPERTY, Lake
 from etl.tables.place import place
-from etl.told import all_contracts, promise
+from etl.told import all_contracts
 
-OF_EVENTS = ("time_zone", "buckets", "lateness", "request_gap", "most_events_a_day")
-# What the values of a table mean, besides its contract and the codes of surfaces and events; those
-# of models are not among them, as a GEM of the new spec makes them anew.
-MEANING: Mapping[str, tuple[str, ...]] = {
-    "events": OF_EVENTS,
-    "parked": OF_EVENTS,
-    "quarantine": (),
-    "flow": OF_EVENTS,
-    "attributes_user": ("attributes.user",),
-    "attributes_item": ("attributes.item",),
-    "impressions": (*OF_EVENTS, "objectives"),
-    "items": (),
-    "item_versions": ("attributes.item",),
-    "history": OF_EVENTS,
-    "examples": (*OF_EVENTS, "attributes", "counters"),
-}
+# Tables of what models predicted: an upgrade removes the models, so these are rebuilt, too.
+OF_MODELS = {"knowledge", "user_knowledge", "scores"}
 
 
 @dataclass(frozen=True)
 class Upgrade:
-    """Tables that stay as they are, and those that have to be made anew."""
+    """Keys that changed, tables that are kept, and tables that have to be rebuilt."""
 
+    changed: tuple[str, ...]
     kept: tuple[str, ...]
-    anew: tuple[str, ...]
+    rebuilt: tuple[str, ...]
 
 
-def planned(root: str, old: DataSpec, new: DataSpec) -> Upgrade:
-    """What becomes of a lake's tables; of one that was begun, of all of them.
+def plan_upgrade(root: str, old: DataSpec, new: DataSpec) -> Upgrade:
+    """What an upgrade does with the tables of a lake, or has left to do where it was interrupted.
 
-    Raises UserError where codes that stand in tables would change, or a table is of a third spec.
+    Raises UserError where a surface or an event type that tables hold is changed or left out, or a
+    table was written under a third spec.
     """
-    ads = [{name: told.ads for name, told in spec.surfaces.items()} for spec in (old, new)]
-    _refuse_other_codes("surfaces", *ads)
-    _refuse_other_codes("events", old.events, new.events)
-    lake = Lake(root, old)
-    there = [name for name in all_contracts(old) if lake.exists(name)]
-    of_new = {name for name in there if _stamp(lake, name, {old.hash, new.hash}) == new.hash}
-    kept = tuple(name for name in there if name in of_new or _stays(old, new, name))
-    return Upgrade(kept, tuple(name for name in there if name not in kept))
+    lake, new_lake = Lake(root, old), Lake(root, new)
+    _refuse_changed("surfaces", old.surfaces, new.surfaces)
+    _refuse_changed("events", old.events, new.events)
+    before, after = (spec.model_dump(mode="json") for spec in (lake.spec, new_lake.spec))
+    paths = changed_keys(before, after)
+    affected = {table for path in paths for table in effect_of(path).tables}
+    existing = [name for name in all_contracts(old) if lake.exists(name)]
+    hashes = lake.spec.hash, new_lake.spec.hash
+    upgraded = {name for name in existing if _spec_hash(lake, name, hashes) == hashes[1]}
+    kept = {*existing} - affected - OF_MODELS | upgraded
+    return Upgrade(
+        tuple(".".join(path) for path in paths),
+        tuple(name for name in existing if name in kept),
+        tuple(name for name in existing if name not in kept),
+    )
 
 
 def upgrade(root: str, old: DataSpec, new: DataSpec) -> Upgrade:
-    """Put a lake under a new spec; tables to be made anew, and GEM, are removed.
+    """Put a lake under a new spec: tables to be rebuilt, and GEM, are removed.
 
-    Rankers stay: they answer until those of the new spec are promoted. Where it is cut off it can
-    be called again.
+    Rankers stay: they serve until those of the new spec are promoted. An upgrade that was
+    interrupted can be run again.
     """
-    found = planned(root, old, new)
-    for name in found.anew:
+    plan = plan_upgrade(root, old, new)
+    lake = Lake(root, new)
+    record_codes(root, lake.spec)
+    for name in plan.rebuilt:
         whole.remove(place(root, name))
     whole.remove(place(root, "models"))
-    for name in found.kept:
-        DeltaTable(Lake(root, new).path(name)).alter.set_table_properties(
-            {SPEC_PROPERTY: new.hash}, raise_if_not_exists=False
+    for name in plan.kept:
+        DeltaTable(lake.path(name)).alter.set_table_properties(
+            {SPEC_PROPERTY: lake.spec.hash}, raise_if_not_exists=False
         )
-    return found
+    return plan
 
 
-def _stamp(lake: Lake, name: str, known: set[str]) -> str:
-    """The spec under which a table was written."""
-    stamp: str = DeltaTable(lake.path(name)).metadata().configuration[SPEC_PROPERTY]
-    if stamp not in known:
+def _spec_hash(lake: Lake, name: str, known: tuple[str, str]) -> str:
+    """The hash of the spec under which a table was written."""
+    written: str = DeltaTable(lake.path(name)).metadata().configuration[SPEC_PROPERTY]
+    if written not in known:
         raise UserError(
-            f"table {name} in {lake.root} is of a third spec ({stamp}): name its old one"
+            f"table {name} in {lake.root} was written under a third spec ({written}): give that "
+            "one as --old"
         )
-    return stamp
+    return written
 
 
-def _stays(old: DataSpec, new: DataSpec, name: str) -> bool:
-    """Whether a table's contract and what its values mean are the same."""
-    if name not in MEANING:
-        return False
-    before, after = (all_contracts(spec).get(name) for spec in (old, new))
-    if not before or not after or promise(before) != promise(after):
-        return False
-    return all(_told(old, field) == _told(new, field) for field in MEANING[name])
-
-
-def _told(spec: DataSpec, field: str) -> Any:
-    """A field of a spec, `a.b` for what is within another."""
-    told: Any = spec.model_dump(mode="json")
-    for name in field.split("."):
-        told = told[name]
-    return told
-
-
-def _refuse_other_codes(kind: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-    if [*old.items()] != [*new.items()][: len(old)]:
-        raise UserError(
-            f"{kind} were {', '.join(old)} and are {', '.join(new)}: their codes stand in tables. "
-            "Keep the old ones as they were, in their order, and put new ones behind them"
-        )
+def _refuse_changed(kind: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    for name, value in old.items():
+        if name not in new:
+            raise UserError(f"{kind}: {name} is missing, but tables hold its code: keep it")
+        fixed = [(key, held) for key, held in value if effect_of((kind, name, key)).fixed]
+        changed = [f"{key}: {held}" for key, held in fixed if getattr(new[name], key) != held]
+        if changed:
+            raise UserError(
+                f"{kind}.{name} was {', '.join(changed)}: that cannot be changed in a lake that "
+                "has tables; use another --lake, or another name"
+            )

@@ -46,7 +46,7 @@ class Result:
 class Auction:
     """The auctions of a surface, on the terms of a spec.
 
-    Without an auction in the spec the first objective of the surface ranks, and nobody pays.
+    Without an auction in the spec the surface's `ranking_objective` ranks, and nobody pays.
     """
 
     spec: DataSpec
@@ -104,7 +104,8 @@ class Auction:
     def _own(self) -> Floats:
         """What an event of each objective (O) is worth to the surface."""
         if self.spec.auction is None:
-            return np.eye(len(self._objectives))[int(np.argmax(self.served))]
+            ranking = self.spec.ranking_objective(self.surface)
+            return np.array([float(name == ranking) for name in self._objectives])
         values = self.spec.terms_of(self.surface).values
         return np.array([values.get(name, 0.0) for name in self._objectives]) * self.served
 

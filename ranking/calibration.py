@@ -12,7 +12,8 @@ from etl.spec.base import Strict
 Floats = npt.NDArray[np.float64]
 Labels = npt.NDArray[np.float32]
 Kind = Literal["platt", "isotonic"]
-LEAST_POSITIVES = 20
+LEAST_POSITIVES = 20  # of an isotonic calibration
+PRIOR_POSITIVES = 10  # as many positives a prior counts for
 STEP_POSITIVES = 50  # of a step of an isotonic calibration: fewer say little
 EDGE = 1e-7
 
@@ -27,6 +28,9 @@ class Platt(Strict):
     def __call__(self, logits: Floats) -> Floats:
         """Calibrated probabilities, in the same order."""
         return sigmoid(self.slope * logits + self.intercept)
+
+
+IDENTITY = Platt()
 
 
 class Isotonic(Strict):
@@ -57,21 +61,42 @@ def logit(p: Floats) -> Floats:
     return np.asarray(np.log(p) - np.log1p(-p))
 
 
-def fit(logits: Floats, labels: Labels, kind: Kind = "platt") -> Platt | Isotonic:
-    """The best of a kind; the identity for few positives or where it would turn the order."""
-    if not LEAST_POSITIVES <= labels.sum() <= len(labels) - LEAST_POSITIVES:
-        return Platt()
-    found = fit_platt(logits, labels)
-    return found if kind == "platt" else fit_isotonic(logits, labels, found)
+def fit(
+    logits: Floats, labels: Labels, kind: Kind = "platt", prior: Platt | None = None
+) -> Platt | Isotonic:
+    """The best of a kind; few positives leave it near the prior, the identity by default."""
+    found = fit_platt(logits, labels, prior or IDENTITY)
+    enough = LEAST_POSITIVES <= labels.sum() <= len(labels) - LEAST_POSITIVES
+    return fit_isotonic(logits, labels, found) if kind == "isotonic" and enough else found
 
 
-def fit_platt(logits: Floats, labels: Labels) -> Platt:
-    """Maximum likelihood."""
-    from sklearn.linear_model import LogisticRegression  # seconds to import, and not for serving
+def fit_platt(logits: Floats, labels: Labels, prior: Platt = IDENTITY) -> Platt:
+    """Maximum a posteriori; the prior itself where there is no outcome, or the order would turn.
 
-    model = LogisticRegression(C=1e6).fit(logits[:, None], labels)
-    slope, intercept = float(model.coef_[0, 0]), float(model.intercept_[0])
-    return Platt(slope=slope, intercept=intercept) if slope > 0 else Platt()
+    The prior is a normal distribution of the slope and of the intercept at the mean logit of
+    outcomes, as narrow as `PRIOR_POSITIVES` rare outcomes would make it.
+    """
+    if not 0 < labels.sum() < len(labels):
+        return prior
+    from scipy.optimize import minimize  # not for serving
+
+    centre = float(logits[labels > 0].mean())
+    x, spread = logits - centre, float(logits.var())
+    start = np.array([prior.slope, prior.intercept + prior.slope * centre])
+    weights = PRIOR_POSITIVES * np.array([spread, 1.0])
+
+    def loss(at: Floats) -> tuple[float, Floats]:
+        z = at[0] * x + at[1]
+        off = sigmoid(z) - labels
+        value = float((np.logaddexp(0, z) - labels * z).sum())
+        from_prior = at - start
+        gradient = np.array([off @ x, off.sum()]) + weights * from_prior
+        return value + 0.5 * float(weights @ from_prior**2), gradient
+
+    slope, height = minimize(loss, start, jac=True, method="BFGS").x
+    if slope <= 0:
+        return prior
+    return Platt(slope=float(slope), intercept=float(height - slope * centre))
 
 
 def fit_isotonic(logits: Floats, labels: Labels, fallback: Platt) -> Platt | Isotonic:

@@ -1,14 +1,17 @@
 """A surface's ranker: its student with and without GEM's knowledge, calibrated, exported."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
+from datetime import date, timedelta
+
+import numpy as np
 
 from etl.spec.units import each_day
 from etl.tables.lake import Lake
-from etl.tables.place import Place
+from etl.tables.place import Place, listed
 from ranking import calibration
-from ranking.calibration import Calibration
+from ranking.calibration import Calibration, Platt
+from ranking.package.manifest import read as read_manifest
 from ranking.package.versions import newest, versions
 from ranking.score import SCORE_ROWS
 from ranking.student import domain
@@ -26,6 +29,7 @@ from training.predictions import Predictions, evaluation_path, predict
 from training.split import Split
 
 EXAMPLE_ROWS = 64
+DATED = "[0-9]" * 8  # a version's name begins with the last day of its training
 
 
 def train_ranker(
@@ -40,9 +44,10 @@ def train_ranker(
     alone = {"transfer": TransferConfig(kind="none", share=()), "model": config.model.without_gem()}
     variants = {"student": config.model_copy(update=alone), "distilled": config}
     known = earlier(lake) if config.model.before else Earlier.nothing()
+    prior = pooled(earlier_calibrations(lake, split.train_last))
     for name, variant in variants.items():
         student = trained(lake, (surface,), split, variant, known)
-        fitted = fit_calibration(lake, split, student)
+        fitted = fit_calibration(lake, split, student, prior)
         calibrated(tested(lake, split, student), fitted).write(
             evaluation_path(lake.root, f"{name}-{surface}"), split
         )
@@ -77,24 +82,61 @@ def tested(lake: Lake, split: Split, student: TrainedStudent) -> Predictions:
     return predict(student.logits, batches, list(lake.spec.objectives))
 
 
-def fit_calibration(lake: Lake, split: Split, student: TrainedStudent) -> dict[str, Calibration]:
-    """Fitted on labels that became final after training; the identity without a day for it."""
+def fit_calibration(
+    lake: Lake, split: Split, student: TrainedStudent, prior: Mapping[str, Platt]
+) -> dict[str, Calibration]:
+    """Fitted on labels that became final after training, of rows that no model has learned of.
+
+    With few outcomes it stays near the prior, and is the prior without a day for it.
+    """
     names = list(lake.spec.objectives)
     if split.calibration is None:
-        return {name: calibration.Platt() for name in names}
+        return {name: prior.get(name, Platt()) for name in names}
     ripening = timedelta(days=lake.spec.ripens_after_days)
     days = list(each_day(split.calibration - ripening, split.calibration))
     reader = student.assembly.reader
     batches = reader.batches(days, split.calibrating(lake.spec), SCORE_ROWS, Shuffle(None))
-    return fitted_on(predict(student.logits, batches, names))
+    return fitted_on(predict(student.logits, batches, names), prior)
 
 
-def fitted_on(found: Predictions) -> dict[str, Calibration]:
+def fitted_on(found: Predictions, prior: Mapping[str, Platt]) -> dict[str, Calibration]:
     """A calibration for each objective, fitted on predictions and their labels."""
     logits = calibration.logit(found.probability)
     return {
-        name: calibration.fit(logits[found.known[:, i], i], found.labels[found.known[:, i], i])
+        name: calibration.fit(
+            logits[found.known[:, i], i],
+            found.labels[found.known[:, i], i],
+            prior=prior.get(name),
+        )
         for i, name in enumerate(found.objectives)
+    }
+
+
+def earlier_calibrations(lake: Lake, train_last: date) -> list[dict[str, Calibration]]:
+    """Of each surface, the calibrations of its newest ranker that was trained on earlier days."""
+    found = []
+    for surface in lake.spec.ad_surfaces:
+        folder = versions(lake.root, surface)
+        names = [path.name for path in listed(folder, f"{DATED}-*") if path.is_dir()]
+        before = [name for name in names if name[:8] < f"{train_last:%Y%m%d}"]
+        if before:
+            found.append(read_manifest(folder / max(before)).calibration)
+    return found
+
+
+def pooled(calibrations: Sequence[Mapping[str, Calibration]]) -> dict[str, Platt]:
+    """The mean calibration of each objective over surfaces."""
+    by_name: dict[str, list[Platt]] = {}
+    for surface in calibrations:
+        for name, found in surface.items():
+            if isinstance(found, Platt):
+                by_name.setdefault(name, []).append(found)
+    return {
+        name: Platt(
+            slope=float(np.exp(np.mean([np.log(one.slope) for one in found]))),
+            intercept=float(np.mean([one.intercept for one in found])),
+        )
+        for name, found in by_name.items()
     }
 
 

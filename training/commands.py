@@ -208,9 +208,7 @@ def forget(args: ForgetArgs) -> None:
 class LawcurveArgs(SplitArgs, TrainConfig):
     """Days, what all models share, and what is measured."""
 
-    objective: Annotated[str | None, tyro.conf.arg(help="whose NE; the spec's first without")] = (
-        None
-    )
+    objective: Annotated[str, tyro.conf.arg(help="whose NE is measured")]
     seeds: Annotated[int, tyro.conf.arg(help="trainings of each model and size")] = 1
 
 
@@ -221,14 +219,15 @@ def lawcurve(args: LawcurveArgs) -> None:
     from training.trials import Trials
 
     lake = args.open_lake()
-    objectives = list(lake.spec.objectives)
-    objective = args.objective or objectives[0]
-    each({objective: 1.0}, objectives, "--objective")
+    each({args.objective: 1.0}, list(lake.spec.objectives), "--objective")
     base = TrainConfig.model_validate(args.model_dump(include=set(TrainConfig.model_fields)))
     folder = Path(args.lake, "studies")
-    command = f"gemline train lawcurve --train {args.train} --test {args.test}"
+    command = (
+        f"gemline train lawcurve --train {args.train} --test {args.test} "
+        f"--objective {args.objective}"
+    )
     study = measure(
-        Trials(lake, args.split, folder / "trials"), base, objective, args.seeds, command
+        Trials(lake, args.split, folder / "trials"), base, args.objective, args.seeds, command
     )
     study.keep(folder / "lawcurve.json")
     study.show()

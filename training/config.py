@@ -46,7 +46,7 @@ ALONE = SpreadOptions()
 
 
 class TrainConfig(Strict):
-    """Settings of a training run; the first sequence of the spec is read where none is named."""
+    """Settings of a training run; `sequence` may be left out where the spec has one."""
 
     scale: Scale = "small"
     model: GemOptions = GemOptions()

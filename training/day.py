@@ -41,7 +41,7 @@ class Day:
         kept = thinning(config, tuple(spec.objectives))
         asked = Pass(
             list(each_day(oldest, self.day)),
-            Ripened(after, spec.day_end(self.day), thinning=kept),
+            Ripened(after, spec.day_end(self.day), "training", thinning=kept),
             config.batch_rows,
             Shuffle(config.seed),
             (lane, start.processes),

@@ -19,12 +19,13 @@ class Split(Strict):
 
     def learning(self, spec: DataSpec) -> Ripened:
         """Labels that were final when training ended."""
-        return Ripened(0, spec.day_end(self.train_last))
+        return Ripened(0, spec.day_end(self.train_last), "training")
 
     def calibrating(self, spec: DataSpec) -> Ripened:
-        """Labels that became final between training and calibration."""
+        """Labels that became final between training and calibration, of rows not learned."""
         assert self.calibration is not None
-        return Ripened(spec.day_end(self.train_last), spec.day_end(self.calibration))
+        span = spec.day_end(self.train_last), spec.day_end(self.calibration)
+        return Ripened(*span, "calibration")
 
     def testing(self, spec: DataSpec) -> Ripened:
         """All labels that are final by now."""

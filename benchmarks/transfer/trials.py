@@ -199,7 +199,7 @@ class Trials:
         )
         codes = np.unique(late.surface)
         surfaces = ((early.of(early.surface == c), late.of(late.surface == c)) for c in codes)
-        return joined([calibrated(own, fitted_on(before)) for before, own in surfaces])
+        return joined([calibrated(own, fitted_on(before, {})) for before, own in surfaces])
 
     def _path(self, name: str, split: Split) -> Path:
         tables = (*TABLES, "knowledge", "user_knowledge")
@@ -222,5 +222,5 @@ def _told(lake: Lake, split: Split, config: StudentTraining) -> Iterator[Predict
     known = earlier(lake)
     for surface in lake.spec.ad_surfaces:
         student = trained(lake, (surface,), split, config, known)
-        fitted = fit_calibration(lake, split, student)
+        fitted = fit_calibration(lake, split, student, {})
         yield calibrated(tested(lake, split, student), fitted)

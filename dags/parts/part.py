@@ -11,7 +11,7 @@ from airflow.sdk.definitions.deadline import DeadlineAlert, DeadlineReference
 
 from dags import alerts
 from dags.assets import TABLES, Assets, assets_of
-from dags.operators import DEFAULTS, GemlineOperator, Publish
+from dags.operators import DEFAULT_POOL, DEFAULTS, GemlineOperator, Publish
 from dags.runs import Run, run_of
 from dags.settings import Settings
 from etl.spec import DataSpec
@@ -72,12 +72,13 @@ class Line:
         """The task that keeps the versions that a run reads from being cleaned up."""
         flags = (*self.settings.place.flags, *PINNED)
         command = ("etl", "pin", *flags, "--run", HOLDER)
-        return GemlineOperator(task_id="hold", command=command).as_setup()
+        return GemlineOperator(task_id="hold", command=command, pool=DEFAULT_POOL).as_setup()
 
     def release(self, hold: GemlineOperator) -> GemlineOperator:
         """The task that lets them go, however the run ends."""
         command = ("etl", "unpin", *self.settings.place.flags, "--run", HOLDER)
-        return GemlineOperator(task_id="release", command=command).as_teardown(setups=hold)
+        release = GemlineOperator(task_id="release", command=command, pool=DEFAULT_POOL)
+        return release.as_teardown(setups=hold)
 
 
 def after(assets: Any) -> PartitionedAssetTimetable:

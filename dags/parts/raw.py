@@ -6,10 +6,10 @@ from airflow.sdk import DAG, CronPartitionTimetable, PartitionedAtRuntime, Trigg
 from airflow.sdk.exceptions import AirflowFailException
 
 from dags import alerts
-from dags.arrival import arrived, begin, daily
+from dags.arrival import begin
 from dags.parts.part import Line, tell, this_run
-from dags.runs import Run
 from dags.settings import NEVER
+from etl.arrival import daily_sources, has_arrived
 from etl.errors import UserError
 from etl.spec.units import each_day
 
@@ -29,22 +29,26 @@ def raw(line: Line) -> DAG:
         def wait(source: str, **context: Any) -> bool:
             run = this_run(context)
             days = each_day(run.first, run.last)
-            return all(arrived(spec, settings.raw, source, day) for day in days)
+            return all(has_arrived(spec, settings.raw, source, day) for day in days)
 
-        @task(trigger_rule=TriggerRule.ALL_DONE, inlets=[asset], outlets=[asset])
+        @task(trigger_rule=TriggerRule.ALL_DONE, outlets=[asset])
         def day(**context: Any) -> None:
-            earlier = [Run.model_validate(told.extra) for told in context["inlet_events"][asset]]
             try:
-                run = begin(spec, settings.raw, this_run(context), earlier)
+                run = begin(spec, settings.raw, settings.lake, this_run(context))
             except UserError as error:
                 raise AirflowFailException(str(error)) from None
             if run.absent:
                 alerts.send(
-                    f"{spec.name} {run.last}: no files of {run.sources_absent}; went without"
+                    f"{spec.name} {run.last}: {run.sources_absent} not complete; went without"
+                )
+            if run.first < run.new:
+                alerts.send(
+                    f"{spec.name} {run.last}: files of {run.first} are new or changed since they "
+                    f"were read; the tables of {run.days} are made again"
                 )
             tell(context, asset, run)
 
-        wait.expand(source=daily(spec)) >> day()
+        wait.expand(source=daily_sources(spec)) >> day()
     return dag
 
 

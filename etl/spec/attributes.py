@@ -55,7 +55,7 @@ ContextAttribute = Annotated[Categorical | Numeric | Clock, Field(discriminator=
 
 
 class Attributes(Strict):
-    """Attributes by what they describe. Those of an item do not change; those of a user may."""
+    """Attributes by what they describe; those of users and items may change over time."""
 
     user: dict[Name, UserAttribute] = {}
     item: dict[Name, ItemAttribute] = {}

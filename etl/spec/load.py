@@ -16,7 +16,10 @@ TAGS = ("event_log", "impression_log", "attributes", "categorical", "numeric", "
 
 
 def load_spec(path: Path) -> DataSpec:
-    """The spec in a YAML file; raises UserError with all that is wrong in it."""
+    """The spec in a YAML file, where the order of names means nothing.
+
+    Raises UserError with all that is wrong in it.
+    """
     if not path.is_file():
         raise UserError(f"{path}: no such spec; shipped ones lie in conf/specs")
     text = path.read_text()
@@ -31,9 +34,16 @@ def load_spec(path: Path) -> DataSpec:
     if not isinstance(raw, dict):
         raise UserError(f"{path}: a spec is a mapping; see docs/spec.md for a worked example")
     try:
-        return DataSpec.model_validate(raw, context=declared_names(raw))
+        return DataSpec.model_validate(_by_name(raw), context=declared_names(raw))
     except ValidationError as error:
         raise UserError("\n".join(explain(path, root, error))) from None
+
+
+def _by_name(value: Any) -> Any:
+    """The same values, all mappings in the order of their names."""
+    if not isinstance(value, dict):
+        return value
+    return {name: _by_name(inner) for name, inner in sorted(value.items(), key=lambda i: str(i[0]))}
 
 
 def repeated(node: yaml.Node | None) -> Iterator[tuple[str, int]]:
@@ -68,7 +78,7 @@ def declared_names(raw: dict[str, Any]) -> dict[str, list[str]]:
         "events": keys(raw.get("events")),
         "objectives": keys(raw.get("objectives")),
         "categorical item attributes": categories,
-        "credit keys": ["item", *categories],
+        "attribution keys": ["item", *categories],
         "counter keys": ["user", "item", "surface", *categories],
     }
 

@@ -19,12 +19,16 @@ from etl.spec.base import (
     EventName,
     KeyName,
     Name,
+    ObjectiveName,
     Strict,
     SurfaceName,
     declared_in,
 )
+from etl.spec.effects import effect_of, keys_of
 from etl.spec.sources import AttributeFile, EventLog, ImpressionLog, Source, Sources
 from etl.spec.units import DAY, Duration, format_duration
+
+MOST_CODES = 127  # tables hold surfaces and event types as signed bytes
 
 
 class Surface(Strict):
@@ -41,21 +45,34 @@ class EventType(Strict):
     role: Literal["impression", "outcome", "activity"] = "activity"
 
 
+class Touch(Strict):
+    """A kind of event to which an outcome is attributed that follows it within `window`, if any.
+
+    Both are of the same user and item, or value of the item attribute `key`; with `same_surface`
+    of the same surface, too.
+    """
+
+    touch: EventName
+    window: Duration | None = None
+    key: Annotated[str, declared_in("attribution keys")] = "item"
+    same_surface: bool = False
+
+
 class Objective(Strict):
     """Whether `event` follows an impression within `window`.
 
     Labels of the shorter windows `also_within` are kept beside it, each as it was when its window
-    had closed. Outcomes that name no impression are credited to the last `credit` event of the same
-    user and item (or value of the item attribute `credit_by`) before them, on any surface or on
-    the same. A label is final `settle` after its window has closed.
+    had closed. Outcomes that name no impression are attributed to the latest touch of the first
+    kind in `attribution` that has one (without kinds, to the latest impression of the same item).
+    Outcomes that name an impression which is not known are dropped, or attributed likewise. A label
+    is final `settle` after its window has closed.
     """
 
     event: EventName
     window: Duration
     also_within: tuple[Duration, ...] = ()
-    credit: EventName | None = None
-    credit_by: Annotated[str, declared_in("credit keys")] = "item"
-    credit_same_surface: bool = False
+    attribution: tuple[Touch, ...] = ()
+    unknown_impression: Literal["drop", "last_touch"] = "drop"
     settle: Duration = 0
     surfaces: tuple[SurfaceName, ...] | None = None
     value: bool = False
@@ -115,10 +132,15 @@ class DataSpec(Strict):
     """A user's data.
 
     A domain is a group of surfaces that may share a model from which their rankers begin.
-    `match` names item attributes by which a candidate is compared with its user's history. A day
+    `match` names item attributes by which a candidate is compared with its user's history. Of a
+    share `calibration_holdout` of requests models learn nothing until all labels are final. A day
     of which a larger share than `most_quarantined` is bad is refused; what a user does on a day
     beyond `most_events_a_day` is parked, as no person does so much. Impressions without a request
     in the log are of one request while none follows the one before later than `request_gap`.
+    Ids of events are those of one log, unless logs have `shared_event_ids`. Without an auction,
+    candidates are ranked by the objective `rank_by`.
+
+    The order of surfaces and of event types is that of their codes (etl/tables/codes.py).
     """
 
     name: Name
@@ -129,16 +151,19 @@ class DataSpec(Strict):
     most_quarantined: float = Field(default=0.1, ge=0, le=1)
     most_events_a_day: int = Field(default=20_000, ge=1)
     request_gap: Duration = 0
-    surfaces: dict[Name, Surface] = Field(min_length=1)
+    shared_event_ids: bool = False
+    surfaces: dict[Name, Surface] = Field(min_length=1, max_length=MOST_CODES)
     domains: dict[Name, tuple[Name, ...]] = {}
-    events: dict[Name, EventType]
+    events: dict[Name, EventType] = Field(max_length=MOST_CODES)
     objectives: dict[Name, Objective] = Field(min_length=1)
     attributes: Attributes = Attributes()
     sequences: dict[Name, Sequence] = Field(min_length=1)
     history: History = History()
     match: tuple[CategoryName, ...] = ()
+    calibration_holdout: float = Field(default=0.1, ge=0, lt=1)
     counters: Counters
     auction: Auction | None = None
+    rank_by: ObjectiveName | None = None
     sources: Sources
 
     @field_validator("time_zone")
@@ -196,6 +221,10 @@ class DataSpec(Strict):
         for surface in self.ad_surfaces:
             if not any(surface in self.surfaces_of(name) for name in self.objectives):
                 yield ("surfaces", surface), "ads but no objective; say `ads: false`"
+            elif self.auction is None and self.ranking_objective(surface) is None:
+                yield ("surfaces", surface), "no auction: name the objective that ranks, `rank_by`"
+        if self.auction and self.rank_by:
+            yield ("rank_by",), "the auction ranks; leave rank_by out"
         for name, surfaces in self.domains.items():
             yield from self._problems_of(name, surfaces)
         for entity in ("user", "item"):
@@ -245,12 +274,12 @@ class DataSpec(Strict):
 
     @cached_property
     def surface_codes(self) -> dict[str, int]:
-        """Code of each surface by its name: from 1, in the spec's order; 0 is unknown."""
+        """Code of each surface by its name: its place, from 1; 0 is unknown."""
         return {name: code for code, name in enumerate(self.surfaces, 1)}
 
     @cached_property
     def event_codes(self) -> dict[str, int]:
-        """Code of each event type by its name: from 1, in the spec's order; 0 is unknown."""
+        """Code of each event type by its name: its place, from 1; 0 is unknown."""
         return {name: code for code, name in enumerate(self.events, 1)}
 
     @cached_property
@@ -268,14 +297,26 @@ class DataSpec(Strict):
                 found[f"{name}_{format_duration(window)}"] = name, window
         return found
 
+    def attribution_of(self, objective: Objective) -> tuple[Touch, ...]:
+        """The kinds of touches of an objective, the first preferred."""
+        return objective.attribution or (Touch(touch=self.impression),)
+
     @property
-    def credits_by_attribute(self) -> bool:
-        """Whether some outcome is credited by what its item is."""
-        return any(objective.credit_by != "item" for objective in self.objectives.values())
+    def attributes_by_items(self) -> bool:
+        """Whether some outcome is attributed by an attribute of its item."""
+        touches = (t for o in self.objectives.values() for t in o.attribution)
+        return any(touch.key != "item" for touch in touches)
 
     def surfaces_of(self, objective: str) -> tuple[str, ...]:
         """Surfaces on which an objective is trained and served."""
         return self.objectives[objective].surfaces or self.ad_surfaces
+
+    def ranking_objective(self, surface: str) -> str | None:
+        """The objective that ranks a surface without an auction: `rank_by`, else its only one."""
+        served = [name for name in self.objectives if surface in self.surfaces_of(name)]
+        if self.rank_by in served:
+            return self.rank_by
+        return served[0] if len(served) == 1 else None
 
     def domain_of(self, surface: str) -> str | None:
         """The domain that holds a surface."""
@@ -311,16 +352,11 @@ class DataSpec(Strict):
 
     @cached_property
     def hash(self) -> str:
-        """Twelve hex digits that change when the meaning of the tables does.
-
-        How raw records are read, what models read of the tables and the terms of auctions are
-        left out.
-        """
-        of_models = {"sequences", "match", "history", "domains"}
-        unread = {"description", "most_quarantined", "sources"} | of_models
-        left_out: dict[str, Any] = dict.fromkeys(unread, True) | {"auction": {"terms"}}
-        meaning = self.model_dump(mode="json", exclude=left_out)
-        for surface in meaning["surfaces"].values():
-            surface.pop("logged_as")
-        meaning["delays"] = {name: log.delay for name, log in self.logs.items()}
-        return hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest()[:12]
+        """Twelve hex digits that change when the values in tables would, the codes among them."""
+        keys = keys_of(self.model_dump(mode="json"))
+        facts = {
+            "keys": {".".join(path): value for path, value in keys if effect_of(path).is_hashed},
+            "surfaces": list(self.surfaces),
+            "events": list(self.events),
+        }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]

@@ -58,12 +58,28 @@ class Files(Strict):
     """Files of one format; `path` is below the raw folder and may hold `{day}`.
 
     A `sparse` source may have no file on some days; without a file of any other, a day is refused.
+    The files of a day are complete when the file `complete` lies in their folder; without such a
+    marker, when none has changed for `unchanged_for`.
     """
 
     format: Format
     path: RawPath
     time_unit: Literal["s", "ms", "us"] = "ms"
     sparse: bool = False
+    complete: RawPath | None = None
+    unchanged_for: Duration = 600
+
+    @property
+    def is_by_day(self) -> bool:
+        """Whether there are files of their own for each day."""
+        return "{day}" in self.path
+
+    @model_validator(mode="after")
+    def _marker_of_a_day(self) -> "Files":
+        folder = self.path.rpartition("/")[0]
+        if self.complete and self.is_by_day and "{day}" not in folder + self.complete:
+            raise ValueError("all days would share the marker `complete`: put {day} into its name")
+        return self
 
 
 class Log(Files):
@@ -117,12 +133,26 @@ class ImpressionLog(Log):
 
 
 class AttributeFile(Files):
-    """Versions of entities; without `valid_from` a version holds for all time."""
+    """Versions of users or items.
+
+    In files by day, a version holds from its `valid_from`, but not before its day began; without a
+    `valid_from`, from the end of its day. A file whose path names no day is `static`: its rows hold
+    from their `valid_from`, or for all time, and never change. Or it is read again by each run, and
+    is treated as one of the run's last day. A version is visible `delay` after it holds.
+    """
 
     kind: Literal["attributes"]
     entity: Literal["user", "item"]
     key: str
     valid_from: str | None = None
+    static: bool = False
+    delay: Duration = 0
+
+    @model_validator(mode="after")
+    def _static_without_days(self) -> "AttributeFile":
+        if self.static and self.is_by_day:
+            raise ValueError("a static source is one file for all days: take {day} out of its path")
+        return self
 
 
 Source = Annotated[EventLog | ImpressionLog | AttributeFile, Field(discriminator="kind")]

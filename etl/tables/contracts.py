@@ -75,6 +75,7 @@ def events(spec: DataSpec) -> Contract:
         "value": "double",
         "propensity": "double",
         **{f"x_{name}": raw_type(a) for name, a in context_columns(spec).items()},
+        "log": "string",
         "source_file": "string",
     }
     return Contract(

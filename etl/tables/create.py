@@ -3,6 +3,7 @@
 import pyarrow as pa
 from deltalake import DeltaTable
 
+from etl.tables.codes import record_codes
 from etl.tables.contract import Contract
 from etl.tables.lake import Lake
 from etl.tables.schema import arrow_type
@@ -16,6 +17,7 @@ def create(lake: Lake, contract: Contract) -> None:
     if lake.exists(contract.name):
         lake.open(contract.name)
         return
+    record_codes(lake.root, lake.spec)
     fields = [
         pa.field(name, arrow_type(type_), nullable=name not in contract.never_null)
         for name, type_ in contract.columns.items()

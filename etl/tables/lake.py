@@ -12,6 +12,7 @@ from deltalake import DeltaTable
 
 from etl.errors import UserError
 from etl.spec.model import DataSpec
+from etl.tables.codes import bind, read_codes
 from etl.tables.place import place
 
 SPEC_PROPERTY = "gemline.spec"
@@ -26,12 +27,16 @@ PROPERTIES = {
 class Lake:
     """The tables of one data spec below one folder or object-store URL.
 
-    Tables are read at the versions `pins`, the others at their newest.
+    Tables are read at the versions `pins`, the others at their newest. Surfaces and event types of
+    `spec` are put in the order of their codes in this lake.
     """
 
     root: str
     spec: DataSpec
     pins: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "spec", bind(self.spec, read_codes(self.root)))
 
     @property
     def properties(self) -> dict[str, str]:

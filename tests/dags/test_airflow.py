@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dags.standalone import ask, start, stop
+from dags.standalone import Airflow, ask, start
 from etl.tables import pins
 from etl.tables.lake import Lake
 from ranking.package.versions import current
@@ -27,7 +28,7 @@ SOON = {  # who has lost his task is found out at once
     "AIRFLOW__SCHEDULER__ORPHANED_TASKS_CHECK_INTERVAL": "10",
     "AIRFLOW__SCHEDULER__SCHEDULER_HEALTH_CHECK_THRESHOLD": "15",
 }
-Started = tuple[dict[str, str], list[subprocess.Popen[bytes]]]
+Started = tuple[dict[str, str], list[Airflow]]
 
 
 def processes(*words: str) -> list[int]:
@@ -62,7 +63,7 @@ def airflow(tmp_path: Path, spec_path: Path, raw: Path) -> Iterator[Started]:
         yield env, running
     finally:
         for one in running:
-            stop(one)
+            one.stop()
 
 
 @pytest.mark.proof
@@ -72,6 +73,9 @@ def test_three_days_become_rankers_though_things_are_killed(
     env, running = airflow
     address = env["AIRFLOW__API__BASE_URL"]
     own = Lake(str(tmp_path / "lake"), lake.spec)
+    for port in (8793, 8794):  # log servers, which would listen on all interfaces
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
     for day in DAYS:
         body = {"logical_date": None, "partition_key": str(day)}
         ask(address, "dags/simulator_raw/dagRuns", body)
@@ -79,16 +83,14 @@ def test_three_days_become_rankers_though_things_are_killed(
     (task, *_) = wait(lambda: processes("-m gemline train gem", own.root), 900)
     os.kill(task, signal.SIGKILL)
     print("killed a task", flush=True)
-    (scheduler,) = [
-        pid for pid in processes("bin/airflow scheduler") if os.getsid(pid) == running[0].pid
-    ]
+    (scheduler,) = [process.pid for process in running[0].processes if "scheduler" in process.args]
     os.kill(scheduler, signal.SIGKILL)
     print("killed the scheduler", flush=True)
     another = subprocess.Popen(
         [sys.executable, "-m", "airflow", "scheduler", "--skip-serve-logs"], cwd=ROOT, env=env,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
-    running.append(another)
+    running.append(Airflow((another,)))
 
     def rankers_done() -> bool:
         runs = ask(address, "dags/simulator_rankers/dagRuns?limit=10")["dag_runs"]
@@ -112,3 +114,17 @@ def test_three_days_become_rankers_though_things_are_killed(
     for name in TABLES:
         assert rows(own, name) == rows(ranged, name), name
     assert LAST not in {row["day"] for row in rows(own, "examples")}
+
+
+@pytest.mark.proof
+def test_a_start_that_is_interrupted_leaves_nothing_running(
+    spec_path: Path, raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(address: str) -> bool:
+        raise KeyboardInterrupt
+
+    env = environment(tmp_path, spec_path, raw, PORT + 1)
+    monkeypatch.setattr("dags.standalone._healthy", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        start(env)
+    assert not processes("-m airflow", "scheduler"), "an Airflow in which all are admins"

@@ -15,7 +15,7 @@ from etl.errors import UserError
 from etl.spec import load_spec
 from etl.tables import records
 from etl.tables.lake import Lake
-from etl.upgrade import planned
+from etl.upgrade import plan_upgrade
 from gemline import main
 from tests.conftest import FIRST, LAST
 from tests.pipeline import TABLES, build_tables, rows
@@ -44,6 +44,14 @@ def wider_window(raw: dict[str, Any]) -> None:
     raw["objectives"]["click"]["window"] = "2h"
 
 
+def later_delay(raw: dict[str, Any]) -> None:
+    raw["sources"]["events"]["delay"] = "7m"
+
+
+def other_bid(raw: dict[str, Any]) -> None:
+    raw["auction"]["bid"] = "other_bid"
+
+
 def all_at_once(raw: dict[str, Any]) -> None:
     for change in (new_surface, no_conversions, new_counter):
         change(raw)
@@ -55,6 +63,8 @@ ANEW: dict[Change, set[str]] = {
     new_feature: {"attributes_item", "item_versions", "examples"},
     new_counter: {"examples"},
     wider_window: {"impressions"},
+    later_delay: {*TABLES, "attributes_user", "attributes_item"} - {"items", "quarantine"},
+    other_bid: {"attributes_item"},
 }
 
 
@@ -71,21 +81,43 @@ def test_only_tables_whose_meaning_changes_are_made_anew(
 ) -> None:
     new = load_spec(changed(spec_path, tmp_path / "new.yaml", change))
     assert new.hash != lake.spec.hash
-    found = planned(lake.root, lake.spec, new)
-    assert set(found.anew) == ANEW[change]
+    found = plan_upgrade(lake.root, lake.spec, new)
+    assert set(found.rebuilt) == ANEW[change]
     assert set(TABLES) - ANEW[change] <= set(found.kept)
 
 
-@pytest.mark.parametrize("kind", ["surfaces", "events"])
-def test_codes_that_stand_in_tables_are_not_given_away(
-    lake: Lake, spec_path: Path, tmp_path: Path, kind: str
+def test_nothing_is_removed_without_a_yes(
+    own: Lake, spec_path: Path, raw: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def turned(raw: dict[str, Any]) -> None:
-        raw[kind] = dict(reversed(raw[kind].items()))
+    path = changed(spec_path, tmp_path / "new.yaml", new_counter)
+    where = ["--spec", str(path), "--lake", own.root, "--raw", str(raw)]
+    command = ["upgrade", *where, "--days", f"{FIRST}:{LAST}", "--old", str(spec_path)]
+    assert main(command) == 2
+    output = capsys.readouterr()
+    assert "changed keys: counters.windows" in output.out
+    assert "removed, to be rebuilt: examples, GEM" in output.out
+    assert "add --yes" in output.err
+    assert own.version("examples") >= 0
 
-    new = load_spec(changed(spec_path, tmp_path / "new.yaml", turned))
-    with pytest.raises(UserError, match=f"{kind} were .* put new ones behind them"):
-        planned(lake.root, lake.spec, new)
+
+def test_what_codes_in_tables_stand_for_cannot_be_changed(
+    lake: Lake, spec_path: Path, tmp_path: Path
+) -> None:
+    def without_ads(raw: dict[str, Any]) -> None:
+        raw["surfaces"]["messaging"]["ads"] = False
+        raw["domains"] = {}
+
+    def without_a_type(raw: dict[str, Any]) -> None:
+        del raw["events"]["post_view"]
+        raw["counters"]["events"].remove("post_view")
+
+    for change, sentence in (
+        (without_ads, "messaging was ads: True"),
+        (without_a_type, "post_view is missing"),
+    ):
+        new = load_spec(changed(spec_path, tmp_path / "new.yaml", change))
+        with pytest.raises(UserError, match=sentence):
+            plan_upgrade(lake.root, lake.spec, new)
 
 
 @pytest.mark.proof
@@ -101,9 +133,11 @@ def test_an_upgraded_lake_is_that_of_the_new_spec(
     path = changed(spec_path, tmp_path / "new.yaml", all_at_once)
     new, there = load_spec(path), Place(path, str(raw), str(own))
     where = ["--spec", str(path), "--lake", str(own), "--raw", str(raw), "--days", days]
-    assert main(["upgrade", *where, "--old", str(spec_path)]) == 0
+    assert main(["upgrade", *where, "--old", str(spec_path), "--yes"]) == 0
     assert "it skips ingest, attributes, items, history" in capsys.readouterr().out
-    assert main(["upgrade", *where, "--old", str(spec_path)]) == 0, "it can be called again"
+    assert main(["upgrade", *where, "--old", str(spec_path), "--yes"]) == 0, (
+        "it can be called again"
+    )
     steps = line(new, there, newest_mature(new, FIRST, LAST))
     left = [step for step in unfinished(new, there, steps) if step.engine == "spark"]
     assert [step.name for step in left][:2] == ["labels", "examples"]

@@ -34,7 +34,7 @@ events:
   click: {kind: ad, role: outcome}
   purchase: {kind: ad, role: outcome}
 objectives:
-  purchase: {event: purchase, window: 1d, credit: click}
+  purchase: {event: purchase, window: 1d, attribution: [{touch: click}]}
 attributes:
   user: {plan: {type: categorical, vocabulary: [free, paid]}}
 sequences: {behaviour: {max_length: 8}}
@@ -112,6 +112,8 @@ def test_day_by_day_nothing_said_before_changes(own: Lake, logs: Path) -> None:
     build_tables(own, logs, (TWO, TWO))
     labels = by_id(own, "impressions", "label_purchase")
     assert (labels["i1"], labels["i2"]) == (1, 0), "a touch that landed later took the credit"
+    with pytest.raises(UserError, match=f"was made from what .* held: .* --days {ONE}:{TWO}"):
+        ingest(own, str(logs), (ONE, ONE))
     build_examples(own, (ONE, ONE))
     assert by_id(own, "examples", "u_plan")["i9"] == plans["i9"], "a plan of the day after"
 

@@ -290,3 +290,34 @@ def test_replay_lets_in_what_a_mended_spec_reads(own: Lake, tmp_path: Path) -> N
     assert (flow["read"], flow["kept"], flow["quarantined"], flow["duplicates"]) == (5, 3, 1, 1)
     ingest(again, str(tmp_path / "raw"), DAY)
     assert rows(again, "flow") == [flow], "a replay gives what an ingest gives"
+
+
+@pytest.mark.parametrize("broken", ["quarantine", "write_flow"])
+def test_an_interrupted_replay_loses_nothing_and_can_be_run_again(
+    own: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    put(tmp_path, "log.json", "\n".join([line("g"), line("k", action="klick"), line("h")]).encode())
+    ingest(own, str(tmp_path / "raw"), DAY)
+    mended = (tmp_path / "spec.yaml").read_text()
+    (tmp_path / "spec.yaml").write_text(
+        mended + "    types: {shown: shown, click: click, klick: click}\n"
+    )
+    again = Lake(own.root, load_spec(tmp_path / "spec.yaml"))
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"etl.replay.{broken}", killed)
+        with pytest.raises(KeyboardInterrupt):
+            replay(again, DAY)
+    held = {row["payload"] for row in snapshot_rows(again)}
+    assert any("klick" in payload for payload in held) or "k" in kept(again, "k")
+    if broken == "quarantine":
+        assert replay(again, DAY) == {"let in": 1, "still bad": 0}
+    else:
+        with pytest.raises(UserError, match="is in quarantine"):
+            replay(again, DAY)
+    assert sorted(row["event_id"] for row in rows(again, "events")) == ["g", "h", "k"]
+    (flow,) = rows(again, "flow")
+    assert (flow["read"], flow["kept"], flow["quarantined"], flow["duplicates"]) == (3, 3, 0, 0)

@@ -104,3 +104,4 @@ def test_a_machine_is_capped_reported_and_harmless(tmp_path: Path) -> None:
     reasons = {row["reason"] for row in rows(lake, "parked")}
     assert reasons == {f"more than {MOST:,} events of a user and day"}
     assert skewed["bytes"] <= 1.5 * even["bytes"]
+    assert skewed["seconds"] <= 2 * even["seconds"], "one task does the work of all"

@@ -30,7 +30,7 @@ ONE_LOG = settings(
     max_examples=1, phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
-MORE_LOGS = settings(ONE_LOG, max_examples=2)
+MORE_LOGS = settings(ONE_LOG, max_examples=4)
 
 
 def differences(lake: Lake, records: list[Record]) -> Counter[str]:

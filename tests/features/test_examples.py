@@ -62,7 +62,7 @@ def test_labels_are_those_of_the_reference(lake: Lake, events: list[dict]) -> No
                 by_user[row["user_id"]],
                 row,
                 spec.event_codes[objective.event],
-                spec.event_codes[objective.credit or spec.impression],
+                spec.event_codes[spec.attribution_of(objective)[0].touch],
                 objective.window * 1_000_000,
                 row[f"ready_{name}"],
             )

@@ -37,8 +37,8 @@ events:
   look: {kind: organic}
 objectives:
   click: {event: click, window: 1h}
-  buy: {event: buy, window: 12h, also_within: [2h], credit: click, credit_by: brand,
-        credit_same_surface: true, value: true}
+  buy: {event: buy, window: 12h, also_within: [2h], value: true,
+        attribution: [{touch: click, key: brand, same_surface: true}]}
 attributes:
   user: {plan: {type: categorical, vocabulary: [free, paid]}}
   item: {brand: {type: categorical, vocabulary: [x, y]}}
@@ -57,9 +57,9 @@ sources:
     columns: {event_id: id, user: user, item: item, surface: surface, type: type, event_time: ts,
               ingest_time: ingest, impression: imp, request: request, value: value}
   items: {kind: attributes, entity: item, format: json, path: items.json, key: item,
-          valid_from: since, time_unit: s}
+          valid_from: since, time_unit: s, static: true}
   users: {kind: attributes, entity: user, format: json, path: users.json, key: user,
-          valid_from: since, time_unit: s}
+          valid_from: since, time_unit: s, static: true}
 """
 
 

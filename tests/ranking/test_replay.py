@@ -21,6 +21,8 @@ from ranking.replay.scored import Scored, positional, scored
 from ranking.report.facts import true_probabilities
 from tests.conftest import FIRST, LAST
 
+PARTS = 8
+WIDEST = {"click": 0.8, "long_view": 0.5}  # an interval's width over the truth
 WEIGHTS = st.lists(st.floats(0.05, 1), min_size=1, max_size=4)
 
 
@@ -109,6 +111,15 @@ def test_the_truth_lies_in_the_interval_of_the_estimate(lake: Lake, said: Scored
         told = estimate(gains, found.places, found.other, found.chances, rows.request, rows.user)
         truth = true.sum() / len(np.unique(rows.request))
         assert told.other.low < truth < told.other.high, (name, truth, told.other)
+        assert told.other.high - told.other.low < WIDEST[name] * truth, "it says something"
+        held = 0
+        for part in range(PARTS):  # users are independent: so many logs of their own
+            own = rows.user % PARTS == part
+            columns = (found.places, found.other, found.chances, rows.request, rows.user)
+            of_part = estimate(gains[own], *(column[own] for column in columns)).other
+            truth = true[own].sum() / len(np.unique(rows.request[own]))
+            held += of_part.low < truth < of_part.high
+        assert held >= PARTS - 2, f"{name}: {held} of {PARTS} intervals of 95 % hold the truth"
 
 
 def true_at_place(lake: Lake, rows: Scored, raw: str, name: str, shift: np.ndarray) -> np.ndarray:

@@ -21,6 +21,7 @@ from training.data.ripened import Ripened
 
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
+Bools = npt.NDArray[np.bool_]
 KEYS = ("impression_id", "request_id", "user_id", "item_ix", "surface")
 POINTER = ("as_of_ts", "hist_len")
 
@@ -145,18 +146,42 @@ def _labels(
     table = table.take(where)
     surface = table["surface"].to_numpy()
     shape = (table.num_rows, len(spec.objectives))
-    labels, known, values = np.zeros(shape, np.float32), np.zeros(shape, bool), np.zeros(shape)
+    labels, final, values = np.zeros(shape, np.float32), np.zeros(shape, bool), np.zeros(shape)
+    ready, served = np.zeros(shape, np.int64), np.zeros(shape, bool)
     for i, name in enumerate(spec.objectives):
-        ready = table[f"ready_{name}"].to_numpy() // MICROS["s"]
-        codes = [spec.surface_codes[s] for s in spec.surfaces_of(name)]
-        known[:, i] = (ready >= ripened.after) & (ready < ripened.until) & np.isin(surface, codes)
+        ready[:, i] = table[f"ready_{name}"].to_numpy() // MICROS["s"]
+        served[:, i] = np.isin(surface, [spec.surface_codes[s] for s in spec.surfaces_of(name)])
         label = table[f"label_{name}"]
-        if (known[:, i] & label.is_null().to_numpy()).any():
-            raise UserError(
-                f"labels of {name} on {span} are not final in the table although their window has "
-                "closed; run `gemline etl labels` up to the newest day"
-            )
+        final[:, i] = label.is_valid().to_numpy()
         labels[:, i] = label.fill_null(0).to_numpy()
         if spec.objectives[name].value:
             values[:, i] = table[f"value_{name}"].fill_null(0).to_numpy()
+    known = served & _known(ready, served, _held_out(spec, rows), ripened)
+    if (known & ~final).any():
+        name = list(spec.objectives)[int(np.argmax((known & ~final).any(0)))]
+        raise UserError(
+            f"labels of {name} on {span} are not final in the table although their window has "
+            "closed; run `gemline etl labels` up to the newest day"
+        )
     return labels, known, values.astype(np.float32)
+
+
+def _known(ready: Int64, served: Bools, held_out: Bools, ripened: Ripened) -> Bools:
+    """Which labels (B, O), final from `ready` on where a surface has them, a pass is about."""
+    learned = np.where(held_out[:, None], np.where(served, ready, 0).max(1)[:, None], ready)
+    times = learned if ripened.purpose == "training" else ready
+    known = (times >= ripened.after) & (times < ripened.until)
+    if ripened.purpose == "calibration":
+        first_learned = np.where(served, learned, np.iinfo(np.int64).max).min(1)
+        known &= (first_learned >= ripened.after)[:, None]
+    return np.asarray(known)
+
+
+def _held_out(spec: DataSpec, rows: pa.Table) -> Bools:
+    """Rows (B) of requests that are held out: a share of them, by a hash of user and time."""
+    user = hashes(rows["user_id"].combine_chunks()).astype(np.uint64)
+    mixed = user * np.uint64(0x9E3779B97F4A7C15) ^ rows["as_of_ts"].to_numpy().astype(np.uint64)
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(31)
+    mixed *= np.uint64(0x94D049BB133111EB)
+    return np.asarray((mixed >> np.uint64(32)) < spec.calibration_holdout * 2.0**32)

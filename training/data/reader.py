@@ -64,8 +64,12 @@ class Reader:
         max_length: int | None = None,
         surfaces: tuple[str, ...] = (),
     ) -> "Reader":
-        """A reader of the newest versions; of the spec's first sequence where none is named."""
-        sequence = sequence or next(iter(lake.spec.sequences))
+        """A reader of the newest versions; `sequence` may be left out where the spec has one."""
+        if sequence is None:
+            sequence, *others = lake.spec.sequences
+            if others:
+                known = ", ".join(lake.spec.sequences)
+                raise UserError(f"--sequence: name one of the spec's sequences: {known}")
         versions = {name: lake.version(name) for name in TABLES}
         return cls(lake, versions, sequence, max_length, surfaces)
 
