@@ -4,8 +4,10 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from datetime import date, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import pytest
 
@@ -41,7 +43,17 @@ for dag in [made for made in vars(daily).values() if type(made).__name__ == "DAG
 modules = sorted(sys.modules)
 from airflow.utils.file import list_py_file_paths
 read = list_py_file_paths(os.environ["AIRFLOW__CORE__DAGS_FOLDER"], safe_mode=False)
-print("TOLD" + json.dumps({"dags": told, "modules": modules, "read": read}))
+import pendulum
+from airflow.serialization.encoders import coerce_to_core_timetable
+from airflow.timetables.base import TimeRestriction
+made = [dag for dag in vars(daily).values() if type(dag).__name__ == "DAG"]
+(raw,) = (dag for dag in made if dag.dag_id.endswith("_raw"))
+timetable, run, runs = coerce_to_core_timetable(raw.timetable), None, []
+since = TimeRestriction(pendulum.datetime(2026, 3, 1), None, catchup=True)
+for _ in range(300):
+    run = timetable.next_dagrun_info_v2(last_dagrun_info=run, restriction=since)
+    runs.append((run.run_after.isoformat(), run.partition_key))
+print("TOLD" + json.dumps({"dags": told, "modules": modules, "read": read, "runs": runs}))
 """
 RUN = """
 import json, sys
@@ -82,7 +94,10 @@ def runs(home: Path, spec_path: Path, raw: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def told(home: Path, spec_path: Path, raw: Path) -> Any:
-    env = environment(home, spec_path, raw)
+    """What the DAGs of a line in Berlin, begun by the clock, tell of themselves."""
+    berlin = home / "berlin.yaml"
+    berlin.write_text(spec_path.read_text() + "time_zone: Europe/Berlin\n")
+    env = environment(home, berlin, raw) | {"GEMLINE_SCHEDULE": "0 4 * * *"}
     done = subprocess.run(
         [sys.executable, "-c", TELL], env=env, cwd=ROOT, capture_output=True, text=True
     )
@@ -93,6 +108,16 @@ def told(home: Path, spec_path: Path, raw: Path) -> Any:
 def test_reading_the_dags_imports_nothing_heavy(told: Any) -> None:
     heavy = {"torch", "pyspark", "pandas", "deltalake", "pyarrow", "mlflow", "torchrec", "numpy"}
     assert not heavy & set(told["modules"])
+
+
+def test_each_day_is_begun_once_on_the_morning_after(told: Any) -> None:
+    """Whether clocks are turned forward or back."""
+    days = [date.fromisoformat(key) for _, key in told["runs"]]
+    assert days == [days[0] + timedelta(days=n) for n in range(len(days))]
+    for moment, key in told["runs"]:
+        begun = datetime.fromisoformat(moment).astimezone(ZoneInfo("Europe/Berlin"))
+        assert begun.date() - timedelta(days=1) == date.fromisoformat(key)
+        assert (begun.hour, begun.minute) == (4, 0)
 
 
 def test_airflow_looks_for_dags_in_one_file(told: Any) -> None:

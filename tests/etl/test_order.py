@@ -121,10 +121,11 @@ def test_day_by_day_nothing_said_before_changes(own: Lake, logs: Path) -> None:
 def seen(lake: Lake, day: date, items: Iterable[str]) -> None:
     """Replace a day of `events`: each item is shown once."""
     contract = contracts.events(lake.spec)
-    ts = lake.spec.day_start(day)
+    ts, code = lake.spec.day_start(day), lake.spec.event_codes["shown"]
     shown = [
         {
-            "event_id": f"{day}-{item}", "user_id": "u", "item_id": item, "surface": 1, "type": 1,
+            "event_id": f"{day}-{item}", "user_id": "u", "item_id": item, "surface": 1,
+            "type": code,
             "event_ts": ts * 10**6, "ingest_ts": ts * 10**6, "visible_ts": ts, "day": day,
             "bucket": 0,
         }

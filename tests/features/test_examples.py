@@ -73,7 +73,8 @@ def test_labels_are_those_of_the_reference(lake: Lake, events: list[dict]) -> No
 
 def test_labels_are_null_until_their_window_has_closed(lake: Lake) -> None:
     horizon = lake.spec.day_end(LAST) * 1_000_000
-    shown = [e for e in rows(lake, "events") if e["type"] == 1]
+    code = lake.spec.event_codes[lake.spec.impression]
+    shown = [e for e in rows(lake, "events") if e["type"] == code]
     landed = {e["impression_id"]: e["visible_ts"] for e in shown}
     for row in rows(lake, "impressions"):
         for name, objective in lake.spec.objectives.items():
@@ -110,7 +111,8 @@ def test_counters_are_those_of_the_reference(
     lake: Lake, events: list[dict], sample: list[dict]
 ) -> None:
     spec = lake.spec
-    shown = {e["impression_id"]: e for e in events if e["type"] == 1}
+    code = spec.event_codes[spec.impression]
+    shown = {e["impression_id"]: e for e in events if e["type"] == code}
     columns = {"user": "user_id", "item": "item_id"}
     for example in sample[:40]:
         impression = shown[example["impression_id"]]

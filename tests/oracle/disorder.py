@@ -43,6 +43,7 @@ attributes:
   user: {plan: {type: categorical, vocabulary: [free, paid]}}
   item: {brand: {type: categorical, vocabulary: [x, y]}}
 sequences: {behaviour: {}}
+rank_by: click
 counters:
   windows: [1h, 1d]
   events: [shown, click, buy]

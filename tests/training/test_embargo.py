@@ -31,7 +31,7 @@ def span(lake: Lake, day: date) -> Ripened:
     return Ripened(lake.spec.day_start(day), lake.spec.day_end(day), "training")
 
 
-@pytest.mark.parametrize("after", [2, 4])
+@pytest.mark.parametrize("after", [1, 2])
 def test_no_label_of_a_calibration_row_was_learned(lake: Lake, after: int) -> None:
     reader, days = Reader.newest(lake), list(each_day(FIRST, LAST))
     train_last = FIRST + timedelta(days=after)
@@ -48,7 +48,7 @@ def test_no_label_of_a_calibration_row_was_learned(lake: Lake, after: int) -> No
     conversion = list(lake.spec.objectives).index("conversion")
     earlier = {impression for impression, _ in labels(reader, days[: after + 1], Ripened(0, 2**40))}
     waited = [i for i, column in calibrating if column == conversion and i in earlier]
-    assert len(waited) > 20, "requests that were held out"
+    assert len(waited) > 5, "requests that were held out"
 
 
 def test_every_label_is_learned_once(lake: Lake) -> None:
