@@ -57,7 +57,9 @@ def measure(spec: DataSpec, records: DataFrame) -> list[Group]:
     bad = records.filter(~good).select(*keys, reason).groupBy(*keys, "reason").count().collect()
     return [
         Group(
-            *(row[key] for key in keys),
+            row["day"],
+            row["log"],
+            row["surface"],
             row["read"],
             row["good"],
             row["shown"],
