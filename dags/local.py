@@ -15,7 +15,7 @@ from dags.line import Place, Step
 from etl.errors import error_of_exit_code
 from etl.spec import DataSpec, load_spec
 from etl.tables import records
-from etl.tables.lake import Lake
+from etl.tables.codes import bind, read_codes
 from etl.tables.place import here
 from etl.tables.place import place as place_of
 
@@ -60,7 +60,7 @@ def run_steps(plan: Path, names: Sequence[str]) -> int:
     from gemline import main
 
     place, steps = Plan.validate_json(plan.read_bytes())
-    spec = Lake(place.lake, load_spec(place.spec)).spec
+    spec = bind(load_spec(place.spec), read_codes(place.lake))
     for step in steps:
         if step.name not in names:
             continue

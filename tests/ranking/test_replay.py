@@ -22,7 +22,7 @@ from ranking.report.facts import true_probabilities
 from tests.conftest import FIRST, LAST
 
 PARTS = 8
-WIDEST = {"click": 0.8, "long_view": 0.5}  # an interval's width over the truth
+WIDEST = {"click": 2.0, "long_view": 1.5}  # an interval's width over the truth
 WEIGHTS = st.lists(st.floats(0.05, 1), min_size=1, max_size=4)
 
 
