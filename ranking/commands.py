@@ -1,7 +1,8 @@
 """The commands of this folder. torch is imported when a command is called."""
 
 import os
-from datetime import datetime
+import time
+from datetime import UTC, datetime
 from importlib.util import find_spec
 from typing import Annotated
 
@@ -177,12 +178,19 @@ def serve(args: ServeArgs) -> None:
         raise UserError("--compiled needs torch: pip install 'gemline[train]'")
     if args.compiled and not os.environ.get(PUBLIC):
         raise UserError(f"compiled programs are native code: set {PUBLIC} to whom you trust")
-    Live(args.lake, args.load()).store.close()  # what is wrong is told here, once
-
+    live = Live(args.lake, args.load())  # what is wrong is reported here, once
+    live.close()
+    shift = shift_to(args.clock) if args.clock else 0
+    if time.time() + shift < live.store.first_request:
+        until = datetime.fromtimestamp(live.store.landed, UTC)
+        raise UserError(
+            f"the online features hold what had landed by {until:%Y-%m-%d %H:%M} UTC: begin with "
+            "--clock at that time"
+        )
     settings = Settings(
         spec=args.spec.absolute(), lake=args.lake, most_waiting=args.most_waiting,
         most_bytes=args.most_bytes, compiled=args.compiled,
-        shift=shift_to(args.clock) if args.clock else 0,
+        shift=shift,
     )  # fmt: skip
     run(settings, args.host, args.port, args.workers)
 

@@ -150,6 +150,21 @@ def lake(tables: Tables, lake_spec) -> Iterator:
 
 
 @pytest.fixture(scope="session")
+def small_line(tables: Tables) -> SmallLine:
+    return tables.small_line
+
+
+@pytest.fixture(scope="session")
+def small_lake(tables: Tables) -> Iterator:
+    """The tables of the small line, made as one range. Tests must not write to it."""
+    from etl.spec import load_spec
+    from etl.tables.lake import Lake
+
+    with unchanged(tables.small_lake):
+        yield Lake(str(tables.small_lake), load_spec(tables.small_line.spec))
+
+
+@pytest.fixture(scope="session")
 def gem_lake(shared_world: World, lake, spec_path: Path) -> Iterator:
     """The tables, and a GEM of each of the first three days with what it predicts of the next.
 

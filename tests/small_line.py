@@ -41,6 +41,7 @@ def small_spec(spec_path: Path) -> str:
     del spec["domains"], spec["objectives"]["conversion"]
     spec["auction"]["pays_for"]["sales"] = "click"
     spec["counters"]["keys"] = [["user"], ["item"]]
+    spec["sources"]["events"]["delay"] = "5m"
     return yaml.safe_dump(spec, sort_keys=False)
 
 

@@ -51,7 +51,7 @@ def measure(args: "ServingArgs", result: Result) -> None:
     took, told = timed(asked, assemble, ranker, native), assemble(asked[-1])
     one_by_one = CANDIDATES * median([eager(student, told, n) for n in range(EAGER)])
     flops = flops_of(lambda: eager(student, told, slice(None)))
-    live.store.close()
+    live.close()
     limit = 1e3 * flops / peak()
     ratio = one_by_one / median(took["programs"])
     result.rows += [

@@ -258,6 +258,25 @@ class DataSpec(Strict):
         """The sources that hold events."""
         return {n: s for n, s in self.sources.items() if isinstance(s, EventLog | ImpressionLog)}
 
+    @cached_property
+    def delays(self) -> dict[str, int]:
+        """Seconds from the ingest until an event is visible, by the types that the logs declare.
+
+        Where several logs declare a type it is the largest of theirs.
+        """
+        found: dict[str, int] = {}
+        for log in self.logs.values():
+            for event in self._types_of(log):
+                found[event] = max(found.get(event, 0), log.delay)
+        return found
+
+    def _types_of(self, log: EventLog | ImpressionLog) -> set[str]:
+        if isinstance(log, ImpressionLog):
+            return {self.impression, *(outcome.event for outcome in log.outcomes)}
+        if log.columns.type:
+            return set(log.types.values() or self.events)
+        return {log.event or self.impression}
+
     def without_files_of(self, sources: Collection[str]) -> "DataSpec":
         """The same spec, where some sources may lack files; UserError where it has no such one."""
         unknown = sorted(set(sources) - set(self.sources))

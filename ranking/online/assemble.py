@@ -13,10 +13,11 @@ from etl.spec.units import MICROS
 from features.four_bits import unpacked
 from features.inputs import ITEM, USER
 from ranking.inputs import Before, Candidates, Ids, Items, Requests
+from ranking.online.database import Txn
 from ranking.online.feed import key_parts
 from ranking.online.layout import BEFORE, OFFER, UNKNOWN, key_of
 from ranking.online.request import Asked, check, encoded
-from ranking.online.store import Store, Txn
+from ranking.online.store import Store
 from ranking.reads import Reads
 from ranking.rhythm import Rhythm, rhythm
 
@@ -140,7 +141,7 @@ class Moment:
         parts = key_parts(self.store, asked.user, asked.surface, heads, asked.as_of)
         names = counters.names(parts)
         distinct = list({name for column in names for name in column if name is not None})
-        found = counters.count(self.txn.counted, distinct, asked.as_of)
+        found = counters.count(self.txn, distinct, asked.as_of)
         found = np.concatenate((found, np.zeros((1, counters.width), np.int64)))
         place = {name: n for n, name in enumerate(distinct)} | {None: len(distinct)}
         at = np.array([[place[name] for name in column] for column in names])

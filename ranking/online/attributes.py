@@ -1,18 +1,18 @@
-"""Versions of users and items, told to the store one by one or all of a lake."""
+"""Versions of users and items in the store."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from etl.errors import UserError
-from etl.spec import DataSpec
 from etl.spec.attributes import Categorical, Numeric, Vector
+from etl.spec.units import MICROS
 from etl.tables.contracts import RESERVED_ITEMS, item_key_columns
 from features.encoded import number_of, row_of, signed_hash
+from ranking.online.database import Txn
 from ranking.online.layout import OFFER, UNKNOWN, Layout, key_of
-from ranking.online.log import keep
-from ranking.online.store import Store, Txn
+from ranking.online.store import REQUEST_SLACK, Store
 
 NEXT_ITEM = b"next item"
 Values = Mapping[str, object]
@@ -32,8 +32,9 @@ class Version:
     goal: str | None = None
 
 
-def refuse(spec: DataSpec, entity: str, version: Version) -> None:
-    """Raises UserError where a version tells what the spec does not know."""
+def check_version(layout: Layout, entity: str, version: Version) -> None:
+    """Raises UserError for attributes and goals unknown to the spec, and values of a wrong type."""
+    spec = layout.spec
     declared = getattr(spec.attributes, entity)
     unknown = sorted(set(version.values) - set(declared))
     if unknown:
@@ -42,43 +43,32 @@ def refuse(spec: DataSpec, entity: str, version: Version) -> None:
     if version.goal is not None and version.goal not in goals:
         known = ", ".join(goals) or "none"
         raise UserError(f"unknown campaign goal {version.goal!r}; known: {known}")
+    encoded(layout, entity, version)
 
 
-def tell_users(store: Store, versions: Iterable[Version], told_ts: int | None = None) -> None:
-    """Add versions of users, all or none; those told live (µs) are remembered.
+def upsert_attributes(store: Store, txn: Txn, entity: str, version: Version, now: int) -> None:
+    """Add a version of a user or an item, in the place of one that is valid from the same time.
 
-    Raises UserError where a value is of a wrong type.
+    Versions that no request from about the second `now` on can read are dropped. A new item gets
+    the next index. Raises UserError where a value is of a wrong type.
     """
-    declared, layout = store.spec.attributes.user, store.layout.user
-    with store.writing() as txn:
-        for version in versions:
-            row = encoded(store.layout, "u", declared, layout, version)
-            _insert(txn, "users", key_of(version.name), row)
-            if told_ts is not None:
-                keep(txn, "user", told_ts, version)
+    first = now - REQUEST_SLACK
+    row = encoded(store.layout, entity, version)
+    if entity == "user":
+        _insert(txn, "users", key_of(version.name), row, first)
+        return
+    head = known_item(store, txn, version.name, version)
+    _insert(txn, "versions", int(head["index"]).to_bytes(4, "big"), row, first)
+    if store.spec.auction:
+        _insert(txn, "offers", key_of(version.name), offer(store, version), first)
 
 
-def tell_items(store: Store, versions: Iterable[Version], told_ts: int | None = None) -> None:
-    """Add versions of items, as `tell_users` does of users; a new item gets the next index."""
-    declared, layout = store.spec.attributes.item, store.layout.item
-    with store.writing() as txn:
-        for version in versions:
-            row = encoded(store.layout, "i", declared, layout, version)
-            head = known_item(store, txn, version.name, version)
-            _insert(txn, "versions", int(head["index"]).to_bytes(4, "big"), row)
-            if store.spec.auction:
-                _insert(txn, "offers", key_of(version.name), offer(store, version))
-            if told_ts is not None:
-                keep(txn, "item", told_ts, version)
-
-
-def encoded(
-    layout: Layout, prefix: str, declared: Mapping[str, Categorical | Numeric | Vector],
-    dtype: np.dtype, version: Version,
-) -> np.ndarray:  # fmt: skip
-    """A version (1) as models read it."""
-    group = layout.features.user if prefix == "u" else layout.features.item
-    row = np.zeros(1, dtype)
+def encoded(layout: Layout, entity: str, version: Version) -> np.ndarray:
+    """A version (1) as models read it. Raises UserError where a value is of a wrong type."""
+    declared: Mapping[str, Categorical | Numeric | Vector]
+    declared = getattr(layout.spec.attributes, entity)
+    group, prefix = getattr(layout.features, entity), entity[0]
+    row = np.zeros(1, getattr(layout, entity))
     row["since"] = version.valid_from
     ids, given = list(group.ids), []
     for name, attribute in declared.items():
@@ -127,11 +117,16 @@ def offer(store: Store, version: Version) -> np.ndarray:
     return row
 
 
-def _insert(txn: Txn, table: str, key: bytes, row: np.ndarray) -> None:
+def _insert(txn: Txn, table: str, key: bytes, row: np.ndarray, first: int) -> None:
+    """Add a row to the versions of a key that a request at the second `first` or later can read.
+
+    These are all that are valid from then on, and the newest valid strictly before.
+    """
     there = np.frombuffer(txn.get(table, key), row.dtype)
     rows = np.concatenate((there[there["since"] != row["since"]], row))
-    order = np.argsort(rows["since"], kind="stable")
-    txn.put(table, key, rows[order].tobytes())
+    rows = rows[np.argsort(rows["since"], kind="stable")]
+    before = int(np.searchsorted(rows["since"], first * MICROS["s"]))
+    txn.put(table, key, rows[max(0, before - 1) :].tobytes())
 
 
 def _float(name: str, value: object) -> float | None:

@@ -18,14 +18,11 @@ from etl.tables.contracts import RESERVED_ITEMS, item_key_columns
 from etl.tables.lake import Lake
 from features.encoded import signed_hash
 from features.history.pack import dwell_byte
-from ranking.online.attributes import NEXT_ITEM, Version, known_item, tell_items, tell_users
-from ranking.online.counters import SECONDS
-from ranking.online.feed import name_of
-from ranking.online.history import SPARE
-from ranking.online.layout import BEFORE, HISTORY, HOUR, SEEN, UNKNOWN, key_of
-from ranking.online.store import Meta, Store, create, open_store
-
-Pairs = list[tuple[bytes, bytes]]
+from ranking.online.attributes import NEXT_ITEM, Version, known_item, upsert_attributes
+from ranking.online.counters import LEVELS, Pairs
+from ranking.online.layout import BEFORE, HISTORY, SEEN, UNKNOWN, key_of
+from ranking.online.log import id_key
+from ranking.online.store import MARGIN_DAYS, Meta, Store, create, open_store
 
 
 def build(lake: Lake, folder: Path, last: date, sequence: str, length: int, before: int) -> Store:
@@ -41,10 +38,10 @@ def build(lake: Lake, folder: Path, last: date, sequence: str, length: int, befo
     )  # fmt: skip
     store = create(whole.fresh(folder), meta)
     source = Source(lake, store, last, before)
-    source.indexed(items)
-    tell_users(store, source.versions("user"))
-    tell_items(store, source.versions("item"))
-    tables = itertools.chain(source.before_rows(), source.behaviour())
+    source.put_items(items)
+    source.upsert_versions("user")
+    source.upsert_versions("item")
+    tables = itertools.chain(source.before_rows(), source.behaviour(), source.ids())
     for name, pairs in tqdm(tables, desc="online features", unit="table", disable=None):
         with store.writing() as txn:
             txn.put_all(name, pairs)
@@ -62,25 +59,31 @@ class Source:
     last: date
     before: int
 
-    def indexed(self, told: pa.Table) -> None:
-        """Every item that was ever seen keeps its index."""
-        index = told["item_ix"].to_numpy()
+    def put_items(self, items: pa.Table) -> None:
+        """Write the index of every item that was ever seen."""
+        index = items["item_ix"].to_numpy()
         heads = np.zeros(len(index), self.store.layout.item_head)
         heads["index"], heads["since"], heads["keys"] = index, UNKNOWN, UNKNOWN
-        names = told["item_id"].to_pylist()
+        names = items["item_id"].to_pylist()
         with self.store.writing() as txn:
             txn.put("meta", NEXT_ITEM, self.store.meta.items.to_bytes(8, "big"))
             txn.put_all(
                 "items", [(key_of(n), h.tobytes()) for n, h in zip(names, heads, strict=True)]
             )
 
-    def versions(self, entity: str) -> Iterator[Version]:
-        """The versions of users or items, in the order in which they hold."""
+    def upsert_versions(self, entity: str) -> None:
+        """Add the versions of users or items that a request can still read."""
+        with self.store.writing() as txn:
+            for version in self._versions(entity):
+                upsert_attributes(self.store, txn, entity, version, self.store.first_request)
+
+    def _versions(self, entity: str) -> Iterator[Version]:
+        """The versions of users or items, in the order in which they are valid."""
         contract = contracts.attributes(self.lake.spec, entity)
         order = [(name, "ascending") for name in (f"{entity}_id", "valid_from", "day")]
-        told = landed(self.lake, contract, self.last).sort_by(order)
+        rows = landed(self.lake, contract, self.last).sort_by(order)
         declared = getattr(self.lake.spec.attributes, entity)
-        for row in told.to_pylist():
+        for row in rows.to_pylist():
             values = {name: row[f"x_{name}"] for name in declared}
             yield Version(
                 row[f"{entity}_id"], row["valid_from"], values, row.get("bid"), row.get("goal")
@@ -91,14 +94,15 @@ class Source:
         contract = contracts.user_knowledge(self.lake.spec)
         if not self.before or not self.lake.exists(contract.name):
             return
-        told = landed(self.lake, contract, self.last)
-        told = told.sort_by([(name, "ascending") for name in contract.order_by])
-        rows = np.zeros(len(told), BEFORE)
-        rows["visible"], rows["shown"] = told["visible_ts"], told["shown_ts"]
-        rows["item"] = told["item_ix"]
-        kept = np.frombuffer(b"".join(told["kept"].to_pylist()), np.uint8)
-        rows["kept"] = kept.reshape(len(told), -1)
-        yield "before", list(_grouped(_keys(told["user_id"]), rows, self.before))
+        stored = landed(self.lake, contract, self.last)
+        stored = stored.sort_by([(name, "ascending") for name in contract.order_by])
+        rows = np.zeros(len(stored), BEFORE)
+        rows["visible"], rows["shown"] = stored["visible_ts"], stored["shown_ts"]
+        rows["item"] = stored["item_ix"]
+        kept = np.frombuffer(b"".join(stored["kept"].to_pylist()), np.uint8)
+        rows["kept"] = kept.reshape(len(stored), -1)
+        found = _grouped(_keys(stored["user_id"]), rows)
+        yield "before", [(name, theirs[-self.before :].tobytes()) for name, theirs in found]
 
     def behaviour(self) -> Iterator[tuple[str, Pairs]]:
         """Histories of users bucket by bucket, and the counters of all of them."""
@@ -108,103 +112,76 @@ class Source:
         stored = arrow.snapshot(self.lake, contract)
         days = [day for day in stored.days() if day <= self.last]
         for bucket in range(spec.buckets):
-            told = stored.read(columns, day=days, bucket=bucket)
+            events = stored.read(columns, day=days, bucket=bucket)
             if histories.codes:
-                wanted = pc.is_in(told["type"], pa.array(histories.codes, pa.int8()))
-                told = told.filter(wanted)
-            told = told.sort_by([(name, "ascending") for name in contract.order_by])
-            rows = self._history(told.combine_chunks())
-            most = histories.most + SPARE
-            yield "history", list(_grouped(_keys(told["user_id"]), rows, most))
-        since = spec.day_end(self.last) - max(spec.counters.windows) - SECONDS
-        landed = self.last - timedelta(days=2 + max(spec.counters.windows) // DAY)
+                wanted = pc.is_in(events["type"], pa.array(histories.codes, pa.int8()))
+                events = events.filter(wanted)
+            events = events.sort_by([(name, "ascending") for name in contract.order_by])
+            rows = self._history(events.combine_chunks())
+            yield "history", list(self._kept(_keys(events["user_id"]), rows))
+        since = self.store.landed - max(spec.counters.windows) - LEVELS[0].seconds
+        visible_after = spec.lateness + max(log.delay for log in spec.logs.values())
+        landed = self.last - timedelta(days=2 + (max(spec.counters.windows) + visible_after) // DAY)
         recent = stored.read(columns, day=[day for day in days if day >= landed])
-        yield "seen", self._seen(recent)
-        yield from self._counters(recent.filter(pc.greater_equal(recent["visible_ts"], since)))
+        yield from self.counters(recent.filter(pc.greater_equal(recent["visible_ts"], since)))
 
-    def _seen(self, recent: pa.Table) -> Pairs:
-        """Events of the last days, which may be told again live."""
-        again = recent.filter(pc.greater_equal(recent["day"], self.last - timedelta(days=1)))
-        return [(name_of(one), SEEN) for one in again["event_id"].to_pylist()]
+    def ids(self) -> Iterator[tuple[str, Pairs]]:
+        """Ids of the events that are not settled yet: they may have been posted live as well."""
+        stored = arrow.snapshot(self.lake, contracts.events(self.lake.spec))
+        first = self.last - timedelta(days=2 * self.lake.spec.lateness_days + MARGIN_DAYS + 1)
+        days = [day for day in stored.days() if first <= day <= self.last]
+        recent = stored.read(["event_id", "event_ts"], day=days)
+        unsettled = recent.filter(pc.greater_equal(recent["event_ts"], self.store.settled_ts))
+        yield "seen", [(id_key(one), SEEN) for one in unsettled["event_id"].to_pylist()]
 
-    def _history(self, told: pa.Table) -> np.ndarray:
-        rows = np.zeros(len(told), HISTORY)
-        rows["visible"], rows["happened"] = told["visible_ts"], told["event_ts"]
-        rows["event"] = _bytes(told["event_id"])
-        rows["item"] = self._index(told["item_id"])
-        rows["surface"], rows["type"] = told["surface"], told["type"]
-        rows["dwell"] = dwell_byte(told["dwell_ms"].to_numpy())
+    def _kept(self, owner: np.ndarray, rows: np.ndarray) -> Iterator[tuple[bytes, bytes]]:
+        """The events of each user that a request may read."""
+        for name, theirs in _grouped(owner, rows):
+            first = self.store.histories.first_kept(theirs["visible"], self.store.landed)
+            yield name, theirs[first:].tobytes()
+
+    def _history(self, events: pa.Table) -> np.ndarray:
+        rows = np.zeros(len(events), HISTORY)
+        rows["visible"], rows["happened"] = events["visible_ts"], events["event_ts"]
+        rows["event"] = _bytes(events["event_id"])
+        rows["item"] = heads_of(self.store, events["item_id"])["index"]
+        rows["surface"], rows["type"] = events["surface"], events["type"]
+        rows["dwell"] = dwell_byte(events["dwell_ms"].to_numpy())
         return rows
 
-    def _index(self, items: pa.ChunkedArray) -> np.ndarray:
-        """Indexes (N) of items, by the store."""
-        return self._heads(items)["index"]
-
-    def _heads(self, items: pa.ChunkedArray) -> np.ndarray:
-        """What the store knows of each of some items (N)."""
-        told = items.combine_chunks().dictionary_encode()
-        with self.store.writing() as txn:
-            heads = [known_item(self.store, txn, name) for name in told.dictionary.to_pylist()]
-        return np.array(heads, self.store.layout.item_head)[told.indices.to_numpy()]
-
-    def _counters(self, told: pa.Table) -> Iterator[tuple[str, Pairs]]:
-        """Hours and totals of each key of the spec, over events (N)."""
+    def counters(self, events: pa.Table) -> Iterator[tuple[str, Pairs]]:
+        """The records of each key of the spec, over events (N)."""
         counters = self.store.counters
-        told = told.filter(pc.is_in(told["type"], pa.array(counters.codes, pa.int8())))
-        hour, second = np.divmod(told["visible_ts"].to_numpy(), SECONDS)
+        events = events.filter(pc.is_in(events["type"], pa.array(counters.codes, pa.int8())))
+        second = events["visible_ts"].to_numpy()
         codes = np.array(counters.codes)
-        kind = np.argmax(told["type"].to_numpy()[:, None] == codes, 1)
-        parts = self._parts(told)
-        for number, key in enumerate(counters.keys):
-            columns = np.stack([parts[part] for part in key], 1)
-            there = (columns != UNKNOWN).all(1)
-            values, owner = np.unique(columns[there], axis=0, return_inverse=True)
-            names = counters.names_of(number, values)
-            yield from self._of_key(names, owner.ravel(), hour[there], second[there], kind[there])
-
-    def _of_key(
-        self, names: list[bytes], owner: np.ndarray, hour: np.ndarray, second: np.ndarray,
-        kind: np.ndarray,
-    ) -> Iterator[tuple[str, Pairs]]:  # fmt: skip
-        order = np.lexsort((hour, owner))
-        owner, hour = owner[order], hour[order]
-        rows = np.zeros(len(order), HOUR)
-        rows["second"], rows["type"] = second[order], kind[order]
-        first = np.flatnonzero(np.diff(owner, prepend=-1) | np.diff(hour, prepend=-1))
-        cuts = np.append(first, len(order))
-        yield (
-            "hours",
-            [
-                (names[owner[a]] + int(hour[a]).to_bytes(4, "big"), rows[a:b].tobytes())
-                for a, b in itertools.pairwise(cuts)
-            ],
-        )
-        totals = np.zeros(len(first), self.store.counters.totals)
-        totals["hour"] = hour[first]
-        group = np.repeat(np.arange(len(first)), np.diff(cuts))
-        np.add.at(totals["counts"], (group, rows["type"]), 1)
-        own = owner[first]
-        starts = np.flatnonzero(np.diff(own, prepend=-1))
-        ends = np.append(starts, len(own))
-        yield (
-            "totals",
-            [(names[own[a]], totals[a:b].tobytes()) for a, b in itertools.pairwise(ends)],
-        )
-
-    def _parts(self, told: pa.Table) -> dict[str, np.ndarray]:
-        """The single keys (N) of events, as items were known when each became visible."""
-        users = told["user_id"].combine_chunks().dictionary_encode()
+        kind = np.argmax(events["type"].to_numpy()[:, None] == codes, 1)
+        users = events["user_id"].combine_chunks().dictionary_encode()
         hashes = np.array([signed_hash(name) for name in users.dictionary.to_pylist()], np.int64)
-        heads = self._heads(told["item_id"])
-        then = (heads["since"] != UNKNOWN) & (heads["since"] < told["visible_ts"].to_numpy())
         parts = {
             "user": hashes[users.indices.to_numpy()],
-            "surface": told["surface"].to_numpy().astype(np.int64),
-            "item": heads["index"].astype(np.int64),
+            "surface": events["surface"].to_numpy().astype(np.int64),
+            **item_parts(self.store, events["item_id"], second),
         }
-        for n, name in enumerate(item_key_columns(self.lake.spec)):
-            parts[name.removeprefix("k_")] = np.where(then, heads["keys"][:, n], UNKNOWN)
-        return parts
+        yield from counters.records(parts, second, kind)
+
+
+def heads_of(store: Store, items: pa.ChunkedArray) -> np.ndarray:
+    """What a store knows of each of some items (N); new ones get an index."""
+    distinct = items.combine_chunks().dictionary_encode()
+    with store.writing() as txn:
+        heads = [known_item(store, txn, name) for name in distinct.dictionary.to_pylist()]
+    return np.array(heads, store.layout.item_head)[distinct.indices.to_numpy()]
+
+
+def item_parts(store: Store, items: pa.ChunkedArray, second: np.ndarray) -> dict[str, np.ndarray]:
+    """The single keys of counters (N) that items tell, as each was known at a second."""
+    heads = heads_of(store, items)
+    known = (heads["since"] != UNKNOWN) & (heads["since"] < second)
+    parts = {"item": heads["index"].astype(np.int64)}
+    for n, name in enumerate(item_key_columns(store.spec)):
+        parts[name.removeprefix("k_")] = np.where(known, heads["keys"][:, n], UNKNOWN)
+    return parts
 
 
 def landed(lake: Lake, contract: Contract, last: date) -> pa.Table:
@@ -221,10 +198,10 @@ def _bytes(names: pa.ChunkedArray) -> np.ndarray:
     return np.array([name.encode() for name in names.to_pylist()], np.bytes_)
 
 
-def _grouped(owner: np.ndarray, rows: np.ndarray, most: int) -> Iterator[tuple[bytes, bytes]]:
-    """The rows of each owner, who lie together: the last `most` of them."""
+def _grouped(owner: np.ndarray, rows: np.ndarray) -> Iterator[tuple[bytes, np.ndarray]]:
+    """Each owner and its rows; those of one owner lie together."""
     if not len(rows):
         return
     starts = np.flatnonzero(np.concatenate(([True], owner[1:] != owner[:-1])))
     for a, b in zip(starts, np.append(starts[1:], len(rows)), strict=True):
-        yield bytes(owner[a]), rows[max(a, b - most) : b].tobytes()
+        yield bytes(owner[a]), rows[a:b]

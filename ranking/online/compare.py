@@ -17,9 +17,9 @@ from etl.tables.lake import Lake
 from features.inputs import ITEM
 from ranking.inputs import Before, Items
 from ranking.online.assemble import Assembler
-from ranking.online.attributes import Version, tell_items, tell_users
+from ranking.online.attributes import Version, upsert_attributes
 from ranking.online.build import build
-from ranking.online.feed import Event, feed
+from ranking.online.feed import Event, ingest_event
 from ranking.online.request import Asked
 from ranking.online.store import Store
 from ranking.reads import Reads
@@ -45,27 +45,30 @@ class Compared:
 def compare(
     lake: Lake, day: date, sequence: str, reads: Reads, folder: Path, most: int | None = None
 ) -> Compared:
-    """Tell a store, made in a folder, a day's events as they became visible; ask its requests.
+    """Post a day's events to a store, built in a folder, as they came; ask the day's requests.
 
-    At most so many of them. Requests that landed later than on their day are left out.
+    At most so many of them. Requests that landed later than on their day are left out. When an
+    event becomes visible is left to the store, as it is in the service.
     """
     eve = day - timedelta(days=1)
     store = build(lake, folder, eve, sequence, reads.searched, reads.before)
-    tell_versions(store, lake, day)
+    upsert_versions(store, lake, day)
     logged = arrow.snapshot(lake, contracts.events(lake.spec)).read(day=day)
     shown = _shown(lake, logged)
     surfaces = lake.spec.ad_surfaces
     readers = {s: Reader.newest(lake, sequence, reads.searched, (s,)) for s in surfaces}
     known = earlier(lake) if reads.before else Earlier.nothing()
-    ask, told = Assembler(store, reads), events(lake, logged)
-    waiting: list[Event] = []
+    ask, posted = Assembler(store, reads), posted_events(lake, logged)
+    following = next(posted, None)
     found: list[str] = []
     n = 0
     asked = islice(_requests(lake, readers, day), most)
     for surface, batch in tqdm(asked, desc="replay", unit="request", disable=None):
         as_of, reader = int(batch.as_of[0]), readers[surface]
-        due, waiting = _until(waiting, told, as_of)
-        feed(store, due)
+        with store.writing() as txn:
+            while following and following.ingest_ts < as_of * MICROS["s"]:
+                ingest_event(store, txn, following)
+                following = next(posted, None)
         live = ask(_asked(lake, surface, batch, shown))
         stored = Assembly(reader, known, reads)(batch)
         items = reader.items.known_by(eve)
@@ -114,14 +117,17 @@ def _rows_of(index: np.ndarray, known: np.ndarray) -> np.ndarray:
     return np.where(inside & known[np.where(inside, index, 0)], index, 0)
 
 
-def tell_versions(store: Store, lake: Lake, day: date) -> None:
-    """Tell a store what landed on a day about users and items."""
-    for entity, tell in (("user", tell_users), ("item", tell_items)):
+def upsert_versions(store: Store, lake: Lake, day: date) -> None:
+    """Add what landed on a day about users and items to a store."""
+    for entity in ("user", "item"):
         declared = getattr(lake.spec.attributes, entity)
         if not declared:
             continue
         rows = arrow.snapshot(lake, contracts.attributes(lake.spec, entity)).read(day=day)
-        tell(store, [_version(entity, row, declared) for row in rows.to_pylist()])
+        with store.writing() as txn:
+            for row in rows.to_pylist():
+                version = _version(entity, row, declared)
+                upsert_attributes(store, txn, entity, version, store.landed)
 
 
 def _version(entity: str, row: Row, declared: Mapping[str, object]) -> Version:
@@ -130,30 +136,26 @@ def _version(entity: str, row: Row, declared: Mapping[str, object]) -> Version:
     return Version(str(row[f"{entity}_id"]), since, values, row.get("bid"), row.get("goal"))  # type: ignore[arg-type]
 
 
-def events(lake: Lake, logged: pa.Table) -> Iterator[Event]:
-    """Events of a table as they would have been told, in the order in which they were visible."""
+def posted_events(lake: Lake, logged: pa.Table) -> Iterator[Event]:
+    """Events of a table as they would have been posted, in that order.
+
+    One that was ingested before the day on which it landed counts from the start of that day on
+    (see etl/parse.py); live it would have been posted by then.
+    """
     surfaces = {code: name for name, code in lake.spec.surface_codes.items()}
     types = {code: name for name, code in lake.spec.event_codes.items()}
-    for row in logged.sort_by("visible_ts").to_pylist():
-        yield Event(
-            event_id=row["event_id"], user=row["user_id"], item=row["item_id"],
-            surface=surfaces[row["surface"]], type=types[row["type"]], event_ts=row["event_ts"],
-            ingest_ts=row["ingest_ts"], dwell_ms=row["dwell_ms"],
-            delay=row["visible_ts"] - row["ingest_ts"] // MICROS["s"],
+    found = []
+    for row in logged.to_pylist():
+        type_ = types[row["type"]]
+        earliest = lake.spec.day_start(row["day"]) - lake.spec.delays.get(type_, 0)
+        found.append(
+            Event(
+                event_id=row["event_id"], user=row["user_id"], item=row["item_id"],
+                surface=surfaces[row["surface"]], type=type_, event_ts=row["event_ts"],
+                ingest_ts=max(row["ingest_ts"], earliest * MICROS["s"]), dwell_ms=row["dwell_ms"],
+            )
         )  # fmt: skip
-
-
-def _until(
-    waiting: list[Event], told: Iterator[Event], as_of: int
-) -> tuple[list[Event], list[Event]]:
-    """The events that are visible before a second, and the first that is not."""
-    due = list(waiting)
-    while not due or due[-1].visible_ts < as_of:
-        following = next(told, None)
-        if following is None:
-            return due, []
-        due.append(following)
-    return due[:-1], due[-1:]
+    return iter(sorted(found, key=lambda event: event.ingest_ts))
 
 
 def _requests(lake: Lake, readers: Mapping[str, Reader], day: date) -> Iterator[tuple[str, Batch]]:

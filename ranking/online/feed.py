@@ -1,8 +1,6 @@
-"""What happens is told to the store, event by event."""
+"""Events into the store: histories and counters."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from hashlib import blake2b
 
 import numpy as np
 
@@ -14,14 +12,14 @@ from etl.tables.contracts import item_key_columns
 from features.encoded import signed_hash
 from features.history.pack import dwell_byte
 from ranking.online.attributes import known_item
-from ranking.online.layout import HISTORY, SEEN, UNKNOWN, key_of
-from ranking.online.log import keep
-from ranking.online.store import Store, Txn
+from ranking.online.database import Txn
+from ranking.online.layout import HISTORY, UNKNOWN, key_of
+from ranking.online.store import Store
 
 
 @dataclass(frozen=True)
 class Event:
-    """One event, by the names of the spec; times in µs. `delay` (s) is that of its log."""
+    """One event, by the names of the spec; times in µs."""
 
     event_id: str
     user: str
@@ -31,15 +29,18 @@ class Event:
     event_ts: int
     ingest_ts: int
     dwell_ms: float | None = None
-    delay: int = 0
-
-    @property
-    def visible_ts(self) -> int:
-        """The second from which on it is seen: as in features/as_of.py."""
-        return max(self.event_ts // MICROS["s"], self.ingest_ts // MICROS["s"] + self.delay)
 
 
-def refuse(spec: DataSpec, event: Event) -> None:
+def visible_ts(spec: DataSpec, event: Event) -> int:
+    """The second after which requests see an event, as offline: see etl/parse.py.
+
+    It has come through the log that declares its type; its delay counts from the ingest on.
+    """
+    ingested = event.ingest_ts // MICROS["s"] + spec.delays.get(event.type, 0)
+    return max(event.event_ts // MICROS["s"], ingested)
+
+
+def check_event(spec: DataSpec, event: Event) -> None:
     """Raises UserError where an event breaks the rules that stored ones keep."""
     for what, name, known in (
         ("surface", event.surface, spec.surface_codes),
@@ -59,45 +60,24 @@ def refuse(spec: DataSpec, event: Event) -> None:
         raise UserError(f"event {event.event_id} has a dwell of {event.dwell_ms} ms")
 
 
-def feed(store: Store, events: Iterable[Event]) -> int:
-    """Take events, all or none; returns how many were new.
-
-    Raises UserError where one of them is bad.
-    """
-    events = list(events)
-    for event in events:
-        refuse(store.spec, event)
-    with store.writing() as txn:
-        return sum(_take(store, txn, event) for event in events)
-
-
-def _take(store: Store, txn: Txn, event: Event) -> bool:
-    name = name_of(event.event_id)
-    if txn.get("seen", name):
-        return False
-    txn.put("seen", name, SEEN)
-    keep(txn, "event", event.ingest_ts, event)
+def ingest_event(store: Store, txn: Txn, event: Event) -> None:
+    """Add an event that was not added before to its user's history and to the counters."""
+    visible, now = visible_ts(store.spec, event), event.ingest_ts // MICROS["s"]
     code = store.spec.event_codes[event.type]
     head = known_item(store, txn, event.item)
     row = np.zeros(1, HISTORY)
-    row["visible"], row["happened"] = event.visible_ts, event.event_ts
+    row["visible"], row["happened"] = visible, event.event_ts
     row["event"], row["item"], row["type"] = event.event_id.encode(), head["index"], code
     row["surface"] = store.spec.surface_codes[event.surface]
     row["dwell"] = dwell_byte(np.array([np.nan if event.dwell_ms is None else event.dwell_ms]))
     user = key_of(event.user)
-    kept = store.histories.with_event(txn.get("history", user), row)
+    kept = store.histories.with_event(txn.get("history", user), row, now)
     if kept is not None:
         txn.put("history", user, kept)
-    known = key_parts(store, event.user, event.surface, np.array([head]), event.visible_ts)
+    known = key_parts(store, event.user, event.surface, np.array([head]), visible)
     names = [found[0] for found in store.counters.names(known)]
     counted = [name for name in names if name is not None]
-    store.counters.add(txn.counted, counted, event.visible_ts, code)
-    return True
-
-
-def name_of(event_id: str) -> bytes:
-    """By which an event is known to have been counted."""
-    return blake2b(event_id.encode(), digest_size=8).digest()
+    store.counters.add(txn, counted, visible, code, now)
 
 
 def key_parts(

@@ -1,7 +1,4 @@
-"""How the store's values are laid out: packed arrays, named as the columns that they hold.
-
-T event types, W windows.
-"""
+"""How the store's values are laid out: packed arrays, named as the columns that they hold."""
 
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -20,7 +17,6 @@ HISTORY = np.dtype(
     [("visible", "<i8"), ("happened", "<i8"), ("event", "S40"), ("item", "<i4"),
      ("surface", "<i1"), ("type", "<i1"), ("dwell", "<u1")]
 )  # fmt: skip
-HOUR = np.dtype([("second", "<u2"), ("type", "u1")])
 BEFORE = np.dtype(
     [("visible", "<i8"), ("shown", "<i8"), ("item", "<i4"), ("kept", "u1", (KEPT_WIDTH // 2,))]
 )
@@ -42,22 +38,19 @@ class Layout:
     user: np.dtype
     item: np.dtype
     item_head: np.dtype
-    totals: np.dtype
 
     @classmethod
     def of(cls, spec: DataSpec) -> "Layout":
-        """As a spec declares its attributes and counters."""
+        """As a spec declares its attributes."""
         features = features_of(spec)
         keys = len(item_key_columns(spec))
         head = [("index", "<i4"), ("since", "<i8"), ("keys", "<i8", (keys,))]
-        totals = [("hour", "<i4"), ("counts", "<u4", (len(spec.counters.events),))]
         return cls(
             spec,
             features,
             versions(features.user),
             versions(features.item),
             np.dtype(head),
-            np.dtype(totals),
         )
 
 

@@ -20,6 +20,7 @@ from prometheus_client import (
 from starlette.exceptions import HTTPException
 
 from etl.errors import UserError
+from ranking.online.database import StorageFullError
 from ranking.serve.bodies import (
     ErrorBody,
     EventsBody,
@@ -35,7 +36,7 @@ from ranking.serve.worker import Worker
 
 log = logging.getLogger("uvicorn.error")
 RENEW_SECONDS = 2.0
-REFUSALS = (400, 404, 411, 413, 422, 429)
+REFUSALS = (400, 404, 411, 413, 422, 429, 507)
 ERRORS: dict[int | str, dict[str, Any]] = {code: {"model": ErrorBody} for code in REFUSALS}
 
 
@@ -54,6 +55,7 @@ def create() -> FastAPI:
     app.state.worker = worker
     app.add_middleware(Guard, worker=worker)
     app.add_exception_handler(UserError, _user_error)
+    app.add_exception_handler(StorageFullError, _storage_full)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_error)
     _asked(app, worker)
@@ -71,17 +73,17 @@ def _asked(app: FastAPI, worker: Worker) -> None:
     @app.post("/events", responses=ERRORS)
     async def events(body: EventsBody) -> TakenBody:
         """What happened; all of it is taken, or none."""
-        return await worker.run(lambda: worker.take(body))
+        return await worker.take(body)
 
     @app.post("/users", status_code=204, responses=ERRORS)
     async def users(body: VersionBody) -> None:
         """What is known of a user from now on."""
-        await worker.run(lambda: worker.learn("user", body))
+        await worker.learn("user", body)
 
     @app.post("/items", status_code=204, responses=ERRORS)
     async def items(body: VersionBody) -> None:
         """What is known of an item from now on, and what is bid for it."""
-        await worker.run(lambda: worker.learn("item", body))
+        await worker.learn("item", body)
 
 
 def _watched(app: FastAPI, worker: Worker) -> None:
@@ -122,6 +124,10 @@ async def _renew(worker: Worker) -> None:
 
 def _user_error(_: Request, error: Exception) -> Response:
     return told(400, str(error))
+
+
+def _storage_full(_: Request, error: Exception) -> Response:
+    return told(507, str(error))
 
 
 def _http_error(_: Request, error: Exception) -> Response:

@@ -1,4 +1,4 @@
-"""One process of the service: it ranks one request after the other, and takes what is told."""
+"""One process of the service: it ranks one request after the other, and commits what is posted."""
 
 import asyncio
 import logging
@@ -12,9 +12,10 @@ from etl.spec import load_spec
 from etl.spec.units import MICROS
 from ranking.auction import Auction
 from ranking.online.assemble import Assembler
-from ranking.online.attributes import Version, refuse, tell_items, tell_users
-from ranking.online.feed import Event, feed
+from ranking.online.attributes import Version, check_version
+from ranking.online.feed import Event, check_event
 from ranking.online.live import Live
+from ranking.online.log import Kind, WalEntry
 from ranking.online.request import Asked
 from ranking.serve.bodies import (
     EventBody,
@@ -26,6 +27,7 @@ from ranking.serve.bodies import (
     TakenBody,
     VersionBody,
 )
+from ranking.serve.commits import GroupCommit
 from ranking.serve.rankers import Rankers
 from ranking.serve.settings import Settings
 
@@ -43,6 +45,7 @@ class Worker:
         self.spec = load_spec(settings.spec)
         self.live = Live(settings.lake, self.spec)
         self.rankers = Rankers(settings.lake, self.live.store.meta, settings.compiled)
+        self.commits = GroupCommit(self.live.write)
         self.waiting = 0
         self._turn = asyncio.Lock()
 
@@ -64,14 +67,15 @@ class Worker:
 
     async def renew(self) -> None:
         """Take up a newer store and newer rankers; what cannot be is told of, and nothing ends."""
-        began = self.settings.now()
         try:
-            store = await asyncio.to_thread(self.live.prepare)
+            store = await asyncio.to_thread(self.live.newer)
         except UserError as error:
             log.error("%s", error)
             store = None
         if store:
-            await self.run(lambda: self.live.swap(store, began))
+            old = self.live.swap(store)
+            await self.commits.run(old.close)
+        await self.commits.run(self.live.keep_up)
         await asyncio.to_thread(self.rankers.renew, self.live.store.meta)
 
     def rank(self, body: RankBody) -> RankingBody:
@@ -94,21 +98,30 @@ class Worker:
         ]
         return RankingBody(ranker=ranker.manifest.version, ranking=ranking)
 
-    def take(self, body: EventsBody) -> TakenBody:
-        """Events of now into the store."""
+    async def take(self, body: EventsBody) -> TakenBody:
+        """Commit events of now."""
         now = self.settings.now()
-        taken = feed(self.live.store, [_event(one, now) for one in body.events])
+        events = [_event(one, now) for one in body.events]
+        for event in events:
+            check_event(self.spec, event)
+        taken = await self._commit([WalEntry("event", now, event) for event in events])
         EVENTS.inc(taken)
         return TakenBody(taken=taken)
 
-    def learn(self, entity: str, body: VersionBody) -> None:
-        """A version of a user or an item into the store."""
-        now, store = self.settings.now(), self.live.store
+    async def learn(self, entity: Kind, body: VersionBody) -> None:
+        """Commit a version of a user or an item."""
+        now = self.settings.now()
         since = now if body.valid_from is None else body.valid_from * MICROS["ms"]
         version = Version(body.name, since, body.values, body.bid, body.goal)
-        refuse(store.spec, entity, version)
-        tell = {"user": tell_users, "item": tell_items}[entity]
-        tell(store, [version], now)
+        check_version(self.live.store.layout, entity, version)
+        await self._commit([WalEntry(entity, now, version)])
+
+    async def _commit(self, entries: list[WalEntry]) -> int:
+        self.waiting += 1
+        try:
+            return await self.commits.write(entries)
+        finally:
+            self.waiting -= 1
 
     @property
     def state(self) -> StateBody:
@@ -120,8 +133,9 @@ class Worker:
         )
 
     def close(self) -> None:
-        """Let go of the store."""
-        self.live.store.close()
+        """Write what is begun, then close the files."""
+        self.commits.close()
+        self.live.close()
 
 
 def _event(body: EventBody, now: int) -> Event:

@@ -1,11 +1,15 @@
 """The service: what it ranks, what it refuses, and what changes under it while it answers."""
 
 import asyncio
+import itertools
 import json
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -20,21 +24,20 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from benchmarks.serving.load import Client, encoded
 from etl.errors import UserError
-from etl.tables import arrow, contracts
 from etl.tables.lake import Lake
+from ranking.online import database
 from ranking.online.assemble import Assembler
 from ranking.online.build import build
-from ranking.online.feed import Event, feed
 from ranking.online.live import Live, stores
 from ranking.online.request import Asked
-from ranking.online.store import Store
 from ranking.package.versions import current, versions
 from ranking.serve.app import create
-from ranking.serve.bodies import RankBody
+from ranking.serve.bodies import EventsBody, RankBody
 from ranking.serve.settings import NAME, Settings
 from ranking.serve.worker import Worker
 from tests.conftest import LAST, ROOT
 from tests.ranking.conftest import SMALL
+from tests.ranking.poster import times_counted
 
 EVE = LAST - timedelta(days=1)
 MOST_BYTES = 1_000_000
@@ -211,51 +214,51 @@ def test_a_ranker_that_knows_more_items_than_the_store_waits_for_a_newer_store(
     assert fitting(ranker, meta.model_copy(update={"items": ranker.manifest.items})) is ranker
 
 
-def test_a_newer_store_knows_what_was_told_live_and_counts_it_once(
-    worker: Worker, settings: Settings, lake: Lake, made: Path
+def events_body(*names: str) -> EventsBody:
+    return EventsBody(events=[event_body(name) for name in names])
+
+
+def event_body(name: str) -> dict[str, str]:
+    return {"event_id": name, "user": f"user-{name}", "item": "ad-1", "surface": "feed",
+            "type": "ad_click"}  # fmt: skip
+
+
+def test_rankings_go_on_while_commits_wait_and_what_waits_is_committed_at_once(
+    worker: Worker,
 ) -> None:
-    """Events of the last day, told live, then in the tables: the same as in the tables alone."""
-    feed(worker.live.store, of_day(lake, settings))
-    later = Event("later", "u1", "ad-1", "feed", "ad_click", *[lake.spec.day_end(LAST) * MICRO] * 2)
-    feed(worker.live.store, [later])
-    stores(settings.lake).swap(str(LAST))
-    plain = Live(str(made_copy(made, settings)), lake.spec).store
-    feed(plain, [later])
-    asyncio.run(worker.renew())
-    assert worker.live.store.folder.name == str(LAST)
-    for table in ("history", "totals"):
-        assert content(worker.live.store, table) == content(plain, table), table
-    plain.close()
+    """The log is locked by a writer; ten posts wait for it."""
+    env = worker.live.log.env
+
+    async def waiting() -> list[int]:
+        with env.begin(write=True):
+            posts = [asyncio.create_task(worker.take(events_body("first")))]
+            await asyncio.sleep(0.1)
+            posts += [asyncio.create_task(worker.take(events_body(f"{n}"))) for n in range(9)]
+            await asyncio.sleep(0.1)
+            assert not any(post.done() for post in posts)
+            assert worker.waiting == 10 and worker.rank(RankBody(**asking())).ranking
+        return [(await post).taken for post in posts]
+
+    before = env.info()["last_txnid"]
+    assert asyncio.run(waiting()) == [1] * 10
+    assert env.info()["last_txnid"] - before == 2, "the first post, then all others together"
 
 
-MICRO = 1_000_000
-
-
-def made_copy(made: Path, settings: Settings) -> Path:
-    place = Path(settings.lake).parent / "plain"
-    shutil.copytree(made / "online", place / "online")
-    stores(str(place)).swap(str(LAST))
-    return place
-
-
-def content(store: Store, table: str) -> dict[bytes, bytes]:
-    with store.reading() as txn:
-        return dict(txn.from_key(table, b"\0"))
-
-
-def of_day(lake: Lake, settings: Settings) -> list[Event]:
-    """Events of the last day, as they would have been told."""
-    spec = lake.spec
-    surfaces = {code: name for name, code in spec.surface_codes.items()}
-    types = {code: name for name, code in spec.event_codes.items()}
-    rows = arrow.snapshot(lake, contracts.events(spec)).read(day=LAST).sort_by("visible_ts")
-    return [
-        Event(
-            row["event_id"], row["user_id"], row["item_id"], surfaces[row["surface"]],
-            types[row["type"]], row["event_ts"], row["ingest_ts"], row["dwell_ms"],
-        )
-        for row in rows.to_pylist()
-    ]  # fmt: skip
+def test_a_full_store_is_a_507_and_goes_on_ranking(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = Path(settings.lake, "online", str(EVE), "data.mdb").stat().st_size
+    monkeypatch.setattr(database, "MAP_BYTES", size + (1 << 19))
+    monkeypatch.setenv(NAME, settings.model_dump_json())
+    with TestClient(create(), raise_server_exceptions=False) as client:
+        for number in range(100):
+            names = [f"{number}-{n}" for n in range(100)]
+            answer = client.post("/events", json={"events": [event_body(n) for n in names]})
+            if answer.status_code != 200:
+                break
+        assert answer.status_code == 507
+        assert "run `gemline rank store`" in answer.json()["error"]
+        assert client.post("/rank", json=asking()).status_code == 200
 
 
 def test_no_request_of_its_own_description_breaks_it(client: TestClient) -> None:
@@ -273,18 +276,77 @@ def test_no_request_of_its_own_description_breaks_it(client: TestClient) -> None
             answers()
 
 
-@pytest.mark.proof
-def test_nothing_is_dropped_while_rankers_and_stores_change_and_it_stops(
-    settings: Settings,
-) -> None:
-    """Two workers under load; both pointers move every second; then it is asked to stop."""
+def serve(settings: Settings) -> tuple[subprocess.Popen, int]:
+    """A service of two workers, and its port."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [
         *(sys.executable, "-m", "gemline", "rank", "serve", "--spec", str(settings.spec)),
         *("--lake", settings.lake, "--workers", "2", "--port", str(port)),
     ]
-    service = subprocess.Popen(command, cwd=ROOT)
+    return subprocess.Popen(command, cwd=ROOT, start_new_session=True), port
+
+
+KILLS, ANSWERS = 50, 200
+
+
+@pytest.mark.proof
+def test_a_service_that_is_killed_loses_no_acknowledged_event_and_counts_none_twice(
+    settings: Settings, lake: Lake
+) -> None:
+    """Two workers, killed again and again after some answers, while the store is swapped."""
+    acknowledged: list[str] = []
+    for kill in range(KILLS):
+        service, port = serve(settings)
+        try:
+            acknowledged += asyncio.run(post_until(port, settings, f"{kill}", ANSWERS))
+        finally:
+            os.killpg(service.pid, signal.SIGKILL)
+            service.wait()
+    assert len(acknowledged) >= KILLS * ANSWERS
+    for day in (EVE, LAST):
+        stores(settings.lake).swap(str(day))
+        live = Live(settings.lake, lake.spec)
+        users = [one.content.user for _, one in live.log.after(0)]
+        counted = Counter(times_counted(live.store, user) for user in acknowledged)
+        live.close()
+        assert len(users) == len(set(users)) and set(acknowledged) <= set(users)
+        assert counted == {(1, 1): len(acknowledged)}
+
+
+async def post_until(port: int, settings: Settings, name: str, answers: int) -> list[str]:
+    """Users of the events that were answered by 200 until there were so many; all others wait."""
+    client, found = Client(port, []), []
+    await client.ready()
+
+    async def poster(number: int) -> None:
+        for n in itertools.count():
+            event = event_body(f"{name}-{number}-{n}")
+            request = encoded("POST", "/events", {"events": [event]})
+            if (await client.send(request))[0] == 200:
+                found.append(event["user"])
+
+    async def swapper() -> None:
+        for n in itertools.count():
+            await asyncio.sleep(0.05)
+            stores(settings.lake).swap(str((LAST, EVE)[n // 20 % 2]))
+
+    tasks = [asyncio.create_task(poster(number)) for number in range(8)]
+    tasks.append(asyncio.create_task(swapper()))
+    async with asyncio.timeout(120):
+        while len(found) < answers:
+            await asyncio.sleep(0.01)
+    for task in tasks:
+        task.cancel()
+    return found
+
+
+@pytest.mark.proof
+def test_nothing_is_dropped_while_rankers_and_stores_change_and_it_stops(
+    settings: Settings,
+) -> None:
+    """Two workers under load; both pointers move every second; then it is asked to stop."""
+    service, port = serve(settings)
     client = Client(port, [encoded("POST", "/rank", asking(user=f"u{n}")) for n in range(50)])
     try:
         answers, versions_seen = asyncio.run(changed_under_load(client, settings))
