@@ -5,9 +5,11 @@ from datetime import date, timedelta
 from itertools import chain
 
 import numpy as np
+import pyarrow.compute as pc
 import pytest
 
 from etl.spec.units import each_day
+from etl.tables import arrow, contracts
 from etl.tables.lake import Lake
 from tests.conftest import FIRST, LAST
 from training.data.reader import Reader
@@ -31,8 +33,23 @@ def span(lake: Lake, day: date) -> Ripened:
     return Ripened(lake.spec.day_start(day), lake.spec.day_end(day), "training")
 
 
+@pytest.fixture
+def slow(own: Lake) -> Lake:
+    """Tables in which conversions become final a day later than clicks."""
+    contract, horizon = contracts.impressions(own.spec), own.spec.day_end(LAST) * 10**6
+    table = arrow.snapshot(own, contract).read()
+    ready = pc.add(table["ready_conversion"], 86_400 * 10**6)
+    label = pc.if_else(pc.less(ready, horizon), table["label_conversion"], None)
+    names = table.column_names
+    table = table.set_column(names.index("ready_conversion"), "ready_conversion", ready)
+    table = table.set_column(names.index("label_conversion"), "label_conversion", label)
+    arrow.replace(own, contract, table, f"day >= '{FIRST}'", {})
+    return own
+
+
 @pytest.mark.parametrize("after", [1, 2])
-def test_no_label_of_a_calibration_row_was_learned(lake: Lake, after: int) -> None:
+def test_no_label_of_a_calibration_row_was_learned(slow: Lake, after: int) -> None:
+    lake = slow
     reader, days = Reader.newest(lake), list(each_day(FIRST, LAST))
     train_last = FIRST + timedelta(days=after)
     split = Split(
@@ -46,12 +63,14 @@ def test_no_label_of_a_calibration_row_was_learned(lake: Lake, after: int) -> No
     learned = {impression for impression, _ in student}
     assert not learned & {impression for impression, _ in calibrating}
     conversion = list(lake.spec.objectives).index("conversion")
-    earlier = {impression for impression, _ in labels(reader, days[: after + 1], Ripened(0, 2**40))}
+    every = Ripened(0, lake.spec.day_end(LAST))
+    earlier = {impression for impression, _ in labels(reader, days[: after + 1], every)}
     waited = [i for i, column in calibrating if column == conversion and i in earlier]
     assert len(waited) > 5, "requests that were held out"
 
 
-def test_every_label_is_learned_once(lake: Lake) -> None:
+def test_every_label_is_learned_once(slow: Lake) -> None:
+    lake = slow
     reader, days = Reader.newest(lake), list(each_day(FIRST, LAST))
     learned = Counter(label for day in days for label in labels(reader, days, span(lake, day)))
     assert set(learned.values()) == {1}
