@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etl.errors import UserError
-from etl.spec import load_spec
+from etl.spec import DataSpec, load_spec
 from etl.spec.units import format_duration, parse_duration
 from tests.conftest import ROOT, SPEC
 
@@ -85,6 +85,16 @@ def test_parts_that_do_not_fit_are_refused(
     path.write_text(SPEC.read_text().replace(good, bad))
     with pytest.raises(UserError, match=rf"bad.yaml:\d+: .*{sentence}"):
         load_spec(path)
+
+
+def test_an_event_type_has_the_largest_delay_of_the_logs_that_declare_it() -> None:
+    """An impression log declares the impression and its outcomes, a log of one type that one."""
+    told = load_spec(ROOT / "conf/specs/kuairand.yaml").model_dump()
+    log = told["sources"]["log"] | {"delay": "1h"}
+    likes = log | {"kind": "event_log", "event": "like", "delay": "2h"}
+    del likes["outcomes"]
+    spec = DataSpec.model_validate(told | {"sources": told["sources"] | {"log": log, "x": likes}})
+    assert spec.delays == dict.fromkeys(spec.events, 3600) | {"like": 7200}
 
 
 def test_the_hash_ignores_where_data_lies_and_what_models_read(tmp_path: Path) -> None:
