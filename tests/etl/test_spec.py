@@ -99,6 +99,16 @@ def test_parts_that_do_not_fit_are_refused(
         load_spec(path)
 
 
+def test_an_event_type_has_the_largest_delay_of_the_logs_that_declare_it() -> None:
+    """An impression log declares the impression and its outcomes, a log of one type that one."""
+    told = load_spec(ROOT / "conf/specs/kuairand.yaml").model_dump()
+    log = told["sources"]["log"] | {"delay": "1h"}
+    likes = log | {"kind": "event_log", "event": "like", "delay": "2h"}
+    del likes["outcomes"]
+    spec = DataSpec.model_validate(told | {"sources": told["sources"] | {"log": log, "x": likes}})
+    assert spec.delays == dict.fromkeys(spec.events, 3600) | {"like": 7200}
+
+
 def test_the_hash_ignores_where_data_lies_and_what_models_read(tmp_path: Path) -> None:
     def hash_of(text: str) -> str:
         path = tmp_path / "s.yaml"

@@ -25,6 +25,7 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 from benchmarks.serving.load import Client, encoded
 from etl.errors import UserError
 from etl.tables.lake import Lake
+from gemline import main
 from ranking.online import database
 from ranking.online.assemble import Assembler
 from ranking.online.build import build
@@ -242,6 +243,14 @@ def test_rankings_go_on_while_commits_wait_and_what_waits_is_committed_at_once(
     before = env.info()["last_txnid"]
     assert asyncio.run(waiting()) == [1] * 10
     assert env.info()["last_txnid"] - before == 2, "the first post, then all others together"
+
+
+def test_a_clock_before_what_the_store_holds_is_refused(
+    settings: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ["--spec", str(settings.spec), "--lake", settings.lake]
+    assert main(["rank", "serve", *where, "--clock", f"{EVE - timedelta(days=1)}T12:00"]) == 2
+    assert f"what had landed by {LAST} 00:00 UTC" in capsys.readouterr().err
 
 
 def test_a_full_store_is_a_507_and_goes_on_ranking(
