@@ -313,12 +313,13 @@ class DataSpec(Strict):
     def hash(self) -> str:
         """Twelve hex digits that change when the meaning of the tables does.
 
-        How raw records are read, what models read of the tables and the terms of auctions are
-        left out.
+        How raw records are read, what models read of the tables, and the advertisers and terms of
+        auctions are left out.
         """
         of_models = {"sequences", "match", "history", "domains"}
         unread = {"description", "most_quarantined", "sources"} | of_models
-        left_out: dict[str, Any] = dict.fromkeys(unread, True) | {"auction": {"terms"}}
+        left_out: dict[str, Any] = dict.fromkeys(unread, True)
+        left_out["auction"] = {"advertiser", "terms"}
         meaning = self.model_dump(mode="json", exclude=left_out)
         for surface in meaning["surfaces"].values():
             surface.pop("logged_as")

@@ -5,43 +5,59 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from etl.clock import EARLIEST
 from etl.errors import UserError
 from etl.spec import DataSpec
 from etl.spec.attributes import Categorical, Numeric, Vector
+from etl.spec.units import DAY, MICROS
 from etl.tables.contracts import RESERVED_ITEMS, item_key_columns
 from features.encoded import number_of, row_of, signed_hash
+from ranking.auction import NO_ADVERTISER
 from ranking.online.layout import OFFER, UNKNOWN, Layout, key_of
 from ranking.online.log import keep
 from ranking.online.store import Store, Txn
 
 NEXT_ITEM = b"next item"
 Values = Mapping[str, object]
+MAX_AHEAD = 30 * DAY  # seconds that a posted version may lie in the future
 
 
 @dataclass(frozen=True)
 class Version:
     """What is known of a user or an item from `valid_from` (µs) on, by the names of the spec.
 
-    An item's `bid` and `goal` are what is offered for it.
+    An item's `bid` and `goal` are what is offered for it. What is None in a version that is posted
+    keeps the value that it had, `values` as a whole; in one of a table it is missing.
     """
 
     name: str
     valid_from: int
-    values: Values
+    values: Values | None
     bid: float | None = None
     goal: str | None = None
 
 
 def refuse(spec: DataSpec, entity: str, version: Version) -> None:
-    """Raises UserError where a version tells what the spec does not know."""
+    """Raises UserError for attributes, goals and bids that the spec does not know."""
     declared = getattr(spec.attributes, entity)
-    unknown = sorted(set(version.values) - set(declared))
+    unknown = sorted(set(version.values or ()) - set(declared))
     if unknown:
         raise UserError(f"no {', '.join(unknown)} of {entity}s; known: {', '.join(declared)}")
     goals = spec.auction.pays_for if spec.auction and entity == "item" else {}
     if version.goal is not None and version.goal not in goals:
         known = ", ".join(goals) or "none"
         raise UserError(f"unknown campaign goal {version.goal!r}; known: {known}")
+    if version.bid is not None and not goals:
+        raise UserError(f"a bid for {version.name}, but the spec has no auction: leave it out")
+
+
+def refuse_time(valid_from: int, now: int) -> None:
+    """Raises UserError where a posted version (µs) would hold from a time that cannot be meant."""
+    if not EARLIEST <= valid_from <= now + MAX_AHEAD * MICROS["s"]:
+        raise UserError(
+            f"valid_from is {valid_from // MICROS['ms']}: it is in milliseconds since 1970, not "
+            f"before 2000, and at most {MAX_AHEAD // DAY} days ahead"
+        )
 
 
 def tell_users(store: Store, versions: Iterable[Version], told_ts: int | None = None) -> None:
@@ -59,15 +75,21 @@ def tell_users(store: Store, versions: Iterable[Version], told_ts: int | None = 
 
 
 def tell_items(store: Store, versions: Iterable[Version], told_ts: int | None = None) -> None:
-    """Add versions of items, as `tell_users` does of users; a new item gets the next index."""
+    """Add versions of items, all or none; a new item gets the next index.
+
+    Those that are posted (µs) are remembered, and keep the bid, the goal and the values that they
+    leave out. Raises UserError where a value is of a wrong type.
+    """
     declared, layout = store.spec.attributes.item, store.layout.item
     with store.writing() as txn:
         for version in versions:
-            row = encoded(store.layout, "i", declared, layout, version)
-            head = known_item(store, txn, version.name, version)
-            _insert(txn, "versions", int(head["index"]).to_bytes(4, "big"), row)
+            has_values = version.values is not None
+            head = known_item(store, txn, version.name, version if has_values else None)
+            if has_values:
+                row = encoded(store.layout, "i", declared, layout, version)
+                _insert(txn, "versions", int(head["index"]).to_bytes(4, "big"), row)
             if store.spec.auction:
-                _insert(txn, "offers", key_of(version.name), offer(store, version))
+                _offer(store, txn, version, is_posted=told_ts is not None)
             if told_ts is not None:
                 keep(txn, "item", told_ts, version)
 
@@ -82,7 +104,7 @@ def encoded(
     row["since"] = version.valid_from
     ids, given = list(group.ids), []
     for name, attribute in declared.items():
-        value, column = version.values.get(name), f"{prefix}_{name}"
+        value, column = (version.values or {}).get(name), f"{prefix}_{name}"
         if isinstance(attribute, Vector):
             given.append(_vector(name, value, attribute.width))
         elif isinstance(attribute, Numeric):
@@ -110,20 +132,36 @@ def known_item(store: Store, txn: Txn, item: str, version: Version | None = None
     if version and (since == UNKNOWN or version.valid_from // 1_000_000 < since):
         head["since"] = version.valid_from // 1_000_000
         for n, name in enumerate(item_key_columns(store.spec)):
-            value = version.values.get(name.removeprefix("k_"))
+            value = (version.values or {}).get(name.removeprefix("k_"))
             head["keys"][0, n] = UNKNOWN if value is None else signed_hash(str(value))
     txn.put("items", key_of(item), head.tobytes())
     found: np.void = head[0]
     return found
 
 
-def offer(store: Store, version: Version) -> np.ndarray:
-    """What a version of an item offers (1)."""
-    assert store.spec.auction
-    goals = list(store.spec.auction.pays_for)
-    row = np.zeros(1, OFFER)
-    row["since"], row["bid"] = version.valid_from, version.bid or 0.0
-    row["goal"] = goals.index(version.goal) + 1 if version.goal in goals else 0
+def _offer(store: Store, txn: Txn, version: Version, is_posted: bool) -> None:
+    """Write what a version of an item offers; a posted one that changes nothing is left out."""
+    rows = np.frombuffer(txn.get("offers", key_of(version.name)), OFFER)
+    held = rows[rows["since"] <= version.valid_from][-1:]
+    if not is_posted or not len(held):
+        held = np.array([(0, 0.0, 0, NO_ADVERTISER)], OFFER)
+    row = _changed(store.spec, held, version)
+    if not is_posted or row[["bid", "goal", "advertiser"]] != held[["bid", "goal", "advertiser"]]:
+        _insert(txn, "offers", key_of(version.name), row)
+
+
+def _changed(spec: DataSpec, held: np.ndarray, version: Version) -> np.ndarray:
+    """An offer (1) with what a version says of it."""
+    assert spec.auction
+    goals, row = list(spec.auction.pays_for), held.copy()
+    row["since"] = version.valid_from
+    if version.bid is not None:
+        row["bid"] = version.bid
+    if version.goal is not None:
+        row["goal"] = goals.index(version.goal) + 1 if version.goal in goals else 0
+    if version.values is not None:
+        name = version.values.get(spec.auction.advertiser or "")
+        row["advertiser"] = NO_ADVERTISER if name is None else signed_hash(str(name))
     return row
 
 
