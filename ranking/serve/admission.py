@@ -39,38 +39,38 @@ class WorkQueue:
         come in time. An empty queue takes work of any cost.
         """
         cost = REQUEST_COST + candidates
-        if self.cost and self.cost + cost > self.limits.queued_candidates:
-            sentence = f"{self.cost:,} candidates wait already; ask again in a second"
-            raise HTTPException(429, sentence, RETRY)
+        overload = self.overload(cost)
+        if overload:
+            raise HTTPException(429, overload, RETRY)
         self.cost += cost
         try:
             return await self.in_turn(work, self.limits.deadline_seconds)
         finally:
             self.cost -= cost
 
+    def overload(self, cost: int = REQUEST_COST) -> str | None:
+        """Why work is not taken on, if it is not: by default, any work."""
+        if self.cost and self.cost + cost > self.limits.queued_candidates:
+            return f"{self.cost:,} candidates wait already; ask again in a second"
+        return None
+
     async def in_turn(self, work: Callable[[], T], seconds: float | None = None) -> T:
-        """The result of work when its turn comes. Raises HTTPException (503) after some seconds.
+        """The result of work. Raises HTTPException (503) if its turn comes after some seconds.
 
         A thread of its own would share the interpreter with the event loop and slow both. Between
         two turns the loop runs more rounds the more requests wait: in a crowd many are heard and
         the limit is reached; while few wait, another worker that is free takes new ones.
         """
-        due = None if seconds is None else asyncio.get_running_loop().time() + seconds
+        began = asyncio.get_running_loop().time()
         self.waiting += 1
         try:
-            async with asyncio.timeout_at(due):
-                await self._turn.acquire()
-            try:
+            async with self._turn:
+                if seconds and asyncio.get_running_loop().time() - began > seconds:
+                    sentence = f"the request waited {seconds:g} s for its turn; ask again later"
+                    raise HTTPException(503, sentence, RETRY)
                 for _ in range(1 + self.waiting):
                     await asyncio.sleep(0)
-                if due is not None and asyncio.get_running_loop().time() > due:
-                    raise TimeoutError
                 return work()
-            finally:
-                self._turn.release()
-        except TimeoutError:
-            sentence = f"the request waited {seconds:g} s for its turn; ask again in a second"
-            raise HTTPException(503, sentence, RETRY) from None
         finally:
             self.waiting -= 1
 
@@ -124,15 +124,15 @@ class LimitedBody:
 class Admission:
     """Middleware before the routes: refuses by headers alone, then limits how a body arrives."""
 
-    def __init__(self, app: ASGIApp, buffer: BodyBuffer) -> None:
-        self.app, self.buffer = app, buffer
+    def __init__(self, app: ASGIApp, buffer: BodyBuffer, queue: WorkQueue) -> None:
+        self.app, self.buffer, self.queue = app, buffer, queue
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through to its route, or say why not."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        refusal = access_refusal(scope) or length_refusal(scope, self.buffer.limits)
+        refusal = access_refusal(scope) or body_refusal(scope, self.queue)
         body = LimitedBody(self.buffer, receive)
         try:
             await (refusal or self.app)(scope, body, send)
@@ -140,10 +140,13 @@ class Admission:
             body.release()
 
 
-def length_refusal(scope: Scope, limits: Limits) -> JSONResponse | None:
+def body_refusal(scope: Scope, queue: WorkQueue) -> JSONResponse | None:
     """Why a body is not read, if it is not."""
     if scope["method"] != "POST":
         return None
+    limits, overload = queue.limits, queue.overload()
+    if overload:
+        return error_response(429, overload, RETRY)
     length = Headers(scope=scope).get("content-length", "")
     if not length.isdigit():
         return error_response(411, "a request with a body says its length in content-length")

@@ -55,7 +55,8 @@ def create() -> FastAPI:
     locks = [Depends(HTTPBearer(auto_error=False))] if tokens else []  # shown in /docs
     app = FastAPI(title="Gemline", lifespan=_lifespan(worker), dependencies=locks)
     app.state.worker = worker
-    app.add_middleware(Admission, buffer=worker.buffer)  # the last added is the outermost
+    # The middleware that is added last is the outermost.
+    app.add_middleware(Admission, buffer=worker.buffer, queue=worker.queue)
     if tokens:
         backend = BearerBackend(tokens, settings.workers)
         app.add_middleware(AuthenticationMiddleware, backend=backend, on_error=unauthorized)

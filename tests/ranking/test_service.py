@@ -195,6 +195,14 @@ def test_what_is_no_json_or_too_large_or_of_no_size_is_refused(client: TestClien
     assert client.get("/nowhere").json() == {"error": "Not Found"}
 
 
+def test_a_refusal_is_counted_and_says_when_to_ask_again(client: TestClient) -> None:
+    queue = client.app.state.worker.queue
+    queue.cost += queue.limits.queued_candidates
+    answer = client.post("/rank", json=asking())
+    assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
+    assert 'gemline_seconds_count{route="none",status="429"}' in client.get("/metrics").text
+
+
 def test_a_promoted_ranker_takes_over_and_a_damaged_one_does_not(
     worker: Worker, settings: Settings
 ) -> None:
