@@ -13,9 +13,12 @@ from etl.cli import DayArgs, LakeArgs, days_argument
 from etl.errors import UserError
 from etl.spec import DataSpec
 from ranking.package.signature import PUBLIC
+from ranking.serve.settings import LOOPBACK_HOSTS, Limits
 from ranking.student.config import DomainTraining, StudentTraining
 from training.commands import SplitArgs
 
+Port = Annotated[int, Field(ge=0, lt=65536)]
+HostPattern = Annotated[str, Field(pattern=r"^(\*|(\*\.)?[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\])$")]
 Surface = Annotated[str, tyro.conf.arg(help="a surface of the spec that carries ads")]
 
 
@@ -68,15 +71,17 @@ class StoreArgs(LakeArgs):
 
 
 class ServeArgs(LakeArgs):
-    """Where the service listens, and how much it takes on."""
+    """Where the service listens, who may reach it, and how much it takes on."""
 
     host: str = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, lt=65536)] = 8080
+    port: Port = 8080
+    allowed_hosts: Annotated[
+        tuple[HostPattern, ...], tyro.conf.arg(help="names by which clients reach it")
+    ] = ()
+    health_host: str = "127.0.0.1"
+    health_port: Annotated[Port, tyro.conf.arg(help="of /health; 0: any that is free")] = 8081
     workers: Annotated[int, Field(ge=1), tyro.conf.arg(help="processes")] = 1
-    most_waiting: Annotated[
-        int, Field(ge=1), tyro.conf.arg(help="requests that wait for a worker; more get a 429")
-    ] = 32
-    most_bytes: Annotated[int, Field(ge=1), tyro.conf.arg(help="of a request")] = 4 << 20
+    limits: Annotated[Limits, tyro.conf.arg(help="of each worker")] = Limits()
     compiled: Annotated[bool, tyro.conf.arg(help="answer with compiled programs, by torch")] = False
     clock: Annotated[
         str | None, tyro.conf.arg(help="the time to begin at, for old logs: 2026-01-11T12:00")
@@ -171,6 +176,7 @@ def store(args: StoreArgs) -> None:
 def serve(args: ServeArgs) -> None:
     """Answer requests for rankings over HTTP."""
     from ranking.online.live import Live
+    from ranking.serve.access import check_exposure
     from ranking.serve.run import run
     from ranking.serve.settings import Settings
 
@@ -178,6 +184,7 @@ def serve(args: ServeArgs) -> None:
         raise UserError("--compiled needs torch: pip install 'gemline[train]'")
     if args.compiled and not os.environ.get(PUBLIC):
         raise UserError(f"compiled programs are native code: set {PUBLIC} to whom you trust")
+    check_exposure(args.host, args.allowed_hosts)
     live = Live(args.lake, args.load())  # what is wrong is reported here, once
     live.close()
     shift = shift_to(args.clock) if args.clock else 0
@@ -188,11 +195,10 @@ def serve(args: ServeArgs) -> None:
             "--clock at that time"
         )
     settings = Settings(
-        spec=args.spec.absolute(), lake=args.lake, most_waiting=args.most_waiting,
-        most_bytes=args.most_bytes, compiled=args.compiled,
-        shift=shift,
+        spec=args.spec.absolute(), lake=args.lake, limits=args.limits, workers=args.workers,
+        hosts=LOOPBACK_HOSTS + args.allowed_hosts, compiled=args.compiled, shift=shift,
     )  # fmt: skip
-    run(settings, args.host, args.port, args.workers)
+    run(settings, args.host, args.port, (args.health_host, args.health_port))
 
 
 def shift_to(clock: str) -> int:

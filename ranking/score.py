@@ -72,8 +72,9 @@ class Scorer:
         item, inputs, request = batch.item.numpy(), self.assembly(batch), batch.request.numpy()
         state = ranker.state(inputs.requests)
         p = ranker.probabilities(state, inputs.candidates)[inputs.rows.there]
-        bids, goals = self.offers.at(item, batch.as_of.numpy()[request] * MICROS["s"])
-        result = self.auction(p, bids, list(goals), request)
+        as_of = batch.as_of.numpy()[request] * MICROS["s"]
+        bids, goals, advertisers = self.offers.at(item, as_of)
+        result = self.auction(p, bids, list(goals), request, advertisers)
         out = result.places == OUT
         columns = {
             "impression_id": batch.impressions,

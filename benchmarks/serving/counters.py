@@ -110,7 +110,7 @@ def costs(
             committed = time.process_time()
             inputs = Assembler(store, ranker.manifest.reads)(one)
             assembled = time.process_time()
-            ranker.rank(inputs.requests, inputs.candidates, inputs.bids, inputs.goals)
+            ranker.rank(inputs.requests, inputs.candidates, inputs.bids.tolist(), inputs.goals)
             ended = time.process_time()
             costs_of.event.append(committed - began)
             costs_of.features.append(assembled - committed)

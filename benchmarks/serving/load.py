@@ -39,6 +39,7 @@ def measure(args: "ServingArgs", result: Result) -> None:
     command = [
         *(sys.executable, "-m", "gemline", "rank", "serve", "--spec", str(args.spec)),
         *("--lake", args.lake, "--workers", str(WORKERS), "--port", str(port)),
+        *("--health-port", "0"),
         *("--clock", f"{args.day}T23:59:59"),
     ]
     service = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})

@@ -102,7 +102,7 @@ def median(values: list[float]) -> float:
 def rank(ranker: "Ranker", told: "Assembled") -> float:
     """Seconds of programs, calibration and auction."""
     began = time.perf_counter()
-    ranker.rank(told.requests, told.candidates, told.bids, told.goals)
+    ranker.rank(told.requests, told.candidates, told.bids.tolist(), told.goals)
     return time.perf_counter() - began
 
 

@@ -76,6 +76,7 @@ EFFECTS: Mapping[str, Effect] = {
     "rank_by": SERVING,
     "auction.bid": BIDS,
     "auction.goal": BIDS,
+    "auction.advertiser": SERVING,
     "auction.pays_for.*": SCORES,
     "auction.terms.*.reserve": SERVING,
     "auction.terms.*.quality": SERVING,

@@ -5,6 +5,7 @@ C candidates of one request, N events of its user.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from zlib import crc32
 
 import numpy as np
@@ -24,12 +25,17 @@ from ranking.rhythm import Rhythm, rhythm
 
 @dataclass(frozen=True)
 class Assembled:
-    """What a ranker reads of a request, and the bids and goals (C) of its candidates."""
+    """What a ranker reads of a request, and what its candidates (C) bring to the auction.
+
+    `known` says which candidates the store has heard of.
+    """
 
     requests: Requests
     candidates: Candidates
-    bids: list[float]
+    bids: np.ndarray
     goals: list[str | None]
+    advertisers: np.ndarray
+    known: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -59,8 +65,15 @@ class Moment:
         """All of it."""
         stored = self.txn.get("history", key_of(self.asked.user))
         events = self.store.histories.seen(stored, self.asked.as_of)[-self.reads.searched :]
-        bids, goals = self._offers()
-        return Assembled(self._requests(events), self._candidates(events), bids, goals)
+        offers, goals = self._offers()
+        return Assembled(
+            requests=self._requests(events),
+            candidates=self._candidates(events),
+            bids=offers["bid"],
+            goals=goals,
+            advertisers=offers["advertiser"],
+            known=self._heads["index"] != UNKNOWN,
+        )
 
     def _requests(self, events: np.ndarray) -> Requests:
         read = events[-self.reads.events :] if len(events) else np.zeros(1, events.dtype)
@@ -98,7 +111,7 @@ class Moment:
 
     def _candidates(self, events: np.ndarray) -> Candidates:
         spec, features = self.store.spec, self.store.layout.features
-        heads = self._heads()
+        heads = self._heads
         index = np.maximum(heads["index"], 0).astype(np.int64)
         known = self._known(index)
         ids = {name: column[None] for name, column in columns(known, features.item.ids).items()}
@@ -127,7 +140,9 @@ class Moment:
             found.append(Rhythm(one.last[None], one.span[None], one.gaps[None]))
         return tuple(found)
 
+    @cached_property
     def _heads(self) -> np.ndarray:
+        """What is known of the candidates (C) as items."""
         stored = self.txn.many("items", [key_of(name) for name in self.asked.candidates])
         unknown = np.zeros(1, self.store.layout.item_head)
         for name in ("since", "keys", "index"):
@@ -159,13 +174,13 @@ class Moment:
         stored = self.txn.many("versions", [int(i).to_bytes(4, "big") for i in distinct])
         return newest(stored, self.store.layout.item, self.asked.as_of)[place]
 
-    def _offers(self) -> tuple[list[float], list[str | None]]:
-        """Bids and goals (C) that held strictly before the request; 0 and None where none did."""
+    def _offers(self) -> tuple[np.ndarray, list[str | None]]:
+        """Offers and goals (C) that held strictly before the request; 0 and None where none did."""
         auction = self.store.spec.auction
         goals = [*auction.pays_for] if auction else []
         stored = self.txn.many("offers", [key_of(name) for name in self.asked.candidates])
         held = newest(stored, OFFER, self.asked.as_of)
-        return list(held["bid"]), [goals[g - 1] if g else None for g in held["goal"]]
+        return held, [goals[g - 1] if g else None for g in held["goal"]]
 
 
 def _one(values: np.ndarray) -> np.ndarray:

@@ -130,9 +130,11 @@ class Source:
         stored = arrow.snapshot(self.lake, contracts.events(self.lake.spec))
         first = self.last - timedelta(days=2 * self.lake.spec.lateness_days + MARGIN_DAYS + 1)
         days = [day for day in stored.days() if first <= day <= self.last]
-        recent = stored.read(["event_id", "event_ts"], day=days)
+        recent = stored.read(["event_id", "event_ts", "type"], day=days)
         unsettled = recent.filter(pc.greater_equal(recent["event_ts"], self.store.settled_ts))
-        yield "seen", [(id_key(one), SEEN) for one in unsettled["event_id"].to_pylist()]
+        names = {code: name for name, code in self.lake.spec.event_codes.items()}
+        ids = zip(unsettled["type"].to_pylist(), unsettled["event_id"].to_pylist(), strict=True)
+        yield "seen", [(id_key(names[code], one), SEEN) for code, one in ids]
 
     def _kept(self, owner: np.ndarray, rows: np.ndarray) -> Iterator[tuple[bytes, bytes]]:
         """The events of each user that a request may read."""

@@ -20,7 +20,8 @@ HISTORY = np.dtype(
 BEFORE = np.dtype(
     [("visible", "<i8"), ("shown", "<i8"), ("item", "<i4"), ("kept", "u1", (KEPT_WIDTH // 2,))]
 )
-OFFER = np.dtype([("since", "<i8"), ("bid", "<f8"), ("goal", "<i2")])  # goals from 1, 0 is none
+# What is bid for an item: goals from 1, 0 is none; the hash of the advertiser, or NO_ADVERTISER.
+OFFER = np.dtype([("since", "<i8"), ("bid", "<f8"), ("goal", "<i2"), ("advertiser", "<i8")])
 
 
 def key_of(name: str) -> bytes:

@@ -13,7 +13,7 @@ from etl.tables.pointer import Pointer
 from ranking.online.attributes import upsert_attributes
 from ranking.online.database import Txn
 from ranking.online.feed import Event, check_event, ingest_event
-from ranking.online.log import WalEntry, WriteAheadLog, id_key, open_log
+from ranking.online.log import WalEntry, WriteAheadLog, id_of, open_log
 from ranking.online.store import Store, open_store
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Live:
         """
         store = self.store
         with store.reading() as txn:
-            new = self.log.append(batches, lambda event_id: _is_stored(txn, event_id))
+            new = self.log.append(batches, lambda event: _is_stored(txn, event))
         catch_up(store, self.log)
         return new
 
@@ -122,14 +122,14 @@ def _apply(store: Store, txn: Txn, entry: WalEntry) -> None:
     try:
         if not isinstance(content, Event):
             now = entry.received_ts // MICROS["s"]
-            upsert_attributes(store, txn, entry.kind, content, now)
-        elif not _is_stored(txn, content.event_id):
+            upsert_attributes(store, txn, entry.kind, content, now, is_posted=True)
+        elif not _is_stored(txn, content):
             check_event(store.spec, content)
             ingest_event(store, txn, content)
     except UserError as error:  # of a spec that has changed since
         log.warning("an entry of the log does not fit the spec any more: %s", error)
 
 
-def _is_stored(txn: Txn, event_id: str) -> bool:
+def _is_stored(txn: Txn, event: Event) -> bool:
     """Whether the tables that a store was built from have an event."""
-    return bool(txn.get("seen", id_key(event_id)))
+    return bool(txn.get("seen", id_of(event)))

@@ -55,7 +55,7 @@ class WriteAheadLog(Database):
     identity: bytes
 
     def append(
-        self, batches: Sequence[Sequence[WalEntry]], is_stored: Callable[[str], bool]
+        self, batches: Sequence[Sequence[WalEntry]], is_stored: Callable[[Event], bool]
     ) -> list[int]:
         """Write entries in one transaction; returns how many of each batch were new.
 
@@ -88,7 +88,7 @@ class WriteAheadLog(Database):
             for key, entry in found:
                 txn.delete("entries", key)
                 if isinstance(entry.content, Event):
-                    txn.delete("ids", id_key(entry.content.event_id))
+                    txn.delete("ids", id_of(entry.content))
         return len(found)
 
 
@@ -103,18 +103,23 @@ def open_log(folder: Path) -> WriteAheadLog:
     return WriteAheadLog(env, tables, identity)
 
 
-def id_key(event_id: str) -> bytes:
+def id_of(event: Event) -> bytes:
     """The key by which an event is known."""
-    return blake2b(event_id.encode(), digest_size=8).digest()
+    return id_key(event.type, event.event_id)
 
 
-def _append(txn: Txn, entry: WalEntry, is_stored: Callable[[str], bool]) -> bool:
+def id_key(type_: str, event_id: str) -> bytes:
+    """The key by which an event of a type is known: ids of other logs, and types, may be equal."""
+    return blake2b(f"{type_}\x1f{event_id}".encode(), digest_size=8).digest()
+
+
+def _append(txn: Txn, entry: WalEntry, is_stored: Callable[[Event], bool]) -> bool:
     number = _key(_last(txn) + 1)
     if isinstance(entry.content, Event):
-        event_id = entry.content.event_id
-        if txn.get("ids", id_key(event_id)) or is_stored(event_id):
+        key = id_of(entry.content)
+        if txn.get("ids", key) or is_stored(entry.content):
             return False
-        txn.put("ids", id_key(event_id), number)
+        txn.put("ids", key, number)
     txn.put("entries", number, entry.encoded())
     txn.put("meta", LAST, number)
     return True

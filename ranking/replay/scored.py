@@ -70,7 +70,7 @@ def _of(
     columns = positional(auction.spec, assembly.reader.features.row_numbers)
     level = levelled(inputs.candidates, columns)
     p = ranker.probabilities(ranker.state(inputs.requests), level)[inputs.rows.there]
-    bids, goals = offers.at(batch.item.numpy(), batch.as_of.numpy()[request] * MICROS["s"])
+    bids, goals, _ = offers.at(batch.item.numpy(), batch.as_of.numpy()[request] * MICROS["s"])
     result = auction(p, bids, list(goals), request)
     labels = batch.labels.numpy().astype(np.float64)
     return Scored(

@@ -1,14 +1,18 @@
-"""What the service is asked, and what it answers."""
+"""Bodies of requests and responses."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
+
+from etl.spec.auction import Money
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Time = Annotated[int, Field(ge=0, lt=1 << 48)]
 Value = str | Number | None
 Context = dict[str, Value]
+Values = dict[str, str | Number | list[Number] | None]
 
 
 class Body(BaseModel):
@@ -39,11 +43,21 @@ class RankedBody(Body):
     probabilities: dict[str, float]
 
 
+class ExcludedBody(Body):
+    """A candidate that takes no part in the auction, and why."""
+
+    item: str
+    reason: Literal[
+        "unknown_item", "no_bid", "no_goal", "goal_not_served", "below_reserve", "below_quality"
+    ]
+
+
 class RankingBody(Body):
-    """A ranking, and the version of the ranker that made it."""
+    """A ranking, the version of the ranker that made it, and the candidates that are left out."""
 
     ranker: str
     ranking: list[RankedBody]
+    excluded: list[ExcludedBody]
 
 
 class EventBody(Body):
@@ -70,25 +84,55 @@ class TakenBody(Body):
     taken: int
 
 
-class VersionBody(Body):
-    """A version of a user or an item, valid from `valid_from` (ms) on, if not from now on."""
+class UserBody(Body):
+    """Attributes of a user, valid from `valid_from` (ms) on, if not from now on."""
 
     name: Name
     valid_from: Time | None = None
-    values: dict[str, str | Number | list[Number] | None] = {}
-    bid: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    values: Values = {}
+
+
+class ItemBody(Body):
+    """Attributes of an item and what is bid for it, valid from `valid_from` (ms) on, or from now.
+
+    What is left out stays as it was, `values` as a whole. A bid of 0 takes an item out of auctions.
+    """
+
+    name: Name
+    valid_from: Time | None = None
+    values: Values | None = None
+    bid: Money | None = None
     goal: str | None = None
 
 
+class StatusBody(Body):
+    """Whether the process answers."""
+
+    status: str
+
+
 class StateBody(Body):
-    """What answers: the spec, what landed by when (s), the version of each surface's ranker."""
+    """What a worker serves with, and what is wrong.
+
+    The spec, the second by which its features had landed, the version of each surface's ranker; why
+    the ranker that a surface's pointer names is not served, or newer features are not.
+    """
 
     spec: str
     features_until: int
     rankers: dict[str, str]
+    ranker_faults: dict[str, str]
+    features_fault: str | None
 
 
 class ErrorBody(Body):
     """What is wrong, in one sentence."""
 
     error: str
+
+
+def error_response(
+    status: int, sentence: str, headers: dict[str, str] | None = None
+) -> JSONResponse:
+    """A response that says what is wrong."""
+    return JSONResponse({"error": sentence}, status, headers)

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from etl.errors import UserError
 from etl.spec import DataSpec
-from etl.spec.auction import Terms
-from ranking.auction import OUT, Auction, Result, ranked
+from etl.spec.auction import MAX_MONEY, Terms
+from ranking.auction import NO_ADVERTISER, OUT, Auction, Exclusion, Result, ranked
 
 CHANCE = st.floats(0.001, 1)
 BID = st.floats(0.01, 10)
@@ -46,7 +46,7 @@ def test_who_takes_part_stands_by_value_and_pays_no_more_than_bid(
     paying = np.choose([["awareness", "sales", None].index(g) for g in goals], [*p[:, [0, 2]].T, 0])
     payment = bids * paying
     np.testing.assert_allclose(found.values, payment + p[:, 1] * terms.values.get("click", 0))
-    able = (payment >= terms.reserve) & (p[:, 1] >= terms.floor)
+    able = (payment > 0) & (payment >= terms.reserve) & (p[:, 1] >= terms.floor)
     assert ((found.places != OUT) == able).all()
     for request in np.unique(owner):
         there = np.flatnonzero((owner == request) & able)
@@ -54,8 +54,7 @@ def test_who_takes_part_stands_by_value_and_pays_no_more_than_bid(
         assert found.places[inside].tolist() == list(range(len(inside)))
         assert (np.diff(found.values[inside]) <= 0).all()
     assert (found.prices <= bids).all() and (found.prices >= 0).all()
-    priced = able & (paying > 0)
-    assert (found.prices[priced] * paying[priced] >= terms.reserve * (1 - 1e-9)).all()
+    assert (found.prices[able] * paying[able] >= terms.reserve * (1 - 1e-9)).all()
 
 
 @given(st.lists(CANDIDATE, min_size=2, max_size=6), TERMS, st.integers(0, 5))
@@ -102,10 +101,67 @@ def test_requests_do_not_know_of_each_other(lake_spec: DataSpec) -> None:
 
 
 def test_who_is_out_is_not_ranked_and_an_unknown_goal_is_named(lake_spec: DataSpec) -> None:
-    result = Result(np.array([1.0, 3, 2]), np.array([OUT, 0, 1]), np.zeros(3))
+    result = Result(np.array([1.0, 3, 2]), np.array([OUT, 0, 1]), np.zeros(3), np.zeros(3))
     assert [(r.place, r.row) for r in ranked(np.zeros((3, 1)), result)] == [(0, 1), (1, 2)]
     with pytest.raises(UserError, match="unknown campaign goal fame; known: awareness"):
         Auction(lake_spec, "feed")(np.zeros((1, 3)), np.ones(1), ["fame"], np.zeros(1, int))
+
+
+@pytest.mark.parametrize(
+    ("bid", "goal", "surface", "reason"),
+    [
+        (0.0, "traffic", "feed", Exclusion.NO_BID),
+        (-1.0, "traffic", "feed", Exclusion.NO_BID),
+        (float("nan"), "traffic", "feed", Exclusion.NO_BID),
+        (1e308, "traffic", "feed", Exclusion.NO_BID),
+        (1.0, None, "feed", Exclusion.NO_GOAL),
+        (1.0, "sales", "reels", Exclusion.GOAL_NOT_SERVED),
+        (1.0, "traffic", "feed", Exclusion.NONE),
+        (MAX_MONEY, "traffic", "feed", Exclusion.NONE),
+    ],
+)
+def test_nothing_takes_part_free_of_charge(
+    lake_spec: DataSpec, bid: float, goal: str | None, surface: str, reason: Exclusion
+) -> None:
+    """With a reserve of 0, and a surface that gains from the event itself."""
+    conversion = lake_spec.objectives["conversion"].model_copy(update={"surfaces": ("feed",)})
+    spec = lake_spec.model_copy(
+        update={"objectives": lake_spec.objectives | {"conversion": conversion}}
+    )
+    auction = Auction(on_terms(spec, Terms(values={"click": 0.5})).spec, surface)
+    p = np.full((2, 3), 0.5)
+    found = auction(p, np.array([bid, 1.0]), [goal, "traffic"], np.zeros(2, int))
+    assert found.exclusions.tolist() == [reason, Exclusion.NONE]
+    assert (found.places[0] == OUT) == (reason != Exclusion.NONE)
+    assert np.isfinite(found.values).all() and np.isfinite(found.prices).all()
+
+
+@given(
+    st.lists(st.tuples(CANDIDATE, st.sampled_from([NO_ADVERTISER, 1, 2])), min_size=1, max_size=7),
+    TERMS,
+    st.integers(0, 6),
+)
+def test_ads_of_one_advertiser_do_not_set_each_others_price(
+    lake_spec: DataSpec, request: list, terms: Terms, number: int
+) -> None:
+    """An ad pays the same when the other ads of its advertiser are taken out of the request."""
+    auction = on_terms(lake_spec, terms)
+    p, bids, goals, owner = held(auction, [[candidate for candidate, _ in request]])
+    advertisers = np.array([advertiser for _, advertiser in request])
+    own = number % len(request)
+    same = (advertisers == advertisers[own]) & (advertisers != NO_ADVERTISER)
+    kept = ~same | (np.arange(len(request)) == own)
+    found = auction(p, bids, goals, owner, advertisers)
+    few = [goal for goal, keep in zip(goals, kept, strict=True) if keep]
+    alone = auction(p[kept], bids[kept], few, owner[kept], advertisers[kept])
+    assert found.prices[own] == alone.prices[kept[:own].sum()]
+
+
+def test_the_advertiser_is_no_part_of_the_tables_meaning(lake_spec: DataSpec) -> None:
+    assert lake_spec.auction and lake_spec.auction.advertiser == "advertiser_id"
+    told = lake_spec.model_dump()
+    told["auction"]["advertiser"] = None
+    assert DataSpec.model_validate(told).hash == lake_spec.hash
 
 
 def test_without_an_auction_the_first_objective_ranks(lake_spec: DataSpec) -> None:

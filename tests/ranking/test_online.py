@@ -301,4 +301,5 @@ def test_what_is_read_otherwise_is_named(store: Store) -> None:
 def test_a_user_and_items_never_seen_are_read_as_unknown(store: Store) -> None:
     live = Assembler(store, READS)(Asked("nobody", "feed", 10**9, ["x", "y"], {}))
     assert (live.requests.ages == 0).all() and (live.candidates.items.ids[ITEM] == 0).all()
-    assert live.bids == [0.0, 0.0] and live.goals == [None, None]
+    assert live.bids.tolist() == [0.0, 0.0] and live.goals == [None, None]
+    assert not live.known.any()
