@@ -8,7 +8,7 @@ from deltalake import DeltaTable
 
 from etl.errors import UserError
 from etl.spec.model import DataSpec
-from etl.tables import whole
+from etl.tables import atomic_io
 from etl.tables.lake import SPEC_PROPERTY, Lake
 from etl.tables.place import place
 from etl.told import all_contracts, promise
@@ -62,8 +62,8 @@ def upgrade(root: str, old: DataSpec, new: DataSpec) -> Upgrade:
     """
     found = planned(root, old, new)
     for name in found.anew:
-        whole.remove(place(root, name))
-    whole.remove(place(root, "models"))
+        atomic_io.remove_folder(place(root, name))
+    atomic_io.remove_folder(place(root, "models"))
     for name in found.kept:
         DeltaTable(Lake(root, new).path(name)).alter.set_table_properties(
             {SPEC_PROPERTY: new.hash}, raise_if_not_exists=False

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch._inductor import aoti_load_package
 
 from etl.errors import UserError
-from etl.tables.place import Place, near
+from etl.tables.atomic_io import local_path
+from etl.tables.place import Place
 from ranking.package.manifest import COMPILED
 from ranking.package.program import Arrays, Program
 from ranking.package.ranker import Ranker, checked, load
@@ -61,7 +62,7 @@ def load_native(there: Place) -> Ranker:
     """
     if not os.environ.get(PUBLIC):
         raise UserError(f"compiled programs are native code: set {PUBLIC} to whom you trust")
-    folder = near(there)
+    folder = local_path(there)
     plain = load(folder)
     if not set(COMPILED) <= set(plain.manifest.files):
         return plain

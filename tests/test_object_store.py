@@ -14,9 +14,10 @@ import pytest
 from etl.errors import UserError
 from etl.jars import jar_folder
 from etl.known_failures import temporary_error
-from etl.tables import arrow, contracts, pins, whole
+from etl.tables import arrow, atomic_io, contracts, pins
+from etl.tables.atomic_io import local_path
 from etl.tables.lake import Lake
-from etl.tables.place import here, near, place, text_of
+from etl.tables.place import here, place, text_of
 from etl.told import all_contracts
 from etl.vacuum import vacuum
 from gemline import main
@@ -123,20 +124,20 @@ def test_tables_are_read_written_pinned_and_cleaned_up(there: Lake, lake: Lake) 
 
 def test_a_file_is_whole_or_not_there(store: dict[str, str]) -> None:
     one = place(BUCKET, "folder", "one.json")
-    with pytest.raises(RuntimeError), whole.file(one) as beside:
-        beside.write_text("half of")
+    with pytest.raises(RuntimeError), atomic_io.replace_file(one) as temporary:
+        temporary.write_text("half of")
         raise RuntimeError
     assert not one.exists()
-    with whole.file(one) as beside:
-        beside.write_text("all of it")
+    atomic_io.write_text(one, "all of it")
     assert one.read_text() == "all of it"
     assert not here(one).exists()
     folder = place(BUCKET, "rankers", "one")
-    (whole.fresh(folder) / "a.txt").write_text("a")
-    whole.put(folder)
-    assert (folder / "a.txt").read_text() == (near(folder) / "a.txt").read_text() == "a"
-    whole.remove(folder)
-    assert not folder.exists() and not near(folder).exists()
+    staging = atomic_io.staging_folder(folder)
+    (staging / "a.txt").write_text("a")
+    atomic_io.publish_folder(staging, folder)
+    assert (folder / "a.txt").read_text() == (local_path(folder) / "a.txt").read_text() == "a"
+    atomic_io.remove_folder(folder)
+    assert not folder.exists() and not local_path(folder).exists()
 
 
 def test_gem_is_as_on_a_disk_and_a_ranker_answers(

@@ -7,7 +7,7 @@ from pydantic import Field, ValidationError
 
 from etl.errors import UserError
 from etl.spec.base import Strict
-from etl.tables import whole
+from etl.tables import atomic_io
 from etl.tables.place import Place, text_of
 
 # A name of a folder beside the pointer: no path that leads elsewhere.
@@ -66,8 +66,7 @@ class Pointer:
         return name
 
     def _write(self, pointed: Pointed) -> None:
-        with whole.file(self.path) as beside:
-            beside.write_text(pointed.model_dump_json())
+        atomic_io.write_text(self.path, pointed.model_dump_json())
 
 
 def _all(found: Pointed | None) -> tuple[str, ...]:
@@ -79,4 +78,4 @@ def clean(folder: Place, *pointers: Pointer) -> None:
     kept = {name for pointer in pointers for name in _all(pointer.read())}
     for one in folder.iterdir():
         if one.is_dir() and one.name not in kept:
-            whole.remove(one)
+            atomic_io.remove_folder(one)

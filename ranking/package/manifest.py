@@ -9,7 +9,8 @@ from pydantic import ValidationError
 from etl.errors import UserError
 from etl.spec.base import Strict
 from etl.spec.model import DataSpec
-from etl.tables.place import Place, near
+from etl.tables.atomic_io import local_path
+from etl.tables.place import Place
 from ranking.calibration import Calibration
 from ranking.package import signature
 from ranking.reads import Reads
@@ -57,7 +58,7 @@ def write(folder: Path, manifest: RankerManifest) -> None:
 
 def read(there: Place) -> RankerManifest:
     """The manifest of a folder; raises UserError where anything of it was changed since."""
-    folder = near(there)
+    folder = local_path(there)
     path = folder / MANIFEST
     if not path.is_file():
         raise UserError(f"{there} holds no ranker; run `gemline rank train` first")

@@ -14,7 +14,8 @@ import numpy.typing as npt
 from safetensors.numpy import load_file
 
 from etl.errors import UserError
-from etl.tables.place import Place, near
+from etl.tables.atomic_io import local_path
+from etl.tables.place import Place
 from features.inputs import Features, features_of
 from ranking import calibration
 from ranking.auction import Auction, Ranked, ranked
@@ -82,7 +83,7 @@ def load(there: Place, threads: int = 1) -> Ranker:
 
     Raises UserError where it is missing, damaged, tampered with, or does not.
     """
-    folder = near(there)
+    folder = local_path(there)
     manifest = read(folder)
     user, rank = (OnnxProgram(folder / name, threads) for name in (USER, RANK))
     return checked(Ranker(manifest, user, rank, load_file(folder / TABLES)), folder)

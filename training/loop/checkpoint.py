@@ -19,7 +19,7 @@ from torchrec.distributed import DistributedModelParallel
 
 from etl.errors import UserError
 from etl.spec.base import Strict
-from etl.tables import whole
+from etl.tables import atomic_io
 from etl.tables.lake import Lake
 from etl.tables.place import Place, listed, place, text_of
 from training.config import TrainConfig
@@ -180,7 +180,7 @@ def written_until(lake: Lake, day: date) -> bool:
 
 def forget(lake: str) -> None:
     """Remove every checkpoint, so that the next training starts from nothing."""
-    whole.remove(place(lake, "models", "gem"))
+    atomic_io.remove_folder(place(lake, "models", "gem"))
 
 
 def forget_old(lake: str, spec: str, keep_days: int) -> list[date]:
@@ -191,5 +191,5 @@ def forget_old(lake: str, spec: str, keep_days: int) -> list[date]:
     oldest = made[-1][1].trained_until - timedelta(days=keep_days)
     gone = [(path, found.trained_until) for path, found in made if found.trained_until < oldest]
     for path, _ in gone:
-        whole.remove(path)
+        atomic_io.remove_folder(path)
     return [day for _, day in gone]

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from etl.tables import whole
+from etl.tables import atomic_io
 from etl.tables.place import Place
 from training.loop.checkpoint import MANIFEST, Manifest, Trained
 
@@ -54,8 +54,7 @@ class Writer:
             cause, _ = next(iter(error.failures.values()))
             raise RuntimeError(f"a checkpoint could not be written: {cause}") from cause
         if dist.get_rank() == 0:
-            with whole.file(path / MANIFEST) as beside:
-                beside.write_text(manifest.model_dump_json(indent=1))
+            atomic_io.write_text(path / MANIFEST, manifest.model_dump_json(indent=1))
             _keep_only(path, manifest.stored)
         dist.barrier()
 
@@ -69,4 +68,4 @@ def _keep_only(path: Place, stored: str) -> None:
     """Remove states that no manifest names."""
     for one in path.iterdir():
         if one.is_dir() and one.name != stored:
-            whole.remove(one)
+            atomic_io.remove_folder(one)
