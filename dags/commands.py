@@ -9,7 +9,8 @@ import tyro
 
 from dags.line import Place, line, newest_mature
 from dags.local import run_line, run_steps
-from etl.cli import DayArgs, LakeArgs, days_argument
+from etl.cli import DayArgs, LakeArgs, days_argument, exclusive
+from etl.commands import TABLE_STEPS
 from etl.errors import UserError
 from etl.spec import load_spec
 from etl.spec.base import Strict
@@ -32,6 +33,7 @@ class UpgradeArgs(RunArgs):
     old: Annotated[Path, tyro.conf.arg(help="the spec that the tables were made under")]
 
 
+@exclusive("run", "gem", *TABLE_STEPS)
 def upgrade(args: UpgradeArgs) -> None:
     """Put a lake under a changed spec; tables whose meaning stays are kept."""
     from dags.upgrade import remember
@@ -56,6 +58,7 @@ class BatchArgs(Strict):
     steps: tuple[str, ...]
 
 
+@exclusive("run")
 def run(args: RunArgs) -> None:
     """Run the whole line on some days; what finished before is skipped."""
     spec = args.load()
