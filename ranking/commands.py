@@ -10,8 +10,8 @@ from pydantic import Field
 
 from etl.cli import DayArgs, LakeArgs, days_argument, exclusive
 from etl.errors import UserError
+from etl.signature import PUBLIC
 from etl.spec import DataSpec
-from ranking.package.signature import PUBLIC
 from ranking.student.config import DomainTraining, StudentTraining
 from training.commands import SplitArgs
 

@@ -7,7 +7,7 @@ from etl.errors import UserError
 from etl.tables.place import Place
 from ranking.online.store import Meta
 from ranking.package.ranker import Ranker, load
-from ranking.package.versions import current
+from ranking.package.versions import current, identified
 
 log = logging.getLogger("uvicorn.error")
 
@@ -40,7 +40,8 @@ class Rankers:
             try:
                 folder = current(self._lake, surface).target
                 if folder and self._loaded.get(surface, (None,))[0] != folder:
-                    self._loaded[surface] = folder, fitting(self._load(folder), meta)
+                    ranker = identified(self._load(folder), self._lake, surface)
+                    self._loaded[surface] = folder, fitting(ranker, meta)
             except UserError as error:
                 log.error("%s", error)
 

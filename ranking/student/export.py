@@ -13,7 +13,7 @@ from etl.tables.place import Place
 from ranking.calibration import Calibration
 from ranking.package import manifest
 from ranking.package.manifest import RankerManifest
-from ranking.package.ranker import checked, load
+from ranking.package.ranker import load, loaded
 from ranking.student.batches import Inputs
 from ranking.student.programs import Traced, traced
 from ranking.student.trained import TrainedStudent
@@ -59,7 +59,8 @@ def export(
 
         made = made.model_copy(update={"made_with": made.made_with | machine()})
         manifest.write(staging, made)
-        checked(natively(load(staging), staging), staging)
+        package = manifest.read_package(staging)
+        natively(loaded(package, staging), package, staging)
     else:
         manifest.write(staging, made)
         load(staging)
