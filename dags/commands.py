@@ -9,7 +9,8 @@ import tyro
 
 from dags.line import Place, line, newest_mature
 from dags.local import run_line, run_steps
-from etl.cli import DayArgs, LakeArgs, days_argument
+from etl.cli import DayArgs, LakeArgs, days_argument, exclusive
+from etl.commands import TABLE_STEPS
 from etl.errors import UserError
 from etl.spec import load_spec
 from etl.spec.base import Strict
@@ -33,6 +34,7 @@ class UpgradeArgs(RunArgs):
     yes: Annotated[bool, tyro.conf.arg(help="do it without asking")] = False
 
 
+@exclusive("run", "gem", *TABLE_STEPS)
 def upgrade(args: UpgradeArgs) -> None:
     """Put a lake under a changed spec; tables that no changed key affects are kept."""
     from dags.upgrade import remember
@@ -70,6 +72,7 @@ class BatchArgs(Strict):
     steps: tuple[str, ...]
 
 
+@exclusive("run")
 def run(args: RunArgs) -> None:
     """Run the whole line on some days; what finished before is skipped."""
     spec = args.load()

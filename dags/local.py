@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from itertools import groupby
@@ -16,10 +17,7 @@ from etl.errors import error_of_exit_code
 from etl.spec import DataSpec, load_spec
 from etl.tables import records
 from etl.tables.codes import bind, read_codes
-from etl.tables.place import here
-from etl.tables.place import place as place_of
 
-PLAN = "_line", "plan.json"
 Plan = TypeAdapter(tuple[Place, list[Step]])
 
 
@@ -29,19 +27,22 @@ def run_line(spec: DataSpec, place: Place, steps: Sequence[Step]) -> None:
     Raises UserError where a step refuses its input, TemporaryError where it meets a temporary fault
     or is killed, else SystemExit; what finished before stays finished.
     """
-    plan = here(place_of(place.lake, *PLAN))
-    plan.parent.mkdir(parents=True, exist_ok=True)
-    plan.write_bytes(Plan.dump_json((place, list(steps))))
-    for _, group in groupby(unfinished(spec, place, steps), key=lambda step: step.engine):
-        names = [step.name for step in group]
-        command = [sys.executable, "-m", "gemline", "batch", "--plan", str(plan), "--steps", *names]
-        code = subprocess.run(command, env=os.environ | {"PYTHONUNBUFFERED": "1"}).returncode
-        if code:
-            raise error_of_exit_code(
-                code,
-                f"the line stopped with exit code {code}; the reason is above. Run the same "
-                "command again to go on from there",
-            )
+    with tempfile.TemporaryDirectory() as folder:
+        plan = Path(folder, "plan.json")  # of this run alone
+        plan.write_bytes(Plan.dump_json((place, list(steps))))
+        for _, group in groupby(unfinished(spec, place, steps), key=lambda step: step.engine):
+            _run_batch(plan, [step.name for step in group])
+
+
+def _run_batch(plan: Path, names: Sequence[str]) -> None:
+    command = [sys.executable, "-m", "gemline", "batch", "--plan", str(plan), "--steps", *names]
+    code = subprocess.run(command, env=os.environ | {"PYTHONUNBUFFERED": "1"}).returncode
+    if code:
+        raise error_of_exit_code(
+            code,
+            f"the line stopped with exit code {code}; the reason is above. Run the same command "
+            "again to go on from there",
+        )
 
 
 def unfinished(spec: DataSpec, place: Place, steps: Sequence[Step]) -> list[Step]:

@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 
 from etl.spec.model import DataSpec
 from etl.spec.sources import Source
-from etl.tables import whole
+from etl.tables import atomic_io
 from etl.tables.place import Place, listed, place, text_of
 
 FOLDER = "_line", "raw_files"
@@ -48,8 +48,7 @@ def has_arrived(spec: DataSpec, raw: str, name: str, day: date) -> bool:
 def record_files(lake: str, read: Mapping[date, Files]) -> None:
     """Record the files that an ingest of some days has read."""
     for day, files in read.items():
-        with whole.file(_path(lake, day)) as beside:
-            beside.write_bytes(_FILES.dump_json(files))
+        atomic_io.write_text(_path(lake, day), _FILES.dump_json(files).decode())
 
 
 def recorded_files(lake: str, day: date) -> Files | None:

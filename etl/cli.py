@@ -5,9 +5,11 @@ YAML; flags override them.
 """
 
 import inspect
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_origin
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 BEGAN = time.monotonic()  # before what is heavy is imported
 Config = TypeVar("Config", bound=Strict)
 Command = Callable[[Any], object]
+LEASES: dict[Command, tuple[str, ...]] = {}
 
 
 class LakeArgs(Strict):
@@ -77,13 +80,28 @@ def days_argument(text: str, flag: str = "--days") -> tuple[date, date]:
         ) from None
 
 
+def exclusive(*steps: str) -> Callable[[Command], Command]:
+    """Of a command that changes a lake: it runs under the leases of these steps.
+
+    A step may name arguments of the command, as `ranker-{surface}` does.
+    """
+
+    def mark(command: Command) -> Command:
+        LEASES[command] = steps
+        return command
+
+    return mark
+
+
 def run(command: Command, argv: Sequence[str], prog: str) -> int:
-    """Parse arguments and call a command; returns the exit code.
+    """Parse arguments and call a command under its leases; returns the exit code.
 
     2 means that the input was refused, 75 a temporary fault; other errors are raised.
     """
     try:
-        command(parse(configuration_of(command), argv, prog))
+        args = parse(configuration_of(command), argv, prog)
+        with _leases_of(command, args, prog):
+            command(args)
     except (UserError, TemporaryError) as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -94,6 +112,21 @@ def run(command: Command, argv: Sequence[str], prog: str) -> int:
         print(f"{prog}: {known}", file=sys.stderr)
         return known.exit_code
     return 0
+
+
+@contextmanager
+def _leases_of(command: Command, args: Any, prog: str) -> Iterator[None]:
+    """Hold what a command needs; of the processes of one torchrun the first does for all."""
+    steps = [step.format(**dict(args)) for step in LEASES.get(command, ())]
+    if not steps or int(os.environ.get("RANK", "0")):
+        yield
+        return
+    from etl.tables.lake import ensure_folder
+    from etl.tables.lease import held
+
+    ensure_folder(args.lake)
+    with held(args.lake, steps, prog):
+        yield
 
 
 def configuration_of(command: Command) -> type[Strict]:

@@ -7,10 +7,13 @@ from typing import Annotated
 import tyro
 from pydantic import Field, ValidationError
 
-from etl.cli import DayArgs, LakeArgs, days_argument, read_mapping, reasons_of
+from etl.cli import DayArgs, LakeArgs, days_argument, exclusive, read_mapping, reasons_of
 from etl.errors import UserError
 from etl.spec import DataSpec
 from etl.spec.base import Strict
+
+TABLE_STEPS = ("ingest", "attributes", "labels", "items", "history", "examples", "knowledge")
+SAFE_KEEP_DAYS = 7  # with fewer, files that a step writes at the same time would be removed
 
 
 class SimulateArgs(Strict):
@@ -48,6 +51,7 @@ def simulate(args: SimulateArgs) -> None:
     write(config, args.out)
 
 
+@exclusive("ingest")
 def ingest(args: RawArgs) -> None:
     """Raw logs of some days to clean events and quarantine."""
     from etl.ingest import ingest as step
@@ -58,6 +62,7 @@ def ingest(args: RawArgs) -> None:
     tell("ingest", step(lake, args.raw, args.span))
 
 
+@exclusive("attributes")
 def attributes(args: RawArgs) -> None:
     """Attribute files to versions of users and items."""
     from etl.attributes import load_attributes
@@ -90,10 +95,12 @@ def quarantine(args: QuarantineArgs) -> None:
         from etl.replay import replay as step
         from etl.session import spark_session
         from etl.tables import records
+        from etl.tables.lease import held
 
-        spark_session("replay")
-        tell("replay", step(lake, days))
-        records.renew(lake.root, "ingest")
+        with held(args.lake, ["ingest"], "gemline etl quarantine --replay"):
+            spark_session("replay")
+            tell("replay", step(lake, days))
+            records.renew(lake.root, "ingest")
         print("next: the same `gemline run` as before; it makes anew what was made of these days")
     else:
         from rich.console import Console
@@ -111,6 +118,7 @@ def contracts(args: SpecArgs) -> None:
     print(page(load_spec(args.spec)), end="")
 
 
+@exclusive("labels")
 def labels(args: DayArgs) -> None:
     """Events to impressions with the labels whose windows have closed."""
     from etl.labels import label
@@ -164,14 +172,18 @@ class VacuumArgs(LakeArgs):
     ] = 30
 
 
+@exclusive("vacuum")
 def vacuum(args: VacuumArgs) -> None:
     """Remove files that no version of the last days needs, nor one that a run holds."""
+    from etl.tables.lease import held
     from etl.vacuum import vacuum as step
 
-    tell(
-        "vacuum",
-        {f"files of {name}": n for name, n in step(args.open_lake(), args.keep_days).items()},
-    )
+    lake = args.open_lake()
+    scores = [f"scores-{surface}" for surface in lake.spec.ad_surfaces]
+    writers = [*TABLE_STEPS, *scores] if args.keep_days < SAFE_KEEP_DAYS else []
+    with held(args.lake, writers, "gemline etl vacuum"):
+        removed = step(lake, args.keep_days)
+    tell("vacuum", {f"files of {name}": n for name, n in removed.items()})
 
 
 def jars(args: Strict) -> None:

@@ -9,7 +9,7 @@ from deltalake import DeltaTable
 from etl.errors import UserError
 from etl.spec.effects import changed_keys, effect_of
 from etl.spec.model import DataSpec
-from etl.tables import whole
+from etl.tables import atomic_io
 from etl.tables.codes import record_codes
 from etl.tables.lake import SPEC_PROPERTY, Lake
 from etl.tables.place import place
@@ -61,8 +61,8 @@ def upgrade(root: str, old: DataSpec, new: DataSpec) -> Upgrade:
     lake = Lake(root, new)
     record_codes(root, lake.spec)
     for name in plan.rebuilt:
-        whole.remove(place(root, name))
-    whole.remove(place(root, "models"))
+        atomic_io.remove_folder(place(root, name))
+    atomic_io.remove_folder(place(root, "models"))
     for name in plan.kept:
         DeltaTable(lake.path(name)).alter.set_table_properties(
             {SPEC_PROPERTY: lake.spec.hash}, raise_if_not_exists=False

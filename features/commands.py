@@ -6,11 +6,12 @@ from typing import Annotated
 import tyro
 from pydantic import Field
 
-from etl.cli import DayArgs, LakeArgs
+from etl.cli import DayArgs, LakeArgs, exclusive
 from etl.commands import tell
 from etl.errors import UserError
 
 
+@exclusive("items")
 def items(args: DayArgs) -> None:
     """Give an index to each item first seen in some days."""
     from etl.session import spark_session
@@ -21,6 +22,7 @@ def items(args: DayArgs) -> None:
     tell("items", index_items(lake, args.span))
 
 
+@exclusive("history")
 def history(args: DayArgs) -> None:
     """Append some days' newly visible events to the packed histories."""
     from etl.session import spark_session
@@ -31,6 +33,7 @@ def history(args: DayArgs) -> None:
     tell("history", build_history(lake, args.span))
 
 
+@exclusive("examples")
 def examples(args: DayArgs) -> None:
     """Make examples: pointers, attributes and counters as of each impression."""
     from etl.session import spark_session
@@ -47,6 +50,7 @@ class CompactArgs(LakeArgs):
     until: Annotated[date, tyro.conf.arg(help="the last day to compact")]
 
 
+@exclusive("history")
 def compact(args: CompactArgs) -> None:
     """Make one of all days of the histories up to one, without what is too old to be read."""
     from etl.session import spark_session

@@ -17,7 +17,7 @@ from etl.tables import contracts, delta
 from etl.tables.lake import Lake
 from etl.tables.place import Place
 from ranking.package.ranker import load
-from ranking.package.versions import answering
+from ranking.package.versions import answering, identified
 from ranking.score import Scorer, assembly_of
 
 
@@ -47,7 +47,8 @@ def score_days(lake: Lake, surface: str, days: tuple[date, date]) -> int:
     Raises UserError where the surface has no ranker, or one of another spec, or a day no examples.
     """
     folder = answering(lake.root, surface).absolute()
-    reader = assembly_of(load(folder), lake).reader
+    ranker = identified(load(folder), lake.root, surface)
+    reader = assembly_of(ranker, lake).reader
     reader.require(*days)
     task = Task(lake.root, lake.spec, folder, dict(reader.versions), tuple(each_day(*days)))
     spark, contract = spark_session("scores"), contracts.scores(lake.spec)

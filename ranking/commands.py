@@ -9,10 +9,10 @@ from typing import Annotated
 import tyro
 from pydantic import Field
 
-from etl.cli import DayArgs, LakeArgs, days_argument
+from etl.cli import DayArgs, LakeArgs, days_argument, exclusive
 from etl.errors import UserError
+from etl.signature import PUBLIC
 from etl.spec import DataSpec
-from ranking.package.signature import PUBLIC
 from ranking.serve.settings import LOOPBACK_HOSTS, Limits
 from ranking.student.config import DomainTraining, StudentTraining
 from training.commands import SplitArgs
@@ -47,9 +47,12 @@ class PromoteArgs(SplitArgs):
 
 
 class RollbackArgs(LakeArgs):
-    """A surface."""
+    """A surface; a version that was rolled back may answer again."""
 
     surface: Surface
+    lift: Annotated[
+        str | None, tyro.conf.arg(help="a version that was rolled back: it may be promoted again")
+    ] = None
 
 
 class ScoreArgs(DayArgs):
@@ -100,6 +103,7 @@ class ExplainArgs(LakeArgs):
     impression: tyro.conf.Positional[str]
 
 
+@exclusive("ranker-{surface}")
 def train(args: SurfaceArgs) -> None:
     """Train a surface's student with and without GEM, calibrate it, save the ranker."""
     from ranking.train import train_ranker
@@ -113,6 +117,7 @@ def train(args: SurfaceArgs) -> None:
     print(f"ranker of {args.surface}: {folder}")
 
 
+@exclusive("domain-{domain}")
 def domain(args: DomainArgs) -> None:
     """Train the model of a domain, from which the rankers of its surfaces may begin."""
     from ranking.train import train_domain
@@ -125,6 +130,7 @@ def domain(args: DomainArgs) -> None:
     print(f"model of {args.domain}: {train_domain(lake, args.domain, args.split, config)}")
 
 
+@exclusive("ranker-{surface}")
 def promote(args: PromoteArgs) -> None:
     """Let a surface's newest ranker answer, if it is better than the one that does."""
     from ranking.promote import GateConfig
@@ -136,14 +142,21 @@ def promote(args: PromoteArgs) -> None:
     print(f"ranker of {args.surface}: {verdict}")
 
 
+@exclusive("ranker-{surface}")
 def rollback(args: RollbackArgs) -> None:
-    """Let the ranker answer that did before."""
+    """Let the ranker answer that did before; the one that did is barred until --lift names it."""
     from ranking.package.versions import current
 
     check_surface(args.load(), args.surface)
-    print(f"ranker of {args.surface}: {current(args.lake, args.surface).back()} answers again")
+    pointer = current(args.lake, args.surface)
+    if args.lift:
+        pointer.lift(args.lift)
+        print(f"ranker of {args.surface}: {args.lift} may be promoted again")
+    else:
+        print(f"ranker of {args.surface}: {pointer.rollback()} answers again")
 
 
+@exclusive("scores-{surface}")
 def score(args: ScoreArgs) -> None:
     """Write what a surface's ranker gives every candidate of some days."""
     from ranking.batch import score_days
@@ -167,10 +180,14 @@ def replay(args: ReplayArgs) -> None:
 
 def store(args: StoreArgs) -> None:
     """Make the online features of a lake's tables; a running service takes them up."""
+    from etl.tables.lease import held
+    from etl.tables.place import here, place
     from ranking.online.renew import renew
 
-    last = days_argument(args.landed, "--landed")[1]
-    print(f"online features: {renew(args.open_lake(), last)}")
+    last, lake = days_argument(args.landed, "--landed")[1], args.open_lake()
+    root = here(place(args.lake))  # of an object store each machine has its own store
+    with held(str(root), ["store"], "gemline rank store"):
+        print(f"online features: {renew(lake, last)}")
 
 
 def serve(args: ServeArgs) -> None:

@@ -4,12 +4,12 @@ They are native code: whoever loads them runs what their maker wrote. So they ar
 GEMLINE_TRUSTED_KEY names who signs rankers, and only on the kind of machine that made them.
 """
 
+import io
 import os
 import platform
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,11 +17,11 @@ from torch import Tensor
 from torch._inductor import aoti_load_package
 
 from etl.errors import UserError
-from etl.tables.place import Place, near
-from ranking.package.manifest import COMPILED
+from etl.signature import PUBLIC
+from etl.tables.place import Place
+from ranking.package.manifest import COMPILED, Package, read_package
 from ranking.package.program import Arrays, Program
-from ranking.package.ranker import Ranker, checked, load
-from ranking.package.signature import PUBLIC
+from ranking.package.ranker import Ranker, checked, loaded
 
 
 class CompiledProgram:
@@ -30,13 +30,13 @@ class CompiledProgram:
     Raises UserError where the file cannot be loaded.
     """
 
-    def __init__(self, path: Path, same: Program) -> None:
+    def __init__(self, content: bytes, name: str, same: Program) -> None:
         self.inputs, self.outputs = same.inputs, same.outputs
         try:
-            self._run = aoti_load_package(str(path), run_single_threaded=True)
+            self._run = aoti_load_package(io.BytesIO(content), run_single_threaded=True)
         except RuntimeError as error:
             said = str(error).splitlines()[0]
-            raise UserError(f"{path} cannot be loaded here ({said}): compile it again") from None
+            raise UserError(f"{name} cannot be loaded here ({said}): compile it again") from None
 
     def __call__(self, given: Mapping[str, np.ndarray]) -> Arrays:
         """Run on arrays of which more may be given than are read."""
@@ -61,22 +61,21 @@ def load_native(there: Place) -> Ranker:
     """
     if not os.environ.get(PUBLIC):
         raise UserError(f"compiled programs are native code: set {PUBLIC} to whom you trust")
-    folder = near(there)
-    plain = load(folder)
+    package = read_package(there)
+    plain = loaded(package, there)
     if not set(COMPILED) <= set(plain.manifest.files):
         return plain
     for what, here in machine().items():
         made = plain.manifest.made_with.get(what)
         if made != here:
-            raise UserError(f"the ranker in {folder} was compiled with {what} {made}, not {here}")
-    return checked(natively(plain, folder), folder)
+            raise UserError(f"the ranker in {there} was compiled with {what} {made}, not {here}")
+    return natively(plain, package, there)
 
 
-def natively(plain: Ranker, folder: Path) -> Ranker:
-    """The same ranker by the compiled programs of its folder."""
-    user, rank = (folder / name for name in COMPILED)
-    return replace(
-        plain,
-        user_program=CompiledProgram(user, plain.user_program),
-        rank_program=CompiledProgram(rank, plain.rank_program),
+def natively(plain: Ranker, package: Package, there: Place) -> Ranker:
+    """The same ranker by the compiled programs of its package, checked on its test vectors."""
+    user, rank = (
+        CompiledProgram(package.files[name], f"{there}/{name}", same)
+        for name, same in zip(COMPILED, (plain.user_program, plain.rank_program), strict=True)
     )
+    return checked(replace(plain, user_program=user, rank_program=rank), package, there)

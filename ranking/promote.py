@@ -1,20 +1,21 @@
-"""The gate: a new ranker answers only if it is better than the old one, and calibrated.
+"""The gate: a new ranker answers only if it is calibrated, and better than the one that answers.
 
 Both are judged from their folders, on the newest days of which all labels are final.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from etl.errors import UserError
 from etl.spec.base import Strict
 from etl.spec.units import each_day
 from etl.tables.lake import Lake
 from etl.tables.pointer import clean
 from ranking.calibration import logit
 from ranking.package.ranker import Ranker, load
-from ranking.package.versions import answering, current, newest, versions
+from ranking.package.versions import answering, current, identified, newest, versions
 from ranking.score import SCORE_ROWS, assembly_of
 from training.data.batch import Batch
 from training.data.parts import Shuffle
@@ -48,28 +49,48 @@ class Verdict:
 def promote(lake: Lake, surface: str, split: Split, config: GateConfig) -> Verdict:
     """Let the newest ranker of a surface answer from now on, if it passes.
 
-    The first of a surface and of a spec passes, as nothing else could answer. Raises UserError
-    where none was trained.
+    The first of a surface passes, as nothing else could answer. Where the one that answers cannot
+    be compared with, being of another spec or damaged, it passes if it is calibrated. One that was
+    rolled back does not pass. Raises UserError where none was trained.
     """
-    before = current(lake.root, surface)
-    trained = newest(lake.root, surface).target
-    if trained is None or trained == before.target:
+    live = current(lake.root, surface)
+    pointed, trained = live.read(), newest(lake.root, surface).target
+    if trained is None or trained == live.target:
         return Verdict(answering(lake.root, surface).name, False, ("it answers already",))
-    ours = judged(load(trained), lake, split)
-    old = load(before.target) if before.target else None
-    fits = old is not None and old.manifest.spec.hash == lake.spec.hash
-    theirs = judged(old, lake, split) if old and fits else None
+    if pointed and trained.name in pointed.barred:
+        return Verdict(trained.name, False, ("it was rolled back and is barred",))
+    ours = judged(identified(load(trained), lake.root, surface), lake, split)
+    old = comparable(lake, surface)
+    theirs = judged(old, lake, split) if isinstance(old, Ranker) else None
     verdict = judge(trained.name, ours, theirs, config)
+    if isinstance(old, str):
+        passes = verdict.promoted or pointed is None
+        verdict = replace(verdict, promoted=passes, reasons=(old, *verdict.reasons))
     if verdict.promoted:
-        before.swap(trained.name)
-        clean(versions(lake.root, surface), before, newest(lake.root, surface))
+        live.swap(trained.name)
+        clean(versions(lake.root, surface), live, newest(lake.root, surface))
     return verdict
+
+
+def comparable(lake: Lake, surface: str) -> Ranker | str:
+    """The ranker that answers, or why a new one cannot be compared with it."""
+    folder = current(lake.root, surface).target
+    if folder is None:
+        return "the first of its surface"
+    try:
+        ranker = identified(load(folder), lake.root, surface)
+    except UserError as error:
+        return f"the one that answers cannot be judged: {error}"
+    return ranker if ranker.manifest.spec.hash == lake.spec.hash else "the first of its spec"
 
 
 def judge(
     version: str, ours: Predictions, theirs: Predictions | None, config: GateConfig
 ) -> Verdict:
-    """What predictions of the same rows say of a ranker, beside those of the one that answers."""
+    """Judge a ranker by its predictions and those of the one that answers, of the same rows.
+
+    Without the latter it passes if it is calibrated.
+    """
     told = [name for name in ours.objectives if _enough(ours, name)]
     ratios = {name: calibration(ours, name) for name in told}
     off = [name for name, ratio in ratios.items() if not _near_one(ratio, config.tolerance)]
@@ -77,13 +98,14 @@ def judge(
         f"{name}: predictions / outcomes {ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
         for name, ratio in ratios.items()
     ]
+    uncalibrated = [f"{name} is off" for name in off]
     if theirs is None:
-        return Verdict(version, True, ("the first of its spec", *reasons))
+        return Verdict(version, not off, (*reasons, *uncalibrated))
     gaps = {name: apart([ours], [theirs], name) for name in told}
     reasons += [f"{name}: NE {gap}" for name, gap in gaps.items()]
     better = any(gap.high < 0 for gap in gaps.values())
     worse = [name for name, gap in gaps.items() if gap.low > 0]
-    reasons += [f"{name} is off" for name in off] + [f"{name} is worse" for name in worse]
+    reasons += uncalibrated + [f"{name} is worse" for name in worse]
     if not better:
         reasons.append("nothing is better outside noise")
     return Verdict(version, better and not worse and not off, tuple(reasons))

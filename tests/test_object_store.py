@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date, timedelta
 from pathlib import Path
 
@@ -11,12 +12,14 @@ import boto3
 import numpy as np
 import pytest
 
-from etl.errors import UserError
+from etl.errors import TemporaryError, UserError
 from etl.jars import jar_folder
 from etl.known_failures import temporary_error
-from etl.tables import arrow, contracts, pins, whole
+from etl.tables import arrow, atomic_io, contracts, pins
+from etl.tables.atomic_io import local_path
 from etl.tables.lake import Lake
-from etl.tables.place import here, near, place, text_of
+from etl.tables.lease import EXPIRES_AFTER, Lease, acquire, held
+from etl.tables.place import here, place, text_of
 from etl.told import all_contracts
 from etl.vacuum import vacuum
 from gemline import main
@@ -123,20 +126,50 @@ def test_tables_are_read_written_pinned_and_cleaned_up(there: Lake, lake: Lake) 
 
 def test_a_file_is_whole_or_not_there(store: dict[str, str]) -> None:
     one = place(BUCKET, "folder", "one.json")
-    with pytest.raises(RuntimeError), whole.file(one) as beside:
-        beside.write_text("half of")
+    with pytest.raises(RuntimeError), atomic_io.replace_file(one) as temporary:
+        temporary.write_text("half of")
         raise RuntimeError
     assert not one.exists()
-    with whole.file(one) as beside:
-        beside.write_text("all of it")
+    atomic_io.write_text(one, "all of it")
+    assert not atomic_io.create_file(one, "another") and atomic_io.create_file(one.parent / "2", "")
     assert one.read_text() == "all of it"
     assert not here(one).exists()
     folder = place(BUCKET, "rankers", "one")
-    (whole.fresh(folder) / "a.txt").write_text("a")
-    whole.put(folder)
-    assert (folder / "a.txt").read_text() == (near(folder) / "a.txt").read_text() == "a"
-    whole.remove(folder)
-    assert not folder.exists() and not near(folder).exists()
+    staging = atomic_io.staging_folder(folder)
+    (staging / "a.txt").write_text("a")
+    atomic_io.publish_folder(staging, folder)
+    assert (folder / "a.txt").read_text() == (local_path(folder) / "a.txt").read_text() == "a"
+    atomic_io.remove_folder(folder)
+    assert not folder.exists() and not local_path(folder).exists()
+
+
+def test_one_of_many_takers_gets_a_lease(store: dict[str, str]) -> None:
+    """Nobody had it; then its holder is on another machine and does not renew it."""
+    root = f"{BUCKET}/leased"
+
+    def taken() -> list[Lease]:
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda _: attempt(root), range(4)))
+        return [lease for lease in found if lease]
+
+    (first,) = taken()
+    assert taken() == []
+    gone = first.holder.renewed - timedelta(seconds=2 * EXPIRES_AFTER)
+    elsewhere = first.holder.model_copy(update={"process": "elsewhere 1", "renewed": gone})
+    place(root, "_line", "leases", "gem.00000001.json").write_text(elsewhere.model_dump_json())
+    (second,) = taken()
+    assert second.generation == 2
+    with held(root, ["ingest"], "one"), pytest.raises(TemporaryError, match="run by one of"):
+        acquire(root, "ingest", "another")
+    with held(root, ["ingest"], "another"):
+        pass
+
+
+def attempt(root: str) -> Lease | None:
+    try:
+        return acquire(root, "gem", "taker")
+    except TemporaryError:
+        return None
 
 
 def test_gem_is_as_on_a_disk_and_a_ranker_answers(

@@ -31,9 +31,9 @@ def refused(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 def test_what_is_not_there_is_named(
-    refused: Callable[..., str], spec_path: Path, lake: Lake
+    refused: Callable[..., str], spec_path: Path, own: Lake
 ) -> None:
-    where = ["--spec", str(spec_path), "--lake", lake.root]
+    where = ["--spec", str(spec_path), "--lake", own.root]
     split = ["--train", "2026-01-01:2026-01-02", "--test", "2026-01-04", "--landed", str(LAST)]
     assert "no ads on surface 'nowhere'; known: feed" in refused(
         "rank", "train", *where, *split, "--surface", "nowhere"
@@ -52,20 +52,20 @@ def test_what_is_not_there_is_named(
     )
     assert "no impression 'imp-0'" in refused("explain", *where, "imp-0")
     assert "none.yaml: no such spec" in refused(
-        "run", "--spec", "none.yaml", "--raw", "r", "--lake", lake.root, "--days", DAYS
+        "run", "--spec", "none.yaml", "--raw", "r", "--lake", own.root, "--days", DAYS
     )
     assert "too short" in refused("run", *where, "--raw", "r", "--days", str(FIRST))
 
 
 def test_tables_of_another_spec_are_refused_by_every_reader(
-    refused: Callable[..., str], lake: Lake, tmp_path: Path
+    refused: Callable[..., str], own: Lake, tmp_path: Path
 ) -> None:
     other = tmp_path / "other.yaml"
     other.write_text(SPEC.read_text().replace("lateness: 2d", "lateness: 5d"))
-    where = ["--spec", str(other), "--lake", lake.root, "--days", DAYS]
+    where = ["--spec", str(other), "--lake", own.root, "--days", DAYS]
     for command in (("etl", "labels"), ("features", "items"), ("train", "gem")):
         said = refused(*command, *where)
-        assert lake.spec.hash in said and "another --lake" in said, (command, said)
+        assert own.spec.hash in said and "another --lake" in said, (command, said)
 
 
 def test_a_missing_log_stops_the_line_before_any_table(

@@ -10,7 +10,7 @@ import tyro
 import yaml
 from pydantic import Field
 
-from etl.cli import BEGAN, DayArgs, LakeArgs, days_argument
+from etl.cli import BEGAN, DayArgs, LakeArgs, days_argument, exclusive
 from etl.errors import UserError, error_of_exit_code
 from training.config import SpreadOptions, TrainConfig
 from training.plan.command import plan
@@ -55,6 +55,7 @@ class GemArgs(DayArgs, TrainConfig):
     spread: SpreadOptions = SpreadOptions()
 
 
+@exclusive("gem")
 def gem(args: GemArgs) -> None:
     """Train GEM through some days, from the checkpoint of the day before."""
     buckets = args.load().buckets
@@ -161,6 +162,7 @@ class KnowledgeArgs(DayArgs):
     stale: Annotated[int, tyro.conf.arg(help="days by which GEM is older than it could be")] = 0
 
 
+@exclusive("knowledge")
 def knowledge(args: KnowledgeArgs) -> None:
     """Score each day by the newest GEM that was trained before it."""
     from training.knowledge.write import write_knowledge
@@ -197,6 +199,7 @@ class ForgetArgs(LakeArgs):
     ] = 30
 
 
+@exclusive("gem")
 def forget(args: ForgetArgs) -> None:
     """Remove the GEMs of long ago; late days and rankers need those of the last days."""
     from training.loop.checkpoint import forget_old

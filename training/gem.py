@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from etl.errors import UserError
 from etl.spec.units import each_day
-from etl.tables import whole
+from etl.tables import atomic_io
 from etl.tables.lake import Lake
 from training.build import build, newest_reader
 from training.config import ALONE, SpreadOptions, TrainConfig
@@ -117,7 +117,7 @@ def train_day(
     writer.finish()
     meter.timeline.spent("checkpoint")
     if rank == 0:
-        whole.remove(partial)
+        atomic_io.remove_folder(partial)
     return seen.scores()
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from etl.errors import UserError
-from etl.tables import whole
-from etl.tables.place import Place, fetched, place
+from etl.tables import atomic_io
+from etl.tables.atomic_io import download
+from etl.tables.place import Place, place
 from training.data.batch import Batch
 from training.split import Split
 
@@ -46,13 +47,13 @@ class Predictions:
             columns[f"label_{name}"] = self.labels[:, i]
             columns[f"known_{name}"] = self.known[:, i]
         table = pa.table(columns).replace_schema_metadata({SPLIT: split.model_dump_json()})
-        with whole.file(path) as beside:
-            pq.write_table(table, beside)
+        with atomic_io.replace_file(path) as temporary:
+            pq.write_table(table, temporary)
 
     @classmethod
     def read(cls, path: Place, split: Split) -> "Predictions":
         """The predictions of a file; raises UserError where they are of other days."""
-        table = pq.read_table(fetched(path))
+        table = pq.read_table(download(path))
         told = (table.schema.metadata or {}).get(SPLIT, b"{}").decode()
         if told != split.model_dump_json():
             raise UserError(

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from etl.spec.base import Strict
-from etl.tables import whole
+from etl.tables import atomic_io
 from etl.tables.place import Place, listed
 
 
@@ -37,8 +37,7 @@ class Study(Strict):
 
     def keep(self, path: Path) -> None:
         """Write it where the report finds it: `studies` in a lake, or benchmarks/results."""
-        with whole.file(path) as beside:
-            beside.write_text(self.model_dump_json(indent=1) + "\n")
+        atomic_io.write_text(path, self.model_dump_json(indent=1) + "\n")
 
 
 def kept(folder: Place) -> list[Study]:

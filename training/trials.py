@@ -11,7 +11,7 @@ from pathlib import Path
 
 from etl.errors import UserError
 from etl.spec.units import each_day
-from etl.tables import whole
+from etl.tables import atomic_io
 from etl.tables.lake import Lake
 from training.baseline import BaselineConfig, train_baseline
 from training.config import TrainConfig
@@ -54,8 +54,7 @@ class Trials:
             trial = self._trained(config)
             trial.predictions.write(path, self.split)
             about = {"flops": trial.flops, "config": config.model_dump(mode="json")}
-            with whole.file(told) as beside:
-                beside.write_text(json.dumps(about))
+            atomic_io.write_text(told, json.dumps(about))
         flops = json.loads(told.read_text())["flops"]
         return Trial(Predictions.read(path, self.split), flops)
 

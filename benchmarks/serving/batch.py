@@ -19,7 +19,7 @@ BATCHES = 40
 
 def measure(args: "ServingArgs", result: Result) -> None:
     """All days of a surface, in a lake of its own, after one day to warm up."""
-    from etl.tables.place import near
+    from etl.tables.atomic_io import local_path
     from ranking.batch import score_days
     from ranking.package.ranker import load
     from ranking.package.versions import answering, current, versions
@@ -31,7 +31,8 @@ def measure(args: "ServingArgs", result: Result) -> None:
     ranker = answering(lake.root, args.surface)
     with tempfile.TemporaryDirectory() as place:
         own = linked(lake, Path(place, "lake"))
-        shutil.copytree(near(ranker), near(versions(own.root, args.surface)) / ranker.name)
+        copies = local_path(versions(own.root, args.surface))
+        shutil.copytree(local_path(ranker), copies / ranker.name)
         current(own.root, args.surface).swap(ranker.name)
         scorer = Scorer.of(load(ranker), own)
         days = scorer.assembly.reader.days()

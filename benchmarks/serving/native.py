@@ -36,4 +36,4 @@ def _compiled(program: Traced, same: Program) -> CompiledProgram:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "program.pt2")
         program.to_native(path)
-        return CompiledProgram(path, same)
+        return CompiledProgram(path.read_bytes(), "the compiled program", same)

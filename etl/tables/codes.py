@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from etl.errors import UserError
 from etl.spec.base import Name, Strict
 from etl.spec.model import DataSpec
-from etl.tables import whole
+from etl.tables import atomic_io
 from etl.tables.place import place, text_of
 
 FILE = "codes.json"
@@ -59,8 +59,7 @@ def record_codes(root: str, spec: DataSpec) -> None:
         events=(*known.events, *(n for n in spec.events if n not in known.events)),
     )
     if codes != known:
-        with whole.file(place(root, FILE)) as beside:
-            beside.write_text(codes.model_dump_json())
+        atomic_io.write_text(place(root, FILE), codes.model_dump_json())
 
 
 def _in_order(names: Mapping[str, object], order: tuple[str, ...]) -> list[str]:

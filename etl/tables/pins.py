@@ -1,15 +1,17 @@
 """Which versions of tables a run holds: they are not cleaned up before it has ended."""
 
 import hashlib
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from etl.spec.base import Strict
-from etl.tables import whole
-from etl.tables.place import Place, listed, place
+from etl.tables import atomic_io
+from etl.tables.place import Place, listed, place, text_of
 
 FOLDER = "_line", "pins"
+log = logging.getLogger(__name__)
 
 
 class Pin(Strict):
@@ -21,8 +23,7 @@ class Pin(Strict):
 
 def pin(lake: str, run: str, versions: Mapping[str, int]) -> None:
     """Hold versions for a run; those that it held before are let go."""
-    with whole.file(_path(lake, run)) as beside:
-        beside.write_text(Pin(run=run, versions=dict(versions)).model_dump_json())
+    atomic_io.write_text(_path(lake, run), Pin(run=run, versions=dict(versions)).model_dump_json())
 
 
 def unpin(lake: str, run: str) -> None:
@@ -31,9 +32,18 @@ def unpin(lake: str, run: str) -> None:
 
 
 def pinned(lake: str) -> list[Pin]:
-    """What all runs hold."""
-    files = listed(place(lake, *FOLDER), "[!.]*.json")
-    return [Pin.model_validate_json(file.read_text()) for file in files]
+    """What all runs hold; a damaged pin holds nothing, and is named in the log."""
+    return list(_readable(listed(place(lake, *FOLDER), "[!.]*.json")))
+
+
+def _readable(files: list[Place]) -> Iterator[Pin]:
+    for file in files:
+        text = text_of(file)
+        try:
+            if text is not None:  # else its run has just let go
+                yield Pin.model_validate_json(text)
+        except ValidationError:
+            log.warning("%s is damaged and holds no versions any more; remove it", file)
 
 
 def _path(lake: str, run: str) -> Place:

@@ -4,7 +4,8 @@ An object store moves no folders and locks nothing, but puts a file whole or not
 several files is named by one that is written last, and never changes under its name.
 """
 
-import tempfile
+import hashlib
+import os
 from pathlib import Path
 
 from upath import UPath
@@ -53,32 +54,14 @@ def here(there: Place) -> Path:
     """Where this machine's disk has a place: itself, or where a copy of it is kept."""
     if isinstance(there, Path):
         return there
-    return user_cache("lakes") / there.protocol / there.path.strip("/")
+    endpoint = hashlib.sha256(_endpoint(there).encode()).hexdigest()[:8]
+    return user_cache("lakes") / f"{there.protocol}-{endpoint}" / there.path.strip("/")
 
 
-def fetched(file: Place) -> Path:
-    """A file that libraries can read: itself, or a new copy on this machine."""
-    copy = here(file)
-    if not isinstance(file, Path):
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        file.fs.get_file(file.path, str(copy))
-    return copy
-
-
-def near(folder: Place) -> Path:
-    """A folder that libraries can read: itself, or a copy on this machine, made once.
-
-    Its content must not change under its name. What is not there has no copy either.
-    """
-    copy = here(folder)
-    if isinstance(folder, Path) or copy.is_dir() or not folder.is_dir():
-        return copy
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=copy.parent) as beside:
-        folder.fs.get(f"{folder.path}/", f"{beside}/copy/", recursive=True)
-        try:
-            Path(beside, "copy").rename(copy)
-        except OSError:
-            if not copy.is_dir():  # else another process was first
-                raise
-    return copy
+def _endpoint(there: UPath) -> str:
+    """The server of an object store, which may have buckets of the same names as another."""
+    options = getattr(there.fs, "client_kwargs", None) or {}
+    named = getattr(there.fs, "endpoint_url", None) or options.get("endpoint_url")
+    if named or not there.protocol.startswith("s3"):
+        return str(named or "")
+    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""

@@ -1,12 +1,16 @@
 """What a lake remembers of the line's steps: which finished, from which inputs, how fast."""
 
+import logging
 import uuid
 
+from pydantic import ValidationError
+
 from etl.spec.base import Strict
-from etl.tables import whole
+from etl.tables import atomic_io
 from etl.tables.place import Place, listed, place, text_of
 
 FOLDER = "_line", "steps"
+log = logging.getLogger(__name__)
 
 
 class Record(Strict):
@@ -18,16 +22,19 @@ class Record(Strict):
 
 
 def read(lake: str, step: str) -> Record | None:
-    """The record of a step, if it ever finished."""
-    told = text_of(_path(lake, step))
-    return Record.model_validate_json(told) if told else None
+    """The record of a step, if it ever finished; a damaged one is named in the log."""
+    text = text_of(_path(lake, step))
+    try:
+        return None if text is None else Record.model_validate_json(text)
+    except ValidationError:
+        log.warning("%s is damaged: the step %s runs again", _path(lake, step), step)
+        return None
 
 
 def write(lake: str, step: str, inputs: str, seconds: float) -> None:
     """Remember that a step finished, under a new run."""
     record = Record(inputs=inputs, run=uuid.uuid4().hex, seconds=seconds)
-    with whole.file(_path(lake, step)) as beside:
-        beside.write_text(record.model_dump_json())
+    atomic_io.write_text(_path(lake, step), record.model_dump_json())
 
 
 def renew(lake: str, step: str) -> None:

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from tqdm import tqdm
 
 from etl.spec.units import DAY
-from etl.tables import arrow, contracts, whole
+from etl.tables import arrow, atomic_io, contracts
 from etl.tables.contract import Contract
 from etl.tables.contracts import RESERVED_ITEMS, item_key_columns
 from etl.tables.lake import Lake
@@ -26,7 +26,7 @@ from ranking.online.store import MARGIN_DAYS, Meta, Store, create, open_store
 
 
 def build(lake: Lake, folder: Path, last: date, sequence: str, length: int, before: int) -> Store:
-    """Write the store of a lake into a folder, whole or not at all.
+    """Write the store of a lake into a new folder, completely or not at all.
 
     It holds what had landed by the end of the day `last`: `length` events of a sequence and what
     GEM kept of `before` impressions for each user, items, offers, and counters.
@@ -36,7 +36,8 @@ def build(lake: Lake, folder: Path, last: date, sequence: str, length: int, befo
         spec=lake.spec, sequence=sequence, length=length, landed=lake.spec.day_end(last),
         items=1 + pc.max(items["item_ix"]).as_py() if len(items) else RESERVED_ITEMS,
     )  # fmt: skip
-    store = create(whole.fresh(folder), meta)
+    staging = atomic_io.staging_folder(folder)
+    store = create(staging, meta)
     source = Source(lake, store, last, before)
     source.put_items(items)
     source.upsert_versions("user")
@@ -46,7 +47,7 @@ def build(lake: Lake, folder: Path, last: date, sequence: str, length: int, befo
         with store.writing() as txn:
             txn.put_all(name, pairs)
     store.close()
-    whole.put(folder)
+    atomic_io.publish_folder(staging, folder)
     return open_store(folder, lake.spec)
 
 

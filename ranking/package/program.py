@@ -1,7 +1,6 @@
 """A program of a ranker: named arrays in, named arrays out."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -26,14 +25,14 @@ class Program(Protocol):
 
 
 class OnnxProgram:
-    """An ONNX file on the CPU, with so many threads."""
+    """An ONNX program on the CPU, from the bytes of its file, with so many threads."""
 
-    def __init__(self, path: Path, threads: int) -> None:
+    def __init__(self, content: bytes, threads: int) -> None:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = options.inter_op_num_threads = threads
         options.log_severity_level = 3
         self._session = onnxruntime.InferenceSession(
-            path, options, providers=["CPUExecutionProvider"]
+            content, options, providers=["CPUExecutionProvider"]
         )
         self.inputs = tuple(put.name for put in self._session.get_inputs())
         self.outputs = tuple(put.name for put in self._session.get_outputs())

@@ -3,23 +3,31 @@
 R requests, C candidates, O objectives.
 """
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors.numpy import load_file
+from safetensors.numpy import load as from_bytes
 
 from etl.errors import UserError
-from etl.tables.place import Place, near
+from etl.tables.place import Place
 from features.inputs import Features, features_of
 from ranking import calibration
 from ranking.auction import Auction, Ranked, ranked
 from ranking.inputs import Candidates, Ids, LookUp, Requests
-from ranking.package.manifest import RANK, TABLES, USER, VECTORS, RankerManifest, read
+from ranking.package.manifest import (
+    RANK,
+    TABLES,
+    USER,
+    VECTORS,
+    Package,
+    RankerManifest,
+    read_package,
+)
 from ranking.package.program import Arrays, OnnxProgram, Program
 
 Floats = npt.NDArray[np.float64]
@@ -82,25 +90,37 @@ def load(there: Place, threads: int = 1) -> Ranker:
 
     Raises UserError where it is missing, damaged, tampered with, or does not.
     """
-    folder = near(there)
-    manifest = read(folder)
-    user, rank = (OnnxProgram(folder / name, threads) for name in (USER, RANK))
-    return checked(Ranker(manifest, user, rank, load_file(folder / TABLES)), folder)
+    return loaded(read_package(there), there, threads)
 
 
-def checked(ranker: Ranker, folder: Path) -> Ranker:
-    """The ranker; raises UserError where it does not give the test vectors of its folder."""
-    worst = apart(ranker, folder / VECTORS)
+def loaded(package: Package, there: Place, threads: int = 1) -> Ranker:
+    """The ranker of a package that was read from a folder, by its ONNX programs.
+
+    Raises UserError where they cannot be loaded, or do not give its test vectors.
+    """
+    manifest, files = package
+    try:
+        user, rank = (OnnxProgram(files[name], threads) for name in (USER, RANK))
+        ranker = Ranker(manifest, user, rank, from_bytes(files[TABLES]))
+    except Exception as error:  # of ONNX Runtime or safetensors, each of classes of its own
+        reason = str(error).splitlines()[0]
+        raise UserError(f"the ranker in {there} cannot be loaded ({reason})") from error
+    return checked(ranker, package, there)
+
+
+def checked(ranker: Ranker, package: Package, there: Place) -> Ranker:
+    """The ranker; raises UserError where it does not give the test vectors of its package."""
+    worst = apart(ranker, package.files[VECTORS])
     if not worst < CLOSE:
         raise UserError(
-            f"the ranker in {folder} is off by {worst:.1g} on its own test vectors; export it again"
+            f"the ranker in {there} is off by {worst:.1g} on its own test vectors; export it again"
         )
     return ranker
 
 
-def apart(ranker: Ranker, vectors: Path) -> float:
+def apart(ranker: Ranker, vectors: bytes) -> float:
     """The largest difference between its logits and those kept as test vectors."""
-    with np.load(vectors, allow_pickle=False) as stored:
+    with np.load(io.BytesIO(vectors), allow_pickle=False) as stored:
         given: dict[str, Any] = dict(stored)
     state = ranker.user_program(given)
     logits = ranker.rank_program(state | given)["logits"]

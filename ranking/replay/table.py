@@ -6,7 +6,7 @@ from rich.table import Table
 
 from etl.tables.lake import Lake
 from ranking.package.ranker import load
-from ranking.package.versions import answering
+from ranking.package.versions import answering, identified
 from ranking.replay.estimate import estimate
 from ranking.replay.logged import logged
 from ranking.replay.ndcg import ndcg
@@ -19,7 +19,7 @@ def replayed(lake: Lake, surface: str, days: tuple[date, date], landed: date) ->
 
     Raises UserError where no ranker is promoted, or the log does not tell propensities.
     """
-    ranker = load(answering(lake.root, surface))
+    ranker = identified(load(answering(lake.root, surface)), lake.root, surface)
     found = logged(lake, days, scored(lake, ranker, days, landed))
     rows, places = found.scored, (found.places, found.other)
     title = (

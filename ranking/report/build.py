@@ -7,7 +7,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from etl.errors import UserError
-from etl.tables import records, whole
+from etl.tables import atomic_io, records
 from etl.tables.lake import Lake
 from etl.tables.place import Place, place
 from features.coverage import without_attributes
@@ -64,8 +64,7 @@ def build_report(lake: Lake, raw: str, split: Split) -> Place:
         **{name: environment.filters["safe"](svg) for name, svg in markup.items()},
     )
     path = place(lake.root, "report.html")
-    with whole.file(path) as beside:
-        beside.write_text(page)
+    atomic_io.write_text(path, page)
     return path
 
 

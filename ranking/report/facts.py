@@ -9,8 +9,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from etl.tables import arrow, contracts
+from etl.tables.atomic_io import download
 from etl.tables.lake import Lake
-from etl.tables.place import fetched, listed, place
+from etl.tables.place import listed, place
 from training.loop.metrics import Score, score
 from training.predictions import Predictions, evaluation_path, joined
 from training.split import Split
@@ -91,7 +92,7 @@ def true_probabilities(gem: Predictions, raw: str) -> Predictions | None:
     paths = listed(place(raw, "truth"), "day=*.parquet")
     if not paths:
         return None
-    table = pa.concat_tables(pq.read_table(fetched(path)) for path in paths)
+    table = pa.concat_tables(pq.read_table(download(path)) for path in paths)
     at = pc.index_in(
         pa.array(gem.impressions, pa.string()), table["impression_id"].combine_chunks()
     )

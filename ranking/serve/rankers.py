@@ -9,7 +9,7 @@ from etl.errors import TemporaryError, UserError
 from etl.tables.place import Place
 from ranking.online.store import Meta
 from ranking.package.ranker import Ranker, load
-from ranking.package.versions import current
+from ranking.package.versions import current, identified
 
 log = logging.getLogger("uvicorn.error")
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 4.0, 60.0
@@ -78,9 +78,13 @@ class Rankers:
         """Serve the ranker of a folder, which is loaded already if it was served before."""
         loaded = self._loaded.get(surface)
         if folder:
-            ranker = loaded[1] if loaded and loaded[0] == folder else self._load(folder)
+            is_loaded = loaded and loaded[0] == folder
+            ranker = loaded[1] if loaded and is_loaded else self._identified(folder, surface)
             self._loaded[surface] = folder, fitting(ranker, meta)
         self._faults.pop(surface, None)
+
+    def _identified(self, folder: Place, surface: str) -> Ranker:
+        return identified(self._load(folder), self._lake, surface)
 
     def _fault(self, surface: str, folder: Place | None, meta: Meta) -> Fault | None:
         """The fault that a folder has shown with a store, if it has."""

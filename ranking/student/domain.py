@@ -12,9 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from etl.errors import UserError
-from etl.tables import whole
+from etl.tables import atomic_io
+from etl.tables.atomic_io import download
 from etl.tables.lake import Lake
-from etl.tables.place import Place, fetched, place
+from etl.tables.place import Place, place
 from ranking.student.trained import TrainedStudent
 from training.data.reader import Reader
 
@@ -30,8 +31,8 @@ def path_of(lake: Lake, name: str, day: date) -> Place:
 def keep(reader: Reader, name: str, day: date, model: TrainedStudent) -> Place:
     """Write what rankers begin from, and what it has read."""
     path = path_of(reader.lake, name, day)
-    with whole.file(path) as beside:
-        save_file(_state(model), beside, _read(reader, name))
+    with atomic_io.replace_file(path) as temporary:
+        save_file(_state(model), temporary, _read(reader, name))
     return path
 
 
@@ -50,7 +51,7 @@ def of_surface(reader: Reader, day: date) -> dict[str, Tensor]:
             f"no model of domain {name} was trained until {day}: run `gemline rank domain` first"
         )
     try:
-        with safe_open(fetched(path), "pt") as kept:
+        with safe_open(download(path), "pt") as kept:
             told = kept.metadata() or {}
             found = {key: kept.get_tensor(key) for key in kept.keys()}  # noqa: SIM118 (no mapping)
     except SafetensorError:

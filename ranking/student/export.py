@@ -6,13 +6,14 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from etl.errors import UserError
 from etl.spec.model import DataSpec
-from etl.tables import whole
+from etl.tables import atomic_io
 from etl.tables.place import Place
 from ranking.calibration import Calibration
 from ranking.package import manifest
 from ranking.package.manifest import RankerManifest
-from ranking.package.ranker import checked, load
+from ranking.package.ranker import load, loaded
 from ranking.student.batches import Inputs
 from ranking.student.programs import Traced, traced
 from ranking.student.trained import TrainedStudent
@@ -29,16 +30,16 @@ def export(
     """
     reader, config = trained.assembly.reader, trained.student.config
     (surface,) = reader.surfaces
-    beside = whole.fresh(versions / name)
+    staging = atomic_io.staging_folder(versions / name)
     programs = traced(trained, example)
     for program, file in zip(programs, (manifest.USER, manifest.RANK), strict=True):
-        program.to_onnx(beside / file)
+        program.to_onnx(staging / file)
     if native:
         for program, file in zip(programs, manifest.COMPILED, strict=True):
-            program.to_native(beside / file)
+            program.to_native(staging / file)
     tables = {key.split(".")[-2]: rows.numpy() for key, rows in trained.tables.state_dict().items()}
-    save_file(tables, beside / manifest.TABLES)
-    _save_vectors(programs, beside / manifest.VECTORS)
+    save_file(tables, staging / manifest.TABLES)
+    _save_vectors(programs, staging / manifest.VECTORS)
     made = RankerManifest(
         surface=surface,
         version=name,
@@ -52,19 +53,30 @@ def export(
         calibration=fitted,
         made_with={package: version(package) for package in ("torch", "onnx", "onnxruntime")},
     )
-    made = made.model_copy(update={"version": f"{name}-{manifest.digest(beside, made)[:8]}"})
+    made = made.model_copy(update={"version": f"{name}-{manifest.digest(staging, made)[:8]}"})
     if native:
         from ranking.compiled import machine, natively
 
         made = made.model_copy(update={"made_with": made.made_with | machine()})
-        manifest.write(beside, made)
-        checked(natively(load(beside), beside), beside)
+        manifest.write(staging, made)
+        package = manifest.read_package(staging)
+        natively(loaded(package, staging), package, staging)
     else:
-        manifest.write(beside, made)
-        load(beside)
+        manifest.write(staging, made)
+        load(staging)
     folder = versions / made.version
-    whole.put(folder, beside)
+    _publish(staging, folder)
     return folder
+
+
+def _publish(staging: Path, folder: Place) -> None:
+    """Move a ranker to the folder of its version, unless that holds the same one already."""
+    if folder.exists():
+        try:
+            manifest.read(folder)
+        except UserError:
+            atomic_io.remove_folder(folder)  # damaged, or signed by a key that is trusted no more
+    atomic_io.publish_folder(staging, folder)
 
 
 def _save_vectors(programs: tuple[Traced, Traced], path: Path) -> None:

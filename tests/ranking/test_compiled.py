@@ -8,12 +8,12 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from etl.errors import UserError
+from etl.signature import PUBLIC, SECRET
 from gemline import main
 from ranking.compiled import CompiledProgram, load_native
 from ranking.package.manifest import COMPILED, RankerManifest, write
 from ranking.package.program import Program
 from ranking.package.ranker import load
-from ranking.package.signature import PUBLIC, SECRET
 from ranking.student.export import export
 from ranking.student.programs import require_compiler
 from ranking.student.trained import TrainedStudent, new_student
@@ -99,9 +99,8 @@ def test_without_packages_or_with_planted_ones_onnx_answers(folder: Path, tmp_pa
 
 def test_what_is_no_package_is_told(folder: Path, tmp_path: Path) -> None:
     same: Program = load(signed(folder, tmp_path / "own")).rank_program
-    (tmp_path / "rank.pt2").write_bytes(b"whatever")
     with pytest.raises(UserError, match=r"rank.pt2 cannot be loaded here .*: compile it again"):
-        CompiledProgram(tmp_path / "rank.pt2", same)
+        CompiledProgram(b"whatever", "rank.pt2", same)
 
 
 def test_native_code_runs_only_where_somebody_is_trusted(

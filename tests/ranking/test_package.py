@@ -12,10 +12,12 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from etl.errors import UserError
+from etl.signature import PUBLIC, SECRET
 from ranking.calibration import Platt
+from ranking.package import manifest
 from ranking.package.manifest import FILES, digest, read
 from ranking.package.ranker import Ranker, load
-from ranking.package.signature import PUBLIC, SECRET
+from ranking.package.versions import current, identified
 from ranking.student.trained import TrainedStudent
 from tests.ranking.conftest import FITTED, batch_of
 from training.data.reader import Reader
@@ -49,11 +51,13 @@ def test_it_scores_as_the_student_did(
     np.testing.assert_allclose(p, FITTED(logits), atol=1e-6)
 
 
-def test_it_loads_without_torch_and_without_training(folder: Path) -> None:
+def test_it_loads_without_torch_training_and_pickle(folder: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from ranking.package.ranker import load;"
+        "unpickled = []; sys.addaudithook(lambda event, _: unpickled.append(event)"
+        " if event == 'pickle.find_class' else None);"
         f"load(Path({str(folder)!r}));"
-        "print([m for m in ('torch', 'training', 'pyspark', 'pickle5') if m in sys.modules])"
+        "print(unpickled + [m for m in ('torch', 'training', 'pyspark') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -76,12 +80,49 @@ def test_a_missing_or_tampered_manifest_is_refused(copy: Path, tmp_path: Path) -
             load(copy)
 
 
+def test_a_file_that_is_swapped_after_it_was_hashed_is_not_opened(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes that are hashed are those that are loaded."""
+    read_bytes = Path.read_bytes
+
+    def then_swapped(path: Path) -> bytes:
+        content = read_bytes(path)
+        path.write_bytes(b"swapped")
+        return content
+
+    monkeypatch.setattr(Path, "read_bytes", then_swapped)
+    assert isinstance(load(copy), Ranker)
+    assert all(read_bytes(copy / name) == b"swapped" for name in FILES)
+
+
+def test_what_onnx_runtime_cannot_load_is_one_sentence(copy: Path) -> None:
+    told = read(copy)
+    (copy / "user.onnx").write_bytes(b"no program")
+    manifest.write(copy, told)
+    with pytest.raises(UserError, match=rf"the ranker in {copy} cannot be loaded \(.*\)$"):
+        load(copy)
+
+
+def test_a_ranker_answers_for_its_own_surface_and_not_once_it_was_rolled_back(
+    folder: Path, tmp_path: Path
+) -> None:
+    ranker, root = load(folder), str(tmp_path)
+    assert identified(ranker, root, "feed") is ranker
+    with pytest.raises(UserError, match="is of surface feed, not of reels: promote one of reels"):
+        identified(ranker, root, "reels")
+    pointer = current(root, "feed")
+    for name in ("older", ranker.manifest.version):
+        pointer.swap(name)
+    pointer.rollback()
+    with pytest.raises(UserError, match="was rolled back and is barred"):
+        identified(ranker, root, "feed")
+
+
 def test_a_program_that_scores_otherwise_is_refused(copy: Path) -> None:
     with np.load(copy / "vectors.npz") as stored:
         vectors = dict(stored)
     np.savez(copy / "vectors.npz", **(vectors | {"logits": vectors["logits"] + 0.01}))
-    from ranking.package import manifest
-
     told = manifest.RankerManifest.model_validate_json((copy / "ranker.json").read_text())
     manifest.write(copy, told)
     with pytest.raises(UserError, match=r"off by 0\.01 on its own test vectors"):
@@ -91,8 +132,6 @@ def test_a_program_that_scores_otherwise_is_refused(copy: Path) -> None:
 def test_a_signature_is_asked_for_where_a_key_is_trusted(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ranking.package import manifest
-
     private = Ed25519PrivateKey.generate()
     monkeypatch.setenv(PUBLIC, private.public_key().public_bytes_raw().hex())
     with pytest.raises(UserError, match="is not signed"):

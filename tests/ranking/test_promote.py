@@ -12,6 +12,7 @@ from scipy.special import expit
 from etl.errors import UserError
 from etl.spec import DataSpec
 from etl.tables.lake import Lake
+from gemline import main
 from ranking.package import manifest
 from ranking.package.versions import answering, current, newest, versions
 from ranking.promote import GateConfig, Verdict, judge, judged, promote
@@ -21,6 +22,7 @@ from training.split import Split
 
 ROWS = 20_000
 GATE = GateConfig()
+LENIENT = GateConfig(tolerance=1e6)  # of a ranker that has learned nothing
 
 
 def said(noise: float, shift: float = 0.0, seed: int = 0) -> Predictions:
@@ -42,6 +44,12 @@ def verdict(ours: Predictions, theirs: Predictions | None) -> Verdict:
 def test_the_first_passes_and_a_better_one_does() -> None:
     assert verdict(said(1.0), None).promoted
     assert verdict(said(0.1), said(0.6)).promoted
+
+
+def test_one_that_is_not_calibrated_does_not_pass_without_another_to_compare() -> None:
+    found = verdict(said(0.1, shift=0.3), None)
+    assert not found.promoted
+    assert {"view is off", "click is off"} <= set(found.reasons)
 
 
 def test_what_is_the_same_or_worse_or_better_by_chance_does_not() -> None:
@@ -91,15 +99,55 @@ SPLIT = Split(
 def test_the_pointer_moves_only_for_what_passes(own: Lake, folder: Path) -> None:
     with pytest.raises(UserError, match="no ranker of reels is promoted"):
         promote(own, "reels", SPLIT, GATE)
-    assert promote(own, "feed", SPLIT, GATE).promoted
+    first = promote(own, "feed", SPLIT, GATE)
+    assert first.promoted and first.reasons[0] == "the first of its surface"
     assert answering(own.root, "feed").name == "one"
     shutil.copytree(folder, versions(own.root, "feed") / "two")
     newest(own.root, "feed").swap("two")
-    assert not promote(own, "feed", SPLIT, GATE).promoted
+    assert not promote(own, "feed", SPLIT, LENIENT).promoted
     assert answering(own.root, "feed").name == "one"
     current(own.root, "feed").swap("two")
-    assert promote(own, "feed", SPLIT, GATE).reasons == ("it answers already",)
-    assert current(own.root, "feed").back() == "one"
+    assert promote(own, "feed", SPLIT, LENIENT).reasons == ("it answers already",)
+
+
+def test_what_was_rolled_back_is_not_promoted_again_until_it_is_lifted(
+    own: Lake, folder: Path, spec_path: Path
+) -> None:
+    for name in ("two", "three"):
+        shutil.copytree(folder, versions(own.root, "feed") / name)
+    current(own.root, "feed").swap("two")
+    current(own.root, "feed").swap("one")
+    rollback = ["rank", "rollback", "--spec", str(spec_path), "--lake", own.root]
+    rollback += ["--surface", "feed"]
+    assert main(rollback) == 0
+    assert answering(own.root, "feed").name == "two"
+    shutil.rmtree(versions(own.root, "feed") / "two")  # so that nothing else holds `one` back
+    for _ in range(2):
+        found = promote(own, "feed", SPLIT, LENIENT)
+        assert not found.promoted and found.reasons == ("it was rolled back and is barred",)
+    assert main([*rollback, "--lift", "nothing"]) == 2
+    assert main([*rollback, "--lift", "one"]) == 0
+    assert promote(own, "feed", SPLIT, LENIENT).promoted
+    assert answering(own.root, "feed").name == "one"
+
+
+def test_a_damaged_ranker_that_answers_does_not_block_the_next(own: Lake, folder: Path) -> None:
+    place = versions(own.root, "feed") / "old"
+    shutil.copytree(folder, place)
+    current(own.root, "feed").swap("old")
+    for name in manifest.FILES:
+        (place / name).write_bytes(b"")
+    assert not promote(own, "feed", SPLIT, GATE).promoted  # it is not calibrated
+    found = promote(own, "feed", SPLIT, LENIENT)
+    assert found.promoted and "is not the file that was saved" in found.reasons[0]
+    assert found.reasons[0].startswith("the one that answers cannot be judged")
+
+
+def test_a_ranker_of_another_surface_is_not_promoted(own: Lake, folder: Path) -> None:
+    shutil.copytree(folder, versions(own.root, "reels") / "one")
+    newest(own.root, "reels").swap("one")
+    with pytest.raises(UserError, match="is of surface feed, not of reels"):
+        promote(own, "reels", SPLIT, LENIENT)
 
 
 def test_one_of_another_spec_does_not_stand_in_the_way(own: Lake, folder: Path) -> None:
@@ -108,7 +156,9 @@ def test_one_of_another_spec_does_not_stand_in_the_way(own: Lake, folder: Path) 
     told = manifest.read(place)
     manifest.write(place, told.model_copy(update={"spec": other_spec(own.spec)}))
     current(own.root, "feed").swap("old")
-    found = promote(own, "feed", SPLIT, GATE)
+    refused = promote(own, "feed", SPLIT, GATE)
+    assert not refused.promoted and "long_view is off" in refused.reasons
+    found = promote(own, "feed", SPLIT, LENIENT)
     assert found.promoted and found.reasons[0] == "the first of its spec"
 
 

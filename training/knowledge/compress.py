@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from etl.tables import whole
-from etl.tables.place import Place, fetched
+from etl.tables import atomic_io
+from etl.tables.atomic_io import download
+from etl.tables.place import Place
 from features.four_bits import HALF
 from features.inputs import KEPT_WIDTH
 from training.model.numeric import RunningScale
@@ -62,13 +63,13 @@ def fit(compressor: Compressor, hidden: Tensor, seed: int) -> None:
 
 def save(compressor: Compressor, path: Place) -> None:
     """Write it, whole or not at all."""
-    with whole.file(path) as beside:
-        save_file(compressor.state_dict(), beside)
+    with atomic_io.replace_file(path) as temporary:
+        save_file(compressor.state_dict(), temporary)
 
 
 def load(path: Place) -> Compressor:
     """A compressor that was saved."""
-    state = load_file(fetched(path))
+    state = load_file(download(path))
     compressor = Compressor(len(state["scale.mean"]))
     compressor.load_state_dict(state)
     return compressor.eval()

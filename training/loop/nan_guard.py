@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from etl.errors import UserError
-from etl.tables import whole
+from etl.tables import atomic_io
 from etl.tables.place import Place
 from training.data.batch import Batch
 from training.loop.checkpoint import Trained
@@ -32,8 +32,7 @@ def report_non_finite_loss(
     dist.all_gather_object(found, tensors)
     if dist.get_rank() == ranks[0]:
         content = manifest.model_dump(mode="json") | {"impressions": batch.impressions.tolist()}
-        with whole.file(path) as file:
-            file.write_text(json.dumps(content, indent=1))
+        atomic_io.write_text(path, json.dumps(content, indent=1))
     dist.barrier()
     names = dict.fromkeys(name for rank in ranks for name in found[rank])
     of_ranks = f" of process {', '.join(map(str, ranks))}" if len(found) > 1 else ""

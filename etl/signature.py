@@ -1,26 +1,31 @@
 """Ed25519 signatures of manifests: keys come from the environment alone, as hex digits."""
 
 import os
-from pathlib import Path
 
 from etl.errors import UserError
 
 SECRET, PUBLIC = "GEMLINE_SIGNING_KEY", "GEMLINE_TRUSTED_KEY"
 
 
-def sign(path: Path, text: bytes) -> None:
-    """Write the signature beside a file, if GEMLINE_SIGNING_KEY holds a private key."""
+class SignatureError(UserError):
+    """A text is not signed, or not by the key that is trusted."""
+
+
+def signature_of(text: bytes) -> str | None:
+    """The signature of a text by the private key of GEMLINE_SIGNING_KEY; None without a key."""
     key = os.environ.get(SECRET)
     if not key:
-        return
+        return None
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-    private = Ed25519PrivateKey.from_private_bytes(_bytes(SECRET, key))
-    _beside(path).write_text(private.sign(text).hex())
+    return Ed25519PrivateKey.from_private_bytes(_bytes(SECRET, key)).sign(text).hex()
 
 
-def check(path: Path, text: bytes) -> None:
-    """Raises UserError unless the key of GEMLINE_TRUSTED_KEY, if there is one, has signed it."""
+def check_signature(text: bytes, signature: str | None, name: object) -> None:
+    """Raise SignatureError unless the key of GEMLINE_TRUSTED_KEY, if any, has signed a text.
+
+    `name` is what the message calls the text.
+    """
     key = os.environ.get(PUBLIC)
     if not key:
         return
@@ -28,16 +33,12 @@ def check(path: Path, text: bytes) -> None:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
     public = Ed25519PublicKey.from_public_bytes(_bytes(PUBLIC, key))
-    if not _beside(path).is_file():
-        raise UserError(f"{path} is not signed, and {PUBLIC} asks for a signature")
+    if signature is None:
+        raise SignatureError(f"{name} is not signed, and {PUBLIC} asks for a signature")
     try:
-        public.verify(bytes.fromhex(_beside(path).read_text()), text)
+        public.verify(bytes.fromhex(signature), text)
     except (InvalidSignature, ValueError):
-        raise UserError(f"{path} is not what the key of {PUBLIC} has signed") from None
-
-
-def _beside(path: Path) -> Path:
-    return path.with_name(f"{path.name}.sig")
+        raise SignatureError(f"{name} is not what the key of {PUBLIC} has signed") from None
 
 
 def _bytes(name: str, key: str) -> bytes:
