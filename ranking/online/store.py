@@ -10,8 +10,7 @@ from etl.spec.units import DAY, MICROS
 from etl.tables.contracts import RESERVED_ITEMS
 from ranking.online.counters import LEVELS, Counters
 from ranking.online.database import Database, Txn, environment
-from ranking.online.history import Histories
-from ranking.online.layout import Layout
+from ranking.online.layout import Histories, Layout
 
 TABLES = (
     "meta", "users", "items", "versions", "offers", "history", "before", "seen",

@@ -10,6 +10,7 @@ from etl.spec import DataSpec
 from etl.spec.auction import MAX_MONEY, Terms
 from ranking.auction import NO_ADVERTISER, OUT, Auction, Exclusion, Result, ranked
 
+CLICK, CONVERSION, LONG_VIEW = range(3)  # columns of probabilities, by name
 CHANCE = st.floats(0.001, 1)
 BID = st.floats(0.01, 10)
 CANDIDATE = st.tuples(CHANCE, CHANCE, CHANCE, BID, st.sampled_from(["awareness", "sales", None]))
@@ -43,10 +44,13 @@ def test_who_takes_part_stands_by_value_and_pays_no_more_than_bid(
     auction = on_terms(lake_spec, terms)
     p, bids, goals, owner = held(auction, requests)
     found = auction(p, bids, goals, owner)
-    paying = np.choose([["awareness", "sales", None].index(g) for g in goals], [*p[:, [0, 2]].T, 0])
+    paying = np.choose(
+        [["awareness", "sales", None].index(g) for g in goals],
+        [*p[:, [LONG_VIEW, CONVERSION]].T, 0],
+    )
     payment = bids * paying
-    np.testing.assert_allclose(found.values, payment + p[:, 1] * terms.values.get("click", 0))
-    able = (payment > 0) & (payment >= terms.reserve) & (p[:, 1] >= terms.floor)
+    np.testing.assert_allclose(found.values, payment + p[:, CLICK] * terms.values.get("click", 0))
+    able = (payment > 0) & (payment >= terms.reserve) & (p[:, CLICK] >= terms.floor)
     assert ((found.places != OUT) == able).all()
     for request in np.unique(owner):
         there = np.flatnonzero((owner == request) & able)
@@ -164,8 +168,9 @@ def test_the_advertiser_is_no_part_of_the_tables_meaning(lake_spec: DataSpec) ->
     assert DataSpec.model_validate(told).hash == lake_spec.hash
 
 
-def test_without_an_auction_the_first_objective_ranks(lake_spec: DataSpec) -> None:
-    spec = lake_spec.model_copy(update={"auction": None})
-    p = np.array([[0.1, 0.9, 0.9], [0.2, 0.1, 0.1]])
+def test_without_an_auction_the_objective_that_the_spec_names_ranks(lake_spec: DataSpec) -> None:
+    spec = lake_spec.model_copy(update={"auction": None, "rank_by": "long_view"})
+    p = np.full((2, 3), 0.9)
+    p[:, LONG_VIEW] = 0.1, 0.2
     found = Auction(spec, "feed")(p, np.zeros(2), [None, None], np.zeros(2, int))
     assert found.places.tolist() == [1, 0] and (found.prices == 0).all()
