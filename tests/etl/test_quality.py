@@ -135,4 +135,4 @@ def test_a_bot_farm_does_not_grow_the_plan(own: Lake, spark: SparkSession) -> No
     kept, parked = park(spec, fresh, fresh.limit(0))
     assert (kept.count(), parked.count()) == (4000, 2000)
     assert kept.agg(F.max("visible_ts")).first()[0] == 3999, "the first of the day are kept"
-    assert "bot1999" not in kept._jdf.queryExecution().toString()
+    assert "bot1999" not in kept._jdf.queryExecution().analyzed().toJSON()
