@@ -28,7 +28,7 @@ from ranking.serve.app import create
 from ranking.serve.health import health, health_server
 from ranking.serve.settings import NAME, Limits, Settings
 from tests.conftest import ROOT
-from tests.ranking.served import Service, asking, head, in_thread, outcome, running
+from tests.ranking.served import Service, asking, free_port, head, in_thread, outcome, running
 
 MEGABYTE = 1_000_000
 LIMITS = Limits(
@@ -295,11 +295,6 @@ def test_fifty_slow_requests_of_4_mib_to_a_real_service(settings: Settings) -> N
     finally:
         service.terminate()
         assert service.wait(60) == 0
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
 
 
 def resident_bytes(pid: int) -> int:

@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -35,7 +34,7 @@ from ranking.serve.settings import Settings
 from ranking.serve.worker import Worker
 from tests.conftest import LAST, ROOT
 from tests.ranking.conftest import EVE, MOST_BYTES
-from tests.ranking.served import ITEMS, JSON, LONG_AGO, asking, running
+from tests.ranking.served import ITEMS, JSON, LONG_AGO, asking, free_port, running
 
 EXAMPLES = 300 if os.environ.get("GEMLINE_HYPOTHESIS") == "proof" else 20
 SENDERS = 20  # a history holds 40 events
@@ -300,22 +299,24 @@ def test_nothing_is_lost_while_rankers_and_stores_change_and_it_stops(settings: 
 
     All requests are answered, and every event that was accepted is in its user's history once.
     """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port, health_port = free_port(), free_port()
     command = [
         *(sys.executable, "-m", "gemline", "rank", "serve", "--spec", str(settings.spec)),
-        *("--lake", settings.lake, "--workers", "2", "--port", str(port), "--health-port", "0"),
+        *("--lake", settings.lake, "--workers", "2", "--port", str(port)),
+        *("--health-port", str(health_port)),
     ]
     service = subprocess.Popen(command, cwd=ROOT)
     client = Client(port, [encoded("POST", "/rank", asking(user=f"u{n}")) for n in range(50)])
     try:
         answers, versions_seen, accepted = asyncio.run(changed_under_load(client, settings))
+        status, health = asyncio.run(asked(health_port, encoded("GET", "/health")))
     finally:
         service.terminate()
         assert service.wait(60) == 0
     assert {status for status, _ in answers} == {200} and len(answers) > 200
-    assert len(versions_seen) > 1
-    assert len(accepted) > 100
+    assert len(versions_seen) > 1 and len(accepted) > 100
+    assert status == 200 and json.loads(health)["status"] == "ok"
+    assert len(json.loads(health)["workers"]) == 2
     assert stored_events(settings) == Counter(accepted)
 
 
