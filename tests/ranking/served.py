@@ -68,6 +68,11 @@ def head(length: int, path: str = "/rank") -> bytes:
     ).encode()
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
 def outcome(connection: socket.socket) -> tuple[int, float]:
     """The status that a connection is answered with before it is closed, and when it is closed."""
     found = b""

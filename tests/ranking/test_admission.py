@@ -28,7 +28,7 @@ from ranking.serve.app import create
 from ranking.serve.health import health, health_server
 from ranking.serve.settings import NAME, Limits, Settings
 from tests.conftest import ROOT
-from tests.ranking.served import Service, asking, head, in_thread, outcome, running
+from tests.ranking.served import Service, asking, free_port, head, in_thread, outcome, running
 
 MEGABYTE = 1_000_000
 LIMITS = Limits(
@@ -53,29 +53,28 @@ def hasty(settings: Settings) -> Iterator[Service]:
 
 
 def test_slow_requests_hold_no_more_than_the_bound_and_are_closed_in_time(
-    service: Service,
+    settings: Settings,
 ) -> None:
     """Twenty clients send most of a megabyte each and then nothing: 18 MB, of which 4 may stay."""
-    part = b" " * (MEGABYTE - 100_000)
-    service.ask("POST", "/rank", asking())
-    tracemalloc.start()
-    began = time.perf_counter()
-    try:
-        slow = [service.connect(head(MEGABYTE), part) for _ in range(20)]
-        while service.worker.buffer.bytes < 3 * MEGABYTE:
-            assert time.perf_counter() - began < 10
-            time.sleep(0.01)
-        status, _ = service.ask("GET", "/health")
-        held, peak = service.worker.buffer.bytes, tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    ends = [outcome(one) for one in slow]
-    assert status == 200 and held <= 4 * MEGABYTE and peak < 9 * MEGABYTE
-    statuses = Counter(status for status, _ in ends)
-    assert statuses.keys() <= {408, 429} and statuses[408] and statuses[429] >= 10, statuses
-    assert max(end for _, end in ends) - began < 1 + 1 + 2
-    assert service.worker.buffer.bytes == 0
-    assert service.ask("POST", "/rank", asking())[0] == 200
+    part, slow, held = b" " * (MEGABYTE - 100_000), [], []
+    with running(limited(settings, receive_seconds=2)) as service:
+        service.ask("POST", "/rank", asking())
+        tracemalloc.start()
+        try:
+            for _ in range(20):
+                slow.append(service.connect(head(MEGABYTE), part))
+                held.append(service.worker.buffer.bytes)
+            began = time.perf_counter()
+            status, _ = service.ask("GET", "/health")
+            statuses = Counter(outcome(one)[0] for one in slow)
+            seconds, peak = time.perf_counter() - began, tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert status == 200 and max(held) <= 4 * MEGABYTE and peak < 9 * MEGABYTE
+        assert statuses.keys() == {408, 429}, statuses
+        assert seconds < 2 + 1 + 2
+        assert service.worker.buffer.bytes == 0
+        assert service.ask("POST", "/rank", asking())[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -225,25 +224,26 @@ def test_work_that_waits_too_long_is_given_up_and_the_next_goes_on() -> None:
 
 
 def test_health_is_answered_while_the_worker_is_busy(settings: Settings, tmp_path: Path) -> None:
-    """A loop that holds the interpreter for a second, as a long ranking does in part."""
+    """A loop that holds the interpreter for two seconds, as a long ranking does in part."""
     reporting = settings.model_copy(update={"status_folder": tmp_path})
+    is_free = threading.Event()
 
     def busy() -> None:
-        until = time.perf_counter() + 1.2
+        until = time.perf_counter() + 2
         while time.perf_counter() < until:
             pass
+        is_free.set()
 
     with running(reporting) as service, health_server("127.0.0.1", 0, tmp_path) as port:
         own = replace(service, port=port)
         while own.ask("GET", "/health")[0] != 200:
             time.sleep(0.05)
-        began = time.perf_counter()
         service.server.servers[0].get_loop().call_soon_threadsafe(busy)
         time.sleep(0.1)
         status, found = own.ask("GET", "/health")
-        assert status == 200 and time.perf_counter() - began < 1
+        assert status == 200 and not is_free.is_set()
         assert found["status"] == "ok" and found["workers"][0]["rankers"]["feed"]
-        assert service.ask("GET", "/health")[0] == 200 and time.perf_counter() - began >= 1.2
+        assert service.ask("GET", "/health")[0] == 200 and is_free.is_set()
     assert health(tmp_path) == {"status": "down", "workers": []}
 
 
@@ -295,11 +295,6 @@ def test_fifty_slow_requests_of_4_mib_to_a_real_service(settings: Settings) -> N
     finally:
         service.terminate()
         assert service.wait(60) == 0
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
 
 
 def resident_bytes(pid: int) -> int:

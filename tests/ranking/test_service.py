@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -37,7 +36,7 @@ from ranking.serve.worker import Worker
 from tests.conftest import LAST, ROOT
 from tests.ranking.conftest import EVE, MOST_BYTES
 from tests.ranking.poster import times_counted
-from tests.ranking.served import ITEMS, JSON, LONG_AGO, asking, running
+from tests.ranking.served import ITEMS, JSON, LONG_AGO, asking, free_port, running
 
 EXAMPLES = 300 if os.environ.get("GEMLINE_HYPOTHESIS") == "proof" else 20
 SENDERS = 20  # a history holds 40 events
@@ -305,15 +304,16 @@ def test_no_request_of_its_own_description_breaks_it(settings: Settings) -> None
                 answers()
 
 
-def serve(settings: Settings) -> tuple[subprocess.Popen, int]:
-    """A service of two workers, and its port."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+def serve(settings: Settings) -> tuple[subprocess.Popen, int, int]:
+    """A service of two workers, its port, and the port of its health."""
+    port, health_port = free_port(), free_port()
     command = [
         *(sys.executable, "-m", "gemline", "rank", "serve", "--spec", str(settings.spec)),
-        *("--lake", settings.lake, "--workers", "2", "--port", str(port), "--health-port", "0"),
+        *("--lake", settings.lake, "--workers", "2", "--port", str(port)),
+        *("--health-port", str(health_port)),
     ]
-    return subprocess.Popen(command, cwd=ROOT, start_new_session=True), port
+    service = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    return service, port, health_port
 
 
 KILLS, ANSWERS = 50, 200
@@ -326,7 +326,7 @@ def test_a_service_that_is_killed_loses_no_acknowledged_event_and_counts_none_tw
     """Two workers, killed again and again after some answers, while the store is swapped."""
     acknowledged: list[str] = []
     for kill in range(KILLS):
-        service, port = serve(settings)
+        service, port, _ = serve(settings)
         try:
             acknowledged += asyncio.run(post_until(port, settings, f"{kill}", ANSWERS))
         finally:
@@ -376,16 +376,18 @@ def test_nothing_is_lost_while_rankers_and_stores_change_and_it_stops(settings: 
 
     All requests are answered, and every event that was accepted is in its user's history once.
     """
-    service, port = serve(settings)
+    service, port, health_port = serve(settings)
     client = Client(port, [encoded("POST", "/rank", asking(user=f"u{n}")) for n in range(50)])
     try:
         answers, versions_seen, accepted = asyncio.run(changed_under_load(client, settings))
+        status, health = asyncio.run(asked(health_port, encoded("GET", "/health")))
     finally:
         service.terminate()
         assert service.wait(60) == 0
     assert {status for status, _ in answers} == {200} and len(answers) > 200
-    assert len(versions_seen) > 1
-    assert len(accepted) > 100
+    assert len(versions_seen) > 1 and len(accepted) > 100
+    assert status == 200 and json.loads(health)["status"] == "ok"
+    assert len(json.loads(health)["workers"]) == 2
     assert stored_events(settings) == Counter(accepted)
 
 
