@@ -81,7 +81,7 @@ def days_argument(text: str, flag: str = "--days") -> tuple[date, date]:
 
 
 def exclusive(*steps: str) -> Callable[[Command], Command]:
-    """Of a command that changes a lake: it runs under the leases of these steps.
+    """Mark a command that changes a lake: it runs under the leases of these steps.
 
     A step may name arguments of the command, as `ranker-{surface}` does.
     """

@@ -89,8 +89,7 @@ class Lease:
                     break
         else:
             return
-        print(f"{self.step} of {self.lake}: the lease was lost; this process ends", file=sys.stderr)
-        os.kill(os.getpid(), signal.SIGTERM)
+        _end_process(f"{self.step} of {self.lake}: the lease was lost")
 
     def release(self, renewing: threading.Thread) -> None:
         """Let others take it."""
@@ -124,8 +123,9 @@ def held(lake: str, steps: Sequence[str], command: str) -> Iterator[None]:
 def _held(lake: str, step: str, command: str) -> Iterator[None]:
     inherited = os.environ.get(INHERITED, "")
     lease = acquire(lake, step, command, inherited.split())
-    if lease is None:
-        yield
+    if isinstance(lease, Holder):
+        with _ending_with(lease, f"{step} of {lake}"):
+            yield
         return
     renewing = threading.Thread(target=lease.renew_until_released, daemon=True)
     renewing.start()
@@ -137,8 +137,30 @@ def _held(lake: str, step: str, command: str) -> Iterator[None]:
         lease.release(renewing)
 
 
-def acquire(lake: str, step: str, command: str, inherited: Sequence[str] = ()) -> Lease | None:
-    """The lease of a step; None where the process that started this one holds it.
+@contextmanager
+def _ending_with(holder: Holder, what: str) -> Iterator[None]:
+    """End this process if the one that started it, and holds its lease, ends meanwhile."""
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(1):
+            if _has_ended(holder.pid, holder.process):
+                _end_process(f"{what}: the process {holder.pid} that holds the lease has ended")
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+def _end_process(reason: str) -> None:
+    print(f"{reason}; this process ends, too", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def acquire(lake: str, step: str, command: str, inherited: Sequence[str] = ()) -> Lease | Holder:
+    """The lease of a step, or the holder where that is a process which has started this one.
 
     Raises TemporaryError where another command holds it.
     """
@@ -149,9 +171,9 @@ def acquire(lake: str, step: str, command: str, inherited: Sequence[str] = ()) -
     )  # fmt: skip
     while True:
         generation, token = _newest(lake, step)
-        if token in inherited:
-            return None
         found = holder_of(lake, step, generation) if generation else None
+        if found and token in inherited and not found.released:
+            return found
         if found and not found.is_free:
             raise TemporaryError(
                 f"{step} of {lake} is already being run by {found}. Run the same command again "

@@ -19,7 +19,7 @@ import training.commands
 from etl.cli import LEASES, LakeArgs, configuration_of
 from etl.errors import TemporaryError
 from etl.tables import atomic_io, lease
-from etl.tables.lease import Holder, acquire, held
+from etl.tables.lease import NO_PROCESS, Holder, acquire, held, process_of
 from gemline import main
 from tests.conftest import FIRST
 
@@ -172,6 +172,23 @@ def test_what_a_command_starts_runs_under_its_lease(root: str) -> None:
             pass
         assert not Holder.model_validate_json(file_of(root, 1).read_text()).released
     assert inside.stdout == "in\n", inside.stderr
+
+
+def test_what_a_command_started_ends_when_the_command_is_killed(root: str) -> None:
+    """Else it would go on without a lease, beside the next holder."""
+    inner = HOLD.format(lake=root).replace("'held'", "__import__('os').getpid()")
+    outer = "import subprocess, sys\nfrom etl.tables.lease import held\n"
+    outer += (
+        f"with held({root!r}, ['gem'], 'outer'): subprocess.run([sys.executable, '-c', {inner!r}])"
+    )
+    child = subprocess.Popen([sys.executable, "-c", outer], stdout=subprocess.PIPE, text=True)
+    assert child.stdout
+    started = int(child.stdout.readline())
+    child.kill()
+    child.wait()
+    assert child.stdout.read() == ""  # until nobody can write to it any more
+    with held(root, ["gem"], "next"):
+        assert process_of(started) == NO_PROCESS
 
 
 READ_ONLY = {
