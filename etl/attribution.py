@@ -5,7 +5,8 @@ import functools
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from etl.spec.model import DataSpec, Objective, Touch
+from etl.spec.model import DataSpec
+from etl.spec.objectives import Objective, Touch
 from etl.spec.units import MICROS
 from etl.tables import contracts, delta
 from etl.tables.lake import Lake

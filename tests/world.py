@@ -41,6 +41,14 @@ def copy_of(lake: Lake, folder: Path) -> Lake:
     return Lake(str(folder), lake.spec)
 
 
+def link_tables(lake: Lake, folder: Path) -> Lake:
+    """The same tables and models by links; what commands record of a lake is not among them."""
+    for path in Path(lake.root).iterdir():
+        if path.name != "_line":
+            (folder / path.name).symlink_to(path)
+    return Lake(str(folder), lake.spec)
+
+
 @contextmanager
 def unchanged(root: Path) -> Iterator[None]:
     """Fails where a file below `root` was changed in the meantime."""

@@ -100,7 +100,16 @@ def aside(lake: Lake) -> Iterator[Lake]:
         yield linked(lake, Path(folder))
 
 
-MADE = {"models", "knowledge", "user_knowledge", "evaluations", "rankers", "scores", "studies"}
+MADE = {
+    "_line",
+    "models",
+    "knowledge",
+    "user_knowledge",
+    "evaluations",
+    "rankers",
+    "scores",
+    "studies",
+}
 
 
 def linked(lake: Lake, folder: Path) -> Lake:

@@ -46,23 +46,28 @@ def write_text(place: Place, text: str) -> None:
 
 
 def create_file(place: Place, text: str) -> bool:
-    """Write a file unless it exists; False where it does. Of several writers one succeeds.
-
-    A reader may find the file on a disk before its text is written.
-    """
+    """Write a file unless it exists; False where it does. Of several writers one succeeds."""
     try:
-        if not isinstance(place, Path):
+        if isinstance(place, Path):
+            _link_file(place, text)
+        else:
             place.fs.pipe_file(place.path, text.encode(), mode="create")
-            return True
-        make_folder(place.parent)
-        with place.open("x") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        fsync(place.parent)
     except FileExistsError:
         return False
     return True
+
+
+def _link_file(path: Path, text: str) -> None:
+    """Give a complete file its name; raises FileExistsError where there is a file of that name."""
+    temporary = _temporary_path(path)
+    make_folder(path.parent)
+    try:
+        temporary.write_text(text)
+        fsync(temporary)
+        os.link(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync(path.parent)
 
 
 def staging_folder(place: Place) -> Path:

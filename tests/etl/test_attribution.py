@@ -10,7 +10,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from etl.attribution import attribute_outcomes, unknown_impressions
 from etl.spec import load_spec
-from etl.spec.model import Objective
+from etl.spec.objectives import Objective
 from etl.tables import contracts
 from etl.tables.lake import Lake
 from etl.tables.schema import arrow_schema

@@ -90,4 +90,4 @@ def test_a_source_that_never_comes_can_be_gone_without(
     assert (users.days(), items.days()) == ([FIRST], [FIRST, second])
     capsys.readouterr()
     assert main([*words, "--absent", "messages"]) == 2
-    assert "has no source 'messages'; known: events, users, items" in capsys.readouterr().err
+    assert "has no source 'messages'; known: events, items, users" in capsys.readouterr().err

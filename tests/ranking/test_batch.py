@@ -18,6 +18,7 @@ from ranking.package.ranker import load
 from ranking.package.versions import current, versions
 from ranking.score import Scorer
 from tests.conftest import LAST
+from tests.world import link_tables
 
 pytestmark = pytest.mark.spark
 
@@ -28,8 +29,7 @@ DAYS = (LAST - timedelta(days=1), LAST)
 def own(lake: Lake, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Lake:
     """The shared tables, and a ranker that answers."""
     root = tmp_path_factory.mktemp("scored")
-    for table in Path(lake.root).iterdir():
-        (root / table.name).symlink_to(table)
+    link_tables(lake, root)
     shutil.copytree(folder, versions(str(root), "feed") / "one")
     current(str(root), "feed").swap("one")
     return Lake(str(root), lake.spec)

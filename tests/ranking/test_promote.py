@@ -17,6 +17,7 @@ from ranking.package import manifest
 from ranking.package.versions import answering, current, newest, versions
 from ranking.promote import GateConfig, Verdict, judge, judged, promote
 from tests.conftest import LAST
+from tests.world import link_tables
 from training.predictions import Predictions
 from training.split import Split
 
@@ -83,8 +84,7 @@ def test_an_objective_without_outcomes_says_nothing() -> None:
 @pytest.fixture
 def own(lake: Lake, folder: Path, tmp_path: Path) -> Lake:
     """A lake with the tables of the shared one, and a ranker that was trained."""
-    for table in Path(lake.root).iterdir():
-        (tmp_path / table.name).symlink_to(table)
+    link_tables(lake, tmp_path)
     shutil.copytree(folder, versions(str(tmp_path), "feed") / "one")
     newest(str(tmp_path), "feed").swap("one")
     return Lake(str(tmp_path), lake.spec)

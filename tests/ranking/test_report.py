@@ -17,6 +17,7 @@ from ranking.report.build import build_report
 from ranking.report.facts import compare
 from tests.conftest import FIRST, LAST
 from tests.pipeline import rows
+from tests.world import link_tables
 from training.predictions import Predictions, evaluation_path
 from training.split import Split
 
@@ -29,8 +30,7 @@ SPLIT = Split(
 @pytest.fixture
 def run(lake: Lake, tmp_path: Path) -> Lake:
     """The tables of the shared lake, with evaluations of its own."""
-    for path in Path(lake.root).iterdir():
-        (tmp_path / path.name).symlink_to(path)
+    link_tables(lake, tmp_path)
     return Lake(str(tmp_path), lake.spec)
 
 

@@ -15,6 +15,7 @@ from features.inputs import features_of
 from gemline import main
 from ranking.report import figures
 from tests.conftest import FIRST, LAST
+from tests.world import link_tables
 from training.config import TrainConfig
 from training.lawcurve import MODELS, SIZES, Law, ne
 from training.loop.loss import Loss, thinning
@@ -115,8 +116,7 @@ def test_the_law_curve_is_drawn(
 ) -> None:
     monkeypatch.setattr("training.lawcurve.SIZES", (0.25, 0.5, 1.0))
     monkeypatch.setattr("training.lawcurve.MODELS", {"GEM": {}, "short": {"max_length": 4}})
-    for path in Path(lake.root).iterdir():
-        (tmp_path / path.name).symlink_to(path)
+    link_tables(lake, tmp_path)
     days = ["--train", f"{FIRST}:{FIRST}", "--test", f"{LAST}:{LAST}", "--landed", str(LAST)]
     where = ["--spec", str(spec_path), "--lake", str(tmp_path)]
     asked = [*days, *where, "--scale", "tiny", "--max-length", "8", "--objective", "click"]
