@@ -122,19 +122,20 @@ def _parsed(lake: Lake, source: AttributeFile, raw: str, days: Days) -> DataFram
     columns = [source.key, *(column for column, _ in typed.values())]
     columns += [source.valid_from] if source.valid_from else []
     rows = read_raw(raw, source, columns, days, needed=[source.key])
-    mistyped = [
-        F.when(raw_value(column).isNotNull() & value.isNull(), F.lit(f"wrong type: {column}"))
-        for column, value in typed.values()
-    ]
     unread = STATIC if source.static else days[1]
     rows = rows.select(
         F.nullif(raw_value(source.key), F.lit("")).alias(f"{source.entity}_id"),
         _own_time(source).alias("own_time"),
         *[value.alias(name) for name, (_, value) in typed.items()],
         F.coalesce(DAY, F.lit(unread)).alias("day"),
-        F.concat_ws(SEPARATOR, *mistyped).alias("mistyped"),
-        *(PAYLOAD, FILE, PLACE, FAULT),
+        *("raw", PAYLOAD, FILE, PLACE, FAULT),
     )
+    rows = rows.withColumns(_of_their_width(lake, source))
+    mistyped = [
+        F.when(raw_value(column).isNotNull() & F.col(name).isNull(), F.lit(f"wrong type: {column}"))
+        for name, (column, _) in typed.items()
+    ]
+    rows = rows.withColumn("mistyped", F.concat_ws(SEPARATOR, *mistyped)).drop("raw")
     rows = rows.withColumn("valid_from", _valid_from(lake.spec, source))
     breaches = contracts.attributes(lake.spec, source.entity).breaches.items()
     reasons = [F.when(F.expr(condition), F.lit(reason)) for reason, condition in breaches]
@@ -158,9 +159,15 @@ def _typed_columns(lake: Lake, source: AttributeFile) -> dict[str, tuple[str, Co
 
 def _typed(attribute: Categorical | Numeric | Vector | Clock, column: str) -> Column:
     if isinstance(attribute, Vector):
-        vector = F.from_json(raw_value(column), "array<float>")
-        return F.when(F.size(vector) == attribute.width, vector)
+        return F.from_json(raw_value(column), "array<float>")
     return raw_value(column).try_cast("double" if isinstance(attribute, Numeric) else "string")
+
+
+def _of_their_width(lake: Lake, source: AttributeFile) -> dict[str, Column]:
+    """Vectors, null where they have another width than is declared."""
+    declared = getattr(lake.spec.attributes, source.entity)
+    widths = {f"x_{n}": a.width for n, a in declared.items() if isinstance(a, Vector)}
+    return {n: F.when(F.size(n) == width, F.col(n)) for n, width in widths.items()}
 
 
 def _own_time(source: AttributeFile) -> Column:

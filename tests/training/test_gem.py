@@ -154,7 +154,8 @@ def test_all_that_can_be_learned_at_once_is_learned(own: Lake, spec_path: Path) 
         output = trained.model(fewer[0])
         assert output.worth is not None and output.worth.expected(output.logits).isfinite().all()
         p = torch.sigmoid(output.logits)
-        assert (p[:, 2] <= p[:, 1]).all()
+        columns = reader.features.objectives.index
+        assert (p[:, columns("conversion")] <= p[:, columns("click")]).all()
 
 
 def test_a_new_day_leaves_the_rows_that_it_does_not_meet_as_they_were(
