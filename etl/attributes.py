@@ -52,7 +52,7 @@ def _is_current(lake: Lake, source: AttributeFile, days: Days) -> bool:
     """Whether the state of a source can be of these days; one without days is of the newest."""
     if source.is_by_day or source.static:
         return True
-    newest = lake.newest_day("events") if lake.exists("events") else None
+    newest = lake.newest_day("events")
     if newest and newest > days[1]:
         logging.warning(
             "%s is not read: it tells the state of %s or later, not of %s; versions that were "
@@ -184,13 +184,11 @@ def _valid_from(spec: DataSpec, source: AttributeFile) -> Column:
     From when its row says, but not before its landing day began; else from the end of that day, as
     it may have been written at any time of it. A static row lands before all time.
     """
-    start, end = (
-        F.expr(f"{bound(spec)} * {MICROS['s']}") if not source.static else F.lit(0)
-        for bound in (day_start, day_end)
-    )
-    since = F.greatest("own_time", start) if source.valid_from else end
-    known = F.when(F.col("own_time").isNotNull() | F.lit(source.valid_from is None), since)
-    return (known + source.delay * MICROS["s"]).cast("bigint")
+    bound = day_start if source.valid_from else day_end
+    since = F.lit(0) if source.static else F.expr(f"{bound(spec)} * {MICROS['s']}")
+    if source.valid_from:
+        since = F.when(F.col("own_time").isNotNull(), F.greatest("own_time", since))
+    return (since + source.delay * MICROS["s"]).cast("bigint")
 
 
 def _newest(rows: DataFrame) -> DataFrame:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date, timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import pyarrow as pa
 from pyspark import StorageLevel
@@ -157,20 +157,21 @@ def _refuse_gap(lake: Lake, days: Days) -> None:
     Copies are looked for in the days before, and histories grow by them. Later days were made from
     what these days held.
     """
-    newest = lake.newest_day("events") if lake.exists("events") else None
-    if newest and days[1] < newest:
-        refuse_older(days, newest)
+    refuse_older(lake, days)
+    newest = lake.newest_day("events")
     if newest and newest + timedelta(days=1) < days[0]:
         first, last = newest + timedelta(days=1), days[0] - timedelta(days=1)
         raise UserError(f"{first} to {last} have not been ingested; ingest them before {days[0]}")
 
 
-def refuse_older(days: Days, newest: date) -> NoReturn:
-    """Raises UserError: what was made of later days depends on these."""
-    raise UserError(
-        f"{newest} has been ingested, and was made from what {days[0]} to {days[1]} held: run the "
-        f"days up to it, --days {days[0]}:{newest}, in this step and those after it"
-    )
+def refuse_older(lake: Lake, days: Days) -> None:
+    """Raises UserError where later days have been ingested: they were made from these."""
+    newest = lake.newest_day("events")
+    if newest and days[1] < newest:
+        raise UserError(
+            f"{newest} has been ingested, and was made from what {days[0]} to {days[1]} held: run "
+            f"the days up to it, --days {days[0]}:{newest}, in this step and those after it"
+        )
 
 
 def write_flow(lake: Lake, rows: list[dict[str, Any]], days: Days) -> dict[str, int]:

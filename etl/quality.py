@@ -20,7 +20,7 @@ from etl.spec.sources import EventLog, ImpressionLog
 from etl.spec.units import each_day
 from etl.tables import contracts
 
-# So few records of a log or a surface say nothing of it as a whole.
+# Fewer records of a log or a surface are not enough to refuse it.
 FEW = 100
 
 
@@ -124,8 +124,8 @@ def refuse_unused_columns(
 ) -> None:
     """Raises UserError where the spec names a column that a log lacks, in its newest files, too.
 
-    A log without records lacks nothing; of one with few it is only said. A column that the log has
-    from a later day on is no fault of these days.
+    A log without records lacks nothing; one with few gets a warning. A column that the log has from
+    a later day on is no fault of these days.
     """
     groups = list(groups)
     for name in spec.logs:

@@ -33,9 +33,7 @@ def replay(lake: Lake, days: Days) -> dict[str, int]:
     Raises UserError where nothing is quarantined on these days, or later days would keep copies of
     what is let in.
     """
-    newest = lake.newest_day("events")
-    if newest and days[1] < newest:
-        refuse_older(days, newest)
+    refuse_older(lake, days)
     held = delta.read(lake, contracts.quarantine(lake.spec)).filter(landed_within(days))
     held = held.filter(F.col("log").isin(list(lake.spec.logs)))
     read = _parsed_again(lake.spec, held, days).persist(StorageLevel.MEMORY_AND_DISK)

@@ -1,11 +1,13 @@
 """A surface's ranker: its student with and without GEM's knowledge, calibrated, exported."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date, timedelta
 
 import numpy as np
 
+from etl.errors import UserError
 from etl.spec.units import each_day
 from etl.tables.lake import Lake
 from etl.tables.place import Place, listed
@@ -29,6 +31,7 @@ from training.predictions import Predictions, evaluation_path, predict
 from training.split import Split
 
 EXAMPLE_ROWS = 64
+log = logging.getLogger(__name__)
 DATED = "[0-9]" * 8  # a version's name begins with the last day of its training
 
 
@@ -113,14 +116,19 @@ def fitted_on(found: Predictions, prior: Mapping[str, Platt]) -> dict[str, Calib
 
 
 def earlier_calibrations(lake: Lake, train_last: date) -> list[dict[str, Calibration]]:
-    """Of each surface, the calibrations of its newest ranker that was trained on earlier days."""
+    """Of each surface, the calibrations of its newest ranker that was trained on earlier days.
+
+    One that is damaged is named in the log and left out.
+    """
     found = []
     for surface in lake.spec.ad_surfaces:
         folder = versions(lake.root, surface)
         names = [path.name for path in listed(folder, f"{DATED}-*") if path.is_dir()]
         before = [name for name in names if name[:8] < f"{train_last:%Y%m%d}"]
-        if before:
-            found.append(read_manifest(folder / max(before)).calibration)
+        try:
+            found += [read_manifest(folder / name).calibration for name in sorted(before)[-1:]]
+        except UserError as error:
+            log.warning("left out of the prior of calibration: %s", error)
     return found
 
 

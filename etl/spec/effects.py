@@ -118,20 +118,24 @@ EFFECTS: Mapping[str, Effect] = {
         )
     },
 }
-_DECLARED = {tuple(key.split(".")): effect for key, effect in EFFECTS.items()}
+# The longest first, so that the first one that covers a path decides.
+_DECLARED = sorted(
+    ((tuple(key.split(".")), effect) for key, effect in EFFECTS.items()),
+    key=lambda declared: -len(declared[0]),
+)
 
 
 def effect_of(path: Path) -> Effect:
     """The effect of the longest declared key that covers a path; raises KeyError without one."""
-    for length in range(len(path), 0, -1):
-        for declared, effect in _DECLARED.items():
-            if len(declared) == length and _covers(declared, path):
-                return effect
+    for declared, effect in _DECLARED:
+        if _covers(declared, path):
+            return effect
     raise KeyError(f"spec key {'.'.join(path)} has no declared effect")
 
 
 def _covers(declared: Path, path: Path) -> bool:
-    return all(part in ("*", name) for part, name in zip(declared, path, strict=False))
+    parts = zip(declared, path, strict=False)
+    return len(declared) <= len(path) and all(part in ("*", name) for part, name in parts)
 
 
 def keys_of(dump: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:

@@ -95,7 +95,9 @@ class Lake:
         return pc.min(day).as_py(), pc.max(day).as_py()
 
     def newest_day(self, name: str) -> date | None:
-        """The last day that has rows in a table, by its log alone."""
+        """The last day that has rows in a table, by its log alone; None where there is no table."""
+        if not self.exists(name):
+            return None
         newest: date | None = pc.max(self.files(name)["partition.day"]).as_py()
         return newest
 

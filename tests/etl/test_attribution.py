@@ -9,40 +9,21 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 
 from etl.attribution import attribute_outcomes, unknown_impressions
-from etl.spec import load_spec
 from etl.spec.objectives import Objective
 from etl.tables import contracts
 from etl.tables.lake import Lake
 from etl.tables.schema import arrow_schema
+from tests.etl.shop import shop_lake
 
 pytestmark = pytest.mark.spark
 
-SPEC = """
-name: shop
-buckets: 1
-surfaces: {home: {}, search: {}}
-events:
-  shown: {kind: ad, role: impression}
-  click: {kind: ad, role: outcome}
-  buy: {kind: ad, role: outcome}
-objectives: {click: {event: click, window: 1h}}
-sequences: {behaviour: {}}
-counters: {windows: [1h], events: [shown], keys: [[user]]}
-sources:
-  log:
-    kind: event_log
-    format: json
-    path: "{day}.json"
-    columns: {user: who, item: what, surface: page, type: action, event_time: at}
-"""
 VIEW, CLICK = "10m", "40m"  # after a view, and after a click
 Row = dict[str, Any]
 
 
 @pytest.fixture
 def own(spark: SparkSession, tmp_path: Path) -> Lake:
-    (tmp_path / "spec.yaml").write_text(SPEC)
-    return Lake(str(tmp_path / "lake"), load_spec(tmp_path / "spec.yaml"))
+    return shop_lake(tmp_path)
 
 
 def some_events(spec: Any, n: int, chance: random.Random) -> list[Row]:

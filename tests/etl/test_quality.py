@@ -13,48 +13,18 @@ from pyspark.sql import functions as F
 from etl.errors import UserError
 from etl.ingest import ingest
 from etl.parked import park
-from etl.spec import load_spec
 from etl.tables.lake import Lake
+from tests.etl.shop import shop_lake
 from tests.pipeline import rows
 
 pytestmark = pytest.mark.spark
 
 ONE, TWO = date(2026, 1, 1), date(2026, 1, 2)
-SPEC = """
-name: shop
-buckets: 1
-surfaces: {home: {}, search: {}}
-events:
-  shown: {kind: ad, role: impression}
-  click: {kind: ad, role: outcome}
-  buy: {kind: ad, role: outcome}
-objectives: {click: {event: click, window: 1h}}
-attributes: {context: {phone: {type: categorical}}}
-sequences: {behaviour: {}}
-counters: {windows: [1h], events: [shown], keys: [[user]]}
-sources:
-  app:
-    kind: event_log
-    format: json
-    path: app/{day}.json
-    time_unit: s
-    columns: {event_id: id, user: who, item: what, surface: page, type: action, event_time: at}
-    types: {shown: shown, click: click}
-  sales:
-    kind: event_log
-    format: json
-    path: sales/{day}.json
-    time_unit: s
-    sparse: true
-    columns: {event_id: id, user: who, item: what, surface: page, event_time: at, impression: imp}
-    event: buy
-"""
 
 
 @pytest.fixture
 def own(spark: SparkSession, tmp_path: Path) -> Lake:
-    (tmp_path / "spec.yaml").write_text(SPEC)
-    return Lake(str(tmp_path / "lake"), load_spec(tmp_path / "spec.yaml"))
+    return shop_lake(tmp_path)
 
 
 def records(day: date, n: int, **values: object) -> Iterator[dict[str, Any]]:

@@ -1,11 +1,19 @@
 """Calibration keeps the order, and makes probabilities those of what happens."""
 
+from datetime import date
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from etl.spec import DataSpec
+from etl.tables.lake import Lake
 from ranking.calibration import Isotonic, Kind, Platt, fit, fit_platt, logit, sigmoid
+from ranking.package.manifest import MANIFEST
+from ranking.package.versions import versions
+from ranking.train import earlier_calibrations, pooled
 
 
 def labels_of(p: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -78,3 +86,15 @@ def test_few_outcomes_move_the_prior_a_little_and_many_overrule_it() -> None:
 def test_no_logit_overflows(x: float) -> None:
     assert 0 <= sigmoid(np.array([x]))[0] <= 1
     assert sigmoid(np.array([x]))[0] == pytest.approx(1 - sigmoid(np.array([-x]))[0], abs=1e-12)
+
+
+def test_a_damaged_earlier_ranker_is_left_out_of_the_prior(
+    lake_spec: DataSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lake = Lake(str(tmp_path), lake_spec)
+    folder = versions(lake.root, "feed") / "20260101-s0-damaged"
+    folder.mkdir(parents=True)
+    (folder / MANIFEST).write_text("")
+    assert earlier_calibrations(lake, date(2026, 1, 2)) == []
+    assert "left out of the prior" in caplog.text
+    assert pooled([]) == {}

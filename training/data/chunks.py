@@ -156,7 +156,7 @@ def _labels(
         labels[:, i] = label.fill_null(0).to_numpy()
         if spec.objectives[name].value:
             values[:, i] = table[f"value_{name}"].fill_null(0).to_numpy()
-    known = served & _known(ready, served, _held_out(spec, rows), ripened)
+    known = served & _known(spec, rows, ready, served, ripened)
     if (known & ~final).any():
         name = list(spec.objectives)[int(np.argmax((known & ~final).any(0)))]
         raise UserError(
@@ -166,8 +166,11 @@ def _labels(
     return labels, known, values.astype(np.float32)
 
 
-def _known(ready: Int64, served: Bools, held_out: Bools, ripened: Ripened) -> Bools:
+def _known(spec: DataSpec, rows: pa.Table, ready: Int64, served: Bools, ripened: Ripened) -> Bools:
     """Which labels (B, O), final from `ready` on where a surface has them, a pass is about."""
+    if ripened.purpose == "evaluation":
+        return np.asarray((ready >= ripened.after) & (ready < ripened.until))
+    held_out = _held_out(spec, rows)
     learned = np.where(held_out[:, None], np.where(served, ready, 0).max(1)[:, None], ready)
     times = learned if ripened.purpose == "training" else ready
     known = (times >= ripened.after) & (times < ripened.until)
