@@ -1,6 +1,8 @@
 """Airflow itself: three days become rankers, though a task and the scheduler are killed."""
 
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,12 +15,14 @@ from pathlib import Path
 import pytest
 
 from dags.standalone import Airflow, ask, start
-from etl.tables import pins
+from etl.tables import lease, pins
 from etl.tables.lake import Lake
 from ranking.package.versions import current
 from tests.conftest import FIRST, LAST, ROOT
 from tests.dags.conftest import environment
 from tests.pipeline import TABLES, build_tables, rows
+
+pytestmark = pytest.mark.spark
 
 PORT = 18080
 DAYS = [FIRST + timedelta(days=n) for n in range(3)]
@@ -68,7 +72,7 @@ def airflow(tmp_path: Path, spec_path: Path, raw: Path) -> Iterator[Started]:
 
 @pytest.mark.proof
 def test_three_days_become_rankers_though_things_are_killed(
-    lake: Lake, airflow: Started, raw: Path, tmp_path: Path
+    spark: object, lake: Lake, airflow: Started, raw: Path, tmp_path: Path
 ) -> None:
     env, running = airflow
     address = env["AIRFLOW__API__BASE_URL"]
@@ -114,6 +118,44 @@ def test_three_days_become_rankers_though_things_are_killed(
     for name in TABLES:
         assert rows(own, name) == rows(ranged, name), name
     assert LAST not in {row["day"] for row in rows(own, "examples")}
+
+
+def states_of(address: str, dag: str, task: str) -> set[str]:
+    """The states of a task in all runs of a DAG."""
+    found = ask(address, f"dags/{dag}/dagRuns/~/taskInstances?limit=100")["task_instances"]
+    return {one["state"] for one in found if one["task_id"] == task}
+
+
+@pytest.mark.proof
+def test_a_backfill_waits_for_logs_and_retries_after_a_temporary_fault(
+    lake: Lake, spec_path: Path, raw: Path, tmp_path: Path, heard: list[dict[str, str]]
+) -> None:
+    """The logs come while the sensor waits; another command holds the lease of the first try."""
+    logs = tmp_path / "raw"
+    logs.mkdir()
+    waiting = {"GEMLINE_SCHEDULE": "0 4 * * *", "GEMLINE_WAIT_HOURS": "1"}
+    late = {"GEMLINE_DEADLINE_HOURS": "0.01"}
+    env = environment(tmp_path, spec_path, logs, PORT + 2) | waiting | late
+    address, own = env["AIRFLOW__API__BASE_URL"], Lake(str(tmp_path / "lake"), lake.spec)
+    dates = ["--from-date", str(FIRST), "--to-date", str(FIRST + timedelta(days=1))]
+    create = [sys.executable, "-m", "airflow", "backfill", "create", "--max-active-runs", "1"]
+    running = start(env)
+    try:
+        wait(lambda: ask(address, "dags?tags=simulator")["total_entries"] >= 5, 60)
+        subprocess.run(
+            [*create, "--dag-id", "simulator_raw", *dates], env=env, cwd=ROOT, check=True
+        )
+        wait(lambda: "up_for_reschedule" in states_of(address, "simulator_raw", "wait"), 120)
+        backfill = r"simulator_raw backfill__.*: not done in time"
+        wait(lambda: [said for said in heard if re.match(backfill, said["text"])], 120)
+        with lease.held(own.root, ["ingest"], "another command"):
+            shutil.copytree(raw, logs, dirs_exist_ok=True)
+            wait(lambda: "up_for_retry" in states_of(address, "simulator_tables", "ingest"), 300)
+        wait(lambda: "success" in states_of(address, "simulator_tables", "ingest"), 300)
+    finally:
+        running.stop()
+    ingested = [row for row in rows(lake, "events") if row["day"] == FIRST]
+    assert rows(own, "events") == ingested
 
 
 @pytest.mark.proof

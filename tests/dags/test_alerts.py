@@ -1,32 +1,11 @@
 """Alerts reach who listens; that nobody does stops no run."""
 
-import json
 import socket
 import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
 from dags import alerts
-
-
-@pytest.fixture
-def heard(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
-    """What a listener at GEMLINE_ALERTS has heard."""
-    said: list[object] = []
-
-    class Listener(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            said.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(204)
-            self.end_headers()
-
-    with HTTPServer(("127.0.0.1", 0), Listener) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv("GEMLINE_ALERTS", f"http://127.0.0.1:{server.server_port}")
-        yield said
-        server.shutdown()
 
 
 def test_who_listens_hears(heard: list[object]) -> None:

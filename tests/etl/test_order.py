@@ -19,7 +19,8 @@ from etl.tables.lake import Lake
 from etl.tables.schema import arrow_schema
 from features.examples import build_examples
 from features.items import index_items
-from tests.pipeline import build_tables, rows
+from tests.conftest import LAST
+from tests.pipeline import TABLES, build_tables, rows
 
 pytestmark = pytest.mark.spark
 
@@ -116,6 +117,17 @@ def test_day_by_day_nothing_said_before_changes(own: Lake, logs: Path) -> None:
         ingest(own, str(logs), (ONE, ONE))
     build_examples(own, (ONE, ONE))
     assert by_id(own, "examples", "u_plan")["i9"] == plans["i9"], "a plan of the day after"
+
+
+@pytest.mark.proof
+def test_day_by_day_gives_the_tables_of_one_range(
+    spark: object, lake: Lake, raw: Path, tmp_path: Path
+) -> None:
+    by_day = Lake(str(tmp_path / "lake"), lake.spec)
+    for first, last in ((ONE, ONE), (TWO, LAST), (LAST, LAST)):
+        build_tables(by_day, raw, (first, last))
+    for name in TABLES:
+        assert rows(by_day, name) == rows(lake, name), name
 
 
 def seen(lake: Lake, day: date, items: Iterable[str]) -> None:

@@ -106,3 +106,14 @@ def test_a_bot_farm_does_not_grow_the_plan(own: Lake, spark: SparkSession) -> No
     assert (kept.count(), parked.count()) == (4000, 2000)
     assert kept.agg(F.max("visible_ts")).first()[0] == 3999, "the first of the day are kept"
     assert "bot1999" not in kept._jdf.queryExecution().analyzed().toJSON()
+
+
+def test_a_record_that_is_not_accounted_for_stops_before_anything_is_written(
+    own: Lake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = write(own, "app", ONE, records(ONE, 200))
+    # A defect in any part would lose a record between what was read and what is written.
+    monkeypatch.setattr("etl.ingest.read_by_day", lambda groups: {ONE: 201})
+    with pytest.raises(AssertionError, match="201 records were read, .*'kept': 200"):
+        ingest(own, raw, (ONE, ONE))
+    assert not any(own.exists(table) for table in ("events", "quarantine", "parked", "flow"))

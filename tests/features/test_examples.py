@@ -3,7 +3,6 @@
 import random
 import shutil
 from collections import defaultdict
-from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,7 @@ from features.history.pack import dwell_byte
 from gemline import main
 from tests.conftest import FIRST, LAST
 from tests.oracle import events as oracle
-from tests.pipeline import TABLES, build_tables, rows
+from tests.pipeline import rows
 from training.data.histories import unpacked
 
 SAMPLE = 150
@@ -151,12 +150,3 @@ def test_brute_force_finds_what_is_wrong_and_nothing_else(
     assert "25 examples recomputed, 25 differ" in said.out and "differ from the events" in said.err
     told = {line.split()[1] for line in said.out.splitlines()[:-1]}
     assert {"hist_len", counter} <= told <= {"hist_len", counter, "history"}
-
-
-@pytest.mark.proof
-def test_day_by_day_gives_the_tables_of_one_range(lake: Lake, raw: Path, tmp_path: Path) -> None:
-    by_day = Lake(str(tmp_path / "lake"), lake.spec)
-    for first, last in ((FIRST, FIRST), (date(2026, 1, 2), LAST), (LAST, LAST)):
-        build_tables(by_day, raw, (first, last))
-    for name in TABLES:
-        assert rows(by_day, name) == rows(lake, name), name

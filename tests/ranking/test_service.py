@@ -410,7 +410,8 @@ async def changed_under_load(
     await client.ready()
     load = asyncio.create_task(client.poisson(30, 14))
     seen, accepted = set(), []
-    posting = asyncio.create_task(post_events(client, accepted))
+    done = asyncio.Event()
+    posting = asyncio.create_task(post_events(client, accepted, done))
     for number in range(12):
         current(settings.lake, "feed").swap(("two", "one")[number % 2])
         stores(settings.lake).swap(str((LAST, EVE)[number // 4 % 2]))
@@ -419,18 +420,21 @@ async def changed_under_load(
         assert status == 200
         seen.add(json.loads(state)["features_until"])
     answers = await load
-    posting.cancel()
+    done.set()
+    await posting
     return answers, seen, accepted
 
 
-async def post_events(client: Client, accepted: list[bytes]) -> None:
-    """Post events of some users one by one, each once, until cancelled."""
+async def post_events(client: Client, accepted: list[bytes], done: asyncio.Event) -> None:
+    """Post events of some users one by one, each once, until it is done."""
     for number in itertools.count():
+        if done.is_set():
+            return
         name, user = f"posted-{number}", f"sender{number % SENDERS}"
         event = {"event_id": name, "user": user, "item": "ad-1", "surface": "feed",
                  "type": "ad_click"}  # fmt: skip
         request = encoded("POST", "/events", {"events": [event]})
-        status, answer = await asyncio.shield(asked(client.port, request))
+        status, answer = await asked(client.port, request)
         assert (status, json.loads(answer)) == (200, {"taken": 1})
         accepted.append(name.encode())
         await asyncio.sleep(0.05)

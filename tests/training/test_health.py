@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 from sklearn.metrics import log_loss
 
+from etl.spec.units import MICROS
 from etl.tables import arrow, contracts
 from etl.tables.lake import Lake
 from etl.tables.schema import arrow_schema
@@ -20,23 +21,54 @@ from training.health import Measure
 from training.knowledge.foretold import foretold, together
 from training.trials import linked
 
+DAYS = tuple(FIRST + timedelta(days=n) for n in range(9))
+
 
 @pytest.fixture
 def own(lake: Lake, tmp_path: Path) -> Lake:
     """The same tables, with logits that GEM might have told."""
     made = linked(lake, tmp_path / "lake")
-    contract, rng = contracts.knowledge(lake.spec), np.random.default_rng(0)
+    write_knowledge(made, [row for row in rows(lake, "impressions") if row["day"] > FIRST])
+    return made
+
+
+def write_knowledge(own: Lake, impressions: list[dict]) -> None:
+    """Random logits of some impressions, as of a GEM that was trained until the day before."""
+    contract, rng = contracts.knowledge(own.spec), np.random.default_rng(0)
     told = [
         {
             "impression_id": row["impression_id"], "fm_version": "v",
             "fm_trained_until": row["day"] - timedelta(days=1), "embedding": [],
             "day": row["day"], "bucket": row["bucket"],
-        } | {f"logit_{name}": float(rng.normal(-2)) for name in lake.spec.objectives}
-        for row in rows(lake, "impressions") if row["day"] > FIRST
+        } | {f"logit_{name}": float(rng.normal(-2)) for name in own.spec.objectives}
+        for row in impressions
     ]  # fmt: skip
     table = pa.Table.from_pylist(told, arrow_schema(contract))
+    arrow.replace(own, contract, table, f"day >= '{FIRST}'", {})
+
+
+@pytest.fixture
+def a_week(lake: Lake, tmp_path: Path) -> Lake:
+    """Seven days that are all like the first one."""
+    made, contract = linked(lake, tmp_path / "week"), contracts.impressions(lake.spec)
+    Path(made.root, contract.name).unlink()  # a link to the table of all tests
+    shown = arrow.snapshot(lake, contract).read(day=DAYS[0]).to_pylist()
+    week = [shifted(row, days) for row in shown for days in range(7)]
+    table = pa.Table.from_pylist(week, arrow_schema(contract))
     arrow.replace(made, contract, table, f"day >= '{FIRST}'", {})
+    write_knowledge(made, week)
     return made
+
+
+def shifted(row: dict, days: int) -> dict:
+    """An impression so many days later."""
+    later = {
+        name: value + days * 86_400 * MICROS["s"]
+        for name, value in row.items()
+        if name.startswith("ready_") or name == "event_ts"
+    }  # fmt: skip
+    day = row["day"] + timedelta(days=days)
+    return row | later | {"day": day, "impression_id": f"{row['impression_id']}+{days}"}
 
 
 @pytest.mark.parametrize("landed", [LAST, LAST - timedelta(days=1)])
@@ -82,7 +114,6 @@ def test_without_knowledge_nothing_was_foretold(lake: Lake, tmp_path: Path) -> N
     assert foretold(linked(lake, tmp_path / "none"), LAST) == []
 
 
-DAYS = tuple(FIRST + timedelta(days=n) for n in range(9))
 USUAL = (0.86, 0.88, 0.87, 0.85, 0.86, 0.88, 0.87, 0.86)
 
 
@@ -103,25 +134,21 @@ def test_one_bad_day_hides_no_second_one_and_few_days_say_nothing() -> None:
 
 
 def test_predictions_that_turn_bad_stop_what_would_be_promoted(
-    own: Lake,
-    spec_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    a_week: Lake, spec_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(health, "FEWEST_DAYS", 2)
-    monkeypatch.setattr(health, "FEWEST", 1)
-    where = ["--spec", str(spec_path), "--lake", own.root, "--days", str(LAST)]
+    last = DAYS[6]
+    where = ["--spec", str(spec_path), "--lake", a_week.root, "--days", str(last)]
     assert main(["train", "health", *where]) == 0
-    contract = contracts.knowledge(own.spec)
-    told = arrow.snapshot(own, contract).read(day=LAST)
-    at = told.column_names.index("logit_click")
-    turned = told.set_column(at, "logit_click", pa.array(np.full(len(told), 3.0, np.float32)))
-    arrow.replace(own, contract, turned, f"day = '{LAST}'", {})
+    contract = contracts.knowledge(a_week.spec)
+    told = arrow.snapshot(a_week, contract).read(day=last)
+    at = told.column_names.index("logit_long_view")
+    turned = told.set_column(at, "logit_long_view", pa.array(np.full(len(told), 3.0, np.float32)))
+    arrow.replace(a_week, contract, turned, f"day = '{last}'", {})
     capsys.readouterr()
     assert main(["train", "health", *where]) == 2
     said = capsys.readouterr()
-    assert "NE of click is" in said.err and f"on {LAST}" in said.err
-    assert "ALARM: calibration of click" in said.out
+    assert "NE of long_view is" in said.err and f"on {last}" in said.err
+    assert "ALARM: calibration of long_view" in said.out
 
 
 def test_a_surface_that_lost_its_log_is_told_and_stops_nobody(own: Lake) -> None:
