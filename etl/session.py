@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 
+from py4j.java_gateway import java_import
 from pyspark.sql import SparkSession
 
 from etl.jars import delta_jars
@@ -17,6 +18,8 @@ ALWAYS = {
     "spark.sql.extensions": "io.delta.sql.DeltaSparkSessionExtension",
     "spark.sql.catalog.spark_catalog": "org.apache.spark.sql.delta.catalog.DeltaCatalog",
     "spark.sql.execution.arrow.maxRecordsPerBatch": "100000",
+    # Otherwise each Column operation sends the place in the Python code that it is called from.
+    "spark.python.sql.dataFrameDebugging.enabled": "false",
 }
 # Short jobs on few cores: the optimising compiler would take one of them for a minute.
 SHORT_JOBS = ("-XX:TieredStopAtLevel=1", "-XX:ReservedCodeCacheSize=240m", "-XX:+UseParallelGC")
@@ -62,4 +65,8 @@ def spark_session(app: str) -> SparkSession:
         }
     for key, value in settings.items():
         builder = builder.config(key, value)
-    return builder.getOrCreate()
+    session = builder.getOrCreate()
+    # PySpark names this class a thousand times a day of tables, and without its package: each time
+    # all JARs would be searched for it in other packages.
+    java_import(session.sparkContext._jvm, "org.apache.spark.api.python.PythonUtils")
+    return session

@@ -51,13 +51,17 @@ def short_spec() -> str:
     return yaml.safe_dump(raw, sort_keys=False)
 
 
-# Plans for a few rows are interpreted, and have few tasks; other processes run as users have them.
+# Plans for a few rows are interpreted, have few tasks and skip no files; other processes run as
+# users have them.
 FEW_ROWS = {
     "spark.sql.codegen.wholeStage": "false",
     "spark.sql.codegen.factoryMode": "NO_CODEGEN",
     "spark.sql.shuffle.partitions": "2",
     "spark.sql.adaptive.enabled": "false",
     "spark.databricks.delta.snapshotPartitions": "1",
+    "spark.databricks.delta.stats.skipping": "false",
+    "spark.databricks.delta.writeChecksumFile.enabled": "false",
+    "spark.sql.ui.explainMode": "simple",
 }
 
 

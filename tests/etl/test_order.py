@@ -10,8 +10,10 @@ import pyarrow as pa
 import pytest
 from pyspark.sql import SparkSession
 
+from etl.attributes import load_attributes
 from etl.errors import UserError
 from etl.ingest import ingest
+from etl.labels import label
 from etl.spec import load_spec
 from etl.tables import contracts, delta
 from etl.tables.create import create
@@ -110,7 +112,9 @@ def test_day_by_day_nothing_said_before_changes(own: Lake, logs: Path) -> None:
     assert by_id(own, "examples", "n_user_shown_1d") == {"i1": 0, "i9": 1}, "one row an impression"
     assert by_id(own, "examples", "as_of_ts")["i9"] == at(1, 23, 50) // 1000, "its own clock"
     plans = by_id(own, "examples", "u_plan")
-    build_tables(own, logs, (TWO, TWO))
+    ingest(own, str(logs), (TWO, TWO))
+    load_attributes(own, str(logs), (TWO, TWO))
+    label(own, (TWO, TWO))
     labels = by_id(own, "impressions", "label_purchase")
     assert (labels["i1"], labels["i2"]) == (1, 0), "a touch that landed later took the credit"
     with pytest.raises(UserError, match=f"was made from what .* held: .* --days {ONE}:{TWO}"):

@@ -114,6 +114,6 @@ def test_a_record_that_is_not_accounted_for_stops_before_anything_is_written(
     raw = write(own, "app", ONE, records(ONE, 200))
     # A defect in any part would lose a record between what was read and what is written.
     monkeypatch.setattr("etl.ingest.read_by_day", lambda groups: {ONE: 201})
-    with pytest.raises(AssertionError, match="201 records were read, .*'kept': 200"):
+    with pytest.raises(AssertionError, match=r"201 records were read, .*'kept': 200"):
         ingest(own, raw, (ONE, ONE))
     assert not any(own.exists(table) for table in ("events", "quarantine", "parked", "flow"))
