@@ -18,7 +18,7 @@ ALWAYS = {
     "spark.sql.extensions": "io.delta.sql.DeltaSparkSessionExtension",
     "spark.sql.catalog.spark_catalog": "org.apache.spark.sql.delta.catalog.DeltaCatalog",
     "spark.sql.execution.arrow.maxRecordsPerBatch": "100000",
-    # Otherwise each Column operation sends the place in the Python code that it is called from.
+    # Otherwise each Column operation sends its Python call site to the JVM.
     "spark.python.sql.dataFrameDebugging.enabled": "false",
 }
 # Short jobs on few cores: the optimising compiler would take one of them for a minute.
@@ -66,7 +66,7 @@ def spark_session(app: str) -> SparkSession:
     for key, value in settings.items():
         builder = builder.config(key, value)
     session = builder.getOrCreate()
-    # PySpark names this class a thousand times a day of tables, and without its package: each time
-    # all JARs would be searched for it in other packages.
+    # PySpark refers to this class by its simple name a thousand times in a build of tables. Without
+    # an import each reference searches all JARs for it in the packages that come before its own.
     java_import(session.sparkContext._jvm, "org.apache.spark.api.python.PythonUtils")
     return session

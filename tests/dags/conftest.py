@@ -23,18 +23,18 @@ def environment(folder: Path, spec: Path, raw: Path, port: int = 8080) -> dict[s
 
 
 @pytest.fixture
-def heard(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
+def posted_alerts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
     """What was posted to GEMLINE_ALERTS."""
-    said: list[object] = []
+    posted: list[object] = []
 
     class Listener(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            said.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            posted.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             self.send_response(204)
             self.end_headers()
 
     with HTTPServer(("127.0.0.1", 0), Listener) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("GEMLINE_ALERTS", f"http://127.0.0.1:{server.server_port}")
-        yield said
+        yield posted
         server.shutdown()

@@ -128,7 +128,7 @@ def states_of(address: str, dag: str, task: str) -> set[str]:
 
 @pytest.mark.proof
 def test_a_backfill_waits_for_logs_and_retries_after_a_temporary_fault(
-    lake: Lake, spec_path: Path, raw: Path, tmp_path: Path, heard: list[dict[str, str]]
+    lake: Lake, spec_path: Path, raw: Path, tmp_path: Path, posted_alerts: list[dict[str, str]]
 ) -> None:
     """The logs come while the sensor waits; another command holds the lease of the first try."""
     logs = tmp_path / "raw"
@@ -146,8 +146,8 @@ def test_a_backfill_waits_for_logs_and_retries_after_a_temporary_fault(
             [*create, "--dag-id", "simulator_raw", *dates], env=env, cwd=ROOT, check=True
         )
         wait(lambda: "up_for_reschedule" in states_of(address, "simulator_raw", "wait"), 120)
-        backfill = r"simulator_raw backfill__.*: not done in time"
-        wait(lambda: [said for said in heard if re.match(backfill, said["text"])], 120)
+        late_run = r"simulator_raw backfill__.*: not done in time"
+        wait(lambda: any(re.match(late_run, alert["text"]) for alert in posted_alerts), 120)
         with lease.held(own.root, ["ingest"], "another command"):
             shutil.copytree(raw, logs, dirs_exist_ok=True)
             wait(lambda: "up_for_retry" in states_of(address, "simulator_tables", "ingest"), 300)

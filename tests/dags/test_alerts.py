@@ -8,9 +8,9 @@ import pytest
 from dags import alerts
 
 
-def test_who_listens_hears(heard: list[object]) -> None:
+def test_who_listens_hears(posted_alerts: list[object]) -> None:
     alerts.send("reels of 2026-01-02 did not come")
-    assert heard == [{"text": "reels of 2026-01-02 did not come"}]
+    assert posted_alerts == [{"text": "reels of 2026-01-02 did not come"}]
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:9/hook", "no URL"])

@@ -140,9 +140,10 @@ def test_predictions_that_turn_bad_stop_what_would_be_promoted(
     where = ["--spec", str(spec_path), "--lake", a_week.root, "--days", str(last)]
     assert main(["train", "health", *where]) == 0
     contract = contracts.knowledge(a_week.spec)
-    told = arrow.snapshot(a_week, contract).read(day=last)
-    at = told.column_names.index("logit_long_view")
-    turned = told.set_column(at, "logit_long_view", pa.array(np.full(len(told), 3.0, np.float32)))
+    table = arrow.snapshot(a_week, contract).read(day=last)
+    at = table.column_names.index("logit_long_view")
+    logits = pa.array(np.full(len(table), 3.0, np.float32))
+    turned = table.set_column(at, "logit_long_view", logits)
     arrow.replace(a_week, contract, turned, f"day = '{last}'", {})
     capsys.readouterr()
     assert main(["train", "health", *where]) == 2
