@@ -2,7 +2,7 @@
 
 A part that passed is not run again until the source changes: the state of a run lies in
 work/proof/ below the hash of the source. When all parts have run, their results are written to
-benchmarks/results/proof.json.
+benchmarks/results/proof.json; the README shows their summary.
 """
 
 import hashlib
@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "proof.json"
@@ -93,6 +94,19 @@ def machine() -> dict[str, object]:
     return {"cores": os.cpu_count(), "memory_gib": round(memory), "processor": processor}
 
 
+def summary(record: dict[str, Any]) -> str:
+    """The sentence on a record that the README shows."""
+    parts = record["parts"]
+    failed = [part["name"] for part in parts if not part["passed"]]
+    verdict = f"failed in {', '.join(failed)}" if failed else "passed"
+    minutes = round(record["seconds"] / 60)
+    return (
+        f"The last `make proof`, on {record['date']} at commit {record['commit'][:7]}, {verdict}: "
+        f"{len(parts)} parts in {minutes} minutes "
+        f"([record](benchmarks/results/{RESULT.name}))."
+    )
+
+
 def _git(*words: str) -> str:
     return subprocess.run(
         ["git", *words], cwd=ROOT, check=True, text=True, capture_output=True
@@ -109,7 +123,7 @@ def main() -> int:
     state.mkdir(parents=True, exist_ok=True)
     parts = list(parts_of(state))
     total = sum(part.seconds for part in parts)
-    record = {
+    record: dict[str, Any] = {
         "commit": _git("rev-parse", "HEAD").strip(),
         "source": source,
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
@@ -119,10 +133,8 @@ def main() -> int:
         "parts": [asdict(part) for part in parts],
     }
     RESULT.write_text(json.dumps(record, indent=1) + "\n")
-    failed = [part.name for part in parts if not part.passed]
-    verdict = f"failed: {', '.join(failed)}" if failed else "passed"
-    print(f"make proof {verdict}; {len(parts)} parts in {total / 60:.0f} minutes; see {RESULT}")
-    return 1 if failed else 0
+    print(summary(record))
+    return 0 if record["passed"] else 1
 
 
 if __name__ == "__main__":

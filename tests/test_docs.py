@@ -17,7 +17,7 @@ from gemline import GROUPS
 from tests.conftest import ROOT, SPEC
 from tests.pages import PAGES, blocks, commands
 from tests.pipeline import build_tables, rows
-from tests.proof import RESULT
+from tests.proof import RESULT, summary
 
 pytestmark = pytest.mark.spark
 
@@ -47,6 +47,10 @@ def test_the_page_of_tables_is_what_the_contracts_say() -> None:
     assert (ROOT / "docs/tables.md").read_text() == page_of_tables(load_spec(SPEC)), (
         "run `gemline etl contracts --spec conf/specs/simulator.yaml > docs/tables.md`"
     )
+
+
+def test_the_readme_shows_the_record_of_the_last_proof() -> None:
+    assert summary(json.loads(RESULT.read_text())) in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """GEM on several processes, a few steps of plain SGD: what it lost, what it learned, what moved."""
 
 import pickle
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ from training.parallel.sparse import TorchrecTables, parts_of, shard
 
 SIZES = SCALES["tiny"].model_copy(update={"user_rows": 64})
 ITEMS = 128
+JOIN_TIMEOUT_S = 180
 SGD = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5}
 
 
@@ -120,15 +122,30 @@ def run(
 ) -> ProcessContext:
     """Run `target(rank, *arguments)` in so many processes.
 
-    They are forked from a server that has imported this module, so each begins at once.
+    They are forked from a server that has imported this module, so each begins at once. Raises
+    TimeoutError where they have not ended after JOIN_TIMEOUT_S, as when one waits in a collective
+    that another never calls.
     """
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload([__name__])  # read when the server starts
     # As bytes: tensors that are shared take a file descriptor each, and a fork has few.
     call = pickle.dumps((target, arguments))
-    return multiprocessing.start_processes(
-        unpickled, (call,), nprocs=processes, join=join, start_method="forkserver"
+    context = multiprocessing.start_processes(
+        unpickled, (call,), nprocs=processes, join=False, start_method="forkserver"
     )
+    if join:
+        join_or_kill(context)
+    return context
+
+
+def join_or_kill(context: ProcessContext) -> None:
+    """Wait for all processes; kill them and raise TimeoutError after JOIN_TIMEOUT_S."""
+    deadline = time.monotonic() + JOIN_TIMEOUT_S
+    while not context.join(timeout=max(0.0, deadline - time.monotonic())):
+        if time.monotonic() >= deadline:
+            for child in context.processes:
+                child.kill()
+            raise TimeoutError(f"the processes have not ended after {JOIN_TIMEOUT_S} s")
 
 
 def unpickled(rank: int, call: bytes) -> None:
