@@ -242,12 +242,3 @@ def _refuse_changed(lake: Lake, source: AttributeFile, raw: str, versions: DataF
             f"{changed[key]} has changed since it was read: restore it, or take `static` out of "
             "the spec, so that the change holds from the day on which it is read"
         )
-
-
-if __name__ == "__main__":
-    import sys
-
-    from etl.cli import run
-    from etl.commands import attributes as command
-
-    sys.exit(run(command, sys.argv[1:], "etl/attributes.py"))

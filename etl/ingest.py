@@ -181,12 +181,3 @@ def write_flow(lake: Lake, rows: list[dict[str, Any]], days: Days) -> dict[str, 
     frame = SparkSession.active().createDataFrame(table, contract.ddl)
     delta.replace(lake, contract, frame, landed_within(days), {})
     return {name: sum(row[name] for row in rows) for name in contract.columns if name != "day"}
-
-
-if __name__ == "__main__":
-    import sys
-
-    from etl.cli import run
-    from etl.commands import ingest as command
-
-    sys.exit(run(command, sys.argv[1:], "etl/ingest.py"))

@@ -91,12 +91,3 @@ def outcomes_by_impression(lake: Lake, events: DataFrame) -> DataFrame:
     return rows.groupBy("impression_id").agg(
         F.sort_array(F.collect_list(outcome)).alias("outcomes")
     )
-
-
-if __name__ == "__main__":
-    import sys
-
-    from etl.cli import run
-    from etl.commands import labels as command
-
-    sys.exit(run(command, sys.argv[1:], "etl/labels.py"))

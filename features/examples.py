@@ -107,12 +107,3 @@ def _encoded(spec: DataSpec) -> dict[str, Column]:
         for name, attribute in spec.attributes.context.items()
     }
     return users | context
-
-
-if __name__ == "__main__":
-    import sys
-
-    from etl.cli import run
-    from features.commands import examples as command
-
-    sys.exit(run(command, sys.argv[1:], "features/examples.py"))

@@ -52,12 +52,3 @@ def _first_seen(lake: Lake, version: int, days: tuple[date, date]) -> DataFrame:
     return daily.groupBy("item_id").agg(
         F.min("day").alias("day"), F.min_by("count", "day").alias("n")
     )
-
-
-if __name__ == "__main__":
-    import sys
-
-    from etl.cli import run
-    from features.commands import items as command
-
-    sys.exit(run(command, sys.argv[1:], "features/items.py"))

@@ -1,6 +1,7 @@
 """House rules that no linter checks; `make lint` runs those that one does."""
 
-import sys
+import grimp
+import networkx
 
 from tests.conftest import ROOT
 
@@ -13,7 +14,13 @@ def test_files_are_short() -> None:
     assert not long
 
 
-def test_no_file_hides_a_module_of_python() -> None:
-    """A file that spark-submit runs finds its neighbours first."""
-    files = [f for folder in FOLDERS for f in (ROOT / folder).rglob("*.py")]
-    assert not [f"{f}" for f in files if f.stem in sys.stdlib_module_names]
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Imports inside functions count, too."""
+    modules = grimp.build_graph(*FOLDERS, cache_dir=None)
+    imports = networkx.DiGraph(
+        (importer, imported)
+        for importer in modules.modules
+        for imported in modules.find_modules_directly_imported_by(importer)
+    )
+    circles = [sorted(c) for c in networkx.strongly_connected_components(imports) if len(c) > 1]
+    assert not circles

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.result import Result
+from benchmarks.serving.workload import ServingArgs
 
 if TYPE_CHECKING:
-    from benchmarks.serving import ServingArgs
     from ranking.score import Scorer
 
 BATCHES = 40
 
 
-def measure(args: "ServingArgs", result: Result) -> None:
+def measure(args: ServingArgs, result: Result) -> None:
     """All days of a surface, in a lake of its own, after one day to warm up."""
     from etl.tables.atomic_io import local_path
     from ranking.batch import score_days

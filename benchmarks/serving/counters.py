@@ -14,10 +14,9 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.result import Result
-from benchmarks.serving.asked import askers
+from benchmarks.serving.workload import ServingArgs, askers
 
 if TYPE_CHECKING:
-    from benchmarks.serving import ServingArgs
     from ranking.online.request import Asked
     from ranking.online.store import Store
     from ranking.package.ranker import Ranker
@@ -40,7 +39,7 @@ class Costs:
         return 1e3 * float(np.median(rounds))
 
 
-def measure(args: "ServingArgs", result: Result) -> None:
+def measure(args: ServingArgs, result: Result) -> None:
     """Both stores in turn, half an hour after the last event that landed."""
     from etl.tables.place import here
     from ranking.online.live import stores

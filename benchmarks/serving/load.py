@@ -14,21 +14,18 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from benchmarks.result import Result
-from benchmarks.serving.asked import askers
-
-if TYPE_CHECKING:
-    from benchmarks.serving import ServingArgs
+from benchmarks.serving.workload import ServingArgs, askers
 
 CANDIDATES, BODIES, WORKERS, AT_ONCE, WARM_SECONDS = 100, 500, 2, 8, 8.0
 Answers = list[tuple[int, float]]  # status, seconds
 
 
-def measure(args: "ServingArgs", result: Result) -> None:
+def measure(args: ServingArgs, result: Result) -> None:
     """Capacity with some clients that wait, then 80 % and 300 % of it that do not wait."""
     import uvloop
 

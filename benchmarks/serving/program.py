@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.result import Result
-from benchmarks.serving.asked import askers
+from benchmarks.serving.workload import ServingArgs, askers
 
 if TYPE_CHECKING:
-    from benchmarks.serving import ServingArgs
     from ranking.online.assemble import Assembled, Assembler
     from ranking.online.request import Asked
     from ranking.package.ranker import Ranker
@@ -29,7 +28,7 @@ KEYS = {
 }
 
 
-def measure(args: "ServingArgs", result: Result) -> None:
+def measure(args: ServingArgs, result: Result) -> None:
     """Programs alone, and with features from the store, each over many requests."""
     import torch
 
@@ -106,7 +105,7 @@ def rank(ranker: "Ranker", told: "Assembled") -> float:
     return time.perf_counter() - began
 
 
-def eager_student(args: "ServingArgs", ranker: "Ranker") -> "TrainedStudent":
+def eager_student(args: ServingArgs, ranker: "Ranker") -> "TrainedStudent":
     """A student in torch of the same sizes: how long it takes does not depend on its weights."""
     from ranking.score import assembly_of
     from ranking.student.config import StudentConfig

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.result import Result
+from benchmarks.serving.workload import ServingArgs
 from etl.tables.lake import Lake
 
 if TYPE_CHECKING:
-    from benchmarks.serving import ServingArgs
     from ranking.online.compare import Compared
     from ranking.reads import Reads
 
 
-def measure(args: "ServingArgs", result: Result) -> None:
+def measure(args: ServingArgs, result: Result) -> None:
     """Differences in the requests of a day, and of those before it until they are enough."""
     from ranking.package.manifest import read
     from ranking.package.versions import answering

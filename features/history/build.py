@@ -122,12 +122,3 @@ def pack_users(events: pa.Table) -> pa.Table:
     for name, values in lists.items():
         columns |= split(name, values, cuts)
     return pa.table(columns)
-
-
-if __name__ == "__main__":
-    import sys
-
-    from etl.cli import run
-    from features.commands import history as command
-
-    sys.exit(run(command, sys.argv[1:], "features/history/build.py"))

@@ -122,12 +122,3 @@ def compact_users(rows: pa.Table, most: int, oldest: int) -> pa.Table:
     for name, values in (lists | {"gaps": gaps(visible[kept], starts)}).items():
         columns |= split(name, values, cuts)
     return pa.table(columns)
-
-
-if __name__ == "__main__":
-    import sys
-
-    from etl.cli import run
-    from features.commands import compact as command
-
-    sys.exit(run(command, sys.argv[1:], "features/history/compact.py"))

@@ -1,12 +1,27 @@
-"""Requests to measure with: users and items of a lake."""
+"""What the parts of `bench serving` measure with: its arguments, and requests of a lake's users."""
 
 from datetime import date
+from typing import Annotated
 
 import numpy as np
+import tyro
+from pydantic import Field
 
+from etl.cli import LakeArgs
 from etl.tables import arrow, contracts
 from etl.tables.lake import Lake
 from ranking.online.request import Asked
+
+
+class ServingArgs(LakeArgs):
+    """A lake with rankers that answer and online features, as `gemline run` leaves one."""
+
+    surface: str = "feed"
+    day: Annotated[date, tyro.conf.arg(help="the day of which requests are asked again")]
+    requests: Annotated[int, Field(ge=1), tyro.conf.arg(help="to ask again")] = 10_000
+    seconds: Annotated[float, Field(gt=0), tyro.conf.arg(help="of load on the service")] = 60.0
+    only: Annotated[tuple[str, ...], tyro.conf.arg(help="parts to take; all without")] = ()
+    as_json: Annotated[bool, tyro.conf.arg(name="json", help="one line of JSON last")] = False
 
 
 def askers(lake: Lake, surface: str, day: date, candidates: int, n: int) -> list[Asked]:
