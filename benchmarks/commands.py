@@ -6,6 +6,7 @@ from benchmarks import (
     calibration,
     data,
     history,
+    house,
     kills,
     kuairand,
     model,
@@ -37,5 +38,6 @@ COMMANDS = {
         "serving": serving.bench,
         "operations": operations.bench,
         "kills": kills.bench,
+        "house": house.bench,
     }
 }

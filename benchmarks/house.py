@@ -1,0 +1,186 @@
+"""`gemline bench house`: the state of the code base itself; its sizes, its names, its documentation.
+
+Files are those of the product: the folders below FOLDERS and `gemline.py`, without tests.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import tyro
+import yaml
+
+from benchmarks.result import Result
+from etl.spec.base import Strict
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("dags", "etl", "features", "training", "ranking", "benchmarks")
+BANNED_NAMES = ROOT / "conf" / "banned_names.yaml"
+LOOSE_FILES_OF = ("etl", "training", "ranking")
+GOALS = {
+    "import_cycles": 0, "banned_identifiers": 0, "loose_files_etl": 6, "loose_files_training": 6,
+    "loose_files_ranking": 6, "files": 260, "file_lines_p50": 150, "file_lines_p90": 300,
+    "function_lines_p50": 12, "function_lines_p90": 35, "public_undocumented": 0,
+    "public_untyped": 0, "mypy_strict_errors": 0, "readme_lines": 250, "docs_strict": True,
+}  # fmt: skip
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class HouseArgs(Strict):
+    """Arguments of the benchmark."""
+
+    as_json: Annotated[bool, tyro.conf.arg(name="json", help="one line of JSON last")] = False
+
+
+@dataclass(frozen=True)
+class Module:
+    """A Python file: its path below the root, its text, its syntax tree."""
+
+    path: Path
+    text: str
+    tree: ast.Module
+
+    @property
+    def functions(self) -> list[Function]:
+        """All functions and methods, nested ones included."""
+        return [node for node in ast.walk(self.tree) if isinstance(node, Function)]
+
+
+def read_modules(*folders: str) -> list[Module]:
+    """The modules of some folders, and `gemline.py`."""
+    files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
+    texts = {file: file.read_text() for file in [*files, ROOT / "gemline.py"]}
+    return [Module(file.relative_to(ROOT), text, ast.parse(text)) for file, text in texts.items()]
+
+
+def import_cycles() -> list[list[str]]:
+    """Modules that import each other in a circle; imports inside functions count."""
+    import grimp  # installed where the code base is worked on
+    import networkx
+
+    graph = grimp.build_graph(*FOLDERS, cache_dir=None)
+    imports = networkx.DiGraph(
+        (importer, imported)
+        for importer in graph.modules
+        for imported in graph.find_modules_directly_imported_by(importer)
+    )
+    return [sorted(c) for c in networkx.strongly_connected_components(imports) if len(c) > 1]
+
+
+def defined_identifiers(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Names that a module defines, each with its line."""
+    for node in ast.walk(tree):
+        if isinstance(node, Function | ast.ClassDef):
+            yield node.name, node.lineno
+        elif isinstance(node, ast.arg):
+            yield node.arg, node.lineno
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield (node.id if isinstance(node, ast.Name) else node.attr), node.lineno
+
+
+def words_of(identifier: str) -> list[str]:
+    """The words of an identifier in snake case or camel case, in lower case."""
+    return [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", identifier)]
+
+
+def banned_identifiers(modules: list[Module]) -> list[str]:
+    """Each use of a word of BANNED_NAMES in a name, with its place and what to write instead."""
+    banned: dict[str, str] = yaml.safe_load(BANNED_NAMES.read_text())
+    return [
+        f"{module.path}:{line}: {name}: instead of {word!r} write {banned[word]}"
+        for module in modules
+        for name, line in defined_identifiers(module.tree)
+        for word in words_of(name)
+        if word in banned
+    ]
+
+
+def public_definitions(module: Module) -> Iterator[Function | ast.ClassDef]:
+    """Public classes and functions of a module, and public methods of its public classes."""
+    for node in module.tree.body:
+        if isinstance(node, Function | ast.ClassDef) and not node.name.startswith("_"):
+            yield node
+            if isinstance(node, ast.ClassDef):
+                methods = (one for one in node.body if isinstance(one, Function))
+                yield from (one for one in methods if not one.name.startswith("_"))
+
+
+def is_typed(function: Function) -> bool:
+    """Whether the result and every parameter but `self` and `cls` have a type."""
+    arguments = function.args
+    parameters = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    parameters += [one for one in (arguments.vararg, arguments.kwarg) if one]
+    untyped = [one for one in parameters if one.annotation is None]
+    return function.returns is not None and all(one.arg in ("self", "cls") for one in untyped)
+
+
+def mypy_strict_errors() -> int:
+    """Errors that `mypy --strict` finds."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict"], cwd=ROOT, text=True, capture_output=True
+    )
+    found = re.search(r"Found (\d+) errors?", done.stdout)
+    return int(found[1]) if found else 0
+
+
+def docs_build_strictly() -> bool:
+    """Whether `mkdocs build --strict` passes."""
+    with tempfile.TemporaryDirectory() as site:
+        command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", site]
+        return subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0
+
+
+def lengths(modules: list[Module]) -> dict[str, float]:
+    """Median and 90th percentile of the lines of files (without empty ones) and functions."""
+    files = [module.text.count("\n") for module in modules if module.tree.body]
+    functions = [
+        (function.end_lineno or 0) - function.lineno + 1
+        for module in modules
+        for function in module.functions
+    ]
+    return {
+        f"{name}_p{percent}": float(np.percentile(lines, percent))
+        for name, lines in (("file_lines", files), ("function_lines", functions))
+        for percent in (50, 90)
+    }
+
+
+def measure() -> dict[str, float]:
+    """All figures by key."""
+    modules = read_modules(*FOLDERS)
+    public = [node for module in modules for node in public_definitions(module)]
+    loose = {
+        f"loose_files_{folder}": sum(
+            file.name != "__init__.py" for file in (ROOT / folder).glob("*.py")
+        )
+        for folder in LOOSE_FILES_OF
+    }
+    return {
+        "import_cycles": len(import_cycles()),
+        "banned_identifiers": len(banned_identifiers([*modules, *read_modules("tests")])),
+        **loose,
+        "files": len(modules),
+        **lengths(modules),
+        "public_undocumented": sum(ast.get_docstring(node) is None for node in public),
+        "public_untyped": sum(not is_typed(node) for node in public if isinstance(node, Function)),
+        "mypy_strict_errors": mypy_strict_errors(),
+        "readme_lines": (ROOT / "README.md").read_text().count("\n"),
+        "docs_strict": docs_build_strictly(),
+    }
+
+
+def bench(args: HouseArgs) -> None:
+    """Sizes of files and functions, names, types, documentation, beside their goals."""
+    result = Result("The code base", ("what", "now", "goal"))
+    result.figures |= measure()
+    for key, value in result.figures.items():
+        at_most = "" if isinstance(GOALS[key], bool) else "at most "
+        result.rows.append((key, str(value), f"{at_most}{GOALS[key]}"))
+    result.show(args.as_json)
