@@ -1,4 +1,4 @@
-"""`gemline bench house`: the state of the code base itself; its sizes, its names, its documentation.
+"""`gemline bench house`: sizes, names, types and documentation of the code base itself.
 
 Files are those of the product: the folders below FOLDERS and `gemline.py`, without tests.
 """
