@@ -7,6 +7,7 @@ from http.client import HTTPException
 from typing import Any
 
 from dags.rest import answer
+from dags.runs import Run
 
 log = logging.getLogger(__name__)
 
@@ -32,3 +33,14 @@ def send(text: str) -> None:
             answer(address, {"text": text}, timeout=10)
         except (OSError, ValueError, HTTPException) as reason:
             log.error("GEMLINE_ALERTS does not take alerts: %s", reason)
+
+
+def of_run(spec_name: str, run: Run) -> None:
+    """Send an alert for sources that a run goes without, and for earlier days read again."""
+    if run.absent:
+        send(f"{spec_name} {run.last}: {run.sources_absent} not complete; went without")
+    if run.first < run.new:
+        send(
+            f"{spec_name} {run.last}: files of {run.first} are new or changed since they "
+            f"were read; the tables of {run.days} are made again"
+        )

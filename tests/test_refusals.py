@@ -57,6 +57,15 @@ def test_what_is_not_there_is_named(
     assert "too short" in refused("run", *where, "--raw", "r", "--days", str(FIRST))
 
 
+def test_files_of_today_are_not_removed(
+    spec_path: Path, lake: Lake, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A running write may have staged them."""
+    with pytest.raises(SystemExit) as stopped:
+        main(["etl", "vacuum", "--spec", str(spec_path), "--lake", lake.root, "--keep-days", "0"])
+    assert stopped.value.code == 2 and "greater than or equal to 1" in capsys.readouterr().err
+
+
 def test_tables_of_another_spec_are_refused_by_every_reader(
     refused: Callable[..., str], own: Lake, tmp_path: Path
 ) -> None:

@@ -37,15 +37,7 @@ def raw(line: Line) -> DAG:
                 run = begin(spec, settings.raw, settings.lake, this_run(context))
             except UserError as error:
                 raise AirflowFailException(str(error)) from None
-            if run.absent:
-                alerts.send(
-                    f"{spec.name} {run.last}: {run.sources_absent} not complete; went without"
-                )
-            if run.first < run.new:
-                alerts.send(
-                    f"{spec.name} {run.last}: files of {run.first} are new or changed since they "
-                    f"were read; the tables of {run.days} are made again"
-                )
+            alerts.of_run(spec.name, run)
             tell(context, asset, run)
 
         wait.expand(source=daily_sources(spec)) >> day()

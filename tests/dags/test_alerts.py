@@ -2,15 +2,30 @@
 
 import socket
 import threading
+from datetime import date
 
 import pytest
 
 from dags import alerts
+from dags.runs import Run
 
 
 def test_who_listens_hears(posted_alerts: list[object]) -> None:
     alerts.send("reels of 2026-01-02 did not come")
     assert posted_alerts == [{"text": "reels of 2026-01-02 did not come"}]
+
+
+def test_a_run_without_a_source_or_with_changed_files_is_reported(
+    posted_alerts: list[dict[str, str]],
+) -> None:
+    first, second = date(2026, 1, 1), date(2026, 1, 2)
+    alerts.of_run("shop", Run(first=second, new=second, last=second))
+    assert not posted_alerts
+    alerts.of_run("shop", Run(first=first, new=second, last=second, absent={second: ("reels",)}))
+    without, changed = (alert["text"] for alert in posted_alerts)
+    assert "shop 2026-01-02: reels not complete; went without" in without
+    assert "files of 2026-01-01 are new or changed" in changed
+    assert "tables of 2026-01-01:2026-01-02 are made again" in changed
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:9/hook", "no URL"])

@@ -100,6 +100,20 @@ def test_nothing_is_removed_without_a_yes(
     assert own.version("examples") >= 0
 
 
+def test_an_upgrade_asks_on_a_terminal(
+    own: Lake, spec_path: Path, raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = changed(spec_path, tmp_path / "new.yaml", new_counter)
+    where = ["--spec", str(path), "--lake", own.root, "--raw", str(raw)]
+    command = ["upgrade", *where, "--days", f"{FIRST}:{LAST}", "--old", str(spec_path)]
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    for answer in ("", "n", "perhaps"):
+        monkeypatch.setattr("builtins.input", lambda question, answer=answer: answer)
+        assert main(command) == 2 and own.exists("examples")
+    monkeypatch.setattr("builtins.input", lambda question: " Yes ")
+    assert main(command) == 0 and not own.exists("examples")
+
+
 def test_what_codes_in_tables_stand_for_cannot_be_changed(
     lake: Lake, spec_path: Path, tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ from etl.spec import load_spec
 from etl.tables import contracts
 from etl.tables.arrow import snapshot
 from etl.tables.lake import Lake
+from tests.conftest import FIRST, LAST
 from tests.pipeline import rows
 
 pytestmark = pytest.mark.spark
@@ -291,6 +292,12 @@ def test_replay_lets_in_what_a_mended_spec_reads(own: Lake, tmp_path: Path) -> N
     assert (flow["read"], flow["kept"], flow["quarantined"], flow["duplicates"]) == (5, 3, 1, 1)
     ingest(again, str(tmp_path / "raw"), DAY)
     assert rows(again, "flow") == [flow], "a replay gives what an ingest gives"
+
+
+def test_days_before_others_are_not_replayed(lake: Lake) -> None:
+    """Later days were made from what these days held."""
+    with pytest.raises(UserError, match=rf"{LAST} has been ingested.*--days {FIRST}:{LAST}"):
+        replay(lake, (FIRST, FIRST))
 
 
 def test_an_interrupted_replay_loses_nothing_and_can_be_run_again(

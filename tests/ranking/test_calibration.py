@@ -20,6 +20,19 @@ def labels_of(p: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return (rng.uniform(size=len(p)) < p).astype(np.float32)
 
 
+def test_the_prior_is_the_mean_of_the_surfaces() -> None:
+    """A slope is a ratio, so its mean is the geometric one; isotonic fits have no part in it."""
+    steps = Isotonic(given=(0.0, 1.0), wanted=(0.1, 0.9))
+    surfaces: list[dict[str, Platt | Isotonic]] = [
+        {"click": Platt(slope=0.5, intercept=-1.0), "like": Platt(slope=3.0, intercept=0.0)},
+        {"click": Platt(slope=2.0, intercept=2.0), "like": steps},
+    ]
+    for order in (surfaces, surfaces[::-1]):
+        prior = pooled(order)
+        assert prior["click"].slope == pytest.approx(1) and prior["click"].intercept == 0.5
+        assert prior["like"].slope == pytest.approx(3) and prior["like"].intercept == 0
+
+
 @settings(max_examples=30)
 @given(st.floats(0.3, 3), st.floats(-1.5, 1.5), st.integers(0, 50))
 def test_platt_recovers_a_distortion(a: float, b: float, seed: int) -> None:
