@@ -18,8 +18,6 @@ from training.loop.metrics import Score
 from training.split import Split
 from training.study import Study, kept
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-
 
 @dataclass(frozen=True)
 class Cell:
@@ -125,5 +123,5 @@ def summary(scores: dict[str, list[Score]]) -> list[str]:
 
 
 def studies(lake: Lake) -> list[Study]:
-    """The results of longer studies: of this lake, and those that come with the project."""
-    return [*kept(place(lake.root, "studies")), *kept(RESULTS)]
+    """The results of longer studies on this lake."""
+    return kept(place(lake.root, "studies"))

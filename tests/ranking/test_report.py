@@ -20,6 +20,7 @@ from tests.pipeline import rows
 from tests.world import link_tables
 from training.predictions import Predictions, evaluation_path
 from training.split import Split
+from training.study import Study
 
 SPLIT = Split(
     train_first=FIRST, train_last=FIRST, calibration=None, test_first=LAST, test_last=LAST,
@@ -80,16 +81,23 @@ def test_every_number_is_that_of_the_files_of_the_run(
         assert day["read"] == sum(counts)
         told = "".join(f"<td>{n:,}</td>" for n in (day["read"], *counts))
         assert f"<td>{day['day']}</td>{told}</tr>" in page
-    own, _, _ = page.partition("Longer studies")
-    assert "student" not in re.sub(r'<p class="note">.*?</p>', "", own, flags=re.DOTALL)
+    assert "student" not in re.sub(r'<p class="note">.*?</p>', "", page, flags=re.DOTALL)
+    assert "Longer studies" not in page, "none was made on this lake"
 
 
 def test_the_page_stands_alone(run: Lake, truth: Predictions, raw: Path) -> None:
     truth.write(evaluation_path(run.root, "gem"), SPLIT)
+    sizes = (("GEM", "0.8"),)
+    study = Study(title="Sizes", command="gemline bench", columns=("model", "NE"), rows=sizes)
+    study.keep(Path(run.root, "studies", "sizes.json"))
     page = build_report(run, str(raw), SPLIT).read_text()
     assert not re.search(r"<(script|link|img|iframe)|@import|url\(\s*['\"]?http", page)
     own, _, kept = page.partition("Longer studies")
-    assert own.count("<svg") == 2 and "<table>" in kept and "Where the time went" not in page
+    assert (
+        own.count("<svg") == 2
+        and "<td>GEM</td><td>0.8</td>" in kept
+        and "Where the time went" not in page
+    )
 
 
 def test_a_report_of_nothing_is_refused(run: Lake, raw: Path) -> None:
