@@ -35,8 +35,8 @@ def send(text: str) -> None:
             log.error("GEMLINE_ALERTS does not take alerts: %s", reason)
 
 
-def of_run(spec_name: str, run: Run) -> None:
-    """Send an alert for sources that a run goes without, and for earlier days read again."""
+def send_run_alerts(spec_name: str, run: Run) -> None:
+    """Send an alert for sources that a run goes without, and one for earlier days read again."""
     if run.absent:
         send(f"{spec_name} {run.last}: {run.sources_absent} not complete; went without")
     if run.first < run.new:

@@ -1,5 +1,7 @@
 """House rules that no linter checks; `make lint` runs those that one does."""
 
+import sys
+
 from benchmarks.house import FOLDERS, import_cycles, read_modules
 
 
@@ -12,5 +14,11 @@ def test_files_are_short() -> None:
     assert not long
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_no_file_hides_a_module_of_python() -> None:
+    """A file that Python is started with finds its neighbours first."""
+    modules = read_modules(*FOLDERS)
+    assert not [str(m.path) for m in modules if m.path.stem in sys.stdlib_module_names]
+
+
+def test_there_are_no_import_cycles() -> None:
     assert not import_cycles()

@@ -1,4 +1,4 @@
-"""What the parts of `bench serving` measure with: its arguments, and requests of a lake's users."""
+"""Arguments of `bench serving`, and requests drawn from a lake's users and items."""
 
 from datetime import date
 from typing import Annotated
@@ -17,8 +17,8 @@ class ServingArgs(LakeArgs):
     """A lake with rankers that answer and online features, as `gemline run` leaves one."""
 
     surface: str = "feed"
-    day: Annotated[date, tyro.conf.arg(help="the day of which requests are asked again")]
-    requests: Annotated[int, Field(ge=1), tyro.conf.arg(help="to ask again")] = 10_000
+    day: Annotated[date, tyro.conf.arg(help="the day whose logged requests are replayed")]
+    requests: Annotated[int, Field(ge=1), tyro.conf.arg(help="to replay")] = 10_000
     seconds: Annotated[float, Field(gt=0), tyro.conf.arg(help="of load on the service")] = 60.0
     only: Annotated[tuple[str, ...], tyro.conf.arg(help="parts to take; all without")] = ()
     as_json: Annotated[bool, tyro.conf.arg(name="json", help="one line of JSON last")] = False

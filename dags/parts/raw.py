@@ -37,7 +37,7 @@ def raw(line: Line) -> DAG:
                 run = begin(spec, settings.raw, settings.lake, this_run(context))
             except UserError as error:
                 raise AirflowFailException(str(error)) from None
-            alerts.of_run(spec.name, run)
+            alerts.send_run_alerts(spec.name, run)
             tell(context, asset, run)
 
         wait.expand(source=daily_sources(spec)) >> day()

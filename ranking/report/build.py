@@ -16,7 +16,7 @@ from ranking.report.facts import NAMES
 from training.knowledge.foretold import foretold
 from training.loop.metrics import Score
 from training.split import Split
-from training.study import Study, kept
+from training.study import kept
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def build_report(lake: Lake, raw: str, split: Split) -> Place:
         reasons=facts.quarantined(lake),
         parked=facts.parked(lake),
         without=without_attributes(lake, lake.days("examples")),
-        studies=[(study, figures.study(study)) for study in studies(lake)],
+        studies=[(study, figures.study(study)) for study in kept(place(lake.root, "studies"))],
         **{name: environment.filters["safe"](svg) for name, svg in markup.items()},
     )
     path = place(lake.root, "report.html")
@@ -120,8 +120,3 @@ def summary(scores: dict[str, list[Score]]) -> list[str]:
                 said.append(f"{NAMES[model]} {other[0].ne:.3f}")
         sentences.append(", ".join(said) + ".")
     return sentences
-
-
-def studies(lake: Lake) -> list[Study]:
-    """The results of longer studies on this lake."""
-    return kept(place(lake.root, "studies"))

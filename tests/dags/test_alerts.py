@@ -19,9 +19,11 @@ def test_a_run_without_a_source_or_with_changed_files_is_reported(
     posted_alerts: list[dict[str, str]],
 ) -> None:
     first, second = date(2026, 1, 1), date(2026, 1, 2)
-    alerts.of_run("shop", Run(first=second, new=second, last=second))
+    alerts.send_run_alerts("shop", Run(first=second, new=second, last=second))
     assert not posted_alerts
-    alerts.of_run("shop", Run(first=first, new=second, last=second, absent={second: ("reels",)}))
+    alerts.send_run_alerts(
+        "shop", Run(first=first, new=second, last=second, absent={second: ("reels",)})
+    )
     without, changed = (alert["text"] for alert in posted_alerts)
     assert "shop 2026-01-02: reels not complete; went without" in without
     assert "files of 2026-01-01 are new or changed" in changed
