@@ -9,7 +9,7 @@ WORKERS ?= 2
 export UV_PYTHON_DOWNLOADS := never
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: demo airflow test tests proof lint lock clean
+.PHONY: demo airflow test tests coverage proof lint lock clean
 
 demo: $(READY)
 	$(BIN)/gemline simulate --simulator conf/simulator/demo.yaml --out $(WORK)/demo/raw
@@ -31,6 +31,9 @@ proof: $(READY)
 	@$(BIN)/python requirements/check.py --tests $(WORKERS)
 	$(BIN)/python -m tests.proof
 
+coverage: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not proof" --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --cov --cov-branch --cov-report term:skip-covered
+
 lint: $(READY)
 	$(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check .
 	$(BIN)/lint-imports --no-logo
@@ -43,7 +46,7 @@ $(READY): $(LOCK) requirements/setup.txt pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r requirements/setup.txt
 	$(BIN)/uv pip sync --compile-bytecode --python $(BIN)/python requirements/setup.txt $(LOCK)
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e .
-	$(BIN)/python -m etl.java
+	$(BIN)/python -m etl.runtime.java
 	@touch $(READY)
 
 lock:

@@ -1,1 +1,1 @@
-"""The figures that the README quotes, one command each."""
+"""Benchmarks: on public data sets, long studies of model quality, and system performance."""

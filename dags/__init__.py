@@ -1,1 +1,1 @@
-"""The line: which step runs when. Builds command lines and passes days, nothing else."""
+"""The pipeline: its steps, the local runner, and the Airflow DAGs. It builds commands only."""

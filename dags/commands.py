@@ -1,4 +1,4 @@
-"""The commands of this folder."""
+"""The commands `gemline run`, `batch`, `upgrade` and `airflow`."""
 
 import signal
 import sys
@@ -7,84 +7,88 @@ from typing import Annotated, Literal
 
 import tyro
 
-from dags.line import Place, line, newest_mature
-from dags.local import run_line, run_steps
-from etl.cli import DayArgs, LakeArgs, days_argument, exclusive
+from dags.pipeline import PipelinePaths, latest_mature_split, pipeline_steps
+from dags.runner import run_pipeline, run_steps
+from etl.cli.runner import DayArgs, LakeArgs, holds_leases, parse_days_argument
 from etl.commands import TABLE_STEPS
 from etl.errors import UserError
 from etl.spec import load_spec
-from etl.spec.base import Strict
-from etl.tables.place import place as place_of
+from etl.spec.base import StrictModel
+from etl.tables.uri import resolve_uri
 
-HOME = Path("work", "airflow")
+AIRFLOW_HOME = Path("work", "airflow")
 Scale = Literal["tiny", "small", "base", "large"]
 
 
 class RunArgs(DayArgs):
-    """What the line runs on."""
+    """Days, raw logs and the size of GEM of a pipeline."""
 
     raw: Annotated[str, tyro.conf.arg(help="folder or URL of the raw logs")]
     scale: Annotated[Scale, tyro.conf.arg(help="size of GEM")] = "small"
 
+    @property
+    def paths(self) -> PipelinePaths:
+        """The spec, raw logs and lake."""
+        return PipelinePaths(self.spec, self.raw, self.lake)
+
 
 class UpgradeArgs(RunArgs):
-    """A changed spec, and the one that the lake has."""
+    """A changed spec, and the spec that the lake was written under."""
 
-    old: Annotated[Path, tyro.conf.arg(help="the spec that the tables were made under")]
-    yes: Annotated[bool, tyro.conf.arg(help="do it without asking")] = False
+    old_spec: Annotated[Path, tyro.conf.arg(help="the spec that the tables were written under")]
+    yes: Annotated[bool, tyro.conf.arg(help="do not ask for confirmation")] = False
 
 
-@exclusive("run", "gem", *TABLE_STEPS)
+@holds_leases("run", "gem", *TABLE_STEPS)
 def upgrade(args: UpgradeArgs) -> None:
-    """Put a lake under a changed spec; tables that no changed key affects are kept."""
-    from dags.upgrade import remember
-    from etl.upgrade import plan_upgrade
-    from etl.upgrade import upgrade as step
+    """Migrate a lake to a changed spec; tables that no changed key affects are kept."""
+    from dags.state import carry_over_step_states
+    from etl.tables.maintenance import plan_upgrade, upgrade_lake
 
-    spec, old = args.load(), load_spec(args.old)
-    plan = plan_upgrade(args.lake, old, spec)
-    print(f"changed keys: {', '.join(plan.changed) or 'none'}")
-    print(f"kept: {', '.join(plan.kept) or 'nothing'}")
-    print(f"removed, to be rebuilt: {', '.join((*plan.rebuilt, 'GEM and its knowledge'))}")
+    spec, old_spec = args.load_spec(), load_spec(args.old_spec)
+    plan = plan_upgrade(args.lake, old_spec, spec)
+    removed = (*plan.rebuilt_tables, "GEM and its predictions")
+    print(f"changed keys: {', '.join(plan.changed_keys) or 'none'}")
+    print(f"kept: {', '.join(plan.kept_tables) or 'nothing'}")
+    print(f"removed, to be rebuilt: {', '.join(removed)}")
     if not args.yes:
         _confirm("Upgrade the lake?")
-    step(args.lake, old, spec)
-    place = Place(args.spec, args.raw, args.lake)
-    steps = line(spec, place, newest_mature(spec, *args.span), ("--scale", args.scale))
-    finished = remember(spec, place, steps, plan.kept)
-    print(
-        f"next: `gemline run` with the same arguments; it skips {', '.join(finished) or 'nothing'}"
-    )
+    upgrade_lake(args.lake, old_spec, spec)
+    split = latest_mature_split(spec, *args.day_range)
+    steps = pipeline_steps(spec, args.paths, split, ("--scale", args.scale))
+    finished = carry_over_step_states(spec, args.paths, steps, plan.kept_tables)
+    skipped = ", ".join(finished) or "nothing"
+    print(f"next: `gemline run` with the same arguments; it skips {skipped}")
 
 
 def _confirm(question: str) -> None:
     """Ask on the terminal; raises UserError unless the answer is yes."""
     if not sys.stdin.isatty():
-        raise UserError("nothing was changed: add --yes to do this without being asked")
+        raise UserError("nothing was changed: add --yes to do this without confirmation")
     if input(f"{question} [y/N] ").strip().lower() not in ("y", "yes"):
         raise UserError("nothing was changed")
 
 
-class BatchArgs(Strict):
+class BatchArgs(StrictModel):
     """Steps of a plan that `gemline run` wrote."""
 
     plan: Path
     steps: tuple[str, ...]
 
 
-@exclusive("run")
+@holds_leases("run")
 def run(args: RunArgs) -> None:
-    """Run the whole line on some days; what finished before is skipped."""
-    spec = args.load()
-    place = Place(args.spec, args.raw, args.lake)
-    days = newest_mature(spec, *args.span)
+    """Run the whole pipeline on some days; steps that have finished are skipped."""
+    spec = args.load_spec()
+    split = latest_mature_split(spec, *args.day_range)
     print(
-        f"{spec.name}: learn {days.first} to {days.train_last}, calibrate on "
-        f"{days.calibration}, test on {days.test_first}; labels ripen until {days.last}",
+        f"{spec.name}: train on {split.train_first} to {split.train_last}, calibrate on "
+        f"{split.calibration}, test on {split.test_first}; labels mature until {split.data_until}",
         flush=True,
     )
-    run_line(spec, place, line(spec, place, days, ("--scale", args.scale)))
-    print(f"report: {place_of(args.lake, 'report.html')}")
+    steps = pipeline_steps(spec, args.paths, split, ("--scale", args.scale))
+    run_pipeline(spec, args.paths, steps)
+    print(f"report: {resolve_uri(args.lake, 'report.html')}")
 
 
 def batch(args: BatchArgs) -> None:
@@ -97,44 +101,54 @@ def batch(args: BatchArgs) -> None:
 
 
 class AirflowArgs(LakeArgs):
-    """An Airflow of one's own."""
+    """Raw logs, days and address of a local Airflow."""
 
     raw: Annotated[str, tyro.conf.arg(help="folder or URL of the raw logs")]
     days: Annotated[
         tuple[str, ...],
-        tyro.conf.arg(help="a run each, in order: 2026-01-01:2026-01-09 2026-01-10"),
+        tyro.conf.arg(help="one run each, in order: 2026-01-01:2026-01-09 2026-01-10"),
     ]
-    home: Annotated[Path, tyro.conf.arg(help="folder of its database and logs")] = HOME
-    port: Annotated[int, tyro.conf.arg(help="of its page, on loopback")] = 8080
+    home: Annotated[Path, tyro.conf.arg(help="folder of Airflow's database and logs")] = (
+        AIRFLOW_HOME
+    )
+    port: Annotated[int, tyro.conf.arg(help="port of the web interface, on loopback")] = 8080
 
 
 def airflow(args: AirflowArgs) -> None:
-    """Start Airflow on this machine with the DAGs of a line, and run some days."""
-    from dags.standalone import ended_runs, environment, follow, start, trigger
+    """Start Airflow on this machine with the DAGs of a spec, and run some days."""
+    from dags.orchestration.standalone import (
+        airflow_environment,
+        finished_dag_runs,
+        start_airflow,
+        trigger_dag_run,
+        watch_dag_runs,
+    )
 
-    spec = args.load()
-    place = Place(args.spec, args.raw, args.lake)
-    spans = [days_argument(days) for days in args.days]
-    env = environment(place, args.home, args.port, spans[0][0])
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as by Ctrl-C
-    running = start(env)
+    spec = args.load_spec()
+    paths = PipelinePaths(args.spec, args.raw, args.lake)
+    day_ranges = [parse_days_argument(days) for days in args.days]
+    env = airflow_environment(paths, args.home, args.port, day_ranges[0][0])
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM stops as Ctrl-C does
+    processes = start_airflow(env)
     address = env["AIRFLOW__API__BASE_URL"]
+    last_dag = f"{spec.name}_rankers"
     try:
-        before = ended_runs(address, spec.name)
-        for first, last in spans:
-            trigger(address, f"{spec.name}_raw", f"{first}:{last}")
-        print(f"Airflow: {address} (Ctrl-C ends it)", flush=True)
-        left = len(spans)
-        for run in follow(address, spec.name, running, before):
-            print(run, flush=True)
-            left -= run.dag == f"{spec.name}_rankers"
-            if run.dag == f"{spec.name}_rankers" and not left:
-                report = place_of(args.lake, "report.html")
-                print(f"all days are done; report: {report}", flush=True)
+        already_finished = finished_dag_runs(address, spec.name)
+        for first, last in day_ranges:
+            trigger_dag_run(address, f"{spec.name}_raw", f"{first}:{last}")
+        print(f"Airflow: {address} (stop with Ctrl-C)", flush=True)
+        remaining = len(day_ranges)
+        for dag_run in watch_dag_runs(address, spec.name, processes, already_finished):
+            print(dag_run, flush=True)
+            if dag_run.dag_id == last_dag:
+                remaining -= 1
+                if not remaining:
+                    report = resolve_uri(args.lake, "report.html")
+                    print(f"all days are done; report: {report}", flush=True)
     except KeyboardInterrupt:
-        print("ending Airflow")
+        print("stopping Airflow")
     finally:
-        running.stop()
+        processes.stop()
 
 
 COMMANDS = {"run": run, "batch": batch, "airflow": airflow, "upgrade": upgrade}

@@ -1,1 +1,1 @@
-"""Logs to clean, labelled tables. Owns the data spec, the table contracts and the Spark session."""
+"""From raw logs to clean, labelled Delta tables: the data spec, table schemas and Spark session."""

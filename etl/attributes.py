@@ -1,4 +1,4 @@
-"""Attribute files to versions of users and items."""
+"""The attributes step: attribute files to versioned rows of users and items."""
 
 import logging
 from datetime import date
@@ -7,238 +7,287 @@ from pyspark import StorageLevel
 from pyspark.sql import Column, DataFrame, Row, Window
 from pyspark.sql import functions as F
 
-from etl.clock import day_end, day_start
 from etl.errors import UserError
-from etl.quarantine import quarantine
-from etl.sources.canonical import SEPARATOR
-from etl.sources.places import naming_files, with_lines
-from etl.sources.raw import DAY, FAULT, FILE, PAYLOAD, PLACE, raw_value, read_raw
-from etl.spec.attributes import Categorical, Clock, Numeric, Vector
+from etl.event_time import day_end_sql, day_start_sql
+from etl.ingest.file_discovery import RawSelection
+from etl.ingest.normalize import REASON_SEPARATOR
+from etl.ingest.quarantine import write_quarantine
+from etl.ingest.readers import (
+    PATH_DAY,
+    PAYLOAD,
+    READ_ERROR,
+    RECORD_LOCATION,
+    SOURCE_FILE,
+    raw_value,
+    read_raw_records,
+    translate_read_errors,
+    with_line_numbers,
+)
+from etl.ingest.timestamps import parse_time
+from etl.spec.attributes import (
+    CategoricalAttribute,
+    LocalTimeAttribute,
+    NumericAttribute,
+    VectorAttribute,
+)
 from etl.spec.model import DataSpec
-from etl.spec.sources import AttributeFile
+from etl.spec.sources import AttributeSource
 from etl.spec.units import MICROS
-from etl.tables import contracts, delta
-from etl.tables.create import create
-from etl.tables.lake import Lake
+from etl.tables import schemas, spark_io
+from etl.tables.lake import Lake, create_table
 
-STATIC = date(1970, 1, 1)  # the landing day of rows that hold for all time
-Days = tuple[date, date]
+STATIC_DAY = date(1970, 1, 1)  # landing day of static rows
+DayRange = tuple[date, date]
 
 
-def load_attributes(lake: Lake, raw: str, days: Days) -> dict[str, int]:
-    """Replace what landed on the given days in `attributes_user` and `attributes_item`.
+def load_attributes(lake: Lake, raw: str, days: DayRange) -> dict[str, int]:
+    """Replace what landed on a range of days in `attributes_user` and `attributes_item`.
 
-    A file whose path names no day is read as it is now. If it is `static`, rows are added and none
-    may change; otherwise changed rows land on the last of the days, and where later days have been
-    ingested already the file is not read. Without a source a table stays empty.
+    A source without `{day}` in its path is a snapshot, read as it is now. Rows of a `static`
+    snapshot are added once and may not change. Changed rows of any other snapshot land on the last
+    of the days; if later days have been ingested, the snapshot is not read. The table of an entity
+    without a source stays empty. All checks precede the first write.
 
-    Raises UserError before anything is written: where files are missing or unreadable, too many
-    rows are bad, a column that the spec names holds nothing, or a static row changed.
+    Returns:
+        The number of stored rows by table.
+
+    Raises:
+        UserError: If files are missing or unreadable, too many rows are bad, a column that the spec
+            names has no values, or a static row has changed.
     """
-    sources = lake.spec.sources.items()
-    files = {n: s for n, s in sources if isinstance(s, AttributeFile)}
-    files = {name: source for name, source in files.items() if _is_current(lake, source, days)}
-    with naming_files():
-        read = {name: _read(lake, source, raw, days) for name, source in files.items()}
+    sources = {
+        name: source
+        for name, source in lake.spec.sources.items()
+        if isinstance(source, AttributeSource) and _is_readable_for(lake, source, days)
+    }
+    with translate_read_errors():
+        rows = {name: _read_source(lake, source, raw, days) for name, source in sources.items()}
         for entity in ("user", "item"):
-            create(lake, contracts.attributes(lake.spec, entity))
-        for name, source in files.items():
-            _write(lake, name, source, read[name], days)
-    tables = (contracts.attributes(lake.spec, source.entity).name for source in files.values())
-    return {table: lake.rows(table) for table in tables}
+            create_table(lake, schemas.attributes(lake.spec, entity))
+        for name, source in sources.items():
+            _write_source(lake, name, source, rows[name], days)
+    tables = (schemas.attributes(lake.spec, source.entity).name for source in sources.values())
+    return {table: lake.count_rows(table) for table in tables}
 
 
-def _is_current(lake: Lake, source: AttributeFile, days: Days) -> bool:
-    """Whether the state of a source can be of these days; one without days is of the newest."""
-    if source.is_by_day or source.static:
+def _is_readable_for(lake: Lake, source: AttributeSource, days: DayRange) -> bool:
+    """Whether a source can describe these days; a snapshot describes the latest day only."""
+    if source.is_partitioned_by_day or source.static:
         return True
-    newest = lake.newest_day("events")
-    if newest and newest > days[1]:
+    latest = lake.latest_day("events")
+    if latest and latest > days[1]:
         logging.warning(
-            "%s is not read: it tells the state of %s or later, not of %s; versions that were "
-            "recorded earlier stay", source.path, newest, days[1]
-        )  # fmt: skip
+            "%s is not read: it is a snapshot of %s or later, not of %s; stored versions stay",
+            source.path,
+            latest,
+            days[1],
+        )
         return False
     logging.warning(
-        "%s is read as it is now: what changed in it holds from %s on", source.path, days[1]
+        "%s is a snapshot: its changes are valid from the end of %s on", source.path, days[1]
     )
     return True
 
 
-def _write(lake: Lake, name: str, source: AttributeFile, rows: DataFrame, days: Days) -> None:
-    """Replace what a source has in its table and in quarantine."""
-    bad = with_lines(rows).filter("reasons != ''").withColumn("log", F.lit(name))
-    quarantine(lake, [name], bad, days)
-    contract = contracts.attributes(lake.spec, source.entity)
-    versions, where = _newest(rows.filter("reasons = ''")), delta.days_between(*days)
+def _write_source(
+    lake: Lake, name: str, source: AttributeSource, rows: DataFrame, days: DayRange
+) -> None:
+    """Replace the rows of a source in its table and in quarantine."""
+    invalid = with_line_numbers(rows).filter("reasons != ''").withColumn("log", F.lit(name))
+    write_quarantine(lake, [name], invalid, days)
+    versions = _latest_versions(rows.filter("reasons = ''"))
+    where = spark_io.day_range_predicate(*days)
     if source.static:
-        where = f"day = '{STATIC}'"
-        versions = _with_stored(lake, source, versions)
-    elif not source.is_by_day:
+        where = f"day = '{STATIC_DAY}'"
+        versions = _merge_stored_static(lake, source, versions)
+    elif not source.is_partitioned_by_day:
         where = f"day = '{days[1]}'"
-        versions = _changed(lake, source, versions, days[1])
-    delta.replace(lake, contract, versions, where, {})
+        versions = _changed_versions(lake, source, versions, days[1])
+    schema = schemas.attributes(lake.spec, source.entity)
+    spark_io.replace_partitions(lake, schema, versions, where, {})
     rows.unpersist()
 
 
-def _read(lake: Lake, source: AttributeFile, raw: str, days: Days) -> DataFrame:
-    """The rows of a source, read to their end; raises UserError where they are not fit for use."""
-    rows = _parsed(lake, source, raw, days).persist(StorageLevel.MEMORY_AND_DISK)
-    counts = {name: F.count(name).alias(name) for name in rows.columns if name != PLACE}
-    bad = F.count_if(F.expr("reasons != ''")).alias("bad")
-    found = rows.agg(*counts.values(), F.count("*").alias("all"), bad).first()
-    assert found is not None
-    _refuse_unused_columns(lake, source, raw, found)
-    if found["bad"] > lake.spec.most_quarantined * found["all"]:
-        why = rows.filter("reasons != ''").groupBy("reasons").count().orderBy(F.desc("count"))
-        reasons = "; ".join(f"{row['reasons']}: {row['count']:,}" for row in why.take(5))
+def _read_source(lake: Lake, source: AttributeSource, raw: str, days: DayRange) -> DataFrame:
+    """The parsed and checked rows of a source, cached; raises UserError if a check fails."""
+    rows = parse_rows(lake, source, raw, days).persist(StorageLevel.MEMORY_AND_DISK)
+    non_null = [F.count(name).alias(name) for name in rows.columns if name != RECORD_LOCATION]
+    num_bad = F.count_if(F.expr("reasons != ''")).alias("num_bad")
+    counts = rows.agg(*non_null, F.count("*").alias("num_rows"), num_bad).first()
+    assert counts is not None
+    _check_declared_columns(lake, source, raw, counts)
+    if counts["num_bad"] > lake.spec.max_bad_record_rate * counts["num_rows"]:
+        by_reason = rows.filter("reasons != ''").groupBy("reasons").count()
+        most_frequent = by_reason.orderBy(F.desc("count")).take(5)
+        reasons = "; ".join(f"{row['reasons']}: {row['count']:,}" for row in most_frequent)
         raise UserError(
-            f"{found['bad']:,} of {found['all']:,} rows of {raw}/{source.path} are bad "
-            f"({reasons}); at most {lake.spec.most_quarantined:.0%} may be: correct the spec or "
-            "the file, or raise most_quarantined in the spec"
+            f"{counts['num_bad']:,} of {counts['num_rows']:,} rows of {raw}/{source.path} are bad "
+            f"({reasons}); the limit is {lake.spec.max_bad_record_rate:.0%}: correct the spec or "
+            "the file, or raise max_bad_record_rate in the spec"
         )
     if source.static:
-        _refuse_changed(lake, source, raw, _newest(rows.filter("reasons = ''")))
+        _check_static_unchanged(lake, source, raw, _latest_versions(rows.filter("reasons = ''")))
     return rows
 
 
-def _refuse_unused_columns(lake: Lake, source: AttributeFile, raw: str, found: Row) -> None:
-    wanted = {f"{source.entity}_id": source.key, "valid_from": source.valid_from}
-    table = contracts.attributes(lake.spec, source.entity).name
-    if not lake.exists(table) or not lake.rows(table):  # a day's changes may lack some attribute
+def _check_declared_columns(lake: Lake, source: AttributeSource, raw: str, counts: Row) -> None:
+    """Raise UserError if a column that the spec names has no valid values."""
+    required = {f"{source.entity}_id": source.key, "valid_from": source.valid_from}
+    table = schemas.attributes(lake.spec, source.entity).name
+    if not lake.exists(table) or not lake.count_rows(table):
+        # Only the first load must have all attributes: a day's changes may lack some.
         declared = getattr(lake.spec.attributes, source.entity)
-        wanted |= {f"x_{name}": a.column or name for name, a in declared.items()}
-    for name, column in wanted.items():
-        if column and found["all"] and not found[name]:
+        required |= {f"attr_{name}": a.column or name for name, a in declared.items()}
+    for name, column in required.items():
+        if column and counts["num_rows"] and not counts[name]:
             raise UserError(
-                f"the spec names column {column}, but no record of {raw}/{source.path} has it in a "
-                "form that can be read; correct the spec, or take the column out"
+                f"the spec names column {column}, but no record of {raw}/{source.path} has a valid "
+                "value in it; correct the spec, or remove the column from it"
             )
 
 
-def _parsed(lake: Lake, source: AttributeFile, raw: str, days: Days) -> DataFrame:
-    """Rows as the contract has them, with the `reasons` why one is bad, and its `own_time`."""
+def parse_rows(lake: Lake, source: AttributeSource, raw: str, days: DayRange) -> DataFrame:
+    """Typed rows of a source, with the `reasons` why a row is invalid, and `logged_valid_from`."""
     typed = _typed_columns(lake, source)
     columns = [source.key, *(column for column, _ in typed.values())]
     columns += [source.valid_from] if source.valid_from else []
-    rows = read_raw(raw, source, columns, days, needed=[source.key])
-    unread = STATIC if source.static else days[1]
+    rows = read_raw_records(source, RawSelection(raw, days), columns, required=[source.key])
+    snapshot_day = STATIC_DAY if source.static else days[1]
     rows = rows.select(
         F.nullif(raw_value(source.key), F.lit("")).alias(f"{source.entity}_id"),
-        _own_time(source).alias("own_time"),
+        _logged_valid_from(lake.spec, source).alias("logged_valid_from"),
         *[value.alias(name) for name, (_, value) in typed.items()],
-        F.coalesce(DAY, F.lit(unread)).alias("day"),
-        *("raw", PAYLOAD, FILE, PLACE, FAULT),
+        F.coalesce(PATH_DAY, F.lit(snapshot_day)).alias("day"),
+        *("raw", PAYLOAD, SOURCE_FILE, RECORD_LOCATION, READ_ERROR),
     )
-    rows = rows.withColumns(_of_their_width(lake, source))
-    mistyped = [
+    rows = rows.withColumns(_null_wrong_width_vectors(lake, source))
+    type_errors = [
         F.when(raw_value(column).isNotNull() & F.col(name).isNull(), F.lit(f"wrong type: {column}"))
         for name, (column, _) in typed.items()
     ]
-    rows = rows.withColumn("mistyped", F.concat_ws(SEPARATOR, *mistyped)).drop("raw")
+    rows = rows.withColumn("type_errors", F.concat_ws(REASON_SEPARATOR, *type_errors)).drop("raw")
     rows = rows.withColumn("valid_from", _valid_from(lake.spec, source))
-    breaches = contracts.attributes(lake.spec, source.entity).breaches.items()
-    reasons = [F.when(F.expr(condition), F.lit(reason)) for reason, condition in breaches]
-    reasons.append(F.nullif("mistyped", F.lit("")))
-    rows = rows.withColumn("reasons", F.coalesce(FAULT, F.concat_ws(SEPARATOR, *reasons)))
+    violations = schemas.attributes(lake.spec, source.entity).violations.items()
+    reasons = [F.when(F.expr(condition), F.lit(reason)) for reason, condition in violations]
+    reasons.append(F.nullif("type_errors", F.lit("")))
+    rows = rows.withColumn(
+        "reasons", F.coalesce(READ_ERROR, F.concat_ws(REASON_SEPARATOR, *reasons))
+    )
     rows = rows.withColumn(PAYLOAD, F.when(F.col("reasons") != "", F.col(PAYLOAD)))
-    return rows.drop("mistyped")
+    return rows.drop("type_errors")
 
 
-def _typed_columns(lake: Lake, source: AttributeFile) -> dict[str, tuple[str, Column]]:
-    """Raw column and typed value of each attribute, and of what the auction needs, by name."""
+def _typed_columns(lake: Lake, source: AttributeSource) -> dict[str, tuple[str, Column]]:
+    """Raw column and typed value of each attribute and auction column, by name."""
     declared = getattr(lake.spec.attributes, source.entity)
-    columns = {f"x_{name}": (a.column or name, a) for name, a in declared.items()}
-    typed = {name: (column, _typed(a, column)) for name, (column, a) in columns.items()}
+    columns = {f"attr_{name}": (a.column or name, a) for name, a in declared.items()}
+    typed = {name: (column, _cast_attribute(a, column)) for name, (column, a) in columns.items()}
     if source.entity == "item":
-        kinds = {"bid": "double", "goal": "string"}
-        for name, column in contracts.auction_columns(lake.spec).items():
-            typed[name] = column, raw_value(column).try_cast(kinds[name])
+        types = {"bid": "double", "goal": "string"}
+        for name, column in schemas.auction_columns(lake.spec).items():
+            typed[name] = column, raw_value(column).try_cast(types[name])
     return typed
 
 
-def _typed(attribute: Categorical | Numeric | Vector | Clock, column: str) -> Column:
-    if isinstance(attribute, Vector):
+def _cast_attribute(
+    attribute: CategoricalAttribute | NumericAttribute | VectorAttribute | LocalTimeAttribute,
+    column: str,
+) -> Column:
+    if isinstance(attribute, VectorAttribute):
         return F.from_json(raw_value(column), "array<float>")
-    return raw_value(column).try_cast("double" if isinstance(attribute, Numeric) else "string")
+    return raw_value(column).try_cast(
+        "double" if isinstance(attribute, NumericAttribute) else "string"
+    )
 
 
-def _of_their_width(lake: Lake, source: AttributeFile) -> dict[str, Column]:
-    """Vectors, null where they have another width than is declared."""
+def _null_wrong_width_vectors(lake: Lake, source: AttributeSource) -> dict[str, Column]:
+    """Vector columns, with null for vectors of another width than declared."""
     declared = getattr(lake.spec.attributes, source.entity)
-    widths = {f"x_{n}": a.width for n, a in declared.items() if isinstance(a, Vector)}
+    widths = {f"attr_{n}": a.width for n, a in declared.items() if isinstance(a, VectorAttribute)}
     return {n: F.when(F.size(n) == width, F.col(n)) for n, width in widths.items()}
 
 
-def _own_time(source: AttributeFile) -> Column:
-    """When a row says that it became true, µs; null where the source does not say."""
+def _logged_valid_from(spec: DataSpec, source: AttributeSource) -> Column:
+    """The valid-from time that a row states, in µs; null for a source without `valid_from`."""
     if source.valid_from is None:
         return F.lit(None).cast("bigint")
-    time = raw_value(source.valid_from).try_cast("bigint")
-    return F.try_multiply(time, F.lit(MICROS[source.time_unit]))
+    return parse_time(spec, source.time_unit, raw_value(source.valid_from))
 
 
-def _valid_from(spec: DataSpec, source: AttributeFile) -> Column:
-    """When a version holds from, µs.
+def _valid_from(spec: DataSpec, source: AttributeSource) -> Column:
+    """The time from which a version is valid, in µs.
 
-    From when its row says, but not before its landing day began; else from the end of that day, as
-    it may have been written at any time of it. A static row lands before all time.
+    It is the time that the row states, but not before its landing day began. A row that states none
+    may have been written at any time of its landing day, and is valid from the end of that day. A
+    static row without a time is always valid.
     """
-    bound = day_start if source.valid_from else day_end
-    since = F.lit(0) if source.static else F.expr(f"{bound(spec)} * {MICROS['s']}")
+    bound_sql = day_start_sql if source.valid_from else day_end_sql
+    earliest = F.lit(0) if source.static else F.expr(f"{bound_sql(spec)} * {MICROS['s']}")
+    valid_from = earliest
     if source.valid_from:
-        since = F.when(F.col("own_time").isNotNull(), F.greatest("own_time", since))
-    return (since + source.delay * MICROS["s"]).cast("bigint")
+        is_stated = F.col("logged_valid_from").isNotNull()
+        valid_from = F.when(is_stated, F.greatest("logged_valid_from", earliest))
+    return (valid_from + source.delay * MICROS["s"]).cast("bigint")
 
 
-def _newest(rows: DataFrame) -> DataFrame:
-    """One row a key and time: what changed last, and of equals what stands last in the files."""
-    apart = {"valid_from", "own_time", "day", "reasons", *(PAYLOAD, FILE, PLACE, FAULT)}
-    key, *values = [name for name in rows.columns if name not in apart]
-    order = F.struct("own_time", FILE, f"{PLACE}.block", f"{PLACE}.row")
-    best = rows.groupBy("day", key, "valid_from").agg(F.max_by(F.struct(*values), order).alias("v"))
-    return best.select("day", key, "valid_from", "v.*")
-
-
-def _stored(lake: Lake, source: AttributeFile) -> DataFrame:
-    return delta.read(lake, contracts.attributes(lake.spec, source.entity))
-
-
-def _changed(lake: Lake, source: AttributeFile, versions: DataFrame, landed: date) -> DataFrame:
-    """The versions that differ from the one before of their key, stored before `landed` or not."""
-    key, *values = [name for name in versions.columns if name not in ("day", "valid_from")]
-    before = _stored(lake, source).filter(F.col("day") < F.lit(landed))
-    latest = before.groupBy(key).agg(
-        F.max_by(F.struct(*values), F.struct("valid_from", "day")).alias("v")
+def _latest_versions(rows: DataFrame) -> DataFrame:
+    """One row per key, landing day and time: the latest, and of equals the last in the files."""
+    provenance = {PAYLOAD, SOURCE_FILE, RECORD_LOCATION, READ_ERROR}
+    not_values = {"valid_from", "logged_valid_from", "day", "reasons"} | provenance
+    key, *values = [name for name in rows.columns if name not in not_values]
+    order = F.struct(
+        "logged_valid_from", SOURCE_FILE, f"{RECORD_LOCATION}.block", f"{RECORD_LOCATION}.row"
     )
-    latest = latest.select(key, F.lit(None).cast("bigint").alias("valid_from"), "v")
+    latest = F.max_by(F.struct(*values), order).alias("v")
+    versions = rows.groupBy("day", key, "valid_from").agg(latest)
+    return versions.select("day", key, "valid_from", "v.*")
+
+
+def _read_stored_versions(lake: Lake, source: AttributeSource) -> DataFrame:
+    return spark_io.read_table(lake, schemas.attributes(lake.spec, source.entity))
+
+
+def _changed_versions(
+    lake: Lake, source: AttributeSource, versions: DataFrame, landing_day: date
+) -> DataFrame:
+    """The versions that differ from their key's previous one, stored on an earlier day or new."""
+    key, *values = [name for name in versions.columns if name not in ("day", "valid_from")]
+    stored = _read_stored_versions(lake, source).filter(F.col("day") < F.lit(landing_day))
+    latest = F.max_by(F.struct(*values), F.struct("valid_from", "day")).alias("v")
+    # The latest stored version of a key has no time, and sorts before the new ones.
+    previous = stored.groupBy(key).agg(latest)
+    previous = previous.select(key, F.lit(None).cast("bigint").alias("valid_from"), "v")
     new = versions.select(key, "valid_from", F.struct(*values).alias("v"))
     order = Window.partitionBy(key).orderBy(F.asc_nulls_first("valid_from"))
-    pairs = new.unionByName(latest).withColumn("before", F.lag("v").over(order))
-    pairs = pairs.filter(F.col("valid_from").isNotNull() & ~F.col("v").eqNullSafe(F.col("before")))
-    return pairs.select(F.lit(landed).alias("day"), key, "valid_from", "v.*")
+    rows = new.unionByName(previous).withColumn("previous", F.lag("v").over(order))
+    is_changed = ~F.col("v").eqNullSafe(F.col("previous"))
+    changed = rows.filter(F.col("valid_from").isNotNull() & is_changed)
+    return changed.select(F.lit(landing_day).alias("day"), key, "valid_from", "v.*")
 
 
-def _with_stored(lake: Lake, source: AttributeFile, versions: DataFrame) -> DataFrame:
-    """Static rows, and those that were stored before."""
-    stored = _stored(lake, source).filter(F.col("day") == F.lit(STATIC)).select(versions.columns)
+def _merge_stored_static(lake: Lake, source: AttributeSource, versions: DataFrame) -> DataFrame:
+    """The stored static rows and the new ones."""
+    stored = _read_stored_versions(lake, source).filter(F.col("day") == F.lit(STATIC_DAY))
+    stored = stored.select(versions.columns)
     keys = [f"{source.entity}_id", "valid_from"]
     return stored.unionByName(versions.join(stored.select(keys), keys, "left_anti"))
 
 
-def _refuse_changed(lake: Lake, source: AttributeFile, raw: str, versions: DataFrame) -> None:
-    """Raises UserError where a static row is not as it was stored."""
-    table = contracts.attributes(lake.spec, source.entity).name
+def _check_static_unchanged(
+    lake: Lake, source: AttributeSource, raw: str, versions: DataFrame
+) -> None:
+    """Raise UserError if a static row differs from the stored one."""
+    table = schemas.attributes(lake.spec, source.entity).name
     if not lake.exists(table):
         return
     key, *values = [name for name in versions.columns if name not in ("day", "valid_from")]
-    stored = _stored(lake, source).filter(F.col("day") == F.lit(STATIC))
-    was = stored.select(key, "valid_from", F.struct(*values).alias("was"))
-    both = versions.withColumn("is", F.struct(*values)).join(was, [key, "valid_from"])
-    changed = both.filter(~F.col("is").eqNullSafe(F.col("was"))).orderBy(key).first()
+    stored = _read_stored_versions(lake, source).filter(F.col("day") == F.lit(STATIC_DAY))
+    stored = stored.select(key, "valid_from", F.struct(*values).alias("stored"))
+    pairs = versions.withColumn("new", F.struct(*values)).join(stored, [key, "valid_from"])
+    changed = pairs.filter(~F.col("new").eqNullSafe(F.col("stored"))).orderBy(key).first()
     if changed is not None:
         raise UserError(
             f"{raw}/{source.path} is static in the spec, but its row of {source.entity} "
-            f"{changed[key]} has changed since it was read: restore it, or take `static` out of "
-            "the spec, so that the change holds from the day on which it is read"
+            f"{changed[key]} has changed since it was loaded: restore the row, or remove `static` "
+            "from the spec, so that changes are valid from the day on which they are loaded"
         )

@@ -1,4 +1,7 @@
-"""The commands of this folder. Spark is imported when a Spark step is called."""
+"""The commands `gemline simulate`, `gemline etl …` and `gemline doctor`.
+
+Spark is imported only when a Spark step is called.
+"""
 
 import json
 from pathlib import Path
@@ -7,214 +10,277 @@ from typing import Annotated
 import tyro
 from pydantic import Field, ValidationError
 
-from etl.cli import DayArgs, LakeArgs, days_argument, exclusive, read_mapping, reasons_of
+from etl.cli.runner import (
+    DayArgs,
+    LakeArgs,
+    format_validation_error,
+    holds_leases,
+    parse_days_argument,
+    read_yaml_mapping,
+)
 from etl.errors import UserError
 from etl.spec import DataSpec
-from etl.spec.base import Strict
+from etl.spec.base import StrictModel
 
-TABLE_STEPS = ("ingest", "attributes", "labels", "items", "history", "examples", "knowledge")
-SAFE_KEEP_DAYS = 7  # with fewer, files that a step writes at the same time would be removed
+TABLE_STEPS = (
+    "ingest",
+    "attributes",
+    "labels",
+    "items",
+    "history",
+    "examples",
+    "teacher_predictions",
+)
+MIN_SAFE_KEEP_DAYS = 7  # below, a vacuum waits for all writers: their files are in no version yet
 
 
-class SimulateArgs(Strict):
+class SimulateArgs(StrictModel):
     """Arguments of the simulator."""
 
     simulator: Annotated[
-        Path, tyro.conf.arg(help="a configuration, such as conf/simulator/demo.yaml")
+        Path, tyro.conf.arg(help="simulator configuration, such as conf/simulator/demo.yaml")
     ]
     out: Annotated[Path, tyro.conf.arg(help="folder to write the raw logs to")]
 
 
 class RawArgs(DayArgs):
-    """Arguments of a step that reads raw logs."""
+    """Arguments of a step that reads raw files."""
 
     raw: Annotated[str, tyro.conf.arg(help="folder or URL of the raw logs")]
-    absent: Annotated[
-        str, tyro.conf.arg(help="sources, joined by commas, whose files never came: go without")
+    missing_sources: Annotated[
+        str, tyro.conf.arg(help="comma-separated sources that may lack files on these days")
     ] = ""
 
-    def load(self) -> DataSpec:
-        """The data spec; the absent sources may lack files."""
-        return super().load().without_files_of([n for n in self.absent.split(",") if n])
+    def load_spec(self) -> DataSpec:
+        """The data spec, in which the missing sources are optional."""
+        missing = [name for name in self.missing_sources.split(",") if name]
+        return super().load_spec().allow_missing_sources(missing)
 
 
-def simulate(args: SimulateArgs) -> None:
-    """Write raw logs of simulated surfaces."""
-    from etl.sources.simulator.config import SimulatorConfig
-    from etl.sources.simulator.simulate import simulate as write
+class SpecArgs(StrictModel):
+    """Arguments of a command that reads a spec only."""
 
-    content = read_mapping(args.simulator)
-    try:
-        config = SimulatorConfig(**content)
-    except ValidationError as error:
-        raise UserError(f"{args.simulator}: {reasons_of(error)}") from None
-    write(config, args.out)
+    spec: Annotated[Path, tyro.conf.arg(help="data spec (YAML)")]
 
 
-@exclusive("ingest")
-def ingest(args: RawArgs) -> None:
-    """Raw logs of some days to clean events and quarantine."""
-    from etl.ingest import ingest as step
-    from etl.session import spark_session
+class InferArgs(StrictModel):
+    """Arguments of the inference of a spec."""
 
-    lake = args.open_lake()
-    spark_session("ingest")
-    tell("ingest", step(lake, args.raw, args.span))
+    folder: Annotated[
+        tyro.conf.Positional[Path], tyro.conf.arg(help="folder with samples of your raw files")
+    ]
 
 
-@exclusive("attributes")
-def attributes(args: RawArgs) -> None:
-    """Attribute files to versions of users and items."""
-    from etl.attributes import load_attributes
-    from etl.session import spark_session
+def infer(args: InferArgs) -> None:
+    """Print a first data spec for the files in a folder, with comments on what was guessed."""
+    from etl.spec.infer import infer_spec
 
-    lake = args.open_lake()
-    spark_session("attributes")
-    tell("attributes", load_attributes(lake, args.raw, args.span))
+    print(infer_spec(args.folder), end="")
 
 
-class SpecArgs(Strict):
-    """Arguments of what needs a spec alone."""
+class CheckArgs(StrictModel):
+    """Arguments of the check of a spec against raw files."""
 
-    spec: Annotated[Path, tyro.conf.arg(help="the data spec, a YAML file")]
+    spec: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="data spec (YAML)")]
+    raw: Annotated[str, tyro.conf.arg(help="folder or URL of the raw logs")]
+    sample: Annotated[
+        int, Field(ge=1), tyro.conf.arg(help="records of each source's latest day to read")
+    ] = 10_000
+
+
+def check(args: CheckArgs) -> None:
+    """Show what a sample of each source would become, and why records would be quarantined.
+
+    Writes nothing. Exits with 2 if a source cannot be read or has too many bad records.
+    """
+    from rich.console import Console
+
+    from etl.ingest.preview import preview_sources, print_previews
+    from etl.runtime.spark import spark_session
+    from etl.spec import load_spec
+
+    spec = load_spec(args.spec)
+    spark_session("spec check")
+    if not print_previews(spec, preview_sources(spec, args.raw, args.sample), Console()):
+        raise UserError("a source cannot be ingested as the spec describes it; see above")
 
 
 class QuarantineArgs(LakeArgs):
-    """Arguments of a look into quarantine."""
+    """Arguments of the quarantine report and of reprocessing."""
 
-    days: Annotated[str | None, tyro.conf.arg(help="first:last; all without")] = None
-    examples: Annotated[int, tyro.conf.arg(help="records to show of each reason")] = 2
-    replay: Annotated[bool, tyro.conf.arg(help="let in what is clean now")] = False
-
-
-def quarantine(args: QuarantineArgs) -> None:
-    """Show what is in quarantine by reason; with --replay let in what is clean now."""
-    lake = args.open_lake()
-    days = days_argument(args.days) if args.days else lake.days("events")
-    if args.replay:
-        from etl.replay import replay as step
-        from etl.session import spark_session
-        from etl.tables import records
-        from etl.tables.lease import held
-
-        with held(args.lake, ["ingest"], "gemline etl quarantine --replay"):
-            spark_session("replay")
-            tell("replay", step(lake, days))
-            records.renew(lake.root, "ingest")
-        print("next: the same `gemline run` as before; it makes anew what was made of these days")
-    else:
-        from rich.console import Console
-
-        from etl.show import show
-
-        show(lake, days, args.examples, Console())
+    days: Annotated[
+        str | None, tyro.conf.arg(help="one day or first:last; by default all ingested days")
+    ] = None
+    examples: Annotated[int, tyro.conf.arg(help="records to show per reason")] = 2
+    reprocess: Annotated[
+        bool, tyro.conf.arg(help="move records that are valid now to the events table")
+    ] = False
 
 
-def contracts(args: SpecArgs) -> None:
-    """Print the page of table contracts that a spec stands for, as Markdown."""
-    from etl.spec import load_spec
-    from etl.tables.page import page
+class TableInfoArgs(DayArgs):
+    """Arguments of the table metadata."""
 
-    print(page(load_spec(args.spec)), end="")
-
-
-@exclusive("labels")
-def labels(args: DayArgs) -> None:
-    """Events to impressions with the labels whose windows have closed."""
-    from etl.labels import label
-    from etl.session import spark_session
-
-    lake = args.open_lake()
-    spark_session("labels")
-    tell("labels", label(lake, args.span))
-
-
-class ToldArgs(DayArgs):
-    """Arguments of what is told of tables."""
-
-    tables: Annotated[tuple[str, ...], tyro.conf.arg(help="names of tables")]
-
-
-def told(args: ToldArgs) -> None:
-    """Print version, rows and contract of tables, as one line of JSON."""
-    from etl.told import told as look
-
-    found = look(args.open_lake(), args.tables, args.span)
-    print(json.dumps({name: table.model_dump() for name, table in found.items()}))
+    tables: Annotated[tuple[str, ...], tyro.conf.arg(help="table names")]
 
 
 class PinArgs(LakeArgs):
-    """Arguments of what holds table versions."""
+    """Arguments of pinning table versions."""
 
-    run: Annotated[str, tyro.conf.arg(help="name of the run that reads them")]
-
-
-def pin(args: PinArgs) -> None:
-    """Hold the versions --pins for a run: `etl vacuum` leaves them whole."""
-    from etl.tables import pins
-
-    pins.pin(args.lake, args.run, args.pins)
-
-
-def unpin(args: PinArgs) -> None:
-    """Let go the versions that a run holds."""
-    from etl.tables import pins
-
-    pins.unpin(args.lake, args.run)
+    run_id: Annotated[str, tyro.conf.arg(help="ID of the run that reads the versions")]
 
 
 class VacuumArgs(LakeArgs):
-    """Arguments of cleaning up."""
+    """Arguments of the vacuum."""
 
     # A file that a running write has staged is of no version yet: a day old, none is.
     keep_days: Annotated[
-        int, Field(ge=1), tyro.conf.arg(help="days of whose table versions all files stay")
+        int, Field(ge=1), tyro.conf.arg(help="retention of old table versions, in days")
     ] = 30
 
 
-@exclusive("vacuum")
+def simulate(args: SimulateArgs) -> None:
+    """Write simulated raw logs."""
+    from etl.simulator.config import SimulatorConfig
+    from etl.simulator.simulate import simulate as write_logs
+
+    content = read_yaml_mapping(args.simulator)
+    try:
+        config = SimulatorConfig(**content)
+    except ValidationError as error:
+        raise UserError(f"{args.simulator}: {format_validation_error(error)}") from None
+    write_logs(config, args.out)
+
+
+@holds_leases("ingest")
+def ingest(args: RawArgs) -> None:
+    """Parse, deduplicate and filter raw logs into the events table."""
+    from etl.ingest.run import ingest as step
+    from etl.runtime.spark import spark_session
+
+    lake = args.open_lake()
+    spark_session("ingest")
+    print_counts("ingest", step(lake, args.raw, args.day_range))
+
+
+@holds_leases("attributes")
+def attributes(args: RawArgs) -> None:
+    """Load attribute files as versioned rows of users and items."""
+    from etl.attributes import load_attributes
+    from etl.runtime.spark import spark_session
+
+    lake = args.open_lake()
+    spark_session("attributes")
+    print_counts("attributes", load_attributes(lake, args.raw, args.day_range))
+
+
+@holds_leases("labels")
+def labels(args: DayArgs) -> None:
+    """Attribute outcomes to impressions and write the labels that are mature."""
+    from etl.labels.impressions import label_impressions
+    from etl.runtime.spark import spark_session
+
+    lake = args.open_lake()
+    spark_session("labels")
+    print_counts("labels", label_impressions(lake, args.day_range))
+
+
+def quarantine(args: QuarantineArgs) -> None:
+    """Show quarantined records by reason, or reprocess them with --reprocess."""
+    lake = args.open_lake()
+    days = parse_days_argument(args.days) if args.days else lake.day_range("events")
+    if args.reprocess:
+        from etl.ingest.reprocess import reprocess_quarantine
+        from etl.runtime.spark import spark_session
+        from etl.tables import step_state
+        from etl.tables.lease import hold_leases
+
+        with hold_leases(args.lake, ["ingest"], "gemline etl quarantine --reprocess"):
+            spark_session("reprocess")
+            print_counts("reprocess", reprocess_quarantine(lake, days))
+            step_state.renew_run_id(lake.root, "ingest")
+        print("next: repeat the last `gemline run`; it rebuilds the tables that read these days")
+    else:
+        from rich.console import Console
+
+        from etl.ingest.quarantine import quarantine_report
+
+        quarantine_report(lake, days, args.examples, Console())
+
+
+def print_schema_docs(args: SpecArgs) -> None:
+    """Print the schemas of a spec's tables as Markdown."""
+    from etl.spec import load_spec
+    from etl.tables.schema_docs import schema_docs
+
+    print(schema_docs(load_spec(args.spec)), end="")
+
+
+def table_info(args: TableInfoArgs) -> None:
+    """Print version, row count and schema fingerprint of tables as one line of JSON."""
+    from etl.tables.metadata import table_metadata
+
+    metadata = table_metadata(args.open_lake(), args.tables, args.day_range)
+    print(json.dumps({name: table.model_dump() for name, table in metadata.items()}))
+
+
+def pin(args: PinArgs) -> None:
+    """Keep the table versions in --pins until the run unpins them; `etl vacuum` spares them."""
+    from etl.tables import step_state
+
+    step_state.pin_versions(args.lake, args.run_id, args.pins)
+
+
+def unpin(args: PinArgs) -> None:
+    """Release the table versions that a run has pinned."""
+    from etl.tables import step_state
+
+    step_state.unpin_versions(args.lake, args.run_id)
+
+
+@holds_leases("vacuum")
 def vacuum(args: VacuumArgs) -> None:
-    """Remove files that no version of the last days needs, nor one that a run holds."""
-    from etl.tables.lease import held
-    from etl.vacuum import vacuum as step
+    """Delete files that neither a retained nor a pinned table version needs."""
+    from etl.tables.lease import hold_leases
+    from etl.tables.maintenance import vacuum_lake
 
     lake = args.open_lake()
     scores = [f"scores-{surface}" for surface in lake.spec.ad_surfaces]
-    writers = [*TABLE_STEPS, *scores] if args.keep_days < SAFE_KEEP_DAYS else []
-    with held(args.lake, writers, "gemline etl vacuum"):
-        removed = step(lake, args.keep_days)
-    tell("vacuum", {f"files of {name}": n for name, n in removed.items()})
+    writers = [*TABLE_STEPS, *scores] if args.keep_days < MIN_SAFE_KEEP_DAYS else []
+    with hold_leases(args.lake, writers, "gemline etl vacuum"):
+        removed = vacuum_lake(lake, args.keep_days)
+    print_counts("vacuum", {f"files of {name}": n for name, n in removed.items()})
 
 
-def jars(args: Strict) -> None:
-    """Print the paths of the Delta JARs for `spark-submit --jars`; they are fetched if need be."""
-    from etl.jars import delta_jars
+def jars(_: StrictModel) -> None:
+    """Print the paths of the Delta JARs for `spark-submit --jars`, downloading them if needed."""
+    from etl.runtime.java import delta_jars
 
     print(",".join(map(str, delta_jars())))
 
 
-def tell(step: str, counts: dict[str, int]) -> None:
-    """One line of what a step wrote."""
-    print(f"{step}: {', '.join(f'{n:,} {what}' for what, n in counts.items())}", flush=True)
+def doctor(_: StrictModel) -> None:
+    """Check Python, Java, the Delta JARs, packages, GPU and disk, and suggest fixes."""
+    from etl.runtime.doctor import check_installation
+
+    check_installation()
 
 
-def doctor(args: Strict) -> None:
-    """Print versions, Java, the Delta JARs, GPU and disk, and what is missing with its fix."""
-    from etl.doctor import examine
-
-    examine()
+def print_counts(step: str, counts: dict[str, int]) -> None:
+    """Print the row counts of a step in one line."""
+    print(f"{step}: {', '.join(f'{n:,} {name}' for name, n in counts.items())}", flush=True)
 
 
 COMMANDS = {
     "simulate": simulate,
+    "spec": {"infer": infer, "check": check},
     "etl": {
         "ingest": ingest,
         "attributes": attributes,
         "labels": labels,
         "jars": jars,
         "quarantine": quarantine,
-        "contracts": contracts,
-        "told": told,
+        "schema-docs": print_schema_docs,
+        "table-info": table_info,
         "pin": pin,
         "unpin": unpin,
         "vacuum": vacuum,

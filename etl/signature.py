@@ -1,51 +1,62 @@
-"""Ed25519 signatures of manifests: keys come from the environment alone, as hex digits."""
+"""Ed25519 signatures of manifests; keys are hex digits in environment variables."""
 
 import os
 
 from etl.errors import UserError
 
-SECRET, PUBLIC = "GEMLINE_SIGNING_KEY", "GEMLINE_TRUSTED_KEY"
+SIGNING_KEY_VARIABLE, TRUSTED_KEY_VARIABLE = "GEMLINE_SIGNING_KEY", "GEMLINE_TRUSTED_KEY"
 
 
 class SignatureError(UserError):
-    """A text is not signed, or not by the key that is trusted."""
+    """The signature is missing or does not match the trusted key."""
 
 
-def signature_of(text: bytes) -> str | None:
-    """The signature of a text by the private key of GEMLINE_SIGNING_KEY; None without a key."""
-    key = os.environ.get(SECRET)
+def sign(content: bytes) -> str | None:
+    """Sign with the private key in GEMLINE_SIGNING_KEY; None if that is not set."""
+    key = os.environ.get(SIGNING_KEY_VARIABLE)
     if not key:
         return None
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-    return Ed25519PrivateKey.from_private_bytes(_bytes(SECRET, key)).sign(text).hex()
+    private_key = Ed25519PrivateKey.from_private_bytes(_decode_key(SIGNING_KEY_VARIABLE, key))
+    return private_key.sign(content).hex()
 
 
-def check_signature(text: bytes, signature: str | None, name: object) -> None:
-    """Raise SignatureError unless the key of GEMLINE_TRUSTED_KEY, if any, has signed a text.
+def verify_signature(content: bytes, signature: str | None, name: object) -> None:
+    """Verify with the public key in GEMLINE_TRUSTED_KEY; without that key, accept everything.
 
-    `name` is what the message calls the text.
+    Args:
+        content: The signed bytes.
+        signature: Hex digits; None if there is no signature.
+        name: What the error message calls the content.
+
+    Raises:
+        SignatureError: If the signature is missing or wrong.
     """
-    key = os.environ.get(PUBLIC)
+    key = os.environ.get(TRUSTED_KEY_VARIABLE)
     if not key:
         return
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-    public = Ed25519PublicKey.from_public_bytes(_bytes(PUBLIC, key))
+    public_key = Ed25519PublicKey.from_public_bytes(_decode_key(TRUSTED_KEY_VARIABLE, key))
     if signature is None:
-        raise SignatureError(f"{name} is not signed, and {PUBLIC} asks for a signature")
+        raise SignatureError(
+            f"{name} is not signed, but {TRUSTED_KEY_VARIABLE} requires a signature"
+        )
     try:
-        public.verify(bytes.fromhex(signature), text)
+        public_key.verify(bytes.fromhex(signature), content)
     except (InvalidSignature, ValueError):
-        raise SignatureError(f"{name} is not what the key of {PUBLIC} has signed") from None
+        raise SignatureError(
+            f"{name} was not signed by the key in {TRUSTED_KEY_VARIABLE}, or has been changed since"
+        ) from None
 
 
-def _bytes(name: str, key: str) -> bytes:
+def _decode_key(name: str, key: str) -> bytes:
     try:
-        found = bytes.fromhex(key)
+        key_bytes = bytes.fromhex(key)
     except ValueError:
-        found = b""
-    if len(found) != 32:
-        raise UserError(f"{name} is no Ed25519 key: 64 hex digits")
-    return found
+        key_bytes = b""
+    if len(key_bytes) != 32:
+        raise UserError(f"{name} is not an Ed25519 key of 64 hex digits")
+    return key_bytes

@@ -1,1 +1,1 @@
-"""Clean tables to user histories, item index, counters and examples. Owns time-correctness."""
+"""Features as of each impression: user histories, the item index, counters and `examples`."""

@@ -1,4 +1,7 @@
-"""The commands of this folder. Spark is imported when a Spark step is called."""
+"""`gemline features`: the item index, histories, examples, compaction and validation.
+
+Spark is imported only when a command runs that needs it.
+"""
 
 from datetime import date
 from typing import Annotated
@@ -6,78 +9,79 @@ from typing import Annotated
 import tyro
 from pydantic import Field
 
-from etl.cli import DayArgs, LakeArgs, exclusive
-from etl.commands import tell
+from etl.cli.runner import DayArgs, LakeArgs, holds_leases
+from etl.commands import print_counts
 from etl.errors import UserError
 
 
-@exclusive("items")
+@holds_leases("items")
 def items(args: DayArgs) -> None:
-    """Give an index to each item first seen in some days."""
-    from etl.session import spark_session
+    """Assign an index to each item first seen in the given days."""
+    from etl.runtime.spark import spark_session
     from features.items import index_items
 
     lake = args.open_lake()
     spark_session("items")
-    tell("items", index_items(lake, args.span))
+    print_counts("items", index_items(lake, args.day_range))
 
 
-@exclusive("history")
+@holds_leases("history")
 def history(args: DayArgs) -> None:
-    """Append some days' newly visible events to the packed histories."""
-    from etl.session import spark_session
+    """Append the given days' newly visible events to the packed histories."""
+    from etl.runtime.spark import spark_session
     from features.history.build import build_history
 
     lake = args.open_lake()
     spark_session("history")
-    tell("history", build_history(lake, args.span))
+    print_counts("history", build_history(lake, args.day_range))
 
 
-@exclusive("examples")
+@holds_leases("examples")
 def examples(args: DayArgs) -> None:
-    """Make examples: pointers, attributes and counters as of each impression."""
-    from etl.session import spark_session
+    """Build examples: history pointers, attributes and counters as of each impression."""
+    from etl.runtime.spark import spark_session
     from features.examples import build_examples
 
     lake = args.open_lake()
     spark_session("examples")
-    tell("examples", build_examples(lake, args.span))
+    print_counts("examples", build_examples(lake, args.day_range))
 
 
 class CompactArgs(LakeArgs):
-    """Arguments of the compaction."""
+    """Arguments of `features compact`."""
 
     until: Annotated[date, tyro.conf.arg(help="the last day to compact")]
 
 
-@exclusive("history")
+@holds_leases("history")
 def compact(args: CompactArgs) -> None:
-    """Make one of all days of the histories up to one, without what is too old to be read."""
-    from etl.session import spark_session
-    from features.history.compact import compact as step
+    """Compact all days of the histories up to one day and drop events past the spec's retention."""
+    from etl.runtime.spark import spark_session
+    from features.history.compact import compact_history
 
     lake = args.open_lake()
     spark_session("compact")
-    tell("compact", step(lake, args.until))
+    print_counts("compact", compact_history(lake, args.until))
 
 
 class CheckArgs(LakeArgs):
-    """Arguments of the check."""
+    """Arguments of `features check`."""
 
     sample: Annotated[int, tyro.conf.arg(help="examples to recompute"), Field(ge=1)] = 20
-    seed: Annotated[int, tyro.conf.arg(help="of the draw")] = 0
+    seed: Annotated[int, tyro.conf.arg(help="seed of the sample")] = 0
 
 
 def check(args: CheckArgs) -> None:
-    """Recompute some examples from the events by brute force, and print what differs."""
-    from features.check import check as step
+    """Recompute a sample of examples from the events by brute force and print differences."""
+    from features.validation import validate_examples
 
-    checked = list(step(args.open_lake(), args.sample, args.seed))
-    for impression, differences in checked:
-        for what, stored, found in differences:
-            print(f"{impression}: {what} is {stored}, by brute force {found}")
-    different = sum(bool(differences) for _, differences in checked)
-    print(f"{len(checked):,} examples recomputed, {different:,} differ")
+    recomputed, different = 0, 0
+    for impression, differences in validate_examples(args.open_lake(), args.sample, args.seed):
+        recomputed += 1
+        different += bool(differences)
+        for what, stored, expected in differences:
+            print(f"{impression}: {what} is {stored}, by brute force {expected}")
+    print(f"{recomputed:,} examples recomputed, {different:,} differ")
     if different:
         raise UserError(
             "examples differ from the events: run `gemline features history` and `gemline features "

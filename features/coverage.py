@@ -1,15 +1,15 @@
-"""What examples lack, by the log of their table alone."""
+"""How many examples lack attributes, read from the statistics of the table's log alone."""
 
 from datetime import date
 
 from etl.tables.lake import Lake
 
 
-def without_attributes(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
-    """How many examples knew nothing of their user or item, of those that the spec tells of."""
-    told = {name: getattr(lake.spec.attributes, name) for name in ("user", "item")}
+def missing_attribute_counts(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
+    """Number of examples without user or item attributes, of those that the spec declares."""
+    declared = {name: getattr(lake.spec.attributes, name) for name in ("user", "item")}
     return {
-        f"without {name} attributes": lake.nulls("examples", f"{name}_since", days)
-        for name, declared in told.items()
-        if declared
+        f"without {name} attributes": lake.count_nulls("examples", f"{name}_known_since", days)
+        for name, attributes in declared.items()
+        if attributes
     }

@@ -1,25 +1,47 @@
-"""Examples: a pointer into the user's history, and everything else known before an impression."""
+"""The `examples` table: each impression with the features that were known before it.
+
+A row has a pointer into its user's history, point-in-time counters, the user's attributes as of
+the impression, and the encoded context.
+"""
 
 from datetime import date, timedelta
 
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
-from etl.requests import with_requests
-from etl.spec.attributes import Clock
+from etl.labels.impressions import assign_request_ids
+from etl.spec.attributes import LocalTimeAttribute
 from etl.spec.model import DataSpec
 from etl.spec.units import MICROS
-from etl.tables import contracts, delta
+from etl.tables import schemas, spark_io
 from etl.tables.lake import Lake
-from features.as_of import as_of_ts
-from features.as_of_join import last_before
-from features.counters import count
-from features.coverage import without_attributes
-from features.encoding import clock, encode
-from features.history.build import events_before, visible_after_days
-from features.history.compact import days_back
-from features.item_versions import first_known
-from features.items import item_index
+from features.as_of import as_of_expression
+from features.counters import count_events
+from features.coverage import missing_attribute_counts
+from features.encoding.spark import encode_attribute, encode_local_time
+from features.history.build import event_counts_before
+from features.horizon import counter_horizon_days, counter_input_days
+from features.items import first_item_versions, item_index_or_hash_bucket
+
+
+def asof_join(left: DataFrame, right: DataFrame, key_column: str, ts_column: str) -> DataFrame:
+    """For each row of `left` the newest row of `right` with its key and an earlier time.
+
+    `left` has the key, the time and impression_id; `right` has the key, the time and one value
+    column. Returns `impression_id` and the value, null where there is no earlier row.
+
+    A union and one window sort each key's rows once. A range join would first pair each row of
+    `left` with all earlier rows of its key.
+    """
+    (value,) = (name for name in right.columns if name not in {key_column, ts_column})
+    rows = left.unionByName(right, allowMissingColumns=True)
+    up_to_row = (
+        Window.partitionBy(key_column)
+        .orderBy(ts_column, F.asc_nulls_last("impression_id"))  # equal times: `left` comes first
+        .rowsBetween(Window.unboundedPreceding, Window.currentRow)
+    )
+    joined = rows.withColumn(value, F.last(value, ignorenulls=True).over(up_to_row))
+    return joined.filter("impression_id IS NOT NULL").select("impression_id", value)
 
 
 def build_examples(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
@@ -27,83 +49,86 @@ def build_examples(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     spec = lake.spec
     names = ("events", "items", "item_versions", "history", "attributes_user")
     versions = {name: lake.version(name) for name in names}
-    events = delta.read(lake, contracts.events(spec), versions["events"])
-    items = delta.read(lake, contracts.items(spec), versions["items"]).drop("day")
-    items = items.join(first_known(lake, versions["item_versions"]), "item_ix", "left")
-    shown = events.filter(F.col("type") == spec.event_codes[spec.impression])
-    shown = shown.filter(delta.days_between(*days)).join(items, "item_id", "left")
-    shown = with_as_of(spec, with_requests(spec, shown))
+    events = spark_io.read_table(lake, schemas.events(spec), versions["events"])
+    items = spark_io.read_table(lake, schemas.items(spec), versions["items"]).drop("day")
+    items = items.join(first_item_versions(lake, versions["item_versions"]), "item_index", "left")
+    impressions = events.filter(F.col("type") == spec.event_codes[spec.impression_type])
+    impressions = impressions.filter(spark_io.day_range_predicate(*days))
+    impressions = impressions.join(items, "item_id", "left")
+    impressions = add_as_of_ts(spec, assign_request_ids(spec, impressions))
 
-    since = days[0] - timedelta(days=days_back(spec))
-    landed = delta.days_between(since - timedelta(days=visible_after_days(spec)), days[1])
-    recent = events.filter(landed).filter(F.col("visible_ts") >= spec.day_start(since))
+    counted_since = days[0] - timedelta(days=counter_horizon_days(spec))
+    arrived_since = days[0] - timedelta(days=counter_input_days(spec))
+    recent = events.filter(spark_io.day_range_predicate(arrived_since, days[1]))
+    recent = recent.filter(F.col("visible_ts") >= spec.day_start(counted_since))
     recent = recent.join(items, "item_id", "left")
-    counted = count(
+    counted = count_events(
         spec,
-        recent.select("visible_ts", "type", *_keys(spec, "visible_ts")),
-        shown.select("impression_id", "as_of_ts", *_keys(spec, "as_of_ts")),
+        recent.select("visible_ts", "type", *_key_columns(spec, "visible_ts")),
+        impressions.select("impression_id", "as_of_ts", *_key_columns(spec, "as_of_ts")),
     )
-    rows = shown.join(counted, "impression_id")
-    rows = rows.join(events_before(lake, versions["history"], since), "user_id", "left")
-    rows = _with_user_attributes(lake, rows, versions["attributes_user"])
+    earlier = event_counts_before(lake, versions["history"], counted_since)
+    rows = impressions.join(counted, "impression_id").join(earlier, "user_id", "left")
+    rows = _join_user_attributes(lake, rows, versions["attributes_user"])
     rows = rows.withColumns(
         {
-            **_encoded(spec),
-            "hist_len": F.coalesce("total", F.lit(0)) + F.col("seen"),
+            **_encoded_columns(spec),
+            "history_length": F.coalesce("total", F.lit(0)) + F.col("seen"),
             "history_version": F.lit(versions["history"]),
-            "item_ix": item_index(),
-            "item_since": F.when(_item_known("as_of_ts"), F.col("item_since")),
+            "item_index": item_index_or_hash_bucket(),
+            "item_known_since": F.when(_is_item_known("as_of_ts"), F.col("item_known_since")),
         }
     )
-    where, contract = delta.days_between(*days), contracts.examples(spec)
-    delta.replace(lake, contract, rows, where, versions)
-    return {"examples": lake.rows(contract.name, days)} | without_attributes(lake, days)
+    where, contract = spark_io.day_range_predicate(*days), schemas.examples(spec)
+    spark_io.replace_partitions(lake, contract, rows, where, versions)
+    return {"examples": lake.count_rows(contract.name, days)} | missing_attribute_counts(lake, days)
 
 
-def with_as_of(spec: DataSpec, shown: DataFrame) -> DataFrame:
-    """Impressions with `as_of_ts`: all of a request were ranked as of its first one."""
+def add_as_of_ts(spec: DataSpec, impressions: DataFrame) -> DataFrame:
+    """Impressions with `as_of_ts`: the earliest as-of second of any impression of their request."""
     request = Window.partitionBy("day", "user_id", "request_id")
-    return shown.withColumn("as_of_ts", F.min(F.expr(as_of_ts(spec))).over(request))
+    return impressions.withColumn("as_of_ts", F.min(F.expr(as_of_expression(spec))).over(request))
 
 
-def _item_known(ts: str) -> Column:
-    return F.col("item_since") < F.col(ts)
+def _is_item_known(ts_column: str) -> Column:
+    return F.col("item_known_since") < F.col(ts_column)
 
 
-def _keys(spec: DataSpec, ts: str) -> list[Column]:
-    """The single keys of the counters, as integers; null where unknown at the second `ts`."""
+def _key_columns(spec: DataSpec, ts_column: str) -> list[Column]:
+    """The parts of counter keys, as integers; null where unknown at the second in `ts_column`."""
     keys = {
-        "k_user": F.xxhash64("user_id"),
-        "k_item": F.col("item_ix").cast("bigint"),
-        "k_surface": F.col("surface").cast("bigint"),
+        "key_user": F.xxhash64("user_id"),
+        "key_item": F.col("item_index").cast("bigint"),
+        "key_surface": F.col("surface").cast("bigint"),
     }
-    keys |= {
-        name: F.when(_item_known(ts), F.col(name)) for name in contracts.item_key_columns(spec)
-    }
+    for name in schemas.item_counter_key_columns(spec):
+        keys[name] = F.when(_is_item_known(ts_column), F.col(name))
     return [key.alias(name) for name, key in keys.items()]
 
 
-def _with_user_attributes(lake: Lake, rows: DataFrame, version: int) -> DataFrame:
-    """Each row with its user's newest attributes that were valid strictly before its as-of time."""
-    names = [f"x_{name}" for name in lake.spec.attributes.user]
-    stored = delta.read(lake, contracts.attributes(lake.spec, "user"), version)
-    since = F.floor(F.col("valid_from") / MICROS["s"]).alias("user_since")
-    versions = stored.select("user_id", "valid_from", F.struct(since, *names).alias("user"))
+def _join_user_attributes(lake: Lake, rows: DataFrame, version: int) -> DataFrame:
+    """Rows with their user's newest attributes that were valid strictly before their as-of time."""
+    names = [f"attr_{name}" for name in lake.spec.attributes.user]
+    stored = spark_io.read_table(lake, schemas.attributes(lake.spec, "user"), version)
+    since = F.floor(F.col("valid_from") / MICROS["s"]).alias("user_known_since")
+    user_versions = stored.select("user_id", "valid_from", F.struct(since, *names).alias("user"))
     as_of = (F.col("as_of_ts") * MICROS["s"]).alias("valid_from")
-    asked = rows.select("user_id", as_of, "impression_id")
-    rows = rows.join(last_before(asked, versions, "user_id", "valid_from"), "impression_id")
-    return rows.withColumn("user_since", F.col("user.user_since"))
+    queries = rows.select("user_id", as_of, "impression_id")
+    joined = asof_join(queries, user_versions, "user_id", "valid_from")
+    rows = rows.join(joined, "impression_id")
+    return rows.withColumn("user_known_since", F.col("user.user_known_since"))
 
 
-def _encoded(spec: DataSpec) -> dict[str, Column]:
-    users = {
-        f"u_{name}": encode(attribute, F.col(f"user.x_{name}"))
+def _encoded_columns(spec: DataSpec) -> dict[str, Column]:
+    """Encoded user and context attributes by column."""
+    encoded = {
+        f"user_{name}": encode_attribute(attribute, F.col(f"user.attr_{name}"))
         for name, attribute in spec.attributes.user.items()
     }
-    context = {
-        f"x_{name}": clock(spec, attribute, F.col("as_of_ts"))
-        if isinstance(attribute, Clock)
-        else encode(attribute, F.col(f"x_{name}"))
-        for name, attribute in spec.attributes.context.items()
-    }
-    return users | context
+    for name, attribute in spec.attributes.context.items():
+        column = f"ctx_{name}"
+        if isinstance(attribute, LocalTimeAttribute):
+            encoded[column] = encode_local_time(spec, attribute, F.col("as_of_ts"))
+        else:
+            encoded[column] = encode_attribute(attribute, F.col(column))
+    return encoded

@@ -1,54 +1,97 @@
-"""The item index: item_id -> item_ix. An index is given once and never reused."""
+"""The `items` table (item_id to item_index) and `item_versions` (attributes, when known)."""
 
 from datetime import date
 
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
-from etl.tables import contracts, delta
+from etl.spec.units import MICROS
+from etl.tables import schemas, spark_io
 from etl.tables.lake import Lake
-from features.item_versions import build_versions
+from features.encoding.spark import encode_attribute
 
 
 def index_items(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
-    """Give an index to each item first seen in the given days; every other item keeps its own.
+    """Assign an index to each item first seen in the given days; every other item keeps its own.
 
-    Indexes begin after those reserved (`contracts.RESERVED_ITEMS`). Within a day the popular come
-    first, so that frequent items have small numbers; the days are taken one after the other, so a
-    range gives what its days would. Days may be run again at any time: an index is given once and
+    Indexes begin after the reserved ones (`schemas.RESERVED_ITEM_INDICES`). Items are indexed day
+    by day, so that a range gives what its days would, and popular items of a day first, so that
+    frequent items have small numbers. Days may be run again at any time: an assigned index is
     never reused, not even that of an item that a corrected log no longer holds.
     """
     versions = {"events": lake.version("events")}
-    contract = contracts.items(lake.spec)
-    seen = _first_seen(lake, versions["events"], days)
-    taken = contracts.RESERVED_ITEMS - 1
+    contract = schemas.items(lake.spec)
+    items = _items_seen(lake, versions["events"], days)
+    highest_index = schemas.RESERVED_ITEM_INDICES - 1
     if lake.exists(contract.name):
         versions["items"] = lake.version(contract.name)
-        known = delta.read(lake, contract, versions["items"])
-        there = known.select("item_id", "item_ix", F.col("day").alias("known_day"))
-        inside = F.col("known_day").between(F.lit(days[0]), F.lit(days[1]))
-        seen = seen.join(there, "item_id", "full").filter(F.col("known_day").isNull() | inside)
-        seen = seen.withColumn("day", F.coalesce("day", "known_day"))
-        top = known.agg(F.max("item_ix")).first()
-        taken = (top and top[0]) or taken
+        stored = spark_io.read_table(lake, contract, versions["items"])
+        indexed = stored.select("item_id", "item_index", F.col("day").alias("indexed_day"))
+        items = items.join(indexed, "item_id", "full")
+        is_rewritten = F.col("indexed_day").between(F.lit(days[0]), F.lit(days[1]))
+        items = items.filter(F.col("indexed_day").isNull() | is_rewritten)
+        items = items.withColumn("day", F.coalesce("day", "indexed_day"))
+        row = stored.agg(F.max("item_index")).first()
+        highest_index = (row and row[0]) or highest_index
     else:
-        seen = seen.withColumn("item_ix", F.lit(None).cast("int"))
-    fresh = Window.partitionBy(F.col("item_ix").isNull()).orderBy("day", F.desc("n"), "item_id")
-    index = F.coalesce("item_ix", F.row_number().over(fresh) + taken)
-    rows = seen.withColumn("item_ix", index)
-    delta.replace(lake, contract, rows, delta.days_between(*days), versions)
-    return {"items": lake.rows(contract.name)} | build_versions(lake, days)
+        items = items.withColumn("item_index", F.lit(None).cast("int"))
+    unindexed_first = Window.partitionBy(F.col("item_index").isNull())
+    order = unindexed_first.orderBy("day", F.desc("n"), "item_id")
+    index = F.coalesce("item_index", F.row_number().over(order) + highest_index)
+    rows = items.withColumn("item_index", index)
+    spark_io.replace_partitions(lake, contract, rows, spark_io.day_range_predicate(*days), versions)
+    return {"items": lake.count_rows(contract.name)} | build_item_versions(lake, days)
 
 
-def item_index() -> Column:
-    """The index of a row's `item_id`; one of those reserved where `item_ix` has none."""
-    unseen = F.pmod(F.xxhash64("item_id"), F.lit(contracts.RESERVED_ITEMS - 1)) + 1
-    return F.coalesce("item_ix", unseen.cast("int"))
-
-
-def _first_seen(lake: Lake, version: int, days: tuple[date, date]) -> DataFrame:
-    events = delta.read(lake, contracts.events(lake.spec), version)
-    daily = events.filter(delta.days_between(*days)).groupBy("item_id", "day").count()
+def _items_seen(lake: Lake, version: int, days: tuple[date, date]) -> DataFrame:
+    """Items with events in the given days: their first `day` there, and `n` events on it."""
+    events = spark_io.read_table(lake, schemas.events(lake.spec), version)
+    daily = events.filter(spark_io.day_range_predicate(*days)).groupBy("item_id", "day").count()
     return daily.groupBy("item_id").agg(
         F.min("day").alias("day"), F.min_by("count", "day").alias("n")
     )
+
+
+def item_index_or_hash_bucket() -> Column:
+    """`item_index`; where it is null, one of the reserved indexes by the hash of `item_id`."""
+    hash_bucket = F.pmod(F.xxhash64("item_id"), F.lit(schemas.RESERVED_ITEM_INDICES - 1)) + 1
+    return F.coalesce("item_index", hash_bucket.cast("int"))
+
+
+def build_item_versions(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
+    """Replace the given days of `item_versions`: attributes that landed on them, of indexed items.
+
+    Attributes that landed before their item was first seen are stored on the day when it was.
+    """
+    spec, contract = lake.spec, schemas.item_versions(lake.spec)
+    versions = {name: lake.version(name) for name in ("items", "attributes_item")}
+    items = spark_io.read_table(lake, schemas.items(spec), versions["items"])
+    items = items.select("item_id", "item_index", F.col("day").alias("first_seen_day"))
+    rows = spark_io.read_table(lake, schemas.attributes(spec, "item"), versions["attributes_item"])
+    rows = rows.join(items, "item_id").withColumn("day", F.greatest("day", "first_seen_day"))
+    columns = {
+        f"item_{name}": encode_attribute(attribute, F.col(f"attr_{name}"))
+        for name, attribute in spec.attributes.item.items()
+    }
+    for name in schemas.item_counter_key_columns(spec):
+        value = F.col(f"attr_{name.removeprefix('key_')}")
+        columns[name] = F.when(value.isNotNull(), F.xxhash64(value))
+    where = spark_io.day_range_predicate(*days)
+    spark_io.replace_partitions(
+        lake, contract, rows.filter(where).withColumns(columns), where, versions
+    )
+    return {"item versions": lake.count_rows(contract.name)}
+
+
+def first_item_versions(lake: Lake, version: int) -> DataFrame:
+    """The counter keys in each item's first attributes, and the second since when they are known.
+
+    Columns `item_index`, `item_known_since` and the keys. Counters use an item's first attributes
+    only, so that later changes do not move counts between keys.
+    """
+    keys = schemas.item_counter_key_columns(lake.spec)
+    stored = spark_io.read_table(lake, schemas.item_versions(lake.spec), version)
+    first = F.min_by(F.struct("valid_from", *keys), F.struct("valid_from", "day")).alias("first")
+    since = F.floor(F.col("first.valid_from") / MICROS["s"]).alias("item_known_since")
+    rows = stored.groupBy("item_index").agg(first)
+    return rows.select("item_index", since, *[f"first.{name}" for name in keys])

@@ -1,57 +1,62 @@
-"""Naive references of examples, from rows of `events`: slow, short, obviously right."""
+"""Reference implementations of example features on rows of `events`: slow, short, and simple."""
 
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 Row = dict[str, Any]
-SECOND = 1_000_000
+MICROS_PER_SECOND = 1_000_000
 
 
-def history(events: Iterable[Row], user: str, as_of: int) -> list[Row]:
-    """What a user's history shows at a second: strictly before it, in order of visibility."""
-    seen = [e for e in events if e["user_id"] == user and e["visible_ts"] < as_of]
-    return sorted(seen, key=lambda e: (e["visible_ts"], e["event_ts"], e["event_id"]))
+def visible_history(events: Iterable[Row], user: str, as_of: int) -> list[Row]:
+    """A user's events that are visible strictly before a second, in order of visibility."""
+    visible = [e for e in events if e["user_id"] == user and e["visible_ts"] < as_of]
+    return sorted(visible, key=lambda e: (e["visible_ts"], e["event_ts"], e["event_id"]))
 
 
-def count(events: Iterable[Row], matches: Row, type_: int, as_of: int, window: int) -> int:
-    """Events of a type that match on all of `matches`, in [as_of - window, as_of)."""
+def count_matching_events(
+    events: Iterable[Row], equals: Row, event_type: int, as_of: int, window: int
+) -> int:
+    """Number of events of a type in [as_of - window, as_of) whose columns are as in `equals`."""
     return sum(
-        e["type"] == type_
+        e["type"] == event_type
         and as_of - window <= e["visible_ts"] < as_of
-        and all(e[name] == value for name, value in matches.items())
+        and all(e[name] == value for name, value in equals.items())
         for e in events
     )
 
 
-def ranked_at(shown: Iterable[Row], gap: int, day_end: int) -> dict[str, int]:
-    """The second as of which each impression, by its id, of a user's day was ranked.
+def as_of_by_impression(
+    impressions: Iterable[Row], request_session_gap: int, day_end: int
+) -> dict[str, int]:
+    """The as-of second of each impression of one user and day, by impression id.
 
-    Impressions without a request are of one while each follows the one before on its surface
-    within `gap` seconds; all of a request were ranked at the first of their clocks.
+    All impressions of a request share the earliest second of any of them. Impressions without a
+    request id are of one request while each follows the previous one on its surface within
+    `request_session_gap` seconds.
     """
     requests: dict[object, list[Row]] = defaultdict(list)
-    before: dict[int, tuple[int, object]] = {}
-    for e in sorted(shown, key=lambda e: (e["event_ts"], e["event_id"])):
-        key: object = e["request_id"]
-        if key is None:
-            second = e["event_ts"] // SECOND
-            last, key = before.get(e["surface"], (None, None))
-            key = key if last is not None and second - last <= gap else (e["surface"], second)
-            before[e["surface"]] = second, key
-        requests[key].append(e)
-    clocks = {
-        key: min(min(e["event_ts"], e["ingest_ts"]) // SECOND for e in rows)
-        for key, rows in requests.items()
-    }
-    return {
-        e["impression_id"]: min(clocks[key], day_end)
-        for key, rows in requests.items()
-        for e in rows
-    }
+    latest: dict[int, tuple[int, object]] = {}  # by surface: second and request
+    for impression in sorted(impressions, key=lambda e: (e["event_ts"], e["event_id"])):
+        request = impression["request_id"]
+        if request is None:
+            surface = impression["surface"]
+            second = impression["event_ts"] // MICROS_PER_SECOND
+            previous_second, request = latest.get(surface, (None, None))
+            if previous_second is None or second - previous_second > request_session_gap:
+                request = (surface, second)
+            latest[surface] = (second, request)
+        requests[request].append(impression)
+
+    found: dict[str, int] = {}
+    for members in requests.values():
+        earliest = min(min(e["event_ts"], e["ingest_ts"]) for e in members) // MICROS_PER_SECOND
+        for impression in members:
+            found[impression["impression_id"]] = min(earliest, day_end)
+    return found
 
 
-def version_at(versions: Iterable[Row], as_of: int) -> Row | None:
-    """The newest version of attributes that was valid strictly before a second."""
-    held = [v for v in versions if v["valid_from"] < as_of * SECOND]
-    return max(held, key=lambda v: (v["valid_from"], v["day"]), default=None)
+def attribute_version_at(versions: Iterable[Row], as_of: int) -> Row | None:
+    """The newest attribute version that was valid strictly before a second; None without one."""
+    earlier = [v for v in versions if v["valid_from"] < as_of * MICROS_PER_SECOND]
+    return max(earlier, key=lambda v: (v["valid_from"], v["day"]), default=None)

@@ -1,6 +1,5 @@
-"""The commands of this folder. torch is imported when a command is called."""
+"""Commands `gemline rank ...`, `report` and `explain`. torch is imported when one is called."""
 
-import os
 import time
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -9,253 +8,281 @@ from typing import Annotated
 import tyro
 from pydantic import Field
 
-from etl.cli import DayArgs, LakeArgs, days_argument, exclusive
+from etl.cli.runner import DayArgs, LakeArgs, holds_leases, parse_days_argument
 from etl.errors import UserError
-from etl.signature import PUBLIC
 from etl.spec import DataSpec
-from ranking.serve.settings import LOOPBACK_HOSTS, Limits
-from ranking.student.config import DomainTraining, StudentTraining
+from ranking.serving.settings import LOOPBACK_HOSTS, Limits
+from ranking.student.config import DomainTrainConfig, StudentTrainConfig
 from training.commands import SplitArgs
 
 Port = Annotated[int, Field(ge=0, lt=65536)]
 HostPattern = Annotated[str, Field(pattern=r"^(\*|(\*\.)?[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\])$")]
-Surface = Annotated[str, tyro.conf.arg(help="a surface of the spec that carries ads")]
+SurfaceName = Annotated[str, tyro.conf.arg(help="a surface of the spec with ads")]
+DataUntil = Annotated[str, tyro.conf.arg(help="the newest day whose data has landed")]
 
 
-class SurfaceArgs(SplitArgs, StudentTraining):
-    """A surface, the days of its ranker, and how it is trained."""
+class TrainRankerArgs(SplitArgs, StudentTrainConfig):
+    """Train the ranker of a surface, and evaluate it on the test days beside one without GEM."""
 
-    surface: Surface
+    surface: SurfaceName
     compiled: Annotated[
-        bool, tyro.conf.arg(help="programs compiled for this machine, too: faster, a minute more")
+        bool,
+        tyro.conf.arg(
+            help="also compile programs for this kind of machine: faster; takes a minute"
+        ),
     ] = False
 
 
-class DomainArgs(SplitArgs, DomainTraining):
-    """A domain, the days of its model, and how it is trained."""
+class TrainDomainArgs(SplitArgs, DomainTrainConfig):
+    """Train the model of a domain: a student of several surfaces that their rankers start from."""
 
-    domain: Annotated[str, tyro.conf.arg(help="one of the spec's `domains`")]
+    domain: Annotated[str, tyro.conf.arg(help="a name under `domains` of the spec")]
 
 
 class PromoteArgs(SplitArgs):
-    """A surface, and the days on which its rankers are judged."""
+    """Evaluate a surface's latest ranker on the test days, and make it live if it passes."""
 
-    surface: Surface
+    surface: SurfaceName
     tolerance: Annotated[
-        float, Field(gt=0), tyro.conf.arg(help="by how much predictions / outcomes may be off 1")
+        float, Field(gt=0), tyro.conf.arg(help="how far predictions / outcomes may be from 1")
     ] = 0.1
 
 
 class RollbackArgs(LakeArgs):
-    """A surface; a version that was rolled back may answer again."""
+    """Roll back to the previous version of a ranker, or unblock one that was rolled back."""
 
-    surface: Surface
-    lift: Annotated[
-        str | None, tyro.conf.arg(help="a version that was rolled back: it may be promoted again")
+    surface: SurfaceName
+    unblock: Annotated[
+        str | None,
+        tyro.conf.arg(help="allow this version, which was rolled back, to be promoted again"),
     ] = None
 
 
 class ScoreArgs(DayArgs):
-    """A surface, and the days to score."""
+    """Score all candidates of some days with the live ranker of a surface."""
 
-    surface: Surface
-
-
-class ReplayArgs(ScoreArgs):
-    """A surface, logged days, and up to when their labels may have ripened."""
-
-    landed: Annotated[str, tyro.conf.arg(help="the newest day that has landed")]
+    surface: SurfaceName
 
 
-class StoreArgs(LakeArgs):
-    """Up to when the online features are made from tables."""
+class OffPolicyArgs(ScoreArgs):
+    """Estimate the value of the live ranker of a surface from logged requests."""
 
-    landed: Annotated[str, tyro.conf.arg(help="the newest day that has landed")]
+    data_until: DataUntil
+
+
+class MaterializeArgs(LakeArgs):
+    """Build the online feature store from the tables."""
+
+    data_until: DataUntil
 
 
 class ServeArgs(LakeArgs):
-    """Where the service listens, who may reach it, and how much it takes on."""
+    """Serve rankings over HTTP, from live rankers and the online feature store."""
 
-    host: str = "127.0.0.1"
-    port: Port = 8080
+    host: Annotated[str, tyro.conf.arg(help="address to listen on")] = "127.0.0.1"
+    port: Annotated[Port, tyro.conf.arg(help="port to listen on")] = 8080
     allowed_hosts: Annotated[
-        tuple[HostPattern, ...], tyro.conf.arg(help="names by which clients reach it")
+        tuple[HostPattern, ...],
+        tyro.conf.arg(help="host names that clients may use, besides those of this machine"),
     ] = ()
-    health_host: str = "127.0.0.1"
-    health_port: Annotated[Port, tyro.conf.arg(help="of /health; 0: any that is free")] = 8081
-    workers: Annotated[int, Field(ge=1), tyro.conf.arg(help="processes")] = 1
-    limits: Annotated[Limits, tyro.conf.arg(help="of each worker")] = Limits()
-    compiled: Annotated[bool, tyro.conf.arg(help="answer with compiled programs, by torch")] = False
-    clock: Annotated[
-        str | None, tyro.conf.arg(help="the time to begin at, for old logs: 2026-01-11T12:00")
+    health_host: Annotated[str, tyro.conf.arg(help="address of /health")] = "127.0.0.1"
+    health_port: Annotated[Port, tyro.conf.arg(help="port of /health; 0 for any free one")] = 8081
+    workers: Annotated[int, Field(ge=1), tyro.conf.arg(help="worker processes")] = 1
+    limits: Annotated[Limits, tyro.conf.arg(help="limits of each worker")] = Limits()
+    compiled: Annotated[
+        bool, tyro.conf.arg(help="run compiled programs where a ranker has them; needs torch")
+    ] = False
+    start_time: Annotated[
+        str | None,
+        tyro.conf.arg(
+            help="start the service's clock at this time, for old logs: 2026-01-11T12:00"
+        ),
     ] = None
 
 
 class ReportArgs(SplitArgs):
-    """What the report is about."""
+    """Write a report on tables and models."""
 
-    raw: Annotated[str, tyro.conf.arg(help="folder of the raw logs, for the simulator's truth")]
+    raw: Annotated[
+        str,
+        tyro.conf.arg(
+            help="folder of the raw logs, which has the true probabilities of simulated ones"
+        ),
+    ]
 
 
 class ExplainArgs(LakeArgs):
-    """One impression."""
+    """Print one impression, with its features as of then and its predictions."""
 
-    impression: tyro.conf.Positional[str]
+    impression_id: tyro.conf.Positional[str]
 
 
-@exclusive("ranker-{surface}")
-def train(args: SurfaceArgs) -> None:
-    """Train a surface's student with and without GEM, calibrate it, save the ranker."""
-    from ranking.train import train_ranker
+@holds_leases("ranker-{surface}")
+def train(args: TrainRankerArgs) -> None:
+    """Train a surface's ranker with and without GEM, calibrate it, and save it."""
+    from ranking.trainer import train_ranker
 
     lake = args.open_lake()
-    check_surface(lake.spec, args.surface)
-    config = StudentTraining.model_validate(
-        args.model_dump(include={*StudentTraining.model_fields})
+    require_ad_surface(lake.spec, args.surface)
+    config = StudentTrainConfig.model_validate(
+        args.model_dump(include={*StudentTrainConfig.model_fields})
     )
     folder = train_ranker(lake, args.surface, args.split, config, args.compiled)
     print(f"ranker of {args.surface}: {folder}")
 
 
-@exclusive("domain-{domain}")
-def domain(args: DomainArgs) -> None:
-    """Train the model of a domain, from which the rankers of its surfaces may begin."""
-    from ranking.train import train_domain
+@holds_leases("domain-{domain}")
+def train_domain_model(args: TrainDomainArgs) -> None:
+    """Train the model of a domain, from which the rankers of its surfaces may start."""
+    from ranking.trainer import train_domain
 
     lake = args.open_lake()
     if args.domain not in lake.spec.domains:
-        known = ", ".join(lake.spec.domains) or "none, name them under `domains` of the spec"
+        known = ", ".join(lake.spec.domains) or "none; add it under `domains` of the spec"
         raise UserError(f"no domain {args.domain!r}; known: {known}")
-    config = DomainTraining.model_validate(args.model_dump(include={*DomainTraining.model_fields}))
+    config = DomainTrainConfig.model_validate(
+        args.model_dump(include={*DomainTrainConfig.model_fields})
+    )
     print(f"model of {args.domain}: {train_domain(lake, args.domain, args.split, config)}")
 
 
-@exclusive("ranker-{surface}")
+@holds_leases("ranker-{surface}")
 def promote(args: PromoteArgs) -> None:
-    """Let a surface's newest ranker answer, if it is better than the one that does."""
-    from ranking.promote import GateConfig
-    from ranking.promote import promote as judge
+    """Make a surface's latest ranker live if it is calibrated and better than the live one."""
+    from ranking.registry.promotion import PromotionConfig, promote_if_better
 
     lake = args.open_lake()
-    check_surface(lake.spec, args.surface)
-    verdict = judge(lake, args.surface, args.split, GateConfig(tolerance=args.tolerance))
-    print(f"ranker of {args.surface}: {verdict}")
+    require_ad_surface(lake.spec, args.surface)
+    config = PromotionConfig(tolerance=args.tolerance)
+    decision = promote_if_better(lake, args.surface, args.split, config)
+    print(f"ranker of {args.surface}: {decision}")
 
 
-@exclusive("ranker-{surface}")
+@holds_leases("ranker-{surface}")
 def rollback(args: RollbackArgs) -> None:
-    """Let the ranker answer that did before; the one that did is barred until --lift names it."""
-    from ranking.package.versions import current
+    """Roll back to the previous ranker version and block the live one until it is unblocked."""
+    from ranking.registry.ranker import live_pointer
 
-    check_surface(args.load(), args.surface)
-    pointer = current(args.lake, args.surface)
-    if args.lift:
-        pointer.lift(args.lift)
-        print(f"ranker of {args.surface}: {args.lift} may be promoted again")
+    require_ad_surface(args.load_spec(), args.surface)
+    pointer = live_pointer(args.lake, args.surface)
+    if args.unblock:
+        pointer.unblock(args.unblock)
+        print(f"ranker of {args.surface}: {args.unblock} may be promoted again")
     else:
-        print(f"ranker of {args.surface}: {pointer.rollback()} answers again")
+        print(f"ranker of {args.surface}: {pointer.rollback()} is live again")
 
 
-@exclusive("scores-{surface}")
+@holds_leases("scores-{surface}")
 def score(args: ScoreArgs) -> None:
-    """Write what a surface's ranker gives every candidate of some days."""
-    from ranking.batch import score_days
+    """Score all candidates of some days with a surface's live ranker, to table `scores`."""
+    from ranking.scoring.batch import score_days
 
     lake = args.open_lake()
-    check_surface(lake.spec, args.surface)
-    print(f"scores of {args.surface}: {score_days(lake, args.surface, args.span):,} candidates")
+    require_ad_surface(lake.spec, args.surface)
+    num_candidates = score_days(lake, args.surface, args.day_range)
+    print(f"scores of {args.surface}: {num_candidates:,} candidates")
 
 
-def replay(args: ReplayArgs) -> None:
-    """Estimate what a surface's ranker would have brought on logged requests."""
+def off_policy(args: OffPolicyArgs) -> None:
+    """Estimate the value of a surface's ranker from logged requests (off-policy evaluation)."""
     from rich.console import Console
 
-    from ranking.replay.table import replayed
+    from ranking.off_policy.evaluation import evaluate_policy
 
     lake = args.open_lake()
-    check_surface(lake.spec, args.surface)
-    landed = days_argument(args.landed, "--landed")[1]
-    Console().print(replayed(lake, args.surface, args.span, landed))
+    require_ad_surface(lake.spec, args.surface)
+    _, data_until = parse_days_argument(args.data_until, "--data-until")
+    Console().print(evaluate_policy(lake, args.surface, args.day_range, data_until))
 
 
-def store(args: StoreArgs) -> None:
-    """Make the online features of a lake's tables; a running service takes them up."""
-    from etl.tables.lease import held
-    from etl.tables.place import here, place
-    from ranking.online.renew import renew
+def materialize(args: MaterializeArgs) -> None:
+    """Build the online feature store from the lake's tables; running services switch to it."""
+    from etl.tables.lease import hold_leases
+    from etl.tables.uri import local_cache_path, resolve_uri
+    from ranking.feature_store.materialize import materialize
 
-    last, lake = days_argument(args.landed, "--landed")[1], args.open_lake()
-    root = here(place(args.lake))  # of an object store each machine has its own store
-    with held(str(root), ["store"], "gemline rank store"):
-        print(f"online features: {renew(lake, last)}")
+    _, data_until = parse_days_argument(args.data_until, "--data-until")
+    lake = args.open_lake()
+    root = local_cache_path(resolve_uri(args.lake))  # each machine has a feature store of its own
+    with hold_leases(str(root), ["materialize"], "gemline rank materialize"):
+        print(f"online features: {materialize(lake, data_until)}")
 
 
 def serve(args: ServeArgs) -> None:
-    """Answer requests for rankings over HTTP."""
-    from ranking.online.live import Live
-    from ranking.serve.access import check_exposure
-    from ranking.serve.run import run
-    from ranking.serve.settings import Settings
+    """Serve rankings over HTTP."""
+    from ranking.feature_store.wal import FeatureStoreHandle
+    from ranking.registry.manifest import require_trusted_key
+    from ranking.serving.auth import validate_exposure
+    from ranking.serving.server import run_server
+    from ranking.serving.settings import Settings
 
     if args.compiled and find_spec("torch") is None:
         raise UserError("--compiled needs torch: pip install 'gemline[train]'")
-    if args.compiled and not os.environ.get(PUBLIC):
-        raise UserError(f"compiled programs are native code: set {PUBLIC} to whom you trust")
-    check_exposure(args.host, args.allowed_hosts)
-    live = Live(args.lake, args.load())  # what is wrong is reported here, once
-    live.close()
-    shift = shift_to(args.clock) if args.clock else 0
-    if time.time() + shift < live.store.first_request:
-        until = datetime.fromtimestamp(live.store.landed, UTC)
+    if args.compiled:
+        require_trusted_key()
+    validate_exposure(args.host, args.allowed_hosts)
+    features = FeatureStoreHandle(args.lake, args.load_spec())  # fails here, not in every worker
+    features.close()
+    clock_offset = clock_offset_seconds(args.start_time) if args.start_time else 0
+    if time.time() + clock_offset < features.store.earliest_request:
+        data_until = datetime.fromtimestamp(features.store.data_until, UTC)
         raise UserError(
-            f"the online features hold what had landed by {until:%Y-%m-%d %H:%M} UTC: begin with "
-            "--clock at that time"
+            "the service's clock is before its online features, which have data until "
+            f"{data_until:%Y-%m-%d %H:%M} UTC: set --start-time to that time or a later one"
         )
     settings = Settings(
-        spec=args.spec.absolute(), lake=args.lake, limits=args.limits, workers=args.workers,
-        hosts=LOOPBACK_HOSTS + args.allowed_hosts, compiled=args.compiled, shift=shift,
-    )  # fmt: skip
-    run(settings, args.host, args.port, (args.health_host, args.health_port))
+        spec=args.spec.absolute(),
+        lake=args.lake,
+        limits=args.limits,
+        workers=args.workers,
+        allowed_hosts=LOOPBACK_HOSTS + args.allowed_hosts,
+        use_compiled=args.compiled,
+        clock_offset_seconds=clock_offset,
+    )
+    run_server(settings, args.host, args.port, (args.health_host, args.health_port))
 
 
-def shift_to(clock: str) -> int:
-    """Seconds from now to a time; raises UserError where it is none."""
+def clock_offset_seconds(start_time: str) -> int:
+    """Seconds from now to a time; raises UserError where the text is not a time."""
     try:
-        then = datetime.fromisoformat(clock).astimezone()
+        start = datetime.fromisoformat(start_time).astimezone()
     except ValueError:
-        raise UserError(f"--clock {clock} is no time; write 2026-01-11T12:00") from None
-    return round((then - datetime.now().astimezone()).total_seconds())
+        raise UserError(
+            f"--start-time {start_time} is not a time: write it as 2026-01-11T12:00"
+        ) from None
+    return round((start - datetime.now().astimezone()).total_seconds())
 
 
 def report(args: ReportArgs) -> None:
-    """Write what happened to one HTML file."""
+    """Write a report on tables and models as one HTML file."""
     from ranking.report.build import build_report
 
     print(f"report: {build_report(args.open_lake(), args.raw, args.split)}")
 
 
 def explain(args: ExplainArgs) -> None:
-    """Print all that is known of one impression."""
-    from ranking.explain import explain as page
+    """Print one impression: its record, labels, features, history, and predictions."""
+    from ranking.explain import explain_impression
 
-    print(page(args.open_lake(), args.impression))
+    print(explain_impression(args.open_lake(), args.impression_id))
 
 
-def check_surface(spec: DataSpec, surface: str) -> None:
-    """Raises UserError unless the surface carries ads."""
+def require_ad_surface(spec: DataSpec, surface: str) -> None:
+    """Raises UserError unless the surface has ads."""
     if surface not in spec.ad_surfaces:
-        raise UserError(f"no ads on surface {surface!r}; known: {', '.join(spec.ad_surfaces)}")
+        known = ", ".join(spec.ad_surfaces)
+        raise UserError(f"no ads on surface {surface!r}; known: {known}")
 
 
 COMMANDS = {
     "rank": {
         "train": train,
-        "domain": domain,
+        "train-domain": train_domain_model,
         "promote": promote,
         "rollback": rollback,
         "score": score,
-        "replay": replay,
-        "store": store,
+        "off-policy": off_policy,
+        "materialize": materialize,
         "serve": serve,
     },
     "report": report,

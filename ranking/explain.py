@@ -1,9 +1,11 @@
-"""One page of text on one impression: what was known of it then, and what was said of it."""
+"""`gemline explain`: a text page about one impression, with features and predictions as of then."""
 
 import gzip
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from typing import Any
 from urllib.parse import unquote
 
@@ -14,204 +16,304 @@ import pyarrow.compute as pc
 from etl.errors import UserError
 from etl.spec.model import DataSpec
 from etl.spec.units import MICROS, format_duration
-from etl.tables import arrow, contracts
-from etl.tables.contract import Contract
+from etl.tables import arrow, schemas
 from etl.tables.lake import Lake
-from etl.tables.place import Place, place
-from features.history.pack import dwell_ms
+from etl.tables.table_schema import TableSchema
+from etl.tables.uri import StoragePath, resolve_uri
+from features.history.codec import dequantize_dwell
 from training.data.histories import load_histories
 
-RECENT = 20
+MAX_HISTORY_EVENTS = 20
+NOT_FEATURES = {"user_id", "user_known_since", "item_index", "item_known_since"}
 Row = dict[str, Any]
 
 
-def explain(lake: Lake, impression: str) -> str:
-    """The page; raises UserError where no such impression is in the lake."""
-    spec = lake.spec
-    event = _one(lake, contracts.events(spec), impression, types=spec.event_codes[spec.impression])
-    if event is None:
-        raise UserError(
-            f"no impression {impression!r} in {lake.root}; ids are in the column impression_id of "
-            "table events"
-        )
-    where = {"day": event["day"], "bucket": event["bucket"]}
-    shown = _one(lake, contracts.impressions(spec), impression, **where)
-    example = _one(lake, contracts.examples(spec), impression, **where)
-    as_of = example["as_of_ts"] * MICROS["s"] if example else event["event_ts"]
-    sections = [
-        _section(f"impression {impression}", _identity(spec, event)),
-        _section("raw record", _raw(event)),
-        _section("user, as of then", _attributes(lake, "user", event, as_of)),
-        _section("item, as of then", _attributes(lake, "item", event, as_of)),
-        _section("labels", _labels(spec, shown)),
-        _section("what models read, as of then", _features(lake, event, example)),
-        _section(f"history, the last {RECENT} events before it", _history(lake, event, example)),
-        _section("GEM", _knowledge(lake, impression, where)),
-        _section("ranker", _ranker(lake, impression, spec, event)),
-    ]
-    return "\n".join(sections)
+def explain_impression(lake: Lake, impression_id: str) -> str:
+    """The page of an impression; raises UserError where the lake does not have it."""
+    page = ImpressionPage.read(lake, impression_id)
+    sections = {
+        f"impression {impression_id}": page.event_lines(),
+        "raw record": page.raw_record_lines(),
+        "user, as of then": page.attribute_lines("user"),
+        "item, as of then": page.attribute_lines("item"),
+        "labels": page.label_lines(),
+        "features, as of then": page.feature_lines(),
+        f"history, the last {MAX_HISTORY_EVENTS} events before it": page.history_lines(),
+        "GEM": page.teacher_lines(),
+        "ranker": page.ranker_lines(),
+    }
+    return "\n".join(_section(title, lines) for title, lines in sections.items())
 
 
 def _section(title: str, lines: list[str]) -> str:
     return "\n".join([title, "-" * len(title), *(lines or ["none"]), ""])
 
 
-def _one(
-    lake: Lake, contract: Contract, impression: str, types: int | None = None, **where: object
+@dataclass(frozen=True)
+class ImpressionPage:
+    """The rows of an impression, and the lines of each section of its page."""
+
+    lake: Lake
+    event: Row
+    impression: Row | None
+    example: Row | None
+
+    @classmethod
+    def read(cls, lake: Lake, impression_id: str) -> "ImpressionPage":
+        """Find an impression in the tables; raises UserError where there is none."""
+        spec = lake.spec
+        event = _read_impression_row(
+            lake,
+            schemas.events(spec),
+            impression_id,
+            event_type_code=spec.event_codes[spec.impression_type],
+        )
+        if event is None:
+            raise UserError(
+                f"no impression {impression_id!r} in {lake.root}: ids are in column impression_id "
+                "of table events"
+            )
+        partition = _partition_of(event)
+        impression = _read_impression_row(
+            lake, schemas.impressions(spec), impression_id, **partition
+        )
+        example = _read_impression_row(lake, schemas.examples(spec), impression_id, **partition)
+        return cls(lake, event, impression, example)
+
+    @property
+    def spec(self) -> DataSpec:
+        """The data spec."""
+        return self.lake.spec
+
+    @property
+    def as_of(self) -> int:
+        """The time as of which features are read, in µs."""
+        return int(
+            self.example["as_of_ts"] * MICROS["s"] if self.example else self.event["event_ts"]
+        )
+
+    @cached_property
+    def surface(self) -> str:
+        """The impression's surface."""
+        return self._surface_names[self.event["surface"]]
+
+    @cached_property
+    def _surface_names(self) -> dict[int, str]:
+        return {code: name for name, code in self.spec.surface_codes.items()}
+
+    def event_lines(self) -> list[str]:
+        """The impression, its times, and its context."""
+        event = self.event
+        context = [
+            f"{name.removeprefix('ctx_')}: {value}"
+            for name, value in event.items()
+            if name.startswith("ctx_")
+        ]
+        return [
+            f"user {event['user_id']}, item {event['item_id']}, surface {self.surface}, "
+            f"position {event['position']}",
+            f"occurred {format_utc(event['event_ts'])}, ingested {format_utc(event['ingest_ts'])}, "
+            f"visible {format_utc(event['visible_ts'] * MICROS['s'])}, landed {event['day']}",
+            *context,
+        ]
+
+    def raw_record_lines(self) -> list[str]:
+        """The file and line that the event was read from, if the file still exists."""
+        path = resolve_uri(unquote(self.event["source_file"].removeprefix("file://")))
+        if not path.is_file():
+            return [f"{path} (no longer there)"]
+        event_id = self.event["event_id"]
+        full_id, parts = _word_pattern(event_id), [*map(_word_pattern, event_id.split("-"))]
+        for number, line in enumerate(_read_lines(path), 1):
+            if full_id.search(line) or all(part.search(line) for part in parts):
+                return [f"{path}:{number}", line.rstrip()]
+        return [f"{path} (not a text file, or changed since)"]
+
+    def attribute_lines(self, entity: str) -> list[str]:
+        """The attributes of the user or the item that were valid before the impression."""
+        schema, key = schemas.attributes(self.spec, entity), f"{entity}_id"
+        if not self.lake.exists(schema.name):
+            return []
+        rows = arrow.snapshot(self.lake, schema).read()
+        is_valid = pc.and_(
+            pc.equal(rows[key], self.event[key]), pc.less(rows["valid_from"], self.as_of)
+        )
+        versions = rows.filter(is_valid).sort_by("valid_from").to_pylist()
+        if not versions:
+            return ["no version of its attributes was valid before"]
+        newest = versions[-1]
+        values = [
+            f"{name.removeprefix('attr_')}: {value}"
+            for name, value in newest.items()
+            if name not in {key, "valid_from", "day"}
+        ]
+        return [f"valid from {format_utc(newest['valid_from'])}, landed {newest['day']}", *values]
+
+    def label_lines(self) -> list[str]:
+        """The labels and when they are final."""
+        if self.impression is None:
+            return []
+        lines = []
+        for name, objective in self.spec.objectives.items():
+            label = self.impression[f"label_{name}"]
+            mature = format_utc(self.impression[f"label_mature_ts_{name}"])
+            text = "not final yet" if label is None else f"{label}"
+            if objective.value and label:
+                text += f", value {self.impression[f'value_{name}']}"
+            window = format_duration(objective.window)
+            lines.append(f"{name} within {window}: {text} (final from {mature})")
+        return lines
+
+    def feature_lines(self) -> list[str]:
+        """The encoded features of the example and its item, and counters that are not zero."""
+        if self.example is None:
+            return []
+        features = self.example | self._item_version(self.example)
+        encoded = [
+            f"{name}: {value}"
+            for name, value in features.items()
+            if name.startswith(("user_", "ctx_", "item_")) and name not in NOT_FEATURES
+        ]
+        counters = self._counter_lines(self.example)
+        return [f"encoded: {', '.join(encoded)}", "counters that are not zero:", *counters]
+
+    def _item_version(self, example: Row) -> Row:
+        """The version of the item's features that was valid before the example, if any."""
+        rows = arrow.snapshot(self.lake, schemas.item_versions(self.spec)).read()
+        is_valid = pc.and_(
+            pc.equal(rows["item_index"], example["item_index"]),
+            pc.less(rows["valid_from"], example["as_of_ts"] * MICROS["s"]),
+        )
+        versions = rows.filter(is_valid).sort_by("valid_from").to_pylist()
+        return versions[-1] if versions else {}
+
+    def _counter_lines(self, example: Row) -> list[str]:
+        lines, spec = [], self.spec.counters
+        columns = iter(schemas.counter_columns(self.spec))  # keys, then windows, then events
+        for key in spec.keys:
+            for window in spec.windows:
+                counts = {event: example[next(columns)] for event in spec.events}
+                nonzero = [f"{event} {count}" for event, count in counts.items() if count]
+                if nonzero:
+                    label = f"{' x '.join(key)}, {format_duration(window)}"
+                    lines.append(f"{label}: {', '.join(nonzero)}")
+        return lines
+
+    def history_lines(self) -> list[str]:
+        """The newest events of the history that models read."""
+        example = self.example
+        if example is None or not example["history_length"]:
+            return []
+        lines = [f"{example['history_length']} events in all, version {example['history_version']}"]
+        items = arrow.snapshot(self.lake, schemas.items(self.spec)).read(["item_id", "item_index"])
+        item_ids = dict(
+            zip(items["item_index"].to_pylist(), items["item_id"].to_pylist(), strict=True)
+        )
+        event_types = {code: name for name, code in self.spec.event_codes.items()}
+        events = self._recent_events(example)
+        for event, dwell in zip(events, dequantize_dwell(events["dwell"]), strict=True):
+            seconds_before = example["as_of_ts"] - event["visible_ts"]
+            line = (
+                f"{seconds_before:>9,} s before  {event_types[event['type']]:<14} "
+                f"{self._surface_names[event['surface']]:<10} {item_ids.get(event['item'])}"
+            )
+            lines.append(line if np.isnan(dwell) else f"{line}  {dwell / 1000:.1f} s")
+        return lines
+
+    def _recent_events(self, example: Row) -> np.ndarray:
+        stored = load_histories(
+            arrow.snapshot(self.lake, schemas.history(self.spec)), self.event["bucket"]
+        )
+        return stored.slices(
+            stored.user_positions(pa.array([self.event["user_id"]])),
+            np.array([example["as_of_ts"]]),
+            np.array([example["history_length"]]),
+            MAX_HISTORY_EVENTS,
+        ).events
+
+    def teacher_lines(self) -> list[str]:
+        """GEM's probabilities, from before it learned from the impression."""
+        row = _read_impression_row(
+            self.lake,
+            schemas.teacher_predictions(self.spec),
+            self.event["impression_id"],
+            **_partition_of(self.event),
+        )
+        if row is None:
+            return []
+        logits = {name: row[f"logit_{name}"] for name in self.spec.objectives}
+        probabilities = [
+            f"{name}: {1 / (1 + np.exp(-logit)):.5f}"
+            for name, logit in logits.items()
+            if logit is not None
+        ]
+        return [f"{row['fm_version']}, trained until {row['fm_trained_until']}", *probabilities]
+
+    def ranker_lines(self) -> list[str]:
+        """The ranker's probabilities and the auction, as batch scoring wrote them."""
+        row = _read_impression_row(
+            self.lake,
+            schemas.scores(self.spec),
+            self.event["impression_id"],
+            surface=self.surface,
+            day=self.event["day"],
+        )
+        if row is None:
+            return []
+        probabilities = [f"{name}: {row[f'p_{name}']:.5f}" for name in self.spec.objectives]
+        auction = [f"bid {row['bid']}"] if self.spec.auction else []
+        auction.append(f"expected value {row['expected_value']:.6f}")
+        is_ranked = row["rank"] is not None
+        auction.append(f"rank {row['rank']} of its request" if is_ranked else "not in the auction")
+        return [f"ranker {row['ranker']} of {self.surface}", *probabilities, ", ".join(auction)]
+
+
+def _partition_of(event: Row) -> Row:
+    return {"day": event["day"], "bucket": event["bucket"]}
+
+
+def _read_impression_row(
+    lake: Lake,
+    schema: TableSchema,
+    impression_id: str,
+    event_type_code: int | None = None,
+    **partition: object,
 ) -> Row | None:
-    """The row of an impression, in the given partitions."""
-    if not lake.exists(contract.name):
+    """The row of an impression in the given partitions of a table, if the table has it."""
+    if not lake.exists(schema.name):
         return None
-    snapshot = arrow.snapshot(lake, contract)
-    names = ["impression_id"] if types is None else ["impression_id", "type"]
+    snapshot = arrow.snapshot(lake, schema)
+    columns = ["impression_id"] if event_type_code is None else ["impression_id", "type"]
     for path, values in snapshot.files:
-        if any(values[key] != value for key, value in where.items() if key in values):
+        if any(values[key] != value for key, value in partition.items() if key in values):
             continue
-        part = snapshot.only(path)
-        found = pc.equal(part.read(names)["impression_id"], impression)
-        if types is not None:
-            found = pc.and_(found, pc.equal(part.read(names)["type"], types))
-        if pc.any(found).as_py():
-            row: Row = part.read().filter(found).to_pylist()[0]
+        file = snapshot.single_file(path)
+        ids = file.read(columns)
+        is_row = pc.equal(ids["impression_id"], impression_id)
+        if event_type_code is not None:
+            is_row = pc.and_(is_row, pc.equal(ids["type"], event_type_code))
+        if pc.any(is_row).as_py():
+            row: Row = file.read().filter(is_row).to_pylist()[0]
             return row
     return None
 
 
-def time_of(micros: int) -> str:
-    """Microseconds as people read them, in UTC."""
+def format_utc(micros: int) -> str:
+    """A time in microseconds, as text to the millisecond, in UTC."""
     return f"{datetime.fromtimestamp(micros / 1e6, UTC):%Y-%m-%d %H:%M:%S.%f}"[:-3] + " UTC"
 
 
-def _identity(spec: DataSpec, event: Row) -> list[str]:
-    surface = next(name for name, code in spec.surface_codes.items() if code == event["surface"])
-    return [
-        f"user {event['user_id']}, item {event['item_id']}, surface {surface}, "
-        f"position {event['position']}",
-        f"happened {time_of(event['event_ts'])}, ingested {time_of(event['ingest_ts'])}, "
-        f"visible {time_of(event['visible_ts'] * MICROS['s'])}, landed {event['day']}",
-        *(f"{name.removeprefix('x_')}: {v}" for name, v in event.items() if name.startswith("x_")),
-    ]
+def _word_pattern(text: str) -> re.Pattern[str]:
+    return re.compile(rf"(?<!\w){re.escape(text)}(?!\w)")
 
 
-def _raw(event: Row) -> list[str]:
-    """The file and line that the event came from, if the file is still there."""
-    path = place(unquote(event["source_file"].removeprefix("file://")))
-    if not path.is_file():
-        return [f"{path} (no longer there)"]
-    whole, *parts = (
-        re.compile(rf"(?<!\w){re.escape(key)}(?!\w)")
-        for key in (event["event_id"], *event["event_id"].split("-"))
-    )
-    for number, line in enumerate(_lines(path), 1):
-        if whole.search(line) or all(part.search(line) for part in parts):
-            return [f"{path}:{number}", line.rstrip()]
-    return [f"{path} (not a text file, or changed since)"]
-
-
-def _lines(path: Place) -> Iterator[str]:
+def _read_lines(path: StoragePath) -> Iterator[str]:
+    """The lines of a text file, plain or gzip; none of a Parquet file."""
     if path.suffix == ".parquet":
         return
     if path.suffix == ".gz":
-        with path.open("rb") as stored, gzip.open(stored, "rt", errors="replace") as packed:
-            yield from packed
+        with path.open("rb") as stored, gzip.open(stored, "rt", errors="replace") as text:
+            yield from text
     else:
         with path.open(errors="replace") as plain:
             yield from plain
-
-
-def _attributes(lake: Lake, entity: str, event: Row, as_of: int) -> list[str]:
-    """The version of a user's or an item's attributes that held strictly before a time, in µs."""
-    contract, key = contracts.attributes(lake.spec, entity), f"{entity}_id"
-    if not lake.exists(contract.name):
-        return []
-    stored = arrow.snapshot(lake, contract).read()
-    held = pc.and_(pc.equal(stored[key], event[key]), pc.less(stored["valid_from"], as_of))
-    versions = stored.filter(held).sort_by("valid_from").to_pylist()
-    if not versions:
-        return ["no version of its attributes was known before"]
-    newest = versions[-1]
-    values = [
-        f"{name.removeprefix('x_')}: {value}"
-        for name, value in newest.items()
-        if name not in {key, "valid_from", "day"}
-    ]
-    return [f"valid from {time_of(newest['valid_from'])}, landed {newest['day']}", *values]
-
-
-def _labels(spec: DataSpec, shown: Row | None) -> list[str]:
-    if shown is None:
-        return []
-    lines = []
-    for name, objective in spec.objectives.items():
-        label, ready = shown[f"label_{name}"], time_of(shown[f"ready_{name}"])
-        said = "not final yet" if label is None else f"{label}"
-        worth = f", value {shown[f'value_{name}']}" if objective.value and label else ""
-        window = format_duration(objective.window)
-        lines.append(f"{name} within {window}: {said}{worth} (final from {ready})")
-    return lines
-
-
-def _features(lake: Lake, event: Row, example: Row | None) -> list[str]:
-    if example is None:
-        return []
-    spec = lake.spec
-    versions = arrow.snapshot(lake, contracts.item_versions(spec)).read()
-    before = pc.less(versions["valid_from"], example["as_of_ts"] * MICROS["s"])
-    held = pc.and_(pc.equal(versions["item_ix"], example["item_ix"]), before)
-    item = versions.filter(held).sort_by("valid_from").to_pylist()
-    read = example | (item[-1] if item else {})
-    named = [f"{n}: {v}" for n, v in read.items() if n[:2] in {"u_", "x_", "i_"}]
-    lines = [f"encoded: {', '.join(named)}", "counters that are not zero:"]
-    columns = iter(contracts.counter_columns(spec))
-    for key in spec.counters.keys:
-        for window in spec.counters.windows:
-            counts = [(event, example[next(columns)]) for event in spec.counters.events]
-            said = ", ".join(f"{event} {n}" for event, n in counts if n)
-            lines += [f"{' x '.join(key)}, {format_duration(window)}: {said}"] if said else []
-    return lines
-
-
-def _history(lake: Lake, event: Row, example: Row | None) -> list[str]:
-    if example is None or not example["hist_len"]:
-        return []
-    spec = lake.spec
-    contract = contracts.history(spec)
-    stored = load_histories(arrow.snapshot(lake, contract), event["bucket"])
-    as_of, length = np.array([example["as_of_ts"]]), np.array([example["hist_len"]])
-    recent = stored.slices(stored.find(pa.array([event["user_id"]])), as_of, length, RECENT).events
-    items = arrow.snapshot(lake, contracts.items(spec)).read(["item_id", "item_ix"])
-    names = dict(zip(items["item_ix"].to_pylist(), items["item_id"].to_pylist(), strict=True))
-    types = {code: name for name, code in spec.event_codes.items()}
-    surfaces = {code: name for name, code in spec.surface_codes.items()}
-    lines = [f"{example['hist_len']} events in all, version {example['history_version']}"]
-    for one, dwell in zip(recent, dwell_ms(recent["dwell"]), strict=True):
-        lines.append(
-            f"{example['as_of_ts'] - one['visible_ts']:>9,} s before  {types[one['type']]:<14} "
-            f"{surfaces[one['surface']]:<10} {names.get(one['item'])}"
-            + ("" if np.isnan(dwell) else f"  {dwell / 1000:.1f} s")
-        )
-    return lines
-
-
-def _knowledge(lake: Lake, impression: str, where: Row) -> list[str]:
-    row = _one(lake, contracts.knowledge(lake.spec), impression, **where)
-    if row is None:
-        return []
-    said = [
-        f"{name}: {1 / (1 + np.exp(-row[f'logit_{name}'])):.5f}"
-        for name in lake.spec.objectives
-        if row[f"logit_{name}"] is not None
-    ]
-    return [f"{row['fm_version']}, trained until {row['fm_trained_until']}", *said]
-
-
-def _ranker(lake: Lake, impression: str, spec: DataSpec, event: Row) -> list[str]:
-    surface = next(name for name, code in spec.surface_codes.items() if code == event["surface"])
-    row = _one(lake, contracts.scores(spec), impression, surface=surface, day=event["day"])
-    if row is None:
-        return []
-    said = [f"{name}: {row[f'p_{name}']:.5f}" for name in spec.objectives]
-    price = f"bid {row['bid']}, " if spec.auction else ""
-    place = "out of the auction" if row["place"] is None else f"place {row['place']} of its request"
-    worth = f"{price}expected value {row['expected_value']:.6f}, {place}"
-    return [f"ranker {row['ranker']} of {surface}", *said, worth]

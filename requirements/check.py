@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # nothing is installed yet
-from etl.java import FIX, java_version
+from etl.runtime.java import JAVA_INSTALL_HINT, java_version
 
 INSTALL_DISK_GB = 10  # the environment takes about 9
 TEST_DISK_GB = 3  # tables, models and an Airflow's database, below the folder of temporary files
@@ -73,7 +73,7 @@ def _platform() -> list[str]:
 
 
 def _java() -> list[str]:
-    return [] if java_version() else [f"Java 17 or newer is needed by Spark: {FIX}."]
+    return [] if java_version() else [f"Java 17 or newer is needed by Spark: {JAVA_INSTALL_HINT}."]
 
 
 if __name__ == "__main__":

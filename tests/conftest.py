@@ -1,4 +1,4 @@
-"""Shared by all tests: one Spark session a worker, one small simulated world for all of them."""
+"""Fixtures of all tests: one Spark session per worker, one small simulated world for all."""
 
 import os
 from collections.abc import Iterator
@@ -10,8 +10,10 @@ import pytest
 import yaml
 from hypothesis import settings
 
-from tests.small_line import SmallLine, write_small_line
-from tests.workers import OneSparkWorker, in_order
+from etl.spec import DataSpec, load_spec
+from etl.tables.lake import Lake
+from tests.small_pipeline import SmallPipeline, write_small_pipeline
+from tests.workers import OneSparkWorker, in_scheduling_order
 from tests.world import World, copy_of, unchanged
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
@@ -19,7 +21,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # also for the processes that tests sta
     os.environ.setdefault("GEMLINE_SPARK_MASTER", "local[1]")
 os.environ.setdefault("GEMLINE_SPARK_MEMORY", "3g")
 os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which torch may do
-# Examples of property tests: `make proof` tries ten times as many.
+# `make proof` tries ten times as many examples of property tests.
 settings.register_profile("test", deadline=None)
 settings.register_profile("proof", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("GEMLINE_HYPOTHESIS", "test"))
@@ -27,7 +29,7 @@ settings.load_profile(os.environ.get("GEMLINE_HYPOTHESIS", "test"))
 ROOT = Path(__file__).parents[1]
 SPEC = ROOT / "conf" / "specs" / "simulator.yaml"
 FIRST, LAST = date(2026, 1, 1), date(2026, 1, 4)
-# How the shared GEM was trained; the same flags train one that is equal to it.
+# Flags that the shared GEM was trained with; the same flags train an equal one.
 GEM_FLAGS = ("--scale", "tiny", "--batch-rows", "64", "--checkpoint-every", "5",
              "--max-length", "32")  # fmt: skip
 
@@ -38,22 +40,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> OneSparkW
 
 @pytest.hookimpl(trylast=True)  # pytest-randomly shuffles first
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items[:] = in_order(items)
+    items[:] = in_scheduling_order(items)
 
 
 def short_spec() -> str:
     """The simulator's spec with labels that mature within a day, and fewer counters."""
     text = SPEC.read_text().replace("window: 3d", "window: 1h").replace("buckets: 4", "buckets: 2")
-    raw = yaml.safe_load(text)
-    raw["counters"]["keys"] = [["user"], ["user", "category"], ["item"], ["surface"]]
-    raw["counters"]["windows"] = ["1h", "1d"]
-    raw["most_events_a_day"] = 250
-    return yaml.safe_dump(raw, sort_keys=False)
+    spec = yaml.safe_load(text)
+    spec["counters"]["keys"] = [["user"], ["user", "category"], ["item"], ["surface"]]
+    spec["counters"]["windows"] = ["1h", "1d"]
+    spec["max_events_per_user_day"] = 250
+    return yaml.safe_dump(spec, sort_keys=False)
 
 
-# Plans for a few rows are interpreted, have few tasks and skip no files; other processes run as
-# users have them.
-FEW_ROWS = {
+# For a few rows, planning is slower than running: plans are interpreted, have few tasks and skip no
+# files. Other processes run with the defaults.
+SMALL_DATA_SETTINGS = {
     "spark.sql.codegen.wholeStage": "false",
     "spark.sql.codegen.factoryMode": "NO_CODEGEN",
     "spark.sql.shuffle.partitions": "2",
@@ -67,11 +69,11 @@ FEW_ROWS = {
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[object]:
-    """One session a worker; of one core where several workers share the machine."""
-    from etl.session import spark_session
+    """One session per worker, with one core where several workers share the machine."""
+    from etl.runtime.spark import spark_session
 
     session = spark_session("tests")
-    for key, value in FEW_ROWS.items():
+    for key, value in SMALL_DATA_SETTINGS.items():
         session.conf.set(key, value)
     yield session
     session.stop()
@@ -79,7 +81,7 @@ def spark() -> Iterator[object]:
 
 @pytest.fixture(scope="session")
 def shared_world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    """The folders that all workers of this run share, or all parts of `make proof`."""
+    """The folders that all workers of a test run share, or all parts of `make proof`."""
     if "GEMLINE_TEST_WORLD" in os.environ:
         return World(Path(os.environ["GEMLINE_TEST_WORLD"]))
     base = tmp_path_factory.getbasetemp()
@@ -88,6 +90,7 @@ def shared_world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @pytest.fixture(scope="session")
 def spec_path(shared_world: World) -> Path:
+    """The file of `short_spec`."""
     folder = shared_world.folder(
         "spec", lambda folder: (folder / "short.yaml").write_text(short_spec())
     )
@@ -95,95 +98,87 @@ def spec_path(shared_world: World) -> Path:
 
 
 @pytest.fixture(scope="session")
-def lake_spec(spec_path: Path):
-    from etl.spec import load_spec
-
+def lake_spec(spec_path: Path) -> DataSpec:
+    """The data spec of the shared tables."""
     return load_spec(spec_path)
 
 
 @pytest.fixture(scope="session")
 def raw(shared_world: World) -> Path:
-    """Four days of a small simulated world, with every disorder."""
-    from etl.sources.simulator.config import SimulatorConfig
-    from etl.sources.simulator.simulate import simulate
+    """Raw logs of four simulated days, with late, duplicate and malformed records."""
+    from etl.simulator.config import SimulatorConfig
+    from etl.simulator.simulate import simulate
 
     config = yaml.safe_load((ROOT / "conf/simulator/demo.yaml").read_text())
-    small = {"days": 4, "users": 160, "events_per_user_mean": 90, "max_events_per_user": 900}
-    few = {"posts": 300, "ads_start": 60, "ads_per_day": 15, "advertisers": 12}
-    simulated = SimulatorConfig(**(config | small | few | {"malformed": 0.01}))
+    users = {"days": 4, "users": 160, "events_per_user_mean": 90, "max_events_per_user": 900}
+    items = {"posts": 300, "ads_start": 60, "ads_per_day": 15, "advertisers": 12}
+    simulated = SimulatorConfig(**(config | users | items | {"malformed": 0.01}))
     return shared_world.folder("raw", lambda folder: simulate(simulated, folder / "logs")) / "logs"
 
 
 @dataclass(frozen=True)
 class Tables:
-    """Folders of tables: of the whole spec, and of a line of one surface."""
+    """Folders of tables: of the whole spec, and of a pipeline of one surface."""
 
     lake: Path
     small_lake: Path
-    small_line: SmallLine
+    small_pipeline: SmallPipeline
 
 
 @pytest.fixture(scope="session")
 def tables(
     request: pytest.FixtureRequest, shared_world: World, spec_path: Path, raw: Path
 ) -> Tables:
-    """All tables that tests share, built at once, so that only the worker with Spark needs it."""
-    from etl.spec import load_spec
-    from etl.tables.lake import Lake
+    """All shared tables, built at once, so that only the worker with Spark builds tables."""
     from tests.pipeline import build_tables
 
     def build(folder: Path) -> None:
         request.getfixturevalue("spark")
         build_tables(Lake(str(folder / "lake"), load_spec(spec_path)), raw, (FIRST, LAST))
-        small = write_small_line(spec_path, raw, folder)
+        small = write_small_pipeline(spec_path, raw, folder)
         small_lake = Lake(str(folder / "small_lake"), load_spec(small.spec))
         build_tables(small_lake, small.raw, small.days)
 
     root = shared_world.folder("tables", build)
-    small_line = SmallLine(root / "small.yaml", root / "logs")
-    return Tables(root / "lake", root / "small_lake", small_line)
+    small_pipeline = SmallPipeline(root / "small.yaml", root / "logs")
+    return Tables(root / "lake", root / "small_lake", small_pipeline)
 
 
 @pytest.fixture(scope="session")
-def lake(tables: Tables, lake_spec) -> Iterator:
-    """Tables of all four days, made as one range. Tests must not write to it."""
-    from etl.tables.lake import Lake
-
+def lake(tables: Tables, lake_spec: DataSpec) -> Iterator[Lake]:
+    """Tables of all four days, built as one range. Tests must not write to it."""
     with unchanged(tables.lake):
         yield Lake(str(tables.lake), lake_spec)
 
 
 @pytest.fixture(scope="session")
-def small_line(tables: Tables) -> SmallLine:
-    return tables.small_line
+def small_pipeline(tables: Tables) -> SmallPipeline:
+    """The spec and raw logs of the small pipeline."""
+    return tables.small_pipeline
 
 
 @pytest.fixture(scope="session")
-def small_lake(tables: Tables) -> Iterator:
-    """The tables of the small line, made as one range. Tests must not write to it."""
-    from etl.spec import load_spec
-    from etl.tables.lake import Lake
-
+def small_lake(tables: Tables) -> Iterator[Lake]:
+    """The tables of the small pipeline, built as one range. Tests must not write to it."""
     with unchanged(tables.small_lake):
-        yield Lake(str(tables.small_lake), load_spec(tables.small_line.spec))
+        yield Lake(str(tables.small_lake), load_spec(tables.small_pipeline.spec))
 
 
 @pytest.fixture(scope="session")
-def gem_lake(shared_world: World, lake, spec_path: Path) -> Iterator:
-    """The tables, and a GEM of each of the first three days with what it predicts of the next.
+def gem_lake(shared_world: World, lake: Lake, spec_path: Path) -> Iterator[Lake]:
+    """The tables, a GEM trained through each of the first three days, and its predictions.
 
     Tests must not write to it.
     """
-    from etl.tables.lake import Lake
     from gemline import main
 
     def build(folder: Path) -> None:
         folder.rmdir()
-        made = copy_of(lake, folder)
-        where = ["--spec", str(spec_path), "--lake", made.root, "--days"]
-        days = f"{FIRST}:{LAST - timedelta(days=1)}"
-        assert main(["train", "gem", *where, days, *GEM_FLAGS]) == 0
-        assert main(["knowledge", *where, f"{FIRST}:{LAST}"]) == 0
+        copy = copy_of(lake, folder)
+        flags = ["--spec", str(spec_path), "--lake", copy.root, "--days"]
+        training_days = f"{FIRST}:{LAST - timedelta(days=1)}"
+        assert main(["train", "gem", *flags, training_days, *GEM_FLAGS]) == 0
+        assert main(["teacher-predictions", *flags, f"{FIRST}:{LAST}"]) == 0
 
     root = shared_world.folder("gem", build)
     with unchanged(root):
@@ -191,12 +186,12 @@ def gem_lake(shared_world: World, lake, spec_path: Path) -> Iterator:
 
 
 @pytest.fixture
-def own(lake, tmp_path: Path):
-    """A copy of the tables, to be changed."""
+def own(lake: Lake, tmp_path: Path) -> Lake:
+    """A copy of the tables that the test may change."""
     return copy_of(lake, tmp_path / "lake")
 
 
 @pytest.fixture
-def own_gem_lake(gem_lake, tmp_path: Path):
-    """A copy of the tables and of the models, to be changed."""
+def own_gem_lake(gem_lake: Lake, tmp_path: Path) -> Lake:
+    """A copy of the tables and models that the test may change."""
     return copy_of(gem_lake, tmp_path / "lake")

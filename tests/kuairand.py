@@ -1,4 +1,4 @@
-"""Where the raw files of KuaiRand-Pure lie, for tests on real logs."""
+"""The folder of KuaiRand-Pure's raw files, for tests on real logs."""
 
 import os
 from pathlib import Path
@@ -10,5 +10,5 @@ from tests.conftest import ROOT
 DATA = Path(os.environ.get("GEMLINE_KUAIRAND", ROOT.parent / "shared/data/KuaiRand-Pure"))
 needs_kuairand = pytest.mark.skipif(
     not DATA.is_dir(),
-    reason="KuaiRand's raw files are absent; name their folder by GEMLINE_KUAIRAND",
+    reason="KuaiRand's raw files are missing; set GEMLINE_KUAIRAND to their folder",
 )

@@ -1,37 +1,38 @@
-"""The data steps in one process, for tests."""
+"""The data steps in one process, and the rows that they write."""
 
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from etl.attributes import load_attributes
-from etl.ingest import ingest
-from etl.labels import label
+from etl.ingest.run import ingest
+from etl.labels.impressions import label_impressions
 from etl.tables.lake import Lake
 from features.examples import build_examples
 from features.history.build import build_history
 from features.items import index_items
 
 TABLES = (
-    "events", "parked", "quarantine", "flow", "impressions", "items", "item_versions", "history",
-    "examples",
+    "events", "excluded_events", "quarantine", "ingest_metrics", "impressions", "items",
+    "item_versions", "history", "examples",
 )  # fmt: skip
 
 
 def build_tables(lake: Lake, raw: Path, days: tuple[date, date]) -> dict[str, int]:
-    """Raw logs to examples; returns what flowed."""
-    flow = ingest(lake, str(raw), days)
+    """All tables from raw logs to examples; returns the counts of the ingest."""
+    counts = ingest(lake, str(raw), days)
     load_attributes(lake, str(raw), days)
-    for step in (label, index_items, build_history, build_examples):
+    for step in (label_impressions, index_items, build_history, build_examples):
         step(lake, days)
-    return flow
+    return counts
 
 
-def rows(lake: Lake, name: str) -> list[dict[str, object]]:
+def rows(lake: Lake, name: str) -> list[dict[str, Any]]:
     """All rows of a table but its versions, in an order of their own: equal tables, equal lists."""
-    from etl.tables import contracts
+    from etl.tables import schemas
     from etl.tables.arrow import snapshot
 
-    contract = getattr(contracts, name)(lake.spec)
+    contract = schemas.table_schema(lake.spec, name)
     table = snapshot(lake, contract).read().to_pylist()
     for row in table:
         row.pop("history_version", None)

@@ -1,8 +1,8 @@
-"""`make proof`: the tests that are slow because they are real, file by file, and their record.
+"""`make proof`: runs the slow tests file by file and records the results.
 
-A part that passed is not run again until the source changes: the state of a run lies in
-work/proof/ below the hash of the source. When all parts have run, their results are written to
-benchmarks/results/proof.json; the README shows their summary.
+A part that passed is not run again until the source changes: results are kept in work/proof/ below
+the hash of the source. When all parts have run, the record is written to
+benchmarks/results/proof.json; the README shows its summary.
 """
 
 import hashlib
@@ -22,9 +22,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "proof.json"
-PROPERTIES = "property tests, ten times the examples"
-# A change of these proves nothing new.
-NO_SOURCE = re.compile(r"docs/|benchmarks/results/|.*\.md$")
+PROPERTY_TESTS = "property tests, ten times the examples"
+# Files that the results do not depend on.
+NOT_SOURCE = re.compile(r"docs/|benchmarks/results/|.*\.md$")
 
 
 @dataclass(frozen=True)
@@ -37,44 +37,45 @@ class Part:
 
 
 def source_hash() -> str:
-    """A hash of all files of the working tree that decide what is proved."""
+    """A hash of all files of the working tree that the results depend on."""
     listed = _git("ls-files", "--cached", "--others", "--exclude-standard").splitlines()
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name in sorted(set(listed)):
         file = ROOT / name
-        if file.is_file() and not NO_SOURCE.match(name):
-            found.update(name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
-    return found.hexdigest()[:16]
+        if file.is_file() and not NOT_SOURCE.match(name):
+            digest.update(name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()[:16]
 
 
-def names_of_parts() -> list[str]:
-    """All parts, the cheapest of the last record first; parts that it lacks before them."""
+def part_names() -> list[str]:
+    """All parts, by duration in the last record; parts that it lacks come first."""
     files = [
         str(path.relative_to(ROOT))
         for path in sorted((ROOT / "tests").rglob("test_*.py"))
         if "mark.proof" in path.read_text()
     ]
-    last = json.loads(RESULT.read_text())["parts"] if RESULT.is_file() else []
-    cost = {part["name"]: part["seconds"] for part in last}
-    return sorted([*files, PROPERTIES], key=lambda name: cost.get(name, 0))
+    last_parts = json.loads(RESULT.read_text())["parts"] if RESULT.is_file() else []
+    seconds = {part["name"]: part["seconds"] for part in last_parts}
+    return sorted([*files, PROPERTY_TESTS], key=lambda name: seconds.get(name, 0))
 
 
 def run_part(name: str, state: Path) -> Part:
-    """Run one part in a process of its own, on the tables that all parts share."""
+    """Run one part in its own process, on the tables that all parts share."""
     env = os.environ | {"GEMLINE_TEST_WORLD": str(state / "world")}
-    words = [name, "-m", "proof", "-s"]
-    if name == PROPERTIES:
+    arguments = [name, "-m", "proof", "-s"]
+    if name == PROPERTY_TESTS:
         env |= {"GEMLINE_HYPOTHESIS": "proof"}
-        words = ["tests", "-m", "hypothesis and not proof"]
+        arguments = ["tests", "-m", "hypothesis and not proof"]
     print(f"== {name}", flush=True)
-    begin = time.monotonic()
-    done = subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, env=env)
-    return Part(name, done.returncode == 0, round(time.monotonic() - begin, 1))
+    start = time.monotonic()
+    command = [sys.executable, "-m", "pytest", *arguments]
+    passed = subprocess.run(command, cwd=ROOT, env=env, check=False).returncode == 0
+    return Part(name, passed, round(time.monotonic() - start, 1))
 
 
-def parts_of(state: Path) -> Iterator[Part]:
-    """The results of all parts; those that passed before are read, the others are run."""
-    for name in names_of_parts():
+def run_parts(state: Path) -> Iterator[Part]:
+    """The results of all parts; the parts that have not passed yet are run."""
+    for name in part_names():
         record = state / f"{name.replace('/', '.')}.json"
         if record.is_file():
             part = Part(**json.loads(record.read_text()))
@@ -87,7 +88,7 @@ def parts_of(state: Path) -> Iterator[Part]:
 
 
 def machine() -> dict[str, object]:
-    """What the proof ran on."""
+    """The machine that the proof runs on."""
     model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     processor = model[1] if model else platform.machine()
@@ -95,7 +96,7 @@ def machine() -> dict[str, object]:
 
 
 def summary(record: dict[str, Any]) -> str:
-    """The sentence on a record that the README shows."""
+    """The sentence about a record that the README shows."""
     parts = record["parts"]
     failed = [part["name"] for part in parts if not part["passed"]]
     verdict = f"failed in {', '.join(failed)}" if failed else "passed"
@@ -114,14 +115,14 @@ def _git(*words: str) -> str:
 
 
 def main() -> int:
-    """Run what is left of the proof, and write its record; 1 where a part failed."""
+    """Run the remaining parts and write the record; returns 1 where a part failed."""
     source = source_hash()
     state = ROOT / "work" / "proof" / source
     for other in state.parent.glob("*"):
         if other != state:
-            shutil.rmtree(other)  # of another source
+            shutil.rmtree(other)
     state.mkdir(parents=True, exist_ok=True)
-    parts = list(parts_of(state))
+    parts = list(run_parts(state))
     total = sum(part.seconds for part in parts)
     record: dict[str, Any] = {
         "commit": _git("rev-parse", "HEAD").strip(),

@@ -1,21 +1,22 @@
-"""What the documents show is true: their commands parse, their example gives what they say."""
+"""The documents are correct: their commands parse, their figures and their example hold."""
 
 import gzip
-import importlib
 import json
 import re
+import runpy
+import subprocess
+import sys
 from datetime import date
 from pathlib import Path
 
 import pytest
 
-from etl.cli import configuration_of, parse
+from benchmarks.code_quality import FOLDERS
 from etl.spec import load_spec
 from etl.tables.lake import Lake
-from etl.tables.page import page as page_of_tables
-from gemline import GROUPS
-from tests.conftest import ROOT, SPEC
-from tests.pages import PAGES, blocks, commands
+from tests.cli import parse_command
+from tests.conftest import ROOT
+from tests.pages import DOCS, PAGES, blocks, commands
 from tests.pipeline import build_tables, rows
 from tests.proof import RESULT, summary
 
@@ -25,31 +26,59 @@ DAY = date(2026, 1, 1)
 
 
 @pytest.mark.parametrize("words", list(commands("gemline")), ids=" ".join)
-def test_every_command_of_the_pages_parses(words: list[str]) -> None:
-    group, *rest = words
-    command = importlib.import_module(GROUPS[group][0]).COMMANDS[group]
-    if isinstance(command, dict):
-        name, *rest = rest
-        command = command[name]
-    parse(configuration_of(command), rest, "gemline")
-    for word in rest:
+def test_every_command_in_the_pages_parses(words: list[str]) -> None:
+    parse_command(words)
+    for word in words:
         if word.startswith(("conf/", "benchmarks/", "docs/")):
             assert (ROOT / word).exists(), word
 
 
-def test_every_make_target_of_the_pages_exists() -> None:
-    named = {words[0] for words in commands("make")}
+def test_every_make_target_in_the_pages_exists() -> None:
+    targets = {words[0] for words in commands("make")}
     rules = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert {"demo", "test"} <= named <= rules
+    assert {"demo", "test"} <= targets <= rules
 
 
-def test_the_page_of_tables_is_what_the_contracts_say() -> None:
-    assert (ROOT / "docs/tables.md").read_text() == page_of_tables(load_spec(SPEC)), (
-        "run `gemline etl contracts --spec conf/specs/simulator.yaml > docs/tables.md`"
+def test_the_reference_is_what_the_code_generates() -> None:
+    generate = runpy.run_path(str(DOCS / "generate.py"))
+    for name, page in generate["pages"]().items():
+        assert (DOCS / "reference" / name).read_text() == page, "run `python docs/generate.py`"
+
+
+def test_every_environment_variable_is_documented() -> None:
+    """Except those that processes of this project set for each other."""
+    page = (DOCS / "reference" / "configuration.md").read_text()
+    sources = (file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
+    read = {
+        name for file in sources for name in re.findall(r'"(GEMLINE_[A-Z_]+)"', file.read_text())
+    }
+    assert {name for name in read if f"`{name}`" not in page} <= {"GEMLINE_LEASES", "GEMLINE_SERVE"}
+
+
+def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir"]
+    built = subprocess.run(
+        [*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
     )
+    assert built.returncode == 0, built.stderr
 
 
-def test_the_readme_shows_the_record_of_the_last_proof() -> None:
+def test_the_spec_of_the_readme_loads(tmp_path: Path) -> None:
+    (spec,) = blocks(ROOT / "README.md", "yaml")
+    (tmp_path / "shop.yaml").write_text(spec)
+    assert load_spec(tmp_path / "shop.yaml").ad_surfaces
+
+
+def test_the_files_of_the_ten_tasks_exist() -> None:
+    table = (ROOT / "CONTRIBUTING.md").read_text().split("## Ten common tasks")[1]
+    rows_of_tasks = re.findall(r"^\| add .*$", table, re.MULTILINE)
+    files = re.findall(r"`([a-z_]+/[\w./*-]+)`", "\n".join(rows_of_tasks))
+    assert len(rows_of_tasks) == 10
+    missing = [file for file in files if not any(ROOT.glob(file))]
+    assert not missing
+
+
+def test_the_readme_shows_the_result_of_the_last_proof() -> None:
     assert summary(json.loads(RESULT.read_text())) in (ROOT / "README.md").read_text()
 
 
@@ -59,16 +88,21 @@ def test_the_readme_shows_the_record_of_the_last_proof() -> None:
     ids=lambda path: path.stem,
 )
 def test_the_pages_show_the_committed_results(path: Path) -> None:
-    study, shown = json.loads(path.read_text()), "".join(page.read_text() for page in PAGES)
-    assert study["command"] in shown and study["date"] in shown
+    study = json.loads(path.read_text())
+    text = "".join(page.read_text() for page in PAGES)
+    assert study["command"] in text and study["date"] in text
     for row in study["rows"]:
-        assert f"| {' | '.join(row)} |" in shown, row
+        assert f"| {' | '.join(row)} |" in text, row
 
 
-def test_the_worked_example_gives_the_labels_that_its_log_tells(
+def test_the_worked_example_gives_the_labels_that_the_page_states(
     spark: object, tmp_path: Path
 ) -> None:
-    page = ROOT / "docs" / "spec.md"
+    (page,) = (
+        page
+        for page in PAGES
+        if blocks(page, "json") and any("sources:" in block for block in blocks(page, "yaml"))
+    )
     log, spec = blocks(page, "json")[0], blocks(page, "yaml")[0]
     path = tmp_path / "shop.yaml"
     path.write_text(spec)
@@ -79,8 +113,8 @@ def test_the_worked_example_gives_the_labels_that_its_log_tells(
     (raw / "products.csv").write_text("sku,brand,price\nsku-9,acme,19.9\n")
     lake = Lake(str(tmp_path / "lake"), load_spec(path))
     build_tables(lake, raw, (DAY, DAY))
-    (shown,) = rows(lake, "impressions")
-    assert shown["label_click"] == 1
+    (impression,) = rows(lake, "impressions")
+    assert impression["label_click"] == 1
     assert len(rows(lake, "events")) == 3 and not rows(lake, "quarantine")
     (example,) = rows(lake, "examples")
-    assert example["x_phone"] and example["hist_len"] == 0
+    assert example["ctx_phone"] and example["history_length"] == 0

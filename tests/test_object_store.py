@@ -1,4 +1,4 @@
-"""A lake in an object store is as one on a disk: tables, checkpoints, rankers, and what holds."""
+"""A lake in an object store works as one on a disk: tables, leases, checkpoints and rankers."""
 
 import os
 import subprocess
@@ -7,32 +7,34 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date, timedelta
 from pathlib import Path
+from typing import cast
 
 import boto3
 import numpy as np
 import pytest
+from numpy.typing import NDArray
+from upath import UPath
 
-from etl.errors import TemporaryError, UserError
-from etl.jars import jar_folder
-from etl.known_failures import temporary_error
-from etl.tables import arrow, atomic_io, contracts, pins
+from etl.errors import TemporaryError, UserError, known_temporary_error
+from etl.runtime.java import jar_folder
+from etl.tables import arrow, atomic_io, schemas, step_state
 from etl.tables.atomic_io import local_path
 from etl.tables.lake import Lake
-from etl.tables.lease import EXPIRES_AFTER, Lease, acquire, held
-from etl.tables.place import here, place, text_of
-from etl.told import all_contracts
-from etl.vacuum import vacuum
+from etl.tables.lease import LEASE_TIMEOUT_SECONDS, Lease, acquire_lease, hold_leases
+from etl.tables.maintenance import vacuum_lake
+from etl.tables.schemas import table_registry
+from etl.tables.table_schema import TableSchema
+from etl.tables.uri import StoragePath, local_cache_path, read_text_if_exists, resolve_uri
 from gemline import main
-from ranking.package.ranker import load
-from ranking.package.versions import answering
+from ranking.registry.ranker import live_version, load_ranker
 from tests.conftest import FIRST, GEM_FLAGS, LAST, ROOT
-from training.gem import load_trained
-from training.loop import checkpoint
-from training.loop.writer import Writer
-from training.parallel.processes import process_group
+from training.distributed.process_group import process_group
+from training.trainer import checkpoint
+from training.trainer.async_checkpoint import AsyncCheckpointer
+from training.trainer.trainer import load_gem
 
 BUCKET = "s3://ads"
-# A process of its own: delta-rs holds Python's lock while it waits for an answer.
+# In a process of its own, because delta-rs holds the GIL while it waits for a response.
 SERVER = """
 from moto.server import ThreadedMotoServer
 server = ThreadedMotoServer("127.0.0.1", 0)
@@ -42,99 +44,106 @@ input()
 """
 SECOND, THIRD = FIRST + timedelta(days=1), FIRST + timedelta(days=2)
 SPLIT = ["--train", f"{FIRST}:{SECOND}", "--calibration", f"{THIRD}", "--test", f"{LAST}"]
-SPLIT += ["--landed", f"{LAST}"]
-SMALL = ["--model.events", "32", "--model.max-length", "32"]
+SPLIT += ["--data-until", f"{LAST}"]
+SMALL = ["--model.encoded-events", "32", "--model.max-length", "32"]
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """A server that speaks S3, with one bucket; variables that name it, of this process too."""
+    """An S3 server with one bucket; yields its environment variables, which are set here, too."""
     server = subprocess.Popen(
         [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     assert server.stdin and server.stdout
-    told = {
+    environment = {
         "AWS_ENDPOINT_URL": next(line for line in server.stdout if line.startswith("http")).strip(),
         "AWS_ALLOW_HTTP": "true",
-        "AWS_ACCESS_KEY_ID": "who",
-        "AWS_SECRET_ACCESS_KEY": "what",
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
         "AWS_REGION": "us-east-1",
         "GEMLINE_JARS": str(jar_folder()),
         "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")),
     }
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in told.items():
+        for name, value in environment.items():
             patch.setenv(name, value)
         boto3.client("s3", region_name="us-east-1").create_bucket(Bucket="ads")
-        yield told
+        yield environment
     server.stdin.close()
     server.wait(30)
 
 
 @pytest.fixture(scope="module")
-def there(lake: Lake, store: dict[str, str]) -> Lake:
+def remote_lake(lake: Lake, store: dict[str, str]) -> Lake:
     """A copy of the tables in the store."""
-    root = place(f"{BUCKET}/lake")
-    root.fs.put(f"{lake.root}/", f"{root.path}/", recursive=True)
-    return Lake(str(root), lake.spec)
+    root = f"{BUCKET}/lake"
+    upload(Path(lake.root), root)
+    return Lake(root, lake.spec)
 
 
-def differing(one: Lake, other: Lake) -> list[str]:
+def upload(folder: Path, url: str) -> None:
+    root = resolve_uri(url)
+    assert isinstance(root, UPath)
+    root.fs.put(f"{folder}/", f"{root.path}/", recursive=True)
+
+
+def differing_tables(expected: Lake, actual: Lake) -> list[str]:
     """Tables that do not hold the same rows."""
     return [
         name
-        for name, contract in all_contracts(one.spec).items()
-        if one.exists(name) and rows(one, contract) != rows(other, contract)
+        for name, schema in table_registry(expected.spec).items()
+        if expected.exists(name) and rows(expected, schema) != rows(actual, schema)
     ]
 
 
-def logits_of_clicks(lake: Lake, day: date) -> np.ndarray:
-    """GEM's logits of a day, in order of impressions."""
-    found = arrow.snapshot(lake, contracts.knowledge(lake.spec)).read(day=day)
-    return found.sort_by("impression_id")["logit_click"].to_numpy()
+def click_logits(lake: Lake, day: date) -> NDArray[np.float32]:
+    """GEM's logits of a click on one day, in the order of impressions."""
+    table = arrow.snapshot(lake, schemas.teacher_predictions(lake.spec)).read(day=day)
+    logits = table.sort_by("impression_id")["logit_click"].to_numpy()
+    return cast(NDArray[np.float32], logits)
 
 
-def rows(lake: Lake, contract) -> list[tuple]:
-    if not lake.exists(contract.name):
+def rows(lake: Lake, schema: TableSchema) -> list[str]:
+    """The rows of a table as sorted text, without the paths of source files."""
+    if not lake.exists(schema.name):
         return []
-    columns = [name for name in contract.columns if name != "source_file"]
-    found = arrow.snapshot(lake, contract).read(columns).to_pylist()
-    return sorted(map(repr, found))
+    columns = [name for name in schema.columns if name != "source_file"]
+    return sorted(repr(row) for row in arrow.snapshot(lake, schema).read(columns).to_pylist())
 
 
-def test_tables_are_read_written_pinned_and_cleaned_up(there: Lake, lake: Lake) -> None:
-    assert there.exists("events") and differing(lake, there) == []
-    contract = contracts.attributes(lake.spec, "user")
-    stored = arrow.snapshot(there, contract)
+def test_tables_are_read_written_pinned_and_vacuumed(remote_lake: Lake, lake: Lake) -> None:
+    assert remote_lake.exists("events") and differing_tables(lake, remote_lake) == []
+    schema = schemas.attributes(lake.spec, "user")
+    stored = arrow.snapshot(remote_lake, schema)
     before = stored.read()
-    day = f"day = '{before['day'][0]}'"
-    some = before.filter([value == before["day"][0] for value in before["day"]])
-    arrow.replace(there, contract, some.slice(1), day, {})
-    assert arrow.snapshot(there, contract).read().num_rows == before.num_rows - 1
-    pins.pin(there.root, "a run", {contract.name: stored.version})
-    vacuum(there, 0)
-    assert arrow.snapshot(there, contract, stored.version).read().equals(before)
-    pins.unpin(there.root, "a run")
-    assert pins.pinned(there.root) == []
-    vacuum(there, 0)
+    day = before["day"][0]
+    rows_of_day = before.filter([value == day for value in before["day"]])
+    arrow.replace_rows(remote_lake, schema, rows_of_day.slice(1), f"day = '{day}'", {})
+    assert arrow.snapshot(remote_lake, schema).read().num_rows == before.num_rows - 1
+    step_state.pin_versions(remote_lake.root, "a run", {schema.name: stored.version})
+    vacuum_lake(remote_lake, 0)
+    assert arrow.snapshot(remote_lake, schema, stored.version).read().equals(before)
+    step_state.unpin_versions(remote_lake.root, "a run")
+    assert step_state.read_pins(remote_lake.root) == []
+    vacuum_lake(remote_lake, 0)
     with pytest.raises(UserError, match="vacuumed"):
-        arrow.snapshot(there, contract, stored.version).read()
-    arrow.replace(there, contract, some, day, {})
-    assert differing(lake, there) == []
+        arrow.snapshot(remote_lake, schema, stored.version).read()
+    arrow.replace_rows(remote_lake, schema, rows_of_day, f"day = '{day}'", {})
+    assert differing_tables(lake, remote_lake) == []
 
 
-def test_a_file_is_whole_or_not_there(store: dict[str, str]) -> None:
-    one = place(BUCKET, "folder", "one.json")
-    with pytest.raises(RuntimeError), atomic_io.replace_file(one) as temporary:
-        temporary.write_text("half of")
-        raise RuntimeError
-    assert not one.exists()
-    atomic_io.write_text(one, "all of it")
-    assert not atomic_io.create_file(one, "another") and atomic_io.create_file(one.parent / "2", "")
-    assert one.read_text() == "all of it"
-    assert not here(one).exists()
-    folder = place(BUCKET, "rankers", "one")
+def test_writes_of_files_and_folders_are_atomic(store: dict[str, str]) -> None:
+    file = resolve_uri(BUCKET, "folder", "file.json")
+    with pytest.raises(RuntimeError):
+        interrupt_a_write(file)
+    assert not file.exists()
+    atomic_io.write_text(file, "all of it")
+    assert not atomic_io.create_if_absent(file, "another")
+    assert atomic_io.create_if_absent(file.parent / "new.json", "")
+    assert file.read_text() == "all of it"
+    assert not local_cache_path(file).exists()
+    folder = resolve_uri(BUCKET, "rankers", "one")
     staging = atomic_io.staging_folder(folder)
     (staging / "a.txt").write_text("a")
     atomic_io.publish_folder(staging, folder)
@@ -143,120 +152,146 @@ def test_a_file_is_whole_or_not_there(store: dict[str, str]) -> None:
     assert not folder.exists() and not local_path(folder).exists()
 
 
-def test_one_of_many_takers_gets_a_lease(store: dict[str, str]) -> None:
-    """Nobody had it; then its holder is on another machine and does not renew it."""
+def interrupt_a_write(file: StoragePath) -> None:
+    with atomic_io.replace_file(file) as temporary:
+        temporary.write_text("half of")
+        raise RuntimeError
+
+
+def test_one_of_many_processes_acquires_a_free_lease(store: dict[str, str]) -> None:
+    """First nobody holds it; then a process on another machine that has not renewed it."""
     root = f"{BUCKET}/leased"
 
-    def taken() -> list[Lease]:
+    def acquired_leases() -> list[Lease]:
         with ThreadPoolExecutor(4) as pool:
-            found = list(pool.map(lambda _: attempt(root), range(4)))
-        return [lease for lease in found if lease]
+            attempts = list(pool.map(lambda _: try_acquire(root), range(4)))
+        return [lease for lease in attempts if lease]
 
-    (first,) = taken()
-    assert taken() == []
-    gone = first.holder.renewed - timedelta(seconds=2 * EXPIRES_AFTER)
-    elsewhere = first.holder.model_copy(update={"process": "elsewhere 1", "renewed": gone})
-    place(root, "_line", "leases", "gem.00000001.json").write_text(elsewhere.model_dump_json())
-    (second,) = taken()
+    (first,) = acquired_leases()
+    assert acquired_leases() == []
+    expired = first.holder.renewed_at - timedelta(seconds=2 * LEASE_TIMEOUT_SECONDS)
+    elsewhere = first.holder.model_copy(
+        update={"process_identity": "elsewhere 1", "renewed_at": expired}
+    )
+    file = resolve_uri(root, "_pipeline", "leases", "gem.00000001.json")
+    file.write_text(elsewhere.model_dump_json())
+    (second,) = acquired_leases()
     assert second.generation == 2
-    with held(root, ["ingest"], "one"), pytest.raises(TemporaryError, match="run by one of"):
-        acquire(root, "ingest", "another")
-    with held(root, ["ingest"], "another"):
+    with hold_leases(root, ["ingest"], "one"), pytest.raises(TemporaryError, match="run by one of"):
+        acquire_lease(root, "ingest", "another")
+    with hold_leases(root, ["ingest"], "another"):
         pass
 
 
-def attempt(root: str) -> Lease | None:
+def try_acquire(root: str) -> Lease | None:
     try:
-        return acquire(root, "gem", "taker")
+        lease = acquire_lease(root, "gem", "competitor")
     except TemporaryError:
         return None
+    assert isinstance(lease, Lease)
+    return lease
 
 
-def test_gem_is_as_on_a_disk_and_a_ranker_answers(
-    there: Lake, gem_lake: Lake, spec_path: Path
+def test_gem_trains_as_on_a_disk_and_a_ranker_is_promoted(
+    remote_lake: Lake, gem_lake: Lake, spec_path: Path
 ) -> None:
-    """The same commands, the same numbers; a training that is killed while it writes hurts none."""
-    where = ["--spec", str(spec_path), "--lake", there.root]
-    train = ["train", "gem", *where, *GEM_FLAGS, "--days"]
+    """The same commands give the same numbers, also after a checkpoint was interrupted."""
+    flags = ["--spec", str(spec_path), "--lake", remote_lake.root]
+    train = ["train", "gem", *flags, *GEM_FLAGS, "--days"]
     assert main([*train, f"{FIRST}"]) == 0
-    begin_to_write_another(there)
+    interrupt_a_checkpoint(remote_lake)
     assert main([*train, f"{SECOND}"]) == 0
-    assert main(["knowledge", *where, "--days", f"{FIRST}:{THIRD}"]) == 0
-    assert set(differing(gem_lake, there)) <= {"knowledge", "user_knowledge"}
-    one, other = (logits_of_clicks(own, THIRD) for own in (gem_lake, there))
-    assert np.isfinite(one).sum() > 100
-    np.testing.assert_allclose(one, other, atol=1e-4)
+    assert main(["teacher-predictions", *flags, "--days", f"{FIRST}:{THIRD}"]) == 0
+    model_tables = {"teacher_predictions", "user_teacher_embeddings"}
+    assert set(differing_tables(gem_lake, remote_lake)) <= model_tables
+    expected, actual = click_logits(gem_lake, THIRD), click_logits(remote_lake, THIRD)
+    assert np.isfinite(expected).sum() > 100
+    np.testing.assert_allclose(expected, actual, atol=1e-4)
     for step in ("train", "promote"):
-        small = SMALL if step == "train" else []
-        assert main(["rank", step, *where, *SPLIT, *small, "--surface", "feed"]) == 0
-    assert load(answering(there.root, "feed")).manifest.surface == "feed"
+        sizes = SMALL if step == "train" else []
+        assert main(["rank", step, *flags, *SPLIT, *sizes, "--surface", "feed"]) == 0
+    assert load_ranker(live_version(remote_lake.root, "feed")).manifest.surface == "feed"
 
 
-def begin_to_write_another(lake: Lake) -> None:
-    """Over the GEM of the first day, as one that is killed before it is whole."""
-    path = checkpoint.folder(lake.root, FIRST)
+def interrupt_a_checkpoint(lake: Lake) -> None:
+    """Write another GEM of the first day, without the manifest, as if killed before the end."""
+    path = checkpoint.checkpoint_path(lake.root, FIRST)
     before = checkpoint.read_manifest(path, lake.spec.hash)
     with process_group():
-        trained, _ = load_trained(lake, FIRST)
-        for weights in trained.model.core.parameters():
-            weights.data.zero_()
-        writer = Writer()
-        writer.begin(path, trained)
-        assert writer._running
-        writer._running[-1].result()  # all but the manifest is written
+        state, _ = load_gem(lake, FIRST)
+        for parameter in state.model.core.parameters():
+            parameter.data.zero_()
+        checkpointer = AsyncCheckpointer()
+        checkpointer.save(path, state)
+        assert checkpointer._in_progress
+        checkpointer._in_progress[-1].result()  # all but the manifest is written
     assert before and checkpoint.read_manifest(path, lake.spec.hash) == before
 
 
-def test_a_store_that_does_not_answer_is_not_an_empty_one(
+def test_a_store_that_does_not_answer_does_not_look_empty(
     store: dict[str, str], spec_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = place(BUCKET, "told.txt")
-    one.write_text("told")
-    assert text_of(one) == "told" and text_of(place(BUCKET, "none.txt")) is None
+    file = resolve_uri(BUCKET, "file.txt")
+    assert isinstance(file, UPath)
+    file.write_text("text")
+    assert read_text_if_exists(file) == "text"
+    assert read_text_if_exists(resolve_uri(BUCKET, "none.txt")) is None
     with monkeypatch.context() as patch:
         patch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
         patch.setenv("AWS_MAX_ATTEMPTS", "1")
-        one.fs.clear_instance_cache()
+        file.fs.clear_instance_cache()
+        unreachable = resolve_uri(BUCKET, "file.txt")
         try:
             with pytest.raises(Exception, match="Could not connect to the endpoint") as raised:
-                text_of(place(BUCKET, "told.txt"))
-            assert "does not answer" in str(temporary_error(raised.value))
-            words = ["--spec", str(spec_path), "--lake", f"{BUCKET}/lake", "--days", f"{FIRST}"]
-            assert main(["train", "gem", *words]) == 75
+                read_text_if_exists(unreachable)
+            assert "does not answer" in str(known_temporary_error(raised.value))
+            flags = ["--spec", str(spec_path), "--lake", f"{BUCKET}/lake", "--days", f"{FIRST}"]
+            assert main(["train", "gem", *flags]) == 75
         finally:
-            one.fs.clear_instance_cache()
+            file.fs.clear_instance_cache()
 
 
 @pytest.mark.parametrize(
-    ("lake", "said"),
+    ("url", "message"),
     [("nowhere://ads/lake", "cannot be read here"), ("s3://nobody/lake", "nobody")],
 )
-def test_a_store_that_is_not_there_is_one_sentence(
-    store: dict[str, str], spec_path: Path, capsys: pytest.CaptureFixture[str], lake: str, said: str
+def test_an_unknown_store_or_bucket_is_a_user_error(
+    store: dict[str, str],
+    spec_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    url: str,
+    message: str,
 ) -> None:
-    words = ["--spec", str(spec_path), "--lake", lake, "--days", f"{FIRST}"]
-    assert main(["train", "gem", *words]) == 2
-    told = capsys.readouterr().err.strip()
-    assert said in told and "\n" not in told
+    flags = ["--spec", str(spec_path), "--lake", url, "--days", f"{FIRST}"]
+    assert main(["train", "gem", *flags]) == 2
+    errors = capsys.readouterr().err.strip()
+    assert message in errors and "\n" not in errors
 
 
 @pytest.mark.proof
-def test_the_whole_line_runs_in_a_store(
+def test_the_pipeline_runs_in_an_object_store(
     lake: Lake, raw: Path, spec_path: Path, store: dict[str, str]
 ) -> None:
-    logs, root = place(BUCKET, "raw"), f"{BUCKET}/line"
-    logs.fs.put(f"{raw}/", f"{logs.path}/", recursive=True)
-    where = ["--spec", str(spec_path), "--raw", str(logs), "--lake", root, "--scale", "tiny"]
-    words = [sys.executable, "-m", "gemline", "run", *where, "--days", f"{FIRST}:{LAST}"]
+    logs, root = f"{BUCKET}/raw", f"{BUCKET}/pipeline"
+    upload(raw, logs)
+    command = [sys.executable, "-m", "gemline", "run", "--spec", str(spec_path)]
+    command += ["--raw", logs, "--lake", root, "--scale", "tiny", "--days", f"{FIRST}:{LAST}"]
     env = os.environ | {"SPARK_CONF_DIR": str(ROOT / "conf" / "spark" / "s3")}
-    said = []
-    for _ in range(2):
-        done = subprocess.run(
-            words, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    first, second = (
+        subprocess.run(
+            command,
+            env=env,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
         )
-        assert done.returncode == 0, done.stdout[-3000:]
-        said.append(done.stdout)
-    assert differing(lake, Lake(root, lake.spec)) == []
-    assert all(answering(root, surface).is_dir() for surface in lake.spec.ad_surfaces)
+        for _ in range(2)
+    )
+    assert first.returncode == 0, first.stdout[-3000:]
+    assert second.returncode == 0, second.stdout[-3000:]
+    assert differing_tables(lake, Lake(root, lake.spec)) == []
+    assert all(live_version(root, surface).is_dir() for surface in lake.spec.ad_surfaces)
     for step in ("ingest: ", "online features: "):
-        assert step in said[0] and step not in said[1]
+        assert step in first.stdout and step not in second.stdout

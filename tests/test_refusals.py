@@ -1,4 +1,4 @@
-"""What a user did wrong is one sentence and exit code 2, and nothing is written."""
+"""User errors end with exit code 2 and one line that names the fix, and nothing is written."""
 
 import importlib.util
 import shutil
@@ -19,48 +19,48 @@ DAYS = f"{FIRST}:{LAST}"
 
 @pytest.fixture
 def refused(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run a command that must be refused; returns its sentence."""
+    """Run a command that must be refused; returns the last line of its error."""
 
-    def run(*words: str) -> str:
-        assert main(words) == 2
-        said = capfd.readouterr().err.strip().splitlines()
-        assert "Traceback" not in "".join(said)
-        return said[-1]
+    def run(*arguments: str) -> str:
+        assert main(arguments) == 2
+        lines = capfd.readouterr().err.strip().splitlines()
+        assert "Traceback" not in "".join(lines)
+        return lines[-1]
 
     return run
 
 
-def test_what_is_not_there_is_named(
-    refused: Callable[..., str], spec_path: Path, own: Lake
-) -> None:
-    where = ["--spec", str(spec_path), "--lake", own.root]
-    split = ["--train", "2026-01-01:2026-01-02", "--test", "2026-01-04", "--landed", str(LAST)]
+def test_what_is_missing_is_named(refused: Callable[..., str], spec_path: Path, own: Lake) -> None:
+    flags = ["--spec", str(spec_path), "--lake", own.root]
+    split = ["--train", "2026-01-01:2026-01-02", "--test", "2026-01-04", "--data-until", str(LAST)]
     assert "no ads on surface 'nowhere'; known: feed" in refused(
-        "rank", "train", *where, *split, "--surface", "nowhere"
+        "rank", "train", *flags, *split, "--surface", "nowhere"
     )
     feed = ["--surface", "feed"]
-    for words in (("score", "--days", str(LAST), *feed), ("promote", *split, *feed)):
-        assert "no ranker of feed is promoted" in refused("rank", *words[:1], *where, *words[1:])
-    assert "there is none before" in refused("rank", "rollback", *where, *feed)
+    for command in (("score", "--days", str(LAST), *feed), ("promote", *split, *feed)):
+        assert "no ranker of feed is promoted" in refused("rank", *command, *flags)
+    assert "there is no previous version to roll back to" in refused(
+        "rank", "rollback", *flags, *feed
+    )
     assert "run `gemline rank promote` first" in refused(
-        "rank", "store", *where, "--landed", str(LAST)
+        "rank", "materialize", *flags, "--data-until", str(LAST)
     )
-    assert "run `gemline rank store` first" in refused("rank", "serve", *where)
-    assert "no examples of 2026-02-01" in refused("train", "gem", *where, "--days", "2026-02-01")
+    assert "run `gemline rank materialize` first" in refused("rank", "serve", *flags)
+    assert "no examples of 2026-02-01" in refused("train", "gem", *flags, "--days", "2026-02-01")
     assert "has no sequence 'none'; known: behaviour" in refused(
-        "train", "gem", *where, "--days", str(FIRST), "--sequence", "none"
+        "train", "gem", *flags, "--days", str(FIRST), "--sequence", "none"
     )
-    assert "no impression 'imp-0'" in refused("explain", *where, "imp-0")
+    assert "no impression 'imp-0'" in refused("explain", *flags, "imp-0")
     assert "none.yaml: no such spec" in refused(
         "run", "--spec", "none.yaml", "--raw", "r", "--lake", own.root, "--days", DAYS
     )
-    assert "too short" in refused("run", *where, "--raw", "r", "--days", str(FIRST))
+    assert "too short" in refused("run", *flags, "--raw", "r", "--days", str(FIRST))
 
 
-def test_files_of_today_are_not_removed(
+def test_vacuum_of_files_of_today_is_refused(
     spec_path: Path, lake: Lake, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A running write may have staged them."""
+    """A running write may not have committed them yet."""
     with pytest.raises(SystemExit) as stopped:
         main(["etl", "vacuum", "--spec", str(spec_path), "--lake", lake.root, "--keep-days", "0"])
     assert stopped.value.code == 2 and "greater than or equal to 1" in capsys.readouterr().err
@@ -70,33 +70,33 @@ def test_tables_of_another_spec_are_refused_by_every_reader(
     refused: Callable[..., str], own: Lake, tmp_path: Path
 ) -> None:
     other = tmp_path / "other.yaml"
-    other.write_text(SPEC.read_text().replace("lateness: 2d", "lateness: 5d"))
-    where = ["--spec", str(other), "--lake", own.root, "--days", DAYS]
+    other.write_text(SPEC.read_text().replace("allowed_lateness: 2d", "allowed_lateness: 5d"))
+    flags = ["--spec", str(other), "--lake", own.root, "--days", DAYS]
     for command in (("etl", "labels"), ("features", "items"), ("train", "gem")):
-        said = refused(*command, *where)
-        assert own.spec.hash in said and "another --lake" in said, (command, said)
+        message = refused(*command, *flags)
+        assert own.spec.hash in message and "another --lake" in message, (command, message)
 
 
-def test_a_missing_log_stops_the_line_before_any_table(
+def test_a_missing_log_stops_the_pipeline_before_any_table_is_written(
     refused: Callable[..., str], spec_path: Path, tmp_path: Path
 ) -> None:
     lake = tmp_path / "lake"
-    where = ["--spec", str(spec_path), "--raw", str(tmp_path / "none"), "--lake", str(lake)]
-    assert "exit code 2; the reason is above" in refused("run", *where, "--days", DAYS)
-    assert {path.name for path in lake.iterdir()} <= {"_line"}
+    flags = ["--spec", str(spec_path), "--raw", str(tmp_path / "none"), "--lake", str(lake)]
+    assert "exit code 2; the reason is above" in refused("run", *flags, "--days", DAYS)
+    assert {path.name for path in lake.iterdir()} <= {"_pipeline"}
 
 
 @pytest.fixture
 def check() -> ModuleType:
-    """What `make` runs before it installs anything."""
-    found = importlib.util.spec_from_file_location("check", ROOT / "requirements/check.py")
-    assert found and found.loader
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
+    """The module that `make` runs before it installs anything."""
+    spec = importlib.util.spec_from_file_location("check", ROOT / "requirements/check.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     return module
 
 
-def test_what_a_machine_lacks_is_told_with_its_fix(
+def test_missing_requirements_of_a_machine_are_listed_with_their_fix(
     check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     if shutil.disk_usage(ROOT).free > check.INSTALL_DISK_GB * 1e9:

@@ -1,4 +1,7 @@
-"""The commands of this folder. torch is imported when a torch step is called."""
+"""The commands `gemline train …` and `gemline teacher-predictions`.
+
+torch is imported by the commands that need it, not by this module.
+"""
 
 import os
 import tempfile
@@ -10,231 +13,220 @@ import tyro
 import yaml
 from pydantic import Field
 
-from etl.cli import BEGAN, DayArgs, LakeArgs, days_argument, exclusive
-from etl.errors import UserError, error_of_exit_code
-from training.config import SpreadOptions, TrainConfig
+from etl.cli.runner import PROCESS_START, DayArgs, LakeArgs, holds_leases, parse_days_argument
+from etl.errors import UserError, error_from_exit_code
+from etl.spec.day_split import DaySplit
+from training.config import ParallelismConfig, TrainConfig
 from training.plan.command import plan
-from training.split import Split
 
-RESTARTS = 3  # of all processes, from the last checkpoint, when one is lost
+MAX_RESTARTS = 3  # of all processes from the last checkpoint, after one was lost
 
 
 class SplitArgs(LakeArgs):
-    """Days to learn from, to calibrate on and to test on."""
+    """Days to train, to calibrate and to test on."""
 
-    train: Annotated[str, tyro.conf.arg(help="first:last day to learn from")]
-    test: Annotated[str, tyro.conf.arg(help="first:last day to test on")]
+    train: Annotated[str, tyro.conf.arg(help="days to train on, first:last")]
+    test: Annotated[str, tyro.conf.arg(help="days to test on, first:last")]
     calibration: Annotated[str | None, tyro.conf.arg(help="the day to calibrate on")] = None
-    landed: Annotated[str, tyro.conf.arg(help="the newest day that has landed")]
+    data_until: Annotated[
+        str, tyro.conf.arg(help="the newest day with complete data; labels are final up to its end")
+    ]
 
     @property
-    def split(self) -> Split:
-        """The days, in order; raises UserError where they are not."""
-        train, test = days_argument(self.train, "--train"), days_argument(self.test, "--test")
-        day = self.calibration
-        calibration = days_argument(day, "--calibration")[0] if day else None
-        landed = days_argument(self.landed, "--landed")[0]
+    def split(self) -> DaySplit:
+        """The days; raises UserError where they overlap or are not in order."""
+        train_first, train_last = parse_days_argument(self.train, "--train")
+        test_first, test_last = parse_days_argument(self.test, "--test")
+        data_until, _ = parse_days_argument(self.data_until, "--data-until")
+        calibration = None
+        if self.calibration:
+            calibration, _ = parse_days_argument(self.calibration, "--calibration")
         between = [calibration] if calibration else []
-        order = [*train, *between, *test, landed]
-        if sorted(order) != order or train[1] == test[0] or calibration in {train[1], test[0]}:
-            raise UserError("days must come in this order: train, calibration, test, landed")
-        return Split(
-            train_first=train[0],
-            train_last=train[1],
+        order = [train_first, train_last, *between, test_first, test_last, data_until]
+        overlap = train_last == test_first or calibration in {train_last, test_first}
+        if sorted(order) != order or overlap:
+            raise UserError(
+                "the days must not overlap, and be in this order: --train, --calibration, --test, "
+                "--data-until"
+            )
+        return DaySplit(
+            train_first=train_first,
+            train_last=train_last,
             calibration=calibration,
-            test_first=test[0],
-            test_last=test[1],
-            landed=landed,
+            test_first=test_first,
+            test_last=test_last,
+            data_until=data_until,
         )
 
 
 class GemArgs(DayArgs, TrainConfig):
-    """How GEM is trained, and on which days."""
+    """Days to train GEM on, and how."""
 
-    processes: Annotated[int, tyro.conf.arg(help="processes on this machine, under torchrun")] = 1
-    spread: SpreadOptions = SpreadOptions()
+    processes: Annotated[
+        int, tyro.conf.arg(help="training processes on this machine, started by torchrun")
+    ] = 1
+    parallelism: ParallelismConfig = ParallelismConfig()
 
 
-@exclusive("gem")
+@holds_leases("gem")
 def gem(args: GemArgs) -> None:
-    """Train GEM through some days, from the checkpoint of the day before."""
-    buckets = args.load().buckets
-    if not 1 <= args.processes * max(1, args.workers) <= buckets:
+    """Train GEM on some days, starting from the checkpoint of the day before."""
+    buckets = args.load_spec().buckets
+    readers = args.processes * max(1, args.workers)
+    if not 1 <= readers <= buckets:
         raise UserError(
-            f"--processes {args.processes} with --workers {args.workers}: together from 1 to "
-            f"{buckets}, as many as the spec has buckets"
+            f"--processes {args.processes} times --workers {args.workers}: must be between 1 and "
+            f"{buckets}, the spec's number of buckets, as each process reads buckets of its own"
         )
     if args.processes > 1:
         _torchrun(args)
         return
     import torch.distributed as dist
 
-    from training.gem import train
-    from training.loop.timeline import Timeline
-    from training.loop.tracking import track, tracked
-    from training.parallel.processes import process_group
+    from training.distributed.process_group import process_group
+    from training.trainer.throughput import Timeline
+    from training.trainer.tracking import log_metrics, mlflow_run
+    from training.trainer.trainer import train_days
 
     lake = args.open_lake()
-    chosen = args.model_dump(include=set(TrainConfig.model_fields))
-    config = TrainConfig.model_validate(chosen)
-    timeline = Timeline(BEGAN)
+    settings = args.model_dump(include=set(TrainConfig.model_fields))
+    config = TrainConfig.model_validate(settings)
+    timeline = Timeline(PROCESS_START)
     with process_group() as (rank, _):
-        timeline.spent("imports")
-        scores = train(lake, args.span, config, timeline, args.spread)
+        timeline.record("imports")
+        metrics_by_day = train_days(lake, args.day_range, config, timeline, args.parallelism)
         if rank == 0:
-            with tracked(args.lake, "gem", chosen | {"days": args.days}):
-                for step, found in enumerate(scores):
-                    track(found, step)
+            with mlflow_run(args.lake, "gem", settings | {"days": args.days}):
+                for step, metrics in enumerate(metrics_by_day):
+                    log_metrics(metrics, step)
         dist.barrier()
 
 
 def _torchrun(args: GemArgs) -> None:
-    """Train by several processes; those that are killed are started again from the checkpoint."""
+    """Train with several processes; after one is killed, all restart from the checkpoint."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
-    # Restarted processes get a new store: in the old one are old addresses.
+    # A restart uses a new store: the old one holds addresses of processes that are gone.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "gem.yaml")
-        config.write_text(yaml.safe_dump(settings(args)))
-        launch = [
+        config.write_text(yaml.safe_dump(worker_settings(args)))
+        command = [
             "--standalone",
-            f"--max-restarts={RESTARTS}",
+            f"--max-restarts={MAX_RESTARTS}",
             f"--nproc-per-node={args.processes}",
+            *("-m", "gemline", "train", "gem", "--config", str(config)),
         ]
-        launch += ["-m", "gemline", "train", "gem", "--config", str(config)]
         try:
-            run(parse_args(launch))
+            run(parse_args(command))
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             code = failure.exitcode
-            raise error_of_exit_code(
+            raise error_from_exit_code(
                 code,
                 f"training failed with exit code {code}; the error of process {rank}, which failed "
-                "first, is above. Run the same command again to go on from the last checkpoint",
+                "first, is above. Run the same command again to resume from the last checkpoint",
             ) from None
 
 
-def settings(args: GemArgs) -> dict[str, object]:
-    """What each process is told, as a configuration file holds it."""
+def worker_settings(args: GemArgs) -> dict[str, object]:
+    """The arguments of each training process, as a configuration file holds them."""
     return args.model_dump(mode="json", exclude={"processes"}, exclude_none=True)
 
 
-class RebuildArgs(LakeArgs):
-    """Arguments of the check of a day's batches."""
+class VerifyBatchesArgs(LakeArgs):
+    """A day whose batches are verified."""
 
-    day: Annotated[date, tyro.conf.arg(help="a day that GEM was trained until")]
+    day: Annotated[date, tyro.conf.arg(help="the last day that a GEM was trained on")]
 
 
-def rebuild(args: RebuildArgs) -> None:
-    """Rebuild the first batches of a trained day from its manifest, and compare them."""
-    from training.rebuild import rebuild as step
+def verify_batches(args: VerifyBatchesArgs) -> None:
+    """Rebuild the first batches of a trained day from its manifest, and compare their digests."""
+    from training.trainer import resume
 
-    print(f"{step(args.open_lake(), args.day)} batches of {args.day} are as they were learned")
+    count = resume.verify_batches(args.open_lake(), args.day)
+    print(f"{count} batches of {args.day} are identical to those that GEM was trained on")
 
 
 def baseline(args: SplitArgs) -> None:
-    """Train LightGBM on the same non-sequence features, and predict the test days."""
-    from training.baseline import BaselineConfig, train_baseline
-    from training.predictions import evaluation_path
+    """Train LightGBM on the features without sequences, and predict the test days."""
+    from training.baselines.gbdt import BaselineConfig, train_baseline
+    from training.evaluation.predictions import evaluation_path
 
     predictions = train_baseline(args.open_lake(), args.split, BaselineConfig())
     predictions.write(evaluation_path(args.lake, "lightgbm"), args.split)
-    print(f"baseline: {len(predictions.surface):,} test rows predicted")
+    print(f"baseline: predicted {len(predictions.surface):,} impressions of the test days")
 
 
 def evaluate(args: SplitArgs) -> None:
-    """Predict the test days by the GEM that was trained until the last training day."""
-    from training.evaluate import predict_test
-    from training.parallel.processes import process_group
-    from training.predictions import evaluation_path
+    """Predict the test days with the GEM that was trained until the last training day."""
+    from training.distributed.process_group import process_group
+    from training.evaluation.predictions import evaluation_path
+    from training.trainer.trainer import predict_test
 
     with process_group():
         predictions = predict_test(args.open_lake(), args.split)
     predictions.write(evaluation_path(args.lake, "gem"), args.split)
-    print(f"evaluate: {len(predictions.surface):,} test rows predicted")
+    print(f"evaluate: predicted {len(predictions.surface):,} impressions of the test days")
 
 
-class KnowledgeArgs(DayArgs):
-    """Days, and how old a GEM tells of them."""
+class TeacherPredictionsArgs(DayArgs):
+    """Days to score, and the age of the GEM that scores them."""
 
-    stale: Annotated[int, tyro.conf.arg(help="days by which GEM is older than it could be")] = 0
+    teacher_lag_days: Annotated[
+        int,
+        Field(ge=0),
+        tyro.conf.arg(help="score each day with a GEM that is so many days older than needed"),
+    ] = 0
 
 
-@exclusive("knowledge")
-def knowledge(args: KnowledgeArgs) -> None:
-    """Score each day by the newest GEM that was trained before it."""
-    from training.knowledge.write import write_knowledge
-    from training.parallel.processes import process_group
+@holds_leases("teacher_predictions")
+def teacher_predictions(args: TeacherPredictionsArgs) -> None:
+    """Score each day with the newest GEM that was trained before it."""
+    from training.distributed.process_group import process_group
+    from training.teacher.outputs import write_teacher_outputs
 
     with process_group():
-        rows = write_knowledge(args.open_lake(), args.span, args.stale)
-    print(f"knowledge: {rows:,} impressions")
+        rows = write_teacher_outputs(args.open_lake(), args.day_range, args.teacher_lag_days)
+    print(f"teacher-predictions: scored {rows:,} impressions")
 
 
-def health(args: DayArgs) -> None:
-    """Whether GEM foretold the newest day as those before; what is strange fails."""
-    from training.health import measures
+def check_drift(args: DayArgs) -> None:
+    """Compare the newest day's prequential metrics with earlier days; exit 2 on drift."""
+    from training.evaluation.drift import drift_metrics
 
-    watched = measures(args.open_lake(), args.span[1])
-    for measure in watched:
-        print(f"{measure.name}: {' '.join(f'{value:.3g}' for value in measure.values)}")
-    alarms = [measure for measure in watched if measure.alarm]
-    for measure in alarms:
-        print(f"ALARM: {measure.alarm}")
-    stopping = [f"{measure.alarm}" for measure in alarms if measure.stops]
-    if stopping:
+    metrics = drift_metrics(args.open_lake(), args.day_range[1])
+    for metric in metrics:
+        print(f"{metric.name}: {' '.join(f'{value:.3g}' for value in metric.values)}")
+    for metric in metrics:
+        if metric.alarm:
+            print(f"ALARM: {metric.alarm}")
+    blocking = [metric.alarm for metric in metrics if metric.alarm and metric.blocks_promotion]
+    if blocking:
         raise UserError(
-            f"{'; '.join(stopping)}: nothing is promoted that learned from this GEM. Look at the "
-            "logs of that day; `gemline rank promote` promotes nevertheless"
+            f"{'; '.join(blocking)}: promotion of rankers that learned from this GEM is blocked. "
+            "Check the logs of that day; `gemline rank promote` promotes a ranker all the same"
         )
 
 
-class ForgetArgs(LakeArgs):
-    """Arguments of what removes old GEMs."""
+class CleanArgs(LakeArgs):
+    """Which checkpoints to keep."""
 
     keep_days: Annotated[
-        int, Field(ge=7), tyro.conf.arg(help="days before the newest whose GEMs stay")
+        int,
+        Field(ge=7),
+        tyro.conf.arg(help="days before the newest checkpoint whose checkpoints are kept"),
     ] = 30
 
 
-@exclusive("gem")
-def forget(args: ForgetArgs) -> None:
-    """Remove the GEMs of long ago; late days and rankers need those of the last days."""
-    from training.loop.checkpoint import forget_old
+@holds_leases("gem")
+def clean(args: CleanArgs) -> None:
+    """Remove old GEM checkpoints; late data and rankers need those of recent days."""
+    from training.trainer.checkpoint import remove_old_checkpoints
 
-    gone = forget_old(args.lake, args.load().hash, args.keep_days)
-    print(f"forget: {len(gone)} GEMs")
-
-
-class LawcurveArgs(SplitArgs, TrainConfig):
-    """Days, what all models share, and what is measured."""
-
-    objective: Annotated[str, tyro.conf.arg(help="whose NE is measured")]
-    seeds: Annotated[int, tyro.conf.arg(help="trainings of each model and size")] = 1
-
-
-def lawcurve(args: LawcurveArgs) -> None:
-    """NE against FLOPs of an example: GEM, plain Wukong and HSTU in six sizes (long; resumable)."""
-    from training.lawcurve import lawcurve as measure
-    from training.loop.loss import each
-    from training.trials import Trials
-
-    lake = args.open_lake()
-    each({args.objective: 1.0}, list(lake.spec.objectives), "--objective")
-    base = TrainConfig.model_validate(args.model_dump(include=set(TrainConfig.model_fields)))
-    folder = Path(args.lake, "studies")
-    command = (
-        f"gemline train lawcurve --train {args.train} --test {args.test} "
-        f"--objective {args.objective}"
-    )
-    study = measure(
-        Trials(lake, args.split, folder / "trials"), base, args.objective, args.seeds, command
-    )
-    study.keep(folder / "lawcurve.json")
-    study.show()
-    print(f"kept in {folder / 'lawcurve.json'}; `gemline report` draws it")
+    removed = remove_old_checkpoints(args.lake, args.load_spec().hash, args.keep_days)
+    print(f"clean: removed {len(removed)} checkpoints")
 
 
 COMMANDS = {
@@ -242,11 +234,10 @@ COMMANDS = {
         "gem": gem,
         "baseline": baseline,
         "evaluate": evaluate,
-        "rebuild": rebuild,
-        "lawcurve": lawcurve,
-        "health": health,
-        "forget": forget,
+        "verify-batches": verify_batches,
+        "check-drift": check_drift,
+        "clean": clean,
         "plan": plan,
     },
-    "knowledge": knowledge,
+    "teacher-predictions": teacher_predictions,
 }

@@ -1,106 +1,139 @@
-"""How GEM is trained."""
+"""Configuration of a training run of GEM."""
 
 from typing import Annotated, Literal
 
 import tyro
 from pydantic import Field
 
-from etl.spec.base import Strict
-from etl.words import in_yaml
+from etl.cli.yaml_options import yaml_option
+from etl.spec.base import StrictModel
 from training.model.config import SCALES, GemConfig, GemOptions, Scale
 
 Positive = Annotated[float, Field(gt=0)]
-Share = Annotated[float, Field(gt=0, le=1)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
 
 
-class ComputeOptions(Strict):
-    """How a model is computed; nothing of what it is. Precision is that of products."""
+class ComputeConfig(StrictModel):
+    """How the model is computed; none of it changes what the model is."""
 
-    precision: Literal["fp32", "bf16"] = "fp32"
-    compiled: Annotated[bool, tyro.conf.arg(help="interactions are compiled, block by block")] = (
-        False
-    )
-    recompute: Annotated[
-        Literal["nothing", "sequence", "blocks"],
-        tyro.conf.arg(help="activations that the backward pass makes anew: less memory"),
-    ] = "nothing"
-
-
-class SpreadOptions(Strict):
-    """How a model lies on many processes.
-
-    `groups` hold the tables once each, and average them every `average_every` steps. `moment_scale`
-    makes up for states that are too small on average; without, it is the number of groups.
-    """
-
-    groups: int = Field(default=1, ge=1)
-    average_every: int = Field(default=1, ge=1)
-    moment_scale: Positive | None = None
-    by_rows: Annotated[bool, tyro.conf.arg(help="the planner may cut tables by rows")] = False
-    dense: Annotated[
-        Literal["copied", "sharded"], tyro.conf.arg(help="weights of the dense part")
-    ] = "copied"
+    precision: Annotated[
+        Literal["fp32", "bf16"], tyro.conf.arg(help="precision of matrix products")
+    ] = "fp32"
+    compiled: Annotated[bool, tyro.conf.arg(help="compile interaction blocks, one by one")] = False
+    activation_checkpointing: Annotated[
+        Literal["none", "sequence", "blocks"],
+        tyro.conf.arg(help="blocks to recompute in the backward pass, to save memory"),
+    ] = "none"
 
 
-ALONE = SpreadOptions()
+class ParallelismConfig(StrictModel):
+    """How the model is placed on several processes (2D sparse parallelism, 2508.03854)."""
 
-
-class TrainConfig(Strict):
-    """Settings of a training run; `sequence` may be left out where the spec has one."""
-
-    scale: Scale = "small"
-    model: GemOptions = GemOptions()
-    compute: ComputeOptions = ComputeOptions()
-    batch_rows: int = Field(default=128, ge=1)
-    dense_rate: float = 1e-3
-    sparse_rate: float = 0.05
-    weight_decay: float = 0.01
-    warmup_steps: int = Field(default=50, ge=1)
-    sequence: str | None = None
-    surface: Annotated[
-        str | None, tyro.conf.arg(help="learn from the rows of this surface alone")
+    table_replicas: Annotated[
+        int,
+        Field(ge=1),
+        tyro.conf.arg(help="groups of processes that hold a copy of the embedding tables each"),
+    ] = 1
+    sync_every_steps: Annotated[
+        int, Field(ge=1), tyro.conf.arg(help="steps between averages of the tables' copies")
+    ] = 1
+    moment_scale: Annotated[
+        Positive | None,
+        tyro.conf.arg(
+            help="factor on the tables' optimizer state, which averaging over copies makes too "
+            "small; by default the number of copies"
+        ),
     ] = None
-    size: Annotated[
+    row_wise: Annotated[bool, tyro.conf.arg(help="let the planner shard tables by rows")] = False
+    dense_parallelism: Annotated[
+        Literal["ddp", "fsdp"], tyro.conf.arg(help="copy (ddp) or shard (fsdp) the dense weights")
+    ] = "ddp"
+
+
+SINGLE_PROCESS = ParallelismConfig()
+
+
+class TrainConfig(StrictModel):
+    """Configuration of a training run."""
+
+    scale: Annotated[Scale, tyro.conf.arg(help="size of the model")] = "small"
+    model: GemOptions = GemOptions()
+    compute: ComputeConfig = ComputeConfig()
+    batch_rows: Annotated[
+        int, Field(ge=1), tyro.conf.arg(help="impressions per batch and process, approximately")
+    ] = 128
+    dense_lr: Annotated[float, tyro.conf.arg(help="learning rate of dense weights (AdamW)")] = 1e-3
+    embedding_lr: Annotated[
+        float, tyro.conf.arg(help="learning rate of embedding tables (row-wise AdaGrad)")
+    ] = 0.05
+    weight_decay: Annotated[float, tyro.conf.arg(help="weight decay of dense weights")] = 0.01
+    warmup_steps: Annotated[
+        int, Field(ge=1), tyro.conf.arg(help="steps of linear warmup of the dense learning rate")
+    ] = 50
+    sequence: Annotated[
+        str | None,
+        tyro.conf.arg(help="the spec's sequence to read; optional where there is only one"),
+    ] = None
+    surface: Annotated[
+        str | None, tyro.conf.arg(help="train on the impressions of this surface only")
+    ] = None
+    width_multiplier: Annotated[
         float, Field(gt=0), tyro.conf.arg(help="multiplies the widths of the scale")
     ] = 1.0
     max_length: Annotated[
-        int | None, Field(ge=0), tyro.conf.arg(help="events of history; 0 reads none")
+        int | None,
+        Field(ge=0),
+        tyro.conf.arg(help="events per history, by default the sequence's; 0 reads no history"),
     ] = None
-    item_rows: Annotated[
-        int, Field(ge=2), tyro.conf.arg(help="of the items' table; new items reuse the oldest")
+    item_table_rows: Annotated[
+        int,
+        Field(ge=2),
+        tyro.conf.arg(help="rows of the item table; new items reuse the rows of the oldest"),
     ] = 2**17
-    forget_after_days: Annotated[
+    embedding_ttl_days: Annotated[
         int | None,
         Field(ge=1),
-        tyro.conf.arg(help="rows of tables that nobody asked for in so long start anew"),
+        tyro.conf.arg(help="reset embedding rows that were not accessed for so many days"),
     ] = 90
-    weights: Annotated[
+    objective_weights: Annotated[
         dict[str, Positive],
-        in_yaml(dict[str, Positive]),
-        tyro.conf.arg(help="of objectives in the loss, 1 where none is told: {click: 2}"),
+        yaml_option(dict[str, Positive]),
+        tyro.conf.arg(help="weights of objectives in the loss, by default 1: {click: 2}"),
     ] = {}
-    negatives: Annotated[
-        dict[str, Share],
-        in_yaml(dict[str, Share]),
-        tyro.conf.arg(help="share of an objective's negatives to learn from: {click: 0.1}"),
+    negative_sampling_rate: Annotated[
+        dict[str, Fraction],
+        yaml_option(dict[str, Fraction]),
+        tyro.conf.arg(help="share of an objective's negatives to train on: {click: 0.1}"),
     ] = {}
     workers: Annotated[
-        int, Field(ge=0), tyro.conf.arg(help="processes that read for each one that trains")
+        int, Field(ge=0), tyro.conf.arg(help="reader processes per training process; 0: none")
     ] = 0
-    checkpoint_every: int = Field(default=200, ge=1)
+    checkpoint_every: Annotated[
+        int, Field(ge=1), tyro.conf.arg(help="steps between checkpoints within a day")
+    ] = 200
     seed: int = 0
 
     @property
-    def sizes(self) -> GemConfig:
-        """The sizes that the scale stands for, of the model that the options name."""
-        return SCALES[self.scale].times(self.size).model_copy(update=dict(self.model))
+    def gem_config(self) -> GemConfig:
+        """The model's configuration: the sizes of the scale with the options of `model`."""
+        sizes = SCALES[self.scale].scaled_by(self.width_multiplier)
+        return sizes.model_copy(update=dict(self.model))
 
     @property
     def surfaces(self) -> tuple[str, ...]:
-        """Surfaces whose rows are learned from; empty for all."""
+        """Surfaces to train on; empty for all."""
         return (self.surface,) if self.surface else ()
 
-    def reads(self) -> dict[str, object]:
-        """What may not change from one day to the next."""
-        told = {"scale", "size", "model", "sequence", "surface", "max_length", "item_rows"}
-        return self.model_dump(include=told)
+    def resume_invariants(self) -> dict[str, object]:
+        """The settings that may not change from one day to the next."""
+        return self.model_dump(
+            include={
+                "scale",
+                "width_multiplier",
+                "model",
+                "sequence",
+                "surface",
+                "max_length",
+                "item_table_rows",
+            }
+        )

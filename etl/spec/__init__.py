@@ -1,4 +1,4 @@
-"""The data spec: the one file that describes a user's data, and what is derived from it."""
+"""The data spec: models of the YAML file that describes a user's data, and its loader."""
 
 from etl.spec.load import load_spec
 from etl.spec.model import DataSpec

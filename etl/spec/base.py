@@ -1,28 +1,42 @@
-"""The base of every model of the spec, and names that must be declared elsewhere in it."""
+"""Base class of the spec's models, and types of names that another section must declare."""
 
+from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Annotated
+from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, StringConstraints, ValidationInfo
 
 
-class Strict(BaseModel):
-    """A frozen model that refuses keys it does not know."""
+class StrictModel(BaseModel):
+    """A frozen model that refuses unknown keys; docstrings of attributes describe its fields."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy with some fields replaced; the new values are not validated.
+
+        Raises:
+            TypeError: A key of `update` is not a field of the model.
+        """
+        fields = list(type(self).model_fields)
+        for name in update or ():
+            if name not in fields:
+                hint = suggest_name(name, fields)
+                raise TypeError(f"{type(self).__name__} has no field {name!r}; {hint}")
+        return super().model_copy(update=update, deep=deep)
 
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$")]
 
 
-def suggestion(name: str, known: list[str]) -> str:
-    """`; did you mean 'click'?` where one is close, else the known names."""
+def suggest_name(name: str, known: list[str]) -> str:
+    """`did you mean 'click'?` where a known name is close, else all known names."""
     close = get_close_matches(name, known, n=1)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known) or 'none'}"
 
 
 def declared_in(section: str) -> AfterValidator:
-    """A validator that a name is declared in `section`.
+    """A validator that refuses names that `section` does not declare.
 
     The loader passes the names that each section declares as validation context, so a wrong
     reference is reported beside every other error, whether or not that section is valid itself.
@@ -31,7 +45,18 @@ def declared_in(section: str) -> AfterValidator:
     def check(name: str, info: ValidationInfo) -> str:
         known = (info.context or {}).get(section)
         if known is not None and name not in known:
-            raise ValueError(f"{name!r} is not among the {section}; {suggestion(name, known)}")
+            raise ValueError(f"{name!r} is not among the {section}; {suggest_name(name, known)}")
+        return name
+
+    return AfterValidator(check)
+
+
+def not_reserved(reserved: Mapping[str, str]) -> AfterValidator:
+    """A validator that refuses names in `reserved`, which maps each to what already has it."""
+
+    def check(name: str) -> str:
+        if name in reserved:
+            raise ValueError(f"{name!r} is reserved: {reserved[name]}; choose another name")
         return name
 
     return AfterValidator(check)

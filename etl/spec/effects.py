@@ -1,106 +1,117 @@
-"""What each key of a data spec affects: the tables whose values it determines, or later steps only.
+"""What each key of a data spec affects: the values of some tables, or later steps only.
 
-The hash of a spec covers the keys that affect tables, and `gemline upgrade` rebuilds what a changed
-key affects. A test walks the model, so that a new key must be declared here.
+The hash of a spec covers the keys that affect tables, and `gemline upgrade` rebuilds the tables
+that changed keys affect. A test walks the models of the spec: each new key must be declared here.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-Path = tuple[str, ...]
+KeyPath = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Effect:
-    """`tables` are those whose values a key determines.
+class KeyEffect:
+    """The effect of one key.
 
-    What a `fixed` key says of a surface or an event type cannot be changed in a lake that has
-    tables: their rows hold the codes of these names. New names may be added.
+    Attributes:
+        tables: Tables whose values depend on the key.
+        is_immutable: Whether the key cannot be changed in a lake that has tables, because their
+            rows hold the codes of surfaces and event types. New names may be added.
     """
 
     tables: tuple[str, ...] = ()
-    fixed: bool = False
+    is_immutable: bool = False
 
     @property
     def is_hashed(self) -> bool:
         """Whether the hash of a spec covers the key."""
-        return bool(self.tables) or self.fixed
+        return bool(self.tables) or self.is_immutable
 
 
-NONE = Effect()
-LATER_INGEST = Effect()  # how raw records are read: days that are ingested again, and later ones
-MODELS = Effect()  # what GEM and rankers read of the tables: the next training
-SERVING = Effect()  # how candidates compete: the next start of the service
-CODES = Effect(fixed=True)
-EVENTS = Effect(("events", "parked", "flow", "impressions", "history", "examples"))
-DAYS = Effect((*EVENTS.tables, "attributes_user", "attributes_item", "item_versions"))
-LABELS = Effect(("impressions",))
-CONTEXT = Effect(("events", "parked", "examples"))
-USERS = Effect(("attributes_user", "examples"))
-ITEMS = Effect(("attributes_item", "item_versions", "examples"))
-VERSIONS = Effect((*USERS.tables, *ITEMS.tables))
-BIDS = Effect(("attributes_item",))
-COUNTERS = Effect(("item_versions", "examples"))
-EXAMPLES = Effect(("examples",))
-SCORES = Effect(("scores",))
+NO_EFFECT = KeyEffect()
+FUTURE_INGEST = KeyEffect()  # how raw records are read: affects days that are ingested from now on
+MODEL_INPUTS = KeyEffect()  # what GEM and rankers read of the tables: affects the next training
+SERVING = KeyEffect()  # how candidates compete: affects the next start of the service
+IMMUTABLE_CODES = KeyEffect(is_immutable=True)
+EVENT_TABLES = KeyEffect(
+    ("events", "excluded_events", "ingest_metrics", "impressions", "history", "examples")
+)
+DAY_TABLES = KeyEffect(
+    (*EVENT_TABLES.tables, "attributes_user", "attributes_item", "item_versions")
+)
+LABEL_TABLES = KeyEffect(("impressions",))
+CONTEXT_TABLES = KeyEffect(("events", "excluded_events", "examples"))
+USER_TABLES = KeyEffect(("attributes_user", "examples"))
+ITEM_TABLES = KeyEffect(("attributes_item", "item_versions", "examples"))
+ATTRIBUTE_TABLES = KeyEffect((*USER_TABLES.tables, *ITEM_TABLES.tables))
+BID_TABLES = KeyEffect(("attributes_item",))
+COUNTER_TABLES = KeyEffect(("item_versions", "examples"))
+EXAMPLE_TABLES = KeyEffect(("examples",))
+SCORE_TABLES = KeyEffect(("scores",))
 
-# Keys of a spec; `*` is any name. A key that affects tables covers all keys below it.
-EFFECTS: Mapping[str, Effect] = {
-    "name": NONE,
-    "description": NONE,
-    "time_zone": DAYS,
-    "buckets": EVENTS,
-    "lateness": EVENTS,
-    "most_quarantined": LATER_INGEST,
-    "most_events_a_day": EVENTS,
-    "request_gap": EVENTS,
-    "shared_event_ids": EVENTS,
-    "surfaces.*.logged_as": LATER_INGEST,
-    "surfaces.*.ads": CODES,
-    "domains.*": MODELS,
-    "events.*": CODES,
-    "objectives.*": LABELS,
-    "attributes.user.*": USERS,
-    "attributes.item.*": ITEMS,
-    "attributes.context.*": CONTEXT,
-    "sequences.*.events": MODELS,
-    "sequences.*.max_length": MODELS,
-    "history.most_events": MODELS,
-    "history.max_age": MODELS,
-    "match": MODELS,
-    "calibration_holdout": MODELS,
-    "counters.windows": EXAMPLES,
-    "counters.events": EXAMPLES,
-    "counters.keys": COUNTERS,
+# By key path, where `*` is any name. A key that affects tables stands for all keys below it.
+KEY_EFFECTS: Mapping[str, KeyEffect] = {
+    "name": NO_EFFECT,
+    "description": NO_EFFECT,
+    "time_zone": DAY_TABLES,
+    "buckets": EVENT_TABLES,
+    "allowed_lateness": EVENT_TABLES,
+    "max_bad_record_rate": FUTURE_INGEST,
+    "max_events_per_user_day": EVENT_TABLES,
+    "request_session_gap": EVENT_TABLES,
+    "shared_event_ids": EVENT_TABLES,
+    "surfaces.*.logged_as": FUTURE_INGEST,
+    "surfaces.*.ads": IMMUTABLE_CODES,
+    "domains.*": MODEL_INPUTS,
+    "events.*": IMMUTABLE_CODES,
+    "objectives.*": LABEL_TABLES,
+    "attributes.user.*": USER_TABLES,
+    "attributes.item.*": ITEM_TABLES,
+    "attributes.context.*": CONTEXT_TABLES,
+    "sequences.*.events": MODEL_INPUTS,
+    "sequences.*.max_length": MODEL_INPUTS,
+    "history.max_events": MODEL_INPUTS,
+    "history.max_age": MODEL_INPUTS,
+    "similarity_attributes": MODEL_INPUTS,
+    "calibration_holdout": MODEL_INPUTS,
+    "counters.windows": EXAMPLE_TABLES,
+    "counters.events": EXAMPLE_TABLES,
+    "counters.keys": COUNTER_TABLES,
     "rank_by": SERVING,
-    "auction.bid": BIDS,
-    "auction.goal": BIDS,
+    "auction.bid": BID_TABLES,
+    "auction.goal": BID_TABLES,
     "auction.advertiser": SERVING,
-    "auction.pays_for.*": SCORES,
+    "auction.goal_objectives.*": SCORE_TABLES,
     "auction.terms.*.reserve": SERVING,
-    "auction.terms.*.quality": SERVING,
-    "auction.terms.*.floor": SERVING,
-    "auction.terms.*.values.*": SERVING,
-    "sources.*.kind": LATER_INGEST,
-    "sources.*.format": LATER_INGEST,
-    "sources.*.path": LATER_INGEST,
-    "sources.*.time_unit": LATER_INGEST,
-    "sources.*.sparse": LATER_INGEST,
-    "sources.*.complete": LATER_INGEST,
-    "sources.*.unchanged_for": LATER_INGEST,
-    "sources.*.day.column": LATER_INGEST,
-    "sources.*.day.format": LATER_INGEST,
-    "sources.*.delay": DAYS,
-    "sources.*.types.*": LATER_INGEST,
-    "sources.*.event": LATER_INGEST,
-    "sources.*.outcomes": LATER_INGEST,
-    "sources.*.entity": LATER_INGEST,
-    "sources.*.key": LATER_INGEST,
-    "sources.*.valid_from": LATER_INGEST,
-    "sources.*.static": VERSIONS,
+    "auction.terms.*.quality_objective": SERVING,
+    "auction.terms.*.min_quality": SERVING,
+    "auction.terms.*.objective_values.*": SERVING,
+    "sources.*.kind": FUTURE_INGEST,
+    "sources.*.format": FUTURE_INGEST,
+    "sources.*.path": FUTURE_INGEST,
+    "sources.*.csv.delimiter": FUTURE_INGEST,
+    "sources.*.csv.quote": FUTURE_INGEST,
+    "sources.*.csv.escape": FUTURE_INGEST,
+    "sources.*.csv.null_value": FUTURE_INGEST,
+    "sources.*.csv.header": FUTURE_INGEST,
+    "sources.*.time_unit": FUTURE_INGEST,
+    "sources.*.optional": FUTURE_INGEST,
+    "sources.*.success_file": FUTURE_INGEST,
+    "sources.*.unchanged_for": FUTURE_INGEST,
+    "sources.*.day.column": FUTURE_INGEST,
+    "sources.*.day.format": FUTURE_INGEST,
+    "sources.*.delay": DAY_TABLES,
+    "sources.*.types.*": FUTURE_INGEST,
+    "sources.*.event": FUTURE_INGEST,
+    "sources.*.outcomes": FUTURE_INGEST,
+    "sources.*.entity": FUTURE_INGEST,
+    "sources.*.key": FUTURE_INGEST,
+    "sources.*.valid_from": FUTURE_INGEST,
+    "sources.*.static": ATTRIBUTE_TABLES,
     **{
-        f"sources.*.columns.{column}": LATER_INGEST
+        f"sources.*.columns.{column}": FUTURE_INGEST
         for column in (
             "event_id",
             "user",
@@ -118,36 +129,38 @@ EFFECTS: Mapping[str, Effect] = {
         )
     },
 }
-# The longest first, so that the first one that covers a path decides.
-_DECLARED = sorted(
-    ((tuple(key.split(".")), effect) for key, effect in EFFECTS.items()),
-    key=lambda declared: -len(declared[0]),
+# Longest paths first: the first that covers a key decides.
+_EFFECTS_BY_SPECIFICITY = sorted(
+    ((tuple(key.split(".")), effect) for key, effect in KEY_EFFECTS.items()),
+    key=lambda item: -len(item[0]),
 )
 
 
-def effect_of(path: Path) -> Effect:
-    """The effect of the longest declared key that covers a path; raises KeyError without one."""
-    for declared, effect in _DECLARED:
+def effect_of(path: KeyPath) -> KeyEffect:
+    """The effect of the longest declared path that covers a key; raises KeyError if none does."""
+    for declared, effect in _EFFECTS_BY_SPECIFICITY:
         if _covers(declared, path):
             return effect
     raise KeyError(f"spec key {'.'.join(path)} has no declared effect")
 
 
-def _covers(declared: Path, path: Path) -> bool:
+def _covers(declared: KeyPath, path: KeyPath) -> bool:
     parts = zip(declared, path, strict=False)
     return len(declared) <= len(path) and all(part in ("*", name) for part, name in parts)
 
 
-def keys_of(dump: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Path and value of each key of a dumped spec that is set."""
-    for name, value in dump.items():
+def flatten_keys(
+    spec_dump: Mapping[str, Any], prefix: KeyPath = ()
+) -> Iterator[tuple[KeyPath, Any]]:
+    """Path and value of each key of a dumped spec whose value is not None."""
+    for name, value in spec_dump.items():
         if isinstance(value, Mapping):
-            yield from keys_of(value, (*above, name))
+            yield from flatten_keys(value, (*prefix, name))
         elif value is not None:
-            yield (*above, name), value
+            yield (*prefix, name), value
 
 
-def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Path]:
-    """Paths that two dumped specs do not share, or whose values differ, in order."""
-    before, after = dict(keys_of(old)), dict(keys_of(new))
-    return sorted(p for p in {*before, *after} if before.get(p) != after.get(p))
+def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[KeyPath]:
+    """Sorted paths of the keys that differ between two dumped specs, or that only one has."""
+    before, after = dict(flatten_keys(old)), dict(flatten_keys(new))
+    return sorted(path for path in {*before, *after} if before.get(path) != after.get(path))

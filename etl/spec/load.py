@@ -1,4 +1,4 @@
-"""Reading a spec: every error at once, each with its line."""
+"""Loading a spec from YAML, with all of its errors reported at once and by line."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,60 +8,71 @@ import yaml
 from pydantic import ValidationError
 
 from etl.errors import UserError
-from etl.spec.base import suggestion
-from etl.spec.model import DataSpec, MisfitError
+from etl.spec.base import suggest_name
+from etl.spec.model import DataSpec, SpecConsistencyError
 
 Location = tuple[str | int, ...]
-TAGS = ("event_log", "impression_log", "attributes", "categorical", "numeric", "vector", "clock")
+DISCRIMINATOR_TAGS = (
+    "event_log",
+    "impression_log",
+    "attributes",
+    "categorical",
+    "numeric",
+    "vector",
+    "clock",
+)
+KEY_MARKER = "[key]"  # the last part of Pydantic's location of a key that is not valid
 
 
 def load_spec(path: Path) -> DataSpec:
-    """The spec in a YAML file, where the order of names means nothing.
+    """The spec in a YAML file; the order of names in the file has no effect.
 
-    Raises UserError with all that is wrong in it.
+    Raises UserError with one line for each error.
     """
     if not path.is_file():
-        raise UserError(f"{path}: no such spec; shipped ones lie in conf/specs")
+        raise UserError(f"{path}: no such spec; shipped specs are in conf/specs")
     text = path.read_text()
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         raw = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not valid YAML: {error}") from None
-    twice = [f"{path}:{line}: {key}: this key is there twice" for key, line in repeated(root)]
-    if twice:
-        raise UserError("\n".join(twice))
+    duplicates = [f"{path}:{line}: {key}: duplicate key" for key, line in duplicate_keys(root)]
+    if duplicates:
+        raise UserError("\n".join(duplicates))
     if not isinstance(raw, dict):
-        raise UserError(f"{path}: a spec is a mapping; see docs/spec.md for a worked example")
+        raise UserError(
+            f"{path}: a spec is a mapping; see docs/guides/your-logs.md for a worked example"
+        )
     try:
-        return DataSpec.model_validate(_by_name(raw), context=declared_names(raw))
+        return DataSpec.model_validate(_sort_keys(raw), context=declared_names(raw))
     except ValidationError as error:
-        raise UserError("\n".join(explain(path, root, error))) from None
+        raise UserError("\n".join(format_errors(path, root, error))) from None
 
 
-def _by_name(value: Any) -> Any:
-    """The same values, all mappings in the order of their names."""
+def _sort_keys(value: Any) -> Any:
+    """The same value with the keys of all mappings sorted."""
     if not isinstance(value, dict):
         return value
-    return {name: _by_name(inner) for name, inner in sorted(value.items(), key=lambda i: str(i[0]))}
+    return {key: _sort_keys(value[key]) for key in sorted(value, key=str)}
 
 
-def repeated(node: yaml.Node | None) -> Iterator[tuple[str, int]]:
-    """Keys that one mapping holds twice, and their line; YAML would keep the last in silence."""
+def duplicate_keys(node: yaml.Node | None) -> Iterator[tuple[str, int]]:
+    """Keys that a mapping has twice, with the line of the second; YAML would silently use that."""
     if isinstance(node, yaml.SequenceNode):
         for child in node.value:
-            yield from repeated(child)
+            yield from duplicate_keys(child)
     if isinstance(node, yaml.MappingNode):
         seen = set()
         for key, child in node.value:
             if key.value in seen:
                 yield str(key.value), key.start_mark.line + 1
             seen.add(key.value)
-            yield from repeated(child)
+            yield from duplicate_keys(child)
 
 
 def declared_names(raw: dict[str, Any]) -> dict[str, list[str]]:
-    """The names that each section declares, valid or not."""
+    """The names that each section declares, whether or not the section is valid."""
 
     def keys(value: object) -> list[str]:
         return [str(key) for key in value] if isinstance(value, dict) else []
@@ -83,40 +94,48 @@ def declared_names(raw: dict[str, Any]) -> dict[str, list[str]]:
     }
 
 
-def explain(path: Path, root: yaml.Node | None, error: ValidationError) -> list[str]:
-    """One line an error, in the order of the file: `conf/specs/x.yaml:12: objectives.click…`."""
-    found = []
-    for item in _single(error):
-        location, line, siblings = locate(root, item["loc"])
-        message = item["msg"].removeprefix("Value error, ")
-        if item["type"] == "extra_forbidden":
-            known = [k for k in known_keys(item["loc"]) if k not in siblings]
-            message = f"unknown key; {suggestion(str(location[-1]), known)}"
+def format_errors(path: Path, root: yaml.Node | None, error: ValidationError) -> list[str]:
+    """One line for each error, in the order of the file: `x.yaml:12: objectives.click: ...`."""
+    errors = []
+    for detail in _flatten_errors(error):
+        location, line, siblings = locate(root, detail["loc"])
+        message = detail["msg"].removeprefix("Value error, ")
+        if detail["type"] == "extra_forbidden":
+            known = [key for key in known_keys(detail["loc"]) if key not in siblings]
+            message = f"unknown key; {suggest_name(str(location[-1]), known)}"
         name = ".".join(map(str, location)) or "spec"
-        found.append((line, f"{path}:{line}: {name}: {message}"))
-    return [text for _, text in sorted(found)]
+        errors.append((line, f"{path}:{line}: {name}: {message}"))
+    return [text for _, text in sorted(errors)]
 
 
-def _single(error: ValidationError) -> Iterator[Any]:
-    """The errors of a validation, one for each part that does not fit."""
-    for item in error.errors():
-        misfits = item.get("ctx", {}).get("error")
-        if isinstance(misfits, MisfitError):
-            yield from (
-                {"loc": where, "msg": what, "type": "misfit"} for where, what in misfits.problems
-            )
+def _flatten_errors(error: ValidationError) -> Iterator[Any]:
+    """Pydantic's error details, with a SpecConsistencyError expanded into its problems."""
+    for detail in error.errors():
+        cause = detail.get("ctx", {}).get("error")
+        if isinstance(cause, SpecConsistencyError):
+            for path, text in cause.problems:
+                yield {"loc": path, "msg": text, "type": "inconsistent"}
         else:
-            yield item
+            yield detail
 
 
 def locate(root: yaml.Node | None, location: Location) -> tuple[Location, int, list[str]]:
-    """A location without union tags, the line of its deepest part in the file, the keys there."""
+    """Where an error is in the file.
+
+    Returns:
+        The location without Pydantic's markers of unions and keys, the line of its deepest part
+        that the file has, and the keys of the mapping there.
+    """
     assert root is not None
-    node, line, siblings, path = root, root.start_mark.line, list[str](), list[str | int]()
+    node, line = root, root.start_mark.line
+    siblings: list[str] = []
+    path: list[str | int] = []
     for part in location:
+        if part == KEY_MARKER:
+            continue
         if isinstance(node, yaml.MappingNode):
             pairs = {key.value: (key, value) for key, value in node.value}
-            if str(part) not in pairs and part in TAGS:
+            if str(part) not in pairs and part in DISCRIMINATOR_TAGS:
                 continue
             siblings = list(pairs)
             if str(part) in pairs:
@@ -128,25 +147,25 @@ def locate(root: yaml.Node | None, location: Location) -> tuple[Location, int, l
     return tuple(path), line + 1, siblings
 
 
-def known_keys(location: tuple[str | int, ...]) -> list[str]:
-    """Keys that the model around a location knows."""
-    model: Any = DataSpec.model_json_schema()
-    defs = model["$defs"]
+def known_keys(location: Location) -> list[str]:
+    """The keys of the model that holds a location."""
+    schema: Any = DataSpec.model_json_schema()
+    definitions = schema["$defs"]
     for part in location[:-1]:
-        model = resolve(model, defs)
-        if part in TAGS and "discriminator" in model:
-            model = {"$ref": model["discriminator"]["mapping"][part]}
-        elif part in model.get("properties", {}):
-            model = model["properties"][part]
+        schema = resolve_ref(schema, definitions)
+        if part in DISCRIMINATOR_TAGS and "discriminator" in schema:
+            schema = {"$ref": schema["discriminator"]["mapping"][part]}
+        elif part in schema.get("properties", {}):
+            schema = schema["properties"][part]
         else:
-            values = [*model.get("patternProperties", {}).values(), model.get("items")]
-            model = next(filter(None, values), {})
-    return list(resolve(model, defs).get("properties", {}))
+            values = [*schema.get("patternProperties", {}).values(), schema.get("items")]
+            schema = next(filter(None, values), {})
+    return list(resolve_ref(schema, definitions).get("properties", {}))
 
 
-def resolve(model: dict[str, Any], defs: dict[str, Any]) -> dict[str, Any]:
-    """A schema with its `$ref` followed and an optional one opened."""
-    for choice in model.get("anyOf", ()):
+def resolve_ref(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    """A JSON schema with its `$ref` resolved; of an optional one, the schema of its value."""
+    for choice in schema.get("anyOf", ()):
         if choice.get("type") != "null":
-            model = choice
-    return defs[model["$ref"].rsplit("/", 1)[1]] if "$ref" in model else model
+            schema = choice
+    return definitions[schema["$ref"].rsplit("/", 1)[1]] if "$ref" in schema else schema

@@ -1,4 +1,7 @@
-"""The data spec (docs/spec.md): every column, surface, event and objective is named here alone."""
+"""The data spec, from which schemas, features, models and steps are derived.
+
+All keys are in docs/reference/spec.md.
+"""
 
 import hashlib
 import json
@@ -6,146 +9,113 @@ from collections.abc import Collection, Iterator
 from datetime import date, datetime, time, timedelta
 from difflib import get_close_matches
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 from zoneinfo import ZoneInfo, available_timezones
 
 from pydantic import Field, field_validator, model_validator
 
 from etl.errors import UserError
 from etl.spec.attributes import Attributes
-from etl.spec.auction import Auction, Terms
-from etl.spec.base import (
-    CategoryName,
-    EventName,
-    KeyName,
-    Name,
-    ObjectiveName,
-    Strict,
-)
-from etl.spec.effects import effect_of, keys_of
-from etl.spec.objectives import Objective, Touch
-from etl.spec.sources import AttributeFile, EventLog, ImpressionLog, Source, Sources
+from etl.spec.base import CategoryName, Name, ObjectiveName, StrictModel
+from etl.spec.effects import KeyPath, effect_of, flatten_keys
+from etl.spec.objectives import AuctionSpec, AuctionTerms, Objective, Touchpoint
+from etl.spec.sections import CounterSpec, EventType, HistoryRetention, SequenceSpec, Surface
+from etl.spec.sources import AttributeSource, EventLogSource, ImpressionLogSource, Source, Sources
 from etl.spec.units import DAY, Duration, format_duration
 
-MOST_CODES = 127  # tables hold surfaces and event types as signed bytes
+MAX_CODES = 127  # tables hold surfaces and event types as signed bytes
 
 
-class Surface(Strict):
-    """A place where items are shown; `logged_as` is its value in the logs, if not its name."""
+class SpecConsistencyError(ValueError):
+    """Sections of a spec contradict each other; holds the location of each problem and its text."""
 
-    logged_as: str | None = None
-    ads: bool = True
-
-
-class EventType(Strict):
-    """What happened. One type is the impression, the thing that is ranked."""
-
-    kind: Literal["ad", "organic"]
-    role: Literal["impression", "outcome", "activity"] = "activity"
-
-
-class Sequence(Strict):
-    """A stream of a user's events that a model reads; all types where none are named."""
-
-    events: tuple[EventName, ...] | None = None
-    max_length: int = Field(default=256, ge=1)
-
-
-class Counters(Strict):
-    """Counts of `events` over `windows` before an impression, for each combination of keys."""
-
-    windows: tuple[Duration, ...] = Field(min_length=1)
-    events: tuple[EventName, ...] = Field(min_length=1)
-    keys: tuple[tuple[KeyName, ...], ...] = Field(min_length=1)
-
-
-class History(Strict):
-    """What compaction keeps of a user's events: the last `most_events`, none older than `max_age`.
-
-    Ages count back from the end of the compacted days.
-    """
-
-    most_events: int = Field(default=8192, ge=1)
-    max_age: Duration = 400 * DAY
-
-
-class MisfitError(ValueError):
-    """Parts of a spec that do not fit together: locations, and what is wrong there."""
-
-    def __init__(self, problems: list[tuple[tuple[str, ...], str]]) -> None:
-        super().__init__("; ".join(f"{'.'.join(where)}: {what}" for where, what in problems))
+    def __init__(self, problems: list[tuple[KeyPath, str]]) -> None:
+        super().__init__("; ".join(f"{'.'.join(path)}: {text}" for path, text in problems))
         self.problems = problems
 
 
-def _tells(source: Source, entity: str) -> bool:
-    return isinstance(source, AttributeFile) and source.entity == entity
+def _provides_attributes_of(source: Source, entity: str) -> bool:
+    return isinstance(source, AttributeSource) and source.entity == entity
 
 
-class DataSpec(Strict):
-    """A user's data.
+class DataSpec(StrictModel):
+    """One user's data: logs, surfaces, events, objectives, attributes and how ads compete.
 
-    A domain is a group of surfaces that may share a model from which their rankers begin.
-    `match` names item attributes by which a candidate is compared with its user's history. Of a
-    share `calibration_holdout` of requests models learn nothing until all labels are final. A day
-    of which a larger share than `most_quarantined` is bad is refused; what a user does on a day
-    beyond `most_events_a_day` is parked, as no person does so much. Impressions without a request
-    in the log are of one request while none follows the one before later than `request_gap`.
-    Ids of events are those of one log, unless logs have `shared_event_ids`. Without an auction,
-    candidates are ranked by the objective `rank_by`.
-
-    The order of surfaces and of event types is that of their codes (etl/tables/codes.py).
+    The order of surfaces and event types is that of their codes (etl/tables/code_registry.py).
     """
 
     name: Name
+    """Name of the spec, used in messages and reports."""
     description: str = ""
+    """What the data is, for people who read the spec."""
     time_zone: str = "UTC"
+    """IANA name of the time zone in which days begin, such as `Europe/Berlin`."""
     buckets: int = Field(default=16, ge=1)
-    lateness: Duration = 3 * DAY
-    most_quarantined: float = Field(default=0.1, ge=0, le=1)
-    most_events_a_day: int = Field(default=20_000, ge=1)
-    request_gap: Duration = 0
+    """Partitions of the users of each day; a power of two."""
+    allowed_lateness: Duration = 3 * DAY
+    """How long before its landing day an event may have happened; older ones are excluded."""
+    max_bad_record_rate: float = Field(default=0.1, ge=0, le=1)
+    """Share of bad records above which a day is refused before anything is written."""
+    max_events_per_user_day: int = Field(default=20_000, ge=1)
+    """Maximum number of events of a user per day; the rest is excluded as a machine's."""
+    request_session_gap: Duration = 0
+    """Longest gap between two impressions of one request, where the log has no request ids."""
     shared_event_ids: bool = False
-    surfaces: dict[Name, Surface] = Field(min_length=1, max_length=MOST_CODES)
+    """Whether an event id means the same event in all logs; by default in one log only."""
+    surfaces: dict[Name, Surface] = Field(min_length=1, max_length=MAX_CODES)
+    """Places where items are shown, by name."""
     domains: dict[Name, tuple[Name, ...]] = {}
-    events: dict[Name, EventType] = Field(max_length=MOST_CODES)
+    """Groups of surfaces whose rankers may be initialised from one shared model, by name."""
+    events: dict[Name, EventType] = Field(max_length=MAX_CODES)
+    """Types of events, by name; exactly one has `role: impression`."""
     objectives: dict[Name, Objective] = Field(min_length=1)
+    """What models predict of an impression, by name."""
     attributes: Attributes = Attributes()
-    sequences: dict[Name, Sequence] = Field(min_length=1)
-    history: History = History()
-    match: tuple[CategoryName, ...] = ()
+    """Attributes of users, items and impressions that models read."""
+    sequences: dict[Name, SequenceSpec] = Field(min_length=1)
+    """Streams of a user's events that models read, by name."""
+    history: HistoryRetention = HistoryRetention()
+    """How much of a user's history is kept."""
+    similarity_attributes: tuple[CategoryName, ...] = ()
+    """Item attributes by which a candidate is compared with the items of its user's history."""
     calibration_holdout: float = Field(default=0.1, ge=0, lt=1)
-    counters: Counters
-    auction: Auction | None = None
+    """Share of requests kept from training until all their labels are final, for calibration."""
+    counters: CounterSpec
+    """Counts of past events that models read as features."""
+    auction: AuctionSpec | None = None
+    """How ads compete; without an auction candidates are ranked by `rank_by`."""
     rank_by: ObjectiveName | None = None
+    """Objective that ranks candidates without an auction; default: the only one of the surface."""
     sources: Sources
+    """Logs and attribute files, by name."""
 
     @field_validator("time_zone")
     @classmethod
-    def _a_zone(cls, zone: str) -> str:
+    def _check_time_zone(cls, zone: str) -> str:
         if zone not in available_timezones():
-            near = get_close_matches(zone, available_timezones(), n=1) or ["Europe/Berlin"]
-            raise ValueError(f"no time zone is called {zone!r}; write one such as {near[0]}")
+            close = get_close_matches(zone, available_timezones(), n=1) or ["Europe/Berlin"]
+            raise ValueError(f"unknown time zone {zone!r}; write one such as {close[0]}")
         return zone
 
     @field_validator("buckets")
     @classmethod
-    def _power_of_two(cls, buckets: int) -> int:
+    def _check_power_of_two(cls, buckets: int) -> int:
         if buckets & (buckets - 1):
             raise ValueError(f"buckets is {buckets}; it must be a power of two")
         return buckets
 
     @field_validator("surfaces")
     @classmethod
-    def _told_apart(cls, surfaces: dict[str, Surface]) -> dict[str, Surface]:
-        logged = [surface.logged_as or name for name, surface in surfaces.items()]
-        twice = sorted({name for name in logged if logged.count(name) > 1})
-        if twice:
-            raise ValueError(f"two surfaces are logged as {', '.join(map(repr, twice))}")
+    def _check_logged_names_unique(cls, surfaces: dict[str, Surface]) -> dict[str, Surface]:
+        logged_names = [surface.logged_as or name for name, surface in surfaces.items()]
+        duplicates = sorted({name for name in logged_names if logged_names.count(name) > 1})
+        if duplicates:
+            raise ValueError(f"two surfaces are logged as {', '.join(map(repr, duplicates))}")
         return surfaces
 
     @field_validator("events")
     @classmethod
-    def _one_impression(cls, events: dict[str, EventType]) -> dict[str, EventType]:
+    def _check_one_impression_type(cls, events: dict[str, EventType]) -> dict[str, EventType]:
         impressions = [name for name, event in events.items() if event.role == "impression"]
         if len(impressions) != 1:
             raise ValueError(f"one event type needs role: impression, {len(impressions)} have it")
@@ -153,44 +123,43 @@ class DataSpec(Strict):
 
     @field_validator("sources")
     @classmethod
-    def _logs_and_one_file_an_entity(cls, sources: Sources) -> Sources:
-        if not any(isinstance(source, EventLog | ImpressionLog) for source in sources.values()):
+    def _check_sources(cls, sources: Sources) -> Sources:
+        if all(isinstance(source, AttributeSource) for source in sources.values()):
             raise ValueError("no source is an event_log or an impression_log")
         for entity in ("user", "item"):
-            files = [name for name, source in sources.items() if _tells(source, entity)]
-            if len(files) > 1:
-                raise ValueError(f"sources {', '.join(files)} all tell of {entity}s; join them")
+            names = [name for name, s in sources.items() if _provides_attributes_of(s, entity)]
+            if len(names) > 1:
+                raise ValueError(f"sources {', '.join(names)} all hold {entity}s; join them")
         return sources
 
     @model_validator(mode="after")
-    def _whole(self) -> "DataSpec":
-        problems = [*self._problems()]
+    def _check_consistency(self) -> "DataSpec":
+        problems = [*self._ranking_problems(), *self._attribute_problems()]
+        for name, surfaces in self.domains.items():
+            problems += self._domain_problems(name, surfaces)
         if problems:
-            raise MisfitError(problems)
+            raise SpecConsistencyError(problems)
         return self
 
-    def _problems(self) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Where parts do not fit together, and what is wrong there."""
+    def _ranking_problems(self) -> Iterator[tuple[KeyPath, str]]:
         for surface in self.ad_surfaces:
             if not any(surface in self.surfaces_of(name) for name in self.objectives):
-                yield ("surfaces", surface), "ads but no objective; say `ads: false`"
+                yield ("surfaces", surface), "ads but no objective; set `ads: false`"
             elif self.auction is None and self.ranking_objective(surface) is None:
                 yield ("surfaces", surface), "no auction: name the objective that ranks, `rank_by`"
         if self.auction and self.rank_by:
             yield ("rank_by",), "the auction ranks; leave rank_by out"
-        for name, surfaces in self.domains.items():
-            yield from self._problems_of(name, surfaces)
-        for entity in ("user", "item"):
-            files = [n for n, s in self.sources.items() if _tells(s, entity)]
-            if getattr(self.attributes, entity) and not files:
-                yield (
-                    ("attributes", entity),
-                    f"{entity}s have attributes, but no source of kind attributes tells them",
-                )
 
-    def _problems_of(
+    def _attribute_problems(self) -> Iterator[tuple[KeyPath, str]]:
+        for entity in ("user", "item"):
+            has_source = any(_provides_attributes_of(s, entity) for s in self.sources.values())
+            if getattr(self.attributes, entity) and not has_source:
+                text = f"{entity}s have attributes, but no source of kind attributes holds them"
+                yield ("attributes", entity), text
+
+    def _domain_problems(
         self, name: str, surfaces: tuple[str, ...]
-    ) -> Iterator[tuple[tuple[str, ...], str]]:
+    ) -> Iterator[tuple[KeyPath, str]]:
         if not surfaces:
             yield ("domains", name), "it has no surface"
         for surface in surfaces:
@@ -202,81 +171,85 @@ class DataSpec(Strict):
                 yield ("domains", name), f"surface {surface!r} is in a domain already"
 
     @cached_property
-    def impression(self) -> str:
+    def impression_type(self) -> str:
         """The event type that is ranked."""
-        return next(n for n, e in self.events.items() if e.role == "impression")
+        return next(name for name, event in self.events.items() if event.role == "impression")
 
     @cached_property
-    def logs(self) -> dict[str, EventLog | ImpressionLog]:
-        """The sources that hold events."""
-        return {n: s for n, s in self.sources.items() if isinstance(s, EventLog | ImpressionLog)}
+    def log_sources(self) -> dict[str, EventLogSource | ImpressionLogSource]:
+        """The sources that hold events, by name."""
+        return {
+            name: source
+            for name, source in self.sources.items()
+            if isinstance(source, EventLogSource | ImpressionLogSource)
+        }
 
     @cached_property
-    def delays(self) -> dict[str, int]:
-        """Seconds from the ingest until an event is visible, by the types that the logs declare.
+    def visibility_delays(self) -> dict[str, int]:
+        """Seconds from the ingest of an event until it is visible, by event type.
 
-        Where several logs declare a type it is the largest of theirs.
+        Where several logs declare a type, the largest of their delays.
         """
-        found: dict[str, int] = {}
-        for log in self.logs.values():
-            for event in self._types_of(log):
-                found[event] = max(found.get(event, 0), log.delay)
-        return found
+        delays: dict[str, int] = {}
+        for log in self.log_sources.values():
+            for event in self._event_types_of(log):
+                delays[event] = max(delays.get(event, 0), log.delay)
+        return delays
 
-    def _types_of(self, log: EventLog | ImpressionLog) -> set[str]:
-        if isinstance(log, ImpressionLog):
-            return {self.impression, *(outcome.event for outcome in log.outcomes)}
+    def _event_types_of(self, log: EventLogSource | ImpressionLogSource) -> set[str]:
+        if isinstance(log, ImpressionLogSource):
+            return {self.impression_type, *(outcome.event for outcome in log.outcomes)}
         if log.columns.type:
             return set(log.types.values() or self.events)
-        return {log.event or self.impression}
+        return {log.event or self.impression_type}
 
-    def without_files_of(self, sources: Collection[str]) -> "DataSpec":
-        """The same spec, where some sources may lack files; UserError where it has no such one."""
-        unknown = sorted(set(sources) - set(self.sources))
+    def allow_missing_sources(self, names: Collection[str]) -> "DataSpec":
+        """The same spec with some sources optional; raises UserError for unknown names."""
+        unknown = sorted(set(names) - set(self.sources))
         if unknown:
             raise UserError(
                 f"spec {self.name} has no source {unknown[0]!r}; known: {', '.join(self.sources)}"
             )
-        if not sources:
+        if not names:
             return self
-        told = self.model_dump()
-        for name in sources:
-            told["sources"][name]["sparse"] = True
-        return type(self).model_validate(told)
+        dump = self.model_dump()
+        for name in names:
+            dump["sources"][name]["optional"] = True
+        return type(self).model_validate(dump)
 
     @cached_property
     def surface_codes(self) -> dict[str, int]:
-        """Code of each surface by its name: its place, from 1; 0 is unknown."""
+        """Code of each surface by name: its position in `surfaces`, from 1; 0 is unknown."""
         return {name: code for code, name in enumerate(self.surfaces, 1)}
 
     @cached_property
     def event_codes(self) -> dict[str, int]:
-        """Code of each event type by its name: its place, from 1; 0 is unknown."""
+        """Code of each event type by name: its position in `events`, from 1; 0 is unknown."""
         return {name: code for code, name in enumerate(self.events, 1)}
 
     @cached_property
     def ad_surfaces(self) -> tuple[str, ...]:
-        """Surfaces that carry ads: each gets a ranker."""
+        """Surfaces with ads, each of which gets a ranker."""
         return tuple(name for name, surface in self.surfaces.items() if surface.ads)
 
     @cached_property
-    def labels(self) -> dict[str, tuple[str, int]]:
-        """Objective and window (seconds) of each label: `conversion`, and shorter `…_1d`."""
-        found = {}
+    def label_windows(self) -> dict[str, tuple[str, int]]:
+        """Objective and window (seconds) by label; `click_30m` is that of the extra window 30m."""
+        windows = {}
         for name, objective in self.objectives.items():
-            found[name] = name, objective.window
-            for window in objective.also_within:
-                found[f"{name}_{format_duration(window)}"] = name, window
-        return found
+            windows[name] = name, objective.window
+            for window in objective.extra_windows:
+                windows[f"{name}_{format_duration(window)}"] = name, window
+        return windows
 
-    def attribution_of(self, objective: Objective) -> tuple[Touch, ...]:
-        """The kinds of touches of an objective, the first preferred."""
-        return objective.attribution or (Touch(touch=self.impression),)
+    def attribution_touches(self, objective: Objective) -> tuple[Touchpoint, ...]:
+        """The touchpoints of an objective, the preferred first."""
+        return objective.attribution or (Touchpoint(touch=self.impression_type),)
 
     @property
-    def attributes_by_items(self) -> bool:
+    def uses_item_attribute_attribution(self) -> bool:
         """Whether some outcome is attributed by an attribute of its item."""
-        touches = (t for o in self.objectives.values() for t in o.attribution)
+        touches = (touch for o in self.objectives.values() for touch in o.attribution)
         return any(touch.key != "item" for touch in touches)
 
     def surfaces_of(self, objective: str) -> tuple[str, ...]:
@@ -285,47 +258,47 @@ class DataSpec(Strict):
 
     def ranking_objective(self, surface: str) -> str | None:
         """The objective that ranks a surface without an auction: `rank_by`, else its only one."""
-        served = [name for name in self.objectives if surface in self.surfaces_of(name)]
-        if self.rank_by in served:
+        objectives = [name for name in self.objectives if surface in self.surfaces_of(name)]
+        if self.rank_by in objectives:
             return self.rank_by
-        return served[0] if len(served) == 1 else None
+        return objectives[0] if len(objectives) == 1 else None
 
     def domain_of(self, surface: str) -> str | None:
-        """The domain that holds a surface."""
-        return next((name for name, held in self.domains.items() if surface in held), None)
+        """The domain that a surface belongs to."""
+        return next((name for name, group in self.domains.items() if surface in group), None)
 
-    def terms_of(self, surface: str) -> Terms:
-        """On which terms ads compete for a surface."""
-        return self.auction.terms.get(surface, Terms()) if self.auction else Terms()
-
-    @cached_property
-    def lateness_days(self) -> int:
-        """Whole days for which events of a day are waited for."""
-        return -(-self.lateness // DAY)
+    def terms_of(self, surface: str) -> AuctionTerms:
+        """The terms on which ads compete for a surface."""
+        return self.auction.terms.get(surface, AuctionTerms()) if self.auction else AuctionTerms()
 
     @cached_property
-    def ripens_after_days(self) -> int:
-        """Whole days after which every label of a day is final."""
-        return max(-(-o.ripens_after // DAY) for o in self.objectives.values())
+    def allowed_lateness_days(self) -> int:
+        """`allowed_lateness` in days, rounded up."""
+        return -(-self.allowed_lateness // DAY)
+
+    @cached_property
+    def label_maturity_days(self) -> int:
+        """Days after which every label of a day is final, rounded up."""
+        return max(-(-o.label_maturity_seconds // DAY) for o in self.objectives.values())
 
     def day_start(self, day: date) -> int:
-        """Epoch second at which a day of this spec begins."""
+        """Epoch second at which a day begins in `time_zone`."""
         return int(datetime.combine(day, time(), ZoneInfo(self.time_zone)).timestamp())
 
     def day_end(self, day: date) -> int:
-        """Epoch second at which the next day begins."""
+        """Epoch second at which the next day begins in `time_zone`."""
         return self.day_start(day + timedelta(days=1))
 
     @cached_property
-    def reading(self) -> dict[str, Any]:
-        """How raw records are read."""
-        told = {"sources", "surfaces", "attributes", "most_quarantined"}
-        return self.model_dump(mode="json", include=told)
+    def ingest_settings(self) -> dict[str, Any]:
+        """The sections that determine how raw records are read."""
+        sections = {"sources", "surfaces", "attributes", "max_bad_record_rate"}
+        return self.model_dump(mode="json", include=sections)
 
     @cached_property
     def hash(self) -> str:
-        """Twelve hex digits that change when the values in tables would, the codes among them."""
-        keys = keys_of(self.model_dump(mode="json"))
+        """Twelve hex digits that change with each key that affects tables, and with the codes."""
+        keys = flatten_keys(self.model_dump(mode="json"))
         facts = {
             "keys": {".".join(path): value for path, value in keys if effect_of(path).is_hashed},
             "surfaces": list(self.surfaces),

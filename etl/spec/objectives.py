@@ -1,54 +1,101 @@
-"""Objectives: what makes a label, and to which impression an outcome is attributed."""
+"""Objectives (what makes a label, and how outcomes are attributed) and the terms of the auction."""
 
 from typing import Annotated, Literal
 
-from pydantic import ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
-from etl.spec.base import EventName, Strict, SurfaceName, declared_in
+from etl.spec.base import (
+    CategoryName,
+    EventName,
+    ObjectiveName,
+    StrictModel,
+    SurfaceName,
+    declared_in,
+)
 from etl.spec.units import Duration, format_duration
 
 
-class Touch(Strict):
-    """A kind of event to which an outcome is attributed that follows it within `window`, if any.
-
-    Both are of the same user and item, or value of the item attribute `key`; with `same_surface`
-    of the same surface, too.
-    """
+class Touchpoint(StrictModel):
+    """A type of event to which later outcomes of the same user are attributed."""
 
     touch: EventName
+    """Type of the event that the outcome is attributed to."""
     window: Duration | None = None
+    """How long after the touch an outcome may follow; by default any time."""
     key: Annotated[str, declared_in("attribution keys")] = "item"
+    """What touch and outcome must share beside the user: `item`, or an attribute of the item."""
     same_surface: bool = False
+    """Whether touch and outcome must be on the same surface."""
 
 
-class Objective(Strict):
-    """Whether `event` follows an impression within `window`.
+class Objective(StrictModel):
+    """A label of each impression: whether an event follows it within a window.
 
-    Labels of the shorter windows `also_within` are kept beside it, each as it was when its window
-    had closed. Outcomes that name no impression are attributed to the latest touch of the first
-    kind in `attribution` that has one (without kinds, to the latest impression of the same item).
-    Outcomes that name an impression which is not known are dropped, or attributed likewise. A label
-    is final `settle` after its window has closed.
+    Outcomes that name no impression are attributed to the latest touch of the first touchpoint of
+    `attribution` that has one.
     """
 
     event: EventName
+    """Type of the event that makes the label 1."""
     window: Duration
-    also_within: tuple[Duration, ...] = ()
-    attribution: tuple[Touch, ...] = ()
+    """How long after the impression the event may follow."""
+    extra_windows: tuple[Duration, ...] = ()
+    """Shorter windows with a label of their own, each as it was when that window closed."""
+    attribution: tuple[Touchpoint, ...] = ()
+    """Touchpoints, the preferred first; default: the latest impression of the same item."""
     unknown_impression: Literal["drop", "last_touch"] = "drop"
-    settle: Duration = 0
+    """Whether outcomes that name an impression not in the logs are dropped or attributed."""
+    label_grace_period: Duration = 0
+    """How long after its window closes a label waits for late records before it is final."""
     surfaces: tuple[SurfaceName, ...] | None = None
+    """Surfaces on which the objective is trained and served; default: all with ads."""
     value: bool = False
+    """Whether the sum of the outcomes' values is a label, too."""
 
-    @field_validator("also_within")
+    @field_validator("extra_windows")
     @classmethod
-    def _shorter(cls, windows: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+    def _check_extra_windows(
+        cls, windows: tuple[int, ...], info: ValidationInfo
+    ) -> tuple[int, ...]:
         longest = info.data.get("window")
         if longest and any(window >= longest for window in windows):
-            raise ValueError(f"these windows are shorter ones than {format_duration(longest)}")
+            raise ValueError(f"extra windows must be shorter than {format_duration(longest)}")
         return windows
 
     @property
-    def ripens_after(self) -> int:
+    def label_maturity_seconds(self) -> int:
         """Seconds from the impression until its label is final."""
-        return self.window + self.settle
+        return self.window + self.label_grace_period
+
+
+MAX_MONEY = 1e12  # a larger bid is an error of units; sums of expected values stay finite
+Money = Annotated[float, Field(ge=0, le=MAX_MONEY, allow_inf_nan=False)]
+SignedMoney = Annotated[float, Field(ge=-MAX_MONEY, le=MAX_MONEY, allow_inf_nan=False)]
+
+
+class AuctionTerms(StrictModel):
+    """The terms on which ads compete for a surface."""
+
+    reserve: Money = 0.0
+    """Lowest expected payment per impression with which an ad takes part."""
+    quality_objective: ObjectiveName | None = None
+    """Objective whose probability `min_quality` bounds; by default there is no bound."""
+    min_quality: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Lowest probability of `quality_objective` with which an ad takes part."""
+    objective_values: dict[ObjectiveName, SignedMoney] = {}
+    """What an event of an objective is worth to the surface, beside what the campaign pays."""
+
+
+class AuctionSpec(StrictModel):
+    """What campaigns bid, for which objective they pay, and on which terms ads compete."""
+
+    bid: str
+    """Raw column of items with the bid of the campaign, per event that it pays for."""
+    goal: str
+    """Raw column of items with the goal of the campaign."""
+    advertiser: CategoryName | None = None
+    """Item attribute of the advertiser, whose ads do not price each other; default: one per ad."""
+    goal_objectives: dict[str, ObjectiveName]
+    """The objective that campaigns of each goal pay for, by the value of the column `goal`."""
+    terms: dict[SurfaceName, AuctionTerms] = {}
+    """Terms by surface; default: no reserve, no bound on quality, no value to the surface."""

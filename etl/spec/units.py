@@ -1,4 +1,4 @@
-"""Durations as people write them (`30m`, `1h`, `7d`), and days as they count them."""
+"""Durations (`30m`, `1h`, `7d`), units of time, and ranges of days (`2026-01-01:2026-01-08`)."""
 
 import re
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, PlainSerializer
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 DAY = SECONDS["d"]
-MICROS = {"s": 1_000_000, "ms": 1_000, "us": 1}  # microseconds of each unit
+MICROS = {"s": 1_000_000, "ms": 1_000, "us": 1}  # microseconds in each unit of time
 
 
 def parse_duration(text: object) -> int:
@@ -21,8 +21,10 @@ def parse_duration(text: object) -> int:
 
 
 def format_duration(seconds: int) -> str:
-    """The shortest text that `parse_duration` reads back: 86400 -> `1d`."""
-    unit = next(u for u in "dhms" if seconds % SECONDS[u] == 0) if seconds else "s"
+    """The shortest text that `parse_duration` accepts for some seconds: 86400 -> `1d`."""
+    if not seconds:
+        return "0s"
+    unit = next(unit for unit in "dhms" if seconds % SECONDS[unit] == 0)
     return f"{seconds // SECONDS[unit]}{unit}"
 
 
@@ -31,16 +33,16 @@ Duration = Annotated[
 ]
 
 
-def parse_days(text: str) -> tuple[date, date]:
+def parse_date_range(text: str) -> tuple[date, date]:
     """First and last day of `2026-01-01:2026-01-08`, or of one day; raises ValueError."""
     first, _, last = text.partition(":")
-    span = date.fromisoformat(first), date.fromisoformat(last or first)
-    if span[0] > span[1]:
+    first_day, last_day = date.fromisoformat(first), date.fromisoformat(last or first)
+    if first_day > last_day:
         raise ValueError(f"{text}: the first day is after the last; write first:last")
-    return span
+    return first_day, last_day
 
 
-def each_day(first: date, last: date) -> Iterator[date]:
+def date_range(first: date, last: date) -> Iterator[date]:
     """Every day from first to last, both included."""
     for offset in range((last - first).days + 1):
         yield first + timedelta(days=offset)

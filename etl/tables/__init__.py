@@ -1,1 +1,1 @@
-"""Tables: their contracts, and the only place that knows Delta."""
+"""Delta tables of a lake: schemas, reads and writes, versions, leases, pins and maintenance."""

@@ -1,8 +1,7 @@
-"""Tables as Arrow, without a JVM: read partitions at a version, replace whole partitions."""
+"""Tables as Arrow, without a JVM: read partitions of a version, replace rows in one commit."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from dataclasses import replace as replace_fields
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import cast
@@ -13,107 +12,111 @@ import pyarrow.parquet as pq
 from deltalake import CommitProperties, DeltaTable, write_deltalake
 
 from etl.errors import UserError
-from etl.tables.contract import Contract
-from etl.tables.create import create
-from etl.tables.lake import Lake, provenance
-from etl.tables.place import Place, place
-from etl.tables.schema import arrow_schema
+from etl.tables.lake import Lake, arrow_schema, commit_metadata, create_table
+from etl.tables.table_schema import TableSchema
+from etl.tables.uri import StoragePath, resolve_uri
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One version of a table."""
+    """One version of a table; `files` are its data files with their partition values."""
 
-    contract: Contract
+    schema: TableSchema
     version: int
     files: tuple[tuple[str, dict[str, object]], ...]
     table: DeltaTable
 
     def days(self) -> list[date]:
         """Days that have rows."""
-        return sorted({cast(date, values["day"]) for _, values in self.files})
+        return sorted({cast(date, partition["day"]) for _, partition in self.files})
 
-    def only(self, path: str) -> "Snapshot":
-        """The same version, one file of it."""
-        return replace_fields(self, files=tuple(file for file in self.files if file[0] == path))
+    def single_file(self, path: str) -> "Snapshot":
+        """The same version, restricted to one of its files."""
+        return replace(self, files=tuple(file for file in self.files if file[0] == path))
 
     def read(self, columns: Sequence[str] | None = None, **partition: object) -> pa.Table:
-        """Rows of the partitions that match, each value one or a collection of values.
+        """Rows of the partitions that match, for example `read(day=day, bucket=[0, 1])`.
 
-        `read(day=d, bucket=3)`; the columns of the contract, in its order, without `columns`.
+        Args:
+            columns: Names of the columns to read; by default all, in the order of the schema.
+            partition: By partition column, one value or a collection of values to keep.
         """
-        names = list(columns or self.contract.columns)
-        schema = arrow_schema(self.contract)
-        wanted = {key: _choices(value) for key, value in partition.items()}
+        names = list(columns or self.schema.columns)
+        schema = arrow_schema(self.schema)
+        selected = {key: _as_set(value) for key, value in partition.items()}
         parts = [
             self._read_file(path, values, names, schema)
             for path, values in self.files
-            if all(values[key] in choice for key, choice in wanted.items())
+            if all(values[key] in choice for key, choice in selected.items())
         ]
-        shape = pa.schema([schema.field(name) for name in names])
-        return pa.concat_tables(parts) if parts else shape.empty_table()
+        empty = pa.schema([schema.field(name) for name in names]).empty_table()
+        return pa.concat_tables(parts) if parts else empty
 
     def _read_file(
-        self, path: str, values: Mapping[str, object], names: list[str], schema: pa.Schema
+        self, path: str, partition: Mapping[str, object], names: list[str], schema: pa.Schema
     ) -> pa.Table:
-        stored = [name for name in names if name not in values]
+        stored = [name for name in names if name not in partition]
         root = unquote(self.table.table_uri.removeprefix("file://"))
         try:
-            file = _parquet(place(root) / path)
+            file = _open_parquet(resolve_uri(root) / path)
         except FileNotFoundError:
             raise UserError(
-                f"version {self.version} of table {self.contract.name} has been vacuumed "
+                f"version {self.version} of table {self.schema.name} has been vacuumed "
                 f"({path} is gone): rebuild it, or read a newer version"
             ) from None
         rows = file.read(columns=stored)
+        fields = [schema.field(name) for name in names]
         arrays = [
-            pa.repeat(pa.scalar(values[name], schema.field(name).type), rows.num_rows)
-            if name in values
-            else rows[name].cast(schema.field(name).type)
-            for name in names
+            pa.repeat(pa.scalar(partition[field.name], field.type), rows.num_rows)
+            if field.name in partition
+            else rows[field.name].cast(field.type)
+            for field in fields
         ]
-        return pa.table(arrays, schema=pa.schema([schema.field(name) for name in names]))
+        return pa.table(arrays, schema=pa.schema(fields))
 
 
-def _parquet(file: Place) -> pq.ParquetFile:
+def _open_parquet(file: StoragePath) -> pq.ParquetFile:
     if isinstance(file, Path):
         return pq.ParquetFile(file)
     return pq.ParquetFile(file.path, filesystem=file.fs)
 
 
-def _choices(value: object) -> set[object]:
-    many = isinstance(value, Iterable) and not isinstance(value, str)
-    return set(cast(Iterable[object], value)) if many else {value}
+def _as_set(value: object) -> set[object]:
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return set(cast(Iterable[object], value))
+    return {value}
 
 
-def snapshot(lake: Lake, contract: Contract, version: int | None = None) -> Snapshot:
-    """A table at a version; raises UserError where it is missing or of another spec."""
-    table = lake.open(contract.name, version)
+def snapshot(lake: Lake, schema: TableSchema, version: int | None = None) -> Snapshot:
+    """A table at a version; raises UserError if it is missing or of another spec."""
+    table = lake.open(schema.name, version)
     actions = pa.table(table.get_add_actions(flatten=True)).to_pylist()
-    files = tuple(
-        sorted(
-            (
-                (row["path"], {key: row[f"partition.{key}"] for key in contract.partition_by})
-                for row in actions
-            ),
-            key=lambda file: (*map(str, file[1].values()), file[0]),
-        )
-    )
-    return Snapshot(contract, table.version(), files, table)
+    files = [
+        (action["path"], {key: action[f"partition.{key}"] for key in schema.partition_by})
+        for action in actions
+    ]
+    files.sort(key=lambda file: (*map(str, file[1].values()), file[0]))
+    return Snapshot(schema, table.version(), tuple(files), table)
 
 
-def replace(
-    lake: Lake, contract: Contract, rows: pa.Table, where: str, inputs: Mapping[str, object]
+def replace_rows(
+    lake: Lake,
+    schema: TableSchema,
+    rows: pa.Table,
+    predicate: str,
+    input_versions: Mapping[str, object],
 ) -> int:
-    """Replace the rows that `where` selects, in one commit; returns the new version."""
-    create(lake, contract)
+    """Replace the rows that `predicate` selects, in one commit; returns the new version.
+
+    The commit records `input_versions`, the versions of the tables that were read.
+    """
+    create_table(lake, schema)
+    metadata = commit_metadata(spec=lake.spec.hash, inputs=dict(input_versions))
     write_deltalake(
-        lake.path(contract.name),
-        rows.select(list(contract.columns)).cast(arrow_schema(contract)),
+        lake.table_uri(schema.name),
+        rows.select(list(schema.columns)).cast(arrow_schema(schema)),
         mode="overwrite",
-        predicate=where,
-        commit_properties=CommitProperties(
-            custom_metadata={"facts": provenance(spec=lake.spec.hash, inputs=dict(inputs))}
-        ),
+        predicate=predicate,
+        commit_properties=CommitProperties(custom_metadata={"facts": metadata}),
     )
-    return lake.version(contract.name)
+    return lake.version(schema.name)

@@ -1,8 +1,8 @@
-"""Files and folders that are complete or absent, also after a crash or a power loss.
+"""Atomic writes: a file or folder is complete or absent, also after a crash or a power loss.
 
-On a disk: written under a temporary name, fsynced, renamed, and the folder fsynced. An object store
-puts a file completely or not at all, but folders file by file: what has several files is used only
-once a file that is put last names it.
+On a disk, data is written under a temporary name, fsynced and renamed, and the parent folder is
+fsynced. An object store writes single files atomically but folders file by file: readers must use
+a folder only once a file that is written last, such as a pointer or manifest, names it.
 """
 
 import os
@@ -16,49 +16,49 @@ from pathlib import Path
 
 from upath import UPath
 
-from etl.tables.place import Place, here
+from etl.tables.uri import StoragePath, local_cache_path
 
-ABANDONED_AFTER = 24 * 3600  # seconds: whoever wrote to a temporary name then was killed
+STALE_AFTER_SECONDS = 24 * 3600  # the writer of an older temporary file was killed
 
 
 @contextmanager
-def replace_file(place: Place) -> Iterator[Path]:
-    """A temporary path; what is written there replaces the file if the block ends without error."""
-    temporary = _temporary_path(here(place))
+def replace_file(path: StoragePath) -> Iterator[Path]:
+    """Yield a temporary path that replaces the file when the block ends without an error."""
+    temporary = _temporary_path(local_cache_path(path))
     make_folder(temporary.parent)
     try:
         yield temporary
-        if isinstance(place, Path):
+        if isinstance(path, Path):
             fsync(temporary)
-            temporary.replace(place)
-            fsync(place.parent)
+            temporary.replace(path)
+            fsync(path.parent)
         else:
-            place.fs.put_file(str(temporary), place.path)
+            path.fs.put_file(str(temporary), path.path)
     finally:
         temporary.unlink(missing_ok=True)
-    _remove_abandoned(temporary.parent)
+    _remove_stale_temporaries(temporary.parent)
 
 
-def write_text(place: Place, text: str) -> None:
-    """Replace a file by a text."""
-    with replace_file(place) as temporary:
+def write_text(path: StoragePath, text: str) -> None:
+    """Write a text file atomically."""
+    with replace_file(path) as temporary:
         temporary.write_text(text)
 
 
-def create_file(place: Place, text: str) -> bool:
-    """Write a file unless it exists; False where it does. Of several writers one succeeds."""
+def create_if_absent(path: StoragePath, text: str) -> bool:
+    """Write a file unless it exists; returns whether it was written."""
     try:
-        if isinstance(place, Path):
-            _link_file(place, text)
+        if isinstance(path, Path):
+            _create_by_link(path, text)
         else:
-            place.fs.pipe_file(place.path, text.encode(), mode="create")
+            path.fs.pipe_file(path.path, text.encode(), mode="create")
     except FileExistsError:
         return False
     return True
 
 
-def _link_file(path: Path, text: str) -> None:
-    """Give a complete file its name; raises FileExistsError where there is a file of that name."""
+def _create_by_link(path: Path, text: str) -> None:
+    """Write a file under another name and link it; raises FileExistsError if `path` exists."""
     temporary = _temporary_path(path)
     make_folder(path.parent)
     try:
@@ -70,42 +70,42 @@ def _link_file(path: Path, text: str) -> None:
     fsync(path.parent)
 
 
-def staging_folder(place: Place) -> Path:
-    """A new empty folder on this machine, to be filled and given to `publish_folder`."""
-    made = _temporary_path(here(place))
-    make_folder(made)
-    return made
+def staging_folder(path: StoragePath) -> Path:
+    """A new empty local folder, to be filled and passed to `publish_folder`."""
+    staging = _temporary_path(local_cache_path(path))
+    make_folder(staging)
+    return staging
 
 
-def publish_folder(staging: Path, place: Place) -> None:
-    """Move a folder to its place; where that exists already it stays as it is.
+def publish_folder(staging: Path, destination: StoragePath) -> None:
+    """Move a staging folder to its destination, unless the destination exists.
 
-    The name has to be fresh, or tell the content (by a digest of it).
+    The name of the destination must be new, or a digest of the content.
     """
     for file in sorted(staging.rglob("*")):
         fsync(file)
-        if not isinstance(place, Path) and file.is_file():
-            _put_if_absent(file, place / file.relative_to(staging).as_posix())
+        if not isinstance(destination, Path) and file.is_file():
+            _put_if_absent(file, destination / file.relative_to(staging).as_posix())
     fsync(staging)
-    _rename_folder(staging, here(place))
+    _rename_folder(staging, local_cache_path(destination))
 
 
-def remove_folder(folder: Place) -> None:
-    """Remove a folder with all in it, and its copy on this machine; nothing if it is not there."""
+def remove_folder(folder: StoragePath) -> None:
+    """Remove a folder and its local copy, if they exist."""
     if not isinstance(folder, Path) and folder.exists():
         folder.rmdir(recursive=True)
-    local = here(folder)
+    local = local_cache_path(folder)
     if local.exists():
         removed = _temporary_path(local)
-        local.rename(removed)  # what is half removed is not found under its name
+        local.rename(removed)  # an interrupted removal leaves no incomplete folder of this name
         shutil.rmtree(removed)
 
 
-def download(file: Place) -> Path:
-    """A file that libraries can read: itself, or a new copy on this machine."""
+def download(file: StoragePath) -> Path:
+    """A local path of a file: the file itself, or a new copy of it from the object store."""
     if isinstance(file, Path):
         return file
-    copy = here(file)
+    copy = local_cache_path(file)
     temporary = _temporary_path(copy)
     make_folder(copy.parent)
     file.fs.get_file(file.path, str(temporary))
@@ -113,34 +113,34 @@ def download(file: Place) -> Path:
     return copy
 
 
-def local_path(folder: Place) -> Path:
-    """A folder that libraries can read: itself, or a copy on this machine, made once.
+def local_path(folder: StoragePath) -> Path:
+    """A local path of a folder: the folder itself, or a copy of it that is downloaded once.
 
-    Its content must not change under its name. What is not there has no copy either.
+    The content of the folder must never change. The path of a missing folder does not exist.
     """
-    copy = here(folder)
+    copy = local_cache_path(folder)
     if isinstance(folder, Path) or copy.is_dir() or not folder.is_dir():
         return copy
     make_folder(copy.parent)
     with tempfile.TemporaryDirectory(dir=copy.parent) as temporary:
-        made = Path(temporary, "copy")
-        folder.fs.get(f"{folder.path}/", f"{made}/", recursive=True)
-        for file in (*made.rglob("*"), made):
-            fsync(file)
-        _rename_folder(made, copy)
+        downloaded = Path(temporary, "copy")
+        folder.fs.get(f"{folder.path}/", f"{downloaded}/", recursive=True)
+        for path in (*downloaded.rglob("*"), downloaded):
+            fsync(path)
+        _rename_folder(downloaded, copy)
     return copy
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, as far as they are missing."""
-    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    """Make a folder and its missing parents, and fsync their names."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    for one in missing:
-        fsync(one.parent)
+    for path in missing:
+        fsync(path.parent)
 
 
 def fsync(path: Path) -> None:
-    """Have the disk hold the content of a file, or the names in a folder."""
+    """Flush the content of a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -148,31 +148,31 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _rename_folder(made: Path, folder: Path) -> None:
-    """Rename unless there is such a folder: then that one stays, and this one is removed."""
+def _rename_folder(source: Path, destination: Path) -> None:
+    """Rename a folder; if the destination exists it stays, and the source is removed."""
     try:
-        made.rename(folder)
+        source.rename(destination)
     except OSError:
-        if not folder.is_dir():
+        if not destination.is_dir():
             raise
-        shutil.rmtree(made)
-    fsync(folder.parent)
+        shutil.rmtree(source)
+    fsync(destination.parent)
 
 
-def _put_if_absent(file: Path, place: UPath) -> None:
-    with suppress(FileExistsError):  # of a run that was killed; the folder's name tells the content
-        place.fs.put_file(str(file), place.path, mode="create")
+def _put_if_absent(file: Path, destination: UPath) -> None:
+    with suppress(FileExistsError):  # of a killed run; the folder's name identifies the content
+        destination.fs.put_file(str(file), destination.path, mode="create")
 
 
 def _temporary_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
 
 
-def _remove_abandoned(folder: Path) -> None:
-    """Remove what killed processes left under temporary names long ago."""
+def _remove_stale_temporaries(folder: Path) -> None:
+    """Remove temporary files and folders that killed processes left behind."""
     for path in folder.glob(".*.tmp"):
         try:
-            if time.time() - path.stat().st_mtime > ABANDONED_AFTER:
+            if time.time() - path.stat().st_mtime > STALE_AFTER_SECONDS:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         except FileNotFoundError:
             pass  # another process was first

@@ -1,4 +1,7 @@
-"""A lake: one folder a table, and what its transaction log says. Needs no JVM."""
+"""A lake: Delta tables below one folder or URL, created and inspected without a JVM.
+
+Row counts, null counts and days are read from the statistics in the Delta log, without the data.
+"""
 
 import json
 from collections.abc import Mapping
@@ -12,11 +15,12 @@ from deltalake import DeltaTable
 
 from etl.errors import UserError
 from etl.spec.model import DataSpec
-from etl.tables.codes import bind, read_codes
-from etl.tables.place import place
+from etl.tables.code_registry import assign_codes, read_codes, register_codes
+from etl.tables.table_schema import TableSchema
+from etl.tables.uri import resolve_uri
 
 SPEC_PROPERTY = "gemline.spec"
-PROPERTIES = {
+TABLE_PROPERTIES = {
     "delta.enableDeletionVectors": "false",  # delta-rs cannot read them through Arrow
     "delta.logRetentionDuration": "interval 180 days",
     "delta.deletedFileRetentionDuration": "interval 180 days",
@@ -27,42 +31,44 @@ PROPERTIES = {
 class Lake:
     """The tables of one data spec below one folder or object-store URL.
 
-    Tables are read at the versions `pins`, the others at their newest. Surfaces and event types of
-    `spec` are put in the order of their codes in this lake.
+    Attributes:
+        root: Folder or URL; each table is a folder in it.
+        spec: The data spec, with surfaces and event types in the order of their codes in this lake.
+        pinned_versions: Versions at which tables are read; the others are read at their latest.
     """
 
     root: str
     spec: DataSpec
-    pins: Mapping[str, int] = field(default_factory=dict)
+    pinned_versions: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "spec", bind(self.spec, read_codes(self.root)))
+        object.__setattr__(self, "spec", assign_codes(self.spec, read_codes(self.root)))
 
     @property
-    def properties(self) -> dict[str, str]:
-        """Properties of each new table."""
-        return PROPERTIES | {SPEC_PROPERTY: self.spec.hash}
+    def table_properties(self) -> dict[str, str]:
+        """Delta properties of new tables."""
+        return TABLE_PROPERTIES | {SPEC_PROPERTY: self.spec.hash}
 
-    def path(self, name: str) -> str:
-        """Where a table lies."""
+    def table_uri(self, name: str) -> str:
+        """Path or URL of a table."""
         root = self.root.rstrip("/") if "://" in self.root else Path(self.root).absolute()
         return f"{root}/{name}"
 
     def exists(self, name: str) -> bool:
-        """Whether a table has been written."""
-        return bool(DeltaTable.is_deltatable(self.path(name)))
+        """Whether a table has been created."""
+        return bool(DeltaTable.is_deltatable(self.table_uri(name)))
 
     def open(self, name: str, version: int | None = None) -> DeltaTable:
-        """A table at a version (without one the pinned, else the newest).
+        """A table at a version; by default at the pinned one, else at the latest.
 
-        Raises UserError where there is none, or where it was written under another spec.
+        Raises UserError if the table does not exist, or was written under another spec.
         """
         if not self.exists(name):
             raise UserError(
                 f"table {name} is not in {self.root}; run the step that writes it first"
             )
-        version = self.pins.get(name) if version is None else version
-        table = DeltaTable(self.path(name), version=version)
+        version = self.pinned_versions.get(name) if version is None else version
+        table = DeltaTable(self.table_uri(name), version=version)
         written_under = table.metadata().configuration.get(SPEC_PROPERTY)
         if written_under != self.spec.hash:
             raise UserError(
@@ -72,57 +78,59 @@ class Lake:
         return table
 
     def version(self, name: str) -> int:
-        """The version at which a table is read: the pinned, else the newest."""
+        """The version at which a table is read: the pinned one, else the latest."""
         return self.open(name).version()
 
-    def rows(self, name: str, days: tuple[date, date] | None = None, **partition: object) -> int:
-        """Rows of a table or of a partition, on all days or between two, by its log alone."""
-        actions = self.files(name)
+    def count_rows(
+        self, name: str, days: tuple[date, date] | None = None, **partition: object
+    ) -> int:
+        """Rows of a table, of all days or a range of days, and of all or some partitions."""
+        actions = self.add_actions(name)
         if days:
-            actions = _between(actions, days)
+            actions = _filter_days(actions, days)
         for column, value in partition.items():
             actions = actions.filter(pc.equal(actions[f"partition.{column}"], value))
         return int(pc.sum(actions["num_records"]).as_py() or 0)
 
-    def nulls(self, name: str, column: str, days: tuple[date, date]) -> int:
-        """Rows of a table between two days that hold nothing in a column, by its log alone."""
-        counts = _between(self.files(name), days)[f"null_count.{column}"]
+    def count_nulls(self, name: str, column: str, days: tuple[date, date]) -> int:
+        """Rows of a range of days in which a column is null."""
+        counts = _filter_days(self.add_actions(name), days)[f"null_count.{column}"]
         return int(pc.sum(counts).as_py() or 0)
 
-    def days(self, name: str) -> tuple[date, date]:
-        """The first and the last day that have rows in a table, by its log alone."""
-        day = self.files(name)["partition.day"]
+    def day_range(self, name: str) -> tuple[date, date]:
+        """The first and the last day that have rows."""
+        day = self.add_actions(name)["partition.day"]
         return pc.min(day).as_py(), pc.max(day).as_py()
 
-    def newest_day(self, name: str) -> date | None:
-        """The last day that has rows in a table, by its log alone; None where there is no table."""
+    def latest_day(self, name: str) -> date | None:
+        """The last day that has rows; None if the table does not exist or is empty."""
         if not self.exists(name):
             return None
-        newest: date | None = pc.max(self.files(name)["partition.day"]).as_py()
-        return newest
+        latest: date | None = pc.max(self.add_actions(name)["partition.day"]).as_py()
+        return latest
 
-    def files(self, name: str) -> pa.Table:
-        """The files of a table with their partitions and statistics, as its log tells them."""
+    def add_actions(self, name: str) -> pa.Table:
+        """The add actions of a table's log: its files with their partitions and statistics."""
         return pa.table(self.open(name).get_add_actions(flatten=True))
 
 
-def _between(actions: pa.Table, days: tuple[date, date]) -> pa.Table:
+def _filter_days(actions: pa.Table, days: tuple[date, date]) -> pa.Table:
     day = actions["partition.day"]
     return actions.filter(pc.and_(pc.greater_equal(day, days[0]), pc.less_equal(day, days[1])))
 
 
-def provenance(**facts: object) -> str:
-    """Facts about a write, as they go into its commit."""
-    return json.dumps(facts, sort_keys=True, default=str)
+def commit_metadata(**values: object) -> str:
+    """JSON metadata of a commit."""
+    return json.dumps(values, sort_keys=True, default=str)
 
 
-def ensure_folder(root: str) -> None:
-    """Make a lake's folder; an object store has none to make, but the bucket must be there.
+def ensure_lake_root(root: str) -> None:
+    """Make the folder of a lake; in an object store, check that the bucket exists.
 
-    Raises UserError where it is not there, or may not be read; the store's own error where the
-    store does not answer.
+    Raises UserError if the bucket does not exist or may not be read. Other errors of the store are
+    passed on.
     """
-    folder = place(root)
+    folder = resolve_uri(root)
     if isinstance(folder, Path):
         folder.mkdir(parents=True, exist_ok=True)
         return
@@ -133,3 +141,57 @@ def ensure_folder(root: str) -> None:
             f"{root}: {folder.drive} cannot be read ({error}); make it, and name the store and its "
             "keys (AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)"
         ) from None
+
+
+ARROW_TYPES = {
+    "string": pa.string(),
+    "tinyint": pa.int8(),
+    "int": pa.int32(),
+    "bigint": pa.int64(),
+    "float": pa.float32(),
+    "double": pa.float64(),
+    "date": pa.date32(),
+    "binary": pa.binary(),
+}
+
+
+def arrow_type(sql_type: str) -> pa.DataType:
+    """The Arrow type of a Spark SQL type, such as `bigint` or `array<float>`."""
+    if sql_type.startswith("array<"):
+        return pa.list_(arrow_type(sql_type[6:-1]))
+    return ARROW_TYPES[sql_type]
+
+
+def arrow_schema(schema: TableSchema) -> pa.Schema:
+    """The Arrow schema of a table."""
+    return pa.schema([(name, arrow_type(type_)) for name, type_ in schema.columns.items()])
+
+
+# The lowest protocol under which every writer enforces the constraints.
+DELTA_PROTOCOL = {"delta.minReaderVersion": "1", "delta.minWriterVersion": "3"}
+
+
+def create_table(lake: Lake, schema: TableSchema) -> None:
+    """Create a table unless it exists: columns, partitions, non-null columns and constraints.
+
+    Raises UserError if the table exists and was written under another spec.
+    """
+    if lake.exists(schema.name):
+        lake.open(schema.name)
+        return
+    register_codes(lake.root, lake.spec)
+    fields = [
+        pa.field(name, arrow_type(type_), nullable=name not in schema.non_nullable)
+        for name, type_ in schema.columns.items()
+    ]
+    properties = lake.table_properties | DELTA_PROTOCOL
+    if schema.check_constraint:
+        properties["delta.constraints.row_constraints"] = schema.check_constraint
+    DeltaTable.create(
+        lake.table_uri(schema.name),
+        pa.schema(fields),
+        mode="ignore",
+        partition_by=list(schema.partition_by),
+        configuration=properties,
+        raise_if_key_not_exists=False,
+    )

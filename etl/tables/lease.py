@@ -1,10 +1,10 @@
-"""Leases: of a step of a lake one command runs at a time, whatever machine it runs on.
+"""Leases: at most one command at a time runs a step of a lake, on whatever machine.
 
-A lease is a file STEP.GENERATION.json below `_line/leases` of the lake. Whoever creates the next
-generation holds the lease: on a disk a file is created by one process alone (O_EXCL), in an object
-store by one request alone (If-None-Match). The holder renews its own file, nobody else writes to
-it. A lease is free when it was released, when its process is known to have ended, or when it was
-not renewed for EXPIRES_AFTER seconds; clocks of machines have to agree within half of that.
+A lease is a file STEP.GENERATION.json below `_pipeline/leases` of the lake. Whoever creates the
+next generation holds the lease: only one process succeeds (by a hard link on a disk, by
+If-None-Match in an object store). Only the holder writes to its file, to renew the lease. A lease
+is free when it was released, when its process is known to have ended, or when it was not renewed
+for LEASE_TIMEOUT_SECONDS; the clocks of machines must agree within half of that.
 """
 
 import getpass
@@ -26,34 +26,35 @@ from urllib.parse import quote
 from pydantic import ValidationError
 
 from etl.errors import TemporaryError
-from etl.spec.base import Strict
+from etl.spec.base import StrictModel
 from etl.tables import atomic_io
-from etl.tables.place import Place, listed, place, text_of
+from etl.tables.uri import StoragePath, list_matching, read_text_if_exists, resolve_uri
 
-FOLDER = "_line", "leases"
-EXPIRES_AFTER = 120.0  # seconds
-RENEWED_EVERY = 20.0
-INHERITED = "GEMLINE_LEASES"  # tokens of leases that processes which this one starts work under
-NO_PROCESS = ""
+LEASES_FOLDER = "_pipeline", "leases"
+LEASE_TIMEOUT_SECONDS = 120.0
+RENEWAL_INTERVAL_SECONDS = 20.0
+INHERITED_LEASES_ENV = "GEMLINE_LEASES"  # tokens of the leases that child processes share
+UNKNOWN_PROCESS = ""
 log = logging.getLogger(__name__)
 
 
-class Holder(Strict):
-    """Who holds a lease; `process` tells a process of this machine from any other."""
+class LeaseHolder(StrictModel):
+    """The content of a lease file: who holds the lease, and since when."""
 
     command: str
     user: str
     machine: str
     pid: int
-    process: str
+    process_identity: str
+    """See `process_identity`; empty if unknown."""
     token: str
-    since: datetime
-    renewed: datetime
+    """Random id of this acquisition."""
+    acquired_at: datetime
+    renewed_at: datetime
     released: bool = False
 
     def __str__(self) -> str:
-        """As a message names it."""
-        since = f"{self.since:%Y-%m-%d %H:%M:%S} UTC"
+        since = f"{self.acquired_at:%Y-%m-%d %H:%M:%S} UTC"
         return (
             f"{self.command} of {self.user} on {self.machine} (process {self.pid}), since {since}"
         )
@@ -61,8 +62,12 @@ class Holder(Strict):
     @property
     def is_free(self) -> bool:
         """Whether another command may take the lease."""
-        age = (datetime.now(UTC) - self.renewed).total_seconds()
-        return self.released or age > EXPIRES_AFTER or _has_ended(self.pid, self.process)
+        age = (datetime.now(UTC) - self.renewed_at).total_seconds()
+        return (
+            self.released
+            or age > LEASE_TIMEOUT_SECONDS
+            or _is_terminated(self.pid, self.process_identity)
+        )
 
 
 @dataclass
@@ -71,81 +76,86 @@ class Lease:
 
     lake: str
     step: str
-    holder: Holder
+    holder: LeaseHolder
     generation: int
-    _released: threading.Event = field(default_factory=threading.Event)
+    _release_event: threading.Event = field(default_factory=threading.Event)
 
     def renew_until_released(self) -> None:
-        """Renew it again and again; where another command has taken it, end this process."""
-        written = time.monotonic()
-        while not self._released.wait(RENEWED_EVERY):
+        """Renew the lease until it is released; terminate this process if the lease is lost."""
+        last_renewal = time.monotonic()
+        while not self._release_event.wait(RENEWAL_INTERVAL_SECONDS):
             try:
-                if _newest(self.lake, self.step) != (self.generation, self.holder.token):
+                if _latest_generation(self.lake, self.step) != (self.generation, self.holder.token):
                     break
-                self._write(renewed=datetime.now(UTC))
-                written = time.monotonic()
-            except Exception:  # a store that does not answer may do so again
-                if time.monotonic() - written > EXPIRES_AFTER:
+                self._write(renewed_at=datetime.now(UTC))
+                last_renewal = time.monotonic()
+            except Exception:  # the store may answer the next attempt
+                if time.monotonic() - last_renewal > LEASE_TIMEOUT_SECONDS:
                     break
         else:
             return
-        _end_process(f"{self.step} of {self.lake}: the lease was lost")
+        _terminate_self(f"{self.step} of {self.lake}: the lease was lost")
 
-    def release(self, renewing: threading.Thread) -> None:
-        """Let others take it."""
-        self._released.set()
-        renewing.join()
+    def release(self, renewal_thread: threading.Thread) -> None:
+        """Stop renewing the lease and let others acquire it."""
+        self._release_event.set()
+        renewal_thread.join()
         try:
-            if _newest(self.lake, self.step) == (self.generation, self.holder.token):
+            if _latest_generation(self.lake, self.step) == (self.generation, self.holder.token):
                 self._write(released=True)
-        except Exception as error:  # what was done under it is done
-            log.warning("%s of %s is not released but expires: %s", self.step, self.lake, error)
+        except Exception as error:  # the work is done; the lease will expire
+            log.warning(
+                "the lease of %s of %s was not released and will expire: %s",
+                self.step, self.lake, error,
+            )  # fmt: skip
 
     def _write(self, **changes: object) -> None:
         self.holder = self.holder.model_copy(update=changes)
-        path = _path(self.lake, self.step, self.generation)
+        path = _lease_path(self.lake, self.step, self.generation)
         atomic_io.write_text(path, self.holder.model_dump_json())
 
 
 @contextmanager
-def held(lake: str, steps: Sequence[str], command: str) -> Iterator[None]:
-    """Hold the leases of some steps of a lake while inside; processes started inside share them.
+def hold_leases(lake: str, steps: Sequence[str], command: str) -> Iterator[None]:
+    """Hold the leases of some steps of a lake; child processes share them.
 
-    Raises TemporaryError where another command holds one of them; says which, and since when.
+    Raises TemporaryError if another command holds one of them, with its name and start time.
     """
     with ExitStack() as leases:
         for step in steps:
-            leases.enter_context(_held(lake, step, command))
+            leases.enter_context(_hold_lease(lake, step, command))
         yield
 
 
 @contextmanager
-def _held(lake: str, step: str, command: str) -> Iterator[None]:
-    inherited = os.environ.get(INHERITED, "")
-    lease = acquire(lake, step, command, inherited.split())
-    if isinstance(lease, Holder):
-        with _ending_with(lease, f"{step} of {lake}"):
+def _hold_lease(lake: str, step: str, command: str) -> Iterator[None]:
+    inherited = os.environ.get(INHERITED_LEASES_ENV, "")
+    lease = acquire_lease(lake, step, command, inherited.split())
+    if isinstance(lease, LeaseHolder):
+        with _exit_with_holder(lease, f"{step} of {lake}"):
             yield
         return
-    renewing = threading.Thread(target=lease.renew_until_released, daemon=True)
-    renewing.start()
-    os.environ[INHERITED] = f"{inherited} {lease.holder.token}"
+    renewal_thread = threading.Thread(target=lease.renew_until_released, daemon=True)
+    renewal_thread.start()
+    os.environ[INHERITED_LEASES_ENV] = f"{inherited} {lease.holder.token}"
     try:
         yield
     finally:
-        os.environ[INHERITED] = inherited
-        lease.release(renewing)
+        os.environ[INHERITED_LEASES_ENV] = inherited
+        lease.release(renewal_thread)
 
 
 @contextmanager
-def _ending_with(holder: Holder, what: str) -> Iterator[None]:
-    """End this process if the one that started it, and holds its lease, ends meanwhile."""
+def _exit_with_holder(holder: LeaseHolder, description: str) -> Iterator[None]:
+    """Terminate this process if the parent process that holds its lease ends."""
     done = threading.Event()
 
     def watch() -> None:
         while not done.wait(1):
-            if _has_ended(holder.pid, holder.process):
-                _end_process(f"{what}: the process {holder.pid} that holds the lease has ended")
+            if _is_terminated(holder.pid, holder.process_identity):
+                _terminate_self(
+                    f"{description}: the process {holder.pid} that holds the lease has ended"
+                )
 
     threading.Thread(target=watch, daemon=True).start()
     try:
@@ -154,108 +164,126 @@ def _ending_with(holder: Holder, what: str) -> Iterator[None]:
         done.set()
 
 
-def _end_process(reason: str) -> None:
-    print(f"{reason}; this process ends, too", file=sys.stderr, flush=True)
+def _terminate_self(reason: str) -> None:
+    print(f"{reason}; terminating this process", file=sys.stderr, flush=True)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def acquire(lake: str, step: str, command: str, inherited: Sequence[str] = ()) -> Lease | Holder:
-    """The lease of a step, or the holder where that is a process which has started this one.
+def acquire_lease(
+    lake: str, step: str, command: str, inherited_tokens: Sequence[str] = ()
+) -> Lease | LeaseHolder:
+    """Acquire the lease of a step.
 
-    Raises TemporaryError where another command holds it.
+    Returns:
+        The lease, or its holder if that is a parent process, which passed on its token.
+
+    Raises:
+        TemporaryError: Another command holds the lease.
     """
     now = datetime.now(UTC)
-    holder = Holder(
-        command=command, user=_user(), machine=platform.node(), pid=os.getpid(),
-        process=process_of(os.getpid()), token=uuid.uuid4().hex, since=now, renewed=now,
-    )  # fmt: skip
+    holder = LeaseHolder(
+        command=command,
+        user=_current_user(),
+        machine=platform.node(),
+        pid=os.getpid(),
+        process_identity=process_identity(os.getpid()),
+        token=uuid.uuid4().hex,
+        acquired_at=now,
+        renewed_at=now,
+    )
     while True:
-        generation, token = _newest(lake, step)
-        found = holder_of(lake, step, generation) if generation else None
-        if found and token in inherited and not found.released:
-            return found
-        if found and not found.is_free:
+        generation, token = _latest_generation(lake, step)
+        current = read_holder(lake, step, generation) if generation else None
+        if current and token in inherited_tokens and not current.released:
+            return current
+        if current and not current.is_free:
             raise TemporaryError(
-                f"{step} of {lake} is already being run by {found}. Run the same command again "
+                f"{step} of {lake} is already being run by {current}. Run the same command again "
                 "when it has ended"
             )
-        mine = _path(lake, step, generation + 1)
-        created = atomic_io.create_file(mine, holder.model_dump_json())
-        if _newest(lake, step) == (generation + 1, holder.token):
-            _remove_older(lake, step, generation + 1)
+        path = _lease_path(lake, step, generation + 1)
+        created = atomic_io.create_if_absent(path, holder.model_dump_json())
+        if _latest_generation(lake, step) == (generation + 1, holder.token):
+            _remove_older_generations(lake, step, generation + 1)
             return Lease(lake, step, holder, generation + 1)
-        if created:  # of an old generation: others have held it meanwhile
-            mine.unlink(missing_ok=True)
+        if created:  # others have held later generations in the meantime
+            path.unlink(missing_ok=True)
 
 
-def _user() -> str:
+def _current_user() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # a container may have no name for the user's number
+    except (KeyError, OSError):  # a container may have no name for the user id
         return str(os.getuid())
 
 
-def holder_of(lake: str, step: str, generation: int) -> Holder | None:
-    """Who has written a generation of a lease; None where the file is gone.
+def read_holder(lake: str, step: str, generation: int) -> LeaseHolder | None:
+    """The holder in one generation of a lease; None if the file does not exist.
 
-    Of a file that cannot be read somebody unknown, who has renewed it when it was written.
+    For a damaged file, an unknown holder that renewed the lease when the file was written.
     """
-    path = _path(lake, step, generation)
-    text = text_of(path)
+    path = _lease_path(lake, step, generation)
+    text = read_text_if_exists(path)
     if text is None:
         return None
     try:
-        return Holder.model_validate_json(text)
+        return LeaseHolder.model_validate_json(text)
     except ValidationError:
         written = datetime.fromtimestamp(path.stat().st_mtime, UTC)
-        return Holder(
-            command=f"a command that has just begun ({path} is empty or damaged)", user="?",
-            machine="?", pid=0, process=NO_PROCESS, token="", since=written, renewed=written,
-        )  # fmt: skip
+        return LeaseHolder(
+            command=f"an unknown command ({path} is empty or damaged)",
+            user="?",
+            machine="?",
+            pid=0,
+            process_identity=UNKNOWN_PROCESS,
+            token="",
+            acquired_at=written,
+            renewed_at=written,
+        )
 
 
-def process_of(pid: int) -> str:
-    """What tells a process from all others that ever ran: boot, PID namespace and start time."""
+def process_identity(pid: int) -> str:
+    """An identity that no other process ever has: boot, PID namespace and start time."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = Path("/proc/self/ns/pid").readlink()
-        fields = _stat_of(pid)
+        fields = _read_process_stat(pid)
     except OSError:
-        return NO_PROCESS
-    return NO_PROCESS if fields[0] == "Z" else f"{boot} {namespace} {fields[19]}"
+        return UNKNOWN_PROCESS
+    return UNKNOWN_PROCESS if fields[0] == "Z" else f"{boot} {namespace} {fields[19]}"
 
 
-def _stat_of(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on; the name before it may hold anything."""
+def _read_process_stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on; the name before it may contain spaces."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
-def _has_ended(pid: int, process: str) -> bool:
-    """Whether a process is known to have ended: it ran here, and runs no more."""
-    here = process_of(os.getpid())
-    return process[: process.rfind(" ")] == here[: here.rfind(" ")] and process_of(pid) != process
+def _is_terminated(pid: int, identity: str) -> bool:
+    """Whether a process ran on this machine, in this PID namespace, and has ended."""
+    own_host = process_identity(os.getpid()).rpartition(" ")[0]
+    return identity.rpartition(" ")[0] == own_host and process_identity(pid) != identity
 
 
-def _newest(lake: str, step: str) -> tuple[int, str]:
-    """The newest generation of a lease, and its token; 0 where there never was one."""
-    generation = max(_generations(lake, step), default=0)
-    found = holder_of(lake, step, generation) if generation else None
-    return generation, found.token if found else ""
+def _latest_generation(lake: str, step: str) -> tuple[int, str]:
+    """The latest generation of a lease and its token; 0 if there has been none."""
+    generation = max(_list_generations(lake, step), default=0)
+    holder = read_holder(lake, step, generation) if generation else None
+    return generation, holder.token if holder else ""
 
 
-def _generations(lake: str, step: str) -> list[int]:
-    paths = listed(place(lake, *FOLDER), f"{_file_name(step)}.*.json")
+def _list_generations(lake: str, step: str) -> list[int]:
+    paths = list_matching(resolve_uri(lake, *LEASES_FOLDER), f"{_file_name(step)}.*.json")
     return [int(path.name.split(".")[-2]) for path in paths]
 
 
-def _remove_older(lake: str, step: str, generation: int) -> None:
-    for older in _generations(lake, step):
+def _remove_older_generations(lake: str, step: str, generation: int) -> None:
+    for older in _list_generations(lake, step):
         if older < generation:
-            _path(lake, step, older).unlink(missing_ok=True)
+            _lease_path(lake, step, older).unlink(missing_ok=True)
 
 
-def _path(lake: str, step: str, generation: int) -> Place:
-    return place(lake, *FOLDER, f"{_file_name(step)}.{generation:08d}.json")
+def _lease_path(lake: str, step: str, generation: int) -> StoragePath:
+    return resolve_uri(lake, *LEASES_FOLDER, f"{_file_name(step)}.{generation:08d}.json")
 
 
 def _file_name(step: str) -> str:

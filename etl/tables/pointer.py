@@ -1,4 +1,4 @@
-"""Which of several version folders is the live one: a small file that is replaced atomically."""
+"""Pointers to the live one of several version folders: a small file that is replaced atomically."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -6,108 +6,122 @@ from typing import Annotated
 from pydantic import Field, ValidationError
 
 from etl.errors import TemporaryError, UserError
-from etl.spec.base import Strict
+from etl.spec.base import StrictModel
 from etl.tables import atomic_io
-from etl.tables.place import Place, text_of
+from etl.tables.uri import StoragePath, read_text_if_exists
 
-# The name of a folder that lies where the pointer does: no path that leads elsewhere.
+# The name of a folder beside the pointer, not a path to anywhere else.
 FolderName = Annotated[str, Field(pattern=r"^[0-9A-Za-z][0-9A-Za-z._-]*$")]
 
 
-class Pointed(Strict):
-    """The folder that is live now, those before it (the newest last), and those barred from it."""
+class PointerState(StrictModel):
+    """The content of a pointer."""
 
-    now: FolderName
-    before: tuple[FolderName, ...] = ()
-    barred: tuple[FolderName, ...] = ()
+    live: FolderName
+    """The version that is live."""
+    previous: tuple[FolderName, ...] = ()
+    """Versions that were live before and a rollback can return to, the latest last."""
+    blocked: tuple[FolderName, ...] = ()
+    """Versions that were rolled back and may not be promoted."""
 
     @property
-    def known(self) -> tuple[str, ...]:
-        """The folders that are live or may be so again by a rollback."""
-        return *self.before, self.now
+    def retained(self) -> tuple[str, ...]:
+        """The versions that are live or that a rollback can return to."""
+        return *self.previous, self.live
 
 
 @dataclass(frozen=True)
-class Pointer:
-    """The file NAME.json of a folder; it remembers so many versions that were live before.
+class VersionPointer:
+    """The file NAME.json in a folder, which names the live one of the version folders beside it.
 
-    Whoever changes it holds the lease of the step that does; a change by another process in the
-    meantime is refused with TemporaryError, not overwritten.
+    Writers hold the lease of their step. A write raises TemporaryError if another process has
+    changed the file since it was read.
+
+    Attributes:
+        folder: Folder with the versions and the pointer.
+        name: Name of the pointer's file, without `.json`.
+        max_previous: How many earlier versions a rollback can return to.
     """
 
-    folder: Place
+    folder: StoragePath
     name: str = "current"
-    remembered: int = 5
+    max_previous: int = 5
 
     @property
-    def path(self) -> Place:
-        """The file."""
+    def path(self) -> StoragePath:
+        """Path of the pointer's file."""
         return self.folder / f"{self.name}.json"
 
-    def read(self) -> Pointed | None:
-        """What is live, if anything is. Raises UserError where the file is damaged."""
-        return self._parsed(text_of(self.path))
+    def read(self) -> PointerState | None:
+        """The state, None if no version has been live; raises UserError if the file is damaged."""
+        return self._parse(read_text_if_exists(self.path))
 
     @property
-    def target(self) -> Place | None:
-        """The folder that is live, if one is."""
-        found = self.read()
-        return self.folder / found.now if found else None
+    def live_folder(self) -> StoragePath | None:
+        """The folder of the live version, None if there is none."""
+        state = self.read()
+        return self.folder / state.live if state else None
 
-    def swap(self, name: str) -> None:
-        """Make another folder live. Raises UserError where it is barred."""
-        text = text_of(self.path)
-        found = self._parsed(text) or Pointed(now=name)
-        if name in found.barred:
-            raise UserError(f"{self.folder / name} was rolled back and is barred; lift that first")
-        before = tuple(one for one in found.known if one != name)
-        changed = {"now": name, "before": before[-self.remembered :]}
-        self._replace(text, found.model_copy(update=changed))
+    def promote(self, version: str) -> None:
+        """Make a version live; raises UserError if it is blocked."""
+        text = read_text_if_exists(self.path)
+        state = self._parse(text) or PointerState(live=version)
+        if version in state.blocked:
+            raise UserError(
+                f"{self.folder / version} was rolled back and is blocked; unblock it first"
+            )
+        previous = tuple(name for name in state.retained if name != version)
+        changes = {"live": version, "previous": previous[-self.max_previous :]}
+        self._replace(text, state.model_copy(update=changes))
 
     def rollback(self) -> str:
-        """Make the folder before live again, and bar the one that was; returns its name.
+        """Make the previous version live again and block the current one.
 
-        Raises UserError where there is none before.
+        Returns the version that is live now; raises UserError if there is no previous one.
         """
-        text = text_of(self.path)
-        found = self._parsed(text)
-        if found is None or not found.before:
-            raise UserError(f"{self.folder}: there is none before to go back to")
-        *before, name = found.before
-        changed = {"now": name, "before": tuple(before), "barred": (*found.barred, found.now)}
-        self._replace(text, found.model_copy(update=changed))
-        return name
+        text = read_text_if_exists(self.path)
+        state = self._parse(text)
+        if state is None or not state.previous:
+            raise UserError(f"{self.folder}: there is no previous version to roll back to")
+        *previous, version = state.previous
+        self._replace(
+            text,
+            PointerState(
+                live=version, previous=tuple(previous), blocked=(*state.blocked, state.live)
+            ),
+        )
+        return version
 
-    def lift(self, name: str) -> None:
-        """Let a barred folder be made live again. Raises UserError where it is not barred."""
-        text = text_of(self.path)
-        found = self._parsed(text)
-        if found is None or name not in found.barred:
-            known = ", ".join(found.barred if found else ()) or "none"
-            raise UserError(f"{name} is not barred; barred in {self.folder}: {known}")
-        left = tuple(one for one in found.barred if one != name)
-        self._replace(text, found.model_copy(update={"barred": left}))
+    def unblock(self, version: str) -> None:
+        """Allow a blocked version to be promoted again; raises UserError if it is not blocked."""
+        text = read_text_if_exists(self.path)
+        state = self._parse(text)
+        if state is None or version not in state.blocked:
+            known = ", ".join(state.blocked if state else ()) or "none"
+            raise UserError(f"{version} is not blocked; blocked in {self.folder}: {known}")
+        blocked = tuple(name for name in state.blocked if name != version)
+        self._replace(text, state.model_copy(update={"blocked": blocked}))
 
-    def _parsed(self, text: str | None) -> Pointed | None:
+    def _parse(self, text: str | None) -> PointerState | None:
         if text is None:
             return None
         try:
-            return Pointed.model_validate_json(text)
+            return PointerState.model_validate_json(text)
         except ValidationError:
-            raise UserError(f"{self.path} is damaged; remove it, then choose again") from None
+            raise UserError(f"{self.path} is damaged; remove it, then promote a version") from None
 
-    def _replace(self, text: str | None, pointed: Pointed) -> None:
-        if text_of(self.path) != text:
+    def _replace(self, expected_text: str | None, state: PointerState) -> None:
+        if read_text_if_exists(self.path) != expected_text:
             raise TemporaryError(
-                f"{self.path} was changed by another run meanwhile: run the same command again"
+                f"{self.path} was changed by another run: run the same command again"
             )
-        atomic_io.write_text(self.path, pointed.model_dump_json())
+        atomic_io.write_text(self.path, state.model_dump_json())
 
 
-def clean(folder: Place, *pointers: Pointer) -> None:
-    """Remove the folders that no pointer names as live or as live before."""
-    found = (pointer.read() for pointer in pointers)
-    kept = {name for pointed in found if pointed for name in pointed.known}
-    for one in folder.iterdir():
-        if one.is_dir() and one.name not in kept:
-            atomic_io.remove_folder(one)
+def remove_unreferenced_versions(folder: StoragePath, *pointers: VersionPointer) -> None:
+    """Remove the version folders that no pointer retains."""
+    states = [pointer.read() for pointer in pointers]
+    retained = {version for state in states if state for version in state.retained}
+    for path in folder.iterdir():
+        if path.is_dir() and path.name not in retained:
+            atomic_io.remove_folder(path)

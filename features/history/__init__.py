@@ -1,1 +1,1 @@
-"""Each user's events, stored once, packed, in order of visibility."""
+"""The `history` table: each user's events, stored once, packed, in order of visibility."""

@@ -1,4 +1,4 @@
-"""Many days of packed histories as one, in long rows, without what is too old to be read."""
+"""Compaction of `history`: many days become one, in long rows, without events past retention."""
 
 import functools
 from collections.abc import Iterator
@@ -10,115 +10,119 @@ import pyarrow.compute as pc
 from pyspark.sql import functions as F
 
 from etl.errors import UserError
-from etl.spec.model import DataSpec
-from etl.spec.units import DAY
-from etl.tables import contracts, delta
+from etl.tables import schemas, spark_io
 from etl.tables.lake import Lake
-from features.groups import run_starts, whole_groups
-from features.history.pack import gaps, visible_from
-from features.history.planes import COLUMNS, split, unpack
-from features.ranges import ranges
+from features.history.codec import (
+    PLANE_COLUMNS,
+    decode_rows,
+    delta_decode,
+    delta_encode,
+    split_byte_planes,
+)
+from features.horizon import counter_horizon_days
+from features.ragged import concat_ranges, regroup_batches, run_starts
 
-CHUNK = 1024  # events of a row
-COMPACTED = ", ".join(
+EVENTS_PER_CHUNK = 1024  # events of a compacted row
+COMPACTED_SCHEMA = ", ".join(
     (
         "user_id string, chunk int, dropped int, first_ts bigint, events int",
-        *(f"{name} binary" for name in contracts.HISTORY_PLANES),
+        *(f"{name} binary" for name in schemas.HISTORY_BYTE_PLANES),
     )
 )
 
 
-def compact(lake: Lake, until: date) -> dict[str, int]:
-    """Replace all days of `history` up to one by a single one, cut as the spec's `history` says.
+def compact_history(lake: Lake, until: date) -> dict[str, int]:
+    """Replace all days of `history` up to `until` by that one, cut to the retention of the spec.
 
-    Pointers into it stay as they are. Raises UserError for days that later steps still have to
-    tell apart.
+    Pointers of examples into the history stay valid. Raises UserError where `until` is so recent
+    that counters of new examples still need the days before it one by one.
     """
     spec = lake.spec
-    newest, most = lake.days("history")[1], timedelta(days=days_back(spec) + 1)
-    if until > newest - most:
+    _, newest = lake.day_range("history")
+    last_compactable = newest - timedelta(days=counter_horizon_days(spec) + 1)
+    if until > last_compactable:
         raise UserError(
             f"--until {until}: examples of later days are counted from days before them; compact "
-            f"up to {newest - most} at most"
+            f"up to {last_compactable} at most"
         )
     version = lake.version("history")
-    contract = contracts.history(spec)
-    rows = delta.read(lake, contract, version).filter(F.col("day") <= F.lit(until))
+    contract = schemas.history(spec)
+    rows = spark_io.read_table(lake, contract, version).filter(F.col("day") <= F.lit(until))
     rows = rows.repartition("user_id").sortWithinPartitions("user_id", "day", "chunk")
-    oldest = spec.day_end(until) - spec.history.max_age
-    cut = functools.partial(compact_partition, spec.history.most_events, oldest)
-    packed = rows.select("user_id", "dropped", "first_ts", "events", *COLUMNS).mapInArrow(
-        cut, COMPACTED
+    min_visible_ts = spec.day_end(until) - spec.history.max_age
+    compact = functools.partial(compact_partition, spec.history.max_events, min_visible_ts)
+    packed = rows.select("user_id", "dropped", "first_ts", "events", *PLANE_COLUMNS).mapInArrow(
+        compact, COMPACTED_SCHEMA
     )
-    packed = packed.withColumn("bucket", delta.bucket_of(F.col("user_id"), spec.buckets))
+    packed = packed.withColumn("bucket", spark_io.user_bucket(F.col("user_id"), spec.buckets))
     packed = packed.withColumn("day", F.lit(until))
-    delta.replace(lake, contract, packed, f"day <= '{until}'", {"history": version})
-    return {"compacted rows": lake.rows(contract.name, (until, until))}
+    spark_io.replace_partitions(lake, contract, packed, f"day <= '{until}'", {"history": version})
+    return {"compacted rows": lake.count_rows(contract.name, (until, until))}
 
 
-def days_back(spec: DataSpec) -> int:
-    """Days before the first example's day that its counters reach."""
-    return -(-(max(spec.counters.windows, default=0) + spec.lateness) // DAY)
-
-
-def refuse_compacted(lake: Lake, day: date) -> None:
-    """Raises UserError where histories up to a day can no longer be told from older ones."""
+def assert_not_compacted(lake: Lake, day: date) -> None:
+    """Raises UserError where the events before `day` are no longer stored apart from later ones."""
     until = compacted_until(lake)
-    if until and lake.days("events")[0] < day <= until:
+    if until and lake.day_range("events")[0] < day <= until:
         raise UserError(
-            f"histories up to {until} are compacted: {day} can no longer be told from the days "
-            f"before; start at the first day, or after {until}"
+            f"histories up to {until} are compacted: {day} is no longer stored apart from the "
+            f"days before it; start at the first day, or after {until}"
         )
 
 
 def compacted_until(lake: Lake) -> date | None:
-    """The day up to which histories are compacted, by the table's log alone."""
+    """The day up to which histories are compacted, from the table's log alone; None if not."""
     if not lake.exists("history"):
         return None
-    files = lake.files("history")
-    chunks = pc.greater(files["num_records"], pc.fill_null(files["null_count.chunk"], 0))
-    until: date | None = pc.max(files.filter(chunks)["partition.day"]).as_py()
+    files = lake.add_actions("history")
+    has_chunks = pc.greater(files["num_records"], pc.fill_null(files["null_count.chunk"], 0))
+    until: date | None = pc.max(files.filter(has_chunks)["partition.day"]).as_py()
     return until
 
 
 def compact_partition(
-    most: int, oldest: int, batches: Iterator[pa.RecordBatch]
+    max_events: int, min_visible_ts: int, batches: Iterator[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
-    """Sorted packed rows to long ones, user by user."""
-    for users in whole_groups(batches, "user_id"):
-        yield from compact_users(users.combine_chunks(), most, oldest).to_batches()
+    """Compacted rows of a partition that is sorted by user, day and chunk."""
+    for users in regroup_batches(batches, "user_id"):
+        yield from compact_users(users.combine_chunks(), max_events, min_visible_ts).to_batches()
 
 
-def compact_users(rows: pa.Table, most: int, oldest: int) -> pa.Table:
-    """The last `most` events of each user that were visible at `oldest` or later.
+def compact_users(rows: pa.Table, max_events: int, min_visible_ts: int) -> pa.Table:
+    """The last `max_events` events of each user that were visible at `min_visible_ts` or later.
 
-    The newest event of each stays in any case, so that the number of those dropped is kept.
+    Rows hold up to EVENTS_PER_CHUNK events. The newest event of each user is always kept, so that
+    there is a row to store the number of dropped events in.
     """
     lengths = rows["events"].to_numpy().astype(np.int64)
-    flat = unpack(rows, lengths)
+    lists = decode_rows(rows, lengths)
     row_offsets = np.concatenate(([0], np.cumsum(lengths)))
-    first_row = run_starts(users := rows["user_id"].combine_chunks())
-    offsets = np.append(row_offsets[first_row], row_offsets[-1])
-    visible = visible_from(rows["first_ts"].to_numpy(), flat["gaps"], row_offsets)
+    visible_ts = delta_decode(rows["first_ts"].to_numpy(), lists["gaps"], row_offsets)
+    user_ids = rows["user_id"].combine_chunks()
+    first_rows = run_starts(user_ids)  # of each user
+    user_offsets = np.append(row_offsets[first_rows], row_offsets[-1])
 
-    user = np.repeat(np.arange(len(first_row)), np.diff(offsets))
-    from_end = offsets[1:][user] - 1 - np.arange(len(user))
-    kept = ((from_end < most) & (visible >= oldest)) | (from_end == 0)
-    counts = np.bincount(user[kept], minlength=len(first_row))
-    gone = np.add.reduceat(rows["dropped"].to_numpy(), first_row) + np.diff(offsets) - counts
-    place = ranges(np.zeros_like(counts), counts)
-    starts = np.flatnonzero(place % CHUNK == 0)
-    owner, chunk = user[kept][starts], place[starts] // CHUNK
+    user = np.repeat(np.arange(len(first_rows)), np.diff(user_offsets))
+    newer_events = user_offsets[1:][user] - 1 - np.arange(len(user))
+    retained = (newer_events < max_events) & (visible_ts >= min_visible_ts)
+    retained |= newer_events == 0
+    retained_counts = np.bincount(user[retained], minlength=len(first_rows))
+    dropped_before = np.add.reduceat(rows["dropped"].to_numpy(), first_rows)
+    dropped = dropped_before + np.diff(user_offsets) - retained_counts
 
-    cuts = np.append(starts, len(place))
+    position = concat_ranges(np.zeros_like(retained_counts), retained_counts)
+    starts = np.flatnonzero(position % EVENTS_PER_CHUNK == 0)
+    owner, chunk = user[retained][starts], position[starts] // EVENTS_PER_CHUNK
+    offsets = np.append(starts, len(position))
     columns = {
-        "user_id": users.take(pa.array(first_row[owner])),
+        "user_id": user_ids.take(pa.array(first_rows[owner])),
         "chunk": pa.array(chunk.astype(np.int32)),
-        "dropped": pa.array(np.where(chunk == 0, gone[owner], 0).astype(np.int32)),
-        "first_ts": pa.array(visible[kept][starts]),
-        "events": pa.array(np.diff(cuts).astype(np.int32)),
+        "dropped": pa.array(np.where(chunk == 0, dropped[owner], 0).astype(np.int32)),
+        "first_ts": pa.array(visible_ts[retained][starts]),
+        "events": pa.array(np.diff(offsets).astype(np.int32)),
     }
-    lists = {name: values[kept] for name, values in flat.items()}
-    for name, values in (lists | {"gaps": gaps(visible[kept], starts)}).items():
-        columns |= split(name, values, cuts)
+    retained_lists = {name: values[retained] for name, values in lists.items()}
+    retained_lists["gaps"] = delta_encode(visible_ts[retained], starts)
+    for name, values in retained_lists.items():
+        columns |= split_byte_planes(name, values, offsets)
     return pa.table(columns)

@@ -1,1 +1,1 @@
-"""The small model of a surface, and how it learns from GEM."""
+"""The student: the small model that ranks the candidates of a surface."""

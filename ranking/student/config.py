@@ -1,104 +1,163 @@
-"""What a student is made of, and how it is trained."""
+"""Configuration of students: their sizes, how they learn from GEM, and how they are trained."""
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import tyro
 from pydantic import Field, field_validator, model_validator
 
-from etl.spec.base import Strict
-from etl.words import in_yaml
-from ranking.reads import Reads
-
-Part = Literal["tables", "events", "recency"]
-Share = Annotated[float, Field(gt=0, le=1)]
+from etl.cli.yaml_options import yaml_option
+from etl.spec.base import StrictModel
 
 
-class StudentConfig(Strict):
-    """Sizes of a student; row and event width are those of a small GEM, so that both can share."""
+@dataclass(frozen=True)
+class InputLimits:
+    """How much of a request a ranker reads.
 
-    row_width: int = 32
-    event_width: int = 64
-    heads: int = 2
-    hidden: tuple[int, int] = (128, 64)
-    events: Annotated[int, Field(ge=1), tyro.conf.arg(help="newest events that are encoded")] = 100
-    max_length: Annotated[
-        int, Field(ge=1), tyro.conf.arg(help="events searched for those like a candidate")
-    ] = 2048
-    user_rows: Annotated[
-        int, Field(ge=0), tyro.conf.arg(help="of a table of users, by hash; 0 has none")
-    ] = 2**17
-    before: Annotated[
-        int, Field(ge=0), tyro.conf.arg(help="earlier impressions of which GEM's view is read")
-    ] = 0
-    pooling: Literal["attention", "mean", "sum"] = "attention"
-    dropout: float = 0.1
-    item_dropout: float = 0.2
-
-    @property
-    def reads(self) -> Reads:
-        """What is read of a request."""
-        return Reads(self.max_length, self.events, self.before, self.user_rows)
-
-    def without_gem(self) -> "StudentConfig":
-        """The same sizes, reading nothing of GEM's."""
-        return self.model_copy(update={"before": 0})
-
-
-class TransferConfig(Strict):
-    """How a student learns from GEM (ExFM, 2502.17494; LoopFM, 2605.29280).
-
-    `none` reads labels alone; `plain` shows GEM's scores to the served head, with `weight`;
-    `auxiliary` shows them to a head of its own, whose gradient on the backbone is `ratio` times
-    that of the labels. `adapter` corrects GEM's scores by fresh labels for a further head. `share`
-    are parts of GEM that the student starts with (all, where widths are the same and none are
-    named), and keeps as they are if `frozen`. `shuffled` is a control that should gain nothing:
-    what GEM knows of other impressions, users and items. With `begin` at its `domain` a student
-    takes over from the domain's model, not from GEM, all but layers of other sizes.
+    Attributes:
+        max_length: Newest events that are searched for those similar to a candidate.
+        encoded_events: Newest events that are encoded for attention.
+        teacher_history_length: Earlier impressions whose teacher embeddings are read; 0 for none.
+        user_hash_buckets: Rows of the table of users, addressed by hash; 0 for no table.
     """
 
-    kind: Literal["none", "plain", "auxiliary"] = "auxiliary"
-    weight: Annotated[float, Field(ge=0)] = 1.0
-    ratio: Annotated[float, Field(ge=0)] = 0.3
-    label_scale: Annotated[float, Field(gt=0)] = 1.0
-    adapter: bool = True
-    share: tuple[Part, ...] | None = None
-    frozen: bool = False
-    shuffled: bool = False
-    begin: Literal["gem", "domain"] = "gem"
+    max_length: int
+    encoded_events: int
+    teacher_history_length: int
+    user_hash_buckets: int
+
+
+SharedModule = Literal["tables", "events", "recency"]
+SamplingRate = Annotated[float, Field(gt=0, le=1)]
+
+
+class StudentConfig(StrictModel):
+    """Sizes of a student; the widths are those of a small GEM, so that modules can be shared."""
+
+    embedding_dim: Annotated[int, tyro.conf.arg(help="width of an embedding row")] = 32
+    event_width: Annotated[int, tyro.conf.arg(help="width of an encoded event")] = 64
+    heads: Annotated[int, tyro.conf.arg(help="attention heads")] = 2
+    hidden: Annotated[tuple[int, int], tyro.conf.arg(help="widths of the hidden layers")] = (
+        128,
+        64,
+    )
+    encoded_events: Annotated[
+        int, Field(ge=1), tyro.conf.arg(help="newest events that are encoded for attention")
+    ] = 100
+    max_length: Annotated[
+        int,
+        Field(ge=1),
+        tyro.conf.arg(help="newest events that are searched for those similar to a candidate"),
+    ] = 2048
+    user_hash_buckets: Annotated[
+        int,
+        Field(ge=0),
+        tyro.conf.arg(help="rows of the table of users, addressed by hash; 0 for no table"),
+    ] = 2**17
+    teacher_history_length: Annotated[
+        int,
+        Field(ge=0),
+        tyro.conf.arg(help="earlier impressions whose teacher embeddings are read; 0 for none"),
+    ] = 0
+    teacher_history_pooling: Annotated[
+        Literal["attention", "mean", "sum"],
+        tyro.conf.arg(help="how the earlier impressions are combined"),
+    ] = "attention"
+    dropout: Annotated[float, tyro.conf.arg(help="dropout of the hidden layers")] = 0.1
+    item_dropout: Annotated[
+        float, tyro.conf.arg(help="share of items that training replaces by the unknown item")
+    ] = 0.2
+
+    @property
+    def input_limits(self) -> InputLimits:
+        """How much of a request the student reads."""
+        return InputLimits(
+            self.max_length,
+            self.encoded_events,
+            self.teacher_history_length,
+            self.user_hash_buckets,
+        )
+
+    def without_teacher(self) -> "StudentConfig":
+        """The same sizes, without teacher embeddings."""
+        return self.model_copy(update={"teacher_history_length": 0})
+
+
+class DistillationConfig(StrictModel):
+    """How a student learns from GEM (ExFM, 2502.17494; LoopFM, 2605.29280).
+
+    With `warm_start_from: domain` the student starts with all weights of the model of its domain
+    that have the same shape, instead of modules of GEM.
+    """
+
+    kind: Annotated[
+        Literal["none", "plain", "auxiliary"],
+        tyro.conf.arg(
+            help="none: labels only; plain: the served head also learns GEM's predictions; "
+            "auxiliary: a separate head learns them"
+        ),
+    ] = "auxiliary"
+    weight: Annotated[
+        float, Field(ge=0), tyro.conf.arg(help="plain: weight of the distillation loss")
+    ] = 1.0
+    gradient_ratio: Annotated[
+        float,
+        Field(ge=0),
+        tyro.conf.arg(help="auxiliary: norm of the teacher's gradient over that of the labels'"),
+    ] = 0.3
+    use_adapter: Annotated[
+        bool, tyro.conf.arg(help="correct GEM's predictions by fresh labels (student adapter)")
+    ] = True
+    shared_modules: Annotated[
+        tuple[SharedModule, ...] | None,
+        tyro.conf.arg(
+            help="modules of GEM that the student starts with; all by default, if sizes are equal"
+        ),
+    ] = None
+    freeze_shared: Annotated[bool, tyro.conf.arg(help="do not train the shared modules")] = False
+    warm_start_from: Annotated[
+        Literal["gem", "domain"],
+        tyro.conf.arg(help="the model whose weights the student starts with"),
+    ] = "gem"
 
     @model_validator(mode="after")
-    def _from_one(self) -> "TransferConfig":
-        if self.begin == "domain" and (self.share or self.frozen):
-            raise ValueError("share and frozen are of GEM's parts, not of a domain's model")
+    def _check_warm_start(self) -> "DistillationConfig":
+        if self.warm_start_from == "domain" and (self.shared_modules or self.freeze_shared):
+            raise ValueError(
+                "shared_modules and freeze_shared apply to modules of GEM: remove them, or set "
+                "warm_start_from: gem"
+            )
         return self
 
 
-class StudentTraining(Strict):
+class StudentTrainConfig(StrictModel):
     """How a student is trained."""
 
     model: StudentConfig = StudentConfig()
-    transfer: TransferConfig = TransferConfig()
-    passes: int = 1
-    batch_rows: int = 128
-    dense_rate: float = 2e-3
-    sparse_rate: float = 0.05
-    weight_decay: float = 0.01
-    negatives: Annotated[
-        dict[str, Share],
-        in_yaml(dict[str, Share]),
-        tyro.conf.arg(help="share of an objective's negatives to learn from: {click: 0.1}"),
+    distillation: DistillationConfig = DistillationConfig()
+    epochs: Annotated[int, tyro.conf.arg(help="passes over the training days")] = 1
+    batch_rows: Annotated[int, tyro.conf.arg(help="examples per batch")] = 128
+    dense_lr: Annotated[float, tyro.conf.arg(help="learning rate of dense weights (AdamW)")] = 2e-3
+    embedding_lr: Annotated[float, tyro.conf.arg(help="learning rate of embedding tables")] = 0.05
+    weight_decay: Annotated[float, tyro.conf.arg(help="of dense weights (AdamW)")] = 0.01
+    negative_sampling_rate: Annotated[
+        dict[str, SamplingRate],
+        yaml_option(dict[str, SamplingRate]),
+        tyro.conf.arg(help="share of an objective's negatives to train on: {click: 0.1}"),
     ] = {}
-    seed: int = 0
+    seed: Annotated[int, tyro.conf.arg(help="of initial weights and of the order of examples")] = 0
 
 
-class DomainTraining(StudentTraining):
-    """How the model of a domain is trained: larger than the rankers that begin from it."""
+class DomainTrainConfig(StudentTrainConfig):
+    """How the model of a domain is trained; it is larger than the rankers that start from it."""
 
     model: StudentConfig = StudentConfig(hidden=(256, 128))
 
-    @field_validator("transfer")
+    @field_validator("distillation")
     @classmethod
-    def _from_gem(cls, transfer: TransferConfig) -> TransferConfig:
-        if transfer.begin == "domain":
-            raise ValueError("a domain's model begins with parts of GEM, not from itself")
-        return transfer
+    def _check_warm_start(cls, distillation: DistillationConfig) -> DistillationConfig:
+        if distillation.warm_start_from == "domain":
+            raise ValueError(
+                "the model of a domain cannot start from itself: set warm_start_from: gem"
+            )
+        return distillation

@@ -1,56 +1,114 @@
-"""The student: a small model in two programs, `user(request)` and `rank(state, candidates)`.
+"""The student: a small model of a surface, in two programs.
 
-R requests, C candidates, W event width, O objectives, H hidden width.
+`encode_user` runs once per request, `encode_candidates` on any number of its candidates.
+
+R requests, L events, K earlier impressions, C candidates, T event types, W event width, H hidden
+width, M similarity attributes, P counts of an event (types times decay times), O objectives, B
+examples.
 """
 
+from typing import Annotated, NamedTuple
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from features.inputs import Features
-from ranking.inputs import CandidateInputs, UserInputs
-from ranking.student.attention import Look, Seen
-from ranking.student.before import Before
+from features.recency import RecencyFeatures
+from features.schema import ITEM_TABLE, USER_TABLE, FeatureSchema
+from ranking.inputs.arrays import (
+    CandidateInputs,
+    CategoricalIds,
+    InputLookup,
+    TeacherHistoryInputs,
+    UserInputs,
+)
+from ranking.inputs.from_tables import InputBuilder
 from ranking.student.config import StudentConfig
-from ranking.student.liking import PACES, Alike, Liked, by_type
-from ranking.student.tensors import State
-from training.model.events import EventTokens
-from training.model.numeric import RunningScale
-from training.model.recency import Recency, Rhythm
+from ranking.student.history import (
+    DECAY_TIMES,
+    DecayedMatchCounts,
+    KeyValueProjection,
+    TargetAttention,
+    TeacherHistory,
+    TeacherHistoryState,
+    TypeMeanPooling,
+    one_hot_types,
+)
+from training.data.batch import Batch
+from training.data.reader import ExampleReader
+from training.model.embeddings import EmbeddingTables, TorchEmbeddingTables, table_sizes
+from training.model.history.events import EventTokenizer
+from training.model.history.recency import RecencyEmbedding
+from training.model.numeric import RunningStandardizer
+from training.teacher.embeddings import TeacherEmbeddings
+
+
+class UserState(NamedTuple):
+    """What all candidates of a request share: outputs of the user program, in this order."""
+
+    history_keys: Annotated[Tensor, "R L W"]
+    history_values: Annotated[Tensor, "R L W"]
+    history_mask: Annotated[Tensor, "R L"]
+    type_means: Annotated[Tensor, "R T W"]
+    history_similarity_ids: Annotated[Tensor, "R L M"]
+    decay_weights: Annotated[Tensor, "R L P"]
+    user_hidden: Annotated[Tensor, "R H"]
+    teacher_history: TeacherHistoryState | None
+
+
+class EmbeddingLookup:
+    """Looks up rows of embedding tables; in training some items are replaced by the unknown one."""
+
+    def __init__(self, tables: EmbeddingTables, item_dropout: float = 0.0) -> None:
+        self.tables, self.item_dropout = tables, item_dropout
+
+    def __call__(self, categorical: CategoricalIds, content_vectors: np.ndarray) -> Tensor:
+        """Rows of all tables side by side, by name of table, then the content vectors (…, V)."""
+        ids = {name: torch.from_numpy(index) for name, index in categorical.items()}
+        if self.item_dropout and ITEM_TABLE in ids:
+            is_kept = torch.rand(ids[ITEM_TABLE].shape) >= self.item_dropout
+            ids[ITEM_TABLE] = ids[ITEM_TABLE] * is_kept
+        rows = self.tables(ids)
+        in_order = [rows[name] for name in sorted(rows)]
+        return torch.cat([*in_order, torch.from_numpy(content_vectors)], -1)
 
 
 class Student(nn.Module):
-    """All features side by side, histories by attention and counts, one MLP, a head an objective.
+    """Features side by side, histories by attention and counts, an MLP, one logit per objective.
 
-    The first layer is split: what belongs to the user is multiplied once a request. Heads that
-    imitate GEM are not of the model that serves; they stand in ranking/student/transfer.py.
+    The first layer is split: its user part is computed once per request. Heads that learn GEM's
+    predictions are not served; they are in ranking/distillation/losses.py.
     """
 
-    def __init__(self, features: Features, config: StudentConfig) -> None:
+    def __init__(self, features: FeatureSchema, config: StudentConfig) -> None:
         super().__init__()
-        d, w, (first, second) = config.row_width, config.event_width, config.hidden
-        given = sum(features.item.vectors.values())
-        tables = 1 + len(features.item.ids)
+        d, w, (first, second) = config.embedding_dim, config.event_width, config.hidden
         self.config = config
-        self.kinds, self.compared = len(features.events), len(features.match)
-        self.item_width = tables * d + given
-        self.events = EventTokens(tables, d, given, len(features.surfaces), self.kinds, w)
-        self.surface = nn.Embedding(len(features.surfaces) + 1, w)
-        self.seen = Seen(w)
-        self.look = Look(self.seen, config.heads)
-        self.liked, self.alike = Liked(), Alike()
-        self.row_scale = RunningScale(len(features.row_numbers))
-        self.user_scale = RunningScale(len(features.user.numbers))
-        self.before = Before(w, self.compared, config) if config.before else None
-        pooled, looked = (b.pooled_width, b.looked_width) if (b := self.before) else (0, 0)
-        self.recency = nn.ModuleList(
-            Recency(features.item.ids[name], self.kinds, d) for name in features.match
+        self.num_types = len(features.events)
+        self.num_similarity_attributes = len(features.similarity_columns)
+        num_item_tables = 1 + len(features.item.categorical)
+        content_width = sum(features.item.vectors.values())
+        self.item_width = num_item_tables * d + content_width
+
+        self.event_tokenizer = EventTokenizer(
+            num_item_tables, d, content_width, len(features.surfaces), self.num_types, w
         )
-        numbers = len(features.user.numbers)
-        users = len(features.user.ids) + bool(config.user_rows)
-        self.user_layer = nn.Linear(users * d + numbers + pooled, first)
-        own = len(features.context.ids) * d + len(features.row_numbers) + self.item_width
-        counts = self.kinds * (1 + self.compared * len(PACES))
-        self.row_layer = nn.Linear(own + 3 * w + counts + self._rhythms * d + looked, first)
+        self.surface_embedding = nn.Embedding(len(features.surfaces) + 1, w)
+        self.key_value = KeyValueProjection(w)
+        self.attention = TargetAttention(self.key_value, config.heads)
+        self.type_mean_pooling, self.match_counts = TypeMeanPooling(), DecayedMatchCounts()
+        self.candidate_standardizer = RunningStandardizer(len(features.numeric_columns))
+        self.user_standardizer = RunningStandardizer(len(features.user.numeric))
+        self.teacher_history: TeacherHistory | None = None
+        if config.teacher_history_length:
+            self.teacher_history = TeacherHistory(w, self.num_similarity_attributes, config)
+        self.recency = nn.ModuleList(
+            RecencyEmbedding(features.item.categorical[name], self.num_types, d)
+            for name in features.similarity_columns
+        )
+
+        self.user_layer = nn.Linear(self._user_width(features), first)
+        self.candidate_layer = nn.Linear(self._candidate_width(features), first)
         self.hidden = nn.Sequential(
             nn.LayerNorm(first),
             nn.ReLU(),
@@ -61,83 +119,182 @@ class Student(nn.Module):
         self.head = nn.Linear(second, len(features.objectives))
         nn.init.constant_(self.head.bias, -2.0)
 
-    @property
-    def _rhythms(self) -> int:
-        return self.compared * self.kinds
+    def _user_width(self, features: FeatureSchema) -> int:
+        num_tables = len(features.user.categorical) + bool(self.config.user_hash_buckets)
+        width = num_tables * self.config.embedding_dim + len(features.user.numeric)
+        return width + (self.teacher_history.pooled_width if self.teacher_history else 0)
 
-    def user(self, inputs: UserInputs[Tensor]) -> State:
-        """What all candidates of a request share."""
-        item = self.events.item(inputs.events)
-        happened = (inputs.types, inputs.surfaces, inputs.dwells, inputs.ages)
-        kinds = by_type(inputs.types, self.kinds)
-        parts = [inputs.user, _scaled(self.user_scale, inputs.numbers)]
-        keys = values = item[:, :0]
-        there = inputs.before_ages > 0
-        if self.before:
-            tokens = self.before(self.events.item(inputs.before), inputs.kept, inputs.before_ages)
-            parts += self.before.pooled(tokens, there)
-            keys, values = self.before.seen(tokens)
-        own_keys, own_values = self.seen(self.events.tokens(item, *happened))
-        return State(
-            keys=own_keys,
-            values=own_values,
-            there=inputs.ages > 0,
-            liked=self.liked(item, kinds, inputs.dwells, inputs.ages),
-            seen_alike=inputs.alike,
-            fading=self.alike.fading(kinds, inputs.ages),
-            told=self.user_layer(torch.cat(parts, 1)),
-            before_keys=keys,
-            before_values=values,
-            before_seen_alike=inputs.before_alike,
-            before_there=there,
+    def _candidate_width(self, features: FeatureSchema) -> int:
+        d, w = self.config.embedding_dim, self.config.event_width
+        context = len(features.context.categorical) * d + len(features.numeric_columns)
+        type_means = self.num_types
+        match_counts = self.num_types * self.num_similarity_attributes * len(DECAY_TIMES)
+        recency = self.num_similarity_attributes * self.num_types * d
+        attended = self.teacher_history.attended_width if self.teacher_history else 0
+        surface_and_attention = 3 * w  # surface, attended history, its product with the item
+        return (
+            self.item_width
+            + context
+            + surface_and_attention
+            + type_means
+            + match_counts
+            + recency
+            + attended
         )
 
-    def rank(self, state: State, inputs: CandidateInputs[Tensor]) -> Tensor:
-        """The hidden layer (R, C, H) of the candidates; `head` makes logits of it."""
-        item = self.events.item(inputs.items)
-        looked = [self.look(item, state.keys, state.values, state.there[:, None])]
-        if self.before:
-            known = (
-                state.before_keys,
-                state.before_values,
-                state.before_seen_alike,
-                state.before_there,
+    def encode_user(self, inputs: UserInputs[Tensor]) -> UserState:
+        """The state that all candidates of a request share."""
+        items = self.event_tokenizer.item_projection(inputs.history_items)
+        type_one_hot = one_hot_types(inputs.event_types, self.num_types)
+        events = self.event_tokenizer.embed(
+            items,
+            inputs.event_types,
+            inputs.event_surfaces,
+            inputs.event_dwells,
+            inputs.event_age_seconds,
+        )
+        keys, values = self.key_value(events)
+        user = [inputs.user_embeddings, _standardize(self.user_standardizer, inputs.user_numeric)]
+        teacher_state = None
+        if self.teacher_history is not None:
+            assert inputs.teacher_history is not None
+            teacher_state, pooled = self._encode_teacher_history(
+                self.teacher_history, inputs.teacher_history
             )
-            looked += self.before.looked(item, inputs.alike, *known)
-        row = torch.cat(
-            (
-                inputs.items,
-                inputs.context,
-                _scaled(self.row_scale, inputs.numbers),
-                self.surface(inputs.surfaces),
-                item * looked[0],
-                item @ state.liked.transpose(1, 2),
-                self.alike(inputs.alike, state.seen_alike, state.fading),
-                *self._recent(inputs),
-                *looked,
+            user += pooled
+        return UserState(
+            history_keys=keys,
+            history_values=values,
+            history_mask=inputs.event_age_seconds > 0,
+            type_means=self.type_mean_pooling(
+                items, type_one_hot, inputs.event_dwells, inputs.event_age_seconds
             ),
-            dim=2,
+            history_similarity_ids=inputs.history_similarity_ids,
+            decay_weights=self.match_counts.decay_weights(type_one_hot, inputs.event_age_seconds),
+            user_hidden=self.user_layer(torch.cat(user, 1)),
+            teacher_history=teacher_state,
         )
-        found: Tensor = self.hidden(self.row_layer(row) + state.told[:, None])
-        return found
 
-    def _recent(self, inputs: CandidateInputs[Tensor]) -> list[Tensor]:
-        """When what is like a candidate was last dealt with (R, C, T * d), by each attribute."""
-        rows = []
+    def _encode_teacher_history(
+        self, module: TeacherHistory, inputs: TeacherHistoryInputs[Tensor]
+    ) -> tuple[TeacherHistoryState, list[Tensor]]:
+        """What candidates attend to, and the pooled tokens (R, W) where there are any."""
+        tokens = module(self.event_tokenizer.item_projection(inputs.items), inputs)
+        mask = inputs.age_seconds > 0
+        keys, values = module.key_value(tokens)
+        state = TeacherHistoryState(keys, values, inputs.similarity_ids, mask)
+        return state, module.pool(tokens, mask)
+
+    def encode_candidates(self, user_state: UserState, inputs: CandidateInputs[Tensor]) -> Tensor:
+        """The last hidden layer (R, C, H) of the candidates; `head` maps it to logits."""
+        item = self.event_tokenizer.item_projection(inputs.items)
+        history_mask = user_state.history_mask[:, None]
+        attended = self.attention(
+            item, user_state.history_keys, user_state.history_values, history_mask
+        )
+        attended_teacher: list[Tensor] = []
+        if self.teacher_history is not None:
+            assert user_state.teacher_history is not None
+            attended_teacher = self.teacher_history.attend(
+                item, inputs.similarity_ids, user_state.teacher_history
+            )
+        match_counts = self.match_counts(
+            inputs.similarity_ids, user_state.history_similarity_ids, user_state.decay_weights
+        )
+        features = (
+            inputs.items,
+            inputs.context,
+            _standardize(self.candidate_standardizer, inputs.numeric),
+            self.surface_embedding(inputs.surfaces),
+            item * attended,
+            item @ user_state.type_means.transpose(1, 2),
+            match_counts,
+            *self._recency_embeddings(inputs),
+            attended,
+            *attended_teacher,
+        )
+        first = self.candidate_layer(torch.cat(features, 2)) + user_state.user_hidden[:, None]
+        hidden: Tensor = self.hidden(first)
+        return hidden
+
+    def _recency_embeddings(self, inputs: CandidateInputs[Tensor]) -> list[Tensor]:
+        """Embeddings (R, C, T * d) of the recency features, for each similarity attribute."""
+        embeddings = []
         for m, recency in enumerate(self.recency):
-            assert isinstance(recency, Recency)
-            seen = Rhythm(*(x[:, :, m] for x in (inputs.last, inputs.span, inputs.gaps)))
-            rows.append(recency.rows(seen, inputs.alike[:, :, m])[:, :, 1:].flatten(2))
-        return rows
+            assert isinstance(recency, RecencyEmbedding)
+            features = RecencyFeatures(
+                inputs.last_age[:, :, m], inputs.span[:, :, m], inputs.gap_count[:, :, m]
+            )
+            by_type = recency.embed(features, inputs.similarity_ids[:, :, m])
+            embeddings.append(by_type[:, :, 1:].flatten(2))  # without the unknown type
+        return embeddings
 
     def forward(self, user: UserInputs[Tensor], candidates: CandidateInputs[Tensor]) -> Tensor:
-        """The hidden layer (R, C, H) of all candidates of all requests."""
-        return self.rank(self.user(user), candidates)
+        """The last hidden layer (R, C, H) of all candidates of all requests."""
+        return self.encode_candidates(self.encode_user(user), candidates)
 
 
-def _scaled(scale: RunningScale, numbers: Tensor) -> Tensor:
-    """Numbers in any shape (…, F): what is padded is missing, and is not counted."""
-    if not scale.training:
-        scaled: Tensor = scale(numbers)
-        return scaled
-    return scale(numbers.flatten(0, -2)).view_as(numbers)
+def _standardize(standardizer: RunningStandardizer, values: Tensor) -> Tensor:
+    """Standardized numeric features in any shape (…, F); in training they update the statistics.
+
+    Padding is NaN, as missing values are, and does not count.
+    """
+    if not standardizer.training:
+        standardized: Tensor = standardizer(values)
+        return standardized
+    updated: Tensor = standardizer(values.flatten(0, -2)).view_as(values)
+    return updated
+
+
+class TrainedStudent:
+    """A student with its embedding tables and the builder of its inputs.
+
+    `num_items` is the number of items that it was trained on: items from that index on are unknown.
+    """
+
+    def __init__(
+        self,
+        student: Student,
+        tables: TorchEmbeddingTables,
+        num_items: int,
+        input_builder: InputBuilder,
+    ) -> None:
+        self.student, self.tables = student, tables
+        self.num_items, self.input_builder = num_items, input_builder
+
+    def hidden(self, batch: Batch) -> Tensor:
+        """The last hidden layer (B, H) of the examples of a batch."""
+        inputs, lookup = self.input_builder(batch), self.lookup()
+        hidden: Tensor = self.student(
+            lookup.user_inputs(inputs.requests), lookup.candidate_inputs(inputs.candidates)
+        )
+        return hidden[torch.from_numpy(inputs.candidate_index.mask)]
+
+    def lookup(self) -> InputLookup[Tensor]:
+        """The lookup of the student's inputs in its tables."""
+        dropout = self.student.config.item_dropout if self.student.training else 0.0
+        similarity_columns = self.input_builder.reader.features.similarity_columns
+        return InputLookup(
+            EmbeddingLookup(self.tables, dropout),
+            torch.from_numpy,
+            similarity_columns,
+            self.num_items,
+        )
+
+    def logits(self, batch: Batch) -> Tensor:
+        """Logits (B, O) of the examples of a batch."""
+        logits: Tensor = self.student.head(self.hidden(batch))
+        return logits
+
+
+def new_student(
+    reader: ExampleReader,
+    config: StudentConfig,
+    num_items: int,
+    teacher_embeddings: TeacherEmbeddings,
+) -> TrainedStudent:
+    """A randomly initialized student for a number of items."""
+    rows = table_sizes(reader.features, num_items, config.user_hash_buckets)
+    tables = TorchEmbeddingTables(rows, config.embedding_dim, zero_init=(USER_TABLE,))
+    input_builder = InputBuilder(reader, teacher_embeddings, config.input_limits)
+    return TrainedStudent(Student(reader.features, config), tables, num_items, input_builder)

@@ -1,4 +1,4 @@
-"""Shared by the tests of the line and of Airflow."""
+"""Shared by the tests of the pipeline and of its Airflow DAGs."""
 
 import json
 import threading
@@ -8,32 +8,32 @@ from pathlib import Path
 
 import pytest
 
-from dags import standalone
-from dags.line import Place
+from dags.orchestration import standalone
+from dags.pipeline import PipelinePaths
 from tests.conftest import FIRST
 
 
 def environment(folder: Path, spec: Path, raw: Path, port: int = 8080) -> dict[str, str]:
-    """An Airflow of its own, with the DAGs of a lake in a folder."""
-    place = Place(spec, str(raw), str(folder / "lake"))
-    return standalone.environment(place, folder / "airflow", port, FIRST) | {
+    """The environment of an Airflow whose home and lake are below a folder."""
+    paths = PipelinePaths(spec, str(raw), str(folder / "lake"))
+    return standalone.airflow_environment(paths, folder / "airflow", port, FIRST) | {
         "GEMLINE_GEM": "--scale tiny",
         "GEMLINE_DEADLINE_HOURS": "0",  # DAG.test() can't read a deadline back
     }
 
 
 @pytest.fixture
-def posted_alerts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
-    """What was posted to GEMLINE_ALERTS."""
-    posted: list[object] = []
+def posted_alerts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, str]]]:
+    """The alerts that were posted to the URL of GEMLINE_ALERTS."""
+    posted: list[dict[str, str]] = []
 
-    class Listener(BaseHTTPRequestHandler):
+    class AlertHandler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             posted.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             self.send_response(204)
             self.end_headers()
 
-    with HTTPServer(("127.0.0.1", 0), Listener) as server:
+    with HTTPServer(("127.0.0.1", 0), AlertHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("GEMLINE_ALERTS", f"http://127.0.0.1:{server.server_port}")
         yield posted

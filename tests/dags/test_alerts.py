@@ -1,4 +1,4 @@
-"""Alerts reach who listens; that nobody does stops no run."""
+"""Alerts are posted as JSON; that they cannot be posted fails no run."""
 
 import socket
 import threading
@@ -6,51 +6,56 @@ from datetime import date
 
 import pytest
 
-from dags import alerts
-from dags.runs import Run
+from dags.orchestration import alerts
+from dags.orchestration.runs import PipelineRun
+
+TEXT = "reels of 2026-01-02 did not arrive"
 
 
-def test_who_listens_hears(posted_alerts: list[object]) -> None:
-    alerts.send("reels of 2026-01-02 did not come")
-    assert posted_alerts == [{"text": "reels of 2026-01-02 did not come"}]
+def test_an_alert_is_posted_as_json(posted_alerts: list[dict[str, str]]) -> None:
+    alerts.send_alert(TEXT)
+    assert posted_alerts == [{"text": TEXT}]
 
 
 def test_a_run_without_a_source_or_with_changed_files_is_reported(
     posted_alerts: list[dict[str, str]],
 ) -> None:
     first, second = date(2026, 1, 1), date(2026, 1, 2)
-    alerts.send_run_alerts("shop", Run(first=second, new=second, last=second))
+    alerts.send_run_alerts("shop", PipelineRun(first=second, new_from=second, last=second))
     assert not posted_alerts
     alerts.send_run_alerts(
-        "shop", Run(first=first, new=second, last=second, absent={second: ("reels",)})
+        "shop",
+        PipelineRun(
+            first=first, new_from=second, last=second, missing_sources={second: ("reels",)}
+        ),
     )
-    without, changed = (alert["text"] for alert in posted_alerts)
-    assert "shop 2026-01-02: reels not complete; went without" in without
+    missing, changed = (alert["text"] for alert in posted_alerts)
+    assert "shop 2026-01-02: reels not complete; the run continues without" in missing
     assert "files of 2026-01-01 are new or changed" in changed
-    assert "tables of 2026-01-01:2026-01-02 are made again" in changed
+    assert "tables of 2026-01-01:2026-01-02 are rebuilt" in changed
 
 
-@pytest.mark.parametrize("address", ["http://127.0.0.1:9/hook", "no URL"])
-def test_that_nobody_listens_stops_nothing(
-    address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9/hook", "no URL"])
+def test_an_alert_that_cannot_be_posted_is_logged(
+    url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("GEMLINE_ALERTS", address)
-    alerts.send("reels of 2026-01-02 did not come")
-    assert "did not come" in caplog.text and "GEMLINE_ALERTS" in caplog.text
+    monkeypatch.setenv("GEMLINE_ALERTS", url)
+    alerts.send_alert(TEXT)
+    assert TEXT in caplog.text and "GEMLINE_ALERTS" in caplog.text
 
 
-def test_an_answer_that_is_none_stops_nothing(
+def test_a_response_that_is_not_http_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
 
-        def answer() -> None:
-            caller, _ = server.accept()
-            with caller:
-                caller.recv(65536)
-                caller.sendall(b"no HTTP\r\n")
+        def respond() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(b"no HTTP\r\n")
 
-        threading.Thread(target=answer, daemon=True).start()
+        threading.Thread(target=respond, daemon=True).start()
         monkeypatch.setenv("GEMLINE_ALERTS", f"http://127.0.0.1:{server.getsockname()[1]}")
-        alerts.send("reels of 2026-01-02 did not come")
+        alerts.send_alert(TEXT)
     assert "GEMLINE_ALERTS" in caplog.text

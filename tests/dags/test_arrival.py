@@ -1,4 +1,4 @@
-"""Which logs a day waits for: two surfaces late, one never."""
+"""Which days a run processes when logs arrive late, change, or never arrive."""
 
 from collections.abc import Iterable
 from datetime import date, timedelta
@@ -9,12 +9,16 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dags.arrival import begin
-from dags.runs import Run
-from etl.arrival import daily_sources, files_of_day, has_arrived, record_files
+from dags.orchestration.runs import PipelineRun, plan_run
 from etl.errors import UserError
+from etl.ingest.arrival import (
+    day_file_states,
+    has_arrived,
+    record_ingested_files,
+    required_daily_sources,
+)
 from etl.spec import DataSpec, load_spec
-from etl.spec.units import each_day
+from etl.spec.units import date_range
 from tests.conftest import FIRST, short_spec
 
 SURFACES = ("feed", "reels", "messaging")
@@ -23,149 +27,166 @@ DAYS = [FIRST + timedelta(days=n) for n in range(8)]
 
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
-    """A log a surface; attributes without days."""
-    raw = yaml.safe_load(short_spec())
-    log = raw["sources"].pop("events")
-    for source in raw["sources"].values():
+    """A spec with a log per surface, and attributes that are not daily."""
+    content = yaml.safe_load(short_spec())
+    log = content["sources"].pop("events")
+    for source in content["sources"].values():
         source["path"] = source["path"].replace("day={day}", "all")
-    raw["sources"] |= {name: log | {"path": f"{name}/day={{day}}/*.json"} for name in SURFACES}
+    content["sources"] |= {name: log | {"path": f"{name}/day={{day}}/*.json"} for name in SURFACES}
     path = tmp_path_factory.mktemp("spec") / "three.yaml"
-    path.write_text(yaml.safe_dump(raw, sort_keys=False))
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
     return load_spec(path)
 
 
-def come(raw: Path, surface: str, day: date) -> None:
+def deliver(raw: Path, surface: str, day: date) -> None:
+    """Write the file of a surface and day."""
     file = raw / surface / f"day={day}" / "part.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.touch()
 
 
-def ingested(spec: DataSpec, folder: Path, made: Run) -> None:
+def record_ingest(spec: DataSpec, folder: Path, run: PipelineRun) -> None:
     """Record what an ingest of a run would have read."""
-    days = each_day(made.first, made.last)
-    read = {day: files_of_day(spec, str(folder / "raw"), day) for day in days}
-    record_files(str(folder / "lake"), read)
+    days = date_range(run.first, run.last)
+    states = {day: day_file_states(spec, str(folder / "raw"), day) for day in days}
+    record_ingested_files(str(folder / "lake"), states)
 
 
-def run(day: date) -> Run:
-    return Run(first=day, new=day, last=day)
+def run_of(day: date) -> PipelineRun:
+    return PipelineRun(first=day, new_from=day, last=day)
 
 
-def days_of(spec: DataSpec, folder: Path, arrivals: Iterable[set[tuple[str, date]]]) -> list[Run]:
-    """What each day's run works on, given what has come when it begins."""
-    told: list[Run] = []
-    for day, new in zip(DAYS, arrivals, strict=False):
-        for surface, of in new:
-            come(folder / "raw", surface, of)
-        told.append(begin(spec, str(folder / "raw"), str(folder / "lake"), run(day)))
-        ingested(spec, folder, told[-1])
-    return told
+def plan(spec: DataSpec, folder: Path, day: date) -> PipelineRun:
+    return plan_run(spec, str(folder / "raw"), str(folder / "lake"), run_of(day))
 
 
-def test_two_late_one_never(spec: DataSpec, tmp_path: Path) -> None:
-    """The second day's reels come a day late, its messages two days; messaging never after."""
-    assert set(daily_sources(spec)) == set(SURFACES)
-    one, two, three, four, five = DAYS[:5]
-    told = days_of(spec, tmp_path, [
-        {(name, one) for name in SURFACES},
-        {("feed", two)},
-        {("feed", three), ("reels", three), ("reels", two)},
-        {("feed", four), ("reels", four), ("messaging", two)},
-        {("feed", five), ("reels", five)},
+def run_daily(
+    spec: DataSpec, folder: Path, arrivals: Iterable[set[tuple[str, date]]]
+) -> list[PipelineRun]:
+    """The run of each day, given the (surface, day) whose files arrive before it starts."""
+    runs: list[PipelineRun] = []
+    for today, arrived in zip(DAYS, arrivals, strict=False):
+        for surface, day in arrived:
+            deliver(folder / "raw", surface, day)
+        runs.append(plan(spec, folder, today))
+        record_ingest(spec, folder, runs[-1])
+    return runs
+
+
+def test_late_sources_are_processed_when_they_arrive_and_missing_ones_are_named(
+    spec: DataSpec, tmp_path: Path
+) -> None:
+    """Of the second day, reels arrive a day late, messaging two days; later messaging never."""
+    assert set(required_daily_sources(spec)) == set(SURFACES)
+    day1, day2, day3, day4, day5 = DAYS[:5]
+    runs = run_daily(spec, tmp_path, [
+        {(name, day1) for name in SURFACES},
+        {("feed", day2)},
+        {("feed", day3), ("reels", day3), ("reels", day2)},
+        {("feed", day4), ("reels", day4), ("messaging", day2)},
+        {("feed", day5), ("reels", day5)},
     ])  # fmt: skip
-    assert [r.first for r in told] == [one, two, two, two, five]
-    assert [r.new for r in told] == [one, two, three, four, five]
-    assert told[1].absent == {two: ("messaging", "reels")}
-    assert told[2].absent == {two: ("messaging",), three: ("messaging",)}
-    assert told[3].absent == {three: ("messaging",), four: ("messaging",)}
-    assert told[4].sources_absent == "messaging"
+    assert [run.first for run in runs] == [day1, day2, day2, day2, day5]
+    assert [run.new_from for run in runs] == [day1, day2, day3, day4, day5]
+    assert runs[1].missing_sources == {day2: ("messaging", "reels")}
+    assert runs[2].missing_sources == {day2: ("messaging",), day3: ("messaging",)}
+    assert runs[3].missing_sources == {day3: ("messaging",), day4: ("messaging",)}
+    assert runs[4].missing_source_names == "messaging"
 
 
 def test_a_day_without_a_log_is_refused_by_name(spec: DataSpec, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"no log of {FIRST} is complete .*feed/day={{day}}"):
-        begin(spec, str(tmp_path), str(tmp_path / "lake"), run(FIRST))
+        plan(spec, tmp_path, FIRST)
 
 
-def test_half_a_day_is_not_a_day(spec: DataSpec, tmp_path: Path) -> None:
+def test_a_day_that_is_not_completely_written_is_refused(spec: DataSpec, tmp_path: Path) -> None:
     raw = tmp_path / "raw"
-    marked, waiting = (with_source(spec, **change) for change in (
-        {"complete": "_SUCCESS"}, {"unchanged_for": 600}
-    ))  # fmt: skip
-    come(raw, "feed", FIRST)
+    with_marker = with_feed(spec, success_file="_SUCCESS")
+    with_pause = with_feed(spec, unchanged_for=600)
+    deliver(raw, "feed", FIRST)
     assert has_arrived(spec, str(raw), "feed", FIRST)
-    assert not has_arrived(marked, str(raw), "feed", FIRST)
-    assert not has_arrived(waiting, str(raw), "feed", FIRST), "it may still be written"
+    assert not has_arrived(with_marker, str(raw), "feed", FIRST)
+    assert not has_arrived(with_pause, str(raw), "feed", FIRST), "it may still be written"
     with pytest.raises(UserError, match=f"no log of {FIRST} is complete"):
-        begin(waiting, str(raw), str(tmp_path / "lake"), run(FIRST))
+        plan(with_pause, tmp_path, FIRST)
     (raw / "feed" / f"day={FIRST}" / "_SUCCESS").touch()
-    assert has_arrived(marked, str(raw), "feed", FIRST)
-    assert not has_arrived(marked, str(raw), "feed", DAYS[1])
+    assert has_arrived(with_marker, str(raw), "feed", FIRST)
+    assert not has_arrived(with_marker, str(raw), "feed", DAYS[1])
 
 
-@pytest.mark.parametrize("change", ["more", "longer", "another of the same size"])
+@pytest.mark.parametrize("change", ["another file", "longer", "another of the same size"])
 def test_files_that_are_new_or_changed_are_read_again(
     spec: DataSpec, tmp_path: Path, change: str
 ) -> None:
-    one, two, three = DAYS[:3]
-    feed = tmp_path / "raw" / "feed" / f"day={one}"
-    days_of(spec, tmp_path, [{(name, day) for name in SURFACES} for day in (one, two)])
+    day1, day2, day3 = DAYS[:3]
+    feed = tmp_path / "raw" / "feed" / f"day={day1}"
+    run_daily(spec, tmp_path, [{(name, day) for name in SURFACES} for day in (day1, day2)])
     for name in SURFACES:
-        come(tmp_path / "raw", name, three)
-    if change == "more":
+        deliver(tmp_path / "raw", name, day3)
+    if change == "another file":
         (feed / "part2.json").touch()
     else:
         (feed / "part.json").write_text("{}" if change == "longer" else "")
-    begun = begin(spec, str(tmp_path / "raw"), str(tmp_path / "lake"), run(three))
-    assert (begun.first, begun.absent) == (one, {})
-    again = begin(spec, str(tmp_path / "raw"), str(tmp_path / "lake"), run(three))
-    assert again == begun, "until they have been read"
-    ingested(spec, tmp_path, begun)
-    assert begin(spec, str(tmp_path / "raw"), str(tmp_path / "lake"), run(three)).first == three
+    planned = plan(spec, tmp_path, day3)
+    assert (planned.first, planned.missing_sources) == (day1, {})
+    assert plan(spec, tmp_path, day3) == planned, "until they have been read"
+    record_ingest(spec, tmp_path, planned)
+    assert plan(spec, tmp_path, day3).first == day3
 
 
 def test_a_file_that_is_still_copied_waits_for_the_next_run(spec: DataSpec, tmp_path: Path) -> None:
-    one, two = DAYS[:2]
-    days_of(spec, tmp_path, [{(name, one) for name in SURFACES}])
+    day1, day2 = DAYS[:2]
+    run_daily(spec, tmp_path, [{(name, day1) for name in SURFACES}])
     for name in SURFACES:
-        come(tmp_path / "raw", name, two)
-    (tmp_path / "raw" / "feed" / f"day={one}" / "part2.json").touch()
-    waiting = with_source(spec, unchanged_for=600)
-    place = str(tmp_path / "raw"), str(tmp_path / "lake")
-    assert begin(waiting, *place, run(two)).first == two
-    assert begin(spec, *place, run(two)).first == one
+        deliver(tmp_path / "raw", name, day2)
+    (tmp_path / "raw" / "feed" / f"day={day1}" / "part2.json").touch()
+    assert plan(with_feed(spec, unchanged_for=600), tmp_path, day2).first == day2
+    assert plan(spec, tmp_path, day2).first == day1
 
 
-def test_a_run_of_another_release_can_be_read() -> None:
-    stored = run(FIRST).model_dump(mode="json") | {"a field of another release": 1}
-    assert Run.model_validate(stored) == run(FIRST)
+def test_a_run_stored_by_another_release_can_be_read() -> None:
+    run = run_of(FIRST).model_copy(update={"missing_sources": {FIRST: ("reels",)}})
+    stored = run.model_dump(mode="json")
+    assert PipelineRun.model_validate(stored | {"a field of another release": 1}) == run
+    earlier = {"first": "2026-01-01", "new": "2026-01-01", "last": "2026-01-01",
+               "absent": {"2026-01-01": ["reels"]}, "tables": {}}  # fmt: skip
+    assert PipelineRun.model_validate(earlier) == run, "as before fields were renamed"
 
 
-def with_source(spec: DataSpec, **change: object) -> DataSpec:
-    """The spec, its feed changed."""
+def with_feed(spec: DataSpec, **change: object) -> DataSpec:
+    """The spec with another feed source."""
     feed = spec.sources["feed"].model_copy(update=change)
     return spec.model_copy(update={"sources": spec.sources | {"feed": feed}})
 
 
-LATE = st.tuples(st.sampled_from(SURFACES[1:]), st.integers(0, 7))
+LATE_FILES = st.tuples(st.sampled_from(SURFACES[1:]), st.integers(0, 7))
 
 
-@given(arrived_after=st.dictionaries(LATE, st.integers(0, 9), max_size=16))
-def test_whatever_comes_in_time_is_taken_in_once(
-    spec: DataSpec, tmp_path_factory: pytest.TempPathFactory, arrived_after: dict
+@given(delays=st.dictionaries(LATE_FILES, st.integers(0, 9), max_size=16))
+def test_each_day_is_processed_with_all_files_that_arrive_within_the_lateness(
+    spec: DataSpec,
+    tmp_path_factory: pytest.TempPathFactory,
+    delays: dict[tuple[str, int], int],
 ) -> None:
-    """In the end each day was made with all that came at most as late as the spec waits."""
-    raw = tmp_path_factory.mktemp("line")
-    when = {(name, n): n for name in SURFACES for n in range(8)} | {
-        (name, n): n + wait for (name, n), wait in arrived_after.items()
+    """The last run of a day has read all that arrived at most `allowed_lateness` later."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    arrival = {
+        (surface, day): day + delays.get((surface, day), 0)
+        for surface in SURFACES
+        for day in range(8)
     }
-    arrivals = [{(s, DAYS[n]) for (s, n), at in when.items() if at == today} for today in range(8)]
-    told = days_of(spec, raw, arrivals)
-    wait = spec.lateness // 86400
-    made: dict[date, set[str]] = {}
-    for today, of in enumerate(told):
-        for n, day in enumerate(DAYS[: today + 1]):
-            if of.first <= day:
-                made[day] = {s for s in SURFACES if when[s, n] <= today}
-                assert set(of.absent.get(day, ())) == set(SURFACES) - made[day]
-    for n, day in enumerate(DAYS):
-        assert {s for s in SURFACES if when[s, n] <= min(n + wait, 7)} <= made[day]
+    arrivals = [
+        {(surface, DAYS[day]) for (surface, day), arrived in arrival.items() if arrived == today}
+        for today in range(8)
+    ]
+    runs = run_daily(spec, folder, arrivals)
+    read: dict[date, set[str]] = {}
+    for today, run in enumerate(runs):
+        for number, day in enumerate(DAYS[: today + 1]):
+            if run.first <= day:
+                read[day] = {s for s in SURFACES if arrival[s, number] <= today}
+                assert set(run.missing_sources.get(day, ())) == set(SURFACES) - read[day]
+    lateness = spec.allowed_lateness // 86400
+    for number, day in enumerate(DAYS):
+        in_time = {s for s in SURFACES if arrival[s, number] <= min(number + lateness, 7)}
+        assert in_time <= read[day]

@@ -1,4 +1,4 @@
-"""What holds of the DAGs as Airflow reads them, and of their tasks as Airflow runs them."""
+"""Laws of the DAGs as Airflow parses them, and of their tasks as Airflow runs them."""
 
 import json
 import subprocess
@@ -9,175 +9,246 @@ from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
 
+import jinja2
 import pytest
 
-from dags.line import Place, line, newest_mature
-from etl.quarantine import NO_DAY
+from dags.orchestration.runs import PipelineRun
+from dags.pipeline import PipelinePaths, Step, latest_mature_split, pipeline_steps
+from etl.cli.runner import DayArgs
+from etl.ingest.quarantine import UNKNOWN_DAY
 from etl.spec import load_spec
 from etl.tables.lake import Lake
+from tests.cli import parse_command
 from tests.conftest import FIRST, LAST, ROOT
 from tests.dags.conftest import environment
 from tests.pipeline import rows
+from training.commands import SplitArgs
 
-TELL = """
+# Run in an Airflow environment: prints all about the DAGs as JSON.
+DESCRIBE_DAGS = """
 import json, os, sys
-import dags.daily as daily
-def waits_for(condition):
+import dags.orchestration.daily as daily
+def assets_of(condition):
     if condition is None:
         return []
-    return [a.name for a in getattr(condition, "objects", [condition])]
-told = {}
-for dag in [made for made in vars(daily).values() if type(made).__name__ == "DAG"]:
-    told[dag.dag_id.partition("_")[2]] = {
-        "runs": dag.max_active_runs,
+    return [asset.name for asset in getattr(condition, "objects", [condition])]
+dags = [value for value in vars(daily).values() if type(value).__name__ == "DAG"]
+described = {}
+for dag in dags:
+    described[dag.dag_id.partition("_")[2]] = {
+        "max_active_runs": dag.max_active_runs,
         "tasks": [
             {"id": task.task_id, "owner": task.owner, "retries": task.retries, "pool": task.pool,
-             "limit": bool(task.execution_timeout), "policy": type(task.retry_policy).__name__,
-             "down": sorted(task.downstream_task_ids), "outlets": [a.name for a in task.outlets],
-             "command": [str(w) for w in getattr(task, "command", None)
+             "has_timeout": bool(task.execution_timeout),
+             "retry_policy": type(task.retry_policy).__name__,
+             "outlets": [asset.name for asset in task.outlets],
+             "command": [str(word) for word in getattr(task, "command", None)
                          or getattr(task, "application_args", None) or []]}
             for task in dag.tasks
         ],
-        "waits for": waits_for(getattr(dag.timetable, "asset_condition", None)),
+        "scheduled_on": assets_of(getattr(dag.timetable, "asset_condition", None)),
     }
 modules = sorted(sys.modules)
 from airflow.utils.file import list_py_file_paths
-read = list_py_file_paths(os.environ["AIRFLOW__CORE__DAGS_FOLDER"], safe_mode=False)
+dag_files = list_py_file_paths(os.environ["AIRFLOW__CORE__DAGS_FOLDER"], safe_mode=False)
 import pendulum
 from airflow.serialization.encoders import coerce_to_core_timetable
 from airflow.timetables.base import TimeRestriction
-made = [dag for dag in vars(daily).values() if type(dag).__name__ == "DAG"]
-(raw,) = (dag for dag in made if dag.dag_id.endswith("_raw"))
+(raw,) = (dag for dag in dags if dag.dag_id.endswith("_raw"))
 timetable, run, runs = coerce_to_core_timetable(raw.timetable), None, []
 since = TimeRestriction(pendulum.datetime(2026, 3, 1), None, catchup=True)
 for _ in range(300):
     run = timetable.next_dagrun_info_v2(last_dagrun_info=run, restriction=since)
     runs.append((run.run_after.isoformat(), run.partition_key))
-print("TOLD" + json.dumps({"dags": told, "modules": modules, "read": read, "runs": runs}))
+print("OUTPUT" + json.dumps(
+    {"dags": described, "modules": modules, "dag_files": dag_files, "raw_runs": runs}
+))
 """
-RUN = """
+RUN_DAGS = """
 import json, sys
-import dags.daily as daily
-for part, days, mark_success in json.loads(sys.argv[1]):
-    dag = next(made for name, made in vars(daily).items() if name.endswith(part))
-    print("BEGIN", part)
+import dags.orchestration.daily as daily
+for suffix, days, mark_success in json.loads(sys.argv[1]):
+    dag = next(value for name, value in vars(daily).items() if name.endswith(suffix))
+    print("BEGIN", suffix)
     run = dag.test(run_conf={"days": days}, mark_success_pattern=mark_success)
     states = sorted((t.task_id, str(t.state)) for t in run.get_task_instances())
     print("STATE", run.state, states, flush=True)
 """
-NOTHING = "nothing"
+NO_TASK = "nothing"
 ALL_BUT_INGEST = "(?!ingest$).+"
-NEVER = "2027-05-01"
+DAY_WITHOUT_LOGS = "2027-05-01"
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of this file's Airflow and of the lake that its DAGs write."""
+    """The folder of Airflow and of the lake that its DAGs write."""
     return tmp_path_factory.mktemp("airflow")
 
 
 @pytest.fixture(scope="module")
-def runs(home: Path, spec_path: Path, raw: Path) -> list[str]:
-    """What DAG runs print, on one Airflow: a day that never comes, and the ingest of the first."""
+def run_outputs(home: Path, spec_path: Path, raw: Path) -> list[str]:
+    """The output of two DAG runs: a day without logs, and the ingest of the first day."""
     env = environment(home, spec_path, raw)
-    tool = [sys.executable, "-m", "airflow", "db", "migrate"]
-    subprocess.run(tool, env=env, cwd=ROOT, check=True, capture_output=True)
-    asked = json.dumps([("_raw", NEVER, NOTHING), ("_tables", f"{FIRST}", ALL_BUT_INGEST)])
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, asked], env=env, cwd=ROOT, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    migrate = [sys.executable, "-m", "airflow", "db", "migrate"]
+    subprocess.run(migrate, env=env, cwd=ROOT, check=True, capture_output=True)
+    runs = [("_raw", DAY_WITHOUT_LOGS, NO_TASK), ("_tables", f"{FIRST}", ALL_BUT_INGEST)]
+    result = subprocess.run(
+        [sys.executable, "-c", RUN_DAGS, json.dumps(runs)], env=env, cwd=ROOT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
     )  # fmt: skip
-    printed = done.stdout.split("BEGIN ")[1:]
-    assert len(printed) == 2, done.stdout[-4000:]
-    return printed
+    outputs = result.stdout.split("BEGIN ")[1:]
+    assert len(outputs) == len(runs), result.stdout[-4000:]
+    return outputs
 
 
 @pytest.fixture(scope="module")
-def told(home: Path, spec_path: Path, raw: Path) -> Any:
-    """What the DAGs of a line in Berlin, begun by the clock, tell of themselves."""
+def described(home: Path, spec_path: Path, raw: Path) -> Any:
+    """The output of DESCRIBE_DAGS for a spec in Berlin's time zone with a daily schedule."""
     berlin = home / "berlin.yaml"
     berlin.write_text(spec_path.read_text() + "time_zone: Europe/Berlin\n")
     env = environment(home, berlin, raw) | {"GEMLINE_SCHEDULE": "0 4 * * *"}
-    done = subprocess.run(
-        [sys.executable, "-c", TELL], env=env, cwd=ROOT, capture_output=True, text=True
+    result = subprocess.run(
+        [sys.executable, "-c", DESCRIBE_DAGS],
+        env=env,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert "TOLD" in done.stdout, done.stderr
-    return json.loads(done.stdout.partition("TOLD")[2])
+    assert "OUTPUT" in result.stdout, result.stderr
+    return json.loads(result.stdout.partition("OUTPUT")[2])
 
 
-def test_reading_the_dags_imports_nothing_heavy(told: Any) -> None:
+def steps_of(spec_path: Path) -> list[Step]:
+    spec = load_spec(spec_path)
+    paths = PipelinePaths(spec_path, "raw", "lake")
+    return pipeline_steps(spec, paths, latest_mature_split(spec, FIRST, LAST))
+
+
+def task_name(step: Step) -> str:
+    """The task of a step; tasks of a surface are mapped in the task group `surface`."""
+    return f"surface.{step.name.removesuffix(f'-{step.surface}')}" if step.surface else step.name
+
+
+def test_parsing_the_dags_imports_nothing_heavy(described: Any) -> None:
     heavy = {"torch", "pyspark", "pandas", "deltalake", "pyarrow", "mlflow", "torchrec", "numpy"}
-    assert not heavy & set(told["modules"])
+    assert not heavy & set(described["modules"])
 
 
-def test_each_day_is_begun_once_on_the_morning_after(told: Any) -> None:
-    """Whether clocks are turned forward or back."""
-    days = [date.fromisoformat(key) for _, key in told["runs"]]
+def test_each_day_has_one_run_on_the_next_morning(described: Any) -> None:
+    """Also when clocks are put forward or back."""
+    days = [date.fromisoformat(key) for _, key in described["raw_runs"]]
     assert days == [days[0] + timedelta(days=n) for n in range(len(days))]
-    for moment, key in told["runs"]:
-        begun = datetime.fromisoformat(moment).astimezone(ZoneInfo("Europe/Berlin"))
-        assert begun.date() - timedelta(days=1) == date.fromisoformat(key)
-        assert (begun.hour, begun.minute) == (4, 0)
+    for run_after, key in described["raw_runs"]:
+        start = datetime.fromisoformat(run_after).astimezone(ZoneInfo("Europe/Berlin"))
+        assert start.date() - timedelta(days=1) == date.fromisoformat(key)
+        assert (start.hour, start.minute) == (4, 0)
 
 
-def test_airflow_looks_for_dags_in_one_file(told: Any) -> None:
-    assert told["read"] == [str(ROOT / "dags" / "daily.py")]
+def test_airflow_looks_for_dags_in_one_file(described: Any) -> None:
+    assert described["dag_files"] == [str(ROOT / "dags" / "orchestration" / "daily.py")]
 
 
-def test_every_step_of_the_line_is_a_task(told: Any, spec_path: Path) -> None:
-    spec = load_spec(spec_path)
-    place, days = Place(spec_path, "raw", "lake"), newest_mature(spec, FIRST, LAST)
-    steps = {step.name.partition("-")[0] for step in line(spec, place, days)}
-    tasks = {
-        t["id"].removeprefix("surface.") for dag in told["dags"].values() for t in dag["tasks"]
+def test_every_step_of_the_pipeline_is_a_task(described: Any, spec_path: Path) -> None:
+    tasks = {task["id"] for dag in described["dags"].values() for task in dag["tasks"]}
+    assert {task_name(step) for step in steps_of(spec_path)} <= tasks
+
+
+def test_each_table_is_written_by_one_dag_with_one_active_run(
+    described: Any, spec_path: Path
+) -> None:
+    dag_of_task = {
+        task["id"]: name for name, dag in described["dags"].items() for task in dag["tasks"]
     }
-    assert steps <= tasks
-
-
-def test_each_table_is_written_by_one_dag_one_run_at_a_time(told: Any, spec_path: Path) -> None:
-    spec = load_spec(spec_path)
-    place, days = Place(spec_path, "raw", "lake"), newest_mature(spec, FIRST, LAST)
-    dag_of = {
-        task["id"].removeprefix("surface."): name
-        for name, dag in told["dags"].items() for task in dag["tasks"]
-    }  # fmt: skip
     writers: dict[str, set[str]] = {}
-    for step in line(spec, place, days):
+    for step in steps_of(spec_path):
         for table in step.writes:
-            writers.setdefault(table, set()).add(dag_of[step.name.partition("-")[0]])
+            writers.setdefault(table, set()).add(dag_of_task[task_name(step)])
     assert all(len(dags) == 1 for dags in writers.values()), writers
-    assert {dag["runs"] for dag in told["dags"].values()} == {1}
+    assert {dag["max_active_runs"] for dag in described["dags"].values()} == {1}
 
 
-def test_each_asset_has_a_writer_and_a_reader(told: Any) -> None:
-    made = Counter(a for dag in told["dags"].values() for t in dag["tasks"] for a in t["outlets"])
-    read = {name for dag in told["dags"].values() for name in dag["waits for"]}
-    assert set(made.values()) == {1}
-    assert {"raw", "features", "gem", "knowledge"} == {name.partition("/")[2] for name in read}
-    assert read < set(made)
+def test_each_asset_has_one_writer_and_is_read(described: Any) -> None:
+    written = Counter(
+        asset
+        for dag in described["dags"].values()
+        for task in dag["tasks"]
+        for asset in task["outlets"]
+    )
+    read = {name for dag in described["dags"].values() for name in dag["scheduled_on"]}
+    assert set(written.values()) == {1}
+    assert {"raw", "features", "gem", "teacher_predictions"} == {
+        name.partition("/")[2] for name in read
+    }
+    assert read < set(written)
 
 
-def test_every_task_has_an_owner_a_limit_and_retries_by_cause(told: Any) -> None:
-    for dag in told["dags"].values():
+def test_every_task_has_an_owner_a_timeout_and_a_retry_policy(described: Any) -> None:
+    for dag in described["dags"].values():
         for task in dag["tasks"]:
-            assert (task["owner"], task["limit"], task["policy"]) == ("gemline", True, "ByCause")
+            assert task["owner"] == "gemline"
+            assert task["has_timeout"]
+            assert task["retry_policy"] == "RetryUnlessUserError"
             assert task["retries"] > 0 or task["id"] == "enough_days", task
             if task["command"]:
-                light = task["id"].startswith(("publish", "hold", "release"))
-                pools = {"default_pool"} if light else {"gemline_spark", "gemline_torch"}
+                is_light = task["id"].startswith(("publish", "pin", "unpin"))
+                pools = {"default_pool"} if is_light else {"gemline_spark", "gemline_torch"}
                 assert task["pool"] in pools, task
 
 
-def test_who_reads_tables_reads_the_versions_it_was_told(told: Any) -> None:
+def test_tasks_that_read_tables_read_pinned_versions(described: Any) -> None:
     for name in ("gem", "rankers"):
-        tasks = [task for task in told["dags"][name]["tasks"] if task["command"]]
-        for task in tasks:
-            if not task["id"].startswith(("publish", "release")):
+        for task in described["dags"][name]["tasks"]:
+            if task["command"] and not task["id"].startswith(("publish", "unpin")):
                 assert "--pins" in task["command"], task["id"]
 
 
+def test_every_command_line_parses_once_its_templates_are_filled_in(
+    described: Any, spec_path: Path
+) -> None:
+    run = PipelineRun(
+        first=FIRST,
+        new_from=LAST,
+        last=LAST,
+        missing_sources={LAST: ("events",)},
+        tables={"events": {"version": 3}, "items": {"version": 0}},
+    )
+    split = latest_mature_split(load_spec(spec_path), FIRST, LAST)
+    context = {
+        "run": lambda *_: run,
+        "split": lambda _: split,
+        "dag": {"dag_id": "simulator_gem"},
+        "run_id": "manual",
+        "dag_run": None,
+        "params": {},
+        "triggering_asset_events": {},
+    }
+
+    def render(word: str) -> str:
+        return str(jinja2.Template(word, undefined=jinja2.StrictUndefined).render(context))
+
+    commands = 0
+    for dag in described["dags"].values():
+        for task in dag["tasks"]:
+            if not task["command"]:
+                continue
+            words = [
+                "feed" if word.startswith("MappedArgument") else word for word in task["command"]
+            ]
+            args = parse_command([render(word) for word in words])
+            commands += 1
+            if isinstance(args, SplitArgs):
+                assert args.split == split, task
+            if isinstance(args, DayArgs):
+                first, last = args.day_range
+                assert FIRST <= first <= last <= LAST, task
+            if "--pins" in words:
+                assert getattr(args, "pins", None) == {"events": 3, "items": 0}, task
+    assert commands > len({task_name(step) for step in steps_of(spec_path)})
+
+
 @pytest.mark.parametrize(
-    ("said", "again"),
+    ("message", "is_retried"),
     [
         ("gemline etl ended with exit code 2", False),
         ("Cannot execute: spark-submit …. Error code is: 2.", False),
@@ -189,44 +260,47 @@ def test_who_reads_tables_reads_the_versions_it_was_told(told: Any) -> None:
         ("connection reset", True),
     ],
 )
-def test_what_the_input_did_wrong_is_not_tried_again(said: str, again: bool) -> None:
+def test_user_errors_are_not_retried(message: str, is_retried: bool) -> None:
     from airflow.sdk.definitions.retry_policy import RetryAction
 
-    from dags.operators import ByCause
+    from dags.orchestration.operators import RetryUnlessUserError
 
-    action = ByCause().evaluate(RuntimeError(said), 1, 3).action
-    assert action == (RetryAction.DEFAULT if again else RetryAction.FAIL)
-
-
-def test_a_spec_with_an_error_is_one_sentence(tmp_path: Path, spec_path: Path, raw: Path) -> None:
-    bad = tmp_path / "bad.yaml"
-    bad.write_text(spec_path.read_text().replace("role: impression", "role: impresion"))
-    command = [sys.executable, "-c", "import dags.daily"]
-    env = environment(tmp_path, bad, raw)
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
-    last = done.stderr.strip().splitlines()[-1]
-    assert "bad.yaml:" in last and "events.ad_impression.role" in last, done.stderr
+    action = RetryUnlessUserError().evaluate(RuntimeError(message), 1, 3).action
+    assert action == (RetryAction.DEFAULT if is_retried else RetryAction.FAIL)
 
 
-def test_settings_that_are_wrong_are_one_sentence() -> None:
-    from dags.settings import Settings
+def test_an_invalid_spec_is_reported_in_one_line(
+    tmp_path: Path, spec_path: Path, raw: Path
+) -> None:
+    invalid = tmp_path / "invalid.yaml"
+    invalid.write_text(spec_path.read_text().replace("role: impression", "role: impresion"))
+    command = [sys.executable, "-c", "import dags.orchestration.daily"]
+    env = environment(tmp_path, invalid, raw)
+    result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+    last_line = result.stderr.strip().splitlines()[-1]
+    assert "invalid.yaml:" in last_line, result.stderr
+    assert "events.ad_impression.role" in last_line, result.stderr
+
+
+def test_invalid_settings_are_reported_in_one_line() -> None:
+    from dags.orchestration.settings import DagSettings
     from etl.errors import UserError
 
-    told = {"GEMLINE_SPEC": "s.yaml", "GEMLINE_RAW": "raw", "GEMLINE_WAIT_HOURS": "-1"}
+    variables = {"GEMLINE_SPEC": "s.yaml", "GEMLINE_RAW": "raw", "GEMLINE_WAIT_HOURS": "-1"}
     with pytest.raises(UserError, match=r"GEMLINE_.*lake: Field required.*wait_hours"):
-        Settings.from_environment(told)
+        DagSettings.from_environment(variables)
 
 
-def test_a_task_runs_by_spark_submit_on_airflow_and_writes_its_day(
-    runs: list[str], home: Path, lake: Lake
+def test_a_task_runs_by_spark_submit_and_writes_its_day(
+    run_outputs: list[str], home: Path, lake: Lake
 ) -> None:
-    assert "STATE success" in runs[1], runs[1][-4000:]
-    for name in ("events", "flow", "quarantine"):
-        there = [row for row in rows(lake, name) if row["day"] in (FIRST, NO_DAY)]
-        assert rows(Lake(str(home / "lake"), lake.spec), name) == there, name
+    assert "STATE success" in run_outputs[1], run_outputs[1][-4000:]
+    for name in ("events", "ingest_metrics", "quarantine"):
+        expected = [row for row in rows(lake, name) if row["day"] in (FIRST, UNKNOWN_DAY)]
+        assert rows(Lake(str(home / "lake"), lake.spec), name) == expected, name
 
 
-def test_a_day_that_never_comes_is_named(runs: list[str]) -> None:
-    assert "STATE failed" in runs[0] and f"no log of {NEVER} is complete in" in runs[0], runs[0][
-        -4000:
-    ]
+def test_a_day_without_logs_fails_and_is_named(run_outputs: list[str]) -> None:
+    output = run_outputs[0]
+    assert "STATE failed" in output, output[-4000:]
+    assert f"no log of {DAY_WITHOUT_LOGS} is complete in" in output, output[-4000:]

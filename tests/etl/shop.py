@@ -1,4 +1,4 @@
-"""A small shop: two surfaces, a log of what its app shows and a sparse one of its sales."""
+"""A small shop with two surfaces, a log of its app and an optional log of its sales."""
 
 from pathlib import Path
 
@@ -10,9 +10,9 @@ name: shop
 buckets: 1
 surfaces: {home: {}, search: {}}
 events:
-  shown: {kind: ad, role: impression}
-  click: {kind: ad, role: outcome}
-  buy: {kind: ad, role: outcome}
+  shown: {role: impression}
+  click: {role: outcome}
+  buy: {role: outcome}
 objectives: {click: {event: click, window: 1h}}
 attributes: {context: {phone: {type: categorical}}}
 sequences: {behaviour: {}}
@@ -30,13 +30,13 @@ sources:
     format: json
     path: sales/{day}.json
     time_unit: s
-    sparse: true
+    optional: true
     columns: {event_id: id, user: who, item: what, surface: page, event_time: at, impression: imp}
     event: buy
 """
 
 
 def shop_lake(folder: Path) -> Lake:
-    """The lake of the shop, without tables, and its spec in a folder."""
+    """Write the shop's spec into a folder; returns its lake, without tables."""
     (folder / "spec.yaml").write_text(SPEC)
     return Lake(str(folder / "lake"), load_spec(folder / "spec.yaml"))

@@ -1,9 +1,10 @@
-"""Files and folders survive power loss and kills: what is found is the old or the new, never half.
+"""Atomic writes: files and folders are old or new, never half, after a power loss or a kill.
 
-Power loss is simulated by what a disk may do: bytes that were not fsynced are gone (the file is cut
-to nothing), and a name that is not fsynced in its folder may be the old one.
+A power loss is simulated by what a disk may do: content that was not fsynced is lost (the file is
+truncated), and a name that was not fsynced in its folder may be lost.
 """
 
+import functools
 import itertools
 import os
 import signal
@@ -13,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from etl.tables import atomic_io, pins, records
+from etl.tables import atomic_io, step_state
 
 
 class Disk:
-    """What a disk holds for sure: files whose bytes, and folders whose names were fsynced."""
+    """What survives a power loss: files whose content and folders whose names were fsynced."""
 
     def __init__(self) -> None:
         self.files: set[int] = set()
@@ -31,10 +32,10 @@ class Disk:
             self.files.add(inode)
 
     def lose_power(self, folder: Path) -> None:
-        """Cut files whose bytes were not fsynced; fail where a name may be forgotten."""
+        """Truncate files whose content was not fsynced; fail where a name may be lost."""
         safe = self.names.get(folder.stat().st_ino, {})
         for path in folder.iterdir():
-            assert safe.get(path.name) == path.stat().st_ino, f"{path} may be forgotten"
+            assert safe.get(path.name) == path.stat().st_ino, f"{path} may be lost"
             if path.is_dir():
                 self.lose_power(path)
             elif path.stat().st_ino not in self.files:
@@ -43,21 +44,21 @@ class Disk:
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
-    """A disk that follows this process."""
-    made, real = Disk(), os.fsync
+    """A disk that records the fsyncs of this process."""
+    disk, real_fsync = Disk(), os.fsync
 
     def fsync(descriptor: int) -> None:
-        real(descriptor)
-        made.fsync(descriptor)
+        real_fsync(descriptor)
+        disk.fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    return made
+    return disk
 
 
-def test_what_was_written_is_there_after_a_power_loss(tmp_path: Path, disk: Disk) -> None:
+def test_written_files_and_folders_survive_a_power_loss(tmp_path: Path, disk: Disk) -> None:
     atomic_io.write_text(tmp_path / "new" / "pointer.json", "old")
     atomic_io.write_text(tmp_path / "new" / "pointer.json", "new")
-    assert atomic_io.create_file(tmp_path / "lease.json", "mine")
+    assert atomic_io.create_if_absent(tmp_path / "lease.json", "mine")
     staging = atomic_io.staging_folder(tmp_path / "rankers" / "v1")
     (staging / "parts").mkdir()
     (staging / "parts" / "a.onnx").write_text("program")
@@ -68,17 +69,20 @@ def test_what_was_written_is_there_after_a_power_loss(tmp_path: Path, disk: Disk
     assert (tmp_path / "rankers" / "v1" / "parts" / "a.onnx").read_text() == "program"
 
 
-def killed(call: int, work: Callable[[], None]) -> bool:
-    """Do some work in a process that is killed before its `call`-th fsync or rename; if it was."""
+def is_killed_at(call: int, work: Callable[[], None]) -> bool:
+    """Run `work` in a process that is killed before its `call`-th fsync or rename.
+
+    Returns whether it was killed, that is, made as many calls.
+    """
     child = os.fork()
     if not child:
         counter = itertools.count()
 
         def counting(real: Callable[..., object]) -> Callable[..., object]:
-            def counted(*words: object) -> object:
+            def counted(*arguments: object) -> object:
                 if next(counter) == call:
                     os.kill(os.getpid(), signal.SIGKILL)
-                return real(*words)
+                return real(*arguments)
 
             return counted
 
@@ -92,13 +96,13 @@ def killed(call: int, work: Callable[[], None]) -> bool:
 
 
 def test_a_kill_at_any_step_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
-    file, found = tmp_path / "one.json", []
+    file, texts = tmp_path / "pointer.json", set()
     for call in range(20):
         atomic_io.write_text(file, "old")
-        if not killed(call, lambda: atomic_io.write_text(file, "new")):
+        if not is_killed_at(call, lambda: atomic_io.write_text(file, "new")):
             break
-        found.append(file.read_text())
-    assert sorted(set(found)) == ["new", "old"] and file.read_text() == "new"
+        texts.add(file.read_text())
+    assert texts == {"new", "old"} and file.read_text() == "new"
 
 
 def publish(folder: Path, text: str) -> None:
@@ -112,35 +116,35 @@ def test_a_kill_at_any_step_leaves_a_complete_folder_or_none(tmp_path: Path) -> 
     states = []
     for call in range(20):
         folder = tmp_path / f"v{call}"
-        if not killed(call, lambda folder=folder: publish(folder, "new")):
+        if not is_killed_at(call, functools.partial(publish, folder, "new")):
             break
         states.append([(folder / name).read_text() for name in "ab"] if folder.exists() else [])
     assert [] in states and ["new", "new"] in states
     assert all(state in ([], ["new", "new"]) for state in states)
 
 
-def test_a_folder_that_is_there_stays_at_every_step(tmp_path: Path) -> None:
+def test_an_existing_folder_is_never_replaced(tmp_path: Path) -> None:
     publish(tmp_path / "v1", "old")
     for call in range(20):
-        ended = not killed(call, lambda: publish(tmp_path / "v1", "new"))
+        is_killed = is_killed_at(call, functools.partial(publish, tmp_path / "v1", "new"))
         assert [(tmp_path / "v1" / name).read_text() for name in "ab"] == ["old", "old"]
-        if ended:
+        if not is_killed:
             break
 
 
-def test_one_of_many_creates_a_file(tmp_path: Path) -> None:
+def test_one_of_many_processes_creates_a_file(tmp_path: Path) -> None:
     children = []
     for number in range(8):
         child = os.fork()
         if not child:
-            os._exit(0 if atomic_io.create_file(tmp_path / "one", f"{number}") else 1)
+            os._exit(0 if atomic_io.create_if_absent(tmp_path / "lease", f"{number}") else 1)
         children.append(child)
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     assert sorted(codes) == [0] + [1] * 7
-    assert (tmp_path / "one").read_text() == str(codes.index(0))
+    assert (tmp_path / "lease").read_text() == str(codes.index(0))
 
 
-def test_what_killed_runs_left_goes_after_a_day(tmp_path: Path) -> None:
+def test_temporary_folders_of_killed_runs_are_removed_after_a_day(tmp_path: Path) -> None:
     old, fresh = (atomic_io.staging_folder(tmp_path / "v1") for _ in range(2))
     os.utime(old, (0, 0))
     atomic_io.write_text(tmp_path / "one.json", "{}")
@@ -148,18 +152,19 @@ def test_what_killed_runs_left_goes_after_a_day(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"run": 3}'])
-def test_a_damaged_pin_or_record_costs_itself_and_is_named(
+def test_a_damaged_pin_or_step_state_is_ignored_and_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str
 ) -> None:
     lake = str(tmp_path)
     for name in ("one", "two"):
-        pins.pin(lake, name, {"events": 1})
-        records.write(lake, name, "inputs", 1.0)
-    pin = next(p for p in (tmp_path / "_line" / "pins").iterdir() if '"one"' in p.read_text())
-    record = tmp_path / "_line" / "steps" / "one.json"
-    for file in (pin, record):
+        step_state.pin_versions(lake, name, {"events": 1})
+        step_state.write_step_state(lake, name, "inputs", 1.0)
+    pin = next(p for p in (tmp_path / "_pipeline" / "pins").iterdir() if '"one"' in p.read_text())
+    state = tmp_path / "_pipeline" / "steps" / "one.json"
+    for file in (pin, state):
         file.write_text(content)
-    assert [found.run for found in pins.pinned(lake)] == ["two"]
-    assert records.read(lake, "one") is None and records.read(lake, "two") is not None
-    assert [name for name, _ in records.seconds(lake)] == ["two"]
-    assert str(pin) in caplog.text and str(record) in caplog.text
+    assert [pin.run_id for pin in step_state.read_pins(lake)] == ["two"]
+    assert step_state.read_step_state(lake, "one") is None
+    assert step_state.read_step_state(lake, "two") is not None
+    assert [name for name, _ in step_state.step_durations(lake)] == ["two"]
+    assert str(pin) in caplog.text and str(state) in caplog.text

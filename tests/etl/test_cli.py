@@ -1,3 +1,5 @@
+"""The command line: flags and files, exit codes, help of every group, and no heavy imports."""
+
 import errno
 import os
 import subprocess
@@ -7,53 +9,53 @@ from pathlib import Path
 
 import pytest
 
-from etl.cli import parse, run
+from etl.cli.runner import parse_arguments, run_command
 from etl.commands import RawArgs, ingest
-from etl.errors import TemporaryError, UserError, error_of_exit_code
-from etl.spec.base import Strict
-from gemline import GROUPS, main
+from etl.errors import TemporaryError, UserError, error_from_exit_code
+from etl.spec.base import StrictModel
+from gemline import COMMAND_GROUPS, main
 
 
-def test_flags_override_the_file(tmp_path: Path) -> None:
+def test_flags_override_the_configuration_file(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("spec: a.yaml\nlake: here\nraw: logs\ndays: 2026-01-01\n")
-    args = parse(RawArgs, ["--config", str(file), "--lake", "there"], "t")
-    assert (args.lake, args.raw, args.span[0].isoformat()) == ("there", "logs", "2026-01-01")
+    args = parse_arguments(RawArgs, ["--config", str(file), "--lake", "there"], "t")
+    assert (args.lake, args.raw, args.day_range[0].isoformat()) == ("there", "logs", "2026-01-01")
 
 
 def test_an_unknown_key_names_the_key_and_the_file(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("lak: here\n")
     with pytest.raises(UserError, match=rf"{file}: lak: unknown key; did you mean 'lake'\?"):
-        parse(RawArgs, ["--config", str(file)], "t")
+        parse_arguments(RawArgs, ["--config", str(file)], "t")
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
+    ("text", "message"),
     [
         ("lake: [", "is not YAML"),
-        ("lake: {a: 1}", "lake: one value is wanted"),
-        ("- a", "a mapping"),
+        ("lake: {a: 1}", "lake: expected a single value"),
+        ("- a", "must be a mapping"),
     ],
 )
-def test_a_broken_configuration_is_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+def test_an_invalid_configuration_file_is_reported(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(text)
-    with pytest.raises(UserError, match=sentence):
-        parse(RawArgs, ["--config", str(file)], "t")
+    with pytest.raises(UserError, match=message):
+        parse_arguments(RawArgs, ["--config", str(file)], "t")
 
 
-def test_bad_days_are_one_sentence_and_exit_code_2(
+def test_invalid_days_give_one_line_and_exit_code_2(
     capsys: pytest.CaptureFixture[str], spec_path: Path, tmp_path: Path
 ) -> None:
-    words = ["--spec", str(spec_path), "--lake", str(tmp_path / "lake"), "--raw", "y"]
-    assert run(ingest, [*words, "--days", "2026-02-01:2026-01-01"], "t") == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "the first day is after the last" in said
+    flags = ["--spec", str(spec_path), "--lake", str(tmp_path / "lake"), "--raw", "y"]
+    assert run_command(ingest, [*flags, "--days", "2026-02-01:2026-01-01"], "t") == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1 and "the first day is after the last" in message
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "sentence"),
+    ("error", "code", "message"),
     [
         (UserError("no such day"), 2, "no such day"),
         (TemporaryError("no answer"), 75, "no answer"),
@@ -62,39 +64,47 @@ def test_bad_days_are_one_sentence_and_exit_code_2(
         (RuntimeError("[DELTA_CONCURRENT_APPEND] conflict"), 75, "another run wrote"),
     ],
 )
-def test_a_fault_of_the_machine_has_an_exit_code_of_its_own(
-    error: Exception, code: int, sentence: str, capsys: pytest.CaptureFixture[str]
+def test_known_failures_have_their_exit_code_and_one_line(
+    error: Exception, code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def command(_: Strict) -> None:
+    def command(_: StrictModel) -> None:
         raise error
 
-    assert run(command, [], "t") == code
+    assert run_command(command, [], "t") == code
     printed = capsys.readouterr().err
-    assert sentence in printed and printed.count("\n") == 1
+    assert message in printed and printed.count("\n") == 1
 
 
-def test_what_is_no_known_failure_is_raised() -> None:
-    def command(_: Strict) -> None:
+def test_unknown_failures_are_raised() -> None:
+    def command(_: StrictModel) -> None:
         raise ValueError("a bug")
 
     with pytest.raises(ValueError, match="a bug"):
-        run(command, [], "t")
+        run_command(command, [], "t")
 
 
 @pytest.mark.parametrize(
-    ("exit_code", "kind"),
+    ("exit_code", "error_type"),
     [(2, UserError), (75, TemporaryError), (-9, TemporaryError), (1, SystemExit)],
 )
-def test_the_exit_code_of_a_process_is_passed_on(exit_code: int, kind: type[BaseException]) -> None:
-    with pytest.raises(kind, match="it failed"):
-        raise error_of_exit_code(exit_code, "it failed")
+def test_the_exit_code_of_a_subprocess_is_passed_on(
+    exit_code: int, error_type: type[BaseException]
+) -> None:
+    with pytest.raises(error_type, match="it failed"):
+        raise error_from_exit_code(exit_code, "it failed")
 
 
-@pytest.mark.parametrize("group", GROUPS)
-def test_every_group_has_its_commands(group: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("group", COMMAND_GROUPS)
+def test_every_command_group_has_help(group: str, capsys: pytest.CaptureFixture[str]) -> None:
     with suppress(SystemExit):
         main([group, "--help"])
     assert "usage" in capsys.readouterr().out
+
+
+def test_the_help_of_a_command_describes_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with suppress(SystemExit):
+        main(["etl", "vacuum", "--help"])
+    assert "Delete files that neither" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -107,11 +117,13 @@ def test_every_group_has_its_commands(group: str, capsys: pytest.CaptureFixture[
         (["run", "--help"], ("pyspark", "torch", "deltalake")),
     ],
 )
-def test_no_heavy_import_before_it_is_needed(command: list[str], absent: tuple[str, ...]) -> None:
+def test_help_imports_no_heavy_library(command: list[str], absent: tuple[str, ...]) -> None:
     code = (
         "import sys; from gemline import main\n"
         f"try: main({command!r})\nexcept SystemExit: pass\n"
         f"print('LOADED', [m for m in {absent!r} if m in sys.modules])"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
-    assert "LOADED []" in out
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert "LOADED []" in process.stdout

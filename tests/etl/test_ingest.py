@@ -1,15 +1,19 @@
+"""Ingest of the simulated logs: record counts, duplicates, quarantine, and refused input."""
+
 import gzip
 import json
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from etl.errors import UserError
-from etl.ingest import ingest
-from etl.sources.raw import read_raw
-from etl.spec import load_spec
+from etl.ingest.file_discovery import RawSelection
+from etl.ingest.readers import read_raw_records
+from etl.ingest.run import ingest
+from etl.spec import DataSpec, load_spec
 from etl.tables.lake import Lake
 from tests.conftest import FIRST, LAST, SPEC
 from tests.pipeline import rows
@@ -25,74 +29,88 @@ def raw_lines(raw: Path) -> list[str]:
     return [line for f in files for line in gzip.decompress(f.read_bytes()).decode().splitlines()]
 
 
-def test_nothing_is_lost(lake: Lake, raw: Path) -> None:
-    flow = rows(lake, "flow")
-    total = Counter()
-    for day in flow:
-        assert day["read"] == sum(day[k] for k in ("kept", "quarantined", "duplicates", "parked"))
+def test_every_record_is_accounted_for(lake: Lake, raw: Path) -> None:
+    total = Counter[str]()
+    for day in rows(lake, "ingest_metrics"):
+        assert day["read"] == sum(day[k] for k in ("kept", "quarantined", "duplicates", "excluded"))
         total.update({k: v for k, v in day.items() if k != "day"})
     assert total["read"] == len(raw_lines(raw))
     assert min(total.values()) > 0
     assert len(rows(lake, "events")) == total["kept"]
-    of_events = [row for row in rows(lake, "quarantine") if row["log"] == "events"]
-    assert len(of_events) == total["quarantined"]
-    assert len(rows(lake, "parked")) == total["parked"]
+    quarantined = [row for row in rows(lake, "quarantine") if row["log"] == "events"]
+    assert len(quarantined) == total["quarantined"]
+    assert len(rows(lake, "excluded_events")) == total["excluded"]
 
 
 def test_the_first_copy_of_each_event_is_kept(lake: Lake, raw: Path) -> None:
-    bad = {row["payload"] for row in rows(lake, "quarantine")}
-    first: dict[str, int] = {}
+    quarantined = {row["payload"] for row in rows(lake, "quarantine")}
+    first_ingest_time: dict[str, int] = {}
     for line in raw_lines(raw):
-        if line not in bad:
+        if line not in quarantined:
             event = json.loads(line)
-            at = event["ingest_time"]
-            first[event["event_id"]] = min(at, first.get(event["event_id"], at))
-    clean = rows(lake, "events") + rows(lake, "parked")
-    kept = {row["event_id"]: row["ingest_ts"] // 1000 for row in clean}
-    assert kept == first
+            event_id, ingest_time = event["event_id"], event["ingest_time"]
+            first = first_ingest_time.get(event_id, ingest_time)
+            first_ingest_time[event_id] = min(ingest_time, first)
+    valid = rows(lake, "events") + rows(lake, "excluded_events")
+    assert {row["event_id"]: row["ingest_ts"] // 1000 for row in valid} == first_ingest_time
 
 
 def test_quarantine_holds_payload_and_reasons(lake: Lake) -> None:
-    reasons = Counter(reason for row in rows(lake, "quarantine") for reason in row["reasons"])
+    quarantined = rows(lake, "quarantine")
+    reasons = Counter(reason for row in quarantined for reason in row["reasons"])
     for reason in ("not a record", "no user", "no item", "unknown surface", "negative dwell",
                    "event time before 2000", "event time after its day", "no event time",
                    "wrong type: position"):  # fmt: skip
         assert reasons[reason] > 0, (reason, reasons)
-    assert all(row["payload"] for row in rows(lake, "quarantine"))
-    assert all(len(set(row["reasons"])) == len(row["reasons"]) for row in rows(lake, "quarantine"))
+    assert all(row["payload"] for row in quarantined)
+    assert all(len(set(row["reasons"])) == len(row["reasons"]) for row in quarantined)
 
 
+def remove_folder(raw: Path) -> None:
+    shutil.rmtree(raw)
+
+
+def remove_files(raw: Path) -> None:
+    shutil.rmtree(raw / "events")
+
+
+def corrupt_gzip_files(raw: Path) -> None:
+    for file in raw.glob("events/day=2026-01-03/*"):
+        file.write_bytes(b"no gzip")
+
+
+def remove_events(raw: Path) -> None:
+    for file in raw.glob("events/day=2026-01-04/*"):
+        file.write_bytes(gzip.compress(b"{}\n"))
+
+
+@pytest.mark.usefixtures("spark")
 @pytest.mark.parametrize(
-    ("spoil", "sentence"),
+    ("damage", "message"),
     [
-        (lambda raw: shutil.rmtree(raw), "no such folder of raw logs; name it with --raw"),
-        (lambda raw: shutil.rmtree(raw / "events"), "no such file, or only empty ones"),
+        (remove_folder, "folder of raw logs not found; check --raw"),
+        (remove_files, "no file, or only empty files"),
         (
-            lambda raw: [f.write_bytes(b"no gzip") for f in raw.glob("events/day=2026-01-03/*")],
+            corrupt_gzip_files,
             r"no events of 2026-01-03 .*quarantined: file cannot be read to its end: 1",
         ),
-        (
-            lambda raw: [
-                f.write_bytes(gzip.compress(b"{}\n")) for f in raw.glob("events/day=2026-01-04/*")
-            ],
-            "no events of 2026-01-04",
-        ),
+        (remove_events, "no events of 2026-01-04"),
     ],
-    ids=["no folder", "no files", "corrupt gzip", "no events"],
 )
-def test_bad_input_is_refused_before_anything_is_written(
-    spark: object, spec_path: Path, raw: Path, tmp_path: Path, spoil, sentence: str
+def test_invalid_input_is_refused_before_anything_is_written(
+    spec_path: Path, raw: Path, tmp_path: Path, damage: Callable[[Path], None], message: str
 ) -> None:
-    copy = tmp_path / "raw"
-    shutil.copytree(raw, copy)
-    spoil(copy)
+    damaged = tmp_path / "raw"
+    shutil.copytree(raw, damaged)
+    damage(damaged)
     lake = Lake(str(tmp_path / "lake"), load_spec(spec_path))
-    with pytest.raises(UserError, match=sentence):
-        ingest(lake, str(copy), DAYS)
+    with pytest.raises(UserError, match=message):
+        ingest(lake, str(damaged), DAYS)
     assert not lake.exists("events") and not lake.exists("quarantine")
 
 
-def test_a_column_that_the_logs_lack_is_named(spark: object, raw: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("spark")
+def test_a_column_that_the_logs_lack_is_named(raw: Path, tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text(SPEC.read_text().replace("position: position", "position: positon"))
     lake = Lake(str(tmp_path / "lake"), load_spec(path))
@@ -101,14 +119,15 @@ def test_a_column_that_the_logs_lack_is_named(spark: object, raw: Path, tmp_path
     assert not lake.exists("events")
 
 
-def test_a_sparse_source_may_have_no_files(spark: object, lake_spec, tmp_path: Path) -> None:
-    log = next(iter(lake_spec.logs.values())).model_copy(update={"sparse": True})
-    assert read_raw(str(tmp_path), log, ["user_id"], (FIRST, LAST)).collect() == []
+@pytest.mark.usefixtures("spark")
+def test_an_optional_source_may_have_no_files(lake_spec: DataSpec, tmp_path: Path) -> None:
+    log = next(iter(lake_spec.log_sources.values())).model_copy(update={"optional": True})
+    assert read_raw_records(log, RawSelection(str(tmp_path), DAYS), ["user_id"]).collect() == []
 
 
 def test_a_table_of_another_spec_is_refused(lake: Lake, raw: Path, tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
-    path.write_text(SPEC.read_text().replace("lateness: 2d", "lateness: 5d"))
+    path.write_text(SPEC.read_text().replace("allowed_lateness: 2d", "allowed_lateness: 5d"))
     other = Lake(lake.root, load_spec(path))
     with pytest.raises(UserError, match=f"{lake.spec.hash}.*{other.spec.hash}.*another --lake"):
         ingest(other, str(raw), DAYS)

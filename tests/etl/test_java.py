@@ -1,4 +1,4 @@
-"""Laws of the archive of Spark's classes: it is used where there is one, and never in the way."""
+"""The archive of Spark's classes is used if it exists, and a damaged one is ignored."""
 
 import shlex
 import subprocess
@@ -6,24 +6,30 @@ from pathlib import Path
 
 import pytest
 
-from etl.java import archive_options, class_archive
+from etl.runtime.java import class_archive_options, class_archive_path
 
 
-def test_an_archive_is_used_where_there_is_one(
+def test_the_class_archive_is_used_if_it_exists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a cache"))
-    assert archive_options() == ()
-    class_archive().parent.mkdir(parents=True)
-    class_archive().touch()
-    assert shlex.split(archive_options()[0]) == [f"-XX:SharedArchiveFile={class_archive()}"]
+    assert class_archive_options() == ()
+    class_archive_path().parent.mkdir(parents=True)
+    class_archive_path().touch()
+    assert shlex.split(class_archive_options()[0]) == [
+        f"-XX:SharedArchiveFile={class_archive_path()}"
+    ]
 
 
-def test_a_damaged_archive_stops_no_jvm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_jvm_ignores_a_damaged_class_archive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    class_archive().parent.mkdir(parents=True)
-    class_archive().write_bytes(b"no archive" * 1000)
-    options = shlex.split(" ".join(archive_options()))
-    done = subprocess.run(["java", *options, "-version"], capture_output=True, text=True)
-    assert done.returncode == 0
-    assert "warning" not in done.stdout + done.stderr
+    class_archive_path().parent.mkdir(parents=True)
+    class_archive_path().write_bytes(b"no archive" * 1000)
+    options = shlex.split(" ".join(class_archive_options()))
+    process = subprocess.run(
+        ["java", *options, "-version"], capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 0
+    assert "warning" not in process.stdout + process.stderr

@@ -1,4 +1,4 @@
-"""One command at a time runs a step of a lake; a lease outlives no holder for long."""
+"""One command at a time runs a step of a lake, and a lease soon expires when its holder is gone."""
 
 import os
 import signal
@@ -11,22 +11,32 @@ from pathlib import Path
 
 import pytest
 
+import benchmarks.commands
 import dags.commands
 import etl.commands
 import features.commands
 import ranking.commands
 import training.commands
-from etl.cli import LEASES, LakeArgs, configuration_of
+from etl.cli.runner import COMMAND_LEASES, LakeArgs, arguments_model
 from etl.errors import TemporaryError
 from etl.tables import atomic_io, lease
-from etl.tables.lease import NO_PROCESS, Holder, acquire, held, process_of
+from etl.tables.lease import (
+    UNKNOWN_PROCESS,
+    LeaseHolder,
+    acquire_lease,
+    hold_leases,
+    process_identity,
+)
 from gemline import main
 from tests.conftest import FIRST
 
-HOLD = (
-    "import sys, time; from etl.tables.lease import held\nwith held({lake!r}, ['gem'], 'first'):\n"
-)
-HOLD += "    print('held', flush=True); time.sleep(60)"
+HOLD_LEASE = """
+import time
+from etl.tables.lease import hold_leases
+with hold_leases({lake!r}, ["gem"], "first"):
+    print("held", flush=True)
+    time.sleep(60)
+"""
 
 
 @pytest.fixture
@@ -34,23 +44,28 @@ def root(tmp_path: Path) -> str:
     return str(tmp_path / "lake")
 
 
-def file_of(root: str, generation: int) -> Path:
-    return Path(root, "_line", "leases", f"gem.{generation:08d}.json")
+def lease_file(root: str, generation: int) -> Path:
+    return Path(root, "_pipeline", "leases", f"gem.{generation:08d}.json")
 
 
-def by_another_machine(root: str, age: float) -> Holder:
-    """The lease of a process elsewhere, which it renewed so many seconds ago."""
-    then = datetime.now(UTC) - timedelta(seconds=age)
-    found = Holder(
-        command="gemline train gem", user="ann", machine="other", pid=1, process="elsewhere 1",
-        token="theirs", since=then, renewed=then,
+def read_lease(root: str, generation: int) -> LeaseHolder:
+    return LeaseHolder.model_validate_json(lease_file(root, generation).read_text())
+
+
+def write_lease_of_another_machine(root: str, age: float) -> LeaseHolder:
+    """The lease of a process on another machine, renewed `age` seconds ago."""
+    renewed_at = datetime.now(UTC) - timedelta(seconds=age)
+    holder = LeaseHolder(
+        command="gemline train gem", user="ann", machine="other", pid=1,
+        process_identity="elsewhere 1", token="theirs", acquired_at=renewed_at,
+        renewed_at=renewed_at,
     )  # fmt: skip
-    assert atomic_io.create_file(file_of(root, 1), found.model_dump_json())
-    return found
+    assert atomic_io.create_if_absent(lease_file(root, 1), holder.model_dump_json())
+    return holder
 
 
-def forked(work: Callable[[], bool], count: int) -> list[bool]:
-    """What each of some processes returns that do the same work at once."""
+def run_in_processes(work: Callable[[], bool], count: int) -> list[bool]:
+    """What each of `count` processes returns that run `work` at the same time."""
     children = []
     for _ in range(count):
         child = os.fork()
@@ -65,10 +80,10 @@ def forked(work: Callable[[], bool], count: int) -> list[bool]:
     return [code == 1 for code in codes]
 
 
-def takes(root: str) -> bool:
-    """Whether this process gets the lease; it keeps it until all others have tried."""
+def can_acquire(root: str) -> bool:
+    """Whether this process acquires the lease; it keeps it until all others have tried."""
     try:
-        acquire(root, "gem", "taker")
+        acquire_lease(root, "gem", "competitor")
         time.sleep(1)
     except TemporaryError:
         return False
@@ -76,9 +91,9 @@ def takes(root: str) -> bool:
 
 
 @pytest.fixture
-def first(root: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds the lease of GEM."""
-    code = HOLD.format(lake=root)
+def holder(root: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the lease of the step `gem`."""
+    code = HOLD_LEASE.format(lake=root)
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert child.stdout and child.stdout.readline() == "held\n"
     yield child
@@ -86,138 +101,141 @@ def first(root: str) -> Iterator[subprocess.Popen[str]]:
     child.wait()
 
 
-def test_a_second_command_is_told_who_runs_the_step_and_since_when(
-    root: str, first: subprocess.Popen[str]
+def test_the_error_of_a_second_command_names_the_holder_and_its_start_time(
+    root: str, holder: subprocess.Popen[str]
 ) -> None:
-    expected = (
-        rf"gem of .* by first of \w+ on .* \(process {first.pid}\), since {datetime.now(UTC):%Y}"
-    )
-    with pytest.raises(TemporaryError, match=expected), held(root, ["gem"], "second"):
+    since = rf"\(process {holder.pid}\), since {datetime.now(UTC):%Y}"
+    message = rf"gem of .* by first of \w+ on .* {since}"
+    with pytest.raises(TemporaryError, match=message), hold_leases(root, ["gem"], "second"):
         pass
-    with held(root, ["ingest"], "another step"):
+    with hold_leases(root, ["ingest"], "another step"):
         pass
 
 
 def test_the_lease_of_a_killed_process_is_free_at_once(
-    root: str, first: subprocess.Popen[str]
+    root: str, holder: subprocess.Popen[str]
 ) -> None:
-    first.kill()
-    first.wait()
-    with held(root, ["gem"], "second"), pytest.raises(TemporaryError, match="by second"):
-        acquire(root, "gem", "third")
-    with held(root, ["gem"], "third"):
+    holder.kill()
+    holder.wait()
+    with hold_leases(root, ["gem"], "second"), pytest.raises(TemporaryError, match="by second"):
+        acquire_lease(root, "gem", "third")
+    with hold_leases(root, ["gem"], "third"):
         pass
-    assert len(list(Path(root, "_line", "leases").iterdir())) == 1
+    assert len(list(Path(root, "_pipeline", "leases").iterdir())) == 1
 
 
 def test_a_lease_of_another_machine_holds_until_it_expires(root: str) -> None:
-    theirs = by_another_machine(root, age=lease.EXPIRES_AFTER / 2)
+    holder = write_lease_of_another_machine(root, age=lease.LEASE_TIMEOUT_SECONDS / 2)
     with pytest.raises(TemporaryError, match="gemline train gem of ann on other"):
-        acquire(root, "gem", "mine")
-    expired = theirs.renewed - timedelta(seconds=lease.EXPIRES_AFTER)
-    file_of(root, 1).write_text(theirs.model_copy(update={"renewed": expired}).model_dump_json())
-    assert acquire(root, "gem", "mine")
+        acquire_lease(root, "gem", "mine")
+    expired = holder.renewed_at - timedelta(seconds=lease.LEASE_TIMEOUT_SECONDS)
+    expired_holder = holder.model_copy(update={"renewed_at": expired})
+    lease_file(root, 1).write_text(expired_holder.model_dump_json())
+    assert acquire_lease(root, "gem", "mine")
 
 
 @pytest.mark.parametrize("expired", [True, False], ids=["expired", "never held"])
-def test_one_of_many_takers_gets_it(root: str, expired: bool) -> None:
+def test_one_of_many_processes_acquires_a_free_lease(root: str, expired: bool) -> None:
     if expired:
-        by_another_machine(root, age=2 * lease.EXPIRES_AFTER)
-    assert sum(forked(lambda: takes(root), 8)) == 1
+        write_lease_of_another_machine(root, age=2 * lease.LEASE_TIMEOUT_SECONDS)
+    assert sum(run_in_processes(lambda: can_acquire(root), 8)) == 1
 
 
-def test_a_damaged_lease_holds_for_a_while_and_is_named(root: str) -> None:
-    file = file_of(root, 1)
+def test_a_damaged_lease_is_held_until_it_expires(root: str) -> None:
+    file = lease_file(root, 1)
     atomic_io.write_text(file, "")
     with pytest.raises(TemporaryError, match=f"{file} is empty or damaged"):
-        acquire(root, "gem", "mine")
+        acquire_lease(root, "gem", "mine")
     os.utime(file, (0, 0))
-    assert acquire(root, "gem", "mine")
+    assert acquire_lease(root, "gem", "mine")
 
 
 def test_a_lease_is_renewed_while_it_is_held(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "RENEWED_EVERY", 0.05)
-    with held(root, ["gem"], "mine"):
-        begun = Holder.model_validate_json(file_of(root, 1).read_text())
+    monkeypatch.setattr(lease, "RENEWAL_INTERVAL_SECONDS", 0.05)
+    with hold_leases(root, ["gem"], "mine"):
+        acquired = read_lease(root, 1)
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
-            now = Holder.model_validate_json(file_of(root, 1).read_text())
-            if now.renewed > begun.renewed:
+            renewed = read_lease(root, 1)
+            if renewed.renewed_at > acquired.renewed_at:
                 break
             time.sleep(0.01)
-    assert now.renewed > begun.renewed
-    assert now == begun.model_copy(update={"renewed": now.renewed})
-    assert Holder.model_validate_json(file_of(root, 1).read_text()).released
+    assert renewed.renewed_at > acquired.renewed_at
+    assert renewed == acquired.model_copy(update={"renewed_at": renewed.renewed_at})
+    assert read_lease(root, 1).released
 
 
-def test_a_process_that_lost_its_lease_ends(root: str, tmp_path: Path) -> None:
-    """It slept so long that another has taken the lease over."""
-    code = "from etl.tables import lease; lease.RENEWED_EVERY = 0.05\n" + HOLD.format(lake=root)
+def test_a_process_that_lost_its_lease_terminates(root: str) -> None:
+    """It was suspended for so long that another process has acquired the lease."""
+    code = "from etl.tables import lease; lease.RENEWAL_INTERVAL_SECONDS = 0.05\n"
+    code += HOLD_LEASE.format(lake=root)
     child = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert child.stdout and child.stdout.readline() == "held\n"
-    found = Holder.model_validate_json(file_of(root, 1).read_text())
-    other = found.model_copy(update={"token": "theirs"})
-    assert atomic_io.create_file(file_of(root, 2), other.model_dump_json())
-    _, said = child.communicate(timeout=60)
-    assert child.returncode == -signal.SIGTERM and "the lease was lost" in said
+    other = read_lease(root, 1).model_copy(update={"token": "theirs"})
+    assert atomic_io.create_if_absent(lease_file(root, 2), other.model_dump_json())
+    _, errors = child.communicate(timeout=60)
+    assert child.returncode == -signal.SIGTERM and "the lease was lost" in errors
 
 
-def test_what_a_command_starts_runs_under_its_lease(root: str) -> None:
-    code = f"from etl.tables.lease import held\nwith held({root!r}, ['gem'], 'inner'): print('in')"
-    with held(root, ["gem"], "outer"):
-        inside = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        with held(root, ["gem"], "the same process"):
+def test_child_processes_share_the_lease(root: str) -> None:
+    code = "from etl.tables.lease import hold_leases\n"
+    code += f"with hold_leases({root!r}, ['gem'], 'inner'): print('in')"
+    with hold_leases(root, ["gem"], "outer"):
+        child = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False
+        )
+        with hold_leases(root, ["gem"], "the same process"):
             pass
-        assert not Holder.model_validate_json(file_of(root, 1).read_text()).released
-    assert inside.stdout == "in\n", inside.stderr
+        assert not read_lease(root, 1).released
+    assert child.stdout == "in\n", child.stderr
 
 
-def test_what_a_command_started_ends_when_the_command_is_killed(root: str) -> None:
-    """Else it would go on without a lease, beside the next holder."""
-    inner = HOLD.format(lake=root).replace("'held'", "__import__('os').getpid()")
-    outer = "import subprocess, sys\nfrom etl.tables.lease import held\n"
-    outer += (
-        f"with held({root!r}, ['gem'], 'outer'): subprocess.run([sys.executable, '-c', {inner!r}])"
-    )
-    child = subprocess.Popen([sys.executable, "-c", outer], stdout=subprocess.PIPE, text=True)
-    assert child.stdout
-    started = int(child.stdout.readline())
-    child.kill()
-    child.wait()
-    assert child.stdout.read() == ""  # until nobody can write to it any more
-    with held(root, ["gem"], "next"):
-        assert process_of(started) == NO_PROCESS
+def test_child_processes_terminate_when_the_holder_is_killed(root: str) -> None:
+    """Otherwise they would go on without a lease, beside the next holder."""
+    inner = HOLD_LEASE.format(lake=root).replace('"held"', "__import__('os').getpid()")
+    outer = "import subprocess, sys\nfrom etl.tables.lease import hold_leases\n"
+    outer += f"with hold_leases({root!r}, ['gem'], 'outer'):\n"
+    outer += f"    subprocess.run([sys.executable, '-c', {inner!r}])"
+    parent = subprocess.Popen([sys.executable, "-c", outer], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout
+    child_pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    assert parent.stdout.read() == ""  # returns when the child has closed it, too
+    with hold_leases(root, ["gem"], "next"):
+        assert process_identity(child_pid) == UNKNOWN_PROCESS
 
 
 READ_ONLY = {
-    "etl quarantine", "etl told", "etl pin", "etl unpin", "features check", "train baseline",
-    "train evaluate", "train rebuild", "train lawcurve", "train health", "rank replay",
-    "rank store", "rank serve", "report", "explain", "airflow",
+    "etl quarantine", "etl table-info", "etl pin", "etl unpin", "features check",
+    "train baseline", "train evaluate", "train verify-batches", "train check-drift",
+    "rank off-policy", "rank materialize", "rank serve", "bench scaling", "bench serving", "report",
+    "explain", "airflow",
 }  # fmt: skip
 
 
 def test_every_command_that_changes_a_lake_has_a_lease() -> None:
-    """Those named here write nothing, single files of their own, or take leases inside."""
-    without = set()
-    for folder in (etl, features, training, ranking, dags):
-        for group, commands in folder.commands.COMMANDS.items():
-            each = {group: commands} if callable(commands) else commands
-            for name, command in each.items():
-                if issubclass(configuration_of(command), LakeArgs) and command not in LEASES:
-                    without.add(name if callable(commands) else f"{group} {name}")
-    assert without == READ_ONLY
+    """Commands in READ_ONLY write nothing, write single files, or hold leases themselves."""
+    without_lease = set()
+    for package in (etl, features, training, ranking, dags, benchmarks):
+        for group, commands in package.commands.COMMANDS.items():
+            subcommands = {group: commands} if callable(commands) else commands
+            for name, command in subcommands.items():
+                if issubclass(arguments_model(command), LakeArgs) and command not in COMMAND_LEASES:
+                    without_lease.add(name if callable(commands) else f"{group} {name}")
+    assert without_lease == READ_ONLY
 
 
-def started(words: list[str], root: str, step: str) -> subprocess.Popen[bytes]:
-    """A command in a process of its own that has taken a lease."""
+def start_command(command: list[str], root: str, step: str) -> subprocess.Popen[bytes]:
+    """A command in a process of its own that has acquired a lease."""
     child = subprocess.Popen(
-        [sys.executable, "-m", "gemline", *words], start_new_session=True,
+        [sys.executable, "-m", "gemline", *command], start_new_session=True,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     deadline = time.monotonic() + 60
-    while not list(Path(root, "_line", "leases").glob(f"{step}.*.json")):
+    while not list(Path(root, "_pipeline", "leases").glob(f"{step}.*.json")):
         assert child.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
     return child
@@ -227,16 +245,16 @@ def started(words: list[str], root: str, step: str) -> subprocess.Popen[bytes]:
 def test_a_second_trainer_and_a_second_run_are_refused(
     root: str, spec_path: Path, capsys: pytest.CaptureFixture[str], step: str
 ) -> None:
-    where = ["--spec", str(spec_path), "--lake", root]
-    words = ["train", "gem", *where] if step == "gem" else ["run", *where, "--raw", root]
-    days = ["--days", f"{FIRST}:{FIRST + timedelta(days=3)}"]
-    child = started([*words, *days], root, step)
+    flags = ["--spec", str(spec_path), "--lake", root]
+    flags += ["--days", f"{FIRST}:{FIRST + timedelta(days=3)}"]
+    command = ["train", "gem", *flags] if step == "gem" else ["run", *flags, "--raw", root]
+    child = start_command(command, root, step)
     try:
         os.killpg(child.pid, signal.SIGSTOP)
-        assert main([*words, *days]) == 75
-        said = capsys.readouterr().err
-        assert f"{step} of {root} is already being run by gemline" in said
-        assert f"(process {child.pid}), since" in said
+        assert main(command) == 75
+        message = capsys.readouterr().err
+        assert f"{step} of {root} is already being run by gemline" in message
+        assert f"(process {child.pid}), since" in message
     finally:
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()

@@ -1,10 +1,11 @@
-"""What arrives late, twice or with a wrong clock changes nothing that was said before."""
+"""Late events, duplicates and wrong clocks do not change what earlier runs have written."""
 
 import gzip
 import json
 from collections.abc import Iterable
 from datetime import UTC, date, datetime
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -12,13 +13,11 @@ from pyspark.sql import SparkSession
 
 from etl.attributes import load_attributes
 from etl.errors import UserError
-from etl.ingest import ingest
-from etl.labels import label
+from etl.ingest.run import ingest
+from etl.labels.impressions import label_impressions
 from etl.spec import load_spec
-from etl.tables import contracts, delta
-from etl.tables.create import create
-from etl.tables.lake import Lake
-from etl.tables.schema import arrow_schema
+from etl.tables import schemas, spark_io
+from etl.tables.lake import Lake, arrow_schema, create_table
 from features.examples import build_examples
 from features.items import index_items
 from tests.conftest import LAST
@@ -26,16 +25,17 @@ from tests.pipeline import TABLES, build_tables, rows
 
 pytestmark = pytest.mark.spark
 
-ONE, TWO, THREE = (date(2026, 1, day) for day in (1, 2, 3))
+DAY_1, DAY_2, DAY_3 = (date(2026, 1, day) for day in (1, 2, 3))
+Record = dict[str, object]
 SPEC = """
 name: tiny
 buckets: 1
-lateness: 2d
+allowed_lateness: 2d
 surfaces: {home: {}}
 events:
-  shown: {kind: ad, role: impression}
-  click: {kind: ad, role: outcome}
-  purchase: {kind: ad, role: outcome}
+  shown: {role: impression}
+  click: {role: outcome}
+  purchase: {role: outcome}
 objectives:
   purchase: {event: purchase, window: 1d, attribution: [{touch: click}]}
 attributes:
@@ -54,36 +54,41 @@ sources:
 """
 
 
-def at(day: int, hour: int, minute: int = 0) -> int:
+def epoch_ms(day: int, hour: int, minute: int = 0) -> int:
     return int(datetime(2026, 1, day, hour, minute, tzinfo=UTC).timestamp() * 1000)
 
 
-def event(id_: str, action: str, what: str, ms: int, logged: int = 0, imp: str = "") -> dict:
-    said = {"id": id_, "who": "u", "what": what, "page": "home", "action": action, "ms": ms}
-    return said | {"logged": logged or ms + 1000} | ({"imp": imp} if imp else {})
+def event(id_: str, action: str, what: str, ms: int, **optional: object) -> Record:
+    """An event of the user `u` that is logged a second later, unless `logged` is given."""
+    required = {"id": id_, "who": "u", "what": what, "page": "home", "action": action, "ms": ms}
+    return {**required, "logged": ms + 1000, **optional}
 
 
-EVENTS = {
-    ONE: [
-        event("s1", "shown", "shoe", at(1, 8), imp="i1"),
-        event("s1-again", "shown", "shoe", at(1, 8), at(1, 9), imp="i1"),  # the client tried twice
-        event("c1", "click", "shoe", at(1, 9), imp="i1"),
-        event("p1", "purchase", "shoe", at(1, 12)),  # names no impression
-        event("s9", "shown", "hat", at(2, 0, 40), at(1, 23, 50), imp="i9"),  # a clock ahead
+EVENTS: dict[date, list[Record]] = {
+    DAY_1: [
+        event("s1", "shown", "shoe", epoch_ms(1, 8), imp="i1"),
+        # The client logged the same impression twice.
+        event("s1-again", "shown", "shoe", epoch_ms(1, 8), logged=epoch_ms(1, 9), imp="i1"),
+        event("c1", "click", "shoe", epoch_ms(1, 9), imp="i1"),
+        # Names no impression.
+        event("p1", "purchase", "shoe", epoch_ms(1, 12)),
+        # The device's clock is fast.
+        event("s9", "shown", "hat", epoch_ms(2, 0, 40), logged=epoch_ms(1, 23, 50), imp="i9"),
     ],
-    TWO: [
-        event("s2", "shown", "shoe", at(1, 10), at(2, 3), imp="i2"),  # a day late
-        event("c2", "click", "shoe", at(1, 11), at(2, 3), imp="i2"),
-        event("s3", "shown", "coat", at(2, 15), imp="i3"),
+    DAY_2: [
+        # Logged a day late.
+        event("s2", "shown", "shoe", epoch_ms(1, 10), logged=epoch_ms(2, 3), imp="i2"),
+        event("c2", "click", "shoe", epoch_ms(1, 11), logged=epoch_ms(2, 3), imp="i2"),
+        event("s3", "shown", "coat", epoch_ms(2, 15), imp="i3"),
     ],
 }
-USERS = {
-    ONE: [{"who": "u", "plan": "free", "since": at(1, 0)}],
-    TWO: [{"who": "u", "plan": "paid", "since": at(2, 0)}],
+USERS: dict[date, list[Record]] = {
+    DAY_1: [{"who": "u", "plan": "free", "since": epoch_ms(1, 0)}],
+    DAY_2: [{"who": "u", "plan": "paid", "since": epoch_ms(2, 0)}],
 }
 
 
-def write(folder: Path, day: date, records: list[dict]) -> None:
+def write(folder: Path, day: date, records: list[Record]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     lines = "".join(json.dumps(record) + "\n" for record in records)
     (folder / f"{day}.json.gz").write_bytes(gzip.compress(lines.encode()))
@@ -91,54 +96,59 @@ def write(folder: Path, day: date, records: list[dict]) -> None:
 
 @pytest.fixture
 def logs(tmp_path: Path) -> Path:
-    for day in EVENTS:
-        write(tmp_path / "raw/events", day, EVENTS[day])
-        write(tmp_path / "raw/users", day, USERS[day])
+    for folder, records_by_day in (("events", EVENTS), ("users", USERS)):
+        for day, records in records_by_day.items():
+            write(tmp_path / "raw" / folder, day, records)
     return tmp_path / "raw"
 
 
 @pytest.fixture
-def own(spark: object, tmp_path: Path) -> Lake:
+def tiny_lake(spark: object, tmp_path: Path) -> Lake:
     (tmp_path / "tiny.yaml").write_text(SPEC)
     return Lake(str(tmp_path / "lake"), load_spec(tmp_path / "tiny.yaml"))
 
 
-def by_id(lake: Lake, table: str, column: str) -> dict:
+def by_impression(lake: Lake, table: str, column: str) -> dict[str, Any]:
     return {row["impression_id"]: row[column] for row in rows(lake, table)}
 
 
-def test_day_by_day_nothing_said_before_changes(own: Lake, logs: Path) -> None:
-    build_tables(own, logs, (ONE, ONE))
-    assert by_id(own, "examples", "n_user_shown_1d") == {"i1": 0, "i9": 1}, "one row an impression"
-    assert by_id(own, "examples", "as_of_ts")["i9"] == at(1, 23, 50) // 1000, "its own clock"
-    plans = by_id(own, "examples", "u_plan")
-    ingest(own, str(logs), (TWO, TWO))
-    load_attributes(own, str(logs), (TWO, TWO))
-    label(own, (TWO, TWO))
-    labels = by_id(own, "impressions", "label_purchase")
-    assert (labels["i1"], labels["i2"]) == (1, 0), "a touch that landed later took the credit"
-    with pytest.raises(UserError, match=f"was made from what .* held: .* --days {ONE}:{TWO}"):
-        ingest(own, str(logs), (ONE, ONE))
-    build_examples(own, (ONE, ONE))
-    assert by_id(own, "examples", "u_plan")["i9"] == plans["i9"], "a plan of the day after"
+def test_later_days_do_not_change_earlier_labels_and_features(tiny_lake: Lake, logs: Path) -> None:
+    build_tables(tiny_lake, logs, (DAY_1, DAY_1))
+    counts = by_impression(tiny_lake, "examples", "cnt_user_shown_1d")
+    assert counts == {"i1": 0, "i9": 1}, "one row per impression"
+    as_of = by_impression(tiny_lake, "examples", "as_of_ts")
+    assert as_of["i9"] == epoch_ms(1, 23, 50) // 1000, "by the clock that logged it"
+    plans = by_impression(tiny_lake, "examples", "user_plan")
+    ingest(tiny_lake, str(logs), (DAY_2, DAY_2))
+    load_attributes(tiny_lake, str(logs), (DAY_2, DAY_2))
+    label_impressions(tiny_lake, (DAY_2, DAY_2))
+    labels = by_impression(tiny_lake, "impressions", "label_purchase")
+    assert (labels["i1"], labels["i2"]) == (1, 0), (
+        "a touch that landed later does not change attribution"
+    )
+    with pytest.raises(
+        UserError, match=f"{DAY_2} has been ingested already.* --days {DAY_1}:{DAY_2}"
+    ):
+        ingest(tiny_lake, str(logs), (DAY_1, DAY_1))
+    build_examples(tiny_lake, (DAY_1, DAY_1))
+    assert by_impression(tiny_lake, "examples", "user_plan")["i9"] == plans["i9"]
 
 
 @pytest.mark.proof
-def test_day_by_day_gives_the_tables_of_one_range(
-    spark: object, lake: Lake, raw: Path, tmp_path: Path
-) -> None:
+@pytest.mark.usefixtures("spark")
+def test_daily_runs_give_the_tables_of_one_run(lake: Lake, raw: Path, tmp_path: Path) -> None:
     by_day = Lake(str(tmp_path / "lake"), lake.spec)
-    for first, last in ((ONE, ONE), (TWO, LAST), (LAST, LAST)):
+    for first, last in ((DAY_1, DAY_1), (DAY_2, LAST), (LAST, LAST)):
         build_tables(by_day, raw, (first, last))
     for name in TABLES:
         assert rows(by_day, name) == rows(lake, name), name
 
 
-def seen(lake: Lake, day: date, items: Iterable[str]) -> None:
-    """Replace a day of `events`: each item is shown once."""
-    contract = contracts.events(lake.spec)
+def replace_impressions(lake: Lake, day: date, items: Iterable[str]) -> None:
+    """Replace a day of `events` by one impression of each item."""
+    schema = schemas.events(lake.spec)
     ts, code = lake.spec.day_start(day), lake.spec.event_codes["shown"]
-    shown = [
+    impressions = [
         {
             "event_id": f"{day}-{item}", "user_id": "u", "item_id": item, "surface": 1,
             "type": code,
@@ -147,27 +157,27 @@ def seen(lake: Lake, day: date, items: Iterable[str]) -> None:
         }
         for item in items
     ]  # fmt: skip
-    table = pa.Table.from_pylist(shown, arrow_schema(contract))
-    frame = SparkSession.active().createDataFrame(table, contract.ddl)
-    delta.replace(lake, contract, frame, f"day = '{day}'", {})
+    table = pa.Table.from_pylist(impressions, arrow_schema(schema))
+    frame = SparkSession.active().createDataFrame(table, schema.ddl)
+    spark_io.replace_partitions(lake, schema, frame, f"day = '{day}'", {})
 
 
-def test_a_corrected_log_never_gives_an_index_twice(own: Lake) -> None:
-    create(own, contracts.attributes(own.spec, "item"))
-    seen(own, ONE, ("shoe", "hat"))
-    index_items(own, (ONE, ONE))
-    index = {row["item_id"]: row["item_ix"] for row in rows(own, "items")}
-    last = max(index, key=index.__getitem__)
-    seen(own, ONE, index.keys() - {last})
-    seen(own, TWO, ("coat", "shoe"))
-    for day in (ONE, TWO):
-        index_items(own, (day, day))
-    found = {row["item_id"]: row["item_ix"] for row in rows(own, "items")}
-    assert len(set(found.values())) == len(found) == 3
-    assert all(found[item] == index[item] for item in index)
+def test_item_indices_are_never_reused_after_a_corrected_log(tiny_lake: Lake) -> None:
+    create_table(tiny_lake, schemas.attributes(tiny_lake.spec, "item"))
+    replace_impressions(tiny_lake, DAY_1, ("shoe", "hat"))
+    index_items(tiny_lake, (DAY_1, DAY_1))
+    index = {row["item_id"]: row["item_index"] for row in rows(tiny_lake, "items")}
+    last = max(index, key=lambda item: index[item])
+    replace_impressions(tiny_lake, DAY_1, index.keys() - {last})
+    replace_impressions(tiny_lake, DAY_2, ("coat", "shoe"))
+    for day in (DAY_1, DAY_2):
+        index_items(tiny_lake, (day, day))
+    new_index = {row["item_id"]: row["item_index"] for row in rows(tiny_lake, "items")}
+    assert len(set(new_index.values())) == len(new_index) == 3
+    assert all(new_index[item] == index[item] for item in index)
 
 
-def test_days_may_not_be_left_out(own: Lake, tmp_path: Path) -> None:
-    seen(own, ONE, ("shoe",))
+def test_days_may_not_be_skipped(tiny_lake: Lake, tmp_path: Path) -> None:
+    replace_impressions(tiny_lake, DAY_1, ("shoe",))
     with pytest.raises(UserError, match="2026-01-02 to 2026-01-02 have not been ingested"):
-        ingest(own, str(tmp_path), (THREE, THREE))
+        ingest(tiny_lake, str(tmp_path), (DAY_3, DAY_3))

@@ -1,4 +1,4 @@
-"""What a run was told it reads, whatever is written meanwhile, until it lets go."""
+"""A run reads the table versions that it has pinned until it unpins them, whatever is written."""
 
 import json
 import shutil
@@ -9,10 +9,10 @@ import pytest
 
 from etl.errors import UserError
 from etl.spec import load_spec
-from etl.tables import arrow, contracts, pins
+from etl.tables import arrow, schemas, step_state
 from etl.tables.lake import Lake
-from etl.told import promise, told
-from etl.vacuum import vacuum
+from etl.tables.maintenance import vacuum_lake
+from etl.tables.metadata import schema_fingerprint, table_metadata
 from gemline import main
 from tests.conftest import FIRST, LAST
 from tests.pipeline import rows
@@ -22,56 +22,55 @@ pytestmark = pytest.mark.spark
 TABLE = "impressions"
 
 
-def rewrite(lake: Lake) -> None:
-    """The first day of a table loses half of its rows."""
-    contract = contracts.impressions(lake.spec)
-    day = arrow.snapshot(lake, contract).read(day=FIRST)
-    arrow.replace(lake, contract, day.slice(0, len(day) // 2), f"day = '{FIRST}'", {})
+def remove_half_of_the_first_day(lake: Lake) -> None:
+    schema = schemas.impressions(lake.spec)
+    day = arrow.snapshot(lake, schema).read(day=FIRST)
+    arrow.replace_rows(lake, schema, day.slice(0, len(day) // 2), f"day = '{FIRST}'", {})
 
 
-def test_a_pinned_lake_reads_what_it_was_told(own: Lake) -> None:
+def test_a_lake_reads_tables_at_their_pinned_versions(own: Lake) -> None:
     before, version = rows(own, TABLE), own.version(TABLE)
-    rewrite(own)
+    remove_half_of_the_first_day(own)
     pinned = Lake(own.root, own.spec, {TABLE: version})
     assert rows(pinned, TABLE) == before != rows(own, TABLE)
     assert (pinned.version(TABLE), own.version(TABLE)) == (version, version + 1)
-    assert pinned.rows(TABLE) == len(before)
+    assert pinned.count_rows(TABLE) == len(before)
 
 
-def test_cleaning_up_leaves_what_a_run_holds(own: Lake) -> None:
+def test_vacuum_keeps_pinned_versions(own: Lake) -> None:
     before, version = rows(own, TABLE), own.version(TABLE)
     pinned = Lake(own.root, own.spec, {TABLE: version})
-    rewrite(own)
-    now = rows(own, TABLE)
-    pins.pin(own.root, "a run / of today", {TABLE: version})
-    vacuum(own, 0)
+    remove_half_of_the_first_day(own)
+    after = rows(own, TABLE)
+    step_state.pin_versions(own.root, "a run / of today", {TABLE: version})
+    vacuum_lake(own, 0)
     assert rows(pinned, TABLE) == before
-    pins.unpin(own.root, "a run / of today")
-    pins.unpin(own.root, "a run / of today")
-    assert pins.pinned(own.root) == []
-    assert vacuum(own, 30)[TABLE] == 0
+    step_state.unpin_versions(own.root, "a run / of today")
+    step_state.unpin_versions(own.root, "a run / of today")
+    assert step_state.read_pins(own.root) == []
+    assert vacuum_lake(own, 30)[TABLE] == 0
     assert rows(pinned, TABLE) == before
-    assert vacuum(own, 0)[TABLE] > 0
-    assert rows(own, TABLE) == now
+    assert vacuum_lake(own, 0)[TABLE] > 0
+    assert rows(own, TABLE) == after
     with pytest.raises(UserError, match=r"version .* of table impressions has been vacuumed"):
         rows(pinned, TABLE)
 
 
-def test_what_is_told_of_tables_is_so(
+def test_table_info_reports_version_rows_and_schema_fingerprint(
     own: Lake, spec_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    where = ["--spec", str(spec_path), "--lake", own.root, "--days", f"{FIRST}:{FIRST}"]
-    assert main(["etl", "told", *where, "--tables", TABLE, "items"]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found[TABLE]["version"] == own.version(TABLE)
-    assert found[TABLE]["rows"] == sum(row["day"] == FIRST for row in rows(own, TABLE))
-    assert found[TABLE]["contract"] == promise(contracts.impressions(own.spec))
-    assert found[TABLE]["contract"] != promise(contracts.examples(own.spec))
+    flags = ["--spec", str(spec_path), "--lake", own.root, "--days", f"{FIRST}:{FIRST}"]
+    assert main(["etl", "table-info", *flags, "--tables", TABLE, "items"]) == 0
+    metadata = json.loads(capsys.readouterr().out.splitlines()[-1])[TABLE]
+    assert metadata["version"] == own.version(TABLE)
+    assert metadata["rows"] == sum(row["day"] == FIRST for row in rows(own, TABLE))
+    assert metadata["schema_fingerprint"] == schema_fingerprint(schemas.impressions(own.spec))
+    assert metadata["schema_fingerprint"] != schema_fingerprint(schemas.examples(own.spec))
     with pytest.raises(UserError, match="no table is called imprints; known: events"):
-        told(own, ["imprints"], (FIRST, LAST))
+        table_metadata(own, ["imprints"], (FIRST, LAST))
 
 
-def test_a_source_that_never_comes_can_be_gone_without(
+def test_missing_sources_skips_the_files_of_a_source(
     spark: object, spec_path: Path, raw: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logs = tmp_path / "logs"
@@ -79,15 +78,15 @@ def test_a_source_that_never_comes_can_be_gone_without(
     second = FIRST + timedelta(days=1)
     (logs / "users" / f"day={second}.json.gz").unlink()
     own = Lake(str(tmp_path / "lake"), load_spec(spec_path))
-    words = ["etl", "attributes", "--spec", str(spec_path), "--lake", own.root]
-    words += ["--raw", str(logs), "--days", f"{FIRST}:{second}"]
-    assert main(words) == 2
+    command = ["etl", "attributes", "--spec", str(spec_path), "--lake", own.root]
+    command += ["--raw", str(logs), "--days", f"{FIRST}:{second}"]
+    assert main(command) == 2
     assert not own.exists("attributes_user")
-    assert main([*words, "--absent", "users"]) == 0
+    assert main([*command, "--missing-sources", "users"]) == 0
     users, items = (
-        arrow.snapshot(own, contracts.attributes(own.spec, entity)) for entity in ("user", "item")
+        arrow.snapshot(own, schemas.attributes(own.spec, entity)) for entity in ("user", "item")
     )
     assert (users.days(), items.days()) == ([FIRST], [FIRST, second])
     capsys.readouterr()
-    assert main([*words, "--absent", "messages"]) == 2
+    assert main([*command, "--missing-sources", "messages"]) == 2
     assert "has no source 'messages'; known: events, items, users" in capsys.readouterr().err

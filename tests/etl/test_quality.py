@@ -1,4 +1,4 @@
-"""Laws of what an ingest refuses: columns that no log has, and logs or surfaces that are bad."""
+"""Data-quality checks of an ingest: missing columns, bad logs and surfaces, and lost records."""
 
 import json
 from collections.abc import Iterator
@@ -11,19 +11,19 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 from etl.errors import UserError
-from etl.ingest import ingest
-from etl.parked import park
+from etl.ingest.filters import exclude_events
+from etl.ingest.run import ingest
 from etl.tables.lake import Lake
 from tests.etl.shop import shop_lake
 from tests.pipeline import rows
 
 pytestmark = pytest.mark.spark
 
-ONE, TWO = date(2026, 1, 1), date(2026, 1, 2)
+DAY_1, DAY_2 = date(2026, 1, 1), date(2026, 1, 2)
 
 
 @pytest.fixture
-def own(spark: SparkSession, tmp_path: Path) -> Lake:
+def shop(spark: SparkSession, tmp_path: Path) -> Lake:
     return shop_lake(tmp_path)
 
 
@@ -34,32 +34,32 @@ def records(day: date, n: int, **values: object) -> Iterator[dict[str, Any]]:
         yield row | {"action": "shown", "at": start + i, "phone": "ios"} | values
 
 
-def write(own: Lake, log: str, day: date, *parts: Iterator[dict[str, Any]]) -> str:
-    raw = Path(own.root).with_name("raw")
+def write(shop: Lake, log: str, day: date, *parts: Iterator[dict[str, Any]]) -> str:
+    raw = Path(shop.root).with_name("raw")
     (raw / log).mkdir(parents=True, exist_ok=True)
     lines = "".join(json.dumps(record) + "\n" for part in parts for record in part)
     (raw / log / f"{day}.json").write_text(lines)
     return str(raw)
 
 
-def test_a_sparse_log_without_records_lacks_nothing(own: Lake) -> None:
-    raw = write(own, "app", ONE, records(ONE, 200))
-    assert ingest(own, raw, (ONE, ONE))["kept"] == 200
-    write(own, "sales", TWO, records(TWO, 3))  # none names its impression
-    write(own, "app", TWO, records(TWO, 200))
-    assert ingest(own, raw, (TWO, TWO))["kept"] == 203
+def test_an_optional_log_with_few_records_may_lack_a_column(shop: Lake) -> None:
+    raw = write(shop, "app", DAY_1, records(DAY_1, 200))
+    assert ingest(shop, raw, (DAY_1, DAY_1))["kept"] == 200
+    write(shop, "sales", DAY_2, records(DAY_2, 3))  # none names its impression
+    write(shop, "app", DAY_2, records(DAY_2, 200))
+    assert ingest(shop, raw, (DAY_2, DAY_2))["kept"] == 203
 
 
-def test_a_column_may_begin_on_a_later_day(own: Lake) -> None:
-    raw = write(own, "app", ONE, records(ONE, 200, phone=None))
+def test_a_column_may_first_appear_on_a_later_day(shop: Lake) -> None:
+    raw = write(shop, "app", DAY_1, records(DAY_1, 200, phone=None))
     with pytest.raises(UserError, match="the spec names column phone, but no record of log app"):
-        ingest(own, raw, (ONE, ONE))
-    write(own, "app", TWO, records(TWO, 200))
-    assert ingest(own, raw, (ONE, ONE))["kept"] == 200
+        ingest(shop, raw, (DAY_1, DAY_1))
+    write(shop, "app", DAY_2, records(DAY_2, 200))
+    assert ingest(shop, raw, (DAY_1, DAY_1))["kept"] == 200
 
 
 @pytest.mark.parametrize(
-    ("log", "bad", "sentence"),
+    ("log", "bad", "message"),
     [
         ("sales", {"at": "noon"}, "120 of 120 records of log sales of 2026-01-01 are bad"),
         (
@@ -69,51 +69,62 @@ def test_a_column_may_begin_on_a_later_day(own: Lake) -> None:
         ),
     ],
 )
-def test_a_bad_log_or_surface_does_not_hide_in_a_good_day(
-    own: Lake, log: str, bad: dict[str, object], sentence: str
+def test_a_bad_log_or_surface_is_refused_on_an_otherwise_good_day(
+    shop: Lake, log: str, bad: dict[str, object], message: str
 ) -> None:
-    good = records(ONE, 2000)
-    parts = [good, records(ONE, 120, **bad)] if log == "app" else [good]
-    raw = write(own, "app", ONE, *parts)
+    good = records(DAY_1, 2000)
+    parts = [good, records(DAY_1, 120, **bad)] if log == "app" else [good]
+    raw = write(shop, "app", DAY_1, *parts)
     if log == "sales":
-        write(own, "sales", ONE, records(ONE, 120, imp="i", **bad))
-    with pytest.raises(UserError, match=sentence):
-        ingest(own, raw, (ONE, ONE))
-    assert not own.exists("events")
+        write(shop, "sales", DAY_1, records(DAY_1, 120, imp="i", **bad))
+    with pytest.raises(UserError, match=message):
+        ingest(shop, raw, (DAY_1, DAY_1))
+    assert not shop.exists("events")
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_ids_are_those_of_one_log_unless_the_spec_shares_them(own: Lake, shared: bool) -> None:
-    spec = own.spec.model_copy(update={"shared_event_ids": shared})
-    lake = Lake(own.root, spec)
-    raw = write(own, "app", ONE, records(ONE, 3, action="click"), records(ONE, 1, action="click"))
-    write(own, "sales", ONE, records(ONE, 2))
-    assert ingest(lake, raw, (ONE, ONE))["duplicates"] == (3 if shared else 1)
-    again = {(row["log"], row["event_id"]) for row in rows(lake, "events")}
-    assert len(again) == len(rows(lake, "events")) == (3 if shared else 5)
+def test_event_ids_are_unique_within_a_log_unless_the_spec_shares_them(
+    shop: Lake, shared: bool
+) -> None:
+    spec = shop.spec.model_copy(update={"shared_event_ids": shared})
+    lake = Lake(shop.root, spec)
+    raw = write(
+        shop, "app", DAY_1, records(DAY_1, 3, action="click"), records(DAY_1, 1, action="click")
+    )
+    write(shop, "sales", DAY_1, records(DAY_1, 2))
+    assert ingest(lake, raw, (DAY_1, DAY_1))["duplicates"] == (3 if shared else 1)
+    events = rows(lake, "events")
+    keys = {(row["log"], row["event_id"]) for row in events}
+    assert len(keys) == len(events) == (3 if shared else 5)
 
 
-def test_a_bot_farm_does_not_grow_the_plan(own: Lake, spark: SparkSession) -> None:
-    spec = own.spec.model_copy(update={"most_events_a_day": 2})
-    fresh = spark.range(6000).selectExpr(
-        f"DATE '{ONE}' AS day",
+def test_the_event_cap_of_many_users_does_not_enlarge_the_query_plan(
+    shop: Lake, spark: SparkSession
+) -> None:
+    spec = shop.spec.model_copy(update={"max_events_per_user_day": 2})
+    events = spark.range(6000).selectExpr(
+        f"DATE '{DAY_1}' AS day",
         "CONCAT('bot', id % 2000) AS user_id",
         "id AS visible_ts",
         "id AS event_ts",
         "CAST(id AS STRING) AS event_id",
     )
-    kept, parked = park(spec, fresh, fresh.limit(0))
-    assert (kept.count(), parked.count()) == (4000, 2000)
-    assert kept.agg(F.max("visible_ts")).first()[0] == 3999, "the first of the day are kept"
+    kept, excluded = exclude_events(spec, events, events.limit(0))
+    assert (kept.count(), excluded.count()) == (4000, 2000)
+    (latest,) = kept.agg(F.max("visible_ts")).collect()
+    assert latest[0] == 3999, "the first events of the day are kept"
     assert "bot1999" not in kept._jdf.queryExecution().analyzed().toJSON()
 
 
-def test_a_record_that_is_not_accounted_for_stops_before_anything_is_written(
-    own: Lake, monkeypatch: pytest.MonkeyPatch
+def test_an_unaccounted_record_stops_the_ingest_before_anything_is_written(
+    shop: Lake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    raw = write(own, "app", ONE, records(ONE, 200))
-    # A defect in any part would lose a record between what was read and what is written.
-    monkeypatch.setattr("etl.ingest.read_by_day", lambda groups: {ONE: 201})
+    raw = write(shop, "app", DAY_1, records(DAY_1, 200))
+    # Simulates a defect that loses one of the records that were read.
+    monkeypatch.setattr("etl.ingest.run.records_by_day", lambda _: {DAY_1: 201})
     with pytest.raises(AssertionError, match=r"201 records were read, .*'kept': 200"):
-        ingest(own, raw, (ONE, ONE))
-    assert not any(own.exists(table) for table in ("events", "quarantine", "parked", "flow"))
+        ingest(shop, raw, (DAY_1, DAY_1))
+    assert not any(
+        shop.exists(table)
+        for table in ("events", "quarantine", "excluded_events", "ingest_metrics")
+    )

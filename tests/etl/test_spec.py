@@ -1,4 +1,7 @@
+"""A spec is loaded with all its errors, its hash covers what tables hold, codes never change."""
+
 import random
+import re
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +15,13 @@ from pydantic import BaseModel, ValidationError
 
 from etl.errors import UserError
 from etl.spec import DataSpec, load_spec
-from etl.spec.effects import EFFECTS, effect_of, keys_of
+from etl.spec.effects import KEY_EFFECTS, effect_of, flatten_keys
+from etl.spec.sections import HistoryRetention
 from etl.spec.units import format_duration, parse_duration
-from etl.tables import contracts
-from etl.tables.codes import Codes, bind
-from etl.tables.create import create
-from etl.tables.lake import Lake
+from etl.tables import schemas
+from etl.tables.code_registry import CodeRegistry, assign_codes
+from etl.tables.lake import Lake, create_table
+from etl.tables.schemas import table_registry, table_schema
 from tests.conftest import ROOT, SPEC
 
 DOMAIN = "everywhere: [feed, reels, messaging]"
@@ -55,7 +59,7 @@ def test_all_errors_are_reported_at_once_with_their_lines(tmp_path: Path) -> Non
     lines = text.splitlines()
     with pytest.raises(UserError) as error:
         load_spec(path)
-    said = str(error.value).splitlines()
+    messages = str(error.value).splitlines()
     hints = {
         "3x": "not a duration",
         "evnt": "did you mean 'event'?",
@@ -67,19 +71,19 @@ def test_all_errors_are_reported_at_once_with_their_lines(tmp_path: Path) -> Non
     }
     for mark, hint in hints.items():
         number = next(i for i, line in enumerate(lines, 1) if mark in line)
-        assert any(f":{number}: " in s and hint in s for s in said), (mark, said)
+        assert any(f":{number}: " in m and hint in m for m in messages), (mark, messages)
 
 
 @pytest.mark.parametrize(
-    ("good", "bad", "sentence"),
+    ("good", "bad", "message"),
     [
         ("role: impression", "role: outcome", "one event type needs role: impression"),
         ("buckets: 4", "buckets: 6", "buckets is 6; it must be a power of two"),
         ("reels: {}", "reels: {logged_as: feed}", "two surfaces are logged as 'feed'"),
         (USERS, "", "attributes.user: users have attributes, but no source"),
-        ("entity: user", "entity: item", "sources items, users all tell of items"),
+        ("entity: user", "entity: item", "sources items, users all hold items"),
         ("numeric, transform: log}", "vector, width: 3}", "signup_days"),
-        ("reels: {}", "reels: {}\n  feed: {}", "feed: this key is there twice"),
+        ("reels: {}", "reels: {}\n  feed: {}", "feed: duplicate key"),
         ("windows: [1h, 1d, 7d]", "windows: []", "counters.windows: .*at least 1 item"),
         (DOMAIN, DOMAIN.replace("reels", "rels"), "domains.everywhere: no ads on surface 'rels'"),
         (
@@ -89,27 +93,102 @@ def test_all_errors_are_reported_at_once_with_their_lines(tmp_path: Path) -> Non
         ),
     ],
 )
-def test_parts_that_do_not_fit_are_refused(
-    tmp_path: Path, good: str, bad: str, sentence: str
+def test_an_inconsistent_spec_is_refused_with_the_line_of_the_problem(
+    tmp_path: Path, good: str, bad: str, message: str
 ) -> None:
     path = tmp_path / "bad.yaml"
     assert good in SPEC.read_text()
     path.write_text(SPEC.read_text().replace(good, bad))
-    with pytest.raises(UserError, match=rf"bad.yaml:\d+: .*{sentence}"):
+    with pytest.raises(UserError, match=rf"bad.yaml:\d+: .*{message}"):
         load_spec(path)
+
+
+@pytest.mark.parametrize(
+    ("entity", "name", "conflict"),
+    [
+        ("user", "id", "tables have a column `user_id`"),
+        ("user", "known_since", "the table examples has a column `user_known_since`"),
+        ("item", "id", "tables have a column `item_id`"),
+        ("item", "index", "tables have a column `item_index`"),
+        ("item", "known_since", "the table examples has a column `item_known_since`"),
+        ("item", "surface", "counters have a key of this name"),
+    ],
+)
+def test_attribute_names_that_collide_with_columns_or_counter_keys_are_refused(
+    tmp_path: Path, entity: str, name: str, conflict: str
+) -> None:
+    raw = yaml.safe_load(SPEC.read_text())
+    raw["attributes"][entity][name] = {"type": "numeric"}
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump(raw))
+    message = f"attributes.{entity}.{name}: '{name}' is reserved: {conflict}; choose another name"
+    with pytest.raises(UserError) as error:
+        load_spec(tmp_path / "s.yaml")
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("entity", ["user", "item", "context"])
+def test_no_attribute_that_is_accepted_shares_its_column_with_another(
+    tmp_path: Path, entity: str
+) -> None:
+    """All suffixes of the columns of all tables are tried as names of attributes."""
+    raw = yaml.safe_load(SPEC.read_text())
+    spec = load_spec(SPEC)
+    columns = {c for schema in table_registry(spec).values() for c in schema.columns}
+    prefix = {"user": "user_", "item": "item_", "context": "ctx_"}[entity]
+    names = {c.removeprefix(prefix) for c in columns if c.startswith(prefix)}
+    for name in names - {*raw["attributes"][entity]}:
+        raw["attributes"][entity][name] = {"type": "numeric"}
+        (tmp_path / "s.yaml").write_text(yaml.safe_dump(raw))
+        with pytest.raises(UserError, match=f"{name!r} is reserved"):
+            load_spec(tmp_path / "s.yaml")
+        del raw["attributes"][entity][name]
+
+
+def spec_models(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    """A model and all models of its fields."""
+    yield model
+    for field in model.model_fields.values():
+        for inner in _models_in(field.annotation):
+            yield from spec_models(inner)
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in typing.get_args(annotation):
+        yield from _models_in(argument)
+
+
+def test_every_section_and_key_of_a_spec_has_a_description() -> None:
+    models = {*spec_models(DataSpec)}
+    assert len(models) > 15
+    for model in models:
+        assert model.__doc__
+        for name, field in model.model_fields.items():
+            assert field.description and "\n" not in field.description, (model, name)
+
+
+def test_a_copy_of_a_model_with_an_unknown_field_is_refused() -> None:
+    history = HistoryRetention()
+    assert history.model_copy(update={"max_events": 3}).max_events == 3
+    assert history.model_copy() == history
+    message = "HistoryRetention has no field 'max_event'; did you mean 'max_events'?"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        history.model_copy(update={"max_event": 3})
 
 
 def test_an_event_type_has_the_largest_delay_of_the_logs_that_declare_it() -> None:
     """An impression log declares the impression and its outcomes, a log of one type that one."""
-    told = load_spec(ROOT / "conf/specs/kuairand.yaml").model_dump()
-    log = told["sources"]["log"] | {"delay": "1h"}
+    dump = load_spec(ROOT / "conf/specs/kuairand.yaml").model_dump()
+    log = dump["sources"]["log"] | {"delay": "1h"}
     likes = log | {"kind": "event_log", "event": "like", "delay": "2h"}
     del likes["outcomes"]
-    spec = DataSpec.model_validate(told | {"sources": told["sources"] | {"log": log, "x": likes}})
-    assert spec.delays == dict.fromkeys(spec.events, 3600) | {"like": 7200}
+    dump["sources"] |= {"log": log, "likes": likes}
+    spec = DataSpec.model_validate(dump)
+    assert spec.visibility_delays == dict.fromkeys(spec.events, 3600) | {"like": 7200}
 
 
-def test_the_hash_ignores_where_data_lies_and_what_models_read(tmp_path: Path) -> None:
+def test_the_hash_ignores_paths_and_what_models_read(tmp_path: Path) -> None:
     def hash_of(text: str) -> str:
         path = tmp_path / "s.yaml"
         path.write_text(text)
@@ -147,7 +226,7 @@ def _holds_keys(annotation: Any) -> bool:
 
 
 def test_every_key_of_a_spec_has_a_declared_effect() -> None:
-    declared = {tuple(key.split(".")): effect for key, effect in EFFECTS.items()}
+    declared = {tuple(key.split(".")): effect for key, effect in KEY_EFFECTS.items()}
     keys = {path for path in leaf_keys(DataSpec) if "outcomes" not in path}
     assert ("sources", "*", "columns", "user") in keys
     assert ("attributes", "item", "*", "width") in keys
@@ -162,13 +241,14 @@ def test_every_key_of_a_spec_has_a_declared_effect() -> None:
 @given(data=st.data())
 def test_the_hash_covers_the_keys_that_affect_tables(data: st.DataObject) -> None:
     spec = load_spec(SPEC)
-    keys = [(path, value) for path, value in keys_of(spec.model_dump(mode="json"))]
-    path, value = data.draw(st.sampled_from([k for k in keys if isinstance(k[1], int | float)]))
+    keys = flatten_keys(spec.model_dump(mode="json"))
+    numeric_keys = [key for key in keys if isinstance(key[1], int | float)]
+    path, value = data.draw(st.sampled_from(numeric_keys))
     changed = spec.model_dump()
-    inner = changed
+    section = changed
     for name in path[:-1]:
-        inner = inner[name]
-    inner[path[-1]] = not value if isinstance(value, bool) else value * 2 or 1
+        section = section[name]
+    section[path[-1]] = not value if isinstance(value, bool) else value * 2 or 1
     try:
         new = DataSpec.model_validate(changed)
     except ValidationError:
@@ -176,18 +256,18 @@ def test_the_hash_covers_the_keys_that_affect_tables(data: st.DataObject) -> Non
     assert (new.hash != spec.hash) == effect_of(path).is_hashed, path
 
 
-def reordered(value: Any, chance: random.Random) -> Any:
+def shuffle_keys(value: Any, rng: random.Random) -> Any:
     if not isinstance(value, dict):
         return value
-    items = [(name, reordered(inner, chance)) for name, inner in value.items()]
-    return dict(chance.sample(items, len(items)))
+    items = [(name, shuffle_keys(inner, rng)) for name, inner in value.items()]
+    return dict(rng.sample(items, len(items)))
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "conf/specs").glob("*.yaml")), ids=lambda p: p.stem)
-def test_the_order_of_names_means_nothing(path: Path, tmp_path: Path) -> None:
+def test_the_order_of_names_has_no_effect(path: Path, tmp_path: Path) -> None:
     spec = load_spec(path)
     for seed in range(5):
-        raw = reordered(yaml.safe_load(path.read_text()), random.Random(seed))
+        raw = shuffle_keys(yaml.safe_load(path.read_text()), random.Random(seed))
         (tmp_path / "s.yaml").write_text(yaml.safe_dump(raw, sort_keys=False))
         other = load_spec(tmp_path / "s.yaml")
         assert other.hash == spec.hash
@@ -201,22 +281,22 @@ def test_codes_are_append_only(order: list[str], known: int) -> None:
     raw = yaml.safe_load(SPEC.read_text())
     raw["surfaces"] |= {"stories": {}, "alerts": {}}
     spec = DataSpec.model_validate(raw)
-    registry = Codes(surfaces=tuple(order[:known]))
-    bound = bind(spec, registry)
+    registry = CodeRegistry(surfaces=tuple(order[:known]))
+    bound = assign_codes(spec, registry)
     codes = bound.surface_codes
     assert [codes[name] for name in order[:known]] == list(range(1, known + 1))
     assert sorted(codes.values()) == [1, 2, 3, 4, 5]
-    assert bind(bound, Codes(surfaces=tuple(bound.surfaces))).surface_codes == codes
+    assert assign_codes(bound, CodeRegistry(surfaces=tuple(bound.surfaces))).surface_codes == codes
     assert (bound.hash == spec.hash) == (codes == spec.surface_codes)
 
 
 def test_a_lake_keeps_codes_when_a_spec_gains_names(tmp_path: Path) -> None:
     root, spec = str(tmp_path / "lake"), load_spec(SPEC)
-    create(Lake(root, spec), contracts.items(spec))
+    create_table(Lake(root, spec), schemas.items(spec))
     raw = yaml.safe_load(SPEC.read_text())
     raw["surfaces"]["alerts"] = {}  # before all others by name
-    more = DataSpec.model_validate(raw)
-    assert Lake(root, more).spec.surface_codes == spec.surface_codes | {"alerts": 4}
+    extended = DataSpec.model_validate(raw)
+    assert Lake(root, extended).spec.surface_codes == spec.surface_codes | {"alerts": 4}
     (tmp_path / "lake" / "codes.json").write_text("")
     with pytest.raises(UserError, match=r"codes\.json is damaged"):
         Lake(root, spec)
@@ -225,17 +305,18 @@ def test_a_lake_keeps_codes_when_a_spec_gains_names(tmp_path: Path) -> None:
         Lake(root, spec).open("items")
 
 
-@pytest.mark.parametrize("kind", ["surfaces", "events"])
-def test_more_names_than_a_code_can_hold_are_refused(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(("section", "value"), [("surfaces", {"ads": False}), ("events", {})])
+def test_more_names_than_a_code_can_hold_are_refused(
+    tmp_path: Path, section: str, value: dict[str, bool]
+) -> None:
     raw = yaml.safe_load(SPEC.read_text())
-    value = {"ads": False} if kind == "surfaces" else {"kind": "organic"}
-    raw[kind] |= {f"more_{i}": value for i in range(128)}
+    raw[section] |= {f"more_{i}": value for i in range(128)}
     (tmp_path / "s.yaml").write_text(yaml.safe_dump(raw))
-    with pytest.raises(UserError, match=f"{kind}: .*at most 127"):
+    with pytest.raises(UserError, match=f"{section}: .*at most 127"):
         load_spec(tmp_path / "s.yaml")
 
 
-def test_what_ranks_without_an_auction_is_named(tmp_path: Path) -> None:
+def test_without_an_auction_rank_by_names_the_objective_that_ranks(tmp_path: Path) -> None:
     raw = yaml.safe_load(SPEC.read_text())
     del raw["auction"]
     (tmp_path / "s.yaml").write_text(yaml.safe_dump(raw))
@@ -243,6 +324,13 @@ def test_what_ranks_without_an_auction_is_named(tmp_path: Path) -> None:
         load_spec(tmp_path / "s.yaml")
     (tmp_path / "s.yaml").write_text(yaml.safe_dump(raw | {"rank_by": "click"}))
     assert load_spec(tmp_path / "s.yaml").ranking_objective("feed") == "click"
+
+
+def test_a_table_that_the_spec_does_not_have_is_refused() -> None:
+    spec = load_spec(SPEC)
+    assert table_schema(spec, "attributes_user") == schemas.attributes(spec, "user")
+    with pytest.raises(UserError, match="no table is called imprints; known: events"):
+        table_schema(spec, "imprints")
 
 
 @given(st.integers(0, 10**7))

@@ -1,8 +1,10 @@
+"""Point-in-time counts against a loop."""
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from features.counting import counts_before, seen_before
+from features.counters import count_all_before, windowed_counts_before
 
 WINDOWS, TYPES = (5, 40), (1, 2)
 events = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 50), st.integers(1, 3)), max_size=40)
@@ -11,16 +13,20 @@ queries = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 60)), min_size=1,
 
 @settings(max_examples=300)
 @given(events, queries)
-def test_counts_are_those_of_a_loop(happened: list, asked: list) -> None:
-    e = np.array(happened, np.int64).reshape(-1, 3)
-    q = np.array(asked, np.int64).reshape(-1, 2)
-    seen = seen_before(e[:, 0], e[:, 1], q[:, 0], q[:, 1])
-    counts = counts_before(e[:, 0], e[:, 1], e[:, 2], q[:, 0], q[:, 1], WINDOWS, TYPES)
-    for row, (key, now) in enumerate(asked):
+def test_counts_are_those_of_a_loop(
+    events: list[tuple[int, int, int]], queries: list[tuple[int, int]]
+) -> None:
+    event_key, event_ts, event_type = np.array(events, np.int64).reshape(-1, 3).T
+    query_key, query_ts = np.array(queries, np.int64).reshape(-1, 2).T
+    totals = count_all_before(event_key, event_ts, query_key, query_ts)
+    counts = windowed_counts_before(
+        event_key, event_ts, event_type, query_key, query_ts, WINDOWS, TYPES
+    )
+    for row, (key, now) in enumerate(queries):
         expected = [
-            sum(k == key and t == type_ and now - window <= ts < now for k, ts, t in happened)
+            sum(k == key and t == type_ and now - window <= ts < now for k, ts, t in events)
             for window in WINDOWS
             for type_ in TYPES
         ]
         assert counts[row].tolist() == expected
-        assert seen[row] == sum(k == key and ts < now for k, ts, _ in happened)
+        assert totals[row] == sum(k == key and ts < now for k, ts, _ in events)

@@ -1,9 +1,10 @@
-"""The tables against naive references, on simulated logs with every disorder."""
+"""Tables against reference implementations, on simulated logs with every disorder."""
 
 import random
 import shutil
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -11,142 +12,155 @@ import pyarrow.compute as pc
 import pytest
 
 from etl.spec.units import format_duration
-from etl.tables import contracts
-from etl.tables.arrow import replace, snapshot
+from etl.tables import schemas
+from etl.tables.arrow import replace_rows, snapshot
 from etl.tables.lake import Lake
 from features import reference
-from features.history.pack import dwell_byte
+from features.history.codec import quantize_dwell
 from gemline import main
 from tests.conftest import FIRST, LAST
 from tests.oracle import events as oracle
-from tests.pipeline import rows
-from training.data.histories import unpacked
+from tests.pipeline import rows as table_rows
+from training.data.histories import histories_from_table
 
+Row = dict[str, Any]
+MICROS = 1_000_000
 SAMPLE = 150
 
 
+def rows(lake: Lake, name: str) -> list[Row]:
+    """The rows of a table, as values of any type."""
+    return table_rows(lake, name)
+
+
 @pytest.fixture(scope="module")
-def events(lake: Lake) -> list[dict]:
-    index = {row["item_id"]: row["item_ix"] for row in rows(lake, "items")}
-    first: dict[object, dict] = {}
+def events(lake: Lake) -> list[Row]:
+    index = {row["item_id"]: row["item_index"] for row in rows(lake, "items")}
+    first: dict[object, Row] = {}
     for row in sorted(rows(lake, "item_versions"), key=lambda row: row["valid_from"]):
-        first.setdefault(row["item_ix"], row)
-    found = rows(lake, "events")
-    for event in found:
+        first.setdefault(row["item_index"], row)
+    events = rows(lake, "events")
+    for event in events:
         item = first[index[event["item_id"]]]
-        event["since"] = item["valid_from"] // 1_000_000
-        event["category"] = item["k_category"] if event["since"] < event["visible_ts"] else None
-    return found
+        event["since"] = item["valid_from"] // MICROS
+        event["category"] = item["key_category"] if event["since"] < event["visible_ts"] else None
+    return events
 
 
 @pytest.fixture(scope="module")
-def sample(lake: Lake) -> list[dict]:
+def sample(lake: Lake) -> list[Row]:
     return random.Random(0).sample(rows(lake, "examples"), SAMPLE)
 
 
-def test_labels_are_those_of_the_reference(lake: Lake, events: list[dict]) -> None:
+def test_labels_are_those_of_the_reference(lake: Lake, events: list[Row]) -> None:
     spec = lake.spec
-    shown = rows(lake, "impressions")
+    impressions = rows(lake, "impressions")
     converted = {e["user_id"] for e in events if e["type"] == spec.event_codes["conversion"]}
-    interesting = [row for row in shown if row["user_id"] in converted]
+    of_converted = [row for row in impressions if row["user_id"] in converted]
     by_user = defaultdict(list)
     for event in events:
         by_user[event["user_id"]].append(event)
     positives = 0
-    for row in random.Random(1).sample(shown, 60) + interesting[:150]:
+    for row in random.Random(1).sample(impressions, 60) + of_converted[:150]:
         for name, objective in spec.objectives.items():
             if row[f"label_{name}"] is None:
                 continue
-            expected = oracle.label(
-                by_user[row["user_id"]],
-                row,
+            touch = spec.attribution_touches(objective)[0].touch
+            rule = oracle.LabelRule(
                 spec.event_codes[objective.event],
-                spec.event_codes[spec.attribution_of(objective)[0].touch],
-                objective.window * 1_000_000,
-                row[f"ready_{name}"],
+                spec.event_codes[touch],
+                objective.window * MICROS,
             )
+            mature_ts = row[f"label_mature_ts_{name}"]
+            expected = oracle.label(by_user[row["user_id"]], row, rule, mature_ts)
             assert row[f"label_{name}"] == expected, (name, row)
             positives += expected
     assert positives > 5
 
 
 def test_labels_are_null_until_their_window_has_closed(lake: Lake) -> None:
-    horizon = lake.spec.day_end(LAST) * 1_000_000
-    code = lake.spec.event_codes[lake.spec.impression]
-    shown = [e for e in rows(lake, "events") if e["type"] == code]
-    landed = {e["impression_id"]: e["visible_ts"] for e in shown}
+    data_end = lake.spec.day_end(LAST) * MICROS
+    code = lake.spec.event_codes[lake.spec.impression_type]
+    impressions = [e for e in rows(lake, "events") if e["type"] == code]
+    visible_ts = {e["impression_id"]: e["visible_ts"] * MICROS for e in impressions}
     for row in rows(lake, "impressions"):
         for name, objective in lake.spec.objectives.items():
-            settled = row["event_ts"] + objective.ripens_after * 1_000_000
-            assert row[f"ready_{name}"] == max(settled, landed[row["impression_id"]] * 1_000_000)
-            assert (row[f"label_{name}"] is None) == (row[f"ready_{name}"] >= horizon)
+            window_end = row["event_ts"] + objective.label_maturity_seconds * MICROS
+            mature_ts = row[f"label_mature_ts_{name}"]
+            assert mature_ts == max(window_end, visible_ts[row["impression_id"]])
+            assert (row[f"label_{name}"] is None) == (mature_ts >= data_end)
 
 
-def test_a_pointer_cuts_exactly_what_was_visible(
-    lake: Lake, events: list[dict], sample: list[dict]
+def test_a_pointer_selects_exactly_the_visible_events(
+    lake: Lake, events: list[Row], sample: list[Row]
 ) -> None:
-    packed = snapshot(lake, contracts.history(lake.spec))
-    index = {row["item_id"]: row["item_ix"] for row in rows(lake, "items")}
-    stored = {bucket: unpacked(packed.read(bucket=bucket)) for bucket in range(lake.spec.buckets)}
+    packed = snapshot(lake, schemas.history(lake.spec))
+    index = {row["item_id"]: row["item_index"] for row in rows(lake, "items")}
+    histories_by_bucket = {
+        bucket: histories_from_table(packed.read(bucket=bucket))
+        for bucket in range(lake.spec.buckets)
+    }
     for example in sample:
-        expected = reference.history(events, example["user_id"], example["as_of_ts"])
-        assert example["hist_len"] == len(expected)
-        bucket = stored[example["bucket"]]
+        expected = reference.visible_history(events, example["user_id"], example["as_of_ts"])
+        assert example["history_length"] == len(expected)
         if not expected:
             continue
-        user = bucket.users.to_pylist().index(example["user_id"])
-        at = slice(start := bucket.events.offsets[user], start + example["hist_len"])
-        got = bucket.events
-        assert got.visible_ts[at].tolist() == [e["visible_ts"] for e in expected]
-        assert got.event_ts[at].tolist() == [e["event_ts"] // 1_000_000 for e in expected]
-        assert got.items[at].tolist() == [index[e["item_id"]] for e in expected]
-        assert got.types[at].tolist() == [e["type"] for e in expected]
-        assert got.surfaces[at].tolist() == [e["surface"] for e in expected]
+        histories = histories_by_bucket[example["bucket"]]
+        stored = histories.events
+        user = histories.users.to_pylist().index(example["user_id"])
+        start = stored.offsets[user]
+        pointed = slice(start, start + example["history_length"])
+        assert stored.visible_ts[pointed].tolist() == [e["visible_ts"] for e in expected]
+        assert stored.event_ts[pointed].tolist() == [e["event_ts"] // MICROS for e in expected]
+        assert stored.item_indexes[pointed].tolist() == [index[e["item_id"]] for e in expected]
+        assert stored.types[pointed].tolist() == [e["type"] for e in expected]
+        assert stored.surfaces[pointed].tolist() == [e["surface"] for e in expected]
         dwells = [float("nan") if e["dwell_ms"] is None else e["dwell_ms"] for e in expected]
-        assert got.dwells[at].tolist() == dwell_byte(np.array(dwells)).tolist()
+        assert stored.dwells[pointed].tolist() == quantize_dwell(np.array(dwells)).tolist()
 
 
 def test_counters_are_those_of_the_reference(
-    lake: Lake, events: list[dict], sample: list[dict]
+    lake: Lake, events: list[Row], sample: list[Row]
 ) -> None:
     spec = lake.spec
-    code = spec.event_codes[spec.impression]
-    shown = {e["impression_id"]: e for e in events if e["type"] == code}
+    code = spec.event_codes[spec.impression_type]
+    impressions = {e["impression_id"]: e for e in events if e["type"] == code}
     columns = {"user": "user_id", "item": "item_id"}
     for example in sample[:40]:
-        impression = shown[example["impression_id"]]
-        since = impression["since"]
-        known = since < example["as_of_ts"]
-        assert example["item_since"] == (since if known else None)
+        impression = impressions[example["impression_id"]]
+        since, as_of = impression["since"], example["as_of_ts"]
+        is_known = since < as_of
+        assert example["item_known_since"] == (since if is_known else None)
         for key in spec.counters.keys:
             names = [columns.get(part, part) for part in key]
-            matches = {name: impression[name] for name in names}
-            relevant = [e for e in events if all(e[n] == v for n, v in matches.items())]
-            relevant = relevant if known or "category" not in key else []
+            values = {name: impression[name] for name in names}
+            matching = [e for e in events if all(e[n] == v for n, v in values.items())]
+            matching = matching if is_known or "category" not in key else []
             for window in spec.counters.windows:
                 for name in spec.counters.events:
-                    column = f"n_{'_'.join(key)}_{name}_{format_duration(window)}"
-                    code, now = spec.event_codes[name], example["as_of_ts"]
-                    expected = reference.count(relevant, {}, code, now, window)
+                    column = f"cnt_{'_'.join(key)}_{name}_{format_duration(window)}"
+                    code = spec.event_codes[name]
+                    expected = reference.count_matching_events(matching, {}, code, as_of, window)
                     assert example[column] == expected, column
 
 
-def test_brute_force_finds_what_is_wrong_and_nothing_else(
+def test_validation_reports_wrong_columns_and_only_those(
     lake: Lake, spec_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = ["features", "check", "--spec", str(spec_path), "--sample", "25", "--lake"]
-    assert main([*asked, lake.root]) == 0
+    command = ["features", "check", "--spec", str(spec_path), "--sample", "25", "--lake"]
+    assert main([*command, lake.root]) == 0
     assert capsys.readouterr().out == "25 examples recomputed, 0 differ\n"
     wrong = tmp_path / "lake"
     shutil.copytree(lake.root, wrong)
-    contract, counter = contracts.examples(lake.spec), "n_user_ad_impression_1d"
+    contract, counter = schemas.examples(lake.spec), "cnt_user_ad_impression_1d"
     table = snapshot(lake, contract).read()
-    for column in (counter, "hist_len"):
-        more = pc.add(table[column], pa.scalar(1, pa.int32()))
-        table = table.set_column(table.column_names.index(column), column, more)
-    replace(Lake(str(wrong), lake.spec), contract, table, f"day >= '{FIRST}'", {})
-    assert main([*asked, str(wrong)]) == 2
-    said = capsys.readouterr()
-    assert "25 examples recomputed, 25 differ" in said.out and "differ from the events" in said.err
-    told = {line.split()[1] for line in said.out.splitlines()[:-1]}
-    assert {"hist_len", counter} <= told <= {"hist_len", counter, "history"}
+    for column in (counter, "history_length"):
+        increased = pc.add(table[column], pa.scalar(1, pa.int32()))
+        table = table.set_column(table.column_names.index(column), column, increased)
+    replace_rows(Lake(str(wrong), lake.spec), contract, table, f"day >= '{FIRST}'", {})
+    assert main([*command, str(wrong)]) == 2
+    output = capsys.readouterr()
+    assert "25 examples recomputed, 25 differ" in output.out
+    assert "differ from the events" in output.err
+    reported = {line.split()[1] for line in output.out.splitlines()[:-1]}
+    assert {"history_length", counter} <= reported <= {"history_length", counter, "history"}

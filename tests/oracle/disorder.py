@@ -1,4 +1,4 @@
-"""Logs with every disorder: ties, copies, late arrivals, wrong clocks, unnamed outcomes."""
+"""Random logs with every disorder: ties, duplicates, late arrivals, wrong clocks, missing ids."""
 
 import gzip
 import json
@@ -16,8 +16,9 @@ from tests.pipeline import build_tables
 
 FIRST = date(2026, 3, 7)
 ZONES = ("UTC", "America/New_York", "Asia/Kathmandu")  # New York's 8 March has 23 hours
-LANDED = {"day", "opens", "closes"}
-# The brand of an item, and the second from which on it is known; a book has none.
+LANDING_FIELDS = {"day", "opens", "closes"}  # of a record, but not in its log line
+Bounds = dict[date, tuple[int, int]]  # first second of a day and of the next
+# The brand of an item, and the second since when it is known; a book has none.
 NOON = int(datetime(2026, 3, 7, 12, tzinfo=UTC).timestamp())
 BRANDS = {"hat": ("x", 0), "cap": ("x", NOON), "shoe": ("y", NOON + DAY), "sock": ("y", 0),
           "book": (None, 0)}  # fmt: skip
@@ -26,18 +27,18 @@ SPEC = """
 name: disorder
 time_zone: UTC
 buckets: 2
-lateness: 1d
-most_events_a_day: 7
-request_gap: 5s
+allowed_lateness: 1d
+max_events_per_user_day: 7
+request_session_gap: 5s
 surfaces: {home: {}, search: {}}
 events:
-  shown: {kind: ad, role: impression}
-  click: {kind: ad, role: outcome}
-  buy: {kind: ad, role: outcome}
-  look: {kind: organic}
+  shown: {role: impression}
+  click: {role: outcome}
+  buy: {role: outcome}
+  look: {}
 objectives:
   click: {event: click, window: 1h}
-  buy: {event: buy, window: 12h, also_within: [2h], value: true,
+  buy: {event: buy, window: 12h, extra_windows: [2h], value: true,
         attribution: [{touch: click, key: brand, same_surface: true}]}
 attributes:
   user: {plan: {type: categorical, vocabulary: [free, paid]}}
@@ -64,34 +65,35 @@ sources:
 """
 
 
-def opens(day: date, zone: str) -> int:
-    """The second at which a day begins somewhere."""
+def day_start(day: date, zone: str) -> int:
+    """The epoch second at which a day begins in a time zone."""
     return int(datetime.combine(day, time(), ZoneInfo(zone)).timestamp())
 
 
-def make(seed: int, users: int, days: int, zone: str = "UTC") -> list[Record]:
+def generate_records(seed: int, users: int, days: int, zone: str = "UTC") -> list[Record]:
     """Records of some users and landing days; the same for the same seed."""
     rng = random.Random(seed)
     span = [FIRST + timedelta(days=n) for n in range(days)]
-    bounds = {day: (opens(day, zone), opens(day + timedelta(days=1), zone)) for day in span}
-    made: list[Record] = []
+    bounds = {day: (day_start(day, zone), day_start(day + timedelta(days=1), zone)) for day in span}
+    records: list[Record] = []
     for user in range(users):
         for number in range(rng.randint(0, 4 * days)):
             day = rng.choice(span)
-            record = _record(rng, f"{user}-{number}", f"u{user}", day, bounds[day])
+            record: Record | None = _record(rng, f"{user}-{number}", f"u{user}", day, bounds[day])
             while record:
-                made.append(record)
+                records.append(record)
                 if record["type"] == "buy" and rng.random() < 0.5:
-                    made += _rivals(rng, record, bounds)
+                    records += _competing_touches(rng, record, bounds)
                 record = _outcome(rng, record, bounds)
-    again = [_copy(rng, record, bounds) for record in made if rng.random() < 0.15]
-    rng.shuffle(whole := made + again)
-    return whole
+    duplicates = [_duplicate(rng, record, bounds) for record in records if rng.random() < 0.15]
+    records += duplicates
+    rng.shuffle(records)
+    return records
 
 
 def _record(rng: random.Random, id_: str, user: str, day: date, bounds: tuple[int, int]) -> Record:
     ingest = rng.randrange(*bounds, 600)
-    late = rng.choice((0, 0, 2, 3, 4, 700, 3600, 40_000, DAY, int(2.5 * DAY)))
+    lag = rng.choice((0, 0, 2, 3, 4, 700, 3600, 40_000, DAY, int(2.5 * DAY)))
     type_ = rng.choice(("shown", "shown", "click", "buy", "look"))
     return {
         "id": id_,
@@ -99,7 +101,7 @@ def _record(rng: random.Random, id_: str, user: str, day: date, bounds: tuple[in
         "item": rng.choice(list(BRANDS)),
         "surface": rng.choice(("home", "home", "search")),
         "type": type_,
-        "ts": ingest - late + rng.choice((0, 0, 0, 1800)),  # a clock may run ahead
+        "ts": ingest - lag + rng.choice((0, 0, 0, 1800)),  # a clock may run ahead
         "ingest": ingest,
         "day": day,
         "opens": bounds[0],
@@ -110,15 +112,14 @@ def _record(rng: random.Random, id_: str, user: str, day: date, bounds: tuple[in
     }
 
 
-def _outcome(
-    rng: random.Random, cause: Record, bounds: dict[date, tuple[int, int]]
-) -> Record | None:
-    """What came of a record: a click of an impression, or a buy of a click; or nothing."""
+def _outcome(rng: random.Random, cause: Record, bounds: Bounds) -> Record | None:
+    """A click of an impression or a buy of a click; sometimes none."""
     type_ = {"shown": "click", "click": "buy"}.get(cause["type"])
     ts = cause["ts"] + rng.choice((0, 1, 600, 3600, 3601, 7200, 43_200))
     if not type_ or rng.random() < 0.3:
         return None
-    return _landed(bounds, ts + rng.choice((0, 0, 3, 700, 40_000)), cause | {
+    ingest = ts + rng.choice((0, 0, 3, 700, 40_000))
+    outcome = cause | {
         "id": f"{cause['id']}-{type_}",
         "item": rng.choice((cause["item"],) * 3 + tuple(BRANDS)),
         "surface": rng.choice((cause["surface"], "home")),
@@ -127,81 +128,83 @@ def _outcome(
         "imp": rng.choice((None, cause["imp"])) if type_ == "click" else None,
         "request": None,
         "value": rng.randrange(1, 9) if type_ == "buy" else None,
-    })  # fmt: skip
+    }
+    return _arrived(bounds, ingest, outcome)
 
 
-def _rivals(
-    rng: random.Random, bought: Record, bounds: dict[date, tuple[int, int]]
-) -> Iterator[Record]:
+def _competing_touches(rng: random.Random, buy: Record, bounds: Bounds) -> Iterator[Record]:
     """Another impression and its click, shortly before a buy; they may land long after it."""
-    late = rng.choice((0, 3600, 40_000))
-    for type_, before in (("shown", 300), ("click", 2)):
-        id_, ts = f"{bought['id']}-{type_}", bought["ts"] - before
-        rival = bought | {"id": id_, "type": type_, "ts": ts, "value": None}
-        rival["imp"] = f"i{bought['id']}" if type_ == "shown" else None
-        if record := _landed(bounds, ts + late, rival):
+    lag = rng.choice((0, 3600, 40_000))
+    for type_, seconds_before in (("shown", 300), ("click", 2)):
+        id_, ts = f"{buy['id']}-{type_}", buy["ts"] - seconds_before
+        touch = buy | {"id": id_, "type": type_, "ts": ts, "value": None}
+        touch["imp"] = f"i{buy['id']}" if type_ == "shown" else None
+        record = _arrived(bounds, ts + lag, touch)
+        if record:
             yield record
 
 
-def _landed(bounds: dict[date, tuple[int, int]], ingest: int, record: Record) -> Record | None:
-    """The record as it lands on the day of its ingest; None after the last."""
-    for day, (opens_, closes) in bounds.items():
-        if opens_ <= ingest < closes:
-            return record | {"ingest": ingest, "day": day, "opens": opens_, "closes": closes}
+def _arrived(bounds: Bounds, ingest: int, record: Record) -> Record | None:
+    """The record as it lands on the day of its ingest; None after the last day."""
+    for day, (start, end) in bounds.items():
+        if start <= ingest < end:
+            return record | {"ingest": ingest, "day": day, "opens": start, "closes": end}
     return None
 
 
-def _copy(rng: random.Random, record: Record, bounds: dict[date, tuple[int, int]]) -> Record:
-    """The same record, landed once more."""
-    later = rng.choice([day for day in bounds if day >= record["day"]])
-    ingest = max(record["ingest"] + 1, rng.randrange(*bounds[later], 600))
-    ingest = min(ingest, bounds[later][1] - 1)
-    landed = {"day": later, "opens": bounds[later][0], "closes": bounds[later][1]}
-    other = {"id": f"{record['id']}c"} if record["type"] == "shown" and rng.random() < 0.3 else {}
-    return record | landed | {"ingest": ingest} | other
+def _duplicate(rng: random.Random, record: Record, bounds: Bounds) -> Record:
+    """A copy that lands later; of an impression sometimes under another event id."""
+    day = rng.choice([day for day in bounds if day >= record["day"]])
+    start, end = bounds[day]
+    ingest = min(max(record["ingest"] + 1, rng.randrange(start, end, 600)), end - 1)
+    landing = {"ingest": ingest, "day": day, "opens": start, "closes": end}
+    has_other_id = record["type"] == "shown" and rng.random() < 0.3
+    return record | landing | ({"id": f"{record['id']}c"} if has_other_id else {})
 
 
-def write(records: list[Record], raw: Path, after: int | None = None) -> None:
-    """The records as JSON lines by landing day, several files a day; and what is told of entities.
+def write_raw(records: list[Record], raw: Path, changed_since: int | None = None) -> None:
+    """Write records as JSON lines by landing day, several files a day, and attributes of entities.
 
-    From the second `after` on the entities are told otherwise.
+    Attributes that are valid from `changed_since` on have other values than without it.
     """
     files = defaultdict(list)
     for number, record in enumerate(records):
-        line = {k: v for k, v in record.items() if v is not None and k not in LANDED}
+        line = {k: v for k, v in record.items() if v is not None and k not in LANDING_FIELDS}
         files[record["day"], number % 2].append(json.dumps(line) + "\n")
     for (day, part), lines in files.items():
         folder = raw / "log" / str(day)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{part}.json.gz").write_bytes(gzip.compress("".join(lines).encode()))
-    known = [
-        {"item": item, "brand": told, "since": since}
-        for item, (brand, first) in BRANDS.items()
-        for told, since in ((brand, first), ("z", first + DAY))  # a brand that changes
-        if brand
+    items: list[Record] = [
+        {"item": item, "brand": brand, "since": since}
+        for item, (first_brand, first_since) in BRANDS.items()
+        for brand, since in ((first_brand, first_since), ("z", first_since + DAY))
+        if first_brand
     ]
-    told = [
+    users: list[Record] = [
         {"user": user, "plan": plan, "since": since}
         for user, versions in PLANS.items()
         for plan, since in versions
     ]
-    for row in [*known, *told] if after is not None else []:
-        if row["since"] >= after:
-            row |= {"brand": "y"} if "brand" in row else {"plan": "free"}
-    for name, content in (("items", known), ("users", told)):
-        (raw / f"{name}.json").write_text("".join(json.dumps(row) + "\n" for row in content))
+    if changed_since is not None:
+        for item_row in items:
+            item_row["brand"] = "y" if item_row["since"] >= changed_since else item_row["brand"]
+        for user_row in users:
+            user_row["plan"] = "free" if user_row["since"] >= changed_since else user_row["plan"]
+    for name, rows in (("items", items), ("users", users)):
+        (raw / f"{name}.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def lake_of(
+def build_lake(
     folder: Path,
     records: list[Record],
     spans: list[tuple[int, int]],
     zone: str = "UTC",
-    after: int | None = None,
+    changed_since: int | None = None,
 ) -> Lake:
-    """The tables of a log that landed in some spans of days, one after the other."""
+    """The tables of a log, built in spans of days (first, last) one after the other."""
     raw = folder / "raw"
-    write(records, raw, after)
+    write_raw(records, raw, changed_since)
     (folder / "spec.yaml").write_text(SPEC.replace("time_zone: UTC", f"time_zone: {zone}"))
     lake = Lake(str(folder / "lake"), load_spec(folder / "spec.yaml"))
     for first, last in spans:

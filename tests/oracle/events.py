@@ -1,33 +1,39 @@
-"""A naive reference of labels in plain Python, from the events table's rows."""
+"""A reference implementation of labels in plain Python, on rows of the events table."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 Row = dict[str, Any]
 
 
-def label(
-    events: Iterable[Row], impression: Row, outcome: int, touch: int, window_us: int, ready_us: int
-) -> int:
-    """Whether an outcome that was seen in time is credited to an impression: last touch."""
+class LabelRule(NamedTuple):
+    """An objective: codes of outcome and touch, and the window in microseconds."""
+
+    outcome: int
+    touch: int
+    window: int
+
+
+def label(events: Iterable[Row], impression: Row, rule: LabelRule, mature_ts: int) -> int:
+    """1 if an outcome visible by `mature_ts` (microseconds) is attributed by last touch."""
     events = list(events)
     for e in events:
-        if e["type"] != outcome or e["user_id"] != impression["user_id"]:
+        if e["type"] != rule.outcome or e["user_id"] != impression["user_id"]:
             continue
-        credited = e["impression_id"]
-        if credited is None and e["item_id"] == impression["item_id"]:
+        attributed = e["impression_id"]
+        if attributed is None and e["item_id"] == impression["item_id"]:
             touches = [
                 t
                 for t in events
-                if t["type"] == touch
+                if t["type"] == rule.touch
                 and (t["user_id"], t["item_id"]) == (e["user_id"], e["item_id"])
                 and t["event_ts"] <= e["event_ts"]
                 and t["visible_ts"] <= e["visible_ts"]
             ]
             last = max(touches, key=lambda t: (t["event_ts"], t["event_id"]), default=None)
-            credited = last and last["impression_id"]
-        inside = 0 <= e["event_ts"] - impression["event_ts"] <= window_us
-        seen = e["visible_ts"] * 1_000_000 <= ready_us
-        if credited == impression["impression_id"] and inside and seen:
+            attributed = last and last["impression_id"]
+        in_window = 0 <= e["event_ts"] - impression["event_ts"] <= rule.window
+        is_visible = e["visible_ts"] * 1_000_000 <= mature_ts
+        if attributed == impression["impression_id"] and in_window and is_visible:
             return 1
     return 0

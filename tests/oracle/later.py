@@ -1,59 +1,78 @@
-"""The same log with another end, and all that models read of examples: what may not change."""
+"""A log with another future, and all that models read of each example: that must not change."""
 
 import random
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from etl.tables.lake import Lake
 from tests.oracle.disorder import BRANDS
-from tests.oracle.log import Record, visible
+from tests.oracle.log import Record, visible_ts
 from training.data.batch import Batch
-from training.data.parts import Shuffle
-from training.data.reader import Reader
-from training.data.ripened import EVERYTHING
+from training.data.label_window import ALL_LABELS
+from training.data.reader import ExampleReader
+from training.data.sampling import Shuffle
+
+Strings = npt.NDArray[np.object_]
 
 
-def otherwise(rng: random.Random, records: list[Record], after: int, delay: int) -> list[Record]:
-    """The same log up to a second; afterwards things vanish, are others, happen twice or anew."""
-    other = []
+def change_future(
+    rng: random.Random, records: list[Record], since: int, delay: int
+) -> list[Record]:
+    """The same log up to a second; from then on records vanish, change, or have followers."""
+    changed = []
     for record in records:
-        shown = record["type"] == "shown"
-        clock = min(record["ts"], record["ingest"]) if shown else visible(record, delay)
-        fate = rng.choice(("gone", "changed", "twice")) if clock >= after else "kept"
-        if fate == "gone":
+        is_impression = record["type"] == "shown"
+        second = min(record["ts"], record["ingest"]) if is_impression else visible_ts(record, delay)
+        fate = rng.choice(("removed", "changed", "followed")) if second >= since else "unchanged"
+        if fate == "removed":
             continue
-        changed = {"item": rng.choice(list(BRANDS)), "surface": "home"} if fate == "changed" else {}
-        other.append(record | changed)
-        if fate == "twice":
-            again = {"id": f"{record['id']}-again", "type": rng.choice(("click", "buy", "look"))}
-            other.append(record | again | {"imp": None, "request": None})
-    return other
+        other = {"item": rng.choice(list(BRANDS)), "surface": "home"} if fate == "changed" else {}
+        changed.append(record | other)
+        if fate == "followed":
+            follower = {"id": f"{record['id']}-again", "type": rng.choice(("click", "buy", "look"))}
+            changed.append(record | follower | {"imp": None, "request": None})
+    return changed
 
 
-def as_read(lake: Lake) -> dict[str, tuple]:
-    """All that models read of each impression, items by their names."""
-    reader = Reader.newest(lake)
-    names = reader.items.names
-    found = {}
-    for batch in reader.batches(reader.days(), EVERYTHING, 100, Shuffle(None)):
-        for row, impression in enumerate(batch.impressions):
-            found[impression] = (*row_of(batch, row, names), *history_of(batch, row, names))
-    return found
+def model_inputs(lake: Lake) -> dict[str, tuple[Any, ...]]:
+    """All that models read of each impression, by its id; items by their ids."""
+    reader = ExampleReader.latest(lake)
+    item_ids = reader.items.item_ids
+    inputs = {}
+    for batch in reader.batches(reader.days(), ALL_LABELS, 100, Shuffle(None)):
+        for row, impression in enumerate(batch.impression_ids):
+            inputs[impression] = (
+                *_row_inputs(batch, row, item_ids),
+                *_history_inputs(batch, row, item_ids),
+            )
+    return inputs
 
 
-def row_of(batch: Batch, row: int, names: np.ndarray) -> tuple:
-    request = int(batch.request[row])
-    ids = {name: int(values[row]) for name, values in batch.row_ids.items()}
-    users = {name: int(values[request]) for name, values in batch.user_ids.items()}
-    numbers = batch.row_numbers[row].numpy().tobytes()
-    at = int(batch.as_of[request]), int(batch.surface[row]), names[int(batch.item[row])]
-    return (*at, ids, users, numbers)
+def _row_inputs(batch: Batch, row: int, item_ids: Strings) -> tuple[Any, ...]:
+    request = int(batch.request_index[row])
+    row_categorical = {name: int(values[row]) for name, values in batch.row_categorical.items()}
+    user_categorical = {n: int(values[request]) for n, values in batch.user_categorical.items()}
+    return (
+        int(batch.as_of[request]),
+        int(batch.surface[row]),
+        item_ids[int(batch.item_index[row])],
+        row_categorical,
+        user_categorical,
+        batch.row_numeric[row].numpy().tobytes(),
+    )
 
 
-def history_of(batch: Batch, row: int, names: np.ndarray) -> tuple:
-    history, request = batch.history, int(batch.request[row])
-    at = slice(int(history.offsets[request]), int(history.offsets[request + 1]))
-    columns = (history.surfaces, history.types, history.dwells, history.ages)
-    columns = (*columns, *history.item_ids.values())
-    items = names[history.items[at].numpy()].tolist()
-    return (items, *(column[at].tolist() for column in columns))
+def _history_inputs(batch: Batch, row: int, item_ids: Strings) -> tuple[Any, ...]:
+    history, request = batch.history, int(batch.request_index[row])
+    events = slice(int(history.offsets[request]), int(history.offsets[request + 1]))
+    columns = (
+        history.surfaces,
+        history.types,
+        history.dwells,
+        history.age_seconds,
+        *history.item_categorical.values(),
+    )
+    items = item_ids[history.item_index[events].numpy()].tolist()
+    return (items, *(column[events].tolist() for column in columns))

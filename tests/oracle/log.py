@@ -1,99 +1,119 @@
-"""Naive references in plain Python, from the records of a log: slow, short, obviously right.
+"""Reference implementations in plain Python on the records of a log: slow, short, and simple.
 
 A record has id, user, item, surface, type, ts and ingest (seconds), day (landing day), opens and
-closes (seconds, of that day), imp (impression id or None), request (or None) and value.
+closes (first second of that day and of the next), imp (impression id or None), request (or None)
+and value.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 Record = dict[str, Any]
 DAY = 86_400
 
 
-def on_time(records: Iterable[Record], lateness: int) -> list[Record]:
-    """Records that happened no longer before their landing day than is waited."""
-    return [r for r in records if r["ts"] >= r["opens"] - lateness]
+class LabelRule(NamedTuple):
+    """An objective: outcome and touch types, fields that both share, and the window in seconds."""
+
+    outcome: str
+    touch: str
+    same: list[str]
+    window: int
 
 
-def first_copies(records: Iterable[Record]) -> list[Record]:
-    """One record of those that share an id, or an impression id where they are impressions."""
-    found: dict[object, Record] = {}
+def on_time(records: Iterable[Record], allowed_lateness: int) -> list[Record]:
+    """Records that occurred at most `allowed_lateness` seconds before their landing day."""
+    return [r for r in records if r["ts"] >= r["opens"] - allowed_lateness]
+
+
+def deduplicate(records: Iterable[Record]) -> list[Record]:
+    """The first record of each id; of impressions, of each impression id."""
+    first: dict[object, Record] = {}
     for record in sorted(records, key=lambda r: (r["day"], r["ingest"])):
-        shown = record["type"] == "shown"
-        found.setdefault(("shown", record["imp"]) if shown else record["id"], record)
-    return list(found.values())
+        is_impression = record["type"] == "shown"
+        first.setdefault(("shown", record["imp"]) if is_impression else record["id"], record)
+    return list(first.values())
 
 
-def of_people(records: Iterable[Record], most: int, delay: int) -> list[Record]:
-    """The first `most` records of each user and landing day to become visible."""
-    days = defaultdict(list)
+def limit_per_user_day(records: Iterable[Record], max_events: int, delay: int) -> list[Record]:
+    """The first `max_events` records of each user and landing day, in order of visibility."""
+    by_user_day = defaultdict(list)
     for record in records:
-        days[record["user"], record["day"]].append(record)
-    ordered = (
-        sorted(day, key=lambda r: (visible(r, delay), r["ts"], r["id"])) for day in days.values()
+        by_user_day[record["user"], record["day"]].append(record)
+    return [
+        record
+        for group in by_user_day.values()
+        for record in sorted(group, key=lambda r: (visible_ts(r, delay), r["ts"], r["id"]))[
+            :max_events
+        ]
+    ]
+
+
+def visible_ts(record: Record, delay: int) -> int:
+    """The second from which on a record is visible."""
+    second: int = max(record["ts"], record["ingest"] + delay, record["opens"])
+    return second
+
+
+def requests(records: Iterable[Record], session_gap: int) -> dict[str, tuple[object, int]]:
+    """By impression id: the key of its request, and the second as of which it was ranked."""
+    impressions = sorted(
+        (r for r in records if r["type"] == "shown"), key=lambda r: (r["ts"], r["id"])
     )
-    return [record for day in ordered for record in day[:most]]
-
-
-def visible(record: Record, delay: int) -> int:
-    """The second from which on a record can be seen."""
-    return max(record["ts"], record["ingest"] + delay, record["opens"])
-
-
-def requests(records: Iterable[Record], gap: int) -> dict[str, tuple[object, int]]:
-    """The request of each impression by its id, and the second as of which it was ranked."""
-    shown = sorted((r for r in records if r["type"] == "shown"), key=lambda r: (r["ts"], r["id"]))
     groups: dict[object, list[Record]] = defaultdict(list)
-    last: dict[object, tuple[int, object]] = {}
-    for r in shown:
+    latest: dict[object, tuple[int, object]] = {}
+    for r in impressions:
         key: object = (r["day"], r["user"], r["request"])
         if r["request"] is None:
-            place = (r["day"], r["user"], r["surface"])
-            before, key = last.get(place, (None, None))
-            key = key if before is not None and r["ts"] - before <= gap else (*place, r["ts"])
-            last[place] = (r["ts"], key)
+            stream = (r["day"], r["user"], r["surface"])
+            previous_ts, key = latest.get(stream, (None, None))
+            if previous_ts is None or r["ts"] - previous_ts > session_gap:
+                key = (*stream, r["ts"])
+            latest[stream] = (r["ts"], key)
         groups[key].append(r)
-    as_of = {k: min(min(r["ts"], r["ingest"], r["closes"]) for r in g)
-             for k, g in groups.items()}  # fmt: skip
-    return {r["imp"]: (key, as_of[key]) for key, group in groups.items() for r in group}
+    found: dict[str, tuple[object, int]] = {}
+    for key, group in groups.items():
+        as_of = min(min(r["ts"], r["ingest"], r["closes"]) for r in group)
+        found |= {r["imp"]: (key, as_of) for r in group}
+    return found
 
 
 def history(records: Iterable[Record], user: str, as_of: int, delay: int) -> list[Record]:
-    """What a user's history shows at a second: strictly before it, in order of visibility."""
-    seen = [r for r in records if r["user"] == user and visible(r, delay) < as_of]
-    return sorted(seen, key=lambda r: (visible(r, delay), r["ts"], r["id"]))
+    """A user's records that are visible strictly before a second, in order of visibility."""
+    visible = [r for r in records if r["user"] == user and visible_ts(r, delay) < as_of]
+    return sorted(visible, key=lambda r: (visible_ts(r, delay), r["ts"], r["id"]))
 
 
-def credit(
+def attribute_outcome(
     records: list[Record], outcome: Record, touch: str, same: list[str], delay: int
 ) -> object:
-    """The impression id of the last touch before an outcome that could be seen when it could."""
+    """The impression id of an outcome: its own, or that of the last touch visible by then."""
     if outcome["imp"] is not None:
         return outcome["imp"]
-    touches = [
-        (t["ts"], t["id"], c)
-        for t in records
-        if t["type"] == touch
-        and all(t[k] is not None and t[k] == outcome[k] for k in ("user", *same))
-        and t["ts"] <= outcome["ts"]
-        and visible(t, delay) <= visible(outcome, delay)
-        and (c := credit(records, t, "shown", same, delay)) is not None
-    ]
+    touches = []
+    for t in records:
+        is_touch = (
+            t["type"] == touch
+            and all(t[key] is not None and t[key] == outcome[key] for key in ("user", *same))
+            and t["ts"] <= outcome["ts"]
+            and visible_ts(t, delay) <= visible_ts(outcome, delay)
+        )
+        impression = attribute_outcome(records, t, "shown", same, delay) if is_touch else None
+        if impression is not None:
+            touches.append((t["ts"], t["id"], impression))
     return max(touches)[2] if touches else None
 
 
-def label(
-    records: list[Record], shown: Record, outcome: str, touch: str, same: list[str],
-    window: int, delay: int,
-) -> int:  # fmt: skip
-    """Whether an outcome within the window, seen by the time it closed, is credited to `shown`."""
-    ready = max(shown["ts"] + window, visible(shown, delay))
-    return int(any(
-        r["type"] == outcome
-        and shown["ts"] <= r["ts"] <= shown["ts"] + window
-        and visible(r, delay) <= ready
-        and credit(records, r, touch, same, delay) == shown["imp"]
-        for r in records
-    ))  # fmt: skip
+def label(records: list[Record], impression: Record, rule: LabelRule, delay: int) -> int:
+    """1 if an outcome within the window, visible when it closed, is attributed to an impression."""
+    mature_ts = max(impression["ts"] + rule.window, visible_ts(impression, delay))
+    return int(
+        any(
+            r["type"] == rule.outcome
+            and impression["ts"] <= r["ts"] <= impression["ts"] + rule.window
+            and visible_ts(r, delay) <= mature_ts
+            and attribute_outcome(records, r, rule.touch, rule.same, delay) == impression["imp"]
+            for r in records
+        )
+    )

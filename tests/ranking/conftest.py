@@ -1,4 +1,4 @@
-"""A ranker that has learned nothing, exported: enough for all that is not about quality."""
+"""Fixtures of rankers and of the service: an untrained ranker, exported, and lakes with it."""
 
 import shutil
 from collections.abc import Iterator
@@ -10,72 +10,86 @@ import pytest
 import torch
 from fastapi.testclient import TestClient
 
-from ranking.calibration import Platt
-from ranking.online.attributes import upsert_attributes
-from ranking.online.build import build
-from ranking.online.live import stores
-from ranking.package.versions import current, versions
-from ranking.serve.app import create
-from ranking.serve.settings import NAME, Limits, Settings
-from ranking.serve.worker import Worker
+from etl.tables.atomic_io import local_path
+from etl.tables.lake import Lake
+from ranking.feature_store.ingest import upsert_attributes
+from ranking.feature_store.materialize import HistoryLengths, build_feature_store
+from ranking.feature_store.wal import feature_store_pointer
+from ranking.registry.export import export_ranker
+from ranking.registry.ranker import live_pointer, rankers_folder
+from ranking.scoring.calibration import Calibration, PlattScaling
+from ranking.serving.app import create_app
+from ranking.serving.settings import SETTINGS_VARIABLE, Limits, Settings
+from ranking.serving.worker import Worker
 from ranking.student.config import StudentConfig
-from ranking.student.export import export
-from ranking.student.trained import TrainedStudent, new_student
+from ranking.student.model import TrainedStudent, new_student
 from tests.conftest import LAST
 from tests.ranking.served import ITEMS, advertised
 from training.data.batch import Batch
-from training.data.parts import Shuffle
-from training.data.reader import Reader
-from training.data.ripened import Ripened
-from training.knowledge.earlier import Earlier
+from training.data.label_window import LabelWindow
+from training.data.reader import ExampleReader
+from training.data.sampling import Shuffle
+from training.teacher.embeddings import TeacherEmbeddings
 
 SMALL = StudentConfig(
-    max_length=40, row_width=4, event_width=8, hidden=(16, 8), events=8, user_rows=50
+    max_length=40,
+    embedding_dim=4,
+    event_width=8,
+    hidden=(16, 8),
+    encoded_events=8,
+    user_hash_buckets=50,
 )
-FITTED = Platt(slope=1.1, intercept=-0.2)
+FITTED = PlattScaling(slope=1.1, intercept=-0.2)
 EVE = LAST - timedelta(days=1)
 MOST_BYTES = 1_000_000
 
 
 @pytest.fixture(scope="session")
-def reader(lake) -> Reader:
-    return Reader.newest(lake, "behaviour", 40, ("feed",))
+def reader(lake: Lake) -> ExampleReader:
+    return ExampleReader.latest(lake, "behaviour", 40, ("feed",))
 
 
-def batch_of(reader: Reader, rows: int) -> Batch:
-    ripened = Ripened(0, reader.lake.spec.day_end(LAST))
-    return next(reader.batches([LAST], ripened, rows, Shuffle(None)))
+def batch_of(reader: ExampleReader, rows: int) -> Batch:
+    """The first batch of the last day, of about so many examples."""
+    window = LabelWindow(0, reader.lake.spec.day_end(LAST))
+    return next(reader.batches([LAST], window, rows, Shuffle(None)))
 
 
 @pytest.fixture(scope="session")
-def student(reader: Reader) -> TrainedStudent:
+def student(reader: ExampleReader) -> TrainedStudent:
     torch.manual_seed(0)
-    known = reader.items.known_by(LAST - timedelta(days=1))
-    items = 1 + int(np.flatnonzero(known).max())
-    made = new_student(reader, SMALL, items, Earlier.nothing())
-    made.student.eval()
-    return made
+    seen = reader.items.seen_by(LAST - timedelta(days=1))
+    num_items = 1 + int(np.flatnonzero(seen).max())
+    student = new_student(reader, SMALL, num_items, TeacherEmbeddings.empty())
+    student.student.eval()
+    return student
 
 
 @pytest.fixture(scope="session")
-def folder(student: TrainedStudent, reader: Reader, tmp_path_factory) -> Path:
-    versions = tmp_path_factory.mktemp("rankers")
-    spec = reader.lake.spec
-    fitted = dict.fromkeys(spec.objectives, FITTED)
-    return export(versions, student, spec, "v1", fitted, student.assembly(batch_of(reader, 30)))
+def folder(
+    student: TrainedStudent, reader: ExampleReader, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The folder of an exported ranker."""
+    path = tmp_path_factory.mktemp("rankers") / "v1"
+    calibrations: dict[str, Calibration] = dict.fromkeys(reader.lake.spec.objectives, FITTED)
+    example = student.input_builder(batch_of(reader, 30))
+    exported = export_ranker(path, student, calibrations, example)
+    assert isinstance(exported, Path)
+    return exported
 
 
 @pytest.fixture(scope="session")
-def served_lake(lake, folder: Path, tmp_path_factory) -> Path:
-    """A lake with rankers and stores only: of the eve, and of the last day."""
+def served_lake(lake: Lake, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A lake without tables: two rankers, and feature stores of the last day and the one before."""
     root = tmp_path_factory.mktemp("served")
     for version in ("one", "two"):
-        shutil.copytree(folder, versions(str(root), "feed") / version)
+        shutil.copytree(folder, local_path(rankers_folder(str(root), "feed") / version))
     for day in (EVE, LAST):
-        store = build(lake, root / "online" / f"{day}", day, "behaviour", SMALL.max_length, 0)
-        with store.writing() as txn:
+        lengths = HistoryLengths("behaviour", SMALL.max_length)
+        store = build_feature_store(lake, root / "feature_store" / f"{day}", day, lengths)
+        with store.write_transaction() as txn:
             for item in ITEMS:
-                upsert_attributes(store, txn, "item", advertised(item), store.first_request)
+                upsert_attributes(store, txn, "item", advertised(item), store.earliest_request)
         store.close()
     return root
 
@@ -84,21 +98,21 @@ def served_lake(lake, folder: Path, tmp_path_factory) -> Path:
 def settings(served_lake: Path, spec_path: Path, tmp_path: Path) -> Settings:
     root = tmp_path / "lake"
     shutil.copytree(served_lake, root)
-    current(str(root), "feed").swap("one")
-    stores(str(root)).swap(str(EVE))
-    return Settings(spec=spec_path, lake=str(root), limits=Limits(body_bytes=MOST_BYTES))
+    live_pointer(str(root), "feed").promote("one")
+    feature_store_pointer(str(root)).promote(str(EVE))
+    return Settings(spec=spec_path, lake=str(root), limits=Limits(max_body_bytes=MOST_BYTES))
 
 
 @pytest.fixture
 def worker(settings: Settings) -> Iterator[Worker]:
-    made = Worker(settings)
-    yield made
-    made.close()
+    worker = Worker(settings)
+    yield worker
+    worker.close()
 
 
 @pytest.fixture
 def client(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
-    monkeypatch.setenv(NAME, settings.model_dump_json())
+    monkeypatch.setenv(SETTINGS_VARIABLE, settings.model_dump_json())
     local = "http://localhost"
-    with TestClient(create(), local, raise_server_exceptions=False) as found:
-        yield found
+    with TestClient(create_app(), local, raise_server_exceptions=False) as test_client:
+        yield test_client

@@ -1,6 +1,6 @@
 """A process that posts events until it is killed: `python -m tests.ranking.poster SPEC LAKE NAME`.
 
-It prints the number of each event that is acknowledged, and follows the pointer of the stores.
+It prints the number of each acknowledged event, and switches to the live store as it moves.
 """
 
 import itertools
@@ -11,50 +11,49 @@ from pathlib import Path
 import numpy as np
 
 from etl.spec import load_spec
-from features.encoded import signed_hash
-from ranking.online.feed import Event
-from ranking.online.live import Live
-from ranking.online.log import WalEntry
-from ranking.online.store import Store
+from features.encoding.scalar import spark_xxhash64
+from ranking.feature_store.ingest import Event
+from ranking.feature_store.store import FeatureStore
+from ranking.feature_store.wal import FeatureStoreHandle, WalEntry
 
 
 def event_of(name: str, number: int) -> Event:
-    """An event of a user of its own, now."""
+    """An event of now, by a user of its own."""
     now, user = time.time_ns() // 1000, f"{name}-{number}"
     return Event(f"event-{user}", user, "ad-1", "feed", "ad_click", now, now)
 
 
-def post(live: Live, event: Event) -> int:
-    """How many events were new: one or none."""
-    return live.write([[WalEntry("event", event.ingest_ts, event)]])[0]
+def post(handle: FeatureStoreHandle, event: Event) -> int:
+    """Post an event and return how many were new: one or none."""
+    return handle.write([[WalEntry("event", event.ingest_ts, event)]])[0]
 
 
-def follow(live: Live) -> None:
-    """Answer from the store that the pointer names."""
-    newer = live.newer()
+def switch_to_live_store(handle: FeatureStoreHandle) -> None:
+    """Switch to the store that the pointer names, and apply the log."""
+    newer = handle.open_newer()
     if newer:
-        live.swap(newer).close()
-    live.keep_up()
+        handle.handover(newer).close()
+    handle.sync_with_wal()
 
 
-def times_counted(store: Store, user: str) -> tuple[int, int]:
-    """How often a user's events stand in its history, and in its counters of all kept hours."""
-    with store.reading() as txn:
-        history = store.histories.seen(txn.get("history", user.encode()), 1 << 40)
-    number = store.counters.keys.index(("user",))
-    [name] = store.counters.names_of(number, np.array([[signed_hash(user)]]))
-    with store.reading() as txn:
-        rows = np.frombuffer(txn.get("hours", name), store.counters.row)
+def times_counted(store: FeatureStore, user: str) -> tuple[int, int]:
+    """The numbers of a user's events in the history, and in the counters of all retained hours."""
+    with store.read_transaction() as txn:
+        history = store.histories.visible_events(txn.get("history", user.encode()), 1 << 40)
+    key_index = store.counters.key_columns.index(("user",))
+    [record_key] = store.counters.encode_record_keys(key_index, np.array([[spark_xxhash64(user)]]))
+    with store.read_transaction() as txn:
+        rows = np.frombuffer(txn.get("hours", record_key), store.counters.row_dtype)
     return len(history), int(rows["counts"].sum())
 
 
 def main(spec: str, lake: str, name: str) -> None:
-    live = Live(lake, load_spec(Path(spec)))
+    handle = FeatureStoreHandle(lake, load_spec(Path(spec)))
     for number in itertools.count():
-        post(live, event_of(name, number))
+        post(handle, event_of(name, number))
         print(number, flush=True)
         if number % 5 == 4:
-            follow(live)
+            switch_to_live_store(handle)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Laws of the auction: prices, order, who takes part."""
+"""Laws of the auction: prices, order, eligibility."""
 
 import numpy as np
 import pytest
@@ -7,106 +7,125 @@ from hypothesis import strategies as st
 
 from etl.errors import UserError
 from etl.spec import DataSpec
-from etl.spec.auction import MAX_MONEY, Terms
-from ranking.auction import NO_ADVERTISER, OUT, Auction, Exclusion, Result, ranked
+from etl.spec.objectives import MAX_MONEY, AuctionTerms
+from ranking.scoring.auction import (
+    EXCLUDED_RANK,
+    NO_ADVERTISER,
+    Auction,
+    AuctionResult,
+    Exclusion,
+    ranked_ads,
+)
 
 CLICK, CONVERSION, LONG_VIEW = range(3)  # columns of probabilities, by name
-CHANCE = st.floats(0.001, 1)
+PROBABILITY = st.floats(0.001, 1)
 BID = st.floats(0.01, 10)
-CANDIDATE = st.tuples(CHANCE, CHANCE, CHANCE, BID, st.sampled_from(["awareness", "sales", None]))
+GOAL = st.sampled_from(["awareness", "sales", None])
+CANDIDATE = st.tuples(PROBABILITY, PROBABILITY, PROBABILITY, BID, GOAL)
 TERMS = st.builds(
-    Terms,
+    AuctionTerms,
     reserve=st.sampled_from([0.0, 0.05]),
-    quality=st.just("click"),
-    floor=st.sampled_from([0.0, 0.3]),
-    values=st.sampled_from([{}, {"click": 0.5}]),
+    quality_objective=st.just("click"),
+    min_quality=st.sampled_from([0.0, 0.3]),
+    objective_values=st.sampled_from([{}, {"click": 0.5}]),
 )
 REQUESTS = st.lists(st.lists(CANDIDATE, min_size=1, max_size=6), min_size=1, max_size=4)
 
 
-def on_terms(spec: DataSpec, terms: Terms) -> Auction:
+def feed_auction(spec: DataSpec, terms: AuctionTerms) -> Auction:
     assert spec.auction
     auction = spec.auction.model_copy(update={"terms": {"feed": terms}})
     return Auction(spec.model_copy(update={"auction": auction}), "feed")
 
 
-def held(auction: Auction, requests: list) -> tuple[np.ndarray, np.ndarray, list, np.ndarray]:
+Candidate = tuple[float, float, float, float, str | None]
+
+
+def to_arrays(
+    requests: list[list[Candidate]],
+) -> tuple[np.ndarray, np.ndarray, list[str | None], np.ndarray]:
+    """Probabilities, bids, goals and request index of the candidates of some requests."""
     rows = [row for request in requests for row in request]
-    owner = np.repeat(np.arange(len(requests)), [len(request) for request in requests])
+    request_index = np.repeat(np.arange(len(requests)), [len(request) for request in requests])
     p, bids = np.array([row[:3] for row in rows]), np.array([row[3] for row in rows])
-    return p, bids, [row[4] for row in rows], owner
+    return p, bids, [row[4] for row in rows], request_index
 
 
 @given(REQUESTS, TERMS)
-def test_who_takes_part_stands_by_value_and_pays_no_more_than_bid(
-    lake_spec: DataSpec, requests: list, terms: Terms
+def test_eligible_ads_are_ranked_by_value_and_pay_no_more_than_their_bid(
+    lake_spec: DataSpec, requests: list[list[Candidate]], terms: AuctionTerms
 ) -> None:
-    auction = on_terms(lake_spec, terms)
-    p, bids, goals, owner = held(auction, requests)
-    found = auction(p, bids, goals, owner)
-    paying = np.choose(
-        [["awareness", "sales", None].index(g) for g in goals],
+    auction = feed_auction(lake_spec, terms)
+    p, bids, goals, request_index = to_arrays(requests)
+    result = auction(p, bids, goals, request_index)
+    goal_probabilities = np.choose(
+        [["awareness", "sales", None].index(goal) for goal in goals],
         [*p[:, [LONG_VIEW, CONVERSION]].T, 0],
     )
-    payment = bids * paying
-    np.testing.assert_allclose(found.values, payment + p[:, CLICK] * terms.values.get("click", 0))
-    able = (payment > 0) & (payment >= terms.reserve) & (p[:, CLICK] >= terms.floor)
-    assert ((found.places != OUT) == able).all()
-    for request in np.unique(owner):
-        there = np.flatnonzero((owner == request) & able)
-        inside = there[np.argsort(found.places[there])]
-        assert found.places[inside].tolist() == list(range(len(inside)))
-        assert (np.diff(found.values[inside]) <= 0).all()
-    assert (found.prices <= bids).all() and (found.prices >= 0).all()
-    assert (found.prices[able] * paying[able] >= terms.reserve * (1 - 1e-9)).all()
+    payment = bids * goal_probabilities
+    np.testing.assert_allclose(
+        result.expected_values, payment + p[:, CLICK] * terms.objective_values.get("click", 0)
+    )
+    is_eligible = (payment > 0) & (payment >= terms.reserve) & (p[:, CLICK] >= terms.min_quality)
+    assert ((result.ranks != EXCLUDED_RANK) == is_eligible).all()
+    for request in np.unique(request_index):
+        eligible = np.flatnonzero((request_index == request) & is_eligible)
+        in_order = eligible[np.argsort(result.ranks[eligible])]
+        assert result.ranks[in_order].tolist() == list(range(len(in_order)))
+        assert (np.diff(result.expected_values[in_order]) <= 0).all()
+    assert (result.prices <= bids).all() and (result.prices >= 0).all()
+    expected_prices = result.prices[is_eligible] * goal_probabilities[is_eligible]
+    assert (expected_prices >= terms.reserve * (1 - 1e-9)).all()
 
 
 @given(st.lists(CANDIDATE, min_size=2, max_size=6), TERMS, st.integers(0, 5))
-def test_the_price_is_the_least_bid_that_keeps_the_place(
-    lake_spec: DataSpec, request: list, terms: Terms, number: int
+def test_the_price_is_the_lowest_bid_that_keeps_the_rank(
+    lake_spec: DataSpec, request: list[Candidate], terms: AuctionTerms, number: int
 ) -> None:
-    auction = on_terms(lake_spec, terms)
-    p, bids, goals, owner = held(auction, [request])
-    found, own = auction(p, bids, goals, owner), number % len(request)
-    price = found.prices[own]
-    if found.places[own] == OUT or goals[own] is None or price < 1e-6:
+    auction = feed_auction(lake_spec, terms)
+    p, bids, goals, request_index = to_arrays([request])
+    result, ad = auction(p, bids, goals, request_index), number % len(request)
+    price = result.prices[ad]
+    if result.ranks[ad] == EXCLUDED_RANK or goals[ad] is None or price < 1e-6:
         return
-    for share, keeps in ((1 + 1e-6, True), (1 - 1e-6, False)):
-        other = bids.copy()
-        other[own] = price * share
-        place = auction(p, other, goals, owner).places[own]
-        assert (place == found.places[own]) == keeps or bids[own] < price * share
+    for factor, keeps_rank in ((1 + 1e-6, True), (1 - 1e-6, False)):
+        changed_bids = bids.copy()
+        changed_bids[ad] = price * factor
+        rank = auction(p, changed_bids, goals, request_index).ranks[ad]
+        assert (rank == result.ranks[ad]) == keeps_rank or bids[ad] < price * factor
 
 
 @given(st.lists(CANDIDATE, min_size=1, max_size=6), TERMS, st.integers(0, 5), st.floats(1, 3))
-def test_a_higher_bid_never_costs_a_place(
-    lake_spec: DataSpec, request: list, terms: Terms, number: int, more: float
+def test_a_higher_bid_never_lowers_the_rank(
+    lake_spec: DataSpec, request: list[Candidate], terms: AuctionTerms, number: int, factor: float
 ) -> None:
-    auction = on_terms(lake_spec, terms)
-    p, bids, goals, owner = held(auction, [request])
-    own = number % len(request)
-    before = auction(p, bids, goals, owner).places[own]
-    bids[own] *= more
-    after = auction(p, bids, goals, owner).places[own]
-    assert before == OUT or 0 <= after <= before
+    auction = feed_auction(lake_spec, terms)
+    p, bids, goals, request_index = to_arrays([request])
+    ad = number % len(request)
+    before = auction(p, bids, goals, request_index).ranks[ad]
+    bids[ad] *= factor
+    after = auction(p, bids, goals, request_index).ranks[ad]
+    assert before == EXCLUDED_RANK or 0 <= after <= before
 
 
-def test_requests_do_not_know_of_each_other(lake_spec: DataSpec) -> None:
-    auction = on_terms(lake_spec, Terms())
+def test_requests_do_not_influence_each_other(lake_spec: DataSpec) -> None:
+    auction = feed_auction(lake_spec, AuctionTerms())
     rng = np.random.default_rng(0)
     p, bids = rng.uniform(size=(30, 3)), rng.uniform(size=30)
-    goals, owner = ["sales"] * 30, np.sort(rng.integers(0, 5, 30))
-    whole = auction(p, bids, goals, owner)
-    for request in np.unique(owner):
-        rows = owner == request
-        alone = auction(p[rows], bids[rows], goals[: rows.sum()], owner[rows])
-        for name in ("values", "places", "prices"):
-            np.testing.assert_array_equal(getattr(alone, name), getattr(whole, name)[rows])
+    goals, request_index = ["sales"] * 30, np.sort(rng.integers(0, 5, 30))
+    together = auction(p, bids, goals, request_index)
+    for request in np.unique(request_index):
+        rows = request_index == request
+        alone = auction(p[rows], bids[rows], goals[: rows.sum()], request_index[rows])
+        for name in ("expected_values", "ranks", "prices"):
+            np.testing.assert_array_equal(getattr(alone, name), getattr(together, name)[rows])
 
 
-def test_who_is_out_is_not_ranked_and_an_unknown_goal_is_named(lake_spec: DataSpec) -> None:
-    result = Result(np.array([1.0, 3, 2]), np.array([OUT, 0, 1]), np.zeros(3), np.zeros(3))
-    assert [(r.place, r.row) for r in ranked(np.zeros((3, 1)), result)] == [(0, 1), (1, 2)]
+def test_an_excluded_ad_is_not_ranked_and_an_unknown_goal_is_named(lake_spec: DataSpec) -> None:
+    values, ranks = np.array([1.0, 3, 2]), np.array([EXCLUDED_RANK, 0, 1])
+    result = AuctionResult(values, ranks, prices=np.zeros(3), exclusions=np.zeros(3, int))
+    ads = ranked_ads(np.zeros((3, 1)), result)
+    assert [(ad.rank, ad.candidate_index) for ad in ads] == [(0, 1), (1, 2)]
     with pytest.raises(UserError, match="unknown campaign goal fame; known: awareness"):
         Auction(lake_spec, "feed")(np.zeros((1, 3)), np.ones(1), ["fame"], np.zeros(1, int))
 
@@ -124,20 +143,21 @@ def test_who_is_out_is_not_ranked_and_an_unknown_goal_is_named(lake_spec: DataSp
         (MAX_MONEY, "traffic", "feed", Exclusion.NONE),
     ],
 )
-def test_nothing_takes_part_free_of_charge(
+def test_no_ad_takes_part_without_a_bid_and_a_goal(
     lake_spec: DataSpec, bid: float, goal: str | None, surface: str, reason: Exclusion
 ) -> None:
-    """With a reserve of 0, and a surface that gains from the event itself."""
+    """Even with a reserve of 0, on a surface to which the event itself is valuable."""
     conversion = lake_spec.objectives["conversion"].model_copy(update={"surfaces": ("feed",)})
     spec = lake_spec.model_copy(
         update={"objectives": lake_spec.objectives | {"conversion": conversion}}
     )
-    auction = Auction(on_terms(spec, Terms(values={"click": 0.5})).spec, surface)
+    terms = AuctionTerms(objective_values={"click": 0.5})
+    auction = Auction(feed_auction(spec, terms).spec, surface)
     p = np.full((2, 3), 0.5)
-    found = auction(p, np.array([bid, 1.0]), [goal, "traffic"], np.zeros(2, int))
-    assert found.exclusions.tolist() == [reason, Exclusion.NONE]
-    assert (found.places[0] == OUT) == (reason != Exclusion.NONE)
-    assert np.isfinite(found.values).all() and np.isfinite(found.prices).all()
+    result = auction(p, np.array([bid, 1.0]), [goal, "traffic"], np.zeros(2, int))
+    assert result.exclusions.tolist() == [reason, Exclusion.NONE]
+    assert (result.ranks[0] == EXCLUDED_RANK) == (reason != Exclusion.NONE)
+    assert np.isfinite(result.expected_values).all() and np.isfinite(result.prices).all()
 
 
 @given(
@@ -146,31 +166,38 @@ def test_nothing_takes_part_free_of_charge(
     st.integers(0, 6),
 )
 def test_ads_of_one_advertiser_do_not_set_each_others_price(
-    lake_spec: DataSpec, request: list, terms: Terms, number: int
+    lake_spec: DataSpec, request: list[tuple[Candidate, int]], terms: AuctionTerms, number: int
 ) -> None:
-    """An ad pays the same when the other ads of its advertiser are taken out of the request."""
-    auction = on_terms(lake_spec, terms)
-    p, bids, goals, owner = held(auction, [[candidate for candidate, _ in request]])
+    """An ad pays the same when the other ads of its advertiser are removed from the request."""
+    auction = feed_auction(lake_spec, terms)
+    p, bids, goals, request_index = to_arrays([[candidate for candidate, _ in request]])
     advertisers = np.array([advertiser for _, advertiser in request])
-    own = number % len(request)
-    same = (advertisers == advertisers[own]) & (advertisers != NO_ADVERTISER)
-    kept = ~same | (np.arange(len(request)) == own)
-    found = auction(p, bids, goals, owner, advertisers)
-    few = [goal for goal, keep in zip(goals, kept, strict=True) if keep]
-    alone = auction(p[kept], bids[kept], few, owner[kept], advertisers[kept])
-    assert found.prices[own] == alone.prices[kept[:own].sum()]
+    ad = number % len(request)
+    is_same = (advertisers == advertisers[ad]) & (advertisers != NO_ADVERTISER)
+    remains = ~is_same | (np.arange(len(request)) == ad)
+    together = auction(p, bids, goals, request_index, advertisers)
+    alone = auction(
+        p[remains],
+        bids[remains],
+        [goals[i] for i in np.flatnonzero(remains)],
+        request_index[remains],
+        advertisers[remains],
+    )
+    assert together.prices[ad] == alone.prices[remains[:ad].sum()]
 
 
-def test_the_advertiser_is_no_part_of_the_tables_meaning(lake_spec: DataSpec) -> None:
+def test_the_advertiser_attribute_does_not_change_the_spec_hash(lake_spec: DataSpec) -> None:
     assert lake_spec.auction and lake_spec.auction.advertiser == "advertiser_id"
-    told = lake_spec.model_dump()
-    told["auction"]["advertiser"] = None
-    assert DataSpec.model_validate(told).hash == lake_spec.hash
+    spec = lake_spec.model_dump()
+    spec["auction"]["advertiser"] = None
+    assert DataSpec.model_validate(spec).hash == lake_spec.hash
 
 
-def test_without_an_auction_the_objective_that_the_spec_names_ranks(lake_spec: DataSpec) -> None:
+def test_without_an_auction_candidates_are_ranked_by_the_specs_objective(
+    lake_spec: DataSpec,
+) -> None:
     spec = lake_spec.model_copy(update={"auction": None, "rank_by": "long_view"})
     p = np.full((2, 3), 0.9)
     p[:, LONG_VIEW] = 0.1, 0.2
-    found = Auction(spec, "feed")(p, np.zeros(2), [None, None], np.zeros(2, int))
-    assert found.places.tolist() == [1, 0] and (found.prices == 0).all()
+    result = Auction(spec, "feed")(p, np.zeros(2), [None, None], np.zeros(2, int))
+    assert result.ranks.tolist() == [1, 0] and (result.prices == 0).all()

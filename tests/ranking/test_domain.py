@@ -1,4 +1,4 @@
-"""A ranker begins from what its domain had learned when its own training ended; nothing later."""
+"""A ranker may start from its domain's model, trained until the same day and not later."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -7,125 +7,159 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from benchmarks.studies.trials import symlinked_lake
 from etl.errors import UserError
+from etl.spec.day_split import DaySplit
 from etl.tables.lake import Lake
-from ranking.student import domain
-from ranking.student.config import DomainTraining, StudentConfig, StudentTraining, TransferConfig
-from ranking.student.trained import TrainedStudent, new_student
-from ranking.train import train_domain, trained
-from tests.conftest import FIRST, LAST
-from training.data.reader import Reader
-from training.knowledge.earlier import Earlier
-from training.split import Split
-from training.trials import linked
-
-SMALL = StudentConfig(
-    max_length=40, row_width=4, event_width=8, hidden=(16, 8), events=8, user_rows=50
+from ranking.distillation import warm_start
+from ranking.student.config import (
+    DistillationConfig,
+    DomainTrainConfig,
+    StudentConfig,
+    StudentTrainConfig,
 )
+from ranking.student.model import TrainedStudent, new_student
+from ranking.trainer import train_domain, train_on_surfaces
+from tests.conftest import FIRST, LAST
+from tests.ranking.conftest import SMALL
+from training.data.reader import ExampleReader
+from training.teacher.embeddings import TeacherEmbeddings
+
 DAY = LAST - timedelta(days=1)
-TILL = Split(
-    train_first=FIRST, train_last=DAY, calibration=None, test_first=LAST, test_last=LAST,
-    landed=LAST,
-)  # fmt: skip
+SPLIT = DaySplit(
+    train_first=FIRST,
+    train_last=DAY,
+    calibration=None,
+    test_first=LAST,
+    test_last=LAST,
+    data_until=LAST,
+)
 
 
 @pytest.fixture
-def own(lake: Lake, tmp_path: Path) -> Lake:
-    """The same tables, without a model."""
-    return linked(lake, tmp_path / "own")
+def table_lake(lake: Lake, tmp_path: Path) -> Lake:
+    """The shared tables, without models."""
+    return symlinked_lake(lake, tmp_path / "lake")
 
 
-def reader(lake: Lake, surface: str = "feed") -> Reader:
-    return Reader.newest(lake, None, 40, (surface,))
+def surface_reader(lake: Lake, surface: str = "feed") -> ExampleReader:
+    return ExampleReader.latest(lake, None, 40, (surface,))
 
 
-def fresh(lake: Lake, seed: int, config: StudentConfig = SMALL) -> TrainedStudent:
+def random_student(lake: Lake, seed: int, config: StudentConfig = SMALL) -> TrainedStudent:
     torch.manual_seed(seed)
-    own = reader(lake)
-    return new_student(own, config, len(own.items), Earlier.nothing())
+    reader = surface_reader(lake)
+    return new_student(reader, config, len(reader.items), TeacherEmbeddings.empty())
 
 
-def parts(model: TrainedStudent) -> dict[str, torch.Tensor]:
-    own = model.student.state_dict() | model.tables.state_dict()
-    return {name: value.clone() for name, value in own.items()}
+def weights_of(model: TrainedStudent) -> dict[str, torch.Tensor]:
+    state = model.student.state_dict() | model.tables.state_dict()
+    return {name: value.clone() for name, value in state.items()}
 
 
-def test_what_has_one_size_is_taken_over_and_nothing_else(own: Lake) -> None:
-    kept = fresh(own, 0, SMALL.model_copy(update={"hidden": (24, 12)}))
-    domain.keep(reader(own), "everywhere", DAY, kept)
-    ranker = fresh(own, 1)
-    before, theirs = parts(ranker), parts(kept)
-    domain.begin(ranker, domain.of_surface(reader(own), DAY))
-    for name, mine in parts(ranker).items():
-        same = mine.shape == theirs[name].shape
-        torch.testing.assert_close(mine, theirs[name] if same else before[name])
-    assert torch.equal(parts(ranker)["tables.item.weight"], theirs["tables.item.weight"])
-    assert before["row_layer.weight"].shape != theirs["row_layer.weight"].shape
+def test_weights_of_the_same_shape_are_copied_and_no_others(table_lake: Lake) -> None:
+    domain = random_student(table_lake, 0, SMALL.model_copy(update={"hidden": (24, 12)}))
+    warm_start.save_domain_model(surface_reader(table_lake), "everywhere", DAY, domain)
+    ranker = random_student(table_lake, 1)
+    before, domain_weights = weights_of(ranker), weights_of(domain)
+    warm_start.load_domain_weights(
+        ranker, warm_start.load_domain_model(surface_reader(table_lake), DAY)
+    )
+    for name, weight in weights_of(ranker).items():
+        is_same_shape = weight.shape == domain_weights[name].shape
+        torch.testing.assert_close(weight, domain_weights[name] if is_same_shape else before[name])
+    table, layer = "tables.item.weight", "candidate_layer.weight"
+    assert torch.equal(weights_of(ranker)[table], domain_weights[table])
+    assert before[layer].shape != domain_weights[layer].shape
 
 
-def test_a_model_that_knows_later_days_is_not_begun_from(own: Lake) -> None:
-    domain.keep(reader(own), "everywhere", LAST, fresh(own, 0))
-    config = StudentTraining(
-        model=SMALL, transfer=TransferConfig(kind="none", share=(), begin="domain")
+def test_a_domain_model_that_was_trained_on_later_days_is_not_used(table_lake: Lake) -> None:
+    warm_start.save_domain_model(
+        surface_reader(table_lake), "everywhere", LAST, random_student(table_lake, 0)
+    )
+    config = StudentTrainConfig(
+        model=SMALL,
+        distillation=DistillationConfig(kind="none", shared_modules=(), warm_start_from="domain"),
     )
     with pytest.raises(UserError, match=rf"no model of domain everywhere was trained until {DAY}"):
-        trained(own, ("feed",), TILL, config, Earlier.nothing())
+        train_on_surfaces(table_lake, ("feed",), SPLIT, config)
 
 
-def test_a_surface_of_no_domain_is_told(own: Lake) -> None:
-    spec = own.spec.model_copy(update={"domains": {}})
-    with pytest.raises(UserError, match="no domain holds feed: name it under `domains`"):
-        domain.of_surface(reader(Lake(own.root, spec)), DAY)
-
-
-@pytest.mark.parametrize(
-    ("changes", "what"),
-    [({"domains": {"everywhere": ("feed",)}}, "surfaces"), ({"match": ("category",)}, "match")],
-)
-def test_a_model_that_read_other_things_is_refused(own: Lake, changes: dict, what: str) -> None:
-    domain.keep(reader(own), "everywhere", DAY, fresh(own, 0))
-    other = Lake(own.root, own.spec.model_copy(update=changes))
-    with pytest.raises(UserError, match=f"was trained with {what} .*, now it is"):
-        domain.of_surface(reader(other), DAY)
-
-
-def test_a_damaged_model_is_refused(own: Lake) -> None:
-    path = domain.keep(reader(own), "everywhere", DAY, fresh(own, 0))
-    path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(UserError, match="is damaged; run `gemline rank domain` again"):
-        domain.of_surface(reader(own), DAY)
-
-
-def test_rows_of_another_width_are_refused(own: Lake) -> None:
-    domain.keep(reader(own), "everywhere", DAY, fresh(own, 0))
-    wide = fresh(own, 1, SMALL.model_copy(update={"row_width": 8}))
-    with pytest.raises(UserError, match="of another size in the domain's model: train it alike"):
-        domain.begin(wide, domain.of_surface(reader(own), DAY))
+def test_a_surface_without_a_domain_is_named(table_lake: Lake) -> None:
+    spec = table_lake.spec.model_copy(update={"domains": {}})
+    with pytest.raises(UserError, match="surface feed is in no domain: add it to one in `domains`"):
+        warm_start.load_domain_model(surface_reader(Lake(table_lake.root, spec)), DAY)
 
 
 @pytest.mark.parametrize(
-    "transfer", [{"begin": "domain", "frozen": True}, {"begin": "domain", "share": ["tables"]}]
+    ("changes", "field"),
+    [
+        ({"domains": {"everywhere": ("feed",)}}, "surfaces"),
+        ({"similarity_attributes": ("category",)}, "similarity_attributes"),
+    ],
 )
-def test_what_is_of_gem_is_not_asked_of_a_domain(transfer: dict) -> None:
-    with pytest.raises(ValidationError, match="of GEM's parts, not of a domain's model"):
-        TransferConfig.model_validate(transfer)
-    with pytest.raises(ValidationError, match="not from itself"):
-        DomainTraining.model_validate({"transfer": {"begin": "domain"}})
-
-
-def test_a_domain_learns_from_all_its_surfaces_and_rankers_go_on_from_there(own: Lake) -> None:
-    config = StudentTraining(
-        model=SMALL, batch_rows=512, weight_decay=0, transfer=TransferConfig(kind="none")
+def test_a_domain_model_that_reads_other_inputs_is_refused(
+    table_lake: Lake, changes: dict[str, object], field: str
+) -> None:
+    warm_start.save_domain_model(
+        surface_reader(table_lake), "everywhere", DAY, random_student(table_lake, 0)
     )
-    train_domain(own, "everywhere", TILL, config.model_copy(update={"passes": 0}))
-    untrained = domain.of_surface(reader(own, "messaging"), DAY)
-    train_domain(own, "everywhere", TILL, config)
-    learned = domain.of_surface(reader(own, "messaging"), DAY)
-    moved = (learned["student.surface.weight"] != untrained["student.surface.weight"]).any(1)
-    assert moved.tolist() == [False, True, True, True]  # unknown, feed, reels, messaging
+    other = Lake(table_lake.root, table_lake.spec.model_copy(update=changes))
+    with pytest.raises(UserError, match=f"was trained with {field} .*, now it is"):
+        warm_start.load_domain_model(surface_reader(other), DAY)
 
-    begun = {"passes": 0, "transfer": TransferConfig(kind="none", begin="domain")}
-    ranker = trained(own, ("messaging",), TILL, config.model_copy(update=begun), Earlier.nothing())
-    for name, mine in parts(ranker).items():
-        part = "tables" if name.startswith("tables.") else "student"
-        torch.testing.assert_close(mine, learned[f"{part}.{name}"])
+
+def test_a_damaged_domain_model_is_refused(table_lake: Lake) -> None:
+    path = warm_start.save_domain_model(
+        surface_reader(table_lake), "everywhere", DAY, random_student(table_lake, 0)
+    )
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(UserError, match="is damaged: run `gemline rank train-domain` again"):
+        warm_start.load_domain_model(surface_reader(table_lake), DAY)
+
+
+def test_a_domain_model_with_another_embedding_width_is_refused(table_lake: Lake) -> None:
+    warm_start.save_domain_model(
+        surface_reader(table_lake), "everywhere", DAY, random_student(table_lake, 0)
+    )
+    wide = random_student(table_lake, 1, SMALL.model_copy(update={"embedding_dim": 8}))
+    with pytest.raises(UserError, match="has another shape in the domain's model: train both"):
+        warm_start.load_domain_weights(
+            wide, warm_start.load_domain_model(surface_reader(table_lake), DAY)
+        )
+
+
+@pytest.mark.parametrize(
+    "distillation",
+    [
+        {"warm_start_from": "domain", "freeze_shared": True},
+        {"warm_start_from": "domain", "shared_modules": ["tables"]},
+    ],
+)
+def test_options_of_shared_gem_modules_do_not_apply_to_a_domain(
+    distillation: dict[str, object],
+) -> None:
+    with pytest.raises(ValidationError, match="apply to modules of GEM"):
+        DistillationConfig.model_validate(distillation)
+    with pytest.raises(ValidationError, match="cannot start from itself"):
+        DomainTrainConfig.model_validate({"distillation": {"warm_start_from": "domain"}})
+
+
+def test_a_domain_learns_from_all_its_surfaces_and_rankers_start_from_it(table_lake: Lake) -> None:
+    config = StudentTrainConfig(
+        model=SMALL, batch_rows=512, weight_decay=0, distillation=DistillationConfig(kind="none")
+    )
+    train_domain(table_lake, "everywhere", SPLIT, config.model_copy(update={"epochs": 0}))
+    untrained = warm_start.load_domain_model(surface_reader(table_lake, "messaging"), DAY)
+    train_domain(table_lake, "everywhere", SPLIT, config)
+    learned = warm_start.load_domain_model(surface_reader(table_lake, "messaging"), DAY)
+    key = "student.surface_embedding.weight"
+    is_changed = (learned[key] != untrained[key]).any(1)
+    assert is_changed.tolist() == [False, True, True, True]  # unknown, feed, reels, messaging
+
+    from_domain = DistillationConfig(kind="none", warm_start_from="domain")
+    not_trained = config.model_copy(update={"epochs": 0, "distillation": from_domain})
+    ranker = train_on_surfaces(table_lake, ("messaging",), SPLIT, not_trained)
+    for name, weight in weights_of(ranker).items():
+        prefix = "tables" if name.startswith("tables.") else "student"
+        torch.testing.assert_close(weight, learned[f"{prefix}.{name}"])

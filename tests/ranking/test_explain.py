@@ -1,73 +1,80 @@
-"""The page on one impression says what the naive references say, and where its record lies."""
+"""The page of an impression agrees with the naive reference and names its raw record."""
 
 import gzip
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from etl.errors import UserError
-from etl.tables import contracts
+from etl.tables import schemas
 from etl.tables.arrow import snapshot
 from etl.tables.lake import Lake
 from features import reference
-from ranking.explain import explain, time_of
+from ranking.explain import explain_impression, format_utc
 from tests.pipeline import rows
 
 
 @pytest.fixture(scope="module")
-def shown(lake: Lake) -> dict:
-    """An impression that was clicked, of a user with a past."""
-    impressions = {row["impression_id"]: row for row in rows(lake, "impressions")}
-    lengths = {row["impression_id"]: row["hist_len"] for row in rows(lake, "examples")}
-    clicked = [r for r in impressions.values() if r["label_click"] and lengths[r["impression_id"]]]
-    return random.Random(0).choice(sorted(clicked, key=lambda row: row["impression_id"]))
+def impression(lake: Lake) -> dict[str, Any]:
+    """A clicked impression of a user with a history."""
+    impressions: list[dict[str, Any]] = rows(lake, "impressions")
+    lengths = {row["impression_id"]: row["history_length"] for row in rows(lake, "examples")}
+    clicked = [row for row in impressions if row["label_click"] and lengths[row["impression_id"]]]
+    return random.Random(0).choice(sorted(clicked, key=lambda row: str(row["impression_id"])))
 
 
 def section(page: str, title: str) -> list[str]:
-    found = re.search(rf"^{re.escape(title)}.*\n-+\n((?:.+\n)*)", page, re.MULTILINE)
-    assert found, title
-    return found[1].splitlines()
+    """The lines of a section of a page."""
+    match = re.search(rf"^{re.escape(title)}.*\n-+\n((?:.+\n)*)", page, re.MULTILINE)
+    assert match, title
+    return match[1].splitlines()
 
 
-def test_the_raw_record_is_the_line_of_the_file_that_it_names(lake: Lake, shown: dict) -> None:
-    place, record = section(explain(lake, shown["impression_id"]), "raw record")
-    path, number = place.rsplit(":", 1)
+def test_the_raw_record_is_the_line_of_the_file_that_it_names(
+    lake: Lake, impression: dict[str, Any]
+) -> None:
+    location, record = section(explain_impression(lake, impression["impression_id"]), "raw record")
+    path, number = location.rsplit(":", 1)
     with gzip.open(path, "rt") as lines:
         assert next(line for i, line in enumerate(lines, 1) if i == int(number)).strip() == record
-    assert Path(path).name.endswith(".json.gz") and shown["impression_id"] in record
+    assert Path(path).name.endswith(".json.gz") and impression["impression_id"] in record
 
 
-def test_labels_history_and_attributes_are_those_of_then(lake: Lake, shown: dict) -> None:
-    spec, page = lake.spec, explain(lake, shown["impression_id"])
-    said = section(page, "labels")
-    for line, (name, objective) in zip(said, spec.objectives.items(), strict=True):
-        label = shown[f"label_{name}"]
+def test_labels_history_and_attributes_are_as_of_the_impression(
+    lake: Lake, impression: dict[str, Any]
+) -> None:
+    spec, page = lake.spec, explain_impression(lake, impression["impression_id"])
+    label_lines = section(page, "labels")
+    for line, (name, objective) in zip(label_lines, spec.objectives.items(), strict=True):
+        label = impression[f"label_{name}"]
         assert line.startswith(f"{name} within {objective.window // 3600}h: {label}")
-        assert time_of(shown[f"ready_{name}"]) in line
+        assert format_utc(impression[f"label_mature_ts_{name}"]) in line
     example = next(
-        r for r in rows(lake, "examples") if r["impression_id"] == shown["impression_id"]
+        r for r in rows(lake, "examples") if r["impression_id"] == impression["impression_id"]
     )
-    seen = reference.history(rows(lake, "events"), shown["user_id"], example["as_of_ts"])
-    first, *events = section(page, "history, the last 20 events before it")
-    assert first.startswith(f"{len(seen)} events in all")
-    for line, event in zip(events, seen[-20:], strict=True):
+    as_of = int(str(example["as_of_ts"]))
+    history = reference.visible_history(rows(lake, "events"), impression["user_id"], as_of)
+    first, *event_lines = section(page, "history, the last 20 events before it")
+    assert first.startswith(f"{len(history)} events in all")
+    for line, event in zip(event_lines, history[-20:], strict=True):
         words = line.split()
-        assert int(words[0].replace(",", "")) == example["as_of_ts"] - event["visible_ts"]
+        assert int(words[0].replace(",", "")) == as_of - event["visible_ts"]
         assert event["item_id"] in words
-    versions = snapshot(lake, contracts.attributes(spec, "user")).read().to_pylist()
-    held = [v for v in versions if v["user_id"] == shown["user_id"]]
-    held = [v for v in held if v["valid_from"] < shown["event_ts"]]
-    newest = max(held, key=lambda row: row["valid_from"])
-    assert f"country: {newest['x_country']}" in section(page, "user, as of then")
+    versions = snapshot(lake, schemas.attributes(spec, "user")).read().to_pylist()
+    versions = [v for v in versions if v["user_id"] == impression["user_id"]]
+    earlier = [v for v in versions if v["valid_from"] < impression["event_ts"]]
+    newest = max(earlier, key=lambda row: row["valid_from"])
+    assert f"country: {newest['attr_country']}" in section(page, "user, as of then")
 
 
-def test_without_models_the_page_says_none(lake: Lake, shown: dict) -> None:
-    page = explain(lake, shown["impression_id"])
+def test_without_models_the_page_shows_none(lake: Lake, impression: dict[str, Any]) -> None:
+    page = explain_impression(lake, impression["impression_id"])
     assert section(page, "GEM") == ["none"] and section(page, "ranker") == ["none"]
 
 
 def test_an_unknown_impression_is_named(lake: Lake) -> None:
     with pytest.raises(UserError, match="no impression 'nowhere'"):
-        explain(lake, "nowhere")
+        explain_impression(lake, "nowhere")

@@ -1,4 +1,4 @@
-"""What is posted live: once acknowledged it is in every store, whatever is killed meanwhile."""
+"""An acknowledged post is in every feature store, whatever process is killed meanwhile."""
 
 import shutil
 import signal
@@ -7,62 +7,60 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from datetime import timedelta
+from datetime import date, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from etl.spec.units import DAY
-from etl.tables import arrow, contracts
+from etl.tables import arrow, schemas
 from etl.tables.lake import Lake
-from ranking.online import database
-from ranking.online.attributes import Version
-from ranking.online.build import build
-from ranking.online.database import StorageFullError
-from ranking.online.feed import Event, ingest_event
-from ranking.online.layout import key_of
-from ranking.online.live import Live, stores
-from ranking.online.log import WalEntry, open_log
-from ranking.online.store import Store, open_store
+from ranking.feature_store import storage
+from ranking.feature_store.ingest import AttributeVersion, Event, ingest_event
+from ranking.feature_store.materialize import HistoryLengths, build_feature_store
+from ranking.feature_store.storage import StorageFullError, storage_key
+from ranking.feature_store.store import FeatureStore, open_store
+from ranking.feature_store.wal import FeatureStoreHandle, WalEntry, feature_store_pointer, open_wal
 from tests.conftest import FIRST, LAST, ROOT
-from tests.ranking.poster import event_of, follow, times_counted
+from tests.ranking.poster import event_of, switch_to_live_store, times_counted
 
 EVE = LAST - timedelta(days=1)
 MICROS = 1_000_000
 
 
 @pytest.fixture(scope="module")
-def built(lake: Lake, tmp_path_factory) -> Path:
-    """Stores of the eve, of the last day, and of days after it on which nothing landed."""
+def built_stores(lake: Lake, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Stores of the eve, of the last day, and of the days after it, on which nothing landed."""
     root = tmp_path_factory.mktemp("stores")
     for days in range(-1, 4):
         day = LAST + timedelta(days=days)
-        build(lake, root / f"{day}", day, "behaviour", 40, 0).close()
+        build_feature_store(lake, root / f"{day}", day, HistoryLengths("behaviour", 40)).close()
     return root
 
 
 @pytest.fixture
-def root(built: Path, tmp_path: Path) -> Path:
-    """A lake of stores alone, of which the one of the eve answers."""
-    place = tmp_path / "lake"
-    shutil.copytree(built, place / "online")
-    stores(str(place)).swap(str(EVE))
-    return place
+def root(built_stores: Path, tmp_path: Path) -> Path:
+    """A lake that has only feature stores; the one of the eve is live."""
+    root = tmp_path / "lake"
+    shutil.copytree(built_stores, root / "feature_store")
+    feature_store_pointer(str(root)).promote(str(EVE))
+    return root
 
 
 @pytest.fixture
-def live(root: Path, lake: Lake) -> Iterator[Live]:
-    found = Live(str(root), lake.spec)
-    yield found
-    found.close()
+def live(root: Path, lake: Lake) -> Iterator[FeatureStoreHandle]:
+    handle = FeatureStoreHandle(str(root), lake.spec)
+    yield handle
+    handle.close()
 
 
-def day_of(lake: Lake, day) -> list[Event]:
+def events_of_day(lake: Lake, day: date) -> list[Event]:
     """Events that landed on a day, as they would have been posted."""
     spec = lake.spec
     surfaces = {code: name for name, code in spec.surface_codes.items()}
     types = {code: name for name, code in spec.event_codes.items()}
-    rows = arrow.snapshot(lake, contracts.events(spec)).read(day=day).sort_by("ingest_ts")
+    rows = arrow.snapshot(lake, schemas.events(spec)).read(day=day).sort_by("ingest_ts")
     return [
         Event(
             row["event_id"], row["user_id"], row["item_id"], surfaces[row["surface"]],
@@ -72,184 +70,207 @@ def day_of(lake: Lake, day) -> list[Event]:
     ]  # fmt: skip
 
 
-def posted(live: Live, events: Iterable[Event]) -> int:
-    return live.write([[WalEntry("event", one.ingest_ts, one) for one in events]])[0]
+def wal_entry(event: Event) -> WalEntry:
+    return WalEntry("event", event.ingest_ts, event)
 
 
-def at(lake: Lake, day, **changes: object) -> Event:
-    """An event at the end of a day."""
+def post_all(live: FeatureStoreHandle, events: Iterable[Event]) -> int:
+    """Post events and return how many were new."""
+    return live.write([[wal_entry(event) for event in events]])[0]
+
+
+def event_at_end_of(lake: Lake, day: date, **changes: Any) -> Event:
     now = lake.spec.day_end(day) * MICROS - 1
     return replace(Event("posted", "new", "ad-1", "feed", "ad_click", now, now), **changes)
 
 
-def content(store: Store, table: str) -> dict[bytes, bytes]:
-    with store.reading() as txn:
-        return dict(txn.from_key(table, b"\0"))
+def table_content(store: FeatureStore, table: str) -> dict[bytes, bytes]:
+    with store.read_transaction() as txn:
+        return dict(txn.iterate_from(table, b"\0"))
 
 
-def test_an_event_posted_again_is_not_new(live: Live, lake: Lake) -> None:
-    event = at(lake, LAST)
-    assert live.write([[entry(event), entry(event)], [entry(event)]]) == [1, 0]
-    assert posted(live, [event]) == 0 and times_counted(live.store, "new") == (1, 1)
+def test_an_event_posted_again_is_not_new(live: FeatureStoreHandle, lake: Lake) -> None:
+    event = event_at_end_of(lake, LAST)
+    assert live.write([[wal_entry(event), wal_entry(event)], [wal_entry(event)]]) == [1, 0]
+    assert post_all(live, [event]) == 0 and times_counted(live.store, "new") == (1, 1)
 
 
-def entry(event: Event) -> WalEntry:
-    return WalEntry("event", event.ingest_ts, event)
-
-
-def test_a_newer_store_has_what_was_posted_and_counts_it_once(
-    live: Live, lake: Lake, root: Path, built: Path
+def test_a_newer_store_has_posted_events_and_counts_them_once(
+    live: FeatureStoreHandle, lake: Lake, root: Path, built_stores: Path
 ) -> None:
-    """Events of the last day, posted, then in the tables: the same as in the tables alone."""
-    assert posted(live, day_of(lake, LAST)) > 100
-    assert posted(live, [at(lake, LAST, event_id="later")]) == 1
-    stores(str(root)).swap(str(LAST))
-    follow(live)
+    """Events of the last day are posted, then land: the store equals one from the tables alone."""
+    assert post_all(live, events_of_day(lake, LAST)) > 100
+    assert post_all(live, [event_at_end_of(lake, LAST, event_id="later")]) == 1
+    feature_store_pointer(str(root)).promote(str(LAST))
+    switch_to_live_store(live)
     assert live.store.folder.name == str(LAST)
-    plain = pristine(built, root, lake)
-    with plain.writing() as txn:
-        ingest_event(plain, txn, at(lake, LAST, event_id="later"))
-    same_behaviour(live.store, plain)
+    expected = store_of_last_day(built_stores, root, lake)
+    with expected.write_transaction() as txn:
+        ingest_event(expected, txn, event_at_end_of(lake, LAST, event_id="later"))
+    assert_same_behavior(live.store, expected)
 
 
-def pristine(built: Path, root: Path, lake: Lake) -> Store:
+def store_of_last_day(built_stores: Path, root: Path, lake: Lake) -> FeatureStore:
     """The store of the last day, as it was built."""
-    shutil.copytree(built / str(LAST), root / "pristine")
+    shutil.copytree(built_stores / str(LAST), root / "pristine")
     return open_store(root / "pristine", lake.spec)
 
 
-def same_behaviour(store: Store, other: Store) -> None:
+def assert_same_behavior(store: FeatureStore, other: FeatureStore) -> None:
+    """Compare histories and counters, and close the other store."""
     for table in ("history", "hours", "minutes", "seconds"):
-        assert content(store, table) == content(other, table), table
+        assert table_content(store, table) == table_content(other, table), table
     other.close()
 
 
-def test_what_was_posted_before_a_restart_is_in_a_store_that_came_meanwhile(
+def test_events_posted_before_a_restart_are_in_a_store_promoted_meanwhile(
     root: Path, lake: Lake
 ) -> None:
-    before = Live(str(root), lake.spec)
-    posted(before, [at(lake, LAST)])
+    before = FeatureStoreHandle(str(root), lake.spec)
+    post_all(before, [event_at_end_of(lake, LAST)])
     before.close()
-    stores(str(root)).swap(str(LAST))
-    after = Live(str(root), lake.spec)
+    feature_store_pointer(str(root)).promote(str(LAST))
+    after = FeatureStoreHandle(str(root), lake.spec)
     assert times_counted(after.store, "new") == (1, 1)
     after.close()
 
 
-def test_a_clock_that_goes_back_loses_nothing(live: Live, lake: Lake, root: Path) -> None:
+def test_no_event_is_lost_when_the_clock_goes_back(
+    live: FeatureStoreHandle, lake: Lake, root: Path
+) -> None:
     now = lake.spec.day_end(LAST) * MICROS
     for number in range(5):
         earlier = now - number * 3600 * MICROS
-        event = at(lake, LAST, event_id=f"{number}", event_ts=earlier, ingest_ts=earlier)
-        assert posted(live, [event]) == 1
-    stores(str(root)).swap(str(LAST))
-    follow(live)
+        event = event_at_end_of(
+            lake, LAST, event_id=f"{number}", event_ts=earlier, ingest_ts=earlier
+        )
+        assert post_all(live, [event]) == 1
+    feature_store_pointer(str(root)).promote(str(LAST))
+    switch_to_live_store(live)
     assert times_counted(live.store, "new") == (5, 5)
 
 
-def test_an_event_whose_log_does_not_come_stays_as_long_as_it_may_come(
-    live: Live, lake: Lake, root: Path
+def test_an_event_that_never_lands_is_kept_until_the_tables_are_final(
+    live: FeatureStoreHandle, lake: Lake, root: Path
 ) -> None:
-    """From store to store, until the tables are final for its time; the log forgets it then."""
-    posted(live, [at(lake, EVE)])
+    """It is handed over from store to store, until the log is trimmed."""
+    post_all(live, [event_at_end_of(lake, EVE)])
     counted = {}
     for days in range(-1, 4):
-        stores(str(root)).swap(str(LAST + timedelta(days=days)))
-        follow(live)
-        counted[days] = times_counted(live.store, "new")[0], len(content_of_log(live))
-    kept = lake.spec.lateness_days  # days after the one on which it would have landed
-    assert counted == {days: (1, 1) if days <= kept else (0, 0) for days in counted}
+        feature_store_pointer(str(root)).promote(str(LAST + timedelta(days=days)))
+        switch_to_live_store(live)
+        counted[days] = times_counted(live.store, "new")[0], len(wal_entries(live))
+    last_day = lake.spec.allowed_lateness_days  # after the day on which it would have landed
+    assert counted == {days: (1, 1) if days <= last_day else (0, 0) for days in counted}
 
 
-def content_of_log(live: Live) -> list:
-    return list(live.log.after(0))
+def wal_entries(live: FeatureStoreHandle) -> list[tuple[int, WalEntry]]:
+    return list(live.wal.entries_after(0))
 
 
-def test_what_the_tables_have_counts_once_however_late_it_was_posted(
-    live: Live, lake: Lake, root: Path, built: Path
+def test_events_in_the_tables_count_once_however_late_they_were_posted(
+    live: FeatureStoreHandle, lake: Lake, root: Path, built_stores: Path
 ) -> None:
-    """All events were posted as late as the spec allows, to a store that knew none of them."""
-    wait = lake.spec.lateness * MICROS
+    """All events are posted as late as the spec allows, to a store that has none of them."""
+    delay = lake.spec.allowed_lateness * MICROS
     for day in range((LAST - FIRST).days + 1):
-        events = day_of(lake, FIRST + timedelta(days=day))
-        late = [entry(replace(one, ingest_ts=one.event_ts + wait)) for one in events]
-        assert live.log.append([late], lambda _: False) == [len(late)]
-    stores(str(root)).swap(str(LAST))
-    follow(live)
-    same_behaviour(live.store, pristine(built, root, lake))
+        events = events_of_day(lake, FIRST + timedelta(days=day))
+        late = [wal_entry(replace(event, ingest_ts=event.event_ts + delay)) for event in events]
+        assert live.wal.append([late], lambda _: False) == [len(late)]
+    feature_store_pointer(str(root)).promote(str(LAST))
+    switch_to_live_store(live)
+    assert_same_behavior(live.store, store_of_last_day(built_stores, root, lake))
 
 
-def test_versions_are_handed_over_too(live: Live, lake: Lake, root: Path) -> None:
+def test_posted_attributes_are_handed_over_to_a_newer_store(
+    live: FeatureStoreHandle, lake: Lake, root: Path
+) -> None:
     now = lake.spec.day_end(LAST) * MICROS
-    live.write([[WalEntry("item", now, Version("ad-new", now, {"kind": "ad"}, 2.0, "traffic"))]])
-    stores(str(root)).swap(str(LAST))
-    follow(live)
-    with live.store.reading() as txn:
-        assert txn.get("offers", key_of("ad-new"))
+    live.write(
+        [[WalEntry("item", now, AttributeVersion("ad-new", now, {"kind": "ad"}, 2.0, "traffic"))]]
+    )
+    feature_store_pointer(str(root)).promote(str(LAST))
+    switch_to_live_store(live)
+    with live.store.read_transaction() as txn:
+        assert txn.get("bids", storage_key("ad-new"))
 
 
-def test_a_log_that_was_begun_anew_is_read_from_its_start(
-    live: Live, lake: Lake, root: Path
+def test_a_log_that_was_replaced_is_applied_from_its_start(
+    live: FeatureStoreHandle, lake: Lake, root: Path
 ) -> None:
     for number in range(3):
-        posted(live, [at(lake, LAST, event_id=f"{number}")])
+        post_all(live, [event_at_end_of(lake, LAST, event_id=f"{number}")])
     live.close()
-    shutil.rmtree(root / "online_log")
-    again = Live(str(root), lake.spec)
-    assert posted(again, [at(lake, LAST, event_id="after")]) == 1
+    shutil.rmtree(root / "feature_store_wal")
+    again = FeatureStoreHandle(str(root), lake.spec)
+    assert post_all(again, [event_at_end_of(lake, LAST, event_id="after")]) == 1
     assert times_counted(again.store, "new") == (4, 4)
     again.close()
 
 
-def test_an_entry_that_the_spec_no_longer_allows_does_not_stop_the_others(
-    live: Live, lake: Lake
+def test_an_entry_that_no_longer_fits_the_spec_is_skipped(
+    live: FeatureStoreHandle, lake: Lake
 ) -> None:
-    gone = at(lake, LAST, event_id="gone", surface="moon")
-    assert posted(live, [gone, at(lake, LAST)]) == 2
+    mismatch = event_at_end_of(lake, LAST, event_id="gone", surface="moon")
+    assert post_all(live, [mismatch, event_at_end_of(lake, LAST)]) == 2
     assert times_counted(live.store, "new") == (1, 1)
 
 
-def test_a_full_log_says_what_to_do_and_keeps_what_it_has(
+def test_a_full_log_names_the_remedy_and_keeps_its_entries(
     root: Path, lake: Lake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    size = (root / "online" / str(EVE) / "data.mdb").stat().st_size
-    monkeypatch.setattr(database, "MAP_BYTES", size + (1 << 19))
-    live = Live(str(root), lake.spec)
-    with pytest.raises(StorageFullError, match="is full: run `gemline rank store`"):
-        for number in range(1000):
-            names = [f"{number}-{n}" for n in range(50)]
-            posted(live, [at(lake, LAST, event_id=name, user=name) for name in names])
+    size = (root / "feature_store" / str(EVE) / "data.mdb").stat().st_size
+    monkeypatch.setattr(storage, "MAP_SIZE_BYTES", size + (1 << 19))
+    live = FeatureStoreHandle(str(root), lake.spec)
+    posted: list[list[str]] = []
+    with pytest.raises(StorageFullError, match="is full: run `gemline rank materialize`"):
+        post_until_full(live, lake, posted)
     live.close()
     monkeypatch.undo()
-    live = Live(str(root), lake.spec)
-    done = [f"{one}-{n}" for one in range(number) for n in (0, 49)]
-    assert {times_counted(live.store, name) for name in done} == {(1, 1)}
-    assert len({times_counted(live.store, name) for name in names}) == 1, "all or none"
+    live = FeatureStoreHandle(str(root), lake.spec)
+    *acknowledged, last_batch = posted
+    ends = [user for batch in acknowledged for user in (batch[0], batch[-1])]
+    assert {times_counted(live.store, user) for user in ends} == {(1, 1)}
+    assert len({times_counted(live.store, user) for user in last_batch}) == 1, "all or none"
     live.close()
 
 
-def test_readers_of_killed_processes_are_cleared(live: Live, root: Path) -> None:
+def post_until_full(live: FeatureStoreHandle, lake: Lake, posted: list[list[str]]) -> None:
+    """Post batches of events of users, which are added to `posted` before they are posted."""
+    for number in range(1000):
+        users = [f"{number}-{n}" for n in range(50)]
+        posted.append(users)
+        events = [event_at_end_of(lake, LAST, event_id=user, user=user) for user in users]
+        post_all(live, events)
+
+
+def test_reader_slots_of_killed_processes_are_released(
+    live: FeatureStoreHandle, root: Path
+) -> None:
     code = (
         "import lmdb, sys, time; env = lmdb.open(sys.argv[1], map_size=1 << 38)\n"
         "txn = env.begin(); print(txn.id(), flush=True); time.sleep(60)"
     )
     child = subprocess.Popen(
-        [sys.executable, "-c", code, str(root / "online_log")], cwd=ROOT, stdout=subprocess.PIPE
+        [sys.executable, "-c", code, str(root / "feature_store_wal")],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
     )
     assert child.stdout and child.stdout.readline()
     child.kill()
     child.wait()
-    assert f"{child.pid} " in live.log.env.readers()
-    live.keep_up()
-    assert f"{child.pid} " not in live.log.env.readers()
+    assert f"{child.pid} " in live.wal.env.readers()
+    live.sync_with_wal()
+    assert f"{child.pid} " not in live.wal.env.readers()
 
 
 def kill_posters(root: Path, spec_path: Path, names: list[str], acknowledged: int) -> list[str]:
-    """Users of the events that processes had acknowledged when they were killed.
+    """Kill processes that post events while the live store changes.
 
-    The pointer moves while they post.
+    Returns the users of the events that were acknowledged.
     """
-    pointer, found = stores(str(root)), []
+    pointer = feature_store_pointer(str(root))
+    users: list[str] = []
     with ExitStack() as stack:
         children = [
             stack.enter_context(
@@ -262,49 +283,54 @@ def kill_posters(root: Path, spec_path: Path, names: list[str], acknowledged: in
         ]  # fmt: skip
         for number in range(acknowledged):
             if number % 10 == 3:
-                pointer.swap(str((LAST, EVE)[number // 10 % 2]))
+                pointer.promote(str((LAST, EVE)[number // 10 % 2]))
             for name, child in zip(names, children, strict=True):
-                found.append(f"{name}-{int(child.stdout.readline())}")
+                assert child.stdout
+                users.append(f"{name}-{int(child.stdout.readline())}")
         for child in children:
             child.send_signal(signal.SIGKILL)
         for name, child in zip(names, children, strict=True):
-            found += [f"{name}-{int(line)}" for line in child.stdout if line.endswith("\n")]
-    return found
+            assert child.stdout
+            users += [f"{name}-{int(line)}" for line in child.stdout if line.endswith("\n")]
+    return users
 
 
 def test_killed_processes_lose_no_acknowledged_event_and_count_none_twice(
     root: Path, lake: Lake, spec_path: Path
 ) -> None:
-    acknowledged = []
+    acknowledged: list[str] = []
     for round_ in range(2):
         names = [f"{round_}-{number}" for number in range(2)]
         acknowledged += kill_posters(root, spec_path, names, 25)
     for day in (EVE, LAST):
-        stores(str(root)).swap(str(day))
-        live = Live(str(root), lake.spec)
+        feature_store_pointer(str(root)).promote(str(day))
+        live = FeatureStoreHandle(str(root), lake.spec)
         counted = {user: times_counted(live.store, user) for user in acknowledged}
-        logged = [one.content.user for _, one in live.log.after(0)]
+        payloads = [entry.payload for _, entry in live.wal.entries_after(0)]
+        logged = [payload.user for payload in payloads if isinstance(payload, Event)]
         live.close()
         assert set(counted.values()) == {(1, 1)} and len(counted) >= 100
         assert len(logged) == len(set(logged)) and set(acknowledged) <= set(logged)
 
 
-def test_a_store_catches_up_over_what_was_trimmed(lake: Lake, root: Path) -> None:
-    """All that the log had was settled before a store was opened: nothing is waited for."""
-    live = Live(str(root), lake.spec)
+def test_a_store_catches_up_with_a_log_that_was_trimmed(lake: Lake, root: Path) -> None:
+    """All entries of the log were removed before the store was opened."""
+    live = FeatureStoreHandle(str(root), lake.spec)
     old = (lake.spec.day_end(EVE) - 30 * DAY) * MICROS
-    posted(live, [at(lake, EVE, event_ts=old, ingest_ts=old)])
-    live.log.trim(live.store.settled_ts)
-    assert not content_of_log(live) and live.log.last() == 1
-    stores(str(root)).swap(str(LAST))
-    follow(live)
-    assert posted(live, [at(lake, LAST)]) == 1 and times_counted(live.store, "new") == (1, 1)
+    post_all(live, [event_at_end_of(lake, EVE, event_ts=old, ingest_ts=old)])
+    live.wal.trim(live.store.final_before_ts)
+    assert not wal_entries(live) and live.wal.last_entry_number() == 1
+    feature_store_pointer(str(root)).promote(str(LAST))
+    switch_to_live_store(live)
+    assert post_all(live, [event_at_end_of(lake, LAST)]) == 1 and times_counted(
+        live.store, "new"
+    ) == (1, 1)
     live.close()
 
 
 def test_the_log_numbers_entries_without_a_gap_across_processes(tmp_path: Path, lake: Lake) -> None:
     for number in range(3):
-        wal = open_log(tmp_path / "log")
-        wal.append([[entry(event_of("n", number))]], lambda _: False)
-        assert [found for found, _ in wal.after(0)] == [*range(1, number + 2)]
+        wal = open_wal(tmp_path / "log")
+        wal.append([[wal_entry(event_of("n", number))]], lambda _: False)
+        assert [entry_number for entry_number, _ in wal.entries_after(0)] == [*range(1, number + 2)]
         wal.close()

@@ -1,243 +1,209 @@
-"""Online is offline: what a live request reads is what the tables say of it."""
+"""Online features equal offline features, and the feature store keeps its laws."""
 
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import date, timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etl.errors import UserError
 from etl.spec import DataSpec
-from etl.tables.contracts import RESERVED_ITEMS
 from etl.tables.lake import Lake
-from features.counting import counts_before
-from features.inputs import ITEM
-from ranking.online import feed
-from ranking.online.assemble import Assembler, newest
-from ranking.online.attributes import Version, upsert_attributes
-from ranking.online.compare import compare, differing
-from ranking.online.counters import LEVELS, Counters
-from ranking.online.database import Txn
-from ranking.online.feed import Event, check_event, ingest_event
-from ranking.online.layout import OFFER, key_of
-from ranking.online.request import Asked
-from ranking.online.store import REQUEST_SLACK, Meta, Store, create, open_store
-from ranking.reads import Reads
+from etl.tables.schemas import RESERVED_ITEM_INDICES
+from features.schema import ITEM_TABLE
+from ranking.feature_store import ingest
+from ranking.feature_store.consistency import check_consistency, mismatched_arrays
+from ranking.feature_store.fetch import FeatureFetcher, RankInputs, latest_versions
+from ranking.feature_store.ingest import (
+    AttributeVersion,
+    Event,
+    ingest_event,
+    upsert_attributes,
+    validate_event,
+)
+from ranking.feature_store.items import read_item_records
+from ranking.feature_store.materialize import HistoryLengths, build_feature_store
+from ranking.feature_store.request import RankRequest
+from ranking.feature_store.storage import BID_DTYPE, storage_key
+from ranking.feature_store.store import (
+    MAX_REQUEST_AGE,
+    FeatureStore,
+    StoreMetadata,
+    create_store,
+    open_store,
+)
+from ranking.inputs.recency_features import RecencyFeatures
+from ranking.student.config import InputLimits
 from tests.conftest import FIRST, LAST
-from tests.small_line import DAYS
+from tests.small_pipeline import DAYS
 
-READS = Reads(searched=40, events=12, before=6, user_rows=50)
+INPUT_LIMITS = InputLimits(
+    max_length=40, encoded_events=12, teacher_history_length=6, user_hash_buckets=50
+)
 LENGTH = 40
 DELAY = 300
 
 
-def test_every_request_reads_what_the_tables_say(gem_lake: Lake, tmp_path: Path) -> None:
-    found = compare(gem_lake, LAST, "behaviour", READS, tmp_path / "store")
-    assert found.requests > 100 and not found.differences
+def store_until(lake: Lake, day: date, limits: InputLimits, folder: Path) -> FeatureStore:
+    """A store with all data up to the day before."""
+    lengths = HistoryLengths("behaviour", limits.max_length, limits.teacher_history_length)
+    return build_feature_store(lake, folder, day - timedelta(days=1), lengths)
 
 
-def test_requests_read_what_the_tables_say_of_a_log_with_a_delay(
+def test_online_features_of_logged_requests_equal_the_offline_features(
+    gem_lake: Lake, tmp_path: Path
+) -> None:
+    store = store_until(gem_lake, LAST, INPUT_LIMITS, tmp_path / "store")
+    report = check_consistency(store, gem_lake, LAST, INPUT_LIMITS)
+    store.close()
+    assert report.num_requests > 100 and not report.mismatches
+
+
+def test_online_features_respect_the_delay_of_a_source(
     small_lake: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the comparison sees where live features ignore the delay."""
-    assert small_lake.spec.delays["ad_click"] == DELAY
-    reads, day = replace(READS, before=0), DAYS[1]
-    found = compare(small_lake, day, "behaviour", reads, tmp_path / "store")
-    assert found.requests > 50 and not found.differences
-    monkeypatch.setattr(feed, "visible_ts", lambda _, event: event.ingest_ts // MICRO)
-    found = compare(small_lake, day, "behaviour", reads, tmp_path / "other")
-    assert any("ages" in name for name in found.differences)
-    assert any("numbers" in name for name in found.differences)
+    """The check also detects online features that ignore the delay."""
+    assert small_lake.spec.visibility_delays["ad_click"] == DELAY
+    limits, day = replace(INPUT_LIMITS, teacher_history_length=0), DAYS[1]
+    store = store_until(small_lake, day, limits, tmp_path / "store")
+    report = check_consistency(store, small_lake, day, limits)
+    store.close()
+    assert report.num_requests > 50 and not report.mismatches
+    monkeypatch.setattr(ingest, "visible_ts", lambda _, event: event.ingest_ts // MICRO)
+    store = store_until(small_lake, day, limits, tmp_path / "other")
+    report = check_consistency(store, small_lake, day, limits)
+    store.close()
+    assert any("age_seconds" in name for name in report.mismatches)
+    assert any("numeric" in name for name in report.mismatches)
 
 
 MICRO = 1_000_000
 
 
-def meta(spec: DataSpec) -> Meta:
-    return Meta(spec=spec, sequence="behaviour", length=LENGTH)
+def metadata(spec: DataSpec) -> StoreMetadata:
+    return StoreMetadata(spec=spec, sequence="behaviour", history_length=LENGTH)
 
 
 @pytest.fixture
-def store(lake: Lake, tmp_path: Path) -> Iterator[Store]:
-    made = create(tmp_path / "store", meta(lake.spec))
-    yield made
-    made.close()
-
-
-WINDOWS, CODES = (90, 3600, 5400, 86_400), (1, 2)
-EVENT = st.tuples(st.integers(0, 2), st.integers(90_000, 200_000), st.integers(0, 2))
-CLOSE = st.tuples(st.integers(0, 2), st.integers(180_000, 180_200), st.integers(1, 2))
+def store(lake: Lake, tmp_path: Path) -> Iterator[FeatureStore]:
+    store = create_store(tmp_path / "store", metadata(lake.spec))
+    yield store
+    store.close()
 
 
 @pytest.fixture(scope="module")
-def counted(lake_spec: DataSpec, tmp_path_factory) -> Iterator[Store]:
-    made = create(tmp_path_factory.mktemp("counters") / "store", meta(lake_spec))
-    yield made
-    made.close()
+def shared_store(
+    lake_spec: DataSpec, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[FeatureStore]:
+    """A store for all examples of a property; each example clears what it uses."""
+    store = create_store(tmp_path_factory.mktemp("counters") / "store", metadata(lake_spec))
+    yield store
+    store.close()
 
 
-def cleared(store: Store, txn: Txn) -> None:
-    for table, _ in LEVELS:
-        for key, _ in list(txn.from_key(table, b"\0")):
-            txn.delete(table, key)
+def ingest_all(store: FeatureStore, *events: Event) -> None:
+    with store.write_transaction() as txn:
+        for event in events:
+            ingest_event(store, txn, event)
 
 
-AS_OF = st.integers(180_000, 180_300) | st.integers(90_000, 210_000)
+def fetch(store: FeatureStore, user: str, candidates: list[str], as_of: int) -> RankInputs:
+    request = RankRequest(user, "feed", candidates, as_of=as_of)
+    return FeatureFetcher(store, INPUT_LIMITS)(request)
 
 
-@settings(max_examples=60)
-@given(st.lists(EVENT | CLOSE, max_size=40), AS_OF, st.booleans())
-@example([(0, 180_000 + n % 60, 1) for n in range(200)], 180_031, True)
-@example([(0, 180_000 + n % 60, 1) for n in range(200)], 180_091, False)
-def test_counters_are_exact_to_the_second(
-    counted: Store, events: list[tuple[int, int, int]], as_of: int, at_once: bool
-) -> None:
-    """As the rule of the tables says, counted one by one or all at once."""
-    counters, keys = Counters(WINDOWS, CODES, (("item",),)), np.arange(3)
-    names = counters.names_of(0, keys[:, None])
-    key, second, code = np.array(events, np.int64).reshape(-1, 3).T
-    known = np.isin(code, CODES)
-    with counted.writing() as txn:
-        cleared(counted, txn)
-        if at_once:
-            type_ = (code[known] == CODES[1]).astype(np.int64)
-            for table, pairs in counters.records({"item": key[known]}, second[known], type_):
-                txn.put_all(table, pairs)
-        else:
-            for one in events:
-                counters.add(txn, [names[one[0]]], one[1], one[2], one[1])
-    with counted.reading() as txn:
-        found = counters.count(txn, names, as_of)
-    wanted = counts_before(key, second, code, keys, np.full(3, as_of), WINDOWS, CODES)
-    np.testing.assert_array_equal(found, wanted)
-
-
-def test_counters_are_kept_as_long_as_a_window_reaches_them(counted: Store) -> None:
-    counters = Counters((3600,), (1,), (("item",),))
-    name = counters.names_of(0, np.zeros((1, 1), np.int64))[0]
-    now = counters.kept + 10 * 3600
-    with counted.writing() as txn:
-        cleared(counted, txn)
-        for second in range(0, now, 1800):
-            counters.add(txn, [name], second, 1, second)
-    with counted.reading() as txn:
-        left = {table: [k for k, _ in txn.from_key(table, b"\0")] for table, _ in LEVELS}
-        hours = np.frombuffer(txn.get("hours", name), counters.row)["bucket"]
-    assert hours[0] == (now - 1800 - counters.kept) // 3600
-    assert len(left["minutes"]) == len(hours) and len(left["seconds"]) == 2 * len(hours)
-
-
-def test_the_records_of_an_event_do_not_grow_with_the_events_of_its_hour(counted: Store) -> None:
-    """What an event rewrites and a ranking reads, where all seconds of an hour have events."""
-    counters = Counters.of(counted.spec)
-    second, types = np.arange(7200, 10_800), len(counters.codes)
-    parts = {"surface": np.ones(len(second) * types, np.int64)}
-    with counted.writing() as txn:
-        cleared(counted, txn)
-        for table, pairs in counters.records(
-            parts, np.repeat(second, types), np.tile(np.arange(types), len(second))
-        ):
-            txn.put_all(table, pairs)
-            assert max(len(value) for _, value in pairs) <= 60 * counters.row.itemsize
-
-
-def ingested(store: Store, *events: Event) -> None:
-    with store.writing() as txn:
-        for one in events:
-            ingest_event(store, txn, one)
-
-
-def test_an_event_is_visible_after_the_delay_of_its_log(
+def test_an_event_is_visible_after_the_delay_of_its_source(
     lake_spec: DataSpec, lake: Lake, tmp_path: Path
 ) -> None:
-    """The largest delay of the logs that declare its type; of other types it is seen at once."""
-    told = lake_spec.model_dump()
-    columns = told["sources"]["events"]["columns"] | {"type": None}
-    clicks = told["sources"]["events"] | {"columns": columns, "event": "ad_click", "delay": "1h"}
-    spec = DataSpec.model_validate(told | {"sources": told["sources"] | {"clicks": clicks}})
-    store = create(tmp_path / "store", meta(spec))
-    clicked, viewed = event(lake), event(lake, event_id="e2", user="u2", type="ad_view")
-    ingested(store, clicked, viewed)
-    now = clicked.ingest_ts // MICRO
+    """The largest delay of the sources that declare its type; without one, immediately."""
+    dump = lake_spec.model_dump()
+    columns = dump["sources"]["events"]["columns"] | {"type": None}
+    clicks = dump["sources"]["events"] | {"columns": columns, "event": "ad_click", "delay": "1h"}
+    spec = DataSpec.model_validate(dump | {"sources": dump["sources"] | {"clicks": clicks}})
+    store = create_store(tmp_path / "store", metadata(spec))
+    click, view = make_event(lake), make_event(lake, event_id="e2", user="u2", type="ad_view")
+    ingest_all(store, click, view)
+    now = click.ingest_ts // MICRO
     for user, delay in (("u1", 3600), ("u2", 0)):
         for as_of, ages in ((now + delay, [0]), (now + delay + 1, [1])):
-            asked = Asked(user, "feed", as_of, ["a1"], {})
-            assert Assembler(store, READS)(asked).requests.ages.tolist() == [ages]
+            inputs = fetch(store, user, ["a1"], as_of)
+            assert inputs.requests.age_seconds.tolist() == [ages]
     store.close()
 
 
-def test_a_history_keeps_what_is_visible_beside_what_is_not_yet(
+def test_a_history_keeps_visible_events_and_those_that_are_not_visible_yet(
     lake_spec: DataSpec, lake: Lake, tmp_path: Path
 ) -> None:
-    """However many events of a delayed log come, a request reads all the events that it can."""
-    told = lake_spec.model_dump()
-    told["sources"]["events"]["delay"] = "1d"
-    store = create(tmp_path / "store", meta(DataSpec.model_validate(told)))
-    first = event(lake).ingest_ts
+    """However many events of a delayed source arrive, a request reads a full history."""
+    dump = lake_spec.model_dump()
+    dump["sources"]["events"]["delay"] = "1d"
+    store = create_store(tmp_path / "store", metadata(DataSpec.model_validate(dump)))
+    first = make_event(lake).ingest_ts
     for number in range(2 * LENGTH):
-        ingested(store, event(lake, event_id=f"old-{number}"))
+        ingest_all(store, make_event(lake, event_id=f"old-{number}"))
     later = first + 86_400 * MICRO + MICRO
     for number in range(10 * LENGTH):
-        new = event(lake, event_id=f"new-{number}", event_ts=later, ingest_ts=later)
-        ingested(store, new)
-    with store.reading() as txn:
+        new = make_event(lake, event_id=f"new-{number}", event_ts=later, ingest_ts=later)
+        ingest_all(store, new)
+    with store.read_transaction() as txn:
         stored = txn.get("history", b"u1")
-    assert len(store.histories.seen(stored, later // MICRO + 1)) == LENGTH
+    assert len(store.histories.visible_events(stored, later // MICRO + 1)) == LENGTH
     store.close()
 
 
-VERSION = st.tuples(st.integers(0, 60), st.integers(-5, 60))  # hours: since now, valid from
+VERSION = st.tuples(st.integers(0, 60), st.integers(-5, 60))  # hours: written at, valid from
 
 
 @settings(max_examples=30)
 @given(st.lists(VERSION, min_size=1, max_size=30), st.integers(0, 24))
-def test_a_request_reads_the_newest_version_before_it_though_old_ones_are_dropped(
-    counted: Store, versions: list[tuple[int, int]], later: int
+def test_a_request_reads_the_newest_version_before_it_although_old_ones_are_dropped(
+    shared_store: FeatureStore, versions: list[tuple[int, int]], later: int
 ) -> None:
     hour = 3600
-    versions = sorted(versions, key=lambda one: one[0])
-    with counted.writing() as txn:
-        txn.delete("offers", b"a")
-        for number, (now, since) in enumerate(versions):
-            version = Version("a", since * hour * MICRO, {}, float(number), "traffic")
-            upsert_attributes(counted, txn, "item", version, now * hour)
-    as_of = versions[-1][0] * hour - REQUEST_SLACK + later * hour
-    known = {since * hour: number for number, (_, since) in enumerate(versions)}
-    wanted = max((since for since in known if since < as_of), default=None)
-    with counted.reading() as txn:
-        stored = txn.get("offers", b"a")
-    rows = np.frombuffer(stored, OFFER)
-    found = newest([stored], OFFER, as_of)["bid"][0]
-    assert found == (0 if wanted is None else known[wanted])
-    assert (rows["since"] < (versions[-1][0] * hour - REQUEST_SLACK) * MICRO).sum() <= 1
+    versions = sorted(versions, key=lambda version: version[0])
+    with shared_store.write_transaction() as txn:
+        txn.delete("bids", b"a")
+        for number, (now, valid_from) in enumerate(versions):
+            version = AttributeVersion("a", valid_from * hour * MICRO, {}, float(number), "traffic")
+            upsert_attributes(shared_store, txn, "item", version, now * hour)
+    as_of = versions[-1][0] * hour - MAX_REQUEST_AGE + later * hour
+    bids = {valid_from * hour: number for number, (_, valid_from) in enumerate(versions)}
+    expected = max((valid_from for valid_from in bids if valid_from < as_of), default=None)
+    with shared_store.read_transaction() as txn:
+        stored = txn.get("bids", b"a")
+    rows = np.frombuffer(stored, BID_DTYPE)
+    bid = latest_versions([stored], BID_DTYPE, as_of)["bid"][0]
+    assert bid == (0 if expected is None else bids[expected])
+    assert (rows["valid_from"] < (versions[-1][0] * hour - MAX_REQUEST_AGE) * MICRO).sum() <= 1
 
 
-def event(lake: Lake, **changes: object) -> Event:
+def make_event(lake: Lake, **changes: Any) -> Event:
     now = lake.spec.day_end(FIRST) * 1_000_000
-    told = {
-        "event_id": "e1", "user": "u1", "item": "a1", "surface": "feed", "type": "ad_click",
-        "event_ts": now, "ingest_ts": now,
-    }  # fmt: skip
-    return Event(**(told | changes))
+    return replace(Event("e1", "u1", "a1", "feed", "ad_click", now, now), **changes)
 
 
-def test_the_first_item_of_an_empty_store_gets_the_first_index(store: Store) -> None:
-    with store.writing() as txn:
+def test_the_first_item_of_an_empty_store_gets_the_first_index(store: FeatureStore) -> None:
+    with store.write_transaction() as txn:
         for name in ("first", "second"):
-            upsert_attributes(store, txn, "item", Version(name, 0, {}), 0)
-    with store.reading() as txn:
-        heads = [
-            np.frombuffer(txn.get("items", key_of(name)), store.layout.item_head)
-            for name in ("first", "second")
-        ]
-    assert [int(head["index"][0]) for head in heads] == [RESERVED_ITEMS, RESERVED_ITEMS + 1]
+            upsert_attributes(store, txn, "item", AttributeVersion(name, 0, {}), 0)
+    with store.read_transaction() as txn:
+        indices = read_item_records(store.layout, txn, ["first", "second"])["index"].tolist()
+    assert indices == [RESERVED_ITEM_INDICES, RESERVED_ITEM_INDICES + 1]
+
+
+def test_reading_an_item_that_was_never_seen_does_not_register_it(store: FeatureStore) -> None:
+    fetch(store, "u1", ["never-seen"], 10**9)
+    with store.read_transaction() as txn:
+        assert not txn.get("items", storage_key("never-seen"))
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"surface": "moon"}, "unknown surface 'moon'; known: feed"),
         ({"type": "yawn"}, "unknown event type 'yawn'"),
@@ -246,23 +212,25 @@ def test_the_first_item_of_an_empty_store_gets_the_first_index(store: Store) -> 
         ({"dwell_ms": float("nan")}, "a dwell of nan"),
     ],
 )
-def test_a_bad_event_is_named(lake: Lake, changes: dict, said: str) -> None:
-    check_event(lake.spec, event(lake))
-    with pytest.raises(UserError, match=said):
-        check_event(lake.spec, event(lake, **changes))
+def test_an_invalid_event_is_refused_with_the_reason(
+    lake: Lake, changes: dict[str, Any], message: str
+) -> None:
+    validate_event(lake.spec, make_event(lake))
+    with pytest.raises(UserError, match=message):
+        validate_event(lake.spec, make_event(lake, **changes))
 
 
-def test_a_store_of_another_spec_or_of_nothing_is_refused(lake: Lake, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="run `gemline rank store` first"):
+def test_a_missing_store_or_one_of_another_spec_is_refused(lake: Lake, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="run `gemline rank materialize` first"):
         open_store(tmp_path / "nowhere", lake.spec)
-    create(tmp_path / "store", meta(lake.spec)).close()
-    other = DataSpec.model_validate(lake.spec.model_dump() | {"lateness": "1h"})
-    with pytest.raises(UserError, match="run `gemline rank store` again"):
+    create_store(tmp_path / "store", metadata(lake.spec)).close()
+    other = DataSpec.model_validate(lake.spec.model_dump() | {"allowed_lateness": "1h"})
+    with pytest.raises(UserError, match="run `gemline rank materialize` again"):
         open_store(tmp_path / "store", other)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"surface": "moon"}, "no ads on surface 'moon'"),
         ({"candidates": []}, "without candidates"),
@@ -270,36 +238,46 @@ def test_a_store_of_another_spec_or_of_nothing_is_refused(lake: Lake, tmp_path: 
         ({"context": {"colour": "red"}}, "has no colour; it has .*position"),
         ({"context": {"device": 3}}, "device of the context is 3; it is a string"),
         ({"context": {"position": "first"}}, "it is a number"),
-        ({"context": [{}, {}]}, "a context for each candidate"),
+        ({"context": [{}, {}]}, "or a context for each candidate"),
     ],
 )
-def test_what_cannot_be_ranked_is_named(store: Store, changes: dict, said: str) -> None:
-    told = {"user": "u1", "surface": "feed", "as_of": 10**9, "candidates": ["a"], "context": {}}
-    with pytest.raises(UserError, match=said):
-        Assembler(store, READS)(Asked(**(told | changes)))
+def test_an_invalid_request_is_refused_with_the_reason(
+    store: FeatureStore, changes: dict[str, Any], message: str
+) -> None:
+    request = replace(RankRequest("u1", "feed", ["a"], as_of=10**9), **changes)
+    with pytest.raises(UserError, match=message):
+        FeatureFetcher(store, INPUT_LIMITS)(request)
 
 
-def test_what_is_read_otherwise_is_named(store: Store) -> None:
-    live = Assembler(store, READS)(Asked("nobody", "feed", 10**9, ["x", "y"], {}))
-    known = np.ones(RESERVED_ITEMS + 1, bool)
-    assert not list(differing(live.requests, live.requests, known))
-    for name in ("types", "surfaces", "dwells", "ages"):
+def test_mismatched_arrays_are_named(store: FeatureStore) -> None:
+    live = fetch(store, "nobody", ["x", "y"], 10**9)
+    known = np.ones(RESERVED_ITEM_INDICES + 1, bool)
+    assert not list(mismatched_arrays(live.requests, live.requests, known))
+    for name in ("types", "surfaces", "dwells", "age_seconds"):
         other = replace(live.requests, **{name: getattr(live.requests, name) + 1})
-        assert list(differing(other, live.requests, known)) == [name]
-    last = tuple(replace(rhythm, last=rhythm.last + 1) for rhythm in live.candidates.rhythms)
-    other = replace(live.candidates, rhythms=last)
-    assert "rhythms.0.last" in differing(other, live.candidates, known)
+        assert list(mismatched_arrays(other, live.requests, known)) == [name]
+    recency = tuple(
+        RecencyFeatures(features.last_age + 1, features.span, features.gap_count)
+        for features in live.candidates.recency
+    )
+    other_candidates = replace(live.candidates, recency=recency)
+    assert "recency.0.last_age" in mismatched_arrays(other_candidates, live.candidates, known)
     items = replace(
         live.candidates.items,
-        ids=live.candidates.items.ids | {ITEM: np.full((1, 2), RESERVED_ITEMS)},
+        categorical=live.candidates.items.categorical
+        | {ITEM_TABLE: np.full((1, 2), RESERVED_ITEM_INDICES)},
     )
     moved = replace(live.candidates, items=items)
-    assert list(differing(moved, live.candidates, known)) == [f"items.ids.{ITEM}"]
-    assert not list(differing(moved, live.candidates, known[:-1]))
+    assert list(mismatched_arrays(moved, live.candidates, known)) == [
+        f"items.categorical.{ITEM_TABLE}"
+    ]
+    assert not list(mismatched_arrays(moved, live.candidates, known[:-1]))
 
 
-def test_a_user_and_items_never_seen_are_read_as_unknown(store: Store) -> None:
-    live = Assembler(store, READS)(Asked("nobody", "feed", 10**9, ["x", "y"], {}))
-    assert (live.requests.ages == 0).all() and (live.candidates.items.ids[ITEM] == 0).all()
+def test_a_user_and_items_never_seen_are_read_as_unknown(store: FeatureStore) -> None:
+    live = fetch(store, "nobody", ["x", "y"], 10**9)
+    assert (live.requests.age_seconds == 0).all() and (
+        live.candidates.items.categorical[ITEM_TABLE] == 0
+    ).all()
     assert live.bids.tolist() == [0.0, 0.0] and live.goals == [None, None]
-    assert not live.known.any()
+    assert not live.is_known_item.any()

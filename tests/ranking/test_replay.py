@@ -1,6 +1,7 @@
-"""Replay: how likely other orders were, and that what is estimated is what would have been."""
+"""Off-policy evaluation: propensities of positions, and estimates against the true value."""
 
 from itertools import permutations
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,142 +11,179 @@ from scipy.special import expit, logit
 from sklearn.metrics import ndcg_score
 
 from etl.errors import UserError
-from etl.sources.simulator.outcomes import CLICK_POSITION, LONG_POSITION
+from etl.simulator.outcomes import CLICK_POSITION, LONG_VIEW_POSITION
 from etl.tables.lake import Lake
-from ranking.package.ranker import load
-from ranking.replay.estimate import estimate
-from ranking.replay.logged import logged
-from ranking.replay.ndcg import ndcg
-from ranking.replay.places import place_probabilities, shares
-from ranking.replay.scored import Scored, positional, scored
-from ranking.report.facts import true_probabilities
+from ranking.off_policy.estimators import (
+    RankingPair,
+    estimate_policy_value,
+    first_slot_shares,
+    ndcg,
+    position_propensities,
+)
+from ranking.off_policy.evaluation import (
+    ScoredAds,
+    load_logged_rankings,
+    position_columns,
+    score_logged_ads,
+)
+from ranking.registry.ranker import load_ranker
+from ranking.report.data import true_probabilities
 from tests.conftest import FIRST, LAST
 
-PARTS = 8
-WIDEST = {"click": 2.0, "long_view": 1.5}  # an interval's width over the truth
+NUM_PARTS = 8
+MAX_RELATIVE_WIDTH = {"click": 2.0, "long_view": 1.5}  # of an interval, over the true value
 WEIGHTS = st.lists(st.floats(0.05, 1), min_size=1, max_size=4)
 
 
-def drawn(weights: np.ndarray, order: tuple[int, ...], total: float) -> tuple[np.ndarray, float]:
-    """Propensities of the slots of an order, and its chance."""
-    left, found = total, []
+def plackett_luce(
+    weights: np.ndarray, order: tuple[int, ...], total: float
+) -> tuple[np.ndarray, float]:
+    """The propensities of the slots of an order, and the probability of the order."""
+    remaining, propensities = total, []
     for ad in order:
-        found.append(weights[ad] / left)
-        left -= weights[ad]
-    return np.array(found), float(np.prod(found))
+        propensities.append(weights[ad] / remaining)
+        remaining -= weights[ad]
+    return np.array(propensities), float(np.prod(propensities))
 
 
 @given(WEIGHTS, st.floats(0, 2))
-def test_places_are_as_likely_as_all_orders_say(weights: list[float], others: float) -> None:
+def test_position_propensities_are_sums_over_all_orders(
+    weights: list[float], others: float
+) -> None:
     w = np.array(weights)
     total = w.sum() + others
     orders = list(permutations(range(len(w))))
-    chances = np.array([drawn(w, order, total)[1] for order in orders])
-    chances /= chances.sum()
-    wanted = np.zeros((len(w), len(w)))
-    for order, chance in zip(orders, chances, strict=True):
-        wanted[order, np.arange(len(w))] += chance
+    probabilities = np.array([plackett_luce(w, order, total)[1] for order in orders])
+    probabilities /= probabilities.sum()
+    expected = np.zeros((len(w), len(w)))
+    for order, probability in zip(orders, probabilities, strict=True):
+        expected[order, np.arange(len(w))] += probability
     for order in orders:
-        slots, _ = drawn(w, order, total)
-        np.testing.assert_allclose(shares(slots[None])[0], w[list(order)] / total)
-        found = place_probabilities(slots[None])[0]
-        np.testing.assert_allclose(found, wanted[list(order)], atol=1e-9)
-        np.testing.assert_allclose(found.sum(0), 1)
+        slots, _ = plackett_luce(w, order, total)
+        np.testing.assert_allclose(first_slot_shares(slots[None])[0], w[list(order)] / total)
+        propensities = position_propensities(slots[None])[0]
+        np.testing.assert_allclose(propensities, expected[list(order)], atol=1e-9)
+        np.testing.assert_allclose(propensities.sum(0), 1)
 
 
 @given(WEIGHTS, st.integers(0, 10**6))
-def test_the_estimate_is_the_value_of_the_other_order_in_the_mean(
-    weights: list[float], seed: int
-) -> None:
-    """Over all orders that could have been logged, each as likely as it was."""
+def test_the_estimate_is_unbiased(weights: list[float], seed: int) -> None:
+    """Its mean over all orders that could have been logged, weighted by their probabilities."""
     w, rng = np.array(weights), np.random.default_rng(seed)
     size = len(w)
-    worth, target = rng.uniform(size=(size, size)), rng.permutation(size)
+    reward_at, target = rng.uniform(size=(size, size)), rng.permutation(size)  # (ad, position)
     mean, total = 0.0, w.sum() + 1
     orders = list(permutations(range(size)))
-    chances = np.array([drawn(w, order, total)[1] for order in orders])
-    for order, chance in zip(orders, chances / chances.sum(), strict=True):
-        ads, places = np.array(order), np.arange(size)
-        likely = np.diagonal(place_probabilities(drawn(w, order, total)[0][None])[0])
-        gains, one = worth[ads, places], np.zeros(size, np.int64)
-        same = (target[ads] == places) / likely
-        mean += chance * float((gains * same).sum())
+    probabilities = np.array([plackett_luce(w, order, total)[1] for order in orders])
+    probabilities /= probabilities.sum()
+    for order, probability in zip(orders, probabilities, strict=True):
+        ads, positions = np.array(order), np.arange(size)
+        slots = plackett_luce(w, order, total)[0]
+        propensities = np.diagonal(position_propensities(slots[None])[0])
+        rewards = reward_at[ads, positions]
+        weighted = float((rewards * (target[ads] == positions) / propensities).sum())
+        mean += probability * weighted
         if size > 1:
-            two = np.concatenate((one, one + 1))
-            twice = [np.tile(x, 2) for x in (gains, places, target[ads], likely)]
-            found = estimate(*twice, two, two).other.value
-            assert found == pytest.approx(float((gains * same).sum()))
-    assert mean == pytest.approx(worth[np.arange(size), target].sum())
+            request_ids = np.repeat([0, 1], size)  # the same request of two users
+            rankings = RankingPair(
+                logged_ranks=np.tile(positions, 2),
+                target_ranks=np.tile(target[ads], 2),
+                propensities=np.tile(propensities, 2),
+                request_ids=request_ids,
+                user_ids=request_ids,
+            )
+            estimate = estimate_policy_value(np.tile(rewards, 2), rankings).ips.value
+            assert estimate == pytest.approx(weighted)
+    assert mean == pytest.approx(reward_at[np.arange(size), target].sum())
 
 
 @given(st.lists(st.lists(st.integers(0, 1), min_size=2, max_size=5), min_size=1, max_size=5))
-def test_ndcg_is_that_of_scikit_learn(requests: list[list[int]]) -> None:
+def test_ndcg_equals_that_of_scikit_learn(requests: list[list[int]]) -> None:
     rng = np.random.default_rng(len(requests))
-    gains = np.concatenate(requests).astype(float)
-    owner = np.repeat(np.arange(len(requests)), [len(r) for r in requests])
-    places = np.concatenate([rng.permutation(len(r)) for r in requests])
-    wanted = [
-        ndcg_score([gains[owner == n]], [-places[owner == n]])
-        for n in range(len(requests))
-        if gains[owner == n].any()
-    ]
-    found = ndcg(gains, places, owner)
-    assert np.isnan(found) if not wanted else found == pytest.approx(np.mean(wanted))
+    rewards = np.concatenate(requests).astype(float)
+    request_ids = np.repeat(np.arange(len(requests)), [len(labels) for labels in requests])
+    ranks = np.concatenate([rng.permutation(len(labels)) for labels in requests])
+    expected = []
+    for request_id in range(len(requests)):
+        rows = request_ids == request_id
+        if rewards[rows].any():
+            expected.append(ndcg_score([rewards[rows]], [-ranks[rows]]))
+    value = ndcg(rewards, ranks, request_ids)
+    if expected:
+        assert value == pytest.approx(np.mean(expected))
+    else:
+        assert np.isnan(value)
 
 
 @pytest.fixture(scope="module")
-def said(lake: Lake, folder) -> Scored:
-    return scored(lake, load(folder), (FIRST, LAST), LAST)
+def scored_ads(lake: Lake, folder: Path) -> ScoredAds:
+    return score_logged_ads(lake, load_ranker(folder), (FIRST, LAST), LAST)
 
 
-def test_the_truth_lies_in_the_interval_of_the_estimate(lake: Lake, said: Scored, raw) -> None:
-    """The simulator knows what each ad would have brought in each place."""
-    found = logged(lake, (FIRST, LAST), said)
-    rows = found.scored
-    moved = (found.other - found.places).astype(float)
-    assert (moved != 0).mean() > 0.3
-    for name, slope in (("click", CLICK_POSITION[0]), ("long_view", LONG_POSITION)):
-        column = list(lake.spec.objectives).index(name)
-        true = true_at_place(lake, rows, str(raw), name, slope * moved)
-        gains = rows.labels[:, column]
-        told = estimate(gains, found.places, found.other, found.chances, rows.request, rows.user)
-        truth = true.sum() / len(np.unique(rows.request))
-        assert told.other.low < truth < told.other.high, (name, truth, told.other)
-        assert told.other.high - told.other.low < WIDEST[name] * truth, "it says something"
-        held = 0
-        for part in range(PARTS):  # users are independent: so many logs of their own
-            own = rows.user % PARTS == part
-            columns = (found.places, found.other, found.chances, rows.request, rows.user)
-            of_part = estimate(gains[own], *(column[own] for column in columns)).other
-            truth = true[own].sum() / len(np.unique(rows.request[own]))
-            held += of_part.low < truth < of_part.high
-        assert held >= PARTS - 2, f"{name}: {held} of {PARTS} intervals of 95 % hold the truth"
+def test_the_true_value_is_inside_the_interval_of_the_estimate(
+    lake: Lake, scored_ads: ScoredAds, raw: Path
+) -> None:
+    """The simulator knows the probability of a reward of each ad at each position."""
+    logged = load_logged_rankings(lake, (FIRST, LAST), scored_ads)
+    rankings = logged.rankings
+    shift = (rankings.target_ranks - rankings.logged_ranks).astype(float)
+    assert (shift != 0).mean() > 0.3
+    for name, slope in (("click", CLICK_POSITION[0]), ("long_view", LONG_VIEW_POSITION)):
+        true_rewards = probabilities_at_target(lake, logged.ads, str(raw), name, slope * shift)
+        rewards = logged.ads.labels[:, list(lake.spec.objectives).index(name)]
+        interval = estimate_policy_value(rewards, rankings).ips
+        true_value = true_rewards.sum() / len(np.unique(rankings.request_ids))
+        assert interval.low < true_value < interval.high, (name, true_value, interval)
+        width = interval.high - interval.low
+        assert width < MAX_RELATIVE_WIDTH[name] * true_value, "the interval is informative"
+        num_covered = 0
+        for part in range(NUM_PARTS):  # users are independent, so each part is a log of its own
+            in_part = rankings.user_ids % NUM_PARTS == part
+            part_rankings = rankings.take(in_part)
+            interval = estimate_policy_value(rewards[in_part], part_rankings).ips
+            num_requests = len(np.unique(part_rankings.request_ids))
+            num_covered += interval.low < true_rewards[in_part].sum() / num_requests < interval.high
+        assert num_covered >= NUM_PARTS - 2, f"{name}: {num_covered} of {NUM_PARTS} intervals"
 
 
-def true_at_place(lake: Lake, rows: Scored, raw: str, name: str, shift: np.ndarray) -> np.ndarray:
-    from training.predictions import Predictions
+def probabilities_at_target(
+    lake: Lake, ads: ScoredAds, raw: str, objective: str, logit_shift: np.ndarray
+) -> np.ndarray:
+    """The true probabilities (B) of an objective, with the ads at their target positions."""
+    from training.evaluation.predictions import Predictions
 
-    n = len(rows.impressions)
-    known = np.ones((n, len(lake.spec.objectives)), bool)
-    asked = Predictions(tuple(lake.spec.objectives), rows.impressions, rows.user, rows.user * 0,
-                        rows.labels, rows.labels.astype(np.float32), known)  # fmt: skip
-    truth = true_probabilities(asked, raw)
-    assert truth is not None and len(truth.impressions) == n
-    return expit(logit(truth.probability[:, asked.objectives.index(name)]) + shift)
+    objectives = tuple(lake.spec.objectives)
+    rows = Predictions(
+        objectives=objectives,
+        impression_ids=ads.impression_ids,
+        user_hashes=ads.user_ids,
+        surface=np.zeros(len(ads.user_ids), np.int64),
+        probabilities=ads.labels,
+        labels=ads.labels.astype(np.float32),
+        label_mask=np.ones(ads.labels.shape, bool),
+    )
+    truth = true_probabilities(rows, raw)
+    assert truth is not None and len(truth.impression_ids) == len(ads.impression_ids)
+    logits = logit(truth.probabilities[:, objectives.index(objective)])
+    return np.asarray(expit(logits + logit_shift))
 
 
-def test_the_place_in_the_log_does_not_move_the_order(lake: Lake, said: Scored) -> None:
-    from features.inputs import features_of
+def test_the_logged_position_is_a_feature_that_is_neutralized(lake: Lake) -> None:
+    from features.schema import feature_schema
 
-    names = features_of(lake.spec).row_numbers
-    assert [names[n] for n in positional(lake.spec, names)] == ["x_position"]
+    names = feature_schema(lake.spec).numeric_columns
+    assert [names[n] for n in position_columns(lake.spec, names)] == ["ctx_position"]
 
 
-def test_requests_with_gaps_are_left_out_and_none_left_is_told(lake: Lake, said: Scored) -> None:
-    everything = logged(lake, (FIRST, LAST), said)
-    gone = said.impressions == everything.scored.impressions[0]
-    less = logged(lake, (FIRST, LAST), said.at(~gone))
-    alone = (everything.scored.request == everything.scored.request[0]).sum() == 1
-    assert less.left_out == everything.left_out + (0 if alone else 1)
+def test_incomplete_requests_are_excluded_and_none_left_is_an_error(
+    lake: Lake, scored_ads: ScoredAds
+) -> None:
+    complete = load_logged_rankings(lake, (FIRST, LAST), scored_ads)
+    is_removed = scored_ads.impression_ids == complete.ads.impression_ids[0]
+    incomplete = load_logged_rankings(lake, (FIRST, LAST), scored_ads.take(~is_removed))
+    had_one_ad = (complete.ads.request_ids == complete.ads.request_ids[0]).sum() == 1
+    num_excluded = complete.num_excluded_requests + (0 if had_one_ad else 1)
+    assert incomplete.num_excluded_requests == num_excluded
+    unlabelled = scored_ads._replace(has_final_labels=scored_ads.has_final_labels & False)
     with pytest.raises(UserError, match="no request has all its slots"):
-        logged(lake, (FIRST, LAST), said._replace(final=said.final & False))
+        load_logged_rankings(lake, (FIRST, LAST), unlabelled)

@@ -1,261 +1,340 @@
-"""The student: what it learns from whom; and a request is scored the same in any company."""
+"""The student: what its heads learn from, the warm start from GEM, scores that fit any batch."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from benchmarks.studies.shuffled_teacher import shuffle_predictions, shuffle_tables
 from etl.errors import UserError
-from ranking.inputs import newest
-from ranking.student.adapter import Adapter, imitation
-from ranking.student.config import StudentConfig, TransferConfig
-from ranking.student.share import share
-from ranking.student.teacher import Said
-from ranking.student.trained import TrainedStudent, new_student
-from ranking.student.transfer import Balance, Transfer
+from ranking.distillation.losses import (
+    DistillationLoss,
+    GradientBalancer,
+    TeacherAdapter,
+    distillation_loss,
+)
+from ranking.distillation.teacher import TeacherLogits, TeacherPredictions
+from ranking.distillation.warm_start import copy_gem_modules
+from ranking.inputs.arrays import declared_axes, from_named_arrays, named_arrays, pad_last
+from ranking.registry.export import INPUT_AXES, trace_programs
+from ranking.student.config import DistillationConfig
+from ranking.student.model import TrainedStudent, UserState, new_student
 from tests.conftest import LAST
-from training.build import build
+from tests.ranking.conftest import SMALL, batch_of
 from training.config import TrainConfig
 from training.data.batch import Batch
-from training.data.parts import Shuffle
-from training.data.reader import Reader
-from training.data.ripened import Ripened
-from training.knowledge.earlier import Earlier
-from training.loop.checkpoint import Manifest
-from training.model.config import SCALES
-from training.parallel.processes import process_group
-from training.parallel.sparse import parts_of
+from training.data.label_window import LabelWindow
+from training.data.reader import ExampleReader
+from training.data.sampling import Shuffle
+from training.distributed.process_group import process_group
+from training.distributed.sparse import local_shards
+from training.model.config import SCALES, GemOptions
+from training.teacher.embeddings import TeacherEmbeddings
+from training.trainer.manifest import Manifest
+from training.trainer.state import TrainState, build_train_state
 
-SMALL = StudentConfig(row_width=4, event_width=8, hidden=(16, 8), events=8, user_rows=50)
 OBJECTIVES = 3
 
 
 @pytest.fixture(scope="module")
-def reader(lake) -> Reader:
-    return Reader.newest(lake, "behaviour", 40, ("feed",))
-
-
-@pytest.fixture(scope="module")
-def batch(reader: Reader) -> Batch:
-    ripened = Ripened(0, reader.lake.spec.day_end(LAST))
-    return next(reader.batches([LAST], ripened, 40, Shuffle(None)))
+def batch(reader: ExampleReader) -> Batch:
+    return batch_of(reader, 40)
 
 
 @pytest.fixture
-def student(reader: Reader) -> TrainedStudent:
+def student(reader: ExampleReader) -> TrainedStudent:
     torch.manual_seed(0)
-    made = new_student(reader, SMALL, len(reader.items), Earlier.nothing())
-    made.student.eval()
-    return made
+    student = new_student(reader, SMALL, len(reader.items), TeacherEmbeddings.empty())
+    student.student.eval()
+    return student
 
 
-class Certain:
-    """A teacher that is sure of everything."""
+class CertainTeacher(TeacherPredictions):
+    """A teacher that predicts every objective of every impression with certainty."""
 
-    versions = ("v1",)
+    def __init__(self) -> None:
+        self.versions = ["v1"]
 
-    def look_up(self, impressions: np.ndarray) -> Said:
-        n = len(impressions)
-        return Said(
-            torch.full((n, OBJECTIVES), 9.0),
-            torch.ones(n, OBJECTIVES, dtype=torch.bool),
-            torch.zeros(n, dtype=torch.long),
-        )
+    def lookup(self, impression_ids: npt.NDArray[np.object_]) -> TeacherLogits:
+        return teacher_logits(torch.full((len(impression_ids), OBJECTIVES), 9.0))
 
 
-def gradients(student: TrainedStudent, batch: Batch, config: TransferConfig) -> dict:
+def teacher_logits(logits: torch.Tensor) -> TeacherLogits:
+    """Logits of one version of GEM, none missing."""
+    mask = torch.ones_like(logits, dtype=torch.bool)
+    return TeacherLogits(logits, mask, torch.zeros(len(logits), dtype=torch.long))
+
+
+def gradients(
+    student: TrainedStudent, batch: Batch, config: DistillationConfig
+) -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
-    transfer = Transfer.of(config, SMALL.hidden[1], torch.zeros(OBJECTIVES), Certain())
+    loss = DistillationLoss.from_config(
+        config, SMALL.hidden[1], torch.zeros(OBJECTIVES), CertainTeacher()
+    )
     student.student.zero_grad()
-    transfer.backward(student.hidden(batch), student.student.head, batch)
+    loss.backward(student.hidden(batch), student.student.head, batch)
     return {n: p.grad.clone() for n, p in student.student.named_parameters() if p.grad is not None}
 
 
 def test_the_served_head_learns_nothing_from_the_teacher(
     student: TrainedStudent, batch: Batch
 ) -> None:
-    """ExFM, theorem 3.1: what biases the teacher must not reach the served head."""
-    alone = gradients(student, batch, TransferConfig(kind="none"))
-    told = gradients(student, batch, TransferConfig(ratio=2.0))
-    plain = gradients(student, batch, TransferConfig(kind="plain"))
+    """ExFM, theorem 3.1: a bias of the teacher must not reach the served head."""
+    labels_only = gradients(student, batch, DistillationConfig(kind="none"))
+    auxiliary = gradients(student, batch, DistillationConfig(gradient_ratio=2.0))
+    plain = gradients(student, batch, DistillationConfig(kind="plain"))
     for name in ("head.weight", "head.bias"):
-        torch.testing.assert_close(told[name], alone[name])
-        assert (plain[name] - alone[name]).abs().max() > 1e-3
-    assert (told["row_layer.weight"] - alone["row_layer.weight"]).abs().max() > 0
+        torch.testing.assert_close(auxiliary[name], labels_only[name])
+        assert (plain[name] - labels_only[name]).abs().max() > 1e-3
+    layer = "candidate_layer.weight"
+    assert (auxiliary[layer] - labels_only[layer]).abs().max() > 0
 
 
-def test_no_ratio_no_gradient(student: TrainedStudent, batch: Batch) -> None:
-    alone = gradients(student, batch, TransferConfig(kind="none"))
-    told = gradients(student, batch, TransferConfig(ratio=0.0))
-    for name, grad in alone.items():
-        torch.testing.assert_close(told[name], grad)
+def test_with_gradient_ratio_zero_the_teacher_changes_nothing(
+    student: TrainedStudent, batch: Batch
+) -> None:
+    labels_only = gradients(student, batch, DistillationConfig(kind="none"))
+    auxiliary = gradients(student, batch, DistillationConfig(gradient_ratio=0.0))
+    for name, gradient in labels_only.items():
+        torch.testing.assert_close(auxiliary[name], gradient)
 
 
 @given(st.floats(0.1, 10), st.floats(1e-4, 1e4), st.integers(0, 9))
-def test_the_ratio_of_gradients_is_the_one_that_was_asked(
-    ratio: float, loud: float, seed: int
+def test_the_ratio_of_gradients_is_the_configured_one(
+    ratio: float, teacher_scale: float, seed: int
 ) -> None:
     torch.manual_seed(seed)
-    labels, told = torch.randn(8, 4), loud * torch.randn(8, 4)
-    added = Balance(ratio)(labels, told) - labels
-    assert float(added.norm() / labels.norm()) == pytest.approx(ratio, rel=1e-3)
+    label_gradient, teacher_gradient = torch.randn(8, 4), teacher_scale * torch.randn(8, 4)
+    added = GradientBalancer(ratio)(label_gradient, teacher_gradient) - label_gradient
+    assert float(added.norm() / label_gradient.norm()) == pytest.approx(ratio, rel=1e-3)
 
 
-def only(batch: Batch, keep: list[int], reader: Reader) -> Batch:
-    """The rows of some requests of a batch, read again alone."""
-    wanted = set(batch.requests[keep])
-    ripened = Ripened(0, reader.lake.spec.day_end(LAST))
-    for other in reader.batches([LAST], ripened, 1, Shuffle(None)):
-        if set(other.requests) <= wanted:
-            return other
-    raise AssertionError
+def read_request(request_id: str, reader: ExampleReader) -> Batch:
+    """A batch of one request."""
+    window = LabelWindow(0, reader.lake.spec.day_end(LAST))
+    batches: Iterator[Batch] = reader.batches([LAST], window, 1, Shuffle(None))
+    return next(batch for batch in batches if set(batch.request_ids) == {request_id})
 
 
-def test_a_request_is_scored_the_same_alone(
-    student: TrainedStudent, reader: Reader, batch: Batch
+def test_a_request_is_scored_the_same_alone_and_in_a_batch(
+    student: TrainedStudent, reader: ExampleReader, batch: Batch
 ) -> None:
     with torch.no_grad():
-        together = dict(zip(batch.impressions, student.logits(batch), strict=True))
-        for place in (0, 3, len(batch.requests) - 1):
-            alone = only(batch, [place], reader)
-            for name, logits in zip(alone.impressions, student.logits(alone), strict=True):
+        together = dict(zip(batch.impression_ids, student.logits(batch), strict=True))
+        for index in (0, 3, len(batch.request_ids) - 1):
+            alone = read_request(batch.request_ids[index], reader)
+            for name, logits in zip(alone.impression_ids, student.logits(alone), strict=True):
                 torch.testing.assert_close(logits, together[name], rtol=1e-4, atol=1e-5)
 
 
-def test_without_history_scores_are_numbers(student: TrainedStudent, batch: Batch) -> None:
-    none = {f: v[:0] for f, v in vars(batch.history).items() if isinstance(v, torch.Tensor)}
+def test_without_history_scores_are_finite(student: TrainedStudent, batch: Batch) -> None:
+    history = batch.history
+    tensors = {name: x[:0] for name, x in vars(history).items() if isinstance(x, torch.Tensor)}
     empty = replace(
-        batch.history,
-        **(none | {"offsets": torch.zeros_like(batch.history.offsets)}),
-        item_ids={n: v[:0] for n, v in batch.history.item_ids.items()},
-        item_vectors={n: v[:0] for n, v in batch.history.item_vectors.items()},
+        history,
+        **(tensors | {"offsets": torch.zeros_like(history.offsets)}),
+        item_categorical={name: x[:0] for name, x in history.item_categorical.items()},
+        item_vectors={name: x[:0] for name, x in history.item_vectors.items()},
     )
     with torch.no_grad():
         assert student.logits(replace(batch, history=empty)).isfinite().all()
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=8), st.integers(1, 4))
-def test_the_newest_of_each_group_in_order(sizes: list[int], most: int) -> None:
+def test_padding_keeps_the_last_elements_of_each_group_in_order(
+    sizes: list[int], max_length: int
+) -> None:
     offsets = np.concatenate(([0], np.cumsum(sizes)))
-    at = newest(offsets, most)
+    index = pad_last(offsets, max_length)
     values = np.arange(offsets[-1])
-    placed = at(values, -1)
-    for row, there, first, stop in zip(placed, at.there, offsets[:-1], offsets[1:], strict=True):
-        assert list(row[there]) == list(values[first:stop][-most:])
-        assert (row[~there] == -1).all()
+    padded = index(values, -1)
+    for group, row in enumerate(padded):
+        mask = index.mask[group]
+        expected = values[offsets[group] : offsets[group + 1]][-max_length:]
+        assert list(row[mask]) == list(expected)
+        assert (row[~mask] == -1).all()
 
 
-def said(logits: torch.Tensor) -> Said:
-    n = len(logits)
-    there = torch.ones_like(logits, dtype=torch.bool)
-    return Said(logits, there, torch.zeros(n, dtype=torch.long))
+def test_program_inputs_are_named_and_ordered_by_their_fields() -> None:
+    named = {name: torch.tensor(i) for i, name in enumerate(declared_axes(UserState))}
+    assert list(named)[-1] == "teacher_history_mask"
+    state: UserState = from_named_arrays(UserState, named)
+    assert state.teacher_history and state.teacher_history.mask is named["teacher_history_mask"]
+    assert list(named_arrays(state).items()) == list(named.items())
+    without = state._replace(teacher_history=None)
+    assert from_named_arrays(UserState, named_arrays(without)).teacher_history is None
 
 
-def test_the_adapter_finds_what_the_teacher_gets_wrong() -> None:
+def test_inputs_have_the_declared_axes_and_names_of_their_own(
+    reader: ExampleReader, batch: Batch
+) -> None:
+    config = SMALL.model_copy(update={"teacher_history_length": 4})
+    student = new_student(reader, config, len(reader.items), TeacherEmbeddings.empty())
+    student.student.eval()
+    sizes: dict[str, int] = {}
+    for program in trace_programs(student, student.input_builder(batch)):
+        assert program.inputs and not set(program.inputs) & set(program.outputs)
+        for name, tensor in program.inputs.items():
+            axes = INPUT_AXES[name]
+            assert len(axes) == tensor.ndim, name
+            for axis, size in zip(axes, tensor.shape, strict=True):
+                assert sizes.setdefault(axis, size) == size, (name, axis)
+
+
+def test_the_adapter_learns_to_correct_the_teacher() -> None:
     torch.manual_seed(0)
-    adapter = Adapter(1, 1)
+    adapter = TeacherAdapter(1, 1)
     for _ in range(600):
         truth = torch.randn(256, 1) - 1
         labels = (torch.rand(256, 1) < torch.sigmoid(truth)).float()
-        adapter.learn(said(2 * truth + 1), labels, torch.ones_like(labels))
+        adapter.update(teacher_logits(2 * truth + 1), labels, torch.ones_like(labels))
     truth = torch.linspace(-3, 1, 5)[:, None]
-    assert (adapter(said(2 * truth + 1)) - truth).abs().max() < 0.25
+    assert (adapter(teacher_logits(2 * truth + 1)) - truth).abs().max() < 0.25
 
 
-def test_no_row_is_corrected_by_its_own_label(student: TrainedStudent, batch: Batch) -> None:
-    """What a step learns from does not depend on the adapter's fit to that step's labels."""
-    found = []
+def test_no_example_is_corrected_by_its_own_label(
+    student: TrainedStudent, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The corrected logits of a step do not depend on the labels of that step."""
+    corrected: list[torch.Tensor] = []
+    forward = TeacherAdapter.forward
+
+    def record(adapter: TeacherAdapter, teacher: TeacherLogits) -> torch.Tensor:
+        logits = forward(adapter, teacher)
+        corrected.append(logits.detach().clone())
+        return logits
+
+    monkeypatch.setattr(TeacherAdapter, "forward", record)
+    first_corrections, intercepts = [], []
     for labels in (batch.labels, 1 - batch.labels):
         torch.manual_seed(2)
-        transfer = Transfer.of(
-            TransferConfig(adapter=True), SMALL.hidden[1], torch.zeros(OBJECTIVES), Certain()
+        loss = DistillationLoss.from_config(
+            DistillationConfig(use_adapter=True),
+            SMALL.hidden[1],
+            torch.zeros(OBJECTIVES),
+            CertainTeacher(),
         )
-        asked = []
-        corrected = transfer._corrected
-        transfer._corrected = lambda said, f=corrected, out=asked: out.append(f(said)) or out[-1]
+        assert loss.adapter
         student.student.zero_grad()
+        corrected.clear()
         flipped = replace(batch, labels=labels)
-        transfer.backward(student.hidden(batch), student.student.head, flipped)
-        found.append((asked[0], transfer.adapter.intercept.detach().clone()))
-    torch.testing.assert_close(found[0][0], found[1][0])
-    assert (found[0][1] - found[1][1]).abs().max() > 0
+        loss.backward(student.hidden(batch), student.student.head, flipped)
+        first_corrections.append(corrected[0])
+        intercepts.append(loss.adapter.intercept.detach().clone())
+    torch.testing.assert_close(first_corrections[0], first_corrections[1])
+    assert (intercepts[0] - intercepts[1]).abs().max() > 0
 
 
 @settings(max_examples=20)
 @given(st.floats(0.02, 0.98), st.floats(0.02, 0.98))
-def test_imitation_is_least_where_the_student_agrees(p: float, other: float) -> None:
-    logit = torch.logit(torch.tensor([[p]]))
-    there = torch.ones(1, 1, dtype=torch.bool)
-    agreed = imitation(logit, logit, there)
-    assert agreed <= imitation(torch.logit(torch.tensor([[other]])), logit, there) + 1e-6
-    assert imitation(logit, logit, ~there) == 0
+def test_the_distillation_loss_is_least_at_the_teachers_logit(p: float, other: float) -> None:
+    logit, other_logit = torch.logit(torch.tensor([[p]])), torch.logit(torch.tensor([[other]]))
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    least = distillation_loss(logit, logit, mask)
+    assert least <= distillation_loss(other_logit, logit, mask) + 1e-6
+    assert distillation_loss(logit, logit, ~mask) == 0
 
 
-def test_heads_that_imitate_are_not_served(student: TrainedStudent) -> None:
-    heads = [n for n, m in student.student.named_modules() if isinstance(m, nn.Linear)]
-    assert [n for n in heads if n.startswith("head")] == ["head"]
+def test_the_teachers_heads_are_not_served(student: TrainedStudent) -> None:
+    linear = [n for n, m in student.student.named_modules() if isinstance(m, nn.Linear)]
+    assert [name for name in linear if "head" in name] == ["head"]
 
 
 @pytest.fixture(scope="module")
-def gem(reader: Reader):
-    """A GEM of the student's sizes that has learned nothing: only what is copied matters."""
-    sizes = {"row_width": 4, "event_width": 8}
+def gem(reader: ExampleReader) -> Iterator[TrainState]:
+    """An untrained GEM of the student's sizes."""
+    sizes = {"embedding_dim": 4, "event_width": 8}
     tiny = SCALES["tiny"].model_copy(update=sizes)
     with pytest.MonkeyPatch.context() as patch, process_group():
         patch.setitem(SCALES, "tiny", tiny)
-        config = TrainConfig(scale="tiny", item_rows=64, model={"user_rows": 50})
-        known = reader.items.known_by(LAST)
+        config = TrainConfig(
+            scale="tiny", item_table_rows=64, model=GemOptions(user_hash_buckets=50)
+        )
         manifest = Manifest(
-            spec="", match=(), events=(), training=config, processes=1, versions={},
-            trained_from=LAST, trained_until=LAST, complete=True, batches=0, steps=0,
-        )  # fmt: skip
-        yield build(reader.features, manifest, known)
+            spec_hash="",
+            similarity_attributes=(),
+            event_types=(),
+            training=config,
+            num_shards=1,
+            table_versions={},
+            trained_from=LAST,
+            trained_until=LAST,
+            complete=True,
+            batches=0,
+            steps=0,
+        )
+        yield build_train_state(reader.features, manifest, reader.items.seen_by(LAST))
 
 
 def item_rows(student: TrainedStudent) -> torch.Tensor:
-    return student.tables.state_dict()["tables.item.weight"].clone()
+    weight: torch.Tensor = student.tables.state_dict()["tables.item.weight"]
+    return weight.clone()
 
 
-def test_shared_parts_are_gems(student: TrainedStudent, gem, reader: Reader) -> None:
-    share(student, gem, TransferConfig())
+def test_shared_modules_have_the_weights_of_gem(
+    student: TrainedStudent, gem: TrainState, reader: ExampleReader
+) -> None:
+    copy_gem_modules(student, gem, DistillationConfig())
     items = torch.arange(len(reader.items))
-    rows = next(w for k, w in gem.tables.state_dict().items() if ".item." in f".{k}")
-    ((_, stored),) = parts_of(rows)
-    torch.testing.assert_close(item_rows(student), stored[gem.model.items(items)])
-    for mine, theirs in (
-        (student.student.events, gem.model.core.history.events),
+    weight = next(w for key, w in gem.tables.state_dict().items() if ".item." in f".{key}")
+    ((_, gem_rows),) = local_shards(weight)
+    torch.testing.assert_close(item_rows(student), gem_rows[gem.model.item_rows(items)])
+    for target, source in (
+        (student.student.event_tokenizer, gem.model.core.history.event_tokenizer),
         (student.student.recency, gem.model.core.history.recency),
     ):
-        for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
-            torch.testing.assert_close(a, b)
+        for copied, original in zip(target.parameters(), source.parameters(), strict=True):
+            torch.testing.assert_close(copied, original)
 
 
-def test_a_shuffled_share_has_gems_rows_at_other_places(student: TrainedStudent, gem) -> None:
-    share(student, gem, TransferConfig())
-    right = item_rows(student)
-    share(student, gem, TransferConfig(shuffled=True))
-    wrong = item_rows(student)
-    assert (wrong != right).any(1).float().mean() > 0.5
-    torch.testing.assert_close(wrong.sort(0).values, right.sort(0).values)
+def test_a_shuffled_table_has_the_same_rows_in_another_order(
+    student: TrainedStudent, gem: TrainState
+) -> None:
+    """The control of the studies, benchmarks/studies/shuffled_teacher.py."""
+    copy_gem_modules(student, gem, DistillationConfig())
+    original = item_rows(student)
+    shuffle_tables(student, seed=0)
+    shuffled = item_rows(student)
+    assert (shuffled != original).any(1).float().mean() > 0.5
+    torch.testing.assert_close(shuffled.sort(0).values, original.sort(0).values)
 
 
-def test_frozen_parts_learn_nothing(student: TrainedStudent, gem, batch: Batch) -> None:
-    share(student, gem, TransferConfig(frozen=True))
-    gradients(student, batch, TransferConfig())
+def test_shuffled_predictions_are_those_of_the_same_version_for_other_impressions() -> None:
+    teacher = CertainTeacher()
+    teacher.impression_ids = np.arange(200).astype(str)
+    teacher.version_index = np.arange(200) % 3
+    teacher.logits = np.arange(200.0)[:, None]
+    shuffled = shuffle_predictions(teacher, seed=0)
+    assert (shuffled.logits != teacher.logits).mean() > 0.9
+    for version in range(3):
+        rows = teacher.version_index == version
+        assert set(shuffled.logits[rows, 0]) == set(teacher.logits[rows, 0])
+
+
+def test_frozen_modules_get_no_gradient(
+    student: TrainedStudent, gem: TrainState, batch: Batch
+) -> None:
+    copy_gem_modules(student, gem, DistillationConfig(freeze_shared=True))
+    gradients(student, batch, DistillationConfig())
     assert all(p.grad is None for p in student.tables.parameters())
-    assert all(p.grad is None for p in student.student.events.parameters())
+    assert all(p.grad is None for p in student.student.event_tokenizer.parameters())
     assert student.student.head.weight.grad is not None
 
 
-def test_parts_of_another_size_are_refused_where_they_are_named(reader: Reader, gem) -> None:
-    wide = SMALL.model_copy(update={"row_width": 8})
-    other = new_student(reader, wide, len(reader.items), Earlier.nothing())
+def test_modules_of_another_size_are_refused_where_they_are_named(
+    reader: ExampleReader, gem: TrainState
+) -> None:
+    wide = SMALL.model_copy(update={"embedding_dim": 8})
+    other = new_student(reader, wide, len(reader.items), TeacherEmbeddings.empty())
     before = item_rows(other)
-    share(other, gem, TransferConfig())
+    copy_gem_modules(other, gem, DistillationConfig())
     assert torch.equal(item_rows(other), before)
-    with pytest.raises(UserError, match="row width 8 cannot share parts of a GEM of 4"):
-        share(other, gem, TransferConfig(share=("tables",)))
+    with pytest.raises(UserError, match="embedding_dim 8 cannot share modules of a GEM with 4"):
+        copy_gem_modules(other, gem, DistillationConfig(shared_modules=("tables",)))

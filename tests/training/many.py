@@ -1,137 +1,147 @@
-"""GEM on several processes, a few steps of plain SGD: what it lost, what it learned, what moved."""
+"""GEM on several processes, for a few steps of plain SGD; and functions run in processes."""
 
 import pickle
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, multiprocessing
-from torch.multiprocessing import ProcessContext
+from torch.multiprocessing.spawn import ProcessContext, start_processes
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardingType
 
 from etl.tables.lake import Lake
-from features.inputs import USER, Features
+from features.schema import USER_TABLE, FeatureSchema
 from tests.conftest import FIRST, LAST
-from training.build import WHOLE, newest_reader
 from training.config import TrainConfig
 from training.data.batch import Batch
-from training.data.parts import Shuffle
-from training.data.ripened import Ripened
-from training.loop.average import averaged
-from training.loop.loss import Loss
-from training.loop.step import GemModel
+from training.data.label_window import LabelWindow
+from training.data.sampling import Shuffle
+from training.distributed.communication import CommunicationCounter, LookupCounter
+from training.distributed.dense import parallelize
+from training.distributed.process_group import build_mesh
+from training.distributed.sparse import ReplicaSync, TorchrecTables, local_shards, shard_tables
 from training.model.config import SCALES
+from training.model.embeddings import ItemRowMap, table_sizes
 from training.model.gem import Gem
-from training.model.lookup import ItemRows, table_rows
-from training.parallel.dense import spread
-from training.parallel.mesh import mesh_of
-from training.parallel.moved import Counted, Moved
-from training.parallel.replicas import Replicas
-from training.parallel.sparse import TorchrecTables, parts_of, shard
+from training.trainer.state import TABLE_WISE, latest_reader
+from training.trainer.step import GemModel, Loss, ema_model
 
-SIZES = SCALES["tiny"].model_copy(update={"user_rows": 64})
+SIZES = SCALES["tiny"].model_copy(update={"user_hash_buckets": 64})
 ITEMS = 128
 JOIN_TIMEOUT_S = 180
 SGD = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5}
 
 
 @dataclass(frozen=True)
-class Way:
-    """How a model lies on the processes."""
+class Parallelism:
+    """How a model is distributed over the processes."""
 
-    groups: int = 1
-    every: int = 1
+    replica_groups: int = 1
+    sync_every: int = 1
     sharded: bool = False
-    kinds: tuple[ShardingType, ...] = WHOLE
+    sharding_types: tuple[ShardingType, ...] = TABLE_WISE
 
 
 @dataclass(frozen=True)
-class Learned:
-    """Mean losses of the steps; tables as they are after them; bytes that this process sent."""
+class TrainingResult:
+    """Mean losses of the steps, tables after them, and what this process sent and looked up."""
 
     losses: list[float]
     tables: dict[str, Tensor]
-    moved: dict[str, int]
+    bytes_sent: dict[str, int]
     ids: int
 
 
-def some_batches(lake: Lake, count: int) -> tuple[Features, list[Batch]]:
+def some_batches(lake: Lake, count: int) -> tuple[FeatureSchema, list[Batch]]:
     """Small batches of the first day, with labels."""
-    reader = newest_reader(lake, TrainConfig(scale="tiny"))
-    ripe = Ripened(0, lake.spec.day_end(LAST))
-    found = reader.batches([FIRST], ripe, 24, Shuffle(0))
-    return reader.features, [next(found) for _ in range(count)]
+    reader = latest_reader(lake, TrainConfig(scale="tiny"))
+    window = LabelWindow(0, lake.spec.day_end(LAST))
+    batches = reader.batches([FIRST], window, 24, Shuffle(0))
+    return reader.features, [next(batches) for _ in range(count)]
 
 
-def learn(
-    features: Features, steps: Sequence[Sequence[Batch]], way: Way, rank: int, world: int
-) -> Learned:
-    """Learn from batches of several steps, those of a step spread over the processes."""
-    mesh = mesh_of(way.groups)
+def train(
+    features: FeatureSchema,
+    steps: Sequence[Sequence[Batch]],
+    parallelism: Parallelism,
+    rank: int,
+    world: int,
+) -> TrainingResult:
+    """Train on the batches of several steps; those of a step are divided among the processes."""
+    mesh = build_mesh(parallelism.replica_groups)
     torch.manual_seed(0)
     core = Gem(features, SIZES).eval()
-    rows = table_rows(features, ITEMS, SIZES.user_rows)
-    tables = shard(TorchrecTables(rows, SIZES.row_width, (USER,)), mesh, SGD, way.kinds)
-    begin_alike(tables)
-    dense = spread(core, averaged(core), mesh, way.sharded)
-    items = ItemRows(ITEMS, torch.ones(100_000, dtype=torch.bool))
-    counted = Counted(tables)
-    model = GemModel(core, dense, counted, items, SIZES.user_rows, 0.0)
-    loss = Loss.of(TrainConfig(scale="tiny"), features.objectives)
-    sgd, copies = torch.optim.SGD(core.parameters(), lr=0.1), Replicas(tables, mesh, way.every)
+    rows = table_sizes(features, ITEMS, SIZES.user_hash_buckets)
+    torchrec_tables = TorchrecTables(rows, SIZES.embedding_dim, (USER_TABLE,))
+    tables = shard_tables(torchrec_tables, mesh, SGD, parallelism.sharding_types)
+    init_equally(tables)
+    dense = parallelize(core, ema_model(core), mesh, parallelism.sharded)
+    items = ItemRowMap(ITEMS, torch.ones(100_000, dtype=torch.bool))
+    lookups = LookupCounter(tables)
+    model = GemModel(core, dense, lookups, items, SIZES.user_hash_buckets, 0.0)
+    loss = Loss.from_config(TrainConfig(scale="tiny"), features.objectives)
+    sgd = torch.optim.SGD(core.parameters(), lr=0.1)
+    replica_sync = ReplicaSync(tables, mesh, parallelism.sync_every)
     losses = []
-    with Moved() as moved:
+    with CommunicationCounter() as communication:
         for step in steps:
             mean_rows = sum(map(len, step)) / len(step)
-            mine = step[rank::world]
-            found = torch.stack([loss(model(batch), batch, mean_rows) for batch in mine]).mean()
+            own = step[rank::world]
+            step_loss = torch.stack([loss(model(batch), batch, mean_rows) for batch in own]).mean()
             sgd.zero_grad()
-            found.backward()
+            step_loss.backward()
             sgd.step()
-            copies.stepped()
-            losses.append(found.detach())
-    together = torch.stack(losses)
-    dist.all_reduce(together)
-    return Learned((together / world).tolist(), whole(tables, rows), dict(moved.bytes), counted.ids)
+            replica_sync.after_step()
+            losses.append(step_loss.detach())
+    mean_losses = torch.stack(losses)
+    dist.all_reduce(mean_losses)
+    return TrainingResult(
+        losses=(mean_losses / world).tolist(),
+        tables=all_rows(tables, rows),
+        bytes_sent=dict(communication.bytes),
+        ids=lookups.ids,
+    )
 
 
 @torch.no_grad()
-def begin_alike(tables: DistributedModelParallel) -> None:
-    """Rows that depend on their table and place alone, wherever they lie."""
+def init_equally(tables: DistributedModelParallel) -> None:
+    """Initialize rows by table and position alone, however the tables are sharded."""
     for key, weight in tables.state_dict().items():
         generator = torch.Generator().manual_seed(crc32(key.encode()))
         rows = torch.randn(weight.shape, generator=generator) * 0.05
-        for first, held in parts_of(weight):
-            held.copy_(rows[first : first + len(held)])
+        for shard in local_shards(weight):
+            shard.rows.copy_(rows[shard.first_row : shard.first_row + len(shard.rows)])
 
 
-def whole(tables: DistributedModelParallel, rows: dict[str, int]) -> dict[str, Tensor]:
+@torch.no_grad()
+def all_rows(tables: DistributedModelParallel, rows: dict[str, int]) -> dict[str, Tensor]:
     """All rows of all tables."""
-    with torch.no_grad():
-        return tables({name: torch.arange(count) for name, count in rows.items()})
+    vectors: dict[str, Tensor] = tables({name: torch.arange(count) for name, count in rows.items()})
+    return vectors
 
 
 def run(
-    target: Callable[..., None], arguments: tuple, processes: int, join: bool = True
+    target: Callable[..., None], arguments: tuple[Any, ...], processes: int, join: bool = True
 ) -> ProcessContext:
-    """Run `target(rank, *arguments)` in so many processes.
+    """Run `target(rank, *arguments)` in several processes.
 
-    They are forked from a server that has imported this module, so each begins at once. Raises
-    TimeoutError where they have not ended after JOIN_TIMEOUT_S, as when one waits in a collective
-    that another never calls.
+    They are forked from a server that has imported this module, so they start fast. Raises
+    TimeoutError if they have not ended after JOIN_TIMEOUT_S, as when one waits in a collective that
+    another never calls.
     """
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload([__name__])  # read when the server starts
-    # As bytes: tensors that are shared take a file descriptor each, and a fork has few.
+    # Pickled here, because each tensor that multiprocessing shares takes a file descriptor.
     call = pickle.dumps((target, arguments))
-    context = multiprocessing.start_processes(
-        unpickled, (call,), nprocs=processes, join=False, start_method="forkserver"
+    context: ProcessContext = start_processes(
+        call_pickled, (call,), nprocs=processes, join=False, start_method="forkserver"
     )
     if join:
         join_or_kill(context)
@@ -148,37 +158,41 @@ def join_or_kill(context: ProcessContext) -> None:
             raise TimeoutError(f"the processes have not ended after {JOIN_TIMEOUT_S} s")
 
 
-def unpickled(rank: int, call: bytes) -> None:
-    """Make a pickled call in one of the processes."""
+def call_pickled(rank: int, call: bytes) -> None:
+    """Run a pickled call in one of the processes."""
     target, arguments = pickle.loads(call)
     target(rank, *arguments)
 
 
-def process(
+def train_and_save(
     rank: int,
     world: int,
-    features: Features,
+    features: FeatureSchema,
     steps: Sequence[Sequence[Batch]],
-    ways: Sequence[Way],
+    variants: Sequence[Parallelism],
     folder: str,
 ) -> None:
-    """One of several processes: learn in several ways, and keep what came of each."""
-    dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=world)
+    """Train with each variant in one of several processes, and save the results."""
+    init_method = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", init_method, rank=rank, world_size=world)
     torch.set_num_threads(1)
-    found = [learn(features, steps, way, rank, world) for way in ways]
-    torch.save([vars(one) for one in found], f"{folder}/{rank}.pt")
+    results = [train(features, steps, variant, rank, world) for variant in variants]
+    torch.save([vars(result) for result in results], f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
-def together(
-    features: Features,
+def train_on_processes(
+    features: FeatureSchema,
     steps: Sequence[Sequence[Batch]],
-    ways: Sequence[Way],
+    variants: Sequence[Parallelism],
     folder: Path,
     world: int,
-) -> list[list[Learned]]:
-    """What each process came to, in each way."""
+) -> list[list[TrainingResult]]:
+    """The results of all processes, for each variant."""
     folder.mkdir()
-    run(process, (world, features, steps, ways, str(folder)), world)
-    kept = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
-    return [[Learned(**one) for one in of_way] for of_way in zip(*kept, strict=True)]
+    run(train_and_save, (world, features, steps, variants, str(folder)), world)
+    by_process = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
+    return [
+        [TrainingResult(**result) for result in results]
+        for results in zip(*by_process, strict=True)
+    ]

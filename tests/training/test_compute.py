@@ -1,32 +1,38 @@
-"""Laws of how GEM is computed: nothing of what is learned changes, but for rounding."""
+"""How GEM is computed changes nothing of what it computes, except for rounding."""
+
+from typing import Any
 
 import pytest
 import torch
 
 from etl.tables.lake import Lake
 from tests.conftest import LAST
-from training.config import ComputeOptions
+from training.config import ComputeConfig
 from training.data.batch import Batch
-from training.data.parts import Shuffle
-from training.data.reader import Reader
-from training.data.ripened import Ripened
-from training.loop.compute import prepare
+from training.data.label_window import LabelWindow
+from training.data.reader import ExampleReader
+from training.data.sampling import Shuffle
 from training.model.config import SCALES, GemConfig, SequenceOptions
-from training.model.gem import Gem
-from training.model.lookup import first_items, look_up, table_rows
-from training.model.plain import PlainTables
+from training.model.embeddings import (
+    TorchEmbeddingTables,
+    item_row_map_up_to,
+    lookup_embeddings,
+    table_sizes,
+)
+from training.model.gem import Gem, GemOutput
+from training.trainer.compute import apply_compute_config
 
-EAGER = ComputeOptions()
-DEEP = {"flow": "int", "cls_rows": 1, "rotary": True, "pooling": "hsp", "shorten": 2}
+EAGER = ComputeConfig()
+DEEP = {"flow": "int", "cls_tokens": 1, "rotary": True, "pooling": "hsp", "pyramid_stride": 2}
 # Three stand for all kinds of blocks; `make proof` computes the others, too.
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     "deep": {"event_layers": 2, "sequence": SequenceOptions.model_validate(DEEP)},
-    "across": {"across_rows": 2, "layers": 3},
-    "two streams": {"interaction": "two_streams"},
+    "across": {"cross_layer_rows": 2, "layers": 3},
+    "two streams": {"interaction": "finalmlp"},
 }
-MORE_MODELS = {
+MORE_MODELS: dict[str, dict[str, Any]] = {
     "default": {},
-    "pffn": {"sequence": SequenceOptions(flow="n2s", personal="pffn", layer="hstu")},
+    "pffn": {"sequence": SequenceOptions(flow="n2s", personalization="pffn", layer="hstu")},
     "dhen": {"interaction": "dhen"},
     "dcnv2": {"interaction": "dcnv2"},
 }
@@ -35,71 +41,79 @@ ALL_MODELS = [*MODELS, *(pytest.param(name, marks=pytest.mark.proof) for name in
 
 @pytest.fixture(scope="module")
 def batches(lake: Lake) -> list[Batch]:
-    reader = Reader.newest(lake, "behaviour", 64)
-    ripened = Ripened(0, lake.spec.day_end(LAST))
-    return [next(reader.batches([LAST], ripened, n, Shuffle(0))) for n in (64, 48)]
+    reader = ExampleReader.latest(lake, "behaviour", 64)
+    window = LabelWindow(0, lake.spec.day_end(LAST))
+    return [next(reader.batches([LAST], window, rows, Shuffle(0))) for rows in (64, 48)]
 
 
 @pytest.fixture(params=ALL_MODELS)
 def config(request: pytest.FixtureRequest) -> GemConfig:
-    told = {"user_rows": 0, "item_dropout": 0.0} | (MODELS | MORE_MODELS)[request.param]
-    return SCALES["tiny"].model_copy(update=told)
+    options = (MODELS | MORE_MODELS)[request.param]
+    update = {"user_hash_buckets": 0, "item_dropout": 0.0} | options
+    return SCALES["tiny"].model_copy(update=update)
 
 
 class Model:
-    """A GEM and tables of one seed, computed as told."""
+    """A GEM and tables of one seed, computed by some options."""
 
-    def __init__(self, lake: Lake, config: GemConfig, options: ComputeOptions) -> None:
-        reader = Reader.newest(lake, "behaviour", 64)
+    def __init__(self, lake: Lake, config: GemConfig, options: ComputeConfig) -> None:
+        reader = ExampleReader.latest(lake, "behaviour", 64)
         torch.manual_seed(0)
         self.gem = Gem(reader.features, config)
-        self.tables = PlainTables(table_rows(reader.features, 500), config.row_width)
-        prepare(self.gem, options, backend="aot_eager")
+        self.tables = TorchEmbeddingTables(table_sizes(reader.features, 500), config.embedding_dim)
+        apply_compute_config(self.gem, options, backend="aot_eager")
 
     def logits(self, batch: Batch) -> torch.Tensor:
         torch.manual_seed(1)
-        found = self.gem.find(batch)
-        vectors = look_up(self.tables, batch, found.positions, first_items(500))
-        return self.gem(batch, found, vectors).logits
+        history = self.gem.select_history(batch)
+        vectors = lookup_embeddings(self.tables, batch, history.positions, item_row_map_up_to(500))
+        output: GemOutput = self.gem(batch, history, vectors)
+        return output.logits
 
-    def learned(self, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def logits_and_gradients(self, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Logits, and all gradients."""
         logits = self.logits(batch)
-        logits.square().sum().backward()
+        torch.autograd.backward(logits.square().sum())
         named = self.gem.named_parameters()
         return logits, {name: p.grad for name, p in named if p.grad is not None}
 
 
-@pytest.mark.parametrize("recompute", ["sequence", "blocks"])
-def test_what_is_computed_once_more_is_the_same_to_the_last_bit(
-    lake: Lake, config: GemConfig, batches: list[Batch], recompute: str
+def checkpointed(blocks: str) -> ComputeConfig:
+    return ComputeConfig.model_validate({"activation_checkpointing": blocks})
+
+
+@pytest.mark.parametrize("blocks", ["sequence", "blocks"])
+def test_activation_checkpointing_changes_no_bit(
+    lake: Lake, config: GemConfig, batches: list[Batch], blocks: str
 ) -> None:
-    """Dropout draws the same again; names of weights stay."""
-    told = ComputeOptions.model_validate({"recompute": recompute})
-    (logits, gradients), (again, others) = (
-        Model(lake, config, options).learned(batches[0]) for options in (EAGER, told)
-    )
-    assert torch.equal(logits, again) and gradients.keys() == others.keys()
-    assert all(torch.equal(gradients[name], others[name]) for name in gradients)
+    """Dropout draws the same numbers again; names of weights do not change."""
+    logits, gradients = Model(lake, config, EAGER).logits_and_gradients(batches[0])
+    model = Model(lake, config, checkpointed(blocks))
+    again, gradients_again = model.logits_and_gradients(batches[0])
+    assert torch.equal(logits, again) and gradients.keys() == gradients_again.keys()
+    assert all(torch.equal(gradients[name], gradients_again[name]) for name in gradients)
 
 
-def kept(model: Model, batch: Batch) -> int:
-    """Bytes that a forward pass leaves for the backward pass."""
+def saved_bytes(model: Model, batch: Batch) -> int:
+    """Bytes that a forward pass saves for the backward pass."""
     sizes: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda x: sizes.append(x.untyped_storage().nbytes()) or x, lambda x: x
-    ):
+
+    def record(tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(tensor.untyped_storage().nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         model.logits(batch)
     return sum(sizes)
 
 
-def test_less_is_kept_for_the_backward_pass(lake: Lake, batches: list[Batch]) -> None:
-    config = SCALES["tiny"].model_copy(update=MODELS["deep"] | {"user_rows": 0})
-    sizes = [
-        kept(Model(lake, config, ComputeOptions.model_validate({"recompute": r})), batches[0])
-        for r in ("nothing", "sequence", "blocks")
-    ]
-    assert sizes[0] > sizes[1] > sizes[2]
+def test_activation_checkpointing_saves_memory(lake: Lake, batches: list[Batch]) -> None:
+    config = SCALES["tiny"].model_copy(update=MODELS["deep"] | {"user_hash_buckets": 0})
+    none, sequence, blocks = (
+        saved_bytes(Model(lake, config, checkpointed(kind)), batches[0])
+        for kind in ("none", "sequence", "blocks")
+    )
+    assert none > sequence > blocks
 
 
 def test_compiled_blocks_are_compiled_once_for_all_sizes_of_a_batch(
@@ -107,24 +121,24 @@ def test_compiled_blocks_are_compiled_once_for_all_sizes_of_a_batch(
 ) -> None:
     torch.compiler.reset()
     eager, compiled = (
-        Model(lake, config, o) for o in (EAGER, ComputeOptions(compiled=True, recompute="blocks"))
+        Model(lake, config, o)
+        for o in (EAGER, ComputeConfig(compiled=True, activation_checkpointing="blocks"))
     )
     for batch, stance in zip(batches, ("default", "fail_on_recompile"), strict=True):
         with torch.compiler.set_stance(stance):
-            (logits, gradients), (again, others) = (m.learned(batch) for m in (eager, compiled))
+            logits, gradients = eager.logits_and_gradients(batch)
+            again, others = compiled.logits_and_gradients(batch)
         torch.testing.assert_close(again, logits, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(others, gradients, atol=1e-3, rtol=1e-3)
 
 
-def test_products_in_bf16_are_near_those_in_fp32(
-    lake: Lake, config: GemConfig, batches: list[Batch]
-) -> None:
-    half = ComputeOptions(precision="bf16")
-    (logits, gradients), (near, others) = (
-        Model(lake, config, options).learned(batches[0]) for options in (EAGER, half)
-    )
-    assert near.dtype == torch.float32 and not torch.equal(logits, near)
-    torch.testing.assert_close(near, logits, atol=0.05, rtol=0.05)
-    together = [torch.cat([g.flatten() for g in told.values()]) for told in (gradients, others)]
-    assert all(g.dtype == torch.float32 for g in others.values())
-    assert torch.cosine_similarity(*together, dim=0) > 0.98
+def test_bf16_is_close_to_fp32(lake: Lake, config: GemConfig, batches: list[Batch]) -> None:
+    half = ComputeConfig(precision="bf16")
+    logits, gradients = Model(lake, config, EAGER).logits_and_gradients(batches[0])
+    logits_bf16, gradients_bf16 = Model(lake, config, half).logits_and_gradients(batches[0])
+    assert logits_bf16.dtype == torch.float32 and not torch.equal(logits, logits_bf16)
+    torch.testing.assert_close(logits_bf16, logits, atol=0.05, rtol=0.05)
+    assert all(gradient.dtype == torch.float32 for gradient in gradients_bf16.values())
+    flat = torch.cat([gradient.flatten() for gradient in gradients.values()])
+    flat_bf16 = torch.cat([gradients_bf16[name].flatten() for name in gradients])
+    assert torch.cosine_similarity(flat, flat_bf16, dim=0) > 0.98

@@ -1,46 +1,59 @@
-"""Laws of a training run's configuration: what processes are told is what was asked for."""
+"""Configuration of a training run: worker processes get the options of the command line."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from etl.cli import parse
+from etl.cli.runner import parse_arguments
 from etl.errors import UserError
-from training.commands import GemArgs, settings
+from training.commands import GemArgs, worker_settings
 from training.config import TrainConfig
 from training.model.config import SCALES
 
 BASE = {"spec": "s.yaml", "lake": "lake", "days": "2026-01-01"}
-TOLD = [
+OPTIONS: list[dict[str, Any]] = [
     {},
-    {"scale": "tiny", "model": {"attentive": False, "across_rows": 2}, "max_length": 0},
-    {"model": {"sequence": {"flow": "int", "rotary": True, "cls_rows": 1}}},
-    {"model": {"after": {"buy": "click"}}, "weights": {"buy": 2.0}, "negatives": {"buy": 0.5}},
-    {"model": {"sequence": {"families": {"ads": {"events": ["a", "b"], "width": 8}}}}},
+    {
+        "scale": "tiny",
+        "model": {"input_dependent_projection": False, "cross_layer_rows": 2},
+        "max_length": 0,
+    },
+    {"model": {"sequence": {"flow": "int", "rotary": True, "cls_tokens": 1}}},
+    {
+        "model": {"esmm_parents": {"buy": "click"}},
+        "objective_weights": {"buy": 2.0},
+        "negative_sampling_rate": {"buy": 0.5},
+    },
+    {"model": {"sequence": {"event_groups": {"ads": {"events": ["a", "b"], "width": 8}}}}},
 ]
 
 
-@pytest.mark.parametrize("told", TOLD, ids=str)
-def test_processes_are_told_what_was_asked_for(told: dict, tmp_path: Path) -> None:
-    args = GemArgs.model_validate(BASE | told)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_worker_settings_parse_to_the_same_arguments(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    args = GemArgs.model_validate(BASE | options)
     file = tmp_path / "gem.yaml"
-    file.write_text(yaml.safe_dump(settings(args)))
-    assert parse(GemArgs, ["--config", str(file)], "gem") == args
+    file.write_text(yaml.safe_dump(worker_settings(args)))
+    assert parse_arguments(GemArgs, ["--config", str(file)], "gem") == args
 
 
-def test_families_are_told_on_the_command_line() -> None:
-    words = [w for k, v in BASE.items() for w in (f"--{k}", v)]
-    flag = ["--model.sequence.families", "{clicks: {events: [click], layers: 3}}"]
-    families = parse(GemArgs, words + flag, "gem").model.sequence.families
-    assert families["clicks"].events == ("click",) and families["clicks"].layers == 3
-    with pytest.raises((UserError, SystemExit)):
-        parse(GemArgs, [*words, flag[0], "{clicks: {event: [click]}}"], "gem")
-
-
-def test_options_go_into_the_sizes_of_a_scale() -> None:
-    config = TrainConfig.model_validate({"scale": "base", "model": TOLD[2]["model"]})
-    assert (
-        config.sizes.sequence.flow == "int" and config.sizes.row_width == SCALES["base"].row_width
+def test_event_groups_are_parsed_from_the_command_line() -> None:
+    required = [word for name, value in BASE.items() for word in (f"--{name}", value)]
+    flag = "--model.sequence.event-groups"
+    args = parse_arguments(
+        GemArgs, [*required, flag, "{clicks: {events: [click], layers: 3}}"], "gem"
     )
-    assert config.reads()["model"] == config.model.model_dump()
+    group = args.model.sequence.event_groups["clicks"]
+    assert group.events == ("click",) and group.layers == 3
+    with pytest.raises((UserError, SystemExit)):
+        parse_arguments(GemArgs, [*required, flag, "{clicks: {event: [click]}}"], "gem")
+
+
+def test_model_options_are_combined_with_the_sizes_of_a_scale() -> None:
+    config = TrainConfig.model_validate({"scale": "base", "model": OPTIONS[2]["model"]})
+    assert config.gem_config.sequence.flow == "int"
+    assert config.gem_config.embedding_dim == SCALES["base"].embedding_dim
+    assert config.resume_invariants()["model"] == config.model.model_dump()

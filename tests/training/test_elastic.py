@@ -1,24 +1,24 @@
-"""A training goes on after processes are lost, with as many as there are; each row once."""
+"""Elastic training: it resumes with fewer or more processes, and trains on each row once."""
 
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from datetime import timedelta
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -27,241 +27,234 @@ from torch.distributed.checkpoint.state_dict import (
 
 from etl.errors import TemporaryError
 from etl.tables.lake import Lake
-from features.inputs import Features
+from features.schema import FeatureSchema
 from gemline import main
 from tests.conftest import FIRST
 from tests.training.many import run, some_batches
-from training.build import build
-from training.config import SpreadOptions, TrainConfig
+from training.config import ParallelismConfig, TrainConfig
 from training.data.batch import Batch
-from training.day import Day, Lanes
-from training.gem import load_trained
-from training.loop import checkpoint
-from training.loop.checkpoint import Manifest, Trained
-from training.loop.loss import Loss
-from training.loop.nan_guard import report_non_finite_loss
-from training.loop.step import NonFiniteLossError, train_step
-from training.loop.writer import Writer
-from training.model.lookup import table_rows
-from training.parallel.processes import process_group
-from training.parallel.sparse import parts_of
+from training.distributed.process_group import process_group
+from training.distributed.sparse import local_shards
+from training.model.embeddings import table_sizes
+from training.trainer import checkpoint
+from training.trainer.async_checkpoint import AsyncCheckpointer
+from training.trainer.manifest import Manifest
+from training.trainer.nan_guard import non_finite_loss_error
+from training.trainer.resume import DayBatches
+from training.trainer.state import TrainState, build_train_state
+from training.trainer.step import Loss, NonFiniteLossError, train_step
+from training.trainer.trainer import load_gem
 
 SIZES = ["--scale", "tiny", "--batch-rows", "24", "--checkpoint-every", "5"]
-CONFIG = TrainConfig(scale="tiny", item_rows=128)
-WHOLE = StateDictOptions(full_state_dict=True)
-WRITTEN = 4, SpreadOptions(groups=2, dense="sharded")
-READ_BY = {
-    "by rows, dense sharded": (2, SpreadOptions(by_rows=True, dense="sharded")),
-    "alone": (1, SpreadOptions()),
+CONFIG = TrainConfig(scale="tiny", item_table_rows=128)
+FULL_STATE = StateDictOptions(full_state_dict=True)
+SAVED_BY = 4, ParallelismConfig(table_replicas=2, dense_parallelism="fsdp")
+LOADED_BY = {
+    "by rows, dense sharded": (2, ParallelismConfig(row_wise=True, dense_parallelism="fsdp")),
+    "alone": (1, ParallelismConfig()),
 }
 
 
-@given(
-    lengths=st.lists(st.integers(0, 7), min_size=1, max_size=5),
-    shares=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), max_size=4),
-)
-def test_lanes_give_each_batch_once_to_whoever_goes_on(
-    lengths: list[int], shares: list[tuple[int, int]]
-) -> None:
-    """Some processes take some steps, then others go on, and in the end one takes what is left."""
-    batches = [[(lane, n) for n in range(length)] for lane, length in enumerate(lengths)]
-    taken, seen = dict.fromkeys(range(len(lengths)), 0), []
-    for world, steps in [*shares, (1, sum(lengths))]:
-        after = dict(taken)
-        for rank in range(world):
-            own = {n: iter(batches[n][taken[n] :]) for n in range(rank, len(lengths), world)}
-            lanes: Any = Lanes(own, taken)
-            seen += islice(lanes, steps)
-            after |= {n: lanes.taken[n] for n in own}
-        taken = after
-    assert sorted(seen) == sorted(batch for lane in batches for batch in lane)
-
-
-def manifest(lake: Lake, world: int) -> Manifest:
+def new_manifest(lake: Lake, world: int) -> Manifest:
     return Manifest(
-        spec=lake.spec.hash, match=lake.spec.match, events=(), training=CONFIG, processes=world,
-        versions={}, trained_from=FIRST, trained_until=FIRST, complete=False, batches=0, steps=0,
-    )  # fmt: skip
+        spec_hash=lake.spec.hash,
+        similarity_attributes=lake.spec.similarity_attributes,
+        event_types=(),
+        training=CONFIG,
+        num_shards=world,
+        table_versions={},
+        trained_from=FIRST,
+        trained_until=FIRST,
+        complete=False,
+        batches=0,
+        steps=0,
+    )
 
 
-def state(trained: Trained) -> dict[str, Any]:
-    """Everything that the next step depends on, whole, wherever its parts lie."""
-    sizes = CONFIG.sizes
-    rows = table_rows(trained.model.core.features, CONFIG.item_rows, sizes.user_rows)
+def full_state(state: TrainState) -> dict[str, Any]:
+    """Everything that the next step depends on, gathered from all processes."""
+    core, sizes = state.model.core, CONFIG.gem_config
+    rows = table_sizes(core.features, CONFIG.item_table_rows, sizes.user_hash_buckets)
     with torch.no_grad():
-        tables = trained.tables({name: torch.arange(count) for name, count in rows.items()})
-    states = {}
-    told = trained.tables.fused_optimizer.state_dict()["state"]
+        tables = state.tables({name: torch.arange(count) for name, count in rows.items()})
+    table_states = {}
+    local_states = state.tables.fused_optimizer.state_dict()["state"]
     for name, count in rows.items():
-        whole = torch.zeros(count)
-        for value in told.get(f"collection.embeddings.{name}.weight", {}).values():
-            for first, held in parts_of(value):
-                whole[first : first + len(held)] = held
-        dist.all_reduce(whole, dist.ReduceOp.MAX)
-        states[name] = whole
-    core = trained.model.core
-    optimizer = get_optimizer_state_dict(core, trained.optimizer, options=WHOLE)
+        full = torch.zeros(count)
+        for value in local_states.get(f"collection.embeddings.{name}.weight", {}).values():
+            for first, shard in local_shards(value):
+                full[first : first + len(shard)] = shard
+        dist.all_reduce(full, dist.ReduceOp.MAX)
+        table_states[name] = full
     return {
-        "tables": {name: found.clone() for name, found in tables.items()},
-        "states": states,
-        "dense": get_model_state_dict(core, options=WHOLE),
-        "average": get_model_state_dict(trained.averaged.module, options=WHOLE),
-        "moments": optimizer["state"],
-        "asked": trained.asked.days,
+        "tables": {name: table.clone() for name, table in tables.items()},
+        "table_states": table_states,
+        "dense": get_model_state_dict(core, options=FULL_STATE),
+        "ema": get_model_state_dict(state.ema.module, options=FULL_STATE),
+        "moments": get_optimizer_state_dict(core, state.optimizer, options=FULL_STATE)["state"],
+        "last_access": state.last_access.last_days,
     }
 
 
-def step(trained: Trained, batches: list[Batch], features: Features) -> None:
-    loss = Loss.of(CONFIG, features.objectives)
+def new_state(
+    features: FeatureSchema, manifest: Manifest, parallelism: ParallelismConfig
+) -> TrainState:
+    return build_train_state(features, manifest, np.ones(100_000, dtype=bool), parallelism)
+
+
+def step(state: TrainState, batches: list[Batch], features: FeatureSchema) -> None:
+    loss = Loss.from_config(CONFIG, features.objectives)
     batch = batches[dist.get_rank()]
-    train_step(trained.model, batch, len(batch), trained.optimizer, loss)
-    trained.averaged.update_parameters(trained.model.core)
-    trained.replicas.stepped()
+    train_step(state.model, batch, len(batch), state.optimizer, loss)
+    state.ema.update_parameters(state.model.core)
+    state.replicas.after_step()
 
 
-def learn_and_write(
+def train_and_save(
     rank: int,
-    features: Features,
+    features: FeatureSchema,
     batches: list[list[Batch]],
-    start: Manifest,
+    manifest: Manifest,
     folder: str,
 ) -> None:
-    world, options = WRITTEN
+    world, parallelism = SAVED_BY
     dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=world)
     torch.set_num_threads(1)
-    trained = build(features, start, torch.ones(100_000, dtype=torch.bool).numpy(), options)
-    writer = Writer()
-    step(trained, batches[0], features)
-    step(trained, batches[1], features)
-    writer.begin(Path(folder, "checkpoint"), trained)
-    told = deepcopy(state(trained))
-    step(trained, batches[2], features)  # goes on while it is written
-    writer.finish()
+    state = new_state(features, manifest, parallelism)
+    checkpointer = AsyncCheckpointer()
+    step(state, batches[0], features)
+    step(state, batches[1], features)
+    checkpointer.save(Path(folder, "checkpoint"), state)
+    saved = deepcopy(full_state(state))
+    step(state, batches[2], features)  # while the checkpoint is being written
+    checkpointer.wait()
     if rank == 0:
-        torch.save(told, f"{folder}/told.pt")
+        torch.save(saved, f"{folder}/saved.pt")
     dist.destroy_process_group()
 
 
-def read(rank: int, features: Features, way: str, start: Manifest, folder: str) -> None:
-    world, options = READ_BY[way]
-    meet = f"file://{folder}/meet-{way.replace(' ', '-')}"
-    dist.init_process_group("gloo", meet, rank=rank, world_size=world)
-    trained = build(features, start, torch.ones(100_000, dtype=torch.bool).numpy(), options)
-    checkpoint.load(Path(folder, "checkpoint"), trained)
-    found = state(trained)
+def load(rank: int, features: FeatureSchema, name: str, manifest: Manifest, folder: str) -> None:
+    world, parallelism = LOADED_BY[name]
+    store = f"file://{folder}/store-{name.replace(' ', '-')}"
+    dist.init_process_group("gloo", store, rank=rank, world_size=world)
+    state = new_state(features, manifest, parallelism)
+    checkpoint.load_checkpoint(Path(folder, "checkpoint"), state)
+    loaded = full_state(state)
     if rank == 0:
-        torch.save(found, f"{folder}/{way}.pt")
+        torch.save(loaded, f"{folder}/{name}.pt")
     dist.destroy_process_group()
 
 
-def test_a_checkpoint_is_of_one_moment_and_any_number_of_processes_goes_on_from_it(
+def test_a_checkpoint_holds_one_step_and_any_number_of_processes_loads_it(
     lake: Lake, tmp_path: Path
 ) -> None:
-    features, found = some_batches(lake, 12)
-    batches = [found[4 * n : 4 * (n + 1)] for n in range(3)]
-    start = manifest(lake, WRITTEN[0])
-    run(learn_and_write, (features, batches, start, str(tmp_path)), WRITTEN[0])
-    told = torch.load(tmp_path / "told.pt", weights_only=True)
-    assert all(rows.any() for rows in told["states"].values())
-    for way, (world, _) in READ_BY.items():
-        run(read, (features, way, start, str(tmp_path)), world)
-        again = torch.load(tmp_path / f"{way}.pt", weights_only=True)
-        torch.testing.assert_close(again, told, rtol=0, atol=0, msg=way)
+    features, all_batches = some_batches(lake, 12)
+    batches = [all_batches[4 * n : 4 * (n + 1)] for n in range(3)]
+    processes, _ = SAVED_BY
+    manifest = new_manifest(lake, processes)
+    run(train_and_save, (features, batches, manifest, str(tmp_path)), processes)
+    saved = torch.load(tmp_path / "saved.pt", weights_only=True)
+    assert all(rows.any() for rows in saved["table_states"].values())
+    for name, (world, _) in LOADED_BY.items():
+        run(load, (features, name, manifest, str(tmp_path)), world)
+        loaded = torch.load(tmp_path / f"{name}.pt", weights_only=True)
+        torch.testing.assert_close(loaded, saved, rtol=0, atol=0, msg=name)
 
 
-def test_gems_of_long_ago_are_forgotten_and_no_other(
+def test_clean_removes_old_checkpoints_and_no_other(
     lake: Lake, spec_path: Path, tmp_path: Path
 ) -> None:
     days = [FIRST + timedelta(days=n) for n in range(20)]
     for day in days:
-        folder = checkpoint.folder(str(tmp_path), day)
+        folder = checkpoint.checkpoint_path(str(tmp_path), day)
         folder.mkdir(parents=True)
-        made = manifest(lake, 1).model_copy(update={"trained_until": day, "complete": True})
-        (folder / checkpoint.MANIFEST).write_text(made.model_dump_json())
-    words = ["train", "forget", "--spec", str(spec_path), "--lake", str(tmp_path)]
-    assert main([*words, "--keep-days", "7"]) == 0
-    left = [found.trained_until for _, found in checkpoint.written(str(tmp_path), lake.spec.hash)]
-    assert left == days[-8:]
+        update = {"trained_until": day, "complete": True}
+        manifest = new_manifest(lake, 1).model_copy(update=update)
+        (folder / checkpoint.MANIFEST).write_text(manifest.model_dump_json())
+    command = ["train", "clean", "--spec", str(spec_path), "--lake", str(tmp_path)]
+    assert main([*command, "--keep-days", "7"]) == 0
+    checkpoints = checkpoint.list_checkpoints(str(tmp_path), lake.spec.hash)
+    assert [manifest.trained_until for _, manifest in checkpoints] == days[-8:]
 
 
-def command(own: Lake, spec: Path, *more: str) -> list[str]:
+def train_command(own: Lake, spec: Path, *options: str) -> list[str]:
     where = ["--spec", str(spec), "--lake", own.root, "--days", str(FIRST)]
-    return [sys.executable, "-m", "gemline", "train", "gem", *where, *SIZES, *more]
+    return [sys.executable, "-m", "gemline", "train", "gem", *where, *SIZES, *options]
 
 
-def children(words: list[str]) -> list[int]:
-    """Processes that train under torchrun, by rank."""
-    found = {}
+def torchrun_workers(lake: str) -> list[int]:
+    """The ids of the processes that train a lake under torchrun, by rank."""
+    pids = {}
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            line = (path / "cmdline").read_text().split("\0")
-            if "gemline" in line and "--config" in line:
-                told = dict(
-                    v.split("=", 1) for v in (path / "environ").read_text().split("\0") if "=" in v
-                )
-                if told.get("GEMLINE_TEST") in words:
-                    found[int(told["RANK"])] = int(path.name)
+            arguments = (path / "cmdline").read_text().split("\0")
+            if "gemline" not in arguments or "--config" not in arguments:
+                continue
+            variables = (path / "environ").read_text().split("\0")
+            environment = dict(v.split("=", 1) for v in variables if "=" in v)
+            if environment.get("GEMLINE_TEST") == lake:
+                pids[int(environment["RANK"])] = int(path.name)
         except (OSError, KeyError):
             continue
-    return [found[rank] for rank in sorted(found)]
+    return [pids[rank] for rank in sorted(pids)]
 
 
-def rows_of(own: Lake) -> tuple[int, int]:
-    """Rows that a day's training has learned from, and rows that there are to learn from."""
+def trained_and_available_rows(own: Lake) -> tuple[int, int]:
+    """Rows that a day was trained on, and rows that there are."""
     with process_group():
-        trained, reader = load_trained(own, FIRST)
-        day = Day(own, reader, FIRST, trained.manifest.model_copy(update={"processes": 1}))
-        return trained.manifest.rows, sum(map(len, day.lane(0)))
+        state, reader = load_gem(own, FIRST)
+        manifest = state.manifest.model_copy(update={"num_shards": 1})
+        batches = DayBatches(own, reader, FIRST, manifest).shard_batches(0)
+        return state.manifest.rows, sum(map(len, batches))
 
 
 @pytest.mark.proof
-def test_a_rank_that_is_killed_comes_back_and_fewer_processes_go_on(
-    own: Lake, spec_path: Path
-) -> None:
-    """One of two ranks is killed: all begin again from the checkpoint. Then both, for good."""
-    partial = checkpoint.folder(own.root, FIRST, complete=False)
+def test_a_killed_rank_is_restarted_and_fewer_processes_resume(own: Lake, spec_path: Path) -> None:
+    """One of two ranks is killed: all restart from the checkpoint. Then both are killed."""
+    partial = checkpoint.checkpoint_path(own.root, FIRST, complete=False)
     env = os.environ | {"GEMLINE_TEST": own.root, "OMP_NUM_THREADS": "1"}
     running = subprocess.Popen(
-        command(own, spec_path, "--processes", "2"), env=env, start_new_session=True,
+        train_command(own, spec_path, "--processes", "2"), env=env, start_new_session=True,
         stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
     )  # fmt: skip
+
+    def restarted() -> bool:
+        workers = torchrun_workers(own.root)
+        return len(workers) == 2 and not set(workers) & set(first)
+
     try:
-        first = wait_for(
-            lambda: checkpoint.read_manifest(partial, own.spec.hash) and children([own.root]),
-            running,
-        )
+        wait_for(lambda: checkpoint.read_manifest(partial, own.spec.hash) is not None, running)
+        wait_for(lambda: len(torchrun_workers(own.root)) == 2, running)
+        first = torchrun_workers(own.root)
         os.kill(first[1], signal.SIGKILL)
-        again = wait_for(
-            lambda: (c := children([own.root])) and len(c) == 2 and not set(c) & set(first) and c,
-            running,
-        )
+        wait_for(restarted, running)
         before = checkpoint.read_manifest(partial, own.spec.hash)
         wait_for(lambda: checkpoint.read_manifest(partial, own.spec.hash) != before, running)
-        assert again
     finally:
         os.killpg(running.pid, signal.SIGKILL)
-        for pid in children([own.root]):
+        for pid in torchrun_workers(own.root):
             os.kill(pid, signal.SIGKILL)
-    kept = checkpoint.read_manifest(partial, own.spec.hash)
-    assert kept is not None and kept.processes == 2 and kept.rows > 0
-    done = subprocess.run(command(own, spec_path), env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    learned, there = rows_of(own)
-    assert learned == there > kept.rows
+    saved = checkpoint.read_manifest(partial, own.spec.hash)
+    assert saved is not None and saved.num_shards == 2 and saved.rows > 0
+    resumed = subprocess.run(
+        train_command(own, spec_path), check=False, env=env, capture_output=True, text=True
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    trained, available = trained_and_available_rows(own)
+    assert trained == available > saved.rows
 
 
-def wait_for(what: Any, running: subprocess.Popen[str]) -> Any:
+def wait_for(condition: Callable[[], bool], running: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         assert running.poll() is None, running.communicate()[1]
-        found = what()
-        if found:
-            return found
+        if condition():
+            return
         time.sleep(0.05)
-    raise AssertionError("nothing happened")
+    raise AssertionError("the condition did not come true in 300 s")
 
 
-def lost(rank: int, folder: str) -> None:
+def stop_responding(rank: int, folder: str) -> None:
     """One of three processes stops answering."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}
     os.environ["MASTER_PORT"] = Path(folder, "port").read_text()
@@ -275,73 +268,73 @@ def lost(rank: int, folder: str) -> None:
 
 
 def test_a_process_that_does_not_answer_is_named(tmp_path: Path) -> None:
-    import socket
-
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         (tmp_path / "port").write_text(str(free.getsockname()[1]))
-    context = run(lost, (str(tmp_path),), 3, join=False)
+    context = run(stop_responding, (str(tmp_path),), 3, join=False)
     deadline = time.monotonic() + 300
     while not (tmp_path / "0.txt").is_file() and time.monotonic() < deadline:
         time.sleep(0.1)
     for process in context.processes:
         process.kill()
-    said = (tmp_path / "0.txt").read_text()
-    assert "processes do not answer" in said and "1" in said.partition(":")[2]
+    message = (tmp_path / "0.txt").read_text()
+    assert "lost processes" in message and "1" in message.partition(":")[2]
 
 
-def learn_from_nan(
-    rank: int, features: Features, batches: list[Batch], start: Manifest, folder: str
+def train_on_nan(
+    rank: int, features: FeatureSchema, batches: list[Batch], manifest: Manifest, folder: str
 ) -> None:
     """The loss of the second process is not finite."""
     dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=2)
-    trained = build(features, start, torch.ones(100_000, dtype=torch.bool).numpy(), SpreadOptions())
+    state = new_state(features, manifest, ParallelismConfig())
     batch = batches[rank]
     if rank == 1:
         batch = replace(batch, labels=torch.full_like(batch.labels, torch.nan))
-    before = deepcopy(dict(trained.model.core.named_parameters()))
-    loss = Loss.of(CONFIG, features.objectives)
+    before = deepcopy(dict(state.model.core.named_parameters()))
+    loss = Loss.from_config(CONFIG, features.objectives)
     with pytest.raises(NonFiniteLossError) as raised:
-        train_step(trained.model, batch, len(batch), trained.optimizer, loss)
-    after = dict(trained.model.core.named_parameters())
+        train_step(state.model, batch, len(batch), state.optimizer, loss)
+    after = dict(state.model.core.named_parameters())
     torch.testing.assert_close(after, before, rtol=0, atol=0)
-    report = report_non_finite_loss(Path(folder), trained, batch, raised.value.ranks)
-    Path(folder, f"{rank}.txt").write_text(str(report))
+    error = non_finite_loss_error(Path(folder), state, batch, raised.value.ranks)
+    Path(folder, f"{rank}.txt").write_text(str(error))
     dist.destroy_process_group()
 
 
-def test_a_loss_that_is_not_finite_on_one_process_stops_all(lake: Lake, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_on_one_process_stops_all_of_them(
+    lake: Lake, tmp_path: Path
+) -> None:
     features, batches = some_batches(lake, 2)
-    run(learn_from_nan, (features, batches, manifest(lake, 2), str(tmp_path)), 2)
+    run(train_on_nan, (features, batches, new_manifest(lake, 2), str(tmp_path)), 2)
     first, second = (Path(tmp_path, f"{rank}.txt").read_text() for rank in range(2))
     assert first == second and "the loss of process 1 is not finite at step 1" in first
-    described = json.loads((tmp_path / "non_finite_loss.json").read_text())
-    assert described["impressions"] == batches[1].impressions.tolist()
+    report = json.loads((tmp_path / "non_finite_loss.json").read_text())
+    assert report["impressions"] == batches[1].impression_ids.tolist()
 
 
 @pytest.mark.proof
-def test_a_disk_that_is_full_loses_no_checkpoint(
-    lake: Lake, spec_path: Path, tmp_path: Path
-) -> None:
-    """The second checkpoint does not fit; when there is room, training goes on from the first."""
-    place = tmp_path / "disk"
-    place.mkdir()
+def test_a_full_disk_loses_no_checkpoint(lake: Lake, spec_path: Path, tmp_path: Path) -> None:
+    """The second checkpoint does not fit; once there is room, training resumes from the first."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
     used = sum(file.stat().st_size for file in Path(lake.root).rglob("*")) // 1024
     size = used + 30_000  # a checkpoint of this model has 24 MB
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}k", "gemline", str(place)]
-    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}k", "gemline", str(disk)]
+    can_mount = shutil.which("mount") is not None
+    if not can_mount or subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("a small tmpfs cannot be mounted here")
     try:
-        own = Lake(str(place / "lake"), lake.spec)
+        own = Lake(str(disk / "lake"), lake.spec)
         shutil.copytree(lake.root, own.root)
-        full = subprocess.run(command(own, spec_path), capture_output=True, text=True)
+        command = train_command(own, spec_path)
+        full = subprocess.run(command, check=False, capture_output=True, text=True)
         assert full.returncode == 75, full.stderr
         assert "the disk is full" in full.stderr.splitlines()[-1]
-        ((_, kept),) = checkpoint.written(own.root, own.spec.hash)
-        assert kept.rows > 0 and not kept.complete
-        subprocess.run(["mount", "-o", f"remount,size={size + 60_000}k", str(place)], check=True)
-        assert subprocess.run(command(own, spec_path), capture_output=True).returncode == 0
-        learned, there = rows_of(own)
-        assert learned == there > kept.rows
+        ((_, saved),) = checkpoint.list_checkpoints(own.root, own.spec.hash)
+        assert saved.rows > 0 and not saved.complete
+        subprocess.run(["mount", "-o", f"remount,size={size + 60_000}k", str(disk)], check=True)
+        subprocess.run(command, check=True, capture_output=True)
+        trained, available = trained_and_available_rows(own)
+        assert trained == available > saved.rows
     finally:
-        subprocess.run(["umount", str(place)], check=True)
+        subprocess.run(["umount", str(disk)], check=True)

@@ -1,4 +1,4 @@
-"""The embargo of calibration: a ranker is calibrated on rows of which no part of it has learned."""
+"""The embargo of calibration: a ranker is calibrated on rows that no part of it was trained on."""
 
 from collections import Counter
 from datetime import date, timedelta
@@ -8,74 +8,74 @@ import numpy as np
 import pyarrow.compute as pc
 import pytest
 
-from etl.spec.units import each_day
-from etl.tables import arrow, contracts
+from etl.spec.day_split import DaySplit
+from etl.spec.units import MICROS, date_range
+from etl.tables import arrow, schemas
 from etl.tables.lake import Lake
 from tests.conftest import FIRST, LAST
-from training.data.reader import Reader
-from training.data.ripened import Ripened
-from training.split import Split
+from training.data.label_window import LabelWindow
+from training.data.reader import ExampleReader
 
 Label = tuple[str, int]
 
 
-def labels(reader: Reader, days: list[date], ripened: Ripened) -> list[Label]:
-    """Impression and objective of each label that a pass is about."""
-    found = []
-    for _, chunk in reader.chunks(days, range(reader.lake.spec.buckets), ripened):
-        rows, columns = np.nonzero(chunk.known)
-        found += zip(chunk.impressions[rows].tolist(), columns.tolist(), strict=True)
-    return found
+def labels(reader: ExampleReader, days: list[date], window: LabelWindow) -> list[Label]:
+    """Impression and objective of each label in a window."""
+    in_window: list[Label] = []
+    for _, partition in reader.partitions(days, range(reader.lake.spec.buckets), window):
+        rows, columns = np.nonzero(partition.label_mask)
+        impressions = partition.impression_ids[rows].tolist()
+        in_window += zip(impressions, columns.tolist(), strict=True)
+    return in_window
 
 
-def span(lake: Lake, day: date) -> Ripened:
-    """What a model learns on a day."""
-    return Ripened(lake.spec.day_start(day), lake.spec.day_end(day), "training")
+def day_window(lake: Lake, day: date) -> LabelWindow:
+    """The labels that a model is trained on on a day."""
+    return LabelWindow(lake.spec.day_start(day), lake.spec.day_end(day), "training")
 
 
 @pytest.fixture
-def slow(own: Lake) -> Lake:
-    """Tables in which conversions become final a day later than clicks."""
-    contract, horizon = contracts.impressions(own.spec), own.spec.day_end(LAST) * 10**6
-    table = arrow.snapshot(own, contract).read()
-    ready = pc.add(table["ready_conversion"], 86_400 * 10**6)
-    label = pc.if_else(pc.less(ready, horizon), table["label_conversion"], None)
-    names = table.column_names
-    table = table.set_column(names.index("ready_conversion"), "ready_conversion", ready)
-    table = table.set_column(names.index("label_conversion"), "label_conversion", label)
-    arrow.replace(own, contract, table, f"day >= '{FIRST}'", {})
+def slow_lake(own: Lake) -> Lake:
+    """Tables in which conversions mature a day later than clicks."""
+    schema, data_until = schemas.impressions(own.spec), own.spec.day_end(LAST) * MICROS["s"]
+    table = arrow.snapshot(own, schema).read()
+    mature_ts = pc.add(table["label_mature_ts_conversion"], 86_400 * MICROS["s"])
+    label = pc.if_else(pc.less(mature_ts, data_until), table["label_conversion"], None)
+    for name, column in (("label_mature_ts_conversion", mature_ts), ("label_conversion", label)):
+        table = table.set_column(table.column_names.index(name), name, column)
+    arrow.replace_rows(own, schema, table, f"day >= '{FIRST}'", {})
     return own
 
 
-@pytest.mark.parametrize("after", [1, 2])
-def test_no_label_of_a_calibration_row_was_learned(slow: Lake, after: int) -> None:
-    lake = slow
-    reader, days = Reader.newest(lake), list(each_day(FIRST, LAST))
-    train_last = FIRST + timedelta(days=after)
-    split = Split(
+@pytest.mark.parametrize("train_days", [2, 3])
+def test_no_label_of_a_calibration_row_was_trained_on(slow_lake: Lake, train_days: int) -> None:
+    lake = slow_lake
+    reader, days = ExampleReader.latest(lake), list(date_range(FIRST, LAST))
+    train_last = FIRST + timedelta(days=train_days - 1)
+    split = DaySplit(
         train_first=FIRST, train_last=train_last, calibration=train_last + timedelta(days=1),
-        test_first=LAST, test_last=LAST, landed=LAST,
+        test_first=LAST, test_last=LAST, data_until=LAST,
     )  # fmt: skip
-    student = labels(reader, list(each_day(FIRST, train_last)), split.learning(lake.spec))
-    daily = [labels(reader, days, span(lake, day)) for day in each_day(FIRST, train_last)]
-    assert set(chain(*daily)) == set(student), "GEM and students keep to the same embargo"
-    calibrating = labels(reader, days, split.calibrating(lake.spec))
-    learned = {impression for impression, _ in student}
-    assert not learned & {impression for impression, _ in calibrating}
+    window = LabelWindow.for_training(split, lake.spec)
+    student = labels(reader, list(date_range(FIRST, train_last)), window)
+    gem = [labels(reader, days, day_window(lake, day)) for day in date_range(FIRST, train_last)]
+    assert set(chain(*gem)) == set(student), "GEM and students keep the same embargo"
+    calibration = labels(reader, days, LabelWindow.for_calibration(split, lake.spec))
+    trained_on = {impression for impression, _ in student}
+    assert not trained_on & {impression for impression, _ in calibration}
     conversion = list(lake.spec.objectives).index("conversion")
-    every = Ripened(0, lake.spec.day_end(LAST))
-    earlier = {impression for impression, _ in labels(reader, days[: after + 1], every)}
-    waited = [i for i, column in calibrating if column == conversion and i in earlier]
-    assert len(waited) > 5, "requests that were held out"
+    every = LabelWindow(0, lake.spec.day_end(LAST))
+    shown_before = {impression for impression, _ in labels(reader, days[:train_days], every)}
+    held_out = [i for i, column in calibration if column == conversion and i in shown_before]
+    assert len(held_out) > 5
 
 
-def test_every_label_is_learned_once(slow: Lake) -> None:
-    lake = slow
-    reader, days = Reader.newest(lake), list(each_day(FIRST, LAST))
-    learned = Counter(label for day in days for label in labels(reader, days, span(lake, day)))
-    assert set(learned.values()) == {1}
-    horizon = lake.spec.day_end(LAST)
-    final = set(labels(reader, days, Ripened(0, horizon)))
-    longest = list(lake.spec.objectives).index("conversion")
-    complete = {impression for impression, column in final if column == longest}
-    assert {label for label in final if label[0] in complete} <= learned.keys() <= final
+def test_every_label_is_trained_on_once(slow_lake: Lake) -> None:
+    lake = slow_lake
+    reader, days = ExampleReader.latest(lake), list(date_range(FIRST, LAST))
+    counts = Counter(label for day in days for label in labels(reader, days, day_window(lake, day)))
+    assert set(counts.values()) == {1}
+    final = set(labels(reader, days, LabelWindow(0, lake.spec.day_end(LAST))))
+    slowest = list(lake.spec.objectives).index("conversion")
+    complete = {impression for impression, column in final if column == slowest}
+    assert {label for label in final if label[0] in complete} <= counts.keys() <= final

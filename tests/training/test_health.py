@@ -1,160 +1,223 @@
-"""What GEM said of a day before it learned it, beside what is known to have happened."""
+"""Prequential metrics of GEM by day, and the alarms that block a promotion."""
 
 from datetime import date, timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from sklearn.metrics import log_loss
 
-from etl.spec.units import MICROS
-from etl.tables import arrow, contracts
-from etl.tables.lake import Lake
-from etl.tables.schema import arrow_schema
+from benchmarks.studies.trials import symlinked_lake
+from etl.spec.units import MICROS, date_range
+from etl.tables import arrow, schemas
+from etl.tables.lake import Lake, arrow_schema
 from gemline import main
 from ranking.report import figures
 from tests.conftest import FIRST, LAST
 from tests.pipeline import rows
-from training import health
-from training.health import Measure
-from training.knowledge.foretold import foretold, together
-from training.trials import linked
+from training.data.label_window import LabelWindow
+from training.data.reader import ExampleReader
+from training.evaluation import drift
+from training.evaluation.drift import DriftMetric, combine, teacher_prequential
 
 DAYS = tuple(FIRST + timedelta(days=n) for n in range(9))
+Row = dict[str, Any]
 
 
 @pytest.fixture
-def own(lake: Lake, tmp_path: Path) -> Lake:
-    """The same tables, with logits that GEM might have told."""
-    made = linked(lake, tmp_path / "lake")
-    write_knowledge(made, [row for row in rows(lake, "impressions") if row["day"] > FIRST])
-    return made
+def predicted_lake(lake: Lake, tmp_path: Path) -> Lake:
+    """The same tables, with random teacher predictions."""
+    linked = symlinked_lake(lake, tmp_path / "lake")
+    write_predictions(linked, impression_rows(lake, FIRST + timedelta(days=1), LAST))
+    return linked
 
 
-def write_knowledge(own: Lake, impressions: list[dict]) -> None:
+def impression_rows(lake: Lake, first: date, last: date) -> list[Row]:
+    """The impressions from a first to a last day."""
+    impressions: list[Row] = rows(lake, "impressions")
+    return [row for row in impressions if first <= row["day"] <= last]
+
+
+def write_predictions(lake: Lake, impressions: list[Row]) -> None:
     """Random logits of some impressions, as of a GEM that was trained until the day before."""
-    contract, rng = contracts.knowledge(own.spec), np.random.default_rng(0)
-    told = [
+    schema, rng = schemas.teacher_predictions(lake.spec), np.random.default_rng(0)
+    predictions = [
         {
             "impression_id": row["impression_id"], "fm_version": "v",
             "fm_trained_until": row["day"] - timedelta(days=1), "embedding": [],
             "day": row["day"], "bucket": row["bucket"],
-        } | {f"logit_{name}": float(rng.normal(-2)) for name in own.spec.objectives}
+        } | {f"logit_{name}": float(rng.normal(-2)) for name in lake.spec.objectives}
         for row in impressions
     ]  # fmt: skip
-    table = pa.Table.from_pylist(told, arrow_schema(contract))
-    arrow.replace(own, contract, table, f"day >= '{FIRST}'", {})
+    table = pa.Table.from_pylist(predictions, arrow_schema(schema))
+    arrow.replace_rows(lake, schema, table, f"day >= '{FIRST}'", {})
+
+
+def own_impressions(lake: Lake, folder: Path) -> Lake:
+    """The same tables by links, with an `impressions` table that is to be written anew."""
+    linked = symlinked_lake(lake, folder)
+    Path(linked.root, "impressions").unlink()
+    return linked
 
 
 @pytest.fixture
-def a_week(lake: Lake, tmp_path: Path) -> Lake:
+def week_lake(lake: Lake, tmp_path: Path) -> Lake:
     """Seven days that are all like the first one."""
-    made, contract = linked(lake, tmp_path / "week"), contracts.impressions(lake.spec)
-    Path(made.root, contract.name).unlink()  # a link to the table of all tests
-    shown = arrow.snapshot(lake, contract).read(day=DAYS[0]).to_pylist()
-    week = [shifted(row, days) for row in shown for days in range(7)]
-    table = pa.Table.from_pylist(week, arrow_schema(contract))
-    arrow.replace(made, contract, table, f"day >= '{FIRST}'", {})
-    write_knowledge(made, week)
-    return made
+    week, schema = own_impressions(lake, tmp_path / "week"), schemas.impressions(lake.spec)
+    first_day = arrow.snapshot(lake, schema).read(day=DAYS[0]).to_pylist()
+    impressions = [shifted(row, days) for row in first_day for days in range(7)]
+    table = pa.Table.from_pylist(impressions, arrow_schema(schema))
+    arrow.replace_rows(week, schema, table, f"day >= '{FIRST}'", {})
+    write_predictions(week, impressions)
+    return week
 
 
-def shifted(row: dict, days: int) -> dict:
-    """An impression so many days later."""
-    later = {
+def shifted(row: Row, days: int) -> Row:
+    """The same impression some days later."""
+    times = {
         name: value + days * 86_400 * MICROS["s"]
         for name, value in row.items()
-        if name.startswith("ready_") or name == "event_ts"
-    }  # fmt: skip
+        if name.startswith("label_mature_ts_") or name == "event_ts"
+    }
     day = row["day"] + timedelta(days=days)
-    return row | later | {"day": day, "impression_id": f"{row['impression_id']}+{days}"}
+    return row | times | {"day": day, "impression_id": f"{row['impression_id']}+{days}"}
 
 
-@pytest.mark.parametrize("landed", [LAST, LAST - timedelta(days=1)])
-def test_only_labels_that_were_final_count(own: Lake, landed: date) -> None:
-    shown = {row["impression_id"]: row for row in rows(own, "impressions")}
-    expected: dict[tuple, list[tuple[float, float]]] = {}
-    for told in rows(own, "knowledge"):
-        row = shown[told["impression_id"]]
-        for name in own.spec.objectives:
-            ready = row[f"ready_{name}"] <= own.spec.day_end(landed) * 1_000_000
-            if row[f"label_{name}"] is not None and ready:
+@pytest.mark.parametrize("data_until", [LAST, LAST - timedelta(days=1)])
+def test_only_labels_that_were_final_are_counted(predicted_lake: Lake, data_until: date) -> None:
+    spec = predicted_lake.spec
+    impressions = impression_rows(predicted_lake, FIRST, LAST)
+    impression_by_id = {row["impression_id"]: row for row in impressions}
+    expected: dict[tuple[date, int, str], list[tuple[float, float]]] = {}
+    predictions: list[Row] = rows(predicted_lake, "teacher_predictions")
+    for prediction in predictions:
+        row = impression_by_id[prediction["impression_id"]]
+        for name in spec.objectives:
+            is_final = row[f"label_mature_ts_{name}"] < spec.day_end(data_until) * MICROS["s"]
+            if row[f"label_{name}"] is not None and is_final:
                 key = row["day"], row["surface"], name
-                p = 1 / (1 + np.exp(-told[f"logit_{name}"]))
+                p = 1 / (1 + np.exp(-prediction[f"logit_{name}"]))
                 expected.setdefault(key, []).append((p, float(row[f"label_{name}"])))
-    found = {(f.day, own.spec.surface_codes[f.surface], f.objective): f
-             for f in foretold(own, landed)}  # fmt: skip
-    assert found.keys() == expected.keys()
+    actual = {
+        (metrics.day, spec.surface_codes[metrics.surface], metrics.objective): metrics
+        for metrics in teacher_prequential(predicted_lake, data_until)
+    }
+    assert actual.keys() == expected.keys()
     for key, pairs in expected.items():
         p, y = np.array(pairs).T
-        assert (found[key].rows, found[key].happened) == (len(y), y.sum())
-        assert found[key].said == pytest.approx(p.sum(), rel=1e-5)
+        assert (actual[key].rows, actual[key].positives) == (len(y), y.sum())
+        assert actual[key].predicted == pytest.approx(p.sum(), rel=1e-5)
         if 0 < y.sum() < len(y):
-            assert found[key].ne == pytest.approx(
-                log_loss(y, p) / log_loss(y, np.full(len(y), y.mean())), rel=1e-5
-            )
-    assert any(day == landed for day, _, _ in found)
+            base_rate = np.full(len(y), y.mean())
+            ne = log_loss(y, p) / log_loss(y, base_rate)
+            assert actual[key].ne == pytest.approx(ne, rel=1e-5)
+    assert any(day == data_until for day, _, _ in actual)
 
 
-def test_surfaces_together_are_all_their_rows(own: Lake) -> None:
-    click = [f for f in foretold(own, LAST) if (f.objective, f.day) == ("click", LAST)]
-    whole = together(click)
+@pytest.mark.parametrize(("early_by_us", "is_final"), [(0, False), (1, True)])
+def test_a_label_that_matures_when_the_data_ends_is_not_final(
+    lake: Lake, tmp_path: Path, early_by_us: int, is_final: bool
+) -> None:
+    """Drift and training agree with `etl labels`, which compares with `<`."""
+    own, schema = own_impressions(lake, tmp_path / "boundary"), schemas.impressions(lake.spec)
+    data_until = LAST - timedelta(days=1)
+    end = lake.spec.day_end(data_until)
+    mature_ts = end * MICROS["s"] - early_by_us
+    impressions = impression_rows(lake, FIRST + timedelta(days=1), data_until)
+    for row in impressions:
+        row["surface"] = lake.spec.surface_codes[lake.spec.surfaces_of("click")[0]]
+        for name in lake.spec.objectives:
+            row |= {f"label_{name}": 1, f"label_mature_ts_{name}": mature_ts}
+    table = pa.Table.from_pylist(impressions, arrow_schema(schema))
+    arrow.replace_rows(own, schema, table, f"day >= '{FIRST}'", {})
+    write_predictions(own, impressions)
+
+    assert bool(teacher_prequential(own, data_until)) == is_final
+    reader = ExampleReader.latest(own)
+    days = list(date_range(FIRST + timedelta(days=1), data_until))
+    for purpose in ("evaluation", "training"):
+        window = LabelWindow(0, end, purpose)
+        partitions = list(reader.partitions(days, range(lake.spec.buckets), window))
+        assert bool(partitions) == is_final
+
+
+def test_all_surfaces_together_have_the_rows_of_each(predicted_lake: Lake) -> None:
+    click = [
+        metrics
+        for metrics in teacher_prequential(predicted_lake, LAST)
+        if (metrics.objective, metrics.day) == ("click", LAST)
+    ]
+    combined = combine(click)
     assert len(click) > 1
-    assert (whole.rows, whole.said) == (sum(f.rows for f in click), sum(f.said for f in click))
+    assert combined.rows == sum(metrics.rows for metrics in click)
+    assert combined.predicted == sum(metrics.predicted for metrics in click)
 
 
-def test_days_with_few_outcomes_are_not_drawn(own: Lake, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "<svg" in figures.by_day(foretold(own, LAST))
-    monkeypatch.setattr(figures, "FEWEST_OUTCOMES", 10**9)
-    assert figures.by_day(foretold(own, LAST)) == ""
+def test_days_with_few_positives_are_not_drawn(
+    predicted_lake: Lake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "<svg" in figures.plot_prequential(teacher_prequential(predicted_lake, LAST))
+    monkeypatch.setattr(figures, "MIN_POSITIVES", 10**9)
+    assert figures.plot_prequential(teacher_prequential(predicted_lake, LAST)) == ""
 
 
-def test_without_knowledge_nothing_was_foretold(lake: Lake, tmp_path: Path) -> None:
-    assert foretold(linked(lake, tmp_path / "none"), LAST) == []
+def test_without_teacher_predictions_there_are_no_prequential_metrics(
+    lake: Lake, tmp_path: Path
+) -> None:
+    assert teacher_prequential(symlinked_lake(lake, tmp_path / "none"), LAST) == []
 
 
 USUAL = (0.86, 0.88, 0.87, 0.85, 0.86, 0.88, 0.87, 0.86)
 
 
 @pytest.mark.parametrize(
-    ("value", "only_more", "strange"),
+    ("value", "increase_only", "drifts"),
     [(0.87, True, False), (0.99, True, True), (0.6, True, False), (0.6, False, True)],
 )
-def test_a_day_unlike_those_before_is_strange(value: float, only_more: bool, strange: bool) -> None:
-    measure = Measure("NE of click", DAYS, (*USUAL, value), 0.1, only_more)
-    assert bool(measure.alarm) == strange
-    assert not strange or f"{DAYS[-1]}" in str(measure.alarm)
+def test_a_day_unlike_those_before_is_drift(
+    value: float, increase_only: bool, drifts: bool
+) -> None:
+    metric = DriftMetric("NE of click", DAYS, (*USUAL, value), 0.1, increase_only)
+    assert bool(metric.alarm) == drifts
+    assert not drifts or f"{DAYS[-1]}" in str(metric.alarm)
 
 
-def test_one_bad_day_hides_no_second_one_and_few_days_say_nothing() -> None:
-    bad = (*USUAL[:4], 2.0, *USUAL[5:], 1.2)
-    assert Measure("NE of click", DAYS, bad, 0.1).alarm
-    assert Measure("NE of click", DAYS[:3], (0.8, 0.8, 9.0), 0.1).alarm is None
+def test_one_bad_day_does_not_hide_a_second_one() -> None:
+    values = (*USUAL[:4], 2.0, *USUAL[5:], 1.2)
+    assert DriftMetric("NE of click", DAYS, values, 0.1).alarm
 
 
-def test_predictions_that_turn_bad_stop_what_would_be_promoted(
-    a_week: Lake, spec_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_few_days_are_too_few_for_an_alarm() -> None:
+    assert DriftMetric("NE of click", DAYS[:3], (0.8, 0.8, 9.0), 0.1).alarm is None
+
+
+def test_drift_of_predictions_blocks_promotion(
+    week_lake: Lake, spec_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     last = DAYS[6]
-    where = ["--spec", str(spec_path), "--lake", a_week.root, "--days", str(last)]
-    assert main(["train", "health", *where]) == 0
-    contract = contracts.knowledge(a_week.spec)
-    table = arrow.snapshot(a_week, contract).read(day=last)
-    at = table.column_names.index("logit_long_view")
+    command = ["train", "check-drift", "--spec", str(spec_path), "--lake", week_lake.root]
+    assert main([*command, "--days", str(last)]) == 0
+    schema = schemas.teacher_predictions(week_lake.spec)
+    table = arrow.snapshot(week_lake, schema).read(day=last)
+    column = table.column_names.index("logit_long_view")
     logits = pa.array(np.full(len(table), 3.0, np.float32))
-    turned = table.set_column(at, "logit_long_view", logits)
-    arrow.replace(a_week, contract, turned, f"day = '{last}'", {})
+    drifted = table.set_column(column, "logit_long_view", logits)
+    arrow.replace_rows(week_lake, schema, drifted, f"day = '{last}'", {})
     capsys.readouterr()
-    assert main(["train", "health", *where]) == 2
-    said = capsys.readouterr()
-    assert "NE of long_view is" in said.err and f"on {last}" in said.err
-    assert "ALARM: calibration of long_view" in said.out
+    assert main([*command, "--days", str(last)]) == 2
+    output = capsys.readouterr()
+    assert "NE of long_view is" in output.err and f"on {last}" in output.err
+    assert "ALARM: calibration of long_view" in output.out
 
 
-def test_a_surface_that_lost_its_log_is_told_and_stops_nobody(own: Lake) -> None:
-    watched = health.measures(own, LAST)
-    assert {f"impressions on {name}" for name in own.spec.ad_surfaces} <= {m.name for m in watched}
-    assert not any(m.stops for m in watched if m.name.startswith("impressions"))
-    lost = Measure("impressions on feed", DAYS, (900, 1000, 950, 980, 1010, 940, 1020, 990, 0), 0.5)
-    assert lost.alarm
+def test_a_surface_without_impressions_is_reported_but_blocks_no_promotion(
+    predicted_lake: Lake,
+) -> None:
+    metrics = drift.drift_metrics(predicted_lake, LAST)
+    surfaces = {f"impressions on {name}" for name in predicted_lake.spec.ad_surfaces}
+    assert surfaces <= {metric.name for metric in metrics}
+    assert not any(m.blocks_promotion for m in metrics if m.name.startswith("impressions"))
+    counts = (900, 1000, 950, 980, 1010, 940, 1020, 990, 0)
+    assert DriftMetric("impressions on feed", DAYS, counts, 0.5).alarm

@@ -1,4 +1,4 @@
-"""Laws of the non-sequence side: each kind against its equation, and what all kinds must be."""
+"""Interaction modules: each against its equation, and properties that all of them share."""
 
 import math
 from itertools import product
@@ -8,25 +8,43 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from training.model.config import GemConfig, Kind
-from training.model.interaction import interaction
-from training.model.interaction.dcn import DCNv2
-from training.model.interaction.dhen import DhenLayer
-from training.model.interaction.projection import AttentiveProjection, StaticProjection
-from training.model.interaction.streams import TwoStreams
-from training.model.interaction.wukong import Shape, Wukong, WukongLayer
+from training.model.config import GemConfig, InteractionKind
+from training.model.interaction import build_interaction
+from training.model.interaction.dcn_dhen import DCNv2, DhenLayer
+from training.model.interaction.parallel import FinalMlp
+from training.model.interaction.wukong import (
+    InputDependentProjection,
+    StaticProjection,
+    Wukong,
+    WukongLayer,
+    WukongShape,
+)
 
 ROWS, BATCH, WIDTH = 6, 7, 4
-SHAPE = Shape(WIDTH, fm_rows=3, linear_rows=2, rank=2, hidden=8)
-STATIC = Shape(WIDTH, fm_rows=3, linear_rows=2, rank=2, hidden=8, attentive=False)
-SIZES = {"row_width": WIDTH, "fm_rows": 3, "linear_rows": 3, "rank": 2, "mlp": 16, "layers": 3}
-KINDS = [
-    GemConfig(interaction=kind, attentive=attentive, across_rows=across, **SIZES)
-    for kind, attentive, across in product(get_args(Kind), (False, True), (0, 2))
-    if kind == "wukong" or (attentive and not across)
-] + [GemConfig(beside="dcnv2", **SIZES)]
-named = pytest.mark.parametrize(
-    "config", KINDS, ids=lambda c: f"{c.interaction}-{c.beside}-{c.attentive}-{c.across_rows}"
+SHAPE = WukongShape(WIDTH, fm_rows=3, linear_rows=2, rank=2, hidden=8)
+STATIC = WukongShape(
+    WIDTH, fm_rows=3, linear_rows=2, rank=2, hidden=8, input_dependent_projection=False
+)
+SIZES = GemConfig(embedding_dim=WIDTH, fm_rows=3, linear_rows=3, rank=2, mlp_width=16, layers=3)
+WUKONG_VARIANTS = [
+    {"input_dependent_projection": dynamic, "cross_layer_rows": cross_rows}
+    for dynamic, cross_rows in product((False, True), (0, 2))
+]
+CONFIGS = [
+    *(
+        SIZES.model_copy(update={"interaction": kind})
+        for kind in get_args(InteractionKind)
+        if kind != "wukong"
+    ),
+    *(SIZES.model_copy(update=variant) for variant in WUKONG_VARIANTS),
+    SIZES.model_copy(update={"parallel_interaction": "dcnv2"}),
+]
+each_config = pytest.mark.parametrize(
+    "config",
+    CONFIGS,
+    ids=lambda c: (
+        f"{c.interaction}-{c.parallel_interaction}-{c.input_dependent_projection}-{c.cross_layer_rows}"
+    ),
 )
 
 
@@ -39,60 +57,60 @@ def rows_of_features() -> torch.Tensor:
     return torch.randn(ROWS, BATCH, WIDTH)
 
 
-@named
-def test_examples_are_apart_and_all_of_a_kind_learns(config: GemConfig) -> None:
-    model, x = interaction(ROWS, config), rows_of_features().requires_grad_()
-    if config.across_rows:
-        torch.nn.init.normal_(model.across.gate)
+@each_config
+def test_examples_are_independent_and_all_parameters_have_gradients(config: GemConfig) -> None:
+    model, x = build_interaction(ROWS, config), rows_of_features().requires_grad_()
+    if isinstance(model, Wukong) and model.cross_layer_attention:
+        torch.nn.init.normal_(model.cross_layer_attention.gate)
     out = model(x)
     assert out.shape == (model.out_rows, BATCH, WIDTH)
-    for some in ([3], [5, 0, 2]):
-        torch.testing.assert_close(model(x[:, some]), out[:, some], rtol=1e-4, atol=1e-5)
+    for subset in ([3], [5, 0, 2]):
+        torch.testing.assert_close(model(x[:, subset]), out[:, subset], rtol=1e-4, atol=1e-5)
     (out * torch.randn_like(out)).sum().backward()
-    learns = [*model.parameters(), x]
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in learns)
+    for tensor in [*model.parameters(), x]:
+        assert tensor.grad is not None and tensor.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("shape", [SHAPE, STATIC], ids=["attentive", "static"])
-def test_a_wukong_layer_is_the_papers_equation(shape: Shape) -> None:
-    """X' = LN([FMB(X) ; W_L X] + W_R X), one example after the other (section 3)."""
+@pytest.mark.parametrize("shape", [SHAPE, STATIC], ids=["dynamic", "static"])
+def test_a_wukong_layer_computes_the_equation_of_the_paper(shape: WukongShape) -> None:
+    """X' = LN([FMB(X) ; W_L X] + W_R X), example by example (section 3)."""
     layer, x = WukongLayer(ROWS, shape), rows_of_features()
-    block = layer.fm
-    reads, beside, linear = layer.mix.weight.split(layer.parts)
+    block = layer.fm_block
+    compress, residual, linear = torch.split(layer.row_linear.weight, list(layer.split_sizes))
     for example in range(BATCH):
-        one = x[:, example]
-        y = reads
-        if shape.attentive:
-            y = block.projection.mlp((reads @ one).flatten()).view(shape.rank, ROWS)
-        fm = (one @ one.T @ y.T).T.flatten()
+        rows = x[:, example]
+        y = compress
+        if isinstance(block.projection, InputDependentProjection):
+            y = block.projection.mlp((compress @ rows).flatten()).view(shape.rank, ROWS)
+        fm = (rows @ rows.T @ y.T).T.flatten()
         fmb = block.mlp(F.layer_norm(fm, fm.shape)).view(shape.fm_rows, WIDTH)
-        told = torch.cat((fmb + beside @ one, linear @ one))
-        expected = F.layer_norm(told, (WIDTH,))
+        expected = F.layer_norm(torch.cat((fmb + residual @ rows, linear @ rows)), (WIDTH,))
         torch.testing.assert_close(layer(x)[:, example], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_where_the_rows_stay_the_residual_is_the_input() -> None:
-    layer, x = WukongLayer(SHAPE.rows, SHAPE), torch.randn(SHAPE.rows, BATCH, WIDTH)
-    for weight in (layer.fm.mlp[2].weight, layer.fm.mlp[2].bias, layer.mix.weight):
-        torch.nn.init.zeros_(weight)
+def test_the_residual_is_the_input_if_the_number_of_rows_stays() -> None:
+    layer, x = WukongLayer(SHAPE.out_rows, SHAPE), torch.randn(SHAPE.out_rows, BATCH, WIDTH)
+    for name in ("fm_block.mlp.2.weight", "fm_block.mlp.2.bias", "row_linear.weight"):
+        torch.nn.init.zeros_(layer.get_parameter(name))
     torch.testing.assert_close(layer(x), F.layer_norm(x, (WIDTH,)))
 
 
-def test_the_attentive_projection_without_its_input_is_a_static_one() -> None:
+def test_an_input_dependent_projection_that_ignores_its_input_is_a_static_one() -> None:
     x, y = torch.randn(BATCH, ROWS, WIDTH), torch.randn(2, ROWS)
-    attentive = AttentiveProjection(ROWS, WIDTH, 2, 8)
-    torch.nn.init.zeros_(attentive.mlp[2].weight)
-    attentive.mlp[2].bias.data = y.flatten()
+    dynamic = InputDependentProjection(ROWS, WIDTH, 2, 8)
+    torch.nn.init.zeros_(dynamic.get_parameter("mlp.2.weight"))
+    dynamic.get_parameter("mlp.2.bias").data = y.flatten()
     static = StaticProjection(2)(x, y @ x)
-    torch.testing.assert_close(attentive(x, torch.randn(BATCH, 4, WIDTH)), static)
+    torch.testing.assert_close(dynamic(x, torch.randn(BATCH, 4, WIDTH)), static)
 
 
-def test_the_factorisation_block_mixes_rows_only_through_their_products() -> None:
-    """Turning all rows by one rotation leaves X X^T, and so FM's pairs of rows, as they are."""
+def test_the_factorization_block_depends_on_dot_products_of_rows_alone() -> None:
+    """A rotation of all rows leaves X X^T, and so the output, unchanged."""
     layer, x = WukongLayer(ROWS, STATIC), rows_of_features()
 
     def fm(x: torch.Tensor) -> torch.Tensor:
-        return layer.fm(x, layer.mix(x)[: STATIC.rank])
+        out: torch.Tensor = layer.fm_block(x, layer.row_linear(x)[: STATIC.rank])
+        return out
 
     rotation = torch.linalg.qr(torch.randn(WIDTH, WIDTH))[0]
     torch.testing.assert_close(fm(x @ rotation), fm(x), rtol=1e-4, atol=1e-5)
@@ -100,62 +118,58 @@ def test_the_factorisation_block_mixes_rows_only_through_their_products() -> Non
     assert (fm(stretched) - fm(x)).abs().max() > 1e-3
 
 
-def test_attention_across_layers_starts_as_plain_wukong_and_reaches_the_first() -> None:
+def test_cross_layer_attention_starts_as_plain_wukong_and_reaches_the_first_layer() -> None:
     x, plain = rows_of_features(), Wukong(ROWS, 3, SHAPE)
-    wide = Wukong(ROWS, 3, SHAPE, across=2)
+    wide = Wukong(ROWS, 3, SHAPE, cross_layer_rows=2)
     wide.load_state_dict(plain.state_dict(), strict=False)
     torch.testing.assert_close(wide(x), plain(x))
-    torch.nn.init.normal_(wide.across.gate)
+    torch.nn.init.normal_(wide.get_parameter("cross_layer_attention.gate"))
     assert (wide(x) - plain(x)).abs().max() > 1e-2
-    # a second layer that passes nothing on: what the last one knows of x came across
-    torch.nn.init.zeros_(wide.layers[1].norm.weight)
-    torch.nn.init.zeros_(plain.layers[1].norm.weight)
+    # The second layer passes nothing on, so the last one knows x through attention alone.
+    torch.nn.init.zeros_(wide.get_parameter("layers.1.norm.weight"))
+    torch.nn.init.zeros_(plain.get_parameter("layers.1.norm.weight"))
     other = rows_of_features()
     torch.testing.assert_close(plain(x), plain(other))
     assert (wide(x) - wide(other)).abs().max() > 1e-3
 
 
-def test_crosses_are_polynomials_of_one_degree_more_than_layers() -> None:
-    """Along any line through the origin (2008.13535, theorem 1): high differences vanish."""
+def test_dcn_is_a_polynomial_of_one_degree_more_than_its_layers() -> None:
+    """Along a line through the origin (2008.13535, theorem 1): higher differences vanish."""
     layers = 2
     model, x = DCNv2(ROWS, WIDTH, layers, 8).double(), rows_of_features().double()
-    for layer in model.layers:
-        torch.nn.init.normal_(layer.up.bias)
+    for index in range(layers):
+        torch.nn.init.normal_(model.get_parameter(f"layers.{index}.up.bias"))
 
     def difference(order: int) -> torch.Tensor:
         signs = [(-1) ** i * math.comb(order, i) for i in range(order + 1)]
-        return sum(sign * model(i * x) for i, sign in enumerate(signs))
+        terms = [sign * model(i * x) for i, sign in enumerate(signs)]
+        return torch.stack(terms).sum(0)
 
     assert difference(layers + 1).abs().max() > 1e-3
     assert difference(layers + 2).abs().max() < 1e-9
 
 
-def test_dhen_is_the_sum_of_its_interactions() -> None:
-    """Without crosses and shortcut the products of pairs are left, which know no rotation."""
+def test_a_dhen_layer_is_the_sum_of_its_interactions() -> None:
+    """Without crosses and shortcut, dot products of pairs remain: rotation invariant."""
     layer, x = DhenLayer(ROWS, 3, WIDTH, 8), rows_of_features()
     rotation = torch.linalg.qr(torch.randn(WIDTH, WIDTH))[0]
     assert (layer(x @ rotation) - layer(x)).abs().max() > 1e-2
-    for mix in (layer.mix, layer.residual):
-        torch.nn.init.zeros_(mix.weight)
+    for row_linear in (layer.cross_projection, layer.residual):
+        torch.nn.init.zeros_(row_linear.weight)
     torch.testing.assert_close(layer(x @ rotation), layer(x), rtol=1e-4, atol=1e-5)
-    flat = x.transpose(0, 1)
-    pairs = torch.stack([(flat[:, i] * flat[:, j]).sum(1) for i in range(ROWS) for j in range(i)])
-    order = sorted(
-        range(pairs.shape[0]), key=[(j, i) for i in range(ROWS) for j in range(i)].__getitem__
-    )
-    dot = layer.dot(pairs[order].T).view(BATCH, 3, WIDTH).transpose(0, 1)
+    pairs = torch.triu_indices(ROWS, ROWS, 1)
+    products = (x[pairs[0]] * x[pairs[1]]).sum(2)
+    dot = layer.dot(products.T).view(BATCH, 3, WIDTH).transpose(0, 1)
     torch.testing.assert_close(layer(x), layer.norm(dot), rtol=1e-4, atol=1e-5)
 
 
-def test_two_streams_meet_in_their_products() -> None:
-    model, x = TwoStreams(ROWS, WIDTH, 8, 2), rows_of_features()
+def test_finalmlp_multiplies_its_streams_row_by_row() -> None:
+    model, x = FinalMlp(ROWS, WIDTH, 8, 2), rows_of_features()
     u, v, products = model(x).chunk(3)
     for row in range(2):
-        torch.testing.assert_close(products[row], u[row] * (v[row] @ model.fuse[row]))
-    first = model.streams[0]
-    for layer in (first.gate[2], first.mlp[3]):
-        torch.nn.init.zeros_(layer.weight)
-        torch.nn.init.zeros_(layer.bias)
-    silent, same, nothing = model(x).chunk(3)
-    assert not silent.any() and not nothing.any()
-    torch.testing.assert_close(same, v)
+        torch.testing.assert_close(products[row], u[row] * (v[row] @ model.bilinear_weight[row]))
+    for name in ("gate.2.weight", "gate.2.bias", "mlp.3.weight", "mlp.3.bias"):
+        torch.nn.init.zeros_(model.get_parameter(f"streams.0.{name}"))
+    zero_stream, other_stream, zero_products = model(x).chunk(3)
+    assert not zero_stream.any() and not zero_products.any()
+    torch.testing.assert_close(other_stream, v)

@@ -1,38 +1,82 @@
+"""Round-robin over shards, and the batches of several workers as one stream."""
+
+from dataclasses import replace
+from itertools import islice
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etl.spec.units import each_day
+from etl.spec.units import date_range
 from etl.tables.lake import Lake
 from tests.conftest import FIRST, LAST
-from training.data.digest import digest
-from training.data.lanes import Lane, Pass, in_turn, read, turns
-from training.data.parts import Shuffle
-from training.data.reader import Reader
-from training.data.ripened import EVERYTHING
+from training.data.batch import batch_digest
+from training.data.label_window import ALL_LABELS
+from training.data.reader import ExampleReader
+from training.data.sampling import Shuffle
+from training.data.shards import Epoch, RoundRobin, ShardDataset, read_epoch, round_robin_order
+
+LENGTHS = st.lists(st.integers(0, 8), max_size=5)
 
 
-@given(st.lists(st.integers(0, 8), max_size=5))
-def test_turns_are_those_that_are_taken(lengths: list[int]) -> None:
-    streams = [iter([(lane, n) for n in range(size)]) for lane, size in enumerate(lengths)]
-    taken = list(in_turn(streams))
-    assert [lane for lane, _ in taken] == turns(lengths)
-    assert all([n for lane, n in taken if lane == own] == list(range(size))
-               for own, size in enumerate(lengths))  # fmt: skip
+@given(LENGTHS)
+def test_each_round_takes_an_item_of_every_stream_that_is_not_exhausted(lengths: list[int]) -> None:
+    streams = {key: iter([(key, n) for n in range(size)]) for key, size in enumerate(lengths)}
+    items = list(RoundRobin(streams))
+    rounds = sorted((n, key) for key, size in enumerate(lengths) for n in range(size))
+    assert items == [(key, n) for n, key in rounds]
+    assert round_robin_order(lengths) == [key for key, _ in items]
+
+
+@given(LENGTHS, st.integers(0, 40))
+def test_an_interrupted_round_is_resumed_where_it_was(lengths: list[int], steps: int) -> None:
+    order = round_robin_order(lengths)
+    consumed = {key: order[:steps].count(key) for key in range(len(lengths))}
+    rest = {key: iter([key] * (size - consumed[key])) for key, size in enumerate(lengths)}
+    resumed = RoundRobin(rest, consumed)
+    assert list(resumed) == order[steps:]
+    assert [resumed.consumed[key] for key in range(len(lengths))] == lengths
+
+
+@given(
+    lengths=st.lists(st.integers(0, 7), min_size=1, max_size=5),
+    shares=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), max_size=4),
+)
+def test_each_batch_is_trained_on_once_however_many_processes_resume(
+    lengths: list[int], shares: list[tuple[int, int]]
+) -> None:
+    """Some processes make some steps, then others resume, and in the end one does the rest."""
+    batches = [[(shard, n) for n in range(length)] for shard, length in enumerate(lengths)]
+    consumed = dict.fromkeys(range(len(lengths)), 0)
+    seen: list[tuple[int, int]] = []
+    for world, steps in [*shares, (1, sum(lengths))]:
+        after = dict(consumed)
+        for rank in range(world):
+            shards = range(rank, len(lengths), world)
+            streams = {n: iter(batches[n][consumed[n] :]) for n in shards}
+            round_robin = RoundRobin(streams, consumed)
+            seen += islice(round_robin, steps)
+            after |= {n: round_robin.consumed[n] for n in streams}
+        consumed = after
+    assert sorted(seen) == sorted(batch for shard in batches for batch in shard)
 
 
 @pytest.fixture(scope="module")
-def asked() -> Pass:
-    return Pass(list(each_day(FIRST, LAST)), EVERYTHING, 200, Shuffle(5), (0, 1))
+def epoch() -> Epoch:
+    return Epoch(list(date_range(FIRST, LAST)), ALL_LABELS, 200, Shuffle(5))
 
 
-def test_workers_give_the_stream_of_their_lanes_from_any_place(lake: Lake, asked: Pass) -> None:
-    reader = Reader.newest(lake, "behaviour", 16)
-    lanes = [Pass(asked.days, asked.ripened, asked.rows, asked.shuffle, (n, 2)) for n in range(2)]
-    here = [digest(batch) for batch in in_turn([iter(Lane(reader, lane)) for lane in lanes])]
-    assert [digest(batch) for batch in read(reader, asked, 2)] == here
-    skip = len(here) - 3
-    rest = Pass(asked.days, asked.ripened, asked.rows, asked.shuffle, (0, 1), skip)
-    assert [digest(batch) for batch in read(reader, rest, 2)] == here[skip:]
-    alone = {i for batch in asked.of(reader) for i in batch.impressions}
-    assert {i for lane in lanes for batch in lane.of(reader) for i in batch.impressions} == alone
+def test_workers_give_the_stream_of_their_shards_from_any_position(
+    lake: Lake, epoch: Epoch
+) -> None:
+    reader = ExampleReader.latest(lake, "behaviour", 16)
+    shards = epoch.split(2)
+    streams = {n: iter(ShardDataset(reader, shard)) for n, shard in enumerate(shards)}
+    expected = [batch_digest(batch) for batch in RoundRobin(streams)]
+    assert [batch_digest(batch) for batch in read_epoch(reader, epoch, 2)] == expected
+    skip = len(expected) - 3
+    rest = replace(epoch, skip_batches=skip)
+    assert [batch_digest(batch) for batch in read_epoch(reader, rest, 2)] == expected[skip:]
+    alone = {i for batch in epoch.batches(reader) for i in batch.impression_ids}
+    together = {i for shard in shards for b in shard.batches(reader) for i in b.impression_ids}
+    assert together == alone

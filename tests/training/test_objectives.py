@@ -1,7 +1,9 @@
-"""Laws of what is learned: funnels, values, thinned negatives, weights, next actions."""
+"""Losses and heads: the ESMM chain, outcome values, negative sampling, weights, next items."""
 
 import itertools
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -11,163 +13,187 @@ from hypothesis import strategies as st
 
 from etl.errors import UserError
 from training.config import TrainConfig
-from training.data.thinning import Thinning
-from training.loop.loss import Loss
-from training.model.funnel import Funnel, both
-from training.model.gem import Output
-from training.model.sequence.level import Encoded
-from training.model.sequence.next_action import NextAction, followed
-from training.model.value import ValueHead, Worth
+from training.data.batch import Batch
+from training.data.sampling import NegativeSampling
+from training.model.gem import GemOutput
+from training.model.heads import EsmmChain, ZilnDistribution, ZilnValueHead, joint_logit
+from training.model.sequence.next_action import NextActionLoss, sample_followed_events
+from training.model.sequence.pyramid import EncodedEvents
+from training.trainer.step import Loss
 
 NAMES = ("view", "click", "conversion")
 logits = st.floats(-200, 200)
 
 
 @given(logits, logits)
-def test_the_funnel_is_a_product_of_probabilities(a: float, b: float) -> None:
-    found = both(*torch.tensor([a, b], dtype=torch.float64))
-    assert found <= min(a, b) + 1e-9  # what comes after is rarer
-    product = torch.sigmoid(torch.tensor([a, b], dtype=torch.float64)).prod()
-    assert torch.sigmoid(found) == pytest.approx(float(product), rel=1e-9, abs=1e-300)
+def test_the_joint_logit_is_that_of_the_product_of_probabilities(a: float, b: float) -> None:
+    pair = torch.tensor([a, b], dtype=torch.float64)
+    joint = joint_logit(pair[0], pair[1])
+    assert joint <= min(a, b) + 1e-9
+    product = torch.sigmoid(pair).prod()
+    assert torch.sigmoid(joint) == pytest.approx(float(product), rel=1e-9, abs=1e-300)
 
 
 @pytest.mark.parametrize(
-    "order", itertools.permutations([("conversion", "click"), ("click", "view")])
+    "parents", [*itertools.permutations([("conversion", "click"), ("click", "view")])]
 )
-def test_a_chain_multiplies_from_its_start(order) -> None:
+def test_a_chain_multiplies_conditional_probabilities(parents: tuple[tuple[str, str], ...]) -> None:
     x = torch.randn(5, 3)
-    p = torch.sigmoid(Funnel(NAMES, dict(order))(x))
-    torch.testing.assert_close(p, torch.sigmoid(x).cumprod(1))
-    assert torch.equal(Funnel(NAMES, {})(x), x)
+    probabilities = torch.sigmoid(EsmmChain(NAMES, dict(parents))(x))
+    torch.testing.assert_close(probabilities, torch.sigmoid(x).cumprod(1))
+    assert torch.equal(EsmmChain(NAMES, {})(x), x)
 
 
 @pytest.mark.parametrize(
-    ("after", "said"),
+    ("parents", "message"),
     [
-        ({"buy": "click"}, "names buy"),
-        ({"click": "view", "view": "click"}, "in a circle"),
-        ({"click": "click"}, "in a circle"),
+        (
+            {"buy": "click"},
+            "--model.esmm-parents names buy; objectives are view, click, conversion",
+        ),
+        ({"click": "view", "view": "click"}, "--model.esmm-parents has a cycle: click after view"),
+        ({"click": "click"}, "--model.esmm-parents has a cycle: click"),
     ],
 )
-def test_a_funnel_that_is_none_is_refused(after: dict[str, str], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        Funnel(NAMES, after)
+def test_parents_that_are_unknown_or_cyclic_are_refused(
+    parents: dict[str, str], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        EsmmChain(NAMES, parents)
 
 
 def test_the_expected_value_is_the_mean_of_draws() -> None:
     generator = torch.Generator().manual_seed(0)
-    worth = Worth(torch.tensor([[0.3, -1.0]]), torch.tensor([[0.5, 0.9]]))
+    ziln = ZilnDistribution(torch.tensor([[0.3, -1.0]]), torch.tensor([[0.5, 0.9]]))
     logit = torch.tensor([[-1.0, 0.5]])
     n = 400_000
-    there = torch.rand(n, 2, generator=generator) < torch.sigmoid(logit)
-    drawn = worth.mean + worth.deviation * torch.randn(n, 2, generator=generator)
-    mean = (there * drawn.exp()).mean(0)
-    torch.testing.assert_close(worth.expected(logit)[0], mean, rtol=0.02, atol=0)
+    occurs = torch.rand(n, 2, generator=generator) < torch.sigmoid(logit)
+    log_values = ziln.log_mean + ziln.log_std * torch.randn(n, 2, generator=generator)
+    mean = (occurs * log_values.exp()).mean(0)
+    torch.testing.assert_close(ziln.expected_value(logit)[0], mean, rtol=0.02, atol=0)
 
 
-def test_values_are_learned_as_they_are_spread() -> None:
-    """The best constant is the mean and the deviation of ln(value); what is not told costs none."""
+def test_the_value_head_learns_the_distribution_of_positive_values() -> None:
+    """Its minimum is the mean and the standard deviation of ln(value); zeros cost nothing."""
     rng = np.random.default_rng(0)
     values = torch.tensor(
         np.where(rng.random((4000, 1)) < 0.3, rng.lognormal(1, 0.7, (4000, 1)), 0)
     )
-    head = ValueHead(1, ("buy",), ("buy",)).double()
+    head = ZilnValueHead(1, 1).double()
     optimizer = torch.optim.Adam(head.parameters(), lr=0.05)
     for _ in range(300):
         optimizer.zero_grad()
-        head(torch.ones(4000, 1).double()).loss(values).sum().div(4000).backward()
+        distribution = head(torch.ones(4000, 1).double())
+        distribution.negative_log_likelihood(values).mean().backward()
         optimizer.step()
-    found = head(torch.ones(1, 1).double())
-    told = values[values > 0].log()
-    assert found.mean.item() == pytest.approx(told.mean().item(), abs=0.01)
-    assert found.deviation.item() == pytest.approx(told.std().item(), abs=0.01)
-    assert found.loss(torch.zeros(1, 1)).item() == 0
+    learned = head(torch.ones(1, 1).double())
+    log_values = values[values > 0].log()
+    assert learned.log_mean.item() == pytest.approx(log_values.mean().item(), abs=0.01)
+    assert learned.log_std.item() == pytest.approx(log_values.std().item(), abs=0.01)
+    assert learned.negative_log_likelihood(torch.zeros(1, 1)).item() == 0
 
 
 @given(st.integers(0, 2**32 - 1), st.floats(0.05, 1))
 @settings(max_examples=20)
-def test_all_positives_and_a_share_of_the_negatives_are_kept(seed: int, share: float) -> None:
+def test_negative_sampling_keeps_all_positives_and_a_share_of_the_negatives(
+    seed: int, share: float
+) -> None:
     rng = np.random.default_rng(seed)
     labels = (rng.random((5000, 2)) < 0.2).astype(np.float32)
-    known = rng.random((5000, 2)) < 0.7
-    thin = Thinning((share, 1.0), 3)
-    kept = thin(labels, known, 7)
-    assert (kept == thin(labels, known, 7)).all() and not (kept & ~known).any()
-    assert (kept[:, 1] == known[:, 1]).all()
-    assert (kept[labels > 0] == known[labels > 0]).all()
-    negative = known[:, 0] & (labels[:, 0] == 0)
-    assert kept[negative, 0].mean() == pytest.approx(share, abs=0.06)
+    label_mask = rng.random((5000, 2)) < 0.7
+    sampling = NegativeSampling((share, 1.0), 3)
+    sampled = sampling(labels, label_mask, 7)
+    assert (sampled == sampling(labels, label_mask, 7)).all() and not (sampled & ~label_mask).any()
+    assert (sampled[:, 1] == label_mask[:, 1]).all()
+    assert (sampled[labels > 0] == label_mask[labels > 0]).all()
+    negative = label_mask[:, 0] & (labels[:, 0] == 0)
+    assert sampled[negative, 0].mean() == pytest.approx(share, abs=0.06)
 
 
-def batch_of(labels: torch.Tensor, known: torch.Tensor) -> SimpleNamespace:
-    return SimpleNamespace(labels=labels, known=known, values=torch.zeros_like(labels))
+def batch_of(labels: torch.Tensor, label_mask: torch.Tensor) -> Batch:
+    """A batch that has what losses read, and nothing else."""
+    fields = SimpleNamespace(
+        labels=labels, label_mask=label_mask, outcome_values=torch.zeros_like(labels)
+    )
+    return cast("Batch", fields)
 
 
-def learned(config: TrainConfig, labels: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-    """The constant probability of each objective that costs least."""
-    loss, bias = Loss.of(config, NAMES), torch.zeros(3, requires_grad=True)
+def output_of(logits: torch.Tensor) -> GemOutput:
+    return GemOutput(logits, logits, logits, value_distribution=None, next_action_loss=None)
+
+
+def best_constants(
+    config: TrainConfig, labels: torch.Tensor, label_mask: torch.Tensor
+) -> torch.Tensor:
+    """The constant probability of each objective that minimizes the loss."""
+    loss, bias = Loss.from_config(config, NAMES), torch.zeros(3, requires_grad=True)
     optimizer = torch.optim.LBFGS([bias], max_iter=100)
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        output = Output(bias.expand_as(labels), labels, labels, None, None)
-        cost = loss(output, batch_of(labels, known), len(labels))
-        cost.backward()
-        return cost
+        total = loss(output_of(bias.expand_as(labels)), batch_of(labels, label_mask), len(labels))
+        total.backward()
+        return total
 
-    optimizer.step(closure)
+    optimizer.step(cast("Callable[[], float]", closure))
     return torch.sigmoid(bias.detach())
 
 
-def test_what_is_learned_from_fewer_negatives_is_the_probability_of_all_rows() -> None:
+def test_probabilities_learned_from_sampled_negatives_are_those_of_all_rows() -> None:
     labels = (torch.rand(200_000, 3, generator=torch.Generator().manual_seed(0)) < 0.1).float()
-    shares = {"click": 0.2, "conversion": 0.05}
-    thin = Thinning((1.0, 0.2, 0.05), 0)
-    known = torch.from_numpy(thin(labels.numpy(), np.ones(labels.shape, bool)))
-    found = learned(TrainConfig(negatives=shares), labels, known)
-    torch.testing.assert_close(found, labels.mean(0), rtol=0.02, atol=0)
-    uncorrected = learned(TrainConfig(), labels, known)
-    assert uncorrected[2] > 3 * found[2]
+    rates = {"click": 0.2, "conversion": 0.05}
+    sampling = NegativeSampling((1.0, 0.2, 0.05), 0)
+    sampled = torch.from_numpy(sampling(labels.numpy(), np.ones(labels.shape, bool)))
+    corrected = best_constants(TrainConfig(negative_sampling_rate=rates), labels, sampled)
+    torch.testing.assert_close(corrected, labels.mean(0), rtol=0.02, atol=0)
+    uncorrected = best_constants(TrainConfig(), labels, sampled)
+    assert uncorrected[2] > 3 * corrected[2]
 
 
-def test_a_weight_is_that_of_an_objective_alone() -> None:
-    labels, known = torch.tensor([[1.0, 0.0, 1.0]]), torch.ones(1, 3)
-    output = Output(torch.randn(1, 3), labels, labels, None, None)
-    one, other = (
-        Loss.of(TrainConfig(weights=weights), NAMES)(output, batch_of(labels, known), 1)
-        for weights in ({}, {"click": 3.0})
+def test_an_objective_weight_scales_the_loss_of_that_objective_alone() -> None:
+    labels, label_mask = torch.tensor([[1.0, 0.0, 1.0]]), torch.ones(1, 3, dtype=torch.bool)
+    output = output_of(torch.randn(1, 3))
+    plain = Loss.from_config(TrainConfig(), NAMES)
+    weighted = Loss.from_config(TrainConfig(objective_weights={"click": 3.0}), NAMES)
+    batch = batch_of(labels, label_mask)
+    click_alone = batch_of(labels, torch.tensor([[False, True, False]]))
+    torch.testing.assert_close(
+        weighted(output, batch, 1), plain(output, batch, 1) + 2 * plain(output, click_alone, 1)
     )
-    only = Loss.of(TrainConfig(), NAMES)(
-        output, batch_of(labels, torch.tensor([[0.0, 1.0, 0.0]])), 1
-    )
-    torch.testing.assert_close(other, one + 2 * only)
-    with pytest.raises(UserError, match="--weights names buy; objectives are view"):
-        Loss.of(TrainConfig(weights={"buy": 1.0}), NAMES)
-    with pytest.raises(UserError, match="--negatives names buy"):
-        Loss.of(TrainConfig(negatives={"buy": 0.5}), NAMES)
+
+
+def test_weights_and_sampling_rates_of_unknown_objectives_are_refused() -> None:
+    with pytest.raises(UserError, match="--objective-weights names buy; objectives are view"):
+        Loss.from_config(TrainConfig(objective_weights={"buy": 1.0}), NAMES)
+    with pytest.raises(UserError, match="--negative-sampling-rate names buy"):
+        Loss.from_config(TrainConfig(negative_sampling_rate={"buy": 0.5}), NAMES)
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=8), st.integers(1, 30))
-def test_events_that_are_followed_are_all_but_the_last(lengths: list[int], most: int) -> None:
-    offsets = torch.tensor([0, *itertools.accumulate(lengths)])
-    last = {int(stop) - 1 for start, stop in itertools.pairwise(offsets) if stop > start}
-    wanted = set(range(int(offsets[-1]))) - last
-    found = followed(offsets, most).tolist()
-    assert len(set(found)) == len(found) == min(most, len(wanted)) and set(found) <= wanted
+def test_followed_events_are_sampled_from_all_but_the_last_of_each_request(
+    lengths: list[int], max_samples: int
+) -> None:
+    offsets = [0, *itertools.accumulate(lengths)]
+    last = {stop - 1 for start, stop in itertools.pairwise(offsets) if stop > start}
+    followed = set(range(offsets[-1])) - last
+    sample = sample_followed_events(torch.tensor(offsets), max_samples).tolist()
+    assert len(set(sample)) == len(sample) == min(max_samples, len(followed))
+    assert set(sample) <= followed
 
 
-def test_next_actions_are_told_from_other_items() -> None:
-    """One by one: the item that came next among those that others dealt with next, once each."""
+def test_the_next_item_is_scored_against_different_items_of_other_events() -> None:
     torch.manual_seed(0)
-    guess = NextAction(4, 6)
+    module = NextActionLoss(4, 6)
     offsets = torch.tensor([0, 3, 3, 5])
-    behind = torch.tensor([0, 4, 5, 8])  # a learned row behind each request
-    encoded = Encoded(torch.randn(8, 6), behind, torch.ones(8))
-    at, ids = torch.tensor([3, 0, 1]), torch.tensor([9, 5, 9])
-    items = torch.randn(3, 4)[[0, 1, 0]]
-    scores = guess.ask(encoded.events[[5, 0, 1]]) @ items.T / 2
-    one = torch.logsumexp(scores[0, :2], 0) - scores[0, 0]
-    two = torch.logsumexp(scores[1], 0) - scores[1, 1]
-    three = torch.logsumexp(scores[2, 1:], 0) - scores[2, 2]
-    found = guess(encoded, at, offsets, ids, items)
-    torch.testing.assert_close(found, (one + two + three) / 3)
+    encoded_offsets = torch.tensor([0, 4, 5, 8])  # with CLS tokens
+    encoded = EncodedEvents(torch.randn(8, 6), encoded_offsets, torch.ones(8))
+    positions, next_items = torch.tensor([3, 0, 1]), torch.tensor([9, 5, 9])
+    vectors = torch.randn(3, 4)[[0, 1, 0]]
+    scores = module.query_projection(encoded.events[[5, 0, 1]]) @ vectors.T / 2
+    losses = [
+        torch.logsumexp(scores[0, :2], 0) - scores[0, 0],
+        torch.logsumexp(scores[1], 0) - scores[1, 1],
+        torch.logsumexp(scores[2, 1:], 0) - scores[2, 2],
+    ]
+    loss = module(encoded, positions, offsets, next_items, vectors)
+    torch.testing.assert_close(loss, torch.stack(losses).mean())

@@ -1,137 +1,153 @@
-"""However a model lies on 1, 2 or 4 processes, it learns the same; and what that moves is known."""
+"""Training on 2 and 4 processes equals training on one, and sends the bytes of the formula."""
 
 import math
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
 from etl.tables.lake import Lake
-from features.inputs import Features
-from tests.training.many import ITEMS, SIZES, Learned, Way, learn, some_batches, together
-from training.build import BY_ROWS
+from features.schema import FeatureSchema
+from tests.training.many import (
+    ITEMS,
+    SIZES,
+    Parallelism,
+    TrainingResult,
+    some_batches,
+    train,
+    train_on_processes,
+)
 from training.data.batch import Batch
-from training.model.lookup import table_rows
-from training.parallel.moved import exchanged
-from training.parallel.processes import process_group
+from training.distributed.communication import expected_all_to_all_bytes
+from training.distributed.process_group import process_group
+from training.model.embeddings import table_sizes
+from training.trainer.state import TABLE_AND_ROW_WISE
 
-STEPS, ROW_BYTES = 3, 4 * SIZES.row_width
-ALONE = Way()
-WAYS = {
+STEPS, ROW_BYTES = 3, 4 * SIZES.embedding_dim
+VARIANTS = {
     2: {
-        "tables once": Way(),
-        "tables by rows": Way(kinds=BY_ROWS),
-        "two groups": Way(groups=2),
-        "dense sharded": Way(sharded=True),
+        "table-wise": Parallelism(),
+        "row-wise": Parallelism(sharding_types=TABLE_AND_ROW_WISE),
+        "two groups": Parallelism(replica_groups=2),
+        "dense sharded": Parallelism(sharded=True),
     },
     4: {
-        "tables once": Way(),
-        "two groups": Way(groups=2),
-        "four groups": Way(groups=4),
-        "two groups, every third step": Way(groups=2, every=3),
-        "two groups, dense sharded": Way(groups=2, sharded=True),
+        "table-wise": Parallelism(),
+        "two groups": Parallelism(replica_groups=2),
+        "four groups": Parallelism(replica_groups=4),
+        "two groups, synchronized every third step": Parallelism(replica_groups=2, sync_every=3),
+        "two groups, dense sharded": Parallelism(replica_groups=2, sharded=True),
     },
 }
-EXACT = [(world, way) for world, ways in WAYS.items() for way in ways if "every" not in way]
+EXACT = [
+    (world, name)
+    for world, variants in VARIANTS.items()
+    for name, variant in variants.items()
+    if variant.sync_every == 1
+]
+Results = dict[tuple[int, str], list[TrainingResult]]
 
 
 @pytest.fixture(scope="module")
-def batches(lake: Lake) -> tuple[Features, list[Batch]]:
+def batches(lake: Lake) -> tuple[FeatureSchema, list[Batch]]:
     return some_batches(lake, 4 * STEPS)
 
 
 @pytest.fixture(scope="module")
-def learned(
-    batches: tuple[Features, list[Batch]], tmp_path_factory: pytest.TempPathFactory
-) -> dict[tuple[int, str], list[Learned]]:
-    """What all ways came to, and one process with the same batches: (processes, "alone")."""
-    features, found = batches
-    folder = tmp_path_factory.mktemp("many")
-    made = {}
-    for world, ways in WAYS.items():
-        steps = [found[world * n : world * (n + 1)] for n in range(STEPS)]
+def results(
+    batches: tuple[FeatureSchema, list[Batch]], tmp_path_factory: pytest.TempPathFactory
+) -> Results:
+    """Results by number of processes and variant; "one process" trains on the same batches."""
+    features, all_batches = batches
+    folder = tmp_path_factory.mktemp("parallel")
+    by_variant = {}
+    for world, variants in VARIANTS.items():
+        steps = [all_batches[world * n : world * (n + 1)] for n in range(STEPS)]
         with process_group():
-            made[world, "alone"] = [learn(features, steps, ALONE, 0, 1)]
-        several = together(features, steps, list(ways.values()), folder / f"{world}", world)
-        made |= {(world, name): of_way for name, of_way in zip(ways, several, strict=True)}
-    return made
+            by_variant[world, "one process"] = [train(features, steps, Parallelism(), 0, 1)]
+        of_variants = train_on_processes(
+            features, steps, list(variants.values()), folder / f"{world}", world
+        )
+        for name, of_processes in zip(variants, of_variants, strict=True):
+            by_variant[world, name] = of_processes
+    return by_variant
 
 
-@pytest.mark.parametrize(("world", "way"), EXACT)
-def test_several_processes_learn_what_one_does(
-    learned: dict[tuple[int, str], list[Learned]], world: int, way: str
+@pytest.mark.parametrize(("world", "variant"), EXACT)
+def test_several_processes_train_the_same_model_as_one(
+    results: Results, world: int, variant: str
 ) -> None:
-    (alone,) = learned[world, "alone"]
-    assert alone.losses[0] != alone.losses[-1]
-    for found in learned[world, way]:
-        assert found.losses == pytest.approx(alone.losses, rel=1e-5)
-        for name, rows in alone.tables.items():
-            torch.testing.assert_close(found.tables[name], rows, rtol=1e-4, atol=1e-6, msg=name)
+    (single,) = results[world, "one process"]
+    assert single.losses[0] != single.losses[-1]
+    for result in results[world, variant]:
+        assert result.losses == pytest.approx(single.losses, rel=1e-5)
+        for name, rows in single.tables.items():
+            torch.testing.assert_close(result.tables[name], rows, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_groups_that_meet_seldom_are_alike_when_they_have_met(
-    learned: dict[tuple[int, str], list[Learned]],
-) -> None:
-    (alone,) = learned[4, "alone"]
-    one, *others = learned[4, "two groups, every third step"]
+def test_replicas_are_equal_after_a_synchronization(results: Results) -> None:
+    (single,) = results[4, "one process"]
+    first, *others = results[4, "two groups, synchronized every third step"]
     for other in others:
-        for name, rows in one.tables.items():
+        for name, rows in first.tables.items():
             torch.testing.assert_close(other.tables[name], rows, msg=name)
-    apart = [not torch.allclose(one.tables[name], rows) for name, rows in alone.tables.items()]
-    assert any(apart), "local steps are not those of one process"
+    differs = [not torch.allclose(first.tables[name], rows) for name, rows in single.tables.items()]
+    assert any(differs), "local steps are not those of one process"
 
 
 @pytest.mark.parametrize(
-    ("world", "way", "groups", "met"),
+    ("world", "variant", "groups", "syncs"),
     [
-        (2, "tables once", 1, STEPS),
+        (2, "table-wise", 1, STEPS),
         (2, "two groups", 2, STEPS),
-        (4, "tables once", 1, STEPS),
+        (4, "table-wise", 1, STEPS),
         (4, "two groups", 2, STEPS),
         (4, "four groups", 4, STEPS),
-        (4, "two groups, every third step", 2, 1),
+        (4, "two groups, synchronized every third step", 2, 1),
     ],
 )
-def test_bytes_moved_are_those_of_the_formula(
-    learned: dict[tuple[int, str], list[Learned]],
-    batches: tuple[Features, list[Batch]],
+def test_bytes_sent_are_those_of_the_formula(
+    results: Results,
+    batches: tuple[FeatureSchema, list[Batch]],
     world: int,
-    way: str,
+    variant: str,
     groups: int,
-    met: int,
+    syncs: int,
 ) -> None:
-    """To and fro within a group: ids with their counts, rows, gradients. Between groups: tables."""
-    tables = table_rows(batches[0], ITEMS, SIZES.user_rows)
-    group = world // groups
-    found = learned[world, way]
-    ids = sum(one.ids for one in found)
-    swapped = sum(one.moved.get("alltoall_base", 0) for one in found)
-    assert swapped == exchanged(world * STEPS, ids, len(tables), SIZES.row_width, group)
-    dense = sum(one.moved["allreduce"] for one in learned[world, "tables once"])
-    averaged = sum(one.moved["allreduce"] for one in found) - dense
-    copies = met * groups * ROW_BYTES * sum(tables.values()) if groups > 1 else 0
-    assert averaged == copies
+    """All-to-alls within a group send ids, rows and gradients; between groups tables are summed."""
+    tables = table_sizes(batches[0], ITEMS, SIZES.user_hash_buckets)
+    of_processes = results[world, variant]
+    ids = sum(result.ids for result in of_processes)
+    all_to_all = sum(result.bytes_sent.get("alltoall_base", 0) for result in of_processes)
+    assert all_to_all == expected_all_to_all_bytes(
+        world * STEPS, ids, len(tables), SIZES.embedding_dim, world // groups
+    )
+    dense = sum(result.bytes_sent["allreduce"] for result in results[world, "table-wise"])
+    all_reduce = sum(result.bytes_sent["allreduce"] for result in of_processes)
+    table_bytes = ROW_BYTES * sum(tables.values())
+    assert all_reduce - dense == (syncs * groups * table_bytes if groups > 1 else 0)
 
 
-def test_sharded_weights_move_what_copied_ones_do_not(
-    learned: dict[tuple[int, str], list[Learned]],
-) -> None:
-    copied, sharded = (learned[2, way][0].moved for way in ("tables once", "dense sharded"))
-    assert not any("gather" in name for name in copied)
+def test_only_sharded_dense_weights_are_gathered(results: Results) -> None:
+    replicated = results[2, "table-wise"][0].bytes_sent
+    sharded = results[2, "dense sharded"][0].bytes_sent
+    assert not any("gather" in name for name in replicated)
     assert any("gather" in name for name in sharded)
 
 
-CASES = {"rare": (1.0, 0.0), "hot": (1.0, 1.0), "mixed": (1.0, 0.5)}
+GRADIENTS = {"rare": (1.0, 0.0), "hot": (1.0, 1.0), "mixed": (1.0, 0.5)}  # of each group
 
 
-def adagrad_in_groups(gradients: Sequence[float], steps: int, scale: float) -> tuple[float, float]:
-    """Weight and state of a row after some steps, by the equations; a group's gradients each.
+def adagrad_in_groups(gradients: Sequence[float], steps: int, scale: float) -> float:
+    """Weight of a row after some steps, by the equations; each group has a constant gradient.
 
-    The state is averaged at each step, one step late.
+    Weights are averaged at each step, states one step late.
     """
-    g = np.array(gradients) * 1.0
-    w, v, sent = np.zeros(len(g)), np.zeros(len(g)), None
+    g = np.array(gradients)
+    w, v = np.zeros(len(g)), np.zeros(len(g))
+    sent: npt.NDArray[np.float64] | None = None
     for _ in range(steps):
         v += g**2
         w -= g / (np.sqrt(v / scale) + 1e-12)
@@ -139,17 +155,16 @@ def adagrad_in_groups(gradients: Sequence[float], steps: int, scale: float) -> t
         if sent is not None:
             v += sent.mean() - sent
         sent = v.copy()
-    v += sent.mean() - sent
-    return float(w[0]), float(v.mean())
+    return float(w[0])
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", GRADIENTS)
 def test_averaged_states_need_a_scale_between_one_and_the_number_of_groups(case: str) -> None:
-    """The step of a rare row is sqrt(M) too small without, that of a hot row too large with."""
-    gradients, steps, groups = CASES[case], 400, 2
-    whole = sum(gradients) / groups
-    expected = -sum(abs(whole) / math.sqrt(n * whole**2) for n in range(1, steps + 1))
-    plain, scaled = (adagrad_in_groups(gradients, steps, c)[0] / expected for c in (1.0, groups))
+    """Unscaled, steps of a rare row are sqrt(M) too small; scaled, those of a hot row too large."""
+    gradients, steps, groups = GRADIENTS[case], 400, 2
+    mean = sum(gradients) / groups
+    expected = -sum(abs(mean) / math.sqrt(n * mean**2) for n in range(1, steps + 1))
+    plain, scaled = (adagrad_in_groups(gradients, steps, c) / expected for c in (1.0, groups))
     assert scaled == pytest.approx(plain * math.sqrt(groups), rel=1e-6)
-    root = {"rare": 1 / math.sqrt(2), "hot": 1.0, "mixed": 0.75 / math.sqrt(0.625)}[case]
-    assert plain == pytest.approx(root, rel=0.05)
+    ratio = {"rare": 1 / math.sqrt(2), "hot": 1.0, "mixed": 0.75 / math.sqrt(0.625)}[case]
+    assert plain == pytest.approx(ratio, rel=0.05)

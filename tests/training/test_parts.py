@@ -1,13 +1,17 @@
+"""How requests are packed into batches: completely, and at even cost."""
+
 import numpy as np
+import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.data.parts import MOST_EVENTS, Shuffle, cut, deal
+from training.data.sampling import MAX_BATCH_EVENTS, Shuffle, balance_by_cost, split_by_cost
 
 SEEDS = st.integers(0, 2**32 - 1)
+Int64 = npt.NDArray[np.int64]
 
 
-def made(seed: int) -> tuple[np.ndarray, np.ndarray]:
+def random_requests(seed: int) -> tuple[Int64, Int64]:
     """Rows and events of requests; a few users have most events, as in any log."""
     rng = np.random.default_rng(seed)
     n = int(rng.integers(1, 3000))
@@ -15,40 +19,39 @@ def made(seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @given(seed=SEEDS, rows=st.integers(1, 500), order=st.sampled_from([None, 0, 1]))
-def test_every_request_is_in_one_part(seed: int, rows: int, order: int | None) -> None:
-    sizes, events = made(seed)
-    parts = Shuffle(order).parts(sizes, events, rows)
-    together = np.concatenate(parts)
-    assert sorted(together) == list(range(len(sizes)))
+def test_every_request_is_in_one_batch(seed: int, rows: int, order: int | None) -> None:
+    sizes, events = random_requests(seed)
+    batches = Shuffle(order).split(sizes, events, rows)
+    requests = np.concatenate(batches).tolist()
+    assert sorted(requests) == list(range(len(sizes)))
     if order is None:
-        assert together.tolist() == sorted(together)
-    again = Shuffle(order).parts(sizes, events, rows)
-    assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
+        assert requests == sorted(requests)
+    again = Shuffle(order).split(sizes, events, rows)
+    assert all(np.array_equal(a, b) for a, b in zip(batches, again, strict=True))
 
 
 @given(seed=SEEDS)
-def test_heavy_requests_are_dealt_with_light_ones(seed: int) -> None:
-    """Parts are as many, and their costs differ by less than the costliest request."""
-    sizes, events = made(seed)
+def test_balanced_parts_are_even_in_size_and_cost(seed: int) -> None:
+    """Their costs differ by less than the costliest request."""
+    sizes, events = random_requests(seed)
     cost = sizes + events
     count = max(1, len(sizes) // 40)
-    parts = deal(np.arange(len(sizes)), cost, count)
+    parts = balance_by_cost(np.arange(len(sizes)), cost, count)
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
     sums = [int(cost[part].sum()) for part in parts]
     assert max(sums) - min(sums) <= cost.max()
 
 
-def test_parts_of_much_history_have_fewer_rows() -> None:
+def test_batches_with_long_histories_have_fewer_rows() -> None:
     sizes, events = np.full(4000, 2), np.full(4000, 2048)
     for shuffle in (Shuffle(None), Shuffle(0)):
-        parts = shuffle.parts(sizes, events, 2048)
-        assert max(int(events[part].sum()) for part in parts) <= MOST_EVENTS + 2048
-    few = Shuffle(0).parts(sizes, np.zeros(4000, int), 2048)
-    assert [len(part) for part in few] == [1000] * 4 and len(parts) > 4
+        batches = shuffle.split(sizes, events, 2048)
+        assert len(batches) > 4
+        assert max(int(events[batch].sum()) for batch in batches) <= MAX_BATCH_EVENTS + 2048
+    short_histories = Shuffle(0).split(sizes, np.zeros(4000, int), 2048)
+    assert [len(batch) for batch in short_histories] == [1000] * 4
 
 
-def test_a_cut_keeps_the_order() -> None:
-    assert [p.tolist() for p in cut(np.arange(6), np.array([1, 1, 1, 1, 1, 5]), 2)] == [
-        [0, 1, 2, 3, 4],
-        [5],
-    ]
+def test_split_by_cost_keeps_the_order() -> None:
+    parts = split_by_cost(np.arange(6), np.array([1, 1, 1, 1, 1, 5]), 2)
+    assert [part.tolist() for part in parts] == [[0, 1, 2, 3, 4], [5]]

@@ -1,4 +1,4 @@
-"""The plan on paper: formulas that hold by definition, and figures that a paper reports."""
+"""The cost model: identities of its formulas, and throughputs that 2508.03854 reports."""
 
 from pathlib import Path
 
@@ -9,14 +9,30 @@ from hypothesis import strategies as st
 from etl.errors import UserError
 from gemline import main
 from tests.conftest import ROOT
-from training.plan.estimate import SCHEMES, Layout, estimate, exchange, held, imbalance, ring
-from training.plan.scenario import Scenario, load_scenario
-from training.plan.table import planned
+from training.plan.cost_model import (
+    SCHEMES,
+    Scenario,
+    Scheme,
+    TableLayout,
+    all_to_all_seconds,
+    estimate_step,
+    imbalance,
+    load_scenario,
+    ring_all_reduce_seconds,
+    table_bytes_per_gpu,
+)
+from training.plan.table import plan_table
 
 PAPER = ROOT / "conf" / "plans" / "exfm.yaml"
-FITTED = {("2D", 256): 1.76e5, ("2D", 512): 3.56e5, ("2D", 1024): 6.76e5, ("1D", 512): 3.37e5,
-          ("1D", 1024): 5.61e5}  # fmt: skip
-TOLD = {("2D", 2048): 1.34e6, ("2D", 4096): 2.53e6}  # 2508.03854, examples a second
+# Examples per second in 2508.03854.
+FITTED: dict[tuple[Scheme, int], float] = {
+    ("2D", 256): 1.76e5,
+    ("2D", 512): 3.56e5,
+    ("2D", 1024): 6.76e5,
+    ("1D", 512): 3.37e5,
+    ("1D", 1024): 5.61e5,
+}
+PREDICTED: dict[tuple[Scheme, int], float] = {("2D", 2048): 1.34e6, ("2D", 4096): 2.53e6}
 
 
 @pytest.fixture(scope="module")
@@ -29,79 +45,88 @@ def changed(scenario: Scenario, **changes: object) -> Scenario:
     return scenario.model_copy(update={"workload": workload})
 
 
-@pytest.mark.parametrize(("scheme", "gpus"), [*FITTED, *TOLD])
-def test_throughputs_are_those_of_the_paper(paper: Scenario, scheme, gpus: int) -> None:
-    """Sizes are fitted to the first five; the two others are foretold."""
-    rate = gpus * paper.workload.batch / estimate(paper, scheme, gpus).step
-    close = 0.03 if (scheme, gpus) in FITTED else 0.04
-    assert rate == pytest.approx((FITTED | TOLD)[scheme, gpus], rel=close)
+@pytest.mark.parametrize(("scheme", "gpus"), [*FITTED, *PREDICTED])
+def test_throughputs_are_those_of_the_paper(paper: Scenario, scheme: Scheme, gpus: int) -> None:
+    """The scenario is fitted to the first five; the other two are predictions."""
+    rate = gpus * paper.workload.batch_per_gpu / estimate_step(paper, scheme, gpus).step
+    tolerance = 0.03 if (scheme, gpus) in FITTED else 0.04
+    assert rate == pytest.approx((FITTED | PREDICTED)[scheme, gpus], rel=tolerance)
 
 
 @given(st.integers(0, 6), st.integers(1, 4))
-def test_replicas_cost_the_memory_of_the_formula(doublings: int, size: int) -> None:
-    """S (M - 1) / T more than one copy on all (2508.03854); nothing where they are sharded."""
+def test_replicas_take_the_memory_of_the_formula(doublings: int, size: int) -> None:
+    """2D takes S (M - 1) / T more than 1D (2508.03854); sharded 2D takes the same."""
     scenario = load_scenario(PAPER)
-    work = changed(scenario, table_gb=100.0 * size, group=64).workload
+    work = changed(scenario, table_gb=100.0 * size, group_size=64).workload
     gpus = 64 * 2**doublings
-    one, two, three = (held(work, Layout.of(scheme, gpus, 64)) for scheme in SCHEMES)
-    replicas, stored = gpus // 64, work.table_gb * 1e9
-    assert two - one == pytest.approx(stored * (replicas - 1) / gpus)
-    assert three == pytest.approx(one)
+    bytes_1d, bytes_2d, bytes_sharded = (
+        table_bytes_per_gpu(work, TableLayout.from_scheme(scheme, gpus, 64)) for scheme in SCHEMES
+    )
+    replicas, total = gpus // 64, work.table_gb * 1e9
+    assert bytes_2d - bytes_1d == pytest.approx(total * (replicas - 1) / gpus)
+    assert bytes_sharded == pytest.approx(bytes_1d)
 
 
 @given(st.integers(1, 64))
-def test_within_one_group_all_ways_are_one(gpus: int) -> None:
+def test_within_one_group_all_schemes_cost_the_same(gpus: int) -> None:
     scenario = load_scenario(PAPER)
-    steps = {estimate(scenario, scheme, gpus).step for scheme in SCHEMES}
+    steps = {estimate_step(scenario, scheme, gpus).step for scheme in SCHEMES}
     assert len(steps) == 1
 
 
 @given(st.integers(1, 4096), st.floats(0, 1))
-def test_no_planner_splits_the_largest_shard(group: int, share: float) -> None:
+def test_imbalance_is_at_least_the_share_of_the_largest_shard(group: int, share: float) -> None:
     work = changed(load_scenario(PAPER), largest_shard=share).workload
-    found = imbalance(work, Layout(group, group, False))
-    assert found >= 1 and found / group >= share - 1e-12
+    load = imbalance(work, TableLayout(group, group, is_fully_sharded=False))
+    assert load >= 1 and load / group >= share - 1e-12
 
 
-def test_a_group_of_neighbours_exchanges_nothing_with_others(paper: Scenario) -> None:
-    """On one node bytes move inside it; alone nothing moves at all."""
-    hardware = paper.hardware.model_copy(update={"outside": 1e-9})
+def test_a_group_within_a_node_does_not_use_the_network(paper: Scenario) -> None:
+    """A single GPU sends nothing at all."""
+    hardware = paper.hardware.model_copy(update={"inter_node_gb_s": 1e-9})
     work = paper.workload
-    assert exchange(hardware, work, Layout.of("1D", 8, 256)) < 1
-    assert exchange(hardware, work, Layout.of("1D", 1, 256)) == 0
-    assert ring(hardware, 1e12, 1) == 0
+    assert all_to_all_seconds(hardware, work, TableLayout.from_scheme("1D", 8, 256)) < 1
+    assert all_to_all_seconds(hardware, work, TableLayout.from_scheme("1D", 1, 256)) == 0
+    assert ring_all_reduce_seconds(hardware, 1e12, 1) == 0
 
 
-def test_less_often_synced_costs_less(paper: Scenario) -> None:
-    often, seldom = (estimate(changed(paper, sync_every=n), "2D", 2048).replicate for n in (1, 8))
-    assert often == pytest.approx(8 * seldom)
+def test_the_cost_of_replica_sync_is_inverse_to_its_interval(paper: Scenario) -> None:
+    every_step, every_eighth = (
+        estimate_step(changed(paper, sync_every=n), "2D", 2048).replica_sync for n in (1, 8)
+    )
+    assert every_step == pytest.approx(8 * every_eighth)
 
 
-def test_what_fits_and_is_fastest_is_advised(paper: Scenario) -> None:
-    _, advice = planned(paper, (256, 4096))
-    assert advice[0] == "256 GPUs: 1D; all ways are one up to a group of 256"
-    steps = {scheme: estimate(paper, scheme, 4096).step for scheme in SCHEMES}
-    assert advice[1].startswith(f"4096 GPUs: {min(steps, key=lambda s: steps[s])}; ")
-    assert f"1D takes {steps['1D'] / min(steps.values()):.2f} times as long" in advice[1]
-    full = changed(paper, table_gb=18_000, group=256)
-    assert "2D does not fit" in planned(full, (2048,))[1][0]
-    none = planned(changed(paper, table_gb=1e6), (8,))[1]
-    assert "none fits; a GPU would have to hold" in none[0]
+def test_the_fastest_scheme_that_fits_is_recommended(paper: Scenario) -> None:
+    _, lines = plan_table(paper, (256, 4096))
+    assert lines[0] == "256 GPUs: 1D; all schemes are the same up to a group of 256 GPUs"
+    steps = {scheme: estimate_step(paper, scheme, 4096).step for scheme in SCHEMES}
+    assert lines[1].startswith(f"4096 GPUs: {min(steps, key=lambda s: steps[s])}; ")
+    assert f"1D takes {steps['1D'] / min(steps.values()):.2f} times as long" in lines[1]
+    full = changed(paper, table_gb=18_000, group_size=256)
+    assert "2D does not fit" in plan_table(full, (2048,))[1][0]
+    too_large = plan_table(changed(paper, table_gb=1e6), (8,))[1]
+    assert "no scheme fits; a GPU needs" in too_large[0]
 
 
-def test_the_command_and_what_it_refuses(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_command_prints_recommendations_and_refuses_wrong_numbers(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    ask = ["train", "plan", "--scenario", str(PAPER), "--gpus"]
-    assert main([*ask, "8,64,512,4096"]) == 0
+    command = ["train", "plan", "--scenario", str(PAPER), "--gpus"]
+    assert main([*command, "8,64,512,4096"]) == 0
     assert "4096 GPUs: 2D sharded; 1D takes" in capsys.readouterr().out
-    assert main([*ask, "300"]) == 2
-    assert "--gpus 300 is no multiple of the group of 256" in capsys.readouterr().err
-    assert main([*ask, "8,no"]) == 2
+    assert main([*command, "300"]) == 2
+    assert "--gpus 300 is not a multiple of the group size 256" in capsys.readouterr().err
+    assert main([*command, "8,no"]) == 2
     assert "--gpus 8,no: write whole numbers" in capsys.readouterr().err
+
+
+def test_a_scenario_with_errors_is_refused_with_their_places(tmp_path: Path) -> None:
     bad = tmp_path / "bad.yaml"
-    bad.write_text(PAPER.read_text().replace("overlap: 0.5", "overlap: 2"))
-    with pytest.raises(UserError, match=r"bad.yaml: hardware.overlap: .*less than or equal to 1"):
+    bad.write_text(PAPER.read_text().replace("comm_overlap: 0.5", "comm_overlap: 2"))
+    with pytest.raises(
+        UserError, match=r"bad.yaml: hardware.comm_overlap: .*less than or equal to 1"
+    ):
         load_scenario(bad)
-    with pytest.raises(UserError, match="shipped ones lie in conf/plans"):
+    with pytest.raises(UserError, match="no such file; shipped scenarios are in conf/plans"):
         load_scenario(tmp_path / "none.yaml")

@@ -1,7 +1,9 @@
-"""Processes with unequal batches step together, and learn what one process would of all rows."""
+"""Processes with unequal batches take the same steps as one process on all rows."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -10,16 +12,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.training.many import run
-from training.loop.loss import masked_loss
-from training.parallel.processes import in_step
+from training.data.batch import Batch
+from training.distributed.process_group import synchronized_batches
+from training.trainer.step import masked_loss
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The part of a batch that steps are counted by."""
+    """A batch with only the fields that the steps of this test read."""
 
     x: Tensor
-    known: Tensor
+    label_mask: Tensor
 
     def __len__(self) -> int:
         return len(self.x)
@@ -31,7 +34,7 @@ def rows(seed: int, count: int) -> Rows:
     return Rows(x, torch.rand(count, 2, generator=generator) < 0.7)
 
 
-def model() -> nn.Module:
+def model() -> nn.Linear:
     torch.manual_seed(0)
     return nn.Linear(3, 2)
 
@@ -40,45 +43,54 @@ def labels(x: Tensor) -> Tensor:
     return (x[:, :2] > 0).float()
 
 
-def work(rank: int, parts: list[list[Rows]], spares: list[list[Rows]], folder: str) -> None:
-    dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=len(parts))
-    torch.save(gradients(parts[rank], spares[rank]), f"{folder}/{rank}.pt")
+def save_gradients(
+    rank: int, batches: list[list[Rows]], fallbacks: list[list[Rows]], folder: str
+) -> None:
+    """Run one of the processes and save its gradients."""
+    init_method = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", init_method, rank=rank, world_size=len(batches))
+    torch.save(gradients(batches[rank], fallbacks[rank]), f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
-def gradients(part: list[Rows], spare: list[Rows]) -> list[Tensor]:
+def gradients(batches: list[Rows], fallbacks: list[Rows]) -> list[Tensor]:
     """The gradient of each step.
 
-    DDP ends with this function: as the last owner of its process group it would wait for the
-    group's threads while it holds the lock that they wait for.
+    DDP must be destroyed when this function returns: as the last owner of its process group it
+    would wait for the group's threads while it holds the lock that they wait for.
     """
-    spread = DistributedDataParallel(model())
-    found = []
-    for batch, count in in_step(iter(part), iter(spare)):
-        spread.zero_grad()
-        masked_loss(spread(batch.x), labels(batch.x), batch.known, count).backward()
-        found.append(spread.module.weight.grad.clone())
-    return found
+    ddp = DistributedDataParallel(model())
+    steps = synchronized_batches(
+        cast("Iterator[Batch]", iter(batches)), cast("Iterator[Batch]", iter(fallbacks))
+    )
+    gradients_of_steps = []
+    for step, mean_rows in steps:
+        batch = cast("Rows", step)
+        ddp.zero_grad()
+        masked_loss(ddp(batch.x), labels(batch.x), batch.label_mask, mean_rows).backward()
+        gradients_of_steps.append(ddp.module.weight.grad.clone())
+    return gradients_of_steps
 
 
 @pytest.mark.parametrize(
-    ("parts", "spares"),
+    ("batches", "fallbacks"),
     [
         ([[rows(1, 5), rows(2, 3)], [rows(3, 4)]], [[], []]),
         ([[rows(1, 5)], []], [[], [rows(4, 2)]]),
     ],
-    ids=["one runs out", "one has nothing left after a kill"],
+    ids=["one process has fewer batches", "one process has none left after a restart"],
 )
 def test_each_step_is_that_of_one_process_on_all_rows(
-    tmp_path: Path, parts: list[list[Rows]], spares: list[list[Rows]]
+    tmp_path: Path, batches: list[list[Rows]], fallbacks: list[list[Rows]]
 ) -> None:
-    run(work, (parts, spares, str(tmp_path)), len(parts))
-    for rank in range(len(parts)):
-        found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
-        assert len(found) == max(map(len, parts))
-        for step, gradient in enumerate(found):
-            there = [own[step] for own in parts if step < len(own)]
-            x, known = (torch.cat([getattr(b, n) for b in there]) for n in ("x", "known"))
-            whole = model()
-            masked_loss(whole(x), labels(x), known, len(x)).backward()
-            torch.testing.assert_close(gradient, whole.weight.grad)
+    run(save_gradients, (batches, fallbacks, str(tmp_path)), len(batches))
+    for rank in range(len(batches)):
+        saved = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        assert len(saved) == max(map(len, batches))
+        for step, gradient in enumerate(saved):
+            of_step = [own[step] for own in batches if step < len(own)]
+            x = torch.cat([batch.x for batch in of_step])
+            label_mask = torch.cat([batch.label_mask for batch in of_step])
+            single = model()
+            masked_loss(single(x), labels(x), label_mask, len(x)).backward()
+            torch.testing.assert_close(gradient, single.weight.grad)

@@ -1,7 +1,8 @@
-"""Laws of the sequence side: blocks against their equations, who may see whom, what flows where."""
+"""Sequence modules: equations of the papers, causality, and the direction of information."""
 
+from collections.abc import Callable
 from itertools import pairwise, product
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -10,16 +11,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from training.model.config import FamilyOptions, Flow, GemConfig, SequenceOptions
-from training.model.sequence.family import append, families_of
-from training.model.sequence.interformer import InterFormer
-from training.model.sequence.layers import HstuLayer, TransformerLayer
-from training.model.sequence.level import Encoded
-from training.model.sequence.personalised import Gdpa, PersonalisedFFN
-from training.model.sequence.rotary import RotaryTime
-from training.model.sequence.shorten import shorten
-from training.model.sequence.summary import Pooled, SeedPooling, SumKronLinear, newest
-from training.ops.ragged import group_of_each
+from training.model.config import EventGroupOptions, Flow, GemConfig, SequenceOptions
+from training.model.sequence.attention import RotaryTimeEncoding
+from training.model.sequence.interformer import (
+    InterFormer,
+    InterFormerOutput,
+    append_tokens,
+    event_groups_of,
+)
+from training.model.sequence.layers import Gdpa, HstuLayer, PersonalizedFFN, TransformerLayer
+from training.model.sequence.pooling import (
+    HierarchicalSeedPooling,
+    PmaPooling,
+    SumKronLinear,
+    most_recent_events,
+)
+from training.model.sequence.pyramid import EncodedEvents, pool_older_events
+from training.ops.ragged import segment_ids
 
 WIDTH, HEADS, ROW, USERS = 8, 2, 6, 3
 LENGTHS = (5, 0, 1, 12)
@@ -30,51 +38,53 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-def cuts(lengths: tuple[int, ...] = LENGTHS) -> Tensor:
+def offsets_of(lengths: tuple[int, ...] = LENGTHS) -> Tensor:
     return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
 
 
-def history(width: int = WIDTH, lengths: tuple[int, ...] = LENGTHS) -> Encoded:
+def history(width: int = WIDTH, lengths: tuple[int, ...] = LENGTHS) -> EncodedEvents:
     n = sum(lengths)
     ages = torch.cat([torch.arange(k, 0, -1) * 1000 for k in lengths])
-    return Encoded(torch.randn(n, width), cuts(lengths), ages)
+    return EncodedEvents(torch.randn(n, width), offsets_of(lengths), ages)
 
 
-LAYERS = {
+LAYERS: dict[str, Callable[[int | None], torch.nn.Module]] = {
     "transformer": lambda window: TransformerLayer(WIDTH, HEADS, window, 2 * WIDTH),
     "hstu": lambda window: HstuLayer(WIDTH, HEADS, window, 64),
 }
 
 
 @pytest.mark.parametrize(("kind", "window"), list(product(LAYERS, (None, 4))))
-def test_an_event_sees_its_own_past_alone(kind: str, window: int | None) -> None:
+def test_an_event_attends_to_itself_and_earlier_events_of_its_request(
+    kind: str, window: int | None
+) -> None:
     layer, h = LAYERS[kind](window), history()
-    turn = RotaryTime(WIDTH // HEADS)(h.offsets, h.ages)
-    out = layer(h.events, h.offsets, turn)
-    for at in range(len(h.events)):
-        changed = h.events.clone()
-        changed[at] += 1.0
-        moved = (layer(changed, h.offsets, turn) - out).abs().amax(1) > 1e-6
-        group = group_of_each(h.offsets)
-        allowed = (group == group[at]) & (torch.arange(len(group)) >= at)
-        assert moved[at] and not moved[~allowed].any()
+    angles = RotaryTimeEncoding(WIDTH // HEADS)(h.offsets, h.ages)
+    out = layer(h.events, h.offsets, angles)
+    request = segment_ids(h.offsets)
+    for position in range(len(h.events)):
+        events = h.events.clone()
+        events[position] += 1.0
+        changed = (layer(events, h.offsets, angles) - out).abs().amax(1) > 1e-6
+        may_change = (request == request[position]) & (torch.arange(len(request)) >= position)
+        assert changed[position] and not changed[~may_change].any()
 
 
-def test_a_personalised_ffn_is_one_matrix_a_request() -> None:
+def test_a_personalized_ffn_is_a_matrix_for_each_request() -> None:
     h, rows = history(), torch.randn(len(LENGTHS), USERS, WIDTH)
-    layer = PersonalisedFFN(USERS, WIDTH)
+    layer = PersonalizedFFN(USERS, WIDTH)
     out = layer(h.events, h.offsets, rows)
     for r, (start, stop) in enumerate(pairwise(h.offsets.tolist())):
         matrix = rows[r].T @ layer.values
         torch.testing.assert_close(out[start:stop], h.events[start:stop] @ matrix * WIDTH**-0.5)
 
 
-def test_gdpa_is_a_personalised_two_layer_ffn() -> None:
-    """act(S A(X)) C(X), head by head, with keys as the columns of A and values as the rows of C."""
+def test_gdpa_is_a_personalized_two_layer_ffn() -> None:
+    """act(S A(X)) C(X) in each head: keys are the columns of A, values the rows of C."""
     h, rows = history(), torch.randn(len(LENGTHS), USERS, WIDTH)
     layer = Gdpa(USERS, WIDTH, HEADS, hidden=5)
     out = layer(h.events, h.offsets, rows)
-    keys, values = layer.generated(rows)
+    keys, values = layer.generate_keys_values(rows)
     head = WIDTH // HEADS
     for r, (start, stop) in enumerate(pairwise(h.offsets.tolist())):
         for first in range(0, WIDTH, head):
@@ -86,84 +96,109 @@ def test_gdpa_is_a_personalised_two_layer_ffn() -> None:
 
 def test_a_sum_of_kronecker_products_is_one_linear_map() -> None:
     layer, pooled = SumKronLinear(7, 2, WIDTH), torch.randn(3, 7, WIDTH)
-    whole = sum(torch.kron(z.T.contiguous(), w.T.contiguous()) for z, w in zip(layer.z, layer.w))  # noqa: B905
-    assert isinstance(whole, Tensor)
-    torch.testing.assert_close(layer(pooled).flatten(1), pooled.flatten(1) @ whole.T)
+    terms = [
+        torch.kron(z.T.contiguous(), w.T.contiguous())
+        for z, w in zip(layer.z.unbind(), layer.w.unbind(), strict=True)
+    ]
+    matrix = torch.stack(terms).sum(0)
+    torch.testing.assert_close(layer(pooled).flatten(1), pooled.flatten(1) @ matrix.T)
 
 
 @given(st.integers(0, 50), st.floats(1.0, 100.0))
-def test_turned_products_depend_on_distance_alone(places: int, factor: float) -> None:
-    """Not on how many events lie before both, nor on a factor of both ages (in 1 + minutes)."""
-    rotary, q, k = RotaryTime(16), torch.randn(1, 1, 16), torch.randn(1, 1, 16)
+def test_rotary_products_depend_on_distances_alone(shift: int, factor: float) -> None:
+    """Not on the number of events before both, nor on a common factor of (1 + age / minute)."""
+    rotary, q, k = RotaryTimeEncoding(16), torch.randn(1, 1, 16), torch.randn(1, 1, 16)
     ages = torch.tensor([40_000.0, 300.0])
 
     def product_of(before: int, ages: Tensor) -> Tensor:
-        filled = torch.cat((torch.full((before,), 1e6), ages))
-        turn = rotary(torch.tensor([0, before + 2]), filled)
-        both = turn(torch.cat((torch.zeros(before, 1, 16), q, k)))
-        return (both[-2] * both[-1]).sum()
+        all_ages = torch.cat((torch.full((before,), 1e6), ages))
+        angles = rotary(torch.tensor([0, before + 2]), all_ages)
+        rotated = angles(torch.cat((torch.zeros(before, 1, 16), q, k)))
+        product: Tensor = (rotated[-2] * rotated[-1]).sum()
+        return product
 
     scaled = (1 + ages / 60) * factor * 60 - 60
-    torch.testing.assert_close(
-        product_of(places, scaled), product_of(0, ages), rtol=1e-3, atol=1e-3
-    )
+    torch.testing.assert_close(product_of(shift, scaled), product_of(0, ages), rtol=1e-3, atol=1e-3)
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=4), st.integers(1, 5), st.integers(1, 8))
-def test_shortening_leaves_what_is_new_and_means_what_is_old(
-    lengths: list[int], factor: int, keep: int
+def test_pooling_older_events_keeps_recent_ones_and_averages_the_others(
+    lengths: list[int], stride: int, keep_recent: int
 ) -> None:
     h = history(3, tuple(lengths))
-    shorter = shorten(h.offsets, factor, keep)
-    means = shorter.mean(h.events)
-    bounds = zip(pairwise(h.offsets.tolist()), pairwise(shorter.offsets.tolist()), strict=True)
-    for (start, stop), (begin, end) in bounds:
-        wanted = list(reversed(h.events[max(start, stop - keep) : stop].unbind()))
-        old = h.events[start : max(start, stop - keep)].flip(0)
-        wanted += [part.mean(0) for part in old.split(factor) if len(part)]
-        assert end - begin == len(wanted)
-        for got, mean in zip(means[begin:end].flip(0), wanted, strict=True):
-            torch.testing.assert_close(got, mean)
+    pooled = pool_older_events(h.offsets, stride, keep_recent)
+    slots = pooled.mean_pool(h.events)
+    bounds = zip(pairwise(h.offsets.tolist()), pairwise(pooled.offsets.tolist()), strict=True)
+    for (start, stop), (first_slot, last_slot) in bounds:
+        first_recent = max(start, stop - keep_recent)
+        newest_first = list(h.events[first_recent:stop].flip(0))
+        older = h.events[start:first_recent].flip(0)
+        newest_first += [part.mean(0) for part in older.split(stride) if len(part)]
+        assert last_slot - first_slot == len(newest_first)
+        for slot, expected in zip(slots[first_slot:last_slot].flip(0), newest_first, strict=True):
+            torch.testing.assert_close(slot, expected)
 
 
-def test_the_newest_events_and_rows_behind_them() -> None:
-    h, rows = history(), torch.randn(2, WIDTH)
-    last = newest(h.events, h.offsets, 3)
-    longer = append(h, rows)
-    assert longer.offsets.diff().tolist() == [n + 2 for n in LENGTHS]
+def test_most_recent_events_are_newest_first_and_padded_with_zeros() -> None:
+    h = history()
+    last = most_recent_events(h.events, h.offsets, 3)
     for r, (start, stop) in enumerate(pairwise(h.offsets.tolist())):
-        own = h.events[start:stop].flip(0)[:3]
-        assert torch.equal(last[r, : len(own)], own) and not last[r, len(own) :].any()
-        begin, end = longer.offsets[r : r + 2].tolist()
-        assert torch.equal(longer.events[begin:end], torch.cat((h.events[start:stop], rows)))
-        assert torch.equal(longer.ages[begin : end - 2], h.ages[start:stop])
+        newest = h.events[start:stop].flip(0)[:3]
+        assert torch.equal(last[r, : len(newest)], newest) and not last[r, len(newest) :].any()
 
 
-@pytest.mark.parametrize("pool", [Pooled(WIDTH, HEADS, 3), SeedPooling(WIDTH, HEADS, 3, 2)])
-def test_pooling_reads_a_request_as_a_set(pool: torch.nn.Module) -> None:
+def test_tokens_are_appended_to_each_sequence() -> None:
+    h, tokens = history(), torch.randn(2, WIDTH)
+    longer = append_tokens(h, tokens)
+    assert longer.offsets.diff().tolist() == [n + 2 for n in LENGTHS]
+    bounds = zip(pairwise(h.offsets.tolist()), pairwise(longer.offsets.tolist()), strict=True)
+    for (start, stop), (first, last) in bounds:
+        assert torch.equal(longer.events[first:last], torch.cat((h.events[start:stop], tokens)))
+        assert torch.equal(longer.ages[first : last - 2], h.ages[start:stop])
+
+
+@pytest.mark.parametrize(
+    "pool", [PmaPooling(WIDTH, HEADS, 3), HierarchicalSeedPooling(WIDTH, HEADS, 3, 2)]
+)
+def test_pooling_treats_a_sequence_as_a_set(pool: torch.nn.Module) -> None:
     h = history()
     rows = pool(h.events, h.offsets)
     assert rows.shape == (len(LENGTHS), 3, WIDTH)
-    order = torch.cat([start + torch.randperm(n) for start, n in zip(h.offsets, LENGTHS)])  # noqa: B905
+    starts = h.offsets[:-1].tolist()
+    order = torch.cat([start + torch.randperm(n) for start, n in zip(starts, LENGTHS, strict=True)])
     torch.testing.assert_close(pool(h.events[order], h.offsets), rows)
     torch.testing.assert_close(pool(h.events[:5], torch.tensor([0, 5])), rows[:1])
 
 
 def config(layers: int = 2, **options: object) -> GemConfig:
-    sizes = {"row_width": ROW, "event_width": WIDTH, "heads": HEADS, "event_layers": layers}
-    small = {"mlp": 16, "rank": 2, "window": 4, "encoded_events": 16}
-    return GemConfig(**sizes, **small, sequence=SequenceOptions.model_validate(options))
+    return GemConfig(
+        embedding_dim=ROW,
+        event_width=WIDTH,
+        heads=HEADS,
+        event_layers=layers,
+        mlp_width=16,
+        rank=2,
+        window=4,
+        encoded_events=16,
+        sequence=SequenceOptions.model_validate(options),
+    )
 
 
-def encoded(model: InterFormer, x: Tensor, h: Encoded) -> tuple[Tensor, Tensor]:
-    begun = [family.begin(h.events, h.offsets, h.ages) for family in model.families]
-    rows, sequences = model(x, begun)
-    return rows, torch.cat([s.events.flatten() for s in sequences])
+def encoded(model: InterFormer, x: Tensor, h: EncodedEvents) -> tuple[Tensor, Tensor]:
+    """Request rows, and the events of all sequences as one vector."""
+    out = interformer(model, x, h)
+    return out.request_rows, torch.cat([s.events.flatten() for s in out.sequences])
+
+
+def interformer(model: InterFormer, x: Tensor, h: EncodedEvents) -> InterFormerOutput:
+    tokens = [encoder.project_tokens(h.events, h.offsets, h.ages) for encoder in model.encoders]
+    out: InterFormerOutput = model(x, tokens)
+    return out
 
 
 @pytest.mark.parametrize("flow", get_args(Flow))
-def test_a_flow_tells_what_it_says(flow: Flow) -> None:
-    """s2n and int: rows hear of events and of each other; n2s and int: events hear of rows."""
+def test_information_flows_in_the_configured_direction(flow: Flow) -> None:
+    """s2n and int: rows depend on events; n2s and int: events depend on rows."""
     model, h = InterFormer(USERS, config(flow=flow)).eval(), history()
     x, other = torch.randn(2, len(LENGTHS), USERS, ROW)
     rows, events = encoded(model, x, h)
@@ -174,47 +209,50 @@ def test_a_flow_tells_what_it_says(flow: Flow) -> None:
     if flow == "sole":
         assert torch.equal(events, h.events.flatten())
     if flow in ("s2n", "int"):
-        summaries = sum(family.rows for family in model.families)
-        changed = Encoded(h.events + torch.randn_like(h.events), h.offsets, h.ages)
-        mixed = slice(0, model.out_rows - summaries)
+        summary_rows = sum(encoder.num_rows for encoder in model.encoders)
+        changed = EncodedEvents(h.events + torch.randn_like(h.events), h.offsets, h.ages)
+        mixed = slice(0, model.out_rows - summary_rows)
         assert not torch.allclose(encoded(model, x, changed)[0][0, mixed], rows[0, mixed])
 
 
-OPTIONS = [
+OPTIONS: list[dict[str, Any]] = [
     {"flow": "int"},
-    {"flow": "int", "personal": "pffn", "layer": "hstu", "rotary": True},
-    {"flow": "n2s", "pooling": "hsp", "cls_rows": 2},
-    {"flow": "int", "skip": True},
-    {"flow": "s2n", "shorten": 3, "keep": 2},
-    {"flow": "sep", "layer": "hstu", "cls_rows": 1, "rotary": True},
+    {"flow": "int", "personalization": "pffn", "layer": "hstu", "rotary": True},
+    {"flow": "n2s", "pooling": "hsp", "cls_tokens": 2},
+    {"flow": "int", "computation_skip": True},
+    {"flow": "s2n", "pyramid_stride": 3, "pyramid_keep_recent": 2},
+    {"flow": "sep", "layer": "hstu", "cls_tokens": 1, "rotary": True},
 ]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_requests_are_apart_and_all_of_an_option_learns(options: dict) -> None:
+def test_requests_are_independent_and_all_parameters_have_gradients(
+    options: dict[str, Any],
+) -> None:
     model, h = InterFormer(USERS, config(4, **options)), history()
     x = torch.randn(len(LENGTHS), USERS, ROW)
-    begun = [family.begin(h.events, h.offsets, h.ages) for family in model.families]
-    rows, sequences = model(x, begun)
-    cls = options.get("cls_rows", 0)
-    assert sequences[0].offsets.diff().tolist() == [n + cls for n in LENGTHS]
-    alone, _ = encoded(model, x[3:], Encoded(h.events[6:], cuts((12,)), h.ages[6:]))
+    rows, sequences = interformer(model, x, h)
+    cls_tokens = options.get("cls_tokens", 0)
+    assert sequences[0].offsets.diff().tolist() == [n + cls_tokens for n in LENGTHS]
+    last_request = EncodedEvents(h.events[6:], offsets_of((12,)), h.ages[6:])
+    alone, _ = encoded(model, x[3:], last_request)
     torch.testing.assert_close(rows[3:], alone, rtol=1e-4, atol=1e-5)
 
-    family = model.families[0]
-    seen = family.seen_by(torch.randn(len(LENGTHS), WIDTH), torch.arange(4), sequences[0])
-    ((rows * torch.randn_like(rows)).sum() + seen.sum()).backward()
+    attended = model.encoders[0].attend_from_candidates(
+        torch.randn(len(LENGTHS), WIDTH), torch.arange(4), sequences[0]
+    )
+    ((rows * torch.randn_like(rows)).sum() + attended.sum()).backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
 
 
-def test_families_have_sizes_of_their_own() -> None:
-    told = {
-        "clicks": FamilyOptions(events=("click",), width=16, heads=4, layers=3, window=2),
-        "views": FamilyOptions(events=("view",), layers=1),
+def test_event_groups_have_sizes_of_their_own() -> None:
+    groups = {
+        "clicks": EventGroupOptions(events=("click",), width=16, heads=4, layers=3, window=2),
+        "views": EventGroupOptions(events=("view",), layers=1),
     }
-    small = config(2, flow="int", families=told)
+    small = config(2, flow="int", event_groups=groups)
     model = InterFormer(USERS, small)
-    assert [len(family.levels) for family in model.families] == [3, 1] and model.depth == 3
+    assert [len(encoder.levels) for encoder in model.encoders] == [3, 1] and model.depth == 3
     rows, _ = encoded(model, torch.randn(len(LENGTHS), USERS, ROW), history())
     assert rows.shape == (len(LENGTHS), model.out_rows, ROW)
-    assert families_of(config()) == [FamilyOptions(events=())]
+    assert event_groups_of(config()) == [EventGroupOptions(events=())]

@@ -1,31 +1,37 @@
-"""No second of a run is lost or counted twice, and only steps on new rows are effective."""
+"""Every second of a run is counted once, and only training steps are effective."""
+
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.loop import timeline as module
-from training.loop.timeline import Timeline
+from training.trainer.throughput import Timeline
 
-SPANS = st.lists(st.tuples(st.sampled_from(["reading", "checkpoint", "step"]), st.integers(1, 50)))
+ACTIVITIES = st.lists(
+    st.tuples(st.sampled_from(["reading", "checkpoint", "step"]), st.integers(1, 50))
+)
 
 
-@given(SPANS)
-def test_all_seconds_are_there_once(spans: list[tuple[str, int]]) -> None:
+@given(ACTIVITIES)
+def test_every_second_is_counted_once(activities: list[tuple[str, int]]) -> None:
     now = 1000.0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module.time, "monotonic", lambda: now)
-        line = Timeline(began=990.0)
-        line.spent("imports")
-        for name, seconds in spans:
+        patch.setattr(time, "monotonic", lambda: now)
+        timeline = Timeline(start=990.0)
+        timeline.record("imports")
+        for name, seconds in activities:
             now += seconds
-            line.stepped() if name == "step" else line.spent(name)
-    steps = [seconds for name, seconds in spans if name == "step"]
-    assert sum(line.seconds.values()) == pytest.approx(now - 990.0)
-    assert line.effective == pytest.approx(sum(steps[1:]) / (now - 990.0))
+            if name == "step":
+                timeline.record_step()
+            else:
+                timeline.record(name)
+    steps = [seconds for name, seconds in activities if name == "step"]
+    assert sum(timeline.seconds.values()) == pytest.approx(now - 990.0)
+    assert timeline.effective_time_ratio == pytest.approx(sum(steps[1:]) / (now - 990.0))
     for name in ("reading", "checkpoint"):
-        assert line.seconds[name] == sum(s for n, s in spans if n == name)
+        assert timeline.seconds[name] == sum(s for n, s in activities if n == name)
 
 
-def test_a_run_without_a_step_was_not_effective() -> None:
-    assert Timeline().effective == 0
+def test_a_run_without_steps_has_no_effective_time() -> None:
+    assert Timeline().effective_time_ratio == 0

@@ -1,20 +1,20 @@
-"""Runs in MLflow lie in the lake that was trained."""
+"""MLflow runs are stored in the lake of the training run."""
 
 import sqlite3
 from pathlib import Path
 
-from training.loop.tracking import track, tracked
+from training.trainer.tracking import log_metrics, mlflow_run
 
 
-def runs_of(lake: Path) -> int:
+def count_runs(lake: Path) -> int:
     with sqlite3.connect(lake / "mlflow.db") as database:
         return int(database.execute("SELECT count(*) FROM runs").fetchone()[0])
 
 
-def test_each_lake_keeps_its_own_runs(tmp_path: Path) -> None:
-    """Also where one process trains in several, as studies do."""
-    for name, count in (("one", 2), ("other", 1)):
+def test_each_lake_has_its_own_runs(tmp_path: Path) -> None:
+    """Also where one process trains in several lakes, as studies do."""
+    for name, count in (("first", 2), ("second", 1)):
         for _ in range(count):
-            with tracked(str(tmp_path / name), "gem", {"scale": "tiny"}):
-                track({"loss": 0.5}, 1)
-    assert (runs_of(tmp_path / "one"), runs_of(tmp_path / "other")) == (2, 1)
+            with mlflow_run(str(tmp_path / name), "gem", {"scale": "tiny"}):
+                log_metrics({"loss": 0.5}, 1)
+    assert (count_runs(tmp_path / "first"), count_runs(tmp_path / "second")) == (2, 1)

@@ -1,1 +1,1 @@
-"""From tables to batches: the pointer join, request-shaped, without a JVM."""
+"""From tables to batches: partitions of examples, the history pointer join, shards, windows."""

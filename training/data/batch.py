@@ -1,10 +1,11 @@
-"""A request-shaped batch: what belongs to a request is there once, candidates point at it.
+"""Request-shaped batches: what belongs to a request is stored once, and its rows point at it.
 
 R requests, B impressions (rows), N events of all histories, O objectives.
 """
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -12,70 +13,104 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from training.ops.ragged import newest
+from training.ops.ragged import last_positions
 
 
 @dataclass(frozen=True)
 class History:
-    """Ragged histories (N events) of R requests, oldest first, cut by `offsets` (R+1).
+    """Ragged histories (N events) of R requests, oldest event first, cut by `offsets` (R+1).
 
-    `ages` are seconds from the event's visibility to the request, at least 1.
+    `age_seconds` (N) count from when an event became visible to the request, and are at least 1.
     """
 
     offsets: Tensor
-    items: Tensor
+    item_index: Tensor
     surfaces: Tensor
     types: Tensor
     dwells: Tensor
-    ages: Tensor
-    item_ids: dict[str, Tensor]
+    age_seconds: Tensor
+    item_categorical: dict[str, Tensor]
     item_vectors: dict[str, Tensor]
 
     @property
     def positions(self) -> Tensor:
         """Positions of all events (N)."""
-        return torch.arange(len(self.items), device=self.items.device)
+        return torch.arange(len(self.item_index), device=self.item_index.device)
 
-    def newest(self, most: int, types: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
-        """Positions (n) of the last `most` events of each request, and their offsets (R+1).
+    def latest(self, max_events: int, types: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+        """Positions (n) of the last `max_events` events of each request, and their offsets (R+1).
 
-        With `types` only events of those are counted and returned.
+        With `types`, only events of these types are counted and returned.
         """
         if not types:
-            return newest(self.offsets, most)
-        wanted = torch.isin(self.types, torch.tensor(types, device=self.types.device))
-        at, cuts = newest(F.pad(wanted.cumsum(0), (1, 0))[self.offsets], most)
-        return wanted.nonzero().flatten()[at], cuts
+            return last_positions(self.offsets, max_events)
+        selected = torch.isin(self.types, torch.tensor(types, device=self.types.device))
+        selected_offsets = F.pad(selected.cumsum(0), (1, 0))[self.offsets]
+        positions, offsets = last_positions(selected_offsets, max_events)
+        return selected.nonzero().flatten()[positions], offsets
 
 
 @dataclass(frozen=True)
 class Batch:
-    """`as_of` (seconds), `user*` and `requests` have R rows, the rest B; labels, known and
-    values (B, O). Rows of a request lie together.
+    """A batch of R requests with B impressions; the impressions of a request are consecutive.
 
-    `user` is a hash of the name in `users`, at least 0, the same everywhere. `known` marks labels
-    whose window has closed and that are trained or evaluated now; `values` are what outcomes were
-    worth, 0 where not told.
+    Attributes:
+        request_index: (B) The request of each impression.
+        as_of: (R) Time of the request, in epoch seconds.
+        user_hash: (R) Hash of `user_ids`, not negative, the same on every machine.
+        user_categorical: Features of the user, each (R).
+        user_numeric: (R, F) Features of the user.
+        row_categorical: Features of the item and of the context, each (B).
+        row_numeric: (B, F) Features of the item, of the context, and counters.
+        row_vectors: Vector features of the item, each (B, d).
+        history: Events of the user before the request.
+        labels: (B, O) 0 or 1.
+        label_mask: (B, O) Labels that are final and are to be trained or evaluated on.
+        outcome_values: (B, O) Value of the outcomes, 0 where there is none.
     """
 
-    request: Tensor
+    request_index: Tensor
     as_of: Tensor
     surface: Tensor
-    item: Tensor
-    user: Tensor
-    user_ids: dict[str, Tensor]
-    user_numbers: Tensor
-    row_ids: dict[str, Tensor]
-    row_numbers: Tensor
+    item_index: Tensor
+    user_hash: Tensor
+    user_categorical: dict[str, Tensor]
+    user_numeric: Tensor
+    row_categorical: dict[str, Tensor]
+    row_numeric: Tensor
     row_vectors: dict[str, Tensor]
     history: History
     labels: Tensor
-    known: Tensor
-    values: Tensor
-    impressions: npt.NDArray[np.object_]
-    requests: npt.NDArray[np.object_]
-    users: npt.NDArray[np.object_]
+    label_mask: Tensor
+    outcome_values: Tensor
+    impression_ids: npt.NDArray[np.object_]
+    request_ids: npt.NDArray[np.object_]
+    user_ids: npt.NDArray[np.object_]
 
     def __len__(self) -> int:
         """Number of impressions."""
-        return len(self.item)
+        return len(self.item_index)
+
+
+def batch_digest(batch: Batch) -> str:
+    """SHA-256 of all arrays of a batch, to tell whether it was rebuilt exactly."""
+    sha = hashlib.sha256()
+    _update_hash(sha, batch)
+    return sha.hexdigest()
+
+
+def _update_hash(sha: "hashlib._Hash", value: object) -> None:
+    if isinstance(value, torch.Tensor):
+        array = value.contiguous().numpy()
+        sha.update(f"{array.dtype}{array.shape}".encode())
+        sha.update(array.tobytes())
+    elif isinstance(value, np.ndarray):
+        sha.update("\x1f".join(value).encode())
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            sha.update(name.encode())
+            _update_hash(sha, inner)
+    else:
+        assert isinstance(value, Batch | History)
+        for field in fields(value):
+            _update_hash(sha, getattr(value, field.name))

@@ -1,6 +1,6 @@
-"""The items in memory: their names by index, and what was known of them as of any second."""
+"""All items in memory: their ids by index, and their attributes as of any second."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
 
@@ -10,8 +10,8 @@ import pyarrow as pa
 
 from etl.spec.units import MICROS
 from etl.tables.arrow import Snapshot
-from etl.tables.contracts import RESERVED_ITEMS
-from features.inputs import Group
+from etl.tables.schemas import RESERVED_ITEM_INDICES
+from features.schema import FeatureGroup
 
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
@@ -20,88 +20,102 @@ NEVER = (1 << 33) - 1  # a second of the year 2242
 
 @dataclass(frozen=True)
 class ItemTable:
-    """I items by index, and V versions of their attributes; version 0 is nothing known.
+    """I items by index, and V versions of their attributes; version 0 is an unknown item.
 
-    Versions of an item lie together, `versions` (I) of them from `first` (I) on, each known from
-    the second `since` (V); `ids`, `numbers` and `vectors` have a row a version. `keys` (V) hold
-    item and second in one number, ascending.
+    The versions of an item are consecutive: `version_counts` (I) of them from `first_version` (I)
+    on, each known from the second `valid_from` (V). `categorical`, `numeric` and `vectors` have one
+    row per version. `sort_keys` (V) hold item and second in one number, ascending.
     """
 
-    names: npt.NDArray[np.object_]
+    item_ids: npt.NDArray[np.object_]
     first_seen: npt.NDArray[np.datetime64]
-    first: Int64
-    versions: Int64
-    since: Int64
-    keys: Int64
-    ids: dict[str, Int64]
-    numbers: Float32
+    first_version: Int64
+    version_counts: Int64
+    valid_from: Int64
+    sort_keys: Int64
+    categorical: dict[str, Int64]
+    numeric: Float32
     vectors: dict[str, Float32]
 
-    def known_by(self, day: date) -> npt.NDArray[np.bool_]:
+    def seen_by(self, day: date) -> npt.NDArray[np.bool_]:
         """Whether each item (I) was first seen by the end of a day."""
         return self.first_seen <= np.datetime64(day)
 
-    def new_on(self, day: date) -> Int64:
+    def first_seen_on(self, day: date) -> Int64:
         """Items (n) first seen on a day."""
         return np.flatnonzero(self.first_seen == np.datetime64(day))
 
     def versions_at(self, items: Int64, as_of: Int64) -> Int64:
-        """The newest version of each item (n) known strictly before a second, 0 where none was."""
-        first = self.first[items]
-        found = np.where(self.since[first] < as_of, first, 0)
-        several = np.flatnonzero((self.versions[items] > 1) & (found > 0))
-        asked = _key(items[several], as_of[several])
-        found[several] = np.searchsorted(self.keys, asked, side="left") - 1
-        return found
+        """The newest version of each item (n) known strictly before a second (n), else 0."""
+        first = self.first_version[items]
+        version = np.where(self.valid_from[first] < as_of, first, 0)
+        several = np.flatnonzero((self.version_counts[items] > 1) & (version > 0))
+        keys = _sort_key(items[several], as_of[several])
+        version[several] = np.searchsorted(self.sort_keys, keys, side="left") - 1
+        return version
 
     def __len__(self) -> int:
-        """Indexes, those reserved included."""
-        return len(self.names)
+        """Number of item indexes, including reserved ones."""
+        return len(self.item_ids)
 
 
-def load_items(index: Snapshot, versions: Snapshot, group: Group) -> ItemTable:
-    """The items of a version; what is missing is row 0, NaN or a zero vector."""
-    items = index.read(["item_id", "item_ix", "day"]).combine_chunks()
-    where = items["item_ix"].to_numpy()
-    size = int(where.max(initial=RESERVED_ITEMS - 1)) + 1
-    names, first_seen = np.full(size, None, object), np.full(size, "NaT", "datetime64[D]")
-    names[where], first_seen[where] = np.asarray(items["item_id"]), items["day"].to_numpy()
+def load_items(index: Snapshot, versions: Snapshot, item_features: FeatureGroup) -> ItemTable:
+    """The items of two tables; missing attributes are row 0, NaN or a zero vector."""
+    items = index.read(["item_id", "item_index", "day"]).combine_chunks()
+    item_index = items["item_index"].to_numpy()
+    size = int(item_index.max(initial=RESERVED_ITEM_INDICES - 1)) + 1
+    item_ids, first_seen = np.full(size, None, object), np.full(size, "NaT", "datetime64[D]")
+    item_ids[item_index] = np.asarray(items["item_id"])
+    first_seen[item_index] = items["day"].to_numpy()
 
-    order = [(name, "ascending") for name in ("item_ix", "valid_from", "day")]
-    columns = ["item_ix", "valid_from", "day", *group.ids, *group.numbers, *group.vectors]
+    columns = ["item_index", "valid_from", "day", *item_features.categorical]
+    columns += [*item_features.numeric, *item_features.vectors]
+    order = [(name, "ascending") for name in ("item_index", "valid_from", "day")]
     table = versions.read(columns).sort_by(order).combine_chunks()
-    arrays = [table[name].fill_null(0).to_numpy().astype(np.int64) for name in group.ids]
-    matrices = [matrix(table[name], width) for name, width in group.vectors.items()]
-    numbers = [table[name].to_numpy().astype(np.float32) for name in group.numbers]
-    item = table["item_ix"].to_numpy().astype(np.int64)
-    kept = _changes(item, [*arrays, *numbers, *(column for m in matrices for column in m.T)])
-    item, since = item[kept], table["valid_from"].to_numpy()[kept] // MICROS["s"]
-    since = np.concatenate(([NEVER], since.clip(0, NEVER)))
+    item = table["item_index"].to_numpy().astype(np.int64)
+    categorical = {
+        name: table[name].fill_null(0).to_numpy().astype(np.int64)
+        for name in item_features.categorical
+    }
+    numeric = [table[name].to_numpy().astype(np.float32) for name in item_features.numeric]
+    vectors = {
+        name: vector_matrix(table[name], width) for name, width in item_features.vectors.items()
+    }
+    vector_columns = [column for matrix in vectors.values() for column in matrix.T]
+    changed = _is_changed(item, [*categorical.values(), *numeric, *vector_columns])
+    item, valid_from = item[changed], table["valid_from"].to_numpy()[changed] // MICROS["s"]
+    valid_from = np.concatenate(([NEVER], valid_from.clip(0, NEVER)))
     counts = np.bincount(item, minlength=size)
+    # Version 0, the unknown item, comes before all others in each array.
     return ItemTable(
-        names=names,
+        item_ids=item_ids,
         first_seen=first_seen,
-        first=np.where(counts > 0, 1 + np.cumsum(counts) - counts, 0),
-        versions=counts,
-        since=since,
-        keys=np.concatenate(([-1], _key(item, since[1:]))),
-        ids={n: np.append(0, v[kept]) for n, v in zip(group.ids, arrays, strict=True)},
-        numbers=np.stack([np.append(np.float32(np.nan), v[kept]) for v in numbers], 1)
-        if numbers
-        else np.zeros((len(since), 0), np.float32),
+        first_version=np.where(counts > 0, 1 + np.cumsum(counts) - counts, 0),
+        version_counts=counts,
+        valid_from=valid_from,
+        sort_keys=np.concatenate(([-1], _sort_key(item, valid_from[1:]))),
+        categorical={name: np.append(0, ids[changed]) for name, ids in categorical.items()},
+        numeric=_numeric_matrix([values[changed] for values in numeric], len(valid_from)),
         vectors={
-            n: np.concatenate((np.zeros((1, m.shape[1]), np.float32), m[kept]))
-            for n, m in zip(group.vectors, matrices, strict=True)
+            name: np.concatenate((np.zeros((1, matrix.shape[1]), np.float32), matrix[changed]))
+            for name, matrix in vectors.items()
         },
     )
 
 
-def _key(items: Int64, seconds: Int64) -> Int64:
+def _numeric_matrix(columns: Sequence[Float32], rows: int) -> Float32:
+    """Columns side by side (V, F), below a row of NaN."""
+    if not columns:
+        return np.zeros((rows, 0), np.float32)
+    return np.stack([np.append(np.float32(np.nan), column) for column in columns], 1)
+
+
+def _sort_key(items: Int64, seconds: Int64) -> Int64:
     return (items << 33) + np.minimum(seconds, NEVER)
 
 
-def _changes(item: Int64, columns: Iterable[npt.NDArray[np.generic]]) -> npt.NDArray[np.bool_]:
-    """Which versions (V) differ from the one of the same item before them."""
+def _is_changed(item: Int64, columns: Iterable[npt.NDArray[np.generic]]) -> npt.NDArray[np.bool_]:
+    """Which versions (V) differ from the previous one of the same item."""
     same = item[1:] == item[:-1]
     for values in columns:
         equal = values[1:] == values[:-1]
@@ -111,8 +125,8 @@ def _changes(item: Int64, columns: Iterable[npt.NDArray[np.generic]]) -> npt.NDA
     return np.append(np.ones(min(1, len(item)), bool), ~same)
 
 
-def matrix(column: pa.ChunkedArray, width: int) -> Float32:
-    """Lists of `width` numbers as rows; null lists and what is not finite are zeros."""
+def vector_matrix(column: pa.ChunkedArray, width: int) -> Float32:
+    """Lists of `width` numbers as rows; null lists and non-finite numbers become zeros."""
     lists = column.combine_chunks()
     rows = np.zeros((len(lists), width), np.float32)
     rows[lists.is_valid().to_numpy(zero_copy_only=False)] = (

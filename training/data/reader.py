@@ -1,4 +1,4 @@
-"""The reader: days of examples to batches, the same ones for the same seed, from any position."""
+"""Reads days of examples as batches, reproducibly by seed and from any position."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,207 +9,253 @@ import numpy.typing as npt
 import torch
 
 from etl.errors import UserError
-from etl.spec.units import each_day
-from etl.tables import contracts
+from etl.spec.units import date_range
+from etl.tables import schemas
 from etl.tables.arrow import Snapshot, snapshot
 from etl.tables.lake import Lake
-from features.inputs import Features, features_of
-from features.ranges import ranges
+from features.ragged import concat_ranges
+from features.schema import FeatureSchema, feature_schema
 from training.data.batch import Batch, History
-from training.data.chunks import Chunk, load_chunk
-from training.data.histories import Histories, load_histories
+from training.data.histories import UserHistories, load_histories
 from training.data.items import ItemTable, load_items
-from training.data.parts import Shuffle
-from training.data.ripened import Ripened
+from training.data.label_window import LabelWindow
+from training.data.partition import ExamplePartition, PartitionLoader
+from training.data.sampling import Shuffle
 
 Int64 = npt.NDArray[np.int64]
-TABLES = ("examples", "impressions", "history", "items", "item_versions")
+INPUT_TABLES = ("examples", "impressions", "history", "items", "item_versions")
 
 
 @dataclass
-class Reader:
-    """Pinned versions of the tables that training reads.
+class ExampleReader:
+    """Reads examples from pinned versions of the tables.
 
-    `sequence` names the spec's sequence that histories are cut to; `max_length` overrides its
-    length, and 0 reads no history. Rows of other surfaces than `surfaces` are left out, if any are
-    named. Raises UserError for a sequence that the spec lacks.
+    Histories are those of the spec's sequence `sequence`; `max_length` overrides its length, and 0
+    reads no history. Impressions of other surfaces than `surfaces` are skipped, if any are named.
+    Raises UserError for a sequence that the spec does not have.
     """
 
     lake: Lake
-    versions: Mapping[str, int]
+    table_versions: Mapping[str, int]
     sequence: str
     max_length: int | None = None
     surfaces: tuple[str, ...] = ()
-    features: Features = field(init=False)
+    features: FeatureSchema = field(init=False)
     items: ItemTable = field(init=False)
     _tables: dict[str, Snapshot] = field(init=False)
-    _histories: dict[int, Histories] = field(init=False, default_factory=dict)
+    _partitions: PartitionLoader = field(init=False)
+    _histories: dict[int, UserHistories] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         spec = self.lake.spec
         if self.sequence not in spec.sequences:
             known = ", ".join(spec.sequences)
             raise UserError(f"spec {spec.name} has no sequence {self.sequence!r}; known: {known}")
-        self.features = features_of(spec)
-        made = {name: getattr(contracts, name)(spec) for name in TABLES}
-        self._tables = {n: snapshot(self.lake, c, self.versions[n]) for n, c in made.items()}
-        index, told = self._tables["items"], self._tables["item_versions"]
-        self.items = load_items(index, told, self.features.item)
+        self.features = feature_schema(spec)
+        self._tables = {
+            name: snapshot(self.lake, schemas.table_schema(spec, name), self.table_versions[name])
+            for name in INPUT_TABLES
+        }
+        self.items = load_items(
+            self._tables["items"], self._tables["item_versions"], self.features.item
+        )
+        self._partitions = PartitionLoader(
+            spec,
+            self.features,
+            self._tables["examples"],
+            self._tables["impressions"],
+            [spec.surface_codes[name] for name in self.surfaces],
+        )
 
     @classmethod
-    def newest(
+    def latest(
         cls,
         lake: Lake,
         sequence: str | None = None,
         max_length: int | None = None,
         surfaces: tuple[str, ...] = (),
-    ) -> "Reader":
-        """A reader of the newest versions; `sequence` may be left out where the spec has one."""
+    ) -> "ExampleReader":
+        """A reader of the newest versions; `sequence` may be None where the spec has only one."""
         if sequence is None:
             sequence, *others = lake.spec.sequences
             if others:
                 known = ", ".join(lake.spec.sequences)
-                raise UserError(f"--sequence: name one of the spec's sequences: {known}")
-        versions = {name: lake.version(name) for name in TABLES}
+                raise UserError(f"--sequence is missing: name one of the spec's sequences: {known}")
+        versions = {name: lake.version(name) for name in INPUT_TABLES}
         return cls(lake, versions, sequence, max_length, surfaces)
 
     @property
-    def length(self) -> int:
+    def history_length(self) -> int:
         """Events that a history is cut to."""
-        own = self.lake.spec.sequences[self.sequence].max_length
-        return own if self.max_length is None else self.max_length
+        default = self.lake.spec.sequences[self.sequence].max_length
+        return default if self.max_length is None else self.max_length
 
     @property
-    def events(self) -> tuple[str, ...]:
-        """Types of events that a history holds; empty for all."""
+    def event_types(self) -> tuple[str, ...]:
+        """Types of the events in a history; empty for all."""
         return self.lake.spec.sequences[self.sequence].events or ()
 
     def days(self) -> list[date]:
         """Days that have examples."""
         return self._tables["examples"].days()
 
-    def require(self, first: date, last: date) -> None:
-        """Raises UserError where a day from first to last has no examples."""
-        there = self.days()
-        missing = [str(day) for day in each_day(first, last) if day not in there]
+    def require_days(self, first: date, last: date) -> None:
+        """Raises UserError where a day from `first` to `last` has no examples."""
+        present = set(self.days())
+        missing = [str(day) for day in date_range(first, last) if day not in present]
         if missing:
             raise UserError(
                 f"no examples of {', '.join(missing)}; run `gemline features examples` for them"
             )
 
-    def chunks(
-        self, days: Sequence[date], buckets: Iterable[int], ripened: Ripened
-    ) -> Iterator[tuple[int, Chunk]]:
-        """The chunks of some days that have rows, in the order of `buckets`, with their bucket."""
+    def partitions(
+        self, days: Sequence[date], buckets: Iterable[int], label_window: LabelWindow
+    ) -> Iterator[tuple[int, ExamplePartition]]:
+        """The buckets that have rows, in the order given, each with its partition."""
         for bucket in buckets:
-            chunk = load_chunk(
-                self.lake.spec,
-                self.features,
-                self._tables["examples"],
-                self._tables["impressions"],
-                days,
-                bucket,
-                ripened,
-                [self.lake.spec.surface_codes[name] for name in self.surfaces],
-            )
-            if chunk is not None:
-                yield bucket, chunk
+            partition = self._partitions.load(days, bucket, label_window)
+            if partition is not None:
+                yield bucket, partition
 
     def batches(
         self,
         days: Sequence[date],
-        ripened: Ripened,
-        rows: int,
+        label_window: LabelWindow,
+        batch_rows: int,
         shuffle: Shuffle,
         shard: tuple[int, int] = (0, 1),
-        skip: int = 0,
+        skip_batches: int = 0,
     ) -> Iterator[Batch]:
-        """Batches of about `rows` impressions and even cost, requests whole; the days are mixed.
+        """Batches of about `batch_rows` impressions and of even cost; requests are not split.
 
-        A slow objective's label ripens days after the others: batches of one day alone would hold
-        only some objectives, and the last ones seen would drown the rest. `shard` is (rank,
-        world): a rank owns the buckets of its remainder. `skip` leaves out that many batches at
-        the start, without reading their histories.
+        All days are mixed: the label of a slow objective matures days after the others, and batches
+        of one day would hold only some of the objectives.
+
+        Args:
+            days: Days of the impressions.
+            label_window: Which labels to use; impressions without one are skipped.
+            batch_rows: Impressions per batch, approximately.
+            shuffle: The order of the batches.
+            shard: (rank, world): read the buckets whose number leaves this remainder.
+            skip_batches: Batches to skip at the start; their histories are not read.
         """
-        for bucket, chunk, parts in self.parts(days, ripened, rows, shuffle, shard):
-            left_out = min(skip, len(parts))
-            skip -= left_out
-            if len(parts) > left_out:
-                histories = self._bucket(bucket)
-                user = histories.find(chunk.users)
-                for part in parts[left_out:]:
-                    yield self._assemble(chunk, part, histories, user)
+        for bucket, partition, batches in self.batch_requests(
+            days, label_window, batch_rows, shuffle, shard
+        ):
+            skipped = min(skip_batches, len(batches))
+            skip_batches -= skipped
+            if len(batches) > skipped:
+                histories = self._load_bucket(bucket)
+                user_positions = histories.user_positions(partition.user_ids)
+                for requests in batches[skipped:]:
+                    yield self._build_batch(partition, requests, histories, user_positions)
 
-    def parts(
+    def batch_requests(
         self,
         days: Sequence[date],
-        ripened: Ripened,
-        rows: int,
+        label_window: LabelWindow,
+        batch_rows: int,
         shuffle: Shuffle,
         shard: tuple[int, int],
-    ) -> Iterator[tuple[int, Chunk, list[Int64]]]:
-        """Each bucket of a shard, its chunk, and the requests of each of its batches.
+    ) -> Iterator[tuple[int, ExamplePartition, list[Int64]]]:
+        """Each bucket of a shard, its partition, and the requests of each of its batches.
 
-        No history is read.
+        Histories are not read.
         """
         rank, world = shard
         salt = days[-1].toordinal()
         buckets = np.arange(rank, self.lake.spec.buckets, world)
-        for bucket, chunk in self.chunks(days, shuffle(buckets, salt, len(buckets)), ripened):
-            events = np.minimum(chunk.length, self.length)
-            yield bucket, chunk, shuffle.parts(np.diff(chunk.starts), events, rows, salt, bucket)
+        order = shuffle(buckets, salt, len(buckets))
+        for bucket, partition in self.partitions(days, order, label_window):
+            sizes = np.diff(partition.request_offsets)
+            events = np.minimum(partition.history_length, self.history_length)
+            yield bucket, partition, shuffle.split(sizes, events, batch_rows, salt, bucket)
 
-    def _assemble(self, chunk: Chunk, requests: Int64, histories: Histories, user: Int64) -> Batch:
-        """The batch of some requests of a chunk; `user` (R) are its users in the histories."""
-        begin, end = chunk.starts[requests], chunk.starts[requests + 1]
-        counts = end - begin
-        rows = ranges(begin, end)
-        item = chunk.item[rows]
-        group = self.features.item
-        known = self.items.versions_at(item, np.repeat(chunk.as_of[requests], counts))
-        item_numbers = self.items.numbers[known]
-        users, context = self.features.user.ids, self.features.context.ids
+    def _build_batch(
+        self,
+        partition: ExamplePartition,
+        requests: Int64,
+        histories: UserHistories,
+        user_positions: Int64,
+    ) -> Batch:
+        """The batch of some requests of a partition.
+
+        `user_positions` (R) are the places of all its users in the histories.
+        """
+        first, stop = partition.request_offsets[requests], partition.request_offsets[requests + 1]
+        counts = stop - first
+        rows = concat_ranges(first, stop)
+        item = partition.item_index[rows]
+        version = self.items.versions_at(item, np.repeat(partition.as_of[requests], counts))
+        item_categorical = {name: ids[version] for name, ids in self.items.categorical.items()}
+        context_categorical = {
+            name: partition.categorical[name][rows] for name in self.features.context.categorical
+        }
+        row_numeric = np.concatenate((self.items.numeric[version], partition.numeric[rows]), 1)
         return Batch(
-            request=torch.from_numpy(np.repeat(np.arange(len(requests)), counts)),
-            as_of=torch.from_numpy(chunk.as_of[requests]),
-            surface=torch.from_numpy(chunk.surface[rows]),
-            item=torch.from_numpy(item),
-            user=torch.from_numpy(chunk.user_hashes[requests]),
-            user_ids={name: torch.from_numpy(chunk.ids[name][begin]) for name in users},
-            user_numbers=torch.from_numpy(chunk.user_numbers[begin]),
-            row_ids={name: torch.from_numpy(self.items.ids[name][known]) for name in group.ids}
-            | {name: torch.from_numpy(chunk.ids[name][rows]) for name in context},
-            row_numbers=torch.from_numpy(np.concatenate((item_numbers, chunk.numbers[rows]), 1)),
-            row_vectors={n: torch.from_numpy(v[known]) for n, v in self.items.vectors.items()},
-            history=self._history(chunk, requests, histories, user),
-            labels=torch.from_numpy(chunk.labels[rows]),
-            known=torch.from_numpy(chunk.known[rows]),
-            values=torch.from_numpy(chunk.values[rows]),
-            impressions=chunk.impressions[rows],
-            requests=chunk.requests[requests],
-            users=chunk.user_names[requests],
+            request_index=torch.from_numpy(np.repeat(np.arange(len(requests)), counts)),
+            as_of=torch.from_numpy(partition.as_of[requests]),
+            surface=torch.from_numpy(partition.surface[rows]),
+            item_index=torch.from_numpy(item),
+            user_hash=torch.from_numpy(partition.user_hashes[requests]),
+            user_categorical={
+                name: torch.from_numpy(partition.categorical[name][first])
+                for name in self.features.user.categorical
+            },
+            user_numeric=torch.from_numpy(partition.user_numeric[first]),
+            row_categorical={
+                name: torch.from_numpy(ids)
+                for name, ids in (item_categorical | context_categorical).items()
+            },
+            row_numeric=torch.from_numpy(row_numeric),
+            row_vectors={
+                name: torch.from_numpy(vectors[version])
+                for name, vectors in self.items.vectors.items()
+            },
+            history=self._build_history(partition, requests, histories, user_positions),
+            labels=torch.from_numpy(partition.labels[rows]),
+            label_mask=torch.from_numpy(partition.label_mask[rows]),
+            outcome_values=torch.from_numpy(partition.outcome_values[rows]),
+            impression_ids=partition.impression_ids[rows],
+            request_ids=partition.request_ids[requests],
+            user_ids=partition.user_ids_array[requests],
         )
 
-    def _history(self, chunk: Chunk, requests: Int64, stored: Histories, user: Int64) -> History:
-        as_of = chunk.as_of[requests]
-        cut = stored.slices(user[requests], as_of, chunk.length[requests], self.length)
-        events = cut.events
+    def _build_history(
+        self,
+        partition: ExamplePartition,
+        requests: Int64,
+        histories: UserHistories,
+        user_positions: Int64,
+    ) -> History:
+        """The histories of some requests, items as they were known at the time of the request."""
+        as_of = partition.as_of[requests]
+        slices = histories.slices(
+            user_positions[requests], as_of, partition.history_length[requests], self.history_length
+        )
+        events = slices.events
         items = np.minimum(events["item"].astype(np.int64), len(self.items) - 1)
-        now = np.repeat(as_of, np.diff(cut.offsets))
-        known = self.items.versions_at(items, now)
+        event_as_of = np.repeat(as_of, np.diff(slices.offsets))
+        version = self.items.versions_at(items, event_as_of)
         return History(
-            offsets=torch.from_numpy(cut.offsets),
-            items=torch.from_numpy(items),
+            offsets=torch.from_numpy(slices.offsets),
+            item_index=torch.from_numpy(items),
             surfaces=torch.from_numpy(events["surface"].astype(np.int64)),
             types=torch.from_numpy(events["type"].astype(np.int64)),
             dwells=torch.from_numpy(events["dwell"].astype(np.int64)),
-            ages=torch.from_numpy(now - events["visible_ts"]),
-            item_ids={n: torch.from_numpy(v[known]) for n, v in self.items.ids.items()},
-            item_vectors={n: torch.from_numpy(v[known]) for n, v in self.items.vectors.items()},
+            age_seconds=torch.from_numpy(event_as_of - events["visible_ts"]),
+            item_categorical={
+                name: torch.from_numpy(ids[version]) for name, ids in self.items.categorical.items()
+            },
+            item_vectors={
+                name: torch.from_numpy(vectors[version])
+                for name, vectors in self.items.vectors.items()
+            },
         )
 
-    def _bucket(self, bucket: int) -> Histories:
+    def _load_bucket(self, bucket: int) -> UserHistories:
+        """The histories of a bucket, which stay in memory."""
         if bucket not in self._histories:
-            codes = tuple(self.lake.spec.event_codes[name] for name in self.events)
+            codes = tuple(self.lake.spec.event_codes[name] for name in self.event_types)
             self._histories[bucket] = load_histories(self._tables["history"], bucket, codes)
         return self._histories[bucket]

@@ -1,1 +1,1 @@
-"""The dense model, in torch alone: one file an idea."""
+"""GEM as plain torch modules: embeddings, history encoder, interactions and heads."""

@@ -1,134 +1,152 @@
-"""What GEM is made of, and its sizes: one dial, `scale`, sets them all."""
+"""Configuration of GEM: which modules it has, and their sizes at each `scale`."""
 
 from typing import Annotated, Literal
 
 import tyro
 from pydantic import Field
 
-from etl.spec.base import Strict
-from etl.words import in_yaml
+from etl.cli.yaml_options import yaml_option
+from etl.spec.base import StrictModel
 
 Scale = Literal["tiny", "small", "base", "large"]
-Kind = Literal["wukong", "dcnv2", "dhen", "two_streams", "plain"]
+InteractionKind = Literal["wukong", "dcnv2", "dhen", "finalmlp", "plain"]
 Flow = Literal["sole", "sep", "s2n", "n2s", "int"]
 
 
-class FamilyOptions(Strict):
-    """Event types that are encoded apart from all others, in sizes of their own."""
+class EventGroupOptions(StrictModel):
+    """Event types that get an encoder of their own; None takes the size of the model."""
 
     events: tuple[str, ...]
     width: int | None = None
     heads: int | None = None
     layers: int | None = None
     window: int | None = None
-    newest: Annotated[
-        int | None, tyro.conf.arg(help="events that are encoded; the scale's number without")
+    max_events: Annotated[
+        int | None,
+        tyro.conf.arg(help="newest events to encode; default: encoded_events of the scale"),
     ] = None
 
 
-Families = dict[str, FamilyOptions]
+EventGroups = dict[str, EventGroupOptions]
 
 
-class SequenceOptions(Strict):
-    """How events are encoded (InterFormer 2411.09852, Kunlun 2602.10016, HSTU 2402.17152).
+class SequenceOptions(StrictModel):
+    """Encoding of event sequences (InterFormer 2411.09852, Kunlun 2602.10016, HSTU 2402.17152).
 
-    `flow` is what tells the other side of itself at each layer: the sequence the user's rows
-    (s2n), those rows the sequence (n2s), both (int) or none (sep); with `sole` events are pooled
-    as they come, without layers.
+    `flow` is the direction of information between sequences (s) and the non-sequence rows of a
+    request (n) at each layer: "s2n", "n2s", both ("int") or neither ("sep"). With "sole" the event
+    tokens are pooled without any sequence layer.
     """
 
     flow: Flow = "sep"
     layer: Literal["transformer", "hstu"] = "transformer"
-    personal: Annotated[
-        Literal["pffn", "gdpa"], tyro.conf.arg(help="how rows change events, in n2s and int")
+    personalization: Annotated[
+        Literal["pffn", "gdpa"],
+        tyro.conf.arg(
+            help="feed-forward layer generated from the rows of a request, for n2s and int"
+        ),
     ] = "gdpa"
     pooling: Literal["pma", "hsp"] = "pma"
-    cls_rows: Annotated[int, Field(ge=0), tyro.conf.arg(help="rows that read all, as events")] = 0
-    rotary: Annotated[bool, tyro.conf.arg(help="queries and keys turn by place and age")] = False
-    skip: Annotated[
-        bool, tyro.conf.arg(help="layers attend and are told in turn; pooling every other time")
+    cls_tokens: Annotated[
+        int, Field(ge=0), tyro.conf.arg(help="learned tokens appended to each sequence")
+    ] = 0
+    rotary: Annotated[
+        bool, tyro.conf.arg(help="rotary embeddings of position and age in self-attention")
     ] = False
-    shorten: Annotated[
-        int, Field(ge=1), tyro.conf.arg(help="older events that become one at each further layer")
+    computation_skip: Annotated[
+        bool,
+        tyro.conf.arg(help="attend in odd layers only, personalize and pool in even ones (Kunlun)"),
+    ] = False
+    pyramid_stride: Annotated[
+        int,
+        Field(ge=1),
+        tyro.conf.arg(help="older events averaged into one by each layer after the first"),
     ] = 1
-    keep: Annotated[int, Field(ge=1), tyro.conf.arg(help="newest events, never shortened")] = 32
-    next_action: Annotated[
-        float, Field(ge=0), tyro.conf.arg(help="weight of guessing each event's next; 0 does not")
+    pyramid_keep_recent: Annotated[
+        int, Field(ge=1), tyro.conf.arg(help="newest events that are never averaged")
+    ] = 32
+    next_action_weight: Annotated[
+        float, Field(ge=0), tyro.conf.arg(help="weight of the next-item loss; 0 turns it off")
     ] = 0.0
-    families: Annotated[
-        Families,
-        in_yaml(Families),
-        tyro.conf.arg(help="by name: {ads: {events: [ad_click], layers: 2}}"),
+    event_groups: Annotated[
+        EventGroups,
+        yaml_option(EventGroups),
+        tyro.conf.arg(help="encoders by name: {ads: {events: [ad_click], layers: 2}}"),
     ] = {}
 
     @property
-    def mixes(self) -> bool:
-        """Whether sequences tell the rows of a request."""
+    def updates_context(self) -> bool:
+        """Whether the rows of a request are updated from sequence summaries."""
         return self.flow in ("s2n", "int")
 
-    def hears(self, level: int) -> bool:
-        """Whether rows of a request tell a level of the sequences; with `skip` the even ones."""
-        return self.flow in ("n2s", "int") and not (self.skip and level % 2)
+    def receives_context(self, level: int) -> bool:
+        """Whether a level is personalized by the rows of the request; with skipping, even ones."""
+        return self.flow in ("n2s", "int") and not (self.computation_skip and level % 2)
 
-    def attends(self, level: int) -> bool:
-        """Whether events of a level attend to each other; with `skip` those of the odd ones."""
-        return not self.skip or level % 2 == 1
+    def uses_attention(self, level: int) -> bool:
+        """Whether a level has self-attention; with skipping, odd ones."""
+        return not self.computation_skip or level % 2 == 1
 
-    def pools(self, level: int) -> bool:
-        """Whether a level's summary is its own; with `skip` odd ones keep that of the one below."""
-        return not (self.skip and level % 2)
+    def updates_summary(self, level: int) -> bool:
+        """Whether a level computes a new summary; with skipping, odd levels keep the last."""
+        return not (self.computation_skip and level % 2)
 
 
-class GemOptions(Strict):
-    """What GEM is made of, at any size.
+class GemOptions(StrictModel):
+    """Which modules GEM has, independent of its size."""
 
-    `across_rows` are what a Wukong layer keeps for all layers after it; with none it is plain
-    Wukong.
-    """
-
-    interaction: Kind = "wukong"
-    beside: Annotated[
-        Kind | None, tyro.conf.arg(help="a second kind of interactions that sees the same rows")
+    interaction: InteractionKind = "wukong"
+    parallel_interaction: Annotated[
+        InteractionKind | None,
+        tyro.conf.arg(help="second interaction module over the same rows"),
     ] = None
-    attentive: Annotated[bool, tyro.conf.arg(help="Wukong's projection is made from the input")] = (
-        True
-    )
-    across_rows: Annotated[
-        int, Field(ge=0), tyro.conf.arg(help="rows that a Wukong layer keeps for those after it")
+    input_dependent_projection: Annotated[
+        bool, tyro.conf.arg(help="compute Wukong's projection matrix from the input")
+    ] = True
+    cross_layer_rows: Annotated[
+        int,
+        Field(ge=0),
+        tyro.conf.arg(
+            help="compressed rows of each Wukong layer that later layers attend to; 0: plain Wukong"
+        ),
     ] = 0
-    user_rows: Annotated[
-        int, Field(ge=0), tyro.conf.arg(help="of a table of users, by hash; 0 has none")
+    user_hash_buckets: Annotated[
+        int, Field(ge=0), tyro.conf.arg(help="rows of the hashed user embedding table; 0: no table")
     ] = 2**17
-    weak_below: Annotated[
-        int, Field(ge=0), tyro.conf.arg(help="features of fewer values share rows")
+    low_cardinality_threshold: Annotated[
+        int,
+        Field(ge=0),
+        tyro.conf.arg(help="categorical features with fewer values share interaction rows"),
     ] = 0
-    after: Annotated[
+    esmm_parents: Annotated[
         dict[str, str],
-        in_yaml(dict[str, str]),
-        tyro.conf.arg(help="objectives that only come after others: {conversion: click}"),
+        yaml_option(dict[str, str]),
+        tyro.conf.arg(help="objective: parent objective, as in ESMM: {conversion: click}"),
     ] = {}
-    value: Annotated[
-        float, Field(ge=0), tyro.conf.arg(help="weight of what outcomes are worth; 0 has no head")
+    value_loss_weight: Annotated[
+        float,
+        Field(ge=0),
+        tyro.conf.arg(help="weight of the ZILN loss of outcome values; 0: no value head"),
     ] = 0.0
     sequence: SequenceOptions = SequenceOptions()
 
 
 class GemConfig(GemOptions):
-    """Sizes; names as in the papers (Wukong 2403.02545, InterFormer 2411.09852).
+    """Modules and sizes, named as in the papers (Wukong 2403.02545, InterFormer 2411.09852).
 
-    The sequence layers see the newest `encoded_events`; older ones are only searched for events
-    like the candidate, which costs little for thousands of them (SIM, 2006.05639). Of those the
-    newest `matched_events` are attended to; when all others were is known too.
+    Sequence layers encode the newest `encoded_events`. The whole history is searched for events
+    that share an attribute with the candidate (SIM, 2006.05639): the newest `matched_events` of
+    them are attended to, and all of them enter the recency features.
     """
 
-    row_width: int = 32
+    embedding_dim: int = 32
     numeric_rows: int = 4
-    weak_rows: int = 2
+    low_cardinality_rows: int = 2
     layers: int = 2
     fm_rows: int = 12
     linear_rows: int = 12
     rank: int = 12
-    mlp: int = 128
+    mlp_width: int = 128
     event_width: int = 64
     event_layers: int = 1
     encoded_events: int = 128
@@ -137,32 +155,45 @@ class GemConfig(GemOptions):
     window: int | None = 64
     pooled_rows: int = 2
     recent_rows: int = 2
-    told_rows: int = 4
+    context_rows: int = 4
     request_rows: int = 8
-    embedding: int = 32
+    output_embedding_dim: int = 32
     dropout: float = 0.1
     item_dropout: float = 0.2
 
-    def times(self, factor: float) -> "GemConfig":
-        """The same model in other widths, in steps that heads divide."""
+    def scaled_by(self, factor: float) -> "GemConfig":
+        """This configuration with its widths scaled, rounded to multiples of 2 * heads."""
         step = 2 * self.heads
-        wider = {
-            name: max(step, round(getattr(self, name) * factor / step) * step) for name in WIDTHS
+        widths = {
+            name: max(step, round(getattr(self, name) * factor / step) * step)
+            for name in SCALED_FIELDS
         }
-        return self.model_copy(update=wider)
+        return self.model_copy(update=widths)
 
 
-WIDTHS = ("row_width", "fm_rows", "linear_rows", "rank", "mlp", "event_width", "embedding")
+SCALED_FIELDS = (
+    "embedding_dim",
+    "fm_rows",
+    "linear_rows",
+    "rank",
+    "mlp_width",
+    "event_width",
+    "output_embedding_dim",
+)
 
 SCALES: dict[Scale, GemConfig] = {
-    "tiny": GemConfig(row_width=16, fm_rows=8, linear_rows=8, rank=8, mlp=64, event_width=32),
+    "tiny": GemConfig(
+        embedding_dim=16, fm_rows=8, linear_rows=8, rank=8, mlp_width=64, event_width=32
+    ),
     "small": GemConfig(),
     "base": GemConfig(
-        row_width=64, layers=3, fm_rows=24, linear_rows=24, rank=24, mlp=512,
-        event_width=128, event_layers=2, heads=4, pooled_rows=4, recent_rows=4, embedding=64,
+        embedding_dim=64, layers=3, fm_rows=24, linear_rows=24, rank=24, mlp_width=512,
+        event_width=128, event_layers=2, heads=4, pooled_rows=4, recent_rows=4,
+        output_embedding_dim=64,
     ),
     "large": GemConfig(
-        row_width=128, layers=4, fm_rows=48, linear_rows=48, rank=48, mlp=2048,
-        event_width=256, event_layers=4, heads=8, pooled_rows=8, recent_rows=8, embedding=128,
+        embedding_dim=128, layers=4, fm_rows=48, linear_rows=48, rank=48, mlp_width=2048,
+        event_width=256, event_layers=4, heads=8, pooled_rows=8, recent_rows=8,
+        output_embedding_dim=128,
     ),
 }  # fmt: skip

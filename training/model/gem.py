@@ -1,136 +1,178 @@
-"""GEM: one model over all surfaces, from a batch and its looked-up vectors to logits.
+"""GEM, the foundation model over all surfaces: a batch and its embeddings to logits.
 
-B rows, R requests, d row width, O objectives, E embedding width.
+B rows (candidates), R requests, d row width, O objectives, E embedding width, M MLP width.
 """
 
 import sys
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from etl.errors import UserError
-from features.inputs import ITEM, USER, Features
+from features.schema import ITEM_TABLE, USER_TABLE, FeatureSchema
 from training.data.batch import Batch
 from training.model.config import GemConfig
-from training.model.domains import DomainGate, Heads
-from training.model.funnel import Funnel
-from training.model.grouped import GroupedRows
-from training.model.history import HistoryRows
-from training.model.interaction import interaction
-from training.model.interest import Interest
-from training.model.lookup import Vectors
-from training.model.matching import Found
-from training.model.numeric import NumericRows
-from training.model.value import ValueHead, Worth
+from training.model.embeddings import EmbeddingVectors, GroupedFeatureRows
+from training.model.heads import (
+    DomainGate,
+    EsmmChain,
+    SurfaceHeads,
+    ZilnDistribution,
+    ZilnValueHead,
+)
+from training.model.history.encoder import HistoryEncoder
+from training.model.history.events import TypeMeanSimilarity, TypeSimilarity
+from training.model.history.search import HistorySelection
+from training.model.interaction import build_interaction
+from training.model.numeric import NumericEmbedding
 
-FAINT = 1e-2  # variance of a row below which it stays small: one hardly learned tells little
+NORM_EPS = 1e-2  # larger than usual, so that LayerNorm does not amplify rows hardly trained yet
 
 
 @dataclass(frozen=True)
-class Output:
-    """`logits` (B, O) of each objective on the row's surface, and a compact `embedding` (B, E).
+class GemOutput:
+    """What GEM returns for a batch.
 
-    `hidden` (B, M) is the layer before it, M the width of the MLP: what GEM makes of user and item
-    before it turns to objectives. What outcomes are worth and the loss of guessing next events are
-    there if they are asked for.
+    Attributes:
+        logits: Logit (B, O) of each objective on the row's surface.
+        embedding: Compact representation (B, E) of user and item, before the surface gate.
+        hidden: The MLP layer (B, M) that `embedding` is computed from.
+        value_distribution: Distribution of outcome values, if there is a value head.
+        next_action_loss: Loss of the auxiliary next-item task, in training and if turned on.
     """
 
     logits: Tensor
     embedding: Tensor
     hidden: Tensor
-    worth: Worth | None
-    next_action: Tensor | None
+    value_distribution: ZilnDistribution | None
+    next_action_loss: Tensor | None
 
 
 class Gem(nn.Module):
-    """The dense part. Embedding tables stand outside (training/model/lookup.py)."""
+    """The dense part of GEM; its embedding tables are passed in as looked-up vectors."""
 
-    def __init__(self, features: Features, config: GemConfig) -> None:
+    def __init__(self, features: FeatureSchema, config: GemConfig) -> None:
         super().__init__()
-        d = config.row_width
+        d = config.embedding_dim
         self.features = features
-        grouped = {"width": d, "below": config.weak_below, "shared": config.weak_rows}
-        users = {USER: config.user_rows} if config.user_rows else {}
-        self.user_ids = GroupedRows(users | features.user.ids, **grouped)
-        own_ids = features.item.ids | features.context.ids
-        self.own_ids = GroupedRows({ITEM: sys.maxsize} | own_ids, **grouped)
-        self.history = HistoryRows(features, config, 1 + self.user_ids.rows)
-        self.interests = nn.ModuleList(
-            Interest(name, width, len(features.events), d)
+        self._build_categorical(features, config)
+        self.history = HistoryEncoder(features, config, 1 + self.user_ids.rows)
+        self.type_similarities = nn.ModuleList(
+            TypeMeanSimilarity(name, width, len(features.events), d)
             for name, width in features.item.vectors.items()
         )
-        self.given_rows = nn.ModuleDict(
+        self.content_projections = nn.ModuleDict(
             {name: nn.Linear(width, d) for name, width in features.item.vectors.items()}
         )
         self.surface = nn.Embedding(len(features.surfaces) + 1, d)
-        self.row_numbers = NumericRows(
-            len(features.row_numbers), config.numeric_rows, d, config.mlp
+        self.candidate_numeric = NumericEmbedding(
+            len(features.numeric_columns), config.numeric_rows, d, config.mlp_width
         )
-        self.user_numbers = NumericRows(len(features.user.numbers), 1, d, config.mlp // 4)
-        self.norm = nn.LayerNorm(d, eps=FAINT)
-        self.interaction = interaction(self._rows(config), config)
+        self.user_numeric = NumericEmbedding(
+            len(features.user.numeric), 1, d, config.mlp_width // 4
+        )
+        self.norm = nn.LayerNorm(d, eps=NORM_EPS)
+        self.interaction = build_interaction(self._num_interaction_rows(config), config)
         self.trunk = nn.Sequential(
-            nn.Linear(self.interaction.out_rows * d + self._wide(), config.mlp),
-            nn.LayerNorm(config.mlp),
+            nn.Linear(self.interaction.out_rows * d + self._wide_dim(), config.mlp_width),
+            nn.LayerNorm(config.mlp_width),
             nn.ReLU(),
             nn.Dropout(config.dropout),
         )
-        self.embedding = nn.Linear(config.mlp, config.embedding)
-        self.gate = DomainGate(len(features.surfaces), config.embedding)
-        self.heads = Heads(len(features.surfaces), len(features.objectives), config.embedding)
-        self.funnel = Funnel(features.objectives, config.after)
-        self.value = value_head(features, config) if config.value else None
+        self.embedding = nn.Linear(config.mlp_width, config.output_embedding_dim)
+        self.gate = DomainGate(len(features.surfaces), config.output_embedding_dim)
+        self.heads = SurfaceHeads(
+            len(features.surfaces), len(features.objectives), config.output_embedding_dim
+        )
+        self.esmm = EsmmChain(features.objectives, config.esmm_parents)
+        self.value_head = build_value_head(features, config) if config.value_loss_weight else None
 
-    def _rows(self, config: GemConfig) -> int:
+    def _build_categorical(self, features: FeatureSchema, config: GemConfig) -> None:
+        user = dict(features.user.categorical)
+        if config.user_hash_buckets:
+            user = {USER_TABLE: config.user_hash_buckets} | user
+        # The item table grows over time: it always counts as high-cardinality.
+        candidate = {ITEM_TABLE: sys.maxsize} | features.item.categorical
+        candidate |= features.context.categorical
+        self.user_ids, self.candidate_ids = (
+            GroupedFeatureRows(
+                cardinalities,
+                width=config.embedding_dim,
+                threshold=config.low_cardinality_threshold,
+                shared_rows=config.low_cardinality_rows,
+            )
+            for cardinalities in (user, candidate)
+        )
+
+    def _num_interaction_rows(self, config: GemConfig) -> int:
+        """Number of rows that the interaction module reads; see `forward`."""
+        vectors, types = len(self.features.item.vectors), len(self.features.events)
+        user = self.user_ids.rows + 1  # numeric features of a user are one row
+        candidate = self.candidate_ids.rows + vectors + 1 + config.numeric_rows  # 1: the surface
+        history = self.history.request_rows + self.history.candidate_rows
+        return user + candidate + history + vectors * types
+
+    def _wide_dim(self) -> int:
+        """Width of the features that bypass the interaction module; see `forward`."""
         f = self.features
-        ids = self.user_ids.rows + self.own_ids.rows
-        given = len(f.item.vectors)
-        history = self.history.request_rows + self.history.own_rows + given * len(f.events)
-        return ids + given + 1 + config.numeric_rows + 1 + history
+        vectors = sum(width + len(f.events) for width in f.item.vectors.values())
+        return len(f.numeric_columns) + len(f.user.numeric) + vectors
 
-    def _wide(self) -> int:
-        f = self.features
-        given = sum(width + len(f.events) for width in f.item.vectors.values())
-        return len(f.row_numbers) + len(f.user.numbers) + given
+    def select_history(self, batch: Batch) -> HistorySelection:
+        """Select the events of a batch that the model reads."""
+        return self.history.select_history(batch)
 
-    def find(self, batch: Batch) -> Found:
-        """The events of a batch that the model reads."""
-        return self.history.find(batch)
-
-    def forward(self, batch: Batch, found: Found, vectors: Vectors) -> Output:
-        """Logits and embeddings of all rows; what belongs to a request is computed once."""
-        user_row, user_numbers = self.user_numbers(batch.user_numbers)
-        number_rows, row_numbers = self.row_numbers(batch.row_numbers)
-        users = torch.stack((*self.user_ids(vectors.users), user_row[:, 0]), 1)
-        summary, searched, guessed = self.history(batch, found, vectors, users)
-        shared = torch.cat((users, summary), 1)[batch.request]
-        liked = [interest(batch) for interest in self.interests]
-        single = self._single_rows(batch, vectors)
-        rows = torch.cat((shared, single, number_rows, searched, *(rows for rows, _ in liked)), 1)
+    def forward(
+        self, batch: Batch, selection: HistorySelection, vectors: EmbeddingVectors
+    ) -> GemOutput:
+        """Outputs for all rows; what belongs to a request is computed once for all of its rows."""
+        user_numeric = self.user_numeric(batch.user_numeric)
+        numeric = self.candidate_numeric(batch.row_numeric)
+        user_rows = torch.stack((*self.user_ids(vectors.users), user_numeric.rows[:, 0]), 1)
+        history = self.history(batch, selection, vectors, user_rows)
+        similarities = [
+            cast("TypeSimilarity", similarity(batch)) for similarity in self.type_similarities
+        ]
+        rows = torch.cat(
+            (
+                torch.cat((user_rows, history.request_rows), 1)[batch.request_index],
+                self._candidate_rows(batch, vectors),
+                numeric.rows,
+                history.candidate_rows,
+                *(similarity.rows for similarity in similarities),
+            ),
+            1,
+        )
+        # Interaction modules take (rows, B, d).
         x = self.interaction(self.norm(rows).transpose(0, 1).contiguous()).transpose(0, 1)
         wide = (
-            row_numbers,
-            user_numbers[batch.request],
+            numeric.standardized,
+            user_numeric.standardized[batch.request_index],
             *batch.row_vectors.values(),
-            *(nearness for _, nearness in liked),
+            *(similarity.scores for similarity in similarities),
         )
         hidden = self.trunk(torch.cat((x.flatten(1), *wide), 1))
         embedding = self.embedding(hidden)
         gated = self.gate(embedding, batch.surface)
-        logits = self.funnel(self.heads(gated, batch.surface))
-        worth = self.value(gated) if self.value else None
-        return Output(logits, embedding, hidden, worth, guessed)
+        return GemOutput(
+            logits=self.esmm(self.heads(gated, batch.surface)),
+            embedding=embedding,
+            hidden=hidden,
+            value_distribution=self.value_head(gated) if self.value_head else None,
+            next_action_loss=history.next_action_loss,
+        )
 
-    def _single_rows(self, batch: Batch, vectors: Vectors) -> Tensor:
-        """What a candidate has of its own in one row each: ids, given vectors, surface."""
-        found = self.own_ids(vectors.rows)
-        given = [self.given_rows[name](v) for name, v in batch.row_vectors.items()]
-        return torch.stack((*found, *given, self.surface(batch.surface)), 1)
+    def _candidate_rows(self, batch: Batch, vectors: EmbeddingVectors) -> Tensor:
+        """Rows (B, n, d) of a candidate's ids, content vectors and surface."""
+        ids = self.candidate_ids(vectors.candidates)
+        content = [self.content_projections[name](v) for name, v in batch.row_vectors.items()]
+        return torch.stack((*ids, *content, self.surface(batch.surface)), 1)
 
 
-def value_head(features: Features, config: GemConfig) -> ValueHead:
-    """A head for what outcomes are worth. Raises UserError where the spec tells of no values."""
-    if not features.valued:
-        raise UserError("--model.value: no objective of the spec says `value: true`")
-    return ValueHead(config.embedding, features.objectives, features.valued)
+def build_value_head(features: FeatureSchema, config: GemConfig) -> ZilnValueHead:
+    """Head for outcome values. Raises UserError if no objective of the spec has values."""
+    if not features.value_objectives:
+        raise UserError("--model.value-loss-weight: no objective of the spec has `value: true`")
+    return ZilnValueHead(config.output_embedding_dim, len(features.objectives))

@@ -1,76 +1,87 @@
-"""Dense features as rows. B batch, F numbers, d width, H hidden width."""
+"""Numeric features: running standardization, binning, and rows. B batch, F features, d width."""
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class RunningScale(nn.Module):
-    """Numbers (B, F) less their running mean, over their running deviation.
+class RunningStandardizer(nn.Module):
+    """Standardizes values (B, F) by running mean and variance; NaN and infinite values become 0.
 
-    What is missing, NaN, becomes 0, and so does what is infinite.
-    The same in training and in serving: a batch is scaled by what was seen up to and with it.
+    In training the statistics are updated with a batch before it is scaled, so training and serving
+    apply the same formula.
     """
 
     mean: Tensor
     variance: Tensor
-    seen: Tensor
+    count: Tensor
 
-    def __init__(self, numbers: int, most: float = 20_000) -> None:
+    def __init__(self, num_features: int, max_count: float = 20_000) -> None:
         super().__init__()
-        self.most = most
-        self.register_buffer("mean", torch.zeros(numbers))
-        self.register_buffer("variance", torch.ones(numbers))
-        self.register_buffer("seen", torch.zeros(numbers))
+        self.max_count = max_count
+        self.register_buffer("mean", torch.zeros(num_features))
+        self.register_buffer("variance", torch.ones(num_features))
+        self.register_buffer("count", torch.zeros(num_features))
 
-    def forward(self, numbers: Tensor) -> Tensor:
-        """(B, F) to (B, F), within six deviations."""
-        there = numbers.isfinite()
+    def forward(self, values: Tensor) -> Tensor:
+        """(B, F) to (B, F), clipped to six standard deviations."""
+        finite = values.isfinite()
         if self.training:
-            self._update(torch.where(there, numbers, torch.nan))
-        scaled = (numbers - self.mean) * torch.rsqrt(self.variance + 1e-6)
-        return torch.where(there, scaled, 0.0).clamp(-6, 6)
+            self._update(torch.where(finite, values, torch.nan))
+        scaled = (values - self.mean) * torch.rsqrt(self.variance + 1e-6)
+        return torch.where(finite, scaled, 0.0).clamp(-6, 6)
 
     @torch.no_grad()
-    def _update(self, numbers: Tensor) -> None:
-        """Mean and variance over the last `most` numbers or so (Chan's parallel formula)."""
-        there = (~numbers.isnan()).sum(0)
-        fresh = numbers.nanmean(0).nan_to_num(0.0)
-        spread = ((numbers - fresh) ** 2).nanmean(0).nan_to_num(0.0)
-        share = there / (self.seen + there).clamp(min=1)
-        step = fresh - self.mean
-        self.variance += share * (spread - self.variance + (1 - share) * step**2)
-        self.mean += share * step
-        self.seen.copy_((self.seen + there).clamp(max=self.most))
+    def _update(self, values: Tensor) -> None:
+        """Merge the statistics of a batch (Chan's parallel formula); NaN is not counted.
+
+        The count is capped at `max_count`, which makes the statistics a moving average.
+        """
+        count = (~values.isnan()).sum(0)
+        mean = values.nanmean(0).nan_to_num(0.0)
+        variance = ((values - mean) ** 2).nanmean(0).nan_to_num(0.0)
+        weight = count / (self.count + count).clamp(min=1)
+        delta = mean - self.mean
+        self.variance += weight * (variance - self.variance + (1 - weight) * delta**2)
+        self.mean += weight * delta
+        self.count.copy_((self.count + count).clamp(max=self.max_count))
 
 
-BINS, REACH = 16, 3.0  # of a scaled number, from -3 to 3 deviations
+BINS, BIN_RANGE = 16, 3.0  # equal bins from -3 to 3 standard deviations
 
 
-class NumericRows(nn.Module):
-    """Numbers (B, F), NaN where missing, to `rows` rows of width d.
+class NumericRows(NamedTuple):
+    """`rows` (B, rows, d) for the interaction module, and the `standardized` values (B, F)."""
 
-    Beside a linear layer each number adds the learned vector of the bin that it falls in, from
-    zero: steps, as trees have them, where a line does not fit (binned numeric embeddings, as in
-    2203.05556).
+    rows: Tensor
+    standardized: Tensor
+
+
+class NumericEmbedding(nn.Module):
+    """Values (B, F), NaN where missing, to `rows` rows of width d, by an MLP.
+
+    To the first linear layer each value adds a learned vector of its bin, which starts from zero:
+    a piecewise constant function, as trees have it (binned numeric embeddings, 2203.05556).
     """
 
-    first_bin: Tensor
+    bin_offsets: Tensor
 
-    def __init__(self, numbers: int, rows: int, width: int, hidden: int) -> None:
+    def __init__(self, num_features: int, rows: int, width: int, hidden: int) -> None:
         super().__init__()
-        self.scale = RunningScale(numbers)
-        self.linear = nn.Linear(2 * numbers, hidden)
-        self.bins = nn.Parameter(torch.zeros(max(1, numbers) * BINS, hidden))
+        self.standardizer = RunningStandardizer(num_features)
+        self.linear = nn.Linear(2 * num_features, hidden)
+        self.bins = nn.Parameter(torch.zeros(max(1, num_features) * BINS, hidden))
         self.out = nn.Linear(hidden, rows * width)
         self.rows = rows
-        self.register_buffer("first_bin", torch.arange(numbers) * BINS, persistent=False)
+        self.register_buffer("bin_offsets", torch.arange(num_features) * BINS, persistent=False)
 
-    def forward(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, F) to (B, rows, d), and scaled (B, F); a missing number is the mean, and flagged."""
-        scaled = self.scale(numbers)
-        h = self.linear(torch.cat((scaled, (~numbers.isfinite()).float()), 1))
-        if numbers.shape[1]:
-            own_bin = ((scaled + REACH) * (BINS / (2 * REACH))).long().clamp(0, BINS - 1)
-            h = h + F.embedding_bag(own_bin + self.first_bin, self.bins, mode="sum")
-        return self.out(torch.relu(h)).unflatten(1, (self.rows, -1)), scaled
+    def forward(self, values: Tensor) -> NumericRows:
+        """Rows and standardized values; a missing value counts as the mean and is flagged."""
+        scaled = self.standardizer(values)
+        h = self.linear(torch.cat((scaled, (~values.isfinite()).float()), 1))
+        if values.shape[1]:
+            bins = ((scaled + BIN_RANGE) * (BINS / (2 * BIN_RANGE))).long().clamp(0, BINS - 1)
+            h = h + F.embedding_bag(bins + self.bin_offsets, self.bins, mode="sum")
+        return NumericRows(self.out(torch.relu(h)).unflatten(1, (self.rows, -1)), scaled)

@@ -1,1 +1,1 @@
-"""Operations on ragged tensors: a readable reference and a fast path behind one function."""
+"""Operations on ragged tensors, each with a readable reference and fast implementations."""

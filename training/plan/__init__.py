@@ -1,1 +1,1 @@
-"""How training would go on more GPUs: a plan on paper."""
+"""Cost model of training on many GPUs: memory, step time and scaling by sharding scheme."""

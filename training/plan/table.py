@@ -1,4 +1,4 @@
-"""A plan as a table, and which way of spreading the tables to choose."""
+"""The estimates of a plan as a table, with a recommended scheme for each number of GPUs."""
 
 from collections.abc import Sequence
 
@@ -6,68 +6,80 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from etl.errors import UserError
-from training.plan.estimate import SCHEMES, Estimate, Scheme, estimate
-from training.plan.scenario import Scenario
+from training.plan.cost_model import SCHEMES, Scenario, Scheme, StepEstimate, estimate_step
 
 GB, MS = 1e9, 1e3
 COLUMNS = ("GPUs", "tables", "GB", "compute", "to all", "copies", "reduce", "step", "k/s", "scale")
 
 
-def planned(scenario: Scenario, gpus: Sequence[int]) -> tuple[Table, list[str]]:
-    """Every way on every number of GPUs, and a sentence of advice for each number.
+def plan_table(scenario: Scenario, gpus: Sequence[int]) -> tuple[Table, list[str]]:
+    """Every sharding scheme on every number of GPUs, and a recommendation for each number.
 
-    Scaling is the throughput of a GPU over that on the fewest GPUs, the same way. Raises UserError
-    where GPUs cannot be cut into the scenario's groups.
+    Scaling is the throughput of a GPU relative to the same scheme on the fewest GPUs. Raises
+    UserError if GPUs cannot be divided into the scenario's groups.
     """
-    hardware, group = scenario.hardware, scenario.workload.group
+    hardware, group = scenario.hardware, scenario.workload.group_size
     caption = (
-        f"ms of the slowest GPU; * more than its {hardware.memory_gb:g} GB; thousand examples a "
-        f"second; scale: a GPU's speed over that of {min(gpus)}"
+        f"times in ms of the slowest GPU; *: exceeds its {hardware.memory_gb:g} GB; k/s: thousand "
+        f"examples per second; scale: throughput of a GPU relative to {min(gpus)} GPUs"
     )
     table = Table(title=scenario.name, caption=caption, box=SIMPLE_HEAD, padding=0)
     for name in COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
-    advice = []
+    recommendations = []
     for count in gpus:
         if count > group and count % group:
-            raise UserError(f"--gpus {count} is no multiple of the group of {group}")
-        ways = SCHEMES if count > group else SCHEMES[:1]
-        found = {scheme: estimate(scenario, scheme, count) for scheme in ways}
-        for scheme, one in found.items():
-            first = estimate(scenario, scheme, min(gpus))
-            table.add_row(*_row(scenario, count, scheme, one, first.step / one.step))
-        advice.append(f"{count} GPUs: {_advised(scenario, found)}")
-    return table, advice
+            raise UserError(f"--gpus {count} is not a multiple of the group size {group}")
+        schemes = SCHEMES if count > group else SCHEMES[:1]  # within one group they are the same
+        estimates = {scheme: estimate_step(scenario, scheme, count) for scheme in schemes}
+        for scheme, estimate in estimates.items():
+            scale = estimate_step(scenario, scheme, min(gpus)).step / estimate.step
+            table.add_row(*_table_row(scenario, count, scheme, estimate, scale))
+        recommendations.append(f"{count} GPUs: {_recommendation(scenario, estimates)}")
+    return table, recommendations
 
 
-def fits(scenario: Scenario, one: Estimate) -> bool:
-    """Whether the fullest GPU holds what it must."""
-    return one.memory <= scenario.hardware.memory_gb * GB
+def fits_memory(scenario: Scenario, estimate: StepEstimate) -> bool:
+    """Whether the fullest GPU has enough memory."""
+    return estimate.memory <= scenario.hardware.memory_gb * GB
 
 
-def _row(
-    scenario: Scenario, gpus: int, scheme: Scheme, one: Estimate, scale: float
+def _table_row(
+    scenario: Scenario, gpus: int, scheme: Scheme, estimate: StepEstimate, scale: float
 ) -> tuple[str, ...]:
-    seconds = (one.compute, one.exchange, one.replicate, one.reduce, one.step)
-    memory = f"{one.memory / GB:.0f}" + ("" if fits(scenario, one) else "*")
-    rate = gpus * scenario.workload.batch / one.step
+    seconds = (
+        estimate.compute,
+        estimate.all_to_all,
+        estimate.replica_sync,
+        estimate.dense_all_reduce,
+        estimate.step,
+    )
+    memory = f"{estimate.memory / GB:.0f}" + ("" if fits_memory(scenario, estimate) else "*")
+    rate = gpus * scenario.workload.batch_per_gpu / estimate.step
     times = (f"{MS * s:.0f}" for s in seconds)
     return str(gpus), scheme, memory, *times, f"{rate / 1e3:,.1f}", f"{scale:.2f}"
 
 
-def _advised(scenario: Scenario, found: dict[Scheme, Estimate]) -> str:
-    fitting = {scheme: one for scheme, one in found.items() if fits(scenario, one)}
+def _recommendation(scenario: Scenario, estimates: dict[Scheme, StepEstimate]) -> str:
+    """The fastest scheme that fits, and how the others compare."""
+    fitting = {
+        scheme: estimate
+        for scheme, estimate in estimates.items()
+        if fits_memory(scenario, estimate)
+    }
     if not fitting:
-        least = min(one.memory for one in found.values()) / GB
-        return f"none fits; a GPU would have to hold {least:,.0f} GB: use more, or smaller tables"
-    if len(found) == 1:
-        return f"1D; all ways are one up to a group of {scenario.workload.group}"
+        least = min(estimate.memory for estimate in estimates.values()) / GB
+        return f"no scheme fits; a GPU needs {least:,.0f} GB: use more GPUs or smaller tables"
+    if len(estimates) == 1:
+        group_size = scenario.workload.group_size
+        return f"1D; all schemes are the same up to a group of {group_size} GPUs"
     best = min(fitting, key=lambda scheme: (fitting[scheme].step, fitting[scheme].memory))
-    told = [
-        f"{scheme} takes {one.step / fitting[best].step:.2f} times as long"
-        if scheme in fitting
-        else f"{scheme} does not fit"
-        for scheme, one in found.items()
-        if scheme != best
-    ]
-    return f"{best}; {', '.join(told)}"
+    others = []
+    for scheme, estimate in estimates.items():
+        if scheme == best:
+            continue
+        if scheme in fitting:
+            others.append(f"{scheme} takes {estimate.step / fitting[best].step:.2f} times as long")
+        else:
+            others.append(f"{scheme} does not fit")
+    return f"{best}; {', '.join(others)}"

@@ -1,41 +1,62 @@
-"""The non-sequence side: rows of features to rows of what they are together.
+"""Interaction modules: rows of features to rows of their interactions.
 
-All kinds take (n, B, d) and give (m, B, d), n and m rows, B batch, d width; `out_rows` is m.
+Modules take rows (n, B, d) and return rows (m, B, d): B batch, d row width, m is `out_rows`.
 """
 
-from training.model.config import GemConfig, Kind
-from training.model.interaction.beside import Beside, Single
-from training.model.interaction.dcn import DCNv2
-from training.model.interaction.dhen import Dhen
-from training.model.interaction.plain import Plain
-from training.model.interaction.streams import TwoStreams
-from training.model.interaction.wukong import Shape, Wukong
+from training.model.config import GemConfig, InteractionKind
+from training.model.interaction.dcn_dhen import DCNv2, Dhen
+from training.model.interaction.parallel import (
+    FinalMlp,
+    IdentityInteraction,
+    ParallelInteraction,
+    SingleInteraction,
+)
+from training.model.interaction.wukong import Wukong, WukongShape
 
-Interaction = Single | Beside
+Interaction = SingleInteraction | ParallelInteraction
 
-__all__ = ["Beside", "DCNv2", "Dhen", "Interaction", "Plain", "TwoStreams", "Wukong", "interaction"]
+__all__ = [
+    "DCNv2",
+    "Dhen",
+    "FinalMlp",
+    "IdentityInteraction",
+    "Interaction",
+    "ParallelInteraction",
+    "Wukong",
+    "build_interaction",
+]
 
 
-def interaction(rows: int, config: GemConfig) -> Interaction:
-    """The kind, or the two kinds, that a configuration names, for so many rows."""
-    one = single(config.interaction, rows, config)
-    return Beside(one, single(config.beside, rows, config)) if config.beside else one
+def build_interaction(rows: int, config: GemConfig) -> Interaction:
+    """The interaction module, or pair of modules, of a configuration, for n input rows."""
+    first = build_single_interaction(config.interaction, rows, config)
+    if not config.parallel_interaction:
+        return first
+    second = build_single_interaction(config.parallel_interaction, rows, config)
+    return ParallelInteraction(first, second)
 
 
-def single(kind: Kind, rows: int, config: GemConfig) -> Single:
-    """One kind in a configuration's sizes."""
-    d, out = config.row_width, config.fm_rows + config.linear_rows
+def build_single_interaction(
+    kind: InteractionKind, rows: int, config: GemConfig
+) -> SingleInteraction:
+    """One interaction module in the sizes of a configuration."""
+    d, out_rows = config.embedding_dim, config.fm_rows + config.linear_rows
     match kind:
         case "dcnv2":
-            return DCNv2(rows, d, config.layers, config.mlp)
+            return DCNv2(rows, d, config.layers, config.mlp_width)
         case "dhen":
-            return Dhen(rows, d, config.layers, out, config.mlp)
+            return Dhen(rows, d, config.layers, out_rows, config.mlp_width)
         case "plain":
-            return Plain(rows)
-        case "two_streams":
-            return TwoStreams(rows, d, config.mlp, out // 3)
+            return IdentityInteraction(rows)
+        case "finalmlp":
+            return FinalMlp(rows, d, config.mlp_width, out_rows // 3)
         case "wukong":
-            shape = Shape(
-                d, config.fm_rows, config.linear_rows, config.rank, config.mlp, config.attentive
+            shape = WukongShape(
+                d,
+                config.fm_rows,
+                config.linear_rows,
+                config.rank,
+                config.mlp_width,
+                config.input_dependent_projection,
             )
-            return Wukong(rows, config.layers, shape, config.across_rows)
+            return Wukong(rows, config.layers, shape, config.cross_layer_rows)

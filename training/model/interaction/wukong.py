@@ -1,101 +1,190 @@
-"""Wukong (2403.02545): stacked factorisation machines over rows of features.
+"""Wukong (2403.02545): stacked factorization machines, and GEM's attention across its layers.
 
-B batch, n rows in, n_F + n_L rows out, d width, k rank, h hidden width. Rows come first, (n, B, d):
-what mixes rows is one matrix product over the whole batch.
+B batch, n rows in, n_F + n_L rows out, m rows out of a linear map, d row width, k rank, c
+compressed rows, h hidden width. Rows are the first dimension, (n, B, d): mixing them is then one
+matrix product over the whole batch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from training.model.interaction.across import AcrossLayers
-from training.model.interaction.projection import AttentiveProjection, StaticProjection
-from training.model.interaction.rows import RowMix
+
+class RowLinear(nn.Module):
+    """W X for each example, with W in (m, n): (n, B, d) to (m, B, d)."""
+
+    def __init__(self, rows: int, out_rows: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_rows, rows))
+        nn.init.uniform_(self.weight, -(rows**-0.5), rows**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Linear combinations of the rows."""
+        return (self.weight @ x.flatten(1)).reshape(-1, *x.shape[1:])
+
+
+class StaticProjection(nn.Module):
+    """Projection by a learned Y in (n, k), the same for all examples (section 3.2).
+
+    The layer computes Y^T X together with its other linear maps of X, as `compressed`.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.compressed_rows = rank
+
+    def forward(self, _x: Tensor, compressed: Tensor) -> Tensor:
+        """Y^T X (B, k, d) of X (B, n, d)."""
+        return compressed
+
+
+class InputDependentProjection(nn.Module):
+    """Projection by Y(X) = reshape(MLP(flatten(W_c X))) in (B, n, k) (section 3.2).
+
+    The layer computes W_c X together with its other linear maps of X, as `compressed`.
+    """
+
+    def __init__(
+        self, rows: int, width: int, rank: int, hidden: int, compressed_rows: int = 4
+    ) -> None:
+        super().__init__()
+        self.compressed_rows = compressed_rows
+        self.output_shape = rank, rows
+        self.mlp = nn.Sequential(
+            nn.Linear(compressed_rows * width, hidden), nn.ReLU(), nn.Linear(hidden, rows * rank)
+        )
+
+    def forward(self, x: Tensor, compressed: Tensor) -> Tensor:
+        """Y(X)^T X (B, k, d) of X (B, n, d) and W_c X (B, c, d)."""
+        projection: Tensor = self.mlp(compressed.flatten(1)).unflatten(1, self.output_shape)
+        return projection @ x
+
+
+class CrossLayerAttention(nn.Module):
+    """X_i + g_i * Attention(X_i, [C_0 X_0 ; ... ; C_{i-1} X_{i-1}]), g_i = 0 at the start.
+
+    Lets each layer attend to the inputs of all layers before it, as GEM extends Wukong; GEM does
+    not publish its form. C_j compresses the input of layer j to c rows. The gates start at zero, so
+    that training starts from plain Wukong.
+    """
+
+    def __init__(self, rows: Sequence[int], width: int, compressed_rows: int) -> None:
+        super().__init__()
+        self.compress = nn.ModuleList(RowLinear(n, compressed_rows) for n in rows[:-1])
+        self.q = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in rows[1:])
+        self.kv = nn.ModuleList(nn.Linear(width, 2 * width, bias=False) for _ in rows[1:])
+        self.gate = nn.Parameter(torch.zeros(len(rows) - 1, width))
+
+    def forward(self, layer_index: int, x: Tensor, previous_inputs: Sequence[Tensor]) -> Tensor:
+        """Add gated attention to the inputs of earlier layers to the input (n, B, d) of a layer."""
+        if not previous_inputs:
+            return x
+        compressed = torch.cat(
+            [compress(y) for compress, y in zip(self.compress, previous_inputs, strict=False)]
+        )
+        k, v = self.kv[layer_index - 1](compressed).transpose(0, 1).chunk(2, -1)
+        q = self.q[layer_index - 1](x).transpose(0, 1)
+        attended = F.scaled_dot_product_attention(q, k, v).transpose(0, 1)
+        return x + self.gate[layer_index - 1] * attended
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Sizes of a layer: `fm_rows` n_F, `linear_rows` n_L, and whether Y is made from the input."""
+class WukongShape:
+    """Sizes of a layer: `fm_rows` is n_F, `linear_rows` is n_L, `hidden` is h."""
 
     width: int
     fm_rows: int
     linear_rows: int
     rank: int
     hidden: int
-    attentive: bool = True
+    input_dependent_projection: bool = True
 
     @property
-    def rows(self) -> int:
-        """Rows out."""
+    def out_rows(self) -> int:
+        """Number of output rows, n_F + n_L."""
         return self.fm_rows + self.linear_rows
 
 
-class FactorizationBlock(nn.Module):
+class FactorizationMachineBlock(nn.Module):
     """FMB(X) = reshape(MLP(LN(flatten(X X^T Y)))): (n, B, d) to (n_F, B, d)."""
 
-    def __init__(self, rows: int, shape: Shape) -> None:
+    def __init__(self, rows: int, shape: WukongShape) -> None:
         super().__init__()
         d, k, h = shape.width, shape.rank, shape.hidden
         self.projection = (
-            AttentiveProjection(rows, d, k, h) if shape.attentive else StaticProjection(k)
+            InputDependentProjection(rows, d, k, h)
+            if shape.input_dependent_projection
+            else StaticProjection(k)
         )
         self.norm = nn.LayerNorm(rows * k)
         self.mlp = nn.Sequential(nn.Linear(rows * k, h), nn.ReLU(), nn.Linear(h, shape.fm_rows * d))
-        self.out = shape.fm_rows, d
+        self.output_shape = shape.fm_rows, d
 
-    def forward(self, x: Tensor, read: Tensor) -> Tensor:
-        """Interactions of all rows, as (Y^T X) X^T: O(n k d); `read` is what Y reads of X."""
+    def forward(self, x: Tensor, compressed: Tensor) -> Tensor:
+        """Interactions of all rows, as (Y^T X) X^T in O(n k d)."""
         by_example = x.transpose(0, 1).contiguous()
-        projected = self.projection(by_example, read.transpose(0, 1))
+        projected = self.projection(by_example, compressed.transpose(0, 1))
         fm = projected @ by_example.transpose(1, 2)
-        return self.mlp(self.norm(fm.flatten(1))).unflatten(1, self.out).transpose(0, 1)
+        out: Tensor = self.mlp(self.norm(fm.flatten(1))).unflatten(1, self.output_shape)
+        return out.transpose(0, 1)
 
 
 class WukongLayer(nn.Module):
     """X' = LN([FMB(X) ; W_L X] + W_R X): (n, B, d) to (n_F + n_L, B, d).
 
-    W_R is the identity where the number of rows stays. Where it is learned, W_L and its part of
-    W_R are one matrix; and what the projection reads of X is more rows of the same product.
+    W_R is the identity if the number of rows stays the same. Otherwise it is learned: its part for
+    the linear rows merges with W_L into one matrix. All linear maps of X, with that of the
+    projection, are one product.
     """
 
-    def __init__(self, rows: int, shape: Shape) -> None:
+    def __init__(self, rows: int, shape: WukongShape) -> None:
         super().__init__()
-        self.fm = FactorizationBlock(rows, shape)
-        self.same = rows == shape.rows
-        beside = 0 if self.same else shape.fm_rows
-        self.parts = (self.fm.projection.reads, beside, shape.linear_rows)
-        self.mix = RowMix(rows, sum(self.parts))
+        self.fm_block = FactorizationMachineBlock(rows, shape)
+        self.keeps_row_count = rows == shape.out_rows
+        residual_rows = 0 if self.keeps_row_count else shape.fm_rows
+        compressed_rows = self.fm_block.projection.compressed_rows
+        self.split_sizes = (compressed_rows, residual_rows, shape.linear_rows)
+        self.row_linear = RowLinear(rows, sum(self.split_sizes))
         self.norm = nn.LayerNorm(shape.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """One layer: interactions of twice the order, and all lower ones."""
-        read, beside, linear = self.mix(x).split(self.parts)
-        fm = self.fm(x, read)
-        if self.same:
-            return self.norm(torch.cat((fm, linear)).add_(x))
-        return self.norm(torch.cat((fm + beside, linear)))
+        """Apply the layer, which doubles the order of interactions and keeps lower orders."""
+        compressed, residual, linear = self.row_linear(x).split(self.split_sizes)
+        fm = self.fm_block(x, compressed)
+        if self.keeps_row_count:
+            rows = torch.cat((fm, linear)).add_(x)
+        else:
+            rows = torch.cat((fm + residual, linear))
+        out: Tensor = self.norm(rows)
+        return out
 
 
 class Wukong(nn.Module):
     """A stack of layers: (n, B, d) to (n_F + n_L, B, d), interactions up to order 2^layers.
 
-    With `across` rows kept of each layer, each also sees what all layers before it found (GEM).
+    With `cross_layer_rows` each layer attends to so many compressed rows of every layer before it.
     """
 
-    def __init__(self, rows: int, layers: int, shape: Shape, across: int = 0) -> None:
+    def __init__(
+        self, rows: int, layers: int, shape: WukongShape, cross_layer_rows: int = 0
+    ) -> None:
         super().__init__()
-        self.out_rows = shape.rows
-        inputs = [rows] + [shape.rows] * (layers - 1)
+        self.out_rows = shape.out_rows
+        inputs = [rows] + [shape.out_rows] * (layers - 1)
         self.layers = nn.ModuleList(WukongLayer(n, shape) for n in inputs)
-        self.across = AcrossLayers(inputs, shape.width, across) if across else None
+        self.cross_layer_attention = (
+            CrossLayerAttention(inputs, shape.width, cross_layer_rows) if cross_layer_rows else None
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        """All layers."""
-        before: list[Tensor] = []
-        for number, layer in enumerate(self.layers):
-            if self.across:
-                x = self.across(number, x, before)
-                before.append(x)
+        """Apply all layers."""
+        previous_inputs: list[Tensor] = []
+        for index, layer in enumerate(self.layers):
+            if self.cross_layer_attention:
+                x = self.cross_layer_attention(index, x, previous_inputs)
+                previous_inputs.append(x)
             x = layer(x)
         return x

@@ -1,46 +1,56 @@
-"""An auxiliary task: which item did a user deal with next? N events of R requests, W width."""
+"""Auxiliary task: predict the item of a user's next event. N events of R requests, W width."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from training.model.sequence.level import Encoded
+from training.model.sequence.pyramid import EncodedEvents
 
-MOST = 512  # events of a batch that are asked, and what each is told from
-
-
-def followed(offsets: Tensor, most: int = MOST) -> Tensor:
-    """Positions (n) of events that are not the last of their request, `most` of them by chance."""
-    last = torch.zeros(int(offsets[-1]) + 1, dtype=torch.bool, device=offsets.device)
-    last[offsets] = True
-    found = (~last[1:]).nonzero().flatten()
-    if len(found) <= most:
-        return found
-    return found[torch.randperm(len(found), device=found.device)[:most]]
+MAX_SAMPLES = 512  # events of a batch: predictions, and negatives of each
 
 
-class NextAction(nn.Module):
-    """Each event tells the next one's item from those of other events (sampled softmax).
+def sample_followed_events(offsets: Tensor, max_samples: int = MAX_SAMPLES) -> Tensor:
+    """Positions (n) of at most `max_samples` random events with a successor in their request."""
+    is_offset = torch.zeros(int(offsets[-1]) + 1, dtype=torch.bool, device=offsets.device)
+    is_offset[offsets] = True
+    followed = (~is_offset[1:]).nonzero().flatten()
+    if len(followed) <= max_samples:
+        return followed
+    return followed[torch.randperm(len(followed), device=followed.device)[:max_samples]]
 
-    The generative task of HSTU (2402.17152, section 2) as a helper of ranking: encoders learn from
-    what users did, not from labels alone. The encoder must not see ahead.
+
+class NextActionLoss(nn.Module):
+    """Sampled softmax over next items: the item that follows an event, among those of other events.
+
+    The generative task of HSTU (2402.17152, section 2) as an auxiliary loss of ranking. The encoder
+    must be causal.
     """
 
-    def __init__(self, width: int, own: int) -> None:
+    def __init__(self, width: int, event_width: int) -> None:
         super().__init__()
-        self.ask = nn.Linear(own, width, bias=False)
+        self.query_projection = nn.Linear(event_width, width, bias=False)
 
     def forward(
-        self, encoded: Encoded, at: Tensor, offsets: Tensor, ids: Tensor, items: Tensor
+        self,
+        encoded: EncodedEvents,
+        positions: Tensor,
+        offsets: Tensor,
+        next_item_ids: Tensor,
+        next_item_vectors: Tensor,
     ) -> Tensor:
-        """The mean loss of events at some positions (n), by the `ids` (n) of what came next.
+        """Mean loss of the events at `positions` (n).
 
-        `items` (n, W) are the vectors of those; `offsets` (R+1) are of the events alone, behind
-        which `encoded` may hold learned rows.
+        Args:
+            encoded: The encoded sequences, which may end with CLS tokens.
+            positions: Positions of the events in the sequences without CLS tokens.
+            offsets: Offsets (R + 1) of the sequences without CLS tokens.
+            next_item_ids: The item (n) of each following event; equal items are no negatives.
+            next_item_vectors: Vectors (n, W) of those items.
         """
-        request = torch.searchsorted(offsets, at, right=True) - 1
-        own = encoded.events[at - offsets[request] + encoded.offsets[request]]
-        scores = self.ask(own) @ items.T / items.shape[1] ** 0.5
-        same = (ids[:, None] == ids).fill_diagonal_(False)
-        truth = torch.arange(len(at), device=at.device)
-        return F.cross_entropy(scores.masked_fill(same, -torch.inf), truth)
+        request = torch.searchsorted(offsets, positions, right=True) - 1
+        events = encoded.events[positions - offsets[request] + encoded.offsets[request]]
+        queries = self.query_projection(events)
+        scores = queries @ next_item_vectors.T / next_item_vectors.shape[1] ** 0.5
+        same_item = (next_item_ids[:, None] == next_item_ids).fill_diagonal_(False)
+        target = torch.arange(len(positions), device=positions.device)
+        return F.cross_entropy(scores.masked_fill(same_item, -torch.inf), target)

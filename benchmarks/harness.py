@@ -1,0 +1,87 @@
+"""Timing of alternatives, and the result of a benchmark: a table, and metrics as JSON."""
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean, median, stdev
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from training.evaluation.bootstrap import ConfidenceInterval
+
+
+def interleaved_median_seconds(
+    variants: Mapping[str, Callable[[], object]],
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, float]:
+    """Median seconds of each variant, timed in turn so that a slow minute affects all of them.
+
+    Callers warm the variants up first. With `time.process_time` as the clock, the result is CPU
+    seconds of this process.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(rounds):
+        for name, run in variants.items():
+            start = clock()
+            run()
+            seconds[name].append(clock() - start)
+    return {name: median(values) for name, values in seconds.items()}
+
+
+def format_mean_std(values: Sequence[float]) -> str:
+    """The mean, and the standard deviation where there are several values."""
+    has_std = len(values) > 1 and not math.isnan(mean(values))
+    return f"{mean(values):.4f}" + (f" ± {stdev(values):.4f}" if has_std else "")
+
+
+@dataclass
+class BenchmarkResult:
+    """Metrics by key, and a table of them; an unavailable metric is None with a reason."""
+
+    title: str
+    columns: Sequence[str]
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+    figures: dict[str, object] = field(default_factory=dict)
+
+    def record(self, key: str, value: float | None, reason: str) -> None:
+        """Record a metric; None or NaN is recorded as None, with `reason` under `{key}_reason`."""
+        if value is None or math.isnan(value):
+            self.figures |= {key: None, f"{key}_reason": reason}
+        else:
+            self.figures[key] = round(value, 6)
+
+    def show(self, as_json: bool) -> None:
+        """Print the table; with `as_json`, the metrics as the last line."""
+        table = Table(*self.columns, title=self.title)
+        for row in self.rows:
+            table.add_row(*row)
+        Console(stderr=as_json).print(table)
+        if as_json:
+            print(json.dumps(self.figures))
+
+    def save_study(
+        self,
+        path: Path,
+        command: str,
+        ne_differences: "Mapping[str, ConfidenceInterval] | None" = None,
+    ) -> None:
+        """Save the table as a study that the report draws, with its intervals in units of 1e-4."""
+        from ranking.report.study import StudyResult
+
+        StudyResult(
+            title=self.title,
+            command=command,
+            columns=tuple(self.columns),
+            rows=tuple(self.rows),
+            intervals={
+                name: (1e4 * interval.value, 1e4 * interval.low, 1e4 * interval.high)
+                for name, interval in (ne_differences or {}).items()
+            },
+        ).save(path)

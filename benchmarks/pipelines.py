@@ -1,0 +1,32 @@
+"""Pipelines that benchmarks run: simulated logs, and steps on them in this process."""
+
+from pathlib import Path
+
+from benchmarks.paths import DEMO_SIMULATOR, SIMULATOR_SPEC
+from dags.pipeline import PipelinePaths, Step
+from etl.cli.runner import read_yaml_mapping
+from etl.errors import UserError
+
+SMALL_SIMULATION = {"users": 150, "events_per_user_mean": 80, "max_events_per_user": 600, "days": 7}
+
+
+def simulate_logs(raw: Path, overrides: dict[str, int]) -> None:
+    """Simulate logs with the demo's configuration and some settings changed."""
+    from etl.simulator.config import SimulatorConfig
+    from etl.simulator.simulate import simulate
+
+    simulate(SimulatorConfig(**read_yaml_mapping(DEMO_SIMULATOR) | overrides), raw)
+
+
+def pipeline_paths_in(folder: str, lake: str = "lake") -> PipelinePaths:
+    """Paths of a pipeline on simulated logs, below a folder; several lakes may share its logs."""
+    return PipelinePaths(SIMULATOR_SPEC, str(Path(folder, "raw")), str(Path(folder, lake)))
+
+
+def run_steps_in_process(steps: list[Step]) -> None:
+    """Run steps in this process. Raises UserError where one fails."""
+    from gemline import main
+
+    for step in steps:
+        if main(step.command):
+            raise UserError(f"{step.name} failed; the reason is above")

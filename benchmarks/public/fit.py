@@ -1,0 +1,175 @@
+"""Training of binary classifiers on files, with Adam and early stopping (BARS, 2205.09626).
+
+The learning rate is lowered when the validation score stops improving. The L2 penalty of embeddings
+is selected on the validation rows: small tables are memorised in a few epochs, large ones hardly at
+all, so no single penalty fits both.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from sklearn.metrics import log_loss, roc_auc_score
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from tqdm import tqdm
+
+from etl.spec.base import StrictModel
+from training.trainer.step import ema_model
+
+Inputs = tuple[Any, ...]
+
+
+class BinaryClassifier(nn.Module):
+    """A model of one logit that names its embedding weights, which are regularised more."""
+
+    @property
+    def embeddings(self) -> Sequence[Tensor]:
+        """Weights of single feature values, which memorise."""
+        raise NotImplementedError
+
+
+class ExampleSource(Protocol):
+    """Rows to train on or to score, in batches."""
+
+    def shuffled(self, generator: torch.Generator) -> Iterator[tuple[Inputs, Tensor]]:
+        """Inputs and labels (B) of all rows once, in an order drawn from the generator."""
+        ...
+
+    def in_order(self) -> Iterator[tuple[Inputs, Tensor]]:
+        """Inputs and labels (B) of all rows once, always in the same order."""
+        ...
+
+
+class FitConfig(StrictModel):
+    """Hyperparameters. `embedding_l2` is the weight decay of all embeddings, in every step."""
+
+    learning_rate: float = 1e-3
+    embedding_l2: float = 1e-2
+    max_lr_reductions: int = 2
+    epochs: int = 100
+
+
+@dataclass(frozen=True)
+class BinaryMetrics:
+    """AUC and logloss (nats) of predictions."""
+
+    auc: float
+    logloss: float
+
+    @property
+    def selection_score(self) -> float:
+        """What models are selected by: both, as either alone can improve at the other's cost."""
+        return self.auc - self.logloss
+
+
+def fit(
+    model: BinaryClassifier,
+    train: ExampleSource,
+    valid: ExampleSource,
+    config: FitConfig,
+    seed: int,
+) -> BinaryMetrics:
+    """Train until `max_lr_reductions` did not help, and load the best weights into the model.
+
+    Weights are evaluated as exponential moving averages over steps, which are less noisy.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = _optimizer(model, config)
+    ema = ema_model(model)
+    optimizer.register_step_post_hook(lambda *_: ema.update_parameters(model))
+    scheduler = ReduceLROnPlateau(optimizer, "max", factor=0.1, patience=0, threshold=1e-6)
+    best, best_weights, epochs_without_gain = None, None, 0
+    progress = tqdm(range(config.epochs), unit="epoch", leave=False)
+    for _ in progress:
+        _train_epoch(model, train, optimizer, generator)
+        metrics = binary_metrics(*predict(ema, valid))
+        scheduler.step(metrics.selection_score)
+        if best is None or metrics.selection_score > best.selection_score:
+            best, epochs_without_gain = metrics, 0
+            best_weights = copy.deepcopy(ema.module.state_dict())
+        else:
+            epochs_without_gain += 1
+        progress.set_postfix(auc=f"{best.auc:.4f}", logloss=f"{best.logloss:.4f}")
+        if epochs_without_gain > config.max_lr_reductions:
+            break
+    assert best is not None and best_weights is not None
+    model.load_state_dict(best_weights)
+    return best
+
+
+def _optimizer(model: BinaryClassifier, config: FitConfig) -> torch.optim.Adam:
+    embedding_ids = {id(p) for p in model.embeddings}
+    groups: list[dict[str, Any]] = [
+        {"params": list(model.embeddings), "weight_decay": config.embedding_l2},
+        {"params": [p for p in model.parameters() if id(p) not in embedding_ids]},
+    ]
+    return torch.optim.Adam(groups, lr=config.learning_rate, fused=True)
+
+
+def _train_epoch(
+    model: BinaryClassifier,
+    examples: ExampleSource,
+    optimizer: torch.optim.Optimizer,
+    generator: torch.Generator,
+) -> None:
+    model.train()
+    for inputs, labels in examples.shuffled(generator):
+        loss = F.binary_cross_entropy_with_logits(model(*inputs), labels)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+
+
+@torch.no_grad()
+def predict(
+    model: nn.Module, examples: ExampleSource
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Probabilities and labels (B) of all rows, in order."""
+    model.eval()
+    batches = [(model(*inputs).sigmoid(), labels) for inputs, labels in examples.in_order()]
+    predicted, labels = (torch.cat(parts).double().numpy() for parts in zip(*batches, strict=True))
+    return predicted, labels
+
+
+def binary_metrics(
+    predicted: npt.NDArray[np.float64], labels: npt.NDArray[np.float64]
+) -> BinaryMetrics:
+    """AUC and logloss of probabilities (B) against labels (B)."""
+    return BinaryMetrics(
+        float(roc_auc_score(labels, predicted)), float(log_loss(labels, predicted))
+    )
+
+
+EMBEDDING_L2_GRID = (1e-3, 1e-2, 1e-1, 5e-1)
+
+
+@dataclass(frozen=True)
+class TrainingTask:
+    """A model architecture, the rows to train on and the rows that decide when to stop."""
+
+    make_model: Callable[[], BinaryClassifier]
+    train: ExampleSource
+    valid: ExampleSource
+
+    def fit(self, config: FitConfig, seed: int) -> tuple[BinaryClassifier, BinaryMetrics]:
+        """A trained model, and the metrics of its best epoch on the validation rows."""
+        torch.manual_seed(seed)
+        model = self.make_model()
+        return model, fit(model, self.train, self.valid, config, seed)
+
+
+def select_embedding_l2(
+    task: TrainingTask, candidates: Sequence[float] = EMBEDDING_L2_GRID
+) -> FitConfig:
+    """The configuration with the penalty that is best on the validation rows; of ties the least."""
+    scores = {}
+    for penalty in sorted(candidates):
+        _, metrics = task.fit(FitConfig(embedding_l2=penalty), seed=0)
+        scores[penalty] = metrics.selection_score
+    return FitConfig(embedding_l2=max(scores, key=lambda penalty: scores[penalty]))

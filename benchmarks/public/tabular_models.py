@@ -1,0 +1,208 @@
+"""Models of plain tables: GEM's interaction modules, and peers trained and tuned the same way.
+
+B rows, F categorical fields, M numbers, d embedding width, n embeddings per row.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import lightgbm
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from benchmarks.public.fit import (
+    BinaryClassifier,
+    BinaryMetrics,
+    TrainingTask,
+    binary_metrics,
+    predict,
+    select_embedding_l2,
+)
+from benchmarks.public.tabular_data import FieldEncoding, TabularRows, read_csv
+from training.model.config import GemConfig
+from training.model.interaction import build_interaction
+from training.model.numeric import NumericEmbedding
+
+DEFAULT_CONFIG = GemConfig(
+    embedding_dim=16, layers=2, fm_rows=16, linear_rows=16, rank=8, mlp_width=256, dropout=0.2
+)
+STREAMS = (DEFAULT_CONFIG, DEFAULT_CONFIG.model_copy(update={"interaction": "finalmlp"}))
+
+
+class TabularModel(BinaryClassifier):
+    """A sum of logits: a linear one, and one of each stream of interactions.
+
+    Streams read the same embeddings but make different errors, unlike a deeper stack of one kind.
+    """
+
+    field_offsets: Tensor
+
+    def __init__(
+        self,
+        vocabulary_sizes: Sequence[int],
+        num_features: int,
+        streams: Sequence[GemConfig] = STREAMS,
+    ) -> None:
+        super().__init__()
+        d = streams[0].embedding_dim
+        starts = torch.tensor([0, *vocabulary_sizes]).cumsum(0)
+        self.register_buffer("field_offsets", starts[:-1], persistent=False)
+        self.table = nn.Embedding(int(starts[-1]), d)
+        self.linear = nn.Embedding(int(starts[-1]), 1)
+        nn.init.normal_(self.table.weight, std=0.01)
+        nn.init.zeros_(self.linear.weight)
+        self.bias = nn.Parameter(torch.zeros(1))
+        rows = streams[0].numeric_rows if num_features else 0
+        self.numeric = (
+            NumericEmbedding(num_features, rows, d, streams[0].mlp_width) if num_features else None
+        )
+        self.streams = nn.ModuleList(
+            InteractionStream(len(vocabulary_sizes) + rows, config) for config in streams
+        )
+
+    @property
+    def embeddings(self) -> list[Tensor]:
+        """Weights of single feature values, which memorise."""
+        return [self.table.weight, self.linear.weight]
+
+    def forward(self, ids: Tensor, numbers: Tensor) -> Tensor:
+        """Ids (B, F) and numbers (B, M) to logits (B)."""
+        rows = (ids + self.field_offsets).T
+        x = self.table(rows)
+        if self.numeric:
+            x = torch.cat((x, self.numeric(numbers)[0].transpose(0, 1)))
+        linear: Tensor = self.linear(rows).sum(0)[:, 0] + self.bias
+        return linear + torch.stack([stream(x) for stream in self.streams]).sum(0)
+
+
+class InteractionStream(nn.Module):
+    """An interaction module and an MLP on its output: (n, B, d) to (B)."""
+
+    def __init__(self, rows: int, config: GemConfig) -> None:
+        super().__init__()
+        self.interaction = build_interaction(rows, config)
+        self.head = nn.Sequential(
+            nn.Linear(self.interaction.out_rows * config.embedding_dim, config.mlp_width),
+            nn.LayerNorm(config.mlp_width),
+            nn.ReLU(),
+            nn.Dropout(config.dropout),
+            nn.Linear(config.mlp_width, 1),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One logit per row."""
+        logits: Tensor = self.head(self.interaction(x).transpose(0, 1).flatten(1))[:, 0]
+        return logits
+
+
+@dataclass(frozen=True)
+class TabularDataset:
+    """The three files of a table, encoded."""
+
+    encoding: FieldEncoding
+    train: TabularRows
+    valid: TabularRows
+    test: TabularRows
+
+    def train_and_score(
+        self, make_model: Callable[[], BinaryClassifier], seeds: int
+    ) -> tuple[float, list[BinaryMetrics]]:
+        """The penalty selected on the validation rows, and metrics on the test rows by seed."""
+        task = TrainingTask(make_model, self.train, self.valid)
+        config = select_embedding_l2(task)
+        models = (task.fit(config, 1 + seed)[0] for seed in range(seeds))
+        return config.embedding_l2, [binary_metrics(*predict(model, self.test)) for model in models]
+
+    def build_model(self, *streams: GemConfig) -> BinaryClassifier:
+        """This project's model, with some streams of interactions."""
+        return TabularModel(self.encoding.vocabulary_sizes, len(self.encoding.numeric), streams)
+
+
+def read_dataset(folder: Path, label: str, numeric: Collection[str]) -> TabularDataset:
+    """The three files of a folder, encoded by train.csv. Raises UserError where they do not fit."""
+    tables = {name: read_csv(folder, f"{name}.csv") for name in ("train", "valid", "test")}
+    encoding = FieldEncoding.from_train(tables["train"], label, numeric)
+    rows = {name: encoding(table, f"{name}.csv") for name, table in tables.items()}
+    return TabularDataset(encoding, **rows)
+
+
+DCNV2_CONFIG = DEFAULT_CONFIG.model_copy(update={"interaction": "dcnv2", "layers": 3})
+FUXICTR_MISSING = "FuxiCTR is not installed: pip install fuxictr"
+LIGHTGBM_PARAMS = {"objective": "binary", "learning_rate": 0.05, "num_leaves": 63, "verbose": -1}
+
+
+def score_peers(
+    dataset: TabularDataset, seeds: int
+) -> Iterator[tuple[str, str, Sequence[BinaryMetrics]]]:
+    """Key, name and test metrics of each peer; no metrics where its package is absent."""
+    yield "lightgbm", "LightGBM, fields as categories", [lightgbm_score(dataset)]
+    penalty, metrics = dataset.train_and_score(lambda: dataset.build_model(DCNV2_CONFIG), seeds)
+    yield "dcnv2", f"DCNv2 of this project, penalty {penalty:g}", metrics
+    try:
+        import fuxictr.pytorch.layers  # noqa: F401
+    except ImportError:
+        yield "fuxictr", "FuxiCTR's DCNv2", []
+        return
+    sizes = dataset.encoding.vocabulary_sizes
+    penalty, metrics = dataset.train_and_score(lambda: FuxiCtrDCNv2(sizes), seeds)
+    yield "fuxictr", f"FuxiCTR's DCNv2, penalty {penalty:g}", metrics
+
+
+def lightgbm_score(dataset: TabularDataset) -> BinaryMetrics:
+    """LightGBM, stopped early on the validation rows."""
+
+    def data(rows: TabularRows) -> lightgbm.Dataset:
+        fields = list(range(rows.ids.shape[1]))
+        return lightgbm.Dataset(_columns(rows), rows.labels, categorical_feature=fields)
+
+    model = lightgbm.train(
+        LIGHTGBM_PARAMS,
+        data(dataset.train),
+        1000,
+        valid_sets=[data(dataset.valid)],
+        callbacks=[lightgbm.early_stopping(50, verbose=False)],
+    )
+    predicted = np.asarray(model.predict(_columns(dataset.test)), np.float64)
+    return binary_metrics(predicted, dataset.test.labels.astype(np.float64))
+
+
+def _columns(rows: TabularRows) -> np.ndarray:
+    return np.concatenate((rows.ids, rows.numeric), 1).astype(np.float64)
+
+
+class FuxiCtrDCNv2(BinaryClassifier):
+    """Parallel DCNv2 (2008.13535) of FuxiCTR's cross network and MLP; numbers are not read."""
+
+    field_offsets: Tensor
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        from fuxictr.pytorch.layers import CrossNetV2, MLP_Block
+
+        super().__init__()
+        starts = torch.tensor([0, *sizes]).cumsum(0)
+        self.register_buffer("field_offsets", starts[:-1], persistent=False)
+        self.table = nn.Embedding(int(starts[-1]), DEFAULT_CONFIG.embedding_dim)
+        nn.init.normal_(self.table.weight, std=1e-4)
+        width, hidden = len(sizes) * DEFAULT_CONFIG.embedding_dim, [400, 400]
+        self.cross = CrossNetV2(width, 3)
+        self.deep = MLP_Block(
+            width,
+            hidden,
+            batch_norm=True,
+            dropout_rates=DEFAULT_CONFIG.dropout,
+            hidden_activations="ReLU",
+        )
+        self.head = nn.Linear(width + hidden[-1], 1)
+
+    @property
+    def embeddings(self) -> list[Tensor]:
+        """Weights of single feature values, which memorise."""
+        return [self.table.weight]
+
+    def forward(self, ids: Tensor, _numbers: Tensor) -> Tensor:
+        """Ids (B, F) to logits (B)."""
+        x = self.table(ids + self.field_offsets).flatten(1)
+        logits: Tensor = self.head(torch.cat((self.cross(x), self.deep(x)), 1))[:, 0]
+        return logits

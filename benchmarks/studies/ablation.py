@@ -1,0 +1,177 @@
+"""`gemline bench ablation`: what each part of GEM contributes.
+
+A long study on simulated logs of three surfaces, resumed where it was stopped. Each row changes one
+thing of the default GEM, over several seeds: the difference of NE with an interval over users drawn
+with replacement, paired by impression. Model selection never uses these days.
+"""
+
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+from pydantic import Field
+
+from benchmarks.harness import BenchmarkResult
+from benchmarks.paths import DEMO_SIMULATOR, RESULTS, SIMULATOR_SPEC
+from dags.commands import Scale
+from dags.pipeline import PipelinePaths, all_days_flags, data_steps, latest_mature_split
+from dags.runner import run_pipeline
+from etl.errors import UserError
+from etl.spec import load_spec
+from etl.spec.base import StrictModel
+from etl.spec.units import parse_date_range
+from training.config import TrainConfig
+
+if TYPE_CHECKING:
+    from benchmarks.studies.trials import TrialRunner
+    from training.evaluation.bootstrap import ConfidenceInterval
+    from training.evaluation.predictions import Predictions
+
+DAYS = "2026-01-01:2026-01-11"
+TEST_DAYS = 3
+OBJECTIVE = "click"
+
+ADS = ["ad_impression", "ad_view", "ad_long_view", "ad_click", "conversion"]
+POSTS = ["post_view", "post_like", "message_sent", "post_purchase"]
+
+
+def model_change(**options: object) -> dict[str, object]:
+    """Options that differ from the default model."""
+    return {"model": options}
+
+
+def sequence_change(**options: object) -> dict[str, object]:
+    """Options that differ from the default sequence encoder."""
+    return model_change(sequence=options)
+
+
+CHANGES: Mapping[str, dict[str, object]] = {
+    "Wukong: static projection": model_change(input_dependent_projection=False),
+    "Wukong: cross-layer attention": model_change(cross_layer_rows=4),
+    "DCNv2": model_change(interaction="dcnv2"),
+    "Wukong, DCNv2 beside": model_change(parallel_interaction="dcnv2"),
+    "DHEN": model_change(interaction="dhen"),
+    "two streams": model_change(interaction="finalmlp"),
+    "no interactions (MLP)": model_change(interaction="plain"),
+    "weak features share rows": model_change(low_cardinality_threshold=64),
+    "no rows of users": model_change(user_hash_buckets=0),
+    "flow: sole": sequence_change(flow="sole"),
+    "flow: s2n": sequence_change(flow="s2n"),
+    "flow: n2s": sequence_change(flow="n2s"),
+    "flow: int": sequence_change(flow="int"),
+    "flow: int, PFFN": sequence_change(flow="int", personalization="pffn"),
+    "hierarchical seed pooling": sequence_change(pooling="hsp"),
+    "CLS rows": sequence_change(cls_tokens=2),
+    "rotary time": sequence_change(rotary=True),
+    "HSTU layer": sequence_change(layer="hstu"),
+    "computation skip": sequence_change(computation_skip=True),
+    "families of events": sequence_change(
+        event_groups={"ads": {"events": ADS, "layers": 2}, "posts": {"events": POSTS}}
+    ),
+    "pyramid": sequence_change(
+        pyramid_stride=4, event_groups={"all": {"events": [*ADS, *POSTS], "layers": 2}}
+    ),
+    "next-action loss": sequence_change(next_action_weight=0.1),
+    "no history": {"max_length": 0},
+    "32 events": {"max_length": 32},
+    "click, then conversion": model_change(esmm_parents={"conversion": "click"}),
+    "value head": model_change(value_loss_weight=0.05),
+    "a quarter of the negatives": {"negative_sampling_rate": {"click": 0.25, "long_view": 0.25}},
+    "DIN": model_change(interaction="plain", sequence={"flow": "sole"}),
+    "HSTU": model_change(interaction="plain", sequence={"layer": "hstu", "rotary": True}),
+}
+SEPARATE = "a model for each surface"
+LIGHTGBM = "LightGBM"
+
+
+class AblationArgs(StrictModel):
+    """Arguments of the study."""
+
+    work: Annotated[Path, tyro.conf.arg(help="folder for logs, tables and finished trainings")]
+    seeds: int = Field(default=5, ge=1)
+    scale: Scale = "small"
+    only: Annotated[
+        tuple[str, ...], tyro.conf.arg(help="only these changes; the study is then not saved")
+    ] = ()
+    as_json: Annotated[bool, tyro.conf.arg(name="json", help="one line of JSON last")] = False
+
+
+def bench_ablation(args: AblationArgs) -> None:
+    """Difference of NE by each part of GEM, on simulated logs (long; resumable)."""
+    unknown = sorted(set(args.only) - {*CHANGES, SEPARATE, LIGHTGBM})
+    if unknown:
+        raise UserError(f"--only names {', '.join(unknown)}; there are {', '.join(CHANGES)}")
+    trials = prepare_trials(args.work)
+    differences = dict(ne_differences(trials, args.scale, args.seeds, args.only))
+    result = BenchmarkResult(
+        f"NE of {OBJECTIVE} less that of GEM {args.scale}, {args.seeds} seeds, 1e-4 [95 %]",
+        ("change", "difference of NE", ""),
+    )
+    for name, interval in differences.items():
+        result.rows.append((name, str(interval), _verdict(interval)))
+        result.figures[name] = [round(x, 6) for x in (interval.value, interval.low, interval.high)]
+    result.show(args.as_json)
+    if not args.only:
+        command = f"gemline bench ablation --work work/ablation --seeds {args.seeds}"
+        result.save_study(RESULTS / "ablation.json", command, differences)
+
+
+def _verdict(difference: "ConfidenceInterval") -> str:
+    if not difference.is_significant:
+        return "within noise"
+    return "worse" if difference.low > 0 else "better"
+
+
+def prepare_trials(work: Path) -> "TrialRunner":
+    """Simulated logs and their tables, built once, and the trainings on them."""
+    from benchmarks.studies.trials import TrialRunner
+    from etl.commands import SimulateArgs, simulate
+    from etl.spec.day_split import DaySplit
+    from etl.tables.lake import Lake
+
+    spec, work = load_spec(SIMULATOR_SPEC), work.resolve()
+    paths = PipelinePaths(SIMULATOR_SPEC, str(work / "raw"), str(work / "lake"))
+    days = latest_mature_split(spec, *parse_date_range(DAYS))
+    simulate(SimulateArgs(simulator=DEMO_SIMULATOR, out=Path(paths.raw)))
+    run_pipeline(spec, paths, data_steps(paths, all_days_flags(days)))
+    split = DaySplit(
+        train_first=days.train_first,
+        train_last=days.test_last - timedelta(days=TEST_DAYS),
+        calibration=None,
+        test_first=days.test_last - timedelta(days=TEST_DAYS - 1),
+        test_last=days.test_last,
+        data_until=days.data_until,
+    )
+    return TrialRunner(Lake(paths.lake, spec), split, work / "trials")
+
+
+def ne_differences(
+    trials: "TrialRunner", scale: Scale, seeds: int, only: tuple[str, ...]
+) -> Iterator[tuple[str, "ConfidenceInterval"]]:
+    """Each change and its difference of NE from the default; all changes if `only` is empty."""
+    from training.evaluation.bootstrap import paired_ne_difference
+
+    configs = [TrainConfig(scale=scale, seed=seed) for seed in range(seeds)]
+    default = [trials.gem_all_surfaces(config) for config in configs]
+    for name in (*CHANGES, SEPARATE, LIGHTGBM):
+        if not only or name in only:
+            changed = predictions_of_change(trials, name, configs)
+            yield name, paired_ne_difference(changed, default, OBJECTIVE)
+
+
+def predictions_of_change(
+    trials: "TrialRunner", change: str, configs: list[TrainConfig]
+) -> list["Predictions"]:
+    """Predictions with a change, one per configuration (one in all for LightGBM)."""
+    from training.baselines.gbdt import BaselineConfig
+
+    if change == SEPARATE:
+        return [trials.gem_per_surface(config) for config in configs]
+    if change == LIGHTGBM:
+        return [trials.lightgbm(BaselineConfig()).sorted_by_impression()]
+    return [
+        trials.gem_all_surfaces(TrainConfig.model_validate(config.model_dump() | CHANGES[change]))
+        for config in configs
+    ]

@@ -1,0 +1,163 @@
+"""`gemline bench history`: NE by length of history, on the simulator's bench data.
+
+GEM without history and with 32, 256 and 2,048 events, several seeds each, beside LightGBM on the
+same features and counters and the simulator's true probabilities. Hours on two cores: every
+finished run is kept in `--work`, and the study resumes from there. The table is saved to
+benchmarks/results/history.json.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+from pydantic import Field
+
+from benchmarks.harness import BenchmarkResult, format_mean_std
+from benchmarks.paths import BENCH_SIMULATOR, RESULTS, SIMULATOR_SPEC
+from dags.pipeline import PipelinePaths, all_days_flags, data_steps, latest_mature_split
+from dags.runner import run_pipeline
+from etl.spec import load_spec
+from etl.spec.base import StrictModel
+from etl.spec.day_split import DaySplit
+from etl.spec.units import date_range, parse_date_range
+from ranking.report.study import StudyResult
+
+if TYPE_CHECKING:
+    from etl.tables.lake import Lake
+    from training.evaluation.predictions import Predictions
+
+DAYS = "2026-01-01:2026-01-14"
+LENGTHS = (0, 32, 256, 2048)
+
+
+class HistoryArgs(StrictModel):
+    """Arguments of the study."""
+
+    work: Annotated[Path, tyro.conf.arg(help="folder for logs, tables and finished runs")]
+    seeds: int = Field(default=3, ge=1)
+    as_json: Annotated[bool, tyro.conf.arg(name="json", help="one line of JSON last")] = False
+
+
+def bench_history(args: HistoryArgs) -> None:
+    """NE by length of history on simulated logs, GEM and LightGBM (long; resumable)."""
+    ne = ne_by_run(args.work, run_names(args.seeds))
+    result = result_table(ne, list(load_spec(SIMULATOR_SPEC).objectives))
+    result.show(args.as_json)
+    StudyResult(
+        title="Length of history, simulator's bench data: NE on the test day",
+        command=f"gemline bench history --work work/bench --seeds {args.seeds}",
+        columns=tuple(result.columns),
+        rows=tuple(result.rows),
+    ).save(RESULTS / "history.json")
+
+
+def run_names(seeds: int) -> Iterator[str]:
+    """All runs of the study, the cheap ones first."""
+    yield from ("bound", "lightgbm")
+    for length in LENGTHS:
+        for seed in range(seeds):
+            yield f"gem-{length}-{seed}"
+
+
+def ne_by_run(work: Path, names: Iterable[str]) -> dict[str, dict[str, float]]:
+    """NE by objective of each run; finished runs are read from their files."""
+    work = work.resolve()  # a step counts as finished for the paths that it was given
+    paths = PipelinePaths(SIMULATOR_SPEC, str(work / "raw"), str(work / "lake"))
+    split = latest_mature_split(load_spec(SIMULATOR_SPEC), *parse_date_range(DAYS))
+    prepare_tables(paths, split)
+    return {name: ne_of_run(work, paths, split, name) for name in names}
+
+
+def prepare_tables(paths: PipelinePaths, split: DaySplit) -> None:
+    """Simulate logs and build their tables, if that is not done yet."""
+    from etl.commands import SimulateArgs, simulate
+
+    simulate(SimulateArgs(simulator=BENCH_SIMULATOR, out=Path(paths.raw)))
+    run_pipeline(load_spec(SIMULATOR_SPEC), paths, data_steps(paths, all_days_flags(split)))
+
+
+def ne_of_run(work: Path, paths: PipelinePaths, split: DaySplit, name: str) -> dict[str, float]:
+    """NE of a run by objective over all surfaces; read from its file if the tables are the same."""
+    from etl.tables.lake import Lake
+    from training.data.reader import INPUT_TABLES
+    from training.evaluation.metrics import slice_metrics
+
+    spec = load_spec(SIMULATOR_SPEC)
+    lake = Lake(paths.lake, spec)
+    versions = "-".join(f"{table}{lake.version(table)}" for table in INPUT_TABLES)
+    path = work / "history" / versions / f"{name}.json"
+    if path.is_file():
+        finished: dict[str, float] = json.loads(path.read_text())
+        return finished
+    p = predictions_of_run(lake, paths.raw, split, name)
+    objectives = list(spec.objectives)
+    slices = slice_metrics(p.probabilities, p.labels, p.label_mask, p.surface, (), objectives)
+    ne = {s.objective: s.ne for s in slices}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(ne))
+    return ne
+
+
+def predictions_of_run(lake: "Lake", raw: str, split: DaySplit, name: str) -> "Predictions":
+    """Predictions of one run on the test days."""
+    from training.baselines.gbdt import BaselineConfig, train_baseline
+    from training.config import TrainConfig
+    from training.distributed.process_group import process_group
+    from training.trainer import checkpoint
+    from training.trainer.trainer import predict_test, train_days
+
+    if name == "bound":
+        return with_true_probabilities(test_rows(lake, split), raw)
+    if name == "lightgbm":
+        return train_baseline(lake, split, BaselineConfig())
+    _, length, seed = name.split("-")
+    config = TrainConfig(max_length=int(length), seed=int(seed))
+    with process_group():
+        checkpoint.remove_checkpoints(lake.root)
+        train_days(lake, (split.train_first, split.train_last), config)
+        return predict_test(lake, split)
+
+
+def test_rows(lake: "Lake", split: DaySplit) -> "Predictions":
+    """The rows of the test days with their labels, and probabilities that mean nothing."""
+    import torch
+
+    from training.data.label_window import LabelWindow
+    from training.data.reader import ExampleReader
+    from training.data.sampling import Shuffle
+    from training.evaluation.predictions import predict
+
+    reader = ExampleReader.latest(lake, max_length=0)
+    days = list(date_range(split.test_first, split.test_last))
+    batches = reader.batches(days, LabelWindow.for_test(split, lake.spec), 2048, Shuffle(None))
+    return predict(
+        lambda batch: torch.zeros_like(batch.labels), batches, list(lake.spec.objectives)
+    )
+
+
+def with_true_probabilities(rows: "Predictions", raw: str) -> "Predictions":
+    """The same rows with the probabilities that the simulator drew outcomes from."""
+    from ranking.report.data import true_probabilities
+
+    truth = true_probabilities(rows, raw)
+    assert truth is not None
+    return truth
+
+
+def result_table(ne: dict[str, dict[str, float]], objectives: list[str]) -> BenchmarkResult:
+    """A row per model: NE by objective, with the standard deviation over seeds."""
+    result = BenchmarkResult("NE on the test day", ("model", *objectives))
+    runs_by_model = {"truth (bound)": ["bound"], "LightGBM": ["lightgbm"]}
+    for length in LENGTHS:
+        model = f"GEM, {length:,} events" if length else "GEM, no history"
+        runs_by_model[model] = [name for name in ne if name.startswith(f"gem-{length}-")]
+    for model, runs in runs_by_model.items():
+        cells = []
+        for objective in objectives:
+            values = [ne[run][objective] for run in runs]
+            cells.append(format_mean_std(values))
+            result.figures[f"{objective} {model}"] = [round(v, 6) for v in values]
+        result.rows.append((model, *cells))
+    return result

@@ -1,0 +1,286 @@
+"""Trainings of students of one size that learn from GEM in several ways, each run once and kept.
+
+Also the cost of the models of the study: FLOPs per example, forward and backward.
+"""
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import date, timedelta
+from functools import cached_property, partial
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+
+from benchmarks.paths import SIMULATOR_SPEC
+from benchmarks.studies import history_length
+from benchmarks.studies.scaling import ne_over_surfaces
+from benchmarks.studies.shuffled_teacher import (
+    StudentTrialConfig,
+    train_domain,
+    train_on_surfaces,
+)
+from benchmarks.studies.trials import symlinked_lake, trial_path
+from benchmarks.system.roofline import count_flops
+from dags.pipeline import PipelinePaths, latest_mature_split
+from etl.spec import load_spec
+from etl.spec.day_split import DaySplit
+from etl.spec.units import date_range, parse_date_range
+from etl.tables.lake import Lake
+from ranking.report.data import true_probabilities
+from ranking.student.config import DomainTrainConfig, StudentTrainConfig
+from ranking.student.model import new_student
+from ranking.trainer import (
+    apply_calibration,
+    fit_calibration,
+    fit_per_objective,
+    predict_test_days,
+)
+from training.config import TrainConfig
+from training.data.label_window import LabelWindow
+from training.data.reader import INPUT_TABLES, ExampleReader
+from training.data.sampling import Shuffle
+from training.distributed.process_group import process_group
+from training.evaluation.predictions import Predictions, concat_predictions, predict
+from training.teacher.embeddings import TeacherEmbeddings, load_teacher_embeddings
+from training.teacher.outputs import write_teacher_outputs
+from training.trainer import checkpoint
+from training.trainer.throughput import measure_cost
+from training.trainer.trainer import load_gem, train_days
+
+TrainingChange = Mapping[str, Any]  # fields of StudentTrainConfig
+SELECTION_SEED = 1007
+SELECTION_DAYS_EARLIER = 2  # days by which hyperparameters are selected before the reported days
+CANDIDATE_WEIGHTS = (0.3, 1.0, 3.0)
+BATCH_ROWS = 2048
+TEACHER_HISTORY_LENGTH = 32
+
+
+def transfer_change(**options: object) -> TrainingChange:
+    """Options of distillation; every way to learn from GEM that is not named is off."""
+    off = {"gradient_ratio": 1.0, "use_adapter": False, "shared_modules": ()}
+    return {"distillation": off | options}
+
+
+LABELS_ONLY_CHANGE = transfer_change(kind="none")
+
+
+@dataclass(frozen=True)
+class TransferTrials:
+    """The lake of the bench data, with a GEM that was trained day by day and its outputs."""
+
+    lake: Lake
+    raw_logs: str
+    split: DaySplit
+    folder: Path
+
+    @classmethod
+    def of(cls, work: Path) -> "TransferTrials":
+        """The trials of a work folder; logs, tables, GEM and its outputs are built if missing."""
+        work, spec = work.resolve(), load_spec(SIMULATOR_SPEC)
+        paths = PipelinePaths(SIMULATOR_SPEC, str(work / "raw"), str(work / "lake"))
+        split = latest_mature_split(spec, *parse_date_range(history_length.DAYS))
+        history_length.prepare_tables(paths, split)
+        lake = symlinked_lake(Lake(paths.lake, spec), work / "transfer" / "lake")
+        with process_group():
+            if not checkpoint.has_checkpoint(lake, split.train_last):
+                train_days(
+                    lake, (split.train_first, split.train_last), TrainConfig(max_length=2048)
+                )
+            if not lake.exists("user_teacher_embeddings"):
+                write_teacher_outputs(lake, (split.train_first, split.test_last))
+        return cls(lake, paths.raw, split, work / "transfer" / "trials")
+
+    @property
+    def objectives(self) -> list[str]:
+        """The objectives of the spec."""
+        return list(self.lake.spec.objectives)
+
+    @cached_property
+    def selection_split(self) -> DaySplit:
+        """The split on which hyperparameters are selected."""
+        shift = timedelta(days=SELECTION_DAYS_EARLIER)
+        names = ("train_last", "calibration", "test_first", "test_last")
+        earlier = {name: getattr(self.split, name) - shift for name in names}
+        return self.split.model_copy(update=earlier)
+
+    @cached_property
+    def distillation_weight(self) -> float:
+        """The best weight of plain distillation."""
+        changes = {w: transfer_change(kind="plain", weight=w) for w in CANDIDATE_WEIGHTS}
+        return self._select_best(changes)
+
+    @cached_property
+    def auxiliary_gradient_ratio(self) -> float:
+        """The best ratio of the auxiliary head's gradient to that of the labels."""
+        changes = {r: transfer_change(gradient_ratio=r) for r in CANDIDATE_WEIGHTS}
+        return self._select_best(changes)
+
+    def selected_options(self) -> dict[str, float]:
+        """The selected hyperparameters."""
+        return {
+            "plain weight": self.distillation_weight,
+            "auxiliary ratio": self.auxiliary_gradient_ratio,
+        }
+
+    def variants(self) -> dict[str, TrainingChange]:
+        """All ways to learn from GEM, one by one and together, each with its shuffled control."""
+        plain = {"kind": "plain", "weight": self.distillation_weight}
+        head = {"kind": "auxiliary", "gradient_ratio": self.auxiliary_gradient_ratio}
+        adapted = {**head, "use_adapter": True}
+        reads_teacher = {"model": {"teacher_history_length": TEACHER_HISTORY_LENGTH}}
+        sharing = {"kind": "none", "shared_modules": None}
+        from_domain = {**adapted, "warm_start_from": "domain"}
+        shuffled_labels_only = transfer_change(kind="none", shuffle_teacher=True)
+        return {
+            "labels only": LABELS_ONLY_CHANGE,
+            "plain distillation": transfer_change(**plain),
+            "plain distillation, shuffled": transfer_change(**plain, shuffle_teacher=True),
+            "auxiliary head": transfer_change(**head),
+            "auxiliary head, shuffled": transfer_change(**head, shuffle_teacher=True),
+            "auxiliary head, adapter": transfer_change(**adapted),
+            "representation": {**LABELS_ONLY_CHANGE, **reads_teacher},
+            "representation, shuffled": {**shuffled_labels_only, **reads_teacher},
+            "sharing": transfer_change(**sharing),
+            "sharing, shuffled": transfer_change(**sharing, shuffle_teacher=True),
+            "all": transfer_change(**adapted, shared_modules=None),
+            "domain": transfer_change(**from_domain),
+            "domain, shuffled": transfer_change(**from_domain, shuffle_teacher=True),
+        }
+
+    def student_predictions(
+        self, change: TrainingChange, seed: int, split: DaySplit | None = None
+    ) -> Predictions:
+        """Calibrated predictions of a student per surface, read from their file if it exists."""
+        split = split or self.split
+        config = StudentTrialConfig.model_validate({**change, "seed": seed})
+        path = self._path(config.model_dump_json(), split)
+        if not path.is_file():
+            with self._lake_with_domain_models(config, split) as lake:
+                students = list(_surface_predictions(lake, split, config))
+                concat_predictions(students).write(path, split)
+        return Predictions.read(path, split).sorted_by_impression()
+
+    def gem_predictions(self) -> Predictions:
+        """GEM's predictions, calibrated by surface like those of the students."""
+        path = self._path("gem", self.split)
+        if not path.is_file():
+            with process_group():
+                self._predict_gem().write(path, self.split)
+        return Predictions.read(path, self.split).sorted_by_impression()
+
+    def worst_calibration(self, predictions: Sequence[Predictions]) -> float:
+        """The largest |predictions / true probabilities - 1| of a surface and objective.
+
+        Each is a mean over the given predictions (seeds). NaN where the logs have no probabilities.
+        """
+        errors = []
+        for p in predictions:
+            truth = true_probabilities(p, self.raw_logs)
+            if truth is None:
+                return float("nan")
+            for code in np.unique(p.surface):
+                rows = p.surface == code
+                ratios = p.probabilities[rows].sum(0) / truth.probabilities[rows].sum(0)
+                errors.append(np.abs(ratios - 1))
+        by_seed = np.stack(errors).reshape(len(predictions), -1)
+        return float(by_seed.mean(0).max())
+
+    def _select_best(self, changes: dict[float, TrainingChange]) -> float:
+        """The option with the least NE on the selection days, mean over objectives."""
+        ne = {}
+        for option, change in changes.items():
+            p = self.student_predictions(change, SELECTION_SEED, self.selection_split)
+            ne[option] = mean(ne_over_surfaces(p, objective) for objective in self.objectives)
+        return min(ne, key=lambda option: ne[option])
+
+    @contextmanager
+    def _lake_with_domain_models(
+        self, config: StudentTrainConfig, split: DaySplit
+    ) -> Iterator[Lake]:
+        """The lake; for students that start from domain models, a temporary one that has them."""
+        if config.distillation.warm_start_from == "gem":
+            yield self.lake
+            return
+        from_gem = config.distillation.model_copy(
+            update={"warm_start_from": "gem", "shared_modules": None}
+        )
+        domain_config = DomainTrainConfig(distillation=from_gem, seed=config.seed)
+        with tempfile.TemporaryDirectory() as folder:
+            lake = link_lake_with_gem(self.lake, Path(folder))
+            for name in lake.spec.domains:
+                train_domain(lake, name, split, domain_config)
+            yield lake
+
+    def _predict_gem(self) -> Predictions:
+        lake, split = self.lake, self.split
+        state, reader = load_gem(lake, split.train_last)
+
+        def predict_days(first: date, last: date, window: LabelWindow) -> Predictions:
+            days = list(date_range(first, last))
+            batches = reader.batches(days, window, BATCH_ROWS, Shuffle(None))
+            return predict(lambda batch: state.model(batch).logits, batches, self.objectives)
+
+        assert split.calibration is not None
+        first = split.calibration - timedelta(days=lake.spec.label_maturity_days)
+        early = predict_days(
+            first, split.calibration, LabelWindow.for_calibration(split, lake.spec)
+        )
+        late = predict_days(
+            split.test_first, split.test_last, LabelWindow.for_test(split, lake.spec)
+        )
+        calibrated = []
+        for code in np.unique(late.surface):
+            calibration = fit_per_objective(early.filter(early.surface == code), {})
+            calibrated.append(apply_calibration(late.filter(late.surface == code), calibration))
+        return concat_predictions(calibrated)
+
+    def _path(self, name: str, split: DaySplit) -> Path:
+        tables = (*INPUT_TABLES, "teacher_predictions", "user_teacher_embeddings")
+        return trial_path(self.folder, self.lake, tables, split, name)
+
+
+def link_lake_with_gem(lake: Lake, folder: Path) -> Lake:
+    """A lake of links to everything in another one, but to GEM alone of its models."""
+    targets = {path.name: path for path in Path(lake.root).iterdir() if path.name != "models"}
+    targets["models/gem"] = Path(lake.root, "models", "gem")
+    (folder / "models").mkdir(parents=True, exist_ok=True)
+    for name, path in targets.items():
+        if not (folder / name).exists():
+            (folder / name).symlink_to(path.resolve())
+    return Lake(str(folder), lake.spec)
+
+
+def _surface_predictions(
+    lake: Lake, split: DaySplit, config: StudentTrainConfig
+) -> Iterator[Predictions]:
+    """Calibrated predictions of the student of each surface."""
+    embeddings = load_teacher_embeddings(lake)
+    for surface in lake.spec.ad_surfaces:
+        student = train_on_surfaces(lake, (surface,), split, config, embeddings)
+        calibration = fit_calibration(lake, split, student, {})
+        yield apply_calibration(predict_test_days(lake, split, student), calibration)
+
+
+def mflop_per_example(trials: TransferTrials) -> dict[str, float]:
+    """MFLOP per example of GEM, of a domain's model and of a student."""
+    lake, split = trials.lake, trials.split
+    configs = {"domain": DomainTrainConfig().model, "student": StudentTrainConfig().model}
+    max_length = configs["student"].max_length
+    reader = ExampleReader.latest(lake, None, max_length, lake.spec.ad_surfaces)
+    days = list(date_range(split.test_first, split.test_last))
+    batch = next(
+        reader.batches(days, LabelWindow.for_test(split, lake.spec), BATCH_ROWS, Shuffle(None))
+    )
+    mflop = {}
+    with process_group():
+        gem, _ = load_gem(lake, split.train_last)
+        mflop["gem"] = measure_cost(gem, batch).flops_per_example / 1e6
+    for name, config in configs.items():
+        model = new_student(reader, config, len(reader.items), TeacherEmbeddings.empty())
+        forward_flops = count_flops(partial(model.logits, batch))
+        mflop[name] = 3 * forward_flops / len(batch) / 1e6  # a backward pass costs two forward
+    return mflop

@@ -1,0 +1,94 @@
+"""`gemline bench transfer`: how much of GEM's gain over labels alone reaches the students.
+
+Students of one size on all surfaces of the simulator's bench data. Long: every finished training is
+kept in `--work`, and the study resumes from there. Hyperparameters, the weight of plain
+distillation and the ratio of the auxiliary head's gradient, are selected on days before those
+reported. The table is saved to benchmarks/results/transfer.json.
+"""
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+from pydantic import Field
+
+from benchmarks.harness import BenchmarkResult
+from benchmarks.paths import RESULTS
+from etl.errors import UserError
+from etl.spec.base import StrictModel
+
+if TYPE_CHECKING:
+    from benchmarks.studies.student_trials import TransferTrials
+    from benchmarks.studies.transfer_ratios import TransferRatios
+
+BEST_VARIANT = "all"
+COLUMNS = ("student", "long_view", "click", "conversion", "transfer ratio [95 %]", "to plain")
+
+
+class TransferArgs(StrictModel):
+    """Arguments of the study."""
+
+    work: Annotated[Path, tyro.conf.arg(help="folder of `gemline bench history`")]
+    seeds: int = Field(default=5, ge=1)
+    part: Annotated[
+        str, tyro.conf.arg(help="run only a part of the missing trainings, 1/2 or 2/2, and stop")
+    ] = "1/1"
+    as_json: Annotated[bool, tyro.conf.arg(name="json", help="one line of JSON last")] = False
+
+    @property
+    def part_number(self) -> tuple[int, int]:
+        """Number of the part, from 1, and of all parts. Raises UserError if it is neither."""
+        match = re.fullmatch(r"(\d+)/(\d+)", self.part)
+        number, parts = map(int, match.groups()) if match else (0, 0)
+        if not 1 <= number <= parts:
+            raise UserError(f"--part {self.part}: write 1/2 and 2/2 for two halves")
+        return number, parts
+
+
+def bench(args: TransferArgs) -> None:
+    """Transfer ratios of distillation, representations and sharing, with controls (long)."""
+    from benchmarks.studies.student_trials import TransferTrials
+    from benchmarks.studies.transfer_ratios import transfer_ratios
+
+    number, parts = args.part_number
+    trials = TransferTrials.of(args.work)
+    variants = trials.variants()
+    trainings = [(name, seed) for seed in range(args.seeds) for name in variants]
+    for name, seed in trainings[number - 1 :: parts]:
+        trials.student_predictions(variants[name], seed)
+    if parts > 1:
+        return
+    predictions = {
+        name: [trials.student_predictions(change, seed) for seed in range(args.seeds)]
+        for name, change in variants.items()
+    }
+    ratios = transfer_ratios(predictions, trials.gem_predictions(), trials.objectives)
+    result = result_table(ratios, trials)
+    worst = trials.worst_calibration(predictions[BEST_VARIANT])
+    result.record("calibration_worst", worst, "the logs tell no true probabilities")
+    result.show(args.as_json)
+    command = f"gemline bench transfer --work work/bench --seeds {args.seeds}"
+    result.save_study(RESULTS / "transfer.json", command)
+
+
+def result_table(ratios: "TransferRatios", trials: "TransferTrials") -> BenchmarkResult:
+    """NE by objective and each variant's share of GEM's gain, and the figures."""
+    from benchmarks.studies.student_trials import mflop_per_example
+
+    result = BenchmarkResult("NE on the test day, all surfaces, and shares of GEM's gain", COLUMNS)
+    for name, ne in ratios.ne.items():
+        intervals = (ratios.share_of_gem_gain.get(name), ratios.ratio_to_plain.get(name))
+        cells = [f"{i.value:.2f} [{i.low:.2f}, {i.high:.2f}]" if i else "" for i in intervals]
+        result.rows.append((name, *(f"{x:.4f}" for x in ne), *cells))
+    reason = "the interval of what it is divided by holds zero"
+    share = ratios.share_of_gem_gain.get(BEST_VARIANT)
+    to_plain = ratios.ratio_to_plain.get(BEST_VARIANT)
+    result.record("transfer_ratio_to_plain", to_plain.value if to_plain else None, reason)
+    result.record("transfer_ratio_to_plain_low", to_plain.low if to_plain else None, reason)
+    result.record("gain_kept", share.value if share else None, reason)
+    result.figures |= {
+        "chosen": trials.selected_options(),
+        "mflop_an_example": mflop_per_example(trials),
+    }
+    return result

@@ -1,0 +1,98 @@
+"""Transfer ratios: a student's share of GEM's gain over labels alone, and that over plain's.
+
+U users, D draws of users, M models.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from training.evaluation.bootstrap import ConfidenceInterval
+from training.evaluation.predictions import Predictions
+
+RESAMPLES = 1000
+LABELS_ONLY, PLAIN_DISTILLATION, GEM = "labels only", "plain distillation", "GEM"
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class TransferRatios:
+    """NE by objective of each model; shares of GEM's gain, and ratios to plain distillation's gain.
+
+    A ratio is None where the interval of its denominator holds zero.
+    """
+
+    ne: dict[str, list[float]]
+    share_of_gem_gain: dict[str, ConfidenceInterval | None]
+    ratio_to_plain: dict[str, ConfidenceInterval | None]
+
+
+def transfer_ratios(
+    predictions: Mapping[str, Sequence[Predictions]], gem: Predictions, objectives: Sequence[str]
+) -> TransferRatios:
+    """Means over seeds; intervals over users drawn with replacement, the same for all models."""
+    models = {**predictions, GEM: [gem]}
+    names = list(models)
+    users = np.unique(gem.user_hashes)
+    num_users = len(users)
+    rng = np.random.default_rng(0)
+    drawn = rng.multinomial(num_users, np.full(num_users, 1 / num_users), RESAMPLES)
+    weights: Floats = np.concatenate((np.ones((1, num_users)), drawn))
+    ne = np.stack([weighted_ne(models, users, weights, i) for i in range(len(objectives))], 2)
+    ne_gain = (ne[:, [names.index(LABELS_ONLY)]] - ne).mean(2)
+    gains = dict(zip(names, ne_gain.T, strict=True))
+    students = [name for name in predictions if name != LABELS_ONLY]
+    return TransferRatios(
+        ne={name: list(ne[0, i]) for i, name in enumerate(names)},
+        share_of_gem_gain={name: ratio_interval(gains[name], gains[GEM]) for name in students},
+        ratio_to_plain={
+            name: ratio_interval(gains[name], gains[PLAIN_DISTILLATION])
+            for name in students
+            if name != PLAIN_DISTILLATION
+        },
+    )
+
+
+def weighted_ne(
+    models: Mapping[str, Sequence[Predictions]],
+    users: npt.NDArray[np.int64],
+    weights: Floats,
+    column: int,
+) -> Floats:
+    """NE of an objective (D, M) with users weighted (D, U); means over the seeds of each model."""
+    first = next(iter(models.values()))[0]
+    rows = first.label_mask[:, column]
+    labels = first.labels[rows, column].astype(np.float64)
+    user = np.searchsorted(users, first.user_hashes[rows])
+
+    def weighted_sum(values: Floats) -> Floats:
+        return weights @ np.bincount(user, values, len(users))
+
+    count = weighted_sum(np.ones(len(labels)))
+    share = weighted_sum(labels) / count
+    entropy = -(share * np.log(share) + (1 - share) * np.log(1 - share))
+    columns = []
+    for seeds in models.values():
+        losses = []
+        for p in seeds:
+            assert (p.impression_ids == first.impression_ids).all(), "the models saw other rows"
+            predicted = np.clip(p.probabilities[rows, column], 1e-12, 1 - 1e-12)
+            likelihood = np.where(labels > 0, predicted, 1 - predicted)
+            losses.append(weighted_sum(-np.log(likelihood)))
+        columns.append(np.mean(losses, 0) / (count * entropy))
+    return np.stack(columns, 1)
+
+
+def ratio_interval(gain: Floats, denominator: Floats) -> ConfidenceInterval | None:
+    """The ratio of two gains (D), and its 95 % interval; None if the denominator's holds zero.
+
+    The first draw is the point estimate: all users, once each.
+    """
+    low, high = np.quantile(denominator[1:], (0.025, 0.975))
+    if low <= 0 <= high:
+        return None
+    ratios = gain / denominator
+    low, high = np.quantile(ratios[1:], (0.025, 0.975))
+    return ConfidenceInterval(float(ratios[0]), float(low), float(high))

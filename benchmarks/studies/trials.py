@@ -1,0 +1,131 @@
+"""Trainings of GEM in many configurations on the same days, each run once and kept."""
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+from etl.errors import UserError
+from etl.spec.day_split import DaySplit
+from etl.tables import atomic_io
+from etl.tables.lake import Lake
+from training.baselines.gbdt import BaselineConfig, train_baseline
+from training.config import TrainConfig
+from training.data.label_window import ALL_LABELS
+from training.data.reader import INPUT_TABLES
+from training.data.sampling import Shuffle
+from training.distributed.process_group import process_group
+from training.evaluation.predictions import Predictions, concat_predictions
+from training.trainer.throughput import measure_cost
+from training.trainer.trainer import load_gem, predict_test, train_days
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Predictions of the test days, and FLOPs per example, forward and backward."""
+
+    predictions: Predictions
+    flops_per_example: float
+
+
+@dataclass(frozen=True)
+class TrialRunner:
+    """Trainings on the days of a split; `folder` keeps the results of finished ones.
+
+    A trial is identified by its configuration, the table versions and the split: it is run again
+    when one of them changes, but not when the code does.
+    """
+
+    lake: Lake
+    split: DaySplit
+    folder: Path
+
+    def gem(self, config: TrainConfig) -> Trial:
+        """GEM with a configuration."""
+        path = self._path(config.model_dump_json())
+        metadata_path = path.with_suffix(".json")
+        if not path.is_file() or not metadata_path.is_file():
+            trial = self._run(config)
+            trial.predictions.write(path, self.split)
+            metadata = {"flops": trial.flops_per_example, "config": config.model_dump(mode="json")}
+            atomic_io.write_text(metadata_path, json.dumps(metadata))
+        flops = json.loads(metadata_path.read_text())["flops"]
+        return Trial(Predictions.read(path, self.split), flops)
+
+    def gem_per_surface(self, config: TrainConfig) -> Predictions:
+        """A GEM for each surface that has ads, trained on its rows alone."""
+        surfaces = self.lake.spec.ad_surfaces
+        parts = [self.gem(config.model_copy(update={"surface": s})).predictions for s in surfaces]
+        return concat_predictions(parts).sorted_by_impression()
+
+    def gem_all_surfaces(self, config: TrainConfig) -> Predictions:
+        """One GEM for all surfaces, with its rows in the order of `gem_per_surface`."""
+        return self.gem(config).predictions.sorted_by_impression()
+
+    def lightgbm(self, config: BaselineConfig) -> Predictions:
+        """LightGBM on the same features, without histories."""
+        path = self._path(f"lightgbm {config.model_dump_json()}")
+        if not path.is_file():
+            train_baseline(self.lake, self.split, config).write(path, self.split)
+        return Predictions.read(path, self.split)
+
+    def _path(self, name: str) -> Path:
+        return trial_path(self.folder, self.lake, INPUT_TABLES, self.split, name)
+
+    def _run(self, config: TrainConfig) -> Trial:
+        split = self.split
+        with scratch_lake(self.lake) as lake, process_group():
+            train_days(lake, (split.train_first, split.train_last), config)
+            predictions = predict_test(lake, split)
+            return Trial(predictions, flops_per_example(lake, split.train_last, config))
+
+
+def trial_path(folder: Path, lake: Lake, tables: Iterable[str], split: DaySplit, name: str) -> Path:
+    """The file of predictions identified by a name, the versions of some tables and a split."""
+    versions = {table: lake.version(table) for table in tables}
+    identity = json.dumps([name, versions, split.model_dump(mode="json")])
+    return folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:16]}.parquet"
+
+
+@contextmanager
+def scratch_lake(lake: Lake) -> Iterator[Lake]:
+    """A temporary lake of the same tables, whose models are deleted afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield symlinked_lake(lake, Path(folder))
+
+
+MODEL_OUTPUTS = {
+    "_pipeline",
+    "models",
+    "teacher_predictions",
+    "user_teacher_embeddings",
+    "evaluations",
+    "rankers",
+    "scores",
+    "studies",
+}
+
+
+def symlinked_lake(lake: Lake, folder: Path) -> Lake:
+    """A lake of the same tables in another folder, by links, without the outputs of models.
+
+    Raises UserError where the tables are not on this machine.
+    """
+    if "://" in lake.root:
+        raise UserError(f"{lake.root} is not a folder: studies need tables on this machine")
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in Path(lake.root).iterdir():
+        if path.name not in MODEL_OUTPUTS and not (folder / path.name).exists():
+            (folder / path.name).symlink_to(path.resolve())
+    return Lake(str(folder), lake.spec)
+
+
+def flops_per_example(lake: Lake, day: date, config: TrainConfig) -> float:
+    """FLOPs per example on the first batch of a day, of the GEM that was trained up to it."""
+    state, reader = load_gem(lake, day)
+    batches = reader.batches([day], ALL_LABELS, config.batch_rows, Shuffle(0))
+    return measure_cost(state, next(iter(batches))).flops_per_example

@@ -1,0 +1,1 @@
+"""Benchmarks of throughput, latency, storage and recovery, beside an alternative or a limit."""

@@ -1,0 +1,177 @@
+"""Latency of ranking one request of 500 candidates on one core.
+
+ONNX programs, the same programs compiled ahead of time (AOTInductor), and the student in eager mode
+candidate by candidate. Compiled and eager programs have the weights of an untrained student: their
+latency does not depend on weights.
+"""
+
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.harness import BenchmarkResult
+from benchmarks.system.request_load import sample_requests
+from benchmarks.system.roofline import count_flops
+from benchmarks.system.serving_args import ServingArgs
+from etl.errors import UserError
+from ranking.feature_store.fetch import FeatureFetcher, RankInputs
+from ranking.feature_store.request import RankRequest
+from ranking.feature_store.wal import FeatureStoreHandle
+from ranking.registry.aot import CompiledProgram
+from ranking.registry.export import TracedProgram, require_compiler, trace_programs
+from ranking.registry.ranker import Program, Ranker, live_version, load_ranker
+from ranking.scoring.scorer import input_builder
+from ranking.student.config import StudentConfig
+from ranking.student.model import TrainedStudent, new_student
+from training.data.label_window import ALL_LABELS
+from training.data.sampling import Shuffle
+from training.teacher.embeddings import TeacherEmbeddings
+from training.trainer.throughput import peak_flops
+
+CANDIDATES, REQUESTS, EAGER_REQUESTS, WARMUP_REQUESTS = 500, 210, 40, 10
+EXAMPLE_ROWS = 64  # of the batch that programs are traced with
+VARIANT_BY_FIGURE = {
+    "score_500_p99_ms": "onnx",
+    "score_500_compiled_p99_ms": "compiled",
+    "score_500_with_features_p99_ms": "with features",
+}
+
+
+def measure_scoring(args: ServingArgs, result: BenchmarkResult) -> None:
+    """Latency of the programs alone, and with features from the store, over many requests."""
+    torch.set_num_threads(1)
+    lake = args.open_lake()
+    ranker = load_ranker(live_version(lake.root, args.surface))
+    handle = FeatureStoreHandle(lake.root, lake.spec)
+    fetcher = FeatureFetcher(handle.store, ranker.manifest.input_limits)
+    requests = sample_requests(lake, args.surface, args.day, CANDIDATES, REQUESTS)
+    student = eager_student(args, ranker)
+    compiled = compiled_ranker(ranker, student, args.day)
+    seconds = time_requests(requests, fetcher, ranker, compiled)
+    inputs = fetcher(requests[-1])
+    eager_seconds = [time_eager(student, inputs, number) for number in range(EAGER_REQUESTS)]
+    one_by_one = CANDIDATES * median(eager_seconds)
+    flops = count_flops(lambda: time_eager(student, inputs, slice(None)))
+    handle.close()
+    limit_ms = 1e3 * flops / peak_flops()
+    ratio = one_by_one / median(seconds["onnx"])
+    result.rows += [
+        (f"{CANDIDATES} candidates, ONNX", format_latency(seconds["onnx"]),
+         f"limit {limit_ms:.2f} ms ({flops / 1e6:.0f} MFLOP)", "<= 5 ms"),
+        (f"{CANDIDATES} candidates, compiled", format_latency(seconds["compiled"]), "", "<= 5 ms"),
+        ("ONNX with features from the store", format_latency(seconds["with features"]), "", ""),
+        ("one by one, eager", f"{ratio:.0f} times faster", f"{1e3 * one_by_one:.0f} ms", ">= 100"),
+    ]  # fmt: skip
+    for key, variant in VARIANT_BY_FIGURE.items():
+        result.record(key, p99_ms(seconds[variant]), "no C++ compiler")
+    result.record("score_500_ratio", ratio, "")
+
+
+def time_requests(
+    requests: Sequence[RankRequest],
+    fetcher: FeatureFetcher,
+    ranker: Ranker,
+    compiled: Ranker | None,
+) -> dict[str, list[float]]:
+    """Seconds of each request by variant, without the first ones to warm up."""
+    seconds: dict[str, list[float]] = {"onnx": [], "compiled": [], "with features": []}
+    for request in requests:
+        start = time.perf_counter()
+        inputs = fetcher(request)
+        fetch_seconds = time.perf_counter() - start
+        rank_seconds = time_ranking(ranker, inputs)
+        seconds["onnx"].append(rank_seconds)
+        seconds["with features"].append(fetch_seconds + rank_seconds)
+        if compiled:
+            seconds["compiled"].append(time_ranking(compiled, inputs))
+    return {variant: values[WARMUP_REQUESTS:] for variant, values in seconds.items()}
+
+
+def p99_ms(seconds: Sequence[float]) -> float:
+    """The 99th percentile in milliseconds; NaN without values."""
+    return 1e3 * float(np.quantile(seconds, 0.99)) if seconds else float("nan")
+
+
+def format_latency(seconds: Sequence[float]) -> str:
+    """The 99th percentile and the median as text."""
+    if not seconds:
+        return "no C++ compiler"
+    return f"p99 {p99_ms(seconds):.1f} ms, median {1e3 * median(seconds):.1f}"
+
+
+def time_ranking(ranker: Ranker, inputs: RankInputs) -> float:
+    """Seconds of programs, calibration and auction."""
+    start = time.perf_counter()
+    ranker.rank(inputs.requests, inputs.candidates, inputs.bids.tolist(), inputs.goals)
+    return time.perf_counter() - start
+
+
+def eager_student(args: ServingArgs, ranker: Ranker) -> TrainedStudent:
+    """An untrained student of the ranker's sizes."""
+    manifest = ranker.manifest
+    config = StudentConfig(
+        max_length=manifest.max_length,
+        encoded_events=manifest.encoded_events,
+        teacher_history_length=manifest.teacher_history_length,
+        user_hash_buckets=manifest.user_hash_buckets,
+    )
+    reader = input_builder(ranker, args.open_lake()).reader
+    student = new_student(reader, config, manifest.num_items, TeacherEmbeddings.empty())
+    student.student.eval()
+    return student
+
+
+def time_eager(student: TrainedStudent, inputs: RankInputs, candidates: int | slice) -> float:
+    """Seconds of the user's part and some candidates in eager mode."""
+    if isinstance(candidates, int):
+        candidates = slice(candidates, candidates + 1)
+    start = time.perf_counter()
+    lookup = student.lookup()
+    with torch.no_grad():
+        user = lookup.user_inputs(inputs.requests)
+        items = lookup.candidate_inputs(slice_candidates(inputs.candidates, candidates))
+        student.student.head(student.student(user, items))
+    return time.perf_counter() - start
+
+
+def slice_candidates(value: Any, candidates: slice) -> Any:
+    """Some of the candidates of one request, in arrays, dicts, tuples and dataclasses of arrays."""
+    if isinstance(value, np.ndarray):
+        return value[:, candidates]
+    if isinstance(value, dict):
+        return {name: slice_candidates(part, candidates) for name, part in value.items()}
+    if isinstance(value, tuple):
+        return tuple(slice_candidates(part, candidates) for part in value)
+    parts = {f.name: slice_candidates(getattr(value, f.name), candidates) for f in fields(value)}
+    return replace(value, **parts)
+
+
+def compiled_ranker(ranker: Ranker, student: TrainedStudent, day: date) -> Ranker | None:
+    """The ranker with compiled programs of a student of its sizes; None without a C++ compiler."""
+    try:
+        require_compiler()
+    except UserError:
+        return None
+    reader = student.input_builder.reader
+    batch = next(reader.batches([day], ALL_LABELS, EXAMPLE_ROWS, Shuffle(None)))
+    user_program, rank_program = trace_programs(student, student.input_builder(batch))
+    return replace(
+        ranker,
+        user_program=_compile_program(user_program, ranker.user_program),
+        rank_program=_compile_program(rank_program, ranker.rank_program),
+    )
+
+
+def _compile_program(program: TracedProgram, onnx_program: Program) -> CompiledProgram:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "program.pt2")
+        program.compile_aot(path)
+        return CompiledProgram(path.read_bytes(), "the compiled program", onnx_program)

@@ -1,0 +1,233 @@
+"""The five DAGs of a spec: raw, tables, gem, rankers and maintenance."""
+
+from typing import Any
+
+from airflow.sdk import (
+    DAG,
+    CronPartitionTimetable,
+    PartitionedAtRuntime,
+    TriggerRule,
+    chain,
+    task,
+    task_group,
+)
+from airflow.sdk.exceptions import AirflowFailException
+
+from dags.orchestration import alerts
+from dags.orchestration.dag_factory import (
+    DAY_RANGE,
+    MISSING_SOURCES,
+    NEW_DAY_RANGE,
+    PIN_FLAGS,
+    RUN_MACRO,
+    DagFactory,
+    current_run,
+    on_assets,
+    publish_run,
+)
+from dags.orchestration.operators import GemlineOperator, create_operator, operator_for_step
+from dags.orchestration.runs import PipelineRun, plan_run
+from dags.orchestration.settings import MANUAL_SCHEDULE
+from dags.pipeline import (
+    SURFACE_COMMANDS,
+    ModelFlags,
+    SurfaceCommand,
+    data_steps,
+    gem_steps,
+    latest_mature_split,
+    ranking_steps,
+)
+from etl.errors import UserError
+from etl.ingest.arrival import has_arrived, required_daily_sources
+from etl.spec.day_split import DaySplit
+from etl.spec.units import date_range
+
+SPLIT_MACRO = f"split({RUN_MACRO})"  # a DaySplit; a macro of the rankers DAG
+
+
+def _split_template(*fields: str) -> str:
+    """A template of one day of the split, or of `first:last`."""
+    return ":".join(f"{{{{ {SPLIT_MACRO}.{field} }}}}" for field in fields)
+
+
+TEST_DAYS = _split_template("test_first", "test_last")
+DATA_UNTIL_FLAGS = ("--data-until", _split_template("data_until"))
+# Templates of the days of a run: GEM is trained on new days only, the rest follows the split.
+MODEL_FLAGS = ModelFlags(
+    training_days=("--days", NEW_DAY_RANGE),
+    teacher_days=("--days", DAY_RANGE),
+    split=(
+        *("--train", _split_template("train_first", "train_last")),
+        *("--calibration", _split_template("calibration")),
+        *("--test", TEST_DAYS),
+        *DATA_UNTIL_FLAGS,
+    ),
+    test_days=("--days", TEST_DAYS),
+    data_until=DATA_UNTIL_FLAGS,
+)
+
+
+def raw_dag(factory: DagFactory) -> DAG:
+    """Waits for the logs of a day; scheduled daily, or triggered by hand."""
+    spec, settings, asset = factory.spec, factory.settings, factory.assets.raw
+    with factory.create_dag("raw", _raw_schedule(factory), "wait for a day's logs") as dag:
+
+        @task.sensor(
+            poke_interval=60,
+            timeout=settings.arrival_timeout.total_seconds(),
+            mode="reschedule",
+            soft_fail=True,
+            map_index_template="{{ task.op_kwargs['source'] }}",
+        )
+        def wait(source: str, **context: Any) -> bool:
+            run = current_run(context)
+            days = date_range(run.first, run.last)
+            return all(has_arrived(spec, settings.raw, source, day) for day in days)
+
+        @task(trigger_rule=TriggerRule.ALL_DONE, outlets=[asset])
+        def plan(**context: Any) -> None:
+            try:
+                run = plan_run(spec, settings.raw, settings.lake, current_run(context))
+            except UserError as error:
+                raise AirflowFailException(str(error)) from None
+            alerts.send_run_alerts(spec.name, run)
+            publish_run(context, asset, run)
+
+        wait.expand(source=required_daily_sources(spec)) >> plan()
+    return dag
+
+
+def _raw_schedule(factory: DagFactory) -> Any:
+    """The cron schedule in the spec's time zone; only by hand where it is `never`."""
+    if factory.settings.schedule == MANUAL_SCHEDULE:
+        return PartitionedAtRuntime()
+    return CronPartitionTimetable(
+        factory.settings.schedule,
+        timezone=factory.spec.time_zone,
+        key_format="%Y-%m-%d",
+        run_offset=-1,  # the partition is the day before
+    )
+
+
+# Assets by the step after which all their tables are written.
+ASSET_OF_LAST_STEP = {"labels": "events", "examples": "features"}
+
+
+def tables_dag(factory: DagFactory) -> DAG:
+    """The Spark steps from raw logs to examples."""
+    steps = data_steps(factory.settings.paths, ("--days", DAY_RANGE))
+    with factory.create_dag("tables", on_assets(factory.assets.raw), "logs to tables") as dag:
+        operators = {}
+        for step in steps:
+            flags = ("--missing-sources", MISSING_SOURCES) if "raw" in step.reads else ()
+            operators[step.name] = operator_for_step(step, factory.settings, flags)
+        chain(*operators.values())
+        for last_step, asset in ASSET_OF_LAST_STEP.items():
+            operators[last_step] >> factory.publish_task(asset)
+    return dag
+
+
+def gem_dag(factory: DagFactory) -> DAG:
+    """Trains GEM on new days, writes its predictions, and checks them for drift."""
+    settings, assets = factory.settings, factory.assets
+    description = "GEM and its predictions"
+    with factory.create_dag("gem", on_assets(assets.features), description) as dag:
+
+        @task(outlets=[assets.gem])
+        def publish_gem(**context: Any) -> None:
+            publish_run(context, assets.gem, current_run(context))
+
+        train, predict = (
+            operator_for_step(step, settings, PIN_FLAGS)
+            for step in gem_steps(settings.paths, MODEL_FLAGS, settings.gem_flags)
+        )
+        pin = factory.pin_task()
+        chain(
+            pin,
+            train,
+            predict,
+            _drift_check(factory),
+            factory.publish_task("teacher_predictions"),
+            factory.unpin_task(pin),
+        )
+        train >> publish_gem()
+    return dag
+
+
+def _drift_check(factory: DagFactory) -> GemlineOperator:
+    """A task that fails where prequential metrics drift, so that no ranker is distilled."""
+    flags = (*factory.settings.paths.cli_flags, "--days", DAY_RANGE, *PIN_FLAGS)
+    return GemlineOperator(task_id="drift", command=("train", "check-drift", *flags))
+
+
+def rankers_dag(factory: DagFactory) -> DAG:
+    """Evaluates models, trains, promotes and scores a ranker per surface, writes the report."""
+    settings, assets = factory.settings, factory.assets
+
+    def split(run: PipelineRun) -> DaySplit:
+        return latest_mature_split(factory.spec, settings.first_day, run.last)
+
+    schedule = on_assets(assets.gem & assets.teacher_predictions)
+    with factory.create_dag("rankers", schedule, "rankers and report", split=split) as dag:
+
+        @task.short_circuit
+        def enough_days(**context: Any) -> bool:
+            """Whether there is a day each for training, calibration and test."""
+            try:
+                split(current_run(context))
+            except UserError as error:
+                print(error)
+                return False
+            return True
+
+        @task_group
+        def surface(name: str) -> None:
+            chain(*(_surface_operator(factory, command, name) for command in SURFACE_COMMANDS))
+
+        @task(outlets=[assets.rankers])
+        def publish_rankers(**context: Any) -> None:
+            publish_run(context, assets.rankers, current_run(context))
+
+        pin = factory.pin_task()
+        shared = _shared_operators(factory)
+        surfaces = surface.expand(name=list(factory.spec.ad_surfaces))
+        enough_days() >> pin >> [*shared.values(), surfaces]
+        surfaces >> shared["feature_store"] >> publish_rankers()
+        [*shared.values(), surfaces] >> factory.unpin_task(pin)
+        before_report = [task for name, task in shared.items() if name != "report"]
+        [surfaces, *before_report] >> shared["report"]
+    return dag
+
+
+def _shared_operators(factory: DagFactory) -> dict[str, Any]:
+    """The operators of the steps that are not of one surface, by step name."""
+    steps = ranking_steps(factory.spec, factory.settings.paths, MODEL_FLAGS)
+    return {
+        step.name: operator_for_step(step, factory.settings, PIN_FLAGS)
+        for step in steps
+        if step.surface is None
+    }
+
+
+def _surface_operator(factory: DagFactory, command: SurfaceCommand, surface: Any) -> Any:
+    """The operator of a command in the mapped task group, labelled by its surface."""
+    words = command.for_surface(factory.settings.paths, MODEL_FLAGS, surface)
+    templated_field = "application_args" if command.engine == "spark" else "command"
+    return create_operator(
+        command.name,
+        command.engine,
+        (*words, *PIN_FLAGS),
+        factory.settings,
+        map_index_template=f"{{{{ task.{templated_field}[{len(words) - 1}] }}}}",
+    )
+
+
+def maintenance_dag(factory: DagFactory) -> DAG:
+    """Vacuums tables and removes old GEM checkpoints, daily."""
+    settings = factory.settings
+    schedule = None if settings.schedule == MANUAL_SCHEDULE else "@daily"
+    flags = (*settings.paths.cli_flags, "--keep-days", settings.keep_days)
+    with factory.create_dag("maintenance", schedule, "remove old files") as dag:
+        GemlineOperator(task_id="vacuum", command=("etl", "vacuum", *flags))
+        GemlineOperator(task_id="clean", command=("train", "clean", *flags))
+    return dag

@@ -1,0 +1,151 @@
+"""The days, sources and table versions that one DAG run works on.
+
+A run waits until the files of each daily source are complete, but at most GEMLINE_WAIT_HOURS. It
+then continues without the sources that are not, as long as one event log is. Each ingest records
+the files that it read. A later run looks for files that are new or changed since, and if there are
+any it starts from their day again, as long as the spec allows late events (`allowed_lateness`). A
+source that never arrives is reported every day and blocks nothing.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from datetime import date, timedelta
+from typing import Any
+
+from pydantic import AliasChoices, ConfigDict, Field
+
+from etl.errors import UserError
+from etl.ingest.arrival import (
+    day_file_states,
+    has_arrived,
+    ingested_file_states,
+    required_daily_sources,
+)
+from etl.spec import DataSpec
+from etl.spec.base import StrictModel
+from etl.spec.units import date_range, parse_date_range
+
+
+class PipelineRun(StrictModel):
+    """What one run works on; stored as JSON in the asset events that trigger the next DAG.
+
+    Events outlive releases: unknown fields are ignored, and fields that were renamed are read by
+    their former names, too.
+
+    Attributes:
+        first: First day whose tables are written.
+        new_from: First day that no run has processed; GEM has not been trained on it.
+        last: Last day.
+        missing_sources: Sources without complete files, by day.
+        tables: Metadata of each table that was written, as by `gemline etl table-info`: version,
+            rows of these days, schema fingerprint.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+    first: date
+    new_from: date = Field(validation_alias=AliasChoices("new_from", "new"))
+    last: date
+    missing_sources: dict[date, tuple[str, ...]] = Field(
+        default_factory=dict, validation_alias=AliasChoices("missing_sources", "absent")
+    )
+    tables: dict[str, dict[str, int | str]] = Field(default_factory=dict)
+
+    @property
+    def day_range(self) -> str:
+        """All days, as the value of `--days`."""
+        return f"{self.first}:{self.last}"
+
+    @property
+    def new_day_range(self) -> str:
+        """The days that GEM has not been trained on, as the value of `--days`."""
+        return f"{self.new_from}:{self.last}"
+
+    @property
+    def missing_source_names(self) -> str:
+        """Sources that are missing on a day, as the value of `--missing-sources`."""
+        return ",".join(sorted({name for names in self.missing_sources.values() for name in names}))
+
+    @property
+    def pinned_versions(self) -> str:
+        """The version to read each table at, as the value of `--pins`."""
+        versions = (f"{name}: {table['version']}" for name, table in self.tables.items())
+        return "{" + ", ".join(versions) + "}"
+
+
+def run_from_asset_events(asset_events: Mapping[Any, Iterable[Any]]) -> PipelineRun | None:
+    """The run that the latest event of each asset describes together; None without events."""
+    latest_events = [list(events)[-1] for events in asset_events.values()]
+    if not latest_events:
+        return None
+    runs = [PipelineRun.model_validate(event.extra) for event in latest_events]
+    tables = {name: table for run in runs for name, table in run.tables.items()}
+    return runs[0].model_copy(update={"tables": tables})
+
+
+def run_from_context(
+    asset_events: Mapping[Any, Iterable[Any]], dag_run: Any, params: Mapping[str, Any]
+) -> PipelineRun:
+    """The run of a DAG run: from its asset events, else its partition key, else `params.days`.
+
+    Raises ValueError where it has none of them.
+    """
+    run = run_from_asset_events(asset_events)
+    if run:
+        return run
+    days = getattr(dag_run, "partition_key", None) or params.get("days")
+    if not days:
+        raise ValueError("this run has no day: trigger it with a partition key, or params.days")
+    first, last = parse_date_range(days)
+    return PipelineRun(first=first, new_from=first, last=last)
+
+
+def plan_run(spec: DataSpec, raw: str, lake: str, run: PipelineRun) -> PipelineRun:
+    """The run with earlier days whose files changed, and with the sources that are missing.
+
+    Raises UserError where no event log of a new day is complete.
+    """
+    new_days = date_range(run.new_from, run.last)
+    missing = {day: incomplete_sources(spec, raw, day) for day in new_days}
+    _require_a_complete_log(spec, raw, missing)
+    day_before = run.new_from - timedelta(days=1)
+    oldest = run.last - timedelta(days=spec.allowed_lateness_days)
+    earlier_days = date_range(oldest, day_before)
+    changed_days = [day for day in earlier_days if has_changed_files(spec, raw, lake, day)]
+    first = min([run.new_from, *changed_days])
+    repeated_days = date_range(first, day_before)
+    missing = {day: incomplete_sources(spec, raw, day) for day in repeated_days} | missing
+    return run.model_copy(
+        update={
+            "first": first,
+            "missing_sources": {day: names for day, names in missing.items() if names},
+        }
+    )
+
+
+def incomplete_sources(spec: DataSpec, raw: str, day: date) -> tuple[str, ...]:
+    """The daily sources whose files of a day are not complete."""
+    return tuple(
+        name for name in required_daily_sources(spec) if not has_arrived(spec, raw, name, day)
+    )
+
+
+def has_changed_files(spec: DataSpec, raw: str, lake: str, day: date) -> bool:
+    """Whether a complete source has other files of a day than the last ingest has read."""
+    ingested = ingested_file_states(lake, day)
+    if ingested is None:
+        return False
+    current = day_file_states(spec, raw, day)
+    changed = (name for name, files in current.items() if files != ingested.get(name, {}))
+    return any(has_arrived(spec, raw, name, day) for name in changed)
+
+
+def _require_a_complete_log(
+    spec: DataSpec, raw: str, missing_sources: Mapping[date, Collection[str]]
+) -> None:
+    for day, names in missing_sources.items():
+        if all(name in names for name in spec.log_sources):
+            paths = ", ".join(spec.sources[name].path for name in spec.log_sources)
+            raise UserError(
+                f"no log of {day} is complete in {raw} (looked for {paths}): find out why it was "
+                "not written, then run this day again"
+            )

@@ -1,1 +1,0 @@
-"""The line's DAGs, a file each, in order: raw, tables, gem, rankers; and upkeep."""

@@ -1,0 +1,283 @@
+"""The pipeline, declared once: its steps, their commands, and what each reads and writes."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import date, timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+from etl.errors import UserError
+from etl.spec import DataSpec
+from etl.spec.day_split import DaySplit
+
+Engine = Literal["spark", "torch"]
+ATTRIBUTE_TABLES = ("attributes_user", "attributes_item")
+GEM_MODEL_DIR = "models/gem"
+ITEM_TABLES = ("items", "item_versions")
+TEACHER_TABLES = ("teacher_predictions", "user_teacher_embeddings")
+EXAMPLE_TABLES = ("examples", "impressions", "history", *ITEM_TABLES)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command of `gemline`, with what it reads and writes as paths below the lake, or `raw`.
+
+    `surface` is the ad surface of a step that runs once per surface. A step that `is_distributed`
+    may run in several processes, on several machines.
+    """
+
+    name: str
+    engine: Engine
+    command: tuple[str, ...]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    surface: str | None = None
+    is_distributed: bool = False
+
+
+@dataclass(frozen=True)
+class PipelinePaths:
+    """The spec, the raw logs and the lake that a pipeline works on."""
+
+    spec: Path
+    raw: str
+    lake: str
+
+    @property
+    def cli_flags(self) -> tuple[str, ...]:
+        """Flags of every step."""
+        return ("--spec", str(self.spec), "--lake", self.lake)
+
+
+@dataclass(frozen=True)
+class ModelFlags:
+    """Flags that name the days of the steps that train and use models.
+
+    GEM trains on `training_days` and writes predictions for `teacher_days`. Rankers, baselines and
+    the report follow `split`. `test_days` are scored; `data_until` is the last day with logs.
+    """
+
+    training_days: tuple[str, ...]
+    teacher_days: tuple[str, ...]
+    split: tuple[str, ...]
+    test_days: tuple[str, ...]
+    data_until: tuple[str, ...]
+
+
+SHORT_LABEL_WINDOW_SECONDS = 3600  # a day loses little if labels of its last hour are left out
+
+
+def latest_mature_split(spec: DataSpec, first: date, last: date) -> DaySplit:
+    """Test on the latest day whose labels are all final at the end of `last`.
+
+    The day before is for calibration, all earlier ones for training. Raises UserError where no
+    day would be left for training.
+    """
+    slowest = max(objective.label_maturity_seconds for objective in spec.objectives.values())
+    maturity_days = spec.label_maturity_days if slowest > SHORT_LABEL_WINDOW_SECONDS else 0
+    test = last - timedelta(days=maturity_days)
+    train_last = test - timedelta(days=2)
+    if train_last < first:
+        raise UserError(
+            f"--days {first}:{last} is too short: labels of {spec.name} mature after "
+            f"{maturity_days} days, and training, calibration and test need at least one day each "
+            "before that"
+        )
+    return DaySplit(
+        train_first=first,
+        train_last=train_last,
+        calibration=test - timedelta(days=1),
+        test_first=test,
+        test_last=test,
+        data_until=last,
+    )
+
+
+def all_days_flags(split: DaySplit) -> tuple[str, ...]:
+    """The flag of the steps that work on all days with logs."""
+    return ("--days", f"{split.train_first}:{split.data_until}")
+
+
+def split_flags(split: DaySplit) -> tuple[str, ...]:
+    """Flags of the steps that train, calibrate and test."""
+    calibration = ("--calibration", str(split.calibration)) if split.calibration else ()
+    return (
+        *("--train", f"{split.train_first}:{split.train_last}"),
+        *calibration,
+        *("--test", f"{split.test_first}:{split.test_last}"),
+        *("--data-until", str(split.data_until)),
+    )
+
+
+def model_flags(split: DaySplit) -> ModelFlags:
+    """Flags of the steps of models, for all days at once."""
+    return ModelFlags(
+        training_days=("--days", f"{split.train_first}:{split.train_last}"),
+        teacher_days=("--days", f"{split.train_first}:{split.test_last}"),
+        split=split_flags(split),
+        test_days=("--days", f"{split.test_first}:{split.test_last}"),
+        data_until=("--data-until", str(split.data_until)),
+    )
+
+
+def data_steps(paths: PipelinePaths, day_flags: tuple[str, ...]) -> list[Step]:
+    """Spark steps from raw logs to examples."""
+    raw = ("--raw", paths.raw)
+    table = [
+        ("ingest", ("etl", "ingest", *raw), ("raw",), ("events", "quarantine", "ingest_metrics")),
+        ("attributes", ("etl", "attributes", *raw), ("raw",), (*ATTRIBUTE_TABLES, "quarantine")),
+        ("labels", ("etl", "labels"), ("events", *ATTRIBUTE_TABLES), ("impressions",)),
+        ("items", ("features", "items"), ("events", *ATTRIBUTE_TABLES), ITEM_TABLES),
+        ("history", ("features", "history"), ("events", "items"), ("history",)),
+        (
+            "examples",
+            ("features", "examples"),
+            ("events", *ITEM_TABLES, "history", *ATTRIBUTE_TABLES),
+            ("examples",),
+        ),
+    ]
+    return [
+        Step(name, "spark", (*command, *paths.cli_flags, *day_flags), reads, writes)
+        for name, command, reads, writes in table
+    ]
+
+
+def gem_steps(
+    paths: PipelinePaths, flags: ModelFlags, gem_flags: tuple[str, ...] = ()
+) -> list[Step]:
+    """Train GEM, with further `gem_flags`, and write its predictions and user embeddings."""
+    return [
+        Step(
+            "gem",
+            "torch",
+            ("train", "gem", *paths.cli_flags, *flags.training_days, *gem_flags),
+            EXAMPLE_TABLES,
+            (GEM_MODEL_DIR,),
+            is_distributed=True,
+        ),
+        Step(
+            "teacher_predictions",
+            "torch",
+            ("teacher-predictions", *paths.cli_flags, *flags.teacher_days),
+            (*EXAMPLE_TABLES, GEM_MODEL_DIR),
+            TEACHER_TABLES,
+        ),
+    ]
+
+
+def evaluation_steps(paths: PipelinePaths, flags: ModelFlags) -> list[Step]:
+    """Test predictions of GEM and of the LightGBM baseline."""
+    return [
+        Step(
+            "evaluate",
+            "torch",
+            ("train", "evaluate", *paths.cli_flags, *flags.split),
+            (*EXAMPLE_TABLES, GEM_MODEL_DIR),
+            ("evaluations/gem.parquet",),
+        ),
+        Step(
+            "baseline",
+            "torch",
+            ("train", "baseline", *paths.cli_flags, *flags.split),
+            EXAMPLE_TABLES,
+            ("evaluations/lightgbm.parquet",),
+        ),
+    ]
+
+
+@dataclass(frozen=True)
+class SurfaceCommand:
+    """A command that runs once per ad surface; its step is called `{name}-{surface}`."""
+
+    name: str
+    engine: Engine
+    subcommand: tuple[str, ...]
+    days: Literal["split", "test_days"]
+
+    def for_surface(self, paths: PipelinePaths, flags: ModelFlags, surface: Any) -> tuple[Any, ...]:
+        """The command line, the surface last: a name, or an argument that Airflow fills in."""
+        days = flags.split if self.days == "split" else flags.test_days
+        return (*self.subcommand, *paths.cli_flags, *days, "--surface", surface)
+
+
+TRAIN_RANKER = SurfaceCommand("ranker", "torch", ("rank", "train"), "split")
+PROMOTE_RANKER = SurfaceCommand("promotion", "torch", ("rank", "promote"), "split")
+SCORE_SURFACE = SurfaceCommand("scores", "spark", ("rank", "score"), "test_days")
+SURFACE_COMMANDS = (TRAIN_RANKER, PROMOTE_RANKER, SCORE_SURFACE)
+
+
+def surface_step(
+    command: SurfaceCommand, paths: PipelinePaths, flags: ModelFlags, surface: str
+) -> Step:
+    """The step of a command for one surface."""
+    folder = f"rankers/{surface}"
+    evaluations = (
+        f"evaluations/{variant}-{surface}.parquet" for variant in ("student", "distilled")
+    )
+    reads, writes = {
+        TRAIN_RANKER: (
+            (*EXAMPLE_TABLES, *TEACHER_TABLES, GEM_MODEL_DIR),
+            (f"{folder}/newest.json", *evaluations),
+        ),
+        PROMOTE_RANKER: (
+            (*EXAMPLE_TABLES, *TEACHER_TABLES, f"{folder}/newest.json"),
+            (f"{folder}/current.json",),
+        ),
+        SCORE_SURFACE: (
+            (
+                *("examples", "history", *ITEM_TABLES, "user_teacher_embeddings"),
+                f"{folder}/current.json",
+            ),
+            (f"scores/surface={surface}",),
+        ),
+    }[command]
+    words = command.for_surface(paths, flags, surface)
+    return Step(f"{command.name}-{surface}", command.engine, words, reads, writes, surface=surface)
+
+
+def feature_store_step(spec: DataSpec, paths: PipelinePaths, flags: ModelFlags) -> Step:
+    """Materialize the features that the promoted rankers are served with."""
+    return Step(
+        "feature_store",
+        "torch",
+        ("rank", "materialize", *paths.cli_flags, *flags.data_until),
+        (
+            *("events", *ATTRIBUTE_TABLES, "items", "user_teacher_embeddings"),
+            *(f"rankers/{surface}/current.json" for surface in spec.ad_surfaces),
+        ),
+        ("feature_store/current.json",),
+    )
+
+
+def report_step(paths: PipelinePaths, flags: ModelFlags, earlier: Iterable[Step]) -> Step:
+    """The HTML report, which reads what earlier steps write."""
+    reads = (
+        *(name for step in earlier for name in step.writes),
+        *("impressions", *TEACHER_TABLES, "quarantine", "ingest_metrics"),
+    )
+    command = ("report", *paths.cli_flags, "--raw", paths.raw, *flags.split)
+    return Step("report", "torch", command, reads, ("report.html",))
+
+
+def ranking_steps(spec: DataSpec, paths: PipelinePaths, flags: ModelFlags) -> list[Step]:
+    """All steps that follow the split of days: evaluations, rankers, scores, features, report."""
+    steps = evaluation_steps(paths, flags)
+    for surface in spec.ad_surfaces:
+        for command in (TRAIN_RANKER, PROMOTE_RANKER):
+            steps.append(surface_step(command, paths, flags, surface))
+    for surface in spec.ad_surfaces:
+        steps.append(surface_step(SCORE_SURFACE, paths, flags, surface))
+    steps.append(feature_store_step(spec, paths, flags))
+    return [*steps, report_step(paths, flags, steps)]
+
+
+def pipeline_steps(
+    spec: DataSpec, paths: PipelinePaths, split: DaySplit, gem_flags: tuple[str, ...] = ()
+) -> list[Step]:
+    """All steps in order; `gem_flags` are further flags of `gemline train gem`."""
+    flags = model_flags(split)
+    return [
+        *data_steps(paths, all_days_flags(split)),
+        *gem_steps(paths, flags, gem_flags),
+        *ranking_steps(spec, paths, flags),
+    ]

@@ -1,0 +1,1 @@
+"""Command-line parsing: flags and YAML files as typed, validated arguments."""

@@ -1,0 +1,20 @@
+"""Command-line options that hold a YAML mapping, such as `{click: 2, conversion: 1}`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import tyro
+import yaml
+from pydantic import TypeAdapter
+
+
+def yaml_option(type_: Any) -> tyro.constructors.PrimitiveConstructorSpec[Any]:
+    """A tyro constructor that parses an option of type `type_` from one argument of YAML."""
+    adapter = TypeAdapter(type_)
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="YAML",
+        instance_from_str=lambda words: adapter.validate_python(yaml.safe_load(words[0])),
+        is_instance=lambda value: isinstance(value, Mapping),
+        str_from_instance=lambda value: [str(adapter.dump_python(value))],
+    )

@@ -1,0 +1,50 @@
+"""Time rules of the tables: day bounds, plausible event times, and when an event is visible.
+
+Each rule is plain Python or Spark SQL text, so that serving imports this module without Spark. The
+Python side of the day bounds is `DataSpec.day_start` and `DataSpec.day_end`; a test
+checks that both sides agree.
+"""
+
+from etl.spec.model import DataSpec
+from etl.spec.units import DAY, MICROS
+
+MIN_EVENT_TS = 946_684_800 * MICROS["s"]  # 2000-01-01: no log is older
+MAX_CLOCK_SKEW_SECONDS = 3600  # how far a device's clock may run ahead of the server's
+
+
+def day_start_sql(spec: DataSpec, day_column: str = "day") -> str:
+    """Spark SQL for the epoch second at which a date begins in the spec's time zone."""
+    midnight = f"(CAST(unix_date({day_column}) AS BIGINT) * {DAY})"
+    if spec.time_zone == "UTC":
+        return midnight
+    return f"unix_seconds(to_utc_timestamp(timestamp_seconds({midnight}), '{spec.time_zone}'))"
+
+
+def day_end_sql(spec: DataSpec, day_column: str = "day") -> str:
+    """Spark SQL for the epoch second at which the next date begins."""
+    return day_start_sql(spec, f"date_add({day_column}, 1)")
+
+
+def compute_visible_ts(
+    event_ts: int, ingest_ts: int, delay_seconds: int, landing_day_start: int = 0
+) -> int:
+    """The epoch second from which an event is visible: the latest of three times.
+
+    These are the event time, the ingest time plus the delay of the event's source, and the start
+    of the day on which the event landed, because histories are built one landing day at a time.
+    `visible_ts_sql` is the same rule in Spark.
+
+    Args:
+        event_ts: Event time in µs.
+        ingest_ts: Ingest time in µs.
+        delay_seconds: `delay` of the source.
+        landing_day_start: Epoch second; 0 for an event that lands on the day of its ingest.
+    """
+    available = ingest_ts // MICROS["s"] + delay_seconds
+    return max(event_ts // MICROS["s"], available, landing_day_start)
+
+
+def visible_ts_sql(spec: DataSpec, delay_seconds: int) -> str:
+    """Spark SQL for `compute_visible_ts` of rows with `event_ts`, `ingest_ts` and `day`."""
+    available = f"FLOOR(ingest_ts / {MICROS['s']}) + {delay_seconds}"
+    return f"GREATEST(FLOOR(event_ts / {MICROS['s']}), {available}, {day_start_sql(spec)})"

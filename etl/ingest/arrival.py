@@ -1,0 +1,83 @@
+"""Arrival of raw files: whether a day's files are complete, and which an ingest has read."""
+
+import time
+from collections.abc import Mapping
+from datetime import date
+
+from pydantic import TypeAdapter
+
+from etl.spec.model import DataSpec
+from etl.spec.sources import Source, fill_day
+from etl.tables import atomic_io
+from etl.tables.uri import StoragePath, list_matching, read_text_if_exists, resolve_uri
+
+RECORD_FOLDER = "_pipeline", "raw_files"
+# Source name -> path below the raw folder -> size in bytes, time of the last change in ns.
+FileStates = dict[str, dict[str, tuple[int, int]]]
+_FILE_STATES_ADAPTER = TypeAdapter(FileStates)
+
+
+def required_daily_sources(spec: DataSpec) -> list[str]:
+    """Names of the sources that must have files for every day."""
+    return [
+        name
+        for name, source in spec.sources.items()
+        if source.is_partitioned_by_day and not source.optional
+    ]
+
+
+def day_file_states(spec: DataSpec, raw: str, day: date) -> FileStates:
+    """Size and modification time of a day's files, for the sources that are partitioned by day."""
+    root = resolve_uri(raw)
+    return {
+        name: _file_states(root, source, day)
+        for name, source in spec.sources.items()
+        if source.is_partitioned_by_day
+    }
+
+
+def has_arrived(spec: DataSpec, raw: str, source_name: str, day: date) -> bool:
+    """Whether a day's files of a source are complete.
+
+    They are complete when the source's `success_file` exists beside them. For a source without one,
+    they are complete when there are files and none has changed for `unchanged_for`.
+    """
+    source, root = spec.sources[source_name], resolve_uri(raw)
+    if source.success_file:
+        folder = source.path.rpartition("/")[0]
+        success_file = f"{folder}/{source.success_file}" if folder else source.success_file
+        return (root / fill_day(success_file, day)).exists()
+    files = _file_states(root, source, day)
+    if not files:
+        return False
+    last_change = max(mtime for _, mtime in files.values())
+    return time.time_ns() - last_change >= source.unchanged_for * 1_000_000_000
+
+
+def record_ingested_files(lake: str, states_by_day: Mapping[date, FileStates]) -> None:
+    """Record the raw files that an ingest has read, by day."""
+    for day, files in states_by_day.items():
+        atomic_io.write_text(
+            _record_path(lake, day), _FILE_STATES_ADAPTER.dump_json(files).decode()
+        )
+
+
+def ingested_file_states(lake: str, day: date) -> FileStates | None:
+    """The files that the last ingest of a day has read; None without a record of one."""
+    text = read_text_if_exists(_record_path(lake, day))
+    return None if text is None else _FILE_STATES_ADAPTER.validate_json(text)
+
+
+def _record_path(lake: str, day: date) -> StoragePath:
+    return resolve_uri(lake, *RECORD_FOLDER, f"{day}.json")
+
+
+def _file_states(root: StoragePath, source: Source, day: date) -> dict[str, tuple[int, int]]:
+    paths = list_matching(root, source.path_on(day))
+    return {str(path).removeprefix(str(root)): _size_and_mtime(path) for path in paths}
+
+
+def _size_and_mtime(path: StoragePath) -> tuple[int, int]:
+    """Size and time of the last change, including the move of a local file into place (ctime)."""
+    stat = path.stat()
+    return stat.st_size, max(stat.st_mtime_ns, getattr(stat, "st_ctime_ns", 0))

@@ -1,0 +1,249 @@
+"""Raw records of event and impression logs as rows of the `events` table, valid or not.
+
+A record that breaks a rule keeps its payload and the reasons; see etl/ingest/quarantine.py.
+"""
+
+import functools
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+
+from etl.event_time import visible_ts_sql
+from etl.ingest.file_discovery import RawSelection
+from etl.ingest.readers import (
+    PATH_DAY,
+    PAYLOAD,
+    READ_ERROR,
+    RECORD_LOCATION,
+    raw_value,
+    read_raw_records,
+)
+from etl.ingest.timestamps import parse_duration, parse_time
+from etl.local_time import local_date
+from etl.spec.model import DataSpec
+from etl.spec.sources import EventLogSource, ImpressionLogSource, OutcomeColumns
+from etl.spec.units import MICROS
+from etl.tables import schemas
+from etl.tables.schemas import logged_context_attributes, logged_sql_type
+
+LogSource = EventLogSource | ImpressionLogSource
+REASON_SEPARATOR = "; "
+
+
+def read_logs(spec: DataSpec, selection: RawSelection) -> DataFrame:
+    """Normalized records of all logs in the selected files; see `normalize_events`."""
+    logs = [read_log(spec, name, selection) for name in spec.log_sources]
+    return functools.reduce(DataFrame.unionByName, logs)
+
+
+def read_log(spec: DataSpec, log_name: str, selection: RawSelection) -> DataFrame:
+    """Normalized records of one log in the selected files."""
+    log = spec.log_sources[log_name]
+    columns, required = logged_columns(spec, log), required_columns(log)
+    records = read_raw_records(log, selection, columns, required)
+    return normalize_events(spec, log_name, records, RECORD_LOCATION)
+
+
+def required_columns(log: LogSource) -> list[str]:
+    """Raw columns without which no record of a file can be valid."""
+    c = log.columns
+    ids = (c.event_id,) if isinstance(c.event_id, str) else c.event_id or ()
+    day = log.day.column if log.day else None
+    return list(filter(None, (c.user, c.item, c.surface, c.event_time, c.type, *ids, day)))
+
+
+def logged_columns(spec: DataSpec, log: LogSource) -> list[str]:
+    """All raw columns of a log that the spec names."""
+    named = log.columns.model_dump()
+    ids = named.pop("event_id") or ()
+    columns = [name for name in named.values() if name]
+    columns += [ids] if isinstance(ids, str) else list(ids)
+    columns += [a.column or n for n, a in logged_context_attributes(spec).items()]
+    columns += [log.day.column] if log.day else []
+    if isinstance(log, ImpressionLogSource):
+        for outcome in log.outcomes:
+            optional = (outcome.indicator, outcome.delay, outcome.dwell, outcome.value)
+            columns += [name for name in optional if name]
+    return columns
+
+
+def normalize_events(
+    spec: DataSpec, log_name: str, records: DataFrame, location_column: str
+) -> DataFrame:
+    """One row per event of a log, in a single pass over its raw records.
+
+    Returns:
+        The columns of `events` except `bucket`; `reasons`, joined by `REASON_SEPARATOR` and empty
+        for a valid event; `payload`, null for a valid event; `logged_impression_id`, the impression
+        that the record names; and `location_column`, passed through.
+    """
+    log = spec.log_sources[log_name]
+    rows = _parse_fields(spec, log, records)
+    rows = rows.withColumn("day", _logged_landing_day(spec, log))
+    if isinstance(log, ImpressionLogSource):
+        rows = _explode_outcomes(spec, log, rows)
+    else:
+        rows = rows.withColumn("impression_id", _impression_id(spec))
+    rows = rows.withColumn("reasons", _rejection_reasons(spec))
+    # An invalid record without a day of its own lands on the day of its file, but stays invalid.
+    rows = rows.withColumn("day", F.coalesce("day", PATH_DAY))
+    columns = [name for name in schemas.events(spec).columns if name != "bucket"]
+    rows = rows.withColumns(
+        {
+            "log": F.lit(log_name),
+            "visible_ts": F.expr(visible_ts_sql(spec, log.delay)),
+            PAYLOAD: F.when(F.col("reasons") != "", F.col(PAYLOAD)),
+        }
+    )
+    return rows.select(*columns, "reasons", "logged_impression_id", PAYLOAD, location_column)
+
+
+def _parse_fields(spec: DataSpec, log: LogSource, records: DataFrame) -> DataFrame:
+    """`records` with typed fields; null where a text has another type, named in `type_errors`."""
+    field_types = _field_types(spec, log)
+    fields = {name: _cast(column, type_) for name, (column, type_) in field_types.items()}
+    for name in ("user_id", "item_id"):
+        fields[name] = F.nullif(fields[name], F.lit(""))
+    type_errors = [
+        F.when(
+            raw_value(column).isNotNull() & fields[name].isNull(), F.lit(f"wrong type: {column}")
+        )
+        for name, (column, type_) in field_types.items()
+        if column and type_ != "string"
+    ]
+    columns = fields | _timestamps(spec, log) | _codes(spec, log)
+    columns |= {
+        "event_id": F.nullif(_event_id(log), F.lit("")),
+        "logged_impression_id": _cast(log.columns.impression, "string"),
+        "type_errors": F.concat_ws(REASON_SEPARATOR, *type_errors),
+    }
+    return records.select("*", *[value.alias(name) for name, value in columns.items()])
+
+
+def _field_types(spec: DataSpec, log: LogSource) -> dict[str, tuple[str | None, str]]:
+    """Raw column (None where the log has none) and SQL type of each field that is only cast."""
+    c = log.columns
+    fields: dict[str, tuple[str | None, str]] = {
+        "user_id": (c.user, "string"),
+        "item_id": (c.item, "string"),
+        "request_id": (c.request, "string"),
+        "position": (c.position, "int"),
+        "dwell_ms": (c.dwell, "double"),
+        "value": (c.value, "double"),
+        "propensity": (c.propensity, "double"),
+    }
+    for name, attribute in logged_context_attributes(spec).items():
+        fields[f"ctx_{name}"] = attribute.column or name, logged_sql_type(attribute)
+    return fields
+
+
+def _cast(column: str | None, type_: str) -> Column:
+    if column is None:
+        return F.lit(None).cast(type_)
+    return raw_value(column).try_cast(type_)
+
+
+def _timestamps(spec: DataSpec, log: LogSource) -> dict[str, Column]:
+    """Event time and ingest time in µs; a log without ingest times is ingested at event time."""
+    event_ts = parse_time(spec, log.time_unit, raw_value(log.columns.event_time))
+    ingested = log.columns.ingest_time
+    return {
+        "event_ts": event_ts,
+        "ingest_ts": (
+            parse_time(spec, log.time_unit, raw_value(ingested)) if ingested else event_ts
+        ),
+    }
+
+
+def _event_id(log: LogSource) -> Column:
+    c = log.columns
+    if isinstance(c.event_id, str):
+        return raw_value(c.event_id)
+    default = (c.user, c.item, c.event_time, *filter(None, (c.type,)))
+    return F.concat_ws("-", *[raw_value(name) for name in c.event_id or default])
+
+
+def _codes(spec: DataSpec, log: LogSource) -> dict[str, Column]:
+    """Codes of surface and event type; null for a value that the spec does not know."""
+    surfaces = {s.logged_as or n: spec.surface_codes[n] for n, s in spec.surfaces.items()}
+    codes = {"surface": _lookup_code(log.columns.surface, surfaces)}
+    if isinstance(log, EventLogSource) and log.columns.type:
+        names = log.types or {name: name for name in spec.events}
+        types = {name: spec.event_codes[event] for name, event in names.items()}
+        codes["type"] = _lookup_code(log.columns.type, types)
+    else:
+        only_type = (isinstance(log, EventLogSource) and log.event) or spec.impression_type
+        codes["type"] = F.lit(spec.event_codes[only_type]).cast("tinyint")
+    return codes
+
+
+def _lookup_code(column: str, codes: dict[str, int]) -> Column:
+    pairs = [F.lit(part) for pair in codes.items() for part in pair]
+    return F.try_element_at(F.create_map(*pairs), raw_value(column)).cast("tinyint")
+
+
+def _impression_id(spec: DataSpec) -> Column:
+    """The impression that an event names; an impression that names none is its own."""
+    own = F.when(F.col("type") == spec.event_codes[spec.impression_type], F.col("event_id"))
+    return F.coalesce("logged_impression_id", own)
+
+
+def _logged_landing_day(spec: DataSpec, log: LogSource) -> Column:
+    """The day on which a record landed: as logged, as its path names it, or of its ingest time."""
+    if log.day:
+        text = raw_value(log.day.column)
+        pattern = log.day.format.replace("%Y", "yyyy").replace("%m", "MM").replace("%d", "dd")
+        return F.try_to_timestamp(text, F.lit(pattern)).cast("date")
+    ingest_second = F.floor(F.col("ingest_ts") / MICROS["s"])
+    return F.coalesce(F.col(PATH_DAY), local_date(spec, ingest_second))
+
+
+def _explode_outcomes(spec: DataSpec, log: ImpressionLogSource, rows: DataFrame) -> DataFrame:
+    """One row per event: the impression and, where that is valid, each outcome that occurred."""
+    impression = F.struct(
+        F.lit(spec.event_codes[spec.impression_type]).cast("tinyint").alias("type"),
+        F.lit("").alias("suffix"),
+        F.lit(0).cast("bigint").alias("delay"),
+        F.lit(None).cast("double").alias("dwell_ms"),
+        F.lit(None).cast("double").alias("value"),
+    )
+    rows = rows.withColumn("impression_id", F.col("event_id"))
+    rows = rows.withColumn("is_valid", _rejection_reasons(spec) == "")
+    outcomes = [
+        F.when(F.col("is_valid"), _outcome_event(spec, log, outcome)) for outcome in log.outcomes
+    ]
+    events = F.array_compact(F.array(impression, *outcomes))
+    rows = rows.withColumn("outcome", F.explode(events))
+    replaced = {"outcome", "event_id", "event_ts", "ingest_ts", "type", "dwell_ms", "value"}
+    return rows.select(
+        *[name for name in rows.columns if name not in replaced],
+        *[F.col(f"outcome.{name}") for name in ("type", "dwell_ms", "value")],
+        F.concat("event_id", "outcome.suffix").alias("event_id"),
+        (F.col("event_ts") + F.col("outcome.delay")).alias("event_ts"),
+        (F.col("ingest_ts") + F.col("outcome.delay")).alias("ingest_ts"),
+    )
+
+
+def _outcome_event(spec: DataSpec, log: ImpressionLogSource, outcome: OutcomeColumns) -> Column:
+    """An outcome of an impression as a struct; null where its indicator is zero or missing."""
+    delay = F.lit(0)
+    if outcome.delay:
+        delay = F.coalesce(parse_duration(log.time_unit, raw_value(outcome.delay)), delay)
+    event = F.struct(
+        F.lit(spec.event_codes[outcome.event]).cast("tinyint").alias("type"),
+        F.lit(f":{outcome.event}").alias("suffix"),
+        F.greatest(delay, F.lit(0)).cast("bigint").alias("delay"),
+        _cast(outcome.dwell, "double").alias("dwell_ms"),
+        _cast(outcome.value, "double").alias("value"),
+    )
+    if outcome.indicator is None:
+        return event
+    return F.when(F.coalesce(_cast(outcome.indicator, "double"), F.lit(0)) != 0, event)
+
+
+def _rejection_reasons(spec: DataSpec) -> Column:
+    """Why a row is invalid: the read error of its file or record, or each violated rule."""
+    violations = schemas.events(spec).violations.items()
+    reasons = [F.when(F.expr(condition), F.lit(reason)) for reason, condition in violations]
+    reasons.append(F.when(F.col("type_errors") != "", F.col("type_errors")))
+    return F.coalesce(READ_ERROR, F.concat_ws(REASON_SEPARATOR, *reasons))

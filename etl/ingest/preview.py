@@ -1,0 +1,159 @@
+"""`gemline spec check`: what a sample of each source's records would become, writing nothing.
+
+Records pass through the same readers and expressions as in the steps `ingest` and `attributes`.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+
+from pyspark.sql import Row
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from etl.attributes import parse_rows
+from etl.errors import UserError
+from etl.ingest.file_discovery import RawSelection, latest_day_with_files
+from etl.ingest.normalize import (
+    REASON_SEPARATOR,
+    logged_columns,
+    normalize_events,
+    required_columns,
+)
+from etl.ingest.readers import (
+    PAYLOAD,
+    READ_ERROR,
+    RECORD_LOCATION,
+    SOURCE_FILE,
+    read_raw_records,
+)
+from etl.spec.model import DataSpec
+from etl.spec.sources import AttributeSource, Source
+from etl.tables.lake import Lake
+
+NO_PATH_DAY = date(1970, 1, 1)  # of sources whose path has no day: all their files are read
+MAX_PAYLOAD_CHARS = 160
+
+
+@dataclass(frozen=True)
+class SourcePreview:
+    """What the sampled records of a source would become."""
+
+    source: str
+    day: date | None  # of the files that were sampled
+    records: int
+    accepted: Counter[str] = field(default_factory=Counter)  # rows by event type and surface
+    quarantined: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    example: dict[str, object] | None = None  # the first accepted row
+    bad_examples: Sequence[tuple[str, str, str]] = ()  # reasons, file, payload
+    error: str | None = None  # why the source cannot be read at all
+
+    @property
+    def bad_rate(self) -> float:
+        """The share of the records that would be quarantined."""
+        return self.quarantined / self.records if self.records else 0.0
+
+
+def preview_sources(spec: DataSpec, raw: str, sample_size: int) -> Iterator[SourcePreview]:
+    """A preview of each source, from up to `sample_size` records of its latest day."""
+    for name, source in spec.sources.items():
+        try:
+            yield _preview(spec, name, source, raw, sample_size)
+        except UserError as error:
+            yield SourcePreview(name, None, 0, error=str(error))
+
+
+def _preview(
+    spec: DataSpec, name: str, source: Source, raw: str, sample_size: int
+) -> SourcePreview:
+    day = latest_day_with_files(source, raw) if source.is_partitioned_by_day else None
+    if source.is_partitioned_by_day and day is None:
+        if source.optional:
+            return SourcePreview(name, None, 0)
+        raise UserError(f"{raw}/{source.path}: no file of any day; check --raw and the path")
+    days = (day or NO_PATH_DAY, day or NO_PATH_DAY)
+    if isinstance(source, AttributeSource):
+        rows = parse_rows(Lake(raw, spec), source, raw, days).limit(sample_size)
+        return _summarize(name, day, rows.collect(), lambda _: f"version of {source.entity}")
+    columns, required = logged_columns(spec, source), required_columns(source)
+    records = read_raw_records(source, RawSelection(raw, days), columns, required)
+    rows = normalize_events(spec, name, records.limit(sample_size), RECORD_LOCATION)
+    types = {code: type_ for type_, code in spec.event_codes.items()}
+    surfaces = {code: surface for surface, code in spec.surface_codes.items()}
+    return _summarize(
+        name, day, rows.collect(), lambda row: f"{types[row['type']]} on {surfaces[row['surface']]}"
+    )
+
+
+def _summarize(
+    name: str, day: date | None, rows: Sequence[Row], kind_of: Callable[[Row], str]
+) -> SourcePreview:
+    accepted = [row for row in rows if not row["reasons"]]
+    bad = [row for row in rows if row["reasons"]]
+    return SourcePreview(
+        source=name,
+        day=day,
+        records=len({(row[SOURCE_FILE], row[RECORD_LOCATION]) for row in rows}),
+        accepted=Counter(map(kind_of, accepted)),
+        quarantined=len(bad),
+        reasons=Counter(reason for row in bad for reason in row["reasons"].split(REASON_SEPARATOR)),
+        example=_shown_values(accepted[0]) if accepted else None,
+        bad_examples=[(row["reasons"], row[SOURCE_FILE], row[PAYLOAD] or "") for row in bad[:3]],
+    )
+
+
+def _shown_values(row: Row) -> dict[str, object]:
+    hidden = {PAYLOAD, RECORD_LOCATION, READ_ERROR, "reasons", "log"}
+    values = row.asDict(recursive=True)
+    return {name: v for name, v in values.items() if v is not None and name not in hidden}
+
+
+def print_previews(spec: DataSpec, previews: Iterable[SourcePreview], console: Console) -> bool:
+    """Print each preview; returns whether all sources can be ingested.
+
+    A source cannot be ingested if it cannot be read, or if more than the spec's
+    `max_bad_record_rate` of its records would be quarantined.
+    """
+    is_clean = True
+    for preview in previews:
+        console.rule(f"{preview.source}", align="left")
+        if preview.error:
+            console.print(f"[red]cannot be read:[/] {escape(preview.error)}")
+            is_clean = False
+            continue
+        console.print(_summary(preview), highlight=False)
+        if preview.example:
+            example = json.dumps(preview.example, default=str, ensure_ascii=False)
+            console.print(f"first accepted row: {escape(example)}", highlight=False)
+        for reasons, file, payload in preview.bad_examples:
+            console.print(
+                f"quarantined: {escape(reasons)}\n  {escape(file)}: "
+                f"{escape(payload[:MAX_PAYLOAD_CHARS])}",
+                highlight=False,
+            )
+        if preview.bad_rate > spec.max_bad_record_rate:
+            console.print(
+                f"[red]{preview.bad_rate:.0%} would be quarantined; the limit is "
+                f"{spec.max_bad_record_rate:.0%}: a day like this is refused[/]"
+            )
+            is_clean = False
+    return is_clean
+
+
+def _summary(preview: SourcePreview) -> Table:
+    table = Table("records", "become", "rows", box=None, title_justify="left")
+    day = f" of {preview.day}" if preview.day else ""
+    records = f"{preview.records:,}{day}"
+    for kind, count in preview.accepted.most_common():
+        table.add_row(records, kind, f"{count:,}")
+        records = ""
+    for reason, count in preview.reasons.most_common():
+        table.add_row(records, f"quarantine: {escape(reason)}", f"{count:,}")
+        records = ""
+    if records:
+        table.add_row(records, "nothing: no record", "")
+    return table

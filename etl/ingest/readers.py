@@ -1,0 +1,299 @@
+"""Readers of raw JSON, CSV and Parquet files: every column as text, with location and read errors.
+
+All values are read as text, so that a value of a wrong type is quarantined instead of failing the
+read. Each record carries its payload (JSON), its file, its position in it, and the day in its path.
+"""
+
+import functools
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import date
+
+import pyarrow as pa
+from py4j.protocol import Py4JJavaError
+from pyspark.errors import PySparkException
+from pyspark.sql import Column, DataFrame, DataFrameReader, SparkSession, Window
+from pyspark.sql import functions as F
+from pyspark.sql.types import DataType, StringType, StructField, StructType, TimestampType
+
+from etl.errors import UserError
+from etl.ingest.file_discovery import (
+    LOCAL_URI_REWRITE,
+    FileGroup,
+    RawSelection,
+    Source,
+    UnreadableFile,
+    group_files,
+    normalize_uri,
+)
+from etl.spec.sources import CsvOptions
+
+PAYLOAD, SOURCE_FILE, PATH_DAY, READ_ERROR = "payload", "source_file", "path_day", "read_error"
+RECORD_LOCATION = "record_location"  # struct of the block of its file and a row number, see below
+CORRUPT_RECORD = "corrupt"
+NOT_A_RECORD, RECORD_TOO_LONG = "not a record", "longer than a record can be"
+MAX_RECORD_CHARS = 1_000_000
+
+
+class UnreadableFileError(UserError):
+    """A raw file cannot be read to its end."""
+
+    def __init__(self, uri: str) -> None:
+        super().__init__(
+            f"{uri}: cannot be read to its end (a corrupt gzip, or another format or header than "
+            "in the spec?); copy it again, or correct the spec"
+        )
+        self.uri = uri
+
+
+@contextmanager
+def translate_read_errors() -> Iterator[None]:
+    """Raise an UnreadableFileError with the file's URI for Spark's failure to read a raw file."""
+    try:
+        yield
+    except (PySparkException, Py4JJavaError) as error:
+        match = re.search(
+            r"\[FAILED_READ_FILE\S*\] Encountered error while reading file (\S+)", str(error)
+        )
+        if not match:
+            raise
+        raise UnreadableFileError(normalize_uri(match[1].rstrip("."))) from None
+
+
+def read_raw_records(
+    source: Source,
+    selection: RawSelection,
+    columns: Iterable[str],
+    required: Collection[str] = (),
+) -> DataFrame:
+    """Records of a source's selected files.
+
+    Returns:
+        `raw`, a struct of `columns` as text; `payload`; `source_file`; `record_location`;
+        `path_day`, the day in the path, null if it contains none; and `read_error`, the reason why
+        a record or its whole file is invalid: not parseable, empty, corrupt, or without a
+        `required` column.
+
+    Raises:
+        UserError: If no file matches and the source is not optional, or no file has a column.
+    """
+    selected = sorted(set(columns))
+    groups, unreadable = group_files(source, selection)
+    _check_columns_exist(source, groups, selected)
+    parts = [_READERS[source.format](source, group, selected, required) for group in groups]
+    parts += [_unreadable_file_record(file, selected) for file in unreadable]
+    return functools.reduce(DataFrame.unionByName, parts or [_empty_records(selected)])
+
+
+def raw_value(column: str) -> Column:
+    """The text of a raw column; null if the record has none."""
+    return F.col("raw").getField(column)
+
+
+def parse_payload(rows: DataFrame, columns: list[str]) -> DataFrame:
+    """`rows` with `raw` and `read_error` parsed from their JSON payload."""
+    fields = [StructField(name, StringType()) for name in [*columns, CORRUPT_RECORD]]
+    nested = {name: _value_at_path(name) for name in columns if is_path(name)}
+    is_too_long = F.length(PAYLOAD) > MAX_RECORD_CHARS
+    payload = F.when(~is_too_long, F.col(PAYLOAD))
+    raw = F.from_json(payload, StructType(fields), {"columnNameOfCorruptRecord": CORRUPT_RECORD})
+    is_malformed = F.col(f"raw.{CORRUPT_RECORD}").isNotNull() | F.col("raw").isNull()
+    read_error = F.when(is_too_long, F.lit(RECORD_TOO_LONG)).when(is_malformed, F.lit(NOT_A_RECORD))
+    rows = rows.withColumn("raw", raw).withColumn(READ_ERROR, read_error)
+    raw = F.col("raw").dropFields(CORRUPT_RECORD)
+    for name, value in nested.items():
+        raw = raw.withField(f"`{name}`", F.coalesce(raw_value(name), value))
+    return rows.withColumn("raw", raw)
+
+
+def is_path(column: str) -> bool:
+    """Whether a column of a spec may be a path into nested fields: `user.id`, `items[0].id`."""
+    return "." in column or "[" in column
+
+
+def _value_at_path(column: str) -> Column:
+    return F.get_json_object(PAYLOAD, f"$.{column}")
+
+
+def _check_columns_exist(source: Source, groups: list[FileGroup], selected: list[str]) -> None:
+    """Raise UserError if no file has one of the selected columns; JSON files are not checked."""
+    headers = [group.columns for group in groups if group.columns is not None]
+    if not headers or len(headers) < len(groups):
+        return
+    existing = list(dict.fromkeys(name for columns in headers for name in columns))
+    missing = [
+        name
+        for name in selected
+        if name not in existing
+        and not (source.format == "parquet" and name.split(".")[0] in existing)
+    ]
+    if missing:
+        raise UserError(
+            f"{source.path}: the spec names {', '.join(missing)}, which the files lack; they have "
+            f"{', '.join(existing)}"
+        )
+
+
+def _spark_reader(group: FileGroup) -> DataFrameReader:
+    return SparkSession.active().read.option("ignoreCorruptFiles", group.is_corrupt)
+
+
+def _read_json(
+    _source: Source, group: FileGroup, selected: list[str], _required: Collection[str]
+) -> DataFrame:
+    lines = _spark_reader(group).text(list(group.paths))
+    records = lines.select(F.col("value").alias(PAYLOAD), "_metadata")
+    return _with_location(parse_payload(records, selected), group, F.col(READ_ERROR))
+
+
+def _read_csv(
+    source: Source, group: FileGroup, selected: list[str], required: Collection[str]
+) -> DataFrame:
+    columns = [*(group.columns or ()), CORRUPT_RECORD]
+    schema = StructType([StructField(name, StringType()) for name in columns])
+    options = source.csv or CsvOptions()
+    reader = (
+        _spark_reader(group)
+        .schema(schema)
+        .options(
+            header=options.header is None,
+            sep=options.delimiter,
+            quote=options.quote,
+            escape=options.escape,
+            nullValue=options.null_value,
+            columnNameOfCorruptRecord=CORRUPT_RECORD,
+        )
+    )
+    rows = reader.csv(list(group.paths))
+    read_error = F.when(F.col(CORRUPT_RECORD).isNotNull(), F.lit(NOT_A_RECORD))
+    return _records_from_columns(rows, group, selected, required, read_error)
+
+
+def _read_parquet(
+    _source: Source, group: FileGroup, selected: list[str], required: Collection[str]
+) -> DataFrame:
+    rows = _spark_reader(group).parquet(*group.paths)
+    return _records_from_columns(rows, group, selected, required, F.lit(None).cast("string"))
+
+
+def _records_from_columns(
+    rows: DataFrame,
+    group: FileGroup,
+    selected: list[str],
+    required: Collection[str],
+    read_error: Column,
+) -> DataFrame:
+    """Rows of a columnar file as records; all are invalid if it lacks a required column."""
+    existing = group.columns or ()
+    null = F.lit(None).cast("string")
+    texts = {name: _text_of(rows, name) for name in selected}
+    missing = [name for name in required if texts[name] is None]
+    file_error = F.lit(f"file lacks {', '.join(missing)}" if missing else None).cast("string")
+    records = rows.select(
+        F.struct(*[(null if t is None else t).alias(n) for n, t in texts.items()]).alias("raw"),
+        F.to_json(F.struct(*[F.col(f"`{name}`") for name in existing])).alias(PAYLOAD),
+        F.coalesce(file_error, read_error).alias(READ_ERROR),
+        "_metadata",
+    )
+    return _with_location(records, group, F.col(READ_ERROR))
+
+
+def _text_of(rows: DataFrame, name: str) -> Column | None:
+    """A column, or a nested field by its path, as text; None if the file has none.
+
+    Timestamps keep their zone: they are instants, whatever the zone of the session.
+    """
+    type_: DataType = rows.schema
+    parts = [name] if name in rows.columns else name.split(".")
+    for part in parts:
+        if not isinstance(type_, StructType) or part not in type_.names:
+            return None
+        type_ = type_[part].dataType
+    column = F.col(".".join(f"`{part}`" for part in parts))
+    if isinstance(type_, TimestampType):
+        return F.date_format(column, "yyyy-MM-dd'T'HH:mm:ss.SSSSSSXXX")
+    return column.cast("string")
+
+
+def _with_location(rows: DataFrame, group: FileGroup, read_error: Column) -> DataFrame:
+    """Records with their file, block and row, and the day of their path."""
+    location = F.struct(
+        F.col("_metadata.file_block_start").alias("block"),
+        F.monotonically_increasing_id().alias("row"),
+    )
+    rows = rows.select(
+        "raw",
+        PAYLOAD,
+        F.regexp_replace("_metadata.file_path", *LOCAL_URI_REWRITE).alias(SOURCE_FILE),
+        location.alias(RECORD_LOCATION),
+        read_error.alias(READ_ERROR),
+    )
+    return _with_path_day(rows, group.day_by_uri)
+
+
+def _with_path_day(rows: DataFrame, day_by_uri: Mapping[str, date]) -> DataFrame:
+    """Records with the days of their files, joined by URI: one plan for any number of days.
+
+    The read fails if Spark reports a URI that was not listed, because the record would otherwise
+    pass as one of a file without a day.
+    """
+    if not day_by_uri:
+        return rows.withColumn(PATH_DAY, F.lit(None).cast("date"))
+    days = pa.table({SOURCE_FILE: list(day_by_uri), PATH_DAY: list(day_by_uri.values())})
+    files = SparkSession.active().createDataFrame(days)
+    unlisted = F.raise_error(F.concat(SOURCE_FILE, F.lit(" was not listed under this URI")))
+    dated = rows.join(F.broadcast(files), SOURCE_FILE, "left")
+    return dated.withColumn(PATH_DAY, F.coalesce(PATH_DAY, unlisted))
+
+
+def _empty_records(selected: list[str]) -> DataFrame:
+    return _unreadable_file_record(UnreadableFile("", None, ""), selected).limit(0)
+
+
+def _unreadable_file_record(file: UnreadableFile, selected: list[str]) -> DataFrame:
+    """One record without content that stands for an unreadable file."""
+    null = F.lit(None).cast("string")
+    location_type = "struct<block: bigint, row: bigint>"
+    return (
+        SparkSession.active()
+        .range(1)
+        .select(
+            F.struct(*[null.alias(name) for name in selected]).alias("raw"),
+            null.alias(PAYLOAD),
+            F.lit(file.uri).alias(SOURCE_FILE),
+            F.lit(None).cast(location_type).alias(RECORD_LOCATION),
+            F.lit(file.reason).alias(READ_ERROR),
+            F.lit(file.day).cast("date").alias(PATH_DAY),
+        )
+    )
+
+
+_READERS = {"json": _read_json, "csv": _read_csv, "parquet": _read_parquet}
+
+
+def with_line_numbers(rows: DataFrame) -> DataFrame:
+    """`rows` with `line`, the number of each record in its file from 1; null for a whole file.
+
+    `rows` must hold every record of the files. A Spark task reads the records of a block in order,
+    so the line follows from the row number within the block and the sizes of the blocks before it.
+    """
+    blocks = rows.filter(f"{RECORD_LOCATION} IS NOT NULL").groupBy(
+        SOURCE_FILE, f"{RECORD_LOCATION}.block"
+    )
+    bounds = blocks.agg(
+        F.min(f"{RECORD_LOCATION}.row").alias("first"),
+        F.max(f"{RECORD_LOCATION}.row").alias("last"),
+    )
+    blocks_before = (
+        Window.partitionBy(SOURCE_FILE).orderBy("block").rowsBetween(Window.unboundedPreceding, -1)
+    )
+    size = F.col("last") - F.col("first") + 1
+    rows_before = F.coalesce(F.sum(size).over(blocks_before), F.lit(0))
+    offsets = bounds.select(
+        SOURCE_FILE, "block", (F.col("first") - rows_before - 1).alias("offset")
+    )
+    rows = rows.withColumn("block", F.col(f"{RECORD_LOCATION}.block"))
+    rows = rows.join(F.broadcast(offsets), [SOURCE_FILE, "block"], "left")
+    line = F.col(f"{RECORD_LOCATION}.row") - F.col("offset")
+    return rows.withColumn("line", line).drop("block", "offset")

@@ -1,0 +1,120 @@
+"""Reprocessing of quarantined records after the spec or the code has been corrected."""
+
+import functools
+from collections.abc import Mapping
+from datetime import date
+from typing import Any
+
+from pyspark import StorageLevel
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+
+from etl.errors import UserError
+from etl.ingest.normalize import REASON_SEPARATOR, logged_columns, normalize_events
+from etl.ingest.quarantine import UNKNOWN_DAY, landing_day_predicate, write_quarantine
+from etl.ingest.readers import PATH_DAY, PAYLOAD, READ_ERROR, parse_payload
+from etl.ingest.run import (
+    check_no_later_days,
+    count_rows_by_day,
+    split_events,
+    write_events,
+    write_ingest_metrics,
+)
+from etl.spec.model import DataSpec
+from etl.tables import schemas, spark_io
+from etl.tables.arrow import snapshot
+from etl.tables.lake import Lake
+
+DayRange = tuple[date, date]
+METRIC_TABLES = {"kept": "events", "excluded": "excluded_events"}
+
+
+def reprocess_quarantine(lake: Lake, days: DayRange) -> dict[str, int]:
+    """Move the quarantined records of a range of days that are valid now to the events.
+
+    Records keep their landing day, so that all tables built from it have to be rebuilt. Records
+    that are still invalid get their new reasons. Unreadable files stay in quarantine: replace them
+    and ingest their day again. Records leave quarantine after they have been written as events, so
+    an interrupted run can be repeated.
+
+    Raises:
+        UserError: If nothing is quarantined on these days, or later days have been ingested, which
+            may hold copies of the reprocessed records.
+    """
+    check_no_later_days(lake, days)
+    quarantine = spark_io.read_table(lake, schemas.quarantine(lake.spec))
+    quarantined = quarantine.filter(landing_day_predicate(days)).filter(
+        F.col("log").isin(list(lake.spec.log_sources))
+    )
+    records = _normalize_quarantined(lake.spec, quarantined, days)
+    records = records.persist(StorageLevel.MEMORY_AND_DISK)
+    try:
+        before, after = count_rows_by_day(quarantined), count_rows_by_day(records)
+        stored = _read_valid_events(lake, days)
+        released = records.filter("reasons = ''").select(stored.columns)
+        invalid = records.filter("reasons != ''")
+        with split_events(lake, stored.unionByName(released), days) as event_split:
+            write_events(lake, event_split, days)
+        write_quarantine(lake, lake.spec.log_sources, invalid, days)
+        write_ingest_metrics(lake, _recompute_metrics(lake, days, before, after), days)
+        if not before:
+            raise UserError(f"nothing of {days[0]} to {days[1]} is in quarantine in {lake.root}")
+        num_invalid = invalid.count()
+        return {"released": sum(before.values()) - num_invalid, "still quarantined": num_invalid}
+    finally:
+        records.unpersist()
+
+
+def _recompute_metrics(
+    lake: Lake, days: DayRange, before: Mapping[date, int], after: Mapping[date, int]
+) -> list[dict[str, Any]]:
+    """Rows of `ingest_metrics` that agree with the tables as they are now.
+
+    `before` and `after` count the reprocessed records by their old and new landing days. After an
+    interrupted run the tables may hold more records than these counts explain.
+    """
+    rows = []
+    for row in snapshot(lake, schemas.ingest_metrics(lake.spec)).read().to_pylist():
+        day = row["day"]
+        if not (days[0] <= day <= days[1] or day == UNKNOWN_DAY):
+            continue
+        counts = {name: lake.count_rows(table, (day, day)) for name, table in METRIC_TABLES.items()}
+        counts["quarantined"] = sum(
+            lake.count_rows("quarantine", (day, day), log=log) for log in lake.spec.log_sources
+        )
+        stored = sum(counts.values())
+        read = row["read"] - before.get(day, 0) + after.get(day, 0)
+        read = max(read, stored + row["duplicates"])
+        rows.append({"day": day, "read": read, **counts, "duplicates": read - stored})
+    return rows
+
+
+def _normalize_quarantined(spec: DataSpec, quarantined: DataFrame, days: DayRange) -> DataFrame:
+    """Quarantined records as `normalize_events` returns them; whole files keep their reasons."""
+    by_log = []
+    for name, log in spec.log_sources.items():
+        rows = quarantined.filter(F.col("log") == name)
+        rows = rows.withColumn(PATH_DAY, F.nullif("day", F.lit(UNKNOWN_DAY)))
+        rows = parse_payload(rows.drop("day", "log"), sorted(set(logged_columns(spec, log))))
+        file_reasons = F.when(F.col(PAYLOAD).isNull(), F.concat_ws(REASON_SEPARATOR, "reasons"))
+        rows = rows.withColumn(READ_ERROR, F.coalesce(file_reasons, READ_ERROR)).drop("reasons")
+        by_log.append(normalize_events(spec, name, rows, "line"))
+    records = functools.reduce(DataFrame.unionByName, by_log)
+    day, reasons = F.coalesce("day", F.lit(UNKNOWN_DAY)), F.col("reasons")
+    is_of_other_day = (reasons == "") & ~F.col("day").between(*map(F.lit, days))
+    other_day_reason = F.lit("of a day that was not reprocessed")
+    return records.withColumns(
+        {
+            "day": F.when(is_of_other_day, F.lit(UNKNOWN_DAY)).otherwise(day),
+            "reasons": F.when(is_of_other_day, other_day_reason).otherwise(reasons),
+        }
+    )
+
+
+def _read_valid_events(lake: Lake, days: DayRange) -> DataFrame:
+    """The valid events of a range of days, used or excluded, without `bucket`."""
+    tables = []
+    for schema in (schemas.events(lake.spec), schemas.excluded_events(lake.spec)):
+        rows = spark_io.read_table(lake, schema).filter(spark_io.day_range_predicate(*days))
+        tables.append(rows.drop("bucket", "reason"))
+    return functools.reduce(DataFrame.unionByName, tables)

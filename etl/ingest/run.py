@@ -1,0 +1,210 @@
+"""The ingest step: raw logs of a range of days to events, quarantine and excluded_events."""
+
+import functools
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import date, timedelta
+from typing import Any
+
+import pyarrow as pa
+from pyspark import StorageLevel
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from etl.errors import UserError
+from etl.ingest.arrival import FileStates, day_file_states, record_ingested_files
+from etl.ingest.checks import (
+    check_bad_record_rate,
+    check_declared_columns,
+    count_record_groups,
+    records_by_day,
+)
+from etl.ingest.file_discovery import RawSelection
+from etl.ingest.filters import deduplicate_events, exclude_events, is_late
+from etl.ingest.normalize import read_logs
+from etl.ingest.quarantine import UNKNOWN_DAY, landing_day_predicate, write_quarantine
+from etl.ingest.readers import UnreadableFileError, translate_read_errors, with_line_numbers
+from etl.spec.units import date_range
+from etl.tables import schemas, spark_io
+from etl.tables.lake import Lake, arrow_schema
+
+DayRange = tuple[date, date]
+
+
+def ingest(lake: Lake, raw: str, days: DayRange) -> dict[str, int]:
+    """Replace a range of days of `events`, `quarantine`, `excluded_events` and `ingest_metrics`.
+
+    A file that cannot be read to its end is read as far as possible. All checks precede the first
+    write.
+
+    Returns:
+        The totals of the new rows of `ingest_metrics`.
+
+    Raises:
+        UserError: If files are missing, a column that the spec names has no values, a day has no
+            events or too many bad records, or the days before these have not been ingested.
+    """
+    _check_no_gap(lake, days)
+    file_states = _file_states_by_day(lake, raw, days)
+    corrupt_files: list[str] = []
+    while True:
+        try:
+            with translate_read_errors():
+                totals = _ingest_once(lake, raw, days, corrupt_files)
+            record_ingested_files(lake.root, file_states)
+            return totals
+        except UnreadableFileError as error:
+            if error.uri in corrupt_files:
+                raise
+            logging.warning("%s; its readable part is ingested", error)
+            corrupt_files.append(error.uri)
+
+
+def _check_no_gap(lake: Lake, days: DayRange) -> None:
+    """Raise UserError if the day before these, or any later day, is in the wrong state.
+
+    Days before must have been ingested, because duplicates are looked up in them and histories grow
+    day by day; later days must not, because they were built from these.
+    """
+    check_no_later_days(lake, days)
+    latest = lake.latest_day("events")
+    if latest and latest + timedelta(days=1) < days[0]:
+        first, last = latest + timedelta(days=1), days[0] - timedelta(days=1)
+        raise UserError(f"{first} to {last} have not been ingested; ingest them before {days[0]}")
+
+
+def check_no_later_days(lake: Lake, days: DayRange) -> None:
+    """Raise UserError if days after these have been ingested: they were built from these."""
+    latest = lake.latest_day("events")
+    if latest and days[1] < latest:
+        raise UserError(
+            f"{latest} has been ingested already and depends on {days[0]} to {days[1]}: run all "
+            f"days up to it, --days {days[0]}:{latest}, in this step and those after it"
+        )
+
+
+def _file_states_by_day(lake: Lake, raw: str, days: DayRange) -> dict[date, FileStates]:
+    """The raw files of each day; empty for a file system that only Hadoop can list."""
+    try:
+        return {day: day_file_states(lake.spec, raw, day) for day in date_range(*days)}
+    except UserError as error:
+        logging.warning("files that arrive late will not be detected: %s", error)
+        return {}
+
+
+def _ingest_once(
+    lake: Lake, raw: str, days: DayRange, corrupt_files: Collection[str]
+) -> dict[str, int]:
+    spec = lake.spec
+    all_records = read_logs(spec, RawSelection(raw, days, corrupt_files))
+    all_records = all_records.persist(StorageLevel.MEMORY_AND_DISK)
+    in_range = F.col("day").between(F.lit(days[0]), F.lit(days[1])) | F.col("day").isNull()
+    try:
+        records = all_records.filter(in_range)
+        groups = count_record_groups(spec, records)
+        check_bad_record_rate(spec, groups, raw, days)
+        check_declared_columns(spec, groups, raw, days)
+        # Line numbers count all records of a file, whatever their day.
+        invalid = with_line_numbers(all_records).filter(in_range).filter("reasons != ''")
+        valid = records.filter("reasons = ''")
+        records_read = {day or UNKNOWN_DAY: n for day, n in records_by_day(groups).items()}
+        with split_events(lake, valid, days) as event_split:
+            metrics = compute_ingest_metrics(records_read, event_split, invalid)
+            write_quarantine(lake, spec.log_sources, invalid, days)
+            write_events(lake, event_split, days)
+        return write_ingest_metrics(lake, metrics, days)
+    finally:
+        all_records.unpersist()
+
+
+@dataclass(frozen=True)
+class EventSplit:
+    """Valid events by what becomes of them.
+
+    `deduplicated` are the events on time without copies. `kept` and `excluded` partition the
+    deduplicated and the late events. `input_versions` are those of the tables in which copies were
+    looked up.
+    """
+
+    on_time: DataFrame
+    deduplicated: DataFrame
+    kept: DataFrame
+    excluded: DataFrame
+    input_versions: Mapping[str, int]
+
+
+@contextmanager
+def split_events(lake: Lake, valid_events: DataFrame, days: DayRange) -> Iterator[EventSplit]:
+    """Split the valid events of a range of days; the result is cached in the context."""
+    spec = lake.spec
+    on_time, late = valid_events.filter(~is_late(spec)), valid_events.filter(is_late(spec))
+    deduplicated, input_versions = deduplicate_events(lake, on_time, days)
+    deduplicated = deduplicated.persist(StorageLevel.MEMORY_AND_DISK)
+    try:
+        kept, excluded = exclude_events(spec, deduplicated, late)
+        kept = kept.withColumn("bucket", spark_io.user_bucket(F.col("user_id"), spec.buckets))
+        yield EventSplit(on_time, deduplicated, kept, excluded, input_versions)
+    finally:
+        deduplicated.unpersist()
+
+
+def write_events(lake: Lake, event_split: EventSplit, days: DayRange) -> None:
+    """Replace a range of days of `excluded_events` and `events`."""
+    where = spark_io.day_range_predicate(*days)
+    spark_io.replace_partitions(
+        lake, schemas.excluded_events(lake.spec), event_split.excluded, where, {}
+    )
+    spark_io.replace_partitions(
+        lake, schemas.events(lake.spec), event_split.kept, where, event_split.input_versions
+    )
+
+
+def compute_ingest_metrics(
+    records_read: Mapping[date, int], event_split: EventSplit, quarantined: DataFrame
+) -> list[dict[str, Any]]:
+    """Rows of `ingest_metrics`; raises AssertionError if a record is not accounted for."""
+    counts = _count_rows_by_day(
+        {
+            "on_time": event_split.on_time,
+            "deduplicated": event_split.deduplicated,
+            "kept": event_split.kept,
+            "excluded": event_split.excluded,
+            "quarantined": quarantined,
+        }
+    )
+    metrics = []
+    for day, read in records_read.items():
+        on_day = {name: by_day.get(day, 0) for name, by_day in counts.items()}
+        row = {name: on_day[name] for name in ("kept", "quarantined")}
+        row["duplicates"] = on_day["on_time"] - on_day["deduplicated"]
+        row["excluded"] = on_day["excluded"]
+        assert read == sum(row.values()), f"{day}: {read} records were read, {row} accounted for"
+        metrics.append({"day": day, "read": read, **row})
+    return metrics
+
+
+def count_rows_by_day(rows: DataFrame) -> dict[date, int]:
+    """Rows of each landing day; those without one count under `UNKNOWN_DAY`."""
+    return _count_rows_by_day({"rows": rows})["rows"]
+
+
+def _count_rows_by_day(frames: Mapping[str, DataFrame]) -> dict[str, dict[date, int]]:
+    """Rows by landing day of several frames, counted in one Spark job."""
+    day = F.coalesce("day", F.lit(UNKNOWN_DAY)).alias("day")
+    named = [rows.select(F.lit(name).alias("name"), day) for name, rows in frames.items()]
+    union = functools.reduce(DataFrame.unionByName, named)
+    counts: dict[str, dict[date, int]] = {name: {} for name in frames}
+    for row in union.groupBy("name", "day").count().collect():
+        counts[row["name"]][row["day"]] = row["count"]
+    return counts
+
+
+def write_ingest_metrics(lake: Lake, rows: list[dict[str, Any]], days: DayRange) -> dict[str, int]:
+    """Replace a range of days of `ingest_metrics`; returns the totals of each column."""
+    schema = schemas.ingest_metrics(lake.spec)
+    table = pa.Table.from_pylist(rows, arrow_schema(schema))
+    frame = SparkSession.active().createDataFrame(table, schema.ddl)
+    spark_io.replace_partitions(lake, schema, frame, landing_day_predicate(days), {})
+    return {name: sum(row[name] for row in rows) for name in schema.columns if name != "day"}

@@ -1,0 +1,42 @@
+"""Times of raw records as microseconds since the epoch, and durations as microseconds."""
+
+from pyspark.sql import Column
+from pyspark.sql import functions as F
+
+from etl.spec.model import DataSpec
+from etl.spec.sources import TimeUnit
+from etl.spec.units import MICROS
+
+MAX_EPOCH_US = 100_000_000_000_000_000  # the year 5138: larger numbers are not timestamps
+NANOS_PER_MICRO = 1_000
+HAS_ZONE = r"(Z|[+-]\d\d(:?\d\d)?)$"
+IS_DATE = r"^\d{4}-\d\d-\d\d$"
+
+
+def parse_time(spec: DataSpec, unit: TimeUnit, text: Column) -> Column:
+    """The µs since the epoch of a text in a time unit; null where it is no time."""
+    if unit == "iso":
+        return _parse_iso(spec, text)
+    micros = parse_duration(unit, text)
+    return F.when(F.abs(micros) < MAX_EPOCH_US, micros)
+
+
+def parse_duration(unit: TimeUnit, text: Column) -> Column:
+    """The µs of a number in a time unit (ms where times are ISO texts); null for no number."""
+    number = text.try_cast("bigint")
+    if unit == "ns":
+        return F.call_function("div", number, F.lit(NANOS_PER_MICRO))
+    factor = MICROS["ms" if unit == "iso" else unit]
+    fraction = (text.try_cast("decimal(28, 6)") * F.lit(factor)).try_cast("bigint")
+    return F.coalesce(F.try_multiply(number, F.lit(factor)), fraction)
+
+
+def _parse_iso(spec: DataSpec, text: Column) -> Column:
+    """An ISO 8601 text; without a zone it is in the spec's, whatever the zone of the session."""
+    has_zone = text.rlike(HAS_ZONE) & ~text.rlike(IS_DATE)
+    in_utc = F.concat(text, F.when(text.rlike(IS_DATE), F.lit("T00:00:00Z")).otherwise(F.lit("Z")))
+    local = F.try_to_timestamp(in_utc)
+    if spec.time_zone != "UTC":
+        local = F.to_utc_timestamp(local, spec.time_zone)
+    instant = F.when(has_zone, F.try_to_timestamp(text)).otherwise(local)
+    return F.unix_micros(instant)

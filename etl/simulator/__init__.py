@@ -1,0 +1,1 @@
+"""Simulator of users, ads and logs: raw records with known outcome probabilities."""

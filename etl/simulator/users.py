@@ -1,0 +1,186 @@
+"""Users: attributes, interests and activity; and the taste space that they share with items."""
+
+from dataclasses import dataclass, replace
+from typing import Self, cast
+
+import numpy as np
+
+from etl.simulator.arrays import Floats, Ints, RowBatch, draw_from_probabilities
+from etl.simulator.config import (
+    AGE_BANDS,
+    COUNTRIES,
+    DAY_MS,
+    DEVICES,
+    SURFACES,
+    TIERS,
+    SimulatorConfig,
+)
+
+DIMENSIONS = 12
+CREATIVE_WIDTH = 16
+SURFACE_EMPHASIS_SPREAD = 0.5
+MIN_CYCLE_DAYS = 1.5
+MAX_CYCLE_DAYS = 6.0
+PURCHASE_VALUE_SPREAD = 0.3
+
+
+@dataclass(frozen=True)
+class TasteSpace:
+    """A latent space of D = DIMENSIONS; vectors have variance 1 per dimension.
+
+    Attributes:
+        emphasis: (surfaces, D) weight of each dimension on each surface.
+        category: (categories, D) centres of the categories.
+        age_band: (age bands, D) interests that users of an age band share.
+        country: (countries, D) interests that users of a country share.
+        period_ms: (categories,) time between two purchases of a user.
+        price: (categories,) average value of a purchase.
+        creative: (D, CREATIVE_WIDTH) map from latent vectors of items to their creatives.
+    """
+
+    emphasis: Floats
+    category: Floats
+    age_band: Floats
+    country: Floats
+    period_ms: Floats
+    price: Floats
+    creative: Floats
+
+    @classmethod
+    def draw(cls, categories: int, rng: np.random.Generator) -> Self:
+        """Draw a space; the periods of its categories are spread over the allowed range."""
+        emphasis = np.exp(
+            SURFACE_EMPHASIS_SPREAD * standard_normal((len(SURFACES), DIMENSIONS), rng)
+        )
+        return cls(
+            emphasis=emphasis / np.sqrt(np.mean(emphasis**2, axis=1, keepdims=True)),
+            category=standard_normal((categories, DIMENSIONS), rng),
+            age_band=standard_normal((len(AGE_BANDS), DIMENSIONS), rng),
+            country=standard_normal((len(COUNTRIES), DIMENSIONS), rng),
+            period_ms=DAY_MS
+            * rng.permutation(np.linspace(MIN_CYCLE_DAYS, MAX_CYCLE_DAYS, categories)),
+            price=np.exp(3 + 0.6 * rng.standard_normal(categories)),
+            creative=standard_normal((DIMENSIONS, CREATIVE_WIDTH), rng) / np.sqrt(DIMENSIONS),
+        )
+
+    def affinity(self, interest: Floats, surface: Ints, latent: Floats) -> Floats:
+        """How much users like items on surfaces, about N(0, 1) over random pairs.
+
+        Shapes: interest (n, D), surface (n,), latent (n, k, D) -> (n, k).
+        """
+        weighted = interest * self.emphasis[surface]
+        products = np.einsum("nd,nkd->nk", weighted, latent)
+        return cast(Floats, products / np.sqrt(DIMENSIONS, dtype=np.float32))
+
+    def purchase_values(self, category: Ints, rng: np.random.Generator) -> Floats:
+        """(n,) value of one purchase in each of the categories."""
+        spread = np.exp(PURCHASE_VALUE_SPREAD * rng.standard_normal(category.size))
+        return np.round(self.price[category] * spread, 2)
+
+
+def standard_normal(shape: tuple[int, ...], rng: np.random.Generator) -> Floats:
+    """Standard normal draws in single precision."""
+    return rng.standard_normal(shape, dtype=np.float32)
+
+
+def mix_variance(common_share: float, common: Floats, own: Floats) -> Floats:
+    """Weighted sum of variance 1 of two parts of variance 1; `common_share` is due to the first."""
+    return np.float32(np.sqrt(common_share)) * common + np.float32(np.sqrt(1 - common_share)) * own
+
+
+ATTRIBUTES = (AGE_BANDS, COUNTRIES, TIERS)
+AGE_BAND, COUNTRY, TIER = range(3)
+TIER_SHARES = np.array([[0.7, 0.22, 0.08]])
+SURFACE_SHARES = np.array([0.55, 0.35, 0.10])
+SURFACE_LOYALTY = 6.0  # concentration of the Dirichlet distribution around SURFACE_SHARES
+ACTIVITY_SPREAD = 1.0  # sigma of the log-normal number of events
+CLICKINESS_SPREAD = 0.5
+INTEREST_AUTOCORRELATION = (
+    0.985  # correlation of a user's own interests with those of the day before
+)
+PEER_VARIANCE_SHARE = 0.25  # share of the variance of interests due to age band and country
+ATTRIBUTE_CHANGE_RATE = 0.01  # share of users of whom an attribute changes per day
+
+
+@dataclass(frozen=True)
+class Users(RowBatch):
+    """One row per user, as of one day.
+
+    Attributes:
+        user: (n,) id.
+        attributes: (n, 3) positions in ATTRIBUTES: age band, country, tier.
+        changed_ms: (n,) when an attribute last changed, epoch ms.
+        account_age_days: (n,) age of the account on the first day.
+        own_interest: (n, D) the part of the interests that is not shared with peers.
+        surfaces: (n, surfaces) share of sessions on each surface.
+        activity: (n,) expected events over the run.
+        clickiness: (n,) logit added to that of a click.
+        device: (n,) primary device.
+    """
+
+    user: Ints
+    attributes: Ints
+    changed_ms: Ints
+    account_age_days: Ints
+    own_interest: Floats
+    surfaces: Floats
+    activity: Floats
+    clickiness: Floats
+    device: Ints
+
+    @classmethod
+    def draw(cls, config: SimulatorConfig, rng: np.random.Generator) -> Self:
+        """Draw all users, as of the first day."""
+        n = config.users
+        attributes = [
+            rng.integers(len(AGE_BANDS), size=n),
+            rng.integers(len(COUNTRIES), size=n),
+            draw_from_probabilities(np.repeat(TIER_SHARES, n, axis=0), rng),
+        ]
+        return cls(
+            user=np.arange(n),
+            attributes=np.stack(attributes, axis=1),
+            changed_ms=np.full(n, config.start_ms),
+            account_age_days=rng.geometric(1 / 400, size=n),
+            own_interest=standard_normal((n, DIMENSIONS), rng),
+            surfaces=rng.dirichlet(SURFACE_LOYALTY * SURFACE_SHARES, size=n),
+            activity=_activity(config, rng),
+            clickiness=CLICKINESS_SPREAD * standard_normal((n,), rng),
+            device=rng.integers(len(DEVICES), size=n),
+        )
+
+    def interest(self, taste: TasteSpace) -> Floats:
+        """(n, D) interests: those shared by the age band and country, and the user's own."""
+        age = taste.age_band[self.attributes[:, AGE_BAND]]
+        country = taste.country[self.attributes[:, COUNTRY]]
+        return mix_variance(PEER_VARIANCE_SHARE, mix_variance(0.6, age, country), self.own_interest)
+
+    def category_affinity(self, taste: TasteSpace) -> Floats:
+        """(n, categories) affinity with the centres of the categories, on any surface."""
+        products = self.interest(taste) @ taste.category.T
+        return cast(Floats, products / np.sqrt(DIMENSIONS, dtype=np.float32))
+
+    def next_day(self, midnight_ms: int, rng: np.random.Generator) -> Self:
+        """The same users a day later: interests drift, and one attribute of a few users changes."""
+        n = len(self)
+        rows = np.flatnonzero(rng.random(n) < ATTRIBUTE_CHANGE_RATE)
+        attribute = rng.integers(len(ATTRIBUTES), size=rows.size)
+        sizes = np.array([len(values) for values in ATTRIBUTES])[attribute]
+        attributes, changed_ms = self.attributes.copy(), self.changed_ms.copy()
+        attributes[rows, attribute] = (attributes[rows, attribute] + rng.integers(1, sizes)) % sizes
+        changed_ms[rows] = midnight_ms + rng.integers(DAY_MS, size=rows.size)
+        drifted = mix_variance(
+            1 - INTEREST_AUTOCORRELATION**2,
+            standard_normal((n, DIMENSIONS), rng),
+            self.own_interest,
+        )
+        return replace(self, attributes=attributes, changed_ms=changed_ms, own_interest=drifted)
+
+
+def _activity(config: SimulatorConfig, rng: np.random.Generator) -> Floats:
+    """(n,) log-normal, capped below max_events_per_user and scaled to events_per_user_mean."""
+    raw = np.exp(ACTIVITY_SPREAD * rng.standard_normal(config.users))
+    cap, scale = 0.95 * config.max_events_per_user, 1.0
+    for _ in range(100):
+        scale *= config.events_per_user_mean / np.minimum(scale * raw, cap).mean()
+    return np.minimum(scale * raw, cap)

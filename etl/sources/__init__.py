@@ -1,1 +1,0 @@
-"""Where raw records come from: event logs, impression logs, attribute files, the simulator."""

@@ -1,1 +1,0 @@
-"""Simulated people, ads and logs: raw records with a known truth behind them."""

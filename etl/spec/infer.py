@@ -1,0 +1,262 @@
+"""A first data spec from a sample of a user's files: `gemline spec infer`.
+
+The result is a draft: it loads, says in comments what was guessed, and has to be corrected.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from etl.errors import UserError
+from etl.spec.sample import Column, SourceSample, as_number, group_files, read_sample
+
+MAX_VOCABULARY = 12
+MIN_RECORDS_FOR_NOISE = 500
+IMPRESSION_NAMES = re.compile(r"impression|shown|show$|view$|exposure|display|served")
+OUTCOME_NAMES = re.compile(
+    r"click|tap|convers|purchas|order|buy|bought|install|like|follow|share|comment|long_view"
+)
+
+
+def infer_spec(folder: Path) -> str:
+    """A first data spec for the files below a folder, as YAML with comments.
+
+    Raises UserError if no file looks like a log of events.
+    """
+    samples = [read_sample(*group) for group in group_files(folder)]
+    logs = [sample for sample in samples if sample.is_log]
+    if not logs:
+        seen = ", ".join(sample.pattern for sample in samples) or "no JSON, CSV or Parquet file"
+        raise UserError(
+            f"{folder}: no file looks like a log (a user, an item and a time in each record); "
+            f"found: {seen}. Write the spec by hand: docs/guides/your-logs.md"
+        )
+    return (
+        "\n".join(SpecDraft(folder.name, logs, [s for s in samples if not s.is_log]).lines()) + "\n"
+    )
+
+
+def spec_name(text: str) -> str:
+    """A text as a name that a spec may use: lower case, digits and underscores."""
+    name = re.sub(r"\W+", "_", text.lower()).strip("_")
+    return name if name and name[0].isalpha() else f"v{name}"
+
+
+@dataclass(frozen=True)
+class SpecDraft:
+    """The YAML text of a spec for some logs and attribute files."""
+
+    folder: str
+    logs: Sequence[SourceSample]
+    others: Sequence[SourceSample]
+
+    def lines(self) -> Iterator[str]:
+        """All sections of the spec."""
+        today = datetime.now(UTC).date()
+        yield f"# Inferred on {today} from a sample of {self.folder}: read every line before use."
+        yield f"name: {spec_name(self.folder)}"
+        yield "time_zone: UTC        # where your days begin"
+        yield "buckets: 16           # hash partitions of users; a power of two"
+        yield "allowed_lateness: 3d  # events that land later are excluded"
+        for section in (self.surfaces, self.events, self.objectives, self.attributes):
+            yield ""
+            yield from section()
+        yield ""
+        yield from ("sequences:", "  behavior: {max_length: 256}", "")
+        yield from self.counters()
+        yield ""
+        yield "# Orders candidates; an `auction` needs bids and goals: docs/concepts/auction.md"
+        yield f"rank_by: {self.outcomes()[0]}"
+        yield ""
+        yield "sources:"
+        for log in self.logs:
+            yield from self.log_source(log)
+        for entity, sample in self.attribute_files().items():
+            yield from self.attribute_source(entity, sample)
+        used = {id(s) for s in (*self.logs, *self.attribute_files().values())}
+        for sample in self.others:
+            if id(sample) not in used:
+                columns = ", ".join(list(sample.columns)[:8])
+                yield f"  # not used: {sample.pattern} (columns {columns})"
+
+    def surfaces(self) -> Iterator[str]:
+        """Each value of the logs' surface columns; one made-up surface where none has one."""
+        yield "surfaces:"
+        values = [v for log in self.logs for v in self._values(log, "surface")]
+        for value in dict.fromkeys(values):
+            name = spec_name(value)
+            yield (
+                f"  {name}: {{}}"
+                if name == value
+                else f"  {name}: {{logged_as: {json.dumps(value)}}}"
+            )
+        if not values:
+            yield "  main: {}  # no column looks like a surface: name one under `columns`"
+
+    def events(self) -> Iterator[str]:
+        """Event types with their roles."""
+        yield "events:  # role: impression is what is ranked, outcome what may follow it"
+        for name in self.event_types():
+            role = "impression" if name == self.impression() else ""
+            role = role or ("outcome" if name in self.outcomes() else "activity")
+            yield f"  {name}: {{role: {role}}}"
+
+    def objectives(self) -> Iterator[str]:
+        """An objective for each outcome."""
+        yield "objectives:  # window: how long after an impression its outcome counts"
+        for name in self.outcomes():
+            yield f"  {name}: {{event: {name}, window: 1h}}"
+
+    def attributes(self) -> Iterator[str]:
+        """Attributes of users and items from their files, of the context from the logs."""
+        yield "attributes:"
+        for entity, sample in self.attribute_files().items():
+            skipped = {sample.roles.get(entity), sample.roles.get("event_time")}
+            rows = [*self._attributes(sample, skipped)]
+            if rows:
+                yield from (f"  {entity}:", *rows)
+        context: dict[str, str] = {}
+        for log in self.logs:
+            skipped = {*log.roles.values(), *self._flags(log)}
+            context |= {line.split(":")[0]: line for line in self._attributes(log, skipped)}
+        yield "  context:"
+        yield from context.values()
+        yield "    hour: {type: clock, part: hour}"
+
+    def counters(self) -> Iterator[str]:
+        """Counters of the impression and the outcomes."""
+        events = ", ".join([self.impression(), *self.outcomes()])
+        yield "counters:"
+        yield "  windows: [1d, 7d]"
+        yield f"  events: [{events}]"
+        yield "  keys: [[user], [user, surface], [item], [item, surface], [surface]]"
+
+    def log_source(self, log: SourceSample) -> Iterator[str]:
+        """The source of a log."""
+        flags = self._flags(log)
+        is_wide = bool(flags) and "type" not in log.roles
+        unit = log.columns[log.roles["event_time"]].time_unit
+        yield f"  {log.name}:  # {log.num_records:,} records of {len(log.files)} files were read"
+        yield f"    kind: {'impression_log' if is_wide else 'event_log'}"
+        yield f"    format: {log.format}"
+        yield f"    path: {json.dumps(log.pattern)}"
+        yield f"    time_unit: {unit}"
+        yield "    columns:"
+        yield from (f"      {role}: {json.dumps(name)}" for role, name in log.roles.items())
+        if "surface" not in log.roles:
+            yield "      surface: surface  # no such column was found: every record needs one"
+        if is_wide:
+            yield "    outcomes:"
+            for flag in flags:
+                yield f"      - {{event: {_outcome_name(flag)}, indicator: {json.dumps(flag)}}}"
+        elif "type" in log.roles:
+            types = {v: spec_name(v) for v in self._values(log, "type")}
+            if any(value != name for value, name in types.items()):
+                pairs = ", ".join(f"{json.dumps(v)}: {name}" for v, name in types.items())
+                yield f"    types: {{{pairs}}}"
+        if "{day" not in log.pattern:
+            yield from self._day_column(log)
+
+    def _day_column(self, log: SourceSample) -> Iterator[str]:
+        for name, column in log.columns.items():
+            if column.day_format:
+                yield f'    day: {{column: {json.dumps(name)}, format: "{column.day_format}"}}'
+                return
+        yield "    # the day of a record is that of its ingest time; `day` may name a column"
+
+    def attribute_source(self, entity: str, sample: SourceSample) -> Iterator[str]:
+        """The source of an attribute file."""
+        yield f"  {sample.name}:"
+        yield "    kind: attributes"
+        yield f"    entity: {entity}"
+        yield f"    format: {sample.format}"
+        yield f"    path: {json.dumps(sample.pattern)}"
+        yield f"    key: {json.dumps(sample.roles[entity])}"
+        if "event_time" in sample.roles:
+            yield f"    valid_from: {json.dumps(sample.roles['event_time'])}"
+            yield f"    time_unit: {sample.columns[sample.roles['event_time']].time_unit}"
+        if "{day" not in sample.pattern:
+            yield "    static: true  # its rows never change; otherwise remove this line"
+
+    def attribute_files(self) -> dict[str, SourceSample]:
+        """The file that describes users, and the one that describes items."""
+        found: dict[str, SourceSample] = {}
+        for sample in self.others:
+            named = [entity for entity in ("user", "item") if entity in sample.roles]
+            if len(named) == 1:
+                found.setdefault(named[0], sample)
+        return found
+
+    def event_types(self) -> list[str]:
+        """Names of all event types."""
+        names = [spec_name(v) for log in self.logs for v in self._values(log, "type")]
+        wide = [log for log in self.logs if "type" not in log.roles]
+        if wide:
+            names = [
+                "impression",
+                *names,
+                *(_outcome_name(f) for log in wide for f in self._flags(log)),
+            ]
+        return list(dict.fromkeys(names))
+
+    def impression(self) -> str:
+        """The event type that is ranked."""
+        names = self.event_types()
+        likely = [n for n in names if IMPRESSION_NAMES.search(n) and not OUTCOME_NAMES.search(n)]
+        return next((n for n in likely if "impression" in n), likely[0] if likely else names[0])
+
+    def outcomes(self) -> list[str]:
+        """Event types that may follow an impression."""
+        others = [name for name in self.event_types() if name != self.impression()]
+        return (
+            [name for name in others if OUTCOME_NAMES.search(name)] or others or [self.impression()]
+        )
+
+    def _values(self, sample: SourceSample, role: str) -> list[str]:
+        column = sample.roles.get(role)
+        if column is None:
+            return []
+        counts = sample.columns[column].distinct
+        return sorted(value for value, count in counts.items() if count >= self._min_count(sample))
+
+    def _min_count(self, sample: SourceSample) -> int:
+        """Occurrences below which a value of a large sample is taken for a bad record."""
+        return 3 if sample.num_records >= MIN_RECORDS_FOR_NOISE else 1
+
+    def _flags(self, log: SourceSample) -> list[str]:
+        used_columns = set(log.roles.values())
+        return [
+            name
+            for name, column in log.columns.items()
+            if name not in used_columns and column.is_flag and OUTCOME_NAMES.search(name.lower())
+        ]
+
+    def _attributes(self, sample: SourceSample, skipped: Iterable[str | None]) -> Iterator[str]:
+        left_out = set(skipped)
+        for name, column in sample.columns.items():
+            is_constant = len(column.distinct) == 1 and not column.vector_width
+            is_time = column.time_unit or column.day_format
+            if name not in left_out and not is_time and not is_constant:
+                yield f"    {spec_name(name)}: {_attribute(name, column)}"
+
+
+def _outcome_name(flag: str) -> str:
+    return spec_name(re.sub(r"^(is|has)_|_flag$", "", flag))
+
+
+def _attribute(name: str, column: Column) -> str:
+    """The declaration of an attribute by its values."""
+    renamed = "" if spec_name(name) == name else f", column: {json.dumps(name)}"
+    if column.vector_width:
+        return f"{{type: vector, width: {column.vector_width}{renamed}}}"
+    values = sorted(column.distinct)
+    if column.is_number and not column.is_id and len(values) > MAX_VOCABULARY:
+        heavy_tail = all((as_number(value) or 0) >= 0 for value in column.values)
+        return f"{{type: numeric, transform: {'log' if heavy_tail else 'none'}{renamed}}}"
+    if len(values) <= MAX_VOCABULARY and not column.is_number and not column.is_id:
+        return f"{{type: categorical, vocabulary: {json.dumps(values)}{renamed}}}"
+    size = 1 << max(4, (2 * len(values)).bit_length())
+    return f"{{type: categorical, size: {size}{renamed}}}  # {len(values)} values in the sample"

@@ -1,0 +1,128 @@
+"""Maintenance of a lake: vacuum of old table versions, and upgrade to a changed spec.
+
+An upgrade keeps the tables that no changed key affects and removes the others to be rebuilt.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from deltalake import DeltaTable
+
+from etl.errors import UserError
+from etl.spec.base import StrictModel
+from etl.spec.effects import changed_keys, effect_of
+from etl.spec.model import DataSpec
+from etl.tables import atomic_io, step_state
+from etl.tables.code_registry import register_codes
+from etl.tables.lake import SPEC_PROPERTY, Lake
+from etl.tables.schemas import table_registry
+from etl.tables.uri import resolve_uri
+
+
+def vacuum_lake(lake: Lake, keep_days: int) -> dict[str, int]:
+    """Remove the files that no table version of the last `keep_days` days uses.
+
+    Pinned versions (`etl.tables.step_state`) are kept, however old.
+
+    Returns:
+        Number of files removed, by table.
+    """
+    pins = step_state.read_pins(lake.root)
+    removed_files = {}
+    for name in sorted(table_registry(lake.spec)):
+        if not lake.exists(name):
+            continue
+        table = lake.open(name)
+        pinned = {pin.versions[name] for pin in pins if name in pin.versions}
+        removed = table.vacuum(
+            retention_hours=24 * keep_days,
+            dry_run=False,
+            enforce_retention_duration=False,
+            keep_versions=sorted(pinned | {table.version()}),
+        )
+        removed_files[name] = len(removed)
+    return removed_files
+
+
+# Tables with outputs of models: an upgrade removes GEM, so these are rebuilt, too.
+MODEL_OUTPUT_TABLES = {"teacher_predictions", "user_teacher_embeddings", "scores"}
+
+
+@dataclass(frozen=True)
+class UpgradePlan:
+    """The spec keys that changed, the tables that are kept and those that must be rebuilt."""
+
+    changed_keys: tuple[str, ...]
+    kept_tables: tuple[str, ...]
+    rebuilt_tables: tuple[str, ...]
+
+
+def plan_upgrade(lake_root: str, old_spec: DataSpec, new_spec: DataSpec) -> UpgradePlan:
+    """What an upgrade would do; of an interrupted upgrade, what remains to be done.
+
+    Raises UserError if a surface or an event type whose code tables hold is changed or missing, or
+    if a table was written under a third spec.
+    """
+    lake, new_lake = Lake(lake_root, old_spec), Lake(lake_root, new_spec)
+    _check_immutable_keys("surfaces", old_spec.surfaces, new_spec.surfaces)
+    _check_immutable_keys("events", old_spec.events, new_spec.events)
+    before, after = (spec.model_dump(mode="json") for spec in (lake.spec, new_lake.spec))
+    paths = changed_keys(before, after)
+    affected = {table for path in paths for table in effect_of(path).tables}
+    existing = [name for name in table_registry(old_spec) if lake.exists(name)]
+    hashes = lake.spec.hash, new_lake.spec.hash
+    upgraded = {name for name in existing if _table_spec_hash(lake, name, hashes) == hashes[1]}
+    kept = {*existing} - affected - MODEL_OUTPUT_TABLES | upgraded
+    return UpgradePlan(
+        tuple(".".join(path) for path in paths),
+        tuple(name for name in existing if name in kept),
+        tuple(name for name in existing if name not in kept),
+    )
+
+
+def upgrade_lake(lake_root: str, old_spec: DataSpec, new_spec: DataSpec) -> UpgradePlan:
+    """Upgrade a lake to a new spec: remove GEM and the tables that must be rebuilt.
+
+    Rankers are kept and serve until those of the new spec are promoted. An interrupted upgrade can
+    be run again.
+    """
+    plan = plan_upgrade(lake_root, old_spec, new_spec)
+    lake = Lake(lake_root, new_spec)
+    register_codes(lake_root, lake.spec)
+    for name in plan.rebuilt_tables:
+        atomic_io.remove_folder(resolve_uri(lake_root, name))
+    atomic_io.remove_folder(resolve_uri(lake_root, "models"))
+    for name in plan.kept_tables:
+        DeltaTable(lake.table_uri(name)).alter.set_table_properties(
+            {SPEC_PROPERTY: lake.spec.hash}, raise_if_not_exists=False
+        )
+    return plan
+
+
+def _table_spec_hash(lake: Lake, name: str, known_hashes: tuple[str, str]) -> str:
+    """The hash of the spec under which a table was written; UserError if not a known one."""
+    written: str = DeltaTable(lake.table_uri(name)).metadata().configuration[SPEC_PROPERTY]
+    if written not in known_hashes:
+        raise UserError(
+            f"table {name} in {lake.root} was written under a third spec ({written}): pass that "
+            "spec as --old-spec"
+        )
+    return written
+
+
+def _check_immutable_keys(
+    section: str, old: Mapping[str, StrictModel], new: Mapping[str, StrictModel]
+) -> None:
+    for name, model in old.items():
+        if name not in new:
+            raise UserError(f"{section}: {name} is missing, but tables hold its code: keep it")
+        changed = [
+            f"{key}: {value}"
+            for key, value in model
+            if effect_of((section, name, key)).is_immutable and getattr(new[name], key) != value
+        ]
+        if changed:
+            raise UserError(
+                f"{section}.{name} was {', '.join(changed)}: that cannot be changed in a lake that "
+                "has tables; use another --lake, or another name"
+            )

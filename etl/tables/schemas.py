@@ -1,0 +1,339 @@
+"""The schema of each table, derived from the data spec."""
+
+from etl.errors import UserError
+from etl.event_time import MAX_CLOCK_SKEW_SECONDS, MIN_EVENT_TS, day_end_sql
+from etl.spec.attributes import (
+    Attribute,
+    CategoricalAttribute,
+    LocalTimeAttribute,
+    NumericAttribute,
+    VectorAttribute,
+)
+from etl.spec.model import DataSpec
+from etl.spec.units import MICROS, format_duration
+from etl.tables.table_schema import TableSchema
+
+HISTORY_BYTE_PLANES = (
+    *(f"{name}_{k}" for name in ("gaps", "lags", "items") for k in range(4)),
+    *("surfaces", "types", "dwells"),
+)
+PARTITION_COLUMNS = {"day": "date", "bucket": "int"}
+RESERVED_ITEM_INDICES = 16  # index 0: no item; 1 to 15: items without an index, by hash of the id
+
+
+def logged_sql_type(attribute: Attribute) -> str:
+    """Spark SQL type of an attribute as logged."""
+    if isinstance(attribute, VectorAttribute):
+        return "array<float>"
+    return "double" if isinstance(attribute, NumericAttribute) else "string"
+
+
+def encoded_sql_type(attribute: Attribute) -> str:
+    """Spark SQL type of an attribute as models read it."""
+    return {"string": "int", "double": "float"}.get(logged_sql_type(attribute), "array<float>")
+
+
+def logged_context_attributes(spec: DataSpec) -> dict[str, CategoricalAttribute | NumericAttribute]:
+    """Context attributes that have a column in the logs."""
+    context = spec.attributes.context
+    return {name: a for name, a in context.items() if not isinstance(a, LocalTimeAttribute)}
+
+
+def auction_columns(spec: DataSpec) -> dict[str, str]:
+    """Raw column of each item column that the auction needs."""
+    return {"bid": spec.auction.bid, "goal": spec.auction.goal} if spec.auction else {}
+
+
+def counter_columns(spec: DataSpec) -> list[str]:
+    """Column of each counter, by key, window and event: `cnt_user_surface_ad_click_7d`."""
+    counters = spec.counters
+    return [
+        f"cnt_{'_'.join(key)}_{event}_{format_duration(window)}"
+        for key in counters.keys
+        for window in counters.windows
+        for event in counters.events
+    ]
+
+
+def item_counter_key_columns(spec: DataSpec) -> list[str]:
+    """Columns with hashes of the item attributes that are counter keys: `key_author_id`."""
+    key_parts = dict.fromkeys(part for key in spec.counters.keys for part in key)
+    return [f"key_{part}" for part in key_parts if part in spec.attributes.item]
+
+
+def events(spec: DataSpec) -> TableSchema:
+    """One valid event; `visible_ts` is in seconds, `event_ts` and `ingest_ts` in microseconds."""
+    columns = {
+        "event_id": "string",
+        "user_id": "string",
+        "item_id": "string",
+        "surface": "tinyint",
+        "type": "tinyint",
+        "event_ts": "bigint",
+        "ingest_ts": "bigint",
+        "visible_ts": "bigint",
+        "request_id": "string",
+        "impression_id": "string",
+        "position": "int",
+        "dwell_ms": "double",
+        "value": "double",
+        "propensity": "double",
+        **{
+            f"ctx_{name}": logged_sql_type(a) for name, a in logged_context_attributes(spec).items()
+        },
+        "log": "string",
+        "source_file": "string",
+    }
+    return TableSchema(
+        "events",
+        columns | PARTITION_COLUMNS,
+        ("day", "bucket"),
+        order_by=("user_id", "visible_ts", "event_ts", "event_id"),
+        required_columns={
+            "no event id": "event_id",
+            "no user": "user_id",
+            "no item": "item_id",
+            "unknown surface": "surface",
+            "unknown type": "type",
+            "no event time": "event_ts",
+            "no ingest time": "ingest_ts",
+            "no day": "day",
+        },
+        constraints=_event_constraints(spec),
+    )
+
+
+def _event_constraints(spec: DataSpec) -> dict[str, str]:
+    latest = (
+        f"({day_end_sql(spec)} + {spec.allowed_lateness + MAX_CLOCK_SKEW_SECONDS}) * {MICROS['s']}"
+    )
+    max_skew_us = MAX_CLOCK_SKEW_SECONDS * MICROS["s"]
+    finite = [f"(NOT isnan({c}) AND abs({c}) < 1e300)" for c in ("dwell_ms", "value")]
+    return {
+        "event time before 2000": f"event_ts >= {MIN_EVENT_TS}",
+        "event time after its day": f"event_ts <= {latest}",
+        "ingest time after its day": f"ingest_ts <= {latest}",
+        "event time after its ingest": f"event_ts <= ingest_ts + {max_skew_us}",
+        "negative dwell": "dwell_ms >= 0",
+        "not a number": " AND ".join(f"coalesce({rule}, true)" for rule in finite),
+        "propensity is no probability": "propensity > 0 AND propensity <= 1",
+    }
+
+
+def excluded_events(spec: DataSpec) -> TableSchema:
+    """One valid event that is not used, with the reason: it was late, or a machine's."""
+    columns = {"reason": "string"} | events(spec).columns
+    columns.pop("bucket")
+    order = ("reason", "user_id", "event_ts", "event_id")
+    return TableSchema("excluded_events", columns, ("day",), order)
+
+
+def quarantine(_spec: DataSpec) -> TableSchema:
+    """One bad record: its payload, file and line (from 1), and the reasons why it is bad."""
+    columns = {
+        "log": "string",
+        "payload": "string",
+        "source_file": "string",
+        "line": "bigint",
+        "reasons": "array<string>",
+        "day": "date",
+    }
+    return TableSchema("quarantine", columns, ("day", "log"), ("source_file", "line"))
+
+
+def ingest_metrics(_spec: DataSpec) -> TableSchema:
+    """Counts of one day's records: read = kept + quarantined + duplicates + excluded."""
+    counts = ("read", "kept", "quarantined", "duplicates", "excluded")
+    rule = {"records were lost": "read = kept + quarantined + duplicates + excluded"}
+    columns = dict.fromkeys(counts, "bigint") | {"day": "date"}
+    return TableSchema("ingest_metrics", columns, ("day",), constraints=rule)
+
+
+def attributes(spec: DataSpec, entity: str) -> TableSchema:
+    """One version of a user or item, valid from `valid_from` (µs) until its next version."""
+    declared = getattr(spec.attributes, entity)
+    columns = {f"{entity}_id": "string", "valid_from": "bigint"}
+    columns |= {f"attr_{name}": logged_sql_type(a) for name, a in declared.items()}
+    if entity == "item" and spec.auction:
+        columns |= {"bid": "double", "goal": "string"}
+    name = f"attributes_{entity}"
+    order = (f"{entity}_id", "valid_from")
+    required = {f"no {entity}": f"{entity}_id", "no time": "valid_from"}
+    return TableSchema(name, columns | {"day": "date"}, ("day",), order, required)
+
+
+def impressions(spec: DataSpec) -> TableSchema:
+    """One ad impression; a label is null until its `label_mature_ts_…` (µs), then final."""
+    columns = {
+        "impression_id": "string",
+        "request_id": "string",
+        "user_id": "string",
+        "item_id": "string",
+        "surface": "tinyint",
+        "event_ts": "bigint",
+        "position": "int",
+        "propensity": "double",
+    }
+    for name, (objective, _) in spec.label_windows.items():
+        columns |= {f"label_{name}": "tinyint", f"label_mature_ts_{name}": "bigint"}
+        columns |= {f"value_{name}": "double"} if spec.objectives[objective].value else {}
+    order = ("user_id", "event_ts", "impression_id")
+    ids = ("impression_id", "request_id", "user_id", "item_id")
+    return TableSchema(
+        "impressions",
+        columns | PARTITION_COLUMNS,
+        ("day", "bucket"),
+        order,
+        required_columns={f"no {name}": name for name in (*ids, "surface", "event_ts")},
+        constraints={
+            f"label of {name} not 0 or 1": f"label_{name} IN (0, 1)" for name in spec.label_windows
+        },
+    )
+
+
+def items(_spec: DataSpec) -> TableSchema:
+    """One item: its index, which is never reused, and the day on which it was first logged."""
+    columns = {"item_id": "string", "item_index": "int", "day": "date"}
+    required = {"no item": "item_id", "no index": "item_index"}
+    rules = {"a reserved index": f"item_index >= {RESERVED_ITEM_INDICES}"}
+    return TableSchema("items", columns, ("day",), ("item_index",), required, rules)
+
+
+def item_versions(spec: DataSpec) -> TableSchema:
+    """One version of an item from `valid_from` (µs) on, as models and counters read it."""
+    columns = {"item_index": "int", "valid_from": "bigint"}
+    columns |= {f"item_{name}": encoded_sql_type(a) for name, a in spec.attributes.item.items()}
+    columns |= dict.fromkeys(item_counter_key_columns(spec), "bigint")
+    required = {"no index": "item_index", "no time": "valid_from"}
+    order = ("item_index", "valid_from")
+    return TableSchema("item_versions", columns | {"day": "date"}, ("day",), order, required)
+
+
+def history(_spec: DataSpec) -> TableSchema:
+    """Events of one user that became visible on one day, packed (features/history/codec.py).
+
+    Compacted rows hold all events up to their day: `chunk` numbers them, from 0, and is null in
+    other rows; `dropped` is how many older events of the user compaction has removed.
+    """
+    columns = {
+        "user_id": "string",
+        "chunk": "int",
+        "dropped": "int",
+        "first_ts": "bigint",
+        "events": "int",
+        **dict.fromkeys(HISTORY_BYTE_PLANES, "binary"),
+    }
+    required = {f"no {name}": name for name in columns if name != "chunk"}
+    order = ("user_id", "chunk")
+    return TableSchema("history", columns | PARTITION_COLUMNS, ("day", "bucket"), order, required)
+
+
+def examples(spec: DataSpec) -> TableSchema:
+    """One impression: a pointer into its user's history, and its non-sequence features.
+
+    `user_known_since` (seconds) is when the user's version became valid, `item_known_since` when
+    the first version of the item did; null where none was known.
+    """
+    columns = {
+        "impression_id": "string",
+        "request_id": "string",
+        "user_id": "string",
+        "item_index": "int",
+        "surface": "tinyint",
+        "as_of_ts": "bigint",
+        "history_length": "int",
+        "history_version": "bigint",
+    }
+    order = ("user_id", "as_of_ts", "request_id", "impression_id")
+    required = {f"no {name}": name for name in columns}
+    columns |= {"user_known_since": "bigint", "item_known_since": "bigint"}
+    for prefix, declared in (("user", spec.attributes.user), ("ctx", spec.attributes.context)):
+        columns |= {f"{prefix}_{name}": encoded_sql_type(a) for name, a in declared.items()}
+    columns |= dict.fromkeys(counter_columns(spec), "int")
+    rules = {"history of negative length": "history_length >= 0"}
+    return TableSchema(
+        "examples", columns | PARTITION_COLUMNS, ("day", "bucket"), order, required, rules
+    )
+
+
+def teacher_predictions(spec: DataSpec) -> TableSchema:
+    """GEM's predictions for one impression, by a version that was trained on earlier days only.
+
+    The logit of an objective is null while no day of its labels had been trained on.
+    """
+    columns = {"impression_id": "string", "fm_version": "string", "fm_trained_until": "date"}
+    columns |= {f"logit_{name}": "float" for name in spec.objectives}
+    columns |= {"embedding": "array<float>"}
+    return TableSchema("teacher_predictions", columns | PARTITION_COLUMNS, ("day", "bucket"))
+
+
+def user_teacher_embeddings(_spec: DataSpec) -> TableSchema:
+    """GEM's embedding of one impression (training/teacher/outputs.py), an input of later ones.
+
+    It is visible from `visible_ts` (seconds) on, when its day has ended and it has been written.
+    """
+    columns = {
+        "user_id": "string",
+        "visible_ts": "bigint",
+        "impression_ts": "bigint",
+        "item_index": "int",
+        "impression_id": "string",
+        "fm_version": "string",
+        "fm_trained_until": "date",
+        "teacher_embedding_int4": "binary",
+    }
+    order = ("user_id", "visible_ts", "impression_ts", "impression_id")
+    required = {f"no {name}": name for name in columns}
+    return TableSchema(
+        "user_teacher_embeddings", columns | PARTITION_COLUMNS, ("day", "bucket"), order, required
+    )
+
+
+def scores(spec: DataSpec) -> TableSchema:
+    """One candidate of a request as a surface's ranker scores it; `rank` orders the candidates.
+
+    `price` is what the campaign pays for its event. Both are null where the candidate is excluded.
+    """
+    columns = {
+        "impression_id": "string",
+        "request_id": "string",
+        "item_id": "string",
+        "ranker": "string",
+        **{f"p_{name}": "double" for name in spec.objectives},
+        "bid": "double",
+        "expected_value": "double",
+        "rank": "int",
+        "price": "double",
+    }
+    return TableSchema("scores", columns | {"surface": "string", "day": "date"}, ("surface", "day"))
+
+
+TABLE_SCHEMAS = (
+    events,
+    quarantine,
+    excluded_events,
+    ingest_metrics,
+    impressions,
+    items,
+    item_versions,
+    history,
+    examples,
+    teacher_predictions,
+    user_teacher_embeddings,
+    scores,
+)
+
+
+def table_registry(spec: DataSpec) -> dict[str, TableSchema]:
+    """The schemas of all tables of a spec, by name."""
+    registry = [schema(spec) for schema in TABLE_SCHEMAS]
+    registry += [attributes(spec, entity) for entity in ("user", "item")]
+    return {schema.name: schema for schema in registry}
+
+
+def table_schema(spec: DataSpec, name: str) -> TableSchema:
+    """The schema of a table; raises UserError if the spec has no such table."""
+    registry = table_registry(spec)
+    if name not in registry:
+        raise UserError(f"no table is called {name}; known: {', '.join(registry)}")
+    return registry[name]

@@ -1,0 +1,52 @@
+"""Tables as Spark DataFrames: read a version, replace whole partitions in one commit."""
+
+from collections.abc import Mapping
+
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from etl.tables.lake import Lake, commit_metadata, create_table
+from etl.tables.table_schema import TableSchema
+
+
+def user_bucket(user_id: Column, buckets: int) -> Column:
+    """The bucket of a user id, which is the same in every table."""
+    return F.pmod(F.xxhash64(user_id), F.lit(buckets)).cast("int")
+
+
+def read_table(lake: Lake, schema: TableSchema, version: int | None = None) -> DataFrame:
+    """A table at a version; raises UserError if it is missing or of another spec."""
+    pinned = lake.open(schema.name, version).version()
+    reader = SparkSession.active().read.format("delta").option("versionAsOf", pinned)
+    return reader.load(lake.table_uri(schema.name))
+
+
+def replace_partitions(
+    lake: Lake,
+    schema: TableSchema,
+    frame: DataFrame,
+    predicate: str,
+    input_versions: Mapping[str, object],
+) -> int:
+    """Replace the partitions that `predicate` selects, in one commit; returns the new version.
+
+    The write fails if `frame` has rows that `predicate` does not select. The commit records the
+    spec's hash and `input_versions`, the versions of the tables that were read.
+    """
+    create_table(lake, schema)
+    rows = frame.select([F.col(n).cast(t).alias(n) for n, t in schema.columns.items()])
+    rows = rows.repartition(*schema.partition_by)
+    rows = rows.sortWithinPartitions(*schema.partition_by, *schema.order_by)
+    (
+        rows.write.format("delta")
+        .mode("overwrite")
+        .option("replaceWhere", predicate)
+        .option("userMetadata", commit_metadata(spec=lake.spec.hash, inputs=dict(input_versions)))
+        .save(lake.table_uri(schema.name))
+    )
+    return lake.version(schema.name)
+
+
+def day_range_predicate(first: object, last: object) -> str:
+    """SQL predicate that selects the days from first to last, both included."""
+    return f"day >= '{first}' AND day <= '{last}'"

@@ -1,0 +1,59 @@
+"""The schema of a table: its columns, partitions and order, and the rules that all rows obey."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class TableSchema:
+    """The schema of one table.
+
+    Attributes:
+        name: Name of the table.
+        columns: Spark SQL type of each column.
+        partition_by: Columns that the table is partitioned by.
+        order_by: Columns that the rows of a file are sorted by.
+        required_columns: Columns that may not be null, by the reason given for a row that has none.
+        constraints: SQL conditions that hold for each row (or are null), by the reason given for a
+            row that breaks one.
+    """
+
+    name: str
+    columns: dict[str, str]
+    partition_by: tuple[str, ...]
+    order_by: tuple[str, ...] = ()
+    required_columns: dict[str, str] = field(default_factory=dict)
+    constraints: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        named = {*self.required_columns.values(), *self.order_by, *self.partition_by}
+        unknown = named - {*self.columns}
+        assert not unknown, f"the schema of {self.name} names columns that it lacks: {unknown}"
+
+    @property
+    def ddl(self) -> str:
+        """The columns as a Spark DDL string."""
+        return ", ".join(f"`{name}` {sql_type}" for name, sql_type in self.columns.items())
+
+    @property
+    def non_nullable(self) -> frozenset[str]:
+        """Columns that are never null: the required ones and those of the partition."""
+        return frozenset((*self.required_columns.values(), *self.partition_by))
+
+    @property
+    def violations(self) -> dict[str, str]:
+        """SQL conditions of rows that violate the schema, by reason."""
+        missing = {reason: f"`{name}` IS NULL" for reason, name in self.required_columns.items()}
+        broken = {
+            reason: f"NOT {_true_or_null(constraint)}"
+            for reason, constraint in self.constraints.items()
+        }
+        return missing | broken
+
+    @property
+    def check_constraint(self) -> str | None:
+        """All constraints as one SQL condition for Delta to enforce; None if there are none."""
+        return " AND ".join(map(_true_or_null, self.constraints.values())) or None
+
+
+def _true_or_null(constraint: str) -> str:
+    return f"coalesce({constraint}, true)"

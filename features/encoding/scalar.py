@@ -1,0 +1,69 @@
+"""Encoding of attributes one value at a time, as `features/encoding/spark.py` does in Spark.
+
+Also the four-bit encoding of teacher embeddings.
+"""
+
+from datetime import UTC, datetime
+from functools import lru_cache
+from math import copysign, isfinite, log1p, nan
+from zoneinfo import ZoneInfo
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from etl.spec.attributes import CategoricalAttribute, LocalTimeAttribute, NumericAttribute
+
+SPARK_XXHASH64_SEED = 42
+MAX_ABS_VALUE = 1e30
+INT4_ZERO_POINT = 8  # of the 16 levels, 8 are below zero
+Bytes = npt.NDArray[np.uint8]
+Float32 = npt.NDArray[np.float32]
+
+
+def spark_xxhash64(text: str) -> int:
+    """Spark's xxhash64 of a string: a signed 64-bit integer."""
+    unsigned = xxhash.xxh64_intdigest(text.encode(), seed=SPARK_XXHASH64_SEED)
+    return unsigned - (1 << 64) if unsigned >> 63 else unsigned
+
+
+def encode_categorical(attribute: CategoricalAttribute, raw: str | None) -> int:
+    """The embedding row of a value: 0 if missing, 1 if not in the vocabulary."""
+    if raw is None:
+        return 0
+    if attribute.vocabulary is not None:
+        return attribute.vocabulary.index(raw) + 2 if raw in attribute.vocabulary else 1
+    return spark_xxhash64(raw) % (attribute.size - 1) + 1
+
+
+def encode_numeric(attribute: NumericAttribute, raw: float | None) -> float:
+    """The transformed number in single precision; NaN if missing or not finite."""
+    if raw is None or not isfinite(raw) or abs(raw) >= MAX_ABS_VALUE:
+        return nan
+    scaled = copysign(log1p(abs(raw)), raw) if attribute.transform == "log" else raw
+    return float(np.float32(scaled))
+
+
+def encode_local_time(attribute: LocalTimeAttribute, second: int, time_zone: str) -> int:
+    """The hour or the weekday of an epoch second in local time, counted from 1."""
+    local = datetime.fromtimestamp(second, UTC).astimezone(_zone(time_zone))
+    return local.hour + 1 if attribute.part == "hour" else local.isoweekday()
+
+
+@lru_cache
+def _zone(name: str) -> ZoneInfo:
+    return ZoneInfo(name)
+
+
+def quantize_int4(values: Float32) -> Bytes:
+    """Numbers (..., Z) between -1 and 1, Z even, as four bits each: bytes (..., Z / 2)."""
+    scaled = np.rint(values * INT4_ZERO_POINT)
+    signed = np.clip(scaled, -INT4_ZERO_POINT, INT4_ZERO_POINT - 1).astype(np.int8)
+    levels = (signed + INT4_ZERO_POINT).astype(np.uint8)
+    return np.asarray(levels[..., ::2] << 4 | levels[..., 1::2])
+
+
+def dequantize_int4(quantized: Bytes) -> Float32:
+    """Bytes (..., Z / 2) of `quantize_int4` as numbers (..., Z)."""
+    levels = np.stack((quantized >> 4, quantized & 15), -1).reshape(*quantized.shape[:-1], -1)
+    return (levels.astype(np.float32) - np.float32(INT4_ZERO_POINT)) / np.float32(INT4_ZERO_POINT)

@@ -1,0 +1,238 @@
+"""Validation of `examples`: a sample is recomputed from the events by brute force.
+
+Slow by design: it shares none of the code that builds the tables, only `features/reference.py`.
+"""
+
+from collections.abc import Iterator, Sequence
+from datetime import date, timedelta
+from functools import cached_property
+from itertools import pairwise, takewhile
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from tqdm import tqdm
+
+from etl.errors import UserError
+from etl.spec.units import date_range
+from etl.tables import schemas
+from etl.tables.arrow import Snapshot, snapshot
+from etl.tables.lake import Lake
+from features import reference
+from features.history.codec import decode_rows, delta_decode
+from features.horizon import counter_input_days
+from features.reference import MICROS_PER_SECOND, Row
+from features.schema import counters
+
+EVENT_COLUMNS = (
+    "event_id", "user_id", "item_id", "surface", "type", "event_ts", "ingest_ts", "visible_ts",
+    "request_id", "impression_id", "day",
+)  # fmt: skip
+KEY_COLUMNS = {"user": "user_id", "item": "item_id", "surface": "surface"}  # other parts: of items
+HistoryEvent = tuple[int, ...]  # visible_ts, item index, surface, type
+
+
+class Difference(NamedTuple):
+    """A column of an example, or its history, that is not as recomputed."""
+
+    name: str
+    stored: object
+    expected: object
+
+
+class ItemState(NamedTuple):
+    """An item's index, the second since when it is known (None if never), and its counter keys."""
+
+    item_index: int
+    known_since: int | None
+    keys: Row
+
+
+def validate_examples(
+    lake: Lake, sample_size: int, seed: int
+) -> Iterator[tuple[str, list[Difference]]]:
+    """Impression ids of sampled examples, each with its differences from the recomputed values.
+
+    Raises UserError where there are no examples.
+    """
+    examples = sample_examples(lake, sample_size, seed)
+    recomputer = ExampleRecomputer(lake, [row["day"] for row in examples])
+    for example in tqdm(examples, desc="check", unit="example", disable=None):
+        expected, history = recomputer.recompute(example)
+        differences = [
+            Difference(name, example[name], value)
+            for name, value in expected.items()
+            if example[name] != value
+        ]
+        stored_history = recomputer.stored_history(example, history)
+        if stored_history != history:
+            differences.append(_first_difference(stored_history, history))
+        yield example["impression_id"], differences
+
+
+def sample_examples(lake: Lake, sample_size: int, seed: int) -> list[Row]:
+    """Examples drawn uniformly without replacement; all of them if there are fewer."""
+    table = snapshot(lake, schemas.examples(lake.spec))
+    paths = [path for path, _ in table.files]
+    sizes = [table.single_file(path).read(["impression_id"]).num_rows for path in paths]
+    total = sum(sizes)
+    if not total:
+        raise UserError(f"there are no examples in {lake.root}; run `gemline features examples`")
+    rng = np.random.default_rng(seed)
+    drawn = np.sort(rng.choice(total, min(sample_size, total), replace=False))
+    examples: list[Row] = []
+    for path, (start, stop) in zip(paths, pairwise(np.cumsum([0, *sizes])), strict=True):
+        positions = drawn[(drawn >= start) & (drawn < stop)] - start
+        if len(positions):
+            rows = table.single_file(path).read()
+            examples += rows.take(pa.array(positions)).to_pylist()
+    return examples
+
+
+class ExampleRecomputer:
+    """Recomputes examples of some days from the tables that they were built from."""
+
+    def __init__(self, lake: Lake, days: Sequence[date]) -> None:
+        self.lake, self.spec = lake, lake.spec
+        self._events, self._history = self._snapshot("events"), self._snapshot("history")
+        first_day = min(days) - timedelta(days=counter_input_days(self.spec))
+        self._recent_events = self._events.read(
+            EVENT_COLUMNS, day=set(date_range(first_day, max(days)))
+        )
+
+    def recompute(self, example: Row) -> tuple[Row, list[HistoryEvent]]:
+        """What an example should hold, by column, and the events that its pointer should select."""
+        user, as_of = example["user_id"], example["as_of_ts"]
+        events = self._events.read(EVENT_COLUMNS, bucket=example["bucket"])
+        user_events = _filter_rows(events, {"user_id": user})
+        impression_type = self.spec.event_codes[self.spec.impression_type]
+        impressions = {
+            e["impression_id"]: e
+            for e in user_events
+            if e["type"] == impression_type and e["day"] == example["day"]
+        }
+        impression = impressions[example["impression_id"]]
+        as_of_by_impression = reference.as_of_by_impression(
+            impressions.values(), self.spec.request_session_gap, self.spec.day_end(example["day"])
+        )
+        history = reference.visible_history(user_events, user, as_of)
+        user_versions = _filter_rows(self._user_attribute_versions, {"user_id": user})
+        user_attributes = reference.attribute_version_at(user_versions, as_of)
+        item = self._item_states[impression["item_id"]]
+        is_item_known = item.known_since is not None and item.known_since < as_of
+        expected = {
+            "as_of_ts": as_of_by_impression[example["impression_id"]],
+            "history_length": len(history),
+            "item_index": item.item_index,
+            "user_known_since": user_attributes
+            and user_attributes["valid_from"] // MICROS_PER_SECOND,
+            "item_known_since": item.known_since if is_item_known else None,
+            **self._recompute_counters(impression, as_of),
+        }
+        return expected, [
+            (e["visible_ts"], self._item_states[e["item_id"]].item_index, e["surface"], e["type"])
+            for e in history
+        ]
+
+    def stored_history(self, example: Row, expected: list[HistoryEvent]) -> list[HistoryEvent]:
+        """The events that an example's pointer selects.
+
+        Events that compaction dropped are taken from the `expected` ones: only their number is
+        stored.
+        """
+        rows = self._history.read(bucket=example["bucket"])
+        rows = rows.filter(pc.equal(rows["user_id"], example["user_id"]))
+        rows = rows.sort_by([("day", "ascending"), ("chunk", "ascending")]).combine_chunks()
+        lengths = rows["events"].to_numpy().astype(np.int64)
+        lists = decode_rows(rows, lengths)
+        offsets = np.concatenate(([0], np.cumsum(lengths)))
+        visible_ts = delta_decode(rows["first_ts"].to_numpy(), lists["gaps"], offsets)
+        columns = (visible_ts, lists["items"], lists["surfaces"], lists["types"])
+        stored = list(zip(*(column.tolist() for column in columns), strict=True))
+        dropped = int(pc.sum(rows["dropped"]).as_py() or 0)
+        return [*expected[:dropped], *stored][: example["history_length"]]
+
+    def _recompute_counters(self, impression: Row, as_of: int) -> Row:
+        """The value of each counter column."""
+        spec = self.spec
+        visible_ts = self._recent_events["visible_ts"]
+        in_longest_window = pc.and_(
+            pc.greater_equal(visible_ts, as_of - max(spec.counters.windows)),
+            pc.less(visible_ts, as_of),
+        )
+        recent = self._recent_events.filter(in_longest_window)
+        events_by_key = {
+            key: self._events_with_key(recent, impression, key, as_of) for key in spec.counters.keys
+        }
+        return {
+            counter.column: reference.count_matching_events(
+                events_by_key[counter.key],
+                {},
+                spec.event_codes[counter.event],
+                as_of,
+                counter.window,
+            )
+            for counter in counters(spec)
+        }
+
+    def _events_with_key(
+        self, events: pa.Table, impression: Row, key: tuple[str, ...], as_of: int
+    ) -> list[Row]:
+        """Events with the impression's values of a key; none where one of those is unknown."""
+        wanted = [self._key_value(impression, part, as_of) for part in key]
+        if None in wanted:
+            return []
+        columns = [KEY_COLUMNS[part] for part in key if part in KEY_COLUMNS]
+        rows = _filter_rows(events, {column: impression[column] for column in columns})
+        return [
+            e for e in rows if [self._key_value(e, part, e["visible_ts"]) for part in key] == wanted
+        ]
+
+    def _key_value(self, event: Row, key_part: str, second: int) -> object:
+        """A part of a counter key: a column of the event, or what was known of its item then."""
+        if key_part in KEY_COLUMNS:
+            return event[KEY_COLUMNS[key_part]]
+        item = self._item_states[event["item_id"]]
+        if item.known_since is None or item.known_since >= second:
+            return None
+        return item.keys[f"key_{key_part}"]
+
+    @cached_property
+    def _item_states(self) -> dict[str, ItemState]:
+        """Each item's index and first attributes, by item id."""
+        first_versions: dict[int, Row] = {}
+        versions = self._snapshot("item_versions").read().to_pylist()
+        for version in sorted(versions, key=lambda v: (v["valid_from"], v["day"])):
+            first_versions.setdefault(version["item_index"], version)
+        states = {}
+        for row in self._snapshot("items").read().to_pylist():
+            first = first_versions.get(row["item_index"])
+            known_since = first["valid_from"] // MICROS_PER_SECOND if first else None
+            states[row["item_id"]] = ItemState(row["item_index"], known_since, first or {})
+        return states
+
+    @cached_property
+    def _user_attribute_versions(self) -> pa.Table:
+        schema = schemas.attributes(self.spec, "user")
+        return snapshot(self.lake, schema).read(["user_id", "valid_from", "day"])
+
+    def _snapshot(self, name: str) -> Snapshot:
+        return snapshot(self.lake, schemas.table_schema(self.spec, name))
+
+
+def _first_difference(stored: list[HistoryEvent], expected: list[HistoryEvent]) -> Difference:
+    """The first position at which two histories differ."""
+    pairs = zip(stored, expected, strict=False)
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return Difference(
+        "history", f"{stored[same : same + 1]} at {same}", f"{expected[same : same + 1]}"
+    )
+
+
+def _filter_rows(table: pa.Table, equals: Row) -> list[Row]:
+    """Rows whose columns have the given values."""
+    for name, value in equals.items():
+        table = table.filter(pc.equal(table[name], value))
+    rows: list[Row] = table.to_pylist()
+    return rows

@@ -1,0 +1,179 @@
+"""How labels and GEM's predictions combine in a student's gradient (ExFM, 2502.17494, eq. 3-7).
+
+B examples, H width of the student's last hidden layer, O objectives, V versions of GEM.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ranking.distillation.teacher import TeacherLogits, TeacherPredictions
+from ranking.student.config import DistillationConfig
+from training.data.batch import Batch
+from training.trainer.step import masked_loss
+
+ADAPTER_LR = 0.02
+ADAPTER_L2 = 1e-3  # pulls slopes to one and intercepts to zero
+NORM_EMA_DECAY = 0.99
+
+
+class TeacherAdapter(nn.Module):
+    """Corrects a stale teacher by fresh labels (ExFM's student adapter, eq. 6 and 7).
+
+    Each version of GEM and each objective has a positive slope and an intercept (V, O). The adapter
+    corrects a batch before it learns from it, so that no example is corrected by its own label.
+    """
+
+    def __init__(self, num_versions: int, num_objectives: int) -> None:
+        super().__init__()
+        shape = max(1, num_versions), num_objectives
+        self.slope = nn.Parameter(torch.zeros(shape))  # logarithm of the slope
+        self.intercept = nn.Parameter(torch.zeros(shape))
+        self.optimizer = torch.optim.Adam(self.parameters(), ADAPTER_LR)
+
+    def forward(self, teacher: TeacherLogits) -> Tensor:
+        """Corrected logits (B, O)."""
+        slope = torch.exp(self.slope)[teacher.version_index]
+        return slope * teacher.logits + self.intercept[teacher.version_index]
+
+    def update(self, teacher: TeacherLogits, labels: Tensor, label_mask: Tensor) -> None:
+        """One optimizer step on the labels (B, O) of a batch."""
+        weights = label_mask * teacher.mask
+        loss = masked_loss(self(teacher), labels, weights, max(1.0, float(weights.sum())))
+        loss = loss + ADAPTER_L2 * (self.slope.square().sum() + self.intercept.square().sum())
+        self.optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        self.optimizer.step()
+
+
+def distillation_loss(logits: Tensor, teacher_logits: Tensor, mask: Tensor) -> Tensor:
+    """Cross-entropy (B, O) towards the teacher's probabilities, summed where `mask`, divided by B.
+
+    Cross-entropy and not squared error, whose gradient vanishes where the student is certain
+    (2605.29755).
+    """
+    target = torch.sigmoid(teacher_logits)
+    loss = F.binary_cross_entropy_with_logits(logits, target, reduction="none")
+    return (loss * mask).sum() / len(logits)
+
+
+class GradientBalancer:
+    """Scales the teacher's gradient on the backbone to a ratio of the labels' gradient.
+
+    Norms are averaged over batches (exponential moving average). Adam makes the heads independent
+    of the scale of their loss, so for the backbone only this ratio matters.
+    """
+
+    def __init__(self, gradient_ratio: float) -> None:
+        self.gradient_ratio = gradient_ratio
+        self.label_norm = self.teacher_norm = 0.0
+
+    def __call__(self, label_gradient: Tensor, teacher_gradient: Tensor) -> Tensor:
+        """The sum of the labels' gradient (B, H) and the scaled one of the teacher (B, H)."""
+        decay = NORM_EMA_DECAY if self.label_norm else 0.0
+        self.label_norm = decay * self.label_norm + (1 - decay) * float(label_gradient.norm())
+        self.teacher_norm = decay * self.teacher_norm + (1 - decay) * float(teacher_gradient.norm())
+        return label_gradient + self.scale * teacher_gradient
+
+    @property
+    def scale(self) -> float:
+        """The factor of the teacher's gradient."""
+        if not self.teacher_norm:
+            return 0.0
+        return self.gradient_ratio * self.label_norm / self.teacher_norm
+
+
+@dataclass
+class DistillationLoss:
+    """The loss of a student: labels, and a teacher where there is one.
+
+    Its parameters, the teacher's heads and the adapter, are used in training only.
+
+    Attributes:
+        config: How the student learns from GEM.
+        log_sampling_rate: Logarithm of the share of negatives that is trained on (O). Labels and
+            teacher predictions of all examples are compared with logits on sampled ones
+            (2605.29755, eq. 13).
+        teacher: GEM's predictions; None trains on labels only.
+        teacher_heads: Heads on the hidden layer that learn GEM's predictions.
+        adapter: Corrects GEM's predictions.
+        gradient_balancer: Scales the gradient of the teacher's heads.
+    """
+
+    config: DistillationConfig
+    log_sampling_rate: Tensor
+    teacher: TeacherPredictions | None
+    teacher_heads: nn.ModuleList
+    adapter: TeacherAdapter | None
+    gradient_balancer: GradientBalancer
+
+    @classmethod
+    def from_config(
+        cls,
+        config: DistillationConfig,
+        hidden_dim: int,
+        log_sampling_rate: Tensor,
+        teacher: TeacherPredictions | None,
+    ) -> "DistillationLoss":
+        """The loss of a configuration, for a hidden layer of some width."""
+        num_objectives = len(log_sampling_rate)
+        adapter = None
+        if teacher and config.use_adapter:
+            adapter = TeacherAdapter(len(teacher.versions), num_objectives)
+        num_heads = 0
+        if teacher and config.kind == "auxiliary":
+            num_heads = 2 if adapter else 1  # GEM's predictions as they are, and corrected ones
+        heads = nn.ModuleList(_linear_head(hidden_dim, num_objectives) for _ in range(num_heads))
+        balancer = GradientBalancer(config.gradient_ratio)
+        return cls(config, log_sampling_rate, teacher, heads, adapter, balancer)
+
+    def backward(self, hidden: Tensor, head: nn.Linear, batch: Batch) -> None:
+        """Accumulate gradients of a batch's hidden layer (B, H), of all heads, and of all below."""
+        teacher = self.teacher.lookup(batch.impression_ids) if self.teacher else None
+        served = hidden.detach().requires_grad_()
+        torch.autograd.backward(self._served_head_loss(head(served), batch, teacher))
+        assert served.grad is not None
+        gradient = served.grad
+        if teacher and self.teacher_heads:
+            distilled = hidden.detach().requires_grad_()
+            torch.autograd.backward(self._teacher_heads_loss(distilled, teacher))
+            assert distilled.grad is not None
+            gradient = self.gradient_balancer(gradient, distilled.grad)
+        torch.autograd.backward(hidden, gradient)
+        if teacher and self.adapter:
+            self.adapter.update(teacher, batch.labels, batch.label_mask)
+
+    def _served_head_loss(
+        self, logits: Tensor, batch: Batch, teacher: TeacherLogits | None
+    ) -> Tensor:
+        sampled_logits = logits - self.log_sampling_rate
+        loss = masked_loss(sampled_logits, batch.labels, batch.label_mask, len(batch))
+        if teacher and self.config.kind == "plain":
+            target = self._adapted_logits(teacher) - self.log_sampling_rate
+            loss = loss + self.config.weight * distillation_loss(
+                sampled_logits, target, teacher.mask
+            )
+        return loss
+
+    def _teacher_heads_loss(self, hidden: Tensor, teacher: TeacherLogits) -> Tensor:
+        targets = [teacher.logits]
+        if self.adapter:
+            targets.append(self._adapted_logits(teacher))
+        losses = [
+            distillation_loss(head(hidden), target - self.log_sampling_rate, teacher.mask)
+            for head, target in zip(self.teacher_heads, targets, strict=True)
+        ]
+        return torch.stack(losses).sum()
+
+    @torch.no_grad()
+    def _adapted_logits(self, teacher: TeacherLogits) -> Tensor:
+        adapted: Tensor = self.adapter(teacher) if self.adapter else teacher.logits
+        return adapted
+
+
+def _linear_head(hidden_dim: int, num_objectives: int) -> nn.Linear:
+    head = nn.Linear(hidden_dim, num_objectives)
+    nn.init.constant_(head.bias, -2.0)
+    return head

@@ -1,0 +1,92 @@
+"""Item records of the store: an item's index in the tables and its counter keys.
+
+An item is registered when it is first seen, in an event or in a version of its attributes. Reading
+(`read_item_records`) and writing (`register_items`, `update_first_version`) are separate functions.
+
+N items.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from etl.tables.schemas import RESERVED_ITEM_INDICES, item_counter_key_columns
+from features.encoding.scalar import spark_xxhash64
+from ranking.feature_store.storage import UNKNOWN, RecordLayout, Txn, storage_key
+
+NEXT_ITEM_INDEX_KEY = b"next item"
+Ints = npt.NDArray[np.int64]
+
+
+def blank_item_records(layout: RecordLayout, count: int) -> np.ndarray:
+    """Records (N) of items of which nothing is known: all fields are UNKNOWN."""
+    records = np.zeros(count, layout.item_record)
+    for name in ("index", "known_since", "keys"):
+        records[name] = UNKNOWN
+    return records
+
+
+def read_item_records(layout: RecordLayout, txn: Txn, item_ids: Sequence[str]) -> np.ndarray:
+    """The records (N) of items; a blank record for an item that was never seen."""
+    blank = blank_item_records(layout, 1).tobytes()
+    stored = txn.get_many("items", [storage_key(item_id) for item_id in item_ids])
+    return np.frombuffer(b"".join(value or blank for value in stored), layout.item_record)
+
+
+def register_items(layout: RecordLayout, txn: Txn, item_ids: Iterable[str]) -> None:
+    """Write a record with the next free index for each item that was never seen."""
+    for item_id in item_ids:
+        key = storage_key(item_id)
+        if txn.get("items", key):
+            continue
+        next_index = int.from_bytes(txn.get("meta", NEXT_ITEM_INDEX_KEY), "big")
+        index = max(next_index, RESERVED_ITEM_INDICES)
+        record = blank_item_records(layout, 1)
+        record["index"] = index
+        txn.put("items", key, record.tobytes())
+        txn.put("meta", NEXT_ITEM_INDEX_KEY, (index + 1).to_bytes(8, "big"))
+
+
+def update_first_version(
+    layout: RecordLayout, txn: Txn, item_id: str, valid_from: int, attributes: Mapping[str, object]
+) -> None:
+    """Take an item's counter keys from a version (µs) that is the earliest one so far.
+
+    Counters are keyed by an item's first version, so that later changes leave the past as it was
+    (see features/items.py).
+    """
+    record = read_item_records(layout, txn, [item_id]).copy()
+    second, known = valid_from // 1_000_000, int(record["known_since"][0])
+    if known != UNKNOWN and known <= second:
+        return
+    record["known_since"] = second
+    for column, name in enumerate(item_counter_key_columns(layout.spec)):
+        value = attributes.get(name.removeprefix("key_"))
+        record["keys"][0, column] = UNKNOWN if value is None else spark_xxhash64(str(value))
+    txn.put("items", storage_key(item_id), record.tobytes())
+
+
+def item_key_values(
+    layout: RecordLayout, records: np.ndarray, epoch_seconds: Ints | int
+) -> dict[str, Ints]:
+    """Values (N) of the counter keys that belong to items, as they were known at a second (N)."""
+    known_since = records["known_since"]
+    is_known = (known_since != UNKNOWN) & (known_since < epoch_seconds)
+    values = {"item": records["index"].astype(np.int64)}
+    for column, name in enumerate(item_counter_key_columns(layout.spec)):
+        key = np.where(is_known, records["keys"][:, column], UNKNOWN)
+        values[name.removeprefix("key_")] = key
+    return values
+
+
+def counter_key_values(
+    layout: RecordLayout, user: str, surface: str, records: np.ndarray, epoch_second: int
+) -> dict[str, Ints]:
+    """Values (N) of all counter keys: one user on one surface, with each of some items."""
+    count = len(records)
+    return {
+        "user": np.full(count, spark_xxhash64(user)),
+        "surface": np.full(count, layout.spec.surface_codes[surface]),
+        **item_key_values(layout, records, epoch_second),
+    }

@@ -1,0 +1,313 @@
+"""Builds a feature store from a lake's tables, with all data up to the end of a day.
+
+`materialize` builds the next version of a lake's store, with what the promoted rankers read, and
+points the lake at it. Running services then load it.
+"""
+
+import itertools
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import date, timedelta
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from tqdm import tqdm
+
+from etl.errors import UserError
+from etl.tables import arrow, atomic_io, schemas
+from etl.tables.lake import Lake
+from etl.tables.pointer import remove_unreferenced_versions
+from etl.tables.schemas import RESERVED_ITEM_INDICES
+from etl.tables.table_schema import TableSchema
+from etl.tables.uri import local_cache_path
+from features.encoding.scalar import spark_xxhash64
+from features.history.codec import quantize_dwell
+from features.horizon import counter_input_days
+from ranking.feature_store.counters import COUNTER_LEVELS, KeyValuePairs
+from ranking.feature_store.ingest import AttributeVersion, upsert_attributes
+from ranking.feature_store.items import (
+    NEXT_ITEM_INDEX_KEY,
+    blank_item_records,
+    item_key_values,
+    read_item_records,
+    register_items,
+)
+from ranking.feature_store.storage import (
+    HISTORY_DTYPE,
+    KNOWN_EVENT,
+    TEACHER_HISTORY_DTYPE,
+    storage_key,
+)
+from ranking.feature_store.store import (
+    LATENESS_MARGIN_DAYS,
+    FeatureStore,
+    StoreMetadata,
+    create_store,
+    open_store,
+)
+from ranking.feature_store.wal import event_id_key, feature_store_pointer
+from ranking.registry.manifest import RankerManifest, read_manifest
+from ranking.registry.ranker import live_pointer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class HistoryLengths:
+    """How much a store holds of each user.
+
+    `events` of the named sequence, and `teacher_embeddings` of earlier impressions.
+    """
+
+    sequence: str
+    events: int
+    teacher_embeddings: int = 0
+
+
+def build_feature_store(
+    lake: Lake, folder: Path, data_until_day: date, lengths: HistoryLengths
+) -> FeatureStore:
+    """Build a store in a new folder from all data up to the end of a day, and open it.
+
+    The folder appears only when the store is complete.
+    """
+    items = read_until(lake, schemas.items(lake.spec), data_until_day)
+    metadata = StoreMetadata(
+        spec=lake.spec,
+        sequence=lengths.sequence,
+        history_length=lengths.events,
+        data_until=lake.spec.day_end(data_until_day),
+        num_items=1 + pc.max(items["item_index"]).as_py() if len(items) else RESERVED_ITEM_INDICES,
+    )
+    staging = atomic_io.staging_folder(folder)
+    store = create_store(staging, metadata)
+    source = TableSource(lake, store, data_until_day, lengths.teacher_embeddings)
+    source.write_items(items)
+    source.write_attribute_versions("user")
+    source.write_attribute_versions("item")
+    records = itertools.chain(
+        source.teacher_history_records(), source.behavior_records(), source.event_id_records()
+    )
+    for table, pairs in tqdm(records, desc="feature store", unit="table", disable=None):
+        with store.write_transaction() as txn:
+            txn.put_many(table, pairs)
+    store.close()
+    atomic_io.publish_folder(staging, folder)
+    return open_store(folder, lake.spec)
+
+
+@dataclass(frozen=True)
+class TableSource:
+    """Converts a lake's tables, as of the end of a day, to the records of a store."""
+
+    lake: Lake
+    store: FeatureStore
+    data_until_day: date
+    teacher_history_length: int
+
+    def write_items(self, items: pa.Table) -> None:
+        """Write the records of all items that have an index in the tables."""
+        records = blank_item_records(self.store.layout, len(items))
+        records["index"] = items["item_index"].to_numpy()
+        keys = [storage_key(item_id) for item_id in items["item_id"].to_pylist()]
+        next_index = self.store.metadata.num_items.to_bytes(8, "big")
+        with self.store.write_transaction() as txn:
+            txn.put("meta", NEXT_ITEM_INDEX_KEY, next_index)
+            values = (record.tobytes() for record in records)
+            txn.put_many("items", list(zip(keys, values, strict=True)))
+
+    def write_attribute_versions(self, entity: str) -> None:
+        """Write the versions of users or items that a request can still read."""
+        with self.store.write_transaction() as txn:
+            for version in self._attribute_versions(entity):
+                upsert_attributes(self.store, txn, entity, version, self.store.earliest_request)
+
+    def _attribute_versions(self, entity: str) -> Iterator[AttributeVersion]:
+        """The versions of users or items, in the order of their `valid_from`."""
+        schema = schemas.attributes(self.lake.spec, entity)
+        order = [(name, "ascending") for name in (f"{entity}_id", "valid_from", "day")]
+        rows = read_until(self.lake, schema, self.data_until_day).sort_by(order)
+        declared = getattr(self.lake.spec.attributes, entity)
+        for row in rows.to_pylist():
+            attributes = {name: row[f"attr_{name}"] for name in declared}
+            yield AttributeVersion(
+                row[f"{entity}_id"], row["valid_from"], attributes, row.get("bid"), row.get("goal")
+            )
+
+    def teacher_history_records(self) -> Iterator[tuple[str, KeyValuePairs]]:
+        """The teacher embeddings of each user's newest impressions."""
+        schema = schemas.user_teacher_embeddings(self.lake.spec)
+        if not self.teacher_history_length or not self.lake.exists(schema.name):
+            return
+        stored = read_until(self.lake, schema, self.data_until_day)
+        stored = stored.sort_by([(name, "ascending") for name in schema.order_by])
+        rows = np.zeros(len(stored), TEACHER_HISTORY_DTYPE)
+        rows["visible_ts"], rows["impression_ts"] = stored["visible_ts"], stored["impression_ts"]
+        rows["item"] = stored["item_index"]
+        embeddings = np.frombuffer(b"".join(stored["teacher_embedding_int4"].to_pylist()), np.uint8)
+        rows["teacher_embedding_int4"] = embeddings.reshape(len(stored), -1)
+        by_user = _group_rows(_storage_keys(stored["user_id"]), rows)
+        newest = [(key, rows[-self.teacher_history_length :].tobytes()) for key, rows in by_user]
+        yield "teacher_history", newest
+
+    def behavior_records(self) -> Iterator[tuple[str, KeyValuePairs]]:
+        """Histories of users, bucket by bucket, then the counters."""
+        schema = schemas.events(self.lake.spec)
+        columns = [n for n in schema.columns if not n.startswith("ctx_") and n != "source_file"]
+        events = arrow.snapshot(self.lake, schema)
+        days = [day for day in events.days() if day <= self.data_until_day]
+        order = [(name, "ascending") for name in schema.order_by]
+        for bucket in range(self.lake.spec.buckets):
+            in_bucket = events.read(columns, day=days, bucket=bucket).sort_by(order)
+            yield "history", list(self._user_histories(in_bucket.combine_chunks()))
+        first_day = self._first_counted_day()
+        recent = events.read(columns, day=[day for day in days if day >= first_day])
+        is_counted = pc.greater_equal(recent["visible_ts"], self._first_counted_second())
+        yield from self.counter_records(recent.filter(is_counted))
+
+    def _first_counted_second(self) -> int:
+        """The earliest second that a window of a request can reach."""
+        longest = max(self.lake.spec.counters.windows)
+        return self.store.data_until - longest - COUNTER_LEVELS[0].bucket_seconds
+
+    def _first_counted_day(self) -> date:
+        """The earliest day with events that are visible within a window."""
+        return self.data_until_day - timedelta(days=counter_input_days(self.lake.spec))
+
+    def event_id_records(self) -> Iterator[tuple[str, KeyValuePairs]]:
+        """Ids of recent events, which may be posted again or may be in the log already."""
+        events = arrow.snapshot(self.lake, schemas.events(self.lake.spec))
+        num_days = 2 * self.lake.spec.allowed_lateness_days + LATENESS_MARGIN_DAYS + 1
+        first_day = self.data_until_day - timedelta(days=num_days)
+        days = [day for day in events.days() if first_day <= day <= self.data_until_day]
+        recent = events.read(["event_id", "event_ts", "type"], day=days)
+        rows = recent.filter(pc.greater_equal(recent["event_ts"], self.store.final_before_ts))
+        types = {code: name for name, code in self.lake.spec.event_codes.items()}
+        ids = zip(rows["type"].to_pylist(), rows["event_id"].to_pylist(), strict=True)
+        yield "event_ids", [(event_id_key(types[code], id_), KNOWN_EVENT) for code, id_ in ids]
+
+    def _user_histories(self, events: pa.Table) -> Iterator[tuple[bytes, bytes]]:
+        """The history of each user, from events that are sorted by user and time."""
+        histories = self.store.histories
+        if histories.event_codes:
+            codes = pa.array(histories.event_codes, pa.int8())
+            events = events.filter(pc.is_in(events["type"], codes))
+        rows = self._history_rows(events)
+        for key, user_rows in _group_rows(_storage_keys(events["user_id"]), rows):
+            first = histories.first_retained(user_rows["visible_ts"], self.store.data_until)
+            yield key, user_rows[first:].tobytes()
+
+    def _history_rows(self, events: pa.Table) -> np.ndarray:
+        rows = np.zeros(len(events), HISTORY_DTYPE)
+        rows["visible_ts"], rows["event_ts"] = events["visible_ts"], events["event_ts"]
+        rows["event"] = _byte_strings(events["event_id"])
+        rows["item"] = registered_item_records(self.store, events["item_id"])["index"]
+        rows["surface"], rows["type"] = events["surface"], events["type"]
+        rows["dwell"] = quantize_dwell(events["dwell_ms"].to_numpy())
+        return rows
+
+    def counter_records(self, events: pa.Table) -> Iterator[tuple[str, KeyValuePairs]]:
+        """The counter records of events (N)."""
+        counters = self.store.counters
+        events = events.filter(pc.is_in(events["type"], pa.array(counters.event_codes, pa.int8())))
+        visible = events["visible_ts"].to_numpy()
+        codes = np.array(counters.event_codes)
+        type_index = np.argmax(events["type"].to_numpy()[:, None] == codes, 1)
+        users = events["user_id"].combine_chunks().dictionary_encode()
+        hashes = np.array([spark_xxhash64(name) for name in users.dictionary.to_pylist()], np.int64)
+        items = registered_item_records(self.store, events["item_id"])
+        key_values = {
+            "user": hashes[users.indices.to_numpy()],
+            "surface": events["surface"].to_numpy().astype(np.int64),
+            **item_key_values(self.store.layout, items, visible),
+        }
+        yield from counters.build_records(key_values, visible, type_index)
+
+
+def registered_item_records(store: FeatureStore, item_ids: pa.ChunkedArray) -> np.ndarray:
+    """Register the items (N) that the store has never seen, and read the records of all (N)."""
+    items = item_ids.combine_chunks().dictionary_encode()
+    distinct = items.dictionary.to_pylist()
+    with store.write_transaction() as txn:
+        register_items(store.layout, txn, distinct)
+        records = read_item_records(store.layout, txn, distinct)
+    return np.asarray(records[items.indices.to_numpy()])
+
+
+def read_until(lake: Lake, schema: TableSchema, data_until_day: date) -> pa.Table:
+    """The rows of a table that landed up to the end of a day."""
+    stored = arrow.snapshot(lake, schema)
+    return stored.read(day=[day for day in stored.days() if day <= data_until_day]).combine_chunks()
+
+
+def _storage_keys(ids: pa.ChunkedArray) -> np.ndarray:
+    return np.array([storage_key(id_) for id_ in ids.to_pylist()], np.bytes_)
+
+
+def _byte_strings(strings: pa.ChunkedArray) -> np.ndarray:
+    return np.array([string.encode() for string in strings.to_pylist()], np.bytes_)
+
+
+def _group_rows(owner_keys: np.ndarray, rows: np.ndarray) -> Iterator[tuple[bytes, np.ndarray]]:
+    """Each owner's key and rows; rows of one owner must be adjacent."""
+    if not len(rows):
+        return
+    starts = np.flatnonzero(np.concatenate(([True], owner_keys[1:] != owner_keys[:-1])))
+    for start, stop in zip(starts, np.append(starts[1:], len(rows)), strict=True):
+        yield bytes(owner_keys[start]), rows[start:stop]
+
+
+def materialize(lake: Lake, data_until_day: date) -> str:
+    """Build the lake's next feature store, point the lake at it, and return its name.
+
+    The promoted rankers determine what it holds; those that cannot be read are skipped with a
+    warning.
+
+    Raises:
+        UserError: No promoted ranker can be read, or the rankers read different sequences.
+    """
+    lengths = _required_lengths(lake)
+    pointer = feature_store_pointer(lake.root)
+    names = (f"{data_until_day:%Y%m%d}-{number}" for number in itertools.count(1))
+    name = next(name for name in names if not (pointer.folder / name).exists())
+    folder = local_cache_path(pointer.folder) / name
+    build_feature_store(lake, folder, data_until_day, lengths).close()
+    pointer.promote(name)
+    remove_unreferenced_versions(pointer.folder, pointer)
+    return name
+
+
+def _required_lengths(lake: Lake) -> HistoryLengths:
+    """What the promoted rankers of a lake read together."""
+    manifests, errors = promoted_manifests(lake)
+    for error in errors:
+        log.warning("ranker skipped: %s", error)
+    if not manifests:
+        no_ranker = f"no ranker of {lake.root} is promoted; run `gemline rank promote` first"
+        raise UserError("; ".join(errors) or no_ranker)
+    sequences = sorted({manifest.sequence for manifest in manifests})
+    if len(sequences) > 1:
+        raise UserError(
+            f"the rankers read the sequences {', '.join(sequences)}; train them on one sequence"
+        )
+    return HistoryLengths(
+        sequence=sequences[0],
+        events=max(manifest.max_length for manifest in manifests),
+        teacher_embeddings=max(manifest.teacher_history_length for manifest in manifests),
+    )
+
+
+def promoted_manifests(lake: Lake) -> tuple[list[RankerManifest], list[str]]:
+    """The manifests of the promoted rankers, and why others cannot be read."""
+    manifests, errors = [], []
+    for surface in lake.spec.ad_surfaces:
+        try:
+            folder = live_pointer(lake.root, surface).live_folder
+            if folder:
+                manifests.append(read_manifest(folder))
+        except UserError as error:
+            errors.append(str(error))
+    return manifests, errors

@@ -1,0 +1,231 @@
+"""The embedded database (LMDB) of the feature store, and the layout of its values.
+
+LMDB serves many reading processes and one writer at a time on one machine, and survives a kill at
+any moment. Values are packed NumPy record arrays whose fields are named as the columns of the
+tables.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import numpy as np
+
+from etl.errors import TemporaryError
+from etl.spec.model import DataSpec
+from etl.tables.schemas import item_counter_key_columns
+from features.schema import TEACHER_EMBEDDING_WIDTH, FeatureGroup, FeatureSchema, feature_schema
+
+MAP_SIZE_BYTES = 1 << 38  # upper bound of a database; its file grows as it is filled
+MAX_READERS = 512
+Tables = Mapping[str, Any]
+
+
+class StorageFullError(TemporaryError):
+    """The database or its disk is full; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Txn:
+    """An LMDB transaction on the named tables of a database."""
+
+    transaction: lmdb.Transaction
+    tables: Tables
+
+    def get(self, table: str, key: bytes) -> bytes:
+        """The value of a key; empty if there is none."""
+        return bytes(self.transaction.get(key, b"", db=self.tables[table]))
+
+    def get_many(self, table: str, keys: Sequence[bytes]) -> list[bytes]:
+        """The values of keys, in their order; empty where there is none."""
+        with self.transaction.cursor(self.tables[table]) as cursor:
+            found = dict(cursor.getmulti(keys))
+        return [bytes(found.get(key, b"")) for key in keys]
+
+    def iterate_from(self, table: str, key: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """Yield keys and values in key order, starting at the first key not below the given one."""
+        with self.transaction.cursor(self.tables[table]) as cursor:
+            if cursor.set_range(key):
+                yield from ((bytes(k), bytes(v)) for k, v in cursor.iternext())
+
+    def put(self, table: str, key: bytes, value: bytes) -> None:
+        """Write a value."""
+        self.transaction.put(key, value, db=self.tables[table])
+
+    def put_many(self, table: str, items: list[tuple[bytes, bytes]]) -> None:
+        """Write several values."""
+        with self.transaction.cursor(self.tables[table]) as cursor:
+            cursor.putmulti(items)
+
+    def delete(self, table: str, key: bytes) -> None:
+        """Remove a key, if it exists."""
+        self.transaction.delete(key, db=self.tables[table])
+
+
+@dataclass(frozen=True)
+class Database:
+    """An open LMDB environment. A process can open a folder only once at a time."""
+
+    env: lmdb.Environment
+    tables: Tables
+
+    @property
+    def folder(self) -> Path:
+        """The folder that holds the database."""
+        return Path(self.env.path())
+
+    @contextmanager
+    def read_transaction(self) -> Iterator[Txn]:
+        """Read from a snapshot taken when the block is entered."""
+        with self.env.begin() as transaction:
+            yield Txn(transaction, self.tables)
+
+    @contextmanager
+    def write_transaction(self) -> Iterator[Txn]:
+        """Write in a transaction that is committed at the end of the block, or rolled back.
+
+        Raises:
+            StorageFullError: The database or its disk is full.
+        """
+        try:
+            with self.env.begin(write=True) as transaction:
+                yield Txn(transaction, self.tables)
+        except lmdb.MapFullError:
+            size = self.env.info()["map_size"]
+            raise StorageFullError(
+                f"{self.folder} holds {size:,} bytes and is full: run `gemline rank materialize`, "
+                "which builds a new store and trims the write-ahead log"
+            ) from None
+        except lmdb.DiskError:
+            raise StorageFullError(f"the disk of {self.folder} is full: free some space") from None
+
+    def clear_stale_readers(self) -> None:
+        """Release the reader slots of killed processes, so that LMDB can reuse their pages."""
+        self.env.reader_check()
+
+    def close(self) -> None:
+        """Close the files."""
+        self.env.close()
+
+
+def open_environment(
+    folder: Path, table_names: Sequence[str], *, metasync: bool
+) -> tuple[lmdb.Environment, Tables]:
+    """Open the environment of a folder, created if missing, and its tables.
+
+    Without `metasync` a power loss can undo the last commits, but never corrupts the database.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    env = lmdb.open(
+        str(folder), max_dbs=len(table_names), map_size=MAP_SIZE_BYTES, metasync=metasync,
+        max_readers=MAX_READERS,
+    )  # fmt: skip
+    env.reader_check()
+    return env, {name: env.open_db(name.encode()) for name in table_names}
+
+
+KNOWN_EVENT = b"1"
+MAX_KEY_BYTES = 500  # LMDB allows 511
+UNKNOWN = -1  # an item index, a counter key or a second that is not known
+
+HISTORY_DTYPE = np.dtype(
+    [("visible_ts", "<i8"), ("event_ts", "<i8"), ("event", "S40"), ("item", "<i4"),
+     ("surface", "<i1"), ("type", "<i1"), ("dwell", "<u1")]
+)  # fmt: skip
+TEACHER_HISTORY_DTYPE = np.dtype(
+    [
+        ("visible_ts", "<i8"),
+        ("impression_ts", "<i8"),
+        ("item", "<i4"),
+        ("teacher_embedding_int4", "u1", (TEACHER_EMBEDDING_WIDTH // 2,)),
+    ]
+)
+# A bid on an item. `goal` counts from 1 (0: none); `advertiser` is a hash, or NO_ADVERTISER.
+BID_DTYPE = np.dtype(
+    [("valid_from", "<i8"), ("bid", "<f8"), ("goal", "<i2"), ("advertiser", "<i8")]
+)
+# Events kept beyond the history length, for requests that are older than the newest event.
+SPARE_EVENTS = 64
+
+
+def storage_key(name: str) -> bytes:
+    """The key of a user or an item: its id, or a hash of an id that is too long for LMDB."""
+    key = name.encode()
+    return key if len(key) <= MAX_KEY_BYTES else b"\xff" + blake2b(key, digest_size=32).digest()
+
+
+@dataclass(frozen=True)
+class RecordLayout:
+    """Record dtypes that depend on the spec."""
+
+    spec: DataSpec
+    features: FeatureSchema
+    user: np.dtype
+    item: np.dtype
+    item_record: np.dtype
+
+    @classmethod
+    def from_spec(cls, spec: DataSpec) -> "RecordLayout":
+        """The layout of the attributes and counter keys that a spec declares."""
+        features = feature_schema(spec)
+        num_keys = len(item_counter_key_columns(spec))
+        return cls(
+            spec=spec,
+            features=features,
+            user=version_dtype(features.user),
+            item=version_dtype(features.item),
+            item_record=np.dtype(
+                [("index", "<i4"), ("known_since", "<i8"), ("keys", "<i8", (num_keys,))]
+            ),
+        )
+
+
+def version_dtype(group: FeatureGroup) -> np.dtype:
+    """The dtype of one version of an entity's attributes; `valid_from` is in µs."""
+    return np.dtype(
+        [
+            ("valid_from", "<i8"),
+            ("ids", "<i8", (len(group.categorical),)),
+            ("numbers", "<f4", (len(group.numeric),)),
+            ("content_vectors", "<f4", (sum(group.vectors.values()),)),
+        ]
+    )
+
+
+@dataclass(frozen=True)
+class UserHistories:
+    """Retention of user histories: the last `max_events` events of the types in `event_codes`.
+
+    An empty `event_codes` keeps events of all types.
+    """
+
+    event_codes: tuple[int, ...]
+    max_events: int
+
+    def append_event(self, stored: bytes, event: np.ndarray, now: int) -> bytes | None:
+        """A user's history (bytes) after one more event, ingested at `now` (seconds).
+
+        None if the history holds no events of this type.
+        """
+        if self.event_codes and int(event["type"][0]) not in self.event_codes:
+            return None
+        rows = np.concatenate((np.frombuffer(stored, HISTORY_DTYPE), event))
+        if len(rows) > 1 and rows[-2]["visible_ts"] >= rows[-1]["visible_ts"]:
+            rows = rows[np.lexsort((rows["event"], rows["event_ts"], rows["visible_ts"]))]
+        return rows[self.first_retained(rows["visible_ts"], now) :].tobytes()
+
+    def first_retained(self, visible_ts: np.ndarray, now: int) -> int:
+        """The index of the first event to keep, given the seconds (N) at which each is visible.
+
+        Events that become visible after `now` are kept in addition to the history length.
+        """
+        return max(0, int(np.searchsorted(visible_ts, now)) - self.max_events - SPARE_EVENTS)
+
+    def visible_events(self, stored: bytes, as_of: int) -> np.ndarray:
+        """The newest `max_events` events visible strictly before a second, oldest first."""
+        rows = np.frombuffer(stored, HISTORY_DTYPE)
+        return rows[: np.searchsorted(rows["visible_ts"], as_of)][-self.max_events :]

@@ -1,0 +1,129 @@
+"""One version of the online feature store: its metadata, its tables, and how to open it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from etl.errors import UserError
+from etl.spec.base import StrictModel
+from etl.spec.model import DataSpec
+from etl.spec.units import DAY, MICROS
+from etl.tables.schemas import RESERVED_ITEM_INDICES
+from ranking.feature_store.counters import COUNTER_LEVELS, Counters
+from ranking.feature_store.storage import (
+    Database,
+    RecordLayout,
+    Txn,
+    UserHistories,
+    open_environment,
+)
+
+STORE_TABLES = (
+    "meta", "users", "items", "item_versions", "bids", "history", "teacher_history", "event_ids",
+    *(level.table for level in COUNTER_LEVELS),
+)  # fmt: skip
+METADATA_KEY = b"metadata"
+LATENESS_MARGIN_DAYS = 2  # added to allowed_lateness: other time zones, clocks that run ahead
+MAX_REQUEST_AGE = 3600  # seconds by which a request may be older than the newest features
+
+
+class StoreMetadata(StrictModel):
+    """What a store was built from: a spec, a sequence, and all data until `data_until` (seconds).
+
+    `num_items` is the number of item indices in the tables at that time. Items that are seen first
+    in the store may get another index in the tables later.
+    """
+
+    spec: DataSpec
+    sequence: str
+    history_length: int
+    data_until: int = 0
+    num_items: int = RESERVED_ITEM_INDICES
+
+
+@dataclass(frozen=True)
+class FeatureStore(Database):
+    """An open feature store."""
+
+    metadata: StoreMetadata
+    layout: RecordLayout
+    counters: Counters
+    histories: UserHistories
+
+    @property
+    def spec(self) -> DataSpec:
+        """The spec that the store was built with."""
+        return self.metadata.spec
+
+    @property
+    def data_until(self) -> int:
+        """The second up to which data is included from the tables."""
+        return self.metadata.data_until
+
+    @property
+    def earliest_request(self) -> int:
+        """The earliest second for which features are available: a day before `data_until`."""
+        return self.data_until - DAY
+
+    @property
+    def final_before_ts(self) -> int:
+        """The time (µs) before which the tables are final: no event older than it can still land.
+
+        The store keeps the ids of events since then, so that none is counted twice.
+        """
+        days = self.spec.allowed_lateness_days + LATENESS_MARGIN_DAYS
+        return (self.data_until - days * DAY) * MICROS["s"]
+
+    def last_applied_entry(self, txn: Txn, wal_id: bytes) -> int:
+        """The number of the last entry of a write-ahead log that was applied to this store."""
+        return int.from_bytes(txn.get("meta", b"applied " + wal_id), "big")
+
+    def set_last_applied_entry(self, txn: Txn, wal_id: bytes, entry_number: int) -> None:
+        """Record the last applied entry, in the same transaction as its effects."""
+        txn.put("meta", b"applied " + wal_id, entry_number.to_bytes(8, "big"))
+
+
+def create_store(folder: Path, metadata: StoreMetadata) -> FeatureStore:
+    """Create an empty store in a new folder."""
+    env, tables = open_environment(folder, STORE_TABLES, metasync=False)
+    with Database(env, tables).write_transaction() as txn:
+        txn.put("meta", METADATA_KEY, metadata.model_dump_json().encode())
+    env.close()
+    return open_store(folder, metadata.spec)
+
+
+def open_store(folder: Path, spec: DataSpec) -> FeatureStore:
+    """Open the store of a folder.
+
+    Raises:
+        UserError: There is no store, or it was built with another spec.
+    """
+    if not (folder / "data.mdb").is_file():
+        raise UserError(f"{folder} holds no feature store; run `gemline rank materialize` first")
+    env, tables = open_environment(folder, STORE_TABLES, metasync=False)
+    with Database(env, tables).read_transaction() as txn:
+        metadata = StoreMetadata.model_validate_json(txn.get("meta", METADATA_KEY))
+    try:
+        validate_spec(metadata, spec, folder)
+    except UserError:
+        env.close()
+        raise
+    built_with = metadata.spec
+    events = built_with.sequences[metadata.sequence].events or ()
+    event_codes = tuple(built_with.event_codes[name] for name in events)
+    return FeatureStore(
+        env=env,
+        tables=tables,
+        metadata=metadata,
+        layout=RecordLayout.from_spec(built_with),
+        counters=Counters.from_spec(built_with),
+        histories=UserHistories(event_codes, metadata.history_length),
+    )
+
+
+def validate_spec(metadata: StoreMetadata, spec: DataSpec, folder: Path) -> None:
+    """Raise UserError if the store of a folder was built with another spec."""
+    if metadata.spec.hash != spec.hash:
+        raise UserError(
+            f"the feature store in {folder} was built with spec {metadata.spec.hash}, not "
+            f"{spec.hash}: run `gemline rank materialize` again"
+        )

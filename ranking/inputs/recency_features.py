@@ -1,0 +1,60 @@
+"""The recency features that features/recency.py defines, in numpy: serving has no torch.
+
+B candidates of R requests, N events, T event types; column 0 of T + 1 is the unknown event type.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from features import recency
+from features.recency import NO_EVENT_AGE
+
+Ints = npt.NDArray[np.int64]
+
+
+class RecencyFeatures(recency.RecencyFeatures[Ints]):
+    """Recency by event type (…, T + 1), as numpy arrays."""
+
+
+def recency_features(
+    candidate_values: Ints,
+    request_index: Ints,
+    event_values: Ints,
+    offsets: Ints,
+    types: Ints,
+    age_seconds: Ints,
+    num_types: int,
+) -> RecencyFeatures:
+    """Recency of the events that share an attribute value with each candidate (B, num_types).
+
+    Args:
+        candidate_values: Attribute value of each candidate (B); 0 matches nothing.
+        request_index: Request of each candidate (B).
+        event_values: Attribute value of each event (N).
+        offsets: Where the events of each request begin (R + 1).
+        types: Type of each event (N).
+        age_seconds: Age of each event (N).
+        num_types: Number of event types, with the unknown one.
+    """
+    stride = 1 + int(max(candidate_values.max(initial=0), event_values.max(initial=0)))
+    candidate_key = request_index * stride + candidate_values
+    keys, group = np.unique(candidate_key, return_inverse=True)
+    event_request = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+    event_key = event_request * stride + event_values
+    event_group = np.minimum(np.searchsorted(keys, event_key), len(keys) - 1)
+    matches = (keys[event_group] == event_key) & (event_values > 0)
+
+    cell = event_group[matches] * num_types + types[matches]
+    ages = age_seconds[matches]
+    last = np.full(len(keys) * num_types, NO_EVENT_AGE)
+    first, count = np.zeros_like(last), np.zeros_like(last)
+    np.minimum.at(last, cell, ages)
+    np.maximum.at(first, cell, ages)
+    np.add.at(count, cell, 1)
+    gap_count = np.maximum(count - 1, 0)
+    span = np.where(gap_count > 0, first - last, 0)
+
+    def by_candidate(values: Ints) -> Ints:
+        return values.reshape(len(keys), num_types)[group]
+
+    return RecencyFeatures(by_candidate(last), by_candidate(span), by_candidate(gap_count))

@@ -1,0 +1,170 @@
+"""Estimators of what a target ranking of the logged ads would have brought.
+
+The log has, for each slot, the propensity with which its ad was drawn for it from the ads that the
+slots before had left (Plackett-Luce). From these follows how likely each ad was to be at each
+position, given which ads were shown.
+
+The value of the target ranking is estimated by inverse propensity scoring with the item-position
+click model (Li, Abbasi-Yadkori, Kveton, Muthukrishnan, Vinay and Wen 2018): the reward of an ad
+counts if the target ranking leaves the ad at its logged position, divided by the propensity of that
+position. This is unbiased if a reward depends on the ad, the request and the position, but not on
+the neighbouring ads.
+
+N requests of K ads each, in the order of their slots; B ads.
+"""
+
+from dataclasses import dataclass
+from itertools import permutations
+
+import numpy as np
+import numpy.typing as npt
+from scipy.stats import bootstrap
+
+from training.evaluation.bootstrap import ConfidenceInterval
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+MAX_ADS_PER_REQUEST = 6  # all orders of the ads of a request are enumerated
+REQUEST_BATCH_SIZE = 4096
+NUM_BOOTSTRAP_RESAMPLES = 1000
+
+
+def position_propensities(slot_propensities: Floats) -> Floats:
+    """The propensity of each ad at each position (N, K, K), from those of the slots (N, K).
+
+    Each ad has a position and each position an ad: rows and columns sum to 1.
+    """
+    num_requests, num_ads = slot_propensities.shape
+    assert num_ads <= MAX_ADS_PER_REQUEST
+    num_batches = max(1, -(-num_requests // REQUEST_BATCH_SIZE))
+    batches = np.array_split(slot_propensities, num_batches)
+    return np.concatenate([_position_propensities(batch) for batch in batches])
+
+
+def first_slot_shares(slot_propensities: Floats) -> Floats:
+    """The probability (N, K) of each ad to be drawn for the first slot."""
+    shares = np.empty_like(slot_propensities)
+    remaining = np.ones(len(slot_propensities))
+    for slot in range(slot_propensities.shape[1]):
+        shares[:, slot] = slot_propensities[:, slot] * remaining
+        remaining = remaining - shares[:, slot]
+    return shares
+
+
+def _position_propensities(slot_propensities: Floats) -> Floats:
+    num_ads = slot_propensities.shape[1]
+    orders = np.array(list(permutations(range(num_ads))))
+    shares = first_slot_shares(slot_propensities)[:, orders]  # (N, orders, K)
+    drawn_before = np.cumsum(shares, 2) - shares
+    remaining = np.maximum(1 - drawn_before, 1e-12)
+    order_probabilities = np.prod(shares / remaining, 2)
+    order_probabilities /= order_probabilities.sum(1, keepdims=True)
+    propensities = np.empty((len(slot_propensities), num_ads, num_ads))
+    for ad in range(num_ads):
+        for position in range(num_ads):
+            is_there = orders[:, position] == ad
+            propensities[:, ad, position] = order_probabilities[:, is_there].sum(1)
+    return propensities
+
+
+@dataclass(frozen=True)
+class RankingPair:
+    """The logged and the target ranking of B ads.
+
+    Attributes:
+        logged_ranks: Positions (B) in the log, from 0.
+        target_ranks: Positions (B) in the target ranking, from 0.
+        propensities: The propensities (B) of the logged positions.
+        request_ids: The request (B) of each ad, as a number.
+        user_ids: The user (B) of each ad, as a number.
+    """
+
+    logged_ranks: Ints
+    target_ranks: Ints
+    propensities: Floats
+    request_ids: Ints
+    user_ids: Ints
+
+    def take(self, rows: npt.NDArray[np.generic]) -> "RankingPair":
+        """Some of the ads, by a mask or by indices."""
+        return RankingPair(
+            logged_ranks=self.logged_ranks[rows],
+            target_ranks=self.target_ranks[rows],
+            propensities=self.propensities[rows],
+            request_ids=self.request_ids[rows],
+            user_ids=self.user_ids[rows],
+        )
+
+
+@dataclass(frozen=True)
+class PolicyValueEstimate:
+    """The mean reward of a request: as logged, by the target ranking (IPS), and the difference."""
+
+    logged: ConfidenceInterval
+    ips: ConfidenceInterval
+    difference: ConfidenceInterval
+
+
+def estimate_policy_value(rewards: Floats, rankings: RankingPair) -> PolicyValueEstimate:
+    """Estimate the mean reward of a request from the rewards (B) of its ads.
+
+    The confidence intervals are bootstrapped over users.
+    """
+    is_same_rank = rankings.logged_ranks == rankings.target_ranks
+    weighted = rewards * is_same_rank / rankings.propensities
+    _, first, request = np.unique(rankings.request_ids, return_index=True, return_inverse=True)
+    _, user = np.unique(rankings.user_ids[first], return_inverse=True)
+
+    def sum_by_user(values: Floats) -> Floats:
+        by_request = np.bincount(request, values, len(first))
+        return np.bincount(user, by_request).astype(np.float64)
+
+    num_requests = np.bincount(user).astype(np.float64)
+    logged, ips = sum_by_user(rewards), sum_by_user(weighted)
+    return PolicyValueEstimate(
+        logged=_bootstrap_interval(logged, num_requests),
+        ips=_bootstrap_interval(ips, num_requests),
+        difference=_bootstrap_interval(ips - logged, num_requests),
+    )
+
+
+def _bootstrap_interval(reward_sums: Floats, num_requests: Floats) -> ConfidenceInterval:
+    """The mean reward of a request with its 95 % interval, from sums by user."""
+    result = bootstrap(
+        (reward_sums, num_requests),
+        _ratio_of_sums,
+        paired=True,
+        vectorized=True,
+        n_resamples=NUM_BOOTSTRAP_RESAMPLES,
+        batch=100,
+        method="percentile",
+        rng=np.random.default_rng(0),
+    )
+    low, high = result.confidence_interval
+    value = _ratio_of_sums(reward_sums, num_requests)
+    return ConfidenceInterval(float(value), float(low), float(high))
+
+
+def _ratio_of_sums(reward_sums: Floats, num_requests: Floats, axis: int = -1) -> Floats:
+    return np.asarray(reward_sums.sum(axis) / num_requests.sum(axis))
+
+
+def ndcg(rewards: Floats, ranks: Ints, request_ids: Ints) -> float:
+    """Mean NDCG (Järvelin and Kekäläinen 2002) of the requests with a reward; NaN without any.
+
+    Args:
+        rewards: The rewards (B) of ads.
+        ranks: Their positions (B), from 0.
+        request_ids: Their requests (B).
+    """
+    _, request = np.unique(request_ids, return_inverse=True)
+    by_reward = np.lexsort((-rewards, request))
+    _, first, size = np.unique(request, return_index=True, return_counts=True)
+    ideal_ranks = np.empty(len(by_reward), np.int64)
+    ideal_ranks[by_reward] = np.arange(len(by_reward)) - np.repeat(np.sort(first), size)
+    dcg = np.bincount(request, rewards / np.log2(2 + ranks))
+    ideal_dcg = np.bincount(request, rewards / np.log2(2 + ideal_ranks))
+    has_reward = ideal_dcg > 0
+    if not has_reward.any():
+        return float("nan")
+    return float((dcg[has_reward] / ideal_dcg[has_reward]).mean())

@@ -1,0 +1,253 @@
+"""Compares the promoted ranker's order of logged requests with the order in the log.
+
+Each logged ad is scored as if it were at the first position of its request, so that its logged
+position does not influence the target ranking. Requests whose slots and propensities are complete
+in the log are then evaluated off-policy (see estimators.py).
+
+B ads, O objectives.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+from rich.table import Table
+
+from etl.errors import UserError
+from etl.spec.attributes import NumericAttribute
+from etl.spec.model import DataSpec
+from etl.spec.units import MICROS, date_range
+from etl.tables import arrow, schemas
+from etl.tables.lake import Lake
+from ranking.inputs.arrays import CandidateFeatures
+from ranking.inputs.from_tables import InputBuilder
+from ranking.off_policy.estimators import (
+    MAX_ADS_PER_REQUEST,
+    RankingPair,
+    estimate_policy_value,
+    ndcg,
+    position_propensities,
+)
+from ranking.registry.ranker import Ranker, live_version, load_ranker, validate_ranker
+from ranking.scoring.auction import EXCLUDED_RANK, Auction
+from ranking.scoring.bids import BidTable, load_bids
+from ranking.scoring.scorer import SCORE_ROWS, input_builder
+from training.data.batch import Batch
+from training.data.label_window import LabelWindow
+from training.data.sampling import Shuffle
+from training.evaluation.bootstrap import ConfidenceInterval
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+class ScoredAds(NamedTuple):
+    """Logged ads (B) with the scores of a ranker and their labels (B, O).
+
+    `expected_values` and `is_excluded` are those of the auction, by the ranker's probabilities.
+    `spend` is what campaigns paid at their bids, `has_final_labels` whether all labels are final.
+    """
+
+    impression_ids: npt.NDArray[np.object_]
+    request_ids: Ints
+    user_ids: Ints
+    expected_values: Floats
+    is_excluded: npt.NDArray[np.bool_]
+    labels: Floats
+    spend: Floats
+    has_final_labels: npt.NDArray[np.bool_]
+
+    def take(self, rows: npt.NDArray[np.generic]) -> "ScoredAds":
+        """Some of the ads, by indices or by a mask."""
+        return ScoredAds._make(column[rows] for column in self)
+
+
+def score_logged_ads(
+    lake: Lake, ranker: Ranker, days: tuple[date, date], data_until: date
+) -> ScoredAds:
+    """Score all ads of a ranker's surface on some days, with the labels final by `data_until`.
+
+    Raises:
+        UserError: A day has no examples.
+    """
+    builder, auction = input_builder(ranker, lake), Auction(lake.spec, ranker.manifest.surface)
+    reader, bid_table = builder.reader, load_bids(lake, builder.reader.items)
+    reader.require_days(*days)
+    labels = LabelWindow(0, lake.spec.day_end(data_until), include_unlabelled=True)
+    parts, num_requests = [], 0
+    for batch in reader.batches(list(date_range(*days)), labels, SCORE_ROWS, Shuffle(None)):
+        part = _score_batch(ranker, auction, builder, bid_table, batch)
+        parts.append(part._replace(request_ids=part.request_ids + num_requests))
+        num_requests += len(batch.as_of)
+    return ScoredAds._make(np.concatenate(columns) for columns in zip(*parts, strict=True))
+
+
+def _score_batch(
+    ranker: Ranker, auction: Auction, builder: InputBuilder, bid_table: BidTable, batch: Batch
+) -> ScoredAds:
+    inputs, request = builder(batch), batch.request_index.numpy()
+    columns = position_columns(auction.spec, builder.reader.features.numeric_columns)
+    candidates = neutralize_position(inputs.candidates, columns)
+    user_state = ranker.user_state(inputs.requests)
+    probabilities = ranker.probabilities(user_state, candidates)[inputs.candidate_index.mask]
+    as_of_us = batch.as_of.numpy()[request] * MICROS["s"]
+    bids, goals, _ = bid_table.as_of(batch.item_index.numpy(), as_of_us)
+    result = auction(probabilities, bids, list(goals), request)
+    labels = batch.labels.numpy().astype(np.float64)
+    return ScoredAds(
+        impression_ids=batch.impression_ids,
+        request_ids=request,
+        user_ids=batch.user_hash.numpy()[request],
+        expected_values=result.expected_values,
+        is_excluded=result.ranks == EXCLUDED_RANK,
+        labels=labels,
+        spend=bids * auction.goal_probabilities(labels, list(goals)),
+        has_final_labels=np.asarray(
+            np.all(batch.label_mask.numpy()[:, auction.served_objectives], axis=1)
+        ),
+    )
+
+
+def position_columns(spec: DataSpec, numeric_columns: Sequence[str]) -> list[int]:
+    """Indices of the numeric features that are read from the position column of the logs."""
+    raw_columns = {source.columns.position for source in spec.log_sources.values()}
+    return [
+        numeric_columns.index(f"ctx_{name}")
+        for name, attribute in spec.attributes.context.items()
+        if isinstance(attribute, NumericAttribute) and (attribute.column or name) in raw_columns
+    ]
+
+
+def neutralize_position(
+    candidates: CandidateFeatures, position_columns: Sequence[int]
+) -> CandidateFeatures:
+    """Give all candidates of a request the first of their positions."""
+    numeric = candidates.numeric.copy()
+    positions = numeric[..., position_columns]
+    numeric[..., position_columns] = np.fmin.reduce(positions, axis=1, keepdims=True)
+    return replace(candidates, numeric=numeric)
+
+
+@dataclass(frozen=True)
+class LoggedRankings:
+    """The ads of complete requests, sorted by request and slot, with both rankings.
+
+    `num_excluded_requests` counts the requests that cannot be evaluated.
+    """
+
+    ads: ScoredAds
+    rankings: RankingPair
+    num_excluded_requests: int
+
+
+def load_logged_rankings(
+    lake: Lake, days: tuple[date, date], scored_ads: ScoredAds
+) -> LoggedRankings:
+    """Select the requests that can be evaluated, and rank their ads with the ranker.
+
+    Excluded are requests for which the log lacks a slot, a propensity or a final label, and those
+    with more than MAX_ADS_PER_REQUEST ads.
+
+    Raises:
+        UserError: No request can be evaluated.
+    """
+    positions, propensities = _logged_slots(lake, days, scored_ads.impression_ids)
+    order = np.lexsort((positions, scored_ads.request_ids))
+    ads = scored_ads.take(order)
+    positions, propensities = positions[order], propensities[order]
+    _, first, size = np.unique(ads.request_ids, return_index=True, return_counts=True)
+    ranks = np.arange(len(order)) - np.repeat(first, size)
+    is_complete = (positions - positions.min() == ranks) & np.isfinite(propensities)
+    is_usable = is_complete & ads.has_final_labels
+    is_usable &= np.repeat(size <= MAX_ADS_PER_REQUEST, size)
+    selected = np.repeat(np.logical_and.reduceat(is_usable, first), size)
+    if not selected.any():
+        raise UserError("no request has all its slots, propensities and labels in the log")
+    ads = ads.take(selected)
+    num_excluded = len(first) - int(selected[first].sum())
+    return LoggedRankings(ads, _rank_ads(ads, propensities[selected]), num_excluded)
+
+
+def _rank_ads(ads: ScoredAds, slot_propensities: Floats) -> RankingPair:
+    """The logged and the ranker's ranking of ads that are sorted by request and slot."""
+    _, first, size = np.unique(ads.request_ids, return_index=True, return_counts=True)
+    start = np.repeat(first, size)
+    target_order = np.lexsort((-ads.expected_values, ads.is_excluded, ads.request_ids))
+    target_ranks = np.empty(len(target_order), np.int64)
+    target_ranks[target_order] = np.arange(len(target_order)) - start
+    propensities = np.empty(len(target_order))
+    for num_ads in np.unique(size):
+        rows = first[size == num_ads][:, None] + np.arange(num_ads)
+        by_position = position_propensities(slot_propensities[rows])
+        propensities[rows] = np.diagonal(by_position, axis1=1, axis2=2)
+    return RankingPair(
+        logged_ranks=np.arange(len(target_order)) - start,
+        target_ranks=target_ranks,
+        propensities=propensities,
+        request_ids=ads.request_ids,
+        user_ids=ads.user_ids,
+    )
+
+
+def _logged_slots(
+    lake: Lake, days: tuple[date, date], impression_ids: npt.NDArray[np.object_]
+) -> tuple[Ints, Floats]:
+    """The logged positions and propensities (B) of impressions."""
+    impressions = arrow.snapshot(lake, schemas.impressions(lake.spec))
+    columns = ["impression_id", "position", "propensity"]
+    rows = impressions.read(columns, day=list(date_range(*days)))
+    ids = pa.array(impression_ids, pa.string())
+    slots = rows.take(pc.index_in(ids, rows["impression_id"].combine_chunks()))
+    if slots["position"].null_count or slots["propensity"].null_count == len(slots):
+        raise UserError(
+            f"the logs of {lake.spec.name} have no positions and propensities of ads: name their "
+            "columns in the spec"
+        )
+    return slots["position"].to_numpy().astype(np.int64), slots["propensity"].to_numpy()
+
+
+def evaluate_policy(lake: Lake, surface: str, days: tuple[date, date], data_until: date) -> Table:
+    """Estimate what the promoted ranker's order would have brought, beside what the log brought.
+
+    Returns:
+        A table with a row for each objective of the surface and one for the spend.
+
+    Raises:
+        UserError: No ranker is promoted, or the log has no positions and propensities.
+    """
+    ranker = validate_ranker(load_ranker(live_version(lake.root, surface)), lake.root, surface)
+    logged = load_logged_rankings(lake, days, score_logged_ads(lake, ranker, days, data_until))
+    ads, rankings = logged.ads, logged.rankings
+    num_requests = len(np.unique(rankings.request_ids))
+    table = Table(
+        "per request",
+        "as logged",
+        f"in the order of {ranker.manifest.version}",
+        "difference [95 %]",
+        "NDCG logged",
+        "NDCG",
+        title=f"{num_requests:,} requests of {surface}, {logged.num_excluded_requests:,} excluded",
+    )
+    served = [name for name in ranker.objectives if surface in lake.spec.surfaces_of(name)]
+    rewards = {name: ads.labels[:, ranker.objectives.index(name)] for name in served}
+    for name, reward in (rewards | {"spend at the bid": ads.spend}).items():
+        estimate = estimate_policy_value(reward, rankings)
+        table.add_row(
+            name,
+            format_interval(estimate.logged),
+            format_interval(estimate.ips),
+            format_interval(estimate.difference),
+            f"{ndcg(reward, rankings.logged_ranks, rankings.request_ids):.3f}",
+            f"{ndcg(reward, rankings.target_ranks, rankings.request_ids):.3f}",
+        )
+    return table
+
+
+def format_interval(interval: ConfidenceInterval) -> str:
+    """A value with the bounds of its interval."""
+    return f"{interval.value:.5f} [{interval.low:.5f}, {interval.high:.5f}]"

@@ -1,1 +1,0 @@
-"""Features of live requests: the same as offline, from an embedded store that events feed."""

@@ -1,0 +1,1 @@
+"""Versioned folders of rankers: export, verification, loading without torch, promotion."""

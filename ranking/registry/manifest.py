@@ -1,0 +1,143 @@
+"""The manifest of a ranker's folder: a description, hashes of all files, a signature."""
+
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from pydantic import ValidationError
+
+from etl.errors import UserError
+from etl.signature import TRUSTED_KEY_VARIABLE, sign, verify_signature
+from etl.spec.base import StrictModel
+from etl.spec.model import DataSpec
+from etl.tables.atomic_io import local_path
+from etl.tables.uri import StoragePath, read_text_if_exists
+from ranking.scoring.calibration import Calibration
+from ranking.student.config import InputLimits
+
+MANIFEST, SIGNATURE = "ranker.json", "ranker.json.sig"
+USER_ONNX, RANK_ONNX, TABLES_FILE, TEST_VECTORS_FILE = (
+    "user.onnx",
+    "rank.onnx",
+    "tables.safetensors",
+    "vectors.npz",
+)
+REQUIRED_FILES = (USER_ONNX, RANK_ONNX, TABLES_FILE, TEST_VECTORS_FILE)
+COMPILED_FILES = ("user.pt2", "rank.pt2")  # only with `gemline rank train --compiled`
+FileName = Literal[
+    "user.onnx", "rank.onnx", "tables.safetensors", "vectors.npz", "user.pt2", "rank.pt2"
+]
+
+
+class RankerManifest(StrictModel):
+    """Describes a ranker; it includes the whole data spec, so a ranker needs no other file.
+
+    `sequence`, `max_length`, `encoded_events`, `teacher_history_length` and `user_hash_buckets` say
+    what is read of a request. Items from index `num_items` on are unknown. `file_hashes` has the
+    SHA-256 of every other file of the folder.
+    """
+
+    surface: str
+    version: str
+    spec: DataSpec
+    sequence: str
+    max_length: int
+    encoded_events: int
+    teacher_history_length: int
+    num_items: int
+    user_hash_buckets: int
+    calibration: dict[str, Calibration]
+    build_environment: dict[str, str]
+    file_hashes: dict[FileName, str] = {}
+
+    @property
+    def input_limits(self) -> InputLimits:
+        """How much of a request the ranker reads."""
+        return InputLimits(
+            self.max_length,
+            self.encoded_events,
+            self.teacher_history_length,
+            self.user_hash_buckets,
+        )
+
+
+def write_manifest(folder: Path, manifest: RankerManifest) -> None:
+    """Write a manifest with the hashes of the folder's files, signed where a key is configured."""
+    hashes = sha256_of_files(folder, REQUIRED_FILES + COMPILED_FILES)
+    text = manifest.model_copy(update={"file_hashes": hashes}).model_dump_json(indent=1)
+    (folder / MANIFEST).write_text(text)
+    signature = sign(text.encode())
+    if signature:
+        (folder / SIGNATURE).write_text(signature)
+
+
+class RankerPackage(NamedTuple):
+    """A ranker's manifest and the content of its files by name."""
+
+    manifest: RankerManifest
+    file_contents: dict[str, bytes]
+
+
+def read_manifest(folder: StoragePath) -> RankerManifest:
+    """The manifest of a folder whose files are all verified; raises as `read_package` does."""
+    return read_package(folder).manifest
+
+
+def read_package(uri: StoragePath) -> RankerPackage:
+    """Read a ranker's folder into memory: the bytes that are verified are those that are loaded.
+
+    Raises:
+        UserError: There is no ranker, a file is not the one that was saved, or the manifest is
+            damaged or not signed by the trusted key.
+    """
+    folder = local_path(uri)
+    text = read_text_if_exists(folder / MANIFEST)
+    if text is None:
+        raise UserError(f"{uri} holds no ranker: run `gemline rank train` first")
+    verify_signature(text.encode(), read_text_if_exists(folder / SIGNATURE), folder / MANIFEST)
+    try:
+        manifest = RankerManifest.model_validate_json(text)
+    except ValidationError:
+        raise UserError(f"{folder / MANIFEST} is damaged: run `gemline rank train` again") from None
+    if not set(REQUIRED_FILES) <= set(manifest.file_hashes):
+        raise UserError(
+            f"{folder / MANIFEST} does not name all files of the ranker: run `gemline rank train` "
+            "again"
+        )
+    contents: dict[str, bytes] = {
+        name: _read_verified(folder / name, sha256) for name, sha256 in manifest.file_hashes.items()
+    }
+    return RankerPackage(manifest, contents)
+
+
+def _read_verified(path: Path, expected_sha256: str) -> bytes:
+    content = path.read_bytes() if path.is_file() else b""
+    if hashlib.sha256(content).hexdigest() != expected_sha256:
+        raise UserError(f"{path} is not the file that was saved: run `gemline rank train` again")
+    return content
+
+
+def ranker_hash(folder: Path, manifest: RankerManifest) -> str:
+    """One hash of a ranker's files and of its manifest."""
+    file_hashes = sha256_of_files(folder, REQUIRED_FILES + COMPILED_FILES).values()
+    return hashlib.sha256("".join([*file_hashes, manifest.model_dump_json()]).encode()).hexdigest()
+
+
+def sha256_of_files(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """SHA-256 of those of the named files that exist."""
+    return {
+        name: hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        for name in names
+        if (folder / name).is_file()
+    }
+
+
+def require_trusted_key() -> None:
+    """Raises UserError unless a key is trusted: compiled programs are not run without one."""
+    if not os.environ.get(TRUSTED_KEY_VARIABLE):
+        raise UserError(
+            f"compiled programs are native code: set {TRUSTED_KEY_VARIABLE} to the public key of "
+            "those who may sign rankers"
+        )

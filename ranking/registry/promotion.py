@@ -1,0 +1,172 @@
+"""The promotion gate: a new ranker goes live only if it is calibrated and better than the live one.
+
+Both are loaded from their folders and evaluated on the newest days on which all labels are final.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from etl.errors import UserError
+from etl.spec.base import StrictModel
+from etl.spec.day_split import DaySplit
+from etl.spec.units import date_range
+from etl.tables.lake import Lake
+from etl.tables.pointer import remove_unreferenced_versions
+from ranking.registry.decisions import PromotionRecord, write_promotion_record
+from ranking.registry.ranker import (
+    Ranker,
+    latest_trained_pointer,
+    live_pointer,
+    live_version,
+    load_ranker,
+    rankers_folder,
+    validate_ranker,
+)
+from ranking.scoring.calibration import logit
+from ranking.scoring.scorer import SCORE_ROWS, input_builder
+from training.data.batch import Batch
+from training.data.label_window import LabelWindow
+from training.data.sampling import Shuffle
+from training.evaluation.bootstrap import (
+    ConfidenceInterval,
+    calibration_interval,
+    paired_ne_difference,
+)
+from training.evaluation.predictions import Predictions, predict
+
+MIN_POSITIVES = 10  # positives, and negatives, below which an objective is not evaluated
+
+
+class PromotionConfig(StrictModel):
+    """How far the ratio of predictions to outcomes may be from 1."""
+
+    tolerance: float = 0.1
+
+
+@dataclass(frozen=True)
+class PromotionDecision:
+    """Whether a ranker was promoted, and why."""
+
+    version: str
+    promoted: bool
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """The decision and its reasons in one line."""
+        decision = "promoted" if self.promoted else "not promoted"
+        return f"{self.version} {decision}: {'; '.join(self.reasons)}"
+
+
+def promote_if_better(
+    lake: Lake, surface: str, split: DaySplit, config: PromotionConfig
+) -> PromotionDecision:
+    """Promote the latest trained ranker of a surface if it passes the gate.
+
+    The first ranker of a surface passes. Where the live one cannot be compared with, because it is
+    damaged or of another spec, a calibrated ranker passes. One that was rolled back does not.
+
+    Raises:
+        UserError: No ranker was trained, or the new one cannot be loaded.
+    """
+    pointer = live_pointer(lake.root, surface)
+    state, latest = pointer.read(), latest_trained_pointer(lake.root, surface).live_folder
+    if latest is None or latest == pointer.live_folder:
+        name = live_version(lake.root, surface).name
+        return PromotionDecision(name, False, ("it is live already",))
+    if state and latest.name in state.blocked:
+        return PromotionDecision(latest.name, False, ("it was rolled back and is blocked",))
+    candidate = validate_ranker(load_ranker(latest), lake.root, surface)
+    predictions = ranker_predictions(candidate, lake, split)
+    live = load_live_for_comparison(lake, surface)
+    if isinstance(live, Ranker):
+        live_predictions = ranker_predictions(live, lake, split)
+        decision = compare_rankers(latest.name, predictions, live_predictions, config)
+    else:
+        decision = compare_rankers(latest.name, predictions, None, config)
+        is_first = state is None
+        decision = replace(
+            decision, promoted=decision.promoted or is_first, reasons=(live, *decision.reasons)
+        )
+    if decision.promoted:
+        pointer.promote(latest.name)
+        remove_unreferenced_versions(
+            rankers_folder(lake.root, surface), pointer, latest_trained_pointer(lake.root, surface)
+        )
+    record = PromotionRecord(
+        version=decision.version, promoted=decision.promoted, reasons=decision.reasons
+    )
+    write_promotion_record(lake.root, surface, record)
+    return decision
+
+
+def load_live_for_comparison(lake: Lake, surface: str) -> Ranker | str:
+    """The live ranker, or the reason why a new one cannot be compared with it."""
+    folder = live_pointer(lake.root, surface).live_folder
+    if folder is None:
+        return "the first of its surface"
+    try:
+        ranker = validate_ranker(load_ranker(folder), lake.root, surface)
+    except UserError as error:
+        return f"the live one cannot be evaluated: {error}"
+    return ranker if ranker.manifest.spec.hash == lake.spec.hash else "the first of its spec"
+
+
+def compare_rankers(
+    version: str, candidate: Predictions, live: Predictions | None, config: PromotionConfig
+) -> PromotionDecision:
+    """Compare a ranker with the live one by their predictions for the same examples.
+
+    It is promoted if it is calibrated, better for some objective and worse for none, outside noise.
+    Without a live one it is promoted if it is calibrated.
+    """
+    names = [name for name in candidate.objectives if _has_enough_labels(candidate, name)]
+    ratios = {name: calibration_interval(candidate, name) for name in names}
+    uncalibrated = [
+        name for name, ratio in ratios.items() if not _is_calibrated(ratio, config.tolerance)
+    ]
+    reasons = [
+        f"{name}: predictions / outcomes {ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
+        for name, ratio in ratios.items()
+    ]
+    uncalibrated_reasons = [f"{name} is not calibrated" for name in uncalibrated]
+    if live is None:
+        return PromotionDecision(version, not uncalibrated, (*reasons, *uncalibrated_reasons))
+    differences = {name: paired_ne_difference([candidate], [live], name) for name in names}
+    better = [name for name, difference in differences.items() if difference.high < 0]
+    worse = [name for name, difference in differences.items() if difference.low > 0]
+    reasons += [f"{name}: NE {difference}" for name, difference in differences.items()]
+    reasons += uncalibrated_reasons + [f"{name} is worse" for name in worse]
+    if not better:
+        reasons.append("nothing is better outside noise")
+    passes = bool(better) and not worse and not uncalibrated
+    return PromotionDecision(version, passes, tuple(reasons))
+
+
+def ranker_predictions(ranker: Ranker, lake: Lake, split: DaySplit) -> Predictions:
+    """A ranker's calibrated predictions for the test days, computed as it serves them."""
+    build_inputs = input_builder(ranker, lake)
+    days = list(date_range(split.test_first, split.test_last))
+    window = LabelWindow.for_test(split, lake.spec)
+    batches = build_inputs.reader.batches(days, window, SCORE_ROWS, Shuffle(None))
+
+    def logits(batch: Batch) -> torch.Tensor:
+        inputs = build_inputs(batch)
+        user_state = ranker.user_state(inputs.requests)
+        p = ranker.probabilities(user_state, inputs.candidates)[inputs.candidate_index.mask]
+        return torch.from_numpy(logit(p))
+
+    return predict(logits, batches, ranker.objectives)
+
+
+def _has_enough_labels(predictions: Predictions, objective: str) -> bool:
+    column = predictions.objectives.index(objective)
+    labels = predictions.labels[predictions.label_mask[:, column], column]
+    return bool(min(labels.sum(), (1 - labels).sum()) >= MIN_POSITIVES)
+
+
+def _is_calibrated(ratio: ConfidenceInterval, tolerance: float) -> bool:
+    """Whether the interval of a ratio overlaps with the tolerated one."""
+    is_within = ratio.low <= 1 + tolerance and ratio.high >= 1 - tolerance
+    return bool(np.isfinite(ratio.value)) and is_within

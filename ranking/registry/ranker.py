@@ -1,0 +1,227 @@
+"""A ranker: two programs, tables and calibrations, loaded and run without torch.
+
+R requests, C candidates, O objectives. The end of the file has the pointers to a surface's rankers
+in a lake: the latest trained one, and the live one.
+"""
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime
+from safetensors.numpy import load as from_bytes
+
+from etl.errors import UserError
+from etl.tables.pointer import VersionPointer
+from etl.tables.uri import StoragePath, resolve_uri
+from features.schema import FeatureSchema, feature_schema
+from ranking.inputs.arrays import (
+    CANDIDATE_PREFIX,
+    CandidateFeatures,
+    CategoricalIds,
+    InputLookup,
+    RequestFeatures,
+    named_arrays,
+)
+from ranking.registry.manifest import (
+    RANK_ONNX,
+    TABLES_FILE,
+    TEST_VECTORS_FILE,
+    USER_ONNX,
+    RankerManifest,
+    RankerPackage,
+    read_package,
+)
+from ranking.scoring import calibration
+from ranking.scoring.auction import Auction, RankedAd, ranked_ads
+
+Arrays = dict[str, np.ndarray]
+Floats = npt.NDArray[np.float64]
+LOGIT_TOLERANCE = 1e-4  # rounding may differ between machines by this much
+
+
+class Program(Protocol):
+    """A function of named arrays."""
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the arrays that it reads."""
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the arrays that it returns."""
+
+    def __call__(self, arrays: Mapping[str, np.ndarray]) -> Arrays:
+        """Run on named arrays; those that are not inputs are ignored."""
+
+
+class OnnxProgram:
+    """An ONNX program, run by ONNX Runtime on one CPU thread."""
+
+    def __init__(self, content: bytes) -> None:
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = options.inter_op_num_threads = 1
+        options.log_severity_level = 3
+        self._session = onnxruntime.InferenceSession(
+            content, options, providers=["CPUExecutionProvider"]
+        )
+        self.inputs = tuple(node.name for node in self._session.get_inputs())
+        self.outputs = tuple(node.name for node in self._session.get_outputs())
+
+    def __call__(self, arrays: Mapping[str, np.ndarray]) -> Arrays:
+        """Run on named arrays; those that are not inputs are ignored."""
+        inputs = {name: np.ascontiguousarray(arrays[name]) for name in self.inputs}
+        return dict(zip(self.outputs, self._session.run(None, inputs), strict=True))
+
+
+@dataclass(frozen=True)
+class Ranker:
+    """Scores the candidates of a surface."""
+
+    manifest: RankerManifest
+    user_program: Program
+    rank_program: Program
+    tables: Arrays
+
+    @property
+    def objectives(self) -> tuple[str, ...]:
+        """Objectives, in the order of the columns of `probabilities`."""
+        return tuple(self.manifest.spec.objectives)
+
+    @cached_property
+    def feature_schema(self) -> FeatureSchema:
+        """The features of the ranker's data spec."""
+        return feature_schema(self.manifest.spec)
+
+    def user_state(self, requests: RequestFeatures) -> Arrays:
+        """The state that all candidates of a request share."""
+        return self.user_program(named_arrays(self._lookup().user_inputs(requests)))
+
+    def probabilities(self, user_state: Arrays, candidates: CandidateFeatures) -> Floats:
+        """Calibrated probabilities (R, C, O)."""
+        inputs = named_arrays(self._lookup().candidate_inputs(candidates), CANDIDATE_PREFIX)
+        logits = self.rank_program(user_state | inputs)["logits"].astype(np.float64)
+        return calibration.calibrate(self.manifest.calibration, logits, self.objectives)
+
+    def rank(
+        self, requests: RequestFeatures, candidates: CandidateFeatures, bids: Sequence[float],
+        goals: Sequence[str | None], auction: Auction | None = None,
+    ) -> list[RankedAd]:  # fmt: skip
+        """The candidates of one request that take part in its auction, best first.
+
+        Args:
+            requests: The request.
+            candidates: Its candidates.
+            bids: The bid of each candidate.
+            goals: The campaign goal of each candidate; None for none.
+            auction: The auction; that of the ranker's own spec by default.
+        """
+        p = self.probabilities(self.user_state(requests), candidates)[candidates.mask]
+        auction = auction or Auction(self.manifest.spec, self.manifest.surface)
+        request_index = np.zeros(len(p), np.int64)
+        result = auction(p, np.asarray(bids, np.float64), goals, request_index)
+        return ranked_ads(p, result)
+
+    def _lookup(self) -> InputLookup[np.ndarray]:
+        return InputLookup(
+            self._gather,
+            np.asarray,
+            self.feature_schema.similarity_columns,
+            self.manifest.num_items,
+        )
+
+    def _gather(self, ids: CategoricalIds, content_vectors: np.ndarray) -> np.ndarray:
+        rows = [self.tables[name][ids[name]] for name in sorted(ids)]
+        return np.concatenate([*rows, content_vectors], -1)
+
+
+def load_ranker(folder: StoragePath) -> Ranker:
+    """Load the ranker of a folder, after its files, signature and test vectors are verified.
+
+    Raises:
+        UserError: It is missing, damaged or tampered with, or scores its test vectors differently.
+    """
+    return ranker_from_package(read_package(folder), folder)
+
+
+def ranker_from_package(package: RankerPackage, folder: StoragePath) -> Ranker:
+    """The ranker of a package that was read from a folder, with its ONNX programs.
+
+    Raises:
+        UserError: They cannot be loaded, or score the test vectors differently.
+    """
+    manifest, files = package
+    try:
+        user = OnnxProgram(files[USER_ONNX])
+        rank = OnnxProgram(files[RANK_ONNX])
+        ranker = Ranker(manifest, user, rank, from_bytes(files[TABLES_FILE]))
+    except Exception as error:  # ONNX Runtime and safetensors have no common exception
+        reason = str(error).splitlines()[0]
+        raise UserError(f"the ranker in {folder} cannot be loaded ({reason})") from error
+    return verify_test_vectors(ranker, package, folder)
+
+
+def verify_test_vectors(ranker: Ranker, package: RankerPackage, folder: StoragePath) -> Ranker:
+    """The ranker; raises UserError where its logits are not those of the package's test vectors."""
+    difference = max_logit_difference(ranker, package.file_contents[TEST_VECTORS_FILE])
+    if not difference < LOGIT_TOLERANCE:  # NaN fails, too
+        raise UserError(
+            f"the ranker in {folder} is off by {difference:.1g} on its own test vectors: run "
+            "`gemline rank train` again"
+        )
+    return ranker
+
+
+def max_logit_difference(ranker: Ranker, test_vectors: bytes) -> float:
+    """The largest difference between a ranker's logits and those of test vectors."""
+    with np.load(io.BytesIO(test_vectors), allow_pickle=False) as stored:
+        vectors: dict[str, Any] = dict(stored)
+    user_state = ranker.user_program(vectors)
+    logits = ranker.rank_program(user_state | vectors)["logits"]
+    return float(np.abs(logits - vectors["logits"]).max(initial=0.0))
+
+
+def rankers_folder(lake: str, surface: str) -> StoragePath:
+    """The folder of all versions of a surface's ranker."""
+    return resolve_uri(lake, "rankers", surface)
+
+
+def latest_trained_pointer(lake: str, surface: str) -> VersionPointer:
+    """The pointer to the version that was trained last."""
+    return VersionPointer(rankers_folder(lake, surface), "newest")
+
+
+def live_pointer(lake: str, surface: str) -> VersionPointer:
+    """The pointer to the version that serves requests."""
+    return VersionPointer(rankers_folder(lake, surface))
+
+
+def live_version(lake: str, surface: str) -> StoragePath:
+    """The folder of the live version; raises UserError where none was promoted."""
+    folder = live_pointer(lake, surface).live_folder
+    if folder is None:
+        raise UserError(
+            f"no ranker of {surface} is promoted: run `gemline rank train`, then `gemline rank "
+            "promote`"
+        )
+    return folder
+
+
+def validate_ranker(ranker: Ranker, lake: str, surface: str) -> Ranker:
+    """The ranker; raises UserError where it is of another surface, or was rolled back."""
+    manifest, live = ranker.manifest, live_pointer(lake, surface).read()
+    if manifest.surface != surface:
+        raise UserError(
+            f"the ranker {manifest.version} is of surface {manifest.surface}, not of {surface}: "
+            f"promote one of {surface}"
+        )
+    if live and manifest.version in live.blocked:
+        raise UserError(
+            f"the ranker {manifest.version} of {surface} was rolled back and is blocked: run "
+            f"`gemline rank rollback --unblock {manifest.version}` to allow it again"
+        )
+    return ranker

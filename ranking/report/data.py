@@ -1,0 +1,163 @@
+"""The numbers of the report, read from the tables and files of a run."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from etl.spec.day_split import DaySplit
+from etl.tables import arrow, schemas
+from etl.tables.atomic_io import download
+from etl.tables.lake import Lake
+from etl.tables.uri import list_matching, resolve_uri
+from training.evaluation.metrics import SliceMetrics, slice_metrics
+from training.evaluation.predictions import Predictions, concat_predictions, evaluation_path
+
+MODEL_NAMES = {
+    "bound": "truth (bound)",
+    "gem": "GEM",
+    "lightgbm": "LightGBM",
+    "student": "student, labels only",
+    "distilled": "student, distilled",
+}
+
+
+@dataclass(frozen=True)
+class ModelComparison:
+    """The mean difference in logloss of two models, with half of its 95 % interval (paired rows).
+
+    A negative difference is an improvement.
+    """
+
+    surface: str
+    objective: str
+    num_rows: int
+    logloss_difference: float
+    ci_half_width: float
+
+
+def ingest_metrics(lake: Lake) -> list[dict[str, Any]]:
+    """The ingest metrics of each day."""
+    table = arrow.snapshot(lake, schemas.ingest_metrics(lake.spec)).read()
+    rows: list[dict[str, Any]] = table.sort_by("day").to_pylist()
+    return rows
+
+
+def quarantine_counts(lake: Lake) -> list[tuple[str, int]]:
+    """Quarantined records by reason, the most frequent first."""
+    rows = arrow.snapshot(lake, schemas.quarantine(lake.spec)).read(["reasons"])
+    counts = pc.value_counts(rows["reasons"].combine_chunks().flatten()).to_pylist()
+    by_reason = [(count["values"], count["counts"]) for count in counts]
+    return sorted(by_reason, key=lambda pair: -pair[1])
+
+
+def excluded_event_counts(lake: Lake) -> list[tuple[str, int, int]]:
+    """Excluded events by reason, the most frequent first, and the number of their users."""
+    rows = arrow.snapshot(lake, schemas.excluded_events(lake.spec)).read(["reason", "user_id"])
+    counts = rows.group_by("reason").aggregate(
+        [("user_id", "count"), ("user_id", "count_distinct")]
+    )
+    by_count = counts.sort_by([("user_id_count", "descending")]).to_pylist()
+    return [
+        (row["reason"], row["user_id_count"], row["user_id_count_distinct"]) for row in by_count
+    ]
+
+
+def evaluated_objectives(lake: Lake, scores: dict[str, list[SliceMetrics]]) -> list[str]:
+    """Objectives with a metric of some model, in the order of the spec."""
+    evaluated = {
+        metrics.objective
+        for slices in scores.values()
+        for metrics in slices
+        if not np.isnan(metrics.ne)
+    }
+    return [name for name in lake.spec.objectives if name in evaluated]
+
+
+def load_predictions(lake: Lake, raw_data_uri: str, split: DaySplit) -> dict[str, Predictions]:
+    """The test predictions of each evaluated model, and the simulator's true probabilities.
+
+    Raises:
+        UserError: Some are of other days than the split's.
+    """
+    predictions: dict[str, Predictions] = {}
+    for name in ("gem", "lightgbm"):
+        path = evaluation_path(lake.root, name)
+        if path.is_file():
+            predictions[name] = Predictions.read(path, split)
+    for variant in ("student", "distilled"):
+        paths = [evaluation_path(lake.root, f"{variant}-{s}") for s in lake.spec.ad_surfaces]
+        parts = [Predictions.read(path, split) for path in paths if path.is_file()]
+        if parts:
+            predictions[variant] = concat_predictions(parts)
+    gem = predictions.get("gem")
+    truth = true_probabilities(gem, raw_data_uri) if gem else None
+    return {"bound": truth, **predictions} if truth else predictions
+
+
+def true_probabilities(gem: Predictions, raw_data_uri: str) -> Predictions | None:
+    """The simulator's true probabilities for the rows of `gem`; None for real logs."""
+    paths = list_matching(resolve_uri(raw_data_uri, "truth"), "day=*.parquet")
+    if not paths:
+        return None
+    table = pa.concat_tables(pq.read_table(download(path)) for path in paths)
+    ids = pa.array(gem.impression_ids, pa.string())
+    indices = pc.index_in(ids, table["impression_id"].combine_chunks())
+    is_found = indices.is_valid().to_numpy(zero_copy_only=False)
+    truth = table.take(indices.filter(pa.array(is_found)))
+    probabilities = np.stack([truth[f"p_{name}"].to_numpy() for name in gem.objectives], 1)
+    return replace(gem.filter(is_found), probabilities=probabilities)
+
+
+def score_models(lake: Lake, predictions: dict[str, Predictions]) -> dict[str, list[SliceMetrics]]:
+    """Metrics of each model by surface and objective."""
+    surfaces, objectives = list(lake.spec.surfaces), list(lake.spec.objectives)
+    return {
+        name: slice_metrics(
+            p.probabilities, p.labels, p.label_mask, p.surface, surfaces, objectives
+        )
+        for name, p in predictions.items()
+    }
+
+
+def compare_models(
+    lake: Lake, predictions: Predictions, baseline: Predictions
+) -> list[ModelComparison]:
+    """Compare the logloss of a model with that of a baseline on the same rows.
+
+    Slices with labels of one class only are left out, as they have no sampling error.
+    """
+    predictions, baseline = predictions.sorted_by_impression(), baseline.sorted_by_impression()
+    same_rows = np.array_equal(predictions.impression_ids, baseline.impression_ids)
+    assert same_rows, "the models were evaluated on other rows"
+    comparisons = []
+    for surface, code in (("all", None), *lake.spec.surface_codes.items()):
+        on_surface = predictions.surface == code if code is not None else True
+        for column, objective in enumerate(predictions.objectives):
+            rows = predictions.label_mask[:, column] & on_surface
+            labels = predictions.labels[rows, column]
+            if len(np.unique(labels)) < 2:
+                continue
+            difference = logloss(predictions.probabilities[rows, column], labels)
+            difference = difference - logloss(baseline.probabilities[rows, column], labels)
+            half_width = 1.96 * difference.std() / np.sqrt(len(difference))
+            comparisons.append(
+                ModelComparison(
+                    surface=surface,
+                    objective=objective,
+                    num_rows=len(difference),
+                    logloss_difference=float(difference.mean()),
+                    ci_half_width=float(half_width),
+                )
+            )
+    return comparisons
+
+
+def logloss(p: npt.NDArray[np.float64], y: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+    """The cross-entropy of each row."""
+    p = np.clip(p, 1e-12, 1 - 1e-12)
+    return np.asarray(-np.where(y > 0, np.log(p), np.log1p(-p)))

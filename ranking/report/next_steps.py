@@ -1,0 +1,146 @@
+"""The lead of the report: what to do next, by promotion state and calibration of rankers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from etl.errors import UserError
+from etl.tables.lake import Lake
+from ranking.registry.decisions import PromotionRecord, read_promotion_record
+from ranking.registry.promotion import MIN_POSITIVES
+from ranking.registry.ranker import latest_trained_pointer, live_pointer
+from training.evaluation.bootstrap import ConfidenceInterval, calibration_interval
+from training.evaluation.predictions import Predictions
+
+
+@dataclass(frozen=True)
+class RankerState:
+    """The promotion state of a surface: versions by the lake's pointers, and the last decision."""
+
+    surface: str
+    trained: str | None
+    live: str | None
+    is_blocked: bool = False
+    decision: PromotionRecord | None = None
+
+
+@dataclass(frozen=True)
+class CalibrationCheck:
+    """The calibration of a surface's ranker for an objective, on the test rows with a final label.
+
+    `calibration` is None where there are too few positives (or negatives) to judge it.
+    """
+
+    surface: str
+    objective: str
+    positives: int
+    calibration: ConfidenceInterval | None
+
+    @property
+    def is_off(self) -> bool:
+        """Whether 1 lies outside the 95 % interval of predictions over outcomes."""
+        interval = self.calibration
+        return interval is not None and not interval.low <= 1 <= interval.high
+
+
+@dataclass(frozen=True)
+class NextStep:
+    """A sentence of the lead; `details` are shown in small print."""
+
+    text: str
+    details: str = ""
+
+
+def ranker_states(lake: Lake) -> list[RankerState]:
+    """The promotion state of each surface that carries ads; damaged pointers count as missing."""
+    states = []
+    for surface in lake.spec.ad_surfaces:
+        try:
+            trained = latest_trained_pointer(lake.root, surface).read()
+            live = live_pointer(lake.root, surface).read()
+        except UserError:
+            trained = live = None
+        states.append(
+            RankerState(
+                surface=surface,
+                trained=trained.live if trained else None,
+                live=live.live if live else None,
+                is_blocked=bool(trained and live and trained.live in live.blocked),
+                decision=read_promotion_record(lake.root, surface),
+            )
+        )
+    return states
+
+
+def calibration_checks(lake: Lake, predictions: Predictions) -> list[CalibrationCheck]:
+    """Check the calibration for each surface that carries ads and each objective that it has."""
+    checks = []
+    for surface in lake.spec.ad_surfaces:
+        rows = predictions.filter(predictions.surface == lake.spec.surface_codes[surface])
+        for column, objective in enumerate(predictions.objectives):
+            is_labelled = rows.label_mask[:, column]
+            if surface not in lake.spec.surfaces_of(objective) or not is_labelled.any():
+                continue
+            positives = int(rows.labels[is_labelled, column].sum())
+            negatives = int(is_labelled.sum()) - positives
+            is_enough = min(positives, negatives) >= MIN_POSITIVES
+            interval = calibration_interval(rows, objective) if is_enough else None
+            checks.append(CalibrationCheck(surface, objective, positives, interval))
+    return checks
+
+
+def next_steps(states: Sequence[RankerState], checks: Sequence[CalibrationCheck]) -> list[NextStep]:
+    """The steps: promotion by surface, objectives with too few positives, calibration."""
+    steps = [_promotion_step(state) for state in states]
+    too_few = [check for check in checks if check.calibration is None]
+    if too_few:
+        names = (f"{check.objective} on {check.surface} ({check.positives})" for check in too_few)
+        steps.append(
+            NextStep(
+                f"Too few positives to judge: {', '.join(names)}. Evaluate on more test days: an "
+                f"objective is judged from {MIN_POSITIVES} positives and negatives on."
+            )
+        )
+    off = [check for check in checks if check.is_off]
+    if off:
+        steps.append(
+            NextStep(
+                f"Calibration is off: {', '.join(_calibration_text(check) for check in off)}. "
+                "Train these rankers again with a newer calibration day.",
+                "Predictions over outcomes with the 95 % interval, which does not contain 1.",
+            )
+        )
+    if checks and not too_few and not off:
+        steps.append(NextStep("All objectives are calibrated: every 95 % interval contains 1."))
+    return steps
+
+
+def _promotion_step(state: RankerState) -> NextStep:
+    surface, trained, live = state.surface, state.trained, state.live
+    name = f"{surface}: ranker {trained}"
+    if trained is None:
+        return NextStep(
+            f"{surface}: no ranker was trained; run `gemline rank train --surface {surface}`."
+        )
+    decision = state.decision
+    is_current = decision is not None and decision.version == trained
+    reasons = "; ".join(decision.reasons) if decision and is_current else ""
+    if trained == live:
+        return NextStep(f"{name} was promoted and is live.", reasons)
+    serving = f"{live} stays live" if live else "no ranker is live"
+    if state.is_blocked:
+        return NextStep(f"{name} was rolled back; {serving}. Train a new one.")
+    if not is_current:
+        command = f"gemline rank promote --surface {surface}"
+        return NextStep(f"{name} was not evaluated for promotion; {serving}. Run `{command}`.")
+    why = decision.reasons[-1] if decision and decision.reasons else "no reason is recorded"
+    return NextStep(f"{name} was not promoted because {why}; {serving}.", reasons)
+
+
+def _calibration_text(check: CalibrationCheck) -> str:
+    interval = check.calibration
+    assert interval
+    high = f"{interval.high:.2f}" if np.isfinite(interval.high) else "∞"
+    bounds = f"[{interval.low:.2f}, {high}]"
+    return f"{check.objective} on {check.surface} {interval.value:.2f} {bounds}"

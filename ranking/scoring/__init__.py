@@ -1,0 +1,1 @@
+"""From logits to a ranking: calibration, bids, the auction, and batch scores."""

@@ -1,0 +1,221 @@
+"""The ad auction of a request: eligibility, ranks and prices.
+
+A generalized second-price auction (Edelman, Ostrovsky and Schwarz 2007): an ad pays, if its goal is
+reached, the lowest bid with which it would keep its rank before the ads of other advertisers. B
+candidates of some requests, O objectives.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from etl.errors import UserError
+from etl.spec.model import DataSpec
+from etl.spec.objectives import MAX_MONEY
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+EXCLUDED_RANK = -1  # of a candidate that does not take part
+NO_ADVERTISER = -1  # of an ad whose advertiser is unknown
+
+
+class Exclusion(IntEnum):
+    """Why a candidate does not take part in the auction; 0 if it does."""
+
+    NONE = 0
+    UNKNOWN_ITEM = 1
+    NO_BID = 2
+    NO_GOAL = 3
+    GOAL_NOT_SERVED = 4
+    BELOW_RESERVE = 5
+    BELOW_QUALITY = 6
+
+
+@dataclass(frozen=True)
+class RankedAd:
+    """A ranked candidate; `candidate_index` is its position in the request.
+
+    `price` is what its campaign pays if the campaign's goal is reached.
+    """
+
+    rank: int
+    candidate_index: int
+    probabilities: tuple[float, ...]
+    expected_value: float
+    price: float
+
+
+@dataclass(frozen=True)
+class AuctionResult:
+    """Expected value, rank in the request, price and `Exclusion` of each candidate (B)."""
+
+    expected_values: Floats
+    ranks: Ints
+    prices: Floats
+    exclusions: Ints
+
+
+@dataclass(frozen=True)
+class Auction:
+    """The auctions of a surface on the terms of a spec.
+
+    Without an auction in the spec, candidates are ranked by the surface's `ranking_objective` and
+    prices are 0.
+    """
+
+    spec: DataSpec
+    surface: str
+
+    def __call__(
+        self, probabilities: Floats, bids: Floats, goals: Sequence[str | None], request_index: Ints,
+        advertisers: Ints | None = None,
+    ) -> AuctionResult:  # fmt: skip
+        """Run the auctions of some requests.
+
+        An ad takes part only if it has a bid in (0, MAX_MONEY] and a goal that the surface serves,
+        whatever the reserve price is.
+
+        Args:
+            probabilities: Probabilities of the objectives (B, O).
+            bids: The bid of each candidate (B).
+            goals: The campaign goal of each candidate (B); with None it does not take part.
+            request_index: The request of each candidate (B), ascending.
+            advertisers: The advertiser of each candidate (B); by default all are different.
+
+        Raises:
+            UserError: A goal is not in the spec.
+        """
+        terms = self.spec.terms_of(self.surface)
+        bids = np.where((bids > 0) & (bids <= MAX_MONEY), bids, 0.0)
+        goal_probabilities = self.goal_probabilities(probabilities, goals)
+        surface_values = probabilities @ self._objective_values
+        values = bids * goal_probabilities + surface_values
+        exclusions = self._exclusions(probabilities, bids, goals, goal_probabilities)
+        is_eligible = exclusions == Exclusion.NONE
+        if advertisers is None:
+            advertisers = np.full(len(probabilities), NO_ADVERTISER)
+
+        order = np.lexsort((-values, ~is_eligible, request_index))
+        request_start = np.searchsorted(request_index[order], request_index[order])
+        ranks = np.empty(len(probabilities), np.int64)
+        ranks[order] = np.arange(len(probabilities)) - request_start
+
+        next_values = _next_competitor_value(values, is_eligible, order, request_index, advertisers)
+        least_payment = np.maximum(next_values - surface_values, terms.reserve)
+        least_bids = np.divide(
+            least_payment,
+            goal_probabilities,
+            out=np.zeros(len(probabilities)),
+            where=goal_probabilities > 0,
+        )
+        prices = np.where(is_eligible, np.minimum(least_bids, bids), 0.0)
+        ranks = np.where(is_eligible, ranks, EXCLUDED_RANK)
+        return AuctionResult(values, ranks, prices, exclusions)
+
+    def _exclusions(
+        self,
+        probabilities: Floats,
+        bids: Floats,
+        goals: Sequence[str | None],
+        goal_probabilities: Floats,
+    ) -> Ints:
+        """The first reason that excludes each candidate (B)."""
+        if self.spec.auction is None:
+            return np.full(len(probabilities), int(Exclusion.NONE))
+        terms, columns = self.spec.terms_of(self.surface), self._goal_objectives(goals)
+        quality = np.full(len(probabilities), np.inf)
+        if terms.quality_objective:
+            quality = probabilities[:, self._objectives.index(terms.quality_objective)]
+        reasons: dict[Exclusion, Bools] = {
+            Exclusion.NO_BID: bids == 0,
+            Exclusion.NO_GOAL: columns < 0,
+            Exclusion.GOAL_NOT_SERVED: ~self.served_objectives[columns],
+            Exclusion.BELOW_RESERVE: ~(bids * goal_probabilities >= terms.reserve),
+            Exclusion.BELOW_QUALITY: ~(quality >= terms.min_quality),
+        }
+        return np.select(list(reasons.values()), list(reasons), int(Exclusion.NONE))
+
+    def goal_probabilities(self, probabilities: Floats, goals: Sequence[str | None]) -> Floats:
+        """The probability (B) that each campaign's goal is reached; 0 where it is not served."""
+        if self.spec.auction is None:
+            return np.zeros(len(probabilities))
+        columns = self._goal_objectives(goals)
+        is_served = np.append(self.served_objectives, False)[columns]  # the last is for no goal
+        return np.where(is_served, probabilities[np.arange(len(probabilities)), columns], 0.0)
+
+    def _goal_objectives(self, goals: Sequence[str | None]) -> Ints:
+        """The column of the objective that each goal (B) pays for; -1 without a goal."""
+        assert self.spec.auction
+        goal_objectives = self.spec.auction.goal_objectives
+        names, name_index = np.unique([goal or "" for goal in goals], return_inverse=True)
+        unknown = sorted(set(names) - set(goal_objectives) - {""})
+        if unknown:
+            known = ", ".join(goal_objectives)
+            raise UserError(f"unknown campaign goal {', '.join(unknown)}; known: {known}")
+        columns = [self._objectives.index(goal_objectives[name]) if name else -1 for name in names]
+        return np.array(columns, np.int64)[name_index]
+
+    @cached_property
+    def _objectives(self) -> list[str]:
+        return list(self.spec.objectives)
+
+    @cached_property
+    def served_objectives(self) -> Bools:
+        """Whether the surface has each objective (O)."""
+        return np.array([self.surface in self.spec.surfaces_of(name) for name in self._objectives])
+
+    @cached_property
+    def _objective_values(self) -> Floats:
+        """The value of each objective (O) to the surface itself."""
+        if self.spec.auction is None:
+            ranking = self.spec.ranking_objective(self.surface)
+            return np.array([float(name == ranking) for name in self._objectives])
+        values = self.spec.terms_of(self.surface).objective_values
+        by_objective = np.array([values.get(name, 0.0) for name in self._objectives])
+        return by_objective * self.served_objectives
+
+
+def _next_competitor_value(
+    values: Floats, is_eligible: Bools, order: Ints, request_index: Ints, advertisers: Ints
+) -> Floats:
+    """The value (B) of the next ad of another advertiser in the same request; -inf without one.
+
+    Ads that follow each other in `order` and are of one advertiser and request form a run; the next
+    competitor is the first ad after an ad's run. Eligible ads come first in their request.
+    """
+    n = len(order)
+    previous, current = order[:-1], order[1:]
+    is_same_run = (
+        (advertisers[previous] != NO_ADVERTISER)
+        & (advertisers[previous] == advertisers[current])
+        & (request_index[previous] == request_index[current])
+    )
+    run_starts = np.flatnonzero(np.append(True, ~is_same_run)[:n])
+    next_run = np.searchsorted(run_starts, np.arange(n), side="right")
+    next_position = np.append(run_starts, n)[next_run]  # n after the last run
+    competitor = order[np.minimum(next_position, n - 1)] if n else order
+    has_competitor = (
+        (next_position < n)
+        & (request_index[competitor] == request_index[order])
+        & is_eligible[competitor]
+    )
+    next_values = np.full(n, -np.inf)
+    next_values[order[has_competitor]] = values[competitor[has_competitor]]
+    return next_values
+
+
+def ranked_ads(p: Floats, result: AuctionResult) -> list[RankedAd]:
+    """The candidates of one request that take part, best first."""
+    num_excluded = int((result.ranks == EXCLUDED_RANK).sum())
+    best = np.argsort(result.ranks, kind="stable")[num_excluded:]
+    columns = best, p[best], result.expected_values[best], result.prices[best]
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    return [
+        RankedAd(rank, index, tuple(probabilities), value, price)
+        for rank, (index, probabilities, value, price) in enumerate(rows)
+    ]

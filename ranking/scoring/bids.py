@@ -1,0 +1,92 @@
+"""Bids: what campaigns bid for an item, for which goal, and who advertises, as of a time."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from etl.tables import arrow, schemas
+from etl.tables.lake import Lake
+from ranking.scoring.auction import NO_ADVERTISER
+from training.data.items import ItemTable
+
+Int64 = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+ObjectArray = npt.NDArray[np.object_]
+
+
+@dataclass(frozen=True)
+class BidTable:
+    """V versions of bids.
+
+    Attributes:
+        item_index: The item of each version (V).
+        valid_from: When each begins to hold (V), in µs.
+        bids: The bid of each (V).
+        goals: The campaign goal of each, or None (V).
+        advertisers: Codes of advertisers (V), which are comparable within this object only.
+    """
+
+    item_index: Int64
+    valid_from: Int64
+    bids: Floats
+    goals: ObjectArray
+    advertisers: Int64
+
+    def as_of(self, item_index: Int64, request_times: Int64) -> tuple[Floats, ObjectArray, Int64]:
+        """Bids, goals and advertisers (B) of the newest versions before `request_times` (B, µs).
+
+        They are 0, None and NO_ADVERTISER where an item (B) had no version.
+        """
+        times = np.unique(self.valid_from)
+        keys_per_item = len(times) + 1
+        version_keys = self.item_index * keys_per_item + np.searchsorted(times, self.valid_from) + 1
+        order = np.argsort(version_keys, kind="stable")
+        request_keys = item_index * keys_per_item + np.searchsorted(times, request_times)
+        position = np.searchsorted(version_keys[order], request_keys, side="right") - 1
+
+        has_bid = position >= 0
+        has_bid[has_bid] = self.item_index[order[position[has_bid]]] == item_index[has_bid]
+        version = order[position[has_bid]]
+        bids, goals = np.zeros(len(item_index)), np.full(len(item_index), None, object)
+        advertisers = np.full(len(item_index), NO_ADVERTISER)
+        bids[has_bid], goals[has_bid] = self.bids[version], self.goals[version]
+        advertisers[has_bid] = self.advertisers[version]
+        return bids, goals, advertisers
+
+
+def load_bids(lake: Lake, items: ItemTable) -> BidTable:
+    """The bids in a lake's item attributes; none without an auction in the spec.
+
+    A goal that is not in the spec counts as none.
+    """
+    auction = lake.spec.auction
+    if auction is None:
+        empty = np.zeros(0, np.int64)
+        return BidTable(empty, empty, np.zeros(0), np.zeros(0, object), empty)
+    columns = ["item_id", "valid_from", "bid", "goal", "day"]
+    if auction.advertiser:
+        columns.append(f"attr_{auction.advertiser}")
+    rows = arrow.snapshot(lake, schemas.attributes(lake.spec, "item")).read(columns)
+    index = pc.index_in(rows["item_id"], pa.array(items.item_ids, pa.string()))
+    rows = rows.append_column("item_index", index).filter(pc.is_valid(index)).sort_by("day")
+    is_known_goal = pc.is_in(rows["goal"], pa.array(list(auction.goal_objectives), pa.string()))
+    goals = pc.if_else(is_known_goal, rows["goal"], None)
+    advertisers = np.full(len(rows), NO_ADVERTISER)
+    if auction.advertiser:
+        advertisers = _encode_advertisers(rows[f"attr_{auction.advertiser}"])
+    return BidTable(
+        rows["item_index"].to_numpy().astype(np.int64),
+        rows["valid_from"].to_numpy(),
+        rows["bid"].fill_null(0.0).to_numpy(),
+        np.asarray(goals.combine_chunks(), object),
+        advertisers,
+    )
+
+
+def _encode_advertisers(names: pa.ChunkedArray) -> Int64:
+    """A code for each distinct name; NO_ADVERTISER where there is none."""
+    codes = names.combine_chunks().dictionary_encode().indices.fill_null(NO_ADVERTISER)
+    return np.asarray(codes, np.int64)

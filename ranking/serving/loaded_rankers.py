@@ -1,0 +1,162 @@
+"""The live ranker of each surface, loaded again when its pointer moves."""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from etl.errors import TemporaryError, UserError
+from etl.tables.uri import StoragePath
+from ranking.feature_store.request import require_ad_surface
+from ranking.feature_store.store import StoreMetadata
+from ranking.registry.ranker import Ranker, live_pointer, load_ranker, validate_ranker
+
+log = logging.getLogger("uvicorn.error")
+MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 4.0, 60.0
+LoadFn = Callable[[StoragePath], Ranker]
+
+
+class LoadFailure(NamedTuple):
+    """Why a surface's ranker cannot be served with a store, and when loading it is retried."""
+
+    folder: StoragePath | None
+    store_metadata: StoreMetadata
+    message: str
+    attempts: int
+    retry_at: float
+
+
+class LoadedRankers:
+    """The live ranker of each surface that has one.
+
+    Surfaces are independent: where one cannot be loaded, its previous ranker keeps serving, and so
+    do those of the other surfaces.
+    """
+
+    def __init__(self, lake: str, store_metadata: StoreMetadata, use_compiled: bool) -> None:
+        self._lake = lake
+        self._spec = store_metadata.spec
+        self._load_ranker = _ranker_loader(use_compiled)
+        self._loaded: dict[str, tuple[StoragePath, Ranker]] = {}
+        self._failures: dict[str, LoadFailure] = {}
+        self.refresh(store_metadata)
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """The version of each surface's ranker."""
+        return {surface: ranker.manifest.version for surface, (_, ranker) in self._loaded.items()}
+
+    @property
+    def errors(self) -> dict[str, str]:
+        """Why the live ranker of a surface is not served, by surface."""
+        return {surface: failure.message for surface, failure in self._failures.items()}
+
+    def for_surface(self, surface: str) -> Ranker:
+        """The ranker of a surface.
+
+        Raises:
+            UserError: The surface carries no ads.
+            TemporaryError: No ranker of the surface is loaded.
+        """
+        require_ad_surface(self._spec, surface)
+        if surface not in self._loaded:
+            loaded = ", ".join(self._loaded) or "none"
+            raise TemporaryError(
+                f"no ranker of surface {surface!r} is loaded; loaded surfaces: {loaded}"
+            )
+        return self._loaded[surface][1]
+
+    def refresh(self, store_metadata: StoreMetadata) -> None:
+        """Load rankers that are new; those that fail to load are in `errors`."""
+        for surface in self._spec.ad_surfaces:
+            folder: StoragePath | None = None
+            try:
+                folder = live_pointer(self._lake, surface).live_folder
+                failure = self._known_failure(surface, folder, store_metadata)
+                if failure is None or time.monotonic() >= failure.retry_at:
+                    self._activate(surface, folder, store_metadata)
+            except Exception as error:  # ONNX Runtime, safetensors and stores raise their own
+                self._record_failure(surface, folder, store_metadata, error)
+
+    def _activate(
+        self, surface: str, folder: StoragePath | None, store_metadata: StoreMetadata
+    ) -> None:
+        """Serve the ranker of a folder, which is loaded unless it is being served."""
+        if folder:
+            loaded_folder, ranker = self._loaded.get(surface, (None, None))
+            if ranker is None or loaded_folder != folder:
+                ranker = load_verified_ranker(folder, self._lake, surface, self._load_ranker)
+            self._loaded[surface] = folder, require_compatible(ranker, store_metadata)
+        self._failures.pop(surface, None)
+
+    def _known_failure(
+        self, surface: str, folder: StoragePath | None, store_metadata: StoreMetadata
+    ) -> LoadFailure | None:
+        """The failure to serve a folder with a store, if it failed before."""
+        failure = self._failures.get(surface)
+        if failure is None or failure.folder != folder:
+            return None
+        return failure if failure.store_metadata is store_metadata else None
+
+    def _record_failure(
+        self,
+        surface: str,
+        folder: StoragePath | None,
+        store_metadata: StoreMetadata,
+        error: Exception,
+    ) -> None:
+        """Remember a failure, with exponential backoff until the next attempt."""
+        previous = self._known_failure(surface, folder, store_metadata)
+        if previous and time.monotonic() < previous.retry_at:
+            return  # a pointer that cannot be read fails at every refresh
+        attempts = previous.attempts + 1 if previous else 1
+        delay = min(MIN_RETRY_SECONDS * 2 ** (attempts - 1), MAX_RETRY_SECONDS)
+        message = error_message(error)
+        self._failures[surface] = LoadFailure(
+            folder, store_metadata, message, attempts, time.monotonic() + delay
+        )
+        log.error("ranker of %s: %s; next attempt in %.0f s", surface, message, delay)
+
+
+def load_verified_ranker(
+    folder: StoragePath, lake: str, surface: str, load: LoadFn = load_ranker
+) -> Ranker:
+    """Load the ranker of a folder, and check that it is of the surface and not rolled back."""
+    return validate_ranker(load(folder), lake, surface)
+
+
+def _ranker_loader(use_compiled: bool) -> LoadFn:
+    if not use_compiled:
+        return load_ranker
+    from ranking.registry.aot import load_compiled  # needs torch
+
+    return load_compiled
+
+
+def error_message(error: Exception) -> str:
+    """The message of an error in one line, with its class unless it is written for users."""
+    if isinstance(error, UserError | TemporaryError):
+        return str(error)
+    first_line = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first_line}"
+
+
+def require_compatible(ranker: Ranker, store_metadata: StoreMetadata) -> Ranker:
+    """Return the ranker; raise UserError if a store does not have the features that it reads."""
+    manifest = ranker.manifest
+    name = f"the ranker {manifest.version} of {manifest.surface}"
+    if manifest.spec.hash != store_metadata.spec.hash:
+        raise UserError(
+            f"{name} was trained with spec {manifest.spec.hash}, not {store_metadata.spec.hash}"
+        )
+    if manifest.spec.similarity_attributes != store_metadata.spec.similarity_attributes:
+        raise UserError(f"{name} has other similarity_attributes than the spec: train it again")
+    if (
+        manifest.num_items > store_metadata.num_items
+        or manifest.sequence != store_metadata.sequence
+        or manifest.max_length > store_metadata.history_length
+    ):
+        raise UserError(
+            f"{name} reads more than the feature store holds: run `gemline rank materialize`"
+        )
+    return ranker

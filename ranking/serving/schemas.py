@@ -1,0 +1,131 @@
+"""The JSON bodies of requests and responses."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from etl.spec.objectives import Money
+
+Identifier = Annotated[str, Field(min_length=1, max_length=256)]
+FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
+TimestampMs = Annotated[int, Field(ge=0, lt=1 << 48)]
+ContextValue = str | FiniteFloat | None
+RequestContext = dict[str, ContextValue]
+AttributeValues = dict[str, str | FiniteFloat | list[FiniteFloat] | None]
+
+
+class StrictModel(BaseModel):
+    """A model that converts no types and rejects unknown fields."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class RankRequestBody(StrictModel):
+    """A request to rank candidates; `context` is one for all candidates, or one for each."""
+
+    user: Identifier
+    surface: Identifier
+    candidates: Annotated[list[Identifier], Field(min_length=1, max_length=10_000)]
+    context: RequestContext | list[RequestContext] = {}
+
+
+class RankedCandidate(StrictModel):
+    """A candidate and its rank (from 0), with its probabilities by objective.
+
+    `price` is what its campaign pays if the event that it pays for occurs.
+    """
+
+    rank: int
+    item: str
+    expected_value: float
+    price: float
+    probabilities: dict[str, float]
+
+
+class ExcludedCandidate(StrictModel):
+    """A candidate that takes no part in the auction, and the reason."""
+
+    item: str
+    reason: Literal[
+        "unknown_item", "no_bid", "no_goal", "goal_not_served", "below_reserve", "below_quality"
+    ]
+
+
+class RankResponse(StrictModel):
+    """The version of the ranker, the ranking (best first) and the excluded candidates."""
+
+    ranker_version: str
+    ranking: list[RankedCandidate]
+    excluded: list[ExcludedCandidate]
+
+
+class EventPayload(StrictModel):
+    """One event; `event_time` is in milliseconds since 1970, by default now."""
+
+    event_id: Identifier
+    user: Identifier
+    item: Identifier
+    surface: Identifier
+    type: Identifier
+    event_time: TimestampMs | None = None
+    dwell_ms: FiniteFloat | None = None
+
+
+class EventsRequest(StrictModel):
+    """Events to ingest, all or none of them."""
+
+    events: Annotated[list[EventPayload], Field(min_length=1, max_length=1000)]
+
+
+class EventsResponse(StrictModel):
+    """The number of events that were new."""
+
+    accepted: int
+
+
+class UserAttributesRequest(StrictModel):
+    """Attributes of a user, valid from `valid_from` (milliseconds since 1970), by default now."""
+
+    user: Identifier
+    valid_from: TimestampMs | None = None
+    attributes: AttributeValues = {}
+
+
+class ItemAttributesRequest(StrictModel):
+    """Attributes, bid and goal of an item, valid from `valid_from` (ms since 1970), by default now.
+
+    What is left out keeps its value, `attributes` as a whole. A bid of 0 takes the item out of
+    auctions.
+    """
+
+    item: Identifier
+    valid_from: TimestampMs | None = None
+    attributes: AttributeValues | None = None
+    bid: Money | None = None
+    goal: str | None = None
+
+
+class HealthResponse(StrictModel):
+    """Whether the process answers, or is ready to rank."""
+
+    status: str
+
+
+class WorkerStatus(StrictModel):
+    """What a worker serves, and what it failed to load.
+
+    `features_until` is the second up to which the feature store includes the tables. A surface in
+    `ranker_errors` keeps its previous ranker, if it has one; so does the feature store.
+    """
+
+    spec_hash: str
+    features_until: int
+    ranker_versions: dict[str, str]
+    ranker_errors: dict[str, str]
+    feature_store_error: str | None
+
+
+class ErrorResponse(StrictModel):
+    """An error message in one sentence."""
+
+    error: str

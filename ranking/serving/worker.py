@@ -1,0 +1,217 @@
+"""A worker process of the service: what its routes call.
+
+Requests are ranked one after the other on the event loop. Posted events and attributes are
+committed by a thread, in groups.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+from prometheus_client import Counter
+
+from etl.spec import load_spec
+from etl.spec.units import MICROS
+from etl.tables.code_registry import assign_codes, read_codes
+from ranking.feature_store.ingest import (
+    AttributeVersion,
+    Event,
+    validate_event,
+    validate_valid_from,
+    validate_version,
+)
+from ranking.feature_store.request import RankRequest
+from ranking.feature_store.wal import EntryKind, FeatureStoreHandle, WalEntry
+from ranking.serving.admission import BodyBuffer, WorkQueue
+from ranking.serving.loaded_rankers import LoadedRankers, error_message
+from ranking.serving.rank import rank_request
+from ranking.serving.schemas import (
+    EventPayload,
+    EventsRequest,
+    EventsResponse,
+    ItemAttributesRequest,
+    RankRequestBody,
+    RankResponse,
+    UserAttributesRequest,
+    WorkerStatus,
+)
+from ranking.serving.settings import Settings
+
+log = logging.getLogger("uvicorn.error")
+EVENTS_ACCEPTED = Counter("gemline_events_accepted", "New events that were accepted")
+
+T = TypeVar("T")
+EntryBatch = Sequence[WalEntry]
+
+
+class GroupCommit:
+    """Commits batches of entries in a thread, while the event loop goes on.
+
+    Batches that arrive during a commit go into the next one together. A caller resumes after the
+    commit that includes its batch.
+    """
+
+    def __init__(self, commit: Callable[[Sequence[EntryBatch]], Sequence[int]]) -> None:
+        self._commit = commit
+        self._executor = ThreadPoolExecutor(1, "commit")
+        self._pending: list[tuple[EntryBatch, asyncio.Future[int]]] = []
+        self._commit_task: asyncio.Task[None] | None = None
+
+    async def write(self, batch: EntryBatch) -> int:
+        """Commit a batch and return how many of its entries were new; raises what a commit does."""
+        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._pending.append((batch, future))
+        if self._commit_task is None or self._commit_task.done():
+            self._commit_task = asyncio.create_task(self._commit_pending())
+        return await future
+
+    async def run_in_thread(self, work: Callable[[], T]) -> T:
+        """Do other work in the thread of the commits, between two of them."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+    def close(self) -> None:
+        """Stop the thread after the commit in progress."""
+        self._executor.shutdown()
+
+    async def _commit_pending(self) -> None:
+        while self._pending:
+            group, self._pending = self._pending, []
+            futures = [future for _, future in group]
+            batches = [batch for batch, _ in group]
+            try:
+                counts = await self.run_in_thread(partial(self._commit, batches))
+            except Exception as error:
+                for future in futures:
+                    if not future.done():
+                        future.set_exception(error)
+                continue
+            for future, count in zip(futures, counts, strict=True):
+                if not future.done():
+                    future.set_result(count)
+
+
+class Worker:
+    """The feature store and the rankers that one process serves with."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Open the feature store and load the rankers.
+
+        Raises:
+            UserError: The lake has no feature store, or one of another spec.
+        """
+        self.settings = settings
+        self.spec = assign_codes(load_spec(settings.spec), read_codes(settings.lake))
+        self.feature_store = FeatureStoreHandle(settings.lake, self.spec)
+        self.rankers = LoadedRankers(
+            settings.lake, self.feature_store.store.metadata, settings.use_compiled
+        )
+        self.committer = GroupCommit(self.feature_store.write)
+        self.work_queue, self.body_buffer = WorkQueue(settings.limits), BodyBuffer(settings.limits)
+        self.feature_store_error: str | None = None
+
+    async def refresh(self) -> None:
+        """Load a newer feature store and newer rankers; failures are reported in `status`."""
+        try:
+            await self._refresh_feature_store()
+            self.feature_store_error = None
+        except Exception as error:  # LMDB and file systems raise their own
+            message = error_message(error)
+            if self.feature_store_error != message:
+                log.error("feature store: %s", message)
+            self.feature_store_error = message
+        await asyncio.to_thread(self.rankers.refresh, self.feature_store.store.metadata)
+
+    async def _refresh_feature_store(self) -> None:
+        newer = await asyncio.to_thread(self.feature_store.open_newer)
+        if newer:
+            old = self.feature_store.handover(newer)
+            await self.committer.run_in_thread(old.close)
+        await self.committer.run_in_thread(self.feature_store.sync_with_wal)
+
+    def rank(self, body: RankRequestBody) -> RankResponse:
+        """Rank the candidates of a request as of now."""
+        ranker = self.rankers.for_surface(body.surface)
+        request = RankRequest(
+            user=body.user,
+            surface=body.surface,
+            candidates=body.candidates,
+            context=body.context,
+            as_of=self.settings.now_us() // MICROS["s"],
+        )
+        return rank_request(ranker, self.feature_store.store, self.spec, request)
+
+    async def ingest_events(self, body: EventsRequest) -> EventsResponse:
+        """Commit events, all or none of them."""
+        now = self.settings.now_us()
+        events = [_event(payload, now) for payload in body.events]
+        for event in events:
+            validate_event(self.spec, event)
+        accepted = await self._commit([WalEntry("event", now, event) for event in events])
+        EVENTS_ACCEPTED.inc(accepted)
+        return EventsResponse(accepted=accepted)
+
+    async def upsert_user_attributes(self, body: UserAttributesRequest) -> None:
+        """Commit a version of a user's attributes."""
+        now = self.settings.now_us()
+        version = AttributeVersion(body.user, _valid_from(body, now), body.attributes)
+        await self._upsert_attributes("user", version, now)
+
+    async def upsert_item_attributes(self, body: ItemAttributesRequest) -> None:
+        """Commit a version of an item's attributes, bid and goal."""
+        now = self.settings.now_us()
+        version = AttributeVersion(
+            body.item, _valid_from(body, now), body.attributes, body.bid, body.goal
+        )
+        await self._upsert_attributes("item", version, now)
+
+    async def _upsert_attributes(
+        self, entity: EntryKind, version: AttributeVersion, now: int
+    ) -> None:
+        validate_version(self.feature_store.store.layout, entity, version)
+        await self._commit([WalEntry(entity, now, version)])
+
+    async def _commit(self, entries: list[WalEntry]) -> int:
+        with self.work_queue.admit(len(entries)):
+            return await self.committer.write(entries)
+
+    @property
+    def status(self) -> WorkerStatus:
+        """What the worker serves, and what it failed to load."""
+        return WorkerStatus(
+            spec_hash=self.spec.hash,
+            features_until=self.feature_store.store.data_until,
+            ranker_versions=self.rankers.versions,
+            ranker_errors=self.rankers.errors,
+            feature_store_error=self.feature_store_error,
+        )
+
+    def close(self) -> None:
+        """Finish the commit in progress and close the feature store."""
+        self.committer.close()
+        self.feature_store.close()
+
+
+def _valid_from(body: UserAttributesRequest | ItemAttributesRequest, now: int) -> int:
+    """The time (µs) from which a posted version is valid; raises UserError if implausible."""
+    if body.valid_from is None:
+        return now
+    valid_from = body.valid_from * MICROS["ms"]
+    validate_valid_from(valid_from, now)
+    return valid_from
+
+
+def _event(payload: EventPayload, now: int) -> Event:
+    event_ts = now if payload.event_time is None else payload.event_time * MICROS["ms"]
+    return Event(
+        event_id=payload.event_id,
+        user=payload.user,
+        item=payload.item,
+        surface=payload.surface,
+        type=payload.type,
+        event_ts=event_ts,
+        ingest_ts=now,
+        dwell_ms=payload.dwell_ms,
+    )

@@ -1,0 +1,45 @@
+"""What benchmarks print: metrics as a last line of JSON; unavailable ones with a reason."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.harness import BenchmarkResult
+from etl.spec import load_spec
+from gemline import main
+from tests.conftest import ROOT
+
+
+@given(st.one_of(st.none(), st.floats(allow_infinity=False)))
+def test_a_metric_is_a_number_or_null_with_a_reason(value: float | None) -> None:
+    result = BenchmarkResult("", ())
+    result.record("figure", value, "the disk is full")
+    printed = json.loads(json.dumps(result.figures, allow_nan=False))
+    if value is None or math.isnan(value):
+        assert printed == {"figure": None, "figure_reason": "the disk is full"}
+    else:
+        assert printed == {"figure": pytest.approx(value, abs=1e-6)}
+
+
+def test_without_its_data_kuairand_reports_every_metric_as_null(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    days = ["--train", "2022-04-25:2022-04-29", "--test", "2022-04-30:2022-04-30"]
+    assert main(["bench", "kuairand", "--data", "nowhere", *days, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    for objective in load_spec(ROOT / "conf/specs/kuairand.yaml").objectives:
+        for model in ("gem", "lightgbm"):
+            key = f"{model}_{objective}_auc"
+            assert figures[key] is None and "nowhere is absent" in figures[f"{key}_reason"]
+
+
+def test_test_days_must_come_after_training_days(capsys: pytest.CaptureFixture[str]) -> None:
+    days = ["--train", "2022-04-25:2022-04-29", "--test", "2022-04-29:2022-04-30"]
+    assert main(["bench", "kuairand", "--data", ".", *days]) == 2
+    assert "must come after" in capsys.readouterr().err
+    days[3] = "tomorrow"
+    assert main(["bench", "kuairand", "--data", ".", *days]) == 2
+    assert "--test tomorrow" in capsys.readouterr().err

@@ -1,0 +1,185 @@
+"""Studies: intervals over users, trials that run once, scaling laws, and configurations."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.studies.ablation import CHANGES
+from benchmarks.studies.agreement import kendall_tau_interval
+from benchmarks.studies.scaling import (
+    ARCHITECTURES,
+    WIDTH_MULTIPLIERS,
+    ScalingLaw,
+    ne_over_surfaces,
+)
+from benchmarks.studies.trials import TrialRunner
+from etl.spec.day_split import DaySplit
+from etl.tables.lake import Lake
+from features.schema import feature_schema
+from gemline import main
+from ranking.report import figures
+from ranking.report.study import StudyResult, load_studies
+from tests.conftest import FIRST, LAST
+from tests.world import link_tables
+from training.config import TrainConfig
+from training.evaluation.bootstrap import paired_ne_difference
+from training.evaluation.predictions import Predictions
+from training.model.config import SCALES, Scale
+from training.model.gem import Gem
+from training.trainer.step import Loss, negative_sampling
+
+SPLIT = DaySplit(
+    train_first=FIRST, train_last=FIRST, calibration=None, test_first=LAST, test_last=LAST,
+    data_until=LAST,
+)  # fmt: skip
+TINY = TrainConfig(scale="tiny", width_multiplier=0.5, max_length=8)
+
+
+def user_predictions(seed: int, blur: float, users: int = 60, n: int = 3000) -> Predictions:
+    """Labels with a rate per user, and predictions that know those rates up to `blur`."""
+    rng = np.random.default_rng(seed)
+    user = rng.integers(0, users, n)
+    p = rng.uniform(0.1, 0.6, users)[user]
+    labels = (rng.random(n) < p).astype(np.float32)
+    predicted = (1 - blur) * p + blur * p.mean()
+    return Predictions(
+        ("click",), np.arange(n).astype(str).astype(object), user, np.ones(n, np.int64),
+        predicted[:, None], labels[:, None], np.ones((n, 1), bool),
+    )  # fmt: skip
+
+
+def test_a_paired_difference_is_that_of_ne_and_is_inside_its_interval() -> None:
+    better, worse = user_predictions(0, 0.0), user_predictions(0, 0.9)
+    difference = paired_ne_difference([better], [worse], "click")
+    assert difference.value == pytest.approx(
+        ne_over_surfaces(better, "click") - ne_over_surfaces(worse, "click")
+    )
+    assert difference.low < difference.value < difference.high < 0 and difference.is_significant
+    none = paired_ne_difference([better, worse], [worse, better], "click")
+    assert none.value == pytest.approx(0, abs=1e-12) and not none.is_significant
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 2**16))
+def test_duplicated_rows_of_a_user_do_not_shrink_the_interval(seed: int) -> None:
+    """Duplicates of the same user leave the interval as it is; of other users they shrink it."""
+    better, worse = user_predictions(seed, 0.2), user_predictions(seed, 0.6)
+
+    def duplicate(p: Predictions, user_shift: int) -> Predictions:
+        return replace(
+            p,
+            impression_ids=np.tile(p.impression_ids, 2),
+            user_hashes=np.concatenate((p.user_hashes, p.user_hashes + user_shift)),
+            surface=np.tile(p.surface, 2),
+            probabilities=np.tile(p.probabilities, (2, 1)),
+            labels=np.tile(p.labels, (2, 1)),
+            label_mask=np.tile(p.label_mask, (2, 1)),
+        )
+
+    def width(user_shift: int) -> float:
+        interval = paired_ne_difference(
+            [duplicate(better, user_shift)], [duplicate(worse, user_shift)], "click"
+        )
+        return interval.high - interval.low
+
+    once = paired_ne_difference([better], [worse], "click")
+    assert width(0) == pytest.approx(once.high - once.low, rel=1e-6)
+    assert width(10_000) < 0.85 * width(0)
+
+
+def test_a_scaling_law_is_recovered_from_its_points() -> None:
+    flops = np.array([1e6, 3e6, 1e7, 3e7, 1e8])
+    law = ScalingLaw.fit(list(flops), list(0.9 - 0.02 * np.log10(flops)))
+    assert law.slope == pytest.approx(-0.02) and law.r_squared == pytest.approx(1)
+    noisy = ScalingLaw.fit(list(flops), [0.8, 0.79, 0.81, 0.78, 0.8])
+    assert noisy.ci_half_width > abs(noisy.slope) / 3 and noisy.r_squared < 1
+
+
+@pytest.fixture(scope="module")
+def trials(lake: Lake, tmp_path_factory: pytest.TempPathFactory) -> TrialRunner:
+    return TrialRunner(lake, SPLIT, tmp_path_factory.mktemp("trials"))
+
+
+def test_a_trial_runs_once_and_leaves_the_lake_unchanged(trials: TrialRunner) -> None:
+    before = sorted(p.name for p in Path(trials.lake.root).iterdir())
+    first = trials.gem(TINY)
+    written = {p: p.stat().st_mtime_ns for p in trials.folder.iterdir()}
+    second = trials.gem(TINY)
+    assert {p: p.stat().st_mtime_ns for p in trials.folder.iterdir()} == written
+    np.testing.assert_array_equal(first.predictions.probabilities, second.predictions.probabilities)
+    wider = trials.gem(TINY.model_copy(update={"width_multiplier": 1.0}))
+    assert wider.flops_per_example > 1.5 * first.flops_per_example
+    assert sorted(p.name for p in Path(trials.lake.root).iterdir()) == before
+
+
+def test_models_per_surface_predict_the_same_rows_as_one_of_all_surfaces(
+    trials: TrialRunner,
+) -> None:
+    pooled, separate = trials.gem_all_surfaces(TINY), trials.gem_per_surface(TINY)
+    assert (pooled.impression_ids == separate.impression_ids).all()
+    assert (pooled.labels == separate.labels).all()
+    assert (pooled.label_mask == separate.label_mask).all()
+    assert (pooled.probabilities != separate.probabilities).any()
+
+
+def test_the_scaling_study_is_saved_and_plotted(
+    lake: Lake, spec_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.studies.scaling.WIDTH_MULTIPLIERS", (0.25, 0.5, 1.0))
+    monkeypatch.setattr(
+        "benchmarks.studies.scaling.ARCHITECTURES", {"GEM": {}, "short": {"max_length": 4}}
+    )
+    link_tables(lake, tmp_path)
+    days = ["--train", f"{FIRST}:{FIRST}", "--test", f"{LAST}:{LAST}", "--data-until", str(LAST)]
+    paths = ["--spec", str(spec_path), "--lake", str(tmp_path)]
+    options = [*days, *paths, "--scale", "tiny", "--max-length", "8", "--objective", "click"]
+    assert main(["bench", "scaling", *options]) == 0
+    (study,) = load_studies(tmp_path / "studies")
+    assert [row[0] for row in study.rows] == ["GEM", "short"]
+    assert all(len(points) == 3 for points in study.curves.values())
+    assert "<svg" in figures.plot_study(study)
+    assert main(["bench", "scaling", *options[:-1], "buy"]) == 2
+
+
+def test_a_saved_study_is_loaded_unchanged(tmp_path: Path) -> None:
+    study = StudyResult(
+        title="t", command="c", columns=("a",), rows=(("b",),), intervals={"x": (1.0, 0.5, 2.0)}
+    )
+    study.save(tmp_path / "study.json")
+    assert load_studies(tmp_path) == [study]
+    assert "<svg" in figures.plot_study(study)
+    assert figures.plot_study(study.model_copy(update={"intervals": {}})) == ""
+
+
+def test_kendalls_tau_is_one_for_the_same_order_of_changes_and_minus_one_for_the_reverse() -> None:
+    rng = np.random.default_rng(0)
+    effect = np.concatenate(([0.0], rng.normal(0, 1, 8)))
+    noise = rng.gamma(2, 1, (200, 1))
+    losses, reversed_losses = noise * (5 + effect), noise * (5 - effect)
+    assert kendall_tau_interval(losses, losses + 1) == pytest.approx((1, 1, 1))
+    assert kendall_tau_interval(losses, reversed_losses)[0] == pytest.approx(-1)
+    noisy = losses + rng.normal(0, 6, losses.shape)
+    value, low, high = kendall_tau_interval(noisy, losses)
+    assert low <= value <= high and low < high
+
+
+@pytest.mark.parametrize("name", [*CHANGES, *ARCHITECTURES])
+def test_every_change_of_a_study_is_a_valid_model(name: str, lake: Lake) -> None:
+    change = CHANGES.get(name) or ARCHITECTURES.get(name, {})
+    config = TrainConfig.model_validate(TrainConfig(scale="tiny").model_dump() | change)
+    features = feature_schema(lake.spec)
+    Gem(features, config.gem_config)
+    Loss.from_config(config, features.objectives)
+    negative_sampling(config, features.objectives)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("multiplier", WIDTH_MULTIPLIERS)
+def test_scaled_widths_are_multiples_of_the_heads(scale: Scale, multiplier: float) -> None:
+    config = SCALES[scale].scaled_by(multiplier)
+    assert config.event_width % (2 * config.heads) == 0
+    assert SCALES[scale].scaled_by(1.0) == SCALES[scale]

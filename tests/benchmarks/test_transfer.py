@@ -1,0 +1,74 @@
+"""Transfer ratios on students whose share of GEM's gain is known, and where there is none."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.studies.transfer_ratios import ratio_interval, transfer_ratios
+from ranking.scoring.calibration import sigmoid
+from training.evaluation.predictions import Predictions
+
+N = 4000
+
+
+def predictions(p: np.ndarray, labels: np.ndarray) -> Predictions:
+    return Predictions(
+        ("click",), np.arange(N).astype(str).astype(object), np.arange(N) // 8,
+        np.ones(N, np.int64), p[:, None], labels[:, None], np.ones((N, 1), bool),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, Predictions]:
+    """GEM predicts the true probabilities; students know a share of them."""
+    rng = np.random.default_rng(0)
+    truth = rng.normal(-1, 1.5, N)
+    labels = (rng.uniform(size=N) < sigmoid(truth)).astype(np.float32)
+
+    def student(share: float) -> Predictions:
+        return predictions(sigmoid(-1 + share * (truth + 1)), labels)
+
+    return {
+        "GEM": student(1.0),
+        "labels only": student(0.3),
+        "plain distillation": student(0.45),
+        "all": student(0.8),
+        "the same as GEM": student(1.0),
+    }
+
+
+def test_a_student_with_gems_predictions_has_all_of_its_gain(
+    models: dict[str, Predictions],
+) -> None:
+    students = {name: [p] for name, p in models.items() if name != "GEM"}
+    ratios = transfer_ratios(students, models["GEM"], ["click"])
+    same = ratios.share_of_gem_gain["the same as GEM"]
+    assert same and same.value == same.low == same.high == 1.0
+    best, plain = (ratios.share_of_gem_gain[name] for name in ("all", "plain distillation"))
+    assert best and plain and 0 < plain.high < best.low < 1
+    to_plain = ratios.ratio_to_plain["all"]
+    assert to_plain and to_plain.low < to_plain.value < to_plain.high
+    assert to_plain.value == pytest.approx(best.value / plain.value)
+
+
+def test_there_is_no_ratio_to_a_gain_that_may_be_zero(models: dict[str, Predictions]) -> None:
+    students = {
+        "labels only": [models["labels only"]],
+        "plain distillation": [replace(models["labels only"])],  # gains nothing
+        "all": [models["all"]],
+    }
+    ratios = transfer_ratios(students, models["GEM"], ["click"])
+    assert ratios.ratio_to_plain["all"] is None and ratios.share_of_gem_gain["all"] is not None
+
+
+@settings(max_examples=30)
+@given(st.floats(0.5, 2), st.integers(0, 99))
+def test_the_interval_of_an_exact_multiple_has_no_width(factor: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    gain = rng.normal(1, 0.1, 1001)
+    ratio = ratio_interval(factor * gain, gain)
+    assert ratio and ratio.low == pytest.approx(factor) and ratio.high == pytest.approx(factor)
+    assert ratio_interval(gain, rng.normal(0, 1, 1001)) is None

@@ -1,0 +1,135 @@
+"""The declared steps: their order, their command lines, and when they run again."""
+
+import shutil
+from collections.abc import Iterable
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from dags.pipeline import PipelinePaths, Step, latest_mature_split, pipeline_steps
+from dags.runner import pending_steps
+from dags.state import input_fingerprint, is_up_to_date, raw_file_stats
+from etl.cli.runner import DayArgs
+from etl.errors import UserError
+from etl.spec import DataSpec, load_spec
+from etl.spec.day_split import DaySplit
+from etl.tables import step_state
+from tests.cli import parse_command
+from tests.conftest import ROOT
+from training.commands import SplitArgs
+
+SPECS = sorted((ROOT / "conf/specs").glob("*.yaml"))
+RAW = "raw"
+TABLES_BY_SOURCE = {"quarantine"}  # each source has its own part, so several steps write it
+FIRST, LAST = date(2026, 1, 1), date(2026, 1, 4)
+
+
+@pytest.mark.parametrize("path", SPECS, ids=lambda p: p.stem)
+def test_every_step_reads_what_an_earlier_step_writes(path: Path) -> None:
+    spec = load_spec(path)
+    split = latest_mature_split(spec, FIRST, date(2026, 1, 11))
+    written = {RAW}
+    steps = pipeline_steps(spec, PipelinePaths(path, "logs", "lake"), split)
+    for step in steps:
+        assert set(step.reads) <= written, step.name
+        assert not set(step.writes) & written - TABLES_BY_SOURCE, step.name
+        written |= set(step.writes)
+    assert len({step.name for step in steps}) == len(steps)
+    assert {f"rankers/{surface}/current.json" for surface in spec.ad_surfaces} <= written
+
+
+@pytest.mark.parametrize("path", SPECS, ids=lambda p: p.stem)
+def test_every_command_line_parses_and_names_the_days_of_the_split(path: Path) -> None:
+    spec = load_spec(path)
+    split = latest_mature_split(spec, FIRST, date(2026, 1, 11))
+    paths = PipelinePaths(path, "logs", "lake")
+    for step in pipeline_steps(spec, paths, split, ("--scale", "tiny")):
+        args = parse_command(step.command)
+        if isinstance(args, SplitArgs):
+            assert args.split == split, step.name
+        if isinstance(args, DayArgs):
+            first, last = args.day_range
+            assert split.train_first <= first <= last <= split.data_until, step.name
+        if step.surface:
+            assert getattr(args, "surface", None) == step.surface
+
+
+def test_labels_are_final_on_the_test_day_and_days_are_in_order() -> None:
+    spec = load_spec(ROOT / "conf/specs/simulator.yaml")
+    split = latest_mature_split(spec, FIRST, date(2026, 1, 11))
+    labels_final = spec.day_end(split.test_last) + max(
+        objective.label_maturity_seconds for objective in spec.objectives.values()
+    )
+    assert labels_final <= spec.day_end(split.data_until)
+    assert split.calibration is not None
+    assert split.train_last < split.calibration < split.test_first
+    with pytest.raises(UserError, match="too short"):
+        latest_mature_split(spec, FIRST, date(2026, 1, 5))
+
+
+def finish(spec: DataSpec, paths: PipelinePaths, steps: Iterable[Step]) -> None:
+    """Record steps as finished, with empty outputs."""
+    all_steps = list(steps)
+    for step in all_steps:
+        fingerprint = input_fingerprint(spec, paths, all_steps, step)
+        step_state.write_step_state(paths.lake, step.name, fingerprint, 1.0)
+        for name in step.writes:
+            Path(paths.lake, name).mkdir(parents=True, exist_ok=True)
+
+
+def short_split(spec: DataSpec) -> DaySplit:
+    return latest_mature_split(spec, FIRST, LAST)
+
+
+def test_a_step_is_up_to_date_until_its_inputs_change(
+    tmp_path: Path, raw: Path, spec_path: Path
+) -> None:
+    spec = load_spec(spec_path)
+    paths = PipelinePaths(spec_path, str(raw), str(tmp_path))
+    steps = pipeline_steps(spec, paths, short_split(spec))
+    step_named = {step.name: step for step in steps}
+
+    def up_to_date(name: str) -> bool:
+        return is_up_to_date(spec, paths, steps, step_named[name])
+
+    assert not any(up_to_date(step.name) for step in steps)
+    finish(spec, paths, steps)
+    assert all(up_to_date(step.name) for step in steps)
+    fingerprint = input_fingerprint(spec, paths, steps, step_named["ingest"])
+    step_state.write_step_state(paths.lake, "ingest", fingerprint, 1.0)
+    assert up_to_date("ingest") and up_to_date("attributes")
+    for reader in ("labels", "items", "history"):
+        assert not up_to_date(reader), "ingest ran again, so its readers are stale"
+
+
+def test_steps_that_read_a_changed_step_run_again(
+    tmp_path: Path, raw: Path, spec_path: Path
+) -> None:
+    spec = load_spec(spec_path)
+    paths = PipelinePaths(spec_path, str(raw), str(tmp_path))
+    steps = pipeline_steps(spec, paths, short_split(spec))
+    finish(spec, paths, steps)
+    assert pending_steps(spec, paths, steps) == []
+    with_larger_gem = pipeline_steps(spec, paths, short_split(spec), ("--scale", "base"))
+    names = [step.name for step in pending_steps(spec, paths, with_larger_gem)]
+    (tmp_path / "report.html").rmdir()
+    assert [step.name for step in pending_steps(spec, paths, steps)] == ["report"]
+    assert names[:3] == ["gem", "teacher_predictions", "evaluate"] and names[-1] == "report"
+    assert "baseline" not in names and "examples" not in names
+
+
+def test_only_raw_files_of_the_days_of_a_run_count(
+    tmp_path: Path, raw: Path, spec_path: Path
+) -> None:
+    spec = load_spec(spec_path)
+    logs = tmp_path / "logs"
+    shutil.copytree(raw, logs)
+    days = (FIRST, date(2026, 1, 3))
+    before = raw_file_stats(spec, str(logs), days)
+    assert before
+    for path in logs.glob("events/day=2026-01-04/*"):
+        path.unlink()
+    assert raw_file_stats(spec, str(logs), days) == before
+    next(logs.glob("events/day=2026-01-03/*")).write_bytes(b"")
+    assert raw_file_stats(spec, str(logs), days) != before

@@ -1,0 +1,243 @@
+"""Formats of raw files: units of times, days in paths, nested fields, CSV options; `spec check`."""
+
+import json
+from collections.abc import Mapping
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Any
+from zoneinfo import ZoneInfo
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
+
+from etl.ingest.file_discovery import RawSelection
+from etl.ingest.normalize import read_log
+from etl.ingest.preview import preview_sources
+from etl.ingest.run import ingest
+from etl.ingest.timestamps import parse_duration, parse_time
+from etl.spec import DataSpec, load_spec
+from etl.spec.sources import AttributeSource, TimeUnit
+from etl.tables.lake import Lake
+from gemline import main
+from tests.etl.shop import SPEC
+from tests.pipeline import rows
+
+pytestmark = pytest.mark.spark
+
+DAY = date(2026, 1, 2)
+NOON = datetime(2026, 1, 2, 12, tzinfo=UTC)
+EPOCH_SECONDS = int(NOON.timestamp())
+
+
+def shop_spec(folder: Path, app: Mapping[str, Any], **changes: object) -> DataSpec:
+    """The shop's spec with other keys of the source `app`, and of the spec."""
+    spec = yaml.safe_load(SPEC) | changes
+    spec["sources"]["app"] |= app
+    (folder / "spec.yaml").write_text(yaml.safe_dump(spec, sort_keys=False))
+    return load_spec(folder / "spec.yaml")
+
+
+def event(at: object, **others: object) -> dict[str, object]:
+    return {
+        "id": "e1",
+        "who": "u",
+        "what": "i",
+        "page": "home",
+        "action": "shown",
+        "at": at,
+    } | others
+
+
+def write_lines(file: Path, *records: Mapping[str, object]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def read_events(spec: DataSpec, folder: Path) -> list[dict[str, Any]]:
+    """The rows that ingest would make of the log `app`."""
+    records = read_log(spec, "app", RawSelection(str(folder / "raw"), (DAY, DAY)))
+    events = [row.asDict() for row in records.collect()]
+    assert not any(event["reasons"] for event in events)
+    return events
+
+
+TIMES = [
+    ("s", EPOCH_SECONDS), ("s", f"{EPOCH_SECONDS}.000"), ("ms", EPOCH_SECONDS * 1000),
+    ("us", EPOCH_SECONDS * 10**6), ("ns", EPOCH_SECONDS * 10**9 + 999),
+    ("iso", "2026-01-02T12:00:00Z"), ("iso", "2026-01-02T13:00:00.000+01:00"),
+    ("iso", "2026-01-02 12:00:00"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("unit", "value"), TIMES, ids=str)
+def test_every_unit_gives_the_same_time(
+    spark: object, tmp_path: Path, unit: str, value: object
+) -> None:
+    spec = shop_spec(tmp_path, {"time_unit": unit})
+    write_lines(tmp_path / "raw/app" / f"{DAY}.json", event(value))
+    (stored,) = read_events(spec, tmp_path)
+    assert stored["event_ts"] == EPOCH_SECONDS * 10**6
+
+
+def test_iso_times_without_a_zone_are_local_times_of_the_spec(
+    spark: object, tmp_path: Path
+) -> None:
+    spec = shop_spec(tmp_path, {"time_unit": "iso"}, time_zone="Europe/Berlin")
+    local = NOON.astimezone(ZoneInfo("Europe/Berlin")).replace(tzinfo=None)
+    write_lines(tmp_path / "raw/app" / f"{DAY}.json", event(local.isoformat()))
+    (stored,) = read_events(spec, tmp_path)
+    assert stored["event_ts"] == EPOCH_SECONDS * 10**6
+
+
+@pytest.mark.parametrize("zone", [None, "UTC", "Asia/Shanghai"])
+def test_timestamps_of_parquet_are_instants(
+    spark: object, tmp_path: Path, zone: str | None
+) -> None:
+    spec = shop_spec(
+        tmp_path,
+        {"time_unit": "iso", "format": "parquet", "path": "app/{day}.parquet"},
+        attributes={},
+    )
+    table = pa.table({name: [value] for name, value in event(0).items() if name != "at"})
+    naive = NOON.replace(tzinfo=None)
+    at = pa.array([NOON if zone else naive], pa.timestamp("us", tz=zone))
+    (tmp_path / "raw/app").mkdir(parents=True)
+    pq.write_table(table.append_column("at", at), tmp_path / "raw/app" / f"{DAY}.parquet")
+    (stored,) = read_events(spec, tmp_path)
+    assert stored["event_ts"] == EPOCH_SECONDS * 10**6
+
+
+def test_what_is_no_time_is_null(spark: SparkSession) -> None:
+    texts = ["soon", "", None, "2026-13-01T00:00:00Z", "99999999999999999999"]
+    frame = spark.createDataFrame([(text,) for text in texts], "t string")
+    spec = load_spec(Path("conf/specs/simulator.yaml"))
+    units: list[TimeUnit] = ["s", "ms", "us", "ns", "iso"]
+    columns = [parse_time(spec, unit, F.col("t")).alias(unit) for unit in units]
+    for row in frame.select(*columns).collect():
+        assert not any(row), row
+
+
+def test_durations_are_rounded_down_to_microseconds(spark: SparkSession) -> None:
+    micros = [0, 1, 999_999, 1_000_000, 123_456_789_012]
+    texts = [f"{value // 10**6}.{value % 10**6:06}" for value in micros]
+    frame = spark.createDataFrame([(text,) for text in texts], "t string")
+    assert [row[0] for row in frame.select(parse_duration("s", F.col("t"))).collect()] == micros
+
+
+@pytest.mark.parametrize(
+    ("path", "file"),
+    [("app/{day:%Y%m%d}/*.json", "app/20260102/a.json"),
+     ("app/y={day:%Y}/m={day:%m}/d={day:%d}/*.json", "app/y=2026/m=01/d=02/a.json"),
+     ("app/y={day:%Y}/m={day:%-m}/d={day:%-d}/*.json", "app/y=2026/m=1/d=2/a.json"),
+     ("app/{day}/*/*.json", f"app/{DAY}/07/a.json")],
+)  # fmt: skip
+def test_days_in_paths_are_read_as_written(
+    spark: object, tmp_path: Path, path: str, file: str
+) -> None:
+    spec = shop_spec(tmp_path, {"path": path})
+    write_lines(tmp_path / "raw" / file, event(EPOCH_SECONDS))
+    write_lines(tmp_path / "raw" / file.replace("02", "03").replace("d=2", "d=3"), event(1))
+    (stored,) = read_events(spec, tmp_path)
+    assert stored["day"] == DAY
+
+
+@given(day=st.dates(date(2000, 1, 1), date(2099, 12, 31)))
+def test_the_day_of_a_path_is_that_which_was_filled_in(day: date) -> None:
+    for path in (
+        "a/{day}/*.json",
+        "a/{day:%Y%m%d}-*.csv",
+        "y={day:%Y}/m={day:%-m}/d={day:%-d}/x.gz",
+    ):
+        source = AttributeSource(
+            kind="attributes", entity="user", format="json", path=path, key="k"
+        )
+        assert source.day_of(source.path_on(day).replace("*", "part-7")) == day
+        assert source.day_of("elsewhere/" + source.path_on(day)) is None
+
+
+@pytest.mark.parametrize(
+    "path", ["a/{day:%Y}/x.json", "a/{day:%Y%m%d%H}/x.json", "a/{day:x}/y.json"]
+)
+def test_a_path_that_names_no_full_day_is_refused(path: str) -> None:
+    with pytest.raises(ValidationError, match=r"\{day\} in a path"):
+        AttributeSource(kind="attributes", entity="user", format="json", path=path, key="k")
+
+
+NESTED = {"event": {"id": "e1", "user": {"id": "u"}, "at": EPOCH_SECONDS}, "what": "i",
+          "page": "home", "actions": [{"name": "shown"}]}  # fmt: skip
+PATHS = {"event_id": "event.id", "user": "event.user.id", "item": "what", "surface": "page",
+         "event_time": "event.at"}  # fmt: skip
+
+
+def test_nested_fields_of_json_are_read_by_their_path(spark: object, tmp_path: Path) -> None:
+    spec = shop_spec(tmp_path, {"columns": PATHS | {"type": "actions[0].name"}})
+    write_lines(tmp_path / "raw/app" / f"{DAY}.json", NESTED)
+    (stored,) = read_events(spec, tmp_path)
+    assert (stored["event_id"], stored["user_id"]) == ("e1", "u")
+    assert stored["event_ts"] == EPOCH_SECONDS * 10**6
+
+
+def test_nested_fields_of_parquet_are_read_by_their_path(spark: object, tmp_path: Path) -> None:
+    changes = {"columns": PATHS, "types": {}, "format": "parquet", "path": "app/{day}.parquet"}
+    spec = shop_spec(tmp_path, changes, attributes={})
+    (tmp_path / "raw/app").mkdir(parents=True)
+    pq.write_table(pa.Table.from_pylist([NESTED]), tmp_path / "raw/app" / f"{DAY}.parquet")
+    (stored,) = read_events(spec, tmp_path)
+    assert (stored["event_id"], stored["user_id"]) == ("e1", "u")
+
+
+def test_csv_is_read_as_its_options_say(spark: object, tmp_path: Path) -> None:
+    header = ["id", "who", "what", "page", "action", "at", "phone"]
+    options = {"delimiter": "\t", "quote": "'", "null_value": "\\N", "header": header}
+    spec = shop_spec(tmp_path, {"format": "csv", "path": "app/{day}.tsv", "csv": options})
+    (tmp_path / "raw/app").mkdir(parents=True)
+    lines = [
+        f"e1\t'u\t1'\ti\thome\tshown\t{EPOCH_SECONDS}\t\\N",
+        f"e2\tu2\ti\thome\tshown\t{EPOCH_SECONDS}\tios",
+    ]
+    (tmp_path / "raw/app" / f"{DAY}.tsv").write_text("\n".join(lines) + "\n")
+    first, second = sorted(read_events(spec, tmp_path), key=lambda row: str(row["event_id"]))
+    assert first["user_id"] == "u\t1" and first["ctx_phone"] is None
+    assert second["ctx_phone"] == "ios"
+
+
+def test_options_of_csv_are_refused_for_other_formats(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="`csv` has no meaning for files of the format json"):
+        shop_spec(tmp_path, {"csv": {"delimiter": ";"}})
+
+
+def test_a_check_predicts_the_result_of_ingest(spark: object, tmp_path: Path) -> None:
+    spec = shop_spec(tmp_path, {})
+    good = [event(EPOCH_SECONDS + i, id=f"e{i}") for i in range(30)]
+    bad = [event("soon", id="b1"), event(EPOCH_SECONDS, id="b2", page="moon"), {}]
+    write_lines(tmp_path / "raw/app" / f"{DAY}.json", *good, *bad)
+    before = sorted(tmp_path.rglob("*"))
+    app, sales = preview_sources(spec, str(tmp_path / "raw"), 1000)
+    assert sorted(tmp_path.rglob("*")) == before  # nothing is written
+    assert sales.records == 0 and sales.error is None
+    lake = Lake(str(tmp_path / "lake"), spec)
+    ingest(lake, str(tmp_path / "raw"), (DAY, DAY))
+    quarantined = rows(lake, "quarantine")
+    assert app.records == 33 and app.day == DAY
+    assert sum(app.accepted.values()) == len(rows(lake, "events")) == 30
+    assert app.quarantined == len(quarantined) == 3
+    assert set(app.reasons) == {reason for row in quarantined for reason in row["reasons"]}
+
+
+def test_a_check_fails_where_a_day_would_be_refused(
+    spark: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shop_spec(tmp_path, {})
+    write_lines(
+        tmp_path / "raw/app" / f"{DAY}.json", *[event("soon", id=f"e{i}") for i in range(9)]
+    )
+    command = ["spec", "check", str(tmp_path / "spec.yaml"), "--raw", str(tmp_path / "raw")]
+    assert main(command) == 2
+    assert "100% would be quarantined" in " ".join(capsys.readouterr().out.split())

@@ -1,0 +1,142 @@
+"""`gemline spec infer`: a first spec from files."""
+
+import csv
+import gzip
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etl.errors import UserError
+from etl.spec import DataSpec, load_spec
+from etl.spec.infer import infer_spec
+from etl.spec.sample import Column, path_pattern
+
+
+def inferred(folder: Path, tmp_path: Path) -> tuple[DataSpec, dict[str, Any]]:
+    """The inferred spec, loaded, and as YAML."""
+    file = tmp_path / "inferred.yaml"
+    file.write_text(infer_spec(folder))
+    return load_spec(file), yaml.safe_load(file.read_text())
+
+
+def write_json_lines(file: Path, records: list[dict[str, Any]]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(gzip.compress("\n".join(map(json.dumps, records)).encode()))
+
+
+def test_the_columns_of_the_simulator_are_found(raw: Path, tmp_path: Path) -> None:
+    _, written = inferred(raw, tmp_path)
+    log = written["sources"]["events"]
+    expected = {
+        "event_id": "event_id", "user": "user_id", "item": "item_id", "surface": "surface",
+        "type": "type", "event_time": "event_time", "ingest_time": "ingest_time",
+        "request": "request_id", "impression": "impression_id", "position": "position",
+        "dwell": "dwell_ms", "value": "value", "propensity": "propensity",
+    }  # fmt: skip
+    assert log["columns"] == expected
+    assert log["path"] == "events/day={day}/*.json.gz" and log["time_unit"] == "ms"
+    assert written["events"]["ad_impression"] == {"role": "impression"}
+    assert set(written["surfaces"]) == {"feed", "reels", "messaging"}
+    assert written["attributes"]["item"]["creative"] == {"type": "vector", "width": 16}
+
+
+def test_a_wide_impression_log_with_files_of_users_and_items(tmp_path: Path) -> None:
+    folder = tmp_path / "wide"
+    folder.mkdir()
+    with (folder / "log.csv").open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["user_id", "video_id", "tab", "time_ms", "date", "is_click"])
+        rows.writerows(
+            [i % 7, i, i % 2, 1_650_000_000_000 + i, 20220415, i % 3 == 0] for i in range(50)
+        )
+    (folder / "videos.csv").write_text(
+        "video_id,author_id,seconds\n" + "\n".join(f"{i},{i % 5},{i}.5" for i in range(50))
+    )
+    spec, written = inferred(folder, tmp_path)
+    log = written["sources"]["log"]
+    assert log["kind"] == "impression_log" and log["outcomes"] == [
+        {"event": "click", "indicator": "is_click"}
+    ]
+    assert log["day"] == {"column": "date", "format": "%Y%m%d"}
+    assert written["sources"]["videos"]["static"] is True
+    assert written["attributes"]["item"]["author_id"]["type"] == "categorical"
+    assert spec.impression_type == "impression"
+
+
+@pytest.mark.parametrize(
+    ("value", "unit"),
+    [(1_767_225_600, "s"), (1_767_225_600_000, "ms"), (1_767_225_600_000_000, "us"),
+     (1_767_225_600_000_000_000, "ns"), ("2026-01-01T00:00:00Z", "iso"),
+     (datetime(2026, 1, 1, tzinfo=UTC), "iso"), ("u17", None), (17, None)],
+)  # fmt: skip
+def test_units_of_times_are_inferred_from_values(value: object, unit: str | None) -> None:
+    assert Column("t", [value] * 3).time_unit == unit
+
+
+def test_a_few_bad_values_do_not_hide_what_a_column_holds() -> None:
+    times: list[object] = [1_767_225_600 + i for i in range(97)]
+    assert Column("t", [*times, "soon", -1, "x"]).time_unit == "s"
+    assert Column("t", [*times[:50], *["soon"] * 50]).time_unit is None
+
+
+@pytest.mark.parametrize(
+    ("path", "pattern"),
+    [("events/day=2026-01-01/part-0.json.gz", "events/day={day}/*.json.gz"),
+     ("events/20260101/a.json", "events/{day:%Y%m%d}/*.json"),
+     ("e/2026-01-01/07/a.json", "e/{day}/*/*.json"),
+     ("e/year=2026/month=1/day=02/x.gz", "e/year={day:%Y}/month={day:%-m}/day={day:%-d}/*.gz"),
+     ("e/year=2026/month=01/day=02/x.gz", "e/year={day:%Y}/month={day:%m}/day={day:%d}/*.gz"),
+     ("users/2026-01-01.csv", "users/{day}.csv"), ("items.csv", "items.csv")],
+)  # fmt: skip
+def test_paths_of_days_become_patterns(path: str, pattern: str) -> None:
+    assert path_pattern(path) == pattern
+
+
+def test_nested_fields_are_named_by_their_path(tmp_path: Path) -> None:
+    records = [
+        {
+            "user": {"id": f"u{i}"},
+            "item": {"id": "a"},
+            "page": "home",
+            "at": 1_767_225_600 + i,
+            "action": "shown",
+        }
+        for i in range(20)
+    ]
+    write_json_lines(tmp_path / "log" / "2026-01-01" / "a.json.gz", records)
+    (group,) = yaml.safe_load(infer_spec(tmp_path / "log"))["sources"].values()
+    assert group["columns"]["event_time"] == "at"
+    assert group["columns"]["user"] == "user.id" and group["columns"]["item"] == "item.id"
+
+
+def test_a_folder_without_a_log_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(UserError, match="no file looks like a log"):
+        infer_spec(tmp_path)
+    with pytest.raises(UserError, match="no such folder"):
+        infer_spec(tmp_path / "missing")
+
+
+names = st.text("abcXYZ-_ 019.", min_size=1, max_size=12)
+
+
+@given(
+    types=st.lists(names, min_size=2, max_size=6, unique=True),
+    pages=st.lists(names, min_size=1, max_size=4, unique=True),
+)
+def test_whatever_values_a_log_has_the_spec_is_yaml(
+    tmp_path_factory: pytest.TempPathFactory, types: list[str], pages: list[str]
+) -> None:
+    folder = tmp_path_factory.mktemp("any")
+    records = [
+        {"user_id": "u", "item_id": "i", "page": page, "type": name, "event_time": 1_767_225_600}
+        for name in types for page in pages
+    ]  # fmt: skip
+    write_json_lines(folder / "log" / "a.json.gz", records)
+    yaml.safe_load(infer_spec(folder / "log"))

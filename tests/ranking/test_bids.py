@@ -1,0 +1,34 @@
+"""The bids as of a time, against a loop."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ranking.scoring.auction import NO_ADVERTISER
+from ranking.scoring.bids import BidTable
+
+VERSION = st.tuples(st.integers(1, 4), st.integers(0, 9), st.floats(0, 5))
+
+
+@given(
+    st.lists(VERSION, max_size=20, unique_by=lambda v: v[:2]),
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 11)), max_size=20),
+)
+def test_the_newest_bid_strictly_before_the_request_holds(
+    versions: list[tuple[int, int, float]], queries: list[tuple[int, int]]
+) -> None:
+    items = np.array([item for item, _, _ in versions], np.int64)
+    valid_from = np.array([time for _, time, _ in versions], np.int64)
+    bids = np.array([bid for _, _, bid in versions], np.float64)
+    goals = np.array([f"{item}-{time}" for item, time, _ in versions], object)
+    table = BidTable(items, valid_from, bids, goals, advertisers=items + 1)
+
+    query_items, query_times = np.array(queries, np.int64).reshape(-1, 2).T
+    rows = zip(*table.as_of(query_items, query_times), strict=True)
+    for (item, time), row in zip(queries, rows, strict=True):
+        earlier = [version for version in versions if version[0] == item and version[1] < time]
+        newest = max(earlier, key=lambda version: version[1], default=None)
+        if newest is None:
+            assert row == (0.0, None, NO_ADVERTISER)
+        else:
+            assert row == (newest[2], f"{item}-{newest[1]}", item + 1)

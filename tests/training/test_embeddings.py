@@ -1,0 +1,132 @@
+"""Embedding tables and the modules that turn features into rows."""
+
+import torch
+
+from etl.tables.schemas import RESERVED_ITEM_INDICES
+from features.recency import NO_EVENT_AGE, PHASE_BUCKETS
+from features.schema import USER_TABLE
+from training.data.batch import Batch
+from training.data.reader import ExampleReader
+from training.distributed.sparse import TorchrecTables
+from training.model.embeddings import (
+    GroupedFeatureRows,
+    ItemRowMap,
+    TorchEmbeddingTables,
+    item_row_map_up_to,
+    lookup_embeddings,
+    table_sizes,
+)
+from training.model.history.recency import RecencyEmbedding, phase_bucket, recency_features
+from training.model.history.search import match_by_attribute
+from training.model.numeric import NumericEmbedding, RunningStandardizer
+
+USERS = 64
+DAY = 86_400
+
+
+def test_new_items_take_the_rows_of_the_oldest_and_unknown_items_row_0() -> None:
+    known = torch.arange(20) > 0
+    known[13] = False
+    rows = ItemRowMap(8, known)(torch.arange(25))
+    assert rows[0] == rows[13] == 0 and (rows[20:] == 0).all()
+    assert rows[1:8].tolist() == [*range(1, 8)] and rows[8:13].tolist() == [*range(1, 6)]
+    first = RESERVED_ITEM_INDICES
+    assert item_row_map_up_to(first + 3)(torch.arange(first + 5)).tolist() == [
+        *[0] * first, *range(first, first + 3), 0, 0
+    ]  # fmt: skip
+
+
+def test_running_statistics_are_the_mean_and_variance_of_all_values() -> None:
+    torch.manual_seed(0)
+    values = torch.randn(3000, 2) * torch.tensor([0.1, 50.0]) + torch.tensor([5.0, -3.0])
+    values[::5, 1] = float("nan")
+    standardizer = RunningStandardizer(2).train()
+    for part in values.split(61):
+        standardizer(part)
+    torch.testing.assert_close(standardizer.mean, values.nanmean(0), rtol=1e-4, atol=1e-4)
+    variance = ((values - values.nanmean(0)) ** 2).nanmean(0)
+    torch.testing.assert_close(standardizer.variance, variance, rtol=1e-3, atol=1e-4)
+    standardizer.eval()
+    before = standardizer.mean.clone()
+    assert standardizer(torch.full((1, 2), torch.nan)).eq(0).all()
+    assert standardizer.mean.equal(before)
+
+
+def test_bins_of_a_numeric_embedding_make_a_step_function() -> None:
+    embedding = NumericEmbedding(1, 1, 2, 4)
+    embedding.standardizer.eval()
+    with torch.no_grad():
+        for parameter in embedding.parameters():
+            parameter.zero_()
+        embedding.out.weight.fill_(1.0)
+        embedding.bins[8:] = 1.0  # from 0 up
+    rows = embedding(torch.tensor([[-2.0], [-0.01], [0.01], [2.0]])).rows[:, 0, 0]
+    assert rows[0] == rows[1] == 0 and rows[2] == rows[3] > 0
+
+
+def test_phase_is_the_age_of_the_last_event_relative_to_the_mean_gap() -> None:
+    """Events of type 1 were 25, 18, 11 and 7 days ago: phase 7 / 6; one event has no gap."""
+    ages, types = torch.tensor([25, 18, 11, 7, 3]) * DAY, torch.tensor([1, 1, 1, 1, 2])
+    matches = match_by_attribute(
+        torch.tensor([5, 9]), torch.full((5,), 5), torch.tensor([0, 0]), torch.tensor([0, 5])
+    )
+    recency = recency_features(matches, types, ages, 3)
+    assert matches.attribute_values.tolist() == [5, 9]
+    assert recency.last_age[:, 1:].tolist() == [[7 * DAY, 3 * DAY], [NO_EVENT_AGE, NO_EVENT_AGE]]
+    assert recency.span[:, 1:].tolist() == [[18 * DAY, 0], [0, 0]]
+    assert recency.gap_count[:, 1:].tolist() == [[3, 0], [0, 0]]
+    bucket = phase_bucket(recency.last_age, recency.span / 3)
+    assert bucket[0, 1] == PHASE_BUCKETS // 2 + 3
+    assert bucket[0, 2] == bucket[1, 1] == PHASE_BUCKETS
+    slower = recency_features(matches, types, 3 * ages, 3)
+    assert torch.equal(phase_bucket(slower.last_age, slower.span / 3), bucket)
+
+
+def test_gaps_of_all_users_serve_a_user_without_gaps() -> None:
+    candidates, request = torch.tensor([5, 9]), torch.tensor([0, 0])
+    types = torch.tensor([1, 1, 1, 1, 2])
+    four = match_by_attribute(candidates, torch.full((5,), 5), request, torch.tensor([0, 5]))
+    embedding = RecencyEmbedding(10, 2, 4)
+    torch.nn.init.normal_(embedding.population_phase.weight)
+    rows = embedding(four, types, torch.tensor([25, 18, 11, 7, 3]) * DAY)
+    assert rows.shape == (2, 2, 4) and embedding.inter_arrival.gap_count[5, 1] == 3
+    embedding.eval()
+    single = match_by_attribute(candidates, torch.full((1,), 5), request, torch.tensor([0, 1]))
+    rows_of_single = embedding(single, types[:1], torch.tensor([7 * DAY]))
+    torch.testing.assert_close(rows_of_single[0, 0], rows[0, 0])
+    assert embedding.inter_arrival.gap_count[5, 1] == 3
+
+
+def test_low_cardinality_features_share_rows_and_others_have_their_own() -> None:
+    sizes = {"age": 8, "city": 500, "sex": 3, "device": 5}
+    vectors = {name: torch.randn(6, 4) for name in sizes}
+    separate = GroupedFeatureRows(sizes, 4, 0, 2)
+    assert all(row is vectors[n] for row, n in zip(separate(vectors), sizes, strict=True))
+    grouped = GroupedFeatureRows(sizes, 4, 100, 2)
+    rows = grouped(vectors)
+    assert grouped.rows == len(rows) == 3 and rows[0] is vectors["city"]
+    assert {r.shape for r in rows} == {(6, 4)}
+    for name in ("age", "sex", "device"):
+        changed = grouped(vectors | {name: vectors[name] + 1})
+        assert not torch.allclose(torch.stack(changed[1:]), torch.stack(rows[1:]))
+    assert not GroupedFeatureRows({"age": 8, "sex": 3}, 4, 100, 2).low_cardinality
+
+
+def test_users_are_looked_up_by_hash_and_untrained_rows_are_zero(
+    reader: ExampleReader, batch: Batch
+) -> None:
+    items, positions = item_row_map_up_to(len(reader.items)), torch.arange(3)
+    tables = TorchrecTables(
+        table_sizes(reader.features, len(reader.items), USERS), 16, (USER_TABLE,)
+    )
+    users = lookup_embeddings(tables, batch, positions, items, user_buckets=USERS).users
+    assert not users[USER_TABLE].any() and users["user_country"].any()
+    tables.collection.embeddings[USER_TABLE].weight.data[:, 0] = torch.arange(USERS)
+    users = lookup_embeddings(tables, batch, positions, items, user_buckets=USERS).users
+    assert torch.equal(users[USER_TABLE][:, 0], (batch.user_hash % USERS).float())
+
+
+def test_without_user_buckets_there_is_no_user_table(reader: ExampleReader, batch: Batch) -> None:
+    tables = TorchEmbeddingTables(table_sizes(reader.features, len(reader.items)), 16)
+    items = item_row_map_up_to(len(reader.items))
+    assert USER_TABLE not in lookup_embeddings(tables, batch, torch.arange(3), items).users

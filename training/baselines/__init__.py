@@ -1,0 +1,1 @@
+"""Baselines that GEM is compared with."""

@@ -1,0 +1,69 @@
+"""Which labels a pass over the examples uses: those that become final in a window of time.
+
+A label is final once its maturity time (`label_mature_ts_…`) lies before the end of the data,
+exactly as `etl.labels` decides whether to write it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from etl.spec.day_split import DaySplit
+from etl.spec.model import DataSpec
+
+if TYPE_CHECKING:  # needs numpy, which commands that only plan a run do not have
+    import numpy as np
+    import numpy.typing as npt
+
+    from training.data.sampling import NegativeSampling
+
+
+@dataclass(frozen=True)
+class LabelWindow:
+    """Labels that become final in [start, end), in epoch seconds.
+
+    A share of the requests is held out of training for calibration. `purpose` says what becomes of
+    their rows:
+
+    - `evaluation`: rows that are held out are treated as all others.
+    - `training`: the labels of a held-out row are learned together, once the last one is final.
+    - `calibration`: only rows of which training up to `start` has learned no label, so that no part
+      of a ranker has seen them (an embargo; Lopez de Prado, 2018).
+
+    Rows without a label in the window are skipped unless `include_unlabelled`, and so are rows of
+    which `negative_sampling` keeps no label.
+    """
+
+    start: int
+    end: int
+    purpose: Literal["evaluation", "training", "calibration"] = "evaluation"
+    include_unlabelled: bool = False
+    negative_sampling: NegativeSampling | None = None
+
+    def contains(self, mature_ts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Whether labels with these maturity times, in epoch seconds, become final in the window.
+
+        The end is exclusive: a label that matures at the very second at which the data ends is not
+        final yet, as an outcome at that second would land on the next day.
+        """
+        return (mature_ts >= self.start) & (mature_ts < self.end)
+
+    @classmethod
+    def for_training(cls, split: DaySplit, spec: DataSpec) -> LabelWindow:
+        """Labels that were final when the last training day ended."""
+        return cls(0, spec.day_end(split.train_last), "training")
+
+    @classmethod
+    def for_calibration(cls, split: DaySplit, spec: DataSpec) -> LabelWindow:
+        """Labels that became final between training and calibration, of rows not trained on."""
+        assert split.calibration is not None
+        return cls(spec.day_end(split.train_last), spec.day_end(split.calibration), "calibration")
+
+    @classmethod
+    def for_test(cls, split: DaySplit, spec: DataSpec) -> LabelWindow:
+        """All labels that are final at the end of the last day with logs."""
+        return cls(0, spec.day_end(split.data_until))
+
+
+ALL_LABELS = LabelWindow(start=0, end=0, include_unlabelled=True)

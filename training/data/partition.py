@@ -1,0 +1,230 @@
+"""Partitions of examples: some days of one bucket with their labels, sorted by request."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import date
+from functools import cached_property
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from etl.errors import UserError
+from etl.spec.model import DataSpec
+from etl.spec.units import MICROS
+from etl.tables.arrow import Snapshot
+from features.ragged import run_starts
+from features.schema import FeatureSchema
+from training.data.label_window import LabelWindow
+
+Int64 = npt.NDArray[np.int64]
+Float32 = npt.NDArray[np.float32]
+Bools = npt.NDArray[np.bool_]
+KEY_COLUMNS = ("impression_id", "request_id", "user_id", "item_index", "surface")
+HISTORY_POINTER_COLUMNS = ("as_of_ts", "history_length")
+
+
+@dataclass(frozen=True)
+class ExamplePartition:
+    """B impressions sorted by request; `request_offsets` (R+1) cut them into R requests.
+
+    `request_ids`, `user_ids` and `user_hashes` have R rows; so have `as_of` and `history_length`,
+    which point into the users' histories. Everything else has B rows.
+    """
+
+    request_offsets: Int64
+    request_ids: npt.NDArray[np.object_]
+    user_ids: pa.Array
+    user_hashes: Int64
+    as_of: Int64
+    history_length: Int64
+    item_index: Int64
+    surface: Int64
+    categorical: dict[str, Int64]
+    user_numeric: Float32
+    numeric: Float32
+    labels: Float32
+    label_mask: Bools
+    outcome_values: Float32
+    impression_ids: npt.NDArray[np.object_]
+
+    @cached_property
+    def user_ids_array(self) -> npt.NDArray[np.object_]:
+        """`user_ids` (R) as a NumPy array."""
+        return np.asarray(self.user_ids)
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Labels of B impressions and O objectives; `mask` marks those that a pass uses (B, O)."""
+
+    values: Float32
+    mask: Bools
+    outcome_values: Float32
+
+
+@dataclass(frozen=True)
+class PartitionLoader:
+    """Reads partitions from the tables `examples` and `impressions`.
+
+    Impressions of other surfaces than `surfaces`, as codes, are skipped, if any are given.
+    """
+
+    spec: DataSpec
+    features: FeatureSchema
+    examples: Snapshot
+    impressions: Snapshot
+    surfaces: Sequence[int] = ()
+
+    def load(
+        self, days: Sequence[date], bucket: int, label_window: LabelWindow
+    ) -> ExamplePartition | None:
+        """The impressions that have a label in a window; None where there are none.
+
+        Raises UserError where a label should be final but is null in the table.
+        """
+        rows = self._read_examples(days, bucket)
+        labels = self._load_labels(days, bucket, rows, label_window)
+        mask = labels.mask
+        if label_window.negative_sampling:
+            salt = max(days).toordinal(), bucket
+            mask = label_window.negative_sampling(labels.values, mask, *salt)
+        selected = mask.any(1) | label_window.include_unlabelled
+        if self.surfaces:
+            selected &= np.isin(rows["surface"].to_numpy(), self.surfaces)
+        if not selected.any():
+            return None
+        rows = rows.filter(pa.array(selected)).combine_chunks()
+        used = Labels(labels.values[selected], mask[selected], labels.outcome_values[selected])
+        return self._partition(rows, used)
+
+    def _read_examples(self, days: Sequence[date], bucket: int) -> pa.Table:
+        """The rows of some days, in the order of the table."""
+        user, context = self.features.user, self.features.context
+        columns = [*KEY_COLUMNS, *HISTORY_POINTER_COLUMNS, *user.categorical, *context.categorical]
+        columns += [*user.numeric, *context.numeric, *self.features.counters]
+        rows = self.examples.read(columns, day=days, bucket=bucket)
+        return rows.sort_by([(name, "ascending") for name in self.examples.schema.order_by])
+
+    def _partition(self, rows: pa.Table, labels: Labels) -> ExamplePartition:
+        user, context = self.features.user, self.features.context
+        request_key = pc.binary_join_element_wise(
+            rows["user_id"], rows["as_of_ts"].cast(pa.string()), rows["request_id"], "\x1f"
+        )
+        starts = run_starts(request_key.combine_chunks())
+        user_ids = rows["user_id"].combine_chunks().take(pa.array(starts))
+        request_ids = rows["request_id"].combine_chunks().take(pa.array(starts))
+        counters = stack_columns(rows, self.features.counters)
+        context_numeric = stack_columns(rows, context.numeric)
+        return ExamplePartition(
+            request_offsets=np.append(starts, rows.num_rows),
+            request_ids=np.asarray(request_ids),
+            user_ids=user_ids,
+            user_hashes=hash_ids(user_ids),
+            as_of=rows["as_of_ts"].to_numpy()[starts],
+            history_length=rows["history_length"].to_numpy()[starts].astype(np.int64),
+            item_index=rows["item_index"].to_numpy().astype(np.int64),
+            surface=rows["surface"].to_numpy().astype(np.int64),
+            categorical={
+                name: rows[name].to_numpy().astype(np.int64)
+                for name in (*user.categorical, *context.categorical)
+            },
+            user_numeric=stack_columns(rows, user.numeric),
+            numeric=np.concatenate(
+                (context_numeric, self.features.counter_transform(counters)), axis=1
+            ),
+            labels=labels.values,
+            label_mask=labels.mask,
+            outcome_values=labels.outcome_values,
+            impression_ids=np.asarray(rows["impression_id"]),
+        )
+
+    def _load_labels(
+        self, days: Sequence[date], bucket: int, rows: pa.Table, label_window: LabelWindow
+    ) -> Labels:
+        """The labels (B, O) of examples, joined from `impressions`."""
+        objectives, span = self.spec.objectives, f"{min(days)}:{max(days)}"
+        table = self._impressions_of(rows, days, bucket, span)
+        surface = table["surface"].to_numpy()
+        shape = (table.num_rows, len(objectives))
+        labels, outcome_values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+        is_final, has_objective = np.zeros(shape, bool), np.zeros(shape, bool)
+        mature_ts = np.zeros(shape, np.int64)
+        for i, (name, objective) in enumerate(objectives.items()):
+            codes = [self.spec.surface_codes[s] for s in self.spec.surfaces_of(name)]
+            has_objective[:, i] = np.isin(surface, codes)
+            mature_ts[:, i] = table[f"label_mature_ts_{name}"].to_numpy() // MICROS["s"]
+            label = table[f"label_{name}"]
+            is_final[:, i] = label.is_valid().to_numpy()
+            labels[:, i] = label.fill_null(0).to_numpy()
+            if objective.value:
+                outcome_values[:, i] = table[f"value_{name}"].fill_null(0).to_numpy()
+        mask = has_objective & _label_mask(self.spec, rows, mature_ts, has_objective, label_window)
+        is_missing = (mask & ~is_final).any(0)
+        if is_missing.any():
+            name = list(objectives)[int(np.argmax(is_missing))]
+            raise UserError(
+                f"labels of {name} on {span} are null in table impressions although their window "
+                "has closed; run `gemline etl labels` up to the newest day"
+            )
+        return Labels(labels, mask, outcome_values)
+
+    def _impressions_of(
+        self, rows: pa.Table, days: Sequence[date], bucket: int, span: str
+    ) -> pa.Table:
+        """The row of `impressions` of each example (B)."""
+        columns = ["impression_id", "surface"]
+        for name, objective in self.spec.objectives.items():
+            columns += [f"label_{name}", f"label_mature_ts_{name}"]
+            if objective.value:
+                columns.append(f"value_{name}")
+        table = self.impressions.read(columns, day=days, bucket=bucket)
+        index = pc.index_in(rows["impression_id"], table["impression_id"].combine_chunks())
+        if index.null_count:
+            raise UserError(f"impressions of {span} lack labels; run `gemline etl labels` for them")
+        return table.take(index)
+
+
+def hash_ids(ids: pa.Array) -> Int64:
+    """The CRC-32 of each id (n), the same on every machine."""
+    encoded = ids.dictionary_encode()
+    hashes = np.array([crc32(name.encode()) for name in encoded.dictionary.to_pylist()], np.int64)
+    return np.asarray(hashes[encoded.indices.to_numpy()], np.int64)
+
+
+def stack_columns(rows: pa.Table, names: Iterable[str]) -> Float32:
+    """Columns side by side (B, F); nulls are NaN."""
+    columns = [rows[name].to_numpy().astype(np.float32) for name in names]
+    return np.stack(columns, 1) if columns else np.zeros((rows.num_rows, 0), np.float32)
+
+
+def _label_mask(
+    spec: DataSpec, rows: pa.Table, mature_ts: Int64, has_objective: Bools, window: LabelWindow
+) -> Bools:
+    """The labels (B, O) that a pass uses, whether or not their surface has the objective.
+
+    `mature_ts` (B, O) are their maturity times in epoch seconds.
+    """
+    if window.purpose == "evaluation":
+        return window.contains(mature_ts)
+    held_out = _in_calibration_holdout(spec, rows)
+    last_mature = np.where(has_objective, mature_ts, 0).max(1)
+    learned_ts = np.where(held_out[:, None], last_mature[:, None], mature_ts)
+    if window.purpose == "training":
+        return window.contains(learned_ts)
+    first_learned = np.where(has_objective, learned_ts, np.iinfo(np.int64).max).min(1)
+    is_unseen: Bools = first_learned >= window.start
+    return window.contains(mature_ts) & is_unseen[:, None]
+
+
+def _in_calibration_holdout(spec: DataSpec, rows: pa.Table) -> Bools:
+    """Whether each row (B) belongs to a held-out request, by a hash of its user and time."""
+    user = hash_ids(rows["user_id"].combine_chunks()).astype(np.uint64)
+    mixed = user * np.uint64(0x9E3779B97F4A7C15) ^ rows["as_of_ts"].to_numpy().astype(np.uint64)
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(31)
+    mixed *= np.uint64(0x94D049BB133111EB)
+    is_held_out: Bools = (mixed >> np.uint64(32)) < spec.calibration_holdout * 2.0**32
+    return is_held_out

@@ -1,0 +1,1 @@
+"""Evaluation of predictions: metrics, bootstrap intervals, prequential drift."""

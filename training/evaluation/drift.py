@@ -1,0 +1,206 @@
+"""Drift of continuous training: does GEM predict the newest day as well as the days before?
+
+Every impression is predicted once by the GEM of the days before it (`teacher_predictions`), so its
+prequential metrics need no held-out day. Watched are the normalized entropy (NE) and calibration of
+each objective, and the impressions of each surface. A metric drifts when it leaves the median of
+the days before by more than several times their median absolute deviation (MAD); one bad day among
+them changes little.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import date
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from etl.spec.units import MICROS
+from etl.tables import arrow, schemas
+from etl.tables.arrow import Snapshot
+from etl.tables.lake import Lake
+from training.data.label_window import LabelWindow
+
+Floats = npt.NDArray[np.float64]
+
+BASELINE_DAYS = 14  # days that the newest one is compared with
+MIN_BASELINE_DAYS = 4
+MIN_POSITIVES = 30  # positive labels of a day, below which its metrics are noise
+MAD_THRESHOLD = 5.0  # deviations from the median, in MADs, that count as drift
+
+
+class TeacherPrequential(NamedTuple):
+    """Sums over the final labels of a day, surface and objective; logloss in nats.
+
+    `predicted` is the sum of GEM's probabilities, `positives` that of the labels.
+    """
+
+    day: date
+    surface: str
+    objective: str
+    rows: int
+    positives: float
+    predicted: float
+    logloss: float
+
+    @property
+    def calibration(self) -> float:
+        """Predicted over actual positives."""
+        return self.predicted / self.positives
+
+    @property
+    def ne(self) -> float:
+        """Normalized entropy: logloss over that of the day's own base rate."""
+        rate = self.positives / self.rows
+        entropy = -self.rows * (rate * np.log(rate) + (1 - rate) * np.log1p(-rate))
+        return float(self.logloss / entropy)
+
+
+def combine(parts: Sequence[TeacherPrequential]) -> TeacherPrequential:
+    """The sums of all parts, under the day, surface and objective of the first."""
+    return parts[0]._replace(
+        rows=sum(part.rows for part in parts),
+        positives=sum(part.positives for part in parts),
+        predicted=sum(part.predicted for part in parts),
+        logloss=sum(part.logloss for part in parts),
+    )
+
+
+def teacher_prequential(lake: Lake, data_until: date) -> list[TeacherPrequential]:
+    """Prequential sums by day, surface and objective, of labels final at the end of `data_until`.
+
+    Empty where no teacher predictions were written.
+    """
+    if not lake.exists("teacher_predictions"):
+        return []
+    predictions = arrow.snapshot(lake, schemas.teacher_predictions(lake.spec))
+    impressions = arrow.snapshot(lake, schemas.impressions(lake.spec))
+    window = LabelWindow(0, lake.spec.day_end(data_until))
+    return [
+        metrics
+        for day in predictions.days()
+        for metrics in _day_metrics(lake, day, predictions, impressions, window)
+    ]
+
+
+def _day_metrics(
+    lake: Lake, day: date, predictions: Snapshot, impressions: Snapshot, window: LabelWindow
+) -> Iterator[TeacherPrequential]:
+    columns, logits = ["impression_id", "surface"], ["impression_id"]
+    for objective in lake.spec.objectives:
+        columns += [f"label_{objective}", f"label_mature_ts_{objective}"]
+        logits.append(f"logit_{objective}")
+    rows = impressions.read(columns, day=day).join(
+        predictions.read(logits, day=day), "impression_id", join_type="inner"
+    )
+    surface_names = {code: name for name, code in lake.spec.surface_codes.items()}
+    for objective in lake.spec.objectives:
+        final = _with_final_labels(rows, objective, window)
+        surface = final["surface"].to_numpy().astype(np.int64)
+        label = final[f"label_{objective}"].to_numpy().astype(float)
+        logit = final[f"logit_{objective}"].to_numpy().astype(float)
+        counts, *sums = _sums_by_surface(surface, label, logit)
+        for code in np.flatnonzero(counts):
+            positives, predicted, logloss = (float(column[code]) for column in sums)
+            yield TeacherPrequential(
+                day=day,
+                surface=surface_names[int(code)],
+                objective=objective,
+                rows=int(counts[code]),
+                positives=positives,
+                predicted=predicted,
+                logloss=logloss,
+            )
+
+
+def _with_final_labels(rows: pa.Table, objective: str, window: LabelWindow) -> pa.Table:
+    """The rows that have a logit, and a label that becomes final in a window."""
+    valid = pc.and_(rows[f"label_{objective}"].is_valid(), rows[f"logit_{objective}"].is_valid())
+    rows = rows.filter(valid)
+    mature_ts = rows[f"label_mature_ts_{objective}"].to_numpy() // MICROS["s"]
+    return rows.filter(pa.array(window.contains(mature_ts)))
+
+
+def _sums_by_surface(surface: npt.NDArray[np.int64], label: Floats, logit: Floats) -> list[Floats]:
+    """Rows, positives, predicted positives and logloss by surface code."""
+    predicted = 1 / (1 + np.exp(-logit))
+    logloss = label * np.logaddexp(0, -logit) + (1 - label) * np.logaddexp(0, logit)
+    weights = np.ones_like(predicted), label, predicted, logloss
+    return [np.bincount(surface, weight).astype(np.float64) for weight in weights]
+
+
+@dataclass(frozen=True)
+class DriftMetric:
+    """A watched metric: its values by day, the newest last.
+
+    A relative change below `min_relative_change` is never drift. With `increase_only` a smaller
+    value is no drift either. Drift of a metric that `blocks_promotion` keeps rankers that learned
+    from this GEM from being promoted.
+    """
+
+    name: str
+    days: tuple[date, ...]
+    values: tuple[float, ...]
+    min_relative_change: float
+    increase_only: bool = False
+    blocks_promotion: bool = False
+
+    @property
+    def alarm(self) -> str | None:
+        """A message if the newest value drifted, else None."""
+        *earlier, newest = self.values[-BASELINE_DAYS - 1 :]
+        if len(earlier) < MIN_BASELINE_DAYS:
+            return None
+        usual = median(earlier)
+        deviation = median(abs(value - usual) for value in earlier)
+        tolerance = max(self.min_relative_change * usual, MAD_THRESHOLD * deviation)
+        change = newest - usual if self.increase_only else abs(newest - usual)
+        if change <= tolerance:
+            return None
+        return f"{self.name} is {newest:.3g} on {self.days[-1]}, usually {usual:.3g}"
+
+
+def drift_metrics(lake: Lake, data_until: date) -> list[DriftMetric]:
+    """All watched metrics of the days up to `data_until`."""
+    prequential = [
+        metrics
+        for metrics in teacher_prequential(lake, data_until)
+        if metrics.positives >= MIN_POSITIVES
+    ]
+    return [*_prequential_metrics(lake, prequential), *_impression_counts(lake, data_until)]
+
+
+def _prequential_metrics(
+    lake: Lake, prequential: Sequence[TeacherPrequential]
+) -> Iterator[DriftMetric]:
+    for name in lake.spec.objectives:
+        by_day: dict[date, list[TeacherPrequential]] = {}
+        for metrics in prequential:
+            if metrics.objective == name:
+                by_day.setdefault(metrics.day, []).append(metrics)
+        if not by_day:
+            continue
+        days = tuple(sorted(by_day))
+        combined = [combine(by_day[day]) for day in days]
+        ne = tuple(metrics.ne for metrics in combined)
+        calibration = tuple(metrics.calibration for metrics in combined)
+        yield DriftMetric(f"NE of {name}", days, ne, 0.1, increase_only=True, blocks_promotion=True)
+        yield DriftMetric(f"calibration of {name}", days, calibration, 0.2, blocks_promotion=True)
+
+
+def _impression_counts(lake: Lake, data_until: date) -> Iterator[DriftMetric]:
+    impressions = arrow.snapshot(lake, schemas.impressions(lake.spec))
+    days = tuple(day for day in impressions.days() if day <= data_until)[-BASELINE_DAYS - 1 :]
+    counts = [_count_by_surface(impressions, day) for day in days]
+    for name, code in lake.spec.surface_codes.items():
+        values = tuple(float(count.get(code, 0)) for count in counts)
+        if any(values):
+            yield DriftMetric(f"impressions on {name}", days, values, 0.5)
+
+
+def _count_by_surface(impressions: Snapshot, day: date) -> dict[int, int]:
+    counted = pc.value_counts(impressions.read(["surface"], day=day)["surface"]).to_pylist()
+    return {row["values"]: row["counts"] for row in counted}

@@ -1,0 +1,146 @@
+"""Predictions of a model on rows that it was not trained on, with their labels."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from etl.errors import UserError
+from etl.spec.day_split import DaySplit
+from etl.tables import atomic_io
+from etl.tables.atomic_io import download
+from etl.tables.uri import StoragePath, resolve_uri
+from training.data.batch import Batch
+
+SPLIT_METADATA_KEY = b"gemline.split"
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Probabilities of B impressions and O objectives, with labels; `label_mask` marks final ones.
+
+    `probabilities`, `labels` and `label_mask` are (B, O), everything else is (B).
+    """
+
+    objectives: tuple[str, ...]
+    impression_ids: npt.NDArray[np.object_]
+    user_hashes: npt.NDArray[np.int64]
+    surface: npt.NDArray[np.int64]
+    probabilities: npt.NDArray[np.float64]
+    labels: npt.NDArray[np.float32]
+    label_mask: npt.NDArray[np.bool_]
+
+    def write(self, path: StoragePath, split: DaySplit) -> None:
+        """Write one Parquet file, atomically, with the split of days in its metadata."""
+        columns = {
+            "impression_id": pa.array(self.impression_ids, pa.string()),
+            "user": self.user_hashes,
+            "surface": self.surface,
+        }
+        for i, name in enumerate(self.objectives):
+            columns[f"p_{name}"] = self.probabilities[:, i]
+            columns[f"label_{name}"] = self.labels[:, i]
+            columns[f"known_{name}"] = self.label_mask[:, i]
+        table = pa.table(columns).replace_schema_metadata(
+            {SPLIT_METADATA_KEY: split.model_dump_json()}
+        )
+        with atomic_io.replace_file(path) as temporary:
+            pq.write_table(table, temporary)
+
+    @classmethod
+    def read(cls, path: StoragePath, split: DaySplit) -> "Predictions":
+        """Read the predictions of a file. Raises UserError where they are of another split."""
+        table = pq.read_table(download(path))
+        stored_split = (table.schema.metadata or {}).get(SPLIT_METADATA_KEY, b"{}").decode()
+        if stored_split != split.model_dump_json():
+            raise UserError(
+                f"{path} holds predictions of another split of days ({stored_split}); evaluate "
+                "that model on these days again, or remove the file"
+            )
+        if "user" not in table.column_names:
+            raise UserError(f"{path} was written by an older Gemline; evaluate that model again")
+        objectives = tuple(n.removeprefix("p_") for n in table.column_names if n.startswith("p_"))
+
+        def columns(prefix: str) -> npt.NDArray[np.generic]:
+            return np.stack([table[f"{prefix}_{name}"].to_numpy() for name in objectives], 1)
+
+        return cls(
+            objectives,
+            np.asarray(table["impression_id"]),
+            table["user"].to_numpy(),
+            table["surface"].to_numpy(),
+            columns("p").astype(np.float64),
+            columns("label").astype(np.float32),
+            columns("known").astype(bool),
+        )
+
+    def filter(self, mask: npt.NDArray[np.bool_]) -> "Predictions":
+        """The rows of a mask (B)."""
+        return self._take(np.flatnonzero(mask))
+
+    def sorted_by_impression(self) -> "Predictions":
+        """The same rows, sorted by impression."""
+        return self._take(np.argsort(self.impression_ids, kind="stable"))
+
+    def _take(self, indices: npt.NDArray[np.int64]) -> "Predictions":
+        return replace(
+            self,
+            impression_ids=self.impression_ids[indices],
+            user_hashes=self.user_hashes[indices],
+            surface=self.surface[indices],
+            probabilities=self.probabilities[indices],
+            labels=self.labels[indices],
+            label_mask=self.label_mask[indices],
+        )
+
+
+def predict(
+    logits_fn: Callable[[Batch], Tensor], batches: Iterable[Batch], objectives: Sequence[str]
+) -> Predictions:
+    """Predictions of a function from a batch to logits (B, O); empty where there are no batches."""
+    parts = [_empty_predictions(objectives)]
+    with torch.no_grad():
+        for batch in batches:
+            parts.append(
+                Predictions(
+                    objectives=tuple(objectives),
+                    impression_ids=batch.impression_ids,
+                    user_hashes=batch.user_hash[batch.request_index].numpy(),
+                    surface=batch.surface.numpy(),
+                    probabilities=torch.sigmoid(logits_fn(batch)).double().numpy(),
+                    labels=batch.labels.numpy(),
+                    label_mask=batch.label_mask.numpy(),
+                )
+            )
+    return concat_predictions(parts)
+
+
+def _empty_predictions(objectives: Sequence[str]) -> Predictions:
+    shape = (0, len(objectives))
+    return Predictions(
+        objectives=tuple(objectives),
+        impression_ids=np.zeros(0, object),
+        user_hashes=np.zeros(0, np.int64),
+        surface=np.zeros(0, np.int64),
+        probabilities=np.zeros(shape),
+        labels=np.zeros(shape, np.float32),
+        label_mask=np.zeros(shape, bool),
+    )
+
+
+def concat_predictions(parts: Sequence[Predictions]) -> Predictions:
+    """The rows of several predictions of the same objectives, in order."""
+    names = ("impression_ids", "user_hashes", "surface", "probabilities", "labels", "label_mask")
+    return Predictions(
+        parts[0].objectives, *(np.concatenate([getattr(p, n) for p in parts]) for n in names)
+    )
+
+
+def evaluation_path(lake: str, model: str) -> StoragePath:
+    """The file of a model's predictions on the test days."""
+    return resolve_uri(lake, "evaluations", f"{model}.parquet")

@@ -1,1 +1,0 @@
-"""The training loop: step, checkpoint, metrics, tracking."""

@@ -1,0 +1,1 @@
+"""A user's event history: event tokens, search by attribute, recency, and their encoder."""

@@ -1,0 +1,187 @@
+"""The history encoder: a user's events as rows for the interaction module.
+
+B candidates of R requests, N events of which P are read, d row width, W event width.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from etl.errors import UserError
+from features.schema import ITEM_TABLE, FeatureSchema
+from training.data.batch import Batch, History
+from training.model.config import GemConfig
+from training.model.embeddings import EmbeddingVectors
+from training.model.history.events import EventTokenizer, concat_item_vectors
+from training.model.history.recency import RecencyEmbedding
+from training.model.history.search import (
+    EventFilter,
+    HistorySelection,
+    MatchedAttention,
+    select_history,
+)
+from training.model.sequence.interformer import InterFormer
+from training.model.sequence.next_action import NextActionLoss, sample_followed_events
+from training.model.sequence.pyramid import EncodedEvents
+
+
+class HistoryRows(NamedTuple):
+    """What the history encoder returns.
+
+    `request_rows` (R, n, d) are shared by the candidates of a request, `candidate_rows` (B, m, d)
+    belong to one. `next_action_loss` is None outside training, or if the loss is turned off.
+    """
+
+    request_rows: Tensor
+    candidate_rows: Tensor
+    next_action_loss: Tensor | None
+
+
+class HistoryEncoder(nn.Module):
+    """Encodes the newest events with sequence layers, and searches all events by attribute.
+
+    Two stages as in SIM (2006.05639): sequence layers are too expensive for thousands of events, so
+    of older ones only those that share an attribute with the candidate are attended to.
+    """
+
+    def __init__(self, features: FeatureSchema, config: GemConfig, num_user_rows: int) -> None:
+        super().__init__()
+        d, w = config.embedding_dim, config.event_width
+        types = len(features.events)
+        tables = 1 + len(features.item.categorical)
+        vector_width = sum(features.item.vectors.values())
+        self.item_tables = (ITEM_TABLE, *features.item.categorical)
+        self.similarity_attributes = features.similarity_columns
+        self.event_tokenizer = EventTokenizer(
+            tables, d, vector_width, len(features.surfaces), types, w
+        )
+        self.candidate_projection = nn.Linear(tables * d + vector_width, w)
+        self.candidate_projection.weight = self.event_tokenizer.item_projection.weight
+        self.encoder = InterFormer(num_user_rows, config)
+        encoders = self.encoder.encoders
+        self.event_filters = tuple(
+            EventFilter(encoder.max_events, _event_type_codes(features, encoder.event_types))
+            for encoder in encoders
+        )
+        self.max_matched_events = config.matched_events
+        self.matched_attention = nn.ModuleList(
+            MatchedAttention(w, config.heads) for _ in self.similarity_attributes
+        )
+        self.recency = nn.ModuleList(
+            RecencyEmbedding(features.item.categorical[name], types, d)
+            for name in self.similarity_attributes
+        )
+        self.out = nn.Linear(w, d)
+        self.next_action_losses = nn.ModuleList(
+            NextActionLoss(w, encoder.out.in_features)
+            for encoder in encoders
+            if config.sequence.next_action_weight
+        )
+        self.request_rows = self.encoder.out_rows
+        self.candidate_rows = len(encoders) + len(self.similarity_attributes) * (1 + types)
+
+    def select_history(self, batch: Batch) -> HistorySelection:
+        """Select the events of a batch that the encoder reads."""
+        return select_history(
+            batch, self.similarity_attributes, self.event_filters, self.max_matched_events
+        )
+
+    def forward(
+        self,
+        batch: Batch,
+        selection: HistorySelection,
+        vectors: EmbeddingVectors,
+        user_rows: Tensor,
+    ) -> HistoryRows:
+        """Rows of the requests and of the candidates; `user_rows` (R, u, d) describe the users."""
+        history, encoders = batch.history, self.encoder.encoders
+        tokens = selection.split_events(
+            self.event_tokenizer(history, vectors.events, selection.positions)
+        )
+        ages = selection.split_events(history.age_seconds[selection.positions])
+        sequences = [
+            encoder.project_tokens(*inputs)
+            for encoder, *inputs in zip(
+                encoders,
+                tokens.by_event_group,
+                selection.event_group_offsets,
+                ages.by_event_group,
+                strict=True,
+            )
+        ]
+        encoded = self.encoder(user_rows, sequences)
+        candidates = self.candidate_projection(
+            concat_item_vectors(
+                {name: vectors.candidates[name] for name in self.item_tables}, batch.row_vectors
+            )
+        )
+        attended = [
+            encoder.attend_from_candidates(candidates, batch.request_index, events)
+            for encoder, events in zip(encoders, encoded.sequences, strict=True)
+        ]
+        attended += self._attend_to_matches(candidates, tokens.by_match, selection)
+        recency = [
+            embedding(matches, history.types, history.age_seconds)
+            for embedding, matches in zip(self.recency, selection.all_matches, strict=True)
+        ]
+        loss = None
+        if self.training:
+            loss = self._next_action_loss(history, selection, vectors, encoded.sequences)
+        candidate_rows = torch.cat((torch.stack(attended, 1), *recency), 1)
+        return HistoryRows(encoded.request_rows, candidate_rows, loss)
+
+    def _attend_to_matches(
+        self, candidates: Tensor, matched_tokens: Sequence[Tensor], selection: HistorySelection
+    ) -> list[Tensor]:
+        """A row (B, d) for each similarity attribute."""
+        return [
+            self.out(attention(candidates, tokens, matches))
+            for attention, tokens, matches in zip(
+                self.matched_attention, matched_tokens, selection.attended_matches, strict=True
+            )
+        ]
+
+    def _next_action_loss(
+        self,
+        history: History,
+        selection: HistorySelection,
+        vectors: EmbeddingVectors,
+        sequences: Sequence[EncodedEvents],
+    ) -> Tensor | None:
+        """Mean loss of the event groups that have followed events; None if there is none."""
+        losses, first = [], 0
+        modules = cast("list[NextActionLoss]", list(self.next_action_losses))
+        for module, offsets, encoded in zip(
+            modules, selection.event_group_offsets, sequences, strict=False
+        ):
+            positions = sample_followed_events(offsets)
+            if len(positions):
+                following = first + positions + 1  # in the events that are read
+                in_history = selection.positions[following]
+                items = concat_item_vectors(
+                    {name: vectors.events[name][following] for name in self.item_tables},
+                    {name: v[in_history] for name, v in history.item_vectors.items()},
+                )
+                losses.append(
+                    module(
+                        encoded,
+                        positions,
+                        offsets,
+                        history.item_index[in_history],
+                        self.candidate_projection(items),
+                    )
+                )
+            first += int(offsets[-1])
+        return torch.stack(losses).mean() if losses else None
+
+
+def _event_type_codes(features: FeatureSchema, events: Sequence[str]) -> tuple[int, ...]:
+    unknown = [name for name in events if name not in features.events]
+    if unknown:
+        raise UserError(
+            f"--model.sequence.event-groups names {', '.join(unknown)}; events of the spec are "
+            f"{', '.join(features.events)}"
+        )
+    return tuple(1 + features.events.index(name) for name in events)

@@ -1,0 +1,163 @@
+"""Search of a history for events that share an attribute with a candidate (SIM, 2006.05639).
+
+B candidates, N events of R requests of which P are read, M matching events, G groups, W width, H
+heads.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from training.data.batch import Batch
+from training.model.sequence.attention import split_heads
+from training.ops.attention import dispatch
+from training.ops.ragged import concat_ranges, last_positions, segment_ids
+
+
+@dataclass(frozen=True)
+class AttributeMatches:
+    """Groups of candidates of one request with the same attribute value, and their matching events.
+
+    `candidates` (B) and `events` (M) are positions, group by group, events oldest first;
+    `q_offsets` and `kv_offsets` (G + 1) cut them into groups. `candidate_group` (B) is the group of
+    each candidate, `attribute_values` (G) the value that a group shares.
+    """
+
+    candidates: Tensor
+    q_offsets: Tensor
+    events: Tensor
+    kv_offsets: Tensor
+    candidate_group: Tensor
+    attribute_values: Tensor
+
+    def keep_newest(self, max_events: int) -> "AttributeMatches":
+        """The same groups with only the newest `max_events` events of each."""
+        newest = last_positions(self.kv_offsets, max_events)
+        return replace(self, events=self.events[newest.positions], kv_offsets=newest.offsets)
+
+
+def match_by_attribute(
+    candidate_values: Tensor, event_values: Tensor, request: Tensor, offsets: Tensor
+) -> AttributeMatches:
+    """Match candidates and events of the same request by an attribute; value 0 matches nothing.
+
+    Args:
+        candidate_values: Attribute value of each candidate (B).
+        event_values: Attribute value of each event (N).
+        request: Request of each candidate (B).
+        offsets: Offsets (R + 1) that cut the events into requests.
+    """
+    # A key is unique for (request, value), so that one sort and one binary search match all.
+    stride = 1 + int(torch.cat((candidate_values, event_values)).max())
+    event_key, event_order = (segment_ids(offsets) * stride + event_values).sort(stable=True)
+    candidate_key, candidate_order = (request * stride + candidate_values).sort(stable=True)
+    group_key, sorted_group, group_size = torch.unique_consecutive(
+        candidate_key, return_inverse=True, return_counts=True
+    )
+    attribute_values = group_key % stride
+    start = torch.searchsorted(event_key, group_key)
+    stop = torch.searchsorted(event_key, group_key, right=True)
+    stop = torch.where(attribute_values == 0, start, stop)
+    matching = concat_ranges(start, stop - start)
+    return AttributeMatches(
+        candidates=candidate_order,
+        q_offsets=F.pad(group_size.cumsum(0), (1, 0)),
+        events=event_order[matching.positions],
+        kv_offsets=matching.offsets,
+        candidate_group=torch.empty_like(sorted_group).index_copy(0, candidate_order, sorted_group),
+        attribute_values=attribute_values,
+    )
+
+
+class SelectedEvents(NamedTuple):
+    """Values of the events that are read (n, …): of each event group, and of each match."""
+
+    by_event_group: list[Tensor]
+    by_match: list[Tensor]
+
+
+@dataclass(frozen=True)
+class HistorySelection:
+    """The events that a model reads.
+
+    `positions` (P) are those of the newest events of each event group, cut into requests by its
+    `event_group_offsets` (R + 1), followed by those of `attended_matches`. `all_matches` are not
+    cut to the newest: recency features need the types and ages of all of them.
+    """
+
+    positions: Tensor
+    event_group_offsets: tuple[Tensor, ...]
+    all_matches: tuple[AttributeMatches, ...]
+    attended_matches: tuple[AttributeMatches, ...]
+
+    def split_events(self, values: Tensor) -> SelectedEvents:
+        """Split values (P, …) of the events that are read by event group and by match."""
+        group_sizes = [int(offsets[-1]) for offsets in self.event_group_offsets]
+        match_sizes = [len(matches.events) for matches in self.attended_matches]
+        parts = list(torch.split(values, group_sizes + match_sizes))
+        return SelectedEvents(parts[: len(group_sizes)], parts[len(group_sizes) :])
+
+
+@dataclass(frozen=True)
+class EventFilter:
+    """Selects the newest `max_events` events of some types, by code; of all types if empty."""
+
+    max_events: int
+    event_types: tuple[int, ...] = ()
+
+
+def select_history(
+    batch: Batch,
+    attributes: Sequence[str],
+    event_filters: Sequence[EventFilter],
+    max_matched_events: int,
+) -> HistorySelection:
+    """Select the events of a batch that a model reads.
+
+    Those are the newest events of each filter, and for each attribute the newest
+    `max_matched_events` events that share it with a candidate.
+    """
+    history = batch.history
+    newest = [history.latest(events.max_events, events.event_types) for events in event_filters]
+    all_matches = tuple(
+        match_by_attribute(
+            batch.row_categorical[name],
+            history.item_categorical[name],
+            batch.request_index,
+            history.offsets,
+        )
+        for name in attributes
+    )
+    attended = tuple(matches.keep_newest(max_matched_events) for matches in all_matches)
+    positions = [positions for positions, _ in newest]
+    positions += [matches.events for matches in attended]
+    return HistorySelection(
+        positions=torch.cat(positions),
+        event_group_offsets=tuple(offsets for _, offsets in newest),
+        all_matches=all_matches,
+        attended_matches=attended,
+    )
+
+
+class MatchedAttention(nn.Module):
+    """Attention of each candidate to its matching events."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q = nn.Linear(width, width)
+        self.k = nn.Linear(width, width)
+        self.v = nn.Linear(width, width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, candidates: Tensor, events: Tensor, matches: AttributeMatches) -> Tensor:
+        """Candidates (B, W) and the events of `matches` (M, W) to (B, W)."""
+        q = split_heads(self.q(candidates[matches.candidates]), self.heads)
+        k, v = split_heads(self.k(events), self.heads), split_heads(self.v(events), self.heads)
+        attended = dispatch.segment_attention(q, k, v, matches.q_offsets, matches.kv_offsets)
+        rows = self.out(attended.flatten(1))
+        return torch.empty_like(candidates).index_copy(0, matches.candidates, rows)

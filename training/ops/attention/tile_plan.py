@@ -1,0 +1,118 @@
+"""Which keys each query attends to, and the blocks of queries and keys that GPU kernels work on."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from training.ops.attention.reference import AttentionKind
+from training.ops.ragged import concat_ranges, position_in_segment, segment_ids
+
+
+@dataclass(frozen=True)
+class BlockSpans:
+    """Blocks of rows [first, last) of one side, and the span [begin, end) of the other side.
+
+    `keys_start` is the first key of the block's sequence. A span of keys is relative to it; a span
+    of queries is in rows.
+    """
+
+    first: Tensor
+    last: Tensor
+    keys_start: Tensor
+    begin: Tensor
+    end: Tensor
+
+    @property
+    def kernel_args(self) -> tuple[Tensor, ...]:
+        """The tensors, in the order in which kernels take them."""
+        return self.first, self.last, self.keys_start, self.begin, self.end
+
+
+@dataclass(frozen=True)
+class TilePlan:
+    """The keys [low, high) that each query (N) attends to, and the blocks of both sides."""
+
+    low: Tensor
+    high: Tensor
+    queries: BlockSpans
+    keys: BlockSpans
+
+    @classmethod
+    def build(
+        cls, q_offsets: Tensor, kv_offsets: Tensor, kind: AttentionKind, window: int | None,
+        limits: Tensor | None, block_size: int,
+    ) -> "TilePlan":  # fmt: skip
+        """Plan attention on the device; only the number of blocks is synchronized with the host.
+
+        See `training.ops.attention.reference.attention` for `window` and `limits`.
+        """
+        sequence, position = segment_ids(q_offsets), position_in_segment(q_offsets)
+        low, high = torch.zeros_like(position), kv_offsets.diff()[sequence]
+        if kind.causal:
+            high = position + 1
+            low = (position // window - 1).clamp(min=0) * window if window else low
+        elif limits is not None:
+            high = torch.minimum(high, limits)
+        return cls(
+            low,
+            high,
+            queries=_query_blocks(q_offsets, kv_offsets, low, high, block_size),
+            keys=_key_blocks(q_offsets, kv_offsets, kind, window, block_size),
+        )
+
+
+def _query_blocks(
+    q_offsets: Tensor, kv_offsets: Tensor, low: Tensor, high: Tensor, block_size: int
+) -> BlockSpans:
+    """Blocks of queries, each with the span of keys that any of them attends to."""
+    blocks = _split_into_blocks(q_offsets, block_size)
+    rows = torch.arange(len(low), device=low.device)
+    block_of_row = torch.searchsorted(blocks.first, rows, right=True) - 1
+    begin = _segment_min(low, block_of_row, len(blocks.first))
+    end = -_segment_min(-high, block_of_row, len(blocks.first))
+    return BlockSpans(blocks.first, blocks.last, kv_offsets[blocks.sequence], begin, end)
+
+
+def _key_blocks(
+    q_offsets: Tensor,
+    kv_offsets: Tensor,
+    kind: AttentionKind,
+    window: int | None,
+    block_size: int,
+) -> BlockSpans:
+    """Blocks of keys, each with the rows of queries that may attend to any of them."""
+    blocks = _split_into_blocks(kv_offsets, block_size)
+    keys_start = kv_offsets[blocks.sequence]
+    first_query, end = q_offsets[blocks.sequence], q_offsets[blocks.sequence + 1]
+    begin = first_query
+    if kind.causal:
+        begin = first_query + (blocks.first - keys_start)
+        if window:
+            last_chunk = (blocks.last - keys_start - 1) // window
+            end = torch.minimum(end, first_query + (last_chunk + 2) * window)
+    return BlockSpans(blocks.first, blocks.last, keys_start, begin, end)
+
+
+class _Blocks(NamedTuple):
+    """Rows [first, last) of each block, and the sequence it belongs to."""
+
+    first: Tensor
+    last: Tensor
+    sequence: Tensor
+
+
+def _split_into_blocks(offsets: Tensor, block_size: int) -> _Blocks:
+    """Split each sequence into blocks of at most `block_size` rows."""
+    counts = (offsets.diff() + block_size - 1) // block_size
+    index_in_sequence = concat_ranges(torch.zeros_like(counts), counts).positions
+    sequence = torch.repeat_interleave(torch.arange(len(counts), device=offsets.device), counts)
+    first = offsets[sequence] + index_in_sequence * block_size
+    last = torch.minimum(first + block_size, offsets[sequence + 1])
+    return _Blocks(first, last, sequence)
+
+
+def _segment_min(values: Tensor, segment: Tensor, num_segments: int) -> Tensor:
+    minima = values.new_full((num_segments,), torch.iinfo(values.dtype).max)
+    return minima.scatter_reduce(0, segment, values, "amin")

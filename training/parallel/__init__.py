@@ -1,1 +1,0 @@
-"""How a model is spread over processes; applied from outside of the model."""

@@ -1,1 +1,0 @@
-"""Sequences of a user's events in files: a benchmark's layout, from CSV to one logit a row."""

@@ -1,0 +1,85 @@
+"""GEM's hidden layer in few bits: a learned, nested, 4-bit embedding (LoopFM, 2605.29280).
+
+n impressions, M width of GEM's hidden layer, Z width of the compressed embedding.
+"""
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from etl.tables import atomic_io
+from etl.tables.atomic_io import download
+from etl.tables.uri import StoragePath
+from features.encoding.scalar import INT4_ZERO_POINT
+from features.schema import TEACHER_EMBEDDING_WIDTH
+from training.model.numeric import RunningStandardizer
+
+MATRYOSHKA_WIDTHS = (8, 16, TEACHER_EMBEDDING_WIDTH)
+STEPS, BATCH_SIZE, LEARNING_RATE = 400, 512, 2e-3
+
+
+class EmbeddingCompressor(nn.Module):
+    """An autoencoder to Z numbers in [-1, 1], whose prefixes are embeddings themselves.
+
+    Prefixes of `MATRYOSHKA_WIDTHS` are trained to reconstruct the hidden layer, too (Matryoshka,
+    2205.13147), so that a reader may take the first eight numbers alone. Training adds the rounding
+    noise of 4-bit quantization.
+    """
+
+    def __init__(self, input_width: int) -> None:
+        super().__init__()
+        self.scale = RunningStandardizer(input_width)
+        self.encoder = nn.Sequential(
+            nn.Linear(input_width, 2 * TEACHER_EMBEDDING_WIDTH),
+            nn.SiLU(),
+            nn.Linear(2 * TEACHER_EMBEDDING_WIDTH, TEACHER_EMBEDDING_WIDTH),
+        )
+        self.decoder = nn.Linear(TEACHER_EMBEDDING_WIDTH, input_width)
+
+    @property
+    def input_width(self) -> int:
+        """Width M of the hidden layers that it compresses."""
+        return self.decoder.out_features
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Hidden layers (n, M) to embeddings (n, Z)."""
+        return torch.tanh(self.encoder(self.scale(hidden)))
+
+    def loss(self, hidden: Tensor) -> Tensor:
+        """Mean squared errors of the reconstructions from all prefixes, summed."""
+        target = self.scale(hidden)
+        embedding = torch.tanh(self.encoder(target))
+        noisy = embedding + (torch.rand_like(embedding) - 0.5) / INT4_ZERO_POINT
+        index = torch.arange(TEACHER_EMBEDDING_WIDTH)
+        losses = [
+            F.mse_loss(self.decoder(noisy * (index < width)), target) for width in MATRYOSHKA_WIDTHS
+        ]
+        return torch.stack(losses).sum()
+
+
+def fit_compressor(compressor: EmbeddingCompressor, hidden: Tensor, seed: int) -> None:
+    """Train on hidden layers (n, M), continuing from the compressor's present weights."""
+    torch.manual_seed(seed)
+    optimizer = torch.optim.Adam(compressor.parameters(), LEARNING_RATE)
+    compressor.train()
+    for _ in range(STEPS):
+        rows = hidden[torch.randint(len(hidden), (BATCH_SIZE,))]
+        optimizer.zero_grad()
+        torch.autograd.backward(compressor.loss(rows))
+        optimizer.step()
+    compressor.eval()
+
+
+def save_compressor(compressor: EmbeddingCompressor, path: StoragePath) -> None:
+    """Write the weights as a safetensors file, atomically."""
+    with atomic_io.replace_file(path) as temporary:
+        save_file(compressor.state_dict(), temporary)
+
+
+def load_compressor(path: StoragePath) -> EmbeddingCompressor:
+    """The compressor of a file, ready to compress."""
+    state = load_file(download(path))
+    compressor = EmbeddingCompressor(len(state["scale.mean"]))
+    compressor.load_state_dict(state)
+    return compressor.eval()

@@ -1,0 +1,98 @@
+"""Teacher embeddings of each user's impressions, looked up as of a second (exclusive)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from etl.errors import UserError
+from etl.tables import arrow, schemas
+from etl.tables.lake import Lake
+from features.as_of import count_visible
+from features.encoding.scalar import Bytes
+from features.schema import TEACHER_EMBEDDING_WIDTH
+
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class TeacherEmbeddings:
+    """Embeddings of n impressions of U users, sorted by user and by when they become visible.
+
+    `embedding_int4` (n, Z / 2) holds two numbers a byte. `sort_keys` (n) hold user and second in
+    one number, ascending.
+    """
+
+    users: pa.Array
+    sort_keys: Int64
+    impression_ts: Int64
+    item_index: Int64
+    embedding_int4: Bytes
+
+    @classmethod
+    def empty(cls) -> "TeacherEmbeddings":
+        """No impressions."""
+        none = np.zeros(0, np.int64)
+        embeddings = np.zeros((0, TEACHER_EMBEDDING_WIDTH // 2), np.uint8)
+        return cls(pa.array([], pa.string()), none, none, none, embeddings)
+
+    def shuffled(self, seed: int) -> "TeacherEmbeddings":
+        """Each impression with the embedding of a random other one: a control experiment."""
+        order = np.random.default_rng(seed).permutation(len(self.embedding_int4))
+        return replace(self, embedding_int4=self.embedding_int4[order])
+
+    def latest(
+        self, users: npt.NDArray[np.object_], as_of: Int64, max_impressions: int
+    ) -> tuple[Int64, Int64]:
+        """The last `max_impressions` of each user (R) that were visible strictly before a second.
+
+        Returns the position of the first one and that after the last one (R); the impressions of a
+        user are consecutive, oldest first.
+        """
+        index = pc.index_in(pa.array(users, pa.string()), self.users)
+        user = index.fill_null(len(self.users)).to_numpy().astype(np.int64)
+        first = np.searchsorted(self.sort_keys, _sort_key(user, np.zeros_like(as_of)))
+        stop = count_visible(self.sort_keys, _sort_key(user, as_of))
+        return np.maximum(first, stop - max_impressions), stop
+
+
+def _sort_key(user: Int64, second: Int64) -> Int64:
+    return (user << 33) + second
+
+
+def load_teacher_embeddings(lake: Lake, days: Sequence[date] | None = None) -> TeacherEmbeddings:
+    """The table `user_teacher_embeddings`, of all days or of some; empty where there is no table.
+
+    Raises UserError where a row is of a GEM that was trained on the row's day.
+    """
+    schema = schemas.user_teacher_embeddings(lake.spec)
+    if not lake.exists(schema.name):
+        return TeacherEmbeddings.empty()
+    table = arrow.snapshot(lake, schema)
+    rows = table.read(day=table.days() if days is None else days)
+    assert_teacher_is_earlier(rows)
+    rows = rows.sort_by([(name, "ascending") for name in schema.order_by]).combine_chunks()
+    users = rows["user_id"].combine_chunks().unique()
+    user = pc.index_in(rows["user_id"], users).to_numpy().astype(np.int64)
+    stored_bytes = b"".join(rows["teacher_embedding_int4"].to_pylist())
+    embeddings = np.frombuffer(stored_bytes, np.uint8)
+    return TeacherEmbeddings(
+        users=users,
+        sort_keys=_sort_key(user, rows["visible_ts"].to_numpy()),
+        impression_ts=rows["impression_ts"].to_numpy(),
+        item_index=rows["item_index"].to_numpy().astype(np.int64),
+        embedding_int4=embeddings.reshape(len(rows), TEACHER_EMBEDDING_WIDTH // 2),
+    )
+
+
+def assert_teacher_is_earlier(rows: pa.Table) -> None:
+    """Raises UserError where a row's GEM was trained on the row's `day`, whose labels it saw."""
+    if pc.any(pc.greater_equal(rows["fm_trained_until"], rows["day"])).as_py():
+        raise UserError(
+            "teacher predictions have rows whose GEM was trained on their day; run `gemline "
+            "teacher-predictions` for those days again"
+        )

@@ -1,0 +1,235 @@
+"""GEM's outputs as tables: `teacher_predictions` and `user_teacher_embeddings`.
+
+Each day is scored by a GEM from before it, so that no row's labels were trained on. Rankers read
+the tables; they never run GEM themselves.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import date, timedelta
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from etl.spec.model import DataSpec
+from etl.spec.units import date_range
+from etl.tables import arrow, schemas
+from etl.tables.lake import Lake, arrow_schema
+from etl.tables.table_schema import TableSchema
+from etl.tables.uri import StoragePath, list_matching, resolve_uri
+from features.encoding.scalar import quantize_int4
+from training.data.batch import Batch
+from training.data.label_window import ALL_LABELS
+from training.data.reader import ExampleReader
+from training.data.sampling import Shuffle
+from training.model.gem import GemOutput
+from training.teacher.compressor import (
+    EmbeddingCompressor,
+    fit_compressor,
+    load_compressor,
+    save_compressor,
+)
+from training.trainer import checkpoint
+from training.trainer.manifest import Manifest
+from training.trainer.state import TrainState
+from training.trainer.trainer import load_gem
+
+log = logging.getLogger(__name__)
+
+
+class TeacherOutputs(NamedTuple):
+    """The rows of some days for both tables."""
+
+    predictions: pa.Table
+    user_embeddings: pa.Table
+
+
+@dataclass(frozen=True)
+class ScoredDay:
+    """A day's `teacher_predictions`, its impressions (n), and GEM's hidden layer (n, M) of each."""
+
+    predictions: pa.Table
+    impressions: pa.Table
+    hidden: Tensor
+
+
+def write_teacher_outputs(
+    lake: Lake, days: tuple[date, date], teacher_lag_days: int = 0, batch_rows: int = 2048
+) -> int:
+    """Score days by the newest GEM from before each, and replace them in both tables.
+
+    Days without such a GEM get no rows; rankers train on them without a teacher.
+
+    Args:
+        lake: The lake with the examples, the checkpoints, and the tables to write.
+        days: First and last day to score.
+        teacher_lag_days: Days by which the GEM of a day is older than it needs to be.
+        batch_rows: Impressions that are scored together.
+
+    Returns:
+        The number of rows of `teacher_predictions`.
+
+    Raises:
+        UserError: A day has no examples.
+    """
+    checkpoints = checkpoint.list_checkpoints(lake.root, lake.spec.hash)
+    trained_until = [manifest.trained_until for _, manifest in checkpoints if manifest.complete]
+    outputs: list[TeacherOutputs] = []
+    sources: dict[str, object] = {}
+    for day in date_range(*days):
+        trained_before = day - timedelta(days=teacher_lag_days)
+        teacher_day = max((last for last in trained_until if last < trained_before), default=None)
+        if teacher_day is None:
+            log.info("no GEM was trained before %s: %s is not scored", trained_before, day)
+            continue
+        state, reader = load_gem(lake, teacher_day)
+        reader.require_days(day, day)
+        scored = _score_day(lake.spec, reader, state, day, batch_rows)
+        embeddings = _fit_and_compress(lake, day, scored.hidden)
+        rows = scored.impressions.append_column("teacher_embedding_int4", embeddings)
+        outputs.append(
+            TeacherOutputs(
+                scored.predictions,
+                _in_table_order(rows, schemas.user_teacher_embeddings(lake.spec)),
+            )
+        )
+        sources = dict(reader.table_versions) | {"gem": state.manifest.fm_version}
+    predictions = [output.predictions for output in outputs]
+    user_embeddings = [output.user_embeddings for output in outputs]
+    _replace_days(lake, schemas.teacher_predictions(lake.spec), predictions, days, sources)
+    _replace_days(lake, schemas.user_teacher_embeddings(lake.spec), user_embeddings, days, sources)
+    return sum(table.num_rows for table in predictions)
+
+
+def _replace_days(
+    lake: Lake,
+    schema: TableSchema,
+    tables: list[pa.Table],
+    days: tuple[date, date],
+    sources: Mapping[str, object],
+) -> None:
+    """Replace the rows of some days; `sources` are the versions that they were made of."""
+    rows = pa.concat_tables(tables) if tables else arrow_schema(schema).empty_table()
+    where = f"day >= '{days[0]}' AND day <= '{days[1]}'"
+    arrow.replace_rows(lake, schema, rows, where, sources)
+
+
+def _score_day(
+    spec: DataSpec, reader: ExampleReader, state: TrainState, day: date, batch_rows: int
+) -> ScoredDay:
+    """Score all impressions of a day, bucket by bucket."""
+    schema = schemas.teacher_predictions(spec)
+    objectives = trained_objectives(spec, state.manifest)
+    predictions, impressions, hidden = [], [], []
+    buckets = range(spec.buckets)
+    for bucket in tqdm(buckets, desc=f"teacher {day}", unit="bucket", disable=None):
+        shard = (bucket, spec.buckets)
+        for batch in reader.batches([day], ALL_LABELS, batch_rows, Shuffle(None), shard):
+            with torch.no_grad():
+                output = state.model(batch)
+            provenance = _provenance_columns(state.manifest, batch, day, bucket)
+            logits = _logit_columns(spec, output, objectives)
+            columns = provenance | logits | {"embedding": _list_array(output.embedding)}
+            predictions.append(pa.table(columns).select(list(schema.columns)))
+            impressions.append(pa.table(provenance | _impression_columns(spec, batch, day)))
+            hidden.append(output.hidden)
+    return ScoredDay(
+        predictions=pa.concat_tables(predictions).cast(arrow_schema(schema)),
+        impressions=pa.concat_tables(impressions),
+        hidden=torch.cat(hidden),
+    )
+
+
+def trained_objectives(spec: DataSpec, manifest: Manifest) -> set[str]:
+    """The objectives of which a GEM was trained on a day's labels: slow ones mature days later."""
+    data_until = spec.day_end(manifest.trained_until)
+    first_day_end = spec.day_end(manifest.trained_from)
+    # All impressions lie before the first day's end, so their labels mature before this sum.
+    return {
+        name
+        for name, objective in spec.objectives.items()
+        if first_day_end + objective.label_maturity_seconds <= data_until
+    }
+
+
+def _provenance_columns(
+    manifest: Manifest, batch: Batch, day: date, bucket: int
+) -> dict[str, pa.Array]:
+    """Which rows these are, and which GEM scored them."""
+    n = len(batch)
+    return {
+        "impression_id": pa.array(batch.impression_ids, pa.string()),
+        "fm_version": pa.repeat(manifest.fm_version, n),
+        "fm_trained_until": pa.repeat(pa.scalar(manifest.trained_until), n),
+        "day": pa.repeat(pa.scalar(day), n),
+        "bucket": pa.repeat(pa.scalar(bucket, pa.int32()), n),
+    }
+
+
+def _logit_columns(spec: DataSpec, output: GemOutput, trained: set[str]) -> dict[str, pa.Array]:
+    """GEM's logits by objective, null for objectives that it was not trained on."""
+    columns = {}
+    for name, logits in zip(spec.objectives, output.logits.numpy().T, strict=True):
+        values = pa.array(np.ascontiguousarray(logits))
+        columns[f"logit_{name}"] = values if name in trained else pa.nulls(len(values), values.type)
+    return columns
+
+
+def _impression_columns(spec: DataSpec, batch: Batch, day: date) -> dict[str, pa.Array]:
+    """The user, item and time of each impression, and when its embedding may be used."""
+    request = batch.request_index.numpy()
+    return {
+        "user_id": pa.array(batch.user_ids[request], pa.string()),
+        "visible_ts": pa.repeat(spec.day_end(day), len(batch)),
+        "impression_ts": pa.array(batch.as_of.numpy()[request]),
+        "item_index": pa.array(batch.item_index.numpy()),
+    }
+
+
+def compressor_path(lake: str, day: date) -> StoragePath:
+    """The file of the compressor that a day's embeddings were made with."""
+    return resolve_uri(lake, "models", "compressor", f"{day}.safetensors")
+
+
+def _fit_and_compress(lake: Lake, day: date, hidden: Tensor) -> pa.Array:
+    """A day's hidden layers (n, M) as 4-bit embeddings (n), by the day's own compressor.
+
+    The compressor continues from that of the last day before. It may be fitted on the day that it
+    compresses: it needs no labels, and the embeddings are not visible before the day ends.
+    """
+    width = hidden.shape[1]
+    folder = compressor_path(lake.root, day).parent
+    earlier = [path for path in list_matching(folder, "*.safetensors") if path.stem < f"{day}"]
+    compressor = load_compressor(earlier[-1]) if earlier else EmbeddingCompressor(width)
+    if compressor.input_width != width:
+        compressor = EmbeddingCompressor(width)
+    fit_compressor(compressor, hidden, day.toordinal())
+    save_compressor(compressor, compressor_path(lake.root, day))
+    with torch.no_grad():
+        return _binary_array(quantize_int4(compressor(hidden).numpy()))
+
+
+def _binary_array(rows: npt.NDArray[np.uint8]) -> pa.Array:
+    """Rows of bytes (n, w) as one binary value each (n)."""
+    data = pa.py_buffer(np.ascontiguousarray(rows))
+    fixed = pa.FixedSizeBinaryArray.from_buffers(pa.binary(rows.shape[1]), len(rows), [None, data])
+    return fixed.cast(pa.binary())
+
+
+def _list_array(rows: Tensor) -> pa.Array:
+    """Rows (n, w) as one list each (n)."""
+    n, width = rows.shape
+    offsets = np.arange(n + 1, dtype=np.int32) * width
+    return pa.ListArray.from_arrays(offsets, pa.array(rows.flatten().numpy()))
+
+
+def _in_table_order(rows: pa.Table, schema: TableSchema) -> pa.Table:
+    """Rows with the columns and in the order of a table."""
+    rows = rows.select(list(schema.columns)).cast(arrow_schema(schema))
+    return rows.sort_by([(name, "ascending") for name in ("bucket", *schema.order_by)])

@@ -1,0 +1,1 @@
+"""The training loop of GEM: steps, checkpoints, resumption, throughput and tracking."""

@@ -1,0 +1,176 @@
+"""Checkpoints of GEM: everything that the next step depends on, written completely or not at all.
+
+A checkpoint is a folder with a manifest. The manifest names a folder of safetensors files, one of
+each process, with the SHA-256 of each file. Nothing is pickled, and files are verified before they
+are opened.
+"""
+
+import hashlib
+import logging
+from collections.abc import Iterator
+from datetime import date, timedelta
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+from etl.errors import UserError
+from etl.signature import SignatureError, verify_signature
+from etl.tables import atomic_io
+from etl.tables.lake import Lake
+from etl.tables.uri import StoragePath, list_matching, read_text_if_exists, resolve_uri
+from training.trainer.manifest import Manifest
+from training.trainer.state import TrainState
+
+MANIFEST, SIGNATURE = "gem.json", "gem.json.sig"
+log = logging.getLogger(__name__)
+
+
+class DamagedCheckpointError(UserError):
+    """A checkpoint cannot be used: damaged, changed since it was written, or not signed."""
+
+
+def checkpoint_path(lake: str, day: date, complete: bool = True) -> StoragePath:
+    """The folder of the GEM that was trained until a day, or is in the middle of that day."""
+    name = f"{day}" if complete else f"{day}.partial"
+    return resolve_uri(lake, "models", "gem", name)
+
+
+def read_manifest(path: StoragePath, spec_hash: str) -> Manifest | None:
+    """The manifest of a checkpoint, None where there is none.
+
+    Raises:
+        DamagedCheckpointError: The manifest cannot be read, or lacks a valid signature.
+        UserError: The checkpoint was trained under another spec.
+    """
+    text = read_text_if_exists(path / MANIFEST)
+    if text is None:
+        return None
+    try:
+        manifest = Manifest.model_validate_json(text)
+        signature = read_text_if_exists(path / manifest.state_dir / SIGNATURE)
+        verify_signature(text.encode(), signature, path / MANIFEST)
+    except ValidationError:
+        raise _damaged(path, f"{path / MANIFEST} cannot be read") from None
+    except SignatureError as error:
+        raise _damaged(path, str(error)) from None
+    if manifest.spec_hash != spec_hash:
+        raise UserError(
+            f"{path} was trained under spec {manifest.spec_hash}, but the spec now has hash "
+            f"{spec_hash}: use another --lake, or the spec of then"
+        )
+    return manifest
+
+
+def _damaged(path: StoragePath, reason: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        f"{reason}: remove {path} and train again, which resumes from the checkpoint before it"
+    )
+
+
+def load_checkpoint(path: StoragePath, train_state: TrainState) -> None:
+    """Restore a checkpoint into a model of the same configuration, to continue training.
+
+    The optimizer's state may be partial: what never had a gradient has none, such as the weights
+    of a history that is not read. Raises DamagedCheckpointError where a file was changed.
+    """
+    folder = verified_state_dir(path, train_state.manifest.spec_hash)
+    state = train_state.state_dict()
+    optimizer = {"optimizer": state.pop("optimizer")}
+    state_dict_loader.load(state, storage_reader=HuggingFaceStorageReader(str(folder)))
+    state_dict_loader.load(
+        optimizer,
+        storage_reader=HuggingFaceStorageReader(str(folder)),
+        planner=DefaultLoadPlanner(allow_partial_load=True),
+    )
+    train_state.load_state_dict(state | optimizer)
+
+
+def load_weights(path: StoragePath, train_state: TrainState) -> None:
+    """Restore what scores: the tables, and the averaged weights as the weights of the model.
+
+    Raises DamagedCheckpointError where a file was changed.
+    """
+    folder = verified_state_dir(path, train_state.manifest.spec_hash)
+    state: dict[str, Any] = {
+        "ema": train_state.ema.state_dict(),
+        "tables": train_state.tables.state_dict(),
+    }
+    state_dict_loader.load(state, storage_reader=HuggingFaceStorageReader(str(folder)))
+    train_state.ema.load_state_dict(state["ema"])
+    train_state.tables.load_state_dict(state["tables"])
+    train_state.model.core.load_state_dict(train_state.ema.module.state_dict())
+
+
+def verified_state_dir(path: StoragePath, spec_hash: str) -> Path:
+    """The local folder with the tensors of a checkpoint, its files exactly those that were saved.
+
+    Raises DamagedCheckpointError where a file is missing, was changed or was added.
+    """
+    manifest = read_manifest(path, spec_hash)
+    if manifest is None:
+        raise _damaged(path, f"{path} holds no checkpoint")
+    folder = atomic_io.local_path(path / manifest.state_dir)
+    present = {file.name for file in folder.glob("*") if file.name != SIGNATURE}
+    for name in sorted(present | set(manifest.file_hashes)):
+        expected = manifest.file_hashes.get(name)
+        if name not in present or expected is None or sha256_of(folder / name) != expected:
+            raise _damaged(path, f"{folder / name} is not a file that was saved")
+    return folder
+
+
+def sha256_of(file: Path) -> str:
+    """The SHA-256 of a file's bytes, as hex digits."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def list_checkpoints(lake: str, spec_hash: str) -> list[tuple[StoragePath, Manifest]]:
+    """All readable checkpoints with their manifests, in order of training progress.
+
+    Damaged ones are skipped with a warning.
+    """
+    paths = list_matching(resolve_uri(lake, "models", "gem"), "[0-9]*")
+    checkpoints = _readable_checkpoints(paths, spec_hash)
+    return sorted(checkpoints, key=lambda pair: (pair[1].trained_until, pair[1].complete))
+
+
+def _readable_checkpoints(
+    paths: list[StoragePath], spec_hash: str
+) -> Iterator[tuple[StoragePath, Manifest]]:
+    for path in paths:
+        try:
+            manifest = read_manifest(path, spec_hash)
+        except DamagedCheckpointError as error:
+            log.warning("checkpoint skipped: %s", error)
+            continue
+        if manifest:
+            yield path, manifest
+
+
+def has_checkpoint(lake: Lake, day: date) -> bool:
+    """Whether there is a GEM that was trained until a day."""
+    return read_manifest(checkpoint_path(lake.root, day), lake.spec.hash) is not None
+
+
+def remove_checkpoints(lake: str) -> None:
+    """Remove every checkpoint, so that the next training starts from scratch."""
+    atomic_io.remove_folder(resolve_uri(lake, "models", "gem"))
+
+
+def remove_old_checkpoints(lake: str, spec_hash: str, keep_days: int) -> list[date]:
+    """Remove checkpoints more than `keep_days` older than the newest; returns their days."""
+    checkpoints = list_checkpoints(lake, spec_hash)
+    if not checkpoints:
+        return []
+    _, newest = checkpoints[-1]
+    oldest_kept = newest.trained_until - timedelta(days=keep_days)
+    removed = []
+    for path, manifest in checkpoints:
+        if manifest.trained_until < oldest_kept:
+            atomic_io.remove_folder(path)
+            removed.append(manifest.trained_until)
+    return removed

@@ -1,0 +1,55 @@
+"""How GEM is computed: precision, compilation and activation checkpointing.
+
+None of this changes what is learned, except for rounding.
+"""
+
+import os
+
+import torch
+from torch import nn
+from torch.distributed._composable.checkpoint_activation import checkpoint
+
+from etl.runtime.cache import user_cache
+from training.config import ComputeConfig
+from training.model.gem import Gem
+from training.model.interaction import DCNv2, FinalMlp
+from training.model.interaction.dcn_dhen import DhenLayer
+from training.model.interaction.wukong import WukongLayer
+from training.model.sequence.pyramid import PyramidLevel
+
+Blocks = tuple[type[nn.Module], ...]
+COMPILED_BLOCKS: Blocks = (WukongLayer, DhenLayer, DCNv2, FinalMlp)
+CHECKPOINTED_BLOCKS: dict[str, Blocks] = {
+    "none": (),
+    "sequence": (PyramidLevel,),
+    "blocks": (PyramidLevel, *COMPILED_BLOCKS),
+}
+
+
+def apply_compute_config(core: Gem, config: ComputeConfig, backend: str = "inductor") -> None:
+    """Apply a configuration to the blocks of a GEM, in place; parameter names do not change.
+
+    Compiled code is kept in the user's cache, so that the next start is warm.
+    """
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache("compiled")))
+    for block in core.modules():
+        if config.compiled and isinstance(block, COMPILED_BLOCKS):
+            _compile(block, backend)
+        if isinstance(block, CHECKPOINTED_BLOCKS[config.activation_checkpointing]):
+            checkpoint(block)
+    if config.precision == "bf16":
+        _autocast_bf16(core.interaction)
+        _autocast_bf16(core.history.encoder)
+
+
+def _compile(block: nn.Module, backend: str) -> None:
+    """Compile a block once for all batch sizes: every size that weights do not fix is dynamic."""
+    compiled = torch.compile(block.forward, dynamic=True, backend=backend)
+    block.forward = compiled
+
+
+def _autocast_bf16(module: nn.Module) -> None:
+    """Compute matrix products in bf16; weights, residual sums and heads stay in fp32."""
+    device = next(module.parameters()).device.type
+    block = torch.autocast(device, torch.bfloat16)(module.forward)
+    module.forward = block

@@ -1,0 +1,190 @@
+"""Where a training run starts, and which batches it reads.
+
+It starts from scratch, from the day before, or from where an earlier run was interrupted.
+
+A day is split into as many shards as there were processes when it began. Whoever resumes it, with
+fewer processes or more, reads what is left of each shard: no row twice, and none skipped.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import date, timedelta
+
+import torch
+import torch.distributed as dist
+
+from etl.errors import UserError
+from etl.spec.units import date_range
+from etl.tables.lake import Lake
+from etl.tables.uri import StoragePath
+from training.config import TrainConfig
+from training.data.batch import Batch, batch_digest
+from training.data.label_window import LabelWindow
+from training.data.reader import ExampleReader
+from training.data.sampling import Shuffle
+from training.data.shards import Epoch, RoundRobin, read_epoch
+from training.trainer import checkpoint
+from training.trainer.manifest import Manifest
+from training.trainer.step import negative_sampling
+
+
+def starting_point(
+    lake: Lake, reader: ExampleReader, days: tuple[date, date], config: TrainConfig
+) -> tuple[Manifest, StoragePath | None]:
+    """The manifest before the next batch to train on, and the checkpoint to load, if any.
+
+    Raises UserError where days before the first were not trained on, or were trained with settings
+    that may not change.
+    """
+    checkpoints = checkpoint.list_checkpoints(lake.root, lake.spec.hash)
+    manifest, path = _new_manifest(lake, reader, days[0], config), None
+    earlier = [
+        (folder, previous)
+        for folder, previous in checkpoints
+        if previous.complete and previous.trained_until < days[0]
+    ]
+    if earlier:
+        path, previous = earlier[-1]
+        _check_can_continue(previous, manifest)
+        manifest = manifest.model_copy(
+            update={
+                "steps": previous.steps,
+                "rows": previous.rows,
+                "trained_from": previous.trained_from,
+            }
+        )
+    new_run = manifest
+    for folder, interrupted in checkpoints:
+        is_requested = days[0] <= interrupted.trained_until <= days[1]
+        if is_requested and interrupted.is_same_run(new_run):
+            path, manifest = folder, interrupted
+    if manifest.complete:
+        next_day = manifest.trained_until + timedelta(days=1)
+        manifest = manifest.next_day(next_day, dist.get_world_size())
+    return manifest, path
+
+
+def _new_manifest(lake: Lake, reader: ExampleReader, first: date, config: TrainConfig) -> Manifest:
+    return Manifest(
+        spec_hash=lake.spec.hash,
+        similarity_attributes=lake.spec.similarity_attributes,
+        event_types=reader.event_types,
+        training=config.model_copy(
+            update={"sequence": reader.sequence, "max_length": reader.history_length}
+        ),
+        num_shards=dist.get_world_size(),
+        table_versions=dict(reader.table_versions),
+        trained_from=first,
+        trained_until=first,
+        complete=False,
+        batches=0,
+        steps=0,
+    )
+
+
+def _check_can_continue(previous: Manifest, requested: Manifest) -> None:
+    """Raises UserError unless a new day may continue the model of the days before."""
+    day, first = previous.trained_until, requested.trained_until
+    if day + timedelta(days=1) != first:
+        raise UserError(
+            f"GEM was trained until {day}: train the days from then to {first} first, or remove "
+            "models/gem from the lake to start over"
+        )
+    old, new = previous.training.resume_invariants(), requested.training.resume_invariants()
+    changed = [f"{name} {old[name]}" for name in old if old[name] != new[name]]
+    if previous.similarity_attributes != requested.similarity_attributes:
+        changed.append(f"similarity_attributes {', '.join(previous.similarity_attributes)}")
+    if previous.event_types != requested.event_types:
+        changed.append(f"events {', '.join(previous.event_types)}")
+    if changed:
+        raise UserError(
+            f"GEM until {day} was trained with {'; '.join(changed)}: train with the same settings, "
+            "or remove models/gem from the lake to start over"
+        )
+
+
+def check_same_inputs(manifest: Manifest, reader: ExampleReader) -> None:
+    """Raises UserError where the spec now defines other model inputs than a GEM was trained on."""
+    spec = reader.lake.spec
+    trained = manifest.similarity_attributes, manifest.event_types
+    if trained != (spec.similarity_attributes, reader.event_types):
+        raise UserError(
+            f"GEM until {manifest.trained_until} was trained with other `similarity_attributes` or "
+            f"`sequences` than spec {spec.name} has now: revert the change, or remove models/gem "
+            "from the lake and train again"
+        )
+
+
+@dataclass(frozen=True)
+class DayBatches:
+    """The batches of all labels that became final on a day, from where a manifest has come to."""
+
+    lake: Lake
+    reader: ExampleReader
+    day: date
+    manifest: Manifest
+
+    def shard_batches(self, shard: int, consumed: int = 0) -> Iterator[Batch]:
+        """The batches of a shard, without the first `consumed` ones."""
+        manifest, spec, config = self.manifest, self.lake.spec, self.manifest.training
+        is_first = self.day == manifest.trained_from
+        window = LabelWindow(
+            start=0 if is_first else spec.day_start(self.day),
+            end=spec.day_end(self.day),
+            purpose="training",
+            negative_sampling=negative_sampling(config, tuple(spec.objectives)),
+        )
+        oldest = self.day - timedelta(days=spec.label_maturity_days + 1)
+        epoch = Epoch(
+            days=list(date_range(max(manifest.trained_from, oldest), self.day)),
+            label_window=window,
+            batch_rows=config.batch_rows,
+            shuffle=Shuffle(config.seed),
+            shard=(shard, manifest.num_shards),
+            skip_batches=consumed,
+        )
+        return read_epoch(self.reader, epoch, config.workers)
+
+    def for_rank(self, rank: int, world: int) -> RoundRobin[Batch]:
+        """The batches of one of the processes: of its shards in turn."""
+        consumed = dict(enumerate(self.manifest.consumed_batches))
+        shards = range(rank, self.manifest.num_shards, world)
+        streams = {shard: self.shard_batches(shard, consumed.get(shard, 0)) for shard in shards}
+        return RoundRobin(streams, consumed)
+
+    def padding_batches(self, rank: int) -> Iterator[Batch]:
+        """Batches to repeat without labels, for a process that has none left."""
+        return self.shard_batches(rank % self.manifest.num_shards)
+
+    def consumed_by_all_ranks(self, batches: RoundRobin[Batch]) -> tuple[int, ...]:
+        """How many batches of each shard all processes have consumed; a collective call."""
+        consumed = torch.tensor([batches.consumed[n] for n in range(self.manifest.num_shards)])
+        dist.all_reduce(consumed, dist.ReduceOp.MAX)
+        return tuple(consumed.tolist())
+
+
+def verify_batches(lake: Lake, day: date) -> int:
+    """Rebuild the first batches of a trained day from its manifest; returns how many there are.
+
+    Raises UserError where a batch is not the one that was trained on, byte for byte, or where a
+    table version is no longer there.
+    """
+    manifest = checkpoint.read_manifest(checkpoint.checkpoint_path(lake.root, day), lake.spec.hash)
+    if manifest is None:
+        raise UserError(f"no GEM was trained until {day}; run `gemline train gem` for that day")
+    training = manifest.training
+    assert training.sequence is not None
+    reader = ExampleReader(
+        lake, manifest.table_versions, training.sequence, training.max_length, training.surfaces
+    )
+    check_same_inputs(manifest, reader)
+    batches = DayBatches(lake, reader, day, manifest).shard_batches(0)
+    verified = 0
+    for digest, batch in zip(manifest.first_batch_digests, batches, strict=False):
+        verified += 1
+        if batch_digest(batch) != digest:
+            raise UserError(
+                f"batch {verified} of {day} is not the one that was trained on: its tables, or the "
+                "code that reads them, have changed"
+            )
+    return verified

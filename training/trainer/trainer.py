@@ -1,0 +1,201 @@
+"""Training GEM day by day: resume from the day before, learn what became final, checkpoint.
+
+`train_days` is the entry point; a `Trainer` does one day after the other. `load_gem` and
+`predict_test` read what was trained.
+"""
+
+import logging
+import sys
+from dataclasses import dataclass, field
+from datetime import date
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from etl.errors import UserError
+from etl.spec.day_split import DaySplit
+from etl.spec.units import date_range
+from etl.tables import atomic_io
+from etl.tables.lake import Lake
+from training.config import SINGLE_PROCESS, ParallelismConfig, TrainConfig
+from training.data.batch import Batch
+from training.data.label_window import LabelWindow
+from training.data.reader import ExampleReader
+from training.data.sampling import Shuffle
+from training.data.shards import RoundRobin
+from training.distributed.process_group import synchronized_batches
+from training.distributed.sparse import reset_rows
+from training.evaluation.metrics import PrequentialMetrics
+from training.evaluation.predictions import Predictions, predict
+from training.model.gem import GemOutput
+from training.trainer import checkpoint
+from training.trainer.async_checkpoint import AsyncCheckpointer
+from training.trainer.nan_guard import non_finite_loss_error
+from training.trainer.resume import DayBatches, check_same_inputs, starting_point
+from training.trainer.state import TrainState, build_train_state, latest_reader
+from training.trainer.step import Loss, NonFiniteLossError, train_step
+from training.trainer.throughput import ThroughputMeter, Timeline
+
+log = logging.getLogger(__name__)
+
+
+def train_days(
+    lake: Lake,
+    days: tuple[date, date],
+    config: TrainConfig,
+    timeline: Timeline | None = None,
+    parallelism: ParallelismConfig = SINGLE_PROCESS,
+) -> list[dict[str, float]]:
+    """Train on a range of days, one after the other; returns each day's prequential metrics.
+
+    Continues from the checkpoint of the day before the first one, if there is one, and from where
+    an earlier call was interrupted. `timeline` may hold what the process did before. Raises
+    UserError where a day has no examples.
+    """
+    timeline = timeline or Timeline()
+    reader = latest_reader(lake, config)
+    reader.require_days(*days)
+    manifest, path = starting_point(lake, reader, days, config)
+    timeline.record("tables")
+    known_items = reader.items.seen_by(days[1])
+    state = build_train_state(reader.features, manifest, known_items, parallelism)
+    timeline.record("model")
+    if path:
+        checkpoint.load_checkpoint(path, state)
+        log.info("resuming from %s", path)
+        timeline.record("checkpoint")
+    trainer = Trainer(lake, reader, state, ThroughputMeter(timeline))
+    metrics = [trainer.train_day(day) for day in date_range(manifest.trained_until, days[1])]
+    if dist.get_rank() == 0:
+        tqdm.write(str(timeline), sys.stderr)
+    return metrics
+
+
+@dataclass
+class Trainer:
+    """One training run: its data, its state, and what measures and saves it."""
+
+    lake: Lake
+    reader: ExampleReader
+    state: TrainState
+    meter: ThroughputMeter
+    checkpointer: AsyncCheckpointer = field(default_factory=AsyncCheckpointer)
+
+    @property
+    def config(self) -> TrainConfig:
+        """The settings of the run."""
+        return self.state.manifest.training
+
+    def train_day(self, day: date) -> dict[str, float]:
+        """One pass over all labels that became final on a day.
+
+        Returns prequential metrics: of predictions made before the update on their batch.
+        """
+        rank, world = dist.get_rank(), dist.get_world_size()
+        self._start_day(day)
+        day_batches = DayBatches(self.lake, self.reader, day, self.state.manifest)
+        batches = day_batches.for_rank(rank, world)
+        padding = day_batches.padding_batches(rank)
+        loss = Loss.from_config(self.config, self.reader.features.objectives)
+        metrics = PrequentialMetrics(self.reader.features, loss)
+        progress = tqdm(
+            synchronized_batches(batches, padding),
+            desc=f"train gem {day}",
+            unit="batch",
+            disable=rank > 0 or None,
+        )
+        for batch, mean_rows in progress:
+            self.meter.before_step(self.state, batch)
+            metrics.update(self._step(batch, mean_rows, loss), batch)
+            self.state.manifest = self.state.manifest.after_step(batch, round(mean_rows * world))
+            progress.set_postfix(self.meter.after_step(batch), refresh=False)
+            if self.state.manifest.batches % self.config.checkpoint_every == 0:
+                self._save_partial(day, day_batches, batches)
+        self._finish_day(day)
+        return metrics.compute()
+
+    def _start_day(self, day: date) -> None:
+        """Move on to a day; before its first batch, reset expired rows of the tables."""
+        state = self.state
+        if state.manifest.complete or state.manifest.trained_until != day:
+            state.manifest = state.manifest.next_day(day, dist.get_world_size())
+        state.model.core.train()
+        state.last_access.today = day.toordinal()
+        if state.manifest.batches == 0:
+            new_items = torch.from_numpy(self.reader.items.first_seen_on(day))
+            expired = state.last_access.expired_rows(
+                new_items, state.model.item_rows, day, self.config.embedding_ttl_days
+            )
+            torch.manual_seed(hash((self.config.seed, state.manifest.steps)) % 2**31)
+            reset_rows(state.tables, expired)
+            state.last_access.reset(expired)
+
+    def _step(self, batch: Batch, mean_rows: float, loss: Loss) -> GemOutput:
+        """Update on a batch; returns the output from before the update."""
+        state, step = self.state, self.state.manifest.steps
+        _set_learning_rate(state.optimizer, self.config, step)
+        # Dropout depends on the step and the process alone, so that a resumed run draws the same.
+        torch.manual_seed(hash((self.config.seed, step, dist.get_rank())) % 2**31)
+        try:
+            output = train_step(state.model, batch, mean_rows, state.optimizer, loss)
+        except NonFiniteLossError as error:
+            folder = checkpoint.checkpoint_path(self.lake.root, state.manifest.trained_until).parent
+            raise non_finite_loss_error(folder, state, batch, error.ranks) from None
+        state.ema.update_parameters(state.model.core)
+        state.replicas.after_step()
+        return output
+
+    def _save_partial(self, day: date, day_batches: DayBatches, batches: RoundRobin[Batch]) -> None:
+        """Begin to write a checkpoint from the middle of a day."""
+        consumed = day_batches.consumed_by_all_ranks(batches)
+        self.state.manifest = self.state.manifest.model_copy(update={"consumed_batches": consumed})
+        partial = checkpoint.checkpoint_path(self.lake.root, day, complete=False)
+        self.checkpointer.save(partial, self.state)
+        self.meter.timeline.record("checkpoint")
+
+    def _finish_day(self, day: date) -> None:
+        """Write the checkpoint of a day, and remove the one from the middle of it."""
+        self.state.manifest = self.state.manifest.model_copy(
+            update={"complete": True, "consumed_batches": ()}
+        )
+        self.checkpointer.save(checkpoint.checkpoint_path(self.lake.root, day), self.state)
+        self.checkpointer.wait()
+        self.meter.timeline.record("checkpoint")
+        if dist.get_rank() == 0:
+            partial = checkpoint.checkpoint_path(self.lake.root, day, complete=False)
+            atomic_io.remove_folder(partial)
+
+
+def _set_learning_rate(optimizer: torch.optim.Optimizer, config: TrainConfig, step: int) -> None:
+    """Linear warmup of the dense learning rate."""
+    warmup = min(1.0, (step + 1) / config.warmup_steps)
+    for group in optimizer.param_groups:
+        group["lr"] = config.dense_lr * warmup
+
+
+def load_gem(lake: Lake, day: date) -> tuple[TrainState, ExampleReader]:
+    """The GEM that was trained until a day, to predict with, and a reader of its inputs.
+
+    Items first seen after that day are unknown to it, as their rows were never trained. Raises
+    UserError where there is no such GEM, or where the spec now defines other inputs.
+    """
+    path = checkpoint.checkpoint_path(lake.root, day)
+    manifest = checkpoint.read_manifest(path, lake.spec.hash)
+    if manifest is None:
+        raise UserError(f"no GEM was trained until {day}; run `gemline train gem` for that day")
+    reader = latest_reader(lake, manifest.training)
+    check_same_inputs(manifest, reader)
+    state = build_train_state(reader.features, manifest, reader.items.seen_by(day))
+    checkpoint.load_weights(path, state)
+    state.model.core.eval()
+    return state, reader
+
+
+def predict_test(lake: Lake, split: DaySplit, batch_rows: int = 2048) -> Predictions:
+    """Probabilities on all rows of the test days that have a final label."""
+    state, reader = load_gem(lake, split.train_last)
+    days = list(date_range(split.test_first, split.test_last))
+    window = LabelWindow.for_test(split, lake.spec)
+    batches = reader.batches(days, window, batch_rows, Shuffle(None))
+    return predict(lambda batch: state.model(batch).logits, batches, list(lake.spec.objectives))
