@@ -17,7 +17,7 @@ from etl.cli.runner import run_command
 COMMAND_GROUPS = {
     "simulate": ("etl.commands", "Write simulated raw logs."),
     "spec": ("etl.commands", "Infer a data spec from files, and check one against them."),
-    "etl": ("etl.commands", "Turn raw logs into clean, labelled tables."),
+    "etl": ("etl.commands", "Turn raw logs into clean, labeled tables."),
     "features": ("features.commands", "Build histories, counters and training examples."),
     "train": ("training.commands", "Train and evaluate GEM and the LightGBM baseline."),
     "teacher-predictions": ("training.commands", "Write GEM's predictions and embeddings."),

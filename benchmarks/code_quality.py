@@ -1,4 +1,4 @@
-"""`gemline bench house`: sizes, names, types and documentation of the code base itself.
+"""`gemline bench house`: sizes, names, types and documentation of the code base.
 
 All figures are of FOLDERS and `gemline.py`; banned identifiers are counted in tests, too.
 """
@@ -127,7 +127,7 @@ def is_typed(function: Function) -> bool:
 
 
 def mypy_strict_errors() -> int | None:
-    """The number of errors of `mypy --strict`; None where it does not finish."""
+    """The number of errors of `mypy --strict`; None if it does not finish."""
     command = [sys.executable, "-m", "mypy", "--strict"]
     result = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
     summary = re.search(r"Found (\d+) errors?", result.stdout)
@@ -162,7 +162,7 @@ def length_percentiles(modules: list[Module]) -> dict[str, float]:
 
 
 def measure_code_quality() -> dict[str, float | None]:
-    """All figures by key; None where a tool does not finish."""
+    """All figures by key; None if a tool does not finish."""
     modules = [*read_modules(*FOLDERS), read_module(ROOT / "gemline.py")]
     public = [node for module in modules for node in public_definitions(module)]
     top_level_files = {

@@ -21,9 +21,9 @@ def interleaved_median_seconds(
     rounds: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Median seconds of each variant, timed in turn so that a slow minute affects all of them.
+    """Median seconds of each variant, timed in turn so that slow phases affect all of them.
 
-    Callers warm the variants up first. With `time.process_time` as the clock, the result is CPU
+    Callers warm up the variants first. With `time.process_time` as the clock, the result is CPU
     seconds of this process.
     """
     seconds: dict[str, list[float]] = {name: [] for name in variants}
@@ -36,7 +36,7 @@ def interleaved_median_seconds(
 
 
 def format_mean_std(values: Sequence[float]) -> str:
-    """The mean, and the standard deviation where there are several values."""
+    """The mean, and the standard deviation if there are several values."""
     has_std = len(values) > 1 and not math.isnan(mean(values))
     return f"{mean(values):.4f}" + (f" ± {stdev(values):.4f}" if has_std else "")
 

@@ -24,7 +24,7 @@ def pipeline_paths_in(folder: str, lake: str = "lake") -> PipelinePaths:
 
 
 def run_steps_in_process(steps: list[Step]) -> None:
-    """Run steps in this process. Raises UserError where one fails."""
+    """Run steps in this process. Raises UserError if one fails."""
     from gemline import main
 
     for step in steps:

@@ -1,4 +1,4 @@
-"""Synthetic events in any number, with users and items about as uneven as in real logs."""
+"""Synthetic events with a skew of users and items similar to real logs."""
 
 from dataclasses import dataclass
 

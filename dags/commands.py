@@ -21,7 +21,7 @@ Scale = Literal["tiny", "small", "base", "large"]
 
 
 class RunArgs(DayArgs):
-    """Days, raw logs and the size of GEM of a pipeline."""
+    """Days, raw logs and GEM size of a pipeline run."""
 
     raw: Annotated[str, tyro.conf.arg(help="folder or URL of the raw logs")]
     scale: Annotated[Scale, tyro.conf.arg(help="size of GEM")] = "small"
@@ -64,7 +64,7 @@ def upgrade(args: UpgradeArgs) -> None:
 def _confirm(question: str) -> None:
     """Ask on the terminal; raises UserError unless the answer is yes."""
     if not sys.stdin.isatty():
-        raise UserError("nothing was changed: add --yes to do this without confirmation")
+        raise UserError("nothing was changed: pass --yes to upgrade without confirmation")
     if input(f"{question} [y/N] ").strip().lower() not in ("y", "yes"):
         raise UserError("nothing was changed")
 
@@ -128,7 +128,7 @@ def airflow(args: AirflowArgs) -> None:
     paths = PipelinePaths(args.spec, args.raw, args.lake)
     day_ranges = [parse_days_argument(days) for days in args.days]
     env = airflow_environment(paths, args.home, args.port, day_ranges[0][0])
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM stops as Ctrl-C does
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop as with Ctrl-C
     processes = start_airflow(env)
     address = env["AIRFLOW__API__BASE_URL"]
     last_dag = f"{spec.name}_rankers"
@@ -144,7 +144,7 @@ def airflow(args: AirflowArgs) -> None:
                 remaining -= 1
                 if not remaining:
                     report = resolve_uri(args.lake, "report.html")
-                    print(f"all days are done; report: {report}", flush=True)
+                    print(f"all runs have finished; report: {report}", flush=True)
     except KeyboardInterrupt:
         print("stopping Airflow")
     finally:

@@ -64,14 +64,14 @@ class ModelFlags:
     data_until: tuple[str, ...]
 
 
-SHORT_LABEL_WINDOW_SECONDS = 3600  # a day loses little if labels of its last hour are left out
+SHORT_LABEL_WINDOW_SECONDS = 3600  # leaving out the labels of a day's last hour loses little data
 
 
 def latest_mature_split(spec: DataSpec, first: date, last: date) -> DaySplit:
     """Test on the latest day whose labels are all final at the end of `last`.
 
-    The day before is for calibration, all earlier ones for training. Raises UserError where no
-    day would be left for training.
+    The day before is for calibration, all earlier ones for training. Raises UserError if no day is
+    left for training.
     """
     slowest = max(objective.label_maturity_seconds for objective in spec.objectives.values())
     maturity_days = spec.label_maturity_days if slowest > SHORT_LABEL_WINDOW_SECONDS else 0
@@ -195,7 +195,7 @@ class SurfaceCommand:
     days: Literal["split", "test_days"]
 
     def for_surface(self, paths: PipelinePaths, flags: ModelFlags, surface: Any) -> tuple[Any, ...]:
-        """The command line, the surface last: a name, or an argument that Airflow fills in."""
+        """The command line, the surface last: a name, or a template that Airflow renders."""
         days = flags.split if self.days == "split" else flags.test_days
         return (*self.subcommand, *paths.cli_flags, *days, "--surface", surface)
 
@@ -236,7 +236,7 @@ def surface_step(
 
 
 def feature_store_step(spec: DataSpec, paths: PipelinePaths, flags: ModelFlags) -> Step:
-    """Materialize the features that the promoted rankers are served with."""
+    """Materialize the features that the promoted rankers read when serving."""
     return Step(
         "feature_store",
         "torch",
@@ -250,7 +250,7 @@ def feature_store_step(spec: DataSpec, paths: PipelinePaths, flags: ModelFlags) 
 
 
 def report_step(paths: PipelinePaths, flags: ModelFlags, earlier: Iterable[Step]) -> Step:
-    """The HTML report, which reads what earlier steps write."""
+    """The HTML report, which reads the outputs of earlier steps."""
     reads = (
         *(name for step in earlier for name in step.writes),
         *("impressions", *TEACHER_TABLES, "quarantine", "ingest_metrics"),

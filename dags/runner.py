@@ -28,8 +28,8 @@ def run_pipeline(spec: DataSpec, paths: PipelinePaths, steps: Sequence[Step]) ->
 
     Raises:
         UserError: A step refused its input.
-        TemporaryError: A step met a temporary fault, or was killed.
-        SystemExit: A step failed otherwise.
+        TemporaryError: A step failed temporarily, or was killed.
+        SystemExit: A step failed for another reason.
     """
     with tempfile.TemporaryDirectory() as folder:
         plan = Path(folder, "plan.json")
@@ -51,7 +51,7 @@ def _run_batch(plan: Path, names: Sequence[str]) -> None:
 
 
 def pending_steps(spec: DataSpec, paths: PipelinePaths, steps: Sequence[Step]) -> list[Step]:
-    """Steps that have to run: those whose inputs changed, and all that read what they write."""
+    """Steps that have to run: those whose inputs changed, and all that read their outputs."""
     pending: list[Step] = []
     rewritten: set[str] = set()
     for step in steps:

@@ -13,7 +13,7 @@ from etl.tables.uri import StoragePath, list_matching, local_cache_path, resolve
 
 
 def is_up_to_date(spec: DataSpec, paths: PipelinePaths, steps: Sequence[Step], step: Step) -> bool:
-    """Whether a step finished with the inputs it would have now, and its outputs exist."""
+    """Whether a step finished with its current inputs, and its outputs exist."""
     record = step_state.read_step_state(paths.lake, step.name)
     if record is None or record.input_fingerprint != input_fingerprint(spec, paths, steps, step):
         return False
@@ -29,7 +29,7 @@ def _output_path(lake: str, name: str) -> StoragePath:
 def input_fingerprint(
     spec: DataSpec, paths: PipelinePaths, steps: Sequence[Step], step: Step
 ) -> str:
-    """A hash of all that a step depends on: its command, the spec, the raw files, earlier runs."""
+    """A hash of the inputs of a step: its command, the spec, the raw files, earlier runs."""
     run_ids = {}
     for other in steps:
         if set(other.writes) & set(step.reads):

@@ -1,1 +1,1 @@
-"""From raw logs to clean, labelled Delta tables: the data spec, table schemas and Spark session."""
+"""From raw logs to clean, labeled Delta tables: the data spec, table schemas and Spark session."""

@@ -41,7 +41,7 @@ DayRange = tuple[date, date]
 
 
 def load_attributes(lake: Lake, raw: str, days: DayRange) -> dict[str, int]:
-    """Replace what landed on a range of days in `attributes_user` and `attributes_item`.
+    """Replace the rows of `attributes_user` and `attributes_item` that landed on a range of days.
 
     A source without `{day}` in its path is a snapshot, read as it is now. Rows of a `static`
     snapshot are added once and may not change. Changed rows of any other snapshot land on the last
@@ -201,14 +201,14 @@ def _cast_attribute(
 
 
 def _null_wrong_width_vectors(lake: Lake, source: AttributeSource) -> dict[str, Column]:
-    """Vector columns, with null for vectors of another width than declared."""
+    """Vector columns, with vectors that do not have the declared width set to null."""
     declared = getattr(lake.spec.attributes, source.entity)
     widths = {f"attr_{n}": a.width for n, a in declared.items() if isinstance(a, VectorAttribute)}
     return {n: F.when(F.size(n) == width, F.col(n)) for n, width in widths.items()}
 
 
 def _logged_valid_from(spec: DataSpec, source: AttributeSource) -> Column:
-    """The valid-from time that a row states, in µs; null for a source without `valid_from`."""
+    """The valid-from time that a row contains, in µs; null for a source without `valid_from`."""
     if source.valid_from is None:
         return F.lit(None).cast("bigint")
     return parse_time(spec, source.time_unit, raw_value(source.valid_from))
@@ -217,8 +217,8 @@ def _logged_valid_from(spec: DataSpec, source: AttributeSource) -> Column:
 def _valid_from(spec: DataSpec, source: AttributeSource) -> Column:
     """The time from which a version is valid, in µs.
 
-    It is the time that the row states, but not before its landing day began. A row that states none
-    may have been written at any time of its landing day, and is valid from the end of that day. A
+    It is the time in the row, but not before the start of its landing day. A row without a time may
+    have been written at any time of its landing day, and is valid from the end of that day. A
     static row without a time is always valid.
     """
     bound_sql = day_start_sql if source.valid_from else day_end_sql
@@ -231,7 +231,7 @@ def _valid_from(spec: DataSpec, source: AttributeSource) -> Column:
 
 
 def _latest_versions(rows: DataFrame) -> DataFrame:
-    """One row per key, landing day and time: the latest, and of equals the last in the files."""
+    """One row per key, landing day and time: the last one in the files."""
     provenance = {PAYLOAD, SOURCE_FILE, RECORD_LOCATION, READ_ERROR}
     not_values = {"valid_from", "logged_valid_from", "day", "reasons"} | provenance
     key, *values = [name for name in rows.columns if name not in not_values]

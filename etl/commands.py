@@ -31,7 +31,7 @@ TABLE_STEPS = (
     "examples",
     "teacher_predictions",
 )
-MIN_SAFE_KEEP_DAYS = 7  # below, a vacuum waits for all writers: their files are in no version yet
+MIN_SAFE_KEEP_DAYS = 7  # below: vacuum waits for all writers, whose files are uncommitted
 
 
 class SimulateArgs(StrictModel):
@@ -72,7 +72,7 @@ class InferArgs(StrictModel):
 
 
 def infer(args: InferArgs) -> None:
-    """Print a first data spec for the files in a folder, with comments on what was guessed."""
+    """Print a first data spec for the files in a folder, with comments on guesses."""
     from etl.spec.infer import infer_spec
 
     print(infer_spec(args.folder), end="")
@@ -89,7 +89,7 @@ class CheckArgs(StrictModel):
 
 
 def check(args: CheckArgs) -> None:
-    """Show what a sample of each source would become, and why records would be quarantined.
+    """Preview the ingest of a sample of each source: accepted records, and reasons for quarantine.
 
     Writes nothing. Exits with 2 if a source cannot be read or has too many bad records.
     """
@@ -132,7 +132,7 @@ class PinArgs(LakeArgs):
 class VacuumArgs(LakeArgs):
     """Arguments of the vacuum."""
 
-    # A file that a running write has staged is of no version yet: a day old, none is.
+    # Files staged by a running write are in no version yet; a write takes less than a day.
     keep_days: Annotated[
         int, Field(ge=1), tyro.conf.arg(help="retention of old table versions, in days")
     ] = 30
@@ -224,7 +224,7 @@ def table_info(args: TableInfoArgs) -> None:
 
 
 def pin(args: PinArgs) -> None:
-    """Keep the table versions in --pins until the run unpins them; `etl vacuum` spares them."""
+    """Keep the table versions in --pins until the run unpins them; `etl vacuum` keeps them."""
     from etl.tables import step_state
 
     step_state.pin_versions(args.lake, args.run_id, args.pins)

@@ -8,7 +8,7 @@ checks that both sides agree.
 from etl.spec.model import DataSpec
 from etl.spec.units import DAY, MICROS
 
-MIN_EVENT_TS = 946_684_800 * MICROS["s"]  # 2000-01-01: no log is older
+MIN_EVENT_TS = 946_684_800 * MICROS["s"]  # 2000-01-01: earlier times are invalid
 MAX_CLOCK_SKEW_SECONDS = 3600  # how far a device's clock may run ahead of the server's
 
 

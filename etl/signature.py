@@ -48,7 +48,8 @@ def verify_signature(content: bytes, signature: str | None, name: object) -> Non
         public_key.verify(bytes.fromhex(signature), content)
     except (InvalidSignature, ValueError):
         raise SignatureError(
-            f"{name} was not signed by the key in {TRUSTED_KEY_VARIABLE}, or has been changed since"
+            f"{name} was not signed by the key in {TRUSTED_KEY_VARIABLE}, "
+            "or was changed after signing"
         ) from None
 
 

@@ -1,7 +1,7 @@
 """Point-in-time counters: how many events precede each impression, by key, window and type.
 
-The counting itself is NumPy on sorted arrays; Spark brings together the rows that share the first
-part of a key.
+The counting itself is NumPy on sorted arrays; Spark groups the rows that share the first part of a
+key.
 """
 
 import functools
@@ -91,7 +91,7 @@ def _count_by_lead_part(
     lead_part: str,
     columns_by_key: dict[Key, list[str]],
 ) -> DataFrame:
-    """Counters of all keys that begin with `lead_part`: rows are brought together by it."""
+    """Counters of all keys that begin with `lead_part`: rows are grouped by it."""
     key_hashes = [_hash_key(key).alias(f"key_hash_{i}") for i, key in enumerate(columns_by_key)]
     lead_key = F.coalesce(f"key_{lead_part}", F.lit(0)).alias("lead")
     no_id = F.lit(None).cast("string").alias("impression_id")

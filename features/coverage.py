@@ -6,7 +6,7 @@ from etl.tables.lake import Lake
 
 
 def missing_attribute_counts(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
-    """Number of examples without user or item attributes, of those that the spec declares."""
+    """Number of examples without user or item attributes, if the spec declares such attributes."""
     declared = {name: getattr(lake.spec.attributes, name) for name in ("user", "item")}
     return {
         f"without {name} attributes": lake.count_nulls("examples", f"{name}_known_since", days)

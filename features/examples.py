@@ -25,7 +25,7 @@ from features.items import first_item_versions, item_index_or_hash_bucket
 
 
 def asof_join(left: DataFrame, right: DataFrame, key_column: str, ts_column: str) -> DataFrame:
-    """For each row of `left` the newest row of `right` with its key and an earlier time.
+    """For each row of `left` the latest row of `right` with its key and an earlier time.
 
     `left` has the key, the time and impression_id; `right` has the key, the time and one value
     column. Returns `impression_id` and the value, null where there is no earlier row.
@@ -107,7 +107,7 @@ def _key_columns(spec: DataSpec, ts_column: str) -> list[Column]:
 
 
 def _join_user_attributes(lake: Lake, rows: DataFrame, version: int) -> DataFrame:
-    """Rows with their user's newest attributes that were valid strictly before their as-of time."""
+    """Rows with their user's latest attributes that were valid strictly before their as-of time."""
     names = [f"attr_{name}" for name in lake.spec.attributes.user]
     stored = spark_io.read_table(lake, schemas.attributes(lake.spec, "user"), version)
     since = F.floor(F.col("valid_from") / MICROS["s"]).alias("user_known_since")

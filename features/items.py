@@ -15,9 +15,9 @@ def index_items(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     """Assign an index to each item first seen in the given days; every other item keeps its own.
 
     Indexes begin after the reserved ones (`schemas.RESERVED_ITEM_INDICES`). Items are indexed day
-    by day, so that a range gives what its days would, and popular items of a day first, so that
-    frequent items have small numbers. Days may be run again at any time: an assigned index is
-    never reused, not even that of an item that a corrected log no longer holds.
+    by day, so that a range gives the same indexes as its days one by one, and popular items of a
+    day first, so that frequent items have small numbers. Days may be run again at any time: an
+    assigned index is never reused, not even if a corrected log no longer contains its item.
     """
     versions = {"events": lake.version("events")}
     contract = schemas.items(lake.spec)

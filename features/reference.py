@@ -57,6 +57,6 @@ def as_of_by_impression(
 
 
 def attribute_version_at(versions: Iterable[Row], as_of: int) -> Row | None:
-    """The newest attribute version that was valid strictly before a second; None without one."""
+    """The latest attribute version that was valid strictly before a second; None without one."""
     earlier = [v for v in versions if v["valid_from"] < as_of * MICROS_PER_SECOND]
     return max(earlier, key=lambda v: (v["valid_from"], v["day"]), default=None)

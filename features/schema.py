@@ -1,4 +1,4 @@
-"""What a model reads of an example, derived from the data spec."""
+"""The model inputs in an example, derived from the data spec."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -34,7 +34,7 @@ HistoryEvent = tuple[int, ...]  # visible_ts, item index, surface, type
 
 
 class Difference(NamedTuple):
-    """A column of an example, or its history, that is not as recomputed."""
+    """A column of an example, or its history, that differs from its recomputed value."""
 
     name: str
     stored: object
@@ -190,7 +190,7 @@ class ExampleRecomputer:
         ]
 
     def _key_value(self, event: Row, key_part: str, second: int) -> object:
-        """A part of a counter key: a column of the event, or what was known of its item then."""
+        """A part of a counter key: a column of the event, or its item's attribute as known then."""
         if key_part in KEY_COLUMNS:
             return event[KEY_COLUMNS[key_part]]
         item = self._item_states[event["item_id"]]

@@ -18,11 +18,11 @@ from training.commands import SplitArgs
 Port = Annotated[int, Field(ge=0, lt=65536)]
 HostPattern = Annotated[str, Field(pattern=r"^(\*|(\*\.)?[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\])$")]
 SurfaceName = Annotated[str, tyro.conf.arg(help="a surface of the spec with ads")]
-DataUntil = Annotated[str, tyro.conf.arg(help="the newest day whose data has landed")]
+DataUntil = Annotated[str, tyro.conf.arg(help="the latest day whose data has landed")]
 
 
 class TrainRankerArgs(SplitArgs, StudentTrainConfig):
-    """Train the ranker of a surface, and evaluate it on the test days beside one without GEM."""
+    """Train the ranker of a surface, and compare it with one without GEM on the test days."""
 
     surface: SurfaceName
     compiled: Annotated[
@@ -44,7 +44,7 @@ class PromoteArgs(SplitArgs):
 
     surface: SurfaceName
     tolerance: Annotated[
-        float, Field(gt=0), tyro.conf.arg(help="how far predictions / outcomes may be from 1")
+        float, Field(gt=0), tyro.conf.arg(help="maximum deviation of predictions / outcomes from 1")
     ] = 0.1
 
 
@@ -83,7 +83,7 @@ class ServeArgs(LakeArgs):
     port: Annotated[Port, tyro.conf.arg(help="port to listen on")] = 8080
     allowed_hosts: Annotated[
         tuple[HostPattern, ...],
-        tyro.conf.arg(help="host names that clients may use, besides those of this machine"),
+        tyro.conf.arg(help="host names that clients may use, in addition to those of this machine"),
     ] = ()
     health_host: Annotated[str, tyro.conf.arg(help="address of /health")] = "127.0.0.1"
     health_port: Annotated[Port, tyro.conf.arg(help="port of /health; 0 for any free one")] = 8081
@@ -112,7 +112,7 @@ class ReportArgs(SplitArgs):
 
 
 class ExplainArgs(LakeArgs):
-    """Print one impression, with its features as of then and its predictions."""
+    """Print one impression, with its features at that time and its predictions."""
 
     impression_id: tyro.conf.Positional[str]
 
@@ -203,7 +203,7 @@ def materialize(args: MaterializeArgs) -> None:
 
     _, data_until = parse_days_argument(args.data_until, "--data-until")
     lake = args.open_lake()
-    root = local_cache_path(resolve_uri(args.lake))  # each machine has a feature store of its own
+    root = local_cache_path(resolve_uri(args.lake))  # each machine has its own feature store
     with hold_leases(str(root), ["materialize"], "gemline rank materialize"):
         print(f"online features: {materialize(lake, data_until)}")
 
@@ -243,7 +243,7 @@ def serve(args: ServeArgs) -> None:
 
 
 def clock_offset_seconds(start_time: str) -> int:
-    """Seconds from now to a time; raises UserError where the text is not a time."""
+    """Seconds from now to a time; raises UserError if the text is not a time."""
     try:
         start = datetime.fromisoformat(start_time).astimezone()
     except ValueError:

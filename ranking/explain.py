@@ -1,4 +1,4 @@
-"""`gemline explain`: a text page about one impression, with features and predictions as of then."""
+"""`gemline explain`: a text page about one impression, with point-in-time features."""
 
 import gzip
 import re
@@ -29,15 +29,15 @@ Row = dict[str, Any]
 
 
 def explain_impression(lake: Lake, impression_id: str) -> str:
-    """The page of an impression; raises UserError where the lake does not have it."""
+    """The page of an impression; raises UserError if the lake does not have it."""
     page = ImpressionPage.read(lake, impression_id)
     sections = {
         f"impression {impression_id}": page.event_lines(),
         "raw record": page.raw_record_lines(),
-        "user, as of then": page.attribute_lines("user"),
-        "item, as of then": page.attribute_lines("item"),
+        "user, as of the impression": page.attribute_lines("user"),
+        "item, as of the impression": page.attribute_lines("item"),
         "labels": page.label_lines(),
-        "features, as of then": page.feature_lines(),
+        "features, as of the impression": page.feature_lines(),
         f"history, the last {MAX_HISTORY_EVENTS} events before it": page.history_lines(),
         "GEM": page.teacher_lines(),
         "ranker": page.ranker_lines(),
@@ -60,7 +60,7 @@ class ImpressionPage:
 
     @classmethod
     def read(cls, lake: Lake, impression_id: str) -> "ImpressionPage":
-        """Find an impression in the tables; raises UserError where there is none."""
+        """Find an impression in the tables; raises UserError if there is none."""
         spec = lake.spec
         event = _read_impression_row(
             lake,
@@ -200,7 +200,7 @@ class ImpressionPage:
         return lines
 
     def history_lines(self) -> list[str]:
-        """The newest events of the history that models read."""
+        """The most recent events of the history that models read."""
         example = self.example
         if example is None or not example["history_length"]:
             return []

@@ -39,9 +39,9 @@ from training.evaluation.predictions import Predictions, evaluation_path, predic
 from training.teacher.embeddings import TeacherEmbeddings
 from training.trainer.checkpoint import has_checkpoint
 from training.trainer.step import ema_model, per_objective
-from training.trainer.trainer import load_gem
+from training.trainer.trainer import load_train_state
 
-EXAMPLE_ROWS = 64  # examples on which programs are traced, and which become test vectors
+EXAMPLE_ROWS = 64  # examples for tracing programs and for test vectors
 DAY_GLOB = "[0-9]" * 8  # a version's name begins with the last day of its training
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ def train_on_surfaces(
 def load_teacher(
     lake: Lake, split: DaySplit, config: StudentTrainConfig
 ) -> TeacherPredictions | None:
-    """GEM's predictions for the training days; None where a student learns from labels only."""
+    """GEM's predictions for the training days; None if a student learns from labels only."""
     if config.distillation.kind == "none":
         return None
     return TeacherPredictions(lake, list(date_range(split.train_first, split.train_last)))
@@ -112,7 +112,7 @@ def init_student(
     config: StudentTrainConfig,
     teacher_embeddings: TeacherEmbeddings,
 ) -> TrainedStudent:
-    """A student as it starts: random weights, then those of its domain's model or modules of GEM.
+    """A new student: random weights, then those of its domain's model or of modules of GEM.
 
     Raises:
         UserError: The domain has no such model, or GEM no checkpoint or other sizes although
@@ -128,13 +128,13 @@ def init_student(
         warm_start.load_domain_weights(student, weights)
     elif _shares_gem(lake, split, config.distillation):
         with process_group():
-            gem, _ = load_gem(lake, split.train_last)
+            gem, _ = load_train_state(lake, split.train_last)
             warm_start.copy_gem_modules(student, gem, config.distillation)
     return student
 
 
 def _shares_gem(lake: Lake, split: DaySplit, config: DistillationConfig) -> bool:
-    """Whether modules of GEM are named, or, by default, whether there is a GEM."""
+    """Whether modules of GEM are named, or, by default, whether a GEM exists."""
     if config.shared_modules is None:
         return has_checkpoint(lake, split.train_last)
     return bool(config.shared_modules)
@@ -229,7 +229,8 @@ def fit_calibration(
 ) -> dict[str, Calibration]:
     """Fit calibrations on labels that became final after training, which no model has learned.
 
-    With few positives a calibration stays near its prior; without a calibration day it is that.
+    With few positives a calibration stays close to its prior; without a calibration day the prior
+    is returned.
     """
     objectives = list(lake.spec.objectives)
     if split.calibration is None:
@@ -266,7 +267,7 @@ def apply_calibration(
 
 
 def load_earlier_calibrations(lake: Lake, train_last: date) -> list[dict[str, Calibration]]:
-    """The calibrations of each surface's newest ranker that was trained until an earlier day.
+    """The calibrations of each surface's latest ranker that was trained until an earlier day.
 
     A damaged ranker is skipped with a warning.
     """

@@ -1,4 +1,4 @@
-"""What must be there before anything is installed or tested; a sentence and the fix for each lack.
+"""Check the requirements of installation and of tests; print a sentence and the fix for each lack.
 
 python requirements/check.py            before the environment is installed
 python requirements/check.py --tests 2  before two workers run the tests
@@ -18,7 +18,7 @@ from etl.runtime.java import JAVA_INSTALL_HINT, java_version
 INSTALL_DISK_GB = 10  # the environment takes about 9
 TEST_DISK_GB = 3  # tables, models and an Airflow's database, below the folder of temporary files
 TEST_MEMORY_GB = 9  # two workers with torch, Spark in one, and the processes that they start
-MEMORY_FIX = "end other programs, or run `make test WORKERS=1`, which takes about two thirds of it"
+MEMORY_FIX = "end other programs, or run `make test WORKERS=1`, which needs about two thirds of it"
 
 
 def lacks() -> list[str]:
@@ -27,27 +27,28 @@ def lacks() -> list[str]:
     free = shutil.disk_usage(Path(__file__).parent).free / 1e9
     if free < INSTALL_DISK_GB:
         found.append(
-            f"{INSTALL_DISK_GB} GB of free disk are needed; there are {free:.1f}: free some."
+            f"{INSTALL_DISK_GB} GB of free disk space are needed, {free:.1f} GB are available: "
+            "free some space."
         )
     return found
 
 
 def lacks_for_tests(workers: int) -> list[str]:
-    """What this machine lacks to run the tests by so many workers."""
+    """What this machine lacks to run the tests with this many workers."""
     found = _java()
     folder = tempfile.gettempdir()
     free = shutil.disk_usage(folder).free / 1e9
     if free < TEST_DISK_GB:
         found.append(
-            f"The tests need {TEST_DISK_GB} GB of free disk in {folder}; there are {free:.1f}: "
-            "free some, or set TMPDIR to another folder."
+            f"The tests need {TEST_DISK_GB} GB of free disk space in {folder}, {free:.1f} GB are "
+            "available: free some space, or set TMPDIR to another folder."
         )
     needed = TEST_MEMORY_GB if workers > 1 else TEST_MEMORY_GB * 2 / 3
     available = available_memory_gb()
     if available < needed:
         found.append(
-            f"The tests need {needed:.1f} GB of available memory; there are {available:.1f}: "
-            f"{MEMORY_FIX}."
+            f"The tests need {needed:.1f} GB of memory, {available:.1f} GB are "
+            f"available: {MEMORY_FIX}."
         )
     return found
 
@@ -78,7 +79,9 @@ def _java() -> list[str]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Check this machine.")
-    parser.add_argument("--tests", type=int, metavar="WORKERS", help="before so many run the tests")
+    parser.add_argument(
+        "--tests", type=int, metavar="WORKERS", help="check the requirements of tests"
+    )
     workers = parser.parse_args().tests
     problems = lacks() if workers is None else lacks_for_tests(workers)
     for problem in problems:

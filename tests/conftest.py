@@ -29,7 +29,7 @@ settings.load_profile(os.environ.get("GEMLINE_HYPOTHESIS", "test"))
 ROOT = Path(__file__).parents[1]
 SPEC = ROOT / "conf" / "specs" / "simulator.yaml"
 FIRST, LAST = date(2026, 1, 1), date(2026, 1, 4)
-# Flags that the shared GEM was trained with; the same flags train an equal one.
+# Flags of the training of the shared GEM; the same flags train an equal one.
 GEM_FLAGS = ("--scale", "tiny", "--batch-rows", "64", "--checkpoint-every", "5",
              "--max-length", "32")  # fmt: skip
 

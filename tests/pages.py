@@ -3,12 +3,13 @@
 import re
 import shlex
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 
 from tests.conftest import ROOT
 
 DOCS = ROOT / "docs"
-# Decision records are left out: they show commands of their time.
+# Decision records are left out: their commands may be outdated.
 PAGES = (
     ROOT / "README.md",
     *(page for page in sorted(DOCS.rglob("*.md")) if DOCS / "adr" not in page.parents),
@@ -21,11 +22,10 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def commands(tool: str) -> Iterator[list[str]]:
-    """The words after `tool` of every command that a page shows."""
+    """The words after `tool` of every command that a page shows, without redirections."""
     for page in PAGES:
         for block in blocks(page, "sh"):
             for line in block.replace("\\\n", " ").splitlines():
                 words = shlex.split(line, comments=True)
                 if words[:1] == [tool]:
-                    end = words.index(">") if ">" in words else None
-                    yield words[1:end]
+                    yield list(takewhile(lambda word: word != ">", words[1:]))

@@ -28,7 +28,7 @@ def build_tables(lake: Lake, raw: Path, days: tuple[date, date]) -> dict[str, in
 
 
 def rows(lake: Lake, name: str) -> list[dict[str, Any]]:
-    """All rows of a table but its versions, in an order of their own: equal tables, equal lists."""
+    """All rows of a table without its versions, in the same order for equal tables."""
     from etl.tables import schemas
     from etl.tables.arrow import snapshot
 

@@ -9,12 +9,13 @@ import hashlib
 import json
 import os
 import platform
+import random
 import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +24,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "proof.json"
 PROPERTY_TESTS = "property tests, ten times the examples"
+ALONE = "tests that run alone, a sample"
+NUM_ALONE = 30
 # Files that the results do not depend on.
 NOT_SOURCE = re.compile(r"docs/|benchmarks/results/|.*\.md$")
 
@@ -56,21 +59,37 @@ def part_names() -> list[str]:
     ]
     last_parts = json.loads(RESULT.read_text())["parts"] if RESULT.is_file() else []
     seconds = {part["name"]: part["seconds"] for part in last_parts}
-    return sorted([*files, PROPERTY_TESTS], key=lambda name: seconds.get(name, 0))
+    return sorted([*files, PROPERTY_TESTS, ALONE], key=lambda name: seconds.get(name, 0))
 
 
 def run_part(name: str, state: Path) -> Part:
     """Run one part in its own process, on the tables that all parts share."""
     env = os.environ | {"GEMLINE_TEST_WORLD": str(state / "world")}
-    arguments = [name, "-m", "proof", "-s"]
+    runs = [[name, "-m", "proof", "-s"]]
     if name == PROPERTY_TESTS:
         env |= {"GEMLINE_HYPOTHESIS": "proof"}
-        arguments = ["tests", "-m", "hypothesis and not proof"]
+        runs = [["tests", "-m", "hypothesis and not proof"]]
+    if name == ALONE:
+        runs = [[test] for test in sample_of_tests()]
     print(f"== {name}", flush=True)
     start = time.monotonic()
-    command = [sys.executable, "-m", "pytest", *arguments]
-    passed = subprocess.run(command, cwd=ROOT, env=env, check=False).returncode == 0
+    passed = all(_pytest(arguments, env).returncode == 0 for arguments in runs)
     return Part(name, passed, round(time.monotonic() - start, 1))
+
+
+def sample_of_tests() -> list[str]:
+    """Some tests that `make test` runs, others for each commit: each has to pass by itself."""
+    listed = _pytest(["tests", "-m", "not proof", "--collect-only"], dict(os.environ)).stdout
+    tests = [line for line in listed.splitlines() if "::" in line]
+    return random.Random(_git("rev-parse", "HEAD")).sample(tests, NUM_ALONE)
+
+
+def _pytest(arguments: Sequence[str], env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    is_listing = "--collect-only" in arguments
+    command = [sys.executable, "-m", "pytest", *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, env=env, check=False, text=True, capture_output=is_listing
+    )
 
 
 def run_parts(state: Path) -> Iterator[Part]:

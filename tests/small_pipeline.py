@@ -22,7 +22,7 @@ class SmallPipeline:
     days: tuple[date, date] = DAYS
 
     def command(self, lake: Path) -> list[str]:
-        """The words after `gemline` that run the pipeline into a lake."""
+        """The command-line arguments of `gemline` that run the pipeline into a lake."""
         paths = ["--spec", str(self.spec), "--raw", str(self.raw), "--lake", str(lake)]
         return ["run", *paths, "--days", f"{self.days[0]}:{self.days[1]}", "--scale", "tiny"]
 

@@ -1,4 +1,4 @@
-"""The documents are correct: their commands parse, their figures and their example hold."""
+"""The documents are correct: commands parse, figures match the results, the example runs."""
 
 import gzip
 import json

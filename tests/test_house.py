@@ -1,4 +1,4 @@
-"""Rules of the code base that no linter checks; `make lint` runs those that a linter does."""
+"""Rules of the code base that no linter checks; `make lint` checks the others."""
 
 import ast
 import sys

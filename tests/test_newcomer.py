@@ -1,4 +1,4 @@
-"""An unknown log from raw files to rankers: other names, hourly Parquet, late orders."""
+"""A log with a new format, from raw files to rankers: other names, hourly Parquet, late orders."""
 
 import gzip
 import json

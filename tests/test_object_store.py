@@ -1,4 +1,4 @@
-"""A lake in an object store works as one on a disk: tables, leases, checkpoints and rankers."""
+"""A lake in an object store works as on a disk: tables, leases, checkpoints and rankers."""
 
 import os
 import subprocess
@@ -31,7 +31,7 @@ from tests.conftest import FIRST, GEM_FLAGS, LAST, ROOT
 from training.distributed.process_group import process_group
 from training.trainer import checkpoint
 from training.trainer.async_checkpoint import AsyncCheckpointer
-from training.trainer.trainer import load_gem
+from training.trainer.trainer import load_train_state
 
 BUCKET = "s3://ads"
 # In a process of its own, because delta-rs holds the GIL while it waits for a response.
@@ -89,7 +89,7 @@ def upload(folder: Path, url: str) -> None:
 
 
 def differing_tables(expected: Lake, actual: Lake) -> list[str]:
-    """Tables that do not hold the same rows."""
+    """Tables whose rows differ."""
     return [
         name
         for name, schema in table_registry(expected.spec).items()
@@ -159,7 +159,7 @@ def interrupt_a_write(file: StoragePath) -> None:
 
 
 def test_one_of_many_processes_acquires_a_free_lease(store: dict[str, str]) -> None:
-    """First nobody holds it; then a process on another machine that has not renewed it."""
+    """First the lease is free; then its holder on another machine has stopped renewing it."""
     root = f"{BUCKET}/leased"
 
     def acquired_leases() -> list[Lease]:
@@ -218,7 +218,7 @@ def interrupt_a_checkpoint(lake: Lake) -> None:
     path = checkpoint.checkpoint_path(lake.root, FIRST)
     before = checkpoint.read_manifest(path, lake.spec.hash)
     with process_group():
-        state, _ = load_gem(lake, FIRST)
+        state, _ = load_train_state(lake, FIRST)
         for parameter in state.model.core.parameters():
             parameter.data.zero_()
         checkpointer = AsyncCheckpointer()

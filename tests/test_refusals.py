@@ -1,4 +1,4 @@
-"""User errors end with exit code 2 and one line that names the fix, and nothing is written."""
+"""User errors exit with code 2 and one line that names the fix, and write nothing."""
 
 import importlib.util
 import shutil
@@ -88,7 +88,7 @@ def test_a_missing_log_stops_the_pipeline_before_any_table_is_written(
 
 @pytest.fixture
 def check() -> ModuleType:
-    """The module that `make` runs before it installs anything."""
+    """The module that `make` runs before the installation."""
     spec = importlib.util.spec_from_file_location("check", ROOT / "requirements/check.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -101,7 +101,7 @@ def test_missing_requirements_of_a_machine_are_listed_with_their_fix(
 ) -> None:
     if shutil.disk_usage(ROOT).free > check.INSTALL_DISK_GB * 1e9:
         assert check.lacks() == []
-    assert check.lacks_for_tests(1) == [], "they run now"
+    assert check.lacks_for_tests(1) == [], "the tests are running on this machine"
     monkeypatch.delenv("JAVA_HOME", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "version_info", (3, 10, 1))
@@ -110,7 +110,7 @@ def test_missing_requirements_of_a_machine_are_listed_with_their_fix(
     python, java, disk = check.lacks()
     assert "3.10.1: name another with `make PYTHON=python3.12" in python
     assert "install openjdk-17-jre-headless" in java
-    assert "there are 3.0: free some" in disk
+    assert "3.0 GB are available: free some space" in disk
 
 
 def test_a_machine_too_small_for_the_tests_is_refused_with_its_fix(
@@ -123,6 +123,6 @@ def test_a_machine_too_small_for_the_tests_is_refused_with_its_fix(
     monkeypatch.setattr(check, "available_memory_gb", lambda: 6.5)
     java, disk, memory = check.lacks_for_tests(2)
     assert "install openjdk-17-jre-headless" in java
-    assert "there are 1.0: free some, or set TMPDIR" in disk
-    assert "need 9.0 GB of available memory; there are 6.5" in memory and "WORKERS=1" in memory
+    assert "1.0 GB are available: free some space, or set TMPDIR" in disk
+    assert "need 9.0 GB of memory, 6.5 GB are available" in memory and "WORKERS=1" in memory
     assert not any("memory" in lack for lack in check.lacks_for_tests(1))

@@ -29,9 +29,9 @@ def uses_spark(file: Path) -> bool:
 def in_scheduling_order(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """Tests in the order in which their files are scheduled; a stable sort.
 
-    Files with Spark come first, and among them those that need the shared tables, as they build
-    them. The other worker starts with the files that do not need those tables. Raises UsageError
-    where a file uses Spark without the mark.
+    Files with Spark come first, those that need the shared tables before the others, because they
+    build them. The other worker starts with the files that do not need those tables. Raises
+    UsageError where a file uses Spark without the mark.
     """
     fixtures: dict[Path, set[str]] = defaultdict(set)
     for item in items:

@@ -37,11 +37,11 @@ Day = str | date
 class ExampleDataset(ShardDataset):
     """The examples of some days, as the batches that GEM is trained on.
 
-    Batches are built already: use it alone, or with `DataLoader(dataset, batch_size=None)`. With
-    several workers each reads its own buckets of users, and every batch is there once; pass
-    `multiprocessing_context="spawn"`, as the table readers have threads that do not survive a fork.
-    The dataset is pinned to the table versions that are the newest when it is made, so every pass
-    gives the same batches.
+    Items are complete batches: iterate over the dataset, or use
+    `DataLoader(dataset, batch_size=None)`. Each worker reads its own buckets of users, and every
+    batch is yielded once; pass `multiprocessing_context="spawn"`, because the table readers use
+    threads that do not survive a fork. The dataset is pinned to the latest table versions at its
+    creation, so every pass yields the same batches.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class ExampleDataset(ShardDataset):
             spec: The data spec, or its YAML file.
             days: First and last day, inclusive; strings are ISO dates.
             batch_rows: Impressions per batch, approximately: requests are not split.
-            sequence: The spec's sequence to read histories of; optional where there is only one.
+            sequence: The spec's sequence to read histories of; optional if the spec has only one.
             max_length: Events per history, by default the sequence's; 0 reads no history.
-            surfaces: Read the impressions of these surfaces only, by default of all.
-            label_window: Which labels to use, by default all that are final. Impressions without
+            surfaces: Surfaces whose impressions are read; by default all.
+            label_window: Labels to use, by default all that are final. Impressions without
                 one of them are skipped.
             seed: Seed of the order of batches; None for the order in which they are stored.
 
@@ -85,7 +85,7 @@ class ExampleDataset(ShardDataset):
         super().__init__(reader, epoch)
 
     def __iter__(self) -> Iterator[Batch]:
-        """The batches; in a worker of a DataLoader, those of the worker's shard."""
+        """Yield the batches; in a DataLoader worker, those of the worker's shard."""
         worker = get_worker_info()
         epoch = self.epoch.split(worker.num_workers)[worker.id] if worker else self.epoch
         return epoch.batches(self.open_reader())
@@ -101,20 +101,20 @@ class TrainedGem:
 
     @property
     def objectives(self) -> tuple[str, ...]:
-        """What it predicts, in the order of its logits."""
+        """The predicted objectives, in the order of the logits."""
         return tuple(self.lake.spec.objectives)
 
     @torch.no_grad()
     def predict(self, batch: Batch) -> dict[str, Tensor]:
         """The probability of each objective for every impression (B) of a batch.
 
-        An objective that a surface does not have is predicted, too, but was not trained there.
+        Objectives that a surface does not have are also predicted, but are not trained there.
         """
         probabilities = torch.sigmoid(self.model(batch).logits)
         return dict(zip(self.objectives, probabilities.unbind(1), strict=True))
 
     def dataset(self, days: tuple[Day, Day], batch_rows: int = 2048) -> ExampleDataset:
-        """The examples of some days, with the histories that this GEM was trained on."""
+        """The examples of some days, with the histories that this GEM reads."""
         config = self.manifest.training
         return ExampleDataset(
             self.lake.root,
@@ -130,9 +130,9 @@ class TrainedGem:
 def load_gem(
     lake: str | Path, spec: str | Path | DataSpec, trained_until: Day | None = None
 ) -> TrainedGem:
-    """Load the latest trained GEM of a lake, or the one that was trained until a day.
+    """Load the latest trained GEM of a lake, or the GEM trained until a given day.
 
-    Needs no process group, and does not matter how many processes trained it. Items first seen
+    Works without a process group, for any number of training processes. Items first seen
     after its last day of training share the embedding of the unknown item.
 
     Args:
@@ -141,7 +141,7 @@ def load_gem(
         trained_until: The last day of training; strings are ISO dates.
 
     Raises:
-        UserError: There is no such GEM, or the spec now defines other inputs.
+        UserError: The GEM does not exist, or the spec now defines other inputs.
         DamagedCheckpointError: A file of the checkpoint was changed.
     """
     tables = _open_lake(lake, spec)

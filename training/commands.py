@@ -19,7 +19,7 @@ from etl.spec.day_split import DaySplit
 from training.config import ParallelismConfig, TrainConfig
 from training.plan.command import plan
 
-MAX_RESTARTS = 3  # of all processes from the last checkpoint, after one was lost
+MAX_RESTARTS = 3  # restarts of all processes from the last checkpoint
 
 
 class SplitArgs(LakeArgs):
@@ -29,12 +29,12 @@ class SplitArgs(LakeArgs):
     test: Annotated[str, tyro.conf.arg(help="days to test on, first:last")]
     calibration: Annotated[str | None, tyro.conf.arg(help="the day to calibrate on")] = None
     data_until: Annotated[
-        str, tyro.conf.arg(help="the newest day with complete data; labels are final up to its end")
+        str, tyro.conf.arg(help="the latest day with complete data; labels are final up to its end")
     ]
 
     @property
     def split(self) -> DaySplit:
-        """The days; raises UserError where they overlap or are not in order."""
+        """The days; raises UserError if they overlap or are not in order."""
         train_first, train_last = parse_days_argument(self.train, "--train")
         test_first, test_last = parse_days_argument(self.test, "--test")
         data_until, _ = parse_days_argument(self.data_until, "--data-until")
@@ -60,7 +60,7 @@ class SplitArgs(LakeArgs):
 
 
 class GemArgs(DayArgs, TrainConfig):
-    """Days to train GEM on, and how."""
+    """Days to train GEM on, and the configuration of training."""
 
     processes: Annotated[
         int, tyro.conf.arg(help="training processes on this machine, started by torchrun")
@@ -76,7 +76,7 @@ def gem(args: GemArgs) -> None:
     if not 1 <= readers <= buckets:
         raise UserError(
             f"--processes {args.processes} times --workers {args.workers}: must be between 1 and "
-            f"{buckets}, the spec's number of buckets, as each process reads buckets of its own"
+            f"{buckets}, the spec's number of buckets, because each process reads separate buckets"
         )
     if args.processes > 1:
         _torchrun(args)
@@ -131,7 +131,7 @@ def _torchrun(args: GemArgs) -> None:
 
 
 def worker_settings(args: GemArgs) -> dict[str, object]:
-    """The arguments of each training process, as a configuration file holds them."""
+    """The arguments of each training process, as values of a configuration file."""
     return args.model_dump(mode="json", exclude={"processes"}, exclude_none=True)
 
 
@@ -146,7 +146,7 @@ def verify_batches(args: VerifyBatchesArgs) -> None:
     from training.trainer import resume
 
     count = resume.verify_batches(args.open_lake(), args.day)
-    print(f"{count} batches of {args.day} are identical to those that GEM was trained on")
+    print(f"{count} batches of {args.day} are identical to those GEM was trained on")
 
 
 def baseline(args: SplitArgs) -> None:
@@ -177,13 +177,13 @@ class TeacherPredictionsArgs(DayArgs):
     teacher_lag_days: Annotated[
         int,
         Field(ge=0),
-        tyro.conf.arg(help="score each day with a GEM that is so many days older than needed"),
+        tyro.conf.arg(help="days by which the GEM of a day is older than necessary"),
     ] = 0
 
 
 @holds_leases("teacher_predictions")
 def teacher_predictions(args: TeacherPredictionsArgs) -> None:
-    """Score each day with the newest GEM that was trained before it."""
+    """Score each day with the latest GEM that was trained before it."""
     from training.distributed.process_group import process_group
     from training.teacher.outputs import write_teacher_outputs
 
@@ -193,7 +193,7 @@ def teacher_predictions(args: TeacherPredictionsArgs) -> None:
 
 
 def check_drift(args: DayArgs) -> None:
-    """Compare the newest day's prequential metrics with earlier days; exit 2 on drift."""
+    """Compare the latest day's prequential metrics with earlier days; exit 2 on drift."""
     from training.evaluation.drift import drift_metrics
 
     metrics = drift_metrics(args.open_lake(), args.day_range[1])
@@ -206,7 +206,7 @@ def check_drift(args: DayArgs) -> None:
     if blocking:
         raise UserError(
             f"{'; '.join(blocking)}: promotion of rankers that learned from this GEM is blocked. "
-            "Check the logs of that day; `gemline rank promote` promotes a ranker all the same"
+            "Check the logs of that day; `gemline rank promote` promotes a ranker anyway"
         )
 
 
@@ -216,13 +216,13 @@ class CleanArgs(LakeArgs):
     keep_days: Annotated[
         int,
         Field(ge=7),
-        tyro.conf.arg(help="days before the newest checkpoint whose checkpoints are kept"),
+        tyro.conf.arg(help="days before the latest checkpoint whose checkpoints are kept"),
     ] = 30
 
 
 @holds_leases("gem")
 def clean(args: CleanArgs) -> None:
-    """Remove old GEM checkpoints; late data and rankers need those of recent days."""
+    """Remove old GEM checkpoints; those of recent days are needed by late data and rankers."""
     from training.trainer.checkpoint import remove_old_checkpoints
 
     removed = remove_old_checkpoints(args.lake, args.load_spec().hash, args.keep_days)

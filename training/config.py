@@ -14,7 +14,7 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 
 
 class ComputeConfig(StrictModel):
-    """How the model is computed; none of it changes what the model is."""
+    """How the model is computed; the options do not change the model itself."""
 
     precision: Annotated[
         Literal["fp32", "bf16"], tyro.conf.arg(help="precision of matrix products")
@@ -32,7 +32,7 @@ class ParallelismConfig(StrictModel):
     table_replicas: Annotated[
         int,
         Field(ge=1),
-        tyro.conf.arg(help="groups of processes that hold a copy of the embedding tables each"),
+        tyro.conf.arg(help="groups of processes; each group holds a copy of the embedding tables"),
     ] = 1
     sync_every_steps: Annotated[
         int, Field(ge=1), tyro.conf.arg(help="steps between averages of the tables' copies")
@@ -40,8 +40,8 @@ class ParallelismConfig(StrictModel):
     moment_scale: Annotated[
         Positive | None,
         tyro.conf.arg(
-            help="factor on the tables' optimizer state, which averaging over copies makes too "
-            "small; by default the number of copies"
+            help="factor on the tables' optimizer state, because averaging over copies makes it "
+            "too small; by default the number of copies"
         ),
     ] = None
     row_wise: Annotated[bool, tyro.conf.arg(help="let the planner shard tables by rows")] = False
@@ -93,7 +93,7 @@ class TrainConfig(StrictModel):
     embedding_ttl_days: Annotated[
         int | None,
         Field(ge=1),
-        tyro.conf.arg(help="reset embedding rows that were not accessed for so many days"),
+        tyro.conf.arg(help="days without access after which an embedding row is reset"),
     ] = 90
     objective_weights: Annotated[
         dict[str, Positive],

@@ -1,4 +1,4 @@
 """Benchmarks on files in public layouts: KuaiRand, plain tables, and user sequences.
 
-Models of one logit are trained with early stopping and compared with LightGBM and others.
+Models with one logit are trained with early stopping and compared with LightGBM and others.
 """

@@ -1,8 +1,8 @@
 """Training of binary classifiers on files, with Adam and early stopping (BARS, 2205.09626).
 
 The learning rate is lowered when the validation score stops improving. The L2 penalty of embeddings
-is selected on the validation rows: small tables are memorised in a few epochs, large ones hardly at
-all, so no single penalty fits both.
+is selected on the validation rows: small tables are memorized in a few epochs, large ones hardly
+at all, so no single penalty fits both.
 """
 
 import copy
@@ -26,11 +26,11 @@ Inputs = tuple[Any, ...]
 
 
 class BinaryClassifier(nn.Module):
-    """A model of one logit that names its embedding weights, which are regularised more."""
+    """A model with one logit, and the embedding weights that are regularized more."""
 
     @property
     def embeddings(self) -> Sequence[Tensor]:
-        """Weights of single feature values, which memorise."""
+        """Weights of single feature values, which memorize."""
         raise NotImplementedError
 
 
@@ -38,7 +38,7 @@ class ExampleSource(Protocol):
     """Rows to train on or to score, in batches."""
 
     def shuffled(self, generator: torch.Generator) -> Iterator[tuple[Inputs, Tensor]]:
-        """Inputs and labels (B) of all rows once, in an order drawn from the generator."""
+        """Inputs and labels (B) of all rows once, in a random order of the generator."""
         ...
 
     def in_order(self) -> Iterator[tuple[Inputs, Tensor]]:
@@ -64,7 +64,7 @@ class BinaryMetrics:
 
     @property
     def selection_score(self) -> float:
-        """What models are selected by: both, as either alone can improve at the other's cost."""
+        """The model selection score: AUC and logloss together."""
         return self.auc - self.logloss
 
 
@@ -75,7 +75,7 @@ def fit(
     config: FitConfig,
     seed: int,
 ) -> BinaryMetrics:
-    """Train until `max_lr_reductions` did not help, and load the best weights into the model.
+    """Train until `max_lr_reductions` do not improve it, then load the best weights.
 
     Weights are evaluated as exponential moving averages over steps, which are less noisy.
     """
@@ -167,7 +167,7 @@ class TrainingTask:
 def select_embedding_l2(
     task: TrainingTask, candidates: Sequence[float] = EMBEDDING_L2_GRID
 ) -> FitConfig:
-    """The configuration with the penalty that is best on the validation rows; of ties the least."""
+    """The configuration with the best penalty on the validation rows; the least of equal ones."""
     scores = {}
     for penalty in sorted(candidates):
         _, metrics = task.fit(FitConfig(embedding_l2=penalty), seed=0)

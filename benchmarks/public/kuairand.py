@@ -1,7 +1,7 @@
-"""`gemline bench kuairand`: GEM beside LightGBM on real impressions, overall and by tab.
+"""`gemline bench kuairand`: GEM and LightGBM on real impressions, overall and by tab.
 
-Both read the same counters and attributes, are trained on the training days alone and then frozen;
-histories and counters continue point in time.
+Both read the same counters and attributes, are trained on the training days only and then frozen;
+histories and counters stay point-in-time correct.
 """
 
 import math
@@ -36,7 +36,7 @@ class KuairandArgs(StrictModel):
     """Arguments of the benchmark."""
 
     data: Annotated[Path, tyro.conf.arg(help="folder that holds KuaiRand's data/log_standard_*")]
-    train: Annotated[str, tyro.conf.arg(help="first:last day to learn from")]
+    train: Annotated[str, tyro.conf.arg(help="first:last day to train on")]
     test: Annotated[str, tyro.conf.arg(help="first:last day to test on")]
     seeds: int = Field(default=5, ge=1)
     scale: Scale = "small"

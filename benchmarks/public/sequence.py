@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     Floats = npt.NDArray[np.float64]
 
 COLUMNS = ("model", "test AUC", "test AUC within users", "test logloss", "seeds")
-PENALTIES = (1e-3, 1e-2)  # models of histories generalise: larger ones only underfit
+PENALTIES = (1e-3, 1e-2)  # larger ones underfit
 METRICS = ("auc", "uauc", "logloss")
 
 
@@ -40,8 +40,8 @@ class SequenceArgs(StrictModel):
 def bench(args: SequenceArgs) -> None:
     """Train on train.csv, stop early on valid.csv, report test.csv.
 
-    A row reads all entries of its user that are strictly earlier, whichever file they are in, with
-    their labels: an outcome is known from its time on.
+    A row reads all strictly earlier entries of its user from all files, with their labels: an
+    outcome is visible from its time on.
     """
     from benchmarks.public.fit import TrainingTask, predict, select_embedding_l2
     from benchmarks.public.sequence_data import SPLITS, read_log

@@ -1,7 +1,7 @@
 """The files of `gemline bench sequence`, read as one log.
 
 train.csv, valid.csv and test.csv have rows of user, item, time and label. Optional files are
-events.csv, with entries that are history only, and users.csv and items.csv, with attributes.
+events.csv, with history-only entries, and users.csv and items.csv, with attributes.
 
 N entries (rows and events) of all files, user by user, oldest first.
 """
@@ -18,7 +18,7 @@ from benchmarks.public.tabular_data import parse_numbers, read_csv
 from etl.errors import UserError
 
 SPLITS = ("train", "valid", "test")
-EVENT_SPLIT = len(SPLITS)  # the split of entries that are history only
+EVENT_SPLIT = len(SPLITS)  # the split of history-only entries
 UNLABELLED, NEGATIVE, POSITIVE = range(3)
 UNKNOWN = 0
 MULTI_VALUE_SEPARATOR = "|"  # between the values of a multi-valued attribute
@@ -30,7 +30,7 @@ Int64 = npt.NDArray[np.int64]
 class Attribute:
     """Values of an attribute by entity: those of e are `values[offsets[e] : offsets[e + 1]]`.
 
-    Each entity has at least one, UNKNOWN where none is given; `num_values` counts the distinct
+    Each entity has at least one, UNKNOWN if none is given; `num_values` counts the distinct
     ones, UNKNOWN included.
     """
 
@@ -43,9 +43,9 @@ class Attribute:
 class InteractionLog:
     """Entries (N) sorted by user and time, delimited by `user_offsets` (U + 1).
 
-    `user` and `item` are vocabulary indexes from 1, UNKNOWN for those that training lacks;
-    `item_code` tells all items apart. `label` is one of UNLABELLED, NEGATIVE and POSITIVE, `split`
-    an index of SPLITS or EVENT_SPLIT.
+    `user` and `item` are vocabulary indexes from 1, UNKNOWN if not in training; `item_code`
+    distinguishes all items. `label` is one of UNLABELLED, NEGATIVE and POSITIVE, `split` an index
+    of SPLITS or EVENT_SPLIT.
     """
 
     user: Int64
@@ -66,12 +66,12 @@ class InteractionLog:
 
     @property
     def user_code(self) -> Int64:
-        """The user of each entry (N), from 0; unlike `user` it tells all users apart."""
+        """The user of each entry (N), from 0; unlike `user` it distinguishes all users."""
         return np.repeat(np.arange(len(self.user_offsets) - 1), np.diff(self.user_offsets))
 
 
 def read_log(folder: Path) -> InteractionLog:
-    """The log of a folder's files. Raises UserError where one does not have the layout."""
+    """The log of a folder's files. Raises UserError if one does not have the layout."""
     parts = [_entries(folder, f"{name}.csv", split) for split, name in enumerate(SPLITS)]
     if (folder / "events.csv").is_file():
         parts.append(_entries(folder, "events.csv", EVENT_SPLIT))
@@ -150,7 +150,7 @@ def _labels(table: pa.Table, name: str, split: int) -> Int64:
 
 
 def _attributes(folder: Path, entity: str, names: pa.Array) -> dict[str, Attribute]:
-    """The columns of users.csv or items.csv except for the id; empty where there is no file."""
+    """The columns of users.csv or items.csv except for the id; empty if the file is missing."""
     name = f"{entity}s.csv"
     if not (folder / name).is_file():
         return {}

@@ -1,6 +1,6 @@
 """Features and batches of a log: counts before each entry, and rows with their users' histories.
 
-Only strictly earlier entries are read: entries of the same second do not see each other.
+Only strictly earlier entries are read; entries of the same second do not affect each other.
 
 N entries, B rows, E events of C chunks, M numbers.
 """
@@ -24,20 +24,20 @@ from benchmarks.public.sequence_data import (
 from training.ops.ragged import concat_ranges
 
 Float64 = npt.NDArray[np.float64]
-PRIOR_COUNT = 5.0  # labels of the prior mean that smooth a rate
+PRIOR_COUNT = 5.0  # prior labels that smooth a rate
 RECENT_ENTRIES = 20
-CHUNK_ENTRIES = 128  # entries of a user whose rows share one encoded history
-LOOKBACK_ENTRIES = 384  # entries before the first of a chunk that all of its rows read
+CHUNK_ENTRIES = 128  # consecutive entries that share one encoded history
+LOOKBACK_ENTRIES = 384  # entries read before a chunk
 BATCH_ROWS = 512
 
 
 def count_features(log: InteractionLog) -> npt.NDArray[np.float32]:
     """Earlier counts and positive rates (N, M), by user, item and each item attribute."""
-    labelled = (log.label != UNLABELLED).astype(np.float64)
+    labeled = (log.label != UNLABELLED).astype(np.float64)
     positive = (log.label == POSITIVE).astype(np.float64)
     is_train = log.split == SPLITS.index("train")
     prior_rate = float(positive[is_train].mean())
-    entry_counts = np.stack((np.ones(len(log)), labelled, positive), 1)
+    entry_counts = np.stack((np.ones(len(log)), labeled, positive), 1)
     user = sums_before(log.user_code, log.time, entry_counts)
     item = sums_before(log.item_code, log.time, entry_counts)
     user_rate = (user[:, 2] + PRIOR_COUNT * prior_rate) / (user[:, 1] + PRIOR_COUNT)
@@ -76,7 +76,7 @@ def prior_entry_counts(log: InteractionLog) -> Int64:
 def recent_positive_rate(
     log: InteractionLog, entry_counts: Float64, user_positive_rate: Float64
 ) -> Float64:
-    """The positive rate (N) of a user's last entries, smoothed towards that of all of them (N)."""
+    """The positive rate (N) of a user's last entries, smoothed towards that over all of them."""
     first = log.user_offsets[log.user_code]
     stop = first + prior_entry_counts(log)
     sums = np.concatenate((np.zeros((1, entry_counts.shape[1])), entry_counts.cumsum(0)))
@@ -94,16 +94,16 @@ def seconds_since_last(log: InteractionLog) -> Float64:
 def attribute_affinity(
     log: InteractionLog, attribute: Attribute, label_counts: Float64, user_positive_rate: Float64
 ) -> Iterator[Float64]:
-    """The user's earlier labelled entries (N) with the values of an item, and their positive rate.
+    """The user's earlier labeled entries (N) with the values of an item, and their positive rate.
 
-    Means over the values of the item; `label_counts` (N, 2) are labelled and positive entries.
+    Means over the values of the item; `label_counts` (N, 2) are labeled and positive entries.
     """
     entry, value = explode_values(attribute, log.item_code)
     key = log.user_code[entry] * attribute.num_values + value
-    labelled, positive = sums_before(key, log.time[entry], label_counts[entry]).T
-    rate = (positive + PRIOR_COUNT * user_positive_rate[entry]) / (labelled + PRIOR_COUNT)
+    labeled, positive = sums_before(key, log.time[entry], label_counts[entry]).T
+    rate = (positive + PRIOR_COUNT * user_positive_rate[entry]) / (labeled + PRIOR_COUNT)
     num_values = np.bincount(entry, minlength=len(log))
-    yield np.bincount(entry, np.log1p(labelled), len(log)) / num_values
+    yield np.bincount(entry, np.log1p(labeled), len(log)) / num_values
     yield np.bincount(entry, rate, len(log)) / num_values
 
 

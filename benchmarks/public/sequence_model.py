@@ -1,4 +1,4 @@
-"""A model of a user's earlier events and a candidate item, made of GEM's blocks.
+"""A model of a user's earlier events and a candidate item, built from GEM's blocks.
 
 B rows, E events of C chunks, n embeddings per row, d embedding width, W event width, M numbers.
 """
@@ -17,13 +17,13 @@ from training.model.sequence.attention import LinearItemAttention, TargetAttenti
 from training.model.sequence.layers import TransformerLayer
 from training.ops.ragged import concat_ranges
 
-INIT_STD = 0.1  # of embeddings: products of smaller ones are too small to learn from
+INIT_STD = 0.1  # products of smaller embeddings are too small to learn from
 DEFAULT_CONFIG = GemConfig(
     layers=2, fm_rows=16, linear_rows=16, rank=8, dropout=0.2, heads=4, item_dropout=0.1
 )
 STREAMS = (DEFAULT_CONFIG, DEFAULT_CONFIG.model_copy(update={"interaction": "finalmlp"}))
-NORM_EPS = 1e-2  # embeddings with a smaller variance are not scaled up
-MEAN_WINDOWS = (8, 64, 2**30)  # newest events over which means are taken
+NORM_EPS = 1e-2  # limits the scaling of embeddings with a small variance
+MEAN_WINDOWS = (8, 64, 2**30)  # most recent events over which means are taken
 PRIOR_EVENTS = 3.0  # zero events that shrink the means of short histories
 
 
@@ -49,7 +49,7 @@ class AttributeEmbedding(nn.Module):
 
 
 class EntityEmbedding(nn.Module):
-    """An embedding of an entity's id, and one of each of its attributes."""
+    """Embeddings of an entity's id and of each of its attributes."""
 
     def __init__(self, size: int, attributes: dict[str, Attribute], width: int) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class CandidateHistoryEncoder(nn.Module):
         return torch.cat((self.out(torch.stack(summaries, 1)), means), 1)
 
     def _window_means(self, batch: SequenceBatch, events: Tensor) -> Tensor:
-        """Means over the newest events of each of MEAN_WINDOWS that a row sees (B, windows, d)."""
+        """Means over the latest events of each of MEAN_WINDOWS that a row sees (B, windows, d)."""
         sums = F.pad(self.mean(events).double().cumsum(0), (0, 0, 1, 0))
         first = batch.offsets[batch.chunk][:, None]
         stop = first + batch.visible_events[:, None]
@@ -131,7 +131,7 @@ class CandidateHistoryEncoder(nn.Module):
 
 
 class SequentialRanker(BinaryClassifier):
-    """A sum of logits: a linear one, and one of each stream of interactions."""
+    """A sum of logits: a linear logit, and one per interaction stream."""
 
     def __init__(
         self, log: InteractionLog, num_features: int, base_config: GemConfig = DEFAULT_CONFIG
@@ -153,7 +153,7 @@ class SequentialRanker(BinaryClassifier):
 
     @property
     def embeddings(self) -> list[Tensor]:
-        """Weights of single feature values, which memorise."""
+        """Weights of single feature values, which memorize."""
         modules = (self.users, self.items, self.user_linear, self.item_linear)
         return [table for module in modules for table in module.tables]
 
@@ -180,6 +180,6 @@ class SequentialRanker(BinaryClassifier):
 
 
 def _last_visible_event(batch: SequenceBatch, events: Tensor) -> Tensor:
-    """The newest event that each row sees (B, W), zeros where there is none."""
+    """The most recent event that each row sees (B, W), zeros if there is none."""
     position = batch.offsets[batch.chunk] + batch.visible_events  # from 1: 0 is the padding
     return F.pad(events, (0, 0, 1, 0))[torch.where(batch.visible_events > 0, position, 0)]

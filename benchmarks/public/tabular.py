@@ -1,4 +1,4 @@
-"""`gemline bench tabular`: GEM's interaction modules alone, on a plain table in CSV files."""
+"""`gemline bench tabular`: GEM's interaction modules on a plain table in CSV files."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +25,7 @@ class TabularArgs(StrictModel):
     numeric: Annotated[str, tyro.conf.arg(help="columns that are numbers: A,B")] = ""
     seeds: int = Field(default=1, ge=1)
     peers: Annotated[
-        bool, tyro.conf.arg(help="compare LightGBM, DCNv2 and FuxiCTR, by the same search")
+        bool, tyro.conf.arg(help="compare LightGBM, DCNv2 and FuxiCTR, with the same search")
     ] = False
     as_json: Annotated[bool, tyro.conf.arg(name="json", help="one line of JSON last")] = False
 
@@ -56,7 +56,7 @@ def add_row(
     scores: Sequence["BinaryMetrics"],
     reason: str = "",
 ) -> None:
-    """Add a row of the table and its figures, which are None where there are no scores."""
+    """Add a row of the table and its figures, which are None without scores."""
     cells = []
     for key in ("auc", "logloss"):
         values = [getattr(s, key) for s in scores]

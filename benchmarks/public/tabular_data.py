@@ -20,8 +20,8 @@ from etl.errors import UserError
 Batch = tuple[tuple[Tensor, Tensor], Tensor]
 MAX_BATCH_ROWS = 4096  # as in BARS (2205.09626)
 MIN_BATCH_ROWS = 64
-STEPS_PER_EPOCH = 32  # where the file has enough rows for batches of MIN_BATCH_ROWS
-UNKNOWN = 0  # the id of a missing value, and of one that the training file lacks
+STEPS_PER_EPOCH = 32  # if batches then have MIN_BATCH_ROWS rows or more
+UNKNOWN = 0  # the id of missing values, and of values not in training
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class FieldEncoding:
     def from_train(cls, train: pa.Table, label: str, numeric: Collection[str]) -> "FieldEncoding":
         """The encoding of a training file; columns that are neither label nor numeric are fields.
 
-        Raises UserError where a named column is absent.
+        Raises UserError if a named column is absent.
         """
         missing = [name for name in (label, *numeric) if name not in train.column_names]
         if missing:
@@ -81,7 +81,7 @@ class FieldEncoding:
         return [len(values) + 1 for values in self.fields.values()]
 
     def __call__(self, table: pa.Table, name: str) -> TabularRows:
-        """Encode the rows of the file `name`. Raises UserError where its columns do not fit."""
+        """Encode the rows of the file `name`. Raises UserError if its columns do not fit."""
         columns = (self.label, *self.fields, *self.numeric)
         missing = [column for column in columns if column not in table.column_names]
         if missing:
@@ -107,22 +107,22 @@ class FieldEncoding:
 def parse_numbers(
     table: pa.Table, column: str, name: str, kind: pa.DataType
 ) -> npt.NDArray[np.floating]:
-    """A text column of the file `name` as numbers, NaN where empty.
+    """A text column of the file `name` as numbers, NaN if empty.
 
-    Raises UserError where a value is not a number.
+    Raises UserError if a value is not a number.
     """
     text = pc.if_else(pc.equal(table[column], ""), None, table[column])
     try:
         numbers: npt.NDArray[np.floating] = text.cast(kind).to_numpy().copy()
     except pa.ArrowInvalid as error:
-        raise UserError(f"{name}: column {column} has a value that is no number: {error}") from None
+        raise UserError(f"{name}: column {column} has a non-numeric value: {error}") from None
     return numbers
 
 
 def read_csv(folder: Path, name: str) -> pa.Table:
     """A CSV file with a header, every column as text.
 
-    Raises UserError where the file is absent or has no rows.
+    Raises UserError if the file is absent or has no rows.
     """
     path = folder / name
     if not path.is_file():
@@ -131,5 +131,5 @@ def read_csv(folder: Path, name: str) -> pa.Table:
     as_text = pc_csv.ConvertOptions(column_types=dict.fromkeys(header, pa.string()))
     table = pc_csv.read_csv(path, convert_options=as_text)
     if not len(table):
-        raise UserError(f"{path} has a header and no rows")
+        raise UserError(f"{path} has a header but no rows")
     return table

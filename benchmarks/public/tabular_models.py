@@ -1,4 +1,4 @@
-"""Models of plain tables: GEM's interaction modules, and peers trained and tuned the same way.
+"""Models of plain tables: GEM's interaction modules, and baselines trained and tuned equally.
 
 B rows, F categorical fields, M numbers, d embedding width, n embeddings per row.
 """
@@ -32,7 +32,7 @@ STREAMS = (DEFAULT_CONFIG, DEFAULT_CONFIG.model_copy(update={"interaction": "fin
 
 
 class TabularModel(BinaryClassifier):
-    """A sum of logits: a linear one, and one of each stream of interactions.
+    """A sum of logits: a linear logit, and one per interaction stream.
 
     Streams read the same embeddings but make different errors, unlike a deeper stack of one kind.
     """
@@ -64,7 +64,7 @@ class TabularModel(BinaryClassifier):
 
     @property
     def embeddings(self) -> list[Tensor]:
-        """Weights of single feature values, which memorise."""
+        """Weights of single feature values, which memorize."""
         return [self.table.weight, self.linear.weight]
 
     def forward(self, ids: Tensor, numbers: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ class TabularDataset:
 
 
 def read_dataset(folder: Path, label: str, numeric: Collection[str]) -> TabularDataset:
-    """The three files of a folder, encoded by train.csv. Raises UserError where they do not fit."""
+    """The three files of a folder, encoded by train.csv. Raises UserError if they do not fit."""
     tables = {name: read_csv(folder, f"{name}.csv") for name in ("train", "valid", "test")}
     encoding = FieldEncoding.from_train(tables["train"], label, numeric)
     rows = {name: encoding(table, f"{name}.csv") for name, table in tables.items()}
@@ -136,7 +136,7 @@ LIGHTGBM_PARAMS = {"objective": "binary", "learning_rate": 0.05, "num_leaves": 6
 def score_peers(
     dataset: TabularDataset, seeds: int
 ) -> Iterator[tuple[str, str, Sequence[BinaryMetrics]]]:
-    """Key, name and test metrics of each peer; no metrics where its package is absent."""
+    """Key, name and test metrics of each baseline; no metrics if its package is missing."""
     yield "lightgbm", "LightGBM, fields as categories", [lightgbm_score(dataset)]
     penalty, metrics = dataset.train_and_score(lambda: dataset.build_model(DCNV2_CONFIG), seeds)
     yield "dcnv2", f"DCNv2 of this project, penalty {penalty:g}", metrics
@@ -198,7 +198,7 @@ class FuxiCtrDCNv2(BinaryClassifier):
 
     @property
     def embeddings(self) -> list[Tensor]:
-        """Weights of single feature values, which memorise."""
+        """Weights of single feature values, which memorize."""
         return [self.table.weight]
 
     def forward(self, ids: Tensor, _numbers: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""Long, resumable studies of model quality; finished trainings are kept and not run again."""
+"""Long, resumable studies of model quality; results of finished trainings are kept and reused."""

@@ -1,8 +1,8 @@
 """`gemline bench ablation`: what each part of GEM contributes.
 
-A long study on simulated logs of three surfaces, resumed where it was stopped. Each row changes one
-thing of the default GEM, over several seeds: the difference of NE with an interval over users drawn
-with replacement, paired by impression. Model selection never uses these days.
+A long, resumable study on simulated logs of three surfaces. Each row changes one option of the
+default GEM, over several seeds: the difference of NE with a bootstrap interval over users, paired
+by impression. Model selection never uses these days.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,7 @@
-"""`gemline bench agreement`: whether small models rank changes of GEM as large ones do.
+"""`gemline bench agreement`: whether small models rank changes of GEM like large ones.
 
 The changes of `gemline bench ablation` at two scales: Kendall's tau between their differences of
-NE, with an interval over users drawn with replacement. Long, and resumed where it was stopped.
+NE, with a bootstrap interval over users. A long, resumable study.
 """
 
 from collections.abc import Sequence
@@ -97,7 +97,7 @@ def kendall_tau_interval(
 
 
 def kendall_tau(small_losses: "Floats", large_losses: "Floats") -> float:
-    """Kendall's tau between what each change adds to the default's loss (1 + changes) per scale."""
+    """Kendall's tau between the scales' loss differences from the default, of (1 + changes)."""
     from scipy.stats import kendalltau
 
     small_effects = small_losses[1:] - small_losses[0]

@@ -1,7 +1,7 @@
-"""`gemline bench calibration`: predictions over outcomes of rankers on real logs.
+"""`gemline bench calibration`: ratio of predictions to outcomes of rankers on real logs.
 
-Runs the pipeline on some days of KuaiRand up to its rankers, in `--work`, and resumes finished
-steps. Rankers are calibrated on the day before the one that is reported.
+Runs the pipeline on some days of KuaiRand up to its rankers, in `--work`, and skips finished
+steps. Rankers are calibrated on the day before the reported one.
 """
 
 from pathlib import Path
@@ -45,12 +45,12 @@ class CalibrationArgs(StrictModel):
 
 
 def bench(args: CalibrationArgs) -> None:
-    """Predictions over outcomes of each surface and objective on the last day."""
+    """Ratio of predictions to outcomes of each surface and objective on the last day."""
     from ranking.registry.ranker import latest_trained_pointer
     from training.evaluation.predictions import Predictions, evaluation_path
 
     if not args.data.is_dir():
-        raise UserError(f"--data {args.data} is no folder; KuaiRand's raw files are read from it")
+        raise UserError(f"--data {args.data} is not a folder; it must hold KuaiRand's raw files")
     spec = load_spec(KUAIRAND_SPEC)
     paths = PipelinePaths(KUAIRAND_SPEC, str(args.data.resolve()), str(args.work.resolve()))
     split = latest_mature_split(spec, *parse_date_range(DAYS))

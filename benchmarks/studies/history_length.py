@@ -1,8 +1,8 @@
 """`gemline bench history`: NE by length of history, on the simulator's bench data.
 
-GEM without history and with 32, 256 and 2,048 events, several seeds each, beside LightGBM on the
-same features and counters and the simulator's true probabilities. Hours on two cores: every
-finished run is kept in `--work`, and the study resumes from there. The table is saved to
+GEM without history and with 32, 256 and 2,048 events, several seeds each, compared with LightGBM on
+the same features and counters and with the simulator's true probabilities. Takes hours on two
+cores; finished runs are kept in `--work`, and the study resumes from them. The table is saved to
 benchmarks/results/history.json.
 """
 
@@ -62,8 +62,8 @@ def run_names(seeds: int) -> Iterator[str]:
 
 
 def ne_by_run(work: Path, names: Iterable[str]) -> dict[str, dict[str, float]]:
-    """NE by objective of each run; finished runs are read from their files."""
-    work = work.resolve()  # a step counts as finished for the paths that it was given
+    """NE by objective of each run; results of finished runs are read from files."""
+    work = work.resolve()  # step completion depends on the paths
     paths = PipelinePaths(SIMULATOR_SPEC, str(work / "raw"), str(work / "lake"))
     split = latest_mature_split(load_spec(SIMULATOR_SPEC), *parse_date_range(DAYS))
     prepare_tables(paths, split)
@@ -71,7 +71,7 @@ def ne_by_run(work: Path, names: Iterable[str]) -> dict[str, dict[str, float]]:
 
 
 def prepare_tables(paths: PipelinePaths, split: DaySplit) -> None:
-    """Simulate logs and build their tables, if that is not done yet."""
+    """Simulate logs and build their tables, if they are missing."""
     from etl.commands import SimulateArgs, simulate
 
     simulate(SimulateArgs(simulator=BENCH_SIMULATOR, out=Path(paths.raw)))
@@ -121,7 +121,7 @@ def predictions_of_run(lake: "Lake", raw: str, split: DaySplit, name: str) -> "P
 
 
 def test_rows(lake: "Lake", split: DaySplit) -> "Predictions":
-    """The rows of the test days with their labels, and probabilities that mean nothing."""
+    """The rows of the test days with their labels, and placeholder probabilities."""
     import torch
 
     from training.data.label_window import LabelWindow
@@ -138,7 +138,7 @@ def test_rows(lake: "Lake", split: DaySplit) -> "Predictions":
 
 
 def with_true_probabilities(rows: "Predictions", raw: str) -> "Predictions":
-    """The same rows with the probabilities that the simulator drew outcomes from."""
+    """The same rows with the simulator's true probabilities."""
     from ranking.report.data import true_probabilities
 
     truth = true_probabilities(rows, raw)

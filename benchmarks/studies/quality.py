@@ -1,4 +1,4 @@
-"""`gemline bench quality`: how far GEM closes the gaps to its bounds, on simulated and real logs.
+"""`gemline bench quality`: the quality of GEM relative to its bounds, on simulated and real logs.
 
 Long: the simulator's part is that of `gemline bench history` and uses its finished runs.
 """
@@ -29,7 +29,7 @@ class QualityArgs(HistoryArgs):
 
 
 def bench_quality(args: QualityArgs) -> None:
-    """`sim_gap_ratio` and `kuairand_click_gain`, beside what they are made of."""
+    """`sim_gap_ratio` and `kuairand_click_gain`, with their components."""
     result = BenchmarkResult("GEM's quality", COLUMNS)
     record_simulator_gap(args, result)
     record_kuairand_gain(args, result)
@@ -37,7 +37,7 @@ def bench_quality(args: QualityArgs) -> None:
 
 
 def record_simulator_gap(args: QualityArgs, result: BenchmarkResult) -> None:
-    """How much of LightGBM's distance to the true probabilities GEM leaves, click, all surfaces."""
+    """The distance of GEM's click NE to the true probabilities over LightGBM's, all surfaces."""
     gem_runs = [f"gem-{max(LENGTHS)}-{seed}" for seed in range(args.seeds)]
     ne = ne_by_run(args.work, ["bound", "lightgbm", *gem_runs])
     bound, lightgbm = ne["bound"]["click"], ne["lightgbm"]["click"]
@@ -51,10 +51,10 @@ def record_simulator_gap(args: QualityArgs, result: BenchmarkResult) -> None:
 
 
 def record_kuairand_gain(args: QualityArgs, result: BenchmarkResult) -> None:
-    """Click AUC of GEM on KuaiRand less that of LightGBM."""
+    """Click AUC of GEM on KuaiRand minus that of LightGBM."""
     key, goal = "kuairand_click_gain", ">= 0.008"
     if args.kuairand is None:
-        reason = "--kuairand names no folder"
+        reason = "--kuairand is not set"
         result.record(key, None, reason)
         result.rows.append((key, "", goal, reason))
         return

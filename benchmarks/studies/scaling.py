@@ -29,14 +29,14 @@ T_QUANTILE = 0.975
 
 
 class ScalingArgs(SplitArgs, TrainConfig):
-    """Days, the configuration that all models share, and what is measured."""
+    """Days, the configuration of all models, and the measured objective."""
 
     objective: Annotated[str, tyro.conf.arg(help="objective whose NE is measured")]
     seeds: Annotated[int, tyro.conf.arg(help="trainings of each model and size")] = 1
 
 
 def bench_scaling(args: ScalingArgs) -> None:
-    """NE against FLOPs of an example: GEM, plain Wukong and HSTU in six sizes (long; resumable)."""
+    """NE against FLOPs per example: GEM, plain Wukong and HSTU in six sizes (long; resumable)."""
     from benchmarks.studies.trials import TrialRunner
     from training.trainer.step import per_objective
 

@@ -1,7 +1,7 @@
 """Training of the studies' students, with a control: a shuffled teacher.
 
-A student with a shuffled teacher learns what GEM knows of other impressions, users and items. It
-should gain nothing; what it gains is not knowledge of GEM.
+A shuffled teacher gives a student the teacher predictions of other impressions, users and items.
+Any gain of such a student does not come from the information in GEM.
 """
 
 from copy import copy
@@ -64,7 +64,7 @@ def train_domain(lake: Lake, name: str, split: DaySplit, config: StudentTrainCon
 
 
 def shuffle_predictions(teacher: TeacherPredictions, seed: int) -> TeacherPredictions:
-    """Each impression with the prediction of the same GEM version for another impression."""
+    """Give each impression the prediction of the same GEM version for another impression."""
     permutation = np.random.default_rng(seed).permutation(len(teacher.impression_ids))
     target = np.argsort(teacher.version_index, kind="stable")
     source = permutation[np.argsort(teacher.version_index[permutation], kind="stable")]
@@ -75,7 +75,7 @@ def shuffle_predictions(teacher: TeacherPredictions, seed: int) -> TeacherPredic
 
 
 def shuffle_embeddings(embeddings: TeacherEmbeddings, seed: int) -> TeacherEmbeddings:
-    """Each impression with the teacher embedding of another one."""
+    """Give each impression the teacher embedding of another one."""
     permutation = np.random.default_rng(seed).permutation(len(embeddings.embedding_int4))
     return replace(embeddings, embedding_int4=embeddings.embedding_int4[permutation])
 
@@ -96,5 +96,5 @@ def _shuffles_teacher(config: StudentTrainConfig) -> bool:
 
 def _shares_tables(config: DistillationConfig) -> bool:
     if config.warm_start_from == "domain":
-        return False  # the domain's model was trained as a control itself
+        return False  # the domain's model is already a control
     return config.shared_modules is None or "tables" in config.shared_modules

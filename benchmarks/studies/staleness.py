@@ -1,8 +1,8 @@
-"""`gemline bench staleness`: what students gain from an outdated GEM.
+"""`gemline bench staleness`: the gain of students from an outdated GEM.
 
-Students of the bench data are trained on the same newest days each time, with the outputs of GEMs
-that are some days older than necessary. Long: every finished training is kept in `--work`, and the
-study resumes from there. The table is saved to benchmarks/results/staleness.json.
+Students of the bench data are trained on the same most recent days, with the outputs of GEMs that
+are some days older than necessary. A long study; results of finished trainings are kept in
+`--work`, and the study resumes from them. The table is saved to benchmarks/results/staleness.json.
 """
 
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from etl.tables.lake import Lake
     from training.evaluation.bootstrap import ConfidenceInterval
 
-TRAINING_DAYS = 3  # of students; each day has a GEM with the lag that is measured
+TRAINING_DAYS = 3  # training days of students, each with a GEM of the measured lag
 MAX_TEACHER_LAG_DAYS = 7
 
 
@@ -38,7 +38,7 @@ class StalenessArgs(StrictModel):
 
 @dataclass(frozen=True)
 class TransferGain:
-    """NE by objective of a student that learns from an older GEM, less that of labels alone."""
+    """NE by objective of a student that learns from an older GEM, minus that of labels only."""
 
     teacher_lag_days: int
     student: str
@@ -51,7 +51,7 @@ class TransferGain:
 
 
 def bench(args: StalenessArgs) -> None:
-    """What students gain from GEMs that are 0 to 7 days old, their own days fixed (long)."""
+    """Gains of students from GEMs of age 0 to 7 days, on fixed training days (long)."""
     from benchmarks.studies.student_trials import TransferTrials
 
     trials = TransferTrials.of(args.work)
@@ -86,7 +86,7 @@ def bench(args: StalenessArgs) -> None:
 def gains_at_lag(
     trials: "TransferTrials", teacher_lag_days: int, seeds: int
 ) -> "list[TransferGain]":
-    """Gains of each kind of student; none where a training day would have no GEM."""
+    """Gains of each kind of student; empty if a training day has no GEM."""
     from benchmarks.studies.student_trials import LABELS_ONLY_CHANGE
     from training.evaluation.bootstrap import paired_ne_difference
 
@@ -113,7 +113,7 @@ def gains_at_lag(
 
 
 def _student_kinds(trials: "TransferTrials", has_controls: bool) -> "dict[str, TrainingChange]":
-    """How students learn; shuffled controls know nothing of GEM, so one age is enough for them."""
+    """Options of distillation; shuffled controls do not depend on GEM, so one age suffices."""
     from benchmarks.studies.student_trials import transfer_change
 
     plain = {"kind": "plain", "weight": trials.distillation_weight}
@@ -133,7 +133,7 @@ def _student_kinds(trials: "TransferTrials", has_controls: bool) -> "dict[str, T
 
 
 def with_older_teacher(trials: "TransferTrials", teacher_lag_days: int) -> "TransferTrials":
-    """The same trials with teacher outputs of GEMs that are so many days older."""
+    """The same trials with teacher outputs of GEMs that are `teacher_lag_days` older."""
     from benchmarks.studies.trials import symlinked_lake
     from training.distributed.process_group import process_group
     from training.teacher.outputs import write_teacher_outputs
@@ -153,7 +153,7 @@ def with_older_teacher(trials: "TransferTrials", teacher_lag_days: int) -> "Tran
 
 
 def teacher_ages(lake: "Lake", days: "tuple[date, date]") -> set[int]:
-    """Days from GEM's last training day to the days that it predicts; 0 where a day is missing."""
+    """Days from GEM's last training day to the days that it predicts; 0 if a day is missing."""
     from etl.tables import arrow, schemas
 
     stored = arrow.snapshot(lake, schemas.teacher_predictions(lake.spec))

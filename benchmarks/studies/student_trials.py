@@ -1,4 +1,4 @@
-"""Trainings of students of one size that learn from GEM in several ways, each run once and kept.
+"""Trainings of students of one size with several distillation options, each run once and kept.
 
 Also the cost of the models of the study: FLOPs per example, forward and backward.
 """
@@ -49,18 +49,18 @@ from training.teacher.embeddings import TeacherEmbeddings, load_teacher_embeddin
 from training.teacher.outputs import write_teacher_outputs
 from training.trainer import checkpoint
 from training.trainer.throughput import measure_cost
-from training.trainer.trainer import load_gem, train_days
+from training.trainer.trainer import load_train_state, train_days
 
 TrainingChange = Mapping[str, Any]  # fields of StudentTrainConfig
 SELECTION_SEED = 1007
-SELECTION_DAYS_EARLIER = 2  # days by which hyperparameters are selected before the reported days
+SELECTION_DAYS_EARLIER = 2  # days from selection of hyperparameters to the reported days
 CANDIDATE_WEIGHTS = (0.3, 1.0, 3.0)
 BATCH_ROWS = 2048
 TEACHER_HISTORY_LENGTH = 32
 
 
 def transfer_change(**options: object) -> TrainingChange:
-    """Options of distillation; every way to learn from GEM that is not named is off."""
+    """Options of distillation; options that are not given are off."""
     off = {"gradient_ratio": 1.0, "use_adapter": False, "shared_modules": ()}
     return {"distillation": off | options}
 
@@ -70,7 +70,7 @@ LABELS_ONLY_CHANGE = transfer_change(kind="none")
 
 @dataclass(frozen=True)
 class TransferTrials:
-    """The lake of the bench data, with a GEM that was trained day by day and its outputs."""
+    """The lake of the bench data, with a GEM trained day by day, and its outputs."""
 
     lake: Lake
     raw_logs: str
@@ -127,7 +127,7 @@ class TransferTrials:
         }
 
     def variants(self) -> dict[str, TrainingChange]:
-        """All ways to learn from GEM, one by one and together, each with its shuffled control."""
+        """All distillation options, separately and combined, each with a shuffled control."""
         plain = {"kind": "plain", "weight": self.distillation_weight}
         head = {"kind": "auxiliary", "gradient_ratio": self.auxiliary_gradient_ratio}
         adapted = {**head, "use_adapter": True}
@@ -175,7 +175,7 @@ class TransferTrials:
     def worst_calibration(self, predictions: Sequence[Predictions]) -> float:
         """The largest |predictions / true probabilities - 1| of a surface and objective.
 
-        Each is a mean over the given predictions (seeds). NaN where the logs have no probabilities.
+        Each is a mean over the given predictions (seeds). NaN if the logs have no probabilities.
         """
         errors = []
         for p in predictions:
@@ -217,7 +217,7 @@ class TransferTrials:
 
     def _predict_gem(self) -> Predictions:
         lake, split = self.lake, self.split
-        state, reader = load_gem(lake, split.train_last)
+        state, reader = load_train_state(lake, split.train_last)
 
         def predict_days(first: date, last: date, window: LabelWindow) -> Predictions:
             days = list(date_range(first, last))
@@ -244,7 +244,7 @@ class TransferTrials:
 
 
 def link_lake_with_gem(lake: Lake, folder: Path) -> Lake:
-    """A lake of links to everything in another one, but to GEM alone of its models."""
+    """A lake of links to another lake, without its models except for GEM."""
     targets = {path.name: path for path in Path(lake.root).iterdir() if path.name != "models"}
     targets["models/gem"] = Path(lake.root, "models", "gem")
     (folder / "models").mkdir(parents=True, exist_ok=True)
@@ -277,10 +277,10 @@ def mflop_per_example(trials: TransferTrials) -> dict[str, float]:
     )
     mflop = {}
     with process_group():
-        gem, _ = load_gem(lake, split.train_last)
+        gem, _ = load_train_state(lake, split.train_last)
         mflop["gem"] = measure_cost(gem, batch).flops_per_example / 1e6
     for name, config in configs.items():
         model = new_student(reader, config, len(reader.items), TeacherEmbeddings.empty())
         forward_flops = count_flops(partial(model.logits, batch))
-        mflop[name] = 3 * forward_flops / len(batch) / 1e6  # a backward pass costs two forward
+        mflop[name] = 3 * forward_flops / len(batch) / 1e6  # with the backward pass
     return mflop

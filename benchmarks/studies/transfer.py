@@ -1,9 +1,9 @@
-"""`gemline bench transfer`: how much of GEM's gain over labels alone reaches the students.
+"""`gemline bench transfer`: the share of GEM's gain over labels only that students reach.
 
-Students of one size on all surfaces of the simulator's bench data. Long: every finished training is
-kept in `--work`, and the study resumes from there. Hyperparameters, the weight of plain
-distillation and the ratio of the auxiliary head's gradient, are selected on days before those
-reported. The table is saved to benchmarks/results/transfer.json.
+Students of one size on all surfaces of the simulator's bench data. A long study; results of
+finished trainings are kept in `--work`, and the study resumes from them. Hyperparameters (the
+weight of plain distillation and the gradient ratio of the auxiliary head) are selected on days
+before the reported ones. The table is saved to benchmarks/results/transfer.json.
 """
 
 import re
@@ -32,13 +32,13 @@ class TransferArgs(StrictModel):
     work: Annotated[Path, tyro.conf.arg(help="folder of `gemline bench history`")]
     seeds: int = Field(default=5, ge=1)
     part: Annotated[
-        str, tyro.conf.arg(help="run only a part of the missing trainings, 1/2 or 2/2, and stop")
+        str, tyro.conf.arg(help="run only a part of the missing trainings and stop: 1/2 or 2/2")
     ] = "1/1"
     as_json: Annotated[bool, tyro.conf.arg(name="json", help="one line of JSON last")] = False
 
     @property
     def part_number(self) -> tuple[int, int]:
-        """Number of the part, from 1, and of all parts. Raises UserError if it is neither."""
+        """The part, from 1, and the number of parts. Raises UserError if the text is not valid."""
         match = re.fullmatch(r"(\d+)/(\d+)", self.part)
         number, parts = map(int, match.groups()) if match else (0, 0)
         if not 1 <= number <= parts:
@@ -66,7 +66,7 @@ def bench(args: TransferArgs) -> None:
     ratios = transfer_ratios(predictions, trials.gem_predictions(), trials.objectives)
     result = result_table(ratios, trials)
     worst = trials.worst_calibration(predictions[BEST_VARIANT])
-    result.record("calibration_worst", worst, "the logs tell no true probabilities")
+    result.record("calibration_worst", worst, "the logs have no true probabilities")
     result.show(args.as_json)
     command = f"gemline bench transfer --work work/bench --seeds {args.seeds}"
     result.save_study(RESULTS / "transfer.json", command)
@@ -81,7 +81,7 @@ def result_table(ratios: "TransferRatios", trials: "TransferTrials") -> Benchmar
         intervals = (ratios.share_of_gem_gain.get(name), ratios.ratio_to_plain.get(name))
         cells = [f"{i.value:.2f} [{i.low:.2f}, {i.high:.2f}]" if i else "" for i in intervals]
         result.rows.append((name, *(f"{x:.4f}" for x in ne), *cells))
-    reason = "the interval of what it is divided by holds zero"
+    reason = "the interval of the denominator contains zero"
     share = ratios.share_of_gem_gain.get(BEST_VARIANT)
     to_plain = ratios.ratio_to_plain.get(BEST_VARIANT)
     result.record("transfer_ratio_to_plain", to_plain.value if to_plain else None, reason)

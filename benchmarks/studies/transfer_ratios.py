@@ -1,4 +1,4 @@
-"""Transfer ratios: a student's share of GEM's gain over labels alone, and that over plain's.
+"""Transfer ratios: a student's share of GEM's gain over labels only, and its ratio to plain's.
 
 U users, D draws of users, M models.
 """
@@ -21,7 +21,7 @@ Floats = npt.NDArray[np.float64]
 class TransferRatios:
     """NE by objective of each model; shares of GEM's gain, and ratios to plain distillation's gain.
 
-    A ratio is None where the interval of its denominator holds zero.
+    A ratio is None if the interval of its denominator contains zero.
     """
 
     ne: dict[str, list[float]]
@@ -32,7 +32,7 @@ class TransferRatios:
 def transfer_ratios(
     predictions: Mapping[str, Sequence[Predictions]], gem: Predictions, objectives: Sequence[str]
 ) -> TransferRatios:
-    """Means over seeds; intervals over users drawn with replacement, the same for all models."""
+    """Means over seeds; bootstrap intervals over users, with the same draws for all models."""
     models = {**predictions, GEM: [gem]}
     names = list(models)
     users = np.unique(gem.user_hashes)
@@ -77,7 +77,7 @@ def weighted_ne(
     for seeds in models.values():
         losses = []
         for p in seeds:
-            assert (p.impression_ids == first.impression_ids).all(), "the models saw other rows"
+            assert (p.impression_ids == first.impression_ids).all(), "predictions of different rows"
             predicted = np.clip(p.probabilities[rows, column], 1e-12, 1 - 1e-12)
             likelihood = np.where(labels > 0, predicted, 1 - predicted)
             losses.append(weighted_sum(-np.log(likelihood)))
@@ -86,7 +86,7 @@ def weighted_ne(
 
 
 def ratio_interval(gain: Floats, denominator: Floats) -> ConfidenceInterval | None:
-    """The ratio of two gains (D), and its 95 % interval; None if the denominator's holds zero.
+    """The ratio of two gains (D), and its 95 % interval; None if the denominator's contains zero.
 
     The first draw is the point estimate: all users, once each.
     """

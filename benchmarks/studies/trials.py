@@ -21,7 +21,7 @@ from training.data.sampling import Shuffle
 from training.distributed.process_group import process_group
 from training.evaluation.predictions import Predictions, concat_predictions
 from training.trainer.throughput import measure_cost
-from training.trainer.trainer import load_gem, predict_test, train_days
+from training.trainer.trainer import load_train_state, predict_test, train_days
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class TrialRunner:
     """Trainings on the days of a split; `folder` keeps the results of finished ones.
 
     A trial is identified by its configuration, the table versions and the split: it is run again
-    when one of them changes, but not when the code does.
+    if one of them changes, but not if the code changes.
     """
 
     lake: Lake
@@ -57,7 +57,7 @@ class TrialRunner:
         return Trial(Predictions.read(path, self.split), flops)
 
     def gem_per_surface(self, config: TrainConfig) -> Predictions:
-        """A GEM for each surface that has ads, trained on its rows alone."""
+        """A GEM for each surface that has ads, trained only on its rows."""
         surfaces = self.lake.spec.ad_surfaces
         parts = [self.gem(config.model_copy(update={"surface": s})).predictions for s in surfaces]
         return concat_predictions(parts).sorted_by_impression()
@@ -113,7 +113,7 @@ MODEL_OUTPUTS = {
 def symlinked_lake(lake: Lake, folder: Path) -> Lake:
     """A lake of the same tables in another folder, by links, without the outputs of models.
 
-    Raises UserError where the tables are not on this machine.
+    Raises UserError if the tables are not on this machine.
     """
     if "://" in lake.root:
         raise UserError(f"{lake.root} is not a folder: studies need tables on this machine")
@@ -126,6 +126,6 @@ def symlinked_lake(lake: Lake, folder: Path) -> Lake:
 
 def flops_per_example(lake: Lake, day: date, config: TrainConfig) -> float:
     """FLOPs per example on the first batch of a day, of the GEM that was trained up to it."""
-    state, reader = load_gem(lake, day)
+    state, reader = load_train_state(lake, day)
     batches = reader.batches([day], ALL_LABELS, config.batch_rows, Shuffle(0))
     return measure_cost(state, next(iter(batches))).flops_per_example

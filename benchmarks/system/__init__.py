@@ -1,1 +1,1 @@
-"""Benchmarks of throughput, latency, storage and recovery, beside an alternative or a limit."""
+"""Benchmarks of throughput, latency, storage and recovery, compared with alternatives or limits."""

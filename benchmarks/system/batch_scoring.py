@@ -1,4 +1,4 @@
-"""Batch scoring on Spark on one core, beside the exported programs alone."""
+"""Batch scoring on Spark on one core, compared with the exported programs alone."""
 
 import os
 import shutil
@@ -49,7 +49,7 @@ def measure_batch_scoring(args: ServingArgs, result: BenchmarkResult) -> None:
 
 
 def program_rows_per_second(scorer: Scorer) -> float:
-    """Rows per second of the programs on batches whose inputs were built before."""
+    """Rows per second of the programs on batches with inputs built in advance."""
     reader, ranker = scorer.input_builder.reader, scorer.ranker
     batches = reader.batches(reader.days(), ALL_LABELS, SCORE_ROWS, Shuffle(None))
     inputs = [scorer.input_builder(batch) for batch in islice(batches, PROGRAM_BATCHES)]

@@ -31,11 +31,11 @@ from etl.tables.lake import Lake
 from etl.tables.schemas import table_registry
 
 PARSE_ROUNDS = 3
-FIRST, LAST = date(2026, 1, 1), date(2026, 1, 7)  # of the backfill
+FIRST, LAST = date(2026, 1, 1), date(2026, 1, 7)  # days of the backfill
 INCREMENT_OVERRIDES = {"days": 2, "users": 3000}
-PREVIOUS_DAY, DAY = "2026-01-01", "2026-01-02"  # of the increment
+PREVIOUS_DAY, DAY = "2026-01-01", "2026-01-02"  # days of the incremental run
 SCALE_FLAGS = ("--scale", "base")
-MIN_STEP_SECONDS = 300  # seconds of training steps for a meaningful share
+MIN_STEP_SECONDS = 300  # minimum time of training steps to measure a share
 TIMELINE_PATTERN = re.compile(r"effective training time .*")
 PARSE_SCRIPT = """
 import time
@@ -113,8 +113,7 @@ def run_days(paths: PipelinePaths, first: date, last: date) -> None:
 def has_same_rows(left: Lake, right: Lake, name: str) -> bool:
     """Whether a table has the same rows in both lakes, in any order.
 
-    `history_version` is ignored: it counts how often the table that an example points into was
-    written.
+    `history_version` is ignored, because it counts the writes of the history table.
     """
     schema = table_registry(left.spec)[name]
     left_rows, right_rows = (
@@ -129,7 +128,7 @@ def _comparable_rows(table: pa.Table) -> list[str]:
 
 
 def measure_increment(result: BenchmarkResult) -> None:
-    """`effective_training_time` of a day on top of the day before, by its printed timeline."""
+    """`effective_training_time` of a day after the day before, from its printed timeline."""
     os.environ.setdefault("GEMLINE_SPARK_MASTER", "local[2]")
     with tempfile.TemporaryDirectory() as work:
         paths = pipeline_paths_in(work)

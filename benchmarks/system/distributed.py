@@ -1,4 +1,4 @@
-"""Distributed training: load balance between processes, and 2D beside 1D table parallelism.
+"""Distributed training: load balance between processes, and 2D compared with 1D table parallelism.
 
 Load balance is the cost of a step's busiest process over the mean of eight, on requests of uneven
 users: 1 to 8 rows and histories of up to 2,048 events by a power law. Before: batches in the order
@@ -53,13 +53,13 @@ Int64 = npt.NDArray[np.int64]
 
 
 def measure_load_balance(result: BenchmarkResult) -> None:
-    """`load_balance_before`, `load_balance_after`: the busiest over the mean, mean of all steps."""
+    """`load_balance_before`, `load_balance_after`: busiest over mean cost, averaged over steps."""
     costs = [_batch_costs(seed) for seed in range(BALANCED_PROCESSES)]
     before, after = (_max_over_mean(by_process) for by_process in zip(*costs, strict=True))
     result.record("load_balance_before", before, "")
     result.record("load_balance_after", after, "")
     result.rows.append(
-        ("busiest of 8 processes / mean", f"{after:.3f}", f"{before:.3f} as they come", "", "1")
+        ("busiest of 8 processes / mean", f"{after:.3f}", f"{before:.3f} unbalanced", "", "1")
     )
 
 
@@ -95,7 +95,7 @@ def measure_2d_parallelism(result: BenchmarkResult) -> None:
         outputs = [
             torch.load(Path(work, f"{rank}.pt"), weights_only=True) for rank in range(WORKERS)
         ]
-    losses: dict[str, list[float]] = outputs[0]["loss"]  # by seed; all workers have the same
+    losses: dict[str, list[float]] = outputs[0]["loss"]  # losses by seed, the same on all workers
     loss_1d, loss_2d = mean(losses["1D"]), mean(losses["2D"])
     difference = loss_2d - loss_1d
     noise = 2 * (sum(stdev(by_seed) ** 2 for by_seed in losses.values()) / SEEDS) ** 0.5

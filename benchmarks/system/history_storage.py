@@ -1,4 +1,4 @@
-"""Packed histories and pointers, beside lists of events copied into every example.
+"""Packed histories and pointers, compared with event lists copied into every example.
 
 Measures their size on disk, and the CPU time to read a user's last events for each example.
 """
@@ -19,7 +19,7 @@ from features.history.compact import compact_users
 from features.ragged import concat_ranges
 from training.data.histories import histories_from_table
 
-MAX_LIST_EVENTS = 1000  # events of a copied list
+MAX_LIST_EVENTS = 1000  # maximum length of a copied list
 ZSTD = {"compression": "zstd", "compression_level": 3}
 BATCH_ROWS = 1024
 KEY_COUNT = 11
@@ -96,7 +96,7 @@ def example_pointers(log: SyntheticEvents, by_user: Int64) -> pa.Table:
 
 
 def history_bounds(log: SyntheticEvents, by_user: Int64) -> tuple[Int64, Int64]:
-    """Begin and end of the history of each event among the events by user."""
+    """Start and end of each event's history among the events by user."""
     span = 2 * DAYS * DAY
     position = log.user * span + log.seconds - START
     ordered = position[by_user]

@@ -1,7 +1,7 @@
-"""The as-of join and point-in-time counters, beside other ways to compute the same.
+"""The as-of join and point-in-time counters, compared with alternative implementations.
 
 As-of joins: Spark's range join, two joins, DuckDB and Polars. Counters: Spark's range windows. All
-must give the same sums.
+must return the same sums.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ ColumnSums = tuple[int, ...]
 def measure_asof_join(
     result: BenchmarkResult, work: Path, events: int = 2_000_000, users: int = 20_000
 ) -> None:
-    """`asof_ratio`, beside Spark's range join, and ratios beside the other ways."""
+    """`asof_ratio` to Spark's range join, and ratios to the other implementations."""
     _time_spark_joins(work, events // 10, users // 10, 1)  # warm-up
     seconds, sums = _time_spark_joins(work, events, users, 2)
     single_process = _single_process_joins(work, sums)
@@ -53,7 +53,7 @@ def measure_asof_join(
 def _time_spark_joins(
     work: Path, events: int, users: int, rounds: int
 ) -> tuple[dict[str, float], ColumnSums]:
-    """Median seconds of each join, and the column sums that all of them give."""
+    """Median seconds of each join, and their common column sums."""
     impressions, rows = _write_join_inputs(work, events, users)
     sums: dict[str, ColumnSums] = {}
 
@@ -73,7 +73,7 @@ def _write_join_inputs(work: Path, events: int, users: int) -> tuple[DataFrame, 
     """Impressions and other events, as files and as data frames."""
     log = generate_events(events, users)
     is_impression = log.type == IMPRESSION
-    # One row per user and second: with ties there would be several right answers.
+    # One row per user and second: ties would have several correct results.
     _, first = np.unique(np.stack((log.user, log.seconds)), axis=1, return_index=True)
     rows = np.intersect1d(np.flatnonzero(~is_impression), first)
     impressions = pa.table({
@@ -94,13 +94,13 @@ def _write_join_inputs(work: Path, events: int, users: int) -> tuple[DataFrame, 
 
 
 def range_join(impressions: DataFrame, rows: DataFrame) -> DataFrame:
-    """Join all earlier rows of the key, then keep the newest."""
+    """Join all earlier rows of the key, then keep the latest one."""
     newest = F.max_by(F.col("r.row"), F.col("r.ts")).alias("row")
     return _earlier_pairs(impressions, rows).groupBy("impression_id").agg(newest)
 
 
 def two_joins(impressions: DataFrame, rows: DataFrame) -> DataFrame:
-    """The newest time by a range join, then its row by another; times of a key must be unique."""
+    """The latest time by a range join, then its row by another; times of a key must be unique."""
     newest = (
         _earlier_pairs(impressions, rows)
         .groupBy("impression_id", "a.user")
@@ -123,7 +123,7 @@ SPARK_JOINS: dict[str, Callable[[DataFrame, DataFrame], DataFrame]] = {
 
 
 def _single_process_joins(work: Path, expected: ColumnSums) -> dict[str, Callable[[], None]]:
-    """DuckDB's and Polars' own as-of joins of the same files, on as many cores."""
+    """DuckDB's and Polars' own as-of joins of the same files, on the same number of cores."""
     import duckdb
     import polars as pl
 
@@ -150,7 +150,7 @@ def _single_process_joins(work: Path, expected: ColumnSums) -> dict[str, Callabl
 def measure_counters(
     result: BenchmarkResult, work: Path, events: int = 30_000, users: int = 500
 ) -> None:
-    """`counter_ratio`, beside Spark's range windows."""
+    """`counter_ratio` to Spark's range windows."""
     counter_spec = CounterSpec.model_validate({"windows": WINDOWS, "events": EVENTS, "keys": KEYS})
     spec = load_spec(SIMULATOR_SPEC).model_copy(update={"counters": counter_spec})
     columns = [counter.column for counter in counters(spec)]
@@ -176,7 +176,7 @@ def measure_counters(
     result.record("counter_ratio", ratio, "")
     result.rows.append(
         (
-            f"{len(columns)} counters, {events:,} events, each seventh an impression",
+            f"{len(columns)} counters, {events:,} events, every seventh an impression",
             f"{seconds['ours']:.1f} s",
             f"{seconds['windows']:.1f} s range windows",
             f"{ratio:.1f}",

@@ -1,4 +1,4 @@
-"""`gemline bench kills`: a pipeline that is killed at random times and started again each time."""
+"""`gemline bench kills`: a pipeline that is repeatedly killed at random times and restarted."""
 
 import os
 import random
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from etl.tables.lake import Lake
 
 DAYS = "2026-01-01:2026-01-07"
-MIN_DELAY_SECONDS, MAX_DELAY_SECONDS = 4.0, 25.0  # from a start to its kill
+MIN_DELAY_SECONDS, MAX_DELAY_SECONDS = 4.0, 25.0  # from start to kill
 
 
 class KillsBenchArgs(StrictModel):
     """Arguments of the benchmark."""
 
     kills: Annotated[int, tyro.conf.arg(help="number of kills")] = 20
-    seed: Annotated[int, tyro.conf.arg(help="seed of their times")] = 0
+    seed: Annotated[int, tyro.conf.arg(help="seed of the kill times")] = 0
     as_json: Annotated[bool, tyro.conf.arg(name="json", help="one line of JSON last")] = False
 
 
 def bench(args: KillsBenchArgs) -> None:
-    """Tables and predictions after many kills beside those of a pipeline that was left alone."""
+    """Compare tables and predictions after many kills with those of an uninterrupted pipeline."""
     from etl.tables.lake import Lake
 
     rng, spec = random.Random(args.seed), load_spec(SIMULATOR_SPEC)  # noqa: S311
@@ -50,7 +50,7 @@ def bench(args: KillsBenchArgs) -> None:
             kills += _start_and_kill(killed, raw, delay)
         _run_to_completion(killed, raw)
         different = differing_outputs(alone, killed)
-    result = BenchmarkResult("Kills", ("what", "ours", "beside", "goal"))
+    result = BenchmarkResult("Kills", ("what", "ours", "baseline", "goal"))
     result.figures["kills_survived"] = kills if not different else 0
     outcome = "all tables and predictions equal"
     if different:
@@ -60,7 +60,7 @@ def bench(args: KillsBenchArgs) -> None:
 
 
 def differing_outputs(one: "Lake", other: "Lake") -> list[str]:
-    """Tables and files of predictions that are not the same."""
+    """Tables and prediction files that differ."""
     from benchmarks.system.daily_runs import has_same_rows
     from etl.tables.schemas import table_registry
 

@@ -1,10 +1,11 @@
-"""Training throughput of Wukong and of stacks of sequence layers, beside the machine's roofline.
+"""Training throughput of Wukong and of sequence layers, compared with the machine's roofline.
 
 Wukong: 26 fields with a table each and two layers, trained with the trainer's own parts.
 
 Sequence layers: stacks on eight long histories. SiLU is HSTU's layer, without a feed-forward
-network; softmax has one of width 64. Windowed layers attend to their own chunk of 64 events and the
-one before; the pyramid's second level keeps the last 128 events and one of every four before them.
+network; softmax has one of width 64. In windowed layers an event attends to its chunk of 64
+events and the previous one; the second pyramid level keeps the last 128 events and pools older ones
+by four.
 """
 
 import itertools
@@ -98,7 +99,7 @@ def make_wukong_step(input_dependent_projection: bool) -> StepFunction:
 
 
 class LayerStack(nn.Module):
-    """Layers of one kind, one after the other."""
+    """A stack of equal layers."""
 
     def __init__(self, layer: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -131,7 +132,7 @@ class Pyramid(nn.Module):
 
 
 def layer_stacks() -> dict[str, nn.Module]:
-    """The stacks that are measured, by the prefix of their figure."""
+    """The measured stacks, by metric prefix."""
     return {
         "": LayerStack(lambda: HstuLayer(WIDTH, HEADS, None, max(HISTORY_LENGTHS))),
         "softmax_": LayerStack(lambda: TransformerLayer(WIDTH, HEADS, None, WIDTH)),

@@ -1,7 +1,7 @@
 """Online features: the cost of counters with many recent events, and consistency with tables.
 
 The cost of one event and one ranking is compared between a store with millions of events in the
-current hour and one with none, in CPU time: waiting for the disk would hide the difference.
+current hour and one with none, in CPU time, because disk waits would hide the difference.
 Consistency replays logged requests and compares what the store returns with `examples`.
 """
 
@@ -92,7 +92,7 @@ def insert_events(store: FeatureStore, requests: Sequence[RankRequest], surface:
     type_ = rng.integers(0, len(counters.event_codes), EVENTS)
     for table, records in counters.build_records(key_values, second, type_):
         with store.write_transaction() as txn:
-            if table == COUNTER_LEVELS[0].table:  # a record of hours: append to the earlier ones
+            if table == COUNTER_LEVELS[0].table:  # append to the earlier hours
                 txn.put_many(table, [(key, txn.get(table, key) + rows) for key, rows in records])
             else:
                 txn.put_many(table, records)
@@ -133,8 +133,8 @@ def add_cost_rows(empty: CpuSeconds, filled: CpuSeconds, result: BenchmarkResult
     result.rows += [
         (
             f"an event and a ranking, {EVENTS:,} events this hour",
-            f"{total_filled:.1f} ms, {total_filled / total_empty:.2f} times none",
-            f"{total_empty:.1f} ms with none",
+            f"{total_filled:.1f} ms, {total_filled / total_empty:.2f} times the empty store",
+            f"{total_empty:.1f} ms with the empty store",
             "<= 1.2 times",
         ),
         (
@@ -151,7 +151,7 @@ def add_cost_rows(empty: CpuSeconds, filled: CpuSeconds, result: BenchmarkResult
 
 
 def measure_online_offline(args: ServingArgs, result: BenchmarkResult) -> None:
-    """`online_offline_differences` in the requests of a day, and of earlier days until enough."""
+    """`online_offline_differences` in the requests of a day, and of earlier days if needed."""
     lake = args.open_lake()
     manifest = read_manifest(live_version(lake.root, args.surface))
     reports = list(
@@ -160,7 +160,7 @@ def measure_online_offline(args: ServingArgs, result: BenchmarkResult) -> None:
     differences = sum(len(report.mismatches) for report in reports)
     requests = sum(report.num_requests for report in reports)
     compared = f"{requests:,} requests of {len(reports)} days"
-    result.rows.append(("live against tables", f"{differences} differences", compared, "0"))
+    result.rows.append(("online against tables", f"{differences} differences", compared, "0"))
     reason = f"no request before {args.day} or on it has a day before it"
     result.record("online_offline_differences", differences if requests else None, reason)
     result.figures["online_offline_requests"] = requests

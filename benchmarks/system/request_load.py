@@ -1,7 +1,7 @@
 """The ranking service under load, and requests sampled from a lake's users and items.
 
 The load is open-loop: requests arrive as a Poisson process, whether or not earlier ones were
-answered. Each is sent on a connection of its own, so that any free worker can take it.
+answered. Each is sent on its own connection, so that any free worker can accept it.
 """
 
 import asyncio
@@ -73,8 +73,8 @@ def measure_service_load(args: ServingArgs, result: BenchmarkResult) -> None:
         service.wait(60)
     result.rows += [
         ("service, two workers", f"{capacity:.0f} requests/s", f"{CANDIDATES} candidates each", ""),
-        ("at 80 % of that", summarize_responses(normal), "", "p99 <= 50 ms, no errors"),
-        ("at 300 %", summarize_responses(overload), "", "stays up"),
+        ("at 80 % of capacity", summarize_responses(normal), "", "p99 <= 50 ms, no errors"),
+        ("at 300 % of capacity", summarize_responses(overload), "", "stays up"),
     ]
     successful = [seconds for status, seconds in normal if status == 200]
     result.record("service_capacity", capacity, "")
@@ -120,7 +120,7 @@ def encode_request(method: str, route: str, body: object = None) -> bytes:
 
 @dataclass(frozen=True)
 class LoadClient:
-    """Sends encoded requests, each on a connection of its own."""
+    """Sends encoded requests, each on its own connection."""
 
     port: int
     requests: Sequence[bytes]

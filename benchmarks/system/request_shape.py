@@ -1,4 +1,4 @@
-"""Request-shaped training, where a request's history is encoded once, beside once per row.
+"""Request-shaped training, which encodes a history once per request instead of once per row.
 
 A GEM of the simulator's features with a tiny interaction part and two sequence layers over 200
 events, on random batches, so that the ratio shows what sharing the history saves.
@@ -52,7 +52,7 @@ def measure_request_shape(result: BenchmarkResult) -> None:
     speed = {name: len(batch) / duration for name, duration in seconds.items()}
     result.rows.append(
         (
-            f"{ROWS_PER_REQUEST} rows a request, {LENGTH} events",
+            f"{ROWS_PER_REQUEST} rows per request, {LENGTH} events",
             f"{speed['requests']:,.0f} rows/s",
             f"{speed['rows']:,.0f} rows/s one by one; losses {difference:.0e} apart",
             f"{ratio:.1f}",
@@ -134,7 +134,7 @@ def random_batch(features: FeatureSchema) -> Batch:
 
 
 def one_row_per_request(batch: Batch) -> Batch:
-    """The same rows, each a request of its own."""
+    """The same rows, each as a separate request."""
     history, request = batch.history, batch.request_index
     events = (request[:, None] * LENGTH + torch.arange(LENGTH)).flatten()
     columns = ("item_index", "surfaces", "types", "dwells", "age_seconds")

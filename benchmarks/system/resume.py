@@ -1,4 +1,4 @@
-"""Exact resume: a training that is killed and started again beside an uninterrupted one."""
+"""Exact resume: a training that is killed and resumed, compared with an uninterrupted one."""
 
 import shutil
 import signal
@@ -70,11 +70,11 @@ def all_weights(root: str) -> dict[str, torch.Tensor]:
     """All tensors of the dense model and of the embedding tables."""
     from training.distributed.process_group import process_group
     from training.distributed.sparse import local_shards
-    from training.trainer.trainer import load_gem
+    from training.trainer.trainer import load_train_state
 
     with process_group():
         lake = Lake(root, load_spec(SIMULATOR_SPEC))
-        state, _ = load_gem(lake, parse_date_range(LAST_DAY)[0])
+        state, _ = load_train_state(lake, parse_date_range(LAST_DAY)[0])
         weights = {f"dense.{n}": t.clone() for n, t in state.model.core.state_dict().items()}
         for name, table in state.tables.state_dict().items():
             (_, rows), *_ = local_shards(table)

@@ -1,4 +1,4 @@
-"""Throughput of training steps, beside the machine's roofline."""
+"""Throughput of training steps, compared with the machine's roofline."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ GEMM_SIZE = 1024
 
 @dataclass(frozen=True)
 class Speed:
-    """Units per second, and the limit that the machine's GEMM rate sets to them."""
+    """Units per second, and their limit at the machine's GEMM rate."""
 
     units_per_second: float
     roofline: float

@@ -37,7 +37,7 @@ from training.teacher.embeddings import TeacherEmbeddings
 from training.trainer.throughput import peak_flops
 
 CANDIDATES, REQUESTS, EAGER_REQUESTS, WARMUP_REQUESTS = 500, 210, 40, 10
-EXAMPLE_ROWS = 64  # of the batch that programs are traced with
+EXAMPLE_ROWS = 64  # rows of the batch for tracing programs
 VARIANT_BY_FIGURE = {
     "score_500_p99_ms": "onnx",
     "score_500_compiled_p99_ms": "compiled",

@@ -10,7 +10,7 @@ from etl.cli.runner import LakeArgs
 
 
 class ServingArgs(LakeArgs):
-    """A lake with live rankers and an online feature store, as `gemline run` leaves one."""
+    """A lake with live rankers and an online feature store, as created by `gemline run`."""
 
     surface: str = "feed"
     day: Annotated[date, tyro.conf.arg(help="the day whose logged requests are replayed")]

@@ -1,8 +1,8 @@
 """Suites of system benchmarks; `--only` selects parts of a suite.
 
 `gemline bench simulator`: speed of the simulator on the `bench` configuration.
-`gemline bench data`: cost of building and reading tables, beside alternatives and limits.
-`gemline bench model`: training throughput of GEM's blocks on one thread, beside its limit.
+`gemline bench data`: cost of building and reading tables, compared with alternatives.
+`gemline bench model`: training throughput of GEM's blocks on one thread.
 `gemline bench operations`: cost of daily pipeline runs, of restarts, and of several processes.
 `gemline bench serving`: latency of rankers, and consistency of online and offline features.
 """
@@ -24,14 +24,14 @@ from benchmarks.system.serving_args import ServingArgs
 from etl.cli.runner import read_yaml_mapping
 from etl.spec.base import StrictModel
 
-DATA_COLUMNS = ("what", "ours", "beside", "ratio", "goal")
+DATA_COLUMNS = ("what", "ours", "baseline", "ratio", "goal")
 MODEL_COLUMNS = ("what", "ours", "limit", "share", "goal")
-OPERATIONS_COLUMNS = ("what", "ours", "beside", "ratio", "goal")
-SERVING_COLUMNS = ("what", "ours", "beside", "goal")
+OPERATIONS_COLUMNS = ("what", "ours", "baseline", "ratio", "goal")
+SERVING_COLUMNS = ("what", "ours", "baseline", "goal")
 
 
 def selected_parts(parts: Iterable[str], only: Sequence[str]) -> Iterator[str]:
-    """The names in `only`, all of them where it is empty, with a progress bar."""
+    """The names in `only`, or all if it is empty, with a progress bar."""
     progress = tqdm([name for name in parts if not only or name in only], unit="part")
     for name in progress:
         progress.set_description(name)
@@ -65,7 +65,7 @@ def bench_simulator(args: SimulatorBenchArgs) -> None:
     events = config.users * config.events_per_user_mean
     seconds_per_million = median(seconds) / events * 1e6
     result = BenchmarkResult(
-        "The simulator", ("events, about", "ad impressions", "MB on disk", "s a million")
+        "The simulator", ("events, about", "ad impressions", "MB on disk", "s per million")
     )
     result.rows.append(
         (f"{events:,}", f"{impressions:,}", f"{size / 1e6:.0f}", f"{seconds_per_million:.1f}")
@@ -82,7 +82,7 @@ class DataBenchArgs(StrictModel):
 
 
 def bench_data(args: DataBenchArgs) -> None:
-    """Histories, storage, the reader, counters and joins beside their alternatives."""
+    """Histories, storage, the reader, counters and joins, compared with alternatives."""
     os.environ.setdefault("GEMLINE_SPARK_MASTER", "local[2]")
     from benchmarks.system import history_storage, joins, table_builds
     from etl.runtime.spark import spark_session
@@ -151,7 +151,9 @@ def bench_operations(args: OperationsBenchArgs) -> None:
         "replicas": distributed.measure_2d_parallelism,
         "balance": distributed.measure_load_balance,
     }
-    result = BenchmarkResult("Running the line by day, and on many processes", OPERATIONS_COLUMNS)
+    result = BenchmarkResult(
+        "Daily pipeline runs, and training on several processes", OPERATIONS_COLUMNS
+    )
     for name in selected_parts(parts, args.only):
         parts[name](result)
     result.show(args.as_json)
@@ -168,7 +170,7 @@ def bench_serving(args: ServingArgs) -> None:
         "service": request_load.measure_service_load,
         "replay": online_features.measure_online_offline,
     }
-    result = BenchmarkResult(f"Rankers of {args.lake} at work", SERVING_COLUMNS)
+    result = BenchmarkResult(f"Serving rankers of {args.lake}", SERVING_COLUMNS)
     for name in selected_parts(parts, args.only):
         parts[name](args, result)
     result.show(args.as_json)

@@ -1,4 +1,4 @@
-"""Speed of table builds: packed histories beside a plain sort and write, and all data steps."""
+"""Speed of table builds: packed histories compared with a plain sort, and all data steps."""
 
 import shutil
 from pathlib import Path
@@ -23,7 +23,7 @@ ORDER = ("user_id", "visible_ts", "event_ts", "event_id")
 def measure_history_build(
     result: BenchmarkResult, work: Path, millions: int = 10, users: int = 100_000
 ) -> None:
-    """`history_build_share` (beside the plain sort) and `history_growth` (large beside small)."""
+    """`history_build_share` (relative to a plain sort) and `history_growth` (large over small)."""
     few, events, many = (
         _read_events(work, size, users * size // millions) for size in (1, millions, 3 * millions)
     )
@@ -77,7 +77,7 @@ def _read_events(work: Path, millions: int, users: int) -> DataFrame:
 
 
 def shuffle_sort_write(events: DataFrame, work: Path) -> None:
-    """The least that a table ordered by user costs: shuffle, sort and write its rows."""
+    """The minimal cost of a table ordered by user: shuffle, sort and write its rows."""
     _overwrite(events.repartition("user_id").sortWithinPartitions(*ORDER), work / "plain")
 
 

@@ -1,7 +1,7 @@
-"""Start-up of a training with compiled blocks, with a cold and with a warm compiler cache.
+"""Startup time of a training with compiled blocks, with a cold and a warm compiler cache.
 
 Measured from the end of imports to the end of the first step on a second batch size. The cold start
-has an empty cache, the warm one the cache that a cold run left.
+has an empty cache, the warm start the cache of a cold run.
 """
 
 import json
@@ -15,7 +15,7 @@ from statistics import median
 
 import torch
 import torch._dynamo
-import torch._inductor.compile_fx  # else imported, and timed, at the first compilation
+import torch._inductor.compile_fx  # otherwise imported, and timed, at the first compilation
 
 from benchmarks.harness import BenchmarkResult
 from benchmarks.paths import ROOT, SIMULATOR_SPEC
@@ -83,7 +83,7 @@ def without_last_rows(batch: Batch) -> Batch:
 
 
 def measure_warm_start(result: BenchmarkResult) -> None:
-    """`warm_start_ratio`, and the seconds of imports beside it."""
+    """`warm_start_ratio`, and the seconds of imports."""
     cold_runs, warm_runs = [], []
     for _ in range(ROUNDS):
         with tempfile.TemporaryDirectory() as cache:
@@ -100,7 +100,7 @@ def measure_warm_start(result: BenchmarkResult) -> None:
 
 
 def _time_start(cache: Path) -> tuple[float, float]:
-    """Seconds of imports and of the start, in a process of its own."""
+    """Seconds of imports and of the start, in a new process."""
     env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
     process = subprocess.run(
         [sys.executable, "-c", START_SCRIPT],

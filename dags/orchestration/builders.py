@@ -68,7 +68,7 @@ MODEL_FLAGS = ModelFlags(
 
 
 def raw_dag(factory: DagFactory) -> DAG:
-    """Waits for the logs of a day; scheduled daily, or triggered by hand."""
+    """Waits for the logs of a day; scheduled daily, or triggered manually."""
     spec, settings, asset = factory.spec, factory.settings, factory.assets.raw
     with factory.create_dag("raw", _raw_schedule(factory), "wait for a day's logs") as dag:
 
@@ -98,7 +98,7 @@ def raw_dag(factory: DagFactory) -> DAG:
 
 
 def _raw_schedule(factory: DagFactory) -> Any:
-    """The cron schedule in the spec's time zone; only by hand where it is `never`."""
+    """The cron schedule in the spec's time zone; for `never`, runs are only triggered manually."""
     if factory.settings.schedule == MANUAL_SCHEDULE:
         return PartitionedAtRuntime()
     return CronPartitionTimetable(
@@ -200,7 +200,7 @@ def rankers_dag(factory: DagFactory) -> DAG:
 
 
 def _shared_operators(factory: DagFactory) -> dict[str, Any]:
-    """The operators of the steps that are not of one surface, by step name."""
+    """Operators of the steps that are not specific to a surface, by step name."""
     steps = ranking_steps(factory.spec, factory.settings.paths, MODEL_FLAGS)
     return {
         step.name: operator_for_step(step, factory.settings, PIN_FLAGS)
@@ -210,7 +210,7 @@ def _shared_operators(factory: DagFactory) -> dict[str, Any]:
 
 
 def _surface_operator(factory: DagFactory, command: SurfaceCommand, surface: Any) -> Any:
-    """The operator of a command in the mapped task group, labelled by its surface."""
+    """The operator of a command in the mapped task group, labeled by its surface."""
     words = command.for_surface(factory.settings.paths, MODEL_FLAGS, surface)
     templated_field = "application_args" if command.engine == "spark" else "command"
     return create_operator(

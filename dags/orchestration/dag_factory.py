@@ -121,7 +121,7 @@ class DagFactory:
         return pin
 
     def unpin_task(self, pin: GemlineOperator) -> GemlineOperator:
-        """A teardown task that removes the protection, however the run ends."""
+        """A teardown task that removes the protection, also after a failed run."""
         command = ("etl", "unpin", *self.settings.paths.cli_flags, "--run-id", PIN_OWNER)
         unpin = GemlineOperator(task_id="unpin", command=command, pool=DEFAULT_POOL)
         unpin.as_teardown(setups=pin)

@@ -26,7 +26,7 @@ USER_ERROR_EXIT_CODE = 2
 
 
 class RetryUnlessUserError(RetryPolicy):
-    """Fails at once on user errors, which would be the same after a retry."""
+    """Fails immediately on user errors, which a retry cannot fix."""
 
     @override
     def evaluate(
@@ -57,8 +57,8 @@ DEFAULT_ARGS = {
 class GemlineOperator(BaseOperator):
     """Runs a command of `gemline`; its XCom result is the last line that the command prints.
 
-    The extra of the connection `gemline_torch` may define `python`, the words that start Python
-    (such as `docker exec gemline python`), and `launch`, the words that replace them for
+    The extra of the connection `gemline_torch` may define `python`, the command that starts Python
+    (such as `docker exec gemline python`), and `launch`, the command that replaces it for
     distributed training (such as `srun torchrun --nnodes 4 …`). Raises AirflowException with the
     exit code where the command fails.
     """
@@ -86,7 +86,7 @@ class GemlineOperator(BaseOperator):
         return str(result.output)
 
     def launch_command(self) -> list[str]:
-        """The words before `-m gemline`."""
+        """The part of the command line before `-m gemline`."""
         extra = BaseHook.get_connection(TORCH_CONN_ID).extra_dejson
         python = extra.get("python", "python")
         return shlex.split(extra.get("launch", python) if self.is_distributed else python)

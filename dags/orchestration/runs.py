@@ -1,10 +1,10 @@
 """The days, sources and table versions that one DAG run works on.
 
 A run waits until the files of each daily source are complete, but at most GEMLINE_WAIT_HOURS. It
-then continues without the sources that are not, as long as one event log is. Each ingest records
-the files that it read. A later run looks for files that are new or changed since, and if there are
-any it starts from their day again, as long as the spec allows late events (`allowed_lateness`). A
-source that never arrives is reported every day and blocks nothing.
+then continues without the incomplete sources if at least one event log is complete. Each ingest
+records the files that it read. A later run that finds new or changed files of a day within the
+spec's `allowed_lateness` reprocesses all days from that one on. A source that never arrives is
+reported every day and does not block runs.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -28,8 +28,8 @@ from etl.spec.units import date_range, parse_date_range
 class PipelineRun(StrictModel):
     """What one run works on; stored as JSON in the asset events that trigger the next DAG.
 
-    Events outlive releases: unknown fields are ignored, and fields that were renamed are read by
-    their former names, too.
+    Events outlive releases: unknown fields are ignored, and renamed fields are also read by their
+    former names.
 
     Attributes:
         first: First day whose tables are written.
@@ -73,7 +73,7 @@ class PipelineRun(StrictModel):
 
 
 def run_from_asset_events(asset_events: Mapping[Any, Iterable[Any]]) -> PipelineRun | None:
-    """The run that the latest event of each asset describes together; None without events."""
+    """The run that the latest events of all assets describe; None without events."""
     latest_events = [list(events)[-1] for events in asset_events.values()]
     if not latest_events:
         return None
@@ -100,7 +100,7 @@ def run_from_context(
 
 
 def plan_run(spec: DataSpec, raw: str, lake: str, run: PipelineRun) -> PipelineRun:
-    """The run with earlier days whose files changed, and with the sources that are missing.
+    """The run, extended by earlier days whose files changed, and with its missing sources.
 
     Raises UserError where no event log of a new day is complete.
     """
@@ -130,7 +130,7 @@ def incomplete_sources(spec: DataSpec, raw: str, day: date) -> tuple[str, ...]:
 
 
 def has_changed_files(spec: DataSpec, raw: str, lake: str, day: date) -> bool:
-    """Whether a complete source has other files of a day than the last ingest has read."""
+    """Whether a day's files of a complete source differ from those that the last ingest read."""
     ingested = ingested_file_states(lake, day)
     if ingested is None:
         return False

@@ -27,14 +27,14 @@ class DagSettings(StrictModel):
         lake: Folder or URL of the tables.
         first_day: The first day with logs.
         schedule: Cron expression, in the spec's time zone, by which a day is processed once it has
-            ended; `never` where days are triggered by hand.
-        wait_hours: How long the logs of a day are waited for.
+            ended; `never` if runs are triggered manually.
+        wait_hours: How long to wait for the logs of a day.
         deadline_hours: A run that takes longer raises an alert; 0 means no deadline.
         alerts: URL to which alerts are posted as JSON.
         gem: Further flags of `gemline train gem`.
         spark_jars: `--jars` of spark-submit, where the cluster lacks Delta.
         spark_properties: `--properties-file` of spark-submit.
-        keep_days: For how many days table versions and GEM checkpoints are kept.
+        keep_days: How many days table versions and GEM checkpoints are kept.
     """
 
     spec: Path
@@ -78,5 +78,5 @@ class DagSettings(StrictModel):
 
     @property
     def arrival_timeout(self) -> timedelta:
-        """How long the logs of a day are waited for."""
+        """How long to wait for the logs of a day."""
         return timedelta(hours=self.wait_hours)

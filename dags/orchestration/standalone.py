@@ -74,11 +74,11 @@ class AirflowProcesses:
 
     @property
     def is_running(self) -> bool:
-        """Whether no process has ended."""
+        """Whether all processes are running."""
         return all(process.poll() is None for process in self.processes)
 
     def stop(self) -> None:
-        """Terminate the processes and their children; kill those that do not end in time."""
+        """Terminate the processes and their children; kill those that do not exit in time."""
         group = self.processes[0].pid
         with suppress(ProcessLookupError):
             os.killpg(group, signal.SIGTERM)

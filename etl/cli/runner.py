@@ -143,7 +143,7 @@ def parse_arguments(
 
     Args:
         model: The type of the configuration.
-        argv: The words of the command line after `prog`.
+        argv: The command-line arguments after `prog`.
         prog: The command, for help and messages.
         description: The text of `--help`; by default the docstring of the model.
     """
@@ -161,7 +161,7 @@ def parse_arguments(
 
 
 def _insert_config_file(model: type[StrictModel], words: list[str]) -> list[str]:
-    """Replace `--config FILE` by the flags of the file that are not among the words."""
+    """Replace `--config FILE` by the flags of the file that the command line does not set."""
     if "--config" not in words:
         return words
     at = words.index("--config")

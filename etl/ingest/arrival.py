@@ -39,8 +39,8 @@ def day_file_states(spec: DataSpec, raw: str, day: date) -> FileStates:
 def has_arrived(spec: DataSpec, raw: str, source_name: str, day: date) -> bool:
     """Whether a day's files of a source are complete.
 
-    They are complete when the source's `success_file` exists beside them. For a source without one,
-    they are complete when there are files and none has changed for `unchanged_for`.
+    They are complete when the source's `success_file` exists in their folder. For a source without
+    one, they are complete if files exist and none has changed for `unchanged_for`.
     """
     source, root = spec.sources[source_name], resolve_uri(raw)
     if source.success_file:

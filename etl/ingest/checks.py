@@ -17,7 +17,7 @@ from etl.spec.sources import EventLogSource, ImpressionLogSource
 from etl.spec.units import date_range
 from etl.tables import schemas
 
-# A log or a surface with fewer records on a day is too small to be refused by itself.
+# A log or a surface with fewer records on a day is not checked separately.
 MIN_RECORDS_TO_CHECK = 100
 
 
@@ -128,7 +128,7 @@ def check_declared_columns(
     """Raise UserError if the spec names a column that has no values in a log.
 
     A column without values in few records, or on these days but not in the log's latest files, only
-    gives a warning. A log without records is not checked.
+    causes a warning. A log without records is not checked.
     """
     groups = list(groups)
     for name in spec.log_sources:
@@ -164,7 +164,7 @@ def _columns_without_values(
 def _columns_missing_in_latest_files(
     spec: DataSpec, log_name: str, raw: str, days: tuple[date, date]
 ) -> set[str]:
-    """Raw columns without values in a log's files of a later day, too; all if there are none."""
+    """Raw columns without values also in a log's files of a later day; all without such files."""
     log = spec.log_sources[log_name]
     all_columns = set(optional_columns(spec, log).values())
     latest = latest_day_with_files(log, raw) if log.is_partitioned_by_day else None
@@ -180,7 +180,7 @@ def optional_columns(spec: DataSpec, log: EventLogSource | ImpressionLogSource) 
     """Raw columns that a log must have because the spec names them, by normalized name.
 
     Any event may name its impression; the others belong to impressions. Dwell and value are not
-    among them: a day may well have no event of the types that carry them.
+    among them: a day may have no event of the types that have them.
     """
     c = log.columns
     columns = {

@@ -1,7 +1,7 @@
 """Discovery of raw files on any Hadoop file system, grouped by their columns.
 
 Files of one source may differ in columns (schema drift): each group is read with its own schema.
-Files that are empty or unreadable are listed apart, to be quarantined.
+Empty or unreadable files are listed separately, to be quarantined.
 """
 
 import csv
@@ -41,9 +41,9 @@ class RawSelection:
 class RawFile:
     """A raw file."""
 
-    path: str  # as Spark's readers take it
+    path: str  # as passed to Spark's readers
     size: int  # bytes
-    uri: str  # as `normalize_uri` gives it
+    uri: str  # as returned by `normalize_uri`
 
 
 def glob_files(pattern: str) -> list[RawFile]:
@@ -61,7 +61,7 @@ def _raw_file(status: Any) -> RawFile:
 
 
 def normalize_uri(uri: str) -> str:
-    """A URI as it is compared and stored: local ones with three slashes."""
+    """The canonical form of a URI: a local URI has three slashes."""
     return re.sub(*LOCAL_URI_REWRITE, uri)
 
 

@@ -183,13 +183,13 @@ def _lookup_code(column: str, codes: dict[str, int]) -> Column:
 
 
 def _impression_id(spec: DataSpec) -> Column:
-    """The impression that an event names; an impression that names none is its own."""
+    """The impression ID of an event; for an impression that names none, its event ID."""
     own = F.when(F.col("type") == spec.event_codes[spec.impression_type], F.col("event_id"))
     return F.coalesce("logged_impression_id", own)
 
 
 def _logged_landing_day(spec: DataSpec, log: LogSource) -> Column:
-    """The day on which a record landed: as logged, as its path names it, or of its ingest time."""
+    """The landing day of a record: the logged one, that in its path, or that of its ingest time."""
     if log.day:
         text = raw_value(log.day.column)
         pattern = log.day.format.replace("%Y", "yyyy").replace("%m", "MM").replace("%d", "dd")

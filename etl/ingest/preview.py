@@ -1,4 +1,4 @@
-"""`gemline spec check`: what a sample of each source's records would become, writing nothing.
+"""`gemline spec check`: previews the ingest of a sample of each source, without writing.
 
 Records pass through the same readers and expressions as in the steps `ingest` and `attributes`.
 """
@@ -40,7 +40,7 @@ MAX_PAYLOAD_CHARS = 160
 
 @dataclass(frozen=True)
 class SourcePreview:
-    """What the sampled records of a source would become."""
+    """The result of ingesting the sampled records of a source."""
 
     source: str
     day: date | None  # of the files that were sampled
@@ -138,7 +138,7 @@ def print_previews(spec: DataSpec, previews: Iterable[SourcePreview], console: C
         if preview.bad_rate > spec.max_bad_record_rate:
             console.print(
                 f"[red]{preview.bad_rate:.0%} would be quarantined; the limit is "
-                f"{spec.max_bad_record_rate:.0%}: a day like this is refused[/]"
+                f"{spec.max_bad_record_rate:.0%}: a day like this would be refused[/]"
             )
             is_clean = False
     return is_clean
@@ -155,5 +155,5 @@ def _summary(preview: SourcePreview) -> Table:
         table.add_row(records, f"quarantine: {escape(reason)}", f"{count:,}")
         records = ""
     if records:
-        table.add_row(records, "nothing: no record", "")
+        table.add_row(records, "no records", "")
     return table

@@ -202,7 +202,7 @@ def _records_from_columns(
 def _text_of(rows: DataFrame, name: str) -> Column | None:
     """A column, or a nested field by its path, as text; None if the file has none.
 
-    Timestamps keep their zone: they are instants, whatever the zone of the session.
+    Timestamps keep their zone: they are instants that do not depend on the session's time zone.
     """
     type_: DataType = rows.schema
     parts = [name] if name in rows.columns else name.split(".")
@@ -235,8 +235,8 @@ def _with_location(rows: DataFrame, group: FileGroup, read_error: Column) -> Dat
 def _with_path_day(rows: DataFrame, day_by_uri: Mapping[str, date]) -> DataFrame:
     """Records with the days of their files, joined by URI: one plan for any number of days.
 
-    The read fails if Spark reports a URI that was not listed, because the record would otherwise
-    pass as one of a file without a day.
+    The read fails if Spark reports a URI that was not listed, because the record would otherwise be
+    treated as one of a file without a day.
     """
     if not day_by_uri:
         return rows.withColumn(PATH_DAY, F.lit(None).cast("date"))

@@ -58,7 +58,7 @@ def reprocess_quarantine(lake: Lake, days: DayRange) -> dict[str, int]:
         write_quarantine(lake, lake.spec.log_sources, invalid, days)
         write_ingest_metrics(lake, _recompute_metrics(lake, days, before, after), days)
         if not before:
-            raise UserError(f"nothing of {days[0]} to {days[1]} is in quarantine in {lake.root}")
+            raise UserError(f"no record of {days[0]} to {days[1]} is in quarantine in {lake.root}")
         num_invalid = invalid.count()
         return {"released": sum(before.values()) - num_invalid, "still quarantined": num_invalid}
     finally:

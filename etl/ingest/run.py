@@ -106,7 +106,7 @@ def _ingest_once(
         groups = count_record_groups(spec, records)
         check_bad_record_rate(spec, groups, raw, days)
         check_declared_columns(spec, groups, raw, days)
-        # Line numbers count all records of a file, whatever their day.
+        # Line numbers count all records of a file, including those of other days.
         invalid = with_line_numbers(all_records).filter(in_range).filter("reasons != ''")
         valid = records.filter("reasons = ''")
         records_read = {day or UNKNOWN_DAY: n for day, n in records_by_day(groups).items()}
@@ -121,11 +121,11 @@ def _ingest_once(
 
 @dataclass(frozen=True)
 class EventSplit:
-    """Valid events by what becomes of them.
+    """Valid events, split into used and excluded ones.
 
     `deduplicated` are the events on time without copies. `kept` and `excluded` partition the
-    deduplicated and the late events. `input_versions` are those of the tables in which copies were
-    looked up.
+    deduplicated and the late events. `input_versions` are the versions of the tables in which
+    copies were looked up.
     """
 
     on_time: DataFrame

@@ -14,7 +14,7 @@ IS_DATE = r"^\d{4}-\d\d-\d\d$"
 
 
 def parse_time(spec: DataSpec, unit: TimeUnit, text: Column) -> Column:
-    """The µs since the epoch of a text in a time unit; null where it is no time."""
+    """The µs since the epoch of a text in a time unit; null if it is not a time."""
     if unit == "iso":
         return _parse_iso(spec, text)
     micros = parse_duration(unit, text)
@@ -22,7 +22,7 @@ def parse_time(spec: DataSpec, unit: TimeUnit, text: Column) -> Column:
 
 
 def parse_duration(unit: TimeUnit, text: Column) -> Column:
-    """The µs of a number in a time unit (ms where times are ISO texts); null for no number."""
+    """The µs of a number in a time unit (ms where times are ISO texts); null if not a number."""
     number = text.try_cast("bigint")
     if unit == "ns":
         return F.call_function("div", number, F.lit(NANOS_PER_MICRO))
@@ -32,7 +32,7 @@ def parse_duration(unit: TimeUnit, text: Column) -> Column:
 
 
 def _parse_iso(spec: DataSpec, text: Column) -> Column:
-    """An ISO 8601 text; without a zone it is in the spec's, whatever the zone of the session."""
+    """An ISO 8601 text; without a zone it is in the spec's time zone, not the session's."""
     has_zone = text.rlike(HAS_ZONE) & ~text.rlike(IS_DATE)
     in_utc = F.concat(text, F.when(text.rlike(IS_DATE), F.lit("T00:00:00Z")).otherwise(F.lit("Z")))
     local = F.try_to_timestamp(in_utc)

@@ -1,1 +1,1 @@
-"""Labelled impressions: requests, attribution of outcomes, and label windows."""
+"""Labeled impressions: requests, attribution of outcomes, and label windows."""

@@ -19,10 +19,10 @@ _OUTCOME_VALUES = tuple(name for name in OUTCOME_COLUMNS if name != "impression_
 def attribute_outcomes(lake: Lake, events: DataFrame, objective: Objective) -> DataFrame:
     """The attributed outcomes of an objective; `impression_id` is the impression of each.
 
-    An outcome that names its impression is attributed to that. Any other is attributed to a touch:
-    the latest earlier touch of its user, of the first entry of `attribution` with a touch in its
-    window. A touch must be visible when the outcome is, so that touches that land later do not
-    change attributions. Outcomes without a touch are left out.
+    An outcome that names its impression is attributed to that impression. Any other outcome is
+    attributed to its user's latest earlier touch, for the first entry of `attribution` that has a
+    touch in its window. A touch must be visible when the outcome is, so that touches that land
+    later do not change attributions. Outcomes without a touch are left out.
 
     Returns:
         Rows with `OUTCOME_COLUMNS`.
@@ -53,8 +53,8 @@ def _split_by_logged_impression(
 ) -> tuple[DataFrame, DataFrame]:
     """Outcomes to attribute to the impression that they name, and those to attribute to touches.
 
-    With `unknown_impression: last_touch`, an outcome that names an impression which is unknown, or
-    not yet visible when the outcome is, belongs to the latter.
+    With `unknown_impression: last_touch`, an outcome that names an impression that is unknown, or
+    not yet visible when the outcome is, is attributed to a touch.
     """
     named = outcomes.filter("impression_id IS NOT NULL")
     unnamed = outcomes.filter("impression_id IS NULL")

@@ -18,7 +18,7 @@ def assign_request_ids(spec: DataSpec, impressions: DataFrame) -> DataFrame:
 
     Impressions of a user on a surface without a logged request are one request while each follows
     the previous one within `request_session_gap`. Requests end with their landing day, so that a
-    day gives the same requests whichever days it is processed with.
+    day's requests do not depend on the days that are processed with it.
     """
     second = F.floor(F.col("event_ts") / MICROS["s"])
     order = Window.partitionBy("day", "user_id", "surface", F.col("request_id").isNull())
@@ -36,7 +36,7 @@ def label_impressions(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     """Replace `impressions` of a range of landing days, and of earlier days that mature on them.
 
     A label is null until it is mature: until its window and grace period have passed and the
-    impression is visible. It counts the outcomes that are visible by then, so that it does not
+    impression is visible. It counts the outcomes that are visible at that time, so that it does not
     change when others land later, and contains no information of later days.
 
     Returns:

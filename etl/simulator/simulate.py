@@ -58,7 +58,7 @@ def write_events(config: SimulatorConfig, folder: Path, day: int, events: Events
 
 
 def write_attributes(world: World, folder: Path, day: int) -> None:
-    """Write the items of which a day is the first, and the users whose attributes changed on it."""
+    """Write the items first active on a day, and the users whose attributes changed on it."""
     config = world.config
     posts = world.posts.take(world.posts.first_day == day)
     ads = world.ads.take(world.ads.first_day == day)
@@ -117,13 +117,13 @@ def _within_event_limit(sessions: Sessions, events: Events, remaining_events: In
 def simulate(config: SimulatorConfig, out: Path) -> None:
     """Write the raw logs of a run to the folder `out`, which is created when they are complete.
 
-    Does nothing if `out` already holds this run; raises UserError if it holds anything else.
+    Does nothing if `out` already holds this run; raises UserError if it holds other files.
     """
     config_json = config.model_dump_json(indent=2) + "\n"
     if out.exists():
         config_file = out / "simulator.json"
         if not config_file.is_file() or config_file.read_text() != config_json:
-            raise UserError(f"{out} holds something else: remove it or choose another folder")
+            raise UserError(f"{out} holds other files: remove it or choose another folder")
         print(f"{out} already holds this run")
         return
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +136,7 @@ def simulate(config: SimulatorConfig, out: Path) -> None:
 
 
 def _write_days(config: SimulatorConfig, folder: Path) -> None:
-    """Write all files of a run; what is ingested or shown on a later day waits for its files."""
+    """Write all files of a run; records of later days are kept until their files are written."""
     pending_events: list[Events] = []
     pending_truth: list[GroundTruth] = []
     with ThreadPoolExecutor(WRITER_THREADS) as pool:

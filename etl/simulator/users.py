@@ -30,7 +30,7 @@ class TasteSpace:
 
     Attributes:
         emphasis: (surfaces, D) weight of each dimension on each surface.
-        category: (categories, D) centres of the categories.
+        category: (categories, D) centers of the categories.
         age_band: (age bands, D) interests that users of an age band share.
         country: (countries, D) interests that users of a country share.
         period_ms: (categories,) time between two purchases of a user.
@@ -99,7 +99,7 @@ INTEREST_AUTOCORRELATION = (
     0.985  # correlation of a user's own interests with those of the day before
 )
 PEER_VARIANCE_SHARE = 0.25  # share of the variance of interests due to age band and country
-ATTRIBUTE_CHANGE_RATE = 0.01  # share of users of whom an attribute changes per day
+ATTRIBUTE_CHANGE_RATE = 0.01  # share of users with a changed attribute per day
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class Users(RowBatch):
         return mix_variance(PEER_VARIANCE_SHARE, mix_variance(0.6, age, country), self.own_interest)
 
     def category_affinity(self, taste: TasteSpace) -> Floats:
-        """(n, categories) affinity with the centres of the categories, on any surface."""
+        """(n, categories) affinity with the centers of the categories, on any surface."""
         products = self.interest(taste) @ taste.category.T
         return cast(Floats, products / np.sqrt(DIMENSIONS, dtype=np.float32))
 

@@ -4,8 +4,8 @@ A user has a few cyclic categories, and buys in category c about every P_c, a pe
 share. The need for c at time t follows from the purchases around it, x = (purchase - t) / P_c:
 
     0 <= x <= NEED_LEAD_PERIODS                         1   a purchase is due soon
-    -NEED_TAIL_PERIODS <= x < 0                         1   has just bought, still looks around
-    -SATIATION_PERIODS <= x < -NEED_TAIL_PERIODS        -SATIATION_PENALTY   has what they wanted
+    -NEED_TAIL_PERIODS <= x < 0                         1   has just bought, is still browsing
+    -SATIATION_PERIODS <= x < -NEED_TAIL_PERIODS        -SATIATION_PENALTY   the need is satisfied
     otherwise                                           0
 """
 

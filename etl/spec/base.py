@@ -39,7 +39,8 @@ def declared_in(section: str) -> AfterValidator:
     """A validator that refuses names that `section` does not declare.
 
     The loader passes the names that each section declares as validation context, so a wrong
-    reference is reported beside every other error, whether or not that section is valid itself.
+    reference is reported together with all other errors, whether or not that section is valid
+    itself.
     """
 
     def check(name: str, info: ValidationInfo) -> str:
@@ -52,7 +53,7 @@ def declared_in(section: str) -> AfterValidator:
 
 
 def not_reserved(reserved: Mapping[str, str]) -> AfterValidator:
-    """A validator that refuses names in `reserved`, which maps each to what already has it."""
+    """A validator that refuses names in `reserved`, which maps each to the reason."""
 
     def check(name: str) -> str:
         if name in reserved:

@@ -51,7 +51,7 @@ COUNTER_TABLES = KeyEffect(("item_versions", "examples"))
 EXAMPLE_TABLES = KeyEffect(("examples",))
 SCORE_TABLES = KeyEffect(("scores",))
 
-# By key path, where `*` is any name. A key that affects tables stands for all keys below it.
+# By key path, where `*` is any name. A key that affects tables covers all keys below it.
 KEY_EFFECTS: Mapping[str, KeyEffect] = {
     "name": NO_EFFECT,
     "description": NO_EFFECT,
@@ -129,7 +129,7 @@ KEY_EFFECTS: Mapping[str, KeyEffect] = {
         )
     },
 }
-# Longest paths first: the first that covers a key decides.
+# Longest paths first: the first that covers a key applies.
 _EFFECTS_BY_SPECIFICITY = sorted(
     ((tuple(key.split(".")), effect) for key, effect in KEY_EFFECTS.items()),
     key=lambda item: -len(item[0]),

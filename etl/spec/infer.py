@@ -1,6 +1,6 @@
 """A first data spec from a sample of a user's files: `gemline spec infer`.
 
-The result is a draft: it loads, says in comments what was guessed, and has to be corrected.
+The result is a draft: it loads, marks guesses in comments, and must be reviewed.
 """
 
 import json

@@ -42,7 +42,7 @@ def load_spec(path: Path) -> DataSpec:
         raise UserError("\n".join(duplicates))
     if not isinstance(raw, dict):
         raise UserError(
-            f"{path}: a spec is a mapping; see docs/guides/your-logs.md for a worked example"
+            f"{path}: a spec must be a mapping; see docs/guides/your-logs.md for a worked example"
         )
     try:
         return DataSpec.model_validate(_sort_keys(raw), context=declared_names(raw))
@@ -58,7 +58,7 @@ def _sort_keys(value: Any) -> Any:
 
 
 def duplicate_keys(node: yaml.Node | None) -> Iterator[tuple[str, int]]:
-    """Keys that a mapping has twice, with the line of the second; YAML would silently use that."""
+    """Duplicate keys of mappings, with the line of the second, which YAML would silently use."""
     if isinstance(node, yaml.SequenceNode):
         for child in node.value:
             yield from duplicate_keys(child)

@@ -47,17 +47,17 @@ class DataSpec(StrictModel):
     name: Name
     """Name of the spec, used in messages and reports."""
     description: str = ""
-    """What the data is, for people who read the spec."""
+    """Description of the data, for readers of the spec."""
     time_zone: str = "UTC"
     """IANA name of the time zone in which days begin, such as `Europe/Berlin`."""
     buckets: int = Field(default=16, ge=1)
     """Partitions of the users of each day; a power of two."""
     allowed_lateness: Duration = 3 * DAY
-    """How long before its landing day an event may have happened; older ones are excluded."""
+    """How long before its landing day an event may have happened; older events are excluded."""
     max_bad_record_rate: float = Field(default=0.1, ge=0, le=1)
     """Share of bad records above which a day is refused before anything is written."""
     max_events_per_user_day: int = Field(default=20_000, ge=1)
-    """Maximum number of events of a user per day; the rest is excluded as a machine's."""
+    """Maximum number of events of a user per day; the rest is excluded as automated traffic."""
     request_session_gap: Duration = 0
     """Longest gap between two impressions of one request, where the log has no request ids."""
     shared_event_ids: bool = False
@@ -65,7 +65,7 @@ class DataSpec(StrictModel):
     surfaces: dict[Name, Surface] = Field(min_length=1, max_length=MAX_CODES)
     """Places where items are shown, by name."""
     domains: dict[Name, tuple[Name, ...]] = {}
-    """Groups of surfaces whose rankers may be initialised from one shared model, by name."""
+    """Groups of surfaces whose rankers may be initialized from one shared model, by name."""
     events: dict[Name, EventType] = Field(max_length=MAX_CODES)
     """Types of events, by name; exactly one has `role: impression`."""
     objectives: dict[Name, Objective] = Field(min_length=1)
@@ -154,7 +154,7 @@ class DataSpec(StrictModel):
         for entity in ("user", "item"):
             has_source = any(_provides_attributes_of(s, entity) for s in self.sources.values())
             if getattr(self.attributes, entity) and not has_source:
-                text = f"{entity}s have attributes, but no source of kind attributes holds them"
+                text = f"{entity}s have attributes, but no source of kind attributes provides them"
                 yield ("attributes", entity), text
 
     def _domain_problems(
@@ -234,7 +234,7 @@ class DataSpec(StrictModel):
 
     @cached_property
     def label_windows(self) -> dict[str, tuple[str, int]]:
-        """Objective and window (seconds) by label; `click_30m` is that of the extra window 30m."""
+        """Objective and window (seconds) by label; `click_30m` is for the extra window 30m."""
         windows = {}
         for name, objective in self.objectives.items():
             windows[name] = name, objective.window

@@ -23,7 +23,7 @@ class Touchpoint(StrictModel):
     window: Duration | None = None
     """How long after the touch an outcome may follow; by default any time."""
     key: Annotated[str, declared_in("attribution keys")] = "item"
-    """What touch and outcome must share beside the user: `item`, or an attribute of the item."""
+    """What touch and outcome must share besides the user: `item`, or an attribute of the item."""
     same_surface: bool = False
     """Whether touch and outcome must be on the same surface."""
 
@@ -40,7 +40,7 @@ class Objective(StrictModel):
     window: Duration
     """How long after the impression the event may follow."""
     extra_windows: tuple[Duration, ...] = ()
-    """Shorter windows with a label of their own, each as it was when that window closed."""
+    """Shorter windows, each with a label of its own, as of the close of that window."""
     attribution: tuple[Touchpoint, ...] = ()
     """Touchpoints, the preferred first; default: the latest impression of the same item."""
     unknown_impression: Literal["drop", "last_touch"] = "drop"
@@ -77,13 +77,13 @@ class AuctionTerms(StrictModel):
     """The terms on which ads compete for a surface."""
 
     reserve: Money = 0.0
-    """Lowest expected payment per impression with which an ad takes part."""
+    """Minimum expected payment per impression for an ad to take part."""
     quality_objective: ObjectiveName | None = None
     """Objective whose probability `min_quality` bounds; by default there is no bound."""
     min_quality: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Lowest probability of `quality_objective` with which an ad takes part."""
+    """Minimum probability of `quality_objective` for an ad to take part."""
     objective_values: dict[ObjectiveName, SignedMoney] = {}
-    """What an event of an objective is worth to the surface, beside what the campaign pays."""
+    """Value of an event of an objective to the surface, in addition to the campaign's payment."""
 
 
 class AuctionSpec(StrictModel):

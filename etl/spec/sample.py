@@ -1,4 +1,4 @@
-"""Samples of a user's files: their path patterns, their columns, and what each seems to hold."""
+"""Samples of a user's files: their path patterns, their columns, and the inferred role of each."""
 
 import csv
 import gzip
@@ -25,7 +25,7 @@ FORMATS = {
     ".csv": "csv",
     ".parquet": "parquet",
 }
-# How the day stands in a path, and the placeholder for it.
+# Forms of a day in a path, and the placeholder for each.
 DAY_PATTERNS = (
     (r"year=\d{4}/month=\d{2}/day=\d{2}", "year={day:%Y}/month={day:%m}/day={day:%d}"),
     (r"year=\d{4}/month=\d{1,2}/day=\d{1,2}", "year={day:%Y}/month={day:%-m}/day={day:%-d}"),
@@ -35,7 +35,7 @@ DAY_PATTERNS = (
 EPOCH_UNITS = (("s", 1), ("ms", 10**3), ("us", 10**6), ("ns", 10**9))
 FIRST_SECOND, LAST_SECOND = 946_684_800, 4_102_444_800  # 2000 to 2100
 ISO_TIME = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d")
-# What a column is called, by what it holds; the first match wins.
+# Name pattern of the column of each role; the first match applies.
 COLUMN_NAMES: Mapping[str, str] = {
     "event_id": r"(^|_)(event|log|record)_?id$|^id$",
     "request": r"(^|_)(request|req|session|query)(_?id)?$",
@@ -100,7 +100,7 @@ class Column:
 
     @property
     def time_unit(self) -> str | None:
-        """`iso`, or the unit of epoch times; None if the values are no times of 2000 to 2100."""
+        """`iso`, or the unit of epoch times; None if the values are not times of 2000 to 2100."""
         if self.agrees(lambda v: isinstance(v, datetime) or bool(ISO_TIME.match(str(v)))):
             return "iso"
         for unit, factor in EPOCH_UNITS:
@@ -162,7 +162,7 @@ def path_pattern(path: str) -> str:
 
 
 def read_sample(pattern: str, kind: str, files: Sequence[Path]) -> SourceSample:
-    """The first records of some of the files, and what each column seems to be."""
+    """The first records of some of the files, and the inferred role of each column."""
     sample = SourceSample(pattern, kind, list(files))
     step = max(1, len(files) // MAX_FILES)
     chosen = files[::step][:MAX_FILES]
@@ -238,7 +238,7 @@ def _fits(role: str, column: Column) -> bool:
 
 
 def as_number(value: Any) -> float | None:
-    """A value as a number; None for what is none."""
+    """A value as a number; None if it is not a number."""
     if isinstance(value, bool | datetime | list):
         return None
     try:

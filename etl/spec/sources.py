@@ -69,7 +69,7 @@ class DayColumn(StrictModel):
 class EventColumns(StrictModel):
     """Raw columns of a log; only `user`, `item`, `surface` and `event_time` are required.
 
-    Where a column is not given, events have no such value unless the key says otherwise.
+    If a column is not given, events have no such value unless the key defines a default.
     """
 
     event_id: str | tuple[str, ...] | None = None
@@ -104,13 +104,13 @@ class CsvOptions(StrictModel):
     """How CSV files are written; they are UTF-8, with one record a line."""
 
     delimiter: str = Field(default=",", min_length=1, max_length=1)
-    """Sign between two columns, such as `"\\t"`."""
+    """Delimiter between two columns, such as `"\\t"`."""
     quote: str = Field(default='"', min_length=1, max_length=1)
-    """Sign around a value that contains a delimiter."""
+    """Quote character around a value that contains a delimiter."""
     escape: str = Field(default="\\", min_length=1, max_length=1)
-    """Sign before a quote within a quoted value."""
+    """Escape character before a quote within a quoted value."""
     null_value: str = ""
-    """Text that stands for no value, such as `\\N`."""
+    """Text that represents a missing value, such as `\\N`."""
     header: tuple[str, ...] | None = None
     """Names of the columns, for files whose first line is a record; default: the first line."""
 
@@ -129,7 +129,11 @@ class FileSource(StrictModel):
     csv: CsvOptions | None = None
     """How files of the format `csv` are written; default: commas, double quotes, a header line."""
     time_unit: TimeUnit = "ms"
-    """Unit of all times: `s` to `ns` since the epoch, or `iso` (ISO texts, Parquet timestamps)."""
+    """Unit of all times: `s`, `ms`, `us` or `ns` since the epoch, or `iso`.
+
+    `iso` is for ISO 8601 texts and timestamps of Parquet; without a zone they are in the spec's
+    `time_zone`.
+    """
     optional: bool = False
     """Whether some days may have no file; by default a missing file stops the run."""
     success_file: RawPath | None = None
@@ -152,7 +156,7 @@ class FileSource(StrictModel):
         return DAY_PLACEHOLDER.sub("*", self.path)
 
     def day_of(self, path: str) -> date | None:
-        """The day in the path of a file below the raw folder; None if it is none of the source."""
+        """The day in a path below the raw folder; None if it is not a file of the source."""
         texts, formats, last = [], [], 0
         for match in DAY_PLACEHOLDER.finditer(self.path):
             format_ = match[1] or "%Y-%m-%d"
@@ -217,7 +221,7 @@ class OutcomeColumns(StrictModel):
     event: EventName
     """Type of the event."""
     indicator: str | None = None
-    """Column that is not zero where the event happened; default: it happened always."""
+    """Column that is not zero where the event happened; default: it always happened."""
     delay: str | None = None
     """Column with the time from the impression, in `time_unit` (`iso`: in ms); default: 0."""
     dwell: str | None = None
@@ -232,13 +236,13 @@ class ImpressionLogSource(LogSource):
     kind: Literal["impression_log"]
     """`impression_log`: one row per impression."""
     outcomes: tuple[OutcomeColumns, ...]
-    """Outcome events that each row contains beside the impression."""
+    """Outcome events that each row contains besides the impression."""
 
 
 class AttributeSource(FileSource):
     """Versions of users or items: one row per version, with the values of its attributes.
 
-    In files by day, a version holds from its `valid_from`, but not before its day began; without
+    In files by day, a version is valid from its `valid_from`, but not before its day began; without
     `valid_from`, from the end of its day. A file whose path has no `{day}` is read again by each
     run and treated as one of the run's last day, unless it is `static`.
     """
@@ -250,11 +254,11 @@ class AttributeSource(FileSource):
     key: str
     """Column with the id of the user or item."""
     valid_from: str | None = None
-    """Column with the time from which a version holds, in `time_unit`."""
+    """Column with the time from which a version is valid, in `time_unit`."""
     static: bool = False
-    """Whether rows never change; they hold from their `valid_from`, or without it for all time."""
+    """Whether rows never change; they are valid from their `valid_from`, or without it always."""
     delay: Duration = 0
-    """How long after it holds a version becomes visible to models and rankers."""
+    """How long after its valid-from time a version becomes visible to models and rankers."""
 
     @model_validator(mode="after")
     def _check_static_path(self) -> "AttributeSource":

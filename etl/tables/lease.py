@@ -1,7 +1,7 @@
-"""Leases: at most one command at a time runs a step of a lake, on whatever machine.
+"""Leases: at most one command at a time runs a step of a lake, across all machines.
 
-A lease is a file STEP.GENERATION.json below `_pipeline/leases` of the lake. Whoever creates the
-next generation holds the lease: only one process succeeds (by a hard link on a disk, by
+A lease is a file STEP.GENERATION.json below `_pipeline/leases` of the lake. The process that
+creates the next generation holds the lease: only one can succeed (by a hard link on a disk, by
 If-None-Match in an object store). Only the holder writes to its file, to renew the lease. A lease
 is free when it was released, when its process is known to have ended, or when it was not renewed
 for LEASE_TIMEOUT_SECONDS; the clocks of machines must agree within half of that.
@@ -89,7 +89,7 @@ class Lease:
                     break
                 self._write(renewed_at=datetime.now(UTC))
                 last_renewal = time.monotonic()
-            except Exception:  # the store may answer the next attempt
+            except Exception:  # the next attempt may succeed
                 if time.monotonic() - last_renewal > LEASE_TIMEOUT_SECONDS:
                     break
         else:

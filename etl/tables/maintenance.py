@@ -22,7 +22,7 @@ from etl.tables.uri import resolve_uri
 def vacuum_lake(lake: Lake, keep_days: int) -> dict[str, int]:
     """Remove the files that no table version of the last `keep_days` days uses.
 
-    Pinned versions (`etl.tables.step_state`) are kept, however old.
+    Pinned versions (`etl.tables.step_state`) are kept regardless of age.
 
     Returns:
         Number of files removed, by table.
@@ -58,7 +58,7 @@ class UpgradePlan:
 
 
 def plan_upgrade(lake_root: str, old_spec: DataSpec, new_spec: DataSpec) -> UpgradePlan:
-    """What an upgrade would do; of an interrupted upgrade, what remains to be done.
+    """The plan of an upgrade; for an interrupted upgrade, the remaining work.
 
     Raises UserError if a surface or an event type whose code tables hold is changed or missing, or
     if a table was written under a third spec.

@@ -1,4 +1,4 @@
-"""Pointers to the live one of several version folders: a small file that is replaced atomically."""
+"""Pointers to the live version among version folders: a small file that is replaced atomically."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -10,7 +10,7 @@ from etl.spec.base import StrictModel
 from etl.tables import atomic_io
 from etl.tables.uri import StoragePath, read_text_if_exists
 
-# The name of a folder beside the pointer, not a path to anywhere else.
+# The name of a folder in the pointer's folder, not a path.
 FolderName = Annotated[str, Field(pattern=r"^[0-9A-Za-z][0-9A-Za-z._-]*$")]
 
 
@@ -32,7 +32,7 @@ class PointerState(StrictModel):
 
 @dataclass(frozen=True)
 class VersionPointer:
-    """The file NAME.json in a folder, which names the live one of the version folders beside it.
+    """The file NAME.json in a folder, which names the live one of its version folders.
 
     Writers hold the lease of their step. A write raises TemporaryError if another process has
     changed the file since it was read.

@@ -121,7 +121,7 @@ def _event_constraints(spec: DataSpec) -> dict[str, str]:
 
 
 def excluded_events(spec: DataSpec) -> TableSchema:
-    """One valid event that is not used, with the reason: it was late, or a machine's."""
+    """One valid event that is not used, with the reason: it was late, or above the cap per user."""
     columns = {"reason": "string"} | events(spec).columns
     columns.pop("bucket")
     order = ("reason", "user_id", "event_ts", "event_id")
@@ -129,7 +129,7 @@ def excluded_events(spec: DataSpec) -> TableSchema:
 
 
 def quarantine(_spec: DataSpec) -> TableSchema:
-    """One bad record: its payload, file and line (from 1), and the reasons why it is bad."""
+    """One bad record: its payload, file and line (from 1), and the reasons why it is invalid."""
     columns = {
         "log": "string",
         "payload": "string",

@@ -98,12 +98,12 @@ def _read_valid_pins(files: list[StoragePath]) -> Iterator[Pin]:
     for file in files:
         text = read_text_if_exists(file)
         try:
-            if text is not None:  # else the run has just unpinned
+            if text is not None:  # otherwise the run has just unpinned
                 yield Pin.model_validate_json(text)
         except ValidationError:
-            log.warning("%s is damaged and pins no versions any more; remove it", file)
+            log.warning("%s is damaged and no longer pins any versions; remove it", file)
 
 
 def _pin_path(lake: str, run_id: str) -> StoragePath:
-    name = hashlib.sha256(run_id.encode()).hexdigest()[:16]  # ids of Airflow runs are no file names
+    name = hashlib.sha256(run_id.encode()).hexdigest()[:16]  # run ids may contain slashes
     return resolve_uri(lake, *PINS_FOLDER, f"{name}.json")

@@ -5,8 +5,8 @@ the gap in seconds to the event before it, the lag of its own time behind its vi
 index, and one byte each for surface, event type and dwell time.
 
 A list of numbers is stored as byte planes, one binary column per byte of the number: bytes of the
-same significance lie together and most high bytes are zero, so a general compressor works well and
-decoding is one copy per plane. A row whose plane is all zero stores no bytes there.
+same significance are stored together and most high bytes are zero, so a general compressor works
+well and decoding is one copy per plane. A plane that is all zero in a row stores no bytes.
 
 N numbers in R rows, delimited by `offsets` (R+1). NumPy and Arrow only: Spark writes with this
 module and the training reader reads with it.
@@ -34,7 +34,7 @@ BYTE_WIDTHS = {"gaps": 4, "lags": 4, "items": 4, "surfaces": 1, "types": 1, "dwe
 class UserEvents:
     """Events (N) of users (U), one user after another, delimited by `offsets` (U+1).
 
-    `visibility_lags` are None where the reader was not asked for them.
+    `visibility_lags` are None if the reader did not read them.
     """
 
     offsets: Int64

@@ -32,17 +32,17 @@ COMPACTED_SCHEMA = ", ".join(
 
 
 def compact_history(lake: Lake, until: date) -> dict[str, int]:
-    """Replace all days of `history` up to `until` by that one, cut to the retention of the spec.
+    """Merge all days of `history` up to `until` into that day, cut to the retention of the spec.
 
     Pointers of examples into the history stay valid. Raises UserError where `until` is so recent
     that counters of new examples still need the days before it one by one.
     """
     spec = lake.spec
-    _, newest = lake.day_range("history")
-    last_compactable = newest - timedelta(days=counter_horizon_days(spec) + 1)
+    _, last_day = lake.day_range("history")
+    last_compactable = last_day - timedelta(days=counter_horizon_days(spec) + 1)
     if until > last_compactable:
         raise UserError(
-            f"--until {until}: examples of later days are counted from days before them; compact "
+            f"--until {until}: counters of later examples need the days before them; compact "
             f"up to {last_compactable} at most"
         )
     version = lake.version("history")
@@ -61,7 +61,7 @@ def compact_history(lake: Lake, until: date) -> dict[str, int]:
 
 
 def assert_not_compacted(lake: Lake, day: date) -> None:
-    """Raises UserError where the events before `day` are no longer stored apart from later ones."""
+    """Raises UserError if events before `day` are no longer stored separately from later ones."""
     until = compacted_until(lake)
     if until and lake.day_range("events")[0] < day <= until:
         raise UserError(
@@ -91,7 +91,7 @@ def compact_partition(
 def compact_users(rows: pa.Table, max_events: int, min_visible_ts: int) -> pa.Table:
     """The last `max_events` events of each user that were visible at `min_visible_ts` or later.
 
-    Rows hold up to EVENTS_PER_CHUNK events. The newest event of each user is always kept, so that
+    Rows hold up to EVENTS_PER_CHUNK events. The latest event of each user is always kept, so that
     there is a row to store the number of dropped events in.
     """
     lengths = rows["events"].to_numpy().astype(np.int64)

@@ -1,1 +1,1 @@
-"""How a student learns from GEM: its predictions, losses, a warm start from its weights."""
+"""Distillation of GEM into a student: predictions, losses, and a warm start from weights."""

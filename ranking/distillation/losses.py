@@ -1,4 +1,4 @@
-"""How labels and GEM's predictions combine in a student's gradient (ExFM, 2502.17494, eq. 3-7).
+"""A student's loss on labels and on GEM's predictions (ExFM, 2502.17494, eq. 3-7).
 
 B examples, H width of the student's last hidden layer, O objectives, V versions of GEM.
 """
@@ -87,7 +87,7 @@ class GradientBalancer:
 
 @dataclass
 class DistillationLoss:
-    """The loss of a student: labels, and a teacher where there is one.
+    """The loss of a student: labels, and a teacher if there is one.
 
     Its parameters, the teacher's heads and the adapter, are used in training only.
 

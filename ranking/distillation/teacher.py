@@ -17,7 +17,7 @@ from training.teacher.embeddings import assert_teacher_is_earlier
 
 @dataclass(frozen=True)
 class TeacherLogits:
-    """GEM's logits (B, O) of a batch, and a mask that is False where there is no prediction.
+    """GEM's logits (B, O) of a batch, and a mask that is False if there is no prediction.
 
     `version_index` (B) is the position of the GEM that predicted in `TeacherPredictions.versions`.
     """

@@ -1,6 +1,6 @@
-"""Where a student starts: with modules of GEM, or with the model of its domain.
+"""Initialization of a student with modules of GEM, or with the model of its domain.
 
-The model of a domain is a student of several surfaces. It learns from GEM as a ranker does, on the
+The model of a domain is a student of several surfaces. It learns from GEM like a ranker, on the
 examples of all its surfaces: GEM -> domain model -> ranker.
 """
 
@@ -65,7 +65,7 @@ def copy_gem_modules(student: TrainedStudent, gem: TrainState, config: Distillat
 
 
 def size_mismatch(student: TrainedStudent, gem: TrainState) -> str | None:
-    """Why a student cannot share modules of a GEM; None if it can."""
+    """The reason why a student cannot share modules of a GEM; None if it can."""
     gem_config, config = gem.manifest.training.gem_config, student.student.config
     for name in ("embedding_dim", "event_width", "user_hash_buckets"):
         ours, theirs = getattr(config, name), getattr(gem_config, name)

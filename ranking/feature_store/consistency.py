@@ -52,7 +52,7 @@ def check_consistency(
     """Compare the features of a day's logged requests, read online and from the tables.
 
     The day's attribute versions and events are ingested in the order of their ingest time, each
-    before the requests that follow it. Requests that landed later than on their day are left out.
+    before the requests that follow it. Requests that landed after their day are excluded.
 
     Args:
         store: A store with all data up to the day before; it is written to.

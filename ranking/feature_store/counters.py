@@ -5,7 +5,7 @@ events before `as_of` less those before `as_of - window`. A prefix sum up to a s
 three levels of records, without touching single events:
 
 * `hours`: one record per key; the cumulative sum of all whole hours before the second.
-* `minutes`: one record per key and hour. Only that of the edge hour, in which the second lies, is
+* `minutes`: one record per key and hour. Only that of the edge hour, which contains the second, is
   read: its whole minutes before the second.
 * `seconds`: one record per key and minute. Only that of the edge minute is read.
 
@@ -30,7 +30,7 @@ from etl.spec.model import DataSpec
 from etl.spec.units import DAY
 from ranking.feature_store.storage import UNKNOWN, Txn
 
-MAX_REQUEST_LAG = 2 * DAY  # seconds by which a request may be older than the newest event
+MAX_REQUEST_LAG = 2 * DAY  # seconds by which a request may be older than the most recent event
 Ints = npt.NDArray[np.int64]
 KeyValuePairs = list[tuple[bytes, bytes]]
 UINT32 = Struct("<I")
@@ -97,7 +97,7 @@ class Counters:
             key_values: The values (N) of each column that occurs in a counter key.
 
         Returns:
-            A list per counter key; None where a value of the key is unknown.
+            A list per counter key; None if a value of the key is unknown.
         """
         result: list[list[bytes | None]] = []
         for key_index, columns in enumerate(self.key_columns):
@@ -231,7 +231,7 @@ class Counters:
         """Prefix sums (P, Q, T): the retained events of keys before each of some seconds.
 
         All pairs of a second and a key go down the levels together. A pair stays as long as its
-        record has a row for the edge bucket, in which its second lies; the next level splits it.
+        record has a row for the edge bucket, which contains its second; the next level splits it.
         """
         shape = (len(epoch_seconds), len(record_keys), len(self.event_codes))
         sums = np.zeros(shape, np.int64)

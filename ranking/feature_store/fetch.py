@@ -245,9 +245,9 @@ def id_columns(versions: np.ndarray, names: Iterable[str]) -> CategoricalIds:
 def latest_versions(
     stored_versions: Sequence[bytes], version_dtype: np.dtype, as_of: int
 ) -> np.ndarray:
-    """The newest version of each record (n) that is valid strictly before a second.
+    """The latest version of each record (n) that is valid strictly before a second.
 
-    A version of zeros and missing numbers where there is none.
+    A version of zeros and missing numbers if there is none.
     """
     sizes = np.array([len(value) for value in stored_versions], np.int64) // version_dtype.itemsize
     missing = np.zeros(1, version_dtype)

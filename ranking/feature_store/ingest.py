@@ -34,7 +34,7 @@ from ranking.scoring.auction import NO_ADVERTISER
 
 AttributeValues = Mapping[str, object]
 Attribute = CategoricalAttribute | NumericAttribute | VectorAttribute
-MAX_FUTURE_SECONDS = 30 * DAY  # by which the valid_from of a posted version may lie ahead
+MAX_FUTURE_SECONDS = 30 * DAY  # maximum distance of a posted valid_from into the future
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def _insert_version(
 ) -> None:
     """Insert a version (1) and drop those that no request from a second on can read.
 
-    Read are the newest version valid strictly before the request, and all later ones.
+    A request can read the latest version valid strictly before it, and all later ones.
     """
     stored = np.frombuffer(txn.get(table, key), version.dtype)
     others = stored[stored["valid_from"] != version["valid_from"]]
@@ -275,7 +275,7 @@ def validate_event(spec: DataSpec, event: Event) -> None:
 def ingest_event(store: FeatureStore, txn: Txn, event: Event) -> None:
     """Add a new event to its user's history and to the counters.
 
-    An item that was never seen is registered. Whether the event is new is up to the caller.
+    An item that was never seen is registered. The caller must ensure that the event is new.
     """
     visible, now = visible_ts(store.spec, event), event.ingest_ts // MICROS["s"]
     register_items(store.layout, txn, [event.item])

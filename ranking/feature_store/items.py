@@ -20,7 +20,7 @@ Ints = npt.NDArray[np.int64]
 
 
 def blank_item_records(layout: RecordLayout, count: int) -> np.ndarray:
-    """Records (N) of items of which nothing is known: all fields are UNKNOWN."""
+    """Blank records (N) of items: all fields are UNKNOWN."""
     records = np.zeros(count, layout.item_record)
     for name in ("index", "known_since", "keys"):
         records[name] = UNKNOWN

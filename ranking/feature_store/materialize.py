@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class HistoryLengths:
-    """How much a store holds of each user.
+    """The amount of data that a store holds per user.
 
     `events` of the named sequence, and `teacher_embeddings` of earlier impressions.
     """
@@ -138,7 +138,7 @@ class TableSource:
             )
 
     def teacher_history_records(self) -> Iterator[tuple[str, KeyValuePairs]]:
-        """The teacher embeddings of each user's newest impressions."""
+        """The teacher embeddings of each user's most recent impressions."""
         schema = schemas.user_teacher_embeddings(self.lake.spec)
         if not self.teacher_history_length or not self.lake.exists(schema.name):
             return

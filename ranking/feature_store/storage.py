@@ -41,7 +41,7 @@ class Txn:
         return bytes(self.transaction.get(key, b"", db=self.tables[table]))
 
     def get_many(self, table: str, keys: Sequence[bytes]) -> list[bytes]:
-        """The values of keys, in their order; empty where there is none."""
+        """The values of keys, in their order; empty if there is none."""
         with self.transaction.cursor(self.tables[table]) as cursor:
             found = dict(cursor.getmulti(keys))
         return [bytes(found.get(key, b"")) for key in keys]
@@ -148,7 +148,7 @@ TEACHER_HISTORY_DTYPE = np.dtype(
 BID_DTYPE = np.dtype(
     [("valid_from", "<i8"), ("bid", "<f8"), ("goal", "<i2"), ("advertiser", "<i8")]
 )
-# Events kept beyond the history length, for requests that are older than the newest event.
+# Events kept beyond the history length, for requests that are older than the most recent event.
 SPARE_EVENTS = 64
 
 
@@ -226,6 +226,6 @@ class UserHistories:
         return max(0, int(np.searchsorted(visible_ts, now)) - self.max_events - SPARE_EVENTS)
 
     def visible_events(self, stored: bytes, as_of: int) -> np.ndarray:
-        """The newest `max_events` events visible strictly before a second, oldest first."""
+        """The most recent `max_events` events visible strictly before a second, oldest first."""
         rows = np.frombuffer(stored, HISTORY_DTYPE)
         return rows[: np.searchsorted(rows["visible_ts"], as_of)][-self.max_events :]

@@ -23,7 +23,7 @@ STORE_TABLES = (
 )  # fmt: skip
 METADATA_KEY = b"metadata"
 LATENESS_MARGIN_DAYS = 2  # added to allowed_lateness: other time zones, clocks that run ahead
-MAX_REQUEST_AGE = 3600  # seconds by which a request may be older than the newest features
+MAX_REQUEST_AGE = 3600  # seconds by which a request may be older than the latest features
 
 
 class StoreMetadata(StrictModel):

@@ -1,8 +1,8 @@
 """The write-ahead log of posted events and attributes, and the live store that applies it.
 
-Entries are numbered consecutively, in the transaction that writes them. The log lies beside the
-stores of a lake, so an acknowledged entry survives a handover to the next store and a kill of any
-process: every store applies the entries that it does not have yet.
+Entries are numbered consecutively, in the transaction that writes them. The log is stored next to
+the stores of a lake, so an acknowledged entry survives a handover to the next store and a kill of
+any process: every store applies the entries that it does not have yet.
 """
 
 import json
@@ -84,7 +84,7 @@ class WriteAheadLog(Database):
             ]
 
     def last_entry_number(self) -> int:
-        """The number of the newest entry; 0 before the first."""
+        """The number of the most recent entry; 0 before the first."""
         with self.read_transaction() as txn:
             return _last_entry_number(txn)
 
@@ -114,7 +114,7 @@ class WriteAheadLog(Database):
 
 
 def open_wal(folder: Path) -> WriteAheadLog:
-    """Open the log of a folder, or begin an empty one."""
+    """Open the log of a folder, or create an empty one."""
     env, tables = open_environment(folder, WAL_TABLES, metasync=True)
     with Database(env, tables).write_transaction() as txn:
         identity = txn.get("meta", IDENTITY_KEY)

@@ -43,7 +43,7 @@ class ItemFeatures:
 
 @dataclass(frozen=True)
 class TeacherHistoryFeatures:
-    """A user's earlier impressions with GEM's embeddings (R, K, Z) of them, the newest last.
+    """A user's earlier impressions with GEM's embeddings (R, K, Z) of them, the most recent last.
 
     `age_seconds` (R, K) counts from the impression, and is 0 in padding.
     """
@@ -58,7 +58,7 @@ class RequestFeatures:
     """The user's side of requests.
 
     `types`, `surfaces`, `dwells` and `age_seconds` belong to events (R, L), oldest first; ages are
-    0 in padding. `user_categorical` holds rows of tables (R); `user_numeric` (R, G) is NaN where a
+    0 in padding. `user_categorical` holds rows of tables (R); `user_numeric` (R, G) is NaN if a
     value is missing.
     """
 
@@ -74,7 +74,7 @@ class RequestFeatures:
 
 @dataclass(frozen=True)
 class CandidateFeatures:
-    """The candidates' side (R, C): `numeric` (R, C, F) is NaN where a value is missing.
+    """The candidates' side (R, C): `numeric` (R, C, F) is NaN if a value is missing.
 
     `recency` has arrays (R, C, E) for each similarity attribute. `mask` is False in the padding of
     requests with fewer candidates.
@@ -156,8 +156,8 @@ class CandidateInputs(NamedTuple, Generic[ArrayT]):
     gap_count: Annotated[ArrayT, "R C M E"]
 
 
-STATE_PREFIX = "state_"  # of outputs of the user program, which are inputs of the rank program
-CANDIDATE_PREFIX = "candidate_"  # of the other inputs of the rank program
+STATE_PREFIX = "state_"  # prefix of outputs of the user program that the rank program reads
+CANDIDATE_PREFIX = "candidate_"  # prefix of the other inputs of the rank program
 
 
 def named_arrays(fields: Any, prefix: str = "") -> dict[str, Any]:
@@ -175,7 +175,7 @@ def named_arrays(fields: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def from_named_arrays(tuple_type: Any, named: Mapping[str, Any], prefix: str = "") -> Any:
-    """The inverse of `named_arrays`; a nested tuple is None where none of its arrays is there."""
+    """The inverse of `named_arrays`; a nested tuple is None if all of its arrays are missing."""
     fields: dict[str, Any] = {}
     for name, hint in get_type_hints(tuple_type, include_extras=True).items():
         nested_prefix = f"{prefix}{name}_"
@@ -210,11 +210,11 @@ class InputLookup(Generic[ArrayT]):
     """Turns arrays of ids into the inputs of a program, with the tables of NumPy or of torch.
 
     Attributes:
-        gather: Rows of tables side by side, in the order of the tables' names, then the content
+        gather: Concatenated rows of tables, in the order of the tables' names, then the content
             vectors.
         to_array: Converts an array that needs no table.
         similarity_columns: Attributes by which candidates and events are compared.
-        num_known_items: Items from this index on were not seen in training: they read row 0.
+        num_known_items: Items from this index on were not seen in training; they use row 0.
     """
 
     gather: GatherFn[ArrayT]

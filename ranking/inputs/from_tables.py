@@ -127,7 +127,7 @@ class InputBuilder:
 
 
 def load_teacher_history(lake: Lake, input_limits: InputLimits) -> TeacherEmbeddings:
-    """The teacher embeddings of a lake, or none where a ranker of these limits reads none."""
+    """The teacher embeddings of a lake, or none if a ranker of these limits reads none."""
     if not input_limits.teacher_history_length:
         return TeacherEmbeddings.empty()
     return load_teacher_embeddings(lake)

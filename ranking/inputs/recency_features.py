@@ -1,4 +1,4 @@
-"""The recency features that features/recency.py defines, in numpy: serving has no torch.
+"""The recency features of features/recency.py in numpy, because serving has no torch.
 
 B candidates of R requests, N events, T event types; column 0 of T + 1 is the unknown event type.
 """

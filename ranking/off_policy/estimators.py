@@ -1,14 +1,14 @@
-"""Estimators of what a target ranking of the logged ads would have brought.
+"""Estimators of the value of a target ranking of the logged ads.
 
-The log has, for each slot, the propensity with which its ad was drawn for it from the ads that the
-slots before had left (Plackett-Luce). From these follows how likely each ad was to be at each
-position, given which ads were shown.
+The log has, for each slot, the propensity with which its ad was drawn from the ads not shown in
+earlier slots (Plackett-Luce). They determine the probability of each ad at each position, given the
+ads that were shown.
 
 The value of the target ranking is estimated by inverse propensity scoring with the item-position
 click model (Li, Abbasi-Yadkori, Kveton, Muthukrishnan, Vinay and Wen 2018): the reward of an ad
 counts if the target ranking leaves the ad at its logged position, divided by the propensity of that
 position. This is unbiased if a reward depends on the ad, the request and the position, but not on
-the neighbouring ads.
+the neighboring ads.
 
 N requests of K ads each, in the order of their slots; B ads.
 """
@@ -24,7 +24,7 @@ from training.evaluation.bootstrap import ConfidenceInterval
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-MAX_ADS_PER_REQUEST = 6  # all orders of the ads of a request are enumerated
+MAX_ADS_PER_REQUEST = 6  # limits the enumeration of all orders of the ads
 REQUEST_BATCH_SIZE = 4096
 NUM_BOOTSTRAP_RESAMPLES = 1000
 

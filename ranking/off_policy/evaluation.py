@@ -212,7 +212,7 @@ def _logged_slots(
 
 
 def evaluate_policy(lake: Lake, surface: str, days: tuple[date, date], data_until: date) -> Table:
-    """Estimate what the promoted ranker's order would have brought, beside what the log brought.
+    """Estimate the value of the promoted ranker's order, compared with the order in the log.
 
     Returns:
         A table with a row for each objective of the surface and one for the spend.

@@ -1,7 +1,8 @@
-"""A ranker's programs as native code for one kind of machine (AOTInductor), beside those of ONNX.
+"""A ranker's programs as native code for one kind of machine (AOTInductor), in addition to ONNX.
 
-Loading such a program runs native code of whoever made it. So they are loaded only where
-GEMLINE_TRUSTED_KEY names who signs rankers, and only on the kind of machine that made them.
+Loading such a program runs native code. Compiled programs are therefore loaded only if
+GEMLINE_TRUSTED_KEY is set, with which rankers are verified, and only on the kind of machine that
+compiled them.
 """
 
 import io

@@ -46,7 +46,7 @@ INPUT_AXES = {
 
 
 class UserProgram(nn.Module):
-    """Runs once per request, whatever its candidates are."""
+    """Runs once per request, independent of its candidates."""
 
     def __init__(self, student: Student) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def _at_least_two(x: Tensor, axes: Iterable[int]) -> Tensor:
 
 
 def require_compiler() -> None:
-    """Raises UserError where there is no C++ compiler."""
+    """Raises UserError if there is no C++ compiler."""
     compiler = os.environ.get("CXX", "g++")
     executable = (shlex.split(compiler) or [""])[0]
     if shutil.which(executable) is None:
@@ -249,7 +249,7 @@ def _publish_version(staging: Path, folder: StoragePath) -> None:
 
 
 def _save_test_vectors(programs: tuple[TracedProgram, TracedProgram], path: Path) -> None:
-    """Save the inputs of both programs, without those that the first gives, and the logits."""
+    """Save the inputs of both programs, without outputs of the first program, and the logits."""
     user, rank = programs
     candidates = {name: x for name, x in rank.inputs.items() if name not in user.outputs}
     vectors = user.inputs | candidates | rank.outputs

@@ -34,9 +34,9 @@ FileName = Literal[
 class RankerManifest(StrictModel):
     """Describes a ranker; it includes the whole data spec, so a ranker needs no other file.
 
-    `sequence`, `max_length`, `encoded_events`, `teacher_history_length` and `user_hash_buckets` say
-    what is read of a request. Items from index `num_items` on are unknown. `file_hashes` has the
-    SHA-256 of every other file of the folder.
+    `sequence`, `max_length`, `encoded_events`, `teacher_history_length` and `user_hash_buckets`
+    define the data of a request that is read. Items from index `num_items` on are unknown.
+    `file_hashes` has the SHA-256 of every other file of the folder.
     """
 
     surface: str
@@ -64,7 +64,7 @@ class RankerManifest(StrictModel):
 
 
 def write_manifest(folder: Path, manifest: RankerManifest) -> None:
-    """Write a manifest with the hashes of the folder's files, signed where a key is configured."""
+    """Write a manifest with the hashes of the folder's files, signed if a key is configured."""
     hashes = sha256_of_files(folder, REQUIRED_FILES + COMPILED_FILES)
     text = manifest.model_copy(update={"file_hashes": hashes}).model_dump_json(indent=1)
     (folder / MANIFEST).write_text(text)

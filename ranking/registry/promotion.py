@@ -1,6 +1,6 @@
 """The promotion gate: a new ranker goes live only if it is calibrated and better than the live one.
 
-Both are loaded from their folders and evaluated on the newest days on which all labels are final.
+Both are loaded from their folders and evaluated on the latest days on which all labels are final.
 """
 
 from dataclasses import dataclass, replace
@@ -36,11 +36,11 @@ from training.evaluation.bootstrap import (
 )
 from training.evaluation.predictions import Predictions, predict
 
-MIN_POSITIVES = 10  # positives, and negatives, below which an objective is not evaluated
+MIN_POSITIVES = 10  # minimum positives and negatives to evaluate an objective
 
 
 class PromotionConfig(StrictModel):
-    """How far the ratio of predictions to outcomes may be from 1."""
+    """The maximum deviation of the ratio of predictions to outcomes from 1."""
 
     tolerance: float = 0.1
 
@@ -64,7 +64,7 @@ def promote_if_better(
 ) -> PromotionDecision:
     """Promote the latest trained ranker of a surface if it passes the gate.
 
-    The first ranker of a surface passes. Where the live one cannot be compared with, because it is
+    The first ranker of a surface passes. If the live ranker cannot be evaluated, because it is
     damaged or of another spec, a calibrated ranker passes. One that was rolled back does not.
 
     Raises:

@@ -166,7 +166,7 @@ def ranker_from_package(package: RankerPackage, folder: StoragePath) -> Ranker:
 
 
 def verify_test_vectors(ranker: Ranker, package: RankerPackage, folder: StoragePath) -> Ranker:
-    """The ranker; raises UserError where its logits are not those of the package's test vectors."""
+    """The ranker; raises UserError if its logits are not those of the package's test vectors."""
     difference = max_logit_difference(ranker, package.file_contents[TEST_VECTORS_FILE])
     if not difference < LOGIT_TOLERANCE:  # NaN fails, too
         raise UserError(
@@ -201,7 +201,7 @@ def live_pointer(lake: str, surface: str) -> VersionPointer:
 
 
 def live_version(lake: str, surface: str) -> StoragePath:
-    """The folder of the live version; raises UserError where none was promoted."""
+    """The folder of the live version; raises UserError if none was promoted."""
     folder = live_pointer(lake, surface).live_folder
     if folder is None:
         raise UserError(
@@ -212,7 +212,7 @@ def live_version(lake: str, surface: str) -> StoragePath:
 
 
 def validate_ranker(ranker: Ranker, lake: str, surface: str) -> Ranker:
-    """The ranker; raises UserError where it is of another surface, or was rolled back."""
+    """The ranker; raises UserError if it is of another surface, or was rolled back."""
     manifest, live = ranker.manifest, live_pointer(lake, surface).read()
     if manifest.surface != surface:
         raise UserError(

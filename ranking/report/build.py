@@ -159,7 +159,7 @@ def _metric_row(
 def _metric_cells(
     by_model: Mapping[str, SliceMetrics], models: Sequence[str], metric: Metric
 ) -> list[MetricCell]:
-    """A cell for each model; empty where it was not evaluated or has one class only."""
+    """A cell for each model; empty if it was not evaluated or has one class only."""
     values = {model: getattr(metrics, metric) for model, metrics in by_model.items()}
     values = {model: value for model, value in values.items() if not math.isnan(value)}
     key = BEST_KEYS[metric]

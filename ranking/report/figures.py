@@ -23,7 +23,7 @@ MODEL_COLORS = {
     "distilled": "#1b7f5c",
 }
 NUM_CALIBRATION_BINS = 10
-MIN_POSITIVES = 20  # of a day, below which its metrics are noise
+MIN_POSITIVES = 20  # positives per day; with fewer, metrics are noise
 PANEL_WIDTH = 3.4  # inches
 
 
@@ -91,9 +91,9 @@ def plot_reliability_diagram(
 def _reliability(predictions: Predictions, objective: str) -> tuple[list[float], list[float]]:
     """Predicted and observed rates of bins of equal size; empty with too few positives."""
     column = predictions.objectives.index(objective)
-    is_labelled = predictions.label_mask[:, column]
-    probabilities = predictions.probabilities[is_labelled, column]
-    labels = predictions.labels[is_labelled, column]
+    is_labeled = predictions.label_mask[:, column]
+    probabilities = predictions.probabilities[is_labeled, column]
+    labels = predictions.labels[is_labeled, column]
     if labels.sum() < NUM_CALIBRATION_BINS:
         return [], []
     bins = np.array_split(np.argsort(probabilities, kind="stable"), NUM_CALIBRATION_BINS)
@@ -175,15 +175,15 @@ def plot_scaling_curves(points_by_model: Mapping[str, Sequence[tuple[float, floa
 
 
 def plot_intervals(interval_by_change: Mapping[str, tuple[float, float, float]]) -> str:
-    """Differences with their 95 % intervals; those that are not significant are grey."""
+    """Differences with their 95 % intervals; those that are not significant are gray."""
     figure = Figure(figsize=(6, 0.22 * len(interval_by_change) + 0.8))
     axis = figure.subplots()
     names = list(interval_by_change)[::-1]
     for y, name in enumerate(names):
         value, low, high = interval_by_change[name]
-        colour = "#1b7f5c" if high < 0 else "#c2571a" if low > 0 else "#bbbbbb"
-        axis.plot([low, high], [y, y], "-", lw=1.5, color=colour)
-        axis.plot([value], [y], "o", ms=4, color=colour)
+        color = "#1b7f5c" if high < 0 else "#c2571a" if low > 0 else "#bbbbbb"
+        axis.plot([low, high], [y, y], "-", lw=1.5, color=color)
+        axis.plot([value], [y], "o", ms=4, color=color)
     axis.axvline(0, color="#999999", lw=0.8)
     axis.set_yticks(range(len(names)), names)
     axis.set_xlabel("difference of NE, 1e-4; left is better")

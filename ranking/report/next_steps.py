@@ -29,7 +29,7 @@ class RankerState:
 class CalibrationCheck:
     """The calibration of a surface's ranker for an objective, on the test rows with a final label.
 
-    `calibration` is None where there are too few positives (or negatives) to judge it.
+    `calibration` is None if there are too few positives (or negatives) to judge it.
     """
 
     surface: str
@@ -39,7 +39,7 @@ class CalibrationCheck:
 
     @property
     def is_off(self) -> bool:
-        """Whether 1 lies outside the 95 % interval of predictions over outcomes."""
+        """Whether 1 is outside the 95 % interval of predictions over outcomes."""
         interval = self.calibration
         return interval is not None and not interval.low <= 1 <= interval.high
 
@@ -79,11 +79,11 @@ def calibration_checks(lake: Lake, predictions: Predictions) -> list[Calibration
     for surface in lake.spec.ad_surfaces:
         rows = predictions.filter(predictions.surface == lake.spec.surface_codes[surface])
         for column, objective in enumerate(predictions.objectives):
-            is_labelled = rows.label_mask[:, column]
-            if surface not in lake.spec.surfaces_of(objective) or not is_labelled.any():
+            is_labeled = rows.label_mask[:, column]
+            if surface not in lake.spec.surfaces_of(objective) or not is_labeled.any():
                 continue
-            positives = int(rows.labels[is_labelled, column].sum())
-            negatives = int(is_labelled.sum()) - positives
+            positives = int(rows.labels[is_labeled, column].sum())
+            negatives = int(is_labeled.sum()) - positives
             is_enough = min(positives, negatives) >= MIN_POSITIVES
             interval = calibration_interval(rows, objective) if is_enough else None
             checks.append(CalibrationCheck(surface, objective, positives, interval))

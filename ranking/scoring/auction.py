@@ -20,12 +20,12 @@ from etl.spec.objectives import MAX_MONEY
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
-EXCLUDED_RANK = -1  # of a candidate that does not take part
-NO_ADVERTISER = -1  # of an ad whose advertiser is unknown
+EXCLUDED_RANK = -1  # rank of an excluded candidate
+NO_ADVERTISER = -1  # code of an unknown advertiser
 
 
 class Exclusion(IntEnum):
-    """Why a candidate does not take part in the auction; 0 if it does."""
+    """The reason why a candidate is excluded from the auction; 0 if it is eligible."""
 
     NONE = 0
     UNKNOWN_ITEM = 1
@@ -78,7 +78,7 @@ class Auction:
         """Run the auctions of some requests.
 
         An ad takes part only if it has a bid in (0, MAX_MONEY] and a goal that the surface serves,
-        whatever the reserve price is.
+        regardless of the reserve price.
 
         Args:
             probabilities: Probabilities of the objectives (B, O).
@@ -141,7 +141,7 @@ class Auction:
         return np.select(list(reasons.values()), list(reasons), int(Exclusion.NONE))
 
     def goal_probabilities(self, probabilities: Floats, goals: Sequence[str | None]) -> Floats:
-        """The probability (B) that each campaign's goal is reached; 0 where it is not served."""
+        """The probability (B) that each campaign's goal is reached; 0 if it is not served."""
         if self.spec.auction is None:
             return np.zeros(len(probabilities))
         columns = self._goal_objectives(goals)

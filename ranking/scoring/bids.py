@@ -1,4 +1,4 @@
-"""Bids: what campaigns bid for an item, for which goal, and who advertises, as of a time."""
+"""Bids on items, with campaign goals and advertisers, as of a time."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ class BidTable:
 
     Attributes:
         item_index: The item of each version (V).
-        valid_from: When each begins to hold (V), in µs.
+        valid_from: The start of validity of each version (V), in µs.
         bids: The bid of each (V).
         goals: The campaign goal of each, or None (V).
         advertisers: Codes of advertisers (V), which are comparable within this object only.
@@ -36,7 +36,7 @@ class BidTable:
     advertisers: Int64
 
     def as_of(self, item_index: Int64, request_times: Int64) -> tuple[Floats, ObjectArray, Int64]:
-        """Bids, goals and advertisers (B) of the newest versions before `request_times` (B, µs).
+        """Bids, goals and advertisers (B) of the latest versions before `request_times` (B, µs).
 
         They are 0, None and NO_ADVERTISER where an item (B) had no version.
         """
@@ -87,6 +87,6 @@ def load_bids(lake: Lake, items: ItemTable) -> BidTable:
 
 
 def _encode_advertisers(names: pa.ChunkedArray) -> Int64:
-    """A code for each distinct name; NO_ADVERTISER where there is none."""
+    """A code for each distinct name; NO_ADVERTISER if there is none."""
     codes = names.combine_chunks().dictionary_encode().indices.fill_null(NO_ADVERTISER)
     return np.asarray(codes, np.int64)

@@ -1,4 +1,4 @@
-"""Calibration of logits on days after training, strictly increasing, so that order is kept."""
+"""Calibration of logits on days after training, strictly increasing to preserve the order."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
@@ -12,9 +12,9 @@ from etl.spec.base import StrictModel
 Floats = npt.NDArray[np.float64]
 Labels = npt.NDArray[np.float32]
 CalibrationKind = Literal["platt", "isotonic"]
-MIN_ISOTONIC_POSITIVES = 20  # positives, and negatives, below which Platt scaling is fitted
+MIN_ISOTONIC_POSITIVES = 20  # positives and negatives; with fewer, Platt scaling is fitted
 PRIOR_STRENGTH = 10  # the prior counts as this many positives
-MIN_BIN_POSITIVES = 50  # in a bin of an isotonic calibration
+MIN_BIN_POSITIVES = 50  # per bin of an isotonic calibration
 PROBABILITY_EPS = 1e-7
 
 
@@ -82,7 +82,7 @@ def fit_platt(logits: Floats, labels: Labels, prior: PlattScaling = IDENTITY) ->
     """
     if not 0 < labels.sum() < len(labels):
         return prior
-    from scipy.optimize import minimize  # serving does not need it
+    from scipy.optimize import minimize  # not needed for serving
 
     center = float(logits[labels > 0].mean())
     x = logits - center

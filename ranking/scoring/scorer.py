@@ -26,7 +26,7 @@ SCORE_ROWS = 2048
 def input_builder(
     ranker: Ranker, lake: Lake, table_versions: Mapping[str, int] | None = None
 ) -> InputBuilder:
-    """A builder of a ranker's inputs from a lake's tables, by default from their newest versions.
+    """A builder of a ranker's inputs from a lake's tables, by default from their latest versions.
 
     Raises:
         UserError: The ranker is of another spec than the lake.
@@ -59,7 +59,7 @@ class Scorer:
     def from_ranker(
         cls, ranker: Ranker, lake: Lake, table_versions: Mapping[str, int] | None = None
     ) -> "Scorer":
-        """A scorer of a lake's tables, by default of their newest versions."""
+        """A scorer of a lake's tables, by default of their latest versions."""
         inputs = input_builder(ranker, lake, table_versions)
         auction = Auction(lake.spec, ranker.manifest.surface)
         return cls(ranker, auction, inputs, load_bids(lake, inputs.reader.items))

@@ -56,7 +56,7 @@ class WorkQueue:
             self.queue_length -= 1
 
     def overload_message(self, cost: int = FIXED_REQUEST_COST) -> str | None:
-        """Why work of some cost, by default the least, is not admitted; None if it is."""
+        """The reason for refusing work of some cost, by default the least; None if admitted."""
         if self.queued_cost and self.queued_cost + cost > self.limits.max_queued_candidates:
             return f"the queue is full ({self.queued_cost:,} candidates); retry in a second"
         return None

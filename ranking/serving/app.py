@@ -145,7 +145,7 @@ def _add_status_routes(app: FastAPI, worker: Worker) -> None:
 
     @app.get("/version", responses=ERROR_RESPONSES)
     async def version() -> WorkerStatus:
-        """The spec, features and rankers of this worker, and what failed to load."""
+        """The spec, features and rankers of this worker, and load failures."""
         return worker.status
 
     @app.get("/metrics", response_class=PlainTextResponse, responses=ERROR_RESPONSES)
@@ -163,5 +163,5 @@ async def _refresh_periodically(worker: Worker) -> None:
         await asyncio.sleep(REFRESH_SECONDS)
         try:
             await worker.refresh()
-        except Exception:  # such as storage that does not respond, and may the next time
+        except Exception:  # for example storage that temporarily does not respond
             log.exception("refresh failed; the service continues with what is loaded")

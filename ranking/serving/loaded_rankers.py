@@ -17,7 +17,7 @@ LoadFn = Callable[[StoragePath], Ranker]
 
 
 class LoadFailure(NamedTuple):
-    """Why a surface's ranker cannot be served with a store, and when loading it is retried."""
+    """The reason why a surface's ranker cannot be served with a store, and the retry time."""
 
     folder: StoragePath | None
     store_metadata: StoreMetadata
@@ -48,7 +48,7 @@ class LoadedRankers:
 
     @property
     def errors(self) -> dict[str, str]:
-        """Why the live ranker of a surface is not served, by surface."""
+        """By surface, the reason why its live ranker is not served."""
         return {surface: failure.message for surface, failure in self._failures.items()}
 
     def for_surface(self, surface: str) -> Ranker:

@@ -94,7 +94,7 @@ class UserAttributesRequest(StrictModel):
 class ItemAttributesRequest(StrictModel):
     """Attributes, bid and goal of an item, valid from `valid_from` (ms since 1970), by default now.
 
-    What is left out keeps its value, `attributes` as a whole. A bid of 0 takes the item out of
+    Omitted fields keep their values, `attributes` as a whole. A bid of 0 takes the item out of
     auctions.
     """
 
@@ -112,7 +112,7 @@ class HealthResponse(StrictModel):
 
 
 class WorkerStatus(StrictModel):
-    """What a worker serves, and what it failed to load.
+    """The loaded rankers and features of a worker, and load failures.
 
     `features_until` is the second up to which the feature store includes the tables. A surface in
     `ranker_errors` keeps its previous ranker, if it has one; so does the feature store.

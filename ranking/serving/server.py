@@ -3,7 +3,7 @@
 * `run_server` starts the workers and stops them once their requests are answered.
 * `LimitedProtocol` adds to uvicorn what it lacks: bounds on the number of connections, on the size
   and time of headers, on the time of bodies, and on clients that do not read their response.
-* `health_server` answers `/health` on a port of its own, in a thread apart from the event loops
+* `health_server` answers `/health` on a separate port, in a separate thread from the event loops
   that rank. Each worker writes its status into a folder once a second; the server reads them all.
 """
 
@@ -36,14 +36,14 @@ from etl.errors import UserError
 from ranking.serving.schemas import WorkerStatus
 from ranking.serving.settings import SETTINGS_VARIABLE, Limits, Settings
 
-if TYPE_CHECKING:  # the parent process does not load what its workers rank with
+if TYPE_CHECKING:  # the parent process does not load ranking dependencies
     from ranking.serving.worker import Worker
 
 log = logging.getLogger("uvicorn.error")
 MAX_HEADER_BYTES = 64 << 10
-CLOSE_DELAY_SECONDS = 1.0  # for a client to read why it was refused
+CLOSE_DELAY_SECONDS = 1.0  # lets clients read the error response
 STATUS_INTERVAL_SECONDS = 1.0
-UNRESPONSIVE_SECONDS = 15.0  # without a status, after which a worker counts as unresponsive
+UNRESPONSIVE_SECONDS = 15.0  # age of the status of an unresponsive worker
 HEALTH_LIMITS = Limits(max_connections=32, receive_timeout_seconds=5.0)
 
 

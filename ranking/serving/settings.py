@@ -21,7 +21,7 @@ arg = tyro.conf.arg
 
 
 class Limits(StrictModel):
-    """What one worker accepts at once, and how long it waits for a client."""
+    """Limits on the concurrent load of a worker, and timeouts for clients."""
 
     max_connections: Annotated[
         PositiveInt, arg(help="open connections; further ones get a 503")

@@ -1,4 +1,4 @@
-"""A worker process of the service: what its routes call.
+"""The state and operations of a worker process of the service.
 
 Requests are ranked one after the other on the event loop. Posted events and attributes are
 committed by a thread, in groups.
@@ -48,7 +48,7 @@ EntryBatch = Sequence[WalEntry]
 
 
 class GroupCommit:
-    """Commits batches of entries in a thread, while the event loop goes on.
+    """Commits batches of entries in a thread, while the event loop continues.
 
     Batches that arrive during a commit go into the next one together. A caller resumes after the
     commit that includes its batch.
@@ -61,7 +61,7 @@ class GroupCommit:
         self._commit_task: asyncio.Task[None] | None = None
 
     async def write(self, batch: EntryBatch) -> int:
-        """Commit a batch and return how many of its entries were new; raises what a commit does."""
+        """Commit a batch and return the number of new entries; raises errors of the commit."""
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._pending.append((batch, future))
         if self._commit_task is None or self._commit_task.done():
@@ -179,7 +179,7 @@ class Worker:
 
     @property
     def status(self) -> WorkerStatus:
-        """What the worker serves, and what it failed to load."""
+        """The loaded rankers and features of the worker, and load failures."""
         return WorkerStatus(
             spec_hash=self.spec.hash,
             features_until=self.feature_store.store.data_until,

@@ -1,4 +1,4 @@
-"""Configuration of students: their sizes, how they learn from GEM, and how they are trained."""
+"""Configuration of students: sizes, distillation from GEM, and training."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -12,11 +12,11 @@ from etl.spec.base import StrictModel
 
 @dataclass(frozen=True)
 class InputLimits:
-    """How much of a request a ranker reads.
+    """The amount of data of a request that a ranker reads.
 
     Attributes:
-        max_length: Newest events that are searched for those similar to a candidate.
-        encoded_events: Newest events that are encoded for attention.
+        max_length: Most recent events that are searched for those similar to a candidate.
+        encoded_events: Most recent events that are encoded for attention.
         teacher_history_length: Earlier impressions whose teacher embeddings are read; 0 for none.
         user_hash_buckets: Rows of the table of users, addressed by hash; 0 for no table.
     """
@@ -42,12 +42,12 @@ class StudentConfig(StrictModel):
         64,
     )
     encoded_events: Annotated[
-        int, Field(ge=1), tyro.conf.arg(help="newest events that are encoded for attention")
+        int, Field(ge=1), tyro.conf.arg(help="most recent events that are encoded for attention")
     ] = 100
     max_length: Annotated[
         int,
         Field(ge=1),
-        tyro.conf.arg(help="newest events that are searched for those similar to a candidate"),
+        tyro.conf.arg(help="most recent events that are searched for those similar to a candidate"),
     ] = 2048
     user_hash_buckets: Annotated[
         int,
@@ -70,7 +70,7 @@ class StudentConfig(StrictModel):
 
     @property
     def input_limits(self) -> InputLimits:
-        """How much of a request the student reads."""
+        """The amount of data of a request that the student reads."""
         return InputLimits(
             self.max_length,
             self.encoded_events,
@@ -84,7 +84,7 @@ class StudentConfig(StrictModel):
 
 
 class DistillationConfig(StrictModel):
-    """How a student learns from GEM (ExFM, 2502.17494; LoopFM, 2605.29280).
+    """Distillation from GEM (ExFM, 2502.17494; LoopFM, 2605.29280).
 
     With `warm_start_from: domain` the student starts with all weights of the model of its domain
     that have the same shape, instead of modules of GEM.
@@ -131,7 +131,7 @@ class DistillationConfig(StrictModel):
 
 
 class StudentTrainConfig(StrictModel):
-    """How a student is trained."""
+    """Training of a student."""
 
     model: StudentConfig = StudentConfig()
     distillation: DistillationConfig = DistillationConfig()
@@ -139,17 +139,21 @@ class StudentTrainConfig(StrictModel):
     batch_rows: Annotated[int, tyro.conf.arg(help="examples per batch")] = 128
     dense_lr: Annotated[float, tyro.conf.arg(help="learning rate of dense weights (AdamW)")] = 2e-3
     embedding_lr: Annotated[float, tyro.conf.arg(help="learning rate of embedding tables")] = 0.05
-    weight_decay: Annotated[float, tyro.conf.arg(help="of dense weights (AdamW)")] = 0.01
+    weight_decay: Annotated[float, tyro.conf.arg(help="weight decay of dense weights (AdamW)")] = (
+        0.01
+    )
     negative_sampling_rate: Annotated[
         dict[str, SamplingRate],
         yaml_option(dict[str, SamplingRate]),
         tyro.conf.arg(help="share of an objective's negatives to train on: {click: 0.1}"),
     ] = {}
-    seed: Annotated[int, tyro.conf.arg(help="of initial weights and of the order of examples")] = 0
+    seed: Annotated[
+        int, tyro.conf.arg(help="seed of initial weights and of the order of examples")
+    ] = 0
 
 
 class DomainTrainConfig(StudentTrainConfig):
-    """How the model of a domain is trained; it is larger than the rankers that start from it."""
+    """Training of the model of a domain, which is larger than the rankers that start from it."""
 
     model: StudentConfig = StudentConfig(hidden=(256, 128))
 

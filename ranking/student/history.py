@@ -1,4 +1,4 @@
-"""How a student reads a user's history: attention, mean items, match counts, teacher embeddings.
+"""A student's history modules: attention, mean items, match counts, teacher embeddings.
 
 R requests, C candidates, L events, K earlier impressions, W event width, T event types, M
 similarity attributes, Z width of a teacher embedding, D decay times.
@@ -20,7 +20,7 @@ MASKED_SCORE = -1e9  # finite, so that a softmax over masked scores alone is not
 
 
 class KeyValueProjection(nn.Module):
-    """Keys and values of tokens, computed once per request whatever its candidates are."""
+    """Keys and values of tokens, computed once per request for all candidates."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -50,8 +50,8 @@ class TargetAttention(nn.Module):
     def forward(self, candidates: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         """Attend from candidates (R, C, W) to keys and values (R, L, W); returns (R, C, W).
 
-        `mask` (R, C or 1, L) is True where a candidate may attend. A candidate that may attend to
-        nothing gets zeros.
+        `mask` (R, C or 1, L) is True where a candidate may attend. A candidate without tokens to
+        attend to gets zeros.
         """
         q, k, v = (self._split_heads(x) for x in (self.q(candidates), keys, values))
         scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
@@ -77,8 +77,8 @@ def one_hot_types(types: Tensor, num_types: int) -> Tensor:
 def shares_attribute(candidate_ids: Tensor, history_ids: Tensor) -> list[Tensor]:
     """For each similarity attribute, whether a candidate and an event have the same value.
 
-    Candidates (R, C, M) and events (R, L, M) give M masks (R, C, L). Value 0, the unknown one, is
-    the same as no other.
+    Candidates (R, C, M) and events (R, L, M) give M masks (R, C, L). Value 0, the unknown one,
+    matches no value.
     """
     masks = []
     for m in range(candidate_ids.shape[2]):
@@ -129,7 +129,7 @@ class DecayedMatchCounts(nn.Module):
 
 
 class TeacherHistoryState(NamedTuple):
-    """What candidates need of the earlier impressions."""
+    """The representation of earlier impressions that candidates read."""
 
     keys: Annotated[Tensor, "R K W"]
     values: Annotated[Tensor, "R K W"]

@@ -44,7 +44,7 @@ from training.teacher.embeddings import TeacherEmbeddings
 
 
 class UserState(NamedTuple):
-    """What all candidates of a request share: outputs of the user program, in this order."""
+    """The state that all candidates of a request share: outputs of the user program, in order."""
 
     history_keys: Annotated[Tensor, "R L W"]
     history_values: Annotated[Tensor, "R L W"]
@@ -178,7 +178,7 @@ class Student(nn.Module):
     def _encode_teacher_history(
         self, module: TeacherHistory, inputs: TeacherHistoryInputs[Tensor]
     ) -> tuple[TeacherHistoryState, list[Tensor]]:
-        """What candidates attend to, and the pooled tokens (R, W) where there are any."""
+        """The tokens that candidates attend to, and the pooled tokens (R, W) if there are any."""
         tokens = module(self.event_tokenizer.item_projection(inputs.items), inputs)
         mask = inputs.age_seconds > 0
         keys, values = module.key_value(tokens)

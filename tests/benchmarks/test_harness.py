@@ -1,4 +1,4 @@
-"""What benchmarks print: metrics as a last line of JSON; unavailable ones with a reason."""
+"""Output of benchmarks: metrics as a last line of JSON; unavailable ones with a reason."""
 
 import json
 import math

@@ -36,7 +36,7 @@ USERS, ITEMS, KINDS = 12, 30, 4
 def log_of(
     seed: int, entries_per_user: int = 40, split: tuple[float, ...] = (0.6, 0.2, 0.2, 0.0)
 ) -> InteractionLog:
-    """Users who like some kinds of items, each about half of them."""
+    """Users that prefer about half of the kinds of items."""
     rng = np.random.default_rng(seed)
     n = USERS * entries_per_user
     user = np.repeat(np.arange(USERS), entries_per_user)
@@ -76,7 +76,7 @@ def test_sums_are_over_strictly_earlier_entries(seed: int, n: int, keys: int, ti
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(0, USERS * 40 - 1))
 def test_rows_do_not_depend_on_entries_of_the_same_second_or_later(seed: int, at: int) -> None:
-    """Other labels and items from a second on change nothing of rows up to and including it."""
+    """Labels and items from a second on do not change rows up to and including it."""
     log = log_of(seed)
     rng = np.random.default_rng(seed)
     later = log.time >= log.time[at]
@@ -132,7 +132,7 @@ def test_logits_do_not_depend_on_the_other_rows_of_a_batch() -> None:
         torch.testing.assert_close(alone, together[row : row + 1], rtol=1e-4, atol=1e-5)
 
 
-def test_every_row_comes_once_in_either_order() -> None:
+def test_every_row_occurs_once_in_either_order() -> None:
     dataset = SequenceDataset(log_of(2))
     log, rows = dataset.log, SplitRows(dataset, 0)
     generator = torch.Generator().manual_seed(0)
@@ -166,7 +166,7 @@ def test_linear_item_attention_is_a_kernel_regression() -> None:
 def test_preferences_of_new_users_are_read_from_their_earlier_labels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Test users are new: only their earlier labels show what they like."""
+    """Test users are new: only their earlier labels show their preferences."""
     monkeypatch.setattr(sequence_features, "BATCH_ROWS", 64)
 
     def log_of_new_users(seed: int) -> InteractionLog:
@@ -253,7 +253,7 @@ def rewrite(name: str, text: str) -> Callable[[Path], object]:
         (rewrite("test.csv", "user,item,time,label\nu1,1,1,2\n"), "0 or 1"),
         (rewrite("test.csv", "user,item,time,label\nu1,1,1,\n"), "0 or 1"),
         (rewrite("test.csv", "user,item,time,label\nu1,1,,1\n"), "the time of a row is missing"),
-        (rewrite("test.csv", "user,item,time,label\nu1,1,soon,1\n"), "no number"),
+        (rewrite("test.csv", "user,item,time,label\nu1,1,soon,1\n"), "non-numeric"),
         (rewrite("events.csv", "user,time\nu1,1\n"), "events.csv has no column item"),
         (rewrite("items.csv", "id,kinds\n1,a\n"), "items.csv has no column item"),
         (rewrite("items.csv", "item,kinds\n1,a\n1,b\n"), "several rows of one item"),

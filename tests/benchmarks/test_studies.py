@@ -40,7 +40,7 @@ TINY = TrainConfig(scale="tiny", width_multiplier=0.5, max_length=8)
 
 
 def user_predictions(seed: int, blur: float, users: int = 60, n: int = 3000) -> Predictions:
-    """Labels with a rate per user, and predictions that know those rates up to `blur`."""
+    """Labels with a rate per user, and predictions of those rates up to `blur`."""
     rng = np.random.default_rng(seed)
     user = rng.integers(0, users, n)
     p = rng.uniform(0.1, 0.6, users)[user]

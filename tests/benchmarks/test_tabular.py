@@ -25,7 +25,7 @@ values = st.one_of(st.none(), st.sampled_from(["a", "b", "c", "é", "0"]))
 def test_ids_are_the_vocabulary_of_the_training_file(
     train: list[str | None], other: list[str | None]
 ) -> None:
-    """Equal values have equal ids; missing values and those that training lacks are UNKNOWN."""
+    """Equal values have equal ids; missing values and values not in training are UNKNOWN."""
 
     def table(column: list[str | None]) -> pa.Table:
         return pa.table({"f": pa.array(column, pa.string()), "y": ["1"] * len(column)})
@@ -61,8 +61,8 @@ def test_interactions_are_learned() -> None:
     assert auc(trained(rows(0, 1500), 1e-3), rows(2)) > 0.99
 
 
-def test_the_penalty_limits_memorisation() -> None:
-    """Labels are random: whatever is learned of values that three rows have is memorised."""
+def test_the_penalty_limits_memorization() -> None:
+    """Labels are random: learning from values that occur in three rows is memorization."""
     rng = np.random.default_rng(0)
     ids, labels = rng.integers(1, 1000, (3000, 2)), rng.integers(0, 2, 3000)
     noise = TabularRows(ids, np.empty((3000, 0), np.float32), labels.astype(np.float32), 64)
@@ -122,7 +122,7 @@ def test_peers_are_reported_and_one_that_is_not_installed_is_null(
         (
             lambda f: (f / "test.csv").write_text("f0,f1,f2,n,click\n1,1,1,x,1\n"),
             ("--numeric", "n"),
-            "column n has a value that is no number",
+            "column n has a non-numeric value",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Transfer ratios on students whose share of GEM's gain is known, and where there is none."""
+"""Transfer ratios on students whose share of GEM's gain is known, and without a gain."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ def predictions(p: np.ndarray, labels: np.ndarray) -> Predictions:
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, Predictions]:
-    """GEM predicts the true probabilities; students know a share of them."""
+    """GEM predicts the true probabilities; students predict a part of their variation."""
     rng = np.random.default_rng(0)
     truth = rng.normal(-1, 1.5, N)
     labels = (rng.uniform(size=N) < sigmoid(truth)).astype(np.float32)
@@ -54,10 +54,10 @@ def test_a_student_with_gems_predictions_has_all_of_its_gain(
     assert to_plain.value == pytest.approx(best.value / plain.value)
 
 
-def test_there_is_no_ratio_to_a_gain_that_may_be_zero(models: dict[str, Predictions]) -> None:
+def test_a_ratio_to_a_gain_that_may_be_zero_is_none(models: dict[str, Predictions]) -> None:
     students = {
         "labels only": [models["labels only"]],
-        "plain distillation": [replace(models["labels only"])],  # gains nothing
+        "plain distillation": [replace(models["labels only"])],  # no gain
         "all": [models["all"]],
     }
     ratios = transfer_ratios(students, models["GEM"], ["click"])

@@ -58,7 +58,7 @@ class Cluster:
 
 @contextmanager
 def cluster(folder: Path, workers: int) -> Iterator[Cluster]:
-    """A cluster of workers with one core and a gigabyte each; stopped and gone afterwards."""
+    """A cluster of workers with one core and a gigabyte each; stopped and removed at the end."""
     running: list[subprocess.Popen[bytes]] = []
     event_logs = folder / "events"
     event_logs.mkdir()
@@ -79,7 +79,7 @@ def cluster(folder: Path, workers: int) -> Iterator[Cluster]:
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and its executors at once, as if the machine lost its power."""
+    """Kill a process and its executors at the same time, as if the machine lost power."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,4 +1,4 @@
-"""The data steps on a standalone cluster that loses a worker write the tables of local mode."""
+"""The data steps write the same tables on a standalone cluster that loses a worker as locally."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -38,7 +38,7 @@ def test_a_cluster_that_loses_a_worker_writes_the_same_tables(
             if step.name == STEP_THAT_LOSES_A_WORKER:
                 while not has_started_task(executor_logs(tmp_path) - before):
                     assert job.poll() is None, "the step ended before its worker was lost"
-                    with suppress(TimeoutExpired):  # read its output, or it blocks on a full pipe
+                    with suppress(TimeoutExpired):  # drain the pipe, which blocks when full
                         job.communicate(timeout=0.1)
                 kill(running.workers[0])
             _, errors = job.communicate(timeout=400)

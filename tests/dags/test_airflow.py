@@ -179,4 +179,4 @@ def test_an_interrupted_start_leaves_no_process_running(
     monkeypatch.setattr("dags.orchestration.standalone._is_healthy", interrupt)
     with pytest.raises(KeyboardInterrupt):
         start_airflow(env)
-    assert not processes_with("-m airflow", "scheduler"), "every user of it would be an admin"
+    assert not processes_with("-m airflow", "scheduler"), "processes of Airflow are still running"

@@ -1,4 +1,4 @@
-"""Alerts are posted as JSON; that they cannot be posted fails no run."""
+"""Alerts are posted as JSON; a failure to post one does not fail the run."""
 
 import socket
 import threading

@@ -76,7 +76,7 @@ def run_daily(
 def test_late_sources_are_processed_when_they_arrive_and_missing_ones_are_named(
     spec: DataSpec, tmp_path: Path
 ) -> None:
-    """Of the second day, reels arrive a day late, messaging two days; later messaging never."""
+    """Day 2: reels arrive a day late, messaging two days late; later messaging never arrives."""
     assert set(required_daily_sources(spec)) == set(SURFACES)
     day1, day2, day3, day4, day5 = DAYS[:5]
     runs = run_daily(spec, tmp_path, [

@@ -1,4 +1,4 @@
-"""Laws of the DAGs as Airflow parses them, and of their tasks as Airflow runs them."""
+"""Invariants of the DAGs as parsed by Airflow, and of their tasks as run by Airflow."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ from tests.dags.conftest import environment
 from tests.pipeline import rows
 from training.commands import SplitArgs
 
-# Run in an Airflow environment: prints all about the DAGs as JSON.
+# Runs in an Airflow environment: prints a description of the DAGs as JSON.
 DESCRIBE_DAGS = """
 import json, os, sys
 import dags.orchestration.daily as daily

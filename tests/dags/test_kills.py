@@ -1,4 +1,4 @@
-"""A pipeline that is killed and started again writes the tables of one that was never killed."""
+"""A pipeline that is killed and restarted writes the same tables as an uninterrupted one."""
 
 import os
 import random

@@ -21,7 +21,7 @@ from training.commands import SplitArgs
 
 SPECS = sorted((ROOT / "conf/specs").glob("*.yaml"))
 RAW = "raw"
-TABLES_BY_SOURCE = {"quarantine"}  # each source has its own part, so several steps write it
+TABLES_BY_SOURCE = {"quarantine"}  # several steps write it, each the part of its source
 FIRST, LAST = date(2026, 1, 1), date(2026, 1, 4)
 
 

@@ -1,4 +1,4 @@
-"""An upgraded lake equals one that was built under the new spec, with less work."""
+"""An upgraded lake equals one built from scratch with the new spec; unaffected tables are kept."""
 
 import shutil
 from collections.abc import Callable
@@ -96,7 +96,7 @@ def test_nothing_is_removed_without_confirmation(
     output = capsys.readouterr()
     assert "changed keys: counters.windows" in output.out
     assert "removed, to be rebuilt: examples, GEM" in output.out
-    assert "add --yes" in output.err
+    assert "pass --yes" in output.err
     assert own.version("examples") >= 0
 
 

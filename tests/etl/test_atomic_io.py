@@ -1,4 +1,4 @@
-"""Atomic writes: files and folders are old or new, never half, after a power loss or a kill.
+"""Atomic writes: files and folders are never partially written after a power loss or a kill.
 
 A power loss is simulated by what a disk may do: content that was not fsynced is lost (the file is
 truncated), and a name that was not fsynced in its folder may be lost.
@@ -72,7 +72,7 @@ def test_written_files_and_folders_survive_a_power_loss(tmp_path: Path, disk: Di
 def is_killed_at(call: int, work: Callable[[], None]) -> bool:
     """Run `work` in a process that is killed before its `call`-th fsync or rename.
 
-    Returns whether it was killed, that is, made as many calls.
+    Returns whether it was killed, that is, whether it made that many calls.
     """
     child = os.fork()
     if not child:

@@ -1,4 +1,4 @@
-"""Attributes: from when a version is valid for each kind of source, and what is refused."""
+"""Attributes: the valid-from time of versions for each kind of source, and refused input."""
 
 import json
 import logging

@@ -1,7 +1,6 @@
-"""Attribution equals a brute-force reference that looks at every pair of events."""
+"""Attribution equals a brute-force reference that checks every pair of events."""
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -13,17 +12,11 @@ from etl.spec import DataSpec
 from etl.spec.objectives import Objective, Touchpoint
 from etl.tables import schemas
 from etl.tables.lake import Lake, arrow_schema
-from tests.etl.shop import shop_lake
 
 pytestmark = pytest.mark.spark
 
 VIEW_WINDOW, CLICK_WINDOW = "10m", "40m"
 Row = dict[str, Any]
-
-
-@pytest.fixture
-def shop(spark: SparkSession, tmp_path: Path) -> Lake:
-    return shop_lake(tmp_path)
 
 
 def random_events(spec: DataSpec, n: int, rng: random.Random) -> list[Row]:
@@ -59,7 +52,7 @@ def frame(shop: Lake, events: list[Row]) -> DataFrame:
 
 
 def reference_attribution(events: list[Row], outcome: Row, objective: Objective) -> str | None:
-    """The impression to which an outcome is attributed, by looking at all events."""
+    """The impression to which an outcome is attributed, by brute force over all events."""
     impressions = {e["event_id"]: e for e in events if e["event_type"] == "shown"}
     named: str | None = outcome["impression_id"]
     if named and objective.unknown_impression == "drop":

@@ -66,7 +66,7 @@ def test_a_step_killed_between_staging_and_commit_can_be_repeated(
         while data_files(folder, step) == files_before and process.poll() is None:
             time.sleep(0.001)
         time.sleep(rng.uniform(0, 2) if number % 4 == 3 else 0)
-        with suppress(ProcessLookupError):  # it has ended
+        with suppress(ProcessLookupError):  # the process has ended
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         num_before_commit += commits(folder, step) == commits_before

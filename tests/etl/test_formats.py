@@ -61,7 +61,7 @@ def write_lines(file: Path, *records: Mapping[str, object]) -> None:
 
 
 def read_events(spec: DataSpec, folder: Path) -> list[dict[str, Any]]:
-    """The rows that ingest would make of the log `app`."""
+    """The rows that ingest reads from the log `app`."""
     records = read_log(spec, "app", RawSelection(str(folder / "raw"), (DAY, DAY)))
     events = [row.asDict() for row in records.collect()]
     assert not any(event["reasons"] for event in events)
@@ -114,7 +114,7 @@ def test_timestamps_of_parquet_are_instants(
     assert stored["event_ts"] == EPOCH_SECONDS * 10**6
 
 
-def test_what_is_no_time_is_null(spark: SparkSession) -> None:
+def test_invalid_times_are_null(spark: SparkSession) -> None:
     texts = ["soon", "", None, "2026-13-01T00:00:00Z", "99999999999999999999"]
     frame = spark.createDataFrame([(text,) for text in texts], "t string")
     spec = load_spec(Path("conf/specs/simulator.yaml"))
@@ -138,7 +138,7 @@ def test_durations_are_rounded_down_to_microseconds(spark: SparkSession) -> None
      ("app/y={day:%Y}/m={day:%-m}/d={day:%-d}/*.json", "app/y=2026/m=1/d=2/a.json"),
      ("app/{day}/*/*.json", f"app/{DAY}/07/a.json")],
 )  # fmt: skip
-def test_days_in_paths_are_read_as_written(
+def test_days_in_paths_are_parsed_by_their_format(
     spark: object, tmp_path: Path, path: str, file: str
 ) -> None:
     spec = shop_spec(tmp_path, {"path": path})
@@ -149,7 +149,7 @@ def test_days_in_paths_are_read_as_written(
 
 
 @given(day=st.dates(date(2000, 1, 1), date(2099, 12, 31)))
-def test_the_day_of_a_path_is_that_which_was_filled_in(day: date) -> None:
+def test_the_day_is_parsed_back_from_a_path(day: date) -> None:
     for path in (
         "a/{day}/*.json",
         "a/{day:%Y%m%d}-*.csv",
@@ -165,7 +165,7 @@ def test_the_day_of_a_path_is_that_which_was_filled_in(day: date) -> None:
 @pytest.mark.parametrize(
     "path", ["a/{day:%Y}/x.json", "a/{day:%Y%m%d%H}/x.json", "a/{day:x}/y.json"]
 )
-def test_a_path_that_names_no_full_day_is_refused(path: str) -> None:
+def test_a_path_with_an_incomplete_day_is_refused(path: str) -> None:
     with pytest.raises(ValidationError, match=r"\{day\} in a path"):
         AttributeSource(kind="attributes", entity="user", format="json", path=path, key="k")
 
@@ -193,7 +193,7 @@ def test_nested_fields_of_parquet_are_read_by_their_path(spark: object, tmp_path
     assert (stored["event_id"], stored["user_id"]) == ("e1", "u")
 
 
-def test_csv_is_read_as_its_options_say(spark: object, tmp_path: Path) -> None:
+def test_csv_is_read_with_its_options(spark: object, tmp_path: Path) -> None:
     header = ["id", "who", "what", "page", "action", "at", "phone"]
     options = {"delimiter": "\t", "quote": "'", "null_value": "\\N", "header": header}
     spec = shop_spec(tmp_path, {"format": "csv", "path": "app/{day}.tsv", "csv": options})

@@ -79,7 +79,7 @@ def test_units_of_times_are_inferred_from_values(value: object, unit: str | None
     assert Column("t", [value] * 3).time_unit == unit
 
 
-def test_a_few_bad_values_do_not_hide_what_a_column_holds() -> None:
+def test_a_few_bad_values_do_not_change_the_inferred_type() -> None:
     times: list[object] = [1_767_225_600 + i for i in range(97)]
     assert Column("t", [*times, "soon", -1, "x"]).time_unit == "s"
     assert Column("t", [*times[:50], *["soon"] * 50]).time_unit is None
@@ -130,7 +130,7 @@ names = st.text("abcXYZ-_ 019.", min_size=1, max_size=12)
     types=st.lists(names, min_size=2, max_size=6, unique=True),
     pages=st.lists(names, min_size=1, max_size=4, unique=True),
 )
-def test_whatever_values_a_log_has_the_spec_is_yaml(
+def test_the_inferred_spec_is_valid_yaml_for_any_values(
     tmp_path_factory: pytest.TempPathFactory, types: list[str], pages: list[str]
 ) -> None:
     folder = tmp_path_factory.mktemp("any")

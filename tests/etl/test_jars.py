@@ -1,4 +1,4 @@
-"""Spark gets only JARs with the pinned checksums."""
+"""Spark loads only JARs with the pinned checksums."""
 
 import shutil
 from pathlib import Path

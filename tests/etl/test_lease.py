@@ -1,4 +1,4 @@
-"""One command at a time runs a step of a lake, and a lease soon expires when its holder is gone."""
+"""Only one command at a time runs a step of a lake; the lease of an ended holder expires soon."""
 
 import os
 import signal
@@ -65,7 +65,7 @@ def write_lease_of_another_machine(root: str, age: float) -> LeaseHolder:
 
 
 def run_in_processes(work: Callable[[], bool], count: int) -> list[bool]:
-    """What each of `count` processes returns that run `work` at the same time."""
+    """The results of `count` processes that run `work` at the same time."""
     children = []
     for _ in range(count):
         child = os.fork()
@@ -166,7 +166,7 @@ def test_a_lease_is_renewed_while_it_is_held(root: str, monkeypatch: pytest.Monk
 
 
 def test_a_process_that_lost_its_lease_terminates(root: str) -> None:
-    """It was suspended for so long that another process has acquired the lease."""
+    """It was suspended so long that another process acquired the lease."""
     code = "from etl.tables import lease; lease.RENEWAL_INTERVAL_SECONDS = 0.05\n"
     code += HOLD_LEASE.format(lake=root)
     child = subprocess.Popen(
@@ -193,7 +193,7 @@ def test_child_processes_share_the_lease(root: str) -> None:
 
 
 def test_child_processes_terminate_when_the_holder_is_killed(root: str) -> None:
-    """Otherwise they would go on without a lease, beside the next holder."""
+    """Otherwise they would continue without a lease, concurrently with the next holder."""
     inner = HOLD_LEASE.format(lake=root).replace('"held"', "__import__('os').getpid()")
     outer = "import subprocess, sys\nfrom etl.tables.lease import hold_leases\n"
     outer += f"with hold_leases({root!r}, ['gem'], 'outer'):\n"
@@ -229,7 +229,7 @@ def test_every_command_that_changes_a_lake_has_a_lease() -> None:
 
 
 def start_command(command: list[str], root: str, step: str) -> subprocess.Popen[bytes]:
-    """A command in a process of its own that has acquired a lease."""
+    """A command in its own process that has acquired a lease."""
     child = subprocess.Popen(
         [sys.executable, "-m", "gemline", *command], start_new_session=True,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,

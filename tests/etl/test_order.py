@@ -70,7 +70,7 @@ EVENTS: dict[date, list[Record]] = {
         # The client logged the same impression twice.
         event("s1-again", "shown", "shoe", epoch_ms(1, 8), logged=epoch_ms(1, 9), imp="i1"),
         event("c1", "click", "shoe", epoch_ms(1, 9), imp="i1"),
-        # Names no impression.
+        # It names no impression.
         event("p1", "purchase", "shoe", epoch_ms(1, 12)),
         # The device's clock is fast.
         event("s9", "shown", "hat", epoch_ms(2, 0, 40), logged=epoch_ms(1, 23, 50), imp="i9"),

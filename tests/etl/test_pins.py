@@ -1,4 +1,4 @@
-"""A run reads the table versions that it has pinned until it unpins them, whatever is written."""
+"""A run reads its pinned table versions until it unpins them, regardless of later writes."""
 
 import json
 import shutil

@@ -14,17 +14,11 @@ from etl.errors import UserError
 from etl.ingest.filters import exclude_events
 from etl.ingest.run import ingest
 from etl.tables.lake import Lake
-from tests.etl.shop import shop_lake
 from tests.pipeline import rows
 
 pytestmark = pytest.mark.spark
 
 DAY_1, DAY_2 = date(2026, 1, 1), date(2026, 1, 2)
-
-
-@pytest.fixture
-def shop(spark: SparkSession, tmp_path: Path) -> Lake:
-    return shop_lake(tmp_path)
 
 
 def records(day: date, n: int, **values: object) -> Iterator[dict[str, Any]]:
@@ -45,7 +39,7 @@ def write(shop: Lake, log: str, day: date, *parts: Iterator[dict[str, Any]]) -> 
 def test_an_optional_log_with_few_records_may_lack_a_column(shop: Lake) -> None:
     raw = write(shop, "app", DAY_1, records(DAY_1, 200))
     assert ingest(shop, raw, (DAY_1, DAY_1))["kept"] == 200
-    write(shop, "sales", DAY_2, records(DAY_2, 3))  # none names its impression
+    write(shop, "sales", DAY_2, records(DAY_2, 3))  # no record names its impression
     write(shop, "app", DAY_2, records(DAY_2, 200))
     assert ingest(shop, raw, (DAY_2, DAY_2))["kept"] == 203
 

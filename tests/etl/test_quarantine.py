@@ -119,13 +119,13 @@ GOOD_AND_BAD = [text for i, bad in enumerate(REASON_BY_LINE) for text in (line(f
 
 
 def put_bad_records(root: Path) -> None:
-    """On the first day: each kind of bad record after a good one."""
+    """Write each kind of bad record after a good one, on the first day."""
     put(root, "all.json.gz", gzip.compress("\n".join(GOOD_AND_BAD).encode(), 1))
     put(root, "more.json", "\n".join([line("h1"), "nonsense", line("h2")]).encode())
 
 
 def put_unreadable_files(root: Path) -> None:
-    """On the second day: files that cannot be read to their end."""
+    """Write files that cannot be read to their end, on the second day."""
     text = "".join(line(f"t{i}", who=f"u{i}", ms=NOON_MS + DAY_MS) + "\n" for i in range(5000))
     put(root, "cut.json.gz", gzip.compress(text.encode())[:-2000], DAY_2)
     put(root, "empty.json", b"", DAY_2)
@@ -133,7 +133,7 @@ def put_unreadable_files(root: Path) -> None:
 
 
 def put_busy_user(root: Path) -> None:
-    """On the third day: a user with 100 events, three late events and a duplicate."""
+    """Write 100 events of a user, three late events and a duplicate, on the third day."""
     now = NOON_MS + 2 * DAY_MS
     busy = [line(f"m{i:03}", who="robot", ms=now + i) for i in range(100)]
     late = [line(f"l{i}", ms=now - 4 * DAY_MS) for i in range(3)]
@@ -142,7 +142,7 @@ def put_busy_user(root: Path) -> None:
 
 
 def put_odd_file_names(root: Path) -> None:
-    """A file per day whose name has special characters of globs and URIs; the second is cut."""
+    """Write a file per day with special characters of globs and URIs; the second is truncated."""
     for number, day in enumerate((DAY_1, DAY_2, DAY_3)):
         ms = NOON_MS + number * DAY_MS
         events = [line(f"{day}-{i}", who=f"v{i}", ms=ms) for i in range(3000)]
@@ -153,7 +153,7 @@ def put_odd_file_names(root: Path) -> None:
 
 
 def put_drifting_files(root: Path, format_: str) -> None:
-    """On the first day: hourly files whose columns and types change (schema drift)."""
+    """Write hourly files whose columns and types change (schema drift), on the first day."""
     folder = root / "raw" / format_ / f"{DAY_1}"
     folder.mkdir(parents=True)
     changes_by_hour: dict[str, dict[str, Any]] = {
@@ -229,10 +229,10 @@ def test_an_unreadable_file_does_not_stop_the_ingest_of_its_day(three_days: Lake
     assert stored_ids(three_days, "good") == ["good"]
 
 
-def test_each_file_has_the_day_of_its_path_whatever_its_name(three_days: Lake) -> None:
+def test_each_file_has_the_day_of_its_path_for_any_file_name(three_days: Lake) -> None:
     """Files of all days are read at once, and special characters in names are literal."""
     found = [row for row in quarantine_rows(three_days) if row["log"] == "named"]
-    assert len(found) == 4  # the first line of each file, and the file that is cut
+    assert len(found) == 4  # the first line of each file, and the truncated file
     for row in found:
         assert str(row["day"]) in row["source_file"]
         assert row["payload"] in {None, f"nonsense of {row['day']}"}
@@ -315,7 +315,7 @@ def test_reprocessing_releases_records_that_a_corrected_spec_accepts(
 
 
 def test_days_before_ingested_days_are_not_reprocessed(lake: Lake) -> None:
-    """Later days were built from these days."""
+    """The tables of later days depend on these days."""
     with pytest.raises(UserError, match=rf"{LAST} has been ingested.*--days {FIRST}:{LAST}"):
         reprocess_quarantine(lake, (FIRST, FIRST))
 

@@ -1,4 +1,4 @@
-"""A bot with a fifth of all events neither stalls a task nor fills its memory."""
+"""A bot with a fifth of all events does not skew the time or memory of tasks."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""A spec is loaded with all its errors, its hash covers what tables hold, codes never change."""
+"""Specs report all errors at once, hashes cover keys that affect tables, codes never change."""
 
 import random
 import re
@@ -165,7 +165,8 @@ def test_every_section_and_key_of_a_spec_has_a_description() -> None:
     for model in models:
         assert model.__doc__
         for name, field in model.model_fields.items():
-            assert field.description and "\n" not in field.description, (model, name)
+            summary = (field.description or "").partition("\n\n")[0]
+            assert summary and "\n" not in summary, (model, name)
 
 
 def test_a_copy_of_a_model_with_an_unknown_field_is_refused() -> None:
@@ -178,7 +179,7 @@ def test_a_copy_of_a_model_with_an_unknown_field_is_refused() -> None:
 
 
 def test_an_event_type_has_the_largest_delay_of_the_logs_that_declare_it() -> None:
-    """An impression log declares the impression and its outcomes, a log of one type that one."""
+    """An impression log declares the impression and its outcomes; a typed log declares one type."""
     dump = load_spec(ROOT / "conf/specs/kuairand.yaml").model_dump()
     log = dump["sources"]["log"] | {"delay": "1h"}
     likes = log | {"kind": "event_log", "event": "like", "delay": "2h"}
@@ -188,7 +189,7 @@ def test_an_event_type_has_the_largest_delay_of_the_logs_that_declare_it() -> No
     assert spec.visibility_delays == dict.fromkeys(spec.events, 3600) | {"like": 7200}
 
 
-def test_the_hash_ignores_paths_and_what_models_read(tmp_path: Path) -> None:
+def test_the_hash_ignores_paths_and_model_inputs(tmp_path: Path) -> None:
     def hash_of(text: str) -> str:
         path = tmp_path / "s.yaml"
         path.write_text(text)
@@ -232,7 +233,8 @@ def test_every_key_of_a_spec_has_a_declared_effect() -> None:
     assert ("attributes", "item", "*", "width") in keys
     for path in keys:
         effect_of(path)
-        # What has no effect on tables is declared one by one, so that a new key below it is not.
+        # Keys without an effect on tables are declared one by one, so that new keys are not
+        # covered.
         assert effect_of(path).is_hashed or path in declared, path
     unused = {d for d in declared if not any(path[: len(d)] == d for path in keys)}
     assert unused <= {("sources", "*", "outcomes")}
@@ -294,7 +296,7 @@ def test_a_lake_keeps_codes_when_a_spec_gains_names(tmp_path: Path) -> None:
     root, spec = str(tmp_path / "lake"), load_spec(SPEC)
     create_table(Lake(root, spec), schemas.items(spec))
     raw = yaml.safe_load(SPEC.read_text())
-    raw["surfaces"]["alerts"] = {}  # before all others by name
+    raw["surfaces"]["alerts"] = {}  # sorts before all other names
     extended = DataSpec.model_validate(raw)
     assert Lake(root, extended).spec.surface_codes == spec.surface_codes | {"alerts": 4}
     (tmp_path / "lake" / "codes.json").write_text("")

@@ -9,7 +9,7 @@ from features.examples import asof_join
 pytestmark = pytest.mark.spark
 
 
-def test_each_row_gets_the_newest_row_of_its_key_strictly_before_it(spark: SparkSession) -> None:
+def test_each_row_gets_the_latest_row_of_its_key_strictly_before_it(spark: SparkSession) -> None:
     rng = np.random.default_rng(0)
     rows = [
         (int(key), int(ts), f"{key} at {ts}")

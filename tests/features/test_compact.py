@@ -1,4 +1,4 @@
-"""Compaction: pointers select the same events as before, or reading them fails clearly."""
+"""Compaction: pointers select the same events as before, or reading them raises an error."""
 
 from datetime import timedelta
 from itertools import pairwise
@@ -32,7 +32,7 @@ from training.data.histories import histories_from_table
 
 pytestmark = pytest.mark.spark
 
-Days = list[list[int]]  # of a user: by day, the seconds between events
+Days = list[list[int]]  # of a user: the seconds between events, by day
 gaps = st.integers(0, 3) | st.integers(0, 100_000)
 gaps_of_day = st.lists(gaps, min_size=1, max_size=12)
 users = st.lists(st.lists(gaps_of_day, min_size=1, max_size=4), min_size=1, max_size=6)
@@ -68,7 +68,7 @@ def pack_users(users: list[Days]) -> tuple[pa.Table, list[list[int]]]:
 
 
 @given(users, st.integers(1, 30), st.integers(0, 200_000))
-def test_the_newest_events_are_kept_and_dropped_ones_are_counted(
+def test_the_latest_events_are_kept_and_dropped_ones_are_counted(
     users: list[Days], max_events: int, min_visible_ts: int
 ) -> None:
     table, seconds = pack_users(users)
@@ -138,10 +138,10 @@ def last_events(
     return events
 
 
-def test_compaction_changes_no_example_and_no_history_that_is_read(
+def test_compaction_preserves_examples_and_the_histories_they_read(
     lake_copy: Lake, built: Lake
 ) -> None:
-    """Neither of the compacted days nor of a day that is rebuilt afterwards."""
+    """This holds for the compacted days and for a day that is rebuilt later."""
     expected = last_events(lake_copy)
     compact_history(lake_copy, UNTIL)
     assert compacted_until(lake_copy) == UNTIL and compacted_until(built) is None

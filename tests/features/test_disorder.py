@@ -25,8 +25,7 @@ from tests.oracle.disorder import (
 )
 from tests.oracle.later import change_future, model_inputs
 from tests.oracle.log import LabelRule, Record, visible_ts
-from tests.pipeline import TABLES
-from tests.pipeline import rows as table_rows
+from tests.pipeline import TABLES, rows
 from training.data.histories import histories_from_table
 
 pytestmark = pytest.mark.spark
@@ -39,8 +38,8 @@ LABELS = {
     "buy": LabelRule("buy", "click", ["brand", "surface"], 12 * 3600),
     "buy_2h": LabelRule("buy", "click", ["brand", "surface"], 2 * 3600),
 }
-# A log is drawn as a seed: one run through Spark takes half a minute, too long to shrink. The first
-# draw of every run would be 0, always the same log.
+# Logs are drawn as seeds, without shrinking: one run of Spark takes half a minute. Zero
+# is excluded because it would be the first draw of every run.
 SEEDS = st.integers(0, 2**32).filter(bool)
 ONE_LOG = settings(
     max_examples=1, phases=[Phase.generate],
@@ -49,13 +48,8 @@ ONE_LOG = settings(
 MORE_LOGS = settings(ONE_LOG, max_examples=4)
 
 
-def rows(lake: Lake, name: str) -> list[Row]:
-    """The rows of a table, as values of any type."""
-    return table_rows(lake, name)
-
-
 def differences(lake: Lake, records: list[Record]) -> Counter[str]:
-    """The number of rows by table or column that are not as the reference has them."""
+    """The number of rows, by table or column, that differ from the reference."""
     wrong: Counter[str] = Counter()
     timely = oracle.deduplicate(oracle.on_time(records, LATENESS))
     events = oracle.limit_per_user_day(timely, MAX_EVENTS, DELAY)
@@ -106,7 +100,7 @@ def counters_match(lake: Lake, row: Row, events: list[Record], impression: Recor
         matching = [
             e for e in events if all(e[k] is not None and e[k] == impression[k] for k in key)
         ]
-        if "brand" in key:  # events count only from when their item's brand was known
+        if "brand" in key:  # events are counted only once the brand of their item is known
             matching = [e for e in matching if BRANDS[e["item"]][1] < visible_ts(e, DELAY)]
             matching = matching if known_since < as_of else []
         for window, name in ((3600, "1h"), (86_400, "1d")):
@@ -121,7 +115,7 @@ def counters_match(lake: Lake, row: Row, events: list[Record], impression: Recor
 def count_request_differences(
     labels: dict[str, Row], requests: dict[str, tuple[object, int]]
 ) -> int:
-    """Requests of the table that are several of the reference, and the reverse."""
+    """Number of requests that merge or split requests of the reference."""
     pairs = {
         (row["user_id"], row["day"], row["request_id"], requests[id_][0])
         for id_, row in labels.items()

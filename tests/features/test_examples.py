@@ -20,17 +20,12 @@ from features.history.codec import quantize_dwell
 from gemline import main
 from tests.conftest import FIRST, LAST
 from tests.oracle import events as oracle
-from tests.pipeline import rows as table_rows
+from tests.pipeline import rows
 from training.data.histories import histories_from_table
 
 Row = dict[str, Any]
 MICROS = 1_000_000
 SAMPLE = 150
-
-
-def rows(lake: Lake, name: str) -> list[Row]:
-    """The rows of a table, as values of any type."""
-    return table_rows(lake, name)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +47,7 @@ def sample(lake: Lake) -> list[Row]:
     return random.Random(0).sample(rows(lake, "examples"), SAMPLE)
 
 
-def test_labels_are_those_of_the_reference(lake: Lake, events: list[Row]) -> None:
+def test_labels_equal_those_of_the_reference(lake: Lake, events: list[Row]) -> None:
     spec = lake.spec
     impressions = rows(lake, "impressions")
     converted = {e["user_id"] for e in events if e["type"] == spec.event_codes["conversion"]}
@@ -119,7 +114,7 @@ def test_a_pointer_selects_exactly_the_visible_events(
         assert stored.dwells[pointed].tolist() == quantize_dwell(np.array(dwells)).tolist()
 
 
-def test_counters_are_those_of_the_reference(
+def test_counters_equal_those_of_the_reference(
     lake: Lake, events: list[Row], sample: list[Row]
 ) -> None:
     spec = lake.spec

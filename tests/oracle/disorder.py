@@ -16,9 +16,9 @@ from tests.pipeline import build_tables
 
 FIRST = date(2026, 3, 7)
 ZONES = ("UTC", "America/New_York", "Asia/Kathmandu")  # New York's 8 March has 23 hours
-LANDING_FIELDS = {"day", "opens", "closes"}  # of a record, but not in its log line
+LANDING_FIELDS = {"day", "opens", "closes"}  # fields of a record that its log line does not contain
 Bounds = dict[date, tuple[int, int]]  # first second of a day and of the next
-# The brand of an item, and the second since when it is known; a book has none.
+# The brand of an item, and the second since which it is known; books have no brand.
 NOON = int(datetime(2026, 3, 7, 12, tzinfo=UTC).timestamp())
 BRANDS = {"hat": ("x", 0), "cap": ("x", NOON), "shoe": ("y", NOON + DAY), "sock": ("y", 0),
           "book": (None, 0)}  # fmt: skip
@@ -153,7 +153,7 @@ def _arrived(bounds: Bounds, ingest: int, record: Record) -> Record | None:
 
 
 def _duplicate(rng: random.Random, record: Record, bounds: Bounds) -> Record:
-    """A copy that lands later; of an impression sometimes under another event id."""
+    """A copy that lands later; copies of impressions sometimes have another event id."""
     day = rng.choice([day for day in bounds if day >= record["day"]])
     start, end = bounds[day]
     ingest = min(max(record["ingest"] + 1, rng.randrange(start, end, 600)), end - 1)

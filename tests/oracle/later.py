@@ -1,4 +1,4 @@
-"""A log with another future, and all that models read of each example: that must not change."""
+"""Changes of a log after a second, which must not affect the model inputs of earlier examples."""
 
 import random
 from typing import Any
@@ -20,7 +20,7 @@ Strings = npt.NDArray[np.object_]
 def change_future(
     rng: random.Random, records: list[Record], since: int, delay: int
 ) -> list[Record]:
-    """The same log up to a second; from then on records vanish, change, or have followers."""
+    """The same log up to a second; later records are dropped, changed or followed by new ones."""
     changed = []
     for record in records:
         is_impression = record["type"] == "shown"
@@ -37,7 +37,7 @@ def change_future(
 
 
 def model_inputs(lake: Lake) -> dict[str, tuple[Any, ...]]:
-    """All that models read of each impression, by its id; items by their ids."""
+    """All model inputs of each impression, by its id; items by their ids."""
     reader = ExampleReader.latest(lake)
     item_ids = reader.items.item_ids
     inputs = {}

@@ -57,7 +57,7 @@ def visible_ts(record: Record, delay: int) -> int:
 
 
 def requests(records: Iterable[Record], session_gap: int) -> dict[str, tuple[object, int]]:
-    """By impression id: the key of its request, and the second as of which it was ranked."""
+    """By impression id: the key of its request, and its as-of second."""
     impressions = sorted(
         (r for r in records if r["type"] == "shown"), key=lambda r: (r["ts"], r["id"])
     )
@@ -88,7 +88,7 @@ def history(records: Iterable[Record], user: str, as_of: int, delay: int) -> lis
 def attribute_outcome(
     records: list[Record], outcome: Record, touch: str, same: list[str], delay: int
 ) -> object:
-    """The impression id of an outcome: its own, or that of the last touch visible by then."""
+    """The impression id of an outcome: its own, or that of the last touch visible at its time."""
     if outcome["imp"] is not None:
         return outcome["imp"]
     touches = []

@@ -50,7 +50,7 @@ def reader(lake: Lake) -> ExampleReader:
 
 
 def batch_of(reader: ExampleReader, rows: int) -> Batch:
-    """The first batch of the last day, of about so many examples."""
+    """The first batch of the last day, with about the given number of examples."""
     window = LabelWindow(0, reader.lake.spec.day_end(LAST))
     return next(reader.batches([LAST], window, rows, Shuffle(None)))
 

@@ -18,7 +18,7 @@ from ranking.feature_store.wal import FeatureStoreHandle, WalEntry
 
 
 def event_of(name: str, number: int) -> Event:
-    """An event of now, by a user of its own."""
+    """An event at the current time, by a new user."""
     now, user = time.time_ns() // 1000, f"{name}-{number}"
     return Event(f"event-{user}", user, "ad-1", "feed", "ad_click", now, now)
 

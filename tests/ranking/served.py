@@ -1,4 +1,4 @@
-"""The service in a thread, and clients that speak to it by sockets."""
+"""The service in a thread, and clients that connect by sockets."""
 
 import json
 import socket
@@ -26,7 +26,7 @@ JSON = {"content-type": "application/json"}
 
 
 def advertised(item: str) -> AttributeVersion:
-    """A version of an ad with an advertiser of its own; its bid is the last digit of its id."""
+    """A version of an ad with its own advertiser; its bid is the last digit of its id."""
     attributes = {"kind": "ad", "goal": "traffic", "advertiser_id": f"of {item}"}
     return AttributeVersion(item, LONG_AGO, attributes, float(item[-1]), "traffic")
 
@@ -37,7 +37,7 @@ def rank_body(**changes: object) -> dict[str, Any]:
 
 
 def click_of(name: str) -> dict[str, str]:
-    """The body of a click with the given id, by a user of its own."""
+    """The body of a click with the given id, by a separate user."""
     return {
         "event_id": name,
         "user": f"user-{name}",
@@ -49,7 +49,7 @@ def click_of(name: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Client:
-    """Sends requests to a port of this machine, each on a connection of its own."""
+    """Sends requests to a port of this machine, each on its own connection."""
 
     port: int
 

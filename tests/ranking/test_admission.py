@@ -101,7 +101,7 @@ def test_slow_requests_are_buffered_up_to_the_bound_and_closed_in_time(
 def test_a_client_that_sends_slowly_or_endlessly_is_answered_and_closed(
     impatient_service: Service, first: bytes, drip: bytes, status: int
 ) -> None:
-    """Whether it sends nothing more, or a little all the time."""
+    """The client either stops sending, or keeps sending a little."""
     started_at = time.perf_counter()
     connection = impatient_service.connect(first)
     closed = threading.Event()
@@ -122,7 +122,7 @@ def test_a_client_that_sends_slowly_or_endlessly_is_answered_and_closed(
 
 
 def test_a_refused_body_is_not_read_endlessly(impatient_service: Service) -> None:
-    """It is answered at once; what it still sends is dropped until the connection closes."""
+    """The response is immediate; further data is dropped until the connection closes."""
     started_at = time.perf_counter()
     connection = impatient_service.connect(head(100 * MEGABYTE))
     assert b" 413 " in connection.recv(100)
@@ -139,7 +139,7 @@ def send_until(connection: socket.socket, deadline: float) -> None:
 
 
 def test_a_client_that_does_not_read_its_response_is_closed() -> None:
-    """Before the end of keep-alive (5 s), which would wait for what is not sent yet."""
+    """Before the keep-alive timeout (5 s), which would wait for unsent data."""
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[dict[str, Limits]]:

@@ -146,7 +146,7 @@ def test_an_excluded_ad_is_not_ranked_and_an_unknown_goal_is_named(lake_spec: Da
 def test_no_ad_takes_part_without_a_bid_and_a_goal(
     lake_spec: DataSpec, bid: float, goal: str | None, surface: str, reason: Exclusion
 ) -> None:
-    """Even with a reserve of 0, on a surface to which the event itself is valuable."""
+    """Even with a reserve of 0, on a surface on which the event itself has a value."""
     conversion = lake_spec.objectives["conversion"].model_copy(update={"surfaces": ("feed",)})
     spec = lake_spec.model_copy(
         update={"objectives": lake_spec.objectives | {"conversion": conversion}}

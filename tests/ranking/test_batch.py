@@ -1,4 +1,4 @@
-"""Batch scoring writes each candidate's scores once, as its ranker gives them."""
+"""Batch scoring writes each candidate's scores once, equal to those of the ranker."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""The bids as of a time, against a loop."""
+"""The bids as of a time, compared with a naive loop."""
 
 import numpy as np
 from hypothesis import given
@@ -14,7 +14,7 @@ VERSION = st.tuples(st.integers(1, 4), st.integers(0, 9), st.floats(0, 5))
     st.lists(VERSION, max_size=20, unique_by=lambda v: v[:2]),
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 11)), max_size=20),
 )
-def test_the_newest_bid_strictly_before_the_request_holds(
+def test_the_latest_bid_strictly_before_the_request_is_used(
     versions: list[tuple[int, int, float]], queries: list[tuple[int, int]]
 ) -> None:
     items = np.array([item for item, _, _ in versions], np.int64)

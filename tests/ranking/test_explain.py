@@ -1,4 +1,4 @@
-"""The page of an impression agrees with the naive reference and names its raw record."""
+"""The page of an impression equals the naive reference and names its raw record."""
 
 import gzip
 import random
@@ -67,7 +67,7 @@ def test_labels_history_and_attributes_are_as_of_the_impression(
     versions = [v for v in versions if v["user_id"] == impression["user_id"]]
     earlier = [v for v in versions if v["valid_from"] < impression["event_ts"]]
     newest = max(earlier, key=lambda row: row["valid_from"])
-    assert f"country: {newest['attr_country']}" in section(page, "user, as of then")
+    assert f"country: {newest['attr_country']}" in section(page, "user, as of the impression")
 
 
 def test_without_models_the_page_shows_none(lake: Lake, impression: dict[str, Any]) -> None:

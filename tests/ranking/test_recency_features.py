@@ -23,7 +23,7 @@ Event = tuple[int, int, int]  # attribute value, event type, age in seconds
 EVENTS = st.lists(
     st.tuples(st.integers(0, 3), st.integers(0, NUM_TYPES - 1), st.integers(1, 50)), max_size=6
 )
-ROUNDING = 1e-4  # of float32 logarithms
+ROUNDING = 1e-4  # tolerance of float32 logarithms
 
 
 @given(

@@ -1,4 +1,4 @@
-"""The report: its numbers are those of the run's files, and its lead says what to do next."""
+"""The report: its numbers are those of the run's files, and its lead lists the next steps."""
 
 import re
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The service: rankings, refusals, and new rankers and stores while it answers."""
+"""The service: rankings, refusals, and updates of rankers and stores while it runs."""
 
 import asyncio
 import json
@@ -70,7 +70,7 @@ def rank_items(client: TestClient, *items: str) -> dict[str, Any]:
 
 
 def post_item(client: TestClient, item: str, second: int = 0, **fields: object) -> None:
-    """Post a version of an item, valid from a second long ago."""
+    """Post a version of an item, valid from a second in the past."""
     valid_from = LONG_AGO // 1000 + 1000 * second
     answer = client.post("/items", json={"item": item, "valid_from": valid_from} | fields)
     assert answer.status_code == 204, answer.text

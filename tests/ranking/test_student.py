@@ -1,4 +1,4 @@
-"""The student: what its heads learn from, the warm start from GEM, scores that fit any batch."""
+"""The student: distillation losses, warm start from GEM, scores independent of the batch."""
 
 from collections.abc import Iterator
 from dataclasses import replace

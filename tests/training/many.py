@@ -51,7 +51,7 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """Mean losses of the steps, tables after them, and what this process sent and looked up."""
+    """Mean losses of the steps, the tables after them, and counts of bytes and look-ups."""
 
     losses: list[float]
     tables: dict[str, Tensor]

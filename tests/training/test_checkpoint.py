@@ -1,4 +1,4 @@
-"""A checkpoint holds tensors only; a file that is not as it was saved is refused by name."""
+"""A checkpoint holds tensors only; a changed file is rejected with its name."""
 
 import logging
 import pickle
@@ -17,7 +17,7 @@ from training.distributed.process_group import process_group
 from training.trainer import checkpoint
 from training.trainer.async_checkpoint import AsyncCheckpointer
 from training.trainer.checkpoint import DamagedCheckpointError
-from training.trainer.trainer import load_gem
+from training.trainer.trainer import load_train_state
 
 SECOND, THIRD = date(2026, 1, 2), date(2026, 1, 3)
 
@@ -43,12 +43,12 @@ def state_of(lake: Lake, day: date) -> Path:
 def load(lake: Lake, day: date) -> None:
     """Load a checkpoint to score with it, and to resume training from it."""
     with process_group():
-        state, _ = load_gem(lake, day)
+        state, _ = load_train_state(lake, day)
         checkpoint.load_checkpoint(checkpoint.checkpoint_path(lake.root, day), state)
 
 
 def test_nothing_in_a_checkpoint_is_unpickled(own_gem_lake: Lake, tmp_path: Path) -> None:
-    """Whichever file is added or replaced, none is opened before all are verified."""
+    """No file is opened before all are verified, if any file is added or replaced."""
     folder, executed = state_of(own_gem_lake, FIRST), tmp_path / "executed"
     payload = pickle.dumps(Payload(executed))
     assert [file.suffix for file in folder.iterdir()] == [".safetensors"]
@@ -80,7 +80,7 @@ def test_no_code_of_the_project_unpickles_files() -> None:
 def test_a_damaged_manifest_makes_only_its_own_checkpoint_unreadable(
     own_gem_lake: Lake, spec_path: Path, caplog: pytest.LogCaptureFixture, content: str
 ) -> None:
-    """After a power loss, say: the day is trained again from the one before."""
+    """For example after a power loss: the day is trained again from the previous one."""
     lake = own_gem_lake
     file = checkpoint.checkpoint_path(lake.root, THIRD) / checkpoint.MANIFEST
     file.write_text(content)
@@ -91,7 +91,7 @@ def test_a_damaged_manifest_makes_only_its_own_checkpoint_unreadable(
         ]
     assert readable == [FIRST, SECOND] and str(file) in caplog.text
     with process_group(), pytest.raises(DamagedCheckpointError, match=f"{file} cannot be read"):
-        load_gem(lake, THIRD)
+        load_train_state(lake, THIRD)
     if not content:
         where = ["--spec", str(spec_path), "--lake", lake.root, "--days", str(THIRD)]
         assert main(["train", "gem", *where, *GEM_FLAGS]) == 0
@@ -117,18 +117,18 @@ def test_checkpoints_are_signed_and_verified_where_keys_are_set(
     lake, path = own_gem_lake, checkpoint.checkpoint_path(own_gem_lake.root, FIRST)
     key = Ed25519PrivateKey.generate()
     with process_group():
-        state, _ = load_gem(lake, FIRST)
+        state, _ = load_train_state(lake, FIRST)
         checkpoint.load_checkpoint(path, state)
         monkeypatch.setenv(TRUSTED_KEY_VARIABLE, key.public_key().public_bytes_raw().hex())
         with pytest.raises(DamagedCheckpointError, match=r"gem.json is not signed"):
-            load_gem(lake, FIRST)
+            load_train_state(lake, FIRST)
         assert checkpoint.list_checkpoints(lake.root, lake.spec.hash) == []
         monkeypatch.setenv(SIGNING_KEY_VARIABLE, key.private_bytes_raw().hex())
         checkpointer = AsyncCheckpointer()
         checkpointer.save(path, state)
         checkpointer.wait()
-        load_gem(lake, FIRST)
+        load_train_state(lake, FIRST)
         manifest = path / checkpoint.MANIFEST
         manifest.write_text(manifest.read_text().replace('"seed": 0', '"seed": 1'))
         with pytest.raises(DamagedCheckpointError, match="was not signed by the key"):
-            load_gem(lake, FIRST)
+            load_train_state(lake, FIRST)

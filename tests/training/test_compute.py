@@ -1,4 +1,4 @@
-"""How GEM is computed changes nothing of what it computes, except for rounding."""
+"""Compute options do not change the results of GEM, except for rounding."""
 
 from typing import Any
 
@@ -83,7 +83,7 @@ def checkpointed(blocks: str) -> ComputeConfig:
 
 
 @pytest.mark.parametrize("blocks", ["sequence", "blocks"])
-def test_activation_checkpointing_changes_no_bit(
+def test_activation_checkpointing_is_bitwise_exact(
     lake: Lake, config: GemConfig, batches: list[Batch], blocks: str
 ) -> None:
     """Dropout draws the same numbers again; names of weights do not change."""

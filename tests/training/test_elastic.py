@@ -43,7 +43,7 @@ from training.trainer.nan_guard import non_finite_loss_error
 from training.trainer.resume import DayBatches
 from training.trainer.state import TrainState, build_train_state
 from training.trainer.step import Loss, NonFiniteLossError, train_step
-from training.trainer.trainer import load_gem
+from training.trainer.trainer import load_train_state
 
 SIZES = ["--scale", "tiny", "--batch-rows", "24", "--checkpoint-every", "5"]
 CONFIG = TrainConfig(scale="tiny", item_table_rows=128)
@@ -72,7 +72,7 @@ def new_manifest(lake: Lake, world: int) -> Manifest:
 
 
 def full_state(state: TrainState) -> dict[str, Any]:
-    """Everything that the next step depends on, gathered from all processes."""
+    """All state that the next step depends on, gathered from all processes."""
     core, sizes = state.model.core, CONFIG.gem_config
     rows = table_sizes(core.features, CONFIG.item_table_rows, sizes.user_hash_buckets)
     with torch.no_grad():
@@ -200,9 +200,9 @@ def torchrun_workers(lake: str) -> list[int]:
 
 
 def trained_and_available_rows(own: Lake) -> tuple[int, int]:
-    """Rows that a day was trained on, and rows that there are."""
+    """The number of rows that a day was trained on, and of existing rows."""
     with process_group():
-        state, reader = load_gem(own, FIRST)
+        state, reader = load_train_state(own, FIRST)
         manifest = state.manifest.model_copy(update={"num_shards": 1})
         batches = DayBatches(own, reader, FIRST, manifest).shard_batches(0)
         return state.manifest.rows, sum(map(len, batches))
@@ -267,7 +267,7 @@ def stop_responding(rank: int, folder: str) -> None:
         Path(folder, f"{rank}.txt").write_text(str(error))
 
 
-def test_a_process_that_does_not_answer_is_named(tmp_path: Path) -> None:
+def test_an_unresponsive_process_is_named(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         (tmp_path / "port").write_text(str(free.getsockname()[1]))

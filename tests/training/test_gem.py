@@ -31,7 +31,7 @@ from training.model.embeddings import table_sizes
 from training.trainer import checkpoint
 from training.trainer.async_checkpoint import AsyncCheckpointer
 from training.trainer.resume import DayBatches
-from training.trainer.trainer import load_gem
+from training.trainer.trainer import load_train_state
 
 SECOND, THIRD = date(2026, 1, 2), date(2026, 1, 3)
 
@@ -51,7 +51,7 @@ def stored_outputs(lake: Lake, day: date) -> dict[str, list[float]]:
 
 
 def teacher_outputs(lake: Lake, spec: Path, day: date) -> dict[str, list[float]]:
-    """Score a day, and return what was stored."""
+    """Score a day, and return the stored rows."""
     assert main(["teacher-predictions", *day_flags(lake, spec, f"{day}")]) == 0
     return stored_outputs(lake, day)
 
@@ -100,7 +100,7 @@ def test_only_rows_of_users_who_stayed_away_are_reset(own: Lake, spec_path: Path
 
     def user_rows(day: date) -> tuple[torch.Tensor, torch.Tensor]:
         """The last access and the embedding of each row of the table of users."""
-        state, _ = load_gem(own, day)
+        state, _ = load_train_state(own, day)
         checkpoint.load_checkpoint(checkpoint.checkpoint_path(own.root, day), state)
         last_days = state.last_access.last_days
         with torch.no_grad():
@@ -131,7 +131,7 @@ def test_one_process_loads_what_two_processes_trained(own: Lake, spec_path: Path
 
 
 def test_all_objectives_of_the_loss_train_together(own: Lake, spec_path: Path) -> None:
-    """ESMM, values, next actions, weights and negative sampling; and the same batches again."""
+    """ESMM, values, next actions, weights and negative sampling; batches are reproducible."""
     options = [
         *("--model.esmm-parents", "{conversion: click}", "--model.value-loss-weight", "0.1"),
         *("--model.sequence.next-action-weight", "0.1", "--objective-weights", "{click: 2}"),
@@ -141,7 +141,7 @@ def test_all_objectives_of_the_loss_train_together(own: Lake, spec_path: Path) -
     day = ["--spec", str(spec_path), "--lake", own.root, "--day", str(SECOND)]
     assert main(["train", "verify-batches", *day]) == 0
     with process_group():
-        state, reader = load_gem(own, SECOND)
+        state, reader = load_train_state(own, SECOND)
         all_manifest = state.manifest.model_copy(update={"training": TrainConfig()})
         everything = list(DayBatches(own, reader, SECOND, all_manifest).shard_batches(0))
         sampled = list(DayBatches(own, reader, SECOND, state.manifest).shard_batches(0))
@@ -166,7 +166,7 @@ def label_counts(batches: list[Batch], value: int) -> list[int]:
 
 def test_a_new_day_changes_no_rows_that_it_does_not_access(gem_lake: Lake) -> None:
     def table_rows(day: date) -> dict[str, torch.Tensor]:
-        state, _ = load_gem(gem_lake, day)
+        state, _ = load_train_state(gem_lake, day)
         config = state.manifest.training
         sizes = table_sizes(
             state.model.core.features, config.item_table_rows, config.gem_config.user_hash_buckets
@@ -177,7 +177,7 @@ def test_a_new_day_changes_no_rows_that_it_does_not_access(gem_lake: Lake) -> No
 
     with process_group():
         before, after = table_rows(FIRST), table_rows(SECOND)
-        state, reader = load_gem(gem_lake, SECOND)
+        state, reader = load_train_state(gem_lake, SECOND)
         accessed: dict[str, set[int]] = {name: {0} for name in before}
         for batch in DayBatches(gem_lake, reader, SECOND, state.manifest).shard_batches(0):
             items = torch.cat((batch.item_index, batch.history.item_index))
@@ -202,7 +202,7 @@ def test_a_loss_that_is_not_finite_is_reported_with_its_batch_and_tensors(
     models = remove_later_gems(own_gem_lake, FIRST)
     path = models / str(FIRST)
     with process_group():
-        state, _ = load_gem(own_gem_lake, FIRST)
+        state, _ = load_train_state(own_gem_lake, FIRST)
         checkpoint.load_checkpoint(path, state)
         with torch.no_grad():
             state.model.core.surface.weight[:] = torch.nan

@@ -36,7 +36,7 @@ def cut(stored: UserHistories, as_of: int, length: int, most: int = 100) -> list
 
 
 @given(SECONDS, st.integers(0, 51), st.integers(1, 5))
-def test_a_pointer_reads_the_newest_of_what_was_known(
+def test_a_pointer_reads_the_latest_visible_events(
     visible: list[int], as_of: int, most: int
 ) -> None:
     length = int(count_visible(np.array(visible), np.array([as_of]))[0])
@@ -45,8 +45,8 @@ def test_a_pointer_reads_the_newest_of_what_was_known(
 
 
 @given(SECONDS, st.integers(0, 51), st.data())
-def test_a_planted_event_is_refused(visible: list[int], as_of: int, data: st.DataObject) -> None:
-    """A late event slipped in where it happened, or a pointer that is to show the future."""
+def test_an_inserted_event_is_refused(visible: list[int], as_of: int, data: st.DataObject) -> None:
+    """A late event inserted at its event time, or a pointer that includes future events."""
     length = int(count_visible(np.array(visible), np.array([as_of]))[0])
     if length:
         planted = sorted([*visible, data.draw(st.integers(0, as_of - 1))])
@@ -58,7 +58,7 @@ def test_a_planted_event_is_refused(visible: list[int], as_of: int, data: st.Dat
 
 
 @given(SECONDS, st.integers(0, 51), st.integers(1, 5), st.data())
-def test_a_stream_of_some_types_is_cut_at_the_same_time(
+def test_a_history_of_some_types_is_cut_at_the_same_time(
     visible: list[int], as_of: int, most: int, data: st.DataObject
 ) -> None:
     types = data.draw(st.lists(st.integers(1, 3), min_size=len(visible), max_size=len(visible)))

@@ -1,4 +1,4 @@
-"""The version of an item that a model reads is the newest known strictly before its second."""
+"""A model reads the latest version of an item that is valid strictly before a second."""
 
 import random
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_versions_are_those_of_the_reference(lake: Lake, seed: int) -> None:
         assert brand == (before[max(before)] if before else 0)
 
 
-def test_reserved_indexes_hold_nothing(lake: Lake) -> None:
+def test_reserved_indexes_have_no_attributes(lake: Lake) -> None:
     empty = {c.name: arrow_schema(c).empty_table() for c in
              (schemas.items(lake.spec), schemas.item_versions(lake.spec))}  # fmt: skip
     for contract in (schemas.items(lake.spec), schemas.item_versions(lake.spec)):

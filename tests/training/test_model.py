@@ -204,7 +204,7 @@ def test_a_candidate_along_the_mean_item_of_a_type_scores_above_zero_for_it(batc
 
 
 def test_the_moving_average_is_a_weighted_mean_of_past_weights() -> None:
-    """It starts at the first weights and stays between its last value and the newest weights."""
+    """It starts at the first weights and stays between its last value and the latest weights."""
     model = torch.nn.Linear(3, 2, bias=False)
     ema = ema_model(model)
     averages = []

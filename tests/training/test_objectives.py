@@ -111,7 +111,7 @@ def test_negative_sampling_keeps_all_positives_and_a_share_of_the_negatives(
 
 
 def batch_of(labels: torch.Tensor, label_mask: torch.Tensor) -> Batch:
-    """A batch that has what losses read, and nothing else."""
+    """A batch with only the fields that losses read."""
     fields = SimpleNamespace(
         labels=labels, label_mask=label_mask, outcome_values=torch.zeros_like(labels)
     )

@@ -137,7 +137,7 @@ def test_only_sharded_dense_weights_are_gathered(results: Results) -> None:
     assert any("gather" in name for name in sharded)
 
 
-GRADIENTS = {"rare": (1.0, 0.0), "hot": (1.0, 1.0), "mixed": (1.0, 0.5)}  # of each group
+GRADIENTS = {"rare": (1.0, 0.0), "hot": (1.0, 1.0), "mixed": (1.0, 0.5)}  # by group
 
 
 def adagrad_in_groups(gradients: Sequence[float], steps: int, scale: float) -> float:

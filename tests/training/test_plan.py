@@ -82,7 +82,7 @@ def test_imbalance_is_at_least_the_share_of_the_largest_shard(group: int, share:
 
 
 def test_a_group_within_a_node_does_not_use_the_network(paper: Scenario) -> None:
-    """A single GPU sends nothing at all."""
+    """A single GPU does not communicate."""
     hardware = paper.hardware.model_copy(update={"inter_node_gb_s": 1e-9})
     work = paper.workload
     assert all_to_all_seconds(hardware, work, TableLayout.from_scheme("1D", 8, 256)) < 1
@@ -109,7 +109,7 @@ def test_the_fastest_scheme_that_fits_is_recommended(paper: Scenario) -> None:
     assert "no scheme fits; a GPU needs" in too_large[0]
 
 
-def test_the_command_prints_recommendations_and_refuses_wrong_numbers(
+def test_the_command_prints_recommendations_and_refuses_invalid_numbers(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     command = ["train", "plan", "--scenario", str(PAPER), "--gpus"]
@@ -121,7 +121,7 @@ def test_the_command_prints_recommendations_and_refuses_wrong_numbers(
     assert "--gpus 8,no: write whole numbers" in capsys.readouterr().err
 
 
-def test_a_scenario_with_errors_is_refused_with_their_places(tmp_path: Path) -> None:
+def test_a_scenario_with_errors_is_refused_with_their_locations(tmp_path: Path) -> None:
     bad = tmp_path / "bad.yaml"
     bad.write_text(PAPER.read_text().replace("comm_overlap: 0.5", "comm_overlap: 2"))
     with pytest.raises(

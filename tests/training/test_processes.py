@@ -88,9 +88,9 @@ def test_each_step_is_that_of_one_process_on_all_rows(
         saved = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         assert len(saved) == max(map(len, batches))
         for step, gradient in enumerate(saved):
-            of_step = [own[step] for own in batches if step < len(own)]
-            x = torch.cat([batch.x for batch in of_step])
-            label_mask = torch.cat([batch.label_mask for batch in of_step])
+            step_batches = [b[step] for b in batches if step < len(b)]
+            x = torch.cat([batch.x for batch in step_batches])
+            label_mask = torch.cat([batch.label_mask for batch in step_batches])
             single = model()
             masked_loss(single(x), labels(x), label_mask, len(x)).backward()
             torch.testing.assert_close(gradient, single.weight.grad)

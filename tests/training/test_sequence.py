@@ -245,7 +245,7 @@ def test_requests_are_independent_and_all_parameters_have_gradients(
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
 
 
-def test_event_groups_have_sizes_of_their_own() -> None:
+def test_event_groups_have_separate_sizes() -> None:
     groups = {
         "clicks": EventGroupOptions(events=("click",), width=16, heads=4, layers=3, window=2),
         "views": EventGroupOptions(events=("view",), layers=1),

@@ -12,7 +12,7 @@ def count_runs(lake: Path) -> int:
 
 
 def test_each_lake_has_its_own_runs(tmp_path: Path) -> None:
-    """Also where one process trains in several lakes, as studies do."""
+    """Also if one process trains in several lakes, as in studies."""
     for name, count in (("first", 2), ("second", 1)):
         for _ in range(count):
             with mlflow_run(str(tmp_path / name), "gem", {"scale": "tiny"}):

@@ -20,13 +20,13 @@ from training.data.partition import ExamplePartition
 from training.data.reader import ExampleReader
 from training.evaluation.predictions import Predictions
 
-MIN_POSITIVES = 20  # of an objective, below which its base rate is predicted
+MIN_POSITIVES = 20  # with fewer, the base rate of an objective is predicted
 VALIDATION_FRACTION, EARLY_STOPPING_ROUNDS = 0.1, 30
 Floats = npt.NDArray[np.float32]
 
 
 class BaselineConfig(StrictModel):
-    """Hyperparameters of LightGBM, the best on a day before the test.
+    """Hyperparameters of LightGBM, selected on a day before the test days.
 
     See docs/adr/0014-lightgbm-600-trees.md and docs/adr/0024-lightgbm-early-stopping.md.
     """
@@ -57,7 +57,7 @@ def load_tabular(
 ) -> TabularDataset:
     """The inputs of GEM on some days, without histories and without ids of users and items.
 
-    Raises UserError where no impression of the days has a label in the window.
+    Raises UserError if no impression of the days has a label in the window.
     """
     names = _feature_names(reader)
     buckets = range(reader.lake.spec.buckets)
@@ -153,7 +153,7 @@ def train_baseline(lake: Lake, split: DaySplit, config: BaselineConfig) -> Predi
 def _predict_objective(
     train: TabularDataset, test: TabularDataset, column: int, objective: str, config: BaselineConfig
 ) -> npt.NDArray[np.float64]:
-    """Probabilities (B) of the test rows; the smoothed base rate where there are few positives."""
+    """Probabilities (B) of the test rows; the smoothed base rate if there are few positives."""
     mask = train.label_mask[:, column]
     labels = train.labels[mask, column]
     if labels.sum() < MIN_POSITIVES:
@@ -169,7 +169,7 @@ def fit_booster(
     feature_names: Sequence[str],
     config: BaselineConfig,
 ) -> lightgbm.Booster:
-    """A model of all rows, with as many trees as were best on a held-out tenth of them."""
+    """Train on all rows; the number of trees is selected on a held-out tenth of them."""
     params = {
         "objective": "binary",
         "num_leaves": config.num_leaves,

@@ -1,4 +1,4 @@
-"""Request-shaped batches: what belongs to a request is stored once, and its rows point at it.
+"""Request-shaped batches: request data is stored once, and rows refer to it.
 
 R requests, B impressions (rows), N events of all histories, O objectives.
 """
@@ -20,7 +20,7 @@ from training.ops.ragged import last_positions
 class History:
     """Ragged histories (N events) of R requests, oldest event first, cut by `offsets` (R+1).
 
-    `age_seconds` (N) count from when an event became visible to the request, and are at least 1.
+    `age_seconds` (N) count from the visibility time of an event, and are at least 1.
     """
 
     offsets: Tensor
@@ -65,8 +65,8 @@ class Batch:
         row_vectors: Vector features of the item, each (B, d).
         history: Events of the user before the request.
         labels: (B, O) 0 or 1.
-        label_mask: (B, O) Labels that are final and are to be trained or evaluated on.
-        outcome_values: (B, O) Value of the outcomes, 0 where there is none.
+        label_mask: (B, O) Final labels to train or evaluate on.
+        outcome_values: (B, O) Values of the outcomes, 0 if there are none.
     """
 
     request_index: Tensor
@@ -93,7 +93,7 @@ class Batch:
 
 
 def batch_digest(batch: Batch) -> str:
-    """SHA-256 of all arrays of a batch, to tell whether it was rebuilt exactly."""
+    """SHA-256 of all arrays of a batch, to check that it is rebuilt exactly."""
     sha = hashlib.sha256()
     _update_hash(sha, batch)
     return sha.hexdigest()

@@ -34,7 +34,7 @@ class UserHistories:
     """All stored events of the users (U) of one bucket, in order of visibility.
 
     `dropped_events` (U) counts the older events that compaction removed; history pointers include
-    them. Slices hold the events of `event_types`, as codes, or all where it is empty.
+    them. Slices hold the events of `event_types` (codes), or all events if it is empty.
     """
 
     users: pa.Array
@@ -43,14 +43,14 @@ class UserHistories:
     event_types: tuple[int, ...]
 
     def user_positions(self, users: pa.Array) -> Int64:
-        """The position of each user (n) here, -1 for users without events."""
+        """The position of each user (n), -1 for users without events."""
         positions = pc.index_in(users, self.users).fill_null(-1)
         return np.asarray(positions.to_numpy(), np.int64)
 
     def slices(self, users: Int64, as_of: Int64, length: Int64, max_events: int) -> HistorySlices:
         """The last `max_events` of the first `length` events of each request's user (R).
 
-        Raises UserError where a pointer (`length`) no longer cuts its history at `as_of`: the
+        Raises UserError if a pointer (`length`) no longer cuts its history at `as_of`, because the
         history was rewritten or compacted after the examples were built.
         """
         begin, end = self._offsets[users], self._offsets[users + 1]
@@ -114,7 +114,7 @@ class UserHistories:
 
     @cached_property
     def _selected_before(self) -> Int64:
-        """How many events of `event_types` lie before each position."""
+        """The number of events of `event_types` before each position."""
         return np.concatenate(([0], np.cumsum(self._is_selected)))
 
     @cached_property
@@ -126,7 +126,7 @@ class UserHistories:
 def load_histories(
     snapshot: Snapshot, bucket: int, event_types: tuple[int, ...] = ()
 ) -> UserHistories:
-    """The histories of one bucket; slices hold events of `event_types` only, or all where empty."""
+    """The histories of one bucket; slices hold only events of `event_types`, or all if empty."""
     columns = ["user_id", "day", "chunk", "dropped", "first_ts", "events"]
     for name in BYTE_WIDTHS:
         if name != "lags":

@@ -23,8 +23,8 @@ class ItemTable:
     """I items by index, and V versions of their attributes; version 0 is an unknown item.
 
     The versions of an item are consecutive: `version_counts` (I) of them from `first_version` (I)
-    on, each known from the second `valid_from` (V). `categorical`, `numeric` and `vectors` have one
-    row per version. `sort_keys` (V) hold item and second in one number, ascending.
+    on, each valid from the second `valid_from` (V). `categorical`, `numeric` and `vectors` have one
+    row per version. `sort_keys` (V) combine item and second in one number, ascending.
     """
 
     item_ids: npt.NDArray[np.object_]
@@ -46,7 +46,7 @@ class ItemTable:
         return np.flatnonzero(self.first_seen == np.datetime64(day))
 
     def versions_at(self, items: Int64, as_of: Int64) -> Int64:
-        """The newest version of each item (n) known strictly before a second (n), else 0."""
+        """The latest version of each item (n) known strictly before a second (n), else 0."""
         first = self.first_version[items]
         version = np.where(self.valid_from[first] < as_of, first, 0)
         several = np.flatnonzero((self.version_counts[items] > 1) & (version > 0))
@@ -104,7 +104,7 @@ def load_items(index: Snapshot, versions: Snapshot, item_features: FeatureGroup)
 
 
 def _numeric_matrix(columns: Sequence[Float32], rows: int) -> Float32:
-    """Columns side by side (V, F), below a row of NaN."""
+    """Stacked columns (V, F), after a row of NaN."""
     if not columns:
         return np.zeros((rows, 0), np.float32)
     return np.stack([np.append(np.float32(np.nan), column) for column in columns], 1)

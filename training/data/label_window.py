@@ -1,7 +1,7 @@
-"""Which labels a pass over the examples uses: those that become final in a window of time.
+"""The labels that a pass over the examples uses: those that become final in a time window.
 
-A label is final once its maturity time (`label_mature_ts_…`) lies before the end of the data,
-exactly as `etl.labels` decides whether to write it.
+A label is final once its maturity time (`label_mature_ts_…`) is before the end of the data, by the
+same rule as in `etl.labels`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from etl.spec.day_split import DaySplit
 from etl.spec.model import DataSpec
 
-if TYPE_CHECKING:  # needs numpy, which commands that only plan a run do not have
+if TYPE_CHECKING:  # needs numpy, which is not installed where runs are only planned
     import numpy as np
     import numpy.typing as npt
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:  # needs numpy, which commands that only plan a run do not hav
 class LabelWindow:
     """Labels that become final in [start, end), in epoch seconds.
 
-    A share of the requests is held out of training for calibration. `purpose` says what becomes of
-    their rows:
+    A share of the requests is held out of training for calibration. `purpose` determines
+    how their rows are used:
 
-    - `evaluation`: rows that are held out are treated as all others.
-    - `training`: the labels of a held-out row are learned together, once the last one is final.
-    - `calibration`: only rows of which training up to `start` has learned no label, so that no part
-      of a ranker has seen them (an embargo; Lopez de Prado, 2018).
+    - `evaluation`: held-out rows are treated like all others.
+    - `training`: the labels of a held-out row are trained on together, once the last one is final.
+    - `calibration`: only rows without a label used in training up to `start`, so that no part of a
+      ranker was trained on them (an embargo; Lopez de Prado, 2018).
 
     Rows without a label in the window are skipped unless `include_unlabelled`, and so are rows of
     which `negative_sampling` keeps no label.
@@ -44,8 +44,8 @@ class LabelWindow:
     def contains(self, mature_ts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Whether labels with these maturity times, in epoch seconds, become final in the window.
 
-        The end is exclusive: a label that matures at the very second at which the data ends is not
-        final yet, as an outcome at that second would land on the next day.
+        The end is exclusive: a label that matures at the second at which the data ends is not final
+        yet, because an outcome at that second would land on the next day.
         """
         return (mature_ts >= self.start) & (mature_ts < self.end)
 

@@ -30,8 +30,8 @@ HISTORY_POINTER_COLUMNS = ("as_of_ts", "history_length")
 class ExamplePartition:
     """B impressions sorted by request; `request_offsets` (R+1) cut them into R requests.
 
-    `request_ids`, `user_ids` and `user_hashes` have R rows; so have `as_of` and `history_length`,
-    which point into the users' histories. Everything else has B rows.
+    `request_ids`, `user_ids`, `user_hashes`, `as_of` and `history_length` have R rows; the last two
+    point into the users' histories. All other fields have B rows.
     """
 
     request_offsets: Int64
@@ -69,7 +69,7 @@ class Labels:
 class PartitionLoader:
     """Reads partitions from the tables `examples` and `impressions`.
 
-    Impressions of other surfaces than `surfaces`, as codes, are skipped, if any are given.
+    If `surfaces` (codes) is not empty, impressions of other surfaces are skipped.
     """
 
     spec: DataSpec
@@ -81,9 +81,9 @@ class PartitionLoader:
     def load(
         self, days: Sequence[date], bucket: int, label_window: LabelWindow
     ) -> ExamplePartition | None:
-        """The impressions that have a label in a window; None where there are none.
+        """The impressions that have a label in a window; None if there are none.
 
-        Raises UserError where a label should be final but is null in the table.
+        Raises UserError if a label should be final but is null in the table.
         """
         rows = self._read_examples(days, bucket)
         labels = self._load_labels(days, bucket, rows, label_window)
@@ -167,7 +167,7 @@ class PartitionLoader:
             name = list(objectives)[int(np.argmax(is_missing))]
             raise UserError(
                 f"labels of {name} on {span} are null in table impressions although their window "
-                "has closed; run `gemline etl labels` up to the newest day"
+                "has closed; run `gemline etl labels` up to the latest day"
             )
         return Labels(labels, mask, outcome_values)
 
@@ -195,7 +195,7 @@ def hash_ids(ids: pa.Array) -> Int64:
 
 
 def stack_columns(rows: pa.Table, names: Iterable[str]) -> Float32:
-    """Columns side by side (B, F); nulls are NaN."""
+    """Stacked columns (B, F); nulls are NaN."""
     columns = [rows[name].to_numpy().astype(np.float32) for name in names]
     return np.stack(columns, 1) if columns else np.zeros((rows.num_rows, 0), np.float32)
 
@@ -205,7 +205,7 @@ def _label_mask(
 ) -> Bools:
     """The labels (B, O) that a pass uses, whether or not their surface has the objective.
 
-    `mature_ts` (B, O) are their maturity times in epoch seconds.
+    `mature_ts` (B, O) has their maturity times in epoch seconds.
     """
     if window.purpose == "evaluation":
         return window.contains(mature_ts)

@@ -31,8 +31,8 @@ class ExampleReader:
     """Reads examples from pinned versions of the tables.
 
     Histories are those of the spec's sequence `sequence`; `max_length` overrides its length, and 0
-    reads no history. Impressions of other surfaces than `surfaces` are skipped, if any are named.
-    Raises UserError for a sequence that the spec does not have.
+    reads no history. If `surfaces` is not empty, impressions of other surfaces are skipped.
+    Raises UserError if the spec does not have the sequence.
     """
 
     lake: Lake
@@ -75,7 +75,7 @@ class ExampleReader:
         max_length: int | None = None,
         surfaces: tuple[str, ...] = (),
     ) -> "ExampleReader":
-        """A reader of the newest versions; `sequence` may be None where the spec has only one."""
+        """A reader of the latest versions; `sequence` may be None if the spec has only one."""
         if sequence is None:
             sequence, *others = lake.spec.sequences
             if others:
@@ -86,7 +86,7 @@ class ExampleReader:
 
     @property
     def history_length(self) -> int:
-        """Events that a history is cut to."""
+        """The maximum number of events of a history."""
         default = self.lake.spec.sequences[self.sequence].max_length
         return default if self.max_length is None else self.max_length
 
@@ -96,11 +96,11 @@ class ExampleReader:
         return self.lake.spec.sequences[self.sequence].events or ()
 
     def days(self) -> list[date]:
-        """Days that have examples."""
+        """The days with examples."""
         return self._tables["examples"].days()
 
     def require_days(self, first: date, last: date) -> None:
-        """Raises UserError where a day from `first` to `last` has no examples."""
+        """Raises UserError if a day from `first` to `last` has no examples."""
         present = set(self.days())
         missing = [str(day) for day in date_range(first, last) if day not in present]
         if missing:
@@ -111,7 +111,7 @@ class ExampleReader:
     def partitions(
         self, days: Sequence[date], buckets: Iterable[int], label_window: LabelWindow
     ) -> Iterator[tuple[int, ExamplePartition]]:
-        """The buckets that have rows, in the order given, each with its partition."""
+        """The buckets with rows, in the given order, each with its partition."""
         for bucket in buckets:
             partition = self._partitions.load(days, bucket, label_window)
             if partition is not None:
@@ -128,15 +128,15 @@ class ExampleReader:
     ) -> Iterator[Batch]:
         """Batches of about `batch_rows` impressions and of even cost; requests are not split.
 
-        All days are mixed: the label of a slow objective matures days after the others, and batches
-        of one day would hold only some of the objectives.
+        All days are mixed, because labels of slow objectives mature days after the others: batches
+        of a single day would hold only some of the objectives.
 
         Args:
             days: Days of the impressions.
             label_window: Which labels to use; impressions without one are skipped.
             batch_rows: Impressions per batch, approximately.
             shuffle: The order of the batches.
-            shard: (rank, world): read the buckets whose number leaves this remainder.
+            shard: (rank, world): read the buckets whose number modulo `world` is `rank`.
             skip_batches: Batches to skip at the start; their histories are not read.
         """
         for bucket, partition, batches in self.batch_requests(
@@ -228,7 +228,7 @@ class ExampleReader:
         histories: UserHistories,
         user_positions: Int64,
     ) -> History:
-        """The histories of some requests, items as they were known at the time of the request."""
+        """The histories of some requests, with item attributes as of the time of the request."""
         as_of = partition.as_of[requests]
         slices = histories.slices(
             user_positions[requests], as_of, partition.history_length[requests], self.history_length

@@ -1,4 +1,4 @@
-"""Sampling of negatives, the order of an epoch, and how requests are packed into batches.
+"""Negative sampling, the order of an epoch, and packing of requests into batches.
 
 B rows, O objectives, R requests.
 """
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 Int64 = npt.NDArray[np.int64]
-MAX_BATCH_EVENTS = 2**19  # of a batch: its event tokens of width 64 take 128 MB
+MAX_BATCH_EVENTS = 2**19  # event tokens of width 64 then take 128 MB
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class NegativeSampling:
 
 @dataclass(frozen=True)
 class Shuffle:
-    """The order of an epoch: random by a seed, or None for the stored order."""
+    """The order of an epoch: random, determined by a seed; with None the stored order."""
 
     seed: int | None
 
@@ -45,8 +45,8 @@ class Shuffle:
     def split(self, sizes: Int64, events: Int64, rows: int, *salt: int) -> list[Int64]:
         """The requests (R) of each batch, batches of about `rows` rows and of even cost.
 
-        `sizes` and `events` (R) are the rows and the history events of each request. Batches have
-        fewer rows where the histories are long.
+        `sizes` and `events` (R) are the rows and the history events of each request. Batches with
+        long histories have fewer rows.
         """
         batches_for_events = -(-int(events.sum()) // MAX_BATCH_EVENTS)
         count = max(1, round(sizes.sum() / rows), batches_for_events)
@@ -60,7 +60,7 @@ class Shuffle:
 
 
 def split_by_cost(requests: Int64, cost: Int64, count: int) -> list[Int64]:
-    """Consecutive parts of about the same total `cost`, which is given by request."""
+    """Consecutive parts of about the same total `cost`; costs are given per request."""
     cumulative = np.cumsum(cost)
     edges = np.searchsorted(cumulative, cumulative[-1] * np.arange(1, count) / count, side="right")
     return [part for part in np.split(requests, edges) if len(part)]

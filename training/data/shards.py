@@ -1,4 +1,4 @@
-"""Shards of an epoch: several workers, each reading users of its own, as one reproducible stream.
+"""Shards of an epoch: several workers, each with its own users, as one reproducible stream.
 
 A shard is a part of the buckets. The stream takes a batch of each shard in turn; exhausted shards
 are skipped.
@@ -26,7 +26,7 @@ class RoundRobin(Iterator[T]):
     """One item of each stream in turn; exhausted streams are skipped.
 
     `consumed` counts the items of each stream, on top of those that were consumed before. Streams
-    that are behind come first, so that an interrupted round goes on where it was.
+    that are behind come first, so that an interrupted round continues where it stopped.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ def round_robin_order(lengths: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Epoch:
-    """The arguments of `ExampleReader.batches`: which batches to read, in which order."""
+    """The arguments of `ExampleReader.batches`: batches to read, and their order."""
 
     days: Sequence[date]
     label_window: LabelWindow
@@ -77,14 +77,14 @@ class Epoch:
         )
 
     def num_batches(self, reader: ExampleReader) -> int:
-        """The number of batches, including those to skip; histories are not read for it."""
+        """The number of batches, including those to skip; histories are not read."""
         buckets = reader.batch_requests(
             self.days, self.label_window, self.batch_rows, self.shuffle, self.shard
         )
         return sum(len(batches) for _, _, batches in buckets)
 
     def split(self, parts: int) -> list["Epoch"]:
-        """The shard in so many smaller ones, from their beginning."""
+        """Split the shard into `count` smaller ones, from their beginning."""
         rank, world = self.shard
         return [
             replace(self, shard=(rank + world * part, world * parts), skip_batches=0)
@@ -93,7 +93,7 @@ class Epoch:
 
 
 class ShardDataset(IterableDataset[Batch]):
-    """The batches of an epoch; each process that iterates opens a reader of its own."""
+    """The batches of an epoch; each iterating process opens its own reader."""
 
     def __init__(self, reader: ExampleReader, epoch: Epoch) -> None:
         self._lake = reader.lake
@@ -102,7 +102,7 @@ class ShardDataset(IterableDataset[Batch]):
         self.epoch = epoch
 
     def open_reader(self) -> ExampleReader:
-        """A reader of the same table versions as the one that the dataset was made of."""
+        """A reader of the table versions that the dataset was created from."""
         return ExampleReader(self._lake, self._versions, *self._reader_options)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -110,7 +110,7 @@ class ShardDataset(IterableDataset[Batch]):
 
 
 def read_epoch(reader: ExampleReader, epoch: Epoch, workers: int) -> Iterator[Batch]:
-    """The batches of an epoch, read in this process or by `workers` others."""
+    """The batches of an epoch, read in this process or by `workers` other processes."""
     if not workers:
         return epoch.batches(reader)
     shards = epoch.split(workers)

@@ -42,7 +42,7 @@ class CommunicationCounter(TorchDispatchMode):
 
 @dataclass
 class LookupCounter:
-    """Embedding tables that count their look-ups and the ids of them."""
+    """Embedding tables that count look-ups and their ids."""
 
     tables: EmbeddingTables
     calls: int = 0
@@ -61,7 +61,7 @@ def expected_all_to_all_bytes(
     """Bytes of all all-to-alls of table-wise sharded tables (2508.03854, section 3).
 
     A look-up sends the ids, their number by table, and three numbers for each process of the group;
-    a row returns for each id, and its gradient is sent.
+    a row is returned for each id, and its gradient is sent back.
 
     Args:
         calls: Number of look-ups of all processes.

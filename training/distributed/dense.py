@@ -20,10 +20,10 @@ for output_type in (GemOutput, ZilnDistribution):  # FSDP searches the output fo
 
 
 class FullGradientWrapper(nn.Module):
-    """Gives every parameter a gradient, zero if a batch does not use it; broadcasts buffers.
+    """Gives every parameter a gradient (zero if a batch does not use it), and broadcasts buffers.
 
-    FSDP needs all processes to reduce the same gradients, though their batches differ. Buffers,
-    such as running statistics, are those of rank 0, as with DDP.
+    With FSDP all processes must reduce the same gradients, although their batches differ.
+    Buffers, such as running statistics, are taken from rank 0, as with DDP.
     """
 
     def __init__(self, core: Gem) -> None:
@@ -40,11 +40,11 @@ class FullGradientWrapper(nn.Module):
 
 
 def parallelize(core: Gem, ema: AveragedModel, mesh: DeviceMesh, sharded: bool) -> nn.Module:
-    """Wrap a GEM for the processes of a mesh; its moving average is sharded alike.
+    """Wrap a GEM for the processes of a mesh; its moving average is sharded the same way.
 
     Without `sharded` every process has all weights (DDP). With it each shard group holds them once
-    (FSDP); several groups are replicas of each other (HSDP). One process returns the model as it
-    is.
+    (FSDP); several groups are replicas of each other (HSDP). With one process the model is
+    returned unchanged.
     """
     if mesh.size() == 1:
         return core

@@ -1,4 +1,4 @@
-"""The process group, the device mesh, and batches in step over processes.
+"""The process group, the device mesh, and synchronized iteration over batches.
 
 T processes, M replica groups, L = T / M processes in a group.
 """
@@ -25,8 +25,8 @@ MAX_INT32 = 2**31 - 1
 def retain_freed_memory() -> None:
     """Make glibc reuse large freed blocks instead of returning them to the system.
 
-    Every step allocates the same large tensors, and the system would have to fill their pages with
-    zeros each time: a tenth of a Wukong step on a CPU. Does nothing without glibc.
+    Every step allocates the same large tensors, and the system would fill their pages with zeros
+    each time, which takes a tenth of a Wukong step on a CPU. A no-op without glibc.
     """
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -42,7 +42,7 @@ def build_mesh(replica_groups: int) -> DeviceMesh:
     """The mesh (M, L) of all processes; row i is replica group i: ranks i, M + i, 2 M + i, ...
 
     Replicas of a shard have neighboring ranks, usually on one machine (2508.03854, section 3).
-    Raises UserError if the processes can't be divided into so many groups.
+    Raises UserError if the processes can't be divided into that many groups.
     """
     world = dist.get_world_size()
     if world % replica_groups:
@@ -62,7 +62,7 @@ LOST_PEER_ERRORS = "Timed out", "Connection closed", "Connection reset"  # messa
 @contextmanager
 def report_missing_ranks() -> Iterator[None]:
     """Raise TemporaryError with the ranks of lost processes if a collective inside fails."""
-    barrier_group = dist.new_group(backend="gloo")  # a group that has timed out is closed
+    barrier_group = dist.new_group(backend="gloo")  # a group is closed after a timeout
     try:
         yield
     except RuntimeError as error:
@@ -82,8 +82,8 @@ def report_missing_ranks() -> Iterator[None]:
 def process_group(timeout: timedelta = COLLECTIVE_TIMEOUT) -> Iterator[tuple[int, int]]:
     """Context of the default gloo process group; yields (rank, world size).
 
-    Without torchrun the group is this process alone. Raises TemporaryError with their ranks if
-    other processes do not answer within `timeout`.
+    Without torchrun the group is this process alone. Raises TemporaryError with the ranks of
+    processes that do not respond within `timeout`.
     """
     retain_freed_memory()
     if "RANK" in os.environ:
@@ -101,11 +101,11 @@ def process_group(timeout: timedelta = COLLECTIVE_TIMEOUT) -> Iterator[tuple[int
 def synchronized_batches(
     batches: Iterator[Batch], fallback_batches: Iterator[Batch]
 ) -> Iterator[tuple[Batch, float]]:
-    """Yield batches until all processes are out of them, with the mean number of rows by process.
+    """Yield batches until all processes are exhausted, with the mean number of rows per process.
 
     All processes must take the same number of steps, because each step has collectives. A process
-    that is out of batches repeats its last one without labels, or the first fallback batch if it
-    had none. Raises UserError if it has neither.
+    without further batches repeats its last one without labels, or the first fallback batch if
+    there is none. Raises UserError if both are missing.
     """
     last: Batch | None = None
     while True:

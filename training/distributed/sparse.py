@@ -1,4 +1,4 @@
-"""Embedding tables on TorchRec: sharded over processes, replicated over groups, row-wise AdaGrad.
+"""Embedding tables on TorchRec: sharded over processes, replicated over groups; row-wise AdaGrad.
 
 With M replica groups each group trains its copy of the tables on its own batches (local SGD), and
 the copies are averaged every few steps (2D sparse parallelism, 2508.03854). n rows, d table width.
@@ -34,7 +34,7 @@ INIT_RANGE = 0.05  # rows are initialized uniformly from -0.05 to 0.05
 class TorchrecTables(nn.Module):
     """`training.model.embeddings.EmbeddingTables` as one TorchRec collection.
 
-    Tables in `zero_init` start from zero, so that rows without training data have no effect.
+    Tables in `zero_init` are initialized with zeros, so that untrained rows have no effect.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ def local_optimizer_states(tables: DistributedModelParallel) -> list[Tensor]:
 
 @torch.no_grad()
 def reset_rows(tables: DistributedModelParallel, rows: Mapping[str, Tensor]) -> None:
-    """Initialize some rows of each table again, and their optimizer state, on all processes.
+    """Reinitialize some rows of each table, and their optimizer state, on all processes.
 
     Each process resets the rows that it holds.
     """
@@ -116,7 +116,7 @@ def reset_rows(tables: DistributedModelParallel, rows: Mapping[str, Tensor]) -> 
 
 
 def _rows_in_shard(rows: Tensor, shard: LocalShard) -> Tensor:
-    """Those rows of a table that are in a shard, relative to its first row."""
+    """The given rows of a table that are in a shard, relative to its first row."""
     first, stop = shard.first_row, shard.first_row + len(shard.rows)
     return rows[(rows >= first) & (rows < stop)] - first
 
@@ -153,7 +153,7 @@ def shard_tables(
     fused_params: Mapping[str, Any],
     sharding_types: Sequence[ShardingType] = (ShardingType.TABLE_WISE,),
 ) -> DistributedModelParallel:
-    """Shard tables over the processes of a group by TorchRec's planner, alike in each group.
+    """Shard tables over the processes of a group by TorchRec's planner, identically in each group.
 
     Args:
         tables: The tables.
@@ -198,7 +198,7 @@ def _assign_ranks(plan: ShardingPlan, mesh: DeviceMesh) -> None:
 
 @dataclass(frozen=True)
 class PendingAverage:
-    """An all-reduce in progress: the local state, a copy as it was sent, and the sum to be."""
+    """An all-reduce in progress: the local state, the copy that was sent, and the resulting sum."""
 
     state: Tensor
     sent: Tensor
@@ -219,7 +219,7 @@ class ReplicaSync:
         self._pending: list[PendingAverage] = []
 
     def after_step(self) -> None:
-        """Count a step, and synchronize if it is time; all processes must call this."""
+        """Count a step, and synchronize if it is due; all processes must call this."""
         self.steps += 1
         if self._num_replicas > 1 and self.steps % self.sync_every == 0:
             self._average(local_weights(self.tables))
@@ -227,7 +227,7 @@ class ReplicaSync:
             self._start_state_reduce(local_optimizer_states(self.tables))
 
     def synchronize(self) -> None:
-        """Make weights and optimizer state of all replicas equal, as before a checkpoint."""
+        """Make weights and optimizer states of all replicas equal, e.g. before a checkpoint."""
         if self._num_replicas > 1:
             self._apply_pending()
             self._average([*local_weights(self.tables), *local_optimizer_states(self.tables)])

@@ -1,6 +1,6 @@
 """Bootstrap confidence intervals of NE differences and calibration, resampling users.
 
-U users. The rows of a user are alike, so whole users are drawn with replacement.
+U users. The rows of a user are correlated, so users are drawn with replacement.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from training.evaluation.predictions import Predictions
 Floats = npt.NDArray[np.float64]
 ETA = 1e-12
 RESAMPLES = 1000
-RESAMPLES_PER_BATCH = 100  # bounds the memory
+RESAMPLES_PER_BATCH = 100  # limits memory
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def paired_ne_difference(
 ) -> ConfidenceInterval:
     """NE of the treatment minus that of the control, each the mean over its seeds.
 
-    All predictions are of the same rows; those without a final label are left out.
+    All predictions must be of the same rows; rows without a final label are excluded.
     """
     sums = sums_by_user([*treatment, *control], objective)
     n = len(treatment)
@@ -52,7 +52,7 @@ def paired_ne_difference(
 def calibration_interval(
     predictions: Predictions, objective: str, seed: int = 0
 ) -> ConfidenceInterval:
-    """Sum of predictions over sum of positives, on all rows that have a final label."""
+    """Sum of predictions over sum of positives, on all rows with a final label."""
     column = predictions.objectives.index(objective)
     is_final = predictions.label_mask[:, column]
     _, user = np.unique(predictions.user_hashes[is_final], return_inverse=True)
@@ -80,7 +80,7 @@ def _percentile_interval(
 
 
 def ratio_of_sums(numerator: Floats, denominator: Floats, axis: int = -1) -> Floats:
-    """Ratio of two sums; infinite where the denominator is zero."""
+    """Ratio of two sums; infinite if the denominator is zero."""
     total, divisor = np.asarray(numerator.sum(axis)), np.asarray(denominator.sum(axis))
     ratio = np.divide(total, divisor, out=np.full_like(total, np.inf), where=divisor > 0)
     return np.asarray(ratio)
@@ -89,7 +89,7 @@ def ratio_of_sums(numerator: Floats, denominator: Floats, axis: int = -1) -> Flo
 def ne_difference(
     treatment: Floats, control: Floats, rows: Floats, positives: Floats, axis: int = -1
 ) -> Floats:
-    """Difference of NE, from sums of logloss, rows and positives by user."""
+    """Difference of NE, from sums of logloss, rows and positives per user."""
     difference, count = treatment.sum(axis) - control.sum(axis), rows.sum(axis)
     rate = np.clip(positives.sum(axis) / count, ETA, 1 - ETA)
     entropy = -(rate * np.log(rate) + (1 - rate) * np.log(1 - rate))

@@ -1,10 +1,10 @@
-"""Drift of continuous training: does GEM predict the newest day as well as the days before?
+"""Drift detection of continuous training: compares the latest day with the days before.
 
 Every impression is predicted once by the GEM of the days before it (`teacher_predictions`), so its
-prequential metrics need no held-out day. Watched are the normalized entropy (NE) and calibration of
-each objective, and the impressions of each surface. A metric drifts when it leaves the median of
-the days before by more than several times their median absolute deviation (MAD); one bad day among
-them changes little.
+prequential metrics need no held-out day. The monitored metrics are the normalized entropy (NE) and
+calibration of each objective, and the impressions of each surface. A metric drifts if its distance
+from the median of the days before exceeds several times their median absolute deviation (MAD),
+which is robust to a single bad day.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,9 +26,9 @@ from training.data.label_window import LabelWindow
 
 Floats = npt.NDArray[np.float64]
 
-BASELINE_DAYS = 14  # days that the newest one is compared with
+BASELINE_DAYS = 14  # earlier days to compare with
 MIN_BASELINE_DAYS = 4
-MIN_POSITIVES = 30  # positive labels of a day, below which its metrics are noise
+MIN_POSITIVES = 30  # positive labels per day; with fewer, metrics are noise
 MAD_THRESHOLD = 5.0  # deviations from the median, in MADs, that count as drift
 
 
@@ -53,14 +53,14 @@ class TeacherPrequential(NamedTuple):
 
     @property
     def ne(self) -> float:
-        """Normalized entropy: logloss over that of the day's own base rate."""
+        """Normalized entropy: logloss over the logloss of the day's own base rate."""
         rate = self.positives / self.rows
         entropy = -self.rows * (rate * np.log(rate) + (1 - rate) * np.log1p(-rate))
         return float(self.logloss / entropy)
 
 
 def combine(parts: Sequence[TeacherPrequential]) -> TeacherPrequential:
-    """The sums of all parts, under the day, surface and objective of the first."""
+    """Add all parts, with the day, surface and objective of the first."""
     return parts[0]._replace(
         rows=sum(part.rows for part in parts),
         positives=sum(part.positives for part in parts),
@@ -72,7 +72,7 @@ def combine(parts: Sequence[TeacherPrequential]) -> TeacherPrequential:
 def teacher_prequential(lake: Lake, data_until: date) -> list[TeacherPrequential]:
     """Prequential sums by day, surface and objective, of labels final at the end of `data_until`.
 
-    Empty where no teacher predictions were written.
+    Empty if no teacher predictions were written.
     """
     if not lake.exists("teacher_predictions"):
         return []
@@ -117,7 +117,7 @@ def _day_metrics(
 
 
 def _with_final_labels(rows: pa.Table, objective: str, window: LabelWindow) -> pa.Table:
-    """The rows that have a logit, and a label that becomes final in a window."""
+    """The rows with a logit and a label that becomes final in a window."""
     valid = pc.and_(rows[f"label_{objective}"].is_valid(), rows[f"logit_{objective}"].is_valid())
     rows = rows.filter(valid)
     mature_ts = rows[f"label_mature_ts_{objective}"].to_numpy() // MICROS["s"]
@@ -134,11 +134,11 @@ def _sums_by_surface(surface: npt.NDArray[np.int64], label: Floats, logit: Float
 
 @dataclass(frozen=True)
 class DriftMetric:
-    """A watched metric: its values by day, the newest last.
+    """A monitored metric: its values by day, the most recent last.
 
-    A relative change below `min_relative_change` is never drift. With `increase_only` a smaller
-    value is no drift either. Drift of a metric that `blocks_promotion` keeps rankers that learned
-    from this GEM from being promoted.
+    A relative change below `min_relative_change` is not drift. With `increase_only` a smaller value
+    is not drift either. With `blocks_promotion`, drift prevents the promotion of rankers that
+    learned from this GEM.
     """
 
     name: str
@@ -150,7 +150,7 @@ class DriftMetric:
 
     @property
     def alarm(self) -> str | None:
-        """A message if the newest value drifted, else None."""
+        """A message if the most recent value drifted, else None."""
         *earlier, newest = self.values[-BASELINE_DAYS - 1 :]
         if len(earlier) < MIN_BASELINE_DAYS:
             return None
@@ -164,7 +164,7 @@ class DriftMetric:
 
 
 def drift_metrics(lake: Lake, data_until: date) -> list[DriftMetric]:
-    """All watched metrics of the days up to `data_until`."""
+    """All monitored metrics of the days up to `data_until`."""
     prequential = [
         metrics
         for metrics in teacher_prequential(lake, data_until)

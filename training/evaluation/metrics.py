@@ -1,8 +1,8 @@
 """Normalized entropy (NE), AUC and calibration by surface and objective.
 
-NE is the logloss over the entropy of the base rate of the same rows; 1.0 is a model that knows the
-base rate and nothing else. NE and calibration are torchrec's. AUC is scikit-learn's, as torchrec's
-depends on the order of rows with equal predictions.
+NE is the logloss over the entropy of the base rate of the same rows; 1.0 is a model that predicts
+the base rate. NE and calibration are computed by torchrec, AUC by scikit-learn, because the AUC of
+torchrec depends on the order of rows with equal predictions.
 """
 
 import math
@@ -51,7 +51,7 @@ def slice_metrics(
 ) -> list[SliceMetrics]:
     """Metrics of probabilities (B, O), over all surfaces and by surface (B, codes from 1).
 
-    Slices without rows are left out; NE, AUC and calibration are NaN where all labels are equal.
+    Slices without rows are omitted; NE, AUC and calibration are NaN if all labels are equal.
     """
     slices = {"all": np.ones(len(surface), bool)}
     slices |= {name: surface == code for code, name in enumerate(surfaces, 1)}
@@ -66,7 +66,7 @@ def slice_metrics(
 
 
 def mean_group_auc(group: npt.NDArray[np.int64], labels: Floats, predicted: Floats) -> float:
-    """The mean AUC over the groups that have both classes; NaN where none has."""
+    """The mean AUC over the groups with both classes; NaN if there are none."""
     _, group = np.unique(group, return_inverse=True)
     _, position = np.unique(np.stack((group, predicted), 1), axis=0, return_inverse=True)
     rows = np.bincount(group)
@@ -95,7 +95,7 @@ def _slice_metrics(surface: str, objective: str, predicted: Floats, labels: Floa
         rows=int(n),
         positives=int(positives),
         ne=float(compute_ne(entropy, n, positives, n - positives, ETA)) if has_both else nan,
-        logloss=float(entropy / n) * math.log(2),  # torchrec's is in bits
+        logloss=float(entropy / n) * math.log(2),  # torchrec uses bits
         auc=float(roc_auc_score(y, p)) if has_both else nan,
         calibration=float(compute_calibration(p.sum(), positives)) if has_both else nan,
     )
@@ -104,9 +104,9 @@ def _slice_metrics(surface: str, objective: str, predicted: Floats, labels: Floa
 class PrequentialMetrics:
     """Metrics of predictions that were made before the update on their batch.
 
-    They come for free with one pass over the data and show whether training is healthy. They are of
-    this process's batches and sampled rows, with dropout and without the average of the weights;
-    for an evaluation there is `gemline train evaluate`.
+    They need no additional pass over the data and show whether training is healthy. They cover the
+    batches and sampled rows of this process, with dropout and without averaged weights; use
+    `gemline train evaluate` for an evaluation.
     """
 
     def __init__(self, features: FeatureSchema, loss: Loss) -> None:
@@ -115,7 +115,7 @@ class PrequentialMetrics:
         self.parts: list[tuple[npt.NDArray[Any], ...]] = []
 
     def update(self, output: GemOutput, batch: Batch) -> None:
-        """Add the output of a batch from before the update on it."""
+        """Add the output of a batch, computed before the update on it."""
         logits = self.loss.sampled_logits(output.logits.detach())
         expected = (
             output.value_distribution.expected_value(logits).detach()
@@ -135,7 +135,8 @@ class PrequentialMetrics:
     def compute(self) -> dict[str, float]:
         """The metrics by name, such as `ne_click_feed`, `auc_click_feed`, `calibration_click_feed`.
 
-        Only where both classes occur. `value_conversion` is the expected value over the actual one.
+        Slices without both classes are omitted. `value_conversion` is the ratio of the
+        expected to the actual value.
         """
         if not self.parts:
             return {}

@@ -54,7 +54,7 @@ class Predictions:
 
     @classmethod
     def read(cls, path: StoragePath, split: DaySplit) -> "Predictions":
-        """Read the predictions of a file. Raises UserError where they are of another split."""
+        """Read the predictions of a file. Raises UserError if they are of another split."""
         table = pq.read_table(download(path))
         stored_split = (table.schema.metadata or {}).get(SPLIT_METADATA_KEY, b"{}").decode()
         if stored_split != split.model_dump_json():
@@ -102,7 +102,7 @@ class Predictions:
 def predict(
     logits_fn: Callable[[Batch], Tensor], batches: Iterable[Batch], objectives: Sequence[str]
 ) -> Predictions:
-    """Predictions of a function from a batch to logits (B, O); empty where there are no batches."""
+    """Predictions of a function from a batch to logits (B, O); empty without batches."""
     parts = [_empty_predictions(objectives)]
     with torch.no_grad():
         for batch in batches:

@@ -1,4 +1,4 @@
-"""Configuration of GEM: which modules it has, and their sizes at each `scale`."""
+"""Configuration of GEM: its modules, and their sizes at each `scale`."""
 
 from typing import Annotated, Literal
 
@@ -14,7 +14,7 @@ Flow = Literal["sole", "sep", "s2n", "n2s", "int"]
 
 
 class EventGroupOptions(StrictModel):
-    """Event types that get an encoder of their own; None takes the size of the model."""
+    """Event types with their own encoder; None uses the size of the model."""
 
     events: tuple[str, ...]
     width: int | None = None
@@ -23,7 +23,7 @@ class EventGroupOptions(StrictModel):
     window: int | None = None
     max_events: Annotated[
         int | None,
-        tyro.conf.arg(help="newest events to encode; default: encoded_events of the scale"),
+        tyro.conf.arg(help="most recent events to encode; default: encoded_events of the scale"),
     ] = None
 
 
@@ -63,7 +63,7 @@ class SequenceOptions(StrictModel):
         tyro.conf.arg(help="older events averaged into one by each layer after the first"),
     ] = 1
     pyramid_keep_recent: Annotated[
-        int, Field(ge=1), tyro.conf.arg(help="newest events that are never averaged")
+        int, Field(ge=1), tyro.conf.arg(help="most recent events that are never averaged")
     ] = 32
     next_action_weight: Annotated[
         float, Field(ge=0), tyro.conf.arg(help="weight of the next-item loss; 0 turns it off")
@@ -93,7 +93,7 @@ class SequenceOptions(StrictModel):
 
 
 class GemOptions(StrictModel):
-    """Which modules GEM has, independent of its size."""
+    """The modules of GEM, independent of its size."""
 
     interaction: InteractionKind = "wukong"
     parallel_interaction: Annotated[
@@ -134,9 +134,9 @@ class GemOptions(StrictModel):
 class GemConfig(GemOptions):
     """Modules and sizes, named as in the papers (Wukong 2403.02545, InterFormer 2411.09852).
 
-    Sequence layers encode the newest `encoded_events`. The whole history is searched for events
-    that share an attribute with the candidate (SIM, 2006.05639): the newest `matched_events` of
-    them are attended to, and all of them enter the recency features.
+    Sequence layers encode the latest `encoded_events`. The whole history is searched for events
+    that share an attribute with the candidate (SIM, 2006.05639): the latest `matched_events` of
+    them are attended to; recency features use all of them.
     """
 
     embedding_dim: int = 32

@@ -25,7 +25,7 @@ class EmbeddingTables(Protocol):
 
 @dataclass(frozen=True)
 class ItemRowMap:
-    """Maps item indexes to rows of a table of `num_rows` rows; row 0 is the unknown item's.
+    """Maps item indexes to rows of a table of `num_rows` rows; row 0 is that of the unknown item.
 
     Rows are assigned in a ring: when the table is full, new items take the rows of the oldest ones,
     so the table has a fixed size. `known` (I) marks the items that the model has been trained on.
@@ -35,14 +35,14 @@ class ItemRowMap:
     known: Tensor
 
     def __call__(self, items: Tensor) -> Tensor:
-        """Map item indexes (n) to rows (n)."""
+        """Map item indexes (n) to table rows (n)."""
         inside = items < len(self.known)
         known = inside & self.known[torch.where(inside, items, 0)]
         return torch.where(known, 1 + (items - 1) % (self.num_rows - 1), 0)
 
 
 def item_row_map_up_to(count: int) -> ItemRowMap:
-    """The map that gives each item below `count` a row of its own, and no other item."""
+    """The map in which each item below `count` has its own row, and other items row 0."""
     return ItemRowMap(count, torch.arange(count) >= RESERVED_ITEM_INDICES)
 
 
@@ -86,7 +86,7 @@ def lookup_embeddings(
         item_row_map: Rows of the items.
         item_dropout: Probability that an item is replaced by the unknown item, which trains row 0
             and keeps the model from relying on ids alone.
-        user_buckets: Rows of the user table; 0 if there is none.
+        user_buckets: Rows of the user table; 0 for no table.
     """
     # Tables that candidates and events share: ids of the B candidates, then of the P events.
     shared_ids = {
@@ -117,8 +117,8 @@ def lookup_embeddings(
 class TorchEmbeddingTables(nn.Module):
     """One sparse `nn.Embedding` for each table: ids (…) to vectors (…, d).
 
-    Used by students, and by GEM where fbgemm has no build. Tables in `zero_init` start from zero,
-    so that rows without training data have no effect.
+    Used by students, and by GEM on platforms without fbgemm. Tables in `zero_init` are initialized
+    with zeros, so that untrained rows have no effect.
     """
 
     def __init__(
@@ -136,15 +136,15 @@ class TorchEmbeddingTables(nn.Module):
         return {name: self.tables[name](values) for name, values in ids.items()}
 
     def optimizer(self, learning_rate: float) -> torch.optim.Optimizer:
-        """AdaGrad, which with sparse gradients reads and writes only the rows of a batch."""
+        """AdaGrad; with sparse gradients it reads and writes only the rows of a batch."""
         return torch.optim.Adagrad(self.parameters(), lr=learning_rate, eps=1e-8)
 
 
 class GroupedFeatureRows(nn.Module):
     """Feature vectors (n, d) to interaction rows (n, d), low-cardinality features grouped.
 
-    A row for each feature with few values would cost as much as one for a strong feature, and the
-    interactions among them are mostly noise. Features with fewer than `threshold` values are
+    A separate row for a feature with few values would cost as much as a row of a strong feature,
+    and its interactions are mostly noise. Features with fewer than `threshold` values are
     concatenated and projected to `shared_rows` rows (Wukong, 2403.02545, section 3.1).
     """
 

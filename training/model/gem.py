@@ -28,7 +28,7 @@ from training.model.history.search import HistorySelection
 from training.model.interaction import build_interaction
 from training.model.numeric import NumericEmbedding
 
-NORM_EPS = 1e-2  # larger than usual, so that LayerNorm does not amplify rows hardly trained yet
+NORM_EPS = 1e-2  # large, so that LayerNorm does not amplify barely trained rows
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class GemOutput:
         logits: Logit (B, O) of each objective on the row's surface.
         embedding: Compact representation (B, E) of user and item, before the surface gate.
         hidden: The MLP layer (B, M) that `embedding` is computed from.
-        value_distribution: Distribution of outcome values, if there is a value head.
-        next_action_loss: Loss of the auxiliary next-item task, in training and if turned on.
+        value_distribution: Distribution of outcome values, if the model has a value head.
+        next_action_loss: Loss of the auxiliary next-item task, in training and if enabled.
     """
 
     logits: Tensor
@@ -51,7 +51,7 @@ class GemOutput:
 
 
 class Gem(nn.Module):
-    """The dense part of GEM; its embedding tables are passed in as looked-up vectors."""
+    """The dense part of GEM; its inputs include the looked-up embedding vectors."""
 
     def __init__(self, features: FeatureSchema, config: GemConfig) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Gem(nn.Module):
     def forward(
         self, batch: Batch, selection: HistorySelection, vectors: EmbeddingVectors
     ) -> GemOutput:
-        """Outputs for all rows; what belongs to a request is computed once for all of its rows."""
+        """Outputs for all rows; request-level parts are computed once per request."""
         user_numeric = self.user_numeric(batch.user_numeric)
         numeric = self.candidate_numeric(batch.row_numeric)
         user_rows = torch.stack((*self.user_ids(vectors.users), user_numeric.rows[:, 0]), 1)

@@ -49,8 +49,9 @@ class SurfaceHeads(nn.Module):
 class EsmmChain(nn.Module):
     """P(conversion) = P(click) P(conversion | click), trained on all rows (ESMM, 1804.07931).
 
-    `parents` maps an objective to the one that must precede it; the head of such an objective gives
-    the logit of the conditional probability. Raises UserError for an unknown name or a cycle.
+    `parents` maps an objective to the one that must precede it; the head of an objective with a
+    parent computes the logit of the conditional probability. Raises UserError for an unknown name
+    or a cycle.
     """
 
     def __init__(self, objectives: Sequence[str], parents: Mapping[str, str]) -> None:
@@ -94,8 +95,8 @@ def _topological_order(parents: Mapping[str, str]) -> list[str]:
     return ordered
 
 
-MIN_LOG_STD = 1e-3  # keeps the likelihood finite where all values are equal
-MAX_LOG_STD = 5.0  # the mean is then e^12.5 times the median
+MIN_LOG_STD = 1e-3  # keeps the likelihood finite if all values are equal
+MAX_LOG_STD = 5.0  # limits the mean to e^12.5 times the median
 
 
 @dataclass(frozen=True)

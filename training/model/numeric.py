@@ -62,8 +62,8 @@ class NumericRows(NamedTuple):
 class NumericEmbedding(nn.Module):
     """Values (B, F), NaN where missing, to `rows` rows of width d, by an MLP.
 
-    To the first linear layer each value adds a learned vector of its bin, which starts from zero:
-    a piecewise constant function, as trees have it (binned numeric embeddings, 2203.05556).
+    The first linear layer adds a learned vector of each value's bin, initialized with zeros: a
+    piecewise constant function, as in trees (binned numeric embeddings, 2203.05556).
     """
 
     bin_offsets: Tensor

@@ -18,7 +18,7 @@ class Hardware(StrictModel):
     """A GPU and its network, with achieved rather than nominal rates.
 
     `intra_node_gb_s` and `inter_node_gb_s` are GB/s of one GPU within its node and beyond it;
-    `latency_us` is added for each peer of a transfer. `comm_overlap` is the share of communication
+    `latency_us` is added per peer of a transfer. `comm_overlap` is the share of communication
     that overlaps with compute.
     """
 
@@ -36,8 +36,8 @@ class Workload(StrictModel):
 
     `table_gb` are table weights with optimizer state, `dense_params_m` million dense parameters. An
     example takes `mflop_per_example` forward and backward, and reads `ids_kb` of ids and `rows_kb`
-    of table rows. `largest_shard` is the share of look-ups that goes to a shard which no planner
-    can split. In 2D a group of `group_size` GPUs holds the tables once, and replicas are averaged
+    of table rows. `largest_shard` is the share of look-ups in the largest unsplittable
+    shard. In 2D a group of `group_size` GPUs holds the tables once, and replicas are averaged
     every `sync_every` steps.
     """
 
@@ -75,7 +75,7 @@ def load_scenario(path: Path) -> Scenario:
 
 Scheme = Literal["1D", "2D", "2D sharded"]
 SCHEMES: tuple[Scheme, ...] = ("1D", "2D", "2D sharded")
-DENSE_BYTES = 16  # of a dense parameter: weight, gradient and the two moments of AdamW
+DENSE_BYTES = 16  # per dense parameter: weight, gradient and two moments of AdamW
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ class TableLayout:
 class StepEstimate:
     """Memory in bytes and times in seconds of the slowest GPU.
 
-    `all_to_all` exchanges ids, rows and gradients within a group; `replica_sync` keeps replicas of
-    the tables equal; `dense_all_reduce` sums the gradients of the dense part.
+    `all_to_all` exchanges ids, rows and gradients within a group; `replica_sync` synchronizes
+    replicas of the tables; `dense_all_reduce` sums the gradients of the dense part.
     """
 
     memory: float
@@ -166,11 +166,11 @@ def all_to_all_seconds(hardware: Hardware, workload: Workload, layout: TableLayo
 
 
 def replica_sync_seconds(hardware: Hardware, workload: Workload, layout: TableLayout) -> float:
-    """Seconds of keeping replicas equal.
+    """Seconds to synchronize replicas.
 
     In 2D all rows are averaged every `sync_every` steps. If replicas share the rows, those of a
-    step are gathered before it and their gradients reduced after it, which moves as much as an
-    all-reduce.
+    step are gathered before it and their gradients reduced after it, which moves as many
+    bytes as an all-reduce.
     """
     if layout.is_fully_sharded:
         step_bytes = workload.batch_per_gpu * workload.rows_kb * 1e3

@@ -30,7 +30,7 @@ def plan_table(scenario: Scenario, gpus: Sequence[int]) -> tuple[Table, list[str
     for count in gpus:
         if count > group and count % group:
             raise UserError(f"--gpus {count} is not a multiple of the group size {group}")
-        schemes = SCHEMES if count > group else SCHEMES[:1]  # within one group they are the same
+        schemes = SCHEMES if count > group else SCHEMES[:1]  # equal within one group
         estimates = {scheme: estimate_step(scenario, scheme, count) for scheme in schemes}
         for scheme, estimate in estimates.items():
             scale = estimate_step(scenario, scheme, min(gpus)).step / estimate.step
@@ -61,7 +61,7 @@ def _table_row(
 
 
 def _recommendation(scenario: Scenario, estimates: dict[Scheme, StepEstimate]) -> str:
-    """The fastest scheme that fits, and how the others compare."""
+    """The fastest scheme that fits, compared with the others."""
     fitting = {
         scheme: estimate
         for scheme, estimate in estimates.items()

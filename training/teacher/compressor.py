@@ -20,10 +20,10 @@ STEPS, BATCH_SIZE, LEARNING_RATE = 400, 512, 2e-3
 
 
 class EmbeddingCompressor(nn.Module):
-    """An autoencoder to Z numbers in [-1, 1], whose prefixes are embeddings themselves.
+    """An autoencoder to Z numbers in [-1, 1] whose prefixes are also embeddings.
 
-    Prefixes of `MATRYOSHKA_WIDTHS` are trained to reconstruct the hidden layer, too (Matryoshka,
-    2205.13147), so that a reader may take the first eight numbers alone. Training adds the rounding
+    Prefixes of `MATRYOSHKA_WIDTHS` are also trained to reconstruct the hidden layer (Matryoshka,
+    2205.13147), so that a reader may use only the first eight numbers. Training adds the rounding
     noise of 4-bit quantization.
     """
 
@@ -39,7 +39,7 @@ class EmbeddingCompressor(nn.Module):
 
     @property
     def input_width(self) -> int:
-        """Width M of the hidden layers that it compresses."""
+        """Width M of the input hidden layers."""
         return self.decoder.out_features
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class EmbeddingCompressor(nn.Module):
 
 
 def fit_compressor(compressor: EmbeddingCompressor, hidden: Tensor, seed: int) -> None:
-    """Train on hidden layers (n, M), continuing from the compressor's present weights."""
+    """Train on hidden layers (n, M), continuing from the compressor's current weights."""
     torch.manual_seed(seed)
     optimizer = torch.optim.Adam(compressor.parameters(), LEARNING_RATE)
     compressor.train()
@@ -78,7 +78,7 @@ def save_compressor(compressor: EmbeddingCompressor, path: StoragePath) -> None:
 
 
 def load_compressor(path: StoragePath) -> EmbeddingCompressor:
-    """The compressor of a file, ready to compress."""
+    """Load the compressor of a file, in eval mode."""
     state = load_file(download(path))
     compressor = EmbeddingCompressor(len(state["scale.mean"]))
     compressor.load_state_dict(state)

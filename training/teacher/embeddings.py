@@ -1,7 +1,7 @@
 """Teacher embeddings of each user's impressions, looked up as of a second (exclusive)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date
 
 import numpy as np
@@ -21,10 +21,10 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class TeacherEmbeddings:
-    """Embeddings of n impressions of U users, sorted by user and by when they become visible.
+    """Embeddings of n impressions of U users, sorted by user and by visibility time.
 
-    `embedding_int4` (n, Z / 2) holds two numbers a byte. `sort_keys` (n) hold user and second in
-    one number, ascending.
+    `embedding_int4` (n, Z / 2) packs two numbers into a byte. `sort_keys` (n) combine user
+    and second in one number, ascending.
     """
 
     users: pa.Array
@@ -40,18 +40,13 @@ class TeacherEmbeddings:
         embeddings = np.zeros((0, TEACHER_EMBEDDING_WIDTH // 2), np.uint8)
         return cls(pa.array([], pa.string()), none, none, none, embeddings)
 
-    def shuffled(self, seed: int) -> "TeacherEmbeddings":
-        """Each impression with the embedding of a random other one: a control experiment."""
-        order = np.random.default_rng(seed).permutation(len(self.embedding_int4))
-        return replace(self, embedding_int4=self.embedding_int4[order])
-
     def latest(
         self, users: npt.NDArray[np.object_], as_of: Int64, max_impressions: int
     ) -> tuple[Int64, Int64]:
         """The last `max_impressions` of each user (R) that were visible strictly before a second.
 
-        Returns the position of the first one and that after the last one (R); the impressions of a
-        user are consecutive, oldest first.
+        Returns the position of the first impression and the position after the last one, both (R);
+        the impressions of a user are consecutive, oldest first.
         """
         index = pc.index_in(pa.array(users, pa.string()), self.users)
         user = index.fill_null(len(self.users)).to_numpy().astype(np.int64)
@@ -65,9 +60,9 @@ def _sort_key(user: Int64, second: Int64) -> Int64:
 
 
 def load_teacher_embeddings(lake: Lake, days: Sequence[date] | None = None) -> TeacherEmbeddings:
-    """The table `user_teacher_embeddings`, of all days or of some; empty where there is no table.
+    """The table `user_teacher_embeddings`, of all days or of some; empty if the table is missing.
 
-    Raises UserError where a row is of a GEM that was trained on the row's day.
+    Raises UserError if a row was predicted by a GEM that was trained on the row's day.
     """
     schema = schemas.user_teacher_embeddings(lake.spec)
     if not lake.exists(schema.name):
@@ -90,7 +85,7 @@ def load_teacher_embeddings(lake: Lake, days: Sequence[date] | None = None) -> T
 
 
 def assert_teacher_is_earlier(rows: pa.Table) -> None:
-    """Raises UserError where a row's GEM was trained on the row's `day`, whose labels it saw."""
+    """Raises UserError if the GEM of a row was trained on the labels of the row's `day`."""
     if pc.any(pc.greater_equal(rows["fm_trained_until"], rows["day"])).as_py():
         raise UserError(
             "teacher predictions have rows whose GEM was trained on their day; run `gemline "

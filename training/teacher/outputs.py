@@ -1,6 +1,6 @@
 """GEM's outputs as tables: `teacher_predictions` and `user_teacher_embeddings`.
 
-Each day is scored by a GEM from before it, so that no row's labels were trained on. Rankers read
+Each day is scored by an earlier GEM, which was not trained on the labels of that day. Rankers read
 the tables; they never run GEM themselves.
 """
 
@@ -38,7 +38,7 @@ from training.teacher.compressor import (
 from training.trainer import checkpoint
 from training.trainer.manifest import Manifest
 from training.trainer.state import TrainState
-from training.trainer.trainer import load_gem
+from training.trainer.trainer import load_train_state
 
 log = logging.getLogger(__name__)
 
@@ -62,14 +62,14 @@ class ScoredDay:
 def write_teacher_outputs(
     lake: Lake, days: tuple[date, date], teacher_lag_days: int = 0, batch_rows: int = 2048
 ) -> int:
-    """Score days by the newest GEM from before each, and replace them in both tables.
+    """Score each day with the latest earlier GEM, and replace the days in both tables.
 
     Days without such a GEM get no rows; rankers train on them without a teacher.
 
     Args:
         lake: The lake with the examples, the checkpoints, and the tables to write.
         days: First and last day to score.
-        teacher_lag_days: Days by which the GEM of a day is older than it needs to be.
+        teacher_lag_days: Days by which the GEM of a day is older than necessary.
         batch_rows: Impressions that are scored together.
 
     Returns:
@@ -88,7 +88,7 @@ def write_teacher_outputs(
         if teacher_day is None:
             log.info("no GEM was trained before %s: %s is not scored", trained_before, day)
             continue
-        state, reader = load_gem(lake, teacher_day)
+        state, reader = load_train_state(lake, teacher_day)
         reader.require_days(day, day)
         scored = _score_day(lake.spec, reader, state, day, batch_rows)
         embeddings = _fit_and_compress(lake, day, scored.hidden)
@@ -114,7 +114,7 @@ def _replace_days(
     days: tuple[date, date],
     sources: Mapping[str, object],
 ) -> None:
-    """Replace the rows of some days; `sources` are the versions that they were made of."""
+    """Replace the rows of some days; `sources` are the versions of the input tables."""
     rows = pa.concat_tables(tables) if tables else arrow_schema(schema).empty_table()
     where = f"day >= '{days[0]}' AND day <= '{days[1]}'"
     arrow.replace_rows(lake, schema, rows, where, sources)
@@ -147,10 +147,10 @@ def _score_day(
 
 
 def trained_objectives(spec: DataSpec, manifest: Manifest) -> set[str]:
-    """The objectives of which a GEM was trained on a day's labels: slow ones mature days later."""
+    """The objectives whose labels of a day a GEM was trained on; slow ones mature days later."""
     data_until = spec.day_end(manifest.trained_until)
     first_day_end = spec.day_end(manifest.trained_from)
-    # All impressions lie before the first day's end, so their labels mature before this sum.
+    # All impressions are before the end of the first day, so their labels mature before this sum.
     return {
         name
         for name, objective in spec.objectives.items()
@@ -161,7 +161,7 @@ def trained_objectives(spec: DataSpec, manifest: Manifest) -> set[str]:
 def _provenance_columns(
     manifest: Manifest, batch: Batch, day: date, bucket: int
 ) -> dict[str, pa.Array]:
-    """Which rows these are, and which GEM scored them."""
+    """The key columns of the rows, and the version of the GEM that scored them."""
     n = len(batch)
     return {
         "impression_id": pa.array(batch.impression_ids, pa.string()),
@@ -193,15 +193,15 @@ def _impression_columns(spec: DataSpec, batch: Batch, day: date) -> dict[str, pa
 
 
 def compressor_path(lake: str, day: date) -> StoragePath:
-    """The file of the compressor that a day's embeddings were made with."""
+    """The file of the compressor of a day's embeddings."""
     return resolve_uri(lake, "models", "compressor", f"{day}.safetensors")
 
 
 def _fit_and_compress(lake: Lake, day: date, hidden: Tensor) -> pa.Array:
-    """A day's hidden layers (n, M) as 4-bit embeddings (n), by the day's own compressor.
+    """A day's hidden layers (n, M) as 4-bit embeddings (n), with the compressor of that day.
 
-    The compressor continues from that of the last day before. It may be fitted on the day that it
-    compresses: it needs no labels, and the embeddings are not visible before the day ends.
+    Its training continues from the compressor of the previous day. It may be fitted on the same
+    day, because it needs no labels and the embeddings are not visible before the day ends.
     """
     width = hidden.shape[1]
     folder = compressor_path(lake.root, day).parent
@@ -230,6 +230,6 @@ def _list_array(rows: Tensor) -> pa.Array:
 
 
 def _in_table_order(rows: pa.Table, schema: TableSchema) -> pa.Table:
-    """Rows with the columns and in the order of a table."""
+    """Rows with the columns and the row order of a table."""
     rows = rows.select(list(schema.columns)).cast(arrow_schema(schema))
     return rows.sort_by([(name, "ascending") for name in ("bucket", *schema.order_by)])

@@ -1,4 +1,4 @@
-"""Asynchronous checkpoints: the state is copied at once and written while training goes on."""
+"""Asynchronous checkpoints: the state is copied at once and written while training continues."""
 
 import shutil
 import uuid
@@ -30,7 +30,7 @@ STAGING_OPTIONS = StagingOptions(False, False, False, False)
 
 
 class UntiedSavePlanner(DefaultSavePlanner):
-    """Writes tied weights as copies: safetensors requires that tensors share no memory."""
+    """Writes tied weights as copies, because safetensors tensors must not share memory."""
 
     def __init__(self) -> None:
         super().__init__(dedup_save_to_lowest_rank=True)  # replicated tensors are written once
@@ -75,7 +75,7 @@ class SafetensorsWriter(HuggingFaceStorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:  # noqa: ARG002
-        """Collect the hashes of all processes; each result of a process holds all of its files."""
+        """Collect the hashes of all processes; the result of a process covers all of its files."""
         for process_results in results:
             for result in process_results[:1]:
                 self.file_hashes |= result.storage_data
@@ -94,16 +94,16 @@ class SafetensorsWriter(HuggingFaceStorageWriter):
 class AsyncCheckpointer:
     """Writes one checkpoint at a time; it is complete when `wait` or the next `save` returns.
 
-    Collectives use a process group of their own, as those of training go on meanwhile. The state
-    goes to a folder with a new name, and the manifest that names it is written last: on a disk as
-    on an object store there is either the previous checkpoint or the new one.
+    Collectives use a separate process group, because training continues meanwhile. The state is
+    written to a folder with a new name, and the manifest that refers to it is written last: both on
+    a disk and on an object store, either the previous checkpoint or the new one exists.
     """
 
     _group: dist.ProcessGroup = field(default_factory=lambda: dist.new_group(backend="gloo"))
     _in_progress: tuple[StoragePath, Manifest, SafetensorsWriter, Any] | None = None
 
     def save(self, path: StoragePath, train_state: TrainState) -> None:
-        """Copy all that the next step depends on, and begin to write it; a collective call."""
+        """Copy all state that the next step depends on, and start writing it; a collective call."""
         self.wait()
         state_dir = self._new_state_dir()
         train_state.last_access.all_reduce()

@@ -1,7 +1,7 @@
-"""Checkpoints of GEM: everything that the next step depends on, written completely or not at all.
+"""Checkpoints of GEM: all state that the next step depends on, written atomically.
 
-A checkpoint is a folder with a manifest. The manifest names a folder of safetensors files, one of
-each process, with the SHA-256 of each file. Nothing is pickled, and files are verified before they
+A checkpoint is a folder with a manifest. The manifest names a folder of safetensors files, one
+per process, with the SHA-256 of each file. Nothing is pickled, and files are verified before they
 are opened.
 """
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class DamagedCheckpointError(UserError):
-    """A checkpoint cannot be used: damaged, changed since it was written, or not signed."""
+    """A checkpoint is damaged, was changed after it was written, or is not signed."""
 
 
 def checkpoint_path(lake: str, day: date, complete: bool = True) -> StoragePath:
@@ -40,7 +40,7 @@ def checkpoint_path(lake: str, day: date, complete: bool = True) -> StoragePath:
 
 
 def read_manifest(path: StoragePath, spec_hash: str) -> Manifest | None:
-    """The manifest of a checkpoint, None where there is none.
+    """The manifest of a checkpoint; None if it does not exist.
 
     Raises:
         DamagedCheckpointError: The manifest cannot be read, or lacks a valid signature.
@@ -60,7 +60,7 @@ def read_manifest(path: StoragePath, spec_hash: str) -> Manifest | None:
     if manifest.spec_hash != spec_hash:
         raise UserError(
             f"{path} was trained under spec {manifest.spec_hash}, but the spec now has hash "
-            f"{spec_hash}: use another --lake, or the spec of then"
+            f"{spec_hash}: use another --lake, or the previous spec"
         )
     return manifest
 
@@ -74,8 +74,8 @@ def _damaged(path: StoragePath, reason: str) -> DamagedCheckpointError:
 def load_checkpoint(path: StoragePath, train_state: TrainState) -> None:
     """Restore a checkpoint into a model of the same configuration, to continue training.
 
-    The optimizer's state may be partial: what never had a gradient has none, such as the weights
-    of a history that is not read. Raises DamagedCheckpointError where a file was changed.
+    The optimizer's state may be partial: weights that never had a gradient have none, for example
+    if no history is read. Raises DamagedCheckpointError if a file was changed.
     """
     folder = verified_state_dir(path, train_state.manifest.spec_hash)
     state = train_state.state_dict()
@@ -90,9 +90,9 @@ def load_checkpoint(path: StoragePath, train_state: TrainState) -> None:
 
 
 def load_weights(path: StoragePath, train_state: TrainState) -> None:
-    """Restore what scores: the tables, and the averaged weights as the weights of the model.
+    """Restore a model for inference: the tables, and the averaged weights as its weights.
 
-    Raises DamagedCheckpointError where a file was changed.
+    Raises DamagedCheckpointError if a file was changed.
     """
     folder = verified_state_dir(path, train_state.manifest.spec_hash)
     state: dict[str, Any] = {
@@ -106,9 +106,9 @@ def load_weights(path: StoragePath, train_state: TrainState) -> None:
 
 
 def verified_state_dir(path: StoragePath, spec_hash: str) -> Path:
-    """The local folder with the tensors of a checkpoint, its files exactly those that were saved.
+    """The local folder with the tensors of a checkpoint, with exactly the files that were saved.
 
-    Raises DamagedCheckpointError where a file is missing, was changed or was added.
+    Raises DamagedCheckpointError if a file is missing, was changed or was added.
     """
     manifest = read_manifest(path, spec_hash)
     if manifest is None:
@@ -152,7 +152,7 @@ def _readable_checkpoints(
 
 
 def has_checkpoint(lake: Lake, day: date) -> bool:
-    """Whether there is a GEM that was trained until a day."""
+    """Whether a GEM that was trained until a day exists."""
     return read_manifest(checkpoint_path(lake.root, day), lake.spec.hash) is not None
 
 
@@ -162,7 +162,7 @@ def remove_checkpoints(lake: str) -> None:
 
 
 def remove_old_checkpoints(lake: str, spec_hash: str, keep_days: int) -> list[date]:
-    """Remove checkpoints more than `keep_days` older than the newest; returns their days."""
+    """Remove checkpoints more than `keep_days` older than the most recent; returns their days."""
     checkpoints = list_checkpoints(lake, spec_hash)
     if not checkpoints:
         return []

@@ -1,6 +1,6 @@
 """How GEM is computed: precision, compilation and activation checkpointing.
 
-None of this changes what is learned, except for rounding.
+These options do not change the results, except for rounding.
 """
 
 import os
@@ -29,7 +29,7 @@ CHECKPOINTED_BLOCKS: dict[str, Blocks] = {
 def apply_compute_config(core: Gem, config: ComputeConfig, backend: str = "inductor") -> None:
     """Apply a configuration to the blocks of a GEM, in place; parameter names do not change.
 
-    Compiled code is kept in the user's cache, so that the next start is warm.
+    Compiled code is cached for the user, to speed up the next start.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache("compiled")))
     for block in core.modules():
@@ -43,7 +43,7 @@ def apply_compute_config(core: Gem, config: ComputeConfig, backend: str = "induc
 
 
 def _compile(block: nn.Module, backend: str) -> None:
-    """Compile a block once for all batch sizes: every size that weights do not fix is dynamic."""
+    """Compile a block once for all batch sizes: sizes not fixed by weights are dynamic."""
     compiled = torch.compile(block.forward, dynamic=True, backend=backend)
     block.forward = compiled
 

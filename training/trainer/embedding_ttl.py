@@ -1,7 +1,7 @@
-"""Time-to-live of embedding rows: rows that were not accessed for many days are reset.
+"""Time-to-live of embedding rows: rows without recent access are reset.
 
-The table of items is a ring and that of users is hashed, so rows are reused: a new user should not
-start with the embedding of one who left long ago. N rows of a table.
+The item table is a ring and the user table is hashed, so rows are reused: a new user should not
+start with the embedding of a user who left long ago. N rows of a table.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ class LastAccess:
 
     @classmethod
     def never_accessed(cls, tables: EmbeddingTables, rows: Mapping[str, int]) -> "LastAccess":
-        """The state of freshly initialized tables with so many rows, by name."""
+        """The state of newly initialized tables; `rows` is the number of rows by table name."""
         last_days = {name: torch.full((n,), NEVER, dtype=torch.int32) for name, n in rows.items()}
         return cls(tables, last_days)
 
@@ -42,7 +42,7 @@ class LastAccess:
         return self.tables(ids)
 
     def all_reduce(self) -> None:
-        """Take the last access on any process; a collective call."""
+        """Set the last access to the maximum over all processes; a collective call."""
         for days in self.last_days.values():
             dist.all_reduce(days, dist.ReduceOp.MAX)
 
@@ -51,8 +51,8 @@ class LastAccess:
     ) -> dict[str, Tensor]:
         """Rows (n) of each table to reset before a day.
 
-        These are rows that were accessed once, but not in the last `ttl_days` days (None: never
-        expire), and rows of old items that the day's `new_items` (n) take over.
+        These are rows that were accessed before, but not in the last `ttl_days` days (None: never
+        expire), and rows of old items that are reused by the day's `new_items` (n).
         """
         oldest = (day - timedelta(days=ttl_days)).toordinal() if ttl_days else NEVER
         is_expired = {
@@ -63,6 +63,6 @@ class LastAccess:
         return {name: mask.nonzero().flatten() for name, mask in is_expired.items()}
 
     def reset(self, expired: Mapping[str, Tensor]) -> None:
-        """Record that rows were initialized again."""
+        """Record that rows were reinitialized."""
         for name, rows in expired.items():
             self.last_days[name][rows] = NEVER

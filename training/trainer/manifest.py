@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: enough to rebuild the model and to refuse a wrong use of it."""
+"""The manifest of a checkpoint: enough to rebuild the model and to detect incompatible use."""
 
 import hashlib
 from datetime import date
@@ -12,20 +12,20 @@ from training.data.batch import Batch, batch_digest
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 FileName = Annotated[str, Field(pattern=r"^[0-9A-Za-z_-]+\.safetensors$")]
-DIGESTED_BATCHES = 100  # batches of a day whose digests are stored
+DIGESTED_BATCHES = 100  # number of batches per day whose digests are stored
 
 
 class Manifest(StrictModel):
-    """What a checkpoint was trained with, how far it has come, and which files hold it.
+    """The configuration, training progress and files of a checkpoint.
 
     Attributes:
-        num_shards: Shards that the day was split into: the processes that began it.
-        table_versions: Delta versions of the tables that the day is read from.
-        trained_until: The day that is being trained on, or the last one if `complete`.
+        num_shards: Shards that the day is split into: the number of processes that started it.
+        table_versions: Delta versions of the tables read for the day.
+        trained_until: The day in training, or the last one if `complete`.
         batches: Steps on this day.
         steps: Steps on all days.
         rows: Examples of all steps.
-        consumed_batches: Batches that were trained on, of each shard of the day.
+        consumed_batches: Batches of each shard of the day that were trained on.
         first_batch_digests: SHA-256 of the first process's first batches of the day.
         state_dir: Folder of the tensors, next to the manifest.
         file_hashes: SHA-256 of each file in that folder.
@@ -50,12 +50,12 @@ class Manifest(StrictModel):
 
     @property
     def fm_version(self) -> str:
-        """The version of this foundation model in the tables of its predictions."""
+        """The version of this foundation model in the teacher prediction tables."""
         settings = hashlib.sha256(self.training.model_dump_json().encode()).hexdigest()[:6]
         return f"{self.trained_from:%Y%m%d}-{self.trained_until:%Y%m%d}-{settings}"
 
     def after_step(self, batch: Batch, rows: int) -> "Manifest":
-        """The manifest after one more step, on so many rows of all processes together."""
+        """The manifest after one more step on `rows` rows of all processes together."""
         digests = self.first_batch_digests
         if self.batches < DIGESTED_BATCHES:
             digests = (*digests, batch_digest(batch))
@@ -82,7 +82,7 @@ class Manifest(StrictModel):
         )
 
     def is_same_run(self, other: "Manifest") -> bool:
-        """Whether both belong to one training run, at different points of it."""
+        """Whether both belong to the same training run, possibly at different steps."""
         progress = {"trained_until", "complete", "batches", "steps", "rows", "consumed_batches"}
         progress |= {"first_batch_digests", "num_shards", "state_dir", "file_hashes"}
         return self.model_dump(exclude=progress) == other.model_dump(exclude=progress)

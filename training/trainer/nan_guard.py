@@ -1,4 +1,4 @@
-"""Reports of a loss that is not finite: the step, the batch and the tensors at fault."""
+"""Reports of a loss that is not finite: the step, the batch and the non-finite tensors."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ def non_finite_loss_error(
 ) -> UserError:
     """The error to raise on every process if the loss is not finite on the processes `ranks`.
 
-    The first of these describes its batch, with the impressions, in a file in `folder`. A
+    The first of these processes writes a description of its batch to a file in `folder`. A
     collective call: processes look up embeddings for each other.
     """
     manifest, path = state.manifest, folder / REPORT_FILE

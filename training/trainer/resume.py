@@ -1,9 +1,9 @@
-"""Where a training run starts, and which batches it reads.
+"""The starting point of a training run, and the batches that it reads.
 
-It starts from scratch, from the day before, or from where an earlier run was interrupted.
+It starts from scratch, from the day before, or from an interrupted run.
 
-A day is split into as many shards as there were processes when it began. Whoever resumes it, with
-fewer processes or more, reads what is left of each shard: no row twice, and none skipped.
+A day is split into one shard per process at its start. A resumed run, with any number of
+processes, reads the rest of each shard, so that each row is read exactly once.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def starting_point(
 ) -> tuple[Manifest, StoragePath | None]:
     """The manifest before the next batch to train on, and the checkpoint to load, if any.
 
-    Raises UserError where days before the first were not trained on, or were trained with settings
+    Raises UserError if days before the first were not trained on, or were trained with settings
     that may not change.
     """
     checkpoints = checkpoint.list_checkpoints(lake.root, lake.spec.hash)
@@ -87,7 +87,7 @@ def _check_can_continue(previous: Manifest, requested: Manifest) -> None:
     day, first = previous.trained_until, requested.trained_until
     if day + timedelta(days=1) != first:
         raise UserError(
-            f"GEM was trained until {day}: train the days from then to {first} first, or remove "
+            f"GEM was trained until {day}: train on the days up to {first} first, or remove "
             "models/gem from the lake to start over"
         )
     old, new = previous.training.resume_invariants(), requested.training.resume_invariants()
@@ -104,7 +104,7 @@ def _check_can_continue(previous: Manifest, requested: Manifest) -> None:
 
 
 def check_same_inputs(manifest: Manifest, reader: ExampleReader) -> None:
-    """Raises UserError where the spec now defines other model inputs than a GEM was trained on."""
+    """Raises UserError if the model inputs of the spec differ from those of a GEM."""
     spec = reader.lake.spec
     trained = manifest.similarity_attributes, manifest.event_types
     if trained != (spec.similarity_attributes, reader.event_types):
@@ -117,7 +117,7 @@ def check_same_inputs(manifest: Manifest, reader: ExampleReader) -> None:
 
 @dataclass(frozen=True)
 class DayBatches:
-    """The batches of all labels that became final on a day, from where a manifest has come to."""
+    """The batches of all labels that became final on a day, from the position of a manifest."""
 
     lake: Lake
     reader: ExampleReader
@@ -146,28 +146,28 @@ class DayBatches:
         return read_epoch(self.reader, epoch, config.workers)
 
     def for_rank(self, rank: int, world: int) -> RoundRobin[Batch]:
-        """The batches of one of the processes: of its shards in turn."""
+        """The batches of one process, from its shards in turn."""
         consumed = dict(enumerate(self.manifest.consumed_batches))
         shards = range(rank, self.manifest.num_shards, world)
         streams = {shard: self.shard_batches(shard, consumed.get(shard, 0)) for shard in shards}
         return RoundRobin(streams, consumed)
 
     def padding_batches(self, rank: int) -> Iterator[Batch]:
-        """Batches to repeat without labels, for a process that has none left."""
+        """Batches to repeat without labels, for a process without remaining batches."""
         return self.shard_batches(rank % self.manifest.num_shards)
 
     def consumed_by_all_ranks(self, batches: RoundRobin[Batch]) -> tuple[int, ...]:
-        """How many batches of each shard all processes have consumed; a collective call."""
+        """The number of consumed batches of each shard over all processes; a collective call."""
         consumed = torch.tensor([batches.consumed[n] for n in range(self.manifest.num_shards)])
         dist.all_reduce(consumed, dist.ReduceOp.MAX)
         return tuple(consumed.tolist())
 
 
 def verify_batches(lake: Lake, day: date) -> int:
-    """Rebuild the first batches of a trained day from its manifest; returns how many there are.
+    """Rebuild the first batches of a trained day from its manifest; returns their number.
 
-    Raises UserError where a batch is not the one that was trained on, byte for byte, or where a
-    table version is no longer there.
+    Raises UserError if a batch differs from the one that was trained on, or if a table version no
+    longer exists.
     """
     manifest = checkpoint.read_manifest(checkpoint.checkpoint_path(lake.root, day), lake.spec.hash)
     if manifest is None:

@@ -41,10 +41,10 @@ TABLE_AND_ROW_WISE = (*TABLE_WISE, ShardingType.ROW_WISE)
 
 @dataclass
 class TrainState:
-    """A model with its optimizers, and the manifest that says how far it has come.
+    """A model with its optimizers, and the manifest with its training progress.
 
-    `ema` holds the averaged dense weights, which are those that score; `replicas` keeps the copies
-    of the tables in step; the tables' own optimizer is fused into `tables`.
+    `ema` holds the averaged dense weights, which are used for inference; `replicas` averages the
+    copies of the tables; the optimizer of the tables is fused into `tables`.
     """
 
     model: GemModel
@@ -56,7 +56,7 @@ class TrainState:
     manifest: Manifest
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on, as tensors."""
+        """All state that the next step depends on, as tensors."""
         return {
             "dense": get_model_state_dict(self.model.core),
             "ema": self.ema.state_dict(),
@@ -79,7 +79,7 @@ class TrainState:
 
 
 def latest_reader(lake: Lake, config: TrainConfig) -> ExampleReader:
-    """A reader of the newest table versions, for the inputs that a configuration names."""
+    """A reader of the latest table versions, for the inputs of a configuration."""
     return ExampleReader.latest(lake, config.sequence, config.max_length, config.surfaces)
 
 
@@ -89,10 +89,10 @@ def build_train_state(
     known_items: npt.NDArray[np.bool_],
     parallelism: ParallelismConfig = SINGLE_PROCESS,
 ) -> TrainState:
-    """A freshly initialized model of a manifest's configuration, on the processes of the group.
+    """A newly initialized model of a manifest's configuration, on the processes of the group.
 
-    `known_items` (I) marks the items that the model has learned or is going to learn; all others
-    share the row of the unknown item.
+    `known_items` (I) marks the items that the model was or will be trained on; all others share the
+    row of the unknown item.
     """
     config, sizes = manifest.training, manifest.training.gem_config
     mesh = build_mesh(parallelism.table_replicas)

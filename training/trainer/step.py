@@ -1,7 +1,7 @@
 """One step of training: embedding lookup, forward, masked loss, backward, update.
 
-Also the loss, and the exponential moving average (EMA) of the weights that scores: a model that is
-trained on day after day is never annealed, and its average does what annealing would.
+Also the loss, and the exponential moving average (EMA) of the weights, which is used for inference:
+in continuous training the learning rate is never annealed, and averaging has a similar effect.
 
 B rows, O objectives.
 """
@@ -27,16 +27,16 @@ MAX_EMA_DECAY = 0.998  # about the last 500 steps
 
 
 def ema_model(model: nn.Module) -> AveragedModel:
-    """The EMA of a model's weights (Polyak averaging), with the newest buffers.
+    """The EMA of a model's weights (Polyak averaging), with the latest buffers.
 
-    The decay starts low, so that a short training is not averaged with its initial weights.
+    The decay starts low, so that initial weights have little effect after a short training.
     """
     return AveragedModel(model, multi_avg_fn=_update_ema)
 
 
 @torch.no_grad()
 def _update_ema(averages: Sequence[Tensor], weights: Sequence[Tensor], steps: Tensor | int) -> None:
-    """Update the averages in place; `steps` updates went before."""
+    """Update the averages in place; `steps` is the number of earlier updates."""
     decay = min(MAX_EMA_DECAY, (1 + int(steps)) / (10 + int(steps)))
     torch._foreach_lerp_(list(averages), list(weights), 1 - decay)
 
@@ -45,9 +45,9 @@ def _update_ema(averages: Sequence[Tensor], weights: Sequence[Tensor], steps: Te
 class Loss:
     """The training loss: weighted cross-entropies, and optional value and next-action terms.
 
-    Where only a share s of an objective's negatives is sampled, the odds in the sample are those of
-    all rows divided by s. The loss is therefore taken of the logits minus ln s, and the logits
-    themselves stay those of all rows, exactly. `log_sampling_rates` (O) are ln s.
+    If a share s of an objective's negatives is sampled, the odds in the sample are those of all
+    rows divided by s. The loss is therefore computed on the logits minus ln s, and the logits stay
+    unbiased for all rows. `log_sampling_rates` (O) are ln s.
     """
 
     objective_weights: Tensor
@@ -57,7 +57,7 @@ class Loss:
 
     @classmethod
     def from_config(cls, config: TrainConfig, objectives: Sequence[str]) -> "Loss":
-        """The loss of a configuration. Raises UserError where it names an unknown objective."""
+        """The loss of a configuration. Raises UserError if it names an unknown objective."""
         weights = per_objective(config.objective_weights, objectives, "--objective-weights")
         rates = per_objective(config.negative_sampling_rate, objectives, "--negative-sampling-rate")
         model = config.gem_config
@@ -86,7 +86,7 @@ class Loss:
 
 
 def negative_sampling(config: TrainConfig, objectives: Sequence[str]) -> NegativeSampling | None:
-    """The sampling of a configuration; None to learn from all negatives."""
+    """The negative sampling of a configuration; None to train on all negatives."""
     if not config.negative_sampling_rate:
         return None
     rates = per_objective(config.negative_sampling_rate, objectives, "--negative-sampling-rate")
@@ -108,7 +108,7 @@ def per_objective(
 def masked_loss(logits: Tensor, labels: Tensor, weights: Tensor, rows: float) -> Tensor:
     """Weighted sum of binary cross-entropies, divided by `rows`; all tensors are (B, O).
 
-    `weights` are 0 where a label is not known.
+    `weights` are 0 for missing labels.
     """
     losses = F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
     return (losses * weights).sum() / rows
@@ -118,9 +118,9 @@ def masked_loss(logits: Tensor, labels: Tensor, weights: Tensor, rows: float) ->
 class GemModel:
     """GEM with its embedding tables: from a batch to outputs.
 
-    `core` is the dense model itself; `dense` is what runs it, wrapped by DDP or FSDP where there
-    are several processes. `user_rows` are the rows of the table of users, and `item_dropout` is the
-    share of items that training replaces by the unknown item.
+    `core` is the dense model; `dense` is the same model, wrapped by DDP or FSDP if there are
+    several processes. `user_rows` is the number of rows of the user table, and `item_dropout` the
+    share of items that are replaced by the unknown item in training.
     """
 
     core: Gem
@@ -141,7 +141,7 @@ class GemModel:
 
 
 class NonFiniteLossError(ArithmeticError):
-    """The loss of a step is not finite on the processes `ranks`; no process made the update."""
+    """The loss of a step is not finite on the processes `ranks`; no process was updated."""
 
     def __init__(self, ranks: list[int]) -> None:
         super().__init__(f"the loss is not finite on processes {ranks}")
@@ -151,11 +151,11 @@ class NonFiniteLossError(ArithmeticError):
 def train_step(
     model: GemModel, batch: Batch, rows: float, optimizer: torch.optim.Optimizer, loss: Loss
 ) -> GemOutput:
-    """Update on a batch; returns the output from before the update.
+    """Update on a batch; returns the output before the update.
 
     `rows` is the mean number of rows over all processes, whose gradients are averaged. Embedding
     tables update themselves in the backward pass. Raises NonFiniteLossError on every process if the
-    loss of any is not finite: one that stopped alone would leave the others waiting in collectives.
+    loss of any is not finite, because the others would otherwise wait in collectives.
     """
     output = model(batch)
     batch_loss = loss(output, batch, rows)

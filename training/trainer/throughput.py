@@ -1,8 +1,8 @@
 """Throughput of training: effective training time, model cost, and FLOPs utilization (MFU).
 
 FLOPs are those of matrix products, two per multiply-add, counted on one batch of real (ragged)
-tokens; a backward pass costs as much as two forward passes. Embedding lookups have none. What a
-request's rows share is counted once.
+tokens; a backward pass costs as much as two forward passes. Embedding lookups have none.
+Computations shared by the rows of a request are counted once.
 """
 
 import sys
@@ -27,9 +27,9 @@ FLOAT_BYTES = 4
 
 
 class Timeline:
-    """The seconds of a process by what they were spent on, without gaps.
+    """The seconds of a process by activity, without gaps.
 
-    `start` is the monotonic clock's time of its beginning, by default now.
+    `start` is its start on the monotonic clock, by default now.
     """
 
     def __init__(self, start: float | None = None) -> None:
@@ -43,12 +43,12 @@ class Timeline:
         self._last = now
 
     def record_step(self) -> None:
-        """Attribute it to a training step; the first one, which compiles, is counted apart."""
+        """Attribute it to a training step; the first, which compiles, is counted separately."""
         self.record(STEPS if FIRST_STEP in self.seconds else FIRST_STEP)
 
     @property
     def effective_time_ratio(self) -> float:
-        """Effective training time: the share of all seconds that went to training steps."""
+        """Effective training time: the share of all seconds spent on training steps."""
         return self.seconds[STEPS] / max(sum(self.seconds.values()), 1e-9)
 
     def __str__(self) -> str:
@@ -74,12 +74,12 @@ class ModelCost:
         return FLOAT_BYTES * (dense + self.table_parameters + self.table_rows)
 
     def __str__(self) -> str:
-        """One line, as training prints it."""
+        """The line that training prints."""
         return (
             f"{self.dense_parameters / 1e6:.2f} M dense parameters, "
             f"{self.table_parameters / 1e6:.1f} M in tables, "
             f"{self.memory_bytes / 1e6:,.0f} MB with optimizers, "
-            f"{self.flops_per_example / 1e6:.1f} MFLOP an example"
+            f"{self.flops_per_example / 1e6:.1f} MFLOP per example"
         )
 
 
@@ -124,18 +124,18 @@ class ThroughputMeter:
         self.start_time = 0.0
 
     def before_step(self, state: TrainState, batch: Batch) -> None:
-        """Call when a batch was read; the first one is used to measure the cost."""
+        """Record a batch that was read; the first one is used to measure the cost."""
         self.timeline.record("reading")
         if self.cost is None:
             self.cost = measure_cost(state, batch)
             if dist.get_rank() == 0:
                 tqdm.write(f"GEM {state.manifest.training.scale}: {self.cost}", sys.stderr)
-            peak_flops()  # measured now rather than within a step
+            peak_flops()  # measured before the first step
             self.start_time = time.perf_counter()
             self.timeline.record("counting")
 
     def after_step(self, batch: Batch) -> dict[str, str]:
-        """FLOP/s since the first step, and MFU: their share of the peak, all waiting included."""
+        """FLOP/s since the first step, and MFU: their share of the peak, waiting included."""
         assert self.cost is not None
         self.timeline.record_step()
         self.examples += len(batch)

@@ -1,4 +1,4 @@
-"""Experiment tracking with MLflow: in the lake, or at MLFLOW_TRACKING_URI where that is set."""
+"""Experiment tracking with MLflow: in the lake, or at MLFLOW_TRACKING_URI if set."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -8,7 +8,7 @@ import mlflow
 
 from etl.tables.uri import local_cache_path, resolve_uri
 
-# Read at import: `set_tracking_uri` sets the variable too, and every lake has its own database.
+# Read at import, because `set_tracking_uri` also sets the variable; each lake has its own database.
 TRACKING_URI = os.environ.get("MLFLOW_TRACKING_URI")
 
 

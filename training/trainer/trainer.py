@@ -1,7 +1,7 @@
-"""Training GEM day by day: resume from the day before, learn what became final, checkpoint.
+"""Training GEM day by day: resume from the day before, train on new final labels, checkpoint.
 
-`train_days` is the entry point; a `Trainer` does one day after the other. `load_gem` and
-`predict_test` read what was trained.
+`train_days` is the entry point; a `Trainer` trains on one day after the other. `load_train_state`
+and `predict_test` read a trained model.
 """
 
 import logging
@@ -49,9 +49,9 @@ def train_days(
 ) -> list[dict[str, float]]:
     """Train on a range of days, one after the other; returns each day's prequential metrics.
 
-    Continues from the checkpoint of the day before the first one, if there is one, and from where
-    an earlier call was interrupted. `timeline` may hold what the process did before. Raises
-    UserError where a day has no examples.
+    Continues from the checkpoint of the day before the first one, if it exists, or from an
+    interrupted call. `timeline` may contain earlier activities of the process. Raises UserError if
+    a day has no examples.
     """
     timeline = timeline or Timeline()
     reader = latest_reader(lake, config)
@@ -74,7 +74,7 @@ def train_days(
 
 @dataclass
 class Trainer:
-    """One training run: its data, its state, and what measures and saves it."""
+    """One training run: its data, state, metrics and checkpoints."""
 
     lake: Lake
     reader: ExampleReader
@@ -90,7 +90,7 @@ class Trainer:
     def train_day(self, day: date) -> dict[str, float]:
         """One pass over all labels that became final on a day.
 
-        Returns prequential metrics: of predictions made before the update on their batch.
+        Returns prequential metrics, of predictions made before the update on their batch.
         """
         rank, world = dist.get_rank(), dist.get_world_size()
         self._start_day(day)
@@ -116,7 +116,7 @@ class Trainer:
         return metrics.compute()
 
     def _start_day(self, day: date) -> None:
-        """Move on to a day; before its first batch, reset expired rows of the tables."""
+        """Start a day; before its first batch, reset expired rows of the tables."""
         state = self.state
         if state.manifest.complete or state.manifest.trained_until != day:
             state.manifest = state.manifest.next_day(day, dist.get_world_size())
@@ -132,10 +132,10 @@ class Trainer:
             state.last_access.reset(expired)
 
     def _step(self, batch: Batch, mean_rows: float, loss: Loss) -> GemOutput:
-        """Update on a batch; returns the output from before the update."""
+        """Update on a batch; returns the output before the update."""
         state, step = self.state, self.state.manifest.steps
         _set_learning_rate(state.optimizer, self.config, step)
-        # Dropout depends on the step and the process alone, so that a resumed run draws the same.
+        # Dropout depends only on the step and the process, so a resumed run draws the same.
         torch.manual_seed(hash((self.config.seed, step, dist.get_rank())) % 2**31)
         try:
             output = train_step(state.model, batch, mean_rows, state.optimizer, loss)
@@ -147,7 +147,7 @@ class Trainer:
         return output
 
     def _save_partial(self, day: date, day_batches: DayBatches, batches: RoundRobin[Batch]) -> None:
-        """Begin to write a checkpoint from the middle of a day."""
+        """Start writing a checkpoint in the middle of a day."""
         consumed = day_batches.consumed_by_all_ranks(batches)
         self.state.manifest = self.state.manifest.model_copy(update={"consumed_batches": consumed})
         partial = checkpoint.checkpoint_path(self.lake.root, day, complete=False)
@@ -155,7 +155,7 @@ class Trainer:
         self.meter.timeline.record("checkpoint")
 
     def _finish_day(self, day: date) -> None:
-        """Write the checkpoint of a day, and remove the one from the middle of it."""
+        """Write the checkpoint of a day, and remove the one from the middle of the day."""
         self.state.manifest = self.state.manifest.model_copy(
             update={"complete": True, "consumed_batches": ()}
         )
@@ -174,11 +174,11 @@ def _set_learning_rate(optimizer: torch.optim.Optimizer, config: TrainConfig, st
         group["lr"] = config.dense_lr * warmup
 
 
-def load_gem(lake: Lake, day: date) -> tuple[TrainState, ExampleReader]:
-    """The GEM that was trained until a day, to predict with, and a reader of its inputs.
+def load_train_state(lake: Lake, day: date) -> tuple[TrainState, ExampleReader]:
+    """The GEM that was trained until a day, in eval mode, and a reader of its inputs.
 
-    Items first seen after that day are unknown to it, as their rows were never trained. Raises
-    UserError where there is no such GEM, or where the spec now defines other inputs.
+    Items first seen after that day are unknown to it, because their rows were never trained. Raises
+    UserError if the GEM does not exist, or if the spec now defines other inputs.
     """
     path = checkpoint.checkpoint_path(lake.root, day)
     manifest = checkpoint.read_manifest(path, lake.spec.hash)
@@ -193,8 +193,8 @@ def load_gem(lake: Lake, day: date) -> tuple[TrainState, ExampleReader]:
 
 
 def predict_test(lake: Lake, split: DaySplit, batch_rows: int = 2048) -> Predictions:
-    """Probabilities on all rows of the test days that have a final label."""
-    state, reader = load_gem(lake, split.train_last)
+    """Probabilities of all rows of the test days with a final label."""
+    state, reader = load_train_state(lake, split.train_last)
     days = list(date_range(split.test_first, split.test_last))
     window = LabelWindow.for_test(split, lake.spec)
     batches = reader.batches(days, window, batch_rows, Shuffle(None))

@@ -1,4 +1,4 @@
-"""Laws of the simulator, checked on the logs and the truth that it writes."""
+"""Invariants of the simulator, checked on the logs and the truth that it writes."""
 
 import gzip
 import json
@@ -80,12 +80,12 @@ def test_a_seed_fixes_every_byte(tmp_path: Path) -> None:
     assert truth_of(tmp_path / "one") != truth_of(tmp_path / "other")
 
 
-def test_every_logged_impression_has_its_truth_and_no_other(dirty: Path) -> None:
+def test_exactly_the_logged_impressions_have_a_truth(dirty: Path) -> None:
     shown = [record["impression_id"] for record in of_type(unique_events(dirty), "ad_impression")]
     assert Counter(shown) == Counter(pq.read_table(dirty / "truth")["impression_id"].to_pylist())
 
 
-def test_truth_is_in_the_file_of_the_day_of_its_impression(dirty: Path) -> None:
+def test_truth_is_written_to_the_day_of_its_impression(dirty: Path) -> None:
     shown = of_type(unique_events(dirty), "ad_impression")
     times = {r["impression_id"]: datetime.fromtimestamp(r["event_time"] / 1e3, UTC) for r in shown}
     for file in (dirty / "truth").iterdir():
@@ -108,7 +108,7 @@ def test_true_probabilities_are_calibrated_on_the_outcomes(
     assert_calibrated([truth[i][probability] for i in shown], [i in positives for i in shown])
 
 
-def test_the_probability_of_conversion_is_that_within_the_attribution_window(clean: Path) -> None:
+def test_conversion_probability_covers_the_attribution_window(clean: Path) -> None:
     events, truth = unique_events(clean), truth_of(clean)
     clicks = sorted(of_type(events, "ad_click"), key=lambda r: r["event_time"])
     converted = set()
@@ -131,7 +131,7 @@ def test_inverse_propensities_count_the_candidates(clean: Path) -> None:
     assert abs(count.mean() - CANDIDATES) < 4 * count.std() / np.sqrt(count.size)
 
 
-def test_propensity_is_how_often_a_candidate_is_drawn() -> None:
+def test_propensity_equals_the_frequency_of_draws() -> None:
     logits = np.tile([0.0, 1.0, -1.0, 0.5], (40_000, 1))
     order, propensity = sample_without_replacement(logits, np.random.default_rng(0))
     assert (np.sort(order) == np.arange(4)).all()
@@ -152,7 +152,7 @@ def test_the_ads_of_a_request_are_distinct_and_shown_at_the_same_time(clean: Pat
         assert len({r["item_id"] for r in slots}) == len(slots)
 
 
-def test_a_record_is_in_the_folder_of_the_day_of_its_ingest(dirty: Path) -> None:
+def test_a_record_is_written_to_the_day_of_its_ingest(dirty: Path) -> None:
     for record in valid_records(dirty):
         assert DIRTY.start_ms <= record["event_time"] < record["ingest_time"] < DIRTY.end_ms
     for folder in (dirty / "events").iterdir():
@@ -168,7 +168,7 @@ def test_noise_has_the_configured_rates(dirty: Path) -> None:
     assert duplicates / len(events) == pytest.approx(DIRTY.duplicates, rel=0.15)
     malformed = len(read_lines(dirty, "events")) - len(records)
     assert malformed / len(records) == pytest.approx(DIRTY.malformed, rel=0.15)
-    eligible = [  # not so near the end of the run that they could not be late
+    eligible = [  # early enough in the run that they can be late
         r for r in events
         if r["event_time"] < DIRTY.end_ms - 2 * DAY_MS and r["type"] != "conversion"
     ]  # fmt: skip
@@ -186,7 +186,7 @@ def test_a_duplicate_differs_only_in_its_later_ingest_time(dirty: Path) -> None:
     assert max(copies.values()) == 1
 
 
-def test_rates_of_zero_give_clean_logs(clean: Path) -> None:
+def test_zero_noise_rates_give_clean_logs(clean: Path) -> None:
     records = [json.loads(line) for line in read_lines(clean, "events")]
     assert all(is_valid(record) for record in records)
     assert len({record["event_id"] for record in records}) == len(records)

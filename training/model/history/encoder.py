@@ -1,6 +1,6 @@
 """The history encoder: a user's events as rows for the interaction module.
 
-B candidates of R requests, N events of which P are read, d row width, W event width.
+B candidates of R requests, N events, of which P are read, d row width, W event width.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class HistoryRows(NamedTuple):
     """What the history encoder returns.
 
     `request_rows` (R, n, d) are shared by the candidates of a request, `candidate_rows` (B, m, d)
-    belong to one. `next_action_loss` is None outside training, or if the loss is turned off.
+    belong to a single one. `next_action_loss` is None outside training or if disabled.
     """
 
     request_rows: Tensor
@@ -40,10 +40,10 @@ class HistoryRows(NamedTuple):
 
 
 class HistoryEncoder(nn.Module):
-    """Encodes the newest events with sequence layers, and searches all events by attribute.
+    """Encodes the most recent events with sequence layers, and searches all events by attribute.
 
     Two stages as in SIM (2006.05639): sequence layers are too expensive for thousands of events, so
-    of older ones only those that share an attribute with the candidate are attended to.
+    older events are attended to only if they share an attribute with the candidate.
     """
 
     def __init__(self, features: FeatureSchema, config: GemConfig, num_user_rows: int) -> None:
@@ -150,7 +150,7 @@ class HistoryEncoder(nn.Module):
         vectors: EmbeddingVectors,
         sequences: Sequence[EncodedEvents],
     ) -> Tensor | None:
-        """Mean loss of the event groups that have followed events; None if there is none."""
+        """Mean loss of the event groups with next events; None without such groups."""
         losses, first = [], 0
         modules = cast("list[NextActionLoss]", list(self.next_action_losses))
         for module, offsets, encoded in zip(
@@ -158,7 +158,7 @@ class HistoryEncoder(nn.Module):
         ):
             positions = sample_followed_events(offsets)
             if len(positions):
-                following = first + positions + 1  # in the events that are read
+                following = first + positions + 1  # positions among the events that are read
                 in_history = selection.positions[following]
                 items = concat_item_vectors(
                     {name: vectors.events[name][following] for name in self.item_tables},

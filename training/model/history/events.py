@@ -1,6 +1,6 @@
 """Events as tokens, and the similarity of a candidate to the mean item of each event type.
 
-B candidates, N events of R requests of which P are read, T event types, d width of an embedding
+B candidates, N events of R requests, of which P are read, T event types, d width of an embedding
 table or of a row, V width of a content vector, W width of a token.
 """
 
@@ -72,12 +72,12 @@ class EventTokenizer(nn.Module):
 def concat_item_vectors(
     table_vectors: dict[str, Tensor], content_vectors: dict[str, Tensor]
 ) -> Tensor:
-    """Embeddings and content vectors of items, side by side (n, tables * d + sum of V)."""
+    """Concatenated embeddings and content vectors of items (n, tables * d + sum of V)."""
     in_order = [table_vectors[name] for name in sorted(table_vectors)]
     return torch.cat([*in_order, *content_vectors.values()], 1)
 
 
-PRIOR_EVENTS = 3.0  # zero vectors added to each mean, so that a mean of few events is small
+PRIOR_EVENTS = 3.0  # zero vectors added to each mean, to shrink means of few events
 
 
 class TypeSimilarity(NamedTuple):
@@ -90,9 +90,9 @@ class TypeSimilarity(NamedTuple):
 class TypeMeanSimilarity(nn.Module):
     """Products of a candidate's content vector with the mean vector of each event type.
 
-    Softmax attention tells which past items are like the candidate, but not how many there are,
+    Softmax attention shows which past items are similar to the candidate, but not their number,
     because its weights sum to one (DIN omits the normalization for this reason, 1706.06978, section
-    4.3). A weighted mean over the whole history keeps that, at the cost of one pass over it.
+    4.3). A weighted mean over the whole history keeps the number, at the cost of one pass.
     """
 
     def __init__(self, vector_name: str, vector_width: int, types: int, width: int) -> None:

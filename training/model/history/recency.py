@@ -41,8 +41,8 @@ def recency_features(
 class InterArrivalStats(nn.Module):
     """Mean time between two events of a type with items of one attribute value, over all users.
 
-    The sums are accumulated in training from the histories of the batches, so they hold nothing
-    that is newer than the examples.
+    The sums are accumulated in training from the histories of the batches, so they contain no
+    events later than the examples.
     """
 
     total_span: Tensor
@@ -54,7 +54,7 @@ class InterArrivalStats(nn.Module):
         self.register_buffer("gap_count", torch.zeros(num_values, num_types, dtype=torch.float64))
 
     def forward(self, values: Tensor, recency: RecencyFeatures[Tensor]) -> Tensor:
-        """Mean gaps in seconds (…, T + 1) of attribute values (…); 0 where none was observed."""
+        """Mean gaps in seconds (…, T + 1) of attribute values (…); 0 if none was observed."""
         if self.training:
             self._accumulate(values, recency)
         return (self.total_span[values] / self.gap_count[values].clamp(min=1)).float()
@@ -69,10 +69,10 @@ class InterArrivalStats(nn.Module):
 class RecencyEmbedding(nn.Module):
     """Rows, one for each event type, that embed when the user last had a matching event.
 
-    Attention must learn to pick the last of many events before it can learn from its age; here the
-    age itself is the input, and the whole history counts. Two more embeddings, which start from
-    zero, are added: of that age relative to the mean gap between two such events of the user, and
-    relative to that of all users. Something done every three days is due on the third.
+    Attention must learn to select the last of many events before it can learn from its age; here
+    the age itself is the input, over the whole history. Two more embeddings, initialized with
+    zeros, are added: of the age relative to the mean gap between two such events of the user, and
+    relative to the mean gap of all users. They capture periodic behavior.
     """
 
     def __init__(self, num_values: int, types: int, width: int) -> None:

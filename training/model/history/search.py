@@ -1,6 +1,6 @@
 """Search of a history for events that share an attribute with a candidate (SIM, 2006.05639).
 
-B candidates, N events of R requests of which P are read, M matching events, G groups, W width, H
+B candidates, N events of R requests, of which P are read, M matching events, G groups, W width, H
 heads.
 """
 
@@ -24,7 +24,7 @@ class AttributeMatches:
 
     `candidates` (B) and `events` (M) are positions, group by group, events oldest first;
     `q_offsets` and `kv_offsets` (G + 1) cut them into groups. `candidate_group` (B) is the group of
-    each candidate, `attribute_values` (G) the value that a group shares.
+    each candidate, `attribute_values` (G) is the value that a group shares.
     """
 
     candidates: Tensor
@@ -35,7 +35,7 @@ class AttributeMatches:
     attribute_values: Tensor
 
     def keep_newest(self, max_events: int) -> "AttributeMatches":
-        """The same groups with only the newest `max_events` events of each."""
+        """The same groups with only the most recent `max_events` events of each."""
         newest = last_positions(self.kv_offsets, max_events)
         return replace(self, events=self.events[newest.positions], kv_offsets=newest.offsets)
 
@@ -82,11 +82,11 @@ class SelectedEvents(NamedTuple):
 
 @dataclass(frozen=True)
 class HistorySelection:
-    """The events that a model reads.
+    """The events read by a model.
 
-    `positions` (P) are those of the newest events of each event group, cut into requests by its
+    `positions` (P) are those of the latest events of each event group, cut into requests by its
     `event_group_offsets` (R + 1), followed by those of `attended_matches`. `all_matches` are not
-    cut to the newest: recency features need the types and ages of all of them.
+    cut to the most recent: recency features need the types and ages of all of them.
     """
 
     positions: Tensor
@@ -104,7 +104,7 @@ class HistorySelection:
 
 @dataclass(frozen=True)
 class EventFilter:
-    """Selects the newest `max_events` events of some types, by code; of all types if empty."""
+    """Selects the most recent `max_events` events of some types, by code; of all types if empty."""
 
     max_events: int
     event_types: tuple[int, ...] = ()
@@ -118,8 +118,8 @@ def select_history(
 ) -> HistorySelection:
     """Select the events of a batch that a model reads.
 
-    Those are the newest events of each filter, and for each attribute the newest
-    `max_matched_events` events that share it with a candidate.
+    Selects the most recent events of each filter, and for each attribute the most recent
+    `max_matched_events` events that share its value with a candidate.
     """
     history = batch.history
     newest = [history.latest(events.max_events, events.event_types) for events in event_filters]

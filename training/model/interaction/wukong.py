@@ -1,8 +1,8 @@
 """Wukong (2403.02545): stacked factorization machines, and GEM's attention across its layers.
 
 B batch, n rows in, n_F + n_L rows out, m rows out of a linear map, d row width, k rank, c
-compressed rows, h hidden width. Rows are the first dimension, (n, B, d): mixing them is then one
-matrix product over the whole batch.
+compressed rows, h hidden width. Rows are the first dimension, (n, B, d), so that mixing
+them is one matrix product over the whole batch.
 """
 
 from collections.abc import Sequence
@@ -66,9 +66,9 @@ class InputDependentProjection(nn.Module):
 class CrossLayerAttention(nn.Module):
     """X_i + g_i * Attention(X_i, [C_0 X_0 ; ... ; C_{i-1} X_{i-1}]), g_i = 0 at the start.
 
-    Lets each layer attend to the inputs of all layers before it, as GEM extends Wukong; GEM does
-    not publish its form. C_j compresses the input of layer j to c rows. The gates start at zero, so
-    that training starts from plain Wukong.
+    Each layer attends to the inputs of all earlier layers, as in GEM's extension of Wukong, whose
+    form is not published. C_j compresses the input of layer j to c rows. The gates start at zero,
+    so that training starts from plain Wukong.
     """
 
     def __init__(self, rows: Sequence[int], width: int, compressed_rows: int) -> None:
@@ -165,7 +165,7 @@ class WukongLayer(nn.Module):
 class Wukong(nn.Module):
     """A stack of layers: (n, B, d) to (n_F + n_L, B, d), interactions up to order 2^layers.
 
-    With `cross_layer_rows` each layer attends to so many compressed rows of every layer before it.
+    With `cross_layer_rows` each layer attends to that many compressed rows of every earlier layer.
     """
 
     def __init__(

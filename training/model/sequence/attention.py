@@ -122,7 +122,7 @@ class SelfAttention(nn.Module):
 class TargetAttention(nn.Module):
     """Attention from each candidate to its request's events (as DIN, 1706.06978; dot products).
 
-    Query and key projections are initialized alike, so that similar items match from the start.
+    Query and key projections have equal initial weights, so that similar items match initially.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -153,15 +153,15 @@ def _candidate_offsets(request: Tensor, offsets: Tensor) -> Tensor:
     return F.pad(counts.cumsum(0), (1, 0))
 
 
-NORM_EPS = 1e-2  # larger than usual, so that LayerNorm does not amplify items hardly trained yet
-PRIOR_EVENTS = 5.0  # zero values added to each mean, so that a mean of few events is small
+NORM_EPS = 1e-2  # large, so that LayerNorm does not amplify barely trained items
+PRIOR_EVENTS = 5.0  # zero values added to each mean, to shrink means of few events
 
 
 class LinearItemAttention(nn.Module):
-    """Linear attention sum_s (K x . K x_s) V e_s / (n + 5); queries and keys are of items alone.
+    """Linear attention sum_s (K x . K x_s) V e_s / (n + 5); queries and keys depend on items only.
 
-    With labels in the events e_s this is a kernel regression of them on the items. Softmax cannot
-    express it: its weights are never negative, so disliking an opposite item carries no signal.
+    If the events e_s contain labels, this is a kernel regression of labels on items. Softmax cannot
+    express it: its weights are never negative, so disliking an opposite item has no effect.
     """
 
     def __init__(self, item_width: int, width: int, heads: int) -> None:

@@ -1,7 +1,7 @@
 """InterFormer (2411.09852): sequences and non-sequence rows exchange information at each layer.
 
 N events of R requests, n rows of a request, W width of an event group, d row width. The paper's
-rows include the candidate; here they are the request's alone, so that all of this is computed once
+rows include the candidate; here they are those of the request only, so that the module runs once
 for all candidates of a request.
 """
 
@@ -19,7 +19,7 @@ from training.model.sequence.pyramid import EncodedEvents, EncoderSizes, Pyramid
 
 
 class EventGroupEncoder(nn.Module):
-    """A stack of pyramid levels over the events of some types, with sizes of its own.
+    """A stack of pyramid levels over the events of some types, with its own sizes.
 
     Sizes by event group are the event-level personalization of Kunlun (2602.10016).
     """
@@ -70,7 +70,7 @@ class EventGroupEncoder(nn.Module):
         return next_level
 
     def summarize(self, encoded: EncodedEvents) -> Tensor:
-        """Summary rows (R, num_rows, d): pooled rows, then CLS tokens and the newest events."""
+        """Summary rows (R, num_rows, d): pooled rows, then CLS tokens and the latest events."""
         pooled = self.pooling(encoded.events, encoded.offsets)
         last = most_recent_events(encoded.events, encoded.offsets, self.num_last_rows)
         summary: Tensor = self.out(torch.cat((pooled, last), 1))
@@ -146,9 +146,9 @@ class InterFormerOutput(NamedTuple):
 class InterFormer(nn.Module):
     """Encodes the sequences of all event groups together with the rows of a request.
 
-    Each layer has up to three parts, as `flow` says: a context summary of the rows personalizes the
-    sequences (n2s), each sequence goes one level up, and a Wukong layer mixes the rows with the
-    summaries of the sequences (s2n).
+    Each layer has up to three parts, depending on `flow`: a context summary of the rows
+    personalizes the sequences (n2s), each sequence passes one level, and a Wukong layer mixes the
+    rows with the summaries of the sequences (s2n).
     """
 
     def __init__(self, rows: int, config: GemConfig) -> None:
@@ -193,7 +193,7 @@ class InterFormer(nn.Module):
     def forward(self, x: Tensor, sequences: Sequence[EncodedEvents]) -> InterFormerOutput:
         """Encode rows (R, n, d) and the projected tokens of each event group.
 
-        The returned sequences are those after the first level: later levels shorten them.
+        The returned sequences are those after the first level, because later levels shorten them.
         """
         full_length, summary = list(sequences), None
         for level in range(self.depth):

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from training.model.sequence.pyramid import EncodedEvents
 
-MAX_SAMPLES = 512  # events of a batch: predictions, and negatives of each
+MAX_SAMPLES = 512  # sampled events per batch, which are negatives of each other
 
 
 def sample_followed_events(offsets: Tensor, max_samples: int = MAX_SAMPLES) -> Tensor:
@@ -44,7 +44,7 @@ class NextActionLoss(nn.Module):
             encoded: The encoded sequences, which may end with CLS tokens.
             positions: Positions of the events in the sequences without CLS tokens.
             offsets: Offsets (R + 1) of the sequences without CLS tokens.
-            next_item_ids: The item (n) of each following event; equal items are no negatives.
+            next_item_ids: The item (n) of each following event; equal items are not negatives.
             next_item_vectors: Vectors (n, W) of those items.
         """
         request = torch.searchsorted(offsets, positions, right=True) - 1

@@ -31,9 +31,9 @@ class PooledSequence:
 
 
 def pool_older_events(offsets: Tensor, stride: int, keep_recent: int) -> PooledSequence:
-    """Keep the newest `keep_recent` events; pool each `stride` older ones to one slot.
+    """Keep the most recent `keep_recent` events; pool each `stride` older ones to one slot.
 
-    Slots are counted from the newest event, so that older events do not change what a slot holds.
+    Slots are counted from the latest event, so older events do not change the content of a slot.
     """
     lengths = offsets.diff()
     request = segment_ids(offsets)
@@ -106,7 +106,7 @@ class PyramidLevel(nn.Module):
         self.rotary = RotaryTimeEncoding(sizes.width // sizes.heads) if has_rotary else None
 
     def forward(self, encoded: EncodedEvents, rows: Tensor | None) -> EncodedEvents:
-        """Encode one level; `rows` (R, context_rows, d) are None where it is not personalized."""
+        """Encode one level; `rows` (R, context_rows, d) are None if it is not personalized."""
         if self.stride > 1:
             pooled = pool_older_events(encoded.offsets, self.stride, self.keep_recent)
             encoded = EncodedEvents(

@@ -2,7 +2,7 @@
 
 Q, K and V are (N, H, D): the N positions of all sequences one after another, H heads, D width of a
 head; offsets (S + 1) cut them into S sequences. Self-, pooling, target and personalized attention
-differ in where queries and keys come from; an `AttentionKind` says how scores become weights.
+differ in where queries and keys come from; an `AttentionKind` defines how scores become weights.
 """
 
 from training.ops.attention.dispatch import attention

@@ -1,4 +1,4 @@
-"""Ragged attention on a CPU in tiles, without padding; forward and backward by hand.
+"""Ragged attention on a CPU in tiles, without padding; with a manual backward pass.
 
 A tile is a block of a sequence's queries and the keys that they attend to. In a causal tile only
 the triangle at its end is masked. Gradients of keys and values accumulate in place, so the backward
@@ -44,7 +44,7 @@ class TailMask:
 
     @cached_property
     def has_fully_masked_queries(self) -> bool:
-        """Whether some query attends to none of the last c keys."""
+        """Whether a query attends to none of the last c keys."""
         return not bool(self.visible.any(1).all())
 
 
@@ -113,7 +113,7 @@ def iter_tiles(
 ) -> Iterator[Tile]:
     """The tiles of all sequences that have keys.
 
-    A query attends to the first `limits` (Nq) keys of its sequence, or to all if there are none.
+    A query attends to the first `limits` (Nq) keys of its sequence, or to all without limits.
     """
     sequences = zip(pairwise(q_offsets.tolist()), pairwise(kv_offsets.tolist()), strict=True)
     for (first_query, last_query), (first_key, last_key) in sequences:
@@ -153,7 +153,7 @@ def attention(
 ) -> Tensor:
     """Attention in tiles of `block_size` queries.
 
-    Args and result are those of `training.ops.attention.reference.attention`; there is no window.
+    Args and result are those of `training.ops.attention.reference.attention`, without windows.
     """
     if kind.causal:
         limits = 1 + position_in_segment(q_offsets)

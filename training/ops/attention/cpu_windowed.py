@@ -21,14 +21,14 @@ from training.ops.attention.cpu_tiled import (
 from training.ops.attention.reference import AttentionKind
 from training.ops.ragged import position_in_segment, segment_ids
 
-MAX_CACHED_SCORES = 2**17  # scores of so many pairs fit into a core's cache
+MAX_CACHED_SCORES = 2**17  # pairs whose scores fit into the cache of a core
 
 
 @dataclass(frozen=True)
 class ChunkLayout:
     """Assignment of positions to chunks.
 
-    `slot` (N) is the place of each position among count * window; `sequence_starts` are the first
+    `slot` (N) is the index of each position among count * window; `sequence_starts` are the first
     chunks of the sequences.
     """
 
@@ -49,7 +49,7 @@ class ChunkLayout:
         return [slice(start, min(start + step, self.count)) for start in starts]
 
     def mask_previous(self, scores: Tensor, part: slice, value: float) -> None:
-        """Fill the scores (c, H, w, 2 w) of a slice where a chunk has no chunk before it."""
+        """Fill the scores (c, H, w, 2 w) of a slice for chunks without a previous chunk."""
         for chunk in self.sequence_starts[bisect_left(self.sequence_starts, part.start) :]:
             if chunk >= part.stop:
                 break

@@ -1,4 +1,4 @@
-"""Choice of the attention implementation by device and shape, and one for many short sequences."""
+"""Selects the attention implementation by device and shape; attention for short sequences."""
 
 from typing import NamedTuple
 
@@ -55,7 +55,7 @@ def cpu_attention(
     window: int | None = None,
     limits: Tensor | None = None,
 ) -> Tensor:
-    """Attention on a CPU: in chunks if there is a window, in tiles otherwise.
+    """Attention on a CPU: in chunks with a window, in tiles otherwise.
 
     Args and result are those of `training.ops.attention.reference.attention`.
     """
@@ -77,7 +77,7 @@ def attention(
     """Attention by the fastest implementation for the device of the tensors.
 
     Args and result are those of `training.ops.attention.reference.attention`; inputs are cast to
-    the narrowest of their types, as autocast may leave them in different ones.
+    the narrowest of their types, because autocast may produce different ones.
     """
     narrowest = min((x.dtype for x in (q, k, v)), key=lambda dtype: dtype.itemsize)
     q, k, v = (x.to(narrowest) for x in (q, k, v))

@@ -1,4 +1,4 @@
-"""Reference implementation of ragged attention: one query at a time, for tests to compare with."""
+"""Reference implementation of ragged attention: one query at a time, used in tests."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """Ragged attention on a GPU in Triton: softmax and elementwise kinds, windows and limits.
 
-There is one program for each block of queries (for gradients of keys and values: of keys) and head;
+One program handles a head and a block of queries (of keys for the gradients of keys and values);
 scores stay in registers. The keys that a query attends to are a span [low, high) of its sequence,
 so causal, windowed and limited attention are the same kernel. Products accumulate in fp32. N
 positions, H heads, D width of a head, M queries and C keys of a block.

@@ -56,7 +56,7 @@ def write_predictions(lake: Lake, impressions: list[Row]) -> None:
 
 
 def own_impressions(lake: Lake, folder: Path) -> Lake:
-    """The same tables by links, with an `impressions` table that is to be written anew."""
+    """The same tables by links, with an `impressions` table that is to be rewritten."""
     linked = symlinked_lake(lake, folder)
     Path(linked.root, "impressions").unlink()
     return linked
@@ -64,7 +64,7 @@ def own_impressions(lake: Lake, folder: Path) -> Lake:
 
 @pytest.fixture
 def week_lake(lake: Lake, tmp_path: Path) -> Lake:
-    """Seven days that are all like the first one."""
+    """Seven days that are copies of the first one."""
     week, schema = own_impressions(lake, tmp_path / "week"), schemas.impressions(lake.spec)
     first_day = arrow.snapshot(lake, schema).read(day=DAYS[0]).to_pylist()
     impressions = [shifted(row, days) for row in first_day for days in range(7)]
@@ -143,7 +143,7 @@ def test_a_label_that_matures_when_the_data_ends_is_not_final(
         assert bool(partitions) == is_final
 
 
-def test_all_surfaces_together_have_the_rows_of_each(predicted_lake: Lake) -> None:
+def test_all_surfaces_have_the_rows_of_each_surface(predicted_lake: Lake) -> None:
     click = [
         metrics
         for metrics in teacher_prequential(predicted_lake, LAST)
@@ -176,7 +176,7 @@ USUAL = (0.86, 0.88, 0.87, 0.85, 0.86, 0.88, 0.87, 0.86)
     ("value", "increase_only", "drifts"),
     [(0.87, True, False), (0.99, True, True), (0.6, True, False), (0.6, False, True)],
 )
-def test_a_day_unlike_those_before_is_drift(
+def test_a_day_that_differs_from_earlier_days_is_drift(
     value: float, increase_only: bool, drifts: bool
 ) -> None:
     metric = DriftMetric("NE of click", DAYS, (*USUAL, value), 0.1, increase_only)
@@ -184,12 +184,12 @@ def test_a_day_unlike_those_before_is_drift(
     assert not drifts or f"{DAYS[-1]}" in str(metric.alarm)
 
 
-def test_one_bad_day_does_not_hide_a_second_one() -> None:
+def test_one_bad_day_does_not_mask_a_second_one() -> None:
     values = (*USUAL[:4], 2.0, *USUAL[5:], 1.2)
     assert DriftMetric("NE of click", DAYS, values, 0.1).alarm
 
 
-def test_a_few_days_are_too_few_for_an_alarm() -> None:
+def test_no_alarm_is_raised_with_few_days() -> None:
     assert DriftMetric("NE of click", DAYS[:3], (0.8, 0.8, 9.0), 0.1).alarm is None
 
 

@@ -1,4 +1,4 @@
-"""Teacher outputs: scored by a GEM from before the day, and visible from the day's end on."""
+"""Teacher outputs: scored by an earlier GEM, and visible from the end of the day on."""
 
 from collections.abc import Iterator
 from datetime import date, timedelta

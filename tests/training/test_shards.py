@@ -29,7 +29,7 @@ def test_each_round_takes_an_item_of_every_stream_that_is_not_exhausted(lengths:
 
 
 @given(LENGTHS, st.integers(0, 40))
-def test_an_interrupted_round_is_resumed_where_it_was(lengths: list[int], steps: int) -> None:
+def test_an_interrupted_round_is_resumed(lengths: list[int], steps: int) -> None:
     order = round_robin_order(lengths)
     consumed = {key: order[:steps].count(key) for key in range(len(lengths))}
     rest = {key: iter([key] * (size - consumed[key])) for key, size in enumerate(lengths)}
@@ -42,10 +42,10 @@ def test_an_interrupted_round_is_resumed_where_it_was(lengths: list[int], steps:
     lengths=st.lists(st.integers(0, 7), min_size=1, max_size=5),
     shares=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), max_size=4),
 )
-def test_each_batch_is_trained_on_once_however_many_processes_resume(
+def test_each_batch_is_trained_on_once_with_any_number_of_processes(
     lengths: list[int], shares: list[tuple[int, int]]
 ) -> None:
-    """Some processes make some steps, then others resume, and in the end one does the rest."""
+    """Some processes make some steps, others resume, and a single one finishes."""
     batches = [[(shard, n) for n in range(length)] for shard, length in enumerate(lengths)]
     consumed = dict.fromkeys(range(len(lengths)), 0)
     seen: list[tuple[int, int]] = []

@@ -15,7 +15,7 @@ from etl.spec.units import MICROS, date_range
 pytestmark = pytest.mark.spark
 
 YEAR = list(date_range(date(2026, 1, 1), date(2026, 12, 31)))
-ZONES = {  # with the seconds of their shortest and longest day
+ZONES = {  # and the seconds of their shortest and longest day
     "UTC": (86_400, 86_400),
     "Asia/Kathmandu": (86_400, 86_400),
     "America/New_York": (82_800, 90_000),

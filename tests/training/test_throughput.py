@@ -1,4 +1,4 @@
-"""Every second of a run is counted once, and only training steps are effective."""
+"""Every second of a run is counted once, and only training steps count as effective."""
 
 import time
 

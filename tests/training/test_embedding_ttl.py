@@ -43,7 +43,7 @@ def test_a_row_expires_when_it_was_not_accessed_for_its_time_to_live(
 
 
 def test_a_row_expires_when_a_new_item_reuses_it() -> None:
-    """The new items 9 and 10 reuse rows 2 and 3; 7 has a row of its own."""
+    """The new items 9 and 10 reuse rows 2 and 3; 7 has its own row."""
     access = LastAccess.never_accessed(lambda ids: ids, {ITEM_TABLE: ROWS})
     access.today = TODAY.toordinal() - 1
     access({ITEM_TABLE: torch.arange(7)})
@@ -51,7 +51,7 @@ def test_a_row_expires_when_a_new_item_reuses_it() -> None:
     assert expired[ITEM_TABLE].tolist() == [2, 3]
 
 
-def test_a_reset_row_is_like_a_new_one_and_others_do_not_change() -> None:
+def test_a_reset_row_equals_a_new_one_and_others_do_not_change() -> None:
     rows = {ITEM_TABLE: ROWS, USER_TABLE: ROWS}
     with process_group():
         torch.manual_seed(0)

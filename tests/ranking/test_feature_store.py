@@ -1,4 +1,4 @@
-"""Online features equal offline features, and the feature store keeps its laws."""
+"""Online features equal offline features, and invariants of the feature store."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -139,7 +139,7 @@ def test_an_event_is_visible_after_the_delay_of_its_source(
 def test_a_history_keeps_visible_events_and_those_that_are_not_visible_yet(
     lake_spec: DataSpec, lake: Lake, tmp_path: Path
 ) -> None:
-    """However many events of a delayed source arrive, a request reads a full history."""
+    """A request reads a full history for any number of events of a delayed source."""
     dump = lake_spec.model_dump()
     dump["sources"]["events"]["delay"] = "1d"
     store = create_store(tmp_path / "store", metadata(DataSpec.model_validate(dump)))

@@ -92,7 +92,7 @@ def test_the_service_starts_with_the_surfaces_that_can_be_loaded(
 def test_a_refresh_loads_the_surfaces_that_can_be_loaded(
     settings: Settings, lake_of_three: str, how: str
 ) -> None:
-    """Those before the damaged one and those after it, which keeps its previous ranker."""
+    """Surfaces before and after the damaged one, which keeps its previous ranker."""
     worker = Worker(settings)
     for surface in SURFACES:
         live_pointer(lake_of_three, surface).promote("two")
@@ -132,7 +132,7 @@ def test_loading_a_damaged_version_is_retried_with_a_delay(
 
 
 def record_loads(worker: Worker) -> list[str]:
-    """A list that receives the versions that a worker loads from now on."""
+    """A list to which the versions that a worker loads are appended."""
     loads: list[str] = []
     load = worker.rankers._load_ranker
 

@@ -1,4 +1,4 @@
-"""How requests are packed into batches: completely, and at even cost."""
+"""Packing of requests into batches: completely, and at even cost."""
 
 import numpy as np
 import numpy.typing as npt

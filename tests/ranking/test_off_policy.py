@@ -31,7 +31,7 @@ from ranking.report.data import true_probabilities
 from tests.conftest import FIRST, LAST
 
 NUM_PARTS = 8
-MAX_RELATIVE_WIDTH = {"click": 2.0, "long_view": 1.5}  # of an interval, over the true value
+MAX_RELATIVE_WIDTH = {"click": 2.0, "long_view": 1.5}  # interval width over the true value
 WEIGHTS = st.lists(st.floats(0.05, 1), min_size=1, max_size=4)
 
 

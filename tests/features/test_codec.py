@@ -1,4 +1,4 @@
-"""The history codec: encoding is lossless but for dwell times, and zeros are not stored."""
+"""The history codec: encoding is lossless except for dwell times, and zeros are not stored."""
 
 import numpy as np
 import pyarrow as pa

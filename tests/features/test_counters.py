@@ -1,4 +1,4 @@
-"""Point-in-time counts against a loop."""
+"""Point-in-time counts against a loop implementation."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -13,7 +13,7 @@ queries = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 60)), min_size=1,
 
 @settings(max_examples=300)
 @given(events, queries)
-def test_counts_are_those_of_a_loop(
+def test_counts_equal_those_of_a_loop(
     events: list[tuple[int, int, int]], queries: list[tuple[int, int]]
 ) -> None:
     event_key, event_ts, event_type = np.array(events, np.int64).reshape(-1, 3).T

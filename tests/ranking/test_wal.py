@@ -1,4 +1,4 @@
-"""An acknowledged post is in every feature store, whatever process is killed meanwhile."""
+"""An acknowledged post is in every feature store, even if processes are killed."""
 
 import shutil
 import signal
@@ -31,7 +31,7 @@ MICROS = 1_000_000
 
 @pytest.fixture(scope="module")
 def built_stores(lake: Lake, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Stores of the eve, of the last day, and of the days after it, on which nothing landed."""
+    """Stores of the day before the last, of the last day, and of the empty days after it."""
     root = tmp_path_factory.mktemp("stores")
     for days in range(-1, 4):
         day = LAST + timedelta(days=days)
@@ -41,7 +41,7 @@ def built_stores(lake: Lake, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def root(built_stores: Path, tmp_path: Path) -> Path:
-    """A lake that has only feature stores; the one of the eve is live."""
+    """A lake with feature stores only; the one of the day before the last is live."""
     root = tmp_path / "lake"
     shutil.copytree(built_stores, root / "feature_store")
     feature_store_pointer(str(root)).promote(str(EVE))
@@ -153,7 +153,7 @@ def test_no_event_is_lost_when_the_clock_goes_back(
 def test_an_event_that_never_lands_is_kept_until_the_tables_are_final(
     live: FeatureStoreHandle, lake: Lake, root: Path
 ) -> None:
-    """It is handed over from store to store, until the log is trimmed."""
+    """Each newer store receives it, until the log is trimmed."""
     post_all(live, [event_at_end_of(lake, EVE)])
     counted = {}
     for days in range(-1, 4):
@@ -168,7 +168,7 @@ def wal_entries(live: FeatureStoreHandle) -> list[tuple[int, WalEntry]]:
     return list(live.wal.entries_after(0))
 
 
-def test_events_in_the_tables_count_once_however_late_they_were_posted(
+def test_events_in_the_tables_count_once_if_they_are_posted_late(
     live: FeatureStoreHandle, lake: Lake, root: Path, built_stores: Path
 ) -> None:
     """All events are posted as late as the spec allows, to a store that has none of them."""

@@ -1,4 +1,4 @@
-"""A ranker's folder scores as its student does, without torch, or names what is wrong with it."""
+"""A ranker's folder scores like its student, without torch, or is refused with a named fault."""
 
 import json
 import shutil
@@ -41,7 +41,7 @@ def test_the_hash_identifies_a_ranker_by_its_content(folder: Path, copy: Path) -
 
 
 def sign_again(folder: Path) -> None:
-    """Write the manifest anew, with the hashes of the files as they are."""
+    """Rewrite the manifest with the current hashes of the files."""
     text = (folder / "ranker.json").read_text()
     manifest.write_manifest(folder, manifest.RankerManifest.model_validate_json(text))
 
