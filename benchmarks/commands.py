@@ -18,10 +18,8 @@ def benchmarks_of_the_repository() -> dict[str, Callable[[Any], object]]:
         from benchmarks.public import kuairand
         from benchmarks.studies import (
             ablation,
-            agreement,
             calibration,
             history_length,
-            quality,
             scaling,
             staleness,
             transfer,
@@ -36,9 +34,9 @@ def benchmarks_of_the_repository() -> dict[str, Callable[[Any], object]]:
         "history": history_length.bench_history,
         "simulator": suites.bench_simulator,
         "data": suites.bench_data,
-        "quality": quality.bench_quality,
+        "quality": history_length.bench_quality,
         "ablation": ablation.bench_ablation,
-        "agreement": agreement.bench_agreement,
+        "agreement": ablation.bench_agreement,
         "model": suites.bench_model,
         "transfer": transfer.bench,
         "staleness": staleness.bench,

@@ -1,4 +1,4 @@
-"""Timing of alternatives, and the result of a benchmark: a table, and metrics as JSON."""
+"""The result of a benchmark (a table, and metrics as JSON), timing, and files of the repository."""
 
 import json
 import math
@@ -12,8 +12,16 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+ROOT = Path(__file__).parents[1]
+SIMULATOR_SPEC = ROOT / "conf" / "specs" / "simulator.yaml"
+KUAIRAND_SPEC = ROOT / "conf" / "specs" / "kuairand.yaml"
+DEMO_SIMULATOR = ROOT / "conf" / "simulator" / "demo.yaml"
+BENCH_SIMULATOR = ROOT / "conf" / "simulator" / "bench.yaml"
+RESULTS = ROOT / "benchmarks" / "results"  # study results that the documentation shows
+
+
 if TYPE_CHECKING:
-    from training.evaluation.bootstrap import ConfidenceInterval
+    from training.evaluation.predictions import ConfidenceInterval
 
 
 def interleaved_median_seconds(

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from benchmarks.paths import DEMO_SIMULATOR, SIMULATOR_SPEC
+from benchmarks.harness import DEMO_SIMULATOR, SIMULATOR_SPEC
 from dags.pipeline import PipelinePaths, Step
 from etl.cli.runner import read_yaml_mapping
 from etl.errors import UserError

@@ -42,7 +42,7 @@ class UpgradeArgs(RunArgs):
 @holds_leases("run", "gem", *TABLE_STEPS)
 def upgrade(args: UpgradeArgs) -> None:
     """Migrate a lake to a changed spec; tables that no changed key affects are kept."""
-    from dags.state import carry_over_step_states
+    from dags.runner import carry_over_step_states
     from etl.tables.maintenance import plan_upgrade, upgrade_lake
 
     spec, old_spec = args.load_spec(), load_spec(args.old_spec)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from etl.errors import UserError
 from etl.spec import DataSpec
-from etl.spec.day_split import DaySplit
+from etl.spec.units import DaySplit
 
 Engine = Literal["spark", "torch"]
 ATTRIBUTE_TABLES = ("attributes_user", "attributes_item")

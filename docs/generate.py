@@ -25,7 +25,7 @@ from etl.cli.runner import arguments_model  # noqa: E402
 from etl.spec import DataSpec, load_spec  # noqa: E402
 from etl.spec.effects import effect_of  # noqa: E402
 from etl.spec.units import Duration, format_duration  # noqa: E402
-from etl.tables.schema_docs import schema_docs  # noqa: E402
+from etl.tables.metadata import schema_docs  # noqa: E402
 from gemline import COMMAND_GROUPS  # noqa: E402
 
 REFERENCE = ROOT / "docs" / "reference"

@@ -176,7 +176,7 @@ def attributes(args: RawArgs) -> None:
 @holds_leases("labels")
 def labels(args: DayArgs) -> None:
     """Attribute outcomes to impressions and write the labels that are mature."""
-    from etl.labels.impressions import label_impressions
+    from etl.labels import label_impressions
     from etl.runtime.spark import spark_session
 
     lake = args.open_lake()
@@ -210,7 +210,7 @@ def quarantine(args: QuarantineArgs) -> None:
 def print_schema_docs(args: SpecArgs) -> None:
     """Print the schemas of a spec's tables as Markdown."""
     from etl.spec import load_spec
-    from etl.tables.schema_docs import schema_docs
+    from etl.tables.metadata import schema_docs
 
     print(schema_docs(load_spec(args.spec)), end="")
 

@@ -15,8 +15,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from etl.spec.model import DataSpec
-from features.as_of import count_visible
-from features.ragged import regroup_batches
+from features.ragged import count_visible, regroup_batches
 from features.schema import counters
 
 Int32 = npt.NDArray[np.int32]

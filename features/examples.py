@@ -9,19 +9,19 @@ from datetime import date, timedelta
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
-from etl.labels.impressions import assign_request_ids
+from etl.labels import assign_request_ids
 from etl.spec.attributes import LocalTimeAttribute
 from etl.spec.model import DataSpec
 from etl.spec.units import MICROS
 from etl.tables import schemas, spark_io
 from etl.tables.lake import Lake
-from features.as_of import as_of_expression
 from features.counters import count_events
 from features.coverage import missing_attribute_counts
 from features.encoding.spark import encode_attribute, encode_local_time
 from features.history.build import event_counts_before
-from features.horizon import counter_horizon_days, counter_input_days
 from features.items import first_item_versions, item_index_or_hash_bucket
+from features.ragged import as_of_expression
+from features.schema import counter_horizon_days, counter_input_days
 
 
 def asof_join(left: DataFrame, right: DataFrame, key_column: str, ts_column: str) -> DataFrame:

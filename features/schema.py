@@ -1,4 +1,4 @@
-"""The model inputs in an example, derived from the data spec."""
+"""The model inputs in an example, derived from the data spec, and the reach of its counters."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from etl.spec.attributes import (
     VectorAttribute,
 )
 from etl.spec.model import DataSpec
+from etl.spec.units import DAY
 from etl.tables.schemas import counter_columns
 
 Float32 = npt.NDArray[np.float32]
@@ -139,3 +140,27 @@ def _feature_group(prefix: str, attributes: Mapping[str, Attribute]) -> FeatureG
             if isinstance(attribute, VectorAttribute)
         },
     )
+
+
+def counter_horizon_days(spec: DataSpec) -> int:
+    """Days before an example's landing day on which the events that it counts became visible.
+
+    The longest window, counted from an impression that lands as late as the spec allows.
+    """
+    longest_window = max(spec.counters.windows, default=0)
+    return _full_days(longest_window + spec.allowed_lateness)
+
+
+def max_visibility_delay_days(spec: DataSpec) -> int:
+    """Days after its landing day on which an event becomes visible at the latest."""
+    slowest_source = max(log.delay for log in spec.log_sources.values())
+    return _full_days(spec.allowed_lateness + slowest_source) + 1
+
+
+def counter_input_days(spec: DataSpec) -> int:
+    """Days before an example's landing day on which the events that it counts may have landed."""
+    return counter_horizon_days(spec) + max_visibility_delay_days(spec)
+
+
+def _full_days(seconds: int) -> int:
+    return -(-seconds // DAY)

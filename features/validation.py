@@ -21,9 +21,8 @@ from etl.tables.arrow import Snapshot, snapshot
 from etl.tables.lake import Lake
 from features import reference
 from features.history.codec import decode_rows, delta_decode
-from features.horizon import counter_input_days
 from features.reference import MICROS_PER_SECOND, Row
-from features.schema import counters
+from features.schema import counter_input_days, counters
 
 EVENT_COLUMNS = (
     "event_id", "user_id", "item_id", "surface", "type", "event_ts", "ingest_ts", "visible_ts",

@@ -14,13 +14,11 @@ import torch
 from tqdm import tqdm
 
 from etl.errors import UserError
-from etl.spec.day_split import DaySplit
-from etl.spec.units import date_range
+from etl.spec.units import DaySplit, date_range
 from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath, list_matching
 from ranking.distillation import warm_start
-from ranking.distillation.losses import DistillationLoss
-from ranking.distillation.teacher import TeacherPredictions
+from ranking.distillation.losses import DistillationLoss, TeacherPredictions
 from ranking.inputs.from_tables import load_teacher_history
 from ranking.registry.export import export_ranker, require_compiler
 from ranking.registry.manifest import read_manifest
@@ -30,10 +28,9 @@ from ranking.scoring.calibration import Calibration, PlattScaling
 from ranking.scoring.scorer import SCORE_ROWS
 from ranking.student.config import DistillationConfig, StudentTrainConfig
 from ranking.student.model import TrainedStudent, new_student
-from training.data.batch import Batch
+from training.data.batch import Batch, NegativeSampling, Shuffle
 from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
-from training.data.sampling import NegativeSampling, Shuffle
 from training.distributed.process_group import process_group
 from training.evaluation.predictions import Predictions, evaluation_path, predict
 from training.teacher.embeddings import TeacherEmbeddings

@@ -6,7 +6,7 @@ from typing import Any
 
 from etl.attributes import load_attributes
 from etl.ingest.run import ingest
-from etl.labels.impressions import label_impressions
+from etl.labels import label_impressions
 from etl.tables.lake import Lake
 from features.examples import build_examples
 from features.history.build import build_history

@@ -19,12 +19,12 @@ MODELS = {"torch", "sklearn", "safetensors"}
 WITHOUT = {
     "spark": (
         MODELS | TRAINING | REPORT | {"airflow"},
-        "etl.ingest.run etl.attributes etl.labels.impressions etl.runtime.doctor features.items "
+        "etl.ingest.run etl.attributes etl.labels etl.runtime.doctor features.items "
         "features.history.build features.examples",
     ),
     "train": (
         {"pyspark", "delta", "airflow"},
-        "training.trainer.trainer training.baselines.gbdt training.teacher.outputs "
+        "training.trainer.trainer training.baseline training.teacher.outputs "
         "ranking.trainer ranking.report.build",
     ),
     "serve": (

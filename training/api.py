@@ -17,18 +17,16 @@ from etl.spec.units import date_range
 from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath
 from features.schema import USER_TABLE
-from training.data.batch import Batch
+from training.data.batch import Batch, Shuffle
 from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
-from training.data.sampling import Shuffle
 from training.data.shards import Epoch, ShardDataset
 from training.model.embeddings import ItemRowMap, TorchEmbeddingTables, table_sizes
 from training.model.gem import Gem
 from training.trainer.checkpoint import list_checkpoints, verified_state_dir
 from training.trainer.compute import apply_compute_config
-from training.trainer.manifest import Manifest
 from training.trainer.resume import check_same_inputs
-from training.trainer.state import latest_reader
+from training.trainer.state import Manifest, latest_reader
 from training.trainer.step import GemModel, ema_model
 
 Day = str | date

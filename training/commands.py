@@ -15,7 +15,7 @@ from pydantic import Field
 
 from etl.cli.runner import PROCESS_START, DayArgs, LakeArgs, holds_leases, parse_days_argument
 from etl.errors import UserError, error_from_exit_code
-from etl.spec.day_split import DaySplit
+from etl.spec.units import DaySplit
 from training.config import ParallelismConfig, TrainConfig
 from training.plan.command import plan
 
@@ -151,7 +151,7 @@ def verify_batches(args: VerifyBatchesArgs) -> None:
 
 def baseline(args: SplitArgs) -> None:
     """Train LightGBM on the features without sequences, and predict the test days."""
-    from training.baselines.gbdt import BaselineConfig, train_baseline
+    from training.baseline import BaselineConfig, train_baseline
     from training.evaluation.predictions import evaluation_path
 
     predictions = train_baseline(args.open_lake(), args.split, BaselineConfig())

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from pydantic import Field
 
-from benchmarks.harness import BenchmarkResult, format_mean_std
-from benchmarks.paths import KUAIRAND_SPEC
+from benchmarks.harness import KUAIRAND_SPEC, BenchmarkResult, format_mean_std
 from dags.commands import Scale
 from dags.pipeline import PipelinePaths, data_steps
 from dags.runner import run_pipeline
@@ -76,9 +75,9 @@ def scores(
     args: KuairandArgs, lake_root: str
 ) -> tuple[list["SliceMetrics"], list[list["SliceMetrics"]]]:
     """Metrics by surface and objective of LightGBM, and of GEM by seed."""
-    from etl.spec.day_split import DaySplit
+    from etl.spec.units import DaySplit
     from etl.tables.lake import Lake
-    from training.baselines.gbdt import BaselineConfig, train_baseline
+    from training.baseline import BaselineConfig, train_baseline
     from training.config import TrainConfig
     from training.distributed.process_group import process_group
     from training.evaluation.metrics import slice_metrics

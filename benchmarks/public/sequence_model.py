@@ -12,7 +12,7 @@ from benchmarks.public.sequence_data import POSITIVE, UNKNOWN, Attribute, Intera
 from benchmarks.public.sequence_features import SequenceBatch
 from benchmarks.public.tabular_models import InteractionStream
 from training.model.config import GemConfig
-from training.model.numeric import NumericEmbedding
+from training.model.embeddings import NumericEmbedding
 from training.model.sequence.attention import LinearItemAttention, TargetAttention
 from training.model.sequence.layers import TransformerLayer
 from training.ops.ragged import concat_ranges

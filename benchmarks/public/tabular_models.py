@@ -22,8 +22,8 @@ from benchmarks.public.fit import (
 )
 from benchmarks.public.tabular_data import FieldEncoding, TabularRows, read_csv
 from training.model.config import GemConfig
+from training.model.embeddings import NumericEmbedding
 from training.model.interaction import build_interaction
-from training.model.numeric import NumericEmbedding
 
 DEFAULT_CONFIG = GemConfig(
     embedding_dim=16, layers=2, fm_rows=16, linear_rows=16, rank=8, mlp_width=256, dropout=0.2

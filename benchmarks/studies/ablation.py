@@ -3,9 +3,14 @@
 A long, resumable study on simulated logs of three surfaces. Each row changes one option of the
 default GEM, over several seeds: the difference of NE with a bootstrap interval over users, paired
 by impression. Model selection never uses these days.
+
+`gemline bench agreement`: whether small models rank changes of GEM like large ones.
+
+The changes of `gemline bench ablation` at two scales: Kendall's tau between their differences of
+NE, with a bootstrap interval over users. A long, resumable study.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,8 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from pydantic import Field
 
-from benchmarks.harness import BenchmarkResult
-from benchmarks.paths import DEMO_SIMULATOR, RESULTS, SIMULATOR_SPEC
+from benchmarks.harness import DEMO_SIMULATOR, RESULTS, SIMULATOR_SPEC, BenchmarkResult
 from dags.commands import Scale
 from dags.pipeline import PipelinePaths, all_days_flags, data_steps, latest_mature_split
 from dags.runner import run_pipeline
@@ -26,8 +30,7 @@ from training.config import TrainConfig
 
 if TYPE_CHECKING:
     from benchmarks.studies.trials import TrialRunner
-    from training.evaluation.bootstrap import ConfidenceInterval
-    from training.evaluation.predictions import Predictions
+    from training.evaluation.predictions import ConfidenceInterval, Predictions
 
 DAYS = "2026-01-01:2026-01-11"
 TEST_DAYS = 3
@@ -128,7 +131,7 @@ def prepare_trials(work: Path) -> "TrialRunner":
     """Simulated logs and their tables, built once, and the trainings on them."""
     from benchmarks.studies.trials import TrialRunner
     from etl.commands import SimulateArgs, simulate
-    from etl.spec.day_split import DaySplit
+    from etl.spec.units import DaySplit
     from etl.tables.lake import Lake
 
     spec, work = load_spec(SIMULATOR_SPEC), work.resolve()
@@ -151,7 +154,7 @@ def ne_differences(
     trials: "TrialRunner", scale: Scale, seeds: int, only: tuple[str, ...]
 ) -> Iterator[tuple[str, "ConfidenceInterval"]]:
     """Each change and its difference of NE from the default; all changes if `only` is empty."""
-    from training.evaluation.bootstrap import paired_ne_difference
+    from training.evaluation.predictions import paired_ne_difference
 
     configs = [TrainConfig(scale=scale, seed=seed) for seed in range(seeds)]
     default = [trials.gem_all_surfaces(config) for config in configs]
@@ -165,7 +168,7 @@ def predictions_of_change(
     trials: "TrialRunner", change: str, configs: list[TrainConfig]
 ) -> list["Predictions"]:
     """Predictions with a change, one per configuration (one in all for LightGBM)."""
-    from training.baselines.gbdt import BaselineConfig
+    from training.baseline import BaselineConfig
 
     if change == SEPARATE:
         return [trials.gem_per_surface(config) for config in configs]
@@ -175,3 +178,85 @@ def predictions_of_change(
         trials.gem_all_surfaces(TrainConfig.model_validate(config.model_dump() | CHANGES[change]))
         for config in configs
     ]
+
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from benchmarks.studies.trials import TrialRunner
+
+    Floats = npt.NDArray[np.float64]
+
+RESAMPLES = 500
+
+
+class AgreementArgs(StrictModel):
+    """Arguments of the study."""
+
+    work: Annotated[Path, tyro.conf.arg(help="folder of `gemline bench ablation`")]
+    small_scale: Scale = "tiny"
+    large_scale: Scale = "base"
+    seeds: int = Field(default=3, ge=1)
+    only: Annotated[tuple[str, ...], tyro.conf.arg(help="only these changes")] = ()
+    as_json: Annotated[bool, tyro.conf.arg(name="json", help="one line of JSON last")] = False
+
+
+def bench_agreement(args: AgreementArgs) -> None:
+    """Kendall's tau between two scales' orders of GEM's changes (long; resumable)."""
+    names = args.only or tuple(CHANGES)
+    unknown = sorted(set(names) - set(CHANGES))
+    if unknown or len(names) < 3:
+        raise UserError(
+            f"--only needs three changes or more of {', '.join(CHANGES)}"
+            + (f"; there is no {', '.join(unknown)}" if unknown else "")
+        )
+    trials = prepare_trials(args.work)
+    small_losses, large_losses = (
+        user_logloss(trials, scale, args.seeds, names)
+        for scale in (args.small_scale, args.large_scale)
+    )
+    tau, low, high = kendall_tau_interval(small_losses, large_losses)
+    result = BenchmarkResult(
+        f"Changes of GEM at {args.small_scale} and at {args.large_scale}, {args.seeds} seeds",
+        ("changes", "Kendall's tau", "95 %"),
+    )
+    result.rows.append((str(len(names)), f"{tau:.2f}", f"{low:.2f} to {high:.2f}"))
+    for key, value in (("tau", tau), ("tau_low", low), ("tau_high", high)):
+        result.record(key, value, "all changes are equal")
+    result.show(args.as_json)
+
+
+def user_logloss(trials: "TrialRunner", scale: Scale, seeds: int, names: Sequence[str]) -> "Floats":
+    """Logloss by user, mean over seeds (U, 1 + changes): of the default, then of each change."""
+    import numpy as np
+
+    from training.evaluation.predictions import sums_by_user
+
+    configs = [TrainConfig(scale=scale, seed=seed) for seed in range(seeds)]
+    models = [[trials.gem_all_surfaces(config) for config in configs]]
+    models += [predictions_of_change(trials, name, configs) for name in names]
+    return np.stack([sums_by_user(model, OBJECTIVE)[:, :-2].mean(1) for model in models], 1)
+
+
+def kendall_tau_interval(
+    small_losses: "Floats", large_losses: "Floats", seed: int = 0
+) -> tuple[float, float, float]:
+    """Kendall's tau between two scales' losses (U, 1 + changes), and its 95 % bounds."""
+    import numpy as np
+
+    users = len(small_losses)
+    rng = np.random.default_rng(seed)
+    weights = rng.multinomial(users, np.full(users, 1 / users), RESAMPLES)
+    resampled = [kendall_tau(drawn @ small_losses, drawn @ large_losses) for drawn in weights]
+    low, high = np.nanquantile(resampled, (0.025, 0.975))
+    return kendall_tau(small_losses.sum(0), large_losses.sum(0)), float(low), float(high)
+
+
+def kendall_tau(small_losses: "Floats", large_losses: "Floats") -> float:
+    """Kendall's tau between the scales' loss differences from the default, of (1 + changes)."""
+    from scipy.stats import kendalltau
+
+    small_effects = small_losses[1:] - small_losses[0]
+    large_effects = large_losses[1:] - large_losses[0]
+    return float(kendalltau(small_effects, large_effects).statistic)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from benchmarks.harness import BenchmarkResult
-from benchmarks.paths import KUAIRAND_SPEC
+from benchmarks.harness import KUAIRAND_SPEC, BenchmarkResult
 from dags.pipeline import (
     TRAIN_RANKER,
     PipelinePaths,
@@ -25,8 +24,7 @@ from dags.runner import run_pipeline
 from etl.errors import UserError
 from etl.spec import DataSpec, load_spec
 from etl.spec.base import StrictModel
-from etl.spec.day_split import DaySplit
-from etl.spec.units import parse_date_range
+from etl.spec.units import DaySplit, parse_date_range
 
 if TYPE_CHECKING:
     from training.evaluation.predictions import Predictions
@@ -78,7 +76,7 @@ def add_surface_rows(
     result: BenchmarkResult, surface: str, predictions: "Predictions"
 ) -> list[float]:
     """Add a surface's rows; returns |ratio - 1| of the objectives with enough positives."""
-    from training.evaluation.bootstrap import calibration_interval
+    from training.evaluation.predictions import calibration_interval
 
     errors = []
     for i, objective in enumerate(predictions.objectives):

@@ -4,24 +4,35 @@ GEM without history and with 32, 256 and 2,048 events, several seeds each, compa
 the same features and counters and with the simulator's true probabilities. Takes hours on two
 cores; finished runs are kept in `--work`, and the study resumes from them. The table is saved to
 benchmarks/results/history.json.
+
+`gemline bench quality`: the quality of GEM relative to its bounds, on simulated and real logs.
+
+Long: the simulator's part is that of `gemline bench history` and uses its finished runs.
 """
 
 import json
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from pydantic import Field
 
-from benchmarks.harness import BenchmarkResult, format_mean_std
-from benchmarks.paths import BENCH_SIMULATOR, RESULTS, SIMULATOR_SPEC
+from benchmarks.harness import (
+    BENCH_SIMULATOR,
+    RESULTS,
+    SIMULATOR_SPEC,
+    BenchmarkResult,
+    format_mean_std,
+)
+from benchmarks.public import kuairand
 from dags.pipeline import PipelinePaths, all_days_flags, data_steps, latest_mature_split
 from dags.runner import run_pipeline
 from etl.spec import load_spec
 from etl.spec.base import StrictModel
-from etl.spec.day_split import DaySplit
-from etl.spec.units import date_range, parse_date_range
+from etl.spec.units import DaySplit, date_range, parse_date_range
 from ranking.report.study import StudyResult
 
 if TYPE_CHECKING:
@@ -102,7 +113,7 @@ def ne_of_run(work: Path, paths: PipelinePaths, split: DaySplit, name: str) -> d
 
 def predictions_of_run(lake: "Lake", raw: str, split: DaySplit, name: str) -> "Predictions":
     """Predictions of one run on the test days."""
-    from training.baselines.gbdt import BaselineConfig, train_baseline
+    from training.baseline import BaselineConfig, train_baseline
     from training.config import TrainConfig
     from training.distributed.process_group import process_group
     from training.trainer import checkpoint
@@ -124,9 +135,9 @@ def test_rows(lake: "Lake", split: DaySplit) -> "Predictions":
     """The rows of the test days with their labels, and placeholder probabilities."""
     import torch
 
+    from training.data.batch import Shuffle
     from training.data.label_window import LabelWindow
     from training.data.reader import ExampleReader
-    from training.data.sampling import Shuffle
     from training.evaluation.predictions import predict
 
     reader = ExampleReader.latest(lake, max_length=0)
@@ -161,3 +172,60 @@ def result_table(ne: dict[str, dict[str, float]], objectives: list[str]) -> Benc
             result.figures[f"{objective} {model}"] = [round(v, 6) for v in values]
         result.rows.append((model, *cells))
     return result
+
+
+COLUMNS = ("figure", "value", "goal", "of")
+KUAIRAND_TRAIN, KUAIRAND_TEST = "2022-04-25:2022-04-29", "2022-04-30:2022-04-30"
+
+
+class QualityArgs(HistoryArgs):
+    """Arguments of the benchmark."""
+
+    kuairand: Annotated[
+        Path | None, tyro.conf.arg(help="folder that holds KuaiRand's data/log_standard_*")
+    ] = None
+    kuairand_seeds: int = Field(default=5, ge=1)
+
+
+def bench_quality(args: QualityArgs) -> None:
+    """`sim_gap_ratio` and `kuairand_click_gain`, with their components."""
+    result = BenchmarkResult("GEM's quality", COLUMNS)
+    record_simulator_gap(args, result)
+    record_kuairand_gain(args, result)
+    result.show(args.as_json)
+
+
+def record_simulator_gap(args: QualityArgs, result: BenchmarkResult) -> None:
+    """The distance of GEM's click NE to the true probabilities over LightGBM's, all surfaces."""
+    gem_runs = [f"gem-{max(LENGTHS)}-{seed}" for seed in range(args.seeds)]
+    ne = ne_by_run(args.work, ["bound", "lightgbm", *gem_runs])
+    bound, lightgbm = ne["bound"]["click"], ne["lightgbm"]["click"]
+    gem = mean(ne[run]["click"] for run in gem_runs)
+    ratio = (gem - bound) / (lightgbm - bound)
+    result.record("sim_gap_ratio", ratio, "")
+    parts = (
+        f"click NE: GEM {gem:.4f}, LightGBM {lightgbm:.4f}, truth {bound:.4f}; {args.seeds} seeds"
+    )
+    result.rows.append(("sim_gap_ratio", f"{ratio:.2f}", "<= 0.5", parts))
+
+
+def record_kuairand_gain(args: QualityArgs, result: BenchmarkResult) -> None:
+    """Click AUC of GEM on KuaiRand minus that of LightGBM."""
+    key, goal = "kuairand_click_gain", ">= 0.008"
+    if args.kuairand is None:
+        reason = "--kuairand is not set"
+        result.record(key, None, reason)
+        result.rows.append((key, "", goal, reason))
+        return
+    kuairand_args = kuairand.KuairandArgs(
+        data=args.kuairand, train=KUAIRAND_TRAIN, test=KUAIRAND_TEST, seeds=args.kuairand_seeds
+    )
+    with tempfile.TemporaryDirectory() as lake:
+        figures = kuairand.measure(kuairand_args, lake).figures
+    gem, lightgbm = figures["gem_click_auc"], figures["lightgbm_click_auc"]
+    if not isinstance(gem, float) or not isinstance(lightgbm, float):
+        result.record(key, None, f"{args.kuairand} is absent")
+        return
+    result.record(key, gem - lightgbm, "")
+    parts = f"click AUC: GEM {gem:.4f}, LightGBM {lightgbm:.4f}; {args.kuairand_seeds} seeds"
+    result.rows.append((key, f"{gem - lightgbm:+.4f}", goal, parts))

@@ -10,11 +10,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from etl.spec.day_split import DaySplit
+from etl.spec.units import DaySplit
 from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath
 from features.schema import ITEM_TABLE, USER_TABLE
-from ranking.distillation.teacher import TeacherPredictions
+from ranking.distillation.losses import TeacherPredictions
 from ranking.distillation.warm_start import save_domain_model
 from ranking.inputs.from_tables import load_teacher_history
 from ranking.student.config import DistillationConfig, StudentTrainConfig

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from pydantic import Field
 
-from benchmarks.harness import BenchmarkResult
-from benchmarks.paths import RESULTS
+from benchmarks.harness import RESULTS, BenchmarkResult
 from benchmarks.studies.ablation import OBJECTIVE
 from etl.spec.base import StrictModel
 from etl.spec.units import DAY, date_range
@@ -22,7 +21,7 @@ from etl.spec.units import DAY, date_range
 if TYPE_CHECKING:
     from benchmarks.studies.student_trials import TrainingChange, TransferTrials
     from etl.tables.lake import Lake
-    from training.evaluation.bootstrap import ConfidenceInterval
+    from training.evaluation.predictions import ConfidenceInterval
 
 TRAINING_DAYS = 3  # training days of students, each with a GEM of the measured lag
 MAX_TEACHER_LAG_DAYS = 7
@@ -88,7 +87,7 @@ def gains_at_lag(
 ) -> "list[TransferGain]":
     """Gains of each kind of student; empty if a training day has no GEM."""
     from benchmarks.studies.student_trials import LABELS_ONLY_CHANGE
-    from training.evaluation.bootstrap import paired_ne_difference
+    from training.evaluation.predictions import paired_ne_difference
 
     first = trials.split.train_last - timedelta(days=TRAINING_DAYS - 1)
     if first - timedelta(days=1 + teacher_lag_days) < trials.split.train_first:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.paths import SIMULATOR_SPEC
+from benchmarks.harness import SIMULATOR_SPEC
 from benchmarks.studies import history_length
 from benchmarks.studies.scaling import ne_over_surfaces
 from benchmarks.studies.shuffled_teacher import (
@@ -24,11 +24,10 @@ from benchmarks.studies.shuffled_teacher import (
     train_on_surfaces,
 )
 from benchmarks.studies.trials import symlinked_lake, trial_path
-from benchmarks.system.roofline import count_flops
+from benchmarks.system.model_blocks import count_flops
 from dags.pipeline import PipelinePaths, latest_mature_split
 from etl.spec import load_spec
-from etl.spec.day_split import DaySplit
-from etl.spec.units import date_range, parse_date_range
+from etl.spec.units import DaySplit, date_range, parse_date_range
 from etl.tables.lake import Lake
 from ranking.report.data import true_probabilities
 from ranking.student.config import DomainTrainConfig, StudentTrainConfig
@@ -40,9 +39,9 @@ from ranking.trainer import (
     predict_test_days,
 )
 from training.config import TrainConfig
+from training.data.batch import Shuffle
 from training.data.label_window import LabelWindow
 from training.data.reader import INPUT_TABLES, ExampleReader
-from training.data.sampling import Shuffle
 from training.distributed.process_group import process_group
 from training.evaluation.predictions import Predictions, concat_predictions, predict
 from training.teacher.embeddings import TeacherEmbeddings, load_teacher_embeddings

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from pydantic import Field
 
-from benchmarks.harness import BenchmarkResult
-from benchmarks.paths import RESULTS
+from benchmarks.harness import RESULTS, BenchmarkResult
 from etl.errors import UserError
 from etl.spec.base import StrictModel
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from training.evaluation.bootstrap import ConfidenceInterval
-from training.evaluation.predictions import Predictions
+from training.evaluation.predictions import ConfidenceInterval, Predictions
 
 RESAMPLES = 1000
 LABELS_ONLY, PLAIN_DISTILLATION, GEM = "labels only", "plain distillation", "GEM"

@@ -10,14 +10,14 @@ from datetime import date
 from pathlib import Path
 
 from etl.errors import UserError
-from etl.spec.day_split import DaySplit
+from etl.spec.units import DaySplit
 from etl.tables import atomic_io
 from etl.tables.lake import Lake
-from training.baselines.gbdt import BaselineConfig, train_baseline
+from training.baseline import BaselineConfig, train_baseline
 from training.config import TrainConfig
+from training.data.batch import Shuffle
 from training.data.label_window import ALL_LABELS
 from training.data.reader import INPUT_TABLES
-from training.data.sampling import Shuffle
 from training.distributed.process_group import process_group
 from training.evaluation.predictions import Predictions, concat_predictions
 from training.trainer.throughput import measure_cost

@@ -14,8 +14,7 @@ from statistics import median
 
 import pyarrow as pa
 
-from benchmarks.harness import BenchmarkResult
-from benchmarks.paths import ROOT, SIMULATOR_SPEC
+from benchmarks.harness import ROOT, SIMULATOR_SPEC, BenchmarkResult
 from benchmarks.pipelines import (
     SMALL_SIMULATION,
     pipeline_paths_in,
@@ -24,8 +23,7 @@ from benchmarks.pipelines import (
 )
 from dags.pipeline import PipelinePaths, all_days_flags, data_steps, gem_steps, model_flags
 from etl.spec import load_spec
-from etl.spec.day_split import DaySplit
-from etl.spec.units import date_range
+from etl.spec.units import DaySplit, date_range
 from etl.tables import arrow
 from etl.tables.lake import Lake
 from etl.tables.schemas import table_registry

@@ -20,15 +20,14 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from benchmarks.harness import BenchmarkResult
-from benchmarks.paths import SIMULATOR_SPEC
+from benchmarks.harness import SIMULATOR_SPEC, BenchmarkResult
 from benchmarks.pipelines import pipeline_paths_in, run_steps_in_process, simulate_logs
 from dags.pipeline import data_steps
 from etl.spec import load_spec
 from etl.spec.units import parse_date_range
 from etl.tables.lake import Lake
 from training.config import ParallelismConfig, TrainConfig
-from training.data.sampling import Shuffle
+from training.data.batch import Shuffle
 from training.distributed.communication import (
     CommunicationCounter,
     LookupCounter,
@@ -36,9 +35,8 @@ from training.distributed.communication import (
 )
 from training.distributed.process_group import synchronized_batches
 from training.model.embeddings import table_sizes
-from training.trainer.manifest import Manifest
 from training.trainer.resume import DayBatches
-from training.trainer.state import build_train_state, latest_reader
+from training.trainer.state import Manifest, build_train_state, latest_reader
 from training.trainer.step import Loss, train_step
 
 BALANCED_PROCESSES, BALANCED_REQUESTS, BATCH_ROWS, MAX_HISTORY_EVENTS = 8, 20_000, 128, 2048

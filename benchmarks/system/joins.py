@@ -14,8 +14,7 @@ import pyarrow.parquet as pq
 from pyspark.sql import Column, DataFrame, SparkSession, Window, WindowSpec
 from pyspark.sql import functions as F
 
-from benchmarks.harness import BenchmarkResult, interleaved_median_seconds
-from benchmarks.paths import SIMULATOR_SPEC
+from benchmarks.harness import SIMULATOR_SPEC, BenchmarkResult, interleaved_median_seconds
 from benchmarks.synthetic_data import IMPRESSION, generate_events
 from etl.spec import DataSpec, load_spec
 from etl.spec.sections import CounterSpec

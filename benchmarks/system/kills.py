@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from tqdm import tqdm
 
-from benchmarks.harness import BenchmarkResult
-from benchmarks.paths import ROOT, SIMULATOR_SPEC
+from benchmarks.harness import ROOT, SIMULATOR_SPEC, BenchmarkResult
 from benchmarks.pipelines import SMALL_SIMULATION, simulate_logs
 from etl.errors import UserError
 from etl.spec import load_spec

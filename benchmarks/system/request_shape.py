@@ -11,15 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.harness import BenchmarkResult
-from benchmarks.paths import SIMULATOR_SPEC
-from benchmarks.system.roofline import cpu_seconds
+from benchmarks.harness import SIMULATOR_SPEC, BenchmarkResult
+from benchmarks.system.model_blocks import cpu_seconds
 from etl.spec import load_spec
 from features.schema import FeatureSchema, feature_schema
 from training.config import TrainConfig
 from training.data.batch import Batch, History
 from training.distributed.process_group import build_mesh, process_group
-from training.distributed.sparse import TorchrecTables, rowwise_adagrad_params, shard_tables
+from training.distributed.sharding import TorchrecTables, rowwise_adagrad_params, shard_tables
 from training.model.config import SCALES
 from training.model.embeddings import item_row_map_up_to, table_sizes
 from training.model.gem import Gem, GemOutput

@@ -18,8 +18,7 @@ from typing import Annotated
 import tyro
 from tqdm import tqdm
 
-from benchmarks.harness import BenchmarkResult
-from benchmarks.paths import BENCH_SIMULATOR
+from benchmarks.harness import BENCH_SIMULATOR, BenchmarkResult
 from benchmarks.system.serving_args import ServingArgs
 from etl.cli.runner import read_yaml_mapping
 from etl.spec.base import StrictModel
@@ -115,7 +114,7 @@ def bench_model(args: ModelBenchArgs) -> None:
     """Wukong, sequence stacks, request-shaped training and exact resume."""
     import torch
 
-    from benchmarks.system import model_blocks, request_shape, resume
+    from benchmarks.system import model_blocks, request_shape, restarts
     from training.distributed.process_group import retain_freed_memory
 
     torch.set_num_threads(1)
@@ -124,7 +123,7 @@ def bench_model(args: ModelBenchArgs) -> None:
         "wukong": model_blocks.measure_wukong,
         "sequence": model_blocks.measure_sequence,
         "requests": request_shape.measure_request_shape,
-        "resume": resume.measure_resume,
+        "resume": restarts.measure_resume,
     }
     result = BenchmarkResult("The model, training on one thread", MODEL_COLUMNS)
     for name in selected_parts(parts, args.only):
@@ -141,12 +140,12 @@ class OperationsBenchArgs(StrictModel):
 
 def bench_operations(args: OperationsBenchArgs) -> None:
     """DAG parsing, backfills, warm starts, effective training time and 2D parallelism."""
-    from benchmarks.system import daily_runs, distributed, warm_start
+    from benchmarks.system import daily_runs, distributed, restarts
 
     parts: dict[str, Callable[..., None]] = {
         "parse": daily_runs.measure_dag_parsing,
         "backfill": daily_runs.measure_backfill,
-        "warm": warm_start.measure_warm_start,
+        "warm": restarts.measure_warm_start,
         "increment": daily_runs.measure_increment,
         "replicas": distributed.measure_2d_parallelism,
         "balance": distributed.measure_load_balance,
@@ -161,12 +160,12 @@ def bench_operations(args: OperationsBenchArgs) -> None:
 
 def bench_serving(args: ServingArgs) -> None:
     """One request, the service under load, and a replay of logged requests."""
-    from benchmarks.system import batch_scoring, online_features, request_load, scoring
+    from benchmarks.system import online_features, request_load, scoring
 
     parts: dict[str, Callable[..., None]] = {
         "program": scoring.measure_scoring,
         "counters": online_features.measure_counter_cost,
-        "batch": batch_scoring.measure_batch_scoring,
+        "batch": scoring.measure_batch_scoring,
         "service": request_load.measure_service_load,
         "replay": online_features.measure_online_offline,
     }

@@ -6,8 +6,12 @@ from pathlib import Path
 import pyarrow.parquet as pq
 from pyspark.sql import DataFrame, SparkSession
 
-from benchmarks.harness import BenchmarkResult, interleaved_median_seconds
-from benchmarks.paths import BENCH_SIMULATOR, SIMULATOR_SPEC
+from benchmarks.harness import (
+    BENCH_SIMULATOR,
+    SIMULATOR_SPEC,
+    BenchmarkResult,
+    interleaved_median_seconds,
+)
 from benchmarks.synthetic_data import generate_events
 from dags.pipeline import PipelinePaths, data_steps
 from dags.runner import run_pipeline

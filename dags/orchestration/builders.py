@@ -13,7 +13,7 @@ from airflow.sdk import (
 )
 from airflow.sdk.exceptions import AirflowFailException
 
-from dags.orchestration import alerts
+from dags.orchestration import runs
 from dags.orchestration.dag_factory import (
     DAY_RANGE,
     MISSING_SOURCES,
@@ -39,8 +39,7 @@ from dags.pipeline import (
 )
 from etl.errors import UserError
 from etl.ingest.arrival import has_arrived, required_daily_sources
-from etl.spec.day_split import DaySplit
-from etl.spec.units import date_range
+from etl.spec.units import DaySplit, date_range
 
 SPLIT_MACRO = f"split({RUN_MACRO})"  # a DaySplit; a macro of the rankers DAG
 
@@ -90,7 +89,7 @@ def raw_dag(factory: DagFactory) -> DAG:
                 run = plan_run(spec, settings.raw, settings.lake, current_run(context))
             except UserError as error:
                 raise AirflowFailException(str(error)) from None
-            alerts.send_run_alerts(spec.name, run)
+            runs.send_run_alerts(spec.name, run)
             publish_run(context, asset, run)
 
         wait.expand(source=required_daily_sources(spec)) >> plan()

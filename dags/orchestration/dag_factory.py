@@ -10,7 +10,7 @@ from airflow.sdk import DAG, Asset, Param, PartitionedAssetTimetable
 from airflow.sdk.definitions.callback import AsyncCallback
 from airflow.sdk.definitions.deadline import DeadlineAlert, DeadlineReference
 
-from dags.orchestration import alerts
+from dags.orchestration import runs
 from dags.orchestration.operators import (
     DEFAULT_ARGS,
     DEFAULT_POOL,
@@ -88,7 +88,7 @@ class DagFactory:
             schedule=schedule,
             catchup=False,
             max_active_runs=1,
-            default_args=DEFAULT_ARGS | {"on_failure_callback": alerts.on_task_failure},
+            default_args=DEFAULT_ARGS | {"on_failure_callback": runs.on_task_failure},
             deadline=self._deadline(),
             params={"days": Param(None, type=["null", "string"], description="first:last")},
             user_defined_macros={"run": run_from_context, **macros},
@@ -99,7 +99,7 @@ class DagFactory:
         hours = self.settings.deadline_hours
         if not hours:
             return None
-        callback = AsyncCallback(alerts.on_deadline_missed)
+        callback = AsyncCallback(runs.on_deadline_missed)
         return DeadlineAlert(DeadlineReference.DAGRUN_QUEUED_AT, timedelta(hours=hours), callback)
 
     def publish_task(self, name: str) -> PublishAssetOperator:

@@ -13,8 +13,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from dags.orchestration.alerts import http_request
 from dags.orchestration.operators import SPARK_CONN_ID, TORCH_CONN_ID
+from dags.orchestration.runs import http_request
 from dags.orchestration.settings import MANUAL_SCHEDULE, ROOT
 from dags.pipeline import PipelinePaths
 from etl.errors import UserError

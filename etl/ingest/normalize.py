@@ -18,8 +18,7 @@ from etl.ingest.readers import (
     raw_value,
     read_raw_records,
 )
-from etl.ingest.timestamps import parse_duration, parse_time
-from etl.local_time import local_date
+from etl.ingest.timestamps import local_date, parse_duration, parse_time
 from etl.spec.model import DataSpec
 from etl.spec.sources import EventLogSource, ImpressionLogSource, OutcomeColumns
 from etl.spec.units import MICROS

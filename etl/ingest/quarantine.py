@@ -1,7 +1,12 @@
-"""The quarantine table: invalid records with their payload and reasons, and a report of them."""
+"""Data quality of an ingest: checks before any write, and the quarantine of invalid records.
 
-from collections import defaultdict
-from collections.abc import Collection
+The checks refuse days with too many bad records, and columns of the spec without values.
+"""
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from datetime import date
 
 from pyspark.sql import DataFrame
@@ -10,10 +15,194 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from etl.ingest.normalize import REASON_SEPARATOR
+from etl.errors import UserError
+from etl.ingest.file_discovery import RawSelection, latest_day_with_files
+from etl.ingest.normalize import REASON_SEPARATOR, read_log
+from etl.spec.model import DataSpec
+from etl.spec.sources import EventLogSource, ImpressionLogSource
+from etl.spec.units import date_range
 from etl.tables import schemas, spark_io
 from etl.tables.arrow import snapshot
 from etl.tables.lake import Lake
+
+# A log or a surface with fewer records on a day is not checked separately.
+MIN_RECORDS_TO_CHECK = 100
+
+
+@dataclass(frozen=True)
+class RecordGroup:
+    """Counts of the records of one landing day, log and surface (None if unknown)."""
+
+    day: date | None
+    log: str
+    surface: int | None
+    num_records: int
+    num_valid: int
+    num_impressions: int  # valid ones
+    non_null_counts: Mapping[str, int]  # of valid records, by optional column
+    reason_counts: Mapping[str, int]  # of invalid records
+
+
+def count_record_groups(spec: DataSpec, records: DataFrame) -> list[RecordGroup]:
+    """Count normalized records by landing day, log and surface."""
+    is_valid, keys = F.col("reasons") == "", ("day", "log", "surface")
+    is_impression = F.col("type") == spec.event_codes[spec.impression_type]
+    columns = sorted(
+        {name for log in spec.log_sources.values() for name in optional_columns(spec, log)}
+    )
+    counts = records.groupBy(*keys).agg(
+        F.count("*").alias("num_records"),
+        F.count_if(is_valid).alias("num_valid"),
+        F.count_if(is_valid & is_impression).alias("num_impressions"),
+        *[F.count(F.when(is_valid, F.col(name))).alias(name) for name in columns],
+    )
+    reason = F.explode(F.split("reasons", REASON_SEPARATOR)).alias("reason")
+    reasons = records.filter(~is_valid).select(*keys, reason).groupBy(*keys, "reason").count()
+    reason_counts: dict[tuple[object, ...], dict[str, int]] = {}
+    for row in reasons.collect():
+        group = tuple(row[key] for key in keys)
+        reason_counts.setdefault(group, {})[row["reason"]] = row["count"]
+    return [
+        RecordGroup(
+            day=row["day"],
+            log=row["log"],
+            surface=row["surface"],
+            num_records=row["num_records"],
+            num_valid=row["num_valid"],
+            num_impressions=row["num_impressions"],
+            non_null_counts={name: row[name] for name in columns},
+            reason_counts=reason_counts.get(tuple(row[key] for key in keys), {}),
+        )
+        for row in counts.collect()
+    ]
+
+
+def records_by_day(groups: Iterable[RecordGroup]) -> dict[date | None, int]:
+    """Number of records by landing day."""
+    counts = Counter[date | None]()
+    for group in groups:
+        counts[group.day] += group.num_records
+    return dict(counts)
+
+
+def check_bad_record_rate(
+    spec: DataSpec, groups: Iterable[RecordGroup], raw: str, days: tuple[date, date]
+) -> None:
+    """Raise UserError if a day has no valid events or too many bad records.
+
+    `max_bad_record_rate` applies to all records of a day, to those of each log, and to those of
+    each log and surface.
+    """
+    groups = list(groups)
+    for day in date_range(*days):
+        of_day = [group for group in groups if group.day == day]
+        if not sum(group.num_valid for group in of_day):
+            reasons = _format_reasons(of_day)
+            detail = f" (quarantined: {reasons})" if reasons else ""
+            raise UserError(f"no events of {day} in {raw}{detail}; check --days")
+        _check_group_rate(spec, of_day, f"of {day}")
+        for log in sorted({group.log for group in of_day}):
+            of_log = [group for group in of_day if group.log == log]
+            _check_group_rate(spec, of_log, f"of log {log} of {day}", MIN_RECORDS_TO_CHECK)
+            for surface, code in spec.surface_codes.items():
+                of_surface = [group for group in of_log if group.surface == code]
+                description = f"of log {log} on surface {surface} of {day}"
+                _check_group_rate(spec, of_surface, description, MIN_RECORDS_TO_CHECK)
+
+
+def _check_group_rate(
+    spec: DataSpec, groups: list[RecordGroup], description: str, min_records: int = 0
+) -> None:
+    total = sum(group.num_records for group in groups)
+    bad = total - sum(group.num_valid for group in groups)
+    if total >= min_records and bad > spec.max_bad_record_rate * total:
+        raise UserError(
+            f"{bad:,} of {total:,} records {description} are bad ({_format_reasons(groups)}); the "
+            f"limit is {spec.max_bad_record_rate:.0%}: correct the spec or the log, or raise "
+            "max_bad_record_rate in the spec"
+        )
+
+
+def _format_reasons(groups: Iterable[RecordGroup]) -> str:
+    reasons = Counter[str]()
+    for group in groups:
+        reasons.update(group.reason_counts)
+    return "; ".join(f"{reason}: {count:,}" for reason, count in reasons.most_common())
+
+
+def check_declared_columns(
+    spec: DataSpec, groups: Iterable[RecordGroup], raw: str, days: tuple[date, date]
+) -> None:
+    """Raise UserError if the spec names a column that has no values in a log.
+
+    A column without values in few records, or on these days but not in the log's latest files, only
+    causes a warning. A log without records is not checked.
+    """
+    groups = list(groups)
+    for name in spec.log_sources:
+        unused = _columns_without_values(spec, name, groups)
+        missing = {column for column, records in unused.items() if records >= MIN_RECORDS_TO_CHECK}
+        if missing:
+            missing &= _columns_missing_in_latest_files(spec, name, raw, days)
+        if missing:
+            raise UserError(
+                f"the spec names column {min(missing)}, but no record of log {name} in {raw} has "
+                "it; correct the spec, or remove the column from it"
+            )
+        for column, records in unused.items():
+            logging.warning("log %s: none of %d records has column %s", name, records, column)
+
+
+def _columns_without_values(
+    spec: DataSpec, log_name: str, groups: Iterable[RecordGroup]
+) -> dict[str, int]:
+    """Raw columns of a log that are null in all valid records, with the number of these."""
+    of_log = [group for group in groups if group.log == log_name]
+    unused = {}
+    for name, raw_column in optional_columns(spec, spec.log_sources[log_name]).items():
+        if name == "logged_impression_id":
+            records = sum(group.num_valid for group in of_log)
+        else:
+            records = sum(group.num_impressions for group in of_log)
+        if records and not any(group.non_null_counts[name] for group in of_log):
+            unused[raw_column] = records
+    return unused
+
+
+def _columns_missing_in_latest_files(
+    spec: DataSpec, log_name: str, raw: str, days: tuple[date, date]
+) -> set[str]:
+    """Raw columns without values also in a log's files of a later day; all without such files."""
+    log = spec.log_sources[log_name]
+    all_columns = set(optional_columns(spec, log).values())
+    latest = latest_day_with_files(log, raw) if log.is_partitioned_by_day else None
+    if latest is None or latest <= days[1]:
+        return all_columns
+    groups = count_record_groups(
+        spec, read_log(spec, log_name, RawSelection(raw, (latest, latest)))
+    )
+    return set(_columns_without_values(spec, log_name, groups))
+
+
+def optional_columns(spec: DataSpec, log: EventLogSource | ImpressionLogSource) -> dict[str, str]:
+    """Raw columns that a log must have because the spec names them, by normalized name.
+
+    Any event may name its impression; the others belong to impressions. Dwell and value are not
+    among them: a day may have no event of the types that have them.
+    """
+    c = log.columns
+    columns = {
+        f"ctx_{name}": attribute.column or name
+        for name, attribute in schemas.logged_context_attributes(spec).items()
+    }
+    named = {
+        "request_id": c.request,
+        "position": c.position,
+        "propensity": c.propensity,
+        "logged_impression_id": c.impression,
+    }
+    return columns | {name: column for name, column in named.items() if column}
+
 
 UNKNOWN_DAY = date(1970, 1, 1)  # partition of records without a landing day
 MAX_PAYLOAD_CHARS = 300  # shown in the report

@@ -1,4 +1,7 @@
-"""The ingest step: raw logs of a range of days to events, quarantine and excluded_events."""
+"""The ingest step: raw logs of a range of days to events, quarantine and excluded_events.
+
+Which valid events are used: one copy of each, on time, and within the cap per user and day.
+"""
 
 import functools
 import logging
@@ -10,23 +13,26 @@ from typing import Any
 
 import pyarrow as pa
 from pyspark import StorageLevel
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession, Window
 from pyspark.sql import functions as F
 
 from etl.errors import UserError
+from etl.event_time import day_start_sql
 from etl.ingest.arrival import FileStates, day_file_states, record_ingested_files
-from etl.ingest.checks import (
+from etl.ingest.file_discovery import RawSelection
+from etl.ingest.normalize import read_logs
+from etl.ingest.quarantine import (
+    UNKNOWN_DAY,
     check_bad_record_rate,
     check_declared_columns,
     count_record_groups,
+    landing_day_predicate,
     records_by_day,
+    write_quarantine,
 )
-from etl.ingest.file_discovery import RawSelection
-from etl.ingest.filters import deduplicate_events, exclude_events, is_late
-from etl.ingest.normalize import read_logs
-from etl.ingest.quarantine import UNKNOWN_DAY, landing_day_predicate, write_quarantine
 from etl.ingest.readers import UnreadableFileError, translate_read_errors, with_line_numbers
-from etl.spec.units import date_range
+from etl.spec.model import DataSpec
+from etl.spec.units import MICROS, date_range
 from etl.tables import schemas, spark_io
 from etl.tables.lake import Lake, arrow_schema
 
@@ -208,3 +214,71 @@ def write_ingest_metrics(lake: Lake, rows: list[dict[str, Any]], days: DayRange)
     frame = SparkSession.active().createDataFrame(table, schema.ddl)
     spark_io.replace_partitions(lake, schema, frame, landing_day_predicate(days), {})
     return {name: sum(row[name] for row in rows) for name in schema.columns if name != "day"}
+
+
+LATE_REASON = "too late"
+
+
+def is_late(spec: DataSpec) -> Column:
+    """Whether an event occurred more than `allowed_lateness` before its landing day began."""
+    return F.expr(f"event_ts < ({day_start_sql(spec)} - {spec.allowed_lateness}) * {MICROS['s']}")
+
+
+def deduplicate_events(
+    lake: Lake, events: DataFrame, days: tuple[date, date]
+) -> tuple[DataFrame, dict[str, int]]:
+    """The first copy of each event, unless an earlier day has one; and the table versions read.
+
+    Copies share an event ID within a log (across logs with `shared_event_ids`); impressions are
+    copies if they share an impression ID. Copies that landed up to `allowed_lateness` before `days`
+    are looked up in the tables; those of older events are late and were removed before.
+    """
+    spec = lake.spec
+    events = events.withColumn("deduplication_key", _deduplication_key(spec))
+    columns = [name for name in schemas.excluded_events(spec).columns if name != "reason"]
+    tie_breaker = F.xxhash64(*[F.col(name) for name in columns])
+    order = Window.partitionBy("deduplication_key").orderBy("day", "ingest_ts", tie_breaker)
+    first = events.withColumn("copy", F.row_number().over(order)).filter("copy = 1").drop("copy")
+    last_day_before = days[0] - timedelta(days=1)
+    first_day_before = days[0] - timedelta(days=spec.allowed_lateness_days + 1)
+    versions = {}
+    for schema in (schemas.events(spec), schemas.excluded_events(spec)):
+        if lake.exists(schema.name):
+            versions[schema.name] = lake.version(schema.name)
+            rows = spark_io.read_table(lake, schema, versions[schema.name])
+            earlier = rows.filter(spark_io.day_range_predicate(first_day_before, last_day_before))
+            earlier = earlier.select(_deduplication_key(spec).alias("deduplication_key"))
+            first = first.join(earlier, "deduplication_key", "left_anti")
+    return first.drop("deduplication_key"), versions
+
+
+def _deduplication_key(spec: DataSpec) -> Column:
+    is_impression = F.col("type") == spec.event_codes[spec.impression_type]
+    own = F.col("event_id") if spec.shared_event_ids else F.concat_ws("\x1f", "log", "event_id")
+    return F.when(is_impression, F.concat(F.lit("shown "), "impression_id")).otherwise(own)
+
+
+def exclude_events(
+    spec: DataSpec, on_time: DataFrame, late: DataFrame
+) -> tuple[DataFrame, DataFrame]:
+    """Events to use, and events to exclude with a `reason`: late ones and those above the cap.
+
+    Of a user with more than `max_events_per_user_day`, the first of the day to become visible are
+    used, so that later events do not change earlier features. Only the events of such users are
+    sorted.
+    """
+    cap = spec.max_events_per_user_day
+    excluded = late.withColumn("reason", F.lit(LATE_REASON))
+    per_user = on_time.groupBy("day", "user_id").count()
+    capped_users = per_user.filter(F.col("count") > cap).select("day", "user_id")
+    if capped_users.isEmpty():
+        return on_time, excluded
+    order = Window.partitionBy("day", "user_id").orderBy("visible_ts", "event_ts", "event_id")
+    of_capped = on_time.join(capped_users, ["day", "user_id"], "left_semi")
+    of_others = on_time.join(capped_users, ["day", "user_id"], "left_anti")
+    ranked = of_capped.withColumn("rank_in_day", F.row_number().over(order))
+    is_above_cap = F.col("rank_in_day") > cap
+    kept = of_others.unionByName(ranked.filter(~is_above_cap).drop("rank_in_day"))
+    reason = F.lit(f"more than {cap:,} events of a user and day")
+    above_cap = ranked.filter(is_above_cap).drop("rank_in_day").withColumn("reason", reason)
+    return kept, excluded.unionByName(above_cap)

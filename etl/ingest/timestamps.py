@@ -1,11 +1,14 @@
-"""Times of raw records as microseconds since the epoch, and durations as microseconds."""
+"""Times as Spark columns: raw times in µs since the epoch, durations, and local dates.
+
+Bounds of days are in etl/event_time.py.
+"""
 
 from pyspark.sql import Column
 from pyspark.sql import functions as F
 
 from etl.spec.model import DataSpec
 from etl.spec.sources import TimeUnit
-from etl.spec.units import MICROS
+from etl.spec.units import DAY, MICROS
 
 MAX_EPOCH_US = 100_000_000_000_000_000  # the year 5138: larger numbers are not timestamps
 NANOS_PER_MICRO = 1_000
@@ -40,3 +43,15 @@ def _parse_iso(spec: DataSpec, text: Column) -> Column:
         local = F.to_utc_timestamp(local, spec.time_zone)
     instant = F.when(has_zone, F.try_to_timestamp(text)).otherwise(local)
     return F.unix_micros(instant)
+
+
+def to_local_seconds(spec: DataSpec, seconds: Column) -> Column:
+    """Seconds between 1970-01-01 00:00 and the local wall-clock time of an epoch second."""
+    if spec.time_zone == "UTC":
+        return seconds
+    return F.unix_seconds(F.from_utc_timestamp(F.timestamp_seconds(seconds), spec.time_zone))
+
+
+def local_date(spec: DataSpec, seconds: Column) -> Column:
+    """The date of an epoch second in the spec's time zone."""
+    return F.date_from_unix_date(F.floor(to_local_seconds(spec, seconds) / DAY).cast("int"))

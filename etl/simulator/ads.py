@@ -1,11 +1,24 @@
-"""Ad requests, and the logging policy that selects the ads."""
+"""Ad requests, and the logging policy that selects the ads.
+
+Ground truth: logistic models of the outcomes of an impression, and conversion delays.
+"""
 
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
-from etl.simulator.arrays import Events, Floats, Ints, RowBatch, new_ids, sample_without_replacement
-from etl.simulator.config import EventType
+from etl.simulator.arrays import (
+    Events,
+    Floats,
+    Ints,
+    RowBatch,
+    new_ids,
+    sample_without_replacement,
+    sigmoid,
+)
+from etl.simulator.config import DAY_MS, SALES, VIDEO, WIFI, EventType
+from etl.simulator.entities import TIER
 from etl.simulator.sessions import Sessions, Steps
 from etl.simulator.world import World
 
@@ -92,3 +105,125 @@ def impression_events(sessions: Sessions, impressions: Impressions) -> Events:
         device=session.device,
         connection=session.connection,
     )
+
+
+# Rows: feed, reels, messaging. Columns: image, video, carousel, story.
+FORMAT_ON_SURFACE = np.array([[0.2, 0.0, 0.3, -0.3], [-0.5, 0.5, -0.3, 0.4], [0.3, -0.4, 0.1, 0.2]])
+# Rows: android, ios, web.
+FORMAT_ON_DEVICE = np.array([[0.0, 0.1, -0.1, 0.1], [0.0, 0.1, 0.1, 0.1], [0.2, -0.2, 0.2, -0.4]])
+
+CLICK_BIAS = np.array([-3.6, -4.05, -2.85])  # by surface
+CLICK_POSITION = np.array([-0.18, -0.30, -0.10])  # by surface
+CLICK_AFFINITY, CLICK_INTENT, CLICK_NEED = 0.8, 0.8, 2.3
+
+LONG_VIEW_BIAS = np.array([-2.2, -1.8, -2.4])  # by surface
+LONG_VIEW_POSITION = -0.12
+LONG_VIEW_AFFINITY, LONG_VIEW_VIDEO, LONG_VIEW_SLOW_VIDEO, LONG_VIEW_NEED = 1.3, 0.7, -0.4, 0.4
+LONG_VIEW_QUALITY, LONG_VIEW_CLICKINESS = 0.5, 0.4
+
+CONVERSION_BIAS, CONVERSION_NEED, CONVERSION_AFFINITY = -3.5, 2.0, 0.3
+CONVERSION_SALES, CONVERSION_TIER, CONVERSION_PRICE = 0.7, 0.3, -0.3
+
+ATTRIBUTION_WINDOW_MS = 3 * DAY_MS
+MEAN_DELAY_MS, MAX_DELAY_MS = 1 * DAY_MS, 5 * DAY_MS
+
+
+@dataclass(frozen=True)
+class OutcomeProbabilities(RowBatch):
+    """(n,) probabilities of the outcomes of impressions; a conversion requires a click."""
+
+    click: Floats
+    long_view: Floats
+    conversion_given_click: Floats
+
+
+@dataclass(frozen=True)
+class GroundTruth(RowBatch):
+    """The true probabilities of impressions, which the logs do not contain.
+
+    Attributes:
+        impression: (n,) id.
+        event_time: (n,) epoch ms.
+        p_click, p_long_view: (n,) probabilities.
+        p_conversion: (n,) probability of a click and a conversion within the attribution window.
+        expected_value: (n,) bid times the probability of the event that the campaign pays for.
+    """
+
+    impression: Ints
+    event_time: Ints
+    p_click: Floats
+    p_long_view: Floats
+    p_conversion: Floats
+    expected_value: Floats
+
+
+def outcome_probabilities(
+    world: World, sessions: Sessions, impressions: Impressions
+) -> OutcomeProbabilities:
+    """The true probabilities of the outcomes of impressions."""
+    session, ad = sessions.take(impressions.session), world.ads.take(impressions.ad)
+    user = world.users.take(session.user)
+    surface = session.surface
+    need = world.cycles.need(world.taste, session.user, ad.category, impressions.time_ms)
+    is_video = ad.format == VIDEO
+    click = (
+        CLICK_BIAS[surface]
+        + CLICK_AFFINITY * impressions.affinity
+        + CLICK_POSITION[surface] * impressions.position
+        + CLICK_INTENT * (session.intent == ad.category)
+        + CLICK_NEED * need
+        + FORMAT_ON_SURFACE[surface, ad.format]
+        + FORMAT_ON_DEVICE[session.device, ad.format]
+        + ad.quality
+        + user.clickiness
+    )
+    long_view = (
+        LONG_VIEW_BIAS[surface]
+        + LONG_VIEW_AFFINITY * impressions.affinity
+        + LONG_VIEW_POSITION * impressions.position
+        + LONG_VIEW_NEED * need
+        + LONG_VIEW_VIDEO * is_video
+        + LONG_VIEW_SLOW_VIDEO * (is_video & (session.connection != WIFI))
+        + LONG_VIEW_QUALITY * ad.quality
+        + LONG_VIEW_CLICKINESS * user.clickiness
+    )
+    conversion = (
+        CONVERSION_BIAS
+        + CONVERSION_AFFINITY * impressions.affinity
+        + CONVERSION_NEED * need
+        + CONVERSION_SALES * (ad.goal == SALES)
+        + CONVERSION_TIER * user.attributes[:, TIER]
+        + CONVERSION_PRICE * (np.log(world.taste.price[ad.category]) - 3)
+        + ad.trust
+    )
+    return OutcomeProbabilities(sigmoid(click), sigmoid(long_view), sigmoid(conversion))
+
+
+def ground_truth(
+    world: World, impressions: Impressions, probabilities: OutcomeProbabilities
+) -> GroundTruth:
+    """The predictions of a perfect model for the impressions."""
+    p_in_window = delay_cdf(ATTRIBUTION_WINDOW_MS)
+    conversion = probabilities.click * probabilities.conversion_given_click * p_in_window
+    by_goal = np.stack([probabilities.long_view, probabilities.click, conversion])
+    goal = world.ads.goal[impressions.ad]
+    return GroundTruth(
+        impression=impressions.impression,
+        event_time=impressions.time_ms,
+        p_click=probabilities.click,
+        p_long_view=probabilities.long_view,
+        p_conversion=conversion,
+        expected_value=world.ads.bid[impressions.ad] * by_goal[goal, np.arange(len(impressions))],
+    )
+
+
+def delay_cdf(delay_ms: float) -> float:
+    """Probability of a conversion within a delay: exponential, truncated at MAX_DELAY_MS."""
+    return float(np.expm1(-delay_ms / MEAN_DELAY_MS) / np.expm1(-MAX_DELAY_MS / MEAN_DELAY_MS))
+
+
+def draw_delays(count: int, rng: np.random.Generator) -> Ints:
+    """(count,) delays from click to conversion in ms, at least 1: the inverse of `delay_cdf`."""
+    truncation = np.expm1(-MAX_DELAY_MS / MEAN_DELAY_MS)
+    delay_ms = -MEAN_DELAY_MS * np.log1p(rng.random(count) * truncation)
+    return cast(Ints, np.ceil(delay_ms).astype(np.int64))

@@ -8,6 +8,7 @@ from typing import cast
 
 import numpy as np
 
+from etl.simulator.ads import OutcomeProbabilities, draw_delays
 from etl.simulator.arrays import (
     Bools,
     Events,
@@ -17,7 +18,6 @@ from etl.simulator.arrays import (
     draw_from_probabilities,
 )
 from etl.simulator.config import SECOND_MS, EventType
-from etl.simulator.outcomes import OutcomeProbabilities, draw_delays
 from etl.simulator.sessions import Sessions, Steps
 from etl.simulator.world import World
 

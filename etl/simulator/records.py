@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from etl.simulator.ads import GroundTruth
 from etl.simulator.arrays import MISSING, Events, Ints
 from etl.simulator.config import (
     AGE_BANDS,
@@ -24,9 +25,7 @@ from etl.simulator.config import (
     EventType,
     SimulatorConfig,
 )
-from etl.simulator.items import Ads, Items
-from etl.simulator.outcomes import GroundTruth
-from etl.simulator.users import AGE_BAND, COUNTRY, TIER, Users
+from etl.simulator.entities import AGE_BAND, COUNTRY, TIER, Ads, Items, Users
 
 GZIP_LEVEL = 1
 

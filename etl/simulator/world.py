@@ -16,8 +16,15 @@ import numpy as np
 
 from etl.simulator.arrays import Floats, Ints, sample_without_replacement
 from etl.simulator.config import RandomStream, SimulatorConfig
-from etl.simulator.items import Ads, Items, draw_ads, draw_posts
-from etl.simulator.users import MIN_CYCLE_DAYS, TasteSpace, Users
+from etl.simulator.entities import (
+    MIN_CYCLE_DAYS,
+    Ads,
+    Items,
+    TasteSpace,
+    Users,
+    draw_ads,
+    draw_posts,
+)
 
 CYCLES_PER_USER = 6  # cyclic categories of each user
 CYCLE_AFFINITY_WEIGHT = 3.0  # how much cyclic categories depend on the affinity with them

@@ -18,8 +18,17 @@ from etl.errors import UserError
 from etl.spec.attributes import Attributes
 from etl.spec.base import CategoryName, Name, ObjectiveName, StrictModel
 from etl.spec.effects import KeyPath, effect_of, flatten_keys
-from etl.spec.objectives import AuctionSpec, AuctionTerms, Objective, Touchpoint
-from etl.spec.sections import CounterSpec, EventType, HistoryRetention, SequenceSpec, Surface
+from etl.spec.sections import (
+    AuctionSpec,
+    AuctionTerms,
+    CounterSpec,
+    EventType,
+    HistoryRetention,
+    Objective,
+    SequenceSpec,
+    Surface,
+    Touchpoint,
+)
 from etl.spec.sources import AttributeSource, EventLogSource, ImpressionLogSource, Source, Sources
 from etl.spec.units import DAY, Duration, format_duration
 

@@ -1,11 +1,19 @@
-"""Small sections of the spec: surfaces, event types, sequences, counters and histories."""
+"""Sections of the spec: surfaces, events, sequences, counters, histories, objectives, auction."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
-from etl.spec.base import EventName, KeyName, StrictModel
-from etl.spec.units import DAY, Duration
+from etl.spec.base import (
+    CategoryName,
+    EventName,
+    KeyName,
+    ObjectiveName,
+    StrictModel,
+    SurfaceName,
+    declared_in,
+)
+from etl.spec.units import DAY, Duration, format_duration
 
 
 class Surface(StrictModel):
@@ -51,3 +59,89 @@ class HistoryRetention(StrictModel):
     """How many of the latest events of a user are kept."""
     max_age: Duration = 400 * DAY
     """Maximum age of the events that are kept, at the end of the compacted days."""
+
+
+class Touchpoint(StrictModel):
+    """A type of event to which later outcomes of the same user are attributed."""
+
+    touch: EventName
+    """Type of the event that the outcome is attributed to."""
+    window: Duration | None = None
+    """How long after the touch an outcome may follow; by default any time."""
+    key: Annotated[str, declared_in("attribution keys")] = "item"
+    """What touch and outcome must share besides the user: `item`, or an attribute of the item."""
+    same_surface: bool = False
+    """Whether touch and outcome must be on the same surface."""
+
+
+class Objective(StrictModel):
+    """A label of each impression: whether an event follows it within a window.
+
+    Outcomes that name no impression are attributed to the latest touch of the first touchpoint of
+    `attribution` that has one.
+    """
+
+    event: EventName
+    """Type of the event that makes the label 1."""
+    window: Duration
+    """How long after the impression the event may follow."""
+    extra_windows: tuple[Duration, ...] = ()
+    """Shorter windows, each with a label of its own, as of the close of that window."""
+    attribution: tuple[Touchpoint, ...] = ()
+    """Touchpoints, the preferred first; default: the latest impression of the same item."""
+    unknown_impression: Literal["drop", "last_touch"] = "drop"
+    """Whether outcomes that name an impression not in the logs are dropped or attributed."""
+    label_grace_period: Duration = 0
+    """How long after its window closes a label waits for late records before it is final."""
+    surfaces: tuple[SurfaceName, ...] | None = None
+    """Surfaces on which the objective is trained and served; default: all with ads."""
+    value: bool = False
+    """Whether the sum of the outcomes' values is a label, too."""
+
+    @field_validator("extra_windows")
+    @classmethod
+    def _check_extra_windows(
+        cls, windows: tuple[int, ...], info: ValidationInfo
+    ) -> tuple[int, ...]:
+        longest = info.data.get("window")
+        if longest and any(window >= longest for window in windows):
+            raise ValueError(f"extra windows must be shorter than {format_duration(longest)}")
+        return windows
+
+    @property
+    def label_maturity_seconds(self) -> int:
+        """Seconds from the impression until its label is final."""
+        return self.window + self.label_grace_period
+
+
+MAX_MONEY = 1e12  # a larger bid is an error of units; sums of expected values stay finite
+Money = Annotated[float, Field(ge=0, le=MAX_MONEY, allow_inf_nan=False)]
+SignedMoney = Annotated[float, Field(ge=-MAX_MONEY, le=MAX_MONEY, allow_inf_nan=False)]
+
+
+class AuctionTerms(StrictModel):
+    """The terms on which ads compete for a surface."""
+
+    reserve: Money = 0.0
+    """Minimum expected payment per impression for an ad to take part."""
+    quality_objective: ObjectiveName | None = None
+    """Objective whose probability `min_quality` bounds; by default there is no bound."""
+    min_quality: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Minimum probability of `quality_objective` for an ad to take part."""
+    objective_values: dict[ObjectiveName, SignedMoney] = {}
+    """Value of an event of an objective to the surface, in addition to the campaign's payment."""
+
+
+class AuctionSpec(StrictModel):
+    """What campaigns bid, for which objective they pay, and on which terms ads compete."""
+
+    bid: str
+    """Raw column of items with the bid of the campaign, per event that it pays for."""
+    goal: str
+    """Raw column of items with the goal of the campaign."""
+    advertiser: CategoryName | None = None
+    """Item attribute of the advertiser, whose ads do not price each other; default: one per ad."""
+    goal_objectives: dict[str, ObjectiveName]
+    """The objective that campaigns of each goal pay for, by the value of the column `goal`."""
+    terms: dict[SurfaceName, AuctionTerms] = {}
+    """Terms by surface; default: no reserve, no bound on quality, no value to the surface."""

@@ -1,4 +1,4 @@
-"""Durations (`30m`, `1h`, `7d`), units of time, and ranges of days (`2026-01-01:2026-01-08`)."""
+"""Durations (`30m`), units of time, ranges of days, and the split of days for training."""
 
 import re
 from collections.abc import Iterator
@@ -6,6 +6,8 @@ from datetime import date, timedelta
 from typing import Annotated
 
 from pydantic import BeforeValidator, PlainSerializer
+
+from etl.spec.base import StrictModel
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 DAY = SECONDS["d"]
@@ -46,3 +48,18 @@ def date_range(first: date, last: date) -> Iterator[date]:
     """Every day from first to last, both included."""
     for offset in range((last - first).days + 1):
         yield first + timedelta(days=offset)
+
+
+class DaySplit(StrictModel):
+    """Days for training, then one for calibration, then those for testing.
+
+    Labels are taken as they are known at the end of `data_until`, the last day with logs, so that
+    labels of the test days can mature. `calibration` is None where nothing is calibrated.
+    """
+
+    train_first: date
+    train_last: date
+    calibration: date | None
+    test_first: date
+    test_last: date
+    data_until: date

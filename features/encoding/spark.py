@@ -3,7 +3,7 @@
 from pyspark.sql import Column
 from pyspark.sql import functions as F
 
-from etl.local_time import to_local_seconds
+from etl.ingest.timestamps import to_local_seconds
 from etl.spec.attributes import (
     CategoricalAttribute,
     LocalTimeAttribute,

@@ -8,15 +8,15 @@ import pyarrow as pa
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from etl.local_time import local_date
+from etl.ingest.timestamps import local_date
 from etl.spec.units import MICROS
 from etl.tables import schemas, spark_io
 from etl.tables.lake import Lake
 from features.history.codec import delta_encode, quantize_dwell, split_byte_planes
 from features.history.compact import assert_not_compacted
-from features.horizon import max_visibility_delay_days
 from features.items import item_index_or_hash_bucket
 from features.ragged import regroup_batches, run_starts
+from features.schema import max_visibility_delay_days
 
 PACKED_SCHEMA = ", ".join(
     (

@@ -19,8 +19,8 @@ from features.history.codec import (
     delta_encode,
     split_byte_planes,
 )
-from features.horizon import counter_horizon_days
 from features.ragged import concat_ranges, regroup_batches, run_starts
+from features.schema import counter_horizon_days
 
 EVENTS_PER_CHUNK = 1024  # events of a compacted row
 COMPACTED_SCHEMA = ", ".join(

@@ -21,7 +21,7 @@ from features.schema import ITEM_TABLE
 from ranking.student.config import DistillationConfig, SharedModule
 from ranking.student.model import TrainedStudent
 from training.data.reader import ExampleReader
-from training.distributed.sparse import local_shards
+from training.distributed.sharding import local_shards
 from training.trainer.state import TrainState
 
 RESIZABLE_LAYERS = (

@@ -24,10 +24,9 @@ from ranking.inputs.arrays import ItemFeatures, TeacherHistoryFeatures
 from ranking.inputs.from_tables import InputBuilder
 from ranking.inputs.recency_features import RecencyFeatures
 from ranking.student.config import InputLimits
-from training.data.batch import Batch
+from training.data.batch import Batch, Shuffle
 from training.data.label_window import ALL_LABELS
 from training.data.reader import ExampleReader
-from training.data.sampling import Shuffle
 from training.teacher.embeddings import TeacherEmbeddings, load_teacher_embeddings
 
 Row = Mapping[str, Any]

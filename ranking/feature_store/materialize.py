@@ -25,7 +25,7 @@ from etl.tables.table_schema import TableSchema
 from etl.tables.uri import local_cache_path
 from features.encoding.scalar import spark_xxhash64
 from features.history.codec import quantize_dwell
-from features.horizon import counter_input_days
+from features.schema import counter_input_days
 from ranking.feature_store.counters import COUNTER_LEVELS, KeyValuePairs
 from ranking.feature_store.ingest import AttributeVersion, upsert_attributes
 from ranking.feature_store.items import (

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.stats import bootstrap
 
-from training.evaluation.bootstrap import ConfidenceInterval
+from training.evaluation.predictions import ConfidenceInterval
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -37,10 +37,9 @@ from ranking.registry.ranker import Ranker, live_version, load_ranker, validate_
 from ranking.scoring.auction import EXCLUDED_RANK, Auction
 from ranking.scoring.bids import BidTable, load_bids
 from ranking.scoring.scorer import SCORE_ROWS, input_builder
-from training.data.batch import Batch
+from training.data.batch import Batch, Shuffle
 from training.data.label_window import LabelWindow
-from training.data.sampling import Shuffle
-from training.evaluation.bootstrap import ConfidenceInterval
+from training.evaluation.predictions import ConfidenceInterval
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

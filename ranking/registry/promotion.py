@@ -1,20 +1,23 @@
 """The promotion gate: a new ranker goes live only if it is calibrated and better than the live one.
 
 Both are loaded from their folders and evaluated on the latest days on which all labels are final.
+
+The latest promotion decision of each surface, kept in the lake for the report.
 """
 
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 
 from etl.errors import UserError
 from etl.spec.base import StrictModel
-from etl.spec.day_split import DaySplit
-from etl.spec.units import date_range
+from etl.spec.units import DaySplit, date_range
+from etl.tables import atomic_io
 from etl.tables.lake import Lake
 from etl.tables.pointer import remove_unreferenced_versions
-from ranking.registry.decisions import PromotionRecord, write_promotion_record
+from etl.tables.uri import StoragePath, read_text_if_exists
 from ranking.registry.ranker import (
     Ranker,
     latest_trained_pointer,
@@ -26,15 +29,15 @@ from ranking.registry.ranker import (
 )
 from ranking.scoring.calibration import logit
 from ranking.scoring.scorer import SCORE_ROWS, input_builder
-from training.data.batch import Batch
+from training.data.batch import Batch, Shuffle
 from training.data.label_window import LabelWindow
-from training.data.sampling import Shuffle
-from training.evaluation.bootstrap import (
+from training.evaluation.predictions import (
     ConfidenceInterval,
+    Predictions,
     calibration_interval,
     paired_ne_difference,
+    predict,
 )
-from training.evaluation.predictions import Predictions, predict
 
 MIN_POSITIVES = 10  # minimum positives and negatives to evaluate an objective
 
@@ -170,3 +173,29 @@ def _is_calibrated(ratio: ConfidenceInterval, tolerance: float) -> bool:
     """Whether the interval of a ratio overlaps with the tolerated one."""
     is_within = ratio.low <= 1 + tolerance and ratio.high >= 1 - tolerance
     return bool(np.isfinite(ratio.value)) and is_within
+
+
+class PromotionRecord(StrictModel):
+    """Whether a version was promoted when it was evaluated, and why."""
+
+    version: str
+    promoted: bool
+    reasons: tuple[str, ...]
+
+
+def write_promotion_record(lake: str, surface: str, record: PromotionRecord) -> None:
+    """Replace the record of a surface."""
+    atomic_io.write_text(_record_path(lake, surface), record.model_dump_json(indent=1) + "\n")
+
+
+def read_promotion_record(lake: str, surface: str) -> PromotionRecord | None:
+    """The record of a surface; None if no ranker was evaluated, or the record is damaged."""
+    text = read_text_if_exists(_record_path(lake, surface))
+    try:
+        return None if text is None else PromotionRecord.model_validate_json(text)
+    except ValidationError:
+        return None
+
+
+def _record_path(lake: str, surface: str) -> StoragePath:
+    return rankers_folder(lake, surface) / "promotion.json"

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from etl.errors import UserError
-from etl.spec.day_split import DaySplit
+from etl.spec.units import DaySplit
 from etl.tables import atomic_io, step_state
 from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath, resolve_uri

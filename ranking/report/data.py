@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from etl.spec.day_split import DaySplit
+from etl.spec.units import DaySplit
 from etl.tables import arrow, schemas
 from etl.tables.atomic_io import download
 from etl.tables.lake import Lake

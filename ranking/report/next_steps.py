@@ -7,11 +7,9 @@ import numpy as np
 
 from etl.errors import UserError
 from etl.tables.lake import Lake
-from ranking.registry.decisions import PromotionRecord, read_promotion_record
-from ranking.registry.promotion import MIN_POSITIVES
+from ranking.registry.promotion import MIN_POSITIVES, PromotionRecord, read_promotion_record
 from ranking.registry.ranker import latest_trained_pointer, live_pointer
-from training.evaluation.bootstrap import ConfidenceInterval, calibration_interval
-from training.evaluation.predictions import Predictions
+from training.evaluation.predictions import ConfidenceInterval, Predictions, calibration_interval
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from etl.errors import UserError
 from etl.spec.model import DataSpec
-from etl.spec.objectives import MAX_MONEY
+from etl.spec.sections import MAX_MONEY
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -15,10 +15,9 @@ from ranking.inputs.from_tables import InputBuilder, load_teacher_history
 from ranking.registry.ranker import Ranker
 from ranking.scoring.auction import EXCLUDED_RANK, Auction
 from ranking.scoring.bids import BidTable, load_bids
-from training.data.batch import Batch
+from training.data.batch import Batch, Shuffle
 from training.data.label_window import ALL_LABELS
 from training.data.reader import INPUT_TABLES, ExampleReader
-from training.data.sampling import Shuffle
 
 SCORE_ROWS = 2048
 

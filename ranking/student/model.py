@@ -36,10 +36,14 @@ from ranking.student.history import (
 )
 from training.data.batch import Batch
 from training.data.reader import ExampleReader
-from training.model.embeddings import EmbeddingTables, TorchEmbeddingTables, table_sizes
+from training.model.embeddings import (
+    EmbeddingTables,
+    RunningStandardizer,
+    TorchEmbeddingTables,
+    table_sizes,
+)
 from training.model.history.events import EventTokenizer
-from training.model.history.recency import RecencyEmbedding
-from training.model.numeric import RunningStandardizer
+from training.model.history.search import RecencyEmbedding
 from training.teacher.embeddings import TeacherEmbeddings
 
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.studies.ablation import CHANGES
-from benchmarks.studies.agreement import kendall_tau_interval
+from benchmarks.studies.ablation import CHANGES, kendall_tau_interval
 from benchmarks.studies.scaling import (
     ARCHITECTURES,
     WIDTH_MULTIPLIERS,
@@ -17,7 +16,7 @@ from benchmarks.studies.scaling import (
     ne_over_surfaces,
 )
 from benchmarks.studies.trials import TrialRunner
-from etl.spec.day_split import DaySplit
+from etl.spec.units import DaySplit
 from etl.tables.lake import Lake
 from features.schema import feature_schema
 from gemline import main
@@ -26,8 +25,7 @@ from ranking.report.study import StudyResult, load_studies
 from tests.conftest import FIRST, LAST
 from tests.world import link_tables
 from training.config import TrainConfig
-from training.evaluation.bootstrap import paired_ne_difference
-from training.evaluation.predictions import Predictions
+from training.evaluation.predictions import Predictions, paired_ne_difference
 from training.model.config import SCALES, Scale
 from training.model.gem import Gem
 from training.trainer.step import Loss, negative_sampling

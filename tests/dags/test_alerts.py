@@ -6,14 +6,14 @@ from datetime import date
 
 import pytest
 
-from dags.orchestration import alerts
+from dags.orchestration import runs
 from dags.orchestration.runs import PipelineRun
 
 TEXT = "reels of 2026-01-02 did not arrive"
 
 
 def test_an_alert_is_posted_as_json(posted_alerts: list[dict[str, str]]) -> None:
-    alerts.send_alert(TEXT)
+    runs.send_alert(TEXT)
     assert posted_alerts == [{"text": TEXT}]
 
 
@@ -21,9 +21,9 @@ def test_a_run_without_a_source_or_with_changed_files_is_reported(
     posted_alerts: list[dict[str, str]],
 ) -> None:
     first, second = date(2026, 1, 1), date(2026, 1, 2)
-    alerts.send_run_alerts("shop", PipelineRun(first=second, new_from=second, last=second))
+    runs.send_run_alerts("shop", PipelineRun(first=second, new_from=second, last=second))
     assert not posted_alerts
-    alerts.send_run_alerts(
+    runs.send_run_alerts(
         "shop",
         PipelineRun(
             first=first, new_from=second, last=second, missing_sources={second: ("reels",)}
@@ -40,7 +40,7 @@ def test_an_alert_that_cannot_be_posted_is_logged(
     url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("GEMLINE_ALERTS", url)
-    alerts.send_alert(TEXT)
+    runs.send_alert(TEXT)
     assert TEXT in caplog.text and "GEMLINE_ALERTS" in caplog.text
 
 
@@ -57,5 +57,5 @@ def test_a_response_that_is_not_http_is_logged(
 
         threading.Thread(target=respond, daemon=True).start()
         monkeypatch.setenv("GEMLINE_ALERTS", f"http://127.0.0.1:{server.getsockname()[1]}")
-        alerts.send_alert(TEXT)
+        runs.send_alert(TEXT)
     assert "GEMLINE_ALERTS" in caplog.text

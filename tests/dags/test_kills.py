@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dags.pipeline import PipelinePaths, Step, data_steps, latest_mature_split, pipeline_steps
-from dags.state import input_fingerprint
+from dags.runner import input_fingerprint
 from etl.tables import step_state
 from etl.tables.lake import Lake
 from gemline import main

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from dags.pipeline import PipelinePaths, Step, latest_mature_split, pipeline_steps
-from dags.runner import pending_steps
-from dags.state import input_fingerprint, is_up_to_date, raw_file_stats
+from dags.runner import input_fingerprint, is_up_to_date, pending_steps, raw_file_stats
 from etl.cli.runner import DayArgs
 from etl.errors import UserError
 from etl.spec import DataSpec, load_spec
-from etl.spec.day_split import DaySplit
+from etl.spec.units import DaySplit
 from etl.tables import step_state
 from tests.cli import parse_command
 from tests.conftest import ROOT

@@ -9,8 +9,7 @@ import pytest
 import yaml
 
 from dags.pipeline import PipelinePaths, data_steps, latest_mature_split, pipeline_steps
-from dags.runner import pending_steps
-from dags.state import input_fingerprint
+from dags.runner import input_fingerprint, pending_steps
 from etl.errors import UserError
 from etl.spec import load_spec
 from etl.tables import step_state

@@ -7,9 +7,9 @@ import pyarrow as pa
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 
-from etl.labels.attribution import attribute_outcomes, outcomes_without_impression
+from etl.labels import attribute_outcomes, outcomes_without_impression
 from etl.spec import DataSpec
-from etl.spec.objectives import Objective, Touchpoint
+from etl.spec.sections import Objective, Touchpoint
 from etl.tables import schemas
 from etl.tables.lake import Lake, arrow_schema
 

@@ -8,7 +8,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 from etl.event_time import compute_visible_ts, day_end_sql, day_start_sql, visible_ts_sql
-from etl.local_time import local_date
+from etl.ingest.timestamps import local_date
 from etl.spec import DataSpec
 from etl.spec.units import MICROS, date_range
 

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from etl.ingest.run import ingest
-from etl.labels.impressions import label_impressions
+from etl.labels import label_impressions
 from etl.spec import load_spec
 from etl.tables.lake import Lake
 from tests.conftest import ROOT

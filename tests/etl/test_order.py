@@ -14,7 +14,7 @@ from pyspark.sql import SparkSession
 from etl.attributes import load_attributes
 from etl.errors import UserError
 from etl.ingest.run import ingest
-from etl.labels.impressions import label_impressions
+from etl.labels import label_impressions
 from etl.spec import load_spec
 from etl.tables import schemas, spark_io
 from etl.tables.lake import Lake, arrow_schema, create_table

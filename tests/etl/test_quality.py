@@ -11,8 +11,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 from etl.errors import UserError
-from etl.ingest.filters import exclude_events
-from etl.ingest.run import ingest
+from etl.ingest.run import exclude_events, ingest
 from etl.tables.lake import Lake
 from tests.pipeline import rows
 

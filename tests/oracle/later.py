@@ -9,10 +9,9 @@ import numpy.typing as npt
 from etl.tables.lake import Lake
 from tests.oracle.disorder import BRANDS
 from tests.oracle.log import Record, visible_ts
-from training.data.batch import Batch
+from training.data.batch import Batch, Shuffle
 from training.data.label_window import ALL_LABELS
 from training.data.reader import ExampleReader
-from training.data.sampling import Shuffle
 
 Strings = npt.NDArray[np.object_]
 

@@ -25,10 +25,9 @@ from ranking.student.config import StudentConfig
 from ranking.student.model import TrainedStudent, new_student
 from tests.conftest import LAST
 from tests.ranking.served import ITEMS, advertised
-from training.data.batch import Batch
+from training.data.batch import Batch, Shuffle
 from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
-from training.data.sampling import Shuffle
 from training.teacher.embeddings import TeacherEmbeddings
 
 SMALL = StudentConfig(

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from etl.errors import UserError
 from etl.spec import DataSpec
-from etl.spec.objectives import MAX_MONEY, AuctionTerms
+from etl.spec.sections import MAX_MONEY, AuctionTerms
 from ranking.scoring.auction import (
     EXCLUDED_RANK,
     NO_ADVERTISER,

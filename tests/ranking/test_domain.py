@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from benchmarks.studies.trials import symlinked_lake
 from etl.errors import UserError
-from etl.spec.day_split import DaySplit
+from etl.spec.units import DaySplit
 from etl.tables.lake import Lake
 from ranking.distillation import warm_start
 from ranking.student.config import (

@@ -11,7 +11,7 @@ from scipy.special import expit, logit
 from sklearn.metrics import ndcg_score
 
 from etl.errors import UserError
-from etl.simulator.outcomes import CLICK_POSITION, LONG_VIEW_POSITION
+from etl.simulator.ads import CLICK_POSITION, LONG_VIEW_POSITION
 from etl.tables.lake import Lake
 from ranking.off_policy.estimators import (
     RankingPair,

@@ -11,7 +11,7 @@ from scipy.special import expit
 
 from etl.errors import UserError
 from etl.spec import DataSpec
-from etl.spec.day_split import DaySplit
+from etl.spec.units import DaySplit
 from etl.tables.atomic_io import local_path
 from etl.tables.lake import Lake
 from gemline import main
@@ -33,8 +33,8 @@ from ranking.registry.ranker import (
 from ranking.scoring.scorer import input_builder
 from tests.conftest import LAST
 from tests.world import link_tables
+from training.data.batch import Shuffle
 from training.data.label_window import LabelWindow
-from training.data.sampling import Shuffle
 from training.evaluation.predictions import Predictions
 
 ROWS = 20_000

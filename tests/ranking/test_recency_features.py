@@ -14,7 +14,7 @@ from features.recency import (
     recency_of,
 )
 from ranking.inputs.recency_features import recency_features
-from training.model.history import recency as torch_recency
+from training.model.history import search as torch_recency
 from training.model.history.events import age_bucket
 from training.model.history.search import match_by_attribute
 

@@ -13,9 +13,9 @@ import pytest
 from sklearn.metrics import log_loss
 
 from etl.errors import UserError
-from etl.spec.day_split import DaySplit
+from etl.spec.units import DaySplit
 from etl.tables.lake import Lake
-from ranking.registry.decisions import PromotionRecord, write_promotion_record
+from ranking.registry.promotion import PromotionRecord, write_promotion_record
 from ranking.registry.ranker import latest_trained_pointer, live_pointer
 from ranking.report.build import build_report
 from ranking.report.data import compare_models
@@ -30,8 +30,7 @@ from ranking.report.study import StudyResult
 from tests import pipeline
 from tests.conftest import FIRST, LAST
 from tests.world import link_tables
-from training.evaluation.bootstrap import ConfidenceInterval
-from training.evaluation.predictions import Predictions, evaluation_path
+from training.evaluation.predictions import ConfidenceInterval, Predictions, evaluation_path
 
 SPLIT = DaySplit(
     train_first=FIRST, train_last=FIRST, calibration=None, test_first=LAST, test_last=LAST,

@@ -17,9 +17,10 @@ from ranking.distillation.losses import (
     DistillationLoss,
     GradientBalancer,
     TeacherAdapter,
+    TeacherLogits,
+    TeacherPredictions,
     distillation_loss,
 )
-from ranking.distillation.teacher import TeacherLogits, TeacherPredictions
 from ranking.distillation.warm_start import copy_gem_modules
 from ranking.inputs.arrays import declared_axes, from_named_arrays, named_arrays, pad_last
 from ranking.registry.export import INPUT_AXES, trace_programs
@@ -28,16 +29,14 @@ from ranking.student.model import TrainedStudent, UserState, new_student
 from tests.conftest import LAST
 from tests.ranking.conftest import SMALL, batch_of
 from training.config import TrainConfig
-from training.data.batch import Batch
+from training.data.batch import Batch, Shuffle
 from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
-from training.data.sampling import Shuffle
 from training.distributed.process_group import process_group
-from training.distributed.sparse import local_shards
+from training.distributed.sharding import local_shards
 from training.model.config import SCALES, GemOptions
 from training.teacher.embeddings import TeacherEmbeddings
-from training.trainer.manifest import Manifest
-from training.trainer.state import TrainState, build_train_state
+from training.trainer.state import Manifest, TrainState, build_train_state
 
 OBJECTIVES = 3
 

@@ -4,10 +4,9 @@ import pytest
 
 from etl.tables.lake import Lake
 from tests.conftest import LAST
-from training.data.batch import Batch
+from training.data.batch import Batch, Shuffle
 from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
-from training.data.sampling import Shuffle
 
 
 def all_labels(reader: ExampleReader) -> LabelWindow:

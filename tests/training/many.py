@@ -20,13 +20,17 @@ from etl.tables.lake import Lake
 from features.schema import USER_TABLE, FeatureSchema
 from tests.conftest import FIRST, LAST
 from training.config import TrainConfig
-from training.data.batch import Batch
+from training.data.batch import Batch, Shuffle
 from training.data.label_window import LabelWindow
-from training.data.sampling import Shuffle
 from training.distributed.communication import CommunicationCounter, LookupCounter
-from training.distributed.dense import parallelize
 from training.distributed.process_group import build_mesh
-from training.distributed.sparse import ReplicaSync, TorchrecTables, local_shards, shard_tables
+from training.distributed.sharding import (
+    ReplicaSync,
+    TorchrecTables,
+    local_shards,
+    parallelize,
+    shard_tables,
+)
 from training.model.config import SCALES
 from training.model.embeddings import ItemRowMap, table_sizes
 from training.model.gem import Gem

@@ -6,10 +6,10 @@ import pyarrow as pa
 from etl.spec.units import date_range
 from tests.conftest import FIRST, LAST
 from tests.training.conftest import all_labels
+from training.data.batch import Shuffle
 from training.data.label_window import LabelWindow
 from training.data.partition import hash_ids
 from training.data.reader import ExampleReader
-from training.data.sampling import Shuffle
 
 
 def test_batches_hold_each_row_with_final_labels_once_and_resume_anywhere(

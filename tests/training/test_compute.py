@@ -8,10 +8,9 @@ import torch
 from etl.tables.lake import Lake
 from tests.conftest import LAST
 from training.config import ComputeConfig
-from training.data.batch import Batch
+from training.data.batch import Batch, Shuffle
 from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
-from training.data.sampling import Shuffle
 from training.model.config import SCALES, GemConfig, SequenceOptions
 from training.model.embeddings import (
     TorchEmbeddingTables,

@@ -34,14 +34,13 @@ from tests.training.many import run, some_batches
 from training.config import ParallelismConfig, TrainConfig
 from training.data.batch import Batch
 from training.distributed.process_group import process_group
-from training.distributed.sparse import local_shards
+from training.distributed.sharding import local_shards
 from training.model.embeddings import table_sizes
 from training.trainer import checkpoint
 from training.trainer.async_checkpoint import AsyncCheckpointer
-from training.trainer.manifest import Manifest
 from training.trainer.nan_guard import non_finite_loss_error
 from training.trainer.resume import DayBatches
-from training.trainer.state import TrainState, build_train_state
+from training.trainer.state import Manifest, TrainState, build_train_state
 from training.trainer.step import Loss, NonFiniteLossError, train_step
 from training.trainer.trainer import load_train_state
 

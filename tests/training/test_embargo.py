@@ -8,8 +8,7 @@ import numpy as np
 import pyarrow.compute as pc
 import pytest
 
-from etl.spec.day_split import DaySplit
-from etl.spec.units import MICROS, date_range
+from etl.spec.units import MICROS, DaySplit, date_range
 from etl.tables import arrow, schemas
 from etl.tables.lake import Lake
 from tests.conftest import FIRST, LAST

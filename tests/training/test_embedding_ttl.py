@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from features.schema import ITEM_TABLE, USER_TABLE
 from training.distributed.process_group import build_mesh, process_group
-from training.distributed.sparse import (
+from training.distributed.sharding import (
     TorchrecTables,
     reset_rows,
     rowwise_adagrad_params,

@@ -7,18 +7,23 @@ from features.recency import NO_EVENT_AGE, PHASE_BUCKETS
 from features.schema import USER_TABLE
 from training.data.batch import Batch
 from training.data.reader import ExampleReader
-from training.distributed.sparse import TorchrecTables
+from training.distributed.sharding import TorchrecTables
 from training.model.embeddings import (
     GroupedFeatureRows,
     ItemRowMap,
+    NumericEmbedding,
+    RunningStandardizer,
     TorchEmbeddingTables,
     item_row_map_up_to,
     lookup_embeddings,
     table_sizes,
 )
-from training.model.history.recency import RecencyEmbedding, phase_bucket, recency_features
-from training.model.history.search import match_by_attribute
-from training.model.numeric import NumericEmbedding, RunningStandardizer
+from training.model.history.search import (
+    RecencyEmbedding,
+    match_by_attribute,
+    phase_bucket,
+    recency_features,
+)
 
 USERS = 64
 DAY = 86_400

@@ -22,10 +22,9 @@ from features.schema import ITEM_TABLE, USER_TABLE
 from gemline import main
 from tests.conftest import FIRST, GEM_FLAGS, LAST
 from training.config import TrainConfig
-from training.data.batch import Batch
+from training.data.batch import Batch, Shuffle
 from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
-from training.data.sampling import Shuffle
 from training.distributed.process_group import process_group
 from training.model.embeddings import table_sizes
 from training.trainer import checkpoint
@@ -229,7 +228,7 @@ def test_a_day_does_not_continue_a_model_of_other_sizes(
 
 
 def test_the_teacher_of_a_day_was_not_trained_on_it(own_gem_lake: Lake) -> None:
-    from ranking.distillation.teacher import TeacherPredictions
+    from ranking.distillation.losses import TeacherPredictions
 
     schema = schemas.teacher_predictions(own_gem_lake.spec)
     rows = arrow.snapshot(own_gem_lake, schema).read()

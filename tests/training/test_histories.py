@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etl.errors import UserError
-from features.as_of import count_visible
 from features.history.codec import UserEvents
+from features.ragged import count_visible
 from training.data.histories import UserHistories
 
 SECONDS = st.lists(st.integers(0, 50), min_size=1, max_size=12).map(sorted)

@@ -10,9 +10,8 @@ import torch
 from etl.errors import UserError
 from tests.conftest import LAST
 from tests.training.conftest import all_labels
-from training.data.batch import Batch
+from training.data.batch import Batch, Shuffle
 from training.data.reader import ExampleReader
-from training.data.sampling import Shuffle
 from training.model.config import SCALES, SequenceOptions
 from training.model.embeddings import (
     TorchEmbeddingTables,

@@ -13,11 +13,16 @@ from hypothesis import strategies as st
 
 from etl.errors import UserError
 from training.config import TrainConfig
-from training.data.batch import Batch
-from training.data.sampling import NegativeSampling
+from training.data.batch import Batch, NegativeSampling
 from training.model.gem import GemOutput
-from training.model.heads import EsmmChain, ZilnDistribution, ZilnValueHead, joint_logit
-from training.model.sequence.next_action import NextActionLoss, sample_followed_events
+from training.model.heads import (
+    EsmmChain,
+    NextActionLoss,
+    ZilnDistribution,
+    ZilnValueHead,
+    joint_logit,
+    sample_followed_events,
+)
 from training.model.sequence.pyramid import EncodedEvents
 from training.trainer.step import Loss
 

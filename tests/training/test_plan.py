@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from etl.errors import UserError
 from gemline import main
 from tests.conftest import ROOT
+from training.plan.command import plan_table
 from training.plan.cost_model import (
     SCHEMES,
     Scenario,
@@ -21,7 +22,6 @@ from training.plan.cost_model import (
     ring_all_reduce_seconds,
     table_bytes_per_gpu,
 )
-from training.plan.table import plan_table
 
 PAPER = ROOT / "conf" / "plans" / "exfm.yaml"
 # Examples per second in 2508.03854.

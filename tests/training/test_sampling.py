@@ -5,7 +5,7 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.data.sampling import MAX_BATCH_EVENTS, Shuffle, balance_by_cost, split_by_cost
+from training.data.batch import MAX_BATCH_EVENTS, Shuffle, balance_by_cost, split_by_cost
 
 SEEDS = st.integers(0, 2**32 - 1)
 Int64 = npt.NDArray[np.int64]

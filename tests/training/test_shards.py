@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from etl.spec.units import date_range
 from etl.tables.lake import Lake
 from tests.conftest import FIRST, LAST
-from training.data.batch import batch_digest
+from training.data.batch import Shuffle, batch_digest
 from training.data.label_window import ALL_LABELS
 from training.data.reader import ExampleReader
-from training.data.sampling import Shuffle
 from training.data.shards import Epoch, RoundRobin, ShardDataset, read_epoch, round_robin_order
 
 LENGTHS = st.lists(st.integers(0, 8), max_size=5)

@@ -16,9 +16,9 @@ from etl.tables import arrow, schemas
 from etl.tables.lake import Lake
 from features.encoding.scalar import INT4_ZERO_POINT, dequantize_int4, quantize_int4
 from tests.conftest import FIRST, LAST
+from training.data.batch import Shuffle
 from training.data.label_window import ALL_LABELS
 from training.data.reader import ExampleReader
-from training.data.sampling import Shuffle
 from training.distributed.process_group import process_group
 from training.teacher.compressor import MATRYOSHKA_WIDTHS, EmbeddingCompressor, fit_compressor
 from training.teacher.embeddings import TeacherEmbeddings, load_teacher_embeddings

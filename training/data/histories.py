@@ -10,8 +10,8 @@ import pyarrow.compute as pc
 
 from etl.errors import UserError
 from etl.tables.arrow import Snapshot
-from features.as_of import is_pointer_valid
 from features.history.codec import BYTE_WIDTHS, UserEvents, decode_rows, delta_decode, plane_columns
+from features.ragged import is_pointer_valid
 
 Int64 = npt.NDArray[np.int64]
 # The columns of an event that a model reads, as one struct: slicing a history is then one copy.

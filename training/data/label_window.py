@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from etl.spec.day_split import DaySplit
 from etl.spec.model import DataSpec
+from etl.spec.units import DaySplit
 
 if TYPE_CHECKING:  # needs numpy, which is not installed where runs are only planned
     import numpy as np
     import numpy.typing as npt
 
-    from training.data.sampling import NegativeSampling
+    from training.data.batch import NegativeSampling
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,11 @@ from etl.tables.arrow import Snapshot, snapshot
 from etl.tables.lake import Lake
 from features.ragged import concat_ranges
 from features.schema import FeatureSchema, feature_schema
-from training.data.batch import Batch, History
+from training.data.batch import Batch, History, Shuffle
 from training.data.histories import UserHistories, load_histories
 from training.data.items import ItemTable, load_items
 from training.data.label_window import LabelWindow
 from training.data.partition import ExamplePartition, PartitionLoader
-from training.data.sampling import Shuffle
 
 Int64 = npt.NDArray[np.int64]
 INPUT_TABLES = ("examples", "impressions", "history", "items", "item_versions")

@@ -13,10 +13,9 @@ from typing import TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from training.data.batch import Batch
+from training.data.batch import Batch, Shuffle
 from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
-from training.data.sampling import Shuffle
 
 T = TypeVar("T")
 PREFETCH_BATCHES = 2  # batches that a worker reads ahead

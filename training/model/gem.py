@@ -14,7 +14,7 @@ from etl.errors import UserError
 from features.schema import ITEM_TABLE, USER_TABLE, FeatureSchema
 from training.data.batch import Batch
 from training.model.config import GemConfig
-from training.model.embeddings import EmbeddingVectors, GroupedFeatureRows
+from training.model.embeddings import EmbeddingVectors, GroupedFeatureRows, NumericEmbedding
 from training.model.heads import (
     DomainGate,
     EsmmChain,
@@ -26,7 +26,6 @@ from training.model.history.encoder import HistoryEncoder
 from training.model.history.events import TypeMeanSimilarity, TypeSimilarity
 from training.model.history.search import HistorySelection
 from training.model.interaction import build_interaction
-from training.model.numeric import NumericEmbedding
 
 NORM_EPS = 1e-2  # large, so that LayerNorm does not amplify barely trained rows
 

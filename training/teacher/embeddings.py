@@ -12,8 +12,8 @@ import pyarrow.compute as pc
 from etl.errors import UserError
 from etl.tables import arrow, schemas
 from etl.tables.lake import Lake
-from features.as_of import count_visible
 from features.encoding.scalar import Bytes
+from features.ragged import count_visible
 from features.schema import TEACHER_EMBEDDING_WIDTH
 
 Int64 = npt.NDArray[np.int64]

@@ -24,10 +24,9 @@ from etl.tables.lake import Lake, arrow_schema
 from etl.tables.table_schema import TableSchema
 from etl.tables.uri import StoragePath, list_matching, resolve_uri
 from features.encoding.scalar import quantize_int4
-from training.data.batch import Batch
+from training.data.batch import Batch, Shuffle
 from training.data.label_window import ALL_LABELS
 from training.data.reader import ExampleReader
-from training.data.sampling import Shuffle
 from training.model.gem import GemOutput
 from training.teacher.compressor import (
     EmbeddingCompressor,
@@ -36,8 +35,7 @@ from training.teacher.compressor import (
     save_compressor,
 )
 from training.trainer import checkpoint
-from training.trainer.manifest import Manifest
-from training.trainer.state import TrainState
+from training.trainer.state import Manifest, TrainState
 from training.trainer.trainer import load_train_state
 
 log = logging.getLogger(__name__)

@@ -22,8 +22,7 @@ from etl.signature import sign
 from etl.tables import atomic_io
 from etl.tables.uri import StoragePath
 from training.trainer.checkpoint import MANIFEST, SIGNATURE, sha256_of
-from training.trainer.manifest import Manifest
-from training.trainer.state import TrainState
+from training.trainer.state import Manifest, TrainState
 
 # Copies on this thread, before the next step changes the tensors.
 STAGING_OPTIONS = StagingOptions(False, False, False, False)

@@ -22,8 +22,7 @@ from etl.signature import SignatureError, verify_signature
 from etl.tables import atomic_io
 from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath, list_matching, read_text_if_exists, resolve_uri
-from training.trainer.manifest import Manifest
-from training.trainer.state import TrainState
+from training.trainer.state import Manifest, TrainState
 
 MANIFEST, SIGNATURE = "gem.json", "gem.json.sig"
 log = logging.getLogger(__name__)

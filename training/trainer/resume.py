@@ -18,13 +18,12 @@ from etl.spec.units import date_range
 from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath
 from training.config import TrainConfig
-from training.data.batch import Batch, batch_digest
+from training.data.batch import Batch, Shuffle, batch_digest
 from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
-from training.data.sampling import Shuffle
 from training.data.shards import Epoch, RoundRobin, read_epoch
 from training.trainer import checkpoint
-from training.trainer.manifest import Manifest
+from training.trainer.state import Manifest
 from training.trainer.step import negative_sampling
 
 

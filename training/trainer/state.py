@@ -1,11 +1,18 @@
-"""The state of a training run: GEM, its tables and optimizers, placed on the processes."""
+"""The state of a training run, and the manifest of its checkpoints.
 
+The state is GEM with its tables and optimizers, placed on the processes. The manifest is enough to
+rebuild the model and to detect incompatible use.
+"""
+
+import hashlib
 from dataclasses import dataclass
-from typing import Any
+from datetime import date
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from pydantic import Field
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -16,15 +23,17 @@ from torch.optim.swa_utils import AveragedModel
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardingType
 
+from etl.spec.base import StrictModel
 from etl.tables.lake import Lake
 from features.schema import USER_TABLE, FeatureSchema
 from training.config import SINGLE_PROCESS, ParallelismConfig, TrainConfig
+from training.data.batch import Batch, batch_digest
 from training.data.reader import ExampleReader
-from training.distributed.dense import parallelize
 from training.distributed.process_group import build_mesh
-from training.distributed.sparse import (
+from training.distributed.sharding import (
     ReplicaSync,
     TorchrecTables,
+    parallelize,
     rowwise_adagrad_params,
     shard_tables,
 )
@@ -32,8 +41,85 @@ from training.model.embeddings import ItemRowMap, table_sizes
 from training.model.gem import Gem
 from training.trainer.compute import apply_compute_config
 from training.trainer.embedding_ttl import LastAccess
-from training.trainer.manifest import Manifest
 from training.trainer.step import GemModel, ema_model
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+FileName = Annotated[str, Field(pattern=r"^[0-9A-Za-z_-]+\.safetensors$")]
+DIGESTED_BATCHES = 100  # number of batches per day whose digests are stored
+
+
+class Manifest(StrictModel):
+    """The configuration, training progress and files of a checkpoint.
+
+    Attributes:
+        num_shards: Shards that the day is split into: the number of processes that started it.
+        table_versions: Delta versions of the tables read for the day.
+        trained_until: The day in training, or the last one if `complete`.
+        batches: Steps on this day.
+        steps: Steps on all days.
+        rows: Examples of all steps.
+        consumed_batches: Batches of each shard of the day that were trained on.
+        first_batch_digests: SHA-256 of the first process's first batches of the day.
+        state_dir: Folder of the tensors, next to the manifest.
+        file_hashes: SHA-256 of each file in that folder.
+    """
+
+    spec_hash: str
+    similarity_attributes: tuple[str, ...]
+    event_types: tuple[str, ...]
+    training: TrainConfig
+    num_shards: int
+    table_versions: dict[str, int]
+    trained_from: date
+    trained_until: date
+    complete: bool
+    batches: int
+    steps: int
+    rows: int = 0
+    consumed_batches: tuple[int, ...] = ()
+    first_batch_digests: tuple[str, ...] = ()
+    state_dir: Annotated[str, Field(pattern=r"^[0-9a-f]*$")] = ""
+    file_hashes: dict[FileName, Sha256] = {}
+
+    @property
+    def fm_version(self) -> str:
+        """The version of this foundation model in the teacher prediction tables."""
+        settings = hashlib.sha256(self.training.model_dump_json().encode()).hexdigest()[:6]
+        return f"{self.trained_from:%Y%m%d}-{self.trained_until:%Y%m%d}-{settings}"
+
+    def after_step(self, batch: Batch, rows: int) -> "Manifest":
+        """The manifest after one more step on `rows` rows of all processes together."""
+        digests = self.first_batch_digests
+        if self.batches < DIGESTED_BATCHES:
+            digests = (*digests, batch_digest(batch))
+        return self.model_copy(
+            update={
+                "batches": self.batches + 1,
+                "steps": self.steps + 1,
+                "rows": self.rows + rows,
+                "first_batch_digests": digests,
+            }
+        )
+
+    def next_day(self, day: date, num_shards: int) -> "Manifest":
+        """The manifest of the same model before the first batch of a day."""
+        return self.model_copy(
+            update={
+                "trained_until": day,
+                "complete": False,
+                "num_shards": num_shards,
+                "batches": 0,
+                "consumed_batches": (),
+                "first_batch_digests": (),
+            }
+        )
+
+    def is_same_run(self, other: "Manifest") -> bool:
+        """Whether both belong to the same training run, possibly at different steps."""
+        progress = {"trained_until", "complete", "batches", "steps", "rows", "consumed_batches"}
+        progress |= {"first_batch_digests", "num_shards", "state_dir", "file_hashes"}
+        return self.model_dump(exclude=progress) == other.model_dump(exclude=progress)
+
 
 TABLE_WISE = (ShardingType.TABLE_WISE,)
 TABLE_AND_ROW_WISE = (*TABLE_WISE, ShardingType.ROW_WISE)

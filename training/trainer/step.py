@@ -18,8 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from etl.errors import UserError
 from training.config import TrainConfig
-from training.data.batch import Batch
-from training.data.sampling import NegativeSampling
+from training.data.batch import Batch, NegativeSampling
 from training.model.embeddings import EmbeddingTables, ItemRowMap, lookup_embeddings
 from training.model.gem import Gem, GemOutput
 

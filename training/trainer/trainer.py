@@ -14,18 +14,16 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from etl.errors import UserError
-from etl.spec.day_split import DaySplit
-from etl.spec.units import date_range
+from etl.spec.units import DaySplit, date_range
 from etl.tables import atomic_io
 from etl.tables.lake import Lake
 from training.config import SINGLE_PROCESS, ParallelismConfig, TrainConfig
-from training.data.batch import Batch
+from training.data.batch import Batch, Shuffle
 from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
-from training.data.sampling import Shuffle
 from training.data.shards import RoundRobin
 from training.distributed.process_group import synchronized_batches
-from training.distributed.sparse import reset_rows
+from training.distributed.sharding import reset_rows
 from training.evaluation.metrics import PrequentialMetrics
 from training.evaluation.predictions import Predictions, predict
 from training.model.gem import GemOutput

@@ -12,10 +12,9 @@ import pytest
 import yaml
 
 from etl.errors import UserError
-from etl.simulator.ads import CANDIDATES
+from etl.simulator.ads import ATTRIBUTION_WINDOW_MS, CANDIDATES, GroundTruth
 from etl.simulator.arrays import Events, Floats, Ints, sample_without_replacement
 from etl.simulator.config import DAY_MS, HOUR_MS, SimulatorConfig
-from etl.simulator.outcomes import ATTRIBUTION_WINDOW_MS, GroundTruth
 from etl.simulator.simulate import simulate, simulate_day
 from etl.simulator.world import NEED_LEAD_PERIODS, NEED_TAIL_PERIODS, SATIATION_PENALTY, World
 from tests.etl.simulator.simulated_logs import (

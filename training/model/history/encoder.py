@@ -14,16 +14,16 @@ from features.schema import ITEM_TABLE, FeatureSchema
 from training.data.batch import Batch, History
 from training.model.config import GemConfig
 from training.model.embeddings import EmbeddingVectors
+from training.model.heads import NextActionLoss, sample_followed_events
 from training.model.history.events import EventTokenizer, concat_item_vectors
-from training.model.history.recency import RecencyEmbedding
 from training.model.history.search import (
     EventFilter,
     HistorySelection,
     MatchedAttention,
+    RecencyEmbedding,
     select_history,
 )
 from training.model.sequence.interformer import InterFormer
-from training.model.sequence.next_action import NextActionLoss, sample_followed_events
 from training.model.sequence.pyramid import EncodedEvents
 
 

@@ -1,12 +1,14 @@
-"""Embedding tables on TorchRec: sharded over processes, replicated over groups; row-wise AdaGrad.
+"""Parallelism of GEM: a data-parallel dense part and sharded embedding tables.
 
-With M replica groups each group trains its copy of the tables on its own batches (local SGD), and
-the copies are averaged every few steps (2D sparse parallelism, 2508.03854). n rows, d table width.
+The dense part is replicated (DDP) or sharded (FSDP2, HSDP). TorchRec shards the tables over
+processes, with row-wise AdaGrad. With M replica groups each group trains its copy of the tables on
+its own batches (local SGD), and the copies are averaged every few steps (2D sparse parallelism,
+2508.03854). n rows, d table width.
 """
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +17,10 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
 from torch.distributed import _remote_device  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
@@ -26,6 +31,49 @@ from torchrec.distributed.types import ShardingEnv2D, ShardingPlan, ShardingType
 from typing_extensions import override
 
 from training.distributed.process_group import REPLICATE, SHARD
+from training.model.gem import Gem, GemOutput
+from training.model.heads import ZilnDistribution
+
+for output_type in (GemOutput, ZilnDistribution):  # FSDP searches the output for tensors
+    torch.export.register_dataclass(output_type)
+
+
+class FullGradientWrapper(nn.Module):
+    """Gives every parameter a gradient (zero if a batch does not use it), and broadcasts buffers.
+
+    With FSDP all processes must reduce the same gradients, although their batches differ.
+    Buffers, such as running statistics, are taken from rank 0, as with DDP.
+    """
+
+    def __init__(self, core: Gem) -> None:
+        super().__init__()
+        self.core = core
+
+    def forward(self, *inputs: Any) -> GemOutput:
+        """The output of the model."""
+        for buffer in self.core.buffers():
+            dist.broadcast(buffer, 0)
+        output: GemOutput = self.core(*inputs)
+        zero = sum(weight.sum() for weight in self.core.parameters()) * 0.0
+        return replace(output, logits=output.logits + zero)
+
+
+def parallelize(core: Gem, ema: AveragedModel, mesh: DeviceMesh, sharded: bool) -> nn.Module:
+    """Wrap a GEM for the processes of a mesh; its moving average is sharded the same way.
+
+    Without `sharded` every process has all weights (DDP). With it each shard group holds them once
+    (FSDP); several groups are replicas of each other (HSDP). With one process the model is
+    returned unchanged.
+    """
+    if mesh.size() == 1:
+        return core
+    if not sharded:
+        return DistributedDataParallel(core, find_unused_parameters=True)
+    fsdp_mesh = mesh[SHARD] if mesh[REPLICATE].size() == 1 else mesh
+    for model in (core, ema.module):
+        fully_shard(model, mesh=fsdp_mesh)
+    return FullGradientWrapper(core)
+
 
 EPS = 1e-8
 INIT_RANGE = 0.05  # rows are initialized uniformly from -0.05 to 0.05

@@ -12,8 +12,7 @@ from tqdm import tqdm
 
 from etl.errors import UserError
 from etl.spec.base import StrictModel
-from etl.spec.day_split import DaySplit
-from etl.spec.units import date_range
+from etl.spec.units import DaySplit, date_range
 from etl.tables.lake import Lake
 from training.data.label_window import LabelWindow
 from training.data.partition import ExamplePartition

@@ -1,1 +1,0 @@
-"""Labeled impressions: requests, attribution of outcomes, and label windows."""

@@ -1,1 +1,0 @@
-"""Baselines that GEM is compared with."""
