@@ -10,7 +10,6 @@ from pydantic import Field
 
 from etl.cli.runner import DayArgs, LakeArgs, holds_leases, parse_days_argument
 from etl.errors import UserError
-from etl.spec import DataSpec
 from ranking.serving.settings import LOOPBACK_HOSTS, Limits
 from ranking.student.config import DomainTrainConfig, StudentTrainConfig
 from training.commands import SplitArgs
@@ -123,7 +122,7 @@ def train(args: TrainRankerArgs) -> None:
     from ranking.trainer import train_ranker
 
     lake = args.open_lake()
-    require_ad_surface(lake.spec, args.surface)
+    lake.spec.require_ad_surface(args.surface)
     config = StudentTrainConfig.model_validate(
         args.model_dump(include={*StudentTrainConfig.model_fields})
     )
@@ -152,7 +151,7 @@ def promote(args: PromoteArgs) -> None:
     from ranking.registry.promotion import PromotionConfig, promote_if_better
 
     lake = args.open_lake()
-    require_ad_surface(lake.spec, args.surface)
+    lake.spec.require_ad_surface(args.surface)
     config = PromotionConfig(tolerance=args.tolerance)
     decision = promote_if_better(lake, args.surface, args.split, config)
     print(f"ranker of {args.surface}: {decision}")
@@ -163,7 +162,7 @@ def rollback(args: RollbackArgs) -> None:
     """Roll back to the previous ranker version and block the live one until it is unblocked."""
     from ranking.registry.ranker import live_pointer
 
-    require_ad_surface(args.load_spec(), args.surface)
+    args.load_spec().require_ad_surface(args.surface)
     pointer = live_pointer(args.lake, args.surface)
     if args.unblock:
         pointer.unblock(args.unblock)
@@ -178,7 +177,7 @@ def score(args: ScoreArgs) -> None:
     from ranking.scoring.batch import score_days
 
     lake = args.open_lake()
-    require_ad_surface(lake.spec, args.surface)
+    lake.spec.require_ad_surface(args.surface)
     num_candidates = score_days(lake, args.surface, args.day_range)
     print(f"scores of {args.surface}: {num_candidates:,} candidates")
 
@@ -190,7 +189,7 @@ def off_policy(args: OffPolicyArgs) -> None:
     from ranking.off_policy.evaluation import evaluate_policy
 
     lake = args.open_lake()
-    require_ad_surface(lake.spec, args.surface)
+    lake.spec.require_ad_surface(args.surface)
     _, data_until = parse_days_argument(args.data_until, "--data-until")
     Console().print(evaluate_policy(lake, args.surface, args.day_range, data_until))
 
@@ -265,13 +264,6 @@ def explain(args: ExplainArgs) -> None:
     from ranking.explain import explain_impression
 
     print(explain_impression(args.open_lake(), args.impression_id))
-
-
-def require_ad_surface(spec: DataSpec, surface: str) -> None:
-    """Raises UserError unless the surface has ads."""
-    if surface not in spec.ad_surfaces:
-        known = ", ".join(spec.ad_surfaces)
-        raise UserError(f"no ads on surface {surface!r}; known: {known}")
 
 
 COMMANDS = {

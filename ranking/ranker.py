@@ -12,7 +12,7 @@ from etl.errors import UserError
 from etl.spec import load_spec
 from etl.spec.model import DataSpec
 from etl.tables.code_registry import assign_codes, read_codes
-from ranking.feature_store.request import RankRequest, require_ad_surface
+from ranking.feature_store.request import RankRequest
 from ranking.feature_store.store import validate_spec
 from ranking.feature_store.wal import FeatureStoreHandle, feature_store_pointer
 from ranking.registry.ranker import Ranker as RankerPrograms
@@ -59,7 +59,7 @@ class Ranker:
         """
         uri = str(lake)
         data_spec = assign_codes(load_spec(Path(spec)), read_codes(uri))
-        require_ad_surface(data_spec, surface)
+        data_spec.require_ad_surface(surface)
         programs = load_verified_ranker(live_version(uri, surface), uri, surface)
         feature_store = SharedFeatureStore.acquire(uri, data_spec)
         try:

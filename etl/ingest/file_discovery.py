@@ -152,21 +152,13 @@ def absolute_root(root: str) -> str:
     return root.rstrip("/")
 
 
-def latest_day_with_files(source: Source, root: str) -> date | None:
+def latest_day_with_files(source: Source, raw: str) -> date | None:
     """The latest day of a source that has files; None without any, or without `{day}`."""
-    folder = normalize_uri(glob_root(root))
-    files = glob_files(f"{absolute_root(root)}/{source.any_day_glob}")
+    root = absolute_root(raw)
+    folder = normalize_uri(root if "://" in root else Path(root).as_uri())
+    files = glob_files(f"{root}/{source.any_day_glob}")
     paths = [file.uri.removeprefix(folder).lstrip("/") for file in files if file.size]
     return max(filter(None, map(source.day_of, paths)), default=None)
-
-
-def glob_root(root: str) -> str:
-    """The URI that precedes the paths of files below the raw folder."""
-    return (
-        str(_hadoop_fs().Path(absolute_root(root)).toUri())
-        if "://" in root
-        else (Path(root).absolute().as_uri())
-    )
 
 
 def _matching_files(pattern: str, optional: bool) -> list[RawFile]:

@@ -62,7 +62,7 @@ class DataSpec(StrictModel):
     buckets: int = Field(default=16, ge=1)
     """Partitions of the users of each day; a power of two."""
     allowed_lateness: Duration = 3 * DAY
-    """How long before its landing day an event may have happened; older events are excluded."""
+    """How long before its landing day an event may have occurred; older events are excluded."""
     max_bad_record_rate: float = Field(default=0.1, ge=0, le=1)
     """Share of bad records above which a day is refused before anything is written."""
     max_events_per_user_day: int = Field(default=20_000, ge=1)
@@ -178,6 +178,11 @@ class DataSpec(StrictModel):
                 yield ("domains", name), f"no ads on surface {surface!r}; known: {known}"
             elif others or surfaces.count(surface) > 1:
                 yield ("domains", name), f"surface {surface!r} is in a domain already"
+
+    def require_ad_surface(self, surface: str) -> None:
+        """Raise UserError unless a surface is in the spec and carries ads."""
+        if surface not in self.ad_surfaces:
+            raise UserError(f"no ads on surface {surface!r}; known: {', '.join(self.ad_surfaces)}")
 
     @cached_property
     def impression_type(self) -> str:

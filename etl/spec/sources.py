@@ -79,9 +79,9 @@ class EventColumns(StrictModel):
     item: str
     """Id of the item."""
     surface: str
-    """Surface on which the event happened, as `surfaces.*.logged_as` names it."""
+    """Surface on which the event occurred, as `surfaces.*.logged_as` names it."""
     event_time: str
-    """When the event happened, in `time_unit`."""
+    """When the event occurred, in `time_unit`."""
     type: str | None = None
     """Type of the event, as the keys of `types` name it; without it see `event`."""
     ingest_time: str | None = None
@@ -221,7 +221,7 @@ class OutcomeColumns(StrictModel):
     event: EventName
     """Type of the event."""
     indicator: str | None = None
-    """Column that is not zero where the event happened; default: it always happened."""
+    """Column that is not zero where the event occurred; default: it always occurred."""
     delay: str | None = None
     """Column with the time from the impression, in `time_unit` (`iso`: in ms); default: 0."""
     dwell: str | None = None

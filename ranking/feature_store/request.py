@@ -44,15 +44,9 @@ class RankRequest:
         return [self.context] if isinstance(self.context, Mapping) else self.context
 
 
-def require_ad_surface(spec: DataSpec, surface: str) -> None:
-    """Raise UserError unless a surface is in the spec and carries ads."""
-    if surface not in spec.ad_surfaces:
-        raise UserError(f"no ads on surface {surface!r}; known: {', '.join(spec.ad_surfaces)}")
-
-
 def validate_request(spec: DataSpec, request: RankRequest) -> None:
     """Raise UserError if a request does not fit the spec, or has too many candidates or none."""
-    require_ad_surface(spec, request.surface)
+    spec.require_ad_surface(request.surface)
     num_candidates = len(request.candidates)
     if not num_candidates:
         raise UserError("a request without candidates")

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from etl.errors import TemporaryError, UserError
 from etl.tables.uri import StoragePath
-from ranking.feature_store.request import require_ad_surface
 from ranking.feature_store.store import StoreMetadata
 from ranking.registry.ranker import Ranker, live_pointer, load_ranker, validate_ranker
 
@@ -58,7 +57,7 @@ class LoadedRankers:
             UserError: The surface carries no ads.
             TemporaryError: No ranker of the surface is loaded.
         """
-        require_ad_surface(self._spec, surface)
+        self._spec.require_ad_surface(surface)
         if surface not in self._loaded:
             loaded = ", ".join(self._loaded) or "none"
             raise TemporaryError(

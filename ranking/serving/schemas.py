@@ -14,13 +14,13 @@ RequestContext = dict[str, ContextValue]
 AttributeValues = dict[str, str | FiniteFloat | list[FiniteFloat] | None]
 
 
-class StrictModel(BaseModel):
+class BodyModel(BaseModel):
     """A model that converts no types and rejects unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class RankRequestBody(StrictModel):
+class RankRequestBody(BodyModel):
     """A request to rank candidates; `context` is one for all candidates, or one for each."""
 
     user: Identifier
@@ -29,7 +29,7 @@ class RankRequestBody(StrictModel):
     context: RequestContext | list[RequestContext] = {}
 
 
-class RankedCandidate(StrictModel):
+class RankedCandidate(BodyModel):
     """A candidate and its rank (from 0), with its probabilities by objective.
 
     `price` is what its campaign pays if the event that it pays for occurs.
@@ -42,7 +42,7 @@ class RankedCandidate(StrictModel):
     probabilities: dict[str, float]
 
 
-class ExcludedCandidate(StrictModel):
+class ExcludedCandidate(BodyModel):
     """A candidate that takes no part in the auction, and the reason."""
 
     item: str
@@ -51,7 +51,7 @@ class ExcludedCandidate(StrictModel):
     ]
 
 
-class RankResponse(StrictModel):
+class RankResponse(BodyModel):
     """The version of the ranker, the ranking (best first) and the excluded candidates."""
 
     ranker_version: str
@@ -59,7 +59,7 @@ class RankResponse(StrictModel):
     excluded: list[ExcludedCandidate]
 
 
-class EventPayload(StrictModel):
+class EventPayload(BodyModel):
     """One event; `event_time` is in milliseconds since 1970, by default now."""
 
     event_id: Identifier
@@ -71,19 +71,19 @@ class EventPayload(StrictModel):
     dwell_ms: FiniteFloat | None = None
 
 
-class EventsRequest(StrictModel):
+class EventsRequest(BodyModel):
     """Events to ingest, all or none of them."""
 
     events: Annotated[list[EventPayload], Field(min_length=1, max_length=1000)]
 
 
-class EventsResponse(StrictModel):
+class EventsResponse(BodyModel):
     """The number of events that were new."""
 
     accepted: int
 
 
-class UserAttributesRequest(StrictModel):
+class UserAttributesRequest(BodyModel):
     """Attributes of a user, valid from `valid_from` (milliseconds since 1970), by default now."""
 
     user: Identifier
@@ -91,7 +91,7 @@ class UserAttributesRequest(StrictModel):
     attributes: AttributeValues = {}
 
 
-class ItemAttributesRequest(StrictModel):
+class ItemAttributesRequest(BodyModel):
     """Attributes, bid and goal of an item, valid from `valid_from` (ms since 1970), by default now.
 
     Omitted fields keep their values, `attributes` as a whole. A bid of 0 takes the item out of
@@ -105,13 +105,13 @@ class ItemAttributesRequest(StrictModel):
     goal: str | None = None
 
 
-class HealthResponse(StrictModel):
+class HealthResponse(BodyModel):
     """Whether the process answers, or is ready to rank."""
 
     status: str
 
 
-class WorkerStatus(StrictModel):
+class WorkerStatus(BodyModel):
     """The loaded rankers and features of a worker, and load failures.
 
     `features_until` is the second up to which the feature store includes the tables. A surface in
@@ -125,7 +125,7 @@ class WorkerStatus(StrictModel):
     feature_store_error: str | None
 
 
-class ErrorResponse(StrictModel):
+class ErrorResponse(BodyModel):
     """An error message in one sentence."""
 
     error: str
