@@ -21,8 +21,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # also for the processes that tests sta
     os.environ.setdefault("GEMLINE_SPARK_MASTER", "local[1]")
 os.environ.setdefault("GEMLINE_SPARK_MEMORY", "3g")
 os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which torch may do
-# `make proof` tries ten times as many examples of property tests.
-settings.register_profile("test", deadline=None)
+# `make test` tries the same examples in each run; `make proof` tries others, ten times as many.
+settings.register_profile("test", deadline=None, derandomize=True)
 settings.register_profile("proof", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("GEMLINE_HYPOTHESIS", "test"))
 
