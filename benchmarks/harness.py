@@ -2,6 +2,7 @@
 
 import json
 import math
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,6 +50,12 @@ def format_mean_std(values: Sequence[float]) -> str:
     return f"{mean(values):.4f}" + (f" ± {stdev(values):.4f}" if has_std else "")
 
 
+def commit() -> str:
+    """The commit of this checkout, abbreviated; empty outside a repository."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
 @dataclass
 class BenchmarkResult:
     """Metrics by key, and a table of them; an unavailable metric is None with a reason."""
@@ -65,12 +72,16 @@ class BenchmarkResult:
         else:
             self.figures[key] = round(value, 6)
 
-    def show(self, as_json: bool) -> None:
-        """Print the table; with `as_json`, the metrics as the last line."""
+    def as_table(self) -> Table:
+        """The table, to print."""
         table = Table(*self.columns, title=self.title)
         for row in self.rows:
             table.add_row(*row)
-        Console(stderr=as_json).print(table)
+        return table
+
+    def show(self, as_json: bool) -> None:
+        """Print the table; with `as_json`, the metrics as the last line."""
+        Console(stderr=as_json).print(self.as_table())
         if as_json:
             print(json.dumps(self.figures))
 
@@ -80,7 +91,7 @@ class BenchmarkResult:
         command: str,
         ne_differences: "Mapping[str, ConfidenceInterval] | None" = None,
     ) -> None:
-        """Save the table as a study that the report draws, with its intervals in units of 1e-4."""
+        """Save the table and figures as a study, with its intervals in units of 1e-4."""
         from ranking.report.study import StudyResult
 
         StudyResult(
@@ -88,6 +99,8 @@ class BenchmarkResult:
             command=command,
             columns=tuple(self.columns),
             rows=tuple(self.rows),
+            commit=commit(),
+            figures=self.figures,
             intervals={
                 name: (1e4 * interval.value, 1e4 * interval.low, 1e4 * interval.high)
                 for name, interval in (ne_differences or {}).items()

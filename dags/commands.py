@@ -7,14 +7,15 @@ from typing import Annotated, Literal
 
 import tyro
 
-from dags.pipeline import PipelinePaths, latest_mature_split, pipeline_steps
+from dags.pipeline import GEM_MODEL_DIR, PipelinePaths, latest_mature_split, pipeline_steps
 from dags.runner import run_pipeline, run_steps
 from etl.cli.runner import DayArgs, LakeArgs, holds_leases, parse_days_argument
 from etl.commands import TABLE_STEPS
-from etl.errors import UserError
+from etl.errors import UserError, error_from_exit_code
 from etl.spec import load_spec
 from etl.spec.base import StrictModel
-from etl.tables.uri import resolve_uri
+from etl.tables.atomic_io import remove_folder
+from etl.tables.uri import list_matching, resolve_uri
 
 AIRFLOW_HOME = Path("work", "airflow")
 Scale = Literal["tiny", "small", "base", "large"]
@@ -41,24 +42,42 @@ class UpgradeArgs(RunArgs):
 
 @holds_leases("run", "gem", *TABLE_STEPS)
 def upgrade(args: UpgradeArgs) -> None:
-    """Migrate a lake to a changed spec; tables that no changed key affects are kept."""
+    """Migrate a lake and its GEM to a changed spec; tables that no changed key affects are kept."""
     from dags.runner import carry_over_step_states
     from etl.tables.maintenance import plan_upgrade, upgrade_lake
 
     spec, old_spec = args.load_spec(), load_spec(args.old_spec)
     plan = plan_upgrade(args.lake, old_spec, spec)
-    removed = (*plan.rebuilt_tables, "GEM and its predictions")
     print(f"changed keys: {', '.join(plan.changed_keys) or 'none'}")
     print(f"kept: {', '.join(plan.kept_tables) or 'nothing'}")
-    print(f"removed, to be rebuilt: {', '.join(removed)}")
+    print(f"removed, to be rebuilt: {', '.join(plan.rebuilt_tables) or 'nothing'}")
     if not args.yes:
         _confirm("Upgrade the lake?")
     upgrade_lake(args.lake, old_spec, spec)
+    _upgrade_gem(args)
     split = latest_mature_split(spec, *args.day_range)
     steps = pipeline_steps(spec, args.paths, split, ("--scale", args.scale))
     finished = carry_over_step_states(spec, args.paths, steps, plan.kept_tables)
     skipped = ", ".join(finished) or "nothing"
     print(f"next: `gemline run` with the same arguments; it skips {skipped}")
+
+
+def _upgrade_gem(args: UpgradeArgs) -> None:
+    """Carry the latest GEM over to the new spec; without a complete one, remove unfinished ones."""
+    from gemline import main
+
+    folder = resolve_uri(args.lake, *GEM_MODEL_DIR.split("/"))
+    checkpoints = [path.name for path in list_matching(folder, "[0-9]*")]
+    if all(name.endswith(".partial") for name in checkpoints):
+        remove_folder(folder)
+        return
+    code = main(["train", "upgrade", "--spec", str(args.spec), "--lake", args.lake])
+    if code:
+        raise error_from_exit_code(
+            code,
+            "the tables are upgraded, but GEM is not; the reason is above. Run the same command "
+            f"again, or remove {folder} to train a new GEM",
+        )
 
 
 def _confirm(question: str) -> None:

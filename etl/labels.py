@@ -4,40 +4,60 @@ Attribution finds the impression to which an outcome (click, conversion) belongs
 """
 
 import functools
+from collections.abc import Sequence
 from datetime import date, timedelta
 
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
 from etl.spec.model import DataSpec
-from etl.spec.sections import Objective, Touchpoint
+from etl.spec.sections import OutcomeLabel, Touchpoint
 from etl.spec.units import MICROS
 from etl.tables import schemas, spark_io
 from etl.tables.lake import Lake
 
-OUTCOME_COLUMNS = ("log", "event_id", "impression_id", "event_ts", "visible_ts", "value")
+OUTCOME_COLUMNS = (
+    "log", "event_id", "impression_id", "type", "event_ts", "visible_ts", "value", "dwell_ms",
+)  # fmt: skip
 EVENT_KEY = ("log", "event_id")
 _OUTCOME_VALUES = tuple(name for name in OUTCOME_COLUMNS if name != "impression_id")
 
 
-def attribute_outcomes(lake: Lake, events: DataFrame, objective: Objective) -> DataFrame:
-    """The attributed outcomes of an objective; `impression_id` is the impression of each.
+def attribute_outcomes(
+    lake: Lake, events: DataFrame, objectives: Sequence[OutcomeLabel]
+) -> DataFrame:
+    """The attributed outcomes of objectives that attribute alike (`attribution_groups`).
 
-    An outcome that names its impression is attributed to that impression. Any other outcome is
-    attributed to its user's latest earlier touch, for the first entry of `attribution` that has a
-    touch in its window. A touch must be visible when the outcome is, so that touches that land
-    later do not change attributions. Outcomes without a touch are left out.
+    `impression_id` is the impression of each. An outcome that names its impression is attributed to
+    that impression. Any other outcome is attributed to its user's latest earlier touch, for the
+    first entry of `attribution` that has a touch in its window. A touch must be visible when the
+    outcome is, so that touches that land later do not change attributions. Outcomes without a touch
+    are left out.
 
     Returns:
         Rows with `OUTCOME_COLUMNS`.
     """
-    spec = lake.spec
-    outcomes = events.filter(F.col("type") == spec.event_codes[objective.event])
+    spec, objective = lake.spec, objectives[0]
+    codes = {spec.event_codes[objective.event] for objective in objectives}
+    outcomes = events.filter(F.col("type").isin(codes))
     if objective.event == spec.impression_type:
         return outcomes.select(*OUTCOME_COLUMNS)
     named, unnamed = _split_by_logged_impression(spec, events, outcomes, objective)
     touchpoints = spec.attribution_touches(objective)
     return named.unionByName(_attribute_to_touches(lake, events, unnamed, touchpoints))
+
+
+def attribution_groups(spec: DataSpec) -> list[list[str]]:
+    """The names of the objectives, auxiliary ones included, that attribute their outcomes alike.
+
+    The outcomes of a group are attributed together: a further objective costs no further join.
+    """
+    groups: dict[object, list[str]] = {}
+    for name, objective in spec.all_objectives.items():
+        touches = spec.attribution_touches(objective)
+        rule = objective.event == spec.impression_type, touches, objective.unknown_impression
+        groups.setdefault(rule, []).append(name)
+    return list(groups.values())
 
 
 def outcomes_without_impression(
@@ -53,7 +73,7 @@ def _impression_events(spec: DataSpec, events: DataFrame) -> DataFrame:
 
 
 def _split_by_logged_impression(
-    spec: DataSpec, events: DataFrame, outcomes: DataFrame, objective: Objective
+    spec: DataSpec, events: DataFrame, outcomes: DataFrame, objective: OutcomeLabel
 ) -> tuple[DataFrame, DataFrame]:
     """Outcomes to attribute to the impression that they name, and those to attribute to touches.
 
@@ -195,7 +215,7 @@ def label_impressions(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     schema = schemas.impressions(spec)
     spark_io.replace_partitions(lake, schema, rows, where, versions)
 
-    types = {spec.event_codes[objective.event] for objective in spec.objectives.values()}
+    types = {spec.event_codes[objective.event] for objective in spec.all_objectives.values()}
     outcomes = recent.filter(spark_io.day_range_predicate(*days)).filter(F.col("type").isin(types))
     unknown = outcomes_without_impression(spec, recent, outcomes)
     return {
@@ -205,20 +225,21 @@ def label_impressions(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
 
 
 def _label_columns(spec: DataSpec, label_name: str, data_until_us: int) -> dict[str, Column]:
-    """Maturity time (µs), label and, if the objective has one, value of a label window."""
+    """Maturity time (µs) and label of a label window, and the sum that its objective stores."""
     objective_name, window = spec.label_windows[label_name]
-    objective = spec.objectives[objective_name]
+    objective = spec.all_objectives[objective_name]
     window_end = F.col("event_ts") + window * MICROS["s"]
     grace_end = window_end + objective.label_grace_period * MICROS["s"]
     mature_ts = F.greatest(grace_end, F.col("visible_ts") * MICROS["s"])
+    groups = enumerate(attribution_groups(spec))
+    group = next(number for number, names in groups if objective_name in names)
+    code = spec.event_codes[objective.event]
 
     def is_counted(outcome: Column) -> Column:
+        is_of_objective = (outcome["group"] == group) & (outcome["type"] == code)
         is_in_window = outcome["ts"].between(F.col("event_ts"), window_end)
         is_visible = outcome["visible_ts"] * MICROS["s"] <= mature_ts
-        return (outcome["objective"] == objective_name) & is_in_window & is_visible
-
-    def add_value(total: Column, outcome: Column) -> Column:
-        return total + F.coalesce(outcome["value"], F.lit(0.0))
+        return is_of_objective & is_in_window & is_visible
 
     outcomes = F.filter(F.coalesce("outcomes", F.array()), is_counted)
     surfaces = [spec.surface_codes[name] for name in spec.surfaces_of(objective_name)]
@@ -227,29 +248,33 @@ def _label_columns(spec: DataSpec, label_name: str, data_until_us: int) -> dict[
         f"label_mature_ts_{label_name}": mature_ts,
         f"label_{label_name}": F.when(has_label, (F.size(outcomes) > 0).cast("int")),
     }
-    if objective.value:
-        value = F.aggregate(outcomes, F.lit(0.0), add_value)
-        columns[f"value_{label_name}"] = F.when(has_label, value)
+    if objective.summed_column:
+        total = _sum_of_outcomes(outcomes, objective.summed_column)
+        columns[f"{objective.summed_column}_{label_name}"] = F.when(has_label, total)
     return columns
 
 
+def _sum_of_outcomes(outcomes: Column, column: str) -> Column:
+    """The sum of the values that outcomes have; without any, a `value` is 0 and a dwell null."""
+    values = F.transform(outcomes, lambda outcome: outcome[column])
+    values = F.filter(values, lambda value: value.isNotNull())
+    total = F.aggregate(values, F.lit(0.0), lambda total, value: total + value)
+    return F.when(F.size(values) > 0, total) if column == "dwell_ms" else total
+
+
 def outcomes_by_impression(lake: Lake, events: DataFrame) -> DataFrame:
-    """The attributed outcomes of each impression, ordered by objective and time.
+    """The attributed outcomes of each impression, ordered by attribution group, type and time.
 
     Returns:
         `impression_id` and `outcomes`, an array of structs; no row for an impression without any.
     """
-    by_objective = [
-        attribute_outcomes(lake, events, objective).select(
-            "impression_id",
-            F.lit(name).alias("objective"),
-            F.col("event_ts").alias("ts"),
-            "value",
-            "visible_ts",
-        )
-        for name, objective in lake.spec.objectives.items()
-    ]
-    rows = functools.reduce(DataFrame.unionByName, by_objective)
-    outcome = F.struct("objective", "ts", "value", "visible_ts")
+    by_group = [
+        attribute_outcomes(lake, events, [lake.spec.all_objectives[name] for name in names])
+        .withColumn("group", F.lit(group))
+        .withColumnRenamed("event_ts", "ts")
+        for group, names in enumerate(attribution_groups(lake.spec))
+    ]  # fmt: skip
+    rows = functools.reduce(DataFrame.unionByName, by_group)
+    outcome = F.struct("group", "type", "ts", "value", "visible_ts", "dwell_ms")
     outcomes = F.sort_array(F.collect_list(outcome)).alias("outcomes")
     return rows.groupBy("impression_id").agg(outcomes)

@@ -1,12 +1,13 @@
-"""Point-in-time counters: how many events precede each impression, by key, window and type.
+"""Point-in-time counters: aggregations of the events before each impression, by key.
 
-The counting itself is NumPy on sorted arrays; Spark groups the rows that share the first part of a
-key.
+The aggregation itself is NumPy on sorted arrays (features/aggregations.py); Spark groups the rows
+that share the first part of a key.
 """
 
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,72 +15,30 @@ import pyarrow as pa
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
+from etl.spec.counters import Counter, CounterKey
 from etl.spec.model import DataSpec
-from features.ragged import count_visible, regroup_batches
-from features.schema import counters
+from features.aggregations import Aggregations, KeyedEvents, count_all_before, round_dwell_ms
+from features.ragged import regroup_batches
 
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
-Key = tuple[str, ...]
-
-
-def count_all_before(key: Int64, ts: Int64, query_key: Int64, query_ts: Int64) -> Int32:
-    """The number of events with each query's key before its time (Q)."""
-    one_type = np.zeros(len(key), np.int64)
-    all_time = max(1, int(query_ts.max(initial=0) - ts.min(initial=0)))
-    return windowed_counts_before(key, ts, one_type, query_key, query_ts, (all_time,), (0,))[:, 0]
-
-
-def windowed_counts_before(
-    event_key: Int64,
-    event_ts: Int64,
-    event_type: Int64,
-    query_key: Int64,
-    query_ts: Int64,
-    windows: tuple[int, ...],
-    types: tuple[int, ...],
-) -> Int32:
-    """Events with each query's key in [query_ts - window, query_ts), by window and type.
-
-    Returns counts (Q, len(windows) * len(types)), types within windows. Keys are any integers;
-    times are in seconds.
-    """
-    keys, group = np.unique(np.concatenate((event_key, query_key)), return_inverse=True)
-    event_group, query_group = group[: len(event_key)], group[len(event_key) :]
-    origin = min(event_ts.min(initial=0), query_ts.min(initial=0) - max(windows, default=0))
-    latest = max(event_ts.max(initial=origin), query_ts.max(initial=origin))
-    span = latest - origin + 1
-    assert len(keys) * span < 2**62, "times and keys do not fit one integer"
-
-    # One sorted axis of (key, time): a window is the difference of two positions on it.
-    event_position = event_group * span + (event_ts - origin)
-    order = np.argsort(event_position, kind="stable")
-    event_position = event_position[order]
-    total = np.zeros((len(order) + 1, len(types)), np.int32)
-    np.cumsum(event_type[order, None] == np.array(types), axis=0, out=total[1:])
-
-    end = query_group * span + (query_ts - origin)
-    total_at_end = total[count_visible(event_position, end)]
-    counts = [
-        total_at_end - total[count_visible(event_position, end - window)] for window in windows
-    ]
-    return np.concatenate(counts, axis=1)
+SEEN = "seen"
+Bools = npt.NDArray[np.bool_]
 
 
 def count_events(spec: DataSpec, events: DataFrame, queries: DataFrame) -> DataFrame:
     """`impression_id`, all counters of the spec, and `seen`: all `events` of the user before it.
 
-    `events` have visible_ts, type and a bigint column for each part of a key (`key_user`, ...);
-    `queries` have impression_id, as_of_ts and the same key columns.
+    `events` have visible_ts, type, dwell_ms if the spec has `mean_dwell`, and a bigint column for
+    each part of a key (`key_user`, ...); `queries` have impression_id, as_of_ts and the same key
+    columns.
     """
-    columns_by_key: dict[Key, list[str]] = {}
-    for counter in counters(spec):
-        columns_by_key.setdefault(counter.key, []).append(counter.column)
-    lead_parts = dict.fromkeys([*(key[0] for key in columns_by_key), "user"])
-    counted = []
-    for lead_part in lead_parts:
-        own_columns = {key: c for key, c in columns_by_key.items() if key[0] == lead_part}
-        counted.append(_count_by_lead_part(spec, events, queries, lead_part, own_columns))
+    keys_by_lead_part: dict[str, list[CounterKey]] = {}
+    for key in spec.counters.keys:
+        keys_by_lead_part.setdefault(key[0], []).append(key)
+    keys_by_lead_part.setdefault("user", [])
+    counted = [
+        _count_by_lead_part(spec, events, queries, lead_part, keys)
+        for lead_part, keys in keys_by_lead_part.items()
+    ]
     return functools.reduce(lambda a, b: a.join(b, "impression_id"), counted)
 
 
@@ -88,14 +47,14 @@ def _count_by_lead_part(
     events: DataFrame,
     queries: DataFrame,
     lead_part: str,
-    columns_by_key: dict[Key, list[str]],
+    keys: list[CounterKey],
 ) -> DataFrame:
-    """Counters of all keys that begin with `lead_part`: rows are grouped by it."""
-    key_hashes = [_hash_key(key).alias(f"key_hash_{i}") for i, key in enumerate(columns_by_key)]
+    """Counters of keys that begin with `lead_part`: rows are grouped by it."""
+    key_hashes = [_hash_key(key).alias(f"key_hash_{i}") for i, key in enumerate(keys)]
     lead_key = F.coalesce(f"key_{lead_part}", F.lit(0)).alias("lead")
-    no_id = F.lit(None).cast("string").alias("impression_id")
+    dwell = ["dwell_ms"] if spec.counters.mean_dwell else []
     event_rows = events.filter(F.col(f"key_{lead_part}").isNotNull())
-    event_rows = event_rows.select(lead_key, "visible_ts", "type", no_id, *key_hashes)
+    event_rows = event_rows.select(lead_key, "visible_ts", "type", *dwell, *key_hashes)
     query_rows = queries.select(
         lead_key,
         F.col("as_of_ts").alias("visible_ts"),
@@ -103,18 +62,17 @@ def _count_by_lead_part(
         "impression_id",
         *key_hashes,
     )
-    rows = event_rows.unionByName(query_rows).repartition("lead").sortWithinPartitions("lead")
+    rows = query_rows.unionByName(event_rows, allowMissingColumns=True)
+    rows = rows.repartition("lead").sortWithinPartitions("lead")
     counting = _PartitionCounting(
-        columns=tuple(column for columns in columns_by_key.values() for column in columns),
-        num_keys=len(columns_by_key),
-        windows=spec.counters.windows,
-        types=tuple(spec.event_codes[event] for event in spec.counters.events),
+        columns=tuple(spec.counters.columns_of(key) for key in keys),
+        aggregations=Aggregations.from_spec(spec),
         counts_all=lead_part == "user",
     )
     return rows.mapInArrow(counting.count_partition, counting.sql_schema)
 
 
-def _hash_key(key: Key) -> Column:
+def _hash_key(key: CounterKey) -> Column:
     """One integer for a combination of key parts; null where one of them is missing."""
     columns = [F.col(f"key_{part}") for part in key]
     is_complete = functools.reduce(Column.__and__, [column.isNotNull() for column in columns])
@@ -125,47 +83,71 @@ def _hash_key(key: Key) -> Column:
 class _PartitionCounting:
     """Counting of a partition's rows of events (without impression_id) and queries (with one)."""
 
-    columns: tuple[str, ...]
-    num_keys: int
-    windows: tuple[int, ...]
-    types: tuple[int, ...]
+    columns: tuple[tuple[Counter, ...], ...]  # by key
+    aggregations: Aggregations
     counts_all: bool  # `seen` as well: all events of the lead key
 
     @property
-    def count_columns(self) -> list[str]:
-        """Names of the columns of counts."""
-        return [*self.columns, "seen"] if self.counts_all else list(self.columns)
+    def sql_types(self) -> dict[str, str]:
+        """SQL type of each column that is returned."""
+        counters = {c.column: c.sql_type for columns in self.columns for c in columns}
+        return {"impression_id": "string"} | counters | ({SEEN: "int"} if self.counts_all else {})
 
     @property
     def sql_schema(self) -> str:
         """The columns that are returned, as Spark declares them."""
-        return ", ".join(["impression_id string", *(f"{name} int" for name in self.count_columns)])
+        return ", ".join(f"{name} {sql_type}" for name, sql_type in self.sql_types.items())
 
     def count_partition(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Counts of each query of a partition that is sorted by `lead`."""
-        names = ["impression_id", *self.count_columns]
+        """Counters of each query of a partition that is sorted by `lead`."""
+        names = list(self.sql_types)
         for table in regroup_batches(batches, "lead"):
             yield pa.record_batch(self._count_table(table), names=names)
 
     def _count_table(self, table: pa.Table) -> list[pa.Array]:
-        """Impression ids, then the counts of each column; a missing key counts 0."""
+        """Impression ids, then the counters of each column."""
         is_query = table["impression_id"].is_valid().to_numpy()
-        ts = table["visible_ts"].to_numpy()
-        type_ = table["type"].to_numpy().astype(np.int64)
         arrays = [table["impression_id"].filter(pa.array(is_query)).combine_chunks()]
-        for index in range(self.num_keys):
-            column = table[f"key_hash_{index}"]
-            has_key = column.is_valid().to_numpy()
-            key = column.fill_null(0).to_numpy()
-            is_event = ~is_query & has_key
-            counts = windowed_counts_before(
-                key[is_event], ts[is_event], type_[is_event], key[is_query], ts[is_query],
-                self.windows, self.types,
-            )  # fmt: skip
-            counts *= has_key[is_query, None]
-            arrays += [pa.array(column_counts) for column_counts in counts.T]
+        for index in range(len(self.columns)):
+            arrays += self._count_key(table, is_query, f"key_hash_{index}")
         if self.counts_all:
-            lead = table["lead"].to_numpy()
+            lead, ts = table["lead"].to_numpy(), table["visible_ts"].to_numpy()
             seen = count_all_before(lead[~is_query], ts[~is_query], lead[is_query], ts[is_query])
             arrays.append(pa.array(seen))
         return arrays
+
+    def _count_key(self, table: pa.Table, is_query: Bools, key_column: str) -> Iterator[pa.Array]:
+        """The counters of one key; a query whose key is missing matches no event."""
+        has_key = table[key_column].is_valid().to_numpy()
+        is_event, is_counted = ~is_query & has_key, (is_query & has_key)[is_query]
+        key = table[key_column].fill_null(0).to_numpy()
+        ts = table["visible_ts"].to_numpy()
+        dwell = None
+        if self.aggregations.dwell_types:
+            dwell = round_dwell_ms(table["dwell_ms"].to_numpy()[is_event])
+        events = KeyedEvents.align(
+            key[is_event], ts[is_event], table["type"].to_numpy()[is_event].astype(np.int64),
+            key[is_query][is_counted], ts[is_query][is_counted],
+            self.aggregations.longest_window, dwell,
+        )  # fmt: skip
+        for values, missing, arrow_type in self._aggregate(events):
+            rows = np.full((len(is_counted), values.shape[1]), missing, values.dtype)
+            rows[is_counted] = values
+            for column in rows.T:
+                yield pa.array(column, arrow_type, from_pandas=True)
+
+    def _aggregate(
+        self, events: KeyedEvents
+    ) -> Iterator[tuple[npt.NDArray[Any], float, pa.DataType]]:
+        """Values (Q, n) by kind, in the order of their columns; the value of a query without key.
+
+        NaN is null.
+        """
+        of = self.aggregations
+        longest = of.longest_window
+        yield events.counts(of.windows, of.count_types), 0, pa.int32()
+        decayed = events.decayed_counts(of.half_lives, of.count_types, longest)
+        yield decayed.astype(np.float32), 0, pa.float32()
+        yield events.seconds_since_last(of.last_types, longest), np.nan, pa.int32()
+        dwells = events.mean_dwells(of.windows, of.dwell_types)
+        yield dwells.astype(np.float32), np.nan, pa.float32()

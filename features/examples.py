@@ -64,7 +64,7 @@ def build_examples(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     recent = recent.join(items, "item_id", "left")
     counted = count_events(
         spec,
-        recent.select("visible_ts", "type", *_key_columns(spec, "visible_ts")),
+        recent.select("visible_ts", "type", "dwell_ms", *_key_columns(spec, "visible_ts")),
         impressions.select("impression_id", "as_of_ts", *_key_columns(spec, "as_of_ts")),
     )
     earlier = event_counts_before(lake, versions["history"], counted_since)

@@ -1,11 +1,13 @@
 """Reference implementations of example features on rows of `events`: slow, short, and simple."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 Row = dict[str, Any]
 MICROS_PER_SECOND = 1_000_000
+MILLISECONDS_PER_DAY = 86_400_000
 
 
 def visible_history(events: Iterable[Row], user: str, as_of: int) -> list[Row]:
@@ -24,6 +26,39 @@ def count_matching_events(
         and all(e[name] == value for name, value in equals.items())
         for e in events
     )
+
+
+def decayed_count(
+    events: Iterable[Row], event_type: int, as_of: int, window: int, half_life: int
+) -> float:
+    """Sum over events of a type in [as_of - window, as_of) of 2^(-age / half_life)."""
+    ages = _ages(events, event_type, as_of, window)
+    return math.fsum(2.0 ** (-age / half_life) for age in ages)
+
+
+def time_since_last(events: Iterable[Row], event_type: int, as_of: int, window: int) -> int | None:
+    """Seconds since the latest event of a type in [as_of - window, as_of); None without one."""
+    return min(_ages(events, event_type, as_of, window), default=None)
+
+
+def mean_dwell(events: Iterable[Row], event_type: int, as_of: int, window: int) -> float | None:
+    """Mean seconds of the dwells of events of a type in [as_of - window, as_of); None without one.
+
+    A dwell counts in whole milliseconds, and at most a day.
+    """
+    dwells = [
+        min(round(e["dwell_ms"]), MILLISECONDS_PER_DAY)
+        for e in events
+        if e["type"] == event_type
+        and as_of - window <= e["visible_ts"] < as_of
+        and e["dwell_ms"] is not None
+    ]
+    return sum(dwells) / len(dwells) / 1000 if dwells else None
+
+
+def _ages(events: Iterable[Row], event_type: int, as_of: int, window: int) -> list[int]:
+    ages = [as_of - e["visible_ts"] for e in events if e["type"] == event_type]
+    return [age for age in ages if 0 < age <= window]
 
 
 def as_of_by_impression(

@@ -2,8 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import product
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +12,7 @@ from etl.spec.attributes import (
     NumericAttribute,
     VectorAttribute,
 )
+from etl.spec.counters import Counter, CounterKey
 from etl.spec.model import DataSpec
 from etl.spec.units import DAY
 from etl.tables.schemas import counter_columns
@@ -24,53 +23,47 @@ ITEM_TABLE, USER_TABLE = "item", "user"  # embedding tables of item and user ids
 TEACHER_EMBEDDING_WIDTH = 32  # numbers that GEM stores per impression, for its user's later ones
 
 
-class Counter(NamedTuple):
-    """A column of counts: events of a type, over a window of seconds, with equal keys."""
-
-    column: str
-    key: tuple[str, ...]
-    window: int
-    event: str
-
-
-def counters(spec: DataSpec) -> list[Counter]:
-    """All counters of a spec, in the order of their columns in `examples`."""
-    declared = spec.counters
-    definitions = product(declared.keys, declared.windows, declared.events)
-    return [
-        Counter(column, key, window, event)
-        for column, (key, window, event) in zip(counter_columns(spec), definitions, strict=True)
-    ]
-
-
 @dataclass(frozen=True)
 class CounterTransform:
-    """Positions of outcome counters, and of the impression counter of the same key and window."""
+    """Positions of outcome counts, and of the impression count of the same key and period.
+
+    The period of a decayed count is its half-life.
+    """
 
     outcomes: tuple[int, ...]
     impressions: tuple[int, ...]
     column_names: tuple[str, ...]
+    counters: tuple[Counter, ...]  # by column; a rate has that of its outcome
 
-    def __call__(self, counts: Float32) -> Float32:
-        """Counts (B, C) to ln(1 + n) and outcome rates ln((k + 0.1) / (n + 1)): (B, C + rates)."""
-        outcomes, impressions = counts[:, self.outcomes], counts[:, self.impressions]
+    def __call__(self, counters: Float32) -> Float32:
+        """Counters (B, C) to ln(1 + x) and outcome rates ln((k + 0.1) / (n + 1)): (B, C + rates).
+
+        NaN, which stands for no such event, remains NaN.
+        """
+        outcomes, impressions = counters[:, self.outcomes], counters[:, self.impressions]
         rates = np.log((outcomes + 0.1) / (impressions + 1.0))
-        return np.concatenate((np.log1p(counts), rates), axis=1, dtype=np.float32)
+        return np.concatenate((np.log1p(counters), rates), axis=1, dtype=np.float32)
 
 
 def counter_transform(spec: DataSpec) -> CounterTransform:
     """The transform of a spec's counters; it has rates only where impressions are counted."""
-    declared = counters(spec)
-    positions = {(c.key, c.window, c.event): position for position, c in enumerate(declared)}
+    declared = spec.counters.columns
+    positions = {counter: position for position, counter in enumerate(declared)}
     outcomes, impressions = [], []
-    if spec.impression_type in spec.counters.events:
-        for position, counter in enumerate(declared):
-            if spec.events[counter.event].role == "outcome":
-                outcomes.append(position)
-                impressions.append(positions[counter.key, counter.window, spec.impression_type])
-    columns = [counter.column for counter in declared]
-    rates = [f"rate_{columns[position]}" for position in outcomes]
-    return CounterTransform(tuple(outcomes), tuple(impressions), (*columns, *rates))
+    for position, counter in enumerate(declared):
+        shown = positions.get(counter._replace(event=spec.impression_type))
+        is_count = counter.aggregation in ("count", "decayed_count")
+        if is_count and shown is not None and spec.events[counter.event].role == "outcome":
+            outcomes.append(position)
+            impressions.append(shown)
+    rated = tuple(declared[position] for position in outcomes)
+    names = [counter.column for counter in declared]
+    return CounterTransform(
+        outcomes=tuple(outcomes),
+        impressions=tuple(impressions),
+        column_names=(*names, *(f"rate_{counter.column}" for counter in rated)),
+        counters=declared + rated,
+    )
 
 
 @dataclass(frozen=True)
@@ -84,7 +77,11 @@ class FeatureGroup:
 
 @dataclass(frozen=True)
 class FeatureSchema:
-    """All that a model may read of an impression, except for its history and its item's id."""
+    """All that a model may read of an impression, except for its history and its item's id.
+
+    Also the names of what it predicts. `auxiliary_objectives`, which GEM alone learns, map a name
+    to its target: `event` or `dwell`.
+    """
 
     user: FeatureGroup
     item: FeatureGroup
@@ -92,6 +89,7 @@ class FeatureSchema:
     counters: tuple[str, ...]
     counter_transform: CounterTransform
     objectives: tuple[str, ...]
+    auxiliary_objectives: dict[str, str]
     similarity_columns: tuple[str, ...]
     surfaces: tuple[str, ...]
     events: tuple[str, ...]
@@ -101,6 +99,13 @@ class FeatureSchema:
     def numeric_columns(self) -> tuple[str, ...]:
         """Numbers of an impression, in the order of the batch: item, context, counters."""
         return (*self.item.numeric, *self.context.numeric, *self.counter_transform.column_names)
+
+    @property
+    def numeric_keys(self) -> tuple[CounterKey, ...]:
+        """The counter key of each of `numeric_columns`; empty for those of item and context."""
+        num_attributes = len(self.item.numeric) + len(self.context.numeric)
+        keys = tuple(counter.key for counter in self.counter_transform.counters)
+        return ((),) * num_attributes + keys
 
 
 def feature_schema(spec: DataSpec) -> FeatureSchema:
@@ -112,6 +117,9 @@ def feature_schema(spec: DataSpec) -> FeatureSchema:
         counters=tuple(counter_columns(spec)),
         counter_transform=counter_transform(spec),
         objectives=tuple(spec.objectives),
+        auxiliary_objectives={
+            name: auxiliary.target for name, auxiliary in spec.auxiliary_objectives.items()
+        },
         similarity_columns=tuple(f"item_{name}" for name in spec.similarity_attributes),
         surfaces=tuple(spec.surfaces),
         events=tuple(spec.events),
@@ -147,8 +155,7 @@ def counter_horizon_days(spec: DataSpec) -> int:
 
     The longest window, counted from an impression that lands as late as the spec allows.
     """
-    longest_window = max(spec.counters.windows, default=0)
-    return _full_days(longest_window + spec.allowed_lateness)
+    return _full_days(spec.counters.longest_window + spec.allowed_lateness)
 
 
 def max_visibility_delay_days(spec: DataSpec) -> int:

@@ -3,6 +3,7 @@
 Slow by design: it shares none of the code that builds the tables, only `features/reference.py`.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from datetime import date, timedelta
 from functools import cached_property
@@ -15,6 +16,7 @@ import pyarrow.compute as pc
 from tqdm import tqdm
 
 from etl.errors import UserError
+from etl.spec.counters import Counter
 from etl.spec.units import date_range
 from etl.tables import schemas
 from etl.tables.arrow import Snapshot, snapshot
@@ -22,13 +24,15 @@ from etl.tables.lake import Lake
 from features import reference
 from features.history.codec import decode_rows, delta_decode
 from features.reference import MICROS_PER_SECOND, Row
-from features.schema import counter_input_days, counters
+from features.schema import counter_input_days
 
 EVENT_COLUMNS = (
     "event_id", "user_id", "item_id", "surface", "type", "event_ts", "ingest_ts", "visible_ts",
-    "request_id", "impression_id", "day",
+    "request_id", "impression_id", "dwell_ms", "day",
 )  # fmt: skip
 KEY_COLUMNS = {"user": "user_id", "item": "item_id", "surface": "surface"}  # other parts: of items
+FLOAT_TOLERANCE = 2.0**-23  # the distance of two 32-bit floats near 1
+SMALLEST_FLOAT = 2.0**-126  # below it, 32-bit floats have fewer digits
 HistoryEvent = tuple[int, ...]  # visible_ts, item index, surface, type
 
 
@@ -62,7 +66,7 @@ def validate_examples(
         differences = [
             Difference(name, example[name], value)
             for name, value in expected.items()
-            if example[name] != value
+            if not _is_equal(example[name], value)
         ]
         stored_history = recomputer.stored_history(example, history)
         if stored_history != history:
@@ -154,26 +158,33 @@ class ExampleRecomputer:
 
     def _recompute_counters(self, impression: Row, as_of: int) -> Row:
         """The value of each counter column."""
-        spec = self.spec
+        declared = self.spec.counters
         visible_ts = self._recent_events["visible_ts"]
         in_longest_window = pc.and_(
-            pc.greater_equal(visible_ts, as_of - max(spec.counters.windows)),
+            pc.greater_equal(visible_ts, as_of - declared.longest_window),
             pc.less(visible_ts, as_of),
         )
         recent = self._recent_events.filter(in_longest_window)
         events_by_key = {
-            key: self._events_with_key(recent, impression, key, as_of) for key in spec.counters.keys
+            key: self._events_with_key(recent, impression, key, as_of) for key in declared.keys
         }
         return {
-            counter.column: reference.count_matching_events(
-                events_by_key[counter.key],
-                {},
-                spec.event_codes[counter.event],
-                as_of,
-                counter.window,
-            )
-            for counter in counters(spec)
+            counter.column: self._recompute_counter(counter, events_by_key[counter.key], as_of)
+            for counter in declared.columns
         }
+
+    def _recompute_counter(self, counter: Counter, events: list[Row], as_of: int) -> object:
+        """The value of a counter, from the events that have its key."""
+        type_, longest = self.spec.event_codes[counter.event], self.spec.counters.longest_window
+        match counter.aggregation, counter.period:
+            case "count", int(window):
+                return reference.count_matching_events(events, {}, type_, as_of, window)
+            case "decayed_count", int(half_life):
+                return reference.decayed_count(events, type_, as_of, longest, half_life)
+            case "mean_dwell", int(window):
+                return reference.mean_dwell(events, type_, as_of, window)
+            case _:
+                return reference.time_since_last(events, type_, as_of, longest)
 
     def _events_with_key(
         self, events: pa.Table, impression: Row, key: tuple[str, ...], as_of: int
@@ -218,6 +229,13 @@ class ExampleRecomputer:
 
     def _snapshot(self, name: str) -> Snapshot:
         return snapshot(self.lake, schemas.table_schema(self.spec, name))
+
+
+def _is_equal(stored: object, expected: object) -> bool:
+    """Whether two values are equal; a number with a fraction is stored as a 32-bit float."""
+    if isinstance(stored, float) and isinstance(expected, float):
+        return math.isclose(stored, expected, rel_tol=FLOAT_TOLERANCE, abs_tol=SMALLEST_FLOAT)
+    return stored == expected
 
 
 def _first_difference(stored: list[HistoryEvent], expected: list[HistoryEvent]) -> Difference:

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from etl.errors import UserError
+from etl.spec.counters import Counter
 from etl.spec.model import DataSpec
 from etl.spec.units import MICROS, format_duration
 from etl.tables import arrow, schemas
@@ -188,16 +189,15 @@ class ImpressionPage:
         return versions[-1] if versions else {}
 
     def _counter_lines(self, example: Row) -> list[str]:
-        lines, spec = [], self.spec.counters
-        columns = iter(schemas.counter_columns(self.spec))  # keys, then windows, then events
-        for key in spec.keys:
-            for window in spec.windows:
-                counts = {event: example[next(columns)] for event in spec.events}
-                nonzero = [f"{event} {count}" for event, count in counts.items() if count]
-                if nonzero:
-                    label = f"{' x '.join(key)}, {format_duration(window)}"
-                    lines.append(f"{label}: {', '.join(nonzero)}")
-        return lines
+        """One line for each key, aggregation and period, with the event types that have a value."""
+        values: dict[str, list[str]] = {}
+        for counter in self.spec.counters.columns:
+            value = example[counter.column]
+            if value:
+                text = f"{value:.3g}" if isinstance(value, float) else str(value)
+                label = f"{' x '.join(counter.key)}, {_period_label(counter)}"
+                values.setdefault(label, []).append(f"{counter.event} {text}")
+        return [f"{label}: {', '.join(of_events)}" for label, of_events in values.items()]
 
     def history_lines(self) -> list[str]:
         """The most recent events of the history that models read."""
@@ -301,6 +301,16 @@ def _read_impression_row(
 def format_utc(micros: int) -> str:
     """A time in microseconds, as text to the millisecond, in UTC."""
     return f"{datetime.fromtimestamp(micros / 1e6, UTC):%Y-%m-%d %H:%M:%S.%f}"[:-3] + " UTC"
+
+
+def _period_label(counter: Counter) -> str:
+    period = "" if counter.period is None else format_duration(counter.period)
+    return {
+        "count": period,
+        "decayed_count": f"half-life {period}",
+        "time_since_last": "seconds since the last",
+        "mean_dwell": f"mean seconds of dwell, {period}",
+    }[counter.aggregation]
 
 
 def _word_pattern(text: str) -> re.Pattern[str]:

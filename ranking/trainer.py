@@ -35,7 +35,7 @@ from training.distributed.process_group import process_group
 from training.evaluation.predictions import Predictions, evaluation_path, predict
 from training.teacher.embeddings import TeacherEmbeddings
 from training.trainer.checkpoint import has_checkpoint
-from training.trainer.step import ema_model, per_objective
+from training.trainer.step import EmaModel, per_objective
 from training.trainer.trainer import load_train_state
 
 EXAMPLE_ROWS = 64  # examples for tracing programs and for test vectors
@@ -150,7 +150,7 @@ def train_student(
         config.distillation, config.model.hidden[1], torch.tensor(rates).log(), teacher
     )
     optimizers = _optimizers(student, loss, config)
-    average = ema_model(model)
+    average = EmaModel(model)
     teacher_note = "without GEM" if config.distillation.kind == "none" else "with GEM"
     progress = tqdm(
         _training_batches(reader, split, config, rates),

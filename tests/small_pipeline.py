@@ -36,12 +36,17 @@ def write_small_pipeline(spec_path: Path, raw: Path, folder: Path) -> SmallPipel
 
 
 def small_spec(spec_path: Path) -> str:
-    """The spec with one surface, without conversions and with fewer counters."""
+    """The spec with one surface, without conversions, and with all kinds of counters."""
     spec = yaml.safe_load(spec_path.read_text())
     spec["surfaces"] = {SURFACE: spec["surfaces"][SURFACE]}
     del spec["domains"], spec["objectives"]["conversion"]
     spec["auction"]["goal_objectives"]["sales"] = "click"
-    spec["counters"]["keys"] = [["user"], ["item"]]
+    spec["counters"] |= {
+        "keys": [["user"], ["user", "category"], ["item"]],
+        "half_lives": ["10m", "1d"],
+        "time_since_last": ["ad_click", "ad_view"],
+        "mean_dwell": ["ad_view"],
+    }
     spec["sources"]["events"]["delay"] = "5m"
     return yaml.safe_dump(spec, sort_keys=False)
 

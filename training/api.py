@@ -21,13 +21,17 @@ from training.data.batch import Batch, Shuffle
 from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
 from training.data.shards import Epoch, ShardDataset
-from training.model.embeddings import ItemRowMap, TorchEmbeddingTables, table_sizes
+from training.model.embeddings import (
+    ItemRowMap,
+    TorchEmbeddingTables,
+    table_sizes,
+)
 from training.model.gem import Gem
 from training.trainer.checkpoint import list_checkpoints, verified_state_dir
 from training.trainer.compute import apply_compute_config
 from training.trainer.resume import check_same_inputs
 from training.trainer.state import Manifest, latest_reader
-from training.trainer.step import GemModel, ema_model
+from training.trainer.step import EmaModel, GemModel
 
 Day = str | date
 
@@ -155,22 +159,23 @@ def load_gem(
     path, manifest = complete[-1]
     reader = latest_reader(tables, manifest.training)
     check_same_inputs(manifest, reader)
-    return TrainedGem(tables, manifest, _load_model(path, manifest, reader))
+    return TrainedGem(tables, manifest, _load_model(path, manifest))
 
 
-def _load_model(path: StoragePath, manifest: Manifest, reader: ExampleReader) -> GemModel:
+def _load_model(path: StoragePath, manifest: Manifest) -> GemModel:
     """The averaged weights and the tables of a checkpoint, in plain torch modules."""
     config, sizes = manifest.training, manifest.training.gem_config
-    core = Gem(reader.features, sizes)
-    rows = table_sizes(reader.features, config.item_table_rows, sizes.user_hash_buckets)
+    core = Gem(manifest.features, sizes, manifest.layout or None)
+    rows = table_sizes(manifest.features, config.item_table_rows, sizes.user_hash_buckets)
     tables = TorchEmbeddingTables(rows, sizes.embedding_dim, (USER_TABLE,))
-    ema = ema_model(core)
+    ema = EmaModel(core)
     state = {
         "ema": ema.state_dict(),
         "tables": {
             f"collection.embeddings.{name.removeprefix('tables.')}": weight.detach()
             for name, weight in tables.named_parameters()
         },
+        "item_rows": {"row_items": torch.empty(config.item_table_rows, dtype=torch.int64)},
     }
     folder = verified_state_dir(path, manifest.spec_hash)
     files = HuggingFaceStorageReader(str(folder))
@@ -179,9 +184,8 @@ def _load_model(path: StoragePath, manifest: Manifest, reader: ExampleReader) ->
     core.load_state_dict(ema.module.state_dict())
     apply_compute_config(core, config.compute)
     core.eval()
-    known_items = torch.from_numpy(reader.items.seen_by(manifest.trained_until))
-    item_rows = ItemRowMap(config.item_table_rows, known_items)
-    return GemModel(core, core, tables, item_rows, sizes.user_hash_buckets, item_dropout=0.0)
+    item_rows = ItemRowMap(state["item_rows"]["row_items"])
+    return GemModel(core, core, tables, item_rows, sizes.user_hash_buckets)
 
 
 def _open_lake(lake: str | Path, spec: str | Path | DataSpec) -> Lake:

@@ -1,13 +1,15 @@
 """The LightGBM baseline: gradient-boosted trees on all features but sequences and large ids."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
+from typing import Annotated
 
 import lightgbm
 import numpy as np
 import numpy.typing as npt
 from lightgbm.callback import CallbackEnv
+from pydantic import Field
 from tqdm import tqdm
 
 from etl.errors import UserError
@@ -20,14 +22,16 @@ from training.data.reader import ExampleReader
 from training.evaluation.predictions import Predictions
 
 MIN_POSITIVES = 20  # with fewer, the base rate of an objective is predicted
-VALIDATION_FRACTION, EARLY_STOPPING_ROUNDS = 0.1, 30
+EARLY_STOPPING_ROUNDS = 30
 Floats = npt.NDArray[np.float32]
 
 
 class BaselineConfig(StrictModel):
     """Hyperparameters of LightGBM, selected on a day before the test days.
 
-    See docs/adr/0014-lightgbm-600-trees.md and docs/adr/0024-lightgbm-early-stopping.md.
+    The number of trees is selected on a random `validation_fraction` of the rows; with 0,
+    `num_boost_round` trees are trained. See docs/adr/0014-lightgbm-600-trees.md and
+    docs/adr/0024-lightgbm-early-stopping.md.
     """
 
     num_boost_round: int = 800
@@ -35,7 +39,24 @@ class BaselineConfig(StrictModel):
     learning_rate: float = 0.02
     min_data_in_leaf: int = 50
     feature_fraction: float = 0.5
+    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
     seed: int = 0
+
+    @property
+    def params(self) -> dict[str, object]:
+        """Parameters of `lightgbm.train`."""
+        return {
+            "objective": "binary",
+            "num_leaves": self.num_leaves,
+            "learning_rate": self.learning_rate,
+            "min_data_in_leaf": self.min_data_in_leaf,
+            "feature_fraction": self.feature_fraction,
+            "seed": self.seed,
+            "verbose": -1,
+        }
+
+
+Configs = BaselineConfig | Mapping[str, BaselineConfig]  # one for all objectives, or one for each
 
 
 @dataclass(frozen=True)
@@ -52,14 +73,18 @@ class TabularDataset:
 
 
 def load_tabular(
-    reader: ExampleReader, days: Sequence[date], label_window: LabelWindow
+    reader: ExampleReader,
+    days: Sequence[date],
+    label_window: LabelWindow,
+    buckets: Iterable[int] | None = None,
 ) -> TabularDataset:
     """The inputs of GEM on some days, without histories and without ids of users and items.
 
-    Raises UserError if no impression of the days has a label in the window.
+    By default all buckets are read. Raises UserError if no impression of the days has a label in
+    the window.
     """
-    names = _feature_names(reader)
-    buckets = range(reader.lake.spec.buckets)
+    names = feature_names_of(reader)
+    buckets = range(reader.lake.spec.buckets) if buckets is None else buckets
     parts = [
         TabularDataset(
             feature_names=names,
@@ -93,8 +118,8 @@ def _per_row(partition: ExamplePartition, values: npt.NDArray[np.int64]) -> npt.
     return np.repeat(values, np.diff(partition.request_offsets))
 
 
-def _feature_names(reader: ExampleReader) -> tuple[str, ...]:
-    """The columns of `_feature_matrix`."""
+def feature_names_of(reader: ExampleReader) -> tuple[str, ...]:
+    """The names of the features of `load_tabular`."""
     schema = reader.features
     vectors = [f"{name}_{i}" for name, width in schema.item.vectors.items() for i in range(width)]
     return (
@@ -127,15 +152,18 @@ def _feature_matrix(reader: ExampleReader, partition: ExamplePartition) -> Float
     return np.concatenate(parts, axis=1)
 
 
-def train_baseline(lake: Lake, split: DaySplit, config: BaselineConfig) -> Predictions:
+def train_baseline(lake: Lake, split: DaySplit, configs: Configs) -> Predictions:
     """Train one model per objective on the training days; returns predictions of the test days."""
     reader = ExampleReader.latest(lake, max_length=0)
     train_days = list(date_range(split.train_first, split.train_last))
     train = load_tabular(reader, train_days, LabelWindow.for_training(split, lake.spec))
     test_days = list(date_range(split.test_first, split.test_last))
     test = load_tabular(reader, test_days, LabelWindow.for_test(split, lake.spec))
+    boosters = fit_boosters(train, lake.spec.objectives, configs)
     columns = [
-        _predict_objective(train, test, column, name, config)
+        np.asarray(boosters[name].predict(test.features))
+        if name in boosters
+        else np.full(len(test.surface), smoothed_rate(train, column))
         for column, name in enumerate(lake.spec.objectives)
     ]
     return Predictions(
@@ -149,16 +177,26 @@ def train_baseline(lake: Lake, split: DaySplit, config: BaselineConfig) -> Predi
     )
 
 
-def _predict_objective(
-    train: TabularDataset, test: TabularDataset, column: int, objective: str, config: BaselineConfig
-) -> npt.NDArray[np.float64]:
-    """Probabilities (B) of the test rows; the smoothed base rate if there are few positives."""
-    mask = train.label_mask[:, column]
-    labels = train.labels[mask, column]
-    if labels.sum() < MIN_POSITIVES:
-        return np.full(len(test.surface), (labels.sum() + 1) / (len(labels) + 100))
-    model = fit_booster(train.features[mask], labels, objective, train.feature_names, config)
-    return np.asarray(model.predict(test.features))
+def fit_boosters(
+    train: TabularDataset, objectives: Iterable[str], configs: Configs
+) -> dict[str, lightgbm.Booster]:
+    """A model for each objective that has MIN_POSITIVES or more; `objectives` name the labels."""
+    boosters = {}
+    for column, name in enumerate(objectives):
+        mask = train.label_mask[:, column]
+        labels = train.labels[mask, column]
+        if labels.sum() >= MIN_POSITIVES:
+            config = configs if isinstance(configs, BaselineConfig) else configs[name]
+            boosters[name] = fit_booster(
+                train.features[mask], labels, name, train.feature_names, config
+            )
+    return boosters
+
+
+def smoothed_rate(train: TabularDataset, column: int) -> float:
+    """The positive rate of an objective, shrunk towards 1 %."""
+    labels = train.labels[train.label_mask[:, column], column]
+    return float((labels.sum() + 1) / (len(labels) + 100))
 
 
 def fit_booster(
@@ -168,32 +206,22 @@ def fit_booster(
     feature_names: Sequence[str],
     config: BaselineConfig,
 ) -> lightgbm.Booster:
-    """Train on all rows; the number of trees is selected on a held-out tenth of them."""
-    params = {
-        "objective": "binary",
-        "num_leaves": config.num_leaves,
-        "learning_rate": config.learning_rate,
-        "min_data_in_leaf": config.min_data_in_leaf,
-        "feature_fraction": config.feature_fraction,
-        "seed": config.seed,
-        "verbose": -1,
-    }
-    names = list(feature_names)
-    held_out = np.random.default_rng(config.seed).random(len(labels)) < VALIDATION_FRACTION
-    training = lightgbm.Dataset(features[~held_out], labels[~held_out], feature_name=names)
-    validation = lightgbm.Dataset(features[held_out], labels[held_out], reference=training)
-    everything = lightgbm.Dataset(features, labels, feature_name=names)
+    """Train on all rows; the number of trees is selected on a random part of them, if any."""
     with tqdm(desc=f"lightgbm {objective}", unit="tree", disable=None) as progress:
 
         def show_progress(_: CallbackEnv) -> None:
             progress.update()
 
-        stopping = lightgbm.early_stopping(EARLY_STOPPING_ROUNDS, verbose=False)
-        best = lightgbm.train(
-            params,
-            training,
-            config.num_boost_round,
-            [validation],
-            callbacks=[show_progress, stopping],
-        ).best_iteration
-        return lightgbm.train(params, everything, best, callbacks=[show_progress])
+        rounds, names = config.num_boost_round, list(feature_names)
+        if config.validation_fraction:
+            random = np.random.default_rng(config.seed).random(len(labels))
+            held_out = random < config.validation_fraction
+            training = lightgbm.Dataset(features[~held_out], labels[~held_out], feature_name=names)
+            validation = lightgbm.Dataset(features[held_out], labels[held_out], reference=training)
+            stopping = lightgbm.early_stopping(EARLY_STOPPING_ROUNDS, verbose=False)
+            callbacks: list[Callable[..., object]] = [show_progress, stopping]
+            rounds = lightgbm.train(
+                config.params, training, rounds, [validation], callbacks=callbacks
+            ).best_iteration
+        everything = lightgbm.Dataset(features, labels, feature_name=names)
+        return lightgbm.train(config.params, everything, rounds, callbacks=[show_progress])

@@ -70,7 +70,10 @@ class GemArgs(DayArgs, TrainConfig):
 
 @holds_leases("gem")
 def gem(args: GemArgs) -> None:
-    """Train GEM on some days, starting from the checkpoint of the day before."""
+    """Train GEM on some days, starting from the checkpoint of the day before.
+
+    With --teacher.seeds or --teacher.blend, further models of the teacher are trained after it.
+    """
     buckets = args.load_spec().buckets
     readers = args.processes * max(1, args.workers)
     if not 1 <= readers <= buckets:
@@ -84,9 +87,9 @@ def gem(args: GemArgs) -> None:
     import torch.distributed as dist
 
     from training.distributed.process_group import process_group
+    from training.teacher.ensemble import train_teacher
     from training.trainer.throughput import Timeline
     from training.trainer.tracking import log_metrics, mlflow_run
-    from training.trainer.trainer import train_days
 
     lake = args.open_lake()
     settings = args.model_dump(include=set(TrainConfig.model_fields))
@@ -94,7 +97,7 @@ def gem(args: GemArgs) -> None:
     timeline = Timeline(PROCESS_START)
     with process_group() as (rank, _):
         timeline.record("imports")
-        metrics_by_day = train_days(lake, args.day_range, config, timeline, args.parallelism)
+        metrics_by_day = train_teacher(lake, args.day_range, config, timeline, args.parallelism)
         if rank == 0:
             with mlflow_run(args.lake, "gem", settings | {"days": args.days}):
                 for step, metrics in enumerate(metrics_by_day):
@@ -133,6 +136,24 @@ def _torchrun(args: GemArgs) -> None:
 def worker_settings(args: GemArgs) -> dict[str, object]:
     """The arguments of each training process, as values of a configuration file."""
     return args.model_dump(mode="json", exclude={"processes"}, exclude_none=True)
+
+
+class UpgradeGemArgs(LakeArgs):
+    """The lake of a GEM, with the spec that GEM is to have, and the size of its item table."""
+
+    item_table_rows: Annotated[
+        int | None, tyro.conf.arg(help="rows of a larger item table; by default as before")
+    ] = None
+
+
+@holds_leases("gem")
+def upgrade(args: UpgradeGemArgs) -> None:
+    """Carry the latest GEM over to a changed spec, or to a larger item table."""
+    from training.distributed.process_group import process_group
+    from training.trainer.upgrade import upgrade_gem
+
+    with process_group():
+        print(upgrade_gem(args.open_lake(), args.item_table_rows))
 
 
 class VerifyBatchesArgs(LakeArgs):
@@ -223,9 +244,9 @@ class CleanArgs(LakeArgs):
 @holds_leases("gem")
 def clean(args: CleanArgs) -> None:
     """Remove old GEM checkpoints; those of recent days are needed by late data and rankers."""
-    from training.trainer.checkpoint import remove_old_checkpoints
+    from training.teacher.ensemble import remove_old_models
 
-    removed = remove_old_checkpoints(args.lake, args.load_spec().hash, args.keep_days)
+    removed = remove_old_models(args.lake, args.load_spec().hash, args.keep_days)
     print(f"clean: removed {len(removed)} checkpoints")
 
 
@@ -234,6 +255,7 @@ COMMANDS = {
         "gem": gem,
         "baseline": baseline,
         "evaluate": evaluate,
+        "upgrade": upgrade,
         "verify-batches": verify_batches,
         "check-drift": check_drift,
         "clean": clean,

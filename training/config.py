@@ -53,11 +53,31 @@ class ParallelismConfig(StrictModel):
 SINGLE_PROCESS = ParallelismConfig()
 
 
+class TeacherConfig(StrictModel):
+    """What scores examples for rankers: GEM alone, or several models together."""
+
+    seeds: Annotated[
+        int,
+        Field(ge=1),
+        tyro.conf.arg(help="GEMs that differ only in their seed; the mean of their logits teaches"),
+    ] = 1
+    blend: Annotated[
+        Literal["lightgbm"] | None,
+        tyro.conf.arg(help="trees whose logits are added, weighted by their value on earlier days"),
+    ] = None
+    blend_days: Annotated[
+        int,
+        Field(ge=1),
+        tyro.conf.arg(help="most recent days that trees learn from and their weight is fitted on"),
+    ] = 14
+
+
 class TrainConfig(StrictModel):
     """Configuration of a training run."""
 
     scale: Annotated[Scale, tyro.conf.arg(help="size of the model")] = "small"
     model: GemOptions = GemOptions()
+    teacher: TeacherConfig = TeacherConfig()
     compute: ComputeConfig = ComputeConfig()
     batch_rows: Annotated[
         int, Field(ge=1), tyro.conf.arg(help="impressions per batch and process, approximately")
@@ -65,11 +85,17 @@ class TrainConfig(StrictModel):
     dense_lr: Annotated[float, tyro.conf.arg(help="learning rate of dense weights (AdamW)")] = 1e-3
     embedding_lr: Annotated[
         float, tyro.conf.arg(help="learning rate of embedding tables (row-wise AdaGrad)")
-    ] = 0.05
+    ] = 0.005
     weight_decay: Annotated[float, tyro.conf.arg(help="weight decay of dense weights")] = 0.01
     warmup_steps: Annotated[
-        int, Field(ge=1), tyro.conf.arg(help="steps of linear warmup of the dense learning rate")
+        int, Field(ge=1), tyro.conf.arg(help="steps of linear warmup of both learning rates")
     ] = 50
+    decay_share: Annotated[
+        float,
+        Field(ge=0, le=1),
+        tyro.conf.arg(help="share of a day's steps, its last ones, over which both rates decay"),
+    ] = 0.5
+    passes: Annotated[int, Field(ge=1), tyro.conf.arg(help="passes over the rows of a day")] = 2
     sequence: Annotated[
         str | None,
         tyro.conf.arg(help="the spec's sequence to read; optional where there is only one"),
@@ -88,8 +114,36 @@ class TrainConfig(StrictModel):
     item_table_rows: Annotated[
         int,
         Field(ge=2),
-        tyro.conf.arg(help="rows of the item table; new items reuse the rows of the oldest"),
+        tyro.conf.arg(
+            help="rows of the item table; in a full one, items not read lately make room"
+        ),
     ] = 2**17
+    item_admission_count: Annotated[
+        int,
+        Field(ge=1),
+        tyro.conf.arg(help="look-ups after which an item gets a row, on the next day; 1: at once"),
+    ] = 1
+    item_dropout_lookups: Annotated[
+        float,
+        Field(ge=0),
+        tyro.conf.arg(
+            help="look-ups at which training ignores an item's id half of the time; 0: rare items "
+            "are ignored as often as frequent ones"
+        ),
+    ] = 0.0
+    embedding_initial_accumulator: Annotated[
+        float,
+        Field(ge=0),
+        tyro.conf.arg(
+            help="initial value of AdaGrad's sums of squared gradients of the summed loss; with 0 "
+            "the first step of a row does not depend on its gradient"
+        ),
+    ] = 0.01
+    embedding_accumulator_decay: Annotated[
+        float,
+        Field(gt=0, le=1),
+        tyro.conf.arg(help="factor on AdaGrad's sums before each day; 1: they only grow"),
+    ] = 1.0
     embedding_ttl_days: Annotated[
         int | None,
         Field(ge=1),
@@ -124,16 +178,22 @@ class TrainConfig(StrictModel):
         """Surfaces to train on; empty for all."""
         return (self.surface,) if self.surface else ()
 
+    @property
+    def initial_accumulator(self) -> float:
+        """AdaGrad's initial sums for the mean loss of a batch, whose gradients are smaller."""
+        return self.embedding_initial_accumulator / self.batch_rows**2
+
     def resume_invariants(self) -> dict[str, object]:
         """The settings that may not change from one day to the next."""
         return self.model_dump(
             include={
-                "scale",
-                "width_multiplier",
-                "model",
-                "sequence",
-                "surface",
-                "max_length",
-                "item_table_rows",
+                "scale": True,
+                "width_multiplier": True,
+                "model": True,
+                "sequence": True,
+                "surface": True,
+                "max_length": True,
+                "item_table_rows": True,
+                "teacher": {"seeds"},
             }
         )

@@ -20,9 +20,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tqdm import tqdm
 
 from etl.spec.base import StrictModel
-from training.trainer.step import ema_model
+from training.trainer.step import EmaModel
 
 Inputs = tuple[Any, ...]
+MEMBERS = 2  # of the models of `bench tabular` and `bench sequence`
 
 
 class BinaryClassifier(nn.Module):
@@ -32,6 +33,38 @@ class BinaryClassifier(nn.Module):
     def embeddings(self) -> Sequence[Tensor]:
         """Weights of single feature values, which memorize."""
         raise NotImplementedError
+
+    def loss(self, inputs: Inputs, labels: Tensor) -> Tensor:
+        """Binary cross-entropy of a batch with labels (B)."""
+        return F.binary_cross_entropy_with_logits(self(*inputs), labels)
+
+
+class Ensemble(BinaryClassifier):
+    """Models that differ in their initial weights and are trained at once, each on its own loss.
+
+    The logit is the mean of theirs: their errors differ, and one mean loss would train them to
+    correct each other instead (2410.24210).
+    """
+
+    def __init__(self, make_member: Callable[[], BinaryClassifier], members: int) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(make_member() for _ in range(members))
+
+    @property
+    def embeddings(self) -> Sequence[Tensor]:
+        """Weights of single feature values of all members."""
+        return [weight for member in self._models() for weight in member.embeddings]
+
+    def forward(self, *inputs: Any) -> Tensor:
+        """The mean logit of the members (B)."""
+        return torch.stack([member(*inputs) for member in self.members]).mean(0)
+
+    def loss(self, inputs: Inputs, labels: Tensor) -> Tensor:
+        """The sum of the members' losses."""
+        return torch.stack([member.loss(inputs, labels) for member in self._models()]).sum()
+
+    def _models(self) -> list[BinaryClassifier]:
+        return [member for member in self.members if isinstance(member, BinaryClassifier)]
 
 
 class ExampleSource(Protocol):
@@ -81,7 +114,7 @@ def fit(
     """
     generator = torch.Generator().manual_seed(seed)
     optimizer = _optimizer(model, config)
-    ema = ema_model(model)
+    ema = EmaModel(model)
     optimizer.register_step_post_hook(lambda *_: ema.update_parameters(model))
     scheduler = ReduceLROnPlateau(optimizer, "max", factor=0.1, patience=0, threshold=1e-6)
     best, best_weights, epochs_without_gain = None, None, 0
@@ -120,7 +153,7 @@ def _train_epoch(
 ) -> None:
     model.train()
     for inputs, labels in examples.shuffled(generator):
-        loss = F.binary_cross_entropy_with_logits(model(*inputs), labels)
+        loss = model.loss(inputs, labels)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()

@@ -43,32 +43,46 @@ def bench(args: SequenceArgs) -> None:
     A row reads all strictly earlier entries of its user from all files, with their labels: an
     outcome is visible from its time on.
     """
-    from benchmarks.public.fit import TrainingTask, predict, select_embedding_l2
+    measure(args.data, args.seeds).show(args.as_json)
+
+
+def measure(folder: Path, seeds: int) -> BenchmarkResult:
+    """Test metrics of GEM's sequence modules, and of LightGBM on the same counters."""
+    from benchmarks.public.fit import (
+        MEMBERS,
+        Ensemble,
+        TrainingTask,
+        predict,
+        select_embedding_l2,
+    )
     from benchmarks.public.sequence_data import SPLITS, read_log
     from benchmarks.public.sequence_features import SequenceDataset, SplitRows
     from benchmarks.public.sequence_model import SequentialRanker
 
-    log = read_log(args.data)
+    log = read_log(folder)
     dataset = SequenceDataset(log)
     train, valid, test = (SplitRows(dataset, split) for split in range(len(SPLITS)))
-    task = TrainingTask(lambda: SequentialRanker(log, dataset.num_numeric), train, valid)
+    task = TrainingTask(
+        lambda: Ensemble(lambda: SequentialRanker(log, dataset.edges), MEMBERS), train, valid
+    )
     config = select_embedding_l2(task, PENALTIES)
-    models = (task.fit(config, 1 + seed)[0] for seed in range(args.seeds))
+    models = (task.fit(config, 1 + seed)[0] for seed in range(seeds))
     by_seed = [test_metrics(log, predict(model, test)[0]) for model in models]
     lightgbm = test_metrics(log, lightgbm_probabilities(log, dataset.entries.numeric.numpy()))
 
     test_rows = int((log.split == SPLITS.index("test")).sum())
-    result = BenchmarkResult(f"{args.data.name}, {test_rows:,} test rows", COLUMNS)
+    result = BenchmarkResult(f"{folder.name}, {test_rows:,} test rows", COLUMNS)
     cells = [f"{lightgbm[key]:.4f}" for key in METRICS]
     result.rows.append(("LightGBM, same counters", *cells, "1"))
     cells = [format_mean_std([metrics[key] for metrics in by_seed]) for key in METRICS]
-    result.rows.append((f"GEM's blocks, penalty {config.embedding_l2:g}", *cells, str(args.seeds)))
+    name = f"GEM's blocks, {MEMBERS} members, penalty {config.embedding_l2:g}"
+    result.rows.append((name, *cells, str(seeds)))
     for key in METRICS:
         value = mean(metrics[key] for metrics in by_seed)
         result.record(key, value, "no test user has both classes")
         result.record(f"lightgbm_{key}", lightgbm[key], "no test user has both classes")
     result.figures["auc_seeds"] = [round(metrics["auc"], 6) for metrics in by_seed]
-    result.show(args.as_json)
+    return result
 
 
 def test_metrics(log: "InteractionLog", predicted: "Floats") -> dict[str, float]:

@@ -2,17 +2,19 @@
 
 Only strictly earlier entries are read; entries of the same second do not affect each other.
 
-N entries, B rows, E events of C chunks, M numbers.
+N entries, B rows, E events of C chunks, M numbers of T segments.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from benchmarks.public.quantile_encoding import SEGMENTS
 from benchmarks.public.sequence_data import (
     POSITIVE,
     SPLITS,
@@ -21,6 +23,7 @@ from benchmarks.public.sequence_data import (
     Int64,
     InteractionLog,
 )
+from training.model.numeric import quantile_edges
 from training.ops.ragged import concat_ranges
 
 Float64 = npt.NDArray[np.float64]
@@ -159,10 +162,11 @@ class SequenceDataset:
         self.prior_entries = torch.from_numpy(prior_entry_counts(log))
         self.user_start = torch.from_numpy(log.user_offsets)[self.entries.user_code]
 
-    @property
-    def num_numeric(self) -> int:
-        """Numeric features of an entry."""
-        return self.entries.numeric.shape[1]
+    @cached_property
+    def edges(self) -> Tensor:
+        """The quantiles (M, T + 1) of the numbers of the training rows."""
+        is_train = torch.from_numpy(self.log.split == SPLITS.index("train"))
+        return quantile_edges(self.entries.numeric[is_train], SEGMENTS)
 
     def chunk_ids(self, rows: Tensor) -> Tensor:
         """An id (B) shared only by rows of the same chunk; `rows` (B) are sorted positions."""

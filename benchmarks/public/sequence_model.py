@@ -8,13 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.public.fit import BinaryClassifier
+from benchmarks.public.quantile_encoding import ROWS, SEGMENTS, QuantileEmbedding
 from benchmarks.public.sequence_data import POSITIVE, UNKNOWN, Attribute, InteractionLog
 from benchmarks.public.sequence_features import SequenceBatch
 from benchmarks.public.tabular_models import InteractionStream
 from training.model.config import GemConfig
-from training.model.embeddings import NumericEmbedding
-from training.model.sequence.attention import LinearItemAttention, TargetAttention
+from training.model.numeric import NumericEmbedding
 from training.model.sequence.layers import TransformerLayer
+from training.model.sequence.target_attention import LinearItemAttention, TargetAttention
 from training.ops.ragged import concat_ranges
 
 INIT_STD = 0.1  # products of smaller embeddings are too small to learn from
@@ -77,7 +78,7 @@ class LabeledEventTokenizer(nn.Module):
         super().__init__()
         self.item = nn.Linear(item_width, width)
         self.label = nn.Embedding(1 + POSITIVE, width)
-        self.numeric = NumericEmbedding(num_features, 1, width, width)
+        self.numeric = NumericEmbedding([0] * num_features, width, SEGMENTS)
         self.mlp = nn.Sequential(
             nn.LayerNorm(width), nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width)
         )
@@ -85,7 +86,7 @@ class LabeledEventTokenizer(nn.Module):
 
     def forward(self, items: Tensor, labels: Tensor, numbers: Tensor) -> Tensor:
         """Items (E, n d), labels (E) and numbers (E, M) to (E, W)."""
-        token = self.item(items) + self.label(labels) + self.numeric(numbers)[0][:, 0]
+        token = self.item(items) + self.label(labels) + self.numeric(numbers).rows[:, 0]
         normalized: Tensor = self.norm(token + self.mlp(token))
         return normalized
 
@@ -131,10 +132,13 @@ class CandidateHistoryEncoder(nn.Module):
 
 
 class SequentialRanker(BinaryClassifier):
-    """A sum of logits: a linear logit, and one per interaction stream."""
+    """A sum of logits: a linear logit, and one per interaction stream.
+
+    `edges` (M, T + 1) are the quantiles of the numbers.
+    """
 
     def __init__(
-        self, log: InteractionLog, num_features: int, base_config: GemConfig = DEFAULT_CONFIG
+        self, log: InteractionLog, edges: Tensor, base_config: GemConfig = DEFAULT_CONFIG
     ) -> None:
         super().__init__()
         d = base_config.embedding_dim
@@ -142,11 +146,9 @@ class SequentialRanker(BinaryClassifier):
         self.users, self.items = EntityEmbedding(*users, d), EntityEmbedding(*items, d)
         self.user_linear, self.item_linear = EntityEmbedding(*users, 1), EntityEmbedding(*items, 1)
         self.bias = nn.Parameter(torch.zeros(1))
-        self.numeric = NumericEmbedding(
-            num_features, base_config.numeric_rows, d, base_config.mlp_width
-        )
-        self.history = CandidateHistoryEncoder(self.items.rows * d, num_features, base_config)
-        rows = self.users.rows + self.items.rows + base_config.numeric_rows + self.history.rows
+        self.numeric = QuantileEmbedding(edges, d, base_config.mlp_width)
+        self.history = CandidateHistoryEncoder(self.items.rows * d, len(edges), base_config)
+        rows = self.users.rows + self.items.rows + ROWS + self.history.rows
         self.norm = nn.LayerNorm(d, eps=NORM_EPS)
         self.streams = nn.ModuleList(InteractionStream(rows, config) for config in STREAMS)
         self.item_dropout = base_config.item_dropout
@@ -168,7 +170,7 @@ class SequentialRanker(BinaryClassifier):
         embeddings = (
             self.users(rows.user, rows.user_code),
             candidates,
-            self.numeric(rows.numeric)[0],
+            self.numeric(rows.numeric),
             self.history(batch, candidates.flatten(1), event_items.flatten(1)),
         )
         x = self.norm(torch.cat(embeddings, 1)).transpose(0, 1).contiguous()

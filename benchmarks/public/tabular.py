@@ -14,6 +14,7 @@ from etl.spec.base import StrictModel
 if TYPE_CHECKING:
     from benchmarks.public.fit import BinaryMetrics
 
+PEERS = ("lightgbm", "dcnv2", "fuxictr")
 COLUMNS = ("model", "test AUC", "test logloss", "seeds")
 
 
@@ -32,21 +33,41 @@ class TabularArgs(StrictModel):
 
 def bench(args: TabularArgs) -> None:
     """Train on train.csv, stop early on valid.csv, report test.csv; all but --numeric is an id."""
-    from benchmarks.public.tabular_models import STREAMS, read_dataset
-
     numeric = [name for name in args.numeric.split(",") if name]
-    dataset = read_dataset(args.data, args.label, numeric)
-    penalty, ours = dataset.train_and_score(lambda: dataset.build_model(*STREAMS), args.seeds)
-    result = BenchmarkResult(f"{args.data.name}, {len(dataset.test):,} test rows", COLUMNS)
-    model = f"{' + '.join(s.interaction for s in STREAMS)}, penalty {penalty:g}"
-    add_row(result, "", model, ours)
-    result.figures |= {"auc_seeds": [round(s.auc, 6) for s in ours]}
-    if args.peers:
-        from benchmarks.public.tabular_models import FUXICTR_MISSING, score_peers
+    peers = PEERS if args.peers else ()
+    measure(args.data, args.label, numeric, args.seeds, peers).show(args.as_json)
 
-        for key, name, scores in score_peers(dataset, args.seeds):
-            add_row(result, f"{key}_", name, scores, FUXICTR_MISSING)
-    result.show(args.as_json)
+
+def measure(
+    folder: Path, label: str, numeric: Sequence[str], seeds: int, peers: Sequence[str]
+) -> BenchmarkResult:
+    """Test metrics of GEM's interaction modules, and of some peers on the files as they are.
+
+    Whether the model reads statistics of values, and its penalty, are selected on the validation
+    rows.
+    """
+    from benchmarks.public.fit import MEMBERS
+    from benchmarks.public.tabular_models import (
+        FUXICTR_MISSING,
+        STREAMS,
+        read_dataset,
+        score_peer,
+        select_inputs,
+    )
+
+    dataset = read_dataset(folder, label, numeric)
+    inputs, has_statistics = select_inputs(dataset)
+    penalty, ours = inputs.train_and_score(inputs.build_ensemble, seeds)
+    result = BenchmarkResult(f"{folder.name}, {len(dataset.test):,} test rows", COLUMNS)
+    streams = " + ".join(s.interaction for s in STREAMS)
+    name = f"{MEMBERS} x ({streams}), penalty {penalty:g}"
+    add_row(result, "", f"{name}, statistics of values" if has_statistics else name, ours)
+    result.figures |= {"auc_seeds": [round(s.auc, 6) for s in ours]}
+    result.figures |= {"reads_statistics": has_statistics}
+    for peer in peers:
+        name, scores = score_peer(dataset, peer, seeds)
+        add_row(result, f"{peer}_", name, scores, FUXICTR_MISSING)
+    return result
 
 
 def add_row(

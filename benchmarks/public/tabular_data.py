@@ -4,7 +4,7 @@ B rows, F categorical fields, M numbers.
 """
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +36,10 @@ class TabularRows:
     def __len__(self) -> int:
         """Number of rows."""
         return len(self.labels)
+
+    def with_numbers(self, numbers: npt.NDArray[np.float32]) -> "TabularRows":
+        """The same rows with further numbers (B, k)."""
+        return replace(self, numeric=np.concatenate((self.numeric, numbers), 1))
 
     def shuffled(self, generator: torch.Generator) -> Iterator[Batch]:
         """Batches of all rows in random order."""

@@ -1,10 +1,12 @@
 """Models of plain tables: GEM's interaction modules, and baselines trained and tuned equally.
 
-B rows, F categorical fields, M numbers, d embedding width, n embeddings per row.
+B rows, F categorical fields, M numbers, d embedding width, T segments of numbers, n embeddings per
+row.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import lightgbm
@@ -13,17 +15,22 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.public.fit import (
+    MEMBERS,
     BinaryClassifier,
     BinaryMetrics,
+    Ensemble,
+    FitConfig,
     TrainingTask,
     binary_metrics,
     predict,
     select_embedding_l2,
 )
+from benchmarks.public.quantile_encoding import ROWS, SEGMENTS, QuantileEmbedding
 from benchmarks.public.tabular_data import FieldEncoding, TabularRows, read_csv
+from benchmarks.public.target_statistics import TargetStatistics
 from training.model.config import GemConfig
-from training.model.embeddings import NumericEmbedding
 from training.model.interaction import build_interaction
+from training.model.numeric import quantile_edges
 
 DEFAULT_CONFIG = GemConfig(
     embedding_dim=16, layers=2, fm_rows=16, linear_rows=16, rank=8, mlp_width=256, dropout=0.2
@@ -35,6 +42,7 @@ class TabularModel(BinaryClassifier):
     """A sum of logits: a linear logit, and one per interaction stream.
 
     Streams read the same embeddings but make different errors, unlike a deeper stack of one kind.
+    `edges` (M, T + 1) are the quantiles of the numbers, if there are any.
     """
 
     field_offsets: Tensor
@@ -42,7 +50,7 @@ class TabularModel(BinaryClassifier):
     def __init__(
         self,
         vocabulary_sizes: Sequence[int],
-        num_features: int,
+        edges: Tensor | None = None,
         streams: Sequence[GemConfig] = STREAMS,
     ) -> None:
         super().__init__()
@@ -54,10 +62,10 @@ class TabularModel(BinaryClassifier):
         nn.init.normal_(self.table.weight, std=0.01)
         nn.init.zeros_(self.linear.weight)
         self.bias = nn.Parameter(torch.zeros(1))
-        rows = streams[0].numeric_rows if num_features else 0
-        self.numeric = (
-            NumericEmbedding(num_features, rows, d, streams[0].mlp_width) if num_features else None
-        )
+        self.numeric = None
+        if edges is not None:
+            self.numeric = QuantileEmbedding(edges, d, streams[0].mlp_width)
+        rows = ROWS if self.numeric else 0
         self.streams = nn.ModuleList(
             InteractionStream(len(vocabulary_sizes) + rows, config) for config in streams
         )
@@ -72,7 +80,7 @@ class TabularModel(BinaryClassifier):
         rows = (ids + self.field_offsets).T
         x = self.table(rows)
         if self.numeric:
-            x = torch.cat((x, self.numeric(numbers)[0].transpose(0, 1)))
+            x = torch.cat((x, self.numeric(numbers).transpose(0, 1)))
         linear: Tensor = self.linear(rows).sum(0)[:, 0] + self.bias
         return linear + torch.stack([stream(x) for stream in self.streams]).sum(0)
 
@@ -106,6 +114,32 @@ class TabularDataset:
     valid: TabularRows
     test: TabularRows
 
+    def with_statistics(self) -> "TabularDataset":
+        """The same rows, with the statistics of the training rows' fields as further numbers."""
+        sizes = tuple(self.encoding.vocabulary_sizes)
+        statistics = TargetStatistics.of(sizes, self.train.ids, self.train.labels)
+        return replace(
+            self,
+            train=self.train.with_numbers(statistics.of_training_rows()),
+            valid=self.valid.with_numbers(statistics(self.valid.ids)),
+            test=self.test.with_numbers(statistics(self.test.ids)),
+        )
+
+    @cached_property
+    def edges(self) -> Tensor | None:
+        """The quantiles (M, T + 1) of the numbers of the training rows; None without numbers."""
+        numbers = torch.from_numpy(self.train.numeric)
+        return quantile_edges(numbers, SEGMENTS) if numbers.shape[1] else None
+
+    def build_ensemble(self) -> BinaryClassifier:
+        """This project's model: members of two streams each."""
+        return Ensemble(lambda: self.build_model(*STREAMS), MEMBERS)
+
+    def validation_score(self) -> float:
+        """The score of one member on the validation rows, with the default penalty."""
+        task = TrainingTask(lambda: self.build_model(*STREAMS), self.train, self.valid)
+        return task.fit(FitConfig(), 0)[1].selection_score
+
     def train_and_score(
         self, make_model: Callable[[], BinaryClassifier], seeds: int
     ) -> tuple[float, list[BinaryMetrics]]:
@@ -116,8 +150,8 @@ class TabularDataset:
         return config.embedding_l2, [binary_metrics(*predict(model, self.test)) for model in models]
 
     def build_model(self, *streams: GemConfig) -> BinaryClassifier:
-        """This project's model, with some streams of interactions."""
-        return TabularModel(self.encoding.vocabulary_sizes, len(self.encoding.numeric), streams)
+        """A member of this project's model, with some streams of interactions."""
+        return TabularModel(self.encoding.vocabulary_sizes, self.edges, streams)
 
 
 def read_dataset(folder: Path, label: str, numeric: Collection[str]) -> TabularDataset:
@@ -128,26 +162,42 @@ def read_dataset(folder: Path, label: str, numeric: Collection[str]) -> TabularD
     return TabularDataset(encoding, **rows)
 
 
+def select_inputs(dataset: TabularDataset) -> tuple[TabularDataset, bool]:
+    """The dataset with or without statistics, by validation score, and whether it has them.
+
+    Statistics help where values come back, and mislead where the validation rows differ from the
+    training rows, as later rows may.
+    """
+    if not dataset.train.ids.shape[1]:
+        return dataset, False
+    extended = dataset.with_statistics()
+    if extended.validation_score() > dataset.validation_score():
+        return extended, True
+    return dataset, False
+
+
 DCNV2_CONFIG = DEFAULT_CONFIG.model_copy(update={"interaction": "dcnv2", "layers": 3})
 FUXICTR_MISSING = "FuxiCTR is not installed: pip install fuxictr"
 LIGHTGBM_PARAMS = {"objective": "binary", "learning_rate": 0.05, "num_leaves": 63, "verbose": -1}
 
 
-def score_peers(
-    dataset: TabularDataset, seeds: int
-) -> Iterator[tuple[str, str, Sequence[BinaryMetrics]]]:
-    """Key, name and test metrics of each baseline; no metrics if its package is missing."""
-    yield "lightgbm", "LightGBM, fields as categories", [lightgbm_score(dataset)]
-    penalty, metrics = dataset.train_and_score(lambda: dataset.build_model(DCNV2_CONFIG), seeds)
-    yield "dcnv2", f"DCNv2 of this project, penalty {penalty:g}", metrics
-    try:
-        import fuxictr.pytorch.layers  # noqa: F401
-    except ImportError:
-        yield "fuxictr", "FuxiCTR's DCNv2", []
-        return
-    sizes = dataset.encoding.vocabulary_sizes
-    penalty, metrics = dataset.train_and_score(lambda: FuxiCtrDCNv2(sizes), seeds)
-    yield "fuxictr", f"FuxiCTR's DCNv2, penalty {penalty:g}", metrics
+def score_peer(
+    dataset: TabularDataset, peer: str, seeds: int
+) -> tuple[str, Sequence[BinaryMetrics]]:
+    """Name and test metrics of a baseline, by seed; no metrics if its package is missing."""
+    if peer == "lightgbm":
+        return "LightGBM, fields as categories", [lightgbm_score(dataset)]
+    name, make_model = "DCNv2 of this project", lambda: dataset.build_model(DCNV2_CONFIG)
+    if peer == "fuxictr":
+        try:
+            import fuxictr.pytorch.layers  # noqa: F401
+        except ImportError:
+            return "FuxiCTR's DCNv2", []
+        name = "FuxiCTR's DCNv2"
+        sizes = dataset.encoding.vocabulary_sizes
+        make_model = lambda: FuxiCtrDCNv2(sizes)  # noqa: E731
+    penalty, metrics = dataset.train_and_score(make_model, seeds)
+    return f"{name}, penalty {penalty:g}", metrics
 
 
 def lightgbm_score(dataset: TabularDataset) -> BinaryMetrics:

@@ -2,7 +2,8 @@
 
 A long, resumable study on simulated logs of three surfaces. Each row changes one option of the
 default GEM, over several seeds: the difference of NE with a bootstrap interval over users, paired
-by impression. Model selection never uses these days.
+by impression. Options of sequence layers are changed in a GEM of three layers, and compared with
+it, because many have no effect in a single one. Model selection never uses these days.
 
 `gemline bench agreement`: whether small models rank changes of GEM like large ones.
 
@@ -50,9 +51,43 @@ def sequence_change(**options: object) -> dict[str, object]:
     return model_change(sequence=options)
 
 
+DEPTH = 3
+DEEP = f"{DEPTH} layers"
+
+
+def deep_change(**options: object) -> dict[str, object]:
+    """Options that differ from a sequence encoder of DEPTH layers; many need several layers."""
+    return sequence_change(num_layers=DEPTH, **options)
+
+
+DEEP_CHANGES: Mapping[str, dict[str, object]] = {
+    "flow: s2n": deep_change(flow="s2n"),
+    "flow: n2s": deep_change(flow="n2s"),
+    "flow: int": deep_change(flow="int"),
+    "flow: int, PFFN": deep_change(flow="int", personalization="pffn"),
+    "flow: int, GDPA as its kernel": deep_change(
+        flow="int", gdpa_scale="weights", gdpa_activation="silu"
+    ),
+    "flow: int, hierarchical seed pooling": deep_change(flow="int", pooling="hsp"),
+    "flow: int, CLS rows": deep_change(flow="int", cls_tokens=2),
+    "flow: int, MaskNet": deep_change(flow="int", masknet=True),
+    "flow: int, 32 events": deep_change(flow="int", max_events=32),
+    "flow: int, 32 events of each candidate": deep_change(
+        flow="int", context="candidate", max_events=32
+    ),
+    "computation skip": deep_change(flow="int", computation_skip=True),
+    "rotary time": deep_change(rotary=True),
+    "HSTU layers": deep_change(layer="hstu"),
+    "families of events": deep_change(
+        event_groups={"ads": {"events": ADS}, "posts": {"events": POSTS}}
+    ),
+    "pyramid": deep_change(pyramid_stride=4),
+}
+
 CHANGES: Mapping[str, dict[str, object]] = {
     "Wukong: static projection": model_change(input_dependent_projection=False),
     "Wukong: cross-layer attention": model_change(cross_layer_rows=4),
+    "Wukong: rows shrink": model_change(wukong_rows=[48, 24]),
     "DCNv2": model_change(interaction="dcnv2"),
     "Wukong, DCNv2 beside": model_change(parallel_interaction="dcnv2"),
     "DHEN": model_change(interaction="dhen"),
@@ -61,30 +96,24 @@ CHANGES: Mapping[str, dict[str, object]] = {
     "weak features share rows": model_change(low_cardinality_threshold=64),
     "no rows of users": model_change(user_hash_buckets=0),
     "flow: sole": sequence_change(flow="sole"),
-    "flow: s2n": sequence_change(flow="s2n"),
-    "flow: n2s": sequence_change(flow="n2s"),
-    "flow: int": sequence_change(flow="int"),
-    "flow: int, PFFN": sequence_change(flow="int", personalization="pffn"),
-    "hierarchical seed pooling": sequence_change(pooling="hsp"),
-    "CLS rows": sequence_change(cls_tokens=2),
-    "rotary time": sequence_change(rotary=True),
-    "HSTU layer": sequence_change(layer="hstu"),
-    "computation skip": sequence_change(computation_skip=True),
-    "families of events": sequence_change(
-        event_groups={"ads": {"events": ADS, "layers": 2}, "posts": {"events": POSTS}}
-    ),
-    "pyramid": sequence_change(
-        pyramid_stride=4, event_groups={"all": {"events": [*ADS, *POSTS], "layers": 2}}
-    ),
+    "activation unit": sequence_change(target_attention="activation_unit"),
     "next-action loss": sequence_change(next_action_weight=0.1),
     "no history": {"max_length": 0},
     "32 events": {"max_length": 32},
     "click, then conversion": model_change(esmm_parents={"conversion": "click"}),
+    "no auxiliary objectives": model_change(auxiliary_weight=0),
     "value head": model_change(value_loss_weight=0.05),
     "a quarter of the negatives": {"negative_sampling_rate": {"click": 0.25, "long_view": 0.25}},
-    "DIN": model_change(interaction="plain", sequence={"flow": "sole"}),
-    "HSTU": model_change(interaction="plain", sequence={"layer": "hstu", "rotary": True}),
+    "DIN": model_change(
+        interaction="plain", sequence={"flow": "sole", "target_attention": "activation_unit"}
+    ),
+    "HSTU": model_change(
+        interaction="plain", sequence={"layer": "hstu", "rotary": True, "num_layers": DEPTH}
+    ),
+    DEEP: deep_change(),
+    **{f"{DEEP}, {name}": change for name, change in DEEP_CHANGES.items()},
 }
+DEFAULT = "default"
 SEPARATE = "a model for each surface"
 LIGHTGBM = "LightGBM"
 
@@ -109,7 +138,8 @@ def bench_ablation(args: AblationArgs) -> None:
     trials = prepare_trials(args.work)
     differences = dict(ne_differences(trials, args.scale, args.seeds, args.only))
     result = BenchmarkResult(
-        f"NE of {OBJECTIVE} less that of GEM {args.scale}, {args.seeds} seeds, 1e-4 [95 %]",
+        f"NE of {OBJECTIVE} less that of GEM {args.scale} (of {DEEP}, where a change names them), "
+        f"{args.seeds} seeds, 1e-4 [95 %]",
         ("change", "difference of NE", ""),
     )
     for name, interval in differences.items():
@@ -153,15 +183,20 @@ def prepare_trials(work: Path) -> "TrialRunner":
 def ne_differences(
     trials: "TrialRunner", scale: Scale, seeds: int, only: tuple[str, ...]
 ) -> Iterator[tuple[str, "ConfidenceInterval"]]:
-    """Each change and its difference of NE from the default; all changes if `only` is empty."""
+    """Each change and its difference of NE from its reference; all changes if `only` is empty."""
     from training.evaluation.predictions import paired_ne_difference
 
     configs = [TrainConfig(scale=scale, seed=seed) for seed in range(seeds)]
-    default = [trials.gem_all_surfaces(config) for config in configs]
     for name in (*CHANGES, SEPARATE, LIGHTGBM):
         if not only or name in only:
             changed = predictions_of_change(trials, name, configs)
-            yield name, paired_ne_difference(changed, default, OBJECTIVE)
+            reference = predictions_of_change(trials, reference_of(name), configs)
+            yield name, paired_ne_difference(changed, reference, OBJECTIVE)
+
+
+def reference_of(change: str) -> str:
+    """The model that a change is compared with: DEFAULT, or that of DEPTH layers."""
+    return DEEP if change.startswith(f"{DEEP}, ") else DEFAULT
 
 
 def predictions_of_change(
@@ -170,6 +205,8 @@ def predictions_of_change(
     """Predictions with a change, one per configuration (one in all for LightGBM)."""
     from training.baseline import BaselineConfig
 
+    if change == DEFAULT:
+        return [trials.gem_all_surfaces(config) for config in configs]
     if change == SEPARATE:
         return [trials.gem_per_surface(config) for config in configs]
     if change == LIGHTGBM:

@@ -2,16 +2,11 @@
 
 GEM without history and with 32, 256 and 2,048 events, several seeds each, compared with LightGBM on
 the same features and counters and with the simulator's true probabilities. Takes hours on two
-cores; finished runs are kept in `--work`, and the study resumes from them. The table is saved to
-benchmarks/results/history.json.
-
-`gemline bench quality`: the quality of GEM relative to its bounds, on simulated and real logs.
-
-Long: the simulator's part is that of `gemline bench history` and uses its finished runs.
+cores; finished runs are kept in `--work`, and the study resumes from them. The table and the gap
+ratios, which `gemline bench quality` prints, are saved to benchmarks/results/history.json.
 """
 
 import json
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import mean
@@ -27,13 +22,11 @@ from benchmarks.harness import (
     BenchmarkResult,
     format_mean_std,
 )
-from benchmarks.public import kuairand
 from dags.pipeline import PipelinePaths, all_days_flags, data_steps, latest_mature_split
 from dags.runner import run_pipeline
 from etl.spec import load_spec
 from etl.spec.base import StrictModel
 from etl.spec.units import DaySplit, date_range, parse_date_range
-from ranking.report.study import StudyResult
 
 if TYPE_CHECKING:
     from etl.tables.lake import Lake
@@ -55,13 +48,10 @@ def bench_history(args: HistoryArgs) -> None:
     """NE by length of history on simulated logs, GEM and LightGBM (long; resumable)."""
     ne = ne_by_run(args.work, run_names(args.seeds))
     result = result_table(ne, list(load_spec(SIMULATOR_SPEC).objectives))
+    record_gap_ratios(result, ne)
     result.show(args.as_json)
-    StudyResult(
-        title="Length of history, simulator's bench data: NE on the test day",
-        command=f"gemline bench history --work work/bench --seeds {args.seeds}",
-        columns=tuple(result.columns),
-        rows=tuple(result.rows),
-    ).save(RESULTS / "history.json")
+    command = f"gemline bench history --work work/bench --seeds {args.seeds}"
+    result.save_study(RESULTS / "history.json", command)
 
 
 def run_names(seeds: int) -> Iterator[str]:
@@ -159,7 +149,8 @@ def with_true_probabilities(rows: "Predictions", raw: str) -> "Predictions":
 
 def result_table(ne: dict[str, dict[str, float]], objectives: list[str]) -> BenchmarkResult:
     """A row per model: NE by objective, with the standard deviation over seeds."""
-    result = BenchmarkResult("NE on the test day", ("model", *objectives))
+    title = "Length of history, simulator's bench data: NE on the test day"
+    result = BenchmarkResult(title, ("model", *objectives))
     runs_by_model = {"truth (bound)": ["bound"], "LightGBM": ["lightgbm"]}
     for length in LENGTHS:
         model = f"GEM, {length:,} events" if length else "GEM, no history"
@@ -174,58 +165,13 @@ def result_table(ne: dict[str, dict[str, float]], objectives: list[str]) -> Benc
     return result
 
 
-COLUMNS = ("figure", "value", "goal", "of")
-KUAIRAND_TRAIN, KUAIRAND_TEST = "2022-04-25:2022-04-29", "2022-04-30:2022-04-30"
+def record_gap_ratios(result: BenchmarkResult, ne: dict[str, dict[str, float]]) -> None:
+    """The distance of GEM's click NE to the true probabilities over LightGBM's, all surfaces.
 
-
-class QualityArgs(HistoryArgs):
-    """Arguments of the benchmark."""
-
-    kuairand: Annotated[
-        Path | None, tyro.conf.arg(help="folder that holds KuaiRand's data/log_standard_*")
-    ] = None
-    kuairand_seeds: int = Field(default=5, ge=1)
-
-
-def bench_quality(args: QualityArgs) -> None:
-    """`sim_gap_ratio` and `kuairand_click_gain`, with their components."""
-    result = BenchmarkResult("GEM's quality", COLUMNS)
-    record_simulator_gap(args, result)
-    record_kuairand_gain(args, result)
-    result.show(args.as_json)
-
-
-def record_simulator_gap(args: QualityArgs, result: BenchmarkResult) -> None:
-    """The distance of GEM's click NE to the true probabilities over LightGBM's, all surfaces."""
-    gem_runs = [f"gem-{max(LENGTHS)}-{seed}" for seed in range(args.seeds)]
-    ne = ne_by_run(args.work, ["bound", "lightgbm", *gem_runs])
+    `sim_gap_ratio` is of GEM with the longest history, `sim_gap_no_history` of GEM with the inputs
+    of LightGBM.
+    """
     bound, lightgbm = ne["bound"]["click"], ne["lightgbm"]["click"]
-    gem = mean(ne[run]["click"] for run in gem_runs)
-    ratio = (gem - bound) / (lightgbm - bound)
-    result.record("sim_gap_ratio", ratio, "")
-    parts = (
-        f"click NE: GEM {gem:.4f}, LightGBM {lightgbm:.4f}, truth {bound:.4f}; {args.seeds} seeds"
-    )
-    result.rows.append(("sim_gap_ratio", f"{ratio:.2f}", "<= 0.5", parts))
-
-
-def record_kuairand_gain(args: QualityArgs, result: BenchmarkResult) -> None:
-    """Click AUC of GEM on KuaiRand minus that of LightGBM."""
-    key, goal = "kuairand_click_gain", ">= 0.008"
-    if args.kuairand is None:
-        reason = "--kuairand is not set"
-        result.record(key, None, reason)
-        result.rows.append((key, "", goal, reason))
-        return
-    kuairand_args = kuairand.KuairandArgs(
-        data=args.kuairand, train=KUAIRAND_TRAIN, test=KUAIRAND_TEST, seeds=args.kuairand_seeds
-    )
-    with tempfile.TemporaryDirectory() as lake:
-        figures = kuairand.measure(kuairand_args, lake).figures
-    gem, lightgbm = figures["gem_click_auc"], figures["lightgbm_click_auc"]
-    if not isinstance(gem, float) or not isinstance(lightgbm, float):
-        result.record(key, None, f"{args.kuairand} is absent")
-        return
-    result.record(key, gem - lightgbm, "")
-    parts = f"click AUC: GEM {gem:.4f}, LightGBM {lightgbm:.4f}; {args.kuairand_seeds} seeds"
-    result.rows.append((key, f"{gem - lightgbm:+.4f}", goal, parts))
+    for key, length in (("sim_gap_ratio", max(LENGTHS)), ("sim_gap_no_history", 0)):
+        gem = mean(ne[run]["click"] for run in ne if run.startswith(f"gem-{length}-"))
+        result.record(key, (gem - bound) / (lightgbm - bound), "")

@@ -28,6 +28,7 @@ from etl.spec.units import parse_date_range
 from etl.tables.lake import Lake
 from training.config import ParallelismConfig, TrainConfig
 from training.data.batch import Shuffle
+from training.data.reader import ExampleReader
 from training.distributed.communication import (
     CommunicationCounter,
     LookupCounter,
@@ -38,6 +39,7 @@ from training.model.embeddings import table_sizes
 from training.trainer.resume import DayBatches
 from training.trainer.state import Manifest, build_train_state, latest_reader
 from training.trainer.step import Loss, train_step
+from training.trainer.table_day import start_table_day
 
 BALANCED_PROCESSES, BALANCED_REQUESTS, BATCH_ROWS, MAX_HISTORY_EVENTS = 8, 20_000, 128, 2048
 DAY = "2026-01-01"
@@ -134,10 +136,11 @@ def _train_day(lake: Lake, parallelism: ParallelismConfig, seed: int) -> tuple[f
     """The mean loss of a day's steps, and the bytes that this process sent and should have sent."""
     config = TrainConfig(scale="tiny", seed=seed, batch_rows=64)
     reader, (day, _) = latest_reader(lake, config), parse_date_range(DAY)
-    manifest = _initial_manifest(lake, config, reader.event_types)
-    state = build_train_state(reader.features, manifest, reader.items.seen_by(day), parallelism)
+    manifest = _initial_manifest(reader, config)
+    state = build_train_state(manifest, parallelism)
+    start_table_day(state, reader.items, day)
     lookups = state.last_access.tables = LookupCounter(state.tables)
-    loss = Loss.from_config(config, reader.features.objectives)
+    loss = Loss.from_config(config, reader.features)
     day_batches, rank = DayBatches(lake, reader, day, manifest), dist.get_rank()
     batches = synchronized_batches(
         day_batches.for_rank(rank, WORKERS), day_batches.padding_batches(rank)
@@ -159,12 +162,14 @@ def _train_day(lake: Lake, parallelism: ParallelismConfig, seed: int) -> tuple[f
     return float(mean_loss) / WORKERS, communication.bytes["alltoall_base"], expected
 
 
-def _initial_manifest(lake: Lake, config: TrainConfig, event_types: tuple[str, ...]) -> Manifest:
+def _initial_manifest(reader: ExampleReader, config: TrainConfig) -> Manifest:
     day, _ = parse_date_range(DAY)
+    spec = reader.lake.spec
     return Manifest(
-        spec_hash=lake.spec.hash,
-        similarity_attributes=lake.spec.similarity_attributes,
-        event_types=event_types,
+        spec_hash=spec.hash,
+        features=reader.features,
+        attributes=spec.attributes,
+        event_types=reader.event_types,
         training=config,
         num_shards=WORKERS,
         table_versions={},

@@ -17,10 +17,9 @@ from pyspark.sql import functions as F
 from benchmarks.harness import SIMULATOR_SPEC, BenchmarkResult, interleaved_median_seconds
 from benchmarks.synthetic_data import IMPRESSION, generate_events
 from etl.spec import DataSpec, load_spec
-from etl.spec.sections import CounterSpec
+from etl.spec.counters import CounterSpec
 from features.counters import count_events
 from features.examples import asof_join
-from features.schema import counters
 
 VALUES = ("event", "item", "type", "dwell_ms")
 KEYS = (("user",), ("item",), ("user", "category"), ("surface",))
@@ -152,7 +151,7 @@ def measure_counters(
     """`counter_ratio` to Spark's range windows."""
     counter_spec = CounterSpec.model_validate({"windows": WINDOWS, "events": EVENTS, "keys": KEYS})
     spec = load_spec(SIMULATOR_SPEC).model_copy(update={"counters": counter_spec})
-    columns = [counter.column for counter in counters(spec)]
+    columns = [counter.column for counter in spec.counters.columns]
     sums: dict[str, list[int]] = {}
 
     def sum_columns(name: str, counted: DataFrame) -> None:
@@ -208,9 +207,10 @@ def range_windows(spec: DataSpec, events: DataFrame, impressions: DataFrame) -> 
     query = impressions.withColumnRenamed("as_of_ts", "visible_ts").withColumn("type", F.lit(0))
     both = events.withColumn("impression_id", F.lit(None).cast("string")).unionByName(query)
     columns = []
-    for counter in counters(spec):
+    for counter in spec.counters.columns:
         key = Window.partitionBy(*[F.col(f"key_{part}") for part in counter.key])
-        window = key.orderBy("visible_ts").rangeBetween(-counter.window, -1)
+        assert counter.period, "these are counts only"
+        window = key.orderBy("visible_ts").rangeBetween(-counter.period, -1)
         count = _count_in_window(spec.event_codes[counter.event], window)
         columns.append(count.alias(counter.column))
     return both.select("impression_id", *columns).filter("impression_id IS NOT NULL")

@@ -3,9 +3,8 @@
 Wukong: 26 fields with a table each and two layers, trained with the trainer's own parts.
 
 Sequence layers: stacks on eight long histories. SiLU is HSTU's layer, without a feed-forward
-network; softmax has one of width 64. In windowed layers an event attends to its chunk of 64
-events and the previous one; the second pyramid level keeps the last 128 events and pools older ones
-by four.
+network; softmax has one of width 64. In windowed layers an event attends to itself and to the 64
+events before it; the second pyramid level keeps the last 128 events and merges older ones by four.
 """
 
 import itertools
@@ -97,7 +96,7 @@ class WukongModel(nn.Module):
         shape = WukongShape(
             EMBEDDING_DIM, FM_ROWS, FM_ROWS, RANK, HIDDEN, input_dependent_projection
         )
-        self.wukong = Wukong(FIELDS, WUKONG_LAYERS, shape)
+        self.wukong = Wukong(FIELDS, [shape] * WUKONG_LAYERS)
         self.head = nn.Sequential(
             nn.Linear(shape.out_rows * EMBEDDING_DIM, HIDDEN),
             nn.ReLU(),

@@ -22,7 +22,8 @@ from etl.spec.units import MICROS
 from etl.tables.lake import Lake
 from etl.tables.uri import local_cache_path
 from ranking.feature_store.consistency import ConsistencyReport, check_consistency
-from ranking.feature_store.counters import COUNTER_LEVELS
+from ranking.feature_store.counter_rows import COUNTER_LEVELS
+from ranking.feature_store.counters import CountedEvents
 from ranking.feature_store.fetch import FeatureFetcher
 from ranking.feature_store.ingest import Event, ingest_event
 from ranking.feature_store.items import item_key_values
@@ -89,8 +90,9 @@ def insert_events(store: FeatureStore, requests: Sequence[RankRequest], surface:
     item_records = registered_item_records(store, pa.chunked_array([item]))
     key_values = item_key_values(store.layout, item_records, second)
     key_values["surface"] = np.full(EVENTS, spec.surface_codes[surface])
-    type_ = rng.integers(0, len(counters.event_codes), EVENTS)
-    for table, records in counters.build_records(key_values, second, type_):
+    types = rng.choice(sorted(counters.layout.event_types), EVENTS)
+    events = CountedEvents(second, types, rng.integers(0, 60_000, EVENTS))
+    for table, records in counters.build_records(key_values, events):
         with store.write_transaction() as txn:
             if table == COUNTER_LEVELS[0].table:  # append to the earlier hours
                 txn.put_many(table, [(key, txn.get(table, key) + rows) for key, rows in records])

@@ -7,9 +7,7 @@ events, on random batches, so that the ratio shows what sharing the history save
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from benchmarks.harness import SIMULATOR_SPEC, BenchmarkResult
 from benchmarks.system.model_blocks import cpu_seconds
@@ -17,6 +15,7 @@ from etl.spec import load_spec
 from features.schema import FeatureSchema, feature_schema
 from training.config import TrainConfig
 from training.data.batch import Batch, History
+from training.data.synthetic import BatchShape, random_batch
 from training.distributed.process_group import build_mesh, process_group
 from training.distributed.sharding import TorchrecTables, rowwise_adagrad_params, shard_tables
 from training.model.config import SCALES
@@ -24,7 +23,8 @@ from training.model.embeddings import item_row_map_up_to, table_sizes
 from training.model.gem import Gem, GemOutput
 from training.trainer.step import GemModel, Loss, train_step
 
-REQUESTS, ROWS_PER_REQUEST, LENGTH, ITEMS = 32, 8, 200, 5000
+LENGTH, ITEMS = 200, 5000
+SHAPE = BatchShape(requests=32, rows_per_request=8, events_per_request=LENGTH, items=ITEMS)
 MODEL_CONFIG = SCALES["tiny"].model_copy(
     update={
         "event_width": 64, "event_layers": 2, "encoded_events": LENGTH, "window": None,
@@ -36,7 +36,7 @@ MODEL_CONFIG = SCALES["tiny"].model_copy(
 def measure_request_shape(result: BenchmarkResult) -> None:
     """`request_shaped_ratio`; None if the two shapes do not have the same loss."""
     features = feature_schema(load_spec(SIMULATOR_SPEC))
-    batch = random_batch(features)
+    batch = random_batch(features, SHAPE)
     with process_group():
         by_request = make_training_step(features, batch)
         by_row = make_training_step(features, one_row_per_request(batch))
@@ -51,7 +51,7 @@ def measure_request_shape(result: BenchmarkResult) -> None:
     speed = {name: len(batch) / duration for name, duration in seconds.items()}
     result.rows.append(
         (
-            f"{ROWS_PER_REQUEST} rows per request, {LENGTH} events",
+            f"{SHAPE.rows_per_request} rows per request, {LENGTH} events",
             f"{speed['requests']:,.0f} rows/s",
             f"{speed['rows']:,.0f} rows/s one by one; losses {difference:.0e} apart",
             f"{ratio:.1f}",
@@ -63,7 +63,7 @@ def measure_request_shape(result: BenchmarkResult) -> None:
 def loss_of(output: GemOutput | None, features: FeatureSchema, batch: Batch) -> float:
     """The training loss of an output."""
     assert output is not None
-    return float(Loss.from_config(TrainConfig(), features.objectives)(output, batch, len(batch)))
+    return float(Loss.from_config(TrainConfig(), features)(output, batch, len(batch)))
 
 
 def make_training_step(features: FeatureSchema, batch: Batch) -> Callable[[], GemOutput | None]:
@@ -76,60 +76,10 @@ def make_training_step(features: FeatureSchema, batch: Batch) -> Callable[[], Ge
         build_mesh(1),
         rowwise_adagrad_params(0.05),
     )
-    model = GemModel(
-        core, core, tables, item_row_map_up_to(ITEMS), MODEL_CONFIG.user_hash_buckets, 0.0
-    )
+    model = GemModel(core, core, tables, item_row_map_up_to(ITEMS), MODEL_CONFIG.user_hash_buckets)
     optimizer = torch.optim.AdamW(core.parameters(), fused=True)
-    loss = Loss.from_config(TrainConfig(), features.objectives)
+    loss = Loss.from_config(TrainConfig(), features)
     return lambda: train_step(model, batch, len(batch), optimizer, loss)
-
-
-def random_batch(features: FeatureSchema) -> Batch:
-    """A batch of random requests, with histories of one length."""
-    generator = torch.Generator().manual_seed(0)
-    rows, events = REQUESTS * ROWS_PER_REQUEST, REQUESTS * LENGTH
-
-    def integers(upper: int, count: int) -> Tensor:
-        return torch.randint(1, upper, (count,), generator=generator)
-
-    def ids(tables: dict[str, int], count: int) -> dict[str, Tensor]:
-        return {name: integers(rows, count) for name, rows in tables.items()}
-
-    def vectors(count: int) -> dict[str, Tensor]:
-        widths = features.item.vectors.items()
-        return {name: torch.randn(count, width, generator=generator) for name, width in widths}
-
-    ages = integers(10**6, events).view(REQUESTS, LENGTH).sort(1, descending=True).values.flatten()
-    history = History(
-        offsets=torch.arange(REQUESTS + 1) * LENGTH,
-        item_index=integers(ITEMS, events),
-        surfaces=integers(len(features.surfaces) + 1, events),
-        types=integers(len(features.events) + 1, events),
-        dwells=integers(128, events),
-        age_seconds=ages,
-        item_categorical=ids(features.item.categorical, events),
-        item_vectors=vectors(events),
-    )
-    labels = (torch.rand(rows, len(features.objectives), generator=generator) < 0.2).float()
-    return Batch(
-        request_index=torch.arange(REQUESTS).repeat_interleave(ROWS_PER_REQUEST),
-        as_of=torch.zeros(REQUESTS, dtype=torch.long),
-        surface=integers(len(features.surfaces) + 1, rows),
-        item_index=integers(ITEMS, rows),
-        user_hash=integers(2**40, REQUESTS),
-        user_categorical=ids(features.user.categorical, REQUESTS),
-        user_numeric=torch.randn(REQUESTS, len(features.user.numeric), generator=generator),
-        row_categorical=ids(features.item.categorical | features.context.categorical, rows),
-        row_numeric=torch.randn(rows, len(features.numeric_columns), generator=generator),
-        row_vectors=vectors(rows),
-        history=history,
-        labels=labels,
-        label_mask=torch.ones_like(labels),
-        outcome_values=torch.zeros_like(labels),
-        impression_ids=np.arange(rows).astype(object),
-        request_ids=np.arange(REQUESTS).astype(object),
-        user_ids=np.arange(REQUESTS).astype(str).astype(object),
-    )
 
 
 def one_row_per_request(batch: Batch) -> Batch:

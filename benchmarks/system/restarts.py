@@ -23,7 +23,7 @@ import torch._inductor.compile_fx  # otherwise imported, and timed, at the first
 
 from benchmarks.harness import ROOT, SIMULATOR_SPEC, BenchmarkResult
 from benchmarks.pipelines import pipeline_paths_in, simulate_logs
-from benchmarks.system.request_shape import ITEMS, random_batch
+from benchmarks.system.request_shape import ITEMS, SHAPE
 from dags.pipeline import data_steps
 from dags.runner import run_pipeline
 from etl.spec import load_spec
@@ -32,6 +32,7 @@ from etl.tables.lake import Lake
 from features.schema import feature_schema
 from training.config import ComputeConfig, TrainConfig
 from training.data.batch import Batch
+from training.data.synthetic import random_batch
 from training.distributed.process_group import build_mesh, process_group
 from training.distributed.sharding import TorchrecTables, rowwise_adagrad_params, shard_tables
 from training.model.config import SCALES
@@ -117,7 +118,7 @@ print("SECONDS", json.dumps([imported - start, time.monotonic() - imported]))
 def train_two_steps() -> None:
     """Build a GEM of the default size with compiled blocks, and train on two batch sizes."""
     features, sizes = feature_schema(load_spec(SIMULATOR_SPEC)), SCALES["small"]
-    batch = random_batch(features)
+    batch = random_batch(features, SHAPE)
     with process_group():
         core = Gem(features, sizes)
         apply_compute_config(core, ComputeConfig(compiled=True))
@@ -125,11 +126,9 @@ def train_two_steps() -> None:
         tables = shard_tables(
             TorchrecTables(rows, sizes.embedding_dim), build_mesh(1), rowwise_adagrad_params(0.05)
         )
-        model = GemModel(
-            core, core, tables, item_row_map_up_to(ITEMS), sizes.user_hash_buckets, 0.0
-        )
+        model = GemModel(core, core, tables, item_row_map_up_to(ITEMS), sizes.user_hash_buckets)
         optimizer = torch.optim.AdamW(core.parameters(), fused=True)
-        loss = Loss.from_config(TrainConfig(), features.objectives)
+        loss = Loss.from_config(TrainConfig(), features)
         for rows_of_step in (batch, without_last_rows(batch)):
             train_step(model, rows_of_step, len(rows_of_step), optimizer, loss)
 
@@ -149,6 +148,8 @@ def without_last_rows(batch: Batch) -> Batch:
         labels=batch.labels[keep],
         label_mask=batch.label_mask[keep],
         outcome_values=batch.outcome_values[keep],
+        auxiliary_labels=batch.auxiliary_labels[keep],
+        auxiliary_mask=batch.auxiliary_mask[keep],
         impression_ids=batch.impression_ids[keep.numpy()],
     )
 

@@ -111,19 +111,21 @@ class ModelBenchArgs(StrictModel):
 
 
 def bench_model(args: ModelBenchArgs) -> None:
-    """Wukong, sequence stacks, request-shaped training and exact resume."""
+    """All of GEM, Wukong, sequence stacks, request-shaped training, resume, changes of the spec."""
     import torch
 
-    from benchmarks.system import model_blocks, request_shape, restarts
+    from benchmarks.system import gem_training, model_blocks, request_shape, restarts, warm_start
     from training.distributed.process_group import retain_freed_memory
 
     torch.set_num_threads(1)
     retain_freed_memory()
     parts: dict[str, Callable[..., None]] = {
+        "gem": gem_training.measure_gem_training,
         "wukong": model_blocks.measure_wukong,
         "sequence": model_blocks.measure_sequence,
         "requests": request_shape.measure_request_shape,
         "resume": restarts.measure_resume,
+        "spec": warm_start.measure_spec_changes,
     }
     result = BenchmarkResult("The model, training on one thread", MODEL_COLUMNS)
     for name in selected_parts(parts, args.only):

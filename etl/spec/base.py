@@ -15,6 +15,8 @@ class StrictModel(BaseModel):
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """A copy with some fields replaced; the new values are not validated.
 
+        Cached properties are not copied, because they may depend on the replaced fields.
+
         Raises:
             TypeError: A key of `update` is not a field of the model.
         """
@@ -23,7 +25,10 @@ class StrictModel(BaseModel):
             if name not in fields:
                 hint = suggest_name(name, fields)
                 raise TypeError(f"{type(self).__name__} has no field {name!r}; {hint}")
-        return super().model_copy(update=update, deep=deep)
+        copy = super().model_copy(update=update, deep=deep)
+        for name in copy.__dict__.keys() - type(self).model_fields.keys():
+            del copy.__dict__[name]
+        return copy
 
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$")]

@@ -67,6 +67,7 @@ KEY_EFFECTS: Mapping[str, KeyEffect] = {
     "domains.*": MODEL_INPUTS,
     "events.*": IMMUTABLE_CODES,
     "objectives.*": LABEL_TABLES,
+    "auxiliary_objectives.*": LABEL_TABLES,
     "attributes.user.*": USER_TABLES,
     "attributes.item.*": ITEM_TABLES,
     "attributes.context.*": CONTEXT_TABLES,
@@ -79,6 +80,9 @@ KEY_EFFECTS: Mapping[str, KeyEffect] = {
     "counters.windows": EXAMPLE_TABLES,
     "counters.events": EXAMPLE_TABLES,
     "counters.keys": COUNTER_TABLES,
+    "counters.half_lives": EXAMPLE_TABLES,
+    "counters.time_since_last": EXAMPLE_TABLES,
+    "counters.mean_dwell": EXAMPLE_TABLES,
     "rank_by": SERVING,
     "auction.bid": BID_TABLES,
     "auction.goal": BID_TABLES,
@@ -152,11 +156,14 @@ def _covers(declared: KeyPath, path: KeyPath) -> bool:
 def flatten_keys(
     spec_dump: Mapping[str, Any], prefix: KeyPath = ()
 ) -> Iterator[tuple[KeyPath, Any]]:
-    """Path and value of each key of a dumped spec whose value is not None."""
+    """Path and value of each key of a dumped spec that has a value.
+
+    None and an empty list are no value: a new key that a spec does not use changes no hash.
+    """
     for name, value in spec_dump.items():
         if isinstance(value, Mapping):
             yield from flatten_keys(value, (*prefix, name))
-        elif value is not None:
+        elif value is not None and value != []:
             yield (*prefix, name), value
 
 

@@ -4,21 +4,25 @@ The result is a draft: it loads, marks guesses in comments, and must be reviewed
 """
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 
 from etl.errors import UserError
 from etl.spec.sample import Column, SourceSample, as_number, group_files, read_sample
+from etl.spec.sample_events import (
+    VIEW,
+    SampledEvents,
+    flag_event,
+    frequent_values,
+    outcome_flags,
+    spec_name,
+)
 
 MAX_VOCABULARY = 12
-MIN_RECORDS_FOR_NOISE = 500
-IMPRESSION_NAMES = re.compile(r"impression|shown|show$|view$|exposure|display|served")
-OUTCOME_NAMES = re.compile(
-    r"click|tap|convers|purchas|order|buy|bought|install|like|follow|share|comment|long_view"
-)
+WINDOW = "1h"
 
 
 def infer_spec(folder: Path) -> str:
@@ -39,12 +43,6 @@ def infer_spec(folder: Path) -> str:
     )
 
 
-def spec_name(text: str) -> str:
-    """A text as a name that a spec may use: lower case, digits and underscores."""
-    name = re.sub(r"\W+", "_", text.lower()).strip("_")
-    return name if name and name[0].isalpha() else f"v{name}"
-
-
 @dataclass(frozen=True)
 class SpecDraft:
     """The YAML text of a spec for some logs and attribute files."""
@@ -52,6 +50,11 @@ class SpecDraft:
     folder: str
     logs: Sequence[SourceSample]
     others: Sequence[SourceSample]
+
+    @cached_property
+    def sampled(self) -> SampledEvents:
+        """The events of the logs."""
+        return SampledEvents(self.logs)
 
     def lines(self) -> Iterator[str]:
         """All sections of the spec."""
@@ -61,15 +64,21 @@ class SpecDraft:
         yield "time_zone: UTC        # where your days begin"
         yield "buckets: 16           # hash partitions of users; a power of two"
         yield "allowed_lateness: 3d  # events that land later are excluded"
-        for section in (self.surfaces, self.events, self.objectives, self.attributes):
-            yield ""
-            yield from section()
+        for section in (
+            self.surfaces,
+            self.events,
+            self.objectives,
+            self.auxiliary_objectives,
+            self.attributes,
+        ):
+            if lines := [*section()]:
+                yield from ("", *lines)
         yield ""
         yield from ("sequences:", "  behavior: {max_length: 256}", "")
         yield from self.counters()
         yield ""
         yield "# Orders candidates; an `auction` needs bids and goals: docs/concepts/auction.md"
-        yield f"rank_by: {self.outcomes()[0]}"
+        yield f"rank_by: {self.sampled.objectives[0]}"
         yield ""
         yield "sources:"
         for log in self.logs:
@@ -85,7 +94,7 @@ class SpecDraft:
     def surfaces(self) -> Iterator[str]:
         """Each value of the logs' surface columns; one made-up surface where none has one."""
         yield "surfaces:"
-        values = [v for log in self.logs for v in self._values(log, "surface")]
+        values = [v for log in self.logs for v in frequent_values(log, "surface")]
         for value in dict.fromkeys(values):
             name = spec_name(value)
             yield (
@@ -99,16 +108,30 @@ class SpecDraft:
     def events(self) -> Iterator[str]:
         """Event types with their roles."""
         yield "events:  # role: impression is what is ranked, outcome what may follow it"
-        for name in self.event_types():
-            role = "impression" if name == self.impression() else ""
-            role = role or ("outcome" if name in self.outcomes() else "activity")
+        for name in self.sampled.types:
+            role = "impression" if name == self.sampled.impression else ""
+            role = role or ("outcome" if name in self.sampled.outcomes else "activity")
             yield f"  {name}: {{role: {role}}}"
 
     def objectives(self) -> Iterator[str]:
-        """An objective for each outcome."""
+        """An objective for each outcome that is not rare."""
         yield "objectives:  # window: how long after an impression its outcome counts"
-        for name in self.outcomes():
-            yield f"  {name}: {{event: {name}, window: 1h}}"
+        for name in self.sampled.objectives:
+            yield f"  {name}: {{event: {name}, window: {WINDOW}}}"
+
+    def auxiliary_objectives(self) -> Iterator[str]:
+        """Outcomes that are rare, and dwells; nothing where the logs have neither."""
+        rare, dwells = self.sampled.rare_outcomes, self.sampled.dwell_events
+        if rare or dwells:
+            yield "auxiliary_objectives:  # GEM learns them, too; move one up to serve it"
+        for name in rare:
+            share = self.sampled.counts[name] / self.sampled.counts[self.sampled.impression]
+            yield (
+                f"  {name}: {{event: {name}, window: {WINDOW}}}"
+                f"  # after {share:.2%} of the impressions"
+            )
+        for name in dwells:
+            yield f"  {name}_dwell: {{event: {name}, window: {WINDOW}, target: dwell}}"
 
     def attributes(self) -> Iterator[str]:
         """Attributes of users and items from their files, of the context from the logs."""
@@ -120,7 +143,7 @@ class SpecDraft:
                 yield from (f"  {entity}:", *rows)
         context: dict[str, str] = {}
         for log in self.logs:
-            skipped = {*log.roles.values(), *self._flags(log)}
+            skipped = {*log.roles.values(), *outcome_flags(log)}
             context |= {line.split(":")[0]: line for line in self._attributes(log, skipped)}
         yield "  context:"
         yield from context.values()
@@ -128,7 +151,7 @@ class SpecDraft:
 
     def counters(self) -> Iterator[str]:
         """Counters of the impression and the outcomes."""
-        events = ", ".join([self.impression(), *self.outcomes()])
+        events = ", ".join([self.sampled.impression, *self.sampled.outcomes])
         yield "counters:"
         yield "  windows: [1d, 7d]"
         yield f"  events: [{events}]"
@@ -136,7 +159,7 @@ class SpecDraft:
 
     def log_source(self, log: SourceSample) -> Iterator[str]:
         """The source of a log."""
-        flags = self._flags(log)
+        flags = outcome_flags(log)
         is_wide = bool(flags) and "type" not in log.roles
         unit = log.columns[log.roles["event_time"]].time_unit
         yield f"  {log.name}:  # {log.num_records:,} records of {len(log.files)} files were read"
@@ -145,15 +168,20 @@ class SpecDraft:
         yield f"    path: {json.dumps(log.pattern)}"
         yield f"    time_unit: {unit}"
         yield "    columns:"
-        yield from (f"      {role}: {json.dumps(name)}" for role, name in log.roles.items())
+        columns = {role: name for role, name in log.roles.items() if role != "dwell" or not is_wide}
+        yield from (f"      {role}: {json.dumps(name)}" for role, name in columns.items())
         if "surface" not in log.roles:
             yield "      surface: surface  # no such column was found: every record needs one"
         if is_wide:
             yield "    outcomes:"
             for flag in flags:
-                yield f"      - {{event: {_outcome_name(flag)}, indicator: {json.dumps(flag)}}}"
+                yield f"      - {{event: {flag_event(flag)}, indicator: {json.dumps(flag)}}}"
+            if "dwell" in log.roles:
+                dwell = json.dumps(log.roles["dwell"])
+                delay = f", delay: {dwell}" if unit in ("ms", "iso") else ""
+                yield f"      - {{event: {VIEW}, dwell: {dwell}{delay}}}"
         elif "type" in log.roles:
-            types = {v: spec_name(v) for v in self._values(log, "type")}
+            types = {v: spec_name(v) for v in frequent_values(log, "type")}
             if any(value != name for value, name in types.items()):
                 pairs = ", ".join(f"{json.dumps(v)}: {name}" for v, name in types.items())
                 yield f"    types: {{{pairs}}}"
@@ -190,50 +218,6 @@ class SpecDraft:
                 found.setdefault(named[0], sample)
         return found
 
-    def event_types(self) -> list[str]:
-        """Names of all event types."""
-        names = [spec_name(v) for log in self.logs for v in self._values(log, "type")]
-        wide = [log for log in self.logs if "type" not in log.roles]
-        if wide:
-            names = [
-                "impression",
-                *names,
-                *(_outcome_name(f) for log in wide for f in self._flags(log)),
-            ]
-        return list(dict.fromkeys(names))
-
-    def impression(self) -> str:
-        """The event type that is ranked."""
-        names = self.event_types()
-        likely = [n for n in names if IMPRESSION_NAMES.search(n) and not OUTCOME_NAMES.search(n)]
-        return next((n for n in likely if "impression" in n), likely[0] if likely else names[0])
-
-    def outcomes(self) -> list[str]:
-        """Event types that may follow an impression."""
-        others = [name for name in self.event_types() if name != self.impression()]
-        return (
-            [name for name in others if OUTCOME_NAMES.search(name)] or others or [self.impression()]
-        )
-
-    def _values(self, sample: SourceSample, role: str) -> list[str]:
-        column = sample.roles.get(role)
-        if column is None:
-            return []
-        counts = sample.columns[column].distinct
-        return sorted(value for value, count in counts.items() if count >= self._min_count(sample))
-
-    def _min_count(self, sample: SourceSample) -> int:
-        """Occurrences below which a value of a large sample is taken for a bad record."""
-        return 3 if sample.num_records >= MIN_RECORDS_FOR_NOISE else 1
-
-    def _flags(self, log: SourceSample) -> list[str]:
-        used_columns = set(log.roles.values())
-        return [
-            name
-            for name, column in log.columns.items()
-            if name not in used_columns and column.is_flag and OUTCOME_NAMES.search(name.lower())
-        ]
-
     def _attributes(self, sample: SourceSample, skipped: Iterable[str | None]) -> Iterator[str]:
         left_out = set(skipped)
         for name, column in sample.columns.items():
@@ -241,10 +225,6 @@ class SpecDraft:
             is_time = column.time_unit or column.day_format
             if name not in left_out and not is_time and not is_constant:
                 yield f"    {spec_name(name)}: {_attribute(name, column)}"
-
-
-def _outcome_name(flag: str) -> str:
-    return spec_name(re.sub(r"^(is|has)_|_flag$", "", flag))
 
 
 def _attribute(name: str, column: Column) -> str:

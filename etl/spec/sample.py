@@ -55,10 +55,16 @@ COLUMN_NAMES: Mapping[str, str] = {
 
 @dataclass
 class Column:
-    """Values of a column in the sample, null ones left out."""
+    """Values of a column in the sample, null ones left out, and the number of each one's record."""
 
     name: str
     values: list[Any] = field(default_factory=list)
+    records: list[int] = field(default_factory=list)
+
+    def append(self, value: Any, record: int) -> None:
+        """Add the value of a record."""
+        self.values.append(value)
+        self.records.append(record)
 
     @property
     def distinct(self) -> Counter[str]:
@@ -172,7 +178,8 @@ def read_sample(pattern: str, kind: str, files: Sequence[Path]) -> SourceSample:
             sample.num_records += 1
             for name, value in flatten(record):
                 if value not in (None, ""):
-                    sample.columns.setdefault(name, Column(name)).values.append(value)
+                    column = sample.columns.setdefault(name, Column(name))
+                    column.append(value, sample.num_records)
     sample.roles = guess_roles(sample)
     return sample
 

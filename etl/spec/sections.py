@@ -1,13 +1,13 @@
-"""Sections of the spec: surfaces, events, sequences, counters, histories, objectives, auction."""
+"""Sections of the spec: surfaces, events, sequences, histories, objectives, auction."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
+from typing_extensions import override
 
 from etl.spec.base import (
     CategoryName,
     EventName,
-    KeyName,
     ObjectiveName,
     StrictModel,
     SurfaceName,
@@ -41,17 +41,6 @@ class SequenceSpec(StrictModel):
     """How many of the latest events are read."""
 
 
-class CounterSpec(StrictModel):
-    """Counts of past events: one for each window, type of event and combination of keys."""
-
-    windows: tuple[Duration, ...] = Field(min_length=1)
-    """How long before the impression events are counted."""
-    events: tuple[EventName, ...] = Field(min_length=1)
-    """Types of events that are counted."""
-    keys: tuple[tuple[KeyName, ...], ...] = Field(min_length=1)
-    """What counted events share with the impression: user, item, surface or item attributes."""
-
-
 class HistoryRetention(StrictModel):
     """How much of a user's history compaction keeps."""
 
@@ -74,8 +63,8 @@ class Touchpoint(StrictModel):
     """Whether touch and outcome must be on the same surface."""
 
 
-class Objective(StrictModel):
-    """A label of each impression: whether an event follows it within a window.
+class OutcomeLabel(StrictModel):
+    """What the labels of objectives and of auxiliary objectives have in common.
 
     Outcomes that name no impression are attributed to the latest touch of the first touchpoint of
     `attribution` that has one.
@@ -85,8 +74,6 @@ class Objective(StrictModel):
     """Type of the event that makes the label 1."""
     window: Duration
     """How long after the impression the event may follow."""
-    extra_windows: tuple[Duration, ...] = ()
-    """Shorter windows, each with a label of its own, as of the close of that window."""
     attribution: tuple[Touchpoint, ...] = ()
     """Touchpoints, the preferred first; default: the latest impression of the same item."""
     unknown_impression: Literal["drop", "last_touch"] = "drop"
@@ -94,9 +81,36 @@ class Objective(StrictModel):
     label_grace_period: Duration = 0
     """How long after its window closes a label waits for late records before it is final."""
     surfaces: tuple[SurfaceName, ...] | None = None
-    """Surfaces on which the objective is trained and served; default: all with ads."""
+    """Surfaces on which impressions have the label; default: all with ads."""
+
+    @property
+    def label_maturity_seconds(self) -> int:
+        """Seconds from the impression until its label is final."""
+        return self.window + self.label_grace_period
+
+    @property
+    def summed_column(self) -> str | None:
+        """The column of events whose sum over the outcomes is stored beside the label."""
+        return None
+
+
+class Objective(OutcomeLabel):
+    """A label of each impression: whether an event follows it within a window.
+
+    Models are trained on it and serve it. Outcomes that name no impression are attributed to the
+    latest touch of the first touchpoint of `attribution` that has one.
+    """
+
+    extra_windows: tuple[Duration, ...] = ()
+    """Shorter windows, each with a label of its own, as of the close of that window."""
     value: bool = False
     """Whether the sum of the outcomes' values is a label, too."""
+
+    @property
+    @override
+    def summed_column(self) -> str | None:
+        """`value`, if the objective has values."""
+        return "value" if self.value else None
 
     @field_validator("extra_windows")
     @classmethod
@@ -108,10 +122,25 @@ class Objective(StrictModel):
             raise ValueError(f"extra windows must be shorter than {format_duration(longest)}")
         return windows
 
+
+class AuxiliaryObjective(OutcomeLabel):
+    """A label that GEM learns beside the objectives, and that is never served.
+
+    It teaches the layers that all heads share: how long an item was viewed, or outcomes that are
+    too rare to be served.
+    """
+
+    target: Literal["event", "dwell"] = "event"
+    """Whether the event follows the impression, or for how long the item was viewed where it does.
+
+    The `dwell` of an impression is the sum of its events' dwells; GEM predicts ln(1 + seconds).
+    """
+
     @property
-    def label_maturity_seconds(self) -> int:
-        """Seconds from the impression until its label is final."""
-        return self.window + self.label_grace_period
+    @override
+    def summed_column(self) -> str | None:
+        """`dwell_ms`, if it is what the objective learns."""
+        return "dwell_ms" if self.target == "dwell" else None
 
 
 MAX_MONEY = 1e12  # a larger bid is an error of units; sums of expected values stay finite

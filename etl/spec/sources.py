@@ -271,3 +271,8 @@ Source = Annotated[
     EventLogSource | ImpressionLogSource | AttributeSource, Field(discriminator="kind")
 ]
 Sources = dict[Name, Source]
+
+
+def provides_attributes_of(source: Source, entity: str) -> bool:
+    """Whether a source holds the attributes of users, or of items."""
+    return isinstance(source, AttributeSource) and source.entity == entity

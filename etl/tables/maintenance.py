@@ -44,7 +44,7 @@ def vacuum_lake(lake: Lake, keep_days: int) -> dict[str, int]:
     return removed_files
 
 
-# Tables with outputs of models: an upgrade removes GEM, so these are rebuilt, too.
+# Tables with outputs of models, which may change with the spec, so these are rebuilt, too.
 MODEL_OUTPUT_TABLES = {"teacher_predictions", "user_teacher_embeddings", "scores"}
 
 
@@ -81,17 +81,17 @@ def plan_upgrade(lake_root: str, old_spec: DataSpec, new_spec: DataSpec) -> Upgr
 
 
 def upgrade_lake(lake_root: str, old_spec: DataSpec, new_spec: DataSpec) -> UpgradePlan:
-    """Upgrade a lake to a new spec: remove GEM and the tables that must be rebuilt.
+    """Upgrade a lake to a new spec: remove the tables and domain models that must be rebuilt.
 
-    Rankers are kept and serve until those of the new spec are promoted. An interrupted upgrade can
-    be run again.
+    GEM is kept; `gemline train upgrade` carries it over. Rankers are kept and serve until those of
+    the new spec are promoted. An interrupted upgrade can be run again.
     """
     plan = plan_upgrade(lake_root, old_spec, new_spec)
     lake = Lake(lake_root, new_spec)
     register_codes(lake_root, lake.spec)
     for name in plan.rebuilt_tables:
         atomic_io.remove_folder(resolve_uri(lake_root, name))
-    atomic_io.remove_folder(resolve_uri(lake_root, "models"))
+    atomic_io.remove_folder(resolve_uri(lake_root, "models", "domains"))
     for name in plan.kept_tables:
         DeltaTable(lake.table_uri(name)).alter.set_table_properties(
             {SPEC_PROPERTY: lake.spec.hash}, raise_if_not_exists=False

@@ -2,10 +2,12 @@
 
 import hashlib
 import inspect
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from datetime import date
 
 from etl.spec.base import StrictModel
+from etl.spec.counters import Aggregation
 from etl.spec.model import DataSpec
 from etl.tables import schemas
 from etl.tables.lake import Lake
@@ -44,8 +46,12 @@ def schema_fingerprint(schema: TableSchema) -> str:
     return hashlib.sha256(repr(schema).encode()).hexdigest()[:12]
 
 
-COUNTER_PREFIX = "cnt_"
-COUNTER_PATTERN = "`cnt_KEYS_EVENT_WINDOW`"
+COUNTER_PATTERNS: dict[Aggregation, str] = {
+    "count": "`cnt_KEYS_EVENT_WINDOW`",
+    "decayed_count": "`decayed_KEYS_EVENT_HALFLIFE`",
+    "time_since_last": "`since_KEYS_EVENT`",
+    "mean_dwell": "`dwell_KEYS_EVENT_WINDOW`",
+}
 
 
 def schema_docs(spec: DataSpec) -> str:
@@ -57,28 +63,33 @@ def schema_docs(spec: DataSpec) -> str:
         "or breaks a rule is quarantined with the reason; Delta enforces both on each write.",
     ]
     for schema in schemas.TABLE_SCHEMAS:
-        lines += _table_docs(schema(spec), inspect.getdoc(schema) or "")
+        lines += _table_docs(spec, schema(spec), inspect.getdoc(schema) or "")
     for entity in ("user", "item"):
         about = inspect.getdoc(schemas.attributes) or ""
-        lines += _table_docs(schemas.attributes(spec, entity), about)
+        lines += _table_docs(spec, schemas.attributes(spec, entity), about)
     return "\n".join(lines) + "\n"
 
 
-def _table_docs(schema: TableSchema, description: str) -> Iterator[str]:
+def _table_docs(spec: DataSpec, schema: TableSchema, description: str) -> Iterator[str]:
     order = f"; rows of a file are sorted by {', '.join(schema.order_by)}"
     yield from ("", f"## {schema.name}", "", " ".join(description.split()), "")
     yield f"Partitions: {', '.join(schema.partition_by)}{order if schema.order_by else ''}."
     yield from ("", "| column | type | |", "|---|---|---|")
-    counters = [name for name in schema.columns if name.startswith(COUNTER_PREFIX)]
-    for name, sql_type in schema.columns.items():
-        if name in counters[1:]:
-            continue
-        shown = COUNTER_PATTERN if name in counters else name
-        note = "required" if name in schema.non_nullable else ""
-        if name in counters:
-            note = f"{len(counters)} counters of the spec, such as {name}"
+    for shown, sql_type, note in _column_docs(spec, schema):
         yield f"| {shown} | {sql_type} | {note} |"
     if schema.constraints:
         yield from ("", "| reason | rule |", "|---|---|")
         for reason, rule in schema.constraints.items():
             yield f"| {reason} | `{rule}` |"
+
+
+def _column_docs(spec: DataSpec, schema: TableSchema) -> Iterator[tuple[str, str, str]]:
+    """Name, type and note of each column; counters of one kind are one row."""
+    counters = {c.column: c for c in spec.counters.columns if c.column in schema.columns}
+    number = Counter(counter.aggregation for counter in counters.values())
+    for name, sql_type in schema.columns.items():
+        if name not in counters:
+            yield name, sql_type, "required" if name in schema.non_nullable else ""
+        elif total := number.pop(counters[name].aggregation, 0):
+            pattern = COUNTER_PATTERNS[counters[name].aggregation]
+            yield pattern, sql_type, f"{total} counters of the spec, such as {name}"

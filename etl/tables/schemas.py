@@ -10,7 +10,7 @@ from etl.spec.attributes import (
     VectorAttribute,
 )
 from etl.spec.model import DataSpec
-from etl.spec.units import MICROS, format_duration
+from etl.spec.units import MICROS
 from etl.tables.table_schema import TableSchema
 
 HISTORY_BYTE_PLANES = (
@@ -44,15 +44,9 @@ def auction_columns(spec: DataSpec) -> dict[str, str]:
     return {"bid": spec.auction.bid, "goal": spec.auction.goal} if spec.auction else {}
 
 
-def counter_columns(spec: DataSpec) -> list[str]:
-    """Column of each counter, by key, window and event: `cnt_user_surface_ad_click_7d`."""
-    counters = spec.counters
-    return [
-        f"cnt_{'_'.join(key)}_{event}_{format_duration(window)}"
-        for key in counters.keys
-        for window in counters.windows
-        for event in counters.events
-    ]
+def counter_columns(spec: DataSpec) -> dict[str, str]:
+    """SQL type of each counter's column, in their order."""
+    return {counter.column: counter.sql_type for counter in spec.counters.columns}
 
 
 def item_counter_key_columns(spec: DataSpec) -> list[str]:
@@ -163,7 +157,10 @@ def attributes(spec: DataSpec, entity: str) -> TableSchema:
 
 
 def impressions(spec: DataSpec) -> TableSchema:
-    """One ad impression; a label is null until its `label_mature_ts_…` (µs), then final."""
+    """One ad impression; a label is null until its `label_mature_ts_…` (µs), then final.
+
+    `value_…` and `dwell_ms_…` are sums over the outcomes; a dwell is null where none has one.
+    """
     columns = {
         "impression_id": "string",
         "request_id": "string",
@@ -176,7 +173,8 @@ def impressions(spec: DataSpec) -> TableSchema:
     }
     for name, (objective, _) in spec.label_windows.items():
         columns |= {f"label_{name}": "tinyint", f"label_mature_ts_{name}": "bigint"}
-        columns |= {f"value_{name}": "double"} if spec.objectives[objective].value else {}
+        summed = spec.all_objectives[objective].summed_column
+        columns |= {f"{summed}_{name}": "double"} if summed else {}
     order = ("user_id", "event_ts", "impression_id")
     ids = ("impression_id", "request_id", "user_id", "item_id")
     return TableSchema(
@@ -249,7 +247,7 @@ def examples(spec: DataSpec) -> TableSchema:
     columns |= {"user_known_since": "bigint", "item_known_since": "bigint"}
     for prefix, declared in (("user", spec.attributes.user), ("ctx", spec.attributes.context)):
         columns |= {f"{prefix}_{name}": encoded_sql_type(a) for name, a in declared.items()}
-    columns |= dict.fromkeys(counter_columns(spec), "int")
+    columns |= counter_columns(spec)
     rules = {"history of negative length": "history_length >= 0"}
     return TableSchema(
         "examples", columns | PARTITION_COLUMNS, ("day", "bucket"), order, required, rules

@@ -71,16 +71,19 @@ def size_mismatch(student: TrainedStudent, gem: TrainState) -> str | None:
         ours, theirs = getattr(config, name), getattr(gem_config, name)
         if ours != theirs:
             return f"a student with {name} {ours} cannot share modules of a GEM with {theirs}"
+    if gem_config.sequence.masknet:
+        return "a student cannot share modules of a GEM whose events are made by MaskNet"
     return None
 
 
 def _copy_tables(student: TrainedStudent, gem: TrainState) -> None:
-    """Copy rows by id; GEM keeps an item's row in a ring, the student at the item's index."""
+    """Copy rows by id; GEM assigns rows to items, the student has the row of the item's index."""
     for key, weight in student.tables.state_dict().items():
         name = key.split(".")[-2]
         ids = torch.arange(len(weight))
         rows = gem.model.item_rows(ids) if name == ITEM_TABLE else ids
-        weight.copy_(_gem_table(gem, name)[rows])
+        vectors = {name: _gem_table(gem, name)[rows]}
+        weight.copy_(gem.model.core.narrow_embeddings(vectors)[name])
 
 
 def _gem_table(gem: TrainState, name: str) -> Tensor:

@@ -15,7 +15,7 @@ from etl.spec.units import MICROS
 from etl.tables import arrow, schemas
 from etl.tables.lake import Lake
 from etl.tables.schemas import RESERVED_ITEM_INDICES
-from features.schema import ITEM_TABLE
+from features.schema import ITEM_TABLE, FeatureSchema
 from ranking.feature_store.fetch import FeatureFetcher
 from ranking.feature_store.ingest import AttributeVersion, Event, ingest_event, upsert_attributes
 from ranking.feature_store.request import RankRequest
@@ -29,6 +29,7 @@ from training.data.label_window import ALL_LABELS
 from training.data.reader import ExampleReader
 from training.teacher.embeddings import TeacherEmbeddings, load_teacher_embeddings
 
+DECAYED_TOLERANCE = 1e-6
 Row = Mapping[str, Any]
 Readers = Mapping[str, ExampleReader]
 
@@ -105,25 +106,40 @@ class _Comparison:
         online = fetcher(request)
         offline = InputBuilder(reader, self._teacher_embeddings, self._input_limits)(batch)
         is_known_item = reader.items.seen_by(self._last_day)
+        tolerance = numeric_tolerance(reader.features)
         names = [
-            *mismatched_arrays(online.requests, offline.requests, is_known_item),
-            *mismatched_arrays(online.candidates, offline.candidates, is_known_item),
+            *mismatched_arrays(online.requests, offline.requests, is_known_item, tolerance),
+            *mismatched_arrays(online.candidates, offline.candidates, is_known_item, tolerance),
         ]
         return [f"{batch.request_ids[0]}: {name}" for name in names]
 
 
-def mismatched_arrays(online: object, offline: object, is_known_item: np.ndarray) -> Iterator[str]:
+def numeric_tolerance(features: FeatureSchema) -> np.ndarray:
+    """The tolerance of each numeric column (F): 0 except for decayed counts, which are rounded."""
+    is_decayed = [c.aggregation == "decayed_count" for c in features.counter_transform.counters]
+    tolerance = np.zeros(len(features.numeric_columns))
+    tolerance[len(tolerance) - len(is_decayed) :][is_decayed] = DECAYED_TOLERANCE
+    return tolerance
+
+
+def mismatched_arrays(
+    online: object, offline: object, is_known_item: np.ndarray, tolerance: np.ndarray
+) -> Iterator[str]:
     """Names of the arrays that differ between two dataclasses of the same type.
 
     Item indices are compared only where `is_known_item` (items): rankers map all others to 0.
+    Candidates' numbers may differ by `tolerance` (F), relative to numbers above 1.
     """
     for field in fields(cast("Any", online)):
         values = getattr(online, field.name), getattr(offline, field.name)
         for name, *pair in _array_pairs(field.name, *values):
+            left, right = pair
             if name.endswith(f".{ITEM_TABLE}"):
                 left, right = (_mask_unknown_items(array, is_known_item) for array in pair)
-            else:
-                left, right = pair
+            elif name == "numeric" and left.shape == right.shape:
+                difference = np.abs(left - right)
+                is_close = difference <= tolerance * np.maximum(np.abs(right), 1)
+                left = np.where(is_close, right, left)
             if not (left.shape == right.shape and np.array_equal(left, right, equal_nan=True)):
                 yield name
 

@@ -195,14 +195,11 @@ class RequestSnapshot:
             self.store.layout, request.user, request.surface, self._item_records, self.as_of
         )
         record_keys = counters.record_keys(key_values)
-        distinct = list({key for column in record_keys for key in column if key is not None})
-        counts = counters.window_counts(self.txn, distinct, self.as_of)
-        counts = np.concatenate((counts, np.zeros((1, counters.width), np.int64)))
-        row_of_key: dict[bytes | None, int] = {key: row for row, key in enumerate(distinct)}
-        row_of_key[None] = len(distinct)
+        distinct = list({key: None for column in record_keys for key in column})
+        row_of_key = {key: row for row, key in enumerate(distinct)}
         rows = np.array([[row_of_key[key] for key in column] for column in record_keys])
-        values = counts[rows.T].reshape(len(request.candidates), -1)
-        return np.asarray(values, np.float32)
+        values = counters.values(self.txn, distinct, self.as_of)[rows.T]
+        return np.asarray(values.reshape(len(request.candidates), -1), np.float32)
 
     def _item_features(self, indices: np.ndarray) -> ItemFeatures:
         """Features of items (n), given by their indices, with an axis for the request (1, n)."""

@@ -8,12 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from etl.errors import UserError
 from etl.event_time import MAX_CLOCK_SKEW_SECONDS, MIN_EVENT_TS, compute_visible_ts
 from etl.spec.attributes import CategoricalAttribute, NumericAttribute, VectorAttribute
 from etl.spec.model import DataSpec
 from etl.spec.units import DAY, MICROS
+from features.aggregations import round_dwell_ms
 from features.encoding.scalar import encode_categorical, encode_numeric, spark_xxhash64
 from features.history.codec import quantize_dwell
 from ranking.feature_store.items import (
@@ -288,8 +290,8 @@ def ingest_event(store: FeatureStore, txn: Txn, event: Event) -> None:
     key_values = counter_key_values(store.layout, event.user, event.surface, records, visible)
     record_keys = [keys[0] for keys in store.counters.record_keys(key_values)]
     known_keys = [key for key in record_keys if key is not None]
-    event_code = store.spec.event_codes[event.type]
-    store.counters.increment(txn, known_keys, visible, event_code, now)
+    event_code, dwell_ms = store.spec.event_codes[event.type], int(round_dwell_ms(_dwell(event))[0])
+    store.counters.increment(txn, known_keys, visible, event_code, dwell_ms, now)
 
 
 def _history_row(store: FeatureStore, event: Event, visible: int, item_index: int) -> np.ndarray:
@@ -298,5 +300,10 @@ def _history_row(store: FeatureStore, event: Event, visible: int, item_index: in
     row["event"], row["item"] = event.event_id.encode(), item_index
     row["type"] = store.spec.event_codes[event.type]
     row["surface"] = store.spec.surface_codes[event.surface]
-    row["dwell"] = quantize_dwell(np.array([np.nan if event.dwell_ms is None else event.dwell_ms]))
+    row["dwell"] = quantize_dwell(_dwell(event))
     return row
+
+
+def _dwell(event: Event) -> npt.NDArray[np.float64]:
+    """The dwell of an event in milliseconds (1); NaN where it has none."""
+    return np.array([np.nan if event.dwell_ms is None else event.dwell_ms])

@@ -23,10 +23,12 @@ from etl.tables.pointer import remove_unreferenced_versions
 from etl.tables.schemas import RESERVED_ITEM_INDICES
 from etl.tables.table_schema import TableSchema
 from etl.tables.uri import local_cache_path
+from features.aggregations import round_dwell_ms
 from features.encoding.scalar import spark_xxhash64
 from features.history.codec import quantize_dwell
 from features.schema import counter_input_days
-from ranking.feature_store.counters import COUNTER_LEVELS, KeyValuePairs
+from ranking.feature_store.counter_rows import COUNTER_LEVELS
+from ranking.feature_store.counters import CountedEvents, KeyValuePairs
 from ranking.feature_store.ingest import AttributeVersion, upsert_attributes
 from ranking.feature_store.items import (
     NEXT_ITEM_INDEX_KEY,
@@ -170,7 +172,7 @@ class TableSource:
 
     def _first_counted_second(self) -> int:
         """The earliest second that a window of a request can reach."""
-        longest = max(self.lake.spec.counters.windows)
+        longest = self.lake.spec.counters.longest_window
         return self.store.data_until - longest - COUNTER_LEVELS[0].bucket_seconds
 
     def _first_counted_day(self) -> date:
@@ -212,10 +214,9 @@ class TableSource:
     def counter_records(self, events: pa.Table) -> Iterator[tuple[str, KeyValuePairs]]:
         """The counter records of events (N)."""
         counters = self.store.counters
-        events = events.filter(pc.is_in(events["type"], pa.array(counters.event_codes, pa.int8())))
+        types = pa.array(sorted(counters.layout.event_types), pa.int8())
+        events = events.filter(pc.is_in(events["type"], types))
         visible = events["visible_ts"].to_numpy()
-        codes = np.array(counters.event_codes)
-        type_index = np.argmax(events["type"].to_numpy()[:, None] == codes, 1)
         users = events["user_id"].combine_chunks().dictionary_encode()
         hashes = np.array([spark_xxhash64(name) for name in users.dictionary.to_pylist()], np.int64)
         items = registered_item_records(self.store, events["item_id"])
@@ -224,7 +225,12 @@ class TableSource:
             "surface": events["surface"].to_numpy().astype(np.int64),
             **item_key_values(self.store.layout, items, visible),
         }
-        yield from counters.build_records(key_values, visible, type_index)
+        counted = CountedEvents(
+            visible,
+            events["type"].to_numpy().astype(np.int64),
+            round_dwell_ms(events["dwell_ms"].to_numpy()),
+        )
+        yield from counters.build_records(key_values, counted)
 
 
 def registered_item_records(store: FeatureStore, item_ids: pa.ChunkedArray) -> np.ndarray:

@@ -8,7 +8,8 @@ from etl.spec.base import StrictModel
 from etl.spec.model import DataSpec
 from etl.spec.units import DAY, MICROS
 from etl.tables.schemas import RESERVED_ITEM_INDICES
-from ranking.feature_store.counters import COUNTER_LEVELS, Counters
+from ranking.feature_store.counter_rows import COUNTER_LEVELS
+from ranking.feature_store.counters import Counters
 from ranking.feature_store.storage import (
     Database,
     RecordLayout,

@@ -2,6 +2,7 @@
 
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 from rich.console import Console
@@ -18,13 +19,19 @@ def today() -> str:
 
 
 class StudyResult(StrictModel):
-    """A table of text, and figures: `curves` are points (x, y), `intervals` (value, low, high)."""
+    """A table of text, and figures: `curves` are points (x, y), `intervals` (value, low, high).
+
+    `figures` are the metrics of the study by key, and `commit` is that of the code that measured
+    them.
+    """
 
     title: str
     command: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     date: str = Field(default_factory=today)
+    commit: str = ""
+    figures: dict[str, Any] = {}
     curves: dict[str, tuple[tuple[float, float], ...]] = {}
     intervals: dict[str, tuple[float, float, float]] = {}
 

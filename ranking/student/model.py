@@ -38,12 +38,12 @@ from training.data.batch import Batch
 from training.data.reader import ExampleReader
 from training.model.embeddings import (
     EmbeddingTables,
-    RunningStandardizer,
     TorchEmbeddingTables,
     table_sizes,
 )
 from training.model.history.events import EventTokenizer
-from training.model.history.search import RecencyEmbedding
+from training.model.history.search import RecencyEmbedding, match_by_attribute
+from training.model.numeric import RunningStandardizer
 from training.teacher.embeddings import TeacherEmbeddings
 
 
@@ -267,12 +267,30 @@ class TrainedStudent:
         self.num_items, self.input_builder = num_items, input_builder
 
     def hidden(self, batch: Batch) -> Tensor:
-        """The last hidden layer (B, H) of the examples of a batch."""
+        """The last hidden layer (B, H) of the examples of a batch.
+
+        In training their gaps between events are added to the population's.
+        """
+        if self.student.training:
+            self._update_inter_arrival(batch)
         inputs, lookup = self.input_builder(batch), self.lookup()
         hidden: Tensor = self.student(
             lookup.user_inputs(inputs.requests), lookup.candidate_inputs(inputs.candidates)
         )
         return hidden[torch.from_numpy(inputs.candidate_index.mask)]
+
+    def _update_inter_arrival(self, batch: Batch) -> None:
+        history = batch.history
+        columns = self.input_builder.reader.features.similarity_columns
+        for name, recency in zip(columns, self.student.recency, strict=True):
+            assert isinstance(recency, RecencyEmbedding)
+            matches = match_by_attribute(
+                batch.row_categorical[name],
+                history.item_categorical[name],
+                batch.request_index,
+                history.offsets,
+            )
+            recency.inter_arrival.update(matches, batch)
 
     def lookup(self) -> InputLookup[Tensor]:
         """The lookup of the student's inputs in its tables."""

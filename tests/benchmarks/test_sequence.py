@@ -28,7 +28,7 @@ from benchmarks.public.sequence_data import (
 from benchmarks.public.sequence_features import SequenceDataset, SplitRows
 from benchmarks.public.sequence_model import SequentialRanker
 from gemline import main
-from training.model.sequence.attention import PRIOR_EVENTS, LinearItemAttention
+from training.model.sequence.target_attention import PRIOR_EVENTS, LinearItemAttention
 
 USERS, ITEMS, KINDS = 12, 30, 4
 
@@ -123,7 +123,7 @@ def test_logits_do_not_depend_on_the_other_rows_of_a_batch() -> None:
     log = log_of(1)
     dataset = SequenceDataset(log)
     torch.manual_seed(0)
-    model = SequentialRanker(log, dataset.num_numeric)
+    model = SequentialRanker(log, dataset.edges)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     together = logits_of(model, dataset, torch.arange(len(log)))
@@ -175,7 +175,7 @@ def test_preferences_of_new_users_are_read_from_their_earlier_labels(
 
     train, valid, test = (SequenceDataset(log_of_new_users(seed)) for seed in (0, 1, 2))
     task = TrainingTask(
-        lambda: SequentialRanker(train.log, train.num_numeric),
+        lambda: SequentialRanker(train.log, train.edges),
         SplitRows(train, 0),
         SplitRows(valid, 0),
     )

@@ -171,7 +171,7 @@ def test_every_change_of_a_study_is_a_valid_model(name: str, lake: Lake) -> None
     config = TrainConfig.model_validate(TrainConfig(scale="tiny").model_dump() | change)
     features = feature_schema(lake.spec)
     Gem(features, config.gem_config)
-    Loss.from_config(config, features.objectives)
+    Loss.from_config(config, features)
     negative_sampling(config, features.objectives)
 
 

@@ -49,7 +49,7 @@ def rows(seed: int, n: int = 4000) -> TabularRows:
 
 def trained(train: TabularRows, penalty: float, seed: int = 0, epochs: int = 6) -> BinaryClassifier:
     sizes = [int(n) + 1 for n in train.ids.max(0)]
-    task = TrainingTask(lambda: TabularModel(sizes, 0), train, train)
+    task = TrainingTask(lambda: TabularModel(sizes), train, train)
     return task.fit(FitConfig(embedding_l2=penalty, epochs=epochs), seed)[0]
 
 
@@ -74,7 +74,7 @@ def test_training_is_deterministic_and_predictions_do_not_depend_on_the_batch() 
     test = rows(2)
     first, second = (predict(trained(rows(0, 500), 1e-3, 3), test)[0] for _ in range(2))
     np.testing.assert_array_equal(first, second)
-    model = TabularModel([9, 9, 9], 0)
+    model = TabularModel([9, 9, 9])
     in_small_batches = predict(model, replace(test, batch_rows=7))[0]
     np.testing.assert_allclose(predict(model, test)[0], in_small_batches, rtol=1e-5)
 

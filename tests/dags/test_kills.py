@@ -38,6 +38,17 @@ def kill_when(command: list[str], reached: Callable[[], bool], delay: float = 0)
     assert process.poll() is None, f"the pipeline ended within {delay:.1f} s"
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    while group_exists(process.pid):  # a killed JVM holds its locks until its memory is freed
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def group_exists(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def steps_of(pipeline: SmallPipeline, lake: Lake) -> tuple[PipelinePaths, list[Step]]:

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from etl.tables import step_state
 from etl.tables.lake import Lake
 from etl.tables.maintenance import plan_upgrade
 from gemline import main
-from tests.conftest import FIRST, LAST
+from tests.conftest import FIRST, GEM_FLAGS, LAST
 from tests.pipeline import TABLES, build_tables, rows
 
 SpecChange = Callable[[dict[str, Any]], object]
@@ -24,6 +25,11 @@ SpecChange = Callable[[dict[str, Any]], object]
 
 def new_surface(spec: dict[str, Any]) -> None:
     spec["surfaces"]["stories"] = {}
+
+
+def surface_and_similarity(spec: dict[str, Any]) -> None:
+    new_surface(spec)
+    spec["similarity_attributes"].append("format")
 
 
 def no_conversions(spec: dict[str, Any]) -> None:
@@ -41,6 +47,10 @@ def new_counter(spec: dict[str, Any]) -> None:
 
 def wider_window(spec: dict[str, Any]) -> None:
     spec["objectives"]["click"]["window"] = "2h"
+
+
+def new_auxiliary_objective(spec: dict[str, Any]) -> None:
+    spec["auxiliary_objectives"]["view"] = {"event": "ad_view", "window": "1h"}
 
 
 def later_delay(spec: dict[str, Any]) -> None:
@@ -62,6 +72,7 @@ REBUILT_TABLES: dict[SpecChange, set[str]] = {
     new_feature: {"attributes_item", "item_versions", "examples"},
     new_counter: {"examples"},
     wider_window: {"impressions"},
+    new_auxiliary_objective: {"impressions"},
     later_delay: {*TABLES, "attributes_user", "attributes_item"} - {"items", "quarantine"},
     other_bid: {"attributes_item"},
 }
@@ -94,7 +105,7 @@ def test_nothing_is_removed_without_confirmation(
     assert main(command) == 2
     output = capsys.readouterr()
     assert "changed keys: counters.windows" in output.out
-    assert "removed, to be rebuilt: examples, GEM" in output.out
+    assert "removed, to be rebuilt: examples\n" in output.out
     assert "pass --yes" in output.err
     assert own.version("examples") >= 0
 
@@ -131,6 +142,32 @@ def test_the_meaning_of_stored_codes_cannot_be_changed(
         new = load_spec(write_changed_spec(spec_path, tmp_path / "new.yaml", change))
         with pytest.raises(UserError, match=message):
             plan_upgrade(lake.root, lake.spec, new)
+
+
+def test_an_upgrade_carries_gem_over_and_training_continues(
+    own_gem_lake: Lake,
+    spec_path: Path,
+    raw: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The GEM of the day before the last predicts under the new spec, and trains on the next."""
+    path = write_changed_spec(spec_path, tmp_path / "new.yaml", surface_and_similarity)
+    flags = ["--spec", str(path), "--lake", own_gem_lake.root]
+    train = ["train", "gem", *flags, "--days", str(LAST), *GEM_FLAGS]
+    assert main(train) == 2 and "was written under" in capsys.readouterr().err
+    command = ["upgrade", *flags, "--raw", str(raw), "--old-spec", str(spec_path), "--yes"]
+    command += ["--days", f"{FIRST}:{LAST}"]
+    assert main(command) == 0
+    output = capsys.readouterr().out
+    assert "added: surface stories; similarity attribute item_format" in output
+    assert "dropped: nothing\npredictions for requests of the old spec: equal" in output
+    assert main(command) == 0, "it can be called again"
+    assert "added: nothing" in capsys.readouterr().out
+    assert main(["teacher-predictions", *flags, "--days", str(LAST)]) == 0
+    assert main(train) == 0
+    folders = {folder.name for folder in Path(own_gem_lake.root, "models", "gem").iterdir()}
+    assert folders == {str(LAST - timedelta(days=1)), str(LAST)}
 
 
 @pytest.mark.proof

@@ -111,7 +111,7 @@ def test_attribution_prefers_clicks_to_views_within_their_windows(
         }
     )
     events = random_events(shop.spec, 400, random.Random(unknown + str(same_surface)))
-    rows = attribute_outcomes(shop, frame(shop, events), objective).collect()
+    rows = attribute_outcomes(shop, frame(shop, events), [objective]).collect()
     attributed = {row["event_id"]: row["impression_id"] for row in rows}
     purchases = [event for event in events if event["event_type"] == "buy"]
     expected = {e["event_id"]: reference_attribution(events, e, objective) for e in purchases}

@@ -44,6 +44,9 @@ def test_the_columns_of_the_simulator_are_found(raw: Path, tmp_path: Path) -> No
     assert written["events"]["ad_impression"] == {"role": "impression"}
     assert set(written["surfaces"]) == {"feed", "reels", "messaging"}
     assert written["attributes"]["item"]["creative"] == {"type": "vector", "width": 16}
+    dwell = {"event": "ad_view", "window": "1h", "target": "dwell"}
+    assert written["auxiliary_objectives"] == {"ad_view_dwell": dwell}, "posts have no impression"
+    assert {"ad_click", "conversion"} <= set(written["objectives"])
 
 
 def test_a_wide_impression_log_with_files_of_users_and_items(tmp_path: Path) -> None:
@@ -67,6 +70,42 @@ def test_a_wide_impression_log_with_files_of_users_and_items(tmp_path: Path) -> 
     assert written["sources"]["videos"]["static"] is True
     assert written["attributes"]["item"]["author_id"]["type"] == "categorical"
     assert spec.impression_type == "impression"
+
+
+@pytest.mark.parametrize(("impressions", "is_large_sample"), [(1000, True), (150, False)])
+def test_rare_outcomes_and_dwells_are_auxiliary_objectives(
+    tmp_path: Path, impressions: int, is_large_sample: bool
+) -> None:
+    """Rare conversions are not: they are what campaigns pay for."""
+    every = {"is_click": 3, "is_hate": 500, "is_purchase": 500}
+    records = [
+        {"user_id": i % 7, "video_id": i, "tab": i % 2, "time_ms": 1_650_000_000_000 + i,
+         "play_time_ms": 100 * i, **{name: int(i % n == 0) for name, n in every.items()}}
+        for i in range(impressions)
+    ]  # fmt: skip
+    write_json_lines(tmp_path / "log" / "2026-01-01" / "a.json.gz", records)
+    spec, written = inferred(tmp_path / "log", tmp_path)
+    rare = {"hate": {"event": "hate", "window": "1h"}} if is_large_sample else {}
+    dwell = {"view_dwell": {"event": "view", "window": "1h", "target": "dwell"}}
+    assert written["auxiliary_objectives"] == rare | dwell
+    assert set(written["objectives"]) == {"click", "hate", "purchase"} - rare.keys()
+    (log,) = written["sources"].values()
+    assert "dwell" not in log["columns"]
+    view = {"event": "view", "dwell": "play_time_ms", "delay": "play_time_ms"}
+    assert log["outcomes"][-1] == view
+    assert written["events"]["view"] == {"role": "activity"}
+    assert written["rank_by"] == "click" and not spec.auction
+
+
+def test_a_log_of_rare_outcomes_alone_keeps_them_as_objectives(tmp_path: Path) -> None:
+    records = [
+        {"user_id": i % 7, "video_id": i, "tab": i % 2, "time_ms": 1_650_000_000_000 + i,
+         "is_hate": int(i == 0), "is_like": int(i == 1)}
+        for i in range(1000)
+    ]  # fmt: skip
+    write_json_lines(tmp_path / "log" / "2026-01-01" / "a.json.gz", records)
+    _, written = inferred(tmp_path / "log", tmp_path)
+    assert set(written["objectives"]) == {"hate", "like"} and "auxiliary_objectives" not in written
 
 
 @pytest.mark.parametrize(

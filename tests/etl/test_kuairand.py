@@ -17,7 +17,12 @@ from tests.pipeline import rows
 pytestmark = pytest.mark.spark
 
 DAY = date(2022, 4, 26)
-LABELS = {"click": "is_click", "long_view": "long_view", "like": "is_like"}
+LABELS = {
+    "click": "is_click",
+    "long_view": "long_view",
+    "like": "is_like",
+    **{name: f"is_{name}" for name in ("follow", "comment", "forward", "hate")},
+}
 
 
 @needs_kuairand
@@ -42,6 +47,8 @@ def test_labels_equal_those_in_the_raw_files(tmp_path: Path) -> None:
         wrong = [i for i, v in raw[column].items() if stored[i][f"label_{name}"] != v]
         is_after_window = raw.loc[wrong, "play_time_ms"] > 600_000
         assert is_after_window.all(), f"{name}: {len(wrong)} of {len(raw)} differ"
+    ended = raw[raw["play_time_ms"] <= 600_000]["play_time_ms"]
+    assert all(stored[i]["dwell_ms_play_time"] == dwell for i, dwell in ended.items())
 
 
 def log_of_some_users(every: int) -> pd.DataFrame:

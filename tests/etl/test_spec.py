@@ -85,12 +85,37 @@ def test_all_errors_are_reported_at_once_with_their_lines(tmp_path: Path) -> Non
         ("numeric, transform: log}", "vector, width: 3}", "signup_days"),
         ("reels: {}", "reels: {}\n  feed: {}", "feed: duplicate key"),
         ("windows: [1h, 1d, 7d]", "windows: []", "counters.windows: .*at least 1 item"),
+        (
+            "counters:",
+            "counters:\n  half_lives: [0s]",
+            "half_lives.0: .*greater than or equal to 1",
+        ),
+        ("windows: [1h, 1d, 7d]", "windows: [1h, 60m]", "windows: a value is listed twice"),
+        ("counters:", "counters:\n  time_since_last: [yawn]", "'yawn' is not among the events"),
         (DOMAIN, DOMAIN.replace("reels", "rels"), "domains.everywhere: no ads on surface 'rels'"),
         (
             DOMAIN,
             f"{DOMAIN}\n  two: [reels]",
             "domains.two: surface 'reels' is in a domain already",
         ),
+        (
+            "event: ad_view, window: 1h",
+            "event: ad_view, window: 4d",
+            "auxiliary_objectives.view_time: its labels on feed are final after .* may be 3d",
+        ),
+        (
+            "event: ad_view, window: 1h",
+            "event: ad_view, window: 3d, label_grace_period: 1s",
+            "auxiliary_objectives.view_time: its labels on feed are final after",
+        ),
+        ("view_time:", "click:", "auxiliary_objectives.click: an objective has a label of this"),
+        (
+            "      dwell: dwell_ms\n",
+            "",
+            "auxiliary_objectives.view_time: no source has a dwell of ad_view events",
+        ),
+        ("event: ad_view,", "event: ad_viw,", "'ad_viw' is not among the events"),
+        ("traffic: click", "traffic: view_time", "'view_time' is not among the objectives"),
     ],
 )
 def test_an_inconsistent_spec_is_refused_with_the_line_of_the_problem(
@@ -178,6 +203,13 @@ def test_a_copy_of_a_model_with_an_unknown_field_is_refused() -> None:
         history.model_copy(update={"max_event": 3})
 
 
+def test_a_copy_has_no_cached_property_of_the_original() -> None:
+    spec = load_spec(SPEC)
+    assert "click" in spec.all_objectives
+    copy = spec.model_copy(update={"objectives": {}})
+    assert set(copy.all_objectives) == set(spec.auxiliary_objectives)
+
+
 def test_an_event_type_has_the_largest_delay_of_the_logs_that_declare_it() -> None:
     """An impression log declares the impression and its outcomes; a typed log declares one type."""
     dump = load_spec(ROOT / "conf/specs/kuairand.yaml").model_dump()
@@ -199,6 +231,30 @@ def test_the_hash_ignores_paths_and_model_inputs(tmp_path: Path) -> None:
     same = text.replace("events/day=", "elsewhere/day=").replace("max_length: 256", "max_length: 9")
     assert hash_of(same) == hash_of(text)
     assert hash_of(text.replace("window: 3d", "window: 2d")) != hash_of(text)
+
+
+def test_a_mean_dwell_needs_a_source_with_dwells(tmp_path: Path) -> None:
+    raw = yaml.safe_load(SPEC.read_text())
+    raw["counters"]["mean_dwell"] = ["ad_view"]
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump(raw))
+    assert load_spec(tmp_path / "s.yaml").counters.mean_dwell
+    del raw["sources"]["events"]["columns"]["dwell"]
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump(raw))
+    message = r"s.yaml:\d+: counters.mean_dwell: no source has a dwell of ad_view events"
+    with pytest.raises(UserError, match=message):
+        load_spec(tmp_path / "s.yaml")
+
+
+def test_counters_that_a_spec_does_not_declare_change_neither_tables_nor_hash() -> None:
+    spec = load_spec(SPEC)
+    names = [name for name in schemas.examples(spec).columns if name.startswith("cnt_")]
+    assert names == list(schemas.counter_columns(spec))
+    keys = dict(flatten_keys(spec.model_dump(mode="json")))
+    assert not [path for path in keys if path[-1] in ("half_lives", "time_since_last")]
+    for added in ({"half_lives": ["1h"]}, {"time_since_last": ["ad_click"]}):
+        raw = yaml.safe_load(SPEC.read_text())
+        raw["counters"] |= added
+        assert DataSpec.model_validate(raw).hash != spec.hash
 
 
 def leaf_keys(annotation: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -326,6 +382,33 @@ def test_without_an_auction_rank_by_names_the_objective_that_ranks(tmp_path: Pat
         load_spec(tmp_path / "s.yaml")
     (tmp_path / "s.yaml").write_text(yaml.safe_dump(raw | {"rank_by": "click"}))
     assert load_spec(tmp_path / "s.yaml").ranking_objective("feed") == "click"
+
+
+def test_auxiliary_objectives_change_the_labels_alone() -> None:
+    """They are no objectives: nothing else of a spec, and no other table, depends on them."""
+    raw = yaml.safe_load(SPEC.read_text())
+    with_them = DataSpec.model_validate(raw)
+    del raw["auxiliary_objectives"]
+    plain = DataSpec.model_validate(raw)
+    assert with_them.hash != plain.hash
+    tables = table_registry(plain)
+    changed = {n for n, schema in table_registry(with_them).items() if schema != tables[n]}
+    assert changed == {"impressions"}
+    added = set(schemas.impressions(with_them).columns) - set(schemas.impressions(plain).columns)
+    names = ("label", "label_mature_ts", "dwell_ms")
+    assert added == {f"{name}_view_time" for name in names}
+    assert list(with_them.objectives) == list(plain.objectives)
+    assert with_them.label_maturity_days == plain.label_maturity_days
+    raw["auxiliary_objectives"] = {"view": {"event": "ad_view", "window": "1h", "surfaces": []}}
+    assert DataSpec.model_validate(raw).surfaces_of("view") == plain.ad_surfaces
+
+
+def test_an_empty_section_of_auxiliary_objectives_changes_no_hash() -> None:
+    raw = yaml.safe_load(SPEC.read_text())
+    del raw["auxiliary_objectives"]
+    plain = DataSpec.model_validate(raw)
+    raw["auxiliary_objectives"] = {}
+    assert DataSpec.model_validate(raw).hash == plain.hash
 
 
 def test_a_table_that_the_spec_does_not_have_is_refused() -> None:

@@ -1,32 +1,166 @@
-"""Point-in-time counts against a loop implementation."""
+"""Point-in-time aggregations against a loop implementation, and what they may not depend on."""
+
+import math
+import random
+import re
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+import numpy.typing as npt
+import pytest
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from features.counters import count_all_before, windowed_counts_before
+from etl.spec import load_spec
+from features import reference
+from features.aggregations import KeyedEvents, count_all_before, round_dwell_ms
+from features.schema import feature_schema
+from tests.oracle.disorder import SPEC
 
-WINDOWS, TYPES = (5, 40), (1, 2)
-events = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 50), st.integers(1, 3)), max_size=40)
-queries = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 60)), min_size=1, max_size=20)
+DAY = 86_400
+
+WINDOWS, TYPES, LONGEST = (5, 40), (1, 2), 40
+HALF_LIVES = (1, 7, 1_000_000)
+Event = tuple[int, int, int, float | None]  # key, second, type, dwell in milliseconds
+Ints = npt.NDArray[np.int64]
+Row = dict[str, Any]
+dwells = st.none() | st.floats(0, 1e5) | st.sampled_from((0.0, 0.5, 1.5, 1e8, 1e299))
+events = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(0, 90), st.integers(1, 3), dwells), max_size=60
+)
+queries = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 100)), min_size=1, max_size=20)
+
+
+def align(events: list[Event], queries: list[tuple[int, int]], window: int) -> KeyedEvents:
+    key, ts, type_ = (np.array([e[i] for e in events], np.int64) for i in range(3))
+    dwell_ms = np.array([np.nan if e[3] is None else e[3] for e in events], np.float64)
+    query_key, query_ts = np.array(queries, np.int64).reshape(-1, 2).T
+    return KeyedEvents.align(key, ts, type_, query_key, query_ts, window, round_dwell_ms(dwell_ms))
+
+
+def aggregate(aligned: KeyedEvents) -> npt.NDArray[np.float64]:
+    """All aggregations of each query, side by side."""
+    return np.concatenate(
+        (
+            aligned.counts(WINDOWS, TYPES),
+            aligned.decayed_counts(HALF_LIVES, TYPES, LONGEST),
+            aligned.seconds_since_last(TYPES, LONGEST),
+            aligned.mean_dwells(WINDOWS, TYPES),
+        ),
+        axis=1,
+    )
+
+
+def expected_values(events: list[Event], key: int, now: int) -> list[float]:
+    rows = [{"visible_ts": t, "type": c, "dwell_ms": d} for k, t, c, d in events if k == key]
+    values: list[float | None] = [
+        *(reference.count_matching_events(rows, {}, c, now, w) for w in WINDOWS for c in TYPES),
+        *(reference.decayed_count(rows, c, now, LONGEST, h) for h in HALF_LIVES for c in TYPES),
+        *(reference.time_since_last(rows, c, now, LONGEST) for c in TYPES),
+        *(reference.mean_dwell(rows, c, now, w) for w in WINDOWS for c in TYPES),
+    ]
+    return [np.nan if value is None else value for value in values]
 
 
 @settings(max_examples=300)
 @given(events, queries)
-def test_counts_equal_those_of_a_loop(
-    events: list[tuple[int, int, int]], queries: list[tuple[int, int]]
+@example([(0, second, 1, 1e299) for second in range(64)], [(0, second) for second in range(70)])
+def test_aggregations_equal_those_of_a_loop(
+    events: list[Event], queries: list[tuple[int, int]]
 ) -> None:
-    event_key, event_ts, event_type = np.array(events, np.int64).reshape(-1, 3).T
-    query_key, query_ts = np.array(queries, np.int64).reshape(-1, 2).T
-    totals = count_all_before(event_key, event_ts, query_key, query_ts)
-    counts = windowed_counts_before(
-        event_key, event_ts, event_type, query_key, query_ts, WINDOWS, TYPES
+    aligned = align(events, queries, LONGEST)
+    expected = [expected_values(events, key, now) for key, now in queries]
+    np.testing.assert_allclose(aggregate(aligned), expected, rtol=1e-9, atol=0)
+    key, ts = (np.array([e[i] for e in events], np.int64) for i in range(2))
+    query_key, query_ts = np.array(queries, np.int64).T
+    totals = count_all_before(key, ts, query_key, query_ts)
+    assert totals.tolist() == [sum(k == q and t < now for k, t, *_ in events) for q, now in queries]
+
+
+@settings(max_examples=200)
+@given(events, queries, events, st.randoms(use_true_random=False))
+def test_nothing_outside_a_window_changes_a_bit_of_an_aggregation(
+    events: list[Event], queries: list[tuple[int, int]], others: list[Event], rng: random.Random
+) -> None:
+    """Leak test: later events, events before the window, other keys, other queries, any order."""
+    key, now = queries[0]
+    before = aggregate(align(events, queries[:1], LONGEST))
+    outside = [e for e in others if e[0] != key or not now - LONGEST <= e[1] < now]
+    disordered = rng.sample(events + outside, len(events + outside))
+    after = aggregate(align(disordered, queries, LONGEST))
+    assert before[0].tobytes() == after[0].tobytes()
+
+
+def test_decayed_counts_do_not_depend_on_other_events_to_the_last_bit() -> None:
+    """Tables that are built in parts hold the same events beside fewer others."""
+    rng, window, half_lives = np.random.default_rng(0), 5000, (7, 333, 1_000_000)
+
+    def sums(key: Ints, second: Ints) -> bytes:
+        queries = np.arange(window, 2 * window, 97)
+        same_key, type_ = np.full(len(queries), 5), np.ones_like(key)
+        aligned = KeyedEvents.align(key, second, type_, same_key, queries, window)
+        return aligned.decayed_counts(half_lives, (1,), window).tobytes()
+
+    second = rng.integers(0, 2 * window, 2000)
+    alone = sums(np.full(2000, 5), second)
+    for num_keys in (1, 2, 5):
+        other_key, other_second = rng.integers(0, num_keys, 999), rng.integers(0, 9999, 999)
+        later = np.full(100, 3 * window)
+        key = np.concatenate((other_key, np.full(2100, 5)))
+        assert sums(key, np.concatenate((other_second, second, later))) == alone
+
+
+@pytest.mark.parametrize("half_life", [1, 600, DAY, 1000 * DAY])
+def test_decayed_counts_of_400_days_neither_overflow_nor_lose_digits(half_life: int) -> None:
+    """Against exact sums, also where almost all events are older than the window."""
+    rng, window = np.random.default_rng(half_life), 400 * DAY
+    events = np.sort(rng.integers(0, 3 * window, 20_000))
+    queries = rng.integers(0, 3 * window, 50)
+    queries = np.concatenate((queries, events[-50:] + 1, events[:50] + window))
+    one = np.ones_like
+    aligned = KeyedEvents.align(events, events, one(events), one(queries), queries, window)
+    assert aligned.counts((window,), (1,)).sum() == 0  # keys are the seconds of the events
+    aligned = KeyedEvents.align(one(events), events, one(events), one(queries), queries, window)
+    sums = aligned.decayed_counts((half_life,), (1,), window)[:, 0]
+    for query, value in zip(queries.tolist(), sums.tolist(), strict=True):
+        ages = query - events[(events >= query - window) & (events < query)]
+        expected = math.fsum(np.exp2(-ages / half_life))
+        assert value == pytest.approx(expected, rel=1e-9, abs=1e-300)
+
+
+def test_model_inputs_are_logarithms_and_rates_of_counters(tmp_path: Path) -> None:
+    """Each number has the key of its counter; those of no such event are missing."""
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    spec = load_spec(tmp_path / "spec.yaml")
+    features, rng = feature_schema(spec), np.random.default_rng(0)
+    counters = rng.exponential(10, (4, len(features.counters))).astype(np.float32)
+    counters[0] = np.nan
+    inputs = dict(
+        zip(
+            features.counter_transform.column_names,
+            features.counter_transform(counters).T,
+            strict=True,
+        )
     )
-    for row, (key, now) in enumerate(queries):
-        expected = [
-            sum(k == key and t == type_ and now - window <= ts < now for k, ts, t in events)
-            for window in WINDOWS
-            for type_ in TYPES
-        ]
-        assert counts[row].tolist() == expected
-        assert totals[row] == sum(k == key and ts < now for k, ts, _ in events)
+    raw = dict(zip(features.counters, counters.T, strict=True))
+    for name, values in inputs.items():
+        shown = re.sub("_(click|buy)_", "_shown_", name.removeprefix("rate_"))
+        expected = (
+            np.log((raw[name.removeprefix("rate_")] + 0.1) / (raw[shown] + 1))
+            if name.startswith("rate_")
+            else np.log(1 + raw[name])
+        )
+        np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-6)
+        assert np.isnan(values[0])
+    rates = {name for name in inputs if name.startswith("rate_")}
+    assert rates == {
+        f"rate_{prefix}_{'_'.join(key)}_{event}_{period}"
+        for prefix, periods in (("cnt", ("1h", "1d")), ("decayed", ("10m", "2d")))
+        for key in spec.counters.keys
+        for event in ("click", "buy")
+        for period in periods
+    }
+    assert len(features.numeric_keys) == len(features.numeric_columns)
+    for name, key in zip(features.numeric_columns, features.numeric_keys, strict=True):
+        assert re.match(rf"(rate_)?[a-z]+_{'_'.join(key)}_(shown|click|buy|look)(_|$)", name)

@@ -21,6 +21,7 @@ from gemline import main
 from tests.conftest import FIRST, LAST
 from tests.oracle import events as oracle
 from tests.pipeline import rows
+from tests.small_pipeline import SmallPipeline
 from training.data.histories import histories_from_table
 
 Row = dict[str, Any]
@@ -55,9 +56,9 @@ def test_labels_equal_those_of_the_reference(lake: Lake, events: list[Row]) -> N
     by_user = defaultdict(list)
     for event in events:
         by_user[event["user_id"]].append(event)
-    positives = 0
+    positives, dwells = 0, 0
     for row in random.Random(1).sample(impressions, 60) + of_converted[:150]:
-        for name, objective in spec.objectives.items():
+        for name, objective in spec.all_objectives.items():
             if row[f"label_{name}"] is None:
                 continue
             touch = spec.attribution_touches(objective)[0].touch
@@ -67,10 +68,14 @@ def test_labels_equal_those_of_the_reference(lake: Lake, events: list[Row]) -> N
                 objective.window * MICROS,
             )
             mature_ts = row[f"label_mature_ts_{name}"]
-            expected = oracle.label(by_user[row["user_id"]], row, rule, mature_ts)
-            assert row[f"label_{name}"] == expected, (name, row)
-            positives += expected
-    assert positives > 5
+            outcomes = oracle.outcomes(by_user[row["user_id"]], row, rule, mature_ts)
+            assert row[f"label_{name}"] == bool(outcomes), (name, row)
+            positives += bool(outcomes)
+            if objective.summed_column == "dwell_ms":
+                dwell = sum(e["dwell_ms"] for e in outcomes) if outcomes else None
+                assert row[f"dwell_ms_{name}"] == dwell
+                dwells += dwell is not None
+    assert positives > 5 < dwells
 
 
 def test_labels_are_null_until_their_window_has_closed(lake: Lake) -> None:
@@ -79,7 +84,7 @@ def test_labels_are_null_until_their_window_has_closed(lake: Lake) -> None:
     impressions = [e for e in rows(lake, "events") if e["type"] == code]
     visible_ts = {e["impression_id"]: e["visible_ts"] * MICROS for e in impressions}
     for row in rows(lake, "impressions"):
-        for name, objective in lake.spec.objectives.items():
+        for name, objective in lake.spec.all_objectives.items():
             window_end = row["event_ts"] + objective.label_maturity_seconds * MICROS
             mature_ts = row[f"label_mature_ts_{name}"]
             assert mature_ts == max(window_end, visible_ts[row["impression_id"]])
@@ -140,17 +145,23 @@ def test_counters_equal_those_of_the_reference(
 
 
 def test_validation_reports_wrong_columns_and_only_those(
-    lake: Lake, spec_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small_lake: Lake,
+    small_pipeline: SmallPipeline,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    command = ["features", "check", "--spec", str(spec_path), "--sample", "25", "--lake"]
+    """Of counters of all kinds."""
+    lake, spec = small_lake, str(small_pipeline.spec)
+    command = ["features", "check", "--spec", spec, "--sample", "25", "--lake"]
     assert main([*command, lake.root]) == 0
     assert capsys.readouterr().out == "25 examples recomputed, 0 differ\n"
     wrong = tmp_path / "lake"
     shutil.copytree(lake.root, wrong)
-    contract, counter = schemas.examples(lake.spec), "cnt_user_ad_impression_1d"
+    contract = schemas.examples(lake.spec)
+    counters = {"cnt_user_ad_impression_1d", "decayed_user_ad_impression_10m"}
     table = snapshot(lake, contract).read()
-    for column in (counter, "history_length"):
-        increased = pc.add(table[column], pa.scalar(1, pa.int32()))
+    for column in (*counters, "history_length"):
+        increased = pc.add(table[column], pa.scalar(1, table[column].type))
         table = table.set_column(table.column_names.index(column), column, increased)
     replace_rows(Lake(str(wrong), lake.spec), contract, table, f"day >= '{FIRST}'", {})
     assert main([*command, str(wrong)]) == 2
@@ -158,4 +169,5 @@ def test_validation_reports_wrong_columns_and_only_those(
     assert "25 examples recomputed, 25 differ" in output.out
     assert "differ from the events" in output.err
     reported = {line.split()[1] for line in output.out.splitlines()[:-1]}
-    assert {"history_length", counter} <= reported <= {"history_length", counter, "history"}
+    assert {"history_length", *counters} <= reported
+    assert reported <= {"history_length", *counters, "history"}

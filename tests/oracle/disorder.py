@@ -40,6 +40,11 @@ objectives:
   click: {event: click, window: 1h}
   buy: {event: buy, window: 12h, extra_windows: [2h], value: true,
         attribution: [{touch: click, key: brand, same_surface: true}]}
+auxiliary_objectives:
+  look: {event: look, window: 2h}
+  click_dwell: {event: click, window: 1h, target: dwell}
+  buy_dwell: {event: buy, window: 3h, target: dwell,
+              attribution: [{touch: click, key: brand, same_surface: true}]}
 attributes:
   user: {plan: {type: categorical, vocabulary: [free, paid]}}
   item: {brand: {type: categorical, vocabulary: [x, y]}}
@@ -49,6 +54,9 @@ counters:
   windows: [1h, 1d]
   events: [shown, click, buy]
   keys: [[user], [user, brand], [item], [surface]]
+  half_lives: [10m, 2d]
+  time_since_last: [click, look]
+  mean_dwell: [look, click]
 sources:
   log:
     kind: event_log
@@ -57,7 +65,8 @@ sources:
     time_unit: s
     delay: 30s
     columns: {event_id: id, user: user, item: item, surface: surface, type: type, event_time: ts,
-              ingest_time: ingest, impression: imp, request: request, value: value}
+              ingest_time: ingest, impression: imp, request: request, value: value,
+              dwell: dwell}
   items: {kind: attributes, entity: item, format: json, path: items.json, key: item,
           valid_from: since, time_unit: s, static: true}
   users: {kind: attributes, entity: user, format: json, path: users.json, key: user,
@@ -109,7 +118,13 @@ def _record(rng: random.Random, id_: str, user: str, day: date, bounds: tuple[in
         "imp": f"i{id_}" if type_ == "shown" else None,
         "request": rng.choice((None, f"r{rng.randrange(3)}")) if type_ == "shown" else None,
         "value": rng.randrange(1, 9) if type_ == "buy" else None,
+        "dwell": _dwell_ms(rng),
     }
+
+
+def _dwell_ms(rng: random.Random) -> float | None:
+    """A dwell in milliseconds; it may be missing, or longer than a day."""
+    return rng.choice((None, 0, 700, 2500.5, 30_001, 10**9))
 
 
 def _outcome(rng: random.Random, cause: Record, bounds: Bounds) -> Record | None:
@@ -128,6 +143,7 @@ def _outcome(rng: random.Random, cause: Record, bounds: Bounds) -> Record | None
         "imp": rng.choice((None, cause["imp"])) if type_ == "click" else None,
         "request": None,
         "value": rng.randrange(1, 9) if type_ == "buy" else None,
+        "dwell": _dwell_ms(rng),
     }
     return _arrived(bounds, ingest, outcome)
 

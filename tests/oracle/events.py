@@ -14,9 +14,9 @@ class LabelRule(NamedTuple):
     window: int
 
 
-def label(events: Iterable[Row], impression: Row, rule: LabelRule, mature_ts: int) -> int:
-    """1 if an outcome visible by `mature_ts` (microseconds) is attributed by last touch."""
-    events = list(events)
+def outcomes(events: Iterable[Row], impression: Row, rule: LabelRule, mature_ts: int) -> list[Row]:
+    """The outcomes visible by `mature_ts` (microseconds) that are attributed by last touch."""
+    events, found = list(events), []
     for e in events:
         if e["type"] != rule.outcome or e["user_id"] != impression["user_id"]:
             continue
@@ -35,5 +35,5 @@ def label(events: Iterable[Row], impression: Row, rule: LabelRule, mature_ts: in
         in_window = 0 <= e["event_ts"] - impression["event_ts"] <= rule.window
         is_visible = e["visible_ts"] * 1_000_000 <= mature_ts
         if attributed == impression["impression_id"] and in_window and is_visible:
-            return 1
-    return 0
+            found.append(e)
+    return found

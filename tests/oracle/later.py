@@ -27,7 +27,8 @@ def change_future(
         fate = rng.choice(("removed", "changed", "followed")) if second >= since else "unchanged"
         if fate == "removed":
             continue
-        other = {"item": rng.choice(list(BRANDS)), "surface": "home"} if fate == "changed" else {}
+        other: Record = {"item": rng.choice(list(BRANDS)), "surface": "home", "dwell": 5000}
+        other = other if fate == "changed" else {}
         changed.append(record | other)
         if fate == "followed":
             follower = {"id": f"{record['id']}-again", "type": rng.choice(("click", "buy", "look"))}

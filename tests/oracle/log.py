@@ -1,12 +1,12 @@
 """Reference implementations in plain Python on the records of a log: slow, short, and simple.
 
 A record has id, user, item, surface, type, ts and ingest (seconds), day (landing day), opens and
-closes (first second of that day and of the next), imp (impression id or None), request (or None)
-and value.
+closes (first second of that day and of the next), imp (impression id or None), request (or None),
+value and dwell (milliseconds or None).
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 Record = dict[str, Any]
@@ -105,15 +105,48 @@ def attribute_outcome(
     return max(touches)[2] if touches else None
 
 
-def label(records: list[Record], impression: Record, rule: LabelRule, delay: int) -> int:
-    """1 if an outcome within the window, visible when it closed, is attributed to an impression."""
+def outcomes(
+    records: list[Record], impression: Record, rule: LabelRule, delay: int
+) -> list[Record]:
+    """Outcomes within the window, visible when it closed, that are attributed to an impression."""
     mature_ts = max(impression["ts"] + rule.window, visible_ts(impression, delay))
-    return int(
-        any(
-            r["type"] == rule.outcome
-            and impression["ts"] <= r["ts"] <= impression["ts"] + rule.window
-            and visible_ts(r, delay) <= mature_ts
-            and attribute_outcome(records, r, rule.touch, rule.same, delay) == impression["imp"]
-            for r in records
-        )
-    )
+    return [
+        r
+        for r in records
+        if r["type"] == rule.outcome
+        and impression["ts"] <= r["ts"] <= impression["ts"] + rule.window
+        and visible_ts(r, delay) <= mature_ts
+        and attribute_outcome(records, r, rule.touch, rule.same, delay) == impression["imp"]
+    ]
+
+
+def dwell(outcomes: Iterable[Record]) -> float | None:
+    """How long outcomes lasted together, in milliseconds; None if no dwell is known."""
+    dwells = [outcome["dwell"] for outcome in outcomes if outcome["dwell"] is not None]
+    return sum(dwells) if dwells else None
+
+
+def counters(
+    records: Iterable[Record],
+    as_of: int,
+    delay: int,
+    windows: Mapping[str, int],
+    half_lives: Mapping[str, int],
+) -> dict[tuple[str, str], float | None]:
+    """Counters of one key by prefix and suffix of their column, such as `cnt` and `click_1d`."""
+    values: dict[tuple[str, str], float | None] = {}
+    past = [(r, as_of - visible_ts(r, delay)) for r in records]
+    past = [(r, age) for r, age in past if 0 < age <= max(windows.values())]
+    for type_ in ("shown", "click", "buy", "look"):
+        ages = [age for r, age in past if r["type"] == type_]
+        values["since", type_] = min(ages, default=None)
+        for name, half_life in half_lives.items():
+            values["decayed", f"{type_}_{name}"] = sum(0.5 ** (age / half_life) for age in ages)
+        for name, window in windows.items():
+            inside = [r for r, age in past if r["type"] == type_ and age <= window]
+            dwells = [min(round(r["dwell"]), DAY * 1000) for r in inside if r["dwell"] is not None]
+            values["cnt", f"{type_}_{name}"] = len(inside)
+            values["dwell", f"{type_}_{name}"] = (
+                sum(dwells) / len(dwells) / 1000 if dwells else None
+            )
+    return values

@@ -12,6 +12,7 @@ import numpy as np
 
 from etl.spec import load_spec
 from features.encoding.scalar import spark_xxhash64
+from ranking.feature_store.counter_rows import COUNTER_LEVELS
 from ranking.feature_store.ingest import Event
 from ranking.feature_store.store import FeatureStore
 from ranking.feature_store.wal import FeatureStoreHandle, WalEntry
@@ -43,7 +44,8 @@ def times_counted(store: FeatureStore, user: str) -> tuple[int, int]:
     key_index = store.counters.key_columns.index(("user",))
     [record_key] = store.counters.encode_record_keys(key_index, np.array([[spark_xxhash64(user)]]))
     with store.read_transaction() as txn:
-        rows = np.frombuffer(txn.get("hours", record_key), store.counters.row_dtype)
+        hours_dtype = store.counters.layout.dtype(COUNTER_LEVELS[0])
+        rows = np.frombuffer(txn.get("hours", record_key), hours_dtype)
     return len(history), int(rows["counts"].sum())
 
 

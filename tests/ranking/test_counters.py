@@ -1,15 +1,17 @@
-"""Windowed counters: exact to the second, with records of bounded size."""
+"""Live counters equal those of the tables, to the second, with records of bounded size."""
 
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from etl.spec import DataSpec
-from features.counters import windowed_counts_before
-from ranking.feature_store.counters import COUNTER_LEVELS, Counters
+from features.aggregations import NO_DWELL, Aggregations, KeyedEvents
+from ranking.feature_store.counter_rows import COUNTER_LEVELS
+from ranking.feature_store.counters import CountedEvents, Counters
 from ranking.feature_store.storage import Txn
 from ranking.feature_store.store import (
     FeatureStore,
@@ -17,9 +19,21 @@ from ranking.feature_store.store import (
     create_store,
 )
 
-WINDOWS, CODES = (90, 3600, 5400, 86_400), (1, 2)
-EVENT = st.tuples(st.integers(0, 2), st.integers(90_000, 200_000), st.integers(0, 2))
-NEARBY_EVENT = st.tuples(st.integers(0, 2), st.integers(180_000, 180_200), st.integers(1, 2))
+DAY = 86_400
+# Type 3 is only timed, type 4 has only dwells, type 5 changes nothing.
+AGGREGATIONS = Aggregations(
+    windows=(90, 3600, 5400, DAY),
+    count_types=(1, 2),
+    half_lives=(1, 3600, 100 * DAY),
+    last_types=(3, 2),
+    dwell_types=(4, 1),
+)
+Event = tuple[int, int, int, int]  # key, second, type, dwell in milliseconds
+DWELLS = st.just(NO_DWELL) | st.integers(0, DAY * 1000)
+EVENT = st.tuples(st.integers(0, 2), st.integers(90_000, 200_000), st.integers(1, 5), DWELLS)
+NEARBY_EVENT = st.tuples(
+    st.integers(0, 2), st.integers(180_000, 180_200), st.integers(1, 4), DWELLS
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,51 +55,74 @@ def clear_counters(store: FeatureStore, txn: Txn) -> None:
             txn.delete(table, key)
 
 
+def offline_values(events: list[Event], as_of: int) -> npt.NDArray[np.float64]:
+    """The counters of keys 0 to 2 as the tables have them."""
+    key, second, type_, dwell_ms = np.array(events, np.int64).reshape(-1, 4).T
+    of, longest = AGGREGATIONS, AGGREGATIONS.longest_window
+    aligned = KeyedEvents.align(
+        key, second, type_, np.arange(3), np.full(3, as_of), longest, dwell_ms
+    )
+    parts = (
+        aligned.counts(of.windows, of.count_types),
+        aligned.decayed_counts(of.half_lives, of.count_types, longest),
+        aligned.seconds_since_last(of.last_types, longest),
+        aligned.mean_dwells(of.windows, of.dwell_types),
+    )
+    return np.concatenate(parts, axis=1)
+
+
 AS_OF = st.integers(180_000, 180_300) | st.integers(90_000, 210_000)
 
 
 @settings(max_examples=60)
 @given(st.lists(EVENT | NEARBY_EVENT, max_size=40), AS_OF, st.booleans())
-@example([(0, 180_000 + n % 60, 1) for n in range(200)], 180_031, True)
-@example([(0, 180_000 + n % 60, 1) for n in range(200)], 180_091, False)
-def test_counters_are_exact_to_the_second(
-    shared_store: FeatureStore, events: list[tuple[int, int, int]], as_of: int, at_once: bool
+@example([(0, 180_000 + n % 60, 1, 1000) for n in range(200)], 180_031, True)
+@example([(0, 180_000 + n % 60, 1, NO_DWELL) for n in range(200)], 180_091, False)
+@example([(0, 180_000, 3, NO_DWELL), (0, 180_000 - DAY, 2, NO_DWELL)], 180_000 + DAY, False)
+def test_counters_equal_those_of_the_tables(
+    shared_store: FeatureStore, events: list[Event], as_of: int, at_once: bool
 ) -> None:
-    """As in the tables, whether events are counted one by one or all at once."""
-    counters, keys = Counters(WINDOWS, CODES, (("item",),)), np.arange(3)
+    """Whether events are counted one by one, in any order, or all at once."""
+    counters, keys = Counters(AGGREGATIONS, (("item",),)), np.arange(3)
     record_keys = counters.encode_record_keys(0, keys[:, None])
-    key, second, code = np.array(events, np.int64).reshape(-1, 3).T
-    is_counted = np.isin(code, CODES)
+    key, second, type_, dwell_ms = np.array(events, np.int64).reshape(-1, 4).T
     with shared_store.write_transaction() as txn:
         clear_counters(shared_store, txn)
         if at_once:
-            type_index = (code[is_counted] == CODES[1]).astype(np.int64)
-            for table, pairs in counters.build_records(
-                {"item": key[is_counted]}, second[is_counted], type_index
-            ):
+            counted = CountedEvents(second, type_, dwell_ms)
+            for table, pairs in counters.build_records({"item": key}, counted):
                 txn.put_many(table, pairs)
         else:
-            for item, time, event_code in events:
-                counters.increment(txn, [record_keys[item]], time, event_code, time)
+            for item, time, event_type, dwell in events:
+                counters.increment(txn, [record_keys[item]], time, event_type, dwell, time)
     with shared_store.read_transaction() as txn:
-        counts = counters.window_counts(txn, record_keys, as_of)
-    expected = windowed_counts_before(key, second, code, keys, np.full(3, as_of), WINDOWS, CODES)
-    np.testing.assert_array_equal(counts, expected)
+        values = counters.values(txn, [*record_keys, None], as_of)
+    expected = offline_values(events, as_of)
+    num_counts = len(AGGREGATIONS.windows) * 2
+    is_decayed = np.zeros(expected.shape[1], bool)
+    is_decayed[num_counts : num_counts + len(AGGREGATIONS.half_lives) * 2] = True
+    np.testing.assert_array_equal(values[:3, ~is_decayed], expected[:, ~is_decayed])
+    np.testing.assert_allclose(
+        values[:3, is_decayed], expected[:, is_decayed], rtol=1e-9, atol=1e-300
+    )
+    without_events = offline_values([], as_of)
+    np.testing.assert_array_equal(values[3], without_events[0])
 
 
 def test_counters_are_kept_as_long_as_a_window_reaches_them(shared_store: FeatureStore) -> None:
-    counters = Counters((3600,), (1,), (("item",),))
+    counters = Counters(Aggregations((3600,), (1,), (60,), (1,), (1,)), (("item",),))
     record_key = counters.encode_record_keys(0, np.zeros((1, 1), np.int64))[0]
     now = counters.retention_seconds + 10 * 3600
     with shared_store.write_transaction() as txn:
         clear_counters(shared_store, txn)
         for second in range(0, now, 1800):
-            counters.increment(txn, [record_key], second, 1, second)
+            counters.increment(txn, [record_key], second, 1, NO_DWELL, second)
     with shared_store.read_transaction() as txn:
         remaining = {
             table: [k for k, _ in txn.iterate_from(table, b"\0")] for table, _ in COUNTER_LEVELS
         }
-        hours = np.frombuffer(txn.get("hours", record_key), counters.row_dtype)["bucket"]
+        hours_dtype = counters.layout.dtype(COUNTER_LEVELS[0])
+        hours = np.frombuffer(txn.get("hours", record_key), hours_dtype)["bucket"]
     assert hours[0] == (now - 1800 - counters.retention_seconds) // 3600
     assert len(remaining["minutes"]) == len(hours) and len(remaining["seconds"]) == 2 * len(hours)
 
@@ -94,15 +131,13 @@ def test_the_records_of_an_event_do_not_grow_with_the_events_of_its_hour(
     shared_store: FeatureStore,
 ) -> None:
     """The size of each record, with events in every second of an hour."""
-    counters = Counters.from_spec(shared_store.spec)
-    seconds, num_types = np.arange(7200, 10_800), len(counters.event_codes)
-    key_values = {"surface": np.ones(len(seconds) * num_types, np.int64)}
+    counters = Counters(AGGREGATIONS, (("surface",),))
+    types = np.array(sorted(counters.layout.event_types))
+    seconds = np.repeat(np.arange(7200, 10_800), len(types))
+    events = CountedEvents(seconds, np.resize(types, len(seconds)), seconds)
+    sizes = {level.table: counters.layout.dtype(level).itemsize for level in COUNTER_LEVELS}
     with shared_store.write_transaction() as txn:
         clear_counters(shared_store, txn)
-        for table, pairs in counters.build_records(
-            key_values,
-            np.repeat(seconds, num_types),
-            np.tile(np.arange(num_types), len(seconds)),
-        ):
+        for table, pairs in counters.build_records({"surface": np.ones_like(seconds)}, events):
             txn.put_many(table, pairs)
-            assert max(len(value) for _, value in pairs) <= 60 * counters.row_dtype.itemsize
+            assert max(len(value) for _, value in pairs) <= 60 * sizes[table]

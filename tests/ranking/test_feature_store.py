@@ -17,7 +17,11 @@ from etl.tables.lake import Lake
 from etl.tables.schemas import RESERVED_ITEM_INDICES
 from features.schema import ITEM_TABLE
 from ranking.feature_store import ingest
-from ranking.feature_store.consistency import check_consistency, mismatched_arrays
+from ranking.feature_store.consistency import (
+    check_consistency,
+    mismatched_arrays,
+    numeric_tolerance,
+)
 from ranking.feature_store.fetch import FeatureFetcher, RankInputs, latest_versions
 from ranking.feature_store.ingest import (
     AttributeVersion,
@@ -252,26 +256,46 @@ def test_an_invalid_request_is_refused_with_the_reason(
 def test_mismatched_arrays_are_named(store: FeatureStore) -> None:
     live = fetch(store, "nobody", ["x", "y"], 10**9)
     known = np.ones(RESERVED_ITEM_INDICES + 1, bool)
-    assert not list(mismatched_arrays(live.requests, live.requests, known))
+    tolerance = numeric_tolerance(store.layout.features)
+
+    def names(online: object, offline: object, known: np.ndarray = known) -> list[str]:
+        return list(mismatched_arrays(online, offline, known, tolerance))
+
+    assert not names(live.requests, live.requests)
     for name in ("types", "surfaces", "dwells", "age_seconds"):
         other = replace(live.requests, **{name: getattr(live.requests, name) + 1})
-        assert list(mismatched_arrays(other, live.requests, known)) == [name]
+        assert names(other, live.requests) == [name]
     recency = tuple(
         RecencyFeatures(features.last_age + 1, features.span, features.gap_count)
         for features in live.candidates.recency
     )
     other_candidates = replace(live.candidates, recency=recency)
-    assert "recency.0.last_age" in mismatched_arrays(other_candidates, live.candidates, known)
+    assert "recency.0.last_age" in names(other_candidates, live.candidates)
     items = replace(
         live.candidates.items,
         categorical=live.candidates.items.categorical
         | {ITEM_TABLE: np.full((1, 2), RESERVED_ITEM_INDICES)},
     )
     moved = replace(live.candidates, items=items)
-    assert list(mismatched_arrays(moved, live.candidates, known)) == [
-        f"items.categorical.{ITEM_TABLE}"
-    ]
-    assert not list(mismatched_arrays(moved, live.candidates, known[:-1]))
+    assert names(moved, live.candidates) == [f"items.categorical.{ITEM_TABLE}"]
+    assert not names(moved, live.candidates, known[:-1])
+
+
+def test_only_decayed_counts_may_be_rounded_differently(small_lake: Lake, tmp_path: Path) -> None:
+    store = create_store(tmp_path / "store", metadata(small_lake.spec))
+    live, features = fetch(store, "nobody", ["x"], 10**9), store.layout.features
+    store.close()
+    assert "decayed_user_ad_click_10m" in features.numeric_columns
+    candidates = replace(live.candidates, numeric=np.ones_like(live.candidates.numeric))
+    known, tolerance = np.ones(RESERVED_ITEM_INDICES, bool), numeric_tolerance(features)
+    for column, name in enumerate(features.numeric_columns):
+        numeric = candidates.numeric.copy()
+        numeric[0, 0, column] = np.nextafter(np.float32(1), np.float32(2))
+        rounded = replace(candidates, numeric=numeric)
+        names = list(mismatched_arrays(rounded, candidates, known, tolerance))
+        assert names == ([] if "decayed_" in name else ["numeric"]), name
+        numeric[0, 0, column] = np.nan if "decayed_" in name else 1.0001
+        assert list(mismatched_arrays(rounded, candidates, known, tolerance)) == ["numeric"]
 
 
 def test_a_user_and_items_never_seen_are_read_as_unknown(store: FeatureStore) -> None:

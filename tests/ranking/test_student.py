@@ -37,6 +37,7 @@ from training.distributed.sharding import local_shards
 from training.model.config import SCALES, GemOptions
 from training.teacher.embeddings import TeacherEmbeddings
 from training.trainer.state import Manifest, TrainState, build_train_state
+from training.trainer.table_day import start_table_day
 
 OBJECTIVES = 3
 
@@ -248,17 +249,18 @@ def test_the_teachers_heads_are_not_served(student: TrainedStudent) -> None:
 
 @pytest.fixture(scope="module")
 def gem(reader: ExampleReader) -> Iterator[TrainState]:
-    """An untrained GEM of the student's sizes."""
+    """A GEM of the student's sizes with random tables."""
     sizes = {"embedding_dim": 4, "event_width": 8}
     tiny = SCALES["tiny"].model_copy(update=sizes)
     with pytest.MonkeyPatch.context() as patch, process_group():
         patch.setitem(SCALES, "tiny", tiny)
         config = TrainConfig(
-            scale="tiny", item_table_rows=64, model=GemOptions(user_hash_buckets=50)
+            scale="tiny", item_table_rows=512, model=GemOptions(user_hash_buckets=50)
         )
         manifest = Manifest(
             spec_hash="",
-            similarity_attributes=(),
+            features=reader.features,
+            attributes=reader.lake.spec.attributes,
             event_types=(),
             training=config,
             num_shards=1,
@@ -269,7 +271,12 @@ def gem(reader: ExampleReader) -> Iterator[TrainState]:
             batches=0,
             steps=0,
         )
-        yield build_train_state(reader.features, manifest, reader.items.seen_by(LAST))
+        state = build_train_state(manifest)
+        start_table_day(state, reader.items, LAST)
+        for weight in state.tables.state_dict().values():
+            for _, rows in local_shards(weight):
+                rows.normal_()
+        yield state
 
 
 def item_rows(student: TrainedStudent) -> torch.Tensor:

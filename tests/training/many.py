@@ -32,10 +32,10 @@ from training.distributed.sharding import (
     shard_tables,
 )
 from training.model.config import SCALES
-from training.model.embeddings import ItemRowMap, table_sizes
+from training.model.embeddings import item_row_map_up_to, table_sizes
 from training.model.gem import Gem
 from training.trainer.state import TABLE_WISE, latest_reader
-from training.trainer.step import GemModel, Loss, ema_model
+from training.trainer.step import EmaModel, GemModel, Loss
 
 SIZES = SCALES["tiny"].model_copy(update={"user_hash_buckets": 64})
 ITEMS = 128
@@ -66,7 +66,7 @@ class TrainingResult:
 def some_batches(lake: Lake, count: int) -> tuple[FeatureSchema, list[Batch]]:
     """Small batches of the first day, with labels."""
     reader = latest_reader(lake, TrainConfig(scale="tiny"))
-    window = LabelWindow(0, lake.spec.day_end(LAST))
+    window = LabelWindow(0, lake.spec.day_end(LAST), include_auxiliary=True)
     batches = reader.batches([FIRST], window, 24, Shuffle(0))
     return reader.features, [next(batches) for _ in range(count)]
 
@@ -86,11 +86,11 @@ def train(
     torchrec_tables = TorchrecTables(rows, SIZES.embedding_dim, (USER_TABLE,))
     tables = shard_tables(torchrec_tables, mesh, SGD, parallelism.sharding_types)
     init_equally(tables)
-    dense = parallelize(core, ema_model(core), mesh, parallelism.sharded)
-    items = ItemRowMap(ITEMS, torch.ones(100_000, dtype=torch.bool))
+    dense = parallelize(core, EmaModel(core), mesh, parallelism.sharded)
+    items = item_row_map_up_to(ITEMS)
     lookups = LookupCounter(tables)
-    model = GemModel(core, dense, lookups, items, SIZES.user_hash_buckets, 0.0)
-    loss = Loss.from_config(TrainConfig(scale="tiny"), features.objectives)
+    model = GemModel(core, dense, lookups, items, SIZES.user_hash_buckets)
+    loss = Loss.from_config(TrainConfig(scale="tiny"), features)
     sgd = torch.optim.SGD(core.parameters(), lr=0.1)
     replica_sync = ReplicaSync(tables, mesh, parallelism.sync_every)
     losses = []

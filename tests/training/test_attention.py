@@ -5,13 +5,22 @@ from itertools import pairwise
 from random import Random
 from typing import get_args
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from training.model.history.search import match_by_attribute
-from training.ops.attention import AttentionKind, attention, cpu_tiled, dispatch, reference
+from training.ops.attention import (
+    AttentionKind,
+    attention,
+    cpu_padded,
+    cpu_tiled,
+    dispatch,
+    reference,
+)
 from training.ops.attention.reference import Activation
 
 sequence_lengths = st.lists(
@@ -97,6 +106,44 @@ def test_tiled_attention_with_limits_equals_the_reference(
     )  # fmt: skip
 
 
+@settings(max_examples=80)
+@given(
+    sequence_lengths,
+    kinds.filter(lambda kind: not kind.causal),
+    st.booleans(),
+    st.booleans(),
+    st.randoms(),
+)
+def test_padded_attention_equals_the_reference(
+    sizes: list[tuple[int, int]],
+    kind: AttentionKind,
+    has_limits: bool,
+    keys_are_values: bool,
+    random: Random,
+) -> None:
+    """Also if keys are the values, and for any groups of sequences."""
+    torch.manual_seed(0)
+    q_offsets, kv_offsets = offsets([a for a, _ in sizes]), offsets([b for _, b in sizes])
+    q, k = random_rows(int(q_offsets[-1])), random_rows(int(kv_offsets[-1]))
+    v = k if keys_are_values else random_rows(int(kv_offsets[-1]))
+    limits = torch.tensor(
+        [random.randint(0, keys + 1) for queries, keys in sizes for _ in range(queries)],
+        dtype=torch.long,
+    )
+    limits_or_none = limits if has_limits else None
+    queries, keys = (np.array(counts, np.int64) for counts in zip(*sizes, strict=True))
+    groups = cpu_padded.group_sequences(queries, keys)
+    if random.random() < 0.5:
+        groups = [group[i : i + 1] for group in groups for i in range(len(group))]
+    assert_same_outputs_and_gradients(
+        lambda: cpu_padded.attention(
+            q, k, v, q_offsets.numpy(), kv_offsets.numpy(), groups, kind, limits_or_none
+        ),
+        lambda: reference(q, k, v, q_offsets, kv_offsets, kind, limits=limits_or_none),
+        *((q, k) if keys_are_values else (q, k, v)),
+    )
+
+
 @settings(max_examples=60)
 @given(sequence_lengths, st.integers(0, 99))
 def test_segment_attention_equals_the_reference(sizes: list[tuple[int, int]], seed: int) -> None:
@@ -131,6 +178,35 @@ def test_windowed_attention_equals_the_reference(
         lambda: reference(q, k, v, sequence_offsets, sequence_offsets, kind, window),
         q, k, v,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("window", [48, 65, 130])
+@pytest.mark.parametrize("activation", ["softmax", "silu"])
+def test_wide_windows_are_tiles_of_several_blocks(window: int, activation: Activation) -> None:
+    torch.manual_seed(0)
+    sequence_offsets = offsets([150, 0, 3, 70])
+    q, k, v = (random_rows(223) for _ in range(3))
+    kind = AttentionKind(activation, causal=True, weight_scale=0.1)
+    assert_same_outputs_and_gradients(
+        lambda: attention(q, k, v, sequence_offsets, sequence_offsets, kind, window),
+        lambda: reference(q, k, v, sequence_offsets, sequence_offsets, kind, window),
+        q, k, v,
+    )  # fmt: skip
+
+
+@given(st.integers(1, 40), st.integers(1, 20), st.integers(0, 20))
+def test_a_window_moves_with_its_query(length: int, window: int, older: int) -> None:
+    """Each query sees itself and `window` earlier keys, wherever its history begins."""
+    torch.manual_seed(0)
+    ones, count = torch.ones(length, 1, 1), AttentionKind("identity", causal=True, score_scale=1.0)
+    longer, shorter = offsets([older + length]), offsets([length])
+    visible = attention(ones, ones, ones, shorter, shorter, count, window).flatten()
+    assert visible.tolist() == [min(t, window) + 1 for t in range(length)]
+    q, k, v = (random_rows(older + length) for _ in range(3))
+    kind = AttentionKind(causal=True)
+    with_older = attention(q, k, v, longer, longer, kind, window)
+    without = attention(q[older:], k[older:], v[older:], shorter, shorter, kind, window)
+    torch.testing.assert_close(with_older[older + window :], without[window:])
 
 
 @settings(max_examples=100)

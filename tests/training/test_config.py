@@ -17,10 +17,14 @@ OPTIONS: list[dict[str, Any]] = [
     {},
     {
         "scale": "tiny",
-        "model": {"input_dependent_projection": False, "cross_layer_rows": 2},
+        "model": {
+            "input_dependent_projection": False,
+            "cross_layer_rows": 2,
+            "wukong_rows": [9, 6],
+        },
         "max_length": 0,
     },
-    {"model": {"sequence": {"flow": "int", "rotary": True, "cls_tokens": 1}}},
+    {"model": {"sequence": {"flow": "int", "rotary": True, "cls_tokens": 1, "num_layers": 3}}},
     {
         "model": {"esmm_parents": {"buy": "click"}},
         "objective_weights": {"buy": 2.0},

@@ -15,7 +15,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from etl.errors import TemporaryError
 from etl.tables.lake import Lake
-from features.schema import FeatureSchema
+from features.schema import ITEM_TABLE, FeatureSchema, feature_schema
 from gemline import main
 from tests.conftest import FIRST
 from tests.training.many import run, some_batches
@@ -47,6 +46,7 @@ from training.trainer.trainer import load_train_state
 SIZES = ["--scale", "tiny", "--batch-rows", "24", "--checkpoint-every", "5"]
 CONFIG = TrainConfig(scale="tiny", item_table_rows=128)
 FULL_STATE = StateDictOptions(full_state_dict=True)
+CHECKPOINT_KB = 34_400  # of this model
 SAVED_BY = 4, ParallelismConfig(table_replicas=2, dense_parallelism="fsdp")
 LOADED_BY = {
     "by rows, dense sharded": (2, ParallelismConfig(row_wise=True, dense_parallelism="fsdp")),
@@ -57,7 +57,8 @@ LOADED_BY = {
 def new_manifest(lake: Lake, world: int) -> Manifest:
     return Manifest(
         spec_hash=lake.spec.hash,
-        similarity_attributes=lake.spec.similarity_attributes,
+        features=feature_schema(lake.spec),
+        attributes=lake.spec.attributes,
         event_types=(),
         training=CONFIG,
         num_shards=world,
@@ -92,17 +93,20 @@ def full_state(state: TrainState) -> dict[str, Any]:
         "ema": get_model_state_dict(state.ema.module, options=FULL_STATE),
         "moments": get_optimizer_state_dict(core, state.optimizer, options=FULL_STATE)["state"],
         "last_access": state.last_access.last_days,
+        "item_rows": state.item_rows.state_dict(),
     }
 
 
-def new_state(
-    features: FeatureSchema, manifest: Manifest, parallelism: ParallelismConfig
-) -> TrainState:
-    return build_train_state(features, manifest, np.ones(100_000, dtype=bool), parallelism)
+def new_state(manifest: Manifest, parallelism: ParallelismConfig) -> TrainState:
+    state = build_train_state(manifest, parallelism)
+    no_rows = torch.zeros(0, dtype=torch.int64)
+    last_days = state.last_access.last_days[ITEM_TABLE]
+    state.item_rows.update(torch.arange(100), last_days, no_rows, 0)
+    return state
 
 
 def step(state: TrainState, batches: list[Batch], features: FeatureSchema) -> None:
-    loss = Loss.from_config(CONFIG, features.objectives)
+    loss = Loss.from_config(CONFIG, features)
     batch = batches[dist.get_rank()]
     train_step(state.model, batch, len(batch), state.optimizer, loss)
     state.ema.update_parameters(state.model.core)
@@ -119,7 +123,7 @@ def train_and_save(
     world, parallelism = SAVED_BY
     dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=world)
     torch.set_num_threads(1)
-    state = new_state(features, manifest, parallelism)
+    state = new_state(manifest, parallelism)
     checkpointer = AsyncCheckpointer()
     step(state, batches[0], features)
     step(state, batches[1], features)
@@ -136,7 +140,7 @@ def load(rank: int, features: FeatureSchema, name: str, manifest: Manifest, fold
     world, parallelism = LOADED_BY[name]
     store = f"file://{folder}/store-{name.replace(' ', '-')}"
     dist.init_process_group("gloo", store, rank=rank, world_size=world)
-    state = new_state(features, manifest, parallelism)
+    state = new_state(manifest, parallelism)
     checkpoint.load_checkpoint(Path(folder, "checkpoint"), state)
     loaded = full_state(state)
     if rank == 0:
@@ -285,12 +289,12 @@ def train_on_nan(
 ) -> None:
     """The loss of the second process is not finite."""
     dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=2)
-    state = new_state(features, manifest, ParallelismConfig())
+    state = new_state(manifest, ParallelismConfig())
     batch = batches[rank]
     if rank == 1:
         batch = replace(batch, labels=torch.full_like(batch.labels, torch.nan))
     before = deepcopy(dict(state.model.core.named_parameters()))
-    loss = Loss.from_config(CONFIG, features.objectives)
+    loss = Loss.from_config(CONFIG, features)
     with pytest.raises(NonFiniteLossError) as raised:
         train_step(state.model, batch, len(batch), state.optimizer, loss)
     after = dict(state.model.core.named_parameters())
@@ -316,8 +320,8 @@ def test_a_full_disk_loses_no_checkpoint(lake: Lake, spec_path: Path, tmp_path: 
     """The second checkpoint does not fit; once there is room, training resumes from the first."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    used = sum(file.stat().st_size for file in Path(lake.root).rglob("*")) // 1024
-    size = used + 30_000  # a checkpoint of this model has 24 MB
+    used = sum(-(-file.stat().st_size // 4096) * 4 for file in Path(lake.root).rglob("*"))
+    size = used + CHECKPOINT_KB * 5 // 4
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}k", "gemline", str(disk)]
     can_mount = shutil.which("mount") is not None
     if not can_mount or subprocess.run(mount, check=False, capture_output=True).returncode:

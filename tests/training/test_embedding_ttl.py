@@ -14,15 +14,10 @@ from training.distributed.sharding import (
     rowwise_adagrad_params,
     shard_tables,
 )
-from training.model.embeddings import ItemRowMap
 from training.trainer.embedding_ttl import LastAccess
 
 TODAY = date(2026, 3, 1)
 ROWS, WIDTH = 8, 4
-
-
-def all_known(items: int) -> ItemRowMap:
-    return ItemRowMap(ROWS, torch.ones(items, dtype=torch.bool))
 
 
 @given(st.lists(st.integers(0, 9), min_size=ROWS, max_size=ROWS), st.integers(1, 9))
@@ -33,22 +28,12 @@ def test_a_row_expires_when_it_was_not_accessed_for_its_time_to_live(
     for row, days in enumerate(days_ago):
         access.today = (TODAY - timedelta(days=days)).toordinal()
         access({USER_TABLE: torch.tensor([row, row])})
-    no_items, item_rows = torch.arange(0), all_known(ROWS)
-    expired = access.expired_rows(no_items, item_rows, TODAY, ttl_days)
+    expired = access.expired_rows(TODAY, ttl_days)
     assert expired[USER_TABLE].tolist() == [n for n, days in enumerate(days_ago) if days > ttl_days]
     assert not len(expired[ITEM_TABLE])
-    assert not len(access.expired_rows(no_items, item_rows, TODAY, None)[USER_TABLE])
+    assert not len(access.expired_rows(TODAY, None)[USER_TABLE])
     access.reset(expired)
-    assert not len(access.expired_rows(no_items, item_rows, TODAY, ttl_days)[USER_TABLE])
-
-
-def test_a_row_expires_when_a_new_item_reuses_it() -> None:
-    """The new items 9 and 10 reuse rows 2 and 3; 7 has its own row."""
-    access = LastAccess.never_accessed(lambda ids: ids, {ITEM_TABLE: ROWS})
-    access.today = TODAY.toordinal() - 1
-    access({ITEM_TABLE: torch.arange(7)})
-    expired = access.expired_rows(torch.tensor([7, 9, 10]), all_known(11), TODAY, None)
-    assert expired[ITEM_TABLE].tolist() == [2, 3]
+    assert not len(access.expired_rows(TODAY, ttl_days)[USER_TABLE])
 
 
 def test_a_reset_row_equals_a_new_one_and_others_do_not_change() -> None:

@@ -9,17 +9,15 @@ from training.data.batch import Batch
 from training.data.reader import ExampleReader
 from training.distributed.sharding import TorchrecTables
 from training.model.embeddings import (
+    NO_ITEM,
     GroupedFeatureRows,
     ItemRowMap,
-    NumericEmbedding,
-    RunningStandardizer,
     TorchEmbeddingTables,
     item_row_map_up_to,
     lookup_embeddings,
     table_sizes,
 )
 from training.model.history.search import (
-    RecencyEmbedding,
     match_by_attribute,
     phase_bucket,
     recency_features,
@@ -29,44 +27,16 @@ USERS = 64
 DAY = 86_400
 
 
-def test_new_items_take_the_rows_of_the_oldest_and_unknown_items_row_0() -> None:
-    known = torch.arange(20) > 0
-    known[13] = False
-    rows = ItemRowMap(8, known)(torch.arange(25))
-    assert rows[0] == rows[13] == 0 and (rows[20:] == 0).all()
-    assert rows[1:8].tolist() == [*range(1, 8)] and rows[8:13].tolist() == [*range(1, 6)]
+def test_items_have_rows_of_their_own_and_others_row_0() -> None:
+    rows = ItemRowMap(torch.tensor([NO_ITEM, 9, NO_ITEM, 30, 2]))
+    assert rows(torch.tensor([0, 1, 2, 3, 9, 29, 30, 31, 10**9])).tolist() == [
+        0, 0, 4, 0, 1, 0, 3, 0, 0
+    ]  # fmt: skip
+    assert ItemRowMap(torch.full((4,), NO_ITEM))(torch.arange(9)).eq(0).all()
     first = RESERVED_ITEM_INDICES
     assert item_row_map_up_to(first + 3)(torch.arange(first + 5)).tolist() == [
         *[0] * first, *range(first, first + 3), 0, 0
     ]  # fmt: skip
-
-
-def test_running_statistics_are_the_mean_and_variance_of_all_values() -> None:
-    torch.manual_seed(0)
-    values = torch.randn(3000, 2) * torch.tensor([0.1, 50.0]) + torch.tensor([5.0, -3.0])
-    values[::5, 1] = float("nan")
-    standardizer = RunningStandardizer(2).train()
-    for part in values.split(61):
-        standardizer(part)
-    torch.testing.assert_close(standardizer.mean, values.nanmean(0), rtol=1e-4, atol=1e-4)
-    variance = ((values - values.nanmean(0)) ** 2).nanmean(0)
-    torch.testing.assert_close(standardizer.variance, variance, rtol=1e-3, atol=1e-4)
-    standardizer.eval()
-    before = standardizer.mean.clone()
-    assert standardizer(torch.full((1, 2), torch.nan)).eq(0).all()
-    assert standardizer.mean.equal(before)
-
-
-def test_bins_of_a_numeric_embedding_make_a_step_function() -> None:
-    embedding = NumericEmbedding(1, 1, 2, 4)
-    embedding.standardizer.eval()
-    with torch.no_grad():
-        for parameter in embedding.parameters():
-            parameter.zero_()
-        embedding.out.weight.fill_(1.0)
-        embedding.bins[8:] = 1.0  # from 0 up
-    rows = embedding(torch.tensor([[-2.0], [-0.01], [0.01], [2.0]])).rows[:, 0, 0]
-    assert rows[0] == rows[1] == 0 and rows[2] == rows[3] > 0
 
 
 def test_phase_is_the_age_of_the_last_event_relative_to_the_mean_gap() -> None:
@@ -85,21 +55,6 @@ def test_phase_is_the_age_of_the_last_event_relative_to_the_mean_gap() -> None:
     assert bucket[0, 2] == bucket[1, 1] == PHASE_BUCKETS
     slower = recency_features(matches, types, 3 * ages, 3)
     assert torch.equal(phase_bucket(slower.last_age, slower.span / 3), bucket)
-
-
-def test_gaps_of_all_users_serve_a_user_without_gaps() -> None:
-    candidates, request = torch.tensor([5, 9]), torch.tensor([0, 0])
-    types = torch.tensor([1, 1, 1, 1, 2])
-    four = match_by_attribute(candidates, torch.full((5,), 5), request, torch.tensor([0, 5]))
-    embedding = RecencyEmbedding(10, 2, 4)
-    torch.nn.init.normal_(embedding.population_phase.weight)
-    rows = embedding(four, types, torch.tensor([25, 18, 11, 7, 3]) * DAY)
-    assert rows.shape == (2, 2, 4) and embedding.inter_arrival.gap_count[5, 1] == 3
-    embedding.eval()
-    single = match_by_attribute(candidates, torch.full((1,), 5), request, torch.tensor([0, 1]))
-    rows_of_single = embedding(single, types[:1], torch.tensor([7 * DAY]))
-    torch.testing.assert_close(rows_of_single[0, 0], rows[0, 0])
-    assert embedding.inter_arrival.gap_count[5, 1] == 3
 
 
 def test_low_cardinality_features_share_rows_and_others_have_their_own() -> None:

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from training.model.config import GemConfig, InteractionKind
-from training.model.interaction import build_interaction
+from training.model.interaction import build_interaction, wukong_shapes
 from training.model.interaction.dcn_dhen import DCNv2, DhenLayer
 from training.model.interaction.parallel import FinalMlp
 from training.model.interaction.wukong import (
+    CrossLayerAttention,
     InputDependentProjection,
     StaticProjection,
     Wukong,
@@ -25,7 +26,15 @@ SHAPE = WukongShape(WIDTH, fm_rows=3, linear_rows=2, rank=2, hidden=8)
 STATIC = WukongShape(
     WIDTH, fm_rows=3, linear_rows=2, rank=2, hidden=8, input_dependent_projection=False
 )
-SIZES = GemConfig(embedding_dim=WIDTH, fm_rows=3, linear_rows=3, rank=2, mlp_width=16, layers=3)
+SIZES = GemConfig(
+    embedding_dim=WIDTH,
+    parallel_interaction=None,
+    fm_rows=3,
+    linear_rows=3,
+    rank=2,
+    mlp_width=16,
+    layers=3,
+)
 WUKONG_VARIANTS = [
     {"input_dependent_projection": dynamic, "cross_layer_rows": cross_rows}
     for dynamic, cross_rows in product((False, True), (0, 2))
@@ -37,13 +46,15 @@ CONFIGS = [
         if kind != "wukong"
     ),
     *(SIZES.model_copy(update=variant) for variant in WUKONG_VARIANTS),
+    SIZES.model_copy(update={"wukong_rows": (5, 3), "cross_layer_rows": 2}),
     SIZES.model_copy(update={"parallel_interaction": "dcnv2"}),
 ]
 each_config = pytest.mark.parametrize(
     "config",
     CONFIGS,
     ids=lambda c: (
-        f"{c.interaction}-{c.parallel_interaction}-{c.input_dependent_projection}-{c.cross_layer_rows}"
+        f"{c.interaction}-{c.parallel_interaction}-{c.input_dependent_projection}"
+        f"-{c.cross_layer_rows}-{c.wukong_rows}"
     ),
 )
 
@@ -60,8 +71,9 @@ def rows_of_features() -> torch.Tensor:
 @each_config
 def test_examples_are_independent_and_all_parameters_have_gradients(config: GemConfig) -> None:
     model, x = build_interaction(ROWS, config), rows_of_features().requires_grad_()
-    if isinstance(model, Wukong) and model.cross_layer_attention:
-        torch.nn.init.normal_(model.cross_layer_attention.gate)
+    for wukong in (m for m in model.modules() if isinstance(m, Wukong)):
+        if wukong.cross_layer_attention:
+            torch.nn.init.normal_(wukong.cross_layer_attention.gate)
     out = model(x)
     assert out.shape == (model.out_rows, BATCH, WIDTH)
     for subset in ([3], [5, 0, 2]):
@@ -119,8 +131,8 @@ def test_the_factorization_block_depends_on_dot_products_of_rows_alone() -> None
 
 
 def test_cross_layer_attention_starts_as_plain_wukong_and_reaches_the_first_layer() -> None:
-    x, plain = rows_of_features(), Wukong(ROWS, 3, SHAPE)
-    wide = Wukong(ROWS, 3, SHAPE, cross_layer_rows=2)
+    x, plain = rows_of_features(), Wukong(ROWS, [SHAPE] * 3)
+    wide = Wukong(ROWS, [SHAPE] * 3, cross_layer_rows=2, heads=2)
     wide.load_state_dict(plain.state_dict(), strict=False)
     torch.testing.assert_close(wide(x), plain(x))
     torch.nn.init.normal_(wide.get_parameter("cross_layer_attention.gate"))
@@ -131,6 +143,62 @@ def test_cross_layer_attention_starts_as_plain_wukong_and_reaches_the_first_laye
     other = rows_of_features()
     torch.testing.assert_close(plain(x), plain(other))
     assert (wide(x) - wide(other)).abs().max() > 1e-3
+
+
+def test_cross_layer_attention_has_heads_over_the_inputs_of_all_earlier_layers() -> None:
+    """X_i + g * [softmax(Q_h K_h^T / sqrt(D)) V_h]_h, with K and V of the compressed rows."""
+    sizes, heads = (ROWS, 5, 4), 2
+    module, head = CrossLayerAttention(sizes, WIDTH, 2, heads), WIDTH // heads
+    torch.nn.init.normal_(module.gate)
+    *earlier, x = (torch.randn(n, BATCH, WIDTH) for n in sizes)
+    pairs = zip(module.compress, earlier, strict=True)
+    compressed = torch.cat([compress(y) for compress, y in pairs])
+    keys, values = module.kv[1](compressed).chunk(2, -1)
+    queries, attended = module.q[1](x), torch.zeros_like(x)
+    for example in range(BATCH):
+        for first in range(0, WIDTH, head):
+            part = slice(first, first + head)
+            scores = queries[:, example, part] @ keys[:, example, part].T
+            weights = (scores / head**0.5).softmax(1)
+            attended[:, example, part] = weights @ values[:, example, part]
+    torch.testing.assert_close(module(2, x, earlier), x + module.gate[1] * attended)
+    assert module(0, x, []) is x
+
+
+def test_the_rows_of_wukong_may_shrink_by_layer() -> None:
+    config = SIZES.model_copy(update={"wukong_rows": (5, 4, 2), "fm_rows": 2, "linear_rows": 1})
+    model, x = build_interaction(ROWS, config), rows_of_features()
+    assert isinstance(model, Wukong) and model.out_rows == 2
+    rows = []
+    for layer in model.layers:
+        x = layer(x)
+        rows.append(len(x))
+    assert rows == [5, 4, 2]
+    shapes = wukong_shapes(config)
+    assert [(s.fm_rows, s.linear_rows) for s in shapes] == [(3, 2), (3, 1), (1, 1)]
+    constant = wukong_shapes(SIZES)
+    assert [s.out_rows for s in constant] == [SIZES.fm_rows + SIZES.linear_rows] * SIZES.layers
+
+
+@pytest.mark.parametrize("rows", [SHAPE.out_rows, ROWS], ids=["same rows", "fewer rows"])
+def test_residual_sums_stay_in_fp32_under_autocast(rows: int) -> None:
+    """Terms may be products in bf16; their sum is not rounded before the norm enlarges it."""
+    layer = WukongLayer(rows, SHAPE)
+    x = 1 + 1e-4 * torch.randn(rows, BATCH, WIDTH)
+    sums: list[torch.Tensor] = []
+    layer.norm.register_forward_pre_hook(lambda _module, inputs: sums.append(inputs[0]))
+    terms: list[torch.Tensor] = []
+    for block in (layer.row_linear, layer.fm_block):
+        block.register_forward_hook(lambda _module, _inputs, out: terms.append(out.float()))
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(x)
+    linear_maps, fm = terms
+    _, residual, linear = linear_maps.split(layer.split_sizes)
+    if layer.keeps_row_count:
+        expected = torch.cat((fm, linear)) + x
+    else:
+        expected = torch.cat((fm + residual, linear))
+    assert sums[0].dtype == torch.float32 and torch.equal(sums[0], expected)
 
 
 def test_dcn_is_a_polynomial_of_one_degree_more_than_its_layers() -> None:

@@ -20,9 +20,9 @@ from training.model.embeddings import (
     table_sizes,
 )
 from training.model.gem import Gem, GemOutput
-from training.model.heads import SurfaceHeads
+from training.model.heads import ObjectiveTowers
 from training.model.history.events import PRIOR_EVENTS, TypeMeanSimilarity
-from training.trainer.step import ema_model
+from training.trainer.step import EmaModel
 
 USERS = 64
 TINY = SCALES["tiny"].model_copy(update={"user_hash_buckets": USERS})
@@ -31,6 +31,14 @@ Score = Callable[[Batch], torch.Tensor]
 MODELS: dict[str, dict[str, object]] = {
     "default": {},
     "interformer": {"flow": "int", "cls_tokens": 1, "rotary": True, "pooling": "hsp"},
+    "candidate": {
+        "flow": "int",
+        "context": "candidate",
+        "max_events": 8,
+        "cls_tokens": 1,
+        "masknet": True,
+        "target_attention": "activation_unit",
+    },
     "event_groups": {
         "flow": "n2s",
         "layer": "hstu",
@@ -142,13 +150,24 @@ def test_scores_with_one_event_and_of_one_row_are_finite(
     assert score(several).isfinite().all() and score(single).isfinite().all()
 
 
-def test_a_surface_without_training_uses_the_shared_head() -> None:
-    heads = SurfaceHeads(3, 2, 8)
-    torch.nn.init.normal_(heads.surface_weight.data[1:])
-    h, surface = torch.randn(4, 8), torch.tensor([0, 1, 2, 0])
-    logits = heads(h, surface)
-    torch.testing.assert_close(logits[surface == 0], heads.shared(h[surface == 0]))
-    assert (logits[1:3] - heads.shared(h[1:3])).abs().max() > 1e-3
+def test_a_surface_without_training_uses_the_shared_weights() -> None:
+    heads = ObjectiveTowers(3, 2, 8, 4)
+    h = torch.randn(1, 8).expand(4, -1)
+    surface = torch.tensor([0, 1, 2, 3])
+    before = heads(h, surface)
+    assert (before == before[0]).all()
+    torch.nn.init.normal_(heads.surface_weight.data[1:3])
+    after = heads(h, surface)
+    assert torch.equal(after[[0, 3]], before[[0, 3]])
+    assert (after[1:3] - before[1:3]).abs().max() > 1e-3
+
+
+def test_towers_start_at_the_base_rates_of_the_objectives() -> None:
+    torch.manual_seed(0)
+    heads, rates = ObjectiveTowers(3, 2, 8, 4), torch.tensor([0.3, 0.001])
+    heads.start_from(torch.logit(rates))
+    predicted = heads(0.01 * torch.randn(64, 8), torch.ones(64, dtype=torch.int64)).sigmoid()
+    torch.testing.assert_close(predicted.mean(0), rates, rtol=0.3, atol=0)
 
 
 @pytest.mark.parametrize("without", ["vectors", "similarity", "categorical", "numeric"])
@@ -205,7 +224,7 @@ def test_a_candidate_along_the_mean_item_of_a_type_scores_above_zero_for_it(batc
 def test_the_moving_average_is_a_weighted_mean_of_past_weights() -> None:
     """It starts at the first weights and stays between its last value and the latest weights."""
     model = torch.nn.Linear(3, 2, bias=False)
-    ema = ema_model(model)
+    ema = EmaModel(model)
     averages = []
     for step in range(50):
         with torch.no_grad():
@@ -215,7 +234,7 @@ def test_the_moving_average_is_a_weighted_mean_of_past_weights() -> None:
         averages.append(weight.mean().item())
     assert averages[0] == 0.0
     assert all(a < b < step for step, (a, b) in enumerate(itertools.pairwise(averages), 1))
-    constant = ema_model(torch.nn.Linear(3, 2))
+    constant = EmaModel(torch.nn.Linear(3, 2))
     before = constant.module.state_dict()["weight"].clone()
     for _ in range(5):
         constant.update_parameters(constant.module)

@@ -1,6 +1,7 @@
 """Losses and heads: the ESMM chain, outcome values, negative sampling, weights, next items."""
 
 import itertools
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import cast
@@ -12,16 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etl.errors import UserError
+from features.schema import FeatureSchema
 from training.config import TrainConfig
 from training.data.batch import Batch, NegativeSampling
+from training.model.config import GemOptions, SequenceOptions
 from training.model.gem import GemOutput
 from training.model.heads import (
+    FREQUENCY_BUCKETS,
     EsmmChain,
+    ItemFrequency,
     NextActionLoss,
     ZilnDistribution,
     ZilnValueHead,
     joint_logit,
     sample_followed_events,
+    sampled_softmax_loss,
 )
 from training.model.sequence.pyramid import EncodedEvents
 from training.trainer.step import Loss
@@ -123,15 +129,30 @@ def batch_of(labels: torch.Tensor, label_mask: torch.Tensor) -> Batch:
     return cast("Batch", fields)
 
 
-def output_of(logits: torch.Tensor) -> GemOutput:
-    return GemOutput(logits, logits, logits, value_distribution=None, next_action_loss=None)
+def output_of(logits: torch.Tensor, next_action_loss: torch.Tensor | None = None) -> GemOutput:
+    return GemOutput(
+        logits=logits,
+        auxiliary=logits[:, :0],
+        embedding=logits,
+        hidden=logits,
+        value_distribution=None,
+        next_action_loss=next_action_loss,
+    )
+
+
+def loss_of(config: TrainConfig) -> Loss:
+    """The loss of a spec with the objectives NAMES, and an auxiliary one."""
+    features = SimpleNamespace(objectives=NAMES, auxiliary_objectives={"share": "event"})
+    model = config.model.model_copy(update={"auxiliary_weight": 0.0})
+    without = config.model_copy(update={"model": model})
+    return Loss.from_config(without, cast("FeatureSchema", features))
 
 
 def best_constants(
     config: TrainConfig, labels: torch.Tensor, label_mask: torch.Tensor
 ) -> torch.Tensor:
     """The constant probability of each objective that minimizes the loss."""
-    loss, bias = Loss.from_config(config, NAMES), torch.zeros(3, requires_grad=True)
+    loss, bias = loss_of(config), torch.zeros(3, requires_grad=True)
     optimizer = torch.optim.LBFGS([bias], max_iter=100)
 
     def closure() -> torch.Tensor:
@@ -158,8 +179,8 @@ def test_probabilities_learned_from_sampled_negatives_are_those_of_all_rows() ->
 def test_an_objective_weight_scales_the_loss_of_that_objective_alone() -> None:
     labels, label_mask = torch.tensor([[1.0, 0.0, 1.0]]), torch.ones(1, 3, dtype=torch.bool)
     output = output_of(torch.randn(1, 3))
-    plain = Loss.from_config(TrainConfig(), NAMES)
-    weighted = Loss.from_config(TrainConfig(objective_weights={"click": 3.0}), NAMES)
+    plain = loss_of(TrainConfig())
+    weighted = loss_of(TrainConfig(objective_weights={"click": 3.0}))
     batch = batch_of(labels, label_mask)
     click_alone = batch_of(labels, torch.tensor([[False, True, False]]))
     torch.testing.assert_close(
@@ -167,11 +188,24 @@ def test_an_objective_weight_scales_the_loss_of_that_objective_alone() -> None:
     )
 
 
+def test_a_repeated_batch_without_labels_trains_nothing() -> None:
+    sequence = SequenceOptions(next_action_weight=0.5)
+    loss = loss_of(TrainConfig(model=GemOptions(sequence=sequence)))
+    logits, next_action = torch.randn(4, 3, requires_grad=True), torch.ones((), requires_grad=True)
+    labels = torch.ones(4, 3)
+    for has_labels, gradient in ((True, 0.5), (False, 0.0)):
+        batch = batch_of(labels, torch.full((4, 3), has_labels))
+        total = loss(output_of(logits, next_action), batch, 4)
+        grads = torch.autograd.grad(total, (logits, next_action))
+        assert grads[0].any() == has_labels and grads[1] == gradient
+
+
 def test_weights_and_sampling_rates_of_unknown_objectives_are_refused() -> None:
     with pytest.raises(UserError, match="--objective-weights names buy; objectives are view"):
-        Loss.from_config(TrainConfig(objective_weights={"buy": 1.0}), NAMES)
-    with pytest.raises(UserError, match="--negative-sampling-rate names buy"):
-        Loss.from_config(TrainConfig(negative_sampling_rate={"buy": 0.5}), NAMES)
+        loss_of(TrainConfig(objective_weights={"buy": 1.0, "share": 1.0}))
+    for name in ("buy", "share"):  # negatives of auxiliary objectives are not sampled
+        with pytest.raises(UserError, match=f"--negative-sampling-rate names {name}"):
+            loss_of(TrainConfig(negative_sampling_rate={name: 0.5}))
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=8), st.integers(1, 30))
@@ -195,10 +229,41 @@ def test_the_next_item_is_scored_against_different_items_of_other_events() -> No
     positions, next_items = torch.tensor([3, 0, 1]), torch.tensor([9, 5, 9])
     vectors = torch.randn(3, 4)[[0, 1, 0]]
     scores = module.query_projection(encoded.events[[5, 0, 1]]) @ vectors.T / 2
+    # Of two other events, 4 / 3 are expected to be of item 9, and 2 / 3 of item 5.
+    nine, five = math.log(4 / 3), math.log(2 / 3)
+    negatives = [
+        [scores[0, 1] - five],
+        [scores[1, 0] - nine, scores[1, 2] - nine],
+        [scores[2, 1] - five],
+    ]
     losses = [
-        torch.logsumexp(scores[0, :2], 0) - scores[0, 0],
-        torch.logsumexp(scores[1], 0) - scores[1, 1],
-        torch.logsumexp(scores[2, 1:], 0) - scores[2, 2],
+        torch.logsumexp(torch.stack([scores[i, i], *others]), 0) - scores[i, i]
+        for i, others in enumerate(negatives)
     ]
     loss = module(encoded, positions, offsets, next_items, vectors)
     torch.testing.assert_close(loss, torch.stack(losses).mean())
+
+
+def test_scores_learned_from_sampled_negatives_are_those_of_a_softmax_over_all_items() -> None:
+    """Items are drawn by popularity; without logQ correction all scores would become equal."""
+    generator = torch.Generator().manual_seed(0)
+    popularity = torch.tensor([0.6, 0.25, 0.1, 0.05])
+    frequency = ItemFrequency()
+    score = torch.zeros(4, requires_grad=True)
+    optimizer = torch.optim.Adam([score], lr=0.02)
+    for _ in range(600):
+        items = torch.multinomial(popularity, 64, replacement=True, generator=generator)
+        loss = sampled_softmax_loss(score[items].expand(64, 64), items, frequency(items))
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        optimizer.step()
+    torch.testing.assert_close(score.detach().softmax(0), popularity, atol=0.03, rtol=0.1)
+
+
+def test_item_frequencies_are_shares_that_follow_the_recent_batches() -> None:
+    frequency = ItemFrequency()
+    first = frequency(torch.tensor([1, 1, 7, 7 + FREQUENCY_BUCKETS]))
+    torch.testing.assert_close(first, torch.full((4,), 0.5))
+    for items in [[5, 5, 5, 5]] * 2000 + [[2, 2, 2, 3]] * 4000:
+        share = frequency(torch.tensor(items))
+    torch.testing.assert_close(share[[0, 3]], torch.tensor([0.75, 0.25]), atol=0.02, rtol=0)

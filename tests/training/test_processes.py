@@ -27,6 +27,9 @@ class Rows:
     def __len__(self) -> int:
         return len(self.x)
 
+    def without_labels(self) -> "Rows":
+        return Rows(self.x, torch.zeros_like(self.label_mask))
+
 
 def rows(seed: int, count: int) -> Rows:
     generator = torch.Generator().manual_seed(seed)

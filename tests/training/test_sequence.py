@@ -1,32 +1,36 @@
-"""Sequence modules: equations of the papers, causality, and the direction of information."""
+"""Layers, pooling, merging and target attention of sequences: equations, causality."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise, product
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from training.model.config import EventGroupOptions, Flow, GemConfig, SequenceOptions
+from training.model.config import SequenceOptions
 from training.model.sequence.attention import RotaryTimeEncoding
-from training.model.sequence.interformer import (
-    InterFormer,
-    InterFormerOutput,
-    append_tokens,
-    event_groups_of,
+from training.model.sequence.layers import (
+    Gdpa,
+    HstuLayer,
+    PersonalizedFFN,
+    TransformerLayer,
+    gdpa_kind,
 )
-from training.model.sequence.layers import Gdpa, HstuLayer, PersonalizedFFN, TransformerLayer
 from training.model.sequence.pooling import (
     HierarchicalSeedPooling,
     PmaPooling,
     SumKronLinear,
     most_recent_events,
 )
-from training.model.sequence.pyramid import EncodedEvents, pool_older_events
+from training.model.sequence.pyramid import EncodedEvents, EventMerging, merge_older_events
+from training.model.sequence.summaries import MaskNet, SequenceSummary
+from training.model.sequence.target_attention import ActivationUnitAttention
+from training.ops.attention import AttentionKind, reference
+from training.ops.attention.reference import ELEMENTWISE_ACTIVATIONS
 from training.ops.ragged import segment_ids
 
 WIDTH, HEADS, ROW, USERS = 8, 2, 6, 3
@@ -79,19 +83,55 @@ def test_a_personalized_ffn_is_a_matrix_for_each_request() -> None:
         torch.testing.assert_close(out[start:stop], h.events[start:stop] @ matrix * WIDTH**-0.5)
 
 
-def test_gdpa_is_a_personalized_two_layer_ffn() -> None:
-    """act(S A(X)) C(X) in each head: keys are the columns of A, values the rows of C."""
-    h, rows = history(), torch.randn(len(LENGTHS), USERS, WIDTH)
-    layer = Gdpa(USERS, WIDTH, HEADS, hidden=5)
-    out = layer(h.events, h.offsets, rows)
-    keys, values = layer.generate_keys_values(rows)
-    head = WIDTH // HEADS
+@pytest.mark.parametrize("window", [None, 4])
+def test_hstu_weights_are_a_mean_over_the_events_that_an_event_can_see(window: int | None) -> None:
+    """With scores of 1 and no activation, the weights of a full window, or history, sum to 1."""
+    max_length = 9
+    kind = HstuLayer(WIDTH, HEADS, window, max_length).attention_kind
+    ones, offsets = torch.ones(max_length, 1, 1), torch.tensor([0, max_length])
+    linear = replace(kind, activation="identity")
+    assert reference(ones, ones, ones, offsets, offsets, linear, window).max().item() == (
+        pytest.approx(1)
+    )
+
+
+def gdpa_options() -> list[SequenceOptions]:
+    fields = SequenceOptions.model_fields
+    activations = get_args(fields["gdpa_activation"].annotation)
+    scales = get_args(fields["gdpa_scale"].annotation)
+    return [
+        SequenceOptions(gdpa_activation=activation, gdpa_scale=scale)
+        for activation, scale in product(activations, scales)
+    ]
+
+
+@pytest.mark.parametrize("options", gdpa_options(), ids=repr)
+def test_gdpa_is_a_personalized_two_layer_ffn(options: SequenceOptions) -> None:
+    """act(S A(X)) C(X) in each head: keys are the columns of A, values the rows of C.
+
+    The length scale divides scores before the activation, or weights after it.
+    """
+    h, rows, length, head = history(), torch.randn(len(LENGTHS), USERS, WIDTH), 7, WIDTH // HEADS
+    layer = Gdpa(USERS, WIDTH, HEADS, 5, gdpa_kind(options, length))
+    out, keys, values = layer(h.events, h.offsets, rows), layer.keys(rows), layer.values(rows)
+    act = ELEMENTWISE_ACTIVATIONS[options.gdpa_activation]
     for r, (start, stop) in enumerate(pairwise(h.offsets.tolist())):
         for first in range(0, WIDTH, head):
             part = slice(first, first + head)
-            a, c = keys[r, :, part].T * head**-0.5, values[r, :, part]
-            hidden = F.gelu(h.events[start:stop, part] @ a)
-            torch.testing.assert_close(out[start:stop, part], hidden @ c * 5**-0.5)
+            scores = h.events[start:stop, part] @ keys[r, :, part].T
+            if options.gdpa_scale == "scores":
+                weights = act(scores / length)
+            else:
+                weights = act(scores / head**0.5) / length
+            torch.testing.assert_close(out[start:stop, part], weights @ values[r, :, part])
+
+
+def test_generated_keys_and_values_have_full_rank() -> None:
+    """Linear combinations of the rows alone would have rank 3, the number of rows."""
+    layer = Gdpa(USERS, WIDTH, HEADS, 2 * WIDTH, AttentionKind("gelu"))
+    rows = torch.randn(len(LENGTHS), USERS, WIDTH)
+    for weights in (layer.keys(rows), layer.values(rows)):
+        assert torch.linalg.matrix_rank(weights, rtol=1e-4).tolist() == [WIDTH] * len(LENGTHS)
 
 
 def test_a_sum_of_kronecker_products_is_one_linear_map() -> None:
@@ -122,21 +162,39 @@ def test_rotary_products_depend_on_distances_alone(shift: int, factor: float) ->
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=4), st.integers(1, 5), st.integers(1, 8))
-def test_pooling_older_events_keeps_recent_ones_and_averages_the_others(
+def test_merging_keeps_recent_events_and_starts_as_the_mean_of_older_ones(
     lengths: list[int], stride: int, keep_recent: int
 ) -> None:
-    h = history(3, tuple(lengths))
-    pooled = pool_older_events(h.offsets, stride, keep_recent)
-    slots = pooled.mean_pool(h.events)
-    bounds = zip(pairwise(h.offsets.tolist()), pairwise(pooled.offsets.tolist()), strict=True)
+    h = history(4, tuple(lengths))
+    slots = merge_older_events(h.offsets, stride, keep_recent)
+    merged = EventMerging(4, 2, stride)(h.events, slots)
+    mean_ages = slots.mean(h.ages.float())
+    bounds = zip(pairwise(h.offsets.tolist()), pairwise(slots.offsets.tolist()), strict=True)
     for (start, stop), (first_slot, last_slot) in bounds:
         first_recent = max(start, stop - keep_recent)
-        newest_first = list(h.events[first_recent:stop].flip(0))
-        older = h.events[start:first_recent].flip(0)
-        newest_first += [part.mean(0) for part in older.split(stride) if len(part)]
-        assert last_slot - first_slot == len(newest_first)
-        for slot, expected in zip(slots[first_slot:last_slot].flip(0), newest_first, strict=True):
-            torch.testing.assert_close(slot, expected)
+        parts = list(torch.arange(first_recent, stop).flip(0).split(1))
+        parts += torch.arange(start, first_recent).flip(0).split(stride)
+        parts = [part for part in parts if len(part)]
+        assert last_slot - first_slot == len(parts)
+        for slot, part in zip(reversed(range(first_slot, last_slot)), parts, strict=True):
+            torch.testing.assert_close(merged[slot], h.events[part].mean(0))
+            torch.testing.assert_close(mean_ages[slot], h.ages[part].float().mean())
+
+
+def test_merging_learns_which_events_of_a_slot_count() -> None:
+    h, stride, recent = history(4, (9,)), 3, 3
+    slots = merge_older_events(h.offsets, stride, recent)
+    merging = EventMerging(4, 2, stride)
+    merging(h.events, slots)[0].sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in merging.parameters())
+    merging.rank_score.data[1, 0] = 100.0  # head 0 reads the middle event of each slot
+    merged = merging(h.events, slots)
+    torch.testing.assert_close(merged[:2, :2], h.events[[1, 4], :2])
+    torch.testing.assert_close(merged[:2, 2:], h.events[:6, 2:].view(2, 3, 2).mean(1))
+    assert torch.equal(merged[2:], h.events[6:])
+    merging.score.weight.data[1] = torch.tensor([0.0, 0.0, 100.0, 0.0])
+    best = torch.stack([part[part[:, 2].argmax()] for part in h.events[:6].split(3)])
+    torch.testing.assert_close(merging(h.events, slots)[:2, 2:], best[:, 2:])
 
 
 def test_most_recent_events_are_newest_first_and_padded_with_zeros() -> None:
@@ -145,16 +203,6 @@ def test_most_recent_events_are_newest_first_and_padded_with_zeros() -> None:
     for r, (start, stop) in enumerate(pairwise(h.offsets.tolist())):
         newest = h.events[start:stop].flip(0)[:3]
         assert torch.equal(last[r, : len(newest)], newest) and not last[r, len(newest) :].any()
-
-
-def test_tokens_are_appended_to_each_sequence() -> None:
-    h, tokens = history(), torch.randn(2, WIDTH)
-    longer = append_tokens(h, tokens)
-    assert longer.offsets.diff().tolist() == [n + 2 for n in LENGTHS]
-    bounds = zip(pairwise(h.offsets.tolist()), pairwise(longer.offsets.tolist()), strict=True)
-    for (start, stop), (first, last) in bounds:
-        assert torch.equal(longer.events[first:last], torch.cat((h.events[start:stop], tokens)))
-        assert torch.equal(longer.ages[first : last - 2], h.ages[start:stop])
 
 
 @pytest.mark.parametrize(
@@ -170,89 +218,49 @@ def test_pooling_treats_a_sequence_as_a_set(pool: torch.nn.Module) -> None:
     torch.testing.assert_close(pool(h.events[:5], torch.tensor([0, 5])), rows[:1])
 
 
-def config(layers: int = 2, **options: object) -> GemConfig:
-    return GemConfig(
-        embedding_dim=ROW,
-        event_width=WIDTH,
-        heads=HEADS,
-        event_layers=layers,
-        mlp_width=16,
-        rank=2,
-        window=4,
-        encoded_events=16,
-        sequence=SequenceOptions.model_validate(options),
-    )
+def test_hierarchical_seeds_are_normalized() -> None:
+    """Their scale, which grows in training, does not sharpen the attention."""
+    pool, h = HierarchicalSeedPooling(WIDTH, HEADS, 3, 2), history()
+    rows = pool(h.events, h.offsets)
+    pool.seeds.data.mul_(100)
+    torch.testing.assert_close(pool(h.events, h.offsets), rows, rtol=1e-3, atol=1e-4)
+    pool.seeds.data.copy_(torch.randn_like(pool.seeds))
+    assert (pool(h.events, h.offsets) - rows).abs().max() > 1e-2
 
 
-def encoded(model: InterFormer, x: Tensor, h: EncodedEvents) -> tuple[Tensor, Tensor]:
-    """Request rows, and the events of all sequences as one vector."""
-    out = interformer(model, x, h)
-    return out.request_rows, torch.cat([s.events.flatten() for s in out.sequences])
+def test_a_sequence_summary_is_gated_by_itself() -> None:
+    summary, h = SequenceSummary(PmaPooling(WIDTH, HEADS, 2), 3, WIDTH, ROW), history()
+    pooled = summary.pooling(h.events, h.offsets)
+    rows = summary.out(torch.cat((pooled, most_recent_events(h.events, h.offsets, 3)), 1))
+    gated = rows * torch.sigmoid(summary.gate.linear(rows))
+    torch.testing.assert_close(summary(h), gated)
 
 
-def interformer(model: InterFormer, x: Tensor, h: EncodedEvents) -> InterFormerOutput:
-    tokens = [encoder.project_tokens(h.events, h.offsets, h.ages) for encoder in model.encoders]
-    out: InterFormerOutput = model(x, tokens)
-    return out
+def test_masknet_weights_each_attribute_in_the_context_of_all() -> None:
+    module, attributes = MaskNet(3, WIDTH), torch.randn(5, 3 * WIDTH)
+    masked = attributes * module.mask(attributes)
+    torch.testing.assert_close(module(attributes), module.combine(masked))
+    module.get_parameter("mask.2.weight").data.zero_()  # no longer depends on the attributes
+    ignores_first = torch.cat((torch.zeros(WIDTH), torch.ones(2 * WIDTH)))
+    module.get_parameter("mask.2.bias").data.copy_(ignores_first)
+    other = torch.cat((torch.randn(5, WIDTH), attributes[:, WIDTH:]), 1)
+    torch.testing.assert_close(module(other), module(attributes))
 
 
-@pytest.mark.parametrize("flow", get_args(Flow))
-def test_information_flows_in_the_configured_direction(flow: Flow) -> None:
-    """s2n and int: rows depend on events; n2s and int: events depend on rows."""
-    model, h = InterFormer(USERS, config(flow=flow)).eval(), history()
-    x, other = torch.randn(2, len(LENGTHS), USERS, ROW)
-    rows, events = encoded(model, x, h)
-    new_rows, new_events = encoded(model, other, h)
-    assert rows.shape == (len(LENGTHS), model.out_rows, ROW)
-    assert torch.equal(events, new_events) == (flow not in ("n2s", "int"))
-    assert torch.equal(rows, new_rows) == (flow in ("sole", "sep"))
-    if flow == "sole":
-        assert torch.equal(events, h.events.flatten())
-    if flow in ("s2n", "int"):
-        summary_rows = sum(encoder.num_rows for encoder in model.encoders)
-        changed = EncodedEvents(h.events + torch.randn_like(h.events), h.offsets, h.ages)
-        mixed = slice(0, model.out_rows - summary_rows)
-        assert not torch.allclose(encoded(model, x, changed)[0][0, mixed], rows[0, mixed])
-
-
-OPTIONS: list[dict[str, Any]] = [
-    {"flow": "int"},
-    {"flow": "int", "personalization": "pffn", "layer": "hstu", "rotary": True},
-    {"flow": "n2s", "pooling": "hsp", "cls_tokens": 2},
-    {"flow": "int", "computation_skip": True},
-    {"flow": "s2n", "pyramid_stride": 3, "pyramid_keep_recent": 2},
-    {"flow": "sep", "layer": "hstu", "cls_tokens": 1, "rotary": True},
-]
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_requests_are_independent_and_all_parameters_have_gradients(
-    options: dict[str, Any],
-) -> None:
-    model, h = InterFormer(USERS, config(4, **options)), history()
-    x = torch.randn(len(LENGTHS), USERS, ROW)
-    rows, sequences = interformer(model, x, h)
-    cls_tokens = options.get("cls_tokens", 0)
-    assert sequences[0].offsets.diff().tolist() == [n + cls_tokens for n in LENGTHS]
-    last_request = EncodedEvents(h.events[6:], offsets_of((12,)), h.ages[6:])
-    alone, _ = encoded(model, x[3:], last_request)
-    torch.testing.assert_close(rows[3:], alone, rtol=1e-4, atol=1e-5)
-
-    attended = model.encoders[0].attend_from_candidates(
-        torch.randn(len(LENGTHS), WIDTH), torch.arange(4), sequences[0]
-    )
-    ((rows * torch.randn_like(rows)).sum() + attended.sum()).backward()
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
-
-
-def test_event_groups_have_separate_sizes() -> None:
-    groups = {
-        "clicks": EventGroupOptions(events=("click",), width=16, heads=4, layers=3, window=2),
-        "views": EventGroupOptions(events=("view",), layers=1),
-    }
-    small = config(2, flow="int", event_groups=groups)
-    model = InterFormer(USERS, small)
-    assert [len(encoder.levels) for encoder in model.encoders] == [3, 1] and model.depth == 3
-    rows, _ = encoded(model, torch.randn(len(LENGTHS), USERS, ROW), history())
-    assert rows.shape == (len(LENGTHS), model.out_rows, ROW)
-    assert event_groups_of(config()) == [EventGroupOptions(events=())]
+def test_the_activation_unit_is_an_mlp_of_both_their_difference_and_their_product() -> None:
+    """DIN's a([q ; k ; q - k ; q * k]): weights of q - k are absorbed by those of q and k."""
+    unit, h = ActivationUnitAttention(WIDTH, 5), history()
+    request = torch.tensor([0, 0, 1, 2, 3, 3])
+    candidates, difference = torch.randn(6, WIDTH), torch.randn(5, WIDTH)
+    q, k = unit.candidate.weight - difference, unit.event.weight + difference
+    first_layer = torch.cat((q, k, difference, unit.product.weight), 1)
+    out = unit(candidates, h.events, request, h.offsets)
+    for row, candidate in enumerate(candidates):
+        events = h.events[h.offsets[request[row]] : h.offsets[request[row] + 1]]
+        query = candidate.expand_as(events)
+        pairs = torch.cat((query, events, query - events, query * events), 1)
+        weights = unit.unit(pairs @ first_layer.T + unit.candidate.bias)
+        torch.testing.assert_close(out[row], (weights * events).sum(0))
+    twice, offsets = h.events[:5].repeat(2, 1), torch.tensor([0, 10])
+    doubled = unit(candidates[:1], twice, request[:1], offsets)
+    torch.testing.assert_close(doubled, 2 * out[:1])

@@ -1,12 +1,12 @@
 """Request-shaped batches, negative sampling, and the order of an epoch.
 
 Request data is stored once, and rows refer to it. R requests, B impressions (rows), N events of all
-histories, O objectives.
+histories, O objectives, A auxiliary objectives.
 """
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +68,9 @@ class Batch:
         labels: (B, O) 0 or 1.
         label_mask: (B, O) Final labels to train or evaluate on.
         outcome_values: (B, O) Values of the outcomes, 0 if there are none.
+        auxiliary_labels: (B, A) 0 or 1, or ln(1 + seconds of dwell); A is 0 except in training.
+        auxiliary_mask: (B, A) Final auxiliary labels to train on.
+        is_repeated: Whether the rows were trained on before, in an earlier pass.
     """
 
     request_index: Tensor
@@ -84,13 +87,24 @@ class Batch:
     labels: Tensor
     label_mask: Tensor
     outcome_values: Tensor
+    auxiliary_labels: Tensor
+    auxiliary_mask: Tensor
     impression_ids: npt.NDArray[np.object_]
     request_ids: npt.NDArray[np.object_]
     user_ids: npt.NDArray[np.object_]
+    is_repeated: bool = False
 
     def __len__(self) -> int:
         """Number of impressions."""
         return len(self.item_index)
+
+    def without_labels(self) -> "Batch":
+        """The same rows, of which no label is used."""
+        return replace(
+            self,
+            label_mask=torch.zeros_like(self.label_mask),
+            auxiliary_mask=torch.zeros_like(self.auxiliary_mask),
+        )
 
 
 def batch_digest(batch: Batch) -> str:
@@ -111,6 +125,8 @@ def _update_hash(sha: "hashlib._Hash", value: object) -> None:
         for name, inner in value.items():
             sha.update(name.encode())
             _update_hash(sha, inner)
+    elif isinstance(value, bool):
+        sha.update(bytes([value]))
     else:
         assert isinstance(value, Batch | History)
         for field in fields(value):
@@ -141,15 +157,20 @@ class NegativeSampling:
 
 @dataclass(frozen=True)
 class Shuffle:
-    """The order of an epoch: random, determined by a seed; with None the stored order."""
+    """The order of an epoch: random, determined by a seed; with None the stored order.
+
+    Further passes over the same rows have an order of their own, by their number.
+    """
 
     seed: int | None
+    epoch: int = 0
 
     def __call__(self, values: Int64, *salt: int) -> Int64:
         """The values in the order of the seed and the salt."""
         if self.seed is None:
             return values
-        return np.random.default_rng([self.seed, *salt]).permutation(values)
+        epoch = [self.epoch] if self.epoch else []
+        return np.random.default_rng([self.seed, *salt, *epoch]).permutation(values)
 
     def split(self, sizes: Int64, events: Int64, rows: int, *salt: int) -> list[Int64]:
         """The requests (R) of each batch, batches of about `rows` rows and of even cost.
@@ -182,3 +203,16 @@ def balance_by_cost(requests: Int64, cost: Int64, count: int) -> list[Int64]:
     part = np.where(turn % 2, count - 1 - position, position)
     dealt = requests[order][np.argsort(part, kind="stable")]
     return np.split(dealt, np.cumsum(np.bincount(part, minlength=count))[:-1])
+
+
+@dataclass(frozen=True)
+class InputStatistics:
+    """Sampled numbers, of rows (n, F) and users (n, U), and means of labels.
+
+    `base_rates` (O) are those of objectives; `auxiliary_means` (A) may be of dwells, too.
+    """
+
+    row_numeric: Tensor
+    user_numeric: Tensor
+    base_rates: Tensor
+    auxiliary_means: Tensor

@@ -32,13 +32,15 @@ class LabelWindow:
       ranker was trained on them (an embargo; Lopez de Prado, 2018).
 
     Rows without a label in the window are skipped unless `include_unlabelled`, and so are rows of
-    which `negative_sampling` keeps no label.
+    which `negative_sampling` keeps no label. Labels of auxiliary objectives are read only with
+    `include_auxiliary`, which is for the training of GEM; they select no rows.
     """
 
     start: int
     end: int
     purpose: Literal["evaluation", "training", "calibration"] = "evaluation"
     include_unlabelled: bool = False
+    include_auxiliary: bool = False
     negative_sampling: NegativeSampling | None = None
 
     def contains(self, mature_ts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

@@ -13,11 +13,11 @@ import pyarrow.compute as pc
 
 from etl.errors import UserError
 from etl.spec.model import DataSpec
-from etl.spec.units import MICROS
 from etl.tables.arrow import Snapshot
 from features.ragged import run_starts
 from features.schema import FeatureSchema
 from training.data.label_window import LabelWindow
+from training.data.labels import Labels, label_columns, labels_of
 
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
@@ -48,21 +48,14 @@ class ExamplePartition:
     labels: Float32
     label_mask: Bools
     outcome_values: Float32
+    auxiliary_labels: Float32
+    auxiliary_mask: Bools
     impression_ids: npt.NDArray[np.object_]
 
     @cached_property
     def user_ids_array(self) -> npt.NDArray[np.object_]:
         """`user_ids` (R) as a NumPy array."""
         return np.asarray(self.user_ids)
-
-
-@dataclass(frozen=True)
-class Labels:
-    """Labels of B impressions and O objectives; `mask` marks those that a pass uses (B, O)."""
-
-    values: Float32
-    mask: Bools
-    outcome_values: Float32
 
 
 @dataclass(frozen=True)
@@ -91,14 +84,13 @@ class PartitionLoader:
         if label_window.negative_sampling:
             salt = max(days).toordinal(), bucket
             mask = label_window.negative_sampling(labels.values, mask, *salt)
-        selected = mask.any(1) | label_window.include_unlabelled
+        selected: Bools = np.logical_or(mask.any(1), label_window.include_unlabelled)
         if self.surfaces:
             selected &= np.isin(rows["surface"].to_numpy(), self.surfaces)
         if not selected.any():
             return None
         rows = rows.filter(pa.array(selected)).combine_chunks()
-        used = Labels(labels.values[selected], mask[selected], labels.outcome_values[selected])
-        return self._partition(rows, used)
+        return self._partition(rows, labels.of_rows(selected, mask))
 
     def _read_examples(self, days: Sequence[date], bucket: int) -> pa.Table:
         """The rows of some days, in the order of the table."""
@@ -138,53 +130,25 @@ class PartitionLoader:
             labels=labels.values,
             label_mask=labels.mask,
             outcome_values=labels.outcome_values,
+            auxiliary_labels=labels.auxiliary,
+            auxiliary_mask=labels.auxiliary_mask,
             impression_ids=np.asarray(rows["impression_id"]),
         )
 
     def _load_labels(
         self, days: Sequence[date], bucket: int, rows: pa.Table, label_window: LabelWindow
     ) -> Labels:
-        """The labels (B, O) of examples, joined from `impressions`."""
-        objectives, span = self.spec.objectives, f"{min(days)}:{max(days)}"
-        table = self._impressions_of(rows, days, bucket, span)
-        surface = table["surface"].to_numpy()
-        shape = (table.num_rows, len(objectives))
-        labels, outcome_values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-        is_final, has_objective = np.zeros(shape, bool), np.zeros(shape, bool)
-        mature_ts = np.zeros(shape, np.int64)
-        for i, (name, objective) in enumerate(objectives.items()):
-            codes = [self.spec.surface_codes[s] for s in self.spec.surfaces_of(name)]
-            has_objective[:, i] = np.isin(surface, codes)
-            mature_ts[:, i] = table[f"label_mature_ts_{name}"].to_numpy() // MICROS["s"]
-            label = table[f"label_{name}"]
-            is_final[:, i] = label.is_valid().to_numpy()
-            labels[:, i] = label.fill_null(0).to_numpy()
-            if objective.value:
-                outcome_values[:, i] = table[f"value_{name}"].fill_null(0).to_numpy()
-        mask = has_objective & _label_mask(self.spec, rows, mature_ts, has_objective, label_window)
-        is_missing = (mask & ~is_final).any(0)
-        if is_missing.any():
-            name = list(objectives)[int(np.argmax(is_missing))]
-            raise UserError(
-                f"labels of {name} on {span} are null in table impressions although their window "
-                "has closed; run `gemline etl labels` up to the latest day"
-            )
-        return Labels(labels, mask, outcome_values)
-
-    def _impressions_of(
-        self, rows: pa.Table, days: Sequence[date], bucket: int, span: str
-    ) -> pa.Table:
-        """The row of `impressions` of each example (B)."""
-        columns = ["impression_id", "surface"]
-        for name, objective in self.spec.objectives.items():
-            columns += [f"label_{name}", f"label_mature_ts_{name}"]
-            if objective.value:
-                columns.append(f"value_{name}")
+        """The labels of examples (B), joined from `impressions`."""
+        columns = ["impression_id", *label_columns(self.spec, label_window)]
         table = self.impressions.read(columns, day=days, bucket=bucket)
         index = pc.index_in(rows["impression_id"], table["impression_id"].combine_chunks())
+        span = f"{min(days)}:{max(days)}"
         if index.null_count:
             raise UserError(f"impressions of {span} lack labels; run `gemline etl labels` for them")
-        return table.take(index)
+        held_out = np.zeros(rows.num_rows, bool)
+        if label_window.purpose != "evaluation":
+            held_out = _in_calibration_holdout(self.spec, rows)
+        return labels_of(self.spec, table.take(index), held_out, label_window, span)
 
 
 def hash_ids(ids: pa.Array) -> Int64:
@@ -198,25 +162,6 @@ def stack_columns(rows: pa.Table, names: Iterable[str]) -> Float32:
     """Stacked columns (B, F); nulls are NaN."""
     columns = [rows[name].to_numpy().astype(np.float32) for name in names]
     return np.stack(columns, 1) if columns else np.zeros((rows.num_rows, 0), np.float32)
-
-
-def _label_mask(
-    spec: DataSpec, rows: pa.Table, mature_ts: Int64, has_objective: Bools, window: LabelWindow
-) -> Bools:
-    """The labels (B, O) that a pass uses, whether or not their surface has the objective.
-
-    `mature_ts` (B, O) has their maturity times in epoch seconds.
-    """
-    if window.purpose == "evaluation":
-        return window.contains(mature_ts)
-    held_out = _in_calibration_holdout(spec, rows)
-    last_mature = np.where(has_objective, mature_ts, 0).max(1)
-    learned_ts = np.where(held_out[:, None], last_mature[:, None], mature_ts)
-    if window.purpose == "training":
-        return window.contains(learned_ts)
-    first_learned = np.where(has_objective, learned_ts, np.iinfo(np.int64).max).min(1)
-    is_unseen: Bools = first_learned >= window.start
-    return window.contains(mature_ts) & is_unseen[:, None]
 
 
 def _in_calibration_holdout(spec: DataSpec, rows: pa.Table) -> Bools:

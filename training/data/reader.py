@@ -215,6 +215,8 @@ class ExampleReader:
             labels=torch.from_numpy(partition.labels[rows]),
             label_mask=torch.from_numpy(partition.label_mask[rows]),
             outcome_values=torch.from_numpy(partition.outcome_values[rows]),
+            auxiliary_labels=torch.from_numpy(partition.auxiliary_labels[rows]),
+            auxiliary_mask=torch.from_numpy(partition.auxiliary_mask[rows]),
             impression_ids=partition.impression_ids[rows],
             request_ids=partition.request_ids[requests],
             user_ids=partition.user_ids_array[requests],

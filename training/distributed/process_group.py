@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -118,6 +117,6 @@ def synchronized_batches(
             last = last or next(fallback_batches, None)
             if last is None:
                 raise UserError("a process has no rows on this day; use fewer --processes")
-            batch = replace(last, label_mask=torch.zeros_like(last.label_mask))
+            batch = last.without_labels()
         last = batch
         yield batch, float(rows) / dist.get_world_size()

@@ -144,23 +144,54 @@ def local_optimizer_states(tables: DistributedModelParallel) -> list[Tensor]:
 
 
 @torch.no_grad()
-def reset_rows(tables: DistributedModelParallel, rows: Mapping[str, Tensor]) -> None:
+def reset_rows(
+    tables: DistributedModelParallel,
+    rows: Mapping[str, Tensor],
+    accumulator: float = 0.0,
+    values: Mapping[str, Tensor] | None = None,
+) -> None:
     """Reinitialize some rows of each table, and their optimizer state, on all processes.
 
     Each process resets the rows that it holds.
+
+    Args:
+        tables: The tables.
+        rows: Rows (n) by table name.
+        accumulator: Optimizer state of a reset row.
+        values: Vector (d) of the reset rows, by table name; others are drawn at random.
     """
-    zero_init = tables.module.zero_init
+    zero_init, values = tables.module.zero_init, values or {}
     states = tables.fused_optimizer.state_dict()["state"]
     for key, weight in tables.state_dict().items():
         name = key.split(".")[-2]
+        if name not in rows:
+            continue
         for shard in local_shards(weight):
             local_rows = _rows_in_shard(rows[name], shard)
             fresh = shard.rows.new_empty(len(local_rows), shard.rows.shape[1])
             (nn.init.zeros_ if name in zero_init else _init_uniform)(fresh)
-            shard.rows[local_rows] = fresh
+            shard.rows[local_rows] = values[name].to(fresh) if name in values else fresh
         for state in states.get(key, {}).values():
             for shard in local_shards(state):
-                shard.rows[_rows_in_shard(rows[name], shard)] = 0.0
+                shard.rows[_rows_in_shard(rows[name], shard)] = accumulator
+
+
+def fill_accumulators(tables: DistributedModelParallel, value: float) -> None:
+    """Set the AdaGrad state of all rows; the fused optimizer always starts at zero.
+
+    From zero, the first step moves a row by the learning rate whatever its gradient.
+    """
+    for state in local_optimizer_states(tables):
+        state.fill_(value)
+
+
+def decay_accumulators(tables: DistributedModelParallel, factor: float, floor: float) -> None:
+    """Multiply the AdaGrad state of all rows by a factor, but keep it above its initial value.
+
+    Without decay the steps of a row that is trained every day become ever smaller.
+    """
+    for state in local_optimizer_states(tables):
+        state.mul_(factor).clamp_(min=floor)
 
 
 def _rows_in_shard(rows: Tensor, shard: LocalShard) -> Tensor:

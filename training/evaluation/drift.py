@@ -98,7 +98,7 @@ def _day_metrics(
     )
     surface_names = {code: name for name, code in lake.spec.surface_codes.items()}
     for objective in lake.spec.objectives:
-        final = _with_final_labels(rows, objective, window)
+        final = with_final_labels(rows, objective, window)
         surface = final["surface"].to_numpy().astype(np.int64)
         label = final[f"label_{objective}"].to_numpy().astype(float)
         logit = final[f"logit_{objective}"].to_numpy().astype(float)
@@ -116,7 +116,7 @@ def _day_metrics(
             )
 
 
-def _with_final_labels(rows: pa.Table, objective: str, window: LabelWindow) -> pa.Table:
+def with_final_labels(rows: pa.Table, objective: str, window: LabelWindow) -> pa.Table:
     """The rows with a logit and a label that becomes final in a window."""
     valid = pc.and_(rows[f"label_{objective}"].is_valid(), rows[f"logit_{objective}"].is_valid())
     rows = rows.filter(valid)

@@ -21,10 +21,9 @@ class EventGroupOptions(StrictModel):
     heads: int | None = None
     layers: int | None = None
     window: int | None = None
-    max_events: Annotated[
-        int | None,
-        tyro.conf.arg(help="most recent events to encode; default: encoded_events of the scale"),
-    ] = None
+    max_events: Annotated[int | None, tyro.conf.arg(help="most recent events to encode")] = None
+    pooled_rows: Annotated[int | None, tyro.conf.arg(help="rows that pool all events")] = None
+    recent_rows: Annotated[int | None, tyro.conf.arg(help="rows of the most recent events")] = None
 
 
 EventGroups = dict[str, EventGroupOptions]
@@ -39,17 +38,58 @@ class SequenceOptions(StrictModel):
     """
 
     flow: Flow = "sep"
+    context: Annotated[
+        Literal["request", "candidate"],
+        tyro.conf.arg(
+            help="the non-sequence rows: of the request, whose candidates share all sequences, or "
+            "of each candidate, as in InterFormer, whose sequences are encoded for each candidate"
+        ),
+    ] = "request"
     layer: Literal["transformer", "hstu"] = "transformer"
+    num_layers: Annotated[
+        int | None,
+        Field(ge=1),
+        tyro.conf.arg(help="layers of each event group; default: event_layers of the scale"),
+    ] = None
+    max_events: Annotated[
+        int | None,
+        Field(ge=1),
+        tyro.conf.arg(
+            help="most recent events to encode in each group; default: encoded_events of the scale"
+        ),
+    ] = None
+    masknet: Annotated[
+        bool, tyro.conf.arg(help="make event tokens of their attributes by MaskNet (InterFormer)")
+    ] = False
     personalization: Annotated[
         Literal["pffn", "gdpa"],
         tyro.conf.arg(
-            help="feed-forward layer generated from the rows of a request, for n2s and int"
+            help="feed-forward layer generated from the non-sequence rows, for n2s and int"
         ),
     ] = "gdpa"
+    gdpa_activation: Annotated[
+        Literal["gelu", "silu", "relu", "identity"], tyro.conf.arg(help="activation of GDPA")
+    ] = "gelu"
+    gdpa_scale: Annotated[
+        Literal["scores", "weights"],
+        tyro.conf.arg(
+            help="what GDPA divides by the most events of a sequence: scores before the "
+            "activation (Kunlun's paper) or weights after it (its published kernel)"
+        ),
+    ] = "scores"
     pooling: Literal["pma", "hsp"] = "pma"
     cls_tokens: Annotated[
-        int, Field(ge=0), tyro.conf.arg(help="learned tokens appended to each sequence")
+        int,
+        Field(ge=0),
+        tyro.conf.arg(help="tokens made of the non-sequence rows, appended to each sequence"),
     ] = 0
+    target_attention: Annotated[
+        Literal["dot_product", "activation_unit"],
+        tyro.conf.arg(
+            help="attention of a candidate to the events: softmax of dot products, or DIN's "
+            "activation unit, whose weights are not normalized"
+        ),
+    ] = "dot_product"
     rotary: Annotated[
         bool, tyro.conf.arg(help="rotary embeddings of position and age in self-attention")
     ] = False
@@ -60,10 +100,10 @@ class SequenceOptions(StrictModel):
     pyramid_stride: Annotated[
         int,
         Field(ge=1),
-        tyro.conf.arg(help="older events averaged into one by each layer after the first"),
+        tyro.conf.arg(help="older events merged into one by each layer after the first"),
     ] = 1
     pyramid_keep_recent: Annotated[
-        int, Field(ge=1), tyro.conf.arg(help="most recent events that are never averaged")
+        int, Field(ge=1), tyro.conf.arg(help="most recent events that are never merged")
     ] = 32
     next_action_weight: Annotated[
         float, Field(ge=0), tyro.conf.arg(help="weight of the next-item loss; 0 turns it off")
@@ -76,11 +116,17 @@ class SequenceOptions(StrictModel):
 
     @property
     def updates_context(self) -> bool:
-        """Whether the rows of a request are updated from sequence summaries."""
+        """Whether the non-sequence rows are updated from sequence summaries."""
         return self.flow in ("s2n", "int")
 
+    @property
+    def encodes_each_candidate(self) -> bool:
+        """Whether sequences depend on the candidate, so that each one has its own copy."""
+        reads_rows = self.flow in ("n2s", "int") or self.cls_tokens > 0
+        return self.context == "candidate" and reads_rows
+
     def receives_context(self, level: int) -> bool:
-        """Whether a level is personalized by the rows of the request; with skipping, even ones."""
+        """Whether a level is personalized by non-sequence rows; with skipping, even ones."""
         return self.flow in ("n2s", "int") and not (self.computation_skip and level % 2)
 
     def uses_attention(self, level: int) -> bool:
@@ -88,8 +134,20 @@ class SequenceOptions(StrictModel):
         return not self.computation_skip or level % 2 == 1
 
     def updates_summary(self, level: int) -> bool:
-        """Whether a level computes a new summary; with skipping, odd levels keep the last."""
+        """Whether a level reads a new summary of its input; with skipping, odd ones keep it."""
         return not (self.computation_skip and level % 2)
+
+    def shortens(self, level: int) -> bool:
+        """Whether a level merges older events; the first attention is over all of them."""
+        return self.pyramid_stride > 1 and level > self.computation_skip
+
+    def mixes_positions(self, level: int) -> bool:
+        """Whether an event's encoding may depend on later events from this level on.
+
+        Slots are counted from the latest event, and rows that were updated have read all events.
+        """
+        reads_updated_rows = self.updates_context and level > 0 and self.receives_context(level)
+        return self.shortens(level) or reads_updated_rows
 
 
 class GemOptions(StrictModel):
@@ -99,7 +157,7 @@ class GemOptions(StrictModel):
     parallel_interaction: Annotated[
         InteractionKind | None,
         tyro.conf.arg(help="second interaction module over the same rows"),
-    ] = None
+    ] = "plain"
     input_dependent_projection: Annotated[
         bool, tyro.conf.arg(help="compute Wukong's projection matrix from the input")
     ] = True
@@ -107,12 +165,28 @@ class GemOptions(StrictModel):
         int,
         Field(ge=0),
         tyro.conf.arg(
-            help="compressed rows of each Wukong layer that later layers attend to; 0: plain Wukong"
+            help="compressed rows of each Wukong layer that all later layers attend to, with the "
+            "scale's heads; 0: plain Wukong"
         ),
     ] = 0
+    wukong_rows: Annotated[
+        tuple[Annotated[int, Field(ge=2)], ...],
+        tyro.conf.arg(
+            help="rows after each Wukong layer, such as 48 32 24; by default the scale's number of "
+            "layers, all of fm_rows + linear_rows"
+        ),
+    ] = ()
     user_hash_buckets: Annotated[
         int, Field(ge=0), tyro.conf.arg(help="rows of the hashed user embedding table; 0: no table")
     ] = 2**17
+    embedding_width_factor: Annotated[
+        float,
+        Field(ge=0),
+        tyro.conf.arg(
+            help="embeddings of an attribute have this factor times the fourth root of its rows "
+            "as their rank, at most embedding_dim; 0: no limit"
+        ),
+    ] = 0.0
     low_cardinality_threshold: Annotated[
         int,
         Field(ge=0),
@@ -128,25 +202,35 @@ class GemOptions(StrictModel):
         Field(ge=0),
         tyro.conf.arg(help="weight of the ZILN loss of outcome values; 0: no value head"),
     ] = 0.0
+    auxiliary_weight: Annotated[
+        float,
+        Field(ge=0),
+        tyro.conf.arg(
+            help="weight of the losses of the spec's auxiliary objectives; 0: GEM has no such heads"
+        ),
+    ] = 0.3
     sequence: SequenceOptions = SequenceOptions()
 
 
 class GemConfig(GemOptions):
     """Modules and sizes, named as in the papers (Wukong 2403.02545, InterFormer 2411.09852).
 
-    Sequence layers encode the latest `encoded_events`. The whole history is searched for events
-    that share an attribute with the candidate (SIM, 2006.05639): the latest `matched_events` of
-    them are attended to; recency features use all of them.
+    Sequence layers encode the latest `encoded_events`; with a `window` an event attends to itself
+    and the `window` events before it. The whole history is searched for events that share an
+    attribute with the candidate (SIM, 2006.05639): the latest `matched_events` of them are attended
+    to; recency features use all of them.
     """
 
     embedding_dim: int = 32
-    numeric_rows: int = 4
+    numeric_segments: int = 48
     low_cardinality_rows: int = 2
     layers: int = 2
     fm_rows: int = 12
     linear_rows: int = 12
     rank: int = 12
-    mlp_width: int = 128
+    mlp_width: int = 256
+    trunk_layers: int = 1
+    tower_width: int = 16
     event_width: int = 64
     event_layers: int = 1
     encoded_events: int = 128

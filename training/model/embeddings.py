@@ -1,15 +1,16 @@
-"""Embedding tables, their sizes, the look-up of a batch, and rows of numeric features.
+"""Embedding tables, their sizes, the look-up of a batch, and rows of features.
 
 B rows (candidates), R requests, P events that are read, I items, n ids or examples, F numeric
 features, d embedding width.
 """
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from functools import cached_property
+from typing import Protocol, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from etl.tables.schemas import RESERVED_ITEM_INDICES
@@ -24,27 +25,41 @@ class EmbeddingTables(Protocol):
         """Look up the ids of each table."""
 
 
+NO_ITEM = -1  # the item of a row that is free
+
+
 @dataclass(frozen=True)
 class ItemRowMap:
-    """Maps item indexes to rows of a table of `num_rows` rows; row 0 is that of the unknown item.
+    """Maps item indexes to rows of the item table; `row_items` (N) is the item of each row.
 
-    Rows are assigned in a ring: when the table is full, new items take the rows of the oldest ones,
-    so the table has a fixed size. `known` (I) marks the items that the model has been trained on.
+    An item without a row of its own reads row 0, that of the unknown item. No two items share
+    another row.
     """
 
-    num_rows: int
-    known: Tensor
+    row_items: Tensor
+
+    @cached_property
+    def _rows_by_offset(self) -> tuple[int, Tensor]:
+        """The lowest item L with a row, and the rows of items L - 1, L, ... up to one too far."""
+        rows = (self.row_items > NO_ITEM).nonzero().flatten()
+        items = self.row_items[rows]
+        if not len(items):
+            return 0, rows.new_zeros(2)
+        first, last = int(items.min()), int(items.max())
+        by_offset = rows.new_zeros(last - first + 3)
+        by_offset[items - first + 1] = rows
+        return first, by_offset
 
     def __call__(self, items: Tensor) -> Tensor:
         """Map item indexes (n) to table rows (n)."""
-        inside = items < len(self.known)
-        known = inside & self.known[torch.where(inside, items, 0)]
-        return torch.where(known, 1 + (items - 1) % (self.num_rows - 1), 0)
+        first, rows = self._rows_by_offset
+        return rows[(items - (first - 1)).clamp(0, len(rows) - 1)]
 
 
 def item_row_map_up_to(count: int) -> ItemRowMap:
-    """The map in which each item below `count` has its own row, and other items row 0."""
-    return ItemRowMap(count, torch.arange(count) >= RESERVED_ITEM_INDICES)
+    """The map in which each item below `count` has the row of its index, and other items row 0."""
+    items = torch.arange(count)
+    return ItemRowMap(torch.where(items >= RESERVED_ITEM_INDICES, items, NO_ITEM))
 
 
 def table_sizes(features: FeatureSchema, item_rows: int, user_buckets: int = 0) -> dict[str, int]:
@@ -69,13 +84,19 @@ class EmbeddingVectors:
     users: dict[str, Tensor]
     events: dict[str, Tensor]
 
+    def map(
+        self, transform: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+    ) -> "EmbeddingVectors":
+        """The vectors after a transformation of each part."""
+        parts = (self.candidates, self.users, self.events)
+        return EmbeddingVectors(*map(transform, parts))
+
 
 def lookup_embeddings(
     tables: EmbeddingTables,
     batch: Batch,
     event_positions: Tensor,
-    item_row_map: ItemRowMap,
-    item_dropout: float = 0.0,
+    item_rows: Callable[[Tensor], Tensor],
     user_buckets: int = 0,
 ) -> EmbeddingVectors:
     """Look up all vectors of a batch, with one call to the tables.
@@ -84,9 +105,7 @@ def lookup_embeddings(
         tables: The embedding back end.
         batch: The batch.
         event_positions: Positions (P) of the events that are read.
-        item_row_map: Rows of the items.
-        item_dropout: Probability that an item is replaced by the unknown item, which trains row 0
-            and keeps the model from relying on ids alone.
+        item_rows: Maps item indexes to rows of the item table.
         user_buckets: Rows of the user table; 0 for no table.
     """
     # Tables that candidates and events share: ids of the B candidates, then of the P events.
@@ -94,10 +113,9 @@ def lookup_embeddings(
         name: torch.cat((batch.row_categorical[name], ids[event_positions]))
         for name, ids in batch.history.item_categorical.items()
     }
-    item = item_row_map(torch.cat((batch.item_index, batch.history.item_index[event_positions])))
-    if item_dropout:
-        item = torch.where(torch.rand(len(item), device=item.device) < item_dropout, 0, item)
-    shared_ids[ITEM_TABLE] = item
+    shared_ids[ITEM_TABLE] = item_rows(
+        torch.cat((batch.item_index, batch.history.item_index[event_positions]))
+    )
     context_ids = {
         name: ids for name, ids in batch.row_categorical.items() if name not in shared_ids
     }
@@ -113,6 +131,35 @@ def lookup_embeddings(
         users={name: vectors[name] for name in user_ids},
         events={name: vectors[name][rows:] for name in shared_ids},
     )
+
+
+class NarrowEmbeddings(nn.Module):
+    """Vectors (n, d) of attributes with few values as linear maps of their first w entries.
+
+    w = factor * rows^(1/4), so that a feature of few values has few parameters. With a factor of 0,
+    and for all tables where w is not below d, vectors stay as they are. The unused entries are
+    stored, because TorchRec's collection has one width; these tables are small.
+    """
+
+    def __init__(self, cardinalities: Mapping[str, int], width: int, factor: float) -> None:
+        super().__init__()
+        self.by_table = nn.ModuleDict()
+        for name, rows in cardinalities.items():
+            narrow = math.ceil(factor * rows**0.25)
+            if 0 < narrow < width:
+                linear = self.by_table[name] = nn.Linear(narrow, width, bias=False)
+                nn.init.normal_(linear.weight, std=narrow**-0.5)
+
+    def forward(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Vectors (n, d) of all tables, by name."""
+        return {name: self._project(name, values) for name, values in vectors.items()}
+
+    def _project(self, name: str, values: Tensor) -> Tensor:
+        if name not in self.by_table:
+            return values
+        linear = cast("nn.Linear", self.by_table[name])
+        projected: Tensor = linear(values[:, : linear.in_features])
+        return projected
 
 
 class TorchEmbeddingTables(nn.Module):
@@ -141,20 +188,33 @@ class TorchEmbeddingTables(nn.Module):
         return torch.optim.Adagrad(self.parameters(), lr=learning_rate, eps=1e-8)
 
 
+SHARED_ROW = "shared|{}"
+
+
 class GroupedFeatureRows(nn.Module):
     """Feature vectors (n, d) to interaction rows (n, d), low-cardinality features grouped.
 
     A separate row for a feature with few values would cost as much as a row of a strong feature,
     and its interactions are mostly noise. Features with fewer than `threshold` values are
     concatenated and projected to `shared_rows` rows (Wukong, 2403.02545, section 3.1).
+    `trained_rows` are the names of the rows of a trained model, which stay as they are.
     """
 
     def __init__(
-        self, cardinalities: Mapping[str, int], width: int, threshold: int, shared_rows: int
+        self,
+        cardinalities: Mapping[str, int],
+        width: int,
+        threshold: int,
+        shared_rows: int,
+        trained_rows: Collection[str] | None = None,
     ) -> None:
         super().__init__()
         small = [name for name, size in cardinalities.items() if size < threshold]
-        self.low_cardinality = tuple(small) if len(small) > shared_rows else ()
+        shares = len(small) > shared_rows
+        if trained_rows is not None:
+            shares = SHARED_ROW.format(0) in trained_rows
+            small = [name for name in small if name not in trained_rows]
+        self.low_cardinality = tuple(small) if shares else ()
         self.high_cardinality = tuple(
             name for name in cardinalities if name not in self.low_cardinality
         )
@@ -166,6 +226,11 @@ class GroupedFeatureRows(nn.Module):
             else None
         )
 
+    @property
+    def row_names(self) -> tuple[str, ...]:
+        """The names of the rows: features with their own row, then numbered shared ones."""
+        return (*self.high_cardinality, *map(SHARED_ROW.format, range(self.shared_rows)))
+
     def forward(self, vectors: Mapping[str, Tensor]) -> list[Tensor]:
         """Rows (n, d): those of high-cardinality features first, then the shared ones."""
         rows = [vectors[name] for name in self.high_cardinality]
@@ -173,83 +238,3 @@ class GroupedFeatureRows(nn.Module):
             grouped = torch.cat([vectors[name] for name in self.low_cardinality], 1)
             rows += self.project(grouped).chunk(self.shared_rows, 1)
         return rows
-
-
-class RunningStandardizer(nn.Module):
-    """Standardizes values (B, F) by running mean and variance; NaN and infinite values become 0.
-
-    In training the statistics are updated with a batch before it is scaled, so training and serving
-    apply the same formula.
-    """
-
-    mean: Tensor
-    variance: Tensor
-    count: Tensor
-
-    def __init__(self, num_features: int, max_count: float = 20_000) -> None:
-        super().__init__()
-        self.max_count = max_count
-        self.register_buffer("mean", torch.zeros(num_features))
-        self.register_buffer("variance", torch.ones(num_features))
-        self.register_buffer("count", torch.zeros(num_features))
-
-    def forward(self, values: Tensor) -> Tensor:
-        """(B, F) to (B, F), clipped to six standard deviations."""
-        finite = values.isfinite()
-        if self.training:
-            self._update(torch.where(finite, values, torch.nan))
-        scaled = (values - self.mean) * torch.rsqrt(self.variance + 1e-6)
-        return torch.where(finite, scaled, 0.0).clamp(-6, 6)
-
-    @torch.no_grad()
-    def _update(self, values: Tensor) -> None:
-        """Merge the statistics of a batch (Chan's parallel formula); NaN is not counted.
-
-        The count is capped at `max_count`, which makes the statistics a moving average.
-        """
-        count = (~values.isnan()).sum(0)
-        mean = values.nanmean(0).nan_to_num(0.0)
-        variance = ((values - mean) ** 2).nanmean(0).nan_to_num(0.0)
-        weight = count / (self.count + count).clamp(min=1)
-        delta = mean - self.mean
-        self.variance += weight * (variance - self.variance + (1 - weight) * delta**2)
-        self.mean += weight * delta
-        self.count.copy_((self.count + count).clamp(max=self.max_count))
-
-
-BINS, BIN_RANGE = 16, 3.0  # equal bins from -3 to 3 standard deviations
-
-
-class NumericRows(NamedTuple):
-    """`rows` (B, rows, d) for the interaction module, and the `standardized` values (B, F)."""
-
-    rows: Tensor
-    standardized: Tensor
-
-
-class NumericEmbedding(nn.Module):
-    """Values (B, F), NaN where missing, to `rows` rows of width d, by an MLP.
-
-    The first linear layer adds a learned vector of each value's bin, initialized with zeros: a
-    piecewise constant function, as in trees (binned numeric embeddings, 2203.05556).
-    """
-
-    bin_offsets: Tensor
-
-    def __init__(self, num_features: int, rows: int, width: int, hidden: int) -> None:
-        super().__init__()
-        self.standardizer = RunningStandardizer(num_features)
-        self.linear = nn.Linear(2 * num_features, hidden)
-        self.bins = nn.Parameter(torch.zeros(max(1, num_features) * BINS, hidden))
-        self.out = nn.Linear(hidden, rows * width)
-        self.rows = rows
-        self.register_buffer("bin_offsets", torch.arange(num_features) * BINS, persistent=False)
-
-    def forward(self, values: Tensor) -> NumericRows:
-        """Rows and standardized values; a missing value counts as the mean and is flagged."""
-        scaled = self.standardizer(values)
-        h = self.linear(torch.cat((scaled, (~values.isfinite()).float()), 1))
-        if values.shape[1]:
-            bins = ((scaled + BIN_RANGE) * (BINS / (2 * BIN_RANGE))).long().clamp(0, BINS - 1)
-            h = h + F.embedding_bag(bins + self.bin_offsets, self.bins, mode="sum")
-        return NumericRows(self.out(torch.relu(h)).unflatten(1, (self.rows, -1)), scaled)

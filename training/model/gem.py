@@ -1,9 +1,11 @@
 """GEM, the foundation model over all surfaces: a batch and its embeddings to logits.
 
-B rows (candidates), R requests, d row width, O objectives, E embedding width, M MLP width.
+B rows (candidates), R requests, d row width, O objectives, A auxiliary objectives, E embedding
+width, M MLP width.
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -12,13 +14,18 @@ from torch import Tensor, nn
 
 from etl.errors import UserError
 from features.schema import ITEM_TABLE, USER_TABLE, FeatureSchema
-from training.data.batch import Batch
-from training.model.config import GemConfig
-from training.model.embeddings import EmbeddingVectors, GroupedFeatureRows, NumericEmbedding
+from training.data.batch import Batch, InputStatistics
+from training.model.alignment import Layout, RowAlignment
+from training.model.config import GemConfig, GemOptions
+from training.model.embeddings import (
+    EmbeddingVectors,
+    GroupedFeatureRows,
+    NarrowEmbeddings,
+)
 from training.model.heads import (
     DomainGate,
     EsmmChain,
-    SurfaceHeads,
+    ObjectiveTowers,
     ZilnDistribution,
     ZilnValueHead,
 )
@@ -26,7 +33,9 @@ from training.model.history.encoder import HistoryEncoder
 from training.model.history.events import TypeMeanSimilarity, TypeSimilarity
 from training.model.history.search import HistorySelection
 from training.model.interaction import build_interaction
+from training.model.numeric import NumericEmbedding
 
+CANDIDATE = "candidate|"  # prefix of the names of rows of a candidate's ids
 NORM_EPS = 1e-2  # large, so that LayerNorm does not amplify barely trained rows
 
 
@@ -36,6 +45,7 @@ class GemOutput:
 
     Attributes:
         logits: Logit (B, O) of each objective on the row's surface.
+        auxiliary: Predictions (B, A) of auxiliary objectives: logits, or ln(1 + seconds of dwell).
         embedding: Compact representation (B, E) of user and item, before the surface gate.
         hidden: The MLP layer (B, M) that `embedding` is computed from.
         value_distribution: Distribution of outcome values, if the model has a value head.
@@ -43,6 +53,7 @@ class GemOutput:
     """
 
     logits: Tensor
+    auxiliary: Tensor
     embedding: Tensor
     hidden: Tensor
     value_distribution: ZilnDistribution | None
@@ -52,12 +63,31 @@ class GemOutput:
 class Gem(nn.Module):
     """The dense part of GEM; its inputs include the looked-up embedding vectors."""
 
-    def __init__(self, features: FeatureSchema, config: GemConfig) -> None:
+    def __init__(
+        self, features: FeatureSchema, config: GemConfig, layout: Layout | None = None
+    ) -> None:
+        """Build the model.
+
+        Args:
+            features: What the model reads.
+            config: Its modules and sizes.
+            layout: The rows that a model was trained on that this one continues, if they may
+                differ from those of `features`.
+        """
         super().__init__()
         d = config.embedding_dim
         self.features = features
-        self._build_categorical(features, config)
-        self.history = HistoryEncoder(features, config, 1 + self.user_ids.rows)
+        self.auxiliary_objectives = auxiliary_objectives(features, config)
+        self._build_categorical(features, config, layout)
+        user_rows = (*self.user_ids.row_names, *(["numbers|user"] if features.user.numeric else []))
+        self.user_alignment = RowAlignment(user_rows, layout["user"] if layout else user_rows)
+        candidate_rows = self._candidate_row_names()
+        self.candidate_alignment = RowAlignment(
+            candidate_rows, layout["candidate"] if layout else candidate_rows
+        )
+        self.history = HistoryEncoder(
+            features, config, self.user_alignment.out_rows, self.candidate_alignment.out_rows
+        )
         self.type_similarities = nn.ModuleList(
             TypeMeanSimilarity(name, width, len(features.events), d)
             for name, width in features.item.vectors.items()
@@ -66,32 +96,51 @@ class Gem(nn.Module):
             {name: nn.Linear(width, d) for name, width in features.item.vectors.items()}
         )
         self.surface = nn.Embedding(len(features.surfaces) + 1, d)
-        self.candidate_numeric = NumericEmbedding(
-            len(features.numeric_columns), config.numeric_rows, d, config.mlp_width
-        )
+        self.candidate_numeric = NumericEmbedding(features.numeric_keys, d, config.numeric_segments)
         self.user_numeric = NumericEmbedding(
-            len(features.user.numeric), 1, d, config.mlp_width // 4
+            (USER_TABLE,) * len(features.user.numeric), d, config.numeric_segments
         )
         self.norm = nn.LayerNorm(d, eps=NORM_EPS)
-        self.interaction = build_interaction(self._num_interaction_rows(config), config)
-        self.trunk = nn.Sequential(
-            nn.Linear(self.interaction.out_rows * d + self._wide_dim(), config.mlp_width),
-            nn.LayerNorm(config.mlp_width),
-            nn.ReLU(),
-            nn.Dropout(config.dropout),
+        all_rows = (*user_rows, *self._other_row_names())
+        self.row_alignment = RowAlignment(all_rows, layout["interaction"] if layout else all_rows)
+        self.interaction = build_interaction(self.row_alignment.out_rows, config)
+        hidden = config.mlp_width
+        self.trunk = _mlp(
+            self.interaction.out_rows * d + self._wide_dim(),
+            [hidden] * config.trunk_layers,
+            config.dropout,
         )
-        self.embedding = nn.Linear(config.mlp_width, config.output_embedding_dim)
-        self.gate = DomainGate(len(features.surfaces), config.output_embedding_dim)
-        self.heads = SurfaceHeads(
-            len(features.surfaces), len(features.objectives), config.output_embedding_dim
+        self.embedding = nn.Linear(hidden, config.output_embedding_dim)
+        self.gate = DomainGate(len(features.surfaces), hidden)
+        self.heads = ObjectiveTowers(
+            len(features.surfaces),
+            len(features.objectives) + len(self.auxiliary_objectives),
+            hidden + config.output_embedding_dim,
+            config.tower_width,
         )
         self.esmm = EsmmChain(features.objectives, config.esmm_parents)
         self.value_head = build_value_head(features, config) if config.value_loss_weight else None
 
-    def _build_categorical(self, features: FeatureSchema, config: GemConfig) -> None:
+    def _build_categorical(
+        self, features: FeatureSchema, config: GemConfig, layout: Layout | None
+    ) -> None:
+        groups = (features.user, features.item, features.context)
+        self.narrow_embeddings = NarrowEmbeddings(
+            {name: rows for group in groups for name, rows in group.categorical.items()},
+            config.embedding_dim,
+            config.embedding_width_factor,
+        )
         user = dict(features.user.categorical)
         if config.user_hash_buckets:
             user = {USER_TABLE: config.user_hash_buckets} | user
+        trained_user = trained_candidate = None
+        if layout:
+            trained_user = layout["user"]
+            trained_candidate = [
+                name.removeprefix(CANDIDATE)
+                for name in layout["candidate"]
+                if name.startswith(CANDIDATE)
+            ]
         # The item table grows over time: it always counts as high-cardinality.
         candidate = {ITEM_TABLE: sys.maxsize} | features.item.categorical
         candidate |= features.context.categorical
@@ -101,23 +150,60 @@ class Gem(nn.Module):
                 width=config.embedding_dim,
                 threshold=config.low_cardinality_threshold,
                 shared_rows=config.low_cardinality_rows,
+                trained_rows=trained,
             )
-            for cardinalities in (user, candidate)
+            for cardinalities, trained in ((user, trained_user), (candidate, trained_candidate))
         )
 
-    def _num_interaction_rows(self, config: GemConfig) -> int:
-        """Number of rows that the interaction module reads; see `forward`."""
-        vectors, types = len(self.features.item.vectors), len(self.features.events)
-        user = self.user_ids.rows + 1  # numeric features of a user are one row
-        candidate = self.candidate_ids.rows + vectors + 1 + config.numeric_rows  # 1: the surface
-        history = self.history.request_rows + self.history.candidate_rows
-        return user + candidate + history + vectors * types
+    def _candidate_row_names(self) -> tuple[str, ...]:
+        """Names of the rows of a candidate's own features: ids, content, surface, numbers."""
+        return (
+            *(CANDIDATE + name for name in self.candidate_ids.row_names),
+            *(f"content|{name}" for name in self.features.item.vectors),
+            "surface",
+            *(f"numbers|of {' '.join(key)}" for key in dict.fromkeys(self.features.numeric_keys)),
+        )
+
+    def _other_row_names(self) -> list[str]:
+        """Names of the rows that the interaction module reads after the user's; see `forward`."""
+        requests, candidates = self.history.row_names
+        return [
+            *requests,
+            *self._candidate_row_names(),
+            *candidates,
+            *(
+                f"similarity|{name}|{event}"
+                for name in self.features.item.vectors
+                for event in self.features.events
+            ),
+        ]
 
     def _wide_dim(self) -> int:
         """Width of the features that bypass the interaction module; see `forward`."""
         f = self.features
         vectors = sum(width + len(f.events) for width in f.item.vectors.values())
         return len(f.numeric_columns) + len(f.user.numeric) + vectors
+
+    @property
+    def layout(self) -> Layout:
+        """The rows that its modules are trained on, to build a model that continues this one."""
+        return {
+            "user": self.user_alignment.trained_names,
+            "candidate": self.candidate_alignment.trained_names,
+            "interaction": self.row_alignment.trained_names,
+        }
+
+    def initialize_from(self, statistics: InputStatistics) -> None:
+        """Set the edges of numeric encodings, and start from the objectives' base rates."""
+        for module, values in (
+            (self.candidate_numeric, statistics.row_numeric),
+            (self.user_numeric, statistics.user_numeric),
+        ):
+            module.encoding.fit(values)
+        is_dwell = torch.tensor([t == "dwell" for t in self.auxiliary_objectives.values()]).bool()
+        means = statistics.auxiliary_means
+        auxiliary = torch.where(is_dwell, means, torch.logit(means))
+        self.heads.start_from(torch.cat((torch.logit(statistics.base_rates), auxiliary)))
 
     def select_history(self, batch: Batch) -> HistorySelection:
         """Select the events of a batch that the model reads."""
@@ -127,25 +213,33 @@ class Gem(nn.Module):
         self, batch: Batch, selection: HistorySelection, vectors: EmbeddingVectors
     ) -> GemOutput:
         """Outputs for all rows; request-level parts are computed once per request."""
+        vectors = vectors.map(self.narrow_embeddings)
         user_numeric = self.user_numeric(batch.user_numeric)
         numeric = self.candidate_numeric(batch.row_numeric)
-        user_rows = torch.stack((*self.user_ids(vectors.users), user_numeric.rows[:, 0]), 1)
-        history = self.history(batch, selection, vectors, user_rows)
+        user_rows = torch.stack((*self.user_ids(vectors.users), *user_numeric.rows.unbind(1)), 1)
+        candidate_rows = torch.cat((self._candidate_rows(batch, vectors), numeric.rows), 1)
+        history = self.history(
+            batch,
+            selection,
+            vectors,
+            self.user_alignment(user_rows.transpose(0, 1)).transpose(0, 1),
+            self.candidate_alignment(candidate_rows.transpose(0, 1)).transpose(0, 1),
+        )
         similarities = [
             cast("TypeSimilarity", similarity(batch)) for similarity in self.type_similarities
         ]
         rows = torch.cat(
             (
                 torch.cat((user_rows, history.request_rows), 1)[batch.request_index],
-                self._candidate_rows(batch, vectors),
-                numeric.rows,
+                candidate_rows,
                 history.candidate_rows,
                 *(similarity.rows for similarity in similarities),
             ),
             1,
         )
         # Interaction modules take (rows, B, d).
-        x = self.interaction(self.norm(rows).transpose(0, 1).contiguous()).transpose(0, 1)
+        x = self.row_alignment(self.norm(rows).transpose(0, 1).contiguous())
+        x = self.interaction(x).transpose(0, 1)
         wide = (
             numeric.standardized,
             user_numeric.standardized[batch.request_index],
@@ -154,9 +248,12 @@ class Gem(nn.Module):
         )
         hidden = self.trunk(torch.cat((x.flatten(1), *wide), 1))
         embedding = self.embedding(hidden)
-        gated = self.gate(embedding, batch.surface)
+        gated = torch.cat((self.gate(hidden, batch.surface), embedding), 1)
+        num_objectives = len(self.features.objectives)
+        outputs = self.heads(gated, batch.surface)
         return GemOutput(
-            logits=self.esmm(self.heads(gated, batch.surface)),
+            logits=self.esmm(outputs[:, :num_objectives]),
+            auxiliary=outputs[:, num_objectives:],
             embedding=embedding,
             hidden=hidden,
             value_distribution=self.value_head(gated) if self.value_head else None,
@@ -170,8 +267,22 @@ class Gem(nn.Module):
         return torch.stack((*ids, *content, self.surface(batch.surface)), 1)
 
 
+def auxiliary_objectives(features: FeatureSchema, config: GemOptions) -> dict[str, str]:
+    """The target of each auxiliary objective that a model has a head for."""
+    return features.auxiliary_objectives if config.auxiliary_weight else {}
+
+
 def build_value_head(features: FeatureSchema, config: GemConfig) -> ZilnValueHead:
     """Head for outcome values. Raises UserError if no objective of the spec has values."""
     if not features.value_objectives:
         raise UserError("--model.value-loss-weight: no objective of the spec has `value: true`")
-    return ZilnValueHead(config.output_embedding_dim, len(features.objectives))
+    return ZilnValueHead(config.mlp_width + config.output_embedding_dim, len(features.objectives))
+
+
+def _mlp(inputs: int, widths: Sequence[int], dropout: float) -> nn.Sequential:
+    """Linear layers of some widths, each with LayerNorm, ReLU and dropout."""
+    layers: list[nn.Module] = []
+    for width in widths:
+        layers += [nn.Linear(inputs, width), nn.LayerNorm(width), nn.ReLU(), nn.Dropout(dropout)]
+        inputs = width
+    return nn.Sequential(*layers)

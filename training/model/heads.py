@@ -30,21 +30,32 @@ class DomainGate(nn.Module):
         return h * 2 * torch.sigmoid(self.mlp(gate_input))
 
 
-class SurfaceHeads(nn.Module):
-    """A shared linear head for each objective, plus a correction by surface that starts at zero."""
+class ObjectiveTowers(nn.Module):
+    """A small MLP for each objective, whose last layer has a correction by surface.
 
-    def __init__(self, surfaces: int, objectives: int, hidden: int) -> None:
+    The correction starts at zero. W is the width of a tower; O includes auxiliary objectives.
+    """
+
+    def __init__(self, surfaces: int, objectives: int, hidden: int, width: int) -> None:
         super().__init__()
-        self.shared = nn.Linear(hidden, objectives)
-        self.surface_weight = nn.Parameter(torch.zeros(surfaces + 1, objectives, hidden))
+        self.weight = nn.Parameter(torch.empty(objectives, hidden, width))
+        nn.init.uniform_(self.weight, -(hidden**-0.5), hidden**-0.5)
+        self.bias = nn.Parameter(torch.zeros(objectives, width))
+        self.out_weight = nn.Parameter(torch.empty(objectives, width))
+        nn.init.uniform_(self.out_weight, -(width**-0.5), width**-0.5)
+        self.out_bias = nn.Parameter(torch.full((objectives,), -2.0))
+        self.surface_weight = nn.Parameter(torch.zeros(surfaces + 1, objectives, width))
         self.surface_bias = nn.Parameter(torch.zeros(surfaces + 1, objectives))
-        nn.init.constant_(self.shared.bias, -2.0)
+
+    def start_from(self, outputs: Tensor) -> None:
+        """Start from constant outputs (O), such as the logits of base rates."""
+        self.out_bias.data.copy_(outputs)
 
     def forward(self, h: Tensor, surface: Tensor) -> Tensor:
         """Hidden units (B, H) and surface codes (B) to logits (B, O)."""
-        correction = torch.einsum("bh,boh->bo", h, self.surface_weight[surface])
-        logits: Tensor = self.shared(h) + correction + self.surface_bias[surface]
-        return logits
+        tower = torch.relu(torch.einsum("bh,ohw->bow", h, self.weight) + self.bias)
+        logits: Tensor = (tower * (self.out_weight + self.surface_weight[surface])).sum(2)
+        return logits + self.out_bias + self.surface_bias[surface]
 
 
 class EsmmChain(nn.Module):
@@ -150,16 +161,46 @@ def sample_followed_events(offsets: Tensor, max_samples: int = MAX_SAMPLES) -> T
     return followed[torch.randperm(len(followed), device=followed.device)[:max_samples]]
 
 
+FREQUENCY_BUCKETS = 2**16
+FREQUENCY_DECAY = 0.999  # by batch: counts of about the last thousand
+
+
+class ItemFrequency(nn.Module):
+    """The share of each item among sampled events, from counts that decay with each batch.
+
+    Counted over many batches, because each item of a single one seems equally rare. Items are
+    hashed to buckets, so that the share of a rare item may be too large.
+    """
+
+    counts: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("counts", torch.zeros(FREQUENCY_BUCKETS))
+
+    def forward(self, items: Tensor) -> Tensor:
+        """Count sampled items (n) and return the share of each (n), which is positive."""
+        buckets = items % FREQUENCY_BUCKETS
+        self.counts.mul_(FREQUENCY_DECAY)
+        self.counts.index_add_(0, buckets, self.counts.new_ones(len(items)))
+        return self.counts[buckets] / self.counts.sum()
+
+
 class NextActionLoss(nn.Module):
     """Sampled softmax over next items: the item that follows an event, among those of other events.
 
     The generative task of HSTU (2402.17152, section 2) as an auxiliary loss of ranking. The encoder
-    must be causal.
+    must be causal. Items are negatives in proportion to their frequency q, so log((n - 1) q), the
+    log of how often an item is expected among the n - 1 other events, is subtracted from their
+    scores (logQ correction; Yi et al., RecSys 2019): the sum over negatives then estimates that
+    over all items, and popular items are not penalized. The next item itself is present without
+    sampling, so its score is not corrected (2507.09331).
     """
 
     def __init__(self, width: int, event_width: int) -> None:
         super().__init__()
         self.query_projection = nn.Linear(event_width, width, bias=False)
+        self.item_frequency = ItemFrequency()
 
     def forward(
         self,
@@ -169,7 +210,7 @@ class NextActionLoss(nn.Module):
         next_item_ids: Tensor,
         next_item_vectors: Tensor,
     ) -> Tensor:
-        """Mean loss of the events at `positions` (n).
+        """Mean loss of the events at `positions` (n), in training.
 
         Args:
             encoded: The encoded sequences, which may end with CLS tokens.
@@ -182,6 +223,19 @@ class NextActionLoss(nn.Module):
         events = encoded.events[positions - offsets[request] + encoded.offsets[request]]
         queries = self.query_projection(events)
         scores = queries @ next_item_vectors.T / next_item_vectors.shape[1] ** 0.5
-        same_item = (next_item_ids[:, None] == next_item_ids).fill_diagonal_(False)
-        target = torch.arange(len(positions), device=positions.device)
-        return F.cross_entropy(scores.masked_fill(same_item, -torch.inf), target)
+        return sampled_softmax_loss(scores, next_item_ids, self.item_frequency(next_item_ids))
+
+
+def sampled_softmax_loss(scores: Tensor, items: Tensor, frequency: Tensor) -> Tensor:
+    """Mean cross-entropy of scores (n, n) of each query with all sampled `items` (n).
+
+    The item of query i is item i; those of other queries are its negatives, unless they are the
+    same item. `frequency` (n) is the probability with which each item is sampled.
+    """
+    samples = len(items)
+    expected_count = max(1, samples - 1) * frequency
+    target = torch.arange(samples, device=items.device)
+    is_target = target[:, None] == target
+    corrected = scores - expected_count.log().expand_as(scores).masked_fill(is_target, 0.0)
+    same_item = (items[:, None] == items) & ~is_target
+    return F.cross_entropy(corrected.masked_fill(same_item, -torch.inf), target)

@@ -13,7 +13,7 @@ from etl.tables.atomic_io import download
 from etl.tables.uri import StoragePath
 from features.encoding.scalar import INT4_ZERO_POINT
 from features.schema import TEACHER_EMBEDDING_WIDTH
-from training.model.embeddings import RunningStandardizer
+from training.model.numeric import RunningStandardizer
 
 MATRYOSHKA_WIDTHS = (8, 16, TEACHER_EMBEDDING_WIDTH)
 STEPS, BATCH_SIZE, LEARNING_RATE = 400, 512, 2e-3

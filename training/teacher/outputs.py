@@ -1,7 +1,8 @@
-"""GEM's outputs as tables: `teacher_predictions` and `user_teacher_embeddings`.
+"""The teacher's outputs as tables: `teacher_predictions` and `user_teacher_embeddings`.
 
-Each day is scored by an earlier GEM, which was not trained on the labels of that day. Rankers read
-the tables; they never run GEM themselves.
+Each day is scored by an earlier teacher, which was not trained on the labels of that day. Rankers
+read the tables; they never run GEM themselves. Logits are those of all models of the teacher,
+embeddings those of its first GEM.
 """
 
 import logging
@@ -26,17 +27,16 @@ from etl.tables.uri import StoragePath, list_matching, resolve_uri
 from features.encoding.scalar import quantize_int4
 from training.data.batch import Batch, Shuffle
 from training.data.label_window import ALL_LABELS
-from training.data.reader import ExampleReader
-from training.model.gem import GemOutput
+from training.teacher.blend import DayLogits
 from training.teacher.compressor import (
     EmbeddingCompressor,
     fit_compressor,
     load_compressor,
     save_compressor,
 )
+from training.teacher.ensemble import Teacher, load_teacher
 from training.trainer import checkpoint
-from training.trainer.state import Manifest, TrainState
-from training.trainer.trainer import load_train_state
+from training.trainer.state import Manifest
 
 log = logging.getLogger(__name__)
 
@@ -50,11 +50,15 @@ class TeacherOutputs(NamedTuple):
 
 @dataclass(frozen=True)
 class ScoredDay:
-    """A day's `teacher_predictions`, its impressions (n), and GEM's hidden layer (n, M) of each."""
+    """A day's `teacher_predictions`, its impressions (n), and GEM's hidden layer (n, M) of each.
+
+    `logits` are those of the teacher's parts.
+    """
 
     predictions: pa.Table
     impressions: pa.Table
     hidden: Tensor
+    logits: DayLogits
 
 
 def write_teacher_outputs(
@@ -86,9 +90,11 @@ def write_teacher_outputs(
         if teacher_day is None:
             log.info("no GEM was trained before %s: %s is not scored", trained_before, day)
             continue
-        state, reader = load_train_state(lake, teacher_day)
-        reader.require_days(day, day)
-        scored = _score_day(lake.spec, reader, state, day, batch_rows)
+        teacher = load_teacher(lake, teacher_day, day)
+        teacher.reader.require_days(day, day)
+        scored = _score_day(lake.spec, teacher, day, batch_rows)
+        if teacher.trees is not None:
+            scored.logits.write(lake.root, day, lake.spec)
         embeddings = _fit_and_compress(lake, day, scored.hidden)
         rows = scored.impressions.append_column("teacher_embedding_int4", embeddings)
         outputs.append(
@@ -97,7 +103,9 @@ def write_teacher_outputs(
                 _in_table_order(rows, schemas.user_teacher_embeddings(lake.spec)),
             )
         )
-        sources = dict(reader.table_versions) | {"gem": state.manifest.fm_version}
+        weights = dict(zip(lake.spec.objectives, teacher.weights.round(4).tolist(), strict=True))
+        sources = dict(teacher.reader.table_versions) | {"gem": teacher.manifest.fm_version}
+        sources |= {"trees_weights": weights} if teacher.trees is not None else {}
     predictions = [output.predictions for output in outputs]
     user_embeddings = [output.user_embeddings for output in outputs]
     _replace_days(lake, schemas.teacher_predictions(lake.spec), predictions, days, sources)
@@ -118,29 +126,33 @@ def _replace_days(
     arrow.replace_rows(lake, schema, rows, where, sources)
 
 
-def _score_day(
-    spec: DataSpec, reader: ExampleReader, state: TrainState, day: date, batch_rows: int
-) -> ScoredDay:
+def _score_day(spec: DataSpec, teacher: Teacher, day: date, batch_rows: int) -> ScoredDay:
     """Score all impressions of a day, bucket by bucket."""
     schema = schemas.teacher_predictions(spec)
-    objectives = trained_objectives(spec, state.manifest)
-    predictions, impressions, hidden = [], [], []
+    objectives = trained_objectives(spec, teacher.manifest)
+    predictions, impressions, hidden, ids, parts = [], [], [], [], []
     buckets = range(spec.buckets)
     for bucket in tqdm(buckets, desc=f"teacher {day}", unit="bucket", disable=None):
         shard = (bucket, spec.buckets)
-        for batch in reader.batches([day], ALL_LABELS, batch_rows, Shuffle(None), shard):
-            with torch.no_grad():
-                output = state.model(batch)
-            provenance = _provenance_columns(state.manifest, batch, day, bucket)
-            logits = _logit_columns(spec, output, objectives)
-            columns = provenance | logits | {"embedding": _list_array(output.embedding)}
+        tree_scores = None
+        for batch in teacher.reader.batches([day], ALL_LABELS, batch_rows, Shuffle(None), shard):
+            tree_scores = tree_scores or teacher.score_trees(day, bucket)
+            scores = teacher.score(batch, tree_scores)
+            provenance = _provenance_columns(teacher.manifest, batch, day, bucket)
+            logits = _logit_columns(spec, scores.logits, objectives)
+            columns = provenance | logits | {"embedding": _list_array(scores.output.embedding)}
             predictions.append(pa.table(columns).select(list(schema.columns)))
             impressions.append(pa.table(provenance | _impression_columns(spec, batch, day)))
-            hidden.append(output.hidden)
+            hidden.append(scores.output.hidden)
+            ids.append(batch.impression_ids)
+            parts.append((scores.gem, scores.trees))
     return ScoredDay(
         predictions=pa.concat_tables(predictions).cast(arrow_schema(schema)),
         impressions=pa.concat_tables(impressions),
         hidden=torch.cat(hidden),
+        logits=DayLogits(
+            np.concatenate(ids), *(np.concatenate(part) for part in zip(*parts, strict=True))
+        ),
     )
 
 
@@ -170,11 +182,13 @@ def _provenance_columns(
     }
 
 
-def _logit_columns(spec: DataSpec, output: GemOutput, trained: set[str]) -> dict[str, pa.Array]:
-    """GEM's logits by objective, null for objectives that it was not trained on."""
+def _logit_columns(
+    spec: DataSpec, logits: npt.NDArray[np.float64], trained: set[str]
+) -> dict[str, pa.Array]:
+    """The teacher's logits by objective, null for objectives that it was not trained on."""
     columns = {}
-    for name, logits in zip(spec.objectives, output.logits.numpy().T, strict=True):
-        values = pa.array(np.ascontiguousarray(logits))
+    for name, column in zip(spec.objectives, logits.astype(np.float32).T, strict=True):
+        values = pa.array(np.ascontiguousarray(column))
         columns[f"logit_{name}"] = values if name in trained else pa.nulls(len(values), values.type)
     return columns
 

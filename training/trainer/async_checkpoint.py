@@ -105,7 +105,7 @@ class AsyncCheckpointer:
         """Copy all state that the next step depends on, and start writing it; a collective call."""
         self.wait()
         state_dir = self._new_state_dir()
-        train_state.last_access.all_reduce()
+        train_state.all_reduce_counts()
         train_state.replicas.synchronize()
         writer = SafetensorsWriter(path / state_dir)
         dist.barrier()

@@ -32,14 +32,24 @@ class DamagedCheckpointError(UserError):
     """A checkpoint is damaged, was changed after it was written, or is not signed."""
 
 
-def checkpoint_path(lake: str, day: date, complete: bool = True) -> StoragePath:
-    """The folder of the GEM that was trained until a day, or is in the middle of that day."""
+def checkpoint_path(lake: str, day: date, complete: bool = True, member: int = 0) -> StoragePath:
+    """The folder of the GEM that was trained until a day, or is in the middle of that day.
+
+    A teacher of several seeds has further GEMs, each `member` in a folder of its own.
+    """
     name = f"{day}" if complete else f"{day}.partial"
-    return resolve_uri(lake, "models", "gem", name)
+    return _member_folder(lake, member) / name
 
 
-def read_manifest(path: StoragePath, spec_hash: str) -> Manifest | None:
+def _member_folder(lake: str, member: int) -> StoragePath:
+    folder = resolve_uri(lake, "models", "gem")
+    return folder / f"seed-{member}" if member else folder
+
+
+def read_manifest(path: StoragePath, spec_hash: str | None) -> Manifest | None:
     """The manifest of a checkpoint; None if it does not exist.
+
+    A `spec_hash` of None allows any spec.
 
     Raises:
         DamagedCheckpointError: The manifest cannot be read, or lacks a valid signature.
@@ -56,10 +66,10 @@ def read_manifest(path: StoragePath, spec_hash: str) -> Manifest | None:
         raise _damaged(path, f"{path / MANIFEST} cannot be read") from None
     except SignatureError as error:
         raise _damaged(path, str(error)) from None
-    if manifest.spec_hash != spec_hash:
+    if spec_hash not in (None, manifest.spec_hash):
         raise UserError(
             f"{path} was trained under spec {manifest.spec_hash}, but the spec now has hash "
-            f"{spec_hash}: use another --lake, or the previous spec"
+            f"{spec_hash}: run `gemline train upgrade`, or use another --lake or the previous spec"
         )
     return manifest
 
@@ -89,7 +99,7 @@ def load_checkpoint(path: StoragePath, train_state: TrainState) -> None:
 
 
 def load_weights(path: StoragePath, train_state: TrainState) -> None:
-    """Restore a model for inference: the tables, and the averaged weights as its weights.
+    """Restore a model for inference: tables, item rows, and averaged weights as its weights.
 
     Raises DamagedCheckpointError if a file was changed.
     """
@@ -97,10 +107,12 @@ def load_weights(path: StoragePath, train_state: TrainState) -> None:
     state: dict[str, Any] = {
         "ema": train_state.ema.state_dict(),
         "tables": train_state.tables.state_dict(),
+        "item_rows": train_state.item_rows.state_dict(),
     }
     state_dict_loader.load(state, storage_reader=HuggingFaceStorageReader(str(folder)))
     train_state.ema.load_state_dict(state["ema"])
     train_state.tables.load_state_dict(state["tables"])
+    train_state.item_rows.load_state_dict(state["item_rows"])
     train_state.model.core.load_state_dict(train_state.ema.module.state_dict())
 
 
@@ -127,18 +139,20 @@ def sha256_of(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def list_checkpoints(lake: str, spec_hash: str) -> list[tuple[StoragePath, Manifest]]:
+def list_checkpoints(
+    lake: str, spec_hash: str | None, member: int = 0
+) -> list[tuple[StoragePath, Manifest]]:
     """All readable checkpoints with their manifests, in order of training progress.
 
     Damaged ones are skipped with a warning.
     """
-    paths = list_matching(resolve_uri(lake, "models", "gem"), "[0-9]*")
+    paths = list_matching(_member_folder(lake, member), "[0-9]*")
     checkpoints = _readable_checkpoints(paths, spec_hash)
     return sorted(checkpoints, key=lambda pair: (pair[1].trained_until, pair[1].complete))
 
 
 def _readable_checkpoints(
-    paths: list[StoragePath], spec_hash: str
+    paths: list[StoragePath], spec_hash: str | None
 ) -> Iterator[tuple[StoragePath, Manifest]]:
     for path in paths:
         try:
@@ -170,6 +184,14 @@ def remove_old_checkpoints(lake: str, spec_hash: str, keep_days: int) -> list[da
     removed = []
     for path, manifest in checkpoints:
         if manifest.trained_until < oldest_kept:
-            atomic_io.remove_folder(path)
+            day = path.name
+            for folder in (path, *_of_other_members(lake, day)):
+                atomic_io.remove_folder(folder)
             removed.append(manifest.trained_until)
     return removed
+
+
+def _of_other_members(lake: str, name: str) -> list[StoragePath]:
+    """The checkpoints of a name of the other GEMs of a teacher."""
+    folders = list_matching(_member_folder(lake, 0), "seed-*")
+    return [folder / name for folder in folders if (folder / name).exists()]

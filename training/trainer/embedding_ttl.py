@@ -1,7 +1,8 @@
 """Time-to-live of embedding rows: rows without recent access are reset.
 
-The item table is a ring and the user table is hashed, so rows are reused: a new user should not
-start with the embedding of a user who left long ago. N rows of a table.
+The user table is hashed, so its rows are reused: a new user should not start with the embedding of
+a user who left long ago. Rows of the item table are freed: `training.trainer.item_rows`. N rows of
+a table.
 """
 
 from collections.abc import Mapping
@@ -12,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from features.schema import ITEM_TABLE
-from training.model.embeddings import EmbeddingTables, ItemRowMap
+from training.model.embeddings import EmbeddingTables
 
 NEVER = 0  # not accessed since the row was initialized
 
@@ -46,23 +46,19 @@ class LastAccess:
         for days in self.last_days.values():
             dist.all_reduce(days, dist.ReduceOp.MAX)
 
-    def expired_rows(
-        self, new_items: Tensor, item_rows: ItemRowMap, day: date, ttl_days: int | None
-    ) -> dict[str, Tensor]:
-        """Rows (n) of each table to reset before a day.
+    def expired_rows(self, day: date, ttl_days: int | None) -> dict[str, Tensor]:
+        """Rows (n) of each table that expire before a day.
 
-        These are rows that were accessed before, but not in the last `ttl_days` days (None: never
-        expire), and rows of old items that are reused by the day's `new_items` (n).
+        These are rows that were accessed before, but not in the last `ttl_days` days (None: rows
+        never expire).
         """
         oldest = (day - timedelta(days=ttl_days)).toordinal() if ttl_days else NEVER
-        is_expired = {
-            name: (days > NEVER) & (days < oldest) for name, days in self.last_days.items()
+        return {
+            name: ((days > NEVER) & (days < oldest)).nonzero().flatten()
+            for name, days in self.last_days.items()
         }
-        reused = item_rows(new_items[new_items >= item_rows.num_rows])
-        is_expired[ITEM_TABLE][reused] = self.last_days[ITEM_TABLE][reused] > NEVER
-        return {name: mask.nonzero().flatten() for name, mask in is_expired.items()}
 
-    def reset(self, expired: Mapping[str, Tensor]) -> None:
-        """Record that rows were reinitialized."""
-        for name, rows in expired.items():
-            self.last_days[name][rows] = NEVER
+    def reset(self, rows: Mapping[str, Tensor]) -> None:
+        """Record that rows were reinitialized and belong to nobody."""
+        for name, reset_rows in rows.items():
+            self.last_days[name][reset_rows] = NEVER

@@ -7,7 +7,7 @@ processes, reads the rest of each shard, so that each row is read exactly once.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date, timedelta
 
 import torch
@@ -18,7 +18,8 @@ from etl.spec.units import date_range
 from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath
 from training.config import TrainConfig
-from training.data.batch import Batch, Shuffle, batch_digest
+from training.data.batch import Batch, InputStatistics, Shuffle, batch_digest
+from training.data.input_statistics import input_statistics
 from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
 from training.data.shards import Epoch, RoundRobin, read_epoch
@@ -28,15 +29,19 @@ from training.trainer.step import negative_sampling
 
 
 def starting_point(
-    lake: Lake, reader: ExampleReader, days: tuple[date, date], config: TrainConfig
+    lake: Lake,
+    reader: ExampleReader,
+    days: tuple[date, date],
+    config: TrainConfig,
+    member: int = 0,
 ) -> tuple[Manifest, StoragePath | None]:
     """The manifest before the next batch to train on, and the checkpoint to load, if any.
 
     Raises UserError if days before the first were not trained on, or were trained with settings
     that may not change.
     """
-    checkpoints = checkpoint.list_checkpoints(lake.root, lake.spec.hash)
-    manifest, path = _new_manifest(lake, reader, days[0], config), None
+    checkpoints = checkpoint.list_checkpoints(lake.root, lake.spec.hash, member)
+    manifest, path = _new_manifest(lake, reader, days[0], config, member), None
     earlier = [
         (folder, previous)
         for folder, previous in checkpoints
@@ -50,6 +55,7 @@ def starting_point(
                 "steps": previous.steps,
                 "rows": previous.rows,
                 "trained_from": previous.trained_from,
+                "layout": previous.layout,
             }
         )
     new_run = manifest
@@ -63,10 +69,13 @@ def starting_point(
     return manifest, path
 
 
-def _new_manifest(lake: Lake, reader: ExampleReader, first: date, config: TrainConfig) -> Manifest:
+def _new_manifest(
+    lake: Lake, reader: ExampleReader, first: date, config: TrainConfig, member: int
+) -> Manifest:
     return Manifest(
         spec_hash=lake.spec.hash,
-        similarity_attributes=lake.spec.similarity_attributes,
+        features=reader.features,
+        attributes=lake.spec.attributes,
         event_types=reader.event_types,
         training=config.model_copy(
             update={"sequence": reader.sequence, "max_length": reader.history_length}
@@ -76,6 +85,7 @@ def _new_manifest(lake: Lake, reader: ExampleReader, first: date, config: TrainC
         trained_from=first,
         trained_until=first,
         complete=False,
+        member=member,
         batches=0,
         steps=0,
     )
@@ -91,27 +101,47 @@ def _check_can_continue(previous: Manifest, requested: Manifest) -> None:
         )
     old, new = previous.training.resume_invariants(), requested.training.resume_invariants()
     changed = [f"{name} {old[name]}" for name in old if old[name] != new[name]]
-    if previous.similarity_attributes != requested.similarity_attributes:
-        changed.append(f"similarity_attributes {', '.join(previous.similarity_attributes)}")
+    if previous.features != requested.features:
+        changed.append(f"similarity_attributes {', '.join(previous.features.similarity_columns)}")
     if previous.event_types != requested.event_types:
         changed.append(f"events {', '.join(previous.event_types)}")
     if changed:
         raise UserError(
             f"GEM until {day} was trained with {'; '.join(changed)}: train with the same settings, "
-            "or remove models/gem from the lake to start over"
+            "run `gemline train upgrade` if the spec was changed, or remove models/gem from the "
+            "lake to start over"
         )
 
 
 def check_same_inputs(manifest: Manifest, reader: ExampleReader) -> None:
     """Raises UserError if the model inputs of the spec differ from those of a GEM."""
-    spec = reader.lake.spec
-    trained = manifest.similarity_attributes, manifest.event_types
-    if trained != (spec.similarity_attributes, reader.event_types):
+    trained = manifest.features, manifest.event_types
+    if trained != (reader.features, reader.event_types):
         raise UserError(
             f"GEM until {manifest.trained_until} was trained with other `similarity_attributes` or "
-            f"`sequences` than spec {spec.name} has now: revert the change, or remove models/gem "
-            "from the lake and train again"
+            f"`sequences` than spec {reader.lake.spec.name} has now: revert the change, or run "
+            "`gemline train upgrade`"
         )
+
+
+def day_labels(lake: Lake, day: date, manifest: Manifest) -> LabelWindow:
+    """The labels that GEM trains on after a day: those that became final on it."""
+    return LabelWindow(
+        start=0 if day == manifest.trained_from else lake.spec.day_start(day),
+        end=lake.spec.day_end(day),
+        purpose="training",
+        include_auxiliary=manifest.training.gem_config.auxiliary_weight > 0,
+        negative_sampling=negative_sampling(manifest.training, tuple(lake.spec.objectives)),
+    )
+
+
+def first_day_statistics(
+    lake: Lake, reader: ExampleReader, manifest: Manifest
+) -> InputStatistics | None:
+    """Statistics of the inputs of the first training day; None if it has no final labels."""
+    day = manifest.trained_from
+    labels = replace(day_labels(lake, day, manifest), negative_sampling=None)
+    return input_statistics(reader, day, labels)
 
 
 @dataclass(frozen=True)
@@ -123,26 +153,36 @@ class DayBatches:
     day: date
     manifest: Manifest
 
-    def shard_batches(self, shard: int, consumed: int = 0) -> Iterator[Batch]:
-        """The batches of a shard, without the first `consumed` ones."""
-        manifest, spec, config = self.manifest, self.lake.spec, self.manifest.training
-        is_first = self.day == manifest.trained_from
-        window = LabelWindow(
-            start=0 if is_first else spec.day_start(self.day),
-            end=spec.day_end(self.day),
-            purpose="training",
-            negative_sampling=negative_sampling(config, tuple(spec.objectives)),
-        )
-        oldest = self.day - timedelta(days=spec.label_maturity_days + 1)
-        epoch = Epoch(
+    def epoch(self, shard: int, number: int = 0, consumed: int = 0) -> Epoch:
+        """A pass over a shard, without its first `consumed` batches."""
+        manifest, config = self.manifest, self.manifest.training
+        oldest = self.day - timedelta(days=self.lake.spec.label_maturity_days + 1)
+        return Epoch(
             days=list(date_range(max(manifest.trained_from, oldest), self.day)),
-            label_window=window,
+            label_window=day_labels(self.lake, self.day, manifest),
             batch_rows=config.batch_rows,
-            shuffle=Shuffle(config.seed),
+            shuffle=Shuffle(config.seed, number),
             shard=(shard, manifest.num_shards),
             skip_batches=consumed,
         )
-        return read_epoch(self.reader, epoch, config.workers)
+
+    def shard_batches(self, shard: int, consumed: int = 0) -> Iterator[Batch]:
+        """The batches of all passes over a shard, without the first `consumed` ones."""
+        config, number = self.manifest.training, 0
+        if consumed and config.passes > 1:
+            number, consumed = divmod(consumed, self.epoch(shard).num_batches(self.reader))
+        for current in range(number, config.passes):
+            epoch = self.epoch(shard, current, consumed if current == number else 0)
+            for batch in read_epoch(self.reader, epoch, config.workers):
+                yield replace(batch, is_repeated=True) if current else batch
+
+    def num_steps(self, rank: int, world: int) -> int:
+        """The number of steps of the day, from its start; a collective call."""
+        shards = range(rank, self.manifest.num_shards, world)
+        batches = sum(self.epoch(shard).num_batches(self.reader) for shard in shards)
+        steps = torch.tensor(batches * self.manifest.training.passes)
+        dist.all_reduce(steps, dist.ReduceOp.MAX)
+        return int(steps)
 
     def for_rank(self, rank: int, world: int) -> RoundRobin[Batch]:
         """The batches of one process, from its shards in turn."""

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Annotated, Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from pydantic import Field
 from torch.distributed.checkpoint.state_dict import (
@@ -23,25 +21,29 @@ from torch.optim.swa_utils import AveragedModel
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardingType
 
+from etl.spec.attributes import Attributes
 from etl.spec.base import StrictModel
 from etl.tables.lake import Lake
 from features.schema import USER_TABLE, FeatureSchema
 from training.config import SINGLE_PROCESS, ParallelismConfig, TrainConfig
-from training.data.batch import Batch, batch_digest
+from training.data.batch import Batch, InputStatistics, batch_digest
 from training.data.reader import ExampleReader
 from training.distributed.process_group import build_mesh
 from training.distributed.sharding import (
     ReplicaSync,
     TorchrecTables,
+    fill_accumulators,
     parallelize,
     rowwise_adagrad_params,
     shard_tables,
 )
-from training.model.embeddings import ItemRowMap, table_sizes
+from training.model.alignment import Layout
+from training.model.embeddings import table_sizes
 from training.model.gem import Gem
 from training.trainer.compute import apply_compute_config
 from training.trainer.embedding_ttl import LastAccess
-from training.trainer.step import GemModel, ema_model
+from training.trainer.item_rows import ManagedItemRows
+from training.trainer.step import EmaModel, GemModel
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 FileName = Annotated[str, Field(pattern=r"^[0-9A-Za-z_-]+\.safetensors$")]
@@ -52,9 +54,14 @@ class Manifest(StrictModel):
     """The configuration, training progress and files of a checkpoint.
 
     Attributes:
+        features: What the model reads; surfaces and event types in the order of their codes.
+        attributes: How each attribute is read.
+        event_types: Types of the events in a history; empty for all.
+        layout: Rows that modules were trained on, if the features were changed since.
         num_shards: Shards that the day is split into: the number of processes that started it.
         table_versions: Delta versions of the tables read for the day.
         trained_until: The day in training, or the last one if `complete`.
+        member: The number of this GEM among those of the teacher, from 0.
         batches: Steps on this day.
         steps: Steps on all days.
         rows: Examples of all steps.
@@ -65,14 +72,17 @@ class Manifest(StrictModel):
     """
 
     spec_hash: str
-    similarity_attributes: tuple[str, ...]
+    features: FeatureSchema
+    attributes: Attributes
     event_types: tuple[str, ...]
+    layout: Layout = {}
     training: TrainConfig
     num_shards: int
     table_versions: dict[str, int]
     trained_from: date
     trained_until: date
     complete: bool
+    member: int = 0
     batches: int
     steps: int
     rows: int = 0
@@ -130,7 +140,8 @@ class TrainState:
     """A model with its optimizers, and the manifest with its training progress.
 
     `ema` holds the averaged dense weights, which are used for inference; `replicas` averages the
-    copies of the tables; the optimizer of the tables is fused into `tables`.
+    copies of the tables; the optimizer of the tables is fused into `tables`, and its state starts
+    at `initial_accumulator`.
     """
 
     model: GemModel
@@ -138,6 +149,8 @@ class TrainState:
     tables: DistributedModelParallel
     replicas: ReplicaSync
     last_access: LastAccess
+    item_rows: ManagedItemRows
+    initial_accumulator: float
     optimizer: torch.optim.Optimizer
     manifest: Manifest
 
@@ -150,6 +163,7 @@ class TrainState:
             "tables": self.tables.state_dict(),
             "tables_optimizer": self.tables.fused_optimizer.state_dict()["state"],
             "last_access": self.last_access.last_days,
+            "item_rows": self.item_rows.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -162,6 +176,12 @@ class TrainState:
         self.tables.load_state_dict(state["tables"])
         fused.load_state_dict({**fused.state_dict(), "state": state["tables_optimizer"]})
         self.last_access.last_days = state["last_access"]
+        self.item_rows.load_state_dict(state["item_rows"])
+
+    def all_reduce_counts(self) -> None:
+        """Add up what each process counted of the rows that it looked up; a collective call."""
+        self.last_access.all_reduce()
+        self.item_rows.all_reduce(self.last_access.today)
 
 
 def latest_reader(lake: Lake, config: TrainConfig) -> ExampleReader:
@@ -170,44 +190,54 @@ def latest_reader(lake: Lake, config: TrainConfig) -> ExampleReader:
 
 
 def build_train_state(
-    features: FeatureSchema,
     manifest: Manifest,
-    known_items: npt.NDArray[np.bool_],
     parallelism: ParallelismConfig = SINGLE_PROCESS,
+    statistics: InputStatistics | None = None,
 ) -> TrainState:
     """A newly initialized model of a manifest's configuration, on the processes of the group.
 
-    `known_items` (I) marks the items that the model was or will be trained on; all others share the
-    row of the unknown item.
+    No item has a row of the item table yet. `statistics` of the inputs are not needed if a
+    checkpoint is loaded afterwards.
     """
-    config, sizes = manifest.training, manifest.training.gem_config
+    features, config = manifest.features, manifest.training
+    sizes = config.gem_config
     mesh = build_mesh(parallelism.table_replicas)
     torch.manual_seed(config.seed)
-    core = Gem(features, sizes)
+    core = Gem(features, sizes, manifest.layout or None)
+    if statistics:
+        core.initialize_from(statistics)
 
     rows = table_sizes(features, config.item_table_rows, sizes.user_hash_buckets)
+    moment_scale = parallelism.moment_scale or parallelism.table_replicas
     tables = shard_tables(
         TorchrecTables(rows, sizes.embedding_dim, (USER_TABLE,)),
         mesh,
-        rowwise_adagrad_params(
-            config.embedding_lr, parallelism.moment_scale or parallelism.table_replicas
-        ),
+        rowwise_adagrad_params(config.embedding_lr, moment_scale),
         TABLE_AND_ROW_WISE if parallelism.row_wise else TABLE_WISE,
     )
+    initial_accumulator = moment_scale * config.initial_accumulator
+    fill_accumulators(tables, initial_accumulator)
     last_access = LastAccess.never_accessed(tables, rows)
+    item_rows = ManagedItemRows.all_free(
+        config.item_table_rows,
+        admission_count=config.item_admission_count,
+        dropout=sizes.item_dropout,
+        dropout_lookups=config.item_dropout_lookups,
+    )
 
-    ema = ema_model(core)
+    ema = EmaModel(core)
     apply_compute_config(core, config.compute)
     dense = parallelize(core, ema, mesh, parallelism.dense_parallelism == "fsdp")
-    item_rows = ItemRowMap(config.item_table_rows, torch.from_numpy(known_items))
     return TrainState(
         model=GemModel(
-            core, dense, last_access, item_rows, sizes.user_hash_buckets, sizes.item_dropout
+            core, dense, last_access, item_rows, sizes.user_hash_buckets, item_rows.for_training
         ),
         ema=ema,
         tables=tables,
         replicas=ReplicaSync(tables, mesh, parallelism.sync_every_steps),
         last_access=last_access,
+        item_rows=item_rows,
+        initial_accumulator=initial_accumulator,
         optimizer=torch.optim.AdamW(
             core.parameters(), lr=config.dense_lr, weight_decay=config.weight_decay, fused=True
         ),

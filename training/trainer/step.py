@@ -3,12 +3,12 @@
 Also the loss, and the exponential moving average (EMA) of the weights, which is used for inference:
 in continuous training the learning rate is never annealed, and averaging has a similar effect.
 
-B rows, O objectives.
+B rows, O objectives, A auxiliary objectives.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -17,52 +17,94 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from etl.errors import UserError
+from features.schema import FeatureSchema
 from training.config import TrainConfig
 from training.data.batch import Batch, NegativeSampling
-from training.model.embeddings import EmbeddingTables, ItemRowMap, lookup_embeddings
-from training.model.gem import Gem, GemOutput
+from training.model.embeddings import EmbeddingTables, lookup_embeddings
+from training.model.gem import Gem, GemOutput, auxiliary_objectives
 
+ItemRows = Callable[[Tensor], Tensor]  # item indexes (n) to rows (n) of the item table
 MAX_EMA_DECAY = 0.998  # about the last 500 steps
 
 
-def ema_model(model: nn.Module) -> AveragedModel:
+class EmaModel(AveragedModel):
     """The EMA of a model's weights (Polyak averaging), with the latest buffers.
 
     The decay starts low, so that initial weights have little effect after a short training.
+    Parameters and buffers are collected once, because walking all modules takes longer than the
+    average itself: they may not be replaced after the first update.
     """
-    return AveragedModel(model, multi_avg_fn=_update_ema)
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._collected: tuple[nn.Module, _TensorPairs] | None = None
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module) -> None:
+        """Add the latest weights to the average."""
+        if self._collected is None or self._collected[0] is not model:
+            self._collected = model, _TensorPairs.of(self.module, model)
+        pairs, steps = self._collected[1], int(self.n_averaged)
+        decay = min(MAX_EMA_DECAY, (1 + steps) / (10 + steps)) if steps else 0.0
+        torch._foreach_lerp_(pairs.averages, pairs.weights, 1 - decay)
+        if pairs.buffers:
+            torch._foreach_copy_(pairs.buffers, pairs.latest_buffers)
+        self.n_averaged += 1
 
 
-@torch.no_grad()
-def _update_ema(averages: Sequence[Tensor], weights: Sequence[Tensor], steps: Tensor | int) -> None:
-    """Update the averages in place; `steps` is the number of earlier updates."""
-    decay = min(MAX_EMA_DECAY, (1 + int(steps)) / (10 + int(steps)))
-    torch._foreach_lerp_(list(averages), list(weights), 1 - decay)
+class _TensorPairs(NamedTuple):
+    """Parameters and buffers of an averaged model, and those of the model that is averaged."""
+
+    averages: list[Tensor]
+    weights: list[Tensor]
+    buffers: list[Tensor]
+    latest_buffers: list[Tensor]
+
+    @classmethod
+    def of(cls, averaged: nn.Module, model: nn.Module) -> "_TensorPairs":
+        """The tensors of both models, in the same order."""
+        modules = averaged, model
+        averages, weights = ([p.detach() for p in m.parameters()] for m in modules)
+        buffers, latest_buffers = ([b.detach() for b in m.buffers()] for m in modules)
+        return cls(averages, weights, buffers, latest_buffers)
 
 
 @dataclass(frozen=True)
 class Loss:
-    """The training loss: weighted cross-entropies, and optional value and next-action terms.
+    """The training loss: weighted cross-entropies, and auxiliary, value and next-action terms.
 
     If a share s of an objective's negatives is sampled, the odds in the sample are those of all
     rows divided by s. The loss is therefore computed on the logits minus ln s, and the logits stay
     unbiased for all rows. `log_sampling_rates` (O) are ln s.
+
+    The loss of auxiliary objectives, with `auxiliary_weights` (A), is the cross-entropy, and for
+    those whose target `is_dwell` (A) the Huber loss of ln(1 + seconds). Rows that negative sampling
+    leaves out do not count.
     """
 
     objective_weights: Tensor
     log_sampling_rates: Tensor
+    auxiliary_weights: Tensor
+    is_dwell: Tensor
     value_weight: float
     next_action_weight: float
 
     @classmethod
-    def from_config(cls, config: TrainConfig, objectives: Sequence[str]) -> "Loss":
+    def from_config(cls, config: TrainConfig, features: FeatureSchema) -> "Loss":
         """The loss of a configuration. Raises UserError if it names an unknown objective."""
-        weights = per_objective(config.objective_weights, objectives, "--objective-weights")
+        objectives, model = features.objectives, config.gem_config
+        names = (*objectives, *features.auxiliary_objectives)
+        weights = torch.tensor(
+            per_objective(config.objective_weights, names, "--objective-weights")
+        )
         rates = per_objective(config.negative_sampling_rate, objectives, "--negative-sampling-rate")
-        model = config.gem_config
+        targets = auxiliary_objectives(features, model).values()
+        auxiliary_weights = weights[len(objectives) :][: len(targets)]
         return cls(
-            objective_weights=torch.tensor(weights),
+            objective_weights=weights[: len(objectives)],
             log_sampling_rates=torch.tensor(rates).log(),
+            auxiliary_weights=model.auxiliary_weight * auxiliary_weights,
+            is_dwell=torch.tensor([target == "dwell" for target in targets], dtype=torch.bool),
             value_weight=model.value_loss_weight,
             next_action_weight=model.sequence.next_action_weight,
         )
@@ -75,13 +117,24 @@ class Loss:
         """The loss summed over a batch, divided by `rows`."""
         logits = self.sampled_logits(output.logits)
         loss = masked_loss(logits, batch.labels, batch.label_mask * self.objective_weights, rows)
+        if len(self.auxiliary_weights):
+            loss = loss + self._auxiliary_loss(output.auxiliary, batch) / rows
         if output.value_distribution:
             is_positive = batch.label_mask & (batch.labels > 0)
             nll = output.value_distribution.negative_log_likelihood(batch.outcome_values)
             loss = loss + self.value_weight * (nll * is_positive).sum() / rows
         if output.next_action_loss is not None:
-            loss = loss + self.next_action_weight * output.next_action_loss
+            # A repeated batch without labels has been learned already.
+            is_new = batch.label_mask.any()
+            loss = loss + self.next_action_weight * output.next_action_loss * is_new
         return loss
+
+    def _auxiliary_loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """The weighted sum of the losses of auxiliary objectives, whose outputs are (B, A)."""
+        labels, weights = batch.auxiliary_labels, batch.auxiliary_mask * self.auxiliary_weights
+        cross_entropy = F.binary_cross_entropy_with_logits(outputs, labels, reduction="none")
+        huber = F.huber_loss(outputs, labels, reduction="none")
+        return (torch.where(self.is_dwell, huber, cross_entropy) * weights).sum()
 
 
 def negative_sampling(config: TrainConfig, objectives: Sequence[str]) -> NegativeSampling | None:
@@ -118,23 +171,23 @@ class GemModel:
     """GEM with its embedding tables: from a batch to outputs.
 
     `core` is the dense model; `dense` is the same model, wrapped by DDP or FSDP if there are
-    several processes. `user_rows` is the number of rows of the user table, and `item_dropout` the
-    share of items that are replaced by the unknown item in training.
+    several processes. `item_rows` and, in training, `training_item_rows` map item indexes to rows
+    of the item table; `user_rows` is the number of rows of the user table.
     """
 
     core: Gem
     dense: nn.Module
     tables: EmbeddingTables
-    item_rows: ItemRowMap
+    item_rows: ItemRows
     user_rows: int
-    item_dropout: float
+    training_item_rows: ItemRows | None = None
 
     def __call__(self, batch: Batch) -> GemOutput:
         """Logits and embeddings of a batch."""
-        dropout = self.item_dropout if self.core.training else 0.0
+        in_training = self.core.training and self.training_item_rows
         history = self.core.select_history(batch)
         vectors = lookup_embeddings(
-            self.tables, batch, history.positions, self.item_rows, dropout, self.user_rows
+            self.tables, batch, history.positions, in_training or self.item_rows, self.user_rows
         )
         return cast(GemOutput, self.dense(batch, history, vectors))
 

@@ -5,6 +5,7 @@ and `predict_test` read a trained model.
 """
 
 import logging
+import math
 import sys
 from dataclasses import dataclass, field
 from datetime import date
@@ -17,22 +18,28 @@ from etl.errors import UserError
 from etl.spec.units import DaySplit, date_range
 from etl.tables import atomic_io
 from etl.tables.lake import Lake
+from etl.tables.uri import StoragePath
 from training.config import SINGLE_PROCESS, ParallelismConfig, TrainConfig
 from training.data.batch import Batch, Shuffle
 from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
 from training.data.shards import RoundRobin
 from training.distributed.process_group import synchronized_batches
-from training.distributed.sharding import reset_rows
 from training.evaluation.metrics import PrequentialMetrics
 from training.evaluation.predictions import Predictions, predict
 from training.model.gem import GemOutput
 from training.trainer import checkpoint
 from training.trainer.async_checkpoint import AsyncCheckpointer
 from training.trainer.nan_guard import non_finite_loss_error
-from training.trainer.resume import DayBatches, check_same_inputs, starting_point
+from training.trainer.resume import (
+    DayBatches,
+    check_same_inputs,
+    first_day_statistics,
+    starting_point,
+)
 from training.trainer.state import TrainState, build_train_state, latest_reader
 from training.trainer.step import Loss, NonFiniteLossError, train_step
+from training.trainer.table_day import start_table_day
 from training.trainer.throughput import ThroughputMeter, Timeline
 
 log = logging.getLogger(__name__)
@@ -44,20 +51,21 @@ def train_days(
     config: TrainConfig,
     timeline: Timeline | None = None,
     parallelism: ParallelismConfig = SINGLE_PROCESS,
+    member: int = 0,
 ) -> list[dict[str, float]]:
     """Train on a range of days, one after the other; returns each day's prequential metrics.
 
     Continues from the checkpoint of the day before the first one, if it exists, or from an
-    interrupted call. `timeline` may contain earlier activities of the process. Raises UserError if
-    a day has no examples.
+    interrupted call. `timeline` may contain earlier activities of the process. `member` numbers the
+    GEMs of a teacher of several seeds. Raises UserError if a day has no examples.
     """
     timeline = timeline or Timeline()
     reader = latest_reader(lake, config)
     reader.require_days(*days)
-    manifest, path = starting_point(lake, reader, days, config)
+    manifest, path = starting_point(lake, reader, days, config, member)
     timeline.record("tables")
-    known_items = reader.items.seen_by(days[1])
-    state = build_train_state(reader.features, manifest, known_items, parallelism)
+    statistics = None if path else first_day_statistics(lake, reader, manifest)
+    state = build_train_state(manifest, parallelism, statistics)
     timeline.record("model")
     if path:
         checkpoint.load_checkpoint(path, state)
@@ -79,6 +87,7 @@ class Trainer:
     state: TrainState
     meter: ThroughputMeter
     checkpointer: AsyncCheckpointer = field(default_factory=AsyncCheckpointer)
+    day_steps: int = 0
 
     @property
     def config(self) -> TrainConfig:
@@ -91,11 +100,13 @@ class Trainer:
         Returns prequential metrics, of predictions made before the update on their batch.
         """
         rank, world = dist.get_rank(), dist.get_world_size()
-        self._start_day(day)
+        self.start_day(day)
         day_batches = DayBatches(self.lake, self.reader, day, self.state.manifest)
         batches = day_batches.for_rank(rank, world)
         padding = day_batches.padding_batches(rank)
-        loss = Loss.from_config(self.config, self.reader.features.objectives)
+        if self.config.decay_share:
+            self.day_steps = day_batches.num_steps(rank, world)
+        loss = Loss.from_config(self.config, self.reader.features)
         metrics = PrequentialMetrics(self.reader.features, loss)
         progress = tqdm(
             synchronized_batches(batches, padding),
@@ -104,51 +115,67 @@ class Trainer:
             disable=rank > 0 or None,
         )
         for batch, mean_rows in progress:
-            self.meter.before_step(self.state, batch)
-            metrics.update(self._step(batch, mean_rows, loss), batch)
-            self.state.manifest = self.state.manifest.after_step(batch, round(mean_rows * world))
+            self.train_batch(batch, mean_rows, loss, metrics)
             progress.set_postfix(self.meter.after_step(batch), refresh=False)
             if self.state.manifest.batches % self.config.checkpoint_every == 0:
                 self._save_partial(day, day_batches, batches)
         self._finish_day(day)
         return metrics.compute()
 
-    def _start_day(self, day: date) -> None:
-        """Start a day; before its first batch, reset expired rows of the tables."""
+    def train_batch(
+        self, batch: Batch, mean_rows: float, loss: Loss, metrics: PrequentialMetrics
+    ) -> None:
+        """One step of a day that was started; `mean_rows` is the mean over all processes."""
+        self.meter.before_step(self.state, batch)
+        output = self._step(batch, mean_rows, loss)
+        if not batch.is_repeated:
+            metrics.update(output, batch)
+        rows = round(mean_rows * dist.get_world_size())
+        self.state.manifest = self.state.manifest.after_step(batch, rows)
+
+    def start_day(self, day: date) -> None:
+        """Start a day; before its first batch, update the rows of the tables."""
         state = self.state
         if state.manifest.complete or state.manifest.trained_until != day:
             state.manifest = state.manifest.next_day(day, dist.get_world_size())
         state.model.core.train()
         state.last_access.today = day.toordinal()
         if state.manifest.batches == 0:
-            new_items = torch.from_numpy(self.reader.items.first_seen_on(day))
-            expired = state.last_access.expired_rows(
-                new_items, state.model.item_rows, day, self.config.embedding_ttl_days
-            )
             torch.manual_seed(hash((self.config.seed, state.manifest.steps)) % 2**31)
-            reset_rows(state.tables, expired)
-            state.last_access.reset(expired)
+            start_table_day(state, self.reader.items, day)
 
     def _step(self, batch: Batch, mean_rows: float, loss: Loss) -> GemOutput:
         """Update on a batch; returns the output before the update."""
         state, step = self.state, self.state.manifest.steps
-        _set_learning_rate(state.optimizer, self.config, step)
+        self._set_learning_rates()
         # Dropout depends only on the step and the process, so a resumed run draws the same.
         torch.manual_seed(hash((self.config.seed, step, dist.get_rank())) % 2**31)
         try:
             output = train_step(state.model, batch, mean_rows, state.optimizer, loss)
         except NonFiniteLossError as error:
-            folder = checkpoint.checkpoint_path(self.lake.root, state.manifest.trained_until).parent
+            folder = self._checkpoint_path(state.manifest.trained_until).parent
             raise non_finite_loss_error(folder, state, batch, error.ranks) from None
         state.ema.update_parameters(state.model.core)
         state.replicas.after_step()
         return output
 
+    def _set_learning_rates(self) -> None:
+        """Set the rates of the dense weights and of the tables, which update in the backward."""
+        state, config = self.state, self.config
+        factor = rate_factor(config, state.manifest.steps, state.manifest.batches, self.day_steps)
+        for optimizer, rate in (
+            (state.optimizer, config.dense_lr),
+            (state.tables.fused_optimizer, config.embedding_lr),
+        ):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * factor
+        state.tables.fused_optimizer.step()  # passes the rate on to the kernels
+
     def _save_partial(self, day: date, day_batches: DayBatches, batches: RoundRobin[Batch]) -> None:
         """Start writing a checkpoint in the middle of a day."""
         consumed = day_batches.consumed_by_all_ranks(batches)
         self.state.manifest = self.state.manifest.model_copy(update={"consumed_batches": consumed})
-        partial = checkpoint.checkpoint_path(self.lake.root, day, complete=False)
+        partial = self._checkpoint_path(day, complete=False)
         self.checkpointer.save(partial, self.state)
         self.meter.timeline.record("checkpoint")
 
@@ -157,34 +184,50 @@ class Trainer:
         self.state.manifest = self.state.manifest.model_copy(
             update={"complete": True, "consumed_batches": ()}
         )
-        self.checkpointer.save(checkpoint.checkpoint_path(self.lake.root, day), self.state)
+        self.checkpointer.save(self._checkpoint_path(day), self.state)
         self.checkpointer.wait()
         self.meter.timeline.record("checkpoint")
         if dist.get_rank() == 0:
-            partial = checkpoint.checkpoint_path(self.lake.root, day, complete=False)
-            atomic_io.remove_folder(partial)
+            atomic_io.remove_folder(self._checkpoint_path(day, complete=False))
+
+    def _checkpoint_path(self, day: date, complete: bool = True) -> StoragePath:
+        member = self.state.manifest.member
+        return checkpoint.checkpoint_path(self.lake.root, day, complete, member)
 
 
-def _set_learning_rate(optimizer: torch.optim.Optimizer, config: TrainConfig, step: int) -> None:
-    """Linear warmup of the dense learning rate."""
+def rate_factor(config: TrainConfig, step: int, day_step: int, day_steps: int) -> float:
+    """The factor on both learning rates: linear warm-up, then stable, with a decay in each day.
+
+    The rate decays as 1 - sqrt(x) over the last `decay_share` of a day's steps, and the next day
+    continues from the decayed weights at the full rate (WSD-S, 2410.05192).
+
+    Args:
+        config: The settings of the run.
+        step: The number of steps of all days so far.
+        day_step: The number of steps of this day so far.
+        day_steps: The number of steps of this day.
+    """
     warmup = min(1.0, (step + 1) / config.warmup_steps)
-    for group in optimizer.param_groups:
-        group["lr"] = config.dense_lr * warmup
+    decay_steps = config.decay_share * day_steps
+    if not decay_steps:
+        return warmup
+    progress = max(0.0, day_step - (day_steps - decay_steps)) / decay_steps
+    return warmup * (1 - math.sqrt(min(progress, 1.0)))
 
 
-def load_train_state(lake: Lake, day: date) -> tuple[TrainState, ExampleReader]:
+def load_train_state(lake: Lake, day: date, member: int = 0) -> tuple[TrainState, ExampleReader]:
     """The GEM that was trained until a day, in eval mode, and a reader of its inputs.
 
-    Items first seen after that day are unknown to it, because their rows were never trained. Raises
-    UserError if the GEM does not exist, or if the spec now defines other inputs.
+    Items first seen after that day are unknown to it, because they have no row. Raises UserError if
+    the GEM does not exist, or if the spec now defines other inputs.
     """
-    path = checkpoint.checkpoint_path(lake.root, day)
+    path = checkpoint.checkpoint_path(lake.root, day, member=member)
     manifest = checkpoint.read_manifest(path, lake.spec.hash)
     if manifest is None:
         raise UserError(f"no GEM was trained until {day}; run `gemline train gem` for that day")
     reader = latest_reader(lake, manifest.training)
     check_same_inputs(manifest, reader)
-    state = build_train_state(reader.features, manifest, reader.items.seen_by(day))
+    state = build_train_state(manifest)
     checkpoint.load_weights(path, state)
     state.model.core.eval()
     return state, reader

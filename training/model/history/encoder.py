@@ -15,7 +15,7 @@ from training.data.batch import Batch, History
 from training.model.config import GemConfig
 from training.model.embeddings import EmbeddingVectors
 from training.model.heads import NextActionLoss, sample_followed_events
-from training.model.history.events import EventTokenizer, concat_item_vectors
+from training.model.history.events import EventTokenizer, MaskNetTokenizer, concat_item_vectors
 from training.model.history.search import (
     EventFilter,
     HistorySelection,
@@ -23,7 +23,7 @@ from training.model.history.search import (
     RecencyEmbedding,
     select_history,
 )
-from training.model.sequence.interformer import InterFormer
+from training.model.sequence.interformer import InterFormer, InterFormerOutput
 from training.model.sequence.pyramid import EncodedEvents
 
 
@@ -31,7 +31,8 @@ class HistoryRows(NamedTuple):
     """What the history encoder returns.
 
     `request_rows` (R, n, d) are shared by the candidates of a request, `candidate_rows` (B, m, d)
-    belong to a single one. `next_action_loss` is None outside training or if disabled.
+    belong to a single one; there are no request rows if InterFormer's context is the candidate.
+    `next_action_loss` is None outside training or if disabled.
     """
 
     request_rows: Tensor
@@ -46,20 +47,29 @@ class HistoryEncoder(nn.Module):
     older events are attended to only if they share an attribute with the candidate.
     """
 
-    def __init__(self, features: FeatureSchema, config: GemConfig, num_user_rows: int) -> None:
+    def __init__(
+        self,
+        features: FeatureSchema,
+        config: GemConfig,
+        num_user_rows: int,
+        num_candidate_rows: int,
+    ) -> None:
         super().__init__()
         d, w = config.embedding_dim, config.event_width
         types = len(features.events)
         tables = 1 + len(features.item.categorical)
         vector_width = sum(features.item.vectors.values())
         self.item_tables = (ITEM_TABLE, *features.item.categorical)
-        self.similarity_attributes = features.similarity_columns
-        self.event_tokenizer = EventTokenizer(
+        self.similarity_attributes, self.event_names = features.similarity_columns, features.events
+        tokenizer_class = MaskNetTokenizer if config.sequence.masknet else EventTokenizer
+        self.event_tokenizer = tokenizer_class(
             tables, d, vector_width, len(features.surfaces), types, w
         )
         self.candidate_projection = nn.Linear(tables * d + vector_width, w)
         self.candidate_projection.weight = self.event_tokenizer.item_projection.weight
-        self.encoder = InterFormer(num_user_rows, config)
+        self.reads_candidates = config.sequence.context == "candidate"
+        num_context_rows = num_user_rows + (num_candidate_rows if self.reads_candidates else 0)
+        self.encoder = InterFormer(num_context_rows, config)
         encoders = self.encoder.encoders
         self.event_filters = tuple(
             EventFilter(encoder.max_events, _event_type_codes(features, encoder.event_types))
@@ -75,12 +85,25 @@ class HistoryEncoder(nn.Module):
         )
         self.out = nn.Linear(w, d)
         self.next_action_losses = nn.ModuleList(
-            NextActionLoss(w, encoder.out.in_features)
+            NextActionLoss(w, encoder.width)
             for encoder in encoders
             if config.sequence.next_action_weight
         )
-        self.request_rows = self.encoder.out_rows
-        self.candidate_rows = len(encoders) + len(self.similarity_attributes) * (1 + types)
+        attended_rows = len(encoders) + len(self.similarity_attributes) * (1 + types)
+        self.request_rows = 0 if self.reads_candidates else self.encoder.out_rows
+        self.candidate_rows = attended_rows + self.encoder.out_rows - self.request_rows
+
+    @property
+    def row_names(self) -> tuple[list[str], list[str]]:
+        """Names of the rows of requests and of candidates; see `forward`."""
+        attributes = self.similarity_attributes
+        candidates = [
+            *(f"attended|{group}" for group in range(len(self.encoder.encoders))),
+            *(f"matched|{name}" for name in attributes),
+            *(f"recency|{name}|{event}" for name in attributes for event in self.event_names),
+        ]
+        encoded = [f"encoded|{row}" for row in range(self.encoder.out_rows)]
+        return ([], candidates + encoded) if self.reads_candidates else (encoded, candidates)
 
     def select_history(self, batch: Batch) -> HistorySelection:
         """Select the events of a batch that the encoder reads."""
@@ -94,8 +117,12 @@ class HistoryEncoder(nn.Module):
         selection: HistorySelection,
         vectors: EmbeddingVectors,
         user_rows: Tensor,
+        candidate_rows: Tensor,
     ) -> HistoryRows:
-        """Rows of the requests and of the candidates; `user_rows` (R, u, d) describe the users."""
+        """Rows of the requests and of the candidates.
+
+        `user_rows` (R, u, d) describe the users, and `candidate_rows` (B, c, d) the candidates.
+        """
         history, encoders = batch.history, self.encoder.encoders
         tokens = selection.split_events(
             self.event_tokenizer(history, vectors.events, selection.positions)
@@ -111,26 +138,49 @@ class HistoryEncoder(nn.Module):
                 strict=True,
             )
         ]
-        encoded = self.encoder(user_rows, sequences)
+        encoded = self._encode(batch.request_index, user_rows, candidate_rows, sequences)
         candidates = self.candidate_projection(
             concat_item_vectors(
                 {name: vectors.candidates[name] for name in self.item_tables}, batch.row_vectors
             )
         )
+        sequence_index = batch.request_index
+        if self.encoder.options.encodes_each_candidate:
+            sequence_index = torch.arange(len(candidates), device=candidates.device)
         attended = [
-            encoder.attend_from_candidates(candidates, batch.request_index, events)
-            for encoder, events in zip(encoders, encoded.sequences, strict=True)
+            encoder.attend_from_candidates(candidates, sequence_index, events)
+            for encoder, events in zip(encoders, encoded.full_length, strict=True)
         ]
         attended += self._attend_to_matches(candidates, tokens.by_match, selection)
         recency = [
-            embedding(matches, history.types, history.age_seconds)
+            embedding(matches, batch)
             for embedding, matches in zip(self.recency, selection.all_matches, strict=True)
         ]
         loss = None
         if self.training:
-            loss = self._next_action_loss(history, selection, vectors, encoded.sequences)
-        candidate_rows = torch.cat((torch.stack(attended, 1), *recency), 1)
-        return HistoryRows(encoded.request_rows, candidate_rows, loss)
+            loss = self._next_action_loss(history, selection, vectors, encoded.causal)
+        rows_of_candidates = [torch.stack(attended, 1), *recency]
+        rows_of_requests = encoded.rows
+        if self.reads_candidates:
+            rows_of_candidates.append(encoded.rows)
+            rows_of_requests = user_rows[:, :0]
+        return HistoryRows(rows_of_requests, torch.cat(rows_of_candidates, 1), loss)
+
+    def _encode(
+        self,
+        request: Tensor,
+        user_rows: Tensor,
+        candidate_rows: Tensor,
+        sequences: Sequence[EncodedEvents],
+    ) -> InterFormerOutput:
+        """Encode the sequences with the rows of the requests, or with those of the candidates."""
+        output: InterFormerOutput
+        if self.reads_candidates:
+            x = torch.cat((user_rows[request], candidate_rows), 1)
+            output = self.encoder(x, sequences, request)
+        else:
+            output = self.encoder(user_rows, sequences)
+        return output
 
     def _attend_to_matches(
         self, candidates: Tensor, matched_tokens: Sequence[Tensor], selection: HistorySelection

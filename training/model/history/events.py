@@ -8,9 +8,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from features.recency import AGE_BUCKETS, AGE_BUCKETS_PER_E_FOLD
 from training.data.batch import Batch, History
+from training.model.sequence.summaries import MaskNet
 from training.ops.ragged import segment_ids
 
 DWELL_BUCKETS = 128
@@ -40,7 +42,7 @@ class EventTokenizer(nn.Module):
         self.dwell = nn.Embedding(DWELL_BUCKETS, width)
         self.age = nn.Embedding(AGE_BUCKETS, width)
         self.item_projection = nn.Linear(tables * table_width + vector_width, width)
-        self.mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.SiLU())
+        self.mlp: nn.Module = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.SiLU())
         self.norm = nn.LayerNorm(width)
 
     def forward(self, history: History, vectors: dict[str, Tensor], positions: Tensor) -> Tensor:
@@ -66,6 +68,37 @@ class EventTokenizer(nn.Module):
         token = token + self.surface(surfaces) + self.dwell(dwells)
         token = token + self.age(age_bucket(ages))
         embedded: Tensor = self.norm(token + self.mlp(token))
+        return embedded
+
+
+class MaskNetTokenizer(EventTokenizer):
+    """Event tokens made by MaskNet of item, event type, surface, dwell time and age."""
+
+    def __init__(
+        self,
+        tables: int,
+        table_width: int,
+        vector_width: int,
+        surfaces: int,
+        types: int,
+        width: int,
+    ) -> None:
+        super().__init__(tables, table_width, vector_width, surfaces, types, width)
+        self.mlp = MaskNet(attributes=5, width=width)
+
+    @override
+    def embed(
+        self, projected_items: Tensor, types: Tensor, surfaces: Tensor, dwells: Tensor, ages: Tensor
+    ) -> Tensor:
+        """Tokens (…, W) of projected items (…, W), event types, surfaces, dwells and ages (…)."""
+        attributes = (
+            projected_items,
+            self.action(types),
+            self.surface(surfaces),
+            self.dwell(dwells),
+            self.age(age_bucket(ages)),
+        )
+        embedded: Tensor = self.norm(projected_items + self.mlp(torch.cat(attributes, -1)))
         return embedded
 
 

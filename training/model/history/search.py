@@ -20,7 +20,7 @@ from features.recency import (
     PHASE_BUCKETS,
     RecencyFeatures,
 )
-from training.data.batch import Batch
+from training.data.batch import Batch, History
 from training.model.history.events import age_bucket
 from training.model.sequence.attention import split_heads
 from training.ops.attention import dispatch
@@ -191,32 +191,88 @@ def recency_features(
     return RecencyFeatures(last.view(shape), span.view(shape), gap_count.view(shape))
 
 
+class MatchedGaps(NamedTuple):
+    """Times between matching events of a group and a type, one for each two neighbors (K).
+
+    Where `exists` is false, the neighbors are of different groups or types. `seconds` is the gap,
+    `end_age` the age of the event at its end.
+    """
+
+    group: Tensor
+    type: Tensor
+    seconds: Tensor
+    end_age: Tensor
+    exists: Tensor
+
+
+def matched_gaps(matches: AttributeMatches, history: History, num_types: int) -> MatchedGaps:
+    """All gaps between the matching events of each group; `num_types` with the unknown type."""
+    types, ages = history.types[matches.events], history.age_seconds[matches.events]
+    cell = segment_ids(matches.kv_offsets) * num_types + types
+    by_age = ages.argsort(descending=True, stable=True)
+    order = by_age[cell[by_age].argsort(stable=True)]
+    cell, ages = cell[order], ages[order]
+    return MatchedGaps(
+        group=cell[1:] // num_types,
+        type=cell[1:] % num_types,
+        seconds=ages[:-1] - ages[1:],
+        end_age=ages[1:],
+        exists=cell[1:] == cell[:-1],
+    )
+
+
+USER_VALUE_SLOTS = 2**16
+
+
 class InterArrivalStats(nn.Module):
     """Mean time between two events of a type with items of one attribute value, over all users.
 
     The sums are accumulated in training from the histories of the batches, so they contain no
-    events later than the examples.
+    events later than the examples. A gap is added once, by the first request that sees its end,
+    although all later requests of the user have it in their histories: `counted_until` is the time
+    of the latest request that was counted, by hash of user and attribute value. Of two requests of
+    a batch with the same hash the later one is counted. Users and values that share a hash may lose
+    gaps, but add none twice; so may requests in another order than their times, if the later
+    history was cut to its most recent events.
     """
 
     total_span: Tensor
     gap_count: Tensor
+    counted_until: Tensor
 
     def __init__(self, num_values: int, num_types: int) -> None:
         super().__init__()
+        self.num_types = num_types
         self.register_buffer("total_span", torch.zeros(num_values, num_types, dtype=torch.float64))
         self.register_buffer("gap_count", torch.zeros(num_values, num_types, dtype=torch.float64))
+        self.register_buffer("counted_until", torch.zeros(USER_VALUE_SLOTS, dtype=torch.int64))
 
-    def forward(self, values: Tensor, recency: RecencyFeatures[Tensor]) -> Tensor:
+    def forward(self, values: Tensor) -> Tensor:
         """Mean gaps in seconds (…, T + 1) of attribute values (…); 0 if none was observed."""
-        if self.training:
-            self._accumulate(values, recency)
         return (self.total_span[values] / self.gap_count[values].clamp(min=1)).float()
 
-    def _accumulate(self, values: Tensor, recency: RecencyFeatures[Tensor]) -> None:
-        num_types = self.total_span.shape[1]
-        rows = values.flatten()
-        self.total_span.index_add_(0, rows, recency.span.double().view(-1, num_types))
-        self.gap_count.index_add_(0, rows, recency.gap_count.double().view(-1, num_types))
+    def update(self, matches: AttributeMatches, batch: Batch) -> None:
+        """Add the gaps in the matching events of a batch that no earlier request has seen."""
+        values = matches.attribute_values
+        request = batch.request_index[matches.candidates[matches.q_offsets[:-1]]]
+        as_of = batch.as_of[request]
+        slot = (batch.user_hash[request] * 1_000_003 + values) % len(self.counted_until)
+        gaps = matched_gaps(matches, batch.history, self.num_types)
+        seen_from = torch.where(_is_latest(slot, as_of), self.counted_until[slot], as_of)
+        is_new = gaps.exists & (as_of[gaps.group] - gaps.end_age >= seen_from[gaps.group])
+        cell = values[gaps.group] * self.num_types + gaps.type
+        self.total_span.view(-1).index_add_(0, cell, (gaps.seconds * is_new).double())
+        self.gap_count.view(-1).index_add_(0, cell, is_new.double())
+        self.counted_until.scatter_reduce_(0, slot, as_of, "amax")
+
+
+def _is_latest(slot: Tensor, time: Tensor) -> Tensor:
+    """Whether each element (G) is the latest of its slot; one of those at the same time is."""
+    by_time = time.argsort(stable=True)
+    order = by_time[slot[by_time].argsort(stable=True)]
+    is_last = torch.ones_like(order, dtype=torch.bool)
+    is_last[:-1] = slot[order][1:] != slot[order][:-1]
+    return torch.empty_like(is_last).index_copy(0, order, is_last)
 
 
 class RecencyEmbedding(nn.Module):
@@ -239,9 +295,12 @@ class RecencyEmbedding(nn.Module):
         nn.init.zeros_(self.population_phase.weight)
         self.inter_arrival = InterArrivalStats(num_values, self.num_types)
 
-    def forward(self, matches: AttributeMatches, types: Tensor, ages: Tensor) -> Tensor:
-        """Types and ages in seconds of the events (N) to rows of the candidates (B, T, d)."""
-        recency = recency_features(matches, types, ages, self.num_types)
+    def forward(self, matches: AttributeMatches, batch: Batch) -> Tensor:
+        """Rows of the candidates (B, T, d); training adds their gaps to those of all users."""
+        if self.training:
+            self.inter_arrival.update(matches, batch)
+        history = batch.history
+        recency = recency_features(matches, history.types, history.age_seconds, self.num_types)
         return self.embed(recency, matches.attribute_values)[matches.candidate_group, 1:]
 
     def embed(self, recency: RecencyFeatures[Tensor], values: Tensor) -> Tensor:
@@ -249,7 +308,7 @@ class RecencyEmbedding(nn.Module):
         last_age = recency.last_age
         age = torch.where(last_age < NO_EVENT_AGE, age_bucket(last_age), AGE_BUCKETS)
         user = phase_bucket(last_age, recency.span / recency.gap_count.clamp(min=1))
-        population = phase_bucket(last_age, self.inter_arrival(values, recency))
+        population = phase_bucket(last_age, self.inter_arrival(values))
         slot = torch.arange(self.num_types, device=age.device)
         rows: Tensor = (
             self.age_embedding(age + slot * (AGE_BUCKETS + 1))

@@ -51,12 +51,23 @@ def build_single_interaction(
         case "finalmlp":
             return FinalMlp(rows, d, config.mlp_width, out_rows // 3)
         case "wukong":
-            shape = WukongShape(
-                d,
-                config.fm_rows,
-                config.linear_rows,
+            return Wukong(rows, wukong_shapes(config), config.cross_layer_rows, config.heads)
+
+
+def wukong_shapes(config: GemConfig) -> list[WukongShape]:
+    """The shape of each Wukong layer; `wukong_rows` are divided as fm_rows and linear_rows are."""
+    out_rows = config.fm_rows + config.linear_rows
+    shapes = []
+    for rows in config.wukong_rows or [out_rows] * config.layers:
+        fm_rows = min(rows - 1, max(1, round(rows * config.fm_rows / out_rows)))
+        shapes.append(
+            WukongShape(
+                config.embedding_dim,
+                fm_rows,
+                rows - fm_rows,
                 config.rank,
                 config.mlp_width,
                 config.input_dependent_projection,
             )
-            return Wukong(rows, config.layers, shape, config.cross_layer_rows)
+        )
+    return shapes

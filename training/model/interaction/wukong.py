@@ -64,15 +64,16 @@ class InputDependentProjection(nn.Module):
 
 
 class CrossLayerAttention(nn.Module):
-    """X_i + g_i * Attention(X_i, [C_0 X_0 ; ... ; C_{i-1} X_{i-1}]), g_i = 0 at the start.
+    """X_i + g_i * MHA(X_i, [C_0 X_0 ; ... ; C_{i-1} X_{i-1}]), g_i = 0 at the start.
 
     Each layer attends to the inputs of all earlier layers, as in GEM's extension of Wukong, whose
     form is not published. C_j compresses the input of layer j to c rows. The gates start at zero,
     so that training starts from plain Wukong.
     """
 
-    def __init__(self, rows: Sequence[int], width: int, compressed_rows: int) -> None:
+    def __init__(self, rows: Sequence[int], width: int, compressed_rows: int, heads: int) -> None:
         super().__init__()
+        self.heads = heads
         self.compress = nn.ModuleList(RowLinear(n, compressed_rows) for n in rows[:-1])
         self.q = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in rows[1:])
         self.kv = nn.ModuleList(nn.Linear(width, 2 * width, bias=False) for _ in rows[1:])
@@ -85,9 +86,10 @@ class CrossLayerAttention(nn.Module):
         compressed = torch.cat(
             [compress(y) for compress, y in zip(self.compress, previous_inputs, strict=False)]
         )
-        k, v = self.kv[layer_index - 1](compressed).transpose(0, 1).chunk(2, -1)
-        q = self.q[layer_index - 1](x).transpose(0, 1)
-        attended = F.scaled_dot_product_attention(q, k, v).transpose(0, 1)
+        k, v = self.kv[layer_index - 1](compressed).chunk(2, -1)
+        q = self.q[layer_index - 1](x)
+        q, k, v = (rows.unflatten(2, (self.heads, -1)).permute(1, 2, 0, 3) for rows in (q, k, v))
+        attended = F.scaled_dot_product_attention(q, k, v).permute(2, 0, 1, 3).flatten(2)
         return x + self.gate[layer_index - 1] * attended
 
 
@@ -153,30 +155,36 @@ class WukongLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer, which doubles the order of interactions and keeps lower orders."""
         compressed, residual, linear = self.row_linear(x).split(self.split_sizes)
-        fm = self.fm_block(x, compressed)
+        fm = self.fm_block(x, compressed).to(x.dtype)  # under autocast, sums are in fp32
         if self.keeps_row_count:
-            rows = torch.cat((fm, linear)).add_(x)
+            rows = torch.cat((fm, linear.to(x.dtype))).add_(x)
         else:
-            rows = torch.cat((fm + residual, linear))
+            rows = torch.cat((fm + residual, linear.to(x.dtype)))
         out: Tensor = self.norm(rows)
         return out
 
 
 class Wukong(nn.Module):
-    """A stack of layers: (n, B, d) to (n_F + n_L, B, d), interactions up to order 2^layers.
+    """A stack of layers: (n, B, d) to the rows of the last layer, interactions up to 2^layers.
 
-    With `cross_layer_rows` each layer attends to that many compressed rows of every earlier layer.
+    Layers may have different numbers of rows: `shapes` are those of all layers. With
+    `cross_layer_rows` each layer attends, with some heads, to that many compressed rows of every
+    earlier layer.
     """
 
     def __init__(
-        self, rows: int, layers: int, shape: WukongShape, cross_layer_rows: int = 0
+        self, rows: int, shapes: Sequence[WukongShape], cross_layer_rows: int = 0, heads: int = 1
     ) -> None:
         super().__init__()
-        self.out_rows = shape.out_rows
-        inputs = [rows] + [shape.out_rows] * (layers - 1)
-        self.layers = nn.ModuleList(WukongLayer(n, shape) for n in inputs)
+        self.out_rows = shapes[-1].out_rows
+        inputs = [rows, *(shape.out_rows for shape in shapes[:-1])]
+        self.layers = nn.ModuleList(
+            WukongLayer(n, shape) for n, shape in zip(inputs, shapes, strict=True)
+        )
         self.cross_layer_attention = (
-            CrossLayerAttention(inputs, shape.width, cross_layer_rows) if cross_layer_rows else None
+            CrossLayerAttention(inputs, shapes[0].width, cross_layer_rows, heads)
+            if cross_layer_rows
+            else None
         )
 
     def forward(self, x: Tensor) -> Tensor:

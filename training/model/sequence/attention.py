@@ -1,13 +1,12 @@
 """Attention modules over ragged sequences, and rotary embeddings of position and time.
 
-N events of R requests, B candidates, W width, H heads, D = W / H width of a head, I item width.
+N events of R requests, W width, H heads, D = W / H width of a head.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from training.ops.attention import CAUSAL, SOFTMAX, AttentionKind, attention
@@ -70,6 +69,48 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
     return x.reshape(x.shape[0], heads, x.shape[1] // heads)
 
 
+def absorbs_projections(q: Tensor, keys: Tensor, sequences: int) -> bool:
+    """Whether `absorbed_attention` of queries (Nq, H, D) to keys (Nk, W) takes fewer products.
+
+    It saves the projections of all keys, and scores are products over W instead of D.
+    """
+    heads = q.shape[1]
+    return len(q) < len(keys) and len(q) * (heads - 1) < keys.shape[1] * sequences
+
+
+def absorbed_attention(
+    q: Tensor,
+    keys: Tensor,
+    k_weight: Tensor,
+    v_weight: Tensor,
+    q_offsets: Tensor,
+    kv_offsets: Tensor,
+    kind: AttentionKind = SOFTMAX,
+    limits: Tensor | None = None,
+) -> Tensor:
+    """Attention of queries (Nq, H, D) to keys (Nk, W) without projecting the keys.
+
+    q . (W_k x) is (W_k^T q) . x and the sum of a (W_v x) is W_v times the sum of a x, so that the
+    projections (W, W) of keys and values are applied to the queries and to the result (as in the
+    latent attention of DeepSeek-V2, 2405.04434). All heads of a query read the same keys.
+    """
+    heads, head_dim = q.shape[1:]
+    by_head = heads, head_dim, keys.shape[1]
+    queries = torch.einsum("qhd,hdw->qhw", q, k_weight.view(by_head)).reshape(-1, 1, by_head[2])
+    attended = attention(
+        queries,
+        rows := keys[:, None],
+        rows,
+        q_offsets * heads,
+        kv_offsets,
+        replace(kind, score_scale=kind.resolve_score_scale(head_dim)),
+        limits=None if limits is None else limits.repeat_interleave(heads),
+    )
+    return torch.einsum(
+        "qhw,hdw->qhd", attended.view(-1, heads, by_head[2]), v_weight.view(by_head)
+    )
+
+
 class Attention(nn.Module):
     """Multi-head attention from queries (Nq, W) to keys (Nk, W) of the same sequence."""
 
@@ -92,8 +133,13 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Attended values (Nq, W); see `training.ops.attention.reference` for `limits`."""
         q = split_heads(self.q(queries), self.heads)
-        k, v = split_heads(self.k(keys), self.heads), split_heads(self.v(keys), self.heads)
-        attended = attention(q, k, v, q_offsets, kv_offsets, kind, limits=limits)
+        if absorbs_projections(q, keys, len(q_offsets) - 1):
+            attended = absorbed_attention(
+                q, keys, self.k.weight, self.v.weight, q_offsets, kv_offsets, kind, limits
+            )
+        else:
+            k, v = split_heads(self.k(keys), self.heads), split_heads(self.v(keys), self.heads)
+            attended = attention(q, k, v, q_offsets, kv_offsets, kind, limits=limits)
         out: Tensor = self.out(attended.flatten(1))
         return out
 
@@ -116,78 +162,4 @@ class SelfAttention(nn.Module):
             q, k = rotary(q), rotary(k)
         attended = attention(q, k, v, offsets, offsets, CAUSAL, self.window)
         out: Tensor = self.out(attended.flatten(1))
-        return out
-
-
-class TargetAttention(nn.Module):
-    """Attention from each candidate to its request's events (as DIN, 1706.06978; dot products).
-
-    Query and key projections have equal initial weights, so that similar items match initially.
-    """
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.attention = Attention(width, heads)
-        self.attention.k.weight.data.copy_(self.attention.q.weight.data)
-
-    def forward(
-        self,
-        candidates: Tensor,
-        events: Tensor,
-        request: Tensor,
-        offsets: Tensor,
-        limits: Tensor | None = None,
-    ) -> Tensor:
-        """Candidates (B, W), sorted by `request` (B), to (B, W).
-
-        With `limits` (B) a candidate sees only the first `limits` events of its request.
-        """
-        q_offsets = _candidate_offsets(request, offsets)
-        attended: Tensor = self.attention(candidates, events, q_offsets, offsets, limits=limits)
-        return attended
-
-
-def _candidate_offsets(request: Tensor, offsets: Tensor) -> Tensor:
-    """Offsets (R + 1) that cut candidates, sorted by `request` (B), into requests."""
-    counts = torch.bincount(request, minlength=len(offsets) - 1)
-    return F.pad(counts.cumsum(0), (1, 0))
-
-
-NORM_EPS = 1e-2  # large, so that LayerNorm does not amplify barely trained items
-PRIOR_EVENTS = 5.0  # zero values added to each mean, to shrink means of few events
-
-
-class LinearItemAttention(nn.Module):
-    """Linear attention sum_s (K x . K x_s) V e_s / (n + 5); queries and keys depend on items only.
-
-    If the events e_s contain labels, this is a kernel regression of labels on items. Softmax cannot
-    express it: its weights are never negative, so disliking an opposite item has no effect.
-    """
-
-    def __init__(self, item_width: int, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm = nn.LayerNorm(item_width, eps=NORM_EPS)
-        self.key = nn.Linear(item_width, width, bias=False)
-        self.value = nn.Linear(width, width, bias=False)
-        self.out = nn.Linear(width, width)
-
-    def forward(
-        self,
-        candidates: Tensor,
-        items: Tensor,
-        events: Tensor,
-        request: Tensor,
-        offsets: Tensor,
-        limits: Tensor,
-    ) -> Tensor:
-        """Candidates (B, I), sorted by `request` (B), and events' items (N, I) to (B, W).
-
-        A candidate sees the first `limits` (B) of the `events` (N, W) of its request.
-        """
-        q, k = (split_heads(self.key(self.norm(x)), self.heads) for x in (candidates, items))
-        v = split_heads(self.value(events), self.heads)
-        q_offsets = _candidate_offsets(request, offsets)
-        sums = attention(q, k, v, q_offsets, offsets, AttentionKind("identity"), limits=limits)
-        out: Tensor = self.out(sums.flatten(1) / (limits + PRIOR_EVENTS)[:, None])
         return out

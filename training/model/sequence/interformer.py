@@ -1,165 +1,58 @@
 """InterFormer (2411.09852): sequences and non-sequence rows exchange information at each layer.
 
-N events of R requests, n rows of a request, W width of an event group, d row width. The paper's
-rows include the candidate; here they are those of the request only, so that the module runs once
-for all candidates of a request.
+N events of R requests, B candidates, n non-sequence rows (X), s summary rows of sequences, d row
+width. In the paper X includes the candidate, so that sequences are encoded for each candidate; here
+that is an option (`sequence.context`): by default X are rows of the request, and the module runs
+once for all of its candidates.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from training.model.config import EventGroupOptions, GemConfig
-from training.model.interaction.wukong import RowLinear, WukongLayer, WukongShape
-from training.model.sequence.attention import TargetAttention
-from training.model.sequence.pooling import HierarchicalSeedPooling, PmaPooling, most_recent_events
-from training.model.sequence.pyramid import EncodedEvents, EncoderSizes, PyramidLevel
+from etl.errors import UserError
+from training.model.config import GemConfig
+from training.model.interaction.wukong import WukongLayer, WukongShape
+from training.model.sequence.event_groups import (
+    FINAL,
+    EventGroupEncoder,
+    event_groups_of,
+    group_depths,
+)
+from training.model.sequence.pyramid import EncodedEvents
 
 
-class EventGroupEncoder(nn.Module):
-    """A stack of pyramid levels over the events of some types, with its own sizes.
+@dataclass(frozen=True)
+class InterFormerOutput:
+    """Rows, and sequences of each event group.
 
-    Sizes by event group are the event-level personalization of Kunlun (2602.10016).
+    Attributes:
+        rows: Updated non-sequence rows and the summaries of the sequences (R or B, m, d).
+        full_length: Sequences of the last level before the first that shortens them.
+        causal: Sequences of the last level at which an event does not depend on later ones.
     """
 
-    def __init__(self, config: GemConfig, group: EventGroupOptions) -> None:
-        super().__init__()
-        options, d = config.sequence, config.embedding_dim
-        w, heads = group.width or config.event_width, group.heads or config.heads
-        self.event_types = group.events
-        self.max_events = group.max_events or config.encoded_events
-        sizes = EncoderSizes(
-            width=w,
-            heads=heads,
-            window=group.window or config.window,
-            max_events=self.max_events,
-            row_width=d,
-            context_rows=config.context_rows,
-        )
-        depth = 0 if options.flow == "sole" else group.layers or config.event_layers
-        self.input_projection = (
-            nn.Identity() if w == config.event_width else nn.Linear(config.event_width, w)
-        )
-        self.cls_tokens = (
-            nn.Parameter(torch.randn(options.cls_tokens, w) * w**-0.5)
-            if options.cls_tokens
-            else None
-        )
-        self.levels = nn.ModuleList(PyramidLevel(level, options, sizes) for level in range(depth))
-        pooling_class = PmaPooling if options.pooling == "pma" else HierarchicalSeedPooling
-        self.pooling = pooling_class(w, heads, config.pooled_rows)
-        self.num_last_rows = options.cls_tokens + config.recent_rows
-        self.num_rows = config.pooled_rows + self.num_last_rows
-        self.target_attention = TargetAttention(w, heads)
-        self.out = nn.Linear(w, d)
-
-    def project_tokens(self, tokens: Tensor, offsets: Tensor, ages: Tensor) -> EncodedEvents:
-        """Tokens (N, event width) as a sequence that ends with the CLS tokens, which see all."""
-        sequence = EncodedEvents(self.input_projection(tokens), offsets, ages)
-        return sequence if self.cls_tokens is None else append_tokens(sequence, self.cls_tokens)
-
-    def encode_level(
-        self, level: int, encoded: EncodedEvents, context: Tensor | None
-    ) -> EncodedEvents:
-        """Apply a level, if the group has it; `context` (R, n, d) are the context rows."""
-        if level >= len(self.levels):
-            return encoded
-        next_level: EncodedEvents = self.levels[level](encoded, context)
-        return next_level
-
-    def summarize(self, encoded: EncodedEvents) -> Tensor:
-        """Summary rows (R, num_rows, d): pooled rows, then CLS tokens and the latest events."""
-        pooled = self.pooling(encoded.events, encoded.offsets)
-        last = most_recent_events(encoded.events, encoded.offsets, self.num_last_rows)
-        summary: Tensor = self.out(torch.cat((pooled, last), 1))
-        return summary
-
-    def attend_from_candidates(
-        self, candidates: Tensor, request: Tensor, encoded: EncodedEvents
-    ) -> Tensor:
-        """Attention of candidates (B, event width) to the events: a row (B, d) of each."""
-        queries = self.input_projection(candidates)
-        attended = self.target_attention(queries, encoded.events, request, encoded.offsets)
-        rows: Tensor = self.out(attended)
-        return rows
-
-
-def append_tokens(encoded: EncodedEvents, tokens: Tensor) -> EncodedEvents:
-    """Append the same tokens (n, W) to the sequence of each request, with an age of one second."""
-    count, requests, device = len(tokens), len(encoded.offsets) - 1, tokens.device
-    offsets = encoded.offsets + count * torch.arange(requests + 1, device=device)
-    total = int(offsets[-1])
-    token_index = (offsets[1:, None] - torch.arange(count, 0, -1, device=device)).flatten()
-    is_event = torch.ones(total, dtype=torch.bool, device=device)
-    event_index = is_event.index_fill_(0, token_index, False).nonzero().flatten()
-    events = tokens.new_empty(total, tokens.shape[1])
-    events = events.index_copy(0, event_index, encoded.events)
-    events = events.index_copy(0, token_index, tokens.repeat(requests, 1))
-    ages = encoded.ages.new_ones(total).index_copy_(0, event_index, encoded.ages)
-    return EncodedEvents(events, offsets, ages)
-
-
-def event_groups_of(config: GemConfig) -> Sequence[EventGroupOptions]:
-    """The event groups of a configuration; one group of all event types if it names none."""
-    return list(config.sequence.event_groups.values()) or [EventGroupOptions(events=())]
-
-
-class SelfGate(nn.Module):
-    """x * sigmoid(W x), (…, d) to (…, d).
-
-    The paper prints sigmoid(x * W x), which would lose the signs of x.
-    """
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Gate each row by itself."""
-        gated: Tensor = x * torch.sigmoid(self.linear(x))
-        return gated
-
-
-class ContextSummary(nn.Module):
-    """Gate(LCE(X)): linear combinations of the rows, (R, n, d) to (R, context_rows, d)."""
-
-    def __init__(self, rows: int, context_rows: int, width: int) -> None:
-        super().__init__()
-        self.row_linear = RowLinear(rows, context_rows)
-        self.gate = SelfGate(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Context rows for the sequences."""
-        context: Tensor = self.gate(self.row_linear(x.transpose(0, 1)).transpose(0, 1))
-        return context
-
-
-class InterFormerOutput(NamedTuple):
-    """`request_rows` (R, m, d), and the `sequences` of each event group at full length."""
-
-    request_rows: Tensor
-    sequences: list[EncodedEvents]
+    rows: Tensor
+    full_length: list[EncodedEvents]
+    causal: list[EncodedEvents]
 
 
 class InterFormer(nn.Module):
-    """Encodes the sequences of all event groups together with the rows of a request.
+    """Encodes the sequences of all event groups together with non-sequence rows.
 
-    Each layer has up to three parts, depending on `flow`: a context summary of the rows
-    personalizes the sequences (n2s), each sequence passes one level, and a Wukong layer mixes the
-    rows with the summaries of the sequences (s2n).
+    Both sides of a layer read the output of the layer before, and run in parallel: a summary of X
+    personalizes the sequences (n2s), and a Wukong layer mixes X with the summaries of the sequences
+    (s2n). `flow` selects the directions.
     """
 
     def __init__(self, rows: int, config: GemConfig) -> None:
         super().__init__()
         options, d = config.sequence, config.embedding_dim
         self.options = options
-        self.encoder_modules = nn.ModuleList(
-            EventGroupEncoder(config, group) for group in event_groups_of(config)
-        )
-        self.depth = max(len(encoder.levels) for encoder in self.encoders)
-        summary_rows = sum(encoder.num_rows for encoder in self.encoders)
+        _check_context(config)
         fm_rows = config.request_rows // 2
         shape = WukongShape(
             width=d,
@@ -168,52 +61,72 @@ class InterFormer(nn.Module):
             rank=config.rank,
             hidden=config.mlp_width,
         )
-        rows_after_first = shape.out_rows if options.updates_context else rows
-        input_rows = [rows] + [rows_after_first] * (self.depth - 1)
-        self.context_summaries = nn.ModuleDict(
-            {
-                str(level): ContextSummary(n, config.context_rows, d)
-                for level, n in enumerate(input_rows)
-                if options.receives_context(level)
-            }
+        depths = group_depths(config)
+        self.depth = max(depths)
+        later_rows = shape.out_rows if options.updates_context else rows
+        context_sizes = [rows, *[later_rows] * (self.depth - 1)][: self.depth]
+        groups = event_groups_of(config).values()
+        self.encoder_modules = nn.ModuleList(
+            EventGroupEncoder(config, group, depth, rows, context_sizes)
+            for group, depth in zip(groups, depths, strict=True)
         )
-        self.interaction_norms = nn.ModuleList(
-            nn.LayerNorm(d) for _ in input_rows if options.updates_context
-        )
+        summary_rows = sum(encoder.num_rows for encoder in self.encoders)
+        mixed_sizes = context_sizes if options.updates_context else []
+        self.interaction_norms = nn.ModuleList(nn.LayerNorm(d) for _ in mixed_sizes)
         self.interaction_layers = nn.ModuleList(
-            WukongLayer(n + summary_rows, shape) for n in input_rows if options.updates_context
+            WukongLayer(n + summary_rows, shape) for n in mixed_sizes
         )
-        self.out_rows = summary_rows + (shape.out_rows if options.updates_context else 0)
+        self.out_rows = summary_rows + (shape.out_rows if mixed_sizes else 0)
 
     @property
     def encoders(self) -> list[EventGroupEncoder]:
         """The encoder of each event group."""
         return cast("list[EventGroupEncoder]", list(self.encoder_modules))
 
-    def forward(self, x: Tensor, sequences: Sequence[EncodedEvents]) -> InterFormerOutput:
-        """Encode rows (R, n, d) and the projected tokens of each event group.
+    def forward(
+        self, x: Tensor, sequences: Sequence[EncodedEvents], request: Tensor | None = None
+    ) -> InterFormerOutput:
+        """Encode rows and the projected tokens of each event group.
 
-        The returned sequences are those after the first level, because later levels shorten them.
+        Args:
+            x: Rows of the requests (R, n, d), or of the candidates (B, n, d).
+            sequences: The sequences of the requests, for each event group.
+            request: The request (B) of each candidate, if the rows are those of candidates.
         """
-        full_length, summary = list(sequences), None
+        encoders = self.encoders
+        if request is not None and self.options.encodes_each_candidate:
+            sequences, request = [sequence.repeat(request) for sequence in sequences], None
+        sequences = [
+            encoder.append_cls_tokens(sequence, x)
+            for encoder, sequence in zip(encoders, sequences, strict=True)
+        ]
+        output = InterFormerOutput(x, list(sequences), list(sequences))
+        summary = None
         for level in range(self.depth):
-            context = None
-            if self.options.receives_context(level):
-                context = self.context_summaries[str(level)](x)
-            sequences = [
-                encoder.encode_level(level, sequence, context)
-                for encoder, sequence in zip(self.encoders, sequences, strict=True)
+            next_sequences = [
+                encoder.encode_level(level, sequence, x)
+                for encoder, sequence in zip(encoders, sequences, strict=True)
             ]
-            if level == 0:
-                full_length = list(sequences)
             if self.options.updates_context:
                 if summary is None or self.options.updates_summary(level):
-                    summary = self._summarize(sequences)
+                    summary = self._summarize(str(level), sequences, request)
                 x = self._interact(level, x, summary)
-        rows = self._summarize(sequences)
+            sequences = next_sequences
+            self._keep_level(output, level, sequences)
+        rows = self._summarize(FINAL, sequences, request)
         if self.options.updates_context:
             rows = torch.cat((x, rows), 1)
-        return InterFormerOutput(rows, full_length)
+        return InterFormerOutput(rows, output.full_length, output.causal)
+
+    def _keep_level(
+        self, output: InterFormerOutput, level: int, sequences: Sequence[EncodedEvents]
+    ) -> None:
+        """Keep the output of a level of each group that still is of full length, or causal."""
+        for group, encoder in enumerate(self.encoders):
+            if level < encoder.num_full_length_levels:
+                output.full_length[group] = sequences[group]
+            if level < encoder.num_causal_levels:
+                output.causal[group] = sequences[group]
 
     def _interact(self, level: int, x: Tensor, summary: Tensor) -> Tensor:
         """Mix rows (R, n, d) and summary rows (R, s, d) with a Wukong layer."""
@@ -221,10 +134,30 @@ class InterFormer(nn.Module):
         mixed: Tensor = self.interaction_layers[level](self.interaction_norms[level](rows))
         return mixed.transpose(0, 1)
 
-    def _summarize(self, sequences: Sequence[EncodedEvents]) -> Tensor:
-        """Summary rows (R, s, d) of all event groups."""
+    def _summarize(
+        self, name: str, sequences: Sequence[EncodedEvents], request: Tensor | None
+    ) -> Tensor:
+        """Summary rows of all event groups (R, s, d), or those of each candidate's request."""
         summaries = [
-            encoder.summarize(sequence)
+            encoder.summarize(name, sequence)
             for encoder, sequence in zip(self.encoders, sequences, strict=True)
         ]
-        return torch.cat(summaries, 1)
+        rows = torch.cat(summaries, 1)
+        return rows if request is None else rows[request]
+
+
+def _check_context(config: GemConfig) -> None:
+    """Refuse rows of candidates that nothing reads, and losses that they make impossible."""
+    options = config.sequence
+    if options.context == "request":
+        return
+    if not (options.updates_context or options.encodes_each_candidate):
+        raise UserError(
+            f"--model.sequence.context candidate has no effect with the flow {options.flow}: set "
+            "--model.sequence.flow to s2n, n2s or int"
+        )
+    if options.next_action_weight and options.encodes_each_candidate:
+        raise UserError(
+            "--model.sequence.next-action-weight needs sequences that do not depend on the "
+            "candidate: set --model.sequence.context request"
+        )

@@ -1,14 +1,14 @@
 """Sequence layers, and feed-forward layers whose weights are generated from non-sequence rows.
 
-N events of R requests, n rows of a request, W width, H heads, m hidden width.
+N events of R sequences, n non-sequence rows of each, W width, H heads, D = W / H width of a head, m
+hidden width of a generated layer, T most events of a sequence.
 """
-
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from training.model.config import SequenceOptions
 from training.model.sequence.attention import RotaryAngles, SelfAttention, split_heads
 from training.ops.attention import AttentionKind, attention
 
@@ -37,14 +37,16 @@ class HstuLayer(nn.Module):
     """S + (LN(A V) * U) W_o, with [U, V, Q, K] = SiLU(LN(S) W) and A = SiLU(Q K^T) / n.
 
     HSTU (2402.17152, section 3.2), with `RotaryTimeEncoding` in place of the biases of position and
-    time. n is the constant `max_length`, so that scores do not depend on the length of the history.
+    time. n is the most events that an event can attend to: `window` + 1, or `max_length` without a
+    window. It is a constant, so that scores do not depend on the length of the history.
     """
 
     def __init__(self, width: int, heads: int, window: int | None, max_length: int) -> None:
         super().__init__()
         self.heads, self.window = heads, window
+        most_visible = max_length if window is None else window + 1
         self.attention_kind = AttentionKind(
-            "silu", causal=True, score_scale=1.0, weight_scale=1 / (window or max_length)
+            "silu", causal=True, score_scale=1.0, weight_scale=1 / most_visible
         )
         self.norm, self.attention_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.uvqk = nn.Linear(width, 4 * width, bias=False)
@@ -64,7 +66,7 @@ class HstuLayer(nn.Module):
 
 
 class PersonalizedFFN(nn.Module):
-    """S W(X) with W(X) = X^T V in (W, W), a matrix for each request (PFFN, InterFormer 2411.09852).
+    """S W(X) with a matrix W(X) = X^T V for each sequence (PFFN of InterFormer, 2411.09852).
 
     S X^T V is attention without softmax: the n rows of X are the keys, and V their values.
     """
@@ -80,46 +82,61 @@ class PersonalizedFFN(nn.Module):
         return _attend(events, rows, values, offsets, 1, self.attention_kind)
 
 
-class KeysValues(NamedTuple):
-    """Keys and values (R, m, W) of each request."""
+class WeightGenerator(nn.Module):
+    """Generates m weight vectors (R, m, W) from rows (R, n, W), as in Kunlun (2602.10016).
 
-    keys: Tensor
-    values: Tensor
+    Rows are combined to m rows, and an MLP is applied to each of them. The MLP makes them linearly
+    independent: combinations of n rows alone would have rank n.
+    """
+
+    def __init__(self, rows: int, width: int, count: int) -> None:
+        super().__init__()
+        self.combine = nn.Linear(rows, count)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width, bias=False)
+        )
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """(R, n, W) to (R, m, W)."""
+        weights: Tensor = self.mlp(self.combine(rows.transpose(1, 2)).transpose(1, 2))
+        return weights
 
 
 class Gdpa(nn.Module):
     """Generalized dot-product attention, act(S K(X)^T) V(X) in each head (Kunlun, 2602.10016).
 
     Equals a personalized two-layer feed-forward net act(S A(X)) C(X) of hidden width m, with the m
-    columns of A(X) as keys and the m rows of C(X) as values.
+    columns of A(X) as keys and the m rows of C(X) as values. `gdpa_kind` defines activation and
+    scale.
     """
 
-    def __init__(self, rows: int, width: int, heads: int, hidden: int) -> None:
+    def __init__(self, rows: int, width: int, heads: int, hidden: int, kind: AttentionKind) -> None:
         super().__init__()
-        self.heads, self.hidden = heads, hidden
-        self.key_generator = nn.Linear(rows, hidden, bias=False)
-        self.value_generator = nn.Linear(rows, hidden, bias=False)
-        self.key_projection = nn.Linear(width, width, bias=False)
-        self.value_projection = nn.Linear(width, width, bias=False)
-        self.attention_kind = AttentionKind("gelu", weight_scale=hidden**-0.5)
+        self.heads, self.attention_kind = heads, kind
+        self.keys = WeightGenerator(rows, width, hidden)
+        self.values = WeightGenerator(rows, width, hidden)
 
     def forward(self, events: Tensor, offsets: Tensor, rows: Tensor) -> Tensor:
         """Events (N, W) and rows (R, n, W) to (N, W)."""
-        keys, values = self.generate_keys_values(rows)
+        keys, values = self.keys(rows), self.values(rows)
         return _attend(events, keys, values, offsets, self.heads, self.attention_kind)
 
-    def generate_keys_values(self, rows: Tensor) -> KeysValues:
-        """Keys and values generated from rows (R, n, W)."""
-        by_width = rows.transpose(1, 2)
-        keys = self.key_projection(self.key_generator(by_width).transpose(1, 2))
-        values = self.value_projection(self.value_generator(by_width).transpose(1, 2))
-        return KeysValues(keys, values)
+
+def gdpa_kind(options: SequenceOptions, max_events: int) -> AttentionKind:
+    """GDPA with the length scale T = `max_events`, a constant of the configuration.
+
+    Kunlun's paper divides scores before the activation, act(q.k / T); its published kernel scales
+    weights after it (facebookresearch/ads_model_kernel_library), here act(q.k / sqrt(D)) / T.
+    """
+    if options.gdpa_scale == "scores":
+        return AttentionKind(options.gdpa_activation, score_scale=1 / max_events)
+    return AttentionKind(options.gdpa_activation, weight_scale=1 / max_events)
 
 
 def _attend(
     events: Tensor, keys: Tensor, values: Tensor, offsets: Tensor, heads: int, kind: AttentionKind
 ) -> Tensor:
-    """Attention of events (N, W) to the keys and values (R, m, W) of their request."""
+    """Attention of events (N, W) to the keys and values (R, m, W) of their sequence."""
     requests, m, _ = keys.shape
     kv_offsets = torch.arange(requests + 1, device=keys.device) * m
     q, k, v = (split_heads(x, heads) for x in (events, keys.flatten(0, 1), values.flatten(0, 1)))

@@ -26,11 +26,17 @@ class PmaPooling(nn.Module):
 
     def forward(self, events: Tensor, offsets: Tensor) -> Tensor:
         """(N, W) to (R, rows, W)."""
-        requests, rows = len(offsets) - 1, len(self.seeds)
-        q_offsets = torch.arange(requests + 1, device=events.device) * rows
-        seeds = self.seeds.repeat(requests, 1)
-        pooled: Tensor = self.attention(seeds, events, q_offsets, offsets)
-        return pooled.view(requests, rows, -1)
+        return attend_from_seeds(self.attention, self.seeds, events, offsets)
+
+
+def attend_from_seeds(
+    attention: Attention, seeds: Tensor, events: Tensor, offsets: Tensor
+) -> Tensor:
+    """Attention of the same seeds (n, W) to the events (N, W) of each request: (R, n, W)."""
+    requests, count = len(offsets) - 1, len(seeds)
+    q_offsets = torch.arange(requests + 1, device=events.device) * count
+    pooled: Tensor = attention(seeds.repeat(requests, 1), events, q_offsets, offsets)
+    return pooled.view(requests, count, -1)
 
 
 class SumKronLinear(nn.Module):
@@ -47,16 +53,20 @@ class SumKronLinear(nn.Module):
 
 
 class HierarchicalSeedPooling(nn.Module):
-    """Hierarchical seed pooling (HSP of Kunlun, 2602.10016): many seeds compressed to few rows."""
+    """SumKronLinear(LN(MHA(LN(E), S, S))): many seeds E, compressed to few rows (HSP of Kunlun)."""
 
     def __init__(self, width: int, heads: int, rows: int, seeds_per_row: int = 8) -> None:
         super().__init__()
         seeds = rows * seeds_per_row
-        self.pma = PmaPooling(width, heads, seeds)
+        self.seeds = nn.Parameter(torch.randn(seeds, width))
+        self.seed_norm = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
         self.norm = nn.LayerNorm(width)
         self.compress = SumKronLinear(seeds, rows, width)
 
     def forward(self, events: Tensor, offsets: Tensor) -> Tensor:
         """(N, W) to (R, rows, W)."""
-        rows: Tensor = self.compress(self.norm(self.pma(events, offsets)))
+        seeds = self.seed_norm(self.seeds)
+        pooled = attend_from_seeds(self.attention, seeds, events, offsets)
+        rows: Tensor = self.compress(self.norm(pooled))
         return rows

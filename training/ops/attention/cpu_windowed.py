@@ -1,79 +1,124 @@
-"""Causal windowed attention on a CPU, with the chunks of all sequences as one batch.
+"""Causal attention within a sliding window on a CPU, with the tiles of all sequences as one batch.
 
-Each of the C chunks of w positions attends to itself and to the chunk before it. Only the last
-chunk of a sequence is padded, with at most w - 1 rows. H heads, D width of a head.
+Each sequence is padded to a multiple of b positions. A tile is a block of b queries and the span of
+b (p + 1) keys that ends with it, where b p >= w, so that the span covers the window of each query.
+Only the two edges of a tile are masked: the first b + s keys, where windows begin, and the last
+b, where they end; s = b p - w. Spans are overlapping views of the keys, which are not copied. T
+tiles of all heads and sequences, H heads, D width of a head.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from training.ops.attention.cpu_tiled import (
-    causal_mask,
-    scores_to_weights,
-    scores_to_weights_backward,
-)
+from training.ops.attention.cpu_tiled import scores_to_weights, scores_to_weights_backward
 from training.ops.attention.reference import AttentionKind
 from training.ops.ragged import position_in_segment, segment_ids
 
 MAX_CACHED_SCORES = 2**17  # pairs whose scores fit into the cache of a core
+BLOCK_SIZE = 16  # queries, about: small tiles waste fewer pairs outside of the window
+MAX_REACH = 8  # blocks before that of the queries; more make products of blocks too small
+
+
+class EdgeMasks(NamedTuple):
+    """1 for visible pairs and 0 for others, at the `begin` (b, b + s) and `end` (b, b) of tiles."""
+
+    begin: Tensor
+    end: Tensor
+
+
+@lru_cache(maxsize=64)
+def edge_masks(block: int, excess: int, dtype: torch.dtype, device: torch.device) -> EdgeMasks:
+    """Masks of tiles with blocks of b keys, whose spans exceed the window by `excess` (s) keys."""
+    query = torch.arange(block, device=device)[:, None]
+    key = torch.arange(block + excess, device=device)
+    return EdgeMasks((key >= query + excess).to(dtype), (key[:block] <= query).to(dtype))
 
 
 @dataclass(frozen=True)
-class ChunkLayout:
-    """Assignment of positions to chunks.
+class TileLayout:
+    """Assignment of positions to blocks, and of blocks to tiles; there is a tile for each block.
 
-    `slot` (N) is the index of each position among count * window; `sequence_starts` are the first
-    chunks of the sequences.
+    `slot` (N H) is the index of each position and head among the padded positions of all heads,
+    `blocks` blocks of `block` positions for each. A tile reads its own block and `reach` (p) blocks
+    before it. `starts[k]` are the k-th tiles of all sequences and heads, in order: p - k of their
+    blocks belong to another sequence.
     """
 
     slot: Tensor
-    sequence_starts: tuple[int, ...]
-    count: int
+    heads: int
+    blocks: int
+    block: int
+    reach: int
     window: int
+    starts: tuple[tuple[int, ...], ...]
 
     @property
-    def is_full(self) -> bool:
-        """Whether no chunk is padded."""
-        return len(self.slot) == self.count * self.window
+    def slices(self) -> list[slice]:
+        """Slices of tiles whose scores fit into a core's cache."""
+        tiles = self.heads * self.blocks
+        step = max(1, MAX_CACHED_SCORES // (self.block**2 * (self.reach + 1)))
+        return [slice(start, min(start + step, tiles)) for start in range(0, tiles, step)]
 
-    def cache_sized_slices(self, heads: int) -> list[slice]:
-        """Slices of chunks whose scores fit into a core's cache."""
-        step = max(1, MAX_CACHED_SCORES // (heads * 2 * self.window**2))
-        starts = range(0, self.count, step)
-        return [slice(start, min(start + step, self.count)) for start in starts]
+    def mask(self, scores: Tensor, part: slice, kind: AttentionKind) -> Tensor:
+        """Mask in place the scores (t, b, b (p + 1)), or their gradients, of a slice of tiles."""
+        begin, end = edge_masks(
+            self.block, self.block * self.reach - self.window, scores.dtype, scores.device
+        )
+        first, last = scores[..., : begin.shape[1]], scores[..., -self.block :]
+        if kind.activation == "softmax":
+            first.add_(begin.log())
+            last.add_(end.log())
+        else:
+            first.mul_(begin)
+            last.mul_(end)
+        for k, tiles in enumerate(self.starts):
+            if in_part := tiles[bisect_left(tiles, part.start) : bisect_left(tiles, part.stop)]:
+                index = torch.tensor(in_part, device=scores.device) - part.start
+                foreign = scores[..., : (self.reach - k) * self.block]
+                foreign.index_fill_(0, index, kind.masked_score)
+        return scores
 
-    def mask_previous(self, scores: Tensor, part: slice, value: float) -> None:
-        """Fill the scores (c, H, w, 2 w) of a slice for chunks without a previous chunk."""
-        for chunk in self.sequence_starts[bisect_left(self.sequence_starts, part.start) :]:
-            if chunk >= part.stop:
-                break
-            scores[chunk - part.start, :, :, : self.window] = value
-
-    def pack(self, x: Tensor) -> Tensor:
-        """(N, H, D) to (C, H, w, D), padded with zeros."""
-        if not self.is_full:
-            rows = self.count * self.window
-            x = x.new_zeros(rows, *x.shape[1:]).index_copy_(0, self.slot, x)
-        return x.view(self.count, self.window, *x.shape[1:]).transpose(1, 2).contiguous()
+    def pack(self, x: Tensor, blocks_before: int = 0) -> Tensor:
+        """(N, H, D) to (blocks before + T, b, D): head by head, padded with zeros."""
+        rows = (blocks_before + self.heads * self.blocks) * self.block
+        packed = x.new_zeros(rows, x.shape[2])
+        packed[blocks_before * self.block :].index_copy_(0, self.slot, x.flatten(0, 1))
+        return packed.view(-1, self.block, x.shape[2])
 
     def unpack(self, x: Tensor) -> Tensor:
-        """(C, H, w, D) to (N, H, D)."""
-        rows = x.transpose(1, 2).flatten(0, 1)
-        return rows if self.is_full else rows[self.slot]
+        """(T, b, D) to (N, H, D)."""
+        rows = x.flatten(0, 1).index_select(0, self.slot)
+        return rows.view(-1, self.heads, x.shape[2])
+
+    def spans(self, packed: Tensor) -> Tensor:
+        """The span of each tile, as a view (T, b (p + 1), D) of (p + T, b, D)."""
+        _, block, width = packed.shape
+        tiles, length = len(packed) - self.reach, block * (self.reach + 1)
+        return packed.as_strided((tiles, length, width), (block * width, width, 1))
 
 
-def chunk_layout(offsets: Tensor, window: int) -> ChunkLayout:
-    """The chunks of sequences cut by `offsets` (S + 1); an empty sequence has none."""
-    chunks = (offsets.diff() + window - 1) // window
-    start = F.pad(chunks.cumsum(0), (1, 0))
-    slot = start[segment_ids(offsets)] * window + position_in_segment(offsets)
-    return ChunkLayout(slot, tuple(start[:-1][chunks > 0].tolist()), int(start[-1]), window)
+def tile_layout(offsets: Tensor, window: int, heads: int) -> TileLayout:
+    """The tiles of sequences cut by `offsets` (S + 1); an empty sequence has none."""
+    reach = min(MAX_REACH, max(2, window // BLOCK_SIZE))
+    block = -(-window // reach)
+    blocks = (offsets.diff() + block - 1) // block
+    first = F.pad(blocks.cumsum(0), (1, 0))
+    total = int(first[-1])
+    head_start = total * torch.arange(heads, device=offsets.device)
+    position = first[segment_ids(offsets)] * block + position_in_segment(offsets)
+    slot = (position[:, None] + head_start * block).flatten()
+    starts = tuple(
+        tuple((head_start[:, None] + first[:-1][blocks > k] + k).flatten().tolist())
+        for k in range(reach)
+    )
+    return TileLayout(slot, heads, total, block, reach, window, starts)
 
 
 def attention(
@@ -84,60 +129,48 @@ def attention(
     Args and result are those of `training.ops.attention.reference.attention`.
     """
     apply: Callable[..., Tensor] = _WindowedAttention.apply
-    return apply(q, k, v, chunk_layout(offsets, window), kind)
-
-
-def _with_previous(x: Tensor) -> Tensor:
-    """Concatenate each chunk to the one before it: (C, H, w, D) to (C, H, 2 w, D)."""
-    return torch.cat((F.pad(x, (0, 0, 0, 0, 0, 0, 1, 0))[:-1], x), 2)
-
-
-def _with_previous_backward(grad: Tensor) -> Tensor:
-    """Gradient of `_with_previous`."""
-    previous_grad, own_grad = grad.chunk(2, 2)
-    own_grad = own_grad.contiguous()
-    own_grad[:-1] += previous_grad[1:]
-    return own_grad
+    return apply(q, k, v, tile_layout(offsets, window, q.shape[1]), kind)
 
 
 class _WindowedAttention(torch.autograd.Function):
-    """Attention over slices of chunks, so that scores stay in the cache; q, k, v are (N, H, D)."""
+    """Attention over slices of tiles, so that scores stay in the cache; q, k, v are (N, H, D)."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, chunks: ChunkLayout, kind: AttentionKind
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: TileLayout, kind: AttentionKind
     ) -> Tensor:
-        q = chunks.pack(q * kind.resolve_score_scale(q.shape[-1]))
-        k, v = _with_previous(chunks.pack(k)), _with_previous(chunks.pack(v))
+        q = layout.pack(q * kind.resolve_score_scale(q.shape[-1]))
+        k, v = layout.pack(k, layout.reach), layout.pack(v, layout.reach)
+        key_spans, value_spans = layout.spans(k), layout.spans(v)
         out = torch.empty_like(q)
         saved: list[Tensor | None] = []
-        mask = causal_mask(chunks.window, q.dtype, q.device)
-        masked_score = -torch.inf if kind.activation == "softmax" else 0.0
-        for part in chunks.cache_sized_slices(q.shape[1]):
-            raw_scores = q[part] @ k[part].transpose(2, 3)
-            chunks.mask_previous(raw_scores, part, masked_score)
-            weights, scores = scores_to_weights(raw_scores, mask, kind)
+        for part in layout.slices:
+            raw_scores = layout.mask(q[part] @ key_spans[part].transpose(1, 2), part, kind)
+            weights, scores = scores_to_weights(raw_scores, None, kind)
             saved += [weights, scores]
-            torch.matmul(weights, v[part], out=out[part])
+            torch.bmm(weights, value_spans[part], out=out[part])
         ctx.save_for_backward(q, k, v, *saved)
-        ctx.chunks, ctx.kind = chunks, kind
-        return chunks.unpack(out).mul_(kind.weight_scale)
+        ctx.layout, ctx.kind = layout, kind
+        return layout.unpack(out).mul_(kind.weight_scale)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *saved = ctx.saved_tensors
-        chunks, kind = ctx.chunks, ctx.kind
-        grad = chunks.pack(grad * kind.weight_scale)
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        mask = causal_mask(chunks.window, q.dtype, q.device)
-        parts = chunks.cache_sized_slices(q.shape[1])
-        for part, weights, scores in zip(parts, saved[::2], saved[1::2], strict=True):
-            torch.matmul(weights.transpose(2, 3), grad[part], out=dv[part])
-            dweights = grad[part] @ v[part].transpose(2, 3)
-            dscores = scores_to_weights_backward(dweights, weights, scores, mask, kind)
-            chunks.mask_previous(dscores, part, 0.0)
-            torch.matmul(dscores, k[part], out=dq[part])
-            torch.matmul(dscores.transpose(2, 3), q[part], out=dk[part])
+        layout, kind = ctx.layout, ctx.kind
+        grad = layout.pack(grad * kind.weight_scale)
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        key_spans, value_spans = layout.spans(k), layout.spans(v)
+        for part, weights, scores in zip(layout.slices, saved[::2], saved[1::2], strict=True):
+            dweights = grad[part] @ value_spans[part].transpose(1, 2)
+            dscores = scores_to_weights_backward(dweights, weights, scores, None, kind)
+            if scores is not None:
+                layout.mask(dscores, part, kind)
+            torch.bmm(dscores, key_spans[part], out=dq[part])
+            for offset in range(layout.reach + 1):
+                keys = slice(part.start + offset, part.stop + offset)
+                columns = slice(offset * layout.block, (offset + 1) * layout.block)
+                dk[keys].baddbmm_(dscores[..., columns].transpose(1, 2), q[part])
+                dv[keys].baddbmm_(weights[..., columns].transpose(1, 2), grad[part])
         dq *= kind.resolve_score_scale(q.shape[-1])
-        dk, dv = _with_previous_backward(dk), _with_previous_backward(dv)
-        return chunks.unpack(dq), chunks.unpack(dk), chunks.unpack(dv), None, None
+        dk, dv = dk[layout.reach :], dv[layout.reach :]
+        return layout.unpack(dq), layout.unpack(dk), layout.unpack(dv), None, None

@@ -2,10 +2,11 @@
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from training.ops.attention import cpu_tiled, cpu_windowed
+from training.ops.attention import cpu_padded, cpu_tiled, cpu_windowed
 from training.ops.attention.reference import SOFTMAX, AttentionKind
 from training.ops.ragged import concat_ranges, segment_ids
 
@@ -55,13 +56,21 @@ def cpu_attention(
     window: int | None = None,
     limits: Tensor | None = None,
 ) -> Tensor:
-    """Attention on a CPU: in chunks with a window, in tiles otherwise.
+    """Attention on a CPU, in tiles: batched over sequences if there is a window.
+
+    A few queries per sequence are padded instead, and take one product for all sequences.
 
     Args and result are those of `training.ops.attention.reference.attention`.
     """
-    if window is None:
-        return cpu_tiled.attention(q, k, v, q_offsets, kv_offsets, kind, limits)
-    return cpu_windowed.attention(q, k, v, q_offsets, kind, window)
+    if window is not None:
+        return cpu_windowed.attention(q, k, v, q_offsets, kind, window)
+    if not kind.causal:
+        q_cuts, kv_cuts = q_offsets.numpy(), kv_offsets.numpy()
+        queries, keys = np.diff(q_cuts), np.diff(kv_cuts)
+        groups = cpu_padded.group_sequences(queries, keys)
+        if cpu_padded.is_efficient(queries, keys, groups):
+            return cpu_padded.attention(q, k, v, q_cuts, kv_cuts, groups, kind, limits)
+    return cpu_tiled.attention(q, k, v, q_offsets, kv_offsets, kind, limits)
 
 
 def attention(

@@ -31,6 +31,11 @@ class AttentionKind:
         """The scale of scores for heads of this width."""
         return head_dim**-0.5 if self.score_scale is None else self.score_scale
 
+    @property
+    def masked_score(self) -> float:
+        """A score whose weight is zero."""
+        return -torch.inf if self.activation == "softmax" else 0.0
+
 
 SOFTMAX = AttentionKind()
 CAUSAL = AttentionKind(causal=True)
@@ -64,8 +69,8 @@ def attention(
         kv_offsets: Offsets (S + 1) that cut keys into sequences.
         kind: How scores become weights. If causal, q and k have the same positions, and position t
             attends to s <= t.
-        window: For causal kinds: position t attends only to its own chunk of `window` positions and
-            to the chunk before it, s // window >= t // window - 1.
+        window: For causal kinds: position t attends to itself and to the `window` positions before
+            it only, t - window <= s <= t.
         limits: For other kinds: a query attends only to the first `limits` (Nq) keys.
 
     Returns:
@@ -78,7 +83,7 @@ def attention(
             start, stop = first, last if limits is None else min(last, first + int(limits[row]))
             if kind.causal:
                 t = row - int(q_offsets[sequence])
-                start = first + max(0, (t // window - 1) * window) if window else first
+                start = first if window is None else first + max(0, t - window)
                 stop = first + t + 1
             if start < stop:
                 scores = torch.einsum("hd,shd->hs", q[row], k[start:stop])

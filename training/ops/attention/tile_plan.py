@@ -52,7 +52,7 @@ class TilePlan:
         low, high = torch.zeros_like(position), kv_offsets.diff()[sequence]
         if kind.causal:
             high = position + 1
-            low = (position // window - 1).clamp(min=0) * window if window else low
+            low = low if window is None else (position - window).clamp(min=0)
         elif limits is not None:
             high = torch.minimum(high, limits)
         return cls(
@@ -89,9 +89,9 @@ def _key_blocks(
     begin = first_query
     if kind.causal:
         begin = first_query + (blocks.first - keys_start)
-        if window:
-            last_chunk = (blocks.last - keys_start - 1) // window
-            end = torch.minimum(end, first_query + (last_chunk + 2) * window)
+        if window is not None:
+            last_key = blocks.last - keys_start - 1
+            end = torch.minimum(end, first_query + last_key + window + 1)
     return BlockSpans(blocks.first, blocks.last, keys_start, begin, end)
 
 

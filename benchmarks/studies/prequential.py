@@ -1,0 +1,172 @@
+"""Models that predict each day before they learn it, each trained once and its predictions kept.
+
+A GEM of one seed goes through the days once: it predicts a day, then continues to train on it.
+LightGBM is trained again for each day, on all days before it.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import date, timedelta
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.harness import commit
+from benchmarks.studies.trials import scratch_lake, trial_path
+from etl.spec.units import DaySplit, date_range
+from etl.tables import atomic_io
+from etl.tables.lake import Lake
+from ranking.report.study import today
+from training.baseline import BaselineConfig, TabularDataset, load_tabular, train_baseline
+from training.config import TrainConfig
+from training.data.label_window import LabelWindow
+from training.data.reader import INPUT_TABLES, ExampleReader
+from training.distributed.process_group import process_group
+from training.evaluation.predictions import Predictions, concat_predictions
+from training.trainer.trainer import predict_test, train_days
+
+DayPredictions = dict[date, Predictions]
+
+LEAVES, RATES, COLUMN_FRACTIONS = (31, 63), (0.03, 0.05), (0.3, 0.7)
+MAX_TREES, EARLY_STOPPING_ROUNDS = 1500, 50
+
+
+@dataclass(frozen=True)
+class PrequentialTrials:
+    """Predictions of the days from `predicted_first` to `last`, by models of all earlier days.
+
+    A trial is identified by its configuration, the table versions and the days: it is run again if
+    one of them changes, but not if the code changes.
+    """
+
+    lake: Lake
+    first: date
+    predicted_first: date
+    last: date
+    folder: Path
+
+    def gem(self, config: TrainConfig) -> DayPredictions:
+        """Predictions of a GEM with a configuration, by day."""
+        days = date_range(self.predicted_first, self.last)
+        paths = {day: self._path(config.model_dump_json(), day) for day in days}
+        if not all(path.is_file() for path in paths.values()):
+            with scratch_lake(self.lake) as lake, process_group():
+                trained_from = self.first
+                for day, path in paths.items():
+                    split = self.split(day)
+                    train_days(lake, (trained_from, split.train_last), config)
+                    self._keep(predict_test(lake, split), path, split)
+                    trained_from = day
+        return {day: self._read(path, day) for day, path in paths.items()}
+
+    def lightgbm(self, configs: Mapping[str, BaselineConfig]) -> DayPredictions:
+        """Predictions of LightGBM with a configuration by objective, by day."""
+        name = json.dumps({name: config.model_dump() for name, config in configs.items()})
+        predictions = {}
+        for day in date_range(self.predicted_first, self.last):
+            path, split = self._path(f"lightgbm {name}", day), self.split(day)
+            if not path.is_file():
+                self._keep(train_baseline(self.lake, split, configs), path, split)
+            predictions[day] = self._read(path, day)
+        return predictions
+
+    def tuned_lightgbm(self, day: date) -> dict[str, BaselineConfig]:
+        """The best configuration of LightGBM for each objective on a day, kept in a file."""
+        path = self._path("tuned lightgbm", day).with_suffix(".json")
+        if not path.is_file():
+            configs = tune_lightgbm(self.lake, self.split(day))
+            dumped = {name: config.model_dump() for name, config in configs.items()}
+            atomic_io.write_text(path, json.dumps(dumped))
+        chosen = json.loads(path.read_text())
+        return {name: BaselineConfig.model_validate(chosen[name]) for name in chosen}
+
+    def measured_at(self) -> set[str]:
+        """Date and commit of all kept trials."""
+        return {json.loads(path.read_text()) for path in self.folder.glob("*.measured")}
+
+    def split(self, day: date) -> DaySplit:
+        """Train on all days before a day, and test on it."""
+        return DaySplit(
+            train_first=self.first,
+            train_last=day - timedelta(days=1),
+            calibration=None,
+            test_first=day,
+            test_last=day,
+            data_until=day,
+        )
+
+    def _path(self, name: str, day: date) -> Path:
+        return trial_path(self.folder, self.lake, INPUT_TABLES, self.split(day), name)
+
+    def _keep(self, predictions: Predictions, path: Path, split: DaySplit) -> None:
+        predictions.write(path, split)
+        atomic_io.write_text(path.with_suffix(".measured"), json.dumps(f"{today()} {commit()}"))
+
+    def _read(self, path: Path, day: date) -> Predictions:
+        return Predictions.read(path, self.split(day)).sorted_by_impression()
+
+
+def pooled(by_day: DayPredictions, first: date) -> Predictions:
+    """The predictions of the days from `first` on, as one."""
+    return concat_predictions([by_day[day] for day in sorted(by_day) if day >= first])
+
+
+def grid() -> list[BaselineConfig]:
+    """The configurations of LightGBM that are tried."""
+    return [
+        BaselineConfig(
+            num_boost_round=MAX_TREES,
+            num_leaves=leaves,
+            learning_rate=rate,
+            feature_fraction=fraction,
+            validation_fraction=0,
+        )
+        for leaves, rate, fraction in product(LEAVES, RATES, COLUMN_FRACTIONS)
+    ]
+
+
+def tune_lightgbm(lake: Lake, split: DaySplit) -> dict[str, BaselineConfig]:
+    """For each objective the configuration of the grid with the best AUC on the test day.
+
+    The number of trees is that with the least logloss there.
+    """
+    reader = ExampleReader.latest(lake, max_length=0)
+    training_days = list(date_range(split.train_first, split.train_last))
+    train = load_tabular(reader, training_days, LabelWindow.for_training(split, lake.spec))
+    valid = load_tabular(reader, [split.test_last], LabelWindow.for_test(split, lake.spec))
+    return {
+        name: _best_config(train, valid, column) for column, name in enumerate(lake.spec.objectives)
+    }
+
+
+def _best_config(train: TabularDataset, valid: TabularDataset, column: int) -> BaselineConfig:
+    import lightgbm
+
+    x, y = _labeled_rows(train, column)
+    valid_x, valid_y = _labeled_rows(valid, column)
+    best: tuple[float, BaselineConfig] | None = None
+    for config in grid():
+        training = lightgbm.Dataset(x, y)
+        booster = lightgbm.train(
+            config.params | {"metric": ["binary_logloss", "auc"]},
+            training,
+            config.num_boost_round,
+            [lightgbm.Dataset(valid_x, valid_y, reference=training)],
+            callbacks=[
+                lightgbm.early_stopping(
+                    EARLY_STOPPING_ROUNDS, first_metric_only=True, verbose=False
+                )
+            ],
+        )
+        auc = booster.best_score["valid_0"]["auc"]
+        if best is None or auc > best[0]:
+            best = auc, config.model_copy(update={"num_boost_round": booster.best_iteration})
+    assert best is not None
+    return best[1]
+
+
+def _labeled_rows(dataset: TabularDataset, column: int) -> tuple[np.ndarray, np.ndarray]:
+    mask = dataset.label_mask[:, column]
+    return dataset.features[mask], dataset.labels[mask, column]

@@ -1,0 +1,94 @@
+"""Contradictions between sections of a spec, each with the location of the key to change."""
+
+from collections.abc import Iterator
+
+from etl.spec.declarations import SpecDeclarations
+from etl.spec.effects import KeyPath
+from etl.spec.sources import EventLogSource, ImpressionLogSource, provides_attributes_of
+from etl.spec.units import format_duration
+
+Problem = tuple[KeyPath, str]
+
+
+def consistency_problems(spec: SpecDeclarations) -> Iterator[Problem]:
+    """All contradictions between valid sections."""
+    yield from _ranking_problems(spec)
+    yield from _attribute_problems(spec)
+    yield from _dwell_problems(spec)
+    for name in spec.auxiliary_objectives:
+        yield from _auxiliary_problems(spec, name)
+    for name, surfaces in spec.domains.items():
+        yield from _domain_problems(spec, name, surfaces)
+
+
+def _ranking_problems(spec: SpecDeclarations) -> Iterator[Problem]:
+    for surface in spec.ad_surfaces:
+        if not any(surface in spec.surfaces_of(name) for name in spec.objectives):
+            yield ("surfaces", surface), "ads but no objective; set `ads: false`"
+        elif spec.auction is None and spec.ranking_objective(surface) is None:
+            yield ("surfaces", surface), "no auction: name the objective that ranks, `rank_by`"
+    if spec.auction and spec.rank_by:
+        yield ("rank_by",), "the auction ranks; leave rank_by out"
+
+
+def _attribute_problems(spec: SpecDeclarations) -> Iterator[Problem]:
+    for entity in ("user", "item"):
+        has_source = any(provides_attributes_of(s, entity) for s in spec.sources.values())
+        if getattr(spec.attributes, entity) and not has_source:
+            text = f"{entity}s have attributes, but no source of kind attributes provides them"
+            yield ("attributes", entity), text
+
+
+def _dwell_problems(spec: SpecDeclarations) -> Iterator[Problem]:
+    events = [(("counters", "mean_dwell"), event) for event in spec.counters.mean_dwell]
+    events += [
+        (("auxiliary_objectives", name), auxiliary.event)
+        for name, auxiliary in spec.auxiliary_objectives.items()
+        if auxiliary.target == "dwell"
+    ]
+    for path, event in events:
+        if not any(_has_dwell(spec, log, event) for log in spec.log_sources.values()):
+            text = f"no source has a dwell of {event} events: name its column or leave it out"
+            yield path, text
+
+
+def _has_dwell(
+    spec: SpecDeclarations, log: EventLogSource | ImpressionLogSource, event: str
+) -> bool:
+    if isinstance(log, ImpressionLogSource):
+        return any(o.event == event and o.dwell for o in log.outcomes)
+    return event in spec.event_types_of(log) and log.columns.dwell is not None
+
+
+def _auxiliary_problems(spec: SpecDeclarations, name: str) -> Iterator[Problem]:
+    """Labels of an auxiliary objective that have the name of others, or that nothing trains on."""
+    path, auxiliary = ("auxiliary_objectives", name), spec.auxiliary_objectives[name]
+    if name in spec.objective_labels:
+        yield path, "an objective has a label of this name"
+        return
+    for surface in spec.surfaces_of(name):
+        names = [other for other in spec.objectives if surface in spec.surfaces_of(other)]
+        maturities = [spec.objectives[other].label_maturity_seconds for other in names]
+        if not names:
+            yield path, f"surface {surface!r} has no objective; leave it out of `surfaces`"
+        elif auxiliary.label_maturity_seconds > max(maturities):
+            longest = format_duration(max(maturities))
+            yield (
+                path,
+                f"its labels on {surface} are final after those of all objectives, with which GEM "
+                f"learns them; window and grace period may be {longest} together",
+            )
+
+
+def _domain_problems(
+    spec: SpecDeclarations, name: str, surfaces: tuple[str, ...]
+) -> Iterator[Problem]:
+    if not surfaces:
+        yield ("domains", name), "it has no surface"
+    for surface in surfaces:
+        others = [n for n, s in spec.domains.items() if surface in s and n != name]
+        if surface not in spec.ad_surfaces:
+            known = ", ".join(spec.ad_surfaces)
+            yield ("domains", name), f"no ads on surface {surface!r}; known: {known}"
+        elif others or surfaces.count(surface) > 1:
+            yield ("domains", name), f"surface {surface!r} is in a domain already"

@@ -1,0 +1,236 @@
+"""Point-in-time aggregations of events by key, in NumPy on one sorted axis of (key, second).
+
+Counts, the last event and the mean dwell of a window are differences of positions and of sums of
+integers on this axis. Decayed counts are added up in a tree over time, which neither subtracts nor
+overflows: see `_decayed_sums`. All results depend only on the events in the window of a query, to
+the last bit, and not on which other events are at hand.
+
+N events, Q queries, W windows, H half-lives, T event types.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from etl.spec.model import DataSpec
+from etl.spec.units import DAY
+from features.ragged import count_visible
+
+Number = TypeVar("Number", bound=np.generic)
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+Float64 = npt.NDArray[np.float64]
+MAX_DWELL_MS = DAY * 1000
+NO_DWELL = -1
+
+
+def round_dwell_ms(dwell_ms: Float64) -> Int64:
+    """Dwells (N) in whole milliseconds, at most a day; NO_DWELL where missing (NaN).
+
+    Sums of integers are the same in any order, which means of floating-point numbers are not, and
+    one view that was never closed does not outweigh all others.
+    """
+    rounded = np.rint(np.minimum(np.nan_to_num(dwell_ms, nan=NO_DWELL), MAX_DWELL_MS))
+    return rounded.astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Aggregations:
+    """What is computed for each key: windows and half-lives in seconds, event types as codes."""
+
+    windows: tuple[int, ...]
+    count_types: tuple[int, ...]
+    half_lives: tuple[int, ...] = ()
+    last_types: tuple[int, ...] = ()
+    dwell_types: tuple[int, ...] = ()
+
+    @classmethod
+    def from_spec(cls, spec: DataSpec) -> "Aggregations":
+        """The aggregations that a spec declares."""
+        declared, codes = spec.counters, spec.event_codes
+        return cls(
+            windows=declared.windows,
+            count_types=tuple(codes[event] for event in declared.events),
+            half_lives=declared.half_lives,
+            last_types=tuple(codes[event] for event in declared.time_since_last),
+            dwell_types=tuple(codes[event] for event in declared.mean_dwell),
+        )
+
+    @property
+    def longest_window(self) -> int:
+        """Seconds of the longest window."""
+        return max(self.windows)
+
+    @property
+    def missing(self) -> Float64:
+        """The values of a key without events, in the order of columns: counts 0, others NaN."""
+        num_counts = (len(self.windows) + len(self.half_lives)) * len(self.count_types)
+        num_others = len(self.last_types) + len(self.windows) * len(self.dwell_types)
+        return np.concatenate((np.zeros(num_counts), np.full(num_others, np.nan)))
+
+
+@dataclass(frozen=True)
+class KeyedEvents:
+    """Events (N) and queries (Q) of several keys on one axis; the window of a query is a range.
+
+    A position is the number of a key times the length of its part of the axis, plus the second.
+    Events are sorted by `position`; queries by `query_position`, and `query_order` restores theirs.
+    """
+
+    position: Int64
+    type: Int64
+    dwell_ms: Int64
+    query_position: Int64
+    query_order: Int64
+
+    @classmethod
+    def align(
+        cls,
+        event_key: Int64,
+        event_ts: Int64,
+        event_type: Int64,
+        query_key: Int64,
+        query_ts: Int64,
+        longest_window: int,
+        dwell_ms: Int64 | None = None,
+    ) -> "KeyedEvents":
+        """Place events and queries, whose keys are any integers and times seconds, on an axis."""
+        keys, group = np.unique(np.concatenate((event_key, query_key)), return_inverse=True)
+        event_group, query_group = group[: len(event_key)], group[len(event_key) :]
+        # Each key begins at a multiple of a power of two, which aligns the tree with the clock.
+        bits = int(longest_window).bit_length()
+        first = min(event_ts.min(initial=0), query_ts.min(initial=0) - longest_window)
+        origin = first >> bits << bits
+        last = max(event_ts.max(initial=origin), query_ts.max(initial=origin))
+        span = ((last - origin >> bits) + 1) << bits
+        assert len(keys) * span < 2**62, "times and keys do not fit one integer"
+        position = event_group * span + (event_ts - origin)
+        query_position = query_group * span + (query_ts - origin)
+        order = np.argsort(position, kind="stable")
+        query_order = np.argsort(query_position, kind="stable")
+        dwell_ms = np.full(len(event_key), NO_DWELL) if dwell_ms is None else dwell_ms
+        return cls(
+            position[order],
+            event_type[order],
+            dwell_ms[order],
+            query_position[query_order],
+            query_order,
+        )
+
+    def counts(self, windows: Sequence[int], types: Sequence[int]) -> Int32:
+        """Events in [query - window, query), by window and type (Q, W * T)."""
+        total = np.zeros((len(self.position) + 1, len(types)), np.int32)
+        np.cumsum(self.type[:, None] == np.array(types), axis=0, out=total[1:])
+        total_at_end = total[count_visible(self.position, self.query_position)]
+        counts = [
+            total_at_end - total[count_visible(self.position, self.query_position - window)]
+            for window in windows
+        ]
+        return self._in_query_order(np.concatenate(counts, axis=1))
+
+    def decayed_counts(
+        self, half_lives: Sequence[int], types: Sequence[int], window: int
+    ) -> Float64:
+        """Sums of 2^(-age / half-life) over [query - window, query): (Q, H * T)."""
+        sums = np.zeros((len(self.query_position), len(half_lives), len(types)))
+        if not half_lives:
+            return sums.reshape(len(sums), 0)
+        start = self.query_position - window
+        for column, type_ in enumerate(types):
+            seconds, num_events = np.unique(self.position[self.type == type_], return_counts=True)
+            sums[:, :, column] = _decayed_sums(
+                seconds, num_events, start, self.query_position, np.array(half_lives)
+            )
+        return self._in_query_order(sums.reshape(len(sums), len(half_lives) * len(types)))
+
+    def seconds_since_last(self, types: Sequence[int], window: int) -> Float64:
+        """Age of the last event in [query - window, query), by type (Q, T); NaN without one."""
+        ages = np.full((len(self.query_position), len(types)), np.nan)
+        for column, type_ in enumerate(types):
+            position = self.position[self.type == type_]
+            stop = count_visible(position, self.query_position)
+            seen = np.flatnonzero(stop)
+            age = self.query_position[seen] - position[stop[seen] - 1]
+            ages[seen, column] = np.where(age <= window, age, np.nan)
+        return self._in_query_order(ages)
+
+    def mean_dwells(self, windows: Sequence[int], types: Sequence[int]) -> Float64:
+        """Mean dwell in seconds in [query - window, query) (Q, W * T); NaN without one."""
+        means = np.zeros((len(self.query_position), len(windows), len(types)))
+        for column, type_ in enumerate(types):
+            has_dwell = (self.type == type_) & (self.dwell_ms != NO_DWELL)
+            position = self.position[has_dwell]
+            total_ms = np.concatenate(([0], np.cumsum(self.dwell_ms[has_dwell])))
+            stop = count_visible(position, self.query_position)
+            for row, window in enumerate(windows):
+                start = count_visible(position, self.query_position - window)
+                means[:, row, column] = mean_seconds(total_ms[stop] - total_ms[start], stop - start)
+        return self._in_query_order(means.reshape(len(means), len(windows) * len(types)))
+
+    def _in_query_order(self, rows: npt.NDArray[Number]) -> npt.NDArray[Number]:
+        restored = np.empty_like(rows)
+        restored[self.query_order] = rows
+        return restored
+
+
+def count_all_before(key: Int64, ts: Int64, query_key: Int64, query_ts: Int64) -> Int32:
+    """The number of events with each query's key before its time (Q)."""
+    one_type = np.zeros(len(key), np.int64)
+    all_time = max(1, int(query_ts.max(initial=0) - ts.min(initial=0)))
+    events = KeyedEvents.align(key, ts, one_type, query_key, query_ts, all_time)
+    return events.counts((all_time,), (0,))[:, 0]
+
+
+def mean_seconds(total_ms: Int64, count: Int64) -> Float64:
+    """Means in seconds of sums in milliseconds; NaN where the count is 0."""
+    return np.where(count > 0, total_ms / np.maximum(count, 1), np.nan) / 1000
+
+
+def _decayed_sums(
+    seconds: Int64, num_events: Int64, start: Int64, stop: Int64, half_lives: Int64
+) -> Float64:
+    """Sums of num_events * 2^(-(stop - second) / half-life) over seconds in [start, stop): (Q, H).
+
+    `seconds` are positions in ascending order. A node of a level of the tree covers 2^level seconds
+    from a multiple of that number, and holds the sum of its events as of its last second. From
+    level to level, a range of nodes loses the first and the last one if the range does not contain
+    the other child of their parent: these are added to the sum of the query. So a query adds at
+    most two nodes of each level, all weights are at most 1, and nothing is subtracted.
+    """
+    totals = np.zeros((len(stop), len(half_lives)))
+    node, sums = seconds, np.repeat(num_events[:, None].astype(float), len(half_lives), axis=1)
+    first, last = count_visible(node, start), count_visible(node, stop) - 1
+    query = np.flatnonzero(first <= last)
+    first, last, low, high = first[query], last[query], start[query], stop[query] - 1
+    for level in count():
+        if not len(query):
+            break
+        is_done = last - first < 2
+        adds_first = is_done | (node[first] == low) & (low % 2 == 1)
+        adds_last = np.where(is_done, first < last, (node[last] == high) & (high % 2 == 0))
+        for is_added, index in ((adds_first, first), (adds_last, last)):
+            row, added = query[is_added], index[is_added]
+            age = stop[row] - ((node[added] + 1 << level) - 1)
+            totals[row] += sums[added] * np.exp2(-age[:, None] / half_lives)
+        query, low, high = query[~is_done], low[~is_done] + 1 >> 1, high[~is_done] - 1 >> 1
+        first, last = (first + adds_first)[~is_done], (last - adds_last)[~is_done]
+        node, sums, parent = _merge_siblings(node, sums, np.exp2(-(2.0**level) / half_lives))
+        first, last = parent[first], parent[last]
+    return totals
+
+
+def _merge_siblings(node: Int64, sums: Float64, decay: Float64) -> tuple[Int64, Float64, Int64]:
+    """The next level of the tree: its nodes and sums, and the index of each node's parent.
+
+    `decay` (H) is the weight of a left child as of the last second of its parent.
+    """
+    is_new = np.diff(node >> 1, prepend=-1) != 0
+    parent = np.cumsum(is_new) - 1
+    weighted = np.where((node & 1 == 0)[:, None], sums * decay, sums)
+    merged = weighted[is_new]
+    merged[parent[~is_new]] += weighted[~is_new]
+    return node[is_new] >> 1, merged, parent

@@ -1,0 +1,205 @@
+"""Reads the counters of keys as of a second from the rows of three levels.
+
+Integers are prefix sums: the events before `as_of` less those before `as_of - window`. A prefix sum
+up to a second is the sum of all whole hours before it, of the whole minutes before it in the edge
+hour, which contains it, and of the seconds before it in the edge minute.
+
+Decayed counts are not subtracted, because a small difference of large sums is inexact. They add up
+the largest buckets that lie within the longest window: its hours, the minutes of an hour that is
+only partly in it, and the seconds of such a minute.
+
+P points in time, Q keys, N rows, K integers of a row; see counter_rows.py for the others.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from features.aggregations import mean_seconds
+from ranking.feature_store.counter_rows import (
+    COUNTER_LEVELS,
+    LOW_32_BITS,
+    CounterLevel,
+    RowLayout,
+    child_record_key,
+    decay_weights,
+)
+from ranking.feature_store.storage import Txn
+
+Bools = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+def read_windows(layout: RowLayout, txn: Txn, record_keys: Sequence[bytes], as_of: int) -> Floats:
+    """The counters (Q, columns) of keys, in the order of their columns; NaN for no such event.
+
+    All pairs of a point (`as_of`, or the start of a window) and a key go down the levels together.
+    A pair stays as long as its record has a row for the edge bucket, which contains its second; the
+    next level splits it.
+    """
+    sums = WindowSums.zeros(layout, len(record_keys), as_of)
+    point, key = (axis.ravel() for axis in np.indices(sums.totals.shape[:2]))
+    records, record, key_of_record = list(record_keys), key, np.arange(len(record_keys))
+    parent = None
+    for level in COUNTER_LEVELS:
+        rows = LevelRows.read(layout, level, txn.get_many(level.table, records))
+        bucket = sums.points[point] // level.bucket_seconds
+        before, has_edge = rows.totals_before(record, bucket)
+        sums.totals[point, key] += before
+        sums.add_rows(rows, key_of_record[rows.record], parent)
+        point, key, bucket, parent = point[has_edge], key[has_edge], bucket[has_edge], level
+        if not len(point):
+            break
+        distinct, record = np.unique((key << 32) + bucket, return_inverse=True)
+        key_of_record = distinct >> 32
+        records = [
+            child_record_key(record_keys[packed >> 32], packed & LOW_32_BITS)
+            for packed in distinct.tolist()
+        ]
+    return sums.columns()
+
+
+@dataclass(frozen=True)
+class LevelRows:
+    """The concatenated rows (N) of several records of a level; `record` (N) is that of each row."""
+
+    layout: RowLayout
+    level: CounterLevel
+    rows: np.ndarray
+    record: Ints
+
+    @classmethod
+    def read(cls, layout: RowLayout, level: CounterLevel, records: Sequence[bytes]) -> "LevelRows":
+        """Concatenate records, whose rows are sorted by bucket."""
+        dtype = layout.dtype(level)
+        sizes = np.array([len(record) // dtype.itemsize for record in records], np.int64)
+        rows = np.frombuffer(b"".join(records), dtype)
+        return cls(layout, level, rows, np.repeat(np.arange(len(records)), sizes))
+
+    @property
+    def bucket(self) -> Ints:
+        """The number of each row's bucket since 1970 (N)."""
+        return self.rows["bucket"].astype(np.int64)
+
+    def totals_before(self, record: Ints, bucket: Ints) -> tuple[Ints, Bools]:
+        """Integers (n, K) before a bucket of each of n records; whether it has that bucket (n)."""
+        integers = np.concatenate(
+            [self.rows[name] for name in ("counts", "dwell_counts", "dwell_ms")], axis=1
+        )
+        cumulative = np.zeros((len(self.rows) + 1, integers.shape[1]), np.int64)
+        np.cumsum(integers.astype(np.int64), 0, out=cumulative[1:])
+        position = (self.record << 32) + self.bucket
+        target = (record << 32) + bucket
+        first, stop = np.searchsorted(position, record << 32), np.searchsorted(position, target)
+        has_bucket = np.append(position, -1)[stop] == target
+        return cumulative[stop] - cumulative[first], has_bucket
+
+    def last_seconds(self, as_of: int) -> Ints:
+        """The second of the last event of each type in rows that end before `as_of` (N, S).
+
+        0 without one.
+        """
+        if self.level.is_lowest:
+            types = self.layout.counted_types
+            index = [types.index(type_) for type_ in self.layout.aggregations.last_types]
+            last = np.where(self.rows["counts"][:, index] > 0, self.bucket[:, None], 0)
+        else:
+            last = self.rows["last"].astype(np.int64)
+        is_before = (self.bucket + 1) * self.level.bucket_seconds <= as_of
+        return np.where(is_before[:, None], last, 0)
+
+    def decayed(self, selected: Bools, as_of: int) -> Floats:
+        """The decayed counts of selected rows (n) as of a second after them: (n, H, T)."""
+        of, rows = self.layout.aggregations, self.rows[selected]
+        last_second = (self.bucket[selected] + 1) * self.level.bucket_seconds - 1
+        weights = decay_weights(as_of - last_second, of.half_lives)
+        counts = rows["counts"][:, None, : len(of.count_types)]
+        sums: Floats = counts if self.level.is_lowest else rows["decayed"]
+        return weights[:, :, None] * sums
+
+
+@dataclass(frozen=True)
+class WindowSums:
+    """Sums over the rows of all levels.
+
+    Attributes:
+        points: The seconds (P) up to which integers are added: `as_of`, and the start of each
+            window.
+        totals: The integers before each point (P, Q, K).
+        decayed: The decayed counts (Q, H, T).
+        last: The second of the last event (Q, S); 0 without one.
+    """
+
+    layout: RowLayout
+    points: Ints
+    totals: Ints
+    decayed: Floats
+    last: Ints
+
+    @classmethod
+    def zeros(cls, layout: RowLayout, num_keys: int, as_of: int) -> "WindowSums":
+        """The sums of no rows."""
+        of = layout.aggregations
+        points = np.maximum(as_of - np.array([0, *of.windows]), 0)
+        num_integers = len(layout.counted_types) + 2 * len(of.dwell_types)
+        return cls(
+            layout,
+            points,
+            np.zeros((len(points), num_keys, num_integers), np.int64),
+            np.zeros((num_keys, len(of.half_lives), len(of.count_types))),
+            np.zeros((num_keys, len(of.last_types)), np.int64),
+        )
+
+    @property
+    def as_of(self) -> int:
+        """The second as of which counters are read."""
+        return int(self.points[0])
+
+    def add_rows(self, rows: LevelRows, key: Ints, parent: CounterLevel | None) -> None:
+        """Add to the last seconds and the decayed counts; `key` (N) is the key of each row."""
+        if self.last.size:
+            _reduce_by_key(np.maximum, self.last, key, rows.last_seconds(self.as_of))
+        if self.decayed.size:
+            start = rows.bucket * rows.level.bucket_seconds
+            is_added = self._is_within_window(start, rows.level)
+            if parent:
+                is_added &= ~self._is_within_window(start, parent)
+            decayed = rows.decayed(is_added, self.as_of)
+            _reduce_by_key(np.add, self.decayed, key[is_added], decayed)
+
+    def _is_within_window(self, second: Ints, level: CounterLevel) -> Bools:
+        """Whether the bucket of each second (N) in a level lies within the longest window."""
+        start = second // level.bucket_seconds * level.bucket_seconds
+        first = self.as_of - self.layout.aggregations.longest_window
+        return (start >= first) & (start + level.bucket_seconds <= self.as_of)
+
+    def columns(self) -> Floats:
+        """The counters (Q, columns), in the order of their columns."""
+        of, num_keys = self.layout.aggregations, len(self.decayed)
+        in_windows = (self.totals[0] - self.totals[1:]).transpose(1, 0, 2)
+        dwells = in_windows[..., len(self.layout.counted_types) :]
+        dwell_counts, dwell_ms = np.split(dwells, 2, axis=2)
+        age = np.where(self.last > 0, self.as_of - self.last, np.inf)
+        parts = (
+            in_windows[..., : len(of.count_types)],
+            self.decayed,
+            np.where(age <= of.longest_window, age, np.nan),
+            mean_seconds(dwell_ms, dwell_counts),
+        )
+        shapes = [(num_keys, prod(part.shape[1:])) for part in parts]
+        return np.concatenate([p.reshape(shape) for p, shape in zip(parts, shapes, strict=True)], 1)
+
+
+def _reduce_by_key(
+    reduce: np.ufunc, totals: npt.NDArray[Any], key: Ints, values: npt.NDArray[Any]
+) -> None:
+    """Merge values (N, ...), whose keys (N) ascend, into the totals (Q, ...) of their keys."""
+    starts = np.flatnonzero(np.diff(key, prepend=-1))
+    if len(starts):
+        of_key = key[starts]
+        totals[of_key] = reduce(totals[of_key], reduce.reduceat(values, starts, axis=0))

@@ -1,0 +1,94 @@
+"""Numbers as rows: standardization and piecewise-linear encoding."""
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from training.model.numeric import (
+    MAX_OUTER,
+    NumericEmbedding,
+    PiecewiseLinearEncoding,
+    RunningStandardizer,
+)
+
+SEGMENTS = 4
+FINITE = st.floats(-1e3, 1e3, width=32)
+
+
+def test_running_statistics_are_the_mean_and_variance_of_all_values() -> None:
+    torch.manual_seed(0)
+    values = torch.randn(3000, 2) * torch.tensor([0.1, 50.0]) + torch.tensor([5.0, -3.0])
+    values[::5, 1] = float("nan")
+    standardizer = RunningStandardizer(2).train()
+    for part in values.split(61):
+        standardizer(part)
+    torch.testing.assert_close(standardizer.mean, values.nanmean(0), rtol=1e-4, atol=1e-4)
+    variance = ((values - values.nanmean(0)) ** 2).nanmean(0)
+    torch.testing.assert_close(standardizer.variance, variance, rtol=1e-3, atol=1e-4)
+    standardizer.eval()
+    before = standardizer.mean.clone()
+    assert standardizer(torch.full((1, 2), torch.nan)).eq(0).all()
+    assert standardizer.mean.equal(before)
+
+
+def fitted_encoding(values: torch.Tensor) -> PiecewiseLinearEncoding:
+    encoding = PiecewiseLinearEncoding(values.shape[1], SEGMENTS)
+    encoding.fit(values)
+    return encoding
+
+
+@given(arrays(np.float32, (20, 2), elements=FINITE), st.floats(0, 1))
+def test_a_value_is_the_first_edge_plus_the_lengths_below_it(
+    sample: np.ndarray, share: float
+) -> None:
+    """sum_t (b_t - b_(t-1)) z_t = x - b_0, also beyond the outer edges (2203.05556)."""
+    values = torch.from_numpy(sample)
+    encoding = fitted_encoding(values)
+    lengths = encoding.edges.diff()
+    first, last = encoding.edges[:, 0], encoding.edges[:, -1]
+    shortest = torch.where(lengths > 0, lengths, torch.inf).amin(1).nan_to_num(0, 0, 0)
+    outer = MAX_OUTER * shortest  # every outer segment reaches at least this far
+    x = first - outer + share * (last - first + 2 * outer)
+    reconstructed = first + (encoding(x[None])[0] * lengths).sum(1)
+    torch.testing.assert_close(reconstructed, x, rtol=1e-4, atol=2e-3)
+
+
+@given(arrays(np.float32, (30, 1), elements=FINITE), FINITE, FINITE)
+def test_components_do_not_decrease_in_the_value(sample: np.ndarray, a: float, b: float) -> None:
+    encoding = fitted_encoding(torch.from_numpy(sample))
+    low, high = encoding(torch.tensor([[min(a, b)], [max(a, b)]]))
+    assert (low <= high).all()
+
+
+def test_edges_are_quantiles_and_equal_ones_count_once() -> None:
+    values = torch.tensor([[0.0, 1.0, torch.nan]] * 7 + [[8.0, 1.0, torch.inf]] * 2)
+    encoding = fitted_encoding(values)
+    assert encoding.edges[0].tolist() == [0.0, 8.0, 8.0, 8.0, 8.0]
+    assert encoding.edges[1].tolist() == [1.0] * 5
+    assert encoding.edges[2].tolist() == [0.0] * 5
+    assert encoding(torch.tensor([[4.0, 7.0, 7.0]]))[0].tolist() == [
+        [0.5, 0.0, 0.0, 0.0], [0.0] * 4, [0.0] * 4
+    ]  # fmt: skip
+
+
+def test_a_numeric_embedding_is_linear_at_the_start_and_by_group() -> None:
+    torch.manual_seed(0)
+    embedding = NumericEmbedding(("a", "b", "a"), 2, SEGMENTS).eval()
+    low, middle, high = (embedding(torch.full((1, 3), x)).rows[0] for x in (-1.0, 0.5, 2.0))
+    torch.testing.assert_close(middle, (low + high) / 2)
+    one_changed = embedding(torch.tensor([[-1.0, 5.0, -1.0]])).rows[0]
+    assert torch.equal(one_changed[0], low[0]) and not torch.equal(one_changed[1], low[1])
+
+
+def test_a_missing_value_is_not_the_lowest_one_once_it_was_trained() -> None:
+    embedding = NumericEmbedding(("a",), 2, SEGMENTS).eval()
+    embedding.encoding.fit(torch.arange(10.0)[:, None])
+    missing = torch.tensor([[torch.nan]])
+    before = embedding(missing).rows
+    torch.testing.assert_close(before, embedding.bias[None])
+    with torch.no_grad():
+        embedding.missing.add_(1)
+    torch.testing.assert_close(embedding(missing).rows, before + 1)
+    assert embedding(torch.tensor([[0.0]])).standardized.eq(0).all()

@@ -1,0 +1,163 @@
+"""A teacher of several seeds and trees: its predictions, and that weights do not look ahead."""
+
+import shutil
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.special import expit
+
+from etl.errors import UserError
+from etl.tables import arrow, schemas
+from etl.tables.lake import Lake
+from tests.conftest import FIRST, LAST
+from tests.world import World, copy_of
+from training.baseline import feature_names_of, load_tabular
+from training.config import TeacherConfig, TrainConfig
+from training.data.batch import Shuffle
+from training.data.label_window import ALL_LABELS, LabelWindow
+from training.distributed.process_group import process_group
+from training.teacher.blend import blend, blend_weights, day_logits_path, fit_blend_weight
+from training.teacher.ensemble import load_teacher, train_teacher
+from training.teacher.outputs import trained_objectives, write_teacher_outputs
+from training.teacher.trees import load_trees, train_trees, trees_reader
+from training.trainer.throughput import Timeline
+from training.trainer.trainer import load_train_state
+
+SECOND, THIRD = FIRST + timedelta(days=1), FIRST + timedelta(days=2)
+CONFIG = TrainConfig(
+    scale="tiny", width_multiplier=0.5, max_length=8, batch_rows=256,
+    teacher=TeacherConfig(seeds=2, blend="lightgbm"),
+)  # fmt: skip
+
+
+@given(st.integers(0, 2**16), st.floats(0, 2), st.floats(0, 2))
+def test_the_weight_has_the_least_logloss(seed: int, gem_noise: float, tree_noise: float) -> None:
+    rng = np.random.default_rng(seed)
+    truth = rng.normal(-1, 1, 400)
+    labels = (rng.random(400) < expit(truth)).astype(float)
+    gem, trees = (truth + noise * rng.normal(size=400) for noise in (gem_noise, tree_noise))
+
+    def logloss(weight: float) -> float:
+        z = blend(gem, trees, weight)
+        return float((np.logaddexp(0, z) - labels * z).mean())
+
+    best = logloss(fit_blend_weight(gem, trees, labels))
+    assert best <= min(map(logloss, np.linspace(0, 1, 21))) + 1e-9
+
+
+def test_without_evidence_gem_is_alone() -> None:
+    logits = np.arange(3.0)
+    assert fit_blend_weight(logits, -logits, np.zeros(3)) == 0
+    assert fit_blend_weight(*np.zeros((3, 0))) == 0
+
+
+@pytest.fixture(scope="module")
+def taught(shared_world: World, lake: Lake) -> Iterator[Lake]:
+    """A lake whose days were scored by two GEMs and trees of all days before."""
+
+    def build(folder: Path) -> None:
+        copy = copy_of(lake, folder / "lake")
+        with process_group():
+            train_teacher(copy, (FIRST, THIRD), CONFIG, Timeline())
+            write_teacher_outputs(copy, (FIRST, LAST))
+
+    folder = shared_world.folder("teacher", build)
+    with process_group():
+        yield Lake(str(folder / "lake"), lake.spec)
+
+
+def test_predictions_are_the_blend_of_the_mean_of_all_seeds_and_the_trees(taught: Lake) -> None:
+    spec = taught.spec
+    (first, reader), (second, _) = (load_train_state(taught, THIRD, member) for member in (0, 1))
+    assert first.manifest.training.seed + 1 == second.manifest.training.seed
+    inputs = trees_reader(taught, CONFIG)
+    tabular = load_tabular(inputs, [LAST], ALL_LABELS)
+    trees = load_trees(taught, THIRD, feature_names_of(inputs))
+    tree_logits = trees.logits(tabular, tuple(spec.objectives))
+    tree_rows = dict(zip(tabular.impression_ids, tree_logits, strict=True))
+    weights = blend_weights(taught, THIRD, LAST, 14)
+    assert any(weights.values())
+    table = arrow.snapshot(taught, schemas.teacher_predictions(spec)).read(day=LAST).to_pylist()
+    stored = {row["impression_id"]: row for row in table}
+    for batch in reader.batches([LAST], ALL_LABELS, 512, Shuffle(None)):
+        members = [s.model(batch).logits.detach().double().numpy() for s in (first, second)]
+        for row, impression in enumerate(batch.impression_ids):
+            for column, name in enumerate(spec.objectives):
+                gem = (members[0][row, column] + members[1][row, column]) / 2
+                expected = gem
+                if weights[name]:
+                    expected = blend(gem, tree_rows[impression][column], weights[name])
+                if name in trained_objectives(spec, first.manifest):
+                    assert stored[impression][f"logit_{name}"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_first_scored_day_has_no_evidence_for_the_trees(taught: Lake) -> None:
+    assert set(load_teacher(taught, FIRST, SECOND).weights) == {0}
+
+
+def test_the_weight_of_a_day_depends_only_on_labels_known_before_it(
+    taught: Lake, tmp_path: Path
+) -> None:
+    """Neither the logits of later days nor labels that mature after training change it."""
+    own = copy_of(taught, tmp_path / "lake")
+    before = blend_weights(own, SECOND, THIRD, 14)
+    assert any(before.values())
+    day_logits_path(own.root, LAST).unlink()
+    day_logits_path(own.root, THIRD).unlink()
+    schema = schemas.impressions(own.spec)
+    rows = arrow.snapshot(own, schema).read()
+    known = LabelWindow(0, own.spec.day_end(SECOND))
+    for name in own.spec.objectives:
+        mature = known.contains(rows[f"label_mature_ts_{name}"].to_numpy() // 10**6)
+        label = rows[f"label_{name}"].to_numpy(zero_copy_only=False)
+        changed = np.where(mature, label, 1 - label)
+        index = rows.schema.get_field_index(f"label_{name}")
+        field = rows.schema.field(index)
+        rows = rows.set_column(index, field, [changed.astype(field.type.to_pandas_dtype())])
+    arrow.replace_rows(own, schema, rows, "true", {})
+    assert blend_weights(own, SECOND, THIRD, 14) == before
+
+
+def test_trees_learn_only_labels_that_are_final_on_their_day(taught: Lake, tmp_path: Path) -> None:
+    own = copy_of(taught, tmp_path / "lake")
+    files = sorted(Path(own.root, "models", "gem", "trees", f"{FIRST}").glob("*.txt"))
+    before = [file.read_text() for file in files]
+    schema = schemas.impressions(own.spec)
+    rows = arrow.snapshot(own, schema).read()
+    arrow.replace_rows(own, schema, rows.filter(rows["day"].to_numpy() <= FIRST), "true", {})
+    train_trees(own, FIRST, CONFIG)  # again, because the table has another version
+    assert files and [file.read_text() for file in files] == before
+
+
+def test_changed_trees_are_refused(taught: Lake, tmp_path: Path) -> None:
+    own = copy_of(taught, tmp_path / "lake")
+    file = next(Path(own.root, "models", "gem", "trees", f"{THIRD}").glob("*.txt"))
+    file.write_text(file.read_text().replace("leaf_value=", "leaf_value=9", 1))
+    with pytest.raises(UserError, match="not the file that was saved"):
+        load_teacher(own, THIRD, LAST)
+    shutil.rmtree(file.parent)
+    with pytest.raises(UserError, match="trees until 2026-01-03 are missing"):
+        load_teacher(own, THIRD, LAST)
+
+
+def test_the_number_of_seeds_cannot_change_from_one_day_to_the_next(
+    taught: Lake, tmp_path: Path
+) -> None:
+    own = copy_of(taught, tmp_path / "lake")
+    teacher = TeacherConfig(seeds=3, blend="lightgbm")
+    config = CONFIG.model_copy(update={"teacher": teacher})
+    with pytest.raises(UserError, match="seeds"):
+        train_teacher(own, (LAST, LAST), config, Timeline())
+
+
+def test_logits_of_a_day_are_those_of_its_predictions(taught: Lake) -> None:
+    """The file that later weights are fitted on has a row for each prediction of the day."""
+    scored = arrow.snapshot(taught, schemas.teacher_predictions(taught.spec)).read(day=THIRD)
+    kept = pq.read_table(day_logits_path(taught.root, THIRD))
+    assert sorted(kept["impression_id"].to_pylist()) == sorted(scored["impression_id"].to_pylist())

@@ -1,0 +1,173 @@
+"""The labels of examples that a pass uses: those of objectives, and of auxiliary objectives.
+
+B impressions, O objectives, A auxiliary objectives, n of either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from etl.errors import UserError
+from etl.spec.model import DataSpec
+from etl.spec.units import DAY, MICROS
+from training.data.label_window import LabelWindow
+
+Int64 = npt.NDArray[np.int64]
+Float32 = npt.NDArray[np.float32]
+Bools = npt.NDArray[np.bool_]
+NEVER = np.iinfo(np.int64).max
+MAX_DWELL_SECONDS = DAY  # a tab that was left open for weeks is not of more interest
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Labels and values of outcomes (B, O), and labels of auxiliary objectives (B, A).
+
+    `mask` (B, O) and `auxiliary_mask` (B, A) mark the labels that a pass uses. A is 0 unless its
+    window includes auxiliary labels; those with the target `dwell` are ln(1 + seconds).
+    """
+
+    values: Float32
+    mask: Bools
+    outcome_values: Float32
+    auxiliary: Float32
+    auxiliary_mask: Bools
+
+    def of_rows(self, selected: Bools, mask: Bools) -> Labels:
+        """The labels of selected rows (B), with another mask (B, O)."""
+        return Labels(
+            self.values[selected],
+            mask[selected],
+            self.outcome_values[selected],
+            self.auxiliary[selected],
+            self.auxiliary_mask[selected],
+        )
+
+
+def label_columns(spec: DataSpec, window: LabelWindow) -> list[str]:
+    """The columns of `impressions` that `labels_of` reads."""
+    columns = ["surface"]
+    for name in (*spec.objectives, *_auxiliary_names(spec, window)):
+        columns += [f"label_{name}", f"label_mature_ts_{name}"]
+        summed = spec.all_objectives[name].summed_column
+        columns += [f"{summed}_{name}"] if summed else []
+    return columns
+
+
+def labels_of(
+    spec: DataSpec, impressions: pa.Table, held_out: Bools, window: LabelWindow, span: str
+) -> Labels:
+    """The labels of impressions.
+
+    A label of an auxiliary objective is trained on once, together with the first label of an
+    objective that is trained on when it is final. So it selects no rows of its own, and no row that
+    is held out for calibration is seen earlier because of it.
+
+    Args:
+        spec: Declares the objectives.
+        impressions: Their `label_columns` (B).
+        held_out: Rows (B) whose labels are trained on together; none for an evaluation.
+        window: The labels to use.
+        span: The days of the rows, for messages.
+
+    Raises:
+        UserError: A label should be final but is null in the table.
+    """
+    stored = _StoredLabels.read(spec, tuple(spec.objectives), impressions)
+    auxiliary = _StoredLabels.read(spec, _auxiliary_names(spec, window), impressions)
+    trained_ts = _training_times(stored, held_out)
+    mask = stored.has_label & _label_mask(stored, trained_ts, window)
+    auxiliary_mask = auxiliary.has_label & window.contains(_first_time_from(auxiliary, trained_ts))
+    stored.require_final(mask, span)
+    auxiliary.require_final(auxiliary_mask, span)
+    summed = [spec.all_objectives[name].summed_column for name in auxiliary.names]
+    is_dwell = np.array([column == "dwell_ms" for column in summed], bool)
+    seconds = np.minimum(auxiliary.sums / 1000, MAX_DWELL_SECONDS)
+    return Labels(
+        stored.labels,
+        mask,
+        np.nan_to_num(stored.sums),
+        np.where(is_dwell, np.log1p(np.nan_to_num(seconds)), auxiliary.labels),
+        auxiliary_mask & ~(is_dwell & np.isnan(auxiliary.sums)),
+    )
+
+
+def _auxiliary_names(spec: DataSpec, window: LabelWindow) -> tuple[str, ...]:
+    return tuple(spec.auxiliary_objectives) if window.include_auxiliary else ()
+
+
+@dataclass(frozen=True)
+class _StoredLabels:
+    """Columns of `impressions` for some objectives, as arrays (B, n).
+
+    `sums` are values or dwells, NaN where they are null or the objective has none. `mature_ts` are
+    in epoch seconds; `has_label` tells whether the surface has the objective.
+    """
+
+    names: Collection[str]
+    labels: Float32
+    sums: Float32
+    mature_ts: Int64
+    is_final: Bools
+    has_label: Bools
+
+    @classmethod
+    def read(cls, spec: DataSpec, names: Collection[str], table: pa.Table) -> _StoredLabels:
+        """The columns of some objectives."""
+        shape, surface = (table.num_rows, len(names)), table["surface"].to_numpy()
+        stored = cls(
+            names=names,
+            labels=np.zeros(shape, np.float32),
+            sums=np.full(shape, np.nan, np.float32),
+            mature_ts=np.zeros(shape, np.int64),
+            is_final=np.zeros(shape, bool),
+            has_label=np.zeros(shape, bool),
+        )
+        for i, name in enumerate(names):
+            codes = [spec.surface_codes[s] for s in spec.surfaces_of(name)]
+            stored.has_label[:, i] = np.isin(surface, codes)
+            stored.mature_ts[:, i] = table[f"label_mature_ts_{name}"].to_numpy() // MICROS["s"]
+            label = table[f"label_{name}"]
+            stored.is_final[:, i] = label.is_valid().to_numpy()
+            stored.labels[:, i] = label.fill_null(0).to_numpy()
+            summed = spec.all_objectives[name].summed_column
+            if summed:
+                stored.sums[:, i] = table[f"{summed}_{name}"].to_numpy()
+        return stored
+
+    def require_final(self, mask: Bools, span: str) -> None:
+        """Raises UserError if a label to use (B, n) is null."""
+        is_missing = (mask & ~self.is_final).any(0)
+        if is_missing.any():
+            name = list(self.names)[int(np.argmax(is_missing))]
+            raise UserError(
+                f"labels of {name} on {span} are null in table impressions although their window "
+                "has closed; run `gemline etl labels` up to the latest day"
+            )
+
+
+def _training_times(stored: _StoredLabels, held_out: Bools) -> Int64:
+    """When each label (B, O) is trained on, in epoch seconds; NEVER where there is none."""
+    last = np.where(stored.has_label, stored.mature_ts, 0).max(1)
+    times = np.where(held_out[:, None], last[:, None], stored.mature_ts)
+    return np.where(stored.has_label, times, NEVER)
+
+
+def _label_mask(stored: _StoredLabels, trained_ts: Int64, window: LabelWindow) -> Bools:
+    """The labels (B, O) that a pass uses."""
+    if window.purpose != "calibration":
+        return window.contains(trained_ts)
+    is_unseen: Bools = trained_ts.min(1) >= window.start
+    return window.contains(stored.mature_ts) & is_unseen[:, None]
+
+
+def _first_time_from(auxiliary: _StoredLabels, trained_ts: Int64) -> Int64:
+    """The first of the times (B, O) at which each auxiliary label is final (B, A), or NEVER."""
+    is_final = trained_ts[:, None, :] >= auxiliary.mature_ts[:, :, None]
+    times: Int64 = np.where(is_final, trained_ts[:, None, :], NEVER).min(2)
+    return times

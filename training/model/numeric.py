@@ -1,0 +1,159 @@
+"""Numbers as rows of embeddings: standardized values and piecewise-linear encoding.
+
+B examples, F numeric features, G groups of features, T segments, d row width.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class RunningStandardizer(nn.Module):
+    """Standardizes values (B, F) by running mean and variance; NaN and infinite values become 0.
+
+    In training the statistics are updated with a batch before it is scaled, so training and serving
+    apply the same formula.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    count: Tensor
+
+    def __init__(self, num_features: int, max_count: float = 20_000) -> None:
+        super().__init__()
+        self.max_count = max_count
+        self.register_buffer("mean", torch.zeros(num_features))
+        self.register_buffer("variance", torch.ones(num_features))
+        self.register_buffer("count", torch.zeros(num_features))
+
+    def forward(self, values: Tensor) -> Tensor:
+        """(B, F) to (B, F), clipped to six standard deviations."""
+        finite = values.isfinite()
+        if self.training:
+            self._update(torch.where(finite, values, torch.nan))
+        scaled = (values - self.mean) * torch.rsqrt(self.variance + 1e-6)
+        return torch.where(finite, scaled, 0.0).clamp(-6, 6)
+
+    @torch.no_grad()
+    def _update(self, values: Tensor) -> None:
+        """Merge the statistics of a batch (Chan's parallel formula); NaN is not counted.
+
+        The count is capped at `max_count`, which makes the statistics a moving average.
+        """
+        count = (~values.isnan()).sum(0)
+        mean = values.nanmean(0).nan_to_num(0.0)
+        variance = ((values - mean) ** 2).nanmean(0).nan_to_num(0.0)
+        weight = count / (self.count + count).clamp(min=1)
+        delta = mean - self.mean
+        self.variance += weight * (variance - self.variance + (1 - weight) * delta**2)
+        self.mean += weight * delta
+        self.count.copy_((self.count + count).clamp(max=self.max_count))
+
+
+def quantile_edges(values: Tensor, segments: int) -> Tensor:
+    """The edges (F, T + 1) of segments with about equally many of the finite values (n, F).
+
+    A feature with fewer distinct quantiles has fewer segments: its last edge is repeated. One
+    without finite values has edges of 0.
+    """
+    levels = torch.linspace(0, 1, segments + 1, dtype=torch.float64)
+    edges = torch.zeros(values.shape[1], segments + 1)
+    for feature, column in enumerate(values.double().unbind(1)):
+        finite = column[column.isfinite()]
+        if len(finite):
+            distinct = torch.quantile(finite, levels).float().unique()
+            edges[feature, : len(distinct)] = distinct
+            edges[feature, len(distinct) :] = distinct[-1]
+    return edges
+
+
+MAX_OUTER = 2.0  # segments' lengths that values beyond the outer edges count at most
+
+
+class PiecewiseLinearEncoding(nn.Module):
+    """Piecewise-linear encoding (PLE, 2203.05556): values (B, F) to components (B, F, T).
+
+    Component t is the share of the segment from edge t - 1 to edge t that lies below the value:
+    those of lower segments are 1, those of higher ones 0. The outer segments continue beyond the
+    edges, so that a value is a linear function of its components. Missing values have only zeros.
+    """
+
+    edges: Tensor
+
+    def __init__(self, num_features: int, segments: int) -> None:
+        super().__init__()
+        self.segments = segments
+        self.register_buffer("edges", torch.linspace(-3, 3, segments + 1).repeat(num_features, 1))
+
+    def fit(self, values: Tensor) -> None:
+        """Use the quantiles of values (n, F) as edges."""
+        self.edges.copy_(quantile_edges(values, self.segments))
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Components of finite values."""
+        left, length = self.edges[:, :-1], self.edges.diff()
+        exists = length > 0
+        number = torch.arange(self.segments, device=length.device)
+        last = exists.sum(1, keepdim=True) - 1
+        low = torch.where(number == 0, -MAX_OUTER, 0.0)
+        high = torch.where(number == last, 1 + MAX_OUTER, 1.0)
+        scale = torch.where(exists, 1 / length.clamp(min=1e-12), 0.0)
+        share = (values.nan_to_num(0.0, 0.0, 0.0)[..., None] - left) * scale
+        is_finite = values.isfinite()[..., None]
+        return share.clamp(low.expand_as(high), high) * is_finite
+
+
+class NumericRows(NamedTuple):
+    """`rows` (B, G, d) for the interaction module, and the `standardized` values (B, F)."""
+
+    rows: Tensor
+    standardized: Tensor
+
+
+class NumericEmbedding(nn.Module):
+    """Values (B, F), NaN where missing, to a row of width d for each group of features.
+
+    The row of a group is the sum over its features of x w + z W + m u, with the standardized value
+    x, its components z of the piecewise-linear encoding and the indicator m of a missing value. W
+    and u are zeros at the start, so that training begins with a linear embedding.
+    """
+
+    def __init__(self, groups: Sequence[Hashable], width: int, segments: int) -> None:
+        super().__init__()
+        numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
+        self.group_names = tuple(numbers)
+        of_feature = torch.tensor([numbers[group] for group in groups], dtype=torch.int64)
+        self.register_buffer("order", of_feature.argsort(stable=True), persistent=False)
+        sizes = torch.bincount(of_feature, minlength=len(numbers))
+        self.inputs_by_group = [int(size) * (segments + 2) for size in sizes]
+        self.standardizer = RunningStandardizer(len(groups))
+        self.encoding = PiecewiseLinearEncoding(len(groups), segments)
+        self.linear = nn.Parameter(torch.empty(len(groups), width))
+        nn.init.uniform_(self.linear, -1.0, 1.0)
+        self.linear.data *= sizes[of_feature, None] ** -0.5
+        self.piecewise = nn.Parameter(torch.zeros(len(groups), segments, width))
+        self.missing = nn.Parameter(torch.zeros(len(groups), width))
+        self.bias = nn.Parameter(torch.zeros(len(numbers), width))
+
+    order: Tensor
+
+    def forward(self, values: Tensor) -> NumericRows:
+        """Rows and standardized values; a missing value counts as the mean and is flagged."""
+        scaled = self.standardizer(values)
+        is_missing = (~values.isfinite()).float()
+        inputs = torch.cat((self.encoding(values), scaled[..., None], is_missing[..., None]), 2)[
+            :, self.order
+        ]
+        weight = torch.cat((self.piecewise, self.linear[:, None], self.missing[:, None]), 1)
+        by_group = zip(
+            inputs.flatten(1).split(self.inputs_by_group, 1),
+            weight[self.order].flatten(0, 1).split(self.inputs_by_group),
+            self.bias,
+            strict=True,
+        )
+        rows = [torch.addmm(bias, x, w) for x, w, bias in by_group]
+        if not rows:
+            return NumericRows(scaled.new_zeros(len(scaled), 0, self.bias.shape[1]), scaled)
+        return NumericRows(torch.stack(rows, 1), scaled)

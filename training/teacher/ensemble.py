@@ -1,0 +1,154 @@
+"""A teacher of GEMs of several seeds and trees: training, loading and scoring.
+
+B impressions of a batch, n of a bucket, O objectives.
+"""
+
+from dataclasses import dataclass
+from datetime import date, timedelta
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from etl.spec.units import date_range
+from etl.tables.lake import Lake
+from training.baseline import feature_names_of, load_tabular
+from training.config import SINGLE_PROCESS, ParallelismConfig, TrainConfig
+from training.data.batch import Batch
+from training.data.label_window import ALL_LABELS
+from training.data.reader import ExampleReader
+from training.model.gem import GemOutput
+from training.teacher.blend import blend, blend_weights, remove_old_day_logits
+from training.teacher.trees import (
+    Trees,
+    load_trees,
+    remove_old_trees,
+    train_trees,
+    trees_reader,
+)
+from training.trainer import checkpoint
+from training.trainer.state import Manifest, TrainState
+from training.trainer.throughput import Timeline
+from training.trainer.trainer import load_train_state, train_days
+
+Floats = npt.NDArray[np.float64]
+
+
+def train_teacher(
+    lake: Lake,
+    days: tuple[date, date],
+    config: TrainConfig,
+    timeline: Timeline,
+    parallelism: ParallelismConfig = SINGLE_PROCESS,
+) -> list[dict[str, float]]:
+    """Train all models of the teacher on a range of days; a collective call.
+
+    By default that is GEM alone. Further GEMs have the next seeds. Resumes like `train_days`, and
+    returns the prequential metrics of the first GEM by day.
+    """
+    metrics = train_days(lake, days, config, timeline, parallelism)
+    for member in range(1, config.teacher.seeds):
+        other = config.model_copy(update={"seed": config.seed + member})
+        train_days(lake, days, other, parallelism=parallelism, member=member)
+    if config.teacher.blend and dist.get_rank() == 0:
+        for day in date_range(*days):
+            train_trees(lake, day, config)
+    dist.barrier()
+    return metrics
+
+
+def remove_old_models(lake: str, spec_hash: str, keep_days: int) -> list[date]:
+    """Remove models more than `keep_days` older than the most recent; returns their days."""
+    removed = checkpoint.remove_old_checkpoints(lake, spec_hash, keep_days)
+    if removed:
+        oldest_kept = max(removed) + timedelta(days=1)
+        remove_old_trees(lake, oldest_kept)
+        remove_old_day_logits(lake, oldest_kept)
+    return removed
+
+
+@dataclass(frozen=True)
+class TeacherScores:
+    """Logits (B, O) of the teacher, the output of its first GEM, and the logits of its parts.
+
+    `gem` (B, O) is the mean of all GEMs, `trees` (B, O) NaN where the teacher has no trees.
+    """
+
+    logits: Floats
+    output: GemOutput
+    gem: Floats
+    trees: Floats
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """GEMs of several seeds, and trees if any, all trained until one day.
+
+    `weights` (O) are those of the trees; `reader` reads the inputs of GEM, `trees_reader` those of
+    the trees.
+    """
+
+    members: tuple[TrainState, ...]
+    reader: ExampleReader
+    trees: Trees | None
+    trees_reader: ExampleReader | None
+    weights: Floats
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest of the first GEM."""
+        return self.members[0].manifest
+
+    def score_trees(self, day: date, bucket: int) -> "TreeScores | None":
+        """The logits of the trees on a bucket of a day; None without trees."""
+        if self.trees is None or self.trees_reader is None:
+            return None
+        rows = load_tabular(self.trees_reader, [day], ALL_LABELS, [bucket])
+        logits = self.trees.logits(rows, tuple(self.reader.lake.spec.objectives))
+        return TreeScores(pa.array(rows.impression_ids, pa.string()), logits)
+
+    @torch.no_grad()
+    def score(self, batch: Batch, tree_scores: "TreeScores | None") -> TeacherScores:
+        """Score a batch; `tree_scores` are those of its bucket."""
+        outputs = [state.model(batch) for state in self.members]
+        stacked: Tensor = torch.stack([output.logits for output in outputs]).double()
+        gem: Floats = stacked.mean(0).numpy()
+        trees = tree_scores.of(batch.impression_ids) if tree_scores else np.full_like(gem, np.nan)
+        logits = np.where(self.weights > 0, blend(gem, np.nan_to_num(trees), self.weights), gem)
+        return TeacherScores(logits, outputs[0], gem, trees)
+
+
+@dataclass(frozen=True)
+class TreeScores:
+    """Logits (n, O) of the trees by impression."""
+
+    impression_ids: pa.Array
+    logits: Floats
+
+    def of(self, impression_ids: npt.NDArray[np.object_]) -> Floats:
+        """The logits (B, O) of some impressions."""
+        position = pc.index_in(pa.array(impression_ids, pa.string()), self.impression_ids)
+        return np.asarray(self.logits[position.to_numpy(zero_copy_only=False)])
+
+
+def load_teacher(lake: Lake, trained_until: date, day: date) -> Teacher:
+    """The teacher that was trained until a day, with the weights for scoring a later `day`.
+
+    Raises UserError if a GEM or the trees are missing or read other inputs than the spec has.
+    """
+    state, reader = load_train_state(lake, trained_until)
+    config = state.manifest.training
+    others = range(1, config.teacher.seeds)
+    members = (state, *(load_train_state(lake, trained_until, member)[0] for member in others))
+    if config.teacher.blend is None:
+        weights = np.zeros(len(lake.spec.objectives))
+        return Teacher(members, reader, None, None, weights)
+    inputs = trees_reader(lake, config)
+    trees = load_trees(lake, trained_until, feature_names_of(inputs))
+    fitted = blend_weights(lake, trained_until, day, config.teacher.blend_days)
+    weights = np.array([fitted[name] if name in trees.boosters else 0 for name in fitted])
+    return Teacher(members, reader, trees, inputs, weights)

@@ -1,0 +1,149 @@
+"""Gradient-boosted trees of a teacher: trained for each day on recent days, kept as text files.
+
+B impressions, O objectives.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import date, timedelta
+
+import lightgbm
+import numpy as np
+import numpy.typing as npt
+from pydantic import ValidationError
+
+from etl.errors import UserError
+from etl.signature import SignatureError, sign, verify_signature
+from etl.spec.base import StrictModel
+from etl.tables import atomic_io
+from etl.tables.atomic_io import download
+from etl.tables.lake import Lake
+from etl.tables.uri import StoragePath, list_matching, read_text_if_exists, resolve_uri
+from training.baseline import BaselineConfig, TabularDataset, fit_boosters, load_tabular
+from training.config import TrainConfig
+from training.data.label_window import LabelWindow
+from training.data.reader import ExampleReader
+from training.trainer.checkpoint import sha256_of
+
+MANIFEST, SIGNATURE = "trees.json", "trees.json.sig"
+log = logging.getLogger(__name__)
+
+
+class TreesManifest(StrictModel):
+    """What a day's trees were trained on, and the SHA-256 of each objective's file."""
+
+    spec_hash: str
+    feature_names: tuple[str, ...]
+    surfaces: tuple[str, ...]
+    days: tuple[date, date]
+    table_versions: dict[str, int]
+    file_hashes: dict[str, str] = {}
+
+
+@dataclass(frozen=True)
+class Trees:
+    """The trees of each objective that had enough positive labels."""
+
+    boosters: Mapping[str, lightgbm.Booster]
+
+    def logits(
+        self, dataset: TabularDataset, objectives: tuple[str, ...]
+    ) -> npt.NDArray[np.float64]:
+        """Logits (B, O); NaN for objectives without trees."""
+        columns = np.full((len(dataset.surface), len(objectives)), np.nan)
+        for column, name in enumerate(objectives):
+            if name in self.boosters:
+                columns[:, column] = self.boosters[name].predict(dataset.features, raw_score=True)
+        return columns
+
+
+def trees_path(lake: str, day: date) -> StoragePath:
+    """The folder of the trees that were trained until a day."""
+    return resolve_uri(lake, "models", "gem", "trees", f"{day}")
+
+
+def trees_reader(lake: Lake, config: TrainConfig) -> ExampleReader:
+    """A reader of the inputs of trees, which read no history."""
+    return ExampleReader.latest(lake, config.sequence, 0, config.surfaces)
+
+
+def train_trees(lake: Lake, day: date, config: TrainConfig) -> None:
+    """Train on the labels of recent days that are final at the end of a day, unless it is done.
+
+    Raises UserError if none of the days has a final label.
+    """
+    reader = trees_reader(lake, config)
+    oldest = day - timedelta(days=config.teacher.blend_days - 1)
+    days = [d for d in reader.days() if oldest <= d <= day]
+    window = LabelWindow(0, lake.spec.day_end(day), "training")
+    train = load_tabular(reader, days, window)
+    manifest = TreesManifest(
+        spec_hash=lake.spec.hash,
+        feature_names=train.feature_names,
+        surfaces=config.surfaces,
+        days=(days[0], days[-1]),
+        table_versions=dict(reader.table_versions),
+    )
+    folder = trees_path(lake.root, day)
+    existing = _read_manifest(folder)
+    if existing and existing.model_copy(update={"file_hashes": {}}) == manifest:
+        log.info("%s holds these trees already", folder)
+        return
+    _publish(folder, manifest, fit_boosters(train, lake.spec.objectives, BaselineConfig()))
+
+
+def _publish(
+    folder: StoragePath, manifest: TreesManifest, boosters: Mapping[str, lightgbm.Booster]
+) -> None:
+    """Write a text file for each objective, then the manifest that names their contents."""
+    hashes = {}
+    for name, booster in boosters.items():
+        with atomic_io.replace_file(folder / f"{name}.txt") as temporary:
+            booster.save_model(str(temporary))
+            hashes[name] = sha256_of(temporary)
+    text = manifest.model_copy(update={"file_hashes": hashes}).model_dump_json(indent=1)
+    signature = sign(text.encode())
+    if signature:
+        atomic_io.write_text(folder / SIGNATURE, signature)
+    atomic_io.write_text(folder / MANIFEST, text)
+
+
+def load_trees(lake: Lake, day: date, feature_names: tuple[str, ...]) -> Trees:
+    """The trees that were trained until a day.
+
+    Raises UserError if they are missing, were changed, or read other features than the spec has.
+    """
+    folder = trees_path(lake.root, day)
+    advice = "run `gemline train gem` for that day again"
+    try:
+        manifest = _read_manifest(folder)
+    except (ValidationError, SignatureError) as error:
+        raise UserError(f"{folder / MANIFEST} cannot be used ({error}): {advice}") from None
+    if manifest is None:
+        raise UserError(f"the teacher's trees until {day} are missing: {advice}")
+    if (manifest.spec_hash, manifest.feature_names) != (lake.spec.hash, feature_names):
+        raise UserError(f"the teacher's trees until {day} read other features than now: {advice}")
+    boosters = {}
+    for name, expected in manifest.file_hashes.items():
+        file = download(folder / f"{name}.txt")
+        if sha256_of(file) != expected:
+            raise UserError(f"{folder / f'{name}.txt'} is not the file that was saved: {advice}")
+        boosters[name] = lightgbm.Booster(model_file=str(file))
+    return Trees(boosters)
+
+
+def _read_manifest(folder: StoragePath) -> TreesManifest | None:
+    text = read_text_if_exists(folder / MANIFEST)
+    if text is None:
+        return None
+    verify_signature(text.encode(), read_text_if_exists(folder / SIGNATURE), folder / MANIFEST)
+    return TreesManifest.model_validate(json.loads(text))
+
+
+def remove_old_trees(lake: str, oldest_kept: date) -> None:
+    """Remove the trees that were trained until an earlier day."""
+    for folder in list_matching(resolve_uri(lake, "models", "gem", "trees"), "[0-9]*"):
+        if folder.name < f"{oldest_kept}":
+            atomic_io.remove_folder(folder)
