@@ -37,6 +37,9 @@ MOVIELENS_GOALS = {
 }
 
 
+KUAIRAND_DATA = ROOT.parent / "shared" / "data" / "KuaiRand-Pure"
+
+
 class QualityArgs(StrictModel):
     """Arguments of the benchmark."""
 
@@ -44,8 +47,12 @@ class QualityArgs(StrictModel):
         Path, tyro.conf.arg(help="folder for tables and finished trainings; remove it to repeat")
     ] = Path("work/quality")
     kuairand: Annotated[
-        Path, tyro.conf.arg(help="folder that holds KuaiRand's data/log_standard_*")
-    ] = ROOT.parent / "shared" / "data" / "KuaiRand-Pure"
+        Path | None,
+        tyro.conf.arg(
+            help="folder that holds KuaiRand's data/log_standard_*; by default that in shared/data "
+            "beside the checkout"
+        ),
+    ] = None
     seeds: int = Field(default=5, ge=1)
     as_json: Annotated[bool, tyro.conf.arg(name="json", help="one line of JSON last")] = False
 
@@ -62,11 +69,12 @@ def bench_quality(args: QualityArgs) -> None:
 
 def measure_kuairand_part(args: QualityArgs) -> dict[str, object]:
     """The figures of KuaiRand; the table is printed, and saved in the folder of the trainings."""
-    if not args.kuairand.is_dir():
-        raise UserError(f"{args.kuairand} is absent; --kuairand names KuaiRand's folder")
+    data = args.kuairand or KUAIRAND_DATA
+    if not data.is_dir():
+        raise UserError(f"{data} is absent; --kuairand names KuaiRand's folder")
     from benchmarks.studies.kuairand_quality import build_trials, measure_kuairand
 
-    trials = build_trials(args.kuairand, args.work / "kuairand")
+    trials = build_trials(data, args.work / "kuairand")
     table = measure_kuairand(trials, args.seeds)
     Console(stderr=True).print(table.as_table())
     table.save_study(args.work / "kuairand.json", "gemline bench quality --json")
