@@ -53,7 +53,7 @@ class StudentConfig(StrictModel):
         int,
         Field(ge=0),
         tyro.conf.arg(help="rows of the table of users, addressed by hash; 0 for no table"),
-    ] = 2**17
+    ] = 0
     teacher_history_length: Annotated[
         int,
         Field(ge=0),

@@ -107,7 +107,8 @@ def test_only_rows_of_users_who_stayed_away_are_reset(own: Lake, spec_path: Path
         return last_days[USER_TABLE], rows[USER_TABLE]
 
     compute = ["--compute.precision", "bf16", "--compute.activation-checkpointing", "blocks"]
-    train(own, spec_path, f"{FIRST}:2026-01-03", "--embedding-ttl-days", "1", *compute)
+    users = ["--model.user-hash-buckets", "4096", "--embedding-ttl-days", "1"]
+    train(own, spec_path, f"{FIRST}:2026-01-03", *users, *compute)
     with process_group():
         states = [user_rows(FIRST + timedelta(days=n)) for n in range(3)]
     active = [days == FIRST.toordinal() + n for n, (days, _) in enumerate(states)]
@@ -163,9 +164,9 @@ def label_counts(batches: list[Batch], value: int) -> list[int]:
     return [int(count) for count in torch.stack(counts).sum(0)]
 
 
-def test_a_new_day_changes_no_rows_that_it_does_not_access(gem_lake: Lake) -> None:
+def test_a_new_day_changes_no_rows_that_it_does_not_access(own: Lake, spec_path: Path) -> None:
     def table_rows(day: date) -> dict[str, torch.Tensor]:
-        state, _ = load_train_state(gem_lake, day)
+        state, _ = load_train_state(own, day)
         config = state.manifest.training
         sizes = table_sizes(
             state.model.core.features, config.item_table_rows, config.gem_config.user_hash_buckets
@@ -174,11 +175,12 @@ def test_a_new_day_changes_no_rows_that_it_does_not_access(gem_lake: Lake) -> No
             rows = state.tables({name: torch.arange(size) for name, size in sizes.items()})
         return dict(rows)
 
+    train(own, spec_path, f"{FIRST}:{SECOND}", "--model.user-hash-buckets", "4096")
     with process_group():
         before, after = table_rows(FIRST), table_rows(SECOND)
-        state, reader = load_train_state(gem_lake, SECOND)
+        state, reader = load_train_state(own, SECOND)
         accessed: dict[str, set[int]] = {name: {0} for name in before}
-        for batch in DayBatches(gem_lake, reader, SECOND, state.manifest).shard_batches(0):
+        for batch in DayBatches(own, reader, SECOND, state.manifest).shard_batches(0):
             items = torch.cat((batch.item_index, batch.history.item_index))
             accessed[ITEM_TABLE] |= set(state.model.item_rows(items).tolist())
             accessed[USER_TABLE] |= set((batch.user_hash % state.model.user_rows).tolist())

@@ -178,7 +178,7 @@ class GemOptions(StrictModel):
     ] = ()
     user_hash_buckets: Annotated[
         int, Field(ge=0), tyro.conf.arg(help="rows of the hashed user embedding table; 0: no table")
-    ] = 2**17
+    ] = 0
     embedding_width_factor: Annotated[
         float,
         Field(ge=0),
