@@ -108,13 +108,25 @@ def banned_identifiers(modules: list[Module]) -> list[str]:
 
 
 def public_definitions(module: Module) -> Iterator[Function | ast.ClassDef]:
-    """Public classes and functions of a module, and public methods of its public classes."""
+    """Public classes and functions of a module, and public methods of its public classes.
+
+    Signatures of overloads do not count, only their implementation.
+    """
     for node in module.tree.body:
         if isinstance(node, Function | ast.ClassDef) and not node.name.startswith("_"):
             yield node
             if isinstance(node, ast.ClassDef):
                 methods = (child for child in node.body if isinstance(child, Function))
-                yield from (method for method in methods if not method.name.startswith("_"))
+                yield from (
+                    method
+                    for method in methods
+                    if not method.name.startswith("_") and not is_overload(method)
+                )
+
+
+def is_overload(function: Function) -> bool:
+    """Whether a function is decorated by `typing.overload`."""
+    return any(isinstance(d, ast.Name) and d.id == "overload" for d in function.decorator_list)
 
 
 def is_typed(function: Function) -> bool:

@@ -18,6 +18,7 @@ def benchmarks_of_the_repository() -> dict[str, Callable[[Any], object]]:
         from benchmarks.public import kuairand
         from benchmarks.studies import (
             ablation,
+            agreement,
             calibration,
             history_length,
             quality,
@@ -37,7 +38,7 @@ def benchmarks_of_the_repository() -> dict[str, Callable[[Any], object]]:
         "data": suites.bench_data,
         "quality": quality.bench_quality,
         "ablation": ablation.bench_ablation,
-        "agreement": ablation.bench_agreement,
+        "agreement": agreement.bench_agreement,
         "model": suites.bench_model,
         "transfer": transfer.bench,
         "staleness": staleness.bench,

@@ -17,7 +17,7 @@ spans over the sum of gap counts. Models embed two buckets, both logarithmic:
 
 AGE_BUCKETS stands for "no event", PHASE_BUCKETS for "no event or no gap". The functions below are
 the definition, for one candidate. Batched implementations are ranking.inputs.recency_features
-(numpy, for serving) and training.model.history.search (torch); tests compare all three.
+(numpy, for serving) and training.data.matching (torch); tests compare all three.
 """
 
 import math

@@ -101,6 +101,11 @@ class FeatureSchema:
         return (*self.item.numeric, *self.context.numeric, *self.counter_transform.column_names)
 
     @property
+    def all_numeric_columns(self) -> tuple[str, ...]:
+        """The numbers of an impression, and those of its user."""
+        return (*self.numeric_columns, *self.user.numeric)
+
+    @property
     def numeric_keys(self) -> tuple[CounterKey, ...]:
         """The counter key of each of `numeric_columns`; empty for those of item and context."""
         num_attributes = len(self.item.numeric) + len(self.context.numeric)

@@ -18,7 +18,7 @@ from etl.spec.units import DaySplit, date_range
 from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath, list_matching
 from ranking.distillation import warm_start
-from ranking.distillation.losses import DistillationLoss, TeacherPredictions
+from ranking.distillation.losses import DistillationLoss
 from ranking.inputs.from_tables import load_teacher_history
 from ranking.registry.export import export_ranker, require_compiler
 from ranking.registry.manifest import read_manifest
@@ -34,6 +34,7 @@ from training.data.reader import ExampleReader
 from training.distributed.process_group import process_group
 from training.evaluation.predictions import Predictions, evaluation_path, predict
 from training.teacher.embeddings import TeacherEmbeddings
+from training.teacher.predictions import TeacherPredictions
 from training.trainer.checkpoint import has_checkpoint
 from training.trainer.step import EmaModel, per_objective
 from training.trainer.trainer import load_train_state

@@ -1,13 +1,13 @@
 """Configuration of a training run of GEM."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import tyro
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from etl.cli.yaml_options import yaml_option
 from etl.spec.base import StrictModel
-from training.model.config import SCALES, GemConfig, GemOptions, Scale
+from training.model.config import SCALES, GemConfig, GemOptions, Scale, SizeName
 
 Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
@@ -83,6 +83,10 @@ class TrainConfig(StrictModel):
         int, Field(ge=1), tyro.conf.arg(help="impressions per batch and process, approximately")
     ] = 128
     dense_lr: Annotated[float, tyro.conf.arg(help="learning rate of dense weights (AdamW)")] = 1e-3
+    dense_optimizer: Annotated[
+        Literal["adamw", "muon"],
+        tyro.conf.arg(help="muon: orthogonal steps for matrices of hidden layers, else AdamW"),
+    ] = "adamw"
     embedding_lr: Annotated[
         float, tyro.conf.arg(help="learning rate of embedding tables (row-wise AdaGrad)")
     ] = 0.005
@@ -96,6 +100,12 @@ class TrainConfig(StrictModel):
         tyro.conf.arg(help="share of a day's steps, its last ones, over which both rates decay"),
     ] = 0.5
     passes: Annotated[int, Field(ge=1), tyro.conf.arg(help="passes over the rows of a day")] = 2
+    reset_embeddings_each_pass: Annotated[
+        bool,
+        tyro.conf.arg(
+            help="start all embeddings anew before each further pass over a day, as in MEDA"
+        ),
+    ] = False
     sequence: Annotated[
         str | None,
         tyro.conf.arg(help="the spec's sequence to read; optional where there is only one"),
@@ -106,6 +116,11 @@ class TrainConfig(StrictModel):
     width_multiplier: Annotated[
         float, Field(gt=0), tyro.conf.arg(help="multiplies the widths of the scale")
     ] = 1.0
+    sizes: Annotated[
+        dict[SizeName, Annotated[int, Field(ge=1)]],
+        yaml_option(dict[SizeName, Annotated[int, Field(ge=1)]]),
+        tyro.conf.arg(help="sizes that differ from those of the scale: {layers: 3, rank: 16}"),
+    ] = {}
     max_length: Annotated[
         int | None,
         Field(ge=0),
@@ -154,11 +169,27 @@ class TrainConfig(StrictModel):
         yaml_option(dict[str, Positive]),
         tyro.conf.arg(help="weights of objectives in the loss, by default 1: {click: 2}"),
     ] = {}
+    entropy_power: Annotated[
+        float,
+        Field(ge=0),
+        tyro.conf.arg(
+            help="divide the loss of each objective by this power of the entropy of its base rate, "
+            "relative to the most frequent one; 1: normalized entropy, 0: plain cross-entropy"
+        ),
+    ] = 0.5
     negative_sampling_rate: Annotated[
         dict[str, Fraction],
         yaml_option(dict[str, Fraction]),
         tyro.conf.arg(help="share of an objective's negatives to train on: {click: 0.1}"),
     ] = {}
+    distillation_weight: Annotated[
+        float,
+        Field(ge=0),
+        tyro.conf.arg(
+            help="weight of a loss towards the teacher's stored logits, which an earlier teacher "
+            "predicted; 0: GEM learns from labels alone"
+        ),
+    ] = 0.0
     workers: Annotated[
         int, Field(ge=0), tyro.conf.arg(help="reader processes per training process; 0: none")
     ] = 0
@@ -167,11 +198,23 @@ class TrainConfig(StrictModel):
     ] = 200
     seed: int = 0
 
+    @model_validator(mode="after")
+    def _check_heads(self) -> Self:
+        width, step = self.gem_config.event_width, 2 * self.gem_config.heads
+        if width % step:
+            raise ValueError(f"event_width is {width}: make it a multiple of {step}, twice `heads`")
+        return self
+
     @property
     def gem_config(self) -> GemConfig:
-        """The model's configuration: the sizes of the scale with the options of `model`."""
-        sizes = SCALES[self.scale].scaled_by(self.width_multiplier)
-        return sizes.model_copy(update=dict(self.model))
+        """The sizes of the scale, with those of `sizes`, and the options of `model`.
+
+        The width multiplier does not change `sizes`.
+        """
+        scale = SCALES[self.scale].scaled_by(self.width_multiplier)
+        return scale.model_copy(
+            update={**{str(name): size for name, size in self.sizes.items()}, **dict(self.model)}
+        )
 
     @property
     def surfaces(self) -> tuple[str, ...]:
@@ -189,11 +232,13 @@ class TrainConfig(StrictModel):
             include={
                 "scale": True,
                 "width_multiplier": True,
+                "sizes": True,
                 "model": True,
                 "sequence": True,
                 "surface": True,
                 "max_length": True,
                 "item_table_rows": True,
+                "dense_optimizer": True,
                 "teacher": {"seeds"},
             }
         )

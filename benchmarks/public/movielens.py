@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pc_csv
 
+from benchmarks.harness import BenchmarkResult
 from benchmarks.public import sequence, tabular
 from etl.errors import UserError
 from etl.runtime.cache import user_cache
@@ -27,6 +28,8 @@ FOLDER = "recbole/dataset_example/ml-100k"
 FILES = ("ml-100k.inter", "ml-100k.item", "ml-100k.user")
 MIN_POSITIVE_RATING = 4
 SEEDS = 3
+METRICS = ("auc", "uauc")
+COLUMNS = ("metric", "LightGBM", "GEM's blocks", "gain")
 TRAIN_FRACTION, VALID_FRACTION = 0.8, 0.1
 HOUR_SECONDS, DAY_SECONDS, DAYS_PER_WEEK = 3600, 86_400, 7
 ZIP_DIGITS = 2  # the first digits of a ZIP code are a region
@@ -70,7 +73,13 @@ class Ratings:
 
     @classmethod
     def read(cls, folder: Path) -> "Ratings":
-        """Read the three files; columns lose the type after the colon."""
+        """Read the three files; columns lose the type after the colon.
+
+        Raises UserError if one is absent.
+        """
+        absent = [name for name in FILES if not (folder / name).is_file()]
+        if absent:
+            raise UserError(f"{folder} has no {', '.join(absent)}, files of MovieLens-100k")
         ratings, items, users = (_read(folder / name) for name in FILES)
         order = np.lexsort(
             (ratings["item_id"].to_numpy().astype(int), _seconds(ratings))
@@ -167,12 +176,12 @@ def _write_splits(rows: pa.Table, position: npt.NDArray[np.float64], folder: Pat
         pc_csv.write_csv(rows.filter(split == number), folder / f"{name}.csv")
 
 
-def measure_movielens(work: Path) -> dict[str, object]:
-    """Metrics of both benchmarks by key, and their gains over LightGBM.
+def measure_movielens(folder: Path, work: Path) -> BenchmarkResult:
+    """Metrics of both benchmarks on the files of a folder, and their gains over LightGBM.
 
-    Raises UserError if the files cannot be had.
+    Raises UserError if a file is absent.
     """
-    ratings = Ratings.read(movielens_folder())
+    ratings = Ratings.read(folder)
     write_sequence_files(ratings, work / "sequence")
     write_tabular_files(ratings, work / "tabular")
     by_bench = {
@@ -181,11 +190,17 @@ def measure_movielens(work: Path) -> dict[str, object]:
             work / "tabular", "label", (), SEEDS, ("lightgbm",)
         ).figures,
     }
-    figures: dict[str, object] = {}
+    result = BenchmarkResult(f"MovieLens-100k, {SEEDS} seeds", COLUMNS)
     for prefix, own in by_bench.items():
-        figures |= {f"{prefix}_{key}": value for key, value in own.items()}
-        for metric in ("auc", "uauc"):
-            ours, theirs = own.get(metric), own.get(f"lightgbm_{metric}")
-            if isinstance(ours, float) and isinstance(theirs, float):
-                figures[f"{prefix}_{metric}_gain"] = round(ours - theirs, 6)
-    return figures
+        result.figures |= {f"{prefix}_{key}": value for key, value in own.items()}
+        for metric in METRICS:
+            add_gain(result, f"{prefix}_{metric}", own.get(metric), own.get(f"lightgbm_{metric}"))
+    return result
+
+
+def add_gain(result: BenchmarkResult, key: str, ours: object, lightgbm: object) -> None:
+    """Add a row of the table and the gain over LightGBM, if both have the metric."""
+    if isinstance(ours, float) and isinstance(lightgbm, float):
+        gain = ours - lightgbm
+        result.record(f"{key}_gain", gain, "")
+        result.rows.append((key, f"{lightgbm:.4f}", f"{ours:.4f}", f"{gain:+.4f}"))

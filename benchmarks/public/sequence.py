@@ -62,10 +62,12 @@ def measure(folder: Path, seeds: int) -> BenchmarkResult:
     log = read_log(folder)
     dataset = SequenceDataset(log)
     train, valid, test = (SplitRows(dataset, split) for split in range(len(SPLITS)))
-    task = TrainingTask(
-        lambda: Ensemble(lambda: SequentialRanker(log, dataset.edges), MEMBERS), train, valid
-    )
-    config = select_embedding_l2(task, PENALTIES)
+
+    def build_member() -> SequentialRanker:
+        return SequentialRanker(log, dataset.edges)
+
+    config = select_embedding_l2(TrainingTask(build_member, train, valid), PENALTIES)
+    task = TrainingTask(lambda: Ensemble(build_member, MEMBERS), train, valid)
     models = (task.fit(config, 1 + seed)[0] for seed in range(seeds))
     by_seed = [test_metrics(log, predict(model, test)[0]) for model in models]
     lightgbm = test_metrics(log, lightgbm_probabilities(log, dataset.entries.numeric.numpy()))

@@ -57,7 +57,7 @@ def measure(
 
     dataset = read_dataset(folder, label, numeric)
     inputs, has_statistics = select_inputs(dataset)
-    penalty, ours = inputs.train_and_score(inputs.build_ensemble, seeds)
+    penalty, ours = inputs.train_and_score(inputs.build_member, MEMBERS, seeds)
     result = BenchmarkResult(f"{folder.name}, {len(dataset.test):,} test rows", COLUMNS)
     streams = " + ".join(s.interaction for s in STREAMS)
     name = f"{MEMBERS} x ({streams}), penalty {penalty:g}"

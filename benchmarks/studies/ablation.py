@@ -1,299 +1,201 @@
-"""`gemline bench ablation`: what each part of GEM contributes.
+"""`gemline bench ablation`: what each part of GEM contributes, on simulated logs and KuaiRand.
 
-A long, resumable study on simulated logs of three surfaces. Each row changes one option of the
-default GEM, over several seeds: the difference of NE with a bootstrap interval over users, paired
-by impression. Options of sequence layers are changed in a GEM of three layers, and compared with
-it, because many have no effect in a single one. Model selection never uses these days.
-
-`gemline bench agreement`: whether small models rank changes of GEM like large ones.
-
-The changes of `gemline bench ablation` at two scales: Kendall's tau between their differences of
-NE, with a bootstrap interval over users. A long, resumable study.
+Without `--work` the committed figures are printed. With it, a long study runs, whose finished
+trainings are kept in that folder. Every row changes one option of GEM at DEPTH layers, because many
+options need several, and is compared with GEM at DEPTH layers; the row DEEP compares that with the
+default. Models never learned or were selected on the test days. Several processes may share a
+study: each runs with `--share k/n`, then one of them without.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import tyro
 from pydantic import Field
 
-from benchmarks.harness import DEMO_SIMULATOR, RESULTS, SIMULATOR_SPEC, BenchmarkResult
+from benchmarks.harness import RESULTS, BenchmarkResult
+from benchmarks.studies.committed import share_of, show_committed
+from benchmarks.studies.model_changes import CHANGES, DATA_SETS, DataSet
+from benchmarks.studies.quality import KUAIRAND_DATA
 from dags.commands import Scale
-from dags.pipeline import PipelinePaths, all_days_flags, data_steps, latest_mature_split
-from dags.runner import run_pipeline
 from etl.errors import UserError
-from etl.spec import load_spec
 from etl.spec.base import StrictModel
-from etl.spec.units import parse_date_range
 from training.config import TrainConfig
+from training.model.config import SizeName
 
 if TYPE_CHECKING:
-    from benchmarks.studies.trials import TrialRunner
-    from training.evaluation.predictions import ConfidenceInterval, Predictions
+    from benchmarks.studies.seeded_estimates import Estimate
+    from training.evaluation.predictions import Predictions
 
-DAYS = "2026-01-01:2026-01-11"
-TEST_DAYS = 3
 OBJECTIVE = "click"
-
-ADS = ["ad_impression", "ad_view", "ad_long_view", "ad_click", "conversion"]
-POSTS = ["post_view", "post_like", "message_sent", "post_purchase"]
-
-
-def model_change(**options: object) -> dict[str, object]:
-    """Options that differ from the default model."""
-    return {"model": options}
-
-
-def sequence_change(**options: object) -> dict[str, object]:
-    """Options that differ from the default sequence encoder."""
-    return model_change(sequence=options)
-
-
 DEPTH = 3
 DEEP = f"{DEPTH} layers"
-
-
-def deep_change(**options: object) -> dict[str, object]:
-    """Options that differ from a sequence encoder of DEPTH layers; many need several layers."""
-    return sequence_change(num_layers=DEPTH, **options)
-
-
-DEEP_CHANGES: Mapping[str, dict[str, object]] = {
-    "flow: s2n": deep_change(flow="s2n"),
-    "flow: n2s": deep_change(flow="n2s"),
-    "flow: int": deep_change(flow="int"),
-    "flow: int, PFFN": deep_change(flow="int", personalization="pffn"),
-    "flow: int, GDPA as its kernel": deep_change(
-        flow="int", gdpa_scale="weights", gdpa_activation="silu"
-    ),
-    "flow: int, hierarchical seed pooling": deep_change(flow="int", pooling="hsp"),
-    "flow: int, CLS rows": deep_change(flow="int", cls_tokens=2),
-    "flow: int, MaskNet": deep_change(flow="int", masknet=True),
-    "flow: int, 32 events": deep_change(flow="int", max_events=32),
-    "flow: int, 32 events of each candidate": deep_change(
-        flow="int", context="candidate", max_events=32
-    ),
-    "computation skip": deep_change(flow="int", computation_skip=True),
-    "rotary time": deep_change(rotary=True),
-    "HSTU layers": deep_change(layer="hstu"),
-    "families of events": deep_change(
-        event_groups={"ads": {"events": ADS}, "posts": {"events": POSTS}}
-    ),
-    "pyramid": deep_change(pyramid_stride=4),
-}
-
-CHANGES: Mapping[str, dict[str, object]] = {
-    "Wukong: static projection": model_change(input_dependent_projection=False),
-    "Wukong: cross-layer attention": model_change(cross_layer_rows=4),
-    "Wukong: rows shrink": model_change(wukong_rows=[48, 24]),
-    "DCNv2": model_change(interaction="dcnv2"),
-    "Wukong, DCNv2 beside": model_change(parallel_interaction="dcnv2"),
-    "DHEN": model_change(interaction="dhen"),
-    "two streams": model_change(interaction="finalmlp"),
-    "no interactions (MLP)": model_change(interaction="plain"),
-    "weak features share rows": model_change(low_cardinality_threshold=64),
-    "rows of users": model_change(user_hash_buckets=2**17),
-    "flow: sole": sequence_change(flow="sole"),
-    "activation unit": sequence_change(target_attention="activation_unit"),
-    "next-action loss": sequence_change(next_action_weight=0.1),
-    "no history": {"max_length": 0},
-    "32 events": {"max_length": 32},
-    "click, then conversion": model_change(esmm_parents={"conversion": "click"}),
-    "no auxiliary objectives": model_change(auxiliary_weight=0),
-    "value head": model_change(value_loss_weight=0.05),
-    "a quarter of the negatives": {"negative_sampling_rate": {"click": 0.25, "long_view": 0.25}},
-    "DIN": model_change(
-        interaction="plain", sequence={"flow": "sole", "target_attention": "activation_unit"}
-    ),
-    "HSTU": model_change(
-        interaction="plain", sequence={"layer": "hstu", "rotary": True, "num_layers": DEPTH}
-    ),
-    DEEP: deep_change(),
-    **{f"{DEEP}, {name}": change for name, change in DEEP_CHANGES.items()},
-}
+DEEP_SIZES: dict[SizeName, int] = {"layers": DEPTH, "event_layers": DEPTH}
 DEFAULT = "default"
 SEPARATE = "a model for each surface"
 LIGHTGBM = "LightGBM"
+CONTROLS = (SEPARATE, LIGHTGBM)
+GOALS = {"default_is_best": "true"}
+RESULT = RESULTS / "ablation.json"
 
 
 class AblationArgs(StrictModel):
     """Arguments of the study."""
 
-    work: Annotated[Path, tyro.conf.arg(help="folder for logs, tables and finished trainings")]
+    work: Annotated[
+        Path | None, tyro.conf.arg(help="folder for tables and trainings: runs the study in it")
+    ] = None
+    kuairand: Annotated[
+        Path | None,
+        tyro.conf.arg(
+            help="folder that holds KuaiRand's data/log_standard_*; by default that in shared/data "
+            "beside the checkout"
+        ),
+    ] = None
+    data: Annotated[tuple[DataSet, ...], tyro.conf.arg(help="data sets of the study")] = DATA_SETS
     seeds: int = Field(default=5, ge=1)
     scale: Scale = "small"
     only: Annotated[
-        tuple[str, ...], tyro.conf.arg(help="only these changes; the study is then not saved")
+        tuple[str, ...], tyro.conf.arg(help="only these rows; the study is then not saved")
     ] = ()
+    share: Annotated[
+        str, tyro.conf.arg(help="run only part k of n of the trainings, and no comparison: k/n")
+    ] = "1/1"
     as_json: Annotated[bool, tyro.conf.arg(name="json", help="one line of JSON last")] = False
+
+
+class AblationTrials(Protocol):
+    """Trainings on a data set, kept once they are finished."""
+
+    def gem(self, config: TrainConfig) -> "Predictions":
+        """Predictions of a GEM on the test days, sorted by impression."""
+
+    def lightgbm(self) -> "Predictions":
+        """Predictions of LightGBM on the same rows."""
+
+    def gem_per_surface(self, config: TrainConfig) -> "Predictions | None":
+        """Predictions of a GEM for each surface; None where surfaces have too few rows."""
 
 
 def bench_ablation(args: AblationArgs) -> None:
-    """Difference of NE by each part of GEM, on simulated logs (long; resumable)."""
-    unknown = sorted(set(args.only) - {*CHANGES, SEPARATE, LIGHTGBM})
+    """Difference of NE by each part of GEM, on simulated logs and KuaiRand (long; resumable)."""
+    if args.work is None:
+        show_committed("Ablation", GOALS, RESULT, args.as_json)
+        return
+    rows = (DEEP, *CHANGES, *CONTROLS)
+    unknown = sorted(set(args.only) - set(rows))
     if unknown:
-        raise UserError(f"--only names {', '.join(unknown)}; there are {', '.join(CHANGES)}")
-    trials = prepare_trials(args.work)
-    differences = dict(ne_differences(trials, args.scale, args.seeds, args.only))
-    result = BenchmarkResult(
-        f"NE of {OBJECTIVE} less that of GEM {args.scale} (of {DEEP}, where a change names them), "
-        f"{args.seeds} seeds, 1e-4 [95 %]",
-        ("change", "difference of NE", ""),
-    )
-    for name, interval in differences.items():
-        result.rows.append((name, str(interval), _verdict(interval)))
-        result.figures[name] = [round(x, 6) for x in (interval.value, interval.low, interval.high)]
+        raise UserError(f"--only names {', '.join(unknown)}; there are {', '.join(rows)}")
+    names = [name for name in rows if not args.only or name in args.only]
+    from benchmarks.studies.ablation_trials import ablation_trials
+
+    logs = args.kuairand or KUAIRAND_DATA
+    trials = {data: ablation_trials(data, args.work, logs) for data in args.data}
+    models = [(data, name, seed) for seed in range(args.seeds)
+              for name in (DEFAULT, *names) for data in args.data]  # fmt: skip
+    for data, name, seed in share_of(models, args.share):
+        predictions_of(trials[data], data, name, args.scale, seed)
+    if args.share != "1/1":
+        return
+    differences = {
+        data: ne_differences(trials[data], data, args.scale, args.seeds, names)
+        for data in args.data
+    }
+    result = ablation_table(differences, args.scale, args.seeds)
     result.show(args.as_json)
-    if not args.only:
+    if not args.only and set(args.data) == set(DATA_SETS):
+        from training.evaluation.predictions import ConfidenceInterval
+
         command = f"gemline bench ablation --work work/ablation --seeds {args.seeds}"
-        result.save_study(RESULTS / "ablation.json", command, differences)
+        intervals = {
+            f"{name}, {data}": ConfidenceInterval(estimate.value, estimate.low, estimate.high)
+            for data, by_name in differences.items()
+            for name, estimate in by_name.items()
+        }
+        result.save_study(RESULT, command, intervals)
 
 
-def _verdict(difference: "ConfidenceInterval") -> str:
-    if not difference.is_significant:
-        return "within noise"
-    return "worse" if difference.low > 0 else "better"
+def config_of(data: DataSet, name: str, scale: Scale, seed: int) -> TrainConfig | None:
+    """The configuration of a row; None where the data set does not have it."""
+    config = TrainConfig(scale=scale, seed=seed, sizes={} if name == DEFAULT else DEEP_SIZES)
+    if name not in CHANGES:
+        return config
+    options = CHANGES[name].get(data)
+    return None if options is None else TrainConfig.model_validate(config.model_dump() | options)
 
 
-def prepare_trials(work: Path) -> "TrialRunner":
-    """Simulated logs and their tables, built once, and the trainings on them."""
-    from benchmarks.studies.trials import TrialRunner
-    from etl.commands import SimulateArgs, simulate
-    from etl.spec.units import DaySplit
-    from etl.tables.lake import Lake
-
-    spec, work = load_spec(SIMULATOR_SPEC), work.resolve()
-    paths = PipelinePaths(SIMULATOR_SPEC, str(work / "raw"), str(work / "lake"))
-    days = latest_mature_split(spec, *parse_date_range(DAYS))
-    simulate(SimulateArgs(simulator=DEMO_SIMULATOR, out=Path(paths.raw)))
-    run_pipeline(spec, paths, data_steps(paths, all_days_flags(days)))
-    split = DaySplit(
-        train_first=days.train_first,
-        train_last=days.test_last - timedelta(days=TEST_DAYS),
-        calibration=None,
-        test_first=days.test_last - timedelta(days=TEST_DAYS - 1),
-        test_last=days.test_last,
-        data_until=days.data_until,
-    )
-    return TrialRunner(Lake(paths.lake, spec), split, work / "trials")
+def predictions_of(
+    trials: AblationTrials, data: DataSet, name: str, scale: Scale, seed: int
+) -> "Predictions | None":
+    """Predictions of a row with a seed; None where the data set does not have it."""
+    config = config_of(data, name, scale, seed)
+    if name == LIGHTGBM:
+        return trials.lightgbm() if seed == 0 else None
+    if config is None:
+        return None
+    return trials.gem_per_surface(config) if name == SEPARATE else trials.gem(config)
 
 
 def ne_differences(
-    trials: "TrialRunner", scale: Scale, seeds: int, only: tuple[str, ...]
-) -> Iterator[tuple[str, "ConfidenceInterval"]]:
-    """Each change and its difference of NE from its reference; all changes if `only` is empty."""
-    from training.evaluation.predictions import paired_ne_difference
+    trials: AblationTrials, data: DataSet, scale: Scale, seeds: int, names: Sequence[str]
+) -> dict[str, "Estimate"]:
+    """Each row of a data set, and its difference of NE from its reference."""
+    from benchmarks.studies.seeded_estimates import ne_difference_over_seeds
 
-    configs = [TrainConfig(scale=scale, seed=seed) for seed in range(seeds)]
-    for name in (*CHANGES, SEPARATE, LIGHTGBM):
-        if not only or name in only:
-            changed = predictions_of_change(trials, name, configs)
-            reference = predictions_of_change(trials, reference_of(name), configs)
-            yield name, paired_ne_difference(changed, reference, OBJECTIVE)
+    def all_seeds(name: str) -> "list[Predictions]":
+        by_seed = [predictions_of(trials, data, name, scale, seed) for seed in range(seeds)]
+        return [predictions for predictions in by_seed if predictions is not None]
 
-
-def reference_of(change: str) -> str:
-    """The model that a change is compared with: DEFAULT, or that of DEPTH layers."""
-    return DEEP if change.startswith(f"{DEEP}, ") else DEFAULT
-
-
-def predictions_of_change(
-    trials: "TrialRunner", change: str, configs: list[TrainConfig]
-) -> list["Predictions"]:
-    """Predictions with a change, one per configuration (one in all for LightGBM)."""
-    from training.baseline import BaselineConfig
-
-    if change == DEFAULT:
-        return [trials.gem_all_surfaces(config) for config in configs]
-    if change == SEPARATE:
-        return [trials.gem_per_surface(config) for config in configs]
-    if change == LIGHTGBM:
-        return [trials.lightgbm(BaselineConfig()).sorted_by_impression()]
-    return [
-        trials.gem_all_surfaces(TrainConfig.model_validate(config.model_dump() | CHANGES[change]))
-        for config in configs
-    ]
+    references = {name: all_seeds(name) for name in (DEFAULT, DEEP)}
+    differences = {}
+    for name in names:
+        changed = all_seeds(name)
+        if changed:
+            reference = references[DEFAULT if name == DEEP else DEEP]
+            differences[name] = ne_difference_over_seeds(changed, reference, OBJECTIVE)
+    return differences
 
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    from benchmarks.studies.trials import TrialRunner
-
-    Floats = npt.NDArray[np.float64]
-
-RESAMPLES = 500
-
-
-class AgreementArgs(StrictModel):
-    """Arguments of the study."""
-
-    work: Annotated[Path, tyro.conf.arg(help="folder of `gemline bench ablation`")]
-    small_scale: Scale = "tiny"
-    large_scale: Scale = "base"
-    seeds: int = Field(default=3, ge=1)
-    only: Annotated[tuple[str, ...], tyro.conf.arg(help="only these changes")] = ()
-    as_json: Annotated[bool, tyro.conf.arg(name="json", help="one line of JSON last")] = False
-
-
-def bench_agreement(args: AgreementArgs) -> None:
-    """Kendall's tau between two scales' orders of GEM's changes (long; resumable)."""
-    names = args.only or tuple(CHANGES)
-    unknown = sorted(set(names) - set(CHANGES))
-    if unknown or len(names) < 3:
-        raise UserError(
-            f"--only needs three changes or more of {', '.join(CHANGES)}"
-            + (f"; there is no {', '.join(unknown)}" if unknown else "")
-        )
-    trials = prepare_trials(args.work)
-    small_losses, large_losses = (
-        user_logloss(trials, scale, args.seeds, names)
-        for scale in (args.small_scale, args.large_scale)
-    )
-    tau, low, high = kendall_tau_interval(small_losses, large_losses)
+def ablation_table(
+    differences: Mapping[DataSet, Mapping[str, "Estimate"]], scale: Scale, seeds: int
+) -> BenchmarkResult:
+    """A row per change with its difference on each data set, and whether the default is best."""
+    verdicts = verdicts_of(differences)
     result = BenchmarkResult(
-        f"Changes of GEM at {args.small_scale} and at {args.large_scale}, {args.seeds} seeds",
-        ("changes", "Kendall's tau", "95 %"),
+        f"NE of {OBJECTIVE} less that of GEM {scale} of {DEEP} ({DEEP}: less that of the default), "
+        f"{seeds} seeds, 1e-4 [95 %]",
+        ("change", *(cell for data in differences for cell in (data, f"{data}, corrected"))),
     )
-    result.rows.append((str(len(names)), f"{tau:.2f}", f"{low:.2f} to {high:.2f}"))
-    for key, value in (("tau", tau), ("tau_low", low), ("tau_high", high)):
-        result.record(key, value, "all changes are equal")
-    result.show(args.as_json)
+    names = list(dict.fromkeys(name for by_name in differences.values() for name in by_name))
+    for name in names:
+        cells = []
+        for data, by_name in differences.items():
+            cells += [str(by_name.get(name, "")), verdicts[data].get(name, "")]
+        result.rows.append((name, *cells))
+    better = {
+        data: [name for name, verdict in by_name.items() if verdict == "better"]
+        for data, by_name in verdicts.items()
+    }
+    result.figures |= {
+        "default_is_best": not any(better.values()),
+        "comparisons": sum(map(len, differences.values())),
+        **{f"better_{data}": rows for data, rows in better.items()},
+        "better_on_all_data": [n for n in names if all(n in rows for rows in better.values())],
+    }
+    return result
 
 
-def user_logloss(trials: "TrialRunner", scale: Scale, seeds: int, names: Sequence[str]) -> "Floats":
-    """Logloss by user, mean over seeds (U, 1 + changes): of the default, then of each change."""
-    import numpy as np
+def verdicts_of(
+    differences: Mapping[DataSet, Mapping[str, "Estimate"]],
+) -> dict[DataSet, dict[str, str]]:
+    """Whether each row is better or worse outside noise, corrected for all rows and data sets."""
+    from benchmarks.studies.seeded_estimates import LEVEL, holm
 
-    from training.evaluation.predictions import sums_by_user
-
-    configs = [TrainConfig(scale=scale, seed=seed) for seed in range(seeds)]
-    models = [[trials.gem_all_surfaces(config) for config in configs]]
-    models += [predictions_of_change(trials, name, configs) for name in names]
-    return np.stack([sums_by_user(model, OBJECTIVE)[:, :-2].mean(1) for model in models], 1)
-
-
-def kendall_tau_interval(
-    small_losses: "Floats", large_losses: "Floats", seed: int = 0
-) -> tuple[float, float, float]:
-    """Kendall's tau between two scales' losses (U, 1 + changes), and its 95 % bounds."""
-    import numpy as np
-
-    users = len(small_losses)
-    rng = np.random.default_rng(seed)
-    weights = rng.multinomial(users, np.full(users, 1 / users), RESAMPLES)
-    resampled = [kendall_tau(drawn @ small_losses, drawn @ large_losses) for drawn in weights]
-    low, high = np.nanquantile(resampled, (0.025, 0.975))
-    return kendall_tau(small_losses.sum(0), large_losses.sum(0)), float(low), float(high)
-
-
-def kendall_tau(small_losses: "Floats", large_losses: "Floats") -> float:
-    """Kendall's tau between the scales' loss differences from the default, of (1 + changes)."""
-    from scipy.stats import kendalltau
-
-    small_effects = small_losses[1:] - small_losses[0]
-    large_effects = large_losses[1:] - large_losses[0]
-    return float(kendalltau(small_effects, large_effects).statistic)
+    flat = [(data, name) for data, by_name in differences.items() for name in by_name]
+    corrected = holm([differences[data][name].p_value for data, name in flat])
+    verdicts: dict[DataSet, dict[str, str]] = {data: {} for data in differences}
+    for (data, name), p_value in zip(flat, corrected, strict=True):
+        direction = "worse" if differences[data][name].value > 0 else "better"
+        verdicts[data][name] = direction if p_value < LEVEL else "within noise"
+    return verdicts

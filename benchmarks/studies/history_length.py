@@ -1,7 +1,8 @@
 """`gemline bench history`: NE by length of history, on the simulator's bench data.
 
 GEM without history and with 32, 256 and 2,048 events, several seeds each, compared with LightGBM on
-the same features and counters and with the simulator's true probabilities. Takes hours on two
+the same features and counters, with the simulator's true probabilities, and with clicks predicted
+by an oracle that reads only the log (`observable_oracle`). Takes hours on two
 cores; finished runs are kept in `--work`, and the study resumes from them. The table and the gap
 ratios, which `gemline bench quality` prints, are saved to benchmarks/results/history.json.
 """
@@ -22,8 +23,10 @@ from benchmarks.harness import (
     BenchmarkResult,
     format_mean_std,
 )
+from benchmarks.studies.committed import share_of
 from dags.pipeline import PipelinePaths, all_days_flags, data_steps, latest_mature_split
 from dags.runner import run_pipeline
+from etl.cli.runner import read_yaml_mapping
 from etl.spec import load_spec
 from etl.spec.base import StrictModel
 from etl.spec.units import DaySplit, date_range, parse_date_range
@@ -41,12 +44,17 @@ class HistoryArgs(StrictModel):
 
     work: Annotated[Path, tyro.conf.arg(help="folder for logs, tables and finished runs")]
     seeds: int = Field(default=3, ge=1)
+    share: Annotated[str, tyro.conf.arg(help="only part k of n of the runs, not saved: k/n")] = (
+        "1/1"
+    )
     as_json: Annotated[bool, tyro.conf.arg(name="json", help="one line of JSON last")] = False
 
 
 def bench_history(args: HistoryArgs) -> None:
     """NE by length of history on simulated logs, GEM and LightGBM (long; resumable)."""
-    ne = ne_by_run(args.work, run_names(args.seeds))
+    ne = ne_by_run(args.work, share_of(run_names(args.seeds), args.share))
+    if args.share != "1/1":
+        return
     result = result_table(ne, list(load_spec(SIMULATOR_SPEC).objectives))
     record_gap_ratios(result, ne)
     result.show(args.as_json)
@@ -56,7 +64,7 @@ def bench_history(args: HistoryArgs) -> None:
 
 def run_names(seeds: int) -> Iterator[str]:
     """All runs of the study, the cheap ones first."""
-    yield from ("bound", "lightgbm")
+    yield from ("bound", "observable", "lightgbm")
     for length in LENGTHS:
         for seed in range(seeds):
             yield f"gem-{length}-{seed}"
@@ -95,7 +103,7 @@ def ne_of_run(work: Path, paths: PipelinePaths, split: DaySplit, name: str) -> d
     p = predictions_of_run(lake, paths.raw, split, name)
     objectives = list(spec.objectives)
     slices = slice_metrics(p.probabilities, p.labels, p.label_mask, p.surface, (), objectives)
-    ne = {s.objective: s.ne for s in slices}
+    ne = {s.objective: s.ne for s in slices if name != "observable" or s.objective == "click"}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(ne))
     return ne
@@ -103,22 +111,26 @@ def ne_of_run(work: Path, paths: PipelinePaths, split: DaySplit, name: str) -> d
 
 def predictions_of_run(lake: "Lake", raw: str, split: DaySplit, name: str) -> "Predictions":
     """Predictions of one run on the test days."""
+    from benchmarks.studies.observable_oracle import with_observable_probabilities
+    from benchmarks.studies.trials import scratch_lake
+    from etl.simulator.config import SimulatorConfig
     from training.baseline import BaselineConfig, train_baseline
     from training.config import TrainConfig
     from training.distributed.process_group import process_group
-    from training.trainer import checkpoint
     from training.trainer.trainer import predict_test, train_days
 
     if name == "bound":
         return with_true_probabilities(test_rows(lake, split), raw)
+    if name == "observable":
+        config = SimulatorConfig(**read_yaml_mapping(BENCH_SIMULATOR))
+        return with_observable_probabilities(test_rows(lake, split), config)
     if name == "lightgbm":
         return train_baseline(lake, split, BaselineConfig())
     _, length, seed = name.split("-")
-    config = TrainConfig(max_length=int(length), seed=int(seed))
-    with process_group():
-        checkpoint.remove_checkpoints(lake.root)
-        train_days(lake, (split.train_first, split.train_last), config)
-        return predict_test(lake, split)
+    training = TrainConfig(max_length=int(length), seed=int(seed))
+    with scratch_lake(lake) as scratch, process_group():
+        train_days(scratch, (split.train_first, split.train_last), training)
+        return predict_test(scratch, split)
 
 
 def test_rows(lake: "Lake", split: DaySplit) -> "Predictions":
@@ -151,14 +163,21 @@ def result_table(ne: dict[str, dict[str, float]], objectives: list[str]) -> Benc
     """A row per model: NE by objective, with the standard deviation over seeds."""
     title = "Length of history, simulator's bench data: NE on the test day"
     result = BenchmarkResult(title, ("model", *objectives))
-    runs_by_model = {"truth (bound)": ["bound"], "LightGBM": ["lightgbm"]}
+    runs_by_model = {
+        "truth (bound)": ["bound"],
+        "oracle of the observable history": ["observable"],
+        "LightGBM": ["lightgbm"],
+    }
     for length in LENGTHS:
         model = f"GEM, {length:,} events" if length else "GEM, no history"
         runs_by_model[model] = [name for name in ne if name.startswith(f"gem-{length}-")]
     for model, runs in runs_by_model.items():
         cells = []
         for objective in objectives:
-            values = [ne[run][objective] for run in runs]
+            values = [ne[run][objective] for run in runs if objective in ne[run]]
+            if not values:
+                cells.append("")
+                continue
             cells.append(format_mean_std(values))
             result.figures[f"{objective} {model}"] = [round(v, 6) for v in values]
         result.rows.append((model, *cells))
@@ -166,12 +185,17 @@ def result_table(ne: dict[str, dict[str, float]], objectives: list[str]) -> Benc
 
 
 def record_gap_ratios(result: BenchmarkResult, ne: dict[str, dict[str, float]]) -> None:
-    """The distance of GEM's click NE to the true probabilities over LightGBM's, all surfaces.
+    """The distance of click NE to the true probabilities over that of LightGBM, all surfaces.
 
     `sim_gap_ratio` is of GEM with the longest history, `sim_gap_no_history` of GEM with the inputs
-    of LightGBM.
+    of LightGBM, `sim_gap_ratio_observable` of the oracle that reads only the log.
     """
     bound, lightgbm = ne["bound"]["click"], ne["lightgbm"]["click"]
-    for key, length in (("sim_gap_ratio", max(LENGTHS)), ("sim_gap_no_history", 0)):
-        gem = mean(ne[run]["click"] for run in ne if run.startswith(f"gem-{length}-"))
-        result.record(key, (gem - bound) / (lightgbm - bound), "")
+    runs_by_key = {
+        "sim_gap_ratio": f"gem-{max(LENGTHS)}-",
+        "sim_gap_ratio_observable": "observable",
+        "sim_gap_no_history": "gem-0-",
+    }
+    for key, prefix in runs_by_key.items():
+        model = mean(ne[run]["click"] for run in ne if run.startswith(prefix))
+        result.record(key, (model - bound) / (lightgbm - bound), "")

@@ -109,7 +109,7 @@ def add_row(
     if gain:
         prefix = "kuairand" if key == "gem" else f"kuairand_{key}"
         result.record(f"{prefix}_{objective}_gain", gain.value, "labels of one class")
-        result.record(f"{prefix}_{objective}_low", gain.low, "labels of one class")
+        result.record(f"{prefix}_{objective}_gain_low", gain.low, "labels of one class")
 
 
 def pooled_metrics(predictions: Predictions, objective: str) -> tuple[float, float, float, float]:

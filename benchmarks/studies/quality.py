@@ -1,24 +1,24 @@
 """`gemline bench quality`: GEM, its teacher and the models on files, against LightGBM and bounds.
 
-KuaiRand and MovieLens are measured; their trainings are kept in `--work` and used again. What takes
-hours, on simulated logs, is printed as committed by `gemline bench history` and `gemline bench
-ablation`, with its date and commit.
+What takes long is printed as committed, with its date, commit and command. `--measure` measures
+KuaiRand (hours; resumable, finished trainings are kept in `--work`) and MovieLens and saves them to
+benchmarks/results; simulated logs are measured by `gemline bench history` and `gemline bench
+ablation`.
 """
 
-import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 from pydantic import Field
 from rich.console import Console
 
-from benchmarks.harness import RESULTS, ROOT, BenchmarkResult, commit
+from benchmarks.harness import RESULTS, ROOT, BenchmarkResult
 from etl.errors import UserError
 from etl.spec.base import StrictModel
-from etl.tables import atomic_io
-from ranking.report.study import StudyResult, today
+from ranking.report.study import StudyResult
 
 COLUMNS = ("figure", "value", "goal", "of")
 KUAIRAND_GOALS = {
@@ -28,7 +28,11 @@ KUAIRAND_GOALS = {
     "kuairand_teacher_click_gain": ">= 0.003",
     "kuairand_teacher_long_view_gain": ">= 0.003",
 }
-HISTORY_GOALS = {"sim_gap_ratio": "<= 0.5", "sim_gap_no_history": "<= 1.0"}
+HISTORY_GOALS = {
+    "sim_gap_ratio": "<= 0.5",
+    "sim_gap_ratio_observable": "",
+    "sim_gap_no_history": "<= 1.0",
+}
 ABLATION_GOALS = {"default_is_best": "true"}
 MOVIELENS_GOALS = {
     "movielens_auc_gain": "> 0",
@@ -37,12 +41,22 @@ MOVIELENS_GOALS = {
 }
 
 
+Part = Literal["kuairand", "movielens", "sim"]
+KUAIRAND_COMMAND = "gemline bench quality --only kuairand --measure"
+MOVIELENS_COMMAND = "gemline bench quality --only movielens --measure"
 KUAIRAND_DATA = ROOT.parent / "shared" / "data" / "KuaiRand-Pure"
 
 
 class QualityArgs(StrictModel):
     """Arguments of the benchmark."""
 
+    only: Annotated[Part | None, tyro.conf.arg(help="one part alone")] = None
+    measure: Annotated[
+        bool,
+        tyro.conf.arg(
+            help="measure KuaiRand and MovieLens, instead of printing the committed results"
+        ),
+    ] = False
     work: Annotated[
         Path, tyro.conf.arg(help="folder for tables and finished trainings; remove it to repeat")
     ] = Path("work/quality")
@@ -53,70 +67,108 @@ class QualityArgs(StrictModel):
             "beside the checkout"
         ),
     ] = None
+    movielens: Annotated[
+        Path | None,
+        tyro.conf.arg(help="folder of ml-100k.inter, .item and .user; downloaded if not given"),
+    ] = None
     seeds: int = Field(default=5, ge=1)
     as_json: Annotated[bool, tyro.conf.arg(name="json", help="one line of JSON last")] = False
 
 
 def bench_quality(args: QualityArgs) -> None:
     """Gains over tuned LightGBM on KuaiRand and MovieLens, and committed gaps on simulated logs."""
+    parts: dict[Part, Callable[[BenchmarkResult, QualityArgs], None]] = {
+        "kuairand": add_kuairand,
+        "movielens": add_movielens,
+        "sim": add_simulated,
+    }
     result = BenchmarkResult("Quality", COLUMNS)
-    add_measured(result, KUAIRAND_GOALS, lambda: measure_kuairand_part(args))
-    add_measured(result, MOVIELENS_GOALS, lambda: measure_movielens_part(args))
-    add_committed(result, HISTORY_GOALS, RESULTS / "history.json")
-    add_committed(result, ABLATION_GOALS, RESULTS / "ablation.json")
+    for name, add in parts.items():
+        if args.only in (None, name):
+            add(result, args)
     result.show(args.as_json)
 
 
-def measure_kuairand_part(args: QualityArgs) -> dict[str, object]:
-    """The figures of KuaiRand; the table is printed, and saved in the folder of the trainings."""
+def add_kuairand(result: BenchmarkResult, args: QualityArgs) -> None:
+    """Add the figures of KuaiRand."""
+    path, command = RESULTS / "kuairand.json", KUAIRAND_COMMAND
+    add_figures(
+        result, KUAIRAND_GOALS, lambda: study_figures(args, path, command, measure_kuairand_part)
+    )
+
+
+def add_movielens(result: BenchmarkResult, args: QualityArgs) -> None:
+    """Add the figures of MovieLens."""
+    path, command = RESULTS / "movielens.json", MOVIELENS_COMMAND
+    add_figures(
+        result, MOVIELENS_GOALS, lambda: study_figures(args, path, command, measure_movielens_part)
+    )
+
+
+def add_simulated(result: BenchmarkResult, _args: QualityArgs) -> None:
+    """Add the committed figures of simulated logs."""
+    for goals, study in ((HISTORY_GOALS, "history"), (ABLATION_GOALS, "ablation")):
+        path, command = RESULTS / f"{study}.json", f"gemline bench {study}"
+        figures = partial(committed_figures, path, command)
+        add_figures(result, goals, figures)
+
+
+def study_figures(
+    args: QualityArgs,
+    path: Path,
+    command: str,
+    measure: Callable[[QualityArgs], BenchmarkResult],
+) -> dict[str, object]:
+    """The figures of the study at `path`; with `--measure`, it is measured and saved before."""
+    if args.measure:
+        table = measure(args)
+        Console(stderr=True).print(table.as_table())
+        table.save_study(path, command)
+    return committed_figures(path, command)
+
+
+def measure_kuairand_part(args: QualityArgs) -> BenchmarkResult:
+    """GEM, its teacher and LightGBM on KuaiRand. Raises UserError if its files are absent."""
     data = args.kuairand or KUAIRAND_DATA
     if not data.is_dir():
         raise UserError(f"{data} is absent; --kuairand names KuaiRand's folder")
     from benchmarks.studies.kuairand_quality import build_trials, measure_kuairand
 
-    trials = build_trials(data, args.work / "kuairand")
-    table = measure_kuairand(trials, args.seeds)
-    Console(stderr=True).print(table.as_table())
-    table.save_study(args.work / "kuairand.json", "gemline bench quality --json")
-    return table.figures
+    return measure_kuairand(build_trials(data, args.work / "kuairand"), args.seeds)
 
 
-def measure_movielens_part(args: QualityArgs) -> dict[str, object]:
-    """The figures of MovieLens; kept in a file, as they take minutes."""
-    from benchmarks.public.movielens import measure_movielens
+def measure_movielens_part(args: QualityArgs) -> BenchmarkResult:
+    """Both benchmarks on files, on MovieLens. Raises UserError if its files cannot be had."""
+    from benchmarks.public.movielens import measure_movielens, movielens_folder
 
-    path = args.work / "movielens" / "figures.json"
+    return measure_movielens(args.movielens or movielens_folder(), args.work / "movielens")
+
+
+def committed_figures(path: Path, command: str) -> dict[str, object]:
+    """The figures of a study's file. Raises UserError if there is none yet."""
     if not path.is_file():
-        figures = measure_movielens(path.parent) | {"movielens_measured": f"{today()} {commit()}"}
-        atomic_io.write_text(path, json.dumps(figures))
-    kept: dict[str, object] = json.loads(path.read_text())
-    return kept
-
-
-def add_measured(
-    result: BenchmarkResult, goals: dict[str, str], measure: Callable[[], dict[str, object]]
-) -> None:
-    """Add the figures of a measurement; null with the reason if its data cannot be had."""
-    try:
-        figures = measure()
-    except UserError as error:
-        figures = dict.fromkeys(goals) | {f"{key}_reason": str(error) for key in goals}
-    result.figures |= figures
-    for key, goal in goals.items():
-        note = str(figures.get(f"{key}_reason", "measured"))
-        result.rows.append((key, _shown(figures.get(key)), goal, note))
-
-
-def add_committed(result: BenchmarkResult, goals: dict[str, str], path: Path) -> None:
-    """Add the committed figures of a study, with its date, commit and command."""
+        raise UserError(f"{path.name} is not committed yet; `{command}` measures it")
     study = StudyResult.model_validate_json(path.read_text())
-    source = f"{study.date} {study.commit}: {study.command}"
+    return study.figures | {"measured": f"{study.date} {study.commit}: {study.command}"}
+
+
+def add_figures(
+    result: BenchmarkResult, goals: dict[str, str], figures: Callable[[], dict[str, object]]
+) -> None:
+    """Add figures and when they were measured; null with the reason if they cannot be had."""
+    try:
+        found = figures()
+    except UserError as error:
+        found = dict.fromkeys(goals) | {f"{key}_reason": str(error) for key in goals}
+    source = found.pop("measured", None)
+    absent = [key for key in goals if key not in found]
+    found |= dict.fromkeys(absent) | {f"{key}_reason": f"{source} lacks it" for key in absent}
+    result.figures |= found
     for key, goal in goals.items():
-        value = study.figures.get(key)
-        result.figures |= {key: value, f"{key}_measured": source}
-        if value is None:
-            result.figures[f"{key}_reason"] = f"the committed study of {study.date} lacks it"
-        result.rows.append((key, _shown(value), goal, source))
+        if source:
+            result.figures[f"{key}_measured"] = source
+        note = str(found.get(f"{key}_reason") or source)
+        result.rows.append((key, _shown(found[key]), goal, note))
 
 
 def _shown(value: object) -> str:

@@ -14,13 +14,13 @@ from etl.spec.units import DaySplit
 from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath
 from features.schema import ITEM_TABLE, USER_TABLE
-from ranking.distillation.losses import TeacherPredictions
 from ranking.distillation.warm_start import save_domain_model
 from ranking.inputs.from_tables import load_teacher_history
 from ranking.student.config import DistillationConfig, StudentTrainConfig
 from ranking.student.model import TrainedStudent
 from ranking.trainer import init_student, load_teacher, train_student
 from training.teacher.embeddings import TeacherEmbeddings
+from training.teacher.predictions import TeacherPredictions
 
 
 class TrialDistillationConfig(DistillationConfig):

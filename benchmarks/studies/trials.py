@@ -3,16 +3,21 @@
 import hashlib
 import json
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from typing import Any
 
+from benchmarks.harness import commit
 from etl.errors import UserError
+from etl.spec.base import StrictModel
 from etl.spec.units import DaySplit
 from etl.tables import atomic_io
 from etl.tables.lake import Lake
+from ranking.report.study import today
 from training.baseline import BaselineConfig, train_baseline
 from training.config import TrainConfig
 from training.data.batch import Shuffle
@@ -24,12 +29,32 @@ from training.trainer.throughput import measure_cost
 from training.trainer.trainer import load_train_state, predict_test, train_days
 
 
+class TrialRecord(StrictModel):
+    """What a training cost, when it was run, and with which code and configuration.
+
+    `flops` are those of an example, forward and backward; `examples` those of all steps;
+    `core_seconds` the CPU seconds of training and prediction.
+    """
+
+    flops: float
+    examples: int
+    core_seconds: float
+    date: str
+    commit: str
+    config: dict[str, Any]
+
+
 @dataclass(frozen=True)
 class Trial:
-    """Predictions of the test days, and FLOPs per example, forward and backward."""
+    """Predictions of the test days, and the record of the training."""
 
     predictions: Predictions
-    flops_per_example: float
+    record: TrialRecord
+
+    @property
+    def flops_per_example(self) -> float:
+        """FLOPs per example, forward and backward."""
+        return self.record.flops
 
 
 @dataclass(frozen=True)
@@ -51,10 +76,9 @@ class TrialRunner:
         if not path.is_file() or not metadata_path.is_file():
             trial = self._run(config)
             trial.predictions.write(path, self.split)
-            metadata = {"flops": trial.flops_per_example, "config": config.model_dump(mode="json")}
-            atomic_io.write_text(metadata_path, json.dumps(metadata))
-        flops = json.loads(metadata_path.read_text())["flops"]
-        return Trial(Predictions.read(path, self.split), flops)
+            atomic_io.write_text(metadata_path, trial.record.model_dump_json(indent=1) + "\n")
+        record = TrialRecord.model_validate_json(metadata_path.read_text())
+        return Trial(Predictions.read(path, self.split), record)
 
     def gem_per_surface(self, config: TrainConfig) -> Predictions:
         """A GEM for each surface that has ads, trained only on its rows."""
@@ -77,11 +101,21 @@ class TrialRunner:
         return trial_path(self.folder, self.lake, INPUT_TABLES, self.split, name)
 
     def _run(self, config: TrainConfig) -> Trial:
-        split = self.split
+        split, start = self.split, time.process_time()
         with scratch_lake(self.lake) as lake, process_group():
             train_days(lake, (split.train_first, split.train_last), config)
             predictions = predict_test(lake, split)
-            return Trial(predictions, flops_per_example(lake, split.train_last, config))
+            seconds = time.process_time() - start
+            flops, examples = training_cost(lake, split.train_last, config)
+        record = TrialRecord(
+            flops=flops,
+            examples=examples,
+            core_seconds=round(seconds, 1),
+            date=today(),
+            commit=commit(),
+            config=config.model_dump(mode="json"),
+        )
+        return Trial(predictions, record)
 
 
 def trial_path(folder: Path, lake: Lake, tables: Iterable[str], split: DaySplit, name: str) -> Path:
@@ -124,8 +158,11 @@ def symlinked_lake(lake: Lake, folder: Path) -> Lake:
     return Lake(str(folder), lake.spec)
 
 
-def flops_per_example(lake: Lake, day: date, config: TrainConfig) -> float:
-    """FLOPs per example on the first batch of a day, of the GEM that was trained up to it."""
+def training_cost(lake: Lake, day: date, config: TrainConfig) -> tuple[float, int]:
+    """FLOPs per example, and the examples of all steps, of the GEM that was trained until a day.
+
+    FLOPs are measured on the first batch of the day.
+    """
     state, reader = load_train_state(lake, day)
     batches = reader.batches([day], ALL_LABELS, config.batch_rows, Shuffle(0))
-    return measure_cost(state, next(iter(batches))).flops_per_example
+    return measure_cost(state, next(iter(batches))).flops_per_example, state.manifest.rows

@@ -58,6 +58,7 @@ class FixedSizes(TrainConfig):
     batch_rows: int = 128
     passes: int = 1
     decay_share: float = 0.0
+    entropy_power: float = 0.0
 
     @property
     @override

@@ -114,7 +114,14 @@ def bench_model(args: ModelBenchArgs) -> None:
     """All of GEM, Wukong, sequence stacks, request-shaped training, resume, changes of the spec."""
     import torch
 
-    from benchmarks.system import gem_training, model_blocks, request_shape, restarts, warm_start
+    from benchmarks.system import (
+        device_readiness,
+        gem_training,
+        model_blocks,
+        request_shape,
+        restarts,
+        warm_start,
+    )
     from training.distributed.process_group import retain_freed_memory
 
     torch.set_num_threads(1)
@@ -125,6 +132,7 @@ def bench_model(args: ModelBenchArgs) -> None:
         "sequence": model_blocks.measure_sequence,
         "requests": request_shape.measure_request_shape,
         "resume": restarts.measure_resume,
+        "device": device_readiness.measure_device_readiness,
         "spec": warm_start.measure_spec_changes,
     }
     result = BenchmarkResult("The model, training on one thread", MODEL_COLUMNS)

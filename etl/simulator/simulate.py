@@ -146,7 +146,7 @@ def _write_days(config: SimulatorConfig, folder: Path) -> None:
     pending_truth: list[GroundTruth] = []
     with ThreadPoolExecutor(WRITER_THREADS) as pool:
         writes = []
-        for day, (world, new_events, new_truth) in enumerate(_simulate_days(config)):
+        for day, (world, new_events, new_truth) in enumerate(simulate_days(config)):
             day_end_ms = config.day_start_ms(day + 1)
             events = Events.concat([*pending_events, new_events])
             truth = GroundTruth.concat([*pending_truth, new_truth])
@@ -163,7 +163,7 @@ def _write_days(config: SimulatorConfig, folder: Path) -> None:
             write.result()
 
 
-def _simulate_days(config: SimulatorConfig) -> Iterator[tuple[World, Events, GroundTruth]]:
+def simulate_days(config: SimulatorConfig) -> Iterator[tuple[World, Events, GroundTruth]]:
     """Yield the world on each day, the events that the day causes, and the truth.
 
     The truth is limited to the impressions that are ingested within the run.

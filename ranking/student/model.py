@@ -35,6 +35,7 @@ from ranking.student.history import (
     one_hot_types,
 )
 from training.data.batch import Batch
+from training.data.matching import match_by_attribute, matched_gaps
 from training.data.reader import ExampleReader
 from training.model.embeddings import (
     EmbeddingTables,
@@ -42,7 +43,7 @@ from training.model.embeddings import (
     table_sizes,
 )
 from training.model.history.events import EventTokenizer
-from training.model.history.search import RecencyEmbedding, match_by_attribute
+from training.model.history.search import RecencyEmbedding
 from training.model.numeric import RunningStandardizer
 from training.teacher.embeddings import TeacherEmbeddings
 
@@ -290,7 +291,7 @@ class TrainedStudent:
                 batch.request_index,
                 history.offsets,
             )
-            recency.inter_arrival.update(matches, batch)
+            recency.inter_arrival.update(matched_gaps(matches, batch, recency.num_types))
 
     def lookup(self) -> InputLookup[Tensor]:
         """The lookup of the student's inputs in its tables."""

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.harness import BenchmarkResult
 from benchmarks.public import movielens
 from benchmarks.public.sequence_data import read_log
 from benchmarks.studies import quality
 from benchmarks.studies.kuairand_quality import teacher_members, teacher_predictions
 from benchmarks.studies.prequential import PrequentialTrials, pooled
-from etl.errors import UserError
 from etl.tables.lake import Lake
 from tests.conftest import FIRST, LAST
 from training.baseline import BaselineConfig
@@ -148,22 +148,50 @@ def test_positions_within_a_group_keep_the_order(group: list[int]) -> None:
         np.testing.assert_allclose(own, np.arange(len(own)) / len(own))
 
 
-def test_figures_without_data_are_null_with_the_reason(
+def figures_of(args: quality.QualityArgs, capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
+    quality.bench_quality(args.model_copy(update={"as_json": True}))
+    figures: dict[str, object] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return figures
+
+
+GOALS: dict[quality.Part, set[str]] = {
+    "kuairand": set(quality.KUAIRAND_GOALS),
+    "movielens": set(quality.MOVIELENS_GOALS),
+    "sim": {*quality.HISTORY_GOALS, *quality.ABLATION_GOALS},
+}
+
+
+@pytest.mark.parametrize("only", [*GOALS, None])
+def test_figures_that_cannot_be_had_are_null_with_the_reason(
+    only: quality.Part | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Without KuaiRand, MovieLens and committed results; a part has no figures of another."""
+    monkeypatch.setattr(quality, "RESULTS", tmp_path)
+    args = quality.QualityArgs(
+        only=only, measure=True, work=tmp_path, kuairand=tmp_path / "k", movielens=tmp_path / "m"
+    )
+    figures = figures_of(args, capsys)
+    expected = GOALS[only] if only else set().union(*GOALS.values())
+    assert figures == dict.fromkeys(expected) | {
+        f"{key}_reason": figures[f"{key}_reason"] for key in expected
+    }
+    reasons = {"kuairand": "absent", "movielens": "ml-100k.inter", "sim": "not committed"}
+    for part in [only] if only else GOALS:
+        assert all(reasons[part] in str(figures[f"{key}_reason"]) for key in GOALS[part])
+
+
+def test_committed_figures_have_their_date_and_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without KuaiRand and without a network; committed figures have their date and command."""
-
-    def offline() -> Path:
-        raise UserError("no network")
-
-    monkeypatch.setattr(movielens, "movielens_folder", offline)
-    args = quality.QualityArgs(work=tmp_path / "work", kuairand=tmp_path / "absent", as_json=True)
-    quality.bench_quality(args)
-    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
-    measured = (*quality.KUAIRAND_GOALS, *quality.MOVIELENS_GOALS)
-    assert all(figures[key] is None for key in measured)
-    assert "absent" in figures["kuairand_click_gain_reason"]
-    assert "no network" in figures["movielens_auc_gain_reason"]
-    for key in (*quality.HISTORY_GOALS, *quality.ABLATION_GOALS):
-        assert "gemline bench" in figures[f"{key}_measured"]
-        assert figures[key] is not None or figures[f"{key}_reason"]
+    """A figure that the committed study lacks is null, and the study's others are printed, too."""
+    monkeypatch.setattr(quality, "RESULTS", tmp_path)
+    table = BenchmarkResult("KuaiRand", ("model",))
+    table.figures |= {"kuairand_click_gain": 0.25, "kuairand_click_gain_low": 0.125}
+    table.save_study(tmp_path / "kuairand.json", "gemline bench something")
+    figures = figures_of(quality.QualityArgs(only="kuairand"), capsys)
+    assert figures["kuairand_click_gain"] == 0.25 and figures["kuairand_click_gain_low"] == 0.125
+    assert "gemline bench something" in str(figures["kuairand_click_gain_measured"])
+    assert figures["kuairand_like_gain"] is None and figures["kuairand_like_gain_reason"]

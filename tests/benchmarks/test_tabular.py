@@ -82,9 +82,9 @@ def test_training_is_deterministic_and_predictions_do_not_depend_on_the_batch() 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     for seed, name in enumerate(("train", "valid", "test")):
-        held = rows(seed, 600)
+        held = rows(seed, 120)
         columns = {f"f{i}": held.ids[:, i].astype(str) for i in range(3)}
-        noise = np.random.default_rng(seed).normal(size=600)
+        noise = np.random.default_rng(seed).normal(size=120)
         table = pa.table(columns | {"n": noise, "click": held.labels.astype(int)})
         pc_csv.write_csv(table, tmp_path / f"{name}.csv")
     return tmp_path

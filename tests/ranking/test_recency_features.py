@@ -14,9 +14,10 @@ from features.recency import (
     recency_of,
 )
 from ranking.inputs.recency_features import recency_features
+from training.data.matching import match_by_attribute
+from training.data.matching import recency_features as training_recency_features
 from training.model.history import search as torch_recency
 from training.model.history.events import age_bucket
-from training.model.history.search import match_by_attribute
 
 NUM_TYPES = 3
 Event = tuple[int, int, int]  # attribute value, event type, age in seconds
@@ -59,7 +60,7 @@ def test_serving_and_training_compute_the_defined_recency_of_random_histories(
         torch.from_numpy(request_index),
         torch.from_numpy(offsets),
     )
-    trained = torch_recency.recency_features(
+    trained = training_recency_features(
         matches, torch.from_numpy(types), torch.from_numpy(ages), NUM_TYPES
     )
     for name in ("last_age", "span", "gap_count"):

@@ -17,8 +17,6 @@ from ranking.distillation.losses import (
     DistillationLoss,
     GradientBalancer,
     TeacherAdapter,
-    TeacherLogits,
-    TeacherPredictions,
     distillation_loss,
 )
 from ranking.distillation.warm_start import copy_gem_modules
@@ -36,6 +34,7 @@ from training.distributed.process_group import process_group
 from training.distributed.sharding import local_shards
 from training.model.config import SCALES, GemOptions
 from training.teacher.embeddings import TeacherEmbeddings
+from training.teacher.predictions import TeacherLogits, TeacherPredictions
 from training.trainer.state import Manifest, TrainState, build_train_state
 from training.trainer.table_day import start_table_day
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from training.model.history.search import match_by_attribute
+from training.data.matching import match_by_attribute
 from training.ops.attention import (
     AttentionKind,
     attention,
@@ -22,6 +22,7 @@ from training.ops.attention import (
     reference,
 )
 from training.ops.attention.reference import Activation
+from training.ops.ragged import query_key_pairs
 
 sequence_lengths = st.lists(
     st.tuples(st.integers(0, 5), st.integers(0, 20)), min_size=1, max_size=6
@@ -155,7 +156,7 @@ def test_segment_attention_equals_the_reference(sizes: list[tuple[int, int]], se
         random_rows(int(kv_offsets[-1])),
     )
     assert_same_outputs_and_gradients(
-        lambda: dispatch.segment_attention(q, k, v, q_offsets, kv_offsets),
+        lambda: dispatch.segment_attention(q, k, v, query_key_pairs(q_offsets, kv_offsets)),
         lambda: reference(q, k, v, q_offsets, kv_offsets),
         q, k, v,
     )  # fmt: skip

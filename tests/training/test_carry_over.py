@@ -44,6 +44,10 @@ MODELS: dict[str, GemOptions] = {
     "dcnv2 beside wukong": GemOptions(
         parallel_interaction="dcnv2", cross_layer_rows=4, user_hash_buckets=0
     ),
+    "rankmixer, PLE": GemOptions(interaction="rankmixer", experts="ple", num_experts=2),
+    "hyformer alone, MMoE": GemOptions(
+        interaction="hyformer", parallel_interaction=None, experts="mmoe"
+    ),
     "context, narrow and shared rows": GemOptions(
         low_cardinality_threshold=40,
         embedding_width_factor=2.0,

@@ -34,6 +34,8 @@ MORE_MODELS: dict[str, dict[str, Any]] = {
     "pffn": {"sequence": SequenceOptions(flow="n2s", personalization="pffn", layer="hstu")},
     "dhen": {"interaction": "dhen"},
     "dcnv2": {"interaction": "dcnv2"},
+    "rankmixer": {"interaction": "rankmixer"},
+    "hyformer": {"interaction": "hyformer", "experts": "ple"},
 }
 ALL_MODELS = [*MODELS, *(pytest.param(name, marks=pytest.mark.proof) for name in MORE_MODELS)]
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from etl.cli.runner import parse_arguments
 from etl.errors import UserError
@@ -30,6 +31,7 @@ OPTIONS: list[dict[str, Any]] = [
         "objective_weights": {"buy": 2.0},
         "negative_sampling_rate": {"buy": 0.5},
     },
+    {"scale": "tiny", "sizes": {"layers": 3, "event_width": 64}},
     {"model": {"sequence": {"event_groups": {"ads": {"events": ["a", "b"], "width": 8}}}}},
 ]
 
@@ -61,3 +63,16 @@ def test_model_options_are_combined_with_the_sizes_of_a_scale() -> None:
     assert config.gem_config.sequence.flow == "int"
     assert config.gem_config.embedding_dim == SCALES["base"].embedding_dim
     assert config.resume_invariants()["model"] == config.model.model_dump()
+
+
+def test_sizes_replace_those_of_the_scale_and_no_others() -> None:
+    config = TrainConfig(scale="base", width_multiplier=0.5, sizes={"layers": 5, "rank": 7})
+    scaled = SCALES["base"].scaled_by(0.5)
+    assert config.gem_config == scaled.model_copy(update={"layers": 5, "rank": 7})
+    assert config.resume_invariants()["sizes"] == {"layers": 5, "rank": 7}
+
+
+@pytest.mark.parametrize("sizes", [{"depth": 3}, {"layers": 0}, {"event_width": 30}], ids=str)
+def test_sizes_that_no_model_has_are_refused(sizes: dict[str, int]) -> None:
+    with pytest.raises(ValidationError):
+        TrainConfig.model_validate({"sizes": sizes})

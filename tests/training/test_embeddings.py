@@ -6,6 +6,7 @@ from etl.tables.schemas import RESERVED_ITEM_INDICES
 from features.recency import NO_EVENT_AGE, PHASE_BUCKETS
 from features.schema import USER_TABLE
 from training.data.batch import Batch
+from training.data.matching import match_by_attribute, recency_features
 from training.data.reader import ExampleReader
 from training.distributed.sharding import TorchrecTables
 from training.model.embeddings import (
@@ -17,11 +18,7 @@ from training.model.embeddings import (
     lookup_embeddings,
     table_sizes,
 )
-from training.model.history.search import (
-    match_by_attribute,
-    phase_bucket,
-    recency_features,
-)
+from training.model.history.search import phase_bucket
 
 USERS = 64
 DAY = 86_400

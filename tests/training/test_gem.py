@@ -27,6 +27,7 @@ from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
 from training.distributed.process_group import process_group
 from training.model.embeddings import table_sizes
+from training.teacher.predictions import TeacherPredictions
 from training.trainer import checkpoint
 from training.trainer.async_checkpoint import AsyncCheckpointer
 from training.trainer.resume import DayBatches
@@ -230,8 +231,6 @@ def test_a_day_does_not_continue_a_model_of_other_sizes(
 
 
 def test_the_teacher_of_a_day_was_not_trained_on_it(own_gem_lake: Lake) -> None:
-    from ranking.distillation.losses import TeacherPredictions
-
     schema = schemas.teacher_predictions(own_gem_lake.spec)
     rows = arrow.snapshot(own_gem_lake, schema).read()
     assert set(rows["day"].to_pylist()) == {SECOND, THIRD, LAST}

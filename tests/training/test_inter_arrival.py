@@ -12,12 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from training.data.batch import Batch, History
-from training.model.history.search import (
-    AttributeMatches,
-    InterArrivalStats,
-    RecencyEmbedding,
-    match_by_attribute,
-)
+from training.data.matching import AttributeRecency, attribute_recency, match_by_attribute
+from training.model.history.search import InterArrivalStats, RecencyEmbedding
 
 DAY, NUM_TYPES, VALUES = 86_400, 3, 4
 
@@ -67,12 +63,13 @@ def batch_of(requests: Sequence[Request], events: Sequence[Event]) -> Batch:
     return cast("Batch", fields)
 
 
-def matches_of(batch: Batch) -> AttributeMatches:
+def recency_of(batch: Batch) -> AttributeRecency:
     history = batch.history
-    return match_by_attribute(
+    matches = match_by_attribute(
         batch.row_categorical["a"], history.item_categorical["a"], batch.request_index,
         history.offsets,
     )  # fmt: skip
+    return attribute_recency(matches, batch, NUM_TYPES)
 
 
 def gaps_seen(
@@ -122,7 +119,7 @@ def test_each_gap_is_counted_once_in_whatever_batches_and_order_requests_come(
     while shuffled:
         size = random.randint(1, len(shuffled))
         batch, shuffled = batch_of(shuffled[:size], events), shuffled[size:]
-        stats.update(matches_of(batch), batch)
+        stats.update(recency_of(batch).gaps)
     expected = gaps_seen(requests, events)
     for value in range(VALUES):
         for event_type in range(NUM_TYPES):
@@ -131,7 +128,7 @@ def test_each_gap_is_counted_once_in_whatever_batches_and_order_requests_come(
             assert stats.total_span[value, event_type] == sum(gaps)
     again = batch_of(requests, events)
     before = stats.gap_count.clone()
-    stats.update(matches_of(again), again)
+    stats.update(recency_of(again).gaps)
     assert torch.equal(stats.gap_count, before)
 
 
@@ -143,7 +140,7 @@ def test_users_and_values_that_share_a_hash_count_no_gap_twice() -> None:
     for time in (25, 35, 45):
         for user in (0, 1):
             batch = batch_of([Request(user, time, (1,))], events)
-            stats.update(matches_of(batch), batch)
+            stats.update(recency_of(batch).gaps)
     assert 2 <= stats.gap_count[1, 1] <= 4
     assert stats.total_span[1, 1] == 10 * stats.gap_count[1, 1]
 
@@ -156,9 +153,9 @@ def test_gaps_of_all_users_serve_a_user_without_gaps() -> None:
     batch = batch_of([Request(0, now, (3, 2))], events)
     embedding = RecencyEmbedding(VALUES, 2, 4)
     torch.nn.init.normal_(embedding.population_phase.weight)
-    rows = embedding(matches_of(batch), batch)
+    rows = embedding(recency_of(batch))
     assert rows.shape == (2, 2, 4) and embedding.inter_arrival.gap_count[3, 1] == 3
     embedding.eval()
     single = batch_of([Request(1, now, (3, 2))], [Event(1, 3, 1, now - 7 * DAY)])
-    torch.testing.assert_close(embedding(matches_of(single), single)[0, 0], rows[0, 0])
+    torch.testing.assert_close(embedding(recency_of(single))[0, 0], rows[0, 0])
     assert embedding.inter_arrival.gap_count[3, 1] == 3

@@ -8,10 +8,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from etl.errors import UserError
 from training.model.config import GemConfig, InteractionKind
 from training.model.interaction import build_interaction, wukong_shapes
 from training.model.interaction.dcn_dhen import DCNv2, DhenLayer
 from training.model.interaction.parallel import FinalMlp
+from training.model.interaction.token_mixing import (
+    MixerBlock,
+    RankMixer,
+    RowTokens,
+    mix_heads,
+    token_width,
+    tokens_to_rows,
+)
 from training.model.interaction.wukong import (
     CrossLayerAttention,
     InputDependentProjection,
@@ -27,14 +36,9 @@ STATIC = WukongShape(
     WIDTH, fm_rows=3, linear_rows=2, rank=2, hidden=8, input_dependent_projection=False
 )
 SIZES = GemConfig(
-    embedding_dim=WIDTH,
+    embedding_dim=WIDTH, fm_rows=3, linear_rows=3, rank=2, mlp_width=16, layers=3, mixer_tokens=4,
     parallel_interaction=None,
-    fm_rows=3,
-    linear_rows=3,
-    rank=2,
-    mlp_width=16,
-    layers=3,
-)
+)  # fmt: skip
 WUKONG_VARIANTS = [
     {"input_dependent_projection": dynamic, "cross_layer_rows": cross_rows}
     for dynamic, cross_rows in product((False, True), (0, 2))
@@ -241,3 +245,72 @@ def test_finalmlp_multiplies_its_streams_row_by_row() -> None:
     zero_stream, other_stream, zero_products = model(x).chunk(3)
     assert not zero_stream.any() and not zero_products.any()
     torch.testing.assert_close(other_stream, v)
+
+
+TOKENS, TOKEN_WIDTH = 4, 8
+
+
+def tokens() -> torch.Tensor:
+    return torch.randn(TOKENS, BATCH, TOKEN_WIDTH)
+
+
+def test_mixing_heads_twice_is_the_identity() -> None:
+    """M[h, t (D/H) + j] = X[t, h (D/H) + j] with as many heads as tokens (2507.15551)."""
+    x, head = tokens(), TOKEN_WIDTH // TOKENS
+    mixed = mix_heads(x)
+    for h, t, j in product(range(TOKENS), range(TOKENS), range(head)):
+        assert torch.equal(mixed[h, :, t * head + j], x[t, :, h * head + j])
+    assert torch.equal(mix_heads(mixed), x) and not torch.equal(mixed, x)
+
+
+def test_permuted_heads_of_all_tokens_are_permuted_mixed_tokens() -> None:
+    x, order = tokens(), torch.randperm(TOKENS)
+    by_head = x.unflatten(2, (TOKENS, -1))[:, :, order].flatten(2)
+    assert torch.equal(mix_heads(by_head), mix_heads(x)[order])
+
+
+def test_a_mixer_block_with_equal_nets_has_one_shared_net() -> None:
+    """LN(FFN(S) + S) with S = LN(Mix(X) + X)."""
+    block, x = MixerBlock(TOKENS, TOKEN_WIDTH), tokens()
+    for weight in block.ffn.parameters():
+        weight.data.copy_(weight.data[:1].expand_as(weight) + 0.1)
+    up, down = block.ffn.up, block.ffn.down
+    mixed = F.layer_norm(mix_heads(x) + x, (TOKEN_WIDTH,))
+    shared = F.gelu(mixed @ up.weight[0] + up.bias[0]) @ down.weight[0] + down.bias[0]
+    torch.testing.assert_close(
+        block(x), F.layer_norm(shared + mixed, (TOKEN_WIDTH,)), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_the_nets_of_a_mixer_block_have_2ktd2_weights() -> None:
+    block = MixerBlock(TOKENS, TOKEN_WIDTH)
+    weights = sum(w.numel() for name, w in block.ffn.named_parameters() if "weight" in name)
+    assert weights == 2 * 4 * TOKENS * TOKEN_WIDTH**2
+
+
+@pytest.mark.parametrize("rows", [4, 6, 9])
+def test_each_row_reaches_one_token(rows: int) -> None:
+    module = RowTokens(rows, WIDTH, TOKENS, TOKEN_WIDTH)
+    x = torch.randn(rows, BATCH, WIDTH)
+    for row in range(rows):
+        other = x.clone()
+        other[row] += 1
+        assert int((module(other) - module(x)).ne(0).any(2).any(1).sum()) == 1
+    with pytest.raises(UserError, match="4 tokens cannot be made of 3 rows"):
+        RowTokens(3, WIDTH, TOKENS, TOKEN_WIDTH)
+
+
+@pytest.mark.parametrize(("width", "count"), [(4, 4), (16, 16), (32, 16), (36, 16), (32, 12)])
+def test_tokens_are_cut_into_rows_and_heads(width: int, count: int) -> None:
+    inner = token_width(width, count)
+    assert inner % width == inner % count == 0 and inner >= 2 * width
+    model = RankMixer(20, width, count, 1)
+    assert model(torch.randn(20, 3, width)).shape == (model.out_rows, 3, width)
+    x = torch.randn(count, 3, inner)
+    rows = tokens_to_rows(x, width)
+    assert torch.equal(rows[: inner // width].transpose(0, 1).flatten(1), x[0])
+
+
+def test_hyformer_needs_events() -> None:
+    with pytest.raises(UserError, match="hyformer reads sequences"):
+        build_interaction(ROWS, SIZES.model_copy(update={"interaction": "hyformer"}))

@@ -47,7 +47,12 @@ MODELS: dict[str, dict[str, object]] = {
             "posts": {"events": ["post_view", "post_like"], "max_events": 5},
         },
     },
+    "hyformer": {"num_layers": 2},
+    "hyformer of candidates": {"flow": "int", "context": "candidate", "max_events": 8},
 }
+
+
+EXPERTS = dict.fromkeys(MODELS, "none") | {"hyformer": "ple"}
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -55,7 +60,9 @@ def score(reader: ExampleReader, request: pytest.FixtureRequest) -> Score:
     """Computes logits (B, O) with an untrained GEM whose heads differ by surface."""
     torch.manual_seed(0)
     sequence = SequenceOptions.model_validate(MODELS[request.param])
-    gem = Gem(reader.features, TINY.model_copy(update={"sequence": sequence})).eval()
+    interaction = "hyformer" if "hyformer" in request.param else TINY.interaction
+    options = {"sequence": sequence, "interaction": interaction, "experts": EXPERTS[request.param]}
+    gem = Gem(reader.features, TINY.model_copy(update=options)).eval()
     torch.nn.init.normal_(gem.heads.surface_weight)
     tables = TorchEmbeddingTables(
         table_sizes(reader.features, len(reader.items), USERS), TINY.embedding_dim

@@ -21,6 +21,7 @@ from training.model.gem import GemOutput
 from training.model.heads import (
     FREQUENCY_BUCKETS,
     EsmmChain,
+    FollowedEvents,
     ItemFrequency,
     NextActionLoss,
     ZilnDistribution,
@@ -189,6 +190,23 @@ def test_an_objective_weight_scales_the_loss_of_that_objective_alone() -> None:
     )
 
 
+def test_losses_are_divided_by_a_power_of_the_entropy_of_the_base_rate() -> None:
+    """Then constant predictions of the base rates cost equally much with a power of 1."""
+    rates = {"click": 0.5, "view": 0.2, "conversion": 0.01}
+    p = torch.tensor([rates[name] for name in NAMES])
+    features = SimpleNamespace(objectives=NAMES, auxiliary_objectives={})
+    for power in (0.0, 0.5, 1.0):
+        loss = Loss.from_config(
+            TrainConfig(entropy_power=power), cast("FeatureSchema", features), rates
+        )
+        entropy = -(p * p.log() + (1 - p) * (1 - p).log())
+        costs = loss.objective_weights * entropy
+        torch.testing.assert_close(costs / costs.max(), (entropy / entropy.max()) ** (1 - power))
+        assert loss.objective_weights[NAMES.index("click")] == 1
+    without_rates = loss_of(TrainConfig())
+    assert without_rates.objective_weights.eq(1).all()
+
+
 def test_a_repeated_batch_without_labels_trains_nothing() -> None:
     sequence = SequenceOptions(next_action_weight=0.5)
     loss = loss_of(TrainConfig(model=GemOptions(sequence=sequence)))
@@ -216,7 +234,8 @@ def test_followed_events_are_sampled_from_all_but_the_last_of_each_request(
     offsets = [0, *itertools.accumulate(lengths)]
     last = {stop - 1 for start, stop in itertools.pairwise(offsets) if stop > start}
     followed = set(range(offsets[-1])) - last
-    sample = sample_followed_events(torch.tensor(offsets), max_samples).tolist()
+    chosen = sample_followed_events(torch.tensor(offsets), offsets[-1], max_samples)
+    sample = chosen.positions[chosen.exist].tolist()
     assert len(set(sample)) == len(sample) == min(max_samples, len(followed))
     assert set(sample) <= followed
 
@@ -241,8 +260,23 @@ def test_the_next_item_is_scored_against_different_items_of_other_events() -> No
         torch.logsumexp(torch.stack([scores[i, i], *others]), 0) - scores[i, i]
         for i, others in enumerate(negatives)
     ]
-    loss = module(encoded, positions, offsets, next_items, vectors)
+    sample = FollowedEvents(positions, torch.ones(3, dtype=torch.bool))
+    loss = module(encoded, sample, offsets, next_items, vectors)
     torch.testing.assert_close(loss, torch.stack(losses).mean())
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(0, 2**31))
+def test_samples_that_do_not_exist_change_nothing(exist: list[bool], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    count, is_sample = len(exist), torch.tensor(exist)
+    scores = torch.randn(count, count, generator=generator)
+    items = torch.randint(0, 5, (count,), generator=generator)
+    share = torch.rand(count, generator=generator) + 0.01
+    loss = sampled_softmax_loss(scores, items, share, is_sample)
+    kept = scores[is_sample][:, is_sample]
+    every = torch.ones(len(kept), dtype=torch.bool)
+    expected = sampled_softmax_loss(kept, items[is_sample], share[is_sample], every)
+    torch.testing.assert_close(loss, expected if len(kept) else torch.tensor(0.0))
 
 
 def test_scores_learned_from_sampled_negatives_are_those_of_a_softmax_over_all_items() -> None:
@@ -250,11 +284,12 @@ def test_scores_learned_from_sampled_negatives_are_those_of_a_softmax_over_all_i
     generator = torch.Generator().manual_seed(0)
     popularity = torch.tensor([0.6, 0.25, 0.1, 0.05])
     frequency = ItemFrequency()
-    score = torch.zeros(4, requires_grad=True)
+    score, every = torch.zeros(4, requires_grad=True), torch.ones(64, dtype=torch.bool)
     optimizer = torch.optim.Adam([score], lr=0.02)
     for _ in range(600):
         items = torch.multinomial(popularity, 64, replacement=True, generator=generator)
-        loss = sampled_softmax_loss(score[items].expand(64, 64), items, frequency(items))
+        shares = frequency(items, every)
+        loss = sampled_softmax_loss(score[items].expand(64, 64), items, shares, every)
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         optimizer.step()
@@ -262,9 +297,9 @@ def test_scores_learned_from_sampled_negatives_are_those_of_a_softmax_over_all_i
 
 
 def test_item_frequencies_are_shares_that_follow_the_recent_batches() -> None:
-    frequency = ItemFrequency()
-    first = frequency(torch.tensor([1, 1, 7, 7 + FREQUENCY_BUCKETS]))
+    frequency, every = ItemFrequency(), torch.ones(4, dtype=torch.bool)
+    first = frequency(torch.tensor([1, 1, 7, 7 + FREQUENCY_BUCKETS]), every)
     torch.testing.assert_close(first, torch.full((4,), 0.5))
     for items in [[5, 5, 5, 5]] * 2000 + [[2, 2, 2, 3]] * 4000:
-        share = frequency(torch.tensor(items))
+        share = frequency(torch.tensor(items), every)
     torch.testing.assert_close(share[[0, 3]], torch.tensor([0.75, 0.25]), atol=0.02, rtol=0)

@@ -11,6 +11,7 @@ from etl.spec.units import date_range
 from etl.tables.lake import Lake
 from tests.conftest import FIRST, LAST
 from training.data.batch import Shuffle, batch_digest
+from training.data.history_selection import EventFilter, HistorySelection, HistorySelector
 from training.data.label_window import ALL_LABELS
 from training.data.reader import ExampleReader
 from training.data.shards import Epoch, RoundRobin, ShardDataset, read_epoch, round_robin_order
@@ -77,5 +78,10 @@ def test_workers_give_the_stream_of_their_shards_from_any_position(
     rest = replace(epoch, skip_batches=skip)
     assert [batch_digest(batch) for batch in read_epoch(reader, rest, 2)] == expected[skip:]
     alone = {i for batch in epoch.batches(reader) for i in batch.impression_ids}
+    selector = HistorySelector((), (EventFilter(4),), 1, 2)
+    selected = read_epoch(reader, replace(epoch, skip_batches=skip, selector=selector), 2)
+    for batch in selected:
+        assert isinstance(batch.selection, HistorySelection)
+        assert selector(batch).positions.equal(batch.selection.positions)
     together = {i for shard in shards for b in shard.batches(reader) for i in b.impression_ids}
     assert together == alone

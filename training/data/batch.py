@@ -6,7 +6,7 @@ histories, O objectives, A auxiliary objectives.
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from training.data.tensor_fields import TensorFields
 from training.ops.ragged import last_positions
 
 
 @dataclass(frozen=True)
-class History:
+class History(TensorFields):
     """Ragged histories (N events) of R requests, oldest event first, cut by `offsets` (R+1).
 
     `age_seconds` (N) count from the visibility time of an event, and are at least 1.
@@ -52,7 +53,7 @@ class History:
 
 
 @dataclass(frozen=True)
-class Batch:
+class Batch(TensorFields):
     """A batch of R requests with B impressions; the impressions of a request are consecutive.
 
     Attributes:
@@ -71,6 +72,7 @@ class Batch:
         auxiliary_labels: (B, A) 0 or 1, or ln(1 + seconds of dwell); A is 0 except in training.
         auxiliary_mask: (B, A) Final auxiliary labels to train on.
         is_repeated: Whether the rows were trained on before, in an earlier pass.
+        selection: The events that a model reads, if they were selected where the batch was read.
     """
 
     request_index: Tensor
@@ -93,6 +95,7 @@ class Batch:
     request_ids: npt.NDArray[np.object_]
     user_ids: npt.NDArray[np.object_]
     is_repeated: bool = False
+    selection: TensorFields | None = field(default=None, metadata={"derived": True})
 
     def __len__(self) -> int:
         """Number of impressions."""
@@ -108,7 +111,10 @@ class Batch:
 
 
 def batch_digest(batch: Batch) -> str:
-    """SHA-256 of all arrays of a batch, to check that it is rebuilt exactly."""
+    """SHA-256 of the arrays of a batch, to check that it is rebuilt exactly.
+
+    What is derived from them and from a model's configuration does not count.
+    """
     sha = hashlib.sha256()
     _update_hash(sha, batch)
     return sha.hexdigest()
@@ -118,7 +124,7 @@ def _update_hash(sha: "hashlib._Hash", value: object) -> None:
     if isinstance(value, torch.Tensor):
         array = value.contiguous().numpy()
         sha.update(f"{array.dtype}{array.shape}".encode())
-        sha.update(array.tobytes())
+        sha.update(array.data)
     elif isinstance(value, np.ndarray):
         sha.update("\x1f".join(value).encode())
     elif isinstance(value, dict):
@@ -129,8 +135,9 @@ def _update_hash(sha: "hashlib._Hash", value: object) -> None:
         sha.update(bytes([value]))
     else:
         assert isinstance(value, Batch | History)
-        for field in fields(value):
-            _update_hash(sha, getattr(value, field.name))
+        for part in fields(value):
+            if "derived" not in part.metadata:
+                _update_hash(sha, getattr(value, part.name))
 
 
 Int64 = npt.NDArray[np.int64]

@@ -14,6 +14,7 @@ from typing import TypeVar
 from torch.utils.data import DataLoader, IterableDataset
 
 from training.data.batch import Batch, Shuffle
+from training.data.history_selection import HistorySelector
 from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
 
@@ -55,7 +56,10 @@ def round_robin_order(lengths: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Epoch:
-    """The arguments of `ExampleReader.batches`: batches to read, and their order."""
+    """The arguments of `ExampleReader.batches`: batches to read, and their order.
+
+    The `selector` runs where batches are read.
+    """
 
     days: Sequence[date]
     label_window: LabelWindow
@@ -63,10 +67,11 @@ class Epoch:
     shuffle: Shuffle
     shard: tuple[int, int] = (0, 1)
     skip_batches: int = 0
+    selector: HistorySelector | None = None
 
     def batches(self, reader: ExampleReader) -> Iterator[Batch]:
-        """The batches, read in this process."""
-        return reader.batches(
+        """The batches, read in this process, with the selected events if there is a selector."""
+        batches = reader.batches(
             self.days,
             self.label_window,
             self.batch_rows,
@@ -74,6 +79,7 @@ class Epoch:
             self.shard,
             self.skip_batches,
         )
+        return map(self.selector.attach, batches) if self.selector else batches
 
     def num_batches(self, reader: ExampleReader) -> int:
         """The number of batches, including those to skip; histories are not read."""

@@ -109,8 +109,7 @@ def synchronized_batches(
     last: Batch | None = None
     while True:
         batch = next(batches, None)
-        rows = torch.tensor(float(len(batch) if batch else 0))
-        dist.all_reduce(rows)
+        rows = _sum_over_processes(len(batch) if batch else 0)
         if not rows:
             return
         if batch is None:
@@ -119,4 +118,13 @@ def synchronized_batches(
                 raise UserError("a process has no rows on this day; use fewer --processes")
             batch = last.without_labels()
         last = batch
-        yield batch, float(rows) / dist.get_world_size()
+        yield batch, rows / dist.get_world_size()
+
+
+def _sum_over_processes(value: int) -> int:
+    """The sum of a number over all processes; a collective call."""
+    if dist.get_world_size() == 1:
+        return value
+    total = torch.tensor(value)
+    dist.all_reduce(total)
+    return int(total)

@@ -176,6 +176,15 @@ def reset_rows(
                 shard.rows[_rows_in_shard(rows[name], shard)] = accumulator
 
 
+def reset_all_rows(tables: DistributedModelParallel, accumulator: float) -> None:
+    """Reinitialize all rows of all tables, and their optimizer state, on all processes."""
+    rows = {
+        key.split(".")[-2]: torch.arange(weight.shape[0])
+        for key, weight in tables.state_dict().items()
+    }
+    reset_rows(tables, rows, accumulator)
+
+
 def fill_accumulators(tables: DistributedModelParallel, value: float) -> None:
     """Set the AdaGrad state of all rows; the fused optimizer always starts at zero.
 

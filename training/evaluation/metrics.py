@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from scipy.stats import rankdata
 from sklearn.metrics import roc_auc_score
+from torch import Tensor
 from torchrec.metrics.calibration import compute_calibration
 from torchrec.metrics.ne import compute_cross_entropy, compute_ne
 
@@ -25,6 +26,7 @@ from training.trainer.step import Loss
 
 Floats = npt.NDArray[np.floating]
 ETA = 1e-12
+READ_EVERY = 64  # steps between readings of outputs from the device
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ class PrequentialMetrics:
         self.features = features
         self.loss = loss
         self.parts: list[tuple[npt.NDArray[Any], ...]] = []
+        self._on_device: list[tuple[Tensor, ...]] = []
 
     def update(self, output: GemOutput, batch: Batch) -> None:
         """Add the output of a batch, computed before the update on it."""
@@ -130,7 +133,16 @@ class PrequentialMetrics:
             expected.expand_as(logits),
             batch.outcome_values,
         )
-        self.parts.append(tuple(tensor.numpy() for tensor in tensors))
+        self._on_device.append(tensors)
+        if len(self._on_device) >= READ_EVERY:
+            self._read()
+
+    def _read(self) -> None:
+        """Bring what was added since the last time to the host, which waits for the device."""
+        if self._on_device:
+            columns = zip(*self._on_device, strict=True)
+            self.parts.append(tuple(torch.cat(column).cpu().numpy() for column in columns))
+            self._on_device.clear()
 
     def compute(self) -> dict[str, float]:
         """The metrics by name, such as `ne_click_feed`, `auc_click_feed`, `calibration_click_feed`.
@@ -138,6 +150,7 @@ class PrequentialMetrics:
         Slices without both classes are omitted. `value_conversion` is the ratio of the
         expected to the actual value.
         """
+        self._read()
         if not self.parts:
             return {}
         p, labels, mask, surface, expected, values = (

@@ -9,8 +9,30 @@ from etl.cli.yaml_options import yaml_option
 from etl.spec.base import StrictModel
 
 Scale = Literal["tiny", "small", "base", "large"]
-InteractionKind = Literal["wukong", "dcnv2", "dhen", "finalmlp", "plain"]
+InteractionKind = Literal["wukong", "dcnv2", "dhen", "finalmlp", "plain", "rankmixer"]
 Flow = Literal["sole", "sep", "s2n", "n2s", "int"]
+SizeName = Literal[
+    "embedding_dim",
+    "numeric_segments",
+    "layers",
+    "fm_rows",
+    "linear_rows",
+    "rank",
+    "mlp_width",
+    "trunk_layers",
+    "tower_width",
+    "event_width",
+    "event_layers",
+    "encoded_events",
+    "matched_events",
+    "heads",
+    "window",
+    "pooled_rows",
+    "recent_rows",
+    "context_rows",
+    "request_rows",
+    "output_embedding_dim",
+]
 
 
 class EventGroupOptions(StrictModel):
@@ -153,7 +175,10 @@ class SequenceOptions(StrictModel):
 class GemOptions(StrictModel):
     """The modules of GEM, independent of its size."""
 
-    interaction: InteractionKind = "wukong"
+    interaction: Annotated[
+        InteractionKind | Literal["hyformer"],
+        tyro.conf.arg(help="interaction module; hyformer also reads the events in each layer"),
+    ] = "wukong"
     parallel_interaction: Annotated[
         InteractionKind | None,
         tyro.conf.arg(help="second interaction module over the same rows"),
@@ -176,6 +201,16 @@ class GemOptions(StrictModel):
             "layers, all of fm_rows + linear_rows"
         ),
     ] = ()
+    mixer_tokens: Annotated[
+        int,
+        Field(ge=2),
+        tyro.conf.arg(help="tokens that RankMixer and HyFormer make of all rows"),
+    ] = 16
+    hyformer_queries: Annotated[
+        int,
+        Field(ge=1),
+        tyro.conf.arg(help="of HyFormer's tokens, those that attend to each event group"),
+    ] = 2
     user_hash_buckets: Annotated[
         int, Field(ge=0), tyro.conf.arg(help="rows of the hashed user embedding table; 0: no table")
     ] = 0
@@ -192,6 +227,15 @@ class GemOptions(StrictModel):
         Field(ge=0),
         tyro.conf.arg(help="categorical features with fewer values share interaction rows"),
     ] = 0
+    experts: Annotated[
+        Literal["none", "mmoe", "ple"],
+        tyro.conf.arg(help="experts between trunk and towers, mixed by a gate of each objective"),
+    ] = "none"
+    num_experts: Annotated[
+        int,
+        Field(ge=1),
+        tyro.conf.arg(help="experts of all objectives; with ple also of each one alone"),
+    ] = 4
     esmm_parents: Annotated[
         dict[str, str],
         yaml_option(dict[str, str]),
@@ -208,7 +252,7 @@ class GemOptions(StrictModel):
         tyro.conf.arg(
             help="weight of the losses of the spec's auxiliary objectives; 0: GEM has no such heads"
         ),
-    ] = 0.3
+    ] = 0.0
     sequence: SequenceOptions = SequenceOptions()
 
 

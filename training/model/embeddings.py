@@ -123,13 +123,13 @@ def lookup_embeddings(
     if user_buckets:
         user_ids[USER_TABLE] = batch.user_hash % user_buckets
     vectors = tables(shared_ids | context_ids | user_ids)
-    rows = len(batch)
-    candidates = {name: vectors[name][:rows] for name in shared_ids}
-    candidates |= {name: vectors[name] for name in context_ids}
+    sizes = len(batch), len(event_positions)
+    shared = {name: vectors[name].split(sizes) for name in shared_ids}
+    candidates = {name: of_candidates for name, (of_candidates, _) in shared.items()}
     return EmbeddingVectors(
-        candidates=candidates,
+        candidates=candidates | {name: vectors[name] for name in context_ids},
         users={name: vectors[name] for name in user_ids},
-        events={name: vectors[name][rows:] for name in shared_ids},
+        events={name: of_events for name, (_, of_events) in shared.items()},
     )
 
 

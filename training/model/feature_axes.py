@@ -44,6 +44,9 @@ def feature_axes(gem: Gem) -> dict[str, Axes]:
     return {
         "surface.weight": (surfaces, INDEX),
         "gate.surface.weight": (surfaces, INDEX),
+        "experts.specific_weight": (objectives, INDEX, INDEX, INDEX),
+        "experts.specific_bias": (objectives, INDEX, INDEX),
+        "experts.gate": (objectives, INDEX, INDEX),
         "heads.weight": (objectives, INDEX, INDEX),
         "heads.bias": (objectives, INDEX),
         "heads.out_weight": (objectives, INDEX),

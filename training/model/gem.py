@@ -5,7 +5,7 @@ width, M MLP width.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from etl.errors import UserError
 from features.schema import ITEM_TABLE, USER_TABLE, FeatureSchema
 from training.data.batch import Batch, InputStatistics
+from training.data.history_selection import HistorySelection
 from training.model.alignment import Layout, RowAlignment
 from training.model.config import GemConfig, GemOptions
 from training.model.embeddings import (
@@ -22,6 +23,7 @@ from training.model.embeddings import (
     GroupedFeatureRows,
     NarrowEmbeddings,
 )
+from training.model.experts import Experts
 from training.model.heads import (
     DomainGate,
     EsmmChain,
@@ -31,8 +33,8 @@ from training.model.heads import (
 )
 from training.model.history.encoder import HistoryEncoder
 from training.model.history.events import TypeMeanSimilarity, TypeSimilarity
-from training.model.history.search import HistorySelection
-from training.model.interaction import build_interaction
+from training.model.hyformer import HyFormer
+from training.model.interaction import Interaction, build_interaction
 from training.model.numeric import NumericEmbedding
 
 CANDIDATE = "candidate|"  # prefix of the names of rows of a candidate's ids
@@ -103,7 +105,11 @@ class Gem(nn.Module):
         self.norm = nn.LayerNorm(d, eps=NORM_EPS)
         all_rows = (*user_rows, *self._other_row_names())
         self.row_alignment = RowAlignment(all_rows, layout["interaction"] if layout else all_rows)
-        self.interaction = build_interaction(self.row_alignment.out_rows, config)
+        self.interaction: Interaction | HyFormer = (
+            HyFormer(self.row_alignment.out_rows, self.history.sequence_widths, config)
+            if config.interaction == "hyformer"
+            else build_interaction(self.row_alignment.out_rows, config)
+        )
         hidden = config.mlp_width
         self.trunk = _mlp(
             self.interaction.out_rows * d + self._wide_dim(),
@@ -112,10 +118,12 @@ class Gem(nn.Module):
         )
         self.embedding = nn.Linear(hidden, config.output_embedding_dim)
         self.gate = DomainGate(len(features.surfaces), hidden)
+        outputs = len(features.objectives) + len(self.auxiliary_objectives)
+        self.experts = build_experts(outputs, config)
         self.heads = ObjectiveTowers(
             len(features.surfaces),
-            len(features.objectives) + len(self.auxiliary_objectives),
-            hidden + config.output_embedding_dim,
+            outputs,
+            (expert_width(config) if self.experts else hidden) + config.output_embedding_dim,
             config.tower_width,
         )
         self.esmm = EsmmChain(features.objectives, config.esmm_parents)
@@ -195,18 +203,26 @@ class Gem(nn.Module):
 
     def initialize_from(self, statistics: InputStatistics) -> None:
         """Set the edges of numeric encodings, and start from the objectives' base rates."""
-        for module, values in (
-            (self.candidate_numeric, statistics.row_numeric),
-            (self.user_numeric, statistics.user_numeric),
-        ):
-            module.encoding.fit(values)
+        self.fit_numbers(statistics, self.features.all_numeric_columns)
         is_dwell = torch.tensor([t == "dwell" for t in self.auxiliary_objectives.values()]).bool()
         means = statistics.auxiliary_means
         auxiliary = torch.where(is_dwell, means, torch.logit(means))
         self.heads.start_from(torch.cat((torch.logit(statistics.base_rates), auxiliary)))
 
+    def fit_numbers(self, statistics: InputStatistics, columns: Collection[str]) -> None:
+        """Set the edges of the numeric encodings of some columns."""
+        features = self.features
+        for module, names, values in (
+            (self.candidate_numeric, features.numeric_columns, statistics.row_numeric),
+            (self.user_numeric, features.user.numeric, statistics.user_numeric),
+        ):
+            positions = [number for number, name in enumerate(names) if name in columns]
+            module.encoding.fit(values, positions)
+
     def select_history(self, batch: Batch) -> HistorySelection:
-        """Select the events of a batch that the model reads."""
+        """The events of a batch that the model reads, as its reader selected them if it did."""
+        if isinstance(batch.selection, HistorySelection):
+            return batch.selection
         return self.history.select_history(batch)
 
     def forward(
@@ -239,7 +255,10 @@ class Gem(nn.Module):
         )
         # Interaction modules take (rows, B, d).
         x = self.row_alignment(self.norm(rows).transpose(0, 1).contiguous())
-        x = self.interaction(x).transpose(0, 1)
+        if isinstance(self.interaction, HyFormer):
+            x = self.interaction(x, history.sequences).transpose(0, 1)
+        else:
+            x = self.interaction(x).transpose(0, 1)
         wide = (
             numeric.standardized,
             user_numeric.standardized[batch.request_index],
@@ -248,17 +267,26 @@ class Gem(nn.Module):
         )
         hidden = self.trunk(torch.cat((x.flatten(1), *wide), 1))
         embedding = self.embedding(hidden)
-        gated = torch.cat((self.gate(hidden, batch.surface), embedding), 1)
+        gated = self.gate(hidden, batch.surface)
+        outputs = self.heads(self._tower_inputs(gated, embedding), batch.surface)
         num_objectives = len(self.features.objectives)
-        outputs = self.heads(gated, batch.surface)
         return GemOutput(
             logits=self.esmm(outputs[:, :num_objectives]),
             auxiliary=outputs[:, num_objectives:],
             embedding=embedding,
             hidden=hidden,
-            value_distribution=self.value_head(gated) if self.value_head else None,
+            value_distribution=(
+                self.value_head(torch.cat((gated, embedding), 1)) if self.value_head else None
+            ),
             next_action_loss=history.next_action_loss,
         )
+
+    def _tower_inputs(self, gated: Tensor, embedding: Tensor) -> Tensor:
+        """What the towers read: (B, M + E), or with experts (B, O + A, W + E)."""
+        if self.experts is None:
+            return torch.cat((gated, embedding), 1)
+        mixtures: Tensor = self.experts(gated)
+        return torch.cat((mixtures, embedding[:, None].expand(-1, mixtures.shape[1], -1)), 2)
 
     def _candidate_rows(self, batch: Batch, vectors: EmbeddingVectors) -> Tensor:
         """Rows (B, n, d) of a candidate's ids, content vectors and surface."""
@@ -270,6 +298,20 @@ class Gem(nn.Module):
 def auxiliary_objectives(features: FeatureSchema, config: GemOptions) -> dict[str, str]:
     """The target of each auxiliary objective that a model has a head for."""
     return features.auxiliary_objectives if config.auxiliary_weight else {}
+
+
+def expert_width(config: GemConfig) -> int:
+    """The width W of an expert."""
+    return config.mlp_width // 2
+
+
+def build_experts(objectives: int, config: GemConfig) -> Experts | None:
+    """The experts of a configuration, if any, for a number of objectives with auxiliary ones."""
+    if config.experts == "none":
+        return None
+    specific = config.num_experts if config.experts == "ple" else 0
+    width = expert_width(config)
+    return Experts(objectives, config.mlp_width, width, config.num_experts, specific)
 
 
 def build_value_head(features: FeatureSchema, config: GemConfig) -> ZilnValueHead:

@@ -5,6 +5,7 @@ B batch, H hidden width, S surfaces, O objectives, N events of R requests, W eve
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -52,8 +53,9 @@ class ObjectiveTowers(nn.Module):
         self.out_bias.data.copy_(outputs)
 
     def forward(self, h: Tensor, surface: Tensor) -> Tensor:
-        """Hidden units (B, H) and surface codes (B) to logits (B, O)."""
-        tower = torch.relu(torch.einsum("bh,ohw->bow", h, self.weight) + self.bias)
+        """Hidden units (B, H), or (B, O, H) if each tower has its own, and surfaces to logits."""
+        product = "bh,ohw->bow" if h.dim() == 2 else "boh,ohw->bow"
+        tower = torch.relu(torch.einsum(product, h, self.weight) + self.bias)
         logits: Tensor = (tower * (self.out_weight + self.surface_weight[surface])).sum(2)
         return logits + self.out_bias + self.surface_bias[surface]
 
@@ -151,14 +153,30 @@ class ZilnValueHead(nn.Module):
 MAX_SAMPLES = 512  # sampled events per batch, which are negatives of each other
 
 
-def sample_followed_events(offsets: Tensor, max_samples: int = MAX_SAMPLES) -> Tensor:
-    """Positions (n) of at most `max_samples` random events with a successor in their request."""
-    is_offset = torch.zeros(int(offsets[-1]) + 1, dtype=torch.bool, device=offsets.device)
-    is_offset[offsets] = True
-    followed = (~is_offset[1:]).nonzero().flatten()
-    if len(followed) <= max_samples:
-        return followed
-    return followed[torch.randperm(len(followed), device=followed.device)[:max_samples]]
+class FollowedEvents(NamedTuple):
+    """Sampled events: `positions` (n), of which only those that `exist` (n) have a successor."""
+
+    positions: Tensor
+    exist: Tensor
+
+    @property
+    def next_positions(self) -> Tensor:
+        """Positions (n) of the next events; those of events without a successor are arbitrary."""
+        return self.positions + self.exist.long()
+
+
+def sample_followed_events(
+    offsets: Tensor, total: int, max_samples: int = MAX_SAMPLES
+) -> FollowedEvents:
+    """At most `max_samples` random events of `total` that have a successor in their request.
+
+    The number of samples does not depend on how many there are, so that no host waits for it.
+    """
+    is_last = torch.zeros(total + 1, dtype=torch.bool, device=offsets.device)
+    is_last = is_last.index_fill(0, offsets, True)[1:]  # the event before each offset
+    priority = torch.rand(total, device=offsets.device).masked_fill(is_last, -1.0)
+    chosen = priority.topk(min(max_samples, total))
+    return FollowedEvents(chosen.indices, chosen.values >= 0)
 
 
 FREQUENCY_BUCKETS = 2**16
@@ -178,12 +196,12 @@ class ItemFrequency(nn.Module):
         super().__init__()
         self.register_buffer("counts", torch.zeros(FREQUENCY_BUCKETS))
 
-    def forward(self, items: Tensor) -> Tensor:
-        """Count sampled items (n) and return the share of each (n), which is positive."""
+    def forward(self, items: Tensor, exist: Tensor) -> Tensor:
+        """Count the sampled items (n) that `exist`, and return the share of each (n)."""
         buckets = items % FREQUENCY_BUCKETS
         self.counts.mul_(FREQUENCY_DECAY)
-        self.counts.index_add_(0, buckets, self.counts.new_ones(len(items)))
-        return self.counts[buckets] / self.counts.sum()
+        self.counts.index_add_(0, buckets, exist.to(self.counts))
+        return self.counts[buckets] / self.counts.sum().clamp(min=1e-12)
 
 
 class NextActionLoss(nn.Module):
@@ -205,37 +223,44 @@ class NextActionLoss(nn.Module):
     def forward(
         self,
         encoded: EncodedEvents,
-        positions: Tensor,
+        sample: FollowedEvents,
         offsets: Tensor,
         next_item_ids: Tensor,
         next_item_vectors: Tensor,
     ) -> Tensor:
-        """Mean loss of the events at `positions` (n), in training.
+        """Mean loss of a sample of events (n), in training.
 
         Args:
             encoded: The encoded sequences, which may end with CLS tokens.
-            positions: Positions of the events in the sequences without CLS tokens.
+            sample: The events, as positions in the sequences without CLS tokens.
             offsets: Offsets (R + 1) of the sequences without CLS tokens.
             next_item_ids: The item (n) of each following event; equal items are not negatives.
             next_item_vectors: Vectors (n, W) of those items.
         """
+        positions = sample.positions
         request = torch.searchsorted(offsets, positions, right=True) - 1
         events = encoded.events[positions - offsets[request] + encoded.offsets[request]]
         queries = self.query_projection(events)
         scores = queries @ next_item_vectors.T / next_item_vectors.shape[1] ** 0.5
-        return sampled_softmax_loss(scores, next_item_ids, self.item_frequency(next_item_ids))
+        frequency = self.item_frequency(next_item_ids, sample.exist)
+        return sampled_softmax_loss(scores, next_item_ids, frequency, sample.exist)
 
 
-def sampled_softmax_loss(scores: Tensor, items: Tensor, frequency: Tensor) -> Tensor:
+def sampled_softmax_loss(scores: Tensor, items: Tensor, frequency: Tensor, exist: Tensor) -> Tensor:
     """Mean cross-entropy of scores (n, n) of each query with all sampled `items` (n).
 
     The item of query i is item i; those of other queries are its negatives, unless they are the
-    same item. `frequency` (n) is the probability with which each item is sampled.
+    same item. `frequency` (n) is the probability with which each item is sampled. Queries and items
+    that do not `exist` (n) do not count.
     """
-    samples = len(items)
-    expected_count = max(1, samples - 1) * frequency
-    target = torch.arange(samples, device=items.device)
+    samples = exist.sum()
+    expected_count = (samples - 1).clamp(min=1) * frequency
+    target = torch.arange(len(items), device=items.device)
     is_target = target[:, None] == target
-    corrected = scores - expected_count.log().expand_as(scores).masked_fill(is_target, 0.0)
-    same_item = (items[:, None] == items) & ~is_target
-    return F.cross_entropy(corrected.masked_fill(same_item, -torch.inf), target)
+    log_count = torch.where(exist, expected_count, 1.0).log()
+    corrected = scores - log_count.expand_as(scores).masked_fill(is_target, 0.0)
+    is_ignored = ((items[:, None] == items) | ~exist) & ~is_target
+    losses = F.cross_entropy(
+        corrected.masked_fill(is_ignored, -torch.inf), target, reduction="none"
+    )
+    return (losses * exist).sum() / samples.clamp(min=1)

@@ -32,19 +32,20 @@ class RunningStandardizer(nn.Module):
         """(B, F) to (B, F), clipped to six standard deviations."""
         finite = values.isfinite()
         if self.training:
-            self._update(torch.where(finite, values, torch.nan))
+            self._update(values, finite)
         scaled = (values - self.mean) * torch.rsqrt(self.variance + 1e-6)
         return torch.where(finite, scaled, 0.0).clamp(-6, 6)
 
     @torch.no_grad()
-    def _update(self, values: Tensor) -> None:
-        """Merge the statistics of a batch (Chan's parallel formula); NaN is not counted.
+    def _update(self, values: Tensor, finite: Tensor) -> None:
+        """Merge the statistics of the finite values of a batch (Chan's parallel formula).
 
         The count is capped at `max_count`, which makes the statistics a moving average.
         """
-        count = (~values.isnan()).sum(0)
-        mean = values.nanmean(0).nan_to_num(0.0)
-        variance = ((values - mean) ** 2).nanmean(0).nan_to_num(0.0)
+        count = finite.sum(0)
+        divisor = count.clamp(min=1)
+        mean = torch.where(finite, values, 0.0).sum(0) / divisor
+        variance = torch.where(finite, values - mean, 0.0).square_().sum(0) / divisor
         weight = count / (self.count + count).clamp(min=1)
         delta = mean - self.mean
         self.variance += weight * (variance - self.variance + (1 - weight) * delta**2)
@@ -87,22 +88,23 @@ class PiecewiseLinearEncoding(nn.Module):
         self.segments = segments
         self.register_buffer("edges", torch.linspace(-3, 3, segments + 1).repeat(num_features, 1))
 
-    def fit(self, values: Tensor) -> None:
-        """Use the quantiles of values (n, F) as edges."""
-        self.edges.copy_(quantile_edges(values, self.segments))
+    def fit(self, values: Tensor, features: Sequence[int] | slice = slice(None)) -> None:
+        """Use the quantiles of values (n, F) as edges, by default of all features."""
+        self.edges[features] = quantile_edges(values[:, features], self.segments)
 
-    def forward(self, values: Tensor) -> Tensor:
-        """Components of finite values."""
-        left, length = self.edges[:, :-1], self.edges.diff()
+    def forward(self, values: Tensor, features: Tensor | slice = slice(None)) -> Tensor:
+        """Components of finite values (B, n, T), of some features (n) or of all."""
+        values, edges = values[:, features], self.edges[features]
+        left, length = edges[:, :-1], edges.diff()
         exists = length > 0
         number = torch.arange(self.segments, device=length.device)
         last = exists.sum(1, keepdim=True) - 1
         low = torch.where(number == 0, -MAX_OUTER, 0.0)
         high = torch.where(number == last, 1 + MAX_OUTER, 1.0)
         scale = torch.where(exists, 1 / length.clamp(min=1e-12), 0.0)
-        share = (values.nan_to_num(0.0, 0.0, 0.0)[..., None] - left) * scale
-        is_finite = values.isfinite()[..., None]
-        return share.clamp(low.expand_as(high), high) * is_finite
+        finite = values.isfinite()
+        share = (torch.where(finite, values, 0.0)[..., None] - left).mul_(scale)
+        return share.clamp_(low.expand_as(high), high).mul_(finite[..., None])
 
 
 class NumericRows(NamedTuple):
@@ -143,13 +145,12 @@ class NumericEmbedding(nn.Module):
         """Rows and standardized values; a missing value counts as the mean and is flagged."""
         scaled = self.standardizer(values)
         is_missing = (~values.isfinite()).float()
-        inputs = torch.cat((self.encoding(values), scaled[..., None], is_missing[..., None]), 2)[
-            :, self.order
-        ]
+        others = torch.stack((scaled, is_missing), 2)[:, self.order]
+        inputs = torch.cat((self.encoding(values, self.order), others), 2)
         weight = torch.cat((self.piecewise, self.linear[:, None], self.missing[:, None]), 1)
         by_group = zip(
             inputs.flatten(1).split(self.inputs_by_group, 1),
-            weight[self.order].flatten(0, 1).split(self.inputs_by_group),
+            weight.index_select(0, self.order).flatten(0, 1).split(self.inputs_by_group),
             self.bias,
             strict=True,
         )

@@ -14,23 +14,30 @@ class RaggedPositions(NamedTuple):
     offsets: Tensor
 
 
-def segment_ids(offsets: Tensor) -> Tensor:
-    """The segment of each element (N)."""
+def segment_ids(offsets: Tensor, total: int | None = None) -> Tensor:
+    """The segment of each element (N).
+
+    `total` is N where it is known, as the size of another tensor: a GPU then need not tell it to
+    the host.
+    """
     segments = torch.arange(len(offsets) - 1, device=offsets.device)
-    return torch.repeat_interleave(segments, offsets.diff())
+    return torch.repeat_interleave(segments, offsets.diff(), output_size=total)
 
 
-def position_in_segment(offsets: Tensor) -> Tensor:
-    """The position of each element (N) in its segment, from 0."""
-    first = torch.repeat_interleave(offsets[:-1], offsets.diff())
+def position_in_segment(offsets: Tensor, total: int | None = None) -> Tensor:
+    """The position of each element (N) in its segment, from 0; `total` is as in `segment_ids`."""
+    first = torch.repeat_interleave(offsets[:-1], offsets.diff(), output_size=total)
     return torch.arange(len(first), device=offsets.device) - first
 
 
 def concat_ranges(starts: Tensor, lengths: Tensor) -> RaggedPositions:
-    """The ranges [start, start + length) of G starts and lengths, one after another."""
+    """The ranges [start, start + length) of G starts and lengths, one after another.
+
+    The number of positions depends on values, so that this belongs into the reader's process.
+    """
     offsets = F.pad(lengths.cumsum(0), (1, 0))
     index = torch.arange(int(offsets[-1]), device=starts.device)
-    shift = torch.repeat_interleave(starts - offsets[:-1], lengths)
+    shift = torch.repeat_interleave(starts - offsets[:-1], lengths, output_size=len(index))
     return RaggedPositions(index + shift, offsets)
 
 
@@ -38,3 +45,25 @@ def last_positions(offsets: Tensor, max_length: int) -> RaggedPositions:
     """Positions of the last `max_length` elements of each segment."""
     lengths = offsets.diff().clamp(max=max_length)
     return concat_ranges(offsets[1:] - lengths, lengths)
+
+
+class QueryKeyPairs(NamedTuple):
+    """Position of the query and of the key of each pair."""
+
+    query: Tensor
+    key: Tensor
+
+
+def query_key_pairs(q_offsets: Tensor, kv_offsets: Tensor) -> QueryKeyPairs:
+    """All pairs of a query and a key of the same sequence, ordered by query."""
+    queries, keys = q_offsets.diff(), kv_offsets.diff()
+    keys_of_query = torch.repeat_interleave(keys, queries)
+    first_key = torch.repeat_interleave(kv_offsets[:-1], queries)
+    pairs = concat_ranges(first_key, keys_of_query)
+    return QueryKeyPairs(query=segment_ids(pairs.offsets), key=pairs.positions)
+
+
+def segment_offsets(segments: Tensor, num_segments: int) -> Tensor:
+    """Offsets (G + 1) of elements that are sorted by their segment (N); of any device, unsynced."""
+    numbers = torch.arange(num_segments + 1, device=segments.device)
+    return torch.searchsorted(segments, numbers)

@@ -47,12 +47,14 @@ def train_teacher(
 ) -> list[dict[str, float]]:
     """Train all models of the teacher on a range of days; a collective call.
 
-    By default that is GEM alone. Further GEMs have the next seeds. Resumes like `train_days`, and
+    By default that is GEM alone. Further GEMs have the next seeds, and only the first one learns
+    from stored predictions: others would become equal to it. Resumes like `train_days`, and
     returns the prequential metrics of the first GEM by day.
     """
     metrics = train_days(lake, days, config, timeline, parallelism)
     for member in range(1, config.teacher.seeds):
-        other = config.model_copy(update={"seed": config.seed + member})
+        alone = {"seed": config.seed + member, "distillation_weight": 0.0}
+        other = config.model_copy(update=alone)
         train_days(lake, days, other, parallelism=parallelism, member=member)
     if config.teacher.blend and dist.get_rank() == 0:
         for day in date_range(*days):

@@ -14,11 +14,12 @@ from training.config import ComputeConfig
 from training.model.gem import Gem
 from training.model.interaction import DCNv2, FinalMlp
 from training.model.interaction.dcn_dhen import DhenLayer
+from training.model.interaction.token_mixing import MixerBlock
 from training.model.interaction.wukong import WukongLayer
 from training.model.sequence.pyramid import PyramidLevel
 
 Blocks = tuple[type[nn.Module], ...]
-COMPILED_BLOCKS: Blocks = (WukongLayer, DhenLayer, DCNv2, FinalMlp)
+COMPILED_BLOCKS: Blocks = (WukongLayer, DhenLayer, DCNv2, FinalMlp, MixerBlock)
 CHECKPOINTED_BLOCKS: dict[str, Blocks] = {
     "none": (),
     "sequence": (PyramidLevel,),

@@ -6,6 +6,7 @@ A day is split into one shard per process at its start. A resumed run, with any 
 processes, reads the rest of each shard, so that each row is read exactly once.
 """
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
@@ -23,9 +24,14 @@ from training.data.input_statistics import input_statistics
 from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
 from training.data.shards import Epoch, RoundRobin, read_epoch
+from training.model.history.encoder import history_selector
+from training.teacher.predictions import TeacherPredictions
 from training.trainer import checkpoint
-from training.trainer.state import Manifest
+from training.trainer.state import Manifest, TrainState
 from training.trainer.step import negative_sampling
+
+TEACHER_TABLE = "teacher_predictions"
+log = logging.getLogger(__name__)
 
 
 def starting_point(
@@ -55,7 +61,9 @@ def starting_point(
                 "steps": previous.steps,
                 "rows": previous.rows,
                 "trained_from": previous.trained_from,
+                "base_rates": previous.base_rates,
                 "layout": previous.layout,
+                "unfitted_numbers": previous.unfitted_numbers,
             }
         )
     new_run = manifest
@@ -81,7 +89,7 @@ def _new_manifest(
             update={"sequence": reader.sequence, "max_length": reader.history_length}
         ),
         num_shards=dist.get_world_size(),
-        table_versions=dict(reader.table_versions),
+        table_versions=dict(reader.table_versions) | _teacher_version(lake, config),
         trained_from=first,
         trained_until=first,
         complete=False,
@@ -89,6 +97,13 @@ def _new_manifest(
         batches=0,
         steps=0,
     )
+
+
+def _teacher_version(lake: Lake, config: TrainConfig) -> dict[str, int]:
+    """The version of the teacher's predictions, if GEM learns from them and there are some."""
+    if not (config.distillation_weight and lake.exists(TEACHER_TABLE)):
+        return {}
+    return {TEACHER_TABLE: lake.version(TEACHER_TABLE)}
 
 
 def _check_can_continue(previous: Manifest, requested: Manifest) -> None:
@@ -139,7 +154,26 @@ def first_day_statistics(
     lake: Lake, reader: ExampleReader, manifest: Manifest
 ) -> InputStatistics | None:
     """Statistics of the inputs of the first training day; None if it has no final labels."""
-    day = manifest.trained_from
+    return _day_statistics(lake, reader, manifest, manifest.trained_from)
+
+
+def fit_new_numbers(lake: Lake, reader: ExampleReader, state: TrainState) -> None:
+    """Set the edges of numbers that an upgrade added, by the day that is trained next.
+
+    Their weights are zero, so that this changes no prediction.
+    """
+    manifest = state.manifest
+    if not manifest.unfitted_numbers:
+        return
+    statistics = _day_statistics(lake, reader, manifest, manifest.trained_until)
+    if statistics:
+        state.model.core.fit_numbers(statistics, manifest.unfitted_numbers)
+        state.manifest = manifest.model_copy(update={"unfitted_numbers": ()})
+
+
+def _day_statistics(
+    lake: Lake, reader: ExampleReader, manifest: Manifest, day: date
+) -> InputStatistics | None:
     labels = replace(day_labels(lake, day, manifest), negative_sampling=None)
     return input_statistics(reader, day, labels)
 
@@ -153,6 +187,19 @@ class DayBatches:
     day: date
     manifest: Manifest
 
+    def teacher(self) -> TeacherPredictions | None:
+        """What earlier teachers predicted of the rows, if GEM learns from it."""
+        version = self.manifest.table_versions.get(TEACHER_TABLE)
+        if version is None:
+            return None
+        teacher = TeacherPredictions(self.lake, self.epoch(0).days, version)
+        if not len(teacher.impression_ids):
+            log.warning(
+                "%s: no teacher has predicted its rows, so that GEM learns from labels alone; run "
+                "`gemline teacher-predictions` for a day before GEM is trained on it", self.day,
+            )  # fmt: skip
+        return teacher
+
     def epoch(self, shard: int, number: int = 0, consumed: int = 0) -> Epoch:
         """A pass over a shard, without its first `consumed` batches."""
         manifest, config = self.manifest, self.manifest.training
@@ -164,6 +211,7 @@ class DayBatches:
             shuffle=Shuffle(config.seed, number),
             shard=(shard, manifest.num_shards),
             skip_batches=consumed,
+            selector=history_selector(manifest.features, config.gem_config),
         )
 
     def shard_batches(self, shard: int, consumed: int = 0) -> Iterator[Batch]:

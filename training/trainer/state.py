@@ -21,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardingType
 
+from etl.errors import UserError
 from etl.spec.attributes import Attributes
 from etl.spec.base import StrictModel
 from etl.tables.lake import Lake
@@ -43,6 +44,7 @@ from training.model.gem import Gem
 from training.trainer.compute import apply_compute_config
 from training.trainer.embedding_ttl import LastAccess
 from training.trainer.item_rows import ManagedItemRows
+from training.trainer.optimizer import dense_optimizer
 from training.trainer.step import EmaModel, GemModel
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -57,7 +59,9 @@ class Manifest(StrictModel):
         features: What the model reads; surfaces and event types in the order of their codes.
         attributes: How each attribute is read.
         event_types: Types of the events in a history; empty for all.
+        base_rates: Rate of each objective on the first training day, which weights its loss.
         layout: Rows that modules were trained on, if the features were changed since.
+        unfitted_numbers: Numbers that an upgrade added; the next day of training has their edges.
         num_shards: Shards that the day is split into: the number of processes that started it.
         table_versions: Delta versions of the tables read for the day.
         trained_until: The day in training, or the last one if `complete`.
@@ -75,7 +79,9 @@ class Manifest(StrictModel):
     features: FeatureSchema
     attributes: Attributes
     event_types: tuple[str, ...]
+    base_rates: dict[str, float] = {}
     layout: Layout = {}
+    unfitted_numbers: tuple[str, ...] = ()
     training: TrainConfig
     num_shards: int
     table_versions: dict[str, int]
@@ -96,6 +102,13 @@ class Manifest(StrictModel):
         """The version of this foundation model in the teacher prediction tables."""
         settings = hashlib.sha256(self.training.model_dump_json().encode()).hexdigest()[:6]
         return f"{self.trained_from:%Y%m%d}-{self.trained_until:%Y%m%d}-{settings}"
+
+    def with_base_rates(self, statistics: InputStatistics) -> "Manifest":
+        """The manifest with the rates of the objectives on the first training day."""
+        rates = statistics.base_rates.tolist()
+        return self.model_copy(
+            update={"base_rates": dict(zip(self.features.objectives, rates, strict=True))}
+        )
 
     def after_step(self, batch: Batch, rows: int) -> "Manifest":
         """The manifest after one more step on `rows` rows of all processes together."""
@@ -127,7 +140,8 @@ class Manifest(StrictModel):
     def is_same_run(self, other: "Manifest") -> bool:
         """Whether both belong to the same training run, possibly at different steps."""
         progress = {"trained_until", "complete", "batches", "steps", "rows", "consumed_batches"}
-        progress |= {"first_batch_digests", "num_shards", "state_dir", "file_hashes"}
+        progress |= {"base_rates", "unfitted_numbers", "first_batch_digests", "num_shards"}
+        progress |= {"state_dir", "file_hashes"}
         return self.model_dump(exclude=progress) == other.model_dump(exclude=progress)
 
 
@@ -140,8 +154,9 @@ class TrainState:
     """A model with its optimizers, and the manifest with its training progress.
 
     `ema` holds the averaged dense weights, which are used for inference; `replicas` averages the
-    copies of the tables; the optimizer of the tables is fused into `tables`, and its state starts
-    at `initial_accumulator`.
+    copies of the tables; the optimizer of the tables is fused into `tables`: its learning rate is
+    `embedding_lr`, larger than the configured one if there are copies, and its state starts at
+    `initial_accumulator`.
     """
 
     model: GemModel
@@ -150,6 +165,7 @@ class TrainState:
     replicas: ReplicaSync
     last_access: LastAccess
     item_rows: ManagedItemRows
+    embedding_lr: float
     initial_accumulator: float
     optimizer: torch.optim.Optimizer
     manifest: Manifest
@@ -201,6 +217,11 @@ def build_train_state(
     """
     features, config = manifest.features, manifest.training
     sizes = config.gem_config
+    if config.dense_optimizer == "muon" and parallelism.dense_parallelism == "fsdp":
+        raise UserError(
+            "--dense-optimizer muon needs each matrix in one piece: set "
+            "--parallelism.dense-parallelism ddp"
+        )
     mesh = build_mesh(parallelism.table_replicas)
     torch.manual_seed(config.seed)
     core = Gem(features, sizes, manifest.layout or None)
@@ -209,10 +230,11 @@ def build_train_state(
 
     rows = table_sizes(features, config.item_table_rows, sizes.user_hash_buckets)
     moment_scale = parallelism.moment_scale or parallelism.table_replicas
+    adagrad = rowwise_adagrad_params(config.embedding_lr, moment_scale)
     tables = shard_tables(
         TorchrecTables(rows, sizes.embedding_dim, (USER_TABLE,)),
         mesh,
-        rowwise_adagrad_params(config.embedding_lr, moment_scale),
+        adagrad,
         TABLE_AND_ROW_WISE if parallelism.row_wise else TABLE_WISE,
     )
     initial_accumulator = moment_scale * config.initial_accumulator
@@ -237,9 +259,8 @@ def build_train_state(
         replicas=ReplicaSync(tables, mesh, parallelism.sync_every_steps),
         last_access=last_access,
         item_rows=item_rows,
+        embedding_lr=adagrad["learning_rate"],
         initial_accumulator=initial_accumulator,
-        optimizer=torch.optim.AdamW(
-            core.parameters(), lr=config.dense_lr, weight_decay=config.weight_decay, fused=True
-        ),
+        optimizer=dense_optimizer(core, config),
         manifest=manifest,
     )

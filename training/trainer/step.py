@@ -8,13 +8,14 @@ B rows, O objectives, A auxiliary objectives.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
+from typing_extensions import override
 
 from etl.errors import UserError
 from features.schema import FeatureSchema
@@ -22,6 +23,7 @@ from training.config import TrainConfig
 from training.data.batch import Batch, NegativeSampling
 from training.model.embeddings import EmbeddingTables, lookup_embeddings
 from training.model.gem import Gem, GemOutput, auxiliary_objectives
+from training.teacher.predictions import TeacherPredictions
 
 ItemRows = Callable[[Tensor], Tensor]  # item indexes (n) to rows (n) of the item table
 MAX_EMA_DECAY = 0.998  # about the last 500 steps
@@ -38,18 +40,27 @@ class EmaModel(AveragedModel):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self._collected: tuple[nn.Module, _TensorPairs] | None = None
+        self._steps: int | None = 0  # n_averaged, on the host; None if it must be read
+
+    @override
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Restore averages, and the number of steps with them."""
+        self._steps = None
+        return super().load_state_dict(*args, **kwargs)
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
         """Add the latest weights to the average."""
         if self._collected is None or self._collected[0] is not model:
             self._collected = model, _TensorPairs.of(self.module, model)
-        pairs, steps = self._collected[1], int(self.n_averaged)
+        pairs = self._collected[1]
+        steps = int(self.n_averaged) if self._steps is None else self._steps
         decay = min(MAX_EMA_DECAY, (1 + steps) / (10 + steps)) if steps else 0.0
         torch._foreach_lerp_(pairs.averages, pairs.weights, 1 - decay)
         if pairs.buffers:
             torch._foreach_copy_(pairs.buffers, pairs.latest_buffers)
         self.n_averaged += 1
+        self._steps = steps + 1
 
 
 class _TensorPairs(NamedTuple):
@@ -80,6 +91,9 @@ class Loss:
     The loss of auxiliary objectives, with `auxiliary_weights` (A), is the cross-entropy, and for
     those whose target `is_dwell` (A) the Huber loss of ln(1 + seconds). Rows that negative sampling
     leaves out do not count.
+
+    With a `teacher`, the cross-entropy towards its stored probabilities is added, times
+    `distillation_weight`, for the labels that it predicted.
     """
 
     objective_weights: Tensor
@@ -88,10 +102,21 @@ class Loss:
     is_dwell: Tensor
     value_weight: float
     next_action_weight: float
+    teacher: TeacherPredictions | None = None
+    distillation_weight: float = 0.0
 
     @classmethod
-    def from_config(cls, config: TrainConfig, features: FeatureSchema) -> "Loss":
-        """The loss of a configuration. Raises UserError if it names an unknown objective."""
+    def from_config(
+        cls,
+        config: TrainConfig,
+        features: FeatureSchema,
+        base_rates: Mapping[str, float] = {},
+        teacher: TeacherPredictions | None = None,
+    ) -> "Loss":
+        """The loss of a configuration; objectives without a base rate are not scaled.
+
+        Raises UserError if the configuration names an unknown objective.
+        """
         objectives, model = features.objectives, config.gem_config
         names = (*objectives, *features.auxiliary_objectives)
         weights = torch.tensor(
@@ -101,12 +126,15 @@ class Loss:
         targets = auxiliary_objectives(features, model).values()
         auxiliary_weights = weights[len(objectives) :][: len(targets)]
         return cls(
-            objective_weights=weights[: len(objectives)],
+            objective_weights=weights[: len(objectives)]
+            * entropy_scales(objectives, base_rates, config.entropy_power),
             log_sampling_rates=torch.tensor(rates).log(),
             auxiliary_weights=model.auxiliary_weight * auxiliary_weights,
             is_dwell=torch.tensor([target == "dwell" for target in targets], dtype=torch.bool),
             value_weight=model.value_loss_weight,
             next_action_weight=model.sequence.next_action_weight,
+            teacher=teacher,
+            distillation_weight=config.distillation_weight,
         )
 
     def sampled_logits(self, logits: Tensor) -> Tensor:
@@ -119,6 +147,8 @@ class Loss:
         loss = masked_loss(logits, batch.labels, batch.label_mask * self.objective_weights, rows)
         if len(self.auxiliary_weights):
             loss = loss + self._auxiliary_loss(output.auxiliary, batch) / rows
+        if self.teacher:
+            loss = loss + self.distillation_weight * self._distillation_loss(logits, batch, rows)
         if output.value_distribution:
             is_positive = batch.label_mask & (batch.labels > 0)
             nll = output.value_distribution.negative_log_likelihood(batch.outcome_values)
@@ -128,6 +158,14 @@ class Loss:
             is_new = batch.label_mask.any()
             loss = loss + self.next_action_weight * output.next_action_loss * is_new
         return loss
+
+    def _distillation_loss(self, logits: Tensor, batch: Batch, rows: float) -> Tensor:
+        """The loss of logits (B, O) towards those of the teacher; both are of the sampled rows."""
+        assert self.teacher
+        teacher = self.teacher.lookup(batch.impression_ids)
+        target = torch.sigmoid(self.sampled_logits(teacher.logits.to(logits)))
+        mask = batch.label_mask & teacher.mask.to(logits.device)
+        return masked_loss(logits, target, mask * self.objective_weights, rows)
 
     def _auxiliary_loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """The weighted sum of the losses of auxiliary objectives, whose outputs are (B, A)."""
@@ -155,6 +193,20 @@ def per_objective(
             f"{option} names {', '.join(unknown)}; objectives are {', '.join(objectives)}"
         )
     return [values.get(name, 1.0) for name in objectives]
+
+
+def entropy_scales(
+    objectives: Sequence[str], base_rates: Mapping[str, float], power: float
+) -> Tensor:
+    """The factor (O) on the loss of each objective, 1 for the one with the highest entropy.
+
+    Cross-entropies are at most about the entropy of the base rate: plain sums leave little of the
+    shared layers to rare objectives.
+    """
+    rates = torch.tensor([base_rates.get(name, torch.nan) for name in objectives])
+    entropies = -(torch.xlogy(rates, rates) + torch.xlogy(1 - rates, 1 - rates))
+    highest = entropies.nan_to_num(0.0).max()
+    return (highest / entropies).pow(power).nan_to_num(1.0)
 
 
 def masked_loss(logits: Tensor, labels: Tensor, weights: Tensor, rows: float) -> Tensor:
@@ -193,27 +245,57 @@ class GemModel:
 
 
 class NonFiniteLossError(ArithmeticError):
-    """The loss of a step is not finite on the processes `ranks`; no process was updated."""
+    """The loss of a step is not finite on the processes `ranks`."""
 
     def __init__(self, ranks: list[int]) -> None:
         super().__init__(f"the loss is not finite on processes {ranks}")
         self.ranks = ranks
 
 
+class LossCheck:
+    """Checks that the losses of all processes are finite, every `every` steps.
+
+    Reading a loss makes the host wait for a GPU. With `every` above 1 the model may have been
+    updated by a loss that is not finite when that is found, so `read` before each checkpoint.
+    """
+
+    def __init__(self, every: int = 1) -> None:
+        self.every = every
+        self._pending: list[Tensor] = []
+
+    def add(self, loss: Tensor) -> None:
+        """Note the loss of a step; raises NonFiniteLossError on all processes alike."""
+        self._pending.append(loss.detach())
+        if len(self._pending) >= self.every:
+            self.read()
+
+    def read(self) -> None:
+        """Check the losses that were not read yet; a collective call."""
+        if self._pending:
+            losses = torch.stack(self._pending)
+            self._pending.clear()
+            if ranks := ranks_where(~torch.isfinite(losses).all()):
+                raise NonFiniteLossError(ranks)
+
+
 def train_step(
-    model: GemModel, batch: Batch, rows: float, optimizer: torch.optim.Optimizer, loss: Loss
+    model: GemModel,
+    batch: Batch,
+    rows: float,
+    optimizer: torch.optim.Optimizer,
+    loss: Loss,
+    check: LossCheck | None = None,
 ) -> GemOutput:
     """Update on a batch; returns the output before the update.
 
     `rows` is the mean number of rows over all processes, whose gradients are averaged. Embedding
     tables update themselves in the backward pass. Raises NonFiniteLossError on every process if the
-    loss of any is not finite, because the others would otherwise wait in collectives.
+    loss of any is not finite, because the others would otherwise wait in collectives: before the
+    update, unless `check` reads losses less often.
     """
     output = model(batch)
     batch_loss = loss(output, batch, rows)
-    ranks = ranks_where(~torch.isfinite(batch_loss))
-    if ranks:
-        raise NonFiniteLossError(ranks)
+    (check or LossCheck()).add(batch_loss)
     optimizer.zero_grad(set_to_none=True)
     torch.autograd.backward(batch_loss)
     optimizer.step()

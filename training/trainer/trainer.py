@@ -25,6 +25,7 @@ from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
 from training.data.shards import RoundRobin
 from training.distributed.process_group import synchronized_batches
+from training.distributed.sharding import reset_all_rows
 from training.evaluation.metrics import PrequentialMetrics
 from training.evaluation.predictions import Predictions, predict
 from training.model.gem import GemOutput
@@ -35,13 +36,15 @@ from training.trainer.resume import (
     DayBatches,
     check_same_inputs,
     first_day_statistics,
+    fit_new_numbers,
     starting_point,
 )
 from training.trainer.state import TrainState, build_train_state, latest_reader
-from training.trainer.step import Loss, NonFiniteLossError, train_step
+from training.trainer.step import Loss, LossCheck, NonFiniteLossError, train_step
 from training.trainer.table_day import start_table_day
 from training.trainer.throughput import ThroughputMeter, Timeline
 
+CHECK_EVERY = 64  # steps between checks of losses on a GPU, for each of which the host waits
 log = logging.getLogger(__name__)
 
 
@@ -65,11 +68,14 @@ def train_days(
     manifest, path = starting_point(lake, reader, days, config, member)
     timeline.record("tables")
     statistics = None if path else first_day_statistics(lake, reader, manifest)
+    if statistics:
+        manifest = manifest.with_base_rates(statistics)
     state = build_train_state(manifest, parallelism, statistics)
     timeline.record("model")
     if path:
         checkpoint.load_checkpoint(path, state)
         log.info("resuming from %s", path)
+        fit_new_numbers(lake, reader, state)
         timeline.record("checkpoint")
     trainer = Trainer(lake, reader, state, ThroughputMeter(timeline))
     metrics = [trainer.train_day(day) for day in date_range(manifest.trained_until, days[1])]
@@ -88,6 +94,11 @@ class Trainer:
     meter: ThroughputMeter
     checkpointer: AsyncCheckpointer = field(default_factory=AsyncCheckpointer)
     day_steps: int = 0
+    loss_check: LossCheck = field(init=False)
+
+    def __post_init__(self) -> None:
+        device = next(self.state.model.core.parameters()).device
+        self.loss_check = LossCheck(every=1 if device.type == "cpu" else CHECK_EVERY)
 
     @property
     def config(self) -> TrainConfig:
@@ -95,18 +106,24 @@ class Trainer:
         return self.state.manifest.training
 
     def train_day(self, day: date) -> dict[str, float]:
-        """One pass over all labels that became final on a day.
+        """All passes over the labels that became final on a day.
 
-        Returns prequential metrics, of predictions made before the update on their batch.
+        Returns prequential metrics: of the first pass, whose predictions were made before the
+        update on their batch.
         """
         rank, world = dist.get_rank(), dist.get_world_size()
         self.start_day(day)
         day_batches = DayBatches(self.lake, self.reader, day, self.state.manifest)
         batches = day_batches.for_rank(rank, world)
         padding = day_batches.padding_batches(rank)
-        if self.config.decay_share:
+        if self.config.decay_share or self.config.reset_embeddings_each_pass:
             self.day_steps = day_batches.num_steps(rank, world)
-        loss = Loss.from_config(self.config, self.reader.features)
+        loss = Loss.from_config(
+            self.config,
+            self.reader.features,
+            self.state.manifest.base_rates,
+            day_batches.teacher(),
+        )
         metrics = PrequentialMetrics(self.reader.features, loss)
         progress = tqdm(
             synchronized_batches(batches, padding),
@@ -119,6 +136,7 @@ class Trainer:
             progress.set_postfix(self.meter.after_step(batch), refresh=False)
             if self.state.manifest.batches % self.config.checkpoint_every == 0:
                 self._save_partial(day, day_batches, batches)
+        self.loss_check.read()
         self._finish_day(day)
         return metrics.compute()
 
@@ -127,6 +145,8 @@ class Trainer:
     ) -> None:
         """One step of a day that was started; `mean_rows` is the mean over all processes."""
         self.meter.before_step(self.state, batch)
+        if self.config.reset_embeddings_each_pass and self._starts_further_pass():
+            self._reset_embeddings()
         output = self._step(batch, mean_rows, loss)
         if not batch.is_repeated:
             metrics.update(output, batch)
@@ -141,17 +161,37 @@ class Trainer:
         state.model.core.train()
         state.last_access.today = day.toordinal()
         if state.manifest.batches == 0:
-            torch.manual_seed(hash((self.config.seed, state.manifest.steps)) % 2**31)
+            self._seed_step()
             start_table_day(state, self.reader.items, day)
+
+    def _seed_step(self, *salt: int) -> None:
+        """Seed what is random before or in the next step; without a salt equally on all ranks."""
+        torch.manual_seed(hash((self.config.seed, self.state.manifest.steps, *salt)) % 2**31)
+
+    def _reset_embeddings(self) -> None:
+        """Start all embeddings anew, equally in all replicas; a collective call."""
+        self.state.replicas.synchronize()
+        self._seed_step()
+        reset_all_rows(self.state.tables, self.state.initial_accumulator)
+
+    def _starts_further_pass(self) -> bool:
+        """Whether the next step is the first of a pass after the first, on all processes."""
+        steps = self.state.manifest.batches
+        return steps > 0 and steps % (self.day_steps // self.config.passes) == 0
 
     def _step(self, batch: Batch, mean_rows: float, loss: Loss) -> GemOutput:
         """Update on a batch; returns the output before the update."""
-        state, step = self.state, self.state.manifest.steps
+        state = self.state
         self._set_learning_rates()
         # Dropout depends only on the step and the process, so a resumed run draws the same.
-        torch.manual_seed(hash((self.config.seed, step, dist.get_rank())) % 2**31)
+        self._seed_step(dist.get_rank())
+        is_saved = (state.manifest.batches + 1) % self.config.checkpoint_every == 0
         try:
-            output = train_step(state.model, batch, mean_rows, state.optimizer, loss)
+            output = train_step(
+                state.model, batch, mean_rows, state.optimizer, loss, self.loss_check
+            )
+            if is_saved:
+                self.loss_check.read()
         except NonFiniteLossError as error:
             folder = self._checkpoint_path(state.manifest.trained_until).parent
             raise non_finite_loss_error(folder, state, batch, error.ranks) from None
@@ -165,7 +205,7 @@ class Trainer:
         factor = rate_factor(config, state.manifest.steps, state.manifest.batches, self.day_steps)
         for optimizer, rate in (
             (state.optimizer, config.dense_lr),
-            (state.tables.fused_optimizer, config.embedding_lr),
+            (state.tables.fused_optimizer, state.embedding_lr),
         ):
             for group in optimizer.param_groups:
                 group["lr"] = rate * factor

@@ -129,9 +129,20 @@ def upgraded_manifest(lake: Lake, old: Manifest, item_table_rows: int) -> Manife
             "features": features,
             "attributes": spec.attributes,
             "event_types": spec.sequences[training.sequence].events or (),
+            "base_rates": {n: r for n, r in old.base_rates.items() if n in features.objectives},
             "training": _training_of(training, features, item_table_rows),
+            "unfitted_numbers": _unfitted_numbers(old, features, spec.attributes),
         }
     )
+
+
+def _unfitted_numbers(
+    old: Manifest, features: FeatureSchema, attributes: Attributes
+) -> tuple[str, ...]:
+    """Numbers whose encodings have no edges yet: the next day of training gives them some."""
+    changed = changed_columns(old.attributes, attributes)
+    fitted = set(old.features.all_numeric_columns) - changed - set(old.unfitted_numbers)
+    return tuple(name for name in features.all_numeric_columns if name not in fitted)
 
 
 def _training_of(

@@ -12,17 +12,14 @@ from torch import Tensor, nn
 from etl.errors import UserError
 from features.schema import ITEM_TABLE, FeatureSchema
 from training.data.batch import Batch, History
+from training.data.history_selection import EventFilter, HistorySelection, HistorySelector
 from training.model.config import GemConfig
 from training.model.embeddings import EmbeddingVectors
 from training.model.heads import NextActionLoss, sample_followed_events
 from training.model.history.events import EventTokenizer, MaskNetTokenizer, concat_item_vectors
-from training.model.history.search import (
-    EventFilter,
-    HistorySelection,
-    MatchedAttention,
-    RecencyEmbedding,
-    select_history,
-)
+from training.model.history.search import MatchedAttention, RecencyEmbedding
+from training.model.hyformer import SequenceLevels
+from training.model.sequence.event_groups import event_groups_of, max_events_of
 from training.model.sequence.interformer import InterFormer, InterFormerOutput
 from training.model.sequence.pyramid import EncodedEvents
 
@@ -32,11 +29,13 @@ class HistoryRows(NamedTuple):
 
     `request_rows` (R, n, d) are shared by the candidates of a request, `candidate_rows` (B, m, d)
     belong to a single one; there are no request rows if InterFormer's context is the candidate.
-    `next_action_loss` is None outside training or if disabled.
+    `sequences` are the encoded events, for HyFormer. `next_action_loss` is None outside training or
+    if disabled.
     """
 
     request_rows: Tensor
     candidate_rows: Tensor
+    sequences: SequenceLevels
     next_action_loss: Tensor | None
 
 
@@ -71,11 +70,7 @@ class HistoryEncoder(nn.Module):
         num_context_rows = num_user_rows + (num_candidate_rows if self.reads_candidates else 0)
         self.encoder = InterFormer(num_context_rows, config)
         encoders = self.encoder.encoders
-        self.event_filters = tuple(
-            EventFilter(encoder.max_events, _event_type_codes(features, encoder.event_types))
-            for encoder in encoders
-        )
-        self.max_matched_events = config.matched_events
+        self.select_history = history_selector(features, config)
         self.matched_attention = nn.ModuleList(
             MatchedAttention(w, config.heads) for _ in self.similarity_attributes
         )
@@ -94,6 +89,11 @@ class HistoryEncoder(nn.Module):
         self.candidate_rows = attended_rows + self.encoder.out_rows - self.request_rows
 
     @property
+    def sequence_widths(self) -> list[int]:
+        """The width of the events of each group, once they are encoded."""
+        return [encoder.width for encoder in self.encoder.encoders]
+
+    @property
     def row_names(self) -> tuple[list[str], list[str]]:
         """Names of the rows of requests and of candidates; see `forward`."""
         attributes = self.similarity_attributes
@@ -104,12 +104,6 @@ class HistoryEncoder(nn.Module):
         ]
         encoded = [f"encoded|{row}" for row in range(self.encoder.out_rows)]
         return ([], candidates + encoded) if self.reads_candidates else (encoded, candidates)
-
-    def select_history(self, batch: Batch) -> HistorySelection:
-        """Select the events of a batch that the encoder reads."""
-        return select_history(
-            batch, self.similarity_attributes, self.event_filters, self.max_matched_events
-        )
 
     def forward(
         self,
@@ -153,8 +147,8 @@ class HistoryEncoder(nn.Module):
         ]
         attended += self._attend_to_matches(candidates, tokens.by_match, selection)
         recency = [
-            embedding(matches, batch)
-            for embedding, matches in zip(self.recency, selection.all_matches, strict=True)
+            embedding(recency)
+            for embedding, recency in zip(self.recency, selection.recency, strict=True)
         ]
         loss = None
         if self.training:
@@ -164,7 +158,12 @@ class HistoryEncoder(nn.Module):
         if self.reads_candidates:
             rows_of_candidates.append(encoded.rows)
             rows_of_requests = user_rows[:, :0]
-        return HistoryRows(rows_of_requests, torch.cat(rows_of_candidates, 1), loss)
+        return HistoryRows(
+            rows_of_requests,
+            torch.cat(rows_of_candidates, 1),
+            SequenceLevels(encoded.levels, sequence_index),
+            loss,
+        )
 
     def _encode(
         self,
@@ -187,9 +186,13 @@ class HistoryEncoder(nn.Module):
     ) -> list[Tensor]:
         """A row (B, d) for each similarity attribute."""
         return [
-            self.out(attention(candidates, tokens, matches))
-            for attention, tokens, matches in zip(
-                self.matched_attention, matched_tokens, selection.attended_matches, strict=True
+            self.out(attention(candidates, tokens, matches, pairs))
+            for attention, tokens, matches, pairs in zip(
+                self.matched_attention,
+                matched_tokens,
+                selection.matches,
+                selection.match_pairs,
+                strict=True,
             )
         ]
 
@@ -200,15 +203,15 @@ class HistoryEncoder(nn.Module):
         vectors: EmbeddingVectors,
         sequences: Sequence[EncodedEvents],
     ) -> Tensor | None:
-        """Mean loss of the event groups with next events; None without such groups."""
+        """Mean loss of the event groups; None if the model does not predict next actions."""
         losses, first = [], 0
         modules = cast("list[NextActionLoss]", list(self.next_action_losses))
-        for module, offsets, encoded in zip(
-            modules, selection.event_group_offsets, sequences, strict=False
+        for module, group, offsets, encoded in zip(
+            modules, selection.event_groups, selection.event_group_offsets, sequences, strict=False
         ):
-            positions = sample_followed_events(offsets)
-            if len(positions):
-                following = first + positions + 1  # positions among the events that are read
+            sample = sample_followed_events(offsets, len(group))
+            if len(sample.positions):
+                following = first + sample.next_positions  # among the events that are read
                 in_history = selection.positions[following]
                 items = concat_item_vectors(
                     {name: vectors.events[name][following] for name in self.item_tables},
@@ -217,14 +220,30 @@ class HistoryEncoder(nn.Module):
                 losses.append(
                     module(
                         encoded,
-                        positions,
+                        sample,
                         offsets,
                         history.item_index[in_history],
                         self.candidate_projection(items),
                     )
                 )
-            first += int(offsets[-1])
+            first += len(group)
         return torch.stack(losses).mean() if losses else None
+
+
+def history_selector(features: FeatureSchema, config: GemConfig) -> HistorySelector:
+    """What a model of this configuration reads of a history.
+
+    Raises UserError if an event group names an event that the spec does not have.
+    """
+    return HistorySelector(
+        attributes=features.similarity_columns,
+        event_filters=tuple(
+            EventFilter(max_events_of(config, group), _event_type_codes(features, group.events))
+            for group in event_groups_of(config).values()
+        ),
+        max_matched_events=config.matched_events,
+        num_types=len(features.events) + 1,
+    )
 
 
 def _event_type_codes(features: FeatureSchema, events: Sequence[str]) -> tuple[int, ...]:

@@ -146,7 +146,7 @@ class TypeMeanSimilarity(nn.Module):
     def type_means(self, history: History) -> Tensor:
         """Mean vectors (R, T, V) by event type, weighted by dwell and age of the events."""
         vectors, requests = history.item_vectors[self.vector_name], len(history.offsets) - 1
-        cell = segment_ids(history.offsets) * self.num_types + history.types
+        cell = segment_ids(history.offsets, len(history.types)) * self.num_types + history.types
         weight = torch.exp(
             self.dwell_log_weight[history.dwells]
             + self.age_log_weight[age_bucket(history.age_seconds)]

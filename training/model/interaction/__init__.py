@@ -3,6 +3,7 @@
 Modules take rows (n, B, d) and return rows (m, B, d): B batch, d row width, m is `out_rows`.
 """
 
+from etl.errors import UserError
 from training.model.config import GemConfig, InteractionKind
 from training.model.interaction.dcn_dhen import DCNv2, Dhen
 from training.model.interaction.parallel import (
@@ -11,6 +12,7 @@ from training.model.interaction.parallel import (
     ParallelInteraction,
     SingleInteraction,
 )
+from training.model.interaction.token_mixing import RankMixer
 from training.model.interaction.wukong import Wukong, WukongShape
 
 Interaction = SingleInteraction | ParallelInteraction
@@ -22,13 +24,18 @@ __all__ = [
     "IdentityInteraction",
     "Interaction",
     "ParallelInteraction",
+    "RankMixer",
+    "SingleInteraction",
     "Wukong",
     "build_interaction",
+    "build_single_interaction",
 ]
 
 
 def build_interaction(rows: int, config: GemConfig) -> Interaction:
     """The interaction module, or pair of modules, of a configuration, for n input rows."""
+    if config.interaction == "hyformer":
+        raise UserError("--model.interaction hyformer reads sequences; rows alone have none")
     first = build_single_interaction(config.interaction, rows, config)
     if not config.parallel_interaction:
         return first
@@ -50,6 +57,8 @@ def build_single_interaction(
             return IdentityInteraction(rows)
         case "finalmlp":
             return FinalMlp(rows, d, config.mlp_width, out_rows // 3)
+        case "rankmixer":
+            return RankMixer(rows, d, config.mixer_tokens, config.layers)
         case "wukong":
             return Wukong(rows, wukong_shapes(config), config.cross_layer_rows, config.heads)
 

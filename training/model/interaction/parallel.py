@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from training.model.interaction.dcn_dhen import DCNv2, Dhen
+from training.model.interaction.token_mixing import RankMixer
 from training.model.interaction.wukong import Wukong
 
 
@@ -64,7 +65,7 @@ class FinalMlp(nn.Module):
         return torch.cat((u, v, u * (v @ self.bilinear_weight)))
 
 
-SingleInteraction = Wukong | DCNv2 | Dhen | FinalMlp | IdentityInteraction
+SingleInteraction = Wukong | DCNv2 | Dhen | FinalMlp | RankMixer | IdentityInteraction
 
 
 class ParallelInteraction(nn.Module):

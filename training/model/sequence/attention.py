@@ -50,7 +50,7 @@ class RotaryTimeEncoding(nn.Module):
 
     def forward(self, offsets: Tensor, ages: Tensor) -> RotaryAngles:
         """Angles of events whose `ages` (N) are in seconds."""
-        position = position_in_segment(offsets).float()
+        position = position_in_segment(offsets, len(ages)).float()
         time = torch.log1p(ages / MINUTE)
         angle = torch.cat(
             (position[:, None] * self.position_frequencies, time[:, None] * self.time_frequencies),
@@ -112,15 +112,18 @@ def absorbed_attention(
 
 
 class Attention(nn.Module):
-    """Multi-head attention from queries (Nq, W) to keys (Nk, W) of the same sequence."""
+    """Multi-head attention from queries (Nq, W) to keys (Nk, W) of the same sequence.
 
-    def __init__(self, width: int, heads: int) -> None:
+    With a `query_width` Q the queries and the result are (Nq, Q).
+    """
+
+    def __init__(self, width: int, heads: int, query_width: int | None = None) -> None:
         super().__init__()
         self.heads = heads
-        self.q = nn.Linear(width, width, bias=False)
+        self.q = nn.Linear(query_width or width, width, bias=False)
         self.k = nn.Linear(width, width, bias=False)
         self.v = nn.Linear(width, width, bias=False)
-        self.out = nn.Linear(width, width)
+        self.out = nn.Linear(width, query_width or width)
 
     def forward(
         self,

@@ -26,6 +26,11 @@ def event_groups_of(config: GemConfig) -> Mapping[str, EventGroupOptions]:
     return config.sequence.event_groups or {"all": EventGroupOptions(events=())}
 
 
+def max_events_of(config: GemConfig, group: EventGroupOptions) -> int:
+    """The most recent events that an event group encodes."""
+    return group.max_events or config.sequence.max_events or config.encoded_events
+
+
 def group_depths(config: GemConfig) -> list[int]:
     """Layers of each event group.
 
@@ -73,7 +78,7 @@ class EventGroupEncoder(nn.Module):
         options, d = config.sequence, config.embedding_dim
         w, heads = group.width or config.event_width, group.heads or config.heads
         self.event_types, self.width = group.events, w
-        self.max_events = group.max_events or options.max_events or config.encoded_events
+        self.max_events = max_events_of(config, group)
         sizes = EncoderSizes(
             width=w,
             heads=heads,
@@ -175,7 +180,9 @@ def append_tokens(encoded: EncodedEvents, tokens: Tensor) -> EncodedEvents:
     (requests, count, width), device = tokens.shape, tokens.device
     events, old_offsets = encoded.events, encoded.offsets
     offsets = old_offsets + count * torch.arange(requests + 1, device=device)
-    event_index = torch.arange(len(events), device=device) + count * segment_ids(old_offsets)
+    event_index = torch.arange(len(events), device=device) + count * segment_ids(
+        old_offsets, len(events)
+    )
     token_index = (offsets[1:, None] - torch.arange(count, 0, -1, device=device)).flatten()
     total = len(events) + requests * count
     longer = events.new_empty(total, width).index_copy(0, event_index, events)

@@ -7,7 +7,7 @@ once for all of its candidates.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -33,11 +33,13 @@ class InterFormerOutput:
         rows: Updated non-sequence rows and the summaries of the sequences (R or B, m, d).
         full_length: Sequences of the last level before the first that shortens them.
         causal: Sequences of the last level at which an event does not depend on later ones.
+        levels: Sequences before the first level, and after each one.
     """
 
     rows: Tensor
     full_length: list[EncodedEvents]
     causal: list[EncodedEvents]
+    levels: list[list[EncodedEvents]]
 
 
 class InterFormer(nn.Module):
@@ -100,7 +102,7 @@ class InterFormer(nn.Module):
             encoder.append_cls_tokens(sequence, x)
             for encoder, sequence in zip(encoders, sequences, strict=True)
         ]
-        output = InterFormerOutput(x, list(sequences), list(sequences))
+        output = InterFormerOutput(x, list(sequences), list(sequences), [list(sequences)])
         summary = None
         for level in range(self.depth):
             next_sequences = [
@@ -116,12 +118,13 @@ class InterFormer(nn.Module):
         rows = self._summarize(FINAL, sequences, request)
         if self.options.updates_context:
             rows = torch.cat((x, rows), 1)
-        return InterFormerOutput(rows, output.full_length, output.causal)
+        return replace(output, rows=rows)
 
     def _keep_level(
         self, output: InterFormerOutput, level: int, sequences: Sequence[EncodedEvents]
     ) -> None:
-        """Keep the output of a level of each group that still is of full length, or causal."""
+        """Keep the output of a level, also where a group still is of full length, or causal."""
+        output.levels.append(list(sequences))
         for group, encoder in enumerate(self.encoders):
             if level < encoder.num_full_length_levels:
                 output.full_length[group] = sequences[group]

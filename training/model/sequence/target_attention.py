@@ -4,13 +4,11 @@ N events of R requests, B candidates, P pairs of a candidate and an event, W wid
 H width of a head, I item width, h hidden width.
 """
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from training.model.sequence.attention import Attention, split_heads
 from training.ops.attention import AttentionKind, attention
-from training.ops.attention.dispatch import query_key_pairs
+from training.ops.ragged import query_key_pairs, segment_offsets
 
 
 class TargetAttention(nn.Module):
@@ -36,7 +34,7 @@ class TargetAttention(nn.Module):
 
         With `limits` (B) a candidate sees only the first `limits` events of its request.
         """
-        q_offsets = _candidate_offsets(request, offsets)
+        q_offsets = candidate_offsets(request, offsets)
         attended: Tensor = self.attention(candidates, events, q_offsets, offsets, limits=limits)
         return attended
 
@@ -60,7 +58,7 @@ class ActivationUnitAttention(nn.Module):
         self, candidates: Tensor, events: Tensor, request: Tensor, offsets: Tensor
     ) -> Tensor:
         """Candidates (B, W), sorted by `request` (B), and events (N, W) to (B, W)."""
-        pairs = query_key_pairs(_candidate_offsets(request, offsets), offsets)
+        pairs = query_key_pairs(candidate_offsets(request, offsets), offsets)
         event = events[pairs.key]
         hidden = self.candidate(candidates)[pairs.query] + self.event(events)[pairs.key]
         weight = self.unit(hidden + self.product(candidates[pairs.query] * event))
@@ -69,10 +67,9 @@ class ActivationUnitAttention(nn.Module):
         return sums
 
 
-def _candidate_offsets(request: Tensor, offsets: Tensor) -> Tensor:
+def candidate_offsets(request: Tensor, offsets: Tensor) -> Tensor:
     """Offsets (R + 1) that cut candidates, sorted by `request` (B), into requests."""
-    counts = torch.bincount(request, minlength=len(offsets) - 1)
-    return F.pad(counts.cumsum(0), (1, 0))
+    return segment_offsets(request, len(offsets) - 1)
 
 
 NORM_EPS = 1e-2  # large, so that LayerNorm does not amplify barely trained items
@@ -109,7 +106,7 @@ class LinearItemAttention(nn.Module):
         """
         q, k = (split_heads(self.key(self.norm(x)), self.heads) for x in (candidates, items))
         v = split_heads(self.value(events), self.heads)
-        q_offsets = _candidate_offsets(request, offsets)
+        q_offsets = candidate_offsets(request, offsets)
         sums = attention(q, k, v, q_offsets, offsets, AttentionKind("identity"), limits=limits)
         out: Tensor = self.out(sums.flatten(1) / (limits + PRIOR_EVENTS)[:, None])
         return out

@@ -136,44 +136,56 @@ def attention(
     the result are those of `training.ops.attention.reference.attention`. Keys and values may be the
     same tensor, which is then read once.
     """
-    built = [SequenceGroup.build(q_offsets, kv_offsets, group, limits) for group in groups]
-    apply: Callable[..., Tensor] = _PaddedAttention.apply
-    return apply(q, k, None if v is k else v, built, kind)
+    built = build_groups(q_offsets, kv_offsets, groups, limits)
+    apply: Callable[..., Tensor] = PaddedAttention.apply
+    return apply(q, k, v, built, kind)
 
 
-class _PaddedAttention(torch.autograd.Function):
-    """Attention over groups of sequences; q, k and v are (N, H, D), v is None if it is k."""
+def build_groups(
+    q_offsets: Int64, kv_offsets: Int64, groups: Sequence[Int64], limits: Tensor | None
+) -> list[SequenceGroup]:
+    """The groups of `attention`, whose arguments these are."""
+    return [SequenceGroup.build(q_offsets, kv_offsets, group, limits) for group in groups]
+
+
+class PaddedAttention(torch.autograd.Function):
+    """Attention over groups of sequences; q, k and v are (N, H, D).
+
+    If v is k, its gradient is that of both.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         q: Tensor,
         k: Tensor,
-        v: Tensor | None,
+        v: Tensor,
         groups: list[SequenceGroup],
         kind: AttentionKind,
     ) -> Tensor:
+        """Attended values (Nq, H, D)."""
         out = torch.zeros_like(q)
         saved: list[Tensor | None] = []
         scale = kind.resolve_score_scale(q.shape[-1])
         for group in groups:
             queries, keys = group.queries.pad(q) * scale, group.keys.pad(k)
-            values = keys if v is None else group.keys.pad(v)
+            values = keys if v is k else group.keys.pad(v)
             weights, scores = _weights(queries @ keys.transpose(2, 3), group.masked, kind)
             group.queries.unpad_into(out, weights @ values)
-            saved += [queries, keys, None if v is None else values, weights, scores]
+            saved += [queries, keys, None if v is k else values, weights, scores]
         ctx.save_for_backward(*saved)
         ctx.groups, ctx.kind = groups, kind
-        ctx.rows = len(q), len(k)
+        ctx.rows, ctx.values_are_keys = (len(q), len(k)), v is k
         return out.mul_(kind.weight_scale)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of q, k and v."""
         kind, saved, (num_queries, num_keys) = ctx.kind, ctx.saved_tensors, ctx.rows
         grad = grad * kind.weight_scale
         dq = grad.new_zeros(num_queries, *grad.shape[1:])
         dk = grad.new_zeros(num_keys, *grad.shape[1:])
-        dv = None if saved and saved[2] is None else torch.zeros_like(dk)
+        dv = None if ctx.values_are_keys else torch.zeros_like(dk)
         for index, group in enumerate(ctx.groups):
             queries, keys, values, weights, scores = saved[5 * index : 5 * index + 5]
             dout = group.queries.pad_gradient(grad)

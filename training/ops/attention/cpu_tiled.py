@@ -155,23 +155,35 @@ def attention(
 
     Args and result are those of `training.ops.attention.reference.attention`, without windows.
     """
+    apply: Callable[..., Tensor] = TiledAttention.apply
+    return apply(q, k, v, tile_list(q, q_offsets, kv_offsets, kind, limits, block_size), kind)
+
+
+def tile_list(
+    q: Tensor,
+    q_offsets: Tensor,
+    kv_offsets: Tensor,
+    kind: AttentionKind,
+    limits: Tensor | None,
+    block_size: int = BLOCK_SIZE,
+) -> list[Tile]:
+    """The tiles of `attention`, whose arguments these are."""
     if kind.causal:
-        limits = 1 + position_in_segment(q_offsets)
+        limits = 1 + position_in_segment(q_offsets, len(q))
     limit_list = None if limits is None else limits.tolist()
-    tiles = list(iter_tiles(q, q_offsets, kv_offsets, limit_list, block_size))
-    scaled_q = q * kind.resolve_score_scale(q.shape[-1])
-    by_head = (x.transpose(0, 1).contiguous() for x in (scaled_q, k, v))
-    apply: Callable[..., Tensor] = _TiledAttention.apply
-    return apply(*by_head, tiles, kind).transpose(0, 1)
+    return list(iter_tiles(q, q_offsets, kv_offsets, limit_list, block_size))
 
 
-class _TiledAttention(torch.autograd.Function):
-    """Attention over a list of tiles; q, k and v are (H, N, D), and q is scaled."""
+class TiledAttention(torch.autograd.Function):
+    """Attention over a list of tiles; q, k and v are (N, H, D)."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, tiles: list[Tile], kind: AttentionKind
     ) -> Tensor:
+        """Attended values (Nq, H, D)."""
+        scaled_q = q * kind.resolve_score_scale(q.shape[-1])
+        q, k, v = (x.transpose(0, 1).contiguous() for x in (scaled_q, k, v))
         out = torch.zeros_like(q)
         saved: list[Tensor | None] = []
         for tile in tiles:
@@ -181,12 +193,13 @@ class _TiledAttention(torch.autograd.Function):
             out[:, tile.queries] = weights @ v[:, tile.keys]
         ctx.save_for_backward(q, k, v, *saved)
         ctx.tiles, ctx.kind = tiles, kind
-        return out.mul_(kind.weight_scale)
+        return out.mul_(kind.weight_scale).transpose(0, 1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of q, k and v."""
         q, k, v, *saved = ctx.saved_tensors
-        grad = (grad * ctx.kind.weight_scale).contiguous()
+        grad = (grad * ctx.kind.weight_scale).transpose(0, 1).contiguous()
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for tile, weights, scores in zip(ctx.tiles, saved[::2], saved[1::2], strict=True):
             dout = grad[:, tile.queries]
@@ -197,4 +210,5 @@ class _TiledAttention(torch.autograd.Function):
             )
             dq[:, tile.queries] = dscores @ k[:, tile.keys]
             dk[:, tile.keys].baddbmm_(dscores.transpose(1, 2), q[:, tile.queries])
-        return dq, dk, dv, None, None
+        dq.mul_(ctx.kind.resolve_score_scale(q.shape[-1]))
+        return *(x.transpose(0, 1) for x in (dq, dk, dv)), None, None

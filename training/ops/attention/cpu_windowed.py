@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from training.ops.attention.cpu_tiled import scores_to_weights, scores_to_weights_backward
 from training.ops.attention.reference import AttentionKind
-from training.ops.ragged import position_in_segment, segment_ids
 
 MAX_CACHED_SCORES = 2**17  # pairs whose scores fit into the cache of a core
 BLOCK_SIZE = 16  # queries, about: small tiles waste fewer pairs outside of the window
@@ -27,18 +26,24 @@ MAX_REACH = 8  # blocks before that of the queries; more make products of blocks
 
 
 class EdgeMasks(NamedTuple):
-    """1 for visible pairs and 0 for others, at the `begin` (b, b + s) and `end` (b, b) of tiles."""
+    """1 for visible pairs and 0 for others, at the `begin` (b, b + s) and `end` (b, b) of tiles.
+
+    For a softmax 0 for visible pairs, and minus infinity for others.
+    """
 
     begin: Tensor
     end: Tensor
 
 
 @lru_cache(maxsize=64)
-def edge_masks(block: int, excess: int, dtype: torch.dtype, device: torch.device) -> EdgeMasks:
+def edge_masks(
+    block: int, excess: int, is_softmax: bool, dtype: torch.dtype, device: torch.device
+) -> EdgeMasks:
     """Masks of tiles with blocks of b keys, whose spans exceed the window by `excess` (s) keys."""
     query = torch.arange(block, device=device)[:, None]
     key = torch.arange(block + excess, device=device)
-    return EdgeMasks((key >= query + excess).to(dtype), (key[:block] <= query).to(dtype))
+    masks = (key >= query + excess).to(dtype), (key[:block] <= query).to(dtype)
+    return EdgeMasks(*(mask.log() for mask in masks)) if is_softmax else EdgeMasks(*masks)
 
 
 @dataclass(frozen=True)
@@ -68,13 +73,12 @@ class TileLayout:
 
     def mask(self, scores: Tensor, part: slice, kind: AttentionKind) -> Tensor:
         """Mask in place the scores (t, b, b (p + 1)), or their gradients, of a slice of tiles."""
-        begin, end = edge_masks(
-            self.block, self.block * self.reach - self.window, scores.dtype, scores.device
-        )
+        excess, is_softmax = self.block * self.reach - self.window, kind.activation == "softmax"
+        begin, end = edge_masks(self.block, excess, is_softmax, scores.dtype, scores.device)
         first, last = scores[..., : begin.shape[1]], scores[..., -self.block :]
-        if kind.activation == "softmax":
-            first.add_(begin.log())
-            last.add_(end.log())
+        if is_softmax:
+            first.add_(begin)
+            last.add_(end)
         else:
             first.mul_(begin)
             last.mul_(end)
@@ -103,22 +107,37 @@ class TileLayout:
         tiles, length = len(packed) - self.reach, block * (self.reach + 1)
         return packed.as_strided((tiles, length, width), (block * width, width, 1))
 
+    def add_to_spans(self, grad: Tensor, part: slice, weights: Tensor, queries: Tensor) -> None:
+        """Add the products of weights (t, b, b (p + 1)) and queries (t, b, D) to a gradient.
+
+        They belong to the spans of a slice of tiles, which overlap in `grad` (p + T, b, D): one
+        product for each block of a span.
+        """
+        tiles, block, width = queries.shape
+        strides = (block * width, block * width, width, 1)
+        first = grad.storage_offset() + part.start * block * width
+        targets = grad.as_strided((self.reach + 1, tiles, block, width), strides, first)
+        columns = weights.unflatten(2, (self.reach + 1, block)).permute(2, 0, 3, 1)
+        for target, of_block in zip(targets.unbind(), columns.unbind(), strict=True):
+            target.baddbmm_(of_block, queries)
+
 
 def tile_layout(offsets: Tensor, window: int, heads: int) -> TileLayout:
     """The tiles of sequences cut by `offsets` (S + 1); an empty sequence has none."""
+    cuts = offsets.numpy()
     reach = min(MAX_REACH, max(2, window // BLOCK_SIZE))
     block = -(-window // reach)
-    blocks = (offsets.diff() + block - 1) // block
-    first = F.pad(blocks.cumsum(0), (1, 0))
-    total = int(first[-1])
-    head_start = total * torch.arange(heads, device=offsets.device)
-    position = first[segment_ids(offsets)] * block + position_in_segment(offsets)
-    slot = (position[:, None] + head_start * block).flatten()
+    lengths = np.diff(cuts)
+    blocks = -(-lengths // block)
+    ends = blocks.cumsum()
+    first, total = ends - blocks, int(ends[-1]) if len(ends) else 0
+    head_start = total * np.arange(heads)
+    position = np.arange(cuts[-1]) + np.repeat(first * block - cuts[:-1], lengths)
+    slot = (position[:, None] + head_start * block).ravel()
     starts = tuple(
-        tuple((head_start[:, None] + first[:-1][blocks > k] + k).flatten().tolist())
-        for k in range(reach)
+        tuple((head_start[:, None] + first[blocks > k] + k).ravel().tolist()) for k in range(reach)
     )
-    return TileLayout(slot, heads, total, block, reach, window, starts)
+    return TileLayout(torch.from_numpy(slot), heads, total, block, reach, window, starts)
 
 
 def attention(
@@ -128,17 +147,18 @@ def attention(
 
     Args and result are those of `training.ops.attention.reference.attention`.
     """
-    apply: Callable[..., Tensor] = _WindowedAttention.apply
+    apply: Callable[..., Tensor] = WindowedAttention.apply
     return apply(q, k, v, tile_layout(offsets, window, q.shape[1]), kind)
 
 
-class _WindowedAttention(torch.autograd.Function):
+class WindowedAttention(torch.autograd.Function):
     """Attention over slices of tiles, so that scores stay in the cache; q, k, v are (N, H, D)."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: TileLayout, kind: AttentionKind
     ) -> Tensor:
+        """Attended values (Nq, H, D)."""
         q = layout.pack(q * kind.resolve_score_scale(q.shape[-1]))
         k, v = layout.pack(k, layout.reach), layout.pack(v, layout.reach)
         key_spans, value_spans = layout.spans(k), layout.spans(v)
@@ -155,6 +175,7 @@ class _WindowedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of q, k and v."""
         q, k, v, *saved = ctx.saved_tensors
         layout, kind = ctx.layout, ctx.kind
         grad = layout.pack(grad * kind.weight_scale)
@@ -166,11 +187,8 @@ class _WindowedAttention(torch.autograd.Function):
             if scores is not None:
                 layout.mask(dscores, part, kind)
             torch.bmm(dscores, key_spans[part], out=dq[part])
-            for offset in range(layout.reach + 1):
-                keys = slice(part.start + offset, part.stop + offset)
-                columns = slice(offset * layout.block, (offset + 1) * layout.block)
-                dk[keys].baddbmm_(dscores[..., columns].transpose(1, 2), q[part])
-                dv[keys].baddbmm_(weights[..., columns].transpose(1, 2), grad[part])
+            layout.add_to_spans(dk, part, dscores, q[part])
+            layout.add_to_spans(dv, part, weights, grad[part])
         dq *= kind.resolve_score_scale(q.shape[-1])
         dk, dv = dk[layout.reach :], dv[layout.reach :]
         return layout.unpack(dq), layout.unpack(dk), layout.unpack(dv), None, None

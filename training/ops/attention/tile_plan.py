@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from training.ops.attention.reference import AttentionKind
-from training.ops.ragged import concat_ranges, position_in_segment, segment_ids
+from training.ops.ragged import position_in_segment, segment_ids
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,16 @@ class TilePlan:
 
     @classmethod
     def build(
-        cls, q_offsets: Tensor, kv_offsets: Tensor, kind: AttentionKind, window: int | None,
-        limits: Tensor | None, block_size: int,
+        cls, num_queries: int, num_keys: int, q_offsets: Tensor, kv_offsets: Tensor,
+        kind: AttentionKind, window: int | None, limits: Tensor | None, block_size: int,
     ) -> "TilePlan":  # fmt: skip
-        """Plan attention on the device; only the number of blocks is synchronized with the host.
+        """Plan attention on the device, without a wait of the host.
 
+        The number of blocks is the most that so many rows can need; those at the end may be empty.
         See `training.ops.attention.reference.attention` for `window` and `limits`.
         """
-        sequence, position = segment_ids(q_offsets), position_in_segment(q_offsets)
+        sequence = segment_ids(q_offsets, num_queries)
+        position = position_in_segment(q_offsets, num_queries)
         low, high = torch.zeros_like(position), kv_offsets.diff()[sequence]
         if kind.causal:
             high = position + 1
@@ -59,7 +61,7 @@ class TilePlan:
             low,
             high,
             queries=_query_blocks(q_offsets, kv_offsets, low, high, block_size),
-            keys=_key_blocks(q_offsets, kv_offsets, kind, window, block_size),
+            keys=_key_blocks(num_keys, q_offsets, kv_offsets, kind, window, block_size),
         )
 
 
@@ -67,7 +69,7 @@ def _query_blocks(
     q_offsets: Tensor, kv_offsets: Tensor, low: Tensor, high: Tensor, block_size: int
 ) -> BlockSpans:
     """Blocks of queries, each with the span of keys that any of them attends to."""
-    blocks = _split_into_blocks(q_offsets, block_size)
+    blocks = _split_into_blocks(len(low), q_offsets, block_size)
     rows = torch.arange(len(low), device=low.device)
     block_of_row = torch.searchsorted(blocks.first, rows, right=True) - 1
     begin = _segment_min(low, block_of_row, len(blocks.first))
@@ -76,6 +78,7 @@ def _query_blocks(
 
 
 def _key_blocks(
+    num_keys: int,
     q_offsets: Tensor,
     kv_offsets: Tensor,
     kind: AttentionKind,
@@ -83,7 +86,7 @@ def _key_blocks(
     block_size: int,
 ) -> BlockSpans:
     """Blocks of keys, each with the rows of queries that may attend to any of them."""
-    blocks = _split_into_blocks(kv_offsets, block_size)
+    blocks = _split_into_blocks(num_keys, kv_offsets, block_size)
     keys_start = kv_offsets[blocks.sequence]
     first_query, end = q_offsets[blocks.sequence], q_offsets[blocks.sequence + 1]
     begin = first_query
@@ -92,6 +95,7 @@ def _key_blocks(
         if window is not None:
             last_key = blocks.last - keys_start - 1
             end = torch.minimum(end, first_query + last_key + window + 1)
+    end = torch.where(blocks.first < blocks.last, end, begin)
     return BlockSpans(blocks.first, blocks.last, keys_start, begin, end)
 
 
@@ -103,12 +107,15 @@ class _Blocks(NamedTuple):
     sequence: Tensor
 
 
-def _split_into_blocks(offsets: Tensor, block_size: int) -> _Blocks:
-    """Split each sequence into blocks of at most `block_size` rows."""
+def _split_into_blocks(rows: int, offsets: Tensor, block_size: int) -> _Blocks:
+    """Split each sequence into blocks of at most `block_size` rows; empty blocks are last."""
+    sequences = len(offsets) - 1
     counts = (offsets.diff() + block_size - 1) // block_size
-    index_in_sequence = concat_ranges(torch.zeros_like(counts), counts).positions
-    sequence = torch.repeat_interleave(torch.arange(len(counts), device=offsets.device), counts)
-    first = offsets[sequence] + index_in_sequence * block_size
+    ends = counts.cumsum(0)
+    number = torch.arange(rows // block_size + sequences, device=offsets.device)
+    sequence = torch.searchsorted(ends, number, right=True).clamp(max=sequences - 1)
+    first = offsets[sequence] + (number - ends[sequence] + counts[sequence]) * block_size
+    first = torch.where(number < ends[-1:], first, offsets[-1:])
     last = torch.minimum(first + block_size, offsets[sequence + 1])
     return _Blocks(first, last, sequence)
 

@@ -247,6 +247,6 @@ def attention(
 
     Args and result are those of `training.ops.attention.reference.attention`.
     """
-    plan = TilePlan.build(q_offsets, kv_offsets, kind, window, limits, block_size)
+    plan = TilePlan.build(len(q), len(k), q_offsets, kv_offsets, kind, window, limits, block_size)
     apply: Callable[..., Tensor] = _TritonAttention.apply
     return apply(q.contiguous(), k.contiguous(), v.contiguous(), plan, kind, block_size)

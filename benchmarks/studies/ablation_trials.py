@@ -1,0 +1,104 @@
+"""The data sets of the ablation: simulated logs of the demo's size, and the slice of KuaiRand."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from benchmarks.harness import BENCH_SIMULATOR, DEMO_SIMULATOR, SIMULATOR_SPEC
+from benchmarks.studies.kuairand_quality import FIRST_TEST_DAY, build_trials
+from benchmarks.studies.model_changes import DataSet
+from benchmarks.studies.prequential import PrequentialTrials, pooled
+from benchmarks.studies.trials import TrialRunner
+from dags.pipeline import PipelinePaths, all_days_flags, data_steps, latest_mature_split
+from dags.runner import run_pipeline
+from etl.errors import UserError
+from etl.spec import load_spec
+from etl.spec.units import DaySplit, parse_date_range
+from etl.tables.lake import Lake
+from training.baseline import BaselineConfig
+from training.config import TrainConfig
+from training.evaluation.predictions import Predictions
+
+DEMO_DAYS, BENCH_DAYS = "2026-01-01:2026-01-11", "2026-01-01:2026-01-14"
+TEST_DAYS = 3
+
+
+@dataclass(frozen=True)
+class SimulatedTrials:
+    """Trainings on the demo's days but the last ones, which test."""
+
+    runner: TrialRunner
+
+    def gem(self, config: TrainConfig) -> Predictions:
+        """Predictions of a GEM on the test days, sorted by impression."""
+        return self.runner.gem_all_surfaces(config)
+
+    def lightgbm(self) -> Predictions:
+        """Predictions of LightGBM on the same rows."""
+        return self.runner.lightgbm(BaselineConfig()).sorted_by_impression()
+
+    def gem_per_surface(self, config: TrainConfig) -> Predictions:
+        """Predictions of a GEM for each surface."""
+        return self.runner.gem_per_surface(config)
+
+
+@dataclass(frozen=True)
+class KuaiRandTrials:
+    """Trainings that predict each day from models of all days before; the last days test."""
+
+    trials: PrequentialTrials
+
+    def gem(self, config: TrainConfig) -> Predictions:
+        """Predictions of a GEM on the test days."""
+        return pooled(self.trials.gem(config), FIRST_TEST_DAY)
+
+    def lightgbm(self) -> Predictions:
+        """Predictions of LightGBM on the same rows."""
+        configs = dict.fromkeys(self.trials.lake.spec.objectives, BaselineConfig())
+        return pooled(self.trials.lightgbm(configs), FIRST_TEST_DAY)
+
+    def gem_per_surface(self, config: TrainConfig) -> None:
+        """None: most of the 15 tabs have too few rows."""
+
+
+def ablation_trials(data: DataSet, work: Path, kuairand: Path) -> SimulatedTrials | KuaiRandTrials:
+    """The trainings on a data set, whose tables are built once.
+
+    Raises UserError if KuaiRand's folder is absent.
+    """
+    if data == "simulated":
+        return SimulatedTrials(demo_trials(work))
+    if not kuairand.is_dir():
+        raise UserError(f"{kuairand} is absent; --kuairand names KuaiRand's folder")
+    return KuaiRandTrials(build_trials(kuairand, work / "kuairand"))
+
+
+def demo_trials(work: Path) -> TrialRunner:
+    """Trainings on simulated logs of the demo's size, tested on the last TEST_DAYS."""
+    days = latest_mature_split(load_spec(SIMULATOR_SPEC), *parse_date_range(DEMO_DAYS))
+    split = DaySplit(
+        train_first=days.train_first,
+        train_last=days.test_last - timedelta(days=TEST_DAYS),
+        calibration=None,
+        test_first=days.test_last - timedelta(days=TEST_DAYS - 1),
+        test_last=days.test_last,
+        data_until=days.data_until,
+    )
+    return simulated_trials(work, DEMO_SIMULATOR, DEMO_DAYS, split)
+
+
+def bench_trials(work: Path, split: DaySplit) -> TrialRunner:
+    """Trainings on the frozen logs of `gemline bench history`, of two million events."""
+    return simulated_trials(work, BENCH_SIMULATOR, BENCH_DAYS, split)
+
+
+def simulated_trials(work: Path, simulator: Path, days: str, split: DaySplit) -> TrialRunner:
+    """Simulated logs and their tables, built once in `work`, and trainings on days of them."""
+    from etl.commands import SimulateArgs, simulate
+
+    spec, work = load_spec(SIMULATOR_SPEC), work.resolve()  # step completion depends on the paths
+    paths = PipelinePaths(SIMULATOR_SPEC, str(work / "raw"), str(work / "lake"))
+    simulate(SimulateArgs(simulator=simulator, out=Path(paths.raw)))
+    all_days = latest_mature_split(spec, *parse_date_range(days))
+    run_pipeline(spec, paths, data_steps(paths, all_days_flags(all_days)))
+    return TrialRunner(Lake(paths.lake, spec), split, work / "trials")

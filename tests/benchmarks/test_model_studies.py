@@ -1,0 +1,251 @@
+"""Studies of GEM's parts, sizes and scales: estimates, verdicts, figures and configurations."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.harness import KUAIRAND_SPEC, SIMULATOR_SPEC
+from benchmarks.studies import ablation, agreement, scaling
+from benchmarks.studies.committed import share_of, show_committed
+from benchmarks.studies.model_changes import CHANGES, DATA_SETS, DataSet
+from benchmarks.studies.seeded_estimates import Estimate, holm, ne_difference_over_seeds
+from benchmarks.studies.trials import Trial, TrialRecord
+from etl.errors import UserError
+from etl.spec import load_spec
+from features.schema import feature_schema
+from gemline import main
+from tests.benchmarks.test_studies import user_predictions
+from training.config import TrainConfig
+from training.evaluation.predictions import Predictions, paired_ne_difference
+from training.model.gem import Gem
+from training.trainer.step import Loss, negative_sampling
+
+SPECS: dict[DataSet, Path] = {"simulated": SIMULATOR_SPEC, "kuairand": KUAIRAND_SPEC}
+
+
+def with_noise(p: Predictions, seed: int, scale: float) -> Predictions:
+    """The same predictions, multiplied by one random factor for all rows of this seed."""
+    factor = np.exp(scale * np.random.default_rng(seed).normal())
+    return replace(p, probabilities=np.clip(p.probabilities * factor, 0.01, 0.99))
+
+
+def test_a_difference_has_the_noise_of_users_and_that_of_seeds() -> None:
+    better, worse = user_predictions(0, 0.1), user_predictions(0, 0.5)
+    by_users = paired_ne_difference([better], [worse], "click")
+    equal_seeds = ne_difference_over_seeds([better] * 3, [worse] * 3, "click")
+    assert equal_seeds.value == pytest.approx(by_users.value)
+    assert equal_seeds.low == pytest.approx(by_users.low, abs=0.1 * abs(by_users.value))
+    assert equal_seeds.p_value < 0.01
+    noisy = [with_noise(better, seed, 1.0) for seed in range(3)]
+    seeds = ne_difference_over_seeds(noisy, [worse] * 3, "click")
+    assert seeds.high - seeds.low > 2 * (equal_seeds.high - equal_seeds.low)
+    assert seeds.degrees_of_freedom < 3 < equal_seeds.degrees_of_freedom
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=12))
+def test_corrected_p_values_keep_the_order_and_the_smallest_counts_all(values: list[float]) -> None:
+    corrected = holm(values)
+    assert all(p <= c <= 1 for p, c in zip(values, corrected, strict=True))
+    assert min(corrected) == pytest.approx(min(1, len(values) * min(values)))
+    by_value = sorted(zip(values, corrected, strict=True))
+    assert all(a[1] <= b[1] for a, b in pairwise(by_value))
+
+
+@given(st.integers(0, 30), st.integers(1, 5))
+def test_shares_divide_the_tasks(tasks: int, processes: int) -> None:
+    shares = [share_of(range(tasks), f"{k + 1}/{processes}") for k in range(processes)]
+    assert sorted(task for share in shares for task in share) == list(range(tasks))
+
+
+@pytest.mark.parametrize("share", ["0/2", "3/2", "1", "a/b"])
+def test_other_shares_are_refused(share: str) -> None:
+    with pytest.raises(UserError, match="--share"):
+        share_of([1, 2], share)
+
+
+@dataclass
+class FakeTrials:
+    """Predictions of which the blur depends on the configuration: less blur is a better model."""
+
+    blur: Callable[[TrainConfig], float]
+
+    def gem(self, config: TrainConfig) -> Trial:
+        """Predictions whose noise depends on the seed."""
+        p = with_noise(user_predictions(0, self.blur(config)), config.seed, 0.01)
+        flops = float(config.gem_config.mlp_width) ** 2
+        return Trial(p, TrialRecord(flops=flops, examples=3000, core_seconds=36, date="2026-01-01",
+                                    commit="abc", config={}))  # fmt: skip
+
+
+@dataclass
+class FakeData:
+    """Trials of the ablation; a model for each surface is not possible."""
+
+    trials: FakeTrials
+
+    def gem(self, config: TrainConfig) -> Predictions:
+        """Predictions of a configuration."""
+        return self.trials.gem(config).predictions.sorted_by_impression()
+
+    def lightgbm(self) -> Predictions:
+        """Predictions that are worse than all of GEM."""
+        return user_predictions(0, 0.9).sorted_by_impression()
+
+    def gem_per_surface(self, config: TrainConfig) -> None:
+        """None."""
+
+
+def slower_is_worse(config: TrainConfig) -> float:
+    """Larger models are better, and a dense rate of 1e-3 of the smallest size is best."""
+    width = config.gem_config.mlp_width
+    base_rate = config.dense_lr * (width / scaling.SIZES[0].sizes["mlp_width"]) ** 0.5
+    return float(0.9 - 0.25 * np.log10(width) + 0.1 * abs(np.log2(base_rate / 1e-3)))
+
+
+def test_the_slope_is_that_of_the_points_and_the_rate_is_chosen_on_other_days() -> None:
+    selection = FakeTrials(slower_is_worse)
+    assert scaling.best_base_rate(selection, "GEM") == 1e-3  # type: ignore[arg-type]
+    trials = FakeTrials(lambda config: slower_is_worse(config) * (1 + ("dcn" in str(config)) * 0.3))
+    result, curves = scaling.scaling_result(selection, trials, 2)  # type: ignore[arg-type]
+    flops, ne = np.array(curves["GEM"]).T
+    expected = np.polyfit(np.log10(flops), ne, 1)[0]
+    figures = result.figures
+    assert figures["slope_gem"] == pytest.approx(1e4 * expected, abs=1e-3)
+    assert figures["slope_gem_low"] < figures["slope_gem"] < figures["slope_gem_high"] < 0  # type: ignore[operator]
+    assert figures["best_peer"] == "DCNv2" or figures["slope_gem_less_best_peer"] <= 0  # type: ignore[operator]
+    assert figures["core_hours"] == pytest.approx((30 + 18) * 36 / 3600)
+    study = scaling.study_of(result, curves, 2)
+    assert study.curves["HSTU"] == curves["HSTU"]
+
+
+def test_the_slope_of_a_curve_less_itself_is_zero() -> None:
+    trials = FakeTrials(slower_is_worse)
+    curve = scaling.Curve(
+        [[trials.gem(scaling.config_of("GEM", size, 1e-3, seed)) for seed in range(2)]
+         for size in range(5)]
+    )  # fmt: skip
+    assert scaling.slope_of([(1, curve), (-1, curve)]).value == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", scaling.ARCHITECTURES)
+def test_all_sizes_grow_together_and_are_valid_models(name: str) -> None:
+    features = feature_schema(load_spec(SIMULATOR_SPEC))
+    parameters = []
+    for size, larger in pairwise(scaling.SIZES):
+        assert all(size.sizes[n] <= larger.sizes[n] for n in size.sizes)
+        assert size.max_length < larger.max_length
+    for index in range(len(scaling.SIZES)):
+        config = scaling.config_of(name, index, 1e-3, 0)
+        gem = Gem(features, config.gem_config)
+        parameters.append(sum(p.numel() for p in gem.parameters()))
+        assert config.passes == 1
+    assert parameters == sorted(set(parameters))
+
+
+def ablation_of(
+    blur: Callable[[DataSet, TrainConfig], float], names: list[str]
+) -> dict[str, object]:
+    """Figures of an ablation whose models have some blur on each data set."""
+    differences = {}
+    for data in DATA_SETS:
+        trials = FakeData(FakeTrials(lambda config, data=data: blur(data, config)))  # type: ignore[misc]
+        differences[data] = ablation.ne_differences(trials, data, "tiny", 3, names)
+    return ablation.ablation_table(differences, "tiny", 3).figures
+
+
+def test_the_default_is_best_until_a_row_is_better_outside_noise() -> None:
+    names = ["DCNv2", "flow: int", "value head", ablation.DEEP, ablation.LIGHTGBM]
+    figures = ablation_of(lambda data, config: 0.3, names)
+    assert figures["default_is_best"] is True
+    assert figures["comparisons"] == 9  # no value head on KuaiRand
+
+    def better_dcn(data: DataSet, config: TrainConfig) -> float:
+        is_better = data == "simulated" and config.model.interaction == "dcnv2"
+        return 0.0 if is_better else 0.8
+
+    figures = ablation_of(better_dcn, names)
+    assert figures["default_is_best"] is False
+    assert figures["better_simulated"] == ["DCNv2"] and figures["better_on_all_data"] == []
+    deeper = ablation_of(lambda _, config: 0.1 if config.sizes else 0.6, names)
+    assert deeper["better_on_all_data"] == [ablation.DEEP]
+
+
+def test_many_rows_within_noise_are_corrected_for_their_number() -> None:
+    borderline = {f"row {i}": Estimate(-0.01, 0.0045, 100.0) for i in range(40)}
+    assert all(estimate.p_value < 0.05 for estimate in borderline.values())
+    verdicts = ablation.verdicts_of({"simulated": borderline})
+    assert set(verdicts["simulated"].values()) == {"within noise"}
+    alone = ablation.verdicts_of({"simulated": {"row": borderline["row 0"]}})
+    assert alone["simulated"]["row"] == "better"
+
+
+def own_rows() -> list[tuple[str, DataSet]]:
+    """Rows of the simulated logs, and those of KuaiRand that are not the same."""
+    simulated: list[tuple[str, DataSet]] = [(name, "simulated") for name in CHANGES]
+    kuairand = [n for n, by_data in CHANGES.items() if len({*map(str, by_data.values())}) > 1]
+    return [(ablation.DEEP, "simulated"), *simulated, *((name, "kuairand") for name in kuairand)]
+
+
+@pytest.mark.parametrize(("name", "data"), own_rows())
+def test_every_change_of_a_study_is_a_valid_model(name: str, data: DataSet) -> None:
+    config = ablation.config_of(data, name, "tiny", 0)
+    assert config is not None
+    features = feature_schema(load_spec(SPECS[data]))
+    Gem(features, config.gem_config)
+    Loss.from_config(config, features)
+    negative_sampling(config, features.objectives)
+    assert config.gem_config.layers == config.gem_config.event_layers == ablation.DEPTH
+
+
+def test_kendalls_tau_is_one_for_the_same_order_of_changes_and_minus_one_for_the_reverse() -> None:
+    rng = np.random.default_rng(0)
+    effect = np.concatenate(([0.0], rng.normal(0, 1, 8)))[:, None]
+    noise = rng.gamma(2, 1, (200, 1, 1))
+    losses, reversed_losses = noise * (5 + effect), noise * (5 - effect)
+    assert agreement.kendall_tau_interval(losses, losses + 1) == pytest.approx((1, 1, 1))
+    assert agreement.kendall_tau_interval(losses, reversed_losses)[0] == pytest.approx(-1)
+    seeds = losses + rng.normal(0, 3, (200, 9, 2))
+    value, low, high = agreement.kendall_tau_interval(seeds, losses)
+    assert low <= value <= high and low < high
+    figures = agreement.agreement_result({"tiny": seeds, "base": losses}, ("tiny",), 2).figures
+    assert figures["tau_tiny_base"] == pytest.approx(value, abs=1e-6)
+
+
+def test_ten_changes_are_compared_on_one_pass() -> None:
+    assert len(set(agreement.TEN_CHANGES)) == 10
+    for name in agreement.TEN_CHANGES:
+        config = agreement.config_of(name, "base", 1)
+        assert config.passes == 1 and config != agreement.config_of(agreement.DEFAULT, "base", 1)
+
+
+def test_a_figure_of_no_study_is_null_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show_committed("x", {"key": "> 0"}, tmp_path / "absent.json", as_json=True)
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert figures["key"] is None and "absent.json is absent" in figures["key_reason"]
+
+
+@pytest.mark.parametrize("study", [scaling, agreement, ablation])
+def test_studies_print_their_committed_figures(
+    study: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = study.__name__.rpartition(".")[2]  # type: ignore[attr-defined]
+    assert main(["bench", name, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    for key in study.GOALS:  # type: ignore[attr-defined]
+        assert figures[f"{key}_measured"]
+        assert figures[key] is not None or figures[f"{key}_reason"]
+
+
+def test_unknown_rows_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "ablation", "--work", "w", "--only", "magic"]) == 2
+    assert main(["bench", "agreement", "--work", "w", "--only", "magic"]) == 2
+    assert "magic" in capsys.readouterr().err

@@ -1,0 +1,184 @@
+"""Edges of numbers and base rates: of the first day, or of the day after an upgrade."""
+
+from collections.abc import Iterator
+from datetime import date, timedelta
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pyarrow.compute as pc
+import pytest
+import torch
+
+from benchmarks.harness import SIMULATOR_SPEC
+from benchmarks.system.warm_start import (
+    add_attributes,
+    add_counter,
+    changed_spec,
+    manifest_of,
+    trained_gem,
+)
+from etl.spec import load_spec
+from etl.tables import arrow, atomic_io, schemas
+from etl.tables.lake import Lake
+from tests.conftest import FIRST
+from training.config import TrainConfig
+from training.data.batch import InputStatistics
+from training.distributed.process_group import process_group
+from training.model.gem import Gem
+from training.model.numeric import quantile_edges
+from training.trainer import checkpoint
+from training.trainer.async_checkpoint import AsyncCheckpointer
+from training.trainer.resume import first_day_statistics, fit_new_numbers, starting_point
+from training.trainer.state import build_train_state, latest_reader
+from training.trainer.trainer import train_days
+from training.trainer.upgrade import TOLERANCE, carry_over, prediction_difference, upgraded_manifest
+
+SECOND = FIRST + timedelta(days=1)
+CONFIG = TrainConfig(scale="tiny", max_length=8, batch_rows=256)
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[None]:
+    with process_group():
+        yield
+
+
+def statistics_of(lake: Lake) -> InputStatistics:
+    reader = latest_reader(lake, CONFIG)
+    manifest, _ = starting_point(lake, reader, (FIRST, FIRST), CONFIG)
+    statistics = first_day_statistics(lake, reader, manifest)
+    assert statistics
+    return statistics
+
+
+def change_rows(lake: Lake, days: tuple[date, date]) -> None:
+    """Double the counters of some days, and flip the labels of their impressions."""
+    where = f"day >= '{days[0]}' AND day <= '{days[1]}'"
+    selected = [days[0] + timedelta(days=n) for n in range((days[1] - days[0]).days + 1)]
+    for schema in (schemas.examples(lake.spec), schemas.impressions(lake.spec)):
+        rows = arrow.snapshot(lake, schema).read(day=selected)
+        for name in rows.column_names:
+            is_counter = name.startswith("cnt_") or "decayed" in name
+            if is_counter:
+                changed = pc.add(pc.multiply(rows[name], 2), 1)
+            elif name.startswith("label_") and not name.startswith("label_mature"):
+                changed = pc.subtract(1, rows[name])
+            else:
+                continue
+            index = rows.column_names.index(name)
+            field = rows.schema.field(index)
+            rows = rows.set_column(index, field, pc.cast(changed, field.type))
+        arrow.replace_rows(lake, schema, rows, where, {})
+
+
+def equal(first: InputStatistics, second: InputStatistics) -> bool:
+    pairs = zip(vars(first).values(), vars(second).values(), strict=True)
+    return all(torch.equal(a.nan_to_num(-7), b.nan_to_num(-7)) for a, b in pairs)
+
+
+def test_later_days_do_not_change_the_statistics_of_the_first(own: Lake, group: None) -> None:
+    before = statistics_of(own)
+    change_rows(own, (SECOND, FIRST + timedelta(days=3)))
+    assert equal(before, statistics_of(own))
+    change_rows(own, (FIRST, FIRST))
+    after = statistics_of(own)
+    assert not torch.equal(before.row_numeric, after.row_numeric)
+    assert not torch.equal(before.base_rates, after.base_rates)
+
+
+def test_a_model_starts_with_the_quantiles_and_base_rates_of_the_first_day(
+    lake: Lake, group: None
+) -> None:
+    statistics = statistics_of(lake)
+    reader = latest_reader(lake, CONFIG)
+    manifest, _ = starting_point(lake, reader, (FIRST, FIRST), CONFIG)
+    core = build_train_state(manifest, statistics=statistics).model.core
+    values, edges = statistics.row_numeric, core.candidate_numeric.encoding.edges
+    for feature, column in enumerate(values.unbind(1)):
+        finite = column[column.isfinite()].numpy()
+        if len(finite):
+            assert edges[feature, 0] == finite.min() and edges[feature, -1] == finite.max()
+            levels = np.linspace(0, 1, edges.shape[1])
+            expected = np.unique(np.quantile(finite.astype(np.float64), levels).astype(np.float32))
+            distinct = edges[feature].unique().numpy()
+            np.testing.assert_allclose(distinct, expected, rtol=1e-6)
+    count = len(reader.features.objectives)
+    rates = torch.sigmoid(core.heads.out_bias[:count])
+    torch.testing.assert_close(rates, statistics.base_rates)
+    assert (statistics.base_rates > 0).all() and (statistics.base_rates < 1).all()
+
+
+def random_statistics(columns: int, users: int) -> InputStatistics:
+    generator = torch.Generator().manual_seed(3)
+    rows = 5 + 4 * torch.randn(500, columns, generator=generator)
+    of_users = 5 + 4 * torch.randn(500, users, generator=generator)
+    return InputStatistics(rows, of_users, torch.zeros(0), torch.zeros(0))
+
+
+def test_edges_of_numbers_that_an_upgrade_added_change_no_prediction(
+    group: None, tmp_path: Path
+) -> None:
+    training = TrainConfig(
+        scale="tiny", item_table_rows=256, sequence=next(iter(load_spec(SIMULATOR_SPEC).sequences))
+    )
+    old = trained_gem(manifest_of(load_spec(SIMULATOR_SPEC), training))
+    spec = changed_spec(add_counter, add_attributes)
+    new = upgraded_manifest(Lake(str(tmp_path), spec), old.manifest, 256)
+    added = new.unfitted_numbers
+    assert "user_income" in added and sum("2d" in name for name in added) > 2
+    before = set(old.manifest.features.all_numeric_columns)
+    assert set(new.features.all_numeric_columns) - before == set(added)
+    upgraded, _ = carry_over(old, new)
+    core = upgraded.model.core
+    columns, users = new.features.numeric_columns, new.features.user.numeric
+    statistics = random_statistics(len(columns), len(users))
+    earlier = core.candidate_numeric.encoding.edges.clone()
+    for model in (core, cast("Gem", upgraded.ema.module)):
+        model.fit_numbers(statistics, added)
+    edges = core.candidate_numeric.encoding.edges
+    expected = quantile_edges(statistics.row_numeric, edges.shape[1] - 1)
+    for number, name in enumerate(columns):
+        assert torch.equal(edges[number], (expected if name in added else earlier)[number])
+    assert prediction_difference(old, upgraded) <= TOLERANCE
+    again = upgraded_manifest(Lake(str(tmp_path), spec), upgraded.manifest, 256)
+    assert again.unfitted_numbers == added, "they are fitted by training alone"
+    fitted = upgraded.manifest.model_copy(update={"unfitted_numbers": ()})
+    assert not upgraded_manifest(Lake(str(tmp_path), spec), fitted, 256).unfitted_numbers
+
+
+def test_the_next_day_of_training_sets_the_edges_of_added_numbers(
+    own_gem_lake: Lake, group: None
+) -> None:
+    """Those of the day's rows; other numbers keep theirs, also on later days."""
+    lake, path = own_gem_lake, checkpoint.checkpoint_path(own_gem_lake.root, FIRST)
+    manifest = checkpoint.read_manifest(path, None)
+    assert manifest
+    columns = manifest.features.numeric_columns
+    added = columns[-2:]
+    state = build_train_state(manifest)
+    checkpoint.load_checkpoint(path, state)
+    trained_edges = state.model.core.candidate_numeric.encoding.edges.clone()
+    state.manifest = manifest.model_copy(update={"unfitted_numbers": added})
+    checkpointer = AsyncCheckpointer()
+    checkpointer.save(path, state)
+    checkpointer.wait()
+    later = checkpoint.checkpoint_path(lake.root, SECOND)
+    for day in (SECOND, FIRST + timedelta(days=2)):
+        atomic_io.remove_folder(checkpoint.checkpoint_path(lake.root, day))
+    reader = latest_reader(lake, manifest.training)
+    start, _ = starting_point(lake, reader, (SECOND, SECOND), manifest.training)
+    assert start.unfitted_numbers == added
+    fresh = build_train_state(start.model_copy(update={"trained_until": SECOND}))
+    fit_new_numbers(lake, reader, fresh)
+    expected = fresh.model.core.candidate_numeric.encoding.edges
+
+    train_days(lake, (SECOND, SECOND), manifest.training)
+    new_manifest = checkpoint.read_manifest(later, None)
+    assert new_manifest and new_manifest.unfitted_numbers == ()
+    trained = build_train_state(new_manifest)
+    checkpoint.load_weights(later, trained)
+    edges = trained.model.core.candidate_numeric.encoding.edges
+    assert torch.equal(edges[:-2], trained_edges[:-2])
+    assert torch.equal(edges[-2:], expected[-2:])
+    assert not torch.equal(edges[-2:], trained_edges[-2:])
