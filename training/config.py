@@ -102,9 +102,7 @@ class TrainConfig(StrictModel):
     passes: Annotated[int, Field(ge=1), tyro.conf.arg(help="passes over the rows of a day")] = 2
     reset_embeddings_each_pass: Annotated[
         bool,
-        tyro.conf.arg(
-            help="start all embeddings anew before each further pass over a day, as in MEDA"
-        ),
+        tyro.conf.arg(help="reset all embeddings before each further pass over a day (MEDA)"),
     ] = False
     sequence: Annotated[
         str | None,

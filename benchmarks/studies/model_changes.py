@@ -95,7 +95,7 @@ TRAINING: dict[str, dict[DataSet, Options]] = {
     "auxiliary objectives": model(auxiliary_weight=0.3),
     "losses without entropy": training(entropy_power=0),
     "Muon": training(dense_optimizer="muon"),
-    "new embeddings in each pass": training(reset_embeddings_each_pass=True),
+    "embeddings reset in each pass": training(reset_embeddings_each_pass=True),
     "a quarter of the negatives": training(
         negative_sampling_rate={"click": 0.25, "long_view": 0.25}
     ),

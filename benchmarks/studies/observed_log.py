@@ -147,7 +147,7 @@ class Sessions:
 
     @classmethod
     def of(cls, day: ObservedDay) -> "Sessions":
-        """Sessions of a day, told apart by surface and by gaps of SESSION_GAP_MS."""
+        """Sessions of a day, separated by surface and by gaps of SESSION_GAP_MS."""
         steps = (day.views, day.impressions)
         user, surface, time_ms = (
             np.concatenate([getattr(s, name) for s in steps])

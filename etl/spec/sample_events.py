@@ -42,7 +42,7 @@ def frequent_values(sample: SourceSample, role: str) -> list[str]:
 
 
 def outcome_flags(log: SourceSample) -> list[str]:
-    """The columns of a log that tell whether an outcome occurred."""
+    """The columns of a log that are flags of outcomes."""
     used_columns = set(log.roles.values())
     return [
         name
@@ -105,7 +105,7 @@ class SampledEvents:
     def rare_outcomes(self) -> list[str]:
         """Outcomes, but not conversions, of fewer than RARE_SHARE of the impressions.
 
-        None where the sample is too small to tell, or has no other outcomes.
+        Empty if the sample is too small, or has no other outcomes.
         """
         impressions = self.counts[self.impression]
         if impressions < MIN_IMPRESSIONS_FOR_SHARES:
@@ -124,7 +124,7 @@ class SampledEvents:
 
     @cached_property
     def dwell_events(self) -> list[str]:
-        """The event type of each log that most often has a dwell, of an impression if it can tell.
+        """The event type of each log that most often has a dwell, of an impression if possible.
 
         An event that names its impression is preferred to one that may be of other content.
         """

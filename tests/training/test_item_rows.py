@@ -27,7 +27,7 @@ class Table:
     """A table of items that is trained day by day: `read` are items that a day looks up.
 
     `vectors` (N) stand for the trained vectors of the rows: each look-up writes the item, so that
-    a vector tells which item has trained its row.
+    a vector shows which item trained its row.
     """
 
     def __init__(self, num_rows: int, **options: float) -> None:

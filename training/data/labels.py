@@ -106,7 +106,7 @@ class _StoredLabels:
     """Columns of `impressions` for some objectives, as arrays (B, n).
 
     `sums` are values or dwells, NaN where they are null or the objective has none. `mature_ts` are
-    in epoch seconds; `has_label` tells whether the surface has the objective.
+    in epoch seconds; `has_label` is true where the surface has the objective.
     """
 
     names: Collection[str]

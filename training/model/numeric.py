@@ -74,7 +74,7 @@ MAX_OUTER = 2.0  # segments' lengths that values beyond the outer edges count at
 
 
 class PiecewiseLinearEncoding(nn.Module):
-    """Piecewise-linear encoding (PLE, 2203.05556): values (B, F) to components (B, F, T).
+    """Piecewise-linear encoding (2203.05556): values (B, F) to components (B, F, T).
 
     Component t is the share of the segment from edge t - 1 to edge t that lies below the value:
     those of lower segments are 1, those of higher ones 0. The outer segments continue beyond the

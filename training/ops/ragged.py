@@ -17,8 +17,7 @@ class RaggedPositions(NamedTuple):
 def segment_ids(offsets: Tensor, total: int | None = None) -> Tensor:
     """The segment of each element (N).
 
-    `total` is N where it is known, as the size of another tensor: a GPU then need not tell it to
-    the host.
+    `total` is N where it is known from the size of another tensor, which avoids a host sync.
     """
     segments = torch.arange(len(offsets) - 1, device=offsets.device)
     return torch.repeat_interleave(segments, offsets.diff(), output_size=total)
@@ -33,7 +32,7 @@ def position_in_segment(offsets: Tensor, total: int | None = None) -> Tensor:
 def concat_ranges(starts: Tensor, lengths: Tensor) -> RaggedPositions:
     """The ranges [start, start + length) of G starts and lengths, one after another.
 
-    The number of positions depends on values, so that this belongs into the reader's process.
+    The number of positions depends on values: call this in the process that reads batches.
     """
     offsets = F.pad(lengths.cumsum(0), (1, 0))
     index = torch.arange(int(offsets[-1]), device=starts.device)
@@ -64,6 +63,6 @@ def query_key_pairs(q_offsets: Tensor, kv_offsets: Tensor) -> QueryKeyPairs:
 
 
 def segment_offsets(segments: Tensor, num_segments: int) -> Tensor:
-    """Offsets (G + 1) of elements that are sorted by their segment (N); of any device, unsynced."""
+    """Offsets (G + 1) of elements that are sorted by their segment (N), without a host sync."""
     numbers = torch.arange(num_segments + 1, device=segments.device)
     return torch.searchsorted(segments, numbers)

@@ -264,7 +264,7 @@ class LossCheck:
         self._pending: list[Tensor] = []
 
     def add(self, loss: Tensor) -> None:
-        """Note the loss of a step; raises NonFiniteLossError on all processes alike."""
+        """Record the loss of a step; raises NonFiniteLossError on all processes alike."""
         self._pending.append(loss.detach())
         if len(self._pending) >= self.every:
             self.read()

@@ -169,7 +169,7 @@ class Trainer:
         torch.manual_seed(hash((self.config.seed, self.state.manifest.steps, *salt)) % 2**31)
 
     def _reset_embeddings(self) -> None:
-        """Start all embeddings anew, equally in all replicas; a collective call."""
+        """Reset all embeddings, equally in all replicas; a collective call."""
         self.state.replicas.synchronize()
         self._seed_step()
         reset_all_rows(self.state.tables, self.state.initial_accumulator)
