@@ -3,10 +3,20 @@
 from pathlib import Path
 
 from benchmarks.harness import DEMO_SIMULATOR, SIMULATOR_SPEC
-from dags.pipeline import PipelinePaths, Step
+from dags.pipeline import (
+    PipelinePaths,
+    Step,
+    all_days_flags,
+    data_steps,
+    latest_mature_split,
+)
+from dags.runner import run_pipeline
 from etl.cli.runner import read_yaml_mapping
 from etl.errors import UserError
+from etl.spec import load_spec
+from etl.spec.units import parse_date_range
 
+BENCH_DAYS = "2026-01-01:2026-01-14"  # of BENCH_SIMULATOR
 SMALL_SIMULATION = {"users": 150, "events_per_user_mean": 80, "max_events_per_user": 600, "days": 7}
 
 
@@ -16,6 +26,18 @@ def simulate_logs(raw: Path, overrides: dict[str, int]) -> None:
     from etl.simulator.simulate import simulate
 
     simulate(SimulatorConfig(**read_yaml_mapping(DEMO_SIMULATOR) | overrides), raw)
+
+
+def simulated_tables(work: Path, simulator: Path, days: str) -> PipelinePaths:
+    """Simulated logs and all their tables, built in `work` if they are missing."""
+    from etl.commands import SimulateArgs, simulate
+
+    spec, work = load_spec(SIMULATOR_SPEC), work.resolve()  # step completion depends on the paths
+    paths = PipelinePaths(SIMULATOR_SPEC, str(work / "raw"), str(work / "lake"))
+    simulate(SimulateArgs(simulator=simulator, out=Path(paths.raw)))
+    all_days = latest_mature_split(spec, *parse_date_range(days))
+    run_pipeline(spec, paths, data_steps(paths, all_days_flags(all_days)))
+    return paths
 
 
 def pipeline_paths_in(folder: str, lake: str = "lake") -> PipelinePaths:

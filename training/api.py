@@ -21,11 +21,7 @@ from training.data.batch import Batch, Shuffle
 from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
 from training.data.shards import Epoch, ShardDataset
-from training.model.embeddings import (
-    ItemRowMap,
-    TorchEmbeddingTables,
-    table_sizes,
-)
+from training.model.embeddings import ItemRowMap, TorchEmbeddingTables, table_sizes
 from training.model.gem import Gem
 from training.trainer.checkpoint import list_checkpoints, verified_state_dir
 from training.trainer.compute import apply_compute_config

@@ -80,8 +80,7 @@ def scores(
     from training.baseline import BaselineConfig, train_baseline
     from training.config import TrainConfig
     from training.distributed.process_group import process_group
-    from training.evaluation.metrics import slice_metrics
-    from training.evaluation.predictions import Predictions
+    from training.evaluation.metrics import score_predictions
     from training.trainer import checkpoint
     from training.trainer.trainer import predict_test, train_days
 
@@ -98,20 +97,15 @@ def scores(
         data_until=test_last,
     )
 
-    def score(p: Predictions) -> list["SliceMetrics"]:
-        surfaces, objectives = list(spec.surfaces), list(spec.objectives)
-        return slice_metrics(
-            p.probabilities, p.labels, p.label_mask, p.surface, surfaces, objectives
-        )
-
-    lightgbm = score(train_baseline(lake, split, BaselineConfig()))
+    surfaces = list(spec.surfaces)
+    lightgbm = score_predictions(train_baseline(lake, split, BaselineConfig()), surfaces)
     gem_by_seed = []
     with process_group():
         for seed in range(args.seeds):
             config = TrainConfig.model_validate({"scale": args.scale, "seed": seed})
             checkpoint.remove_checkpoints(lake_root)
             train_days(lake, (train_first, train_last), config)
-            gem_by_seed.append(score(predict_test(lake, split)))
+            gem_by_seed.append(score_predictions(predict_test(lake, split), surfaces))
     return lightgbm, gem_by_seed
 
 

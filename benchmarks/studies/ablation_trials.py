@@ -5,12 +5,12 @@ from datetime import timedelta
 from pathlib import Path
 
 from benchmarks.harness import BENCH_SIMULATOR, DEMO_SIMULATOR, SIMULATOR_SPEC
+from benchmarks.pipelines import BENCH_DAYS, simulated_tables
 from benchmarks.studies.kuairand_quality import FIRST_TEST_DAY, build_trials
 from benchmarks.studies.model_changes import DataSet
 from benchmarks.studies.prequential import PrequentialTrials, pooled
 from benchmarks.studies.trials import TrialRunner
-from dags.pipeline import PipelinePaths, all_days_flags, data_steps, latest_mature_split
-from dags.runner import run_pipeline
+from dags.pipeline import latest_mature_split
 from etl.errors import UserError
 from etl.spec import load_spec
 from etl.spec.units import DaySplit, parse_date_range
@@ -19,7 +19,7 @@ from training.baseline import BaselineConfig
 from training.config import TrainConfig
 from training.evaluation.predictions import Predictions
 
-DEMO_DAYS, BENCH_DAYS = "2026-01-01:2026-01-11", "2026-01-01:2026-01-14"
+DEMO_DAYS = "2026-01-01:2026-01-11"
 TEST_DAYS = 3
 
 
@@ -94,11 +94,6 @@ def bench_trials(work: Path, split: DaySplit) -> TrialRunner:
 
 def simulated_trials(work: Path, simulator: Path, days: str, split: DaySplit) -> TrialRunner:
     """Simulated logs and their tables, built once in `work`, and trainings on days of them."""
-    from etl.commands import SimulateArgs, simulate
-
-    spec, work = load_spec(SIMULATOR_SPEC), work.resolve()  # step completion depends on the paths
-    paths = PipelinePaths(SIMULATOR_SPEC, str(work / "raw"), str(work / "lake"))
-    simulate(SimulateArgs(simulator=simulator, out=Path(paths.raw)))
-    all_days = latest_mature_split(spec, *parse_date_range(days))
-    run_pipeline(spec, paths, data_steps(paths, all_days_flags(all_days)))
-    return TrialRunner(Lake(paths.lake, spec), split, work / "trials")
+    paths = simulated_tables(work, simulator, days)
+    lake = Lake(paths.lake, load_spec(SIMULATOR_SPEC))
+    return TrialRunner(lake, split, work.resolve() / "trials")

@@ -1,6 +1,7 @@
 """Figures of committed studies, for commands whose measurement takes hours."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,30 +14,43 @@ Task = TypeVar("Task")
 
 
 def show_committed(title: str, goals: Mapping[str, str], path: Path, as_json: bool) -> None:
-    """Print the committed figures of a study."""
+    """Print the committed figures of a study, which a run with `--work` measures."""
     result = BenchmarkResult(title, COLUMNS)
-    add_committed(result, goals, path)
+    command = f"gemline bench {path.stem} --work FOLDER"
+    add_figures(result, goals, partial(committed_figures, path, command))
+    for key in goals:
+        result.figures.setdefault(f"{key}_measured", "no committed study")
     result.show(as_json)
 
 
-def add_committed(result: BenchmarkResult, goals: Mapping[str, str], path: Path) -> None:
-    """Add the committed figures of a study, with its date, commit and command.
+def committed_figures(path: Path, command: str) -> dict[str, object]:
+    """The figures of a study's file. Raises UserError if there is none yet."""
+    if not path.is_file():
+        raise UserError(f"{path.name} is absent: it is not committed yet; `{command}` measures it")
+    study = StudyResult.model_validate_json(path.read_text())
+    return study.figures | {"measured": f"{study.date} {study.commit}: {study.command}"}
 
-    A figure that no committed study has is null, with the reason.
-    """
-    study = StudyResult.model_validate_json(path.read_text()) if path.is_file() else None
-    source = f"{study.date} {study.commit}: {study.command}" if study else "no committed study"
+
+def add_figures(
+    result: BenchmarkResult, goals: Mapping[str, str], figures: Callable[[], dict[str, object]]
+) -> None:
+    """Add figures and when they were measured; null with the reason if they cannot be had."""
+    try:
+        found = figures()
+    except UserError as error:
+        found = dict.fromkeys(goals) | {f"{key}_reason": str(error) for key in goals}
+    source = found.pop("measured", None)
+    absent = [key for key in goals if key not in found]
+    found |= dict.fromkeys(absent) | {f"{key}_reason": f"{source} lacks it" for key in absent}
+    result.figures |= found
     for key, goal in goals.items():
-        value = study.figures.get(key) if study else None
-        result.figures |= {key: value, f"{key}_measured": source}
-        if value is None:
-            lacks = f"the study of {study.date} lacks it" if study else f"{path.name} is absent"
-            result.figures[f"{key}_reason"] = f"{lacks}; a run with --work measures it"
-        result.rows.append((key, shown(value), goal, source))
+        if source:
+            result.figures[f"{key}_measured"] = source
+        note = str(found.get(f"{key}_reason") or source)
+        result.rows.append((key, _shown(found[key]), goal, note))
 
 
-def shown(value: object) -> str:
-    """A figure as text of a table."""
+def _shown(value: object) -> str:
     return f"{value:.4f}" if isinstance(value, float) else "" if value is None else str(value)
 
 

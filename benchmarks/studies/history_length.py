@@ -23,9 +23,9 @@ from benchmarks.harness import (
     BenchmarkResult,
     format_mean_std,
 )
+from benchmarks.pipelines import BENCH_DAYS, simulated_tables
 from benchmarks.studies.committed import share_of
-from dags.pipeline import PipelinePaths, all_days_flags, data_steps, latest_mature_split
-from dags.runner import run_pipeline
+from dags.pipeline import PipelinePaths, latest_mature_split
 from etl.cli.runner import read_yaml_mapping
 from etl.spec import load_spec
 from etl.spec.base import StrictModel
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from etl.tables.lake import Lake
     from training.evaluation.predictions import Predictions
 
-DAYS = "2026-01-01:2026-01-14"
 LENGTHS = (0, 32, 256, 2048)
 
 
@@ -72,26 +71,16 @@ def run_names(seeds: int) -> Iterator[str]:
 
 def ne_by_run(work: Path, names: Iterable[str]) -> dict[str, dict[str, float]]:
     """NE by objective of each run; results of finished runs are read from files."""
-    work = work.resolve()  # step completion depends on the paths
-    paths = PipelinePaths(SIMULATOR_SPEC, str(work / "raw"), str(work / "lake"))
-    split = latest_mature_split(load_spec(SIMULATOR_SPEC), *parse_date_range(DAYS))
-    prepare_tables(paths, split)
+    paths = simulated_tables(work, BENCH_SIMULATOR, BENCH_DAYS)
+    split = latest_mature_split(load_spec(SIMULATOR_SPEC), *parse_date_range(BENCH_DAYS))
     return {name: ne_of_run(work, paths, split, name) for name in names}
-
-
-def prepare_tables(paths: PipelinePaths, split: DaySplit) -> None:
-    """Simulate logs and build their tables, if they are missing."""
-    from etl.commands import SimulateArgs, simulate
-
-    simulate(SimulateArgs(simulator=BENCH_SIMULATOR, out=Path(paths.raw)))
-    run_pipeline(load_spec(SIMULATOR_SPEC), paths, data_steps(paths, all_days_flags(split)))
 
 
 def ne_of_run(work: Path, paths: PipelinePaths, split: DaySplit, name: str) -> dict[str, float]:
     """NE of a run by objective over all surfaces; read from its file if the tables are the same."""
     from etl.tables.lake import Lake
     from training.data.reader import INPUT_TABLES
-    from training.evaluation.metrics import slice_metrics
+    from training.evaluation.metrics import ne_by_objective
 
     spec = load_spec(SIMULATOR_SPEC)
     lake = Lake(paths.lake, spec)
@@ -101,9 +90,11 @@ def ne_of_run(work: Path, paths: PipelinePaths, split: DaySplit, name: str) -> d
         finished: dict[str, float] = json.loads(path.read_text())
         return finished
     p = predictions_of_run(lake, paths.raw, split, name)
-    objectives = list(spec.objectives)
-    slices = slice_metrics(p.probabilities, p.labels, p.label_mask, p.surface, (), objectives)
-    ne = {s.objective: s.ne for s in slices if name != "observable" or s.objective == "click"}
+    ne = {
+        objective: value
+        for objective, value in ne_by_objective(p).items()
+        if name != "observable" or objective == "click"
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(ne))
     return ne

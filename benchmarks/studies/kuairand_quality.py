@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import mean
 
 import numpy as np
+from scipy.special import expit
 
 from benchmarks.harness import KUAIRAND_SPEC, BenchmarkResult, format_mean_std
 from benchmarks.studies.prequential import (
@@ -26,14 +27,12 @@ from etl.spec import load_spec
 from etl.tables.lake import Lake
 from training.config import TrainConfig
 from training.evaluation.auc_intervals import paired_auc_difference
-from training.evaluation.metrics import mean_group_auc, slice_metrics
+from training.evaluation.metrics import mean_group_auc, score_predictions
 from training.evaluation.predictions import ConfidenceInterval, Predictions
 from training.teacher.blend import (
     blend,
     fit_blend_weight,
     logits_of,
-    mean_logits,
-    probabilities_of,
 )
 
 FIRST_DAY, FIRST_PREDICTED_DAY = date(2022, 4, 25), date(2022, 4, 26)
@@ -116,10 +115,7 @@ def pooled_metrics(predictions: Predictions, objective: str) -> tuple[float, flo
     """AUC, mean AUC within users, NE and calibration over all surfaces and days."""
     column = predictions.objectives.index(objective)
     rows = predictions.filter(predictions.label_mask[:, column])
-    metrics = slice_metrics(
-        rows.probabilities, rows.labels, rows.label_mask, rows.surface, (), rows.objectives
-    )
-    total = next(m for m in metrics if m.objective == objective)
+    total = next(m for m in score_predictions(rows) if m.objective == objective)
     gauc = mean_group_auc(rows.user_hashes, rows.labels[:, column], rows.probabilities[:, column])
     return total.auc, gauc, total.ne, total.calibration
 
@@ -138,7 +134,7 @@ def teacher_predictions(
     earlier: list[tuple[Predictions, np.ndarray, np.ndarray]] = []
     for day in sorted(members[0]):
         rows = members[0][day]
-        gem = mean_logits([logits_of(member[day].probabilities) for member in members])
+        gem = np.mean([logits_of(member[day].probabilities) for member in members], 0)
         logits = gem
         if trees is not None:
             assert (trees[day].impression_ids == rows.impression_ids).all()
@@ -146,7 +142,7 @@ def teacher_predictions(
             weights = prequential_weights(earlier, len(rows.objectives))
             logits = np.asarray(blend(gem, tree_logits, np.asarray(weights)))
             earlier.append((rows, gem, tree_logits))
-        predicted[day] = replace(rows, probabilities=probabilities_of(logits))
+        predicted[day] = replace(rows, probabilities=expit(logits))
     return predicted
 
 

@@ -16,11 +16,10 @@ from pydantic import Field
 from rich.console import Console
 
 from benchmarks.harness import RESULTS, ROOT, BenchmarkResult
+from benchmarks.studies.committed import COLUMNS, add_figures, committed_figures
 from etl.errors import UserError
 from etl.spec.base import StrictModel
-from ranking.report.study import StudyResult
 
-COLUMNS = ("figure", "value", "goal", "of")
 KUAIRAND_GOALS = {
     "kuairand_click_gain": ">= 0.001",
     "kuairand_long_view_gain": ">= 0.001",
@@ -39,8 +38,6 @@ MOVIELENS_GOALS = {
     "movielens_uauc_gain": "> 0",
     "movielens_tabular_auc_gain": "> 0",
 }
-
-
 Part = Literal["kuairand", "movielens", "sim"]
 KUAIRAND_COMMAND = "gemline bench quality --only kuairand --measure"
 MOVIELENS_COMMAND = "gemline bench quality --only movielens --measure"
@@ -142,34 +139,3 @@ def measure_movielens_part(args: QualityArgs) -> BenchmarkResult:
     from benchmarks.public.movielens import measure_movielens, movielens_folder
 
     return measure_movielens(args.movielens or movielens_folder(), args.work / "movielens")
-
-
-def committed_figures(path: Path, command: str) -> dict[str, object]:
-    """The figures of a study's file. Raises UserError if there is none yet."""
-    if not path.is_file():
-        raise UserError(f"{path.name} is not committed yet; `{command}` measures it")
-    study = StudyResult.model_validate_json(path.read_text())
-    return study.figures | {"measured": f"{study.date} {study.commit}: {study.command}"}
-
-
-def add_figures(
-    result: BenchmarkResult, goals: dict[str, str], figures: Callable[[], dict[str, object]]
-) -> None:
-    """Add figures and when they were measured; null with the reason if they cannot be had."""
-    try:
-        found = figures()
-    except UserError as error:
-        found = dict.fromkeys(goals) | {f"{key}_reason": str(error) for key in goals}
-    source = found.pop("measured", None)
-    absent = [key for key in goals if key not in found]
-    found |= dict.fromkeys(absent) | {f"{key}_reason": f"{source} lacks it" for key in absent}
-    result.figures |= found
-    for key, goal in goals.items():
-        if source:
-            result.figures[f"{key}_measured"] = source
-        note = str(found.get(f"{key}_reason") or source)
-        result.rows.append((key, _shown(found[key]), goal, note))
-
-
-def _shown(value: object) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else "" if value is None else str(value)

@@ -151,9 +151,7 @@ def best_base_rate(selection: "TrialRunner", name: str) -> float:
     """The base rate with the least NE on the selection day, mean over the smallest sizes."""
     ne = {
         rate: mean(
-            ne_over_surfaces(
-                selection.gem(config_of(name, size, rate, SWEEP_SEED)).predictions, OBJECTIVE
-            )
+            selection.gem(config_of(name, size, rate, SWEEP_SEED)).ne(OBJECTIVE)
             for size in range(SWEPT_SIZES)
         )
         for rate in BASE_RATES
@@ -173,7 +171,7 @@ class Curve:
         return tuple(
             (
                 by_seed[0].flops_per_example,
-                mean(ne_over_surfaces(trial.predictions, OBJECTIVE) for trial in by_seed),
+                mean(trial.ne(OBJECTIVE) for trial in by_seed),
             )
             for by_seed in self.trials
         )
@@ -280,18 +278,3 @@ def study_of(
         figures=result.figures,
         curves=curves,
     )
-
-
-def ne_over_surfaces(predictions: "Predictions", objective: str) -> float:
-    """NE of an objective over all surfaces."""
-    from training.evaluation.metrics import slice_metrics
-
-    slices = slice_metrics(
-        predictions.probabilities,
-        predictions.labels,
-        predictions.label_mask,
-        predictions.surface,
-        (),
-        predictions.objectives,
-    )
-    return next(s.ne for s in slices if s.objective == objective)

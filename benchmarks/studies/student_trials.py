@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import SIMULATOR_SPEC
-from benchmarks.studies import history_length
-from benchmarks.studies.scaling import ne_over_surfaces
+from benchmarks.harness import BENCH_SIMULATOR, SIMULATOR_SPEC
+from benchmarks.pipelines import BENCH_DAYS, simulated_tables
 from benchmarks.studies.shuffled_teacher import (
     StudentTrialConfig,
     train_domain,
@@ -25,7 +24,7 @@ from benchmarks.studies.shuffled_teacher import (
 )
 from benchmarks.studies.trials import symlinked_lake, trial_path
 from benchmarks.system.model_blocks import count_flops
-from dags.pipeline import PipelinePaths, latest_mature_split
+from dags.pipeline import latest_mature_split
 from etl.spec import load_spec
 from etl.spec.units import DaySplit, date_range, parse_date_range
 from etl.tables.lake import Lake
@@ -43,6 +42,7 @@ from training.data.batch import Shuffle
 from training.data.label_window import LabelWindow
 from training.data.reader import INPUT_TABLES, ExampleReader
 from training.distributed.process_group import process_group
+from training.evaluation.metrics import ne_by_objective
 from training.evaluation.predictions import Predictions, concat_predictions, predict
 from training.teacher.embeddings import TeacherEmbeddings, load_teacher_embeddings
 from training.teacher.outputs import write_teacher_outputs
@@ -80,9 +80,8 @@ class TransferTrials:
     def of(cls, work: Path) -> "TransferTrials":
         """The trials of a work folder; logs, tables, GEM and its outputs are built if missing."""
         work, spec = work.resolve(), load_spec(SIMULATOR_SPEC)
-        paths = PipelinePaths(SIMULATOR_SPEC, str(work / "raw"), str(work / "lake"))
-        split = latest_mature_split(spec, *parse_date_range(history_length.DAYS))
-        history_length.prepare_tables(paths, split)
+        paths = simulated_tables(work, BENCH_SIMULATOR, BENCH_DAYS)
+        split = latest_mature_split(spec, *parse_date_range(BENCH_DAYS))
         lake = symlinked_lake(Lake(paths.lake, spec), work / "transfer" / "lake")
         with process_group():
             if not checkpoint.has_checkpoint(lake, split.train_last):
@@ -193,7 +192,7 @@ class TransferTrials:
         ne = {}
         for option, change in changes.items():
             p = self.student_predictions(change, SELECTION_SEED, self.selection_split)
-            ne[option] = mean(ne_over_surfaces(p, objective) for objective in self.objectives)
+            ne[option] = mean(ne_by_objective(p).values())
         return min(ne, key=lambda option: ne[option])
 
     @contextmanager

@@ -24,6 +24,7 @@ from training.data.batch import Shuffle
 from training.data.label_window import ALL_LABELS
 from training.data.reader import INPUT_TABLES
 from training.distributed.process_group import process_group
+from training.evaluation.metrics import ne_by_objective
 from training.evaluation.predictions import Predictions, concat_predictions
 from training.trainer.throughput import measure_cost
 from training.trainer.trainer import load_train_state, predict_test, train_days
@@ -55,6 +56,10 @@ class Trial:
     def flops_per_example(self) -> float:
         """FLOPs per example, forward and backward."""
         return self.record.flops
+
+    def ne(self, objective: str) -> float:
+        """NE of an objective on the test days, over all surfaces."""
+        return ne_by_objective(self.predictions)[objective]
 
 
 @dataclass(frozen=True)

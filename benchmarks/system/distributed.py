@@ -28,7 +28,6 @@ from etl.spec.units import parse_date_range
 from etl.tables.lake import Lake
 from training.config import ParallelismConfig, TrainConfig
 from training.data.batch import Shuffle
-from training.data.reader import ExampleReader
 from training.distributed.communication import (
     CommunicationCounter,
     LookupCounter,
@@ -36,8 +35,8 @@ from training.distributed.communication import (
 )
 from training.distributed.process_group import synchronized_batches
 from training.model.embeddings import table_sizes
-from training.trainer.resume import DayBatches
-from training.trainer.state import Manifest, build_train_state, latest_reader
+from training.trainer.resume import DayBatches, new_manifest
+from training.trainer.state import build_train_state, latest_reader
 from training.trainer.step import Loss, train_step
 from training.trainer.table_day import start_table_day
 
@@ -136,7 +135,7 @@ def _train_day(lake: Lake, parallelism: ParallelismConfig, seed: int) -> tuple[f
     """The mean loss of a day's steps, and the bytes that this process sent and should have sent."""
     config = TrainConfig(scale="tiny", seed=seed, batch_rows=64)
     reader, (day, _) = latest_reader(lake, config), parse_date_range(DAY)
-    manifest = _initial_manifest(reader, config)
+    manifest = new_manifest(lake, reader, day, config)
     state = build_train_state(manifest, parallelism)
     start_table_day(state, reader.items, day)
     lookups = state.last_access.tables = LookupCounter(state.tables)
@@ -160,22 +159,3 @@ def _train_day(lake: Lake, parallelism: ParallelismConfig, seed: int) -> tuple[f
         lookups.calls, lookups.ids, tables, sizes.embedding_dim, group_size
     )
     return float(mean_loss) / WORKERS, communication.bytes["alltoall_base"], expected
-
-
-def _initial_manifest(reader: ExampleReader, config: TrainConfig) -> Manifest:
-    day, _ = parse_date_range(DAY)
-    spec = reader.lake.spec
-    return Manifest(
-        spec_hash=spec.hash,
-        features=reader.features,
-        attributes=spec.attributes,
-        event_types=reader.event_types,
-        training=config,
-        num_shards=WORKERS,
-        table_versions={},
-        trained_from=day,
-        trained_until=day,
-        complete=False,
-        batches=0,
-        steps=0,
-    )

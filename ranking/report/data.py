@@ -14,7 +14,7 @@ from etl.tables import arrow, schemas
 from etl.tables.atomic_io import download
 from etl.tables.lake import Lake
 from etl.tables.uri import list_matching, resolve_uri
-from training.evaluation.metrics import SliceMetrics, slice_metrics
+from training.evaluation.metrics import SliceMetrics, score_predictions
 from training.evaluation.predictions import Predictions, concat_predictions, evaluation_path
 
 MODEL_NAMES = {
@@ -115,13 +115,8 @@ def true_probabilities(gem: Predictions, raw_data_uri: str) -> Predictions | Non
 
 def score_models(lake: Lake, predictions: dict[str, Predictions]) -> dict[str, list[SliceMetrics]]:
     """Metrics of each model by surface and objective."""
-    surfaces, objectives = list(lake.spec.surfaces), list(lake.spec.objectives)
-    return {
-        name: slice_metrics(
-            p.probabilities, p.labels, p.label_mask, p.surface, surfaces, objectives
-        )
-        for name, p in predictions.items()
-    }
+    surfaces = list(lake.spec.surfaces)
+    return {name: score_predictions(p, surfaces) for name, p in predictions.items()}
 
 
 def compare_models(

@@ -35,7 +35,7 @@ from ranking.student.history import (
     one_hot_types,
 )
 from training.data.batch import Batch
-from training.data.matching import match_by_attribute, matched_gaps
+from training.data.matching import match_batch, matched_gaps
 from training.data.reader import ExampleReader
 from training.model.embeddings import (
     EmbeddingTables,
@@ -281,17 +281,11 @@ class TrainedStudent:
         return hidden[torch.from_numpy(inputs.candidate_index.mask)]
 
     def _update_inter_arrival(self, batch: Batch) -> None:
-        history = batch.history
         columns = self.input_builder.reader.features.similarity_columns
         for name, recency in zip(columns, self.student.recency, strict=True):
             assert isinstance(recency, RecencyEmbedding)
-            matches = match_by_attribute(
-                batch.row_categorical[name],
-                history.item_categorical[name],
-                batch.request_index,
-                history.offsets,
-            )
-            recency.inter_arrival.update(matched_gaps(matches, batch, recency.num_types))
+            gaps = matched_gaps(match_batch(batch, name), batch, recency.num_types)
+            recency.inter_arrival.update(gaps)
 
     def lookup(self) -> InputLookup[Tensor]:
         """The lookup of the student's inputs in its tables."""

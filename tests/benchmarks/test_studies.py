@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.studies.scaling import ne_over_surfaces
 from benchmarks.studies.trials import TrialRunner
 from etl.spec.units import DaySplit
 from etl.tables.lake import Lake
@@ -16,6 +15,7 @@ from ranking.report import figures
 from ranking.report.study import StudyResult, load_studies
 from tests.conftest import FIRST, LAST
 from training.config import TrainConfig
+from training.evaluation.metrics import ne_by_objective
 from training.evaluation.predictions import Predictions, paired_ne_difference
 
 SPLIT = DaySplit(
@@ -42,7 +42,7 @@ def test_a_paired_difference_is_that_of_ne_and_is_inside_its_interval() -> None:
     better, worse = user_predictions(0, 0.0), user_predictions(0, 0.9)
     difference = paired_ne_difference([better], [worse], "click")
     assert difference.value == pytest.approx(
-        ne_over_surfaces(better, "click") - ne_over_surfaces(worse, "click")
+        ne_by_objective(better)["click"] - ne_by_objective(worse)["click"]
     )
     assert difference.low < difference.value < difference.high < 0 and difference.is_significant
     none = paired_ne_difference([better, worse], [worse, better], "click")

@@ -35,7 +35,8 @@ from training.distributed.sharding import local_shards
 from training.model.config import SCALES, GemOptions
 from training.teacher.embeddings import TeacherEmbeddings
 from training.teacher.predictions import TeacherLogits, TeacherPredictions
-from training.trainer.state import Manifest, TrainState, build_train_state
+from training.trainer.resume import new_manifest
+from training.trainer.state import TrainState, build_train_state
 from training.trainer.table_day import start_table_day
 
 OBJECTIVES = 3
@@ -256,21 +257,7 @@ def gem(reader: ExampleReader) -> Iterator[TrainState]:
         config = TrainConfig(
             scale="tiny", item_table_rows=512, model=GemOptions(user_hash_buckets=50)
         )
-        manifest = Manifest(
-            spec_hash="",
-            features=reader.features,
-            attributes=reader.lake.spec.attributes,
-            event_types=(),
-            training=config,
-            num_shards=1,
-            table_versions={},
-            trained_from=LAST,
-            trained_until=LAST,
-            complete=True,
-            batches=0,
-            steps=0,
-        )
-        state = build_train_state(manifest)
+        state = build_train_state(new_manifest(reader.lake, reader, LAST, config))
         start_table_day(state, reader.items, LAST)
         for weight in state.tables.state_dict().values():
             for _, rows in local_shards(weight):

@@ -16,7 +16,7 @@ from training.data.matching import (
     AttributeMatches,
     AttributeRecency,
     attribute_recency,
-    match_by_attribute,
+    match_batch,
 )
 from training.data.tensor_fields import TensorFields
 from training.ops.ragged import QueryKeyPairs, query_key_pairs
@@ -87,15 +87,7 @@ class HistorySelector:
         newest = [
             history.latest(events.max_events, events.event_types) for events in self.event_filters
         ]
-        all_matches = [
-            match_by_attribute(
-                batch.row_categorical[name],
-                history.item_categorical[name],
-                batch.request_index,
-                history.offsets,
-            )
-            for name in self.attributes
-        ]
+        all_matches = [match_batch(batch, name) for name in self.attributes]
         attended = tuple(matches.keep_newest(self.max_matched_events) for matches in all_matches)
         event_groups = tuple(positions for positions, _ in newest)
         return HistorySelection(

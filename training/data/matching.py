@@ -71,6 +71,16 @@ def match_by_attribute(
     )
 
 
+def match_batch(batch: Batch, attribute: str) -> AttributeMatches:
+    """Match the candidates of a batch and all events of their requests by an attribute."""
+    return match_by_attribute(
+        batch.row_categorical[attribute],
+        batch.history.item_categorical[attribute],
+        batch.request_index,
+        batch.history.offsets,
+    )
+
+
 def recency_features(
     matches: AttributeMatches, types: Tensor, ages: Tensor, num_types: int
 ) -> RecencyFeatures[Tensor]:

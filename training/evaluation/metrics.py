@@ -21,6 +21,7 @@ from torchrec.metrics.ne import compute_cross_entropy, compute_ne
 
 from features.schema import FeatureSchema
 from training.data.batch import Batch
+from training.evaluation.predictions import Predictions
 from training.model.gem import GemOutput
 from training.trainer.step import Loss
 
@@ -65,6 +66,23 @@ def slice_metrics(
                 p, y = predicted[rows, column], labels[rows, column]
                 metrics.append(_slice_metrics(name, objective, p, y))
     return metrics
+
+
+def score_predictions(predictions: Predictions, surfaces: Sequence[str] = ()) -> list[SliceMetrics]:
+    """Metrics of predictions over all surfaces, and by surface if their names are given."""
+    return slice_metrics(
+        predictions.probabilities,
+        predictions.labels,
+        predictions.label_mask,
+        predictions.surface,
+        surfaces,
+        predictions.objectives,
+    )
+
+
+def ne_by_objective(predictions: Predictions) -> dict[str, float]:
+    """NE of each objective over all surfaces."""
+    return {part.objective: part.ne for part in score_predictions(predictions)}
 
 
 def mean_group_auc(group: npt.NDArray[np.int64], labels: Floats, predicted: Floats) -> float:

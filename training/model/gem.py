@@ -110,9 +110,13 @@ class Gem(nn.Module):
             if config.interaction == "hyformer"
             else build_interaction(self.row_alignment.out_rows, config)
         )
+        self._build_outputs(features, config)
+
+    def _build_outputs(self, features: FeatureSchema, config: GemConfig) -> None:
+        """The layers behind the interaction module."""
         hidden = config.mlp_width
         self.trunk = _mlp(
-            self.interaction.out_rows * d + self._wide_dim(),
+            self.interaction.out_rows * config.embedding_dim + self._wide_dim(),
             [hidden] * config.trunk_layers,
             config.dropout,
         )

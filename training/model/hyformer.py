@@ -24,6 +24,7 @@ from training.model.interaction.token_mixing import (
 from training.model.sequence.attention import Attention
 from training.model.sequence.pyramid import EncodedEvents
 from training.model.sequence.target_attention import candidate_offsets
+from training.ops.ragged import segment_ids
 
 
 class SequenceLevels(NamedTuple):
@@ -39,8 +40,7 @@ class SequenceLevels(NamedTuple):
 def mean_of_events(encoded: EncodedEvents) -> Tensor:
     """The mean event (R, W) of each sequence; zeros for an empty one."""
     events, counts = encoded.events, encoded.offsets.diff()
-    sequence = torch.arange(len(counts), device=counts.device)
-    sequence = sequence.repeat_interleave(counts, output_size=len(events))
+    sequence = segment_ids(encoded.offsets, len(events))
     sums = events.new_zeros(len(counts), events.shape[1]).index_add(0, sequence, events)
     return sums / counts.clamp(min=1)[:, None]
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 from scipy.optimize import minimize_scalar
-from scipy.special import expit, logit
+from scipy.special import logit
 
 from etl.spec.model import DataSpec
 from etl.spec.units import date_range
@@ -27,11 +27,6 @@ from training.evaluation.drift import with_final_labels
 from training.evaluation.predictions import ETA
 
 Floats = npt.NDArray[np.float64]
-
-
-def mean_logits(members: list[Floats]) -> Floats:
-    """The mean (n, O) of the logits (n, O) of GEMs that differ only in their seed."""
-    return np.asarray(np.mean(members, 0))
 
 
 def logits_of(probabilities: Floats) -> Floats:
@@ -59,11 +54,6 @@ def fit_blend_weight(gem: Floats, trees: Floats, labels: Floats) -> float:
 def blend(gem: Floats, trees: Floats, weight: float | Floats) -> Floats:
     """Logits of the teacher, of the shape of both inputs: (1 - weight) gem + weight trees."""
     return (1 - weight) * gem + weight * trees
-
-
-def probabilities_of(logits: Floats) -> Floats:
-    """Probabilities of logits, of any shape."""
-    return np.asarray(expit(logits))
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def starting_point(
     that may not change.
     """
     checkpoints = checkpoint.list_checkpoints(lake.root, lake.spec.hash, member)
-    manifest, path = _new_manifest(lake, reader, days[0], config, member), None
+    manifest, path = new_manifest(lake, reader, days[0], config, member), None
     earlier = [
         (folder, previous)
         for folder, previous in checkpoints
@@ -77,9 +77,10 @@ def starting_point(
     return manifest, path
 
 
-def _new_manifest(
-    lake: Lake, reader: ExampleReader, first: date, config: TrainConfig, member: int
+def new_manifest(
+    lake: Lake, reader: ExampleReader, first: date, config: TrainConfig, member: int = 0
 ) -> Manifest:
+    """The manifest of a GEM before the first batch of its first day."""
     return Manifest(
         spec_hash=lake.spec.hash,
         features=reader.features,

@@ -42,8 +42,11 @@ class EventTokenizer(nn.Module):
         self.dwell = nn.Embedding(DWELL_BUCKETS, width)
         self.age = nn.Embedding(AGE_BUCKETS, width)
         self.item_projection = nn.Linear(tables * table_width + vector_width, width)
-        self.mlp: nn.Module = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.SiLU())
+        self.mlp = self._build_mlp(width)
         self.norm = nn.LayerNorm(width)
+
+    def _build_mlp(self, width: int) -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.SiLU())
 
     def forward(self, history: History, vectors: dict[str, Tensor], positions: Tensor) -> Tensor:
         """Tokens (P, W) of the events at `positions` (P).
@@ -74,17 +77,9 @@ class EventTokenizer(nn.Module):
 class MaskNetTokenizer(EventTokenizer):
     """Event tokens made by MaskNet of item, event type, surface, dwell time and age."""
 
-    def __init__(
-        self,
-        tables: int,
-        table_width: int,
-        vector_width: int,
-        surfaces: int,
-        types: int,
-        width: int,
-    ) -> None:
-        super().__init__(tables, table_width, vector_width, surfaces, types, width)
-        self.mlp = MaskNet(attributes=5, width=width)
+    @override
+    def _build_mlp(self, width: int) -> nn.Module:
+        return MaskNet(attributes=5, width=width)
 
     @override
     def embed(

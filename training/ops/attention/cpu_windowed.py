@@ -8,7 +8,6 @@ tiles of all heads and sequences, H heads, D width of a head.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -138,17 +137,6 @@ def tile_layout(offsets: Tensor, window: int, heads: int) -> TileLayout:
         tuple((head_start[:, None] + first[blocks > k] + k).ravel().tolist()) for k in range(reach)
     )
     return TileLayout(torch.from_numpy(slot), heads, total, block, reach, window, starts)
-
-
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, kind: AttentionKind, window: int
-) -> Tensor:
-    """Causal attention within a window.
-
-    Args and result are those of `training.ops.attention.reference.attention`.
-    """
-    apply: Callable[..., Tensor] = WindowedAttention.apply
-    return apply(q, k, v, tile_layout(offsets, window, q.shape[1]), kind)
 
 
 class WindowedAttention(torch.autograd.Function):
