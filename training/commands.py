@@ -7,7 +7,7 @@ import os
 import tempfile
 from datetime import date
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 import yaml
@@ -65,6 +65,10 @@ class GemArgs(DayArgs, TrainConfig):
     processes: Annotated[
         int, tyro.conf.arg(help="training processes on this machine, started by torchrun")
     ] = 1
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        tyro.conf.arg(help="what to train on; auto: CUDA where it can be used"),
+    ] = "auto"
     parallelism: ParallelismConfig = ParallelismConfig()
 
 
@@ -86,6 +90,7 @@ def gem(args: GemArgs) -> None:
         return
     import torch.distributed as dist
 
+    from training.distributed.device import resolve_device
     from training.distributed.process_group import process_group
     from training.teacher.ensemble import train_teacher
     from training.trainer.throughput import Timeline
@@ -95,7 +100,7 @@ def gem(args: GemArgs) -> None:
     settings = args.model_dump(include=set(TrainConfig.model_fields))
     config = TrainConfig.model_validate(settings)
     timeline = Timeline(PROCESS_START)
-    with process_group() as (rank, _):
+    with process_group(device=resolve_device(args.device)) as (rank, _):
         timeline.record("imports")
         metrics_by_day = train_teacher(lake, args.day_range, config, timeline, args.parallelism)
         if rank == 0:

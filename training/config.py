@@ -17,7 +17,8 @@ class ComputeConfig(StrictModel):
     """How the model is computed; the options do not change the model itself."""
 
     precision: Annotated[
-        Literal["fp32", "bf16"], tyro.conf.arg(help="precision of matrix products")
+        Literal["fp32", "tf32", "bf16"],
+        tyro.conf.arg(help="precision of matrix products; tf32 is that of tensor cores on CUDA"),
     ] = "fp32"
     compiled: Annotated[bool, tyro.conf.arg(help="compile interaction blocks, one by one")] = False
     activation_checkpointing: Annotated[
@@ -91,6 +92,10 @@ class TrainConfig(StrictModel):
         float, tyro.conf.arg(help="learning rate of embedding tables (row-wise AdaGrad)")
     ] = 0.005
     weight_decay: Annotated[float, tyro.conf.arg(help="weight decay of dense weights")] = 0.01
+    max_grad_norm: Annotated[
+        Positive | None,
+        tyro.conf.arg(help="clip the dense gradients to this norm over all weights"),
+    ] = None
     warmup_steps: Annotated[
         int, Field(ge=1), tyro.conf.arg(help="steps of linear warmup of both learning rates")
     ] = 50

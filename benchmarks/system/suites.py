@@ -111,12 +111,13 @@ class ModelBenchArgs(StrictModel):
 
 
 def bench_model(args: ModelBenchArgs) -> None:
-    """All of GEM, Wukong, sequence stacks, request-shaped training, resume, changes of the spec."""
+    """All of GEM, Wukong, sequence stacks, request-shaped training, resume, spec changes, GPU."""
     import torch
 
     from benchmarks.system import (
         device_readiness,
         gem_training,
+        gpu,
         model_blocks,
         request_shape,
         restarts,
@@ -134,6 +135,7 @@ def bench_model(args: ModelBenchArgs) -> None:
         "resume": restarts.measure_resume,
         "device": device_readiness.measure_device_readiness,
         "spec": warm_start.measure_spec_changes,
+        "gpu": gpu.measure_gpu,
     }
     result = BenchmarkResult("The model, training on one thread", MODEL_COLUMNS)
     for name in selected_parts(parts, args.only):

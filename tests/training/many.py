@@ -3,7 +3,7 @@
 import pickle
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -23,12 +23,12 @@ from training.config import TrainConfig
 from training.data.batch import Batch, Shuffle
 from training.data.label_window import LabelWindow
 from training.distributed.communication import CommunicationCounter, LookupCounter
+from training.distributed.dense import clip_gradients, parallelize
 from training.distributed.process_group import build_mesh
+from training.distributed.replicas import ReplicaSync
 from training.distributed.sharding import (
-    ReplicaSync,
     TorchrecTables,
     local_shards,
-    parallelize,
     shard_tables,
 )
 from training.model.config import SCALES
@@ -51,16 +51,38 @@ class Parallelism:
     sync_every: int = 1
     sharded: bool = False
     sharding_types: tuple[ShardingType, ...] = TABLE_WISE
+    max_norm: float | None = None
 
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """Mean losses of the steps, the tables after them, and counts of bytes and look-ups."""
+    """Mean losses of the steps, the tables after them, and counts of bytes and look-ups.
+
+    `initial` are the tables before the first step, `touched` the rows that this process looked up,
+    by step and table.
+    """
 
     losses: list[float]
     tables: dict[str, Tensor]
     bytes_sent: dict[str, int]
     ids: int
+    initial: dict[str, Tensor]
+    touched: list[dict[str, Tensor]]
+
+
+@dataclass
+class RecordedLookups:
+    """Tables that record the rows (n) of each look-up, by table."""
+
+    tables: LookupCounter
+    rows: dict[str, Tensor] = field(default_factory=dict)
+
+    def __call__(self, ids: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Look up the ids of each table."""
+        for name, table_ids in ids.items():
+            known = self.rows.get(name, table_ids[:0])
+            self.rows[name] = torch.cat((known, table_ids)).unique()
+        return self.tables(ids)
 
 
 def some_batches(lake: Lake, count: int) -> tuple[FeatureSchema, list[Batch]]:
@@ -85,15 +107,17 @@ def train(
     rows = table_sizes(features, ITEMS, SIZES.user_hash_buckets)
     torchrec_tables = TorchrecTables(rows, SIZES.embedding_dim, (USER_TABLE,))
     tables = shard_tables(torchrec_tables, mesh, SGD, parallelism.sharding_types)
+    initial = all_rows(tables, rows)
     init_equally(tables)
     dense = parallelize(core, EmaModel(core), mesh, parallelism.sharded)
     items = item_row_map_up_to(ITEMS)
     lookups = LookupCounter(tables)
-    model = GemModel(core, dense, lookups, items, SIZES.user_hash_buckets)
+    recorded = RecordedLookups(lookups)
+    model = GemModel(core, dense, recorded, items, SIZES.user_hash_buckets)
     loss = Loss.from_config(TrainConfig(scale="tiny"), features)
     sgd = torch.optim.SGD(core.parameters(), lr=0.1)
     replica_sync = ReplicaSync(tables, mesh, parallelism.sync_every)
-    losses = []
+    losses, touched = [], []
     with CommunicationCounter() as communication:
         for step in steps:
             mean_rows = sum(map(len, step)) / len(step)
@@ -101,9 +125,13 @@ def train(
             step_loss = torch.stack([loss(model(batch), batch, mean_rows) for batch in own]).mean()
             sgd.zero_grad()
             step_loss.backward()
+            if parallelism.max_norm:
+                clip_gradients(core.parameters(), parallelism.max_norm)
             sgd.step()
             replica_sync.after_step()
             losses.append(step_loss.detach())
+            touched.append(dict(recorded.rows))
+            recorded.rows.clear()
     mean_losses = torch.stack(losses)
     dist.all_reduce(mean_losses)
     return TrainingResult(
@@ -111,6 +139,8 @@ def train(
         tables=all_rows(tables, rows),
         bytes_sent=dict(communication.bytes),
         ids=lookups.ids,
+        initial=initial,
+        touched=touched,
     )
 
 

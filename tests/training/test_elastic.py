@@ -261,6 +261,9 @@ def stop_responding(rank: int, folder: str) -> None:
     """One of three processes stops answering."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}
     os.environ["MASTER_PORT"] = Path(folder, "port").read_text()
+    Path(folder, f"{rank}.ready").touch()
+    while len(list(Path(folder).glob("*.ready"))) < 3:  # the second below is short for imports
+        time.sleep(0.01)
     try:
         with process_group(timedelta(seconds=1)):
             if rank == 1:

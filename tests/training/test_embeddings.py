@@ -74,7 +74,7 @@ def test_users_are_looked_up_by_hash_and_untrained_rows_are_zero(
 ) -> None:
     items, positions = item_row_map_up_to(len(reader.items)), torch.arange(3)
     tables = TorchrecTables(
-        table_sizes(reader.features, len(reader.items), USERS), 16, (USER_TABLE,)
+        table_sizes(reader.features, len(reader.items), USERS), 16, (USER_TABLE,), device="cpu"
     )
     users = lookup_embeddings(tables, batch, positions, items, user_buckets=USERS).users
     assert not users[USER_TABLE].any() and users["user_country"].any()

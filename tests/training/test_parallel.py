@@ -26,12 +26,15 @@ from training.model.embeddings import table_sizes
 from training.trainer.state import TABLE_AND_ROW_WISE
 
 STEPS, ROW_BYTES = 3, 4 * SIZES.embedding_dim
+MAX_NORM = 0.02  # below the norms of all steps
 VARIANTS = {
     2: {
         "table-wise": Parallelism(),
         "row-wise": Parallelism(sharding_types=TABLE_AND_ROW_WISE),
         "two groups": Parallelism(replica_groups=2),
         "dense sharded": Parallelism(sharded=True),
+        "clipped": Parallelism(max_norm=MAX_NORM),
+        "dense sharded, clipped": Parallelism(sharded=True, max_norm=MAX_NORM),
     },
     4: {
         "table-wise": Parallelism(),
@@ -67,6 +70,9 @@ def results(
         steps = [all_batches[world * n : world * (n + 1)] for n in range(STEPS)]
         with process_group():
             by_variant[world, "one process"] = [train(features, steps, Parallelism(), 0, 1)]
+            if world == 2:
+                clipped = Parallelism(max_norm=MAX_NORM)
+                by_variant[world, "one process, clipped"] = [train(features, steps, clipped, 0, 1)]
         of_variants = train_on_processes(
             features, steps, list(variants.values()), folder / f"{world}", world
         )
@@ -79,12 +85,30 @@ def results(
 def test_several_processes_train_the_same_model_as_one(
     results: Results, world: int, variant: str
 ) -> None:
-    (single,) = results[world, "one process"]
+    kind = "one process, clipped" if "clipped" in variant else "one process"
+    (single,) = results[world, kind]
     assert single.losses[0] != single.losses[-1]
     for result in results[world, variant]:
         assert result.losses == pytest.approx(single.losses, rel=1e-5)
         for name, rows in single.tables.items():
             torch.testing.assert_close(result.tables[name], rows, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_clipping_changes_the_steps(results: Results) -> None:
+    (plain,), (clipped,) = results[2, "one process"], results[2, "one process, clipped"]
+    assert plain.losses[0] == clipped.losses[0]
+    assert plain.losses[2] != pytest.approx(clipped.losses[2], rel=1e-4)
+
+
+def test_initial_tables_depend_on_the_seed_alone(results: Results) -> None:
+    """Each process creates its own rows only; together they are those of one process."""
+    (single,) = results[2, "one process"]
+    assert single.initial["item_advertiser_id"].std() > 0
+    assert not torch.equal(single.initial["item"][:8], single.initial["ctx_connection"])
+    for of_processes in results.values():
+        for result in of_processes:
+            for name, rows in single.initial.items():
+                assert torch.equal(result.initial[name], rows), name
 
 
 def test_replicas_are_equal_after_a_synchronization(results: Results) -> None:
@@ -116,7 +140,11 @@ def test_bytes_sent_are_those_of_the_formula(
     groups: int,
     syncs: int,
 ) -> None:
-    """All-to-alls within a group send ids, rows and gradients; between groups tables are summed."""
+    """All-to-alls within a group send ids, rows and gradients.
+
+    Between groups, each synchronization sends a byte per row, which tells whether it was looked up,
+    and the rows that were.
+    """
     tables = table_sizes(batches[0], ITEMS, SIZES.user_hash_buckets)
     of_processes = results[world, variant]
     ids = sum(result.ids for result in of_processes)
@@ -126,8 +154,24 @@ def test_bytes_sent_are_those_of_the_formula(
     )
     dense = sum(result.bytes_sent["allreduce"] for result in results[world, "table-wise"])
     all_reduce = sum(result.bytes_sent["allreduce"] for result in of_processes)
-    table_bytes = ROW_BYTES * sum(tables.values())
-    assert all_reduce - dense == (syncs * groups * table_bytes if groups > 1 else 0)
+    interval = STEPS // syncs
+    sent = [
+        groups * (sum(tables.values()) + ROW_BYTES * touched_rows(of_processes, first, interval))
+        for first in range(0, STEPS, interval)
+    ]
+    assert all_reduce - dense == (sum(sent) if groups > 1 else 0)
+
+
+def touched_rows(of_processes: Sequence[TrainingResult], first: int, steps: int) -> int:
+    """The number of rows of all tables that any process looked up in some steps."""
+    rows = {
+        (name, row)
+        for result in of_processes
+        for touched in result.touched[first : first + steps]
+        for name, ids in touched.items()
+        for row in ids.tolist()
+    }
+    return len(rows)
 
 
 def test_only_sharded_dense_weights_are_gathered(results: Results) -> None:

@@ -5,21 +5,25 @@ from typing import get_args
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from training.ops.attention import AttentionKind, reference
 from training.ops.attention.reference import Activation
+from training.ops.attention.tile_plan import TilePlan
 from training.ops.attention.triton import attention
 
-BLOCK = 16
+BLOCK, TILE = 16, 16
+TOLERANCES = {torch.float32: (2e-5, 1e-4), torch.bfloat16: (3e-2, 2e-2)}  # atol, rtol
 
 
 def offsets_of(counts: list[int]) -> Tensor:
     return torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()])
 
 
-def rows(n: int, width: int) -> Tensor:
-    return torch.randn(n, 2, width, requires_grad=True)
+def rows(n: int, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(n, 2, width).to(dtype).requires_grad_()
 
 
 def assert_equals_reference(
@@ -31,15 +35,20 @@ def assert_equals_reference(
     window: int | None = None,
     limits: Tensor | None = None,
 ) -> None:
-    actual = attention(q, k, v, *offsets, kind, window, limits, block_size=BLOCK)
-    expected = reference(q, k, v, *offsets, kind, window, limits)
-    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
+    actual = attention(q, k, v, *offsets, kind, window, limits, BLOCK, TILE)
+    exact_q, exact_k, exact_v = (x.detach().float().requires_grad_() for x in (q, k, v))
+    expected = reference(exact_q, exact_k, exact_v, *offsets, kind, window, limits)
+    atol, rtol = TOLERANCES[q.dtype]
+    torch.testing.assert_close(actual.float(), expected, atol=atol, rtol=rtol)
     weight = torch.randn_like(expected)
     actual_grads, expected_grads = (
-        torch.autograd.grad((out * weight).sum(), (q, k, v), materialize_grads=True)
-        for out in (actual, expected)
+        torch.autograd.grad((out.float() * weight).sum(), inputs, materialize_grads=True)
+        for out, inputs in ((actual, (q, k, v)), (expected, (exact_q, exact_k, exact_v)))
     )
-    torch.testing.assert_close(actual_grads, expected_grads, atol=5e-5, rtol=1e-3)
+    for actual_grad, expected_grad in zip(actual_grads, expected_grads, strict=True):
+        torch.testing.assert_close(
+            actual_grad.float(), expected_grad, atol=3 * atol, rtol=10 * rtol
+        )
 
 
 @pytest.mark.parametrize("activation", get_args(Activation))
@@ -74,5 +83,67 @@ def test_causal_attention_with_and_without_a_window_equals_the_reference(
 
 def test_attention_without_queries_is_empty() -> None:
     offsets = offsets_of([0, 0]), offsets_of([0, 3])
-    out = attention(rows(0, 4), rows(3, 4), rows(3, 4), *offsets, AttentionKind())
+    out = attention(
+        rows(0, 4), rows(3, 4), rows(3, 4), *offsets, AttentionKind(), None, None, 16, 16
+    )
     assert out.shape == (0, 2, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("activation", "window", "width"),
+    [("softmax", None, 64), ("silu", 34, 64), ("softmax", 34, 128)],
+)
+def test_wide_heads_in_both_precisions_equal_the_reference(
+    activation: Activation, window: int | None, width: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(2)
+    counts = [40, 3]  # some tiles are full
+    offsets = offsets_of(counts), offsets_of(counts)
+    q, k, v = (rows(sum(counts), width, dtype) for _ in range(3))
+    kind = AttentionKind(activation, causal=True, weight_scale=0.5)
+    assert_equals_reference(q, k, v, offsets, kind, window=window)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=4),
+    st.sampled_from(["causal", "window", "all", "limits"]),
+    st.integers(1, 30),
+    st.integers(4, 20),
+)
+def test_blocks_cover_exactly_the_pairs_that_attend(
+    sizes: list[tuple[int, int]], mask: str, window: int, block: int
+) -> None:
+    """Each row is in one block; spans hold all its pairs, and their full part only such pairs."""
+    causal = mask in ("causal", "window")
+    queries = [m for m, _ in sizes]
+    keys = queries if causal else [n for _, n in sizes]
+    q_offsets, kv_offsets = offsets_of(queries), offsets_of(keys)
+    most = [n for m, n in zip(queries, keys, strict=True) for _ in range(m)]
+    limits = torch.tensor([(7 * i) % (n + 1) for i, n in enumerate(most)], dtype=torch.int64)
+    plan = TilePlan.build(
+        (sum(queries), sum(keys)),
+        (q_offsets, kv_offsets),
+        AttentionKind(causal=causal),
+        window if mask == "window" else None,
+        limits if mask == "limits" else None,
+        (block, block),
+    )
+    attends = torch.zeros(sum(queries), sum(keys), dtype=torch.bool)
+    for query in range(sum(queries)):
+        start = int(kv_offsets[torch.searchsorted(q_offsets[1:], query, right=True)])
+        attends[query, start + int(plan.low[query]) : start + int(plan.high[query])] = True
+    for spans, pairs, is_key in ((plan.queries, attends, False), (plan.keys, attends.T, True)):
+        rows_seen: list[int] = []
+        for first, last, base, begin, full_begin, full_end, end in zip(
+            *(x.tolist() for x in spans.kernel_args), strict=True
+        ):
+            rows_seen += range(first, last)
+            shift = 0 if is_key else base
+            others = torch.arange(pairs.shape[1])
+            outside = (others < begin + shift) | (others >= end + shift)
+            assert not pairs[first:last][:, outside].any()
+            full = slice(max(full_begin, begin) + shift, min(full_end, end) + shift)
+            assert pairs[first:last, full].all()
+        assert rows_seen == list(range(pairs.shape[0]))

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from etl.errors import TemporaryError, UserError
 from training.data.batch import Batch
+from training.distributed.device import BACKENDS, CPU
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 MAX_INT32 = 2**31 - 1
@@ -37,7 +38,7 @@ def retain_freed_memory() -> None:
 REPLICATE, SHARD = "replicate", "shard"
 
 
-def build_mesh(replica_groups: int) -> DeviceMesh:
+def build_mesh(replica_groups: int, device: torch.device = CPU) -> DeviceMesh:
     """The mesh (M, L) of all processes; row i is replica group i: ranks i, M + i, 2 M + i, ...
 
     Replicas of a shard have neighboring ranks, usually on one machine (2508.03854, section 3).
@@ -50,7 +51,7 @@ def build_mesh(replica_groups: int) -> DeviceMesh:
             f"into {replica_groups} equal groups"
         )
     ranks = torch.arange(world).view(world // replica_groups, replica_groups).T.contiguous()
-    return DeviceMesh("cpu", ranks, mesh_dim_names=(REPLICATE, SHARD))
+    return DeviceMesh(device.type, ranks, mesh_dim_names=(REPLICATE, SHARD))
 
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)
@@ -78,18 +79,24 @@ def report_missing_ranks() -> Iterator[None]:
 
 
 @contextmanager
-def process_group(timeout: timedelta = COLLECTIVE_TIMEOUT) -> Iterator[tuple[int, int]]:
-    """Context of the default gloo process group; yields (rank, world size).
+def process_group(
+    timeout: timedelta = COLLECTIVE_TIMEOUT, device: torch.device = CPU
+) -> Iterator[tuple[int, int]]:
+    """Context of the default process group of a device; yields (rank, world size).
 
-    Without torchrun the group is this process alone. Raises TemporaryError with the ranks of
-    processes that do not respond within `timeout`.
+    Gloo on a CPU; on CUDA NCCL, with gloo beside it for tensors on the host. Without torchrun the
+    group is this process alone. Raises TemporaryError with the ranks of processes that do not
+    respond within `timeout`.
     """
     retain_freed_memory()
+    backend = BACKENDS[device.type]
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if "RANK" in os.environ:
-        dist.init_process_group("gloo", timeout=timeout)
+        dist.init_process_group(backend, timeout=timeout)
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     try:
         with report_missing_ranks():
             yield dist.get_rank(), dist.get_world_size()

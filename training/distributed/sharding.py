@@ -1,15 +1,14 @@
-"""Parallelism of GEM: a data-parallel dense part and sharded embedding tables.
+"""Embedding tables that TorchRec shards over processes, with row-wise AdaGrad.
 
-The dense part is replicated (DDP) or sharded (FSDP2, HSDP). TorchRec shards the tables over
-processes, with row-wise AdaGrad. With M replica groups each group trains its copy of the tables on
-its own batches (local SGD), and the copies are averaged every few steps (2D sparse parallelism,
-2508.03854). n rows, d table width.
+With M replica groups each group trains its copy of the tables on its own batches (local SGD), and
+the copies are averaged every few steps: `training.distributed.replicas`. n rows, d table width.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -17,63 +16,19 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
 from torch.distributed import _remote_device  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import ShardingEnv2D, ShardingPlan, ShardingType
 from typing_extensions import override
 
+from training.distributed.device import mesh_device
 from training.distributed.process_group import REPLICATE, SHARD
-from training.model.gem import Gem, GemOutput
-from training.model.heads import ZilnDistribution
-
-for output_type in (GemOutput, ZilnDistribution):  # FSDP searches the output for tensors
-    torch.export.register_dataclass(output_type)
-
-
-class FullGradientWrapper(nn.Module):
-    """Gives every parameter a gradient (zero if a batch does not use it), and broadcasts buffers.
-
-    With FSDP all processes must reduce the same gradients, although their batches differ.
-    Buffers, such as running statistics, are taken from rank 0, as with DDP.
-    """
-
-    def __init__(self, core: Gem) -> None:
-        super().__init__()
-        self.core = core
-
-    def forward(self, *inputs: Any) -> GemOutput:
-        """The output of the model."""
-        for buffer in self.core.buffers():
-            dist.broadcast(buffer, 0)
-        output: GemOutput = self.core(*inputs)
-        zero = sum(weight.sum() for weight in self.core.parameters()) * 0.0
-        return replace(output, logits=output.logits + zero)
-
-
-def parallelize(core: Gem, ema: AveragedModel, mesh: DeviceMesh, sharded: bool) -> nn.Module:
-    """Wrap a GEM for the processes of a mesh; its moving average is sharded the same way.
-
-    Without `sharded` every process has all weights (DDP). With it each shard group holds them once
-    (FSDP); several groups are replicas of each other (HSDP). With one process the model is
-    returned unchanged.
-    """
-    if mesh.size() == 1:
-        return core
-    if not sharded:
-        return DistributedDataParallel(core, find_unused_parameters=True)
-    fsdp_mesh = mesh[SHARD] if mesh[REPLICATE].size() == 1 else mesh
-    for model in (core, ema.module):
-        fully_shard(model, mesh=fsdp_mesh)
-    return FullGradientWrapper(core)
-
 
 EPS = 1e-8
 INIT_RANGE = 0.05  # rows are initialized uniformly from -0.05 to 0.05
@@ -86,32 +41,53 @@ class TorchrecTables(nn.Module):
     """
 
     def __init__(
-        self, table_sizes: dict[str, int], width: int, zero_init: Collection[str] = ()
+        self,
+        table_sizes: dict[str, int],
+        width: int,
+        zero_init: Collection[str] = (),
+        device: str = "meta",
     ) -> None:
+        """Describe the tables; on `meta` they take no memory until they are sharded.
+
+        Args:
+            table_sizes: Rows of each table.
+            width: Width of a row.
+            zero_init: Tables that start with zeros.
+            device: Where whole tables are created, if not only described.
+        """
         super().__init__()
+
+        def init_function(name: str) -> Callable[[Tensor], object]:
+            return nn.init.zeros_ if name in zero_init else _init_uniform
+
+        self.is_described = torch.device(device).type == "meta"
         configs = [
             EmbeddingConfig(
                 name=name,
                 embedding_dim=width,
                 num_embeddings=count,
                 feature_names=[name],
-                init_fn=nn.init.zeros_ if name in zero_init else _init_uniform,
+                init_fn=_leave if self.is_described else init_function(name),
             )
             for name, count in table_sizes.items()
         ]
         self.names, self.zero_init = list(table_sizes), frozenset(zero_init)
-        self.collection = EmbeddingCollection(tables=configs, device=torch.device("cpu"))
+        self.collection = EmbeddingCollection(tables=configs, device=torch.device(device))
 
     def forward(self, ids: dict[str, Tensor]) -> dict[str, Tensor]:
         """Look up the ids of all tables at once, as one ragged sample with a key for each table."""
         values = torch.cat([ids[name] for name in self.names])
-        lengths = torch.tensor([len(ids[name]) for name in self.names])
+        lengths = torch.tensor([len(ids[name]) for name in self.names], device=values.device)
         embeddings = self.collection(KeyedJaggedTensor(self.names, values, lengths=lengths))
         return {name: embeddings[name].values() for name in self.names}
 
 
 def _init_uniform(weight: Tensor) -> None:
     nn.init.uniform_(weight, -INIT_RANGE, INIT_RANGE)
+
+
+def _leave(weight: Tensor) -> None:
+    """Initialize nothing: `initialize_rows` does so after sharding."""
 
 
 class LocalShard(NamedTuple):
@@ -141,6 +117,38 @@ def local_optimizer_states(tables: DistributedModelParallel) -> list[Tensor]:
     states = tables.fused_optimizer.state_dict()["state"].values()
     values = [value for state in states for value in state.values()]
     return [shard.rows for value in values for shard in local_shards(value)]
+
+
+INIT_BLOCK = 1024  # rows that are drawn together
+
+
+@torch.no_grad()
+def initialize_rows(tables: DistributedModelParallel, seed: int) -> None:
+    """Initialize the rows that this process holds, by seed, table and position alone.
+
+    The tables are the same for any number of processes and groups, and on any device.
+    """
+    zero_init = tables.module.zero_init
+    for key, weight in tables.state_dict().items():
+        name = key.split(".")[-2]
+        for shard in local_shards(weight):
+            if name in zero_init:
+                shard.rows.zero_()
+            else:
+                _fill_shard(shard, f"{seed} {name}")
+
+
+def _fill_shard(shard: LocalShard, key: str) -> None:
+    """Draw the rows of a shard, block by block of the table."""
+    stop, width = shard.first_row + len(shard.rows), shard.rows.shape[1]
+    for start in range(shard.first_row - shard.first_row % INIT_BLOCK, stop, INIT_BLOCK):
+        generator = torch.Generator().manual_seed(crc32(f"{key} {start}".encode()))
+        block = torch.empty(INIT_BLOCK, width).uniform_(
+            -INIT_RANGE, INIT_RANGE, generator=generator
+        )
+        first, last = max(start, shard.first_row), min(start + INIT_BLOCK, stop)
+        rows = block[first - start : last - start]
+        shard.rows[first - shard.first_row : last - shard.first_row] = rows
 
 
 @torch.no_grad()
@@ -209,8 +217,11 @@ def _rows_in_shard(rows: Tensor, shard: LocalShard) -> Tensor:
     return rows[(rows >= first) & (rows < stop)] - first
 
 
-class CpuEmbeddingSharder(EmbeddingCollectionSharder):
-    """Allows row-wise sharding on a CPU, which TorchRec offers on a GPU only."""
+OTHER_MEMORY_SHARE = 0.3  # of a device, for the dense part, activations and batches
+
+
+class TableSharder(EmbeddingCollectionSharder):
+    """Allows the same sharding on all devices; TorchRec offers row-wise on a GPU only."""
 
     @override
     def sharding_types(self, compute_device_type: str) -> list[str]:
@@ -240,37 +251,64 @@ def shard_tables(
     mesh: DeviceMesh,
     fused_params: Mapping[str, Any],
     sharding_types: Sequence[ShardingType] = (ShardingType.TABLE_WISE,),
+    seed: int = 0,
 ) -> DistributedModelParallel:
     """Shard tables over the processes of a group by TorchRec's planner, identically in each group.
+
+    They are stored on the device of the mesh; of tables on `meta`, each process creates only its
+    own rows.
 
     Args:
         tables: The tables.
         mesh: Replica groups and the processes of each; see `build_mesh`.
         fused_params: Optimizer that the backward pass applies.
         sharding_types: How the planner may shard a table.
+        seed: Determines the initial rows of tables on `meta`.
     """
-    sharder = CpuEmbeddingSharder(fused_params=dict(fused_params))
+    sharder = TableSharder(fused_params=dict(fused_params))
     allowed = ParameterConstraints(
         sharding_types=[sharding.value for sharding in sharding_types],
         compute_kernels=[EmbeddingComputeKernel.FUSED.value],
     )
     planner = EmbeddingShardingPlanner(
-        topology=Topology(world_size=mesh[SHARD].size(), compute_device="cpu"),
+        topology=build_topology(mesh),
         constraints=dict.fromkeys(tables.names, allowed),
+        storage_reservation=FixedPercentageStorageReservation(OTHER_MEMORY_SHARE),
     )
     plan = planner.plan(tables, [sharder])
     _assign_ranks(plan, mesh)
     env = ShardingEnv2D(
         mesh[SHARD].get_group(), mesh[REPLICATE].get_group(), dist.group.WORLD, mesh
     )
-    return DistributedModelParallel(
+    sharded = DistributedModelParallel(
         tables,
         env=env,
-        device=torch.device("cpu"),
+        device=mesh_device(mesh),
         plan=plan,
         sharders=[sharder],
         init_data_parallel=False,
     )
+    if tables.is_described:
+        initialize_rows(sharded, seed)
+    return sharded
+
+
+def build_topology(mesh: DeviceMesh) -> Topology:
+    """What the planner knows of the processes of one group: their device and its memory."""
+    size, device = mesh[SHARD].size(), mesh_device(mesh)
+    if device.type == "cpu":
+        return Topology(world_size=size, compute_device="cpu")
+    return Topology(
+        world_size=size,
+        compute_device=device.type,
+        hbm_cap=torch.cuda.get_device_properties(device).total_memory,
+        local_world_size=max(1, min(size, processes_of_machine() // mesh[REPLICATE].size())),
+    )
+
+
+def processes_of_machine() -> int:
+    """Number of processes on this machine; torchrun sets it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _assign_ranks(plan: ShardingPlan, mesh: DeviceMesh) -> None:
@@ -281,60 +319,11 @@ def _assign_ranks(plan: ShardingPlan, mesh: DeviceMesh) -> None:
             parameter.ranks = [group_ranks[rank] for rank in parameter.ranks]
             for shard in parameter.sharding_spec.shards:
                 rank = group_ranks[shard.placement.rank()]
-                shard.placement = _remote_device(f"rank:{rank}/cpu")
+                shard.placement = _remote_device(_placement(rank, mesh.device_type))
 
 
-@dataclass(frozen=True)
-class PendingAverage:
-    """An all-reduce in progress: the local state, the copy that was sent, and the resulting sum."""
-
-    state: Tensor
-    sent: Tensor
-    total: Tensor
-    work: dist.Work
-
-
-class ReplicaSync:
-    """Averages the shards of a process over the replica groups every `sync_every` steps.
-
-    The average of the optimizer state is applied one synchronization later, on top of the changes
-    since then, so that no step waits for it.
-    """
-
-    def __init__(self, tables: DistributedModelParallel, mesh: DeviceMesh, sync_every: int) -> None:
-        self.tables, self.sync_every, self.steps = tables, sync_every, 0
-        self._group, self._num_replicas = mesh[REPLICATE].get_group(), mesh[REPLICATE].size()
-        self._pending: list[PendingAverage] = []
-
-    def after_step(self) -> None:
-        """Count a step, and synchronize if it is due; all processes must call this."""
-        self.steps += 1
-        if self._num_replicas > 1 and self.steps % self.sync_every == 0:
-            self._average(local_weights(self.tables))
-            self._apply_pending()
-            self._start_state_reduce(local_optimizer_states(self.tables))
-
-    def synchronize(self) -> None:
-        """Make weights and optimizer states of all replicas equal, e.g. before a checkpoint."""
-        if self._num_replicas > 1:
-            self._apply_pending()
-            self._average([*local_weights(self.tables), *local_optimizer_states(self.tables)])
-
-    def _average(self, tensors: Sequence[Tensor]) -> None:
-        for tensor in tensors:
-            dist.all_reduce(tensor, group=self._group)
-            tensor.div_(self._num_replicas)
-
-    def _start_state_reduce(self, states: Sequence[Tensor]) -> None:
-        for state in states:
-            sent, total = state.clone(), state.clone()
-            work = dist.all_reduce(total, group=self._group, async_op=True)
-            assert work is not None
-            self._pending.append(PendingAverage(state, sent, total, work))
-
-    def _apply_pending(self) -> None:
-        with torch.no_grad():
-            for pending in self._pending:
-                pending.work.wait()
-                pending.state.add_(pending.total / self._num_replicas - pending.sent)
-        self._pending.clear()
+def _placement(rank: int, device_type: str) -> str:
+    """The device of a process, as TorchRec writes it; each process of a machine has its card."""
+    if device_type == "cpu":
+        return f"rank:{rank}/cpu"
+    return f"rank:{rank}/{device_type}:{rank % processes_of_machine()}"

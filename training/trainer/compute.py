@@ -38,6 +38,7 @@ def apply_compute_config(core: Gem, config: ComputeConfig, backend: str = "induc
             _compile(block, backend)
         if isinstance(block, CHECKPOINTED_BLOCKS[config.activation_checkpointing]):
             checkpoint(block)
+    torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
     if config.precision == "bf16":
         _autocast_bf16(core.interaction)
         _autocast_bf16(core.history.encoder)

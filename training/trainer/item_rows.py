@@ -58,7 +58,8 @@ class WaitingItems:
         order = torch.where(is_item, counts[newest_first], -1).argsort(descending=True, stable=True)
         order = order[: len(self.items)]
         order = order[is_item[order]]
-        kept = WaitingItems.none(len(self.items))
+        with self.items.device:
+            kept = WaitingItems.none(len(self.items))
         kept.items[: len(order)] = items[order]
         kept.counts[: len(order)] = counts[newest_first][order]
         kept.days[: len(order)] = days[newest_first][order]
@@ -152,7 +153,7 @@ class ManagedItemRows:
         dist.all_reduce(self._new_lookups)
         self.lookups += self._new_lookups
         self._new_lookups.zero_()
-        nothing = torch.zeros(0, dtype=torch.int64)
+        nothing = self.lookups.new_zeros(0)
         items, counts = self._count_unknown() if self._unknown else (nothing, nothing)
         self._unknown.clear()
         items, counts = _gather(torch.stack((items, counts)))
@@ -174,6 +175,7 @@ class ManagedItemRows:
             oldest_day: Ordinal of the oldest day whose look-ups of waiting items count.
         """
         row_items = self.map.row_items.clone()
+        new_items = new_items.to(row_items.device)
         expired = expired_rows[row_items[expired_rows] > NO_ITEM]
         row_items[expired] = NO_ITEM
         self.waiting = self.waiting.remove(self.waiting.days < oldest_day)
@@ -219,10 +221,10 @@ def _gather(columns: Tensor) -> Tensor:
     world = dist.get_world_size()
     if world == 1:
         return columns
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
-    dist.all_gather(sizes, torch.tensor([columns.shape[1]]))
+    sizes = [columns.new_zeros(1) for _ in range(world)]
+    dist.all_gather(sizes, columns.new_tensor([columns.shape[1]]))
     longest = int(torch.cat(sizes).max())
-    padded = torch.full((2, longest), NO_ITEM)
+    padded = columns.new_full((2, longest), NO_ITEM)
     padded[:, : columns.shape[1]] = columns
     gathered = [torch.empty_like(padded) for _ in range(world)]
     dist.all_gather(gathered, padded)

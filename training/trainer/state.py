@@ -29,12 +29,13 @@ from features.schema import USER_TABLE, FeatureSchema
 from training.config import SINGLE_PROCESS, ParallelismConfig, TrainConfig
 from training.data.batch import Batch, InputStatistics, batch_digest
 from training.data.reader import ExampleReader
+from training.distributed.dense import clip_gradients, parallelize
+from training.distributed.device import CPU
 from training.distributed.process_group import build_mesh
+from training.distributed.replicas import ReplicaSync
 from training.distributed.sharding import (
-    ReplicaSync,
     TorchrecTables,
     fill_accumulators,
-    parallelize,
     rowwise_adagrad_params,
     shard_tables,
 )
@@ -209,11 +210,12 @@ def build_train_state(
     manifest: Manifest,
     parallelism: ParallelismConfig = SINGLE_PROCESS,
     statistics: InputStatistics | None = None,
+    device: torch.device = CPU,
 ) -> TrainState:
     """A newly initialized model of a manifest's configuration, on the processes of the group.
 
     No item has a row of the item table yet. `statistics` of the inputs are not needed if a
-    checkpoint is loaded afterwards.
+    checkpoint is loaded afterwards. All state is on `device`.
     """
     features, config = manifest.features, manifest.training
     sizes = config.gem_config
@@ -222,11 +224,12 @@ def build_train_state(
             "--dense-optimizer muon needs each matrix in one piece: set "
             "--parallelism.dense-parallelism ddp"
         )
-    mesh = build_mesh(parallelism.table_replicas)
+    mesh = build_mesh(parallelism.table_replicas, device)
     torch.manual_seed(config.seed)
     core = Gem(features, sizes, manifest.layout or None)
     if statistics:
         core.initialize_from(statistics)
+    core.to(device)
 
     rows = table_sizes(features, config.item_table_rows, sizes.user_hash_buckets)
     moment_scale = parallelism.moment_scale or parallelism.table_replicas
@@ -236,20 +239,25 @@ def build_train_state(
         mesh,
         adagrad,
         TABLE_AND_ROW_WISE if parallelism.row_wise else TABLE_WISE,
+        config.seed,
     )
     initial_accumulator = moment_scale * config.initial_accumulator
     fill_accumulators(tables, initial_accumulator)
-    last_access = LastAccess.never_accessed(tables, rows)
-    item_rows = ManagedItemRows.all_free(
-        config.item_table_rows,
-        admission_count=config.item_admission_count,
-        dropout=sizes.item_dropout,
-        dropout_lookups=config.item_dropout_lookups,
-    )
+    with device:
+        last_access = LastAccess.never_accessed(tables, rows)
+        item_rows = ManagedItemRows.all_free(
+            config.item_table_rows,
+            admission_count=config.item_admission_count,
+            dropout=sizes.item_dropout,
+            dropout_lookups=config.item_dropout_lookups,
+        )
 
     ema = EmaModel(core)
     apply_compute_config(core, config.compute)
     dense = parallelize(core, ema, mesh, parallelism.dense_parallelism == "fsdp")
+    optimizer = dense_optimizer(core, config)
+    if config.max_grad_norm:
+        _clip_before_steps(optimizer, core, config.max_grad_norm)
     return TrainState(
         model=GemModel(
             core, dense, last_access, item_rows, sizes.user_hash_buckets, item_rows.for_training
@@ -261,6 +269,15 @@ def build_train_state(
         item_rows=item_rows,
         embedding_lr=adagrad["learning_rate"],
         initial_accumulator=initial_accumulator,
-        optimizer=dense_optimizer(core, config),
+        optimizer=optimizer,
         manifest=manifest,
     )
+
+
+def _clip_before_steps(optimizer: torch.optim.Optimizer, core: Gem, max_norm: float) -> None:
+    """Clip the gradients of a model before each step of an optimizer."""
+
+    def clip(*_: object) -> None:
+        clip_gradients(core.parameters(), max_norm)
+
+    optimizer.register_step_pre_hook(clip)

@@ -7,7 +7,7 @@ B rows, O objectives, A auxiliary objectives.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -135,6 +135,16 @@ class Loss:
             next_action_weight=model.sequence.next_action_weight,
             teacher=teacher,
             distillation_weight=config.distillation_weight,
+        )
+
+    def to(self, device: torch.device) -> "Loss":
+        """The same loss for outputs on a device."""
+        return replace(
+            self,
+            objective_weights=self.objective_weights.to(device),
+            log_sampling_rates=self.log_sampling_rates.to(device),
+            auxiliary_weights=self.auxiliary_weights.to(device),
+            is_dwell=self.is_dwell.to(device),
         )
 
     def sampled_logits(self, logits: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ def start_table_day(state: TrainState, items: ItemTable, day: date) -> None:
 @torch.no_grad()
 def _unknown_item(state: TrainState) -> Tensor:
     """The vector (d) of the unknown item, on all processes."""
-    nothing = torch.zeros(0, dtype=torch.int64)
+    nothing = state.item_rows.lookups.new_zeros(0)
     ids = dict.fromkeys(state.last_access.last_days, nothing) | {ITEM_TABLE: nothing.new_zeros(1)}
     vector: Tensor = state.tables(ids)[ITEM_TABLE][0]
     return vector

@@ -17,11 +17,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 from training.data.batch import Batch
+from training.distributed.device import CPU
 from training.model.embeddings import table_sizes
 from training.trainer.state import TrainState
 
 FIRST_STEP, STEPS = "first step", "steps"
-MATMUL_SIZE = 512
+MATMUL_SIZES = {"cpu": 512, "cuda": 4096}
 DENSE_STATE_COPIES = 4  # weights, their average, AdamW's two moments
 FLOAT_BYTES = 4
 
@@ -104,14 +105,23 @@ def measure_cost(state: TrainState, batch: Batch) -> ModelCost:
 
 
 @cache
-def peak_flops() -> float:
-    """FLOPs per second of a square fp32 matrix product on this process's threads."""
-    a, b = torch.randn(2, MATMUL_SIZE, MATMUL_SIZE)
+def peak_flops(device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> float:
+    """FLOPs per second of a square matrix product, on this process's threads or its card."""
+    size = MATMUL_SIZES[device.type]
+    a, b = torch.randn(2, size, size, device=device, dtype=dtype)
     a @ b
+    synchronize(device)
     start = time.perf_counter()
     for _ in range(10):
         a @ b
-    return 10 * 2 * MATMUL_SIZE**3 / (time.perf_counter() - start)
+    synchronize(device)
+    return 10 * 2 * size**3 / (time.perf_counter() - start)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class ThroughputMeter:
@@ -122,6 +132,7 @@ class ThroughputMeter:
         self.cost: ModelCost | None = None
         self.examples = 0
         self.start_time = 0.0
+        self.device = CPU
 
     def before_step(self, state: TrainState, batch: Batch) -> None:
         """Record a batch that was read; the first one is used to measure the cost."""
@@ -130,7 +141,8 @@ class ThroughputMeter:
             self.cost = measure_cost(state, batch)
             if dist.get_rank() == 0:
                 tqdm.write(f"GEM {state.manifest.training.scale}: {self.cost}", sys.stderr)
-            peak_flops()  # measured before the first step
+            self.device = batch.item_index.device
+            peak_flops(self.device)  # measured before the first step
             self.start_time = time.perf_counter()
             self.timeline.record("counting")
 
@@ -141,4 +153,4 @@ class ThroughputMeter:
         self.examples += len(batch)
         seconds = time.perf_counter() - self.start_time
         flops = self.examples * self.cost.flops_per_example / seconds
-        return {"GFLOP/s": f"{flops / 1e9:.1f}", "MFU": f"{flops / peak_flops():.0%}"}
+        return {"GFLOP/s": f"{flops / 1e9:.1f}", "MFU": f"{flops / peak_flops(self.device):.0%}"}

@@ -24,6 +24,7 @@ from training.data.batch import Batch, Shuffle
 from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
 from training.data.shards import RoundRobin
+from training.distributed.device import process_device
 from training.distributed.process_group import synchronized_batches
 from training.distributed.sharding import reset_all_rows
 from training.evaluation.metrics import PrequentialMetrics
@@ -31,6 +32,7 @@ from training.evaluation.predictions import Predictions, predict
 from training.model.gem import GemOutput
 from training.trainer import checkpoint
 from training.trainer.async_checkpoint import AsyncCheckpointer
+from training.trainer.copy_ahead import CopyAhead
 from training.trainer.nan_guard import non_finite_loss_error
 from training.trainer.resume import (
     DayBatches,
@@ -70,7 +72,7 @@ def train_days(
     statistics = None if path else first_day_statistics(lake, reader, manifest)
     if statistics:
         manifest = manifest.with_base_rates(statistics)
-    state = build_train_state(manifest, parallelism, statistics)
+    state = build_train_state(manifest, parallelism, statistics, process_device())
     timeline.record("model")
     if path:
         checkpoint.load_checkpoint(path, state)
@@ -94,11 +96,12 @@ class Trainer:
     meter: ThroughputMeter
     checkpointer: AsyncCheckpointer = field(default_factory=AsyncCheckpointer)
     day_steps: int = 0
+    device: torch.device = field(init=False)
     loss_check: LossCheck = field(init=False)
 
     def __post_init__(self) -> None:
-        device = next(self.state.model.core.parameters()).device
-        self.loss_check = LossCheck(every=1 if device.type == "cpu" else CHECK_EVERY)
+        self.device = next(self.state.model.core.parameters()).device
+        self.loss_check = LossCheck(every=1 if self.device.type == "cpu" else CHECK_EVERY)
 
     @property
     def config(self) -> TrainConfig:
@@ -123,17 +126,22 @@ class Trainer:
             self.reader.features,
             self.state.manifest.base_rates,
             day_batches.teacher(),
-        )
+        ).to(self.device)
         metrics = PrequentialMetrics(self.reader.features, loss)
-        progress = tqdm(
+        steps = CopyAhead(self.device)(
             synchronized_batches(batches, padding),
+            self.state.manifest.batches,
+            self.config.checkpoint_every,
+        )
+        progress = tqdm(
+            steps,
             desc=f"train gem {day}",
             unit="batch",
             disable=rank > 0 or None,
         )
-        for batch, mean_rows in progress:
-            self.train_batch(batch, mean_rows, loss, metrics)
-            progress.set_postfix(self.meter.after_step(batch), refresh=False)
+        for step in progress:
+            self.train_batch(step.host, step.mean_rows, loss, metrics, step.on_device)
+            progress.set_postfix(self.meter.after_step(step.host), refresh=False)
             if self.state.manifest.batches % self.config.checkpoint_every == 0:
                 self._save_partial(day, day_batches, batches)
         self.loss_check.read()
@@ -141,15 +149,24 @@ class Trainer:
         return metrics.compute()
 
     def train_batch(
-        self, batch: Batch, mean_rows: float, loss: Loss, metrics: PrequentialMetrics
+        self,
+        batch: Batch,
+        mean_rows: float,
+        loss: Loss,
+        metrics: PrequentialMetrics,
+        on_device: Batch | None = None,
     ) -> None:
-        """One step of a day that was started; `mean_rows` is the mean over all processes."""
-        self.meter.before_step(self.state, batch)
+        """One step of a day that was started; `mean_rows` is the mean over all processes.
+
+        `on_device` is the batch on the device of the model, if that is not the host.
+        """
+        on_device = on_device or batch
+        self.meter.before_step(self.state, on_device)
         if self.config.reset_embeddings_each_pass and self._starts_further_pass():
             self._reset_embeddings()
-        output = self._step(batch, mean_rows, loss)
+        output = self._step(on_device, mean_rows, loss)
         if not batch.is_repeated:
-            metrics.update(output, batch)
+            metrics.update(output, on_device)
         rows = round(mean_rows * dist.get_world_size())
         self.state.manifest = self.state.manifest.after_step(batch, rows)
 

@@ -7,27 +7,38 @@ import torch
 from torch import Tensor
 
 from training.ops.attention.reference import AttentionKind
-from training.ops.ragged import position_in_segment, segment_ids
 
 
 @dataclass(frozen=True)
 class BlockSpans:
     """Blocks of rows [first, last) of one side, and the span [begin, end) of the other side.
 
-    `keys_start` is the first key of the block's sequence. A span of keys is relative to it; a span
-    of queries is in rows.
+    In the part [full_begin, full_end) of a span, all pairs with the block attend, so that tiles in
+    it need no mask. `keys_start` is the first key of the block's sequence. A span of keys is
+    relative to it; a span of queries is in rows. Blocks at the end may be empty, because their
+    number is an upper bound.
     """
 
     first: Tensor
     last: Tensor
     keys_start: Tensor
     begin: Tensor
+    full_begin: Tensor
+    full_end: Tensor
     end: Tensor
 
     @property
     def kernel_args(self) -> tuple[Tensor, ...]:
         """The tensors, in the order in which kernels take them."""
-        return self.first, self.last, self.keys_start, self.begin, self.end
+        return (
+            self.first,
+            self.last,
+            self.keys_start,
+            self.begin,
+            self.full_begin,
+            self.full_end,
+            self.end,
+        )
 
 
 @dataclass(frozen=True)
@@ -41,62 +52,37 @@ class TilePlan:
 
     @classmethod
     def build(
-        cls, num_queries: int, num_keys: int, q_offsets: Tensor, kv_offsets: Tensor,
-        kind: AttentionKind, window: int | None, limits: Tensor | None, block_size: int,
+        cls, rows: tuple[int, int], offsets: tuple[Tensor, Tensor], kind: AttentionKind,
+        window: int | None, limits: Tensor | None, blocks: tuple[int, int],
     ) -> "TilePlan":  # fmt: skip
-        """Plan attention on the device, without a wait of the host.
+        """Plan attention on the device, without waiting for it.
 
-        The number of blocks is the most that so many rows can need; those at the end may be empty.
-        See `training.ops.attention.reference.attention` for `window` and `limits`.
+        Args:
+            rows: The number of queries and of keys.
+            offsets: Offsets (S + 1) that cut queries into sequences, and those of keys.
+            kind: The kind of attention.
+            window: See `training.ops.attention.reference.attention`.
+            limits: See there.
+            blocks: Rows of a block of queries, and of a block of keys.
         """
-        sequence = segment_ids(q_offsets, num_queries)
-        position = position_in_segment(q_offsets, num_queries)
-        low, high = torch.zeros_like(position), kv_offsets.diff()[sequence]
+        q_offsets, kv_offsets = offsets
+        row = torch.arange(rows[0], device=q_offsets.device)
+        sequence = torch.searchsorted(q_offsets[1:], row, right=True)
+        low, high = torch.zeros_like(row), kv_offsets.diff()[sequence]
         if kind.causal:
+            position = row - q_offsets[sequence]
             high = position + 1
             low = low if window is None else (position - window).clamp(min=0)
         elif limits is not None:
             high = torch.minimum(high, limits)
+        query_blocks = _split_into_blocks(q_offsets, rows[0], blocks[0])
+        key_blocks = _split_into_blocks(kv_offsets, rows[1], blocks[1])
         return cls(
             low,
             high,
-            queries=_query_blocks(q_offsets, kv_offsets, low, high, block_size),
-            keys=_key_blocks(num_keys, q_offsets, kv_offsets, kind, window, block_size),
+            queries=_query_spans(query_blocks, kv_offsets, low, high),
+            keys=_key_spans(key_blocks, offsets, kind, window, limits is not None),
         )
-
-
-def _query_blocks(
-    q_offsets: Tensor, kv_offsets: Tensor, low: Tensor, high: Tensor, block_size: int
-) -> BlockSpans:
-    """Blocks of queries, each with the span of keys that any of them attends to."""
-    blocks = _split_into_blocks(len(low), q_offsets, block_size)
-    rows = torch.arange(len(low), device=low.device)
-    block_of_row = torch.searchsorted(blocks.first, rows, right=True) - 1
-    begin = _segment_min(low, block_of_row, len(blocks.first))
-    end = -_segment_min(-high, block_of_row, len(blocks.first))
-    return BlockSpans(blocks.first, blocks.last, kv_offsets[blocks.sequence], begin, end)
-
-
-def _key_blocks(
-    num_keys: int,
-    q_offsets: Tensor,
-    kv_offsets: Tensor,
-    kind: AttentionKind,
-    window: int | None,
-    block_size: int,
-) -> BlockSpans:
-    """Blocks of keys, each with the rows of queries that may attend to any of them."""
-    blocks = _split_into_blocks(num_keys, kv_offsets, block_size)
-    keys_start = kv_offsets[blocks.sequence]
-    first_query, end = q_offsets[blocks.sequence], q_offsets[blocks.sequence + 1]
-    begin = first_query
-    if kind.causal:
-        begin = first_query + (blocks.first - keys_start)
-        if window is not None:
-            last_key = blocks.last - keys_start - 1
-            end = torch.minimum(end, first_query + last_key + window + 1)
-    end = torch.where(blocks.first < blocks.last, end, begin)
-    return BlockSpans(blocks.first, blocks.last, keys_start, begin, end)
 
 
 class _Blocks(NamedTuple):
@@ -107,19 +93,63 @@ class _Blocks(NamedTuple):
     sequence: Tensor
 
 
-def _split_into_blocks(rows: int, offsets: Tensor, block_size: int) -> _Blocks:
-    """Split each sequence into blocks of at most `block_size` rows; empty blocks are last."""
+def _query_spans(blocks: _Blocks, kv_offsets: Tensor, low: Tensor, high: Tensor) -> BlockSpans:
+    """The span of keys that any query of a block attends to, and the part that all attend to."""
+    row = torch.arange(len(low), device=low.device)
+    # Empty blocks follow all others, and begin where the rows end.
+    block = torch.searchsorted(blocks.first, row, right=True) - 1
+    count = len(blocks.first)
+    begin, full_begin = _segment_extremes(low, block, count)
+    full_end, end = _segment_extremes(high, block, count)
+    return BlockSpans(*blocks[:2], kv_offsets[blocks.sequence], begin, full_begin, full_end, end)
+
+
+def _key_spans(
+    blocks: _Blocks,
+    offsets: tuple[Tensor, Tensor],
+    kind: AttentionKind,
+    window: int | None,
+    limited: bool,
+) -> BlockSpans:
+    """The rows of queries that may attend to any key of a block, and those that attend to all.
+
+    Limits differ by query, so that with them no part is known to be full.
+    """
+    q_offsets, kv_offsets = offsets
+    keys_start = kv_offsets[blocks.sequence]
+    first_query = q_offsets[blocks.sequence]
+    is_empty = blocks.first == blocks.last
+    end = torch.where(is_empty, first_query, q_offsets[blocks.sequence + 1])
+    begin, full_begin, full_end = first_query, first_query, end
+    if kind.causal:
+        first_key, last_key = blocks.first - keys_start, blocks.last - keys_start - 1
+        begin, full_begin = first_query + first_key, first_query + last_key
+        if window is not None:
+            full_end = torch.minimum(end, first_query + first_key + window + 1)
+            end = torch.minimum(end, first_query + last_key + window + 1)
+    elif limited:
+        full_end = first_query
+    return BlockSpans(blocks.first, blocks.last, keys_start, begin, full_begin, full_end, end)
+
+
+def _split_into_blocks(offsets: Tensor, rows: int, block_size: int) -> _Blocks:
+    """Split each sequence into blocks of at most `block_size` rows.
+
+    The number of blocks is known on the host: that of sequences which each waste almost a block.
+    """
     sequences = len(offsets) - 1
-    counts = (offsets.diff() + block_size - 1) // block_size
-    ends = counts.cumsum(0)
-    number = torch.arange(rows // block_size + sequences, device=offsets.device)
-    sequence = torch.searchsorted(ends, number, right=True).clamp(max=sequences - 1)
-    first = offsets[sequence] + (number - ends[sequence] + counts[sequence]) * block_size
-    first = torch.where(number < ends[-1:], first, offsets[-1:])
-    last = torch.minimum(first + block_size, offsets[sequence + 1])
-    return _Blocks(first, last, sequence)
+    count = (rows + sequences * (block_size - 1)) // block_size if rows else 0
+    ends = ((offsets.diff() + block_size - 1) // block_size).cumsum(0)
+    block = torch.arange(count, device=offsets.device)
+    sequence = torch.searchsorted(ends, block, right=True).clamp(max=max(sequences - 1, 0))
+    first_block = torch.cat((ends.new_zeros(1), ends))[sequence]
+    stop = offsets[sequence + 1]
+    first = torch.minimum(offsets[sequence] + (block - first_block) * block_size, stop)
+    return _Blocks(first, torch.minimum(first + block_size, stop), sequence)
 
 
-def _segment_min(values: Tensor, segment: Tensor, num_segments: int) -> Tensor:
-    minima = values.new_full((num_segments,), torch.iinfo(values.dtype).max)
-    return minima.scatter_reduce(0, segment, values, "amin")
+def _segment_extremes(values: Tensor, segment: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The least and the greatest value of each segment; 0 for segments without values."""
+    zeros = values.new_zeros(count)
+    least = zeros.scatter_reduce(0, segment, values, "amin", include_self=False)
+    return least, zeros.scatter_reduce(0, segment, values, "amax", include_self=False)

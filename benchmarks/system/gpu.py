@@ -1,0 +1,152 @@
+"""GEM's dense part and its attention kernels on a GPU; without one, null with the reason.
+
+MFU is the FLOP rate of forward, backward and update of the dense part, in bf16, over that of a
+large matrix product on the same card. Attention is causal softmax over equal sequences, forward and
+backward, beside PyTorch's SDPA and FlexAttention.
+"""
+
+import time
+from collections.abc import Callable
+from datetime import date
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.harness import RESULTS, SIMULATOR_SPEC, BenchmarkResult
+from etl.spec import load_spec
+from features.schema import feature_schema
+from training.config import ComputeConfig
+from training.data.synthetic import BatchShape, random_batch
+from training.data.tensor_fields import map_tensors
+from training.distributed.device import CPU
+from training.model.config import SCALES, Scale
+from training.model.embeddings import (
+    TorchEmbeddingTables,
+    item_row_map_up_to,
+    lookup_embeddings,
+    table_sizes,
+)
+from training.model.gem import Gem
+from training.model.history.encoder import history_selector
+from training.ops.attention import CAUSAL
+from training.trainer.compute import apply_compute_config
+from training.trainer.throughput import peak_flops, synchronize
+
+SHAPE = BatchShape(256, 8, 512, 10_000)
+MFU_SCALES: tuple[Scale, ...] = ("base", "large")
+SEQUENCES, LENGTH, HEADS = 32, 1024, 8
+HEAD_WIDTHS = (64, 128)
+WARM_UP, ROUNDS = 3, 10
+PEERS = ("sdpa", "flex")
+
+
+def measure_gpu(result: BenchmarkResult) -> None:
+    """`gpu_mfu_base`, `gpu_mfu_large` and `gpu_attention_WIDTH_over_PEER`, a ratio of seconds."""
+    has_card = torch.cuda.is_available()
+    reason = "" if has_card else "no CUDA device is available"
+    for scale in MFU_SCALES:
+        mfu = dense_mfu(scale, SHAPE, torch.device("cuda")) if has_card else None
+        result.record(f"gpu_mfu_{scale}", mfu, reason)
+    for width in HEAD_WIDTHS:
+        ratios = attention_ratios(width) if has_card else dict.fromkeys(PEERS)
+        for peer, ratio in ratios.items():
+            result.record(f"gpu_attention_{width}_over_{peer}", ratio, reason)
+    if has_card:
+        save_of_card(result)
+
+
+def save_of_card(result: BenchmarkResult) -> None:
+    """Save the figures, with the name of the card, where the documentation shows them."""
+    card = torch.cuda.get_device_name()
+    study = BenchmarkResult(f"GEM on one {card}, {date.today()}", ("key", "value"))
+    study.figures = {key: v for key, v in result.figures.items() if key.startswith("gpu_")}
+    study.rows = [(key, f"{value:.3f}") for key, value in study.figures.items()]
+    study.save_study(RESULTS / "gpu.json", "gemline bench model --only gpu")
+
+
+def dense_mfu(scale: Scale, shape: BatchShape, device: torch.device) -> float:
+    """The share of the device's rate of matrix products that steps of the dense part reach."""
+    step = make_dense_step(scale, shape, device)
+    with FlopCounterMode(display=False) as counter:
+        step()
+    flops = counter.get_total_flops()
+    dtype = torch.float32 if device == CPU else torch.bfloat16
+    return float(flops / seconds_of(step, device) / peak_flops(device, dtype))
+
+
+def make_dense_step(scale: Scale, shape: BatchShape, device: torch.device) -> Callable[[], object]:
+    """Forward, backward and update of the dense part, on vectors that were looked up before."""
+    features, config = feature_schema(load_spec(SIMULATOR_SPEC)), SCALES[scale]
+    batch = history_selector(features, config).attach(random_batch(features, shape))
+    core = Gem(features, config)
+    rows = table_sizes(features, shape.items, config.user_hash_buckets)
+    vectors = lookup_embeddings(
+        TorchEmbeddingTables(rows, config.embedding_dim),
+        batch,
+        core.select_history(batch).positions,
+        item_row_map_up_to(shape.items),
+        config.user_hash_buckets,
+    )
+    vectors = map_tensors(vectors, lambda x: x.detach().to(device).requires_grad_())
+    batch, core = batch.to(device), core.to(device)
+    apply_compute_config(core, ComputeConfig(precision="fp32" if device == CPU else "bf16"))
+    optimizer = torch.optim.AdamW(core.parameters(), fused=True)
+    selection = core.select_history(batch)
+
+    def step() -> None:
+        logits = core(batch, selection, vectors).logits
+        loss = F.binary_cross_entropy_with_logits(logits, batch.labels)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def seconds_of(step: Callable[[], object], device: torch.device) -> float:
+    """Mean seconds of a step, after a warm-up."""
+    for _ in range(WARM_UP):
+        step()
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(ROUNDS):
+        step()
+    synchronize(device)
+    return (time.perf_counter() - start) / ROUNDS
+
+
+def attention_ratios(width: int) -> dict[str, float]:
+    """The seconds of the kernels here over those of each peer, forward and backward, in bf16."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    from training.ops.attention.triton import attention
+
+    cuda = torch.device("cuda")
+    rows = [
+        torch.randn(SEQUENCES * LENGTH, HEADS, width, device=cuda, dtype=torch.bfloat16)
+        for _ in range(3)
+    ]
+    padded = [x.unflatten(0, (SEQUENCES, LENGTH)).transpose(1, 2).contiguous() for x in rows]
+    offsets = torch.arange(SEQUENCES + 1, device=cuda) * LENGTH
+
+    def is_causal(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return query >= key
+
+    mask = create_block_mask(is_causal, None, None, LENGTH, LENGTH, device="cuda")
+    compiled = torch.compile(flex_attention)
+    own = _seconds_of_attention(lambda q, k, v: attention(q, k, v, offsets, offsets, CAUSAL), rows)
+    sdpa = _seconds_of_attention(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), padded
+    )
+    flex = _seconds_of_attention(lambda q, k, v: compiled(q, k, v, block_mask=mask), padded)
+    return {"sdpa": own / sdpa, "flex": own / flex}
+
+
+def _seconds_of_attention(function: Callable[..., Tensor], inputs: list[Tensor]) -> float:
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    grad = torch.randn_like(function(*leaves).detach())
+    return seconds_of(
+        lambda: torch.autograd.grad(function(*leaves), leaves, grad), torch.device("cuda")
+    )
