@@ -104,6 +104,13 @@ class TrainConfig(StrictModel):
         Field(ge=0, le=1),
         tyro.conf.arg(help="share of a day's steps, its last ones, over which both rates decay"),
     ] = 0.5
+    first_training: Annotated[
+        Literal["daily", "joint"],
+        tyro.conf.arg(
+            help="how a new GEM learns the requested days: one after the other, or all together in "
+            "random order; later days follow one by one"
+        ),
+    ] = "daily"
     passes: Annotated[int, Field(ge=1), tyro.conf.arg(help="passes over the rows of a day")] = 2
     reset_embeddings_each_pass: Annotated[
         bool,

@@ -1,7 +1,8 @@
 """Models that predict each day before they learn it, each trained once and its predictions kept.
 
-A GEM of one seed goes through the days once: it predicts a day, then continues to train on it.
-LightGBM is trained again for each day, on all days before it.
+LightGBM is trained again for each day, on all days before it. So is GEM with
+`first_training: joint`; else a GEM of one seed goes through the days once: it predicts a day, then
+continues to train on it.
 """
 
 import json
@@ -48,18 +49,28 @@ class PrequentialTrials:
     folder: Path
 
     def gem(self, config: TrainConfig) -> DayPredictions:
-        """Predictions of a GEM with a configuration, by day."""
+        """Predictions of a GEM with a configuration, by day.
+
+        With `first_training: joint` each day has a new GEM, trained on all earlier days together.
+        """
         days = date_range(self.predicted_first, self.last)
         paths = {day: self._path(config.model_dump_json(), day) for day in days}
         if not all(path.is_file() for path in paths.values()):
-            with scratch_lake(self.lake) as lake, process_group():
+            with process_group():
+                self._train_gem(config, paths)
+        return {day: self._read(path, day) for day, path in paths.items()}
+
+    def _train_gem(self, config: TrainConfig, paths: Mapping[date, Path]) -> None:
+        """Write the predictions of each day; a joint training begins anew for each of them."""
+        is_joint = config.first_training == "joint"
+        for days in [[day] for day in paths] if is_joint else [list(paths)]:
+            with scratch_lake(self.lake) as lake:
                 trained_from = self.first
-                for day, path in paths.items():
+                for day in days:
                     split = self.split(day)
                     train_days(lake, (trained_from, split.train_last), config)
-                    self._keep(predict_test(lake, split), path, split)
+                    self._keep(predict_test(lake, split), paths[day], split)
                     trained_from = day
-        return {day: self._read(path, day) for day, path in paths.items()}
 
     def lightgbm(self, configs: Mapping[str, BaselineConfig]) -> DayPredictions:
         """Predictions of LightGBM with a configuration by objective, by day."""

@@ -135,7 +135,7 @@ def _train_day(lake: Lake, parallelism: ParallelismConfig, seed: int) -> tuple[f
     """The mean loss of a day's steps, and the bytes that this process sent and should have sent."""
     config = TrainConfig(scale="tiny", seed=seed, batch_rows=64)
     reader, (day, _) = latest_reader(lake, config), parse_date_range(DAY)
-    manifest = new_manifest(lake, reader, day, config)
+    manifest = new_manifest(lake, reader, (day, day), config)
     state = build_train_state(manifest, parallelism)
     start_table_day(state, reader.items, day)
     lookups = state.last_access.tables = LookupCounter(state.tables)

@@ -257,7 +257,7 @@ def gem(reader: ExampleReader) -> Iterator[TrainState]:
         config = TrainConfig(
             scale="tiny", item_table_rows=512, model=GemOptions(user_hash_buckets=50)
         )
-        state = build_train_state(new_manifest(reader.lake, reader, LAST, config))
+        state = build_train_state(new_manifest(reader.lake, reader, (LAST, LAST), config))
         start_table_day(state, reader.items, LAST)
         for weight in state.tables.state_dict().values():
             for _, rows in local_shards(weight):

@@ -47,7 +47,7 @@ def starting_point(
     that may not change.
     """
     checkpoints = checkpoint.list_checkpoints(lake.root, lake.spec.hash, member)
-    manifest, path = new_manifest(lake, reader, days[0], config, member), None
+    manifest, path = new_manifest(lake, reader, days, config, member), None
     earlier = [
         (folder, previous)
         for folder, previous in checkpoints
@@ -55,9 +55,11 @@ def starting_point(
     ]
     if earlier:
         path, previous = earlier[-1]
-        _check_can_continue(previous, manifest)
+        _check_can_continue(previous, manifest, days[0])
         manifest = manifest.model_copy(
             update={
+                "trained_until": days[0],
+                "joint_until": previous.joint_until,
                 "steps": previous.steps,
                 "rows": previous.rows,
                 "trained_from": previous.trained_from,
@@ -78,9 +80,15 @@ def starting_point(
 
 
 def new_manifest(
-    lake: Lake, reader: ExampleReader, first: date, config: TrainConfig, member: int = 0
+    lake: Lake,
+    reader: ExampleReader,
+    days: tuple[date, date],
+    config: TrainConfig,
+    member: int = 0,
 ) -> Manifest:
-    """The manifest of a GEM before the first batch of its first day."""
+    """The manifest of a GEM before its first batch; it is to learn the labels of some days."""
+    first, last = days
+    is_joint = config.first_training == "joint"
     return Manifest(
         spec_hash=lake.spec.hash,
         features=reader.features,
@@ -92,7 +100,8 @@ def new_manifest(
         num_shards=dist.get_world_size(),
         table_versions=dict(reader.table_versions) | _teacher_version(lake, config),
         trained_from=first,
-        trained_until=first,
+        joint_until=last if is_joint else None,
+        trained_until=last if is_joint else first,
         complete=False,
         member=member,
         batches=0,
@@ -107,9 +116,9 @@ def _teacher_version(lake: Lake, config: TrainConfig) -> dict[str, int]:
     return {TEACHER_TABLE: lake.version(TEACHER_TABLE)}
 
 
-def _check_can_continue(previous: Manifest, requested: Manifest) -> None:
-    """Raises UserError unless a new day may continue the model of the days before."""
-    day, first = previous.trained_until, requested.trained_until
+def _check_can_continue(previous: Manifest, requested: Manifest, first: date) -> None:
+    """Raises UserError unless day `first` may continue the model of the days before."""
+    day = previous.trained_until
     if day + timedelta(days=1) != first:
         raise UserError(
             f"GEM was trained until {day}: train on the days up to {first} first, or remove "
@@ -141,9 +150,12 @@ def check_same_inputs(manifest: Manifest, reader: ExampleReader) -> None:
 
 
 def day_labels(lake: Lake, day: date, manifest: Manifest) -> LabelWindow:
-    """The labels that GEM trains on after a day: those that became final on it."""
+    """The labels that GEM trains on after a day: those that became final on it.
+
+    In the first training they are all labels that are final.
+    """
     return LabelWindow(
-        start=0 if day == manifest.trained_from else lake.spec.day_start(day),
+        start=0 if day == manifest.first_training_day else lake.spec.day_start(day),
         end=lake.spec.day_end(day),
         purpose="training",
         include_auxiliary=manifest.training.gem_config.auxiliary_weight > 0,
@@ -154,8 +166,11 @@ def day_labels(lake: Lake, day: date, manifest: Manifest) -> LabelWindow:
 def first_day_statistics(
     lake: Lake, reader: ExampleReader, manifest: Manifest
 ) -> InputStatistics | None:
-    """Statistics of the inputs of the first training day; None if it has no final labels."""
-    return _day_statistics(lake, reader, manifest, manifest.trained_from)
+    """Statistics of the inputs on the last day of the first training.
+
+    None if it has no final labels.
+    """
+    return _day_statistics(lake, reader, manifest, manifest.first_training_day)
 
 
 def fit_new_numbers(lake: Lake, reader: ExampleReader, state: TrainState) -> None:
@@ -205,8 +220,11 @@ class DayBatches:
         """A pass over a shard, without its first `consumed` batches."""
         manifest, config = self.manifest, self.manifest.training
         oldest = self.day - timedelta(days=self.lake.spec.label_maturity_days + 1)
+        first = manifest.trained_from
+        if self.day > manifest.first_training_day:
+            first = max(first, oldest)
         return Epoch(
-            days=list(date_range(max(manifest.trained_from, oldest), self.day)),
+            days=list(date_range(first, self.day)),
             label_window=day_labels(self.lake, self.day, manifest),
             batch_rows=config.batch_rows,
             shuffle=Shuffle(config.seed, number),

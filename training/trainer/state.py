@@ -60,11 +60,12 @@ class Manifest(StrictModel):
         features: What the model reads; surfaces and event types in the order of their codes.
         attributes: How each attribute is read.
         event_types: Types of the events in a history; empty for all.
-        base_rates: Rate of each objective on the first training day, which weights its loss.
+        base_rates: Rate of each objective on the last day of the first training, which weights its loss.
         layout: Rows that modules were trained on, if the features were changed since.
         unfitted_numbers: Numbers that an upgrade added; the next day of training has their edges.
         num_shards: Shards that the day is split into: the number of processes that started it.
         table_versions: Delta versions of the tables read for the day.
+        joint_until: Last day of the first training, if its days were trained together.
         trained_until: The day in training, or the last one if `complete`.
         member: The number of this GEM among those of the teacher, from 0.
         batches: Steps on this day.
@@ -87,6 +88,7 @@ class Manifest(StrictModel):
     num_shards: int
     table_versions: dict[str, int]
     trained_from: date
+    joint_until: date | None = None
     trained_until: date
     complete: bool
     member: int = 0
@@ -104,8 +106,13 @@ class Manifest(StrictModel):
         settings = hashlib.sha256(self.training.model_dump_json().encode()).hexdigest()[:6]
         return f"{self.trained_from:%Y%m%d}-{self.trained_until:%Y%m%d}-{settings}"
 
+    @property
+    def first_training_day(self) -> date:
+        """The last day of the first training; at its end all labels that are final are new."""
+        return self.joint_until or self.trained_from
+
     def with_base_rates(self, statistics: InputStatistics) -> "Manifest":
-        """The manifest with the rates of the objectives on the first training day."""
+        """The manifest with the rates of the objectives in the first training."""
         rates = statistics.base_rates.tolist()
         return self.model_copy(
             update={"base_rates": dict(zip(self.features.objectives, rates, strict=True))}

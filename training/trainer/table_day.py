@@ -25,7 +25,7 @@ def start_table_day(state: TrainState, items: ItemTable, day: date) -> None:
     ttl = config.embedding_ttl_days
     expired = last_access.expired_rows(day, ttl)
     item_expired = expired.pop(ITEM_TABLE)
-    is_first_day = day == state.manifest.trained_from
+    is_first_day = day == state.manifest.first_training_day
     new_items = items.seen_by(day).nonzero()[0] if is_first_day else items.first_seen_on(day)
     changes = state.item_rows.update(
         torch.from_numpy(new_items),
