@@ -60,7 +60,7 @@ class Manifest(StrictModel):
         features: What the model reads; surfaces and event types in the order of their codes.
         attributes: How each attribute is read.
         event_types: Types of the events in a history; empty for all.
-        base_rates: Rate of each objective on the last day of the first training, which weights its loss.
+        base_rates: Rate of each objective in the first training, which weights its loss.
         layout: Rows that modules were trained on, if the features were changed since.
         unfitted_numbers: Numbers that an upgrade added; the next day of training has their edges.
         num_shards: Shards that the day is split into: the number of processes that started it.
