@@ -121,6 +121,26 @@ def test_both_rates_follow_the_factor(lake: Lake) -> None:
         assert full["collection.embeddings.item.weight"].abs().max() > 1e-4
 
 
+@pytest.mark.parametrize("max_norm", [0.001, 1e6])
+def test_gradients_of_a_step_are_clipped_to_a_norm(lake: Lake, max_norm: float) -> None:
+    """Their norm over all dense weights is at most `max_grad_norm`; smaller ones are kept."""
+    norms = []
+    for config in (config_of(), config_of(max_grad_norm=max_norm)):
+        with process_group():
+            reader, manifest = latest_reader(lake, config), new_manifest(lake, config)
+            trainer = Trainer(
+                lake, reader, build_train_state(manifest), ThroughputMeter(Timeline())
+            )
+            trainer.start_day(FIRST)
+            loss = Loss.from_config(config, reader.features)
+            batch = next(DayBatches(lake, reader, FIRST, manifest).shard_batches(0))
+            trainer.train_batch(batch, len(batch), loss, PrequentialMetrics(reader.features, loss))
+            weights = trainer.state.model.core.parameters()
+            gradients = [w.grad for w in weights if w.grad is not None]
+            norms.append(float(torch.nn.utils.get_total_norm(gradients)))
+    assert norms[0] > 0.001 and norms[1] == pytest.approx(min(norms[0], max_norm), rel=1e-3)
+
+
 def test_the_tables_of_replicas_have_a_larger_rate(lake: Lake) -> None:
     """sqrt(c) times the configured one, for a moment scale c (2508.03854), in each step."""
     config = config_of(warmup_steps=2)
