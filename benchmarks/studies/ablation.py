@@ -8,16 +8,15 @@ study: each runs with `--share k/n`, then one of them without.
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Protocol
 
 import tyro
 from pydantic import Field
 
 from benchmarks.harness import RESULTS, BenchmarkResult
-from benchmarks.studies.committed import share_of, show_committed
+from benchmarks.studies.committed import StudyFolder, share_of, show_committed
 from benchmarks.studies.model_changes import CHANGES, DATA_SETS, DataSet
-from benchmarks.studies.quality import KUAIRAND_DATA
+from benchmarks.studies.quality import KUAIRAND_DATA, KuaiRandFolder
 from dags.commands import Scale
 from etl.errors import UserError
 from etl.spec.base import StrictModel
@@ -43,16 +42,8 @@ RESULT = RESULTS / "ablation.json"
 class AblationArgs(StrictModel):
     """Arguments of the study."""
 
-    work: Annotated[
-        Path | None, tyro.conf.arg(help="folder for tables and trainings: runs the study in it")
-    ] = None
-    kuairand: Annotated[
-        Path | None,
-        tyro.conf.arg(
-            help="folder that holds KuaiRand's data/log_standard_*; by default that in shared/data "
-            "beside the checkout"
-        ),
-    ] = None
+    work: StudyFolder = None
+    kuairand: KuaiRandFolder = None
     data: Annotated[tuple[DataSet, ...], tyro.conf.arg(help="data sets of the study")] = DATA_SETS
     seeds: int = Field(default=5, ge=1)
     scale: Scale = "small"

@@ -9,14 +9,13 @@ U users, M models (the default, then the changes), S seeds.
 
 from collections.abc import Mapping
 from datetime import date
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from pydantic import Field
 
 from benchmarks.harness import RESULTS, BenchmarkResult
-from benchmarks.studies.committed import share_of, show_committed
+from benchmarks.studies.committed import StudyFolder, share_of, show_committed
 from benchmarks.studies.model_changes import CHANGES
 from etl.errors import UserError
 from etl.spec.base import StrictModel
@@ -63,9 +62,7 @@ RESULT = RESULTS / "agreement.json"
 class AgreementArgs(StrictModel):
     """Arguments of the study."""
 
-    work: Annotated[
-        Path | None, tyro.conf.arg(help="folder for tables and trainings: runs the study in it")
-    ] = None
+    work: StudyFolder = None
     scales: Annotated[
         tuple[Scale, ...], tyro.conf.arg(help=f"scales that are compared with {REFERENCE}")
     ] = ("tiny", "small")

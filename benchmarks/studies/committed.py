@@ -3,7 +3,9 @@
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
+
+import tyro
 
 from benchmarks.harness import BenchmarkResult
 from etl.errors import UserError
@@ -11,6 +13,9 @@ from ranking.report.study import StudyResult
 
 COLUMNS = ("figure", "value", "goal", "of")
 Task = TypeVar("Task")
+StudyFolder = Annotated[
+    Path | None, tyro.conf.arg(help="folder for tables and trainings: runs the study in it")
+]
 
 
 def show_committed(title: str, goals: Mapping[str, str], path: Path, as_json: bool) -> None:

@@ -42,6 +42,13 @@ Part = Literal["kuairand", "movielens", "sim"]
 KUAIRAND_COMMAND = "gemline bench quality --only kuairand --measure"
 MOVIELENS_COMMAND = "gemline bench quality --only movielens --measure"
 KUAIRAND_DATA = ROOT.parent / "shared" / "data" / "KuaiRand-Pure"
+KuaiRandFolder = Annotated[
+    Path | None,
+    tyro.conf.arg(
+        help="folder that holds KuaiRand's data/log_standard_*; by default that in shared/data "
+        "beside the checkout"
+    ),
+]
 
 
 class QualityArgs(StrictModel):
@@ -57,13 +64,7 @@ class QualityArgs(StrictModel):
     work: Annotated[
         Path, tyro.conf.arg(help="folder for tables and finished trainings; remove it to repeat")
     ] = Path("work/quality")
-    kuairand: Annotated[
-        Path | None,
-        tyro.conf.arg(
-            help="folder that holds KuaiRand's data/log_standard_*; by default that in shared/data "
-            "beside the checkout"
-        ),
-    ] = None
+    kuairand: KuaiRandFolder = None
     movielens: Annotated[
         Path | None,
         tyro.conf.arg(help="folder of ml-100k.inter, .item and .user; downloaded if not given"),

@@ -10,7 +10,6 @@ rate of each architecture is chosen at the two smallest sizes, on a day before t
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
-from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +17,7 @@ import tyro
 from pydantic import Field
 
 from benchmarks.harness import RESULTS, BenchmarkResult, commit
-from benchmarks.studies.committed import share_of, show_committed
+from benchmarks.studies.committed import StudyFolder, share_of, show_committed
 from etl.spec.base import StrictModel
 from etl.spec.units import DaySplit
 from ranking.report.study import StudyResult
@@ -95,9 +94,7 @@ SELECTION_SPLIT, SPLIT = days_of(5, 6, 6), days_of(12, 13, 14)
 class ScalingArgs(StrictModel):
     """Arguments of the study."""
 
-    work: Annotated[
-        Path | None, tyro.conf.arg(help="folder for tables and trainings: runs the study in it")
-    ] = None
+    work: StudyFolder = None
     seeds: int = Field(default=2, ge=2)
     share: Annotated[
         str, tyro.conf.arg(help="run only part k of n of the trainings, and no comparison: k/n")

@@ -7,7 +7,6 @@ backward, beside PyTorch's SDPA and FlexAttention.
 
 import time
 from collections.abc import Callable
-from datetime import date
 
 import torch
 import torch.nn.functional as F
@@ -60,7 +59,7 @@ def measure_gpu(result: BenchmarkResult) -> None:
 def save_of_card(result: BenchmarkResult) -> None:
     """Save the figures, with the name of the card, where the documentation shows them."""
     card = torch.cuda.get_device_name()
-    study = BenchmarkResult(f"GEM on one {card}, {date.today()}", ("key", "value"))
+    study = BenchmarkResult(f"GEM on one {card}", ("key", "value"))
     study.figures = {key: v for key, v in result.figures.items() if key.startswith("gpu_")}
     study.rows = [(key, f"{value:.3f}") for key, value in study.figures.items()]
     study.save_study(RESULTS / "gpu.json", "gemline bench model --only gpu")

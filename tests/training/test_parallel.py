@@ -142,8 +142,8 @@ def test_bytes_sent_are_those_of_the_formula(
 ) -> None:
     """All-to-alls within a group send ids, rows and gradients.
 
-    Between groups, each synchronization sends a byte per row, which tells whether it was looked up,
-    and the rows that were.
+    Between groups, each synchronization sends a byte per row (1 if it was looked up), and the rows
+    that were looked up.
     """
     tables = table_sizes(batches[0], ITEMS, SIZES.user_hash_buckets)
     of_processes = results[world, variant]

@@ -17,8 +17,8 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # by device; counts st
 def resolve_device(name: DeviceName) -> torch.device:
     """The device of this process; "auto" is CUDA where it can be used.
 
-    With several processes each takes the card of its LOCAL_RANK. Raises UserError if CUDA is asked
-    for and cannot be used.
+    With several processes each takes the card of its LOCAL_RANK. Raises UserError if CUDA is
+    requested and cannot be used.
     """
     reason = None if name == "cpu" else missing_cuda()
     if name == "cuda" and reason:

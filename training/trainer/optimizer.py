@@ -9,16 +9,31 @@ from torch.optim import AdamW, Muon
 from typing_extensions import override
 
 from training.config import TrainConfig
+from training.distributed.dense import clip_gradients
 from training.model.gem import Gem
 from training.model.interaction.wukong import RowLinear
 from training.trainer.fused_adamw import FusedAdamW
 
 
 def dense_optimizer(core: Gem, config: TrainConfig) -> torch.optim.Optimizer:
-    """The optimizer of the dense weights of a GEM."""
+    """The optimizer of the dense weights of a GEM, which clips their gradients if configured."""
+    optimizer: torch.optim.Optimizer
     if config.dense_optimizer == "muon":
-        return MuonAdamW(core, config.dense_lr, config.weight_decay)
-    return FusedAdamW(core.parameters(), config.dense_lr, config.weight_decay)
+        optimizer = MuonAdamW(core, config.dense_lr, config.weight_decay)
+    else:
+        optimizer = FusedAdamW(core.parameters(), config.dense_lr, config.weight_decay)
+    if config.max_grad_norm:
+        _clip_before_steps(optimizer, core, config.max_grad_norm)
+    return optimizer
+
+
+def _clip_before_steps(optimizer: torch.optim.Optimizer, core: Gem, max_norm: float) -> None:
+    """Clip the gradients of a model before each step of an optimizer."""
+
+    def clip(*_: object) -> None:
+        clip_gradients(core.parameters(), max_norm)
+
+    optimizer.register_step_pre_hook(clip)
 
 
 def hidden_matrices(core: Gem) -> list[Tensor]:

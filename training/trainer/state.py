@@ -29,7 +29,7 @@ from features.schema import USER_TABLE, FeatureSchema
 from training.config import SINGLE_PROCESS, ParallelismConfig, TrainConfig
 from training.data.batch import Batch, InputStatistics, batch_digest
 from training.data.reader import ExampleReader
-from training.distributed.dense import clip_gradients, parallelize
+from training.distributed.dense import parallelize
 from training.distributed.device import CPU
 from training.distributed.process_group import build_mesh
 from training.distributed.replicas import ReplicaSync
@@ -252,19 +252,11 @@ def build_train_state(
     fill_accumulators(tables, initial_accumulator)
     with device:
         last_access = LastAccess.never_accessed(tables, rows)
-        item_rows = ManagedItemRows.all_free(
-            config.item_table_rows,
-            admission_count=config.item_admission_count,
-            dropout=sizes.item_dropout,
-            dropout_lookups=config.item_dropout_lookups,
-        )
+        item_rows = _free_item_rows(config)
 
     ema = EmaModel(core)
     apply_compute_config(core, config.compute)
     dense = parallelize(core, ema, mesh, parallelism.dense_parallelism == "fsdp")
-    optimizer = dense_optimizer(core, config)
-    if config.max_grad_norm:
-        _clip_before_steps(optimizer, core, config.max_grad_norm)
     return TrainState(
         model=GemModel(
             core, dense, last_access, item_rows, sizes.user_hash_buckets, item_rows.for_training
@@ -276,15 +268,16 @@ def build_train_state(
         item_rows=item_rows,
         embedding_lr=adagrad["learning_rate"],
         initial_accumulator=initial_accumulator,
-        optimizer=optimizer,
+        optimizer=dense_optimizer(core, config),
         manifest=manifest,
     )
 
 
-def _clip_before_steps(optimizer: torch.optim.Optimizer, core: Gem, max_norm: float) -> None:
-    """Clip the gradients of a model before each step of an optimizer."""
-
-    def clip(*_: object) -> None:
-        clip_gradients(core.parameters(), max_norm)
-
-    optimizer.register_step_pre_hook(clip)
+def _free_item_rows(config: TrainConfig) -> ManagedItemRows:
+    """The rows of the item table, all of them free."""
+    return ManagedItemRows.all_free(
+        config.item_table_rows,
+        admission_count=config.item_admission_count,
+        dropout=config.gem_config.item_dropout,
+        dropout_lookups=config.item_dropout_lookups,
+    )
