@@ -129,8 +129,8 @@ class DayTraining:
         metrics = PrequentialMetrics(reader.features, self.loss)
         day = DayBatches(trainer.lake, reader, TRAINED_DAY, state.manifest)
         rows = 0
-        for batch, mean_rows in synchronized_batches(day.for_rank(0, 1), iter(())):
-            trainer.train_batch(batch, mean_rows, self.loss, metrics)
-            trainer.meter.after_step(batch)
-            rows += len(batch)
+        for step in trainer.prepare(synchronized_batches(day.for_rank(0, 1), iter(()))):
+            trainer.train_batch(step, self.loss, metrics)
+            trainer.meter.after_step(step.host)
+            rows += len(step.host)
         self.rows_per_day = rows

@@ -89,6 +89,13 @@ def weights_of(state: TrainState) -> dict[str, torch.Tensor]:
     return tables | dense
 
 
+def take_step(trainer: Trainer, batch: Batch, loss: Loss) -> None:
+    """One step on a batch of a day that was started."""
+    metrics = PrequentialMetrics(trainer.reader.features, loss)
+    for step in trainer.prepare(iter([(batch, float(len(batch)))])):
+        trainer.train_batch(step, loss, metrics)
+
+
 def changes_of_one_step(
     lake: Lake, batch: Batch, config: TrainConfig, day_steps: int, day_step: int
 ) -> dict[str, torch.Tensor]:
@@ -102,7 +109,7 @@ def changes_of_one_step(
     state.manifest = state.manifest.model_copy(update={"batches": day_step})
     loss = Loss.from_config(config, reader.features)
     before = weights_of(state)
-    trainer.train_batch(batch, len(batch), loss, PrequentialMetrics(reader.features, loss))
+    take_step(trainer, batch, loss)
     return {name: after - before[name] for name, after in weights_of(state).items()}
 
 
@@ -134,7 +141,7 @@ def test_gradients_of_a_step_are_clipped_to_a_norm(lake: Lake, max_norm: float) 
             trainer.start_day(FIRST)
             loss = Loss.from_config(config, reader.features)
             batch = next(DayBatches(lake, reader, FIRST, manifest).shard_batches(0))
-            trainer.train_batch(batch, len(batch), loss, PrequentialMetrics(reader.features, loss))
+            take_step(trainer, batch, loss)
             weights = trainer.state.model.core.parameters()
             gradients = [w.grad for w in weights if w.grad is not None]
             norms.append(float(torch.nn.utils.get_total_norm(gradients)))
@@ -151,7 +158,7 @@ def test_the_tables_of_replicas_have_a_larger_rate(lake: Lake) -> None:
         trainer.start_day(FIRST)
         loss = Loss.from_config(config, reader.features)
         batch = next(DayBatches(lake, reader, FIRST, manifest).shard_batches(0))
-        trainer.train_batch(batch, len(batch), loss, PrequentialMetrics(reader.features, loss))
+        take_step(trainer, batch, loss)
         (rate,) = {group["lr"] for group in state.tables.fused_optimizer.param_groups}
     assert rate == pytest.approx(2 * config.embedding_lr / 2)
 
@@ -274,7 +281,7 @@ def test_embeddings_restart_at_the_first_step_of_each_further_pass(lake: Lake) -
         trainer.day_steps = 6
         for _ in range(trainer.day_steps):
             before = weights_of(state)["collection.embeddings.item.weight"]
-            trainer.train_batch(batch, len(batch), loss, PrequentialMetrics(reader.features, loss))
+            take_step(trainer, batch, loss)
             after = weights_of(state)["collection.embeddings.item.weight"]
             changed.append(bool((after - before).abs().mean() > 0.01))
     assert changed == [False, False, True, False, True, False]

@@ -75,11 +75,15 @@ class TorchrecTables(nn.Module):
         self.collection = EmbeddingCollection(tables=configs, device=torch.device(device))
 
     def forward(self, ids: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Look up the ids of all tables at once, as one ragged sample with a key for each table."""
+        """Look up the ids of all tables at once."""
+        embeddings = self.collection(self.jagged_ids(ids))
+        return {name: embeddings[name].values() for name in self.names}
+
+    def jagged_ids(self, ids: Mapping[str, Tensor]) -> KeyedJaggedTensor:
+        """The ids (n) of all tables as one ragged sample with a key for each table."""
         values = torch.cat([ids[name] for name in self.names])
         lengths = torch.tensor([len(ids[name]) for name in self.names], device=values.device)
-        embeddings = self.collection(KeyedJaggedTensor(self.names, values, lengths=lengths))
-        return {name: embeddings[name].values() for name in self.names}
+        return KeyedJaggedTensor(self.names, values, lengths=lengths)
 
 
 def _init_uniform(weight: Tensor) -> None:

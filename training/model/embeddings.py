@@ -84,6 +84,21 @@ class EmbeddingVectors:
     users: dict[str, Tensor]
     events: dict[str, Tensor]
 
+    @classmethod
+    def of_batch(cls, batch: Batch, vectors: Mapping[str, Tensor]) -> "EmbeddingVectors":
+        """The vectors (n, d) of the `table_ids` of a batch, by who reads them."""
+        shared = {
+            name: vectors[name].split((len(batch), len(vectors[name]) - len(batch)))
+            for name in (*batch.history.item_categorical, ITEM_TABLE)
+        }
+        user_tables = [name for name in (*batch.user_categorical, USER_TABLE) if name in vectors]
+        return cls(
+            candidates={name: vectors[name] for name in batch.row_categorical}
+            | {name: of_candidates for name, (of_candidates, _) in shared.items()},
+            users={name: vectors[name] for name in user_tables},
+            events={name: of_events for name, (_, of_events) in shared.items()},
+        )
+
     def map(
         self, transform: Callable[[dict[str, Tensor]], dict[str, Tensor]]
     ) -> "EmbeddingVectors":
@@ -99,16 +114,27 @@ def lookup_embeddings(
     item_rows: Callable[[Tensor], Tensor],
     user_buckets: int = 0,
 ) -> EmbeddingVectors:
-    """Look up all vectors of a batch, with one call to the tables.
+    """Look up all vectors of a batch, with one call to the tables; see `table_ids`."""
+    ids = table_ids(batch, event_positions, item_rows, user_buckets)
+    return EmbeddingVectors.of_batch(batch, tables(ids))
+
+
+def table_ids(
+    batch: Batch,
+    event_positions: Tensor,
+    item_rows: Callable[[Tensor], Tensor],
+    user_buckets: int = 0,
+) -> dict[str, Tensor]:
+    """The ids that a batch looks up, by table.
+
+    Those of tables that candidates and events share are of the B candidates, then of the P events.
 
     Args:
-        tables: The embedding back end.
         batch: The batch.
         event_positions: Positions (P) of the events that are read.
         item_rows: Maps item indexes to rows of the item table.
         user_buckets: Rows of the user table; 0 for no table.
     """
-    # Tables that candidates and events share: ids of the B candidates, then of the P events.
     shared_ids = {
         name: torch.cat((batch.row_categorical[name], ids[event_positions]))
         for name, ids in batch.history.item_categorical.items()
@@ -116,21 +142,10 @@ def lookup_embeddings(
     shared_ids[ITEM_TABLE] = item_rows(
         torch.cat((batch.item_index, batch.history.item_index[event_positions]))
     )
-    context_ids = {
-        name: ids for name, ids in batch.row_categorical.items() if name not in shared_ids
-    }
     user_ids = dict(batch.user_categorical)
     if user_buckets:
         user_ids[USER_TABLE] = batch.user_hash % user_buckets
-    vectors = tables(shared_ids | context_ids | user_ids)
-    sizes = len(batch), len(event_positions)
-    shared = {name: vectors[name].split(sizes) for name in shared_ids}
-    candidates = {name: of_candidates for name, (of_candidates, _) in shared.items()}
-    return EmbeddingVectors(
-        candidates=candidates | {name: vectors[name] for name in context_ids},
-        users={name: vectors[name] for name in user_ids},
-        events={name: of_events for name, (_, of_events) in shared.items()},
-    )
+    return batch.row_categorical | shared_ids | user_ids
 
 
 class NarrowEmbeddings(nn.Module):

@@ -37,9 +37,13 @@ class LastAccess:
 
     def __call__(self, ids: dict[str, Tensor]) -> dict[str, Tensor]:
         """Look up ids (n) of each table, and record the access."""
+        self.record(ids)
+        return self.tables(ids)
+
+    def record(self, ids: Mapping[str, Tensor]) -> None:
+        """Record the access to ids (n) of each table."""
         for name, rows in ids.items():
             self.last_days[name][rows] = self.today
-        return self.tables(ids)
 
     def all_reduce(self) -> None:
         """Set the last access to the maximum over all processes; a collective call."""

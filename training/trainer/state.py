@@ -31,6 +31,7 @@ from training.data.batch import Batch, InputStatistics, batch_digest
 from training.data.reader import ExampleReader
 from training.distributed.dense import parallelize
 from training.distributed.device import CPU
+from training.distributed.lookup import StartedLookup, start_lookup
 from training.distributed.process_group import build_mesh
 from training.distributed.replicas import ReplicaSync
 from training.distributed.sharding import (
@@ -177,6 +178,12 @@ class TrainState:
     initial_accumulator: float
     optimizer: torch.optim.Optimizer
     manifest: Manifest
+
+    def start_lookup(self, batch: Batch) -> StartedLookup:
+        """Send the ids that a batch looks up to the shards; a collective call."""
+        ids = self.model.table_ids(batch, self.model.core.select_history(batch))
+        self.last_access.record(ids)
+        return start_lookup(self.tables, ids)
 
     def state_dict(self) -> dict[str, Any]:
         """All state that the next step depends on, as tensors."""

@@ -21,7 +21,9 @@ from etl.errors import UserError
 from features.schema import FeatureSchema
 from training.config import TrainConfig
 from training.data.batch import Batch, NegativeSampling
-from training.model.embeddings import EmbeddingTables, lookup_embeddings
+from training.data.history_selection import HistorySelection
+from training.distributed.lookup import StartedLookup
+from training.model.embeddings import EmbeddingTables, EmbeddingVectors, table_ids
 from training.model.gem import Gem, GemOutput, auxiliary_objectives
 from training.teacher.predictions import TeacherPredictions
 
@@ -244,14 +246,18 @@ class GemModel:
     user_rows: int
     training_item_rows: ItemRows | None = None
 
-    def __call__(self, batch: Batch) -> GemOutput:
-        """Logits and embeddings of a batch."""
+    def table_ids(self, batch: Batch, selection: HistorySelection) -> dict[str, Tensor]:
+        """The ids that a batch looks up, by table; in training, items may be dropped."""
         in_training = self.core.training and self.training_item_rows
-        history = self.core.select_history(batch)
-        vectors = lookup_embeddings(
-            self.tables, batch, history.positions, in_training or self.item_rows, self.user_rows
-        )
-        return cast(GemOutput, self.dense(batch, history, vectors))
+        item_rows = in_training or self.item_rows
+        return table_ids(batch, selection.positions, item_rows, self.user_rows)
+
+    def __call__(self, batch: Batch, lookup: StartedLookup | None = None) -> GemOutput:
+        """Logits and embeddings of a batch, whose look-up may have been started."""
+        selection = self.core.select_history(batch)
+        vectors = lookup.vectors() if lookup else self.tables(self.table_ids(batch, selection))
+        by_reader = EmbeddingVectors.of_batch(batch, vectors)
+        return cast(GemOutput, self.dense(batch, selection, by_reader))
 
 
 class NonFiniteLossError(ArithmeticError):
@@ -295,15 +301,16 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     loss: Loss,
     check: LossCheck | None = None,
+    lookup: StartedLookup | None = None,
 ) -> GemOutput:
-    """Update on a batch; returns the output before the update.
+    """Update on a batch, whose look-up may have been started; returns the output before the update.
 
     `rows` is the mean number of rows over all processes, whose gradients are averaged. Embedding
     tables update themselves in the backward pass. Raises NonFiniteLossError on every process if the
     loss of any is not finite, because the others would otherwise wait in collectives: before the
     update, unless `check` reads losses less often.
     """
-    output = model(batch)
+    output = model(batch, lookup)
     batch_loss = loss(output, batch, rows)
     (check or LossCheck()).add(batch_loss)
     optimizer.zero_grad(set_to_none=True)

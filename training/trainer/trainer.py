@@ -7,6 +7,7 @@ and `predict_test` read a trained model.
 import logging
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import date
 
@@ -25,6 +26,7 @@ from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
 from training.data.shards import RoundRobin
 from training.distributed.device import process_device
+from training.distributed.lookup import StartedLookup
 from training.distributed.process_group import synchronized_batches
 from training.distributed.sharding import reset_all_rows
 from training.evaluation.metrics import PrequentialMetrics
@@ -32,7 +34,7 @@ from training.evaluation.predictions import Predictions, predict
 from training.model.gem import GemOutput
 from training.trainer import checkpoint
 from training.trainer.async_checkpoint import AsyncCheckpointer
-from training.trainer.copy_ahead import CopyAhead
+from training.trainer.batch_pipeline import BatchPipeline, PreparedBatch
 from training.trainer.nan_guard import non_finite_loss_error
 from training.trainer.resume import (
     DayBatches,
@@ -46,6 +48,7 @@ from training.trainer.step import Loss, LossCheck, NonFiniteLossError, train_ste
 from training.trainer.table_day import start_table_day
 from training.trainer.throughput import ThroughputMeter, Timeline
 
+LOOKUP = 1  # salt of seeds
 CHECK_EVERY = 64  # steps between checks of losses on a GPU, for each of which the host waits
 log = logging.getLogger(__name__)
 
@@ -128,19 +131,14 @@ class Trainer:
             day_batches.teacher(),
         ).to(self.device)
         metrics = PrequentialMetrics(self.reader.features, loss)
-        steps = CopyAhead(self.device)(
-            synchronized_batches(batches, padding),
-            self.state.manifest.batches,
-            self.config.checkpoint_every,
-        )
         progress = tqdm(
-            steps,
+            self.prepare(synchronized_batches(batches, padding)),
             desc=f"train gem {day}",
             unit="batch",
             disable=rank > 0 or None,
         )
         for step in progress:
-            self.train_batch(step.host, step.mean_rows, loss, metrics, step.on_device)
+            self.train_batch(step, loss, metrics)
             progress.set_postfix(self.meter.after_step(step.host), refresh=False)
             if self.state.manifest.batches % self.config.checkpoint_every == 0:
                 self._save_partial(day, day_batches, batches)
@@ -148,27 +146,21 @@ class Trainer:
         self._finish_day(day)
         return metrics.compute()
 
-    def train_batch(
-        self,
-        batch: Batch,
-        mean_rows: float,
-        loss: Loss,
-        metrics: PrequentialMetrics,
-        on_device: Batch | None = None,
-    ) -> None:
-        """One step of a day that was started; `mean_rows` is the mean over all processes.
+    def prepare(self, batches: Iterator[tuple[Batch, float]]) -> Iterator[PreparedBatch]:
+        """The further batches of a day that was started, with their mean rows, ready for steps."""
+        pipeline = BatchPipeline(self.device, self._start_lookup)
+        return pipeline(batches, self.state.manifest.batches, self.config.checkpoint_every)
 
-        `on_device` is the batch on the device of the model, if that is not the host.
-        """
-        on_device = on_device or batch
-        self.meter.before_step(self.state, on_device)
+    def train_batch(self, step: PreparedBatch, loss: Loss, metrics: PrequentialMetrics) -> None:
+        """One step of a day that was started."""
+        self.meter.before_step(self.state, step.on_device)
         if self.config.reset_embeddings_each_pass and self._starts_further_pass():
             self._reset_embeddings()
-        output = self._step(on_device, mean_rows, loss)
-        if not batch.is_repeated:
-            metrics.update(output, on_device)
-        rows = round(mean_rows * dist.get_world_size())
-        self.state.manifest = self.state.manifest.after_step(batch, rows)
+        output = self._step(step, loss)
+        if not step.host.is_repeated:
+            metrics.update(output, step.on_device)
+        rows = round(step.mean_rows * dist.get_world_size())
+        self.state.manifest = self.state.manifest.after_step(step.host, rows)
 
     def start_day(self, day: date) -> None:
         """Start a day; before its first batch, update the rows of the tables."""
@@ -178,17 +170,17 @@ class Trainer:
         state.model.core.train()
         state.last_access.today = day.toordinal()
         if state.manifest.batches == 0:
-            self._seed_step()
+            self._seed(state.manifest.steps)
             start_table_day(state, self.reader.items, day)
 
-    def _seed_step(self, *salt: int) -> None:
-        """Seed what is random before or in the next step; without a salt equally on all ranks."""
-        torch.manual_seed(hash((self.config.seed, self.state.manifest.steps, *salt)) % 2**31)
+    def _seed(self, step: int, *salt: int) -> None:
+        """Seed what is random in a step or before it; without a salt equally on all processes."""
+        torch.manual_seed(hash((self.config.seed, step, *salt)) % 2**31)
 
     def _reset_embeddings(self) -> None:
         """Reset all embeddings, equally in all replicas; a collective call."""
         self.state.replicas.synchronize()
-        self._seed_step()
+        self._seed(self.state.manifest.steps)
         reset_all_rows(self.state.tables, self.state.initial_accumulator)
 
     def _starts_further_pass(self) -> bool:
@@ -196,22 +188,35 @@ class Trainer:
         steps = self.state.manifest.batches
         return steps > 0 and steps % (self.day_steps // self.config.passes) == 0
 
-    def _step(self, batch: Batch, mean_rows: float, loss: Loss) -> GemOutput:
+    def _start_lookup(self, batch: Batch, position: int) -> StartedLookup:
+        """Start the look-up of a batch of the day at a position; a collective call."""
+        manifest = self.state.manifest
+        step = manifest.steps - manifest.batches + position
+        self._seed(step, dist.get_rank(), LOOKUP)  # items are dropped at random
+        return self.state.start_lookup(batch)
+
+    def _step(self, step: PreparedBatch, loss: Loss) -> GemOutput:
         """Update on a batch; returns the output before the update."""
         state = self.state
         self._set_learning_rates()
         # Dropout depends only on the step and the process, so a resumed run draws the same.
-        self._seed_step(dist.get_rank())
+        self._seed(state.manifest.steps, dist.get_rank())
         is_saved = (state.manifest.batches + 1) % self.config.checkpoint_every == 0
         try:
             output = train_step(
-                state.model, batch, mean_rows, state.optimizer, loss, self.loss_check
+                state.model,
+                step.on_device,
+                step.mean_rows,
+                state.optimizer,
+                loss,
+                self.loss_check,
+                step.lookup,
             )
             if is_saved:
                 self.loss_check.read()
         except NonFiniteLossError as error:
             folder = self._checkpoint_path(state.manifest.trained_until).parent
-            raise non_finite_loss_error(folder, state, batch, error.ranks) from None
+            raise non_finite_loss_error(folder, state, step.on_device, error.ranks) from None
         state.ema.update_parameters(state.model.core)
         state.replicas.after_step()
         return output
