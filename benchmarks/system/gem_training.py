@@ -39,7 +39,8 @@ GOAL_SHARE = 0.30
 SIZES = GemConfig(
     interaction="wukong", parallel_interaction=None, input_dependent_projection=True,
     cross_layer_rows=0, user_hash_buckets=2**17, low_cardinality_threshold=0, esmm_parents={},
-    value_loss_weight=0.0, auxiliary_weight=0.0, embedding_dim=32, numeric_segments=16,
+    value_loss_weight=0.0, auxiliary_weight=0.0,
+    numeric_scale_lr_factor=0.0, trunk_scale_lr_factor=0.0, embedding_dim=32, numeric_segments=16,
     low_cardinality_rows=2, trunk_layers=1, tower_width=16,
     layers=2, fm_rows=12, linear_rows=12, rank=12, mlp_width=128,
     event_width=64, event_layers=1,

@@ -8,6 +8,7 @@ from hypothesis.extra.numpy import arrays
 
 from training.model.numeric import (
     MAX_OUTER,
+    InputScale,
     NumericEmbedding,
     PiecewiseLinearEncoding,
     RunningStandardizer,
@@ -92,3 +93,40 @@ def test_a_missing_value_is_not_the_lowest_one_once_it_was_trained() -> None:
         embedding.missing.add_(1)
     torch.testing.assert_close(embedding(missing).rows, before + 1)
     assert embedding(torch.tensor([[0.0]])).standardized.eq(0).all()
+
+
+def test_scales_change_nothing_at_the_start() -> None:
+    values = torch.tensor([[0.5, -2.0, torch.nan], [3.0, 1.0, 0.0]])
+    with_scales, without = (seeded_embedding(lr_factor) for lr_factor in (20.0, 0.0))
+    assert torch.equal(with_scales(values).rows, without(values).rows)
+    assert torch.equal(with_scales(values).standardized, without(values).standardized)
+
+
+def seeded_embedding(scale_lr_factor: float) -> NumericEmbedding:
+    torch.manual_seed(0)
+    return NumericEmbedding(("a", "b", "a"), 2, SEGMENTS, scale_lr_factor).eval()
+
+
+def test_a_scale_multiplies_all_that_is_known_of_its_feature() -> None:
+    """Value, piecewise-linear components and the flag of a missing value, of this feature alone."""
+    embedding = seeded_embedding(20.0)
+    values = torch.tensor([[0.5, -2.0, torch.nan], [3.0, 1.0, 0.0]])
+    with torch.no_grad():
+        for weight in (embedding.piecewise, embedding.missing):
+            weight.normal_()
+        before = embedding(values)
+        assert embedding.scale is not None
+        embedding.scale.weight[1] = -1 / 20  # a factor of 0
+        after = embedding(values)
+    assert torch.equal(after.rows[:, 0], before.rows[:, 0])
+    torch.testing.assert_close(after.rows[:, 1], embedding.bias[1].expand(2, -1))
+    assert after.standardized[:, 1].eq(0).all()
+    assert torch.equal(after.standardized[:, ::2], before.standardized[:, ::2])
+
+
+def test_a_step_of_adamw_changes_a_factor_by_a_multiple_of_the_rate() -> None:
+    scale = InputScale(2, lr_factor=20.0)
+    optimizer = torch.optim.AdamW(scale.parameters(), lr=1e-3)
+    scale(torch.tensor([[3.0, -0.1]])).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(scale.factors, torch.tensor([1 - 0.02, 1 + 0.02]))

@@ -227,6 +227,17 @@ class GemOptions(StrictModel):
         Field(ge=0),
         tyro.conf.arg(help="categorical features with fewer values share interaction rows"),
     ] = 0
+    numeric_scale_lr_factor: Annotated[
+        float,
+        Field(ge=0),
+        tyro.conf.arg(
+            help="each number has a learned scale, whose learning rate is this times dense_lr; "
+            "0: no scales"
+        ),
+    ] = 20.0
+    trunk_scale_lr_factor: Annotated[
+        float, Field(ge=0), tyro.conf.arg(help="the same of each input of the trunk")
+    ] = 6.0
     experts: Annotated[
         Literal["none", "mmoe", "ple"],
         tyro.conf.arg(help="experts between trunk and towers, mixed by a gate of each objective"),

@@ -35,7 +35,7 @@ from training.model.history.encoder import HistoryEncoder
 from training.model.history.events import TypeMeanSimilarity, TypeSimilarity
 from training.model.hyformer import HyFormer
 from training.model.interaction import Interaction, build_interaction
-from training.model.numeric import NumericEmbedding
+from training.model.numeric import InputScale, NumericEmbedding
 
 CANDIDATE = "candidate|"  # prefix of the names of rows of a candidate's ids
 NORM_EPS = 1e-2  # large, so that LayerNorm does not amplify barely trained rows
@@ -98,9 +98,9 @@ class Gem(nn.Module):
             {name: nn.Linear(width, d) for name, width in features.item.vectors.items()}
         )
         self.surface = nn.Embedding(len(features.surfaces) + 1, d)
-        self.candidate_numeric = NumericEmbedding(features.numeric_keys, d, config.numeric_segments)
-        self.user_numeric = NumericEmbedding(
-            (USER_TABLE,) * len(features.user.numeric), d, config.numeric_segments
+        self.candidate_numeric, self.user_numeric = (
+            NumericEmbedding(groups, d, config.numeric_segments, config.numeric_scale_lr_factor)
+            for groups in (features.numeric_keys, (USER_TABLE,) * len(features.user.numeric))
         )
         self.norm = nn.LayerNorm(d, eps=NORM_EPS)
         all_rows = (*user_rows, *self._other_row_names())
@@ -115,11 +115,13 @@ class Gem(nn.Module):
     def _build_outputs(self, features: FeatureSchema, config: GemConfig) -> None:
         """The layers behind the interaction module."""
         hidden = config.mlp_width
-        self.trunk = _mlp(
-            self.interaction.out_rows * config.embedding_dim + self._wide_dim(),
-            [hidden] * config.trunk_layers,
-            config.dropout,
+        inputs = self.interaction.out_rows * config.embedding_dim + self._wide_dim()
+        self.trunk_scale = (
+            InputScale(inputs, config.trunk_scale_lr_factor)
+            if config.trunk_scale_lr_factor
+            else nn.Identity()
         )
+        self.trunk = _mlp(inputs, [hidden] * config.trunk_layers, config.dropout)
         self.embedding = nn.Linear(hidden, config.output_embedding_dim)
         self.gate = DomainGate(len(features.surfaces), hidden)
         outputs = len(features.objectives) + len(self.auxiliary_objectives)
@@ -269,7 +271,7 @@ class Gem(nn.Module):
             *batch.row_vectors.values(),
             *(similarity.scores for similarity in similarities),
         )
-        hidden = self.trunk(torch.cat((x.flatten(1), *wide), 1))
+        hidden = self.trunk(self.trunk_scale(torch.cat((x.flatten(1), *wide), 1)))
         embedding = self.embedding(hidden)
         gated = self.gate(hidden, batch.surface)
         outputs = self.heads(self._tower_inputs(gated, embedding), batch.surface)

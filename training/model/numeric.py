@@ -107,8 +107,31 @@ class PiecewiseLinearEncoding(nn.Module):
         return share.clamp_(low.expand_as(high), high).mul_(finite[..., None])
 
 
+class InputScale(nn.Module):
+    """A learned factor for each of n inputs (RealMLP, 2407.04491, section 3): (B, n) to (B, n).
+
+    A factor is 1 + c w, with a weight w that starts at zero. The steps of AdamW do not depend on
+    the size of gradients, so that factors are trained at `lr_factor` c times its rate, and weight
+    decay draws them to 1. Relevant inputs grow, and the others are learned slowly.
+    """
+
+    def __init__(self, inputs: int, lr_factor: float) -> None:
+        super().__init__()
+        self.lr_factor = lr_factor
+        self.weight = nn.Parameter(torch.zeros(inputs))
+
+    @property
+    def factors(self) -> Tensor:
+        """The factor (n) of each input."""
+        return 1 + self.lr_factor * self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale inputs."""
+        return x * self.factors
+
+
 class NumericRows(NamedTuple):
-    """`rows` (B, G, d) for the interaction module, and the `standardized` values (B, F)."""
+    """`rows` (B, G, d) for the interaction module, and the `standardized` values (B, F), scaled."""
 
     rows: Tensor
     standardized: Tensor
@@ -119,10 +142,13 @@ class NumericEmbedding(nn.Module):
 
     The row of a group is the sum over its features of x w + z W + m u, with the standardized value
     x, its components z of the piecewise-linear encoding and the indicator m of a missing value. W
-    and u are zeros at the start, so that training begins with a linear embedding.
+    and u are zeros at the start, so that training begins with a linear embedding. With a
+    `scale_lr_factor`, all three are multiplied by a learned factor of the feature.
     """
 
-    def __init__(self, groups: Sequence[Hashable], width: int, segments: int) -> None:
+    def __init__(
+        self, groups: Sequence[Hashable], width: int, segments: int, scale_lr_factor: float = 0.0
+    ) -> None:
         super().__init__()
         numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
         self.group_names = tuple(numbers)
@@ -138,6 +164,7 @@ class NumericEmbedding(nn.Module):
         self.piecewise = nn.Parameter(torch.zeros(len(groups), segments, width))
         self.missing = nn.Parameter(torch.zeros(len(groups), width))
         self.bias = nn.Parameter(torch.zeros(len(numbers), width))
+        self.scale = InputScale(len(groups), scale_lr_factor) if scale_lr_factor else None
 
     order: Tensor
 
@@ -148,6 +175,9 @@ class NumericEmbedding(nn.Module):
         others = torch.stack((scaled, is_missing), 2)[:, self.order]
         inputs = torch.cat((self.encoding(values, self.order), others), 2)
         weight = torch.cat((self.piecewise, self.linear[:, None], self.missing[:, None]), 1)
+        if self.scale:
+            scaled = self.scale(scaled)
+            weight = weight * self.scale.factors[:, None, None]
         by_group = zip(
             inputs.flatten(1).split(self.inputs_by_group, 1),
             weight.index_select(0, self.order).flatten(0, 1).split(self.inputs_by_group),
