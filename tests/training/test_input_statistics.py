@@ -38,8 +38,9 @@ SECOND = FIRST + timedelta(days=1)
 CONFIG = TrainConfig(scale="tiny", max_length=8, batch_rows=256)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def group() -> Iterator[None]:
+    """A process group, opened after shared folders are built: building them opens their own."""
     with process_group():
         yield
 
