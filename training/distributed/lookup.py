@@ -14,6 +14,8 @@ from torchrec.distributed.embedding import EmbeddingCollectionContext
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import Awaitable
 
+from training.distributed.sharding import TorchrecTables
+
 
 @dataclass(frozen=True)
 class StartedLookup:
@@ -30,17 +32,16 @@ class StartedLookup:
             stream = torch.cuda.current_stream()
             ids.record_stream(stream)
             self.context.record_stream(stream)
-        tables = self.tables.module
-        embeddings = tables.collection.compute_and_output_dist(self.context, ids)
-        return {name: embeddings[name].values() for name in tables.names}
+        tables: TorchrecTables = self.tables.module
+        return tables.by_table(tables.collection.compute_and_output_dist(self.context, ids))
 
 
 def start_lookup(tables: DistributedModelParallel, ids: Mapping[str, Tensor]) -> StartedLookup:
     """Send the ids (n) of each table on the current stream; a collective call.
 
-    The host waits for their numbers, which all processes exchange first, but not for the ids.
+    The host waits for the splits (numbers of ids), which are exchanged first, not for the ids.
     """
     collection = tables.module.collection
     context = collection.create_context()
-    numbers = collection.input_dist(context, tables.module.jagged_ids(ids))
-    return StartedLookup(tables, context, numbers.wait())
+    splits = collection.input_dist(context, tables.module.jagged_ids(ids))
+    return StartedLookup(tables, context, splits.wait())

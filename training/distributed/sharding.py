@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import _remote_device  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
@@ -76,7 +76,10 @@ class TorchrecTables(nn.Module):
 
     def forward(self, ids: dict[str, Tensor]) -> dict[str, Tensor]:
         """Look up the ids of all tables at once."""
-        embeddings = self.collection(self.jagged_ids(ids))
+        return self.by_table(self.collection(self.jagged_ids(ids)))
+
+    def by_table(self, embeddings: Mapping[str, JaggedTensor]) -> dict[str, Tensor]:
+        """The vectors (n, d) of each table in an output of the collection."""
         return {name: embeddings[name].values() for name in self.names}
 
     def jagged_ids(self, ids: Mapping[str, Tensor]) -> KeyedJaggedTensor:

@@ -236,7 +236,7 @@ class GemOptions(StrictModel):
         ),
     ] = 20.0
     trunk_scale_lr_factor: Annotated[
-        float, Field(ge=0), tyro.conf.arg(help="the same of each input of the trunk")
+        float, Field(ge=0), tyro.conf.arg(help="the same for each input of the trunk")
     ] = 6.0
     experts: Annotated[
         Literal["none", "mmoe", "ple"],

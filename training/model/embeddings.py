@@ -86,7 +86,7 @@ class EmbeddingVectors:
 
     @classmethod
     def of_batch(cls, batch: Batch, vectors: Mapping[str, Tensor]) -> "EmbeddingVectors":
-        """The vectors (n, d) of the `table_ids` of a batch, by who reads them."""
+        """The vectors (n, d) of the `table_ids` of a batch, divided by its parts."""
         shared = {
             name: vectors[name].split((len(batch), len(vectors[name]) - len(batch)))
             for name in (*batch.history.item_categorical, ITEM_TABLE)

@@ -79,13 +79,22 @@ class BatchPipeline:
             position: Number of the batches before the first one.
             segment: Steps between checkpoints.
         """
-        current = self._next(batches, position)
+        current = self._first(batches, position)
         while current:
             position += 1
             ends_segment = position % segment == 0
             ahead = None if ends_segment else self._next(batches, position)
             yield current.wait()
-            current = self._next(batches, position) if ends_segment else ahead
+            current = self._first(batches, position) if ends_segment else ahead
+
+    def _first(self, batches: Iterator[tuple[Batch, float]], position: int) -> PreparedBatch | None:
+        """The first batch of a day or after a checkpoint.
+
+        Its look-up waits for their work on the device, which changes or copies what it reads.
+        """
+        if self._stream:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        return self._next(batches, position)
 
     def _next(self, batches: Iterator[tuple[Batch, float]], position: int) -> PreparedBatch | None:
         following = next(batches, None)

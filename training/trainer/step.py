@@ -256,8 +256,8 @@ class GemModel:
         """Logits and embeddings of a batch, whose look-up may have been started."""
         selection = self.core.select_history(batch)
         vectors = lookup.vectors() if lookup else self.tables(self.table_ids(batch, selection))
-        by_reader = EmbeddingVectors.of_batch(batch, vectors)
-        return cast(GemOutput, self.dense(batch, selection, by_reader))
+        divided = EmbeddingVectors.of_batch(batch, vectors)
+        return cast(GemOutput, self.dense(batch, selection, divided))
 
 
 class NonFiniteLossError(ArithmeticError):
