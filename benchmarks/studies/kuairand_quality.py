@@ -10,6 +10,7 @@ from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from statistics import mean
+from typing import Literal
 
 import numpy as np
 from scipy.special import expit
@@ -52,10 +53,17 @@ def build_trials(data: Path, work: Path) -> PrequentialTrials:
     return PrequentialTrials(lake, FIRST_DAY, FIRST_PREDICTED_DAY, LAST_DAY, work / "trials")
 
 
+def train(trials: PrequentialTrials, model: Literal["lightgbm"] | int) -> DayPredictions:
+    """The predictions of tuned LightGBM or of the GEM of a seed, trained unless they are kept."""
+    if model == "lightgbm":
+        return trials.lightgbm(trials.tuned_lightgbm(TUNING_DAY))
+    return trials.gem(TrainConfig(seed=model, first_training="joint"))
+
+
 def measure_kuairand(trials: PrequentialTrials, seeds: int) -> BenchmarkResult:
     """AUC, GAUC, NE and calibration of each model, and the gains of GEM and of the teacher."""
-    gem = [trials.gem(TrainConfig(seed=seed, first_training="joint")) for seed in range(seeds)]
-    trees = trials.lightgbm(trials.tuned_lightgbm(TUNING_DAY))
+    gem = [train(trials, seed) for seed in range(seeds)]
+    trees = train(trials, "lightgbm")
     averaged = [teacher_predictions(members) for members in teacher_members(gem)]
     blended = [teacher_predictions(members, trees) for members in teacher_members(gem)]
     models = {

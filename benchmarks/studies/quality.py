@@ -1,24 +1,27 @@
 """`gemline bench quality`: GEM, its teacher and the models on files, against LightGBM and bounds.
 
 What takes long is printed as committed, with its date, commit and command. `--measure` measures
-KuaiRand (hours; resumable, finished trainings are kept in `--work`) and MovieLens and saves them to
-benchmarks/results; simulated logs are measured by `gemline bench history` and `gemline bench
-ablation`.
+KuaiRand and MovieLens and saves them to benchmarks/results. KuaiRand's finished trainings are kept
+in `--work`; several processes may share them, each with `--share k/n`, then one of them without.
+Simulated logs are measured by `gemline bench history` and `gemline bench ablation`.
 """
 
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from pydantic import Field
 from rich.console import Console
 
 from benchmarks.harness import RESULTS, ROOT, BenchmarkResult
-from benchmarks.studies.committed import COLUMNS, add_figures, committed_figures
+from benchmarks.studies.committed import COLUMNS, add_figures, committed_figures, share_of
 from etl.errors import UserError
 from etl.spec.base import StrictModel
+
+if TYPE_CHECKING:
+    from benchmarks.studies.prequential import PrequentialTrials
 
 KUAIRAND_GOALS = {
     "kuairand_click_gain": ">= 0.001",
@@ -70,11 +73,18 @@ class QualityArgs(StrictModel):
         tyro.conf.arg(help="folder of ml-100k.inter, .item and .user; downloaded if not given"),
     ] = None
     seeds: int = Field(default=5, ge=1)
+    share: Annotated[
+        str,
+        tyro.conf.arg(help="run only part k of n of KuaiRand's trainings, and no comparison: k/n"),
+    ] = "1/1"
     as_json: Annotated[bool, tyro.conf.arg(name="json", help="one line of JSON last")] = False
 
 
 def bench_quality(args: QualityArgs) -> None:
     """Gains over tuned LightGBM on KuaiRand and MovieLens, and committed gaps on simulated logs."""
+    if args.share != "1/1":
+        train_share(args)
+        return
     parts: dict[Part, Callable[[BenchmarkResult, QualityArgs], None]] = {
         "kuairand": add_kuairand,
         "movielens": add_movielens,
@@ -125,14 +135,31 @@ def study_figures(
     return committed_figures(path, command)
 
 
+def train_share(args: QualityArgs) -> None:
+    """Run a share of the trainings on KuaiRand. Raises UserError unless they are to be measured."""
+    if not args.measure or args.only != "kuairand":
+        raise UserError("--share splits KuaiRand's trainings: it needs --only kuairand --measure")
+    from benchmarks.studies.kuairand_quality import train
+
+    for model in share_of(["lightgbm", *range(args.seeds)], args.share):
+        train(kuairand_trials(args), model)
+
+
 def measure_kuairand_part(args: QualityArgs) -> BenchmarkResult:
     """GEM, its teacher and LightGBM on KuaiRand. Raises UserError if its files are absent."""
+    from benchmarks.studies.kuairand_quality import measure_kuairand
+
+    return measure_kuairand(kuairand_trials(args), args.seeds)
+
+
+def kuairand_trials(args: QualityArgs) -> "PrequentialTrials":
+    """The trainings on KuaiRand. Raises UserError if its files are absent."""
     data = args.kuairand or KUAIRAND_DATA
     if not data.is_dir():
         raise UserError(f"{data} is absent; --kuairand names KuaiRand's folder")
-    from benchmarks.studies.kuairand_quality import build_trials, measure_kuairand
+    from benchmarks.studies.kuairand_quality import build_trials
 
-    return measure_kuairand(build_trials(data, args.work / "kuairand"), args.seeds)
+    return build_trials(data, args.work / "kuairand")
 
 
 def measure_movielens_part(args: QualityArgs) -> BenchmarkResult:
