@@ -53,7 +53,8 @@ class PipelinePaths:
 class ModelFlags:
     """Flags that name the days of the steps that train and use models.
 
-    GEM trains on `training_days` and writes predictions for `teacher_days`. Rankers, baselines and
+    GEM trains on `training_days` and writes predictions for `teacher_days`, from which refits
+    learn, too. Rankers, baselines and
     the report follow `split`. `test_days` are scored; `data_until` is the last day with logs.
     """
 
@@ -113,7 +114,7 @@ def model_flags(split: DaySplit) -> ModelFlags:
     """Flags of the steps of models, for all days at once."""
     return ModelFlags(
         training_days=("--days", f"{split.train_first}:{split.train_last}"),
-        teacher_days=("--days", f"{split.train_first}:{split.test_last}"),
+        teacher_days=("--days", f"{split.train_first}:{split.data_until}"),
         split=split_flags(split),
         test_days=("--days", f"{split.test_first}:{split.test_last}"),
         data_until=("--data-until", str(split.data_until)),
@@ -192,18 +193,19 @@ class SurfaceCommand:
     name: str
     engine: Engine
     subcommand: tuple[str, ...]
-    days: Literal["split", "test_days"]
+    days: Literal["split", "test_days", "data_until"]
 
     def for_surface(self, paths: PipelinePaths, flags: ModelFlags, surface: Any) -> tuple[Any, ...]:
         """The command line, the surface last: a name, or a template that Airflow renders."""
-        days = flags.split if self.days == "split" else flags.test_days
+        days = getattr(flags, self.days)
         return (*self.subcommand, *paths.cli_flags, *days, "--surface", surface)
 
 
 TRAIN_RANKER = SurfaceCommand("ranker", "torch", ("rank", "train"), "split")
 PROMOTE_RANKER = SurfaceCommand("promotion", "torch", ("rank", "promote"), "split")
+REFIT_RANKER = SurfaceCommand("refit", "torch", ("rank", "refit"), "data_until")
 SCORE_SURFACE = SurfaceCommand("scores", "spark", ("rank", "score"), "test_days")
-SURFACE_COMMANDS = (TRAIN_RANKER, PROMOTE_RANKER, SCORE_SURFACE)
+SURFACE_COMMANDS = (TRAIN_RANKER, PROMOTE_RANKER, REFIT_RANKER, SCORE_SURFACE)
 
 
 def surface_step(
@@ -223,10 +225,14 @@ def surface_step(
             (*EXAMPLE_TABLES, *TEACHER_TABLES, f"{folder}/newest.json"),
             (f"{folder}/current.json",),
         ),
+        REFIT_RANKER: (
+            (*EXAMPLE_TABLES, *TEACHER_TABLES, f"{folder}/current.json"),
+            (f"{folder}/refit.json",),
+        ),
         SCORE_SURFACE: (
             (
                 *("examples", "history", *ITEM_TABLES, "user_teacher_embeddings"),
-                f"{folder}/current.json",
+                *(f"{folder}/current.json", f"{folder}/refit.json"),
             ),
             (f"scores/surface={surface}",),
         ),
@@ -243,7 +249,7 @@ def feature_store_step(spec: DataSpec, paths: PipelinePaths, flags: ModelFlags) 
         ("rank", "materialize", *paths.cli_flags, *flags.data_until),
         (
             *("events", *ATTRIBUTE_TABLES, "items", "user_teacher_embeddings"),
-            *(f"rankers/{surface}/current.json" for surface in spec.ad_surfaces),
+            *(f"rankers/{surface}/refit.json" for surface in spec.ad_surfaces),
         ),
         ("feature_store/current.json",),
     )
@@ -263,7 +269,7 @@ def ranking_steps(spec: DataSpec, paths: PipelinePaths, flags: ModelFlags) -> li
     """All steps that follow the split of days: evaluations, rankers, scores, features, report."""
     steps = evaluation_steps(paths, flags)
     for surface in spec.ad_surfaces:
-        for command in (TRAIN_RANKER, PROMOTE_RANKER):
+        for command in (TRAIN_RANKER, PROMOTE_RANKER, REFIT_RANKER):
             steps.append(surface_step(command, paths, flags, surface))
     for surface in spec.ad_surfaces:
         steps.append(surface_step(SCORE_SURFACE, paths, flags, surface))

@@ -47,6 +47,13 @@ class PromoteArgs(SplitArgs):
     ] = 0.1
 
 
+class RefitArgs(LakeArgs):
+    """Continue the training of a surface's live ranker on all labels that are final."""
+
+    surface: SurfaceName
+    data_until: DataUntil
+
+
 class RollbackArgs(LakeArgs):
     """Roll back to the previous version of a ranker, or unblock one that was rolled back."""
 
@@ -119,7 +126,7 @@ class ExplainArgs(LakeArgs):
 @holds_leases("ranker-{surface}")
 def train(args: TrainRankerArgs) -> None:
     """Train a surface's ranker with and without GEM, calibrate it, and save it."""
-    from ranking.trainer import train_ranker
+    from ranking.trainer.train import train_ranker
 
     lake = args.open_lake()
     lake.spec.require_ad_surface(args.surface)
@@ -133,7 +140,7 @@ def train(args: TrainRankerArgs) -> None:
 @holds_leases("domain-{domain}")
 def train_domain_model(args: TrainDomainArgs) -> None:
     """Train the model of a domain, from which the rankers of its surfaces may start."""
-    from ranking.trainer import train_domain
+    from ranking.trainer.train import train_domain
 
     lake = args.open_lake()
     if args.domain not in lake.spec.domains:
@@ -155,6 +162,26 @@ def promote(args: PromoteArgs) -> None:
     config = PromotionConfig(tolerance=args.tolerance)
     decision = promote_if_better(lake, args.surface, args.split, config)
     print(f"ranker of {args.surface}: {decision}")
+
+
+@holds_leases("ranker-{surface}")
+def refit(args: RefitArgs) -> None:
+    """Train the live ranker further on all labels that are final, and make the result live."""
+    from ranking.registry.promotion import read_refit_record
+    from ranking.trainer.refit import refit_live_ranker
+
+    lake = args.open_lake()
+    lake.spec.require_ad_surface(args.surface)
+    _, data_until = parse_days_argument(args.data_until, "--data-until")
+    folder = refit_live_ranker(lake, args.surface, data_until)
+    record = read_refit_record(lake.root, args.surface)
+    assert record is not None
+    newest = ", ".join(
+        f"{name} {datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M}"
+        for name, time in record.newest_labels.items()
+        if time
+    )
+    print(f"ranker of {args.surface}: {folder.name} is live; newest labels: {newest} UTC")
 
 
 @holds_leases("ranker-{surface}")
@@ -271,6 +298,7 @@ COMMANDS = {
         "train": train,
         "train-domain": train_domain_model,
         "promote": promote,
+        "refit": refit,
         "rollback": rollback,
         "score": score,
         "off-policy": off_policy,

@@ -31,12 +31,8 @@ from etl.tables.lake import Lake
 from ranking.report.data import true_probabilities
 from ranking.student.config import DomainTrainConfig, StudentTrainConfig
 from ranking.student.model import new_student
-from ranking.trainer import (
-    apply_calibration,
-    fit_calibration,
-    fit_per_objective,
-    predict_test_days,
-)
+from ranking.trainer.calibrate import apply_calibration, fit_calibration, fit_per_objective
+from ranking.trainer.train import predict_test_days
 from training.config import TrainConfig
 from training.data.batch import Shuffle
 from training.data.label_window import LabelWindow

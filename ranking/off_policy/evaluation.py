@@ -33,7 +33,7 @@ from ranking.off_policy.estimators import (
     ndcg,
     position_propensities,
 )
-from ranking.registry.ranker import Ranker, live_version, load_ranker, validate_ranker
+from ranking.registry.ranker import Ranker, load_ranker, validate_ranker, version_to_evaluate
 from ranking.scoring.auction import EXCLUDED_RANK, Auction
 from ranking.scoring.bids import BidTable, load_bids
 from ranking.scoring.scorer import SCORE_ROWS, input_builder
@@ -219,7 +219,8 @@ def evaluate_policy(lake: Lake, surface: str, days: tuple[date, date], data_unti
     Raises:
         UserError: No ranker is promoted, or the log has no positions and propensities.
     """
-    ranker = validate_ranker(load_ranker(live_version(lake.root, surface)), lake.root, surface)
+    version = version_to_evaluate(lake.root, surface, lake.spec.day_start(days[0]))
+    ranker = validate_ranker(load_ranker(version), lake.root, surface)
     logged = load_logged_rankings(lake, days, score_logged_ads(lake, ranker, days, data_until))
     ads, rankings = logged.ads, logged.rankings
     num_requests = len(np.unique(rankings.request_ids))

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_torch_file
 from torch import Tensor, nn
 
 from etl.errors import UserError
@@ -32,7 +33,7 @@ from ranking.inputs.arrays import (
 )
 from ranking.inputs.from_tables import RankerInputs
 from ranking.registry import manifest
-from ranking.registry.manifest import RankerManifest
+from ranking.registry.manifest import RankerManifest, RankerTraining
 from ranking.registry.ranker import load_ranker, ranker_from_package
 from ranking.scoring.calibration import Calibration
 from ranking.student.model import Student, TrainedStudent, UserState
@@ -70,6 +71,14 @@ class RankProgram(nn.Module):
         state = from_named_arrays(UserState, inputs, STATE_PREFIX)
         candidates = from_named_arrays(CandidateInputs, inputs, CANDIDATE_PREFIX)
         return {"logits": self.student.head(self.student.encode_candidates(state, candidates))}
+
+
+@dataclass(frozen=True)
+class TrainingSnapshot:
+    """The record of a student's training, and the state from which it continues, by name."""
+
+    record: RankerTraining
+    state: NamedTensors
 
 
 @dataclass(frozen=True)
@@ -161,6 +170,7 @@ def export_ranker(
     trained: TrainedStudent,
     calibrations: dict[str, Calibration],
     example: RankerInputs,
+    training: TrainingSnapshot | None = None,
     compiled: bool = False,
 ) -> StoragePath:
     """Write a ranker to a new folder, atomically, after it has been loaded and checked.
@@ -171,6 +181,7 @@ def export_ranker(
         trained: The student.
         calibrations: The calibration of each objective.
         example: Inputs on which programs are traced; with their scores they are the test vectors.
+        training: What a refit needs to continue the training.
         compiled: Add programs that are compiled for this kind of machine.
 
     Returns:
@@ -183,6 +194,9 @@ def export_ranker(
     save_file(tables, staging / manifest.TABLES_FILE)
     _save_test_vectors(programs, staging / manifest.TEST_VECTORS_FILE)
     ranker_manifest = _manifest(trained, path.name, calibrations)
+    if training is not None:
+        save_torch_file(training.state, staging / manifest.TRAINING_FILE)
+        ranker_manifest = ranker_manifest.model_copy(update={"training": training.record})
     ranker_version = f"{path.name}-{manifest.ranker_hash(staging, ranker_manifest)[:8]}"
     ranker_manifest = ranker_manifest.model_copy(update={"version": ranker_version})
     _write_checked_manifest(staging, ranker_manifest, compiled)

@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections.abc import Iterable
+from datetime import date
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -15,7 +16,7 @@ from etl.spec.model import DataSpec
 from etl.tables.atomic_io import local_path
 from etl.tables.uri import StoragePath, read_text_if_exists
 from ranking.scoring.calibration import Calibration
-from ranking.student.config import InputLimits
+from ranking.student.config import InputLimits, StudentTrainConfig
 
 MANIFEST, SIGNATURE = "ranker.json", "ranker.json.sig"
 USER_ONNX, RANK_ONNX, TABLES_FILE, TEST_VECTORS_FILE = (
@@ -26,9 +27,32 @@ USER_ONNX, RANK_ONNX, TABLES_FILE, TEST_VECTORS_FILE = (
 )
 REQUIRED_FILES = (USER_ONNX, RANK_ONNX, TABLES_FILE, TEST_VECTORS_FILE)
 COMPILED_FILES = ("user.pt2", "rank.pt2")  # only with `gemline rank train --compiled`
+TRAINING_FILE = "training.safetensors"  # read by refits, not by the service
+ALL_FILES = (*REQUIRED_FILES, *COMPILED_FILES, TRAINING_FILE)
 FileName = Literal[
-    "user.onnx", "rank.onnx", "tables.safetensors", "vectors.npz", "user.pt2", "rank.pt2"
+    "user.onnx",
+    "rank.onnx",
+    "tables.safetensors",
+    "vectors.npz",
+    "user.pt2",
+    "rank.pt2",
+    "training.safetensors",
 ]
+
+
+class RankerTraining(StrictModel):
+    """How and until when a ranker was trained."""
+
+    config: StudentTrainConfig
+    """The recipe."""
+    first_day: date
+    """The first training day."""
+    labels_until: int
+    """Epoch second until which final labels were learned."""
+    newest_labels: dict[str, int]
+    """Time (epoch seconds) of the latest impression whose label was learned, by objective."""
+    refit_of: str | None = None
+    """The version that passed the gate, if this one continued its training on newer labels."""
 
 
 class RankerManifest(StrictModel):
@@ -36,7 +60,8 @@ class RankerManifest(StrictModel):
 
     `sequence`, `max_length`, `encoded_events`, `teacher_history_length` and `user_hash_buckets`
     define the data of a request that is read. Items from index `num_items` on are unknown.
-    `file_hashes` has the SHA-256 of every other file of the folder.
+    `training` is None for rankers that were saved before refits existed. `file_hashes` has the
+    SHA-256 of every other file of the folder.
     """
 
     surface: str
@@ -49,6 +74,7 @@ class RankerManifest(StrictModel):
     num_items: int
     user_hash_buckets: int
     calibration: dict[str, Calibration]
+    training: RankerTraining | None = None
     build_environment: dict[str, str]
     file_hashes: dict[FileName, str] = {}
 
@@ -65,7 +91,7 @@ class RankerManifest(StrictModel):
 
 def write_manifest(folder: Path, manifest: RankerManifest) -> None:
     """Write a manifest with the hashes of the folder's files, signed if a key is configured."""
-    hashes = sha256_of_files(folder, REQUIRED_FILES + COMPILED_FILES)
+    hashes = sha256_of_files(folder, ALL_FILES)
     text = manifest.model_copy(update={"file_hashes": hashes}).model_dump_json(indent=1)
     (folder / MANIFEST).write_text(text)
     signature = sign(text.encode())
@@ -107,9 +133,21 @@ def read_package(uri: StoragePath) -> RankerPackage:
             "again"
         )
     contents: dict[str, bytes] = {
-        name: _read_verified(folder / name, sha256) for name, sha256 in manifest.file_hashes.items()
+        name: _read_verified(folder / name, sha256)
+        for name, sha256 in manifest.file_hashes.items()
+        if name != TRAINING_FILE
     }
     return RankerPackage(manifest, contents)
+
+
+def read_training_state(uri: StoragePath) -> bytes | None:
+    """The content of TRAINING_FILE of a ranker's folder; None if it was saved without one.
+
+    Raises UserError as `read_package` does.
+    """
+    folder = local_path(uri)
+    sha256 = read_manifest(uri).file_hashes.get("training.safetensors")
+    return None if sha256 is None else _read_verified(folder / TRAINING_FILE, sha256)
 
 
 def _read_verified(path: Path, expected_sha256: str) -> bytes:
@@ -121,7 +159,7 @@ def _read_verified(path: Path, expected_sha256: str) -> bytes:
 
 def ranker_hash(folder: Path, manifest: RankerManifest) -> str:
     """One hash of a ranker's files and of its manifest."""
-    file_hashes = sha256_of_files(folder, REQUIRED_FILES + COMPILED_FILES).values()
+    file_hashes = sha256_of_files(folder, ALL_FILES).values()
     return hashlib.sha256("".join([*file_hashes, manifest.model_dump_json()]).encode()).hexdigest()
 
 

@@ -2,10 +2,12 @@
 
 Both are loaded from their folders and evaluated on the latest days on which all labels are final.
 
-The latest promotion decision of each surface, kept in the lake for the report.
+The latest promotion decision and the latest refit of each surface are kept in the lake.
 """
 
 from dataclasses import dataclass, replace
+from datetime import date
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +20,7 @@ from etl.tables import atomic_io
 from etl.tables.lake import Lake
 from etl.tables.pointer import remove_unreferenced_versions
 from etl.tables.uri import StoragePath, read_text_if_exists
+from ranking.registry.manifest import read_manifest
 from ranking.registry.ranker import (
     Ranker,
     latest_trained_pointer,
@@ -26,6 +29,7 @@ from ranking.registry.ranker import (
     load_ranker,
     rankers_folder,
     validate_ranker,
+    version_before,
 )
 from ranking.scoring.calibration import logit
 from ranking.scoring.scorer import SCORE_ROWS, input_builder
@@ -39,6 +43,7 @@ from training.evaluation.predictions import (
     predict,
 )
 
+Record = TypeVar("Record", bound=StrictModel)
 MIN_POSITIVES = 10  # minimum positives and negatives to evaluate an objective
 
 
@@ -75,14 +80,14 @@ def promote_if_better(
     """
     pointer = live_pointer(lake.root, surface)
     state, latest = pointer.read(), latest_trained_pointer(lake.root, surface).live_folder
-    if latest is None or latest == pointer.live_folder:
+    if latest is None or latest.name in live_recipe(lake.root, surface):
         name = live_version(lake.root, surface).name
         return PromotionDecision(name, False, ("it is live already",))
     if state and latest.name in state.blocked:
         return PromotionDecision(latest.name, False, ("it was rolled back and is blocked",))
     candidate = validate_ranker(load_ranker(latest), lake.root, surface)
     predictions = ranker_predictions(candidate, lake, split)
-    live = load_live_for_comparison(lake, surface)
+    live = load_live_for_comparison(lake, surface, split)
     if isinstance(live, Ranker):
         live_predictions = ranker_predictions(live, lake, split)
         decision = compare_rankers(latest.name, predictions, live_predictions, config)
@@ -104,12 +109,31 @@ def promote_if_better(
     return decision
 
 
-def load_live_for_comparison(lake: Lake, surface: str) -> Ranker | str:
-    """The live ranker, or the reason why a new one cannot be compared with it."""
-    folder = live_pointer(lake.root, surface).live_folder
+def live_recipe(lake: str, surface: str) -> tuple[str, ...]:
+    """The live version and, if it is a refit, the version that passed the gate."""
+    folder = live_pointer(lake, surface).live_folder
     if folder is None:
+        return ()
+    try:
+        training = read_manifest(folder).training
+    except UserError:  # a damaged ranker does not block the next
+        return (folder.name,)
+    refit_of = training.refit_of if training else None
+    return (folder.name, refit_of) if refit_of else (folder.name,)
+
+
+def load_live_for_comparison(lake: Lake, surface: str, split: DaySplit) -> Ranker | str:
+    """The live ranker, or the reason why a new one cannot be compared with it.
+
+    It is the latest version that learned no label of the test days.
+    """
+    if live_pointer(lake.root, surface).live_folder is None:
         return "the first of its surface"
     try:
+        test_start = lake.spec.day_start(split.test_first)
+        folder = version_before(lake.root, surface, test_start)
+        if folder is None:
+            return "all retained versions of the live one have learned labels of the test days"
         ranker = validate_ranker(load_ranker(folder), lake.root, surface)
     except UserError as error:
         return f"the live one cannot be evaluated: {error}"
@@ -183,19 +207,46 @@ class PromotionRecord(StrictModel):
     reasons: tuple[str, ...]
 
 
+class RefitRecord(StrictModel):
+    """The last refit of a surface: the version that became live, and the labels that it learned.
+
+    `newest_labels` are the times (epoch seconds) of the latest impressions with a learned label.
+    """
+
+    version: str
+    data_until: date
+    newest_labels: dict[str, int]
+
+
 def write_promotion_record(lake: str, surface: str, record: PromotionRecord) -> None:
     """Replace the record of a surface."""
-    atomic_io.write_text(_record_path(lake, surface), record.model_dump_json(indent=1) + "\n")
+    path = _record_path(lake, surface, "promotion")
+    atomic_io.write_text(path, record.model_dump_json(indent=1) + "\n")
 
 
 def read_promotion_record(lake: str, surface: str) -> PromotionRecord | None:
     """The record of a surface; None if no ranker was evaluated, or the record is damaged."""
-    text = read_text_if_exists(_record_path(lake, surface))
+    return _read_record(_record_path(lake, surface, "promotion"), PromotionRecord)
+
+
+def write_refit_record(lake: str, surface: str, record: RefitRecord) -> None:
+    """Replace the record of a surface's refit."""
+    path = _record_path(lake, surface, "refit")
+    atomic_io.write_text(path, record.model_dump_json(indent=1) + "\n")
+
+
+def read_refit_record(lake: str, surface: str) -> RefitRecord | None:
+    """The record of a surface's last refit; None if there is none, or it is damaged."""
+    return _read_record(_record_path(lake, surface, "refit"), RefitRecord)
+
+
+def _read_record(path: StoragePath, kind: type[Record]) -> Record | None:
+    text = read_text_if_exists(path)
     try:
-        return None if text is None else PromotionRecord.model_validate_json(text)
+        return None if text is None else kind.model_validate_json(text)
     except ValidationError:
         return None
 
 
-def _record_path(lake: str, surface: str) -> StoragePath:
-    return rankers_folder(lake, surface) / "promotion.json"
+def _record_path(lake: str, surface: str, name: str) -> StoragePath:
+    return rankers_folder(lake, surface) / f"{name}.json"

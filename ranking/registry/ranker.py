@@ -5,8 +5,10 @@ in a lake: the latest trained one, and the live one.
 """
 
 import io
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -34,6 +36,7 @@ from ranking.registry.manifest import (
     USER_ONNX,
     RankerManifest,
     RankerPackage,
+    read_manifest,
     read_package,
 )
 from ranking.scoring import calibration
@@ -41,7 +44,9 @@ from ranking.scoring.auction import Auction, RankedAd, ranked_ads
 
 Arrays = dict[str, np.ndarray]
 Floats = npt.NDArray[np.float64]
+RETAINED_VERSIONS = 14
 LOGIT_TOLERANCE = 1e-4  # rounding may differ between machines by this much
+log = logging.getLogger(__name__)
 
 
 class Program(Protocol):
@@ -196,8 +201,12 @@ def latest_trained_pointer(lake: str, surface: str) -> VersionPointer:
 
 
 def live_pointer(lake: str, surface: str) -> VersionPointer:
-    """The pointer to the version that serves requests."""
-    return VersionPointer(rankers_folder(lake, surface))
+    """The pointer to the version that serves requests.
+
+    So many earlier versions are kept that with daily refits one of them has learned no label of the
+    test days (`version_before`).
+    """
+    return VersionPointer(rankers_folder(lake, surface), max_previous=RETAINED_VERSIONS)
 
 
 def live_version(lake: str, surface: str) -> StoragePath:
@@ -209,6 +218,36 @@ def live_version(lake: str, surface: str) -> StoragePath:
             "promote`"
         )
     return folder
+
+
+def version_before(lake: str, surface: str, epoch_second: int) -> StoragePath | None:
+    """The latest live version that learned no label that became final after a time.
+
+    A refit may have learned labels of the days on which rankers are evaluated; this is the version
+    to evaluate instead. Returns None if no such version is retained. Raises UserError if a ranker
+    is damaged.
+    """
+    pointer = live_pointer(lake, surface)
+    state = pointer.read()
+    for name in reversed(state.retained if state else ()):
+        training = read_manifest(pointer.folder / name).training
+        if training is None or training.labels_until <= epoch_second:
+            return pointer.folder / name
+    return None
+
+
+def version_to_evaluate(lake: str, surface: str, epoch_second: int) -> StoragePath:
+    """The latest live version that learned no label that became final after a time.
+
+    If all retained versions have learned some, the live one is returned with a warning. Raises
+    UserError if the surface has no live ranker.
+    """
+    live = live_version(lake, surface)
+    earlier = version_before(lake, surface, epoch_second)
+    if earlier is None:
+        since = datetime.fromtimestamp(epoch_second, UTC)
+        log.warning("%s has learned labels since %s: it is evaluated on them", live, since)
+    return earlier or live
 
 
 def validate_ranker(ranker: Ranker, lake: str, surface: str) -> Ranker:

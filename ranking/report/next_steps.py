@@ -2,25 +2,36 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 import numpy as np
 
 from etl.errors import UserError
 from etl.tables.lake import Lake
-from ranking.registry.promotion import MIN_POSITIVES, PromotionRecord, read_promotion_record
+from ranking.registry.promotion import (
+    MIN_POSITIVES,
+    PromotionRecord,
+    RefitRecord,
+    read_promotion_record,
+    read_refit_record,
+)
 from ranking.registry.ranker import latest_trained_pointer, live_pointer
 from training.evaluation.predictions import ConfidenceInterval, Predictions, calibration_interval
 
 
 @dataclass(frozen=True)
 class RankerState:
-    """The promotion state of a surface: versions by the lake's pointers, and the last decision."""
+    """The promotion state of a surface: versions by the lake's pointers, and the last decision.
+
+    `refit` is the last refit, if it is live.
+    """
 
     surface: str
     trained: str | None
     live: str | None
     is_blocked: bool = False
     decision: PromotionRecord | None = None
+    refit: RefitRecord | None = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +70,8 @@ def ranker_states(lake: Lake) -> list[RankerState]:
             live = live_pointer(lake.root, surface).read()
         except UserError:
             trained = live = None
+        refit = read_refit_record(lake.root, surface)
+        is_live = bool(refit and live and refit.version == live.live)
         states.append(
             RankerState(
                 surface=surface,
@@ -66,6 +79,7 @@ def ranker_states(lake: Lake) -> list[RankerState]:
                 live=live.live if live else None,
                 is_blocked=bool(trained and live and trained.live in live.blocked),
                 decision=read_promotion_record(lake.root, surface),
+                refit=refit if is_live else None,
             )
         )
     return states
@@ -124,6 +138,12 @@ def _promotion_step(state: RankerState) -> NextStep:
     decision = state.decision
     is_current = decision is not None and decision.version == trained
     reasons = "; ".join(decision.reasons) if decision and is_current else ""
+    if state.refit and is_current and decision and decision.promoted:
+        until = _newest_labels(state.refit)
+        return NextStep(
+            f"{name} was promoted, and its refit {live} is live, with labels until {until}.",
+            reasons,
+        )
     if trained == live:
         return NextStep(f"{name} was promoted and is live.", reasons)
     serving = f"{live} stays live" if live else "no ranker is live"
@@ -134,6 +154,15 @@ def _promotion_step(state: RankerState) -> NextStep:
         return NextStep(f"{name} was not evaluated for promotion; {serving}. Run `{command}`.")
     why = decision.reasons[-1] if decision and decision.reasons else "no reason is recorded"
     return NextStep(f"{name} was not promoted because {why}; {serving}.", reasons)
+
+
+def _newest_labels(refit: RefitRecord) -> str:
+    """The times of the newest labels that a refit learned, by objective."""
+    return ", ".join(
+        f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M} ({name})"
+        for name, time in refit.newest_labels.items()
+        if time
+    )
 
 
 def _calibration_text(check: CalibrationCheck) -> str:

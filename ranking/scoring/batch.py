@@ -17,7 +17,7 @@ from etl.spec.units import date_range
 from etl.tables import schemas, spark_io
 from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath
-from ranking.registry.ranker import live_version, load_ranker, validate_ranker
+from ranking.registry.ranker import load_ranker, validate_ranker, version_to_evaluate
 from ranking.scoring.scorer import Scorer, input_builder
 
 
@@ -45,13 +45,16 @@ class ScoreBuckets:
 def score_days(lake: Lake, surface: str, days: tuple[date, date]) -> int:
     """Replace a surface's `scores` of some days by those of its live ranker.
 
+    Days whose labels the live version has learned are scored by `version_to_evaluate`.
+
     Returns:
         The number of rows written.
 
     Raises:
         UserError: The surface has no live ranker, or one of another spec; or a day no examples.
     """
-    folder = live_version(lake.root, surface).absolute()
+    first_second = lake.spec.day_start(days[0])
+    folder = version_to_evaluate(lake.root, surface, first_second).absolute()
     ranker = validate_ranker(load_ranker(folder), lake.root, surface)
     reader = input_builder(ranker, lake).reader
     reader.require_days(*days)

@@ -4,31 +4,28 @@
 rankers may start. Both train students with `train_on_surfaces`.
 """
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from datetime import date, timedelta
+from collections.abc import Iterator
 
-import numpy as np
 import torch
-from tqdm import tqdm
 
-from etl.errors import UserError
 from etl.spec.units import DaySplit, date_range
 from etl.tables.lake import Lake
-from etl.tables.uri import StoragePath, list_matching
+from etl.tables.uri import StoragePath
 from ranking.distillation import warm_start
-from ranking.distillation.losses import DistillationLoss
 from ranking.inputs.from_tables import load_teacher_history
 from ranking.registry.export import export_ranker, require_compiler
-from ranking.registry.manifest import read_manifest
 from ranking.registry.ranker import latest_trained_pointer, rankers_folder
-from ranking.scoring import calibration
-from ranking.scoring.calibration import Calibration, PlattScaling
 from ranking.scoring.scorer import SCORE_ROWS
 from ranking.student.config import DistillationConfig, StudentTrainConfig
 from ranking.student.model import TrainedStudent, new_student
-from training.data.batch import Batch, NegativeSampling, Shuffle
+from ranking.trainer.calibrate import (
+    apply_calibration,
+    fit_calibration,
+    load_earlier_calibrations,
+    pool_calibrations,
+)
+from ranking.trainer.student_trainer import StudentTrainer
+from training.data.batch import Batch, Shuffle
 from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
 from training.distributed.process_group import process_group
@@ -36,12 +33,9 @@ from training.evaluation.predictions import Predictions, evaluation_path, predic
 from training.teacher.embeddings import TeacherEmbeddings
 from training.teacher.predictions import TeacherPredictions
 from training.trainer.checkpoint import has_checkpoint
-from training.trainer.step import EmaModel, per_objective
 from training.trainer.trainer import load_train_state
 
 EXAMPLE_ROWS = 64  # examples for tracing programs and for test vectors
-DAY_GLOB = "[0-9]" * 8  # a version's name begins with the last day of its training
-log = logging.getLogger(__name__)
 
 
 def train_ranker(
@@ -68,26 +62,28 @@ def train_ranker(
     )
     prior = pool_calibrations(load_earlier_calibrations(lake, split.train_last))
     for name, variant in (("student", labels_only), ("distilled", config)):
-        student = train_on_surfaces(lake, (surface,), split, variant)
+        trainer = train_on_surfaces(lake, (surface,), split, variant)
+        student = trainer.averaged
         calibrations = fit_calibration(lake, split, student, prior)
         predictions = apply_calibration(predict_test_days(lake, split, student), calibrations)
         predictions.write(evaluation_path(lake.root, f"{name}-{surface}"), split)
     example = student.input_builder(next(_test_batches(lake, split, student, EXAMPLE_ROWS)))
     path = rankers_folder(lake.root, surface) / f"{split.train_last:%Y%m%d}-s{config.seed}"
-    folder = export_ranker(path, student, calibrations, example, compiled)
+    training = trainer.snapshot(split.train_first, lake.spec.day_end(split.train_last))
+    folder = export_ranker(path, student, calibrations, example, training, compiled)
     latest_trained_pointer(lake.root, surface).promote(folder.name)
     return folder
 
 
 def train_domain(lake: Lake, name: str, split: DaySplit, config: StudentTrainConfig) -> StoragePath:
     """Train the model of a domain, from which its rankers may start; returns its file."""
-    model = train_on_surfaces(lake, lake.spec.domains[name], split, config)
+    model = train_on_surfaces(lake, lake.spec.domains[name], split, config).averaged
     return warm_start.save_domain_model(model.input_builder.reader, name, split.train_last, model)
 
 
 def train_on_surfaces(
     lake: Lake, surfaces: tuple[str, ...], split: DaySplit, config: StudentTrainConfig
-) -> TrainedStudent:
+) -> StudentTrainer:
     """Train a student on the examples of one surface or of several."""
     teacher_embeddings = load_teacher_history(lake, config.model.input_limits)
     student = init_student(lake, surfaces, split, config, teacher_embeddings)
@@ -118,8 +114,7 @@ def init_student(
     """
     torch.manual_seed(config.seed)
     reader = ExampleReader.latest(lake, None, config.model.max_length, surfaces)
-    seen_in_training = reader.items.seen_by(split.train_last)
-    num_items = 1 + int(np.flatnonzero(seen_in_training).max(initial=0))
+    num_items = reader.items.num_seen_by(split.train_last)
     student = new_student(reader, config.model, num_items, teacher_embeddings)
     if config.distillation.warm_start_from == "domain":
         weights = warm_start.load_domain_model(reader, split.train_last)
@@ -143,69 +138,12 @@ def train_student(
     split: DaySplit,
     config: StudentTrainConfig,
     teacher: TeacherPredictions | None,
-) -> TrainedStudent:
-    """Train a student on the training days; it ends with averaged weights (EMA), in eval mode."""
-    model, reader = student.student, student.input_builder.reader
-    rates = _negative_sampling_rates(reader, config)
-    loss = DistillationLoss.from_config(
-        config.distillation, config.model.hidden[1], torch.tensor(rates).log(), teacher
-    )
-    optimizers = _optimizers(student, loss, config)
-    average = EmaModel(model)
-    teacher_note = "without GEM" if config.distillation.kind == "none" else "with GEM"
-    progress = tqdm(
-        _training_batches(reader, split, config, rates),
-        desc=f"{', '.join(reader.surfaces)} student {teacher_note}",
-        unit="batch",
-        disable=None,
-    )
-    for batch in progress:
-        for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        loss.backward(student.hidden(batch), model.head, batch)
-        for optimizer in optimizers:
-            optimizer.step()
-        average.update_parameters(model)
-        if loss.teacher_heads:
-            progress.set_postfix(gem=f"x{loss.gradient_balancer.scale:.2f}", refresh=False)
-    model.load_state_dict(average.module.state_dict())
-    model.eval()
-    return student
-
-
-def _negative_sampling_rates(reader: ExampleReader, config: StudentTrainConfig) -> list[float]:
-    return per_objective(
-        config.negative_sampling_rate, reader.features.objectives, "--negative-sampling-rate"
-    )
-
-
-def _optimizers(
-    student: TrainedStudent, loss: DistillationLoss, config: StudentTrainConfig
-) -> list[torch.optim.Optimizer]:
-    """The optimizer of dense weights, and that of tables unless they are frozen."""
-    parameters = [*student.student.parameters(), *loss.teacher_heads.parameters()]
-    dense = torch.optim.AdamW(
-        [parameter for parameter in parameters if parameter.requires_grad],
-        lr=config.dense_lr,
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
-    if not any(parameter.requires_grad for parameter in student.tables.parameters()):
-        return [dense]
-    return [dense, student.tables.optimizer(config.embedding_lr)]
-
-
-def _training_batches(
-    reader: ExampleReader, split: DaySplit, config: StudentTrainConfig, rates: list[float]
-) -> Iterator[Batch]:
+) -> StudentTrainer:
+    """Train a student on the training days."""
+    trainer = StudentTrainer(student, config, teacher)
     days = list(date_range(split.train_first, split.train_last))
-    window = LabelWindow.for_training(split, reader.lake.spec)
-    if config.negative_sampling_rate:
-        sampling = NegativeSampling(tuple(rates), config.seed)
-        window = replace(window, negative_sampling=sampling)
-    for epoch in range(config.epochs):
-        shuffle = Shuffle(config.seed * 1000 + epoch)
-        yield from reader.batches(days, window, config.batch_rows, shuffle)
+    trainer.learn(days, LabelWindow.for_training(split, student.input_builder.reader.lake.spec))
+    return trainer
 
 
 def _test_batches(
@@ -220,80 +158,3 @@ def predict_test_days(lake: Lake, split: DaySplit, student: TrainedStudent) -> P
     """A student's predictions for the test days, not calibrated."""
     batches = _test_batches(lake, split, student, SCORE_ROWS)
     return predict(student.logits, batches, list(lake.spec.objectives))
-
-
-def fit_calibration(
-    lake: Lake, split: DaySplit, student: TrainedStudent, prior: Mapping[str, PlattScaling]
-) -> dict[str, Calibration]:
-    """Fit calibrations on labels that became final after training, which no model has learned.
-
-    With few positives a calibration stays close to its prior; without a calibration day the prior
-    is returned.
-    """
-    objectives = list(lake.spec.objectives)
-    if split.calibration is None:
-        return {name: prior.get(name, PlattScaling()) for name in objectives}
-    label_delay = timedelta(days=lake.spec.label_maturity_days)
-    days = list(date_range(split.calibration - label_delay, split.calibration))
-    window = LabelWindow.for_calibration(split, lake.spec)
-    batches = student.input_builder.reader.batches(days, window, SCORE_ROWS, Shuffle(None))
-    return fit_per_objective(predict(student.logits, batches, objectives), prior)
-
-
-def fit_per_objective(
-    predictions: Predictions, prior: Mapping[str, PlattScaling]
-) -> dict[str, Calibration]:
-    """Fit a calibration for each objective on predictions and their labels."""
-    logits = calibration.logit(predictions.probabilities)
-    calibrations: dict[str, Calibration] = {}
-    for i, name in enumerate(predictions.objectives):
-        has_label = predictions.label_mask[:, i]
-        labels = predictions.labels[has_label, i]
-        calibrations[name] = calibration.fit_calibrator(
-            logits[has_label, i], labels, prior=prior.get(name)
-        )
-    return calibrations
-
-
-def apply_calibration(
-    predictions: Predictions, calibrations: Mapping[str, Calibration]
-) -> Predictions:
-    """Predictions with calibrated probabilities."""
-    logits = calibration.logit(predictions.probabilities)
-    calibrated = calibration.calibrate(calibrations, logits, predictions.objectives)
-    return replace(predictions, probabilities=calibrated)
-
-
-def load_earlier_calibrations(lake: Lake, train_last: date) -> list[dict[str, Calibration]]:
-    """The calibrations of each surface's latest ranker that was trained until an earlier day.
-
-    A damaged ranker is skipped with a warning.
-    """
-    calibrations = []
-    for surface in lake.spec.ad_surfaces:
-        folder = rankers_folder(lake.root, surface)
-        names = [path.name for path in list_matching(folder, f"{DAY_GLOB}-*") if path.is_dir()]
-        earlier = sorted(name for name in names if name[:8] < f"{train_last:%Y%m%d}")
-        if not earlier:
-            continue
-        try:
-            calibrations.append(read_manifest(folder / earlier[-1]).calibration)
-        except UserError as error:
-            log.warning("skipped in the prior of the calibration: %s", error)
-    return calibrations
-
-
-def pool_calibrations(calibrations: Sequence[Mapping[str, Calibration]]) -> dict[str, PlattScaling]:
-    """The mean Platt scaling of each objective over surfaces: geometric for slopes."""
-    by_objective: dict[str, list[PlattScaling]] = {}
-    for surface_calibrations in calibrations:
-        for name, fitted in surface_calibrations.items():
-            if isinstance(fitted, PlattScaling):
-                by_objective.setdefault(name, []).append(fitted)
-    return {
-        name: PlattScaling(
-            slope=float(np.exp(np.mean([np.log(scaling.slope) for scaling in scalings]))),
-            intercept=float(np.mean([scaling.intercept for scaling in scalings])),
-        )
-        for name, scalings in by_objective.items()
-    }

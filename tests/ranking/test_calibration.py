@@ -21,7 +21,7 @@ from ranking.scoring.calibration import (
     logit,
     sigmoid,
 )
-from ranking.trainer import load_earlier_calibrations, pool_calibrations
+from ranking.trainer.calibrate import load_earlier_calibrations, pool_calibrations
 
 
 def draw_labels(p: np.ndarray, rng: np.random.Generator) -> np.ndarray:

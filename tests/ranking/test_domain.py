@@ -19,7 +19,7 @@ from ranking.student.config import (
     StudentTrainConfig,
 )
 from ranking.student.model import TrainedStudent, new_student
-from ranking.trainer import train_domain, train_on_surfaces
+from ranking.trainer.train import train_domain, train_on_surfaces
 from tests.conftest import FIRST, LAST
 from tests.ranking.conftest import SMALL
 from training.data.reader import ExampleReader
@@ -159,7 +159,7 @@ def test_a_domain_learns_from_all_its_surfaces_and_rankers_start_from_it(table_l
 
     from_domain = DistillationConfig(kind="none", warm_start_from="domain")
     not_trained = config.model_copy(update={"epochs": 0, "distillation": from_domain})
-    ranker = train_on_surfaces(table_lake, ("messaging",), SPLIT, not_trained)
+    ranker = train_on_surfaces(table_lake, ("messaging",), SPLIT, not_trained).averaged
     for name, weight in weights_of(ranker).items():
         prefix = "tables" if name.startswith("tables.") else "student"
         torch.testing.assert_close(weight, learned[f"{prefix}.{name}"])

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -15,7 +16,7 @@ from sklearn.metrics import log_loss
 from etl.errors import UserError
 from etl.spec.units import DaySplit
 from etl.tables.lake import Lake
-from ranking.registry.promotion import PromotionRecord, write_promotion_record
+from ranking.registry.promotion import PromotionRecord, RefitRecord, write_promotion_record
 from ranking.registry.ranker import latest_trained_pointer, live_pointer
 from ranking.report.build import build_report
 from ranking.report.data import compare_models
@@ -164,6 +165,7 @@ NOISE = PromotionRecord(
     promoted=False,
     reasons=("click: NE +1 [-5, 8]", "nothing is better outside noise"),
 )
+REFIT = RefitRecord(version="v3", data_until=date(2026, 1, 3), newest_labels={"click": 1767398400})
 
 
 @pytest.mark.parametrize(
@@ -178,6 +180,10 @@ NOISE = PromotionRecord(
         (
             RankerState("feed", "v2", None, decision=NOISE),
             "was not promoted because nothing is better outside noise; no ranker is live",
+        ),
+        (
+            RankerState("feed", "v2", "v3", decision=BETTER, refit=REFIT),
+            "ranker v2 was promoted, and its refit v3 is live, with labels until 2026-01-03 00:00",
         ),
         (
             RankerState("feed", "v2", "v1", is_blocked=True, decision=BETTER),

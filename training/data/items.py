@@ -41,6 +41,10 @@ class ItemTable:
         """Whether each item (I) was first seen by the end of a day."""
         return self.first_seen <= np.datetime64(day)
 
+    def num_seen_by(self, day: date) -> int:
+        """One more than the largest index of an item first seen by the end of a day."""
+        return 1 + int(np.flatnonzero(self.seen_by(day)).max(initial=0))
+
     def first_seen_on(self, day: date) -> Int64:
         """Items (n) first seen on a day."""
         return np.flatnonzero(self.first_seen == np.datetime64(day))

@@ -1,0 +1,1 @@
+"""Training of rankers: a student, its calibration, its export, and its refit on newer labels."""

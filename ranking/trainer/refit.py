@@ -1,0 +1,184 @@
+"""Refit of the live ranker on labels that became final after its training.
+
+The gate judges a recipe on days whose labels are all final, so a ranker that has just passed it is
+days old. Its refit continues the training day by day until the data ends: each day's labels are
+predicted, which refreshes the intercepts of the calibration that the gate accepted, and then
+learned. A later refit continues from an earlier one.
+"""
+
+from datetime import date, timedelta
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as from_bytes
+
+from etl.errors import UserError
+from etl.spec.units import date_range
+from etl.tables.lake import Lake
+from etl.tables.pointer import remove_unreferenced_versions
+from etl.tables.uri import StoragePath
+from ranking.inputs.from_tables import load_teacher_history
+from ranking.registry.export import NamedTensors, export_ranker, require_compiler
+from ranking.registry.manifest import (
+    COMPILED_FILES,
+    RankerManifest,
+    RankerTraining,
+    read_manifest,
+    read_training_state,
+)
+from ranking.registry.promotion import RefitRecord, write_refit_record
+from ranking.registry.ranker import (
+    latest_trained_pointer,
+    live_pointer,
+    live_version,
+    rankers_folder,
+)
+from ranking.scoring.calibration import Calibration
+from ranking.scoring.scorer import SCORE_ROWS
+from ranking.student.model import new_student
+from ranking.trainer.calibrate import refresh_intercepts
+from ranking.trainer.student_trainer import StudentTrainer
+from training.data.batch import Shuffle
+from training.data.label_window import ALL_LABELS, LabelWindow
+from training.data.reader import ExampleReader
+from training.evaluation.predictions import predict
+from training.teacher.predictions import TeacherPredictions
+
+EXAMPLE_ROWS = 64  # examples for tracing programs and for test vectors
+
+
+def refit_live_ranker(lake: Lake, surface: str, data_until: date) -> StoragePath:
+    """Continue the training of a surface's live ranker to the end of a day, and make it live.
+
+    Returns:
+        The folder of the live version: the new one, or the same if it has learned all labels.
+
+    Raises:
+        UserError: No ranker is live, it is of another spec, or it cannot be continued.
+    """
+    folder = live_version(lake.root, surface)
+    manifest = read_manifest(folder)
+    training = _require_training(manifest, lake)
+    if training.labels_until < lake.spec.day_end(data_until):
+        folder = _refit(lake, folder, manifest, training, data_until)
+        live_pointer(lake.root, surface).promote(folder.name)
+        pointers = live_pointer(lake.root, surface), latest_trained_pointer(lake.root, surface)
+        remove_unreferenced_versions(rankers_folder(lake.root, surface), *pointers)
+        training = _require_training(read_manifest(folder), lake)
+    record = RefitRecord(
+        version=folder.name, data_until=data_until, newest_labels=training.newest_labels
+    )
+    write_refit_record(lake.root, surface, record)
+    return folder
+
+
+def _require_training(manifest: RankerManifest, lake: Lake) -> RankerTraining:
+    """The record of a ranker's training. Raises UserError if it cannot be continued."""
+    if manifest.spec.hash != lake.spec.hash:
+        raise UserError(
+            f"the live ranker of {manifest.surface} was trained with spec {manifest.spec.hash}, "
+            f"now it is {lake.spec.hash}: run `gemline rank train`, then `gemline rank promote`"
+        )
+    if manifest.training is None:
+        raise UserError(
+            f"the live ranker of {manifest.surface} was saved without the state of its training: "
+            "run `gemline rank train`, then `gemline rank promote`"
+        )
+    return manifest.training
+
+
+def _refit(
+    lake: Lake,
+    folder: StoragePath,
+    manifest: RankerManifest,
+    training: RankerTraining,
+    data_until: date,
+) -> StoragePath:
+    """Train, calibrate and export the refit of a ranker; returns its folder."""
+    compiled = set(COMPILED_FILES) <= set(manifest.file_hashes)
+    if compiled:
+        require_compiler()
+    state = load_training_state(folder)
+    reader = ExampleReader.latest(
+        lake, manifest.sequence, training.config.model.max_length, (manifest.surface,)
+    )
+    calibrations: dict[str, Calibration] = dict(manifest.calibration)
+    for window, day in day_windows(lake, training.labels_until, data_until):
+        days = days_with_labels(reader, training.first_day, day)
+        trainer = continue_training(reader, training, state, days, day)
+        calibrations = _refresh_intercepts(trainer, window, days, calibrations)
+        trainer.learn(days, window)
+        state = trainer.state_dict()
+    refit_of = training.refit_of or folder.name
+    snapshot = trainer.snapshot(training.first_day, lake.spec.day_end(data_until), refit_of)
+    student = trainer.averaged
+    example = next(reader.batches(days[-1:], ALL_LABELS, EXAMPLE_ROWS, Shuffle(None)))
+    prefix = f"{data_until:%Y%m%d}-s{training.config.seed}"
+    path = rankers_folder(lake.root, manifest.surface) / prefix
+    inputs = student.input_builder(example)
+    return export_ranker(path, student, calibrations, inputs, snapshot, compiled)
+
+
+def load_training_state(folder: StoragePath) -> NamedTensors:
+    """The state of a ranker's training. Raises UserError if it is damaged."""
+    content = read_training_state(folder)
+    try:
+        return from_bytes(content or b"")
+    except SafetensorError:
+        raise UserError(
+            f"the state of the training in {folder} is damaged: run `gemline rank train` again"
+        ) from None
+
+
+def day_windows(lake: Lake, labels_until: int, data_until: date) -> list[tuple[LabelWindow, date]]:
+    """The labels that became final on each day from an epoch second on, and the days."""
+    spec, day = lake.spec, data_until
+    windows = []
+    while spec.day_end(day) > labels_until:
+        start = max(spec.day_start(day), labels_until)
+        windows.append((LabelWindow(start, spec.day_end(day), "training"), day))
+        day -= timedelta(days=1)
+    return windows[::-1]
+
+
+def days_with_labels(reader: ExampleReader, first_day: date, day: date) -> list[date]:
+    """The days from `first_day` on whose impressions may have labels that become final on a day."""
+    delay = timedelta(days=1 + reader.lake.spec.label_maturity_days)
+    days = date_range(max(first_day, day - delay), day)
+    present = set(reader.days())
+    return [d for d in days if d in present]
+
+
+def continue_training(
+    reader: ExampleReader,
+    training: RankerTraining,
+    state: NamedTensors,
+    days: list[date],
+    day: date,
+) -> StudentTrainer:
+    """A trainer with the state of an earlier session, for the items seen by the end of a day."""
+    config = training.config
+    torch.manual_seed(config.seed + day.toordinal())
+    teacher_embeddings = load_teacher_history(reader.lake, config.model.input_limits)
+    num_items = reader.items.num_seen_by(day)
+    student = new_student(reader, config.model, num_items, teacher_embeddings)
+    teacher = None
+    if config.distillation.kind != "none":
+        teacher = TeacherPredictions(reader.lake, days)
+    trainer = StudentTrainer(student, config, teacher)
+    trainer.load_state_dict(state)
+    return trainer
+
+
+def _refresh_intercepts(
+    trainer: StudentTrainer,
+    window: LabelWindow,
+    days: list[date],
+    calibrations: dict[str, Calibration],
+) -> dict[str, Calibration]:
+    """Refresh intercepts on the window's labels of rows of which no label was learned."""
+    reader = trainer.student.input_builder.reader
+    unseen = LabelWindow(window.start, window.end, "calibration")
+    batches = reader.batches(days, unseen, SCORE_ROWS, Shuffle(None))
+    predictions = predict(trainer.averaged.logits, batches, list(reader.lake.spec.objectives))
+    return refresh_intercepts(predictions, calibrations)

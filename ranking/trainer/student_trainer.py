@@ -1,0 +1,219 @@
+"""Trains a student on labels and on GEM's predictions, in one or several sessions.
+
+O objectives, V versions of GEM.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import date
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from etl.errors import UserError
+from features.schema import ITEM_TABLE
+from ranking.distillation.losses import DistillationLoss
+from ranking.registry.export import TrainingSnapshot
+from ranking.registry.manifest import RankerTraining
+from ranking.student.config import StudentTrainConfig
+from ranking.student.model import Student, TrainedStudent
+from training.data.batch import Batch, NegativeSampling, Shuffle
+from training.data.label_window import LabelWindow
+from training.teacher.predictions import TeacherPredictions
+from training.trainer.step import EmaModel, per_objective
+
+ITEM_WEIGHT = f"tables.tables.{ITEM_TABLE}.weight"
+OPTIMIZER, ADAPTER = "optimizer", "adapter"  # prefixes of names in the state
+
+
+class StudentTrainer:
+    """A student in training, with its loss, its optimizers and the averages (EMA) of its weights.
+
+    `newest_labels` (O) are the times, in epoch seconds, of the latest impressions whose labels were
+    learned; 0 for none.
+    """
+
+    def __init__(
+        self,
+        student: TrainedStudent,
+        config: StudentTrainConfig,
+        teacher: TeacherPredictions | None,
+    ) -> None:
+        self.student, self.config = student, config
+        reader = student.input_builder.reader
+        self._rates = per_objective(
+            config.negative_sampling_rate, reader.features.objectives, "--negative-sampling-rate"
+        )
+        self.loss = DistillationLoss.from_config(
+            config.distillation,
+            config.model.hidden[1],
+            torch.tensor(self._rates).log(),
+            teacher,
+        )
+        self.optimizers = self._build_optimizers()
+        self.average = EmaModel(student.student)
+        self.newest_labels = torch.zeros(len(reader.features.objectives), dtype=torch.int64)
+
+    def _build_optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizer of dense weights, and that of tables unless they are frozen."""
+        config, student = self.config, self.student
+        parameters = [*student.student.parameters(), *self.loss.teacher_heads.parameters()]
+        dense = torch.optim.AdamW(
+            [parameter for parameter in parameters if parameter.requires_grad],
+            lr=config.dense_lr,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        if not any(parameter.requires_grad for parameter in student.tables.parameters()):
+            return [dense]
+        return [dense, student.tables.optimizer(config.embedding_lr)]
+
+    @property
+    def averaged(self) -> TrainedStudent:
+        """The student with averaged weights, in eval mode: what predicts and is served."""
+        module = cast(Student, self.average.module)
+        module.eval()
+        return TrainedStudent(
+            module, self.student.tables, self.student.num_items, self.student.input_builder
+        )
+
+    def learn(self, days: Sequence[date], window: LabelWindow) -> None:
+        """Train on the labels of a window, as many passes as configured."""
+        self.student.student.train()
+        reader = self.student.input_builder.reader
+        teacher_note = "without GEM" if self.config.distillation.kind == "none" else "with GEM"
+        progress = tqdm(
+            self._batches(days, window),
+            desc=f"{', '.join(reader.surfaces)} student {teacher_note}",
+            unit="batch",
+            disable=None,
+        )
+        for batch in progress:
+            self._step(batch)
+            if self.loss.teacher_heads:
+                balancer = self.loss.gradient_balancer
+                progress.set_postfix(gem=f"x{balancer.scale:.2f}", refresh=False)
+
+    def _batches(self, days: Sequence[date], window: LabelWindow) -> Iterator[Batch]:
+        if self.config.negative_sampling_rate:
+            sampling = NegativeSampling(tuple(self._rates), self.config.seed)
+            window = replace(window, negative_sampling=sampling)
+        for epoch in range(self.config.epochs):
+            shuffle = Shuffle(self.config.seed * 1000 + epoch)
+            reader = self.student.input_builder.reader
+            yield from reader.batches(days, window, self.config.batch_rows, shuffle)
+
+    def _step(self, batch: Batch) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        self.loss.backward(self.student.hidden(batch), self.student.student.head, batch)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.average.update_parameters(self.student.student)
+        times = batch.as_of[batch.request_index][:, None] * batch.label_mask
+        self.newest_labels = torch.maximum(self.newest_labels, times.amax(0))
+
+    def snapshot(
+        self, first_day: date, labels_until: int, refit_of: str | None = None
+    ) -> TrainingSnapshot:
+        """The record and the state of a training on all labels final by an epoch second."""
+        names = self.student.input_builder.reader.features.objectives
+        record = RankerTraining(
+            config=self.config,
+            first_day=first_day,
+            labels_until=labels_until,
+            newest_labels=dict(zip(names, self.newest_labels.tolist(), strict=True)),
+            refit_of=refit_of,
+        )
+        return TrainingSnapshot(record, self.state_dict())
+
+    def _modules(self) -> dict[str, nn.Module]:
+        return {
+            "student": self.student.student,
+            "tables": self.student.tables,
+            "teacher_heads": self.loss.teacher_heads,
+        }
+
+    def _optimizer_states(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """The state of each trained parameter, by name."""
+        optimizer_of = {
+            parameter: optimizer
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        for prefix, module in self._modules().items():
+            for name, parameter in module.named_parameters():
+                if parameter in optimizer_of:
+                    yield f"{prefix}.{name}", optimizer_of[parameter].state[parameter]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All that a later session needs to continue, by name.
+
+        The correction of GEM is kept by version of GEM; its optimizer begins anew.
+        """
+        modules = self._modules() | {"average": self.average}
+        state = {
+            f"{prefix}.{name}": tensor.detach().clone()
+            for prefix, module in modules.items()
+            for name, tensor in module.state_dict().items()
+        }
+        for parameter, values in self._optimizer_states():
+            for key, tensor in values.items():
+                state[f"{OPTIMIZER}.{parameter}.{key}"] = tensor.clone()
+        balancer, adapter = self.loss.gradient_balancer, self.loss.adapter
+        norms = [balancer.label_norm, balancer.teacher_norm]
+        state["gradient_norms"] = torch.tensor(norms, dtype=torch.float64)
+        state["newest_labels"] = self.newest_labels
+        if adapter and self.loss.teacher:
+            corrections = torch.stack((adapter.slope.detach(), adapter.intercept.detach()), 1)
+            for position, version in enumerate(self.loss.teacher.versions):
+                state[f"{ADAPTER}.{version}"] = corrections[position].clone()
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from the state of an earlier session, which may know fewer items.
+
+        New items start from the row of the unknown item. Raises UserError if the state is of a
+        student of another configuration.
+        """
+        state = _with_new_items(state, self.student.num_items)
+        modules = self._modules() | {"average": self.average}
+        try:
+            for prefix, module in modules.items():
+                module.load_state_dict(_below(state, prefix))
+        except RuntimeError as error:
+            raise UserError(f"the state of the training does not fit: {error}") from None
+        for parameter, values in self._optimizer_states():
+            values.update(_below(state, f"{OPTIMIZER}.{parameter}"))
+        balancer, adapter = self.loss.gradient_balancer, self.loss.adapter
+        balancer.label_norm, balancer.teacher_norm = state["gradient_norms"].tolist()
+        self.newest_labels = state["newest_labels"]
+        if adapter and self.loss.teacher:
+            for position, version in enumerate(self.loss.teacher.versions):
+                correction = state.get(f"{ADAPTER}.{version}")
+                if correction is not None:
+                    adapter.slope[position], adapter.intercept[position] = correction
+
+
+def _below(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names begin with a prefix and a dot, without it."""
+    start = f"{prefix}."
+    return {
+        name.removeprefix(start): tensor for name, tensor in state.items() if name.startswith(start)
+    }
+
+
+def _with_new_items(state: Mapping[str, Tensor], num_items: int) -> dict[str, Tensor]:
+    """A state whose item table has `num_items` rows; new ones are copies of the unknown item's."""
+    grown = dict(state)
+    table = state[ITEM_WEIGHT]
+    missing = num_items - len(table)
+    grown[ITEM_WEIGHT] = torch.cat((table, table[:1].expand(missing, -1)))
+    for name, tensor in state.items():
+        if name.startswith(f"{OPTIMIZER}.{ITEM_WEIGHT}.") and tensor.dim():
+            grown[name] = torch.cat((tensor, tensor.new_zeros(missing, *tensor.shape[1:])))
+    return grown

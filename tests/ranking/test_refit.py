@@ -1,0 +1,300 @@
+"""A refit continues the live ranker on labels that were predicted before they were learned."""
+
+import shutil
+from dataclasses import dataclass
+from datetime import date, timedelta
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.special import expit
+
+from etl.errors import UserError
+from etl.spec.units import DaySplit
+from etl.tables.atomic_io import local_path
+from etl.tables.lake import Lake
+from etl.tables.uri import StoragePath
+from ranking.registry.manifest import read_manifest
+from ranking.registry.promotion import (
+    PromotionConfig,
+    load_live_for_comparison,
+    promote_if_better,
+    read_refit_record,
+)
+from ranking.registry.ranker import (
+    Ranker,
+    live_pointer,
+    live_version,
+    load_ranker,
+    version_to_evaluate,
+)
+from ranking.scoring.calibration import (
+    IsotonicCalibration,
+    PlattScaling,
+    logit,
+    refresh_intercept,
+)
+from ranking.scoring.scorer import SCORE_ROWS
+from ranking.student.config import DistillationConfig, StudentTrainConfig
+from ranking.student.model import new_student
+from ranking.trainer.calibrate import refresh_intercepts
+from ranking.trainer.refit import (
+    continue_training,
+    day_windows,
+    load_training_state,
+    refit_live_ranker,
+)
+from ranking.trainer.student_trainer import StudentTrainer
+from ranking.trainer.train import train_ranker
+from tests.conftest import FIRST, LAST
+from tests.ranking.conftest import SMALL
+from tests.world import link_tables
+from training.data.batch import Shuffle
+from training.data.label_window import LabelWindow
+from training.data.reader import ExampleReader
+from training.evaluation.predictions import predict
+from training.teacher.embeddings import TeacherEmbeddings
+from training.teacher.predictions import TeacherPredictions
+
+SURFACE = "feed"
+SECOND, THIRD = FIRST + timedelta(days=1), FIRST + timedelta(days=2)
+SPLIT = DaySplit(
+    train_first=FIRST,
+    train_last=FIRST,
+    calibration=SECOND,
+    test_first=THIRD,
+    test_last=THIRD,
+    data_until=THIRD,
+)
+CONFIG = StudentTrainConfig(
+    model=SMALL, distillation=DistillationConfig(shared_modules=()), batch_rows=64
+)
+
+
+@pytest.fixture(scope="module")
+def trained(gem_lake: Lake, tmp_path_factory: pytest.TempPathFactory) -> Lake:
+    """The shared tables, and a ranker that was trained on the first day and is live."""
+    root = tmp_path_factory.mktemp("trained")
+    lake = link_tables(gem_lake, root)
+    (root / "evaluations").mkdir(exist_ok=True)
+    folder = train_ranker(lake, SURFACE, SPLIT, CONFIG)
+    live_pointer(lake.root, SURFACE).promote(folder.name)
+    return lake
+
+
+def copy_with_own_rankers(lake: Lake, root: Path) -> Lake:
+    """Links to the tables and models of a lake, and a copy of its rankers."""
+    root.mkdir()
+    for path in Path(lake.root).iterdir():
+        if path.name != "rankers":
+            (root / path.name).symlink_to(path.resolve())
+    shutil.copytree(Path(lake.root, "rankers"), root / "rankers")
+    return Lake(str(root), lake.spec)
+
+
+@pytest.fixture
+def own_lake(trained: Lake, tmp_path: Path) -> Lake:
+    """The tables, and a copy of the live ranker that the test may change."""
+    return copy_with_own_rankers(trained, tmp_path / "lake")
+
+
+@dataclass(frozen=True)
+class Refits:
+    """A lake whose live ranker passed the gate (`gated`), then was refit on two days."""
+
+    lake: Lake
+    gated: StoragePath
+    second: StoragePath
+    last: StoragePath
+
+
+@pytest.fixture(scope="module")
+def refits(trained: Lake, tmp_path_factory: pytest.TempPathFactory) -> Refits:
+    lake = copy_with_own_rankers(trained, tmp_path_factory.mktemp("refits") / "lake")
+    gated = live_version(lake.root, SURFACE)
+    second, last = (refit_live_ranker(lake, SURFACE, day) for day in (SECOND, LAST))
+    return Refits(lake, gated, second, last)
+
+
+def test_a_training_continued_from_its_state_is_the_same_training(trained: Lake) -> None:
+    distillation = DistillationConfig(shared_modules=(), use_adapter=False)
+    config = CONFIG.model_copy(update={"distillation": distillation})
+    reader = ExampleReader.latest(trained, "behaviour", SMALL.max_length, (SURFACE,))
+    days, spec = [FIRST, SECOND, THIRD], trained.spec
+    first = LabelWindow(0, spec.day_end(SECOND), "training")
+    second = LabelWindow(first.end, spec.day_end(THIRD), "training")
+
+    def new_trainer() -> StudentTrainer:
+        torch.manual_seed(0)
+        student = new_student(reader, SMALL, len(reader.items), TeacherEmbeddings.empty())
+        return StudentTrainer(student, config, TeacherPredictions(trained, days))
+
+    def continued(trainer: StudentTrainer) -> dict[str, torch.Tensor]:
+        torch.manual_seed(1)
+        trainer.learn(days, second)
+        return trainer.state_dict()
+
+    trainer, restored = new_trainer(), new_trainer()
+    trainer.learn(days, first)
+    restored.load_state_dict(trainer.state_dict())
+    expected, found = continued(trainer), continued(restored)
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(tensor, found[name]), name
+
+
+def test_two_refits_equal_one_of_all_their_days(refits: Refits, own_lake: Lake) -> None:
+    at_once = refit_live_ranker(own_lake, SURFACE, LAST)
+    one, two = load_training_state(refits.last), load_training_state(at_once)
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, two[name]), name
+    assert read_manifest(refits.last).calibration == read_manifest(at_once).calibration
+    assert refits.last.name == at_once.name
+
+
+def test_a_refit_learns_every_final_label(refits: Refits) -> None:
+    lake, gated, last = refits.lake, refits.gated, refits.last
+    assert live_version(lake.root, SURFACE) == last != gated
+    before, after = read_manifest(gated).training, read_manifest(last).training
+    assert before and after
+    spec = lake.spec
+    assert after.labels_until == spec.day_end(LAST) and after.refit_of == gated.name
+    for name, time in after.newest_labels.items():
+        assert spec.day_start(FIRST) <= before.newest_labels[name] < spec.day_end(FIRST)
+        assert spec.day_start(LAST) <= time < spec.day_end(LAST), name
+    record = read_refit_record(lake.root, SURFACE)
+    assert record and record.version == last.name
+    assert refit_live_ranker(lake, SURFACE, LAST) == last  # there is nothing left to learn
+
+
+def test_items_seen_since_the_training_leave_the_row_of_the_unknown_item(refits: Refits) -> None:
+    gated, refit = load_ranker(refits.gated), load_ranker(refits.last)
+    assert refit.manifest.num_items > gated.manifest.num_items == len(gated.tables["item"])
+    new_rows = refit.tables["item"][gated.manifest.num_items :]
+    differs = (new_rows != gated.tables["item"][0]).any(1)
+    assert differs.any()  # rows of items that were shown
+
+
+def test_intercepts_are_refreshed_with_the_weights_before_the_labels_are_learned(
+    refits: Refits,
+) -> None:
+    lake, gated = refits.lake, refits.gated
+    training = read_manifest(gated).training
+    assert training
+    reader = ExampleReader.latest(lake, "behaviour", SMALL.max_length, (SURFACE,))
+    trainer = continue_training(
+        reader, training, load_training_state(gated), [FIRST, SECOND], SECOND
+    )
+    spec = lake.spec
+    window = LabelWindow(spec.day_start(SECOND), spec.day_end(SECOND), "calibration")
+    batches = reader.batches([FIRST, SECOND], window, SCORE_ROWS, Shuffle(None))
+    predictions = predict(trainer.averaged.logits, batches, list(spec.objectives))
+    expected = refresh_intercepts(predictions, read_manifest(gated).calibration)
+    refit = read_manifest(refits.second).calibration
+    assert refit == expected and refit != read_manifest(gated).calibration
+
+
+def test_windows_of_days_follow_each_other(trained: Lake) -> None:
+    spec = trained.spec
+    start = spec.day_start(SECOND) + 3600
+    windows = day_windows(trained, start, LAST)
+    assert [day for _, day in windows] == [SECOND, THIRD, LAST]
+    bounds = [(window.start, window.end) for window, _ in windows]
+    assert bounds[0][0] == start and bounds[-1][1] == spec.day_end(LAST)
+    assert all(end == begin for (_, end), (begin, _) in pairwise(bounds))
+    assert day_windows(trained, spec.day_end(LAST), LAST) == []
+
+
+def evaluated(lake: Lake, day: date) -> str:
+    return version_to_evaluate(lake.root, SURFACE, lake.spec.day_start(day)).name
+
+
+def test_a_day_is_evaluated_by_a_version_that_learned_nothing_of_it(
+    refits: Refits, caplog: pytest.LogCaptureFixture
+) -> None:
+    lake, gated, second, last = (
+        refits.lake,
+        *(folder.name for folder in (refits.gated, refits.second, refits.last)),
+    )
+    days = (SECOND, THIRD, LAST, LAST + timedelta(days=1))
+    assert [evaluated(lake, day) for day in days] == [gated, second, second, last]
+    compared = load_live_for_comparison(lake, SURFACE, SPLIT)
+    assert isinstance(compared, Ranker) and compared.manifest.version == second
+    warning = "has learned labels since"
+    assert warning not in caplog.text
+    assert evaluated(lake, FIRST) == last  # all have learned labels of the first day
+    assert warning in caplog.text
+
+
+def test_the_gate_does_not_judge_the_recipe_of_a_live_refit_again(refits: Refits) -> None:
+    decision = promote_if_better(refits.lake, SURFACE, SPLIT, PromotionConfig())
+    assert not decision.promoted and decision.reasons == ("it is live already",)
+    assert live_version(refits.lake.root, SURFACE) == refits.last
+
+
+def test_a_refit_that_was_rolled_back_does_not_come_back(refits: Refits, tmp_path: Path) -> None:
+    lake = copy_with_own_rankers(refits.lake, tmp_path / "lake")
+    assert live_pointer(lake.root, SURFACE).rollback() == refits.second.name
+    with pytest.raises(UserError, match="was rolled back and is blocked"):
+        refit_live_ranker(lake, SURFACE, LAST)
+    assert live_version(lake.root, SURFACE).name == refits.second.name
+
+
+def test_a_ranker_that_cannot_be_continued_is_named(own_lake: Lake, folder: Path) -> None:
+    spec = own_lake.spec.model_copy(update={"request_session_gap": 7})
+    with pytest.raises(UserError, match="was trained with spec"):
+        refit_live_ranker(Lake(own_lake.root, spec), SURFACE, LAST)
+    pointer = live_pointer(own_lake.root, SURFACE)
+    shutil.copytree(folder, local_path(pointer.folder / "stateless"))
+    gated = pointer.live_folder
+    assert gated
+    pointer.promote("stateless")
+    with pytest.raises(UserError, match="without the state of its training"):
+        refit_live_ranker(own_lake, SURFACE, LAST)
+    pointer.promote(gated.name)
+    local_path(gated / "training.safetensors").write_bytes(b"damaged")
+    with pytest.raises(UserError, match="is not the file that was saved"):
+        refit_live_ranker(own_lake, SURFACE, LAST)
+    with pytest.raises(UserError, match="no ranker of reels is promoted"):
+        refit_live_ranker(own_lake, "reels", LAST)
+
+
+SHIFTS = st.floats(-1.5, 1.5)
+MAPS = st.sampled_from(
+    (
+        PlattScaling(slope=1.2, intercept=-0.3),
+        IsotonicCalibration(logit_knots=(-3.0, 0.0), calibrated_logits=(-2.5, 0.5)),
+    )
+)
+
+
+@given(SHIFTS, MAPS)
+def test_a_shift_of_the_logits_is_found_and_the_order_kept(
+    shift: float, calibrator: PlattScaling | IsotonicCalibration
+) -> None:
+    rng = np.random.default_rng(0)
+    logits = rng.normal(-1, 1, 50_000)
+    truth = expit(logit(calibrator(logits)) + shift)
+    labels = (rng.uniform(size=len(truth)) < truth).astype(np.float32)
+    refreshed = refresh_intercept(calibrator, logits, labels)
+    added = logit(refreshed(logits)) - logit(calibrator(logits))
+    np.testing.assert_allclose(added, added[0], atol=1e-6)
+    assert abs(added[0] - shift) < 0.05
+    assert (np.diff(refreshed(np.sort(logits))) >= 0).all()
+
+
+def test_without_labels_the_calibration_stays_and_few_move_it_little() -> None:
+    platt, few = PlattScaling(), np.zeros(3)
+    assert refresh_intercept(platt, np.zeros(0), np.zeros(0, np.float32)) == platt
+    moved = refresh_intercept(platt, few, np.zeros(3, np.float32))
+    assert isinstance(moved, PlattScaling)
+    assert -0.2 < moved.intercept < 0 and replace_intercept(moved) == platt
+
+
+def replace_intercept(platt: PlattScaling) -> PlattScaling:
+    return platt.model_copy(update={"intercept": 0.0})
