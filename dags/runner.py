@@ -59,7 +59,7 @@ def input_fingerprint(
         facts["raw read"] = spec.ingest_settings
     if step.engine == "torch":
         facts["models read"] = spec.model_dump(
-            mode="json", include={"sequences", "similarity_attributes"}
+            mode="json", include={"sequences", "similarity_attributes", "position_bias"}
         )
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 

@@ -76,6 +76,14 @@ class FeatureGroup:
 
 
 @dataclass(frozen=True)
+class PositionFeature:
+    """The column of an impression's position, and the position for which rankers serve."""
+
+    column: str
+    served_position: int
+
+
+@dataclass(frozen=True)
 class FeatureSchema:
     """All that a model may read of an impression, except for its history and its item's id.
 
@@ -94,6 +102,7 @@ class FeatureSchema:
     surfaces: tuple[str, ...]
     events: tuple[str, ...]
     value_objectives: tuple[str, ...]
+    position: PositionFeature | None
 
     @property
     def numeric_columns(self) -> tuple[str, ...]:
@@ -131,7 +140,13 @@ def feature_schema(spec: DataSpec) -> FeatureSchema:
         value_objectives=tuple(
             name for name, objective in spec.objectives.items() if objective.value
         ),
+        position=_position_feature(spec),
     )
+
+
+def _position_feature(spec: DataSpec) -> PositionFeature | None:
+    bias = spec.position_bias
+    return PositionFeature(f"ctx_{bias.attribute}", bias.served_position) if bias else None
 
 
 def _feature_group(prefix: str, attributes: Mapping[str, Attribute]) -> FeatureGroup:

@@ -71,5 +71,6 @@ def not_reserved(reserved: Mapping[str, str]) -> AfterValidator:
 SurfaceName = Annotated[str, declared_in("surfaces")]
 EventName = Annotated[str, declared_in("events")]
 ObjectiveName = Annotated[str, declared_in("objectives")]
+NumericContextName = Annotated[str, declared_in("numeric context attributes")]
 KeyName = Annotated[str, declared_in("counter keys")]
 CategoryName = Annotated[str, declared_in("categorical item attributes")]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from etl.spec.attributes import LocalTimeAttribute
 from etl.spec.declarations import SpecDeclarations
 from etl.spec.effects import KeyPath
 from etl.spec.sources import EventLogSource, ImpressionLogSource, provides_attributes_of
@@ -14,6 +15,7 @@ def consistency_problems(spec: SpecDeclarations) -> Iterator[Problem]:
     """All contradictions between valid sections."""
     yield from _ranking_problems(spec)
     yield from _attribute_problems(spec)
+    yield from _position_problems(spec)
     yield from _dwell_problems(spec)
     for name in spec.auxiliary_objectives:
         yield from _auxiliary_problems(spec, name)
@@ -37,6 +39,23 @@ def _attribute_problems(spec: SpecDeclarations) -> Iterator[Problem]:
         if getattr(spec.attributes, entity) and not has_source:
             text = f"{entity}s have attributes, but no source of kind attributes provides them"
             yield ("attributes", entity), text
+
+
+def _position_problems(spec: SpecDeclarations) -> Iterator[Problem]:
+    """A position that models would read as if it were known before ranking."""
+    columns = {log.columns.position for log in spec.log_sources.values()} - {None}
+    named = spec.position_bias.attribute if spec.position_bias else None
+    for name, attribute in spec.attributes.context.items():
+        if isinstance(attribute, LocalTimeAttribute):
+            continue
+        if name == named and getattr(attribute, "transform", "none") != "none":
+            yield ("attributes", "context", name), "a position has `transform: none`"
+        elif name != named and (attribute.column or name) in columns:
+            yield (
+                ("attributes", "context", name),
+                "the position is known only after ranking: leave the attribute out, or declare it "
+                f"as `position_bias: {{attribute: {name}}}`",
+            )
 
 
 def _dwell_problems(spec: SpecDeclarations) -> Iterator[Problem]:

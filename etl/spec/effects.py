@@ -71,6 +71,8 @@ KEY_EFFECTS: Mapping[str, KeyEffect] = {
     "attributes.user.*": USER_TABLES,
     "attributes.item.*": ITEM_TABLES,
     "attributes.context.*": CONTEXT_TABLES,
+    "position_bias.attribute": MODEL_INPUTS,
+    "position_bias.served_position": MODEL_INPUTS,
     "sequences.*.events": MODEL_INPUTS,
     "sequences.*.max_length": MODEL_INPUTS,
     "history.max_events": MODEL_INPUTS,

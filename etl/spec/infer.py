@@ -70,6 +70,7 @@ class SpecDraft:
             self.objectives,
             self.auxiliary_objectives,
             self.attributes,
+            self.position_bias,
         ):
             if lines := [*section()]:
                 yield from ("", *lines)
@@ -146,8 +147,27 @@ class SpecDraft:
             skipped = {*log.roles.values(), *outcome_flags(log)}
             context |= {line.split(":")[0]: line for line in self._attributes(log, skipped)}
         yield "  context:"
+        if self.positions():
+            column = next(iter(self.positions()))
+            renamed = "" if column == "position" else f", column: {json.dumps(column)}"
+            yield f"    position: {{type: numeric{renamed}}}"
         yield from context.values()
         yield "    hour: {type: clock, part: hour}"
+
+    def positions(self) -> dict[str, Column]:
+        """The columns with the position of an impression."""
+        return {
+            log.roles["position"]: log.columns[log.roles["position"]]
+            for log in self.logs
+            if "position" in log.roles
+        }
+
+    def position_bias(self) -> Iterator[str]:
+        """The position for which rankers serve; nothing where the logs have none."""
+        numbers = [as_number(value) or 0 for c in self.positions().values() for value in c.values]
+        if numbers:
+            yield "position_bias:  # its effect is learned apart from all else"
+            yield f"  {{attribute: position, served_position: {max(0, int(min(numbers)))}}}"
 
     def counters(self) -> Iterator[str]:
         """Counters of the impression and the outcomes."""

@@ -78,17 +78,22 @@ def declared_names(raw: dict[str, Any]) -> dict[str, list[str]]:
         return [str(key) for key in value] if isinstance(value, dict) else []
 
     attributes = raw.get("attributes")
-    item = attributes.get("item") if isinstance(attributes, dict) else None
-    categories = [
-        name
-        for name, attribute in (item.items() if isinstance(item, dict) else ())
-        if isinstance(attribute, dict) and attribute.get("type") == "categorical"
-    ]
+
+    def attributes_of(entity: str, kind: str) -> list[str]:
+        declared = attributes.get(entity) if isinstance(attributes, dict) else None
+        return [
+            str(name)
+            for name, attribute in (declared.items() if isinstance(declared, dict) else ())
+            if isinstance(attribute, dict) and attribute.get("type") == kind
+        ]
+
+    categories = attributes_of("item", "categorical")
     return {
         "surfaces": keys(raw.get("surfaces")),
         "events": keys(raw.get("events")),
         "objectives": keys(raw.get("objectives")),
         "categorical item attributes": categories,
+        "numeric context attributes": attributes_of("context", "numeric"),
         "attribution keys": ["item", *categories],
         "counter keys": ["user", "item", "surface", *categories],
     }

@@ -8,6 +8,7 @@ from typing_extensions import override
 from etl.spec.base import (
     CategoryName,
     EventName,
+    NumericContextName,
     ObjectiveName,
     StrictModel,
     SurfaceName,
@@ -141,6 +142,18 @@ class AuxiliaryObjective(OutcomeLabel):
     def summed_column(self) -> str | None:
         """`dwell_ms`, if it is what the objective learns."""
         return "dwell_ms" if self.target == "dwell" else None
+
+
+class PositionBias(StrictModel):
+    """The attribute that holds an impression's position, which is known only after ranking.
+
+    Rankers learn its effect apart from all else, and serve probabilities for one position.
+    """
+
+    attribute: NumericContextName
+    """Context attribute with the position of the impression, read from the logs."""
+    served_position: Annotated[int, Field(ge=0)] = 0
+    """Position for which probabilities are served: the first one, as the logs number it."""
 
 
 MAX_MONEY = 1e12  # a larger bid is an error of units; sums of expected values stay finite

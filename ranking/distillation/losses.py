@@ -130,16 +130,24 @@ class DistillationLoss:
         balancer = GradientBalancer(config.gradient_ratio)
         return cls(config, log_sampling_rate, teacher, heads, adapter, balancer)
 
-    def backward(self, hidden: Tensor, head: nn.Linear, batch: Batch) -> None:
-        """Accumulate gradients of a batch's hidden layer (B, H), of all heads, and of all below."""
+    def backward(
+        self, hidden: Tensor, head: nn.Linear, batch: Batch, position_effects: Tensor
+    ) -> None:
+        """Accumulate gradients of a batch's hidden layer (B, H), of all heads, and of all below.
+
+        Positions, with effects (B, O) on logits, are part of what labels and GEM tell; the effects
+        are learned from labels.
+        """
         teacher = self.teacher.lookup(batch.impression_ids) if self.teacher else None
         served = hidden.detach().requires_grad_()
-        torch.autograd.backward(self._served_head_loss(head(served), batch, teacher))
+        logits = head(served) + position_effects
+        torch.autograd.backward(self._served_head_loss(logits, batch, teacher))
         assert served.grad is not None
         gradient = served.grad
         if teacher and self.teacher_heads:
             distilled = hidden.detach().requires_grad_()
-            torch.autograd.backward(self._teacher_heads_loss(distilled, teacher))
+            effects = position_effects.detach()
+            torch.autograd.backward(self._teacher_heads_loss(distilled, effects, teacher))
             assert distilled.grad is not None
             gradient = self.gradient_balancer(gradient, distilled.grad)
         torch.autograd.backward(hidden, gradient)
@@ -158,12 +166,16 @@ class DistillationLoss:
             )
         return loss
 
-    def _teacher_heads_loss(self, hidden: Tensor, teacher: TeacherLogits) -> Tensor:
+    def _teacher_heads_loss(
+        self, hidden: Tensor, position_effects: Tensor, teacher: TeacherLogits
+    ) -> Tensor:
         targets = [teacher.logits]
         if self.adapter:
             targets.append(self._adapted_logits(teacher))
         losses = [
-            distillation_loss(head(hidden), target - self.log_sampling_rate, teacher.mask)
+            distillation_loss(
+                head(hidden) + position_effects, target - self.log_sampling_rate, teacher.mask
+            )
             for head, target in zip(self.teacher_heads, targets, strict=True)
         ]
         return torch.stack(losses).sum()

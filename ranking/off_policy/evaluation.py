@@ -1,14 +1,13 @@
 """Compares the promoted ranker's order of logged requests with the order in the log.
 
-Each logged ad is scored as if it were at the first position of its request, so that its logged
-position does not influence the target ranking. Requests whose slots and propensities are complete
+Each logged ad is scored at the served position, so that its logged position does not influence the
+target ranking. Requests whose slots and propensities are complete
 in the log are then evaluated off-policy (see estimators.py).
 
 B ads, O objectives.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date
 from typing import NamedTuple
 
@@ -19,12 +18,9 @@ import pyarrow.compute as pc
 from rich.table import Table
 
 from etl.errors import UserError
-from etl.spec.attributes import NumericAttribute
-from etl.spec.model import DataSpec
 from etl.spec.units import MICROS, date_range
 from etl.tables import arrow, schemas
 from etl.tables.lake import Lake
-from ranking.inputs.arrays import CandidateFeatures
 from ranking.inputs.from_tables import InputBuilder
 from ranking.off_policy.estimators import (
     MAX_ADS_PER_REQUEST,
@@ -90,10 +86,8 @@ def _score_batch(
     ranker: Ranker, auction: Auction, builder: InputBuilder, bid_table: BidTable, batch: Batch
 ) -> ScoredAds:
     inputs, request = builder(batch), batch.request_index.numpy()
-    columns = position_columns(auction.spec, builder.reader.features.numeric_columns)
-    candidates = neutralize_position(inputs.candidates, columns)
     user_state = ranker.user_state(inputs.requests)
-    probabilities = ranker.probabilities(user_state, candidates)[inputs.candidate_index.mask]
+    probabilities = ranker.probabilities(user_state, inputs.candidates)[inputs.candidate_index.mask]
     as_of_us = batch.as_of.numpy()[request] * MICROS["s"]
     bids, goals, _ = bid_table.as_of(batch.item_index.numpy(), as_of_us)
     result = auction(probabilities, bids, list(goals), request)
@@ -110,26 +104,6 @@ def _score_batch(
             np.all(batch.label_mask.numpy()[:, auction.served_objectives], axis=1)
         ),
     )
-
-
-def position_columns(spec: DataSpec, numeric_columns: Sequence[str]) -> list[int]:
-    """Indices of the numeric features that are read from the position column of the logs."""
-    raw_columns = {source.columns.position for source in spec.log_sources.values()}
-    return [
-        numeric_columns.index(f"ctx_{name}")
-        for name, attribute in spec.attributes.context.items()
-        if isinstance(attribute, NumericAttribute) and (attribute.column or name) in raw_columns
-    ]
-
-
-def neutralize_position(
-    candidates: CandidateFeatures, position_columns: Sequence[int]
-) -> CandidateFeatures:
-    """Give all candidates of a request the first of their positions."""
-    numeric = candidates.numeric.copy()
-    positions = numeric[..., position_columns]
-    numeric[..., position_columns] = np.fmin.reduce(positions, axis=1, keepdims=True)
-    return replace(candidates, numeric=numeric)
 
 
 @dataclass(frozen=True)

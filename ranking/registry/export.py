@@ -232,8 +232,21 @@ def _manifest(
         num_items=trained.num_items,
         user_hash_buckets=config.user_hash_buckets,
         calibration=calibrations,
+        position_effects=_position_effects(trained, surface),
         build_environment={package: version(package) for package in packages},
     )
+
+
+def _position_effects(trained: TrainedStudent, surface: str) -> dict[str, tuple[float, ...]] | None:
+    """What each position of a surface adds to the logits, by objective."""
+    bias, features = trained.student.position_bias, trained.input_builder.reader.features
+    if bias is None:
+        return None
+    effects = bias.effects()[1 + features.surfaces.index(surface)].T
+    return {
+        name: tuple(row)
+        for name, row in zip(features.objectives, effects.detach().tolist(), strict=True)
+    }
 
 
 def _write_checked_manifest(staging: Path, ranker_manifest: RankerManifest, compiled: bool) -> None:

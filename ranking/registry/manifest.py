@@ -60,8 +60,9 @@ class RankerManifest(StrictModel):
 
     `sequence`, `max_length`, `encoded_events`, `teacher_history_length` and `user_hash_buckets`
     define the data of a request that is read. Items from index `num_items` on are unknown.
-    `training` is None for rankers that were saved before refits existed. `file_hashes` has the
-    SHA-256 of every other file of the folder.
+    `position_effects` are what each position adds to the logits of an objective; None without
+    `position_bias` in the spec. `training` is None for rankers that were saved before refits
+    existed. `file_hashes` has the SHA-256 of every other file of the folder.
     """
 
     surface: str
@@ -74,6 +75,7 @@ class RankerManifest(StrictModel):
     num_items: int
     user_hash_buckets: int
     calibration: dict[str, Calibration]
+    position_effects: dict[str, tuple[float, ...]] | None = None
     training: RankerTraining | None = None
     build_environment: dict[str, str]
     file_hashes: dict[FileName, str] = {}

@@ -172,7 +172,7 @@ def compare_rankers(
 
 
 def ranker_predictions(ranker: Ranker, lake: Lake, split: DaySplit) -> Predictions:
-    """A ranker's calibrated predictions for the test days, computed as it serves them."""
+    """A ranker's calibrated predictions for the test days, at the logged positions."""
     build_inputs = input_builder(ranker, lake)
     days = list(date_range(split.test_first, split.test_last))
     window = LabelWindow.for_test(split, lake.spec)
@@ -181,7 +181,8 @@ def ranker_predictions(ranker: Ranker, lake: Lake, split: DaySplit) -> Predictio
     def logits(batch: Batch) -> torch.Tensor:
         inputs = build_inputs(batch)
         user_state = ranker.user_state(inputs.requests)
-        p = ranker.probabilities(user_state, inputs.candidates)[inputs.candidate_index.mask]
+        p = ranker.probabilities_at_logged_positions(user_state, inputs.candidates)
+        p = p[inputs.candidate_index.mask]
         return torch.from_numpy(logit(p))
 
     return predict(logits, batches, ranker.objectives)

@@ -107,10 +107,30 @@ class Ranker:
         return self.user_program(named_arrays(self._lookup().user_inputs(requests)))
 
     def probabilities(self, user_state: Arrays, candidates: CandidateFeatures) -> Floats:
-        """Calibrated probabilities (R, C, O)."""
-        inputs = named_arrays(self._lookup().candidate_inputs(candidates), CANDIDATE_PREFIX)
-        logits = self.rank_program(user_state | inputs)["logits"].astype(np.float64)
+        """Calibrated probabilities (R, C, O) at the served position."""
+        logits = self._logits(user_state, candidates)
         return calibration.calibrate(self.manifest.calibration, logits, self.objectives)
+
+    def probabilities_at_logged_positions(
+        self, user_state: Arrays, candidates: CandidateFeatures
+    ) -> Floats:
+        """Calibrated probabilities (R, C, O) of logged impressions at their positions."""
+        logits = self._logits(user_state, candidates) + self._position_effects(candidates)
+        return calibration.calibrate(self.manifest.calibration, logits, self.objectives)
+
+    def _logits(self, user_state: Arrays, candidates: CandidateFeatures) -> Floats:
+        inputs = named_arrays(self._lookup().candidate_inputs(candidates), CANDIDATE_PREFIX)
+        return np.asarray(self.rank_program(user_state | inputs)["logits"], np.float64)
+
+    def _position_effects(self, candidates: CandidateFeatures) -> Floats:
+        """What the positions of candidates add to their logits (R, C, O)."""
+        effects, feature = self.manifest.position_effects, self.feature_schema.position
+        if effects is None or feature is None:
+            return np.zeros(len(self.objectives))
+        by_position = np.stack([effects[name] for name in self.objectives], 1)
+        column = self.feature_schema.numeric_columns.index(feature.column)
+        known = np.nan_to_num(candidates.numeric[..., column], nan=feature.served_position)
+        return np.asarray(by_position[known.clip(0, len(by_position) - 1).astype(np.int64)])
 
     def rank(
         self, requests: RequestFeatures, candidates: CandidateFeatures, bids: Sequence[float],

@@ -34,6 +34,7 @@ from ranking.student.history import (
     TypeMeanPooling,
     one_hot_types,
 )
+from ranking.student.position import PositionBias
 from training.data.batch import Batch
 from training.data.matching import match_batch, matched_gaps
 from training.data.reader import ExampleReader
@@ -81,6 +82,7 @@ class EmbeddingLookup:
 class Student(nn.Module):
     """Features side by side, histories by attention and counts, an MLP, one logit per objective.
 
+    Logits of `head` are for the served position; `position_bias` adds the effect of another one.
     The first layer is split: its user part is computed once per request. Heads that learn GEM's
     predictions are not served; they are in ranking/distillation/losses.py.
     """
@@ -102,7 +104,12 @@ class Student(nn.Module):
         self.key_value = KeyValueProjection(w)
         self.attention = TargetAttention(self.key_value, config.heads)
         self.type_mean_pooling, self.match_counts = TypeMeanPooling(), DecayedMatchCounts()
-        self.candidate_standardizer = RunningStandardizer(len(features.numeric_columns))
+        self.numeric_columns = [
+            index
+            for index, name in enumerate(features.numeric_columns)
+            if not features.position or name != features.position.column
+        ]
+        self.candidate_standardizer = RunningStandardizer(len(self.numeric_columns))
         self.user_standardizer = RunningStandardizer(len(features.user.numeric))
         self.teacher_history: TeacherHistory | None = None
         if config.teacher_history_length:
@@ -121,6 +128,11 @@ class Student(nn.Module):
             nn.Linear(first, second),
             nn.ReLU(),
         )
+        self.position_bias: PositionBias | None = None
+        if features.position:
+            self.position_bias = PositionBias(
+                features.position.served_position, len(features.surfaces), len(features.objectives)
+            )
         self.head = nn.Linear(second, len(features.objectives))
         nn.init.constant_(self.head.bias, -2.0)
 
@@ -131,7 +143,7 @@ class Student(nn.Module):
 
     def _candidate_width(self, features: FeatureSchema) -> int:
         d, w = self.config.embedding_dim, self.config.event_width
-        context = len(features.context.categorical) * d + len(features.numeric_columns)
+        context = len(features.context.categorical) * d + len(self.numeric_columns)
         type_means = self.num_types
         match_counts = self.num_types * self.num_similarity_attributes * len(DECAY_TIMES)
         recency = self.num_similarity_attributes * self.num_types * d
@@ -209,7 +221,7 @@ class Student(nn.Module):
         features = (
             inputs.items,
             inputs.context,
-            _standardize(self.candidate_standardizer, inputs.numeric),
+            _standardize(self.candidate_standardizer, inputs.numeric[..., self.numeric_columns]),
             self.surface_embedding(inputs.surfaces),
             item * attended,
             item @ user_state.type_means.transpose(1, 2),
@@ -298,9 +310,18 @@ class TrainedStudent:
             self.num_items,
         )
 
+    def position_effects(self, batch: Batch) -> Tensor:
+        """What the logged positions of a batch add to the logits of the served one (B, O)."""
+        features = self.input_builder.reader.features
+        if self.student.position_bias is None or features.position is None:
+            return torch.zeros(1, len(features.objectives))
+        column = features.numeric_columns.index(features.position.column)
+        effects: Tensor = self.student.position_bias(batch.row_numeric[:, column], batch.surface)
+        return effects
+
     def logits(self, batch: Batch) -> Tensor:
-        """Logits (B, O) of the examples of a batch."""
-        logits: Tensor = self.student.head(self.hidden(batch))
+        """Logits (B, O) of the examples of a batch at their logged positions."""
+        logits: Tensor = self.student.head(self.hidden(batch)) + self.position_effects(batch)
         return logits
 
 

@@ -108,7 +108,8 @@ class StudentTrainer:
     def _step(self, batch: Batch) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        self.loss.backward(self.student.hidden(batch), self.student.student.head, batch)
+        hidden, effects = self.student.hidden(batch), self.student.position_effects(batch)
+        self.loss.backward(hidden, self.student.student.head, batch, effects)
         for optimizer in self.optimizers:
             optimizer.step()
         self.average.update_parameters(self.student.student)

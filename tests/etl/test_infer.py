@@ -43,6 +43,8 @@ def test_the_columns_of_the_simulator_are_found(raw: Path, tmp_path: Path) -> No
     assert log["path"] == "events/day={day}/*.json.gz" and log["time_unit"] == "ms"
     assert written["events"]["ad_impression"] == {"role": "impression"}
     assert set(written["surfaces"]) == {"feed", "reels", "messaging"}
+    assert written["attributes"]["context"]["position"] == {"type": "numeric"}
+    assert written["position_bias"] == {"attribute": "position", "served_position": 0}
     assert written["attributes"]["item"]["creative"] == {"type": "vector", "width": 16}
     dwell = {"event": "ad_view", "window": "1h", "target": "dwell"}
     assert written["auxiliary_objectives"] == {"ad_view_dwell": dwell}, "posts have no impression"

@@ -79,7 +79,9 @@ def gradients(
         config, SMALL.hidden[1], torch.zeros(OBJECTIVES), CertainTeacher()
     )
     student.student.zero_grad()
-    loss.backward(student.hidden(batch), student.student.head, batch)
+    loss.backward(
+        student.hidden(batch), student.student.head, batch, student.position_effects(batch)
+    )
     return {n: p.grad.clone() for n, p in student.student.named_parameters() if p.grad is not None}
 
 
@@ -225,7 +227,8 @@ def test_no_example_is_corrected_by_its_own_label(
         student.student.zero_grad()
         corrected.clear()
         flipped = replace(batch, labels=labels)
-        loss.backward(student.hidden(batch), student.student.head, flipped)
+        effects = student.position_effects(batch)
+        loss.backward(student.hidden(batch), student.student.head, flipped, effects)
         first_corrections.append(corrected[0])
         intercepts.append(loss.adapter.intercept.detach().clone())
     torch.testing.assert_close(first_corrections[0], first_corrections[1])
