@@ -6,6 +6,7 @@ predicted, which refreshes the intercepts of the calibration that the gate accep
 learned. A later refit continues from an earlier one.
 """
 
+from collections.abc import Mapping
 from datetime import date, timedelta
 
 import torch
@@ -18,7 +19,12 @@ from etl.tables.lake import Lake
 from etl.tables.pointer import remove_unreferenced_versions
 from etl.tables.uri import StoragePath
 from ranking.inputs.from_tables import load_teacher_history
-from ranking.registry.export import NamedTensors, export_ranker, require_compiler
+from ranking.registry.export import (
+    NamedTensors,
+    TrainingSnapshot,
+    export_ranker,
+    require_compiler,
+)
 from ranking.registry.manifest import (
     COMPILED_FILES,
     RankerManifest,
@@ -102,17 +108,14 @@ def _refit(
     reader = ExampleReader.latest(
         lake, manifest.sequence, training.config.model.max_length, (manifest.surface,)
     )
-    calibrations: dict[str, Calibration] = dict(manifest.calibration)
-    for window, day in day_windows(lake, training.labels_until, data_until):
-        days = days_with_labels(reader, training.first_day, day)
-        trainer = continue_training(reader, training, state, days, day)
-        calibrations = _refresh_intercepts(trainer, window, days, calibrations)
-        trainer.learn(days, window)
-        state = trainer.state_dict()
+    trainer, calibrations = continue_until(
+        reader, TrainingSnapshot(training, state), manifest.calibration, data_until
+    )
     refit_of = training.refit_of or folder.name
     snapshot = trainer.snapshot(training.first_day, lake.spec.day_end(data_until), refit_of)
     student = trainer.averaged
-    example = next(reader.batches(days[-1:], ALL_LABELS, EXAMPLE_ROWS, Shuffle(None)))
+    last_day = max(day for day in reader.days() if day <= data_until)
+    example = next(reader.batches([last_day], ALL_LABELS, EXAMPLE_ROWS, Shuffle(None)))
     prefix = f"{data_until:%Y%m%d}-s{training.config.seed}"
     path = rankers_folder(lake.root, manifest.surface) / prefix
     inputs = student.input_builder(example)
@@ -128,6 +131,28 @@ def load_training_state(folder: StoragePath) -> NamedTensors:
         raise UserError(
             f"the state of the training in {folder} is damaged: run `gemline rank train` again"
         ) from None
+
+
+def continue_until(
+    reader: ExampleReader,
+    snapshot: TrainingSnapshot,
+    calibrations: Mapping[str, Calibration],
+    data_until: date,
+) -> tuple[StudentTrainer, dict[str, Calibration]]:
+    """Train day by day on the labels that became final since a snapshot, until the end of a day.
+
+    Returns the trainer, and the calibrations with intercepts that were refreshed on each day before
+    its labels were learned. There is a day to learn.
+    """
+    training, state = snapshot.record, snapshot.state
+    refreshed = dict(calibrations)
+    for window, day in day_windows(reader.lake, training.labels_until, data_until):
+        days = days_with_labels(reader, training.first_day, day)
+        trainer = continue_training(reader, training, state, days, day)
+        refreshed = _refresh_intercepts(trainer, window, days, refreshed)
+        trainer.learn(days, window)
+        state = trainer.state_dict()
+    return trainer, refreshed
 
 
 def day_windows(lake: Lake, labels_until: int, data_until: date) -> list[tuple[LabelWindow, date]]:
