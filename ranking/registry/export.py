@@ -34,6 +34,7 @@ from ranking.inputs.arrays import (
 from ranking.inputs.from_tables import RankerInputs
 from ranking.registry import manifest
 from ranking.registry.manifest import RankerManifest, RankerTraining
+from ranking.registry.model_card import model_card
 from ranking.registry.ranker import load_ranker, ranker_from_package
 from ranking.scoring.calibration import Calibration
 from ranking.student.model import Student, TrainedStudent, UserState
@@ -199,6 +200,7 @@ def export_ranker(
         ranker_manifest = ranker_manifest.model_copy(update={"training": training.record})
     ranker_version = f"{path.name}-{manifest.ranker_hash(staging, ranker_manifest)[:8]}"
     ranker_manifest = ranker_manifest.model_copy(update={"version": ranker_version})
+    (staging / manifest.MODEL_CARD).write_text(model_card(ranker_manifest))
     _write_checked_manifest(staging, ranker_manifest, compiled)
     folder = path.parent / ranker_version
     _publish_version(staging, folder)

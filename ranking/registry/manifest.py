@@ -28,7 +28,8 @@ USER_ONNX, RANK_ONNX, TABLES_FILE, TEST_VECTORS_FILE = (
 REQUIRED_FILES = (USER_ONNX, RANK_ONNX, TABLES_FILE, TEST_VECTORS_FILE)
 COMPILED_FILES = ("user.pt2", "rank.pt2")  # only with `gemline rank train --compiled`
 TRAINING_FILE = "training.safetensors"  # read by refits, not by the service
-ALL_FILES = (*REQUIRED_FILES, *COMPILED_FILES, TRAINING_FILE)
+MODEL_CARD = "model_card.md"  # for readers
+ALL_FILES = (*REQUIRED_FILES, *COMPILED_FILES, TRAINING_FILE, MODEL_CARD)
 FileName = Literal[
     "user.onnx",
     "rank.onnx",
@@ -37,6 +38,7 @@ FileName = Literal[
     "user.pt2",
     "rank.pt2",
     "training.safetensors",
+    "model_card.md",
 ]
 
 
@@ -51,8 +53,14 @@ class RankerTraining(StrictModel):
     """Epoch second until which final labels were learned."""
     newest_labels: dict[str, int]
     """Time (epoch seconds) of the latest impression whose label was learned, by objective."""
+    table_versions: dict[str, int] = {}
+    """Versions of the tables that were read last."""
+    teacher_versions: tuple[str, ...] = ()
+    """GEMs whose predictions were learned."""
     refit_of: str | None = None
     """The version that passed the gate, if this one continued its training on newer labels."""
+    gate: tuple[str, ...] = ()
+    """Reasons of the gate's decision on the version that it judged."""
 
 
 class RankerManifest(StrictModel):
@@ -137,7 +145,7 @@ def read_package(uri: StoragePath) -> RankerPackage:
     contents: dict[str, bytes] = {
         name: _read_verified(folder / name, sha256)
         for name, sha256 in manifest.file_hashes.items()
-        if name != TRAINING_FILE
+        if name not in (TRAINING_FILE, MODEL_CARD)
     }
     return RankerPackage(manifest, contents)
 

@@ -76,6 +76,7 @@ def build_report(lake: Lake, raw_data_uri: str, split: DaySplit) -> StoragePath:
         spec=lake.spec,
         split=split,
         **_model_quality(lake, predictions),
+        model_cards=data.model_cards(lake),
         prequential=figures.plot_prequential(teacher_prequential(lake, split.data_until)),
         **_ingest(lake),
         studies=[

@@ -1,5 +1,6 @@
 """The numbers of the report, read from the tables and files of a run."""
 
+import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,14 +10,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from etl.errors import UserError
 from etl.spec.units import DaySplit
 from etl.tables import arrow, schemas
 from etl.tables.atomic_io import download
 from etl.tables.lake import Lake
 from etl.tables.uri import list_matching, resolve_uri
+from ranking.registry.manifest import read_manifest
+from ranking.registry.model_card import model_card
+from ranking.registry.ranker import live_pointer
 from training.evaluation.metrics import SliceMetrics, score_predictions
 from training.evaluation.predictions import Predictions, concat_predictions, evaluation_path
 
+log = logging.getLogger(__name__)
 MODEL_NAMES = {
     "bound": "truth (bound)",
     "gem": "GEM",
@@ -111,6 +117,18 @@ def true_probabilities(gem: Predictions, raw_data_uri: str) -> Predictions | Non
     truth = table.take(indices.filter(pa.array(is_found)))
     probabilities = np.stack([truth[f"p_{name}"].to_numpy() for name in gem.objectives], 1)
     return replace(gem.filter(is_found), probabilities=probabilities)
+
+
+def model_cards(lake: Lake) -> dict[str, str]:
+    """The model card of the live ranker of each surface that has one, unless it is damaged."""
+    cards: dict[str, str] = {}
+    for surface in lake.spec.ad_surfaces:
+        try:
+            folder = live_pointer(lake.root, surface).live_folder
+            cards |= {surface: model_card(read_manifest(folder))} if folder else {}
+        except UserError as error:
+            log.warning("no model card of %s: %s", surface, error)
+    return cards
 
 
 def score_models(lake: Lake, predictions: dict[str, Predictions]) -> dict[str, list[SliceMetrics]]:

@@ -32,7 +32,7 @@ from ranking.registry.manifest import (
     read_manifest,
     read_training_state,
 )
-from ranking.registry.promotion import RefitRecord, write_refit_record
+from ranking.registry.promotion import RefitRecord, read_promotion_record, write_refit_record
 from ranking.registry.ranker import (
     latest_trained_pointer,
     live_pointer,
@@ -44,6 +44,7 @@ from ranking.scoring.scorer import SCORE_ROWS
 from ranking.student.model import new_student
 from ranking.trainer.calibrate import refresh_intercepts
 from ranking.trainer.student_trainer import StudentTrainer
+from ranking.trainer.train import register_ranker
 from training.data.batch import Shuffle
 from training.data.label_window import ALL_LABELS, LabelWindow
 from training.data.reader import ExampleReader
@@ -67,6 +68,7 @@ def refit_live_ranker(lake: Lake, surface: str, data_until: date) -> StoragePath
     training = _require_training(manifest, lake)
     if training.labels_until < lake.spec.day_end(data_until):
         folder = _refit(lake, folder, manifest, training, data_until)
+        register_ranker(lake, folder)
         live_pointer(lake.root, surface).promote(folder.name)
         pointers = live_pointer(lake.root, surface), latest_trained_pointer(lake.root, surface)
         remove_unreferenced_versions(rankers_folder(lake.root, surface), *pointers)
@@ -111,8 +113,11 @@ def _refit(
     trainer, calibrations = continue_until(
         reader, TrainingSnapshot(training, state), manifest.calibration, data_until
     )
-    refit_of = training.refit_of or folder.name
-    snapshot = trainer.snapshot(training.first_day, lake.spec.day_end(data_until), refit_of)
+    gated = training.refit_of or folder.name
+    decision = read_promotion_record(lake.root, manifest.surface)
+    gate = decision.reasons if decision and decision.version == gated else training.gate
+    labels_until = lake.spec.day_end(data_until)
+    snapshot = trainer.snapshot(training.first_day, labels_until, refit_of=gated, gate=gate)
     student = trainer.averaged
     last_day = max(day for day in reader.days() if day <= data_until)
     example = next(reader.batches([last_day], ALL_LABELS, EXAMPLE_ROWS, Shuffle(None)))
@@ -145,6 +150,7 @@ def continue_until(
     its labels were learned. There is a day to learn.
     """
     training, state = snapshot.record, snapshot.state
+    teacher_versions = set(training.teacher_versions)
     refreshed = dict(calibrations)
     for window, day in day_windows(reader.lake, training.labels_until, data_until):
         days = days_with_labels(reader, training.first_day, day)
@@ -152,6 +158,8 @@ def continue_until(
         refreshed = _refresh_intercepts(trainer, window, days, refreshed)
         trainer.learn(days, window)
         state = trainer.state_dict()
+        teacher_versions |= trainer.teacher_versions
+    trainer.teacher_versions = teacher_versions
     return trainer, refreshed
 
 

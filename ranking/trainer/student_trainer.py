@@ -6,7 +6,7 @@ O objectives, V versions of GEM.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,8 @@ OPTIMIZER, ADAPTER = "optimizer", "adapter"  # prefixes of names in the state
 class StudentTrainer:
     """A student in training, with its loss, its optimizers and the averages (EMA) of its weights.
 
-    `newest_labels` (O) are the times, in epoch seconds, of the latest impressions whose labels were
-    learned; 0 for none.
+    `teacher_versions` are the GEMs whose predictions are learned. `newest_labels` (O) are the
+    times, in epoch seconds, of the latest impressions whose labels were learned; 0 for none.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class StudentTrainer:
         )
         self.optimizers = self._build_optimizers()
         self.average = EmaModel(student.student)
+        self.teacher_versions = set(teacher.versions if teacher else ())
         self.newest_labels = torch.zeros(len(reader.features.objectives), dtype=torch.int64)
 
     def _build_optimizers(self) -> list[torch.optim.Optimizer]:
@@ -116,17 +117,20 @@ class StudentTrainer:
         times = batch.as_of[batch.request_index][:, None] * batch.label_mask
         self.newest_labels = torch.maximum(self.newest_labels, times.amax(0))
 
-    def snapshot(
-        self, first_day: date, labels_until: int, refit_of: str | None = None
-    ) -> TrainingSnapshot:
-        """The record and the state of a training on all labels final by an epoch second."""
+    def snapshot(self, first_day: date, labels_until: int, **refit: Any) -> TrainingSnapshot:
+        """The record and the state of a training on all labels final by an epoch second.
+
+        `refit` are the fields of the record that only a refit has.
+        """
         names = self.student.input_builder.reader.features.objectives
         record = RankerTraining(
             config=self.config,
             first_day=first_day,
             labels_until=labels_until,
             newest_labels=dict(zip(names, self.newest_labels.tolist(), strict=True)),
-            refit_of=refit_of,
+            table_versions=dict(self.student.input_builder.reader.table_versions),
+            teacher_versions=tuple(sorted(self.teacher_versions)),
+            **refit,
         )
         return TrainingSnapshot(record, self.state_dict())
 

@@ -4,6 +4,7 @@
 rankers may start. Both train students with `train_on_surfaces`.
 """
 
+import json
 from collections.abc import Iterator
 
 import torch
@@ -14,6 +15,8 @@ from etl.tables.uri import StoragePath
 from ranking.distillation import warm_start
 from ranking.inputs.from_tables import load_teacher_history
 from ranking.registry.export import export_ranker, require_compiler
+from ranking.registry.manifest import read_manifest
+from ranking.registry.model_card import model_card
 from ranking.registry.ranker import latest_trained_pointer, rankers_folder
 from ranking.scoring.scorer import SCORE_ROWS
 from ranking.student.config import DistillationConfig, StudentTrainConfig
@@ -33,6 +36,7 @@ from training.evaluation.predictions import Predictions, evaluation_path, predic
 from training.teacher.embeddings import TeacherEmbeddings
 from training.teacher.predictions import TeacherPredictions
 from training.trainer.checkpoint import has_checkpoint
+from training.trainer.tracking import register_model_version
 from training.trainer.trainer import load_train_state
 
 EXAMPLE_ROWS = 64  # examples for tracing programs and for test vectors
@@ -72,7 +76,23 @@ def train_ranker(
     training = trainer.snapshot(split.train_first, lake.spec.day_end(split.train_last))
     folder = export_ranker(path, student, calibrations, example, training, compiled)
     latest_trained_pointer(lake.root, surface).promote(folder.name)
+    register_ranker(lake, folder)
     return folder
+
+
+def register_ranker(lake: Lake, folder: StoragePath) -> None:
+    """Register a ranker in MLflow's model registry, with its model card and its lineage."""
+    manifest = read_manifest(folder)
+    assert manifest.training is not None
+    tags = {
+        "version": manifest.version,
+        "labels_until": str(manifest.training.labels_until),
+        "refit_of": manifest.training.refit_of or "",
+        "teacher_versions": ", ".join(manifest.training.teacher_versions),
+        "table_versions": json.dumps(manifest.training.table_versions),
+    }
+    name = f"{manifest.spec.name}-{manifest.surface}"
+    register_model_version(lake.root, name, str(folder), model_card(manifest), tags)
 
 
 def train_domain(lake: Lake, name: str, split: DaySplit, config: StudentTrainConfig) -> StoragePath:

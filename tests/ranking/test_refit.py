@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from mlflow import MlflowClient
 from scipy.special import expit
 
 from etl.errors import UserError
@@ -81,6 +82,7 @@ def trained(gem_lake: Lake, tmp_path_factory: pytest.TempPathFactory) -> Lake:
     root = tmp_path_factory.mktemp("trained")
     lake = link_tables(gem_lake, root)
     (root / "evaluations").mkdir(exist_ok=True)
+    (root / "mlflow.db").unlink(missing_ok=True)  # that of the shared tables
     folder = train_ranker(lake, SURFACE, SPLIT, CONFIG)
     live_pointer(lake.root, SURFACE).promote(folder.name)
     return lake
@@ -90,7 +92,7 @@ def copy_with_own_rankers(lake: Lake, root: Path) -> Lake:
     """Links to the tables and models of a lake, and a copy of its rankers."""
     root.mkdir()
     for path in Path(lake.root).iterdir():
-        if path.name != "rankers":
+        if path.name not in ("rankers", "mlflow.db"):
             (root / path.name).symlink_to(path.resolve())
     shutil.copytree(Path(lake.root, "rankers"), root / "rankers")
     return Lake(str(root), lake.spec)
@@ -167,9 +169,25 @@ def test_a_refit_learns_every_final_label(refits: Refits) -> None:
     for name, time in after.newest_labels.items():
         assert spec.day_start(FIRST) <= before.newest_labels[name] < spec.day_end(FIRST)
         assert spec.day_start(LAST) <= time < spec.day_end(LAST), name
+    card = (local_path(last) / "model_card.md").read_text()
+    assert f"Refit** of {gated.name}" in card and all(name in card for name in after.newest_labels)
+    assert all(f"{name} {version}" in card for name, version in after.table_versions.items())
+    assert set(before.teacher_versions) < set(after.teacher_versions) and after.table_versions
     record = read_refit_record(lake.root, SURFACE)
     assert record and record.version == last.name
     assert refit_live_ranker(lake, SURFACE, LAST) == last  # there is nothing left to learn
+
+
+def test_refits_are_registered_in_mlflow_with_their_lineage(refits: Refits) -> None:
+    client = MlflowClient(f"sqlite:///{refits.lake.root}/mlflow.db")
+    registered = {
+        version.tags["version"]: version
+        for version in client.search_model_versions("name = 'simulator-feed'")
+    }
+    assert set(registered) == {refits.second.name, refits.last.name}
+    last = registered[refits.last.name]
+    assert last.source == str(refits.last) and last.tags["refit_of"] == refits.gated.name
+    assert last.description == (local_path(refits.last) / "model_card.md").read_text()
 
 
 def test_items_seen_since_the_training_leave_the_row_of_the_unknown_item(refits: Refits) -> None:

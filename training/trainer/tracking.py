@@ -3,8 +3,10 @@
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import mlflow
+from mlflow import MlflowClient
 
 from etl.tables.uri import local_cache_path, resolve_uri
 
@@ -12,14 +14,36 @@ from etl.tables.uri import local_cache_path, resolve_uri
 TRACKING_URI = os.environ.get("MLFLOW_TRACKING_URI")
 
 
+def register_model_version(
+    lake: str, name: str, source: str, description: str, tags: Mapping[str, str]
+) -> None:
+    """Add a version of a model to MLflow's model registry, unless it has one of the same source."""
+    client = MlflowClient(_use_tracking_uri(lake))
+    if not client.search_registered_models(f"name = '{name}'"):
+        client.create_registered_model(name)
+    known = client.search_model_versions(f"name = '{name}'")
+    if all(version.source != source for version in known):
+        client.create_model_version(name, source, tags=dict(tags), description=description)
+
+
+def _use_tracking_uri(lake: str) -> str:
+    """The tracking URI of a lake, which MLflow uses from now on."""
+    folder = _mlflow_folder(lake)
+    folder.mkdir(parents=True, exist_ok=True)
+    mlflow.set_tracking_uri(TRACKING_URI or f"sqlite:///{folder}/mlflow.db")
+    return mlflow.get_tracking_uri()
+
+
+def _mlflow_folder(lake: str) -> Path:
+    return Path(local_cache_path(resolve_uri(lake, "mlflow")).absolute().parent)
+
+
 @contextmanager
 def mlflow_run(lake: str, experiment: str, params: Mapping[str, object]) -> Iterator[None]:
     """An MLflow run of an experiment; the parameters are logged at its start."""
-    folder = local_cache_path(resolve_uri(lake, "mlflow")).absolute().parent
-    folder.mkdir(parents=True, exist_ok=True)
-    mlflow.set_tracking_uri(TRACKING_URI or f"sqlite:///{folder}/mlflow.db")
+    _use_tracking_uri(lake)
     if mlflow.get_experiment_by_name(experiment) is None:
-        mlflow.create_experiment(experiment, artifact_location=str(folder / "mlflow"))
+        mlflow.create_experiment(experiment, artifact_location=str(_mlflow_folder(lake) / "mlflow"))
     mlflow.set_experiment(experiment)
     with mlflow.start_run():
         mlflow.log_params(dict(params))

@@ -1,0 +1,69 @@
+"""The model card of a ranker: what it is for, what it was made from, and how it was judged."""
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+
+from etl.spec.units import format_duration
+from ranking.registry.manifest import RankerManifest, RankerTraining
+from ranking.scoring.calibration import PlattScaling
+
+
+def model_card(manifest: RankerManifest) -> str:
+    """The model card as Markdown."""
+    return "\n".join(_lines(manifest)) + "\n"
+
+
+def _lines(manifest: RankerManifest) -> Iterator[str]:
+    spec, training = manifest.spec, manifest.training
+    objectives = [name for name in spec.objectives if manifest.surface in spec.surfaces_of(name)]
+    yield f"# Ranker of {manifest.surface}, {manifest.version}"
+    yield ""
+    yield f"- **Intended use**: to order the ads of surface {manifest.surface} of {spec.name}."
+    yield f"- **Predicts**, for one impression: {', '.join(objectives)}, each a probability."
+    for name in objectives:
+        objective = spec.objectives[name]
+        within = format_duration(objective.window)
+        yield f"  - {name}: {objective.event} within {within} of the impression."
+    if spec.position_bias:
+        served = spec.position_bias.served_position
+        yield f"- **Position**: probabilities are for position {served}."
+    yield "- **Not for** other surfaces or specs. Items that it has no row for (from index "
+    yield f"  {manifest.num_items} on) are read as an unknown one."
+    yield ""
+    yield from _training_lines(training) if training else ("No record of its training.",)
+    yield ""
+    yield "## Calibration"
+    yield ""
+    yield "| objective | fit | slope | intercept |"
+    yield "|---|---|---|---|"
+    for name in objectives:
+        fitted = manifest.calibration[name]
+        numbers = ("", "")
+        if isinstance(fitted, PlattScaling):
+            numbers = f"{fitted.slope:.3f}", f"{fitted.intercept:+.3f}"
+        yield f"| {name} | {fitted.kind} | {numbers[0]} | {numbers[1]} |"
+
+
+def _training_lines(training: RankerTraining) -> Iterator[str]:
+    yield "## Training"
+    yield ""
+    yield f"- **Days**: impressions from {training.first_day} on; labels final by "
+    yield f"  {_time(training.labels_until)}."
+    for name, time in training.newest_labels.items():
+        newest = _time(time) if time else "none"
+        yield f"  - newest impression with a learned label of {name}: {newest}"
+    if training.refit_of:
+        yield f"- **Refit** of {training.refit_of}, which passed the gate."
+    teachers = ", ".join(training.teacher_versions) or "none: labels only"
+    yield f"- **Teacher** (GEM): {teachers}."
+    tables = ", ".join(f"{name} {version}" for name, version in training.table_versions.items())
+    yield f"- **Tables** and their versions: {tables}."
+    yield f"- **Seed** {training.config.seed}; the whole configuration is in the manifest."
+    yield ""
+    yield "## Evaluation at the gate"
+    yield ""
+    yield from (f"- {reason}" for reason in training.gate or ("not judged yet",))
+
+
+def _time(epoch_second: int) -> str:
+    return f"{datetime.fromtimestamp(epoch_second, UTC):%Y-%m-%d %H:%M} UTC"
