@@ -33,6 +33,7 @@ from ranking.registry.ranker import (
     load_ranker,
     version_to_evaluate,
 )
+from ranking.report.data import model_cards
 from ranking.scoring.calibration import (
     IsotonicCalibration,
     PlattScaling,
@@ -176,6 +177,12 @@ def test_a_refit_learns_every_final_label(refits: Refits) -> None:
     record = read_refit_record(lake.root, SURFACE)
     assert record and record.version == last.name
     assert refit_live_ranker(lake, SURFACE, LAST) == last  # there is nothing left to learn
+
+
+def test_the_report_shows_the_card_of_the_live_ranker(refits: Refits) -> None:
+    assert model_cards(refits.lake) == {
+        SURFACE: (local_path(refits.last) / "model_card.md").read_text()
+    }
 
 
 def test_refits_are_registered_in_mlflow_with_their_lineage(refits: Refits) -> None:
