@@ -70,12 +70,12 @@ class RowsOfShards:
             [x[rows].flatten() for x, rows in zip(self.tensors, self.rows, strict=True)]
         )
 
-    def scatter(self, flat: Tensor, accumulate: bool = False) -> None:
-        """Write rows from a flat tensor, or add them to the present values."""
+    def scatter(self, flat: Tensor) -> None:
+        """Write rows from a flat tensor."""
         sizes = [len(rows) * x[:1].numel() for x, rows in zip(self.tensors, self.rows, strict=True)]
         for x, rows, part in zip(self.tensors, self.rows, flat.split(sizes), strict=True):
             values = part.view(len(rows), *x.shape[1:])
-            x.index_put_((rows,), values, accumulate=accumulate)
+            x.index_put_((rows,), values)
 
 
 @dataclass(frozen=True)
@@ -158,6 +158,8 @@ class ReplicaSync:
     def _apply_pending(self) -> None:
         if self._pending:
             self._pending.work.wait()
-            mean = self._pending.total / self._num_replicas
-            self._pending.state.scatter(mean - self._pending.sent, accumulate=True)
+            sent, mean = self._pending.sent, self._pending.total / self._num_replicas
+            now = self._pending.state.gather()
+            # A row that has not changed since gets the mean to the last bit, as on all replicas.
+            self._pending.state.scatter(torch.where(now == sent, mean, now + (mean - sent)))
             self._pending = None
