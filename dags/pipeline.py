@@ -53,9 +53,9 @@ class PipelinePaths:
 class ModelFlags:
     """Flags that name the days of the steps that train and use models.
 
-    GEM trains on `training_days` and writes predictions for `teacher_days`, from which refits
-    learn, too. Rankers, baselines and
-    the report follow `split`. `test_days` are scored; `data_until` is the last day with logs.
+    GEM trains on `training_days` and writes predictions for `teacher_days`, which include the days
+    of refits. Rankers, baselines and the report follow `split`. `test_days` are scored;
+    `data_until` is the last day with logs.
     """
 
     training_days: tuple[str, ...]

@@ -5,11 +5,18 @@ Python side of the day bounds is `DataSpec.day_start` and `DataSpec.day_end`; a 
 checks that both sides agree.
 """
 
+from datetime import UTC, datetime
+
 from etl.spec.model import DataSpec
 from etl.spec.units import DAY, MICROS
 
 MIN_EVENT_TS = 946_684_800 * MICROS["s"]  # 2000-01-01: earlier times are invalid
 MAX_CLOCK_SKEW_SECONDS = 3600  # how far a device's clock may run ahead of the server's
+
+
+def format_utc(epoch_second: float) -> str:
+    """A time for messages and reports, to the minute, in UTC: `2026-01-03 12:05`."""
+    return f"{datetime.fromtimestamp(epoch_second, UTC):%Y-%m-%d %H:%M}"
 
 
 def day_start_sql(spec: DataSpec, day_column: str = "day") -> str:

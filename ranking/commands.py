@@ -1,7 +1,7 @@
 """Commands `gemline rank ...`, `report` and `explain`. torch is imported when one is called."""
 
 import time
-from datetime import UTC, datetime
+from datetime import datetime
 from importlib.util import find_spec
 from typing import Annotated
 
@@ -10,6 +10,7 @@ from pydantic import Field
 
 from etl.cli.runner import DayArgs, LakeArgs, holds_leases, parse_days_argument
 from etl.errors import UserError
+from etl.event_time import format_utc
 from ranking.serving.settings import LOOPBACK_HOSTS, Limits
 from ranking.student.config import DomainTrainConfig, StudentTrainConfig
 from training.commands import SplitArgs
@@ -176,11 +177,7 @@ def refit(args: RefitArgs) -> None:
     folder = refit_live_ranker(lake, args.surface, data_until)
     record = read_refit_record(lake.root, args.surface)
     assert record is not None
-    newest = ", ".join(
-        f"{name} {datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M}"
-        for name, time in record.newest_labels.items()
-        if time
-    )
+    newest = ", ".join(f"{name} {time}" for name, time in record.newest_label_times.items())
     print(f"ranker of {args.surface}: {folder.name} is live; newest labels: {newest} UTC")
 
 
@@ -251,10 +248,10 @@ def serve(args: ServeArgs) -> None:
     features.close()
     clock_offset = clock_offset_seconds(args.start_time) if args.start_time else 0
     if time.time() + clock_offset < features.store.earliest_request:
-        data_until = datetime.fromtimestamp(features.store.data_until, UTC)
+        data_until = format_utc(features.store.data_until)
         raise UserError(
             "the service's clock is before its online features, which have data until "
-            f"{data_until:%Y-%m-%d %H:%M} UTC: set --start-time to that time or a later one"
+            f"{data_until} UTC: set --start-time to that time or a later one"
         )
     settings = Settings(
         spec=args.spec.absolute(),

@@ -153,12 +153,12 @@ class FreshnessTrials:
         calibrations = fit_calibration(lake, split, trainer.averaged, {})
         snapshot = trainer.snapshot(split.train_first, lake.spec.day_end(split.train_last))
         reader = trainer.student.input_builder.reader
-        refit, refreshed = continue_until(reader, snapshot, calibrations, RUN_DAY)
+        refit = continue_until(reader, snapshot, calibrations, RUN_DAY)
         return {
             name: apply_calibration(predict_test_days(lake, tested, model.averaged), fitted)
             for name, model, fitted in (
                 (GATED, trainer, calibrations),
-                (REFIT, refit, refreshed),
+                (REFIT, refit.trainer, refit.calibrations),
             )
         }
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from etl.spec.attributes import LocalTimeAttribute
+from etl.spec.attributes import LocalTimeAttribute, NumericAttribute
 from etl.spec.declarations import SpecDeclarations
 from etl.spec.effects import KeyPath
 from etl.spec.sources import EventLogSource, ImpressionLogSource, provides_attributes_of
@@ -48,8 +48,9 @@ def _position_problems(spec: SpecDeclarations) -> Iterator[Problem]:
     for name, attribute in spec.attributes.context.items():
         if isinstance(attribute, LocalTimeAttribute):
             continue
-        if name == named and getattr(attribute, "transform", "none") != "none":
-            yield ("attributes", "context", name), "a position has `transform: none`"
+        if name == named and isinstance(attribute, NumericAttribute):
+            if attribute.transform != "none":
+                yield ("attributes", "context", name), "a position has `transform: none`"
         elif name != named and (attribute.column or name) in columns:
             yield (
                 ("attributes", "context", name),

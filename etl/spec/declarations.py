@@ -20,7 +20,7 @@ from etl.spec.sections import (
     HistoryRetention,
     Objective,
     OutcomeLabel,
-    PositionBias,
+    PositionBiasSpec,
     SequenceSpec,
     Surface,
     Touchpoint,
@@ -70,7 +70,7 @@ class SpecDeclarations(StrictModel):
     """What GEM also learns to predict, by name; it is not served, and rankers do not see it."""
     attributes: Attributes = Attributes()
     """Attributes of users, items and impressions that models read."""
-    position_bias: PositionBias | None = None
+    position_bias: PositionBiasSpec | None = None
     """The attribute that is the position of an impression, and the position that is served."""
     sequences: dict[Name, SequenceSpec] = Field(min_length=1)
     """Streams of a user's events that models read, by name."""

@@ -144,7 +144,7 @@ class AuxiliaryObjective(OutcomeLabel):
         return "dwell_ms" if self.target == "dwell" else None
 
 
-class PositionBias(StrictModel):
+class PositionBiasSpec(StrictModel):
     """The attribute that holds an impression's position, which is known only after ranking.
 
     Rankers learn its effect apart from all else, and serve probabilities for one position.

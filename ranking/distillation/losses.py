@@ -135,8 +135,8 @@ class DistillationLoss:
     ) -> None:
         """Accumulate gradients of a batch's hidden layer (B, H), of all heads, and of all below.
 
-        Positions, with effects (B, O) on logits, are part of what labels and GEM tell; the effects
-        are learned from labels.
+        `position_effects` (B, O) are added to the logits of all heads; only the loss on labels
+        trains them.
         """
         teacher = self.teacher.lookup(batch.impression_ids) if self.teacher else None
         served = hidden.detach().requires_grad_()

@@ -1,8 +1,8 @@
 """The model card of a ranker: what it is for, what it was made from, and how it was judged."""
 
 from collections.abc import Iterator
-from datetime import UTC, datetime
 
+from etl.event_time import format_utc
 from etl.spec.units import format_duration
 from ranking.registry.manifest import RankerManifest, RankerTraining
 from ranking.scoring.calibration import PlattScaling
@@ -48,9 +48,9 @@ def _training_lines(training: RankerTraining) -> Iterator[str]:
     yield "## Training"
     yield ""
     yield f"- **Days**: impressions from {training.first_day} on; labels final by "
-    yield f"  {_time(training.labels_until)}."
+    yield f"  {format_utc(training.labels_until)} UTC."
     for name, time in training.newest_labels.items():
-        newest = _time(time) if time else "none"
+        newest = f"{format_utc(time)} UTC" if time else "none"
         yield f"  - newest impression with a learned label of {name}: {newest}"
     if training.refit_of:
         yield f"- **Refit** of {training.refit_of}, which passed the gate."
@@ -63,7 +63,3 @@ def _training_lines(training: RankerTraining) -> Iterator[str]:
     yield "## Evaluation at the gate"
     yield ""
     yield from (f"- {reason}" for reason in training.gate or ("not judged yet",))
-
-
-def _time(epoch_second: int) -> str:
-    return f"{datetime.fromtimestamp(epoch_second, UTC):%Y-%m-%d %H:%M} UTC"

@@ -14,6 +14,7 @@ import torch
 from pydantic import ValidationError
 
 from etl.errors import UserError
+from etl.event_time import format_utc
 from etl.spec.base import StrictModel
 from etl.spec.units import DaySplit, date_range
 from etl.tables import atomic_io
@@ -217,6 +218,11 @@ class RefitRecord(StrictModel):
     version: str
     data_until: date
     newest_labels: dict[str, int]
+
+    @property
+    def newest_label_times(self) -> dict[str, str]:
+        """The times in UTC, as text, of the objectives with a learned label."""
+        return {name: format_utc(time) for name, time in self.newest_labels.items() if time}
 
 
 def write_promotion_record(lake: str, surface: str, record: PromotionRecord) -> None:

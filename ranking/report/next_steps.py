@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 
 import numpy as np
 
@@ -139,7 +138,8 @@ def _promotion_step(state: RankerState) -> NextStep:
     is_current = decision is not None and decision.version == trained
     reasons = "; ".join(decision.reasons) if decision and is_current else ""
     if state.refit and is_current and decision and decision.promoted:
-        until = _newest_labels(state.refit)
+        newest = state.refit.newest_label_times.items()
+        until = ", ".join(f"{time} ({objective})" for objective, time in newest)
         return NextStep(
             f"{name} was promoted, and its refit {live} is live, with labels until {until}.",
             reasons,
@@ -154,15 +154,6 @@ def _promotion_step(state: RankerState) -> NextStep:
         return NextStep(f"{name} was not evaluated for promotion; {serving}. Run `{command}`.")
     why = decision.reasons[-1] if decision and decision.reasons else "no reason is recorded"
     return NextStep(f"{name} was not promoted because {why}; {serving}.", reasons)
-
-
-def _newest_labels(refit: RefitRecord) -> str:
-    """The times of the newest labels that a refit learned, by objective."""
-    return ", ".join(
-        f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M} ({name})"
-        for name, time in refit.newest_labels.items()
-        if time
-    )
 
 
 def _calibration_text(check: CalibrationCheck) -> str:

@@ -1,7 +1,7 @@
 """Calibration of a student on labels that it has not learned; its prior: earlier rankers."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date, timedelta
 
@@ -39,23 +39,46 @@ def fit_calibration(
     label_delay = timedelta(days=lake.spec.label_maturity_days)
     days = list(date_range(split.calibration - label_delay, split.calibration))
     window = LabelWindow.for_calibration(split, lake.spec)
-    batches = student.input_builder.reader.batches(days, window, SCORE_ROWS, Shuffle(None))
-    return fit_per_objective(predict(student.logits, batches, objectives), prior)
+    return fit_per_objective(predict_window(student, days, window), prior)
+
+
+def predict_window(
+    student: TrainedStudent, days: Sequence[date], window: LabelWindow
+) -> Predictions:
+    """A student's predictions for the labels of a window, not calibrated."""
+    reader = student.input_builder.reader
+    batches = reader.batches(days, window, SCORE_ROWS, Shuffle(None))
+    return predict(student.logits, batches, list(reader.lake.spec.objectives))
 
 
 def fit_per_objective(
     predictions: Predictions, prior: Mapping[str, PlattScaling]
 ) -> dict[str, Calibration]:
     """Fit a calibration for each objective on predictions and their labels."""
+    return {
+        name: calibration.fit_calibrator(logits, labels, prior=prior.get(name))
+        for name, logits, labels in _labeled_logits(predictions)
+    }
+
+
+def refresh_intercepts(
+    predictions: Predictions, calibrations: Mapping[str, Calibration]
+) -> dict[str, Calibration]:
+    """Calibrations whose intercepts are refreshed on predictions and their labels."""
+    return {
+        name: calibration.refresh_intercept(calibrations[name], logits, labels)
+        for name, logits, labels in _labeled_logits(predictions)
+    }
+
+
+def _labeled_logits(
+    predictions: Predictions,
+) -> Iterator[tuple[str, calibration.Floats, calibration.Labels]]:
+    """Each objective with the logits (n) and labels (n) of the rows that have its label."""
     logits = calibration.logit(predictions.probabilities)
-    calibrations: dict[str, Calibration] = {}
     for i, name in enumerate(predictions.objectives):
         has_label = predictions.label_mask[:, i]
-        labels = predictions.labels[has_label, i]
-        calibrations[name] = calibration.fit_calibrator(
-            logits[has_label, i], labels, prior=prior.get(name)
-        )
-    return calibrations
+        yield name, logits[has_label, i], predictions.labels[has_label, i]
 
 
 def apply_calibration(
@@ -65,21 +88,6 @@ def apply_calibration(
     logits = calibration.logit(predictions.probabilities)
     calibrated = calibration.calibrate(calibrations, logits, predictions.objectives)
     return replace(predictions, probabilities=calibrated)
-
-
-def refresh_intercepts(
-    predictions: Predictions, calibrations: Mapping[str, Calibration]
-) -> dict[str, Calibration]:
-    """Calibrations whose intercepts are refreshed on predictions and their labels."""
-    logits = calibration.logit(predictions.probabilities)
-    refreshed: dict[str, Calibration] = {}
-    for i, name in enumerate(predictions.objectives):
-        has_label = predictions.label_mask[:, i]
-        labels = predictions.labels[has_label, i]
-        refreshed[name] = calibration.refresh_intercept(
-            calibrations[name], logits[has_label, i], labels
-        )
-    return refreshed
 
 
 def load_earlier_calibrations(lake: Lake, train_last: date) -> list[dict[str, Calibration]]:

@@ -6,7 +6,8 @@ predicted, which refreshes the intercepts of the calibration that the gate accep
 learned. A later refit continues from an earlier one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import date, timedelta
 
 import torch
@@ -40,18 +41,13 @@ from ranking.registry.ranker import (
     rankers_folder,
 )
 from ranking.scoring.calibration import Calibration
-from ranking.scoring.scorer import SCORE_ROWS
 from ranking.student.model import new_student
-from ranking.trainer.calibrate import refresh_intercepts
+from ranking.trainer.calibrate import predict_window, refresh_intercepts
 from ranking.trainer.student_trainer import StudentTrainer
-from ranking.trainer.train import register_ranker
-from training.data.batch import Shuffle
-from training.data.label_window import ALL_LABELS, LabelWindow
+from ranking.trainer.train import example_inputs, register_ranker
+from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
-from training.evaluation.predictions import predict
 from training.teacher.predictions import TeacherPredictions
-
-EXAMPLE_ROWS = 64  # examples for tracing programs and for test vectors
 
 
 def refit_live_ranker(lake: Lake, surface: str, data_until: date) -> StoragePath:
@@ -68,11 +64,12 @@ def refit_live_ranker(lake: Lake, surface: str, data_until: date) -> StoragePath
     training = _require_training(manifest, lake)
     if training.labels_until < lake.spec.day_end(data_until):
         folder = _refit(lake, folder, manifest, training, data_until)
-        register_ranker(lake, folder)
+        manifest = read_manifest(folder)
+        training = _require_training(manifest, lake)
+        register_ranker(lake, folder, manifest)
         live_pointer(lake.root, surface).promote(folder.name)
         pointers = live_pointer(lake.root, surface), latest_trained_pointer(lake.root, surface)
         remove_unreferenced_versions(rankers_folder(lake.root, surface), *pointers)
-        training = _require_training(read_manifest(folder), lake)
     record = RefitRecord(
         version=folder.name, data_until=data_until, newest_labels=training.newest_labels
     )
@@ -106,25 +103,22 @@ def _refit(
     compiled = set(COMPILED_FILES) <= set(manifest.file_hashes)
     if compiled:
         require_compiler()
-    state = load_training_state(folder)
     reader = ExampleReader.latest(
         lake, manifest.sequence, training.config.model.max_length, (manifest.surface,)
     )
-    trainer, calibrations = continue_until(
-        reader, TrainingSnapshot(training, state), manifest.calibration, data_until
-    )
+    live = TrainingSnapshot(training, load_training_state(folder))
+    refit = continue_until(reader, live, manifest.calibration, data_until)
     gated = training.refit_of or folder.name
     decision = read_promotion_record(lake.root, manifest.surface)
     gate = decision.reasons if decision and decision.version == gated else training.gate
-    labels_until = lake.spec.day_end(data_until)
-    snapshot = trainer.snapshot(training.first_day, labels_until, refit_of=gated, gate=gate)
-    student = trainer.averaged
+    record = refit.snapshot.record.model_copy(update={"refit_of": gated, "gate": gate})
+    snapshot = replace(refit.snapshot, record=record)
+    student = refit.trainer.averaged
     last_day = max(day for day in reader.days() if day <= data_until)
-    example = next(reader.batches([last_day], ALL_LABELS, EXAMPLE_ROWS, Shuffle(None)))
+    example = example_inputs(student, [last_day])
     prefix = f"{data_until:%Y%m%d}-s{training.config.seed}"
     path = rankers_folder(lake.root, manifest.surface) / prefix
-    inputs = student.input_builder(example)
-    return export_ranker(path, student, calibrations, inputs, snapshot, compiled)
+    return export_ranker(path, student, refit.calibrations, example, snapshot, compiled)
 
 
 def load_training_state(folder: StoragePath) -> NamedTensors:
@@ -138,29 +132,36 @@ def load_training_state(folder: StoragePath) -> NamedTensors:
         ) from None
 
 
+@dataclass(frozen=True)
+class Refit:
+    """A student whose training was continued, its state, and its calibrations."""
+
+    trainer: StudentTrainer
+    snapshot: TrainingSnapshot
+    calibrations: dict[str, Calibration]
+
+
 def continue_until(
     reader: ExampleReader,
     snapshot: TrainingSnapshot,
     calibrations: Mapping[str, Calibration],
     data_until: date,
-) -> tuple[StudentTrainer, dict[str, Calibration]]:
+) -> Refit:
     """Train day by day on the labels that became final since a snapshot, until the end of a day.
 
-    Returns the trainer, and the calibrations with intercepts that were refreshed on each day before
-    its labels were learned. There is a day to learn.
+    The intercepts of the calibrations are refreshed on each day before its labels are learned.
+    There must be a day to learn.
     """
-    training, state = snapshot.record, snapshot.state
-    teacher_versions = set(training.teacher_versions)
-    refreshed = dict(calibrations)
-    for window, day in day_windows(reader.lake, training.labels_until, data_until):
-        days = days_with_labels(reader, training.first_day, day)
-        trainer = continue_training(reader, training, state, days, day)
-        refreshed = _refresh_intercepts(trainer, window, days, refreshed)
+    first_day, refreshed = snapshot.record.first_day, dict(calibrations)
+    for window, day in day_windows(reader.lake, snapshot.record.labels_until, data_until):
+        days = days_with_labels(reader, first_day, day)
+        trainer = continue_training(reader, snapshot, days, day)
+        unlearned = replace(window, purpose="calibration")
+        predictions = predict_window(trainer.averaged, days, unlearned)
+        refreshed = refresh_intercepts(predictions, refreshed)
         trainer.learn(days, window)
-        state = trainer.state_dict()
-        teacher_versions |= trainer.teacher_versions
-    trainer.teacher_versions = teacher_versions
-    return trainer, refreshed
+        snapshot = trainer.snapshot(first_day, window.end)
+    return Refit(trainer, snapshot, refreshed)
 
 
 def day_windows(lake: Lake, labels_until: int, data_until: date) -> list[tuple[LabelWindow, date]]:
@@ -183,14 +184,10 @@ def days_with_labels(reader: ExampleReader, first_day: date, day: date) -> list[
 
 
 def continue_training(
-    reader: ExampleReader,
-    training: RankerTraining,
-    state: NamedTensors,
-    days: list[date],
-    day: date,
+    reader: ExampleReader, snapshot: TrainingSnapshot, days: Sequence[date], day: date
 ) -> StudentTrainer:
     """A trainer with the state of an earlier session, for the items seen by the end of a day."""
-    config = training.config
+    config = snapshot.record.config
     torch.manual_seed(config.seed + day.toordinal())
     teacher_embeddings = load_teacher_history(reader.lake, config.model.input_limits)
     num_items = reader.items.num_seen_by(day)
@@ -199,19 +196,6 @@ def continue_training(
     if config.distillation.kind != "none":
         teacher = TeacherPredictions(reader.lake, days)
     trainer = StudentTrainer(student, config, teacher)
-    trainer.load_state_dict(state)
+    trainer.load_state_dict(snapshot.state)
+    trainer.teacher_versions |= set(snapshot.record.teacher_versions)
     return trainer
-
-
-def _refresh_intercepts(
-    trainer: StudentTrainer,
-    window: LabelWindow,
-    days: list[date],
-    calibrations: dict[str, Calibration],
-) -> dict[str, Calibration]:
-    """Refresh intercepts on the window's labels of rows of which no label was learned."""
-    reader = trainer.student.input_builder.reader
-    unseen = LabelWindow(window.start, window.end, "calibration")
-    batches = reader.batches(days, unseen, SCORE_ROWS, Shuffle(None))
-    predictions = predict(trainer.averaged.logits, batches, list(reader.lake.spec.objectives))
-    return refresh_intercepts(predictions, calibrations)

@@ -6,7 +6,7 @@ O objectives, V versions of GEM.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ OPTIMIZER, ADAPTER = "optimizer", "adapter"  # prefixes of names in the state
 
 
 class StudentTrainer:
-    """A student in training, with its loss, its optimizers and the averages (EMA) of its weights.
+    """A student in training, with its loss, its optimizers and the EMA of its weights.
 
     `teacher_versions` are the GEMs whose predictions are learned. `newest_labels` (O) are the
     times, in epoch seconds, of the latest impressions whose labels were learned; 0 for none.
@@ -53,7 +53,7 @@ class StudentTrainer:
             teacher,
         )
         self.optimizers = self._build_optimizers()
-        self.average = EmaModel(student.student)
+        self.ema = EmaModel(student.student)
         self.teacher_versions = set(teacher.versions if teacher else ())
         self.newest_labels = torch.zeros(len(reader.features.objectives), dtype=torch.int64)
 
@@ -74,7 +74,7 @@ class StudentTrainer:
     @property
     def averaged(self) -> TrainedStudent:
         """The student with averaged weights, in eval mode: what predicts and is served."""
-        module = cast(Student, self.average.module)
+        module = cast(Student, self.ema.module)
         module.eval()
         return TrainedStudent(
             module, self.student.tables, self.student.num_items, self.student.input_builder
@@ -113,24 +113,21 @@ class StudentTrainer:
         self.loss.backward(hidden, self.student.student.head, batch, effects)
         for optimizer in self.optimizers:
             optimizer.step()
-        self.average.update_parameters(self.student.student)
+        self.ema.update_parameters(self.student.student)
         times = batch.as_of[batch.request_index][:, None] * batch.label_mask
         self.newest_labels = torch.maximum(self.newest_labels, times.amax(0))
 
-    def snapshot(self, first_day: date, labels_until: int, **refit: Any) -> TrainingSnapshot:
-        """The record and the state of a training on all labels final by an epoch second.
-
-        `refit` are the fields of the record that only a refit has.
-        """
-        names = self.student.input_builder.reader.features.objectives
+    def snapshot(self, first_day: date, labels_until: int) -> TrainingSnapshot:
+        """The record and the state of a training on all labels final by an epoch second."""
+        reader = self.student.input_builder.reader
+        names = reader.features.objectives
         record = RankerTraining(
             config=self.config,
             first_day=first_day,
             labels_until=labels_until,
             newest_labels=dict(zip(names, self.newest_labels.tolist(), strict=True)),
-            table_versions=dict(self.student.input_builder.reader.table_versions),
+            table_versions=dict(reader.table_versions),
             teacher_versions=tuple(sorted(self.teacher_versions)),
-            **refit,
         )
         return TrainingSnapshot(record, self.state_dict())
 
@@ -159,7 +156,7 @@ class StudentTrainer:
 
         The correction of GEM is kept by version of GEM; its optimizer begins anew.
         """
-        modules = self._modules() | {"average": self.average}
+        modules = self._modules() | {"ema": self.ema}
         state = {
             f"{prefix}.{name}": tensor.detach().clone()
             for prefix, module in modules.items()
@@ -186,7 +183,7 @@ class StudentTrainer:
         student of another configuration.
         """
         state = _with_new_items(state, self.student.num_items)
-        modules = self._modules() | {"average": self.average}
+        modules = self._modules() | {"ema": self.ema}
         try:
             for prefix, module in modules.items():
                 module.load_state_dict(_below(state, prefix))

@@ -5,7 +5,8 @@ rankers may start. Both train students with `train_on_surfaces`.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Sequence
+from datetime import date
 
 import torch
 
@@ -13,12 +14,11 @@ from etl.spec.units import DaySplit, date_range
 from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath
 from ranking.distillation import warm_start
-from ranking.inputs.from_tables import load_teacher_history
+from ranking.inputs.from_tables import RankerInputs, load_teacher_history
 from ranking.registry.export import export_ranker, require_compiler
-from ranking.registry.manifest import read_manifest
+from ranking.registry.manifest import RankerManifest, read_manifest
 from ranking.registry.model_card import model_card
 from ranking.registry.ranker import latest_trained_pointer, rankers_folder
-from ranking.scoring.scorer import SCORE_ROWS
 from ranking.student.config import DistillationConfig, StudentTrainConfig
 from ranking.student.model import TrainedStudent, new_student
 from ranking.trainer.calibrate import (
@@ -26,20 +26,21 @@ from ranking.trainer.calibrate import (
     fit_calibration,
     load_earlier_calibrations,
     pool_calibrations,
+    predict_window,
 )
 from ranking.trainer.student_trainer import StudentTrainer
-from training.data.batch import Batch, Shuffle
-from training.data.label_window import LabelWindow
+from training.data.batch import Shuffle
+from training.data.label_window import ALL_LABELS, LabelWindow
 from training.data.reader import ExampleReader
 from training.distributed.process_group import process_group
-from training.evaluation.predictions import Predictions, evaluation_path, predict
+from training.evaluation.predictions import Predictions, evaluation_path
 from training.teacher.embeddings import TeacherEmbeddings
 from training.teacher.predictions import TeacherPredictions
 from training.trainer.checkpoint import has_checkpoint
 from training.trainer.tracking import register_model_version
 from training.trainer.trainer import load_train_state
 
-EXAMPLE_ROWS = 64  # examples for tracing programs and for test vectors
+EXAMPLE_ROWS = 64
 
 
 def train_ranker(
@@ -71,18 +72,17 @@ def train_ranker(
         calibrations = fit_calibration(lake, split, student, prior)
         predictions = apply_calibration(predict_test_days(lake, split, student), calibrations)
         predictions.write(evaluation_path(lake.root, f"{name}-{surface}"), split)
-    example = student.input_builder(next(_test_batches(lake, split, student, EXAMPLE_ROWS)))
     path = rankers_folder(lake.root, surface) / f"{split.train_last:%Y%m%d}-s{config.seed}"
     training = trainer.snapshot(split.train_first, lake.spec.day_end(split.train_last))
+    example = example_inputs(student, list(date_range(split.test_first, split.test_last)))
     folder = export_ranker(path, student, calibrations, example, training, compiled)
     latest_trained_pointer(lake.root, surface).promote(folder.name)
-    register_ranker(lake, folder)
+    register_ranker(lake, folder, read_manifest(folder))
     return folder
 
 
-def register_ranker(lake: Lake, folder: StoragePath) -> None:
+def register_ranker(lake: Lake, folder: StoragePath, manifest: RankerManifest) -> None:
     """Register a ranker in MLflow's model registry, with its model card and its lineage."""
-    manifest = read_manifest(folder)
     assert manifest.training is not None
     tags = {
         "version": manifest.version,
@@ -166,15 +166,14 @@ def train_student(
     return trainer
 
 
-def _test_batches(
-    lake: Lake, split: DaySplit, student: TrainedStudent, batch_rows: int
-) -> Iterator[Batch]:
-    days = list(date_range(split.test_first, split.test_last))
-    window = LabelWindow.for_test(split, lake.spec)
-    return student.input_builder.reader.batches(days, window, batch_rows, Shuffle(None))
+def example_inputs(student: TrainedStudent, days: Sequence[date]) -> RankerInputs:
+    """Inputs of some impressions of some days, for tracing programs and for test vectors."""
+    reader = student.input_builder.reader
+    batch = next(reader.batches(days, ALL_LABELS, EXAMPLE_ROWS, Shuffle(None)))
+    return student.input_builder(batch)
 
 
 def predict_test_days(lake: Lake, split: DaySplit, student: TrainedStudent) -> Predictions:
     """A student's predictions for the test days, not calibrated."""
-    batches = _test_batches(lake, split, student, SCORE_ROWS)
-    return predict(student.logits, batches, list(lake.spec.objectives))
+    days = list(date_range(split.test_first, split.test_last))
+    return predict_window(student, days, LabelWindow.for_test(split, lake.spec))

@@ -19,6 +19,7 @@ from etl.spec.units import DaySplit
 from etl.tables.atomic_io import local_path
 from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath
+from ranking.registry.export import TrainingSnapshot
 from ranking.registry.manifest import read_manifest
 from ranking.registry.promotion import (
     PromotionConfig,
@@ -212,9 +213,8 @@ def test_intercepts_are_refreshed_with_the_weights_before_the_labels_are_learned
     training = read_manifest(gated).training
     assert training
     reader = ExampleReader.latest(lake, "behaviour", SMALL.max_length, (SURFACE,))
-    trainer = continue_training(
-        reader, training, load_training_state(gated), [FIRST, SECOND], SECOND
-    )
+    snapshot = TrainingSnapshot(training, load_training_state(gated))
+    trainer = continue_training(reader, snapshot, [FIRST, SECOND], SECOND)
     spec = lake.spec
     window = LabelWindow(spec.day_start(SECOND), spec.day_end(SECOND), "calibration")
     batches = reader.batches([FIRST, SECOND], window, SCORE_ROWS, Shuffle(None))
@@ -318,8 +318,5 @@ def test_without_labels_the_calibration_stays_and_few_move_it_little() -> None:
     assert refresh_intercept(platt, np.zeros(0), np.zeros(0, np.float32)) == platt
     moved = refresh_intercept(platt, few, np.zeros(3, np.float32))
     assert isinstance(moved, PlattScaling)
-    assert -0.2 < moved.intercept < 0 and replace_intercept(moved) == platt
-
-
-def replace_intercept(platt: PlattScaling) -> PlattScaling:
-    return platt.model_copy(update={"intercept": 0.0})
+    assert -0.2 < moved.intercept < 0
+    assert moved.model_copy(update={"intercept": 0.0}) == platt
