@@ -27,7 +27,7 @@ def _lines(manifest: RankerManifest) -> Iterator[str]:
     if spec.position_bias:
         served = spec.position_bias.served_position
         yield f"- **Position**: probabilities are for position {served}."
-    yield "- **Not for** other surfaces or specs. Items that it has no row for (from index "
+    yield "- **Not for** other surfaces or specs. Items that it has no row for (from index"
     yield f"  {manifest.num_items} on) are read as an unknown one."
     yield ""
     yield from _training_lines(training) if training else ("No record of its training.",)
@@ -47,7 +47,7 @@ def _lines(manifest: RankerManifest) -> Iterator[str]:
 def _training_lines(training: RankerTraining) -> Iterator[str]:
     yield "## Training"
     yield ""
-    yield f"- **Days**: impressions from {training.first_day} on; labels final by "
+    yield f"- **Days**: impressions from {training.first_day} on; labels final by"
     yield f"  {format_utc(training.labels_until)} UTC."
     for name, time in training.newest_labels.items():
         newest = f"{format_utc(time)} UTC" if time else "none"
