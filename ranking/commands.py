@@ -46,10 +46,22 @@ class PromoteArgs(SplitArgs):
     tolerance: Annotated[
         float, Field(gt=0), tyro.conf.arg(help="maximum deviation of predictions / outcomes from 1")
     ] = 0.1
+    segment_tolerance: Annotated[
+        float,
+        Field(gt=0),
+        tyro.conf.arg(help="the same within a segment whose error is beyond noise"),
+    ] = 0.25
 
 
 class RefitArgs(LakeArgs):
     """Continue the training of a surface's live ranker on all labels that are final."""
+
+    surface: SurfaceName
+    data_until: DataUntil
+
+
+class CalibrateArgs(LakeArgs):
+    """Refresh the calibration offsets of a surface's live ranker on labels that became final."""
 
     surface: SurfaceName
     data_until: DataUntil
@@ -160,7 +172,7 @@ def promote(args: PromoteArgs) -> None:
 
     lake = args.open_lake()
     lake.spec.require_ad_surface(args.surface)
-    config = PromotionConfig(tolerance=args.tolerance)
+    config = PromotionConfig(tolerance=args.tolerance, segment_tolerance=args.segment_tolerance)
     decision = promote_if_better(lake, args.surface, args.split, config)
     print(f"ranker of {args.surface}: {decision}")
 
@@ -168,7 +180,7 @@ def promote(args: PromoteArgs) -> None:
 @holds_leases("ranker-{surface}")
 def refit(args: RefitArgs) -> None:
     """Train the live ranker further on all labels that are final, and make the result live."""
-    from ranking.registry.promotion import read_refit_record
+    from ranking.registry.records import read_refit_record
     from ranking.trainer.refit import refit_live_ranker
 
     lake = args.open_lake()
@@ -179,6 +191,19 @@ def refit(args: RefitArgs) -> None:
     assert record is not None
     newest = ", ".join(f"{name} {time}" for name, time in record.newest_label_times.items())
     print(f"ranker of {args.surface}: {folder.name} is live; newest labels: {newest} UTC")
+
+
+@holds_leases("ranker-{surface}")
+def calibrate(args: CalibrateArgs) -> None:
+    """Refresh the calibration offsets of the live ranker on labels that it has not learned."""
+    from ranking.trainer.calibrate import refresh_live_calibration
+
+    lake = args.open_lake()
+    lake.spec.require_ad_surface(args.surface)
+    _, data_until = parse_days_argument(args.data_until, "--data-until")
+    offsets = refresh_live_calibration(lake, args.surface, data_until)
+    until = format_utc(offsets.labels_until)
+    print(f"calibration of {offsets.version}: offsets from labels final by {until} UTC")
 
 
 @holds_leases("ranker-{surface}")
@@ -296,6 +321,7 @@ COMMANDS = {
         "train-domain": train_domain_model,
         "promote": promote,
         "refit": refit,
+        "calibrate": calibrate,
         "rollback": rollback,
         "score": score,
         "off-policy": off_policy,

@@ -144,21 +144,21 @@ class FreshnessTrials:
 
     def _train(self, surface: str, seed: int) -> "dict[str, Predictions]":
         """Train and calibrate the student of a surface, and its refit; predictions of both."""
-        from ranking.trainer.calibrate import apply_calibration, fit_calibration
+        from ranking.trainer.calibrate import fit_calibration
         from ranking.trainer.refit import continue_until
         from ranking.trainer.train import predict_test_days, train_on_surfaces
 
         lake, tested, split = self.runner.lake, self.runner.split, self.split
         trainer = train_on_surfaces(lake, (surface,), split, labels_only(seed))
-        calibrations = fit_calibration(lake, split, trainer.averaged, {})
+        calibration = fit_calibration(lake, split, trainer.averaged, {})
         snapshot = trainer.snapshot(split.train_first, lake.spec.day_end(split.train_last))
         reader = trainer.student.input_builder.reader
-        refit = continue_until(reader, snapshot, calibrations, RUN_DAY)
+        refit = continue_until(reader, snapshot, calibration, RUN_DAY)
         return {
-            name: apply_calibration(predict_test_days(lake, tested, model.averaged), fitted)
+            name: predict_test_days(lake, tested, model.averaged).calibrated(fitted).predictions
             for name, model, fitted in (
-                (GATED, trainer, calibrations),
-                (REFIT, refit.trainer, refit.calibrations),
+                (GATED, trainer, calibration),
+                (REFIT, refit.trainer, refit.calibration),
             )
         }
 

@@ -29,9 +29,11 @@ from etl.spec import load_spec
 from etl.spec.units import DaySplit, date_range, parse_date_range
 from etl.tables.lake import Lake
 from ranking.report.data import true_probabilities
+from ranking.scoring.offsets import RankerCalibration
+from ranking.scoring.predictions import SegmentedPredictions
 from ranking.student.config import DomainTrainConfig, StudentTrainConfig
 from ranking.student.model import new_student
-from ranking.trainer.calibrate import apply_calibration, fit_calibration, fit_per_objective
+from ranking.trainer.calibrate import fit_calibration, fit_per_objective
 from ranking.trainer.train import predict_test_days
 from training.config import TrainConfig
 from training.data.batch import Shuffle
@@ -229,7 +231,8 @@ class TransferTrials:
         calibrated = []
         for code in np.unique(late.surface):
             calibration = fit_per_objective(early.filter(early.surface == code), {})
-            calibrated.append(apply_calibration(late.filter(late.surface == code), calibration))
+            evaluated = SegmentedPredictions(late.filter(late.surface == code), {})
+            calibrated.append(evaluated.calibrated(RankerCalibration(calibration)).predictions)
         return concat_predictions(calibrated)
 
     def _path(self, name: str, split: DaySplit) -> Path:
@@ -256,7 +259,7 @@ def _surface_predictions(
     for surface in lake.spec.ad_surfaces:
         student = train_on_surfaces(lake, (surface,), split, config, embeddings)
         calibration = fit_calibration(lake, split, student, {})
-        yield apply_calibration(predict_test_days(lake, split, student), calibration)
+        yield predict_test_days(lake, split, student).calibrated(calibration).predictions
 
 
 def mflop_per_example(trials: TransferTrials) -> dict[str, float]:

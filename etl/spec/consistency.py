@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from etl.spec.attributes import LocalTimeAttribute, NumericAttribute
 from etl.spec.declarations import SpecDeclarations
 from etl.spec.effects import KeyPath
+from etl.spec.sections import NEW_ITEM
 from etl.spec.sources import EventLogSource, ImpressionLogSource, provides_attributes_of
 from etl.spec.units import format_duration
 
@@ -16,6 +17,7 @@ def consistency_problems(spec: SpecDeclarations) -> Iterator[Problem]:
     yield from _ranking_problems(spec)
     yield from _attribute_problems(spec)
     yield from _position_problems(spec)
+    yield from _segment_problems(spec)
     yield from _dwell_problems(spec)
     for name in spec.auxiliary_objectives:
         yield from _auxiliary_problems(spec, name)
@@ -57,6 +59,17 @@ def _position_problems(spec: SpecDeclarations) -> Iterator[Problem]:
                 "the position is known only after ranking: leave the attribute out, or declare it "
                 f"as `position_bias: {{attribute: {name}}}`",
             )
+
+
+def _segment_problems(spec: SpecDeclarations) -> Iterator[Problem]:
+    """A segment whose name means two things."""
+    entities = ("user", "item", "context")
+    for segment in spec.calibration_segments:
+        named = [entity for entity in entities if segment in getattr(spec.attributes, entity)]
+        named += ["new items"] * (segment == NEW_ITEM)
+        if len(named) > 1:
+            text = f"{segment} is a segment of {' and of '.join(named)}: rename an attribute"
+            yield ("calibration_segments",), text
 
 
 def _dwell_problems(spec: SpecDeclarations) -> Iterator[Problem]:

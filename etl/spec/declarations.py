@@ -10,7 +10,7 @@ from zoneinfo import available_timezones
 from pydantic import Field, field_validator
 
 from etl.spec.attributes import Attributes
-from etl.spec.base import CategoryName, Name, ObjectiveName, StrictModel
+from etl.spec.base import CategoryName, Name, ObjectiveName, SegmentName, StrictModel
 from etl.spec.counters import CounterSpec
 from etl.spec.sections import (
     AuctionSpec,
@@ -78,6 +78,8 @@ class SpecDeclarations(StrictModel):
     """How much of a user's history is kept."""
     similarity_attributes: tuple[CategoryName, ...] = ()
     """Item attributes by which a candidate is compared with the items of its user's history."""
+    calibration_segments: tuple[SegmentName, ...] = ()
+    """Categorical attributes within whose values rankers are calibrated, and `new_item`."""
     calibration_holdout: float = Field(default=0.1, ge=0, lt=1)
     """Share of requests kept from training until all their labels are final, for calibration."""
     counters: CounterSpec

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from etl.errors import UserError
 from etl.spec.base import suggest_name
 from etl.spec.model import DataSpec, SpecConsistencyError
+from etl.spec.sections import NEW_ITEM
 
 Location = tuple[str | int, ...]
 DISCRIMINATOR_TAGS = (
@@ -88,11 +89,19 @@ def declared_names(raw: dict[str, Any]) -> dict[str, list[str]]:
         ]
 
     categories = attributes_of("item", "categorical")
+    segments = [
+        *categories,
+        *attributes_of("user", "categorical"),
+        *attributes_of("context", "categorical"),
+        *attributes_of("context", "clock"),
+        NEW_ITEM,
+    ]
     return {
         "surfaces": keys(raw.get("surfaces")),
         "events": keys(raw.get("events")),
         "objectives": keys(raw.get("objectives")),
         "categorical item attributes": categories,
+        "categorical attributes and new_item": segments,
         "numeric context attributes": attributes_of("context", "numeric"),
         "attribution keys": ["item", *categories],
         "counter keys": ["user", "item", "surface", *categories],

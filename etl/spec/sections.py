@@ -156,6 +156,8 @@ class PositionBiasSpec(StrictModel):
     """Position for which probabilities are served: the first one, as the logs number it."""
 
 
+NEW_ITEM = "new_item"  # the calibration segment of items that a ranker has not learned
+
 MAX_MONEY = 1e12  # a larger bid is an error of units; sums of expected values stay finite
 Money = Annotated[float, Field(ge=0, le=MAX_MONEY, allow_inf_nan=False)]
 SignedMoney = Annotated[float, Field(ge=-MAX_MONEY, le=MAX_MONEY, allow_inf_nan=False)]

@@ -33,10 +33,11 @@ from ranking.inputs.arrays import (
 )
 from ranking.inputs.from_tables import RankerInputs
 from ranking.registry import manifest
+from ranking.registry.calibration_offsets import write_offsets
 from ranking.registry.manifest import RankerManifest, RankerTraining
 from ranking.registry.model_card import model_card
 from ranking.registry.ranker import load_ranker, ranker_from_package
-from ranking.scoring.calibration import Calibration
+from ranking.scoring.offsets import RankerCalibration
 from ranking.student.model import Student, TrainedStudent, UserState
 
 NamedTensors = dict[str, Tensor]
@@ -169,7 +170,7 @@ def trace_programs(
 def export_ranker(
     path: StoragePath,
     trained: TrainedStudent,
-    calibrations: dict[str, Calibration],
+    calibration: RankerCalibration,
     example: RankerInputs,
     training: TrainingSnapshot | None = None,
     compiled: bool = False,
@@ -180,7 +181,7 @@ def export_ranker(
         path: The folder without the suffix that export adds: a prefix of the content's hash. The
             folder's name is the ranker's version.
         trained: The student.
-        calibrations: The calibration of each objective.
+        calibration: The calibration of each objective, and offsets by segment.
         example: Inputs on which programs are traced; with their scores they are the test vectors.
         training: What a refit needs to continue the training.
         compiled: Add programs that are compiled for this kind of machine.
@@ -194,13 +195,16 @@ def export_ranker(
     tables = {key.split(".")[-2]: rows.numpy() for key, rows in trained.tables.state_dict().items()}
     save_file(tables, staging / manifest.TABLES_FILE)
     _save_test_vectors(programs, staging / manifest.TEST_VECTORS_FILE)
-    ranker_manifest = _manifest(trained, path.name, calibrations)
+    ranker_manifest = _manifest(trained, path.name, calibration)
     if training is not None:
         save_torch_file(training.state, staging / manifest.TRAINING_FILE)
         ranker_manifest = ranker_manifest.model_copy(update={"training": training.record})
     ranker_version = f"{path.name}-{manifest.ranker_hash(staging, ranker_manifest)[:8]}"
     ranker_manifest = ranker_manifest.model_copy(update={"version": ranker_version})
     (staging / manifest.MODEL_CARD).write_text(model_card(ranker_manifest))
+    if calibration.offsets is not None:
+        offsets = calibration.offsets.model_copy(update={"version": ranker_version})
+        write_offsets(staging, offsets)
     _write_checked_manifest(staging, ranker_manifest, compiled)
     folder = path.parent / ranker_version
     _publish_version(staging, folder)
@@ -218,7 +222,7 @@ def _write_programs(
 
 
 def _manifest(
-    trained: TrainedStudent, version_prefix: str, calibrations: dict[str, Calibration]
+    trained: TrainedStudent, version_prefix: str, calibration: RankerCalibration
 ) -> RankerManifest:
     reader, config = trained.input_builder.reader, trained.student.config
     (surface,) = reader.surfaces
@@ -233,7 +237,8 @@ def _manifest(
         teacher_history_length=config.teacher_history_length,
         num_items=trained.num_items,
         user_hash_buckets=config.user_hash_buckets,
-        calibration=calibrations,
+        calibration=dict(calibration.by_objective),
+        has_calibration_offsets=calibration.offsets is not None,
         position_effects=_position_effects(trained, surface),
         build_environment={package: version(package) for package in packages},
     )

@@ -15,7 +15,10 @@ from etl.spec.base import StrictModel
 from etl.spec.model import DataSpec
 from etl.tables.atomic_io import local_path
 from etl.tables.uri import StoragePath, read_text_if_exists
+from ranking.registry.calibration_offsets import read_offsets
 from ranking.scoring.calibration import Calibration
+from ranking.scoring.offsets import CalibrationOffsets
+from ranking.scoring.segment_calibration import SegmentEvaluation
 from ranking.student.config import InputLimits, StudentTrainConfig
 
 MANIFEST, SIGNATURE = "ranker.json", "ranker.json.sig"
@@ -61,6 +64,8 @@ class RankerTraining(StrictModel):
     """The version that passed the gate, if this one continued its training on newer labels."""
     gate: tuple[str, ...] = ()
     """Reasons of the gate's decision on the version that it judged."""
+    evaluation: SegmentEvaluation | None = None
+    """Calibration by segment on labels that a refit predicted before it learned them."""
 
 
 class RankerManifest(StrictModel):
@@ -68,6 +73,7 @@ class RankerManifest(StrictModel):
 
     `sequence`, `max_length`, `encoded_events`, `teacher_history_length` and `user_hash_buckets`
     define the data of a request that is read. Items from index `num_items` on are unknown.
+    `has_calibration_offsets` is False for rankers that were saved before offsets existed.
     `position_effects` are what each position adds to the logits of an objective; None without
     `position_bias` in the spec. `training` is None for rankers that were saved before refits
     existed. `file_hashes` has the SHA-256 of every other file of the folder.
@@ -83,6 +89,7 @@ class RankerManifest(StrictModel):
     num_items: int
     user_hash_buckets: int
     calibration: dict[str, Calibration]
+    has_calibration_offsets: bool = False
     position_effects: dict[str, tuple[float, ...]] | None = None
     training: RankerTraining | None = None
     build_environment: dict[str, str]
@@ -110,10 +117,11 @@ def write_manifest(folder: Path, manifest: RankerManifest) -> None:
 
 
 class RankerPackage(NamedTuple):
-    """A ranker's manifest and the content of its files by name."""
+    """A ranker's manifest, the content of its files by name, and its calibration offsets."""
 
     manifest: RankerManifest
     file_contents: dict[str, bytes]
+    offsets: CalibrationOffsets | None
 
 
 def read_manifest(folder: StoragePath) -> RankerManifest:
@@ -147,7 +155,15 @@ def read_package(uri: StoragePath) -> RankerPackage:
         for name, sha256 in manifest.file_hashes.items()
         if name not in (TRAINING_FILE, MODEL_CARD)
     }
-    return RankerPackage(manifest, contents)
+    return RankerPackage(manifest, contents, offsets_of(uri, manifest))
+
+
+def offsets_of(uri: StoragePath, manifest: RankerManifest) -> CalibrationOffsets | None:
+    """The calibration offsets of a ranker; None if it was saved before they existed.
+
+    Raises UserError if they are missing, damaged or not signed by the trusted key.
+    """
+    return read_offsets(uri, manifest.version) if manifest.has_calibration_offsets else None
 
 
 def read_training_state(uri: StoragePath) -> bytes | None:

@@ -3,9 +3,19 @@
 from collections.abc import Iterator
 
 from etl.event_time import format_utc
+from etl.spec.model import DataSpec
 from etl.spec.units import format_duration
 from ranking.registry.manifest import RankerManifest, RankerTraining
 from ranking.scoring.calibration import PlattScaling
+from ranking.scoring.segment_calibration import (
+    ALL_ROWS,
+    MAX_SIGMA,
+    SegmentEvaluation,
+    segment_name,
+    worst_segment,
+)
+
+WORST_SEGMENTS = 10  # rows of the table of segments, besides those of all rows
 
 
 def model_card(manifest: RankerManifest) -> str:
@@ -42,6 +52,31 @@ def _lines(manifest: RankerManifest) -> Iterator[str]:
         if isinstance(fitted, PlattScaling):
             numbers = f"{fitted.slope:.3f}", f"{fitted.intercept:+.3f}"
         yield f"| {name} | {fitted.kind} | {numbers[0]} | {numbers[1]} |"
+    yield ""
+    yield from _segment_lines(spec, training.evaluation if training else None)
+
+
+def _segment_lines(spec: DataSpec, evaluation: SegmentEvaluation | None) -> Iterator[str]:
+    yield "## Calibration by segment"
+    yield ""
+    segments = evaluation.segments if evaluation else ()
+    worst = worst_segment(segments)
+    if evaluation is None or worst is None:
+        yield "Not judged: no labels that were predicted before they were learned, or too few."
+        return
+    yield f"On labels final from {format_utc(evaluation.labels_from)} to"
+    yield f"{format_utc(evaluation.labels_until)} UTC, each predicted before it was learned. Errors"
+    yield f"are in units of noise: the worst of {len(segments)} segments is at {worst[1]:.1f} sigma,"
+    yield f"corrected for their number; up to {MAX_SIGMA:.0f} is within noise."
+    yield ""
+    yield "| objective | segment | positives | predictions / outcomes | sigma |"
+    yield "|---|---|---|---|---|"
+    overall = [segment for segment in segments if segment.segment == ALL_ROWS]
+    others = [segment for segment in segments if segment.segment != ALL_ROWS]
+    for row in (*overall, *sorted(others, key=lambda s: s.p_value)[:WORST_SEGMENTS]):
+        name = segment_name(spec, row)
+        numbers = f"{row.positives:,} | {row.ratio:.2f} | {row.sigma:.1f}"
+        yield f"| {row.objective} | {name} | {numbers} |"
 
 
 def _training_lines(training: RankerTraining) -> Iterator[str]:

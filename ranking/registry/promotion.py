@@ -1,26 +1,21 @@
 """The promotion gate: a new ranker goes live only if it is calibrated and better than the live one.
 
 Both are loaded from their folders and evaluated on the latest days on which all labels are final.
-
-The latest promotion decision and the latest refit of each surface are kept in the lake.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
-from typing import TypeVar
 
 import numpy as np
 import torch
-from pydantic import ValidationError
 
 from etl.errors import UserError
-from etl.event_time import format_utc
 from etl.spec.base import StrictModel
+from etl.spec.model import DataSpec
 from etl.spec.units import DaySplit, date_range
-from etl.tables import atomic_io
 from etl.tables.lake import Lake
 from etl.tables.pointer import remove_unreferenced_versions
-from etl.tables.uri import StoragePath, read_text_if_exists
 from ranking.registry.manifest import read_manifest
 from ranking.registry.ranker import (
     Ranker,
@@ -32,8 +27,17 @@ from ranking.registry.ranker import (
     validate_ranker,
     version_before,
 )
+from ranking.registry.records import PromotionRecord, write_promotion_record
 from ranking.scoring.calibration import logit
+from ranking.scoring.predictions import SegmentedPredictions, predict_by_segment
 from ranking.scoring.scorer import SCORE_ROWS, input_builder
+from ranking.scoring.segment_calibration import (
+    MAX_SIGMA,
+    SegmentCalibration,
+    describe_segment,
+    to_sigma,
+    worst_segment,
+)
 from training.data.batch import Batch, Shuffle
 from training.data.label_window import LabelWindow
 from training.evaluation.predictions import (
@@ -41,17 +45,18 @@ from training.evaluation.predictions import (
     Predictions,
     calibration_interval,
     paired_ne_difference,
-    predict,
 )
 
-Record = TypeVar("Record", bound=StrictModel)
 MIN_POSITIVES = 10  # minimum positives and negatives to evaluate an objective
 
 
 class PromotionConfig(StrictModel):
-    """The maximum deviation of the ratio of predictions to outcomes from 1."""
+    """The maximum deviations of the ratio of predictions to outcomes from 1."""
 
     tolerance: float = 0.1
+    """On all rows of a surface."""
+    segment_tolerance: float = 0.25
+    """Within a segment whose error is beyond noise."""
 
 
 @dataclass(frozen=True)
@@ -87,13 +92,16 @@ def promote_if_better(
     if state and latest.name in state.blocked:
         return PromotionDecision(latest.name, False, ("it was rolled back and is blocked",))
     candidate = validate_ranker(load_ranker(latest), lake.root, surface)
-    predictions = ranker_predictions(candidate, lake, split)
+    evaluated = ranker_predictions(candidate, lake, split)
+    segments = evaluated.segment_calibrations()
     live = load_live_for_comparison(lake, surface, split)
     if isinstance(live, Ranker):
-        live_predictions = ranker_predictions(live, lake, split)
-        decision = compare_rankers(latest.name, predictions, live_predictions, config)
+        live_predictions = ranker_predictions(live, lake, split).predictions
+        decision = compare_rankers(latest.name, evaluated.predictions, live_predictions, config)
+        decision = judge_segments(decision, segments, lake.spec, config)
     else:
-        decision = compare_rankers(latest.name, predictions, None, config)
+        decision = compare_rankers(latest.name, evaluated.predictions, None, config)
+        decision = judge_segments(decision, segments, lake.spec, config)
         is_first = state is None
         decision = replace(
             decision, promoted=decision.promoted or is_first, reasons=(live, *decision.reasons)
@@ -104,7 +112,10 @@ def promote_if_better(
             rankers_folder(lake.root, surface), pointer, latest_trained_pointer(lake.root, surface)
         )
     record = PromotionRecord(
-        version=decision.version, promoted=decision.promoted, reasons=decision.reasons
+        version=decision.version,
+        promoted=decision.promoted,
+        reasons=decision.reasons,
+        segments=tuple(segments),
     )
     write_promotion_record(lake.root, surface, record)
     return decision
@@ -172,11 +183,45 @@ def compare_rankers(
     return PromotionDecision(version, passes, tuple(reasons))
 
 
-def ranker_predictions(ranker: Ranker, lake: Lake, split: DaySplit) -> Predictions:
+def judge_segments(
+    decision: PromotionDecision,
+    segments: Sequence[SegmentCalibration],
+    spec: DataSpec,
+    config: PromotionConfig,
+) -> PromotionDecision:
+    """The decision, which becomes negative if a segment is not calibrated, with the reason."""
+    worst = worst_segment(segments)
+    if worst is None:
+        return decision
+    uncalibrated = [
+        segment
+        for segment in segments
+        if to_sigma(segment.p_value * len(segments)) > MAX_SIGMA
+        and not abs(segment.ratio - 1) <= config.segment_tolerance
+    ]
+    named = worst[0]
+    reasons = [
+        f"worst of {len(segments)} segments: {describe_segment(spec, named)}, {worst[1]:.1f} sigma"
+    ]
+    reasons += [f"{describe_segment(spec, segment)}: not calibrated" for segment in uncalibrated]
+    return replace(
+        decision,
+        promoted=decision.promoted and not uncalibrated,
+        reasons=(*decision.reasons, *reasons),
+    )
+
+
+def ranker_predictions(ranker: Ranker, lake: Lake, split: DaySplit) -> SegmentedPredictions:
     """A ranker's calibrated predictions for the test days, at the logged positions."""
-    build_inputs = input_builder(ranker, lake)
     days = list(date_range(split.test_first, split.test_last))
-    window = LabelWindow.for_test(split, lake.spec)
+    return predict_labels(ranker, lake, days, LabelWindow.for_test(split, lake.spec))
+
+
+def predict_labels(
+    ranker: Ranker, lake: Lake, days: Sequence[date], window: LabelWindow
+) -> SegmentedPredictions:
+    """A ranker's calibrated predictions for the labels of a window, at the logged positions."""
+    build_inputs = input_builder(ranker, lake)
     batches = build_inputs.reader.batches(days, window, SCORE_ROWS, Shuffle(None))
 
     def logits(batch: Batch) -> torch.Tensor:
@@ -186,7 +231,8 @@ def ranker_predictions(ranker: Ranker, lake: Lake, split: DaySplit) -> Predictio
         p = p[inputs.candidate_index.mask]
         return torch.from_numpy(logit(p))
 
-    return predict(logits, batches, ranker.objectives)
+    manifest = ranker.manifest
+    return predict_by_segment(logits, batches, manifest.spec, manifest.num_items)
 
 
 def _has_enough_labels(predictions: Predictions, objective: str) -> bool:
@@ -199,61 +245,3 @@ def _is_calibrated(ratio: ConfidenceInterval, tolerance: float) -> bool:
     """Whether the interval of a ratio overlaps with the tolerated one."""
     is_within = ratio.low <= 1 + tolerance and ratio.high >= 1 - tolerance
     return bool(np.isfinite(ratio.value)) and is_within
-
-
-class PromotionRecord(StrictModel):
-    """Whether a version was promoted when it was evaluated, and why."""
-
-    version: str
-    promoted: bool
-    reasons: tuple[str, ...]
-
-
-class RefitRecord(StrictModel):
-    """The last refit of a surface: the version that became live, and the labels that it learned.
-
-    `newest_labels` are the times (epoch seconds) of the latest impressions with a learned label.
-    """
-
-    version: str
-    data_until: date
-    newest_labels: dict[str, int]
-
-    @property
-    def newest_label_times(self) -> dict[str, str]:
-        """The times in UTC, as text, of the objectives with a learned label."""
-        return {name: format_utc(time) for name, time in self.newest_labels.items() if time}
-
-
-def write_promotion_record(lake: str, surface: str, record: PromotionRecord) -> None:
-    """Replace the record of a surface."""
-    path = _record_path(lake, surface, "promotion")
-    atomic_io.write_text(path, record.model_dump_json(indent=1) + "\n")
-
-
-def read_promotion_record(lake: str, surface: str) -> PromotionRecord | None:
-    """The record of a surface; None if no ranker was evaluated, or the record is damaged."""
-    return _read_record(_record_path(lake, surface, "promotion"), PromotionRecord)
-
-
-def write_refit_record(lake: str, surface: str, record: RefitRecord) -> None:
-    """Replace the record of a surface's refit."""
-    path = _record_path(lake, surface, "refit")
-    atomic_io.write_text(path, record.model_dump_json(indent=1) + "\n")
-
-
-def read_refit_record(lake: str, surface: str) -> RefitRecord | None:
-    """The record of a surface's last refit; None if there is none, or it is damaged."""
-    return _read_record(_record_path(lake, surface, "refit"), RefitRecord)
-
-
-def _read_record(path: StoragePath, kind: type[Record]) -> Record | None:
-    text = read_text_if_exists(path)
-    try:
-        return None if text is None else kind.model_validate_json(text)
-    except ValidationError:
-        return None
-
-
-def _record_path(lake: str, surface: str, name: str) -> StoragePath:
-    return rankers_folder(lake, surface) / f"{name}.json"

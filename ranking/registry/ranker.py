@@ -20,7 +20,7 @@ from safetensors.numpy import load as from_bytes
 from etl.errors import UserError
 from etl.tables.pointer import VersionPointer
 from etl.tables.uri import StoragePath, resolve_uri
-from features.schema import FeatureSchema, feature_schema
+from features.schema import ITEM_TABLE, FeatureSchema, feature_schema
 from ranking.inputs.arrays import (
     CANDIDATE_PREFIX,
     CandidateFeatures,
@@ -29,6 +29,7 @@ from ranking.inputs.arrays import (
     RequestFeatures,
     named_arrays,
 )
+from ranking.inputs.segments import SegmentValues, segment_columns, segment_values
 from ranking.registry.manifest import (
     RANK_ONNX,
     TABLES_FILE,
@@ -39,11 +40,12 @@ from ranking.registry.manifest import (
     read_manifest,
     read_package,
 )
-from ranking.scoring import calibration
 from ranking.scoring.auction import Auction, RankedAd, ranked_ads
+from ranking.scoring.offsets import CalibrationOffsets, RankerCalibration
 
 Arrays = dict[str, np.ndarray]
 Floats = npt.NDArray[np.float64]
+SEGMENT_PREFIX = "segment_"  # prefix of arrays of a user state that no program reads
 RETAINED_VERSIONS = 14
 LOGIT_TOLERANCE = 1e-4  # rounding may differ between machines by this much
 log = logging.getLogger(__name__)
@@ -91,6 +93,7 @@ class Ranker:
     user_program: Program
     rank_program: Program
     tables: Arrays
+    offsets: CalibrationOffsets | None = None
 
     @property
     def objectives(self) -> tuple[str, ...]:
@@ -103,20 +106,44 @@ class Ranker:
         return feature_schema(self.manifest.spec)
 
     def user_state(self, requests: RequestFeatures) -> Arrays:
-        """The state that all candidates of a request share."""
-        return self.user_program(named_arrays(self._lookup().user_inputs(requests)))
+        """The state that all candidates of a request share, the user's segments included."""
+        segments = {
+            SEGMENT_PREFIX + column: requests.user_categorical[column]
+            for column in segment_columns(self.manifest.spec).values()
+            if column in self.feature_schema.user.categorical
+        }
+        return self.user_program(named_arrays(self._lookup().user_inputs(requests))) | segments
 
     def probabilities(self, user_state: Arrays, candidates: CandidateFeatures) -> Floats:
         """Calibrated probabilities (R, C, O) at the served position."""
         logits = self._logits(user_state, candidates)
-        return calibration.calibrate(self.manifest.calibration, logits, self.objectives)
+        return self._calibrate(logits, user_state, candidates)
 
     def probabilities_at_logged_positions(
         self, user_state: Arrays, candidates: CandidateFeatures
     ) -> Floats:
         """Calibrated probabilities (R, C, O) of logged impressions at their positions."""
         logits = self._logits(user_state, candidates) + self._position_effects(candidates)
-        return calibration.calibrate(self.manifest.calibration, logits, self.objectives)
+        return self._calibrate(logits, user_state, candidates)
+
+    def _calibrate(
+        self, logits: Floats, user_state: Arrays, candidates: CandidateFeatures
+    ) -> Floats:
+        by_objective = {name: self.manifest.calibration[name] for name in self.objectives}
+        calibration = RankerCalibration(by_objective, self.offsets)
+        return calibration(logits, self.segment_values(user_state, candidates))
+
+    def segment_values(self, user_state: Arrays, candidates: CandidateFeatures) -> SegmentValues:
+        """The value (R, C) of each segment."""
+        of_user = {
+            name.removeprefix(SEGMENT_PREFIX): values[:, None]
+            for name, values in user_state.items()
+            if name.startswith(SEGMENT_PREFIX)
+        }
+        columns = candidates.items.categorical | candidates.context_categorical | of_user
+        item_index = candidates.items.categorical[ITEM_TABLE]
+        manifest = self.manifest
+        return segment_values(manifest.spec, columns, item_index, manifest.num_items)
 
     def _logits(self, user_state: Arrays, candidates: CandidateFeatures) -> Floats:
         inputs = named_arrays(self._lookup().candidate_inputs(candidates), CANDIDATE_PREFIX)
@@ -179,11 +206,11 @@ def ranker_from_package(package: RankerPackage, folder: StoragePath) -> Ranker:
     Raises:
         UserError: They cannot be loaded, or score the test vectors differently.
     """
-    manifest, files = package
+    manifest, files, offsets = package
     try:
         user = OnnxProgram(files[USER_ONNX])
         rank = OnnxProgram(files[RANK_ONNX])
-        ranker = Ranker(manifest, user, rank, from_bytes(files[TABLES_FILE]))
+        ranker = Ranker(manifest, user, rank, from_bytes(files[TABLES_FILE]), offsets)
     except Exception as error:  # ONNX Runtime and safetensors have no common exception
         reason = str(error).splitlines()[0]
         raise UserError(f"the ranker in {folder} cannot be loaded ({reason})") from error

@@ -7,14 +7,14 @@ import numpy as np
 
 from etl.errors import UserError
 from etl.tables.lake import Lake
-from ranking.registry.promotion import (
-    MIN_POSITIVES,
+from ranking.registry.promotion import MIN_POSITIVES
+from ranking.registry.ranker import latest_trained_pointer, live_pointer
+from ranking.registry.records import (
     PromotionRecord,
     RefitRecord,
     read_promotion_record,
     read_refit_record,
 )
-from ranking.registry.ranker import latest_trained_pointer, live_pointer
 from training.evaluation.predictions import ConfidenceInterval, Predictions, calibration_interval
 
 

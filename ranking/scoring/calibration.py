@@ -29,10 +29,6 @@ class PlattScaling(StrictModel):
         """Calibrated probabilities, in the same order."""
         return sigmoid(self.slope * logits + self.intercept)
 
-    def shifted(self, shift: float) -> "PlattScaling":
-        """The same scaling with `shift` added to calibrated logits."""
-        return self.model_copy(update={"intercept": self.intercept + shift})
-
 
 IDENTITY = PlattScaling()
 
@@ -49,11 +45,6 @@ class IsotonicCalibration(StrictModel):
         first, last = self.logit_knots[0], self.logit_knots[-1]
         outside = np.minimum(logits - first, 0) + np.maximum(logits - last, 0)
         return sigmoid(np.interp(logits, self.logit_knots, self.calibrated_logits) + outside)
-
-    def shifted(self, shift: float) -> "IsotonicCalibration":
-        """The same fit with `shift` added to calibrated logits."""
-        shifted = tuple(value + shift for value in self.calibrated_logits)
-        return self.model_copy(update={"calibrated_logits": shifted})
 
 
 Calibration = Annotated[PlattScaling | IsotonicCalibration, Field(discriminator="kind")]
@@ -111,26 +102,6 @@ def fit_platt(logits: Floats, labels: Labels, prior: PlattScaling = IDENTITY) ->
     if slope <= 0:
         return prior
     return PlattScaling(slope=float(slope), intercept=float(height - slope * center))
-
-
-def refresh_intercept(
-    calibrator: PlattScaling | IsotonicCalibration, logits: Floats, labels: Labels
-) -> PlattScaling | IsotonicCalibration:
-    """A calibration whose calibrated logits are shifted to fit labels, by maximum a posteriori.
-
-    The shift has a normal prior around zero with the precision of PRIOR_STRENGTH rare positives.
-    """
-    from scipy.optimize import brentq  # not needed for serving
-
-    if not len(labels):
-        return calibrator
-    calibrated = logit(calibrator(logits))
-
-    def gradient(shift: float) -> float:
-        return float((sigmoid(calibrated + shift) - labels).sum()) + PRIOR_STRENGTH * shift
-
-    bound = len(labels) / PRIOR_STRENGTH + 1  # there the prior outweighs all labels
-    return calibrator.shifted(float(brentq(gradient, -bound, bound)))
 
 
 def fit_isotonic(

@@ -3,11 +3,13 @@
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from etl.errors import TemporaryError, UserError
 from etl.tables.uri import StoragePath
 from ranking.feature_store.store import StoreMetadata
+from ranking.registry.manifest import offsets_of
 from ranking.registry.ranker import Ranker, live_pointer, load_ranker, validate_ranker
 
 log = logging.getLogger("uvicorn.error")
@@ -26,7 +28,7 @@ class LoadFailure(NamedTuple):
 
 
 class LoadedRankers:
-    """The live ranker of each surface that has one.
+    """The live ranker of each surface that has one, with its latest calibration offsets.
 
     Surfaces are independent: where one cannot be loaded, its previous ranker keeps serving, and so
     do those of the other surfaces.
@@ -85,6 +87,8 @@ class LoadedRankers:
             loaded_folder, ranker = self._loaded.get(surface, (None, None))
             if ranker is None or loaded_folder != folder:
                 ranker = load_verified_ranker(folder, self._lake, surface, self._load_ranker)
+            else:
+                ranker = with_current_offsets(ranker, folder)
             self._loaded[surface] = folder, require_compatible(ranker, store_metadata)
         self._failures.pop(surface, None)
 
@@ -115,6 +119,12 @@ class LoadedRankers:
             folder, store_metadata, message, attempts, time.monotonic() + delay
         )
         log.error("ranker of %s: %s; next attempt in %.0f s", surface, message, delay)
+
+
+def with_current_offsets(ranker: Ranker, folder: StoragePath) -> Ranker:
+    """The ranker with the calibration offsets that its folder has now."""
+    offsets = offsets_of(folder, ranker.manifest)
+    return ranker if offsets == ranker.offsets else replace(ranker, offsets=offsets)
 
 
 def load_verified_ranker(

@@ -1,7 +1,7 @@
 """Calibration of a student on labels that it has not learned; its prior: earlier rankers."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import date, timedelta
 
@@ -11,15 +11,24 @@ from etl.errors import UserError
 from etl.spec.units import DaySplit, date_range
 from etl.tables.lake import Lake
 from etl.tables.uri import list_matching
+from ranking.registry.calibration_offsets import write_offsets
 from ranking.registry.manifest import read_manifest
-from ranking.registry.ranker import rankers_folder
+from ranking.registry.promotion import predict_labels
+from ranking.registry.ranker import (
+    live_version,
+    load_ranker,
+    rankers_folder,
+    validate_ranker,
+)
 from ranking.scoring import calibration
 from ranking.scoring.calibration import Calibration, PlattScaling
+from ranking.scoring.offsets import CalibrationOffsets, RankerCalibration, refresh_offsets
+from ranking.scoring.predictions import SegmentedPredictions, predict_by_segment
 from ranking.scoring.scorer import SCORE_ROWS
 from ranking.student.model import TrainedStudent
 from training.data.batch import Shuffle
 from training.data.label_window import LabelWindow
-from training.evaluation.predictions import Predictions, predict
+from training.evaluation.predictions import Predictions
 
 DAY_GLOB = "[0-9]" * 8  # a version's name begins with the last day of its training
 log = logging.getLogger(__name__)
@@ -27,67 +36,62 @@ log = logging.getLogger(__name__)
 
 def fit_calibration(
     lake: Lake, split: DaySplit, student: TrainedStudent, prior: Mapping[str, PlattScaling]
-) -> dict[str, Calibration]:
-    """Fit calibrations on labels that became final after training, which no model has learned.
+) -> RankerCalibration:
+    """Fit a calibration on labels that became final after training, which no model has learned.
 
-    With few positives a calibration stays close to its prior; without a calibration day the prior
-    is returned.
+    With few positives it stays close to its prior; without a calibration day the prior is returned.
     """
-    objectives = list(lake.spec.objectives)
+    (surface,) = student.input_builder.reader.surfaces
+    trained_until = lake.spec.day_end(split.train_last)
+    offsets = CalibrationOffsets(surface=surface, labels_until=trained_until)
     if split.calibration is None:
-        return {name: prior.get(name, PlattScaling()) for name in objectives}
+        scalings = {name: prior.get(name, PlattScaling()) for name in lake.spec.objectives}
+        return RankerCalibration(scalings, offsets)
     label_delay = timedelta(days=lake.spec.label_maturity_days)
     days = list(date_range(split.calibration - label_delay, split.calibration))
     window = LabelWindow.for_calibration(split, lake.spec)
-    return fit_per_objective(predict_window(student, days, window), prior)
+    unlearned = predict_window(student, days, window)
+    calibration = RankerCalibration(fit_per_objective(unlearned.predictions, prior), offsets)
+    return refresh(calibration, unlearned, window.end)
 
 
 def predict_window(
     student: TrainedStudent, days: Sequence[date], window: LabelWindow
-) -> Predictions:
+) -> SegmentedPredictions:
     """A student's predictions for the labels of a window, not calibrated."""
     reader = student.input_builder.reader
     batches = reader.batches(days, window, SCORE_ROWS, Shuffle(None))
-    return predict(student.logits, batches, list(reader.lake.spec.objectives))
+    return predict_by_segment(student.logits, batches, reader.lake.spec, student.num_items)
 
 
 def fit_per_objective(
     predictions: Predictions, prior: Mapping[str, PlattScaling]
 ) -> dict[str, Calibration]:
     """Fit a calibration for each objective on predictions and their labels."""
-    return {
-        name: calibration.fit_calibrator(logits, labels, prior=prior.get(name))
-        for name, logits, labels in _labeled_logits(predictions)
-    }
-
-
-def refresh_intercepts(
-    predictions: Predictions, calibrations: Mapping[str, Calibration]
-) -> dict[str, Calibration]:
-    """Calibrations whose intercepts are refreshed on predictions and their labels."""
-    return {
-        name: calibration.refresh_intercept(calibrations[name], logits, labels)
-        for name, logits, labels in _labeled_logits(predictions)
-    }
-
-
-def _labeled_logits(
-    predictions: Predictions,
-) -> Iterator[tuple[str, calibration.Floats, calibration.Labels]]:
-    """Each objective with the logits (n) and labels (n) of the rows that have its label."""
-    logits = calibration.logit(predictions.probabilities)
+    fitted = {}
     for i, name in enumerate(predictions.objectives):
-        has_label = predictions.label_mask[:, i]
-        yield name, logits[has_label, i], predictions.labels[has_label, i]
+        is_final = predictions.label_mask[:, i]
+        logits = calibration.logit(predictions.probabilities[is_final, i])
+        labels = predictions.labels[is_final, i]
+        fitted[name] = calibration.fit_calibrator(logits, labels, prior=prior.get(name))
+    return fitted
 
 
-def apply_calibration(
-    predictions: Predictions, calibrations: Mapping[str, Calibration]
-) -> Predictions:
-    """Predictions with calibrated probabilities."""
-    logits = calibration.logit(predictions.probabilities)
-    calibrated = calibration.calibrate(calibrations, logits, predictions.objectives)
-    return replace(predictions, probabilities=calibrated)
+def refresh(
+    ranker_calibration: RankerCalibration, unlearned: SegmentedPredictions, until: int
+) -> RankerCalibration:
+    """The calibration with offsets that have learned predictions and their labels.
+
+    Args:
+        ranker_calibration: The calibration.
+        unlearned: Predictions, not calibrated, of rows that the ranker has not learned.
+        until: Epoch second by which the labels became final.
+    """
+    offsets = ranker_calibration.offsets
+    assert offsets is not None
+    without_offsets = replace(ranker_calibration, offsets=None)
+    rows = unlearned.calibrated(without_offsets).labeled()
+    return replace(ranker_calibration, offsets=refresh_offsets(offsets, rows, until))
 
 
 def load_earlier_calibrations(lake: Lake, train_last: date) -> list[dict[str, Calibration]]:
@@ -123,3 +127,36 @@ def pool_calibrations(calibrations: Sequence[Mapping[str, Calibration]]) -> dict
         )
         for name, scalings in by_objective.items()
     }
+
+
+def refresh_live_calibration(lake: Lake, surface: str, data_until: date) -> CalibrationOffsets:
+    """Refresh the offsets of a surface's live ranker on labels final by the end of a day.
+
+    Returns:
+        The offsets, which are unchanged if they have learned all of these labels.
+
+    Raises:
+        UserError: No ranker is live, or it was saved before offsets existed.
+    """
+    folder = live_version(lake.root, surface)
+    ranker = validate_ranker(load_ranker(folder), lake.root, surface)
+    offsets = ranker.offsets
+    if offsets is None:
+        raise UserError(
+            f"the live ranker of {surface} was saved without calibration offsets: run `gemline "
+            "rank train`, then `gemline rank promote`"
+        )
+    until = lake.spec.day_end(data_until)
+    if offsets.labels_until >= until:
+        return offsets
+    window = LabelWindow(offsets.labels_until, until, "calibration")
+    delay = timedelta(days=1 + lake.spec.label_maturity_days)
+    days = [
+        day
+        for day in date_range(*lake.day_range("examples"))
+        if day <= data_until and lake.spec.day_end(day + delay) > offsets.labels_until
+    ]
+    unlearned = predict_labels(replace(ranker, offsets=None), lake, days, window)
+    refreshed = refresh_offsets(offsets, unlearned.labeled(), until)
+    write_offsets(folder, refreshed)
+    return refreshed

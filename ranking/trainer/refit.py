@@ -2,11 +2,11 @@
 
 The gate judges a recipe on days whose labels are all final, so a ranker that has just passed it is
 days old. Its refit continues the training day by day until the data ends: each day's labels are
-predicted, which refreshes the intercepts of the calibration that the gate accepted, and then
+predicted, which refreshes the offsets of the calibration that the gate accepted, and then
 learned. A later refit continues from an earlier one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
 
@@ -30,19 +30,22 @@ from ranking.registry.manifest import (
     COMPILED_FILES,
     RankerManifest,
     RankerTraining,
+    offsets_of,
     read_manifest,
     read_training_state,
 )
-from ranking.registry.promotion import RefitRecord, read_promotion_record, write_refit_record
 from ranking.registry.ranker import (
     latest_trained_pointer,
     live_pointer,
     live_version,
     rankers_folder,
 )
-from ranking.scoring.calibration import Calibration
+from ranking.registry.records import RefitRecord, read_promotion_record, write_refit_record
+from ranking.scoring.offsets import CalibrationOffsets, RankerCalibration
+from ranking.scoring.predictions import concat_by_segment
+from ranking.scoring.segment_calibration import SegmentEvaluation
 from ranking.student.model import new_student
-from ranking.trainer.calibrate import predict_window, refresh_intercepts
+from ranking.trainer.calibrate import predict_window, refresh
 from ranking.trainer.student_trainer import StudentTrainer
 from ranking.trainer.train import example_inputs, register_ranker
 from training.data.label_window import LabelWindow
@@ -107,18 +110,29 @@ def _refit(
         lake, manifest.sequence, training.config.model.max_length, (manifest.surface,)
     )
     live = TrainingSnapshot(training, load_training_state(folder))
-    refit = continue_until(reader, live, manifest.calibration, data_until)
+    calibration = RankerCalibration(manifest.calibration, initial_offsets(folder, manifest))
+    refit = continue_until(reader, live, calibration, data_until)
     gated = training.refit_of or folder.name
     decision = read_promotion_record(lake.root, manifest.surface)
     gate = decision.reasons if decision and decision.version == gated else training.gate
-    record = refit.snapshot.record.model_copy(update={"refit_of": gated, "gate": gate})
+    record = refit.snapshot.record.model_copy(
+        update={"refit_of": gated, "gate": gate, "evaluation": refit.evaluation}
+    )
     snapshot = replace(refit.snapshot, record=record)
     student = refit.trainer.averaged
     last_day = max(day for day in reader.days() if day <= data_until)
     example = example_inputs(student, [last_day])
     prefix = f"{data_until:%Y%m%d}-s{training.config.seed}"
     path = rankers_folder(lake.root, manifest.surface) / prefix
-    return export_ranker(path, student, refit.calibrations, example, snapshot, compiled)
+    return export_ranker(path, student, refit.calibration, example, snapshot, compiled)
+
+
+def initial_offsets(folder: StoragePath, manifest: RankerManifest) -> CalibrationOffsets:
+    """The offsets of a ranker, or none yet if it was saved before they existed."""
+    assert manifest.training is not None
+    stored = offsets_of(folder, manifest)
+    labels_until = manifest.training.labels_until
+    return stored or CalibrationOffsets(surface=manifest.surface, labels_until=labels_until)
 
 
 def load_training_state(folder: StoragePath) -> NamedTensors:
@@ -134,34 +148,51 @@ def load_training_state(folder: StoragePath) -> NamedTensors:
 
 @dataclass(frozen=True)
 class Refit:
-    """A student whose training was continued, its state, and its calibrations."""
+    """A student whose training was continued, its state, and its calibration.
+
+    `evaluation` judges its predictions of labels before they were learned; None if the calibration
+    had learned all of them already.
+    """
 
     trainer: StudentTrainer
     snapshot: TrainingSnapshot
-    calibrations: dict[str, Calibration]
+    calibration: RankerCalibration
+    evaluation: SegmentEvaluation | None
 
 
 def continue_until(
     reader: ExampleReader,
     snapshot: TrainingSnapshot,
-    calibrations: Mapping[str, Calibration],
+    calibration: RankerCalibration,
     data_until: date,
 ) -> Refit:
     """Train day by day on the labels that became final since a snapshot, until the end of a day.
 
-    The intercepts of the calibrations are refreshed on each day before its labels are learned.
-    There must be a day to learn.
+    The offsets of the calibration are refreshed on each day before its labels are learned, unless
+    they have learned them already. There must be a day to learn.
     """
-    first_day, refreshed = snapshot.record.first_day, dict(calibrations)
+    first_day = snapshot.record.first_day
+    judged_from = max(snapshot.record.labels_until, calibration.labels_until)
+    judged = []
     for window, day in day_windows(reader.lake, snapshot.record.labels_until, data_until):
         days = days_with_labels(reader, first_day, day)
         trainer = continue_training(reader, snapshot, days, day)
-        unlearned = replace(window, purpose="calibration")
-        predictions = predict_window(trainer.averaged, days, unlearned)
-        refreshed = refresh_intercepts(predictions, refreshed)
+        start = max(window.start, calibration.labels_until)
+        if start < window.end:
+            unlearned = LabelWindow(start, window.end, "calibration")
+            predictions = predict_window(trainer.averaged, days, unlearned)
+            judged.append(predictions.calibrated(calibration))
+            calibration = refresh(calibration, predictions, window.end)
         trainer.learn(days, window)
         snapshot = trainer.snapshot(first_day, window.end)
-    return Refit(trainer, snapshot, refreshed)
+    evaluation = None
+    if judged:
+        segments = tuple(concat_by_segment(judged).segment_calibrations())
+        labels_until = snapshot.record.labels_until
+        evaluation = SegmentEvaluation(
+            labels_from=judged_from, labels_until=labels_until, segments=segments
+        )
+    return Refit(trainer, snapshot, calibration, evaluation)
 
 
 def day_windows(lake: Lake, labels_until: int, data_until: date) -> list[tuple[LabelWindow, date]]:

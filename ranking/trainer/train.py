@@ -19,10 +19,10 @@ from ranking.registry.export import export_ranker, require_compiler
 from ranking.registry.manifest import RankerManifest, read_manifest
 from ranking.registry.model_card import model_card
 from ranking.registry.ranker import latest_trained_pointer, rankers_folder
+from ranking.scoring.predictions import SegmentedPredictions
 from ranking.student.config import DistillationConfig, StudentTrainConfig
 from ranking.student.model import TrainedStudent, new_student
 from ranking.trainer.calibrate import (
-    apply_calibration,
     fit_calibration,
     load_earlier_calibrations,
     pool_calibrations,
@@ -33,7 +33,7 @@ from training.data.batch import Shuffle
 from training.data.label_window import ALL_LABELS, LabelWindow
 from training.data.reader import ExampleReader
 from training.distributed.process_group import process_group
-from training.evaluation.predictions import Predictions, evaluation_path
+from training.evaluation.predictions import evaluation_path
 from training.teacher.embeddings import TeacherEmbeddings
 from training.teacher.predictions import TeacherPredictions
 from training.trainer.checkpoint import has_checkpoint
@@ -69,13 +69,13 @@ def train_ranker(
     for name, variant in (("student", labels_only), ("distilled", config)):
         trainer = train_on_surfaces(lake, (surface,), split, variant)
         student = trainer.averaged
-        calibrations = fit_calibration(lake, split, student, prior)
-        predictions = apply_calibration(predict_test_days(lake, split, student), calibrations)
-        predictions.write(evaluation_path(lake.root, f"{name}-{surface}"), split)
+        calibration = fit_calibration(lake, split, student, prior)
+        evaluated = predict_test_days(lake, split, student).calibrated(calibration)
+        evaluated.predictions.write(evaluation_path(lake.root, f"{name}-{surface}"), split)
     path = rankers_folder(lake.root, surface) / f"{split.train_last:%Y%m%d}-s{config.seed}"
     training = trainer.snapshot(split.train_first, lake.spec.day_end(split.train_last))
     example = example_inputs(student, list(date_range(split.test_first, split.test_last)))
-    folder = export_ranker(path, student, calibrations, example, training, compiled)
+    folder = export_ranker(path, student, calibration, example, training, compiled)
     latest_trained_pointer(lake.root, surface).promote(folder.name)
     register_ranker(lake, folder, read_manifest(folder))
     return folder
@@ -173,7 +173,7 @@ def example_inputs(student: TrainedStudent, days: Sequence[date]) -> RankerInput
     return student.input_builder(batch)
 
 
-def predict_test_days(lake: Lake, split: DaySplit, student: TrainedStudent) -> Predictions:
+def predict_test_days(lake: Lake, split: DaySplit, student: TrainedStudent) -> SegmentedPredictions:
     """A student's predictions for the test days, not calibrated."""
     days = list(date_range(split.test_first, split.test_last))
     return predict_window(student, days, LabelWindow.for_test(split, lake.spec))

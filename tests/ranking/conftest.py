@@ -17,7 +17,8 @@ from ranking.feature_store.materialize import HistoryLengths, build_feature_stor
 from ranking.feature_store.wal import feature_store_pointer
 from ranking.registry.export import export_ranker
 from ranking.registry.ranker import live_pointer, rankers_folder
-from ranking.scoring.calibration import Calibration, PlattScaling
+from ranking.scoring.calibration import PlattScaling
+from ranking.scoring.offsets import RankerCalibration
 from ranking.serving.app import create_app
 from ranking.serving.settings import SETTINGS_VARIABLE, Limits, Settings
 from ranking.serving.worker import Worker
@@ -70,9 +71,9 @@ def folder(
 ) -> Path:
     """The folder of an exported ranker."""
     path = tmp_path_factory.mktemp("rankers") / "v1"
-    calibrations: dict[str, Calibration] = dict.fromkeys(reader.lake.spec.objectives, FITTED)
+    calibration = RankerCalibration(dict.fromkeys(reader.lake.spec.objectives, FITTED))
     example = student.input_builder(batch_of(reader, 30))
-    exported = export_ranker(path, student, calibrations, example)
+    exported = export_ranker(path, student, calibration, example)
     assert isinstance(exported, Path)
     return exported
 

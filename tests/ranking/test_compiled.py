@@ -14,7 +14,7 @@ from ranking.registry.aot import CompiledProgram, load_compiled
 from ranking.registry.export import export_ranker, require_compiler
 from ranking.registry.manifest import COMPILED_FILES, RankerManifest, write_manifest
 from ranking.registry.ranker import Program, load_ranker
-from ranking.scoring.calibration import Calibration
+from ranking.scoring.offsets import RankerCalibration
 from ranking.student.model import TrainedStudent, new_student
 from tests.ranking.conftest import FITTED, SMALL, batch_of
 from training.data.reader import ExampleReader
@@ -48,9 +48,9 @@ def compiled(
     student = new_student(reader, config, len(reader.items), TeacherEmbeddings.empty())
     student.student.eval()
     example = student.input_builder(batch_of(reader, 30))
-    calibrations: dict[str, Calibration] = dict.fromkeys(reader.lake.spec.objectives, FITTED)
+    calibration = RankerCalibration(dict.fromkeys(reader.lake.spec.objectives, FITTED))
     path = tmp_path_factory.mktemp("compiled") / "v1"
-    folder = export_ranker(path, student, calibrations, example, compiled=True)
+    folder = export_ranker(path, student, calibration, example, compiled=True)
     assert isinstance(folder, Path)
     return folder, student
 

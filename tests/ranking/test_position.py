@@ -134,7 +134,7 @@ def test_a_ranker_serves_one_position_and_the_gate_evaluates_the_logged_ones(
     np.testing.assert_allclose(
         logged, calibrate(ranker.manifest.calibration, logits, names), atol=1e-5
     )
-    evaluated = ranker_predictions(ranker, reader.lake, SPLIT)
+    evaluated = ranker_predictions(ranker, reader.lake, SPLIT).predictions
     row_of = {name: row for row, name in enumerate(evaluated.impression_ids)}
     window = LabelWindow.for_test(SPLIT, reader.lake.spec)
     for tested in reader.batches([SPLIT.test_first], window, 64, Shuffle(None)):

@@ -210,7 +210,7 @@ def other_spec(spec: DataSpec) -> DataSpec:
 
 def test_rankers_are_evaluated_as_they_serve(ranker_lake: Lake, folder: Path) -> None:
     ranker = load_ranker(folder)
-    evaluated = ranker_predictions(ranker, ranker_lake, SPLIT)
+    evaluated = ranker_predictions(ranker, ranker_lake, SPLIT).predictions
     row_of = {name: row for row, name in enumerate(evaluated.impression_ids)}
     build_inputs = input_builder(ranker, ranker_lake)
     window = LabelWindow.for_test(SPLIT, ranker_lake.spec)

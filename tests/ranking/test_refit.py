@@ -6,13 +6,9 @@ from datetime import date, timedelta
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from mlflow import MlflowClient
-from scipy.special import expit
 
 from etl.errors import UserError
 from etl.spec.units import DaySplit
@@ -20,12 +16,11 @@ from etl.tables.atomic_io import local_path
 from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath
 from ranking.registry.export import TrainingSnapshot
-from ranking.registry.manifest import read_manifest
+from ranking.registry.manifest import offsets_of, read_manifest
 from ranking.registry.promotion import (
     PromotionConfig,
     load_live_for_comparison,
     promote_if_better,
-    read_refit_record,
 )
 from ranking.registry.ranker import (
     Ranker,
@@ -34,17 +29,12 @@ from ranking.registry.ranker import (
     load_ranker,
     version_to_evaluate,
 )
+from ranking.registry.records import read_refit_record
 from ranking.report.data import model_cards
-from ranking.scoring.calibration import (
-    IsotonicCalibration,
-    PlattScaling,
-    logit,
-    refresh_intercept,
-)
-from ranking.scoring.scorer import SCORE_ROWS
+from ranking.scoring.offsets import RankerCalibration
 from ranking.student.config import DistillationConfig, StudentTrainConfig
 from ranking.student.model import new_student
-from ranking.trainer.calibrate import refresh_intercepts
+from ranking.trainer.calibrate import predict_window, refresh
 from ranking.trainer.refit import (
     continue_training,
     day_windows,
@@ -56,10 +46,8 @@ from ranking.trainer.train import train_ranker
 from tests.conftest import FIRST, LAST
 from tests.ranking.conftest import SMALL
 from tests.world import link_tables
-from training.data.batch import Shuffle
 from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
-from training.evaluation.predictions import predict
 from training.teacher.embeddings import TeacherEmbeddings
 from training.teacher.predictions import TeacherPredictions
 
@@ -112,7 +100,7 @@ class Refits:
 
     lake: Lake
     gated: StoragePath
-    second: StoragePath
+    third: StoragePath
     last: StoragePath
 
 
@@ -120,8 +108,8 @@ class Refits:
 def refits(trained: Lake, tmp_path_factory: pytest.TempPathFactory) -> Refits:
     lake = copy_with_own_rankers(trained, tmp_path_factory.mktemp("refits") / "lake")
     gated = live_version(lake.root, SURFACE)
-    second, last = (refit_live_ranker(lake, SURFACE, day) for day in (SECOND, LAST))
-    return Refits(lake, gated, second, last)
+    third, last = (refit_live_ranker(lake, SURFACE, day) for day in (THIRD, LAST))
+    return Refits(lake, gated, third, last)
 
 
 def test_a_training_continued_from_its_state_is_the_same_training(trained: Lake) -> None:
@@ -157,8 +145,10 @@ def test_two_refits_equal_one_of_all_their_days(refits: Refits, own_lake: Lake) 
     assert one.keys() == two.keys()
     for name, tensor in one.items():
         assert torch.equal(tensor, two[name]), name
-    assert read_manifest(refits.last).calibration == read_manifest(at_once).calibration
-    assert refits.last.name == at_once.name
+    manifests = [read_manifest(folder) for folder in (refits.last, at_once)]
+    assert manifests[0].calibration == manifests[1].calibration
+    offsets = [offsets_of(refits.last, manifests[0]), offsets_of(at_once, manifests[1])]
+    assert offsets[0] and offsets[1] and offsets[0].by_objective == offsets[1].by_objective
 
 
 def test_a_refit_learns_every_final_label(refits: Refits) -> None:
@@ -192,7 +182,7 @@ def test_refits_are_registered_in_mlflow_with_their_lineage(refits: Refits) -> N
         version.tags["version"]: version
         for version in client.search_model_versions("name = 'simulator-feed'")
     }
-    assert set(registered) == {refits.second.name, refits.last.name}
+    assert set(registered) == {refits.third.name, refits.last.name}
     last = registered[refits.last.name]
     assert last.source == str(refits.last) and last.tags["refit_of"] == refits.gated.name
     assert last.description == (local_path(refits.last) / "model_card.md").read_text()
@@ -206,22 +196,40 @@ def test_items_seen_since_the_training_leave_the_row_of_the_unknown_item(refits:
     assert differs.any()  # rows of items that were shown
 
 
-def test_intercepts_are_refreshed_with_the_weights_before_the_labels_are_learned(
+def test_offsets_are_refreshed_with_the_weights_before_the_labels_are_learned(
     refits: Refits,
 ) -> None:
-    lake, gated = refits.lake, refits.gated
-    training = read_manifest(gated).training
-    assert training
+    lake, spec = refits.lake, refits.lake.spec
+    manifest = read_manifest(refits.third)
+    training, before = manifest.training, offsets_of(refits.third, manifest)
+    assert training and before and before.labels_until == spec.day_end(THIRD)
     reader = ExampleReader.latest(lake, "behaviour", SMALL.max_length, (SURFACE,))
-    snapshot = TrainingSnapshot(training, load_training_state(gated))
-    trainer = continue_training(reader, snapshot, [FIRST, SECOND], SECOND)
-    spec = lake.spec
-    window = LabelWindow(spec.day_start(SECOND), spec.day_end(SECOND), "calibration")
-    batches = reader.batches([FIRST, SECOND], window, SCORE_ROWS, Shuffle(None))
-    predictions = predict(trainer.averaged.logits, batches, list(spec.objectives))
-    expected = refresh_intercepts(predictions, read_manifest(gated).calibration)
-    refit = read_manifest(refits.second).calibration
-    assert refit == expected and refit != read_manifest(gated).calibration
+    snapshot = TrainingSnapshot(training, load_training_state(refits.third))
+    trainer = continue_training(reader, snapshot, [FIRST, SECOND, THIRD, LAST], LAST)
+    window = LabelWindow(spec.day_start(LAST), spec.day_end(LAST), "calibration")
+    unlearned = predict_window(trainer.averaged, [FIRST, SECOND, THIRD, LAST], window)
+    calibration = RankerCalibration(manifest.calibration, before)
+    expected = refresh(calibration, unlearned, window.end).offsets
+    refit = read_manifest(refits.last)
+    found = offsets_of(refits.last, refit)
+    assert found and expected and found.by_objective == expected.by_objective
+    assert found.by_objective != before.by_objective and refit.calibration == manifest.calibration
+    assert refit.training and refit.training.evaluation
+    assert refit.training.evaluation.labels_from == window.start
+    judged = unlearned.calibrated(calibration).segment_calibrations()
+    assert refit.training.evaluation.segments == tuple(judged)
+
+
+def test_labels_from_which_offsets_were_fitted_do_not_count_twice(refits: Refits) -> None:
+    """The calibration of the gated version was fitted on the second day, which its refit learns."""
+    spec, gated = refits.lake.spec, read_manifest(refits.gated)
+    offsets = offsets_of(refits.gated, gated)
+    assert gated.training and offsets
+    assert gated.training.labels_until == spec.day_end(FIRST)
+    assert offsets.labels_until == spec.day_end(SECOND)
+    third = read_manifest(refits.third).training
+    assert third and third.evaluation
+    assert third.evaluation.labels_from == spec.day_end(SECOND)
 
 
 def test_windows_of_days_follow_each_other(trained: Lake) -> None:
@@ -242,14 +250,14 @@ def evaluated(lake: Lake, day: date) -> str:
 def test_a_day_is_evaluated_by_a_version_that_learned_nothing_of_it(
     refits: Refits, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lake, gated, second, last = (
+    lake, gated, third, last = (
         refits.lake,
-        *(folder.name for folder in (refits.gated, refits.second, refits.last)),
+        *(folder.name for folder in (refits.gated, refits.third, refits.last)),
     )
     days = (SECOND, THIRD, LAST, LAST + timedelta(days=1))
-    assert [evaluated(lake, day) for day in days] == [gated, second, second, last]
+    assert [evaluated(lake, day) for day in days] == [gated, gated, third, last]
     compared = load_live_for_comparison(lake, SURFACE, SPLIT)
-    assert isinstance(compared, Ranker) and compared.manifest.version == second
+    assert isinstance(compared, Ranker) and compared.manifest.version == gated
     warning = "has learned labels since"
     assert warning not in caplog.text
     assert evaluated(lake, FIRST) == last  # all have learned labels of the first day
@@ -264,10 +272,10 @@ def test_the_gate_does_not_judge_the_recipe_of_a_live_refit_again(refits: Refits
 
 def test_a_refit_that_was_rolled_back_does_not_come_back(refits: Refits, tmp_path: Path) -> None:
     lake = copy_with_own_rankers(refits.lake, tmp_path / "lake")
-    assert live_pointer(lake.root, SURFACE).rollback() == refits.second.name
+    assert live_pointer(lake.root, SURFACE).rollback() == refits.third.name
     with pytest.raises(UserError, match="was rolled back and is blocked"):
         refit_live_ranker(lake, SURFACE, LAST)
-    assert live_version(lake.root, SURFACE).name == refits.second.name
+    assert live_version(lake.root, SURFACE).name == refits.third.name
 
 
 def test_a_ranker_that_cannot_be_continued_is_named(own_lake: Lake, folder: Path) -> None:
@@ -287,36 +295,3 @@ def test_a_ranker_that_cannot_be_continued_is_named(own_lake: Lake, folder: Path
         refit_live_ranker(own_lake, SURFACE, LAST)
     with pytest.raises(UserError, match="no ranker of reels is promoted"):
         refit_live_ranker(own_lake, "reels", LAST)
-
-
-SHIFTS = st.floats(-1.5, 1.5)
-MAPS = st.sampled_from(
-    (
-        PlattScaling(slope=1.2, intercept=-0.3),
-        IsotonicCalibration(logit_knots=(-3.0, 0.0), calibrated_logits=(-2.5, 0.5)),
-    )
-)
-
-
-@given(SHIFTS, MAPS)
-def test_a_shift_of_the_logits_is_found_and_the_order_kept(
-    shift: float, calibrator: PlattScaling | IsotonicCalibration
-) -> None:
-    rng = np.random.default_rng(0)
-    logits = rng.normal(-1, 1, 50_000)
-    truth = expit(logit(calibrator(logits)) + shift)
-    labels = (rng.uniform(size=len(truth)) < truth).astype(np.float32)
-    refreshed = refresh_intercept(calibrator, logits, labels)
-    added = logit(refreshed(logits)) - logit(calibrator(logits))
-    np.testing.assert_allclose(added, added[0], atol=1e-6)
-    assert abs(added[0] - shift) < 0.05
-    assert (np.diff(refreshed(np.sort(logits))) >= 0).all()
-
-
-def test_without_labels_the_calibration_stays_and_few_move_it_little() -> None:
-    platt, few = PlattScaling(), np.zeros(3)
-    assert refresh_intercept(platt, np.zeros(0), np.zeros(0, np.float32)) == platt
-    moved = refresh_intercept(platt, few, np.zeros(3, np.float32))
-    assert isinstance(moved, PlattScaling)
-    assert -0.2 < moved.intercept < 0
-    assert moved.model_copy(update={"intercept": 0.0}) == platt

@@ -16,8 +16,8 @@ from sklearn.metrics import log_loss
 from etl.errors import UserError
 from etl.spec.units import DaySplit
 from etl.tables.lake import Lake
-from ranking.registry.promotion import PromotionRecord, RefitRecord, write_promotion_record
 from ranking.registry.ranker import latest_trained_pointer, live_pointer
+from ranking.registry.records import PromotionRecord, RefitRecord, write_promotion_record
 from ranking.report.build import build_report
 from ranking.report.data import compare_models
 from ranking.report.next_steps import (

@@ -1,0 +1,89 @@
+"""Predictions with the values of segments, from which calibrations are fitted and judged."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from torch import Tensor
+
+from etl.spec.model import DataSpec
+from ranking.inputs.segments import SegmentValues, segment_columns, segment_values
+from ranking.scoring.calibration import logit
+from ranking.scoring.offsets import LabeledRows, RankerCalibration
+from ranking.scoring.segment_calibration import SegmentCalibration, segment_calibrations
+from training.data.batch import Batch
+from training.evaluation.predictions import Predictions, concat_predictions, predict
+
+
+@dataclass(frozen=True)
+class SegmentedPredictions:
+    """Predictions (B, O), and the values (B) of segments."""
+
+    predictions: Predictions
+    segments: SegmentValues
+
+    def calibrated(self, calibration: RankerCalibration) -> "SegmentedPredictions":
+        """The same with calibrated probabilities."""
+        probabilities = calibration(logit(self.predictions.probabilities), self.segments)
+        return replace(self, predictions=replace(self.predictions, probabilities=probabilities))
+
+    def labeled(self) -> dict[str, LabeledRows]:
+        """The rows with a final label, by objective."""
+        predictions, labeled = self.predictions, {}
+        for column, objective in enumerate(predictions.objectives):
+            is_final = predictions.label_mask[:, column]
+            labeled[objective] = LabeledRows(
+                predictions.probabilities[is_final, column],
+                predictions.labels[is_final, column],
+                {name: values[is_final] for name, values in self.segments.items()},
+            )
+        return labeled
+
+    def segment_calibrations(self) -> list[SegmentCalibration]:
+        """The calibration of each objective, on all rows and by segment."""
+        return [
+            calibration
+            for objective, rows in self.labeled().items()
+            for calibration in segment_calibrations(objective, rows)
+        ]
+
+
+def predict_by_segment(
+    logits_fn: Callable[[Batch], Tensor], batches: Iterable[Batch], spec: DataSpec, num_items: int
+) -> SegmentedPredictions:
+    """Predictions of a function from a batch to logits (B, O); empty without batches.
+
+    Items from index `num_items` on are new to the model.
+    """
+    by_batch: list[SegmentValues] = []
+
+    def logits(batch: Batch) -> Tensor:
+        by_batch.append(batch_segments(batch, spec, num_items))
+        return logits_fn(batch)
+
+    predictions = predict(logits, batches, list(spec.objectives))
+    return SegmentedPredictions(predictions, _concat_segments(by_batch, spec.calibration_segments))
+
+
+def concat_by_segment(parts: Sequence[SegmentedPredictions]) -> SegmentedPredictions:
+    """The rows of several predictions of the same objectives and segments, in order."""
+    names = list(parts[0].segments)
+    segments = _concat_segments([part.segments for part in parts], names)
+    return SegmentedPredictions(concat_predictions([p.predictions for p in parts]), segments)
+
+
+def _concat_segments(parts: Sequence[SegmentValues], names: Sequence[str]) -> SegmentValues:
+    empty = np.zeros(0, np.int64)
+    return {name: np.concatenate([empty, *(part[name] for part in parts)]) for name in names}
+
+
+def batch_segments(batch: Batch, spec: DataSpec, num_items: int) -> SegmentValues:
+    """The values (B) of segments of a batch; items from index `num_items` on are new."""
+    request = batch.request_index.numpy()
+    columns = {
+        column: batch.row_categorical[column].numpy()
+        if column in batch.row_categorical
+        else batch.user_categorical[column].numpy()[request]
+        for column in segment_columns(spec).values()
+    }
+    return segment_values(spec, columns, batch.item_index.numpy(), num_items)

@@ -1,0 +1,229 @@
+"""Offsets by segment: planted errors are found, noise is not learned, and files are verified."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from etl.errors import UserError
+from etl.signature import SIGNING_KEY_VARIABLE, TRUSTED_KEY_VARIABLE
+from etl.spec.units import DAY
+from ranking.registry.calibration_offsets import OFFSETS_FILE, read_offsets, write_offsets
+from ranking.scoring.calibration import Floats, Labels, logit, sigmoid
+from ranking.scoring.offsets import (
+    INTERCEPT,
+    INTERCEPT_HALF_LIFE,
+    SEGMENT_HALF_LIFE,
+    CalibrationOffsets,
+    LabeledRows,
+    refresh_offsets,
+)
+from ranking.scoring.segment_calibration import (
+    MAX_SIGMA,
+    SegmentCalibration,
+    range_p_value,
+    segment_calibrations,
+    worst_segment,
+)
+
+NONE = CalibrationOffsets(surface="feed", labels_until=0)
+
+
+def draw(p: Floats, rng: np.random.Generator) -> Labels:
+    return (rng.uniform(size=len(p)) < p).astype(np.float32)
+
+
+def rows_with_shifts(shifts: Floats, num_rows: int, seed: int) -> tuple[LabeledRows, Floats]:
+    """Rows whose predictions lack the shift of their category, and the true probabilities."""
+    rng = np.random.default_rng(seed)
+    category = rng.integers(0, len(shifts), num_rows)
+    p = sigmoid(rng.normal(-2, 1, num_rows))
+    truth = sigmoid(logit(p) + shifts[category])
+    return LabeledRows(p, draw(truth, rng), {"category": category}), truth
+
+
+def refreshed(
+    rows: LabeledRows, before: CalibrationOffsets = NONE, until: int = DAY
+) -> CalibrationOffsets:
+    return refresh_offsets(before, {"click": rows}, until)
+
+
+def corrected(offsets: CalibrationOffsets, rows: LabeledRows) -> LabeledRows:
+    shift = offsets(rows.segments, ["click"])[..., 0]
+    return LabeledRows(sigmoid(logit(rows.probabilities) + shift), rows.labels, rows.segments)
+
+
+@settings(max_examples=10)
+@given(st.integers(0, 100))
+def test_shifts_of_segments_are_found_on_rows_that_were_not_learned(seed: int) -> None:
+    shifts = np.random.default_rng(seed).normal(0, 0.5, 20)
+    learned, _ = rows_with_shifts(shifts, 200_000, seed)
+    tested, truth = rows_with_shifts(shifts, 20_000, seed + 1000)
+    result = corrected(refreshed(learned), tested)
+    errors = np.abs(logit(result.probabilities) - logit(truth))
+    assert errors.max() < 0.2 and errors.mean() < 0.05
+    before, after = (
+        worst_segment(list(segment_calibrations("click", rows))) for rows in (tested, result)
+    )
+    assert before and after and before[1] > 4 and after[1] < MAX_SIGMA
+
+
+@settings(max_examples=10)
+@given(st.integers(0, 100))
+def test_segments_that_do_not_differ_cost_almost_nothing(seed: int) -> None:
+    learned, _ = rows_with_shifts(np.zeros(200), 20_000, seed)
+    tested, truth = rows_with_shifts(np.zeros(200), 20_000, seed + 1000)
+    result = corrected(refreshed(learned), tested).probabilities
+    excess = truth * np.log(truth / result) + (1 - truth) * np.log((1 - truth) / (1 - result))
+    assert excess.mean() < 2e-4
+    assert np.abs(logit(result) - logit(truth)).max() < 0.25
+
+
+def test_few_labels_move_an_offset_little_and_none_do_not() -> None:
+    rows, _ = rows_with_shifts(np.zeros(3), 3000, 0)
+    rare = np.where(np.arange(3000) < 2, 7, 0)
+    labels = np.where(rare == 7, 1, rows.labels).astype(np.float32)
+    offsets = refreshed(LabeledRows(rows.probabilities, labels, {"category": rare}))
+    table = offsets.by_objective["click"]["category"].table
+    assert 0 < table[7] < 0.05
+    unseen = offsets({"category": np.array([3, 500])}, ["click"])
+    intercept = offsets.by_objective["click"][INTERCEPT].table[0]
+    assert (unseen == intercept).all()
+    empty = LabeledRows(np.zeros(0), np.zeros(0, np.float32), {"category": np.zeros(0, np.int64)})
+    assert not refreshed(empty).by_objective["click"]["category"].values
+    assert refreshed(empty)({"category": np.array([3])}, ["click"]) == 0
+
+
+def test_a_refresh_in_parts_equals_one_up_to_the_approximation() -> None:
+    shifts = np.array([0.5, -0.5, 0.0, 0.2])
+    first, _ = rows_with_shifts(shifts, 20_000, 1)
+    second, _ = rows_with_shifts(shifts, 20_000, 2)
+    both = LabeledRows(
+        np.append(first.probabilities, second.probabilities),
+        np.append(first.labels, second.labels),
+        {"category": np.append(first.segments["category"], second.segments["category"])},
+    )
+    at_once = refreshed(both, until=0)
+    in_parts = refreshed(second, refreshed(first, until=0), until=0)
+    for segment in (INTERCEPT, "category"):
+        one, two = (o.by_objective["click"][segment] for o in (at_once, in_parts))
+        assert one.values == two.values
+        np.testing.assert_allclose(one.precisions, two.precisions, rtol=0.02)
+    category = {"category": np.arange(4)}
+    np.testing.assert_allclose(
+        at_once(category, ["click"]), in_parts(category, ["click"]), atol=0.03
+    )
+
+
+def test_old_labels_count_less_by_their_age_until_they_are_forgotten() -> None:
+    rows, _ = rows_with_shifts(np.array([1.0, -1.0]), 20_000, 0)
+    nothing = LabeledRows(np.zeros(0), np.zeros(0, np.float32), {"category": np.zeros(0, np.int64)})
+    before = refreshed(rows).by_objective["click"]
+    for segment, half_life in ((INTERCEPT, INTERCEPT_HALF_LIFE), ("category", SEGMENT_HALF_LIFE)):
+        after = refreshed(nothing, refreshed(rows), DAY + half_life).by_objective["click"][segment]
+        expected = np.array(before[segment].precisions) / 2
+        np.testing.assert_allclose(after.precisions, expected)
+    forgotten = refreshed(nothing, refreshed(rows), 400 * DAY).by_objective["click"]
+    assert not forgotten["category"].values and not forgotten[INTERCEPT].values
+
+
+def test_segments_that_a_spec_drops_are_dropped() -> None:
+    rows, _ = rows_with_shifts(np.array([1.0, -1.0]), 2000, 0)
+    other = LabeledRows(rows.probabilities, rows.labels, {"format": rows.segments["category"]})
+    offsets = refreshed(other, refreshed(rows))
+    assert set(offsets.by_objective["click"]) == {INTERCEPT, "format"}
+
+
+def test_calibrated_predictions_are_rarely_called_uncalibrated() -> None:
+    """At most 5 % of the worst segments of calibrated predictions are beyond the 5 % line."""
+    rng, beyond = np.random.default_rng(0), 0
+    for _ in range(200):
+        p = rng.beta(1, 20, 10_000)
+        rows = LabeledRows(p, draw(p, rng), {"category": rng.geometric(0.1, len(p))})
+        worst = worst_segment(list(segment_calibrations("click", rows)))
+        assert worst
+        beyond += worst[1] > 1.96
+    assert beyond <= 0.05 * 200 + 2 * np.sqrt(0.05 * 0.95 * 200)
+
+
+def test_the_range_of_a_brownian_motion_has_its_known_distribution() -> None:
+    steps = np.random.default_rng(0).normal(0, 1, (20_000, 2000)).cumsum(1) / np.sqrt(2000)
+    walk_range = np.maximum(steps.max(1), 0) - np.minimum(steps.min(1), 0)
+    for x in (1.0, 1.5, 2.0, 2.5):
+        assert abs(np.mean(walk_range >= x) - range_p_value(x)) < 0.03
+    assert range_p_value(0.1) == 1 and 0 < range_p_value(50) < 1e-300
+    values = [range_p_value(x) for x in np.linspace(0, 8, 200)]
+    assert (np.diff(values) <= 1e-9).all()
+
+
+def test_an_error_that_cancels_over_scores_is_found() -> None:
+    rng = np.random.default_rng(0)
+    z = rng.normal(-1, 1, 30_000)
+    labels = draw(sigmoid(0.5 * (z + 1) - 1), rng)  # too extreme at both ends
+    p = sigmoid(z)
+    p = sigmoid(z + logit(labels.mean(keepdims=True).astype(float)) - logit(p.mean(keepdims=True)))
+    (found,) = segment_calibrations("click", LabeledRows(p, labels, {}))
+    assert abs(found.ratio - 1) < 0.05 and found.sigma > 6
+
+
+def test_segments_with_few_expected_outcomes_are_not_judged() -> None:
+    p = np.full(100, 0.1)
+    rows = LabeledRows(p, np.ones(100, np.float32), {"category": np.arange(100)})
+    assert not list(segment_calibrations("click", rows))
+    assert worst_segment([]) is None
+
+
+def test_the_worst_of_many_segments_is_judged_by_how_many_there_are() -> None:
+    def segment(p_value: float) -> SegmentCalibration:
+        return SegmentCalibration(
+            objective="click", segment="s", value=0, rows=1, positives=1, predicted=1,
+            p_value=p_value,
+        )  # fmt: skip
+
+    worst = segment(0.001)
+    alone, among = worst_segment([worst]), worst_segment([worst, *[segment(0.5)] * 99])
+    assert alone and among and alone[0] == among[0] == worst
+    assert alone[1] == pytest.approx(3.29, abs=0.01) and among[1] == pytest.approx(1.64, abs=0.01)
+
+
+@pytest.fixture
+def offsets() -> CalibrationOffsets:
+    rows, _ = rows_with_shifts(np.array([1.0, -1.0]), 2000, 0)
+    return refreshed(rows).model_copy(update={"version": "v1"})
+
+
+def test_offsets_are_read_as_they_were_written(offsets: CalibrationOffsets, tmp_path: Path) -> None:
+    write_offsets(tmp_path, offsets)
+    assert read_offsets(tmp_path, "v1") == offsets
+
+
+def test_offsets_of_others_or_damaged_ones_are_refused(
+    offsets: CalibrationOffsets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match="is missing: run `gemline rank calibrate` again"):
+        read_offsets(tmp_path, "v1")
+    write_offsets(tmp_path, offsets)
+    with pytest.raises(UserError, match="is of ranker v1, not of v2"):
+        read_offsets(tmp_path, "v2")
+    path = tmp_path / OFFSETS_FILE
+    unsigned = path.read_text()
+    path.write_text(unsigned[:-20])
+    with pytest.raises(UserError, match="is damaged"):
+        read_offsets(tmp_path, "v1")
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    key = Ed25519PrivateKey.generate()
+    monkeypatch.setenv(TRUSTED_KEY_VARIABLE, key.public_key().public_bytes_raw().hex())
+    path.write_text(unsigned)
+    with pytest.raises(UserError, match="is not signed"):
+        read_offsets(tmp_path, "v1")
+    monkeypatch.setenv(SIGNING_KEY_VARIABLE, key.private_bytes_raw().hex())
+    write_offsets(tmp_path, offsets)
+    assert read_offsets(tmp_path, "v1") == offsets
+    shutil.copy(path, tmp_path / "copy")
+    path.write_text(path.read_text().replace("feed", "reel"))
+    with pytest.raises(UserError, match="was changed after signing"):
+        read_offsets(tmp_path, "v1")
