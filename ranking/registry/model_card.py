@@ -66,8 +66,8 @@ def _segment_lines(spec: DataSpec, evaluation: SegmentEvaluation | None) -> Iter
         return
     yield f"On labels final from {format_utc(evaluation.labels_from)} to"
     yield f"{format_utc(evaluation.labels_until)} UTC, each predicted before it was learned. Errors"
-    yield f"are in units of noise: the worst of {len(segments)} segments is at {worst[1]:.1f} sigma,"
-    yield f"corrected for their number; up to {MAX_SIGMA:.0f} is within noise."
+    yield f"are in units of noise (sigma): the worst of {len(segments)} segments is at"
+    yield f"{worst[1]:.1f}, corrected for their number; up to {MAX_SIGMA:.0f} is within noise."
     yield ""
     yield "| objective | segment | positives | predictions / outcomes | sigma |"
     yield "|---|---|---|---|---|"

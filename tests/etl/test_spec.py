@@ -116,6 +116,21 @@ def test_all_errors_are_reported_at_once_with_their_lines(tmp_path: Path) -> Non
         ),
         ("event: ad_view,", "event: ad_viw,", "'ad_viw' is not among the events"),
         ("traffic: click", "traffic: view_time", "'view_time' is not among the objectives"),
+        (
+            "tier, device, new_item]",
+            "tier, position]",
+            "calibration_segments.*'position' is not among the categorical attributes and new_item",
+        ),
+        (
+            "hour: {type: clock, part: hour}",
+            "format: {type: categorical}",
+            "calibration_segments: format is a segment of item and of context: rename an attribute",
+        ),
+        (
+            "hour: {type: clock, part: hour}",
+            "new_item: {type: categorical}",
+            "calibration_segments: new_item is a segment of context and of new items",
+        ),
     ],
 )
 def test_an_inconsistent_spec_is_refused_with_the_line_of_the_problem(

@@ -1,6 +1,8 @@
 """Offsets by segment: planted errors are found, noise is not learned, and files are verified."""
 
+import asyncio
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,9 @@ from etl.errors import UserError
 from etl.signature import SIGNING_KEY_VARIABLE, TRUSTED_KEY_VARIABLE
 from etl.spec.units import DAY
 from ranking.registry.calibration_offsets import OFFSETS_FILE, read_offsets, write_offsets
+from ranking.registry.manifest import read_manifest, write_manifest
+from ranking.registry.promotion import PromotionConfig, PromotionDecision, judge_segments
+from ranking.registry.ranker import live_pointer, load_ranker
 from ranking.scoring.calibration import Floats, Labels, logit, sigmoid
 from ranking.scoring.offsets import (
     INTERCEPT,
@@ -19,8 +24,10 @@ from ranking.scoring.offsets import (
     SEGMENT_HALF_LIFE,
     CalibrationOffsets,
     LabeledRows,
+    SegmentOffsets,
     refresh_offsets,
 )
+from ranking.scoring.predictions import batch_segments
 from ranking.scoring.segment_calibration import (
     MAX_SIGMA,
     SegmentCalibration,
@@ -28,6 +35,11 @@ from ranking.scoring.segment_calibration import (
     segment_calibrations,
     worst_segment,
 )
+from ranking.serving.settings import Settings
+from ranking.serving.worker import Worker
+from ranking.student.model import TrainedStudent
+from tests.ranking.conftest import batch_of
+from training.data.reader import ExampleReader
 
 NONE = CalibrationOffsets(surface="feed", labels_until=0)
 
@@ -126,6 +138,11 @@ def test_old_labels_count_less_by_their_age_until_they_are_forgotten() -> None:
         after = refreshed(nothing, refreshed(rows), DAY + half_life).by_objective["click"][segment]
         expected = np.array(before[segment].precisions) / 2
         np.testing.assert_allclose(after.precisions, expected)
+    intercept = before[INTERCEPT]
+    (precision,), (offset,), prior = intercept.precisions, intercept.offsets, 10.0
+    halved = 0.5 * offset * (precision + prior) / (0.5 * precision + prior)
+    day_later = refreshed(nothing, refreshed(rows), DAY + INTERCEPT_HALF_LIFE).by_objective["click"]
+    assert day_later[INTERCEPT].offsets[0] == pytest.approx(halved)
     forgotten = refreshed(nothing, refreshed(rows), 400 * DAY).by_objective["click"]
     assert not forgotten["category"].values and not forgotten[INTERCEPT].values
 
@@ -227,3 +244,108 @@ def test_offsets_of_others_or_damaged_ones_are_refused(
     path.write_text(path.read_text().replace("feed", "reel"))
     with pytest.raises(UserError, match="was changed after signing"):
         read_offsets(tmp_path, "v1")
+
+
+@pytest.fixture
+def with_offsets(folder: Path, tmp_path: Path) -> Path:
+    """A ranker with offsets for all segments of its spec."""
+    copy = tmp_path / "ranker"
+    shutil.copytree(folder, copy)
+    manifest = read_manifest(copy).model_copy(update={"has_calibration_offsets": True})
+    write_manifest(copy, manifest)
+    rng = np.random.default_rng(0)
+    segments = {
+        name: SegmentOffsets(values=tuple(range(20)), offsets=tuple(rng.normal(size=20)))
+        for name in (*manifest.spec.calibration_segments, INTERCEPT)
+    }
+    offsets = CalibrationOffsets(
+        surface=manifest.surface,
+        version=manifest.version,
+        labels_until=0,
+        by_objective=dict.fromkeys(manifest.spec.objectives, segments),
+    )
+    write_offsets(copy, offsets)
+    return copy
+
+
+def test_a_ranker_adds_the_offsets_of_the_segments_of_each_candidate(
+    with_offsets: Path, student: TrainedStudent, reader: ExampleReader
+) -> None:
+    ranker, batch = load_ranker(with_offsets), batch_of(reader, 60)
+    inputs = student.input_builder(batch)
+    user_state = ranker.user_state(inputs.requests)
+    found = ranker.probabilities(user_state, inputs.candidates)[inputs.candidate_index.mask]
+    without = replace(ranker, offsets=None)
+    p = without.probabilities(user_state, inputs.candidates)[inputs.candidate_index.mask]
+    offsets = ranker.offsets
+    assert offsets
+    by_segment = offsets.by_objective["click"]
+
+    def offset(segment: str, value: int) -> float:
+        table = by_segment[segment]
+        return table.offsets[value] if value < len(table.offsets) else 0.0
+
+    expected = np.full(len(batch), by_segment[INTERCEPT].offsets[0])
+    for row in range(len(batch)):
+        user = int(batch.request_index[row])
+        for segment in ("category", "format", "advertiser_id", "goal"):
+            expected[row] += offset(segment, int(batch.row_categorical[f"item_{segment}"][row]))
+        expected[row] += offset("device", int(batch.row_categorical["ctx_device"][row]))
+        expected[row] += offset("tier", int(batch.user_categorical["user_tier"][user]))
+        is_new = int(batch.item_index[row]) >= ranker.manifest.num_items
+        expected[row] += offset("new_item", int(is_new))
+    np.testing.assert_allclose(logit(found) - logit(p), expected[:, None] * np.ones(3), atol=1e-6)
+    assert {int(i) >= ranker.manifest.num_items for i in batch.item_index} == {True, False}
+    segments = batch_segments(batch, reader.lake.spec, ranker.manifest.num_items)
+    of_candidates = ranker.segment_values(user_state, inputs.candidates)
+    for name, values in segments.items():
+        assert (of_candidates[name][inputs.candidate_index.mask] == values).all(), name
+
+
+def test_a_service_uses_offsets_that_are_refreshed_and_keeps_its_own_if_they_are_damaged(
+    with_offsets: Path, settings: Settings
+) -> None:
+    live = live_pointer(settings.lake, "feed").live_folder
+    assert isinstance(live, Path)
+    shutil.rmtree(live)
+    shutil.copytree(with_offsets, live)
+    version = read_manifest(live).version
+    worker = Worker(settings)
+    first = worker.rankers.for_surface("feed").offsets
+    assert first and first == read_offsets(live, version)
+    refreshed_offsets = first.model_copy(update={"labels_until": 7, "by_objective": {}})
+    write_offsets(live, refreshed_offsets)
+    asyncio.run(worker.refresh())
+    assert worker.rankers.for_surface("feed").offsets == refreshed_offsets
+    (live / OFFSETS_FILE).write_text("{")
+    asyncio.run(worker.refresh())
+    assert worker.rankers.for_surface("feed").offsets == refreshed_offsets
+    assert "is damaged" in worker.rankers.errors["feed"]
+    worker.close()
+
+
+def test_a_ranker_whose_offsets_are_missing_is_not_served(with_offsets: Path) -> None:
+    (with_offsets / OFFSETS_FILE).unlink()
+    with pytest.raises(UserError, match=r"calibration_offsets\.json is missing"):
+        load_ranker(with_offsets)
+
+
+@pytest.mark.parametrize(("ratio", "positives", "promoted"), [(1.5, 400, False), (1.1, 4000, True)])
+def test_the_gate_refuses_a_segment_that_is_far_off_beyond_noise(
+    reader: ExampleReader, ratio: float, positives: int, promoted: bool
+) -> None:
+    spec = reader.lake.spec
+    rng = np.random.default_rng(0)
+    p = np.full(positives * 4, 0.25)
+    labels = draw(p / ratio, rng)
+    category = np.full(len(p), 5)
+    rows = LabeledRows(p, labels, {"category": category})
+    segments = [s for s in segment_calibrations("click", rows) if s.segment == "category"]
+    assert segments[0].sigma > MAX_SIGMA
+    decision = PromotionDecision("v1", True, ())
+    judged = judge_segments(decision, segments, spec, PromotionConfig())
+    assert judged.promoted == promoted
+    assert "worst of 1 segments: click of category #5" in judged.reasons[0]
+    assert any("not calibrated" in reason for reason in judged.reasons) != promoted
+    refused = judge_segments(replace(decision, promoted=False), segments, spec, PromotionConfig())
+    assert not refused.promoted

@@ -34,7 +34,7 @@ from ranking.report.data import model_cards
 from ranking.scoring.offsets import RankerCalibration
 from ranking.student.config import DistillationConfig, StudentTrainConfig
 from ranking.student.model import new_student
-from ranking.trainer.calibrate import predict_window, refresh
+from ranking.trainer.calibrate import predict_window, refresh, refresh_live_calibration
 from ranking.trainer.refit import (
     continue_training,
     day_windows,
@@ -218,6 +218,21 @@ def test_offsets_are_refreshed_with_the_weights_before_the_labels_are_learned(
     assert refit.training.evaluation.labels_from == window.start
     judged = unlearned.calibrated(calibration).segment_calibrations()
     assert refit.training.evaluation.segments == tuple(judged)
+
+
+def test_a_refresh_between_refits_learns_each_label_once(own_lake: Lake) -> None:
+    """A refit after it trains the ranker, but has no labels left for the offsets."""
+    gated = live_version(own_lake.root, SURFACE)
+    before = offsets_of(gated, read_manifest(gated))
+    refreshed = refresh_live_calibration(own_lake, SURFACE, LAST)
+    assert before and refreshed.by_objective != before.by_objective
+    assert refreshed.labels_until == own_lake.spec.day_end(LAST)
+    assert offsets_of(gated, read_manifest(gated)) == refreshed
+    assert refresh_live_calibration(own_lake, SURFACE, LAST) == refreshed
+    refit = read_manifest(refit_live_ranker(own_lake, SURFACE, LAST))
+    after = offsets_of(live_version(own_lake.root, SURFACE), refit)
+    assert after and after.by_objective == refreshed.by_objective
+    assert refit.training and refit.training.evaluation is None
 
 
 def test_labels_from_which_offsets_were_fitted_do_not_count_twice(refits: Refits) -> None:
