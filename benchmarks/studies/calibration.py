@@ -1,93 +1,252 @@
-"""`gemline bench calibration`: ratio of predictions to outcomes of rankers on real logs.
+"""`gemline bench calibration`: how well served rankers are calibrated, in total and by segment.
 
-Runs the pipeline on some days of KuaiRand up to its rankers, in `--work`, and skips finished
-steps. Rankers are calibrated on the day before the reported one.
+Without `--work` the committed figures are printed. With it, rankers of simulated logs and of the
+slice of KuaiRand are refit each day as in `refit_predictions.py`, and the calibrators of
+`calibrators.py` are compared on what was served. On simulated logs the probabilities at the served
+position are compared with the true ones there. Finished trainings are kept in that folder.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
+from pydantic import Field
 
-from benchmarks.harness import KUAIRAND_SPEC, BenchmarkResult
-from dags.pipeline import (
-    TRAIN_RANKER,
-    PipelinePaths,
-    all_days_flags,
-    data_steps,
-    gem_steps,
-    latest_mature_split,
-    model_flags,
-    surface_step,
-)
-from dags.runner import run_pipeline
+from benchmarks.harness import BENCH_SIMULATOR, RESULTS, BenchmarkResult
+from benchmarks.pipelines import BENCH_DAYS, simulated_tables
+from benchmarks.studies.committed import StudyFolder, share_of, show_committed
+from benchmarks.studies.quality import KUAIRAND_DATA, KuaiRandFolder
 from etl.errors import UserError
-from etl.spec import DataSpec, load_spec
+from etl.spec import load_spec
 from etl.spec.base import StrictModel
-from etl.spec.units import DaySplit, parse_date_range
 
 if TYPE_CHECKING:
+    from benchmarks.studies.calibrators import Calibrator
+    from benchmarks.studies.refit_predictions import RefitPredictions, ServingLog
+    from ranking.scoring.predictions import SegmentedPredictions
+    from ranking.scoring.segment_calibration import SegmentCalibration
     from training.evaluation.predictions import Predictions
 
-DAYS = "2022-04-25:2022-04-30"
-MIN_POSITIVES = 1000  # with fewer the interval is too wide for the goal
-COLUMNS = ("surface", "objective", "positives", "predictions / outcomes [95 %]", "goal")
+SIMULATED_DAYS = (date(2026, 1, 1), date(2026, 1, 5), date(2026, 1, 14))
+KUAIRAND_SURFACES = ("tab1", "tab4")  # with MIN_POSITIVES clicks on the days that are served
+KUAIRAND_DAYS = (date(2022, 4, 25), date(2022, 4, 26), date(2022, 4, 30))
+MIN_POSITIVES = 1000  # of a surface and objective for which the ratio has a goal
+GOALS = {
+    "worst_segment_sigma": "<= 3",
+    "worst_segment_sigma_simulated": "<= 3",
+    "worst_segment_sigma_kuairand": "<= 3",
+    "calibration_worst_kuairand_prequential": "<= 0.02",
+    "calibration_worst_floors_simulated": "<= 2",
+    "calibration_worst_floors_kuairand": "<= 2",
+    "position_bias_error": "<= 0.02",
+}
+RESULT = RESULTS / "calibration.json"
+COLUMNS = (
+    "logs",
+    "calibration",
+    "objective",
+    "NE less that of Platt scaling, 1e-4 [95 %]",
+    "worst surface, |predictions / outcomes - 1|",
+    "in noise floors",
+    "worst segment, sigma",
+)
 
 
 class CalibrationArgs(StrictModel):
-    """Arguments of the benchmark."""
+    """Arguments of the study."""
 
-    data: Annotated[Path, tyro.conf.arg(help="folder that holds KuaiRand's data/log_standard_*")]
-    work: Annotated[Path, tyro.conf.arg(help="folder for tables and models, kept")]
+    work: StudyFolder = None
+    kuairand: KuaiRandFolder = None
+    seeds: int = Field(default=2, ge=1)
+    share: Annotated[
+        str, tyro.conf.arg(help="run only part k of n of the trainings, and no comparison: k/n")
+    ] = "1/1"
     as_json: Annotated[bool, tyro.conf.arg(name="json", help="one line of JSON last")] = False
 
 
 def bench(args: CalibrationArgs) -> None:
-    """Ratio of predictions to outcomes of each surface and objective on the last day."""
-    from ranking.registry.ranker import latest_trained_pointer
-    from training.evaluation.predictions import Predictions, evaluation_path
-
-    if not args.data.is_dir():
-        raise UserError(f"--data {args.data} is not a folder; it must hold KuaiRand's raw files")
-    spec = load_spec(KUAIRAND_SPEC)
-    paths = PipelinePaths(KUAIRAND_SPEC, str(args.data.resolve()), str(args.work.resolve()))
-    split = latest_mature_split(spec, *parse_date_range(DAYS))
-    train_rankers(spec, paths, split)
-    result = BenchmarkResult(f"Rankers of KuaiRand on {split.test_last}", COLUMNS)
-    errors: list[float] = []
-    for surface in spec.ad_surfaces:
-        if latest_trained_pointer(paths.lake, surface).live_folder:
-            path = evaluation_path(paths.lake, f"distilled-{surface}")
-            errors += add_surface_rows(result, surface, Predictions.read(path, split))
-    reason = f"no surface has {MIN_POSITIVES:,} positives of an objective"
-    result.record("calibration_worst_kuairand", max(errors, default=None), reason)
+    """Calibration of served rankers, in total, by segment and at equal positions."""
+    if args.work is None:
+        show_committed("Calibration", GOALS, RESULT, args.as_json)
+        return
+    rankers = rankers_of(args.work, args.kuairand or KUAIRAND_DATA)
+    tasks = [
+        (name, surface, seed)
+        for seed in range(args.seeds)
+        for name, trained in rankers.items()
+        for surface in trained.surfaces
+    ]
+    for name, surface, seed in share_of(tasks, args.share):
+        rankers[name].log(surface, seed)
+    if args.share != "1/1":
+        return
+    result = BenchmarkResult(
+        f"Rankers as served, refit each day from labels only, {args.seeds} seeds", COLUMNS
+    )
+    sigmas = [compare_calibrators(result, *logs, args.seeds) for logs in rankers.items()]
+    result.record("worst_segment_sigma", max(sigmas), "no segment is judged")
+    compare_positions(result, rankers["simulated"], args.work / "raw", args.seeds)
     result.show(args.as_json)
+    result.save_study(RESULT, f"gemline bench calibration --work work/bench --seeds {args.seeds}")
 
 
-def train_rankers(spec: DataSpec, paths: PipelinePaths, split: DaySplit) -> None:
-    """Run the pipeline: tables, GEM and its outputs, and a ranker per surface."""
-    flags = model_flags(split)
-    steps = [*data_steps(paths, all_days_flags(split)), *gem_steps(paths, flags)]
-    steps += [surface_step(TRAIN_RANKER, paths, flags, surface) for surface in spec.ad_surfaces]
-    run_pipeline(spec, paths, steps)
+def rankers_of(work: Path, kuairand: Path) -> "dict[str, RefitPredictions]":
+    """The rankers of both logs, whose tables are built if they are missing.
+
+    On KuaiRand those of surfaces that have MIN_POSITIVES on the days that are served.
+    """
+    from benchmarks.studies.kuairand_quality import build_trials
+    from benchmarks.studies.refit_predictions import RefitPredictions
+    from etl.tables.lake import Lake
+
+    if not kuairand.is_dir():
+        raise UserError(f"{kuairand} is absent; --kuairand names KuaiRand's folder")
+    paths = simulated_tables(work, BENCH_SIMULATOR, BENCH_DAYS)
+    simulated = Lake(paths.lake, load_spec(paths.spec))
+    folder = work.resolve() / "refits"
+    real = build_trials(kuairand, work / "kuairand").lake
+    return {
+        "simulated": RefitPredictions(
+            simulated, simulated.spec.ad_surfaces, *SIMULATED_DAYS, folder
+        ),
+        "kuairand": RefitPredictions(real, KUAIRAND_SURFACES, *KUAIRAND_DAYS, folder),
+    }
 
 
-def add_surface_rows(
-    result: BenchmarkResult, surface: str, predictions: "Predictions"
-) -> list[float]:
-    """Add a surface's rows; returns |ratio - 1| of the objectives with enough positives."""
-    from training.evaluation.predictions import calibration_interval
+@dataclass(frozen=True)
+class Served:
+    """Predictions of one seed on all surfaces after a calibrator, and their segments by surface."""
 
-    errors = []
-    for i, objective in enumerate(predictions.objectives):
-        positives = int(predictions.labels[predictions.label_mask[:, i], i].sum())
-        if not positives:
+    predictions: "Predictions"
+    segments: "list[SegmentCalibration]"
+
+    @property
+    def worst_sigma(self) -> float:
+        """The worst segment of all surfaces, corrected for their number."""
+        from ranking.scoring.segment_calibration import worst_segment
+
+        worst = worst_segment(self.segments)
+        return worst[1] if worst else 0.0
+
+
+def serve(trained: "RefitPredictions", calibrator: "Calibrator", seed: int) -> Served:
+    """What the rankers of a seed would have served with a calibrator, in the order of surfaces."""
+    from training.evaluation.predictions import concat_predictions
+
+    parts, segments = [], []
+    for surface in trained.surfaces:
+        served = apply(calibrator, trained.log(surface, seed))
+        parts.append(served.predictions)
+        segments += served.segment_calibrations()
+    return Served(concat_predictions(parts), segments)
+
+
+def apply(calibrator: "Calibrator", log: "ServingLog") -> "SegmentedPredictions":
+    """The served rows of a log at their logged positions, calibrated."""
+    from ranking.scoring.calibration import logit, sigmoid
+
+    rows = log.served.predictions
+    probabilities = sigmoid(logit(rows.predictions.probabilities) + calibrator(log))
+    return replace(rows, predictions=replace(rows.predictions, probabilities=probabilities))
+
+
+def compare_calibrators(
+    result: BenchmarkResult, logs: str, trained: "RefitPredictions", seeds: int
+) -> float:
+    """Rows and figures of each calibrator on the logs; returns the product's worst sigma."""
+    from benchmarks.studies.calibrators import CALIBRATORS, PLATT, PRODUCT
+    from training.evaluation.predictions import paired_ne_difference
+
+    served = {
+        name: [serve(trained, calibrator, seed) for seed in range(seeds)]
+        for name, calibrator in CALIBRATORS.items()
+    }
+    platt = [one.predictions for one in served[PLATT]]
+    for name, by_seed in served.items():
+        sigma = mean(one.worst_sigma for one in by_seed)
+        worst_ratio = worst_floors = 0.0
+        for objective in trained.lake.spec.objectives:
+            predictions = [one.predictions for one in by_seed]
+            difference = paired_ne_difference(predictions, platt, objective)
+            ratio, floors = worst_surface(by_seed, objective)
+            worst_ratio, worst_floors = max(worst_ratio, ratio), max(worst_floors, floors)
+            gain = "" if name == PLATT else str(difference)
+            result.rows.append(
+                (logs, name, objective, gain, f"{ratio:.4f}", f"{floors:.1f}", f"{sigma:.1f}")
+            )
+        if name == PRODUCT:
+            product_sigma = sigma
+            key = "calibration_worst_kuairand_prequential"
+            result.figures |= {key: round(worst_ratio, 4)} if logs == "kuairand" else {}
+            result.figures |= {
+                f"worst_segment_sigma_{logs}": round(sigma, 2),
+                f"calibration_worst_floors_{logs}": round(worst_floors, 2),
+                f"segments_{logs}": len(by_seed[0].segments),
+            }
+    return product_sigma
+
+
+def worst_surface(by_seed: "Sequence[Served]", objective: str) -> tuple[float, float]:
+    """The largest |predictions / outcomes - 1| over surfaces, mean of seeds, and in noise floors.
+
+    The floor is the standard deviation of the ratio under calibrated predictions. Surfaces with
+    fewer than MIN_POSITIVES are left out.
+    """
+    import numpy as np
+
+    worst = (0.0, 0.0)
+    first = by_seed[0].predictions
+    column = first.objectives.index(objective)
+    for code in np.unique(first.surface):
+        rows = (first.surface == code) & first.label_mask[:, column]
+        positives = float(first.labels[rows, column].sum())
+        if positives < MIN_POSITIVES:
             continue
-        ratio = calibration_interval(predictions, objective)
-        has_goal = positives >= MIN_POSITIVES
-        if has_goal:
-            errors.append(abs(ratio.value - 1))
-        interval = f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
-        goal = "0.97 to 1.03" if has_goal else ""
-        result.rows.append((surface, objective, f"{positives:,}", interval, goal))
-    return errors
+        p = np.mean([one.predictions.probabilities[rows, column] for one in by_seed], 0)
+        error = abs(float(p.sum()) / positives - 1)
+        floor = float(np.sqrt((p * (1 - p)).sum())) / positives
+        worst = max(worst, (error, error / floor))
+    return worst
+
+
+def compare_positions(
+    result: BenchmarkResult, trained: "RefitPredictions", raw: Path, seeds: int
+) -> None:
+    """Rows of each surface and objective: served probabilities over the true ones at the position.
+
+    Beside them, what is served if the logged positions are ignored.
+    """
+    from benchmarks.studies.calibrators import CALIBRATORS, PRODUCT
+    from benchmarks.studies.position_truth import true_at_served_position
+    from ranking.scoring.calibration import logit, sigmoid
+
+    spec, errors, ignored = trained.lake.spec, [], []
+    for surface in trained.surfaces:
+        logs = [trained.log(surface, seed) for seed in range(seeds)]
+        truth = true_at_served_position(logs[0].served, spec, surface, raw).mean(0)
+        added = [CALIBRATORS[PRODUCT](log) for log in logs]
+        served, logged = (
+            sum(sigmoid(logit(p) + a).mean(0) for p, a in zip(kind, added, strict=True)) / seeds
+            for kind in (
+                [log.served.served for log in logs],
+                [log.served.predictions.predictions.probabilities for log in logs],
+            )
+        )
+        labels = logs[0].served.predictions.predictions
+        for i, objective in enumerate(labels.objectives):
+            positives = labels.labels[labels.label_mask[:, i], i].sum()
+            error, without = served[i] / truth[i] - 1, logged[i] / truth[i] - 1
+            floor = 1 / positives**0.5
+            result.rows.append(
+                (f"simulated, {surface}", "served / true at position 0", objective, "",
+                 f"{error:+.4f} (ignored: {without:+.4f})", f"{abs(error) / floor:.1f}", "")
+            )  # fmt: skip
+            if positives >= MIN_POSITIVES:
+                errors.append(abs(error))
+                ignored.append(abs(without))
+    result.record("position_bias_error", max(errors), "")
+    result.record("position_bias_error_ignored", max(ignored), "")

@@ -56,6 +56,7 @@ class StudentTrainer:
         self.ema = EmaModel(student.student)
         self.teacher_versions = set(teacher.versions if teacher else ())
         self.newest_labels = torch.zeros(len(reader.features.objectives), dtype=torch.int64)
+        self.num_learned_items = student.num_items
 
     def _build_optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizer of dense weights, and that of tables unless they are frozen."""
@@ -73,11 +74,14 @@ class StudentTrainer:
 
     @property
     def averaged(self) -> TrainedStudent:
-        """The student with averaged weights, in eval mode: what predicts and is served."""
+        """The student with averaged weights, in eval mode: what predicts and is served.
+
+        Items that it has not learned yet are unknown to it.
+        """
         module = cast(Student, self.ema.module)
         module.eval()
         return TrainedStudent(
-            module, self.student.tables, self.student.num_items, self.student.input_builder
+            module, self.student.tables, self.num_learned_items, self.student.input_builder
         )
 
     def learn(self, days: Sequence[date], window: LabelWindow) -> None:
@@ -96,6 +100,7 @@ class StudentTrainer:
             if self.loss.teacher_heads:
                 balancer = self.loss.gradient_balancer
                 progress.set_postfix(gem=f"x{balancer.scale:.2f}", refresh=False)
+        self.num_learned_items = self.student.num_items
 
     def _batches(self, days: Sequence[date], window: LabelWindow) -> Iterator[Batch]:
         if self.config.negative_sampling_rate:
@@ -182,6 +187,7 @@ class StudentTrainer:
         New items start from the row of the unknown item. Raises UserError if the state is of a
         student of another configuration.
         """
+        self.num_learned_items = len(state[ITEM_WEIGHT])
         state = _with_new_items(state, self.student.num_items)
         modules = self._modules() | {"ema": self.ema}
         try:

@@ -15,6 +15,7 @@ from etl.spec.units import DaySplit
 from etl.tables.atomic_io import local_path
 from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath
+from ranking.inputs.segments import NEW
 from ranking.registry.export import TrainingSnapshot
 from ranking.registry.manifest import offsets_of, read_manifest
 from ranking.registry.promotion import (
@@ -208,6 +209,8 @@ def test_offsets_are_refreshed_with_the_weights_before_the_labels_are_learned(
     trainer = continue_training(reader, snapshot, [FIRST, SECOND, THIRD, LAST], LAST)
     window = LabelWindow(spec.day_start(LAST), spec.day_end(LAST), "calibration")
     unlearned = predict_window(trainer.averaged, [FIRST, SECOND, THIRD, LAST], window)
+    is_new = unlearned.segments["new_item"] == NEW
+    assert 0 < is_new.mean() < 0.5  # items of the last day are new to the weights before it
     calibration = RankerCalibration(manifest.calibration, before)
     expected = refresh(calibration, unlearned, window.end).offsets
     refit = read_manifest(refits.last)
