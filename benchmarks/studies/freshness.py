@@ -150,7 +150,7 @@ class FreshnessTrials:
 
         lake, tested, split = self.runner.lake, self.runner.split, self.split
         trainer = train_on_surfaces(lake, (surface,), split, labels_only(seed))
-        calibration = fit_calibration(lake, split, trainer.averaged, {})
+        calibration = fit_calibration(lake, split, trainer, {})
         snapshot = trainer.snapshot(split.train_first, lake.spec.day_end(split.train_last))
         reader = trainer.student.input_builder.reader
         refit = continue_until(reader, snapshot, calibration, RUN_DAY)

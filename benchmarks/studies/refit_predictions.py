@@ -164,7 +164,7 @@ class RefitPredictions:
     def _train(self, surface: str, seed: int) -> tuple[ServedRows, ServedRows]:
         spec, split = self.lake.spec, self._split()
         trainer = train_on_surfaces(self.lake, (surface,), split, labels_only(seed))
-        calibration = replace(fit_calibration(self.lake, split, trainer.averaged, {}), offsets=None)
+        calibration = replace(fit_calibration(self.lake, split, trainer, {}), offsets=None)
         snapshot = trainer.snapshot(self.first, spec.day_end(self.train_last))
         reader = ExampleReader.latest(
             self.lake, None, snapshot.record.config.model.max_length, (surface,)

@@ -18,6 +18,7 @@ from ranking.distillation.warm_start import save_domain_model
 from ranking.inputs.from_tables import load_teacher_history
 from ranking.student.config import DistillationConfig, StudentTrainConfig
 from ranking.student.model import TrainedStudent
+from ranking.trainer.student_trainer import StudentTrainer
 from ranking.trainer.train import init_student, load_teacher, train_student
 from training.teacher.embeddings import TeacherEmbeddings
 from training.teacher.predictions import TeacherPredictions
@@ -41,25 +42,25 @@ def train_on_surfaces(
     split: DaySplit,
     config: StudentTrainConfig,
     teacher_embeddings: TeacherEmbeddings,
-) -> TrainedStudent:
+) -> StudentTrainer:
     """Train a student as `ranking.trainer.train.train_on_surfaces` does, or a control."""
     teacher = load_teacher(lake, split, config)
     if not _shuffles_teacher(config):
         student = init_student(lake, surfaces, split, config, teacher_embeddings)
-        return train_student(student, split, config, teacher).averaged
+        return train_student(student, split, config, teacher)
     embeddings = shuffle_embeddings(teacher_embeddings, config.seed)
     student = init_student(lake, surfaces, split, config, embeddings)
     if _shares_tables(config.distillation):
         shuffle_tables(student, config.seed)
     if teacher is not None:
         teacher = shuffle_predictions(teacher, config.seed)
-    return train_student(student, split, config, teacher).averaged
+    return train_student(student, split, config, teacher)
 
 
 def train_domain(lake: Lake, name: str, split: DaySplit, config: StudentTrainConfig) -> StoragePath:
     """Train and save the model of a domain as in `ranking.trainer.train`, or a control."""
     embeddings = load_teacher_history(lake, config.model.input_limits)
-    model = train_on_surfaces(lake, lake.spec.domains[name], split, config, embeddings)
+    model = train_on_surfaces(lake, lake.spec.domains[name], split, config, embeddings).averaged
     return save_domain_model(model.input_builder.reader, name, split.train_last, model)
 
 

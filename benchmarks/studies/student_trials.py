@@ -257,9 +257,9 @@ def _surface_predictions(
     """Calibrated predictions of the student of each surface."""
     embeddings = load_teacher_embeddings(lake)
     for surface in lake.spec.ad_surfaces:
-        student = train_on_surfaces(lake, (surface,), split, config, embeddings)
-        calibration = fit_calibration(lake, split, student, {})
-        yield predict_test_days(lake, split, student).calibrated(calibration).predictions
+        trainer = train_on_surfaces(lake, (surface,), split, config, embeddings)
+        calibration = fit_calibration(lake, split, trainer, {})
+        yield predict_test_days(lake, split, trainer.averaged).calibrated(calibration).predictions
 
 
 def mflop_per_example(trials: TransferTrials) -> dict[str, float]:

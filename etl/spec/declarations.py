@@ -199,6 +199,11 @@ class SpecDeclarations(StrictModel):
         return windows
 
     @cached_property
+    def extra_window_labels(self) -> tuple[str, ...]:
+        """The labels of extra windows, such as `click_30m`."""
+        return tuple(name for name in self.objective_labels if name not in self.objectives)
+
+    @cached_property
     def label_windows(self) -> dict[str, tuple[str, int]]:
         """Objective and window (seconds) by label, also of auxiliary objectives."""
         auxiliary = {name: (name, a.window) for name, a in self.auxiliary_objectives.items()}

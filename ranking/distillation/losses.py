@@ -1,9 +1,10 @@
 """GEM's predictions, and a student's loss on labels and on them (ExFM, 2502.17494, eq. 3-7).
 
-B examples, K stored impressions, H width of the student's last hidden layer, O objectives, V
-versions of GEM.
+B examples, K stored impressions, H width of the student's last hidden layer, O objectives, E extra
+windows, V versions of GEM.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -86,11 +87,29 @@ class GradientBalancer:
         return self.gradient_ratio * self.label_norm / self.teacher_norm
 
 
+class WindowHeads(nn.Module):
+    """Heads on the hidden layer for labels of extra windows (E), used in training only.
+
+    With window mixing a row has a label of one window per objective; the heads of all windows
+    train the layers below (Zipper of Lattice, 2512.09200).
+    """
+
+    def __init__(self, hidden_dim: int, objective_index: Sequence[int]) -> None:
+        super().__init__()
+        self.objective_index = list(objective_index)
+        self.linear = _linear_head(hidden_dim, len(objective_index))
+
+    def forward(self, hidden: Tensor, position_effects: Tensor) -> Tensor:
+        """Logits (B, E) of a hidden layer (B, H), at logged positions."""
+        logits: Tensor = self.linear(hidden)
+        return logits + position_effects[:, self.objective_index]
+
+
 @dataclass
 class DistillationLoss:
     """The loss of a student: labels, and a teacher if there is one.
 
-    Its parameters, the teacher's heads and the adapter, are used in training only.
+    Its parameters, the heads that are not served and the adapter, are used in training only.
 
     Attributes:
         config: How the student learns from GEM.
@@ -101,6 +120,7 @@ class DistillationLoss:
         teacher_heads: Heads on the hidden layer that learn GEM's predictions.
         adapter: Corrects GEM's predictions.
         gradient_balancer: Scales the gradient of the teacher's heads.
+        window_heads: Heads for labels of extra windows; None without window mixing.
     """
 
     config: DistillationConfig
@@ -109,6 +129,7 @@ class DistillationLoss:
     teacher_heads: nn.ModuleList
     adapter: TeacherAdapter | None
     gradient_balancer: GradientBalancer
+    window_heads: WindowHeads | None = None
 
     @classmethod
     def from_config(
@@ -117,8 +138,12 @@ class DistillationLoss:
         hidden_dim: int,
         log_sampling_rate: Tensor,
         teacher: TeacherPredictions | None,
+        window_objectives: Sequence[int] = (),
     ) -> "DistillationLoss":
-        """The loss of a configuration, for a hidden layer of some width."""
+        """The loss of a configuration, for a hidden layer of some width.
+
+        `window_objectives` has the objective of each extra window that is learned.
+        """
         num_objectives = len(log_sampling_rate)
         adapter = None
         if teacher and config.use_adapter:
@@ -128,7 +153,8 @@ class DistillationLoss:
             num_heads = 2 if adapter else 1  # GEM's predictions as they are, and corrected ones
         heads = nn.ModuleList(_linear_head(hidden_dim, num_objectives) for _ in range(num_heads))
         balancer = GradientBalancer(config.gradient_ratio)
-        return cls(config, log_sampling_rate, teacher, heads, adapter, balancer)
+        windows = WindowHeads(hidden_dim, window_objectives) if window_objectives else None
+        return cls(config, log_sampling_rate, teacher, heads, adapter, balancer, windows)
 
     def backward(
         self, hidden: Tensor, head: nn.Linear, batch: Batch, position_effects: Tensor
@@ -141,7 +167,12 @@ class DistillationLoss:
         teacher = self.teacher.lookup(batch.impression_ids) if self.teacher else None
         served = hidden.detach().requires_grad_()
         logits = head(served) + position_effects
-        torch.autograd.backward(self._served_head_loss(logits, batch, teacher))
+        loss = self._served_head_loss(logits, batch, teacher)
+        if self.window_heads is not None:
+            window_logits = self.window_heads(served, position_effects)
+            labels, mask = batch.auxiliary_labels, batch.auxiliary_mask
+            loss = loss + masked_loss(window_logits, labels, mask, len(batch))
+        torch.autograd.backward(loss)
         assert served.grad is not None
         gradient = served.grad
         if teacher and self.teacher_heads:

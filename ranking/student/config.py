@@ -147,6 +147,13 @@ class StudentTrainConfig(StrictModel):
         yaml_option(dict[str, SamplingRate]),
         tyro.conf.arg(help="share of an objective's negatives to train on: {click: 0.1}"),
     ] = {}
+    mix_windows: Annotated[
+        bool,
+        tyro.conf.arg(
+            help="learn each impression by one of an objective's windows, drawn by hash, with a "
+            "head per window (Zipper); the longest is served"
+        ),
+    ] = False
     seed: Annotated[
         int, tyro.conf.arg(help="seed of initial weights and of the order of examples")
     ] = 0

@@ -26,6 +26,7 @@ from ranking.scoring.offsets import CalibrationOffsets, RankerCalibration, refre
 from ranking.scoring.predictions import SegmentedPredictions, predict_by_segment
 from ranking.scoring.scorer import SCORE_ROWS
 from ranking.student.model import TrainedStudent
+from ranking.trainer.student_trainer import StudentTrainer
 from training.data.batch import Shuffle
 from training.data.label_window import LabelWindow
 from training.evaluation.predictions import Predictions
@@ -35,12 +36,13 @@ log = logging.getLogger(__name__)
 
 
 def fit_calibration(
-    lake: Lake, split: DaySplit, student: TrainedStudent, prior: Mapping[str, PlattScaling]
+    lake: Lake, split: DaySplit, trainer: StudentTrainer, prior: Mapping[str, PlattScaling]
 ) -> RankerCalibration:
     """Fit a calibration on labels that became final after training, which no model has learned.
 
     With few positives it stays close to its prior; without a calibration day the prior is returned.
     """
+    student = trainer.averaged
     (surface,) = student.input_builder.reader.surfaces
     trained_until = lake.spec.day_end(split.train_last)
     offsets = CalibrationOffsets(surface=surface, labels_until=trained_until)
@@ -50,6 +52,7 @@ def fit_calibration(
     label_delay = timedelta(days=lake.spec.label_maturity_days)
     days = list(date_range(split.calibration - label_delay, split.calibration))
     window = LabelWindow.for_calibration(split, lake.spec)
+    window = replace(window, mixes_windows=trainer.config.mix_windows)
     unlearned = predict_window(student, days, window)
     calibration = RankerCalibration(fit_per_objective(unlearned.predictions, prior), offsets)
     return refresh(calibration, unlearned, window.end)
@@ -149,7 +152,13 @@ def refresh_live_calibration(lake: Lake, surface: str, data_until: date) -> Cali
     until = lake.spec.day_end(data_until)
     if offsets.labels_until >= until:
         return offsets
-    window = LabelWindow(offsets.labels_until, until, "calibration")
+    training = ranker.manifest.training
+    window = LabelWindow(
+        offsets.labels_until,
+        until,
+        "calibration",
+        mixes_windows=training is not None and training.config.mix_windows,
+    )
     delay = timedelta(days=1 + lake.spec.label_maturity_days)
     days = [
         day

@@ -179,7 +179,8 @@ def continue_until(
         trainer = continue_training(reader, snapshot, days, day)
         start = max(window.start, calibration.labels_until)
         if start < window.end:
-            unlearned = LabelWindow(start, window.end, "calibration")
+            mixes_windows = snapshot.record.config.mix_windows
+            unlearned = LabelWindow(start, window.end, "calibration", mixes_windows=mixes_windows)
             predictions = predict_window(trainer.averaged, days, unlearned)
             judged.append(predictions.calibrated(calibration))
             calibration = refresh(calibration, predictions, window.end)

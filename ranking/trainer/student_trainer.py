@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from etl.errors import UserError
+from etl.spec.model import DataSpec
 from features.schema import ITEM_TABLE
 from ranking.distillation.losses import DistillationLoss
 from ranking.registry.export import TrainingSnapshot
@@ -51,6 +52,7 @@ class StudentTrainer:
             config.model.hidden[1],
             torch.tensor(self._rates).log(),
             teacher,
+            extra_window_objectives(reader.lake.spec) if config.mix_windows else (),
         )
         self.optimizers = self._build_optimizers()
         self.ema = EmaModel(student.student)
@@ -61,7 +63,9 @@ class StudentTrainer:
     def _build_optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizer of dense weights, and that of tables unless they are frozen."""
         config, student = self.config, self.student
-        parameters = [*student.student.parameters(), *self.loss.teacher_heads.parameters()]
+        heads: list[nn.Module] = [self.loss.teacher_heads]
+        heads += [self.loss.window_heads] if self.loss.window_heads else []
+        parameters = [*student.student.parameters(), *(p for h in heads for p in h.parameters())]
         dense = torch.optim.AdamW(
             [parameter for parameter in parameters if parameter.requires_grad],
             lr=config.dense_lr,
@@ -103,6 +107,7 @@ class StudentTrainer:
         self.num_learned_items = self.student.num_items
 
     def _batches(self, days: Sequence[date], window: LabelWindow) -> Iterator[Batch]:
+        window = replace(window, mixes_windows=self.config.mix_windows)
         if self.config.negative_sampling_rate:
             sampling = NegativeSampling(tuple(self._rates), self.config.seed)
             window = replace(window, negative_sampling=sampling)
@@ -137,11 +142,12 @@ class StudentTrainer:
         return TrainingSnapshot(record, self.state_dict())
 
     def _modules(self) -> dict[str, nn.Module]:
-        return {
+        modules = {
             "student": self.student.student,
             "tables": self.student.tables,
             "teacher_heads": self.loss.teacher_heads,
         }
+        return modules | ({"window_heads": w} if (w := self.loss.window_heads) else {})
 
     def _optimizer_states(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """The state of each trained parameter, by name."""
@@ -205,6 +211,18 @@ class StudentTrainer:
                 correction = state.get(f"{ADAPTER}.{version}")
                 if correction is not None:
                     adapter.slope[position], adapter.intercept[position] = correction
+
+
+def extra_window_objectives(spec: DataSpec) -> list[int]:
+    """The position of the objective of each extra window. Raises UserError if there is none."""
+    names = [spec.objective_labels[label][0] for label in spec.extra_window_labels]
+    found = [list(spec.objectives).index(name) for name in names]
+    if not found:
+        raise UserError(
+            "--mix-windows needs an objective with extra_windows in the spec, such as "
+            "`conversion: {window: 3d, extra_windows: [1d]}`"
+        )
+    return found
 
 
 def _below(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -69,7 +69,7 @@ def train_ranker(
     for name, variant in (("student", labels_only), ("distilled", config)):
         trainer = train_on_surfaces(lake, (surface,), split, variant)
         student = trainer.averaged
-        calibration = fit_calibration(lake, split, student, prior)
+        calibration = fit_calibration(lake, split, trainer, prior)
         evaluated = predict_test_days(lake, split, student).calibrated(calibration)
         evaluated.predictions.write(evaluation_path(lake.root, f"{name}-{surface}"), split)
     path = rankers_folder(lake.root, surface) / f"{split.train_last:%Y%m%d}-s{config.seed}"

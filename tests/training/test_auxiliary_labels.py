@@ -22,7 +22,7 @@ from tests.conftest import FIRST, LAST
 from training.config import TrainConfig
 from training.data.batch import NegativeSampling, Shuffle, batch_digest
 from training.data.label_window import LabelWindow
-from training.data.labels import MAX_DWELL_SECONDS, Labels, labels_of
+from training.data.labels import MAX_DWELL_SECONDS, Labels, RowAssignment, labels_of
 from training.data.reader import ExampleReader
 from training.model.config import GemOptions
 from training.trainer.resume import day_labels
@@ -62,7 +62,8 @@ def random_labels(seed: int, rows: int = 60) -> tuple[pa.Table, np.ndarray[Any, 
 
 
 def used(table: pa.Table, held_out: np.ndarray[Any, Any], window: LabelWindow) -> Labels:
-    return labels_of(SPEC, table, held_out, window, "2026-01-01:2026-01-06")
+    rows = RowAssignment(held_out, np.zeros(len(held_out)))
+    return labels_of(SPEC, table, rows, window, "2026-01-01:2026-01-06")
 
 
 @given(st.integers(0, 2**32 - 1))

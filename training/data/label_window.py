@@ -34,6 +34,9 @@ class LabelWindow:
     Rows without a label in the window are skipped unless `include_unlabelled`, and so are rows of
     which `negative_sampling` keeps no label. Labels of auxiliary objectives are read only with
     `include_auxiliary`, which is for the training of GEM; they select no rows.
+
+    `mixes_windows` is for training with window mixing, and for calibrations after it: a row has
+    the label of one window of each objective.
     """
 
     start: int
@@ -41,6 +44,7 @@ class LabelWindow:
     purpose: Literal["evaluation", "training", "calibration"] = "evaluation"
     include_unlabelled: bool = False
     include_auxiliary: bool = False
+    mixes_windows: bool = False
     negative_sampling: NegativeSampling | None = None
 
     def contains(self, mature_ts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

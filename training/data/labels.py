@@ -1,12 +1,14 @@
-"""The labels of examples that a pass uses: those of objectives, and of auxiliary objectives.
+"""The labels of examples that a pass uses: those of objectives, and further ones for training.
 
-B impressions, O objectives, A auxiliary objectives, n of either.
+Further labels are those of auxiliary objectives or, with window mixing, those of extra windows.
+
+B impressions, O objectives, A further labels, n of either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -26,10 +28,11 @@ MAX_DWELL_SECONDS = DAY  # a tab that was left open for weeks is not of more int
 
 @dataclass(frozen=True)
 class Labels:
-    """Labels and values of outcomes (B, O), and labels of auxiliary objectives (B, A).
+    """Labels and values of outcomes (B, O), and further labels (B, A).
 
     `mask` (B, O) and `auxiliary_mask` (B, A) mark the labels that a pass uses. A is 0 unless its
-    window includes auxiliary labels; those with the target `dwell` are ln(1 + seconds).
+    window includes auxiliary labels or mixes windows; labels with the target `dwell` are
+    ln(1 + seconds).
     """
 
     values: Float32
@@ -52,15 +55,32 @@ class Labels:
 def label_columns(spec: DataSpec, window: LabelWindow) -> list[str]:
     """The columns of `impressions` that `labels_of` reads."""
     columns = ["surface"]
-    for name in (*spec.objectives, *_auxiliary_names(spec, window)):
+    for name in (*spec.objectives, *_further_names(spec, window)):
         columns += [f"label_{name}", f"label_mature_ts_{name}"]
-        summed = spec.all_objectives[name].summed_column
+        summed = _summed_column(spec, name)
         columns += [f"{summed}_{name}"] if summed else []
     return columns
 
 
+@dataclass(frozen=True)
+class RowAssignment:
+    """What hashes of rows decide, the same in all passes and independent of outcomes.
+
+    `held_out` (B) are rows whose labels are trained on together; none for an evaluation.
+    `window_draw` (B) is uniform in [0, 1), for window mixing.
+    """
+
+    held_out: Bools
+    window_draw: npt.NDArray[np.float64]
+
+    @classmethod
+    def of_none(cls, num_rows: int) -> RowAssignment:
+        """No row is held out, and all learn the longest window."""
+        return cls(np.zeros(num_rows, bool), np.zeros(num_rows))
+
+
 def labels_of(
-    spec: DataSpec, impressions: pa.Table, held_out: Bools, window: LabelWindow, span: str
+    spec: DataSpec, impressions: pa.Table, rows: RowAssignment, window: LabelWindow, span: str
 ) -> Labels:
     """The labels of impressions.
 
@@ -68,24 +88,38 @@ def labels_of(
     objective that is trained on when it is final. So it selects no rows of its own, and no row that
     is held out for calibration is seen earlier because of it.
 
+    With window mixing, each row has one label per objective: that of the window it is assigned to.
+
     Args:
         spec: Declares the objectives.
         impressions: Their `label_columns` (B).
-        held_out: Rows (B) whose labels are trained on together; none for an evaluation.
+        rows: How the rows are assigned to passes and windows.
         window: The labels to use.
         span: The days of the rows, for messages.
 
     Raises:
         UserError: A label should be final but is null in the table.
     """
-    stored = _StoredLabels.read(spec, tuple(spec.objectives), impressions)
-    auxiliary = _StoredLabels.read(spec, _auxiliary_names(spec, window), impressions)
-    trained_ts = _training_times(stored, held_out)
-    mask = stored.has_label & _label_mask(stored, trained_ts, window)
-    auxiliary_mask = auxiliary.has_label & window.contains(_first_time_from(auxiliary, trained_ts))
+    stored = learned = _StoredLabels.read(spec, tuple(spec.objectives), impressions)
+    auxiliary = _StoredLabels.read(spec, _further_names(spec, window), impressions)
+    if window.mixes_windows:
+        assigned = assigned_windows(spec, rows)
+        learned = stored.only(assigned.longest)
+        auxiliary = auxiliary.only(assigned.extra)
+        trained_ts = _training_times(learned, rows.held_out)
+        auxiliary_ts = np.where(auxiliary.has_label, auxiliary.mature_ts, NEVER)
+    else:
+        trained_ts = _training_times(learned, rows.held_out)
+        auxiliary_ts = _first_time_from(auxiliary, trained_ts)
+    if window.purpose == "calibration":
+        is_unseen: Bools = np.hstack((trained_ts, auxiliary_ts)).min(1) >= window.start
+        mask = stored.has_label & window.contains(stored.mature_ts) & is_unseen[:, None]
+    else:
+        mask = learned.has_label & window.contains(trained_ts)
+    auxiliary_mask = auxiliary.has_label & window.contains(auxiliary_ts)
     stored.require_final(mask, span)
     auxiliary.require_final(auxiliary_mask, span)
-    summed = [spec.all_objectives[name].summed_column for name in auxiliary.names]
+    summed = [_summed_column(spec, name) for name in auxiliary.names]
     is_dwell = np.array([column == "dwell_ms" for column in summed], bool)
     seconds = np.minimum(auxiliary.sums / 1000, MAX_DWELL_SECONDS)
     return Labels(
@@ -97,8 +131,42 @@ def labels_of(
     )
 
 
-def _auxiliary_names(spec: DataSpec, window: LabelWindow) -> tuple[str, ...]:
+def _further_names(spec: DataSpec, window: LabelWindow) -> tuple[str, ...]:
+    if window.mixes_windows:
+        return spec.extra_window_labels
     return tuple(spec.auxiliary_objectives) if window.include_auxiliary else ()
+
+
+def _summed_column(spec: DataSpec, name: str) -> str | None:
+    """The column of sums of a label; labels of extra windows have none."""
+    objective = spec.all_objectives.get(name)
+    return objective.summed_column if objective else None
+
+
+@dataclass(frozen=True)
+class AssignedWindows:
+    """Whether a row learns an objective's longest window (B, O), or which extra window (B, A)."""
+
+    longest: Bools
+    extra: Bools
+
+
+def assigned_windows(spec: DataSpec, rows: RowAssignment) -> AssignedWindows:
+    """The window by which each row learns each objective (Zipper of Lattice, 2512.09200).
+
+    All windows of an objective have the same share of the rows, but held-out rows learn the
+    longest.
+    """
+    longest = np.ones((len(rows.window_draw), len(spec.objectives)), bool)
+    extra = np.zeros((len(rows.window_draw), len(spec.extra_window_labels)), bool)
+    for i, (name, objective) in enumerate(spec.objectives.items()):
+        labels = [e for e in spec.extra_window_labels if spec.objective_labels[e][0] == name]
+        assigned = (rows.window_draw * (1 + len(objective.extra_windows))).astype(np.int64)
+        assigned[rows.held_out] = 0
+        longest[:, i] = assigned == 0
+        for k, label in enumerate(labels, 1):
+            extra[:, spec.extra_window_labels.index(label)] = assigned == k
+    return AssignedWindows(longest, extra)
 
 
 @dataclass(frozen=True)
@@ -129,16 +197,21 @@ class _StoredLabels:
             has_label=np.zeros(shape, bool),
         )
         for i, name in enumerate(names):
-            codes = [spec.surface_codes[s] for s in spec.surfaces_of(name)]
+            objective, _ = spec.label_windows[name]
+            codes = [spec.surface_codes[s] for s in spec.surfaces_of(objective)]
             stored.has_label[:, i] = np.isin(surface, codes)
             stored.mature_ts[:, i] = table[f"label_mature_ts_{name}"].to_numpy() // MICROS["s"]
             label = table[f"label_{name}"]
             stored.is_final[:, i] = label.is_valid().to_numpy()
             stored.labels[:, i] = label.fill_null(0).to_numpy()
-            summed = spec.all_objectives[name].summed_column
+            summed = _summed_column(spec, name)
             if summed:
                 stored.sums[:, i] = table[f"{summed}_{name}"].to_numpy()
         return stored
+
+    def only(self, rows: Bools) -> _StoredLabels:
+        """The same labels, where a mask (B, n) says that there are some."""
+        return replace(self, has_label=self.has_label & rows)
 
     def require_final(self, mask: Bools, span: str) -> None:
         """Raises UserError if a label to use (B, n) is null."""
@@ -156,14 +229,6 @@ def _training_times(stored: _StoredLabels, held_out: Bools) -> Int64:
     last = np.where(stored.has_label, stored.mature_ts, 0).max(1)
     times = np.where(held_out[:, None], last[:, None], stored.mature_ts)
     return np.where(stored.has_label, times, NEVER)
-
-
-def _label_mask(stored: _StoredLabels, trained_ts: Int64, window: LabelWindow) -> Bools:
-    """The labels (B, O) that a pass uses."""
-    if window.purpose != "calibration":
-        return window.contains(trained_ts)
-    is_unseen: Bools = trained_ts.min(1) >= window.start
-    return window.contains(stored.mature_ts) & is_unseen[:, None]
 
 
 def _first_time_from(auxiliary: _StoredLabels, trained_ts: Int64) -> Int64:

@@ -17,7 +17,7 @@ from etl.tables.arrow import Snapshot
 from features.ragged import run_starts
 from features.schema import FeatureSchema
 from training.data.label_window import LabelWindow
-from training.data.labels import Labels, label_columns, labels_of
+from training.data.labels import Labels, RowAssignment, label_columns, labels_of
 
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
@@ -85,6 +85,8 @@ class PartitionLoader:
             salt = max(days).toordinal(), bucket
             mask = label_window.negative_sampling(labels.values, mask, *salt)
         selected: Bools = np.logical_or(mask.any(1), label_window.include_unlabelled)
+        if label_window.mixes_windows:
+            selected |= labels.auxiliary_mask.any(1)
         if self.surfaces:
             selected &= np.isin(rows["surface"].to_numpy(), self.surfaces)
         if not selected.any():
@@ -145,10 +147,10 @@ class PartitionLoader:
         span = f"{min(days)}:{max(days)}"
         if index.null_count:
             raise UserError(f"impressions of {span} lack labels; run `gemline etl labels` for them")
-        held_out = np.zeros(rows.num_rows, bool)
+        assignment = RowAssignment.of_none(rows.num_rows)
         if label_window.purpose != "evaluation":
-            held_out = _in_calibration_holdout(self.spec, rows)
-        return labels_of(self.spec, table.take(index), held_out, label_window, span)
+            assignment = _assign_rows(self.spec, rows)
+        return labels_of(self.spec, table.take(index), assignment, label_window, span)
 
 
 def hash_ids(ids: pa.Array) -> Int64:
@@ -164,12 +166,19 @@ def stack_columns(rows: pa.Table, names: Iterable[str]) -> Float32:
     return np.stack(columns, 1) if columns else np.zeros((rows.num_rows, 0), np.float32)
 
 
-def _in_calibration_holdout(spec: DataSpec, rows: pa.Table) -> Bools:
-    """Whether each row (B) belongs to a held-out request, by a hash of its user and time."""
+def _assign_rows(spec: DataSpec, rows: pa.Table) -> RowAssignment:
+    """The assignment of rows (B): of requests by user and time, of impressions by item, too."""
     user = hash_ids(rows["user_id"].combine_chunks()).astype(np.uint64)
-    mixed = user * np.uint64(0x9E3779B97F4A7C15) ^ rows["as_of_ts"].to_numpy().astype(np.uint64)
-    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    seconds = rows["as_of_ts"].to_numpy().astype(np.uint64)
+    request = user * np.uint64(0x9E3779B97F4A7C15) ^ seconds
+    impression = request ^ rows["item_index"].to_numpy().astype(np.uint64) << np.uint64(40)
+    is_held_out = _uniform(request) < spec.calibration_holdout
+    return RowAssignment(is_held_out, _uniform(~impression))
+
+
+def _uniform(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
+    """Numbers in [0, 1) from hashes (n), whose bits are mixed (Stafford, 2011, variant 13)."""
+    mixed = hashes * np.uint64(0xBF58476D1CE4E5B9)
     mixed ^= mixed >> np.uint64(31)
     mixed *= np.uint64(0x94D049BB133111EB)
-    is_held_out: Bools = (mixed >> np.uint64(32)) < spec.calibration_holdout * 2.0**32
-    return is_held_out
+    return np.asarray((mixed >> np.uint64(32)) / 2.0**32)

@@ -1,0 +1,172 @@
+"""Window mixing: each impression teaches one window of each objective, once it has closed."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.system.warm_start import changed_spec
+from etl.errors import UserError
+from etl.tables import schemas
+from etl.tables.arrow import snapshot
+from etl.tables.lake import Lake
+from ranking.distillation.losses import DistillationLoss, WindowHeads
+from ranking.student.config import DistillationConfig, StudentTrainConfig
+from ranking.student.model import new_student
+from ranking.trainer.student_trainer import StudentTrainer, extra_window_objectives
+from tests.conftest import FIRST, LAST
+from tests.ranking.conftest import SMALL
+from training.data.batch import Batch, Shuffle
+from training.data.label_window import LabelWindow
+from training.data.labels import Labels, RowAssignment, labels_of
+from training.data.partition import _assign_rows
+from training.data.reader import ExampleReader
+from training.teacher.embeddings import TeacherEmbeddings
+
+HOUR, DAY = 3600, 86400
+
+
+def with_windows(spec: dict[str, Any]) -> None:
+    spec["objectives"]["conversion"]["extra_windows"] = ["1h", "1d"]
+    spec["objectives"]["click"]["extra_windows"] = ["5m"]
+    spec["auxiliary_objectives"] = {}
+
+
+SPEC = changed_spec(with_windows)
+WINDOWS = {
+    "click": ["click", "click_5m"],
+    "conversion": ["conversion", "conversion_1h", "conversion_1d"],
+    "long_view": ["long_view"],
+}
+SECONDS = {name: seconds for name, (_, seconds) in SPEC.objective_labels.items()}
+PASSES = [LabelWindow(n * DAY, (n + 1) * DAY, "training", mixes_windows=True) for n in range(8)]
+
+
+def random_rows(seed: int, rows: int = 80) -> tuple[pa.Table, RowAssignment, np.ndarray[Any, Any]]:
+    """Impressions with labels of all windows, their assignment, and their times."""
+    rng = np.random.default_rng(seed)
+    shown = rng.integers(0, 4 * DAY, rows)
+    columns: dict[str, Any] = {"surface": rng.integers(1, 4, rows)}
+    for name, seconds in SECONDS.items():
+        columns[f"label_mature_ts_{name}"] = (shown + seconds) * 10**6
+        columns[f"label_{name}"] = rng.integers(0, 2, rows)
+    columns["value_conversion"] = rng.random(rows)
+    return pa.table(columns), RowAssignment(rng.random(rows) < 0.2, rng.random(rows)), shown
+
+
+def used(table: pa.Table, rows: RowAssignment, window: LabelWindow) -> Labels:
+    return labels_of(SPEC, table, rows, window, "2026-01-01:2026-01-06")
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=30)
+def test_each_row_learns_one_window_of_each_objective_once(seed: int) -> None:
+    table, rows, shown = random_rows(seed)
+    passes = [used(table, rows, window) for window in PASSES]
+    extra = list(SPEC.extra_window_labels)
+    for number, row in enumerate(table.to_pylist()):
+        for name, windows in WINDOWS.items():
+            i = list(SPEC.objectives).index(name)
+            draw = rows.window_draw[number] * len(windows)
+            assigned = windows[0 if rows.held_out[number] else int(draw)]
+            final = shown[number] + SECONDS[assigned]
+            if rows.held_out[number]:
+                final = shown[number] + SECONDS["conversion"]  # all labels together
+            for window, labels in zip(PASSES, passes, strict=True):
+                is_now = window.start <= final < window.end
+                learned = {name: bool(labels.mask[number, i])} | {
+                    label: bool(labels.auxiliary_mask[number, extra.index(label)])
+                    for label in windows[1:]
+                }
+                assert learned == {label: is_now and label == assigned for label in windows}
+            values = passes[0].values[number, i], *passes[0].auxiliary[number]
+            stored = (row[f"label_{name}"], *(row[f"label_{label}"] for label in extra))
+            assert values == stored
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=30)
+def test_rows_for_calibration_have_taught_no_window_before(seed: int) -> None:
+    table, rows, _ = random_rows(seed)
+    start = 3 * DAY
+    trained = used(table, rows, replace(PASSES[0], end=start))
+    window = LabelWindow(start, 8 * DAY, "calibration", mixes_windows=True)
+    calibration = used(table, rows, window).mask.any(1)
+    has_taught = trained.mask.any(1) | trained.auxiliary_mask.any(1)
+    assert has_taught.any() and calibration.any() and not (has_taught & calibration).any()
+
+
+def test_an_evaluation_has_the_longest_window_of_every_row() -> None:
+    table, rows, _ = random_rows(0)
+    labels = used(table, rows, LabelWindow(0, 9 * DAY))
+    assert labels.mask.all() and labels.auxiliary.shape == (len(table), 0)
+
+
+def test_the_assignment_is_uniform_and_depends_on_neither_holdout_nor_request(lake: Lake) -> None:
+    rows = snapshot(lake, schemas.examples(lake.spec)).read(
+        ["user_id", "as_of_ts", "item_index", "request_id"]
+    )
+    assigned = _assign_rows(lake.spec, rows)
+    draws, held_out = assigned.window_draw, assigned.held_out
+    shares = np.histogram(draws, 3, (0, 1))[0] / len(draws)
+    assert np.abs(shares - 1 / 3).max() < 4 * np.sqrt(2 / 9 / len(draws))
+    third = 4 * np.sqrt(2 / 9 / held_out.sum())
+    assert abs((draws[held_out] < 1 / 3).mean() - 1 / 3) < third
+    order = np.argsort(rows["request_id"].to_numpy(zero_copy_only=False), kind="stable")
+    correlation = np.corrcoef(draws[order][:-1], draws[order][1:])[0, 1]
+    assert abs(correlation) < 4 / np.sqrt(len(draws))
+    assert len(np.unique(draws)) > 0.99 * len(draws)
+
+
+def batch_with_windows(lake: Lake, masks: Sequence[bool]) -> Batch:
+    """A batch whose extra labels are used or not."""
+    reader = ExampleReader.latest(lake, None, SMALL.max_length, ("feed",))
+    window = LabelWindow(0, lake.spec.day_end(LAST))
+    batch = next(reader.batches([FIRST], window, 64, Shuffle(0)))
+    shape = len(batch), len(masks)
+    return replace(
+        batch,
+        auxiliary_labels=torch.ones(shape),
+        auxiliary_mask=torch.tensor(masks).expand(shape),
+    )
+
+
+def test_windows_teach_the_layers_below_and_their_own_heads_alone(lake: Lake) -> None:
+    """The served head has no gradient from rows that learn another window."""
+    reader = ExampleReader.latest(lake, None, SMALL.max_length, ("feed",))
+    student = new_student(reader, SMALL, len(reader.items), TeacherEmbeddings.empty())
+    batch = batch_with_windows(lake, [True, False])
+    batch = replace(batch, label_mask=torch.zeros_like(batch.label_mask))
+    config = DistillationConfig(kind="none")
+    loss = DistillationLoss.from_config(config, SMALL.hidden[1], torch.zeros(3), None, [1, 1])
+    loss.backward(
+        student.hidden(batch), student.student.head, batch, student.position_effects(batch)
+    )
+    heads = loss.window_heads
+    assert isinstance(heads, WindowHeads)
+    head_gradient, served = heads.linear.weight.grad, student.student.head.weight.grad
+    assert head_gradient is not None and served is not None
+    assert head_gradient[0].abs().max() > 0 and not head_gradient[1].any()
+    assert not served.any()
+    below = next(iter(student.tables.parameters())).grad
+    assert below is not None and below.abs().sum() > 0
+    bias = student.student.position_bias
+    assert bias is not None and bias.slope.grad is not None
+    assert bias.slope.grad[:, :, 1].any() and not bias.slope.grad[:, :, 0].any()
+
+
+def test_mixing_without_extra_windows_is_refused(lake: Lake) -> None:
+    reader = ExampleReader.latest(lake, None, SMALL.max_length, ("feed",))
+    student = new_student(reader, SMALL, len(reader.items), TeacherEmbeddings.empty())
+    with pytest.raises(UserError, match="--mix-windows needs an objective with extra_windows"):
+        StudentTrainer(student, StudentTrainConfig(model=SMALL, mix_windows=True), None)
+    assert extra_window_objectives(SPEC) == [
+        list(SPEC.objectives).index(SPEC.objective_labels[label][0])
+        for label in SPEC.extra_window_labels
+    ]
