@@ -28,12 +28,14 @@ def simulate_logs(raw: Path, overrides: dict[str, int]) -> None:
     simulate(SimulatorConfig(**read_yaml_mapping(DEMO_SIMULATOR) | overrides), raw)
 
 
-def simulated_tables(work: Path, simulator: Path, days: str) -> PipelinePaths:
+def simulated_tables(
+    work: Path, simulator: Path, days: str, spec_path: Path = SIMULATOR_SPEC
+) -> PipelinePaths:
     """Simulated logs and all their tables, built in `work` if they are missing."""
     from etl.commands import SimulateArgs, simulate
 
-    spec, work = load_spec(SIMULATOR_SPEC), work.resolve()  # step completion depends on the paths
-    paths = PipelinePaths(SIMULATOR_SPEC, str(work / "raw"), str(work / "lake"))
+    spec, work = load_spec(spec_path), work.resolve()  # step completion depends on the paths
+    paths = PipelinePaths(spec_path, str(work / "raw"), str(work / "lake"))
     simulate(SimulateArgs(simulator=simulator, out=Path(paths.raw)))
     all_days = latest_mature_split(spec, *parse_date_range(days))
     run_pipeline(spec, paths, data_steps(paths, all_days_flags(all_days)))
