@@ -177,11 +177,15 @@ def attributes(args: RawArgs) -> None:
 def labels(args: DayArgs) -> None:
     """Attribute outcomes to impressions and write the labels that are mature."""
     from etl.labels import label_impressions
+    from etl.retractions import record_late_retractions
     from etl.runtime.spark import spark_session
 
     lake = args.open_lake()
     spark_session("labels")
-    print_counts("labels", label_impressions(lake, args.day_range))
+    counts = label_impressions(lake, args.day_range)
+    if lake.spec.retraction_types:
+        counts["late retractions"] = record_late_retractions(lake, args.day_range)
+    print_counts("labels", counts)
 
 
 def quarantine(args: QuarantineArgs) -> None:

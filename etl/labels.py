@@ -11,7 +11,7 @@ from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
 from etl.spec.model import DataSpec
-from etl.spec.sections import OutcomeLabel, Touchpoint
+from etl.spec.sections import Objective, OutcomeLabel, Touchpoint
 from etl.spec.units import MICROS
 from etl.tables import schemas, spark_io
 from etl.tables.lake import Lake
@@ -226,6 +226,27 @@ def label_impressions(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
 
 def _label_columns(spec: DataSpec, label_name: str, data_until_us: int) -> dict[str, Column]:
     """Maturity time (µs) and label of a label window, and the sum that its objective stores."""
+    objective_name, _ = spec.label_windows[label_name]
+    objective = spec.all_objectives[objective_name]
+    mature_ts, outcomes = counted_outcomes(spec, label_name)
+    surfaces = [spec.surface_codes[name] for name in spec.surfaces_of(objective_name)]
+    has_label = (mature_ts < data_until_us) & F.col("surface").isin(surfaces)
+    columns = {
+        f"label_mature_ts_{label_name}": mature_ts,
+        f"label_{label_name}": F.when(has_label, (F.size(outcomes) > 0).cast("int")),
+    }
+    if objective.summed_column:
+        total = _sum_of_outcomes(outcomes, objective.summed_column)
+        columns[f"{objective.summed_column}_{label_name}"] = F.when(has_label, total)
+    return columns
+
+
+def counted_outcomes(spec: DataSpec, label_name: str) -> tuple[Column, Column]:
+    """When the label of an impression with `outcomes` is final (µs), and what it counts.
+
+    An outcome counts if it is in the window, visible at that time, and not taken back by a
+    retraction that is visible at that time.
+    """
     objective_name, window = spec.label_windows[label_name]
     objective = spec.all_objectives[objective_name]
     window_end = F.col("event_ts") + window * MICROS["s"]
@@ -239,19 +260,23 @@ def _label_columns(spec: DataSpec, label_name: str, data_until_us: int) -> dict[
         is_of_objective = (outcome["group"] == group) & (outcome["type"] == code)
         is_in_window = outcome["ts"].between(F.col("event_ts"), window_end)
         is_visible = outcome["visible_ts"] * MICROS["s"] <= mature_ts
-        return is_of_objective & is_in_window & is_visible
+        first = first_retraction(spec, objective, outcome)
+        is_kept = F.lit(True) if first is None else first["visible_ts"] * MICROS["s"] > mature_ts
+        return is_of_objective & is_in_window & is_visible & F.coalesce(is_kept, F.lit(True))
 
-    outcomes = F.filter(F.coalesce("outcomes", F.array()), is_counted)
-    surfaces = [spec.surface_codes[name] for name in spec.surfaces_of(objective_name)]
-    has_label = (mature_ts < data_until_us) & F.col("surface").isin(surfaces)
-    columns = {
-        f"label_mature_ts_{label_name}": mature_ts,
-        f"label_{label_name}": F.when(has_label, (F.size(outcomes) > 0).cast("int")),
-    }
-    if objective.summed_column:
-        total = _sum_of_outcomes(outcomes, objective.summed_column)
-        columns[f"{objective.summed_column}_{label_name}"] = F.when(has_label, total)
-    return columns
+    return mature_ts, F.filter(F.coalesce("outcomes", F.array()), is_counted)
+
+
+def first_retraction(spec: DataSpec, objective: OutcomeLabel, outcome: Column) -> Column | None:
+    """The first retraction of an outcome that its objective heeds, or null; None if it heeds none.
+
+    It has `visible_ts`, `day` and `id`.
+    """
+    if not isinstance(objective, Objective) or objective.retracted_by is None:
+        return None
+    code = spec.event_codes[objective.retracted_by.event]
+    retractions = F.filter(outcome["retractions"], lambda retraction: retraction["type"] == code)
+    return F.try_element_at(retractions, F.lit(1))
 
 
 def _sum_of_outcomes(outcomes: Column, column: str) -> Column:
@@ -275,6 +300,18 @@ def outcomes_by_impression(lake: Lake, events: DataFrame) -> DataFrame:
         for group, names in enumerate(attribution_groups(lake.spec))
     ]  # fmt: skip
     rows = functools.reduce(DataFrame.unionByName, by_group)
-    outcome = F.struct("group", "type", "ts", "value", "visible_ts", "dwell_ms")
-    outcomes = F.sort_array(F.collect_list(outcome)).alias("outcomes")
+    fields = ["group", "type", "ts", "value", "visible_ts", "dwell_ms"]
+    if lake.spec.retraction_types:
+        rows = rows.join(_retractions_by_outcome(lake.spec, events), "event_id", "left")
+        fields += ["event_id", "retractions"]
+    outcomes = F.sort_array(F.collect_list(F.struct(*fields))).alias("outcomes")
     return rows.groupBy("impression_id").agg(outcomes)
+
+
+def _retractions_by_outcome(spec: DataSpec, events: DataFrame) -> DataFrame:
+    """The retractions of each event that is taken back: `event_id`, `retractions`, in order."""
+    codes = [spec.event_codes[name] for name in spec.retraction_types]
+    retraction = F.struct("visible_ts", "type", "day", F.col("event_id").alias("id"))
+    retractions = events.filter(F.col("type").isin(codes)).groupBy("retracted_event_id")
+    by_outcome = retractions.agg(F.sort_array(F.collect_list(retraction)).alias("retractions"))
+    return by_outcome.withColumnRenamed("retracted_event_id", "event_id")

@@ -131,6 +131,8 @@ def _field_types(spec: DataSpec, log: LogSource) -> dict[str, tuple[str | None, 
         "value": (c.value, "double"),
         "propensity": (c.propensity, "double"),
     }
+    if spec.retraction_types:
+        fields["retracted_event_id"] = (c.retracts, "string")
     for name, attribute in logged_context_attributes(spec).items():
         fields[f"ctx_{name}"] = attribute.column or name, logged_sql_type(attribute)
     return fields

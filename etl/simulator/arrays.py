@@ -68,6 +68,7 @@ class Events(RowBatch):
     connection: Ints
     dwell_ms: Ints
     value: Floats
+    refunded: Ints
 
     @classmethod
     def of_type(cls, event_type: EventType, **columns: NDArray[Any]) -> Self:

@@ -38,6 +38,7 @@ class EventType(IntEnum):
     AD_LONG_VIEW = 6
     AD_CLICK = 7
     CONVERSION = 8
+    REFUND = 9
 
 
 EVENT_TYPES = tuple(event_type.name.lower() for event_type in EventType)
@@ -58,6 +59,16 @@ class RandomStream(IntEnum):
     DUPLICATES = 5
     MALFORMED = 6
     SHUFFLE = 7
+    REFUNDS = 8
+
+
+class RefundConfig(StrictModel):
+    """Refunds of conversions; the share of a category is up to twice `rate`, by its number."""
+
+    rate: float = Field(gt=0, le=0.5)
+    """Mean share of conversions that are refunded."""
+    mean_delay_hours: float = Field(gt=0)
+    """Mean time from a conversion to its refund; times are distributed exponentially."""
 
 
 class SimulatorConfig(StrictModel):
@@ -93,6 +104,8 @@ class SimulatorConfig(StrictModel):
     """Share of records that are logged hours to days late."""
     malformed: float = Field(0.001, ge=0, lt=1)
     """Malformed lines added per valid line."""
+    refunds: RefundConfig | None = None
+    """Refunds of conversions; by default there are none."""
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:

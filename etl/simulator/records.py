@@ -82,6 +82,7 @@ def event_lines(config: SimulatorConfig, events: Events) -> pa.StringArray:
             "connection": _dictionary_column(CONNECTIONS, events.connection),
             "dwell_ms": _nullable_numbers(events.dwell_ms),
             "value": _nullable_numbers(events.value),
+            "refunded_event": _prefixed_ids("e", events.refunded),
         }
     )
 

@@ -108,7 +108,26 @@ def simulate_day(world: World, day: int, remaining_events: Ints) -> tuple[Events
 
     is_kept = _within_event_limit(sessions, events, remaining_events)
     events = events.take(np.append(is_kept, True)[events.session])  # MISSING is the last
-    return replace(events, event=new_ids(day, len(events))), truth
+    events = replace(events, event=new_ids(day, len(events)))
+    refunds = draw_refunds(world, day, events)
+    refund_ids = new_ids(day, len(events) + len(refunds))[len(events) :]
+    return Events.concat([events, replace(refunds, event=refund_ids)]), truth
+
+
+def draw_refunds(world: World, day: int, events: Events) -> Events:
+    """Refunds of the conversions among the events of a day, without ids."""
+    config = world.config.refunds
+    conversions = events.take(events.type == EventType.CONVERSION)
+    if config is None:
+        return conversions.take(np.zeros(len(conversions), bool))
+    rng = world.config.rng(RandomStream.REFUNDS, day)
+    category = world.ads.category[conversions.item]
+    rate = 2 * config.rate * category / (world.config.categories - 1)
+    is_refunded = rng.random(len(conversions)) < rate
+    delay_ms = config.mean_delay_hours * HOUR_MS * rng.standard_exponential(len(conversions))
+    refunded = conversions.take(is_refunded)
+    delay = np.ceil(delay_ms[is_refunded]).astype(np.int64)
+    return refunded.follow_up(EventType.REFUND, delay, refunded=refunded.event)
 
 
 def _within_event_limit(sessions: Sessions, events: Events, remaining_events: Ints) -> Bools:
@@ -124,7 +143,7 @@ def simulate(config: SimulatorConfig, out: Path) -> None:
 
     Does nothing if `out` already holds this run; raises UserError if it holds other files.
     """
-    config_json = config.model_dump_json(indent=2) + "\n"
+    config_json = config.model_dump_json(indent=2, exclude_none=True) + "\n"
     if out.exists():
         config_file = out / "simulator.json"
         if not config_file.is_file() or config_file.read_text() != config_json:

@@ -19,6 +19,7 @@ def consistency_problems(spec: SpecDeclarations) -> Iterator[Problem]:
     yield from _position_problems(spec)
     yield from _segment_problems(spec)
     yield from _dwell_problems(spec)
+    yield from _retraction_problems(spec)
     for name in spec.auxiliary_objectives:
         yield from _auxiliary_problems(spec, name)
     for name, surfaces in spec.domains.items():
@@ -82,6 +83,21 @@ def _dwell_problems(spec: SpecDeclarations) -> Iterator[Problem]:
     for path, event in events:
         if not any(_has_dwell(spec, log, event) for log in spec.log_sources.values()):
             text = f"no source has a dwell of {event} events: name its column or leave it out"
+            yield path, text
+
+
+def _retraction_problems(spec: SpecDeclarations) -> Iterator[Problem]:
+    for name, objective in spec.objectives.items():
+        retraction, path = objective.retracted_by, ("objectives", name, "retracted_by")
+        if retraction is None:
+            continue
+        if spec.events[retraction.event].role != "retraction":
+            yield path, f"give the event type {retraction.event} `role: retraction`"
+        logs = spec.log_sources.values()
+        if not any(
+            retraction.event in spec.event_types_of(log) and log.columns.retracts for log in logs
+        ):
+            text = f"no source has the column `retracts` for {retraction.event} events: name it"
             yield path, text
 
 

@@ -199,6 +199,12 @@ class SpecDeclarations(StrictModel):
         return windows
 
     @cached_property
+    def retraction_types(self) -> tuple[str, ...]:
+        """Event types that take outcomes of objectives back."""
+        retractions = [o.retracted_by.event for o in self.objectives.values() if o.retracted_by]
+        return tuple(dict.fromkeys(retractions))
+
+    @cached_property
     def extra_window_labels(self) -> tuple[str, ...]:
         """The labels of extra windows, such as `click_30m`."""
         return tuple(name for name in self.objective_labels if name not in self.objectives)

@@ -133,6 +133,7 @@ KEY_EFFECTS: Mapping[str, KeyEffect] = {
             "dwell",
             "value",
             "propensity",
+            "retracts",
         )
     },
 }

@@ -29,8 +29,11 @@ class Surface(StrictModel):
 class EventType(StrictModel):
     """A type of event. Exactly one type is the impression, which is what is ranked."""
 
-    role: Literal["impression", "outcome", "activity"] = "activity"
-    """`impression`: what is ranked; `outcome`: what may follow it; `activity`: anything else."""
+    role: Literal["impression", "outcome", "retraction", "activity"] = "activity"
+    """`impression`: what is ranked; `outcome`: what may follow it; `activity`: anything else.
+
+    `retraction`: what takes an outcome back, such as a refund.
+    """
 
 
 class SequenceSpec(StrictModel):
@@ -95,6 +98,19 @@ class OutcomeLabel(StrictModel):
         return None
 
 
+class RetractionSpec(StrictModel):
+    """How outcomes are taken back: by refunds, cancellations, or as invalid.
+
+    A retraction that is visible before the label is final cancels the outcome. A later one never
+    changes the label; it lowers the net rate, by which the auction values the outcome.
+    """
+
+    event: EventName
+    """Type of the event that takes an outcome back, with `role: retraction`."""
+    within: Duration
+    """How long after the label is final a retraction counts towards the net rate."""
+
+
 class Objective(OutcomeLabel):
     """A label of each impression: whether an event follows it within a window.
 
@@ -106,6 +122,8 @@ class Objective(OutcomeLabel):
     """Shorter windows, each with a label of its own, as of the close of that window."""
     value: bool = False
     """Whether the sum of the outcomes' values is a label, too."""
+    retracted_by: RetractionSpec | None = None
+    """How outcomes are taken back; by default they are not."""
 
     @property
     @override

@@ -96,6 +96,8 @@ class EventColumns(StrictModel):
     """How long the item was viewed, in milliseconds."""
     value: str | None = None
     """Value of the event, such as the money paid."""
+    retracts: str | None = None
+    """Id of the event that a retraction takes back, unique among the events of its type."""
     propensity: str | None = None
     """Probability with which the logging policy showed this item at this position."""
 

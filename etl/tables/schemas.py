@@ -72,6 +72,7 @@ def events(spec: DataSpec) -> TableSchema:
         "dwell_ms": "double",
         "value": "double",
         "propensity": "double",
+        **({"retracted_event_id": "string"} if spec.retraction_types else {}),
         **{
             f"ctx_{name}": logged_sql_type(a) for name, a in logged_context_attributes(spec).items()
         },
@@ -102,6 +103,8 @@ def _event_constraints(spec: DataSpec) -> dict[str, str]:
         f"({day_end_sql(spec)} + {spec.allowed_lateness + MAX_CLOCK_SKEW_SECONDS}) * {MICROS['s']}"
     )
     max_skew_us = MAX_CLOCK_SKEW_SECONDS * MICROS["s"]
+    retractions = ", ".join(str(spec.event_codes[name]) for name in spec.retraction_types)
+    names_event = f"type NOT IN ({retractions}) OR retracted_event_id IS NOT NULL"
     finite = [f"(NOT isnan({c}) AND abs({c}) < 1e300)" for c in ("dwell_ms", "value")]
     return {
         "event time before 2000": f"event_ts >= {MIN_EVENT_TS}",
@@ -111,6 +114,7 @@ def _event_constraints(spec: DataSpec) -> dict[str, str]:
         "negative dwell": "dwell_ms >= 0",
         "not a number": " AND ".join(f"coalesce({rule}, true)" for rule in finite),
         "propensity is no probability": "propensity > 0 AND propensity <= 1",
+        **({"no event that it takes back": names_event} if retractions else {}),
     }
 
 
@@ -186,6 +190,31 @@ def impressions(spec: DataSpec) -> TableSchema:
         constraints={
             f"label of {name} not 0 or 1": f"label_{name} IN (0, 1)" for name in spec.label_windows
         },
+    )
+
+
+def late_retractions(_spec: DataSpec) -> TableSchema:
+    """One outcome that was taken back after a label that counts it was final.
+
+    `outcomes_left` is how many other counted outcomes of the impression were not taken back by
+    then; `retracted_ts` (seconds) is when the retraction became visible, and `day` when it landed.
+    """
+    columns = {
+        "impression_id": "string",
+        "user_id": "string",
+        "objective": "string",
+        "surface": "tinyint",
+        "outcome_id": "string",
+        "retraction_id": "string",
+        "retracted_ts": "bigint",
+        "label_mature_ts": "bigint",
+        "outcomes_left": "int",
+    }
+    order = ("user_id", "impression_id", "outcome_id")
+    required = {f"no {name}": name for name in columns}
+    columns |= {"value": "double"}
+    return TableSchema(
+        "late_retractions", columns | PARTITION_COLUMNS, ("day", "bucket"), order, required
     )
 
 
@@ -326,6 +355,7 @@ def table_registry(spec: DataSpec) -> dict[str, TableSchema]:
     """The schemas of all tables of a spec, by name."""
     registry = [schema(spec) for schema in TABLE_SCHEMAS]
     registry += [attributes(spec, entity) for entity in ("user", "item")]
+    registry += [late_retractions(spec)] if spec.retraction_types else []
     return {schema.name: schema for schema in registry}
 
 

@@ -87,10 +87,12 @@ def _score_batch(
 ) -> ScoredAds:
     inputs, request = builder(batch), batch.request_index.numpy()
     user_state = ranker.user_state(inputs.requests)
-    probabilities = ranker.probabilities(user_state, inputs.candidates)[inputs.candidate_index.mask]
+    mask = inputs.candidate_index.mask
+    probabilities = ranker.probabilities(user_state, inputs.candidates)[mask]
+    net = probabilities * ranker.net_rates(user_state, inputs.candidates)[mask]
     as_of_us = batch.as_of.numpy()[request] * MICROS["s"]
     bids, goals, _ = bid_table.as_of(batch.item_index.numpy(), as_of_us)
-    result = auction(probabilities, bids, list(goals), request)
+    result = auction(net, bids, list(goals), request)
     labels = batch.labels.numpy().astype(np.float64)
     return ScoredAds(
         impression_ids=batch.impression_ids,

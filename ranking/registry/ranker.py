@@ -133,6 +133,17 @@ class Ranker:
         calibration = RankerCalibration(by_objective, self.offsets)
         return calibration(logits, self.segment_values(user_state, candidates))
 
+    def net_rates(self, user_state: Arrays, candidates: CandidateFeatures) -> Floats:
+        """The share of each objective's outcomes that are not taken back (R, C, O).
+
+        An auction values an outcome by the probability that it occurs and is not taken back.
+        """
+        if self.offsets is None or not self.offsets.net_rates:
+            return np.ones((*candidates.mask.shape, len(self.objectives)))
+        segments = self.segment_values(user_state, candidates)
+        rates = self.offsets.net_rate(segments, self.objectives)
+        return np.broadcast_to(rates, (*candidates.mask.shape, len(self.objectives)))
+
     def segment_values(self, user_state: Arrays, candidates: CandidateFeatures) -> SegmentValues:
         """The value (R, C) of each segment."""
         of_user = {
@@ -172,10 +183,12 @@ class Ranker:
             goals: The campaign goal of each candidate; None for none.
             auction: The auction; that of the ranker's own spec by default.
         """
-        p = self.probabilities(self.user_state(requests), candidates)[candidates.mask]
+        user_state = self.user_state(requests)
+        p = self.probabilities(user_state, candidates)[candidates.mask]
+        net = p * self.net_rates(user_state, candidates)[candidates.mask]
         auction = auction or Auction(self.manifest.spec, self.manifest.surface)
         request_index = np.zeros(len(p), np.int64)
-        result = auction(p, np.asarray(bids, np.float64), goals, request_index)
+        result = auction(net, np.asarray(bids, np.float64), goals, request_index)
         return ranked_ads(p, result)
 
     def _lookup(self) -> InputLookup[np.ndarray]:

@@ -28,6 +28,7 @@ from ranking.scoring.calibration import (
     sigmoid,
 )
 
+BASE_NET_RATE = 0.95  # of outcomes that can be taken back, before there are labels
 INTERCEPT = "intercept"  # the segment of all rows, whose only value is 0
 INTERCEPT_HALF_LIFE = 1 * DAY  # of the weight of labels
 SEGMENT_HALF_LIFE = 7 * DAY
@@ -59,7 +60,9 @@ class SegmentOffsets(StrictModel):
 class CalibrationOffsets(StrictModel):
     """The offsets of a ranker, by objective and segment, INTERCEPT included.
 
-    They were learned from labels that were final by `labels_until` (epoch seconds).
+    They were learned from labels that were final by `labels_until` (epoch seconds). `net_rates` are
+    offsets from the logit of BASE_NET_RATE, whose sum is the logit of the share of an objective's
+    outcomes that are not taken back.
     """
 
     surface: str
@@ -67,20 +70,42 @@ class CalibrationOffsets(StrictModel):
     """The ranker that they belong to."""
     labels_until: int
     by_objective: dict[str, dict[str, SegmentOffsets]] = {}
+    net_rates: dict[str, dict[str, SegmentOffsets]] = {}
 
     def __call__(self, segments: SegmentValues, objectives: Sequence[str]) -> Floats:
         """What is added to calibrated logits: (…, O), given the values (…) of segments, or (O)."""
-        return np.stack([self._offset(name, segments) for name in objectives], -1)
+        return np.stack(
+            [_total_offset(self.by_objective.get(name, {}), segments) for name in objectives], -1
+        )
 
-    def _offset(self, objective: str, segments: SegmentValues) -> Floats:
-        offsets = self.by_objective.get(objective, {})
-        intercept = offsets[INTERCEPT].table[0] if INTERCEPT in offsets else 0.0
-        total = np.full(next(iter(segments.values())).shape if segments else (), intercept)
-        for segment, values in segments.items():
-            if segment in offsets:
-                table = offsets[segment].table
-                total = total + table[np.minimum(values, len(table) - 1)]
-        return np.asarray(total)
+    def net_rate(self, segments: SegmentValues, objectives: Sequence[str]) -> Floats:
+        """The share of outcomes that are not taken back: (…, O), or (O) without segments.
+
+        It is 1 for objectives whose outcomes are not taken back.
+        """
+        base = logit(np.array(BASE_NET_RATE))
+        rates = [
+            sigmoid(base + _total_offset(self.net_rates[name], segments))
+            if name in self.net_rates
+            else np.ones(_shape(segments))
+            for name in objectives
+        ]
+        return np.stack(rates, -1)
+
+
+def _shape(segments: SegmentValues) -> tuple[int, ...]:
+    return next(iter(segments.values())).shape if segments else ()
+
+
+def _total_offset(offsets: Mapping[str, SegmentOffsets], segments: SegmentValues) -> Floats:
+    """The sum of the intercept and of the offsets of segments, in the shape of their values."""
+    known = offsets.get(INTERCEPT)
+    total = np.full(_shape(segments), known.table[0] if known else 0.0)
+    for segment, values in segments.items():
+        if segment in offsets:
+            table = offsets[segment].table
+            total = total + table[np.minimum(values, len(table) - 1)]
+    return np.asarray(total)
 
 
 @dataclass(frozen=True)
@@ -127,6 +152,21 @@ def refresh_offsets(
         for name, labeled in rows.items()
     }
     return offsets.model_copy(update={"labels_until": until, "by_objective": refreshed})
+
+
+def refresh_net_rates(
+    offsets: CalibrationOffsets, rows: Mapping[str, LabeledRows], elapsed: int
+) -> CalibrationOffsets:
+    """Offsets whose net rates have learned rows, after `elapsed` seconds.
+
+    Rows are outcomes of objectives that can be taken back, with the label 1 for those that were
+    not; their probabilities are BASE_NET_RATE.
+    """
+    refreshed = {
+        name: _refresh(offsets.net_rates.get(name, {}), labeled, elapsed)
+        for name, labeled in rows.items()
+    }
+    return offsets.model_copy(update={"net_rates": refreshed})
 
 
 @dataclass(frozen=True)

@@ -75,10 +75,12 @@ class Scorer:
         inputs = self.input_builder(batch)
         item, request = batch.item_index.numpy(), batch.request_index.numpy()
         user_state = ranker.user_state(inputs.requests)
-        p = ranker.probabilities(user_state, inputs.candidates)[inputs.candidate_index.mask]
+        mask = inputs.candidate_index.mask
+        p = ranker.probabilities(user_state, inputs.candidates)[mask]
+        net = p * ranker.net_rates(user_state, inputs.candidates)[mask]
         request_times = batch.as_of.numpy()[request] * MICROS["s"]
         bids, goals, advertisers = self.bids.as_of(item, request_times)
-        result = self.auction(p, bids, list(goals), request, advertisers)
+        result = self.auction(net, bids, list(goals), request, advertisers)
         is_excluded = result.ranks == EXCLUDED_RANK
         columns = {
             "impression_id": batch.impression_ids,

@@ -33,9 +33,10 @@ def rank_request(
     inputs = FeatureFetcher(store, ranker.manifest.input_limits)(request)
     user_state = ranker.user_state(inputs.requests)
     probabilities = ranker.probabilities(user_state, inputs.candidates)[inputs.candidates.mask]
+    net = probabilities * ranker.net_rates(user_state, inputs.candidates)[inputs.candidates.mask]
     request_index = np.zeros(len(probabilities), np.int64)
     auction = Auction(spec, request.surface)
-    result = auction(probabilities, inputs.bids, inputs.goals, request_index, inputs.advertisers)
+    result = auction(net, inputs.bids, inputs.goals, request_index, inputs.advertisers)
     # The models are constructed without validation: it would take longer than the ranking.
     ranking = [
         RankedCandidate.model_construct(

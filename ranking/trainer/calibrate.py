@@ -24,8 +24,9 @@ from ranking.scoring import calibration
 from ranking.scoring.calibration import Calibration, PlattScaling
 from ranking.scoring.offsets import CalibrationOffsets, RankerCalibration, refresh_offsets
 from ranking.scoring.predictions import SegmentedPredictions, predict_by_segment
-from ranking.scoring.scorer import SCORE_ROWS
+from ranking.scoring.scorer import SCORE_ROWS, input_builder
 from ranking.student.model import TrainedStudent
+from ranking.trainer.net_rates import refresh_from_retractions
 from ranking.trainer.student_trainer import StudentTrainer
 from training.data.batch import Shuffle
 from training.data.label_window import LabelWindow
@@ -54,6 +55,8 @@ def fit_calibration(
     window = LabelWindow.for_calibration(split, lake.spec)
     window = replace(window, mixes_windows=trainer.config.mix_windows)
     unlearned = predict_window(student, days, window)
+    reader, so_far = student.input_builder.reader, LabelWindow(0, window.end)
+    offsets = refresh_from_retractions(offsets, reader, student.num_items, so_far)
     calibration = RankerCalibration(fit_per_objective(unlearned.predictions, prior), offsets)
     return refresh(calibration, unlearned, window.end)
 
@@ -166,6 +169,8 @@ def refresh_live_calibration(lake: Lake, surface: str, data_until: date) -> Cali
         if day <= data_until and lake.spec.day_end(day + delay) > offsets.labels_until
     ]
     unlearned = predict_labels(replace(ranker, offsets=None), lake, days, window)
-    refreshed = refresh_offsets(offsets, unlearned.labeled(), until)
+    reader = input_builder(ranker, lake).reader
+    net = refresh_from_retractions(offsets, reader, ranker.manifest.num_items, window)
+    refreshed = refresh_offsets(net, unlearned.labeled(), until)
     write_offsets(folder, refreshed)
     return refreshed

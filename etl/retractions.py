@@ -1,0 +1,87 @@
+"""Outcomes that were taken back after the labels that count them were final.
+
+Labels do not change; table `late_retractions` has what value, accounting and net rates need.
+"""
+
+import functools
+from datetime import date, timedelta
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+
+from etl.labels import counted_outcomes, first_retraction, outcomes_by_impression
+from etl.spec.model import DataSpec
+from etl.spec.units import DAY, MICROS
+from etl.tables import schemas, spark_io
+from etl.tables.lake import Lake
+
+
+def record_late_retractions(lake: Lake, days: tuple[date, date]) -> int:
+    """Replace `late_retractions` of a range of landing days; returns how many there are.
+
+    Only events of users with retractions on these days are read, from the earliest impressions on
+    whose labels were final at most `within` before.
+    """
+    spec = lake.spec
+    versions = {"events": lake.version("events")}
+    events = spark_io.read_table(lake, schemas.events(spec), versions["events"])
+    codes = [spec.event_codes[name] for name in spec.retraction_types]
+    where = spark_io.day_range_predicate(*days)
+    users = events.filter(where).filter(F.col("type").isin(codes)).select("user_id").distinct()
+    first_day = days[0] - timedelta(days=retraction_horizon_days(spec))
+    recent = events.filter((F.col("day") >= F.lit(first_day)) & (F.col("day") <= F.lit(days[1])))
+    recent = recent.join(users, "user_id", "left_semi")
+    impressions = recent.filter(F.col("type") == spec.event_codes[spec.impression_type])
+    outcomes = outcomes_by_impression(lake, recent)
+    rows = impressions.drop("value", "day").join(outcomes, "impression_id")
+    found = [
+        _late_retractions(spec, rows, name)
+        for name, objective in spec.objectives.items()
+        if objective.retracted_by
+    ]
+    late = functools.reduce(DataFrame.unionByName, found)
+    schema = schemas.late_retractions(spec)
+    spark_io.replace_partitions(lake, schema, late.filter(where), where, versions)
+    return lake.count_rows(schema.name, days)
+
+
+def retraction_horizon_days(spec: DataSpec) -> int:
+    """Days before its landing day from which on a retraction may take an outcome back."""
+    within = max(o.retracted_by.within for o in spec.objectives.values() if o.retracted_by)
+    lateness = 1 + spec.allowed_lateness_days
+    return spec.label_maturity_days + -(-within // DAY) + 2 * lateness
+
+
+def _late_retractions(spec: DataSpec, rows: DataFrame, name: str) -> DataFrame:
+    """The late retractions of an objective, of impressions with `outcomes`."""
+    objective = spec.objectives[name]
+    assert objective.retracted_by is not None
+    mature_ts, counted = counted_outcomes(spec, name)
+    surfaces = [spec.surface_codes[surface] for surface in spec.surfaces_of(name)]
+    rows = rows.filter(F.col("surface").isin(surfaces))
+    rows = rows.withColumns({"mature_ts": mature_ts, "counted": counted})
+    rows = rows.withColumn("outcome", F.explode("counted"))
+    first = first_retraction(spec, objective, F.col("outcome"))
+    assert first is not None
+    rows = rows.withColumn("retraction", first).filter("retraction IS NOT NULL")
+
+    def is_left(other: Column) -> Column:
+        retraction = first_retraction(spec, objective, other)
+        assert retraction is not None
+        is_later = retraction["visible_ts"] > F.col("retraction.visible_ts")
+        return F.coalesce(is_later, F.lit(True))
+
+    return rows.select(
+        "impression_id",
+        "user_id",
+        F.lit(name).alias("objective"),
+        "surface",
+        F.col("outcome.event_id").alias("outcome_id"),
+        F.col("retraction.id").alias("retraction_id"),
+        F.col("retraction.visible_ts").alias("retracted_ts"),
+        F.floor(F.col("mature_ts") / MICROS["s"]).alias("label_mature_ts"),
+        F.size(F.filter("counted", is_left)).alias("outcomes_left"),
+        F.col("outcome.value").alias("value"),
+        F.col("retraction.day").alias("day"),
+        "bucket",
+    )

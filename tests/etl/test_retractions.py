@@ -1,0 +1,173 @@
+"""Outcomes that are taken back: in time they cancel a label, later they leave it as it is."""
+
+import random
+from collections import defaultdict
+from datetime import date, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etl.errors import UserError
+from etl.ingest.run import ingest
+from etl.labels import label_impressions
+from etl.retractions import record_late_retractions
+from etl.spec import load_spec
+from etl.tables.lake import Lake
+from tests.etl.test_order import epoch_ms, write
+from tests.pipeline import rows
+
+pytestmark = pytest.mark.spark
+
+SPEC = """
+name: shop
+buckets: 1
+surfaces: {home: {}}
+events:
+  shown: {role: impression}
+  buy: {role: outcome}
+  refund: {role: retraction}
+objectives:
+  buy:
+    {event: buy, window: 1d, value: true, extra_windows: [2h],
+     retracted_by: {event: refund, within: 2d}}
+sequences: {behaviour: {}}
+counters: {windows: [1d], events: [shown], keys: [[user]]}
+sources:
+  log:
+    kind: event_log
+    format: json
+    path: events/{day}.json.gz
+    columns: {event_id: id, user: who, item: what, surface: page, type: action, event_time: ms,
+              ingest_time: logged, impression: imp, value: paid, retracts: refunded}
+"""
+FIRST, NUM_DAYS, HOUR_MS = date(2026, 1, 1), 5, 3_600_000
+Record = dict[str, Any]
+
+
+def random_events(rng: random.Random) -> list[Record]:
+    """Impressions, most with one or two purchases, most of which are refunded sooner or later."""
+    events: list[Record] = []
+
+    def log(id_: str, who: str, action: str, ms: int, delay_hours: float, **more: object) -> None:
+        logged = ms + int(delay_hours * HOUR_MS)
+        base = {"id": id_, "who": who, "what": "shoe", "page": "home", "action": action}
+        events.append(base | {"ms": ms, "logged": logged} | more)
+
+    for n in range(60):
+        who, shown = f"u{n % 7}", epoch_ms(1, 0) + rng.randrange(72) * HOUR_MS + n * 1000
+        log(f"i{n}", who, "shown", shown, 0)
+        for k in range(rng.choice([0, 1, 1, 2])):
+            bought = shown + int(rng.choice([0.5, 1, 5, 20, 30]) * HOUR_MS)
+            log(f"b{n}-{k}", who, "buy", bought, rng.choice([0, 1, 9]), imp=f"i{n}", paid=2.0**k)
+            for again in range(rng.choice([0, 1, 1, 2])):
+                refunded = bought + int(rng.choice([0, 0.1, 3, 25, 50]) * HOUR_MS)
+                name = f"r{n}-{k}-{again}"
+                log(name, who, "refund", refunded, rng.choice([0, 8]), refunded=f"b{n}-{k}")
+    return events
+
+
+def day_of(event: Record) -> date:
+    return FIRST + timedelta(milliseconds=event["logged"] - epoch_ms(1, 0))
+
+
+def expected_rows(events: list[Record]) -> tuple[dict[str, tuple[Any, ...]], set[tuple[Any, ...]]]:
+    """The labels of both windows and the value of each impression, and the late retractions."""
+    refunds = defaultdict(list)
+    for event in events:
+        if event["action"] == "refund":
+            refunds[event["refunded"]].append((visible(event), event["id"]))
+    labels, late = {}, set()
+    for shown in events:
+        if shown["action"] != "shown":
+            continue
+        bought = [e for e in events if e.get("imp") == shown["id"]]
+        counted = {}
+        for hours in (2, 24):
+            final = max(shown["ms"] + hours * HOUR_MS, visible(shown) * 1000)
+            counted[hours] = [
+                e
+                for e in bought
+                if e["ms"] <= shown["ms"] + hours * HOUR_MS
+                and visible(e) * 1000 <= final
+                and not any(second * 1000 <= final for second, _ in refunds[e["id"]])
+            ]
+        total = sum(e["paid"] for e in counted[24])
+        labels[shown["id"]] = int(bool(counted[24])), int(bool(counted[2])), total
+        first = {e["id"]: min(refunds[e["id"]], default=None) for e in counted[24]}
+        for e in counted[24]:
+            refund = first[e["id"]]
+            if refund:
+                left = sum(1 for other in first.values() if not other or other[0] > refund[0])
+                late.add((shown["id"], e["id"], refund[1], refund[0], left, e["paid"]))
+    return labels, late
+
+
+def visible(event: Record) -> int:
+    return int(max(event["ms"], event["logged"]) // 1000)
+
+
+def test_labels_and_late_retractions_equal_a_plain_loop(spark: object, tmp_path: Path) -> None:
+    """Day by day: each day's run sees only what has landed by then."""
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    lake = Lake(str(tmp_path / "lake"), load_spec(tmp_path / "spec.yaml"))
+    events = [e for e in random_events(random.Random(5)) if day_of(e) < end_of_days()]
+    for number in range(NUM_DAYS):
+        day = FIRST + timedelta(days=number)
+        landed = [event for event in events if day_of(event) == day]
+        write(tmp_path / "raw" / "events", day, landed)
+        ingest(lake, str(tmp_path / "raw"), (day, day))
+        label_impressions(lake, (day, day))
+        record_late_retractions(lake, (day, day))
+    labels, late = expected_rows(events)
+    found = {
+        row["impression_id"]: (row["label_buy"], row["label_buy_2h"], row["value_buy"])
+        for row in rows(lake, "impressions")
+    }
+    assert found == labels
+    assert {label for label, _, _ in labels.values()} == {0, 1}
+    columns = (
+        "impression_id", "outcome_id", "retraction_id", "retracted_ts", "outcomes_left", "value",
+    )  # fmt: skip
+    stored = rows(lake, "late_retractions")
+    assert {tuple(row[name] for name in columns) for row in stored} == late
+    assert len(stored) == len(late) > 5
+    assert {row["outcomes_left"] for row in stored} >= {0, 1}
+    before = rows(lake, "late_retractions")
+    record_late_retractions(lake, (FIRST, FIRST + timedelta(days=NUM_DAYS - 1)))
+    assert rows(lake, "late_retractions") == before
+
+
+def end_of_days() -> date:
+    return FIRST + timedelta(days=NUM_DAYS)
+
+
+def test_a_retraction_that_names_no_event_is_quarantined(spark: object, tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    lake = Lake(str(tmp_path / "lake"), load_spec(tmp_path / "spec.yaml"))
+    events = random_events(random.Random(0))[:40]
+    nameless = {name: value for name, value in events[0].items() if name != "imp"}
+    nameless |= {"id": "nameless", "action": "refund"}
+    nameless |= {"ms": epoch_ms(1, 1), "logged": epoch_ms(1, 2)}
+    landed = [event for event in events if day_of(event) == FIRST]
+    write(tmp_path / "raw" / "events", FIRST, [*landed, nameless])
+    ingest(lake, str(tmp_path / "raw"), (FIRST, FIRST))
+    (row,) = rows(lake, "quarantine")
+    assert row["reasons"] == ["no event that it takes back"] and "nameless" in row["payload"]
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "message"),
+    [
+        ("refund: {role: retraction}", "refund: {}", "give the event type refund `role: retract"),
+        (", retracts: refunded}", "}", "no source has the column `retracts` for refund events"),
+        ("event: refund,", "event: refnd,", "'refnd' is not among the events"),
+    ],
+)
+def test_a_spec_that_cannot_take_outcomes_back_is_refused(
+    tmp_path: Path, good: str, bad: str, message: str
+) -> None:
+    assert good in SPEC
+    (tmp_path / "spec.yaml").write_text(SPEC.replace(good, bad))
+    with pytest.raises(UserError, match=message):
+        load_spec(tmp_path / "spec.yaml")
