@@ -19,10 +19,10 @@ from benchmarks.studies.refit_predictions import ServedRows, ServingLog
 from etl.spec.model import DataSpec
 from ranking.inputs.segments import SegmentValues
 from ranking.scoring.calibration import Floats, Labels, logit, sigmoid
+from ranking.scoring.offset_updates import refresh_offsets
 from ranking.scoring.offsets import (
     CalibrationOffsets,
     LabeledRows,
-    refresh_offsets,
 )
 
 if TYPE_CHECKING:
@@ -55,7 +55,9 @@ def hourly_offsets(log: ServingLog, with_segments: bool) -> Floats:
             rows[name] = labeled(final, name, np.flatnonzero(is_new), segments)
         offsets = refresh_offsets(offsets, rows, hour)
         now = np.flatnonzero((served.as_of >= hour) & (served.as_of < hour + HOUR))
-        added[now] = offsets({name: v[now] for name, v in served_segments.items()}, objectives)
+        logits = logit(served.predictions.predictions.probabilities[now])
+        at_hour = {name: values[now] for name, values in served_segments.items()}
+        added[now] = offsets(logits, at_hour, objectives)
     return added
 
 

@@ -22,7 +22,8 @@ from ranking.registry.ranker import (
 )
 from ranking.scoring import calibration
 from ranking.scoring.calibration import Calibration, PlattScaling
-from ranking.scoring.offsets import CalibrationOffsets, RankerCalibration, refresh_offsets
+from ranking.scoring.offset_updates import refresh_offsets
+from ranking.scoring.offsets import CalibrationOffsets, RankerCalibration
 from ranking.scoring.predictions import SegmentedPredictions, predict_by_segment
 from ranking.scoring.scorer import SCORE_ROWS, input_builder
 from ranking.student.model import TrainedStudent
@@ -159,7 +160,7 @@ def refresh_live_calibration(lake: Lake, surface: str, data_until: date) -> Cali
     window = LabelWindow(
         offsets.labels_until,
         until,
-        "calibration",
+        "unlearned",
         mixes_windows=training is not None and training.config.mix_windows,
     )
     delay = timedelta(days=1 + lake.spec.label_maturity_days)

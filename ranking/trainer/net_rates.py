@@ -8,11 +8,11 @@ from etl.spec.units import DAY
 from etl.tables import schemas
 from etl.tables.arrow import snapshot
 from etl.tables.lake import Lake
+from ranking.scoring.offset_updates import refresh_net_rates
 from ranking.scoring.offsets import (
     BASE_NET_RATE,
     CalibrationOffsets,
     LabeledRows,
-    refresh_net_rates,
 )
 from ranking.scoring.predictions import batch_segments
 from ranking.scoring.scorer import SCORE_ROWS

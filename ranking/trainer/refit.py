@@ -181,7 +181,7 @@ def continue_until(
         start = max(window.start, calibration.labels_until)
         if start < window.end:
             mixes_windows = snapshot.record.config.mix_windows
-            unlearned = LabelWindow(start, window.end, "calibration", mixes_windows=mixes_windows)
+            unlearned = LabelWindow(start, window.end, "unlearned", mixes_windows=mixes_windows)
             predictions = predict_window(trainer.averaged, days, unlearned)
             judged.append(predictions.calibrated(calibration))
             calibration = refresh(calibration, predictions, window.end)

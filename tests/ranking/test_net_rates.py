@@ -21,13 +21,13 @@ from features.history.build import build_history
 from features.items import index_items
 from ranking.registry.ranker import load_ranker
 from ranking.scoring.calibration import logit, sigmoid
+from ranking.scoring.offset_updates import refresh_net_rates
 from ranking.scoring.offsets import (
     BASE_NET_RATE,
     INTERCEPT,
     CalibrationOffsets,
     LabeledRows,
     SegmentOffsets,
-    refresh_net_rates,
 )
 from ranking.student.model import TrainedStudent
 from ranking.trainer.net_rates import outcomes_to_learn, refresh_from_retractions

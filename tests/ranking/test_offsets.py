@@ -18,14 +18,17 @@ from ranking.registry.manifest import read_manifest, write_manifest
 from ranking.registry.promotion import PromotionConfig, PromotionDecision, judge_segments
 from ranking.registry.ranker import live_pointer, load_ranker
 from ranking.scoring.calibration import Floats, Labels, logit, sigmoid
-from ranking.scoring.offsets import (
-    INTERCEPT,
+from ranking.scoring.offset_updates import (
     INTERCEPT_HALF_LIFE,
     SEGMENT_HALF_LIFE,
+    refresh_offsets,
+)
+from ranking.scoring.offsets import (
+    INTERCEPT,
     CalibrationOffsets,
     LabeledRows,
     SegmentOffsets,
-    refresh_offsets,
+    SlopeOffset,
 )
 from ranking.scoring.predictions import batch_segments
 from ranking.scoring.segment_calibration import (
@@ -64,8 +67,19 @@ def refreshed(
 
 
 def corrected(offsets: CalibrationOffsets, rows: LabeledRows) -> LabeledRows:
-    shift = offsets(rows.segments, ["click"])[..., 0]
-    return LabeledRows(sigmoid(logit(rows.probabilities) + shift), rows.labels, rows.segments)
+    return LabeledRows(sigmoid(shifted(offsets, rows)), rows.labels, rows.segments)
+
+
+def shifted(offsets: CalibrationOffsets, rows: LabeledRows) -> Floats:
+    """The logits of rows with their offsets."""
+    logits = logit(rows.probabilities)[:, None]
+    return (logits + offsets(logits, rows.segments, ["click"]))[:, 0]
+
+
+def added(offsets: CalibrationOffsets, *categories: int) -> Floats:
+    """What is added to a logit of -2, by category."""
+    segments = {"category": np.array(categories)}
+    return offsets(np.full((len(categories), 1), -2.0), segments, ["click"])[:, 0]
 
 
 @settings(max_examples=10)
@@ -101,12 +115,13 @@ def test_few_labels_move_an_offset_little_and_none_do_not() -> None:
     offsets = refreshed(LabeledRows(rows.probabilities, labels, {"category": rare}))
     table = offsets.by_objective["click"]["category"].table
     assert 0 < table[7] < 0.05
-    unseen = offsets({"category": np.array([3, 500])}, ["click"])
+    unseen = added(offsets, 3, 500)
     intercept = offsets.by_objective["click"][INTERCEPT].table[0]
-    assert (unseen == intercept).all()
+    slope = offsets.slopes["click"]
+    assert unseen == pytest.approx(intercept + slope.offset * (-2 - slope.center))
     empty = LabeledRows(np.zeros(0), np.zeros(0, np.float32), {"category": np.zeros(0, np.int64)})
     assert not refreshed(empty).by_objective["click"]["category"].values
-    assert refreshed(empty)({"category": np.array([3])}, ["click"]) == 0
+    assert added(refreshed(empty), 3) == 0
 
 
 def test_a_refresh_in_parts_equals_one_up_to_the_approximation() -> None:
@@ -124,10 +139,20 @@ def test_a_refresh_in_parts_equals_one_up_to_the_approximation() -> None:
         one, two = (o.by_objective["click"][segment] for o in (at_once, in_parts))
         assert one.values == two.values
         np.testing.assert_allclose(one.precisions, two.precisions, rtol=0.02)
-    category = {"category": np.arange(4)}
-    np.testing.assert_allclose(
-        at_once(category, ["click"]), in_parts(category, ["click"]), atol=0.03
-    )
+    np.testing.assert_allclose(added(at_once, *range(4)), added(in_parts, *range(4)), atol=0.04)
+
+
+@settings(max_examples=10)
+@given(st.floats(0.5, 1.5), st.integers(0, 100))
+def test_a_slope_is_found_and_few_labels_leave_it(slope: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    p = sigmoid(rng.normal(-2, 1, 60_000))
+    truth = sigmoid(slope * (logit(p) + 2) - 2)
+    rows = LabeledRows(p, draw(truth, rng), {})
+    found = sigmoid(shifted(refreshed(rows), rows))
+    assert np.abs(logit(found) - logit(truth)).mean() < 0.06
+    few = LabeledRows(p[:20], rows.labels[:20], {})
+    assert abs(refreshed(few).slopes["click"].offset) < 0.2
 
 
 def test_old_labels_count_less_by_their_age_until_they_are_forgotten() -> None:
@@ -263,6 +288,7 @@ def with_offsets(folder: Path, tmp_path: Path) -> Path:
         version=manifest.version,
         labels_until=0,
         by_objective=dict.fromkeys(manifest.spec.objectives, segments),
+        slopes=dict.fromkeys(manifest.spec.objectives, SlopeOffset(center=-1.0, offset=0.3)),
     )
     write_offsets(copy, offsets)
     return copy
@@ -285,7 +311,8 @@ def test_a_ranker_adds_the_offsets_of_the_segments_of_each_candidate(
         table = by_segment[segment]
         return table.offsets[value] if value < len(table.offsets) else 0.0
 
-    expected = np.full(len(batch), by_segment[INTERCEPT].offsets[0])
+    slope = offsets.slopes["click"]
+    expected = by_segment[INTERCEPT].offsets[0] + slope.offset * (logit(p) - slope.center)
     for row in range(len(batch)):
         user = int(batch.request_index[row])
         for segment in ("category", "format", "advertiser_id", "goal"):
@@ -294,7 +321,7 @@ def test_a_ranker_adds_the_offsets_of_the_segments_of_each_candidate(
         expected[row] += offset("tier", int(batch.user_categorical["user_tier"][user]))
         is_new = int(batch.item_index[row]) >= ranker.manifest.num_items
         expected[row] += offset("new_item", int(is_new))
-    np.testing.assert_allclose(logit(found) - logit(p), expected[:, None] * np.ones(3), atol=1e-6)
+    np.testing.assert_allclose(logit(found) - logit(p), expected, atol=1e-6)
     assert {int(i) >= ranker.manifest.num_items for i in batch.item_index} == {True, False}
     segments = batch_segments(batch, reader.lake.spec, ranker.manifest.num_items)
     of_candidates = ranker.segment_values(user_state, inputs.candidates)

@@ -28,6 +28,7 @@ class LabelWindow:
 
     - `evaluation`: held-out rows are treated like all others.
     - `training`: the labels of a held-out row are trained on together, once the last one is final.
+    - `unlearned`: only labels that were not used in training up to `start`.
     - `calibration`: only rows without a label used in training up to `start`, so that no part of a
       ranker was trained on them (an embargo; Lopez de Prado, 2018).
 
@@ -41,7 +42,7 @@ class LabelWindow:
 
     start: int
     end: int
-    purpose: Literal["evaluation", "training", "calibration"] = "evaluation"
+    purpose: Literal["evaluation", "training", "unlearned", "calibration"] = "evaluation"
     include_unlabelled: bool = False
     include_auxiliary: bool = False
     mixes_windows: bool = False

@@ -114,6 +114,9 @@ def labels_of(
     if window.purpose == "calibration":
         is_unseen: Bools = np.hstack((trained_ts, auxiliary_ts)).min(1) >= window.start
         mask = stored.has_label & window.contains(stored.mature_ts) & is_unseen[:, None]
+    elif window.purpose == "unlearned":
+        first_ts = _first_of_objective(spec, trained_ts, auxiliary_ts, window)
+        mask = stored.has_label & window.contains(stored.mature_ts) & (first_ts >= window.start)
     else:
         mask = learned.has_label & window.contains(trained_ts)
     auxiliary_mask = auxiliary.has_label & window.contains(auxiliary_ts)
@@ -229,6 +232,18 @@ def _training_times(stored: _StoredLabels, held_out: Bools) -> Int64:
     last = np.where(stored.has_label, stored.mature_ts, 0).max(1)
     times = np.where(held_out[:, None], last[:, None], stored.mature_ts)
     return np.where(stored.has_label, times, NEVER)
+
+
+def _first_of_objective(
+    spec: DataSpec, trained_ts: Int64, further_ts: Int64, window: LabelWindow
+) -> Int64:
+    """When the first label of each objective is trained on (B, O), of any of its windows."""
+    first = trained_ts.copy()
+    if window.mixes_windows:
+        for column, label in enumerate(spec.extra_window_labels):
+            objective = list(spec.objectives).index(spec.objective_labels[label][0])
+            first[:, objective] = np.minimum(first[:, objective], further_ts[:, column])
+    return first
 
 
 def _first_time_from(auxiliary: _StoredLabels, trained_ts: Int64) -> Int64:

@@ -1,0 +1,239 @@
+"""Learning of calibration offsets, and of net rates, from labels; the offsets are in offsets.py.
+
+Each refresh is a step of online Bayesian logistic regression with a diagonal Laplace approximation
+(Chapelle and Li, 2011, algorithm 3), in which earlier labels count less by their age. The offsets
+of a segment have a normal prior around zero, whose precision is estimated from the offsets
+themselves (empirical Bayes; MacKay, 1992): where values do not differ, offsets vanish.
+
+n rows, V values of a segment.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from etl.spec.units import DAY
+from ranking.inputs.segments import Int64
+from ranking.scoring.calibration import PRIOR_STRENGTH, Floats, logit, sigmoid
+from ranking.scoring.offsets import (
+    INITIAL_PRECISION,
+    INTERCEPT,
+    CalibrationOffsets,
+    LabeledRows,
+    SegmentOffsets,
+    SlopeOffset,
+)
+
+INTERCEPT_HALF_LIFE = 1 * DAY  # of the weight of labels
+SEGMENT_HALF_LIFE = 7 * DAY  # also of the slope
+PRECISION_WEIGHT = 4  # the initial precision counts as that of this many values
+MAX_ITERATIONS = 30  # of the estimate of a prior's precision
+MIN_SCORE_VARIANCE = 0.1  # of logits, for the prior of a slope
+MIN_PRECISION = 0.01  # a value whose labels count less is forgotten
+
+
+def refresh_offsets(
+    offsets: CalibrationOffsets, rows: Mapping[str, LabeledRows], until: int
+) -> CalibrationOffsets:
+    """Offsets that have also learned rows, by objective, whose labels became final by `until`.
+
+    The probabilities of rows are calibrated, without offsets. Segments that rows do not have are
+    dropped.
+    """
+    elapsed = until - offsets.labels_until
+    by_objective, slopes = {}, {}
+    for name, labeled in rows.items():
+        slope = _decayed_slope(offsets.slopes.get(name), labeled, elapsed)
+        before = offsets.by_objective.get(name, {})
+        by_objective[name], slopes[name] = _refresh(before, slope, labeled, elapsed)
+    known_slopes = {name: slope for name, slope in slopes.items() if slope}
+    return offsets.model_copy(
+        update={"labels_until": until, "by_objective": by_objective, "slopes": known_slopes}
+    )
+
+
+def refresh_net_rates(
+    offsets: CalibrationOffsets, rows: Mapping[str, LabeledRows], elapsed: int
+) -> CalibrationOffsets:
+    """Offsets whose net rates have learned rows, after `elapsed` seconds.
+
+    Rows are outcomes of objectives that can be taken back, with the label 1 for those that were
+    not; their probabilities are BASE_NET_RATE.
+    """
+    refreshed = {
+        name: _refresh(offsets.net_rates.get(name, {}), None, labeled, elapsed)[0]
+        for name, labeled in rows.items()
+    }
+    return offsets.model_copy(update={"net_rates": refreshed})
+
+
+@dataclass(frozen=True)
+class _Belief:
+    """A normal belief on the offsets (V) of a segment's values.
+
+    `precision` (V) is that of labels alone; that of the prior is added to it.
+    """
+
+    values: Int64
+    mean: Floats
+    precision: Floats
+    prior_precision: float
+
+    @property
+    def total_precision(self) -> Floats:
+        """The precision of labels and prior together (V)."""
+        return self.precision + self.prior_precision
+
+
+@dataclass(frozen=True)
+class _SlopeBelief:
+    """A normal belief on a slope, and what it multiplies in each row: `score` (n)."""
+
+    center: float
+    score: Floats
+    mean: float
+    precision: float
+    prior_precision: float
+
+
+def _decayed_slope(
+    stored: SlopeOffset | None, rows: LabeledRows, elapsed: int
+) -> _SlopeBelief | None:
+    """The belief on a slope before rows are learned; None if none have been.
+
+    Its prior has the precision of PRIOR_STRENGTH rare positives.
+    """
+    logits = logit(rows.probabilities)
+    if stored is None:
+        if not len(logits):
+            return None
+        stored = SlopeOffset(center=float(logits.mean()))
+    score = logits - stored.center
+    prior = PRIOR_STRENGTH * max(float(score.var()) if len(score) else 0.0, MIN_SCORE_VARIANCE)
+    decay = 0.5 ** (elapsed / SEGMENT_HALF_LIFE)
+    precision = decay * stored.precision
+    mean = decay * stored.offset * (stored.precision + prior) / (precision + prior)
+    return _SlopeBelief(stored.center, score, mean, precision, prior)
+
+
+def _refresh(
+    offsets: Mapping[str, SegmentOffsets],
+    slope: _SlopeBelief | None,
+    rows: LabeledRows,
+    elapsed: int,
+) -> tuple[dict[str, SegmentOffsets], SlopeOffset | None]:
+    """The offsets of one objective, and its slope, after `elapsed` seconds and some rows."""
+    columns = {INTERCEPT: np.zeros(len(rows.labels), np.int64)} | rows.segments
+    beliefs = {
+        segment: _decayed_belief(segment, offsets.get(segment), column, elapsed)
+        for segment, column in columns.items()
+    }
+    index = {s: np.searchsorted(beliefs[s].values, column) for s, column in columns.items()}
+    means, slope_mean, weights = _fit_offsets(
+        rows, list(beliefs.values()), list(index.values()), slope
+    )
+    refreshed = {}
+    for (segment, belief), mean in zip(beliefs.items(), means, strict=True):
+        information = np.bincount(index[segment], weights, minlength=len(mean))
+        learned = replace(belief, mean=mean, precision=belief.precision + information)
+        if segment != INTERCEPT:
+            learned = _with_estimated_prior(learned)
+        refreshed[segment] = _to_offsets(learned)
+    if slope is None:
+        return refreshed, None
+    precision = slope.precision + float(weights @ slope.score**2)
+    return refreshed, SlopeOffset(center=slope.center, offset=slope_mean, precision=precision)
+
+
+def _decayed_belief(
+    segment: str, stored: SegmentOffsets | None, column: Int64, elapsed: int
+) -> _Belief:
+    """The belief on stored offsets and on the values (n) of a segment, before rows are learned."""
+    if stored is None:
+        prior = PRIOR_STRENGTH if segment == INTERCEPT else INITIAL_PRECISION
+        stored = SegmentOffsets(prior_precision=prior)
+    half_life = INTERCEPT_HALF_LIFE if segment == INTERCEPT else SEGMENT_HALF_LIFE
+    decay = 0.5 ** (elapsed / half_life)
+    values = np.union1d(column, np.array(stored.values, np.int64))
+    position = np.searchsorted(values, stored.values)
+    precision, evidence = np.zeros((2, len(values)))
+    precision[position] = decay * np.array(stored.precisions)
+    stored_precision = np.array(stored.precisions) + stored.prior_precision
+    evidence[position] = decay * np.array(stored.offsets) * stored_precision
+    mean = evidence / (precision + stored.prior_precision)
+    return _Belief(values, mean, precision, stored.prior_precision)
+
+
+def _fit_offsets(
+    rows: LabeledRows,
+    beliefs: Sequence[_Belief],
+    index: Sequence[Int64],
+    slope: _SlopeBelief | None,
+) -> tuple[list[Floats], float, Floats]:
+    """The most probable offsets of each segment, slope, and weights p (1 - p) of rows (n).
+
+    `index` has the position (n) of each row's value in each segment.
+    """
+    from scipy.optimize import minimize  # not needed for serving
+
+    score = np.zeros(len(rows.labels)) if slope is None else slope.score
+    slope_mean, slope_precision = 0.0, 1.0
+    if slope is not None:
+        slope_mean, slope_precision = slope.mean, slope.precision + slope.prior_precision
+    logits = logit(rows.probabilities)
+    bounds = np.cumsum([len(belief.values) for belief in beliefs])
+    before = np.append(np.concatenate([belief.mean for belief in beliefs]), slope_mean)
+    precision = np.append(
+        np.concatenate([belief.total_precision for belief in beliefs]), slope_precision
+    )
+
+    def shifted_logits(parameters: Floats) -> Floats:
+        *parts, slope_part = np.split(parameters, bounds)
+        added = sum(part[i] for part, i in zip(parts, index, strict=True))
+        return np.asarray(logits + added + slope_part[0] * score)
+
+    def loss_and_gradient(parameters: Floats) -> tuple[float, Floats]:
+        z = shifted_logits(parameters)
+        residual, deviation = sigmoid(z) - rows.labels, parameters - before
+        log_loss = float((np.logaddexp(0, z) - rows.labels * z).sum())
+        by_value = [
+            np.bincount(i, residual, minlength=len(belief.values))
+            for i, belief in zip(index, beliefs, strict=True)
+        ]
+        gradient = np.append(np.concatenate(by_value), residual @ score)
+        penalty = 0.5 * float(precision @ deviation**2)
+        return log_loss + penalty, gradient + precision * deviation
+
+    fitted = minimize(loss_and_gradient, before, jac=True, method="L-BFGS-B").x
+    p = sigmoid(shifted_logits(fitted))
+    *means, slope_part = np.split(fitted, bounds)
+    return means, float(slope_part[0]), p * (1 - p)
+
+
+def _with_estimated_prior(belief: _Belief) -> _Belief:
+    """The belief under the precision of the prior that the offsets make most probable.
+
+    It is a fixed point (MacKay, 1992), to which the initial precision contributes as much as
+    PRECISION_WEIGHT values.
+    """
+    evidence = belief.mean * belief.total_precision
+    prior = belief.prior_precision
+    for _ in range(MAX_ITERATIONS):
+        mean = evidence / (belief.precision + prior)
+        well_determined = float((belief.precision / (belief.precision + prior)).sum())
+        squares = float(mean @ mean) + PRECISION_WEIGHT / INITIAL_PRECISION
+        prior = (well_determined + PRECISION_WEIGHT) / squares
+    mean = evidence / (belief.precision + prior)
+    return replace(belief, mean=mean, prior_precision=prior)
+
+
+def _to_offsets(belief: _Belief) -> SegmentOffsets:
+    """Without values whose labels have decayed."""
+    kept = belief.precision >= MIN_PRECISION
+    return SegmentOffsets(
+        values=tuple(belief.values[kept].tolist()),
+        offsets=tuple(belief.mean[kept].tolist()),
+        precisions=tuple(belief.precision[kept].tolist()),
+        prior_precision=belief.prior_precision,
+    )
