@@ -77,10 +77,14 @@ class FeatureGroup:
 
 @dataclass(frozen=True)
 class PositionFeature:
-    """The column of an impression's position, and the position for which rankers serve."""
+    """The column of an impression's position, and the position for which rankers serve.
+
+    `has_propensity` says whether logs have the probabilities with which positions were drawn.
+    """
 
     column: str
     served_position: int
+    has_propensity: bool
 
 
 @dataclass(frozen=True)
@@ -146,7 +150,10 @@ def feature_schema(spec: DataSpec) -> FeatureSchema:
 
 def _position_feature(spec: DataSpec) -> PositionFeature | None:
     bias = spec.position_bias
-    return PositionFeature(f"ctx_{bias.attribute}", bias.served_position) if bias else None
+    if bias is None:
+        return None
+    has_propensity = any(log.columns.propensity for log in spec.log_sources.values())
+    return PositionFeature(f"ctx_{bias.attribute}", bias.served_position, has_propensity)
 
 
 def _feature_group(prefix: str, attributes: Mapping[str, Attribute]) -> FeatureGroup:

@@ -151,6 +151,7 @@ def without_last_rows(batch: Batch) -> Batch:
         auxiliary_labels=batch.auxiliary_labels[keep],
         auxiliary_mask=batch.auxiliary_mask[keep],
         impression_ids=batch.impression_ids[keep.numpy()],
+        swap_weights=batch.swap_weights[keep],
     )
 
 

@@ -34,7 +34,7 @@ from ranking.student.history import (
     TypeMeanPooling,
     one_hot_types,
 )
-from ranking.student.position import PositionBias
+from ranking.student.position import LearnedPositionBias, PositionBias, SwapPositionBias
 from training.data.batch import Batch
 from training.data.matching import match_batch, matched_gaps
 from training.data.reader import ExampleReader
@@ -130,7 +130,8 @@ class Student(nn.Module):
         )
         self.position_bias: PositionBias | None = None
         if features.position:
-            self.position_bias = PositionBias(
+            has_propensity = features.position.has_propensity
+            self.position_bias = (SwapPositionBias if has_propensity else LearnedPositionBias)(
                 features.position.served_position, len(features.surfaces), len(features.objectives)
             )
         self.head = nn.Linear(second, len(features.objectives))
@@ -318,6 +319,20 @@ class TrainedStudent:
         column = features.numeric_columns.index(features.position.column)
         effects: Tensor = self.student.position_bias(batch.row_numeric[:, column], batch.surface)
         return effects
+
+    def learn_position_effects(self, batch: Batch, logits: Tensor) -> None:
+        """Learn effects of positions from pairs of ads, given logits (B, O) without them."""
+        features, bias = self.input_builder.reader.features, self.student.position_bias
+        if isinstance(bias, SwapPositionBias) and features.position:
+            column = features.numeric_columns.index(features.position.column)
+            bias.update(
+                batch.row_numeric[:, column],
+                batch.surface,
+                batch.swap_weights,
+                logits,
+                batch.labels,
+                batch.label_mask,
+            )
 
     def logits(self, batch: Batch) -> Tensor:
         """Logits (B, O) of the examples of a batch at their logged positions."""

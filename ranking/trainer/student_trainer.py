@@ -107,7 +107,12 @@ class StudentTrainer:
         self.num_learned_items = self.student.num_items
 
     def _batches(self, days: Sequence[date], window: LabelWindow) -> Iterator[Batch]:
-        window = replace(window, mixes_windows=self.config.mix_windows)
+        position = self.student.input_builder.reader.features.position
+        window = replace(
+            window,
+            mixes_windows=self.config.mix_windows,
+            includes_swaps=position is not None and position.has_propensity,
+        )
         if self.config.negative_sampling_rate:
             sampling = NegativeSampling(tuple(self._rates), self.config.seed)
             window = replace(window, negative_sampling=sampling)
@@ -120,7 +125,10 @@ class StudentTrainer:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         hidden, effects = self.student.hidden(batch), self.student.position_effects(batch)
-        self.loss.backward(hidden, self.student.student.head, batch, effects)
+        head = self.student.student.head
+        self.loss.backward(hidden, head, batch, effects)
+        served = head(hidden.detach()).detach() - self.loss.log_sampling_rate
+        self.student.learn_position_effects(batch, served)
         for optimizer in self.optimizers:
             optimizer.step()
         self.ema.update_parameters(self.student.student)

@@ -1,10 +1,12 @@
 """The effect of positions is learned apart: served scores do not depend on them."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import permutations
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,26 +21,37 @@ from ranking.registry.promotion import ranker_predictions
 from ranking.registry.ranker import Ranker, load_ranker
 from ranking.scoring.calibration import calibrate
 from ranking.student.model import TrainedStudent
-from ranking.student.position import MAX_POSITIONS, PositionBias
+from ranking.student.position import (
+    MAX_POSITIONS,
+    LearnedPositionBias,
+    PositionBias,
+    SwapPositionBias,
+)
 from tests.conftest import SPEC
 from tests.ranking.conftest import batch_of
 from tests.ranking.test_promote import SPLIT
 from training.data.batch import Batch, Shuffle
 from training.data.label_window import LabelWindow
+from training.data.partition import neighbour_swap_weights
 from training.data.reader import ExampleReader
 
+KINDS = st.sampled_from((LearnedPositionBias, SwapPositionBias))
+BiasKind = type[LearnedPositionBias] | type[SwapPositionBias]
 
-def random_bias(served_position: int, seed: int = 0) -> PositionBias:
+
+def random_bias(kind: BiasKind, served_position: int, seed: int = 0) -> PositionBias:
     torch.manual_seed(seed)
-    bias = PositionBias(served_position, num_surfaces=2, num_objectives=3)
-    for parameter in bias.parameters():
-        torch.nn.init.normal_(parameter)
+    bias = kind(served_position, num_surfaces=2, num_objectives=3)
+    for tensor in (*bias.parameters(), *bias.buffers()):
+        torch.nn.init.normal_(tensor)
     return bias
 
 
-@given(st.integers(0, 40), st.integers(0, 9))
-def test_nothing_is_added_at_the_served_position_or_without_one(served: int, seed: int) -> None:
-    bias = random_bias(served, seed)
+@given(KINDS, st.integers(0, 40), st.integers(0, 9))
+def test_nothing_is_added_at_the_served_position_or_without_one(
+    kind: BiasKind, served: int, seed: int
+) -> None:
+    bias = random_bias(kind, served, seed)
     surfaces = torch.tensor([0, 1, 2, 1])
     positions = torch.tensor([float(served), float(served), float("nan"), -0.0 + served])
     assert not bias(positions, surfaces).any()
@@ -55,7 +68,7 @@ def test_planted_effects_are_found_where_positions_do_not_depend_on_items() -> N
     planted = torch.tensor([[0.0, -0.1, -0.4, -0.5, -1.2], [0.0, -0.3, -0.6, -0.9, -1.0]])
     logits = relevance + planted[surfaces - 1, positions]
     labels = torch.bernoulli(torch.sigmoid(logits), generator=generator)
-    bias = PositionBias(0, num_surfaces=2, num_objectives=1)
+    bias = LearnedPositionBias(0, num_surfaces=2, num_objectives=1)
     optimizer = torch.optim.LBFGS(bias.parameters(), max_iter=50)
 
     def loss() -> torch.Tensor:
@@ -70,17 +83,124 @@ def test_planted_effects_are_found_where_positions_do_not_depend_on_items() -> N
     torch.testing.assert_close(effects, planted, atol=0.07, rtol=0)
 
 
+@dataclass(frozen=True)
+class LoggedRankings:
+    """Rankings of a policy that draws better ads first, and sees more than the model does.
+
+    All have a row per impression; `served` is what the model knows of its logit.
+    """
+
+    positions: torch.Tensor
+    swap_weights: torch.Tensor
+    served: torch.Tensor
+    labels: torch.Tensor
+
+
+STEP = -0.3
+
+
+def confounded_rankings(requests: int, seed: int) -> LoggedRankings:
+    rng = np.random.default_rng(seed)
+    ads, slots = 6, 4
+    known, hidden = rng.normal(-1, 0.7, (requests, ads)), rng.normal(0, 0.7, (requests, ads))
+    weights = np.exp(1.2 * (known + hidden))
+    order = np.argsort(-np.log(weights) - rng.gumbel(size=weights.shape), 1)[:, :slots]
+    in_order = np.take_along_axis(weights, order, 1)
+    left = weights.sum(1, keepdims=True) - np.cumsum(in_order, 1) + in_order
+    impressions = pa.table(
+        {
+            "position": np.tile(np.arange(slots), requests),
+            "propensity": (in_order / left).flatten(),
+        }
+    )
+    keys = pa.array(np.repeat(np.arange(requests), slots).astype(str))
+    z = np.take_along_axis(known + hidden, order, 1) + STEP * np.arange(slots)
+    labels = rng.random(z.shape) < 1 / (1 + np.exp(-z))
+    return LoggedRankings(
+        torch.from_numpy(impressions["position"].to_numpy()).float(),
+        torch.from_numpy(neighbour_swap_weights(keys, impressions)),
+        torch.from_numpy(np.take_along_axis(known, order, 1).flatten()).float(),
+        torch.from_numpy(labels.flatten()).float(),
+    )
+
+
+def effects_from(log: LoggedRankings, swap_weights: torch.Tensor) -> torch.Tensor:
+    """Effects of the first positions, learned in batches."""
+    bias = SwapPositionBias(0, num_surfaces=1, num_objectives=1)
+    surfaces, mask = torch.ones(len(log.labels)).long(), torch.ones(len(log.labels), 1)
+    for rows in torch.arange(len(log.labels)).split(512):
+        bias.update(
+            log.positions[rows], surfaces[rows], swap_weights[rows],
+            log.served[rows, None], log.labels[rows, None], mask[rows],
+        )  # fmt: skip
+    return bias.effects()[1, :4, 0]
+
+
+def test_swaps_find_effects_that_a_policy_that_knows_more_would_hide() -> None:
+    log = confounded_rankings(60_000, 0)
+    truth = STEP * torch.arange(4)
+    found = effects_from(log, log.swap_weights)
+    torch.testing.assert_close(found, truth, atol=0.06, rtol=0)
+    naive = effects_from(log, (log.swap_weights > 0).float())
+    assert (naive[1:] < truth[1:] - 0.1).all()  # relevance is taken for an effect of positions
+
+
+def test_both_orders_of_neighbours_are_equally_likely_under_the_weights() -> None:
+    """All draws of three ads of four, with their exact probabilities."""
+    q = np.array([0.5, 0.25, 0.15, 0.1])
+    weighted: dict[tuple[int, tuple[int, ...], tuple[int, ...]], float] = {}
+    for ads in permutations(range(4), 3):
+        left = 1 - np.concatenate(([0], np.cumsum(q[list(ads)])[:-1]))
+        p = q[list(ads)] / left
+        impressions = pa.table({"position": [2, 0, 1], "propensity": p[[2, 0, 1]]})
+        weights = neighbour_swap_weights(pa.array(["r"] * 3), impressions)[[1, 2, 0]]
+        assert (weights[:-1, 0] == weights[1:, 1]).all()
+        assert weights[0, 1] == weights[2, 0] == 0
+        for k in (0, 1):
+            before, pair = ads[:k], ads[k : k + 2]
+            key = (k, before, pair)
+            weighted[key] = weighted.get(key, 0) + p.prod() * weights[k, 0]
+    for (k, before, (a, b)), value in weighted.items():
+        assert value == pytest.approx(weighted[k, before, (b, a)])
+
+
+def test_pairs_need_a_neighbour_a_position_and_a_propensity() -> None:
+    impressions = pa.table(
+        {"position": [0, 1, 3, None, 0, 1], "propensity": [0.2, 0.3, 0.4, 0.5, None, 0.6]}
+    )
+    weights = neighbour_swap_weights(pa.array(["a"] * 4 + ["b"] * 2), impressions)
+    np.testing.assert_allclose(weights[:, 0], [0.8, 0, 0, 0, 0, 0], atol=1e-6)
+    np.testing.assert_allclose(weights[:, 1], [0, 0.8, 0, 0, 0, 0], atol=1e-6)
+
+
+def test_training_batches_have_the_weights_of_whole_requests(reader: ExampleReader) -> None:
+    spec, day = reader.lake.spec, reader.days()[0]
+    window = LabelWindow(0, spec.day_end(reader.days()[-1]), includes_swaps=True)
+    column = reader.features.numeric_columns.index("ctx_position")
+    paired = rows = 0
+    for batch in reader.batches([day], window, 64, Shuffle(0)):
+        position, request = batch.row_numeric[:, column].numpy(), batch.request_index.numpy()
+        upper, lower = batch.swap_weights.numpy().T
+        slots = {(r, p): i for i, (r, p) in enumerate(zip(request, position, strict=True))}
+        for (r, p), i in slots.items():
+            below = slots.get((r, p + 1))
+            assert (upper[i] > 0) == (below is not None)
+            assert below is None or lower[below] == upper[i] < 1
+        paired, rows = paired + int((upper > 0).sum()), rows + len(batch)
+    assert 0.2 * rows < paired < rows
+    plain = next(reader.batches([day], replace(window, includes_swaps=False), 64, Shuffle(0)))
+    assert not plain.swap_weights.any()
+
+
 @pytest.fixture
 def biased(student: TrainedStudent) -> Iterator[TrainedStudent]:
     """The student with random effects of positions."""
     bias = student.student.position_bias
-    assert bias is not None
+    assert isinstance(bias, SwapPositionBias)
     torch.manual_seed(3)
-    for parameter in bias.parameters():
-        torch.nn.init.normal_(parameter)
+    torch.nn.init.normal_(bias.coefficients)
     yield student
-    for parameter in bias.parameters():
-        torch.nn.init.zeros_(parameter)
+    torch.nn.init.zeros_(bias.coefficients)
 
 
 def at_position(batch: Batch, position: float, reader: ExampleReader) -> Batch:

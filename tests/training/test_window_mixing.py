@@ -156,9 +156,6 @@ def test_windows_teach_the_layers_below_and_their_own_heads_alone(lake: Lake) ->
     assert not served.any()
     below = next(iter(student.tables.parameters())).grad
     assert below is not None and below.abs().sum() > 0
-    bias = student.student.position_bias
-    assert bias is not None and bias.slope.grad is not None
-    assert bias.slope.grad[:, :, 1].any() and not bias.slope.grad[:, :, 0].any()
 
 
 def test_mixing_without_extra_windows_is_refused(lake: Lake) -> None:

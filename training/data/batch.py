@@ -71,6 +71,8 @@ class Batch(TensorFields):
         outcome_values: (B, O) Values of the outcomes, 0 if there are none.
         auxiliary_labels: (B, A) 0 or 1, or ln(1 + seconds of dwell); A is 0 except in training.
         auxiliary_mask: (B, A) Final auxiliary labels to train on.
+        swap_weights: (B, 2) Weights of the impression as the upper and as the lower one of two
+            neighbouring positions (`neighbour_swap_weights`); 0 except in training of rankers.
         is_repeated: Whether the rows were trained on before, in an earlier pass.
         selection: The events that a model reads, if they were selected where the batch was read.
     """
@@ -94,6 +96,7 @@ class Batch(TensorFields):
     impression_ids: npt.NDArray[np.object_]
     request_ids: npt.NDArray[np.object_]
     user_ids: npt.NDArray[np.object_]
+    swap_weights: Tensor = field(metadata={"derived": True})
     is_repeated: bool = False
     selection: TensorFields | None = field(default=None, metadata={"derived": True})
 

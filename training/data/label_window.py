@@ -37,7 +37,7 @@ class LabelWindow:
     `include_auxiliary`, which is for the training of GEM; they select no rows.
 
     `mixes_windows` is for training with window mixing, and for calibrations after it: a row has
-    the label of one window of each objective.
+    the label of one window of each objective. With `includes_swaps` batches have `swap_weights`.
     """
 
     start: int
@@ -46,6 +46,7 @@ class LabelWindow:
     include_unlabelled: bool = False
     include_auxiliary: bool = False
     mixes_windows: bool = False
+    includes_swaps: bool = False
     negative_sampling: NegativeSampling | None = None
 
     def contains(self, mature_ts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

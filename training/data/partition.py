@@ -50,6 +50,7 @@ class ExamplePartition:
     outcome_values: Float32
     auxiliary_labels: Float32
     auxiliary_mask: Bools
+    swap_weights: Float32
     impression_ids: npt.NDArray[np.object_]
 
     @cached_property
@@ -79,7 +80,11 @@ class PartitionLoader:
         Raises UserError if a label should be final but is null in the table.
         """
         rows = self._read_examples(days, bucket)
-        labels = self._load_labels(days, bucket, rows, label_window)
+        table = self._load_impressions(days, bucket, rows, label_window)
+        labels = self._labels_of(days, rows, table, label_window)
+        swap_weights = np.zeros((rows.num_rows, 2), np.float32)
+        if label_window.includes_swaps:
+            swap_weights = neighbour_swap_weights(request_keys(rows), table)
         mask = labels.mask
         if label_window.negative_sampling:
             salt = max(days).toordinal(), bucket
@@ -92,7 +97,7 @@ class PartitionLoader:
         if not selected.any():
             return None
         rows = rows.filter(pa.array(selected)).combine_chunks()
-        return self._partition(rows, labels.of_rows(selected, mask))
+        return self._partition(rows, labels.of_rows(selected, mask), swap_weights[selected])
 
     def _read_examples(self, days: Sequence[date], bucket: int) -> pa.Table:
         """The rows of some days, in the order of the table."""
@@ -102,12 +107,9 @@ class PartitionLoader:
         rows = self.examples.read(columns, day=days, bucket=bucket)
         return rows.sort_by([(name, "ascending") for name in self.examples.schema.order_by])
 
-    def _partition(self, rows: pa.Table, labels: Labels) -> ExamplePartition:
+    def _partition(self, rows: pa.Table, labels: Labels, swap_weights: Float32) -> ExamplePartition:
         user, context = self.features.user, self.features.context
-        request_key = pc.binary_join_element_wise(
-            rows["user_id"], rows["as_of_ts"].cast(pa.string()), rows["request_id"], "\x1f"
-        )
-        starts = run_starts(request_key.combine_chunks())
+        starts = run_starts(request_keys(rows))
         user_ids = rows["user_id"].combine_chunks().take(pa.array(starts))
         request_ids = rows["request_id"].combine_chunks().take(pa.array(starts))
         counters = stack_columns(rows, self.features.counters)
@@ -134,23 +136,61 @@ class PartitionLoader:
             outcome_values=labels.outcome_values,
             auxiliary_labels=labels.auxiliary,
             auxiliary_mask=labels.auxiliary_mask,
+            swap_weights=swap_weights,
             impression_ids=np.asarray(rows["impression_id"]),
         )
 
-    def _load_labels(
+    def _load_impressions(
         self, days: Sequence[date], bucket: int, rows: pa.Table, label_window: LabelWindow
-    ) -> Labels:
-        """The labels of examples (B), joined from `impressions`."""
+    ) -> pa.Table:
+        """The rows of `impressions` (B) of examples."""
         columns = ["impression_id", *label_columns(self.spec, label_window)]
+        columns += ["position", "propensity"] if label_window.includes_swaps else []
         table = self.impressions.read(columns, day=days, bucket=bucket)
         index = pc.index_in(rows["impression_id"], table["impression_id"].combine_chunks())
-        span = f"{min(days)}:{max(days)}"
         if index.null_count:
+            span = f"{min(days)}:{max(days)}"
             raise UserError(f"impressions of {span} lack labels; run `gemline etl labels` for them")
+        return table.take(index)
+
+    def _labels_of(
+        self, days: Sequence[date], rows: pa.Table, impressions: pa.Table, label_window: LabelWindow
+    ) -> Labels:
         assignment = RowAssignment.of_none(rows.num_rows)
         if label_window.purpose != "evaluation":
             assignment = _assign_rows(self.spec, rows)
-        return labels_of(self.spec, table.take(index), assignment, label_window, span)
+        span = f"{min(days)}:{max(days)}"
+        return labels_of(self.spec, impressions, assignment, label_window, span)
+
+
+def request_keys(rows: pa.Table) -> pa.Array:
+    """A text for each row (B) that is the same for all impressions of a request."""
+    return pc.binary_join_element_wise(
+        rows["user_id"], rows["as_of_ts"].cast(pa.string()), rows["request_id"], "\x1f"
+    ).combine_chunks()
+
+
+def neighbour_swap_weights(requests: pa.Array, impressions: pa.Table) -> Float32:
+    """Weights (B, 2) under which two ads at neighbouring positions are as likely in either order.
+
+    The policy draws an ad for each position from those that are left, with the logged propensity p.
+    Up to what both orders have in common, ads a and b are drawn in this order with the probability
+    1 / (1 - p_a), where a is the upper one. Its inverse is the weight of both.
+
+    Returns:
+        The weight of a row as the upper ad of a pair, and as the lower one; 0 without a neighbour
+        or without a propensity.
+    """
+    key = requests.dictionary_encode().indices.to_numpy()
+    position = impressions["position"].fill_null(-1).to_numpy()
+    propensity = impressions["propensity"].fill_null(1).to_numpy()
+    order = np.lexsort((position, key))
+    upper, lower = order[:-1], order[1:]
+    is_pair = (key[upper] == key[lower]) & (position[lower] == position[upper] + 1)
+    is_pair &= position[upper] >= 0
+    weights = np.zeros((len(order), 2), np.float32)
+    weights[upper, 0] = weights[lower, 1] = np.where(is_pair, 1 - propensity[upper], 0)
+    return weights
 
 
 def hash_ids(ids: pa.Array) -> Int64:

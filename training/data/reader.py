@@ -220,6 +220,7 @@ class ExampleReader:
             impression_ids=partition.impression_ids[rows],
             request_ids=partition.request_ids[requests],
             user_ids=partition.user_ids_array[requests],
+            swap_weights=torch.from_numpy(partition.swap_weights[rows]),
         )
 
     def _build_history(

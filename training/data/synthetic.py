@@ -94,6 +94,7 @@ def random_batch(features: FeatureSchema, shape: BatchShape, seed: int = 0) -> B
         impression_ids=np.arange(rows).astype(object),
         request_ids=np.arange(requests).astype(object),
         user_ids=np.arange(requests).astype(str).astype(object),
+        swap_weights=torch.zeros(rows, 2),
     )
 
 
