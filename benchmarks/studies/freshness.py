@@ -3,13 +3,15 @@
 Without `--work` the committed figures are printed. With it, on the frozen logs of `gemline bench
 history`: the students of all surfaces as the gate judges them on a run of the tenth day, which have
 learned labels until the fifth, and their refits until the tenth, both on impressions of the
-eleventh. Then the time that the day after takes from raw logs to live refits. Students learn from
-labels only, so that no GEM is trained. Finished trainings are kept in that folder.
+eleventh; window mixing as in `zipper.py`; and the time that the day after takes from raw logs to
+live refits. Students learn from labels only, so that no GEM is trained. Finished trainings are kept
+in that folder.
 """
 
 import time
 from dataclasses import dataclass
 from datetime import date, timedelta
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +20,7 @@ from pydantic import Field
 
 from benchmarks.harness import BENCH_SIMULATOR, DEMO_SIMULATOR, RESULTS, BenchmarkResult
 from benchmarks.pipelines import BENCH_DAYS, simulated_tables
-from benchmarks.studies.committed import StudyFolder, show_committed
+from benchmarks.studies.committed import StudyFolder, share_of, show_committed
 from dags.pipeline import data_steps, latest_mature_split, split_flags
 from dags.runner import run_pipeline
 from etl.errors import UserError
@@ -33,7 +35,12 @@ if TYPE_CHECKING:
 
 FIRST_DAY, RUN_DAY, EVALUATED_DAY = (date(2026, 1, day) for day in (1, 10, 11))
 DEMO_DAYS, DEMO_LAST_DAY = "2026-01-01:2026-01-10", date(2026, 1, 11)
-GOALS = {"label_to_ranker_minutes": "<= 60", "refit_click_ne_gain": "> 0"}
+GOALS = {
+    "label_to_ranker_minutes": "<= 60",
+    "refit_click_ne_gain": "> 0",
+    "ri_auc_zipper": ">= 0.8",
+    "zipper_bias": "<= 0.01",
+}
 RESULT = RESULTS / "freshness.json"
 GATED, REFIT = "at the gate", "refit"
 
@@ -43,6 +50,9 @@ class FreshnessArgs(StrictModel):
 
     work: StudyFolder = None
     seeds: int = Field(default=3, ge=1)
+    share: Annotated[
+        str, tyro.conf.arg(help="run only part k of n of the trainings, and no comparison: k/n")
+    ] = "1/1"
     as_json: Annotated[bool, tyro.conf.arg(name="json", help="one line of JSON last")] = False
 
 
@@ -51,9 +61,17 @@ def bench_freshness(args: FreshnessArgs) -> None:
     if args.work is None:
         show_committed("Freshness", GOALS, RESULT, args.as_json)
         return
+    from benchmarks.studies.zipper import KINDS, RUN_DAYS, ZipperTrials, add_zipper_rows
     from training.evaluation.predictions import paired_ne_difference
 
-    trials = FreshnessTrials.of(args.work)
+    trials, zipper = FreshnessTrials.of(args.work), ZipperTrials.of(args.work / "zipper")
+    for seed in share_of(range(args.seeds), args.share):
+        trials.predictions(REFIT, seed)
+    zipper_runs = product(KINDS, RUN_DAYS, range(args.seeds))
+    for run in share_of(zipper_runs, args.share):
+        zipper.predictions(*run)
+    if args.share != "1/1":
+        return
     models = {
         name: [trials.predictions(name, seed) for seed in range(args.seeds)]
         for name in (GATED, REFIT)
@@ -68,6 +86,7 @@ def bench_freshness(args: FreshnessArgs) -> None:
         add_rows(result, trials.split, objective, models, difference)
         result.record(f"refit_{objective}_ne_gain", -difference.value, "labels of one class")
         result.record(f"refit_{objective}_ne_gain_low", -difference.high, "labels of one class")
+    add_zipper_rows(result, zipper, args.seeds)
     result.record("label_to_ranker_minutes", minutes_to_live_refits(args.work / "demo"), "")
     result.show(args.as_json)
     command = f"gemline bench freshness --work work/bench --seeds {args.seeds}"
