@@ -29,7 +29,7 @@ INTERCEPT_HALF_LIFE = 1 * DAY  # of the weight of labels
 SEGMENT_HALF_LIFE = 7 * DAY  # also of the slope
 PRECISION_WEIGHT = 4  # the initial precision counts as that of this many values
 MAX_ITERATIONS = 30  # of the estimate of a prior's precision
-MIN_SCORE_VARIANCE = 0.1  # of logits, for the prior of a slope
+MIN_SLOPE = -0.9  # calibrated logits stay increasing
 MIN_PRECISION = 0.01  # a value whose labels count less is forgotten
 
 
@@ -88,33 +88,32 @@ class _Belief:
 
 @dataclass(frozen=True)
 class _SlopeBelief:
-    """A normal belief on a slope, and what it multiplies in each row: `score` (n)."""
+    """A normal belief on a slope, and what it multiplies in each row: `score` (n).
+
+    `precision` is that of labels alone. The prior has the precision of PRIOR_STRENGTH rare
+    positives whose scores have a variance of one.
+    """
 
     center: float
     score: Floats
     mean: float
     precision: float
-    prior_precision: float
 
 
 def _decayed_slope(
     stored: SlopeOffset | None, rows: LabeledRows, elapsed: int
 ) -> _SlopeBelief | None:
-    """The belief on a slope before rows are learned; None if none have been.
-
-    Its prior has the precision of PRIOR_STRENGTH rare positives.
-    """
+    """The belief on a slope before rows are learned; None if none have been."""
     logits = logit(rows.probabilities)
     if stored is None:
         if not len(logits):
             return None
         stored = SlopeOffset(center=float(logits.mean()))
     score = logits - stored.center
-    prior = PRIOR_STRENGTH * max(float(score.var()) if len(score) else 0.0, MIN_SCORE_VARIANCE)
     decay = 0.5 ** (elapsed / SEGMENT_HALF_LIFE)
     precision = decay * stored.precision
-    mean = decay * stored.offset * (stored.precision + prior) / (precision + prior)
-    return _SlopeBelief(stored.center, score, mean, precision, prior)
+    evidence = decay * stored.offset * (stored.precision + PRIOR_STRENGTH)
+    return _SlopeBelief(stored.center, score, evidence / (precision + PRIOR_STRENGTH), precision)
 
 
 def _refresh(
@@ -180,7 +179,7 @@ def _fit_offsets(
     score = np.zeros(len(rows.labels)) if slope is None else slope.score
     slope_mean, slope_precision = 0.0, 1.0
     if slope is not None:
-        slope_mean, slope_precision = slope.mean, slope.precision + slope.prior_precision
+        slope_mean, slope_precision = slope.mean, slope.precision + PRIOR_STRENGTH
     logits = logit(rows.probabilities)
     bounds = np.cumsum([len(belief.values) for belief in beliefs])
     before = np.append(np.concatenate([belief.mean for belief in beliefs]), slope_mean)
@@ -205,7 +204,8 @@ def _fit_offsets(
         penalty = 0.5 * float(precision @ deviation**2)
         return log_loss + penalty, gradient + precision * deviation
 
-    fitted = minimize(loss_and_gradient, before, jac=True, method="L-BFGS-B").x
+    bound = [(None, None)] * (len(before) - 1) + [(MIN_SLOPE, None)]
+    fitted = minimize(loss_and_gradient, before, jac=True, method="L-BFGS-B", bounds=bound).x
     p = sigmoid(shifted_logits(fitted))
     *means, slope_part = np.split(fitted, bounds)
     return means, float(slope_part[0]), p * (1 - p)
