@@ -218,7 +218,7 @@ def predict_rows(
         predicted.calibrated(calibration),
         np.concatenate(as_of),
         np.concatenate(positions),
-        calibration(at_served, predicted.segments),
+        calibration(at_served, predicted.segments, predicted.predictions.objectives),
     )
 
 

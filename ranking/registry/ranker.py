@@ -129,9 +129,8 @@ class Ranker:
     def _calibrate(
         self, logits: Floats, user_state: Arrays, candidates: CandidateFeatures
     ) -> Floats:
-        by_objective = {name: self.manifest.calibration[name] for name in self.objectives}
-        calibration = RankerCalibration(by_objective, self.offsets)
-        return calibration(logits, self.segment_values(user_state, candidates))
+        calibration = RankerCalibration(self.manifest.calibration, self.offsets)
+        return calibration(logits, self.segment_values(user_state, candidates), self.objectives)
 
     def net_rates(self, user_state: Arrays, candidates: CandidateFeatures) -> Floats:
         """The share of each objective's outcomes that are not taken back (R, C, O).

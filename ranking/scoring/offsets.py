@@ -125,9 +125,10 @@ class RankerCalibration:
         """Epoch second until which the offsets have learned labels; 0 without offsets."""
         return self.offsets.labels_until if self.offsets else 0
 
-    def __call__(self, logits: Floats, segments: SegmentValues) -> Floats:
+    def __call__(
+        self, logits: Floats, segments: SegmentValues, objectives: Sequence[str]
+    ) -> Floats:
         """Calibrated probabilities (…, O) of logits (…, O), given the values (…) of segments."""
-        objectives = list(self.by_objective)
         probabilities = calibrate(self.by_objective, logits, objectives)
         if self.offsets is None:
             return probabilities

@@ -24,7 +24,8 @@ class SegmentedPredictions:
 
     def calibrated(self, calibration: RankerCalibration) -> "SegmentedPredictions":
         """The same with calibrated probabilities."""
-        probabilities = calibration(logit(self.predictions.probabilities), self.segments)
+        logits = logit(self.predictions.probabilities)
+        probabilities = calibration(logits, self.segments, self.predictions.objectives)
         return replace(self, predictions=replace(self.predictions, probabilities=probabilities))
 
     def labeled(self) -> dict[str, LabeledRows]:
