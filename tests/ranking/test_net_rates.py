@@ -72,6 +72,7 @@ def refunds(spark: object, tmp_path_factory: pytest.TempPathFactory) -> Lake:
     return lake
 
 
+@pytest.mark.proof  # simulates logs of its own
 def test_net_rates_learn_each_outcome_once_when_its_time_for_a_retraction_has_ended(
     refunds: Lake,
 ) -> None:
