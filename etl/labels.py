@@ -13,7 +13,7 @@ from pyspark.sql import functions as F
 from etl.spec.model import DataSpec
 from etl.spec.sections import Objective, OutcomeLabel, Touchpoint
 from etl.spec.units import MICROS
-from etl.tables import schemas, spark_io
+from etl.tables import label_schemas, schemas, spark_io
 from etl.tables.lake import Lake
 
 OUTCOME_COLUMNS = (
@@ -212,7 +212,7 @@ def label_impressions(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     rows = impressions.join(outcomes_by_impression(lake, recent), "impression_id", "left")
     for name in spec.label_windows:
         rows = rows.withColumns(_label_columns(spec, name, data_until_us))
-    schema = schemas.impressions(spec)
+    schema = label_schemas.impressions(spec)
     spark_io.replace_partitions(lake, schema, rows, where, versions)
 
     types = {spec.event_codes[objective.event] for objective in spec.all_objectives.values()}

@@ -12,7 +12,7 @@ from pyspark.sql import functions as F
 from etl.labels import counted_outcomes, first_retraction, outcomes_by_impression
 from etl.spec.model import DataSpec
 from etl.spec.units import DAY, MICROS
-from etl.tables import schemas, spark_io
+from etl.tables import label_schemas, schemas, spark_io
 from etl.tables.lake import Lake
 
 
@@ -40,7 +40,7 @@ def record_late_retractions(lake: Lake, days: tuple[date, date]) -> int:
         if objective.retracted_by
     ]
     late = functools.reduce(DataFrame.unionByName, found)
-    schema = schemas.late_retractions(spec)
+    schema = label_schemas.late_retractions(spec)
     spark_io.replace_partitions(lake, schema, late.filter(where), where, versions)
     return lake.count_rows(schema.name, days)
 

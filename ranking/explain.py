@@ -17,7 +17,7 @@ from etl.errors import UserError
 from etl.spec.counters import Counter
 from etl.spec.model import DataSpec
 from etl.spec.units import MICROS, format_duration
-from etl.tables import arrow, schemas
+from etl.tables import arrow, label_schemas, schemas
 from etl.tables.lake import Lake
 from etl.tables.table_schema import TableSchema
 from etl.tables.uri import StoragePath, resolve_uri
@@ -76,7 +76,7 @@ class ImpressionPage:
             )
         partition = _partition_of(event)
         impression = _read_impression_row(
-            lake, schemas.impressions(spec), impression_id, **partition
+            lake, label_schemas.impressions(spec), impression_id, **partition
         )
         example = _read_impression_row(lake, schemas.examples(spec), impression_id, **partition)
         return cls(lake, event, impression, example)

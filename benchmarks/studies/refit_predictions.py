@@ -61,9 +61,9 @@ class ServedRows:
         """Some of the rows."""
         predictions = self.predictions.predictions
         segments = {name: values[rows] for name, values in self.predictions.segments.items()}
-        taken = replace(predictions, **{name: getattr(predictions, name)[rows] for name in FIELDS})
+        chosen = replace(predictions, **{name: getattr(predictions, name)[rows] for name in FIELDS})
         return ServedRows(
-            SegmentedPredictions(taken, segments),
+            SegmentedPredictions(chosen, segments),
             self.as_of[rows],
             self.positions[rows],
             self.served[rows],

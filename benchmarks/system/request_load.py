@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.harness import BenchmarkResult
 from benchmarks.system.serving_args import ServingArgs
-from etl.tables import arrow, schemas
+from etl.tables import arrow, label_schemas
 from etl.tables.lake import Lake
 from ranking.feature_store.request import RankRequest
 
@@ -38,7 +38,7 @@ def sample_requests(
     Users and ads are drawn with replacement; the context is empty.
     """
     spec, rng = lake.spec, np.random.default_rng(0)
-    impressions = arrow.snapshot(lake, schemas.impressions(spec)).read(["user_id", "item_id"])
+    impressions = arrow.snapshot(lake, label_schemas.impressions(spec)).read(["user_id", "item_id"])
     users = impressions["user_id"].unique().to_pylist()
     items = impressions["item_id"].unique().to_pylist()
     as_of = spec.day_end(day)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+PARTITION_COLUMNS = {"day": "date", "bucket": "int"}
+
 
 @dataclass(frozen=True)
 class TableSchema:

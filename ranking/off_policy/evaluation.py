@@ -19,7 +19,7 @@ from rich.table import Table
 
 from etl.errors import UserError
 from etl.spec.units import MICROS, date_range
-from etl.tables import arrow, schemas
+from etl.tables import arrow, label_schemas
 from etl.tables.lake import Lake
 from ranking.inputs.from_tables import InputBuilder
 from ranking.off_policy.estimators import (
@@ -173,7 +173,7 @@ def _logged_slots(
     lake: Lake, days: tuple[date, date], impression_ids: npt.NDArray[np.object_]
 ) -> tuple[Ints, Floats]:
     """The logged positions and propensities (B) of impressions."""
-    impressions = arrow.snapshot(lake, schemas.impressions(lake.spec))
+    impressions = arrow.snapshot(lake, label_schemas.impressions(lake.spec))
     columns = ["impression_id", "position", "propensity"]
     rows = impressions.read(columns, day=list(date_range(*days)))
     ids = pa.array(impression_ids, pa.string())

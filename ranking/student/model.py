@@ -313,26 +313,21 @@ class TrainedStudent:
 
     def position_effects(self, batch: Batch) -> Tensor:
         """What the logged positions of a batch add to the logits of the served one (B, O)."""
-        features = self.input_builder.reader.features
-        if self.student.position_bias is None or features.position is None:
-            return torch.zeros(1, len(features.objectives))
-        column = features.numeric_columns.index(features.position.column)
-        effects: Tensor = self.student.position_bias(batch.row_numeric[:, column], batch.surface)
+        if self.student.position_bias is None:
+            return torch.zeros(1, len(self.input_builder.reader.features.objectives))
+        effects: Tensor = self.student.position_bias(self._positions(batch), batch.surface)
         return effects
+
+    def _positions(self, batch: Batch) -> Tensor:
+        features = self.input_builder.reader.features
+        assert features.position is not None
+        return batch.row_numeric[:, features.numeric_columns.index(features.position.column)]
 
     def learn_position_effects(self, batch: Batch, logits: Tensor) -> None:
         """Learn effects of positions from pairs of ads, given logits (B, O) without them."""
-        features, bias = self.input_builder.reader.features, self.student.position_bias
-        if isinstance(bias, SwapPositionBias) and features.position:
-            column = features.numeric_columns.index(features.position.column)
-            bias.update(
-                batch.row_numeric[:, column],
-                batch.surface,
-                batch.swap_weights,
-                logits,
-                batch.labels,
-                batch.label_mask,
-            )
+        bias = self.student.position_bias
+        if isinstance(bias, SwapPositionBias):
+            bias.update(self._positions(batch), batch, logits)
 
     def logits(self, batch: Batch) -> Tensor:
         """Logits (B, O) of the examples of a batch at their logged positions."""

@@ -13,6 +13,8 @@ ads equally likely (intervention harvesting; Agarwal et al., 2019).
 S surfaces and the unknown one, P positions, O objectives, B impressions.
 """
 
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +22,26 @@ MAX_POSITIONS = 32  # P; later positions share the effect of the last one
 STEPS = MAX_POSITIONS - 1  # pairs of neighbouring positions
 SLOPE_PRECISION, STEP_PRECISION = 10.0, 100.0  # of the priors of the slope and of deviations
 NUISANCE_PRECISION = 1e-3  # of the prior of what the ads of a pair have in common
+
+
+class LoggedLabels(Protocol):
+    """What effects are learned from: surfaces (B), labels and their mask (B, O), weights (B, 2)."""
+
+    @property
+    def surface(self) -> Tensor:
+        """Codes of surfaces (B)."""
+
+    @property
+    def labels(self) -> Tensor:
+        """Labels (B, O)."""
+
+    @property
+    def label_mask(self) -> Tensor:
+        """The labels to learn (B, O)."""
+
+    @property
+    def swap_weights(self) -> Tensor:
+        """Weights (B, 2) as the upper and as the lower ad of a pair."""
 
 
 class PositionBias(nn.Module):
@@ -87,34 +109,20 @@ class SwapPositionBias(PositionBias):
         return (bias - bias[:, self.served_position, None]).float()
 
     @torch.no_grad()
-    def update(
-        self,
-        positions: Tensor,
-        surfaces: Tensor,
-        swap_weights: Tensor,
-        logits: Tensor,
-        labels: Tensor,
-        label_mask: Tensor,
-    ) -> None:
-        """Learn from a batch.
+    def update(self, positions: Tensor, log: LoggedLabels, logits: Tensor) -> None:
+        """Learn from impressions, given their logged positions (B).
 
-        Args:
-            positions: Logged positions (B).
-            surfaces: Codes of surfaces (B).
-            swap_weights: Weights (B, 2) as the upper and as the lower ad of a pair.
-            logits: Logits (B, O) of the served position.
-            labels: Labels (B, O).
-            label_mask: The labels to learn (B, O).
+        `logits` (B, O) are those of the served position.
         """
-        design, row, weights = _pair_rows(positions, swap_weights)
-        for surface in surfaces[row].unique().tolist():
-            chosen = surfaces[row] == surface
+        design, row, weights = _pair_rows(positions, log.swap_weights)
+        for surface in log.surface[row].unique().tolist():
+            chosen = log.surface[row] == surface
             x, i = design[chosen], row[chosen]
             shift = x @ self.coefficients[surface].T
             p = torch.sigmoid(logits[i].double() + shift)
-            weight = weights[chosen, None] * label_mask[i]
+            weight = weights[chosen, None] * log.label_mask[i]
             curvature = weight * p * (1 - p)
-            response = curvature * shift + weight * (labels[i] - p)
+            response = curvature * shift + weight * (log.labels[i] - p)
             self.information[surface] += torch.einsum("np,no,nq->opq", x, curvature, x)
             self.evidence[surface] += response.T @ x
             total = self.information[surface] + self.prior.diag()

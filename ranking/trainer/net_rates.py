@@ -5,7 +5,7 @@ import numpy.typing as npt
 import pyarrow.compute as pc
 
 from etl.spec.units import DAY
-from etl.tables import schemas
+from etl.tables import label_schemas
 from etl.tables.arrow import snapshot
 from etl.tables.lake import Lake
 from ranking.scoring.offset_updates import refresh_net_rates
@@ -58,12 +58,12 @@ def outcomes_to_learn(
         for day in reader.days()
         if spec.day_start(day) < final.end and spec.day_end(day) + delay >= final.start
     ]
-    taken_back = _impressions_taken_back(reader.lake, objective, within, window)
+    retracted = _retracted_impressions(reader.lake, objective, within, window)
     labels, segments = [np.zeros(0, np.float32)], []
     for batch in reader.batches(days, final, SCORE_ROWS, Shuffle(None)) if days else ():
         is_positive = (batch.label_mask & (batch.labels > 0))[:, column].numpy()
         ids = batch.impression_ids[is_positive]
-        labels.append((~np.isin(ids, taken_back)).astype(np.float32))
+        labels.append((~np.isin(ids, retracted)).astype(np.float32))
         values = batch_segments(batch, spec, num_items)
         segments.append({name: value[is_positive] for name, value in values.items()})
     net = np.concatenate(labels)
@@ -75,20 +75,20 @@ def outcomes_to_learn(
     return LabeledRows(np.full(len(net), BASE_NET_RATE), net, by_segment)
 
 
-def _impressions_taken_back(
+def _retracted_impressions(
     lake: Lake, objective: str, within: int, window: LabelWindow
 ) -> npt.NDArray[np.object_]:
     """The impressions all of whose counted outcomes were taken back within the time for it."""
-    table = snapshot(lake, schemas.late_retractions(lake.spec))
-    landed = [
+    table = snapshot(lake, label_schemas.late_retractions(lake.spec))
+    days = [
         day
         for day in table.days()
         if lake.spec.day_end(day) > window.start - within and lake.spec.day_start(day) < window.end
     ]
     columns = ["impression_id", "objective", "retracted_ts", "label_mature_ts", "outcomes_left"]
-    rows = table.read(columns, day=landed)
+    rows = table.read(columns, day=days)
     in_time = pc.less_equal(pc.subtract(rows["retracted_ts"], rows["label_mature_ts"]), within)
-    is_taken_back = pc.and_(
+    is_retracted = pc.and_(
         pc.equal(rows["objective"], objective), pc.equal(rows["outcomes_left"], 0)
     )
-    return np.asarray(rows.filter(pc.and_(in_time, is_taken_back))["impression_id"])
+    return np.asarray(rows.filter(pc.and_(in_time, is_retracted))["impression_id"])

@@ -9,7 +9,7 @@ import pytest
 
 from etl.errors import UserError
 from etl.spec import load_spec
-from etl.tables import arrow, schemas, step_state
+from etl.tables import arrow, label_schemas, schemas, step_state
 from etl.tables.lake import Lake
 from etl.tables.maintenance import vacuum_lake
 from etl.tables.metadata import schema_fingerprint, table_metadata
@@ -23,7 +23,7 @@ TABLE = "impressions"
 
 
 def remove_half_of_the_first_day(lake: Lake) -> None:
-    schema = schemas.impressions(lake.spec)
+    schema = label_schemas.impressions(lake.spec)
     day = arrow.snapshot(lake, schema).read(day=FIRST)
     arrow.replace_rows(lake, schema, day.slice(0, len(day) // 2), f"day = '{FIRST}'", {})
 
@@ -64,7 +64,7 @@ def test_table_info_reports_version_rows_and_schema_fingerprint(
     metadata = json.loads(capsys.readouterr().out.splitlines()[-1])[TABLE]
     assert metadata["version"] == own.version(TABLE)
     assert metadata["rows"] == sum(row["day"] == FIRST for row in rows(own, TABLE))
-    assert metadata["schema_fingerprint"] == schema_fingerprint(schemas.impressions(own.spec))
+    assert metadata["schema_fingerprint"] == schema_fingerprint(label_schemas.impressions(own.spec))
     assert metadata["schema_fingerprint"] != schema_fingerprint(schemas.examples(own.spec))
     with pytest.raises(UserError, match="no table is called imprints; known: events"):
         table_metadata(own, ["imprints"], (FIRST, LAST))

@@ -108,14 +108,14 @@ def visible(event: Record) -> int:
 
 
 def test_labels_and_late_retractions_equal_a_plain_loop(spark: object, tmp_path: Path) -> None:
-    """Day by day: each day's run sees only what has landed by then."""
+    """Day by day: each day's run sees only what has logged by then."""
     (tmp_path / "spec.yaml").write_text(SPEC)
     lake = Lake(str(tmp_path / "lake"), load_spec(tmp_path / "spec.yaml"))
     events = [e for e in random_events(random.Random(5)) if day_of(e) < end_of_days()]
     for number in range(NUM_DAYS):
         day = FIRST + timedelta(days=number)
-        landed = [event for event in events if day_of(event) == day]
-        write(tmp_path / "raw" / "events", day, landed)
+        logged = [event for event in events if day_of(event) == day]
+        write(tmp_path / "raw" / "events", day, logged)
         ingest(lake, str(tmp_path / "raw"), (day, day))
         label_impressions(lake, (day, day))
         record_late_retractions(lake, (day, day))
@@ -149,8 +149,8 @@ def test_a_retraction_that_names_no_event_is_quarantined(spark: object, tmp_path
     nameless = {name: value for name, value in events[0].items() if name != "imp"}
     nameless |= {"id": "nameless", "action": "refund"}
     nameless |= {"ms": epoch_ms(1, 1), "logged": epoch_ms(1, 2)}
-    landed = [event for event in events if day_of(event) == FIRST]
-    write(tmp_path / "raw" / "events", FIRST, [*landed, nameless])
+    logged = [event for event in events if day_of(event) == FIRST]
+    write(tmp_path / "raw" / "events", FIRST, [*logged, nameless])
     ingest(lake, str(tmp_path / "raw"), (FIRST, FIRST))
     (row,) = rows(lake, "quarantine")
     assert row["reasons"] == ["no event that it takes back"] and "nameless" in row["payload"]

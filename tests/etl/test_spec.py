@@ -18,7 +18,7 @@ from etl.spec import DataSpec, load_spec
 from etl.spec.effects import KEY_EFFECTS, effect_of, flatten_keys
 from etl.spec.sections import HistoryRetention
 from etl.spec.units import format_duration, parse_duration
-from etl.tables import schemas
+from etl.tables import label_schemas, schemas
 from etl.tables.code_registry import CodeRegistry, assign_codes
 from etl.tables.lake import Lake, create_table
 from etl.tables.schemas import table_registry, table_schema
@@ -409,7 +409,9 @@ def test_auxiliary_objectives_change_the_labels_alone() -> None:
     tables = table_registry(plain)
     changed = {n for n, schema in table_registry(with_them).items() if schema != tables[n]}
     assert changed == {"impressions"}
-    added = set(schemas.impressions(with_them).columns) - set(schemas.impressions(plain).columns)
+    added = set(label_schemas.impressions(with_them).columns) - set(
+        label_schemas.impressions(plain).columns
+    )
     names = ("label", "label_mature_ts", "dwell_ms")
     assert added == {f"{name}_view_time" for name in names}
     assert list(with_them.objectives) == list(plain.objectives)

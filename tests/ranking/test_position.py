@@ -95,6 +95,19 @@ class LoggedRankings:
     served: torch.Tensor
     labels: torch.Tensor
 
+    @property
+    def surface(self) -> torch.Tensor:
+        return torch.ones(len(self.labels)).long()
+
+    @property
+    def label_mask(self) -> torch.Tensor:
+        return torch.ones(len(self.labels), 1)
+
+    def rows(self, rows: torch.Tensor) -> "LoggedRankings":
+        return LoggedRankings(
+            self.positions[rows], self.swap_weights[rows], self.served[rows], self.labels[rows]
+        )
+
 
 STEP = -0.3
 
@@ -119,20 +132,18 @@ def confounded_rankings(requests: int, seed: int) -> LoggedRankings:
     return LoggedRankings(
         torch.from_numpy(impressions["position"].to_numpy()).float(),
         torch.from_numpy(neighbour_swap_weights(keys, impressions)),
-        torch.from_numpy(np.take_along_axis(known, order, 1).flatten()).float(),
-        torch.from_numpy(labels.flatten()).float(),
+        torch.from_numpy(np.take_along_axis(known, order, 1).reshape(-1, 1)).float(),
+        torch.from_numpy(labels.reshape(-1, 1)).float(),
     )
 
 
 def effects_from(log: LoggedRankings, swap_weights: torch.Tensor) -> torch.Tensor:
     """Effects of the first positions, learned in batches."""
     bias = SwapPositionBias(0, num_surfaces=1, num_objectives=1)
-    surfaces, mask = torch.ones(len(log.labels)).long(), torch.ones(len(log.labels), 1)
+    log = replace(log, swap_weights=swap_weights)
     for rows in torch.arange(len(log.labels)).split(512):
-        bias.update(
-            log.positions[rows], surfaces[rows], swap_weights[rows],
-            log.served[rows, None], log.labels[rows, None], mask[rows],
-        )  # fmt: skip
+        part = log.rows(rows)
+        bias.update(part.positions, part, part.served)
     return bias.effects()[1, :4, 0]
 
 
@@ -173,7 +184,7 @@ def test_pairs_need_a_neighbour_a_position_and_a_propensity() -> None:
     np.testing.assert_allclose(weights[:, 1], [0, 0.8, 0, 0, 0, 0], atol=1e-6)
 
 
-def test_training_batches_have_the_weights_of_whole_requests(reader: ExampleReader) -> None:
+def test_training_batches_have_the_weights_of_complete_requests(reader: ExampleReader) -> None:
     spec, day = reader.lake.spec, reader.days()[0]
     window = LabelWindow(0, spec.day_end(reader.days()[-1]), includes_swaps=True)
     column = reader.features.numeric_columns.index("ctx_position")

@@ -11,7 +11,7 @@ from sklearn.metrics import log_loss
 
 from benchmarks.studies.trials import symlinked_lake
 from etl.spec.units import MICROS, date_range
-from etl.tables import arrow, schemas
+from etl.tables import arrow, label_schemas, schemas
 from etl.tables.lake import Lake, arrow_schema
 from gemline import main
 from ranking.report import figures
@@ -65,7 +65,7 @@ def own_impressions(lake: Lake, folder: Path) -> Lake:
 @pytest.fixture
 def week_lake(lake: Lake, tmp_path: Path) -> Lake:
     """Seven days that are copies of the first one."""
-    week, schema = own_impressions(lake, tmp_path / "week"), schemas.impressions(lake.spec)
+    week, schema = own_impressions(lake, tmp_path / "week"), label_schemas.impressions(lake.spec)
     first_day = arrow.snapshot(lake, schema).read(day=DAYS[0]).to_pylist()
     impressions = [shifted(row, days) for row in first_day for days in range(7)]
     table = pa.Table.from_pylist(impressions, arrow_schema(schema))
@@ -121,7 +121,7 @@ def test_a_label_that_matures_when_the_data_ends_is_not_final(
     lake: Lake, tmp_path: Path, early_by_us: int, is_final: bool
 ) -> None:
     """Drift and training agree with `etl labels`, which compares with `<`."""
-    own, schema = own_impressions(lake, tmp_path / "boundary"), schemas.impressions(lake.spec)
+    own, schema = own_impressions(lake, tmp_path / "boundary"), label_schemas.impressions(lake.spec)
     data_until = LAST - timedelta(days=1)
     end = lake.spec.day_end(data_until)
     mature_ts = end * MICROS["s"] - early_by_us

@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 import pytest
 
 from etl.spec.units import MICROS, DaySplit, date_range
-from etl.tables import arrow, schemas
+from etl.tables import arrow, label_schemas
 from etl.tables.lake import Lake
 from tests.conftest import FIRST, LAST
 from training.data.label_window import LabelWindow
@@ -36,7 +36,7 @@ def day_window(lake: Lake, day: date) -> LabelWindow:
 @pytest.fixture
 def slow_lake(own: Lake) -> Lake:
     """Tables in which conversions mature a day later than clicks."""
-    schema, data_until = schemas.impressions(own.spec), own.spec.day_end(LAST) * MICROS["s"]
+    schema, data_until = label_schemas.impressions(own.spec), own.spec.day_end(LAST) * MICROS["s"]
     table = arrow.snapshot(own, schema).read()
     mature_ts = pc.add(table["label_mature_ts_conversion"], 86_400 * MICROS["s"])
     label = pc.if_else(pc.less(mature_ts, data_until), table["label_conversion"], None)

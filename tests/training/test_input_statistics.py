@@ -19,7 +19,7 @@ from benchmarks.system.warm_start import (
     trained_gem,
 )
 from etl.spec import load_spec
-from etl.tables import arrow, atomic_io, schemas
+from etl.tables import arrow, atomic_io, label_schemas, schemas
 from etl.tables.lake import Lake
 from tests.conftest import FIRST
 from training.config import TrainConfig
@@ -57,7 +57,7 @@ def change_rows(lake: Lake, days: tuple[date, date]) -> None:
     """Double the counters of some days, and flip the labels of their impressions."""
     where = f"day >= '{days[0]}' AND day <= '{days[1]}'"
     selected = [days[0] + timedelta(days=n) for n in range((days[1] - days[0]).days + 1)]
-    for schema in (schemas.examples(lake.spec), schemas.impressions(lake.spec)):
+    for schema in (schemas.examples(lake.spec), label_schemas.impressions(lake.spec)):
         rows = arrow.snapshot(lake, schema).read(day=selected)
         for name in rows.column_names:
             is_counter = name.startswith("cnt_") or "decayed" in name

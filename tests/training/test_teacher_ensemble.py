@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy.special import expit
 
 from etl.errors import UserError
-from etl.tables import arrow, schemas
+from etl.tables import arrow, label_schemas, schemas
 from etl.tables.lake import Lake
 from tests.conftest import FIRST, LAST
 from tests.world import World, copy_of
@@ -110,7 +110,7 @@ def test_the_weight_of_a_day_depends_only_on_labels_known_before_it(
     assert any(before.values())
     day_logits_path(own.root, LAST).unlink()
     day_logits_path(own.root, THIRD).unlink()
-    schema = schemas.impressions(own.spec)
+    schema = label_schemas.impressions(own.spec)
     rows = arrow.snapshot(own, schema).read()
     known = LabelWindow(0, own.spec.day_end(SECOND))
     for name in own.spec.objectives:
@@ -128,7 +128,7 @@ def test_trees_learn_only_labels_that_are_final_on_their_day(taught: Lake, tmp_p
     own = copy_of(taught, tmp_path / "lake")
     files = sorted(Path(own.root, "models", "gem", "trees", f"{FIRST}").glob("*.txt"))
     before = [file.read_text() for file in files]
-    schema = schemas.impressions(own.spec)
+    schema = label_schemas.impressions(own.spec)
     rows = arrow.snapshot(own, schema).read()
     arrow.replace_rows(own, schema, rows.filter(rows["day"].to_numpy() <= FIRST), "true", {})
     train_trees(own, FIRST, CONFIG)  # again, because the table has another version

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from etl.spec.units import MICROS
-from etl.tables import arrow, schemas
+from etl.tables import arrow, label_schemas, schemas
 from etl.tables.arrow import Snapshot
 from etl.tables.lake import Lake
 from training.data.label_window import LabelWindow
@@ -77,7 +77,7 @@ def teacher_prequential(lake: Lake, data_until: date) -> list[TeacherPrequential
     if not lake.exists("teacher_predictions"):
         return []
     predictions = arrow.snapshot(lake, schemas.teacher_predictions(lake.spec))
-    impressions = arrow.snapshot(lake, schemas.impressions(lake.spec))
+    impressions = arrow.snapshot(lake, label_schemas.impressions(lake.spec))
     window = LabelWindow(0, lake.spec.day_end(data_until))
     return [
         metrics
@@ -192,7 +192,7 @@ def _prequential_metrics(
 
 
 def _impression_counts(lake: Lake, data_until: date) -> Iterator[DriftMetric]:
-    impressions = arrow.snapshot(lake, schemas.impressions(lake.spec))
+    impressions = arrow.snapshot(lake, label_schemas.impressions(lake.spec))
     days = tuple(day for day in impressions.days() if day <= data_until)[-BASELINE_DAYS - 1 :]
     counts = [_count_by_surface(impressions, day) for day in days]
     for name, code in lake.spec.surface_codes.items():

@@ -18,7 +18,7 @@ from scipy.special import logit
 
 from etl.spec.model import DataSpec
 from etl.spec.units import date_range
-from etl.tables import arrow, atomic_io, schemas
+from etl.tables import arrow, atomic_io, label_schemas
 from etl.tables.atomic_io import download
 from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath, list_matching, resolve_uri
@@ -91,7 +91,7 @@ def blend_weights(lake: Lake, trained_until: date, day: date, blend_days: int) -
     earlier = date_range(day - timedelta(days=blend_days), trained_until)
     paths = {d: day_logits_path(lake.root, d) for d in earlier}
     logits = {d: pq.read_table(download(path)) for d, path in paths.items() if path.exists()}
-    impressions = arrow.snapshot(lake, schemas.impressions(lake.spec))
+    impressions = arrow.snapshot(lake, label_schemas.impressions(lake.spec))
     window = LabelWindow(0, lake.spec.day_end(trained_until))
     weights = {}
     for name in lake.spec.objectives:
