@@ -77,7 +77,7 @@ def test_net_rates_learn_each_outcome_once_when_its_time_for_a_retraction_has_en
     refunds: Lake,
 ) -> None:
     reader = ExampleReader.latest(refunds, max_length=8)
-    taken_back = {
+    retracted = {
         row["impression_id"]
         for row in rows(refunds, "late_retractions")
         if row["outcomes_left"] == 0 and row["retracted_ts"] - row["label_mature_ts"] <= DAY
@@ -87,20 +87,20 @@ def test_net_rates_learn_each_outcome_once_when_its_time_for_a_retraction_has_en
         for row in rows(refunds, "impressions")
         if row["label_conversion"] == 1
     }
-    assert 3 < len(taken_back & final.keys()) < len(final) - 3
+    assert 3 < len(retracted & final.keys()) < len(final) - 3
     first, total = SPEC.day_start(FIRST), 0
     for number in range(NUM_DAYS):
         window = LabelWindow(first + number * DAY, first + (number + 1) * DAY)
         outcomes = outcomes_to_learn(reader, 10**6, "conversion", window)
         ended = [name for name, ts in final.items() if window.start - DAY <= ts < window.end - DAY]
         assert len(outcomes.labels) == len(ended)
-        assert outcomes.labels.sum() == sum(name not in taken_back for name in ended)
+        assert outcomes.labels.sum() == sum(name not in retracted for name in ended)
         total += len(ended)
     assert 0 < total < len(final)  # the time of the last ones has not ended
     none = CalibrationOffsets(surface="feed", labels_until=0)
     learned = refresh_from_retractions(none, reader, 10**6, LabelWindow(0, SPEC.day_end(LAST)))
     known = [name for name, ts in final.items() if ts < SPEC.day_end(LAST) - DAY]
-    net = np.mean([name not in taken_back for name in known])
+    net = np.mean([name not in retracted for name in known])
     intercept = learned.net_rates["conversion"][INTERCEPT].offsets[0]
     found = float(sigmoid(logit(np.array([BASE_NET_RATE])) + intercept)[0])
     assert net < found < BASE_NET_RATE - (BASE_NET_RATE - net) / 5  # few labels against the prior
@@ -125,7 +125,7 @@ def test_net_rates_of_segments_are_found() -> None:
     np.testing.assert_allclose(found[:, 1], rates, atol=0.03)
 
 
-def test_the_auction_values_outcomes_that_are_not_taken_back(
+def test_the_auction_values_outcomes_net_of_retractions(
     folder: Path, student: TrainedStudent, reader: ExampleReader
 ) -> None:
     ranker, batch = load_ranker(folder), batch_of(reader, 1)
