@@ -218,16 +218,21 @@ def compare_positions(
 ) -> None:
     """Rows of each surface and objective: served probabilities over the true ones at the position.
 
-    Beside them, what is served if the logged positions are ignored.
+    The truth counts the share of outcomes that are logged in time to count as labels. Beside them,
+    what is served if the logged positions are ignored.
     """
     from benchmarks.studies.calibrators import CALIBRATORS, PRODUCT
-    from benchmarks.studies.position_truth import true_at_served_position
+    from benchmarks.studies.position_truth import (
+        share_of_logged_outcomes,
+        true_at_served_position,
+    )
     from ranking.scoring.calibration import logit, sigmoid
 
     spec, errors, ignored = trained.lake.spec, [], []
+    share = share_of_logged_outcomes([trained.log(s, 0).served for s in trained.surfaces], raw)
     for surface in trained.surfaces:
         logs = [trained.log(surface, seed) for seed in range(seeds)]
-        truth = true_at_served_position(logs[0].served, spec, surface, raw).mean(0)
+        truth = true_at_served_position(logs[0].served, spec, surface, raw).mean(0) * share
         added = [CALIBRATORS[PRODUCT](log) for log in logs]
         served, logged = (
             sum(sigmoid(logit(p) + a).mean(0) for p, a in zip(kind, added, strict=True)) / seeds

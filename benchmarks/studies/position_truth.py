@@ -3,6 +3,7 @@
 The simulator's truth is at the logged positions; its effect of a position on the logits is known.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.studies.refit_predictions import ServedRows
@@ -29,3 +30,15 @@ def true_at_served_position(rows: ServedRows, spec: DataSpec, surface: str, raw:
     clicks = at_served[:, column["click"]] / logged[:, column["click"]]
     at_served[:, column["conversion"]] = logged[:, column["conversion"]] * clicks
     return at_served
+
+
+def share_of_logged_outcomes(surfaces: Sequence[ServedRows], raw: Path) -> Floats:
+    """Final positives over the true expectation (O): some outcomes are logged too late to count."""
+    positives, expected = [], []
+    for rows in surfaces:
+        predictions = rows.predictions.predictions
+        truth = true_probabilities(predictions, str(raw))
+        assert truth is not None
+        positives.append((predictions.labels * predictions.label_mask).sum(0))
+        expected.append((truth.probabilities * predictions.label_mask).sum(0))
+    return np.asarray(np.sum(positives, 0) / np.sum(expected, 0))
