@@ -6,6 +6,8 @@ The simulator's truth is at the logged positions; its effect of a position on th
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.studies.refit_predictions import ServedRows
 from etl.simulator.ads import CLICK_POSITION, LONG_VIEW_POSITION
 from etl.simulator.config import SURFACES
