@@ -175,9 +175,8 @@ def compare_calibrators(
             ratio, floors = worst_surface(by_seed, objective)
             worst_ratio, worst_floors = max(worst_ratio, ratio), max(worst_floors, floors)
             gain = "" if name == PLATT else str(difference)
-            result.rows.append(
-                (logs, name, objective, gain, f"{ratio:.4f}", f"{floors:.1f}", f"{sigma:.1f}")
-            )
+            cells = (f"{ratio:.4f}", f"{floors:.1f}") if floors else ("", "")
+            result.rows.append((logs, name, objective, gain, *cells, f"{sigma:.1f}"))
         if name == PRODUCT:
             product_sigma = sigma
             key = "calibration_worst_kuairand_prequential"
