@@ -1,7 +1,7 @@
 """Calibrators that are compared prequentially: none, an intercept, offsets by segment, and MCGrad.
 
 Each turns the probabilities of served rows into calibrated ones, hour by hour, from rows whose
-labels were final before the hour. MCGrad (Tax et al., 2025; parameters of package `mcgrad` 0.1.5)
+labels were final before the hour. MCGrad (2509.19884; parameters of package `mcgrad` 0.1.5)
 boosts trees on the segments and on the logit itself in rounds, and is fitted once a day.
 
 n rows, O objectives.

@@ -5,7 +5,7 @@ outcomes less predictions over its rows, in the order of their predictions, zero
 a segment whose predictions are off on average, and one where high and low ones are off to opposite
 sides. Under calibrated predictions that sum is a Brownian motion over its standard deviation, whose
 range has a known distribution (Feller, 1951). The multicalibration error (MCE) is that of the worst
-segment (Guy et al., 2025), corrected here for the number of segments.
+segment (MCGrad, 2509.19884), corrected here for the number of segments.
 """
 
 from collections.abc import Iterator, Sequence
