@@ -102,6 +102,26 @@ def test_rows_for_calibration_have_taught_no_window_before(seed: int) -> None:
     assert has_taught.any() and calibration.any() and not (has_taught & calibration).any()
 
 
+@given(st.integers(0, 2**32 - 1), st.booleans())
+@settings(max_examples=30)
+def test_unlearned_labels_have_taught_no_window_of_their_objective(seed: int, mix: bool) -> None:
+    """Other objectives of the row may have been learned; all labels that fulfil this are there."""
+    table, rows, shown = random_rows(seed)
+    start, end = 3 * DAY, 5 * DAY
+    trained = used(table, rows, LabelWindow(0, start, "training", mixes_windows=mix))
+    window = LabelWindow(start, end, "unlearned", mixes_windows=mix)
+    unlearned = used(table, rows, window).mask
+    extra = list(SPEC.extra_window_labels)
+    for i, name in enumerate(SPEC.objectives):
+        has_taught = trained.mask[:, i].copy()
+        for label in WINDOWS[name][1:] if mix else ():
+            has_taught |= trained.auxiliary_mask[:, extra.index(label)]
+        final = shown + SECONDS[name]
+        is_final = (final >= start) & (final < end)
+        assert (unlearned[:, i] == (is_final & ~has_taught)).all(), name
+    assert unlearned.any()
+
+
 def test_an_evaluation_has_the_longest_window_of_every_row() -> None:
     table, rows, _ = random_rows(0)
     labels = used(table, rows, LabelWindow(0, 9 * DAY))
