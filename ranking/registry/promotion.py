@@ -189,7 +189,10 @@ def judge_segments(
     spec: DataSpec,
     config: PromotionConfig,
 ) -> PromotionDecision:
-    """The decision, which becomes negative if a segment is not calibrated, with the reason."""
+    """The decision, which becomes negative if a segment is not calibrated.
+
+    The worst segment is the first of its reasons; the last one is why a ranker is not promoted.
+    """
     worst = worst_segment(segments)
     if worst is None:
         return decision
@@ -199,15 +202,14 @@ def judge_segments(
         if to_sigma(segment.p_value * len(segments)) > MAX_SIGMA
         and not abs(segment.ratio - 1) <= config.segment_tolerance
     ]
-    named = worst[0]
-    reasons = [
-        f"worst of {len(segments)} segments: {describe_segment(spec, named)}, {worst[1]:.1f} sigma"
-    ]
-    reasons += [f"{describe_segment(spec, segment)}: not calibrated" for segment in uncalibrated]
+    segment, sigma = worst
+    named = describe_segment(spec, segment)
+    first = f"worst of {len(segments)} segments: {named}, {sigma:.1f} sigma"
+    last = [f"{describe_segment(spec, other)}: not calibrated" for other in uncalibrated]
     return replace(
         decision,
         promoted=decision.promoted and not uncalibrated,
-        reasons=(*decision.reasons, *reasons),
+        reasons=(first, *decision.reasons, *last),
     )
 
 

@@ -114,14 +114,20 @@ def next_steps(states: Sequence[RankerState], checks: Sequence[CalibrationCheck]
             )
         )
     off = [check for check in checks if check.is_off]
-    if off:
-        steps.append(
-            NextStep(
-                f"Calibration is off: {', '.join(_calibration_text(check) for check in off)}. "
-                "Train these rankers again with a newer calibration day.",
-                "Predictions over outcomes with the 95 % interval, which does not contain 1.",
-            )
-        )
+    refit = {state.surface for state in states if state.refit}
+    advice = {
+        "Their refits have refreshed it: see the calibration by segment in the model cards.": [
+            check for check in off if check.surface in refit
+        ],
+        "Train these rankers again with a newer calibration day.": [
+            check for check in off if check.surface not in refit
+        ],
+    }
+    for text, checks_off in advice.items():
+        if checks_off:
+            named = ", ".join(_calibration_text(check) for check in checks_off)
+            details = "Predictions over outcomes with the 95 % interval, which does not contain 1."
+            steps.append(NextStep(f"Calibration is off at the gate: {named}. {text}", details))
     if checks and not too_few and not off:
         steps.append(NextStep("All objectives are calibrated: every 95 % interval contains 1."))
     return steps

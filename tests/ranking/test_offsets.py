@@ -369,10 +369,11 @@ def test_the_gate_refuses_a_segment_that_is_far_off_beyond_noise(
     rows = LabeledRows(p, labels, {"category": category})
     segments = [s for s in segment_calibrations("click", rows) if s.segment == "category"]
     assert segments[0].sigma > MAX_SIGMA
-    decision = PromotionDecision("v1", True, ())
+    decision = PromotionDecision("v1", True, ("nothing is better outside noise",))
     judged = judge_segments(decision, segments, spec, PromotionConfig())
     assert judged.promoted == promoted
     assert "worst of 1 segments: click of category #5" in judged.reasons[0]
     assert any("not calibrated" in reason for reason in judged.reasons) != promoted
+    assert ("not calibrated" in judged.reasons[-1]) != promoted  # why it is not promoted
     refused = judge_segments(replace(decision, promoted=False), segments, spec, PromotionConfig())
     assert not refused.promoted

@@ -217,7 +217,11 @@ def test_the_lead_names_objectives_with_too_few_positives_and_calibration_that_i
     too_few, off = next_steps([], checks)
     assert "Too few positives to judge: conversion on feed (3)." in too_few.text
     assert "click on reels 1.30 [1.15, 1.42], long_view on reels 0.80 [0.70, 0.91]" in off.text
-    assert "feed" not in off.text
+    assert "feed" not in off.text and "Train these rankers again" in off.text
+    refit = RankerState("reels", "v2", "v3", decision=BETTER, refit=REFIT)
+    *_, refreshed = next_steps([refit], checks)
+    assert "click on reels 1.30" in refreshed.text
+    assert "Their refits have refreshed it" in refreshed.text
     (fine,) = next_steps([], checks[:1])
     assert fine.text.startswith("All objectives are calibrated")
 
