@@ -244,7 +244,7 @@ def _label_columns(spec: DataSpec, label_name: str, data_until_us: int) -> dict[
 def counted_outcomes(spec: DataSpec, label_name: str) -> tuple[Column, Column]:
     """When the label of an impression with `outcomes` is final (µs), and what it counts.
 
-    An outcome counts if it is in the window, visible at that time, and not taken back by a
+    An outcome counts if it is in the window, visible at that time, and not retracted by a
     retraction that is visible at that time.
     """
     objective_name, window = spec.label_windows[label_name]
@@ -268,7 +268,7 @@ def counted_outcomes(spec: DataSpec, label_name: str) -> tuple[Column, Column]:
 
 
 def first_retraction(spec: DataSpec, objective: OutcomeLabel, outcome: Column) -> Column | None:
-    """The first retraction of an outcome that its objective heeds, or null; None if it heeds none.
+    """The first retraction of an outcome, or null; None if its objective has no `retracted_by`.
 
     It has `visible_ts`, `day` and `id`.
     """
@@ -309,7 +309,7 @@ def outcomes_by_impression(lake: Lake, events: DataFrame) -> DataFrame:
 
 
 def _retractions_by_outcome(spec: DataSpec, events: DataFrame) -> DataFrame:
-    """The retractions of each event that is taken back: `event_id`, `retractions`, in order."""
+    """The retractions of each event that is retracted: `event_id`, `retractions`, in order."""
     codes = [spec.event_codes[name] for name in spec.retraction_types]
     retraction = F.struct("visible_ts", "type", "day", F.col("event_id").alias("id"))
     retractions = events.filter(F.col("type").isin(codes)).groupBy("retracted_event_id")

@@ -1,4 +1,4 @@
-"""Outcomes that were taken back after the labels that count them were final.
+"""Outcomes that were retracted after the labels that count them were final.
 
 Labels do not change; table `late_retractions` has what value, accounting and net rates need.
 """

@@ -99,7 +99,7 @@ class OutcomeLabel(StrictModel):
 
 
 class RetractionSpec(StrictModel):
-    """How outcomes are taken back: by refunds, cancellations, or as invalid.
+    """How outcomes are retracted: by refunds, cancellations, or as invalid.
 
     A retraction that is visible before the label is final cancels the outcome. A later one never
     changes the label; it lowers the net rate, by which the auction values the outcome.
@@ -123,7 +123,7 @@ class Objective(OutcomeLabel):
     value: bool = False
     """Whether the sum of the outcomes' values is a label, too."""
     retracted_by: RetractionSpec | None = None
-    """How outcomes are taken back; by default they are not."""
+    """How outcomes are retracted; by default they are not."""
 
     @property
     @override

@@ -1,4 +1,4 @@
-"""The schemas of impressions with their labels, and of outcomes that were taken back later."""
+"""The schemas of impressions with their labels, and of outcomes that were retracted later."""
 
 from etl.spec.model import DataSpec
 from etl.tables.table_schema import PARTITION_COLUMNS, TableSchema
@@ -38,9 +38,9 @@ def impressions(spec: DataSpec) -> TableSchema:
 
 
 def late_retractions(_spec: DataSpec) -> TableSchema:
-    """One outcome that was taken back after a label that counts it was final.
+    """One outcome that was retracted after a label that counts it was final.
 
-    `outcomes_left` is how many other counted outcomes of the impression were not taken back by
+    `outcomes_left` is how many other counted outcomes of the impression were not retracted by
     then; `retracted_ts` (seconds) is when the retraction became visible, and `day` when it landed.
     """
     columns = {

@@ -133,9 +133,9 @@ class Ranker:
         return calibration(logits, self.segment_values(user_state, candidates), self.objectives)
 
     def net_rates(self, user_state: Arrays, candidates: CandidateFeatures) -> Floats:
-        """The share of each objective's outcomes that are not taken back (R, C, O).
+        """The share of each objective's outcomes that are not retracted (R, C, O).
 
-        An auction values an outcome by the probability that it occurs and is not taken back.
+        An auction values an outcome by the probability that it occurs and is not retracted.
         """
         if self.offsets is None or not self.offsets.net_rates:
             return np.ones((*candidates.mask.shape, len(self.objectives)))

@@ -58,7 +58,7 @@ def refresh_net_rates(
 ) -> CalibrationOffsets:
     """Offsets whose net rates have learned rows, after `elapsed` seconds.
 
-    Rows are outcomes of objectives that can be taken back, with the label 1 for those that were
+    Rows are outcomes of objectives that can be retracted, with the label 1 for those that were
     not; their probabilities are BASE_NET_RATE.
     """
     refreshed = {

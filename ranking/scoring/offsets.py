@@ -23,7 +23,7 @@ from ranking.scoring.calibration import (
     sigmoid,
 )
 
-BASE_NET_RATE = 0.95  # of outcomes that can be taken back, before there are labels
+BASE_NET_RATE = 0.95  # of outcomes that can be retracted, before there are labels
 INTERCEPT = "intercept"  # the segment of all rows, whose only value is 0
 INITIAL_PRECISION = 100.0  # of the prior of a segment's offsets, before there are labels
 
@@ -60,7 +60,7 @@ class CalibrationOffsets(StrictModel):
 
     They were learned from labels that were final by `labels_until` (epoch seconds). `net_rates` are
     offsets from the logit of BASE_NET_RATE, whose sum is the logit of the share of an objective's
-    outcomes that are not taken back.
+    outcomes that are not retracted.
     """
 
     surface: str
@@ -84,9 +84,9 @@ class CalibrationOffsets(StrictModel):
         return added
 
     def net_rate(self, segments: SegmentValues, objectives: Sequence[str]) -> Floats:
-        """The share of outcomes that are not taken back: (…, O), or (O) without segments.
+        """The share of outcomes that are not retracted: (…, O), or (O) without segments.
 
-        It is 1 for objectives whose outcomes are not taken back.
+        It is 1 for objectives whose outcomes are not retracted.
         """
         base = logit(np.array(BASE_NET_RATE))
         rates = [

@@ -1,4 +1,4 @@
-"""Net rates: the share of outcomes that are not taken back after their labels were final."""
+"""Net rates: the share of outcomes that are not retracted after their labels were final."""
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from training.data.reader import ExampleReader
 def refresh_from_retractions(
     offsets: CalibrationOffsets, reader: ExampleReader, num_items: int, window: LabelWindow
 ) -> CalibrationOffsets:
-    """Offsets whose net rates have learned the outcomes that can no longer be taken back.
+    """Offsets whose net rates have learned the outcomes that can no longer be retracted.
 
     These are the positives whose time for a retraction (`within`) ended in the window.
     """
@@ -44,7 +44,7 @@ def outcomes_to_learn(
 ) -> LabeledRows:
     """The positives of an objective whose time for a retraction ended in a window.
 
-    Their labels are 1 for those that were not taken back.
+    Their labels are 1 for those that were not retracted.
     """
     spec = reader.lake.spec
     retraction = spec.objectives[objective].retracted_by
@@ -78,7 +78,7 @@ def outcomes_to_learn(
 def _retracted_impressions(
     lake: Lake, objective: str, within: int, window: LabelWindow
 ) -> npt.NDArray[np.object_]:
-    """The impressions all of whose counted outcomes were taken back within the time for it."""
+    """The impressions all of whose counted outcomes were retracted within the time for it."""
     table = snapshot(lake, label_schemas.late_retractions(lake.spec))
     days = [
         day
