@@ -30,7 +30,6 @@ from etl.spec.units import DaySplit
 
 if TYPE_CHECKING:
     from benchmarks.studies.trials import TrialRunner
-    from ranking.student.config import StudentTrainConfig
     from training.evaluation.predictions import ConfidenceInterval, Predictions
 
 FIRST_DAY, RUN_DAY, EVALUATED_DAY = (date(2026, 1, day) for day in (1, 10, 11))
@@ -163,6 +162,7 @@ class FreshnessTrials:
 
     def _train(self, surface: str, seed: int) -> "dict[str, Predictions]":
         """Train and calibrate the student of a surface, and its refit; predictions of both."""
+        from benchmarks.studies.refit_predictions import labels_only
         from ranking.trainer.calibrate import fit_calibration
         from ranking.trainer.refit import continue_until
         from ranking.trainer.train import predict_test_days, train_on_surfaces
@@ -180,15 +180,6 @@ class FreshnessTrials:
                 (REFIT, refit.trainer, refit.calibration),
             )
         }
-
-
-def labels_only(seed: int) -> "StudentTrainConfig":
-    """Students that learn from labels only."""
-    from ranking.student.config import DistillationConfig, StudentTrainConfig
-
-    return StudentTrainConfig(
-        seed=seed, distillation=DistillationConfig(kind="none", shared_modules=())
-    )
 
 
 def minutes_to_live_refits(work: Path) -> float:

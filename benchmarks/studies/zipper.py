@@ -28,7 +28,7 @@ from etl.tables.lake import Lake
 from ranking.report.data import true_probabilities
 from ranking.scoring.scorer import SCORE_ROWS
 from ranking.student.model import new_student
-from ranking.trainer.student_trainer import StudentTrainer, extra_window_objectives
+from ranking.trainer.student_trainer import StudentTrainer
 from training.data.batch import Batch, Shuffle
 from training.data.label_window import LabelWindow
 from training.data.reader import INPUT_TABLES, ExampleReader
@@ -46,7 +46,7 @@ class NaiveMixTrainer(StudentTrainer):
     """Mixes windows in the served head: what a single head makes of labels of all windows."""
 
     def _batches(self, days: Sequence[date], window: LabelWindow) -> Iterator[Batch]:
-        objectives = extra_window_objectives(self.student.input_builder.reader.lake.spec)
+        objectives = self.student.input_builder.reader.lake.spec.extra_window_objectives
         for batch in super()._batches(days, window):
             labels, mask = batch.labels.clone(), batch.label_mask.clone()
             for column, objective in enumerate(objectives):

@@ -210,6 +210,12 @@ class SpecDeclarations(StrictModel):
         return tuple(name for name in self.objective_labels if name not in self.objectives)
 
     @cached_property
+    def extra_window_objectives(self) -> tuple[int, ...]:
+        """The position of the objective of each of `extra_window_labels`."""
+        names = [self.objective_labels[label][0] for label in self.extra_window_labels]
+        return tuple(list(self.objectives).index(name) for name in names)
+
+    @cached_property
     def label_windows(self) -> dict[str, tuple[str, int]]:
         """Objective and window (seconds) by label, also of auxiliary objectives."""
         auxiliary = {name: (name, a.window) for name, a in self.auxiliary_objectives.items()}

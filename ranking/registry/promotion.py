@@ -95,13 +95,12 @@ def promote_if_better(
     evaluated = ranker_predictions(candidate, lake, split)
     segments = evaluated.segment_calibrations()
     live = load_live_for_comparison(lake, surface, split)
+    live_predictions = None
     if isinstance(live, Ranker):
         live_predictions = ranker_predictions(live, lake, split).predictions
-        decision = compare_rankers(latest.name, evaluated.predictions, live_predictions, config)
-        decision = judge_segments(decision, segments, lake.spec, config)
-    else:
-        decision = compare_rankers(latest.name, evaluated.predictions, None, config)
-        decision = judge_segments(decision, segments, lake.spec, config)
+    decision = compare_rankers(latest.name, evaluated.predictions, live_predictions, config)
+    decision = judge_segments(decision, segments, lake.spec, config)
+    if not isinstance(live, Ranker):
         is_first = state is None
         decision = replace(
             decision, promoted=decision.promoted or is_first, reasons=(live, *decision.reasons)

@@ -52,7 +52,7 @@ class StudentTrainer:
             config.model.hidden[1],
             torch.tensor(self._rates).log(),
             teacher,
-            extra_window_objectives(reader.lake.spec) if config.mix_windows else (),
+            require_extra_windows(reader.lake.spec) if config.mix_windows else (),
         )
         self.optimizers = self._build_optimizers()
         self.ema = EmaModel(student.student)
@@ -221,16 +221,14 @@ class StudentTrainer:
                     adapter.slope[position], adapter.intercept[position] = correction
 
 
-def extra_window_objectives(spec: DataSpec) -> list[int]:
+def require_extra_windows(spec: DataSpec) -> tuple[int, ...]:
     """The position of the objective of each extra window. Raises UserError if there is none."""
-    names = [spec.objective_labels[label][0] for label in spec.extra_window_labels]
-    found = [list(spec.objectives).index(name) for name in names]
-    if not found:
+    if not spec.extra_window_objectives:
         raise UserError(
             "--mix-windows needs an objective with extra_windows in the spec, such as "
             "`conversion: {window: 3d, extra_windows: [1d]}`"
         )
-    return found
+    return spec.extra_window_objectives
 
 
 def _below(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from etl.tables.lake import Lake
 from ranking.distillation.losses import DistillationLoss, WindowHeads
 from ranking.student.config import DistillationConfig, StudentTrainConfig
 from ranking.student.model import new_student
-from ranking.trainer.student_trainer import StudentTrainer, extra_window_objectives
+from ranking.trainer.student_trainer import StudentTrainer, require_extra_windows
 from tests.conftest import FIRST, LAST
 from tests.ranking.conftest import SMALL
 from training.data.batch import Batch, Shuffle
@@ -183,7 +183,7 @@ def test_mixing_without_extra_windows_is_refused(lake: Lake) -> None:
     student = new_student(reader, SMALL, len(reader.items), TeacherEmbeddings.empty())
     with pytest.raises(UserError, match="--mix-windows needs an objective with extra_windows"):
         StudentTrainer(student, StudentTrainConfig(model=SMALL, mix_windows=True), None)
-    assert extra_window_objectives(SPEC) == [
+    assert list(require_extra_windows(SPEC)) == [
         list(SPEC.objectives).index(SPEC.objective_labels[label][0])
         for label in SPEC.extra_window_labels
     ]

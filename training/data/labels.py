@@ -240,8 +240,7 @@ def _first_of_objective(
     """When the first label of each objective is trained on (B, O), of any of its windows."""
     first = trained_ts.copy()
     if window.mixes_windows:
-        for column, label in enumerate(spec.extra_window_labels):
-            objective = list(spec.objectives).index(spec.objective_labels[label][0])
+        for column, objective in enumerate(spec.extra_window_objectives):
             first[:, objective] = np.minimum(first[:, objective], further_ts[:, column])
     return first
 
