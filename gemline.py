@@ -25,6 +25,7 @@ COMMAND_GROUPS = {
     "report": ("ranking.commands", "Write an HTML report of the pipeline's results."),
     "explain": ("ranking.commands", "Show everything known about one impression."),
     "run": ("dags.commands", "Run the whole pipeline locally."),
+    "refresh": ("dags.commands", "Update the current day's tables, and refit live rankers."),
     "batch": ("dags.commands", "Run several pipeline steps in one process."),
     "upgrade": ("dags.commands", "Migrate a lake to a changed spec."),
     "airflow": ("dags.commands", "Start a local Airflow with the pipeline's DAGs."),

@@ -1,4 +1,4 @@
-"""The commands `gemline run`, `batch`, `upgrade` and `airflow`."""
+"""The commands `gemline run`, `refresh`, `batch`, `upgrade` and `airflow`."""
 
 import signal
 import sys
@@ -9,7 +9,7 @@ import tyro
 
 from dags.pipeline import GEM_MODEL_DIR, PipelinePaths, latest_mature_split, pipeline_steps
 from dags.runner import run_pipeline, run_steps
-from etl.cli.runner import DayArgs, LakeArgs, holds_leases, parse_days_argument
+from etl.cli.runner import DayArgs, LakeArgs, holds_leases, parse_data_until, parse_days_argument
 from etl.commands import TABLE_STEPS
 from etl.errors import UserError, error_from_exit_code
 from etl.spec import load_spec
@@ -88,6 +88,19 @@ def _confirm(question: str) -> None:
         raise UserError("nothing was changed")
 
 
+class RefreshArgs(LakeArgs):
+    """Raw logs, and the time until which they are complete."""
+
+    raw: Annotated[str, tyro.conf.arg(help="folder or URL of the raw logs")]
+    data_until: Annotated[
+        str,
+        tyro.conf.arg(
+            help="time until which all events have landed, in the spec's time zone: "
+            "2026-01-08T14:00"
+        ),
+    ]
+
+
 class BatchArgs(StrictModel):
     """Steps of a plan that `gemline run` wrote."""
 
@@ -108,6 +121,18 @@ def run(args: RunArgs) -> None:
     steps = pipeline_steps(spec, args.paths, split, ("--scale", args.scale))
     run_pipeline(spec, args.paths, steps)
     print(f"report: {resolve_uri(args.lake, 'report.html')}")
+
+
+@holds_leases("run")
+def refresh(args: RefreshArgs) -> None:
+    """Update the tables of the current day with the logs so far, and refit the live rankers."""
+    from dags.refresh import plan_refresh, refresh_steps
+
+    spec, paths = args.load_spec(), PipelinePaths(args.spec, args.raw, args.lake)
+    plan = plan_refresh(spec, args.raw, args.lake, parse_data_until(spec, args.data_until))
+    surfaces = ", ".join(plan.surfaces) or "no surface, because none has a live ranker"
+    print(f"{spec.name}: tables of {plan.days}, refits of {surfaces}", flush=True)
+    run_pipeline(spec, paths, refresh_steps(paths, plan))
 
 
 def batch(args: BatchArgs) -> None:
@@ -170,4 +195,4 @@ def airflow(args: AirflowArgs) -> None:
         processes.stop()
 
 
-COMMANDS = {"run": run, "batch": batch, "airflow": airflow, "upgrade": upgrade}
+COMMANDS = {"run": run, "refresh": refresh, "batch": batch, "airflow": airflow, "upgrade": upgrade}

@@ -121,13 +121,21 @@ def model_flags(split: DaySplit) -> ModelFlags:
     )
 
 
-def data_steps(paths: PipelinePaths, day_flags: tuple[str, ...]) -> list[Step]:
-    """Spark steps from raw logs to examples."""
-    raw = ("--raw", paths.raw)
+def data_steps(
+    paths: PipelinePaths,
+    day_flags: tuple[str, ...],
+    label_flags: tuple[str, ...] = (),
+    raw_flags: tuple[str, ...] = (),
+) -> list[Step]:
+    """Spark steps from raw logs to examples.
+
+    `label_flags` are further flags of the labels, `raw_flags` of the steps that read raw files.
+    """
+    raw = ("--raw", paths.raw, *raw_flags)
     table = [
         ("ingest", ("etl", "ingest", *raw), ("raw",), ("events", "quarantine", "ingest_metrics")),
         ("attributes", ("etl", "attributes", *raw), ("raw",), (*ATTRIBUTE_TABLES, "quarantine")),
-        ("labels", ("etl", "labels"), ("events", *ATTRIBUTE_TABLES), ("impressions",)),
+        ("labels", ("etl", "labels", *label_flags), ("events", *ATTRIBUTE_TABLES), ("impressions",)),
         ("items", ("features", "items"), ("events", *ATTRIBUTE_TABLES), ITEM_TABLES),
         ("history", ("features", "history"), ("events", "items"), ("history",)),
         (
@@ -156,14 +164,19 @@ def gem_steps(
             (GEM_MODEL_DIR,),
             is_distributed=True,
         ),
-        Step(
-            "teacher_predictions",
-            "torch",
-            ("teacher-predictions", *paths.cli_flags, *flags.teacher_days),
-            (*EXAMPLE_TABLES, GEM_MODEL_DIR),
-            TEACHER_TABLES,
-        ),
+        teacher_step(paths, flags.teacher_days),
     ]
+
+
+def teacher_step(paths: PipelinePaths, day_flags: tuple[str, ...]) -> Step:
+    """Predict the impressions of some days with earlier GEMs."""
+    return Step(
+        "teacher_predictions",
+        "torch",
+        ("teacher-predictions", *paths.cli_flags, *day_flags),
+        (*EXAMPLE_TABLES, GEM_MODEL_DIR),
+        TEACHER_TABLES,
+    )
 
 
 def evaluation_steps(paths: PipelinePaths, flags: ModelFlags) -> list[Step]:

@@ -15,6 +15,7 @@ from etl.cli.runner import (
     LakeArgs,
     format_validation_error,
     holds_leases,
+    parse_data_until,
     parse_days_argument,
     read_yaml_mapping,
 )
@@ -55,6 +56,18 @@ class RawArgs(DayArgs):
         """The data spec, in which the missing sources are optional."""
         missing = [name for name in self.missing_sources.split(",") if name]
         return super().load_spec().allow_missing_sources(missing)
+
+
+class LabelArgs(DayArgs):
+    """Arguments of the labels step."""
+
+    data_until: Annotated[
+        str | None,
+        tyro.conf.arg(
+            help="time until which all events have landed, such as 2026-01-08T14:00; by default the "
+            "end of the last day"
+        ),
+    ] = None
 
 
 class SpecArgs(StrictModel):
@@ -174,7 +187,7 @@ def attributes(args: RawArgs) -> None:
 
 
 @holds_leases("labels")
-def labels(args: DayArgs) -> None:
+def labels(args: LabelArgs) -> None:
     """Attribute outcomes to impressions and write the labels that are mature."""
     from etl.labels import label_impressions
     from etl.retractions import record_late_retractions
@@ -182,7 +195,8 @@ def labels(args: DayArgs) -> None:
 
     lake = args.open_lake()
     spark_session("labels")
-    counts = label_impressions(lake, args.day_range)
+    data_until = parse_data_until(lake.spec, args.data_until) if args.data_until else None
+    counts = label_impressions(lake, args.day_range, data_until)
     if lake.spec.retraction_types:
         counts["late retractions"] = record_late_retractions(lake, args.day_range)
     print_counts("labels", counts)

@@ -10,6 +10,8 @@ from datetime import date, timedelta
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
+from etl.errors import UserError
+from etl.event_time import format_utc
 from etl.spec.model import DataSpec
 from etl.spec.sections import Objective, OutcomeLabel, Touchpoint
 from etl.spec.units import MICROS
@@ -187,15 +189,26 @@ def assign_request_ids(spec: DataSpec, impressions: DataFrame) -> DataFrame:
     return impressions.withColumn("request_id", request_id).drop("request_start")
 
 
-def label_impressions(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
+def label_impressions(
+    lake: Lake, days: tuple[date, date], data_until: int | None = None
+) -> dict[str, int]:
     """Replace `impressions` of a range of landing days, and of earlier days that mature on them.
 
     A label is null until it is mature: until its window and grace period have passed and the
     impression is visible. It counts the outcomes that are visible at that time, so that it does not
     change when others land later, and contains no information of later days.
 
+    Args:
+        lake: The lake with the events and attributes.
+        days: First and last landing day.
+        data_until: Epoch second until which all events have landed; by default the end of the last
+            day.
+
     Returns:
         The number of impressions, and of the days' outcomes that name an unknown impression.
+
+    Raises:
+        UserError: The data ends before or after the last day with events.
     """
     spec = lake.spec
     names = ("events", "attributes_item") if spec.uses_item_attribute_attribution else ("events",)
@@ -203,7 +216,14 @@ def label_impressions(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     events = spark_io.read_table(lake, schemas.events(spec), versions["events"])
     lateness = timedelta(days=1 + spec.allowed_lateness_days)
     first_day = days[0] - timedelta(days=spec.label_maturity_days) - lateness
-    data_until_us = spec.day_end(lake.day_range("events")[1]) * MICROS["s"]
+    last_day = lake.day_range("events")[1]
+    if data_until is None:
+        data_until = spec.day_end(last_day)
+    if spec.last_day_before(data_until) != last_day:
+        raise UserError(
+            f"--data-until is {format_utc(data_until)} UTC, but the last day with events is "
+            f"{last_day}: name a time of that day"
+        )
 
     recent = events.filter(F.col("day") >= F.lit(first_day - lateness))
     impressions = recent.filter(F.col("type") == spec.event_codes[spec.impression_type])
@@ -211,7 +231,7 @@ def label_impressions(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     impressions = assign_request_ids(spec, impressions.filter(where))
     rows = impressions.join(outcomes_by_impression(lake, recent), "impression_id", "left")
     for name in spec.label_windows:
-        rows = rows.withColumns(_label_columns(spec, name, data_until_us))
+        rows = rows.withColumns(_label_columns(spec, name, data_until * MICROS["s"]))
     schema = label_schemas.impressions(spec)
     spark_io.replace_partitions(lake, schema, rows, where, versions)
 

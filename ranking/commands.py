@@ -8,7 +8,7 @@ from typing import Annotated
 import tyro
 from pydantic import Field
 
-from etl.cli.runner import DayArgs, LakeArgs, holds_leases, parse_days_argument
+from etl.cli.runner import DayArgs, LakeArgs, holds_leases, parse_data_until, parse_days_argument
 from etl.errors import UserError
 from etl.event_time import format_utc
 from ranking.serving.settings import LOOPBACK_HOSTS, Limits
@@ -19,6 +19,12 @@ Port = Annotated[int, Field(ge=0, lt=65536)]
 HostPattern = Annotated[str, Field(pattern=r"^(\*|(\*\.)?[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\])$")]
 SurfaceName = Annotated[str, tyro.conf.arg(help="a surface of the spec with ads")]
 DataUntil = Annotated[str, tyro.conf.arg(help="the latest day whose data has landed")]
+DataUntilTime = Annotated[
+    str,
+    tyro.conf.arg(
+        help="the latest day whose data has landed, or a time until which it has: 2026-01-08T14:00"
+    ),
+]
 
 
 class TrainRankerArgs(SplitArgs, StudentTrainConfig):
@@ -57,14 +63,14 @@ class RefitArgs(LakeArgs):
     """Continue the training of a surface's live ranker on all labels that are final."""
 
     surface: SurfaceName
-    data_until: DataUntil
+    data_until: DataUntilTime
 
 
 class CalibrateArgs(LakeArgs):
     """Refresh the calibration offsets of a surface's live ranker on labels that became final."""
 
     surface: SurfaceName
-    data_until: DataUntil
+    data_until: DataUntilTime
 
 
 class RollbackArgs(LakeArgs):
@@ -185,7 +191,7 @@ def refit(args: RefitArgs) -> None:
 
     lake = args.open_lake()
     lake.spec.require_ad_surface(args.surface)
-    _, data_until = parse_days_argument(args.data_until, "--data-until")
+    data_until = parse_data_until(lake.spec, args.data_until)
     folder = refit_live_ranker(lake, args.surface, data_until)
     record = read_refit_record(lake.root, args.surface)
     assert record is not None
@@ -200,7 +206,7 @@ def calibrate(args: CalibrateArgs) -> None:
 
     lake = args.open_lake()
     lake.spec.require_ad_surface(args.surface)
-    _, data_until = parse_days_argument(args.data_until, "--data-until")
+    data_until = parse_data_until(lake.spec, args.data_until)
     offsets = refresh_live_calibration(lake, args.surface, data_until)
     until = format_utc(offsets.labels_until)
     print(f"calibration of {offsets.version}: offsets from labels final by {until} UTC")

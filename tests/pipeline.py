@@ -18,11 +18,17 @@ TABLES = (
 )  # fmt: skip
 
 
-def build_tables(lake: Lake, raw: Path, days: tuple[date, date]) -> dict[str, int]:
-    """All tables from raw logs to examples; returns the counts of the ingest."""
+def build_tables(
+    lake: Lake, raw: Path, days: tuple[date, date], data_until: int | None = None
+) -> dict[str, int]:
+    """All tables from raw logs to examples; returns the counts of the ingest.
+
+    `data_until` is the epoch second until which events have landed, if the last day is not over.
+    """
     counts = ingest(lake, str(raw), days)
     load_attributes(lake, str(raw), days)
-    for step in (label_impressions, index_items, build_history, build_examples):
+    label_impressions(lake, days, data_until)
+    for step in (index_items, build_history, build_examples):
         step(lake, days)
     return counts
 

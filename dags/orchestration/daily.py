@@ -1,6 +1,8 @@
-"""The daily pipeline on Airflow: five DAGs, each triggered by an asset of the one before.
+"""The daily pipeline on Airflow: DAGs that are each triggered by an asset of the one before.
 
     raw logs of a day -> events, features -> GEM, teacher predictions -> a ranker per surface
+
+A further DAG refreshes the current day by the hour, and one removes old files.
 
 Each asset has one partition per day. An event of an asset names the days that were processed and,
 for each table, its version, row count and schema fingerprint. The next DAG reads those versions
@@ -12,11 +14,12 @@ Settings are environment variables (`dags.orchestration.settings`). The connecti
 """
 
 from dags.orchestration.builders import gem_dag, maintenance_dag, rankers_dag, raw_dag, tables_dag
+from dags.orchestration.hourly import refresh_dag
 from dags.orchestration.dag_factory import DagFactory
 from dags.orchestration.settings import DagSettings
 from etl.spec import load_spec
 
-DAG_BUILDERS = (raw_dag, tables_dag, gem_dag, rankers_dag, maintenance_dag)
+DAG_BUILDERS = (raw_dag, tables_dag, gem_dag, rankers_dag, refresh_dag, maintenance_dag)
 settings = DagSettings.from_environment()
 if settings:
     factory = DagFactory(load_spec(settings.spec), settings)

@@ -28,6 +28,8 @@ class DagSettings(StrictModel):
         first_day: The first day with logs.
         schedule: Cron expression, in the spec's time zone, by which a day is processed once it has
             ended; `never` if runs are triggered manually.
+        refresh_schedule: Cron expression, in UTC, by which the current day's tables and the live
+            rankers are refreshed with the logs until the full hour before; `never` by default.
         wait_hours: How long to wait for the logs of a day.
         deadline_hours: A run that takes longer raises an alert; 0 means no deadline.
         alerts: URL to which alerts are posted as JSON.
@@ -42,6 +44,7 @@ class DagSettings(StrictModel):
     lake: str
     first_day: date
     schedule: str = "0 4 * * *"
+    refresh_schedule: str = MANUAL_SCHEDULE
     wait_hours: float = Field(default=6, ge=0)
     deadline_hours: float = Field(default=20, ge=0)
     alerts: str | None = None

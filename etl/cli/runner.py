@@ -10,9 +10,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import date
+from datetime import date, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_origin
+from zoneinfo import ZoneInfo
 
 import tyro
 import yaml
@@ -76,6 +77,24 @@ def parse_days_argument(text: str, flag: str = "--days") -> tuple[date, date]:
     except ValueError as error:
         raise UserError(
             f"{flag} {text}: {error}; write first:last, such as 2026-01-01:2026-01-08"
+        ) from None
+
+
+def parse_data_until(spec: DataSpec, text: str) -> int:
+    """Epoch second at which the data ends: that of a time, or at which a day ends.
+
+    Times are in the spec's time zone. Raises UserError if the text is neither.
+    """
+    try:
+        if "T" not in text:
+            return spec.day_end(date.fromisoformat(text))
+        moment = datetime.fromisoformat(text)
+        if moment.tzinfo is None:
+            moment = moment.replace(tzinfo=ZoneInfo(spec.time_zone))
+        return int(moment.timestamp())
+    except ValueError:
+        raise UserError(
+            f"--data-until {text}: write a day or a time, such as 2026-01-08 or 2026-01-08T14:00"
         ) from None
 
 

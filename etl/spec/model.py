@@ -78,6 +78,14 @@ class DataSpec(SpecDeclarations):
         """Epoch second at which the next day begins in `time_zone`."""
         return self.day_start(day + timedelta(days=1))
 
+    def day_of(self, second: int) -> date:
+        """The day of an epoch second in `time_zone`."""
+        return datetime.fromtimestamp(second, ZoneInfo(self.time_zone)).date()
+
+    def last_day_before(self, second: int) -> date:
+        """The day of the last second before an epoch second: the last day of data until then."""
+        return self.day_of(second - 1)
+
     @cached_property
     def ingest_settings(self) -> dict[str, Any]:
         """The sections that determine how raw records are read."""

@@ -67,12 +67,24 @@ class VersionPointer:
         text = read_text_if_exists(self.path)
         state = self._parse(text) or PointerState(live=version)
         if version in state.blocked:
-            raise UserError(
-                f"{self.folder / version} was rolled back and is blocked; unblock it first"
-            )
+            raise self._blocked(version)
         previous = tuple(name for name in state.retained if name != version)
         changes = {"live": version, "previous": previous[-self.max_previous :]}
         self._replace(text, state.model_copy(update=changes))
+
+    def replace_live(self, version: str) -> None:
+        """Make a version live as `promote` does; a rollback cannot return to the one it replaces.
+
+        Raises UserError if no version is live.
+        """
+        text = read_text_if_exists(self.path)
+        state = self._parse(text)
+        if state is None:
+            raise UserError(f"{self.folder}: there is no live version to replace")
+        if version in state.blocked:
+            raise self._blocked(version)
+        previous = tuple(name for name in state.previous if name != version)
+        self._replace(text, state.model_copy(update={"live": version, "previous": previous}))
 
     def rollback(self) -> str:
         """Make the previous version live again and block the current one.
@@ -101,6 +113,11 @@ class VersionPointer:
             raise UserError(f"{version} is not blocked; blocked in {self.folder}: {known}")
         blocked = tuple(name for name in state.blocked if name != version)
         self._replace(text, state.model_copy(update={"blocked": blocked}))
+
+    def _blocked(self, version: str) -> UserError:
+        return UserError(
+            f"{self.folder / version} was rolled back and is blocked; unblock it first"
+        )
 
     def _parse(self, text: str | None) -> PointerState | None:
         if text is None:

@@ -1,6 +1,5 @@
 """The latest promotion decision and the latest refit of each surface, kept in the lake."""
 
-from datetime import date
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -27,11 +26,12 @@ class PromotionRecord(StrictModel):
 class RefitRecord(StrictModel):
     """The last refit of a surface: the version that became live, and the labels that it learned.
 
-    `newest_labels` are the times (epoch seconds) of the latest impressions with a learned label.
+    `data_until` is the epoch second by which the labels were final; `newest_labels` are the times
+    (epoch seconds) of the latest impressions with a learned label.
     """
 
     version: str
-    data_until: date
+    data_until: int
     newest_labels: dict[str, int]
 
     @property

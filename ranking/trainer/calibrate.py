@@ -136,8 +136,8 @@ def pool_calibrations(calibrations: Sequence[Mapping[str, Calibration]]) -> dict
     }
 
 
-def refresh_live_calibration(lake: Lake, surface: str, data_until: date) -> CalibrationOffsets:
-    """Refresh the offsets of a surface's live ranker on labels final by the end of a day.
+def refresh_live_calibration(lake: Lake, surface: str, data_until: int) -> CalibrationOffsets:
+    """Refresh the offsets of a surface's live ranker on labels final by an epoch second.
 
     Returns:
         The offsets, which are unchanged if they have learned all of these labels.
@@ -153,13 +153,12 @@ def refresh_live_calibration(lake: Lake, surface: str, data_until: date) -> Cali
             f"the live ranker of {surface} was saved without calibration offsets: run `gemline "
             "rank train`, then `gemline rank promote`"
         )
-    until = lake.spec.day_end(data_until)
-    if offsets.labels_until >= until:
+    if offsets.labels_until >= data_until:
         return offsets
     training = ranker.manifest.training
     window = LabelWindow(
         offsets.labels_until,
-        until,
+        data_until,
         "unlearned",
         mixes_windows=training is not None and training.config.mix_windows,
     )
@@ -167,11 +166,12 @@ def refresh_live_calibration(lake: Lake, surface: str, data_until: date) -> Cali
     days = [
         day
         for day in date_range(*lake.day_range("examples"))
-        if day <= data_until and lake.spec.day_end(day + delay) > offsets.labels_until
+        if lake.spec.day_start(day) < data_until
+        and lake.spec.day_end(day + delay) > offsets.labels_until
     ]
     unlearned = predict_labels(replace(ranker, offsets=None), lake, days, window)
     reader = input_builder(ranker, lake).reader
     net = refresh_from_retractions(offsets, reader, ranker.manifest.num_items, window)
-    refreshed = refresh_offsets(net, unlearned.labeled(), until)
+    refreshed = refresh_offsets(net, unlearned.labeled(), data_until)
     write_offsets(folder, refreshed)
     return refreshed

@@ -1,8 +1,8 @@
 """Refit of the live ranker on labels that became final after its training.
 
 The gate judges a recipe on days whose labels are all final, so a ranker that has just passed it is
-days old. Its refit continues the training day by day until the data ends: each day's labels are
-predicted, which refreshes the offsets of the calibration that the gate accepted, and then
+days old. Its refit continues the training day by day until the data ends, which may be within a
+day: the labels are predicted, which refreshes the offsets of the calibration that the gate accepted, and then
 learned. A later refit continues from an earlier one.
 """
 
@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as from_bytes
 
 from etl.errors import UserError
-from etl.spec.units import date_range
+from etl.spec.units import SECONDS, date_range
 from etl.tables.lake import Lake
 from etl.tables.pointer import remove_unreferenced_versions
 from etl.tables.uri import StoragePath
@@ -54,8 +54,11 @@ from training.data.reader import ExampleReader
 from training.teacher.predictions import TeacherPredictions
 
 
-def refit_live_ranker(lake: Lake, surface: str, data_until: date) -> StoragePath:
-    """Continue the training of a surface's live ranker to the end of a day, and make it live.
+def refit_live_ranker(lake: Lake, surface: str, data_until: int) -> StoragePath:
+    """Continue the training of a surface's live ranker until an epoch second, and make it live.
+
+    A refit that ends within a day is replaced by the next one, so that a rollback returns to the
+    end of a day.
 
     Returns:
         The folder of the live version: the new one, or the same if it has learned all labels.
@@ -66,12 +69,17 @@ def refit_live_ranker(lake: Lake, surface: str, data_until: date) -> StoragePath
     folder = live_version(lake.root, surface)
     manifest = read_manifest(folder)
     training = _require_training(manifest, lake)
-    if training.labels_until < lake.spec.day_end(data_until):
+    if training.labels_until < data_until:
+        is_superseded = bool(training.refit_of) and not is_day_end(lake, training.labels_until)
         folder = _refit(lake, folder, manifest, training, data_until)
         manifest = read_manifest(folder)
         training = _require_training(manifest, lake)
         register_ranker(lake, folder, manifest)
-        live_pointer(lake.root, surface).promote(folder.name)
+        pointer = live_pointer(lake.root, surface)
+        if is_superseded:
+            pointer.replace_live(folder.name)
+        else:
+            pointer.promote(folder.name)
         pointers = live_pointer(lake.root, surface), latest_trained_pointer(lake.root, surface)
         remove_unreferenced_versions(rankers_folder(lake.root, surface), *pointers)
     record = RefitRecord(
@@ -79,6 +87,11 @@ def refit_live_ranker(lake: Lake, surface: str, data_until: date) -> StoragePath
     )
     write_refit_record(lake.root, surface, record)
     return folder
+
+
+def is_day_end(lake: Lake, second: int) -> bool:
+    """Whether an epoch second is the end of a day in the spec's time zone."""
+    return lake.spec.day_end(lake.spec.last_day_before(second)) == second
 
 
 def _require_training(manifest: RankerManifest, lake: Lake) -> RankerTraining:
@@ -101,7 +114,7 @@ def _refit(
     folder: StoragePath,
     manifest: RankerManifest,
     training: RankerTraining,
-    data_until: date,
+    data_until: int,
 ) -> StoragePath:
     """Train, calibrate and export the refit of a ranker; returns its folder."""
     compiled = set(COMPILED_FILES) <= set(manifest.file_hashes)
@@ -121,11 +134,22 @@ def _refit(
     )
     snapshot = replace(refit.snapshot, record=record)
     student = refit.trainer.averaged
-    last_day = max(day for day in reader.days() if day <= data_until)
-    example = example_inputs(student, [last_day])
-    prefix = f"{data_until:%Y%m%d}-s{training.config.seed}"
-    path = rankers_folder(lake.root, manifest.surface) / prefix
+    end_day = lake.spec.last_day_before(data_until)
+    example = example_inputs(student, [max(day for day in reader.days() if day <= end_day)])
+    name = f"{version_time(lake, data_until)}-s{training.config.seed}"
+    path = rankers_folder(lake.root, manifest.surface) / name
     return export_ranker(path, student, refit.calibration, example, snapshot, compiled)
+
+
+def version_time(lake: Lake, data_until: int) -> str:
+    """The part of a version's name that says until when it has learned: `20260110`, or within a day
+    `20260110-1400`.
+    """
+    day = lake.spec.last_day_before(data_until)
+    if is_day_end(lake, data_until):
+        return f"{day:%Y%m%d}"
+    hours, rest = divmod(data_until - lake.spec.day_start(day), SECONDS["h"])
+    return f"{day:%Y%m%d}-{hours:02}{rest // SECONDS['m']:02}"
 
 
 def initial_offsets(folder: StoragePath, manifest: RankerManifest) -> CalibrationOffsets:
@@ -165,9 +189,9 @@ def continue_until(
     reader: ExampleReader,
     snapshot: TrainingSnapshot,
     calibration: RankerCalibration,
-    data_until: date,
+    data_until: int,
 ) -> Refit:
-    """Train day by day on the labels that became final since a snapshot, until the end of a day.
+    """Train day by day on the labels that became final since a snapshot, until an epoch second.
 
     The offsets of the calibration are refreshed on each day before its labels are learned, unless
     they have learned them already. There must be a day to learn.
@@ -202,14 +226,15 @@ def continue_until(
     return Refit(trainer, snapshot, calibration, evaluation)
 
 
-def day_windows(lake: Lake, labels_until: int, data_until: date) -> list[tuple[LabelWindow, date]]:
-    """The labels that became final on each day from an epoch second on, and the days."""
-    spec, day = lake.spec, data_until
+def day_windows(lake: Lake, labels_until: int, data_until: int) -> list[tuple[LabelWindow, date]]:
+    """The labels that became final on each day between two epoch seconds, and the days."""
+    spec, end = lake.spec, data_until
     windows = []
-    while spec.day_end(day) > labels_until:
+    while end > labels_until:
+        day = spec.last_day_before(end)
         start = max(spec.day_start(day), labels_until)
-        windows.append((LabelWindow(start, spec.day_end(day), "training"), day))
-        day -= timedelta(days=1)
+        windows.append((LabelWindow(start, end, "training"), day))
+        end = spec.day_start(day)
     return windows[::-1]
 
 

@@ -16,9 +16,11 @@ from typing import TypeVar
 import pytest
 
 from dags.orchestration.standalone import AirflowProcesses, api_request, start_airflow
+from etl.spec.units import MICROS
 from etl.tables import lease, step_state
 from etl.tables.lake import Lake
-from ranking.registry.ranker import live_pointer
+from ranking.registry.manifest import read_manifest
+from ranking.registry.ranker import live_pointer, live_version
 from tests.conftest import FIRST, LAST, ROOT
 from tests.dags.conftest import environment
 from tests.pipeline import TABLES, build_tables, rows
@@ -124,6 +126,29 @@ def test_three_days_become_rankers_though_a_task_and_the_scheduler_are_killed(
     for name in TABLES:
         assert rows(own, name) == rows(built_at_once, name), name
     assert LAST not in {row["day"] for row in rows(own, "examples")}
+    refresh_the_fourth_day(address, own)
+
+
+def refresh_the_fourth_day(address: str, lake: Lake) -> None:
+    """A refresh until six in the evening: its tables, and rankers that have learned its labels."""
+    conf = {"data_until": f"{LAST}T18:00"}
+    api_request(address, "dags/simulator_refresh/dagRuns", {"logical_date": None, "conf": conf})
+
+    def refreshed() -> bool:
+        (run,) = api_request(address, "dags/simulator_refresh/dagRuns?limit=10")["dag_runs"]
+        assert run["state"] != "failed", run
+        return bool(run["state"] == "success")
+
+    wait_for(refreshed, 1200)
+    evening = lake.spec.day_start(LAST) + 18 * 3600
+    assert LAST in {row["day"] for row in rows(lake, "examples")}
+    for row in rows(lake, "impressions"):
+        for name in lake.spec.objectives:
+            is_final = row[f"label_mature_ts_{name}"] < evening * MICROS["s"]
+            assert is_final or row[f"label_{name}"] is None, row
+    for surface in lake.spec.ad_surfaces:
+        training = read_manifest(live_version(lake.root, surface)).training
+        assert training and training.labels_until == evening
 
 
 def task_states(address: str, dag_id: str, task_id: str) -> set[str]:

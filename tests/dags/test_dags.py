@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from datetime import date, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from zoneinfo import ZoneInfo
 
@@ -14,6 +15,7 @@ import pytest
 
 from dags.orchestration.runs import PipelineRun
 from dags.pipeline import PipelinePaths, Step, latest_mature_split, pipeline_steps
+from dags.refresh import RefreshPlan
 from etl.cli.runner import DayArgs
 from etl.ingest.quarantine import UNKNOWN_DAY
 from etl.spec import load_spec
@@ -67,13 +69,14 @@ print("OUTPUT" + json.dumps(
 RUN_DAGS = """
 import json, sys
 import dags.orchestration.daily as daily
-for suffix, days, mark_success in json.loads(sys.argv[1]):
+for suffix, conf, mark_success in json.loads(sys.argv[1]):
     dag = next(value for name, value in vars(daily).items() if name.endswith(suffix))
     print("BEGIN", suffix)
-    run = dag.test(run_conf={"days": days}, mark_success_pattern=mark_success)
+    run = dag.test(run_conf=conf, mark_success_pattern=mark_success)
     states = sorted((t.task_id, str(t.state)) for t in run.get_task_instances())
     print("STATE", run.state, states, flush=True)
 """
+REFRESH = "refresh"
 NO_TASK = "nothing"
 ALL_BUT_INGEST = "(?!ingest$).+"
 DAY_WITHOUT_LOGS = "2027-05-01"
@@ -87,11 +90,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run_outputs(home: Path, spec_path: Path, raw: Path) -> list[str]:
-    """The output of two DAG runs: a day without logs, and the ingest of the first day."""
+    """The output of DAG runs: a day without logs, the ingest of the first day, and a refresh."""
     env = environment(home, spec_path, raw)
     migrate = [sys.executable, "-m", "airflow", "db", "migrate"]
     subprocess.run(migrate, env=env, cwd=ROOT, check=True, capture_output=True)
-    runs = [("_raw", DAY_WITHOUT_LOGS, NO_TASK), ("_tables", f"{FIRST}", ALL_BUT_INGEST)]
+    runs = [
+        ("_raw", {"days": DAY_WITHOUT_LOGS}, NO_TASK),
+        ("_tables", {"days": f"{FIRST}"}, ALL_BUT_INGEST),
+        ("_refresh", {"data_until": f"{LAST}T12:00"}, NO_TASK),
+    ]
     result = subprocess.run(
         [sys.executable, "-c", RUN_DAGS, json.dumps(runs)], env=env, cwd=ROOT, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
@@ -106,7 +113,10 @@ def described(home: Path, spec_path: Path, raw: Path) -> Any:
     """The output of DESCRIBE_DAGS for a spec in Berlin's time zone with a daily schedule."""
     berlin = home / "berlin.yaml"
     berlin.write_text(spec_path.read_text() + "time_zone: Europe/Berlin\n")
-    env = environment(home, berlin, raw) | {"GEMLINE_SCHEDULE": "0 4 * * *"}
+    env = environment(home, berlin, raw) | {
+        "GEMLINE_SCHEDULE": "0 4 * * *",
+        "GEMLINE_REFRESH_SCHEDULE": "5 * * * *",
+    }
     result = subprocess.run(
         [sys.executable, "-c", DESCRIBE_DAGS],
         env=env,
@@ -157,8 +167,12 @@ def test_every_step_of_the_pipeline_is_a_task(described: Any, spec_path: Path) -
 def test_each_table_is_written_by_one_dag_with_one_active_run(
     described: Any, spec_path: Path
 ) -> None:
+    """Apart from refreshes, whose steps hold the same leases."""
     dag_of_task = {
-        task["id"]: name for name, dag in described["dags"].items() for task in dag["tasks"]
+        task["id"]: name
+        for name, dag in described["dags"].items()
+        if name != REFRESH
+        for task in dag["tasks"]
     }
     writers: dict[str, set[str]] = {}
     for step in steps_of(spec_path):
@@ -166,6 +180,15 @@ def test_each_table_is_written_by_one_dag_with_one_active_run(
             writers.setdefault(table, set()).add(dag_of_task[task_name(step)])
     assert all(len(dags) == 1 for dags in writers.values()), writers
     assert {dag["max_active_runs"] for dag in described["dags"].values()} == {1}
+
+
+def test_a_refresh_runs_the_steps_of_the_daily_run_up_to_refits(described: Any) -> None:
+    """It writes no assets, because its tables are those of an unfinished day."""
+    tasks = {name: [t["id"] for t in dag["tasks"]] for name, dag in described["dags"].items()}
+    steps = [t for t in tasks["tables"] if not t.startswith("publish")]
+    expected = ["plan", *steps, "teacher_predictions", "surfaces", "surface.refit"]
+    assert sorted(tasks[REFRESH]) == sorted(expected)
+    assert not any(task["outlets"] for task in described["dags"][REFRESH]["tasks"])
 
 
 def test_each_asset_has_one_writer_and_is_read(described: Any) -> None:
@@ -214,6 +237,9 @@ def test_every_command_line_parses_once_its_templates_are_filled_in(
         tables={"events": {"version": 3}, "items": {"version": 0}},
     )
     split = latest_mature_split(load_spec(spec_path), FIRST, LAST)
+    refresh = RefreshPlan(
+        days=f"{LAST}:{LAST}", data_until=f"{LAST}T14:00", missing_sources="users", surfaces=()
+    )
     context = {
         "run": lambda *_: run,
         "split": lambda _: split,
@@ -222,6 +248,7 @@ def test_every_command_line_parses_once_its_templates_are_filled_in(
         "dag_run": None,
         "params": {},
         "triggering_asset_events": {},
+        "ti": SimpleNamespace(xcom_pull=lambda task_ids: refresh.model_dump()),
     }
 
     def render(word: str) -> str:
@@ -304,3 +331,9 @@ def test_a_day_without_logs_fails_and_is_named(run_outputs: list[str]) -> None:
     output = run_outputs[0]
     assert "STATE failed" in output, output[-4000:]
     assert f"no log of {DAY_WITHOUT_LOGS} is complete in" in output, output[-4000:]
+
+
+def test_a_refresh_waits_for_the_daily_run_of_the_day_before(run_outputs: list[str]) -> None:
+    output = run_outputs[2]
+    assert "STATE success" in output and "('plan', 'skipped')" in output, output[-4000:]
+    assert f"not that before {LAST}: wait for its run" in output

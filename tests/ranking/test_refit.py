@@ -2,7 +2,7 @@
 
 import shutil
 from dataclasses import dataclass
-from datetime import date, timedelta
+from datetime import UTC, date, datetime, time, timedelta
 from itertools import pairwise
 from pathlib import Path
 
@@ -62,6 +62,8 @@ SPLIT = DaySplit(
     test_last=THIRD,
     data_until=THIRD,
 )
+END = int(datetime.combine(LAST + timedelta(days=1), time(), UTC).timestamp())
+NOON = END - 12 * 3600
 CONFIG = StudentTrainConfig(
     model=SMALL, distillation=DistillationConfig(shared_modules=()), batch_rows=64
 )
@@ -109,7 +111,9 @@ class Refits:
 def refits(trained: Lake, tmp_path_factory: pytest.TempPathFactory) -> Refits:
     lake = copy_with_own_rankers(trained, tmp_path_factory.mktemp("refits") / "lake")
     gated = live_version(lake.root, SURFACE)
-    third, last = (refit_live_ranker(lake, SURFACE, day) for day in (THIRD, LAST))
+    third, last = (
+        refit_live_ranker(lake, SURFACE, until) for until in (lake.spec.day_end(THIRD), END)
+    )
     return Refits(lake, gated, third, last)
 
 
@@ -141,7 +145,7 @@ def test_a_training_continued_from_its_state_is_the_same_training(trained: Lake)
 
 
 def test_two_refits_equal_one_of_all_their_days(refits: Refits, own_lake: Lake) -> None:
-    at_once = refit_live_ranker(own_lake, SURFACE, LAST)
+    at_once = refit_live_ranker(own_lake, SURFACE, END)
     one, two = load_training_state(refits.last), load_training_state(at_once)
     assert one.keys() == two.keys()
     for name, tensor in one.items():
@@ -168,7 +172,7 @@ def test_a_refit_learns_every_final_label(refits: Refits) -> None:
     assert set(before.teacher_versions) < set(after.teacher_versions) and after.table_versions
     record = read_refit_record(lake.root, SURFACE)
     assert record and record.version == last.name
-    assert refit_live_ranker(lake, SURFACE, LAST) == last  # there is nothing left to learn
+    assert refit_live_ranker(lake, SURFACE, END) == last  # there is nothing left to learn
 
 
 def test_the_report_shows_the_card_of_the_live_ranker(refits: Refits) -> None:
@@ -227,12 +231,12 @@ def test_a_refresh_between_refits_learns_each_label_once(own_lake: Lake) -> None
     """A refit after it trains the ranker, but has no labels left for the offsets."""
     gated = live_version(own_lake.root, SURFACE)
     before = offsets_of(gated, read_manifest(gated))
-    refreshed = refresh_live_calibration(own_lake, SURFACE, LAST)
+    refreshed = refresh_live_calibration(own_lake, SURFACE, END)
     assert before and refreshed.by_objective != before.by_objective
     assert refreshed.labels_until == own_lake.spec.day_end(LAST)
     assert offsets_of(gated, read_manifest(gated)) == refreshed
-    assert refresh_live_calibration(own_lake, SURFACE, LAST) == refreshed
-    refit = read_manifest(refit_live_ranker(own_lake, SURFACE, LAST))
+    assert refresh_live_calibration(own_lake, SURFACE, END) == refreshed
+    refit = read_manifest(refit_live_ranker(own_lake, SURFACE, END))
     after = offsets_of(live_version(own_lake.root, SURFACE), refit)
     assert after and after.by_objective == refreshed.by_objective
     assert refit.training and refit.training.evaluation is None
@@ -253,12 +257,13 @@ def test_labels_from_which_offsets_were_fitted_do_not_count_twice(refits: Refits
 def test_windows_of_days_follow_each_other(trained: Lake) -> None:
     spec = trained.spec
     start = spec.day_start(SECOND) + 3600
-    windows = day_windows(trained, start, LAST)
-    assert [day for _, day in windows] == [SECOND, THIRD, LAST]
-    bounds = [(window.start, window.end) for window, _ in windows]
-    assert bounds[0][0] == start and bounds[-1][1] == spec.day_end(LAST)
-    assert all(end == begin for (_, end), (begin, _) in pairwise(bounds))
-    assert day_windows(trained, spec.day_end(LAST), LAST) == []
+    for until in (END, NOON):
+        windows = day_windows(trained, start, until)
+        assert [day for _, day in windows] == [SECOND, THIRD, LAST]
+        bounds = [(window.start, window.end) for window, _ in windows]
+        assert bounds[0][0] == start and bounds[-1][1] == until
+        assert all(end == begin for (_, end), (begin, _) in pairwise(bounds))
+    assert day_windows(trained, spec.day_end(LAST), END) == []
 
 
 def evaluated(lake: Lake, day: date) -> str:
@@ -292,24 +297,46 @@ def test_a_refit_that_was_rolled_back_does_not_come_back(refits: Refits, tmp_pat
     lake = copy_with_own_rankers(refits.lake, tmp_path / "lake")
     assert live_pointer(lake.root, SURFACE).rollback() == refits.third.name
     with pytest.raises(UserError, match="was rolled back and is blocked"):
-        refit_live_ranker(lake, SURFACE, LAST)
+        refit_live_ranker(lake, SURFACE, END)
     assert live_version(lake.root, SURFACE).name == refits.third.name
 
 
 def test_a_ranker_that_cannot_be_continued_is_named(own_lake: Lake, folder: Path) -> None:
     spec = own_lake.spec.model_copy(update={"request_session_gap": 7})
     with pytest.raises(UserError, match="was trained with spec"):
-        refit_live_ranker(Lake(own_lake.root, spec), SURFACE, LAST)
+        refit_live_ranker(Lake(own_lake.root, spec), SURFACE, END)
     pointer = live_pointer(own_lake.root, SURFACE)
     shutil.copytree(folder, local_path(pointer.folder / "stateless"))
     gated = pointer.live_folder
     assert gated
     pointer.promote("stateless")
     with pytest.raises(UserError, match="without the state of its training"):
-        refit_live_ranker(own_lake, SURFACE, LAST)
+        refit_live_ranker(own_lake, SURFACE, END)
     pointer.promote(gated.name)
     local_path(gated / "training.safetensors").write_bytes(b"damaged")
     with pytest.raises(UserError, match="is not the file that was saved"):
-        refit_live_ranker(own_lake, SURFACE, LAST)
+        refit_live_ranker(own_lake, SURFACE, END)
     with pytest.raises(UserError, match="no ranker of reels is promoted"):
-        refit_live_ranker(own_lake, "reels", LAST)
+        refit_live_ranker(own_lake, "reels", END)
+
+
+def test_refits_within_a_day_learn_each_label_once_and_replace_each_other(refits: Refits) -> None:
+    root = Path(refits.lake.root).parent / "within"
+    lake = copy_with_own_rankers(refits.lake, root)
+    live_pointer(lake.root, SURFACE).rollback()
+    daily = live_version(lake.root, SURFACE)
+    live_pointer(lake.root, SURFACE).unblock(refits.last.name)
+    noon = refit_live_ranker(lake, SURFACE, NOON)
+    training = read_manifest(noon).training
+    assert noon.name.startswith(f"{LAST:%Y%m%d}-1200-") and training
+    assert training.labels_until == NOON and training.evaluation
+    assert training.evaluation.labels_from == lake.spec.day_end(THIRD)
+    assert all(time < NOON for time in training.newest_labels.values())
+    evening = refit_live_ranker(lake, SURFACE, END - 3600)
+    last = read_manifest(refit_live_ranker(lake, SURFACE, END))
+    assert last.training and last.training.evaluation
+    assert last.training.evaluation.labels_from == END - 3600
+    at_once = read_manifest(refits.last).training
+    assert at_once and last.training.newest_labels == at_once.newest_labels
+    assert not noon.is_dir() and not evening.is_dir()
+    assert live_pointer(lake.root, SURFACE).rollback() == daily.name

@@ -1,0 +1,112 @@
+"""The DAG that refreshes the current day: its tables with the logs so far, and the live rankers.
+
+It starts when the daily run has written the tables of the day before, so that no table of an
+unfinished day depends on another. The daily run of the day replaces its tables.
+"""
+
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from typing import Any
+
+from airflow.sdk import DAG, Param, chain, task, task_group
+from airflow.sdk.exceptions import AirflowFailException, AirflowSkipException
+
+from dags.orchestration.dag_factory import DagFactory
+from dags.orchestration.operators import create_operator, operator_for_step
+from dags.orchestration.runs import PipelineRun
+from dags.orchestration.settings import MANUAL_SCHEDULE
+from dags.pipeline import REFIT_RANKER, ModelFlags
+from dags.refresh import RefreshPlan, plan_refresh, refresh_steps
+from etl.cli.runner import parse_data_until
+from etl.errors import UserError
+from etl.spec import DataSpec
+from etl.spec.units import SECONDS
+
+PLAN_TASK = "plan"
+
+
+def refresh_dag(factory: DagFactory) -> DAG:
+    """Ingest to examples, predictions of the teacher, and refits, for the current day."""
+    spec, settings, features = factory.spec, factory.settings, factory.assets.features
+    is_manual = settings.refresh_schedule == MANUAL_SCHEDULE
+    schedule = None if is_manual else settings.refresh_schedule
+    with factory.create_dag("refresh", schedule, "refresh the current day") as dag:
+        dag.params["data_until"] = Param(
+            None, type=["null", "string"], description="time until which events have landed"
+        )
+
+        @task(task_id=PLAN_TASK, inlets=[features])
+        def plan(**context: Any) -> dict[str, Any]:
+            data_until = _data_until(spec, context)
+            reason = reason_to_skip(spec, data_until, context["inlet_events"][features])
+            if reason:
+                raise AirflowSkipException(reason)
+            try:
+                planned = plan_refresh(spec, settings.raw, settings.lake, data_until)
+            except UserError as error:
+                raise AirflowFailException(str(error)) from None
+            return planned.model_dump(mode="json")
+
+        @task
+        def surfaces(planned: dict[str, Any]) -> list[str]:
+            return list(planned["surfaces"])
+
+        @task_group
+        def surface(name: str) -> None:
+            words = REFIT_RANKER.for_surface(settings.paths, REFRESH_FLAGS, name)
+            create_operator(
+                REFIT_RANKER.name,
+                REFIT_RANKER.engine,
+                words,
+                settings,
+                map_index_template=f"{{{{ task.command[{len(words) - 1}] }}}}",
+            )
+
+        planned: Any = plan()
+        steps = refresh_steps(settings.paths, TEMPLATES)
+        operators = [operator_for_step(step, settings) for step in steps]
+        chain(planned, *operators, surface.expand(name=surfaces(planned)))
+    return dag
+
+
+def _plan_template(field: str) -> str:
+    return f"{{{{ ti.xcom_pull(task_ids='{PLAN_TASK}')['{field}'] }}}}"
+
+
+TEMPLATES = RefreshPlan(
+    days=_plan_template("days"),
+    data_until=_plan_template("data_until"),
+    missing_sources=_plan_template("missing_sources"),
+    surfaces=(),  # refits are mapped over those of the plan
+)
+REFRESH_FLAGS = ModelFlags(
+    training_days=(),
+    teacher_days=(),
+    split=(),
+    test_days=(),
+    data_until=("--data-until", TEMPLATES.data_until),
+)
+
+
+def _data_until(spec: DataSpec, context: Mapping[str, Any]) -> int:
+    """The epoch second of `params.data_until`, by default the full hour before the run's time."""
+    requested = context["params"].get("data_until")
+    if requested:
+        return parse_data_until(spec, requested)
+    second = int(context["dag_run"].run_after.timestamp())
+    return second - second % SECONDS["h"]
+
+
+def reason_to_skip(spec: DataSpec, data_until: int, feature_events: Iterable[Any]) -> str | None:
+    """Why the tables of a day are not refreshed now; None if they may be.
+
+    `feature_events` are the events of the asset that the daily runs publish.
+    """
+    day = spec.last_day_before(data_until)
+    if data_until == spec.day_end(day):
+        return f"{day} is over: its daily run writes the tables"
+    finished = [PipelineRun.model_validate(event.extra).last for event in feature_events]
+    if not finished or max(finished) != day - timedelta(days=1):
+        latest = max(finished, default=None)
+        return f"the latest day with tables is {latest}, not that before {day}: wait for its run"
+    return None

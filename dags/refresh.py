@@ -1,0 +1,97 @@
+"""A refresh: the tables of the current day with the logs so far, and refits of the live rankers.
+
+It runs the steps of a daily run again for a day that is not over, by the hour or more often. The
+run of the whole day replaces its tables afterwards.
+"""
+
+from datetime import date, timedelta
+
+from dags.pipeline import (
+    REFIT_RANKER,
+    ModelFlags,
+    PipelinePaths,
+    Step,
+    data_steps,
+    surface_step,
+    teacher_step,
+)
+from etl.errors import UserError
+from etl.event_time import format_utc
+from etl.ingest.arrival import day_file_states, ingested_file_states, required_daily_sources
+from etl.spec import DataSpec
+from etl.spec.base import StrictModel
+from etl.spec.units import date_range
+from etl.tables.uri import resolve_uri
+
+
+class RefreshPlan(StrictModel):
+    """What a refresh works on.
+
+    Attributes:
+        days: The days whose tables are replaced, as the value of `--days`.
+        data_until: The time until which all events have landed, as the value of `--data-until`.
+        missing_sources: Daily sources without files, as the value of `--missing-sources`.
+        surfaces: The surfaces whose live rankers are refit.
+    """
+
+    days: str
+    data_until: str
+    missing_sources: str
+    surfaces: tuple[str, ...]
+
+
+def plan_refresh(spec: DataSpec, raw: str, lake: str, data_until: int) -> RefreshPlan:
+    """The plan of a refresh with data until an epoch second.
+
+    Its days are the current one, those since the last ingest, and all after a day within
+    `allowed_lateness` whose files have changed since they were read.
+
+    Raises:
+        UserError: No earlier day has been ingested, or no event log of the day has files.
+    """
+    last = spec.last_day_before(data_until)
+    oldest = last - timedelta(days=max(1, spec.allowed_lateness_days))
+    read = {day: ingested_file_states(lake, day) for day in date_range(oldest, last)}
+    earlier = [day for day in read if day < last and read[day] is not None]
+    if not earlier:
+        raise UserError(
+            f"no day from {oldest} to {last - timedelta(days=1)} has been ingested: process whole "
+            "days with `gemline run` before refreshing the current one"
+        )
+    changed = [day for day in earlier if day_file_states(spec, raw, day) != read[day]]
+    first = min([max(earlier) + timedelta(days=1), *changed])
+    files = {day: day_file_states(spec, raw, day) for day in date_range(first, last)}
+    _require_event_log(spec, raw, files[last], last)
+    missing = {
+        name
+        for name in required_daily_sources(spec)
+        if not all(states.get(name) for states in files.values())
+    }
+    return RefreshPlan(
+        days=f"{first}:{last}",
+        data_until=format_utc(data_until).replace(" ", "T") + "+00:00",
+        missing_sources=",".join(sorted(missing)),
+        surfaces=tuple(s for s in spec.ad_surfaces if _has_live_ranker(lake, s)),
+    )
+
+
+def _require_event_log(spec: DataSpec, raw: str, files: dict[str, object], day: date) -> None:
+    if not any(files.get(name) for name in spec.log_sources):
+        raise UserError(f"{raw} has no log of {day} yet: refresh once its first files have landed")
+
+
+def _has_live_ranker(lake: str, surface: str) -> bool:
+    return resolve_uri(lake, "rankers", surface, "current.json").exists()
+
+
+def refresh_steps(paths: PipelinePaths, plan: RefreshPlan) -> list[Step]:
+    """The steps of a refresh in order; the values of its plan may be templates."""
+    days, until = ("--days", plan.days), ("--data-until", plan.data_until)
+    flags = ModelFlags(
+        training_days=(), teacher_days=days, split=(), test_days=(), data_until=until
+    )
+    return [
+        *data_steps(paths, days, until, ("--missing-sources", plan.missing_sources)),
+        teacher_step(paths, days),
+        *(surface_step(REFIT_RANKER, paths, flags, surface) for surface in plan.surfaces),
+    ]

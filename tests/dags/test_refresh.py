@@ -1,0 +1,128 @@
+"""Which days a refresh of the current day rewrites, and when it waits for a daily run."""
+
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from dags.orchestration.hourly import reason_to_skip
+from dags.orchestration.runs import PipelineRun
+from dags.pipeline import PipelinePaths
+from dags.refresh import plan_refresh, refresh_steps
+from etl.cli.runner import parse_data_until
+from etl.errors import UserError
+from etl.ingest.arrival import day_file_states, record_ingested_files
+from etl.spec import DataSpec, load_spec
+from etl.spec.units import date_range
+from tests.cli import parse_command
+from tests.conftest import FIRST, SPEC
+
+DAYS = [FIRST + timedelta(days=n) for n in range(4)]
+TODAY = DAYS[-1]
+
+
+@pytest.fixture(scope="module")
+def spec() -> DataSpec:
+    return load_spec(SPEC)
+
+
+def deliver(raw: Path, source: str, day: object, content: str = "") -> None:
+    """Write the file of a source and day."""
+    folder = raw / source / (f"day={day}" if source == "events" else "")
+    folder.mkdir(parents=True, exist_ok=True)
+    name = "part.json.gz" if source == "events" else f"day={day}.json.gz"
+    (folder / name).write_text(content)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, spec: DataSpec) -> Path:
+    """Raw logs of all days, of which all but the last have been ingested."""
+    raw = tmp_path / "raw"
+    for day in DAYS:
+        for source in ("events", "users", "items"):
+            deliver(raw, source, day)
+    states = {day: day_file_states(spec, str(raw), day) for day in DAYS[:-1]}
+    record_ingested_files(str(tmp_path / "lake"), states)
+    return tmp_path
+
+
+def noon(spec: DataSpec) -> int:
+    return spec.day_start(TODAY) + 12 * 3600
+
+
+def planned_days(spec: DataSpec, folder: Path) -> str:
+    return plan_refresh(spec, str(folder / "raw"), str(folder / "lake"), noon(spec)).days
+
+
+def test_a_refresh_rewrites_the_current_day(spec: DataSpec, folder: Path) -> None:
+    assert planned_days(spec, folder) == f"{TODAY}:{TODAY}"
+    states = {TODAY: day_file_states(spec, str(folder / "raw"), TODAY)}
+    record_ingested_files(str(folder / "lake"), states)  # by an earlier refresh
+    deliver(folder / "raw", "events", TODAY, "more")
+    assert planned_days(spec, folder) == f"{TODAY}:{TODAY}"
+
+
+def test_a_refresh_reads_files_of_earlier_days_that_came_later(
+    spec: DataSpec, folder: Path
+) -> None:
+    deliver(folder / "raw", "events", DAYS[-2], "late")
+    assert planned_days(spec, folder) == f"{DAYS[-2]}:{TODAY}"
+
+
+def test_a_refresh_reads_days_that_no_run_has_read(spec: DataSpec, folder: Path) -> None:
+    for day in DAYS[2:]:
+        (folder / "lake" / "_pipeline" / "raw_files" / f"{day}.json").unlink(missing_ok=True)
+    assert planned_days(spec, folder) == f"{DAYS[2]}:{TODAY}"
+    for day in date_range(FIRST, TODAY):
+        (folder / "lake" / "_pipeline" / "raw_files" / f"{day}.json").unlink(missing_ok=True)
+    with pytest.raises(UserError, match="has been ingested: process whole days"):
+        planned_days(spec, folder)
+
+
+def test_sources_that_have_not_landed_yet_are_missing(spec: DataSpec, folder: Path) -> None:
+    (folder / "raw" / "users" / f"day={TODAY}.json.gz").unlink()
+    plan = plan_refresh(spec, str(folder / "raw"), str(folder / "lake"), noon(spec))
+    assert plan.missing_sources == "users"
+    (folder / "raw" / "events" / f"day={TODAY}" / "part.json.gz").unlink()
+    with pytest.raises(UserError, match=f"no log of {TODAY} yet"):
+        planned_days(spec, folder)
+
+
+def test_steps_of_a_refresh_name_its_days_and_its_end(spec: DataSpec, folder: Path) -> None:
+    (folder / "lake" / "rankers" / "feed").mkdir(parents=True)
+    (folder / "lake" / "rankers" / "feed" / "current.json").touch()
+    plan = plan_refresh(spec, str(folder / "raw"), str(folder / "lake"), noon(spec))
+    assert plan.surfaces == ("feed",)
+    steps = refresh_steps(PipelinePaths(SPEC, "raw", "lake"), plan)
+    arguments = {step.name: dict(parse_command(step.command)) for step in steps}
+    assert [*arguments][-2:] == ["teacher_predictions", "refit-feed"]
+    for name, values in arguments.items():
+        assert values.get("days", plan.days) == plan.days, name
+    for name in ("labels", "refit-feed"):
+        assert parse_data_until(spec, str(arguments[name]["data_until"])) == noon(spec)
+
+
+def test_times_are_in_the_time_zone_of_the_spec(spec: DataSpec) -> None:
+    berlin = spec.model_copy(update={"time_zone": "Europe/Berlin"})
+    assert parse_data_until(berlin, f"{TODAY}T12:00") == noon(spec) - 3600
+    assert parse_data_until(berlin, f"{TODAY}") == berlin.day_end(TODAY)
+    assert berlin.last_day_before(berlin.day_end(TODAY)) == TODAY
+    for text in ("yesterday", "2026-01-04T25:00", "12:00"):
+        with pytest.raises(UserError, match="write a day or a time"):
+            parse_data_until(berlin, text)
+
+
+def test_a_refresh_follows_the_daily_run_of_the_day_before(spec: DataSpec) -> None:
+    def skips(data_until: int, *finished: object) -> bool:
+        events = [
+            SimpleNamespace(extra=PipelineRun(first=day, new_from=day, last=day).model_dump())
+            for day in finished
+        ]
+        return reason_to_skip(spec, data_until, events) is not None
+
+    assert not skips(noon(spec), *DAYS[:-1])
+    assert skips(noon(spec), *DAYS[:-2])  # its daily run is still running
+    assert skips(noon(spec))
+    assert skips(noon(spec), *DAYS)  # its own daily run has finished
+    assert skips(spec.day_end(TODAY), *DAYS[:-1])  # the daily run writes whole days
