@@ -132,7 +132,7 @@ def refresh(args: RefreshArgs) -> None:
     plan = plan_refresh(spec, args.raw, args.lake, parse_data_until(spec, args.data_until))
     surfaces = ", ".join(plan.surfaces) or "no surface, because none has a live ranker"
     print(f"{spec.name}: tables of {plan.days}, refits of {surfaces}", flush=True)
-    run_pipeline(spec, paths, refresh_steps(paths, plan))
+    run_pipeline(spec, paths, refresh_steps(spec, paths, plan))
 
 
 def batch(args: BatchArgs) -> None:

@@ -135,7 +135,12 @@ def data_steps(
     table = [
         ("ingest", ("etl", "ingest", *raw), ("raw",), ("events", "quarantine", "ingest_metrics")),
         ("attributes", ("etl", "attributes", *raw), ("raw",), (*ATTRIBUTE_TABLES, "quarantine")),
-        ("labels", ("etl", "labels", *label_flags), ("events", *ATTRIBUTE_TABLES), ("impressions",)),
+        (
+            "labels",
+            ("etl", "labels", *label_flags),
+            ("events", *ATTRIBUTE_TABLES),
+            ("impressions",),
+        ),
         ("items", ("features", "items"), ("events", *ATTRIBUTE_TABLES), ITEM_TABLES),
         ("history", ("features", "history"), ("events", "items"), ("history",)),
         (

@@ -1,4 +1,4 @@
-"""A refresh: the tables of the current day with the logs so far, and refits of the live rankers.
+"""A refresh: the tables of the current day with the logs so far, refits, and online features.
 
 It runs the steps of a daily run again for a day that is not over, by the hour or more often. The
 run of the whole day replaces its tables afterwards.
@@ -12,12 +12,18 @@ from dags.pipeline import (
     PipelinePaths,
     Step,
     data_steps,
+    feature_store_step,
     surface_step,
     teacher_step,
 )
 from etl.errors import UserError
 from etl.event_time import format_utc
-from etl.ingest.arrival import day_file_states, ingested_file_states, required_daily_sources
+from etl.ingest.arrival import (
+    FileStates,
+    day_file_states,
+    ingested_file_states,
+    required_daily_sources,
+)
 from etl.spec import DataSpec
 from etl.spec.base import StrictModel
 from etl.spec.units import date_range
@@ -75,7 +81,7 @@ def plan_refresh(spec: DataSpec, raw: str, lake: str, data_until: int) -> Refres
     )
 
 
-def _require_event_log(spec: DataSpec, raw: str, files: dict[str, object], day: date) -> None:
+def _require_event_log(spec: DataSpec, raw: str, files: FileStates, day: date) -> None:
     if not any(files.get(name) for name in spec.log_sources):
         raise UserError(f"{raw} has no log of {day} yet: refresh once its first files have landed")
 
@@ -84,14 +90,16 @@ def _has_live_ranker(lake: str, surface: str) -> bool:
     return resolve_uri(lake, "rankers", surface, "current.json").exists()
 
 
-def refresh_steps(paths: PipelinePaths, plan: RefreshPlan) -> list[Step]:
+def refresh_steps(spec: DataSpec, paths: PipelinePaths, plan: RefreshPlan) -> list[Step]:
     """The steps of a refresh in order; the values of its plan may be templates."""
     days, until = ("--days", plan.days), ("--data-until", plan.data_until)
     flags = ModelFlags(
         training_days=(), teacher_days=days, split=(), test_days=(), data_until=until
     )
+    refits = [surface_step(REFIT_RANKER, paths, flags, surface) for surface in plan.surfaces]
     return [
         *data_steps(paths, days, until, ("--missing-sources", plan.missing_sources)),
         teacher_step(paths, days),
-        *(surface_step(REFIT_RANKER, paths, flags, surface) for surface in plan.surfaces),
+        *refits,
+        *([feature_store_step(spec, paths, flags)] if refits else []),
     ]

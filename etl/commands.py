@@ -64,8 +64,8 @@ class LabelArgs(DayArgs):
     data_until: Annotated[
         str | None,
         tyro.conf.arg(
-            help="time until which all events have landed, such as 2026-01-08T14:00; by default the "
-            "end of the last day"
+            help="time until which all events have landed, such as 2026-01-08T14:00; by default "
+            "the end of the last day"
         ),
     ] = None
 

@@ -98,7 +98,7 @@ class OffPolicyArgs(ScoreArgs):
 class MaterializeArgs(LakeArgs):
     """Build the online feature store from the tables."""
 
-    data_until: DataUntil
+    data_until: DataUntilTime
 
 
 class ServeArgs(LakeArgs):
@@ -255,8 +255,8 @@ def materialize(args: MaterializeArgs) -> None:
     from etl.tables.uri import local_cache_path, resolve_uri
     from ranking.feature_store.materialize import materialize
 
-    _, data_until = parse_days_argument(args.data_until, "--data-until")
     lake = args.open_lake()
+    data_until = parse_data_until(lake.spec, args.data_until)
     root = local_cache_path(resolve_uri(args.lake))  # each machine has its own feature store
     with hold_leases(str(root), ["materialize"], "gemline rank materialize"):
         print(f"online features: {materialize(lake, data_until)}")

@@ -94,7 +94,7 @@ def _utc_text(second: int) -> str:
 
 
 def _lines_by_hour(folder: Path) -> list[list[str]]:
-    """The records of a simulated day by the hour of their ingest; the first hour has invalid ones."""
+    """The records of a simulated day by the hour of their ingest; invalid ones in the first."""
     by_hour: list[list[str]] = [[] for _ in range(24)]
     for file in sorted(folder.glob("*.json.gz")):
         for line in gzip.decompress(file.read_bytes()).decode().splitlines():

@@ -171,7 +171,9 @@ class RefitPredictions:
         )
         final, served = [], []
         all_labels = LabelWindow(0, spec.day_end(self.last))
-        for window, day in day_windows(self.lake, snapshot.record.labels_until, self.lake.spec.day_end(self.last)):
+        for window, day in day_windows(
+            self.lake, snapshot.record.labels_until, self.lake.spec.day_end(self.last)
+        ):
             days = days_with_labels(reader, self.first, day)
             trainer = continue_training(reader, snapshot, days, day)
             if day in self.days:

@@ -177,8 +177,8 @@ def _compare_by_day(
     while remaining > 0 and day > first_day:
         with tempfile.TemporaryDirectory() as folder:
             lengths = HistoryLengths(sequence, limits.max_length, limits.teacher_history_length)
-            day_before = day - timedelta(days=1)
-            store = build_feature_store(lake, Path(folder, "store"), day_before, lengths)
+            start = lake.spec.day_start(day)
+            store = build_feature_store(lake, Path(folder, "store"), start, lengths)
             report = check_consistency(store, lake, day, limits, remaining)
             store.close()
         yield report

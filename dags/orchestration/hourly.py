@@ -1,4 +1,4 @@
-"""The DAG that refreshes the current day: its tables with the logs so far, and the live rankers.
+"""The DAG that refreshes the current day: its tables, the live rankers and online features.
 
 It starts when the daily run has written the tables of the day before, so that no table of an
 unfinished day depends on another. The daily run of the day replaces its tables.
@@ -15,7 +15,7 @@ from dags.orchestration.dag_factory import DagFactory
 from dags.orchestration.operators import create_operator, operator_for_step
 from dags.orchestration.runs import PipelineRun
 from dags.orchestration.settings import MANUAL_SCHEDULE
-from dags.pipeline import REFIT_RANKER, ModelFlags
+from dags.pipeline import REFIT_RANKER, ModelFlags, feature_store_step
 from dags.refresh import RefreshPlan, plan_refresh, refresh_steps
 from etl.cli.runner import parse_data_until
 from etl.errors import UserError
@@ -26,7 +26,7 @@ PLAN_TASK = "plan"
 
 
 def refresh_dag(factory: DagFactory) -> DAG:
-    """Ingest to examples, predictions of the teacher, and refits, for the current day."""
+    """Ingest to examples, predictions of the teacher, refits and online features."""
     spec, settings, features = factory.spec, factory.settings, factory.assets.features
     is_manual = settings.refresh_schedule == MANUAL_SCHEDULE
     schedule = None if is_manual else settings.refresh_schedule
@@ -63,9 +63,11 @@ def refresh_dag(factory: DagFactory) -> DAG:
             )
 
         planned: Any = plan()
-        steps = refresh_steps(settings.paths, TEMPLATES)
+        steps = refresh_steps(spec, settings.paths, TEMPLATES)
         operators = [operator_for_step(step, settings) for step in steps]
-        chain(planned, *operators, surface.expand(name=surfaces(planned)))
+        store = feature_store_step(spec, settings.paths, REFRESH_FLAGS)
+        refits = surface.expand(name=surfaces(planned))
+        chain(planned, *operators, refits, operator_for_step(store, settings))
     return dag
 
 

@@ -1,4 +1,4 @@
-"""Builds a feature store from a lake's tables, with all data up to the end of a day.
+"""Builds a feature store from a lake's tables, with all data until a second.
 
 `materialize` builds the next version of a lake's store, with what the promoted rankers read, and
 points the lake at it. Running services then load it.
@@ -70,18 +70,19 @@ class HistoryLengths:
 
 
 def build_feature_store(
-    lake: Lake, folder: Path, data_until_day: date, lengths: HistoryLengths
+    lake: Lake, folder: Path, data_until: int, lengths: HistoryLengths
 ) -> FeatureStore:
-    """Build a store in a new folder from all data up to the end of a day, and open it.
+    """Build a store in a new folder from all data until an epoch second, and open it.
 
     The folder appears only when the store is complete.
     """
+    data_until_day = lake.spec.last_day_before(data_until)
     items = read_until(lake, schemas.items(lake.spec), data_until_day)
     metadata = StoreMetadata(
         spec=lake.spec,
         sequence=lengths.sequence,
         history_length=lengths.events,
-        data_until=lake.spec.day_end(data_until_day),
+        data_until=data_until,
         num_items=1 + pc.max(items["item_index"]).as_py() if len(items) else RESERVED_ITEM_INDICES,
     )
     staging = atomic_io.staging_folder(folder)
@@ -103,7 +104,7 @@ def build_feature_store(
 
 @dataclass(frozen=True)
 class TableSource:
-    """Converts a lake's tables, as of the end of a day, to the records of a store."""
+    """Converts a lake's tables, up to the last day with data, to the records of a store."""
 
     lake: Lake
     store: FeatureStore
@@ -266,21 +267,22 @@ def _group_rows(owner_keys: np.ndarray, rows: np.ndarray) -> Iterator[tuple[byte
         yield bytes(owner_keys[start]), rows[start:stop]
 
 
-def materialize(lake: Lake, data_until_day: date) -> str:
+def materialize(lake: Lake, data_until: int) -> str:
     """Build the lake's next feature store, point the lake at it, and return its name.
 
-    The promoted rankers determine what it holds; those that cannot be read are skipped with a
-    warning.
+    It has all data until an epoch second. The promoted rankers determine what it holds; those that
+    cannot be read are skipped with a warning.
 
     Raises:
         UserError: No promoted ranker can be read, or the rankers read different sequences.
     """
     lengths = _required_lengths(lake)
     pointer = feature_store_pointer(lake.root)
-    names = (f"{data_until_day:%Y%m%d}-{number}" for number in itertools.count(1))
+    day = lake.spec.last_day_before(data_until)
+    names = (f"{day:%Y%m%d}-{number}" for number in itertools.count(1))
     name = next(name for name in names if not (pointer.folder / name).exists())
     folder = local_cache_path(pointer.folder) / name
-    build_feature_store(lake, folder, data_until_day, lengths).close()
+    build_feature_store(lake, folder, data_until, lengths).close()
     pointer.promote(name)
     remove_unreferenced_versions(pointer.folder, pointer)
     return name

@@ -2,8 +2,8 @@
 
 The gate judges a recipe on days whose labels are all final, so a ranker that has just passed it is
 days old. Its refit continues the training day by day until the data ends, which may be within a
-day: the labels are predicted, which refreshes the offsets of the calibration that the gate accepted, and then
-learned. A later refit continues from an earlier one.
+day: the labels are predicted, which refreshes the offsets of the calibration that the gate
+accepted, and then learned. A later refit continues from an earlier one.
 """
 
 from collections.abc import Sequence
@@ -142,9 +142,7 @@ def _refit(
 
 
 def version_time(lake: Lake, data_until: int) -> str:
-    """The part of a version's name that says until when it has learned: `20260110`, or within a day
-    `20260110-1400`.
-    """
+    """The part of a version's name for the end of its labels: `20260110`, or `20260110-1400`."""
     day = lake.spec.last_day_before(data_until)
     if is_day_end(lake, data_until):
         return f"{day:%Y%m%d}"

@@ -1,6 +1,6 @@
 """Which days a refresh of the current day rewrites, and when it waits for a daily run."""
 
-from datetime import timedelta
+from datetime import date, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,7 +27,7 @@ def spec() -> DataSpec:
     return load_spec(SPEC)
 
 
-def deliver(raw: Path, source: str, day: object, content: str = "") -> None:
+def deliver(raw: Path, source: str, day: date, content: str = "") -> None:
     """Write the file of a source and day."""
     folder = raw / source / (f"day={day}" if source == "events" else "")
     folder.mkdir(parents=True, exist_ok=True)
@@ -94,12 +94,12 @@ def test_steps_of_a_refresh_name_its_days_and_its_end(spec: DataSpec, folder: Pa
     (folder / "lake" / "rankers" / "feed" / "current.json").touch()
     plan = plan_refresh(spec, str(folder / "raw"), str(folder / "lake"), noon(spec))
     assert plan.surfaces == ("feed",)
-    steps = refresh_steps(PipelinePaths(SPEC, "raw", "lake"), plan)
+    steps = refresh_steps(spec, PipelinePaths(SPEC, "raw", "lake"), plan)
     arguments = {step.name: dict(parse_command(step.command)) for step in steps}
-    assert [*arguments][-2:] == ["teacher_predictions", "refit-feed"]
+    assert [*arguments][-3:] == ["teacher_predictions", "refit-feed", "feature_store"]
     for name, values in arguments.items():
         assert values.get("days", plan.days) == plan.days, name
-    for name in ("labels", "refit-feed"):
+    for name in ("labels", "refit-feed", "feature_store"):
         assert parse_data_until(spec, str(arguments[name]["data_until"])) == noon(spec)
 
 
@@ -114,7 +114,7 @@ def test_times_are_in_the_time_zone_of_the_spec(spec: DataSpec) -> None:
 
 
 def test_a_refresh_follows_the_daily_run_of_the_day_before(spec: DataSpec) -> None:
-    def skips(data_until: int, *finished: object) -> bool:
+    def skips(data_until: int, *finished: date) -> bool:
         events = [
             SimpleNamespace(extra=PipelineRun(first=day, new_from=day, last=day).model_dump())
             for day in finished

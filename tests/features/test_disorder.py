@@ -54,9 +54,7 @@ ONE_LOG = settings(
 MORE_LOGS = settings(ONE_LOG, max_examples=4)
 
 
-def differences(
-    lake: Lake, records: list[Record], data_until: int | None = None
-) -> Counter[str]:
+def differences(lake: Lake, records: list[Record], data_until: int | None = None) -> Counter[str]:
     """The number of rows, by table or column, that differ from the reference.
 
     Labels are final until the end of the last day, or until an epoch second.

@@ -86,7 +86,8 @@ def served_lake(lake: Lake, folder: Path, tmp_path_factory: pytest.TempPathFacto
         shutil.copytree(folder, local_path(rankers_folder(str(root), "feed") / version))
     for day in (EVE, LAST):
         lengths = HistoryLengths("behaviour", SMALL.max_length)
-        store = build_feature_store(lake, root / "feature_store" / f"{day}", day, lengths)
+        end = lake.spec.day_end(day)
+        store = build_feature_store(lake, root / "feature_store" / f"{day}", end, lengths)
         with store.write_transaction() as txn:
             for item in ITEMS:
                 upsert_attributes(store, txn, "item", advertised(item), store.earliest_request)

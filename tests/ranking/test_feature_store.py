@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import date, timedelta
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ DELAY = 300
 def store_until(lake: Lake, day: date, limits: InputLimits, folder: Path) -> FeatureStore:
     """A store with all data up to the day before."""
     lengths = HistoryLengths("behaviour", limits.max_length, limits.teacher_history_length)
-    return build_feature_store(lake, folder, day - timedelta(days=1), lengths)
+    return build_feature_store(lake, folder, lake.spec.day_start(day), lengths)
 
 
 def test_online_features_of_logged_requests_equal_the_offline_features(

@@ -189,9 +189,10 @@ def test_a_damaged_ranker_does_not_prevent_the_next_feature_store(
     shutil.copytree(lake.root, both.root)
     shutil.copytree(Path(lake_of_three) / "rankers", Path(both.root) / "rankers")
     damage_ranker(both.root, "feed", how)
-    assert materialize(both, LAST) == f"{LAST:%Y%m%d}-1"
+    end = lake.spec.day_end(LAST)
+    assert materialize(both, end) == f"{LAST:%Y%m%d}-1"
     assert "ranker skipped: " in caplog.text
     for surface in SURFACES[1:]:
         damage_ranker(both.root, surface, how)
     with pytest.raises(UserError):
-        materialize(both, LAST)
+        materialize(both, end)

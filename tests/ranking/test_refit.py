@@ -163,9 +163,9 @@ def test_a_refit_learns_every_final_label(refits: Refits) -> None:
     assert before and after
     spec = lake.spec
     assert after.labels_until == spec.day_end(LAST) and after.refit_of == gated.name
-    for name, time in after.newest_labels.items():
+    for name, newest in after.newest_labels.items():
         assert spec.day_start(FIRST) <= before.newest_labels[name] < spec.day_end(FIRST)
-        assert spec.day_start(LAST) <= time < spec.day_end(LAST), name
+        assert spec.day_start(LAST) <= newest < spec.day_end(LAST), name
     card = (local_path(last) / "model_card.md").read_text()
     assert f"Refit** of {gated.name}" in card and all(name in card for name in after.newest_labels)
     assert all(f"{name} {version}" in card for name, version in after.table_versions.items())
@@ -331,7 +331,7 @@ def test_refits_within_a_day_learn_each_label_once_and_replace_each_other(refits
     assert noon.name.startswith(f"{LAST:%Y%m%d}-1200-") and training
     assert training.labels_until == NOON and training.evaluation
     assert training.evaluation.labels_from == lake.spec.day_end(THIRD)
-    assert all(time < NOON for time in training.newest_labels.values())
+    assert all(newest < NOON for newest in training.newest_labels.values())
     evening = refit_live_ranker(lake, SURFACE, END - 3600)
     last = read_manifest(refit_live_ranker(lake, SURFACE, END))
     assert last.training and last.training.evaluation

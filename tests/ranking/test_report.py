@@ -4,7 +4,6 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -165,7 +164,7 @@ NOISE = PromotionRecord(
     promoted=False,
     reasons=("click: NE +1 [-5, 8]", "nothing is better outside noise"),
 )
-REFIT = RefitRecord(version="v3", data_until=date(2026, 1, 3), newest_labels={"click": 1767398400})
+REFIT = RefitRecord(version="v3", data_until=1767484800, newest_labels={"click": 1767398400})
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,8 @@ def built_stores(lake: Lake, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("stores")
     for days in range(-1, 4):
         day = LAST + timedelta(days=days)
-        build_feature_store(lake, root / f"{day}", day, HistoryLengths("behaviour", 40)).close()
+        end = lake.spec.day_end(day)
+        build_feature_store(lake, root / f"{day}", end, HistoryLengths("behaviour", 40)).close()
     return root
 
 
