@@ -66,8 +66,8 @@ class HourlyRuns:
         folder = Path(self.paths.raw, "events", f"day={self.day}")
         folder.mkdir(parents=True)
         for first, end in pairwise(REFRESH_HOURS):
-            landed = [line for hour in range(first, end) for line in lines[hour]]
-            content = gzip.compress("\n".join(landed).encode())
+            lines_until = [line for hour in range(first, end) for line in lines[hour]]
+            content = gzip.compress("\n".join(lines_until).encode())
             (folder / f"part-{first:02}.json.gz").write_bytes(content)
             until = spec.day_start(self.day) + end * SECONDS["h"]
             start = time.perf_counter()
