@@ -80,7 +80,7 @@ def test_a_refresh_reads_days_that_no_run_has_read(spec: DataSpec, folder: Path)
         planned_days(spec, folder)
 
 
-def test_sources_that_have_not_landed_yet_are_missing(spec: DataSpec, folder: Path) -> None:
+def test_sources_without_files_yet_are_missing(spec: DataSpec, folder: Path) -> None:
     (folder / "raw" / "users" / f"day={TODAY}.json.gz").unlink()
     plan = plan_refresh(spec, str(folder / "raw"), str(folder / "lake"), noon(spec))
     assert plan.missing_sources == "users"
