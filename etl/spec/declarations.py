@@ -80,8 +80,6 @@ class SpecDeclarations(StrictModel):
     """Item attributes by which a candidate is compared with the items of its user's history."""
     calibration_segments: tuple[SegmentName, ...] = ()
     """Categorical attributes within whose values rankers are calibrated, and `new_item`."""
-    calibration_holdout: float = Field(default=0.1, ge=0, lt=1)
-    """Share of requests kept from training until all their labels are final, for calibration."""
     counters: CounterSpec
     """Aggregations of past events that models read as features."""
     auction: AuctionSpec | None = None

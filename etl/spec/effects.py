@@ -79,7 +79,6 @@ KEY_EFFECTS: Mapping[str, KeyEffect] = {
     "history.max_age": MODEL_INPUTS,
     "similarity_attributes": MODEL_INPUTS,
     "calibration_segments": MODEL_INPUTS,
-    "calibration_holdout": MODEL_INPUTS,
     "counters.windows": EXAMPLE_TABLES,
     "counters.events": EXAMPLE_TABLES,
     "counters.keys": COUNTER_TABLES,

@@ -211,7 +211,7 @@ def test_offsets_are_refreshed_with_the_weights_before_the_labels_are_learned(
     reader = ExampleReader.latest(lake, "behaviour", SMALL.max_length, (SURFACE,))
     snapshot = TrainingSnapshot(training, load_training_state(refits.third))
     trainer = continue_training(reader, snapshot, [FIRST, SECOND, THIRD, LAST], LAST)
-    window = LabelWindow(spec.day_start(LAST), spec.day_end(LAST), "calibration")
+    window = LabelWindow(spec.day_start(LAST), spec.day_end(LAST), "unlearned")
     unlearned = predict_window(trainer.averaged, [FIRST, SECOND, THIRD, LAST], window)
     is_new = unlearned.segments["new_item"] == NEW
     assert 0 < is_new.mean() < 0.5  # items of the last day are new to the weights before it

@@ -22,7 +22,7 @@ from tests.conftest import FIRST, LAST
 from training.config import TrainConfig
 from training.data.batch import NegativeSampling, Shuffle, batch_digest
 from training.data.label_window import LabelWindow
-from training.data.labels import MAX_DWELL_SECONDS, Labels, RowAssignment, labels_of
+from training.data.labels import MAX_DWELL_SECONDS, Labels, labels_of
 from training.data.reader import ExampleReader
 from training.model.config import GemOptions
 from training.trainer.resume import day_labels
@@ -44,8 +44,8 @@ SPEC = changed_spec(two_of_each)
 CONVERSIONS = list(SPEC.objectives).index("conversion")
 
 
-def random_labels(seed: int, rows: int = 60) -> tuple[pa.Table, np.ndarray[Any, Any]]:
-    """Impressions with labels that are final at any time, and whether each is held out.
+def random_labels(seed: int, rows: int = 60) -> pa.Table:
+    """Impressions with labels that are final at any time.
 
     Conversions are final last, as in every valid spec one objective is.
     """
@@ -58,25 +58,23 @@ def random_labels(seed: int, rows: int = 60) -> tuple[pa.Table, np.ndarray[Any, 
         columns[f"label_{name}"] = pa.array(rng.integers(0, 2, rows), mask=ts >= ENDS[-1])
     columns["value_conversion"] = rng.random(rows)
     columns["dwell_ms_view_time"] = pa.array(rng.random(rows) * 1e5, mask=rng.random(rows) < 0.4)
-    return pa.table(columns), rng.random(rows) < 0.3
+    return pa.table(columns)
 
 
-def used(table: pa.Table, held_out: np.ndarray[Any, Any], window: LabelWindow) -> Labels:
-    rows = RowAssignment(held_out, np.zeros(len(held_out)))
-    return labels_of(SPEC, table, rows, window, "2026-01-01:2026-01-06")
+def used(table: pa.Table, window: LabelWindow) -> Labels:
+    return labels_of(SPEC, table, np.zeros(len(table)), window, "2026-01-01:2026-01-06")
 
 
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=30)
 def test_auxiliary_labels_are_those_of_a_plain_loop(seed: int) -> None:
     """An auxiliary label goes with the first objective's label from its maturity on."""
-    table, held_out = random_labels(seed)
+    table = random_labels(seed)
     rows, names = table.to_pylist(), list(SPEC.auxiliary_objectives)
-    passes = [used(table, held_out, window) for window in PASSES]
+    passes = [used(table, window) for window in PASSES]
     for number, row in enumerate(rows):
         second = {n: row[f"label_mature_ts_{n}"] // 10**6 for n in SPEC.all_objectives}
         times = [second[name] for name in SPEC.objectives]
-        times = [max(times)] if held_out[number] else times
         for column, name in enumerate(names):
             surfaces = [SPEC.surface_codes[s] for s in SPEC.surfaces_of(name)]
             is_known = name != "view_time" or row["dwell_ms_view_time"] is not None
@@ -96,45 +94,36 @@ def test_auxiliary_labels_are_those_of_a_plain_loop(seed: int) -> None:
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=30)
 def test_no_auxiliary_label_is_trained_on_twice_early_or_alone(seed: int) -> None:
-    """And rows that are held out show none of theirs before all labels of objectives are final."""
-    table, held_out = random_labels(seed)
+    table = random_labels(seed)
     mature = np.stack(
         [table[f"label_mature_ts_{n}"].to_numpy() // 10**6 for n in SPEC.auxiliary_objectives], 1
     )
-    last = np.max([table[f"label_mature_ts_{n}"].to_numpy() for n in SPEC.objectives], 0) // 10**6
     total = np.zeros(mature.shape, int)
     for window in PASSES:
-        labels = used(table, held_out, window)
+        labels = used(table, window)
         total += labels.auxiliary_mask
         assert (mature[labels.auxiliary_mask] < window.end).all()
         assert labels.mask[labels.auxiliary_mask.any(1)].any(1).all()
-        early = labels.auxiliary_mask.any(1) & held_out
-        assert (last[early] < window.end).all()
-        plain = used(table, held_out, replace(window, include_auxiliary=False))
+        plain = used(table, replace(window, include_auxiliary=False))
         assert plain.auxiliary_mask.shape == (len(table), 0)
         assert (plain.mask == labels.mask).all()
     assert total.max() == 1
-    # A row that is used for calibration from a second on has shown none of its labels before.
-    start = ENDS[2]
-    trained = used(table, held_out, replace(PASSES[0], end=start)).auxiliary_mask.any(1)
-    calibration = used(table, held_out, LabelWindow(start, ENDS[3], "calibration")).mask.any(1)
-    assert trained.any() and calibration.any() and not (trained & calibration).any()
 
 
 def test_auxiliary_labels_that_should_be_final_but_are_null_are_refused() -> None:
-    table, held_out = random_labels(0)
+    table = random_labels(0)
     column = table.column_names.index("label_view_time")
     table = table.set_column(column, "label_view_time", pa.nulls(len(table), pa.int64()))
     with pytest.raises(UserError, match="labels of view_time on 2026-01-01:2026-01-06 are null"):
-        used(table, held_out, PASSES[3])
-    used(table, held_out, replace(PASSES[3], include_auxiliary=False))
+        used(table, PASSES[3])
+    used(table, replace(PASSES[3], include_auxiliary=False))
 
 
 def test_a_dwell_counts_for_at_most_a_day() -> None:
-    table, held_out = random_labels(0)
+    table = random_labels(0)
     column = table.column_names.index("dwell_ms_view_time")
     table = table.set_column(column, "dwell_ms_view_time", pa.repeat(1e300, len(table)))
-    labels = used(table, held_out, PASSES[0]).auxiliary[:, 1]
+    labels = used(table, PASSES[0]).auxiliary[:, 1]
     assert labels == pytest.approx(math.log1p(MAX_DWELL_SECONDS))
 
 

@@ -24,8 +24,8 @@ from tests.conftest import FIRST, LAST
 from tests.ranking.conftest import SMALL
 from training.data.batch import Batch, Shuffle
 from training.data.label_window import LabelWindow
-from training.data.labels import Labels, RowAssignment, labels_of
-from training.data.partition import _assign_rows
+from training.data.labels import Labels, labels_of
+from training.data.partition import window_draws
 from training.data.reader import ExampleReader
 from training.teacher.embeddings import TeacherEmbeddings
 
@@ -48,8 +48,11 @@ SECONDS = {name: seconds for name, (_, seconds) in SPEC.objective_labels.items()
 PASSES = [LabelWindow(n * DAY, (n + 1) * DAY, "training", mixes_windows=True) for n in range(8)]
 
 
-def random_rows(seed: int, rows: int = 80) -> tuple[pa.Table, RowAssignment, np.ndarray[Any, Any]]:
-    """Impressions with labels of all windows, their assignment, and their times."""
+Array = np.ndarray[Any, Any]
+
+
+def random_rows(seed: int, rows: int = 80) -> tuple[pa.Table, Array, Array]:
+    """Impressions with labels of all windows, their draws of a window, and their times."""
     rng = np.random.default_rng(seed)
     shown = rng.integers(0, 4 * DAY, rows)
     columns: dict[str, Any] = {"surface": rng.integers(1, 4, rows)}
@@ -57,27 +60,24 @@ def random_rows(seed: int, rows: int = 80) -> tuple[pa.Table, RowAssignment, np.
         columns[f"label_mature_ts_{name}"] = (shown + seconds) * 10**6
         columns[f"label_{name}"] = rng.integers(0, 2, rows)
     columns["value_conversion"] = rng.random(rows)
-    return pa.table(columns), RowAssignment(rng.random(rows) < 0.2, rng.random(rows)), shown
+    return pa.table(columns), rng.random(rows), shown
 
 
-def used(table: pa.Table, rows: RowAssignment, window: LabelWindow) -> Labels:
-    return labels_of(SPEC, table, rows, window, "2026-01-01:2026-01-06")
+def used(table: pa.Table, draws: Array, window: LabelWindow) -> Labels:
+    return labels_of(SPEC, table, draws, window, "2026-01-01:2026-01-06")
 
 
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=30)
 def test_each_row_learns_one_window_of_each_objective_once(seed: int) -> None:
-    table, rows, shown = random_rows(seed)
-    passes = [used(table, rows, window) for window in PASSES]
+    table, draws, shown = random_rows(seed)
+    passes = [used(table, draws, window) for window in PASSES]
     extra = list(SPEC.extra_window_labels)
     for number, row in enumerate(table.to_pylist()):
         for name, windows in WINDOWS.items():
             i = list(SPEC.objectives).index(name)
-            draw = rows.window_draw[number] * len(windows)
-            assigned = windows[0 if rows.held_out[number] else int(draw)]
+            assigned = windows[int(draws[number] * len(windows))]
             final = shown[number] + SECONDS[assigned]
-            if rows.held_out[number]:
-                final = shown[number] + SECONDS["conversion"]  # all labels together
             for window, labels in zip(PASSES, passes, strict=True):
                 is_now = window.start <= final < window.end
                 learned = {name: bool(labels.mask[number, i])} | {
@@ -90,27 +90,15 @@ def test_each_row_learns_one_window_of_each_objective_once(seed: int) -> None:
             assert values == stored
 
 
-@given(st.integers(0, 2**32 - 1))
-@settings(max_examples=30)
-def test_rows_for_calibration_have_taught_no_window_before(seed: int) -> None:
-    table, rows, _ = random_rows(seed)
-    start = 3 * DAY
-    trained = used(table, rows, replace(PASSES[0], end=start))
-    window = LabelWindow(start, 8 * DAY, "calibration", mixes_windows=True)
-    calibration = used(table, rows, window).mask.any(1)
-    has_taught = trained.mask.any(1) | trained.auxiliary_mask.any(1)
-    assert has_taught.any() and calibration.any() and not (has_taught & calibration).any()
-
-
 @given(st.integers(0, 2**32 - 1), st.booleans())
 @settings(max_examples=30)
 def test_unlearned_labels_have_taught_no_window_of_their_objective(seed: int, mix: bool) -> None:
     """Other objectives of the row may have been learned; all labels that fulfil this are there."""
-    table, rows, shown = random_rows(seed)
+    table, draws, shown = random_rows(seed)
     start, end = 3 * DAY, 5 * DAY
-    trained = used(table, rows, LabelWindow(0, start, "training", mixes_windows=mix))
+    trained = used(table, draws, LabelWindow(0, start, "training", mixes_windows=mix))
     window = LabelWindow(start, end, "unlearned", mixes_windows=mix)
-    unlearned = used(table, rows, window).mask
+    unlearned = used(table, draws, window).mask
     extra = list(SPEC.extra_window_labels)
     for i, name in enumerate(SPEC.objectives):
         has_taught = trained.mask[:, i].copy()
@@ -123,21 +111,18 @@ def test_unlearned_labels_have_taught_no_window_of_their_objective(seed: int, mi
 
 
 def test_an_evaluation_has_the_longest_window_of_every_row() -> None:
-    table, rows, _ = random_rows(0)
-    labels = used(table, rows, LabelWindow(0, 9 * DAY))
+    table, draws, _ = random_rows(0)
+    labels = used(table, draws, LabelWindow(0, 9 * DAY))
     assert labels.mask.all() and labels.auxiliary.shape == (len(table), 0)
 
 
-def test_the_assignment_is_uniform_and_depends_on_neither_holdout_nor_request(lake: Lake) -> None:
+def test_the_assignment_is_uniform_and_does_not_depend_on_the_request(lake: Lake) -> None:
     rows = snapshot(lake, schemas.examples(lake.spec)).read(
         ["user_id", "as_of_ts", "item_index", "request_id"]
     )
-    assigned = _assign_rows(lake.spec, rows)
-    draws, held_out = assigned.window_draw, assigned.held_out
+    draws = window_draws(rows)
     shares = np.histogram(draws, 3, (0, 1))[0] / len(draws)
     assert np.abs(shares - 1 / 3).max() < 4 * np.sqrt(2 / 9 / len(draws))
-    third = 4 * np.sqrt(2 / 9 / held_out.sum())
-    assert abs((draws[held_out] < 1 / 3).mean() - 1 / 3) < third
     order = np.argsort(rows["request_id"].to_numpy(zero_copy_only=False), kind="stable")
     correlation = np.corrcoef(draws[order][:-1], draws[order][1:])[0, 1]
     assert abs(correlation) < 4 / np.sqrt(len(draws))

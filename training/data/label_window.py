@@ -23,14 +23,11 @@ if TYPE_CHECKING:  # needs numpy, which is not installed where runs are only pla
 class LabelWindow:
     """Labels that become final in [start, end), in epoch seconds.
 
-    A share of the requests is held out of training for calibration. `purpose` determines
-    how their rows are used:
+    `purpose` determines how they are used:
 
-    - `evaluation`: held-out rows are treated like all others.
-    - `training`: the labels of a held-out row are trained on together, once the last one is final.
-    - `unlearned`: only labels that were not used in training up to `start`.
-    - `calibration`: only rows without a label used in training up to `start`, so that no part of a
-      ranker was trained on them (an embargo; Lopez de Prado, 2018).
+    - `evaluation`: all labels.
+    - `training`: with window mixing only the label of one window of each objective.
+    - `unlearned`: only labels whose objective was not learned from their row up to `start`.
 
     Rows without a label in the window are skipped unless `include_unlabelled`, and so are rows of
     which `negative_sampling` keeps no label. Labels of auxiliary objectives are read only with
@@ -42,7 +39,7 @@ class LabelWindow:
 
     start: int
     end: int
-    purpose: Literal["evaluation", "training", "unlearned", "calibration"] = "evaluation"
+    purpose: Literal["evaluation", "training", "unlearned"] = "evaluation"
     include_unlabelled: bool = False
     include_auxiliary: bool = False
     mixes_windows: bool = False
@@ -64,9 +61,9 @@ class LabelWindow:
 
     @classmethod
     def for_calibration(cls, split: DaySplit, spec: DataSpec) -> LabelWindow:
-        """Labels that became final between training and calibration, of rows not trained on."""
+        """Labels that became final between training and calibration, which no model has learned."""
         assert split.calibration is not None
-        return cls(spec.day_end(split.train_last), spec.day_end(split.calibration), "calibration")
+        return cls(spec.day_end(split.train_last), spec.day_end(split.calibration), "unlearned")
 
     @classmethod
     def for_test(cls, split: DaySplit, spec: DataSpec) -> LabelWindow:

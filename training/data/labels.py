@@ -22,6 +22,7 @@ from training.data.label_window import LabelWindow
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float64]
 NEVER = np.iinfo(np.int64).max
 MAX_DWELL_SECONDS = DAY  # a tab that was left open for weeks is not of more interest
 
@@ -62,38 +63,21 @@ def label_columns(spec: DataSpec, window: LabelWindow) -> list[str]:
     return columns
 
 
-@dataclass(frozen=True)
-class RowAssignment:
-    """What hashes of rows decide, the same in all passes and independent of outcomes.
-
-    `held_out` (B) are rows whose labels are trained on together; none for an evaluation.
-    `window_draw` (B) is uniform in [0, 1), for window mixing.
-    """
-
-    held_out: Bools
-    window_draw: npt.NDArray[np.float64]
-
-    @classmethod
-    def of_none(cls, num_rows: int) -> RowAssignment:
-        """No row is held out, and all learn the longest window."""
-        return cls(np.zeros(num_rows, bool), np.zeros(num_rows))
-
-
 def labels_of(
-    spec: DataSpec, impressions: pa.Table, rows: RowAssignment, window: LabelWindow, span: str
+    spec: DataSpec, impressions: pa.Table, window_draw: Floats, window: LabelWindow, span: str
 ) -> Labels:
     """The labels of impressions.
 
     A label of an auxiliary objective is trained on once, together with the first label of an
-    objective that is trained on when it is final. So it selects no rows of its own, and no row that
-    is held out for calibration is seen earlier because of it.
+    objective that is trained on when it is final. So it selects no rows of its own.
 
     With window mixing, each row has one label per objective: that of the window it is assigned to.
 
     Args:
         spec: Declares the objectives.
         impressions: Their `label_columns` (B).
-        rows: How the rows are assigned to passes and windows.
+        window_draw: A number in [0, 1) for each row (B), which assigns it to windows that are
+            mixed.
         window: The labels to use.
         span: The days of the rows, for messages.
 
@@ -103,18 +87,14 @@ def labels_of(
     stored = learned = _StoredLabels.read(spec, tuple(spec.objectives), impressions)
     auxiliary = _StoredLabels.read(spec, _further_names(spec, window), impressions)
     if window.mixes_windows:
-        assigned = assigned_windows(spec, rows)
+        assigned = assigned_windows(spec, window_draw)
         learned = stored.only(assigned.longest)
         auxiliary = auxiliary.only(assigned.extra)
-        trained_ts = _training_times(learned, rows.held_out)
-        auxiliary_ts = np.where(auxiliary.has_label, auxiliary.mature_ts, NEVER)
+        trained_ts, auxiliary_ts = learned.times, auxiliary.times
     else:
-        trained_ts = _training_times(learned, rows.held_out)
+        trained_ts = learned.times
         auxiliary_ts = _first_time_from(auxiliary, trained_ts)
-    if window.purpose == "calibration":
-        is_unseen: Bools = np.hstack((trained_ts, auxiliary_ts)).min(1) >= window.start
-        mask = stored.has_label & window.contains(stored.mature_ts) & is_unseen[:, None]
-    elif window.purpose == "unlearned":
+    if window.purpose == "unlearned":
         first_ts = _first_of_objective(spec, trained_ts, auxiliary_ts, window)
         mask = stored.has_label & window.contains(stored.mature_ts) & (first_ts >= window.start)
     else:
@@ -154,18 +134,16 @@ class AssignedWindows:
     extra: Bools
 
 
-def assigned_windows(spec: DataSpec, rows: RowAssignment) -> AssignedWindows:
+def assigned_windows(spec: DataSpec, window_draw: Floats) -> AssignedWindows:
     """The window by which each row learns each objective (Zipper of Lattice, 2512.09200).
 
-    All windows of an objective have the same share of the rows, but held-out rows learn the
-    longest.
+    All windows of an objective have the same share of the rows.
     """
-    longest = np.ones((len(rows.window_draw), len(spec.objectives)), bool)
-    extra = np.zeros((len(rows.window_draw), len(spec.extra_window_labels)), bool)
+    longest = np.ones((len(window_draw), len(spec.objectives)), bool)
+    extra = np.zeros((len(window_draw), len(spec.extra_window_labels)), bool)
     for i, (name, objective) in enumerate(spec.objectives.items()):
         labels = [e for e in spec.extra_window_labels if spec.objective_labels[e][0] == name]
-        assigned = (rows.window_draw * (1 + len(objective.extra_windows))).astype(np.int64)
-        assigned[rows.held_out] = 0
+        assigned = (window_draw * (1 + len(objective.extra_windows))).astype(np.int64)
         longest[:, i] = assigned == 0
         for k, label in enumerate(labels, 1):
             extra[:, spec.extra_window_labels.index(label)] = assigned == k
@@ -212,6 +190,11 @@ class _StoredLabels:
                 stored.sums[:, i] = table[f"{summed}_{name}"].to_numpy()
         return stored
 
+    @property
+    def times(self) -> Int64:
+        """When each label (B, n) is trained on, in epoch seconds; NEVER where there is none."""
+        return np.where(self.has_label, self.mature_ts, NEVER)
+
     def only(self, rows: Bools) -> _StoredLabels:
         """The same labels, where a mask (B, n) says that there are some."""
         return replace(self, has_label=self.has_label & rows)
@@ -225,13 +208,6 @@ class _StoredLabels:
                 f"labels of {name} on {span} are null in table impressions although their window "
                 "has closed; run `gemline etl labels` up to the latest day"
             )
-
-
-def _training_times(stored: _StoredLabels, held_out: Bools) -> Int64:
-    """When each label (B, O) is trained on, in epoch seconds; NEVER where there is none."""
-    last = np.where(stored.has_label, stored.mature_ts, 0).max(1)
-    times = np.where(held_out[:, None], last[:, None], stored.mature_ts)
-    return np.where(stored.has_label, times, NEVER)
 
 
 def _first_of_objective(

@@ -17,7 +17,7 @@ from etl.tables.arrow import Snapshot
 from features.ragged import run_starts
 from features.schema import FeatureSchema
 from training.data.label_window import LabelWindow
-from training.data.labels import Labels, RowAssignment, label_columns, labels_of
+from training.data.labels import Labels, label_columns, labels_of
 
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
@@ -156,11 +156,8 @@ class PartitionLoader:
     def _labels_of(
         self, days: Sequence[date], rows: pa.Table, impressions: pa.Table, label_window: LabelWindow
     ) -> Labels:
-        assignment = RowAssignment.of_none(rows.num_rows)
-        if label_window.purpose != "evaluation":
-            assignment = _assign_rows(self.spec, rows)
         span = f"{min(days)}:{max(days)}"
-        return labels_of(self.spec, impressions, assignment, label_window, span)
+        return labels_of(self.spec, impressions, window_draws(rows), label_window, span)
 
 
 def request_keys(rows: pa.Table) -> pa.Array:
@@ -206,14 +203,13 @@ def stack_columns(rows: pa.Table, names: Iterable[str]) -> Float32:
     return np.stack(columns, 1) if columns else np.zeros((rows.num_rows, 0), np.float32)
 
 
-def _assign_rows(spec: DataSpec, rows: pa.Table) -> RowAssignment:
-    """The assignment of rows (B): of requests by user and time, of impressions by item, too."""
+def window_draws(rows: pa.Table) -> npt.NDArray[np.float64]:
+    """Uniform numbers in [0, 1) of rows (B), from hashes of user, time and item."""
     user = hash_ids(rows["user_id"].combine_chunks()).astype(np.uint64)
     seconds = rows["as_of_ts"].to_numpy().astype(np.uint64)
     request = user * np.uint64(0x9E3779B97F4A7C15) ^ seconds
     impression = request ^ rows["item_index"].to_numpy().astype(np.uint64) << np.uint64(40)
-    is_held_out = _uniform(request) < spec.calibration_holdout
-    return RowAssignment(is_held_out, _uniform(~impression))
+    return _uniform(~impression)
 
 
 def _uniform(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
