@@ -185,6 +185,24 @@ class DistillationLoss:
         if teacher and self.adapter:
             self.adapter.update(teacher, batch.labels, batch.label_mask)
 
+    def backward_on_teacher(
+        self, hidden: Tensor, head: nn.Linear, batch: Batch, position_effects: Tensor
+    ) -> None:
+        """Accumulate gradients of GEM's predictions alone, also on the served head.
+
+        Arguments are those of `backward`; labels are not read.
+        """
+        assert self.teacher is not None
+        teacher, effects = self.teacher.lookup(batch.impression_ids), position_effects.detach()
+        target = teacher.logits - self.log_sampling_rate
+        sampled_logits = head(hidden) + effects - self.log_sampling_rate
+        losses = [distillation_loss(sampled_logits, target, teacher.mask)]
+        losses += [
+            distillation_loss(teacher_head(hidden) + effects, target, teacher.mask)
+            for teacher_head in self.teacher_heads
+        ]
+        torch.autograd.backward(torch.stack(losses).sum())
+
     def _served_head_loss(
         self, logits: Tensor, batch: Batch, teacher: TeacherLogits | None
     ) -> Tensor:

@@ -105,6 +105,14 @@ class DistillationConfig(StrictModel):
         Field(ge=0),
         tyro.conf.arg(help="auxiliary: norm of the teacher's gradient over that of the labels'"),
     ] = 0.3
+    pretraining_epochs: Annotated[
+        int,
+        Field(ge=0),
+        tyro.conf.arg(
+            help="passes over the training days that learn GEM's predictions alone, before those "
+            "that also learn labels"
+        ),
+    ] = 1
     use_adapter: Annotated[
         bool, tyro.conf.arg(help="correct GEM's predictions by fresh labels (student adapter)")
     ] = True

@@ -26,6 +26,7 @@ from training.teacher.predictions import TeacherPredictions
 from training.trainer.step import EmaModel, per_objective
 
 ITEM_WEIGHT = f"tables.tables.{ITEM_TABLE}.weight"
+FIRST_PRETRAINING_EPOCH = 500  # numbers of epochs determine the order of their rows
 OPTIMIZER, ADAPTER = "optimizer", "adapter"  # prefixes of names in the state
 
 
@@ -88,6 +89,16 @@ class StudentTrainer:
             module, self.student.tables, self.num_learned_items, self.student.input_builder
         )
 
+    def pretrain(self, days: Sequence[date], window: LabelWindow) -> None:
+        """Learn GEM's predictions alone, for the rows of a window; nothing without a teacher."""
+        if self.loss.teacher is None:
+            return
+        self.student.student.train()
+        for epoch in range(self.config.distillation.pretraining_epochs):
+            for batch in self._epoch(days, window, FIRST_PRETRAINING_EPOCH + epoch):
+                self._pretraining_step(batch)
+        self.num_learned_items = self.student.num_items
+
     def learn(self, days: Sequence[date], window: LabelWindow) -> None:
         """Train on the labels of a window, as many passes as configured."""
         self.student.student.train()
@@ -107,6 +118,10 @@ class StudentTrainer:
         self.num_learned_items = self.student.num_items
 
     def _batches(self, days: Sequence[date], window: LabelWindow) -> Iterator[Batch]:
+        for epoch in range(self.config.epochs):
+            yield from self._epoch(days, window, epoch)
+
+    def _epoch(self, days: Sequence[date], window: LabelWindow, number: int) -> Iterator[Batch]:
         position = self.student.input_builder.reader.features.position
         window = replace(
             window,
@@ -116,22 +131,33 @@ class StudentTrainer:
         if self.config.negative_sampling_rate:
             sampling = NegativeSampling(tuple(self._rates), self.config.seed)
             window = replace(window, negative_sampling=sampling)
-        for epoch in range(self.config.epochs):
-            shuffle = Shuffle(self.config.seed * 1000 + epoch)
-            reader = self.student.input_builder.reader
-            yield from reader.batches(days, window, self.config.batch_rows, shuffle)
+        shuffle = Shuffle(self.config.seed * 1000 + number)
+        reader = self.student.input_builder.reader
+        yield from reader.batches(days, window, self.config.batch_rows, shuffle)
 
-    def _step(self, batch: Batch) -> None:
+    def _pretraining_step(self, batch: Batch) -> None:
+        self._zero_gradients()
+        hidden, effects = self.student.hidden(batch), self.student.position_effects(batch)
+        self.loss.backward_on_teacher(hidden, self.student.student.head, batch, effects)
+        self._update_weights()
+
+    def _zero_gradients(self) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
+
+    def _update_weights(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.ema.update_parameters(self.student.student)
+
+    def _step(self, batch: Batch) -> None:
+        self._zero_gradients()
         hidden, effects = self.student.hidden(batch), self.student.position_effects(batch)
         head = self.student.student.head
         self.loss.backward(hidden, head, batch, effects)
         served = head(hidden.detach()).detach() - self.loss.log_sampling_rate
         self.student.learn_position_effects(batch, served)
-        for optimizer in self.optimizers:
-            optimizer.step()
-        self.ema.update_parameters(self.student.student)
+        self._update_weights()
         times = batch.as_of[batch.request_index][:, None] * batch.label_mask
         self.newest_labels = torch.maximum(self.newest_labels, times.amax(0))
 

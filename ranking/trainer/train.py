@@ -162,7 +162,9 @@ def train_student(
     """Train a student on the training days."""
     trainer = StudentTrainer(student, config, teacher)
     days = list(date_range(split.train_first, split.train_last))
-    trainer.learn(days, LabelWindow.for_training(split, student.input_builder.reader.lake.spec))
+    window = LabelWindow.for_training(split, student.input_builder.reader.lake.spec)
+    trainer.pretrain(days, window)
+    trainer.learn(days, window)
     return trainer
 
 
