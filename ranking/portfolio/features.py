@@ -13,6 +13,7 @@ from torch import Tensor
 
 from etl.errors import UserError
 from etl.spec.counters import CounterKey
+from etl.spec.load import declared_names
 from etl.spec.model import DataSpec
 from features.schema import FeatureSchema, feature_schema
 from training.data.batch import Batch
@@ -105,7 +106,7 @@ def spec_without(spec: DataSpec, names: Collection[str]) -> DataSpec:
     """The spec without some units. Raises UserError if another section needs one of them."""
     content = drop_units(spec.model_dump(mode="json"), names)
     try:
-        return DataSpec.model_validate(content)
+        return DataSpec.model_validate(content, context=declared_names(content))
     except ValidationError as error:
         reasons = "; ".join(e["msg"] for e in error.errors())
         raise UserError(f"{', '.join(names)} cannot be left out: {reasons}") from None
