@@ -11,6 +11,7 @@ from pydantic import Field
 from etl.cli.runner import DayArgs, LakeArgs, holds_leases, parse_data_until, parse_days_argument
 from etl.errors import UserError
 from etl.event_time import format_utc
+from ranking.portfolio.command import portfolio
 from ranking.serving.settings import LOOPBACK_HOSTS, Limits
 from ranking.student.config import DomainTrainConfig, StudentTrainConfig
 from training.commands import SplitArgs
@@ -332,6 +333,7 @@ COMMANDS = {
         "score": score,
         "off-policy": off_policy,
         "materialize": materialize,
+        "portfolio": portfolio,
         "serve": serve,
     },
     "report": report,

@@ -51,18 +51,31 @@ from training.trainer.trainer import load_train_state, train_days
 TrainingChange = Mapping[str, Any]  # fields of StudentTrainConfig
 SELECTION_SEED = 1007
 SELECTION_DAYS_EARLIER = 2  # days from selection of hyperparameters to the reported days
-CANDIDATE_WEIGHTS = (0.3, 1.0, 3.0)
+CANDIDATE_WEIGHTS = (0.3, 1.0, 3.0)  # of plain distillation
+CANDIDATE_RATIOS = (0.1, 0.3, 1.0)  # of the auxiliary head's gradient
 BATCH_ROWS = 2048
 TEACHER_HISTORY_LENGTH = 32
 
 
 def transfer_change(**options: object) -> TrainingChange:
     """Options of distillation; options that are not given are off."""
-    off = {"gradient_ratio": 1.0, "use_adapter": False, "shared_modules": ()}
+    off = {
+        "gradient_ratio": 1.0,
+        "use_adapter": False,
+        "shared_modules": (),
+        "pretraining_epochs": 0,
+    }
     return {"distillation": off | options}
 
 
 LABELS_ONLY_CHANGE = transfer_change(kind="none")
+
+
+def everything(gradient_ratio: float) -> TrainingChange:
+    """All options that are on by default."""
+    return transfer_change(
+        gradient_ratio=gradient_ratio, use_adapter=True, shared_modules=None, pretraining_epochs=1
+    )
 
 
 @dataclass(frozen=True)
@@ -111,9 +124,8 @@ class TransferTrials:
 
     @cached_property
     def auxiliary_gradient_ratio(self) -> float:
-        """The best ratio of the auxiliary head's gradient to that of the labels."""
-        changes = {r: transfer_change(gradient_ratio=r) for r in CANDIDATE_WEIGHTS}
-        return self._select_best(changes)
+        """The best ratio of the auxiliary head's gradient to that of the labels, in "all"."""
+        return self._select_best({ratio: everything(ratio) for ratio in CANDIDATE_RATIOS})
 
     def selected_options(self) -> dict[str, float]:
         """The selected hyperparameters."""
@@ -123,16 +135,21 @@ class TransferTrials:
         }
 
     def variants(self) -> dict[str, TrainingChange]:
-        """All distillation options, separately and combined, each with a shuffled control."""
+        """All distillation options, separately and combined, with controls.
+
+        Controls are a shuffled teacher, and a second pass over the labels.
+        """
+        ratio = self.auxiliary_gradient_ratio
         plain = {"kind": "plain", "weight": self.distillation_weight}
-        head = {"kind": "auxiliary", "gradient_ratio": self.auxiliary_gradient_ratio}
+        head = {"kind": "auxiliary", "gradient_ratio": ratio}
         adapted = {**head, "use_adapter": True}
         reads_teacher = {"model": {"teacher_history_length": TEACHER_HISTORY_LENGTH}}
         sharing = {"kind": "none", "shared_modules": None}
-        from_domain = {**adapted, "warm_start_from": "domain"}
+        pretraining = {"kind": "plain", "weight": 0.0, "pretraining_epochs": 1}
         shuffled_labels_only = transfer_change(kind="none", shuffle_teacher=True)
         return {
             "labels only": LABELS_ONLY_CHANGE,
+            "labels only, two passes": {**LABELS_ONLY_CHANGE, "epochs": 2},
             "plain distillation": transfer_change(**plain),
             "plain distillation, shuffled": transfer_change(**plain, shuffle_teacher=True),
             "auxiliary head": transfer_change(**head),
@@ -142,9 +159,10 @@ class TransferTrials:
             "representation, shuffled": {**shuffled_labels_only, **reads_teacher},
             "sharing": transfer_change(**sharing),
             "sharing, shuffled": transfer_change(**sharing, shuffle_teacher=True),
-            "all": transfer_change(**adapted, shared_modules=None),
-            "domain": transfer_change(**from_domain),
-            "domain, shuffled": transfer_change(**from_domain, shuffle_teacher=True),
+            "pretraining": transfer_change(**pretraining),
+            "pretraining, shuffled": transfer_change(**pretraining, shuffle_teacher=True),
+            "all": everything(ratio),
+            "domain": transfer_change(**adapted, warm_start_from="domain"),
         }
 
     def student_predictions(

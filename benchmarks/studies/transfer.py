@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from benchmarks.studies.transfer_ratios import TransferRatios
 
 BEST_VARIANT = "all"
-COLUMNS = ("student", "long_view", "click", "conversion", "transfer ratio [95 %]", "to plain")
 
 
 class TransferArgs(StrictModel):
@@ -75,7 +74,8 @@ def result_table(ratios: "TransferRatios", trials: "TransferTrials") -> Benchmar
     """NE by objective and each variant's share of GEM's gain, and the figures."""
     from benchmarks.studies.student_trials import mflop_per_example
 
-    result = BenchmarkResult("NE on the test day, all surfaces, and shares of GEM's gain", COLUMNS)
+    columns = ("student", *trials.objectives, "transfer ratio [95 %]", "to plain")
+    result = BenchmarkResult("NE on the test day, all surfaces, and shares of GEM's gain", columns)
     for name, ne in ratios.ne.items():
         intervals = (ratios.share_of_gem_gain.get(name), ratios.ratio_to_plain.get(name))
         cells = [f"{i.value:.2f} [{i.low:.2f}, {i.high:.2f}]" if i else "" for i in intervals]
@@ -86,6 +86,11 @@ def result_table(ratios: "TransferRatios", trials: "TransferTrials") -> Benchmar
     result.record("transfer_ratio_to_plain", to_plain.value if to_plain else None, reason)
     result.record("transfer_ratio_to_plain_low", to_plain.low if to_plain else None, reason)
     result.record("gain_kept", share.value if share else None, reason)
+    for objective, kept in ratios.kept_by_objective(BEST_VARIANT).items():
+        result.record(f"{objective}_gain_kept", kept.value if kept else None, reason)
+    gain = ratios.gain_over("representation", "representation, shuffled")
+    result.record("representation_gain", gain.value, "")
+    result.record("representation_gain_low", gain.low, "")
     result.figures |= {
         "chosen": trials.selected_options(),
         "mflop_an_example": mflop_per_example(trials),

@@ -20,12 +20,28 @@ Floats = npt.NDArray[np.float64]
 class TransferRatios:
     """NE by objective of each model; shares of GEM's gain, and ratios to plain distillation's gain.
 
-    A ratio is None if the interval of its denominator contains zero.
+    A ratio is None if the interval of its denominator contains zero. `gains` (D, O) are those of
+    each model over labels only, of draws of users of which the first has each user once.
     """
 
+    objectives: Sequence[str]
     ne: dict[str, list[float]]
+    gains: dict[str, Floats]
     share_of_gem_gain: dict[str, ConfidenceInterval | None]
     ratio_to_plain: dict[str, ConfidenceInterval | None]
+
+    def kept_by_objective(self, name: str) -> dict[str, ConfidenceInterval | None]:
+        """A student's share of GEM's gain, by objective."""
+        return {
+            objective: ratio_interval(self.gains[name][:, i], self.gains[GEM][:, i])
+            for i, objective in enumerate(self.objectives)
+        }
+
+    def gain_over(self, name: str, other: str) -> ConfidenceInterval:
+        """How much lower a student's NE is than another's, mean of objectives."""
+        difference = (self.gains[name] - self.gains[other]).mean(1)
+        low, high = np.quantile(difference[1:], (0.025, 0.975))
+        return ConfidenceInterval(float(difference[0]), float(low), float(high))
 
 
 def transfer_ratios(
@@ -40,10 +56,12 @@ def transfer_ratios(
     drawn = rng.multinomial(num_users, np.full(num_users, 1 / num_users), RESAMPLES)
     weights: Floats = np.concatenate((np.ones((1, num_users)), drawn))
     ne = np.stack([weighted_ne(models, users, weights, i) for i in range(len(objectives))], 2)
-    ne_gain = (ne[:, [names.index(LABELS_ONLY)]] - ne).mean(2)
-    gains = dict(zip(names, ne_gain.T, strict=True))
+    ne_gain = ne[:, [names.index(LABELS_ONLY)]] - ne
+    gains = dict(zip(names, ne_gain.mean(2).T, strict=True))
     students = [name for name in predictions if name != LABELS_ONLY]
     return TransferRatios(
+        objectives=objectives,
+        gains={name: ne_gain[:, i] for i, name in enumerate(names)},
         ne={name: list(ne[0, i]) for i, name in enumerate(names)},
         share_of_gem_gain={name: ratio_interval(gains[name], gains[GEM]) for name in students},
         ratio_to_plain={

@@ -1,4 +1,4 @@
-"""`gemline rank portfolio`: which rankers to merge, which features to drop, which sizes to halve.
+"""A proposal: which pairs share a ranker, which features it reads, and its sizes.
 
 Decisions are made on validation rows; the proposal is then compared with a ranker per surface, and
 with a model per pair of surface and objective, on the test days.
@@ -51,6 +51,11 @@ class Proposal:
     flops_per_pair: float
     kept_features: float
     test: Comparison
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """The units of features that no ranker needs."""
+        return self.portfolio.designs[0].dropped
 
     @property
     def saved(self) -> float:
@@ -122,8 +127,7 @@ def proposal_lines(proposal: Proposal) -> list[str]:
             f"one model for {', '.join(map(str, sorted(design.group)))}: hidden {sizes.hidden}, "
             f"encoded_events {sizes.encoded_events}, max_length {sizes.max_length}"
         )
-    dropped = proposal.portfolio.designs[0].dropped
-    lines.append(f"leave out: {', '.join(dropped) or 'nothing'}")
+    lines.append(f"leave out: {', '.join(proposal.dropped) or 'nothing'}")
     lines.append(
         f"FLOPs per test day: {proposal.flops:.3g}, a ranker per surface "
         f"{proposal.flops_per_surface:.3g}, a model per pair {proposal.flops_per_pair:.3g}"

@@ -1,0 +1,41 @@
+"""The command `gemline rank portfolio`."""
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+import yaml
+
+from etl.cli.runner import holds_leases
+from etl.tables import atomic_io
+from ranking.student.config import StudentTrainConfig
+from training.commands import SplitArgs
+
+
+class PortfolioArgs(SplitArgs):
+    """Propose which objectives share a ranker, which features it reads, and its sizes."""
+
+    proposed_spec: Annotated[
+        Path | None, tyro.conf.arg(help="file to write the spec without the dropped features to")
+    ] = None
+
+
+@holds_leases("portfolio")
+def portfolio(args: PortfolioArgs) -> None:
+    """Propose which objectives share a ranker, which features it reads, and its sizes (long).
+
+    Students learn from labels alone. Trainings are kept in the lake, so that a run continues where
+    it was stopped.
+    """
+    from ranking.portfolio.features import drop_units
+    from ranking.portfolio.proposal import proposal_lines, propose
+
+    print_line = partial(print, flush=True)
+    proposal = propose(args.open_lake(), args.split, StudentTrainConfig(), print_line)
+    print("\n".join(proposal_lines(proposal)))
+    if args.proposed_spec:
+        content = drop_units(yaml.safe_load(args.spec.read_text()), proposal.dropped)
+        text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+        atomic_io.write_text(args.proposed_spec, text)
+        print(f"proposed spec: {args.proposed_spec}")
