@@ -12,6 +12,7 @@ from rich.table import Table
 from etl.errors import UserError
 from etl.spec.base import StrictModel
 from training.plan.cost_model import (
+    DENSE_BYTES,
     SCHEMES,
     Scenario,
     Scheme,
@@ -19,6 +20,7 @@ from training.plan.cost_model import (
     estimate_step,
     load_scenario,
 )
+from training.plan.layer_sharding import plan_layers
 
 
 class PlanArgs(StrictModel):
@@ -73,7 +75,27 @@ def plan_table(scenario: Scenario, gpus: Sequence[int]) -> tuple[Table, list[str
             scale = estimate_step(scenario, scheme, min(gpus)).step / estimate.step
             table.add_row(*_table_row(scenario, count, scheme, estimate, scale))
         recommendations.append(f"{count} GPUs: {_recommendation(scenario, estimates)}")
+        if scenario.workload.dense_layers_m:
+            advice = dense_layer_advice(scenario, estimates, count)
+            recommendations.append(f"{count} GPUs: {advice}")
     return table, recommendations
+
+
+def dense_layer_advice(scenario: Scenario, estimates: dict[Scheme, StepEstimate], gpus: int) -> str:
+    """Which dense layers to shard beside the tables of the scheme that takes the least memory."""
+    hardware, work = scenario.hardware, scenario.workload
+    layers = [1e6 * millions for millions in work.dense_layers_m]
+    estimate = min(estimates.values(), key=lambda estimate: estimate.memory)
+    memory = hardware.memory_gb * GB - estimate.memory + DENSE_BYTES * work.dense_params_m * 1e6
+    plan = plan_layers(hardware, layers, gpus, memory)
+    if plan is None:
+        return "dense layers do not fit, even if all are sharded: use more GPUs"
+    sharded = [str(i) for i, scheme in enumerate(plan.schemes) if scheme == "shard"]
+    names = f"shard {', '.join(sharded)}" if sharded else "shard none"
+    return (
+        f"of {len(layers)} dense layers {names}, replicate the others: {plan.memory / GB:.1f} GB, "
+        f"{MS * plan.seconds:.1f} ms of communication a step"
+    )
 
 
 def fits_memory(scenario: Scenario, estimate: StepEstimate) -> bool:

@@ -34,7 +34,8 @@ class Hardware(StrictModel):
 class Workload(StrictModel):
     """A model and its batches.
 
-    `table_gb` are table weights with optimizer state, `dense_params_m` million dense parameters. An
+    `table_gb` are table weights with optimizer state, `dense_params_m` million dense parameters,
+    `dense_layers_m` those of each layer, if layers are to be sharded one by one. An
     example takes `mflop_per_example` forward and backward, and reads `ids_kb` of ids and `rows_kb`
     of table rows. `largest_shard` is the share of look-ups in the largest unsplittable
     shard. In 2D a group of `group_size` GPUs holds the tables once, and replicas are averaged
@@ -48,6 +49,7 @@ class Workload(StrictModel):
     ids_kb: PositiveFloat
     rows_kb: PositiveFloat
     largest_shard: float = Field(default=0.0, ge=0, le=1)
+    dense_layers_m: tuple[PositiveFloat, ...] = ()
     group_size: PositiveInt = 256
     sync_every: PositiveInt = 1
 

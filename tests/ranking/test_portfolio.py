@@ -1,0 +1,240 @@
+"""Portfolios: what groups learn, which merges and features are accepted, and the proposed spec."""
+
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from etl.errors import UserError
+from etl.spec import DataSpec, load_spec
+from etl.spec.units import DaySplit
+from etl.tables.lake import Lake
+from features.schema import feature_schema
+from ranking.portfolio.feature_filter import pareto_order, select_within_budget
+from ranking.portfolio.features import (
+    FeatureUnit,
+    correlated_units,
+    drop_units,
+    feature_units,
+    spec_without,
+    with_permuted_unit,
+    without_units,
+)
+from ranking.portfolio.groups import (
+    Group,
+    GroupDesign,
+    GroupTrainer,
+    Pair,
+    Portfolio,
+    pair_mask,
+    pairs_of,
+    per_surface,
+)
+from ranking.portfolio.partition import Affinity, Comparison, cosine, jaccard, merge_priority
+from ranking.portfolio.proposal import proposal_lines, propose
+from ranking.portfolio.sizes import halved
+from ranking.student.config import StudentTrainConfig
+from ranking.student.model import new_student
+from tests.conftest import SPEC
+from tests.ranking.conftest import SMALL, batch_of
+from tests.small_pipeline import DAYS, FIRST
+from tests.world import copy_of
+from training.data.reader import ExampleReader
+from training.evaluation.predictions import ConfidenceInterval
+from training.teacher.embeddings import TeacherEmbeddings
+
+DROPPED = ["counters by item", "user.country"]
+CONFIG = StudentTrainConfig(model=SMALL, batch_rows=64)
+CLICK, BUY = Pair("feed", "click"), Pair("feed", "conversion")
+OTHER = Pair("reels", "click")
+
+
+@pytest.fixture(scope="module")
+def spec() -> DataSpec:
+    return load_spec(SPEC)
+
+
+def test_the_units_that_may_be_dropped_are_those_that_nothing_else_needs(spec: DataSpec) -> None:
+    units = feature_units(spec)
+    assert {"user.country", "counters by user, category", "context.hour"} <= units.keys()
+    needed = {"item.category", "item.advertiser_id", "item.goal", "context.position"}
+    assert not needed & units.keys()  # similarity, auction, segments, effects of positions
+    with pytest.raises(UserError, match=r"item\.category cannot be left out"):
+        spec_without(spec, ["item.category"])
+
+
+def test_a_spec_without_units_has_all_other_columns(spec: DataSpec) -> None:
+    before, after = feature_schema(spec), feature_schema(spec_without(spec, DROPPED))
+    gone = set(before.all_numeric_columns) - set(after.all_numeric_columns)
+    units = feature_units(spec)
+    expected = {before.numeric_columns[i] for i in units["counters by item"].row_numeric}
+    assert gone == expected and gone
+    assert set(before.user.categorical) - set(after.user.categorical) == {"user_country"}
+    assert sum(units[name].num_columns for name in DROPPED) == len(gone) + 1
+
+
+def test_a_proposed_spec_loads(spec: DataSpec, tmp_path: Path) -> None:
+    content = yaml.safe_load(SPEC.read_text())
+    path = tmp_path / "proposed.yaml"
+    path.write_text(yaml.safe_dump(drop_units(content, DROPPED), sort_keys=False))
+    assert feature_schema(load_spec(path)) == feature_schema(spec_without(spec, DROPPED))
+
+
+def group_trainer(lake: Lake, design: GroupDesign) -> GroupTrainer:
+    reader = ExampleReader.latest(lake, "behaviour", SMALL.max_length, ("feed",))
+    torch.manual_seed(0)
+    student = new_student(reader, SMALL, len(reader.items), TeacherEmbeddings.empty())
+    return GroupTrainer(student, design, feature_units(lake.spec))
+
+
+def test_a_group_learns_the_labels_of_its_own_pairs_alone(lake: Lake) -> None:
+    batch = batch_of(ExampleReader.latest(lake, "behaviour", SMALL.max_length, ("feed",)), 60)
+    objectives = list(lake.spec.objectives)
+    changed = batch.labels.clone()
+    changed[:, objectives.index("conversion")] = 1 - changed[:, objectives.index("conversion")]
+    weights = []
+    for labels in (batch.labels, changed):
+        trainer = group_trainer(lake, GroupDesign(frozenset((CLICK,)), CONFIG))
+        trainer._step(replace(batch, labels=labels))
+        weights.append(trainer.student.student.state_dict())
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    mask = pair_mask(frozenset((CLICK, OTHER)), lake.spec, feature_schema(lake.spec))
+    assert int(mask.sum()) == 2 and not mask[0].any()
+
+
+def test_a_dropped_unit_is_not_read(lake: Lake) -> None:
+    name = "counters by item"
+    trainer = group_trainer(lake, GroupDesign(frozenset((CLICK,)), CONFIG, (name, "user.country")))
+    batch = batch_of(trainer.student.input_builder.reader, 60)
+    unit = feature_units(lake.spec)[name]
+    permuted = with_permuted_unit(batch, unit, torch.Generator().manual_seed(1))
+    assert not permuted.row_numeric.equal(batch.row_numeric)
+    assert torch.equal(trainer.logits(batch), trainer.logits(permuted))
+    reads_all = group_trainer(lake, GroupDesign(frozenset((CLICK,)), CONFIG))
+    assert not torch.equal(reads_all.logits(batch), reads_all.logits(permuted))
+
+
+def test_a_permutation_keeps_all_values_and_all_other_columns(lake: Lake) -> None:
+    reader = ExampleReader.latest(lake, "behaviour", SMALL.max_length, ("feed",))
+    batch = batch_of(reader, 60)
+    units = feature_units(lake.spec)
+    for unit in units.values():
+        permuted = with_permuted_unit(batch, unit, torch.Generator().manual_seed(1))
+        own = list(unit.row_numeric)
+        rest = [i for i in range(batch.row_numeric.shape[1]) if i not in own]
+        before, after = torch.nan_to_num(batch.row_numeric), torch.nan_to_num(permuted.row_numeric)
+        assert torch.equal(before[:, rest], after[:, rest])
+        assert torch.equal(before[:, own].sort(0).values, after[:, own].sort(0).values)
+        missing = without_units(batch, [unit]).row_numeric
+        assert missing[:, own].isnan().all()
+        assert torch.equal(torch.nan_to_num(missing[:, rest]), before[:, rest])
+
+
+matrices = arrays(
+    np.float64, st.tuples(st.integers(1, 8), st.integers(1, 3)),
+    elements=st.integers(-2, 4).map(float),
+)  # fmt: skip
+
+
+@given(matrices)
+def test_no_unit_precedes_one_that_is_more_important_for_all_pairs(importances: np.ndarray) -> None:
+    order = pareto_order(importances)
+    assert sorted(order) == list(range(len(importances)))
+    gains = np.maximum(importances, 0)
+    for position, unit in enumerate(order):
+        for later in order[position + 1 :]:
+            dominates = (gains[later] >= gains[unit]).all() and (gains[later] > gains[unit]).any()
+            assert not dominates, (unit, later)
+
+
+def test_units_are_kept_in_order_as_long_as_they_fit() -> None:
+    units = {
+        name: FeatureUnit(name, row_numeric=tuple(range(size)))
+        for name, size in (("a", 3), ("b", 4), ("c", 2), ("d", 1))
+    }
+    order = [("b",), ("a", "d"), ("c",)]
+    assert select_within_budget(order, units, 10) == set("abcd")
+    assert select_within_budget(order, units, 6) == {"b", "c"}  # a and d stay together
+    assert select_within_budget(order, units, 0) == set()
+
+
+def test_columns_that_repeat_others_are_permuted_with_them() -> None:
+    numbers = torch.randn(500, 5, generator=torch.Generator().manual_seed(0))
+    numbers[:, 2] = numbers[:, 0] + 0.1 * numbers[:, 2]
+    numbers[:, 3] = -numbers[:, 1] + 0.1 * numbers[:, 3]
+    units = {
+        "first": FeatureUnit("first", row_numeric=(0, 1)),
+        "copy": FeatureUnit("copy", row_numeric=(2, 3)),
+        "own": FeatureUnit("own", row_numeric=(4,)),
+        "ids": FeatureUnit("ids", row_categorical=("item_kind",)),
+    }
+    assert correlated_units(units, numbers) == [("copy", "first"), ("ids",), ("own",)]
+
+
+def test_groups_that_share_a_surface_are_merged_first() -> None:
+    affinities = {
+        frozenset((a, b)): Affinity(score, score, score, score)
+        for a, b, score in ((CLICK, BUY, 0.1), (CLICK, OTHER, 0.9), (BUY, OTHER, 0.2))
+    }
+
+    def priority(*two: Group) -> tuple[int, float]:
+        return merge_priority(frozenset(two), affinities)
+
+    click, buy, other = (frozenset((pair,)) for pair in (CLICK, BUY, OTHER))
+    assert priority(click, buy) > priority(click, other) > priority(buy, other)
+    assert jaccard({1, 2}, {2, 3}) == pytest.approx(1 / 3) and jaccard(set(), set()) == 0
+    assert cosine(np.array([1.0, 0]), np.array([2.0, 0])) == pytest.approx(1)
+
+
+def test_a_change_loses_where_an_interval_is_above_zero() -> None:
+    differences = {
+        CLICK: ConfidenceInterval(0.001, -0.001, 0.003),
+        BUY: ConfidenceInterval(0.002, 0.0005, 0.004),
+        OTHER: ConfidenceInterval(-0.002, -0.004, -0.001),
+    }
+    assert Comparison(differences).losers == [BUY]
+
+
+def test_a_portfolio_has_each_pair_once(spec: DataSpec) -> None:
+    pairs = pairs_of(spec)
+    assert len(pairs) == len(spec.ad_surfaces) * len(spec.objectives)
+    portfolio = Portfolio(tuple(GroupDesign(group, CONFIG) for group in per_surface(pairs)))
+    assert [portfolio.of(pair).group for pair in pairs].count(portfolio.designs[0].group) == 3
+    a, b = (design.group for design in portfolio.designs[:2])
+    merged = portfolio.replaced([a, b], GroupDesign(a | b, CONFIG))
+    assert sorted(pair for design in merged.designs for pair in design.group) == sorted(pairs)
+
+
+def test_sizes_are_halved_until_they_are_too_small() -> None:
+    model, tried = SMALL, 0
+    while (smaller := halved(model, "max_length")) is not None:
+        assert smaller.max_length == model.max_length // 2
+        model, tried = smaller, tried + 1
+    assert tried and model.max_length >= 8
+    assert halved(SMALL, "hidden") is None  # (16, 8)
+
+
+@pytest.mark.proof
+def test_a_proposal_serves_every_pair_and_resumes(small_lake: Lake, tmp_path: Path) -> None:
+    lake = copy_of(small_lake, tmp_path / "lake")
+    split = DaySplit(
+        train_first=FIRST, train_last=FIRST, calibration=FIRST + timedelta(days=1),
+        test_first=DAYS[1], test_last=DAYS[1], data_until=DAYS[1],
+    )  # fmt: skip
+    lines: list[str] = []
+    proposal = propose(lake, split, CONFIG, lines.append)
+    pairs = sorted(pair for d in proposal.portfolio.designs for pair in d.group)
+    assert pairs == sorted(pairs_of(lake.spec)) and len(lines) == len(proposal.changes) > 3
+    assert proposal.flops <= proposal.flops_per_surface <= proposal.flops_per_pair
+    assert any("one model for" in line for line in proposal_lines(proposal))
+    trained = set(Path(lake.root, "portfolio").iterdir())
+    again = propose(lake, split, CONFIG, lines.append)
+    assert again.portfolio == proposal.portfolio
+    assert set(Path(lake.root, "portfolio").iterdir()) == trained
