@@ -162,7 +162,18 @@ class TransferTrials:
             "pretraining": transfer_change(**pretraining),
             "pretraining, shuffled": transfer_change(**pretraining, shuffle_teacher=True),
             "all": everything(ratio),
-            "domain": transfer_change(**adapted, warm_start_from="domain"),
+        }
+
+    def hierarchical_variants(self) -> dict[str, TrainingChange]:
+        """Students that start from the model of their domain, which learned from GEM."""
+        from_domain = {
+            "gradient_ratio": self.auxiliary_gradient_ratio,
+            "use_adapter": True,
+            "warm_start_from": "domain",
+        }
+        return {
+            "domain": transfer_change(**from_domain),
+            "domain, shuffled": transfer_change(**from_domain, shuffle_teacher=True),
         }
 
     def student_predictions(

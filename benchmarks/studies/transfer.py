@@ -32,6 +32,9 @@ class TransferArgs(StrictModel):
     part: Annotated[
         str, tyro.conf.arg(help="run only a part of the missing trainings and stop: 1/2 or 2/2")
     ] = "1/1"
+    hierarchical: Annotated[
+        bool, tyro.conf.arg(help="also students that start from the models of domains")
+    ] = False
     as_json: Annotated[bool, tyro.conf.arg(name="json", help="one line of JSON last")] = False
 
     @property
@@ -51,7 +54,7 @@ def bench(args: TransferArgs) -> None:
 
     number, parts = args.part_number
     trials = TransferTrials.of(args.work)
-    variants = trials.variants()
+    variants = trials.variants() | (trials.hierarchical_variants() if args.hierarchical else {})
     trainings = [(name, seed) for seed in range(args.seeds) for name in variants]
     for name, seed in trainings[number - 1 :: parts]:
         trials.student_predictions(variants[name], seed)
@@ -67,6 +70,7 @@ def bench(args: TransferArgs) -> None:
     result.record("calibration_worst", worst, "the logs have no true probabilities")
     result.show(args.as_json)
     command = f"gemline bench transfer --work work/bench --seeds {args.seeds}"
+    command += " --hierarchical" if args.hierarchical else ""
     result.save_study(RESULTS / "transfer.json", command)
 
 
