@@ -54,6 +54,37 @@ def test_a_student_with_gems_predictions_has_all_of_its_gain(
     assert to_plain.value == pytest.approx(best.value / plain.value)
 
 
+def with_second(first: Predictions, second: Predictions) -> Predictions:
+    """Predictions of two objectives, of the same labels."""
+    both = np.hstack((first.probabilities, second.probabilities))
+    labels = np.hstack((first.labels, first.labels))
+    mask = np.hstack((first.label_mask, first.label_mask))
+    return replace(
+        first, objectives=("click", "buy"), probabilities=both, labels=labels, label_mask=mask
+    )
+
+
+def test_each_objective_has_a_share_of_its_own(models: dict[str, Predictions]) -> None:
+    weak, plain, gem = (models[name] for name in ("labels only", "plain distillation", "GEM"))
+    students = {
+        "labels only": [with_second(weak, weak)],
+        "plain distillation": [with_second(plain, plain)],
+        "all": [with_second(gem, plain)],  # all of the gain for clicks alone
+    }
+    ratios = transfer_ratios(students, with_second(gem, gem), ["click", "buy"])
+    kept = ratios.kept_by_objective("all")
+    assert kept["click"] and kept["click"].low == kept["click"].high == 1.0
+    of_plain = ratios.kept_by_objective("plain distillation")
+    assert kept["buy"] == of_plain["buy"] and kept["buy"] and kept["buy"].high < 1
+    gain, loss = (
+        ratios.gain_over(*names)
+        for names in (("all", "plain distillation"), ("plain distillation", "all"))
+    )
+    assert gain.low > 0 and (loss.value, loss.low, loss.high) == pytest.approx(
+        (-gain.value, -gain.high, -gain.low)
+    )
+
+
 def test_a_ratio_to_a_gain_that_may_be_zero_is_none(models: dict[str, Predictions]) -> None:
     students = {
         "labels only": [models["labels only"]],
