@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 GOALS = {"portfolio_flops_saved": ">= 0.2", "filter_features_kept": "<= 0.7"}
 RESULT = RESULTS / "portfolio.json"
-COLUMNS = ("change", "accepted", "NE less that before, validation rows, 1e-4 [95 %]")
+COLUMNS = ("change", "accepted", "NE, mean of pairs, 1e-4", "the pair that is closest to a loss")
 
 
 class PortfolioBenchArgs(StrictModel):
@@ -58,7 +58,10 @@ def result_table(proposal: "Proposal") -> BenchmarkResult:
     result = BenchmarkResult("Portfolio of the bench data, students of labels only", COLUMNS)
     for change in proposal.changes:
         verdict = "yes" if change.is_accepted else "no"
-        result.rows.append((change.text, verdict, str(change.comparison)))
+        mean = f"{1e4 * change.comparison.mean:+.0f}"
+        result.rows.append((change.text, verdict, mean, change.comparison.worst))
+    on_test_days = f"{1e4 * proposal.test.mean:+.0f}", proposal.test.worst
+    result.rows.append(("the proposal against a ranker per surface, test day", "", *on_test_days))
     losers = ", ".join(map(str, proposal.test.losers))
     result.record("portfolio_flops_saved", proposal.saved, "")
     saved_to_pairs = 1 - proposal.flops / proposal.flops_per_pair

@@ -126,7 +126,7 @@ def filter_features(
         designs = tuple(replace(design, dropped=dropped) for design in portfolio.designs)
         comparison = compare(trials, portfolio, designs)
         names = ", ".join(dropped)
-        text = f"keep {share:.0%} of {total} columns, drop {names}"
+        text = f"{share:.0%} of {total} columns, without {names}"
         report(Change(text, comparison, not comparison.losers))
         if not comparison.losers:
             return Portfolio(designs)

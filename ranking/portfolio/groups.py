@@ -65,6 +65,14 @@ def surfaces_of(group: Group) -> tuple[str, ...]:
     return tuple(sorted({pair.surface for pair in group}))
 
 
+def format_group(group: Group) -> str:
+    """The pairs of a group by surface: `feed (click, long_view), reels (click)`."""
+    by_surface = {
+        s: sorted(p.objective for p in group if p.surface == s) for s in surfaces_of(group)
+    }
+    return ", ".join(f"{surface} ({', '.join(names)})" for surface, names in by_surface.items())
+
+
 def per_surface(pairs: Iterable[Pair]) -> list[Group]:
     """A group for each surface: how rankers are trained by default."""
     by_surface: dict[str, set[Pair]] = {}

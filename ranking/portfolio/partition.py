@@ -21,6 +21,7 @@ from ranking.portfolio.groups import (
     Pair,
     Portfolio,
     flops_per_example,
+    format_group,
     surfaces_of,
 )
 from ranking.student.config import StudentTrainConfig
@@ -141,6 +142,17 @@ class Comparison:
         """The pairs that lose beyond noise."""
         return [pair for pair, difference in self.differences.items() if difference.low > 0]
 
+    @property
+    def mean(self) -> float:
+        """The mean difference over pairs."""
+        return mean(difference.value for difference in self.differences.values())
+
+    @property
+    def worst(self) -> str:
+        """The pair whose interval begins highest, with its difference in units of 1e-4."""
+        pair = max(self.differences, key=lambda pair: self.differences[pair].low)
+        return f"{pair} {self.differences[pair]}"
+
     def __str__(self) -> str:
         """The differences in units of 1e-4."""
         return "; ".join(f"{pair}: NE {found}" for pair, found in self.differences.items())
@@ -203,7 +215,7 @@ def partition(
         best = max(candidates, key=lambda groups: merge_priority(groups, affinities))
         merged = GroupDesign(frozenset().union(*best), config)
         comparison = compare(trials, portfolio, [merged])
-        text = " with ".join(sorted(", ".join(map(str, sorted(group))) for group in best))
+        text = " with ".join(sorted(map(format_group, best)))
         report(Change(f"merge {text}", comparison, not comparison.losers))
         if comparison.losers:
             rejected.add(best)

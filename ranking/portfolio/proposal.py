@@ -124,7 +124,7 @@ def proposal_lines(proposal: Proposal) -> list[str]:
     for design in proposal.portfolio.designs:
         sizes = design.config.model
         lines.append(
-            f"one model for {', '.join(map(str, sorted(design.group)))}: hidden {sizes.hidden}, "
+            f"one model for {format_group(design.group)}: hidden {sizes.hidden}, "
             f"encoded_events {sizes.encoded_events}, max_length {sizes.max_length}"
         )
     lines.append(f"leave out: {', '.join(proposal.dropped) or 'nothing'}")

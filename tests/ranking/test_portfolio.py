@@ -39,7 +39,7 @@ from ranking.portfolio.groups import (
 )
 from ranking.portfolio.partition import Affinity, Comparison, cosine, jaccard, merge_priority
 from ranking.portfolio.proposal import proposal_lines, propose
-from ranking.portfolio.sizes import halved
+from ranking.portfolio.sizes import reduced
 from ranking.student.config import StudentTrainConfig
 from ranking.student.model import new_student
 from tests.conftest import SPEC
@@ -212,13 +212,16 @@ def test_a_portfolio_has_each_pair_once(spec: DataSpec) -> None:
     assert sorted(pair for design in merged.designs for pair in design.group) == sorted(pairs)
 
 
-def test_sizes_are_halved_until_they_are_too_small() -> None:
+def test_sizes_are_reduced_until_they_are_too_small() -> None:
     model, tried = SMALL, 0
-    while (smaller := halved(model, "max_length")) is not None:
+    while (smaller := reduced(model, "max_length", 0.5)) is not None:
         assert smaller.max_length == model.max_length // 2
         model, tried = smaller, tried + 1
     assert tried and model.max_length >= 8
-    assert halved(SMALL, "hidden") is None  # (16, 8)
+    assert reduced(SMALL, "hidden", 0.5) is None  # (16, 8)
+    wide = SMALL.model_copy(update={"hidden": (128, 64)})
+    found = reduced(wide, "hidden", 0.75)
+    assert found and found.hidden == (96, 48)
 
 
 @pytest.mark.proof
