@@ -67,10 +67,11 @@ def surfaces_of(group: Group) -> tuple[str, ...]:
 
 def format_group(group: Group) -> str:
     """The pairs of a group by surface: `feed (click, long_view), reels (click)`."""
-    by_surface = {
-        s: sorted(p.objective for p in group if p.surface == s) for s in surfaces_of(group)
-    }
-    return ", ".join(f"{surface} ({', '.join(names)})" for surface, names in by_surface.items())
+    parts = []
+    for surface in surfaces_of(group):
+        objectives = sorted(pair.objective for pair in group if pair.surface == surface)
+        parts.append(f"{surface} ({', '.join(objectives)})")
+    return ", ".join(parts)
 
 
 def per_surface(pairs: Iterable[Pair]) -> list[Group]:

@@ -16,6 +16,7 @@ from ranking.portfolio.groups import (
     GroupTrials,
     Pair,
     Portfolio,
+    format_group,
     pairs_of,
     per_surface,
 )
