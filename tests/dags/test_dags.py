@@ -249,7 +249,7 @@ def test_every_command_line_parses_once_its_templates_are_filled_in(
         "dag_run": None,
         "params": {},
         "triggering_asset_events": {},
-        "ti": SimpleNamespace(xcom_pull=lambda task_ids: refresh.model_dump()),
+        "ti": SimpleNamespace(xcom_pull=lambda **_: refresh.model_dump()),
     }
 
     def render(word: str) -> str:
