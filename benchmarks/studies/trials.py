@@ -143,6 +143,7 @@ MODEL_OUTPUTS = {
     "teacher_predictions",
     "user_teacher_embeddings",
     "evaluations",
+    "portfolio",
     "rankers",
     "scores",
     "studies",
