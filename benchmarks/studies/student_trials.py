@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import date, timedelta
+from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
 from statistics import mean
@@ -44,6 +44,7 @@ from training.evaluation.metrics import ne_by_objective
 from training.evaluation.predictions import Predictions, concat_predictions, predict
 from training.teacher.embeddings import TeacherEmbeddings, load_teacher_embeddings
 from training.teacher.outputs import write_teacher_outputs
+from training.teacher.predictions import TeacherPredictions
 from training.trainer import checkpoint
 from training.trainer.throughput import measure_cost
 from training.trainer.trainer import load_train_state, train_days
@@ -191,7 +192,7 @@ class TransferTrials:
 
     def gem_predictions(self) -> Predictions:
         """GEM's predictions, calibrated by surface like those of the students."""
-        path = self._path("gem", self.split)
+        path = self._path("gem, calibrated by earlier GEMs", self.split)
         if not path.is_file():
             with process_group():
                 self._predict_gem().write(path, self.split)
@@ -244,25 +245,34 @@ class TransferTrials:
         lake, split = self.lake, self.split
         state, reader = load_train_state(lake, split.train_last)
 
-        def predict_days(first: date, last: date, window: LabelWindow) -> Predictions:
-            days = list(date_range(first, last))
-            batches = reader.batches(days, window, BATCH_ROWS, Shuffle(None))
-            return predict(lambda batch: state.model(batch).logits, batches, self.objectives)
-
-        assert split.calibration is not None
-        first = split.calibration - timedelta(days=lake.spec.label_maturity_days)
-        early = predict_days(
-            first, split.calibration, LabelWindow.for_calibration(split, lake.spec)
-        )
-        late = predict_days(
-            split.test_first, split.test_last, LabelWindow.for_test(split, lake.spec)
-        )
+        days = list(date_range(split.test_first, split.test_last))
+        window = LabelWindow.for_test(split, lake.spec)
+        batches = reader.batches(days, window, BATCH_ROWS, Shuffle(None))
+        late = predict(lambda batch: state.model(batch).logits, batches, self.objectives)
+        early = self._teacher_predictions(reader)
         calibrated = []
         for code in np.unique(late.surface):
             calibration = fit_per_objective(early.filter(early.surface == code), {})
             evaluated = SegmentedPredictions(late.filter(late.surface == code), {})
             calibrated.append(evaluated.calibrated(RankerCalibration(calibration)).predictions)
         return concat_predictions(calibrated)
+
+    def _teacher_predictions(self, reader: ExampleReader) -> Predictions:
+        """What earlier GEMs predicted of the rows by which rankers are calibrated.
+
+        GEM itself has learned the clicks of rows whose conversions became final later, in two
+        passes, which distorts the conversions that it predicts of these rows.
+        """
+        lake, split = self.lake, self.split
+        assert split.calibration is not None
+        first = split.calibration - timedelta(days=lake.spec.label_maturity_days)
+        days = list(date_range(first, split.calibration))
+        teacher = TeacherPredictions(lake, days)
+        window = LabelWindow.for_calibration(split, lake.spec)
+        batches = reader.batches(days, window, BATCH_ROWS, Shuffle(None))
+        return predict(
+            lambda batch: teacher.lookup(batch.impression_ids).logits, batches, self.objectives
+        )
 
     def _path(self, name: str, split: DaySplit) -> Path:
         tables = (*INPUT_TABLES, "teacher_predictions", "user_teacher_embeddings")
