@@ -16,8 +16,8 @@ from dags.pipeline import (
     surface_step,
     teacher_step,
 )
+from etl.cli.runner import format_data_until
 from etl.errors import UserError
-from etl.event_time import format_utc
 from etl.ingest.arrival import (
     FileStates,
     day_file_states,
@@ -75,7 +75,7 @@ def plan_refresh(spec: DataSpec, raw: str, lake: str, data_until: int) -> Refres
     }
     return RefreshPlan(
         days=f"{first}:{last}",
-        data_until=format_utc(data_until).replace(" ", "T") + "+00:00",
+        data_until=format_data_until(data_until),
         missing_sources=",".join(sorted(missing)),
         surfaces=tuple(s for s in spec.ad_surfaces if _has_live_ranker(lake, s)),
     )
@@ -90,16 +90,25 @@ def _has_live_ranker(lake: str, surface: str) -> bool:
     return resolve_uri(lake, "rankers", surface, "current.json").exists()
 
 
+def refresh_flags(plan: RefreshPlan) -> ModelFlags:
+    """Flags of the steps of models in a refresh, which train no GEM and evaluate nothing."""
+    return ModelFlags(
+        training_days=(),
+        teacher_days=("--days", plan.days),
+        split=(),
+        test_days=(),
+        data_until=("--data-until", plan.data_until),
+    )
+
+
 def refresh_steps(spec: DataSpec, paths: PipelinePaths, plan: RefreshPlan) -> list[Step]:
     """The steps of a refresh in order; the values of its plan may be templates."""
-    days, until = ("--days", plan.days), ("--data-until", plan.data_until)
-    flags = ModelFlags(
-        training_days=(), teacher_days=days, split=(), test_days=(), data_until=until
-    )
+    flags = refresh_flags(plan)
+    raw_flags = ("--missing-sources", plan.missing_sources)
     refits = [surface_step(REFIT_RANKER, paths, flags, surface) for surface in plan.surfaces]
     return [
-        *data_steps(paths, days, until, ("--missing-sources", plan.missing_sources)),
-        teacher_step(paths, days),
+        *data_steps(paths, flags.teacher_days, flags.data_until, raw_flags),
+        teacher_step(paths, flags.teacher_days),
         *refits,
         *([feature_store_step(spec, paths, flags)] if refits else []),
     ]

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dags.pipeline import PipelinePaths
+from etl.cli.runner import format_data_until
 from etl.errors import UserError
 from etl.spec import load_spec
 from etl.spec.units import SECONDS
@@ -71,7 +72,7 @@ class HourlyRuns:
             (folder / f"part-{first:02}.json.gz").write_bytes(content)
             until = spec.day_start(self.day) + end * SECONDS["h"]
             start = time.perf_counter()
-            flags = ["--raw", self.paths.raw, "--data-until", _utc_text(until)]
+            flags = ["--raw", self.paths.raw, "--data-until", format_data_until(until)]
             if main(["refresh", *self.paths.cli_flags, *flags]):
                 raise UserError("a refresh failed; the reason is above")
             minutes.append((time.perf_counter() - start) / 60)
@@ -85,12 +86,6 @@ class HourlyRuns:
             for name in TABLES
             if not comparable(lakes[0], name).equals(comparable(lakes[1], name))
         ]
-
-
-def _utc_text(second: int) -> str:
-    """A time as `--data-until` reads it."""
-    moment = np.datetime64(second, "s").astype(object)
-    return f"{moment:%Y-%m-%dT%H:%M}+00:00"
 
 
 def _lines_by_hour(folder: Path) -> list[list[str]]:

@@ -31,7 +31,7 @@ from ranking.scoring.predictions import (
     predict_by_segment,
 )
 from ranking.scoring.scorer import SCORE_ROWS
-from ranking.student.config import DistillationConfig, StudentTrainConfig
+from ranking.student.config import StudentTrainConfig
 from ranking.student.model import TrainedStudent
 from ranking.trainer.calibrate import fit_calibration
 from ranking.trainer.refit import continue_training, day_windows, days_with_labels
@@ -171,9 +171,7 @@ class RefitPredictions:
         )
         final, served = [], []
         all_labels = LabelWindow(0, spec.day_end(self.last))
-        for window, day in day_windows(
-            self.lake, snapshot.record.labels_until, self.lake.spec.day_end(self.last)
-        ):
+        for window, day in day_windows(self.lake, snapshot.record.labels_until, all_labels.end):
             days = days_with_labels(reader, self.first, day)
             trainer = continue_training(reader, snapshot, days, day)
             if day in self.days:
@@ -188,9 +186,7 @@ class RefitPredictions:
 
 def labels_only(seed: int) -> StudentTrainConfig:
     """Students that learn from labels only."""
-    return StudentTrainConfig(
-        seed=seed, distillation=DistillationConfig(kind="none", shared_modules=())
-    )
+    return StudentTrainConfig(seed=seed).labels_only()
 
 
 def predict_rows(

@@ -25,13 +25,12 @@ from dags.orchestration.dag_factory import (
     on_assets,
     publish_run,
 )
-from dags.orchestration.operators import GemlineOperator, create_operator, operator_for_step
+from dags.orchestration.operators import GemlineOperator, operator_for_step, surface_operator
 from dags.orchestration.runs import PipelineRun, plan_run
 from dags.orchestration.settings import MANUAL_SCHEDULE
 from dags.pipeline import (
     SURFACE_COMMANDS,
     ModelFlags,
-    SurfaceCommand,
     data_steps,
     gem_steps,
     latest_mature_split,
@@ -181,7 +180,12 @@ def rankers_dag(factory: DagFactory) -> DAG:
 
         @task_group
         def surface(name: str) -> None:
-            chain(*(_surface_operator(factory, command, name) for command in SURFACE_COMMANDS))
+            chain(
+                *(
+                    surface_operator(command, settings, MODEL_FLAGS, name, PIN_FLAGS)
+                    for command in SURFACE_COMMANDS
+                )
+            )
 
         @task(outlets=[assets.rankers])
         def publish_rankers(**context: Any) -> None:
@@ -206,19 +210,6 @@ def _shared_operators(factory: DagFactory) -> dict[str, Any]:
         for step in steps
         if step.surface is None
     }
-
-
-def _surface_operator(factory: DagFactory, command: SurfaceCommand, surface: Any) -> Any:
-    """The operator of a command in the mapped task group, labeled by its surface."""
-    words = command.for_surface(factory.settings.paths, MODEL_FLAGS, surface)
-    templated_field = "application_args" if command.engine == "spark" else "command"
-    return create_operator(
-        command.name,
-        command.engine,
-        (*words, *PIN_FLAGS),
-        factory.settings,
-        map_index_template=f"{{{{ task.{templated_field}[{len(words) - 1}] }}}}",
-    )
 
 
 def maintenance_dag(factory: DagFactory) -> DAG:

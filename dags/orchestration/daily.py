@@ -15,7 +15,7 @@ Settings are environment variables (`dags.orchestration.settings`). The connecti
 
 from dags.orchestration.builders import gem_dag, maintenance_dag, rankers_dag, raw_dag, tables_dag
 from dags.orchestration.dag_factory import DagFactory
-from dags.orchestration.hourly import refresh_dag
+from dags.orchestration.refresh import refresh_dag
 from dags.orchestration.settings import DagSettings
 from etl.spec import load_spec
 

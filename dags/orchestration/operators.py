@@ -15,7 +15,7 @@ from airflow.sdk.exceptions import AirflowException
 from typing_extensions import override
 
 from dags.orchestration.settings import ROOT, DagSettings
-from dags.pipeline import Engine, Step
+from dags.pipeline import Engine, ModelFlags, Step, SurfaceCommand
 
 DEFAULT_POOL = "default_pool"
 # Names of the connections, and of the pools.
@@ -151,4 +151,23 @@ def create_operator(
         jars=settings.spark_jars,
         properties_file=str(properties) if properties else None,
         **kwargs,
+    )
+
+
+def surface_operator(
+    command: SurfaceCommand,
+    settings: DagSettings,
+    model_flags: ModelFlags,
+    surface: Any,
+    flags: Sequence[str] = (),
+) -> Any:
+    """The operator of a command in a mapped task group, labeled by its surface."""
+    words = command.for_surface(settings.paths, model_flags, surface)
+    templated_field = "application_args" if command.engine == "spark" else "command"
+    return create_operator(
+        command.name,
+        command.engine,
+        (*words, *flags),
+        settings,
+        map_index_template=f"{{{{ task.{templated_field}[{len(words) - 1}] }}}}",
     )

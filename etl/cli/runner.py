@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import date, datetime
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_origin
 from zoneinfo import ZoneInfo
@@ -96,6 +96,11 @@ def parse_data_until(spec: DataSpec, text: str) -> int:
         raise UserError(
             f"--data-until {text}: write a day or a time, such as 2026-01-08 or 2026-01-08T14:00"
         ) from None
+
+
+def format_data_until(second: int) -> str:
+    """An epoch second as `parse_data_until` reads it, in UTC: `2026-01-08T14:00:00+00:00`."""
+    return datetime.fromtimestamp(second, UTC).isoformat()
 
 
 def holds_leases(*steps: str) -> Callable[[Command], Command]:

@@ -86,6 +86,10 @@ class DataSpec(SpecDeclarations):
         """The day of the last second before an epoch second: the last day of data until then."""
         return self.day_of(second - 1)
 
+    def is_day_end(self, second: int) -> bool:
+        """Whether a day ends at an epoch second in `time_zone`."""
+        return self.day_end(self.last_day_before(second)) == second
+
     @cached_property
     def ingest_settings(self) -> dict[str, Any]:
         """The sections that determine how raw records are read."""

@@ -196,12 +196,10 @@ class DistillationLoss:
         teacher, effects = self.teacher.lookup(batch.impression_ids), position_effects.detach()
         target = teacher.logits - self.log_sampling_rate
         sampled_logits = head(hidden) + effects - self.log_sampling_rate
-        losses = [distillation_loss(sampled_logits, target, teacher.mask)]
-        losses += [
-            distillation_loss(teacher_head(hidden) + effects, target, teacher.mask)
-            for teacher_head in self.teacher_heads
-        ]
-        torch.autograd.backward(torch.stack(losses).sum())
+        loss = distillation_loss(sampled_logits, target, teacher.mask)
+        if self.teacher_heads:
+            loss = loss + self._teacher_heads_loss(hidden, effects, teacher)
+        torch.autograd.backward(loss)
 
     def _served_head_loss(
         self, logits: Tensor, batch: Batch, teacher: TeacherLogits | None

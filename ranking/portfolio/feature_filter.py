@@ -58,7 +58,7 @@ def permutation_importances(
 
 
 class _Permutation:
-    """Permutes units, the same in each call order."""
+    """Permutes units in batches, by the same random numbers in each pass over them."""
 
     def __init__(self, units: Sequence[FeatureUnit]) -> None:
         self.units = units

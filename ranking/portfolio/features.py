@@ -19,6 +19,7 @@ from features.schema import FeatureSchema, feature_schema
 from training.data.batch import Batch
 
 Tensors = dict[str, Tensor]
+SAME_CORRELATION = 0.9
 
 
 @dataclass(frozen=True)
@@ -200,6 +201,3 @@ def correlated_units(units: Mapping[str, FeatureUnit], numbers: Tensor) -> list[
                 merged = groups[a] | groups[b]
                 groups.update(dict.fromkeys(merged, merged))
     return sorted({tuple(sorted(group)) for group in groups.values()})
-
-
-SAME_CORRELATION = 0.9

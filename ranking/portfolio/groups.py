@@ -22,7 +22,7 @@ from features.schema import FeatureSchema
 from ranking.portfolio.features import FeatureUnit, without_units
 from ranking.scoring.offsets import RankerCalibration
 from ranking.scoring.predictions import SegmentedPredictions
-from ranking.student.config import DistillationConfig, StudentTrainConfig
+from ranking.student.config import StudentTrainConfig
 from ranking.student.model import TrainedStudent
 from ranking.trainer.calibrate import fit_per_objective
 from ranking.trainer.student_trainer import StudentTrainer
@@ -104,7 +104,7 @@ class GroupTrainer(StudentTrainer):
     def __init__(
         self, student: TrainedStudent, design: GroupDesign, units: Mapping[str, FeatureUnit]
     ) -> None:
-        super().__init__(student, labels_only(design.config), None)
+        super().__init__(student, design.config.labels_only(), None)
         reader = student.input_builder.reader
         self._pair_mask = pair_mask(design.group, reader.lake.spec, reader.features)
         self.dropped = [units[name] for name in design.dropped]
@@ -166,7 +166,7 @@ class GroupTrials:
 
     def untrained(self, design: GroupDesign) -> GroupTrainer:
         """The trainer of a group, with initial weights."""
-        surfaces, config = surfaces_of(design.group), labels_only(design.config)
+        surfaces, config = surfaces_of(design.group), design.config.labels_only()
         none = TeacherEmbeddings.empty()
         student = init_student(self.lake, surfaces, self.split, config, none)
         return GroupTrainer(student, design, self.units)
@@ -213,12 +213,6 @@ class GroupTrials:
         identity = f"{design.key} {sorted(versions.items())} {self.split.model_dump_json()}"
         name = hashlib.sha256(identity.encode()).hexdigest()[:16]
         return resolve_uri(self.lake.root, "portfolio", f"{name}-{rows}.parquet")
-
-
-def labels_only(config: StudentTrainConfig) -> StudentTrainConfig:
-    """The configuration of a student that learns from labels alone."""
-    none = DistillationConfig(kind="none", shared_modules=())
-    return config.model_copy(update={"distillation": none, "model": config.model.without_teacher()})
 
 
 def _calibrated(predicted: Mapping[str, Predictions]) -> dict[str, Predictions]:

@@ -64,9 +64,9 @@ class Proposal:
         return 1 - self.flops / self.flops_per_surface
 
     @property
-    def saved_by_merges(self) -> float:
-        """The share of the FLOPs of a model per pair that a ranker per surface saves."""
-        return 1 - self.flops_per_surface / self.flops_per_pair
+    def saved_to_pairs(self) -> float:
+        """The share of the FLOPs of a model per pair that the proposal saves."""
+        return 1 - self.flops / self.flops_per_pair
 
 
 def propose(lake: Lake, split: DaySplit, config: StudentTrainConfig, print_line: Print) -> Proposal:

@@ -166,6 +166,11 @@ class StudentTrainConfig(StrictModel):
         int, tyro.conf.arg(help="seed of initial weights and of the order of examples")
     ] = 0
 
+    def labels_only(self) -> "StudentTrainConfig":
+        """The same training without GEM: from labels alone, and without teacher embeddings."""
+        none = DistillationConfig(kind="none", shared_modules=())
+        return self.model_copy(update={"distillation": none, "model": self.model.without_teacher()})
+
 
 class DomainTrainConfig(StudentTrainConfig):
     """Training of the model of a domain, which is larger than the rankers that start from it."""

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as from_bytes
 
 from etl.errors import UserError
+from etl.spec.model import DataSpec
 from etl.spec.units import SECONDS, date_range
 from etl.tables.lake import Lake
 from etl.tables.pointer import remove_unreferenced_versions
@@ -70,7 +71,7 @@ def refit_live_ranker(lake: Lake, surface: str, data_until: int) -> StoragePath:
     manifest = read_manifest(folder)
     training = _require_training(manifest, lake)
     if training.labels_until < data_until:
-        is_superseded = bool(training.refit_of) and not is_day_end(lake, training.labels_until)
+        is_superseded = bool(training.refit_of) and not lake.spec.is_day_end(training.labels_until)
         folder = _refit(lake, folder, manifest, training, data_until)
         manifest = read_manifest(folder)
         training = _require_training(manifest, lake)
@@ -87,11 +88,6 @@ def refit_live_ranker(lake: Lake, surface: str, data_until: int) -> StoragePath:
     )
     write_refit_record(lake.root, surface, record)
     return folder
-
-
-def is_day_end(lake: Lake, second: int) -> bool:
-    """Whether an epoch second is the end of a day in the spec's time zone."""
-    return lake.spec.day_end(lake.spec.last_day_before(second)) == second
 
 
 def _require_training(manifest: RankerManifest, lake: Lake) -> RankerTraining:
@@ -136,17 +132,17 @@ def _refit(
     student = refit.trainer.averaged
     end_day = lake.spec.last_day_before(data_until)
     example = example_inputs(student, [max(day for day in reader.days() if day <= end_day)])
-    name = f"{version_time(lake, data_until)}-s{training.config.seed}"
+    name = f"{version_time(lake.spec, data_until)}-s{training.config.seed}"
     path = rankers_folder(lake.root, manifest.surface) / name
     return export_ranker(path, student, refit.calibration, example, snapshot, compiled)
 
 
-def version_time(lake: Lake, data_until: int) -> str:
+def version_time(spec: DataSpec, data_until: int) -> str:
     """The part of a version's name for the end of its labels: `20260110`, or `20260110-1400`."""
-    day = lake.spec.last_day_before(data_until)
-    if is_day_end(lake, data_until):
+    day = spec.last_day_before(data_until)
+    if spec.is_day_end(data_until):
         return f"{day:%Y%m%d}"
-    hours, rest = divmod(data_until - lake.spec.day_start(day), SECONDS["h"])
+    hours, rest = divmod(data_until - spec.day_start(day), SECONDS["h"])
     return f"{day:%Y%m%d}-{hours:02}{rest // SECONDS['m']:02}"
 
 

@@ -59,14 +59,8 @@ def train_ranker(
     """
     if compiled:
         require_compiler()
-    labels_only = config.model_copy(
-        update={
-            "distillation": DistillationConfig(kind="none", shared_modules=()),
-            "model": config.model.without_teacher(),
-        }
-    )
     prior = pool_calibrations(load_earlier_calibrations(lake, split.train_last))
-    for name, variant in (("student", labels_only), ("distilled", config)):
+    for name, variant in (("student", config.labels_only()), ("distilled", config)):
         trainer = train_on_surfaces(lake, (surface,), split, variant)
         student = trainer.averaged
         calibration = fit_calibration(lake, split, trainer, prior)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dags.orchestration.hourly import reason_to_skip
+from dags.orchestration.refresh import reason_to_skip
 from dags.orchestration.runs import PipelineRun
 from dags.pipeline import PipelinePaths
 from dags.refresh import plan_refresh, refresh_steps

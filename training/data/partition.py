@@ -156,8 +156,11 @@ class PartitionLoader:
     def _labels_of(
         self, days: Sequence[date], rows: pa.Table, impressions: pa.Table, label_window: LabelWindow
     ) -> Labels:
+        draws = np.zeros(rows.num_rows)
+        if label_window.mixes_windows:
+            draws = window_draws(rows)
         span = f"{min(days)}:{max(days)}"
-        return labels_of(self.spec, impressions, window_draws(rows), label_window, span)
+        return labels_of(self.spec, impressions, draws, label_window, span)
 
 
 def request_keys(rows: pa.Table) -> pa.Array:

@@ -12,11 +12,11 @@ from airflow.sdk import DAG, Param, chain, task, task_group
 from airflow.sdk.exceptions import AirflowFailException, AirflowSkipException
 
 from dags.orchestration.dag_factory import DagFactory
-from dags.orchestration.operators import create_operator, operator_for_step
+from dags.orchestration.operators import operator_for_step, surface_operator
 from dags.orchestration.runs import PipelineRun
 from dags.orchestration.settings import MANUAL_SCHEDULE
-from dags.pipeline import REFIT_RANKER, ModelFlags, feature_store_step
-from dags.refresh import RefreshPlan, plan_refresh, refresh_steps
+from dags.pipeline import REFIT_RANKER, feature_store_step
+from dags.refresh import RefreshPlan, plan_refresh, refresh_flags, refresh_steps
 from etl.cli.runner import parse_data_until
 from etl.errors import UserError
 from etl.spec import DataSpec
@@ -53,19 +53,12 @@ def refresh_dag(factory: DagFactory) -> DAG:
 
         @task_group
         def surface(name: str) -> None:
-            words = REFIT_RANKER.for_surface(settings.paths, REFRESH_FLAGS, name)
-            create_operator(
-                REFIT_RANKER.name,
-                REFIT_RANKER.engine,
-                words,
-                settings,
-                map_index_template=f"{{{{ task.command[{len(words) - 1}] }}}}",
-            )
+            surface_operator(REFIT_RANKER, settings, refresh_flags(TEMPLATES), name)
 
         planned: Any = plan()
         steps = refresh_steps(spec, settings.paths, TEMPLATES)
         operators = [operator_for_step(step, settings) for step in steps]
-        store = feature_store_step(spec, settings.paths, REFRESH_FLAGS)
+        store = feature_store_step(spec, settings.paths, refresh_flags(TEMPLATES))
         refits = surface.expand(name=surfaces(planned))
         chain(planned, *operators, refits, operator_for_step(store, settings))
     return dag
@@ -80,13 +73,6 @@ TEMPLATES = RefreshPlan(
     data_until=_plan_template("data_until"),
     missing_sources=_plan_template("missing_sources"),
     surfaces=(),  # refits are mapped over those of the plan
-)
-REFRESH_FLAGS = ModelFlags(
-    training_days=(),
-    teacher_days=(),
-    split=(),
-    test_days=(),
-    data_until=("--data-until", TEMPLATES.data_until),
 )
 
 
@@ -105,7 +91,7 @@ def reason_to_skip(spec: DataSpec, data_until: int, feature_events: Iterable[Any
     `feature_events` are the events of the asset that the daily runs publish.
     """
     day = spec.last_day_before(data_until)
-    if data_until == spec.day_end(day):
+    if spec.is_day_end(data_until):
         return f"{day} is over: its daily run writes the tables"
     finished = [PipelineRun.model_validate(event.extra).last for event in feature_events]
     if not finished or max(finished) != day - timedelta(days=1):
