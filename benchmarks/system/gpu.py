@@ -6,7 +6,7 @@ backward, beside PyTorch's SDPA and FlexAttention.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -33,21 +33,29 @@ from training.ops.attention import CAUSAL
 from training.trainer.compute import apply_compute_config
 from training.trainer.throughput import peak_flops, synchronize
 
-SHAPE = BatchShape(256, 8, 512, 10_000)
-MFU_SCALES: tuple[Scale, ...] = ("base", "large")
+SHAPES: Mapping[Scale, BatchShape] = {
+    "base": BatchShape(2048, 8, 512, 10_000),
+    "large": BatchShape(1024, 8, 512, 10_000),
+}
 SEQUENCES, LENGTH, HEADS = 32, 1024, 8
 HEAD_WIDTHS = (64, 128)
 WARM_UP, ROUNDS = 3, 10
+CUDA = torch.device("cuda")
 PEERS = ("sdpa", "flex")
 
 
 def measure_gpu(result: BenchmarkResult) -> None:
-    """`gpu_mfu_base`, `gpu_mfu_large` and `gpu_attention_WIDTH_over_PEER`, a ratio of seconds."""
+    """`gpu_mfu_SCALE`, `gpu_syncs_SCALE` and `gpu_attention_WIDTH_over_PEER`, a ratio of seconds.
+
+    `gpu_syncs_SCALE` is whether the host waits for the card in a step, as CUDA's debug mode sees.
+    """
     has_card = torch.cuda.is_available()
     reason = "" if has_card else "no CUDA device is available"
-    for scale in MFU_SCALES:
-        mfu = dense_mfu(scale, SHAPE, torch.device("cuda")) if has_card else None
+    for scale, shape in SHAPES.items():
+        step = make_dense_step(scale, shape, torch.device("cuda")) if has_card else None
+        mfu, syncs = (dense_mfu(step, CUDA), has_syncs(step)) if step else (None, None)
         result.record(f"gpu_mfu_{scale}", mfu, reason)
+        result.record(f"gpu_syncs_{scale}", syncs, reason)
     for width in HEAD_WIDTHS:
         ratios = attention_ratios(width) if has_card else dict.fromkeys(PEERS)
         for peer, ratio in ratios.items():
@@ -61,18 +69,30 @@ def save_of_card(result: BenchmarkResult) -> None:
     card = torch.cuda.get_device_name()
     study = BenchmarkResult(f"GEM on one {card}", ("key", "value"))
     study.figures = {key: v for key, v in result.figures.items() if key.startswith("gpu_")}
-    study.rows = [(key, f"{value:.3f}") for key, value in study.figures.items()]
+    study.rows = [(key, f"{value:.3g}") for key, value in study.figures.items()]
     study.save_study(RESULTS / "gpu.json", "gemline bench model --only gpu")
 
 
-def dense_mfu(scale: Scale, shape: BatchShape, device: torch.device) -> float:
+def dense_mfu(step: Callable[[], object], device: torch.device) -> float:
     """The share of the device's rate of matrix products that steps of the dense part reach."""
-    step = make_dense_step(scale, shape, device)
     with FlopCounterMode(display=False) as counter:
         step()
     flops = counter.get_total_flops()
     dtype = torch.float32 if device == CPU else torch.bfloat16
     return float(flops / seconds_of(step, device) / peak_flops(device, dtype))
+
+
+def has_syncs(step: Callable[[], object]) -> bool:
+    """Whether the host waits for the card during a step."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    except RuntimeError:
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    return False
 
 
 def make_dense_step(scale: Scale, shape: BatchShape, device: torch.device) -> Callable[[], object]:
@@ -122,13 +142,12 @@ def attention_ratios(width: int) -> dict[str, float]:
 
     from training.ops.attention.triton import attention
 
-    cuda = torch.device("cuda")
     rows = [
-        torch.randn(SEQUENCES * LENGTH, HEADS, width, device=cuda, dtype=torch.bfloat16)
+        torch.randn(SEQUENCES * LENGTH, HEADS, width, device=CUDA, dtype=torch.bfloat16)
         for _ in range(3)
     ]
     padded = [x.unflatten(0, (SEQUENCES, LENGTH)).transpose(1, 2).contiguous() for x in rows]
-    offsets = torch.arange(SEQUENCES + 1, device=cuda) * LENGTH
+    offsets = torch.arange(SEQUENCES + 1, device=CUDA) * LENGTH
 
     def is_causal(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return query >= key
@@ -146,6 +165,4 @@ def attention_ratios(width: int) -> dict[str, float]:
 def _seconds_of_attention(function: Callable[..., Tensor], inputs: list[Tensor]) -> float:
     leaves = [x.detach().requires_grad_() for x in inputs]
     grad = torch.randn_like(function(*leaves).detach())
-    return seconds_of(
-        lambda: torch.autograd.grad(function(*leaves), leaves, grad), torch.device("cuda")
-    )
+    return seconds_of(lambda: torch.autograd.grad(function(*leaves), leaves, grad), CUDA)

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from benchmarks.harness import BenchmarkResult
-from benchmarks.system.gpu import dense_mfu, measure_gpu
+from benchmarks.system.gpu import dense_mfu, make_dense_step, measure_gpu
 from training.data.synthetic import BatchShape
+from training.distributed.device import CPU
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a card")
@@ -13,10 +14,11 @@ def test_without_a_card_each_figure_is_null_with_the_reason() -> None:
     result = BenchmarkResult("", ())
     measure_gpu(result)
     figures = {key for key in result.figures if not key.endswith("_reason")}
-    assert {"gpu_mfu_base", "gpu_mfu_large", "gpu_attention_128_over_flex"} <= figures
+    assert {"gpu_mfu_base", "gpu_syncs_large", "gpu_attention_128_over_flex"} <= figures
     assert all(result.figures[key] is None for key in figures)
     assert {result.figures[f"{key}_reason"] for key in figures} == {"no CUDA device is available"}
 
 
 def test_the_share_of_the_devices_rate_is_measured_on_the_cpu_too() -> None:
-    assert 0 < dense_mfu("tiny", BatchShape(4, 2, 20, 100), torch.device("cpu")) < 1
+    step = make_dense_step("tiny", BatchShape(4, 2, 20, 100), CPU)
+    assert 0 < dense_mfu(step, CPU) < 1

@@ -12,7 +12,14 @@ from torch import Tensor
 from training.ops.attention import AttentionKind, reference
 from training.ops.attention.reference import Activation
 from training.ops.attention.tile_plan import TilePlan
-from training.ops.attention.triton import attention
+from training.ops.attention.triton import (
+    MAX_TILE_BYTES,
+    MIN_TILE_ROWS,
+    TUNED,
+    attention,
+    outer_rows,
+    plan_tiles,
+)
 
 BLOCK, TILE = 16, 16
 TOLERANCES = {torch.float32: (2e-5, 1e-4), torch.bfloat16: (3e-2, 2e-2)}  # atol, rtol
@@ -103,6 +110,33 @@ def test_wide_heads_in_both_precisions_equal_the_reference(
     q, k, v = (rows(sum(counts), width, dtype) for _ in range(3))
     kind = AttentionKind(activation, causal=True, weight_scale=0.5)
     assert_equals_reference(q, k, v, offsets, kind, window=window)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [4, 16, 32, 64, 128, 256])
+def test_tiles_of_any_width_and_type_fit_in_the_memory_of_a_processor(
+    width: int, dtype: torch.dtype
+) -> None:
+    q, wide = rows(1, width, dtype), max(width, MIN_TILE_ROWS)
+    for kernel in TUNED.values():
+        configs = kernel.early_config_prune(kernel.configs, {"q": q}, WIDE=wide)
+        sizes = [outer_rows(q), *(size for c in configs for size in c.kwargs.values())]
+        most = max(MAX_TILE_BYTES // (wide * q.element_size()), MIN_TILE_ROWS)
+        assert configs and min(sizes) >= MIN_TILE_ROWS and max(sizes) <= most
+
+
+def test_layers_with_the_same_offsets_and_window_share_a_plan() -> None:
+    offsets, q = offsets_of([5, 3]), rows(8, 4)
+    kind = AttentionKind(causal=True)
+
+    def plan(offsets: Tensor, window: int | None) -> TilePlan:
+        return plan_tiles(q, q, offsets, offsets, kind, window, None, BLOCK)
+
+    first = plan(offsets, 4)
+    assert plan(offsets, 4) is first
+    assert plan(offsets, 2) is not first and plan(offsets.clone(), 4) is not first
+    offsets[1] = 4
+    assert plan(offsets, 4) is not first
 
 
 @settings(max_examples=60, deadline=None)

@@ -38,7 +38,8 @@ def apply_compute_config(core: Gem, config: ComputeConfig, backend: str = "induc
             _compile(block, backend)
         if isinstance(block, CHECKPOINTED_BLOCKS[config.activation_checkpointing]):
             checkpoint(block)
-    torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
+    # With bf16 the products that stay in fp32 may be as imprecise as TF32 on CUDA.
+    torch.set_float32_matmul_precision("highest" if config.precision == "fp32" else "high")
     if config.precision == "bf16":
         _autocast_bf16(core.interaction)
         _autocast_bf16(core.history.encoder)

@@ -3,12 +3,13 @@
 N positions, H heads, D width of a head.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from training.ops.attention.reference import SOFTMAX, AttentionKind
 from training.ops.attention.tile_plan import TilePlan
@@ -19,18 +20,33 @@ from training.ops.attention.triton_kernels import (
     forward,
 )
 
-MIN_TILE_WIDTH = 16  # smallest side of a product on tensor cores
+MIN_TILE_ROWS = 16  # smallest side of a product on tensor cores
+MAX_OUTER_ROWS = 64
+MAX_TILE_BYTES = 16_384  # of the rows of a tile; several tiles share the memory of a processor
 TUNED_BY = ["H", "D", "ACT", "PRECISION"]  # and by the types of the tensors
+INNER_TILES = ((16, 2), (32, 3), (64, 3), (128, 2))  # rows and pipeline stages
+
+
+def _fitting_configs(
+    configs: list[triton.Config], arguments: Mapping[str, Any], **meta: Any
+) -> list[triton.Config]:
+    """The configurations with the three largest inner tiles that fit in memory."""
+    row_bytes = meta["WIDE"] * arguments["q"].element_size()
+    max_rows = max(MAX_TILE_BYTES // row_bytes, MIN_TILE_ROWS)
+    return [config for config in configs if max(config.kwargs.values()) <= max_rows][-3:]
 
 
 def _tuned(kernel: Any, inner: str) -> Any:
-    """A kernel that tries sizes of the inner side of its tiles, warps and stages once per shape."""
+    """A kernel that tries sizes of the inner side of its tiles once per shape and machine."""
     configs = [
-        triton.Config({inner: size}, num_warps=warps, num_stages=stages)
-        for size in (32, 64, 128)
-        for warps, stages in ((4, 2), (4, 3), (8, 2))
+        triton.Config({inner: rows}, num_warps=4, num_stages=stages) for rows, stages in INNER_TILES
     ]
-    return triton.autotune(configs, key=TUNED_BY)(kernel)
+    return triton.autotune(
+        configs,
+        key=TUNED_BY,
+        prune_configs_by={"early_config_prune": _fitting_configs},
+        cache_results=True,
+    )(kernel)
 
 
 # The outer side of a tile is given by the plan, the inner one is tuned.
@@ -66,7 +82,7 @@ class _TritonAttention(torch.autograd.Function):
         out = torch.zeros_like(q)
         lse = q.new_zeros((n, heads), dtype=torch.float32)
         ctx.meta = {
-            "H": heads, "D": width, "WIDE": max(MIN_TILE_WIDTH, triton.next_power_of_2(width)),
+            "H": heads, "D": width, "WIDE": max(MIN_TILE_ROWS, triton.next_power_of_2(width)),
             "ACT": ACTIVATION_CODES[kind.activation], "PRECISION": product_precision(q),
         }  # fmt: skip
         ctx.scales = kind.resolve_score_scale(width), kind.weight_scale
@@ -82,10 +98,10 @@ class _TritonAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         plan, grad, heads = ctx.plan, grad.contiguous(), q.shape[1]
-        delta = (grad.float() * out.float()).sum(2)
+        delta = torch.empty_like(lse)
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         shared, sizes = (lse, delta, plan.low, plan.high), (ctx.block, ctx.tile)
-        args = q, k, v, grad, dq, *shared, *plan.queries.kernel_args, *ctx.scales
+        args = q, k, v, out, grad, dq, *shared, *plan.queries.kernel_args, *ctx.scales
         grid = len(plan.queries.first), heads
         _launch(backward_queries, grid, "M", *sizes, args, ctx.meta)
         args = q, k, v, grad, dk, dv, *shared, *plan.keys.kernel_args, *ctx.scales
@@ -103,12 +119,39 @@ def product_precision(q: Tensor) -> str:
     if q.device.type == "cpu" and q.dtype == torch.bfloat16:
         return "widened"
     may_use_tf32 = torch.get_float32_matmul_precision() != "highest"
-    return "tf32" if q.dtype == torch.float32 and may_use_tf32 else "ieee"
+    if q.dtype != torch.float32:
+        return "ieee"
+    return "tf32" if may_use_tf32 else "tf32x3"
 
 
-def outer_block(q: Tensor) -> int:
-    """Rows of the outer side of a tile: 128, or 64 where their sums would not fit in registers."""
-    return 128 if q.shape[-1] * q.element_size() <= 128 else 64
+def outer_rows(q: Tensor) -> int:
+    """Rows of the outer side of a tile: as many as fit, at most MAX_OUTER_ROWS."""
+    width = max(MIN_TILE_ROWS, int(triton.next_power_of_2(q.shape[-1])))
+    fitting = MAX_TILE_BYTES // (width * q.element_size())
+    return min(max(fitting, MIN_TILE_ROWS), MAX_OUTER_ROWS)
+
+
+# Plans of self-attention by the offsets of its sequences, which the layers of a model share.
+_PLANS: MutableMapping[Tensor, dict[tuple[Any, ...], TilePlan]] = WeakIdKeyDictionary()
+
+
+def plan_tiles(
+    q: Tensor, k: Tensor, q_offsets: Tensor, kv_offsets: Tensor, kind: AttentionKind,
+    window: int | None, limits: Tensor | None, block: int,
+) -> TilePlan:  # fmt: skip
+    """The tiles of attention; those of self-attention are planned once for the same offsets."""
+
+    def build() -> TilePlan:
+        rows, offsets = (len(q), len(k)), (q_offsets, kv_offsets)
+        return TilePlan.build(rows, offsets, kind, window, limits, (block, block))
+
+    if kv_offsets is not q_offsets or limits is not None:
+        return build()
+    plans = _PLANS.setdefault(q_offsets, {})
+    key = q_offsets._version, len(q), kind.causal, window, block
+    if key not in plans:
+        plans[key] = build()
+    return plans[key]
 
 
 def attention(
@@ -129,9 +172,7 @@ def attention(
     `tile_size` are the rows of the outer and the inner side of a tile; by default the first depends
     on the width, and the second is tuned.
     """
-    block = block_size or outer_block(q)
-    plan = TilePlan.build(
-        (len(q), len(k)), (q_offsets, kv_offsets), kind, window, limits, (block, block)
-    )
+    block = block_size or outer_rows(q)
+    plan = plan_tiles(q, k, q_offsets, kv_offsets, kind, window, limits, block)
     apply: Callable[..., Tensor] = _TritonAttention.apply
     return apply(q.contiguous(), k.contiguous(), v.contiguous(), plan, kind, block, tile_size)

@@ -75,29 +75,47 @@ def _store_rows(x, rows, head, mask, value, H: tl.constexpr, D: tl.constexpr, WI
 
 
 @triton.jit
-def _full_tiles(begin, full_begin, full_end, end, TILE: tl.constexpr):
-    """The first row of the tiles from `begin` that are in the full part, and the row after them."""
-    start = begin + tl.cdiv(tl.maximum(full_begin - begin, 0), TILE) * TILE
-    count = tl.maximum(tl.minimum(full_end, end) - start, 0) // TILE
-    start = tl.where(count > 0, start, begin)
-    return start, start + count * TILE
+def _split_span(begin, full_begin, full_end, end, TILE: tl.constexpr):
+    """Split a span into full tiles and masked tiles before and after them.
+
+    Returns the first row of the full tiles, their number, and the numbers of masked tiles before
+    them and in total.
+    """
+    before = tl.cdiv(tl.maximum(full_begin - begin, 0), TILE)
+    full = begin + before * TILE
+    full_count = tl.maximum(tl.minimum(full_end, end) - full, 0) // TILE
+    before = tl.where(full_count > 0, before, 0)
+    full = begin + before * TILE
+    after = tl.cdiv(tl.maximum(end - full - full_count * TILE, 0), TILE)
+    return full, full_count, before, before + after
+
+
+@triton.jit
+def _tile_start(i, begin, before, full_count, TILE: tl.constexpr, MASKED: tl.constexpr):
+    """The first row of a tile; masked tiles lie before and after the full ones."""
+    start = begin + i * TILE
+    if MASKED:
+        start += tl.where(i < before, 0, full_count * TILE)
+    return start
 
 
 @triton.jit
 def _forward_tiles(
-    acc, row_max, total, queries, k, v, lo, hi, base, head, begin, stop, score_scale,
+    acc, row_max, total, queries, k, v, lo, hi, base, head, begin, count, before,
+    full_count, end, score_scale,
     H: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, ACT: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add the tiles of keys [begin, stop) to the sums of a block of queries."""
-    for start in range(begin, stop, C):
+    """Add the full tiles of keys, or the masked ones, to the sums of a block of queries."""
+    for i in range(count):
+        start = _tile_start(i, begin, before, full_count, C, MASKED)
         key = start + tl.arange(0, C)
-        keys = _load_rows(k, base + key, head, key < stop, H, D, WIDE, MASKED)
-        values = _load_rows(v, base + key, head, key < stop, H, D, WIDE, MASKED)
+        keys = _load_rows(k, base + key, head, key < end, H, D, WIDE, MASKED)
+        values = _load_rows(v, base + key, head, key < end, H, D, WIDE, MASKED)
         s = _dot(queries, tl.trans(keys), PRECISION) * score_scale
         if MASKED:
             visible = (key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None])
-            visible = visible & (key < stop)[None, :]
+            visible = visible & (key < end)[None, :]
         if ACT == 0:
             if MASKED:
                 s = tl.where(visible, s, float("-inf"))
@@ -135,18 +153,16 @@ def forward(
     row_max = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     b, e = tl.load(begin + block), tl.load(end + block)
-    full, rest = _full_tiles(b, tl.load(full_begin + block), tl.load(full_end + block), e, C)
+    full, full_count, before, masked_count = _split_span(
+        b, tl.load(full_begin + block), tl.load(full_end + block), e, C
+    )
     acc, row_max, total = _forward_tiles(
-        acc, row_max, total, queries, k, v, lo, hi, base, head, b, full, score_scale,
-        H, D, WIDE, ACT, C, PRECISION, True,
+        acc, row_max, total, queries, k, v, lo, hi, base, head, b, masked_count, before,
+        full_count, e, score_scale, H, D, WIDE, ACT, C, PRECISION, True,
     )  # fmt: skip
     acc, row_max, total = _forward_tiles(
-        acc, row_max, total, queries, k, v, lo, hi, base, head, full, rest, score_scale,
-        H, D, WIDE, ACT, C, PRECISION, False,
-    )  # fmt: skip
-    acc, row_max, total = _forward_tiles(
-        acc, row_max, total, queries, k, v, lo, hi, base, head, rest, e, score_scale,
-        H, D, WIDE, ACT, C, PRECISION, True,
+        acc, row_max, total, queries, k, v, lo, hi, base, head, full, full_count, 0, 0, e,
+        score_scale, H, D, WIDE, ACT, C, PRECISION, False,
     )  # fmt: skip
     if ACT == 0:
         denominator = tl.where(total > 0, total, 1.0)
@@ -157,21 +173,22 @@ def forward(
 
 @triton.jit
 def _query_grad_tiles(
-    acc, queries, dout, row_lse, row_delta, k, v, lo, hi, base, head, begin, stop, score_scale,
-    weight_scale,
+    acc, queries, dout, row_lse, row_delta, k, v, lo, hi, base, head, begin, count, before,
+    full_count, end, score_scale, weight_scale,
     H: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, ACT: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add the tiles of keys [begin, stop) to the gradients of a block of queries."""
-    for start in range(begin, stop, C):
+    """Add the full tiles of keys, or the masked ones, to the gradients of a block of queries."""
+    for i in range(count):
+        start = _tile_start(i, begin, before, full_count, C, MASKED)
         key = start + tl.arange(0, C)
-        keys = _load_rows(k, base + key, head, key < stop, H, D, WIDE, MASKED)
-        values = _load_rows(v, base + key, head, key < stop, H, D, WIDE, MASKED)
+        keys = _load_rows(k, base + key, head, key < end, H, D, WIDE, MASKED)
+        values = _load_rows(v, base + key, head, key < end, H, D, WIDE, MASKED)
         s = _dot(queries, tl.trans(keys), PRECISION) * score_scale
         dw = _dot(dout, tl.trans(values), PRECISION) * weight_scale
         if MASKED:
             visible = (key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None])
-            visible = visible & (key < stop)[None, :]
+            visible = visible & (key < end)[None, :]
             s = tl.where(visible, s, 0.0)
         if ACT == 0:
             exponent = s - row_lse[:, None]
@@ -188,12 +205,12 @@ def _query_grad_tiles(
 
 @triton.jit
 def backward_queries(
-    q, k, v, grad, dq, lse, delta, low, high, first, last, keys_start, begin, full_begin, full_end,
-    end, score_scale, weight_scale,
+    q, k, v, out, grad, dq, lse, delta, low, high, first, last, keys_start, begin, full_begin,
+    full_end, end, score_scale, weight_scale,
     H: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, ACT: tl.constexpr,
     PRECISION: tl.constexpr, M: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a block of queries."""
+    """Gradients of a block of queries, and `delta`: the products of outputs and their gradients."""
     block, head = tl.program_id(0), tl.program_id(1)
     query_row = tl.load(first + block) + tl.arange(0, M)
     in_block = query_row < tl.load(last + block)
@@ -203,36 +220,38 @@ def backward_queries(
     queries = _load_rows(q, query_row, head, in_block, H, D, WIDE, True)
     dout = _load_rows(grad, query_row, head, in_block, H, D, WIDE, True)
     row_lse = tl.load(lse + query_row * H + head, mask=in_block, other=0.0)
-    row_delta = tl.load(delta + query_row * H + head, mask=in_block, other=0.0)
+    outputs = _load_rows(out, query_row, head, in_block, H, D, WIDE, True)
+    row_delta = tl.sum(dout.to(tl.float32) * outputs.to(tl.float32), 1)
+    tl.store(delta + query_row * H + head, row_delta, mask=in_block)
     acc = tl.zeros([M, WIDE], tl.float32)
     b, e = tl.load(begin + block), tl.load(end + block)
-    full, rest = _full_tiles(b, tl.load(full_begin + block), tl.load(full_end + block), e, C)
+    full, full_count, before, masked_count = _split_span(
+        b, tl.load(full_begin + block), tl.load(full_end + block), e, C
+    )
     acc = _query_grad_tiles(
-        acc, queries, dout, row_lse, row_delta, k, v, lo, hi, base, head, b, full, score_scale,
-        weight_scale, H, D, WIDE, ACT, C, PRECISION, True,
+        acc, queries, dout, row_lse, row_delta, k, v, lo, hi, base, head, b, masked_count, before,
+        full_count, e, score_scale, weight_scale, H, D, WIDE, ACT, C, PRECISION, True,
     )  # fmt: skip
     acc = _query_grad_tiles(
-        acc, queries, dout, row_lse, row_delta, k, v, lo, hi, base, head, full, rest, score_scale,
-        weight_scale, H, D, WIDE, ACT, C, PRECISION, False,
-    )  # fmt: skip
-    acc = _query_grad_tiles(
-        acc, queries, dout, row_lse, row_delta, k, v, lo, hi, base, head, rest, e, score_scale,
-        weight_scale, H, D, WIDE, ACT, C, PRECISION, True,
+        acc, queries, dout, row_lse, row_delta, k, v, lo, hi, base, head, full, full_count, 0, 0,
+        e, score_scale, weight_scale, H, D, WIDE, ACT, C, PRECISION, False,
     )  # fmt: skip
     _store_rows(dq, query_row, head, in_block, acc * score_scale, H, D, WIDE)
 
 
 @triton.jit
 def _key_grad_tiles(
-    dk, dv, keys, values, q, grad, lse, delta, low, high, key, head, begin, stop, score_scale,
+    dk, dv, keys, values, q, grad, lse, delta, low, high, key, head, begin, count, before,
+    full_count, end, score_scale,
     weight_scale,
     H: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, ACT: tl.constexpr, M: tl.constexpr,
     PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add the tiles of queries [begin, stop) to the gradients of a block of keys and values."""
-    for start in range(begin, stop, M):
+    """Add the full tiles of queries, or the masked ones, to the gradients of a block of keys."""
+    for i in range(count):
+        start = _tile_start(i, begin, before, full_count, M, MASKED)
         query_row = start + tl.arange(0, M)
-        in_span = query_row < stop
+        in_span = query_row < end
         queries = _load_rows(q, query_row, head, in_span, H, D, WIDE, MASKED)
         dout = _load_rows(grad, query_row, head, in_span, H, D, WIDE, MASKED)
         s = _dot(keys, tl.trans(queries), PRECISION) * score_scale
@@ -278,18 +297,16 @@ def backward_keys(
     dk_acc = tl.zeros([C, WIDE], tl.float32)
     dv_acc = tl.zeros([C, WIDE], tl.float32)
     b, e = tl.load(begin + block), tl.load(end + block)
-    full, rest = _full_tiles(b, tl.load(full_begin + block), tl.load(full_end + block), e, M)
+    full, full_count, before, masked_count = _split_span(
+        b, tl.load(full_begin + block), tl.load(full_end + block), e, M
+    )
     dk_acc, dv_acc = _key_grad_tiles(
-        dk_acc, dv_acc, keys, values, q, grad, lse, delta, low, high, key, head, b, full,
-        score_scale, weight_scale, H, D, WIDE, ACT, M, PRECISION, True,
+        dk_acc, dv_acc, keys, values, q, grad, lse, delta, low, high, key, head, b, masked_count,
+        before, full_count, e, score_scale, weight_scale, H, D, WIDE, ACT, M, PRECISION, True,
     )  # fmt: skip
     dk_acc, dv_acc = _key_grad_tiles(
-        dk_acc, dv_acc, keys, values, q, grad, lse, delta, low, high, key, head, full, rest,
-        score_scale, weight_scale, H, D, WIDE, ACT, M, PRECISION, False,
-    )  # fmt: skip
-    dk_acc, dv_acc = _key_grad_tiles(
-        dk_acc, dv_acc, keys, values, q, grad, lse, delta, low, high, key, head, rest, e,
-        score_scale, weight_scale, H, D, WIDE, ACT, M, PRECISION, True,
+        dk_acc, dv_acc, keys, values, q, grad, lse, delta, low, high, key, head, full, full_count,
+        0, 0, e, score_scale, weight_scale, H, D, WIDE, ACT, M, PRECISION, False,
     )  # fmt: skip
     _store_rows(dv, row, head, in_block, dv_acc * weight_scale, H, D, WIDE)
     _store_rows(dk, row, head, in_block, dk_acc * score_scale, H, D, WIDE)
