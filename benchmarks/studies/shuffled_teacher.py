@@ -14,12 +14,11 @@ from etl.spec.units import DaySplit
 from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath
 from features.schema import ITEM_TABLE, USER_TABLE
-from ranking.distillation.warm_start import save_domain_model
 from ranking.inputs.from_tables import load_teacher_history
 from ranking.student.config import DistillationConfig, StudentTrainConfig
 from ranking.student.model import TrainedStudent
 from ranking.trainer.student_trainer import StudentTrainer
-from ranking.trainer.train import init_student, load_teacher, train_student
+from ranking.trainer.train import init_student, load_teacher, teach_domain, train_student
 from training.teacher.embeddings import TeacherEmbeddings
 from training.teacher.predictions import TeacherPredictions
 
@@ -44,24 +43,33 @@ def train_on_surfaces(
     teacher_embeddings: TeacherEmbeddings,
 ) -> StudentTrainer:
     """Train a student as `ranking.trainer.train.train_on_surfaces` does, or a control."""
-    teacher = load_teacher(lake, split, config)
-    if not _shuffles_teacher(config):
-        student = init_student(lake, surfaces, split, config, teacher_embeddings)
-        return train_student(student, split, config, teacher)
-    embeddings = shuffle_embeddings(teacher_embeddings, config.seed)
-    student = init_student(lake, surfaces, split, config, embeddings)
-    if _shares_tables(config.distillation):
-        shuffle_tables(student, config.seed)
-    if teacher is not None:
-        teacher = shuffle_predictions(teacher, config.seed)
+    student, teacher = start_trial(lake, surfaces, split, config, teacher_embeddings)
     return train_student(student, split, config, teacher)
 
 
 def train_domain(lake: Lake, name: str, split: DaySplit, config: StudentTrainConfig) -> StoragePath:
     """Train and save the model of a domain as in `ranking.trainer.train`, or a control."""
     embeddings = load_teacher_history(lake, config.model.input_limits)
-    model = train_on_surfaces(lake, lake.spec.domains[name], split, config, embeddings).averaged
-    return save_domain_model(model.input_builder.reader, name, split.train_last, model)
+    student, teacher = start_trial(lake, lake.spec.domains[name], split, config, embeddings)
+    return teach_domain(student, name, split, config, teacher)
+
+
+def start_trial(
+    lake: Lake,
+    surfaces: tuple[str, ...],
+    split: DaySplit,
+    config: StudentTrainConfig,
+    teacher_embeddings: TeacherEmbeddings,
+) -> tuple[TrainedStudent, TeacherPredictions | None]:
+    """A student before its training, and its teacher; of a control both are shuffled."""
+    teacher = load_teacher(lake, surfaces, split, config)
+    if not _shuffles_teacher(config):
+        return init_student(lake, surfaces, split, config, teacher_embeddings), teacher
+    embeddings = shuffle_embeddings(teacher_embeddings, config.seed)
+    student = init_student(lake, surfaces, split, config, embeddings)
+    if _shares_tables(config.distillation):
+        shuffle_tables(student, config.seed)
+    return student, shuffle_predictions(teacher, config.seed) if teacher else None
 
 
 def shuffle_predictions(teacher: TeacherPredictions, seed: int) -> TeacherPredictions:

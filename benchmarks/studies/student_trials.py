@@ -72,11 +72,10 @@ def transfer_change(**options: object) -> TrainingChange:
 LABELS_ONLY_CHANGE = transfer_change(kind="none")
 
 
-def everything(gradient_ratio: float) -> TrainingChange:
-    """All options that are on by default."""
-    return transfer_change(
-        gradient_ratio=gradient_ratio, use_adapter=True, shared_modules=None, pretraining_epochs=1
-    )
+def everything(gradient_ratio: float, **options: object) -> TrainingChange:
+    """All options that are on by default, and others."""
+    default = {"use_adapter": True, "shared_modules": None, "pretraining_epochs": 1}
+    return transfer_change(gradient_ratio=gradient_ratio, **default | options)
 
 
 @dataclass(frozen=True)
@@ -166,15 +165,16 @@ class TransferTrials:
         }
 
     def hierarchical_variants(self) -> dict[str, TrainingChange]:
-        """Students that start from the model of their domain, which learned from GEM."""
-        from_domain = {
-            "gradient_ratio": self.auxiliary_gradient_ratio,
-            "use_adapter": True,
-            "warm_start_from": "domain",
-        }
+        """Students that start or learn from the model of their domain, which learned from GEM."""
+        ratio = self.auxiliary_gradient_ratio
+        both = {"warm_start_from": "domain", "teacher": "domain"}
         return {
-            "domain": transfer_change(**from_domain),
-            "domain, shuffled": transfer_change(**from_domain, shuffle_teacher=True),
+            "weights of the domain": everything(ratio, warm_start_from="domain"),
+            "scores of the domain": everything(ratio, teacher="domain"),
+            "weights and scores of the domain": everything(ratio, **both),
+            "scores of the domain, shuffled": everything(
+                ratio, teacher="domain", shuffle_teacher=True
+            ),
         }
 
     def student_predictions(
@@ -227,12 +227,12 @@ class TransferTrials:
     def _lake_with_domain_models(
         self, config: StudentTrainConfig, split: DaySplit
     ) -> Iterator[Lake]:
-        """The lake; for students that start from domain models, a temporary one that has them."""
-        if config.distillation.warm_start_from == "gem":
+        """The lake; for students that need models of domains, a temporary one that has them."""
+        if {config.distillation.warm_start_from, config.distillation.teacher} == {"gem"}:
             yield self.lake
             return
         from_gem = config.distillation.model_copy(
-            update={"warm_start_from": "gem", "shared_modules": None}
+            update={"warm_start_from": "gem", "teacher": "gem", "shared_modules": None}
         )
         domain_config = DomainTrainConfig(distillation=from_gem, seed=config.seed)
         with tempfile.TemporaryDirectory() as folder:
@@ -267,7 +267,7 @@ class TransferTrials:
         assert split.calibration is not None
         first = split.calibration - timedelta(days=lake.spec.label_maturity_days)
         days = list(date_range(first, split.calibration))
-        teacher = TeacherPredictions(lake, days)
+        teacher = TeacherPredictions.of_gem(lake, days)
         window = LabelWindow.for_calibration(split, lake.spec)
         batches = reader.batches(days, window, BATCH_ROWS, Shuffle(None))
         return predict(

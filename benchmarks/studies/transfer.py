@@ -33,7 +33,7 @@ class TransferArgs(StrictModel):
         str, tyro.conf.arg(help="run only a part of the missing trainings and stop: 1/2 or 2/2")
     ] = "1/1"
     hierarchical: Annotated[
-        bool, tyro.conf.arg(help="also students that start from the models of domains")
+        bool, tyro.conf.arg(help="also students that start or learn from the models of domains")
     ] = False
     as_json: Annotated[bool, tyro.conf.arg(name="json", help="one line of JSON last")] = False
 

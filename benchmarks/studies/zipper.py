@@ -45,9 +45,9 @@ WINDOW, EXTRA_WINDOWS = "window: 3d", "window: 3d, extra_windows: [6h, 1d]"
 class NaiveMixTrainer(StudentTrainer):
     """Mixes windows in the served head: what a single head makes of labels of all windows."""
 
-    def _batches(self, days: Sequence[date], window: LabelWindow) -> Iterator[Batch]:
+    def _epoch(self, days: Sequence[date], window: LabelWindow, number: int) -> Iterator[Batch]:
         objectives = self.student.input_builder.reader.lake.spec.extra_window_objectives
-        for batch in super()._batches(days, window):
+        for batch in super()._epoch(days, window, number):
             labels, mask = batch.labels.clone(), batch.label_mask.clone()
             for column, objective in enumerate(objectives):
                 chosen = batch.auxiliary_mask[:, column]

@@ -40,8 +40,9 @@ def impressions(spec: DataSpec) -> TableSchema:
 def late_retractions(_spec: DataSpec) -> TableSchema:
     """One outcome that was retracted after a label that counts it was final.
 
-    `outcomes_left` is how many other counted outcomes of the impression were not retracted by
-    then; `retracted_ts` (seconds) is when the retraction became visible, and `day` when it landed.
+    Only specs with an objective that is `retracted_by` an event have the table. `outcomes_left` is
+    how many other counted outcomes of the impression were not retracted by then; `retracted_ts`
+    (seconds) is when the retraction became visible, and `day` when it landed.
     """
     columns = {
         "impression_id": "string",

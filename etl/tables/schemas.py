@@ -240,6 +240,7 @@ def user_teacher_embeddings(_spec: DataSpec) -> TableSchema:
     """GEM's embedding of one impression (training/teacher/outputs.py), an input of later ones.
 
     It is visible from `visible_ts` (seconds) on, when its day has ended and it has been written.
+    Embeddings of the same compressor can be compared.
     """
     columns = {
         "user_id": "string",
@@ -249,6 +250,7 @@ def user_teacher_embeddings(_spec: DataSpec) -> TableSchema:
         "impression_id": "string",
         "fm_version": "string",
         "fm_trained_until": "date",
+        "compressor_version": "string",
         "teacher_embedding_int4": "binary",
     }
     order = ("user_id", "visible_ts", "impression_ts", "impression_id")

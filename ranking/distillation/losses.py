@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ranking.student.config import DistillationConfig
 from training.data.batch import Batch
-from training.teacher.predictions import TeacherLogits, TeacherPredictions
+from training.teacher.predictions import TeacherPredictions, TeacherTargets
 from training.trainer.step import masked_loss
 
 ADAPTER_LR = 0.02
@@ -35,12 +35,12 @@ class TeacherAdapter(nn.Module):
         self.intercept = nn.Parameter(torch.zeros(shape))
         self.optimizer = torch.optim.Adam(self.parameters(), ADAPTER_LR)
 
-    def forward(self, teacher: TeacherLogits) -> Tensor:
+    def forward(self, teacher: TeacherTargets) -> Tensor:
         """Corrected logits (B, O)."""
         slope = torch.exp(self.slope)[teacher.version_index]
         return slope * teacher.logits + self.intercept[teacher.version_index]
 
-    def update(self, teacher: TeacherLogits, labels: Tensor, label_mask: Tensor) -> None:
+    def update(self, teacher: TeacherTargets, labels: Tensor, label_mask: Tensor) -> None:
         """One optimizer step on the labels (B, O) of a batch."""
         weights = label_mask * teacher.mask
         loss = masked_loss(self(teacher), labels, weights, max(1.0, float(weights.sum())))
@@ -156,6 +156,12 @@ class DistillationLoss:
         windows = WindowHeads(hidden_dim, window_objectives) if window_objectives else None
         return cls(config, log_sampling_rate, teacher, heads, adapter, balancer, windows)
 
+    @property
+    def heads(self) -> dict[str, nn.Module]:
+        """The heads that are used in training only, by name."""
+        heads: dict[str, nn.Module] = {"teacher_heads": self.teacher_heads}
+        return heads | ({"window_heads": self.window_heads} if self.window_heads else {})
+
     def backward(
         self, hidden: Tensor, head: nn.Linear, batch: Batch, position_effects: Tensor
     ) -> None:
@@ -202,7 +208,7 @@ class DistillationLoss:
         torch.autograd.backward(loss)
 
     def _served_head_loss(
-        self, logits: Tensor, batch: Batch, teacher: TeacherLogits | None
+        self, logits: Tensor, batch: Batch, teacher: TeacherTargets | None
     ) -> Tensor:
         sampled_logits = logits - self.log_sampling_rate
         loss = masked_loss(sampled_logits, batch.labels, batch.label_mask, len(batch))
@@ -214,7 +220,7 @@ class DistillationLoss:
         return loss
 
     def _teacher_heads_loss(
-        self, hidden: Tensor, position_effects: Tensor, teacher: TeacherLogits
+        self, hidden: Tensor, position_effects: Tensor, teacher: TeacherTargets
     ) -> Tensor:
         targets = [teacher.logits]
         if self.adapter:
@@ -228,7 +234,7 @@ class DistillationLoss:
         return torch.stack(losses).sum()
 
     @torch.no_grad()
-    def _adapted_logits(self, teacher: TeacherLogits) -> Tensor:
+    def _adapted_logits(self, teacher: TeacherTargets) -> Tensor:
         adapted: Tensor = self.adapter(teacher) if self.adapter else teacher.logits
         return adapted
 

@@ -53,6 +53,7 @@ from ranking.feature_store.store import (
 from ranking.feature_store.wal import event_id_key, feature_store_pointer
 from ranking.registry.manifest import RankerManifest, read_manifest
 from ranking.registry.ranker import live_pointer
+from training.teacher.embeddings import of_newest_compressor
 
 log = logging.getLogger(__name__)
 
@@ -145,7 +146,7 @@ class TableSource:
         schema = schemas.user_teacher_embeddings(self.lake.spec)
         if not self.teacher_history_length or not self.lake.exists(schema.name):
             return
-        stored = read_until(self.lake, schema, self.data_until_day)
+        stored = of_newest_compressor(read_until(self.lake, schema, self.data_until_day))
         stored = stored.sort_by([(name, "ascending") for name in schema.order_by])
         rows = np.zeros(len(stored), TEACHER_HISTORY_DTYPE)
         rows["visible_ts"], rows["impression_ts"] = stored["visible_ts"], stored["impression_ts"]

@@ -86,14 +86,19 @@ class StudentConfig(StrictModel):
 class DistillationConfig(StrictModel):
     """Distillation from GEM (ExFM, 2502.17494; LoopFM, 2605.29280).
 
-    With `warm_start_from: domain` the student starts with all weights of the model of its domain
+    With `teacher: domain` the student learns the predictions of the model of its domain, which
+    learned those of GEM. With `warm_start_from: domain` it starts with all weights of that model
     that have the same shape, instead of modules of GEM.
     """
 
+    teacher: Annotated[
+        Literal["gem", "domain"],
+        tyro.conf.arg(help="the model whose predictions the student learns"),
+    ] = "gem"
     kind: Annotated[
         Literal["none", "plain", "auxiliary"],
         tyro.conf.arg(
-            help="none: labels only; plain: the served head also learns GEM's predictions; "
+            help="none: labels only; plain: the served head also learns the teacher's predictions; "
             "auxiliary: a separate head learns them"
         ),
     ] = "auxiliary"
@@ -179,9 +184,10 @@ class DomainTrainConfig(StudentTrainConfig):
 
     @field_validator("distillation")
     @classmethod
-    def _check_warm_start(cls, distillation: DistillationConfig) -> DistillationConfig:
-        if distillation.warm_start_from == "domain":
+    def _check_teacher(cls, distillation: DistillationConfig) -> DistillationConfig:
+        if "domain" in (distillation.warm_start_from, distillation.teacher):
             raise ValueError(
-                "the model of a domain cannot start from itself: set warm_start_from: gem"
+                "the model of a domain can neither start nor learn from itself: set "
+                "warm_start_from: gem and teacher: gem"
             )
         return distillation

@@ -251,7 +251,7 @@ def continue_training(
     student = new_student(reader, config.model, num_items, teacher_embeddings)
     teacher = None
     if config.distillation.kind != "none":
-        teacher = TeacherPredictions(reader.lake, days)
+        teacher = TeacherPredictions.of_gem(reader.lake, days)
     trainer = StudentTrainer(student, config, teacher)
     trainer.load_state_dict(snapshot.state)
     trainer.teacher_versions |= set(snapshot.record.teacher_versions)

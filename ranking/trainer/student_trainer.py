@@ -22,6 +22,7 @@ from ranking.student.config import StudentTrainConfig
 from ranking.student.model import Student, TrainedStudent
 from training.data.batch import Batch, NegativeSampling, Shuffle
 from training.data.label_window import LabelWindow
+from training.evaluation.predictions import Predictions, predict
 from training.teacher.predictions import TeacherPredictions
 from training.trainer.step import EmaModel, per_objective
 
@@ -64,8 +65,7 @@ class StudentTrainer:
     def _build_optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizer of dense weights, and that of tables unless they are frozen."""
         config, student = self.config, self.student
-        heads: list[nn.Module] = [self.loss.teacher_heads]
-        heads += [self.loss.window_heads] if self.loss.window_heads else []
+        heads = self.loss.heads.values()
         parameters = [*student.student.parameters(), *(p for h in heads for p in h.parameters())]
         dense = torch.optim.AdamW(
             [parameter for parameter in parameters if parameter.requires_grad],
@@ -101,25 +101,51 @@ class StudentTrainer:
 
     def learn(self, days: Sequence[date], window: LabelWindow) -> None:
         """Train on the labels of a window, as many passes as configured."""
+        for epoch in self._epochs(days, window):
+            for batch in epoch:
+                self._step(batch)
+        self.num_learned_items = self.student.num_items
+
+    def learn_prequentially(self, days: Sequence[date], window: LabelWindow) -> Predictions:
+        """Train like `learn`; returns predictions of each example from before it was learned."""
+        self.num_learned_items = self.student.num_items
+
+        def predict_then_learn(batch: Batch) -> Tensor:
+            logits: Tensor = self.averaged.logits(batch)
+            with torch.enable_grad():
+                self._step(batch)
+            return logits
+
+        objectives = self.student.input_builder.reader.features.objectives
+        epochs = self._epochs(days, window)
+        predictions = predict(predict_then_learn, next(epochs, iter(())), objectives)
+        for epoch in epochs:
+            for batch in epoch:
+                self._step(batch)
+        return predictions
+
+    def _epochs(self, days: Sequence[date], window: LabelWindow) -> Iterator[Iterator[Batch]]:
+        """The batches of each pass over the labels."""
+        for epoch in range(self.config.epochs):
+            yield self._epoch_with_progress(days, window, epoch)
+
+    def _epoch_with_progress(
+        self, days: Sequence[date], window: LabelWindow, number: int
+    ) -> Iterator[Batch]:
         self.student.student.train()
-        reader = self.student.input_builder.reader
+        surfaces = ", ".join(self.student.input_builder.reader.surfaces)
         teacher_note = "without GEM" if self.config.distillation.kind == "none" else "with GEM"
         progress = tqdm(
-            self._batches(days, window),
-            desc=f"{', '.join(reader.surfaces)} student {teacher_note}",
+            self._epoch(days, window, number),
+            desc=f"{surfaces} student {teacher_note}",
             unit="batch",
             disable=None,
         )
         for batch in progress:
-            self._step(batch)
+            yield batch
             if self.loss.teacher_heads:
                 balancer = self.loss.gradient_balancer
                 progress.set_postfix(gem=f"x{balancer.scale:.2f}", refresh=False)
-        self.num_learned_items = self.student.num_items
-
-    def _batches(self, days: Sequence[date], window: LabelWindow) -> Iterator[Batch]:
-        for epoch in range(self.config.epochs):
-            yield from self._epoch(days, window, epoch)
 
     def _epoch(self, days: Sequence[date], window: LabelWindow, number: int) -> Iterator[Batch]:
         position = self.student.input_builder.reader.features.position
@@ -176,12 +202,7 @@ class StudentTrainer:
         return TrainingSnapshot(record, self.state_dict())
 
     def _modules(self) -> dict[str, nn.Module]:
-        modules = {
-            "student": self.student.student,
-            "tables": self.student.tables,
-            "teacher_heads": self.loss.teacher_heads,
-        }
-        return modules | ({"window_heads": w} if (w := self.loss.window_heads) else {})
+        return {"student": self.student.student, "tables": self.student.tables, **self.loss.heads}
 
     def _optimizer_states(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """The state of each trained parameter, by name."""

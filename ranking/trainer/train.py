@@ -13,7 +13,7 @@ import torch
 from etl.spec.units import DaySplit, date_range
 from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath
-from ranking.distillation import warm_start
+from ranking.distillation import domain, warm_start
 from ranking.inputs.from_tables import RankerInputs, load_teacher_history
 from ranking.registry.export import export_ranker, require_compiler
 from ranking.registry.manifest import RankerManifest, read_manifest
@@ -90,9 +90,31 @@ def register_ranker(lake: Lake, folder: StoragePath, manifest: RankerManifest) -
 
 
 def train_domain(lake: Lake, name: str, split: DaySplit, config: StudentTrainConfig) -> StoragePath:
-    """Train the model of a domain, from which its rankers may start; returns its file."""
-    model = train_on_surfaces(lake, lake.spec.domains[name], split, config).averaged
-    return warm_start.save_domain_model(model.input_builder.reader, name, split.train_last, model)
+    """Train the model of a domain, from which its rankers may start or learn; returns its file."""
+    surfaces = lake.spec.domains[name]
+    embeddings = load_teacher_history(lake, config.model.input_limits)
+    student = init_student(lake, surfaces, split, config, embeddings)
+    return teach_domain(student, name, split, config, load_teacher(lake, surfaces, split, config))
+
+
+def teach_domain(
+    student: TrainedStudent,
+    name: str,
+    split: DaySplit,
+    config: StudentTrainConfig,
+    teacher: TeacherPredictions | None,
+) -> StoragePath:
+    """Train a student as the model of a domain; returns its file.
+
+    What it predicted of each example before it learned it is written beside.
+    """
+    reader, day = student.input_builder.reader, split.train_last
+    trainer = StudentTrainer(student, config, teacher)
+    days, window = training_rows(student, split)
+    trainer.pretrain(days, window)
+    predictions = trainer.learn_prequentially(days, window)
+    predictions.write(domain.domain_predictions_path(reader.lake, name, day), split)
+    return domain.save_domain_model(reader, name, day, trainer.averaged)
 
 
 def train_on_surfaces(
@@ -101,16 +123,22 @@ def train_on_surfaces(
     """Train a student on the examples of one surface or of several."""
     teacher_embeddings = load_teacher_history(lake, config.model.input_limits)
     student = init_student(lake, surfaces, split, config, teacher_embeddings)
-    return train_student(student, split, config, load_teacher(lake, split, config))
+    return train_student(student, split, config, load_teacher(lake, surfaces, split, config))
 
 
 def load_teacher(
-    lake: Lake, split: DaySplit, config: StudentTrainConfig
+    lake: Lake, surfaces: tuple[str, ...], split: DaySplit, config: StudentTrainConfig
 ) -> TeacherPredictions | None:
-    """GEM's predictions for the training days; None if a student learns from labels only."""
+    """The teacher's predictions for the training days; None if a student learns labels only.
+
+    Raises UserError if it is to learn from the model of its domain, and there is none.
+    """
     if config.distillation.kind == "none":
         return None
-    return TeacherPredictions(lake, list(date_range(split.train_first, split.train_last)))
+    if config.distillation.teacher == "domain":
+        (surface,) = surfaces
+        return domain.load_domain_predictions(lake, surface, split)
+    return TeacherPredictions.of_gem(lake, list(date_range(split.train_first, split.train_last)))
 
 
 def init_student(
@@ -131,8 +159,8 @@ def init_student(
     num_items = reader.items.num_seen_by(split.train_last)
     student = new_student(reader, config.model, num_items, teacher_embeddings)
     if config.distillation.warm_start_from == "domain":
-        weights = warm_start.load_domain_model(reader, split.train_last)
-        warm_start.load_domain_weights(student, weights)
+        weights = domain.load_domain_model(reader, split.train_last)
+        domain.load_domain_weights(student, weights)
     elif _shares_gem(lake, split, config.distillation):
         with process_group():
             gem, _ = load_train_state(lake, split.train_last)
@@ -155,11 +183,16 @@ def train_student(
 ) -> StudentTrainer:
     """Train a student on the training days."""
     trainer = StudentTrainer(student, config, teacher)
-    days = list(date_range(split.train_first, split.train_last))
-    window = LabelWindow.for_training(split, student.input_builder.reader.lake.spec)
+    days, window = training_rows(student, split)
     trainer.pretrain(days, window)
     trainer.learn(days, window)
     return trainer
+
+
+def training_rows(student: TrainedStudent, split: DaySplit) -> tuple[list[date], LabelWindow]:
+    """The training days, and the labels that were final at their end."""
+    days = list(date_range(split.train_first, split.train_last))
+    return days, LabelWindow.for_training(split, student.input_builder.reader.lake.spec)
 
 
 def example_inputs(student: TrainedStudent, days: Sequence[date]) -> RankerInputs:

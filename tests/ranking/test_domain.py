@@ -1,6 +1,8 @@
-"""A ranker may start from its domain's model, trained until the same day and not later."""
+"""A ranker may start from its domain's model, or learn what the model predicted of its examples."""
 
-from datetime import timedelta
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from datetime import date, timedelta
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from benchmarks.studies.trials import symlinked_lake
 from etl.errors import UserError
 from etl.spec.units import DaySplit
 from etl.tables.lake import Lake
-from ranking.distillation import warm_start
+from ranking.distillation import domain as domains
 from ranking.student.config import (
     DistillationConfig,
     DomainTrainConfig,
@@ -19,10 +21,14 @@ from ranking.student.config import (
     StudentTrainConfig,
 )
 from ranking.student.model import TrainedStudent, new_student
-from ranking.trainer.train import train_domain, train_on_surfaces
+from ranking.trainer.student_trainer import StudentTrainer
+from ranking.trainer.train import load_teacher, train_domain, train_on_surfaces, training_rows
 from tests.conftest import FIRST, LAST
 from tests.ranking.conftest import SMALL
+from training.data.batch import Batch, Shuffle
+from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
+from training.evaluation.predictions import Predictions
 from training.teacher.embeddings import TeacherEmbeddings
 
 DAY = LAST - timedelta(days=1)
@@ -59,12 +65,10 @@ def weights_of(model: TrainedStudent) -> dict[str, torch.Tensor]:
 
 def test_weights_of_the_same_shape_are_copied_and_no_others(table_lake: Lake) -> None:
     domain = random_student(table_lake, 0, SMALL.model_copy(update={"hidden": (24, 12)}))
-    warm_start.save_domain_model(surface_reader(table_lake), "everywhere", DAY, domain)
+    domains.save_domain_model(surface_reader(table_lake), "everywhere", DAY, domain)
     ranker = random_student(table_lake, 1)
     before, domain_weights = weights_of(ranker), weights_of(domain)
-    warm_start.load_domain_weights(
-        ranker, warm_start.load_domain_model(surface_reader(table_lake), DAY)
-    )
+    domains.load_domain_weights(ranker, domains.load_domain_model(surface_reader(table_lake), DAY))
     for name, weight in weights_of(ranker).items():
         is_same_shape = weight.shape == domain_weights[name].shape
         torch.testing.assert_close(weight, domain_weights[name] if is_same_shape else before[name])
@@ -74,7 +78,7 @@ def test_weights_of_the_same_shape_are_copied_and_no_others(table_lake: Lake) ->
 
 
 def test_a_domain_model_that_was_trained_on_later_days_is_not_used(table_lake: Lake) -> None:
-    warm_start.save_domain_model(
+    domains.save_domain_model(
         surface_reader(table_lake), "everywhere", LAST, random_student(table_lake, 0)
     )
     config = StudentTrainConfig(
@@ -88,7 +92,7 @@ def test_a_domain_model_that_was_trained_on_later_days_is_not_used(table_lake: L
 def test_a_surface_without_a_domain_is_named(table_lake: Lake) -> None:
     spec = table_lake.spec.model_copy(update={"domains": {}})
     with pytest.raises(UserError, match="surface feed is in no domain: add it to one in `domains`"):
-        warm_start.load_domain_model(surface_reader(Lake(table_lake.root, spec)), DAY)
+        domains.load_domain_model(surface_reader(Lake(table_lake.root, spec)), DAY)
 
 
 @pytest.mark.parametrize(
@@ -101,31 +105,31 @@ def test_a_surface_without_a_domain_is_named(table_lake: Lake) -> None:
 def test_a_domain_model_that_reads_other_inputs_is_refused(
     table_lake: Lake, changes: dict[str, object], field: str
 ) -> None:
-    warm_start.save_domain_model(
+    domains.save_domain_model(
         surface_reader(table_lake), "everywhere", DAY, random_student(table_lake, 0)
     )
     other = Lake(table_lake.root, table_lake.spec.model_copy(update=changes))
     with pytest.raises(UserError, match=f"was trained with {field} .*, now it is"):
-        warm_start.load_domain_model(surface_reader(other), DAY)
+        domains.load_domain_model(surface_reader(other), DAY)
 
 
 def test_a_damaged_domain_model_is_refused(table_lake: Lake) -> None:
-    path = warm_start.save_domain_model(
+    path = domains.save_domain_model(
         surface_reader(table_lake), "everywhere", DAY, random_student(table_lake, 0)
     )
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(UserError, match="is damaged: run `gemline rank train-domain` again"):
-        warm_start.load_domain_model(surface_reader(table_lake), DAY)
+        domains.load_domain_model(surface_reader(table_lake), DAY)
 
 
 def test_a_domain_model_with_another_embedding_width_is_refused(table_lake: Lake) -> None:
-    warm_start.save_domain_model(
+    domains.save_domain_model(
         surface_reader(table_lake), "everywhere", DAY, random_student(table_lake, 0)
     )
     wide = random_student(table_lake, 1, SMALL.model_copy(update={"embedding_dim": 8}))
     with pytest.raises(UserError, match="has another shape in the domain's model: train both"):
-        warm_start.load_domain_weights(
-            wide, warm_start.load_domain_model(surface_reader(table_lake), DAY)
+        domains.load_domain_weights(
+            wide, domains.load_domain_model(surface_reader(table_lake), DAY)
         )
 
 
@@ -141,8 +145,10 @@ def test_options_of_shared_gem_modules_do_not_apply_to_a_domain(
 ) -> None:
     with pytest.raises(ValidationError, match="apply to modules of GEM"):
         DistillationConfig.model_validate(distillation)
-    with pytest.raises(ValidationError, match="cannot start from itself"):
+    with pytest.raises(ValidationError, match="can neither start nor learn from itself"):
         DomainTrainConfig.model_validate({"distillation": {"warm_start_from": "domain"}})
+    with pytest.raises(ValidationError, match="can neither start nor learn from itself"):
+        DomainTrainConfig.model_validate({"distillation": {"teacher": "domain"}})
 
 
 def test_a_domain_learns_from_all_its_surfaces_and_rankers_start_from_it(table_lake: Lake) -> None:
@@ -150,9 +156,9 @@ def test_a_domain_learns_from_all_its_surfaces_and_rankers_start_from_it(table_l
         model=SMALL, batch_rows=512, weight_decay=0, distillation=DistillationConfig(kind="none")
     )
     train_domain(table_lake, "everywhere", SPLIT, config.model_copy(update={"epochs": 0}))
-    untrained = warm_start.load_domain_model(surface_reader(table_lake, "messaging"), DAY)
+    untrained = domains.load_domain_model(surface_reader(table_lake, "messaging"), DAY)
     train_domain(table_lake, "everywhere", SPLIT, config)
-    learned = warm_start.load_domain_model(surface_reader(table_lake, "messaging"), DAY)
+    learned = domains.load_domain_model(surface_reader(table_lake, "messaging"), DAY)
     key = "student.surface_embedding.weight"
     is_changed = (learned[key] != untrained[key]).any(1)
     assert is_changed.tolist() == [False, True, True, True]  # unknown, feed, reels, messaging
@@ -163,3 +169,61 @@ def test_a_domain_learns_from_all_its_surfaces_and_rankers_start_from_it(table_l
     for name, weight in weights_of(ranker).items():
         prefix = "tables" if name.startswith("tables.") else "student"
         torch.testing.assert_close(weight, learned[f"{prefix}.{name}"])
+
+
+class FlippedLabels(StudentTrainer):
+    """A trainer that reads one batch of a pass with all its labels flipped."""
+
+    flipped: int | None = None
+
+    def _epoch(self, days: Sequence[date], window: LabelWindow, number: int) -> Iterator[Batch]:
+        for position, batch in enumerate(super()._epoch(days, window, number)):
+            labels = 1 - batch.labels if position == self.flipped else batch.labels
+            yield replace(batch, labels=labels)
+
+
+def trained_prequentially(lake: Lake, flipped: int | None) -> tuple[TrainedStudent, Predictions]:
+    config = StudentTrainConfig(model=SMALL, batch_rows=64).labels_only()
+    trainer = FlippedLabels(random_student(lake, 0), config, teacher=None)
+    trainer.flipped = flipped
+    torch.manual_seed(0)
+    predictions = trainer.learn_prequentially(*training_rows(trainer.student, SPLIT))
+    return trainer.averaged, predictions
+
+
+def test_a_domain_model_predicts_each_example_before_it_learns_it(table_lake: Lake) -> None:
+    """The labels of a batch change predictions of later batches only."""
+    _, predictions = trained_prequentially(table_lake, None)
+    _, others = trained_prequentially(table_lake, 3)
+    changed = (predictions.probabilities != others.probabilities).any(1)
+    after = int(changed.argmax())
+    assert 3 * 64 < after <= 3 * 64 + 2 * 64 and changed[after:].mean() > 0.9
+
+
+def test_predicting_before_learning_changes_no_weight(table_lake: Lake) -> None:
+    model, _ = trained_prequentially(table_lake, None)
+    config = StudentTrainConfig(model=SMALL, batch_rows=64).labels_only()
+    trainer = StudentTrainer(random_student(table_lake, 0), config, teacher=None)
+    torch.manual_seed(0)
+    trainer.learn(*training_rows(trainer.student, SPLIT))
+    for name, weight in weights_of(trainer.averaged).items():
+        assert torch.equal(weight, weights_of(model)[name]), name
+
+
+def test_a_ranker_learns_what_its_domain_predicted(table_lake: Lake) -> None:
+    labels = StudentTrainConfig(model=SMALL, batch_rows=512).labels_only()
+    taught = StudentTrainConfig(
+        model=SMALL, distillation=DistillationConfig(teacher="domain", shared_modules=())
+    )
+    with pytest.raises(UserError, match=rf"no model of domain everywhere was trained until {DAY}"):
+        load_teacher(table_lake, ("feed",), SPLIT, taught)
+    train_domain(table_lake, "everywhere", SPLIT, labels)
+    teacher = load_teacher(table_lake, ("feed",), SPLIT, taught)
+    assert teacher is not None and teacher.versions == [f"everywhere-{DAY:%Y%m%d}"]
+    student = random_student(table_lake, 0)
+    days, window = training_rows(student, SPLIT)
+    for batch in student.input_builder.reader.batches(days, window, 512, Shuffle(None)):
+        assert teacher.lookup(batch.impression_ids).mask.all()
+    earlier = SPLIT.model_copy(update={"train_first": FIRST + timedelta(days=1)})
+    with pytest.raises(UserError, match="predictions of another split of days"):
+        load_teacher(table_lake, ("feed",), earlier, taught)

@@ -26,7 +26,9 @@ def trainer_of(lake: Lake, epochs: int, with_teacher: bool = True) -> StudentTra
     reader = ExampleReader.latest(lake, "behaviour", SMALL.max_length, ("feed",))
     torch.manual_seed(0)
     student = new_student(reader, SMALL, len(reader.items), TeacherEmbeddings.empty())
-    return StudentTrainer(student, config, TeacherPredictions(lake, DAYS) if with_teacher else None)
+    return StudentTrainer(
+        student, config, TeacherPredictions.of_gem(lake, DAYS) if with_teacher else None
+    )
 
 
 def labels_of(lake: Lake) -> LabelWindow:

@@ -128,7 +128,7 @@ def test_a_training_continued_from_its_state_is_the_same_training(trained: Lake)
     def new_trainer() -> StudentTrainer:
         torch.manual_seed(0)
         student = new_student(reader, SMALL, len(reader.items), TeacherEmbeddings.empty())
-        return StudentTrainer(student, config, TeacherPredictions(trained, days))
+        return StudentTrainer(student, config, TeacherPredictions.of_gem(trained, days))
 
     def continued(trainer: StudentTrainer) -> dict[str, torch.Tensor]:
         torch.manual_seed(1)

@@ -34,7 +34,7 @@ from training.distributed.process_group import process_group
 from training.distributed.sharding import local_shards
 from training.model.config import SCALES, GemOptions
 from training.teacher.embeddings import TeacherEmbeddings
-from training.teacher.predictions import TeacherLogits, TeacherPredictions
+from training.teacher.predictions import TeacherPredictions, TeacherTargets
 from training.trainer.resume import new_manifest
 from training.trainer.state import TrainState, build_train_state
 from training.trainer.table_day import start_table_day
@@ -61,14 +61,14 @@ class CertainTeacher(TeacherPredictions):
     def __init__(self) -> None:
         self.versions = ["v1"]
 
-    def lookup(self, impression_ids: npt.NDArray[np.object_]) -> TeacherLogits:
+    def lookup(self, impression_ids: npt.NDArray[np.object_]) -> TeacherTargets:
         return teacher_logits(torch.full((len(impression_ids), OBJECTIVES), 9.0))
 
 
-def teacher_logits(logits: torch.Tensor) -> TeacherLogits:
+def teacher_logits(logits: torch.Tensor) -> TeacherTargets:
     """Logits of one version of GEM, none missing."""
     mask = torch.ones_like(logits, dtype=torch.bool)
-    return TeacherLogits(logits, mask, torch.zeros(len(logits), dtype=torch.long))
+    return TeacherTargets(logits, mask, torch.zeros(len(logits), dtype=torch.long))
 
 
 def gradients(
@@ -208,7 +208,7 @@ def test_no_example_is_corrected_by_its_own_label(
     corrected: list[torch.Tensor] = []
     forward = TeacherAdapter.forward
 
-    def record(adapter: TeacherAdapter, teacher: TeacherLogits) -> torch.Tensor:
+    def record(adapter: TeacherAdapter, teacher: TeacherTargets) -> torch.Tensor:
         logits = forward(adapter, teacher)
         corrected.append(logits.detach().clone())
         return logits
@@ -305,7 +305,7 @@ def test_shuffled_predictions_are_those_of_the_same_version_for_other_impression
     teacher = CertainTeacher()
     teacher.impression_ids = np.arange(200).astype(str)
     teacher.version_index = np.arange(200) % 3
-    teacher.logits = np.arange(200.0)[:, None]
+    teacher.logits = np.arange(200, dtype=np.float32)[:, None]
     shuffled = shuffle_predictions(teacher, seed=0)
     assert (shuffled.logits != teacher.logits).mean() > 0.9
     for version in range(3):

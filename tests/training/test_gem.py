@@ -235,7 +235,7 @@ def test_the_teacher_of_a_day_was_not_trained_on_it(own_gem_lake: Lake) -> None:
     rows = arrow.snapshot(own_gem_lake, schema).read()
     assert set(rows["day"].to_pylist()) == {SECOND, THIRD, LAST}
     assert all(r["fm_trained_until"] < r["day"] for r in rows.to_pylist())
-    teacher = TeacherPredictions(own_gem_lake, [SECOND])
+    teacher = TeacherPredictions.of_gem(own_gem_lake, [SECOND])
     logits = teacher.lookup(np.array([*rows["impression_id"].to_pylist()[:3], "none"], object))
     assert not logits.mask[-1].any() and logits.logits[-1].eq(0).all()
 
@@ -245,7 +245,7 @@ def test_the_teacher_of_a_day_was_not_trained_on_it(own_gem_lake: Lake) -> None:
     where = f"day >= '{FIRST}' AND day <= '{LAST}'"
     arrow.replace_rows(own_gem_lake, schema, leaking, where, {})
     with pytest.raises(UserError, match="whose GEM was trained on their day"):
-        TeacherPredictions(own_gem_lake, [SECOND])
+        TeacherPredictions.of_gem(own_gem_lake, [SECOND])
 
 
 def test_batches_are_verified_after_the_tables_were_rewritten(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from datetime import date, timedelta
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -77,6 +78,29 @@ def test_a_row_whose_gem_was_trained_on_its_day_is_refused(scored_lake: Lake) ->
     arrow.replace_rows(scored_lake, schema, leaking, f"day = '{LAST}'", {})
     with pytest.raises(UserError, match="whose GEM was trained on their day"):
         load_teacher_embeddings(scored_lake)
+
+
+def test_all_days_are_compressed_alike(scored_lake: Lake) -> None:
+    """Scoring a day again, after later days, gives the same embeddings."""
+    schema = schemas.user_teacher_embeddings(scored_lake.spec)
+    rows = arrow.snapshot(scored_lake, schema).read(day=DAYS[0])
+    (compressor,) = (Path(scored_lake.root) / "models" / "compressor").iterdir()
+    assert set(rows["compressor_version"].to_pylist()) == {compressor.stem}
+    write_teacher_outputs(scored_lake, (DAYS[0], DAYS[0]))
+    assert arrow.snapshot(scored_lake, schema).read(day=DAYS[0]).equals(rows)
+
+
+def test_embeddings_of_an_earlier_compressor_are_not_compared_with_new_ones(
+    scored_lake: Lake,
+) -> None:
+    schema = schemas.user_teacher_embeddings(scored_lake.spec)
+    rows = arrow.snapshot(scored_lake, schema).read(day=DAYS[0])
+    column = rows.schema.get_field_index("compressor_version")
+    earlier = rows.set_column(column, "compressor_version", pa.repeat("earlier", len(rows)))
+    arrow.replace_rows(scored_lake, schema, earlier, f"day = '{DAYS[0]}'", {})
+    loaded = load_teacher_embeddings(scored_lake)
+    later = arrow.snapshot(scored_lake, schema).read()
+    assert len(loaded.sort_keys) == later.num_rows - len(rows) > 0
 
 
 ROW = st.tuples(st.sampled_from("abc"), st.integers(0, 9))

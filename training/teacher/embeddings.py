@@ -62,6 +62,9 @@ def _sort_key(user: Int64, second: Int64) -> Int64:
 def load_teacher_embeddings(lake: Lake, days: Sequence[date] | None = None) -> TeacherEmbeddings:
     """The table `user_teacher_embeddings`, of all days or of some; empty if the table is missing.
 
+    Only embeddings of the newest compressor are loaded, because others cannot be compared with
+    them.
+
     Raises UserError if a row was predicted by a GEM that was trained on the row's day.
     """
     schema = schemas.user_teacher_embeddings(lake.spec)
@@ -70,6 +73,7 @@ def load_teacher_embeddings(lake: Lake, days: Sequence[date] | None = None) -> T
     table = arrow.snapshot(lake, schema)
     rows = table.read(day=table.days() if days is None else days)
     assert_teacher_is_earlier(rows)
+    rows = of_newest_compressor(rows)
     rows = rows.sort_by([(name, "ascending") for name in schema.order_by]).combine_chunks()
     users = rows["user_id"].combine_chunks().unique()
     user = pc.index_in(rows["user_id"], users).to_numpy().astype(np.int64)
@@ -82,6 +86,14 @@ def load_teacher_embeddings(lake: Lake, days: Sequence[date] | None = None) -> T
         item_index=rows["item_index"].to_numpy().astype(np.int64),
         embedding_int4=embeddings.reshape(len(rows), TEACHER_EMBEDDING_WIDTH // 2),
     )
+
+
+def of_newest_compressor(rows: pa.Table) -> pa.Table:
+    """The rows of the compressor that made the embeddings of the latest day."""
+    if not len(rows):
+        return rows
+    latest = rows.filter(pc.equal(rows["visible_ts"], pc.max(rows["visible_ts"])))
+    return rows.filter(pc.equal(rows["compressor_version"], latest["compressor_version"][0]))
 
 
 def assert_teacher_is_earlier(rows: pa.Table) -> None:

@@ -23,7 +23,7 @@ from etl.spec.units import date_range
 from etl.tables import arrow, schemas
 from etl.tables.lake import Lake, arrow_schema
 from etl.tables.table_schema import TableSchema
-from etl.tables.uri import StoragePath, list_matching, resolve_uri
+from etl.tables.uri import StoragePath, resolve_uri
 from features.encoding.scalar import quantize_int4
 from training.data.batch import Batch, Shuffle
 from training.data.label_window import ALL_LABELS
@@ -38,6 +38,7 @@ from training.teacher.ensemble import Teacher, load_teacher
 from training.trainer import checkpoint
 from training.trainer.state import Manifest
 
+COMPRESSOR_SEED = 0
 log = logging.getLogger(__name__)
 
 
@@ -95,8 +96,12 @@ def write_teacher_outputs(
         scored = _score_day(lake.spec, teacher, day, batch_rows)
         if teacher.trees is not None:
             scored.logits.write(lake.root, day, lake.spec)
-        embeddings = _fit_and_compress(lake, day, scored.hidden)
+        version = compressor_version(teacher.manifest)
+        compressor = _load_or_fit_compressor(lake, version, scored.hidden)
+        with torch.no_grad():
+            embeddings = _binary_array(quantize_int4(compressor(scored.hidden).numpy()))
         rows = scored.impressions.append_column("teacher_embedding_int4", embeddings)
+        rows = rows.append_column("compressor_version", pa.repeat(version, len(rows)))
         outputs.append(
             TeacherOutputs(
                 scored.predictions,
@@ -204,27 +209,31 @@ def _impression_columns(spec: DataSpec, batch: Batch, day: date) -> dict[str, pa
     }
 
 
-def compressor_path(lake: str, day: date) -> StoragePath:
-    """The file of the compressor of a day's embeddings."""
-    return resolve_uri(lake, "models", "compressor", f"{day}.safetensors")
+def compressor_version(manifest: Manifest) -> str:
+    """The compressor of a GEM: one for all days of the same training."""
+    first_day, _, settings = manifest.fm_version.split("-")
+    return f"{first_day}-{settings}"
 
 
-def _fit_and_compress(lake: Lake, day: date, hidden: Tensor) -> pa.Array:
-    """A day's hidden layers (n, M) as 4-bit embeddings (n), with the compressor of that day.
+def compressor_path(lake: str, version: str) -> StoragePath:
+    """The file of a compressor."""
+    return resolve_uri(lake, "models", "compressor", f"{version}.safetensors")
 
-    Its training continues from the compressor of the previous day. It may be fitted on the same
-    day, because it needs no labels and the embeddings are not visible before the day ends.
+
+def _load_or_fit_compressor(lake: Lake, version: str, hidden: Tensor) -> EmbeddingCompressor:
+    """The compressor of a version; if there is none, one fitted to the hidden layers (n, M).
+
+    It is fitted once, so that the numbers of an embedding mean the same on all days. It may be
+    fitted to the day that is scored, because it needs no labels and the embeddings are not visible
+    before the day ends.
     """
-    width = hidden.shape[1]
-    folder = compressor_path(lake.root, day).parent
-    earlier = [path for path in list_matching(folder, "*.safetensors") if path.stem < f"{day}"]
-    compressor = load_compressor(earlier[-1]) if earlier else EmbeddingCompressor(width)
-    if compressor.input_width != width:
-        compressor = EmbeddingCompressor(width)
-    fit_compressor(compressor, hidden, day.toordinal())
-    save_compressor(compressor, compressor_path(lake.root, day))
-    with torch.no_grad():
-        return _binary_array(quantize_int4(compressor(hidden).numpy()))
+    path = compressor_path(lake.root, version)
+    if path.is_file():
+        return load_compressor(path)
+    compressor = EmbeddingCompressor(hidden.shape[1])
+    fit_compressor(compressor, hidden, COMPRESSOR_SEED)
+    save_compressor(compressor, path)
+    return compressor
 
 
 def _binary_array(rows: npt.NDArray[np.uint8]) -> pa.Array:

@@ -1,4 +1,4 @@
-"""The stored logits of the teacher by impression, for models that learn from them.
+"""The stored predictions of the teacher by impression, for models that learn from them.
 
 B examples, K stored impressions, O objectives.
 """
@@ -15,14 +15,18 @@ from torch import Tensor
 
 from etl.tables import arrow, schemas
 from etl.tables.lake import Lake
+from training.evaluation.predictions import Predictions
 from training.teacher.embeddings import assert_teacher_is_earlier
+
+Floats = npt.NDArray[np.float32]
+MIN_PROBABILITY = 1e-7
 
 
 @dataclass(frozen=True)
-class TeacherLogits:
-    """GEM's logits (B, O) of a batch, and a mask that is False if there is no prediction.
+class TeacherTargets:
+    """A teacher's logits (B, O) of a batch, and a mask that is False if there is no prediction.
 
-    `version_index` (B) is the position of the GEM that predicted in `TeacherPredictions.versions`.
+    `version_index` (B) is the position in `TeacherPredictions.versions` of the one that predicted.
     """
 
     logits: Tensor
@@ -30,41 +34,68 @@ class TeacherLogits:
     version_index: Tensor
 
 
+@dataclass
 class TeacherPredictions:
-    """Logits of GEM (K, O) by impression, each from before GEM learned from the impression."""
+    """A teacher's predictions by impression, each from before it learned from the impression.
 
-    def __init__(self, lake: Lake, days: Sequence[date], version: int | None = None) -> None:
+    Attributes:
+        impression_ids: Impressions (K), sorted.
+        logits: Logits (K, O); NaN where the teacher does not predict an objective.
+        versions: The versions of the teacher.
+        version_index: The position in `versions` of the one that predicted an impression (K).
+    """
+
+    impression_ids: npt.NDArray[np.str_]
+    logits: Floats
+    versions: list[str]
+    version_index: npt.NDArray[np.int64]
+
+    @classmethod
+    def of_gem(
+        cls, lake: Lake, days: Sequence[date], version: int | None = None
+    ) -> "TeacherPredictions":
         """Read `teacher_predictions` of some days, by default of the latest version.
 
         Raises:
             UserError: A row was predicted by a GEM that had been trained on its day.
         """
-        spec = lake.spec
-        names = [f"logit_{name}" for name in spec.objectives]
-        stored = arrow.snapshot(lake, schemas.teacher_predictions(spec), version)
+        names = [f"logit_{name}" for name in lake.spec.objectives]
+        stored = arrow.snapshot(lake, schemas.teacher_predictions(lake.spec), version)
         columns = ["impression_id", "fm_version", "fm_trained_until", "day", *names]
         rows = stored.read(columns, day=days)
         assert_teacher_is_earlier(rows)
         ids = np.asarray(rows["impression_id"]).astype(str)
         order = np.argsort(ids)
-        self.impression_ids = ids[order]
         logits = [rows[name].to_numpy()[order] for name in names]
-        self.logits = np.stack(logits, 1) if len(ids) else np.zeros((0, len(names)), np.float32)
-        self.versions = sorted(pc.unique(rows["fm_version"]).to_pylist())
-        self.version_index = np.searchsorted(self.versions, np.asarray(rows["fm_version"])[order])
+        versions = sorted(pc.unique(rows["fm_version"]).to_pylist())
+        return cls(
+            ids[order],
+            np.stack(logits, 1) if len(ids) else np.zeros((0, len(names)), np.float32),
+            versions,
+            np.searchsorted(versions, np.asarray(rows["fm_version"])[order]),
+        )
 
-    def lookup(self, impression_ids: npt.NDArray[np.object_]) -> TeacherLogits:
+    @classmethod
+    def of_model(cls, predictions: Predictions, version: str) -> "TeacherPredictions":
+        """Predictions of another model, made before it learned from each impression."""
+        ids = predictions.impression_ids.astype(str)
+        order = np.argsort(ids)
+        p = predictions.probabilities[order].clip(MIN_PROBABILITY, 1 - MIN_PROBABILITY)
+        logits = (np.log(p) - np.log1p(-p)).astype(np.float32)
+        return cls(ids[order], logits, [version], np.zeros(len(ids), np.int64))
+
+    def lookup(self, impression_ids: npt.NDArray[np.object_]) -> TeacherTargets:
         """The predictions for some impressions (B)."""
         if not len(self.impression_ids):
             logits = torch.zeros(len(impression_ids), self.logits.shape[1])
             no_version = torch.zeros(len(impression_ids), dtype=torch.long)
-            return TeacherLogits(logits, logits.bool(), no_version)
+            return TeacherTargets(logits, logits.bool(), no_version)
         ids = impression_ids.astype(str)
         position = np.searchsorted(self.impression_ids, ids)
         position = np.minimum(position, len(self.impression_ids) - 1)
         is_stored = (self.impression_ids[position] == ids)[:, None]
         stored_logits = np.where(is_stored, self.logits[position], np.nan)
-        return TeacherLogits(
+        return TeacherTargets(
             torch.from_numpy(np.nan_to_num(stored_logits)),
             torch.from_numpy(~np.isnan(stored_logits)),
             torch.from_numpy(self.version_index[position]),

@@ -208,7 +208,7 @@ class DayBatches:
         version = self.manifest.table_versions.get(TEACHER_TABLE)
         if version is None:
             return None
-        teacher = TeacherPredictions(self.lake, self.epoch(0).days, version)
+        teacher = TeacherPredictions.of_gem(self.lake, self.epoch(0).days, version)
         if not len(teacher.impression_ids):
             log.warning(
                 "%s: no teacher has predicted its rows, so that GEM learns from labels alone; run "

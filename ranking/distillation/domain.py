@@ -1,0 +1,149 @@
+"""Models of domains: students of several surfaces, which teach the rankers of these surfaces.
+
+The model of a domain learns from GEM like a ranker, on the examples of all its surfaces: GEM ->
+domain model -> ranker. A ranker may start from its weights, and learn what it predicted of each
+training example before it learned the example.
+"""
+
+from datetime import date
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from etl.errors import UserError
+from etl.spec.units import DaySplit
+from etl.tables import atomic_io
+from etl.tables.atomic_io import download
+from etl.tables.lake import Lake
+from etl.tables.uri import StoragePath, resolve_uri
+from ranking.student.model import TrainedStudent
+from training.data.reader import ExampleReader
+from training.evaluation.predictions import Predictions
+from training.teacher.predictions import TeacherPredictions
+
+RESIZABLE_LAYERS = (
+    "student.user_layer.",
+    "student.candidate_layer.",
+    "student.hidden.",
+    "student.head.",
+)
+ModelMetadata = dict[str, str]
+
+
+def domain_model_path(lake: Lake, name: str, day: date) -> StoragePath:
+    """The file of a domain's model that was trained until a day."""
+    return resolve_uri(lake.root, "models", "domains", name, f"{day}.safetensors")
+
+
+def domain_predictions_path(lake: Lake, name: str, day: date) -> StoragePath:
+    """The file of what a domain's model predicted of its training examples."""
+    return domain_model_path(lake, name, day).with_suffix(".parquet")
+
+
+def save_domain_model(
+    reader: ExampleReader, name: str, day: date, model: TrainedStudent
+) -> StoragePath:
+    """Write the weights of a domain's model and what it reads; returns the file."""
+    path = domain_model_path(reader.lake, name, day)
+    with atomic_io.replace_file(path) as temporary:
+        save_file(_state_dict(model), temporary, _model_metadata(reader, name))
+    return path
+
+
+def load_domain_model(reader: ExampleReader, day: date) -> dict[str, Tensor]:
+    """The weights of the domain of a reader's surface, trained until exactly a day.
+
+    Raises:
+        UserError: The surface has no domain, the domain no such model, the file is damaged, or the
+            model reads other inputs than the reader gives.
+    """
+    (surface,) = reader.surfaces
+    name = _domain_of(reader.lake, surface)
+    path = domain_model_path(reader.lake, name, day)
+    _require_model(path, name, day)
+    try:
+        with safe_open(download(path), "pt") as stored:
+            metadata = stored.metadata() or {}
+            weights = {
+                key: stored.get_tensor(key)
+                for key in stored.keys()  # noqa: SIM118 (not a mapping)
+            }
+    except SafetensorError:
+        raise UserError(f"{path} is damaged: run `gemline rank train-domain` again") from None
+    for field, expected in _model_metadata(reader, name).items():
+        if metadata.get(field) != expected:
+            raise UserError(
+                f"{path} was trained with {field} {metadata.get(field)}, now it is {expected}: run "
+                "`gemline rank train-domain` again"
+            )
+    return weights
+
+
+@torch.no_grad()
+def load_domain_weights(student: TrainedStudent, domain_weights: dict[str, Tensor]) -> None:
+    """Copy a domain's weights into a student; the layers of the MLP only where shapes are equal.
+
+    Raises:
+        UserError: Any other weight has another shape.
+    """
+    for name, weight in _state_dict(student).items():
+        domain_weight = domain_weights.get(name)
+        if domain_weight is not None and domain_weight.shape == weight.shape:
+            weight.copy_(domain_weight)
+        elif not name.startswith(RESIZABLE_LAYERS):
+            raise UserError(
+                f"{name} has another shape in the domain's model: train both with the same "
+                "embedding_dim, event_width and user_hash_buckets"
+            )
+
+
+def load_domain_predictions(lake: Lake, surface: str, split: DaySplit) -> TeacherPredictions:
+    """What the model of a surface's domain predicted of each training example before it learned it.
+
+    Raises:
+        UserError: The surface has no domain, or the domain no model of the same training days.
+    """
+    name, day = _domain_of(lake, surface), split.train_last
+    _require_model(domain_model_path(lake, name, day), name, day)
+    predictions = Predictions.read(domain_predictions_path(lake, name, day), split)
+    return TeacherPredictions.of_model(predictions, f"{name}-{day:%Y%m%d}")
+
+
+def _domain_of(lake: Lake, surface: str) -> str:
+    name = lake.spec.domain_of(surface)
+    if name is None:
+        raise UserError(
+            f"surface {surface} is in no domain: add it to one in `domains` of the spec"
+        )
+    return name
+
+
+def _require_model(path: StoragePath, name: str, day: date) -> None:
+    if not path.is_file():
+        raise UserError(
+            f"no model of domain {name} was trained until {day}: run `gemline rank train-domain` "
+            "first"
+        )
+
+
+def _state_dict(model: TrainedStudent) -> dict[str, Tensor]:
+    modules = {"student": model.student, "tables": model.tables}
+    return {
+        f"{prefix}.{key}": weight
+        for prefix, module in modules.items()
+        for key, weight in module.state_dict().items()
+    }
+
+
+def _model_metadata(reader: ExampleReader, name: str) -> ModelMetadata:
+    """What the model of a domain reads; a mismatch with a ranker's inputs is an error."""
+    spec = reader.lake.spec
+    return {
+        "spec": spec.hash,
+        "surfaces": ", ".join(spec.domains[name]),
+        "similarity_attributes": ", ".join(spec.similarity_attributes),
+        "sequence": reader.sequence,
+        "events": ", ".join(reader.event_types),
+    }
