@@ -81,13 +81,15 @@ def test_a_row_whose_gem_was_trained_on_its_day_is_refused(scored_lake: Lake) ->
 
 
 def test_all_days_are_compressed_alike(scored_lake: Lake) -> None:
-    """Scoring a day again, after later days, gives the same embeddings."""
+    """Scoring a later day again changes neither its embeddings nor the compressor."""
     schema = schemas.user_teacher_embeddings(scored_lake.spec)
-    rows = arrow.snapshot(scored_lake, schema).read(day=DAYS[0])
+    rows = arrow.snapshot(scored_lake, schema).read(day=LAST)
     (compressor,) = (Path(scored_lake.root) / "models" / "compressor").iterdir()
     assert set(rows["compressor_version"].to_pylist()) == {compressor.stem}
-    write_teacher_outputs(scored_lake, (DAYS[0], DAYS[0]))
-    assert arrow.snapshot(scored_lake, schema).read(day=DAYS[0]).equals(rows)
+    weights = compressor.read_bytes()
+    write_teacher_outputs(scored_lake, (LAST, LAST))
+    assert arrow.snapshot(scored_lake, schema).read(day=LAST).equals(rows)
+    assert compressor.read_bytes() == weights
 
 
 def test_embeddings_of_an_earlier_compressor_are_not_compared_with_new_ones(
