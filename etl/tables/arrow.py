@@ -64,6 +64,13 @@ class Snapshot:
                 f"version {self.version} of table {self.schema.name} has been vacuumed "
                 f"({path} is gone): rebuild it, or read a newer version"
             ) from None
+        missing = [name for name in stored if name not in file.schema_arrow.names]
+        if missing:
+            raise UserError(
+                f"table {self.schema.name} lacks {', '.join(missing)}, because an earlier version "
+                f"of Gemline wrote its rows of {partition.get('day', 'some days')}: write these "
+                "days again"
+            )
         rows = file.read(columns=stored)
         fields = [schema.field(name) for name in names]
         arrays = [
@@ -117,6 +124,7 @@ def replace_rows(
         rows.select(list(schema.columns)).cast(arrow_schema(schema)),
         mode="overwrite",
         predicate=predicate,
+        schema_mode="merge",  # a table of an earlier version may lack columns
         commit_properties=CommitProperties(custom_metadata={"facts": metadata}),
     )
     return lake.version(schema.name)

@@ -1,5 +1,6 @@
 """Teacher outputs: scored by an earlier GEM, and visible from the end of the day on."""
 
+import shutil
 from collections.abc import Iterator
 from datetime import date, timedelta
 from pathlib import Path
@@ -8,13 +9,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from deltalake import DeltaTable, write_deltalake
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.studies.trials import scratch_lake
 from etl.errors import UserError
 from etl.tables import arrow, schemas
-from etl.tables.lake import Lake
+from etl.tables.lake import SPEC_PROPERTY, Lake
 from features.encoding.scalar import INT4_ZERO_POINT, dequantize_int4, quantize_int4
 from tests.conftest import FIRST, LAST
 from training.data.batch import Shuffle
@@ -103,6 +105,27 @@ def test_embeddings_of_an_earlier_compressor_are_not_compared_with_new_ones(
     loaded = load_teacher_embeddings(scored_lake)
     later = arrow.snapshot(scored_lake, schema).read()
     assert len(loaded.sort_keys) == later.num_rows - len(rows) > 0
+
+
+def test_days_that_an_earlier_version_wrote_are_named_and_can_be_written_again(
+    scored_lake: Lake,
+) -> None:
+    schema = schemas.user_teacher_embeddings(scored_lake.spec)
+    rows = arrow.snapshot(scored_lake, schema).read().drop_columns(["compressor_version"])
+    uri = scored_lake.table_uri(schema.name)
+    shutil.rmtree(uri)
+    DeltaTable.create(
+        uri,
+        rows.schema,
+        partition_by=list(schema.partition_by),
+        configuration={SPEC_PROPERTY: scored_lake.spec.hash},
+        raise_if_key_not_exists=False,
+    )
+    write_deltalake(uri, rows, mode="append")
+    with pytest.raises(UserError, match=r"lacks compressor_version, because an earlier version"):
+        load_teacher_embeddings(scored_lake)
+    write_teacher_outputs(scored_lake, DAYS)
+    assert len(load_teacher_embeddings(scored_lake).sort_keys) == len(rows)
 
 
 ROW = st.tuples(st.sampled_from("abc"), st.integers(0, 9))
