@@ -18,7 +18,7 @@ from ranking.inputs.from_tables import load_teacher_history
 from ranking.student.config import DistillationConfig, StudentTrainConfig
 from ranking.student.model import TrainedStudent
 from ranking.trainer.student_trainer import StudentTrainer
-from ranking.trainer.train import init_student, load_teacher, teach_domain, train_student
+from ranking.trainer.train import fit_domain_model, init_student, load_teacher, train_student
 from training.teacher.embeddings import TeacherEmbeddings
 from training.teacher.predictions import TeacherPredictions
 
@@ -51,7 +51,7 @@ def train_domain(lake: Lake, name: str, split: DaySplit, config: StudentTrainCon
     """Train and save the model of a domain as in `ranking.trainer.train`, or a control."""
     embeddings = load_teacher_history(lake, config.model.input_limits)
     student, teacher = start_trial(lake, lake.spec.domains[name], split, config, embeddings)
-    return teach_domain(student, name, split, config, teacher)
+    return fit_domain_model(student, name, split, config, teacher)
 
 
 def start_trial(

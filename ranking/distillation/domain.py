@@ -103,11 +103,18 @@ def load_domain_predictions(lake: Lake, surface: str, split: DaySplit) -> Teache
     """What the model of a surface's domain predicted of each training example before it learned it.
 
     Raises:
-        UserError: The surface has no domain, or the domain no model of the same training days.
+        UserError: The surface has no domain, or the domain no model of the same training days and
+            objectives.
     """
     name, day = _domain_of(lake, surface), split.train_last
-    _require_model(domain_model_path(lake, name, day), name, day)
-    predictions = Predictions.read(domain_predictions_path(lake, name, day), split)
+    path = domain_predictions_path(lake, name, day)
+    _require_model(path, name, day)
+    predictions = Predictions.read(path, split)
+    if predictions.objectives != tuple(lake.spec.objectives):
+        raise UserError(
+            f"{path} has predictions of {', '.join(predictions.objectives)}, now objectives are "
+            f"{', '.join(lake.spec.objectives)}: run `gemline rank train-domain` again"
+        )
     return TeacherPredictions.of_model(predictions, f"{name}-{day:%Y%m%d}")
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ranking.student.config import DistillationConfig
 from training.data.batch import Batch
-from training.teacher.predictions import TeacherPredictions, TeacherTargets
+from training.teacher.predictions import TeacherLogits, TeacherPredictions
 from training.trainer.step import masked_loss
 
 ADAPTER_LR = 0.02
@@ -35,12 +35,12 @@ class TeacherAdapter(nn.Module):
         self.intercept = nn.Parameter(torch.zeros(shape))
         self.optimizer = torch.optim.Adam(self.parameters(), ADAPTER_LR)
 
-    def forward(self, teacher: TeacherTargets) -> Tensor:
+    def forward(self, teacher: TeacherLogits) -> Tensor:
         """Corrected logits (B, O)."""
         slope = torch.exp(self.slope)[teacher.version_index]
         return slope * teacher.logits + self.intercept[teacher.version_index]
 
-    def update(self, teacher: TeacherTargets, labels: Tensor, label_mask: Tensor) -> None:
+    def update(self, teacher: TeacherLogits, labels: Tensor, label_mask: Tensor) -> None:
         """One optimizer step on the labels (B, O) of a batch."""
         weights = label_mask * teacher.mask
         loss = masked_loss(self(teacher), labels, weights, max(1.0, float(weights.sum())))
@@ -208,7 +208,7 @@ class DistillationLoss:
         torch.autograd.backward(loss)
 
     def _served_head_loss(
-        self, logits: Tensor, batch: Batch, teacher: TeacherTargets | None
+        self, logits: Tensor, batch: Batch, teacher: TeacherLogits | None
     ) -> Tensor:
         sampled_logits = logits - self.log_sampling_rate
         loss = masked_loss(sampled_logits, batch.labels, batch.label_mask, len(batch))
@@ -220,7 +220,7 @@ class DistillationLoss:
         return loss
 
     def _teacher_heads_loss(
-        self, hidden: Tensor, position_effects: Tensor, teacher: TeacherTargets
+        self, hidden: Tensor, position_effects: Tensor, teacher: TeacherLogits
     ) -> Tensor:
         targets = [teacher.logits]
         if self.adapter:
@@ -234,7 +234,7 @@ class DistillationLoss:
         return torch.stack(losses).sum()
 
     @torch.no_grad()
-    def _adapted_logits(self, teacher: TeacherTargets) -> Tensor:
+    def _adapted_logits(self, teacher: TeacherLogits) -> Tensor:
         adapted: Tensor = self.adapter(teacher) if self.adapter else teacher.logits
         return adapted
 

@@ -94,10 +94,12 @@ def train_domain(lake: Lake, name: str, split: DaySplit, config: StudentTrainCon
     surfaces = lake.spec.domains[name]
     embeddings = load_teacher_history(lake, config.model.input_limits)
     student = init_student(lake, surfaces, split, config, embeddings)
-    return teach_domain(student, name, split, config, load_teacher(lake, surfaces, split, config))
+    return fit_domain_model(
+        student, name, split, config, load_teacher(lake, surfaces, split, config)
+    )
 
 
-def teach_domain(
+def fit_domain_model(
     student: TrainedStudent,
     name: str,
     split: DaySplit,

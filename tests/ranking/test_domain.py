@@ -227,3 +227,7 @@ def test_a_ranker_learns_what_its_domain_predicted(table_lake: Lake) -> None:
     earlier = SPLIT.model_copy(update={"train_first": FIRST + timedelta(days=1)})
     with pytest.raises(UserError, match="predictions of another split of days"):
         load_teacher(table_lake, ("feed",), earlier, taught)
+    objectives = {"click": table_lake.spec.objectives["click"]}
+    spec = table_lake.spec.model_copy(update={"objectives": objectives})
+    with pytest.raises(UserError, match="now objectives are click: run `gemline rank train-domain"):
+        load_teacher(Lake(table_lake.root, spec), ("feed",), SPLIT, taught)

@@ -34,7 +34,7 @@ from training.distributed.process_group import process_group
 from training.distributed.sharding import local_shards
 from training.model.config import SCALES, GemOptions
 from training.teacher.embeddings import TeacherEmbeddings
-from training.teacher.predictions import TeacherPredictions, TeacherTargets
+from training.teacher.predictions import TeacherLogits, TeacherPredictions
 from training.trainer.resume import new_manifest
 from training.trainer.state import TrainState, build_train_state
 from training.trainer.table_day import start_table_day
@@ -61,14 +61,14 @@ class CertainTeacher(TeacherPredictions):
     def __init__(self) -> None:
         self.versions = ["v1"]
 
-    def lookup(self, impression_ids: npt.NDArray[np.object_]) -> TeacherTargets:
+    def lookup(self, impression_ids: npt.NDArray[np.object_]) -> TeacherLogits:
         return teacher_logits(torch.full((len(impression_ids), OBJECTIVES), 9.0))
 
 
-def teacher_logits(logits: torch.Tensor) -> TeacherTargets:
+def teacher_logits(logits: torch.Tensor) -> TeacherLogits:
     """Logits of one version of GEM, none missing."""
     mask = torch.ones_like(logits, dtype=torch.bool)
-    return TeacherTargets(logits, mask, torch.zeros(len(logits), dtype=torch.long))
+    return TeacherLogits(logits, mask, torch.zeros(len(logits), dtype=torch.long))
 
 
 def gradients(
@@ -208,7 +208,7 @@ def test_no_example_is_corrected_by_its_own_label(
     corrected: list[torch.Tensor] = []
     forward = TeacherAdapter.forward
 
-    def record(adapter: TeacherAdapter, teacher: TeacherTargets) -> torch.Tensor:
+    def record(adapter: TeacherAdapter, teacher: TeacherLogits) -> torch.Tensor:
         logits = forward(adapter, teacher)
         corrected.append(logits.detach().clone())
         return logits

@@ -23,7 +23,7 @@ MIN_PROBABILITY = 1e-7
 
 
 @dataclass(frozen=True)
-class TeacherTargets:
+class TeacherLogits:
     """A teacher's logits (B, O) of a batch, and a mask that is False if there is no prediction.
 
     `version_index` (B) is the position in `TeacherPredictions.versions` of the one that predicted.
@@ -84,18 +84,18 @@ class TeacherPredictions:
         logits = (np.log(p) - np.log1p(-p)).astype(np.float32)
         return cls(ids[order], logits, [version], np.zeros(len(ids), np.int64))
 
-    def lookup(self, impression_ids: npt.NDArray[np.object_]) -> TeacherTargets:
+    def lookup(self, impression_ids: npt.NDArray[np.object_]) -> TeacherLogits:
         """The predictions for some impressions (B)."""
         if not len(self.impression_ids):
             logits = torch.zeros(len(impression_ids), self.logits.shape[1])
             no_version = torch.zeros(len(impression_ids), dtype=torch.long)
-            return TeacherTargets(logits, logits.bool(), no_version)
+            return TeacherLogits(logits, logits.bool(), no_version)
         ids = impression_ids.astype(str)
         position = np.searchsorted(self.impression_ids, ids)
         position = np.minimum(position, len(self.impression_ids) - 1)
         is_stored = (self.impression_ids[position] == ids)[:, None]
         stored_logits = np.where(is_stored, self.logits[position], np.nan)
-        return TeacherTargets(
+        return TeacherLogits(
             torch.from_numpy(np.nan_to_num(stored_logits)),
             torch.from_numpy(~np.isnan(stored_logits)),
             torch.from_numpy(self.version_index[position]),
