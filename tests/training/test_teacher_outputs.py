@@ -82,7 +82,7 @@ def test_a_row_whose_gem_was_trained_on_its_day_is_refused(scored_lake: Lake) ->
         load_teacher_embeddings(scored_lake)
 
 
-def test_all_days_are_compressed_alike(scored_lake: Lake) -> None:
+def test_one_compressor_makes_the_embeddings_of_all_days(scored_lake: Lake) -> None:
     """Scoring a later day again changes neither its embeddings nor the compressor."""
     schema = schemas.user_teacher_embeddings(scored_lake.spec)
     rows = arrow.snapshot(scored_lake, schema).read(day=LAST)
