@@ -232,7 +232,6 @@ def teacher_predictions(spec: DataSpec) -> TableSchema:
     """
     columns = {"impression_id": "string", "fm_version": "string", "fm_trained_until": "date"}
     columns |= {f"logit_{name}": "float" for name in spec.objectives}
-    columns |= {"embedding": "array<float>"}
     return TableSchema("teacher_predictions", columns | PARTITION_COLUMNS, ("day", "bucket"))
 
 

@@ -46,7 +46,7 @@ def write_predictions(lake: Lake, impressions: list[Row]) -> None:
     predictions = [
         {
             "impression_id": row["impression_id"], "fm_version": "v",
-            "fm_trained_until": row["day"] - timedelta(days=1), "embedding": [],
+            "fm_trained_until": row["day"] - timedelta(days=1),
             "day": row["day"], "bucket": row["bucket"],
         } | {f"logit_{name}": float(rng.normal(-2)) for name in lake.spec.objectives}
         for row in impressions

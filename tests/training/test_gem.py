@@ -45,9 +45,10 @@ def train(lake: Lake, spec: Path, days: str, *options: str) -> None:
 
 
 def stored_outputs(lake: Lake, day: date) -> dict[str, list[float]]:
-    """Click logit and embedding of each impression of a day."""
+    """Logits of each impression of a day."""
     rows = arrow.snapshot(lake, schemas.teacher_predictions(lake.spec)).read(day=day)
-    return {r["impression_id"]: [r["logit_click"], *r["embedding"]] for r in rows.to_pylist()}
+    names = [f"logit_{objective}" for objective in lake.spec.objectives]
+    return {r["impression_id"]: [r[name] for name in names] for r in rows.to_pylist()}
 
 
 def teacher_outputs(lake: Lake, spec: Path, day: date) -> dict[str, list[float]]:

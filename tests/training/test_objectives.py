@@ -135,7 +135,6 @@ def output_of(logits: torch.Tensor, next_action_loss: torch.Tensor | None = None
     return GemOutput(
         logits=logits,
         auxiliary=logits[:, :0],
-        embedding=logits,
         hidden=logits,
         value_distribution=None,
         next_action_loss=next_action_loss,

@@ -55,7 +55,7 @@ def forget_later_days(lake: Lake) -> None:
 
 def output_of(logits: torch.Tensor) -> GemOutput:
     nothing = logits[:, :0]
-    return GemOutput(logits, nothing, nothing, nothing, None, None)
+    return GemOutput(logits, nothing, nothing, None, None)
 
 
 def test_the_gradient_is_towards_the_label_and_the_stored_probability(

@@ -48,15 +48,13 @@ class GemOutput:
     Attributes:
         logits: Logit (B, O) of each objective on the row's surface.
         auxiliary: Predictions (B, A) of auxiliary objectives: logits, or ln(1 + seconds of dwell).
-        embedding: Compact representation (B, E) of user and item, before the surface gate.
-        hidden: The MLP layer (B, M) that `embedding` is computed from.
+        hidden: The last hidden layer (B, M) before the surface gate.
         value_distribution: Distribution of outcome values, if the model has a value head.
         next_action_loss: Loss of the auxiliary next-item task, in training and if enabled.
     """
 
     logits: Tensor
     auxiliary: Tensor
-    embedding: Tensor
     hidden: Tensor
     value_distribution: ZilnDistribution | None
     next_action_loss: Tensor | None
@@ -279,7 +277,6 @@ class Gem(nn.Module):
         return GemOutput(
             logits=self.esmm(outputs[:, :num_objectives]),
             auxiliary=outputs[:, num_objectives:],
-            embedding=embedding,
             hidden=hidden,
             value_distribution=(
                 self.value_head(torch.cat((gated, embedding), 1)) if self.value_head else None

@@ -145,8 +145,7 @@ def _score_day(spec: DataSpec, teacher: Teacher, day: date, batch_rows: int) -> 
             scores = teacher.score(batch, tree_scores)
             provenance = _provenance_columns(teacher.manifest, batch, day, bucket)
             logits = _logit_columns(spec, scores.logits, objectives)
-            columns = provenance | logits | {"embedding": _list_array(scores.output.embedding)}
-            predictions.append(pa.table(columns).select(list(schema.columns)))
+            predictions.append(pa.table(provenance | logits).select(list(schema.columns)))
             impressions.append(pa.table(provenance | _impression_columns(spec, batch, day)))
             hidden.append(scores.output.hidden)
             ids.append(batch.impression_ids)
@@ -241,13 +240,6 @@ def _binary_array(rows: npt.NDArray[np.uint8]) -> pa.Array:
     data = pa.py_buffer(np.ascontiguousarray(rows))
     fixed = pa.FixedSizeBinaryArray.from_buffers(pa.binary(rows.shape[1]), len(rows), [None, data])
     return fixed.cast(pa.binary())
-
-
-def _list_array(rows: Tensor) -> pa.Array:
-    """Rows (n, w) as one list each (n)."""
-    n, width = rows.shape
-    offsets = np.arange(n + 1, dtype=np.int32) * width
-    return pa.ListArray.from_arrays(offsets, pa.array(rows.flatten().numpy()))
 
 
 def _in_table_order(rows: pa.Table, schema: TableSchema) -> pa.Table:
