@@ -3,7 +3,7 @@
 O objectives, V versions of GEM.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from typing import cast
@@ -101,43 +101,42 @@ class StudentTrainer:
 
     def learn(self, days: Sequence[date], window: LabelWindow) -> None:
         """Train on the labels of a window, as many passes as configured."""
-        for epoch in self._epochs(days, window):
-            for batch in epoch:
-                self._step(batch)
+        self._learn_epochs(days, window, range(self.config.epochs))
         self.num_learned_items = self.student.num_items
 
     def learn_prequentially(self, days: Sequence[date], window: LabelWindow) -> Predictions:
         """Train like `learn`; returns predictions of each example from before it was learned."""
         self.num_learned_items = self.student.num_items
+        averaged, epochs = self.averaged, range(self.config.epochs)
 
         def predict_then_learn(batch: Batch) -> Tensor:
-            logits: Tensor = self.averaged.logits(batch)
+            logits = averaged.logits(batch)
             with torch.enable_grad():
                 self._step(batch)
             return logits
 
+        first_epoch = self._epoch_with_progress(days, window, 0) if epochs else ()
         objectives = self.student.input_builder.reader.features.objectives
-        epochs = self._epochs(days, window)
-        predictions = predict(predict_then_learn, next(epochs, iter(())), objectives)
-        for epoch in epochs:
-            for batch in epoch:
-                self._step(batch)
+        predictions = predict(predict_then_learn, first_epoch, objectives)
+        self._learn_epochs(days, window, epochs[1:])
         return predictions
 
-    def _epochs(self, days: Sequence[date], window: LabelWindow) -> Iterator[Iterator[Batch]]:
-        """The batches of each pass over the labels."""
-        for epoch in range(self.config.epochs):
-            yield self._epoch_with_progress(days, window, epoch)
+    def _learn_epochs(
+        self, days: Sequence[date], window: LabelWindow, numbers: Iterable[int]
+    ) -> None:
+        for number in numbers:
+            for batch in self._epoch_with_progress(days, window, number):
+                self._step(batch)
 
     def _epoch_with_progress(
         self, days: Sequence[date], window: LabelWindow, number: int
     ) -> Iterator[Batch]:
         self.student.student.train()
         surfaces = ", ".join(self.student.input_builder.reader.surfaces)
-        teacher_note = "without GEM" if self.config.distillation.kind == "none" else "with GEM"
+        teacher_note = "labels only" if self.loss.teacher is None else "with a teacher"
         progress = tqdm(
             self._epoch(days, window, number),
-            desc=f"{surfaces} student {teacher_note}",
+            desc=f"{surfaces} student, {teacher_note}",
             unit="batch",
             disable=None,
         )

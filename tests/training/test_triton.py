@@ -14,7 +14,7 @@ from training.ops.attention.reference import Activation
 from training.ops.attention.tile_plan import TilePlan
 from training.ops.attention.triton import (
     MAX_TILE_BYTES,
-    MIN_TILE_ROWS,
+    MIN_TILE_SIDE,
     TUNED,
     attention,
     outer_rows,
@@ -114,15 +114,13 @@ def test_wide_heads_in_both_precisions_equal_the_reference(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [4, 16, 32, 64, 128, 256])
-def test_tiles_of_any_width_and_type_fit_in_the_memory_of_a_processor(
-    width: int, dtype: torch.dtype
-) -> None:
-    q, wide = rows(1, width, dtype), max(width, MIN_TILE_ROWS)
+def test_tiles_of_any_width_and_type_fit_in_shared_memory(width: int, dtype: torch.dtype) -> None:
+    q, wide = rows(1, width, dtype), max(width, MIN_TILE_SIDE)
     for kernel in TUNED.values():
         configs = kernel.early_config_prune(kernel.configs, {"q": q}, WIDE=wide)
         sizes = [outer_rows(q), *(size for c in configs for size in c.kwargs.values())]
-        most = max(MAX_TILE_BYTES // (wide * q.element_size()), MIN_TILE_ROWS)
-        assert configs and min(sizes) >= MIN_TILE_ROWS and max(sizes) <= most
+        most = max(MAX_TILE_BYTES // (wide * q.element_size()), MIN_TILE_SIDE)
+        assert configs and min(sizes) >= MIN_TILE_SIDE and max(sizes) <= most
 
 
 def test_layers_with_the_same_offsets_and_window_share_a_plan() -> None:

@@ -37,11 +37,6 @@ class EmbeddingCompressor(nn.Module):
         )
         self.decoder = nn.Linear(TEACHER_EMBEDDING_WIDTH, input_width)
 
-    @property
-    def input_width(self) -> int:
-        """Width M of the input hidden layers."""
-        return self.decoder.out_features
-
     def forward(self, hidden: Tensor) -> Tensor:
         """Hidden layers (n, M) to embeddings (n, Z)."""
         return torch.tanh(self.encoder(self.scale(hidden)))

@@ -92,8 +92,8 @@ def of_newest_compressor(rows: pa.Table) -> pa.Table:
     """The rows of the compressor that made the embeddings of the latest day."""
     if not len(rows):
         return rows
-    latest = rows.filter(pc.equal(rows["visible_ts"], pc.max(rows["visible_ts"])))
-    return rows.filter(pc.equal(rows["compressor_version"], latest["compressor_version"][0]))
+    latest = pc.index(rows["visible_ts"], pc.max(rows["visible_ts"])).as_py()
+    return rows.filter(pc.equal(rows["compressor_version"], rows["compressor_version"][latest]))
 
 
 def assert_teacher_is_earlier(rows: pa.Table) -> None:

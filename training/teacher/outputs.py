@@ -210,8 +210,7 @@ def _impression_columns(spec: DataSpec, batch: Batch, day: date) -> dict[str, pa
 
 def compressor_version(manifest: Manifest) -> str:
     """The compressor of a GEM: one for all days of the same training."""
-    first_day, _, settings = manifest.fm_version.split("-")
-    return f"{first_day}-{settings}"
+    return f"{manifest.trained_from:%Y%m%d}-{manifest.settings_hash}"
 
 
 def compressor_path(lake: str, version: str) -> StoragePath:

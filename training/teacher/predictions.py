@@ -80,8 +80,8 @@ class TeacherPredictions:
         """Predictions of another model, made before it learned from each impression."""
         ids = predictions.impression_ids.astype(str)
         order = np.argsort(ids)
-        p = predictions.probabilities[order].clip(MIN_PROBABILITY, 1 - MIN_PROBABILITY)
-        logits = (np.log(p) - np.log1p(-p)).astype(np.float32)
+        probabilities = torch.from_numpy(predictions.probabilities[order])
+        logits = torch.logit(probabilities, eps=MIN_PROBABILITY).float().numpy()
         return cls(ids[order], logits, [version], np.zeros(len(ids), np.int64))
 
     def lookup(self, impression_ids: npt.NDArray[np.object_]) -> TeacherLogits:

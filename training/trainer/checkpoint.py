@@ -170,8 +170,9 @@ def has_checkpoint(lake: Lake, day: date) -> bool:
 
 
 def remove_checkpoints(lake: str) -> None:
-    """Remove every checkpoint, so that the next training starts from scratch."""
-    atomic_io.remove_folder(resolve_uri(lake, "models", "gem"))
+    """Remove every checkpoint and compressor, so that the next training starts from scratch."""
+    for folder in ("gem", "compressor"):
+        atomic_io.remove_folder(resolve_uri(lake, "models", folder))
 
 
 def remove_old_checkpoints(lake: str, spec_hash: str, keep_days: int) -> list[date]:

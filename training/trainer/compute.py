@@ -38,7 +38,7 @@ def apply_compute_config(core: Gem, config: ComputeConfig, backend: str = "induc
             _compile(block, backend)
         if isinstance(block, CHECKPOINTED_BLOCKS[config.activation_checkpointing]):
             checkpoint(block)
-    # With bf16 the products that stay in fp32 may be as imprecise as TF32 on CUDA.
+    # With bf16, matrix products that stay in fp32 may use TF32 on CUDA.
     torch.set_float32_matmul_precision("highest" if config.precision == "fp32" else "high")
     if config.precision == "bf16":
         _autocast_bf16(core.interaction)

@@ -102,10 +102,14 @@ class Manifest(StrictModel):
     file_hashes: dict[FileName, Sha256] = {}
 
     @property
+    def settings_hash(self) -> str:
+        """A short hash of the settings of the training."""
+        return hashlib.sha256(self.training.model_dump_json().encode()).hexdigest()[:6]
+
+    @property
     def fm_version(self) -> str:
         """The version of this foundation model in the teacher prediction tables."""
-        settings = hashlib.sha256(self.training.model_dump_json().encode()).hexdigest()[:6]
-        return f"{self.trained_from:%Y%m%d}-{self.trained_until:%Y%m%d}-{settings}"
+        return f"{self.trained_from:%Y%m%d}-{self.trained_until:%Y%m%d}-{self.settings_hash}"
 
     @property
     def first_training_day(self) -> date:

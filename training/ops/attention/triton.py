@@ -20,19 +20,28 @@ from training.ops.attention.triton_kernels import (
     forward,
 )
 
-MIN_TILE_ROWS = 16  # smallest side of a product on tensor cores
+MIN_TILE_SIDE = 16  # smallest side of a matrix product on tensor cores
 MAX_OUTER_ROWS = 64
-MAX_TILE_BYTES = 16_384  # of the rows of a tile; several tiles share the memory of a processor
+MAX_TILE_BYTES = 16_384  # several tiles share the shared memory of a multiprocessor
 TUNED_BY = ["H", "D", "ACT", "PRECISION"]  # and by the types of the tensors
 INNER_TILES = ((16, 2), (32, 3), (64, 3), (128, 2))  # rows and pipeline stages
 
 
+def padded_width(q: Tensor) -> int:
+    """The width of a head in a tile: the next power of two."""
+    return max(MIN_TILE_SIDE, int(triton.next_power_of_2(q.shape[-1])))
+
+
+def max_tile_rows(q: Tensor) -> int:
+    """The most rows of a tile that fit in shared memory."""
+    return max(MAX_TILE_BYTES // (padded_width(q) * q.element_size()), MIN_TILE_SIDE)
+
+
 def _fitting_configs(
-    configs: list[triton.Config], arguments: Mapping[str, Any], **meta: Any
+    configs: list[triton.Config], arguments: Mapping[str, Any], **_: Any
 ) -> list[triton.Config]:
-    """The configurations with the three largest inner tiles that fit in memory."""
-    row_bytes = meta["WIDE"] * arguments["q"].element_size()
-    max_rows = max(MAX_TILE_BYTES // row_bytes, MIN_TILE_ROWS)
+    """The configurations with the three largest inner tiles that fit in shared memory."""
+    max_rows = max_tile_rows(arguments["q"])
     return [config for config in configs if max(config.kwargs.values()) <= max_rows][-3:]
 
 
@@ -82,7 +91,7 @@ class _TritonAttention(torch.autograd.Function):
         out = torch.zeros_like(q)
         lse = q.new_zeros((n, heads), dtype=torch.float32)
         ctx.meta = {
-            "H": heads, "D": width, "WIDE": max(MIN_TILE_ROWS, triton.next_power_of_2(width)),
+            "H": heads, "D": width, "WIDE": padded_width(q),
             "ACT": ACTIVATION_CODES[kind.activation], "PRECISION": product_precision(q),
         }  # fmt: skip
         ctx.scales = kind.resolve_score_scale(width), kind.weight_scale
@@ -111,24 +120,22 @@ class _TritonAttention(torch.autograd.Function):
 
 
 def product_precision(q: Tensor) -> str:
-    """How products are computed: those of fp32 in TF32 if PyTorch may use it for its own.
+    """How matrix products are computed: those of fp32 in TF32 if PyTorch may use it for its own.
 
     Triton's interpreter, which works on a CPU, has no bf16 products: there operands are widened,
     which gives the same result, since a product of two bf16 numbers is exact in fp32.
     """
     if q.device.type == "cpu" and q.dtype == torch.bfloat16:
         return "widened"
-    may_use_tf32 = torch.get_float32_matmul_precision() != "highest"
     if q.dtype != torch.float32:
         return "ieee"
+    may_use_tf32 = torch.get_float32_matmul_precision() != "highest"
     return "tf32" if may_use_tf32 else "tf32x3"
 
 
 def outer_rows(q: Tensor) -> int:
     """Rows of the outer side of a tile: as many as fit, at most MAX_OUTER_ROWS."""
-    width = max(MIN_TILE_ROWS, int(triton.next_power_of_2(q.shape[-1])))
-    fitting = MAX_TILE_BYTES // (width * q.element_size())
-    return min(max(fitting, MIN_TILE_ROWS), MAX_OUTER_ROWS)
+    return min(max_tile_rows(q), MAX_OUTER_ROWS)
 
 
 # Plans of self-attention by the offsets of its sequences, which the layers of a model share.
@@ -140,17 +147,13 @@ def plan_tiles(
     window: int | None, limits: Tensor | None, block: int,
 ) -> TilePlan:  # fmt: skip
     """The tiles of attention; those of self-attention are planned once for the same offsets."""
-
-    def build() -> TilePlan:
-        rows, offsets = (len(q), len(k)), (q_offsets, kv_offsets)
-        return TilePlan.build(rows, offsets, kind, window, limits, (block, block))
-
-    if kv_offsets is not q_offsets or limits is not None:
-        return build()
-    plans = _PLANS.setdefault(q_offsets, {})
+    is_self_attention = kv_offsets is q_offsets and limits is None
+    plans = _PLANS.setdefault(q_offsets, {}) if is_self_attention else {}
     key = q_offsets._version, len(q), kind.causal, window, block
     if key not in plans:
-        plans[key] = build()
+        plans[key] = TilePlan.build(
+            (len(q), len(k)), (q_offsets, kv_offsets), kind, window, limits, (block, block)
+        )
     return plans[key]
 
 

@@ -140,7 +140,7 @@ def forward(
     score_scale, weight_scale,
     H: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, ACT: tl.constexpr,
     PRECISION: tl.constexpr, M: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """Attention of a block of queries to the keys of its span."""
     block, head = tl.program_id(0), tl.program_id(1)
     query_row = tl.load(first + block) + tl.arange(0, M)
@@ -209,7 +209,7 @@ def backward_queries(
     full_end, end, score_scale, weight_scale,
     H: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, ACT: tl.constexpr,
     PRECISION: tl.constexpr, M: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """Gradients of a block of queries, and `delta`: the products of outputs and their gradients."""
     block, head = tl.program_id(0), tl.program_id(1)
     query_row = tl.load(first + block) + tl.arange(0, M)
@@ -242,8 +242,7 @@ def backward_queries(
 @triton.jit
 def _key_grad_tiles(
     dk, dv, keys, values, q, grad, lse, delta, low, high, key, head, begin, count, before,
-    full_count, end, score_scale,
-    weight_scale,
+    full_count, end, score_scale, weight_scale,
     H: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, ACT: tl.constexpr, M: tl.constexpr,
     PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -286,7 +285,7 @@ def backward_keys(
     full_end, end, score_scale, weight_scale,
     H: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, ACT: tl.constexpr,
     PRECISION: tl.constexpr, M: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """Gradients of a block of keys and of their values."""
     block, head = tl.program_id(0), tl.program_id(1)
     row = tl.load(first + block) + tl.arange(0, C)
