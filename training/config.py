@@ -20,7 +20,9 @@ class ComputeConfig(StrictModel):
         Literal["fp32", "tf32", "bf16"],
         tyro.conf.arg(help="precision of matrix products; tf32 is that of tensor cores on CUDA"),
     ] = "fp32"
-    compiled: Annotated[bool, tyro.conf.arg(help="compile interaction blocks, one by one")] = False
+    compiled: Annotated[
+        bool, tyro.conf.arg(help="compile interaction and sequence layers, one by one")
+    ] = False
     activation_checkpointing: Annotated[
         Literal["none", "sequence", "blocks"],
         tyro.conf.arg(help="blocks to recompute in the backward pass, to save memory"),

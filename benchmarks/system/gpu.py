@@ -47,14 +47,15 @@ PEERS = ("sdpa", "flex")
 def measure_gpu(result: BenchmarkResult) -> None:
     """`gpu_mfu_SCALE`, `gpu_syncs_SCALE` and `gpu_attention_WIDTH_over_PEER`, a ratio of seconds.
 
-    `gpu_syncs_SCALE` is whether the host waits for the card in a step, as CUDA's debug mode sees.
+    `gpu_mfu_SCALE_compiled` is with `--compute.compiled`. `gpu_syncs_SCALE` is whether the host
+    waits for the card in a step, as CUDA's debug mode sees.
     """
     has_card = torch.cuda.is_available()
     reason = "" if has_card else "no CUDA device is available"
-    for scale, shape in SHAPES.items():
-        step = make_dense_step(scale, shape, CUDA) if has_card else None
-        mfu, syncs = (dense_mfu(step, CUDA), has_syncs(step)) if step else (None, None)
-        result.record(f"gpu_mfu_{scale}", mfu, reason)
+    for scale in SHAPES:
+        eager, compiled, syncs = measure_scale(scale) if has_card else (None, None, None)
+        result.record(f"gpu_mfu_{scale}", eager, reason)
+        result.record(f"gpu_mfu_{scale}_compiled", compiled, reason)
         result.record(f"gpu_syncs_{scale}", syncs, reason)
     for width in HEAD_WIDTHS:
         ratios = attention_ratios(width) if has_card else dict.fromkeys(PEERS)
@@ -62,6 +63,15 @@ def measure_gpu(result: BenchmarkResult) -> None:
             result.record(f"gpu_attention_{width}_over_{peer}", ratio, reason)
     if has_card:
         save_of_card(result)
+
+
+def measure_scale(scale: Scale) -> tuple[float, float, bool]:
+    """MFU of a scale, MFU with compiled layers, and whether the host waits in a step."""
+    eager, compiled = (
+        make_dense_step(scale, SHAPES[scale], CUDA, is_compiled) for is_compiled in (False, True)
+    )
+    flops = count_step_flops(eager)
+    return dense_mfu(eager, flops, CUDA), dense_mfu(compiled, flops, CUDA), has_syncs(eager)
 
 
 def save_of_card(result: BenchmarkResult) -> None:
@@ -73,11 +83,15 @@ def save_of_card(result: BenchmarkResult) -> None:
     study.save_study(RESULTS / "gpu.json", "gemline bench model --only gpu")
 
 
-def dense_mfu(step: Callable[[], object], device: torch.device) -> float:
-    """The share of the device's rate of matrix products that steps of the dense part reach."""
+def count_step_flops(step: Callable[[], object]) -> int:
+    """FLOPs of matrix products in a step that is not compiled, without those of attention."""
     with FlopCounterMode(display=False) as counter:
         step()
-    flops = counter.get_total_flops()
+    return int(counter.get_total_flops())
+
+
+def dense_mfu(step: Callable[[], object], flops: float, device: torch.device) -> float:
+    """The share of the device's rate of matrix products that steps of some FLOPs reach."""
     dtype = torch.float32 if device == CPU else torch.bfloat16
     return float(flops / seconds_of(step, device) / peak_flops(device, dtype))
 
@@ -97,7 +111,9 @@ def has_syncs(step: Callable[[], object]) -> bool:
     return False
 
 
-def make_dense_step(scale: Scale, shape: BatchShape, device: torch.device) -> Callable[[], object]:
+def make_dense_step(
+    scale: Scale, shape: BatchShape, device: torch.device, compiled: bool = False
+) -> Callable[[], object]:
     """Forward, backward and update of the dense part, on vectors that were looked up before."""
     features, config = feature_schema(load_spec(SIMULATOR_SPEC)), SCALES[scale]
     batch = history_selector(features, config).attach(random_batch(features, shape))
@@ -112,7 +128,8 @@ def make_dense_step(scale: Scale, shape: BatchShape, device: torch.device) -> Ca
     )
     vectors = map_tensors(vectors, lambda x: x.detach().to(device).requires_grad_())
     batch, core = batch.to(device), core.to(device)
-    apply_compute_config(core, ComputeConfig(precision="fp32" if device == CPU else "bf16"))
+    compute = ComputeConfig(precision="fp32" if device == CPU else "bf16", compiled=compiled)
+    apply_compute_config(core, compute)
     optimizer = torch.optim.AdamW(core.parameters(), fused=True)
     selection = core.select_history(batch)
 

@@ -96,6 +96,25 @@ def test_attention_without_queries_is_empty() -> None:
     assert out.shape == (0, 2, 4)
 
 
+def test_a_compiler_calls_attention_as_one_operator() -> None:
+    """With `fullgraph` a return to Python is an error."""
+    torch.manual_seed(3)
+    offsets = offsets_of([5, 0, 19])
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kind = AttentionKind(causal=True)
+        return attention(q, k, v, offsets, offsets, kind, 4, None, BLOCK, TILE).square().sum()
+
+    torch.compiler.reset()
+    inputs = [rows(24, 4) for _ in range(3)]
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    eager_grads, compiled_grads = (
+        torch.autograd.grad(function(*inputs), inputs) for function in (loss, compiled)
+    )
+    torch.testing.assert_close(compiled_grads, eager_grads)
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("activation", "window", "width"),
@@ -125,10 +144,9 @@ def test_tiles_of_any_width_and_type_fit_in_shared_memory(width: int, dtype: tor
 
 def test_layers_with_the_same_offsets_and_window_share_a_plan() -> None:
     offsets, q = offsets_of([5, 3]), rows(8, 4)
-    kind = AttentionKind(causal=True)
 
     def plan(offsets: Tensor, window: int | None) -> TilePlan:
-        return plan_tiles(q, q, offsets, offsets, kind, window, None, BLOCK)
+        return plan_tiles(q, q, offsets, offsets, True, window, None, BLOCK)
 
     first = plan(offsets, 4)
     assert plan(offsets, 4) is first
@@ -157,7 +175,7 @@ def test_blocks_cover_exactly_the_pairs_that_attend(
     plan = TilePlan.build(
         (sum(queries), sum(keys)),
         (q_offsets, kv_offsets),
-        AttentionKind(causal=causal),
+        causal,
         window if mask == "window" else None,
         limits if mask == "limits" else None,
         (block, block),

@@ -269,7 +269,8 @@ class Gem(nn.Module):
             *batch.row_vectors.values(),
             *(similarity.scores for similarity in similarities),
         )
-        hidden = self.trunk(self.trunk_scale(torch.cat((x.flatten(1), *wide), 1)))
+        trunk: Tensor = self.trunk(self.trunk_scale(torch.cat((x.flatten(1), *wide), 1)))
+        hidden = trunk.to(rows.dtype)  # under autocast, heads are in fp32
         embedding = self.embedding(hidden)
         gated = self.gate(hidden, batch.surface)
         outputs = self.heads(self._tower_inputs(gated, embedding), batch.surface)

@@ -16,14 +16,17 @@ from training.model.interaction import DCNv2, FinalMlp
 from training.model.interaction.dcn_dhen import DhenLayer
 from training.model.interaction.token_mixing import MixerBlock
 from training.model.interaction.wukong import WukongLayer
-from training.model.sequence.pyramid import PyramidLevel
+from training.model.sequence.layers import HstuLayer, TransformerLayer
+from training.model.sequence.pyramid import PersonalizedFFNBlock, PyramidLevel
 
 Blocks = tuple[type[nn.Module], ...]
-COMPILED_BLOCKS: Blocks = (WukongLayer, DhenLayer, DCNv2, FinalMlp, MixerBlock)
+INTERACTION_BLOCKS: Blocks = (WukongLayer, DhenLayer, DCNv2, FinalMlp, MixerBlock)
+SEQUENCE_BLOCKS: Blocks = (TransformerLayer, HstuLayer, PersonalizedFFNBlock)
+COMPILED_BLOCKS: Blocks = (*INTERACTION_BLOCKS, *SEQUENCE_BLOCKS)
 CHECKPOINTED_BLOCKS: dict[str, Blocks] = {
     "none": (),
     "sequence": (PyramidLevel,),
-    "blocks": (PyramidLevel, *COMPILED_BLOCKS),
+    "blocks": (PyramidLevel, *INTERACTION_BLOCKS),
 }
 
 
@@ -43,11 +46,12 @@ def apply_compute_config(core: Gem, config: ComputeConfig, backend: str = "induc
     if config.precision == "bf16":
         _autocast_bf16(core.interaction)
         _autocast_bf16(core.history.encoder)
+        _autocast_bf16(core.trunk)
 
 
 def _compile(block: nn.Module, backend: str) -> None:
     """Compile a block once for all batch sizes: sizes not fixed by weights are dynamic."""
-    compiled = torch.compile(block.forward, dynamic=True, backend=backend)
+    compiled = torch.compile(block.forward, dynamic=True, fullgraph=True, backend=backend)
     block.forward = compiled
 
 

@@ -6,8 +6,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from training.ops.attention.reference import AttentionKind
-
 
 @dataclass(frozen=True)
 class BlockSpans:
@@ -52,7 +50,7 @@ class TilePlan:
 
     @classmethod
     def build(
-        cls, rows: tuple[int, int], offsets: tuple[Tensor, Tensor], kind: AttentionKind,
+        cls, rows: tuple[int, int], offsets: tuple[Tensor, Tensor], causal: bool,
         window: int | None, limits: Tensor | None, blocks: tuple[int, int],
     ) -> "TilePlan":  # fmt: skip
         """Plan attention on the device, without waiting for it.
@@ -60,7 +58,7 @@ class TilePlan:
         Args:
             rows: The number of queries and of keys.
             offsets: Offsets (S + 1) that cut queries into sequences, and those of keys.
-            kind: The kind of attention.
+            causal: Whether a query attends to the keys up to its own position.
             window: See `training.ops.attention.reference.attention`.
             limits: See there.
             blocks: Rows of a block of queries, and of a block of keys.
@@ -69,7 +67,7 @@ class TilePlan:
         row = torch.arange(rows[0], device=q_offsets.device)
         sequence = torch.searchsorted(q_offsets[1:], row, right=True)
         low, high = torch.zeros_like(row), kv_offsets.diff()[sequence]
-        if kind.causal:
+        if causal:
             position = row - q_offsets[sequence]
             high = position + 1
             low = low if window is None else (position - window).clamp(min=0)
@@ -81,7 +79,7 @@ class TilePlan:
             low,
             high,
             queries=_query_spans(query_blocks, kv_offsets, low, high),
-            keys=_key_spans(key_blocks, offsets, kind, window, limits is not None),
+            keys=_key_spans(key_blocks, offsets, causal, window, limits is not None),
         )
 
 
@@ -107,7 +105,7 @@ def _query_spans(blocks: _Blocks, kv_offsets: Tensor, low: Tensor, high: Tensor)
 def _key_spans(
     blocks: _Blocks,
     offsets: tuple[Tensor, Tensor],
-    kind: AttentionKind,
+    causal: bool,
     window: int | None,
     limited: bool,
 ) -> BlockSpans:
@@ -121,7 +119,7 @@ def _key_spans(
     is_empty = blocks.first == blocks.last
     end = torch.where(is_empty, first_query, q_offsets[blocks.sequence + 1])
     begin, full_begin, full_end = first_query, first_query, end
-    if kind.causal:
+    if causal:
         first_key, last_key = blocks.first - keys_start, blocks.last - keys_start - 1
         begin, full_begin = first_query + first_key, first_query + last_key
         if window is not None:

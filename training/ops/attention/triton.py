@@ -3,7 +3,7 @@
 N positions, H heads, D width of a head.
 """
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -79,44 +79,73 @@ def _launch(
         kernel[grid](*args, **meta, **{outer: block, "C" if outer == "M" else "M": tile})
 
 
-class _TritonAttention(torch.autograd.Function):
-    """Attention by a tile plan of blocks; q, k and v are (N, H, D)."""
+# Operators, not an autograd function, so that a compiler calls them without looking into them.
+@torch.library.custom_op("gemline::triton_attention", mutates_args=())
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, limits: Tensor | None,
+    activation: str, causal: bool, score_scale: float, weight_scale: float, window: int | None,
+    block: int, tile: int | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attended values (N, H, D), and the logarithms of the sums of weights (N, H)."""
+    plan = plan_tiles(q, k, q_offsets, kv_offsets, causal, window, limits, block)
+    out, lse = torch.zeros_like(q), q.new_zeros(q.shape[:2], dtype=torch.float32)
+    grid = len(plan.queries.first), q.shape[1]
+    spans = plan.low, plan.high, *plan.queries.kernel_args
+    args = q, k, v, out, lse, *spans, score_scale, weight_scale
+    _launch(forward, grid, "M", block, tile, args, _meta(q, activation))
+    return out, lse
 
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: TilePlan, kind: AttentionKind,
-        block: int, tile: int | None,
-    ) -> Tensor:  # fmt: skip
-        n, heads, width = q.shape
-        out = torch.zeros_like(q)
-        lse = q.new_zeros((n, heads), dtype=torch.float32)
-        ctx.meta = {
-            "H": heads, "D": width, "WIDE": padded_width(q),
-            "ACT": ACTIVATION_CODES[kind.activation], "PRECISION": product_precision(q),
-        }  # fmt: skip
-        ctx.scales = kind.resolve_score_scale(width), kind.weight_scale
-        grid = (len(plan.queries.first), heads)
-        spans = plan.low, plan.high, *plan.queries.kernel_args
-        args = q, k, v, out, lse, *spans, *ctx.scales
-        _launch(forward, grid, "M", block, tile, args, ctx.meta)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.plan, ctx.block, ctx.tile = plan, block, tile
-        return out
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        plan, grad, heads = ctx.plan, grad.contiguous(), q.shape[1]
-        delta = torch.empty_like(lse)
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        shared, sizes = (lse, delta, plan.low, plan.high), (ctx.block, ctx.tile)
-        args = q, k, v, out, grad, dq, *shared, *plan.queries.kernel_args, *ctx.scales
-        grid = len(plan.queries.first), heads
-        _launch(backward_queries, grid, "M", *sizes, args, ctx.meta)
-        args = q, k, v, grad, dk, dv, *shared, *plan.keys.kernel_args, *ctx.scales
-        grid = len(plan.keys.first), heads
-        _launch(backward_keys, grid, "C", *sizes, args, ctx.meta)
-        return dq, dk, dv, None, None, None, None
+@_attention.register_fake
+def _attention_shapes(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+@torch.library.custom_op("gemline::triton_attention_backward", mutates_args=())
+def _attention_backward(
+    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor,
+    kv_offsets: Tensor, limits: Tensor | None, activation: str, causal: bool, score_scale: float,
+    weight_scale: float, window: int | None, block: int, tile: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of queries, keys and values."""
+    plan = plan_tiles(q, k, q_offsets, kv_offsets, causal, window, limits, block)
+    delta = torch.empty_like(lse)
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    shared, scales = (lse, delta, plan.low, plan.high), (score_scale, weight_scale)
+    heads, meta = q.shape[1], _meta(q, activation)
+    args = q, k, v, out, grad, dq, *shared, *plan.queries.kernel_args, *scales
+    _launch(backward_queries, (len(plan.queries.first), heads), "M", block, tile, args, meta)
+    args = q, k, v, grad, dk, dv, *shared, *plan.keys.kernel_args, *scales
+    _launch(backward_keys, (len(plan.keys.first), heads), "C", block, tile, args, meta)
+    return dq, dk, dv
+
+
+@_attention_backward.register_fake
+def _gradient_shapes(
+    _grad: Tensor, _out: Tensor, _lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    tensors, ctx.options = inputs[:6], inputs[6:]
+    ctx.save_for_backward(*output, *tensors)
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    gradients = _attention_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.options)
+    return *gradients, *[None] * (len(ctx.needs_input_grad) - 3)
+
+
+_attention.register_autograd(_backward, setup_context=_keep_for_backward)
+
+
+def _meta(q: Tensor, activation: str) -> dict[str, Any]:
+    """The constants for which a kernel is compiled."""
+    return {
+        "H": q.shape[1], "D": q.shape[2], "WIDE": padded_width(q),
+        "ACT": ACTIVATION_CODES[activation], "PRECISION": product_precision(q),
+    }  # fmt: skip
 
 
 def product_precision(q: Tensor) -> str:
@@ -143,16 +172,16 @@ _PLANS: MutableMapping[Tensor, dict[tuple[Any, ...], TilePlan]] = WeakIdKeyDicti
 
 
 def plan_tiles(
-    q: Tensor, k: Tensor, q_offsets: Tensor, kv_offsets: Tensor, kind: AttentionKind,
+    q: Tensor, k: Tensor, q_offsets: Tensor, kv_offsets: Tensor, causal: bool,
     window: int | None, limits: Tensor | None, block: int,
 ) -> TilePlan:  # fmt: skip
     """The tiles of attention; those of self-attention are planned once for the same offsets."""
     is_self_attention = kv_offsets is q_offsets and limits is None
     plans = _PLANS.setdefault(q_offsets, {}) if is_self_attention else {}
-    key = q_offsets._version, len(q), kind.causal, window, block
+    key = q_offsets._version, len(q), causal, window, block
     if key not in plans:
         plans[key] = TilePlan.build(
-            (len(q), len(k)), (q_offsets, kv_offsets), kind, window, limits, (block, block)
+            (len(q), len(k)), (q_offsets, kv_offsets), causal, window, limits, (block, block)
         )
     return plans[key]
 
@@ -175,7 +204,9 @@ def attention(
     `tile_size` are the rows of the outer and the inner side of a tile; by default the first depends
     on the width, and the second is tuned.
     """
-    block = block_size or outer_rows(q)
-    plan = plan_tiles(q, k, q_offsets, kv_offsets, kind, window, limits, block)
-    apply: Callable[..., Tensor] = _TritonAttention.apply
-    return apply(q.contiguous(), k.contiguous(), v.contiguous(), plan, kind, block, tile_size)
+    out: Tensor = _attention(
+        q.contiguous(), k.contiguous(), v.contiguous(), q_offsets, kv_offsets, limits,
+        kind.activation, kind.causal, kind.resolve_score_scale(q.shape[-1]), kind.weight_scale,
+        window, block_size or outer_rows(q), tile_size,
+    )[0]  # fmt: skip
+    return out
