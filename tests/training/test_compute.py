@@ -19,6 +19,7 @@ from training.model.embeddings import (
     table_sizes,
 )
 from training.model.gem import Gem, GemOutput
+from training.model.trunk import aligned_linear
 from training.trainer.compute import apply_compute_config
 
 EAGER = ComputeConfig()
@@ -143,3 +144,16 @@ def test_bf16_is_close_to_fp32(lake: Lake, config: GemConfig, batches: list[Batc
     flat = torch.cat([gradient.flatten() for gradient in gradients.values()])
     flat_bf16 = torch.cat([gradients_bf16[name].flatten() for name in gradients])
     assert torch.cosine_similarity(flat, flat_bf16, dim=0) > 0.98
+
+
+def test_a_linear_layer_with_padded_inputs_equals_one_without() -> None:
+    torch.manual_seed(0)
+    linear, x = torch.nn.Linear(13, 3), torch.randn(5, 13, requires_grad=True)
+    weight = torch.randn(5, 3)
+    leaves = x, linear.weight, linear.bias
+    padded = aligned_linear(x, linear.weight, linear.bias)
+    torch.testing.assert_close(padded, linear(x))
+    torch.testing.assert_close(
+        torch.autograd.grad((padded * weight).sum(), leaves),
+        torch.autograd.grad((linear(x) * weight).sum(), leaves),
+    )

@@ -5,7 +5,7 @@ width, M MLP width.
 """
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import cast
 
@@ -36,6 +36,7 @@ from training.model.history.events import TypeMeanSimilarity, TypeSimilarity
 from training.model.hyformer import HyFormer
 from training.model.interaction import Interaction, build_interaction
 from training.model.numeric import InputScale, NumericEmbedding
+from training.model.trunk import build_trunk
 
 CANDIDATE = "candidate|"  # prefix of the names of rows of a candidate's ids
 NORM_EPS = 1e-2  # large, so that LayerNorm does not amplify barely trained rows
@@ -119,7 +120,7 @@ class Gem(nn.Module):
             if config.trunk_scale_lr_factor
             else nn.Identity()
         )
-        self.trunk = _mlp(inputs, [hidden] * config.trunk_layers, config.dropout)
+        self.trunk = build_trunk(inputs, [hidden] * config.trunk_layers, config.dropout)
         self.embedding = nn.Linear(hidden, config.output_embedding_dim)
         self.gate = DomainGate(len(features.surfaces), hidden)
         outputs = len(features.objectives) + len(self.auxiliary_objectives)
@@ -323,12 +324,3 @@ def build_value_head(features: FeatureSchema, config: GemConfig) -> ZilnValueHea
     if not features.value_objectives:
         raise UserError("--model.value-loss-weight: no objective of the spec has `value: true`")
     return ZilnValueHead(config.mlp_width + config.output_embedding_dim, len(features.objectives))
-
-
-def _mlp(inputs: int, widths: Sequence[int], dropout: float) -> nn.Sequential:
-    """Linear layers of some widths, each with LayerNorm, ReLU and dropout."""
-    layers: list[nn.Module] = []
-    for width in widths:
-        layers += [nn.Linear(inputs, width), nn.LayerNorm(width), nn.ReLU(), nn.Dropout(dropout)]
-        inputs = width
-    return nn.Sequential(*layers)

@@ -1,0 +1,39 @@
+"""The trunk of GEM: an MLP that reads the rows of the interactions and the wide inputs."""
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import override
+
+ALIGNED_WIDTH = 8  # numbers of 2 bytes that tensor cores load at once
+
+
+class AlignedLinear(nn.Linear):
+    """A linear layer that pads its inputs with zeros on a GPU.
+
+    Matrix products of rows that are not aligned to 16 bytes are several times slower there.
+    """
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        """The layer of `torch.nn`."""
+        if input.is_cuda:
+            return aligned_linear(input, self.weight, self.bias)
+        return super().forward(input)
+
+
+def aligned_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """X W^T + b, computed with inputs and weights padded to a multiple of ALIGNED_WIDTH."""
+    padding = 0, -x.shape[-1] % ALIGNED_WIDTH
+    return F.linear(F.pad(x, padding), F.pad(weight, padding), bias)
+
+
+def build_trunk(inputs: int, widths: Sequence[int], dropout: float) -> nn.Sequential:
+    """Linear layers of some widths, each with LayerNorm, ReLU and dropout."""
+    layers: list[nn.Module] = []
+    for width in widths:
+        layers += [AlignedLinear(inputs, width), nn.LayerNorm(width), nn.ReLU()]
+        layers.append(nn.Dropout(dropout))
+        inputs = width
+    return nn.Sequential(*layers)
