@@ -7,6 +7,7 @@ backward, beside PyTorch's SDPA and FlexAttention.
 
 import time
 from collections.abc import Callable, Mapping
+from statistics import median
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +40,7 @@ SHAPES: Mapping[Scale, BatchShape] = {
 }
 SEQUENCES, LENGTH, HEADS = 32, 1024, 8
 HEAD_WIDTHS = (64, 128)
-WARM_UP, ROUNDS = 3, 10
+WARM_UP, ROUNDS, STEPS = 3, 5, 4
 CUDA = torch.device("cuda")
 PEERS = ("sdpa", "flex")
 
@@ -144,15 +145,18 @@ def make_dense_step(
 
 
 def seconds_of(step: Callable[[], object], device: torch.device) -> float:
-    """Mean seconds of a step, after a warm-up."""
+    """Median seconds of a step over ROUNDS rounds of STEPS steps, after a warm-up."""
     for _ in range(WARM_UP):
         step()
     synchronize(device)
-    start = time.perf_counter()
+    seconds = []
     for _ in range(ROUNDS):
-        step()
-    synchronize(device)
-    return (time.perf_counter() - start) / ROUNDS
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            step()
+        synchronize(device)
+        seconds.append((time.perf_counter() - start) / STEPS)
+    return median(seconds)
 
 
 def attention_ratios(width: int) -> dict[str, float]:
