@@ -155,10 +155,10 @@ class UpgradeGemArgs(LakeArgs):
 def upgrade(args: UpgradeGemArgs) -> None:
     """Carry the latest GEM over to a changed spec, or to a larger item table."""
     from training.distributed.process_group import process_group
-    from training.trainer.upgrade import upgrade_gem
+    from training.trainer.upgrade import upgrade_teacher
 
     with process_group():
-        print(upgrade_gem(args.open_lake(), args.item_table_rows))
+        print(*upgrade_teacher(args.open_lake(), args.item_table_rows), sep="\n")
 
 
 class VerifyBatchesArgs(LakeArgs):

@@ -17,9 +17,10 @@ from training.data.synthetic import random_batch
 from training.distributed.process_group import process_group
 from training.model.config import GemOptions
 from training.model.gem import Gem
+from training.trainer.spec_changes import feature_changes
 from training.trainer.state import TrainState, build_train_state
 from training.trainer.step import Loss, train_step
-from training.trainer.upgrade import TOLERANCE, carry_over, feature_changes, prediction_difference
+from training.trainer.upgrade import TOLERANCE, carry_over, prediction_difference
 
 AUXILIARY = {
     "quick_click": {"event": "ad_click", "window": "5m"},

@@ -30,12 +30,12 @@ from training.model.carry_over import CarryOver
 from training.model.config import GemOptions, SequenceOptions
 from training.model.feature_axes import feature_axes
 from training.model.gem import Gem
+from training.trainer.spec_changes import feature_changes
 from training.trainer.state import TrainState
 from training.trainer.step import Loss, train_step
 from training.trainer.upgrade import (
     TOLERANCE,
     carry_over,
-    feature_changes,
     prediction_difference,
 )
 

@@ -28,6 +28,7 @@ from training.teacher.outputs import trained_objectives, write_teacher_outputs
 from training.teacher.trees import load_trees, train_trees, trees_reader
 from training.trainer.throughput import Timeline
 from training.trainer.trainer import load_train_state
+from training.trainer.upgrade import upgrade_teacher
 
 SECOND, THIRD = FIRST + timedelta(days=1), FIRST + timedelta(days=2)
 CONFIG = TrainConfig(
@@ -121,7 +122,7 @@ def test_the_weight_of_a_day_depends_only_on_labels_known_before_it(
         field = rows.schema.field(index)
         rows = rows.set_column(index, field, [changed.astype(field.type.to_pandas_dtype())])
     arrow.replace_rows(own, schema, rows, "true", {})
-    assert blend_weights(own, SECOND, THIRD, 14) == before
+    assert blend_weights(own, SECOND, THIRD, 14) == pytest.approx(before, abs=1e-8)
 
 
 def test_trees_learn_only_labels_that_are_final_on_their_day(taught: Lake, tmp_path: Path) -> None:
@@ -131,7 +132,8 @@ def test_trees_learn_only_labels_that_are_final_on_their_day(taught: Lake, tmp_p
     schema = label_schemas.impressions(own.spec)
     rows = arrow.snapshot(own, schema).read()
     arrow.replace_rows(own, schema, rows.filter(rows["day"].to_numpy() <= FIRST), "true", {})
-    train_trees(own, FIRST, CONFIG)  # again, because the table has another version
+    shutil.rmtree(files[0].parent)
+    train_trees(own, FIRST, CONFIG)
     assert files and [file.read_text() for file in files] == before
 
 
@@ -154,6 +156,27 @@ def test_the_number_of_seeds_cannot_change_from_one_day_to_the_next(
     config = CONFIG.model_copy(update={"teacher": teacher})
     with pytest.raises(UserError, match="seeds"):
         train_teacher(own, (LAST, LAST), config, Timeline())
+
+
+def test_trees_of_earlier_days_are_kept_when_tables_grow(taught: Lake, tmp_path: Path) -> None:
+    own = copy_of(taught, tmp_path / "lake")
+    manifest = Path(own.root, "models", "gem", "trees", f"{FIRST}", "trees.json")
+    before = manifest.stat().st_mtime_ns
+    schema = label_schemas.impressions(own.spec)
+    arrow.replace_rows(own, schema, arrow.snapshot(own, schema).read(), "true", {})
+    train_trees(own, FIRST, CONFIG)
+    assert manifest.stat().st_mtime_ns == before
+
+
+def test_an_upgrade_replaces_the_gems_of_all_seeds(taught: Lake, tmp_path: Path) -> None:
+    own = copy_of(taught, tmp_path / "lake")
+    larger = 2 * CONFIG.item_table_rows
+    reports = upgrade_teacher(own, larger)
+    members = [load_train_state(own, THIRD, member)[0].manifest.training for member in (0, 1)]
+    assert [report.is_equal for report in reports] == [True, True]
+    assert [training.item_table_rows for training in members] == [larger, larger]
+    assert [training.seed for training in members] == [CONFIG.seed, CONFIG.seed + 1]
+    assert not list(Path(own.root, "models", "gem").rglob(f"{SECOND}/gem.json"))
 
 
 def test_logits_of_a_day_are_those_of_its_predictions(taught: Lake) -> None:

@@ -88,7 +88,9 @@ def train_trees(lake: Lake, day: date, config: TrainConfig) -> None:
     )
     folder = trees_path(lake.root, day)
     existing = _read_manifest(folder)
-    if existing and existing.model_copy(update={"file_hashes": {}}) == manifest:
+    # Each later day adds versions to the tables; like a GEM, trees of earlier days are kept.
+    of_files = {"file_hashes": {}, "table_versions": manifest.table_versions}
+    if existing and existing.model_copy(update=of_files) == manifest:
         log.info("%s holds these trees already", folder)
         return
     _publish(folder, manifest, fit_boosters(train, lake.spec.objectives, BaselineConfig()))

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from etl.errors import UserError
-from etl.spec.attributes import Attribute, Attributes, CategoricalAttribute
+from etl.spec.attributes import Attributes
 from etl.tables import atomic_io
 from etl.tables.lake import Lake
-from etl.tables.uri import StoragePath, list_matching, resolve_uri
+from etl.tables.uri import StoragePath, list_matching
 from features.schema import ITEM_TABLE, FeatureSchema, feature_schema
 from training.config import TrainConfig
 from training.data.batch import Batch
@@ -23,6 +23,7 @@ from training.model.carry_over import CarryOver
 from training.model.gem import Gem
 from training.trainer import checkpoint
 from training.trainer.async_checkpoint import AsyncCheckpointer
+from training.trainer.spec_changes import changed_columns, feature_changes
 from training.trainer.state import Manifest, TrainState, build_train_state
 from training.trainer.step import GemModel
 
@@ -67,10 +68,11 @@ class UpgradeReport:
         return "\n".join(lines)
 
 
-def upgrade_gem(lake: Lake, item_table_rows: int | None = None) -> UpgradeReport:
+def upgrade_teacher(lake: Lake, item_table_rows: int | None = None) -> list[UpgradeReport]:
     """Replace the latest GEM of a lake by the same model for the lake's spec.
 
-    Its other checkpoints are removed, because the spec cannot read them.
+    Further GEMs of a teacher of several seeds are replaced like the first one. Other checkpoints
+    are removed, because the spec cannot read them.
 
     Args:
         lake: The lake, with the new spec.
@@ -80,7 +82,15 @@ def upgrade_gem(lake: Lake, item_table_rows: int | None = None) -> UpgradeReport
         UserError: There is no GEM, the item table would shrink, or the spec lacks the sequence that
             the GEM reads.
     """
-    path, old = latest_checkpoint(lake)
+    newest = [latest_checkpoint(lake)]
+    for member in range(1, newest[0][1].training.teacher.seeds):
+        newest += complete_checkpoints(lake, member)[-1:]
+    return [_upgrade_checkpoint(lake, *found, item_table_rows) for found in newest]
+
+
+def _upgrade_checkpoint(
+    lake: Lake, path: StoragePath, old: Manifest, item_table_rows: int | None
+) -> UpgradeReport:
     new = upgraded_manifest(lake, old, item_table_rows or old.training.item_table_rows)
     old_state = build_train_state(old)
     checkpoint.load_checkpoint(path, old_state)
@@ -89,7 +99,7 @@ def upgrade_gem(lake: Lake, item_table_rows: int | None = None) -> UpgradeReport
     checkpointer = AsyncCheckpointer()
     checkpointer.save(path, new_state)
     checkpointer.wait()
-    for other in list_matching(resolve_uri(lake.root, "models", "gem"), "[0-9]*"):
+    for other in list_matching(path.parent, "[0-9]*"):
         if other != path:
             atomic_io.remove_folder(other)
     added, dropped = feature_changes(old, new)
@@ -98,14 +108,16 @@ def upgrade_gem(lake: Lake, item_table_rows: int | None = None) -> UpgradeReport
 
 def latest_checkpoint(lake: Lake) -> tuple[StoragePath, Manifest]:
     """The latest complete checkpoint of a lake, of any spec. Raises UserError if there is none."""
-    complete = [
-        (path, manifest)
-        for path, manifest in checkpoint.list_checkpoints(lake.root, None)
-        if manifest.complete
-    ]
+    complete = complete_checkpoints(lake)
     if not complete:
         raise UserError(f"{lake.root} has no trained GEM to upgrade; run `gemline train gem`")
     return complete[-1]
+
+
+def complete_checkpoints(lake: Lake, member: int = 0) -> list[tuple[StoragePath, Manifest]]:
+    """The complete checkpoints of a GEM of the teacher, of any spec, in order of their days."""
+    found = checkpoint.list_checkpoints(lake.root, None, member)
+    return [(path, manifest) for path, manifest in found if manifest.complete]
 
 
 def upgraded_manifest(lake: Lake, old: Manifest, item_table_rows: int) -> Manifest:
@@ -165,27 +177,6 @@ def _training_of(
             "model": training.model.model_copy(update={"esmm_parents": parents}),
         }
     )
-
-
-def changed_columns(old: Attributes, new: Attributes) -> frozenset[str]:
-    """Columns that both specs have, but whose values mean something else in the new one."""
-    prefixes = {"user": "user", "item": "item", "ctx": "context"}
-    return frozenset(
-        f"{prefix}_{name}"
-        for prefix, group in prefixes.items()
-        for name, attribute in getattr(new, group).items()
-        if name in getattr(old, group)
-        and not _has_same_values(getattr(old, group)[name], attribute)
-    )
-
-
-def _has_same_values(old: Attribute, new: Attribute) -> bool:
-    """Whether a value is read in the same way; a vocabulary may have grown at its end."""
-    if isinstance(old, CategoricalAttribute) and isinstance(new, CategoricalAttribute):
-        if old.vocabulary is None or new.vocabulary is None:
-            return (old.vocabulary, old.size) == (new.vocabulary, new.size)
-        return new.vocabulary[: len(old.vocabulary)] == old.vocabulary
-    return old.model_dump(exclude={"column"}) == new.model_dump(exclude={"column"})
 
 
 def carry_over(old: TrainState, manifest: Manifest) -> tuple[TrainState, Counter[str]]:
@@ -306,34 +297,3 @@ def _probabilities(
     core.train(was_training)
     columns = [state.manifest.features.objectives.index(name) for name in objectives]
     return torch.sigmoid(logits[:, columns])
-
-
-def feature_changes(
-    old: Manifest, new: Manifest
-) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """Names that only the new model reads or predicts, and those that only the old one does."""
-    changed = changed_columns(old.attributes, new.attributes)
-    before, after = _feature_names(old.features), _feature_names(new.features)
-    added, dropped = {}, {}
-    for kind, names in after.items():
-        again = [name for name in names if name in changed and kind == "attribute"]
-        added[kind] = [name for name in names if name not in before[kind]] + again
-        dropped[kind] = [name for name in before[kind] if name not in names] + again
-    return added, dropped
-
-
-def _feature_names(features: FeatureSchema) -> dict[str, tuple[str, ...]]:
-    groups = (features.user, features.item, features.context)
-    return {
-        "attribute": tuple(
-            name
-            for group in groups
-            for name in (*group.categorical, *group.numeric, *group.vectors)
-        ),
-        "counter": features.counter_transform.column_names,
-        "objective": features.objectives,
-        "auxiliary objective": tuple(features.auxiliary_objectives),
-        "surface": features.surfaces,
-        "event type": features.events,
-        "similarity attribute": features.similarity_columns,
-    }
