@@ -176,7 +176,7 @@ class RefitPredictions:
             trainer = continue_training(reader, snapshot, days, day)
             if day in self.days:
                 student = trainer.averaged
-                unlearned = replace(window, purpose="unlearned")
+                unlearned = replace(window, only_unlearned=True)
                 final.append(predict_rows(student, days, unlearned, calibration))
                 served.append(predict_rows(student, [day], all_labels, calibration))
             trainer.learn(days, window)

@@ -159,7 +159,7 @@ def refresh_live_calibration(lake: Lake, surface: str, data_until: int) -> Calib
     window = LabelWindow(
         offsets.labels_until,
         data_until,
-        "unlearned",
+        only_unlearned=True,
         mixes_windows=training is not None and training.config.mix_windows,
     )
     delay = timedelta(days=1 + lake.spec.label_maturity_days)

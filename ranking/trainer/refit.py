@@ -199,7 +199,9 @@ def continue_until(
         start = max(window.start, calibration.labels_until)
         if start < window.end:
             mixes_windows = snapshot.record.config.mix_windows
-            unlearned = LabelWindow(start, window.end, "unlearned", mixes_windows=mixes_windows)
+            unlearned = LabelWindow(
+                start, window.end, only_unlearned=True, mixes_windows=mixes_windows
+            )
             predictions = predict_window(trainer.averaged, days, unlearned)
             judged.append(predictions.calibrated(calibration))
             calibration = refresh(calibration, predictions, window.end)
@@ -227,7 +229,7 @@ def day_windows(lake: Lake, labels_until: int, data_until: int) -> list[tuple[La
     while end > labels_until:
         day = spec.last_day_before(end)
         start = max(spec.day_start(day), labels_until)
-        windows.append((LabelWindow(start, end, "training"), day))
+        windows.append((LabelWindow(start, end), day))
         end = spec.day_start(day)
     return windows[::-1]
 

@@ -122,8 +122,8 @@ def test_a_training_continued_from_its_state_is_the_same_training(trained: Lake)
     config = CONFIG.model_copy(update={"distillation": distillation})
     reader = ExampleReader.latest(trained, "behaviour", SMALL.max_length, (SURFACE,))
     days, spec = [FIRST, SECOND, THIRD], trained.spec
-    first = LabelWindow(0, spec.day_end(SECOND), "training")
-    second = LabelWindow(first.end, spec.day_end(THIRD), "training")
+    first = LabelWindow(0, spec.day_end(SECOND))
+    second = LabelWindow(first.end, spec.day_end(THIRD))
 
     def new_trainer() -> StudentTrainer:
         torch.manual_seed(0)
@@ -211,7 +211,7 @@ def test_offsets_are_refreshed_with_the_weights_before_the_labels_are_learned(
     reader = ExampleReader.latest(lake, "behaviour", SMALL.max_length, (SURFACE,))
     snapshot = TrainingSnapshot(training, load_training_state(refits.third))
     trainer = continue_training(reader, snapshot, [FIRST, SECOND, THIRD, LAST], LAST)
-    window = LabelWindow(spec.day_start(LAST), spec.day_end(LAST), "unlearned")
+    window = LabelWindow(spec.day_start(LAST), spec.day_end(LAST), only_unlearned=True)
     unlearned = predict_window(trainer.averaged, [FIRST, SECOND, THIRD, LAST], window)
     is_new = unlearned.segments["new_item"] == NEW
     assert 0 < is_new.mean() < 0.5  # items of the last day are new to the weights before it

@@ -30,7 +30,7 @@ from training.trainer.state import latest_reader
 
 HOUR, DAYS = 3600, 6
 ENDS = [DAYS * HOUR * 24 * (n + 1) // DAYS for n in range(DAYS)]  # of the days of random labels
-PASSES = [LabelWindow(end - ENDS[0], end, "training", include_auxiliary=True) for end in ENDS]
+PASSES = [LabelWindow(end - ENDS[0], end, include_auxiliary=True) for end in ENDS]
 
 
 def two_of_each(spec: dict[str, Any]) -> None:

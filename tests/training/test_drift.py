@@ -137,8 +137,8 @@ def test_a_label_that_matures_when_the_data_ends_is_not_final(
     assert bool(teacher_prequential(own, data_until)) == is_final
     reader = ExampleReader.latest(own)
     days = list(date_range(FIRST + timedelta(days=1), data_until))
-    for purpose in ("evaluation", "training"):
-        window = LabelWindow(0, end, purpose)
+    for only_unlearned in (False, True):
+        window = LabelWindow(0, end, only_unlearned)
         partitions = list(reader.partitions(days, range(lake.spec.buckets), window))
         assert bool(partitions) == is_final
 

@@ -30,7 +30,7 @@ def labels(reader: ExampleReader, days: list[date], window: LabelWindow) -> list
 
 def day_window(lake: Lake, day: date) -> LabelWindow:
     """The labels that a model is trained on on a day."""
-    return LabelWindow(lake.spec.day_start(day), lake.spec.day_end(day), "training")
+    return LabelWindow(lake.spec.day_start(day), lake.spec.day_end(day))
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ WINDOWS = {
     "long_view": ["long_view"],
 }
 SECONDS = {name: seconds for name, (_, seconds) in SPEC.objective_labels.items()}
-PASSES = [LabelWindow(n * DAY, (n + 1) * DAY, "training", mixes_windows=True) for n in range(8)]
+PASSES = [LabelWindow(n * DAY, (n + 1) * DAY, mixes_windows=True) for n in range(8)]
 
 
 Array = np.ndarray[Any, Any]
@@ -96,8 +96,8 @@ def test_unlearned_labels_have_taught_no_window_of_their_objective(seed: int, mi
     """Other objectives of the row may have been learned; all labels that fulfil this are there."""
     table, draws, shown = random_rows(seed)
     start, end = 3 * DAY, 5 * DAY
-    trained = used(table, draws, LabelWindow(0, start, "training", mixes_windows=mix))
-    window = LabelWindow(start, end, "unlearned", mixes_windows=mix)
+    trained = used(table, draws, LabelWindow(0, start, mixes_windows=mix))
+    window = LabelWindow(start, end, only_unlearned=True, mixes_windows=mix)
     unlearned = used(table, draws, window).mask
     extra = list(SPEC.extra_window_labels)
     for i, name in enumerate(SPEC.objectives):

@@ -7,7 +7,7 @@ same rule as in `etl.labels`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from etl.spec.model import DataSpec
 from etl.spec.units import DaySplit
@@ -23,11 +23,8 @@ if TYPE_CHECKING:  # needs numpy, which is not installed where runs are only pla
 class LabelWindow:
     """Labels that become final in [start, end), in epoch seconds.
 
-    `purpose` determines how they are used:
-
-    - `evaluation`: all labels.
-    - `training`: with window mixing only the label of one window of each objective.
-    - `unlearned`: only labels whose objective was not learned from their row up to `start`.
+    With `only_unlearned` labels are left out whose objective was learned from their row before
+    `start`; with window mixing that was the label of another window.
 
     Rows without a label in the window are skipped unless `include_unlabelled`, and so are rows of
     which `negative_sampling` keeps no label. Labels of auxiliary objectives are read only with
@@ -39,7 +36,7 @@ class LabelWindow:
 
     start: int
     end: int
-    purpose: Literal["evaluation", "training", "unlearned"] = "evaluation"
+    only_unlearned: bool = False
     include_unlabelled: bool = False
     include_auxiliary: bool = False
     mixes_windows: bool = False
@@ -57,13 +54,15 @@ class LabelWindow:
     @classmethod
     def for_training(cls, split: DaySplit, spec: DataSpec) -> LabelWindow:
         """Labels that were final when the last training day ended."""
-        return cls(0, spec.day_end(split.train_last), "training")
+        return cls(0, spec.day_end(split.train_last))
 
     @classmethod
     def for_calibration(cls, split: DaySplit, spec: DataSpec) -> LabelWindow:
         """Labels that became final between training and calibration, which no model has learned."""
         assert split.calibration is not None
-        return cls(spec.day_end(split.train_last), spec.day_end(split.calibration), "unlearned")
+        return cls(
+            spec.day_end(split.train_last), spec.day_end(split.calibration), only_unlearned=True
+        )
 
     @classmethod
     def for_test(cls, split: DaySplit, spec: DataSpec) -> LabelWindow:

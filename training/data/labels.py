@@ -94,7 +94,7 @@ def labels_of(
     else:
         trained_ts = learned.times
         auxiliary_ts = _first_time_from(auxiliary, trained_ts)
-    if window.purpose == "unlearned":
+    if window.only_unlearned:
         first_ts = _first_of_objective(spec, trained_ts, auxiliary_ts, window)
         mask = stored.has_label & window.contains(stored.mature_ts) & (first_ts >= window.start)
     else:

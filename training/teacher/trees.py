@@ -77,7 +77,7 @@ def train_trees(lake: Lake, day: date, config: TrainConfig) -> None:
     reader = trees_reader(lake, config)
     oldest = day - timedelta(days=config.teacher.blend_days - 1)
     days = [d for d in reader.days() if oldest <= d <= day]
-    window = LabelWindow(0, lake.spec.day_end(day), "training")
+    window = LabelWindow(0, lake.spec.day_end(day))
     train = load_tabular(reader, days, window)
     manifest = TreesManifest(
         spec_hash=lake.spec.hash,

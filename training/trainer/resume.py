@@ -157,7 +157,6 @@ def day_labels(lake: Lake, day: date, manifest: Manifest) -> LabelWindow:
     return LabelWindow(
         start=0 if day == manifest.first_training_day else lake.spec.day_start(day),
         end=lake.spec.day_end(day),
-        purpose="training",
         include_auxiliary=manifest.training.gem_config.auxiliary_weight > 0,
         negative_sampling=negative_sampling(manifest.training, tuple(lake.spec.objectives)),
     )
