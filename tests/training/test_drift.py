@@ -138,7 +138,7 @@ def test_a_label_that_matures_when_the_data_ends_is_not_final(
     reader = ExampleReader.latest(own)
     days = list(date_range(FIRST + timedelta(days=1), data_until))
     for only_unlearned in (False, True):
-        window = LabelWindow(0, end, only_unlearned)
+        window = LabelWindow(0, end, only_unlearned=only_unlearned)
         partitions = list(reader.partitions(days, range(lake.spec.buckets), window))
         assert bool(partitions) == is_final
 

@@ -1,7 +1,7 @@
 """Triton attention gives outputs and gradients of the reference, under Triton's interpreter."""
 
 from itertools import product
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -153,6 +153,25 @@ def test_layers_with_the_same_offsets_and_window_share_a_plan() -> None:
     assert plan(offsets, 2) is not first and plan(offsets.clone(), 4) is not first
     offsets[1] = 4
     assert plan(offsets, 4) is not first
+
+
+def test_the_backward_pass_uses_the_plan_of_the_forward_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also with keys of their own and limits, where the tiles of the keys are planned too."""
+    built: list[TilePlan] = []
+    build = TilePlan.build
+
+    def counted(*args: Any) -> TilePlan:
+        built.append(build(*args))
+        return built[-1]
+
+    monkeypatch.setattr(TilePlan, "build", counted)
+    offsets, limits = (offsets_of([3, 4]), offsets_of([5, 2])), torch.tensor([5, 1, 2, 0, 1, 2, 2])
+    q, k, v = rows(7, 4), rows(7, 4), rows(7, 4)
+    out = attention(q, k, v, *offsets, AttentionKind(), None, limits, BLOCK, TILE)
+    torch.autograd.grad(out.sum(), (q, k, v))
+    assert len(built) == 1
 
 
 @settings(max_examples=60, deadline=None)

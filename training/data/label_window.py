@@ -23,8 +23,8 @@ if TYPE_CHECKING:  # needs numpy, which is not installed where runs are only pla
 class LabelWindow:
     """Labels that become final in [start, end), in epoch seconds.
 
-    With `only_unlearned` labels are left out whose objective was learned from their row before
-    `start`; with window mixing that was the label of another window.
+    With `only_unlearned`, labels whose objective was learned from their row before `start` are left
+    out; with window mixing, that may have been by the label of another window.
 
     Rows without a label in the window are skipped unless `include_unlabelled`, and so are rows of
     which `negative_sampling` keeps no label. Labels of auxiliary objectives are read only with

@@ -97,15 +97,18 @@ def blend_weights(lake: Lake, trained_until: date, day: date, blend_days: int) -
     for name in lake.spec.objectives:
         labels = ["impression_id", f"label_{name}", f"label_mature_ts_{name}"]
         rows = [
-            with_final_labels(
-                impressions.read(labels, day=d).join(table, "impression_id", join_type="inner"),
-                name,
-                window,
-            ).select([f"logit_{name}", f"trees_{name}", f"label_{name}"])
+            with_final_labels(_join(impressions.read(labels, day=d), table), name, window).select(
+                [f"logit_{name}", f"trees_{name}", f"label_{name}"]
+            )
             for d, table in logits.items()
         ]
         weights[name] = _weight_on(pa.concat_tables(rows)) if rows else 0.0
     return weights
+
+
+def _join(labels: pa.Table, logits: pa.Table) -> pa.Table:
+    """The rows of impressions in both tables, in the same order each time: joins use threads."""
+    return labels.join(logits, "impression_id", join_type="inner").sort_by("impression_id")
 
 
 def _weight_on(rows: pa.Table) -> float:

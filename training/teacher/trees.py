@@ -21,7 +21,13 @@ from etl.tables import atomic_io
 from etl.tables.atomic_io import download
 from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath, list_matching, read_text_if_exists, resolve_uri
-from training.baseline import BaselineConfig, TabularDataset, fit_boosters, load_tabular
+from training.baseline import (
+    BaselineConfig,
+    TabularDataset,
+    feature_names_of,
+    fit_boosters,
+    load_tabular,
+)
 from training.config import TrainConfig
 from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
@@ -78,10 +84,9 @@ def train_trees(lake: Lake, day: date, config: TrainConfig) -> None:
     oldest = day - timedelta(days=config.teacher.blend_days - 1)
     days = [d for d in reader.days() if oldest <= d <= day]
     window = LabelWindow(0, lake.spec.day_end(day))
-    train = load_tabular(reader, days, window)
     manifest = TreesManifest(
         spec_hash=lake.spec.hash,
-        feature_names=train.feature_names,
+        feature_names=feature_names_of(reader),
         surfaces=config.surfaces,
         days=(days[0], days[-1]),
         table_versions=dict(reader.table_versions),
@@ -89,10 +94,11 @@ def train_trees(lake: Lake, day: date, config: TrainConfig) -> None:
     folder = trees_path(lake.root, day)
     existing = _read_manifest(folder)
     # Each later day adds versions to the tables; like a GEM, trees of earlier days are kept.
-    of_files = {"file_hashes": {}, "table_versions": manifest.table_versions}
-    if existing and existing.model_copy(update=of_files) == manifest:
+    may_differ = {"file_hashes": {}, "table_versions": manifest.table_versions}
+    if existing and existing.model_copy(update=may_differ) == manifest:
         log.info("%s holds these trees already", folder)
         return
+    train = load_tabular(reader, days, window)
     _publish(folder, manifest, fit_boosters(train, lake.spec.objectives, BaselineConfig()))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 
 from training.ops.attention.reference import SOFTMAX, AttentionKind
 from training.ops.attention.tile_plan import TilePlan
@@ -167,7 +167,7 @@ def outer_rows(q: Tensor) -> int:
     return min(max_tile_rows(q), MAX_OUTER_ROWS)
 
 
-# Plans of self-attention by the offsets of its sequences, which the layers of a model share.
+# Plans by the offsets of queries: layers share them, and so do forward and backward pass.
 _PLANS: MutableMapping[Tensor, dict[tuple[Any, ...], TilePlan]] = WeakIdKeyDictionary()
 
 
@@ -175,10 +175,11 @@ def plan_tiles(
     q: Tensor, k: Tensor, q_offsets: Tensor, kv_offsets: Tensor, causal: bool,
     window: int | None, limits: Tensor | None, block: int,
 ) -> TilePlan:  # fmt: skip
-    """The tiles of attention; those of self-attention are planned once for the same offsets."""
-    is_self_attention = kv_offsets is q_offsets and limits is None
-    plans = _PLANS.setdefault(q_offsets, {}) if is_self_attention else {}
-    key = q_offsets._version, len(q), causal, window, block
+    """The tiles of attention, which are planned once for the same offsets and limits."""
+    plans = _PLANS.setdefault(q_offsets, {})
+    tensors = [x for x in (q_offsets, kv_offsets, limits) if x is not None]
+    identities = tuple((WeakIdRef(x), x._version) for x in tensors)
+    key = identities, len(q), len(k), causal, window, block
     if key not in plans:
         plans[key] = TilePlan.build(
             (len(q), len(k)), (q_offsets, kv_offsets), causal, window, limits, (block, block)
