@@ -19,6 +19,7 @@ COMMAND_GROUPS = {
     "spec": ("etl.commands", "Infer a data spec from files, and check one against them."),
     "etl": ("etl.commands", "Turn raw logs into clean, labeled tables."),
     "features": ("features.commands", "Build histories, counters and training examples."),
+    "audience": ("features.audience.commands", "Measure how good labels of data providers are."),
     "train": ("training.commands", "Train and evaluate GEM and the LightGBM baseline."),
     "teacher-predictions": ("training.commands", "Write GEM's predictions and embeddings."),
     "rank": ("ranking.commands", "Train, promote and serve a calibrated ranker per surface."),

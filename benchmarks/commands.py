@@ -19,6 +19,7 @@ def benchmarks_of_the_repository() -> dict[str, Callable[[Any], object]]:
         from benchmarks.studies import (
             ablation,
             agreement,
+            audience,
             calibration,
             freshness,
             history_length,
@@ -41,6 +42,7 @@ def benchmarks_of_the_repository() -> dict[str, Callable[[Any], object]]:
         "quality": quality.bench_quality,
         "ablation": ablation.bench_ablation,
         "agreement": agreement.bench_agreement,
+        "audience": audience.bench_audience,
         "model": suites.bench_model,
         "transfer": transfer.bench,
         "staleness": staleness.bench,

@@ -15,6 +15,7 @@ ATTRIBUTE_TABLES = ("attributes_user", "attributes_item")
 GEM_MODEL_DIR = "models/gem"
 ITEM_TABLES = ("items", "item_versions")
 TEACHER_TABLES = ("teacher_predictions", "user_teacher_embeddings")
+AUDIENCE_TABLES = ("audience_labels", "audits", "audience_counts")
 EXAMPLE_TABLES = ("examples", "impressions", "history", *ITEM_TABLES)
 
 
@@ -153,6 +154,37 @@ def data_steps(
     return [
         Step(name, "spark", (*command, *paths.cli_flags, *day_flags), reads, writes)
         for name, command, reads, writes in table
+    ]
+
+
+def audience_steps(
+    spec: DataSpec,
+    paths: PipelinePaths,
+    day_flags: tuple[str, ...],
+    data_until: tuple[str, ...],
+) -> list[Step]:
+    """Count impressions by the labels of data providers, and estimate how good these are.
+
+    No steps for a spec without audiences.
+    """
+    if not spec.audiences:
+        return []
+    flags = paths.cli_flags
+    return [
+        Step(
+            "audience",
+            "spark",
+            ("audience", "count", *flags, "--raw", paths.raw, *day_flags),
+            ("raw", "events", "attributes_item"),
+            AUDIENCE_TABLES,
+        ),
+        Step(
+            "audience_quality",
+            "torch",
+            ("audience", "fit", *flags, *data_until),
+            AUDIENCE_TABLES,
+            ("audience_quality",),
+        ),
     ]
 
 
@@ -302,6 +334,7 @@ def pipeline_steps(
     flags = model_flags(split)
     return [
         *data_steps(paths, all_days_flags(split)),
+        *audience_steps(spec, paths, all_days_flags(split), flags.data_until),
         *gem_steps(paths, flags, gem_flags),
         *ranking_steps(spec, paths, flags),
     ]

@@ -11,7 +11,7 @@ from etl.errors import UserError
 from etl.event_time import day_end_sql, day_start_sql
 from etl.ingest.file_discovery import RawSelection
 from etl.ingest.normalize import REASON_SEPARATOR
-from etl.ingest.quarantine import write_quarantine
+from etl.ingest.quarantine import check_bad_row_rate, write_quarantine
 from etl.ingest.readers import (
     PATH_DAY,
     PAYLOAD,
@@ -112,19 +112,10 @@ def _read_source(lake: Lake, source: AttributeSource, raw: str, days: DayRange) 
     """The parsed and checked rows of a source, cached; raises UserError if a check fails."""
     rows = parse_rows(lake, source, raw, days).persist(StorageLevel.MEMORY_AND_DISK)
     non_null = [F.count(name).alias(name) for name in rows.columns if name != RECORD_LOCATION]
-    num_bad = F.count_if(F.expr("reasons != ''")).alias("num_bad")
-    counts = rows.agg(*non_null, F.count("*").alias("num_rows"), num_bad).first()
+    counts = rows.agg(*non_null, F.count("*").alias("num_rows")).first()
     assert counts is not None
     _check_declared_columns(lake, source, raw, counts)
-    if counts["num_bad"] > lake.spec.max_bad_record_rate * counts["num_rows"]:
-        by_reason = rows.filter("reasons != ''").groupBy("reasons").count()
-        most_frequent = by_reason.orderBy(F.desc("count")).take(5)
-        reasons = "; ".join(f"{row['reasons']}: {row['count']:,}" for row in most_frequent)
-        raise UserError(
-            f"{counts['num_bad']:,} of {counts['num_rows']:,} rows of {raw}/{source.path} are bad "
-            f"({reasons}); the limit is {lake.spec.max_bad_record_rate:.0%}: correct the spec or "
-            "the file, or raise max_bad_record_rate in the spec"
-        )
+    check_bad_row_rate(lake.spec, f"{raw}/{source.path}", rows)
     if source.static:
         _check_static_unchanged(lake, source, raw, _latest_versions(rows.filter("reasons = ''")))
     return rows

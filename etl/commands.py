@@ -31,6 +31,7 @@ TABLE_STEPS = (
     "history",
     "examples",
     "teacher_predictions",
+    "audience",
 )
 MIN_SAFE_KEEP_DAYS = 7  # below: vacuum waits for all writers, whose files are uncommitted
 

@@ -156,14 +156,14 @@ def _with_touch_key(lake: Lake, events: DataFrame, touchpoint: Touchpoint) -> Da
     """Events with `touch_key`, which an outcome and its touch have in common."""
     key: Column = F.col("item_id")
     if touchpoint.key != "item":
-        events = events.join(_item_attribute_values(lake, touchpoint.key), "item_id", "left")
+        events = events.join(item_attribute_values(lake, touchpoint.key), "item_id", "left")
         key = F.col("item_attribute")
     parts = (key, F.col("surface")) if touchpoint.same_surface else (key,)
     touch_key = F.when(key.isNotNull(), F.concat_ws("\x1f", *parts))
     return events.withColumn("touch_key", touch_key).drop("item_attribute")
 
 
-def _item_attribute_values(lake: Lake, attribute: str) -> DataFrame:
+def item_attribute_values(lake: Lake, attribute: str) -> DataFrame:
     """The first value of an attribute of each item: `item_id`, `item_attribute`."""
     versions = spark_io.read_table(lake, schemas.attributes(lake.spec, "item"))
     first = F.min_by(f"attr_{attribute}", F.struct("valid_from", "day")).alias("item_attribute")

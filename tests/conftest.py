@@ -105,14 +105,15 @@ def lake_spec(spec_path: Path) -> DataSpec:
 
 @pytest.fixture(scope="session")
 def raw(shared_world: World) -> Path:
-    """Raw logs of four simulated days, with late, duplicate and malformed records."""
+    """Raw logs of four simulated days, with late, duplicate and malformed records, and audits."""
     from etl.simulator.config import SimulatorConfig
     from etl.simulator.simulate import simulate
 
     config = yaml.safe_load((ROOT / "conf/simulator/demo.yaml").read_text())
     users = {"days": 4, "users": 160, "events_per_user_mean": 90, "max_events_per_user": 900}
     items = {"posts": 300, "ads_start": 60, "ads_per_day": 15, "advertisers": 12}
-    simulated = SimulatorConfig(**(config | users | items | {"malformed": 0.01}))
+    audits = {"audience": config["audience"] | {"panel": 1.0, "min_panel": 1}}
+    simulated = SimulatorConfig(**(config | users | items | audits | {"malformed": 0.01}))
     return shared_world.folder("raw", lambda folder: simulate(simulated, folder / "logs")) / "logs"
 
 
@@ -130,11 +131,13 @@ def tables(
     request: pytest.FixtureRequest, shared_world: World, spec_path: Path, raw: Path
 ) -> Tables:
     """All shared tables, built at once, so that only the worker with Spark builds tables."""
-    from tests.pipeline import build_tables
+    from tests.pipeline import build_audiences, build_tables
 
     def build(folder: Path) -> None:
         request.getfixturevalue("spark")
-        build_tables(Lake(str(folder / "lake"), load_spec(spec_path)), raw, (FIRST, LAST))
+        lake = Lake(str(folder / "lake"), load_spec(spec_path))
+        build_tables(lake, raw, (FIRST, LAST))
+        build_audiences(lake, raw, (FIRST, LAST))
         small = write_small_pipeline(spec_path, raw, folder)
         small_lake = Lake(str(folder / "small_lake"), load_spec(small.spec))
         build_tables(small_lake, small.raw, small.days)

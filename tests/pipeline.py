@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from etl.attributes import load_attributes
+from etl.audiences import load_audiences
 from etl.ingest.run import ingest
 from etl.labels import label_impressions
 from etl.tables.lake import Lake
+from features.audience.counts import count_audiences
 from features.examples import build_examples
 from features.history.build import build_history
 from features.items import index_items
@@ -31,6 +33,12 @@ def build_tables(
     for step in (index_items, build_history, build_examples):
         step(lake, days)
     return counts
+
+
+def build_audiences(lake: Lake, raw: Path, days: tuple[date, date]) -> None:
+    """The tables of labels, audits and counts; events and attributes exist already."""
+    load_audiences(lake, str(raw), days)
+    count_audiences(lake, days)
 
 
 def rows(lake: Lake, name: str) -> list[dict[str, Any]]:

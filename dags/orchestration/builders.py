@@ -16,6 +16,7 @@ from airflow.sdk.exceptions import AirflowFailException
 from dags.orchestration import runs
 from dags.orchestration.dag_factory import (
     DAY_RANGE,
+    LAST_DAY,
     MISSING_SOURCES,
     NEW_DAY_RANGE,
     PIN_FLAGS,
@@ -31,6 +32,7 @@ from dags.orchestration.settings import MANUAL_SCHEDULE
 from dags.pipeline import (
     SURFACE_COMMANDS,
     ModelFlags,
+    audience_steps,
     data_steps,
     gem_steps,
     latest_mature_split,
@@ -112,8 +114,10 @@ ASSET_OF_LAST_STEP = {"labels": "events", "examples": "features"}
 
 
 def tables_dag(factory: DagFactory) -> DAG:
-    """The Spark steps from raw logs to examples."""
-    steps = data_steps(factory.settings.paths, ("--days", DAY_RANGE))
+    """The steps from raw logs to examples, and those of audiences."""
+    paths, day_flags = factory.settings.paths, ("--days", DAY_RANGE)
+    audiences = audience_steps(factory.spec, paths, day_flags, ("--data-until", LAST_DAY))
+    steps = [*data_steps(paths, day_flags), *audiences]
     with factory.create_dag("tables", on_assets(factory.assets.raw), "logs to tables") as dag:
         operators = {}
         for step in steps:

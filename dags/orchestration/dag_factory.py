@@ -59,6 +59,7 @@ def _run_template(attribute: str) -> str:
 
 
 DAY_RANGE = _run_template("day_range")
+LAST_DAY = _run_template("last")
 NEW_DAY_RANGE = _run_template("new_day_range")
 MISSING_SOURCES = _run_template("missing_source_names")
 RUN_JSON = _run_template("model_dump_json()")

@@ -18,10 +18,9 @@ from py4j.protocol import Py4JJavaError
 from pyspark.sql import SparkSession
 
 from etl.errors import UserError
-from etl.spec.sources import AttributeSource, CsvOptions, EventLogSource, ImpressionLogSource
+from etl.spec.sources import CsvOptions, Source
 from etl.spec.units import date_range
 
-Source = EventLogSource | ImpressionLogSource | AttributeSource
 EMPTY_FILE, UNREADABLE_FILE = "empty file", "file cannot be read to its end"
 MAX_PARALLEL_READS = 16
 # Pattern and replacement: Hadoop and Spark write local URIs with one slash or three.

@@ -1,6 +1,7 @@
 """`gemline spec check`: previews the ingest of a sample of each source, without writing.
 
-Records pass through the same readers and expressions as in the steps `ingest` and `attributes`.
+Records pass through the same readers and expressions as in the steps `ingest`,
+`attributes` and `audience`.
 """
 
 import json
@@ -15,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from etl.attributes import parse_rows
+from etl.audiences import parse_audience_rows
 from etl.errors import UserError
 from etl.ingest.file_discovery import RawSelection, latest_day_with_files
 from etl.ingest.normalize import (
@@ -31,7 +33,7 @@ from etl.ingest.readers import (
     read_raw_records,
 )
 from etl.spec.model import DataSpec
-from etl.spec.sources import AttributeSource, Source
+from etl.spec.sources import AttributeSource, AudienceLabelSource, AuditSource, Source
 from etl.tables.lake import Lake
 
 NO_PATH_DAY = date(1970, 1, 1)  # of sources whose path has no day: all their files are read
@@ -79,6 +81,9 @@ def _preview(
     if isinstance(source, AttributeSource):
         rows = parse_rows(Lake(raw, spec), source, raw, days).limit(sample_size)
         return _summarize(name, day, rows.collect(), lambda _: f"version of {source.entity}")
+    if isinstance(source, AudienceLabelSource | AuditSource):
+        rows = parse_audience_rows(spec, source, raw, days).limit(sample_size)
+        return _summarize(name, day, rows.collect(), lambda _: f"row about {source.audience}")
     columns, required = logged_columns(spec, source), required_columns(source)
     records = read_raw_records(source, RawSelection(raw, days), columns, required)
     rows = normalize_events(spec, name, records.limit(sample_size), RECORD_LOCATION)

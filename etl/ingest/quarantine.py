@@ -110,6 +110,23 @@ def check_bad_record_rate(
                 _check_group_rate(spec, of_surface, description, MIN_RECORDS_TO_CHECK)
 
 
+def check_bad_row_rate(spec: DataSpec, path: str, rows: DataFrame) -> None:
+    """Raise UserError if too many rows of files without events have `reasons`."""
+    num_bad = F.count_if(F.expr("reasons != ''")).alias("num_bad")
+    counts = rows.agg(F.count("*").alias("num_rows"), num_bad).first()
+    assert counts is not None
+    if counts["num_bad"] <= spec.max_bad_record_rate * counts["num_rows"]:
+        return
+    by_reason = rows.filter("reasons != ''").groupBy("reasons").count()
+    most_frequent = by_reason.orderBy(F.desc("count")).take(5)
+    reasons = "; ".join(f"{row['reasons']}: {row['count']:,}" for row in most_frequent)
+    raise UserError(
+        f"{counts['num_bad']:,} of {counts['num_rows']:,} rows of {path} are bad "
+        f"({reasons}); the limit is {spec.max_bad_record_rate:.0%}: correct the spec or "
+        "the file, or raise max_bad_record_rate in the spec"
+    )
+
+
 def _check_group_rate(
     spec: DataSpec, groups: list[RecordGroup], description: str, min_records: int = 0
 ) -> None:

@@ -57,7 +57,8 @@ def serve_ads(
 ) -> Impressions:
     """Fill the slots of every request with ads drawn from its candidates.
 
-    Ads are drawn without replacement from the softmax of a noisy estimate of affinity.
+    Ads are drawn without replacement from the softmax of a noisy estimate of affinity. Targeted ads
+    are drawn for the users that they buy only, so that some slots may stay empty.
     """
     requests = steps.take(steps.is_ad_request)
     session = sessions.take(requests.session)
@@ -65,9 +66,14 @@ def serve_ads(
     interest = world.users.interest(world.taste)[session.user]
     affinity = world.taste.affinity(interest, session.surface, world.ads.latent[candidates])
     estimate = affinity + POLICY_NOISE * rng.standard_normal(affinity.shape)
-    order, propensity = sample_without_replacement(POLICY_INVERSE_TEMPERATURE * estimate, rng)
+    logits = POLICY_INVERSE_TEMPERATURE * estimate
+    eligible = np.full(len(requests), CANDIDATES)
+    if world.audience is not None:
+        is_eligible = world.audience.is_eligible(session.user, world.ads.advertiser[candidates])
+        logits, eligible = np.where(is_eligible, logits, -np.inf), is_eligible.sum(axis=1)
+    order, propensity = sample_without_replacement(logits, rng)
 
-    slots = rng.integers(1, MAX_SLOTS_BY_SURFACE[session.surface] + 1)
+    slots = np.minimum(rng.integers(1, MAX_SLOTS_BY_SURFACE[session.surface] + 1), eligible)
     request, position = np.nonzero(np.arange(CANDIDATES) < slots[:, None])
     drawn = order[request, position]
     return Impressions(

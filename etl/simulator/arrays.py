@@ -111,12 +111,12 @@ def sample_without_replacement(logits: Floats, rng: np.random.Generator) -> tupl
 
     Returns:
         The (n, k) columns in the order drawn, and the (n, k) probability with which each was drawn
-        from the remaining ones.
+        from the remaining ones: 0 for logits of minus infinity, which are drawn last.
     """
     order = np.argsort(-(logits + rng.gumbel(size=logits.shape)), axis=1)
     weight = np.exp(np.take_along_axis(logits, order, axis=1))
     remaining = np.cumsum(weight[:, ::-1], axis=1)[:, ::-1]
-    return order, weight / remaining
+    return order, np.divide(weight, remaining, out=np.zeros_like(weight), where=remaining > 0)
 
 
 def draw_from_probabilities(probabilities: Floats, rng: np.random.Generator) -> Ints:

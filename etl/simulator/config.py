@@ -60,6 +60,8 @@ class RandomStream(IntEnum):
     MALFORMED = 6
     SHUFFLE = 7
     REFUNDS = 8
+    AUDIENCE = 9
+    AUDITS = 10
 
 
 class RefundConfig(StrictModel):
@@ -69,6 +71,46 @@ class RefundConfig(StrictModel):
     """Mean share of conversions that are refunded."""
     mean_delay_hours: float = Field(gt=0)
     """Mean time from a conversion to its refund; times are distributed exponentially."""
+
+
+class ProviderConfig(StrictModel):
+    """A data provider, which states the age bands of users."""
+
+    name: str
+    """Name of the provider."""
+    coverage: float = Field(gt=0, le=1)
+    """Share of the users whom it knows."""
+    accuracy: float = Field(ge=0, le=1)
+    """Share of its own labels that are taken from the truth; the rest is drawn at random."""
+    copies: str | None = None
+    """An earlier provider, some of whose labels it repeats."""
+    copy_rate: float = Field(default=0.0, ge=0, le=1)
+    """Share of its labels that repeat those of `copies`."""
+
+
+class AudienceConfig(StrictModel):
+    """Providers of age bands, advertisers that buy by them, and audits of their campaigns."""
+
+    providers: tuple[ProviderConfig, ...] = Field(min_length=1)
+    """Providers; one may copy those before it."""
+    targeted_advertisers: float = Field(default=0.6, ge=0, le=1)
+    """Share of the advertisers that buy the labels of a provider; the others buy all users."""
+    relabel_rate: float = Field(default=0.02, ge=0, le=1)
+    """Share of the users whom a provider looks at anew each day."""
+    panel: float = Field(default=0.3, gt=0, le=1)
+    """Share of the impressions whose users an auditor asks."""
+    min_panel: int = Field(default=10, ge=1)
+    """Fewest asked users in a report of a campaign and day."""
+
+    @model_validator(mode="after")
+    def _check_copies(self) -> Self:
+        names = [provider.name for provider in self.providers]
+        for position, provider in enumerate(self.providers):
+            if provider.copies is not None and provider.copies not in names[:position]:
+                raise ValueError(
+                    f"{provider.name} copies {provider.copies}, which is not before it"
+                )
+        return self
 
 
 class SimulatorConfig(StrictModel):
@@ -106,6 +148,8 @@ class SimulatorConfig(StrictModel):
     """Malformed lines added per valid line."""
     refunds: RefundConfig | None = None
     """Refunds of conversions; by default there are none."""
+    audience: AudienceConfig | None = None
+    """Labels of users, targeted ads and audits; by default there are none."""
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from etl.simulator.ads import GroundTruth
 from etl.simulator.arrays import MISSING, Events, Ints
+from etl.simulator.audience import Audience, AuditReports
 from etl.simulator.config import (
     AGE_BANDS,
     CONNECTIONS,
@@ -28,6 +29,7 @@ from etl.simulator.config import (
 from etl.simulator.entities import AGE_BAND, COUNTRY, TIER, Ads, Items, Users
 
 GZIP_LEVEL = 1
+UNKNOWN = "unknown"  # label of users whom a provider does not know
 
 
 def json_lines(columns: Mapping[str, pa.Array]) -> pa.StringArray:
@@ -112,6 +114,36 @@ def user_lines(users: Users) -> pa.StringArray:
             "tier": _dictionary_column(TIERS, users.attributes[:, TIER]),
             "signup_days": pa.array(users.account_age_days),
             "changed_time": pa.array(users.changed_ms),
+        }
+    )
+
+
+def audience_label_lines(
+    audience: Audience, since_ms: int, providers: Sequence[str]
+) -> pa.StringArray:
+    """One line per user and provider whose label has changed since a time."""
+    user, provider = np.nonzero(audience.changed_ms >= since_ms)
+    label = audience.labels[user, provider]
+    return json_lines(
+        {
+            "provider": _dictionary_column(providers, provider),
+            "user_id": _prefixed_ids("u", user),
+            "age_band": _dictionary_column((*AGE_BANDS, UNKNOWN), label % (len(AGE_BANDS) + 1)),
+            "labelled_time": pa.array(audience.changed_ms[user, provider]),
+        }
+    )
+
+
+def audit_lines(reports: AuditReports) -> pa.StringArray:
+    """One line per campaign and age band."""
+    campaigns, classes = reports.shares.shape
+    campaign = np.repeat(np.arange(campaigns), classes)
+    return json_lines(
+        {
+            "campaign": _prefixed_ids("b", reports.advertiser[campaign]),
+            "age_band": _dictionary_column(AGE_BANDS, np.tile(np.arange(classes), campaigns)),
+            "share": pa.array(reports.shares.ravel().round(6)),
+            "panel": pa.array(reports.panel[campaign]),
         }
     )
 

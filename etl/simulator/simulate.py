@@ -23,6 +23,7 @@ from etl.errors import UserError
 from etl.simulator import ads, behavior
 from etl.simulator.ads import GroundTruth
 from etl.simulator.arrays import MISSING, Bools, Events, Ints, new_ids
+from etl.simulator.audience import audit_impressions
 from etl.simulator.config import (
     DAY_MS,
     HOUR_MS,
@@ -33,6 +34,8 @@ from etl.simulator.config import (
 )
 from etl.simulator.records import (
     ad_lines,
+    audience_label_lines,
+    audit_lines,
     event_lines,
     post_lines,
     truth_table,
@@ -71,6 +74,19 @@ def write_attributes(world: World, folder: Path, day: int) -> None:
     name = f"{config.day_partition(day)}.json.gz"
     write_lines(pa.concat_arrays([post_lines(posts), ad_lines(ads)]), folder / "items" / name)
     write_lines(user_lines(users), folder / "users" / name)
+
+
+def write_audience(world: World, folder: Path, day: int, events: Events) -> None:
+    """Write the labels that providers changed on a day, and the audits of its impressions."""
+    config, audience = world.config, world.audience
+    if audience is None:
+        return
+    name, start_ms = f"{config.day_partition(day)}.json.gz", config.day_start_ms(day)
+    providers = [provider.name for provider in audience.config.providers]
+    labels = audience_label_lines(audience, start_ms, providers)
+    reports = audit_impressions(config, day, events, world.users, world.ads)
+    write_lines(labels, folder / "audience_labels" / name)
+    write_lines(audit_lines(reports), folder / "audits" / name)
 
 
 def write_truth(config: SimulatorConfig, folder: Path, day: int, truth: GroundTruth) -> None:
@@ -177,6 +193,7 @@ def _write_days(config: SimulatorConfig, folder: Path) -> None:
                 pool.submit(write_attributes, world, folder, day),
                 pool.submit(write_events, config, folder, day, events.take(is_ingested)),
                 pool.submit(write_truth, config, folder, day, truth.take(is_shown)),
+                pool.submit(write_audience, world, folder, day, events.take(is_ingested)),
             ]
         for write in writes:
             write.result()

@@ -1,4 +1,4 @@
-"""The simulated world as of one day: tastes, users, items and purchase cycles.
+"""The simulated world as of one day: tastes, users, items, purchase cycles and audiences.
 
 A user has a few cyclic categories, and buys in category c about every P_c, a period that all users
 share. The need for c at time t follows from the purchases around it, x = (purchase - t) / P_c:
@@ -15,6 +15,7 @@ from typing import Self, cast
 import numpy as np
 
 from etl.simulator.arrays import Floats, Ints, sample_without_replacement
+from etl.simulator.audience import Audience
 from etl.simulator.config import RandomStream, SimulatorConfig
 from etl.simulator.entities import (
     MIN_CYCLE_DAYS,
@@ -82,7 +83,7 @@ class PurchaseCycles:
 
 @dataclass(frozen=True)
 class World:
-    """Tastes, users, items and purchase cycles, as of one day."""
+    """Tastes, users, items, purchase cycles and audiences, as of one day."""
 
     config: SimulatorConfig
     taste: TasteSpace
@@ -90,6 +91,7 @@ class World:
     posts: Items
     ads: Ads
     cycles: PurchaseCycles
+    audience: Audience | None
 
     @classmethod
     def draw(cls, config: SimulatorConfig) -> Self:
@@ -104,13 +106,18 @@ class World:
             posts=draw_posts(config, taste, rng),
             ads=draw_ads(config, taste, rng),
             cycles=PurchaseCycles.draw(config, taste, users, rng),
+            audience=Audience.draw(config, users),
         )
 
     def advance_to_day(self, day: int) -> Self:
         """The same world with its users as of the start of a later day."""
         config = self.config
-        users = self.users.next_day(config.day_start_ms(day), config.rng(RandomStream.DRIFT, day))
-        return replace(self, users=users)
+        midnight_ms = config.day_start_ms(day)
+        users = self.users.next_day(midnight_ms, config.rng(RandomStream.DRIFT, day))
+        audience = self.audience
+        if audience is not None:
+            audience = audience.next_day(users, midnight_ms, config.rng(RandomStream.AUDIENCE, day))
+        return replace(self, users=users, audience=audience)
 
     @property
     def purchase_counts(self) -> Ints:

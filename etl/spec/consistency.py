@@ -6,7 +6,13 @@ from etl.spec.attributes import LocalTimeAttribute, NumericAttribute
 from etl.spec.declarations import SpecDeclarations
 from etl.spec.effects import KeyPath
 from etl.spec.sections import NEW_ITEM
-from etl.spec.sources import EventLogSource, ImpressionLogSource, provides_attributes_of
+from etl.spec.sources import (
+    AudienceLabelSource,
+    AuditSource,
+    EventLogSource,
+    ImpressionLogSource,
+    provides_attributes_of,
+)
 from etl.spec.units import format_duration
 
 Problem = tuple[KeyPath, str]
@@ -24,6 +30,8 @@ def consistency_problems(spec: SpecDeclarations) -> Iterator[Problem]:
         yield from _auxiliary_problems(spec, name)
     for name, surfaces in spec.domains.items():
         yield from _domain_problems(spec, name, surfaces)
+    for name in spec.audiences:
+        yield from _audience_problems(spec, name)
 
 
 def _ranking_problems(spec: SpecDeclarations) -> Iterator[Problem]:
@@ -141,3 +149,11 @@ def _domain_problems(
             yield ("domains", name), f"no ads on surface {surface!r}; known: {known}"
         elif others or surfaces.count(surface) > 1:
             yield ("domains", name), f"surface {surface!r} is in a domain already"
+
+
+def _audience_problems(spec: SpecDeclarations, name: str) -> Iterator[Problem]:
+    """An audience without labels or without audits."""
+    for kind, source_type in (("audience_labels", AudienceLabelSource), ("audits", AuditSource)):
+        sources = [s for s in spec.sources.values() if isinstance(s, source_type)]
+        if not any(source.audience == name for source in sources):
+            yield ("audiences", name), f"no source of kind {kind} is about it"

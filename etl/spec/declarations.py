@@ -15,6 +15,7 @@ from etl.spec.counters import CounterSpec
 from etl.spec.sections import (
     AuctionSpec,
     AuctionTerms,
+    AudienceSpec,
     AuxiliaryObjective,
     EventType,
     HistoryRetention,
@@ -26,7 +27,6 @@ from etl.spec.sections import (
     Touchpoint,
 )
 from etl.spec.sources import (
-    AttributeSource,
     EventLogSource,
     ImpressionLogSource,
     Sources,
@@ -86,8 +86,10 @@ class SpecDeclarations(StrictModel):
     """How ads compete; without an auction candidates are ranked by `rank_by`."""
     rank_by: ObjectiveName | None = None
     """Objective that ranks candidates without an auction; default: the only one of the surface."""
+    audiences: dict[Name, AudienceSpec] = {}
+    """Properties of users that data providers state and an auditor measures, by name."""
     sources: Sources
-    """Logs and attribute files, by name."""
+    """Logs, attribute files, labels of data providers and audits, by name."""
 
     @field_validator("time_zone")
     @classmethod
@@ -124,7 +126,8 @@ class SpecDeclarations(StrictModel):
     @field_validator("sources")
     @classmethod
     def _check_sources(cls, sources: Sources) -> Sources:
-        if all(isinstance(source, AttributeSource) for source in sources.values()):
+        logs = (EventLogSource, ImpressionLogSource)
+        if not any(isinstance(source, logs) for source in sources.values()):
             raise ValueError("no source is an event_log or an impression_log")
         for entity in ("user", "item"):
             names = [name for name, s in sources.items() if provides_attributes_of(s, entity)]

@@ -50,6 +50,9 @@ BID_TABLES = KeyEffect(("attributes_item",))
 COUNTER_TABLES = KeyEffect(("item_versions", "examples"))
 EXAMPLE_TABLES = KeyEffect(("examples",))
 SCORE_TABLES = KeyEffect(("scores",))
+AUDIENCE_TABLES = KeyEffect(("audience_labels", "audits", "audience_counts", "audience_quality"))
+AUDIENCE_COUNT_TABLES = KeyEffect(("audience_counts", "audience_quality"))
+AUDIENCE_QUALITY_TABLES = KeyEffect(("audience_quality",))
 
 # By key path, where `*` is any name. A key that affects tables covers all keys below it.
 KEY_EFFECTS: Mapping[str, KeyEffect] = {
@@ -94,7 +97,13 @@ KEY_EFFECTS: Mapping[str, KeyEffect] = {
     "auction.terms.*.quality_objective": SERVING,
     "auction.terms.*.min_quality": SERVING,
     "auction.terms.*.objective_values.*": SERVING,
+    "audiences.*.classes": AUDIENCE_TABLES,
+    "audiences.*.providers": AUDIENCE_TABLES,
+    "audiences.*.campaign": AUDIENCE_COUNT_TABLES,
+    "audiences.*.window": AUDIENCE_QUALITY_TABLES,
+    "audiences.*.min_count": AUDIENCE_QUALITY_TABLES,
     "sources.*.kind": FUTURE_INGEST,
+    "sources.*.audience": FUTURE_INGEST,
     "sources.*.format": FUTURE_INGEST,
     "sources.*.path": FUTURE_INGEST,
     "sources.*.csv.delimiter": FUTURE_INGEST,
@@ -133,6 +142,13 @@ KEY_EFFECTS: Mapping[str, KeyEffect] = {
             "value",
             "propensity",
             "retracts",
+            "provider",
+            "label",
+            "valid_from",
+            "campaign",
+            "true_class",
+            "share",
+            "count",
         )
     },
 }

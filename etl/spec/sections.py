@@ -1,4 +1,4 @@
-"""Sections of the spec: surfaces, events, sequences, histories, objectives, auction."""
+"""Sections of the spec: surfaces, events, sequences, histories, objectives, audiences, auction."""
 
 from typing import Annotated, Literal
 
@@ -8,6 +8,7 @@ from typing_extensions import override
 from etl.spec.base import (
     CategoryName,
     EventName,
+    Name,
     NumericContextName,
     ObjectiveName,
     StrictModel,
@@ -172,6 +173,36 @@ class PositionBiasSpec(StrictModel):
     """Context attribute with the position of the impression, read from the logs."""
     served_position: Annotated[int, Field(ge=0)] = 0
     """Position for which probabilities are served: the first one, as the logs number it."""
+
+
+UNKNOWN_LABEL = "unknown"  # of users whom a data provider does not know
+
+
+class AudienceSpec(StrictModel):
+    """A property of users that data providers state and an auditor measures, such as an age band.
+
+    Audits report the shares of the true classes in campaigns; from these follows how good the
+    labels of each provider are.
+    """
+
+    classes: tuple[str, ...] = Field(min_length=2)
+    """True classes, of which each person has one."""
+    providers: tuple[Name, ...] = Field(min_length=1)
+    """Data providers that label users."""
+    campaign: CategoryName
+    """Item attribute that names the audited campaign of an ad."""
+    window: Duration = 28 * DAY
+    """How far back audits are used."""
+    min_count: int = Field(default=20, ge=1)
+    """Fewest impressions of a published label, and fewest audited ones of a campaign."""
+
+    @field_validator("classes", "providers")
+    @classmethod
+    def _check_unique(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        duplicates = sorted({name for name in names if names.count(name) > 1})
+        if duplicates:
+            raise ValueError(f"{', '.join(duplicates)} is listed twice")
+        return names
 
 
 NEW_ITEM = "new_item"  # the calibration segment of items that a ranker has not learned

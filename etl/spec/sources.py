@@ -2,11 +2,11 @@
 
 import re
 from datetime import date, datetime
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, model_validator
 
-from etl.spec.base import EventName, Name, StrictModel
+from etl.spec.base import AudienceName, EventName, Name, StrictModel
 from etl.spec.units import Duration
 
 Format = Literal["json", "csv", "parquet"]
@@ -189,6 +189,9 @@ class FileSource(StrictModel):
         return self
 
 
+FileSourceT = TypeVar("FileSourceT", bound=FileSource)
+
+
 class LogSource(FileSource):
     """What event logs and impression logs have in common."""
 
@@ -269,8 +272,74 @@ class AttributeSource(FileSource):
         return self
 
 
+class AudienceLabelColumns(StrictModel):
+    """Raw columns of labels that data providers give users."""
+
+    provider: str
+    """Name of the provider, one of `audiences.*.providers`."""
+    user: str
+    """Id of the user."""
+    label: str
+    """What the provider states of the user; null or `unknown` if it does not know the user."""
+    valid_from: str
+    """When the provider delivered the label, in `time_unit`."""
+
+
+class AudienceLabelSource(FileSource):
+    """Labels of users by data providers: one row per label, valid until the provider's next one."""
+
+    kind: Literal["audience_labels"]
+    """`audience_labels`: labels that data providers give users."""
+    audience: AudienceName
+    """Which of the `audiences` the labels are about."""
+    columns: AudienceLabelColumns
+    """Raw columns of the labels."""
+
+    @model_validator(mode="after")
+    def _check_day_in_path(self) -> "AudienceLabelSource":
+        return _require_day_in_path(self)
+
+
+class AuditColumns(StrictModel):
+    """Raw columns of an auditor's reports."""
+
+    campaign: str
+    """The audited campaign: a value of the attribute `audiences.*.campaign`."""
+    true_class: str
+    """One of `audiences.*.classes`."""
+    share: str
+    """Share of the class among the audited impressions, from 0 to 1."""
+    count: str
+    """Number of audited impressions of the campaign on the day."""
+
+
+class AuditSource(FileSource):
+    """Reports of an auditor: one row per campaign, day and class; the shares of a report sum to 1.
+
+    A report is about impressions that landed on the day in its path.
+    """
+
+    kind: Literal["audits"]
+    """`audits`: shares of the true classes among the impressions of campaigns."""
+    audience: AudienceName
+    """Which of the `audiences` the reports are about."""
+    columns: AuditColumns
+    """Raw columns of the reports."""
+
+    @model_validator(mode="after")
+    def _check_day_in_path(self) -> "AuditSource":
+        return _require_day_in_path(self)
+
+
+def _require_day_in_path(source: FileSourceT) -> FileSourceT:
+    if not source.is_partitioned_by_day:
+        raise ValueError("labels and audits are delivered by day: put {day} into the path")
+    return source
+
+
 Source = Annotated[
-    EventLogSource | ImpressionLogSource | AttributeSource, Field(discriminator="kind")
+    EventLogSource | ImpressionLogSource | AttributeSource | AudienceLabelSource | AuditSource,
+    Field(discriminator="kind"),
 ]
 Sources = dict[Name, Source]
 

@@ -15,6 +15,7 @@ from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath, resolve_uri
 from features.coverage import missing_attribute_counts
 from ranking.report import data, figures
+from ranking.report.audiences import audience_sections
 from ranking.report.data import MODEL_NAMES
 from ranking.report.next_steps import calibration_checks, next_steps, ranker_states
 from ranking.report.study import load_studies
@@ -78,6 +79,7 @@ def build_report(lake: Lake, raw_data_uri: str, split: DaySplit) -> StoragePath:
         **_model_quality(lake, predictions),
         model_cards=data.model_cards(lake),
         prequential=figures.plot_prequential(teacher_prequential(lake, split.data_until)),
+        audiences=audience_sections(lake, split.data_until),
         **_ingest(lake),
         studies=[
             (study, figures.plot_study(study))

@@ -204,16 +204,17 @@ def _percentile_interval(
     sums: Sequence[Floats], statistic: Callable[..., Floats], seed: int
 ) -> ConfidenceInterval:
     """The statistic of sums by user (U), and its percentile bootstrap interval."""
-    result = bootstrap(
-        sums,
-        statistic,
-        paired=True,
-        vectorized=True,
-        n_resamples=RESAMPLES,
-        batch=RESAMPLES_PER_BATCH,
-        method="percentile",
-        rng=np.random.default_rng(seed),
-    )
+    with np.errstate(invalid="ignore"):  # of the unused standard error, where a ratio is infinite
+        result = bootstrap(
+            sums,
+            statistic,
+            paired=True,
+            vectorized=True,
+            n_resamples=RESAMPLES,
+            batch=RESAMPLES_PER_BATCH,
+            method="percentile",
+            rng=np.random.default_rng(seed),
+        )
     low, high = result.confidence_interval
     return ConfidenceInterval(float(statistic(*sums)), float(low), float(high))
 

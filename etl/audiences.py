@@ -1,0 +1,141 @@
+"""The audience step: labels of data providers, and reports of an auditor, to tables."""
+
+from collections.abc import Mapping
+from datetime import date
+from typing import TypeAlias
+
+from pyspark import StorageLevel
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+
+from etl.errors import UserError
+from etl.event_time import day_start_sql
+from etl.ingest.file_discovery import RawSelection
+from etl.ingest.normalize import REASON_SEPARATOR
+from etl.ingest.quarantine import check_bad_row_rate, write_quarantine
+from etl.ingest.readers import (
+    PATH_DAY,
+    PAYLOAD,
+    READ_ERROR,
+    RECORD_LOCATION,
+    SOURCE_FILE,
+    raw_value,
+    read_raw_records,
+    translate_read_errors,
+    with_line_numbers,
+)
+from etl.ingest.timestamps import parse_time
+from etl.spec.model import DataSpec
+from etl.spec.sections import UNKNOWN_LABEL
+from etl.spec.sources import AudienceLabelSource, AuditSource
+from etl.spec.units import MICROS
+from etl.tables import audience_schemas, spark_io
+from etl.tables.lake import Lake, create_table
+from etl.tables.table_schema import TableSchema
+
+AudienceSource: TypeAlias = AudienceLabelSource | AuditSource
+MAX_SHARE_ERROR = 0.01  # of the sum of the shares of a report, from rounding
+
+
+def load_audiences(lake: Lake, raw: str, days: tuple[date, date]) -> dict[str, int]:
+    """Replace the rows of `audience_labels` and `audits` that landed on a range of days.
+
+    All checks precede the first write.
+
+    Returns:
+        The number of stored rows of the days, by table.
+
+    Raises:
+        UserError: If files are missing or unreadable, too many rows are bad, or the shares of a
+            report do not sum to 1.
+    """
+    where = spark_io.day_range_predicate(*days)
+    sources = {n: s for n, s in lake.spec.sources.items() if isinstance(s, AudienceSource)}
+    with translate_read_errors():
+        rows = {name: _read_source(lake.spec, s, raw, days) for name, s in sources.items()}
+        for name, source_rows in rows.items():
+            invalid = with_line_numbers(source_rows).filter("reasons != ''")
+            write_quarantine(lake, [name], invalid.withColumn("log", F.lit(name)), days)
+        for schema in _SCHEMAS.values():
+            create_table(lake, schema(lake.spec))
+        for kind, schema in _SCHEMAS.items():
+            names = [name for name, source in sources.items() if source.kind == kind]
+            _write_rows(lake, schema(lake.spec), [rows[name] for name in names], where)
+    for source_rows in rows.values():
+        source_rows.unpersist()
+    tables = [schema(lake.spec).name for schema in _SCHEMAS.values()]
+    return {table: lake.count_rows(table, days) for table in tables}
+
+
+_SCHEMAS = {"audience_labels": audience_schemas.audience_labels, "audits": audience_schemas.audits}
+
+
+def _write_rows(lake: Lake, schema: TableSchema, parts: list[DataFrame], where: str) -> None:
+    valid = [part.filter("reasons = ''").select(*schema.columns) for part in parts]
+    for part in valid[1:]:
+        valid[0] = valid[0].unionByName(part)
+    spark_io.replace_partitions(lake, schema, valid[0], where, {})
+
+
+def _read_source(
+    spec: DataSpec, source: AudienceSource, raw: str, days: tuple[date, date]
+) -> DataFrame:
+    """The parsed and checked rows of a source, cached; raises UserError if a check fails."""
+    rows = parse_audience_rows(spec, source, raw, days).persist(StorageLevel.MEMORY_AND_DISK)
+    check_bad_row_rate(spec, f"{raw}/{source.path}", rows)
+    if isinstance(source, AuditSource):
+        _check_shares(rows.filter("reasons = ''"), f"{raw}/{source.path}")
+    return rows
+
+
+def _check_shares(reports: DataFrame, path: str) -> None:
+    sums = reports.groupBy("day", "campaign").agg(F.sum("share").alias("total"))
+    is_off = F.abs(F.col("total") - 1) > MAX_SHARE_ERROR
+    off = sums.filter(is_off).orderBy("day", "campaign").first()
+    if off is not None:
+        raise UserError(
+            f"{path}: the shares of campaign {off['campaign']} on {off['day']} sum to "
+            f"{off['total']:.3f}, not 1: report each class once, as a share from 0 to 1"
+        )
+
+
+def parse_audience_rows(
+    spec: DataSpec, source: AudienceSource, raw: str, days: tuple[date, date]
+) -> DataFrame:
+    """Typed rows of a source, with the `reasons` why a row is invalid."""
+    names = source.columns.model_dump().values()
+    rows = read_raw_records(source, RawSelection(raw, days), names, required=names)
+    rows = rows.select(
+        F.lit(source.audience).alias("audience"),
+        *[value.alias(name) for name, value in _typed_columns(spec, source).items()],
+        F.col(PATH_DAY).alias("day"),
+        *(PAYLOAD, SOURCE_FILE, RECORD_LOCATION, READ_ERROR),
+    )
+    if isinstance(source, AudienceLabelSource):
+        # A label that was delivered for an earlier time was not known before its landing day.
+        day_start = F.expr(f"{day_start_sql(spec)} * {MICROS['s']}")
+        valid_from = F.when(F.col("valid_from").isNotNull(), F.greatest("valid_from", day_start))
+        rows = rows.withColumn("valid_from", valid_from)
+    violations = _SCHEMAS[source.kind](spec).violations.items()
+    reasons = [F.when(F.expr(condition), F.lit(reason)) for reason, condition in violations]
+    rows = rows.withColumn(
+        "reasons", F.coalesce(READ_ERROR, F.concat_ws(REASON_SEPARATOR, *reasons))
+    )
+    return rows.withColumn(PAYLOAD, F.when(F.col("reasons") != "", F.col(PAYLOAD)))
+
+
+def _typed_columns(spec: DataSpec, source: AudienceSource) -> Mapping[str, Column]:
+    if isinstance(source, AuditSource):
+        return {
+            "campaign": raw_value(source.columns.campaign),
+            "true_class": raw_value(source.columns.true_class),
+            "share": raw_value(source.columns.share).try_cast("double"),
+            "impressions": raw_value(source.columns.count).try_cast("bigint"),
+        }
+    label = F.nullif(raw_value(source.columns.label), F.lit(""))
+    return {
+        "provider": raw_value(source.columns.provider),
+        "user_id": F.nullif(raw_value(source.columns.user), F.lit("")),
+        "label": F.coalesce(label, F.lit(UNKNOWN_LABEL)),
+        "valid_from": parse_time(spec, source.time_unit, raw_value(source.columns.valid_from)),
+    }

@@ -1,0 +1,103 @@
+"""The schemas of audiences: labels of data providers, audits, counts, and the estimated quality."""
+
+from collections.abc import Callable
+
+from etl.spec.model import DataSpec
+from etl.tables.table_schema import TableSchema
+
+
+def audience_labels(spec: DataSpec) -> TableSchema:
+    """What a data provider states of a user from `valid_from` (µs) on, until its next label.
+
+    `label` is `unknown` where the provider does not know the user.
+    """
+    columns = {
+        "audience": "string",
+        "provider": "string",
+        "user_id": "string",
+        "label": "string",
+        "valid_from": "bigint",
+        "day": "date",
+    }
+    order = ("audience", "user_id", "provider", "valid_from")
+    rule = _one_of(spec, "provider", lambda name: spec.audiences[name].providers)
+    required = {"no user": "user_id", "no time": "valid_from", "no provider": "provider"}
+    return TableSchema(
+        "audience_labels", columns, ("day",), order, required, {"unknown provider": rule}
+    )
+
+
+def audits(spec: DataSpec) -> TableSchema:
+    """The share of a true class among the audited `impressions` of a campaign on a day."""
+    columns = {
+        "audience": "string",
+        "campaign": "string",
+        "true_class": "string",
+        "share": "double",
+        "impressions": "bigint",
+        "day": "date",
+    }
+    order = ("audience", "campaign", "true_class")
+    names = ("campaign", "true_class", "share", "impressions")
+    rules = {
+        "unknown class": _one_of(spec, "true_class", lambda name: spec.audiences[name].classes),
+        "share is not between 0 and 1": "share >= 0 AND share <= 1",
+        "negative count": "impressions >= 0",
+    }
+    required = {f"no {name}": name for name in names}
+    return TableSchema("audits", columns, ("day",), order, required, rules)
+
+
+def audience_counts(_spec: DataSpec) -> TableSchema:
+    """Impressions of a campaign on a day, and their users, by the labels of all providers.
+
+    `labels` are in the order of `audiences.*.providers`, as of each impression.
+    """
+    columns = {
+        "audience": "string",
+        "campaign": "string",
+        "labels": "array<string>",
+        "impressions": "bigint",
+        "users": "bigint",
+        "day": "date",
+    }
+    required = {f"no {name}": name for name in columns}
+    return TableSchema("audience_counts", columns, ("day",), ("audience", "campaign"), required)
+
+
+def audience_quality(_spec: DataSpec) -> TableSchema:
+    """How good a label of a provider is for a class, estimated from the audits until `day`.
+
+    `precision` is P(class | label) with its 95 % interval (`low`, `high`), `lift` its ratio to
+    P(class), `impressions` how many the label covers, `coverage` the share of impressions whose
+    users the provider knows, and `information` the provider's I(label; class) / H(class).
+    """
+    columns = {
+        "audience": "string",
+        "provider": "string",
+        "label": "string",
+        "true_class": "string",
+        "impressions": "bigint",
+        **dict.fromkeys(("precision", "low", "high", "lift", "coverage", "information"), "double"),
+        "day": "date",
+    }
+    order = ("audience", "provider", "label", "true_class")
+    required = {f"no {name}": name for name in columns}
+    return TableSchema("audience_quality", columns, ("day",), order, required)
+
+
+AUDIENCE_SCHEMAS = (audience_labels, audits, audience_counts, audience_quality)
+
+
+def _one_of(spec: DataSpec, column: str, names_of: Callable[[str], tuple[str, ...]]) -> str:
+    """SQL: `column` is one of the names of its audience."""
+    by_audience = [
+        f"(audience = '{audience}' AND {column} IN ({', '.join(map(_quoted, names_of(audience)))}))"
+        for audience in spec.audiences
+    ]
+    return " OR ".join(by_audience) or "false"
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"

@@ -1,0 +1,1 @@
+"""Audiences: how good labels of data providers are."""

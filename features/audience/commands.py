@@ -1,0 +1,103 @@
+"""`gemline audience`: labels of data providers, their quality, and what to buy by them.
+
+Spark is imported only when a command runs that needs it.
+"""
+
+import json
+from datetime import date
+from typing import Annotated
+
+import tyro
+from pydantic import Field
+from rich.console import Console
+from rich.table import Table
+
+from etl.cli.runner import LakeArgs, holds_leases
+from etl.commands import RawArgs, print_counts
+from etl.errors import UserError
+
+
+def _require_audiences(args: LakeArgs) -> list[str]:
+    names = list(args.load_spec().audiences)
+    if not names:
+        raise UserError(f"{args.spec} declares no audiences: see docs/guides/audiences.md")
+    return names
+
+
+@holds_leases("audience")
+def count(args: RawArgs) -> None:
+    """Load labels of data providers and audits, and count impressions by campaign and labels."""
+    from etl.audiences import load_audiences
+    from etl.runtime.spark import spark_session
+    from features.audience.counts import count_audiences
+
+    _require_audiences(args)
+    lake = args.open_lake()
+    spark_session("audience")
+    loaded = load_audiences(lake, args.raw, args.day_range)
+    print_counts("audience", loaded | count_audiences(lake, args.day_range))
+
+
+class FitArgs(LakeArgs):
+    """Arguments of `audience fit`."""
+
+    data_until: Annotated[date, tyro.conf.arg(help="last day of the audits and impressions")]
+
+
+@holds_leases("audience")
+def fit(args: FitArgs) -> None:
+    """Estimate how good each provider's labels are, from the audits of the spec's window."""
+    from features.audience.estimate import fit_audience, write_quality
+
+    names, lake = _require_audiences(args), args.open_lake()
+    fits = {name: fit_audience(lake, name, args.data_until) for name in names}
+    for name in [name for name, found in fits.items() if found is None]:
+        print(f"audience {name}: no audits until {args.data_until}, nothing was estimated")
+    found = {name: found for name, found in fits.items() if found is not None}
+    print_counts("audience", {"audience_quality": write_quality(lake, found, args.data_until)})
+
+
+class ChooseArgs(FitArgs):
+    """Arguments of `audience choose`."""
+
+    audience: Annotated[str, tyro.conf.arg(help="one of the spec's audiences")]
+    target: Annotated[tuple[str, ...], tyro.conf.arg(help="true classes to reach")]
+    impressions: Annotated[float, tyro.conf.arg(help="how many impressions to buy"), Field(gt=0)]
+    as_json: Annotated[bool, tyro.conf.arg(name="json", help="one line of JSON instead")] = False
+
+
+def choose(args: ChooseArgs) -> None:
+    """Which labels of each provider to buy for a target, and the in-target rate of them."""
+    from etl.spec.sections import UNKNOWN_LABEL
+    from features.audience.estimate import fit_audience
+    from features.audience.quality import choose_provider
+
+    names = _require_audiences(args)
+    if args.audience not in names:
+        raise UserError(f"no audience is called {args.audience}; known: {', '.join(names)}")
+    found = fit_audience(args.open_lake(), args.audience, args.data_until)
+    if found is None:
+        raise UserError(f"audience {args.audience} has no audits until {args.data_until}")
+    columns = found.target_columns(args.target)
+    purchases = choose_provider(
+        found.model, found.impressions, columns, args.impressions, UNKNOWN_LABEL
+    )
+    everyone = float(found.model.audits.prior[columns].sum())
+    if args.as_json:
+        rows = [vars(purchase) for purchase in purchases]
+        print(json.dumps({"rate_of_everyone": everyone, "purchases": rows}))
+        return
+    table = Table("provider", "labels", "impressions", "in-target rate [95 %]", "lift")
+    for purchase in purchases:
+        table.add_row(
+            purchase.provider,
+            ", ".join(purchase.labels),
+            f"{purchase.impressions:,.0f}",
+            f"{purchase.rate:.3f} [{purchase.low:.3f}, {purchase.high:.3f}]",
+            f"{purchase.rate / everyone:.2f}",
+        )
+    Console().print(table)
+    print(f"in-target rate of all audited impressions: {everyone:.3f}")
+
+
+COMMANDS = {"audience": {"count": count, "fit": fit, "choose": choose}}

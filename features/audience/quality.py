@@ -1,0 +1,114 @@
+"""How good labels of data providers are, and what to buy by them to reach a target.
+
+A labels, K classes, n combinations of labels.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from etl.errors import UserError
+from features.audience.additive import AdditiveModel, Floats
+
+
+def normalized_information(matrix: Floats, label_shares: Floats) -> float:
+    """I(label; class) / H(class) of P(class | label) (A, K) and shares of labels (A).
+
+    0 where labels say nothing, 1 where they determine the class.
+    """
+    shares = label_shares / label_shares.sum()
+    marginal = shares @ matrix
+    entropy = _entropy(marginal)
+    conditional = float(shares @ np.array([_entropy(row) for row in matrix]))
+    return (entropy - conditional) / entropy if entropy else 0.0
+
+
+def _entropy(probabilities: Floats) -> float:
+    positive = probabilities[probabilities > 0]
+    return float(-(positive * np.log(positive)).sum())
+
+
+@dataclass(frozen=True)
+class Purchase:
+    """What to buy of a provider: its labels, the best first, and the in-target rate of them.
+
+    `impressions` is how many are reached, `low` and `high` the 95 % interval of the rate.
+    """
+
+    provider: str
+    labels: tuple[str, ...]
+    impressions: float
+    rate: float
+    low: float
+    high: float
+
+
+def choose_provider(
+    model: AdditiveModel,
+    impressions: Floats,
+    target: Sequence[int],
+    wanted: float,
+    unknown: str,
+) -> list[Purchase]:
+    """What to buy of each provider to reach `wanted` impressions, the best provider first.
+
+    Args:
+        model: The fitted model.
+        impressions: Impressions (n) by combination of labels that can be bought.
+        target: Columns of the classes in the target.
+        wanted: How many impressions to reach; providers with fewer are bought whole.
+        unknown: The label that cannot be bought.
+
+    Raises:
+        UserError: No provider has a label to buy.
+    """
+    purchases = [
+        purchase
+        for position in range(len(model.audits.providers))
+        if (purchase := _purchase_of(model, position, impressions, target, wanted, unknown))
+    ]
+    if not purchases:
+        raise UserError("the audience is empty: no impression has a known label of any provider")
+    is_short = [purchase.impressions < wanted * (1 - 1e-9) for purchase in purchases]
+    order = sorted(range(len(purchases)), key=lambda i: (is_short[i], -purchases[i].rate))
+    return [purchases[i] for i in order]
+
+
+def _purchase_of(
+    model: AdditiveModel,
+    position: int,
+    impressions: Floats,
+    target: Sequence[int],
+    wanted: float,
+    unknown: str,
+) -> Purchase | None:
+    names = model.audits.label_names[position]
+    by_label = model.audits.one_hot_labels(position).T * impressions  # (A, n)
+    available = by_label.sum(1) * np.array([name != unknown for name in names])
+    if not available.sum() > 0:
+        return None
+    weights = by_label / np.maximum(by_label.sum(1, keepdims=True), 1e-12)
+    rates = model.in_target_rates(weights, target).value
+    bought = labels_to_buy(rates, available, wanted)
+    total = model.in_target_rates((bought / bought.sum())[None] @ weights, target)
+    order = [a for a in np.argsort(-rates, kind="stable") if bought[a] > 0]
+    return Purchase(
+        model.audits.providers[position],
+        tuple(names[a] for a in order),
+        float(bought.sum()),
+        *(float(value[0]) for value in (total.value, total.low, total.high)),
+    )
+
+
+def labels_to_buy(rates: Floats, available: Floats, wanted: float) -> npt.NDArray[np.float64]:
+    """Impressions (A) to buy by label for the highest in-target rate at a wanted number.
+
+    Labels are bought in the order of their rates (A); the last one in part.
+    """
+    bought, left = np.zeros(len(rates)), wanted
+    for label in np.argsort(-rates, kind="stable"):
+        bought[label] = min(left, available[label])
+        left -= bought[label]
+    return bought

@@ -1,0 +1,197 @@
+"""P(class | labels) is found from the classes of campaigns alone, and what cannot be is refused."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from etl.errors import UserError
+from features.audience.additive import CampaignAudits, Floats, Ints, fit_additive
+from features.audience.quality import choose_provider, labels_to_buy, normalized_information
+
+CLASSES, UNKNOWN = 3, 3  # the last label of each provider is that of users whom it does not know
+PROVIDERS = ("good", "poor", "copy")
+LABELS = ("x", "y", "z", "unknown")
+
+
+class Users:
+    """Users with a class, labelled by a good provider, a poor one, and one that copies the good."""
+
+    def __init__(self, seed: int, count: int = 40_000) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.classes = self.rng.choice(CLASSES, count, p=[0.5, 0.3, 0.2])
+        good, poor = (self._label(accuracy) for accuracy in (0.8, 0.3))
+        labels = np.stack([good, poor, np.where(self.rng.random(count) < 0.9, good, poor)], 1)
+        is_known = self.rng.random(labels.shape) < [0.9, 0.6, 0.8]
+        self.labels = np.where(is_known, labels, UNKNOWN)
+        self.combinations, index = np.unique(self.labels, axis=0, return_inverse=True)
+        self.combination = index.ravel()
+        self.impressions = np.bincount(self.combination).astype(float)
+
+    def _label(self, accuracy: float) -> Ints:
+        is_right = self.rng.random(len(self.classes)) < accuracy
+        wrong = self.rng.choice(CLASSES, len(self.classes), p=[0.2, 0.5, 0.3])
+        return np.where(is_right, self.classes, wrong)
+
+    def audits(self, campaigns: int, audited: int) -> CampaignAudits:
+        """Audits of campaigns that buy labels of one provider each, in different shares."""
+        mixtures = np.zeros((campaigns, len(self.combinations)))
+        by_class = np.zeros((campaigns, CLASSES))
+        for c in range(campaigns):
+            bid = self.rng.dirichlet(np.full(len(LABELS), 0.6))
+            weight = bid[self.labels[:, self.rng.integers(len(PROVIDERS))]]
+            people = self.rng.choice(len(self.classes), 5000, p=weight / weight.sum())
+            mixtures[c] = np.bincount(self.combination[people], minlength=mixtures.shape[1])
+            panel = people[:audited]
+            by_class[c] = np.bincount(self.classes[panel], minlength=CLASSES)
+        mixtures /= mixtures.sum(1, keepdims=True)
+        names = (LABELS,) * len(PROVIDERS)
+        return CampaignAudits(PROVIDERS, names, self.combinations, mixtures, by_class)
+
+    def confusion(self, provider: int) -> Floats:
+        """The true P(class | label) (labels, classes)."""
+        joint = np.zeros((len(LABELS), CLASSES))
+        np.add.at(joint, (self.labels[:, provider], self.classes), 1)
+        return np.asarray(joint / joint.sum(1, keepdims=True))
+
+
+def test_estimates_find_the_truth_where_attribution_in_proportion_does_not() -> None:
+    users = Users(0)
+    audits = users.audits(campaigns=60, audited=3000)
+    model = fit_additive(audits)
+    for provider in range(len(PROVIDERS)):
+        truth = users.confusion(provider)
+        found = model.confusion(provider, users.impressions).value
+        error = np.abs(found - truth).mean()
+        assert error < 0.015
+        weights = audits.mixtures @ audits.one_hot_labels(provider)
+        shares = audits.audited / audits.audited.sum(1, keepdims=True)
+        proportional = weights.T @ shares / weights.sum(0)[:, None]
+        assert np.abs(proportional - truth).mean() > 4 * error
+
+
+def test_intervals_cover_the_truth_as_often_as_they_say() -> None:
+    covered = []
+    for seed in range(20):
+        users = Users(seed)
+        model = fit_additive(users.audits(campaigns=30, audited=500))
+        for provider in range(len(PROVIDERS)):
+            truth, found = users.confusion(provider), model.confusion(provider, users.impressions)
+            covered.append((found.low <= truth) & (truth <= found.high))
+    assert 0.93 <= np.mean(covered) <= 0.99
+
+
+def test_impressions_of_few_people_widen_the_intervals() -> None:
+    """The same shares, reported as if each person had been counted ten times."""
+    audits = Users(1).audits(campaigns=40, audited=200)
+    users = Users(1)
+    tenfold = fit_additive(replace(audits, audited=audits.audited * 10))
+    once = fit_additive(audits)
+    assert once.dispersion < 1.5 and tenfold.dispersion > 6
+    widths = [m.confusion(0, users.impressions) for m in (once, tenfold)]
+    ratio = np.mean(widths[1].high - widths[1].low) / np.mean(widths[0].high - widths[0].low)
+    assert 0.75 < ratio < 1.25
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 2**32))
+def test_estimates_are_distributions_and_ignore_the_order(seed: int) -> None:
+    users = Users(seed % 5)
+    audits = users.audits(campaigns=20, audited=300)
+    expected = fit_additive(audits).confusion(0, users.impressions)
+    np.testing.assert_allclose(expected.value.sum(1), 1)
+    assert (expected.low <= expected.value).all() and (expected.value <= expected.high).all()
+    rng = np.random.default_rng(seed)
+    campaigns, order = rng.permutation(20), rng.permutation(len(users.combinations))
+    moved = replace(
+        audits,
+        labels=audits.labels[order],
+        mixtures=audits.mixtures[campaigns][:, order],
+        audited=audits.audited[campaigns],
+    )
+    found = fit_additive(moved).confusion(0, users.impressions[order])
+    np.testing.assert_allclose(found.value, expected.value, atol=2e-3)
+
+
+def test_a_campaign_audited_in_two_halves_counts_as_one() -> None:
+    users = Users(2)
+    audits = users.audits(campaigns=12, audited=400)
+    halves = replace(
+        audits,
+        mixtures=np.concatenate((audits.mixtures, audits.mixtures[:1])),
+        audited=np.concatenate(
+            (audits.audited[:1] / 2, audits.audited[1:], audits.audited[:1] / 2)
+        ),
+    )
+    joined, split = (fit_additive(a).confusion(1, users.impressions) for a in (audits, halves))
+    np.testing.assert_allclose(split.value, joined.value, atol=2e-3)
+
+
+def test_a_provider_that_repeats_another_adds_no_certainty() -> None:
+    users = Users(3)
+    audits = users.audits(campaigns=40, audited=1000)
+    twice = replace(
+        audits,
+        providers=(*PROVIDERS, "again"),
+        label_names=(LABELS,) * 4,
+        labels=np.concatenate((audits.labels, audits.labels[:, :1]), 1),
+    )
+    once, repeated = fit_additive(audits), fit_additive(twice)
+    np.testing.assert_allclose(
+        repeated.class_probabilities(), once.class_probabilities(), atol=0.05
+    )
+
+
+def test_labels_that_no_campaign_distinguishes_are_refused() -> None:
+    users = Users(4)
+    audits = users.audits(campaigns=30, audited=400)
+    same_mix = replace(audits, mixtures=np.tile(audits.mixtures[:1], (30, 1)))
+    with pytest.raises(UserError, match="too similar shares of the labels of good") as refusal:
+        fit_additive(same_mix)
+    assert "condition number" in str(refusal.value)
+    assert "Audit a campaign that reaches mostly people with the label" in str(refusal.value)
+    with pytest.raises(UserError, match="3 audited campaigns cannot tell the 4 labels of good"):
+        fit_additive(replace(audits, mixtures=audits.mixtures[:3], audited=audits.audited[:3]))
+    silent = replace(
+        audits,
+        label_names=(LABELS, ("unknown",), LABELS),
+        labels=audits.labels * np.array([1, 0, 1]),
+    )
+    with pytest.raises(UserError, match=r"provider poor gave all people .* the label unknown"):
+        fit_additive(silent)
+
+
+def test_information_is_zero_for_labels_that_say_nothing_and_one_for_certain_ones() -> None:
+    shares = np.array([0.2, 0.5, 0.3])
+    assert normalized_information(np.tile([0.6, 0.4], (3, 1)), shares) == pytest.approx(0)
+    assert normalized_information(np.eye(3), shares) == pytest.approx(1)
+
+
+def test_the_chosen_labels_have_the_highest_rate_of_all_that_reach_as_many() -> None:
+    rng = np.random.default_rng(5)
+    rates, available = rng.random(4), np.array([100.0, 50, 80, 300])
+    bought = labels_to_buy(rates, available, 150)
+    assert bought.sum() == 150 and (bought <= available).all()
+    for _ in range(200):
+        other = rng.dirichlet(np.ones(4)) * 150
+        if (other <= available).all():
+            assert other @ rates <= bought @ rates + 1e-9
+
+
+def test_the_best_provider_for_a_target_comes_first_and_unknown_users_are_not_bought() -> None:
+    users = Users(6)
+    model = fit_additive(users.audits(campaigns=60, audited=2000))
+    purchases = choose_provider(model, users.impressions, [2], 4000, "unknown")
+    assert [purchase.provider for purchase in purchases][2] == "poor"
+    for purchase in purchases:
+        assert purchase.labels[0] == "z" and "unknown" not in purchase.labels
+        provider = PROVIDERS.index(purchase.provider)
+        truth = users.confusion(provider)[LABELS.index("z"), 2]
+        if purchase.labels == ("z",):
+            assert purchase.low <= truth <= purchase.high
+    with pytest.raises(UserError, match="the audience is empty"):
+        choose_provider(model, 0 * users.impressions, [2], 10, "unknown")
+    scarce = choose_provider(model, users.impressions, [2], 1e9, "unknown")
+    assert all(p.impressions < 1e9 and len(p.labels) == 3 for p in scarce)

@@ -1,0 +1,201 @@
+"""Counts of impressions by labels equal brute force, and see only labels delivered before them."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from etl.audiences import load_audiences
+from etl.tables import audience_schemas, schemas
+from etl.tables.arrow import snapshot
+from etl.tables.lake import Lake
+from features.audience.counts import count_audiences
+from gemline import main
+from tests.conftest import FIRST, LAST
+from tests.pipeline import rows
+
+pytestmark = pytest.mark.spark
+AUDIENCE, DAYS = "age_band", (FIRST, LAST)
+
+
+def impressions_of(lake: Lake) -> list[dict[str, object]]:
+    names = ["event_id", "user_id", "item_id", "event_ts", "type", "day"]
+    code = lake.spec.event_codes[lake.spec.impression_type]
+    events = snapshot(lake, schemas.events(lake.spec)).read(names).to_pylist()
+    return [event for event in events if event["type"] == code]
+
+
+def counts_by_brute_force(lake: Lake) -> Counter[tuple[object, ...]]:
+    """Impressions by day, campaign and the latest label of each provider strictly before them."""
+    items = sorted(rows(lake, "attributes_item"), key=lambda row: -row["valid_from"])
+    campaign = {row["item_id"]: row["attr_advertiser_id"] for row in items}
+    labels: dict[tuple[str, str], list[tuple[int, str]]] = {}
+    for row in rows(lake, "audience_labels"):
+        key = row["user_id"], row["provider"]
+        labels.setdefault(key, []).append((row["valid_from"], row["label"]))
+    counts: Counter[tuple[object, ...]] = Counter()
+    for event in impressions_of(lake):
+        seen = []
+        for provider in lake.spec.audiences[AUDIENCE].providers:
+            of_user = labels.get((str(event["user_id"]), provider), [])
+            earlier = [label for label in of_user if label[0] < event["event_ts"]]  # type: ignore[operator]
+            seen.append(max(earlier, default=(0, "unknown"))[1])
+        counts[event["day"], campaign[event["item_id"]], tuple(seen)] += 1
+    return counts
+
+
+def test_counts_equal_brute_force(lake: Lake) -> None:
+    stored = {
+        (row["day"], row["campaign"], tuple(row["labels"])): row["impressions"]
+        for row in rows(lake, "audience_counts")
+    }
+    assert len(stored) > 100
+    assert stored == dict(counts_by_brute_force(lake))
+
+
+def write_raw(folder: Path, days: Iterable[object], **files: list[dict[str, object]]) -> str:
+    """Raw labels and audits, each in the file of its `day`."""
+    for source in ("audience_labels", "audits"):
+        for day in days:
+            path = folder / source / f"day={day}.json"
+            of_day = [row for row in files.get(source, []) if row["day"] == day]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if of_day:
+                path.write_text("".join(json.dumps(row, default=str) + "\n" for row in of_day))
+    return str(folder)
+
+
+def uncompressed(lake: Lake) -> Lake:
+    """The lake with sources that read uncompressed files."""
+    dump = lake.spec.model_dump()
+    for name in ("audience_labels", "audits"):
+        dump["sources"][name]["path"] = f"{name}/day={{day}}.json"
+    return Lake(lake.root, type(lake.spec).model_validate(dump))
+
+
+def test_a_label_counts_only_for_impressions_after_its_delivery(
+    own: Lake, tmp_path: Path, spark: object
+) -> None:
+    """One at the time of an impression, and one delivered later for an earlier time, do not."""
+    lake = uncompressed(own)
+    event = max(impressions_of(lake), key=lambda event: str(event["event_ts"]))
+    ts, user, day = int(str(event["event_ts"])), event["user_id"], event["day"]
+    assert ts % 1000 == 0
+
+    def label(name: str, provider: str, ms: int, day_of_file: object) -> dict[str, object]:
+        row = {"provider": provider, "user_id": user, "age_band": name, "labelled_time": ms}
+        return row | {"day": day_of_file}
+
+    labels = [
+        label("18-24", "acme", ts // 1000 - 1, day),
+        label("25-34", "acme", ts // 1000, day),
+        label("35-44", "bluefin", ts // 1000 - 1, LAST + timedelta(days=1)),
+        label("45-54", "corvid", ts // 1000 - 86_400_000 * 40, FIRST),
+    ]
+    days = [FIRST + timedelta(days=n) for n in range((LAST - FIRST).days + 2)]
+    raw = write_raw(tmp_path / "raw", days, audience_labels=labels)
+    load_audiences(lake, raw, (FIRST, days[-1]))
+    count_audiences(lake, DAYS)
+    seen = {
+        tuple(row["labels"])
+        for row in rows(lake, "audience_counts")
+        if row["day"] == day and set(row["labels"]) != {"unknown"}
+    }
+    assert ("18-24", "unknown", "45-54") in seen
+    assert not any("25-34" in labels or "35-44" in labels for labels in seen)
+    backdated = [row for row in rows(lake, "audience_labels") if row["provider"] == "corvid"]
+    midnight = int(datetime(FIRST.year, FIRST.month, FIRST.day, tzinfo=UTC).timestamp()) * 10**6
+    assert [row["valid_from"] for row in backdated] == [midnight]
+
+
+def test_a_day_can_be_loaded_and_counted_again(own: Lake, raw: Path, spark: object) -> None:
+    before = {name: rows(own, name) for name in ("audience_labels", "audits", "audience_counts")}
+    assert all(before.values())
+    load_audiences(own, str(raw), (FIRST + timedelta(days=1), LAST))
+    count_audiences(own, (FIRST + timedelta(days=1), LAST))
+    for name, stored in before.items():
+        assert rows(own, name) == stored
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"share": 0.5}, "the shares of campaign b1 on 2026-01-01 sum to 0.700, not 1"),
+        ({"age_band": "13-17"}, "rows of .* are bad .unknown class: 1"),
+        ({"share": -0.1}, "rows of .* are bad .share is not between 0 and 1: 1"),
+    ],
+)
+def test_wrong_audits_are_refused_and_nothing_is_written(
+    own: Lake, tmp_path: Path, spark: object, change: dict[str, object], message: str
+) -> None:
+    lake = uncompressed(own)
+    shares = {"18-24": 0.8, "25-34": 0.2}
+    audits = [
+        {"campaign": "b1", "age_band": name, "share": share, "panel": 50, "day": FIRST}
+        for name, share in shares.items()
+    ]
+    audits[0] |= change
+    raw = write_raw(tmp_path / "raw", [FIRST], audits=audits)
+    versions = [
+        lake.version(schema(lake.spec).name) for schema in audience_schemas.AUDIENCE_SCHEMAS[:3]
+    ]
+    with pytest.raises(Exception, match=message):
+        load_audiences(lake, raw, (FIRST, FIRST))
+    assert versions == [
+        lake.version(schema(lake.spec).name) for schema in audience_schemas.AUDIENCE_SCHEMAS[:3]
+    ]
+
+
+def test_estimates_of_simulated_providers_are_close_to_the_truth(
+    own: Lake, spec_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`audience fit` and `audience choose` on simulated logs, whose users' age bands are known."""
+    flags = ["--spec", str(spec_path), "--lake", own.root, "--data-until", str(LAST)]
+    assert main(["audience", "fit", *flags]) == 0
+    truth, shares = true_precision(own), true_shares(own)
+    errors, errors_of_shares = [], []
+    for row in rows(own, "audience_quality"):
+        true_rate = truth[row["provider"], row["label"]][row["true_class"]]
+        errors.append(abs(row["precision"] - true_rate))
+        errors_of_shares.append(abs(shares[row["true_class"]] - true_rate))
+        assert row["impressions"] >= own.spec.audiences[AUDIENCE].min_count
+        assert 0 <= row["low"] <= row["precision"] <= row["high"] <= 1
+    assert len(errors) > 40 and sum(errors) < sum(errors_of_shares) / 2
+
+    wanted = ["--audience", AUDIENCE, "--target", "18-24", "--impressions", "100", "--json"]
+    capsys.readouterr()
+    assert main(["audience", "choose", *flags, *wanted]) == 0
+    chosen = json.loads(capsys.readouterr().out)
+    best = chosen["purchases"][0]
+    assert best["rate"] == max(purchase["rate"] for purchase in chosen["purchases"])
+    assert best["labels"][0] == "18-24" and best["rate"] > 1.5 * chosen["rate_of_everyone"]
+    assert main(["audience", "choose", *flags, *wanted[:3], "teen", *wanted[4:]]) == 2
+    assert "the target names teen; the audited classes are 18-24" in capsys.readouterr().err
+
+
+def true_shares(lake: Lake) -> dict[str, float]:
+    """The shares of the age bands among the users of the impressions."""
+    ages = {row["user_id"]: row["attr_age_band"] for row in rows(lake, "attributes_user")}
+    found = Counter(ages[str(event["user_id"])] for event in impressions_of(lake))
+    return {name: found[name] / found.total() for name in lake.spec.audiences[AUDIENCE].classes}
+
+
+def true_precision(lake: Lake) -> dict[tuple[str, str], dict[str, float]]:
+    """P(age band | label) among the impressions, by provider and label."""
+    ages = {row["user_id"]: row["attr_age_band"] for row in rows(lake, "attributes_user")}
+    labels = {
+        (row["user_id"], row["provider"]): row["label"] for row in rows(lake, "audience_labels")
+    }
+    counts: dict[tuple[str, str], Counter[str]] = {}
+    for event in impressions_of(lake):
+        user = str(event["user_id"])
+        for provider in lake.spec.audiences[AUDIENCE].providers:
+            label = labels.get((user, provider), "unknown")
+            counts.setdefault((provider, label), Counter())[ages[user]] += 1
+    return {
+        key: {name: found[name] / found.total() for name in lake.spec.audiences[AUDIENCE].classes}
+        for key, found in counts.items()
+    }
