@@ -236,6 +236,32 @@ def check_drift(args: DayArgs) -> None:
         )
 
 
+class ProbeArgs(LakeArgs):
+    """The GEM whose probes are read, and the rows of which recipes are timed on a GPU."""
+
+    day: Annotated[date, tyro.conf.arg(help="the last day that the GEM was trained on")]
+    rows: Annotated[int, Field(ge=1), tyro.conf.arg(help="rows of the timed products")] = 8192
+
+
+@holds_leases("gem")
+def probe(args: ProbeArgs) -> None:
+    """Choose how each linear layer is computed with --compute.precision fp8, and say why."""
+    from rich.console import Console
+
+    from training.distributed.process_group import process_group
+    from training.trainer.probing import choices_table, choose_precision
+
+    lake = args.open_lake()
+    with process_group():
+        choices, chosen = choose_precision(lake, args.day, args.rows)
+    chosen.save(args.lake)
+    Console(width=160).print(choices_table(choices))
+    print(
+        f"probe: {chosen.fp8_share:.0%} of the products in FP8, chosen by {chosen.chosen_by}"
+        + (f" on {chosen.device}" if chosen.device else ": no GPU, so no speeds")
+    )
+
+
 class CleanArgs(LakeArgs):
     """Which checkpoints to keep."""
 
@@ -264,6 +290,7 @@ COMMANDS = {
         "verify-batches": verify_batches,
         "check-drift": check_drift,
         "clean": clean,
+        "probe": probe,
         "plan": plan,
     },
     "teacher-predictions": teacher_predictions,

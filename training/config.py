@@ -17,9 +17,17 @@ class ComputeConfig(StrictModel):
     """How the model is computed; the options do not change the model itself."""
 
     precision: Annotated[
-        Literal["fp32", "tf32", "bf16"],
-        tyro.conf.arg(help="precision of matrix products; tf32 is that of tensor cores on CUDA"),
+        Literal["fp32", "tf32", "bf16", "fp8"],
+        tyro.conf.arg(
+            help="precision of matrix products; tf32 is that of tensor cores on CUDA; fp8 is by "
+            "layer, as the map says that `gemline train probe` wrote"
+        ),
     ] = "fp32"
+    probe_every: Annotated[
+        int,
+        Field(ge=0),
+        tyro.conf.arg(help="steps between probes of what linear layers read, for fp8; 0: none"),
+    ] = 0
     compiled: Annotated[
         bool, tyro.conf.arg(help="compile interaction and sequence layers, one by one")
     ] = False

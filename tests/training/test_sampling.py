@@ -22,6 +22,7 @@ def random_requests(seed: int) -> tuple[Int64, Int64]:
 def test_every_request_is_in_one_batch(seed: int, rows: int, order: int | None) -> None:
     sizes, events = random_requests(seed)
     batches = Shuffle(order).split(sizes, events, rows)
+    assert all(len(batch) for batch in batches)
     requests = np.concatenate(batches).tolist()
     assert sorted(requests) == list(range(len(sizes)))
     if order is None:

@@ -186,10 +186,11 @@ class Shuffle:
         """The requests (R) of each batch, batches of about `rows` rows and of even cost.
 
         `sizes` and `events` (R) are the rows and the history events of each request. Batches with
-        long histories have fewer rows.
+        long histories have fewer rows; each has a request at least.
         """
         batches_for_events = -(-int(events.sum()) // MAX_BATCH_EVENTS)
         count = max(1, round(sizes.sum() / rows), batches_for_events)
+        count = min(count, len(sizes))
         requests = np.arange(len(sizes))
         if self.seed is None:
             is_heavy = events.sum() > MAX_BATCH_EVENTS

@@ -84,18 +84,19 @@ def load_checkpoint(path: StoragePath, train_state: TrainState) -> None:
     """Restore a checkpoint into a model of the same configuration, to continue training.
 
     The optimizer's state may be partial: weights that never had a gradient have none, for example
-    if no history is read. Raises DamagedCheckpointError if a file was changed.
+    if no history is read. So may the probe's, if the day before was not probed. Raises
+    DamagedCheckpointError if a file was changed.
     """
     folder = verified_state_dir(path, train_state.manifest.spec_hash)
     state = train_state.state_dict()
-    optimizer = {"optimizer": state.pop("optimizer")}
+    partial = {name: state.pop(name) for name in ("optimizer", "probe") if name in state}
     state_dict_loader.load(state, storage_reader=HuggingFaceStorageReader(str(folder)))
     state_dict_loader.load(
-        optimizer,
+        partial,
         storage_reader=HuggingFaceStorageReader(str(folder)),
         planner=DefaultLoadPlanner(allow_partial_load=True),
     )
-    train_state.load_state_dict(state | optimizer)
+    train_state.load_state_dict(state | partial)
 
 
 def load_weights(path: StoragePath, train_state: TrainState) -> None:

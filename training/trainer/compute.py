@@ -1,6 +1,6 @@
 """How GEM is computed: precision, compilation and activation checkpointing.
 
-These options do not change the results, except for rounding.
+These options do not change the results, except for rounding, of which FP8 has much.
 """
 
 import os
@@ -18,6 +18,8 @@ from training.model.interaction.token_mixing import MixerBlock
 from training.model.interaction.wukong import WukongLayer
 from training.model.sequence.layers import HstuLayer, TransformerLayer
 from training.model.sequence.pyramid import PersonalizedFFNBlock, PyramidLevel
+from training.precision.linear import apply_precision_map
+from training.precision.precision_map import PrecisionMap
 
 Blocks = tuple[type[nn.Module], ...]
 INTERACTION_BLOCKS: Blocks = (WukongLayer, DhenLayer, DCNv2, FinalMlp, MixerBlock)
@@ -30,10 +32,16 @@ CHECKPOINTED_BLOCKS: dict[str, Blocks] = {
 }
 
 
-def apply_compute_config(core: Gem, config: ComputeConfig, backend: str = "inductor") -> None:
+def apply_compute_config(
+    core: Gem,
+    config: ComputeConfig,
+    precision_map: PrecisionMap | None = None,
+    backend: str = "inductor",
+) -> None:
     """Apply a configuration to the blocks of a GEM, in place; parameter names do not change.
 
-    Compiled code is cached for the user, to speed up the next start.
+    With fp8 linear layers are computed as `precision_map` says. Compiled code is cached for the
+    user, to speed up the next start.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache("compiled")))
     for block in core.modules():
@@ -43,6 +51,8 @@ def apply_compute_config(core: Gem, config: ComputeConfig, backend: str = "induc
             checkpoint(block)
     # With bf16, matrix products that stay in fp32 may use TF32 on CUDA.
     torch.set_float32_matmul_precision("highest" if config.precision == "fp32" else "high")
+    if config.precision == "fp8" and precision_map:
+        apply_precision_map(core, precision_map)
     if config.precision == "bf16":
         _autocast_bf16(core.interaction)
         _autocast_bf16(core.history.encoder)

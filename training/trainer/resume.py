@@ -25,6 +25,7 @@ from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
 from training.data.shards import Epoch, RoundRobin, read_epoch
 from training.model.history.encoder import history_selector
+from training.precision.precision_map import read_precision_map
 from training.teacher.predictions import TeacherPredictions
 from training.trainer import checkpoint
 from training.trainer.state import Manifest, TrainState
@@ -97,6 +98,7 @@ def new_manifest(
         training=config.model_copy(
             update={"sequence": reader.sequence, "max_length": reader.history_length}
         ),
+        precision_map=read_precision_map(lake.root) if config.compute.precision == "fp8" else None,
         num_shards=dist.get_world_size(),
         table_versions=dict(reader.table_versions) | _teacher_version(lake, config),
         trained_from=first,

@@ -5,11 +5,14 @@ rebuild the model and to detect incompatible use.
 """
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import date
 from typing import Annotated, Any
 
 import torch
+import torch.distributed as dist
 from pydantic import Field
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -26,7 +29,7 @@ from etl.spec.attributes import Attributes
 from etl.spec.base import StrictModel
 from etl.tables.lake import Lake
 from features.schema import USER_TABLE, FeatureSchema
-from training.config import SINGLE_PROCESS, ParallelismConfig, TrainConfig
+from training.config import SINGLE_PROCESS, ComputeConfig, ParallelismConfig, TrainConfig
 from training.data.batch import Batch, InputStatistics, batch_digest
 from training.data.reader import ExampleReader
 from training.distributed.dense import parallelize
@@ -43,6 +46,9 @@ from training.distributed.sharding import (
 from training.model.alignment import Layout
 from training.model.embeddings import table_sizes
 from training.model.gem import Gem
+from training.precision.precision_map import PrecisionMap
+from training.precision.probe import Probe
+from training.precision.valve import SafetyValve
 from training.trainer.compute import apply_compute_config
 from training.trainer.embedding_ttl import LastAccess
 from training.trainer.item_rows import ManagedItemRows
@@ -64,6 +70,7 @@ class Manifest(StrictModel):
         base_rates: Rate of each objective in the first training, which weights its loss.
         layout: Rows that modules were trained on, if the features were changed since.
         unfitted_numbers: Numbers that an upgrade added; the next day of training has their edges.
+        precision_map: How linear layers are computed with `--compute.precision fp8`.
         num_shards: Shards that the day is split into: the number of processes that started it.
         table_versions: Delta versions of the tables read for the day.
         joint_until: Last day of the first training, if its days were trained together.
@@ -86,6 +93,7 @@ class Manifest(StrictModel):
     layout: Layout = {}
     unfitted_numbers: tuple[str, ...] = ()
     training: TrainConfig
+    precision_map: PrecisionMap | None = None
     num_shards: int
     table_versions: dict[str, int]
     trained_from: date
@@ -182,6 +190,8 @@ class TrainState:
     initial_accumulator: float
     optimizer: torch.optim.Optimizer
     manifest: Manifest
+    probe: Probe | None = None
+    valve: SafetyValve | None = None
 
     def start_lookup(self, batch: Batch) -> StartedLookup:
         """Send the ids that a batch looks up to the shards; a collective call."""
@@ -191,7 +201,8 @@ class TrainState:
 
     def state_dict(self) -> dict[str, Any]:
         """All state that the next step depends on, as tensors."""
-        return {
+        probe = {"probe": self.probe.state_dict()} if self.probe else {}
+        return probe | {
             "dense": get_model_state_dict(self.model.core),
             "ema": self.ema.state_dict(),
             "optimizer": get_optimizer_state_dict(self.model.core, self.optimizer)["state"],
@@ -212,6 +223,18 @@ class TrainState:
         fused.load_state_dict({**fused.state_dict(), "state": state["tables_optimizer"]})
         self.last_access.last_days = state["last_access"]
         self.item_rows.load_state_dict(state["item_rows"])
+        if self.probe:
+            self.probe.load_state_dict(state["probe"])
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """The context of a step, in which probe and safety valve read what layers do."""
+        with ExitStack() as watched:
+            if self.probe:
+                watched.enter_context(self.probe.watch(self.manifest.steps))
+            if self.valve:
+                watched.enter_context(self.valve.watch(self.manifest.steps))
+            yield
 
     def all_reduce_counts(self) -> None:
         """Add up what each process counted of the rows that it looked up; a collective call."""
@@ -266,7 +289,8 @@ def build_train_state(
         item_rows = _free_item_rows(config)
 
     ema = EmaModel(core)
-    apply_compute_config(core, config.compute)
+    apply_compute_config(core, config.compute, manifest.precision_map)
+    probe = _build_probe(core, config.compute)
     dense = parallelize(core, ema, mesh, parallelism.dense_parallelism == "fsdp")
     return TrainState(
         model=GemModel(
@@ -281,7 +305,21 @@ def build_train_state(
         initial_accumulator=initial_accumulator,
         optimizer=dense_optimizer(core, config),
         manifest=manifest,
+        probe=probe,
+        valve=SafetyValve(core, manifest.precision_map) if manifest.precision_map else None,
     )
+
+
+def _build_probe(core: Gem, config: ComputeConfig) -> Probe | None:
+    """The probe of a configuration; raises UserError where layers cannot be watched."""
+    if not config.probe_every:
+        return None
+    if config.compiled or dist.get_world_size() > 1:
+        raise UserError(
+            "--compute.probe-every watches layers that are not compiled, in one process: leave out "
+            "--compute.compiled, and set --processes 1"
+        )
+    return Probe(core, config.probe_every)
 
 
 def _free_item_rows(config: TrainConfig) -> ManagedItemRows:

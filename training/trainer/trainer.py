@@ -203,15 +203,16 @@ class Trainer:
         self._seed(state.manifest.steps, dist.get_rank())
         is_saved = (state.manifest.batches + 1) % self.config.checkpoint_every == 0
         try:
-            output = train_step(
-                state.model,
-                step.on_device,
-                step.mean_rows,
-                state.optimizer,
-                loss,
-                self.loss_check,
-                step.lookup,
-            )
+            with state.watch():
+                output = train_step(
+                    state.model,
+                    step.on_device,
+                    step.mean_rows,
+                    state.optimizer,
+                    loss,
+                    self.loss_check,
+                    step.lookup,
+                )
             if is_saved:
                 self.loss_check.read()
         except NonFiniteLossError as error:

@@ -1,0 +1,193 @@
+"""`gemline bench precision`: FP8 by the map of a probe, FP8 everywhere, and fp32, on the demo.
+
+On a CPU products are emulated: errors, maps and training curves are those of FP8, speeds are not.
+"""
+
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+from statistics import mean, stdev
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+from pydantic import Field
+
+from benchmarks.harness import DEMO_SIMULATOR, SIMULATOR_SPEC, BenchmarkResult
+from etl.spec.base import StrictModel
+from etl.spec.units import DaySplit
+
+if TYPE_CHECKING:
+    from etl.tables.lake import Lake
+    from training.config import TrainConfig
+    from training.precision.errors import RecipeError
+    from training.precision.precision_map import PrecisionMap
+
+OBJECTIVE = "click"
+DEMO_DAYS = "2026-01-01:2026-01-11"
+SPLIT = DaySplit(
+    train_first=date(2026, 1, 1),
+    train_last=date(2026, 1, 4),
+    calibration=None,
+    test_first=date(2026, 1, 5),
+    test_last=date(2026, 1, 7),
+    data_until=date(2026, 1, 11),
+)
+PROBE_EVERY = 20
+COST_PROBE_EVERY = 100  # of which the overhead is reported
+NAIVE: Literal["fp8_tensor"] = "fp8_tensor"
+GPU_ROWS = 8192
+NO_GPU = "no GPU is available"
+GOALS = {
+    "probe_overhead": "<= 0.01",
+    "ne_fp8_within_noise": "true",
+    "ne_naive_fp8_loss": "",
+    "random_probe_error": "",
+    "sites_fp8_share": "",
+    "speedup": "",
+}
+
+
+class PrecisionArgs(StrictModel):
+    """Arguments of the benchmark."""
+
+    work: Annotated[
+        Path | None, tyro.conf.arg(help="folder of the demo's tables; default: a temporary one")
+    ] = None
+    seeds: int = Field(default=3, ge=2)
+    only: Annotated[tuple[str, ...], tyro.conf.arg(help="training, speed; by default both")] = (
+        "training",
+        "speed",
+    )
+    as_json: Annotated[bool, tyro.conf.arg(name="json", help="one line of JSON last")] = False
+
+
+def bench_precision(args: PrecisionArgs) -> None:
+    """NE of FP8 by a map and everywhere, cost of probes, and speed-up on a GPU."""
+    result = BenchmarkResult("Precision of matrix products", ("figure", "value", "", "goal"))
+    if "training" in args.only:
+        with tempfile.TemporaryDirectory() as folder:
+            measure_training(result, args.work or Path(folder), args.seeds)
+    if "speed" in args.only:
+        measure_speed(result)
+    for key, goal in GOALS.items():
+        if key in result.figures:
+            note = str(result.figures.get(f"{key}_reason", ""))
+            result.rows.append((key, str(result.figures[key]), note, goal))
+    result.show(args.as_json)
+
+
+def measure_training(result: BenchmarkResult, work: Path, seeds: int) -> None:
+    """Train the demo's first days in fp32, by the map of a probe, and with FP8 everywhere."""
+    from benchmarks.pipelines import simulated_tables
+    from etl.spec import load_spec
+    from etl.tables.lake import Lake
+    from training.precision.dispatch import choose_recipes, precision_map
+    from training.precision.precision_map import PrecisionMap
+
+    paths = simulated_tables(work, DEMO_SIMULATOR, DEMO_DAYS)
+    lake = Lake(paths.lake, load_spec(SIMULATOR_SPEC))
+    errors = _probe(result, lake)
+    chosen = precision_map(choose_recipes(errors))
+    maps = {"fp32": None, "map": chosen, "naive": PrecisionMap.uniform(chosen.sites, NAIVE)}
+    ne: dict[str, list[float]] = {name: [] for name in maps}
+    for seed in range(seeds):
+        for name, recipes in maps.items():
+            ne[name].append(ne_of_training(lake, seed, recipes))
+    noise = (stdev(ne["fp32"]) ** 2 / seeds + stdev(ne["map"]) ** 2 / seeds) ** 0.5
+    differences = {name: mean(ne[name]) - mean(ne["fp32"]) for name in ("map", "naive")}
+    result.figures["ne_fp8_within_noise"] = abs(differences["map"]) <= 2 * noise
+    result.record("ne_fp32", mean(ne["fp32"]), "")
+    result.record("ne_fp8_loss", differences["map"], "")
+    result.record("ne_naive_fp8_loss", differences["naive"], "")
+    result.record("ne_noise", noise, "")
+    result.record("sites_fp8_share", chosen.fp8_share, "")
+
+
+def _probe(result: BenchmarkResult, lake: "Lake") -> "list[RecipeError]":
+    """The errors of recipes by the probe of a training, and its cost and use."""
+    from benchmarks.studies.trials import scratch_lake
+    from training.distributed.process_group import process_group
+    from training.precision.errors import measure_errors
+    from training.trainer.probing import load_probe, misjudged_by_random_inputs
+    from training.trainer.trainer import train_days
+
+    first_day = (SPLIT.train_first, SPLIT.train_first)
+    with scratch_lake(lake) as scratch, process_group():
+        train_days(scratch, first_day, _config(seed=0, probe_every=PROBE_EVERY))
+        errors = list(measure_errors(load_probe(scratch, SPLIT.train_first)))
+    result.record("random_probe_error", misjudged_by_random_inputs(errors), "")
+    result.record("probe_overhead", _probe_overhead(lake), "")
+    return errors
+
+
+def _config(seed: int, **compute: object) -> "TrainConfig":
+    from training.config import TrainConfig
+
+    return TrainConfig.model_validate({"seed": seed, "compute": compute})
+
+
+def _probe_overhead(lake: "Lake") -> float:
+    """CPU time of a probe every COST_PROBE_EVERY steps over that of the steps."""
+    from benchmarks.studies.trials import scratch_lake
+    from training.distributed.process_group import process_group
+    from training.trainer.trainer import train_days
+
+    seconds: dict[int, float] = {}
+    for every in (0, 1, 0, 1):
+        with scratch_lake(lake) as scratch, process_group():
+            start = time.process_time()
+            train_days(
+                scratch, (SPLIT.train_first, SPLIT.train_first), _config(0, probe_every=every)
+            )
+            elapsed = time.process_time() - start
+        seconds[every] = min(seconds.get(every, elapsed), elapsed)
+    return max(0.0, seconds[1] - seconds[0]) / seconds[0] / COST_PROBE_EVERY
+
+
+def ne_of_training(lake: "Lake", seed: int, recipes: "PrecisionMap | None") -> float:
+    """NE of clicks on the test days, of a GEM with the recipes of a map; None for fp32."""
+    from benchmarks.studies.trials import scratch_lake
+    from training.distributed.process_group import process_group
+    from training.evaluation.metrics import ne_by_objective
+    from training.trainer.trainer import predict_test, train_days
+
+    with scratch_lake(lake) as scratch, process_group():
+        if recipes:
+            recipes.save(scratch.root)
+        config = _config(seed, precision="fp8" if recipes else "fp32")
+        train_days(scratch, (SPLIT.train_first, SPLIT.train_last), config)
+        return float(ne_by_objective(predict_test(scratch, SPLIT))[OBJECTIVE])
+
+
+def measure_speed(result: BenchmarkResult) -> None:
+    """Seconds of all linear products of `large` in bf16 over those with the fastest recipes."""
+    import torch
+
+    if not torch.cuda.is_available():
+        result.record("speedup", None, NO_GPU)
+        return
+    from etl.spec import load_spec
+    from features.schema import feature_schema
+    from training.model.config import SCALES
+    from training.model.gem import Gem
+    from training.precision.dispatch import MIN_SPEEDUP, measure_speedups
+    from training.precision.linear import linear_sites
+
+    for scale in ("base", "large"):
+        model = Gem(feature_schema(load_spec(SIMULATOR_SPEC)), SCALES[scale])
+        layers = dict(linear_sites(model))
+        device = torch.device("cuda")
+        speedups = measure_speedups(layers, GPU_ROWS, ("fp8_tensor", "fp8_row"), device)
+        best: dict[tuple[str, str], float] = {}
+        for (name, direction, _), value in speedups.items():
+            best[name, direction] = max(best.get((name, direction), 0.0), value)
+        fast = {key: value for key, value in best.items() if value >= MIN_SPEEDUP}
+        work = {name: layer.weight.numel() for name, layer in layers.items()}
+        total = sum(work[name] for name, _ in best)
+        with_fp8 = sum(work[key[0]] / fast.get(key, 1.0) for key in best)
+        suffix = "" if scale == "large" else f"_{scale}"
+        result.record(f"speedup{suffix}", total / with_fp8, "")
+        result.record(f"fastest_site_speedup{suffix}", max(best.values()), "")
+        result.record(f"sites_fp8_share_by_speed{suffix}", len(fast) / len(best), "")
+    result.figures["device"] = torch.cuda.get_device_name()

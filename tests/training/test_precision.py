@@ -1,0 +1,296 @@
+"""FP8: casts and products obey their laws, probes measure what layers read, bounds are kept."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from etl.tables.lake import Lake
+from gemline import main
+from tests.conftest import FIRST, GEM_FLAGS
+from tests.world import copy_of
+from training.distributed.process_group import process_group
+from training.precision.dispatch import MAX_MERE, choose_recipes, precision_map
+from training.precision.errors import RecipeError, measure_errors
+from training.precision.linear import apply_precision_map, linear_sites, precise_linear
+from training.precision.precision_map import (
+    PrecisionMap,
+    RecipeName,
+    SiteRecipes,
+    precision_map_path,
+)
+from training.precision.probe import BLOCK_WIDTH, GaussianStatistics, MatrixNormal, Probe
+from training.precision.recipes import BLOCK, E4M3, E5M2, Scaling, product, quantize
+from training.precision.valve import CHECK_EVERY, SafetyValve
+from training.trainer.probing import load_probe
+
+FP8: tuple[RecipeName, ...] = ("fp8_tensor", "fp8_row", "fp8_block")
+SCALINGS: tuple[Scaling, ...] = ("tensor", "row", "block")
+NO_GRADIENTS = False, False
+
+
+def normals(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**31), rows=st.integers(1, 9), inputs=st.integers(1, 300))
+def test_casts_are_idempotent_and_ignore_powers_of_two(seed: int, rows: int, inputs: int) -> None:
+    x = normals(rows, inputs, seed=seed) * normals(rows, 1, seed=seed + 1).exp()
+    for scaling in SCALINGS:
+        for dtype in (E4M3, E5M2):
+            cast = quantize(x, dtype, scaling)
+            again = quantize(cast.dequantized(), dtype, scaling)
+            torch.testing.assert_close(again.dequantized(), cast.dequantized(), rtol=1e-6, atol=0)
+            doubled = quantize(x * 2**7, dtype, scaling)
+            assert torch.equal(doubled.values.float(), cast.values.float())
+            largest = x.abs().amax()
+            step = 2**-4 if dtype == E4M3 else 2**-3
+            error = (cast.dequantized() - x).abs()
+            assert (error <= step * x.abs() + 2**-9 / 448 * largest * 448).all()
+
+
+def test_scales_are_local() -> None:
+    """An outlier costs the precision of its tensor, row or block only."""
+    x = normals(4, 2 * BLOCK)
+    x[0, 0] = 1e6
+
+    def is_exact(scaling: Scaling) -> Tensor:
+        error = (quantize(x, E4M3, scaling).dequantized() - x).abs()
+        return error < 0.07 * x.abs() + 1e-3
+
+    assert is_exact("tensor").float().mean() < 0.1
+    assert is_exact("row")[1:].all() and not is_exact("row")[0].all()
+    assert is_exact("block")[1:].all() and is_exact("block")[0, BLOCK:].all()
+
+
+def test_products_equal_those_of_the_library() -> None:
+    a, b = normals(32, 64), normals(48, 64, seed=1)
+    for name, scaling in (("fp8_tensor", "tensor"), ("fp8_row", "row")):
+        left, right = (quantize(x, E4M3, scaling) for x in (a, b))  # type: ignore[arg-type]
+        expected = torch._scaled_mm(
+            left.values, right.values.t(), scale_a=left.decode, scale_b=right.decode.t(),
+            out_dtype=torch.float32,
+        )  # fmt: skip
+        found = product(a, b, name, NO_GRADIENTS)  # type: ignore[arg-type]
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_zeros_along_the_sum_change_nothing_and_errors_are_those_of_the_format(
+    name: RecipeName,
+) -> None:
+    a, b = normals(64, 3 * BLOCK), normals(32, 3 * BLOCK, seed=1)
+    found = product(a, b, name, NO_GRADIENTS)
+    padded = product(F.pad(a, (0, BLOCK)), F.pad(b, (0, BLOCK)), name, NO_GRADIENTS)
+    torch.testing.assert_close(padded, found, rtol=1e-5, atol=1e-4)
+    exact = a @ b.t()
+    error = float((found - exact).norm() / exact.norm())
+    assert 0.02 < error < 0.05
+    assert not product(a[:0], b, name, NO_GRADIENTS).numel()
+
+
+def gradients_of(recipes: SiteRecipes | None) -> list[Tensor]:
+    """Output, and gradients of input, weight and bias of a layer."""
+    x, weight, bias = normals(5, 7, 96), normals(40, 96, seed=1), normals(40, seed=2)
+    for leaf in (x, weight, bias):
+        leaf.requires_grad_()
+    plain = F.linear(x, weight, bias)
+    output = precise_linear(x, weight, bias, recipes) if recipes else plain
+    (output * normals(5, 7, 40, seed=3)).sum().backward()
+    return [output.detach(), *(leaf.grad for leaf in (x, weight, bias) if leaf.grad is not None)]
+
+
+def test_a_linear_layer_has_a_recipe_for_each_direction() -> None:
+    exact = gradients_of(None)
+    for found, expected in zip(gradients_of(SiteRecipes()), exact, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+    for position, direction in enumerate(("forward", "input_grad", "weight_grad")):
+        values = gradients_of(SiteRecipes.model_validate({direction: "fp8_row"}))
+        for k, (value, expected) in enumerate(zip(values, exact, strict=True)):
+            error = float((value - expected).norm() / expected.norm())
+            assert (0.01 < error < 0.06) if k == position else error < 1e-5
+
+
+class Model(nn.Module):
+    """A model with a trunk of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = nn.Sequential(nn.Linear(24, 16), nn.ReLU(), nn.Linear(16, 8))
+        self.heads = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The output of the head."""
+        return torch.as_tensor(self.heads(self.trunk(x)))
+
+
+def test_a_map_changes_the_layers_that_it_names_and_no_parameter_names() -> None:
+    exact, model, x = Model(), Model(), normals(64, 24)
+    names = [name for name, _ in linear_sites(model)]
+    assert names == ["trunk.0", "trunk.2"]
+    before = list(model.state_dict())
+    apply_precision_map(model, PrecisionMap.uniform(["trunk.2"], "fp8_tensor"))
+    assert list(model.state_dict()) == before
+    assert torch.equal(model.trunk[:2](x), exact.trunk[:2](x))
+    hidden = exact.trunk[:2](x)
+    difference = (model.trunk[2](hidden) - exact.trunk[2](hidden)).norm()
+    assert 0.01 < difference / exact.trunk[2](hidden).norm() < 0.06
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**31), parts=st.integers(1, 5), width=st.sampled_from([3, 8]))
+def test_statistics_of_batches_are_those_of_all_rows(seed: int, parts: int, width: int) -> None:
+    rows = normals(60, width, seed=seed) @ normals(width, width, seed=seed + 1) + 5
+    statistics = GaussianStatistics(width)
+    for part in rows.chunk(parts):
+        statistics.update(part)
+    torch.testing.assert_close(statistics.mean, rows.mean(0), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(statistics.covariance[0], rows.t().cov(), rtol=1e-3, atol=1e-3)
+
+
+def test_samples_have_the_mean_and_covariance_that_were_seen() -> None:
+    width = BLOCK_WIDTH + 8  # two blocks
+    rows = normals(900, width) * torch.linspace(0.1, 3, width) + torch.arange(width) / 100
+    statistics = GaussianStatistics(width)
+    statistics.update(rows)
+    drawn = statistics.sample(4000, torch.Generator().manual_seed(1))
+    assert drawn.shape == (4000, width)
+    torch.testing.assert_close(drawn.mean(0), rows.mean(0), rtol=0, atol=0.25)
+    torch.testing.assert_close(drawn.std(0), rows.std(0), rtol=0.1, atol=0.02)
+
+
+def test_the_distribution_of_weights_finds_rows_and_columns_that_vary_more() -> None:
+    rows, columns = torch.tensor([1.0, 1, 4, 9]), torch.tensor([1.0, 4, 1, 16, 1])
+    spread = (rows[:, None] * columns).sqrt()
+    weights = MatrixNormal(4, 5)
+    for step in range(300):
+        weights.update(3 + 0.1 * spread * normals(4, 5, seed=step))
+    torch.testing.assert_close(weights.mean, torch.full((4, 5), 3.0), rtol=0.2, atol=0)
+    drawn = torch.stack([weights.sample(torch.Generator().manual_seed(s)) for s in range(400)])
+    ratio = drawn.std(0) / (0.1 * spread)
+    assert ratio.min() > 0.4 and ratio.max() < 2.5
+    assert torch.corrcoef(torch.stack([drawn.std(0).flatten(), spread.flatten()]))[0, 1] > 0.9
+
+
+def trained_probe(offset: float) -> Probe:
+    """A probe of a model whose inputs have a common offset, which its weights cancel."""
+    model = Model()
+    first = next(model.trunk.children())
+    assert isinstance(first, nn.Linear)
+    first.weight.data -= first.weight.data.mean(1, keepdim=True)
+    probe = Probe(model, every=2)
+    for step in range(40):
+        x = normals(32, 24, seed=step) + offset
+        with probe.watch(step):
+            model(x).square().mean().backward()
+    return probe
+
+
+def test_a_probe_watches_each_kth_step_and_changes_nothing() -> None:
+    probe = trained_probe(0.0)
+    assert int(probe.probed_steps) == 20
+    assert all(float(site.inputs.count) == 20 * 32 for _, site in probe.by_name())
+    assert all(float(site.gradients.count) == 20 * 32 for _, site in probe.by_name())
+    watched, plain = Model(), Model()
+    with Probe(watched, every=1).watch(0):
+        watched(normals(8, 24)).sum().backward()
+    plain(normals(8, 24)).sum().backward()
+    for a, b in zip(watched.parameters(), plain.parameters(), strict=True):
+        assert a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad)
+
+
+def errors_of(probe: Probe, site: str, direction: str) -> dict[str, RecipeError]:
+    errors = measure_errors(probe)
+    return {e.recipe: e for e in errors if (e.site, e.direction) == (site, direction)}
+
+
+def test_probed_inputs_show_errors_that_random_ones_hide() -> None:
+    """A common offset of the inputs costs the precision of what remains when it cancels."""
+    plain = errors_of(trained_probe(0.0), "trunk.0", "forward")
+    offset = errors_of(trained_probe(30.0), "trunk.0", "forward")
+    for recipe in FP8:
+        assert offset[recipe].mere > 3 * plain[recipe].mere
+        assert offset[recipe].random_mere == pytest.approx(plain[recipe].random_mere, rel=0.2)
+    assert plain["bf16"].mere < plain["fp8_row"].mere / 5
+
+
+def recipe_errors(**meres: float) -> list[RecipeError]:
+    return [
+        RecipeError("trunk.0", "forward", name, mere, mere, 1.0, mere)  # type: ignore[arg-type]
+        for name, mere in {"bf16": 0.001, **meres}.items()
+    ]
+
+
+def test_dispatch_takes_the_fastest_recipe_within_the_bounds_or_none() -> None:
+    errors = recipe_errors(fp8_tensor=0.15, fp8_row=0.1)
+    (by_error,) = choose_recipes(errors)
+    assert (by_error.recipe, by_error.speedup, by_error.reason) == ("fp8_row", None, "")
+    speeds = {("trunk.0", "forward", "fp8_tensor"): 1.4, ("trunk.0", "forward", "fp8_row"): 1.2}
+    (fastest,) = choose_recipes(errors, speeds)  # type: ignore[arg-type]
+    assert (fastest.recipe, fastest.speedup) == ("fp8_tensor", 1.4)
+    (slow,) = choose_recipes(errors, dict.fromkeys(speeds, 0.7))  # type: ignore[arg-type]
+    assert (slow.recipe, slow.reason) == ("bf16", "FP8 has 0.70 times its speed")
+    (wrong,) = choose_recipes(recipe_errors(fp8_tensor=0.3, fp8_row=2 * MAX_MERE), speeds)  # type: ignore[arg-type]
+    assert wrong.recipe == "bf16" and "the error of FP8 is 0.30" in wrong.reason
+    assert precision_map([slow]).fp8_share == 0
+    assert precision_map([by_error]).fp8_share == pytest.approx(1 / 3)  # of three directions
+
+
+def test_a_layer_whose_error_grows_falls_back_to_fp32(caplog: pytest.LogCaptureFixture) -> None:
+    model, exact = Model(), Model()
+    uniform = PrecisionMap.uniform(["trunk.0", "trunk.2"], "fp8_tensor")
+    apply_precision_map(model, uniform)
+    valve = SafetyValve(model, uniform)
+    x = normals(64, 24)
+    with valve.watch(CHECK_EVERY):
+        model(x)
+    assert set(valve.layers) == {"trunk.0", "trunk.2"}
+    x[0] *= 1e7  # the scale of the tensor leaves no precision to the other rows
+    with valve.watch(1):
+        model(x)
+    assert set(valve.layers) == {"trunk.0", "trunk.2"}  # not due
+    with valve.watch(2 * CHECK_EVERY):
+        model(x)
+    assert "trunk.0: fp8_tensor has error" in caplog.text
+    assert "trunk.0" not in valve.layers
+    assert torch.equal(model.trunk[:2](x), exact.trunk[:2](x))
+
+
+def train(lake: Lake, spec_path: Path, *flags: str) -> int:
+    command = ["train", "gem", "--spec", str(spec_path), "--lake", lake.root]
+    return main([*command, "--days", f"{FIRST}:{FIRST}", *GEM_FLAGS, *flags])
+
+
+def test_a_gem_is_trained_with_the_map_of_its_probe(
+    lake: Lake, spec_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = copy_of(lake, tmp_path / "lake")
+    flags = ["--spec", str(spec_path), "--lake", own.root, "--day", str(FIRST)]
+    assert train(own, spec_path, "--compute.precision", "fp8") == 2
+    assert "train a GEM with --compute.probe-every 100" in capsys.readouterr().err
+    assert main(["train", "probe", *flags]) == 2
+    assert "no GEM was trained until" in capsys.readouterr().err
+    assert train(own, spec_path, "--compute.probe-every", "2", "--compute.compiled") == 2
+    assert "watches layers that are not compiled" in capsys.readouterr().err
+
+    assert train(own, spec_path, "--compute.probe-every", "2") == 0
+    with process_group():
+        probe = load_probe(own, FIRST)
+    assert int(probe.probed_steps) > 5
+    assert main(["train", "probe", *flags]) == 0
+    assert "of the products in FP8, chosen by error: no GPU" in capsys.readouterr().out
+    chosen = json.loads(precision_map_path(own.root).read_text())
+    assert set(chosen["sites"]) <= set(probe.names) and "trunk.0" in chosen["sites"]
+
+    assert train(own, spec_path, "--compute.precision", "fp8") == 0
+    manifest = json.loads((Path(own.root) / "models/gem" / str(FIRST) / "gem.json").read_text())
+    assert manifest["precision_map"] == chosen
+    assert main(["train", "probe", *flags]) == 2
+    assert "was trained without probes" in capsys.readouterr().err

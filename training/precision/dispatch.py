@@ -1,0 +1,144 @@
+"""Dispatch: for each layer and direction the fastest recipe within bounds of error and speed-up."""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from training.precision.errors import RecipeError
+from training.precision.precision_map import (
+    DIRECTIONS,
+    Direction,
+    PrecisionMap,
+    RecipeName,
+    SiteRecipes,
+)
+from training.precision.recipes import RECIPES, product
+
+MAX_MERE = 0.2  # LoKA's bound
+MIN_SPEEDUP = 1.05  # over bf16, casts included
+HIGH_PRECISION: RecipeName = "bf16"
+TIMED_STEPS = 20
+Speedups = Mapping[tuple[str, Direction, RecipeName], float]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The recipe of a layer and direction, its error, and the `reason` if it is not FP8."""
+
+    site: str
+    direction: Direction
+    recipe: RecipeName
+    mere: float
+    speedup: float | None
+    reason: str = ""
+
+
+def choose_recipes(errors: Iterable[RecipeError], speedups: Speedups | None = None) -> list[Choice]:
+    """The recipe of each layer and direction.
+
+    Without measured speeds the FP8 recipe with the smallest error is chosen, if it is within the
+    bound.
+    """
+    by_product: dict[tuple[str, Direction], list[RecipeError]] = {}
+    for error in errors:
+        by_product.setdefault((error.site, error.direction), []).append(error)
+    return [_choose(candidates, speedups) for candidates in by_product.values()]
+
+
+def _choose(candidates: Sequence[RecipeError], speedups: Speedups | None) -> Choice:
+    site, direction = candidates[0].site, candidates[0].direction
+    high = next(error for error in candidates if error.recipe == HIGH_PRECISION)
+    fp8 = [error for error in candidates if RECIPES[error.recipe].is_fp8]
+    accurate = [error for error in fp8 if error.mere <= MAX_MERE]
+    if not accurate:
+        smallest = min(error.mere for error in fp8)
+        reason = f"the error of FP8 is {smallest:.2f}, at most {MAX_MERE}"
+        return Choice(site, direction, HIGH_PRECISION, high.mere, None, reason)
+    if speedups is None:
+        best = min(accurate, key=lambda error: error.mere)
+        return Choice(site, direction, best.recipe, best.mere, None)
+
+    def speedup(error: RecipeError) -> float:
+        return speedups.get((site, direction, error.recipe), 0.0)
+
+    best = max(accurate, key=speedup)
+    if speedup(best) < MIN_SPEEDUP:
+        reason = f"FP8 has {speedup(best):.2f} times its speed"
+        return Choice(site, direction, HIGH_PRECISION, high.mere, speedup(best), reason)
+    return Choice(site, direction, best.recipe, best.mere, speedup(best))
+
+
+def precision_map(choices: Iterable[Choice], device: str = "") -> PrecisionMap:
+    """The map of the chosen recipes."""
+    recipes: dict[str, dict[str, RecipeName]] = {}
+    for choice in choices:
+        recipes.setdefault(choice.site, {})[choice.direction] = choice.recipe
+    return PrecisionMap(
+        sites={name: SiteRecipes(**by_direction) for name, by_direction in recipes.items()},
+        chosen_by="speed" if device else "error",
+        device=device,
+    )
+
+
+def measure_speedups(
+    layers: Mapping[str, nn.Linear], rows: int, recipes: Sequence[RecipeName], device: torch.device
+) -> Speedups:
+    """Seconds of bf16 over those of each recipe, casts included, by layer and direction.
+
+    Layers of the same shape are measured once.
+    """
+    by_shape: dict[tuple[int, int], dict[tuple[Direction, RecipeName], float]] = {}
+    speedups = {}
+    for name, layer in layers.items():
+        shape = layer.out_features, layer.in_features
+        if shape not in by_shape:
+            by_shape[shape] = _speedups_of_shape(*shape, rows, recipes, device)
+        for (direction, recipe), value in by_shape[shape].items():
+            speedups[name, direction, recipe] = value
+    return speedups
+
+
+def _speedups_of_shape(
+    outputs: int, inputs: int, rows: int, recipes: Sequence[RecipeName], device: torch.device
+) -> dict[tuple[Direction, RecipeName], float]:
+    x, weight, gradient = (
+        torch.randn(shape, device=device, dtype=torch.bfloat16)
+        for shape in ((rows, inputs), (outputs, inputs), (rows, outputs))
+    )
+    operands = {
+        "forward": (x, weight),
+        "input_grad": (gradient, weight.t().contiguous()),
+        "weight_grad": (gradient.t().contiguous(), x.t().contiguous()),
+    }
+    result = {}
+    for direction in DIRECTIONS:
+        a, b = operands[direction]
+        gradients = direction != "forward", False
+        seconds = {
+            recipe: _seconds_of(torch.compile(product), a, b, recipe, gradients)
+            for recipe in (HIGH_PRECISION, *recipes)
+        }
+        for recipe in recipes:
+            result[direction, recipe] = seconds[HIGH_PRECISION] / seconds[recipe]
+    return result
+
+
+def _seconds_of(
+    function: object,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    recipe: RecipeName,
+    gradients: tuple[bool, bool],
+) -> float:
+    assert callable(function)
+    for _ in range(3):
+        function(a, b, recipe, gradients)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(TIMED_STEPS):
+        function(a, b, recipe, gradients)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / TIMED_STEPS

@@ -1,0 +1,76 @@
+"""The map of recipes: for each linear layer and direction, how its product is computed."""
+
+from collections.abc import Iterable
+from typing import Literal, Self
+
+from pydantic import ValidationError
+
+from etl.errors import UserError
+from etl.spec.base import StrictModel
+from etl.tables import atomic_io
+from etl.tables.uri import StoragePath, read_text_if_exists, resolve_uri
+
+Direction = Literal["forward", "input_grad", "weight_grad"]
+RecipeName = Literal["fp32", "bf16", "fp8_tensor", "fp8_row", "fp8_block"]
+DIRECTIONS: tuple[Direction, ...] = ("forward", "input_grad", "weight_grad")
+
+
+class SiteRecipes(StrictModel):
+    """The recipes of a layer by direction."""
+
+    forward: RecipeName = "fp32"
+    input_grad: RecipeName = "fp32"
+    weight_grad: RecipeName = "fp32"
+
+    @property
+    def is_fp32(self) -> bool:
+        """Whether no direction has another recipe."""
+        return {self.forward, self.input_grad, self.weight_grad} == {"fp32"}
+
+
+class PrecisionMap(StrictModel):
+    """Recipes by layer; layers that are not named are computed in fp32.
+
+    `chosen_by` says whether speeds were measured (`speed`, with the card's name as `device`), or
+    only errors were (`error`).
+    """
+
+    sites: dict[str, SiteRecipes]
+    chosen_by: str
+    device: str = ""
+
+    @classmethod
+    def uniform(cls, names: Iterable[str], recipe: RecipeName) -> Self:
+        """The same recipe for all directions of all layers."""
+        recipes = SiteRecipes(forward=recipe, input_grad=recipe, weight_grad=recipe)
+        return cls(sites=dict.fromkeys(names, recipes), chosen_by="uniform")
+
+    @property
+    def fp8_share(self) -> float:
+        """Share of the products (layers times directions) in FP8."""
+        names = [name for site in self.sites.values() for name in site.model_dump().values()]
+        return sum(name.startswith("fp8") for name in names) / len(names) if names else 0.0
+
+    def save(self, lake: str) -> None:
+        """Write the map of a lake, as JSON."""
+        atomic_io.write_text(precision_map_path(lake), self.model_dump_json(indent=1) + "\n")
+
+
+def precision_map_path(lake: str) -> StoragePath:
+    """The file of the map that `gemline train probe` writes."""
+    return resolve_uri(lake, "models", "gem", "precision_map.json")
+
+
+def read_precision_map(lake: str) -> PrecisionMap:
+    """The map of a lake; raises UserError if it is missing or cannot be read."""
+    path = precision_map_path(lake)
+    text = read_text_if_exists(path)
+    if text is None:
+        raise UserError(
+            f"{path} is missing: train a GEM with --compute.probe-every 100, and run "
+            "`gemline train probe`"
+        )
+    try:
+        return PrecisionMap.model_validate_json(text)
+    except ValidationError as error:
+        raise UserError(f"{path} is not a map of recipes: {error.errors()[0]['msg']}") from None

@@ -1,0 +1,71 @@
+"""`gemline train probe`: from the probes of a checkpoint to a map of recipes."""
+
+from collections.abc import Sequence
+from datetime import date
+
+import torch
+from rich.table import Table
+
+from etl.errors import UserError
+from etl.tables.lake import Lake
+from training.precision.dispatch import Choice, choose_recipes, measure_speedups, precision_map
+from training.precision.errors import CANDIDATES, RecipeError, measure_errors
+from training.precision.precision_map import DIRECTIONS, PrecisionMap
+from training.precision.probe import Probe
+from training.trainer import checkpoint
+from training.trainer.state import build_train_state
+
+
+def load_probe(lake: Lake, day: date) -> Probe:
+    """The probe of the GEM that was trained until a day; raises UserError if it has none."""
+    path = checkpoint.checkpoint_path(lake.root, day)
+    manifest = checkpoint.read_manifest(path, lake.spec.hash)
+    if manifest is None:
+        raise UserError(f"no GEM was trained until {day}; run `gemline train gem` for that day")
+    if not manifest.training.compute.probe_every:
+        raise UserError(
+            f"the GEM until {day} was trained without probes: train it with "
+            "--compute.probe-every 100"
+        )
+    state = build_train_state(manifest)
+    checkpoint.load_checkpoint(path, state)
+    assert state.probe
+    return state.probe
+
+
+def choose_precision(lake: Lake, day: date, rows: int) -> tuple[list[Choice], PrecisionMap]:
+    """The recipe of each layer and direction, timed on `rows` rows where a GPU is available."""
+    probe = load_probe(lake, day)
+    errors = list(measure_errors(probe))
+    if not errors:
+        raise UserError(f"no step was probed until {day}: lower --compute.probe-every")
+    if not torch.cuda.is_available():
+        choices = choose_recipes(errors)
+        return choices, precision_map(choices)
+    device = torch.device("cuda")
+    timed = [name for name in CANDIDATES if name in ("fp8_tensor", "fp8_row")]
+    choices = choose_recipes(errors, measure_speedups(probe.layers, rows, timed, device))
+    return choices, precision_map(choices, torch.cuda.get_device_name())
+
+
+def choices_table(choices: Sequence[Choice]) -> Table:
+    """The choices, a row for each layer, to print."""
+    table = Table("layer", *(direction.replace("_", " ") for direction in DIRECTIONS))
+    for site in dict.fromkeys(choice.site for choice in choices):
+        by_direction = {choice.direction: choice for choice in choices if choice.site == site}
+        table.add_row(site, *(_described(by_direction[d]) for d in DIRECTIONS))
+    return table
+
+
+def _described(choice: Choice) -> str:
+    """`fp8_row, error 0.10, speed-up 1.30`, or why it is not FP8."""
+    if choice.reason:
+        return f"{choice.recipe}: {choice.reason}"
+    speedup = "" if choice.speedup is None else f", speed-up {choice.speedup:.2f}"
+    return f"{choice.recipe}, error {choice.mere:.2f}{speedup}"
+
+
+def misjudged_by_random_inputs(errors: Sequence[RecipeError]) -> float:
+    """Mean of |random MERE / probed MERE - 1| over the FP8 products."""
+    ratios = [e.random_mere / e.mere for e in errors if e.recipe.startswith("fp8") and e.mere > 0]
+    return sum(abs(ratio - 1) for ratio in ratios) / len(ratios)
