@@ -9,6 +9,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from etl.tables.lake import Lake
 from gemline import main
@@ -142,6 +145,29 @@ def test_a_map_changes_the_layers_that_it_names_and_no_parameter_names() -> None
     hidden = exact.trunk[:2](x)
     difference = (model.trunk[2](hidden) - exact.trunk[2](hidden)).norm()
     assert 0.01 < difference / exact.trunk[2](hidden).norm() < 0.06
+
+
+def test_layers_train_alike_when_they_are_compiled_or_sharded() -> None:
+    x = normals(32, 24)
+
+    def gradients(shard: bool, compiled: bool) -> list[Tensor]:
+        model = Model()
+        apply_precision_map(model, PrecisionMap.uniform(["trunk.0", "trunk.2"], "fp8_row"))
+        if shard:
+            mesh = init_device_mesh("cpu", (1,))
+            fully_shard(model.trunk, mesh=mesh)
+        trunk = model.trunk
+        forward = torch.compile(trunk, fullgraph=True, backend="aot_eager") if compiled else trunk
+        forward(x).square().sum().backward()
+        grads = [p.grad for p in model.trunk.parameters()]
+        return [g.full_tensor() if isinstance(g, DTensor) else g for g in grads if g is not None]
+
+    expected = gradients(shard=False, compiled=False)
+    assert len(expected) == 4
+    with process_group():
+        for other in (gradients(shard=True, compiled=False), gradients(shard=False, compiled=True)):
+            for found, grad in zip(other, expected, strict=True):
+                torch.testing.assert_close(found, grad, rtol=1e-5, atol=1e-5)
 
 
 @settings(max_examples=20, deadline=None)
