@@ -103,8 +103,9 @@ def parse_audience_rows(
     spec: DataSpec, source: AudienceSource, raw: str, days: tuple[date, date]
 ) -> DataFrame:
     """Typed rows of a source, with the `reasons` why a row is invalid."""
-    names = source.columns.model_dump().values()
-    rows = read_raw_records(source, RawSelection(raw, days), names, required=names)
+    columns = source.columns.model_dump()
+    required = [column for name, column in columns.items() if name != "label"]
+    rows = read_raw_records(source, RawSelection(raw, days), columns.values(), required)
     rows = rows.select(
         F.lit(source.audience).alias("audience"),
         *[value.alias(name) for name, value in _typed_columns(spec, source).items()],

@@ -94,6 +94,8 @@ def test_a_label_counts_only_for_impressions_after_its_delivery(
         label("25-34", "acme", ts // 1000, day),
         label("35-44", "bluefin", ts // 1000 - 1, LAST + timedelta(days=1)),
         label("45-54", "corvid", ts // 1000 - 86_400_000 * 40, FIRST),
+        label("55+", "bluefin", ts // 1000 - 20, day),
+        {k: v for k, v in label("", "bluefin", ts // 1000 - 10, day).items() if k != "age_band"},
     ]
     days = [FIRST + timedelta(days=n) for n in range((LAST - FIRST).days + 2)]
     raw = write_raw(tmp_path / "raw", days, audience_labels=labels)

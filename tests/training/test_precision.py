@@ -147,7 +147,7 @@ def test_a_map_changes_the_layers_that_it_names_and_no_parameter_names() -> None
     assert 0.01 < difference / exact.trunk[2](hidden).norm() < 0.06
 
 
-def test_layers_train_alike_when_they_are_compiled_or_sharded() -> None:
+def test_layers_train_equally_when_they_are_compiled_or_sharded() -> None:
     x = normals(32, 24)
 
     def gradients(shard: bool, compiled: bool) -> list[Tensor]:

@@ -190,13 +190,12 @@ class Shuffle:
         """
         batches_for_events = -(-int(events.sum()) // MAX_BATCH_EVENTS)
         count = max(1, round(sizes.sum() / rows), batches_for_events)
-        count = min(count, len(sizes))
         requests = np.arange(len(sizes))
         if self.seed is None:
             is_heavy = events.sum() > MAX_BATCH_EVENTS
             return split_by_cost(requests, sizes + events if is_heavy else sizes, count)
         shuffled = self(requests, *salt)
-        batches = balance_by_cost(shuffled, (sizes + events)[shuffled], count)
+        batches = balance_by_cost(shuffled, (sizes + events)[shuffled], min(count, len(sizes)))
         return [batches[i] for i in self(np.arange(len(batches)), *salt, 1)]
 
 
