@@ -176,7 +176,7 @@ def audience_steps(
             "spark",
             ("audience", "count", *flags, "--raw", paths.raw, *day_flags),
             ("raw", "events", "attributes_item"),
-            AUDIENCE_TABLES,
+            (*AUDIENCE_TABLES, "quarantine"),
         ),
         Step(
             "audience_quality",

@@ -1,5 +1,6 @@
 """The audience step: labels of data providers, and reports of an auditor, to tables."""
 
+import functools
 from collections.abc import Mapping
 from datetime import date
 from typing import TypeAlias
@@ -46,8 +47,8 @@ def load_audiences(lake: Lake, raw: str, days: tuple[date, date]) -> dict[str, i
         The number of stored rows of the days, by table.
 
     Raises:
-        UserError: If files are missing or unreadable, too many rows are bad, or the shares of a
-            report do not sum to 1.
+        UserError: If files are missing or unreadable, too many rows are bad, the shares of a report
+            do not sum to 1, or it has several counts.
     """
     where = spark_io.day_range_predicate(*days)
     sources = {n: s for n, s in lake.spec.sources.items() if isinstance(s, AudienceSource)}
@@ -71,10 +72,29 @@ _SCHEMAS = {"audience_labels": audience_schemas.audience_labels, "audits": audie
 
 
 def _write_rows(lake: Lake, schema: TableSchema, parts: list[DataFrame], where: str) -> None:
-    valid = [part.filter("reasons = ''").select(*schema.columns) for part in parts]
-    for part in valid[1:]:
-        valid[0] = valid[0].unionByName(part)
-    spark_io.replace_partitions(lake, schema, valid[0], where, {})
+    rows = functools.reduce(DataFrame.unionByName, [_stored_rows(part) for part in parts])
+    spark_io.replace_partitions(lake, schema, rows, where, {})
+
+
+def _stored_rows(rows: DataFrame) -> DataFrame:
+    """The valid rows: whole reports, and of labels the latest one of each user and time.
+
+    Labels for several earlier times that landed together are all valid from the start of the day.
+    """
+    valid = rows.filter("reasons = ''")
+    if "campaign" in rows.columns:
+        return valid.join(_bad_reports(rows), ["day", "campaign"], "left_anti")
+    order = F.struct(
+        "logged_valid_from", SOURCE_FILE, f"{RECORD_LOCATION}.block", f"{RECORD_LOCATION}.row"
+    )
+    keys = ("day", "audience", "provider", "user_id", "valid_from")
+    return valid.groupBy(*keys).agg(F.max_by("label", order).alias("label"))
+
+
+def _bad_reports(rows: DataFrame) -> DataFrame:
+    """Day and campaign of the reports with a row in quarantine, which are not used."""
+    bad = rows.filter("reasons != '' AND campaign IS NOT NULL")
+    return bad.select("day", "campaign").distinct()
 
 
 def _read_source(
@@ -84,19 +104,31 @@ def _read_source(
     rows = parse_audience_rows(spec, source, raw, days).persist(StorageLevel.MEMORY_AND_DISK)
     check_bad_row_rate(spec, f"{raw}/{source.path}", rows)
     if isinstance(source, AuditSource):
-        _check_shares(rows.filter("reasons = ''"), f"{raw}/{source.path}")
+        _check_reports(_stored_rows(rows), f"{raw}/{source.path}")
     return rows
 
 
-def _check_shares(reports: DataFrame, path: str) -> None:
-    sums = reports.groupBy("day", "campaign").agg(F.sum("share").alias("total"))
-    is_off = F.abs(F.col("total") - 1) > MAX_SHARE_ERROR
-    off = sums.filter(is_off).orderBy("day", "campaign").first()
-    if off is not None:
+def _check_reports(rows: DataFrame, path: str) -> None:
+    """Raise UserError if the shares of a report do not sum to 1, or its counts differ."""
+    reports = rows.groupBy("day", "campaign").agg(
+        F.sum("share").alias("total"),
+        F.min("impressions").alias("least"),
+        F.max("impressions").alias("most"),
+    )
+    is_off = (F.abs(F.col("total") - 1) > MAX_SHARE_ERROR) | (F.col("least") != F.col("most"))
+    off = reports.filter(is_off).orderBy("day", "campaign").first()
+    if off is None:
+        return
+    report = f"{path}: the report of campaign {off['campaign']} on {off['day']}"
+    if off["least"] != off["most"]:
         raise UserError(
-            f"{path}: the shares of campaign {off['campaign']} on {off['day']} sum to "
-            f"{off['total']:.3f}, not 1: report each class once, as a share from 0 to 1"
+            f"{report} has counts from {off['least']:,} to {off['most']:,}: state the impressions "
+            "of the whole report in each of its rows"
         )
+    raise UserError(
+        f"{report} has shares that sum to {off['total']:.3f}, not 1: report each class once, as a "
+        "share from 0 to 1"
+    )
 
 
 def parse_audience_rows(
@@ -114,6 +146,7 @@ def parse_audience_rows(
     )
     if isinstance(source, AudienceLabelSource):
         # A label that was delivered for an earlier time was not known before its landing day.
+        rows = rows.withColumn("logged_valid_from", F.col("valid_from"))
         day_start = F.expr(f"{day_start_sql(spec)} * {MICROS['s']}")
         valid_from = F.when(F.col("valid_from").isNotNull(), F.greatest("valid_from", day_start))
         rows = rows.withColumn("valid_from", valid_from)

@@ -178,7 +178,7 @@ def _load_model(path: StoragePath, manifest: Manifest) -> GemModel:
     state_dict_loader.load(state, storage_reader=files, no_dist=True)  # tensors are filled in place
     ema.load_state_dict(state["ema"])
     core.load_state_dict(ema.module.state_dict())
-    apply_compute_config(core, config.compute)
+    apply_compute_config(core, config.compute, manifest.precision_map)
     core.eval()
     item_rows = ItemRowMap(state["item_rows"]["row_items"])
     return GemModel(core, core, tables, item_rows, sizes.user_hash_buckets)

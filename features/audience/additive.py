@@ -77,17 +77,21 @@ class CampaignAudits:
 
 def _require_distinct(provider: str, names: tuple[str, ...], shares: Floats) -> None:
     """Raises UserError if the shares (C, labels) of campaigns are too similar."""
-    if len(names) == 1:
+    is_reached = np.asarray(shares.sum(0) > 0)
+    names = tuple(name for name, reached in zip(names, is_reached, strict=True) if reached)
+    shares = shares[:, is_reached]  # labels that no campaign reached are left to the prior
+    if shares.shape[1] == 1:
         raise UserError(
             f"provider {provider} gave all people of the audited campaigns the label {names[0]}: "
             "check its labels, or remove it from the spec"
         )
-    if len(shares) < len(names):
+    if len(shares) < shares.shape[1]:
         raise UserError(
-            f"{len(shares)} audited campaigns cannot tell the {len(names)} labels of {provider} "
-            f"apart: audit at least {len(names)} with different shares of labels"
+            f"{len(shares)} audited campaigns cannot tell the {shares.shape[1]} labels of "
+            f"{provider} apart: audit at least {shares.shape[1]} with different shares of labels"
         )
-    _, singular, directions = np.linalg.svd(shares)
+    # Rare labels have small shares everywhere, which makes them no harder to tell apart.
+    _, singular, directions = np.linalg.svd(shares / np.linalg.norm(shares, axis=0))
     condition = float(singular[0] / max(singular[-1], np.finfo(float).tiny))
     if condition <= MAX_CONDITION:
         return

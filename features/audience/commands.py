@@ -46,15 +46,25 @@ class FitArgs(LakeArgs):
 
 @holds_leases("audience")
 def fit(args: FitArgs) -> None:
-    """Estimate how good each provider's labels are, from the audits of the spec's window."""
-    from features.audience.estimate import fit_audience, write_quality
+    """Estimate how good each provider's labels are, from the audits of the spec's window.
+
+    An audience whose audits do not suffice yet is reported and left out, so that a daily run goes
+    on.
+    """
+    from features.audience.estimate import AudienceFit, fit_audience, write_quality
 
     names, lake = _require_audiences(args), args.open_lake()
-    fits = {name: fit_audience(lake, name, args.data_until) for name in names}
-    for name in [name for name, found in fits.items() if found is None]:
-        print(f"audience {name}: no audits until {args.data_until}, nothing was estimated")
-    found = {name: found for name, found in fits.items() if found is not None}
-    print_counts("audience", {"audience_quality": write_quality(lake, found, args.data_until)})
+    fits: dict[str, AudienceFit] = {}
+    for name in names:
+        try:
+            found, reason = fit_audience(lake, name, args.data_until), "there are no audits"
+        except UserError as error:
+            found, reason = None, str(error)
+        if found is None:
+            print(f"audience {name} is not estimated until {args.data_until}: {reason}")
+        else:
+            fits[name] = found
+    print_counts("audience", {"audience_quality": write_quality(lake, fits, args.data_until)})
 
 
 class ChooseArgs(FitArgs):

@@ -154,6 +154,8 @@ def test_labels_that_no_campaign_distinguishes_are_refused() -> None:
     assert "Audit a campaign that reaches mostly people with the label" in str(refusal.value)
     with pytest.raises(UserError, match="3 audited campaigns cannot tell the 4 labels of good"):
         fit_additive(replace(audits, mixtures=audits.mixtures[:3], audited=audits.audited[:3]))
+    rare = audits.mixtures * np.where((audits.labels == UNKNOWN).any(1), 1e-4, 1.0)
+    fit_additive(replace(audits, mixtures=rare / rare.sum(1, keepdims=True)))
     silent = replace(
         audits,
         label_names=(LABELS, ("unknown",), LABELS),

@@ -94,6 +94,7 @@ def test_a_label_counts_only_for_impressions_after_its_delivery(
         label("25-34", "acme", ts // 1000, day),
         label("35-44", "bluefin", ts // 1000 - 1, LAST + timedelta(days=1)),
         label("45-54", "corvid", ts // 1000 - 86_400_000 * 40, FIRST),
+        label("18-24", "corvid", ts // 1000 - 86_400_000 * 50, FIRST),
         label("55+", "bluefin", ts // 1000 - 20, day),
         {k: v for k, v in label("", "bluefin", ts // 1000 - 10, day).items() if k != "age_band"},
     ]
@@ -125,7 +126,8 @@ def test_a_day_can_be_loaded_and_counted_again(own: Lake, raw: Path, spark: obje
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"share": 0.5}, "the shares of campaign b1 on 2026-01-01 sum to 0.700, not 1"),
+        ({"share": 0.5}, "campaign b1 on 2026-01-01 has shares that sum to 0.700, not 1"),
+        ({"panel": 60}, "campaign b1 on 2026-01-01 has counts from 50 to 60"),
         ({"age_band": "13-17"}, "rows of .* are bad .unknown class: 1"),
         ({"share": -0.1}, "rows of .* are bad .share is not between 0 and 1: 1"),
     ],

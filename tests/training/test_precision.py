@@ -113,6 +113,8 @@ def test_a_linear_layer_has_a_recipe_for_each_direction() -> None:
     exact = gradients_of(None)
     for found, expected in zip(gradients_of(SiteRecipes()), exact, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+    empty = precise_linear(normals(0, 7, 96), normals(40, 96), None, SiteRecipes(forward="fp8_row"))
+    assert empty.shape == (0, 7, 40)
     for position, direction in enumerate(("forward", "input_grad", "weight_grad")):
         values = gradients_of(SiteRecipes.model_validate({direction: "fp8_row"}))
         for k, (value, expected) in enumerate(zip(values, exact, strict=True)):
@@ -190,6 +192,12 @@ def test_samples_have_the_mean_and_covariance_that_were_seen() -> None:
     assert drawn.shape == (4000, width)
     torch.testing.assert_close(drawn.mean(0), rows.mean(0), rtol=0, atol=0.25)
     torch.testing.assert_close(drawn.std(0), rows.std(0), rtol=0.1, atol=0.02)
+
+
+def test_few_rows_of_wide_inputs_can_be_sampled() -> None:
+    statistics = GaussianStatistics(BLOCK_WIDTH)
+    statistics.update(normals(5, 4) @ normals(4, BLOCK_WIDTH, seed=1) * 1e-3)
+    assert statistics.sample(10, torch.Generator()).isfinite().all()
 
 
 def test_the_distribution_of_weights_finds_rows_and_columns_that_vary_more() -> None:
@@ -285,8 +293,18 @@ def test_a_layer_whose_error_grows_falls_back_to_fp32(caplog: pytest.LogCaptureF
     with valve.watch(2 * CHECK_EVERY):
         model(x)
     assert "trunk.0: fp8_tensor has error" in caplog.text
-    assert "trunk.0" not in valve.layers
+    assert "trunk.0" not in valve.layers and "trunk.0" not in valve.precision_map.sites
     assert torch.equal(model.trunk[:2](x), exact.trunk[:2](x))
+
+
+def test_probes_of_bf16_layers_are_in_fp32() -> None:
+    model = Model()
+    probe = Probe(model, every=1)
+    with torch.autocast("cpu", torch.bfloat16), probe.watch(0):
+        model(normals(64, 24) + 100).sum().backward()
+    (_, first), _ = probe.by_name()
+    inputs = normals(64, 24) + 100
+    torch.testing.assert_close(first.inputs.covariance[0], inputs.t().cov(), rtol=1e-2, atol=1e-2)
 
 
 def train(lake: Lake, spec_path: Path, *flags: str) -> int:
@@ -315,6 +333,8 @@ def test_a_gem_is_trained_with_the_map_of_its_probe(
     chosen = json.loads(precision_map_path(own.root).read_text())
     assert set(chosen["sites"]) <= set(probe.names) and "trunk.0" in chosen["sites"]
 
+    assert train(own, spec_path, "--compute.precision", "fp8", "--compute.compiled") == 2
+    assert "fp8 is for layers that are not compiled" in capsys.readouterr().err
     assert train(own, spec_path, "--compute.precision", "fp8") == 0
     manifest = json.loads((Path(own.root) / "models/gem" / str(FIRST) / "gem.json").read_text())
     assert manifest["precision_map"] == chosen

@@ -45,7 +45,7 @@ def precise_linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipes: Site
     """X W^T + b, as by `torch.nn.functional.linear`; X may have further dimensions in front."""
     rows = x.reshape(-1, x.shape[-1])
     result: Tensor = _LinearProducts.apply(rows, weight, recipes)  # type: ignore[no-untyped-call]
-    result = result.reshape(*x.shape[:-1], -1)
+    result = result.reshape(*x.shape[:-1], weight.shape[0])
     return result if bias is None else result + bias
 
 

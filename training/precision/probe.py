@@ -44,9 +44,14 @@ class GaussianStatistics(nn.Module):
     def update(self, x: Tensor) -> None:
         """Add vectors (..., W); of many, evenly spread ones."""
         rows = x.detach().reshape(-1, self.width).float()
-        rows = rows[:: max(1, len(rows) // MAX_ROWS)][:MAX_ROWS]
+        rows = rows[:: max(1, -(-len(rows) // MAX_ROWS))]
         if not len(rows):
             return
+        with torch.autocast(rows.device.type, enabled=False):  # hooks run within that of a layer
+            self._add(rows)
+
+    def _add(self, rows: Tensor) -> None:
+        """Add vectors (B, W)."""
         rows = F.pad(rows, (0, len(self.mean) - self.width))
         total = self.count + len(rows)
         batch_mean = rows.mean(0)
@@ -142,7 +147,10 @@ def _cholesky(covariance: Tensor) -> Tensor:
     eye = torch.eye(covariance.shape[1], device=covariance.device)
     factor, failed = torch.linalg.cholesky_ex(covariance + JITTER * mean_variance * eye)
     if failed.any():
-        factor = torch.linalg.cholesky(covariance + 1e3 * JITTER * mean_variance * eye)
+        values, vectors = torch.linalg.eigh(covariance)
+        values = values.clamp(min=0)[:, None] + JITTER * mean_variance
+        root = vectors * values.sqrt()
+        factor = torch.linalg.qr(root.transpose(1, 2)).R.transpose(1, 2)
     return cast(Tensor, factor)
 
 
@@ -190,7 +198,9 @@ class Probe(nn.Module):
                 handle.remove()
         if int(self.probed_steps) % WEIGHTS_EVERY == 0:
             for name, site in self.by_name():
-                site.weights.update(self.layers[name].weight)
+                weight = self.layers[name].weight
+                with torch.autocast(weight.device.type, enabled=False):
+                    site.weights.update(weight)
         self.probed_steps += 1
 
 

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from training.precision.errors import mean_relative_error
@@ -21,17 +23,20 @@ log = logging.getLogger(__name__)
 class SafetyValve:
     """Compares the forward products of FP8 layers with fp32 in every CHECK_EVERY-th step.
 
-    A layer whose error exceeds FALLBACK_MERE is computed in fp32 until the training is started
-    again, in all directions, and this is logged.
+    A layer whose error exceeds FALLBACK_MERE on some process is computed in fp32 from then on, in
+    all directions; it leaves the map, and this is logged.
     """
 
     def __init__(self, model: nn.Module, precision_map: PrecisionMap) -> None:
-        self.recipes: dict[str, RecipeName] = {
-            name: site.forward
-            for name, site in precision_map.sites.items()
-            if site.forward.startswith("fp8")
+        self.precision_map = precision_map
+        self.layers = {
+            name: layer
+            for name, layer in linear_sites(model)
+            if name in precision_map.sites and self._recipe(name).startswith("fp8")
         }
-        self.layers = {name: m for name, m in linear_sites(model) if name in self.recipes}
+
+    def _recipe(self, name: str) -> RecipeName:
+        return self.precision_map.sites[name].forward
 
     @contextmanager
     def watch(self, step: int) -> Iterator[None]:
@@ -49,22 +54,38 @@ class SafetyValve:
         finally:
             for handle in handles:
                 handle.remove()
-        for name in [name for name, error in errors.items() if not error <= FALLBACK_MERE]:
-            self.layers.pop(name).__dict__.pop("forward")
-            log.warning(
-                "%s: %s has error %.2f, at most %.1f; the layer is computed in fp32 from now on",
-                name,
-                self.recipes[name],
-                errors[name],
-                FALLBACK_MERE,
-            )
+        for name, error in self._largest_errors(errors).items():
+            if not error <= FALLBACK_MERE:
+                self._fall_back(name, error)
+
+    def _largest_errors(self, errors: dict[str, float]) -> dict[str, float]:
+        """The largest error of each layer over all processes; a collective call."""
+        largest = torch.tensor([errors.get(name, 0.0) for name in self.layers])
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            largest = largest.to(next(iter(self.layers.values())).weight.device)
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return dict(zip(list(self.layers), largest.tolist(), strict=True))
+
+    def _fall_back(self, name: str, error: float) -> None:
+        log.warning(
+            "%s: %s has error %.2f, at most %.1f; the layer is computed in fp32 from now on",
+            name,
+            self._recipe(name),
+            error,
+            FALLBACK_MERE,
+        )
+        self.layers.pop(name).__dict__.pop("forward")
+        sites = {
+            site: recipes for site, recipes in self.precision_map.sites.items() if site != name
+        }
+        self.precision_map = self.precision_map.model_copy(update={"sites": sites})
 
     def _checker(self, name: str, errors: dict[str, float]) -> Any:
         def check(layer: nn.Linear, inputs: tuple[Tensor, ...], _output: Tensor) -> None:
             rows = inputs[0].detach().reshape(-1, layer.in_features)[:CHECKED_ROWS]
             weight = layer.weight.detach()
             reference = product(rows, weight, "fp32", (False, False))
-            output = product(rows, weight, self.recipes[name], (False, False))
+            output = product(rows, weight, self._recipe(name), (False, False))
             errors[name] = float(mean_relative_error(output, reference)) if len(rows) else 0.0
 
         return check

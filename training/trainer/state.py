@@ -162,7 +162,7 @@ class Manifest(StrictModel):
         """Whether both belong to the same training run, possibly at different steps."""
         progress = {"trained_until", "complete", "batches", "steps", "rows", "consumed_batches"}
         progress |= {"base_rates", "unfitted_numbers", "first_batch_digests", "num_shards"}
-        progress |= {"state_dir", "file_hashes"}
+        progress |= {"state_dir", "file_hashes", "precision_map"}
         return self.model_dump(exclude=progress) == other.model_dump(exclude=progress)
 
 
@@ -235,6 +235,9 @@ class TrainState:
             if self.valve:
                 watched.enter_context(self.valve.watch(self.manifest.steps))
             yield
+        if self.valve and self.valve.precision_map != self.manifest.precision_map:
+            fallen_back = {"precision_map": self.valve.precision_map}
+            self.manifest = self.manifest.model_copy(update=fallen_back)
 
     def all_reduce_counts(self) -> None:
         """Add up what each process counted of the rows that it looked up; a collective call."""
@@ -312,6 +315,11 @@ def build_train_state(
 
 def _build_probe(core: Gem, config: ComputeConfig) -> Probe | None:
     """The probe of a configuration; raises UserError where layers cannot be watched."""
+    if config.compiled and config.precision == "fp8":
+        raise UserError(
+            "--compute.precision fp8 is for layers that are not compiled: leave out "
+            "--compute.compiled"
+        )
     if not config.probe_every:
         return None
     if config.compiled or dist.get_world_size() > 1:
@@ -319,7 +327,7 @@ def _build_probe(core: Gem, config: ComputeConfig) -> Probe | None:
             "--compute.probe-every watches layers that are not compiled, in one process: leave out "
             "--compute.compiled, and set --processes 1"
         )
-    return Probe(core, config.probe_every)
+    return Probe(core, config.probe_every).to(next(core.parameters()).device)
 
 
 def _free_item_rows(config: TrainConfig) -> ManagedItemRows:

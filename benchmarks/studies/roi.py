@@ -1,0 +1,197 @@
+"""`gemline bench roi`: response curves and plans on simulated campaigns with known curves.
+
+Campaigns of four budget scales, four verticals and three surfaces; conversions saturate, some
+sooner than the model's curve does. Each week a plan sets daily budgets, which then vary by chance
+as pacing does.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import mean
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+from pydantic import Field
+
+from benchmarks.harness import BenchmarkResult
+from etl.spec.base import StrictModel
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ranking.roi.curves import CampaignDays, Floats, Ints
+
+BUDGETS = (30, 300, 3_000, 30_000)  # daily: a thousand to a million a month
+PER_SCALE, WEEKS, DAYS = 12, 6, 7
+MAX_STEP, SPREAD = 0.5, 0.3
+SLOPES = (0.8, 1.3)  # of the true Hill curves; the model has 1
+GOALS = {
+    "value_gain_equal_split": ">= 1.10",
+    "value_gain_last_week": ">= 1.05",
+    "share_of_oracle": ">= 0.9",
+    "small_budget_error": "<= 0.7",
+    "interval_coverage": "0.9 to 0.97",
+    "value_calibration": "within 0.03 of 1",
+}
+
+
+class RoiArgs(StrictModel):
+    """Arguments of the benchmark."""
+
+    worlds: int = Field(default=20, ge=2)
+    as_json: Annotated[bool, tyro.conf.arg(name="json", help="one line of JSON last")] = False
+
+
+@dataclass(frozen=True)
+class Market:
+    """Campaigns (C) whose conversions by spend are known: largest r^slope / (r^slope + k)."""
+
+    rng: "np.random.Generator"
+    vertical: "Ints"
+    surface: "Ints"
+    budget: "Floats"
+    room: "Floats"
+    slope: "Floats"
+    conversions_at_budget: "Floats"
+    value: "Floats"
+
+    @classmethod
+    def draw(cls, seed: int) -> "Market":
+        """A market; costs per conversion depend on vertical, surface and the campaign itself."""
+        import numpy as np
+
+        rng = np.random.default_rng(seed)
+        scale = np.repeat(BUDGETS, PER_SCALE)
+        count = len(scale)
+        vertical, surface = rng.integers(0, 4, count), rng.integers(0, 3, count)
+        budget = scale * np.exp(0.3 * rng.standard_normal(count))
+        cost = np.exp(
+            np.log(10)
+            + 0.5 * rng.standard_normal(4)[vertical]
+            + 0.3 * rng.standard_normal(3)[surface]
+            + 0.3 * rng.standard_normal(count)
+        )
+        value = np.exp(np.log(15) + 0.4 * rng.standard_normal(4)[vertical])
+        value *= np.exp(0.2 * rng.standard_normal(count))
+        room = np.exp(0.5 + 0.5 * rng.standard_normal(count))
+        slope = rng.uniform(*SLOPES, count)
+        return cls(rng, vertical, surface, budget, room, slope, budget / cost, value)
+
+    def conversions(self, spend: "Floats") -> "Floats":
+        """Expected daily conversions (C)."""
+        ratio = (spend / self.budget) ** self.slope
+        return self.conversions_at_budget * ratio * (1 + self.room) / (ratio + self.room)
+
+    def expected_value(self, spend: "Floats") -> float:
+        """Expected daily value of all campaigns."""
+        return float((self.value * self.conversions(spend)).sum())
+
+    def week(self, spend: "Floats") -> "CampaignDays":
+        """What a week brings whose daily spends vary around those that were planned."""
+        import numpy as np
+
+        from ranking.roi.curves import CampaignDays
+
+        count = len(spend)
+        spends = spend[:, None] * np.exp(SPREAD * self.rng.standard_normal((count, DAYS)))
+        expected = np.stack([self.conversions(spends[:, day]) for day in range(DAYS)], 1)
+        return CampaignDays(
+            tuple(f"c{c:02d}" for c in range(count)),
+            np.stack([self.vertical, self.surface], 1).astype(str),
+            np.repeat(np.arange(count), DAYS),
+            spends.ravel(),
+            self.rng.poisson(expected).ravel().astype(float),
+            np.ones(count * DAYS),
+        )
+
+    def best_spend(self, total: float, low: "Floats", high: "Floats") -> "Floats":
+        """The spend with the most expected value, by a price on the true marginal values."""
+        import numpy as np
+
+        grid = np.geomspace(low, high, 400)  # (400, C)
+        value = self.value * np.stack([self.conversions(row) for row in grid])
+        prices = np.geomspace(1e-4, 1e4, 4000)
+        for price in prices:
+            spend = grid[(value - price * grid).argmax(0), np.arange(len(low))]
+            if spend.sum() <= total:
+                return np.asarray(spend * total / spend.sum())
+        return np.asarray(low)
+
+
+def bench_roi(args: RoiArgs) -> None:
+    """Errors of curves in the first week, and the value of plans over WEEKS weeks."""
+    result = BenchmarkResult("Return on spend", ("figure", "value", "goal"))
+    measured = [measure_market(seed) for seed in range(args.worlds)]
+    means = {name: mean(row[name] for row in measured) for name in measured[0]}
+    means["small_budget_error"] = means.pop("error_shared") / means.pop("error_alone")
+    for name, goal in GOALS.items():
+        result.record(name, means[name], "")
+        result.rows.append((name, f"{means[name]:.3f}", goal))
+    result.show(args.as_json)
+
+
+def measure_market(seed: int) -> Mapping[str, float]:
+    """The figures of one market."""
+    import numpy as np
+
+    from ranking.roi.curves import fit_curves
+    from ranking.roi.plan import plan_budgets, step_limits
+
+    market = Market.draw(seed)
+    total, current = float(market.budget.sum()), market.budget
+    weeks = [market.week(current)]
+    figures = dict(first_week_errors(market, weeks[0]))
+    low, high = 0.1 * market.budget, 10 * market.budget
+    for _ in range(WEEKS):
+        curves = fit_curves(joined(weeks))
+        limits = step_limits(total, current, MAX_STEP, low, high)
+        current = plan_budgets(curves, market.value, current, limits).spend
+        weeks.append(market.week(current))
+    predicted = np.exp(fit_curves(joined(weeks)).log_conversions(current)[0])
+    value = market.expected_value(current)
+    count = len(current)
+    best = market.best_spend(total, low, high)
+    return figures | {
+        "value_gain_equal_split": value / market.expected_value(np.full(count, total / count)),
+        "value_gain_last_week": value / market.expected_value(market.budget),
+        "share_of_oracle": value / market.expected_value(best),
+        "value_calibration": float((market.value * predicted).sum()) / value,
+    }
+
+
+def first_week_errors(market: Market, week: "CampaignDays") -> Mapping[str, float]:
+    """Errors of the log of conversions of the smallest budgets, and coverage of all intervals."""
+    import numpy as np
+
+    from ranking.roi.curves import fit_curves
+
+    shared, alone = fit_curves(week), fit_curves(week, shared=False)
+    small = np.arange(len(market.budget)) < PER_SCALE
+    errors: dict[str, list[float]] = {"shared": [], "alone": []}
+    covered = []
+    for factor in (0.7, 1.0, 1.5):
+        spend = factor * market.budget
+        truth = market.conversions(spend)
+        low, high = shared.interval(spend)
+        covered.append(float(((low <= truth) & (truth <= high)).mean()))
+        for name, curves in (("shared", shared), ("alone", alone)):
+            error = np.abs(curves.log_conversions(spend)[0] - np.log(truth))
+            errors[name].append(float(error[small].mean()))
+    return {
+        "error_shared": mean(errors["shared"]),
+        "error_alone": mean(errors["alone"]),
+        "interval_coverage": mean(covered),
+    }
+
+
+def joined(weeks: "list[CampaignDays]") -> "CampaignDays":
+    """The days of several weeks of the same campaigns."""
+    import numpy as np
+
+    from ranking.roi.curves import CampaignDays
+
+    columns = [
+        np.concatenate([getattr(week, name) for week in weeks])
+        for name in ("campaign", "spend", "conversions", "arrived")
+    ]
+    return CampaignDays(weeks[0].campaigns, weeks[0].groups, *columns)

@@ -1,0 +1,150 @@
+"""Campaign days from a file: what each campaign spent on a day, and what came of it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv as pa_csv
+import pyarrow.parquet as pq
+
+from etl.errors import UserError
+from ranking.roi.curves import CampaignDays, Floats
+
+REQUIRED = ("campaign", "day", "spend", "conversions", "value")
+SHRINKAGE = 20.0  # conversions that the mean value of all campaigns counts as
+MIN_DAYS = 2
+
+
+@dataclass(frozen=True)
+class CampaignTable:
+    """Campaign days, and what plans need besides curves.
+
+    Attributes:
+        days: Days with spend, for curves.
+        currency: Currency of spends and values.
+        current: Mean daily spend (C) of the latest `window` days of the file.
+        value_per_conversion: Attributed value (C) of a conversion, shrunk to that of all campaigns.
+        incremental_share: Share (C) of attributed conversions that an experiment found to be due to
+            the campaign; 1 where none was made.
+    """
+
+    days: CampaignDays
+    currency: str
+    current: Floats
+    value_per_conversion: Floats
+    incremental_share: Floats
+
+    @property
+    def worth(self) -> Floats:
+        """Incremental value (C) of an attributed conversion."""
+        return self.value_per_conversion * self.incremental_share
+
+
+def read_campaign_days(
+    path: Path, groups: tuple[str, ...], currency: str | None, window: int = 7
+) -> CampaignTable:
+    """The campaign days of a CSV or Parquet file.
+
+    Raises UserError if a column is missing, a value is negative or missing, the currency is not
+    given or not unique, or a campaign has too few days with spend.
+    """
+    table = _read_table(path)
+    _require_columns(path, table, (*REQUIRED, *groups))
+    for name in ("spend", "conversions", "value"):
+        _require_numbers(path, table, name)
+    currency = _currency(path, table, currency)
+    names, index = np.unique(table["campaign"].cast(pa.string()).to_numpy(), return_inverse=True)
+    count = len(names)
+    spend, conversions, value, arrived = (
+        _column(table, name) for name in ("spend", "conversions", "value", "arrived")
+    )
+    if (arrived <= 0).any() or (arrived > 1).any():
+        raise UserError(f"{path}: arrived is the share of conversions so far: above 0, at most 1")
+    has_spend = spend > 0
+    days_with_spend = np.bincount(index[has_spend], minlength=count)
+    if (days_with_spend < MIN_DAYS).any():
+        name = names[days_with_spend.argmin()]
+        raise UserError(
+            f"{path}: campaign {name} has {days_with_spend.min()} days with spend, and a curve "
+            f"needs {MIN_DAYS}: leave the campaign out, or wait"
+        )
+    first_rows = np.unique(index, return_index=True)[1]
+    by_group = [table[name].cast(pa.string()).to_numpy()[first_rows] for name in groups]
+    days = CampaignDays(
+        tuple(map(str, names)),
+        np.stack(by_group, 1).astype(str) if groups else np.zeros((count, 0), dtype=str),
+        index[has_spend],
+        spend[has_spend],
+        conversions[has_spend],
+        arrived[has_spend],
+    )
+    totals, values = (np.bincount(index, column, count) for column in (conversions, value))
+    mean_value = values.sum() / max(totals.sum(), 1e-12)
+    return CampaignTable(
+        days,
+        currency,
+        _current_spend(table, index, spend, count, window),
+        (values + SHRINKAGE * mean_value) / (totals + SHRINKAGE),
+        _column(table, "incremental_share")[first_rows],
+    )
+
+
+def _read_table(path: Path) -> pa.Table:
+    if not path.is_file():
+        raise UserError(f"{path}: no such file")
+    try:
+        return pq.read_table(path) if path.suffix == ".parquet" else pa_csv.read_csv(path)
+    except pa.ArrowInvalid as error:
+        raise UserError(f"{path} is neither CSV nor Parquet: {error}") from None
+
+
+def _require_columns(path: Path, table: pa.Table, names: tuple[str, ...]) -> None:
+    missing = [name for name in names if name not in table.column_names]
+    if missing:
+        raise UserError(
+            f"{path} has no column {', '.join(missing)}; it has {', '.join(table.column_names)}"
+        )
+    if not table.num_rows:
+        raise UserError(f"{path} has no rows")
+
+
+def _require_numbers(path: Path, table: pa.Table, name: str) -> None:
+    if not (pa.types.is_integer(table[name].type) or pa.types.is_floating(table[name].type)):
+        raise UserError(f"{path}: {name} is not a number in all rows")
+    values = table[name].cast(pa.float64())
+    if values.null_count or not pc.all(pc.is_finite(values)).as_py():
+        raise UserError(f"{path}: {name} is missing or not finite in some rows")
+    if pc.min(values).as_py() < 0:
+        raise UserError(f"{path}: {name} is negative in some rows")
+
+
+def _currency(path: Path, table: pa.Table, given: str | None) -> str:
+    """The currency of the option, else the only one of the column."""
+    if given is not None:
+        return given
+    if "currency" not in table.column_names:
+        raise UserError(f"{path} has no column currency: name the currency with --currency")
+    found = sorted(map(str, pc.unique(table["currency"]).to_pylist()))
+    if len(found) != 1:
+        raise UserError(f"{path} has several currencies ({', '.join(found)}): convert them to one")
+    return found[0]
+
+
+def _column(table: pa.Table, name: str) -> npt.NDArray[np.float64]:
+    """A column of numbers; an absent one is 1."""
+    if name not in table.column_names:
+        return np.ones(table.num_rows)
+    return np.asarray(table[name].cast(pa.float64()).to_numpy(), dtype=np.float64)
+
+
+def _current_spend(
+    table: pa.Table, index: npt.NDArray[np.intp], spend: Floats, count: int, window: int
+) -> Floats:
+    """Mean daily spend (C) over the latest days of the file, a missing day counting as 0."""
+    days = table["day"].cast(pa.string()).to_numpy()
+    latest = np.unique(days)[-window:]
+    is_recent = np.isin(days, latest)
+    return np.bincount(index[is_recent], spend[is_recent], count) / len(latest)

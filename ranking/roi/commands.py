@@ -1,0 +1,125 @@
+"""`gemline roi`: response curves of campaigns, and budgets that follow marginal return."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+from pydantic import Field
+
+from etl.spec.base import StrictModel
+
+if TYPE_CHECKING:
+    from ranking.roi.campaign_days import CampaignTable
+    from ranking.roi.curves import ResponseCurves
+
+
+class CurveArgs(StrictModel):
+    """A file of campaign days, and what campaigns have in common."""
+
+    campaign_days: Annotated[
+        Path,
+        tyro.conf.arg(help="CSV or Parquet with campaign, day, spend, conversions and value"),
+    ]
+    groups: Annotated[
+        tuple[str, ...], tyro.conf.arg(help="columns that campaigns share, such as vertical")
+    ] = ()
+    currency: Annotated[
+        str | None, tyro.conf.arg(help="currency of spend and value; default: column currency")
+    ] = None
+
+
+class PlanArgs(CurveArgs):
+    """The budget, and how far a plan may go."""
+
+    out: Annotated[Path, tyro.conf.arg(help="CSV file that the plan is written to")]
+    total: Annotated[
+        float | None,
+        Field(gt=0),
+        tyro.conf.arg(help="daily budget of all campaigns; default: what they spend now"),
+    ] = None
+    max_step: Annotated[
+        float,
+        Field(gt=0, le=1),
+        tyro.conf.arg(help="largest change of a campaign, as a share of its current spend"),
+    ] = 0.2
+    minimum: Annotated[
+        float, Field(ge=0), tyro.conf.arg(help="lowest daily spend of a campaign")
+    ] = 0.0
+    risk: Annotated[
+        float,
+        Field(ge=0),
+        tyro.conf.arg(help="standard deviations by which uncertain conversions are lowered"),
+    ] = 0.0
+    explore: Annotated[
+        int | None,
+        tyro.conf.arg(help="seed of Thompson sampling: plan with curves drawn from the posterior"),
+    ] = None
+
+
+def fit(args: CurveArgs) -> None:
+    """Print the response curve of each campaign."""
+    import numpy as np
+    from rich.console import Console
+    from rich.table import Table
+
+    from ranking.roi.plan import marginal_value
+
+    table, curves = _fit(args)
+    marginal = marginal_value(curves, table.worth, table.current)
+    low, high = curves.interval(table.current)
+    expected = np.exp(curves.log_conversions(table.current)[0])
+    shown = Table(
+        "campaign", f"{table.currency} a day", "conversions a day [95 %]", "marginal return"
+    )
+    for c, name in enumerate(curves.campaigns):
+        interval = f"{expected[c]:.2f} [{low[c]:.2f}, {high[c]:.2f}]"
+        shown.add_row(name, f"{table.current[c]:,.2f}", interval, f"{marginal[c]:.2f}")
+    Console().print(shown)
+    print("returns are attributed, not incremental, where no incremental_share is given")
+
+
+def plan(args: PlanArgs) -> None:
+    """Write the daily budgets with the most expected value, and say why."""
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.csv as pa_csv
+
+    from etl.tables.atomic_io import replace_file
+    from ranking.roi.plan import explain, plan_budgets, step_limits
+
+    table, curves = _fit(args)
+    if args.explore is not None:
+        curves = curves.draw(np.random.default_rng(args.explore))
+    total = args.total or float(table.current.sum())
+    unlimited = np.full(len(curves.campaigns), np.inf)
+    limits = step_limits(
+        total, table.current, args.max_step, np.full_like(unlimited, args.minimum), unlimited
+    )
+    budgets = plan_budgets(curves, table.worth, table.current, limits, args.risk)
+    reasons = [explain(curves, budgets, table.current, c) for c in range(len(curves.campaigns))]
+    rows = pa.table({
+        "campaign": list(curves.campaigns), "currency": [table.currency] * len(reasons),
+        "current_spend": table.current, "planned_spend": budgets.spend,
+        "expected_value_before": budgets.value_before, "expected_value_after": budgets.value_after,
+        "marginal_return_before": budgets.marginal_before,
+        "marginal_return_after": budgets.marginal_after, "reason": reasons,
+    })  # fmt: skip
+    with replace_file(args.out) as partial:
+        pa_csv.write_csv(rows, partial)
+    print("\n".join(reasons))
+    gain = budgets.value_after.sum() / budgets.value_before.sum() - 1
+    print(
+        f"plan: {total:,.2f} {table.currency} a day, expected value {gain:+.1%} against the "
+        f"current budgets; written to {args.out}"
+    )
+
+
+def _fit(args: CurveArgs) -> "tuple[CampaignTable, ResponseCurves]":
+    from ranking.roi.campaign_days import read_campaign_days
+    from ranking.roi.curves import fit_curves
+
+    table = read_campaign_days(args.campaign_days, args.groups, args.currency)
+    return table, fit_curves(table.days)
+
+
+COMMANDS = {"roi": {"fit": fit, "plan": plan}}

@@ -1,0 +1,152 @@
+"""Budgets of campaigns by marginal return: the most expected value for a total spend.
+
+    maximize    sum_c value_c w_c conversions_c(spend_c)
+    subject to  sum_c spend_c = total,  low_c <= spend_c <= high_c
+
+`w` lowers what is uncertain: conversions are taken `risk` standard deviations below their mean.
+Curves are concave, so that one price per unit of spend (the marginal return) decides all campaigns:
+spend_c = sqrt(value_c A_c k_c / price) - k_c within its limits, k the spend of half saturation.
+
+C campaigns.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from etl.errors import UserError
+from ranking.roi.curves import Floats, ResponseCurves
+
+BISECTIONS = 200
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a plan may do: a total daily spend, and limits of each campaign (C)."""
+
+    total: float
+    low: Floats
+    high: Floats
+
+    def require_feasible(self, campaigns: Sequence[str]) -> None:
+        """Raises UserError unless some plan is within the limits."""
+        for name, low, high in zip(campaigns, self.low, self.high, strict=True):
+            if low > high:
+                raise UserError(
+                    f"campaign {name} may spend at least {low:,.2f} and at most {high:,.2f} a day"
+                )
+        if not self.low.sum() <= self.total * (1 + 1e-9):
+            raise UserError(
+                f"the budget is {self.total:,.2f} a day, but minimum spends and the largest step "
+                f"down need {self.low.sum():,.2f}: raise the budget, or allow a larger step"
+            )
+        if not self.high.sum() >= self.total * (1 - 1e-9):
+            raise UserError(
+                f"the budget is {self.total:,.2f} a day, but campaigns may spend "
+                f"{self.high.sum():,.2f} at most: lower the budget, or allow a larger step"
+            )
+
+
+def step_limits(
+    total: float, current: Floats, max_step: float, minimum: Floats, maximum: Floats
+) -> Limits:
+    """Limits of a plan that changes no campaign by more than a share `max_step` of its spend."""
+    low = np.maximum(minimum, current * (1 - max_step))
+    high = np.minimum(maximum, current * (1 + max_step))
+    return Limits(total, low, np.maximum(high, minimum))
+
+
+@dataclass(frozen=True)
+class BudgetPlan:
+    """Daily spends (C), and the expected value (C) at the current and the planned spend.
+
+    `marginal_return` (C) is the value of the next unit of spend, before and after.
+    """
+
+    spend: Floats
+    value_before: Floats
+    value_after: Floats
+    marginal_before: Floats
+    marginal_after: Floats
+
+
+def plan_budgets(
+    curves: ResponseCurves,
+    value_per_conversion: Floats,
+    current: Floats,
+    limits: Limits,
+    risk: float = 0.0,
+) -> BudgetPlan:
+    """The plan with the most value within the limits; raises UserError if there is none."""
+    limits.require_feasible(curves.campaigns)
+    _, deviation = curves.log_conversions(current)
+    worth = value_per_conversion * np.exp(-risk * deviation)
+    spend = _allocate(curves, worth, limits)
+
+    def value(spent: Floats) -> Floats:
+        return np.asarray(value_per_conversion * np.exp(curves.log_conversions(spent)[0]))
+
+    return BudgetPlan(
+        spend,
+        value(current),
+        value(spend),
+        marginal_value(curves, value_per_conversion, current),
+        marginal_value(curves, value_per_conversion, spend),
+    )
+
+
+def marginal_value(curves: ResponseCurves, value_per_conversion: Floats, spend: Floats) -> Floats:
+    """Value (C) of the next unit of spend."""
+    largest, half = _saturation(curves)
+    return np.asarray(value_per_conversion * largest * half / (spend + half) ** 2)
+
+
+def _saturation(curves: ResponseCurves) -> tuple[Floats, Floats]:
+    """The most conversions (C) a day, and the spend (C) at which there are half of them."""
+    level, room = curves.mean.T
+    half = curves.reference * np.exp(room)
+    largest = np.asarray(np.exp(level) * (curves.reference + half) / curves.reference)
+    return largest, half
+
+
+def _allocate(curves: ResponseCurves, worth: Floats, limits: Limits) -> Floats:
+    """Spends (C) that are optimal for one price, found by bisection on its log."""
+    largest, half = _saturation(curves)
+
+    def spend_at(log_price: float) -> Floats:
+        wanted = np.sqrt(worth * largest * half / np.exp(log_price)) - half
+        return np.asarray(np.clip(wanted, limits.low, limits.high))
+
+    marginal = np.log(worth * largest / half)
+    low, high = float(marginal.min()) - 60, float(marginal.max()) + 60
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        if spend_at(middle).sum() > limits.total:
+            low = middle
+        else:
+            high = middle
+    spend = spend_at(high)
+    # What bisection leaves over goes to campaigns with room for it.
+    left, room = limits.total - spend.sum(), limits.high - spend
+    return np.asarray(spend + room * (left / room.sum() if room.sum() > 0 else 0.0))
+
+
+def explain(curves: ResponseCurves, plan: BudgetPlan, current: Floats, position: int) -> str:
+    """One sentence with the numbers behind a campaign's new budget."""
+    before, after = float(current[position]), float(plan.spend[position])
+    direction = "keep" if np.isclose(before, after, rtol=1e-3) else (
+        "raise" if after > before else "lower"
+    )  # fmt: skip
+    name = curves.campaigns[position]
+    low, high = curves.interval(plan.spend)
+    per_conversion = plan.value_after[position] / np.exp(
+        curves.log_conversions(plan.spend)[0][position]
+    )
+    return (
+        f"{direction} {name} from {before:,.2f} to {after:,.2f} a day: the next unit of spend "
+        f"returns {plan.marginal_before[position]:.2f} now and {plan.marginal_after[position]:.2f} "
+        f"then; expected value {plan.value_before[position]:,.2f} to "
+        f"{plan.value_after[position]:,.2f} (95 % {per_conversion * low[position]:,.2f} to "
+        f"{per_conversion * high[position]:,.2f})"
+    )

@@ -1,0 +1,229 @@
+"""Response curves are recovered, share what is common, and plans follow marginal return."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.csv as pa_csv
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from etl.errors import UserError
+from gemline import main
+from ranking.roi.campaign_days import read_campaign_days
+from ranking.roi.curves import CampaignDays, Floats, ResponseCurves, fit_curves
+from ranking.roi.plan import Limits, marginal_value, plan_budgets, step_limits
+
+SCALES = np.repeat([20.0, 2000.0], 12)
+COUNT = len(SCALES)
+
+
+def true_conversions(spend: Floats, level: Floats, room: Floats) -> Floats:
+    """Expected conversions of a campaign with spends of `SCALES` as the reference."""
+    ratio = spend / SCALES
+    return np.asarray(np.exp(level) * ratio * (1 + np.exp(room)) / (ratio + np.exp(room)))
+
+
+def market(seed: int, days: int, spread: float = 0.4) -> tuple[CampaignDays, Floats, Floats]:
+    """Days of campaigns of two scales and three verticals, their levels and rooms."""
+    rng = np.random.default_rng(seed)
+    vertical = rng.integers(0, 3, COUNT)
+    level = np.log(SCALES / 8) + 0.4 * rng.standard_normal(3)[vertical]
+    level += 0.2 * rng.standard_normal(COUNT)
+    room = 0.6 + 0.3 * rng.standard_normal(COUNT)
+    spends = SCALES[:, None] * np.exp(spread * rng.standard_normal((COUNT, days)))
+    expected = np.stack([true_conversions(spends[:, d], level, room) for d in range(days)], 1)
+    campaign_days = CampaignDays(
+        tuple(f"c{c:02d}" for c in range(COUNT)),
+        vertical[:, None].astype(str),
+        np.repeat(np.arange(COUNT), days),
+        spends.ravel(),
+        rng.poisson(expected).ravel().astype(float),
+        np.ones(COUNT * days),
+    )
+    return campaign_days, level, room
+
+
+def errors_of(curves: ResponseCurves, level: Floats, room: Floats) -> Floats:
+    """Absolute errors of the log of conversions at 1.3 times the usual spend."""
+    truth = np.log(true_conversions(1.3 * SCALES, level, room))
+    return np.abs(curves.log_conversions(1.3 * SCALES)[0] - truth)
+
+
+def test_curves_of_many_days_are_those_that_were_planted() -> None:
+    days, level, room = market(0, days=400)
+    errors = errors_of(fit_curves(days), level, room)
+    assert errors[SCALES == 2000].max() < 0.02 and errors.max() < 0.12
+
+
+def test_small_campaigns_start_from_what_others_teach() -> None:
+    shared, alone = [], []
+    for seed in range(8):
+        days, level, room = market(seed, days=3)
+        small = SCALES == 20
+        shared.append(errors_of(fit_curves(days), level, room)[small].mean())
+        alone.append(errors_of(fit_curves(days, shared=False), level, room)[small].mean())
+    assert np.mean(shared) < 0.8 * np.mean(alone)
+
+
+def test_intervals_cover_and_shrink_with_evidence() -> None:
+    covered: list[npt.NDArray[np.bool_]] = []
+    widths: dict[int, list[float]] = {3: [], 30: []}
+    for seed in range(12):
+        for count, of_count in widths.items():
+            days, level, room = market(seed, count)
+            low, high = fit_curves(days).interval(SCALES)
+            truth = true_conversions(SCALES, level, room)
+            covered.append((low <= truth) & (truth <= high))
+            of_count.append(float(np.log(high / low).mean()))
+    assert 0.9 <= np.mean(covered) <= 0.99
+    assert np.mean(widths[30]) < 0.5 * np.mean(widths[3])
+
+
+def test_conversions_that_have_not_arrived_are_expected() -> None:
+    days, level, room = market(1, days=60)
+    rng = np.random.default_rng(0)
+    arrived = rng.uniform(0.3, 1, len(days.spend))
+    thinned = rng.binomial(days.conversions.astype(int), arrived).astype(float)
+    late = fit_curves(replace(days, conversions=thinned, arrived=arrived))
+    ignored = fit_curves(replace(days, conversions=thinned))
+    large = SCALES == 2000
+    assert errors_of(late, level, room)[large].mean() < 0.03
+    assert errors_of(ignored, level, room)[large].mean() > 0.2
+
+
+def test_campaigns_without_any_conversion_are_refused() -> None:
+    days, _, _ = market(2, days=3)
+    with pytest.raises(UserError, match="no campaign has a conversion"):
+        fit_curves(replace(days, conversions=0 * days.conversions))
+
+
+def some_curves(seed: int) -> tuple[ResponseCurves, Floats, Floats]:
+    """Curves, values of a conversion, and current spends."""
+    rng = np.random.default_rng(seed)
+    curves = fit_curves(market(seed, days=5)[0])
+    return curves, np.exp(rng.standard_normal(COUNT)), SCALES * np.exp(0.3 * rng.random(COUNT))
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 1000), step=st.floats(0.05, 0.9))
+def test_no_transfer_between_two_campaigns_improves_a_plan(seed: int, step: float) -> None:
+    curves, value, current = some_curves(seed % 4)
+    limits = step_limits(current.sum(), current, step, 0 * current, np.inf + current)
+    plan = plan_budgets(curves, value, current, limits)
+    assert plan.spend.sum() == pytest.approx(current.sum())
+    assert (plan.spend >= current * (1 - step) - 1e-6).all()
+    assert (plan.spend <= current * (1 + step) + 1e-6).all()
+    assert plan.value_after.sum() >= plan.value_before.sum() - 1e-9
+    marginal = marginal_value(curves, value, plan.spend)
+    can_give = plan.spend > limits.low * (1 + 1e-6)
+    can_take = plan.spend < limits.high * (1 - 1e-6)
+    if can_give.any() and can_take.any():
+        assert marginal[can_take].max() <= marginal[can_give].min() * (1 + 1e-4)
+
+
+def test_plans_do_not_depend_on_the_currency_and_avoid_risk() -> None:
+    curves, value, current = some_curves(1)
+    limits = Limits(current.sum(), 0.5 * current, 2 * current)
+    plan = plan_budgets(curves, value, current, limits)
+    other = plan_budgets(curves, 7.5 * value, current, limits)
+    np.testing.assert_allclose(other.spend, plan.spend, rtol=1e-6)
+    _, deviation = curves.log_conversions(current)
+    careful = plan_budgets(curves, value, current, limits, risk=2.0)
+    moved = np.log(careful.spend / plan.spend)
+    assert np.corrcoef(moved, deviation)[0, 1] < -0.3
+
+
+def test_limits_that_no_plan_meets_are_refused() -> None:
+    curves, value, current = some_curves(2)
+    low, high = 0.9 * current, 1.1 * current
+    with pytest.raises(UserError, match="raise the budget, or allow a larger step"):
+        plan_budgets(curves, value, current, Limits(0.5 * current.sum(), low, high))
+    with pytest.raises(UserError, match="lower the budget, or allow a larger step"):
+        plan_budgets(curves, value, current, Limits(2 * current.sum(), low, high))
+    with pytest.raises(UserError, match="campaign c00 may spend at least"):
+        plan_budgets(curves, value, current, Limits(current.sum(), 3 * high, high))
+
+
+def write_campaign_days(path: Path, days: CampaignDays, **columns: object) -> Path:
+    count = len(days.spend) // COUNT
+    rows = {
+        "campaign": [days.campaigns[c] for c in days.campaign],
+        "day": [f"2026-01-{d + 1:02d}" for _ in range(COUNT) for d in range(count)],
+        "spend": days.spend,
+        "conversions": days.conversions,
+        "value": 12 * days.conversions,
+        "vertical": [days.groups[c, 0] for c in days.campaign],
+        "currency": ["EUR"] * len(days.spend),
+    }
+    table = {name: column for name, column in (rows | columns).items() if column is not None}
+    pa_csv.write_csv(pa.table(table), path)
+    return path
+
+
+def test_the_command_writes_a_plan_with_its_reasons(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    days, _, _ = market(3, days=7)
+    file = write_campaign_days(tmp_path / "days.csv", days)
+    command = ["--campaign-days", str(file), "--groups", "vertical"]
+    assert main(["roi", "fit", *command]) == 0
+    assert "marginal return" in capsys.readouterr().out
+    assert main(["roi", "plan", *command, "--out", str(tmp_path / "plan.csv")]) == 0
+    printed = capsys.readouterr().out
+    plan = pa_csv.read_csv(tmp_path / "plan.csv").to_pydict()
+    assert len(plan["campaign"]) == COUNT
+    assert sum(plan["planned_spend"]) == pytest.approx(sum(plan["current_spend"]))
+    assert all(reason in printed for reason in plan["reason"])
+    raised = [
+        (reason, planned > current)
+        for reason, planned, current in zip(
+            plan["reason"], plan["planned_spend"], plan["current_spend"], strict=True
+        )
+        if not reason.startswith("keep")
+    ]
+    assert raised and all(reason.startswith("raise") == more for reason, more in raised)
+    assert "against the current budgets" in printed
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"spend": None}, "has no column spend; it has campaign, day"),
+        ({"value": lambda days: -days.conversions}, "value is negative in some rows"),
+        ({"currency": None}, "has no column currency: name the currency with --currency"),
+        ({"currency": lambda d: ["EUR", "USD"] * (len(d.spend) // 2)}, "has several currencies"),
+        ({"spend": lambda days: 0 * days.spend}, "campaign c00 has 0 days with spend"),
+        ({"arrived": lambda days: 0 * days.spend}, "arrived is the share of conversions so far"),
+        ({"conversions": lambda d: ["x"] * len(d.spend)}, "conversions is not a number"),
+    ],
+)
+def test_wrong_files_are_refused_and_nothing_is_written(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    columns: dict[str, Callable[[CampaignDays], object] | None],
+    message: str,
+) -> None:
+    days, _, _ = market(3, days=4)
+    made = {name: make(days) if make else None for name, make in columns.items()}
+    file = write_campaign_days(tmp_path / "days.csv", days, **made)
+    out = tmp_path / "plan.csv"
+    assert main(["roi", "plan", "--campaign-days", str(file), "--out", str(out)]) == 2
+    assert message in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_value_per_conversion_is_shrunk_and_incremental_where_measured(tmp_path: Path) -> None:
+    days, _, _ = market(3, days=4)
+    value = days.conversions * np.where(days.campaign == 12, 50, 10)
+    share = np.where(days.campaign == 5, 0.5, 1.0)
+    file = write_campaign_days(tmp_path / "d.csv", days, value=value, incremental_share=share)
+    table = read_campaign_days(file, ("vertical",), None)
+    assert 40 < table.value_per_conversion[12] < 50  # many conversions of its own
+    assert table.worth[5] == pytest.approx(table.value_per_conversion[5] / 2)
+    with pytest.raises(UserError, match="no such file"):
+        read_campaign_days(tmp_path / "none.csv", (), None)
