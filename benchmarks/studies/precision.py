@@ -20,6 +20,8 @@ from etl.spec.units import DaySplit
 if TYPE_CHECKING:
     from etl.tables.lake import Lake
     from training.config import TrainConfig
+    from training.model.config import Scale
+    from training.precision.dispatch import Speedups
     from training.precision.errors import RecipeError
     from training.precision.precision_map import PrecisionMap
 
@@ -161,33 +163,72 @@ def ne_of_training(lake: "Lake", seed: int, recipes: "PrecisionMap | None") -> f
 
 
 def measure_speed(result: BenchmarkResult) -> None:
-    """Seconds of all linear products of `large` in bf16 over those with the fastest recipes."""
+    """Seconds of a dense step in bf16 over those with the map of the fastest recipes, on a GPU.
+
+    Also the share of the products that are faster in FP8, casts included, and the largest speed-up.
+    """
     import torch
 
     if not torch.cuda.is_available():
         result.record("speedup", None, NO_GPU)
         return
+    from benchmarks.system.gpu import SHAPES
+    from training.precision.dispatch import MIN_SPEEDUP
+
+    for scale in SHAPES:
+        speedups = _product_speedups(scale)
+        best: dict[tuple[str, str], float] = {}
+        for (name, direction, _), value in speedups.items():
+            best[name, direction] = max(best.get((name, direction), 0.0), value)
+        is_fast = [value >= MIN_SPEEDUP for value in best.values()]
+        suffix = "" if scale == "large" else f"_{scale}"
+        result.record(f"largest_product_speedup{suffix}", max(best.values()), "")
+        result.record(f"sites_fp8_share_by_speed{suffix}", mean(is_fast), "")
+        for name, ratio in _step_speedups(scale, speedups).items():
+            result.record(f"{name}{suffix}", ratio, "")
+    result.figures["device"] = torch.cuda.get_device_name()
+
+
+def _product_speedups(scale: "Scale") -> "Speedups":
+    """Speed-ups of the products of a scale over bf16, by layer, direction and recipe."""
+    import torch
+
     from etl.spec import load_spec
     from features.schema import feature_schema
     from training.model.config import SCALES
     from training.model.gem import Gem
-    from training.precision.dispatch import MIN_SPEEDUP, measure_speedups
+    from training.precision.dispatch import measure_speedups
     from training.precision.linear import linear_sites
 
-    for scale in ("base", "large"):
-        model = Gem(feature_schema(load_spec(SIMULATOR_SPEC)), SCALES[scale])
-        layers = dict(linear_sites(model))
-        device = torch.device("cuda")
-        speedups = measure_speedups(layers, GPU_ROWS, ("fp8_tensor", "fp8_row"), device)
-        best: dict[tuple[str, str], float] = {}
-        for (name, direction, _), value in speedups.items():
-            best[name, direction] = max(best.get((name, direction), 0.0), value)
-        fast = {key: value for key, value in best.items() if value >= MIN_SPEEDUP}
-        work = {name: layer.weight.numel() for name, layer in layers.items()}
-        total = sum(work[name] for name, _ in best)
-        with_fp8 = sum(work[key[0]] / fast.get(key, 1.0) for key in best)
-        suffix = "" if scale == "large" else f"_{scale}"
-        result.record(f"speedup{suffix}", total / with_fp8, "")
-        result.record(f"fastest_site_speedup{suffix}", max(best.values()), "")
-        result.record(f"sites_fp8_share_by_speed{suffix}", len(fast) / len(best), "")
-    result.figures["device"] = torch.cuda.get_device_name()
+    layers = dict(linear_sites(Gem(feature_schema(load_spec(SIMULATOR_SPEC)), SCALES[scale])))
+    device = torch.device("cuda")
+    return measure_speedups(layers, GPU_ROWS, ("fp8_tensor", "fp8_row"), device)
+
+
+def _step_speedups(scale: "Scale", speedups: "Speedups") -> dict[str, float]:
+    """Seconds of a step in bf16 over those with the fastest recipes, and with FP8 everywhere."""
+    import torch
+
+    from benchmarks.system.gpu import SHAPES, make_dense_step, seconds_of
+    from training.config import ComputeConfig
+    from training.precision.dispatch import choose_recipes, precision_map
+    from training.precision.errors import RecipeError
+    from training.precision.precision_map import PrecisionMap
+
+    names = dict.fromkeys((name, direction) for name, direction, _ in speedups)
+    exact = [
+        RecipeError(name, direction, recipe, 0.0, 0.0, 1.0, 0.0)
+        for name, direction in names
+        for recipe in ("bf16", "fp8_tensor", "fp8_row")
+    ]
+    chosen = precision_map(choose_recipes(exact, speedups))
+    device, fp8 = torch.device("cuda"), ComputeConfig(precision="fp8")
+    naive = PrecisionMap.uniform(chosen.sites, NAIVE)
+    steps = {
+        "bf16": make_dense_step(scale, SHAPES[scale], device, ComputeConfig(precision="bf16")),
+        "speedup": make_dense_step(scale, SHAPES[scale], device, fp8, chosen),
+        "naive_speedup": make_dense_step(scale, SHAPES[scale], device, fp8, naive),
+    }
+    seconds = {name: seconds_of(step, device) for name, step in steps.items()}
+    bf16 = seconds.pop("bf16")
+    return {name: bf16 / value for name, value in seconds.items()}

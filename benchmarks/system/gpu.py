@@ -31,6 +31,7 @@ from training.model.embeddings import (
 from training.model.gem import Gem
 from training.model.history.encoder import history_selector
 from training.ops.attention import CAUSAL
+from training.precision.precision_map import PrecisionMap
 from training.trainer.compute import apply_compute_config
 from training.trainer.throughput import peak_flops, synchronize
 
@@ -69,7 +70,10 @@ def measure_gpu(result: BenchmarkResult) -> None:
 def measure_scale(scale: Scale) -> tuple[float, float, bool]:
     """MFU of a scale, MFU with compiled layers, and whether the host waits in a step."""
     eager, compiled = (
-        make_dense_step(scale, SHAPES[scale], CUDA, is_compiled) for is_compiled in (False, True)
+        make_dense_step(
+            scale, SHAPES[scale], CUDA, ComputeConfig(precision="bf16", compiled=is_compiled)
+        )
+        for is_compiled in (False, True)
     )
     flops = count_step_flops(eager)
     return dense_mfu(eager, flops, CUDA), dense_mfu(compiled, flops, CUDA), has_syncs(eager)
@@ -113,7 +117,11 @@ def has_syncs(step: Callable[[], object]) -> bool:
 
 
 def make_dense_step(
-    scale: Scale, shape: BatchShape, device: torch.device, compiled: bool = False
+    scale: Scale,
+    shape: BatchShape,
+    device: torch.device,
+    compute: ComputeConfig,
+    precision_map: PrecisionMap | None = None,
 ) -> Callable[[], object]:
     """Forward, backward and update of the dense part, on vectors that were looked up before."""
     features, config = feature_schema(load_spec(SIMULATOR_SPEC)), SCALES[scale]
@@ -129,8 +137,7 @@ def make_dense_step(
     )
     vectors = map_tensors(vectors, lambda x: x.detach().to(device).requires_grad_())
     batch, core = batch.to(device), core.to(device)
-    compute = ComputeConfig(precision="fp32" if device == CPU else "bf16", compiled=compiled)
-    apply_compute_config(core, compute)
+    apply_compute_config(core, compute, precision_map)
     optimizer = torch.optim.AdamW(core.parameters(), fused=True)
     selection = core.select_history(batch)
 
