@@ -38,7 +38,7 @@ class CampaignTable:
     incremental_share: Floats
 
     @property
-    def worth(self) -> Floats:
+    def incremental_value(self) -> Floats:
         """Incremental value (C) of an attributed conversion."""
         return self.value_per_conversion * self.incremental_share
 

@@ -65,7 +65,7 @@ def fit(args: CurveArgs) -> None:
     from ranking.roi.plan import marginal_value
 
     table, curves = _fit(args)
-    marginal = marginal_value(curves, table.worth, table.current)
+    marginal = marginal_value(curves, table.incremental_value, table.current)
     low, high = curves.interval(table.current)
     expected = np.exp(curves.log_conversions(table.current)[0])
     shown = Table(
@@ -95,7 +95,7 @@ def plan(args: PlanArgs) -> None:
     limits = step_limits(
         total, table.current, args.max_step, np.full_like(unlimited, args.minimum), unlimited
     )
-    budgets = plan_budgets(curves, table.worth, table.current, limits, args.risk)
+    budgets = plan_budgets(curves, table.incremental_value, table.current, limits, args.risk)
     reasons = [explain(curves, budgets, table.current, c) for c in range(len(curves.campaigns))]
     rows = pa.table({
         "campaign": list(curves.campaigns), "currency": [table.currency] * len(reasons),

@@ -81,8 +81,8 @@ def plan_budgets(
     """The plan with the most value within the limits; raises UserError if there is none."""
     limits.require_feasible(curves.campaigns)
     _, deviation = curves.log_conversions(current)
-    worth = value_per_conversion * np.exp(-risk * deviation)
-    spend = _allocate(curves, worth, limits)
+    adjusted_value = value_per_conversion * np.exp(-risk * deviation)
+    spend = _allocate(curves, adjusted_value, limits)
 
     def value(spent: Floats) -> Floats:
         return np.asarray(value_per_conversion * np.exp(curves.log_conversions(spent)[0]))
@@ -110,15 +110,15 @@ def _saturation(curves: ResponseCurves) -> tuple[Floats, Floats]:
     return largest, half
 
 
-def _allocate(curves: ResponseCurves, worth: Floats, limits: Limits) -> Floats:
+def _allocate(curves: ResponseCurves, adjusted_value: Floats, limits: Limits) -> Floats:
     """Spends (C) that are optimal for one price, found by bisection on its log."""
     largest, half = _saturation(curves)
 
     def spend_at(log_price: float) -> Floats:
-        wanted = np.sqrt(worth * largest * half / np.exp(log_price)) - half
+        wanted = np.sqrt(adjusted_value * largest * half / np.exp(log_price)) - half
         return np.asarray(np.clip(wanted, limits.low, limits.high))
 
-    marginal = np.log(worth * largest / half)
+    marginal = np.log(adjusted_value * largest / half)
     low, high = float(marginal.min()) - 60, float(marginal.max()) + 60
     for _ in range(BISECTIONS):
         middle = (low + high) / 2

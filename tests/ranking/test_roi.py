@@ -224,6 +224,6 @@ def test_value_per_conversion_is_shrunk_and_incremental_where_measured(tmp_path:
     file = write_campaign_days(tmp_path / "d.csv", days, value=value, incremental_share=share)
     table = read_campaign_days(file, ("vertical",), None)
     assert 40 < table.value_per_conversion[12] < 50  # many conversions of its own
-    assert table.worth[5] == pytest.approx(table.value_per_conversion[5] / 2)
+    assert table.incremental_value[5] == pytest.approx(table.value_per_conversion[5] / 2)
     with pytest.raises(UserError, match="no such file"):
         read_campaign_days(tmp_path / "none.csv", (), None)

@@ -331,6 +331,8 @@ def test_a_gem_is_trained_with_the_map_of_its_probe(
     assert main(["train", "probe", *flags]) == 0
     assert "of the products in FP8, chosen by error: no GPU" in capsys.readouterr().out
     chosen = json.loads(precision_map_path(own.root).read_text())
+    errors = (Path(own.root) / "models/gem/precision_errors.csv").read_text()
+    assert "random_mere" in errors and "fp8_block" in errors
     assert set(chosen["sites"]) <= set(probe.names) and "trunk.0" in chosen["sites"]
 
     assert train(own, spec_path, "--compute.precision", "fp8", "--compute.compiled") == 2

@@ -3,14 +3,17 @@
 from collections.abc import Sequence
 from datetime import date
 
+import pyarrow as pa
+import pyarrow.csv as pa_csv
 import torch
 from rich.table import Table
 
 from etl.errors import UserError
+from etl.tables import atomic_io
 from etl.tables.lake import Lake
 from training.precision.dispatch import Choice, choose_recipes, measure_speedups, precision_map
 from training.precision.errors import CANDIDATES, RecipeError, measure_errors
-from training.precision.precision_map import DIRECTIONS, PrecisionMap
+from training.precision.precision_map import DIRECTIONS, PrecisionMap, precision_map_path
 from training.precision.probe import Probe
 from training.trainer import checkpoint
 from training.trainer.state import build_train_state
@@ -39,6 +42,7 @@ def choose_precision(lake: Lake, day: date, rows: int) -> tuple[list[Choice], Pr
     errors = list(measure_errors(probe))
     if not errors:
         raise UserError(f"no step was probed until {day}: lower --compute.probe-every")
+    write_errors(lake.root, errors)
     if not torch.cuda.is_available():
         choices = choose_recipes(errors)
         return choices, precision_map(choices)
@@ -65,7 +69,8 @@ def _described(choice: Choice) -> str:
     return f"{choice.recipe}, error {choice.mere:.2f}{speedup}"
 
 
-def misjudged_by_random_inputs(errors: Sequence[RecipeError]) -> float:
-    """Mean of |random MERE / probed MERE - 1| over the FP8 products."""
-    ratios = [e.random_mere / e.mere for e in errors if e.recipe.startswith("fp8") and e.mere > 0]
-    return sum(abs(ratio - 1) for ratio in ratios) / len(ratios)
+def write_errors(lake: str, errors: Sequence[RecipeError]) -> None:
+    """Write all errors as CSV next to the map."""
+    path = precision_map_path(lake).parent / "precision_errors.csv"
+    with atomic_io.replace_file(path) as partial:
+        pa_csv.write_csv(pa.Table.from_pylist([vars(error) for error in errors]), partial)
