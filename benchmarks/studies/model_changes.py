@@ -59,6 +59,10 @@ INTERACTIONS: dict[str, dict[DataSet, Options]] = {
     "plain (MLP)": model(interaction="plain", parallel_interaction=None),
     "weak features share rows": model(low_cardinality_threshold=64),
     "rows of users": model(user_hash_buckets=2**17),
+    "no biases": model(linear_biases=False),
+    "BlockNorm": model(trunk_norm="block"),
+    "SwishRMSNorm": model(trunk_norm="swish_rms"),
+    "hard gates": model(hard_gates=True),
 }
 SEQUENCES: dict[str, dict[DataSet, Options]] = {
     "flow: sole": sequence(flow="sole"),

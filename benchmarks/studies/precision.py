@@ -5,6 +5,7 @@ On a CPU products are emulated: errors, maps and training curves are those of FP
 
 import tempfile
 import time
+from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
 from statistics import mean, stdev
@@ -57,10 +58,9 @@ class PrecisionArgs(StrictModel):
         Path | None, tyro.conf.arg(help="folder of the demo's tables; default: a temporary one")
     ] = None
     seeds: int = Field(default=3, ge=2)
-    only: Annotated[tuple[str, ...], tyro.conf.arg(help="training, speed; by default both")] = (
-        "training",
-        "speed",
-    )
+    only: Annotated[
+        tuple[str, ...], tyro.conf.arg(help="training, mods, speed; by default training and speed")
+    ] = ("training", "speed")
     as_json: Annotated[bool, tyro.conf.arg(name="json", help="one line of JSON last")] = False
 
 
@@ -70,6 +70,9 @@ def bench_precision(args: PrecisionArgs) -> None:
     if "training" in args.only:
         with tempfile.TemporaryDirectory() as folder:
             measure_training(result, args.work or Path(folder), args.seeds)
+    if "mods" in args.only:
+        with tempfile.TemporaryDirectory() as folder:
+            measure_mods(result, args.work or Path(folder), args.seeds)
     if "speed" in args.only:
         measure_speed(result)
     for key, goal in GOALS.items():
@@ -104,6 +107,45 @@ def measure_training(result: BenchmarkResult, work: Path, seeds: int) -> None:
     result.record("ne_naive_fp8_loss", differences["naive"], "")
     result.record("ne_noise", noise, "")
     result.record("sites_fp8_share", chosen.fp8_share, "")
+
+
+MODS: dict[str, dict[str, object]] = {
+    "no_biases": {"linear_biases": False},
+    "block_norm": {"trunk_norm": "block"},
+    "swish_rms_norm": {"trunk_norm": "swish_rms"},
+    "hard_gates": {"hard_gates": True},
+}
+
+
+def measure_mods(result: BenchmarkResult, work: Path, seeds: int) -> None:
+    """NE of each change of the model for low precision less the default's, in fp32 and in FP8."""
+    from benchmarks.pipelines import simulated_tables
+    from etl.spec import load_spec
+    from etl.tables.lake import Lake
+    from training.precision.precision_map import PrecisionMap
+
+    paths = simulated_tables(work, DEMO_SIMULATOR, DEMO_DAYS)
+    lake = Lake(paths.lake, load_spec(SIMULATOR_SPEC))
+    naive = PrecisionMap.uniform(_site_names(), NAIVE)
+    for precision, recipes in (("fp32", None), ("fp8", naive)):
+        default = [ne_of_training(lake, seed, recipes) for seed in range(seeds)]
+        for name, options in MODS.items():
+            changed = [ne_of_training(lake, seed, recipes, options) for seed in range(seeds)]
+            result.record(f"ne_{name}_{precision}", mean(changed) - mean(default), "")
+        result.record(f"ne_noise_{precision}", stdev(default) * (2 / seeds) ** 0.5, "")
+    result.rows += [(key, str(value), "", "") for key, value in result.figures.items()]
+
+
+def _site_names() -> list[str]:
+    """The linear layers of `small` that may have low precision."""
+    from etl.spec import load_spec
+    from features.schema import feature_schema
+    from training.model.config import SCALES
+    from training.model.gem import Gem
+    from training.precision.linear import linear_sites
+
+    model = Gem(feature_schema(load_spec(SIMULATOR_SPEC)), SCALES["small"])
+    return [name for name, _ in linear_sites(model)]
 
 
 def _probe(result: BenchmarkResult, lake: "Lake") -> "list[RecipeError]":
@@ -149,9 +191,15 @@ def _probe_overhead(lake: "Lake") -> float:
     return max(0.0, seconds[1] - seconds[0]) / seconds[0] / COST_PROBE_EVERY
 
 
-def ne_of_training(lake: "Lake", seed: int, recipes: "PrecisionMap | None") -> float:
+def ne_of_training(
+    lake: "Lake",
+    seed: int,
+    recipes: "PrecisionMap | None",
+    options: Mapping[str, object] = {},
+) -> float:
     """NE of clicks on the test days, of a GEM with the recipes of a map; None for fp32."""
     from benchmarks.studies.trials import scratch_lake
+    from training.config import TrainConfig
     from training.distributed.process_group import process_group
     from training.evaluation.metrics import ne_by_objective
     from training.trainer.trainer import predict_test, train_days
@@ -160,6 +208,7 @@ def ne_of_training(lake: "Lake", seed: int, recipes: "PrecisionMap | None") -> f
         if recipes:
             recipes.save(scratch.root)
         config = _config(seed, precision="fp8" if recipes else "fp32")
+        config = TrainConfig.model_validate(config.model_dump() | {"model": options})
         train_days(scratch, (SPLIT.train_first, SPLIT.train_last), config)
         return float(ne_by_objective(predict_test(scratch, SPLIT))[OBJECTIVE])
 

@@ -49,7 +49,7 @@ def read_campaign_days(
     """The campaign days of a CSV or Parquet file.
 
     Raises UserError if a column is missing, a value is negative or missing, the currency is not
-    given or not unique, or a campaign has too few days with spend.
+    given or not unique, or a campaign has too few days with spend, or none of late.
     """
     table = _read_table(path)
     _require_columns(path, table, (*REQUIRED, *groups))
@@ -71,6 +71,12 @@ def read_campaign_days(
             f"{path}: campaign {name} has {days_with_spend.min()} days with spend, and a curve "
             f"needs {MIN_DAYS}: leave the campaign out, or wait"
         )
+    current = _current_spend(table, index, spend, count, window)
+    if (current <= 0).any():
+        raise UserError(
+            f"{path}: campaign {names[current.argmin()]} has no spend in the last {window} days, "
+            "and plans change budgets by a share of them: leave the campaign out"
+        )
     first_rows = np.unique(index, return_index=True)[1]
     by_group = [table[name].cast(pa.string()).to_numpy()[first_rows] for name in groups]
     days = CampaignDays(
@@ -86,7 +92,7 @@ def read_campaign_days(
     return CampaignTable(
         days,
         currency,
-        _current_spend(table, index, spend, count, window),
+        current,
         (values + SHRINKAGE * mean_value) / (totals + SHRINKAGE),
         _column(table, "incremental_share")[first_rows],
     )

@@ -17,7 +17,12 @@ from etl.tables.lake import Lake
 from gemline import main
 from tests.conftest import FIRST, GEM_FLAGS
 from tests.world import copy_of
+from training.config import TrainConfig
+from training.data.reader import ExampleReader
 from training.distributed.process_group import process_group
+from training.model.config import GemOptions
+from training.model.gem import Gem
+from training.model.low_precision import BlockNorm
 from training.precision.dispatch import MAX_MERE, choose_recipes, precision_map
 from training.precision.errors import RecipeError, measure_errors
 from training.precision.linear import apply_precision_map, linear_sites, precise_linear
@@ -305,6 +310,32 @@ def test_probes_of_bf16_layers_are_in_fp32() -> None:
     (_, first), _ = probe.by_name()
     inputs = normals(64, 24) + 100
     torch.testing.assert_close(first.inputs.covariance[0], inputs.t().cov(), rtol=1e-2, atol=1e-2)
+
+
+def test_block_norm_scales_each_block_by_itself() -> None:
+    x = normals(8, 300)
+    normed = BlockNorm()(x)
+    for block in normed.split(256, -1):
+        torch.testing.assert_close(block.square().mean(-1), torch.ones(8), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(BlockNorm()(x * 7), normed, rtol=1e-4, atol=1e-5)
+
+
+def test_changes_for_low_precision_have_the_parameters_that_they_say(lake: Lake) -> None:
+    features = ExampleReader.latest(lake, "behaviour", 8).features
+
+    def parameters(**options: object) -> set[str]:
+        config = TrainConfig.model_validate({"scale": "tiny", "model": options})
+        return {name for name, _ in Gem(features, config.gem_config).named_parameters()}
+
+    default = parameters()
+    removed = default - parameters(linear_biases=False)
+    assert "trunk.0.bias" in removed and all(name.endswith("bias") for name in removed)
+    assert not any(name.startswith("heads") for name in removed)
+    assert default - parameters(trunk_norm="block") == {"trunk.1.weight", "trunk.1.bias"}
+    assert parameters(hard_gates=True) == default
+    gem = Gem(features, TrainConfig(scale="tiny", model=GemOptions(hard_gates=True)).gem_config)
+    kinds = {type(module) for module in gem.modules()}
+    assert not kinds & {nn.SiLU, nn.Sigmoid} and {nn.Hardswish, nn.Hardsigmoid} <= kinds
 
 
 def train(lake: Lake, spec_path: Path, *flags: str) -> int:

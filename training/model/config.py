@@ -11,6 +11,7 @@ from etl.spec.base import StrictModel
 Scale = Literal["tiny", "small", "base", "large"]
 InteractionKind = Literal["wukong", "dcnv2", "dhen", "finalmlp", "plain", "rankmixer"]
 Flow = Literal["sole", "sep", "s2n", "n2s", "int"]
+TrunkNorm = Literal["layer", "block", "swish_rms"]
 SizeName = Literal[
     "embedding_dim",
     "numeric_segments",
@@ -264,6 +265,19 @@ class GemOptions(StrictModel):
             help="weight of the losses of the spec's auxiliary objectives; 0: GEM has no such heads"
         ),
     ] = 0.0
+    trunk_norm: Annotated[
+        TrunkNorm,
+        tyro.conf.arg(
+            help="norm of the trunk's layers; for low precision: block, a root mean square of 256 "
+            "outputs without parameters, or swish_rms, x * sigmoid(RMSNorm(x)) instead of ReLU"
+        ),
+    ] = "layer"
+    linear_biases: Annotated[
+        bool, tyro.conf.arg(help="biases of linear layers other than the prediction layers")
+    ] = True
+    hard_gates: Annotated[
+        bool, tyro.conf.arg(help="HardSwish instead of Swish, and hard gates instead of sigmoids")
+    ] = False
     sequence: SequenceOptions = SequenceOptions()
 
 

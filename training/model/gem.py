@@ -35,6 +35,7 @@ from training.model.history.encoder import HistoryEncoder
 from training.model.history.events import TypeMeanSimilarity, TypeSimilarity
 from training.model.hyformer import HyFormer
 from training.model.interaction import Interaction, build_interaction
+from training.model.low_precision import harden_gates, remove_biases
 from training.model.numeric import InputScale, NumericEmbedding
 from training.model.trunk import build_trunk
 
@@ -110,6 +111,10 @@ class Gem(nn.Module):
             else build_interaction(self.row_alignment.out_rows, config)
         )
         self._build_outputs(features, config)
+        if not config.linear_biases:
+            remove_biases(self)
+        if config.hard_gates:
+            harden_gates(self)
 
     def _build_outputs(self, features: FeatureSchema, config: GemConfig) -> None:
         """The layers behind the interaction module."""
@@ -120,7 +125,8 @@ class Gem(nn.Module):
             if config.trunk_scale_lr_factor
             else nn.Identity()
         )
-        self.trunk = build_trunk(inputs, [hidden] * config.trunk_layers, config.dropout)
+        widths = [hidden] * config.trunk_layers
+        self.trunk = build_trunk(inputs, widths, config.dropout, config.trunk_norm)
         self.embedding = nn.Linear(hidden, config.output_embedding_dim)
         self.gate = DomainGate(len(features.surfaces), hidden)
         outputs = len(features.objectives) + len(self.auxiliary_objectives)

@@ -24,11 +24,13 @@ class DomainGate(nn.Module):
         self.mlp = nn.Sequential(
             nn.Linear(width + hidden, hidden // 2), nn.ReLU(), nn.Linear(hidden // 2, hidden)
         )
+        self.activation = nn.Sigmoid()
 
     def forward(self, h: Tensor, surface: Tensor) -> Tensor:
         """(B, H) to (B, H)."""
         gate_input = torch.cat((self.surface(surface), h.detach()), 1)
-        return h * 2 * torch.sigmoid(self.mlp(gate_input))
+        gated: Tensor = h * 2 * self.activation(self.mlp(gate_input))
+        return gated
 
 
 class ObjectiveTowers(nn.Module):

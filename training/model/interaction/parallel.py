@@ -32,10 +32,11 @@ class GatedMlpStream(nn.Module):
         self.mlp = nn.Sequential(
             nn.Linear(rows * width, hidden), nn.LayerNorm(hidden), nn.ReLU(), nn.Linear(hidden, out)
         )
+        self.activation = nn.Sigmoid()
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, n, d) to (B, out); the gate reads the mean of each row."""
-        weight = 2 * torch.sigmoid(self.gate(x.mean(2)))
+        weight = 2 * self.activation(self.gate(x.mean(2)))
         out: Tensor = self.mlp((x * weight[..., None]).flatten(1))
         return out
 

@@ -21,10 +21,11 @@ class SelfGate(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
+        self.activation = nn.Sigmoid()
 
     def forward(self, x: Tensor) -> Tensor:
         """Gate each row by itself."""
-        gated: Tensor = x * torch.sigmoid(self.linear(x))
+        gated: Tensor = x * self.activation(self.linear(x))
         return gated
 
 
