@@ -268,8 +268,7 @@ class GemOptions(StrictModel):
     trunk_norm: Annotated[
         TrunkNorm,
         tyro.conf.arg(
-            help="norm of the trunk's layers; for low precision: block, a root mean square of 256 "
-            "outputs without parameters, or swish_rms, x * sigmoid(RMSNorm(x)) instead of ReLU"
+            help="block: RMSNorm of 256 outputs without parameters; swish_rms: as a gate"
         ),
     ] = "layer"
     linear_biases: Annotated[
