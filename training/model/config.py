@@ -266,10 +266,7 @@ class GemOptions(StrictModel):
         ),
     ] = 0.0
     trunk_norm: Annotated[
-        TrunkNorm,
-        tyro.conf.arg(
-            help="block: RMSNorm of 256 outputs without parameters; swish_rms: as a gate"
-        ),
+        TrunkNorm, tyro.conf.arg(help="block: RMSNorm of 256 outputs; swish_rms: x sigmoid(norm x)")
     ] = "layer"
     linear_biases: Annotated[
         bool, tyro.conf.arg(help="biases of linear layers other than the prediction layers")
