@@ -19,6 +19,8 @@ from etl.spec.base import StrictModel
 from etl.spec.units import DaySplit
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from etl.tables.lake import Lake
     from training.config import TrainConfig
     from training.model.config import Scale
@@ -84,14 +86,10 @@ def bench_precision(args: PrecisionArgs) -> None:
 
 def measure_training(result: BenchmarkResult, work: Path, seeds: int) -> None:
     """Train the demo's first days in fp32, by the map of a probe, and with FP8 everywhere."""
-    from benchmarks.pipelines import simulated_tables
-    from etl.spec import load_spec
-    from etl.tables.lake import Lake
     from training.precision.dispatch import choose_recipes, precision_map
     from training.precision.precision_map import PrecisionMap
 
-    paths = simulated_tables(work, DEMO_SIMULATOR, DEMO_DAYS)
-    lake = Lake(paths.lake, load_spec(SIMULATOR_SPEC))
+    lake = _demo_lake(work)
     errors = _probe(result, lake)
     chosen = precision_map(choose_recipes(errors))
     maps = {"fp32": None, "map": chosen, "naive": PrecisionMap.uniform(chosen.sites, NAIVE)}
@@ -119,14 +117,10 @@ MODS: dict[str, dict[str, object]] = {
 
 def measure_mods(result: BenchmarkResult, work: Path, seeds: int) -> None:
     """NE of each change of the model for low precision less the default's, in fp32 and in FP8."""
-    from benchmarks.pipelines import simulated_tables
-    from etl.spec import load_spec
-    from etl.tables.lake import Lake
     from training.precision.precision_map import PrecisionMap
 
-    paths = simulated_tables(work, DEMO_SIMULATOR, DEMO_DAYS)
-    lake = Lake(paths.lake, load_spec(SIMULATOR_SPEC))
-    naive = PrecisionMap.uniform(_site_names(), NAIVE)
+    lake = _demo_lake(work)
+    naive = PrecisionMap.uniform(_linear_layers("small"), NAIVE)
     for precision, recipes in (("fp32", None), ("fp8", naive)):
         default = [ne_of_training(lake, seed, recipes) for seed in range(seeds)]
         for name, options in MODS.items():
@@ -136,16 +130,25 @@ def measure_mods(result: BenchmarkResult, work: Path, seeds: int) -> None:
     result.rows += [(key, str(value), "", "") for key, value in result.figures.items()]
 
 
-def _site_names() -> list[str]:
-    """The linear layers of `small` that may have low precision."""
+def _demo_lake(work: Path) -> "Lake":
+    """The demo's tables, built in `work` if they are missing."""
+    from benchmarks.pipelines import simulated_tables
+    from etl.spec import load_spec
+    from etl.tables.lake import Lake
+
+    paths = simulated_tables(work, DEMO_SIMULATOR, DEMO_DAYS)
+    return Lake(paths.lake, load_spec(SIMULATOR_SPEC))
+
+
+def _linear_layers(scale: "Scale") -> "dict[str, nn.Linear]":
+    """The linear layers of a scale that may have low precision, by name."""
     from etl.spec import load_spec
     from features.schema import feature_schema
     from training.model.config import SCALES
     from training.model.gem import Gem
     from training.precision.linear import linear_sites
 
-    model = Gem(feature_schema(load_spec(SIMULATOR_SPEC)), SCALES["small"])
-    return [name for name, _ in linear_sites(model)]
+    return dict(linear_sites(Gem(feature_schema(load_spec(SIMULATOR_SPEC)), SCALES[scale])))
 
 
 def _probe(result: BenchmarkResult, lake: "Lake") -> "list[RecipeError]":
@@ -244,16 +247,10 @@ def _product_speedups(scale: "Scale") -> "Speedups":
     """Speed-ups of the products of a scale over bf16, by layer, direction and recipe."""
     import torch
 
-    from etl.spec import load_spec
-    from features.schema import feature_schema
-    from training.model.config import SCALES
-    from training.model.gem import Gem
     from training.precision.dispatch import measure_speedups
-    from training.precision.linear import linear_sites
 
-    layers = dict(linear_sites(Gem(feature_schema(load_spec(SIMULATOR_SPEC)), SCALES[scale])))
     device = torch.device("cuda")
-    return measure_speedups(layers, GPU_ROWS, ("fp8_tensor", "fp8_row"), device)
+    return measure_speedups(_linear_layers(scale), GPU_ROWS, ("fp8_tensor", "fp8_row"), device)
 
 
 def _step_speedups(scale: "Scale", speedups: "Speedups") -> dict[str, float]:

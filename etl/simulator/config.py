@@ -98,9 +98,9 @@ class AudienceConfig(StrictModel):
     relabel_rate: float = Field(default=0.02, ge=0, le=1)
     """Share of the users whom a provider looks at anew each day."""
     panel: float = Field(default=0.3, gt=0, le=1)
-    """Share of the impressions whose users an auditor asks."""
+    """Share of the impressions that are audited."""
     min_panel: int = Field(default=10, ge=1)
-    """Fewest asked users in a report of a campaign and day."""
+    """Minimum number of audited impressions in a report of a campaign and day."""
 
     @model_validator(mode="after")
     def _check_copies(self) -> Self:

@@ -27,9 +27,9 @@ from etl.simulator.config import (
     SimulatorConfig,
 )
 from etl.simulator.entities import AGE_BAND, COUNTRY, TIER, Ads, Items, Users
+from etl.spec.sections import UNKNOWN_LABEL
 
 GZIP_LEVEL = 1
-UNKNOWN = "unknown"  # label of users whom a provider does not know
 
 
 def json_lines(columns: Mapping[str, pa.Array]) -> pa.StringArray:
@@ -128,7 +128,9 @@ def audience_label_lines(
         {
             "provider": _dictionary_column(providers, provider),
             "user_id": _prefixed_ids("u", user),
-            "age_band": _dictionary_column((*AGE_BANDS, UNKNOWN), label % (len(AGE_BANDS) + 1)),
+            "age_band": _dictionary_column(
+                (*AGE_BANDS, UNKNOWN_LABEL), label % (len(AGE_BANDS) + 1)
+            ),
             "labelled_time": pa.array(audience.changed_ms[user, provider]),
         }
     )

@@ -100,8 +100,8 @@ def _require_distinct(provider: str, names: tuple[str, ...], shares: Floats) -> 
     number = "infinite" if condition > 1e12 else f"{condition:,.0f}"
     raise UserError(
         f"the audited campaigns have too similar shares of the labels of {provider} (condition "
-        f"number {number}, at most {MAX_CONDITION:.0f}): {', '.join(sorted(mixed))} cannot be told "
-        f"apart. Audit a campaign that reaches mostly people with the label {mixed[0]}"
+        f"number {number}, at most {MAX_CONDITION:.0f}): {', '.join(sorted(mixed))} cannot be "
+        f"distinguished. Audit a campaign that reaches mostly people with the label {mixed[0]}"
     )
 
 

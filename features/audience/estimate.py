@@ -14,6 +14,7 @@ from etl.spec.sections import UNKNOWN_LABEL, AudienceSpec
 from etl.spec.units import DAY, date_range
 from etl.tables import arrow, audience_schemas
 from etl.tables.lake import Lake, arrow_schema
+from etl.tables.table_schema import TableSchema
 from features.audience.additive import (
     AdditiveModel,
     CampaignAudits,
@@ -51,10 +52,10 @@ def fit_audience(lake: Lake, name: str, until: date) -> AudienceFit | None:
             is of a campaign in the logs.
     """
     spec = lake.spec.audiences[name]
-    audits = _read_window(lake, "audits", name, until)
+    audits = _read_window(lake, audience_schemas.audits(lake.spec), name, until)
     if not audits.num_rows:
         return None
-    counts = _read_window(lake, "audience_counts", name, until)
+    counts = _read_window(lake, audience_schemas.audience_counts(lake.spec), name, until)
     labels, combination = _combinations(counts, len(spec.providers))
     counts = counts.drop_columns(["labels"]).append_column("combination", pa.array(combination))
     audits, audited_counts = _on_common_days(audits, counts)
@@ -82,11 +83,10 @@ def fit_audience(lake: Lake, name: str, until: date) -> AudienceFit | None:
     return AudienceFit(spec, model, by_combination)
 
 
-def _read_window(lake: Lake, table: str, name: str, until: date) -> pa.Table:
+def _read_window(lake: Lake, schema: TableSchema, name: str, until: date) -> pa.Table:
     """The rows of an audience in its window of days."""
     days = -(-lake.spec.audiences[name].window // DAY)
-    schema = {s(lake.spec).name: s(lake.spec) for s in audience_schemas.AUDIENCE_SCHEMAS}[table]
-    if not lake.exists(table):
+    if not lake.exists(schema.name):
         return arrow_schema(schema).empty_table()
     window = list(date_range(until - timedelta(days=days - 1), until))
     rows = arrow.snapshot(lake, schema).read(day=window)

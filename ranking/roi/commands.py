@@ -88,15 +88,16 @@ def plan(args: PlanArgs) -> None:
     from ranking.roi.plan import explain, plan_budgets, step_limits
 
     table, curves = _fit(args)
+    drawn = None
     if args.explore is not None:
-        curves = curves.draw(np.random.default_rng(args.explore))
+        drawn = curves.draw(np.random.default_rng(args.explore))
     total = args.total or float(table.current.sum())
     unlimited = np.full(len(curves.campaigns), np.inf)
     limits = step_limits(
         total, table.current, args.max_step, np.full_like(unlimited, args.minimum), unlimited
     )
-    budgets = plan_budgets(curves, table.incremental_value, table.current, limits, args.risk)
-    reasons = [explain(curves, budgets, table.current, c) for c in range(len(curves.campaigns))]
+    budgets = plan_budgets(curves, table.incremental_value, table.current, limits, args.risk, drawn)
+    reasons = [explain(name, budgets, table.current, c) for c, name in enumerate(curves.campaigns)]
     rows = pa.table({
         "campaign": list(curves.campaigns), "currency": [table.currency] * len(reasons),
         "current_spend": table.current, "planned_spend": budgets.spend,

@@ -61,12 +61,15 @@ def step_limits(
 class BudgetPlan:
     """Daily spends (C), and the expected value (C) at the current and the planned spend.
 
-    `marginal_return` (C) is the value of the next unit of spend, before and after.
+    `value_low` and `value_high` are the 95 % interval of the value at the planned spend,
+    `marginal_before` and `marginal_after` the value of the next unit of spend.
     """
 
     spend: Floats
     value_before: Floats
     value_after: Floats
+    value_low: Floats
+    value_high: Floats
     marginal_before: Floats
     marginal_after: Floats
 
@@ -77,12 +80,17 @@ def plan_budgets(
     current: Floats,
     limits: Limits,
     risk: float = 0.0,
+    drawn: ResponseCurves | None = None,
 ) -> BudgetPlan:
-    """The plan with the most value within the limits; raises UserError if there is none."""
+    """The plan with the most value within the limits; raises UserError if there is none.
+
+    With `drawn` curves (Thompson sampling) they decide the spends; values are by `curves`.
+    """
     limits.require_feasible(curves.campaigns)
     _, deviation = curves.log_conversions(current)
     adjusted_value = value_per_conversion * np.exp(-risk * deviation)
-    spend = _allocate(curves, adjusted_value, limits)
+    spend = _allocate(drawn or curves, adjusted_value, limits)
+    low, high = curves.interval(spend)
 
     def value(spent: Floats) -> Floats:
         return np.asarray(value_per_conversion * np.exp(curves.log_conversions(spent)[0]))
@@ -91,6 +99,8 @@ def plan_budgets(
         spend,
         value(current),
         value(spend),
+        value_per_conversion * low,
+        value_per_conversion * high,
         marginal_value(curves, value_per_conversion, current),
         marginal_value(curves, value_per_conversion, spend),
     )
@@ -132,21 +142,16 @@ def _allocate(curves: ResponseCurves, adjusted_value: Floats, limits: Limits) ->
     return np.asarray(spend + room * (left / room.sum() if room.sum() > 0 else 0.0))
 
 
-def explain(curves: ResponseCurves, plan: BudgetPlan, current: Floats, position: int) -> str:
+def explain(name: str, plan: BudgetPlan, current: Floats, position: int) -> str:
     """One sentence with the numbers behind a campaign's new budget."""
     before, after = float(current[position]), float(plan.spend[position])
-    direction = "keep" if np.isclose(before, after, rtol=1e-3) else (
-        "raise" if after > before else "lower"
-    )  # fmt: skip
-    name = curves.campaigns[position]
-    low, high = curves.interval(plan.spend)
-    per_conversion = plan.value_after[position] / np.exp(
-        curves.log_conversions(plan.spend)[0][position]
-    )
+    direction = "raise" if after > before else "lower"
+    if np.isclose(before, after, rtol=1e-3):
+        direction = "keep"
     return (
         f"{direction} {name} from {before:,.2f} to {after:,.2f} a day: the next unit of spend "
         f"returns {plan.marginal_before[position]:.2f} now and {plan.marginal_after[position]:.2f} "
         f"then; expected value {plan.value_before[position]:,.2f} to "
-        f"{plan.value_after[position]:,.2f} (95 % {per_conversion * low[position]:,.2f} to "
-        f"{per_conversion * high[position]:,.2f})"
+        f"{plan.value_after[position]:,.2f} (95 % {plan.value_low[position]:,.2f} to "
+        f"{plan.value_high[position]:,.2f})"
     )

@@ -138,6 +138,18 @@ def test_plans_do_not_depend_on_the_currency_and_avoid_risk() -> None:
     assert np.corrcoef(moved, deviation)[0, 1] < -0.3
 
 
+def test_plans_that_explore_state_values_of_the_posterior() -> None:
+    curves, value, current = some_curves(3)
+    limits = Limits(current.sum(), 0.5 * current, 2 * current)
+    drawn = curves.draw(np.random.default_rng(0))
+    plan = plan_budgets(curves, value, current, limits, drawn=drawn)
+    assert not np.allclose(plan.spend, plan_budgets(curves, value, current, limits).spend)
+    low, high = curves.interval(plan.spend)
+    np.testing.assert_allclose(plan.value_low, value * low)
+    np.testing.assert_allclose(plan.value_high, value * high)
+    assert (plan.value_low < plan.value_after).all() and (plan.value_after < plan.value_high).all()
+
+
 def test_limits_that_no_plan_meets_are_refused() -> None:
     curves, value, current = some_curves(2)
     low, high = 0.9 * current, 1.1 * current

@@ -3,7 +3,8 @@
 B rows, K inputs, N outputs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -54,6 +55,17 @@ def linear_sites(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name.startswith(PRECISION_MODULES):
             yield name, module
+
+
+@contextmanager
+def forward_hooks(layers: Mapping[str, nn.Linear], hook_of: Callable[[str], Any]) -> Iterator[None]:
+    """Within the context, layers call the hook of their name after each forward pass."""
+    handles = [layer.register_forward_hook(hook_of(name)) for name, layer in layers.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def apply_precision_map(model: nn.Module, precision_map: PrecisionMap) -> None:

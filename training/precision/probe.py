@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from training.precision.linear import linear_sites
+from training.precision.linear import forward_hooks, linear_sites
 
 BLOCK_WIDTH = 512
 MAX_ROWS = 1024  # of a batch, in an update
@@ -187,17 +187,11 @@ class Probe(nn.Module):
         if step % self.every:
             yield
             return
-        handles = [
-            layer.register_forward_hook(_recorder(site))
-            for layer, (_, site) in zip(self.layers.values(), self.by_name(), strict=True)
-        ]
-        try:
+        sites = dict(self.by_name())
+        with forward_hooks(self.layers, lambda name: _recorder(sites[name])):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
         if int(self.probed_steps) % WEIGHTS_EVERY == 0:
-            for name, site in self.by_name():
+            for name, site in sites.items():
                 weight = self.layers[name].weight
                 with torch.autocast(weight.device.type, enabled=False):
                     site.weights.update(weight)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from training.precision.errors import mean_relative_error
-from training.precision.linear import linear_sites
+from training.precision.linear import forward_hooks, linear_sites
 from training.precision.precision_map import PrecisionMap, RecipeName
 from training.precision.recipes import product
 
@@ -45,15 +45,8 @@ class SafetyValve:
             yield
             return
         errors: dict[str, float] = {}
-        handles = [
-            layer.register_forward_hook(self._checker(name, errors))
-            for name, layer in self.layers.items()
-        ]
-        try:
+        with forward_hooks(self.layers, lambda name: self._checker(name, errors)):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
         for name, error in self._largest_errors(errors).items():
             if not error <= FALLBACK_MERE:
                 self._fall_back(name, error)

@@ -29,7 +29,7 @@ from etl.spec.attributes import Attributes
 from etl.spec.base import StrictModel
 from etl.tables.lake import Lake
 from features.schema import USER_TABLE, FeatureSchema
-from training.config import SINGLE_PROCESS, ComputeConfig, ParallelismConfig, TrainConfig
+from training.config import SINGLE_PROCESS, ParallelismConfig, TrainConfig
 from training.data.batch import Batch, InputStatistics, batch_digest
 from training.data.reader import ExampleReader
 from training.distributed.dense import parallelize
@@ -263,11 +263,7 @@ def build_train_state(
     """
     features, config = manifest.features, manifest.training
     sizes = config.gem_config
-    if config.dense_optimizer == "muon" and parallelism.dense_parallelism == "fsdp":
-        raise UserError(
-            "--dense-optimizer muon needs each matrix in one piece: set "
-            "--parallelism.dense-parallelism ddp"
-        )
+    _check_options(config, parallelism)
     mesh = build_mesh(parallelism.table_replicas, device)
     torch.manual_seed(config.seed)
     core = Gem(features, sizes, manifest.layout or None)
@@ -293,7 +289,8 @@ def build_train_state(
 
     ema = EmaModel(core)
     apply_compute_config(core, config.compute, manifest.precision_map)
-    probe = _build_probe(core, config.compute)
+    every = config.compute.probe_every
+    probe = Probe(core, every).to(device) if every else None
     dense = parallelize(core, ema, mesh, parallelism.dense_parallelism == "fsdp")
     return TrainState(
         model=GemModel(
@@ -313,21 +310,24 @@ def build_train_state(
     )
 
 
-def _build_probe(core: Gem, config: ComputeConfig) -> Probe | None:
-    """The probe of a configuration; raises UserError where layers cannot be watched."""
-    if config.compiled and config.precision == "fp8":
+def _check_options(config: TrainConfig, parallelism: ParallelismConfig) -> None:
+    """Raises UserError for options that cannot be combined."""
+    if config.dense_optimizer == "muon" and parallelism.dense_parallelism == "fsdp":
+        raise UserError(
+            "--dense-optimizer muon needs each matrix in one piece: set "
+            "--parallelism.dense-parallelism ddp"
+        )
+    compute = config.compute
+    if compute.compiled and compute.precision == "fp8":
         raise UserError(
             "--compute.precision fp8 is for layers that are not compiled: leave out "
             "--compute.compiled"
         )
-    if not config.probe_every:
-        return None
-    if config.compiled or dist.get_world_size() > 1:
+    if compute.probe_every and (compute.compiled or dist.get_world_size() > 1):
         raise UserError(
             "--compute.probe-every watches layers that are not compiled, in one process: leave out "
             "--compute.compiled, and set --processes 1"
         )
-    return Probe(core, config.probe_every).to(next(core.parameters()).device)
 
 
 def _free_item_rows(config: TrainConfig) -> ManagedItemRows:
