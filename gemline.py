@@ -23,6 +23,7 @@ COMMAND_GROUPS = {
     "train": ("training.commands", "Train and evaluate GEM and the LightGBM baseline."),
     "teacher-predictions": ("training.commands", "Write GEM's predictions and embeddings."),
     "rank": ("ranking.commands", "Train, promote and serve a calibrated ranker per surface."),
+    "forecast": ("ranking.forecast.commands", "Forecast reach and performance of a targeting."),
     "roi": ("ranking.roi.commands", "Fit response curves of campaigns and plan budgets."),
     "report": ("ranking.commands", "Write an HTML report of the pipeline's results."),
     "explain": ("ranking.commands", "Show everything known about one impression."),

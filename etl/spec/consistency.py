@@ -32,6 +32,7 @@ def consistency_problems(spec: SpecDeclarations) -> Iterator[Problem]:
         yield from _domain_problems(spec, name, surfaces)
     for name in spec.audiences:
         yield from _audience_problems(spec, name)
+    yield from _forecast_problems(spec)
 
 
 def _ranking_problems(spec: SpecDeclarations) -> Iterator[Problem]:
@@ -157,3 +158,17 @@ def _audience_problems(spec: SpecDeclarations, name: str) -> Iterator[Problem]:
         sources = [s for s in spec.sources.values() if isinstance(s, source_type)]
         if not any(source.audience == name for source in sources):
             yield ("audiences", name), f"no source of kind {kind} is about it"
+
+
+def _forecast_problems(spec: SpecDeclarations) -> Iterator[Problem]:
+    """Attributes of a targeting that are ambiguous, or that are known only after ranking."""
+    position = spec.position_bias.attribute if spec.position_bias else None
+    for name in spec.forecast.attributes if spec.forecast else ():
+        if name in spec.attributes.user and name in spec.attributes.context:
+            text = f"{name} is an attribute of users and of the context: rename one"
+            yield ("forecast", "attributes"), text
+        elif name == position or name == "surface":
+            text = f"{name} is the position, which a campaign cannot choose: leave it out"
+            if name == "surface":
+                text = "a targeting may always name the surface: leave it out"
+            yield ("forecast", "attributes"), text

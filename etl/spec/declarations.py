@@ -18,6 +18,7 @@ from etl.spec.sections import (
     AudienceSpec,
     AuxiliaryObjective,
     EventType,
+    ForecastSpec,
     HistoryRetention,
     Objective,
     OutcomeLabel,
@@ -88,6 +89,8 @@ class SpecDeclarations(StrictModel):
     """Objective that ranks candidates without an auction; default: the only one of the surface."""
     audiences: dict[Name, AudienceSpec] = {}
     """Properties of users that data providers state and an auditor measures, by name."""
+    forecast: ForecastSpec | None = None
+    """What forecasts of reach and performance are made from; by default there are none."""
     sources: Sources
     """Logs, attribute files, labels of data providers and audits, by name."""
 

@@ -53,6 +53,8 @@ SCORE_TABLES = KeyEffect(("scores",))
 AUDIENCE_TABLES = KeyEffect(("audience_labels", "audits", "audience_counts", "audience_quality"))
 AUDIENCE_COUNT_TABLES = KeyEffect(("audience_counts", "audience_quality"))
 AUDIENCE_QUALITY_TABLES = KeyEffect(("audience_quality",))
+FORECAST_TABLES = KeyEffect(("forecast_sample", "forecast_margins", "forecast_sketches"))
+FORECAST_BUILDS = KeyEffect()  # affects the next `gemline forecast build`
 
 # By key path, where `*` is any name. A key that affects tables covers all keys below it.
 KEY_EFFECTS: Mapping[str, KeyEffect] = {
@@ -102,6 +104,10 @@ KEY_EFFECTS: Mapping[str, KeyEffect] = {
     "audiences.*.campaign": AUDIENCE_COUNT_TABLES,
     "audiences.*.window": AUDIENCE_QUALITY_TABLES,
     "audiences.*.min_count": AUDIENCE_QUALITY_TABLES,
+    "forecast.attributes": FORECAST_TABLES,
+    "forecast.window": FORECAST_BUILDS,
+    "forecast.sample_rows": FORECAST_BUILDS,
+    "forecast.min_users": FORECAST_BUILDS,
     "sources.*.kind": FUTURE_INGEST,
     "sources.*.audience": FUTURE_INGEST,
     "sources.*.format": FUTURE_INGEST,

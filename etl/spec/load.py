@@ -105,6 +105,11 @@ def declared_names(raw: dict[str, Any]) -> dict[str, list[str]]:
         "audiences": keys(raw.get("audiences")),
         "categorical item attributes": categories,
         "categorical attributes and new_item": segments,
+        "attributes of users and of the context": [
+            name
+            for entity in ("user", "context")
+            for name in keys(attributes.get(entity) if isinstance(attributes, dict) else None)
+        ],
         "numeric context attributes": attributes_of("context", "numeric"),
         "attribution keys": ["item", *categories],
         "counter keys": ["user", "item", "surface", *categories],

@@ -1,4 +1,4 @@
-"""Sections of the spec: surfaces, events, sequences, histories, objectives, audiences, auction."""
+"""Sections of the spec: surfaces, events, objectives, histories, audiences, forecast, auction."""
 
 from typing import Annotated, Literal
 
@@ -13,6 +13,7 @@ from etl.spec.base import (
     ObjectiveName,
     StrictModel,
     SurfaceName,
+    TargetingName,
     declared_in,
 )
 from etl.spec.units import DAY, Duration, format_duration
@@ -197,6 +198,27 @@ class AudienceSpec(StrictModel):
     """Fewest impressions of a published label, and fewest audited ones of a campaign."""
 
     @field_validator("classes", "providers")
+    @classmethod
+    def _check_unique(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        duplicates = sorted({name for name in names if names.count(name) > 1})
+        if duplicates:
+            raise ValueError(f"{', '.join(duplicates)} is listed twice")
+        return names
+
+
+class ForecastSpec(StrictModel):
+    """What a forecast of reach and performance is made from, and what a targeting may name."""
+
+    attributes: tuple[TargetingName, ...] = Field(min_length=1)
+    """Attributes of users and of the context that a targeting may name, besides the surface."""
+    window: Annotated[Duration, Field(ge=DAY)] = 7 * DAY
+    """How many of the latest scored days are sampled; a flight is at most as long."""
+    sample_rows: int = Field(default=1_000_000, ge=100)
+    """How many impressions the sample has, about."""
+    min_users: int = Field(default=50, ge=1)
+    """Segments of fewer users are not reported."""
+
+    @field_validator("attributes")
     @classmethod
     def _check_unique(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         duplicates = sorted({name for name in names if names.count(name) > 1})

@@ -45,7 +45,14 @@ def vacuum_lake(lake: Lake, keep_days: int) -> dict[str, int]:
 
 
 # Tables with outputs of models, which may change with the spec, so these are rebuilt, too.
-MODEL_OUTPUT_TABLES = {"teacher_predictions", "user_teacher_embeddings", "scores"}
+MODEL_OUTPUT_TABLES = {
+    "teacher_predictions",
+    "user_teacher_embeddings",
+    "scores",
+    "forecast_sample",  # and what is built with it from the scored impressions
+    "forecast_margins",
+    "forecast_sketches",
+}
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from etl.spec.attributes import (
 from etl.spec.model import DataSpec
 from etl.spec.units import MICROS
 from etl.tables.audience_schemas import AUDIENCE_SCHEMAS
+from etl.tables.forecast_schemas import FORECAST_SCHEMAS
 from etl.tables.label_schemas import impressions, late_retractions
 from etl.tables.table_schema import PARTITION_COLUMNS, TableSchema
 
@@ -301,6 +302,7 @@ def table_registry(spec: DataSpec) -> dict[str, TableSchema]:
     registry += [attributes(spec, entity) for entity in ("user", "item")]
     registry += [late_retractions(spec)] if spec.retraction_types else []
     registry += [schema(spec) for schema in AUDIENCE_SCHEMAS] if spec.audiences else []
+    registry += [schema(spec) for schema in FORECAST_SCHEMAS] if spec.forecast else []
     return {schema.name: schema for schema in registry}
 
 

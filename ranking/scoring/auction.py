@@ -93,7 +93,7 @@ class Auction:
         terms = self.spec.terms_of(self.surface)
         bids = np.where((bids > 0) & (bids <= MAX_MONEY), bids, 0.0)
         goal_probabilities = self.goal_probabilities(probabilities, goals)
-        surface_values = probabilities @ self._objective_values
+        surface_values = probabilities @ self.objective_values
         values = bids * goal_probabilities + surface_values
         exclusions = self._exclusions(probabilities, bids, goals, goal_probabilities)
         is_eligible = exclusions == Exclusion.NONE
@@ -170,7 +170,7 @@ class Auction:
         return np.array([self.surface in self.spec.surfaces_of(name) for name in self._objectives])
 
     @cached_property
-    def _objective_values(self) -> Floats:
+    def objective_values(self) -> Floats:
         """The value of each objective (O) to the surface itself."""
         if self.spec.auction is None:
             ranking = self.spec.ranking_objective(self.surface)

@@ -24,25 +24,29 @@ from etl.spec.base import StrictModel
 from ranking.serving.errors import error_response
 
 TOKENS_VARIABLE = "GEMLINE_TOKENS"
-PUBLIC_ROUTES = {"/health", "/ready", "/docs", "/openapi.json"}  # routes that need no token
+PUBLIC_ROUTES = {"/", "/health", "/ready", "/docs", "/openapi.json"}  # routes that need no token
 ROUTE_SCOPES = {
     "/rank": "rank",
     "/events": "events",
     "/users": "items",
     "/items": "items",
+    "/forecast": "forecast",
+    "/targeting": "forecast",
 }
 
 
 class Token(StrictModel):
     """A bearer token and its scopes.
 
-    `rate_per_second` bounds the candidates that are ranked and the events and attribute versions
-    that are posted with it.
+    `rate_per_second` bounds the candidates that are ranked, the events and attribute versions that
+    are posted, and the forecasts that are requested with it.
     """
 
     name: Annotated[str, Field(min_length=1)]
     token: Annotated[SecretStr, Field(min_length=32)]
-    scopes: Annotated[frozenset[Literal["rank", "events", "items"]], Field(min_length=1)]
+    scopes: Annotated[
+        frozenset[Literal["rank", "events", "items", "forecast"]], Field(min_length=1)
+    ]
     rate_per_second: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
 
 

@@ -1,0 +1,166 @@
+"""The forecast service: its routes, its page, and the switch to a new build.
+
+Tokens, limits and error responses are those of the ranking service (ranking/serving).
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from importlib.resources import files
+from typing import Any
+
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.responses import HTMLResponse
+from fastapi.security import HTTPBearer
+from starlette.middleware.authentication import AuthenticationMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+from etl.errors import TemporaryError, UserError
+from etl.spec.base import StrictModel
+from etl.tables.lake import Lake
+from ranking.forecast.forecaster import Forecast, Forecaster, ForecastRequest
+from ranking.forecast.pool import WorkerPool
+from ranking.forecast.tables import SAMPLE, read_sample, read_tables, table_versions
+from ranking.forecast.worker import WorkerSettings
+from ranking.serving.admission import (
+    AdmissionMiddleware,
+    BodyBuffer,
+    RequestTimingMiddleware,
+    WorkQueue,
+)
+from ranking.serving.auth import BearerBackend, tokens_from_environment, unauthorized_response
+from ranking.serving.errors import add_exception_handlers, error_response
+from ranking.serving.schemas import ErrorResponse, HealthResponse
+from ranking.serving.settings import Limits
+
+log = logging.getLogger("uvicorn.error")
+REFRESH_SECONDS = 10.0
+FORECAST_COST = 100  # of a forecast in the queue, in candidates of the ranking service
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    code: {"model": ErrorResponse} for code in (401, 403, 408, 411, 413, 422, 429, 503)
+}
+
+
+class TargetingAttributes(StrictModel):
+    """What a targeting may name: the values of each attribute, null for numbers; and the goals."""
+
+    attributes: dict[str, list[str | int] | None]
+    goals: list[str]
+
+
+class ForecastService:
+    """The forecaster of the latest build, and the workers that hold its sample."""
+
+    def __init__(self, lake: Lake, settings: WorkerSettings, num_workers: int) -> None:
+        self.lake, self.settings, self.num_workers = lake, settings, num_workers
+        self.forecaster: Forecaster | None = None
+        self.pool: WorkerPool | None = None
+
+    async def refresh(self) -> None:
+        """Switch to a new build, if there is one, once its workers have loaded their shards."""
+        versions = table_versions(self.lake)
+        if self.forecaster and self.forecaster.tables.versions == versions:
+            return
+        sample = await asyncio.to_thread(read_sample, self.lake, versions[SAMPLE])
+        tables = await asyncio.to_thread(read_tables, self.lake, sample, versions)
+        settings = self.settings.model_copy(update={"versions": versions})
+        pool, before = WorkerPool(settings, self.num_workers), self.pool
+        await pool.wait_until_ready()
+        self.pool, self.forecaster = pool, Forecaster(tables, pool)
+        if before is not None:
+            await before.close()
+
+    def current(self) -> Forecaster:
+        """The forecaster; raises TemporaryError while the first build is loaded."""
+        if self.forecaster is None:
+            raise TemporaryError("the forecast is being loaded; retry in a second")
+        return self.forecaster
+
+
+def create_app(service: ForecastService, limits: Limits, allowed_hosts: list[str]) -> FastAPI:
+    """The application, with tokens from the environment."""
+    tokens = tokens_from_environment()
+    security = [Depends(HTTPBearer(auto_error=False))] if tokens else []  # shown in /docs
+    app = FastAPI(title="Gemline forecasts", lifespan=_lifespan(service, limits))
+    queue, buffer = WorkQueue(limits), BodyBuffer(limits)
+    app.router.dependencies.extend(security)
+    # The middleware that is added last is the outermost.
+    app.add_middleware(AdmissionMiddleware, buffer=buffer, queue=queue)
+    if tokens:
+        backend = BearerBackend(tokens, 1)
+        app.add_middleware(
+            AuthenticationMiddleware, backend=backend, on_error=unauthorized_response
+        )
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=allowed_hosts, www_redirect=False)
+    app.add_middleware(RequestTimingMiddleware)
+    add_exception_handlers(app)
+    app.add_exception_handler(UserError, _handle_user_error)
+    _add_routes(app, service, queue)
+    return app
+
+
+def _handle_user_error(_: Request, error: Exception) -> Response:
+    return error_response(422, str(error))
+
+
+def _lifespan(service: ForecastService, limits: Limits) -> Callable[[FastAPI], Any]:
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[dict[str, Any]]:
+        task = asyncio.create_task(_refresh_periodically(service))
+        yield {"limits": limits}
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        if service.pool is not None:
+            await service.pool.close()
+
+    return lifespan
+
+
+async def _refresh_periodically(service: ForecastService) -> None:
+    while True:
+        try:
+            await service.refresh()
+        except Exception:  # for example storage that temporarily does not respond
+            log.exception("refresh failed; the service continues with what is loaded")
+        await asyncio.sleep(REFRESH_SECONDS)
+
+
+def _add_routes(app: FastAPI, service: ForecastService, queue: WorkQueue) -> None:
+    @app.post("/forecast", responses=ERROR_RESPONSES)
+    async def forecast(request: Request, body: ForecastRequest) -> Forecast:
+        """Forecast the size of a segment, and what a campaign would win of it."""
+        if "user" in request.scope:
+            request.scope["user"].charge(1)
+        with queue.admit(FORECAST_COST):
+            return await service.current().forecast(body)
+
+    @app.get("/targeting", responses=ERROR_RESPONSES)
+    async def targeting() -> TargetingAttributes:
+        """The attributes and values that a targeting may name, and the goals of campaigns."""
+        forecaster = service.current()
+        auction = forecaster.spec.auction
+        domain = forecaster.tables.domain.items()
+        return TargetingAttributes(
+            attributes={name: None if values is None else list(values) for name, values in domain},
+            goals=list(auction.goal_objectives) if auction else [],
+        )
+
+    @app.get("/", response_class=HTMLResponse, include_in_schema=False)
+    async def page() -> str:
+        """The page with a targeting as a form."""
+        return (files("ranking.forecast") / "page.html").read_text()
+
+    @app.get("/health")
+    async def health() -> HealthResponse:
+        """Answer while the process is alive."""
+        return HealthResponse(status="alive")
+
+    @app.get("/ready", responses={503: {"model": HealthResponse}})
+    async def ready(response: Response) -> HealthResponse:
+        """Answer with 503 until a build is loaded."""
+        if service.forecaster is not None:
+            return HealthResponse(status="ready")
+        response.status_code = 503
+        return HealthResponse(status="the forecast is being loaded")

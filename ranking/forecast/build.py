@@ -1,0 +1,251 @@
+"""`gemline forecast build`: the tables of a forecast, from scored impressions of the latest days."""
+
+from collections.abc import Sequence
+from datetime import date, timedelta
+from functools import reduce
+
+import numpy as np
+from pyspark import StorageLevel
+from pyspark.sql import Column, DataFrame, Window
+from pyspark.sql import functions as F
+
+from etl.errors import UserError
+from etl.spec.attributes import CategoricalAttribute, LocalTimeAttribute, NumericAttribute
+from etl.spec.model import DataSpec
+from etl.spec.units import DAY, MICROS
+from etl.tables import forecast_schemas, schemas, spark_io
+from etl.tables.forecast_schemas import (
+    SURFACE,
+    UNKNOWN_VALUE,
+    targeting_attributes,
+    user_categories,
+)
+from etl.tables.lake import Lake
+from features.encoding.spark import encode_local_time
+from ranking.forecast.sampling import sampling_scale, workload_combinations
+
+SUPPLY_DAYS = 56  # of daily counts, from which trend and weekday effects are fitted
+IMPORTANCE_DIGITS = 3  # to which importances are rounded when users are grouped by them
+PAIR_KEY = ("attribute_a", "value_a", "attribute_b", "value_b")
+ALL_ROWS = "day IS NOT NULL"  # a build replaces the one before
+
+
+def build_forecast(lake: Lake, until: date) -> dict[str, int]:
+    """Replace the tables of the forecast by those of the latest scored days until a day.
+
+    Returns:
+        The number of rows, by table.
+
+    Raises:
+        UserError: No day of the window has scores.
+    """
+    spec = lake.spec
+    versions = {name: lake.version(name) for name in ("scores", "events", "attributes_user")}
+    days = scored_days(lake, until)
+    rows = targeted_impressions(lake, days, versions).persist(StorageLevel.MEMORY_AND_DISK)
+    users = sampled_users(spec, rows)
+    window_end = F.lit(days[-1])
+    frames = {
+        forecast_schemas.forecast_margins: margins_of(spec, rows).withColumn("day", window_end),
+        forecast_schemas.forecast_sketches: sketches_of(spec, rows).withColumn("day", window_end),
+        forecast_schemas.forecast_supply: daily_supply(lake, until, versions["events"]),
+    }
+    for schema, frame in frames.items():
+        contract = schema(spec)
+        written = spark_io.replace_partitions(lake, contract, frame, ALL_ROWS, versions)
+        versions[contract.name] = written
+    # The sample is last: its commit names the versions of the others, which readers follow.
+    contract = forecast_schemas.forecast_sample(spec)
+    sample = rows.join(users, "user_key").withColumn("day", window_end)
+    spark_io.replace_partitions(lake, contract, sample, ALL_ROWS, versions)
+    rows.unpersist()
+    return {table: lake.count_rows(table) for table in (*list(versions)[3:], contract.name)}
+
+
+def scored_days(lake: Lake, until: date) -> list[date]:
+    """The latest days until a day, as many as the window has, on which all ad surfaces are scored.
+
+    Raises:
+        UserError: There are none.
+    """
+    assert lake.spec.forecast
+    actions = lake.add_actions("scores")
+    partitions = zip(
+        actions["partition.surface"].to_pylist(), actions["partition.day"].to_pylist(), strict=True
+    )
+    by_day: dict[date, set[str]] = {}
+    for surface, day in partitions:
+        by_day.setdefault(day, set()).add(surface)
+    complete = sorted(
+        day for day, surfaces in by_day.items()
+        if day <= until and surfaces >= set(lake.spec.ad_surfaces)
+    )  # fmt: skip
+    if not complete:
+        raise UserError(
+            f"no day until {until} has scores of all ad surfaces: run `gemline rank score` first"
+        )
+    return complete[-(lake.spec.forecast.window // DAY) :]
+
+
+def targeted_impressions(lake: Lake, days: Sequence[date], versions: dict[str, int]) -> DataFrame:
+    """The scored impressions of some days with what a targeting may name and what they brought.
+
+    Attributes of users are the latest ones that were valid when the last day ended.
+    """
+    spec = lake.spec
+    scores = spark_io.read_table(lake, schemas.scores(spec), versions["scores"])
+    scores = scores.filter(F.col("day").isin(list(days)) & F.col("rank").isNotNull())
+    request = Window.partitionBy("surface", "day", "request_id")
+    probabilities = {
+        f"p_{name}": F.avg(f"p_{name}").over(request.rowsBetween(*_WHOLE_REQUEST))
+        for name in spec.objectives
+    }
+    above = F.lag("expected_value").over(request.orderBy("rank"))
+    scores = scores.withColumns({**probabilities, "value_above": above})
+    impressions = _impression_events(lake, days, versions["events"])
+    rows = scores.drop("item_id", "request_id").join(impressions, ["impression_id", "day"])
+    users = _latest_attributes(lake, days[-1], versions["attributes_user"])
+    rows = rows.join(users, "user_id", "left")
+    return rows.select(
+        F.xxhash64("user_id").alias("user_key"),
+        F.col("day").alias("impression_day"),
+        *[_target_column(spec, name) for name in targeting_attributes(spec)],
+        F.col("expected_value").alias("value"),
+        "value_above",
+        *probabilities,
+    )
+
+
+_WHOLE_REQUEST = Window.unboundedPreceding, Window.unboundedFollowing
+
+
+def _impression_events(lake: Lake, days: Sequence[date], version: int) -> DataFrame:
+    spec = lake.spec
+    events = spark_io.read_table(lake, schemas.events(spec), version)
+    events = events.filter(F.col("day").isin(list(days)))
+    events = events.filter(F.col("type") == spec.event_codes[spec.impression_type])
+    context = [f"ctx_{name}" for name in schemas.logged_context_attributes(spec)]
+    return events.select("impression_id", "day", "user_id", "event_ts", *context)
+
+
+def _latest_attributes(lake: Lake, day: date, version: int) -> DataFrame:
+    """The attributes of users that were valid when a day ended."""
+    stored = spark_io.read_table(lake, schemas.attributes(lake.spec, "user"), version)
+    end_us = lake.spec.day_end(day) * MICROS["s"]
+    known = stored.filter((F.col("valid_from") < end_us) & (F.col("day") <= F.lit(day)))
+    names = [f"attr_{name}" for name in lake.spec.attributes.user]
+    latest = F.max_by(F.struct(*names), "valid_from").alias("user")
+    return known.groupBy("user_id").agg(latest).select("user_id", "user.*")
+
+
+def _target_column(spec: DataSpec, name: str) -> Column:
+    """What a targeting compares: a surface, a local time, a number, or a category as logged."""
+    attribute = targeting_attributes(spec)[name]
+    if name == SURFACE:
+        column = F.col("surface")
+    elif isinstance(attribute, LocalTimeAttribute):
+        first = 1 if attribute.part == "hour" else 0  # hours from 0, weekdays from 1 (Monday)
+        seconds = F.floor(F.col("event_ts") / MICROS["s"])
+        column = encode_local_time(spec, attribute, seconds) - first
+    else:
+        prefix = "attr" if name in spec.attributes.user else "ctx"
+        column = F.col(f"{prefix}_{name}")
+        if isinstance(attribute, CategoricalAttribute):
+            column = F.coalesce(column, F.lit(UNKNOWN_VALUE))
+    return column.alias(f"target_{name}")
+
+
+def sampled_users(spec: DataSpec, rows: DataFrame) -> DataFrame:
+    """The sampled users with the `probability` of each; a user is sampled by the same hash daily.
+
+    Every step is a Spark aggregation; the driver sees groups of equal importance only.
+    """
+    assert spec.forecast
+    names = [f"target_{name}" for name in user_categories(spec)]
+    users = rows.groupBy("user_key", *names).agg(F.count("*").alias("num_rows"))
+    importance = _profile_importance(users, names, spec.forecast.min_users)
+    users = users.join(importance, names) if names else users.crossJoin(importance)
+    users = users.withColumn(
+        "importance", F.round(F.log(F.col("importance") / F.sqrt("num_rows")), IMPORTANCE_DIGITS)
+    ).withColumn("importance", F.exp("importance"))
+    groups = users.groupBy("importance").agg(F.sum("num_rows").alias("num_rows")).toPandas()
+    scale = sampling_scale(
+        groups["importance"].to_numpy(np.float64),
+        groups["num_rows"].to_numpy(np.float64),
+        float(spec.forecast.sample_rows),
+    )
+    probability = F.least(F.lit(1.0), F.lit(scale) * F.col("importance"))
+    uniform = F.pmod(F.xxhash64("user_key", F.lit("forecast")), F.lit(2**53)) / F.lit(2.0**53)
+    users = users.withColumn("probability", probability if np.isfinite(scale) else F.lit(1.0))
+    return users.filter(uniform < F.col("probability")).select("user_key", "probability")
+
+
+def _profile_importance(users: DataFrame, names: Sequence[str], min_users: int) -> DataFrame:
+    """The importance of users by their attributes: sqrt of the sum of 1 / T over their targetings.
+
+    Targetings of fewer than `min_users` users are not answered, so they do not count.
+    """
+    profiles = users.groupBy(*names).agg(F.count("*").alias("num_users"))
+    combinations = workload_combinations(names)
+    targetings = [
+        F.struct(F.lit(k).alias("combination"), F.xxhash64(F.lit(k), *combination).alias("values"))
+        for k, combination in enumerate(combinations)
+    ]
+    exploded = profiles.withColumn("targeting", F.explode(F.array(*targetings)))
+    sizes = exploded.groupBy("targeting").agg(F.sum("num_users").alias("size"))
+    is_answered = (F.col("size") >= min_users) | (F.col("targeting.combination") == 0)
+    joined = exploded.join(sizes.filter(is_answered), "targeting")
+    return joined.groupBy(*names).agg(F.sqrt(F.sum(1 / F.col("size"))).alias("importance"))
+
+
+def margins_of(spec: DataSpec, rows: DataFrame) -> DataFrame:
+    """Impressions by pair of values, and users by pair of values that are attributes of users."""
+    counted = [n for n, a in targeting_attributes(spec).items()
+               if not isinstance(a, NumericAttribute)]  # fmt: skip
+    impressions = _pair_sums(rows, counted, "impressions")
+    of_users = user_categories(spec)
+    users = rows.select("user_key", *[f"target_{name}" for name in of_users]).distinct()
+    return impressions.join(_pair_sums(users, of_users, "users"), list(PAIR_KEY), "left")
+
+
+def _pair_sums(rows: DataFrame, names: Sequence[str], column: str) -> DataFrame:
+    """Counts of rows by pair of values of two attributes, or of one attribute and itself."""
+    cells = rows.groupBy(*[f"target_{name}" for name in names]).agg(F.count("*").alias(column))
+    pairs = [
+        F.struct(
+            F.lit(a).alias("attribute_a"), F.col(f"target_{a}").cast("string").alias("value_a"),
+            F.lit(b).alias("attribute_b"), F.col(f"target_{b}").cast("string").alias("value_b"),
+        )
+        for i, a in enumerate(names) for b in names[i:]
+    ]  # fmt: skip
+    exploded = cells.select(F.explode(F.array(*pairs)).alias("pair"), column)
+    exploded = exploded.select("pair.*", column)
+    return exploded.groupBy(*PAIR_KEY).agg(F.sum(column).alias(column))
+
+
+def sketches_of(spec: DataSpec, rows: DataFrame) -> DataFrame:
+    """A theta sketch of the users with impressions of each value."""
+    names = [n for n, a in targeting_attributes(spec).items()
+             if not isinstance(a, NumericAttribute)]  # fmt: skip
+    frames = [
+        rows.groupBy(F.col(f"target_{name}").cast("string").alias("value"))
+        .agg(F.theta_sketch_agg("user_key").alias("sketch"))
+        .withColumn("attribute", F.lit(name))
+        for name in names
+    ]
+    return reduce(DataFrame.unionByName, frames)
+
+
+def daily_supply(lake: Lake, until: date, version: int) -> DataFrame:
+    """Impressions of each ad surface by day, over the last weeks."""
+    spec = lake.spec
+    events = spark_io.read_table(lake, schemas.events(spec), version)
+    since = until - timedelta(days=SUPPLY_DAYS - 1)
+    events = events.filter(spark_io.day_range_predicate(since, until))
+    events = events.filter(F.col("type") == spec.event_codes[spec.impression_type])
+    counts = events.groupBy("surface", "day").agg(F.count("*").alias("impressions"))
+    names = {spec.surface_codes[name]: name for name in spec.ad_surfaces}
+    mapping = F.create_map(*[F.lit(x) for pair in names.items() for x in pair])
+    return counts.withColumn("surface", mapping[F.col("surface").cast("int")]).filter(
+        "surface IS NOT NULL"
+    )

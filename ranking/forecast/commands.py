@@ -1,0 +1,162 @@
+"""`gemline forecast`: build the sample, forecast a campaign, serve forecasts over HTTP."""
+
+import asyncio
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+from pydantic import Field
+
+from etl.cli.runner import LakeArgs, holds_leases, parse_days_argument
+from etl.commands import print_counts
+from etl.errors import UserError
+from ranking.serving.settings import LOOPBACK_HOSTS, Limits
+
+if TYPE_CHECKING:
+    from ranking.forecast.forecaster import Forecast, Interval
+
+
+class BuildArgs(LakeArgs):
+    """Arguments of `forecast build`."""
+
+    data_until: Annotated[date, tyro.conf.arg(help="last day of the scores and logs")]
+
+
+@holds_leases("forecast")
+def build(args: BuildArgs) -> None:
+    """Sample the scored impressions of the latest days, and count their segments."""
+    from etl.runtime.spark import spark_session
+    from ranking.forecast.build import build_forecast
+    from ranking.forecast.tables import require_forecast
+
+    require_forecast(args.load_spec())
+    lake = args.open_lake()
+    spark_session("forecast")
+    print_counts("forecast", build_forecast(lake, args.data_until))
+
+
+class AskArgs(LakeArgs):
+    """A targeting, and a campaign."""
+
+    targeting: Annotated[
+        str, tyro.conf.arg(help="condition, such as \"country = 'US' and hour between 8 and 20\"")
+    ] = ""
+    goal: Annotated[str | None, tyro.conf.arg(help="goal of the campaign")] = None
+    bid: Annotated[
+        tuple[float, ...], tyro.conf.arg(help="bids per event; several make a bid curve")
+    ] = ()
+    budget: Annotated[float | None, tyro.conf.arg(help="most spend of the flight")] = None
+    frequency_cap: Annotated[
+        int | None, tyro.conf.arg(help="most impressions of a user in the flight")
+    ] = None
+    flight: Annotated[
+        str | None, tyro.conf.arg(help="days first:last; default: those after the sample")
+    ] = None
+    as_json: Annotated[bool, tyro.conf.arg(name="json", help="a line of JSON for each bid")] = False
+
+
+def ask(args: AskArgs) -> None:
+    """Forecast the users and impressions of a targeting, and what a campaign would win of them."""
+    forecasts = asyncio.run(_forecasts(args))
+    if args.as_json:
+        for forecast in forecasts:
+            print(forecast.model_dump_json())
+        return
+    _print_segment(forecasts[0])
+    campaigns = [f.campaign for f in forecasts if f.campaign]
+    if campaigns:
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table("bid", "reach [95 %]", "impressions [95 %]", "spend", "events", "cost an event")
+        for bid, campaign in zip(args.bid, campaigns, strict=True):
+            events = ", ".join(f"{name} {e.value:,.1f}" for name, e in campaign.events.items())
+            cost = "" if campaign.cost_per_event is None else f"{campaign.cost_per_event:,.4f}"
+            table.add_row(
+                f"{bid:g}", _text(campaign.reach), _text(campaign.impressions),
+                f"{campaign.spend.value:,.2f}", events, cost,
+            )  # fmt: skip
+        Console().print(table)
+    for note in forecasts[0].notes:
+        print(f"note: {note}")
+
+
+async def _forecasts(args: AskArgs) -> "list[Forecast]":
+    from pydantic import ValidationError
+
+    from ranking.forecast.forecaster import Forecaster, ForecastRequest
+    from ranking.forecast.pool import LocalShard
+    from ranking.forecast.shard import Shard
+    from ranking.forecast.tables import SAMPLE, read_sample, read_tables, table_versions
+
+    lake = args.open_lake()
+    versions = table_versions(lake)
+    sample = read_sample(lake, versions[SAMPLE])
+    tables = read_tables(lake, sample, versions)
+    forecaster = Forecaster(tables, LocalShard(Shard(lake.spec, sample, tables.domain)))
+    first, last = parse_days_argument(args.flight, "--flight") if args.flight else (None, None)
+    try:
+        requests = [
+            ForecastRequest(
+                targeting=args.targeting, goal=args.goal, bid=bid, budget=args.budget,
+                frequency_cap=args.frequency_cap, first_day=first, last_day=last,
+            )
+            for bid in args.bid or (None,)
+        ]  # fmt: skip
+    except ValidationError as error:
+        detail = error.errors(include_url=False)[0]
+        flag = str(detail["loc"][-1]).replace("_", "-")
+        raise UserError(f"--{flag}: {detail['msg']}") from None
+    return [await forecaster.forecast(request) for request in requests]
+
+
+def _print_segment(forecast: "Forecast") -> None:
+    print(f"flight: {forecast.first_day} to {forecast.last_day}")
+    print(f"users: {_text(forecast.users)}")
+    print(f"impressions: {_text(forecast.impressions)}")
+    if forecast.users_by_sketch:
+        print(f"users in the window by sketches: {_text(forecast.users_by_sketch)}")
+
+
+def _text(interval: "Interval") -> str:
+    return f"{interval.value:,.0f} [{interval.low:,.0f}, {interval.high:,.0f}]"
+
+
+class ServeArgs(LakeArgs):
+    """Serve forecasts over HTTP."""
+
+    host: Annotated[str, tyro.conf.arg(help="address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Field(ge=1, le=65535), tyro.conf.arg(help="port to listen on")] = 8082
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        tyro.conf.arg(help="host names that clients may use, in addition to those of this machine"),
+    ] = ()
+    workers: Annotated[
+        int, Field(ge=1), tyro.conf.arg(help="processes that hold a part of the sample each")
+    ] = 2
+    limits: Annotated[Limits, tyro.conf.arg(help="limits of the service")] = Limits()
+
+
+def serve(args: ServeArgs) -> None:
+    """Serve forecasts, and a page with the targeting as a form, over HTTP."""
+    import uvicorn
+
+    from ranking.forecast.app import ForecastService, create_app
+    from ranking.forecast.tables import table_versions
+    from ranking.forecast.worker import WorkerSettings
+    from ranking.serving.auth import validate_exposure
+    from ranking.serving.server import UVICORN_OPTIONS
+
+    validate_exposure(args.host, args.allowed_hosts)
+    lake = args.open_lake()
+    versions = table_versions(lake)  # fails here if there is no build
+    spec = Path(args.spec).absolute()
+    settings = WorkerSettings(spec=spec, lake=args.lake, versions=versions, shard=(0, args.workers))
+    service = ForecastService(lake, settings, args.workers)
+    hosts = [*LOOPBACK_HOSTS, *args.allowed_hosts]
+    app = create_app(service, args.limits, hosts)
+    uvicorn.run(app, host=args.host, port=args.port, **UVICORN_OPTIONS)
+
+
+COMMANDS = {"forecast": {"build": build, "ask": ask, "serve": serve}}

@@ -1,0 +1,346 @@
+"""Forecasts: how many users and impressions a targeting has, and what a campaign would win of them.
+
+The size of a segment is known exactly (one or two attributes), or estimated from the sample and a
+log-linear model. What a campaign brings per user and per impression of the segment is estimated
+from the sample; daily impressions follow trend and weekday.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from typing import Annotated, Protocol
+
+import numpy as np
+from pydantic import Field
+
+from etl.errors import UserError
+from etl.spec.base import StrictModel
+from etl.spec.model import DataSpec
+from etl.spec.sections import MAX_MONEY
+from etl.spec.units import date_range
+from etl.tables.forecast_schemas import SURFACE
+from ranking.forecast.seasonality import DailyForecast, days_after, forecast_days, similar_days
+from ranking.forecast.shard import IMPRESSIONS, SPEND, USERS, Campaign, Query
+from ranking.forecast.sums import Z95, Estimate, SampleSums, gamma_estimate, posterior
+from ranking.forecast.tables import ForecastTables
+from ranking.forecast.targeting import Targeting, parse_targeting
+
+NOISE_SHARE = 0.25  # of `min_users`: the largest change that hides single users
+PositiveMoney = Annotated[float, Field(gt=0, le=MAX_MONEY, allow_inf_nan=False)]
+
+
+class ForecastRequest(StrictModel):
+    """A targeting, and the campaign to forecast, if any."""
+
+    targeting: str = ""
+    """Condition on attributes, such as `country = 'US' and hour between 8 and 20`."""
+    goal: str | None = None
+    """Goal of the campaign, one of `auction.goal_objectives`."""
+    bid: PositiveMoney | None = None
+    """What the campaign bids per event that it pays for."""
+    budget: PositiveMoney | None = None
+    """What the campaign spends at most in the flight."""
+    frequency_cap: Annotated[int, Field(ge=1)] | None = None
+    """Most impressions of a user in the flight."""
+    first_day: date | None = None
+    """First day of the flight; by default the day after the sample."""
+    last_day: date | None = None
+    """Last day of the flight; by default it is as long as the sample."""
+
+
+class Interval(StrictModel):
+    """An estimate with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+class CampaignForecast(StrictModel):
+    """What a campaign would bring in the flight."""
+
+    reach: Interval
+    """Users with an impression of the campaign."""
+    impressions: Interval
+    """Impressions that it wins."""
+    spend: Interval
+    """What it pays."""
+    events: dict[str, Interval]
+    """Events of each objective."""
+    cost_per_event: float | None
+    """Spend per event of its goal."""
+    participation: float
+    """Share of the auctions in which the budget lets it take part."""
+
+
+class Forecast(StrictModel):
+    """The size of a segment in a flight, and what a campaign would win of it."""
+
+    first_day: date
+    last_day: date
+    users: Interval
+    """Users in the segment who have impressions in the flight."""
+    impressions: Interval
+    """Impressions of the segment in the flight."""
+    users_by_sketch: Interval | None
+    """Users of the segment in the whole window by theta sketches, where these can tell."""
+    campaign: CampaignForecast | None
+    sampled_users: int
+    """Users of the sample who match."""
+    answered_shards: float
+    """Share of the shards that answered."""
+    notes: tuple[str, ...]
+    """What to know about this forecast."""
+
+
+class ShardPool(Protocol):
+    """Answers queries from the shards of a sample."""
+
+    async def sums(self, query: Query) -> SampleSums:
+        """The sums of all shards, estimated from those that answer."""
+
+
+@dataclass(frozen=True)
+class SegmentSize:
+    """Users and impressions of a segment in the window."""
+
+    users: Estimate
+    impressions: Estimate
+
+
+@dataclass(frozen=True)
+class Forecaster:
+    """Forecasts from the tables of a build and the shards of its sample."""
+
+    tables: ForecastTables
+    pool: ShardPool
+
+    @property
+    def spec(self) -> DataSpec:
+        """The data spec."""
+        return self.tables.spec
+
+    async def forecast(self, request: ForecastRequest) -> Forecast:
+        """The forecast of a request.
+
+        Raises:
+            UserError: The request is not valid, or its segment has too few users.
+        """
+        targeting = parse_targeting(request.targeting, self.tables.domain)
+        campaign, flight = self._campaign(request), self._flight(request)
+        notes: list[str] = []
+        query = Query(*targeting.sql(), self.tables.window)
+        whole = await self.pool.sums(query)
+        size = self.segment_size(targeting, whole)
+        self._require_users(size)
+        if whole.users == 0:
+            notes.append(
+                "no sampled user is in this segment: its size is that of the log-linear model, its "
+                "rates are those of all users"
+            )
+            query = Query("true", (), self.tables.window)
+            whole = await self.pool.sums(query)
+        days = similar_days(flight, self.tables.window)
+        in_flight = whole if days == self.tables.window else await self.pool.sums(
+            replace(query, days=days)
+        )  # fmt: skip
+        growth = self._growth(targeting, flight, days)
+        scale = _Scale(size, whole, in_flight, growth, self._noise(targeting, size, whole))
+        if growth.backtest is None:
+            notes.append("fewer than three weeks of logs: no trend or weekday effects are forecast")
+        if whole.answered < 1:
+            notes.append("a part of the sample did not answer: intervals are wider")
+        brought = await self._forecast_campaign(replace(query, days=days), campaign, request, scale)
+        return Forecast(
+            first_day=flight[0],
+            last_day=flight[-1],
+            users=scale.users(in_flight),
+            impressions=scale.volume(in_flight, IMPRESSIONS),
+            users_by_sketch=self._by_sketch(targeting, scale.noise),
+            campaign=brought,
+            sampled_users=whole.users,
+            answered_shards=whole.answered,
+            notes=tuple(notes),
+        )
+
+    def segment_size(self, targeting: Targeting, whole: SampleSums) -> SegmentSize:
+        """Users and impressions of a segment in the window, given the sums over its sample."""
+        box, model = targeting.box(), self.tables.model
+        variances = whole.variances()
+        users_prior = None if box is None else model.users_prior(box)
+        impressions_prior = None if box is None else model.impressions_prior(box)
+        everyone = self.tables.mean_weight
+        users = posterior(
+            whole.totals[USERS], variances[USERS], whole.weight(USERS) or everyone, users_prior
+        )
+        # Few sampled users say little about the spread of impressions over users: it is at least
+        # that of the population.
+        least = model.impressions_per_user * model.users.total / max(model.impressions.total, 1)
+        spread = 0.0
+        if whole.totals[USERS] > 0:
+            ratio = whole.totals[IMPRESSIONS] / whole.totals[USERS]
+            spread = least * variances[USERS] * ratio**2
+        impressions = posterior(
+            whole.totals[IMPRESSIONS],
+            max(variances[IMPRESSIONS], spread),
+            whole.weight(IMPRESSIONS) or everyone * model.impressions_per_user,
+            impressions_prior,
+        )
+        if users_prior is None and impressions_prior and whole.totals[IMPRESSIONS] > 0:
+            users = users.scaled(impressions.value / whole.totals[IMPRESSIONS])
+        return SegmentSize(users, impressions)
+
+    def _require_users(self, size: SegmentSize) -> None:
+        assert self.spec.forecast
+        if size.users.value < self.spec.forecast.min_users:
+            raise UserError(
+                f"the segment has fewer than {self.spec.forecast.min_users} users, too few to "
+                "report: widen the targeting"
+            )
+
+    def _campaign(self, request: ForecastRequest) -> Campaign | None:
+        if request.bid is None and request.goal is None:
+            if request.budget or request.frequency_cap:
+                raise UserError("a budget or a frequency cap needs a bid and a goal")
+            return None
+        auction = self.spec.auction
+        if auction is None:
+            raise UserError(f"spec {self.spec.name} has no auction: leave out bid and goal")
+        goals = ", ".join(auction.goal_objectives)
+        if request.bid is None or request.goal is None:
+            raise UserError(f"a campaign needs a bid and a goal, one of {goals}")
+        if request.goal not in auction.goal_objectives:
+            raise UserError(f"no campaign has the goal {request.goal!r}; known: {goals}")
+        objective = auction.goal_objectives[request.goal]
+        return Campaign(objective, request.bid, request.frequency_cap)
+
+    def _flight(self, request: ForecastRequest) -> list[date]:
+        window = self.tables.window
+        if request.first_day is None and request.last_day is None:
+            return days_after(window[-1], len(window))
+        if request.first_day is None or request.last_day is None:
+            raise UserError("a flight needs a first and a last day")
+        if request.last_day < request.first_day:
+            raise UserError(f"the flight ends on {request.last_day}, before its first day")
+        if request.first_day <= window[-1]:
+            raise UserError(f"the flight begins on {request.first_day}; the logs already have it")
+        flight = list(date_range(request.first_day, request.last_day))
+        if len(flight) > len(window):
+            raise UserError(
+                f"the flight has {len(flight)} days, the sample {len(window)}: shorten the flight, "
+                "or raise forecast.window"
+            )
+        return flight
+
+    def _growth(
+        self, targeting: Targeting, flight: Sequence[date], days: Sequence[date]
+    ) -> DailyForecast:
+        """Impressions of the flight over those of the days that stand for it, of the surfaces."""
+        box = targeting.box() or {}
+        surfaces = [str(name) for name in box.get(SURFACE, self.tables.supply)]
+        counts = [self.tables.supply[name] for name in surfaces]
+        history = {
+            day: sum(series.get(day, 0.0) for series in counts)
+            for day in sorted({day for series in counts for day in series})
+        }
+        found = forecast_days(history, flight)
+        base = sum(history.get(day, 0.0) for day in days)
+        ratio = float(found.impressions.sum()) / base if base else 1.0
+        return replace(found, impressions=np.array([ratio]))
+
+    def _noise(self, targeting: Targeting, size: SegmentSize, whole: SampleSums) -> "Noise":
+        """A relative change that is the same whenever the same segment is asked for.
+
+        Two segments that differ by a single user differ by more than this user, so that nobody is
+        singled out by the difference.
+        """
+        assert self.spec.forecast
+        box = targeting.box()
+        identity = whole.key if box is None else sorted((n, sorted(map(str, v))) for n, v in box.items())
+        text = f"{self.tables.versions['forecast_sample']} {identity}"
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        uniform = int.from_bytes(digest) / 2**64 * 2.0 - 1.0
+        largest = NOISE_SHARE * self.spec.forecast.min_users / size.users.value
+        return Noise(1.0 + largest * uniform, largest**2 / 3.0)
+
+    def _by_sketch(self, targeting: Targeting, noise: "Noise") -> Interval | None:
+        box = targeting.box()
+        found = None if box is None else self.tables.sketches.users(box)
+        return None if found is None else _interval(found.scaled(noise.factor))
+
+    async def _forecast_campaign(
+        self, query: Query, campaign: Campaign | None, request: ForecastRequest, scale: "_Scale"
+    ) -> CampaignForecast | None:
+        if campaign is None:
+            return None
+        won = await self.pool.sums(replace(query, campaign=campaign))
+        spend = scale.volume(won, SPEND).value
+        if request.budget is not None and spend > request.budget:
+            campaign = replace(campaign, participation=request.budget / spend)
+            won = await self.pool.sums(replace(query, campaign=campaign))
+        events = {
+            name: scale.volume(won, SPEND + 1 + k) for k, name in enumerate(self.spec.objectives)
+        }
+        paid, bought = scale.volume(won, SPEND), events[campaign.objective].value
+        return CampaignForecast(
+            reach=scale.users(won),
+            impressions=scale.volume(won, IMPRESSIONS),
+            spend=paid,
+            events=events,
+            cost_per_event=paid.value / bought if bought > 0 else None,
+            participation=campaign.participation,
+        )
+
+
+@dataclass(frozen=True)
+class Noise:
+    """A factor that hides single users, and its variance."""
+
+    factor: float
+    variance: float
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """Turns sums over the sample into estimates for the segment in the flight."""
+
+    size: SegmentSize
+    whole: SampleSums
+    in_flight: SampleSums
+    growth: DailyForecast
+    noise: Noise
+
+    def users(self, sums: SampleSums) -> Interval:
+        """The users that sums count."""
+        factor = self.size.users.value / max(self.whole.totals[USERS], 1e-300)
+        return self._interval(sums, USERS, factor, _relative_variance(self.size.users))
+
+    def volume(self, sums: SampleSums, quantity: int) -> Interval:
+        """Impressions, spend or events: they grow with the supply of the flight."""
+        factor = self.size.impressions.value / max(self.whole.totals[IMPRESSIONS], 1e-300)
+        variance = _relative_variance(self.size.impressions) + self.growth.relative_error**2
+        return self._interval(sums, quantity, factor * float(self.growth.impressions[0]), variance)
+
+    def _interval(
+        self, sums: SampleSums, quantity: int, factor: float, size_variance: float
+    ) -> Interval:
+        """The estimate of a quantity; what it is per user or impression varies on its own."""
+        total = sums.totals[quantity]
+        base = USERS if quantity == USERS else IMPRESSIONS
+        of_total = sums.variances()[quantity] / max(total, 1e-300) ** 2
+        of_base = self.in_flight.variances()[base] / max(self.in_flight.totals[base], 1e-300) ** 2
+        relative = size_variance + max(of_total - of_base, 0.0) + self.noise.variance
+        mean = total * factor * self.noise.factor
+        return _interval(gamma_estimate(mean, relative * mean**2))
+
+
+def _relative_variance(estimate: Estimate) -> float:
+    """The squared relative standard deviation that an interval of 95 % stands for."""
+    if estimate.value <= 0:
+        return 0.0
+    return ((estimate.high - estimate.low) / (2 * Z95 * estimate.value)) ** 2
+
+
+def _interval(estimate: Estimate) -> Interval:
+    return Interval(value=estimate.value, low=estimate.low, high=estimate.high)

@@ -1,0 +1,119 @@
+"""Shards of a sample: all in this process, or each in a worker process that may die.
+
+A query goes to all workers, and their sums are added. A worker that does not answer in time is
+killed and started anew; until it has loaded its shard again, the others answer for it with wider
+intervals (`ranking.forecast.sums.combine_shards`).
+"""
+
+import asyncio
+import logging
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+
+from etl.errors import TemporaryError
+from ranking.forecast.shard import Query, Shard
+from ranking.forecast.sums import SampleSums, combine_shards
+from ranking.forecast.worker import QUERY, SumsMessage, WorkerSettings
+
+ANSWER_SECONDS = 2.0
+RESTART_SECONDS = 1.0  # between two attempts to start a worker
+log = logging.getLogger("uvicorn.error")
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """The whole sample in this process."""
+
+    shard: Shard
+
+    async def sums(self, query: Query) -> SampleSums:
+        """The sums of the sample."""
+        return self.shard.sums(query)
+
+
+class WorkerProcess:
+    """A worker process, which is started again whenever it ends."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self.settings = settings
+        self.process: asyncio.subprocess.Process | None = None
+        self.is_ready = asyncio.Event()
+        self._lock = asyncio.Lock()
+        self._supervisor = asyncio.create_task(self._supervise())
+
+    async def ask(self, line: bytes) -> SumsMessage | None:
+        """The answer to a query; None if the worker does not answer."""
+        async with self._lock:
+            process = self.process
+            if process is None or not self.is_ready.is_set():
+                return None
+            assert process.stdin and process.stdout
+            try:
+                process.stdin.write(line)
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    answer = await process.stdout.readline()
+                return SumsMessage.model_validate_json(answer) if answer else None
+            except (TimeoutError, OSError):
+                with suppress(ProcessLookupError):
+                    process.kill()
+                self.is_ready.clear()
+                return None
+
+    async def close(self) -> None:
+        """Stop the process."""
+        self._supervisor.cancel()
+        if self.process is not None:
+            with suppress(ProcessLookupError):
+                self.process.kill()
+            await self.process.wait()
+
+    async def _supervise(self) -> None:
+        while True:
+            self.process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "ranking.forecast.worker"),
+                self.settings.model_dump_json(),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                limit=1 << 20,
+            )
+            assert self.process.stdout
+            if await self.process.stdout.readline() == b"ready\n":
+                self.is_ready.set()
+            await self.process.wait()
+            self.is_ready.clear()
+            number, shards = self.settings.shard
+            log.warning("forecast worker %d of %d ended and is started again", number + 1, shards)
+            await asyncio.sleep(RESTART_SECONDS)
+
+
+class WorkerPool:
+    """Worker processes, each with one shard of the sample."""
+
+    def __init__(self, settings: WorkerSettings, num_workers: int) -> None:
+        """Start the workers; `settings` are those of any of them."""
+        self.workers = [
+            WorkerProcess(settings.model_copy(update={"shard": (number, num_workers)}))
+            for number in range(num_workers)
+        ]
+
+    async def wait_until_ready(self) -> None:
+        """Return once all workers have loaded their shards."""
+        await asyncio.gather(*(worker.is_ready.wait() for worker in self.workers))
+
+    async def sums(self, query: Query) -> SampleSums:
+        """The sums of all shards, estimated from those that answer.
+
+        Raises:
+            TemporaryError: No worker answers.
+        """
+        line = QUERY.dump_json(query) + b"\n"
+        answers = await asyncio.gather(*(worker.ask(line) for worker in self.workers))
+        parts = [answer.to_sums() for answer in answers if answer is not None]
+        if not parts:
+            raise TemporaryError("no worker has loaded its part of the sample; retry in a second")
+        return combine_shards(parts, len(self.workers))
+
+    async def close(self) -> None:
+        """Stop all workers."""
+        await asyncio.gather(*(worker.close() for worker in self.workers))

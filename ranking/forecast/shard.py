@@ -1,0 +1,167 @@
+"""One shard of the sample in DuckDB, and the sums that it answers a query with.
+
+A campaign that bids b for an event of objective g has the value b * p_g + s in a request, where s
+is what its events are worth to the surface. It gets the place of the best ad that it beats, at most
+one in a request, and pays that ad's value less s, or the reserve, as in the auction
+(ranking/scoring/auction.py). So it wins the place of an impression if its payment b * p_g lies
+between the `cost` of the place and that of the place above.
+"""
+
+from dataclasses import dataclass
+from datetime import date
+from typing import Any
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from etl.spec.model import DataSpec
+from ranking.forecast.sums import Floats, SampleSums
+from ranking.forecast.targeting import Domain
+from ranking.scoring.auction import Auction
+
+USERS, IMPRESSIONS, SPEND = range(3)  # quantities; then the events of the objectives
+FIRST_OBJECTIVE = 3
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """What a campaign bids per event of an objective, and how it is limited.
+
+    Attributes:
+        objective: The objective that the campaign pays for.
+        bid: What it bids per event.
+        frequency_cap: Most impressions of a user; None without a limit.
+        participation: Share of the auctions in which it takes part, so that a budget lasts.
+    """
+
+    objective: str
+    bid: float
+    frequency_cap: int | None = None
+    participation: float = 1.0
+
+
+@dataclass(frozen=True)
+class Query:
+    """What the shards sum: impressions that match a condition on some days of the window.
+
+    `condition` is SQL on the columns `target_…` with `parameters`. Without a campaign all matching
+    impressions count, with one those that it wins.
+    """
+
+    condition: str
+    parameters: tuple[float, ...]
+    days: tuple[date, ...]
+    campaign: Campaign | None = None
+
+
+class Shard:
+    """The sampled users of one shard, in an in-memory database with one thread."""
+
+    def __init__(self, spec: DataSpec, sample: pa.Table, domain: Domain) -> None:
+        """Load rows of `forecast_sample`; values of `domain` are stored as their positions."""
+        self.spec = spec
+        self.days = frozenset(pc.unique(sample["impression_day"]).to_pylist())
+        self._summed = ("cost", *(f"p_{name}" for name in spec.objectives))
+        self.user_keys = np.unique(sample["user_key"].to_numpy())  # by user_index
+        self.database = duckdb.connect(config={"threads": 1})
+        self.database.register("rows", add_auction_terms(spec, encode_values(sample, domain)))
+        targets = [f"target_{name}" for name in domain]
+        objectives = [f"p_{name}::FLOAT AS p_{name}" for name in spec.objectives]
+        served = [f"serves_{name}" for name in spec.objectives]
+        self.database.execute(f"""
+            CREATE TABLE sample AS SELECT user_index, probability, impression_day,
+            cost::FLOAT AS cost, cost_above::FLOAT AS cost_above,
+            {", ".join([*targets, *objectives, *served])} FROM rows ORDER BY user_index""")
+        self.database.unregister("rows")
+
+    def sums(self, query: Query) -> SampleSums:
+        """The sums of all quantities over the users that match.
+
+        DuckDB aggregates impressions by user; the sums over users are NumPy's, because a query of as
+        many aggregates takes DuckDB longer to plan than to run.
+        """
+        condition, days = query.condition, list(query.days)
+        if self.days <= set(days):
+            days = []
+        else:
+            condition += f" AND impression_day IN ({', '.join('?' * len(days))})"
+        columns = ""
+        if query.campaign:
+            condition += f" AND {self._is_won(query.campaign)}"
+            columns = "".join(f", sum({name}) AS {name}" for name in self._summed)
+        users = self.database.execute(
+            f"SELECT user_index, any_value(probability) AS probability, count(*) AS won {columns} "
+            f"FROM sample WHERE {condition} GROUP BY user_index",
+            [*query.parameters, *days],
+        ).fetchnumpy()
+        quantities = self._quantities(users, query.campaign)
+        weights = 1.0 / np.asarray(users["probability"])
+        weighted = quantities * weights
+        return SampleSums(
+            weighted.sum(1),
+            (weighted**2).sum(1),
+            (weighted * quantities).sum(1),
+            users=len(weights),
+            key=int(np.bitwise_xor.reduce(self.user_keys[users["user_index"]], initial=0)),
+        )
+
+    def _is_won(self, campaign: Campaign) -> str:
+        """SQL: the campaign gets the place of the impression."""
+        self.spec.surfaces_of(campaign.objective)  # an unknown objective never reaches the SQL
+        payment = f"{float(campaign.bid)!r}::FLOAT * p_{campaign.objective}"
+        return f"serves_{campaign.objective} AND {payment} >= cost AND {payment} < cost_above"
+
+    def _quantities(self, users: dict[str, Any], campaign: Campaign | None) -> Floats:
+        """The quantities (Q, U) of users with won impressions.
+
+        A user with n won impressions is served min(n, cap) of them; taking part in a share s of the
+        auctions, s times as many, and none with probability (1 - s)^min(n, cap).
+        """
+        won = np.asarray(users["won"], np.float64)
+        if campaign is None:
+            return np.stack([np.ones_like(won), won])
+        kept = won if campaign.frequency_cap is None else np.minimum(won, campaign.frequency_cap)
+        share = campaign.participation
+        reached = np.ones_like(won) if share >= 1.0 else 1.0 - (1.0 - share) ** kept
+        per_win = share * kept / np.maximum(won, 1.0)
+        return np.stack([
+            reached, share * kept, *(np.asarray(users[name]) * per_win for name in self._summed)
+        ])  # fmt: skip
+
+
+def add_auction_terms(spec: DataSpec, sample: pa.Table) -> pa.Table:
+    """Rows with a dense `user_index`, and what the place of each costs: it and the one above."""
+    surfaces = sample["surface"].to_numpy(zero_copy_only=False)
+    probabilities = np.stack([sample[f"p_{name}"].to_numpy() for name in spec.objectives], 1)
+    surface_value, reserve = np.zeros(len(surfaces)), np.zeros(len(surfaces))
+    serves = np.zeros((len(surfaces), len(spec.objectives)), bool)
+    for surface in spec.ad_surfaces:
+        auction, chosen = Auction(spec, surface), surfaces == surface
+        surface_value[chosen] = probabilities[chosen] @ auction.objective_values
+        reserve[chosen] = spec.terms_of(surface).reserve
+        serves[chosen] = auction.served_objectives
+    value, above = sample["value"].to_numpy(), pc.fill_null(sample["value_above"], np.inf)
+    user_index = np.unique(sample["user_key"].to_numpy(), return_inverse=True)[1]
+    columns = {
+        "user_index": user_index.astype(np.int32),
+        "cost": np.maximum(value - surface_value, reserve),
+        "cost_above": above.to_numpy() - surface_value,
+        **{f"serves_{name}": serves[:, i] for i, name in enumerate(spec.objectives)},
+    }
+    for name, values in columns.items():
+        sample = sample.append_column(name, pa.array(values))
+    return sample
+
+
+def encode_values(sample: pa.Table, domain: Domain) -> pa.Table:
+    """Rows with the positions of values in the domain in place of the values; numbers stay."""
+    surface = sample["target_surface"]
+    for name, values in domain.items():
+        if values is not None:
+            column = f"target_{name}"
+            known = pa.array(values, sample.schema.field(column).type)
+            codes = pc.index_in(sample[column], known).cast(pa.int16())
+            sample = sample.set_column(sample.schema.get_field_index(column), column, codes)
+    return sample.append_column("surface", surface)

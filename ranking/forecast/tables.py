@@ -1,0 +1,162 @@
+"""What a forecast knows besides the sample: values of attributes, counts, sketches, daily supply."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from etl.errors import UserError
+from etl.spec.attributes import LocalTimeAttribute, NumericAttribute
+from etl.spec.model import DataSpec
+from etl.tables import arrow, forecast_schemas
+from etl.tables.forecast_schemas import targeting_attributes, user_categories
+from etl.tables.lake import Lake
+from ranking.forecast.log_linear import LogLinearModel, fit_log_linear, pair_counts
+from ranking.forecast.reach import UserSketches, read_sketches
+from ranking.forecast.sums import Floats
+from ranking.forecast.targeting import Domain, Value
+
+SAMPLE = "forecast_sample"
+OTHER_TABLES = ("forecast_margins", "forecast_sketches", "forecast_supply")
+
+
+@dataclass(frozen=True)
+class ForecastTables:
+    """The tables of one build.
+
+    Attributes:
+        versions: Their versions.
+        domain: The values of each attribute in the window.
+        window: The sampled days.
+        model: Expected sizes of segments.
+        sketches: Users by value.
+        supply: Impressions by surface and day.
+        mean_weight: How many users a sampled user stands for on average.
+    """
+
+    spec: DataSpec
+    versions: Mapping[str, int]
+    domain: Domain
+    window: tuple[date, ...]
+    model: LogLinearModel
+    sketches: UserSketches
+    supply: Mapping[str, Mapping[date, float]]
+    mean_weight: float
+
+
+def require_forecast(spec: DataSpec) -> None:
+    """Raise UserError unless the spec declares a forecast."""
+    if spec.forecast is None:
+        raise UserError(
+            f"spec {spec.name} declares no forecast: name the attributes of a targeting in "
+            "`forecast: {attributes: [...]}`; see docs/guides/forecasts.md"
+        )
+
+
+def table_versions(lake: Lake) -> dict[str, int]:
+    """The versions of the forecast's tables that the latest build wrote.
+
+    The sample is written last, and its commit records the versions of the others.
+
+    Raises:
+        UserError: There is no build yet.
+    """
+    require_forecast(lake.spec)
+    if not lake.exists(SAMPLE):
+        raise UserError(f"{lake.root} has no forecast: run `gemline forecast build` first")
+    table = lake.open(SAMPLE)
+    inputs = json.loads(table.history(1)[0]["userMetadata"])["inputs"]
+    return {SAMPLE: table.version()} | {name: inputs[name] for name in OTHER_TABLES}
+
+
+def read_sample(lake: Lake, version: int, shard: tuple[int, int] = (0, 1)) -> pa.Table:
+    """The rows of a shard (number, of how many) of `forecast_sample`, by a hash of the user."""
+    rows = arrow.snapshot(lake, forecast_schemas.forecast_sample(lake.spec), version).read()
+    number, shards = shard
+    keys = rows["user_key"].to_numpy()
+    return rows.filter(pa.array(keys % shards == number)) if shards > 1 else rows
+
+
+def read_tables(lake: Lake, sample: pa.Table, versions: Mapping[str, int]) -> ForecastTables:
+    """The other tables of a build; the errors of its model are estimated from the sample."""
+    spec = lake.spec
+    contracts = {schema(spec).name: schema(spec) for schema in forecast_schemas.FORECAST_SCHEMAS}
+    margins, sketches, supply = (
+        arrow.snapshot(lake, contracts[name], versions[name]).read() for name in OTHER_TABLES
+    )
+    domain = _domain_of(spec, margins)
+    users = _SampledUsers.of(sample)
+    by_surface: dict[str, dict[date, float]] = {}
+    for row in supply.to_pylist():
+        by_surface.setdefault(row["surface"], {})[row["day"]] = float(row["impressions"])
+    return ForecastTables(
+        spec,
+        versions,
+        domain,
+        tuple(sorted(pc.unique(sample["impression_day"]).to_pylist())),
+        _fit_model(spec, margins, domain, users),
+        read_sketches(sketches, spec.attributes.user),
+        by_surface,
+        float(users.weights.mean()),
+    )
+
+
+def read_domain(lake: Lake, versions: Mapping[str, int]) -> Domain:
+    """The values of each attribute in the window, in order; None for numbers."""
+    schema = forecast_schemas.forecast_margins(lake.spec)
+    return _domain_of(lake.spec, arrow.snapshot(lake, schema, versions[schema.name]).read())
+
+
+def _domain_of(spec: DataSpec, margins: pa.Table) -> Domain:
+    single = margins.filter(
+        pc.and_(
+            pc.equal(margins["attribute_a"], margins["attribute_b"]),
+            pc.equal(margins["value_a"], margins["value_b"]),
+        )
+    )
+    domain: dict[str, Sequence[Value] | None] = {}
+    for name, attribute in targeting_attributes(spec).items():
+        if isinstance(attribute, NumericAttribute):
+            domain[name] = None
+            continue
+        texts = single.filter(pc.equal(single["attribute_a"], name))["value_a"].to_pylist()
+        is_time = isinstance(attribute, LocalTimeAttribute)
+        domain[name] = sorted(map(int, texts)) if is_time else sorted(texts)
+    return domain
+
+
+@dataclass(frozen=True)
+class _SampledUsers:
+    """One row of the sample for each user (N), with 1 / probability and the number of rows."""
+
+    rows: pa.Table
+    weights: Floats
+    impressions: Floats
+
+    @classmethod
+    def of(cls, sample: pa.Table) -> "_SampledUsers":
+        _, first, counts = np.unique(
+            sample["user_key"].to_numpy(), return_index=True, return_counts=True
+        )
+        rows = sample.take(pa.array(first))
+        return cls(rows, 1.0 / rows["probability"].to_numpy(), counts.astype(float))
+
+
+def _fit_model(
+    spec: DataSpec, margins: pa.Table, domain: Domain, sampled: _SampledUsers
+) -> LogLinearModel:
+    discrete = {name: values for name, values in domain.items() if values is not None}
+    of_users = {name: v for name, v in discrete.items() if name in user_categories(spec)}
+    impressions = pair_counts(margins, "impressions", discrete)
+    users = pair_counts(margins, "users", of_users)
+    if not of_users:  # everyone is one segment
+        users = replace(users, total=float(sampled.weights.sum()))
+    values = {
+        name: np.array([users.rows[name][v] for v in sampled.rows[f"target_{name}"].to_pylist()])
+        for name in of_users
+    }
+    return fit_log_linear(impressions, users, values, sampled.weights, sampled.impressions)

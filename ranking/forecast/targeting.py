@@ -1,0 +1,334 @@
+"""The targeting language: conditions on attributes with and, or, not, in and between.
+
+A targeting is written as the WHERE clause of SQL, and parsed by DuckDB's parser. Only the nodes
+below are accepted; the condition that runs is written anew, with all values as parameters.
+"""
+
+import json
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, TypeAlias
+
+import duckdb
+
+from etl.errors import UserError
+
+MAX_LENGTH = 2000  # characters of a targeting
+PREFIX = "SELECT 1 FROM t WHERE (\n"
+Value: TypeAlias = str | int
+Box: TypeAlias = dict[str, frozenset[Value]]
+COMPARISONS = {
+    "COMPARE_EQUAL": "=",
+    "COMPARE_NOTEQUAL": "!=",
+    "COMPARE_LESSTHAN": "<",
+    "COMPARE_LESSTHANOREQUALTO": "<=",
+    "COMPARE_GREATERTHAN": ">",
+    "COMPARE_GREATERTHANOREQUALTO": ">=",
+}
+_parser = threading.local()
+
+
+class TargetingError(UserError):
+    """A targeting that cannot be used; `position` counts characters from 1."""
+
+    def __init__(self, message: str, position: int) -> None:
+        super().__init__(f"targeting, character {position}: {message}")
+        self.position = position
+
+
+@dataclass(frozen=True)
+class Values:
+    """An attribute with values has one of `allowed`."""
+
+    attribute: str
+    allowed: frozenset[Value]
+    position: int
+
+
+@dataclass(frozen=True)
+class Range:
+    """A number lies between two bounds, both included."""
+
+    attribute: str
+    low: float
+    high: float
+    position: int
+
+
+@dataclass(frozen=True)
+class Not:
+    """The negation of a condition."""
+
+    child: "Condition"
+
+
+@dataclass(frozen=True)
+class Junction:
+    """All of the conditions hold (`and`), or one of them (`or`)."""
+
+    operator: str
+    children: tuple["Condition", ...]
+
+
+Condition: TypeAlias = Values | Range | Not | Junction
+Domain: TypeAlias = Mapping[str, Sequence[Value] | None]
+
+
+@dataclass(frozen=True)
+class Targeting:
+    """A parsed targeting; without a condition it is everyone.
+
+    `domain` has the values of each attribute in the window, and None for numeric ones.
+    """
+
+    condition: Condition | None
+    domain: Domain
+
+    def sql(self) -> tuple[str, tuple[float, ...]]:
+        """The condition on columns `target_…`, and its parameters: positions in the domain."""
+        parameters: list[float] = []
+        if self.condition is None:
+            return "true", ()
+        return self._to_sql(self.condition, parameters), tuple(parameters)
+
+    def box(self) -> Box | None:
+        """The allowed values by attribute, if the targeting allows exactly their combinations."""
+        if self.condition is None:
+            return {}
+        return _to_box(self.condition, self.domain)
+
+    def _to_sql(self, condition: Condition, parameters: list[float]) -> str:
+        if isinstance(condition, Junction):
+            parts = (self._to_sql(child, parameters) for child in condition.children)
+            return f"({f' {condition.operator} '.join(parts)})"
+        if isinstance(condition, Not):
+            return f"NOT {self._to_sql(condition.child, parameters)}"
+        column = f"target_{condition.attribute}"
+        if isinstance(condition, Range):
+            parameters += [condition.low, condition.high]
+            return f"coalesce({column} BETWEEN ? AND ?, false)"
+        known = self.domain[condition.attribute] or ()
+        codes = [code for code, value in enumerate(known) if value in condition.allowed]
+        parameters += codes
+        return f"({column} IN ({', '.join('?' * len(codes))}))" if codes else "(false)"
+
+
+def parse_targeting(text: str, domain: Domain) -> Targeting:
+    """Parse a targeting on the attributes and values of `domain`.
+
+    Raises:
+        TargetingError: The text is not a targeting, names what is not in the domain, or contradicts
+            itself.
+    """
+    if len(text) > MAX_LENGTH:
+        raise TargetingError(f"it has {len(text):,} characters, at most {MAX_LENGTH:,}", MAX_LENGTH)
+    if not text.strip():
+        return Targeting(None, domain)
+    condition = _Reader(domain).read(_parse_where(text))
+    targeting = Targeting(condition, domain)
+    targeting.box()  # raises for contradictions
+    return targeting
+
+
+def _parse_where(text: str) -> dict[str, Any]:
+    """DuckDB's syntax tree of a condition."""
+    if not hasattr(_parser, "connection"):
+        _parser.connection = duckdb.connect()
+    (serialized,) = _parser.connection.execute(
+        "SELECT json_serialize_sql(?)", [f"{PREFIX}{text}\n)"]
+    ).fetchone()
+    tree = json.loads(serialized)
+    if tree["error"]:
+        at = min(max(int(tree.get("position", 0)) - len(PREFIX), 0), len(text)) + 1
+        raise TargetingError(str(tree["error_message"]), at)
+    select = tree["statements"][0]["node"] if len(tree["statements"]) == 1 else {}
+    where = select.pop("where_clause", None)
+    if where is None or _without_locations(select) != _empty_select():
+        raise TargetingError("write one condition only, such as country = 'US'", 1)
+    return dict(where)
+
+
+def _empty_select() -> dict[str, Any]:
+    (serialized,) = _parser.connection.execute(
+        "SELECT json_serialize_sql(?)", [f"{PREFIX}true\n)"]
+    ).fetchone()
+    select = json.loads(serialized)["statements"][0]["node"]
+    select.pop("where_clause")
+    return dict(_without_locations(select))
+
+
+def _without_locations(node: Any) -> Any:
+    if isinstance(node, dict):
+        names = (name for name in node if not name.startswith("query_location"))
+        return {name: _without_locations(node[name]) for name in names}
+    return [_without_locations(child) for child in node] if isinstance(node, list) else node
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads the accepted nodes of a syntax tree."""
+
+    domain: Domain
+
+    def read(self, node: Mapping[str, Any]) -> Condition:
+        kind = node["type"]
+        if kind in ("CONJUNCTION_AND", "CONJUNCTION_OR"):
+            operator = "and" if kind == "CONJUNCTION_AND" else "or"
+            return Junction(operator, tuple(map(self.read, node["children"])))
+        if kind == "OPERATOR_NOT":
+            return Not(self.read(node["children"][0]))
+        if kind in ("COMPARE_IN", "COMPARE_NOT_IN"):
+            name = self._attribute(node["children"][0])
+            values = [self._value(name, child) for child in node["children"][1:]]
+            found = self._one_of(name, values, _position(node["children"][0]))
+            return found if kind == "COMPARE_IN" else Not(found)
+        if kind == "COMPARE_BETWEEN":
+            name = self._attribute(node["input"])
+            low, high = self._number(node["lower"]), self._number(node["upper"])
+            if low > high:
+                text = f"between {low:g} and {high:g} is empty: write the lower bound first"
+                raise TargetingError(text, _position(node["input"]))
+            return self._between(name, low, high, _position(node["input"]))
+        if kind in COMPARISONS:
+            return self._comparison(node, COMPARISONS[kind])
+        raise TargetingError("use and, or, not, in, between and comparisons", _position(node))
+
+    def _comparison(self, node: Mapping[str, Any], operator: str) -> Condition:
+        name, position = self._attribute(node["left"]), _position(node["left"])
+        if operator in ("=", "!="):
+            equal = self._one_of(name, [self._value(name, node["right"])], position)
+            return equal if operator == "=" else Not(equal)
+        bound = self._number(node["right"])
+        low, high = {
+            "<": (-math.inf, math.nextafter(bound, -math.inf)),
+            "<=": (-math.inf, bound),
+            ">": (math.nextafter(bound, math.inf), math.inf),
+            ">=": (bound, math.inf),
+        }[operator]
+        return self._between(name, low, high, position)
+
+    def _one_of(self, name: str, values: Sequence[Any], position: int) -> Condition:
+        if self.domain[name] is not None:
+            return Values(name, frozenset(values), position)
+        ranges = tuple(Range(name, float(v), float(v), position) for v in values)
+        return ranges[0] if len(ranges) == 1 else Junction("or", ranges)
+
+    def _between(self, name: str, low: float, high: float, position: int) -> Condition:
+        known = self.domain[name]
+        if known is None:
+            return Range(name, low, high, position)
+        if any(isinstance(value, str) for value in known):
+            raise TargetingError(f"values of {name} have no order: use =, != or in", position)
+        return Values(name, frozenset(v for v in known if low <= float(v) <= high), position)
+
+    def _attribute(self, node: Mapping[str, Any]) -> str:
+        if node["type"] != "COLUMN_REF" or len(node["column_names"]) != 1:
+            raise TargetingError("an attribute is expected here", _position(node))
+        name = str(node["column_names"][0]).lower()
+        if name not in self.domain:
+            known = ", ".join(self.domain)
+            raise TargetingError(f"no attribute is called {name}; known: {known}", _position(node))
+        return name
+
+    def _value(self, name: str, node: Mapping[str, Any]) -> Value | float:
+        """A literal that the attribute may have."""
+        literal, known = _literal(node), self.domain[name]
+        if known is None:
+            return self._number(node)
+        if literal in known:
+            return literal
+        close = get_close_matches(str(literal), list(map(str, known)), n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"values: {_sample_of(known)}"
+        raise TargetingError(f"no impression has {name} = {literal!r}; {hint}", _position(node))
+
+    def _number(self, node: Mapping[str, Any]) -> float:
+        literal = _literal(node)
+        if isinstance(literal, str):
+            raise TargetingError(f"{literal!r} is not a number", _position(node))
+        return float(literal)
+
+
+def _literal(node: Mapping[str, Any]) -> str | int | float:
+    if node["type"] != "VALUE_CONSTANT":
+        raise TargetingError("a value is expected here: texts in 'quotes'", _position(node))
+    kind, text = node["literal"]["kind"], node["literal"].get("text", "")
+    if kind == "STRING":
+        return str(text)
+    if kind == "INTEGER":
+        return int(text)
+    if kind == "NUMERIC":
+        return float(text)
+    raise TargetingError("a text or a number is expected here", _position(node))
+
+
+def _position(node: Mapping[str, Any]) -> int:
+    return max(int(node["query_location"]) - len(PREFIX), 0) + 1
+
+
+def _sample_of(values: Sequence[Value]) -> str:
+    shown = ", ".join(map(str, values[:8]))
+    return f"{shown}, … ({len(values)})" if len(values) > 8 else shown
+
+
+def _to_box(condition: Condition, domain: Domain) -> Box | None:
+    """The values by attribute that a condition allows; None if it is not of this form.
+
+    Raises:
+        TargetingError: Conditions that must all hold allow no value of an attribute.
+    """
+    if isinstance(condition, Values):
+        if not condition.allowed:
+            text = f"no value of {condition.attribute} satisfies this"
+            raise TargetingError(text, condition.position)
+        return {condition.attribute: condition.allowed}
+    if isinstance(condition, Range):
+        return None
+    if isinstance(condition, Not):
+        return _complement(condition, domain)
+    boxes = [_to_box(child, domain) for child in condition.children]
+    if condition.operator == "or":
+        return _union(boxes)
+    return _intersection(boxes, condition)
+
+
+def _complement(condition: Not, domain: Domain) -> Box | None:
+    box = _to_box(condition.child, domain)
+    if box is None or len(box) != 1:
+        return None
+    ((name, allowed),) = box.items()
+    left = frozenset(domain[name] or ()) - allowed
+    if not left:
+        raise TargetingError(f"no value of {name} is left", _first_position(condition))
+    return {name: left}
+
+
+def _union(boxes: Sequence[Box | None]) -> Box | None:
+    known = [box for box in boxes if box is not None]
+    names = {name for box in known for name in box}
+    if len(known) < len(boxes) or len(names) != 1:
+        return None
+    (name,) = names
+    return {name: frozenset().union(*(box[name] for box in known))}
+
+
+def _intersection(boxes: Sequence[Box | None], condition: Junction) -> Box | None:
+    """All boxes hold; contradictions are found even beside conditions of other forms."""
+    common: Box = {}
+    for box, child in zip(boxes, condition.children, strict=True):
+        for name, allowed in (box or {}).items():
+            common[name] = common.get(name, allowed) & allowed
+            if not common[name]:
+                text = f"the targeting contradicts itself: no value of {name} satisfies this too"
+                raise TargetingError(text, _first_position(child))
+    return None if any(box is None for box in boxes) else common
+
+
+def _first_position(condition: Condition) -> int:
+    if isinstance(condition, Not):
+        return _first_position(condition.child)
+    if isinstance(condition, Junction):
+        return min(map(_first_position, condition.children))
+    return condition.position
