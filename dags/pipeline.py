@@ -16,6 +16,7 @@ GEM_MODEL_DIR = "models/gem"
 ITEM_TABLES = ("items", "item_versions")
 TEACHER_TABLES = ("teacher_predictions", "user_teacher_embeddings")
 AUDIENCE_TABLES = ("audience_labels", "audits", "audience_counts")
+FORECAST_TABLES = ("forecast_margins", "forecast_sketches", "forecast_supply", "forecast_sample")
 EXAMPLE_TABLES = ("examples", "impressions", "history", *ITEM_TABLES)
 
 
@@ -55,14 +56,14 @@ class ModelFlags:
     """Flags that name the days of the steps that train and use models.
 
     GEM trains on `training_days` and writes predictions for `teacher_days`, which include the days
-    of refits. Rankers, baselines and the report follow `split`. `test_days` are scored;
-    `data_until` is the last day with logs.
+    of refits. Rankers, baselines and the report follow `split`. `scored_days` are those from the
+    first test day on; `data_until` is the last day with logs.
     """
 
     training_days: tuple[str, ...]
     teacher_days: tuple[str, ...]
     split: tuple[str, ...]
-    test_days: tuple[str, ...]
+    scored_days: tuple[str, ...]
     data_until: tuple[str, ...]
 
 
@@ -117,7 +118,7 @@ def model_flags(split: DaySplit) -> ModelFlags:
         training_days=("--days", f"{split.train_first}:{split.train_last}"),
         teacher_days=("--days", f"{split.train_first}:{split.data_until}"),
         split=split_flags(split),
-        test_days=("--days", f"{split.test_first}:{split.test_last}"),
+        scored_days=("--days", f"{split.test_first}:{split.data_until}"),
         data_until=("--data-until", str(split.data_until)),
     )
 
@@ -243,7 +244,7 @@ class SurfaceCommand:
     name: str
     engine: Engine
     subcommand: tuple[str, ...]
-    days: Literal["split", "test_days", "data_until"]
+    days: Literal["split", "scored_days", "data_until"]
 
     def for_surface(self, paths: PipelinePaths, flags: ModelFlags, surface: Any) -> tuple[Any, ...]:
         """The command line, the surface last: a name, or a template that Airflow renders."""
@@ -254,7 +255,7 @@ class SurfaceCommand:
 TRAIN_RANKER = SurfaceCommand("ranker", "torch", ("rank", "train"), "split")
 PROMOTE_RANKER = SurfaceCommand("promotion", "torch", ("rank", "promote"), "split")
 REFIT_RANKER = SurfaceCommand("refit", "torch", ("rank", "refit"), "data_until")
-SCORE_SURFACE = SurfaceCommand("scores", "spark", ("rank", "score"), "test_days")
+SCORE_SURFACE = SurfaceCommand("scores", "spark", ("rank", "score"), "scored_days")
 SURFACE_COMMANDS = (TRAIN_RANKER, PROMOTE_RANKER, REFIT_RANKER, SCORE_SURFACE)
 
 
@@ -305,6 +306,21 @@ def feature_store_step(spec: DataSpec, paths: PipelinePaths, flags: ModelFlags) 
     )
 
 
+def forecast_steps(spec: DataSpec, paths: PipelinePaths, flags: ModelFlags) -> list[Step]:
+    """Sample the scored impressions for forecasts; no step for a spec without a forecast."""
+    if spec.forecast is None:
+        return []
+    scores = (f"scores/surface={surface}" for surface in spec.ad_surfaces)
+    step = Step(
+        "forecast",
+        "spark",
+        ("forecast", "build", *paths.cli_flags, *flags.data_until),
+        (*scores, "events", "attributes_user"),
+        FORECAST_TABLES,
+    )
+    return [step]
+
+
 def report_step(paths: PipelinePaths, flags: ModelFlags, earlier: Iterable[Step]) -> Step:
     """The HTML report, which reads the outputs of earlier steps."""
     reads = (
@@ -324,6 +340,7 @@ def ranking_steps(spec: DataSpec, paths: PipelinePaths, flags: ModelFlags) -> li
     for surface in spec.ad_surfaces:
         steps.append(surface_step(SCORE_SURFACE, paths, flags, surface))
     steps.append(feature_store_step(spec, paths, flags))
+    steps += forecast_steps(spec, paths, flags)
     return [*steps, report_step(paths, flags, steps)]
 
 

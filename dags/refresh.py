@@ -96,7 +96,7 @@ def refresh_flags(plan: RefreshPlan) -> ModelFlags:
         training_days=(),
         teacher_days=("--days", plan.days),
         split=(),
-        test_days=(),
+        scored_days=(),
         data_until=("--data-until", plan.data_until),
     )
 

@@ -62,7 +62,7 @@ MODEL_FLAGS = ModelFlags(
         *("--test", TEST_DAYS),
         *DATA_UNTIL_FLAGS,
     ),
-    test_days=("--days", TEST_DAYS),
+    scored_days=("--days", _split_template("test_first", "data_until")),
     data_until=DATA_UNTIL_FLAGS,
 )
 
@@ -200,6 +200,8 @@ def rankers_dag(factory: DagFactory) -> DAG:
         surfaces = surface.expand(name=list(factory.spec.ad_surfaces))
         enough_days() >> pin >> [*shared.values(), surfaces]
         surfaces >> shared["feature_store"] >> publish_rankers()
+        if "forecast" in shared:
+            surfaces >> shared["forecast"]
         [*shared.values(), surfaces] >> factory.unpin_task(pin)
         before_report = [task for name, task in shared.items() if name != "report"]
         [surfaces, *before_report] >> shared["report"]

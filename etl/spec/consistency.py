@@ -167,8 +167,11 @@ def _forecast_problems(spec: SpecDeclarations) -> Iterator[Problem]:
         if name in spec.attributes.user and name in spec.attributes.context:
             text = f"{name} is an attribute of users and of the context: rename one"
             yield ("forecast", "attributes"), text
-        elif name == position or name == "surface":
+        elif name == position:
             text = f"{name} is the position, which a campaign cannot choose: leave it out"
-            if name == "surface":
-                text = "a targeting may always name the surface: leave it out"
             yield ("forecast", "attributes"), text
+        elif name == "surface":
+            yield (
+                ("forecast", "attributes"),
+                "a targeting may always name the surface: leave it out",
+            )

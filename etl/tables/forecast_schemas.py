@@ -1,4 +1,4 @@
-"""The schemas of forecasts: a sample of impressions, counts by pairs of values, sketches, supply."""
+"""The schemas of forecasts: a sample of impressions, counts by pairs of values, sketches."""
 
 from etl.spec.attributes import (
     Attribute,
@@ -16,8 +16,8 @@ UNKNOWN_VALUE = "unknown"  # of categorical attributes that are missing
 def targeting_attributes(spec: DataSpec) -> dict[str, Attribute | None]:
     """Attributes that a targeting may name, in their order; None for the surface."""
     assert spec.forecast
-    declared = {**spec.attributes.context, **spec.attributes.user}
-    return {SURFACE: None} | {name: declared[name] for name in spec.forecast.attributes}
+    declared: dict[str, Attribute] = {**spec.attributes.context, **spec.attributes.user}
+    return {SURFACE: None, **{name: declared[name] for name in spec.forecast.attributes}}
 
 
 def user_categories(spec: DataSpec) -> list[str]:

@@ -9,7 +9,6 @@ import tyro
 from pydantic import Field
 
 from etl.cli.runner import LakeArgs, holds_leases, parse_days_argument
-from etl.commands import print_counts
 from etl.errors import UserError
 from ranking.serving.settings import LOOPBACK_HOSTS, Limits
 
@@ -27,13 +26,14 @@ class BuildArgs(LakeArgs):
 def build(args: BuildArgs) -> None:
     """Sample the scored impressions of the latest days, and count their segments."""
     from etl.runtime.spark import spark_session
-    from ranking.forecast.build import build_forecast
+    from features.forecast.build import build_forecast
     from ranking.forecast.tables import require_forecast
 
     require_forecast(args.load_spec())
     lake = args.open_lake()
     spark_session("forecast")
-    print_counts("forecast", build_forecast(lake, args.data_until))
+    counts = build_forecast(lake, args.data_until)
+    print("forecast: " + ", ".join(f"{table} {rows:,} rows" for table, rows in counts.items()))
 
 
 class AskArgs(LakeArgs):
@@ -69,7 +69,9 @@ def ask(args: AskArgs) -> None:
         from rich.console import Console
         from rich.table import Table
 
-        table = Table("bid", "reach [95 %]", "impressions [95 %]", "spend", "events", "cost an event")
+        table = Table(
+            "bid", "reach [95 %]", "impressions [95 %]", "spend", "events", "cost an event"
+        )
         for bid, campaign in zip(args.bid, campaigns, strict=True):
             events = ", ".join(f"{name} {e.value:,.1f}" for name, e in campaign.events.items())
             cost = "" if campaign.cost_per_event is None else f"{campaign.cost_per_event:,.4f}"

@@ -257,7 +257,9 @@ class Forecaster:
         """
         assert self.spec.forecast
         box = targeting.box()
-        identity = whole.key if box is None else sorted((n, sorted(map(str, v))) for n, v in box.items())
+        identity: object = whole.key
+        if box is not None:
+            identity = sorted((name, sorted(map(str, allowed))) for name, allowed in box.items())
         text = f"{self.tables.versions['forecast_sample']} {identity}"
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         uniform = int.from_bytes(digest) / 2**64 * 2.0 - 1.0

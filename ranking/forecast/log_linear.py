@@ -93,7 +93,9 @@ class LogLinearModel:
         return Prior(mean, 0.0 if is_exact else unit * mean + self.dispersion * mean**2)
 
 
-def pair_counts(margins: pa.Table, column: str, domain: Mapping[str, Sequence[Value]]) -> PairCounts:
+def pair_counts(
+    margins: pa.Table, column: str, domain: Mapping[str, Sequence[Value]]
+) -> PairCounts:
     """The counts of a column of `forecast_margins`; pairs without a count are left out.
 
     Args:
@@ -169,4 +171,3 @@ def _triple_cells(
     shape = tuple(map(len, rows))
     offsets = [values[name] - rows[k][0] for k, name in enumerate(names)]
     return _kirkwood(singles, pairs, users.total), np.ravel_multi_index(offsets, shape)
-

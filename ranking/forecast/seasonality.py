@@ -57,7 +57,8 @@ def forecast_days(history: Mapping[date, float], days: Sequence[date]) -> DailyF
 
 def backtest_weeks(past: Sequence[date], values: Floats) -> Backtest | None:
     """Forecast each past week from the days before it; None if there are too few days."""
-    model, repeat = [], []
+    model: list[float] = []
+    repeat: list[float] = []
     for end in range(MIN_DAYS, len(past) - WEEK + 1, WEEK // 2):
         before, week = slice(0, end), slice(end, end + WEEK)
         total = values[week].sum()

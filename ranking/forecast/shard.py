@@ -1,5 +1,7 @@
 """One shard of the sample in DuckDB, and the sums that it answers a query with.
 
+The SQL is made of names of the spec, of numbers, and of conditions whose values are parameters.
+
 A campaign that bids b for an event of objective g has the value b * p_g + s in a request, where s
 is what its events are worth to the surface. It gets the place of the best ad that it beats, at most
 one in a request, and pays that ad's value less s, or the reserve, as in the auction
@@ -67,20 +69,22 @@ class Shard:
         self.user_keys = np.unique(sample["user_key"].to_numpy())  # by user_index
         self.database = duckdb.connect(config={"threads": 1})
         self.database.register("rows", add_auction_terms(spec, encode_values(sample, domain)))
-        targets = [f"target_{name}" for name in domain]
-        objectives = [f"p_{name}::FLOAT AS p_{name}" for name in spec.objectives]
-        served = [f"serves_{name}" for name in spec.objectives]
-        self.database.execute(f"""
-            CREATE TABLE sample AS SELECT user_index, probability, impression_day,
-            cost::FLOAT AS cost, cost_above::FLOAT AS cost_above,
-            {", ".join([*targets, *objectives, *served])} FROM rows ORDER BY user_index""")
+        stored = ", ".join([
+            *("user_index", "probability", "impression_day"),
+            *("cost::FLOAT AS cost", "cost_above::FLOAT AS cost_above"),
+            *(f"target_{name}" for name in domain),
+            *(f"p_{name}::FLOAT AS p_{name}" for name in spec.objectives),
+            *(f"serves_{name}" for name in spec.objectives),
+        ])  # fmt: skip
+        sql = f"CREATE TABLE sample AS SELECT {stored} FROM rows ORDER BY user_index"  # noqa: S608
+        self.database.execute(sql)
         self.database.unregister("rows")
 
     def sums(self, query: Query) -> SampleSums:
         """The sums of all quantities over the users that match.
 
-        DuckDB aggregates impressions by user; the sums over users are NumPy's, because a query of as
-        many aggregates takes DuckDB longer to plan than to run.
+        DuckDB aggregates impressions by user; the sums over users are NumPy's, because a query with
+        as many aggregates takes DuckDB longer to plan than to run.
         """
         condition, days = query.condition, list(query.days)
         if self.days <= set(days):
@@ -91,11 +95,9 @@ class Shard:
         if query.campaign:
             condition += f" AND {self._is_won(query.campaign)}"
             columns = "".join(f", sum({name}) AS {name}" for name in self._summed)
-        users = self.database.execute(
-            f"SELECT user_index, any_value(probability) AS probability, count(*) AS won {columns} "
-            f"FROM sample WHERE {condition} GROUP BY user_index",
-            [*query.parameters, *days],
-        ).fetchnumpy()
+        columns = f"user_index, any_value(probability) AS probability, count(*) AS won {columns}"
+        sql = f"SELECT {columns} FROM sample WHERE {condition} GROUP BY user_index"  # noqa: S608
+        users = self.database.execute(sql, [*query.parameters, *days]).fetchnumpy()
         quantities = self._quantities(users, query.campaign)
         weights = 1.0 / np.asarray(users["probability"])
         weighted = quantities * weights
@@ -106,6 +108,15 @@ class Shard:
             users=len(weights),
             key=int(np.bitwise_xor.reduce(self.user_keys[users["user_index"]], initial=0)),
         )
+
+    def cost_per_event(self, objective: str, quantiles: tuple[float, ...]) -> tuple[float, ...]:
+        """Quantiles of what the places of the sample cost per event of an objective."""
+        self.spec.surfaces_of(objective)
+        places = f"serves_{objective} AND cost > 0 AND p_{objective} > 0"
+        cost = f"quantile_cont(cost / p_{objective}, {list(quantiles)})"
+        row = self.database.execute(f"SELECT {cost} FROM sample WHERE {places}").fetchone()  # noqa: S608
+        assert row
+        return tuple(row[0] or (0.01,) * len(quantiles))
 
     def _is_won(self, campaign: Campaign) -> str:
         """SQL: the campaign gets the place of the impression."""

@@ -9,6 +9,7 @@ A shard of W that does not answer leaves a sample with probabilities pi (W - 1) 
 are spread over the shards by a hash: the same formulas hold, with wider intervals. Q quantities.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -135,4 +136,5 @@ def gamma_quantile(shape: float, z: float) -> float:
 
     By Wilson and Hilferty (1931): the cube root is nearly normal.
     """
-    return shape * max(1.0 - 1.0 / (9.0 * shape) + z / (3.0 * shape**0.5), 0.0) ** 3
+    cube_root = max(1.0 - 1.0 / (9.0 * shape) + z / (3.0 * math.sqrt(shape)), 0.0)
+    return shape * cube_root**3

@@ -1,4 +1,4 @@
-"""What a forecast knows besides the sample: values of attributes, counts, sketches, daily supply."""
+"""The tables of a forecast as it reads them: values of attributes, counts, sketches, supply."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -40,8 +40,8 @@ class SumsMessage(StrictModel):
 
     def to_sums(self) -> SampleSums:
         """The sums as arrays."""
-        arrays = map(np.array, (self.totals, self.squares, self.damped_squares))
-        return SampleSums(*arrays, users=self.users, key=self.key)
+        totals, squares, damped = map(np.array, (self.totals, self.squares, self.damped_squares))
+        return SampleSums(totals, squares, damped, self.users, self.key)
 
     @classmethod
     def of(cls, sums: SampleSums) -> "SumsMessage":

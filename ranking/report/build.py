@@ -80,6 +80,7 @@ def build_report(lake: Lake, raw_data_uri: str, split: DaySplit) -> StoragePath:
         model_cards=data.model_cards(lake),
         prequential=figures.plot_prequential(teacher_prequential(lake, split.data_until)),
         audiences=audience_sections(lake, split.data_until),
+        forecasts=_forecasts(lake),
         **_ingest(lake),
         studies=[
             (study, figures.plot_study(study))
@@ -89,6 +90,15 @@ def build_report(lake: Lake, raw_data_uri: str, split: DaySplit) -> StoragePath:
     path = resolve_uri(lake.root, "report.html")
     atomic_io.write_text(path, page)
     return path
+
+
+def _forecasts(lake: Lake) -> Any:
+    """The section on forecasts, whose libraries only specs with a forecast need."""
+    if lake.spec.forecast is None:
+        return None
+    from ranking.report.forecasts import forecast_section
+
+    return forecast_section(lake)
 
 
 def _model_quality(lake: Lake, predictions: dict[str, Predictions]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`gemline forecast build`: the tables of a forecast, from scored impressions of the latest days."""
+"""`gemline forecast build`: the tables of a forecast, from the latest scored impressions."""
 
 from collections.abc import Sequence
 from datetime import date, timedelta
@@ -22,7 +22,7 @@ from etl.tables.forecast_schemas import (
 )
 from etl.tables.lake import Lake
 from features.encoding.spark import encode_local_time
-from ranking.forecast.sampling import sampling_scale, workload_combinations
+from features.forecast.sampling import sampling_scale, workload_combinations
 
 SUPPLY_DAYS = 56  # of daily counts, from which trend and weekday effects are fitted
 IMPORTANCE_DIGITS = 3  # to which importances are rounded when users are grouped by them

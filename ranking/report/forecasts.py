@@ -1,0 +1,94 @@
+"""The report's section on forecasts: the coming days by surface, and reach and spend by bid."""
+
+import asyncio
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from etl.tables.lake import Lake
+from ranking.forecast.forecaster import Forecast, Forecaster, ForecastRequest
+from ranking.forecast.pool import LocalShard
+from ranking.forecast.shard import Shard
+from ranking.forecast.sums import Floats
+from ranking.forecast.tables import SAMPLE, read_sample, read_tables, table_versions
+from ranking.report.figures import PANEL_WIDTH, to_svg
+
+NUM_BIDS = 8
+BID_QUANTILES = (0.05, 0.95)  # of what the places of the sample cost per event
+
+
+@dataclass(frozen=True)
+class BidCurve:
+    """What campaigns of a goal that target everyone would win, by bid."""
+
+    goal: str
+    bids: list[float]
+    forecasts: list[Forecast]
+
+
+@dataclass(frozen=True)
+class ForecastSection:
+    """Everyone and each surface in the days after the sample, and bid curves by goal."""
+
+    segments: dict[str, Forecast]
+    curves: list[BidCurve]
+
+    @property
+    def figure(self) -> str:
+        """Reach and spend by bid as an SVG, a panel for each goal; empty without an auction."""
+        return plot_bid_curves(self.curves) if self.curves else ""
+
+
+def forecast_section(lake: Lake) -> ForecastSection | None:
+    """The section; None if no forecast has been built."""
+    if lake.spec.forecast is None or not lake.exists(SAMPLE):
+        return None
+    versions = table_versions(lake)
+    sample = read_sample(lake, versions[SAMPLE])
+    tables = read_tables(lake, sample, versions)
+    shard = Shard(lake.spec, sample, tables.domain)
+    return asyncio.run(_forecast(Forecaster(tables, LocalShard(shard)), shard))
+
+
+async def _forecast(forecaster: Forecaster, shard: Shard) -> ForecastSection:
+    spec = forecaster.spec
+    targetings = {"everyone": ""} | {name: f"surface = '{name}'" for name in spec.ad_surfaces}
+    segments = {
+        name: await forecaster.forecast(ForecastRequest(targeting=targeting))
+        for name, targeting in targetings.items()
+    }
+    curves = []
+    for goal, objective in (spec.auction.goal_objectives if spec.auction else {}).items():
+        bids = [float(bid) for bid in typical_bids(shard, objective)]
+        forecasts = [await forecaster.forecast(ForecastRequest(goal=goal, bid=bid)) for bid in bids]
+        curves.append(BidCurve(goal, bids, forecasts))
+    return ForecastSection(segments, curves)
+
+
+def typical_bids(shard: Shard, objective: str) -> Floats:
+    """Bids per event of an objective that win from few to most places of the sample."""
+    low, high = shard.cost_per_event(objective, BID_QUANTILES)
+    return np.geomspace(low, high, NUM_BIDS)
+
+
+def plot_bid_curves(curves: list[BidCurve]) -> str:
+    """Reach with its interval, and spend, by bid."""
+    figure = Figure(figsize=(PANEL_WIDTH * len(curves), 3.2))
+    axes = np.ravel(figure.subplots(1, len(curves)))
+    for axis, curve in zip(axes, curves, strict=True):
+        campaigns = [forecast.campaign for forecast in curve.forecasts if forecast.campaign]
+        reach = np.array([[c.reach.low, c.reach.value, c.reach.high] for c in campaigns])
+        axis.fill_between(curve.bids, reach[:, 0], reach[:, 2], alpha=0.2, linewidth=0)
+        axis.plot(curve.bids, reach[:, 1], label="reach")
+        axis.set_xscale("log")
+        axis.set_ylim(0)
+        axis.set_title(curve.goal)
+        axis.set_xlabel("bid per event")
+        spend = axis.twinx()
+        spend.plot(curve.bids, [c.spend.value for c in campaigns], color="tab:orange", ls="--")
+        spend.set_ylim(0)
+        spend.tick_params(axis="y", colors="tab:orange", labelsize=7)
+    axes[0].set_ylabel("users reached (dashed: spend)")
+    figure.tight_layout()
+    return to_svg(figure)
