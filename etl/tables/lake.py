@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -122,6 +123,12 @@ def _filter_days(actions: pa.Table, days: tuple[date, date]) -> pa.Table:
 def commit_metadata(**values: object) -> str:
     """JSON metadata of a commit."""
     return json.dumps(values, sort_keys=True, default=str)
+
+
+def last_commit_metadata(table: DeltaTable) -> dict[str, Any]:
+    """What the last commit of a table recorded, by Spark or by `etl.tables.arrow`."""
+    commit = table.history(1)[0]
+    return dict(json.loads(commit.get("userMetadata") or commit["facts"]))
 
 
 def ensure_lake_root(root: str) -> None:

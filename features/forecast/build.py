@@ -1,6 +1,6 @@
 """`gemline forecast build`: the tables of a forecast, from the latest scored impressions."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date, timedelta
 from functools import reduce
 
@@ -39,27 +39,50 @@ def build_forecast(lake: Lake, until: date) -> dict[str, int]:
     Raises:
         UserError: No day of the window has scores.
     """
-    spec = lake.spec
     versions = {name: lake.version(name) for name in ("scores", "events", "attributes_user")}
     days = scored_days(lake, until)
-    rows = targeted_impressions(lake, days, versions).persist(StorageLevel.MEMORY_AND_DISK)
-    users = sampled_users(spec, rows)
-    window_end = F.lit(days[-1])
+    rows = targeted_impressions(lake, days, versions)
+    supply = daily_supply(lake, until, versions["events"])
+    return write_forecast(lake, rows, supply, days[-1], versions)
+
+
+def write_forecast(
+    lake: Lake, rows: DataFrame, supply: DataFrame, last_day: date, versions: Mapping[str, int]
+) -> dict[str, int]:
+    """Replace the tables of the forecast.
+
+    Args:
+        lake: The lake.
+        rows: Impressions of the window, as `targeted_impressions` returns them.
+        supply: Impressions by surface and day.
+        last_day: The last day of the window.
+        versions: The versions of the tables that were read.
+
+    Returns:
+        The number of rows, by table.
+    """
+    spec = lake.spec
+    rows = rows.withColumn("day", F.lit(last_day)).persist(StorageLevel.MEMORY_AND_DISK)
     frames = {
-        forecast_schemas.forecast_margins: margins_of(spec, rows).withColumn("day", window_end),
-        forecast_schemas.forecast_sketches: sketches_of(spec, rows).withColumn("day", window_end),
-        forecast_schemas.forecast_supply: daily_supply(lake, until, versions["events"]),
+        forecast_schemas.forecast_margins: margins_of(spec, rows).withColumn(
+            "day", F.lit(last_day)
+        ),
+        forecast_schemas.forecast_sketches: sketches_of(spec, rows).withColumn(
+            "day", F.lit(last_day)
+        ),
+        forecast_schemas.forecast_supply: supply,
     }
+    written: dict[str, int] = {}
     for schema, frame in frames.items():
         contract = schema(spec)
-        written = spark_io.replace_partitions(lake, contract, frame, ALL_ROWS, versions)
-        versions[contract.name] = written
+        version = spark_io.replace_partitions(lake, contract, frame, ALL_ROWS, versions)
+        written[contract.name] = version
     # The sample is last: its commit names the versions of the others, which readers follow.
     contract = forecast_schemas.forecast_sample(spec)
-    sample = rows.join(users, "user_key").withColumn("day", window_end)
-    spark_io.replace_partitions(lake, contract, sample, ALL_ROWS, versions)
+    sample = rows.join(sampled_users(spec, rows), "user_key")
+    spark_io.replace_partitions(lake, contract, sample, ALL_ROWS, {**versions, **written})
     rows.unpersist()
-    return {table: lake.count_rows(table) for table in (*list(versions)[3:], contract.name)}
+    return {table: lake.count_rows(table) for table in (*written, contract.name)}
 
 
 def scored_days(lake: Lake, until: date) -> list[date]:

@@ -26,7 +26,8 @@ from ranking.forecast.sums import Z95, Estimate, SampleSums, gamma_estimate, pos
 from ranking.forecast.tables import ForecastTables
 from ranking.forecast.targeting import Targeting, parse_targeting
 
-NOISE_SHARE = 0.25  # of `min_users`: the largest change that hides single users
+NOISE_USERS = 5.0  # the largest change of a segment, which hides single users
+NOISE_SHARE = 0.25  # of `min_users`, if that is less
 PositiveMoney = Annotated[float, Field(gt=0, le=MAX_MONEY, allow_inf_nan=False)]
 
 
@@ -263,7 +264,8 @@ class Forecaster:
         text = f"{self.tables.versions['forecast_sample']} {identity}"
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         uniform = int.from_bytes(digest) / 2**64 * 2.0 - 1.0
-        largest = NOISE_SHARE * self.spec.forecast.min_users / size.users.value
+        most = min(NOISE_USERS, NOISE_SHARE * self.spec.forecast.min_users)
+        largest = most / size.users.value
         return Noise(1.0 + largest * uniform, largest**2 / 3.0)
 
     def _by_sketch(self, targeting: Targeting, noise: "Noise") -> Interval | None:

@@ -1,6 +1,5 @@
 """The tables of a forecast as it reads them: values of attributes, counts, sketches, supply."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
@@ -14,7 +13,7 @@ from etl.spec.attributes import LocalTimeAttribute, NumericAttribute
 from etl.spec.model import DataSpec
 from etl.tables import arrow, forecast_schemas
 from etl.tables.forecast_schemas import targeting_attributes, user_categories
-from etl.tables.lake import Lake
+from etl.tables.lake import Lake, last_commit_metadata
 from ranking.forecast.log_linear import LogLinearModel, fit_log_linear, pair_counts
 from ranking.forecast.reach import UserSketches, read_sketches
 from ranking.forecast.sums import Floats
@@ -69,7 +68,7 @@ def table_versions(lake: Lake) -> dict[str, int]:
     if not lake.exists(SAMPLE):
         raise UserError(f"{lake.root} has no forecast: run `gemline forecast build` first")
     table = lake.open(SAMPLE)
-    inputs = json.loads(table.history(1)[0]["userMetadata"])["inputs"]
+    inputs = last_commit_metadata(table)["inputs"]
     return {SAMPLE: table.version()} | {name: inputs[name] for name in OTHER_TABLES}
 
 
@@ -88,17 +87,17 @@ def read_tables(lake: Lake, sample: pa.Table, versions: Mapping[str, int]) -> Fo
     margins, sketches, supply = (
         arrow.snapshot(lake, contracts[name], versions[name]).read() for name in OTHER_TABLES
     )
-    domain = _domain_of(spec, margins)
-    users = _SampledUsers.of(sample)
     by_surface: dict[str, dict[date, float]] = {}
     for row in supply.to_pylist():
         by_surface.setdefault(row["surface"], {})[row["day"]] = float(row["impressions"])
+    users = SampledUsers.of(sample)
+    domain = _domain_of(spec, margins)
     return ForecastTables(
         spec,
         versions,
         domain,
         tuple(sorted(pc.unique(sample["impression_day"]).to_pylist())),
-        _fit_model(spec, margins, domain, users),
+        fit_model(spec, margins, domain, users),
         read_sketches(sketches, spec.attributes.user),
         by_surface,
         float(users.weights.mean()),
@@ -130,7 +129,7 @@ def _domain_of(spec: DataSpec, margins: pa.Table) -> Domain:
 
 
 @dataclass(frozen=True)
-class _SampledUsers:
+class SampledUsers:
     """One row of the sample for each user (N), with 1 / probability and the number of rows."""
 
     rows: pa.Table
@@ -138,7 +137,8 @@ class _SampledUsers:
     impressions: Floats
 
     @classmethod
-    def of(cls, sample: pa.Table) -> "_SampledUsers":
+    def of(cls, sample: pa.Table) -> "SampledUsers":
+        """The users of rows of `forecast_sample`."""
         _, first, counts = np.unique(
             sample["user_key"].to_numpy(), return_index=True, return_counts=True
         )
@@ -146,9 +146,10 @@ class _SampledUsers:
         return cls(rows, 1.0 / rows["probability"].to_numpy(), counts.astype(float))
 
 
-def _fit_model(
-    spec: DataSpec, margins: pa.Table, domain: Domain, sampled: _SampledUsers
+def fit_model(
+    spec: DataSpec, margins: pa.Table, domain: Domain, sampled: SampledUsers
 ) -> LogLinearModel:
+    """The log-linear model of rows of `forecast_margins`."""
     discrete = {name: values for name, values in domain.items() if values is not None}
     of_users = {name: v for name, v in discrete.items() if name in user_categories(spec)}
     impressions = pair_counts(margins, "impressions", discrete)

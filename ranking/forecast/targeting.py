@@ -141,10 +141,11 @@ def _parse_where(text: str) -> dict[str, Any]:
         "SELECT json_serialize_sql(?)", [f"{PREFIX}{text}\n)"]
     ).fetchone()
     tree = json.loads(serialized)
-    if tree["error"]:
-        at = min(max(int(tree.get("position", 0)) - len(PREFIX), 0), len(text)) + 1
-        raise TargetingError(str(tree["error_message"]), at)
-    select = tree["statements"][0]["node"] if len(tree["statements"]) == 1 else {}
+    if "position" in tree:
+        position = min(max(int(tree["position"]) - len(PREFIX), 0), len(text)) + 1
+        raise TargetingError(str(tree["error_message"]), position)
+    statements = tree.get("statements", [])
+    select = statements[0]["node"] if len(statements) == 1 else {}
     where = select.pop("where_clause", None)
     if where is None or _without_locations(select) != _empty_select():
         raise TargetingError("write one condition only, such as country = 'US'", 1)

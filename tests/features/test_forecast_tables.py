@@ -1,0 +1,207 @@
+"""The tables of a forecast: what is sampled and counted equals brute force, and leaks nothing."""
+
+import itertools
+from dataclasses import replace
+from datetime import date, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+from etl.errors import UserError
+from etl.spec.units import MICROS
+from etl.tables import arrow, forecast_schemas, label_schemas, schemas
+from etl.tables.forecast_schemas import user_categories
+from etl.tables.lake import Lake
+from features.forecast.build import build_forecast
+from gemline import main
+from ranking.forecast.tables import read_sample, read_tables, table_versions
+from tests.conftest import LAST
+from tests.world import copy_of
+
+pytestmark = pytest.mark.spark
+EVE = LAST - timedelta(days=1)
+EVERYONE = 1_000_000
+USER_ATTRIBUTES = ("age_band", "country", "tier")
+
+
+def with_forecast(lake: Lake, **changes: Any) -> Lake:
+    """The same lake with other settings of the forecast, which the tables' hash leaves out."""
+    assert lake.spec.forecast
+    forecast = lake.spec.forecast.model_copy(update=changes)
+    return replace(lake, spec=lake.spec.model_copy(update={"forecast": forecast}))
+
+
+@pytest.fixture(scope="module")
+def scored(lake: Lake, tmp_path_factory: pytest.TempPathFactory) -> Lake:
+    """The shared tables with drawn scores of the last two days."""
+    own = copy_of(lake, tmp_path_factory.mktemp("forecast") / "lake")
+    write_scores(own, [EVE, LAST], seed=0)
+    return with_forecast(own, sample_rows=EVERYONE, min_users=5)
+
+
+def write_scores(lake: Lake, days: list[date], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    impressions = (
+        arrow.snapshot(lake, label_schemas.impressions(lake.spec)).read(day=days).to_pandas()
+    )
+    names = {code: name for name, code in lake.spec.surface_codes.items()}
+    rows = impressions[["impression_id", "request_id", "item_id", "day"]].copy()
+    rows["surface"] = impressions.surface.map(names)
+    for name in lake.spec.objectives:
+        rows[f"p_{name}"] = rng.uniform(0.01, 0.2, len(rows))
+    rows["ranker"], rows["bid"] = "drawn", 1.0
+    rows["expected_value"] = rng.uniform(0.001, 0.01, len(rows))
+    request = rows.groupby(["surface", "day", "request_id"]).expected_value
+    rows["rank"] = request.rank(ascending=False, method="first").astype(int) - 1
+    rows["price"] = rows.expected_value
+    is_excluded = rng.random(len(rows)) < 0.05
+    rows.loc[is_excluded & (request.transform("size") == rows["rank"] + 1), ["rank", "price"]] = (
+        None
+    )
+    table = pa.Table.from_pandas(rows, preserve_index=False)
+    arrow.replace_rows(lake, schemas.scores(lake.spec), table, "day IS NOT NULL", {})
+
+
+@pytest.fixture(scope="module")
+def built(spark: object, scored: Lake) -> Lake:
+    build_forecast(scored, LAST)
+    return scored
+
+
+def sample_of(lake: Lake) -> pd.DataFrame:
+    rows: pd.DataFrame = read_sample(lake, lake.version("forecast_sample")).to_pandas()
+    return rows.sort_values([*rows.columns]).reset_index(drop=True)
+
+
+def expected_rows(lake: Lake, until: date) -> pd.DataFrame:
+    """The ranked impressions with their users' latest attributes, one row after the other."""
+    spec = lake.spec
+    events = arrow.snapshot(lake, schemas.events(spec)).read().to_pandas()
+    events = events[events.type == spec.event_codes[spec.impression_type]]
+    scores = arrow.snapshot(lake, schemas.scores(spec)).read().to_pandas()
+    scores = scores[scores["rank"].notna() & (scores.day <= until)]
+    versions = arrow.snapshot(lake, schemas.attributes(spec, "user")).read().to_pandas()
+    versions = versions[versions.valid_from < spec.day_end(until) * MICROS["s"]]
+    latest = versions.sort_values("valid_from").groupby("user_id").last()
+    rows = scores.merge(events, on=["impression_id", "day"], suffixes=("", "_event"))
+    rows = rows.merge(latest, left_on="user_id", right_index=True, how="left", suffixes=("", "_u"))
+    found = pd.DataFrame({"user": rows.user_id, "target_surface": rows.surface})
+    for name in USER_ATTRIBUTES:
+        found[f"target_{name}"] = rows[f"attr_{name}"].fillna("unknown")
+    for name in ("device", "connection"):
+        found[f"target_{name}"] = rows[f"ctx_{name}"].fillna("unknown")
+    found["target_hour"] = (rows.event_ts // MICROS["s"] // 3600 % 24).astype(int)
+    found["impression_day"], found["value"] = rows.day, rows.expected_value
+    keys = ["surface", "day", "request_id"]
+    by_request = rows.groupby(keys)
+    for name in spec.objectives:
+        found[f"p_{name}"] = by_request[f"p_{name}"].transform("mean")
+    ordered = rows.sort_values([*keys, "rank"])
+    found["value_above"] = ordered.groupby(keys).expected_value.shift(1)
+    return found
+
+
+def test_a_sample_of_everyone_has_each_ranked_impression_as_brute_force_does(built: Lake) -> None:
+    sample, expected = sample_of(built), expected_rows(built, LAST)
+    assert len(sample) == len(expected) > 500 and (sample.probability == 1).all()
+    assert sample.user_key.nunique() == expected.user.nunique()
+    columns = [name for name in expected.columns if name != "user"]
+    order = ["value", "target_hour"]
+    pd.testing.assert_frame_equal(
+        sample[columns].sort_values(order).reset_index(drop=True),
+        expected[columns].sort_values(order).reset_index(drop=True),
+        check_dtype=False,
+    )
+
+
+def test_counts_of_pairs_and_sketches_equal_brute_force(built: Lake) -> None:
+    sample = sample_of(built)
+    margins = (
+        arrow.snapshot(built, forecast_schemas.forecast_margins(built.spec)).read().to_pandas()
+    )
+    names = ["surface", *built.spec.forecast.attributes]  # type: ignore[union-attr]
+    pairs = margins.set_index(["attribute_a", "value_a", "attribute_b", "value_b"])
+    of_users, seen = user_categories(built.spec), 0
+    for a, b in itertools.combinations_with_replacement(names, 2):
+        keys = list(dict.fromkeys([f"target_{a}", f"target_{b}"]))
+        for values, group in sample.groupby(keys):
+            found = pairs.loc[a, str(values[0]), b, str(values[-1])]
+            assert found.impressions == len(group)
+            if {a, b} <= {*of_users}:
+                assert found.users == group.user_key.nunique()
+            else:
+                assert pd.isna(found.users)
+            seen += 1
+    assert seen == len(margins) > 200
+    tables = read_tables(
+        built, read_sample(built, built.version("forecast_sample")), table_versions(built)
+    )
+    for device, group in sample.groupby("target_device"):
+        estimate = tables.sketches.users({"device": frozenset({str(device)})})
+        assert estimate and estimate.value == group.user_key.nunique()
+
+
+def test_a_small_sample_has_whole_users_whose_weights_add_up_to_everyone(built: Lake) -> None:
+    everyone = sample_of(built)
+    totals = []
+    small = with_forecast(built, sample_rows=300)
+    build_forecast(small, LAST)
+    sample = sample_of(small)
+    assert 200 < len(sample) < 450 and sample.probability.between(1e-9, 1).all()
+    assert sample.probability.nunique() > 5  # users are not sampled alike
+    rows_of_users = everyone.groupby("user_key").size()
+    assert (sample.groupby("user_key").size() == rows_of_users[sample.user_key.unique()]).all()
+    totals.append((1 / sample.probability).sum())
+    assert totals[0] == pytest.approx(len(everyone), rel=0.25)
+    build_forecast(small, LAST)
+    pd.testing.assert_frame_equal(sample_of(small), sample)  # the same users every time
+
+
+def test_nothing_after_the_window_is_seen(scored: Lake, spark: object, tmp_path: Path) -> None:
+    """Attributes that become valid when the window ends are unseen, as are later scores."""
+    lake = copy_of(scored, tmp_path / "lake")
+    lake = replace(lake, spec=scored.spec)
+    build_forecast(lake, EVE)
+    before = sample_of(lake)
+    assert set(before.impression_day) == {EVE}
+    schema = schemas.attributes(lake.spec, "user")
+    stored = arrow.snapshot(lake, schema).read().to_pandas()
+    later = stored.drop_duplicates("user_id").assign(
+        valid_from=lake.spec.day_end(EVE) * MICROS["s"], attr_country="ZZ", day=LAST
+    )
+    both = pa.Table.from_pandas(pd.concat([stored, later]), preserve_index=False)
+    arrow.replace_rows(lake, schema, both, "day IS NOT NULL", {})
+    write_scores(lake, [EVE, LAST], seed=0)
+    build_forecast(lake, EVE)
+    pd.testing.assert_frame_equal(sample_of(lake), before)
+    build_forecast(lake, LAST)
+    assert "ZZ" in set(sample_of(lake).target_country)
+
+
+def test_readers_follow_the_versions_of_one_build(built: Lake) -> None:
+    versions = table_versions(built)
+    assert versions["forecast_margins"] == built.version("forecast_margins")
+    schema = forecast_schemas.forecast_margins(built.spec)
+    rows = arrow.snapshot(built, schema).read()
+    arrow.replace_rows(built, schema, rows, "day IS NOT NULL", {})  # as a build that was cut off
+    assert table_versions(built) == versions
+
+
+@pytest.fixture
+def not_scored(lake: Lake, tmp_path: Path) -> Lake:
+    return copy_of(lake, tmp_path / "lake")
+
+
+def test_a_lake_without_scores_or_a_forecast_is_refused(
+    not_scored: Lake, spec_path: Path, spark: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--spec", str(spec_path), "--lake", not_scored.root]
+    assert main(["forecast", "ask", *flags]) == 2
+    assert "run `gemline forecast build` first" in capsys.readouterr().err
+    write_scores(not_scored, [LAST], seed=0)
+    with pytest.raises(UserError, match=r"no day until .* has scores of all ad surfaces"):
+        build_forecast(not_scored, EVE)

@@ -1,0 +1,98 @@
+"""A small simulated world, a sample of it, and the tables of a forecast by brute force."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from datasketches import update_theta_sketch
+
+from benchmarks.studies.forecast_world import ForecastWorld, sampled_days, world_spec
+from etl.spec.model import DataSpec
+from ranking.forecast.forecaster import Forecaster, ForecastRequest, SegmentSize
+from ranking.forecast.pool import LocalShard
+from ranking.forecast.reach import UserSketches
+from ranking.forecast.shard import Query, Shard
+from ranking.forecast.tables import ForecastTables, SampledUsers, fit_model
+from ranking.forecast.targeting import Box, parse_targeting
+
+SPEC = world_spec(sample_rows=2000, min_users=20)
+EVERYTHING = 1e9  # a sample of as many rows
+
+
+class World:
+    """A small world, its sample, and the forecaster of it."""
+
+    def __init__(self, seed: int, sample_rows: float, spec: DataSpec = SPEC) -> None:
+        self.spec = spec
+        self.world = ForecastWorld.draw(seed, 4000, 4.0)
+        self.rows = self.world.rows()
+        rng = np.random.default_rng(seed + 100)
+        share = min(1.0, sample_rows / self.rows.num_rows)
+        taken = rng.random(len(self.world.values)) < share
+        sample = self.rows.filter(pa.array(taken[self.world.user]))
+        self.sample = sample.append_column("probability", pa.array(np.full(len(sample), share)))
+        self.margins = brute_force_margins(self.rows)
+        domain: dict[str, Sequence[str | int]] = {
+            name: sorted(set(self.rows[f"target_{name}"].to_pylist()))
+            for name in ("surface", *spec.forecast.attributes)  # type: ignore[union-attr]
+        }
+        users = SampledUsers.of(self.sample)
+        self.tables = ForecastTables(
+            spec,
+            {"forecast_sample": 0},
+            domain,
+            tuple(sampled_days()),
+            fit_model(spec, self.margins, domain, users),
+            sketches_of(spec, self.rows),
+            self.world.daily_supply(),
+            float(users.weights.mean()),
+        )
+        self.shard = Shard(spec, self.sample, domain)
+        self.forecaster = Forecaster(self.tables, LocalShard(self.shard))
+
+    def size(self, box: Box) -> SegmentSize:
+        targeting = parse_targeting(text_of(box), self.tables.domain)
+        sums = self.shard.sums(Query(*targeting.sql(), self.tables.window))
+        return self.forecaster.segment_size(targeting, sums)
+
+    def forecast(self, **fields: Any) -> Any:
+        return asyncio.run(self.forecaster.forecast(ForecastRequest(**fields)))
+
+
+def text_of(box: Box) -> str:
+    return " and ".join(
+        f"{name} in ({', '.join(map(repr, sorted(allowed, key=str)))})"
+        for name, allowed in box.items()
+    )
+
+
+def brute_force_margins(rows: pa.Table) -> pa.Table:
+    """The rows of `forecast_margins`, counted one pair of attributes after the other."""
+    frame = rows.to_pandas()
+    names = ["surface", "age", "gender", "country", "interest", "tier", "device", "hour"]
+    found = []
+    for i, a in enumerate(names):
+        for b in names[i:]:
+            keys = list(dict.fromkeys([f"target_{a}", f"target_{b}"]))
+            of_users = {a, b} <= {"age", "gender", "country", "interest", "tier"}
+            for values, group in frame.groupby(keys):
+                value_a, value_b = values[0], values[-1]
+                users = group.user_key.nunique() if of_users else None
+                found.append((a, str(value_a), b, str(value_b), len(group), users))
+    columns = ("attribute_a", "value_a", "attribute_b", "value_b", "impressions", "users")
+    return pa.table(dict(zip(columns, zip(*found, strict=True), strict=True)))
+
+
+def sketches_of(spec: DataSpec, rows: pa.Table) -> UserSketches:
+    """Sketches of the users of each value."""
+    frame = rows.to_pandas()
+    sketches = {}
+    for name in ("surface", *spec.attributes.user, "device", "hour"):
+        for value, group in frame.groupby(f"target_{name}"):
+            sketch = update_theta_sketch()
+            for key in group.user_key:
+                sketch.update(int(key))
+            sketches[name, str(value)] = sketch.compact()
+    return UserSketches(sketches, frozenset(spec.attributes.user))

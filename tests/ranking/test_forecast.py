@@ -1,0 +1,486 @@
+"""Forecasts: the targeting language, estimates from a sample, the auction, and what is hidden."""
+
+from collections.abc import Mapping
+from datetime import date, timedelta
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.studies.forecast_world import draw_boxes, sampled_days
+from etl.errors import UserError
+from features.forecast.sampling import sampling_scale, workload_combinations
+from ranking.forecast.log_linear import LogLinearModel, PairCounts
+from ranking.forecast.seasonality import days_after, forecast_days, similar_days
+from ranking.forecast.shard import IMPRESSIONS, SPEND, USERS, Campaign, Query, Shard
+from ranking.forecast.sums import SampleSums, combine_shards, gamma_quantile, posterior
+from ranking.forecast.targeting import Box, Domain, TargetingError, parse_targeting
+from ranking.scoring.auction import Auction
+from tests.ranking.forecasts import EVERYTHING, SPEC, World, text_of
+
+DOMAIN: Domain = {
+    "surface": ["feed", "reels"],
+    "country": ["DE", "FR", "US"],
+    "hour": list(range(24)),
+    "signup_days": None,
+}
+
+
+# ---- the targeting language
+
+
+@pytest.mark.parametrize(
+    ("text", "position", "message"),
+    [
+        ("country = 'US' and and", 20, "syntax error"),
+        ("contry = 'US'", 1, "no attribute is called contry"),
+        ("surface = 'feed' and country = 'USA'", 32, "did you mean 'US'"),
+        ("hour between 20 and 8", 1, "is empty"),
+        ("country > 'DE'", 11, "is not a number"),
+        ("country between 1 and 2", 1, "have no order"),
+        ("country = 'US' and hour < 5 and country = 'DE'", 33, "contradicts itself"),
+        ("not country in ('DE', 'FR', 'US')", 5, "no value of country is left"),
+        ("hour > 23", 1, "no value of hour"),
+        ("country = surface", 11, "a value is expected"),
+        ("lower(country) = 'us'", 1, "an attribute is expected"),
+        ("country like 'U%'", 9, "use and, or, not"),
+        ("true) union select (1", 1, "one condition only"),
+        ("1); drop table sample; select (2", 1, "one condition only"),
+        ("x" * 3000, 2000, "at most 2,000"),
+    ],
+)
+def test_a_targeting_that_cannot_be_used_is_refused_with_the_position(
+    text: str, position: int, message: str
+) -> None:
+    with pytest.raises(TargetingError, match=message) as error:
+        parse_targeting(text, DOMAIN)
+    assert error.value.position == position
+
+
+LEAVES = st.one_of(
+    st.builds(
+        lambda values, negated: f"country {'not ' * negated}in ({', '.join(map(repr, values))})",
+        st.lists(st.sampled_from(["DE", "FR", "US"]), min_size=1, max_size=2, unique=True),
+        st.booleans(),
+    ),
+    st.builds(lambda a, b: f"hour between {min(a, b)} and {max(a, b)}", *[st.integers(0, 23)] * 2),
+    st.builds(
+        lambda operator, bound: f"signup_days {operator} {bound}",
+        st.sampled_from(["<", "<=", ">", ">=", "="]),
+        st.integers(0, 9),
+    ),
+    st.sampled_from(["surface = 'feed'", "surface != 'feed'"]),
+)
+TREES = st.recursive(
+    LEAVES,
+    lambda children: st.one_of(
+        st.builds("not ({})".format, children),
+        st.builds("({} and {})".format, children, children),
+        st.builds("({} or {})".format, children, children),
+    ),
+    max_leaves=6,
+)
+ROWS = 300
+
+
+def python_condition(text: str) -> str:
+    """A targeting as a Python expression."""
+    for name in ("country", "surface"):
+        text = text.replace(f"{name} = ", f"{name} == ")
+    text = text.replace("signup_days = ", "signup_days == ")
+    words = text.split()
+    for k, word in enumerate(words):
+        if word == "between":
+            words[k - 1 : k + 4] = [
+                words[k - 1],
+                "in",
+                f"range({words[k + 1]},",
+                f"1+{words[k + 3]})",
+            ]
+            return python_condition(" ".join(words).replace("range", "span"))
+    return text.replace("span", "range")
+
+
+def random_rows() -> pa.Table:
+    """Rows of a sample with all users taken, for the condition alone."""
+    rng = np.random.default_rng(3)
+    days = [None if k % 10 == 0 else float(k % 10) for k in range(ROWS)]
+    return pa.table(
+        {
+            "surface": rng.choice(["feed", "reels"], ROWS),
+            "country": rng.choice(["DE", "FR", "US"], ROWS),
+            "hour": rng.integers(0, 24, ROWS),
+            "signup_days": pa.array(days),
+        }
+    )
+
+
+@given(TREES)
+def test_conditions_select_the_rows_that_python_selects(text: str) -> None:
+    import duckdb
+
+    try:
+        targeting = parse_targeting(text, DOMAIN)
+    except TargetingError:
+        return  # it contradicts itself
+    rows = random_rows()
+    coded = {
+        f"target_{name}": [
+            value if known is None else list(known).index(value) for value in rows[name].to_pylist()
+        ]
+        for name, known in DOMAIN.items()
+    }
+    database = duckdb.connect()
+    database.register("coded", pa.table(coded))
+    condition, parameters = targeting.sql()
+    selected = database.execute(f"SELECT {condition} FROM coded", parameters).fetchnumpy()
+    code = compile(python_condition(text), "targeting", "eval")
+    for found, row in zip(next(iter(selected.values())), rows.to_pylist(), strict=True):
+        if row["signup_days"] is None:  # a missing number satisfies no comparison
+            row["signup_days"] = float("nan")
+        assert found == eval(code, {}, row)
+        box = targeting.box()
+        if box is not None:
+            assert found == all(row[name] in allowed for name, allowed in box.items())
+
+
+# ---- the sample
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.01, 100), st.integers(1, 50)), min_size=1, max_size=30),
+    st.floats(0.05, 1.5),
+)
+def test_a_sample_has_the_rows_that_were_asked_for(
+    groups: list[tuple[float, int]], share: float
+) -> None:
+    importance, rows = (np.array(column, float) for column in zip(*groups, strict=True))
+    budget = share * rows.sum()
+    scale = sampling_scale(importance, rows, budget)
+    kept = (np.minimum(1.0, scale * importance) * rows).sum()
+    assert kept == pytest.approx(min(budget, rows.sum()), rel=1e-9)
+
+
+def test_no_other_allocation_of_as_many_rows_has_a_smaller_variance_of_the_workload() -> None:
+    """The variance of all targetings, each over its size, as `sampling.py` states it."""
+    rng = np.random.default_rng(0)
+    users, per_user = 400, rng.integers(1, 20, 400).astype(float)
+    values = np.stack([rng.integers(0, k, users) for k in (2, 5, 9)], 1)
+    sizes = []
+    for names in workload_combinations(("0", "1", "2")):
+        key = np.zeros(users, np.int64)
+        for name in names:
+            key = key * 10 + values[:, int(name)]
+        _, index = np.unique(key, return_inverse=True)
+        sizes.append(np.bincount(index.ravel())[index.ravel()])
+    importance = np.sqrt(sum(1.0 / size for size in sizes)) / np.sqrt(per_user)
+    budget = 0.3 * per_user.sum()
+    pi = np.minimum(1.0, sampling_scale(importance, per_user, budget) * importance)
+
+    def workload_variance(probability: Any) -> float:
+        return float(sum(((1.0 / probability - 1.0) / size).sum() for size in sizes))
+
+    best = workload_variance(pi)
+    for _ in range(200):
+        other = np.clip(pi * np.exp(0.2 * rng.standard_normal(users)), 1e-3, 1.0)
+        other *= budget / (other * per_user).sum()
+        if other.max() <= 1.0:
+            assert workload_variance(other) > best
+
+
+def test_totals_and_variances_are_unbiased_also_when_a_shard_is_lost() -> None:
+    rng = np.random.default_rng(1)
+    quantity, probability = rng.lognormal(0, 1, 300), rng.uniform(0.2, 1, 300)
+    for lost in (0, 1):
+        totals, variances = [], []
+        for _ in range(4000):
+            shard = rng.integers(0, 4, 300)
+            taken = rng.random(300) < probability
+            parts = [
+                sums_of(quantity[taken & (shard == s)], probability[taken & (shard == s)])
+                for s in range(lost, 4)
+            ]
+            found = combine_shards(parts, 4)
+            totals.append(found.totals[0])
+            variances.append(found.variances()[0])
+            assert found.answered == (4 - lost) / 4
+        error = np.std(totals) / np.sqrt(len(totals))
+        assert abs(np.mean(totals) - quantity.sum()) < 4 * error
+        assert np.mean(variances) == pytest.approx(np.var(totals), rel=0.1)
+
+
+def sums_of(quantity: Any, probability: Any) -> SampleSums:
+    weighted = quantity / probability
+    total, square, damped = (
+        np.array([column.sum()]) for column in (weighted, weighted**2, weighted * quantity)
+    )
+    return SampleSums(total, square, damped, len(quantity), 0)
+
+
+@pytest.mark.parametrize("shape", [0.5, 3.0, 40.0])
+def test_the_approximate_gamma_quantiles_are_close(shape: float) -> None:
+    from scipy.stats import gamma
+
+    for z, share in ((-1.96, 0.025), (1.96, 0.975)):
+        assert gamma_quantile(shape, z) == pytest.approx(
+            gamma.ppf(share, shape), rel=0.03, abs=0.02
+        )
+
+
+# ---- the size of segments
+
+
+@pytest.fixture(scope="module")
+def sampled() -> World:
+    return World(0, 4000)
+
+
+@pytest.fixture(scope="module")
+def whole() -> World:
+    return World(0, EVERYTHING)
+
+
+def test_segments_of_one_or_two_attributes_are_known_exactly(sampled: World) -> None:
+    for box in [b for b in draw_boxes(np.random.default_rng(2), 60, context=True) if len(b) <= 2]:
+        counts = sampled.world.user_counts(box)
+        size = sampled.size(box)
+        assert size.impressions.value == pytest.approx(counts.sum(), rel=1e-9, abs=1e-6)
+        if "device" not in box:
+            assert size.users.value == pytest.approx((counts > 0).sum(), rel=1e-9, abs=1e-6)
+
+
+def test_a_sample_of_everyone_counts_exactly_what_no_model_covers(whole: World) -> None:
+    targeting = parse_targeting(
+        "country = 'country00' or (age = 'age01' and hour between 8 and 20)", whole.tables.domain
+    )
+    sums = whole.shard.sums(Query(*targeting.sql(), whole.tables.window))
+    frame = whole.rows.to_pandas()
+    expected = frame[
+        (frame.target_country == "country00")
+        | ((frame.target_age == "age01") & frame.target_hour.between(8, 20))
+    ]
+    size = whole.forecaster.segment_size(targeting, sums)
+    assert size.users.value == expected.user_key.nunique()
+    assert size.impressions.value == len(expected)
+    assert size.users.low == size.users.high  # everyone is in the sample
+
+
+def test_larger_targetings_are_covered_by_their_intervals_and_better_than_the_sample() -> None:
+    covered, ours, sample_only = [], [], []
+    for seed in range(4):
+        world = World(seed, 3000)
+        for box in draw_boxes(np.random.default_rng(seed), 150):
+            counts = world.world.user_counts(box)
+            users = int((counts > 0).sum())
+            if len(box) < 3 or users < 20:
+                continue
+            size = world.size(box)
+            covered.append(size.users.low <= users <= size.users.high)
+            ours.append(abs(size.users.value / users - 1))
+            targeting = parse_targeting(text_of(box), world.tables.domain)
+            sums = world.shard.sums(Query(*targeting.sql(), world.tables.window))
+            sample_only.append(abs(sums.totals[USERS] / users - 1))
+    assert len(covered) > 80 and 0.9 < np.mean(covered) <= 1.0
+    assert np.mean(ours) < 0.5 * np.mean(sample_only)
+
+
+def test_sketches_count_users_unless_two_attributes_are_of_the_context(whole: World) -> None:
+    frame = whole.rows.to_pandas()
+    box: Box = {
+        "age": frozenset({"age01", "age02"}),
+        "tier": frozenset({"tier01"}),
+        "device": frozenset({"device02"}),
+    }
+    chosen = frame[
+        frame.target_age.isin(["age01", "age02"])
+        & (frame.target_tier == "tier01")
+        & (frame.target_device == "device02")
+    ]
+    found = whole.tables.sketches.users(box)
+    assert found and found.value == chosen.user_key.nunique()  # of fewer users than it keeps
+    assert whole.tables.sketches.users(box | {"hour": frozenset({3})}) is None
+
+
+def test_the_log_linear_model_is_exact_for_independent_attributes() -> None:
+    shares = [np.array([0.2, 0.8]), np.array([0.5, 0.3, 0.2]), np.array([0.6, 0.4])]
+    single = np.concatenate(shares)
+    counts = 1000 * np.outer(single, single)
+    start = 0
+    rows: dict[str, Mapping[str | int, int]] = {}
+    for name, share in zip("abc", shares, strict=True):
+        block = slice(start, start + len(share))
+        counts[block, block] = np.diag(1000 * share)
+        rows[name] = {k: start + k for k in range(len(share))}
+        start += len(share)
+    pairs = PairCounts(rows, counts, 1000.0)
+    box: Box = {"a": frozenset({1}), "b": frozenset({0, 2}), "c": frozenset({1})}
+    assert pairs.expected(box) == pytest.approx(1000 * 0.8 * 0.7 * 0.4)
+    model = LogLinearModel(pairs, pairs, dispersion=0.01, impressions_per_user=2.0)
+    prior = model.users_prior(box)
+    assert prior and prior.variance == pytest.approx(prior.mean + 0.01 * prior.mean**2)
+
+
+def test_without_a_model_an_estimate_is_that_of_the_sample() -> None:
+    estimate = posterior(500.0, 2500.0, 10.0, None)
+    assert estimate.value == 500.0 and estimate.low < 410 and estimate.high > 600
+    nobody = posterior(0.0, 0.0, 10.0, None)
+    assert nobody.value == 0.0 and nobody.low < 0.1 and 15 < nobody.high < 40
+
+
+# ---- campaigns
+
+
+def test_a_campaign_wins_and_pays_as_in_an_auction_that_it_enters(whole: World) -> None:
+    """The oracle is the auction itself, with the campaign as one more candidate of each request."""
+    rng = np.random.default_rng(5)
+    requests, places = 60, 4
+    spec = SPEC
+    p = rng.uniform(0.01, 0.2, (requests, 3))
+    bids = rng.uniform(0.02, 0.5, (requests, places))
+    values = np.sort(bids * p[:, 1:2], 1)[:, ::-1]  # all ads of a request have equal probabilities
+    base = whole.rows.slice(0, requests * places)
+    columns = {
+        "user_key": np.repeat(np.arange(requests), places),
+        "value": values.ravel(),
+        "value_above": pa.array(
+            np.concatenate([np.full((requests, 1), np.nan), values[:, :-1]], 1).ravel(),
+            from_pandas=True,
+        ),
+        "target_surface": ["feed"] * (requests * places),
+        **{f"p_{name}": np.repeat(p[:, k], places) for k, name in enumerate(spec.objectives)},
+    }
+    sample = base.append_column("probability", pa.array(np.ones(requests * places)))
+    for name, column in columns.items():
+        sample = sample.set_column(sample.schema.get_field_index(name), name, pa.array(column))
+    shard = Shard(spec, sample, whole.tables.domain)
+    click = list(spec.objectives).index("click")
+    p_click = p[:, click]
+    values_of = bids * p_click[:, None]
+    for bid in (0.05, 0.2, 0.4):
+        mine = Campaign("click", bid)
+        got = shard.sums(Query("true", (), whole.tables.window, mine))
+        wins, spend = 0, 0.0
+        for r in range(requests):
+            # The shown ads take `places`; the campaign is a further candidate.
+            shown = np.sort(values[r])[::-1] / p[r, click]
+            result = Auction(spec, "feed")(
+                np.tile(p[r], (places + 1, 1)), np.append(shown, bid),
+                ["traffic"] * (places + 1), np.zeros(places + 1, np.int64),
+            )  # fmt: skip
+            if result.ranks[-1] < places:
+                wins += 1
+                spend += result.prices[-1] * p[r, click]
+        assert got.totals[IMPRESSIONS] == wins
+        assert got.totals[SPEND] == pytest.approx(spend, rel=1e-5)
+    assert values_of.shape == values.shape
+
+
+def test_reach_grows_with_the_bid_and_a_cap_bounds_impressions(whole: World) -> None:
+    forecasts = [whole.forecast(goal="traffic", bid=bid).campaign for bid in (0.05, 0.1, 0.3, 3.0)]
+    for less, more in pairwise(forecasts):
+        assert less.reach.value < more.reach.value and less.spend.value < more.spend.value
+    capped = whole.forecast(goal="traffic", bid=3.0, frequency_cap=1).campaign
+    assert capped.reach == forecasts[-1].reach
+    growth = forecasts[-1].impressions.value / whole.rows.num_rows  # everything is won
+    assert capped.impressions.value == pytest.approx(capped.reach.value * growth, rel=0.01)
+
+
+def test_a_budget_lowers_spend_to_it_and_keeps_more_reach_than_impressions(whole: World) -> None:
+    free = whole.forecast(goal="traffic", bid=0.3).campaign
+    half = whole.forecast(goal="traffic", bid=0.3, budget=free.spend.value / 2).campaign
+    assert half.spend.value == pytest.approx(free.spend.value / 2, rel=1e-6)
+    assert half.participation == pytest.approx(0.5, rel=1e-6)
+    assert half.impressions.value == pytest.approx(free.impressions.value / 2, rel=1e-6)
+    assert 0.5 * free.reach.value < half.reach.value < free.reach.value
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"bid": 0.1}, "needs a bid and a goal"),
+        ({"goal": "fame", "bid": 0.1}, "known: awareness, traffic, sales"),
+        ({"budget": 5.0}, "needs a bid and a goal"),
+        ({"first_day": "2026-03-08", "last_day": "2026-03-09"}, "the logs already have it"),
+        ({"first_day": "2026-03-10", "last_day": "2026-03-09"}, "before its first day"),
+        ({"first_day": "2026-03-09", "last_day": "2026-03-30"}, "raise forecast.window"),
+        ({"first_day": "2026-03-09"}, "a first and a last day"),
+        ({"targeting": "country = 'country39' and tier = 'tier03'"}, "fewer than 20 users"),
+    ],
+)
+def test_requests_that_cannot_be_answered_are_refused(
+    sampled: World, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        sampled.forecast(**fields)
+
+
+def test_segments_that_nobody_in_the_sample_is_in_are_answered_by_the_model() -> None:
+    world = World(1, 250)
+    covered = []
+    for box in draw_boxes(np.random.default_rng(4), 400):
+        truth = int((world.world.user_counts(box) > 0).sum())
+        targeting = parse_targeting(text_of(box), world.tables.domain)
+        nobody = world.shard.sums(Query(*targeting.sql(), world.tables.window)).users == 0
+        if len(box) < 3 or not nobody or world.size(box).users.value < 20:
+            continue
+        forecast = world.forecast(targeting=text_of(box), goal="traffic", bid=0.3)
+        assert any("log-linear model" in note for note in forecast.notes)
+        assert 0 < forecast.campaign.reach.value <= forecast.users.value
+        covered.append(forecast.users.low <= truth <= forecast.users.high)
+    assert len(covered) > 5 and np.mean(covered) > 0.7
+
+
+# ---- what is hidden, and time
+
+
+def test_equal_segments_have_equal_answers_and_single_users_are_hidden(whole: World) -> None:
+    answers = {
+        text: whole.forecast(targeting=text).users.value
+        for text in (
+            "age = 'age01' and gender = 'gender00'",
+            "gender = 'gender00' and not age in ('age00', 'age02', 'age03', 'age04', 'age05')",
+            "age = 'age01'",
+        )
+    }
+    first, same, other = answers.values()
+    assert first == same != other
+    counts = whole.world.user_counts(
+        {"age": frozenset({"age01"}), "gender": frozenset({"gender00"})}
+    )
+    truth = int((counts > 0).sum())
+    assert first != truth and abs(first - truth) <= 5
+    # The noise of a segment and of one that lacks a user differ by more than the user.
+    frame = whole.rows.to_pandas()
+    keys = frame.user_key.unique()
+    noises = [
+        whole.shard.sums(Query("true", (), whole.tables.window)).key ^ int(k) for k in keys[:9]
+    ]
+    assert len(set(noises)) == 9
+
+
+def test_weekdays_and_trend_are_found_and_last_week_is_repeated_where_that_was_better() -> None:
+    rng = np.random.default_rng(0)
+    days = [date(2026, 1, 5) + timedelta(days=k) for k in range(42)]
+    week = np.array([1, 1, 1, 1, 1.2, 1.5, 1.4])
+    level = 1000 * np.exp(0.01 * np.arange(49))
+    truth = level * np.tile(week, 7)
+    noise = np.exp(0.02 * rng.standard_normal(42))
+    history = dict(zip(days, truth[:42] * noise, strict=True))
+    found = forecast_days(history, days_after(days[-1], 7))
+    assert found.backtest and found.backtest.model_error < found.backtest.repeat_error
+    assert found.impressions.sum() == pytest.approx(truth[42:].sum(), rel=0.02)
+    sundays = np.tile([100.0, 100, 100, 100, 100, 100, 8000], 6)  # more than the prior allows for
+    repeated = forecast_days(dict(zip(days, sundays, strict=True)), days_after(days[-1], 7))
+    assert repeated.backtest and repeated.backtest.repeat_error < repeated.backtest.model_error
+    assert np.allclose(repeated.impressions, sundays[:7])
+
+
+def test_a_flight_is_matched_with_days_of_its_weekdays() -> None:
+    window = sampled_days()  # Monday to Sunday
+    weekend = [date(2026, 3, 14), date(2026, 3, 15)]
+    assert similar_days(weekend, window) == (date(2026, 3, 7), date(2026, 3, 8))
+    assert similar_days(weekend, window[:3]) == (window[1], window[2])

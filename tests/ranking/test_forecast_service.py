@@ -1,0 +1,184 @@
+"""The forecast service: tokens, refusals, worker processes that are killed, and its page."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlencode
+
+import pyarrow as pa
+import pytest
+import yaml
+from fastapi.testclient import TestClient
+
+from etl.tables import arrow, forecast_schemas
+from etl.tables.lake import Lake
+from ranking.forecast.app import ForecastService, create_app
+from ranking.forecast.forecaster import Forecaster, ForecastRequest
+from ranking.forecast.pool import WorkerPool
+from ranking.forecast.tables import SAMPLE, read_sample, read_tables, table_versions
+from ranking.forecast.worker import WorkerSettings
+from ranking.serving.auth import TOKENS_VARIABLE
+from ranking.serving.settings import LOOPBACK_HOSTS, Limits
+from tests.ranking.forecasts import SPEC, World
+from tests.ranking.served import free_port
+
+TRAFFIC = {"goal": "traffic", "bid": 0.3}
+THREE = "age = 'age01' and country = 'country00' and gender = 'gender00'"
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return World(0, 6000)
+
+
+@pytest.fixture(scope="module")
+def settings(world: World, tmp_path_factory: pytest.TempPathFactory) -> WorkerSettings:
+    """A lake with the tables of a small world."""
+    root = tmp_path_factory.mktemp("forecast")
+    lake = Lake(str(root / "lake"), SPEC)
+    write_tables(lake, world)
+    spec = root / "spec.yaml"
+    spec.write_text(yaml.safe_dump(SPEC.model_dump(mode="json", exclude_unset=True)))
+    return WorkerSettings(spec=spec, lake=lake.root, versions=table_versions(lake), shard=(0, 2))
+
+
+def write_tables(lake: Lake, world: World) -> None:
+    last = world.tables.window[-1]
+    sketches = [
+        {"attribute": name, "value": value, "sketch": sketch.serialize(), "day": last}
+        for (name, value), sketch in world.tables.sketches.sketches.items()
+    ]
+    supply = [
+        {"surface": surface, "impressions": int(count), "day": day}
+        for surface, by_day in world.tables.supply.items()
+        for day, count in by_day.items()
+    ]
+    tables = [
+        (forecast_schemas.forecast_margins, world.margins),
+        (forecast_schemas.forecast_sketches, pa.Table.from_pylist(sketches)),
+        (forecast_schemas.forecast_supply, pa.Table.from_pylist(supply)),
+        (forecast_schemas.forecast_sample, world.sample),
+    ]
+    versions: dict[str, int] = {}
+    for schema, rows in tables:
+        contract = schema(lake.spec)
+        has_day = "day" in rows.column_names
+        dated = rows if has_day else rows.append_column("day", pa.array([last] * len(rows)))
+        written = arrow.replace_rows(lake, contract, dated, "day IS NOT NULL", versions)
+        versions[contract.name] = written
+
+
+def service_of(settings: WorkerSettings) -> ForecastService:
+    return ForecastService(Lake(settings.lake, SPEC), settings, 2)
+
+
+@pytest.fixture
+def client(settings: WorkerSettings) -> Iterator[TestClient]:
+    app = create_app(service_of(settings), Limits(), [*LOOPBACK_HOSTS])
+    with TestClient(app, "http://localhost") as client:
+        wait_until_ready(client)
+        yield client
+
+
+def wait_until_ready(client: TestClient) -> None:
+    deadline = time.monotonic() + 60
+    while client.get("/ready").status_code != 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_the_service_answers_as_one_process_does_and_refuses_with_a_sentence(
+    client: TestClient, world: World
+) -> None:
+    body = {"targeting": THREE, "frequency_cap": 2, **TRAFFIC}
+    served = client.post("/forecast", json=body).json()
+    alone = world.forecast(**body)
+    for name in ("users", "impressions"):
+        assert served[name]["value"] == pytest.approx(getattr(alone, name).value, rel=0.02)
+    assert served["campaign"]["reach"]["value"] == pytest.approx(
+        alone.campaign.reach.value, rel=0.02
+    )
+    wrong = client.post("/forecast", json={"targeting": "country = 'XX'"})
+    assert wrong.status_code == 422 and "character 11" in wrong.json()["error"]
+    assert client.post("/forecast", json={"bid": -1.0, "goal": "traffic"}).status_code == 422
+    assert client.get("/targeting").json()["attributes"]["hour"] == list(range(24))
+
+
+def test_tokens_need_the_scope_of_forecasts(
+    settings: WorkerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secrets = {scope: f"{scope}-" + "x" * 32 for scope in ("forecast", "rank")}
+    tokens = [{"name": s, "token": secret, "scopes": [s]} for s, secret in secrets.items()]
+    monkeypatch.setenv(TOKENS_VARIABLE, json.dumps(tokens))
+    app = create_app(service_of(settings), Limits(), [*LOOPBACK_HOSTS])
+    with TestClient(app, "http://localhost") as client:
+        wait_until_ready(client)
+        for secret, status in ((None, 401), (secrets["rank"], 403), (secrets["forecast"], 200)):
+            headers = {"authorization": f"Bearer {secret}"} if secret else {}
+            assert client.post("/forecast", json={}, headers=headers).status_code == status
+        assert client.get("/").status_code == 200  # the page, which has a field for the token
+
+
+def test_a_killed_worker_is_answered_for_with_wider_intervals_and_comes_back(
+    settings: WorkerSettings,
+) -> None:
+    async def run() -> None:
+        lake = Lake(settings.lake, SPEC)
+        sample = read_sample(lake, settings.versions[SAMPLE])
+        pool = WorkerPool(settings, 2)
+        await pool.wait_until_ready()
+        forecaster = Forecaster(read_tables(lake, sample, settings.versions), pool)
+        request = ForecastRequest(targeting=THREE, **TRAFFIC)  # type: ignore[arg-type]
+        whole = await forecaster.forecast(request)
+        process = pool.workers[0].process
+        assert process
+        os.kill(process.pid, signal.SIGKILL)
+        part = await forecaster.forecast(request)
+        assert part.answered_shards == 0.5 and any("wider" in note for note in part.notes)
+        assert relative_width(part.users) > relative_width(whole.users)
+        assert part.users.low < whole.users.value < part.users.high
+        await process.wait()
+        await pool.wait_until_ready()
+        assert (await forecaster.forecast(request)) == whole
+        await pool.close()
+
+    def relative_width(interval: object) -> float:
+        return (interval.high - interval.low) / interval.value  # type: ignore[attr-defined,no-any-return]
+
+    asyncio.run(run())
+
+
+@pytest.mark.proof
+def test_the_page_forecasts_in_a_browser(settings: WorkerSettings, tmp_path: Path) -> None:
+    if shutil.which("chromium") is None:
+        pytest.skip("no Chromium on this machine")
+    port = free_port()
+    flags = ["--spec", str(settings.spec), "--lake", settings.lake, "--port", str(port)]
+    command = [sys.executable, "-m", "gemline", "forecast", "serve", *flags]
+    service = subprocess.Popen(command)
+    try:
+        page, deadline = "", time.monotonic() + 60
+        while 'id="curve"' not in page and time.monotonic() < deadline:
+            page = shown_page(port, tmp_path, {"targeting": THREE, **TRAFFIC})
+        assert 'id="curve"' in page and "<td>Impressions won</td>" in page
+        assert "character 11" in shown_page(port, tmp_path, {"targeting": "country = 'XX'"})
+    finally:
+        service.terminate()
+        service.wait()
+
+
+def shown_page(port: int, profile: Path, fields: dict[str, object]) -> str:
+    """The page as Chromium shows it once its scripts have run."""
+    command = [
+        *("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"),
+        *(f"--user-data-dir={profile}", "--virtual-time-budget=8000"),
+        f"http://localhost:{port}/?{urlencode(fields)}",
+    ]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout
