@@ -189,6 +189,34 @@ def audience_steps(
     ]
 
 
+def roi_steps(
+    spec: DataSpec,
+    paths: PipelinePaths,
+    day_flags: tuple[str, ...],
+    data_until: tuple[str, ...],
+) -> list[Step]:
+    """Join billed spend with outcomes, and fit response curves; no steps without campaigns."""
+    if spec.roi is None:
+        return []
+    flags = paths.cli_flags
+    return [
+        Step(
+            "campaign_days",
+            "spark",
+            ("roi", "load", *flags, "--raw", paths.raw, *day_flags),
+            ("raw", "impressions", "attributes_item"),
+            ("campaign_spend", "campaign_days", "quarantine"),
+        ),
+        Step(
+            "response_curves",
+            "torch",
+            ("roi", "report", *flags, *data_until),
+            ("campaign_days",),
+            ("response_curves",),
+        ),
+    ]
+
+
 def gem_steps(
     paths: PipelinePaths, flags: ModelFlags, gem_flags: tuple[str, ...] = ()
 ) -> list[Step]:
@@ -352,6 +380,7 @@ def pipeline_steps(
     return [
         *data_steps(paths, all_days_flags(split)),
         *audience_steps(spec, paths, all_days_flags(split), flags.data_until),
+        *roi_steps(spec, paths, all_days_flags(split), flags.data_until),
         *gem_steps(paths, flags, gem_flags),
         *ranking_steps(spec, paths, flags),
     ]

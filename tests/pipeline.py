@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from etl.attributes import load_attributes
-from etl.audiences import load_audiences
 from etl.ingest.run import ingest
 from etl.labels import label_impressions
+from etl.reports import AUDIENCE_REPORTS, load_reports
 from etl.tables.lake import Lake
 from features.audience.counts import count_audiences
 from features.examples import build_examples
@@ -37,7 +37,7 @@ def build_tables(
 
 def build_audiences(lake: Lake, raw: Path, days: tuple[date, date]) -> None:
     """The tables of labels, audits and counts; events and attributes exist already."""
-    load_audiences(lake, str(raw), days)
+    load_reports(lake, str(raw), days, AUDIENCE_REPORTS)
     count_audiences(lake, days)
 
 

@@ -37,6 +37,7 @@ from dags.pipeline import (
     gem_steps,
     latest_mature_split,
     ranking_steps,
+    roi_steps,
 )
 from etl.errors import UserError
 from etl.ingest.arrival import has_arrived, required_daily_sources
@@ -114,10 +115,14 @@ ASSET_OF_LAST_STEP = {"labels": "events", "examples": "features"}
 
 
 def tables_dag(factory: DagFactory) -> DAG:
-    """The steps from raw logs to examples, and those of audiences."""
+    """The steps from raw logs to examples, and those of audiences and campaigns."""
     paths, day_flags = factory.settings.paths, ("--days", DAY_RANGE)
-    audiences = audience_steps(factory.spec, paths, day_flags, ("--data-until", LAST_DAY))
-    steps = [*data_steps(paths, day_flags), *audiences]
+    data_until = ("--data-until", LAST_DAY)
+    steps = [
+        *data_steps(paths, day_flags),
+        *audience_steps(factory.spec, paths, day_flags, data_until),
+        *roi_steps(factory.spec, paths, day_flags, data_until),
+    ]
     with factory.create_dag("tables", on_assets(factory.assets.raw), "logs to tables") as dag:
         operators = {}
         for step in steps:

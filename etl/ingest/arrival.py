@@ -6,8 +6,9 @@ from datetime import date
 
 from pydantic import TypeAdapter
 
+from etl.spec.file_source import fill_day
 from etl.spec.model import DataSpec
-from etl.spec.sources import Source, fill_day
+from etl.spec.sources import Source
 from etl.tables import atomic_io
 from etl.tables.uri import StoragePath, list_matching, read_text_if_exists, resolve_uri
 

@@ -18,7 +18,8 @@ from py4j.protocol import Py4JJavaError
 from pyspark.sql import SparkSession
 
 from etl.errors import UserError
-from etl.spec.sources import CsvOptions, Source
+from etl.spec.file_source import CsvOptions
+from etl.spec.sources import Source
 from etl.spec.units import date_range
 
 EMPTY_FILE, UNREADABLE_FILE = "empty file", "file cannot be read to its end"

@@ -16,7 +16,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from etl.attributes import parse_rows
-from etl.audiences import parse_audience_rows
 from etl.errors import UserError
 from etl.ingest.file_discovery import RawSelection, latest_day_with_files
 from etl.ingest.normalize import (
@@ -32,8 +31,9 @@ from etl.ingest.readers import (
     SOURCE_FILE,
     read_raw_records,
 )
+from etl.reports import Report, parse_reports
 from etl.spec.model import DataSpec
-from etl.spec.sources import AttributeSource, AudienceLabelSource, AuditSource, Source
+from etl.spec.sources import AttributeSource, Source
 from etl.tables.lake import Lake
 
 NO_PATH_DAY = date(1970, 1, 1)  # of sources whose path has no day: all their files are read
@@ -81,9 +81,9 @@ def _preview(
     if isinstance(source, AttributeSource):
         rows = parse_rows(Lake(raw, spec), source, raw, days).limit(sample_size)
         return _summarize(name, day, rows.collect(), lambda _: f"version of {source.entity}")
-    if isinstance(source, AudienceLabelSource | AuditSource):
-        rows = parse_audience_rows(spec, source, raw, days).limit(sample_size)
-        return _summarize(name, day, rows.collect(), lambda _: f"row about {source.audience}")
+    if isinstance(source, Report):
+        rows = parse_reports(spec, source, raw, days).limit(sample_size)
+        return _summarize(name, day, rows.collect(), lambda _: f"row of {source.kind}")
     columns, required = logged_columns(spec, source), required_columns(source)
     records = read_raw_records(source, RawSelection(raw, days), columns, required)
     rows = normalize_events(spec, name, records.limit(sample_size), RECORD_LOCATION)

@@ -26,7 +26,8 @@ from etl.ingest.file_discovery import (
     group_files,
     normalize_uri,
 )
-from etl.spec.sources import CsvOptions, Source
+from etl.spec.file_source import CsvOptions
+from etl.spec.sources import Source
 
 PAYLOAD, SOURCE_FILE, PATH_DAY, READ_ERROR = "payload", "source_file", "path_day", "read_error"
 RECORD_LOCATION = "record_location"  # struct of the block of its file and a row number, see below

@@ -6,8 +6,8 @@ Bounds of days are in etl/event_time.py.
 from pyspark.sql import Column
 from pyspark.sql import functions as F
 
+from etl.spec.file_source import TimeUnit
 from etl.spec.model import DataSpec
-from etl.spec.sources import TimeUnit
 from etl.spec.units import DAY, MICROS
 
 MAX_EPOCH_US = 100_000_000_000_000_000  # the year 5138: larger numbers are not timestamps

@@ -150,6 +150,8 @@ class SimulatorConfig(StrictModel):
     """Refunds of conversions; by default there are none."""
     audience: AudienceConfig | None = None
     """Labels of users, targeted ads and audits; by default there are none."""
+    billing: bool | None = None
+    """Whether campaigns are billed their bid for each event of their goal; by default not."""
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from etl.simulator.ads import GroundTruth
-from etl.simulator.arrays import MISSING, Events, Ints
+from etl.simulator.arrays import MISSING, Events, Floats, Ints
 from etl.simulator.audience import Audience, AuditReports
 from etl.simulator.config import (
     AGE_BANDS,
@@ -146,6 +146,17 @@ def audit_lines(reports: AuditReports) -> pa.StringArray:
             "age_band": _dictionary_column(AGE_BANDS, np.tile(np.arange(classes), campaigns)),
             "share": pa.array(reports.shares.ravel().round(6)),
             "panel": pa.array(reports.panel[campaign]),
+        }
+    )
+
+
+def spend_lines(spend: Floats) -> pa.StringArray:
+    """One line per advertiser that is billed."""
+    advertiser = np.flatnonzero(spend > 0)
+    return json_lines(
+        {
+            "campaign": _prefixed_ids("b", advertiser),
+            "spend": pa.array(spend[advertiser].round(4)),
         }
     )
 

@@ -24,6 +24,7 @@ from etl.simulator import ads, behavior
 from etl.simulator.ads import GroundTruth
 from etl.simulator.arrays import MISSING, Bools, Events, Ints, new_ids
 from etl.simulator.audience import audit_impressions
+from etl.simulator.billing import billed_spend
 from etl.simulator.config import (
     DAY_MS,
     HOUR_MS,
@@ -38,6 +39,7 @@ from etl.simulator.records import (
     audit_lines,
     event_lines,
     post_lines,
+    spend_lines,
     truth_table,
     user_lines,
     write_lines,
@@ -87,6 +89,15 @@ def write_audience(world: World, folder: Path, day: int, events: Events) -> None
     reports = audit_impressions(config, day, events, world.users, world.ads)
     write_lines(labels, folder / "audience_labels" / name)
     write_lines(audit_lines(reports), folder / "audits" / name)
+
+
+def write_spend(world: World, folder: Path, day: int, events: Events) -> None:
+    """Write what each advertiser is billed for the events of a day: the bids of the ads' goals."""
+    if not world.config.billing:
+        return
+    spend = billed_spend(world.ads, events, world.config.advertisers)
+    path = folder / "spend" / f"{world.config.day_partition(day)}.json.gz"
+    write_lines(spend_lines(spend), path)
 
 
 def write_truth(config: SimulatorConfig, folder: Path, day: int, truth: GroundTruth) -> None:
@@ -194,6 +205,7 @@ def _write_days(config: SimulatorConfig, folder: Path) -> None:
                 pool.submit(write_events, config, folder, day, events.take(is_ingested)),
                 pool.submit(write_truth, config, folder, day, truth.take(is_shown)),
                 pool.submit(write_audience, world, folder, day, events.take(is_ingested)),
+                pool.submit(write_spend, world, folder, day, events.take(is_ingested)),
             ]
         for write in writes:
             write.result()

@@ -5,10 +5,9 @@ from collections.abc import Iterator
 from etl.spec.attributes import LocalTimeAttribute, NumericAttribute
 from etl.spec.declarations import SpecDeclarations
 from etl.spec.effects import KeyPath
+from etl.spec.report_sources import AudienceLabelSource, AuditSource, SpendSource
 from etl.spec.sections import NEW_ITEM
 from etl.spec.sources import (
-    AudienceLabelSource,
-    AuditSource,
     EventLogSource,
     ImpressionLogSource,
     provides_attributes_of,
@@ -33,6 +32,7 @@ def consistency_problems(spec: SpecDeclarations) -> Iterator[Problem]:
     for name in spec.audiences:
         yield from _audience_problems(spec, name)
     yield from _forecast_problems(spec)
+    yield from _roi_problems(spec)
 
 
 def _ranking_problems(spec: SpecDeclarations) -> Iterator[Problem]:
@@ -175,3 +175,20 @@ def _forecast_problems(spec: SpecDeclarations) -> Iterator[Problem]:
                 ("forecast", "attributes"),
                 "a targeting may always name the surface: leave it out",
             )
+
+
+def _roi_problems(spec: SpecDeclarations) -> Iterator[Problem]:
+    """Campaigns without spend, or whose outcomes have no value."""
+    if spec.roi is None:
+        return
+    if not any(isinstance(source, SpendSource) for source in spec.sources.values()):
+        yield ("roi",), "no source of kind spend says what campaigns were billed"
+    if not spec.objectives[spec.roi.objective].value:
+        yield ("roi", "objective"), f"give the objective {spec.roi.objective} `value: true`"
+    named = sorted({*spec.roi.groups} & {*ROI_COLUMNS})
+    if named:
+        text = f"{named[0]} is a column of campaign_days: rename the attribute"
+        yield ("roi", "groups"), text
+
+
+ROI_COLUMNS = ("campaign", "day", "spend", "conversions", "value", "currency", "arrived")

@@ -23,6 +23,7 @@ from etl.spec.sections import (
     Objective,
     OutcomeLabel,
     PositionBiasSpec,
+    RoiSpec,
     SequenceSpec,
     Surface,
     Touchpoint,
@@ -91,8 +92,10 @@ class SpecDeclarations(StrictModel):
     """Properties of users that data providers state and an auditor measures, by name."""
     forecast: ForecastSpec | None = None
     """What forecasts of reach and performance are made from; by default there are none."""
+    roi: RoiSpec | None = None
+    """Campaigns whose budgets follow return; by default there are none."""
     sources: Sources
-    """Logs, attribute files, labels of data providers and audits, by name."""
+    """Logs, attribute files, labels of data providers, audits and spend, by name."""
 
     @field_validator("time_zone")
     @classmethod

@@ -54,6 +54,8 @@ AUDIENCE_TABLES = KeyEffect(("audience_labels", "audits", "audience_counts", "au
 AUDIENCE_COUNT_TABLES = KeyEffect(("audience_counts", "audience_quality"))
 AUDIENCE_QUALITY_TABLES = KeyEffect(("audience_quality",))
 FORECAST_TABLES = KeyEffect(("forecast_sample", "forecast_margins", "forecast_sketches"))
+ROI_TABLES = KeyEffect(("campaign_days", "response_curves"))
+ROI_CURVES = KeyEffect(("response_curves",))
 FORECAST_BUILDS = KeyEffect()  # affects the next `gemline forecast build`
 
 # By key path, where `*` is any name. A key that affects tables covers all keys below it.
@@ -108,6 +110,11 @@ KEY_EFFECTS: Mapping[str, KeyEffect] = {
     "forecast.window": FORECAST_BUILDS,
     "forecast.sample_rows": FORECAST_BUILDS,
     "forecast.min_users": FORECAST_BUILDS,
+    "roi.campaign": ROI_TABLES,
+    "roi.objective": ROI_TABLES,
+    "roi.currency": ROI_TABLES,
+    "roi.groups": ROI_TABLES,
+    "roi.window": ROI_CURVES,
     "sources.*.kind": FUTURE_INGEST,
     "sources.*.audience": FUTURE_INGEST,
     "sources.*.format": FUTURE_INGEST,
@@ -154,6 +161,7 @@ KEY_EFFECTS: Mapping[str, KeyEffect] = {
             "campaign",
             "true_class",
             "share",
+            "spend",
             "count",
         )
     },

@@ -206,6 +206,29 @@ class AudienceSpec(StrictModel):
         return names
 
 
+class RoiSpec(StrictModel):
+    """Campaigns whose spend is billed, and what it is to bring."""
+
+    campaign: CategoryName
+    """Item attribute that names the campaign of an ad."""
+    objective: ObjectiveName
+    """Objective whose outcomes spend brings, with `value: true`."""
+    currency: Annotated[str, Field(pattern=r"^[A-Z]{3}$")]
+    """Currency of spend and of the values of outcomes, such as `EUR`."""
+    groups: tuple[CategoryName, ...] = ()
+    """Item attributes that campaigns have in common, such as a vertical."""
+    window: Annotated[Duration, Field(ge=DAY)] = 56 * DAY
+    """How far back campaign days are used."""
+
+    @field_validator("groups")
+    @classmethod
+    def _check_unique(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        duplicates = sorted({name for name in names if names.count(name) > 1})
+        if duplicates:
+            raise ValueError(f"{', '.join(duplicates)} is listed twice")
+        return names
+
+
 class ForecastSpec(StrictModel):
     """What a forecast of reach and performance is made from, and what a targeting may name."""
 

@@ -14,6 +14,7 @@ from etl.spec.units import MICROS
 from etl.tables.audience_schemas import AUDIENCE_SCHEMAS
 from etl.tables.forecast_schemas import FORECAST_SCHEMAS
 from etl.tables.label_schemas import impressions, late_retractions
+from etl.tables.roi_schemas import ROI_SCHEMAS
 from etl.tables.table_schema import PARTITION_COLUMNS, TableSchema
 
 HISTORY_BYTE_PLANES = (
@@ -303,6 +304,7 @@ def table_registry(spec: DataSpec) -> dict[str, TableSchema]:
     registry += [late_retractions(spec)] if spec.retraction_types else []
     registry += [schema(spec) for schema in AUDIENCE_SCHEMAS] if spec.audiences else []
     registry += [schema(spec) for schema in FORECAST_SCHEMAS] if spec.forecast else []
+    registry += [schema(spec) for schema in ROI_SCHEMAS] if spec.roi else []
     return {schema.name: schema for schema in registry}
 
 

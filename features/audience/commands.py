@@ -27,14 +27,14 @@ def _require_audiences(args: LakeArgs) -> list[str]:
 @holds_leases("audience")
 def count(args: RawArgs) -> None:
     """Load labels of data providers and audits, and count impressions by campaign and labels."""
-    from etl.audiences import load_audiences
+    from etl.reports import AUDIENCE_REPORTS, load_reports
     from etl.runtime.spark import spark_session
     from features.audience.counts import count_audiences
 
     _require_audiences(args)
     lake = args.open_lake()
     spark_session("audience")
-    loaded = load_audiences(lake, args.raw, args.day_range)
+    loaded = load_reports(lake, args.raw, args.day_range, AUDIENCE_REPORTS)
     print_counts("audience", loaded | count_audiences(lake, args.day_range))
 
 

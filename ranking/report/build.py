@@ -18,6 +18,7 @@ from ranking.report import data, figures
 from ranking.report.audiences import audience_sections
 from ranking.report.data import MODEL_NAMES
 from ranking.report.next_steps import calibration_checks, next_steps, ranker_states
+from ranking.report.roi import roi_section
 from ranking.report.study import load_studies
 from training.evaluation.drift import teacher_prequential
 from training.evaluation.metrics import SliceMetrics
@@ -81,6 +82,7 @@ def build_report(lake: Lake, raw_data_uri: str, split: DaySplit) -> StoragePath:
         prequential=figures.plot_prequential(teacher_prequential(lake, split.data_until)),
         audiences=audience_sections(lake, split.data_until),
         forecasts=_forecasts(lake),
+        roi=roi_section(lake, split.data_until),
         **_ingest(lake),
         studies=[
             (study, figures.plot_study(study))

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
+from deltalake import DeltaTable
 
 from etl.errors import UserError
 from ranking.roi.curves import CampaignDays, Floats
@@ -16,6 +17,7 @@ from ranking.roi.curves import CampaignDays, Floats
 REQUIRED = ("campaign", "day", "spend", "conversions", "value")
 SHRINKAGE = 20.0  # conversions that the mean value of all campaigns counts as
 MIN_DAYS = 2
+CURRENT_DAYS = 7  # the latest days, whose mean is the current spend
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class CampaignTable:
     Attributes:
         days: Days with spend, for curves.
         currency: Currency of spends and values.
-        current: Mean daily spend (C) of the latest `window` days of the file.
+        current: Mean daily spend (C) of the latest CURRENT_DAYS days.
         value_per_conversion: Attributed value (C) of a conversion, shrunk to that of all campaigns.
         incremental_share: Share (C) of attributed conversions that an experiment found to be due to
             the campaign; 1 where none was made.
@@ -43,39 +45,43 @@ class CampaignTable:
         return self.value_per_conversion * self.incremental_share
 
 
-def read_campaign_days(
-    path: Path, groups: tuple[str, ...], currency: str | None, window: int = 7
-) -> CampaignTable:
-    """The campaign days of a CSV or Parquet file.
+def read_campaign_days(path: Path, groups: tuple[str, ...], currency: str | None) -> CampaignTable:
+    """The campaign days of a CSV or Parquet file, or of the folder of the table `campaign_days`.
 
     Raises UserError if a column is missing, a value is negative or missing, the currency is not
     given or not unique, or a campaign has too few days with spend, or none of late.
     """
-    table = _read_table(path)
-    _require_columns(path, table, (*REQUIRED, *groups))
+    return campaign_table(str(path), _read_table(path), groups, currency)
+
+
+def campaign_table(
+    source: str, table: pa.Table, groups: tuple[str, ...], currency: str | None
+) -> CampaignTable:
+    """The campaign days in the rows of `source`, which messages name; raises UserError as above."""
+    _require_columns(source, table, (*REQUIRED, *groups))
     for name in ("spend", "conversions", "value"):
-        _require_numbers(path, table, name)
-    currency = _currency(path, table, currency)
+        _require_numbers(source, table, name)
+    currency = _currency(source, table, currency)
     names, index = np.unique(table["campaign"].cast(pa.string()).to_numpy(), return_inverse=True)
     count = len(names)
     spend, conversions, value, arrived = (
         _column(table, name) for name in ("spend", "conversions", "value", "arrived")
     )
     if (arrived <= 0).any() or (arrived > 1).any():
-        raise UserError(f"{path}: arrived is the share of conversions so far: above 0, at most 1")
+        raise UserError(f"{source}: arrived is the share of conversions so far: above 0, at most 1")
     has_spend = spend > 0
     days_with_spend = np.bincount(index[has_spend], minlength=count)
     if (days_with_spend < MIN_DAYS).any():
         name = names[days_with_spend.argmin()]
         raise UserError(
-            f"{path}: campaign {name} has {days_with_spend.min()} days with spend, and a curve "
+            f"{source}: campaign {name} has {days_with_spend.min()} days with spend, and a curve "
             f"needs {MIN_DAYS}: leave the campaign out, or wait"
         )
-    current = _current_spend(table, index, spend, count, window)
+    current = _current_spend(table, index, spend, count)
     if (current <= 0).any():
         raise UserError(
-            f"{path}: campaign {names[current.argmin()]} has no spend in the last {window} days, "
-            "and plans change budgets by a share of them: leave the campaign out"
+            f"{source}: campaign {names[current.argmin()]} has no spend in the last "
+            f"{CURRENT_DAYS} days, and plans change budgets by a share of them: leave the campaign out"
         )
     first_rows = np.unique(index, return_index=True)[1]
     by_group = [table[name].cast(pa.string()).to_numpy()[first_rows] for name in groups]
@@ -99,6 +105,8 @@ def read_campaign_days(
 
 
 def _read_table(path: Path) -> pa.Table:
+    if DeltaTable.is_deltatable(str(path)):
+        return DeltaTable(path).to_pyarrow_table()
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     try:
@@ -107,35 +115,37 @@ def _read_table(path: Path) -> pa.Table:
         raise UserError(f"{path} is neither CSV nor Parquet: {error}") from None
 
 
-def _require_columns(path: Path, table: pa.Table, names: tuple[str, ...]) -> None:
+def _require_columns(source: str, table: pa.Table, names: tuple[str, ...]) -> None:
     missing = [name for name in names if name not in table.column_names]
     if missing:
         raise UserError(
-            f"{path} has no column {', '.join(missing)}; it has {', '.join(table.column_names)}"
+            f"{source} has no column {', '.join(missing)}; it has {', '.join(table.column_names)}"
         )
     if not table.num_rows:
-        raise UserError(f"{path} has no rows")
+        raise UserError(f"{source} has no rows")
 
 
-def _require_numbers(path: Path, table: pa.Table, name: str) -> None:
+def _require_numbers(source: str, table: pa.Table, name: str) -> None:
     if not (pa.types.is_integer(table[name].type) or pa.types.is_floating(table[name].type)):
-        raise UserError(f"{path}: {name} is not a number in all rows")
+        raise UserError(f"{source}: {name} is not a number in all rows")
     values = table[name].cast(pa.float64())
     if values.null_count or not pc.all(pc.is_finite(values)).as_py():
-        raise UserError(f"{path}: {name} is missing or not finite in some rows")
+        raise UserError(f"{source}: {name} is missing or not finite in some rows")
     if pc.min(values).as_py() < 0:
-        raise UserError(f"{path}: {name} is negative in some rows")
+        raise UserError(f"{source}: {name} is negative in some rows")
 
 
-def _currency(path: Path, table: pa.Table, given: str | None) -> str:
+def _currency(source: str, table: pa.Table, given: str | None) -> str:
     """The currency of the option, else the only one of the column."""
     if given is not None:
         return given
     if "currency" not in table.column_names:
-        raise UserError(f"{path} has no column currency: name the currency with --currency")
+        raise UserError(f"{source} has no column currency: name the currency with --currency")
     found = sorted(map(str, pc.unique(table["currency"]).to_pylist()))
     if len(found) != 1:
-        raise UserError(f"{path} has several currencies ({', '.join(found)}): convert them to one")
+        raise UserError(
+            f"{source} has several currencies ({', '.join(found)}): convert them to one"
+        )
     return found[0]
 
 
@@ -147,10 +157,24 @@ def _column(table: pa.Table, name: str) -> npt.NDArray[np.float64]:
 
 
 def _current_spend(
-    table: pa.Table, index: npt.NDArray[np.intp], spend: Floats, count: int, window: int
+    table: pa.Table, index: npt.NDArray[np.intp], spend: Floats, count: int
 ) -> Floats:
     """Mean daily spend (C) over the latest days of the file, a missing day counting as 0."""
     days = table["day"].cast(pa.string()).to_numpy()
-    latest = np.unique(days)[-window:]
+    latest = np.unique(days)[-CURRENT_DAYS:]
     is_recent = np.isin(days, latest)
     return np.bincount(index[is_recent], spend[is_recent], count) / len(latest)
+
+
+def usable_campaigns(table: pa.Table) -> pa.Table:
+    """The rows of campaigns that have a curve: with spend on enough days, and of late."""
+    spent = table.filter(pc.greater(table["spend"], 0))
+    days = np.unique(table["day"].to_numpy())[-CURRENT_DAYS:]
+    of_late = spent.filter(pa.array(np.isin(spent["day"].to_numpy(), days)))
+    counts = spent.group_by("campaign").aggregate([("day", "count")])
+    enough = counts.filter(pc.greater_equal(counts["day_count"], MIN_DAYS))["campaign"]
+    is_usable = pc.and_(
+        pc.is_in(table["campaign"], enough.combine_chunks()),
+        pc.is_in(table["campaign"], of_late["campaign"].combine_chunks()),
+    )
+    return table.filter(is_usable)

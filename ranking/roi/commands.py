@@ -1,11 +1,13 @@
 """`gemline roi`: response curves of campaigns, and budgets that follow marginal return."""
 
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from pydantic import Field
 
+from etl.cli.runner import DayArgs, LakeArgs, holds_leases
 from etl.spec.base import StrictModel
 
 if TYPE_CHECKING:
@@ -13,12 +15,20 @@ if TYPE_CHECKING:
     from ranking.roi.curves import ResponseCurves
 
 
+class RawArgs(DayArgs):
+    """Arguments of `roi load`."""
+
+    raw: Annotated[str, tyro.conf.arg(help="folder or URL of the raw logs")]
+
+
 class CurveArgs(StrictModel):
     """A file of campaign days, and what campaigns have in common."""
 
     campaign_days: Annotated[
         Path,
-        tyro.conf.arg(help="CSV or Parquet with campaign, day, spend, conversions and value"),
+        tyro.conf.arg(
+            help="CSV, Parquet or table folder with campaign, day, spend, conversions and value"
+        ),
     ]
     groups: Annotated[
         tuple[str, ...], tyro.conf.arg(help="columns that campaigns share, such as vertical")
@@ -115,6 +125,37 @@ def plan(args: PlanArgs) -> None:
     )
 
 
+@holds_leases("roi")
+def load(args: RawArgs) -> None:
+    """Load billed spend, and join it with the outcomes of the campaigns' impressions."""
+    from etl.reports import SPEND_REPORTS, load_reports
+    from etl.runtime.spark import spark_session
+    from features.roi.campaign_days import build_campaign_days
+    from ranking.roi.tables import require_roi
+
+    require_roi(args.load_spec())
+    lake = args.open_lake()
+    spark_session("roi")
+    loaded = load_reports(lake, args.raw, args.day_range, SPEND_REPORTS)
+    counts = loaded | build_campaign_days(lake, args.day_range)
+    print("roi: " + ", ".join(f"{table} {rows:,} rows" for table, rows in counts.items()))
+
+
+class ReportArgs(LakeArgs):
+    """Arguments of `roi report`."""
+
+    data_until: Annotated[date, tyro.conf.arg(help="last day of the campaign days")]
+
+
+@holds_leases("roi")
+def report(args: ReportArgs) -> None:
+    """Fit the curves of a lake's campaigns and plan their budgets, for the pipeline's report."""
+    from ranking.roi.tables import require_roi, write_response_curves
+
+    require_roi(args.load_spec())
+    print(f"roi: {write_response_curves(args.open_lake(), args.data_until)}")
+
+
 def _fit(args: CurveArgs) -> "tuple[CampaignTable, ResponseCurves]":
     from ranking.roi.campaign_days import read_campaign_days
     from ranking.roi.curves import fit_curves
@@ -123,4 +164,4 @@ def _fit(args: CurveArgs) -> "tuple[CampaignTable, ResponseCurves]":
     return table, fit_curves(table.days)
 
 
-COMMANDS = {"roi": {"fit": fit, "plan": plan}}
+COMMANDS = {"roi": {"load": load, "fit": fit, "plan": plan, "report": report}}

@@ -108,11 +108,11 @@ def plan_budgets(
 
 def marginal_value(curves: ResponseCurves, value_per_conversion: Floats, spend: Floats) -> Floats:
     """Value (C) of the next unit of spend."""
-    largest, half = _saturation(curves)
+    largest, half = saturation(curves)
     return np.asarray(value_per_conversion * largest * half / (spend + half) ** 2)
 
 
-def _saturation(curves: ResponseCurves) -> tuple[Floats, Floats]:
+def saturation(curves: ResponseCurves) -> tuple[Floats, Floats]:
     """The most conversions (C) a day, and the spend (C) at which there are half of them."""
     level, room = curves.mean.T
     half = curves.reference * np.exp(room)
@@ -122,7 +122,7 @@ def _saturation(curves: ResponseCurves) -> tuple[Floats, Floats]:
 
 def _allocate(curves: ResponseCurves, adjusted_value: Floats, limits: Limits) -> Floats:
     """Spends (C) that are optimal for one price, found by bisection on its log."""
-    largest, half = _saturation(curves)
+    largest, half = saturation(curves)
 
     def spend_at(log_price: float) -> Floats:
         wanted = np.sqrt(adjusted_value * largest * half / np.exp(log_price)) - half

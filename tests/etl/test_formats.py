@@ -23,7 +23,8 @@ from etl.ingest.preview import preview_sources
 from etl.ingest.run import ingest
 from etl.ingest.timestamps import parse_duration, parse_time
 from etl.spec import DataSpec, load_spec
-from etl.spec.sources import AttributeSource, TimeUnit
+from etl.spec.file_source import TimeUnit
+from etl.spec.sources import AttributeSource
 from etl.tables.lake import Lake
 from gemline import main
 from tests.etl.shop import SPEC

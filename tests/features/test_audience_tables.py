@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from etl.audiences import load_audiences
+from etl.reports import AUDIENCE_REPORTS, load_reports
 from etl.tables import audience_schemas, schemas
 from etl.tables.arrow import snapshot
 from etl.tables.lake import Lake
@@ -100,7 +100,7 @@ def test_a_label_counts_only_for_impressions_after_its_delivery(
     ]
     days = [FIRST + timedelta(days=n) for n in range((LAST - FIRST).days + 2)]
     raw = write_raw(tmp_path / "raw", days, audience_labels=labels)
-    load_audiences(lake, raw, (FIRST, days[-1]))
+    load_reports(lake, raw, (FIRST, days[-1]), AUDIENCE_REPORTS)
     count_audiences(lake, DAYS)
     seen = {
         tuple(row["labels"])
@@ -117,7 +117,7 @@ def test_a_label_counts_only_for_impressions_after_its_delivery(
 def test_a_day_can_be_loaded_and_counted_again(own: Lake, raw: Path, spark: object) -> None:
     before = {name: rows(own, name) for name in ("audience_labels", "audits", "audience_counts")}
     assert all(before.values())
-    load_audiences(own, str(raw), (FIRST + timedelta(days=1), LAST))
+    load_reports(own, str(raw), (FIRST + timedelta(days=1), LAST), AUDIENCE_REPORTS)
     count_audiences(own, (FIRST + timedelta(days=1), LAST))
     for name, stored in before.items():
         assert rows(own, name) == stored
@@ -147,7 +147,7 @@ def test_wrong_audits_are_refused_and_nothing_is_written(
         lake.version(schema(lake.spec).name) for schema in audience_schemas.AUDIENCE_SCHEMAS[:3]
     ]
     with pytest.raises(Exception, match=message):
-        load_audiences(lake, raw, (FIRST, FIRST))
+        load_reports(lake, raw, (FIRST, FIRST), AUDIENCE_REPORTS)
     assert versions == [
         lake.version(schema(lake.spec).name) for schema in audience_schemas.AUDIENCE_SCHEMAS[:3]
     ]

@@ -1,7 +1,7 @@
-"""The audience step: labels of data providers, and reports of an auditor, to tables."""
+"""Reports to tables: labels of data providers, audits, and what campaigns spent."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import date
 from typing import TypeAlias
 
@@ -27,21 +27,40 @@ from etl.ingest.readers import (
 )
 from etl.ingest.timestamps import parse_time
 from etl.spec.model import DataSpec
+from etl.spec.report_sources import (
+    AudienceLabelSource,
+    AuditSource,
+    SpendSource,
+)
 from etl.spec.sections import UNKNOWN_LABEL
-from etl.spec.sources import AudienceLabelSource, AuditSource
 from etl.spec.units import MICROS
-from etl.tables import audience_schemas, spark_io
+from etl.tables import audience_schemas, roi_schemas, spark_io
 from etl.tables.lake import Lake, create_table
 from etl.tables.table_schema import TableSchema
 
-AudienceSource: TypeAlias = AudienceLabelSource | AuditSource
+Report: TypeAlias = AudienceLabelSource | AuditSource | SpendSource
+Schema: TypeAlias = Callable[[DataSpec], TableSchema]
 MAX_SHARE_ERROR = 0.01  # of the sum of the shares of a report, from rounding
+AUDIENCE_REPORTS: dict[str, Schema] = {
+    "audience_labels": audience_schemas.audience_labels,
+    "audits": audience_schemas.audits,
+}
+SPEND_REPORTS: dict[str, Schema] = {"spend": roi_schemas.campaign_spend}
+SCHEMAS = AUDIENCE_REPORTS | SPEND_REPORTS
 
 
-def load_audiences(lake: Lake, raw: str, days: tuple[date, date]) -> dict[str, int]:
-    """Replace the rows of `audience_labels` and `audits` that landed on a range of days.
+def load_reports(
+    lake: Lake, raw: str, days: tuple[date, date], schemas: Mapping[str, Schema]
+) -> dict[str, int]:
+    """Replace the rows that landed on a range of days, of sources of some kinds.
 
     All checks precede the first write.
+
+    Args:
+        lake: The lake.
+        raw: Folder or URL of the raw files.
+        days: First and last day.
+        schemas: The table of each kind of source.
 
     Returns:
         The number of stored rows of the days, by table.
@@ -51,24 +70,25 @@ def load_audiences(lake: Lake, raw: str, days: tuple[date, date]) -> dict[str, i
             do not sum to 1, or it has several counts.
     """
     where = spark_io.day_range_predicate(*days)
-    sources = {n: s for n, s in lake.spec.sources.items() if isinstance(s, AudienceSource)}
+    sources = {
+        name: source
+        for name, source in lake.spec.sources.items()
+        if isinstance(source, Report) and source.kind in schemas
+    }
     with translate_read_errors():
         rows = {name: _read_source(lake.spec, s, raw, days) for name, s in sources.items()}
         for name, source_rows in rows.items():
             invalid = with_line_numbers(source_rows).filter("reasons != ''")
             write_quarantine(lake, [name], invalid.withColumn("log", F.lit(name)), days)
-        for schema in _SCHEMAS.values():
+        for schema in schemas.values():
             create_table(lake, schema(lake.spec))
-        for kind, schema in _SCHEMAS.items():
+        for kind, schema in schemas.items():
             names = [name for name, source in sources.items() if source.kind == kind]
             _write_rows(lake, schema(lake.spec), [rows[name] for name in names], where)
     for source_rows in rows.values():
         source_rows.unpersist()
-    tables = [schema(lake.spec).name for schema in _SCHEMAS.values()]
+    tables = [schema(lake.spec).name for schema in schemas.values()]
     return {table: lake.count_rows(table, days) for table in tables}
-
-
-_SCHEMAS = {"audience_labels": audience_schemas.audience_labels, "audits": audience_schemas.audits}
 
 
 def _write_rows(lake: Lake, schema: TableSchema, parts: list[DataFrame], where: str) -> None:
@@ -77,13 +97,15 @@ def _write_rows(lake: Lake, schema: TableSchema, parts: list[DataFrame], where: 
 
 
 def _stored_rows(rows: DataFrame) -> DataFrame:
-    """The valid rows: whole reports, and of labels the latest one of each user and time.
+    """The valid rows: whole audits, spend, and of labels the latest one of each user and time.
 
     Labels for several earlier times that landed together are all valid from the start of the day.
     """
     valid = rows.filter("reasons = ''")
-    if "campaign" in rows.columns:
+    if "share" in rows.columns:
         return valid.join(_bad_reports(rows), ["day", "campaign"], "left_anti")
+    if "spend" in rows.columns:
+        return valid
     order = F.struct(
         "logged_valid_from", SOURCE_FILE, f"{RECORD_LOCATION}.block", f"{RECORD_LOCATION}.row"
     )
@@ -97,11 +119,9 @@ def _bad_reports(rows: DataFrame) -> DataFrame:
     return bad.select("day", "campaign").distinct()
 
 
-def _read_source(
-    spec: DataSpec, source: AudienceSource, raw: str, days: tuple[date, date]
-) -> DataFrame:
+def _read_source(spec: DataSpec, source: Report, raw: str, days: tuple[date, date]) -> DataFrame:
     """The parsed and checked rows of a source, cached; raises UserError if a check fails."""
-    rows = parse_audience_rows(spec, source, raw, days).persist(StorageLevel.MEMORY_AND_DISK)
+    rows = parse_reports(spec, source, raw, days).persist(StorageLevel.MEMORY_AND_DISK)
     check_bad_row_rate(spec, f"{raw}/{source.path}", rows)
     if isinstance(source, AuditSource):
         _check_reports(_stored_rows(rows), f"{raw}/{source.path}")
@@ -131,15 +151,14 @@ def _check_reports(rows: DataFrame, path: str) -> None:
     )
 
 
-def parse_audience_rows(
-    spec: DataSpec, source: AudienceSource, raw: str, days: tuple[date, date]
-) -> DataFrame:
+def parse_reports(spec: DataSpec, source: Report, raw: str, days: tuple[date, date]) -> DataFrame:
     """Typed rows of a source, with the `reasons` why a row is invalid."""
-    columns = source.columns.model_dump()
+    columns: dict[str, str] = source.columns.model_dump()
     required = [column for name, column in columns.items() if name != "label"]
     rows = read_raw_records(source, RawSelection(raw, days), columns.values(), required)
+    audience = [] if isinstance(source, SpendSource) else [F.lit(source.audience).alias("audience")]
     rows = rows.select(
-        F.lit(source.audience).alias("audience"),
+        *audience,
         *[value.alias(name) for name, value in _typed_columns(spec, source).items()],
         F.col(PATH_DAY).alias("day"),
         *(PAYLOAD, SOURCE_FILE, RECORD_LOCATION, READ_ERROR),
@@ -150,7 +169,7 @@ def parse_audience_rows(
         day_start = F.expr(f"{day_start_sql(spec)} * {MICROS['s']}")
         valid_from = F.when(F.col("valid_from").isNotNull(), F.greatest("valid_from", day_start))
         rows = rows.withColumn("valid_from", valid_from)
-    violations = _SCHEMAS[source.kind](spec).violations.items()
+    violations = SCHEMAS[source.kind](spec).violations.items()
     reasons = [F.when(F.expr(condition), F.lit(reason)) for reason, condition in violations]
     rows = rows.withColumn(
         "reasons", F.coalesce(READ_ERROR, F.concat_ws(REASON_SEPARATOR, *reasons))
@@ -158,7 +177,7 @@ def parse_audience_rows(
     return rows.withColumn(PAYLOAD, F.when(F.col("reasons") != "", F.col(PAYLOAD)))
 
 
-def _typed_columns(spec: DataSpec, source: AudienceSource) -> Mapping[str, Column]:
+def _typed_columns(spec: DataSpec, source: Report) -> Mapping[str, Column]:
     if isinstance(source, AuditSource):
         return {
             "campaign": raw_value(source.columns.campaign),
@@ -166,6 +185,12 @@ def _typed_columns(spec: DataSpec, source: AudienceSource) -> Mapping[str, Colum
             "share": raw_value(source.columns.share).try_cast("double"),
             "impressions": raw_value(source.columns.count).try_cast("bigint"),
         }
+    if isinstance(source, SpendSource):
+        return {
+            "campaign": F.nullif(raw_value(source.columns.campaign), F.lit("")),
+            "spend": raw_value(source.columns.spend).try_cast("double"),
+        }
+    assert isinstance(source, AudienceLabelSource)
     label = F.nullif(raw_value(source.columns.label), F.lit(""))
     return {
         "provider": raw_value(source.columns.provider),

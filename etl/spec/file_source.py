@@ -1,0 +1,137 @@
+"""Files of a source: their place below the raw folder, their day, and how they are written."""
+
+import re
+from datetime import date, datetime
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from etl.spec.base import StrictModel
+from etl.spec.units import Duration
+
+Format = Literal["json", "csv", "parquet"]
+TimeUnit = Literal["s", "ms", "us", "ns", "iso"]
+# `{day}` in a path, or `{day:FORMAT}` with a part of the day, such as `{day:%Y%m%d}`.
+DAY_PLACEHOLDER = re.compile(r"\{day(?::([^}]*))?\}")
+DIRECTIVES = {"%Y": r"\d{4}", "%m": r"\d{2}", "%d": r"\d{2}", "%-m": r"\d{1,2}", "%-d": r"\d{1,2}"}
+
+
+def fill_day(text: str, day: date) -> str:
+    """A path or file name with its `{day}` placeholders replaced by a day."""
+    return DAY_PLACEHOLDER.sub(lambda match: day.strftime(match[1] or "%Y-%m-%d"), text)
+
+
+def _check_relative_path(path: str) -> str:
+    if path.startswith("/"):
+        raise ValueError("a path is relative to the raw folder: write it without the leading /")
+    formats = [match[1] or "%Y-%m-%d" for match in DAY_PLACEHOLDER.finditer(path)]
+    found = [directive for text in formats for directive in re.findall("%-?.", text)]
+    unknown = sorted({*found} - {*DIRECTIVES})
+    if unknown:
+        raise ValueError(
+            f"{{day}} in a path has the parts %Y, %m, %d, %-m and %-d, not {', '.join(unknown)}; "
+            "write hours as *"
+        )
+    if formats and {directive[-1] for directive in found} != set("Ymd"):
+        raise ValueError("{day} in a path has to name the year, the month and the day")
+    return path
+
+
+RawPath = Annotated[str, AfterValidator(_check_relative_path)]
+
+
+def _glob_regex(glob: str) -> str:
+    """A regular expression for a glob without `{day}`."""
+    return "".join({"*": "[^/]*", "?": "[^/]"}.get(sign, re.escape(sign)) for sign in glob)
+
+
+def _format_regex(format_: str) -> str:
+    parts = re.split("(%-?.)", format_)
+    return "".join(DIRECTIVES.get(part, re.escape(part)) for part in parts)
+
+
+class CsvOptions(StrictModel):
+    """How CSV files are written; they are UTF-8, with one record a line."""
+
+    delimiter: str = Field(default=",", min_length=1, max_length=1)
+    """Delimiter between two columns, such as `"\\t"`."""
+    quote: str = Field(default='"', min_length=1, max_length=1)
+    """Quote character around a value that contains a delimiter."""
+    escape: str = Field(default="\\", min_length=1, max_length=1)
+    """Escape character before a quote within a quoted value."""
+    null_value: str = ""
+    """Text that represents a missing value, such as `\\N`."""
+    header: tuple[str, ...] | None = None
+    """Names of the columns, for files whose first line is a record; default: the first line."""
+
+
+class FileSource(StrictModel):
+    """Files of one format below the raw folder.
+
+    The files of a day are complete when `success_file` is in their folder; without such a marker,
+    when none has changed for `unchanged_for`.
+    """
+
+    format: Format
+    """Format of the files; `json` and `csv` may be compressed by gzip."""
+    path: RawPath
+    """Path or glob below the raw folder; `{day}` or `{day:%Y%m%d}` is the day of landing."""
+    csv: CsvOptions | None = None
+    """How files of the format `csv` are written; default: commas, double quotes, a header line."""
+    time_unit: TimeUnit = "ms"
+    """Unit of all times: `s`, `ms`, `us` or `ns` since the epoch, or `iso`.
+
+    `iso` is for ISO 8601 texts and timestamps of Parquet; without a zone they are in the spec's
+    `time_zone`.
+    """
+    optional: bool = False
+    """Whether some days may have no file; by default a missing file stops the run."""
+    success_file: RawPath | None = None
+    """Name of the file that marks a folder as complete, such as `_SUCCESS`."""
+    unchanged_for: Duration = 600
+    """Without `success_file`, how long files must be unchanged until a day is complete."""
+
+    @property
+    def is_partitioned_by_day(self) -> bool:
+        """Whether each day has files of its own."""
+        return DAY_PLACEHOLDER.search(self.path) is not None
+
+    def path_on(self, day: date) -> str:
+        """The path or glob of the files of a day."""
+        return fill_day(self.path, day)
+
+    @property
+    def any_day_glob(self) -> str:
+        """A glob that matches the files of all days."""
+        return DAY_PLACEHOLDER.sub("*", self.path)
+
+    def day_of(self, path: str) -> date | None:
+        """The day in a path below the raw folder; None if it is not a file of the source."""
+        texts, formats, last = [], [], 0
+        for match in DAY_PLACEHOLDER.finditer(self.path):
+            format_ = match[1] or "%Y-%m-%d"
+            texts += [_glob_regex(self.path[last : match.start()]), f"({_format_regex(format_)})"]
+            formats.append(format_.replace("%-", "%"))
+            last = match.end()
+        found = re.fullmatch("".join([*texts, _glob_regex(self.path[last:])]), path)
+        if found is None or not formats:
+            return None
+        try:
+            return datetime.strptime(" ".join(found.groups()), " ".join(formats)).date()
+        except ValueError:
+            return None
+
+    @model_validator(mode="after")
+    def _check_csv_options(self) -> "FileSource":
+        if self.format != "csv" and self.csv is not None:
+            raise ValueError(f"`csv` has no meaning for files of the format {self.format}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_success_file(self) -> "FileSource":
+        if self.success_file is None or not self.is_partitioned_by_day:
+            return self
+        folder = self.path.rpartition("/")[0]
+        if not DAY_PLACEHOLDER.search(folder + self.success_file):
+            raise ValueError("all days would share one `success_file`: put {day} into its name")
+        return self

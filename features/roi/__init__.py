@@ -1,0 +1,1 @@
+"""Campaign days: what campaigns spent, and what their impressions brought."""

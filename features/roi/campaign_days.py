@@ -1,0 +1,72 @@
+"""The `campaign_days` table: spend of campaigns, and outcomes of their impressions, by day."""
+
+from collections.abc import Sequence
+from datetime import date
+
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+
+from etl.labels import item_attribute_values
+from etl.spec.model import DataSpec
+from etl.tables import label_schemas, roi_schemas, spark_io
+from etl.tables.lake import Lake
+
+
+def build_campaign_days(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
+    """Replace the given days of `campaign_days`, by the landing day of the impressions.
+
+    Days are built again once more of their labels are final.
+    """
+    spec = lake.spec
+    assert spec.roi
+    names = ("impressions", "attributes_item", "campaign_spend")
+    versions = {name: lake.version(name) for name in names}
+    where = spark_io.day_range_predicate(*days)
+    schema = label_schemas.impressions(spec)
+    impressions = spark_io.read_table(lake, schema, versions["impressions"]).filter(where)
+    for attribute in (spec.roi.campaign, *spec.roi.groups):
+        values = item_attribute_values(lake, attribute)
+        impressions = impressions.join(values, "item_id", "left")
+        impressions = impressions.withColumnRenamed("item_attribute", f"item_{attribute}")
+    spend = spark_io.read_table(
+        lake, roi_schemas.campaign_spend(spec), versions["campaign_spend"]
+    ).filter(where)
+    rows = campaign_days(spec, impressions, spend)
+    contract = roi_schemas.campaign_days(spec)
+    spark_io.replace_partitions(lake, contract, rows, where, versions)
+    return {contract.name: lake.count_rows(contract.name, days)}
+
+
+def campaign_days(spec: DataSpec, impressions: DataFrame, spend: DataFrame) -> DataFrame:
+    """Rows of `campaign_days` of impressions with `item_…` attributes, and rows of spend.
+
+    A campaign that spent and had no impressions has no outcomes; one without spend spent 0.
+    """
+    roi = spec.roi
+    assert roi
+    label = F.col(f"label_{roi.objective}")
+    groups: Sequence[str] = roi.groups
+    outcomes = (
+        impressions.filter(F.col(f"item_{roi.campaign}").isNotNull())
+        .groupBy(F.col(f"item_{roi.campaign}").alias("campaign"), "day")
+        .agg(
+            F.count("*").alias("impressions"),
+            F.coalesce(F.sum(label), F.lit(0)).alias("conversions"),
+            F.coalesce(F.sum(f"value_{roi.objective}"), F.lit(0.0)).alias("value"),
+            F.avg(F.when(label.isNotNull(), 1.0).otherwise(0.0)).alias("arrived"),
+            *[F.mode(f"item_{name}").alias(name) for name in groups],
+        )
+    )
+    billed = spend.groupBy("campaign", "day").agg(F.sum("spend").alias("spend"))
+    rows = outcomes.join(billed, ["campaign", "day"], "full")
+    defaults: dict[str, bool | float | int | str] = {
+        "impressions": 0,
+        "conversions": 0,
+        "value": 0.0,
+        "arrived": 1.0,
+        "spend": 0.0,
+    }
+    known = [F.coalesce(F.col(name), F.lit("unknown")).alias(name) for name in groups]
+    return rows.fillna(defaults).select(
+        "campaign", "day", *defaults, *known, F.lit(roi.currency).alias("currency")
+    )

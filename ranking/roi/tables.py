@@ -1,0 +1,79 @@
+"""The `response_curves` table: curves of the campaigns of a lake, and a plan of the same total."""
+
+from datetime import date, timedelta
+
+import numpy as np
+import pyarrow as pa
+
+from etl.errors import UserError
+from etl.spec.model import DataSpec
+from etl.spec.units import DAY, date_range
+from etl.tables import arrow, roi_schemas
+from etl.tables.lake import Lake
+from ranking.roi.campaign_days import campaign_table, usable_campaigns
+from ranking.roi.curves import fit_curves
+from ranking.roi.plan import explain, plan_budgets, saturation, step_limits
+
+MAX_STEP = 0.2  # of the plan in the table, as a share of a campaign's current spend
+MIN_CAMPAIGNS = 2
+
+
+def require_roi(spec: DataSpec) -> None:
+    """Raise UserError unless the spec declares campaigns."""
+    if spec.roi is None:
+        raise UserError(
+            f"spec {spec.name} declares no campaigns: add `roi: {{campaign: ..., objective: ..., "
+            "currency: ...}` and a source of kind spend; see docs/guides/roi.md"
+        )
+
+
+def write_response_curves(lake: Lake, until: date) -> str:
+    """Replace the day of `response_curves` by curves and a plan of all campaigns until it.
+
+    Returns:
+        What was written, or why nothing was: a daily run goes on without enough spend.
+    """
+    rows = _read_window(lake, until)
+    usable = usable_campaigns(rows)
+    campaigns = len(set(usable["campaign"].to_pylist()))
+    if campaigns < MIN_CAMPAIGNS:
+        return f"{campaigns} campaigns have spend on enough days until {until}: no curves yet"
+    spec = lake.spec.roi
+    assert spec
+    source = f"table campaign_days in {lake.root}"
+    table = campaign_table(source, usable, spec.groups, spec.currency)
+    curves = fit_curves(table.days)
+    current, value = table.current, table.incremental_value
+    unlimited, none = np.full(campaigns, np.inf), np.zeros(campaigns)
+    limits = step_limits(float(current.sum()), current, MAX_STEP, none, unlimited)
+    plan = plan_budgets(curves, value, current, limits)
+    low, high = curves.interval(current)
+    columns = {
+        "campaign": list(curves.campaigns),
+        "current_spend": current,
+        "conversions": np.exp(curves.log_conversions(current)[0]),
+        "low": low,
+        "high": high,
+        "half_saturation": saturation(curves)[1],
+        "value_per_conversion": value,
+        "marginal_return": plan.marginal_before,
+        "planned_spend": plan.spend,
+        "planned_conversions": np.exp(curves.log_conversions(plan.spend)[0]),
+        "planned_marginal_return": plan.marginal_after,
+        "currency": [spec.currency] * campaigns,
+        "reason": [explain(name, plan, current, c) for c, name in enumerate(curves.campaigns)],
+        "day": [until] * campaigns,
+    }
+    schema = roi_schemas.response_curves(lake.spec)
+    versions = {"campaign_days": lake.version("campaign_days")}
+    arrow.replace_rows(lake, schema, pa.table(columns), f"day = '{until}'", versions)
+    gain = float(plan.value_after.sum() / plan.value_before.sum()) - 1
+    return f"curves of {campaigns} campaigns; a plan of the same total has value {gain:+.1%}"
+
+
+def _read_window(lake: Lake, until: date) -> pa.Table:
+    assert lake.spec.roi
+    days = lake.spec.roi.window // DAY
+    window = list(date_range(until - timedelta(days=days - 1), until))
+    rows = arrow.snapshot(lake, roi_schemas.campaign_days(lake.spec)).read(day=window)
+    return rows.filter(pa.array(np.asarray(rows["arrived"]) > 0))
