@@ -36,11 +36,12 @@ def write_small_pipeline(spec_path: Path, raw: Path, folder: Path) -> SmallPipel
 
 
 def small_spec(spec_path: Path) -> str:
-    """The spec with one surface, no conversions and audiences, and with all kinds of counters."""
+    """The spec of one surface without conversions, audiences and forecasts, with all counters."""
     spec = yaml.safe_load(spec_path.read_text())
     spec["surfaces"] = {SURFACE: spec["surfaces"][SURFACE]}
     del spec["domains"], spec["objectives"]["conversion"]
     del spec["audiences"], spec["sources"]["audience_labels"], spec["sources"]["audits"]
+    del spec["forecast"], spec["roi"], spec["sources"]["spend"]
     spec["auction"]["goal_objectives"]["sales"] = "click"
     spec["counters"] |= {
         "keys": [["user"], ["user", "category"], ["item"]],

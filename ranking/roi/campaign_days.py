@@ -80,8 +80,8 @@ def campaign_table(
     current = _current_spend(table, index, spend, count)
     if (current <= 0).any():
         raise UserError(
-            f"{source}: campaign {names[current.argmin()]} has no spend in the last "
-            f"{CURRENT_DAYS} days, and plans change budgets by a share of them: leave the campaign out"
+            f"{source}: campaign {names[current.argmin()]} has no spend in the last {CURRENT_DAYS} "
+            "days, and plans change budgets by a share of them: leave the campaign out"
         )
     first_rows = np.unique(index, return_index=True)[1]
     by_group = [table[name].cast(pa.string()).to_numpy()[first_rows] for name in groups]
@@ -105,7 +105,7 @@ def campaign_table(
 
 
 def _read_table(path: Path) -> pa.Table:
-    if DeltaTable.is_deltatable(str(path)):
+    if path.is_dir() and DeltaTable.is_deltatable(str(path)):
         return DeltaTable(path).to_pyarrow_table()
     if not path.is_file():
         raise UserError(f"{path}: no such file")
