@@ -1,0 +1,131 @@
+"""Campaign days: billed spend and outcomes equal brute force; curves of the lake's campaigns."""
+
+import gzip
+import json
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from etl.reports import SPEND_REPORTS, load_reports
+from etl.tables import arrow, label_schemas, roi_schemas, schemas
+from etl.tables.lake import Lake
+from features.roi.campaign_days import build_campaign_days
+from gemline import main
+from ranking.roi.campaign_days import read_campaign_days
+from tests.conftest import FIRST, LAST
+from tests.world import copy_of
+
+pytestmark = pytest.mark.spark
+DAYS = (FIRST, LAST)
+
+
+@pytest.fixture(scope="module")
+def billed(lake: Lake, raw: Path, spark: object, tmp_path_factory: pytest.TempPathFactory) -> Lake:
+    own = copy_of(lake, tmp_path_factory.mktemp("roi") / "lake")
+    load_reports(own, str(raw), DAYS, SPEND_REPORTS)
+    build_campaign_days(own, DAYS)
+    return own
+
+
+def campaign_days(lake: Lake) -> pd.DataFrame:
+    rows: pd.DataFrame = (
+        arrow.snapshot(lake, roi_schemas.campaign_days(lake.spec)).read().to_pandas()
+    )
+    return rows.set_index(["campaign", "day"]).sort_index()
+
+
+def logged_spend(raw: Path) -> dict[tuple[str, date], float]:
+    """Spend by campaign and day as in the raw files."""
+    spend = {}
+    for file in sorted((raw / "spend").glob("*.gz")):
+        day = date.fromisoformat(file.name.split("=")[1][:10])
+        for line in gzip.decompress(file.read_bytes()).decode().splitlines():
+            row = json.loads(line)
+            spend[row["campaign"], day] = row["spend"]
+    return spend
+
+
+def expected_days(lake: Lake, raw: Path) -> pd.DataFrame:
+    """The table, one impression after the other."""
+    spec = lake.spec
+    impressions = arrow.snapshot(lake, label_schemas.impressions(spec)).read().to_pandas()
+    items = arrow.snapshot(lake, schemas.attributes(spec, "item")).read().to_pandas()
+    first = items.sort_values(["valid_from", "day"]).groupby("item_id").first()
+    rows: dict[tuple[str, date], dict[str, float]] = {
+        key: {"spend": spend, "impressions": 0, "final": 0, "conversions": 0, "value": 0.0}
+        for key, spend in logged_spend(raw).items()
+    }
+    for row in impressions.itertuples():
+        key = first.attr_advertiser_id[row.item_id], row.day
+        empty = {"spend": 0.0, "impressions": 0, "final": 0, "conversions": 0, "value": 0.0}
+        found = rows.setdefault(key, empty)
+        found["impressions"] += 1
+        if not np.isnan(row.label_conversion):
+            found["final"] += 1
+            found["conversions"] += row.label_conversion
+            found["value"] += row.value_conversion
+    return pd.DataFrame.from_dict(rows, orient="index")
+
+
+def test_campaign_days_equal_brute_force(billed: Lake, raw: Path) -> None:
+    found, expected = campaign_days(billed), expected_days(billed, raw)
+    assert len(found) == len(expected) > 30 and expected.spend.sum() > 0
+    expected.index = pd.MultiIndex.from_tuples(expected.index, names=["campaign", "day"])
+    expected = expected.sort_index()
+    for name in ("spend", "impressions", "conversions", "value"):
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-9, err_msg=name)
+    arrived = np.where(expected.impressions > 0, expected.final / expected.impressions.clip(1), 1)
+    np.testing.assert_allclose(found.arrived, arrived)
+    assert set(found.currency) == {"USD"} and found.category.str.startswith("c").any()
+
+
+def test_days_can_be_loaded_and_built_again(billed: Lake, raw: Path, spark: object) -> None:
+    before = campaign_days(billed)
+    load_reports(billed, str(raw), (LAST, LAST), SPEND_REPORTS)
+    build_campaign_days(billed, (LAST, LAST))
+    pd.testing.assert_frame_equal(campaign_days(billed), before)
+
+
+def test_curves_and_a_plan_of_the_same_total_are_written_and_the_table_is_read_as_a_file(
+    billed: Lake, spec_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--spec", str(spec_path), "--lake", billed.root]
+    assert main(["roi", "report", *flags, "--data-until", str(LAST)]) == 0
+    assert "plan of the same total" in capsys.readouterr().out
+    schema = roi_schemas.response_curves(billed.spec)
+    curves = arrow.snapshot(billed, schema).read().to_pandas()
+    assert len(curves) > 5 and (curves.low < curves.conversions).all()
+    assert (curves.conversions < curves.high).all()
+    assert curves.planned_spend.sum() == pytest.approx(curves.current_spend.sum())
+    change = curves.planned_spend / curves.current_spend
+    assert change.between(0.8 - 1e-9, 1.2 + 1e-9).all()
+    value_before = (curves.value_per_conversion * curves.conversions).sum()
+    assert (curves.value_per_conversion * curves.planned_conversions).sum() >= value_before
+    folder = Path(billed.table_uri("campaign_days"))
+    table = read_campaign_days(folder, ("category",), None)
+    assert table.currency == "USD" and {*curves.campaign} <= {*table.days.campaigns}
+
+
+def test_wrong_spend_is_quarantined_or_refused_and_nothing_is_written(
+    lake: Lake, tmp_path: Path, spark: object
+) -> None:
+    own = copy_of(lake, tmp_path / "lake")
+    sources = own.spec.sources
+    spend = sources["spend"].model_copy(update={"path": "spend/day={day}.json"})
+    own = replace(own, spec=own.spec.model_copy(update={"sources": {**sources, "spend": spend}}))
+    file = tmp_path / "raw" / "spend" / f"day={FIRST}.json"
+    file.parent.mkdir(parents=True)
+    lines = [json.dumps({"campaign": f"b{k}", "spend": 1.0}) for k in range(200)]
+    bad = json.dumps({"campaign": "b999", "spend": -1.0})
+    file.write_text("\n".join([*lines, bad]))
+    load_reports(own, str(tmp_path / "raw"), (FIRST, FIRST), SPEND_REPORTS)
+    assert own.count_rows("campaign_spend") == 200
+    version = own.version("campaign_spend")
+    file.write_text("\n".join([bad] * 50 + lines))
+    with pytest.raises(Exception, match="spend is negative or not finite: 50"):
+        load_reports(own, str(tmp_path / "raw"), (FIRST, FIRST), SPEND_REPORTS)
+    assert own.version("campaign_spend") == version
