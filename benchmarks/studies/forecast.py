@@ -24,8 +24,9 @@ from etl.spec.base import StrictModel
 if TYPE_CHECKING:
     from benchmarks.studies.forecast_world import ForecastWorld
     from etl.tables.lake import Lake
-    from ranking.forecast.forecaster import Forecaster, ForecastRequest
+    from ranking.forecast.forecaster import Forecaster
     from ranking.forecast.pool import WorkerPool
+    from ranking.forecast.schemas import ForecastRequest
     from ranking.forecast.sums import Floats
     from ranking.forecast.targeting import Box, Domain
 
@@ -258,7 +259,7 @@ def targeting_text(box: "Box") -> str:
 def measure_week(result: BenchmarkResult, world: "ForecastWorld", forecaster: "Forecaster") -> None:
     """Errors of the impressions of the next week, against those of repeating the last one."""
     from benchmarks.studies.forecast_world import draw_boxes
-    from ranking.forecast.forecaster import ForecastRequest
+    from ranking.forecast.schemas import ForecastRequest
 
     after, ours, repeats = world.next_week(), [], []
     for box in draw_boxes(world.rng, QUERIES // 5):
@@ -316,7 +317,7 @@ def campaign_requests(domain: "Domain") -> "list[ForecastRequest]":
     import numpy as np
 
     from benchmarks.studies.forecast_world import draw_boxes
-    from ranking.forecast.forecaster import ForecastRequest
+    from ranking.forecast.schemas import ForecastRequest
 
     assert domain
     rng = np.random.default_rng(1)

@@ -1,5 +1,7 @@
 """The schemas of forecasts: a sample of impressions, counts by pairs of values, sketches."""
 
+from dataclasses import dataclass
+
 from etl.spec.attributes import (
     Attribute,
     CategoricalAttribute,
@@ -13,21 +15,40 @@ SURFACE = "surface"  # a targeting may always name it
 UNKNOWN_VALUE = "unknown"  # of categorical attributes that are missing
 
 
-def targeting_attributes(spec: DataSpec) -> dict[str, Attribute | None]:
+@dataclass(frozen=True)
+class ProviderLabel:
+    """What a data provider states of users: an attribute that a targeting may name."""
+
+    audience: str
+    provider: str
+
+
+def provider_labels(spec: DataSpec) -> dict[str, ProviderLabel]:
+    """The labels of all data providers, by the name of the attribute: `age_band_acme`."""
+    return {
+        f"{audience}_{provider}": ProviderLabel(audience, provider)
+        for audience, declared in spec.audiences.items()
+        for provider in declared.providers
+    }
+
+
+def targeting_attributes(spec: DataSpec) -> dict[str, Attribute | ProviderLabel | None]:
     """Attributes that a targeting may name, in their order; None for the surface."""
     assert spec.forecast
     declared: dict[str, Attribute] = {**spec.attributes.context, **spec.attributes.user}
-    return {SURFACE: None, **{name: declared[name] for name in spec.forecast.attributes}}
+    named = {name: declared[name] for name in spec.forecast.attributes}
+    return {SURFACE: None, **named, **provider_labels(spec)}
 
 
 def user_categories(spec: DataSpec) -> list[str]:
-    """Categorical attributes of users that a targeting may name."""
+    """Categories of users that a targeting may name: attributes, and labels of providers."""
     assert spec.forecast
     users = spec.attributes.user
-    return [n for n in spec.forecast.attributes if isinstance(users.get(n), CategoricalAttribute)]
+    named = (n for n in spec.forecast.attributes if isinstance(users.get(n), CategoricalAttribute))
+    return [*named, *provider_labels(spec)]
 
 
-def targeting_sql_type(attribute: Attribute | None) -> str:
+def targeting_sql_type(attribute: Attribute | ProviderLabel | None) -> str:
     """Spark SQL type of the value that a targeting names."""
     if isinstance(attribute, LocalTimeAttribute):
         return "int"

@@ -12,11 +12,14 @@ from pyspark.sql import functions as F
 from etl.errors import UserError
 from etl.spec.attributes import CategoricalAttribute, LocalTimeAttribute, NumericAttribute
 from etl.spec.model import DataSpec
+from etl.spec.sections import UNKNOWN_LABEL
 from etl.spec.units import DAY, MICROS
-from etl.tables import forecast_schemas, schemas, spark_io
+from etl.tables import audience_schemas, forecast_schemas, schemas, spark_io
 from etl.tables.forecast_schemas import (
     SURFACE,
     UNKNOWN_VALUE,
+    ProviderLabel,
+    provider_labels,
     targeting_attributes,
     user_categories,
 )
@@ -39,7 +42,9 @@ def build_forecast(lake: Lake, until: date) -> dict[str, int]:
     Raises:
         UserError: No day of the window has scores.
     """
-    versions = {name: lake.version(name) for name in ("scores", "events", "attributes_user")}
+    names = ["scores", "events", "attributes_user"]
+    names += ["audience_labels"] if lake.spec.audiences and lake.exists("audience_labels") else []
+    versions = {name: lake.version(name) for name in names}
     days = scored_days(lake, until)
     rows = targeted_impressions(lake, days, versions)
     supply = daily_supply(lake, until, versions["events"])
@@ -129,6 +134,11 @@ def targeted_impressions(lake: Lake, days: Sequence[date], versions: dict[str, i
     rows = scores.drop("item_id", "request_id").join(impressions, ["impression_id", "day"])
     users = _latest_attributes(lake, days[-1], versions["attributes_user"])
     rows = rows.join(users, "user_id", "left")
+    if "audience_labels" in versions:
+        labels = _latest_labels(lake, days[-1], versions["audience_labels"])
+        rows = rows.join(labels, "user_id", "left")
+    else:
+        rows = rows.withColumns({f"label_{n}": F.lit(None) for n in provider_labels(spec)})
     return rows.select(
         F.xxhash64("user_id").alias("user_key"),
         F.col("day").alias("impression_day"),
@@ -161,6 +171,19 @@ def _latest_attributes(lake: Lake, day: date, version: int) -> DataFrame:
     return known.groupBy("user_id").agg(latest).select("user_id", "user.*")
 
 
+def _latest_labels(lake: Lake, day: date, version: int) -> DataFrame:
+    """The labels that data providers had given users when a day ended."""
+    stored = spark_io.read_table(lake, audience_schemas.audience_labels(lake.spec), version)
+    end_us = lake.spec.day_end(day) * MICROS["s"]
+    known = stored.filter((F.col("valid_from") < end_us) & (F.col("day") <= F.lit(day)))
+    latest = []
+    for name, of in provider_labels(lake.spec).items():
+        is_of = (F.col("audience") == of.audience) & (F.col("provider") == of.provider)
+        label = F.max_by(F.when(is_of, F.col("label")), F.when(is_of, F.col("valid_from")))
+        latest.append(label.alias(f"label_{name}"))
+    return known.groupBy("user_id").agg(*latest)
+
+
 def _target_column(spec: DataSpec, name: str) -> Column:
     """What a targeting compares: a surface, a local time, a number, or a category as logged."""
     attribute = targeting_attributes(spec)[name]
@@ -170,6 +193,8 @@ def _target_column(spec: DataSpec, name: str) -> Column:
         first = 1 if attribute.part == "hour" else 0  # hours from 0, weekdays from 1 (Monday)
         seconds = F.floor(F.col("event_ts") / MICROS["s"])
         column = encode_local_time(spec, attribute, seconds) - first
+    elif isinstance(attribute, ProviderLabel):
+        column = F.coalesce(F.col(f"label_{name}"), F.lit(UNKNOWN_LABEL))
     else:
         prefix = "attr" if name in spec.attributes.user else "ctx"
         column = F.col(f"{prefix}_{name}")

@@ -19,8 +19,9 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from etl.errors import TemporaryError, UserError
 from etl.spec.base import StrictModel
 from etl.tables.lake import Lake
-from ranking.forecast.forecaster import Forecast, Forecaster, ForecastRequest
+from ranking.forecast.forecaster import Forecaster
 from ranking.forecast.pool import WorkerPool
+from ranking.forecast.schemas import Forecast, ForecastRequest
 from ranking.forecast.tables import SAMPLE, read_sample, read_tables, table_versions
 from ranking.forecast.worker import WorkerSettings
 from ranking.serving.admission import (

@@ -13,7 +13,7 @@ from etl.errors import UserError
 from ranking.serving.settings import LOOPBACK_HOSTS, Limits
 
 if TYPE_CHECKING:
-    from ranking.forecast.forecaster import Forecast, Interval
+    from ranking.forecast.schemas import Forecast, Interval
 
 
 class BuildArgs(LakeArgs):
@@ -50,6 +50,10 @@ class AskArgs(LakeArgs):
     frequency_cap: Annotated[
         int | None, tyro.conf.arg(help="most impressions of a user in the flight")
     ] = None
+    in_target: Annotated[
+        tuple[str, ...],
+        tyro.conf.arg(help="true classes to reach, for a targeting by a data provider's labels"),
+    ] = ()
     flight: Annotated[
         str | None, tyro.conf.arg(help="days first:last; default: those after the sample")
     ] = None
@@ -87,8 +91,9 @@ def ask(args: AskArgs) -> None:
 async def _forecasts(args: AskArgs) -> "list[Forecast]":
     from pydantic import ValidationError
 
-    from ranking.forecast.forecaster import Forecaster, ForecastRequest
+    from ranking.forecast.forecaster import Forecaster
     from ranking.forecast.pool import LocalShard
+    from ranking.forecast.schemas import ForecastRequest
     from ranking.forecast.shard import Shard
     from ranking.forecast.tables import SAMPLE, read_sample, read_tables, table_versions
 
@@ -102,7 +107,8 @@ async def _forecasts(args: AskArgs) -> "list[Forecast]":
         requests = [
             ForecastRequest(
                 targeting=args.targeting, goal=args.goal, bid=bid, budget=args.budget,
-                frequency_cap=args.frequency_cap, first_day=first, last_day=last,
+                frequency_cap=args.frequency_cap, in_target=args.in_target, first_day=first,
+                last_day=last,
             )
             for bid in args.bid or (None,)
         ]  # fmt: skip
@@ -117,6 +123,10 @@ def _print_segment(forecast: "Forecast") -> None:
     print(f"flight: {forecast.first_day} to {forecast.last_day}")
     print(f"users: {_text(forecast.users)}")
     print(f"impressions: {_text(forecast.impressions)}")
+    if forecast.in_target_rate:
+        rate = forecast.in_target_rate
+        print(f"in-target rate: {rate.value:.3f} [{rate.low:.3f}, {rate.high:.3f}]")
+        print(f"users in the target: {forecast.users.value * rate.value:,.0f}")
     if forecast.users_by_sketch:
         print(f"users in the window by sketches: {_text(forecast.users_by_sketch)}")
 

@@ -9,17 +9,15 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
-from typing import Annotated, Protocol
+from typing import Protocol
 
 import numpy as np
-from pydantic import Field
 
 from etl.errors import UserError
-from etl.spec.base import StrictModel
 from etl.spec.model import DataSpec
-from etl.spec.sections import MAX_MONEY
 from etl.spec.units import date_range
 from etl.tables.forecast_schemas import SURFACE
+from ranking.forecast.schemas import CampaignForecast, Forecast, ForecastRequest, Interval
 from ranking.forecast.seasonality import DailyForecast, days_after, forecast_days, similar_days
 from ranking.forecast.shard import IMPRESSIONS, SPEND, USERS, Campaign, Query
 from ranking.forecast.sums import Z95, Estimate, SampleSums, gamma_estimate, posterior
@@ -28,71 +26,6 @@ from ranking.forecast.targeting import Targeting, parse_targeting
 
 NOISE_USERS = 5.0  # the largest change of a segment, which hides single users
 NOISE_SHARE = 0.25  # of `min_users`, if that is less
-PositiveMoney = Annotated[float, Field(gt=0, le=MAX_MONEY, allow_inf_nan=False)]
-
-
-class ForecastRequest(StrictModel):
-    """A targeting, and the campaign to forecast, if any."""
-
-    targeting: str = ""
-    """Condition on attributes, such as `country = 'US' and hour between 8 and 20`."""
-    goal: str | None = None
-    """Goal of the campaign, one of `auction.goal_objectives`."""
-    bid: PositiveMoney | None = None
-    """What the campaign bids per event that it pays for."""
-    budget: PositiveMoney | None = None
-    """What the campaign spends at most in the flight."""
-    frequency_cap: Annotated[int, Field(ge=1)] | None = None
-    """Most impressions of a user in the flight."""
-    first_day: date | None = None
-    """First day of the flight; by default the day after the sample."""
-    last_day: date | None = None
-    """Last day of the flight; by default it is as long as the sample."""
-
-
-class Interval(StrictModel):
-    """An estimate with its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-
-
-class CampaignForecast(StrictModel):
-    """What a campaign would bring in the flight."""
-
-    reach: Interval
-    """Users with an impression of the campaign."""
-    impressions: Interval
-    """Impressions that it wins."""
-    spend: Interval
-    """What it pays."""
-    events: dict[str, Interval]
-    """Events of each objective."""
-    cost_per_event: float | None
-    """Spend per event of its goal."""
-    participation: float
-    """Share of the auctions in which the budget lets it take part."""
-
-
-class Forecast(StrictModel):
-    """The size of a segment in a flight, and what a campaign would win of it."""
-
-    first_day: date
-    last_day: date
-    users: Interval
-    """Users in the segment who have impressions in the flight."""
-    impressions: Interval
-    """Impressions of the segment in the flight."""
-    users_by_sketch: Interval | None
-    """Users of the segment in the whole window by theta sketches, where these can tell."""
-    campaign: CampaignForecast | None
-    sampled_users: int
-    """Users of the sample who match."""
-    answered_shards: float
-    """Share of the shards that answered."""
-    notes: tuple[str, ...]
-    """What to know about this forecast."""
 
 
 class ShardPool(Protocol):
@@ -158,6 +91,7 @@ class Forecaster:
             last_day=flight[-1],
             users=scale.users(in_flight),
             impressions=scale.volume(in_flight, IMPRESSIONS),
+            in_target_rate=in_target_rate(self.tables, targeting, request.in_target),
             users_by_sketch=self._by_sketch(targeting, scale.noise),
             campaign=brought,
             sampled_users=whole.users,
@@ -295,6 +229,42 @@ class Forecaster:
             cost_per_event=paid.value / bought if bought > 0 else None,
             participation=campaign.participation,
         )
+
+
+def in_target_rate(
+    tables: ForecastTables, targeting: Targeting, classes: Sequence[str]
+) -> Interval | None:
+    """The in-target rate of a targeting by a provider's labels; None without target classes.
+
+    Labels are taken to be as precise in the segment as among all audited impressions.
+
+    Raises:
+        UserError: The targeting does not name labels of one provider, or these are not measured.
+    """
+    if not classes:
+        return None
+    box = targeting.box() or {}
+    named = [name for name in box if name in tables.precisions]
+    if len(named) != 1:
+        known = ", ".join(tables.precisions) or "none is measured"
+        raise UserError(
+            "an in-target rate needs a targeting with the labels of one data provider; "
+            f"attributes with measured labels: {known}"
+        )
+    (name,), by_class = named, tables.precisions[named[0]]
+    unknown = sorted({*classes} - {*by_class})
+    if unknown:
+        raise UserError(f"no audited class is called {unknown[0]}; known: {', '.join(by_class)}")
+    labels = sorted(map(str, box[name]))
+    if not all(label in by_class[class_] for class_ in classes for label in labels):
+        raise UserError(f"too few impressions have these labels of {name} to say how good they are")
+    sizes = np.array([tables.model.users.expected({name: frozenset({x})}) for x in labels])
+    rates = [
+        [sum(getattr(by_class[c][label], bound) for c in classes) for label in labels]
+        for bound in ("value", "low", "high")
+    ]
+    value, low, high = (min(float(sizes @ rate / sizes.sum()), 1.0) for rate in rates)
+    return Interval(value=value, low=low, high=high)
 
 
 @dataclass(frozen=True)

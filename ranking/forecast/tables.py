@@ -11,12 +11,16 @@ import pyarrow.compute as pc
 from etl.errors import UserError
 from etl.spec.attributes import LocalTimeAttribute, NumericAttribute
 from etl.spec.model import DataSpec
-from etl.tables import arrow, forecast_schemas
-from etl.tables.forecast_schemas import targeting_attributes, user_categories
+from etl.tables import arrow, audience_schemas, forecast_schemas
+from etl.tables.forecast_schemas import (
+    provider_labels,
+    targeting_attributes,
+    user_categories,
+)
 from etl.tables.lake import Lake, last_commit_metadata
 from ranking.forecast.log_linear import LogLinearModel, fit_log_linear, pair_counts
 from ranking.forecast.reach import UserSketches, read_sketches
-from ranking.forecast.sums import Floats
+from ranking.forecast.sums import Estimate, Floats
 from ranking.forecast.targeting import Domain, Value
 
 SAMPLE = "forecast_sample"
@@ -35,6 +39,7 @@ class ForecastTables:
         sketches: Users by value.
         supply: Impressions by surface and day.
         mean_weight: How many users a sampled user stands for on average.
+        precisions: By attribute of a provider's labels, by class and label, P(class | label).
     """
 
     spec: DataSpec
@@ -45,6 +50,7 @@ class ForecastTables:
     sketches: UserSketches
     supply: Mapping[str, Mapping[date, float]]
     mean_weight: float
+    precisions: Mapping[str, Mapping[str, Mapping[str, Estimate]]]
 
 
 def require_forecast(spec: DataSpec) -> None:
@@ -98,10 +104,26 @@ def read_tables(lake: Lake, sample: pa.Table, versions: Mapping[str, int]) -> Fo
         domain,
         tuple(sorted(pc.unique(sample["impression_day"]).to_pylist())),
         fit_model(spec, margins, domain, users),
-        read_sketches(sketches, spec.attributes.user),
+        read_sketches(sketches, (*spec.attributes.user, *provider_labels(spec))),
         by_surface,
         float(users.weights.mean()),
+        _read_precisions(lake),
     )
+
+
+def _read_precisions(lake: Lake) -> dict[str, dict[str, dict[str, Estimate]]]:
+    """P(class | label) of each provider's labels on the latest day of `audience_quality`."""
+    schema = audience_schemas.audience_quality(lake.spec)
+    if not lake.spec.audiences or not lake.exists(schema.name):
+        return {}
+    table = arrow.snapshot(lake, schema)
+    names = {(of.audience, of.provider): name for name, of in provider_labels(lake.spec).items()}
+    found: dict[str, dict[str, dict[str, Estimate]]] = {}
+    for row in table.read(day=table.days()[-1:]).to_pylist():
+        by_class = found.setdefault(names[row["audience"], row["provider"]], {})
+        estimate = Estimate(row["precision"], row["low"], row["high"])
+        by_class.setdefault(row["true_class"], {})[row["label"]] = estimate
+    return found
 
 
 def read_domain(lake: Lake, versions: Mapping[str, int]) -> Domain:

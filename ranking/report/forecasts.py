@@ -7,8 +7,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from etl.tables.lake import Lake
-from ranking.forecast.forecaster import Forecast, Forecaster, ForecastRequest
+from ranking.forecast.forecaster import Forecaster
 from ranking.forecast.pool import LocalShard
+from ranking.forecast.schemas import Forecast, ForecastRequest
 from ranking.forecast.shard import Shard
 from ranking.forecast.sums import Floats
 from ranking.forecast.tables import SAMPLE, read_sample, read_tables, table_versions

@@ -13,8 +13,12 @@ import pytest
 
 from etl.errors import UserError
 from etl.spec.units import MICROS
-from etl.tables import arrow, forecast_schemas, label_schemas, schemas
-from etl.tables.forecast_schemas import user_categories
+from etl.tables import arrow, audience_schemas, forecast_schemas, label_schemas, schemas
+from etl.tables.forecast_schemas import (
+    provider_labels,
+    targeting_attributes,
+    user_categories,
+)
 from etl.tables.lake import Lake
 from features.forecast.build import build_forecast
 from gemline import main
@@ -86,6 +90,8 @@ def expected_rows(lake: Lake, until: date) -> pd.DataFrame:
     scores = scores[scores["rank"].notna() & (scores.day <= until)]
     versions = arrow.snapshot(lake, schemas.attributes(spec, "user")).read().to_pandas()
     versions = versions[versions.valid_from < spec.day_end(until) * MICROS["s"]]
+    labels = arrow.snapshot(lake, audience_schemas.audience_labels(spec)).read().to_pandas()
+    labels = labels[labels.valid_from < spec.day_end(until) * MICROS["s"]]
     latest = versions.sort_values("valid_from").groupby("user_id").last()
     rows = scores.merge(events, on=["impression_id", "day"], suffixes=("", "_event"))
     rows = rows.merge(latest, left_on="user_id", right_index=True, how="left", suffixes=("", "_u"))
@@ -97,6 +103,10 @@ def expected_rows(lake: Lake, until: date) -> pd.DataFrame:
     found["target_hour"] = (rows.event_ts // MICROS["s"] // 3600 % 24).astype(int)
     found["impression_day"], found["value"] = rows.day, rows.expected_value
     keys = ["surface", "day", "request_id"]
+    for name, of in provider_labels(spec).items():
+        known = labels[(labels.audience == of.audience) & (labels.provider == of.provider)]
+        latest_label = known.sort_values("valid_from").groupby("user_id").label.last()
+        found[f"target_{name}"] = rows.user_id.map(latest_label).fillna("unknown")
     by_request = rows.groupby(keys)
     for name in spec.objectives:
         found[f"p_{name}"] = by_request[f"p_{name}"].transform("mean")
@@ -123,7 +133,7 @@ def test_counts_of_pairs_and_sketches_equal_brute_force(built: Lake) -> None:
     margins = (
         arrow.snapshot(built, forecast_schemas.forecast_margins(built.spec)).read().to_pandas()
     )
-    names = ["surface", *built.spec.forecast.attributes]  # type: ignore[union-attr]
+    names = list(targeting_attributes(built.spec))
     pairs = margins.set_index(["attribute_a", "value_a", "attribute_b", "value_b"])
     of_users, seen = user_categories(built.spec), 0
     for a, b in itertools.combinations_with_replacement(names, 2):

@@ -10,9 +10,10 @@ from datasketches import update_theta_sketch
 
 from benchmarks.studies.forecast_world import ForecastWorld, sampled_days, world_spec
 from etl.spec.model import DataSpec
-from ranking.forecast.forecaster import Forecaster, ForecastRequest, SegmentSize
+from ranking.forecast.forecaster import Forecaster, SegmentSize
 from ranking.forecast.pool import LocalShard
 from ranking.forecast.reach import UserSketches
+from ranking.forecast.schemas import ForecastRequest
 from ranking.forecast.shard import Query, Shard
 from ranking.forecast.tables import ForecastTables, SampledUsers, fit_model
 from ranking.forecast.targeting import Box, parse_targeting
@@ -48,6 +49,7 @@ class World:
             sketches_of(spec, self.rows),
             self.world.daily_supply(),
             float(users.weights.mean()),
+            {},
         )
         self.shard = Shard(spec, self.sample, domain)
         self.forecaster = Forecaster(self.tables, LocalShard(self.shard))

@@ -1,6 +1,8 @@
 """Forecasts: the targeting language, estimates from a sample, the auction, and what is hidden."""
 
+import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import date, timedelta
 from itertools import pairwise
 from typing import Any
@@ -15,9 +17,10 @@ from benchmarks.studies.forecast_world import draw_boxes, sampled_days
 from etl.errors import UserError
 from features.forecast.sampling import sampling_scale, workload_combinations
 from ranking.forecast.log_linear import LogLinearModel, PairCounts
+from ranking.forecast.schemas import ForecastRequest
 from ranking.forecast.seasonality import days_after, forecast_days, similar_days
 from ranking.forecast.shard import IMPRESSIONS, SPEND, USERS, Campaign, Query, Shard
-from ranking.forecast.sums import SampleSums, combine_shards, gamma_quantile, posterior
+from ranking.forecast.sums import Estimate, SampleSums, combine_shards, gamma_quantile, posterior
 from ranking.forecast.targeting import Box, Domain, TargetingError, parse_targeting
 from ranking.scoring.auction import Auction
 from tests.ranking.forecasts import EVERYTHING, SPEC, World, text_of
@@ -329,6 +332,32 @@ def test_without_a_model_an_estimate_is_that_of_the_sample() -> None:
     assert estimate.value == 500.0 and estimate.low < 410 and estimate.high > 600
     nobody = posterior(0.0, 0.0, 10.0, None)
     assert nobody.value == 0.0 and nobody.low < 0.1 and 15 < nobody.high < 40
+
+
+def test_an_in_target_rate_is_that_of_the_labels_weighted_by_their_users(whole: World) -> None:
+    """The labels are those of `tier`, as if a data provider gave them."""
+    precision = {
+        "young": {f"tier{k:02d}": Estimate(0.1 * k + 0.1, 0.1 * k, 0.1 * k + 0.2) for k in range(4)}
+    }
+    measured = replace(
+        whole.forecaster, tables=replace(whole.tables, precisions={"tier": precision})
+    )
+
+    def rate_of(targeting: str, *classes: str) -> Any:
+        request = ForecastRequest(targeting=targeting, in_target=classes)
+        return asyncio.run(measured.forecast(request)).in_target_rate
+
+    rate = rate_of("tier in ('tier00', 'tier03') and gender = 'gender00'", "young")
+    sizes = np.bincount(whole.world.values[np.unique(whole.world.user), 4])[[0, 3]]
+    assert rate.value == pytest.approx(sizes @ [0.1, 0.4] / sizes.sum())
+    assert rate.low < rate.value < rate.high
+    assert rate_of("tier = 'tier01'") is None
+    for targeting, class_, message in (
+        ("gender = 'gender00'", "young", "labels of one data provider"),
+        ("tier = 'tier01'", "old", "no audited class is called old"),
+    ):
+        with pytest.raises(UserError, match=message):
+            rate_of(targeting, class_)
 
 
 # ---- campaigns

@@ -20,8 +20,9 @@ from fastapi.testclient import TestClient
 from etl.tables import arrow, forecast_schemas
 from etl.tables.lake import Lake
 from ranking.forecast.app import ForecastService, create_app
-from ranking.forecast.forecaster import Forecaster, ForecastRequest
+from ranking.forecast.forecaster import Forecaster
 from ranking.forecast.pool import WorkerPool
+from ranking.forecast.schemas import ForecastRequest
 from ranking.forecast.tables import SAMPLE, read_sample, read_tables, table_versions
 from ranking.forecast.worker import WorkerSettings
 from ranking.serving.auth import TOKENS_VARIABLE
