@@ -106,7 +106,7 @@ def campaign_table(
 
 def _read_table(path: Path) -> pa.Table:
     if path.is_dir() and DeltaTable.is_deltatable(str(path)):
-        return DeltaTable(path).to_pyarrow_table()
+        return usable_campaigns(DeltaTable(path).to_pyarrow_table())
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     try:
@@ -167,7 +167,8 @@ def _current_spend(
 
 
 def usable_campaigns(table: pa.Table) -> pa.Table:
-    """The rows of campaigns that have a curve: with spend on enough days, and of late."""
+    """The rows of `campaign_days` of campaigns with spend on enough days with labels, and of late."""
+    table = table.filter(pc.greater(table["arrived"], 0))
     spent = table.filter(pc.greater(table["spend"], 0))
     days = np.unique(table["day"].to_numpy())[-CURRENT_DAYS:]
     of_late = spent.filter(pa.array(np.isin(spent["day"].to_numpy(), days)))

@@ -40,9 +40,11 @@ def write_response_curves(lake: Lake, until: date) -> str:
         return f"{campaigns} campaigns have spend on enough days until {until}: no curves yet"
     spec = lake.spec.roi
     assert spec
-    source = f"table campaign_days in {lake.root}"
-    table = campaign_table(source, usable, spec.groups, spec.currency)
-    curves = fit_curves(table.days)
+    try:
+        table = campaign_table("table campaign_days", usable, spec.groups, spec.currency)
+        curves = fit_curves(table.days)
+    except UserError as error:
+        return f"no curves until {until}: {error}"
     current, value = table.current, table.incremental_value
     unlimited, none = np.full(campaigns, np.inf), np.zeros(campaigns)
     limits = step_limits(float(current.sum()), current, MAX_STEP, none, unlimited)
@@ -75,5 +77,4 @@ def _read_window(lake: Lake, until: date) -> pa.Table:
     assert lake.spec.roi
     days = lake.spec.roi.window // DAY
     window = list(date_range(until - timedelta(days=days - 1), until))
-    rows = arrow.snapshot(lake, roi_schemas.campaign_days(lake.spec)).read(day=window)
-    return rows.filter(pa.array(np.asarray(rows["arrived"]) > 0))
+    return arrow.snapshot(lake, roi_schemas.campaign_days(lake.spec)).read(day=window)

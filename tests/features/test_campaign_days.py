@@ -1,13 +1,15 @@
 """Campaign days: billed spend and outcomes equal brute force; curves of the lake's campaigns."""
 
 import gzip
+import itertools
 import json
 from dataclasses import replace
-from datetime import date
+from datetime import date, timedelta
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 
 from etl.reports import SPEND_REPORTS, load_reports
@@ -17,7 +19,7 @@ from features.roi.campaign_days import build_campaign_days
 from gemline import main
 from ranking.roi.campaign_days import read_campaign_days
 from tests.conftest import FIRST, LAST
-from tests.world import copy_of
+from tests.world import copy_of, link_tables
 
 pytestmark = pytest.mark.spark
 DAYS = (FIRST, LAST)
@@ -91,23 +93,52 @@ def test_days_can_be_loaded_and_built_again(billed: Lake, raw: Path, spark: obje
 
 
 def test_curves_and_a_plan_of_the_same_total_are_written_and_the_table_is_read_as_a_file(
-    billed: Lake, spec_path: Path, capsys: pytest.CaptureFixture[str]
+    lake: Lake, tmp_path: Path, spec_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--spec", str(spec_path), "--lake", billed.root]
-    assert main(["roi", "report", *flags, "--data-until", str(LAST)]) == 0
-    assert "plan of the same total" in capsys.readouterr().out
-    schema = roi_schemas.response_curves(billed.spec)
-    curves = arrow.snapshot(billed, schema).read().to_pandas()
-    assert len(curves) > 5 and (curves.low < curves.conversions).all()
+    """Campaigns whose conversions are known; one of them has no spend of late."""
+    own = link_tables(lake, tmp_path)
+    write_campaign_days(own, num_days=12)
+    until = FIRST + timedelta(days=11)
+    flags = ["--spec", str(spec_path), "--lake", own.root]
+    assert main(["roi", "report", *flags, "--data-until", str(until)]) == 0
+    assert "curves of 7 campaigns; a plan of the same total" in capsys.readouterr().out
+    schema = roi_schemas.response_curves(own.spec)
+    curves = arrow.snapshot(own, schema).read().to_pandas()
+    assert len(curves) == 7 and (curves.low < curves.conversions).all()
     assert (curves.conversions < curves.high).all()
     assert curves.planned_spend.sum() == pytest.approx(curves.current_spend.sum())
     change = curves.planned_spend / curves.current_spend
     assert change.between(0.8 - 1e-9, 1.2 + 1e-9).all()
     value_before = (curves.value_per_conversion * curves.conversions).sum()
     assert (curves.value_per_conversion * curves.planned_conversions).sum() >= value_before
-    folder = Path(billed.table_uri("campaign_days"))
-    table = read_campaign_days(folder, ("category",), None)
-    assert table.currency == "USD" and {*curves.campaign} <= {*table.days.campaigns}
+    table = read_campaign_days(Path(own.table_uri("campaign_days")), ("category",), None)
+    assert table.currency == "USD" and {*curves.campaign} < {*table.days.campaigns}
+
+
+def write_campaign_days(lake: Lake, num_days: int) -> None:
+    rng = np.random.default_rng(0)
+    rows = []
+    for campaign, day in itertools.product(range(8), range(num_days)):
+        spend = 10.0 * (campaign + 1) * rng.uniform(0.7, 1.3)
+        is_over = campaign == 7 and day > 3
+        conversions = float(rng.poisson(spend / 4))
+        rows.append({
+            "campaign": f"b{campaign}", "spend": 0.0 if is_over else spend,
+            "conversions": 0.0 if is_over else conversions, "value": 20.0 * conversions,
+            "arrived": 1.0, "impressions": 100, "currency": "USD", "category": f"c{campaign % 2}",
+            "day": FIRST + timedelta(days=day),
+        })  # fmt: skip
+    schema = roi_schemas.campaign_days(lake.spec)
+    arrow.replace_rows(lake, schema, pa.Table.from_pylist(rows), "day IS NOT NULL", {})
+
+
+def test_a_daily_run_goes_on_without_conversions(
+    billed: Lake, spec_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--spec", str(spec_path), "--lake", billed.root]
+    assert main(["roi", "report", *flags, "--data-until", str(LAST)]) == 0
+    assert "no campaign has a conversion" in capsys.readouterr().out
+    assert not billed.exists("response_curves")
 
 
 def test_wrong_spend_is_quarantined_or_refused_and_nothing_is_written(
