@@ -3,14 +3,9 @@
 from pathlib import Path
 
 from benchmarks.harness import DEMO_SIMULATOR, SIMULATOR_SPEC
-from dags.pipeline import (
-    PipelinePaths,
-    Step,
-    all_days_flags,
-    data_steps,
-    latest_mature_split,
-)
+from dags.pipeline import all_days_flags, data_steps, latest_mature_split
 from dags.runner import run_pipeline
+from dags.steps import PipelinePaths, Step
 from etl.cli.runner import read_yaml_mapping
 from etl.errors import UserError
 from etl.spec import load_spec

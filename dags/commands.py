@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 
 import tyro
 
-from dags.pipeline import GEM_MODEL_DIR, PipelinePaths, latest_mature_split, pipeline_steps
+from dags.pipeline import GEM_MODEL_DIR, latest_mature_split, pipeline_steps
 from dags.runner import run_pipeline, run_steps
+from dags.steps import PipelinePaths
 from etl.cli.runner import DayArgs, LakeArgs, holds_leases, parse_data_until, parse_days_argument
 from etl.commands import TABLE_STEPS
 from etl.errors import UserError, error_from_exit_code

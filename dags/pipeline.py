@@ -3,68 +3,19 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date, timedelta
-from pathlib import Path
 from typing import Any, Literal
 
+from dags.advertiser_steps import audience_steps, forecast_steps, roi_steps
+from dags.steps import Engine, ModelFlags, PipelinePaths, Step
 from etl.errors import UserError
 from etl.spec import DataSpec
 from etl.spec.units import DaySplit
 
-Engine = Literal["spark", "torch"]
 ATTRIBUTE_TABLES = ("attributes_user", "attributes_item")
 GEM_MODEL_DIR = "models/gem"
 ITEM_TABLES = ("items", "item_versions")
 TEACHER_TABLES = ("teacher_predictions", "user_teacher_embeddings")
-AUDIENCE_TABLES = ("audience_labels", "audits", "audience_counts")
-FORECAST_TABLES = ("forecast_margins", "forecast_sketches", "forecast_supply", "forecast_sample")
 EXAMPLE_TABLES = ("examples", "impressions", "history", *ITEM_TABLES)
-
-
-@dataclass(frozen=True)
-class Step:
-    """A command of `gemline`, with what it reads and writes as paths below the lake, or `raw`.
-
-    `surface` is the ad surface of a step that runs once per surface. A step that `is_distributed`
-    may run in several processes, on several machines.
-    """
-
-    name: str
-    engine: Engine
-    command: tuple[str, ...]
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
-    surface: str | None = None
-    is_distributed: bool = False
-
-
-@dataclass(frozen=True)
-class PipelinePaths:
-    """The spec, the raw logs and the lake that a pipeline works on."""
-
-    spec: Path
-    raw: str
-    lake: str
-
-    @property
-    def cli_flags(self) -> tuple[str, ...]:
-        """Flags of every step."""
-        return ("--spec", str(self.spec), "--lake", self.lake)
-
-
-@dataclass(frozen=True)
-class ModelFlags:
-    """Flags that name the days of the steps that train and use models.
-
-    GEM trains on `training_days` and writes predictions for `teacher_days`, which include the days
-    of refits. Rankers, baselines and the report follow `split`. `scored_days` are those from the
-    first test day on; `data_until` is the last day with logs.
-    """
-
-    training_days: tuple[str, ...]
-    teacher_days: tuple[str, ...]
-    split: tuple[str, ...]
-    scored_days: tuple[str, ...]
-    data_until: tuple[str, ...]
 
 
 SHORT_LABEL_WINDOW_SECONDS = 3600  # leaving out the labels of a day's last hour loses little data
@@ -155,65 +106,6 @@ def data_steps(
     return [
         Step(name, "spark", (*command, *paths.cli_flags, *day_flags), reads, writes)
         for name, command, reads, writes in table
-    ]
-
-
-def audience_steps(
-    spec: DataSpec,
-    paths: PipelinePaths,
-    day_flags: tuple[str, ...],
-    data_until: tuple[str, ...],
-) -> list[Step]:
-    """Count impressions by the labels of data providers, and estimate how good these are.
-
-    No steps for a spec without audiences.
-    """
-    if not spec.audiences:
-        return []
-    flags = paths.cli_flags
-    return [
-        Step(
-            "audience",
-            "spark",
-            ("audience", "count", *flags, "--raw", paths.raw, *day_flags),
-            ("raw", "events", "attributes_item"),
-            (*AUDIENCE_TABLES, "quarantine"),
-        ),
-        Step(
-            "audience_quality",
-            "torch",
-            ("audience", "fit", *flags, *data_until),
-            AUDIENCE_TABLES,
-            ("audience_quality",),
-        ),
-    ]
-
-
-def roi_steps(
-    spec: DataSpec,
-    paths: PipelinePaths,
-    day_flags: tuple[str, ...],
-    data_until: tuple[str, ...],
-) -> list[Step]:
-    """Join billed spend with outcomes, and fit response curves; no steps without campaigns."""
-    if spec.roi is None:
-        return []
-    flags = paths.cli_flags
-    return [
-        Step(
-            "campaign_days",
-            "spark",
-            ("roi", "load", *flags, "--raw", paths.raw, *day_flags),
-            ("raw", "impressions", "attributes_item"),
-            ("campaign_spend", "campaign_days", "quarantine"),
-        ),
-        Step(
-            "response_curves",
-            "torch",
-            ("roi", "report", *flags, *data_until),
-            ("campaign_days",),
-            ("response_curves",),
-        ),
     ]
 
 
@@ -332,21 +224,6 @@ def feature_store_step(spec: DataSpec, paths: PipelinePaths, flags: ModelFlags) 
         ),
         ("feature_store/current.json",),
     )
-
-
-def forecast_steps(spec: DataSpec, paths: PipelinePaths, flags: ModelFlags) -> list[Step]:
-    """Sample the scored impressions for forecasts; no step for a spec without a forecast."""
-    if spec.forecast is None:
-        return []
-    scores = (f"scores/surface={surface}" for surface in spec.ad_surfaces)
-    step = Step(
-        "forecast",
-        "spark",
-        ("forecast", "build", *paths.cli_flags, *flags.data_until),
-        (*scores, "events", "attributes_user"),
-        FORECAST_TABLES,
-    )
-    return [step]
 
 
 def report_step(paths: PipelinePaths, flags: ModelFlags, earlier: Iterable[Step]) -> Step:

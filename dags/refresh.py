@@ -6,16 +6,8 @@ run of the whole day replaces its tables afterwards.
 
 from datetime import date, timedelta
 
-from dags.pipeline import (
-    REFIT_RANKER,
-    ModelFlags,
-    PipelinePaths,
-    Step,
-    data_steps,
-    feature_store_step,
-    surface_step,
-    teacher_step,
-)
+from dags.pipeline import REFIT_RANKER, data_steps, feature_store_step, surface_step, teacher_step
+from dags.steps import ModelFlags, PipelinePaths, Step
 from etl.cli.runner import format_data_until
 from etl.errors import UserError
 from etl.ingest.arrival import (

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from dags.pipeline import PipelinePaths, Step
+from dags.steps import PipelinePaths, Step
 from etl.errors import error_from_exit_code
 from etl.spec import DataSpec, load_spec
 from etl.spec.units import date_range, parse_date_range

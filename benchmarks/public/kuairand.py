@@ -15,8 +15,9 @@ from pydantic import Field
 
 from benchmarks.harness import KUAIRAND_SPEC, BenchmarkResult, format_mean_std
 from dags.commands import Scale
-from dags.pipeline import PipelinePaths, data_steps
+from dags.pipeline import data_steps
 from dags.runner import run_pipeline
+from dags.steps import PipelinePaths
 from etl.cli.runner import parse_days_argument
 from etl.errors import UserError
 from etl.spec import load_spec

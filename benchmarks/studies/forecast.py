@@ -5,11 +5,7 @@ read as the service reads them.
 """
 
 import asyncio
-import os
-import signal
 import tempfile
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -24,23 +20,19 @@ from etl.spec.base import StrictModel
 if TYPE_CHECKING:
     from benchmarks.studies.forecast_world import ForecastWorld
     from etl.tables.lake import Lake
-    from ranking.forecast.forecaster import Forecaster
-    from ranking.forecast.pool import WorkerPool
-    from ranking.forecast.schemas import ForecastRequest
+    from ranking.forecast.forecaster import Forecaster, SegmentSize
     from ranking.forecast.sums import Floats
-    from ranking.forecast.targeting import Box, Domain
+    from ranking.forecast.targeting import Box
 
 SAMPLE_SHARE = 0.01  # of the impressions, for the errors
 LATENCY_ROWS = 1_000_000  # sampled rows, for the times
-QUERIES, REQUESTS, KILL_EVERY = 2500, 200, 20
+QUERIES = 2500
 MIN_USERS = 50
 DECADES = (100, 1_000, 10_000, 100_000)
 MIN_WEEK_IMPRESSIONS = 1_000  # of a segment whose next week is forecast
 GOALS = {
     "p95_ratio_small_segments": "<= 0.5",
     "interval_coverage": "0.93 to 0.97",
-    "query_p99_ms": "<= 20",
-    "killed_worker_answers": f"{REQUESTS} of {REQUESTS}",
     "mape_week": "below repeats",
 }
 
@@ -67,6 +59,7 @@ class Build:
 
 def bench_forecast(args: ForecastArgs) -> None:
     """Errors by size of segment, coverage, times, killed workers, and the week after."""
+    from benchmarks.studies.forecast_service import measure_service
     from benchmarks.studies.forecast_world import ForecastWorld
 
     result = BenchmarkResult("Forecasts", ("figure", "ours", "alternatives", "goal"))
@@ -83,7 +76,7 @@ def bench_forecast(args: ForecastArgs) -> None:
             measure_week(result, world, forecaster)
         if "service" in args.only:
             build = build_tables(world, rows_file, Path(folder) / "large", LATENCY_ROWS)
-            asyncio.run(measure_service(result, build, args.workers))
+            asyncio.run(measure_service(result, build.lake, build.spec_file, args.workers))
     result.show(args.as_json)
 
 
@@ -238,8 +231,9 @@ def errors_of_queries(
     )
 
 
-async def segment_size(forecaster: "Forecaster", box: "Box"):  # type: ignore[no-untyped-def]  # noqa: ANN201
+async def segment_size(forecaster: "Forecaster", box: "Box") -> "SegmentSize":
     """The estimated size of a segment in the window."""
+    from benchmarks.studies.forecast_world import targeting_text
     from ranking.forecast.shard import Query
     from ranking.forecast.targeting import parse_targeting
 
@@ -248,17 +242,9 @@ async def segment_size(forecaster: "Forecaster", box: "Box"):  # type: ignore[no
     return forecaster.segment_size(targeting, sums)
 
 
-def targeting_text(box: "Box") -> str:
-    """A targeting in the query language."""
-    return " and ".join(
-        f"{name} in ({', '.join(repr(value) for value in sorted(allowed, key=str))})"
-        for name, allowed in box.items()
-    )
-
-
 def measure_week(result: BenchmarkResult, world: "ForecastWorld", forecaster: "Forecaster") -> None:
     """Errors of the impressions of the next week, against those of repeating the last one."""
-    from benchmarks.studies.forecast_world import draw_boxes
+    from benchmarks.studies.forecast_world import draw_boxes, targeting_text
     from ranking.forecast.schemas import ForecastRequest
 
     after, ours, repeats = world.next_week(), [], []
@@ -275,95 +261,3 @@ def measure_week(result: BenchmarkResult, world: "ForecastWorld", forecaster: "F
     others = f"{mean(repeats):.4f} repeats of last week"
     row = ("error of next week's impressions", f"{mean(ours):.4f}", others, GOALS["mape_week"])
     result.rows.append(row)
-
-
-async def measure_service(result: BenchmarkResult, build: Build, workers: int) -> None:
-    """Times of forecasts with campaigns by worker processes, and answers while these are killed."""
-    import numpy as np
-
-    from ranking.forecast.forecaster import Forecaster
-    from ranking.forecast.pool import WorkerPool
-    from ranking.forecast.tables import SAMPLE, read_sample, read_tables, table_versions
-    from ranking.forecast.worker import WorkerSettings
-
-    versions = table_versions(build.lake)
-    sample = read_sample(build.lake, versions[SAMPLE])
-    tables = read_tables(build.lake, sample, versions)
-    result.record("sampled_rows", sample.num_rows, "")
-    settings = WorkerSettings(
-        spec=build.spec_file, lake=build.lake.root, versions=versions, shard=(0, workers)
-    )
-    pool = WorkerPool(settings, workers)
-    await pool.wait_until_ready()
-    forecaster = Forecaster(tables, pool)
-    requests = campaign_requests(tables.domain)
-    seconds = []
-    for request in requests[:20] + requests:
-        start = time.perf_counter()
-        await forecaster.forecast(request)
-        seconds.append(time.perf_counter() - start)
-    milliseconds = 1e3 * np.array(seconds[20:])
-    p50, p99 = np.quantile(milliseconds, (0.5, 0.99))
-    result.record("query_p50_ms", float(p50), "")
-    result.record("query_p99_ms", float(p99), "")
-    others = f"P50 {p50:.1f}; {sample.num_rows:,} rows in {workers} workers"
-    result.rows.append(("P99 of a forecast, ms", f"{p99:.1f}", others, GOALS["query_p99_ms"]))
-    await measure_kills(result, forecaster, pool, requests)
-    await pool.close()
-
-
-def campaign_requests(domain: "Domain") -> "list[ForecastRequest]":
-    """Campaigns with targetings of one to four attributes, some in hours of the day."""
-    import numpy as np
-
-    from benchmarks.studies.forecast_world import draw_boxes
-    from ranking.forecast.schemas import ForecastRequest
-
-    assert domain
-    rng = np.random.default_rng(1)
-    requests: list[ForecastRequest] = []
-    for box in draw_boxes(rng, 10 * REQUESTS, context=True):
-        if len(box) > 2 and len(requests) % 2:  # of two sizes, as small ones may be refused
-            continue
-        text = targeting_text({name: box[name] for name in list(box)[:2]})
-        first_hour = int(rng.integers(0, 12))
-        if rng.random() < 0.3:
-            text += f" and hour between {first_hour} and {first_hour + 10}"
-        bid = float(rng.uniform(0.05, 0.4))
-        requests.append(ForecastRequest(targeting=text, goal="traffic", bid=bid, frequency_cap=5))
-    return requests[:REQUESTS]
-
-
-async def measure_kills(
-    result: BenchmarkResult,
-    forecaster: "Forecaster",
-    pool: "WorkerPool",
-    requests: "Sequence[ForecastRequest]",
-) -> None:
-    """Answers while a worker is killed every few requests, and their intervals without it."""
-    answered, wider, compared = 0, 0, 0
-    for number, request in enumerate(requests):
-        if number % KILL_EVERY:
-            answered += (await forecaster.forecast(request)).campaign is not None
-            continue
-        await pool.wait_until_ready()
-        whole = await forecaster.forecast(request)
-        process = pool.workers[(number // KILL_EVERY) % len(pool.workers)].process
-        assert process
-        os.kill(process.pid, signal.SIGKILL)
-        part = await forecaster.forecast(request)
-        answered += part.campaign is not None
-        assert whole.campaign and part.campaign
-        compared += 1
-        widths = [
-            (forecast.campaign.reach.high - forecast.campaign.reach.low)
-            / forecast.campaign.reach.value
-            for forecast in (part, whole)
-            if forecast.campaign
-        ]
-        wider += widths[0] > widths[1]
-    result.record("killed_worker_answers", answered, "")
-    result.record("killed_worker_wider_intervals", wider / compared, "")
-    others = f"{wider} of {compared} intervals wider just after a kill"
-    goal = GOALS["killed_worker_answers"]
-    result.rows.append(("answers while workers are killed", f"{answered}", others, goal))

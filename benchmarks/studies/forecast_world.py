@@ -126,7 +126,7 @@ class ForecastWorld:
         """
         size = len(self.user)
         columns: dict[str, Any] = {
-            "user_key": self.user_keys[self.user],
+            "sampled_user": self.user_keys[self.user],
             "impression_day": pa.array([sampled_days()[k] for k in range(WEEK)]).take(
                 pa.array(self.context["day"])
             ),
@@ -242,3 +242,11 @@ def draw_boxes(rng: np.random.Generator, number: int, context: bool = False) -> 
             box[str(name)] = frozenset(f"{name}{k:02d}" for k in codes)
         boxes.append(box)
     return boxes
+
+
+def targeting_text(box: Box) -> str:
+    """A targeting in the query language."""
+    return " and ".join(
+        f"{name} in ({', '.join(repr(value) for value in sorted(allowed, key=str))})"
+        for name, allowed in box.items()
+    )

@@ -25,7 +25,8 @@ from benchmarks.harness import (
 )
 from benchmarks.pipelines import BENCH_DAYS, simulated_tables
 from benchmarks.studies.committed import share_of
-from dags.pipeline import PipelinePaths, latest_mature_split
+from dags.pipeline import latest_mature_split
+from dags.steps import PipelinePaths
 from etl.cli.runner import read_yaml_mapping
 from etl.spec import load_spec
 from etl.spec.base import StrictModel

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dags.pipeline import PipelinePaths
+from dags.steps import PipelinePaths
 from etl.cli.runner import format_data_until
 from etl.errors import UserError
 from etl.spec import load_spec

@@ -22,8 +22,9 @@ from benchmarks.studies.prequential import (
     grid,
     pooled,
 )
-from dags.pipeline import PipelinePaths, data_steps
+from dags.pipeline import data_steps
 from dags.runner import run_pipeline
+from dags.steps import PipelinePaths
 from etl.spec import load_spec
 from etl.tables.lake import Lake
 from training.config import TrainConfig

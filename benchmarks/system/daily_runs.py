@@ -21,7 +21,8 @@ from benchmarks.pipelines import (
     run_steps_in_process,
     simulate_logs,
 )
-from dags.pipeline import PipelinePaths, all_days_flags, data_steps, gem_steps, model_flags
+from dags.pipeline import all_days_flags, data_steps, gem_steps, model_flags
+from dags.steps import PipelinePaths
 from etl.spec import load_spec
 from etl.spec.units import DaySplit, date_range
 from etl.tables import arrow

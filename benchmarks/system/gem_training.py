@@ -17,8 +17,9 @@ from typing_extensions import override
 from benchmarks.harness import SIMULATOR_SPEC, BenchmarkResult
 from benchmarks.pipelines import simulate_logs
 from benchmarks.system.model_blocks import GEMM_SIZE, Speed, count_flops, cpu_seconds
-from dags.pipeline import PipelinePaths, data_steps
+from dags.pipeline import data_steps
 from dags.runner import run_pipeline
+from dags.steps import PipelinePaths
 from etl.cli.runner import read_yaml_mapping
 from etl.spec import load_spec
 from etl.tables.lake import Lake

@@ -13,8 +13,9 @@ from benchmarks.harness import (
     interleaved_median_seconds,
 )
 from benchmarks.synthetic_data import generate_events
-from dags.pipeline import PipelinePaths, data_steps
+from dags.pipeline import data_steps
 from dags.runner import run_pipeline
+from dags.steps import PipelinePaths
 from etl.cli.runner import read_yaml_mapping
 from etl.spec import load_spec
 from etl.tables import arrow, schemas, step_state

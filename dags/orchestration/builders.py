@@ -13,6 +13,7 @@ from airflow.sdk import (
 )
 from airflow.sdk.exceptions import AirflowFailException
 
+from dags.advertiser_steps import audience_steps, roi_steps
 from dags.orchestration import runs
 from dags.orchestration.dag_factory import (
     DAY_RANGE,
@@ -31,14 +32,12 @@ from dags.orchestration.runs import PipelineRun, plan_run
 from dags.orchestration.settings import MANUAL_SCHEDULE
 from dags.pipeline import (
     SURFACE_COMMANDS,
-    ModelFlags,
-    audience_steps,
     data_steps,
     gem_steps,
     latest_mature_split,
     ranking_steps,
-    roi_steps,
 )
+from dags.steps import ModelFlags
 from etl.errors import UserError
 from etl.ingest.arrival import has_arrived, required_daily_sources
 from etl.spec.units import DaySplit, date_range

@@ -15,7 +15,8 @@ from airflow.sdk.exceptions import AirflowException
 from typing_extensions import override
 
 from dags.orchestration.settings import ROOT, DagSettings
-from dags.pipeline import Engine, ModelFlags, Step, SurfaceCommand
+from dags.pipeline import SurfaceCommand
+from dags.steps import Engine, ModelFlags, Step
 
 DEFAULT_POOL = "default_pool"
 # Names of the connections, and of the pools.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from dags.pipeline import PipelinePaths
+from dags.steps import PipelinePaths
 from etl.cli.runner import format_validation_error
 from etl.errors import UserError
 from etl.spec.base import StrictModel

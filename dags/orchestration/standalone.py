@@ -16,7 +16,7 @@ from typing import Any
 from dags.orchestration.operators import SPARK_CONN_ID, TORCH_CONN_ID
 from dags.orchestration.runs import http_request
 from dags.orchestration.settings import MANUAL_SCHEDULE, ROOT
-from dags.pipeline import PipelinePaths
+from dags.steps import PipelinePaths
 from etl.errors import UserError
 from etl.runtime.java import delta_jars
 

@@ -58,14 +58,14 @@ def targeting_sql_type(attribute: Attribute | ProviderLabel | None) -> str:
 def forecast_sample(spec: DataSpec) -> TableSchema:
     """One impression of a sampled user: all impressions of these users in the window are here.
 
-    `user_key` is a hash of the user, `probability` that with which the user was sampled, and
+    `sampled_user` is a hash of the user, `probability` that with which the user was sampled, and
     `value` the expected value of the ad shown, `value_above` that of the next better ad of its
     request: a campaign gets the place with a value from `value` on and below `value_above`, which
     is null for the best ad. `p_…` are the means of the calibrated probabilities of the request's
     ads. `day` is the last day of the window.
     """
     columns = {
-        "user_key": "bigint",
+        "sampled_user": "bigint",
         "probability": "double",
         "impression_day": "date",
         **{
@@ -80,7 +80,7 @@ def forecast_sample(spec: DataSpec) -> TableSchema:
     optional = ("value_above", *(f"target_{name}" for name in targeting_attributes(spec)))
     required = {f"no {name}": name for name in columns if name not in optional}
     rules = {"probability is not in (0, 1]": "probability > 0 AND probability <= 1"}
-    return TableSchema("forecast_sample", columns, ("day",), ("user_key",), required, rules)
+    return TableSchema("forecast_sample", columns, ("day",), ("sampled_user",), required, rules)
 
 
 def forecast_margins(_spec: DataSpec) -> TableSchema:

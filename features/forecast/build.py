@@ -84,7 +84,7 @@ def write_forecast(
         written[contract.name] = version
     # The sample is last: its commit names the versions of the others, which readers follow.
     contract = forecast_schemas.forecast_sample(spec)
-    sample = rows.join(sampled_users(spec, rows), "user_key")
+    sample = rows.join(sampled_users(spec, rows), "sampled_user")
     spark_io.replace_partitions(lake, contract, sample, ALL_ROWS, {**versions, **written})
     rows.unpersist()
     return {table: lake.count_rows(table) for table in (*written, contract.name)}
@@ -125,7 +125,7 @@ def targeted_impressions(lake: Lake, days: Sequence[date], versions: dict[str, i
     scores = scores.filter(F.col("day").isin(list(days)) & F.col("rank").isNotNull())
     request = Window.partitionBy("surface", "day", "request_id")
     probabilities = {
-        f"p_{name}": F.avg(f"p_{name}").over(request.rowsBetween(*_WHOLE_REQUEST))
+        f"p_{name}": F.avg(f"p_{name}").over(request.rowsBetween(*_ALL_ADS_OF_REQUEST))
         for name in spec.objectives
     }
     above = F.lag("expected_value").over(request.orderBy("rank"))
@@ -140,7 +140,7 @@ def targeted_impressions(lake: Lake, days: Sequence[date], versions: dict[str, i
     else:
         rows = rows.withColumns({f"label_{n}": F.lit(None) for n in provider_labels(spec)})
     return rows.select(
-        F.xxhash64("user_id").alias("user_key"),
+        F.xxhash64("user_id").alias("sampled_user"),
         F.col("day").alias("impression_day"),
         *[_target_column(spec, name) for name in targeting_attributes(spec)],
         F.col("expected_value").alias("value"),
@@ -149,7 +149,7 @@ def targeted_impressions(lake: Lake, days: Sequence[date], versions: dict[str, i
     )
 
 
-_WHOLE_REQUEST = Window.unboundedPreceding, Window.unboundedFollowing
+_ALL_ADS_OF_REQUEST = Window.unboundedPreceding, Window.unboundedFollowing
 
 
 def _impression_events(lake: Lake, days: Sequence[date], version: int) -> DataFrame:
@@ -210,7 +210,7 @@ def sampled_users(spec: DataSpec, rows: DataFrame) -> DataFrame:
     """
     assert spec.forecast
     names = [f"target_{name}" for name in user_categories(spec)]
-    users = rows.groupBy("user_key", *names).agg(F.count("*").alias("num_rows"))
+    users = rows.groupBy("sampled_user", *names).agg(F.count("*").alias("num_rows"))
     importance = _profile_importance(users, names, spec.forecast.min_users)
     users = users.join(importance, names) if names else users.crossJoin(importance)
     users = users.withColumn(
@@ -223,9 +223,9 @@ def sampled_users(spec: DataSpec, rows: DataFrame) -> DataFrame:
         float(spec.forecast.sample_rows),
     )
     probability = F.least(F.lit(1.0), F.lit(scale) * F.col("importance"))
-    uniform = F.pmod(F.xxhash64("user_key", F.lit("forecast")), F.lit(2**53)) / F.lit(2.0**53)
+    uniform = F.pmod(F.xxhash64("sampled_user", F.lit("forecast")), F.lit(2**53)) / F.lit(2.0**53)
     users = users.withColumn("probability", probability if np.isfinite(scale) else F.lit(1.0))
-    return users.filter(uniform < F.col("probability")).select("user_key", "probability")
+    return users.filter(uniform < F.col("probability")).select("sampled_user", "probability")
 
 
 def _profile_importance(users: DataFrame, names: Sequence[str], min_users: int) -> DataFrame:
@@ -252,7 +252,7 @@ def margins_of(spec: DataSpec, rows: DataFrame) -> DataFrame:
                if not isinstance(a, NumericAttribute)]  # fmt: skip
     impressions = _pair_sums(rows, counted, "impressions")
     of_users = user_categories(spec)
-    users = rows.select("user_key", *[f"target_{name}" for name in of_users]).distinct()
+    users = rows.select("sampled_user", *[f"target_{name}" for name in of_users]).distinct()
     return impressions.join(_pair_sums(users, of_users, "users"), list(PAIR_KEY), "left")
 
 
@@ -277,7 +277,7 @@ def sketches_of(spec: DataSpec, rows: DataFrame) -> DataFrame:
              if not isinstance(a, NumericAttribute)]  # fmt: skip
     frames = [
         rows.groupBy(F.col(f"target_{name}").cast("string").alias("value"))
-        .agg(F.theta_sketch_agg("user_key").alias("sketch"))
+        .agg(F.theta_sketch_agg("sampled_user").alias("sketch"))
         .withColumn("attribute", F.lit(name))
         for name in names
     ]

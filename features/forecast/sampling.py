@@ -38,9 +38,9 @@ def sampling_scale(importance: Floats, rows: Floats, budget: float) -> float:
     importance, rows = importance[order], rows[order]
     if budget >= rows.sum():
         return float(np.inf)
-    # With the k most important groups taken whole, the others share what is left of the budget.
-    kept_whole = np.concatenate(([0.0], np.cumsum(rows)[:-1]))
+    # With the k most important groups taken completely, the others share the rest of the budget.
+    certain_rows = np.concatenate(([0.0], np.cumsum(rows)[:-1]))
     remaining = np.cumsum((importance * rows)[::-1])[::-1]
-    scales = (budget - kept_whole) / remaining
+    scales = (budget - certain_rows) / remaining
     k = int(np.argmax(scales * importance < 1.0))
     return float(scales[k])

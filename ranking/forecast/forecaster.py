@@ -65,25 +65,25 @@ class Forecaster:
         campaign, flight = self._campaign(request), self._flight(request)
         notes: list[str] = []
         query = Query(*targeting.sql(), self.tables.window)
-        whole = await self.pool.sums(query)
-        size = self.segment_size(targeting, whole)
+        in_window = await self.pool.sums(query)
+        size = self.segment_size(targeting, in_window)
         self._require_users(size)
-        if whole.users == 0:
+        if in_window.users == 0:
             notes.append(
                 "no sampled user is in this segment: its size is that of the log-linear model, its "
                 "rates are those of all users"
             )
             query = Query("true", (), self.tables.window)
-            whole = await self.pool.sums(query)
+            in_window = await self.pool.sums(query)
         days = similar_days(flight, self.tables.window)
-        in_flight = whole if days == self.tables.window else await self.pool.sums(
+        in_flight = in_window if days == self.tables.window else await self.pool.sums(
             replace(query, days=days)
         )  # fmt: skip
         growth = self._growth(targeting, flight, days)
-        scale = _Scale(size, whole, in_flight, growth, self._noise(targeting, size, whole))
+        scale = _Scale(size, in_window, in_flight, growth, self._noise(targeting, size, in_window))
         if growth.backtest is None:
             notes.append("fewer than three weeks of logs: no trend or weekday effects are forecast")
-        if whole.answered < 1:
+        if in_window.answered < 1:
             notes.append("a part of the sample did not answer: intervals are wider")
         brought = await self._forecast_campaign(replace(query, days=days), campaign, request, scale)
         return Forecast(
@@ -94,36 +94,39 @@ class Forecaster:
             in_target_rate=in_target_rate(self.tables, targeting, request.in_target),
             users_by_sketch=self._by_sketch(targeting, scale.noise),
             campaign=brought,
-            sampled_users=whole.users,
-            answered_shards=whole.answered,
+            sampled_users=in_window.users,
+            answered_shards=in_window.answered,
             notes=tuple(notes),
         )
 
-    def segment_size(self, targeting: Targeting, whole: SampleSums) -> SegmentSize:
+    def segment_size(self, targeting: Targeting, in_window: SampleSums) -> SegmentSize:
         """Users and impressions of a segment in the window, given the sums over its sample."""
         box, model = targeting.box(), self.tables.model
-        variances = whole.variances()
+        variances = in_window.variances()
         users_prior = None if box is None else model.users_prior(box)
         impressions_prior = None if box is None else model.impressions_prior(box)
         everyone = self.tables.mean_weight
         users = posterior(
-            whole.totals[USERS], variances[USERS], whole.weight(USERS) or everyone, users_prior
+            in_window.totals[USERS],
+            variances[USERS],
+            in_window.weight(USERS) or everyone,
+            users_prior,
         )
         # Few sampled users say little about the spread of impressions over users: it is at least
         # that of the population.
         least = model.impressions_per_user * model.users.total / max(model.impressions.total, 1)
         spread = 0.0
-        if whole.totals[USERS] > 0:
-            ratio = whole.totals[IMPRESSIONS] / whole.totals[USERS]
+        if in_window.totals[USERS] > 0:
+            ratio = in_window.totals[IMPRESSIONS] / in_window.totals[USERS]
             spread = least * variances[USERS] * ratio**2
         impressions = posterior(
-            whole.totals[IMPRESSIONS],
+            in_window.totals[IMPRESSIONS],
             max(variances[IMPRESSIONS], spread),
-            whole.weight(IMPRESSIONS) or everyone * model.impressions_per_user,
+            in_window.weight(IMPRESSIONS) or everyone * model.impressions_per_user,
             impressions_prior,
         )
-        if users_prior is None and impressions_prior and whole.totals[IMPRESSIONS] > 0:
-            users = users.scaled(impressions.value / whole.totals[IMPRESSIONS])
+        if users_prior is None and impressions_prior and in_window.totals[IMPRESSIONS] > 0:
+            users = users.scaled(impressions.value / in_window.totals[IMPRESSIONS])
         return SegmentSize(users, impressions)
 
     def _require_users(self, size: SegmentSize) -> None:
@@ -184,7 +187,7 @@ class Forecaster:
         ratio = float(found.impressions.sum()) / base if base else 1.0
         return replace(found, impressions=np.array([ratio]))
 
-    def _noise(self, targeting: Targeting, size: SegmentSize, whole: SampleSums) -> "Noise":
+    def _noise(self, targeting: Targeting, size: SegmentSize, in_window: SampleSums) -> "Noise":
         """A relative change that is the same whenever the same segment is asked for.
 
         Two segments that differ by a single user differ by more than this user, so that nobody is
@@ -192,7 +195,7 @@ class Forecaster:
         """
         assert self.spec.forecast
         box = targeting.box()
-        identity: object = whole.key
+        identity: object = in_window.key
         if box is not None:
             identity = sorted((name, sorted(map(str, allowed))) for name, allowed in box.items())
         text = f"{self.tables.versions['forecast_sample']} {identity}"
@@ -280,19 +283,19 @@ class _Scale:
     """Turns sums over the sample into estimates for the segment in the flight."""
 
     size: SegmentSize
-    whole: SampleSums
+    in_window: SampleSums
     in_flight: SampleSums
     growth: DailyForecast
     noise: Noise
 
     def users(self, sums: SampleSums) -> Interval:
         """The users that sums count."""
-        factor = self.size.users.value / max(self.whole.totals[USERS], 1e-300)
+        factor = self.size.users.value / max(self.in_window.totals[USERS], 1e-300)
         return self._interval(sums, USERS, factor, _relative_variance(self.size.users))
 
     def volume(self, sums: SampleSums, quantity: int) -> Interval:
         """Impressions, spend or events: they grow with the supply of the flight."""
-        factor = self.size.impressions.value / max(self.whole.totals[IMPRESSIONS], 1e-300)
+        factor = self.size.impressions.value / max(self.in_window.totals[IMPRESSIONS], 1e-300)
         variance = _relative_variance(self.size.impressions) + self.growth.relative_error**2
         return self._interval(sums, quantity, factor * float(self.growth.impressions[0]), variance)
 

@@ -66,7 +66,7 @@ class Shard:
         self.spec = spec
         self.days = frozenset(pc.unique(sample["impression_day"]).to_pylist())
         self._summed = ("cost", *(f"p_{name}" for name in spec.objectives))
-        self.user_keys = np.unique(sample["user_key"].to_numpy())  # by user_index
+        self.user_keys = np.unique(sample["sampled_user"].to_numpy())  # by user_index
         self.database = duckdb.connect(config={"threads": 1})
         self.database.register("rows", add_auction_terms(spec, encode_values(sample, domain)))
         stored = ", ".join([
@@ -154,7 +154,7 @@ def add_auction_terms(spec: DataSpec, sample: pa.Table) -> pa.Table:
         reserve[chosen] = spec.terms_of(surface).reserve
         serves[chosen] = auction.served_objectives
     value, above = sample["value"].to_numpy(), pc.fill_null(sample["value_above"], np.inf)
-    user_index = np.unique(sample["user_key"].to_numpy(), return_inverse=True)[1]
+    user_index = np.unique(sample["sampled_user"].to_numpy(), return_inverse=True)[1]
     columns = {
         "user_index": user_index.astype(np.int32),
         "cost": np.maximum(value - surface_value, reserve),

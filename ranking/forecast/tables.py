@@ -82,7 +82,7 @@ def read_sample(lake: Lake, version: int, shard: tuple[int, int] = (0, 1)) -> pa
     """The rows of a shard (number, of how many) of `forecast_sample`, by a hash of the user."""
     rows = arrow.snapshot(lake, forecast_schemas.forecast_sample(lake.spec), version).read()
     number, shards = shard
-    keys = rows["user_key"].to_numpy()
+    keys = rows["sampled_user"].to_numpy()
     return rows.filter(pa.array(keys % shards == number)) if shards > 1 else rows
 
 
@@ -162,7 +162,7 @@ class SampledUsers:
     def of(cls, sample: pa.Table) -> "SampledUsers":
         """The users of rows of `forecast_sample`."""
         _, first, counts = np.unique(
-            sample["user_key"].to_numpy(), return_index=True, return_counts=True
+            sample["sampled_user"].to_numpy(), return_index=True, return_counts=True
         )
         rows = sample.take(pa.array(first))
         return cls(rows, 1.0 / rows["probability"].to_numpy(), counts.astype(float))

@@ -167,7 +167,7 @@ def _current_spend(
 
 
 def usable_campaigns(table: pa.Table) -> pa.Table:
-    """The rows of `campaign_days` of campaigns with spend on enough days with labels, and of late."""
+    """The rows of campaigns with spend on enough days that have final labels, and of late."""
     table = table.filter(pc.greater(table["arrived"], 0))
     spent = table.filter(pc.greater(table["spend"], 0))
     days = np.unique(table["day"].to_numpy())[-CURRENT_DAYS:]

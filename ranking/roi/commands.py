@@ -7,18 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from pydantic import Field
 
-from etl.cli.runner import DayArgs, LakeArgs, holds_leases
+from etl.cli.runner import LakeArgs, holds_leases
+from etl.commands import RawArgs
 from etl.spec.base import StrictModel
 
 if TYPE_CHECKING:
     from ranking.roi.campaign_days import CampaignTable
     from ranking.roi.curves import ResponseCurves
-
-
-class RawArgs(DayArgs):
-    """Arguments of `roi load`."""
-
-    raw: Annotated[str, tyro.conf.arg(help="folder or URL of the raw logs")]
 
 
 class CurveArgs(StrictModel):

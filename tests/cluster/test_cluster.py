@@ -6,7 +6,8 @@ from subprocess import TimeoutExpired
 
 import pytest
 
-from dags.pipeline import PipelinePaths, data_steps
+from dags.pipeline import data_steps
+from dags.steps import PipelinePaths
 from etl.tables.lake import Lake
 from tests.cluster.standalone import cluster, kill
 from tests.conftest import FIRST, LAST

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dags.orchestration import standalone
-from dags.pipeline import PipelinePaths
+from dags.steps import PipelinePaths
 from tests.conftest import FIRST
 
 

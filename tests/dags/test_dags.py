@@ -14,8 +14,9 @@ import jinja2
 import pytest
 
 from dags.orchestration.runs import PipelineRun
-from dags.pipeline import PipelinePaths, Step, latest_mature_split, pipeline_steps
+from dags.pipeline import latest_mature_split, pipeline_steps
 from dags.refresh import RefreshPlan
+from dags.steps import PipelinePaths, Step
 from etl.cli.runner import DayArgs
 from etl.ingest.quarantine import UNKNOWN_DAY
 from etl.spec import load_spec

@@ -14,8 +14,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from dags.pipeline import PipelinePaths, Step, data_steps, latest_mature_split, pipeline_steps
+from dags.pipeline import data_steps, latest_mature_split, pipeline_steps
 from dags.runner import input_fingerprint, run_pipeline
+from dags.steps import PipelinePaths, Step
 from etl.tables import step_state
 from etl.tables.lake import Lake
 from gemline import main

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dags.pipeline import PipelinePaths, Step, latest_mature_split, pipeline_steps
+from dags.pipeline import latest_mature_split, pipeline_steps
 from dags.runner import input_fingerprint, is_up_to_date, pending_steps, raw_file_stats
+from dags.steps import PipelinePaths, Step
 from etl.cli.runner import DayArgs
 from etl.errors import UserError
 from etl.spec import DataSpec, load_spec

@@ -8,8 +8,8 @@ import pytest
 
 from dags.orchestration.refresh import reason_to_skip
 from dags.orchestration.runs import PipelineRun
-from dags.pipeline import PipelinePaths
 from dags.refresh import plan_refresh, refresh_steps
+from dags.steps import PipelinePaths
 from etl.cli.runner import parse_data_until
 from etl.errors import UserError
 from etl.ingest.arrival import day_file_states, record_ingested_files

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from dags.pipeline import PipelinePaths, data_steps, latest_mature_split, pipeline_steps
+from dags.pipeline import data_steps, latest_mature_split, pipeline_steps
 from dags.runner import input_fingerprint, pending_steps
+from dags.steps import PipelinePaths
 from etl.errors import UserError
 from etl.spec import load_spec
 from etl.tables import step_state

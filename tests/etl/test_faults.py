@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from dags.pipeline import PipelinePaths, Step, data_steps
+from dags.pipeline import data_steps
+from dags.steps import PipelinePaths, Step
 from etl.tables.lake import Lake
 from tests.conftest import FIRST, LAST
 from tests.pipeline import TABLES, rows

@@ -123,12 +123,12 @@ def test_all_errors_are_reported_at_once_with_their_lines(tmp_path: Path) -> Non
         ),
         (
             "hour: {type: clock, part: hour}",
-            "format: {type: categorical}",
+            "hour: {type: clock, part: hour}\n    format: {type: categorical}",
             "calibration_segments: format is a segment of item and of context: rename an attribute",
         ),
         (
             "hour: {type: clock, part: hour}",
-            "new_item: {type: categorical}",
+            "hour: {type: clock, part: hour}\n    new_item: {type: categorical}",
             "calibration_segments: new_item is a segment of context and of new items",
         ),
     ],

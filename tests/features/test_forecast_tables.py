@@ -118,7 +118,7 @@ def expected_rows(lake: Lake, until: date) -> pd.DataFrame:
 def test_a_sample_of_everyone_has_each_ranked_impression_as_brute_force_does(built: Lake) -> None:
     sample, expected = sample_of(built), expected_rows(built, LAST)
     assert len(sample) == len(expected) > 500 and (sample.probability == 1).all()
-    assert sample.user_key.nunique() == expected.user.nunique()
+    assert sample.sampled_user.nunique() == expected.user.nunique()
     columns = [name for name in expected.columns if name != "user"]
     order = ["value", "target_hour"]
     pd.testing.assert_frame_equal(
@@ -142,7 +142,7 @@ def test_counts_of_pairs_and_sketches_equal_brute_force(built: Lake) -> None:
             found = pairs.loc[a, str(values[0]), b, str(values[-1])]
             assert found.impressions == len(group)
             if {a, b} <= {*of_users}:
-                assert found.users == group.user_key.nunique()
+                assert found.users == group.sampled_user.nunique()
             else:
                 assert pd.isna(found.users)
             seen += 1
@@ -152,7 +152,7 @@ def test_counts_of_pairs_and_sketches_equal_brute_force(built: Lake) -> None:
     )
     for device, group in sample.groupby("target_device"):
         estimate = tables.sketches.users({"device": frozenset({str(device)})})
-        assert estimate and estimate.value == group.user_key.nunique()
+        assert estimate and estimate.value == group.sampled_user.nunique()
 
 
 def test_a_small_sample_has_whole_users_whose_weights_add_up_to_everyone(built: Lake) -> None:
@@ -163,8 +163,10 @@ def test_a_small_sample_has_whole_users_whose_weights_add_up_to_everyone(built: 
     sample = sample_of(small)
     assert 200 < len(sample) < 450 and sample.probability.between(1e-9, 1).all()
     assert sample.probability.nunique() > 5  # users are not sampled alike
-    rows_of_users = everyone.groupby("user_key").size()
-    assert (sample.groupby("user_key").size() == rows_of_users[sample.user_key.unique()]).all()
+    rows_of_users = everyone.groupby("sampled_user").size()
+    assert (
+        sample.groupby("sampled_user").size() == rows_of_users[sample.sampled_user.unique()]
+    ).all()
     totals.append((1 / sample.probability).sum())
     assert totals[0] == pytest.approx(len(everyone), rel=0.25)
     build_forecast(small, LAST)

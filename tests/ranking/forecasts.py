@@ -81,7 +81,7 @@ def brute_force_margins(rows: pa.Table) -> pa.Table:
             of_users = {a, b} <= {"age", "gender", "country", "interest", "tier"}
             for values, group in frame.groupby(keys):
                 value_a, value_b = values[0], values[-1]
-                users = group.user_key.nunique() if of_users else None
+                users = group.sampled_user.nunique() if of_users else None
                 found.append((a, str(value_a), b, str(value_b), len(group), users))
     columns = ("attribute_a", "value_a", "attribute_b", "value_b", "impressions", "users")
     return pa.table(dict(zip(columns, zip(*found, strict=True), strict=True)))
@@ -94,7 +94,7 @@ def sketches_of(spec: DataSpec, rows: pa.Table) -> UserSketches:
     for name in ("surface", *spec.attributes.user, "device", "hour"):
         for value, group in frame.groupby(f"target_{name}"):
             sketch = update_theta_sketch()
-            for key in group.user_key:
+            for key in group.sampled_user:
                 sketch.update(int(key))
             sketches[name, str(value)] = sketch.compact()
     return UserSketches(sketches, frozenset(spec.attributes.user))

@@ -243,7 +243,7 @@ def sampled() -> World:
 
 
 @pytest.fixture(scope="module")
-def whole() -> World:
+def complete() -> World:
     return World(0, EVERYTHING)
 
 
@@ -256,18 +256,18 @@ def test_segments_of_one_or_two_attributes_are_known_exactly(sampled: World) -> 
             assert size.users.value == pytest.approx((counts > 0).sum(), rel=1e-9, abs=1e-6)
 
 
-def test_a_sample_of_everyone_counts_exactly_what_no_model_covers(whole: World) -> None:
+def test_a_sample_of_everyone_counts_exactly_what_no_model_covers(complete: World) -> None:
     targeting = parse_targeting(
-        "country = 'country00' or (age = 'age01' and hour between 8 and 20)", whole.tables.domain
+        "country = 'country00' or (age = 'age01' and hour between 8 and 20)", complete.tables.domain
     )
-    sums = whole.shard.sums(Query(*targeting.sql(), whole.tables.window))
-    frame = whole.rows.to_pandas()
+    sums = complete.shard.sums(Query(*targeting.sql(), complete.tables.window))
+    frame = complete.rows.to_pandas()
     expected = frame[
         (frame.target_country == "country00")
         | ((frame.target_age == "age01") & frame.target_hour.between(8, 20))
     ]
-    size = whole.forecaster.segment_size(targeting, sums)
-    assert size.users.value == expected.user_key.nunique()
+    size = complete.forecaster.segment_size(targeting, sums)
+    assert size.users.value == expected.sampled_user.nunique()
     assert size.impressions.value == len(expected)
     assert size.users.low == size.users.high  # everyone is in the sample
 
@@ -291,8 +291,8 @@ def test_larger_targetings_are_covered_by_their_intervals_and_better_than_the_sa
     assert np.mean(ours) < 0.5 * np.mean(sample_only)
 
 
-def test_sketches_count_users_unless_two_attributes_are_of_the_context(whole: World) -> None:
-    frame = whole.rows.to_pandas()
+def test_sketches_count_users_unless_two_attributes_are_of_the_context(complete: World) -> None:
+    frame = complete.rows.to_pandas()
     box: Box = {
         "age": frozenset({"age01", "age02"}),
         "tier": frozenset({"tier01"}),
@@ -303,9 +303,9 @@ def test_sketches_count_users_unless_two_attributes_are_of_the_context(whole: Wo
         & (frame.target_tier == "tier01")
         & (frame.target_device == "device02")
     ]
-    found = whole.tables.sketches.users(box)
-    assert found and found.value == chosen.user_key.nunique()  # of fewer users than it keeps
-    assert whole.tables.sketches.users(box | {"hour": frozenset({3})}) is None
+    found = complete.tables.sketches.users(box)
+    assert found and found.value == chosen.sampled_user.nunique()  # of fewer users than it keeps
+    assert complete.tables.sketches.users(box | {"hour": frozenset({3})}) is None
 
 
 def test_the_log_linear_model_is_exact_for_independent_attributes() -> None:
@@ -334,13 +334,13 @@ def test_without_a_model_an_estimate_is_that_of_the_sample() -> None:
     assert nobody.value == 0.0 and nobody.low < 0.1 and 15 < nobody.high < 40
 
 
-def test_an_in_target_rate_is_that_of_the_labels_weighted_by_their_users(whole: World) -> None:
+def test_an_in_target_rate_is_that_of_the_labels_weighted_by_their_users(complete: World) -> None:
     """The labels are those of `tier`, as if a data provider gave them."""
     precision = {
         "young": {f"tier{k:02d}": Estimate(0.1 * k + 0.1, 0.1 * k, 0.1 * k + 0.2) for k in range(4)}
     }
     measured = replace(
-        whole.forecaster, tables=replace(whole.tables, precisions={"tier": precision})
+        complete.forecaster, tables=replace(complete.tables, precisions={"tier": precision})
     )
 
     def rate_of(targeting: str, *classes: str) -> Any:
@@ -348,7 +348,7 @@ def test_an_in_target_rate_is_that_of_the_labels_weighted_by_their_users(whole: 
         return asyncio.run(measured.forecast(request)).in_target_rate
 
     rate = rate_of("tier in ('tier00', 'tier03') and gender = 'gender00'", "young")
-    sizes = np.bincount(whole.world.values[np.unique(whole.world.user), 4])[[0, 3]]
+    sizes = np.bincount(complete.world.values[np.unique(complete.world.user), 4])[[0, 3]]
     assert rate.value == pytest.approx(sizes @ [0.1, 0.4] / sizes.sum())
     assert rate.low < rate.value < rate.high
     assert rate_of("tier = 'tier01'") is None
@@ -363,7 +363,7 @@ def test_an_in_target_rate_is_that_of_the_labels_weighted_by_their_users(whole: 
 # ---- campaigns
 
 
-def test_a_campaign_wins_and_pays_as_in_an_auction_that_it_enters(whole: World) -> None:
+def test_a_campaign_wins_and_pays_as_in_an_auction_that_it_enters(complete: World) -> None:
     """The oracle is the auction itself, with the campaign as one more candidate of each request."""
     rng = np.random.default_rng(5)
     requests, places = 60, 4
@@ -371,9 +371,9 @@ def test_a_campaign_wins_and_pays_as_in_an_auction_that_it_enters(whole: World) 
     p = rng.uniform(0.01, 0.2, (requests, 3))
     bids = rng.uniform(0.02, 0.5, (requests, places))
     values = np.sort(bids * p[:, 1:2], 1)[:, ::-1]  # all ads of a request have equal probabilities
-    base = whole.rows.slice(0, requests * places)
+    base = complete.rows.slice(0, requests * places)
     columns = {
-        "user_key": np.repeat(np.arange(requests), places),
+        "sampled_user": np.repeat(np.arange(requests), places),
         "value": values.ravel(),
         "value_above": pa.array(
             np.concatenate([np.full((requests, 1), np.nan), values[:, :-1]], 1).ravel(),
@@ -385,13 +385,13 @@ def test_a_campaign_wins_and_pays_as_in_an_auction_that_it_enters(whole: World) 
     sample = base.append_column("probability", pa.array(np.ones(requests * places)))
     for name, column in columns.items():
         sample = sample.set_column(sample.schema.get_field_index(name), name, pa.array(column))
-    shard = Shard(spec, sample, whole.tables.domain)
+    shard = Shard(spec, sample, complete.tables.domain)
     click = list(spec.objectives).index("click")
     p_click = p[:, click]
     values_of = bids * p_click[:, None]
     for bid in (0.05, 0.2, 0.4):
         mine = Campaign("click", bid)
-        got = shard.sums(Query("true", (), whole.tables.window, mine))
+        got = shard.sums(Query("true", (), complete.tables.window, mine))
         wins, spend = 0, 0.0
         for r in range(requests):
             # The shown ads take `places`; the campaign is a further candidate.
@@ -408,19 +408,21 @@ def test_a_campaign_wins_and_pays_as_in_an_auction_that_it_enters(whole: World) 
     assert values_of.shape == values.shape
 
 
-def test_reach_grows_with_the_bid_and_a_cap_bounds_impressions(whole: World) -> None:
-    forecasts = [whole.forecast(goal="traffic", bid=bid).campaign for bid in (0.05, 0.1, 0.3, 3.0)]
+def test_reach_grows_with_the_bid_and_a_cap_bounds_impressions(complete: World) -> None:
+    forecasts = [
+        complete.forecast(goal="traffic", bid=bid).campaign for bid in (0.05, 0.1, 0.3, 3.0)
+    ]
     for less, more in pairwise(forecasts):
         assert less.reach.value < more.reach.value and less.spend.value < more.spend.value
-    capped = whole.forecast(goal="traffic", bid=3.0, frequency_cap=1).campaign
+    capped = complete.forecast(goal="traffic", bid=3.0, frequency_cap=1).campaign
     assert capped.reach == forecasts[-1].reach
-    growth = forecasts[-1].impressions.value / whole.rows.num_rows  # everything is won
+    growth = forecasts[-1].impressions.value / complete.rows.num_rows  # everything is won
     assert capped.impressions.value == pytest.approx(capped.reach.value * growth, rel=0.01)
 
 
-def test_a_budget_lowers_spend_to_it_and_keeps_more_reach_than_impressions(whole: World) -> None:
-    free = whole.forecast(goal="traffic", bid=0.3).campaign
-    half = whole.forecast(goal="traffic", bid=0.3, budget=free.spend.value / 2).campaign
+def test_a_budget_lowers_spend_to_it_and_keeps_more_reach_than_impressions(complete: World) -> None:
+    free = complete.forecast(goal="traffic", bid=0.3).campaign
+    half = complete.forecast(goal="traffic", bid=0.3, budget=free.spend.value / 2).campaign
     assert half.spend.value == pytest.approx(free.spend.value / 2, rel=1e-6)
     assert half.participation == pytest.approx(0.5, rel=1e-6)
     assert half.impressions.value == pytest.approx(free.impressions.value / 2, rel=1e-6)
@@ -466,9 +468,9 @@ def test_segments_that_nobody_in_the_sample_is_in_are_answered_by_the_model() ->
 # ---- what is hidden, and time
 
 
-def test_equal_segments_have_equal_answers_and_single_users_are_hidden(whole: World) -> None:
+def test_equal_segments_have_equal_answers_and_single_users_are_hidden(complete: World) -> None:
     answers = {
-        text: whole.forecast(targeting=text).users.value
+        text: complete.forecast(targeting=text).users.value
         for text in (
             "age = 'age01' and gender = 'gender00'",
             "gender = 'gender00' and not age in ('age00', 'age02', 'age03', 'age04', 'age05')",
@@ -477,16 +479,17 @@ def test_equal_segments_have_equal_answers_and_single_users_are_hidden(whole: Wo
     }
     first, same, other = answers.values()
     assert first == same != other
-    counts = whole.world.user_counts(
+    counts = complete.world.user_counts(
         {"age": frozenset({"age01"}), "gender": frozenset({"gender00"})}
     )
     truth = int((counts > 0).sum())
     assert first != truth and abs(first - truth) <= 5
     # The noise of a segment and of one that lacks a user differ by more than the user.
-    frame = whole.rows.to_pandas()
-    keys = frame.user_key.unique()
+    frame = complete.rows.to_pandas()
+    keys = frame.sampled_user.unique()
     noises = [
-        whole.shard.sums(Query("true", (), whole.tables.window)).key ^ int(k) for k in keys[:9]
+        complete.shard.sums(Query("true", (), complete.tables.window)).key ^ int(k)
+        for k in keys[:9]
     ]
     assert len(set(noises)) == 9
 

@@ -137,17 +137,17 @@ def test_a_killed_worker_is_answered_for_with_wider_intervals_and_comes_back(
         await pool.wait_until_ready()
         forecaster = Forecaster(read_tables(lake, sample, settings.versions), pool)
         request = ForecastRequest(targeting=THREE, **TRAFFIC)  # type: ignore[arg-type]
-        whole = await forecaster.forecast(request)
+        complete = await forecaster.forecast(request)
         process = pool.workers[0].process
         assert process
         os.kill(process.pid, signal.SIGKILL)
         part = await forecaster.forecast(request)
         assert part.answered_shards == 0.5 and any("wider" in note for note in part.notes)
-        assert relative_width(part.users) > relative_width(whole.users)
-        assert part.users.low < whole.users.value < part.users.high
+        assert relative_width(part.users) > relative_width(complete.users)
+        assert part.users.low < complete.users.value < part.users.high
         await process.wait()
         await pool.wait_until_ready()
-        assert (await forecaster.forecast(request)) == whole
+        assert (await forecaster.forecast(request)) == complete
         await pool.close()
 
     def relative_width(interval: object) -> float:

@@ -1,0 +1,105 @@
+"""Times of the forecast service, and its answers while workers are killed."""
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.harness import BenchmarkResult
+from benchmarks.studies.forecast_world import draw_boxes, targeting_text
+from etl.errors import UserError
+from etl.tables.lake import Lake
+from ranking.forecast.forecaster import Forecaster
+from ranking.forecast.pool import WorkerPool
+from ranking.forecast.schemas import Forecast, ForecastRequest
+from ranking.forecast.tables import SAMPLE, read_sample, read_tables, table_versions
+from ranking.forecast.worker import WorkerSettings
+
+REQUESTS, KILL_EVERY = 200, 20
+GOALS = {"query_p99_ms": "<= 20", "killed_worker_answers": f"{REQUESTS} of {REQUESTS}"}
+
+
+async def measure_service(
+    result: BenchmarkResult, lake: Lake, spec_file: Path, workers: int
+) -> None:
+    """Times of forecasts with campaigns by worker processes, and answers while these are killed."""
+    versions = table_versions(lake)
+    sample = read_sample(lake, versions[SAMPLE])
+    result.record("sampled_rows", sample.num_rows, "")
+    settings = WorkerSettings(spec=spec_file, lake=lake.root, versions=versions, shard=(0, workers))
+    pool = WorkerPool(settings, workers)
+    await pool.wait_until_ready()
+    forecaster = Forecaster(read_tables(lake, sample, versions), pool)
+    requests = await answerable_requests(forecaster)
+    seconds = []
+    for request in requests:
+        start = time.perf_counter()
+        await forecaster.forecast(request)
+        seconds.append(time.perf_counter() - start)
+    p50, p99 = (float(q) for q in np.quantile(1e3 * np.array(seconds), (0.5, 0.99)))
+    result.record("query_p50_ms", p50, "")
+    result.record("query_p99_ms", p99, "")
+    others = f"P50 {p50:.1f}; {sample.num_rows:,} rows in {workers} workers"
+    result.rows.append(("P99 of a forecast, ms", f"{p99:.1f}", others, GOALS["query_p99_ms"]))
+    await measure_kills(result, forecaster, pool, requests)
+    await pool.close()
+
+
+async def answerable_requests(forecaster: Forecaster) -> list[ForecastRequest]:
+    """Campaigns with targetings of one to four attributes, some in hours of the day."""
+    rng = np.random.default_rng(1)
+    requests: list[ForecastRequest] = []
+    while len(requests) < REQUESTS:
+        (box,) = draw_boxes(rng, 1, context=True)
+        text, first_hour = targeting_text(box), int(rng.integers(0, 12))
+        if rng.random() < 0.3:
+            text += f" and hour between {first_hour} and {first_hour + 10}"
+        bid = float(rng.uniform(0.05, 0.4))
+        request = ForecastRequest(targeting=text, goal="traffic", bid=bid, frequency_cap=5)
+        with suppress(UserError):  # too few users
+            await forecaster.forecast(request)
+            requests.append(request)
+    return requests
+
+
+async def measure_kills(
+    result: BenchmarkResult,
+    forecaster: Forecaster,
+    pool: WorkerPool,
+    requests: Sequence[ForecastRequest],
+) -> None:
+    """Answers while a worker is killed every few requests, and their intervals without it."""
+    answered, wider, kills = 0, 0, 0
+    for number, request in enumerate(requests):
+        if number % KILL_EVERY == 0:
+            await pool.wait_until_ready()
+            complete = await forecaster.forecast(request)
+            kill(pool, kills)
+            kills += 1
+        forecast = await forecaster.forecast(request)
+        answered += forecast.campaign is not None
+        if number % KILL_EVERY == 0:
+            wider += reach_width(forecast) > reach_width(complete)
+    result.record("killed_worker_answers", answered, "")
+    result.record("killed_worker_wider_intervals", wider / kills, "")
+    others = f"{wider} of {kills} intervals wider just after a kill"
+    goal = GOALS["killed_worker_answers"]
+    result.rows.append(("answers while workers are killed", f"{answered}", others, goal))
+
+
+def kill(pool: WorkerPool, number: int) -> None:
+    """Kill one of the worker processes."""
+    process = pool.workers[number % len(pool.workers)].process
+    assert process
+    os.kill(process.pid, signal.SIGKILL)
+
+
+def reach_width(forecast: Forecast) -> float:
+    """The width of the interval of the reach, relative to the reach."""
+    assert forecast.campaign
+    reach = forecast.campaign.reach
+    return (reach.high - reach.low) / reach.value

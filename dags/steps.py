@@ -1,0 +1,54 @@
+"""A step of the pipeline, and the paths and days that its command names."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Engine = Literal["spark", "torch"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command of `gemline`, with what it reads and writes as paths below the lake, or `raw`.
+
+    `surface` is the ad surface of a step that runs once per surface. A step that `is_distributed`
+    may run in several processes, on several machines.
+    """
+
+    name: str
+    engine: Engine
+    command: tuple[str, ...]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    surface: str | None = None
+    is_distributed: bool = False
+
+
+@dataclass(frozen=True)
+class PipelinePaths:
+    """The spec, the raw logs and the lake that a pipeline works on."""
+
+    spec: Path
+    raw: str
+    lake: str
+
+    @property
+    def cli_flags(self) -> tuple[str, ...]:
+        """Flags of every step."""
+        return ("--spec", str(self.spec), "--lake", self.lake)
+
+
+@dataclass(frozen=True)
+class ModelFlags:
+    """Flags that name the days of the steps that train and use models.
+
+    GEM trains on `training_days` and writes predictions for `teacher_days`, which include the days
+    of refits. Rankers, baselines and the report follow `split`. `scored_days` are those from the
+    first test day on; `data_until` is the last day with logs.
+    """
+
+    training_days: tuple[str, ...]
+    teacher_days: tuple[str, ...]
+    split: tuple[str, ...]
+    scored_days: tuple[str, ...]
+    data_until: tuple[str, ...]
