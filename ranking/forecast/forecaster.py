@@ -18,7 +18,7 @@ from etl.spec.model import DataSpec
 from etl.spec.units import date_range
 from etl.tables.forecast_schemas import SURFACE
 from ranking.forecast.schemas import CampaignForecast, Forecast, ForecastRequest, Interval
-from ranking.forecast.seasonality import DailyForecast, days_after, forecast_days, similar_days
+from ranking.forecast.seasonality import days_after, forecast_days, similar_days
 from ranking.forecast.shard import IMPRESSIONS, SPEND, USERS, Campaign, Query
 from ranking.forecast.sums import Z95, Estimate, SampleSums, gamma_estimate, posterior
 from ranking.forecast.tables import ForecastTables
@@ -81,7 +81,7 @@ class Forecaster:
         )  # fmt: skip
         growth = self._growth(targeting, flight, days)
         scale = _Scale(size, in_window, in_flight, growth, self._noise(targeting, size, in_window))
-        if growth.backtest is None:
+        if not growth.is_backtested:
             notes.append("fewer than three weeks of logs: no trend or weekday effects are forecast")
         if in_window.answered < 1:
             notes.append("a part of the sample did not answer: intervals are wider")
@@ -94,7 +94,6 @@ class Forecaster:
             in_target_rate=in_target_rate(self.tables, targeting, request.in_target),
             users_by_sketch=self._by_sketch(targeting, scale.noise),
             campaign=brought,
-            sampled_users=in_window.users,
             answered_shards=in_window.answered,
             notes=tuple(notes),
         )
@@ -173,7 +172,7 @@ class Forecaster:
 
     def _growth(
         self, targeting: Targeting, flight: Sequence[date], days: Sequence[date]
-    ) -> DailyForecast:
+    ) -> "SupplyGrowth":
         """Impressions of the flight over those of the days that stand for it, of the surfaces."""
         box = targeting.box() or {}
         surfaces = [str(name) for name in box.get(SURFACE, self.tables.supply)]
@@ -185,7 +184,7 @@ class Forecaster:
         found = forecast_days(history, flight)
         base = sum(history.get(day, 0.0) for day in days)
         ratio = float(found.impressions.sum()) / base if base else 1.0
-        return replace(found, impressions=np.array([ratio]))
+        return SupplyGrowth(ratio, found.relative_error, found.backtest is not None)
 
     def _noise(self, targeting: Targeting, size: SegmentSize, in_window: SampleSums) -> "Noise":
         """A relative change that is the same whenever the same segment is asked for.
@@ -271,6 +270,15 @@ def in_target_rate(
 
 
 @dataclass(frozen=True)
+class SupplyGrowth:
+    """The supply of a flight over that of the days of the window that stand for it."""
+
+    ratio: float
+    relative_error: float
+    is_backtested: bool
+
+
+@dataclass(frozen=True)
 class Noise:
     """A factor that hides single users, and its variance."""
 
@@ -285,7 +293,7 @@ class _Scale:
     size: SegmentSize
     in_window: SampleSums
     in_flight: SampleSums
-    growth: DailyForecast
+    growth: SupplyGrowth
     noise: Noise
 
     def users(self, sums: SampleSums) -> Interval:
@@ -297,7 +305,7 @@ class _Scale:
         """Impressions, spend or events: they grow with the supply of the flight."""
         factor = self.size.impressions.value / max(self.in_window.totals[IMPRESSIONS], 1e-300)
         variance = _relative_variance(self.size.impressions) + self.growth.relative_error**2
-        return self._interval(sums, quantity, factor * float(self.growth.impressions[0]), variance)
+        return self._interval(sums, quantity, factor * self.growth.ratio, variance)
 
     def _interval(
         self, sums: SampleSums, quantity: int, factor: float, size_variance: float

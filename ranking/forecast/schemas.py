@@ -71,8 +71,6 @@ class Forecast(StrictModel):
     users_by_sketch: Interval | None
     """Users of the segment in the whole window by theta sketches, where these can tell."""
     campaign: CampaignForecast | None
-    sampled_users: int
-    """Users of the sample who match."""
     answered_shards: float
     """Share of the shards that answered."""
     notes: tuple[str, ...]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from etl.tables.lake import Lake
 from ranking.forecast.forecaster import Forecaster
@@ -83,6 +84,7 @@ def plot_bid_curves(curves: list[BidCurve]) -> str:
         axis.fill_between(curve.bids, reach[:, 0], reach[:, 2], alpha=0.2, linewidth=0)
         axis.plot(curve.bids, reach[:, 1], label="reach")
         axis.set_xscale("log")
+        axis.xaxis.set_minor_formatter(NullFormatter())  # labels of minor ticks overlap
         axis.set_ylim(0)
         axis.set_title(curve.goal)
         axis.set_xlabel("bid per event")
