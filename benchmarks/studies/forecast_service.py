@@ -20,6 +20,7 @@ from ranking.forecast.tables import SAMPLE, read_sample, read_tables, table_vers
 from ranking.forecast.worker import WorkerSettings
 
 REQUESTS, KILL_EVERY = 200, 20
+LEAST_USERS = 200  # of a segment, so that the estimate of half of the sample is not refused
 GOALS = {"query_p99_ms": "<= 20", "killed_worker_answers": f"{REQUESTS} of {REQUESTS}"}
 
 
@@ -61,8 +62,8 @@ async def answerable_requests(forecaster: Forecaster) -> list[ForecastRequest]:
         bid = float(rng.uniform(0.05, 0.4))
         request = ForecastRequest(targeting=text, goal="traffic", bid=bid, frequency_cap=5)
         with suppress(UserError):  # too few users
-            await forecaster.forecast(request)
-            requests.append(request)
+            if (await forecaster.forecast(request)).users.value > LEAST_USERS:
+                requests.append(request)
     return requests
 
 

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from etl.spec.model import DataSpec
-from ranking.forecast.sums import Floats, SampleSums
+from ranking.forecast.sums import Floats, Ints, SampleSums
 from ranking.forecast.targeting import Domain
 from ranking.scoring.auction import Auction
 
@@ -66,11 +66,13 @@ class Shard:
         self.spec = spec
         self.days = frozenset(pc.unique(sample["impression_day"]).to_pylist())
         self._summed = ("cost", *(f"p_{name}" for name in spec.objectives))
-        self.user_keys = np.unique(sample["sampled_user"].to_numpy())  # by user_index
+        keys, first = np.unique(sample["sampled_user"].to_numpy(), return_index=True)
+        self.user_keys: Ints = keys  # by user_index, as the weights
+        self.weights: Floats = 1.0 / sample["probability"].to_numpy()[first]
         self.database = duckdb.connect(config={"threads": 1})
         self.database.register("rows", add_auction_terms(spec, encode_values(sample, domain)))
         stored = ", ".join([
-            *("user_index", "probability", "impression_day"),
+            *("user_index", "impression_day"),
             *("cost::FLOAT AS cost", "cost_above::FLOAT AS cost_above"),
             *(f"target_{name}" for name in domain),
             *(f"p_{name}::FLOAT AS p_{name}" for name in spec.objectives),
@@ -95,11 +97,11 @@ class Shard:
         if query.campaign:
             condition += f" AND {self._is_won(query.campaign)}"
             columns = "".join(f", sum({name}) AS {name}" for name in self._summed)
-        columns = f"user_index, any_value(probability) AS probability, count(*) AS won {columns}"
+        columns = f"user_index, count(*) AS won {columns}"
         sql = f"SELECT {columns} FROM sample WHERE {condition} GROUP BY user_index"  # noqa: S608
         users = self.database.execute(sql, [*query.parameters, *days]).fetchnumpy()
         quantities = self._quantities(users, query.campaign)
-        weights = 1.0 / np.asarray(users["probability"])
+        weights = self.weights[users["user_index"]]
         weighted = quantities * weights
         return SampleSums(
             weighted.sum(1),

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 Z95 = 1.959963984540054  # two-sided 95 % of a normal distribution
 
 

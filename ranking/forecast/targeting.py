@@ -4,6 +4,7 @@ A targeting is written as the WHERE clause of SQL, and parsed by DuckDB's parser
 below are accepted; the condition that runs is written anew, with all values as parameters.
 """
 
+import functools
 import json
 import math
 import threading
@@ -112,8 +113,9 @@ class Targeting:
             return f"coalesce({column} BETWEEN ? AND ?, false)"
         known = self.domain[condition.attribute] or ()
         codes = [code for code, value in enumerate(known) if value in condition.allowed]
-        parameters += codes
-        return f"({column} IN ({', '.join('?' * len(codes))}))" if codes else "(false)"
+        ranges = _consecutive(codes)  # DuckDB compares ranges faster than lists
+        parameters += [bound for pair in ranges for bound in pair]
+        return f"({' OR '.join([f'{column} BETWEEN ? AND ?'] * len(ranges)) or 'false'})"
 
 
 def parse_targeting(text: str, domain: Domain) -> Targeting:
@@ -152,7 +154,9 @@ def _parse_where(text: str) -> dict[str, Any]:
     return dict(where)
 
 
+@functools.cache
 def _empty_select() -> dict[str, Any]:
+    """The syntax tree around a condition."""
     (serialized,) = _parser.connection.execute(
         "SELECT json_serialize_sql(?)", [f"{PREFIX}true\n)"]
     ).fetchone()
@@ -272,6 +276,17 @@ def _position(node: Mapping[str, Any]) -> int:
 def _sample_of(values: Sequence[Value]) -> str:
     shown = ", ".join(map(str, values[:8]))
     return f"{shown}, … ({len(values)})" if len(values) > 8 else shown
+
+
+def _consecutive(codes: Sequence[int]) -> list[tuple[int, int]]:
+    """Ascending numbers as ranges, both bounds included."""
+    ranges: list[tuple[int, int]] = []
+    for code in codes:
+        if ranges and code == ranges[-1][1] + 1:
+            ranges[-1] = ranges[-1][0], code
+        else:
+            ranges.append((code, code))
+    return ranges
 
 
 def _to_box(condition: Condition, domain: Domain) -> Box | None:
