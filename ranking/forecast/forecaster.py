@@ -5,6 +5,7 @@ log-linear model. What a campaign brings per user and per impression of the segm
 from the sample; daily impressions follow trend and weekday.
 """
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from etl.spec.model import DataSpec
 from etl.spec.units import date_range
 from etl.tables.forecast_schemas import SURFACE
 from ranking.forecast.schemas import CampaignForecast, Forecast, ForecastRequest, Interval
-from ranking.forecast.seasonality import days_after, forecast_days, similar_days
+from ranking.forecast.seasonality import DailyForecast, days_after, forecast_days, similar_days
 from ranking.forecast.shard import IMPRESSIONS, SPEND, USERS, Campaign, Query
 from ranking.forecast.sums import Z95, Estimate, SampleSums, gamma_estimate, posterior
 from ranking.forecast.tables import ForecastTables
@@ -181,7 +182,7 @@ class Forecaster:
             day: sum(series.get(day, 0.0) for series in counts)
             for day in sorted({day for series in counts for day in series})
         }
-        found = forecast_days(history, flight)
+        found = _forecast_days(tuple(history.items()), tuple(flight))
         base = sum(history.get(day, 0.0) for day in days)
         ratio = float(found.impressions.sum()) / base if base else 1.0
         return SupplyGrowth(ratio, found.relative_error, found.backtest is not None)
@@ -231,6 +232,14 @@ class Forecaster:
             cost_per_event=paid.value / bought if bought > 0 else None,
             participation=campaign.participation,
         )
+
+
+@functools.lru_cache(maxsize=64)
+def _forecast_days(
+    history: tuple[tuple[date, float], ...], flight: tuple[date, ...]
+) -> DailyForecast:
+    """`forecast_days`, whose backtest takes longer than a query."""
+    return forecast_days(dict(history), flight)
 
 
 def in_target_rate(

@@ -85,21 +85,21 @@ class Shard:
     def sums(self, query: Query) -> SampleSums:
         """The sums of all quantities over the users that match.
 
-        DuckDB aggregates impressions by user; the sums over users are NumPy's, because a query with
-        as many aggregates takes DuckDB longer to plan than to run.
+        DuckDB selects impressions, in the order in which they are stored, which is that of users:
+        NumPy adds them up by user in less time than a hash aggregation takes.
         """
         condition, days = query.condition, list(query.days)
         if self.days <= set(days):
             days = []
         else:
             condition += f" AND impression_day IN ({', '.join('?' * len(days))})"
-        columns = ""
+        columns = ["user_index"]
         if query.campaign:
             condition += f" AND {self._is_won(query.campaign)}"
-            columns = "".join(f", sum({name}) AS {name}" for name in self._summed)
-        columns = f"user_index, count(*) AS won {columns}"
-        sql = f"SELECT {columns} FROM sample WHERE {condition} GROUP BY user_index"  # noqa: S608
-        users = self.database.execute(sql, [*query.parameters, *days]).fetchnumpy()
+            columns += self._summed
+        sql = f"SELECT {', '.join(columns)} FROM sample WHERE {condition}"  # noqa: S608
+        rows = self.database.execute(sql, [*query.parameters, *days]).fetchnumpy()
+        users = _sum_by_user(rows)
         quantities = self._quantities(users, query.campaign)
         weights = self.weights[users["user_index"]]
         weighted = quantities * weights
@@ -142,6 +142,21 @@ class Shard:
         return np.stack([
             reached, share * kept, *(np.asarray(users[name]) * per_win for name in self._summed)
         ])  # fmt: skip
+
+
+def _sum_by_user(rows: dict[str, Any]) -> dict[str, Any]:
+    """The sums of each user's rows, which follow each other, and their number as `won`."""
+    user = np.asarray(rows["user_index"])
+    if not len(user):
+        return {**rows, "won": np.zeros(0)}
+    is_first = np.append(True, user[1:] != user[:-1])
+    first = np.flatnonzero(is_first)
+    summed = {
+        name: np.add.reduceat(np.asarray(values, np.float64), first)
+        for name, values in rows.items()
+        if name != "user_index"
+    }
+    return {"user_index": user[first], "won": np.diff(np.append(first, len(user))), **summed}
 
 
 def add_auction_terms(spec: DataSpec, sample: pa.Table) -> pa.Table:
