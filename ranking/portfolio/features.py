@@ -120,7 +120,14 @@ def drop_units(content: dict[str, Any], names: Collection[str]) -> dict[str, Any
         for entity, declared in content["attributes"].items()
     }
     keys = [key for key in content["counters"]["keys"] if _counter_unit_name(key) not in names]
-    return content | {"attributes": attributes, "counters": content["counters"] | {"keys": keys}}
+    counters = content["counters"] | {"keys": keys}
+    kept = content | {"attributes": attributes, "counters": counters}
+    if content.get("forecast"):  # a targeting cannot name what is not declared
+        named = content["forecast"]["attributes"]
+        known = {*attributes.get("user", {}), *attributes.get("context", {})}
+        left = [name for name in named if name in known]
+        kept["forecast"] = content["forecast"] | {"attributes": left} if left else None
+    return kept
 
 
 def without_units(batch: Batch, units: Collection[FeatureUnit]) -> Batch:

@@ -30,9 +30,9 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
     """A spec with a log per surface, and attributes that are not daily."""
     content = yaml.safe_load(short_spec())
     log = content["sources"].pop("events")
-    for name in ("audience_labels", "audits"):
+    for name in ("audience_labels", "audits", "spend"):
         del content["sources"][name]
-    del content["audiences"]
+    del content["audiences"], content["roi"]
     for source in content["sources"].values():
         source["path"] = source["path"].replace("day={day}", "all")
     content["sources"] |= {name: log | {"path": f"{name}/day={{day}}/*.json"} for name in SURFACES}

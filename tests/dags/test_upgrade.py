@@ -34,7 +34,7 @@ def surface_and_similarity(spec: dict[str, Any]) -> None:
 
 
 def no_conversions(spec: dict[str, Any]) -> None:
-    del spec["objectives"]["conversion"]
+    del spec["objectives"]["conversion"], spec["roi"], spec["sources"]["spend"]
     spec["auction"]["goal_objectives"]["sales"] = "click"
 
 

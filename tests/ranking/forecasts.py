@@ -31,8 +31,8 @@ class World:
         self.rows = self.world.rows()
         rng = np.random.default_rng(seed + 100)
         share = min(1.0, sample_rows / self.rows.num_rows)
-        taken = rng.random(len(self.world.values)) < share
-        sample = self.rows.filter(pa.array(taken[self.world.user]))
+        chosen = rng.random(len(self.world.values)) < share
+        sample = self.rows.filter(pa.array(chosen[self.world.user]))
         self.sample = sample.append_column("probability", pa.array(np.full(len(sample), share)))
         self.margins = brute_force_margins(self.rows)
         domain: dict[str, Sequence[str | int]] = {

@@ -109,7 +109,7 @@ def python_condition(text: str) -> str:
 
 
 def random_rows() -> pa.Table:
-    """Rows of a sample with all users taken, for the condition alone."""
+    """Rows of a sample with all users chosen, for the condition alone."""
     rng = np.random.default_rng(3)
     days = [None if k % 10 == 0 else float(k % 10) for k in range(ROWS)]
     return pa.table(
@@ -158,7 +158,7 @@ def test_conditions_select_the_rows_that_python_selects(text: str) -> None:
     st.lists(st.tuples(st.floats(0.01, 100), st.integers(1, 50)), min_size=1, max_size=30),
     st.floats(0.05, 1.5),
 )
-def test_a_sample_has_the_rows_that_were_asked_for(
+def test_a_sample_has_as_many_rows_as_its_budget(
     groups: list[tuple[float, int]], share: float
 ) -> None:
     importance, rows = (np.array(column, float) for column in zip(*groups, strict=True))
@@ -202,9 +202,9 @@ def test_totals_and_variances_are_unbiased_also_when_a_shard_is_lost() -> None:
         totals, variances = [], []
         for _ in range(4000):
             shard = rng.integers(0, 4, 300)
-            taken = rng.random(300) < probability
+            chosen = rng.random(300) < probability
             parts = [
-                sums_of(quantity[taken & (shard == s)], probability[taken & (shard == s)])
+                sums_of(quantity[chosen & (shard == s)], probability[chosen & (shard == s)])
                 for s in range(lost, 4)
             ]
             found = combine_shards(parts, 4)
