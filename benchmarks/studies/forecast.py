@@ -249,7 +249,7 @@ def measure_week(result: BenchmarkResult, world: "ForecastWorld", forecaster: "F
 
     after, ours, repeats = world.next_week(), [], []
     for box in draw_boxes(world.rng, QUERIES // 5):
-        now, truth = int(world.matches(box).sum()), int(after.matches(box).sum())
+        now, truth = int(world.user_counts(box).sum()), int(after.user_counts(box).sum())
         if min(now, truth) < MIN_WEEK_IMPRESSIONS:
             continue
         request = ForecastRequest(targeting=targeting_text(box))

@@ -21,7 +21,6 @@ from ranking.forecast.targeting import Box
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 SURFACES = ("feed", "messaging", "reels")
 USER_ATTRIBUTES = {"age": 6, "gender": 2, "country": 40, "interest": 25, "tier": 4}
 CONTEXT = {"device": 4, "hour": 24}
@@ -94,16 +93,23 @@ class ForecastWorld:
         user, context = _draw_week(self.rng, self.values, self.activity, week=1)
         return ForecastWorld(self.rng, self.values, self.activity, user, context)
 
-    def matches(self, box: Box) -> Bools:
-        """Whether each impression (I) has the values of a segment."""
-        found = np.ones(len(self.user), bool)
-        for name, allowed in box.items():
-            found &= np.isin(self._column(name), [_code(value) for value in allowed])
-        return found
-
     def user_counts(self, box: Box) -> Ints:
         """How many impressions with the values of a segment each user (N) has."""
-        counts: Ints = np.bincount(self.user[self.matches(box)], minlength=len(self.values))
+        is_user = np.ones(len(self.values), bool)
+        for name in {*box} & {*USER_ATTRIBUTES}:
+            codes = self.values[:, list(USER_ATTRIBUTES).index(name)]
+            is_user &= np.isin(codes, [_code(value) for value in box[name]])
+        if {*box} <= {*USER_ATTRIBUTES}:
+            return np.where(is_user, self._impressions_of_users, 0)
+        found = is_user[self.user]
+        for name in {*box} - {*USER_ATTRIBUTES}:
+            found &= np.isin(self.context[name], [_code(value) for value in box[name]])
+        counts: Ints = np.bincount(self.user[found], minlength=len(self.values))
+        return counts
+
+    @cached_property
+    def _impressions_of_users(self) -> Ints:
+        counts: Ints = np.bincount(self.user, minlength=len(self.values))
         return counts
 
     def _column(self, name: str) -> Ints:
