@@ -71,11 +71,12 @@ def forecast_steps(spec: DataSpec, paths: PipelinePaths, flags: ModelFlags) -> l
     if spec.forecast is None:
         return []
     scores = (f"scores/surface={surface}" for surface in spec.ad_surfaces)
+    labels = ("audience_labels",) if spec.audiences else ()
     step = Step(
         "forecast",
         "spark",
         ("forecast", "build", *paths.cli_flags, *flags.data_until),
-        (*scores, "events", "attributes_user"),
+        (*scores, "events", "attributes_user", *labels),
         FORECAST_TABLES,
     )
     return [step]

@@ -118,14 +118,9 @@ def build_tables(world: "ForecastWorld", rows_file: Path, root: Path, sample_row
 def open_forecaster(lake: "Lake") -> "Forecaster":
     """The forecaster of a lake, with its sample in this process."""
     from ranking.forecast.forecaster import Forecaster
-    from ranking.forecast.pool import LocalShard
-    from ranking.forecast.shard import Shard
-    from ranking.forecast.tables import SAMPLE, read_sample, read_tables, table_versions
+    from ranking.forecast.pool import open_forecast
 
-    versions = table_versions(lake)
-    sample = read_sample(lake, versions[SAMPLE])
-    tables = read_tables(lake, sample, versions)
-    return Forecaster(tables, LocalShard(Shard(lake.spec, sample, tables.domain)))
+    return Forecaster(*open_forecast(lake))
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,16 @@ def declared_in(section: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _check_unique(names: tuple[str, ...]) -> tuple[str, ...]:
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise ValueError(f"{', '.join(duplicates)} is listed twice")
+    return names
+
+
+UNIQUE = AfterValidator(_check_unique)
+
+
 def not_reserved(reserved: Mapping[str, str]) -> AfterValidator:
     """A validator that refuses names in `reserved`, which maps each to the reason."""
 

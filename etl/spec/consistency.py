@@ -191,4 +191,6 @@ def _roi_problems(spec: SpecDeclarations) -> Iterator[Problem]:
         yield ("roi", "groups"), text
 
 
-ROI_COLUMNS = ("campaign", "day", "spend", "conversions", "value", "currency", "arrived")
+ROI_COLUMNS = (
+    *("campaign", "day", "spend", "conversions", "value", "currency", "arrived", "impressions"),
+)

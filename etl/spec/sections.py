@@ -6,6 +6,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from typing_extensions import override
 
 from etl.spec.base import (
+    UNIQUE,
     CategoryName,
     EventName,
     Name,
@@ -186,9 +187,9 @@ class AudienceSpec(StrictModel):
     labels of each provider are.
     """
 
-    classes: tuple[str, ...] = Field(min_length=2)
+    classes: Annotated[tuple[str, ...], UNIQUE] = Field(min_length=2)
     """True classes, of which each person has one."""
-    providers: tuple[Name, ...] = Field(min_length=1)
+    providers: Annotated[tuple[Name, ...], UNIQUE] = Field(min_length=1)
     """Data providers that label users."""
     campaign: CategoryName
     """Item attribute that names the audited campaign of an ad."""
@@ -196,14 +197,6 @@ class AudienceSpec(StrictModel):
     """How far back audits are used."""
     min_count: int = Field(default=20, ge=1)
     """Fewest impressions of a published label, and fewest audited ones of a campaign."""
-
-    @field_validator("classes", "providers")
-    @classmethod
-    def _check_unique(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        duplicates = sorted({name for name in names if names.count(name) > 1})
-        if duplicates:
-            raise ValueError(f"{', '.join(duplicates)} is listed twice")
-        return names
 
 
 class RoiSpec(StrictModel):
@@ -215,24 +208,16 @@ class RoiSpec(StrictModel):
     """Objective whose outcomes spend brings, with `value: true`."""
     currency: Annotated[str, Field(pattern=r"^[A-Z]{3}$")]
     """Currency of spend and of the values of outcomes, such as `EUR`."""
-    groups: tuple[CategoryName, ...] = ()
+    groups: Annotated[tuple[CategoryName, ...], UNIQUE] = ()
     """Item attributes that campaigns have in common, such as a vertical."""
     window: Annotated[Duration, Field(ge=DAY)] = 56 * DAY
     """How far back campaign days are used."""
-
-    @field_validator("groups")
-    @classmethod
-    def _check_unique(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        duplicates = sorted({name for name in names if names.count(name) > 1})
-        if duplicates:
-            raise ValueError(f"{', '.join(duplicates)} is listed twice")
-        return names
 
 
 class ForecastSpec(StrictModel):
     """What a forecast of reach and performance is made from, and what a targeting may name."""
 
-    attributes: tuple[TargetingName, ...] = Field(min_length=1)
+    attributes: Annotated[tuple[TargetingName, ...], UNIQUE] = Field(min_length=1)
     """Attributes of users and of the context that a targeting may name, besides the surface."""
     window: Annotated[Duration, Field(ge=DAY)] = 7 * DAY
     """How many of the latest scored days are sampled; a flight is at most as long."""
@@ -240,14 +225,6 @@ class ForecastSpec(StrictModel):
     """How many impressions the sample has, about."""
     min_users: int = Field(default=50, ge=1)
     """Segments of fewer users are not reported."""
-
-    @field_validator("attributes")
-    @classmethod
-    def _check_unique(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        duplicates = sorted({name for name in names if names.count(name) > 1})
-        if duplicates:
-            raise ValueError(f"{', '.join(duplicates)} is listed twice")
-        return names
 
 
 NEW_ITEM = "new_item"  # the calibration segment of items that a ranker has not learned

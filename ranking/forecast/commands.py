@@ -92,16 +92,11 @@ async def _forecasts(args: AskArgs) -> "list[Forecast]":
     from pydantic import ValidationError
 
     from ranking.forecast.forecaster import Forecaster
-    from ranking.forecast.pool import LocalShard
+    from ranking.forecast.pool import open_forecast
     from ranking.forecast.schemas import ForecastRequest
-    from ranking.forecast.shard import Shard
-    from ranking.forecast.tables import SAMPLE, read_sample, read_tables, table_versions
 
     lake = args.open_lake()
-    versions = table_versions(lake)
-    sample = read_sample(lake, versions[SAMPLE])
-    tables = read_tables(lake, sample, versions)
-    forecaster = Forecaster(tables, LocalShard(Shard(lake.spec, sample, tables.domain)))
+    forecaster = Forecaster(*open_forecast(lake))
     first, last = parse_days_argument(args.flight, "--flight") if args.flight else (None, None)
     try:
         requests = [

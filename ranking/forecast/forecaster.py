@@ -83,7 +83,7 @@ class Forecaster:
         growth = self._growth(targeting, flight, days)
         scale = _Scale(size, in_window, in_flight, growth, self._noise(targeting, size, in_window))
         if not growth.is_backtested:
-            notes.append("fewer than three weeks of logs: no trend or weekday effects are forecast")
+            notes.append("fewer than three weeks of logs: the supply forecast is not backtested")
         if in_window.answered < 1:
             notes.append("a part of the sample did not answer: intervals are wider")
         brought = await self._forecast_campaign(replace(query, days=days), campaign, request, scale)
@@ -188,7 +188,7 @@ class Forecaster:
         return SupplyGrowth(ratio, found.relative_error, found.backtest is not None)
 
     def _noise(self, targeting: Targeting, size: SegmentSize, in_window: SampleSums) -> "Noise":
-        """A relative change that is the same whenever the same segment is asked for.
+        """A relative change that is the same in every forecast of the same segment.
 
         Two segments that differ by a single user differ by more than this user, so that nobody is
         singled out by the difference.

@@ -14,14 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
-from ranking.forecast.sums import Prior
+from ranking.forecast.sums import Floats, Ints, Prior
 from ranking.forecast.targeting import Box, Value
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 MIN_EXPECTED = 1.0  # cells of fewer expected users say nothing about errors of the model
 
 

@@ -12,8 +12,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from etl.errors import TemporaryError
+from etl.tables.lake import Lake
 from ranking.forecast.shard import Query, Shard
 from ranking.forecast.sums import SampleSums, combine_shards
+from ranking.forecast.tables import (
+    SAMPLE,
+    ForecastTables,
+    read_sample,
+    read_tables,
+    table_versions,
+)
 from ranking.forecast.worker import QUERY, SumsMessage, WorkerSettings
 
 ANSWER_SECONDS = 2.0
@@ -23,13 +31,21 @@ log = logging.getLogger("uvicorn.error")
 
 @dataclass(frozen=True)
 class LocalShard:
-    """The whole sample in this process."""
+    """The complete sample in this process."""
 
     shard: Shard
 
     async def sums(self, query: Query) -> SampleSums:
         """The sums of the sample."""
         return self.shard.sums(query)
+
+
+def open_forecast(lake: Lake) -> tuple[ForecastTables, LocalShard]:
+    """The tables of the latest build, with its sample in this process."""
+    versions = table_versions(lake)
+    sample = read_sample(lake, versions[SAMPLE])
+    tables = read_tables(lake, sample, versions)
+    return tables, LocalShard(Shard(lake.spec, sample, tables.domain))
 
 
 class WorkerProcess:
@@ -53,12 +69,16 @@ class WorkerProcess:
                 process.stdin.write(line)
                 async with asyncio.timeout(ANSWER_SECONDS):
                     answer = await process.stdout.readline()
-                return SumsMessage.model_validate_json(answer) if answer else None
-            except (TimeoutError, OSError):
+            except (TimeoutError, OSError, asyncio.CancelledError) as error:
+                # An answer that comes later would be taken for that of the next query.
                 with suppress(ProcessLookupError):
                     process.kill()
                 self.is_ready.clear()
+                if isinstance(error, asyncio.CancelledError):
+                    raise
                 return None
+            is_complete = answer.endswith(b"\n")  # not if the worker was killed as it wrote
+            return SumsMessage.model_validate_json(answer) if is_complete else None
 
     async def close(self) -> None:
         """Stop the process."""

@@ -9,11 +9,11 @@ from matplotlib.ticker import NullFormatter
 
 from etl.tables.lake import Lake
 from ranking.forecast.forecaster import Forecaster
-from ranking.forecast.pool import LocalShard
+from ranking.forecast.pool import open_forecast
 from ranking.forecast.schemas import Forecast, ForecastRequest
 from ranking.forecast.shard import Shard
 from ranking.forecast.sums import Floats
-from ranking.forecast.tables import SAMPLE, read_sample, read_tables, table_versions
+from ranking.forecast.tables import SAMPLE
 from ranking.report.figures import PANEL_WIDTH, to_svg
 
 NUM_BIDS = 8
@@ -46,11 +46,8 @@ def forecast_section(lake: Lake) -> ForecastSection | None:
     """The section; None if no forecast has been built."""
     if lake.spec.forecast is None or not lake.exists(SAMPLE):
         return None
-    versions = table_versions(lake)
-    sample = read_sample(lake, versions[SAMPLE])
-    tables = read_tables(lake, sample, versions)
-    shard = Shard(lake.spec, sample, tables.domain)
-    return asyncio.run(_forecast(Forecaster(tables, LocalShard(shard)), shard))
+    tables, local = open_forecast(lake)
+    return asyncio.run(_forecast(Forecaster(tables, local), local.shard))
 
 
 async def _forecast(forecaster: Forecaster, shard: Shard) -> ForecastSection:
