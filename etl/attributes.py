@@ -174,9 +174,8 @@ def _typed_columns(lake: Lake, source: AttributeSource) -> dict[str, tuple[str, 
     columns = {f"attr_{name}": (a.column or name, a) for name, a in declared.items()}
     typed = {name: (column, _cast_attribute(a, column)) for name, (column, a) in columns.items()}
     if source.entity == "item":
-        types = {"bid": "double", "goal": "string"}
         for name, column in schemas.auction_columns(lake.spec).items():
-            typed[name] = column, raw_value(column).try_cast(types[name])
+            typed[name] = column, raw_value(column).try_cast(schemas.AUCTION_TYPES[name])
     return typed
 
 

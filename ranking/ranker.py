@@ -13,7 +13,7 @@ from etl.spec import load_spec
 from etl.spec.model import DataSpec
 from etl.tables.code_registry import assign_codes, read_codes
 from ranking.feature_store.request import RankRequest
-from ranking.feature_store.store import validate_spec
+from ranking.feature_store.store import validate_metadata
 from ranking.feature_store.wal import FeatureStoreHandle, feature_store_pointer
 from ranking.registry.ranker import Ranker as RankerPrograms
 from ranking.registry.ranker import live_version
@@ -142,7 +142,7 @@ class SharedFeatureStore:
             if shared is None:
                 shared = _open_stores[folder] = cls(folder, FeatureStoreHandle(lake, spec))
             else:
-                validate_spec(shared.handle.store.metadata, spec, shared.handle.store.folder)
+                validate_metadata(shared.handle.store.metadata, spec, shared.handle.store.folder)
             shared.num_users += 1
             return shared
 

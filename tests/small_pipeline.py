@@ -43,6 +43,7 @@ def small_spec(spec_path: Path) -> str:
     del spec["audiences"], spec["sources"]["audience_labels"], spec["sources"]["audits"]
     del spec["forecast"], spec["roi"], spec["sources"]["spend"]
     spec["auction"]["goal_objectives"]["sales"] = "click"
+    del spec["auction"]["target_roas"]
     spec["counters"] |= {
         "keys": [["user"], ["user", "category"], ["item"]],
         "half_lives": ["10m", "1d"],

@@ -254,7 +254,7 @@ def _product_speedups(scale: "Scale") -> "Speedups":
 
 
 def _step_speedups(scale: "Scale", speedups: "Speedups") -> dict[str, float]:
-    """Seconds of a step in bf16 over those with the fastest recipes, and with FP8 everywhere."""
+    """Seconds of a step in bf16 over those in FP8, with layers as they are and compiled ones."""
     import torch
 
     from benchmarks.system.gpu import SHAPES, make_dense_step, seconds_of
@@ -269,14 +269,19 @@ def _step_speedups(scale: "Scale", speedups: "Speedups") -> dict[str, float]:
         for name, direction in names
         for recipe in ("bf16", "fp8_tensor", "fp8_row")
     ]
-    chosen = precision_map(choose_recipes(exact, speedups))
-    device, fp8 = torch.device("cuda"), ComputeConfig(precision="fp8")
-    naive = PrecisionMap.uniform(chosen.sites, NAIVE)
-    steps = {
-        "bf16": make_dense_step(scale, SHAPES[scale], device, ComputeConfig(precision="bf16")),
-        "speedup": make_dense_step(scale, SHAPES[scale], device, fp8, chosen),
-        "naive_speedup": make_dense_step(scale, SHAPES[scale], device, fp8, naive),
+    fastest = precision_map(choose_recipes(exact, speedups))
+    naive = PrecisionMap.uniform(fastest.sites, NAIVE)
+    device = torch.device("cuda")
+
+    def seconds(recipes: PrecisionMap | None, compiled: bool = False) -> float:
+        torch.compiler.reset()
+        compute = ComputeConfig(precision="fp8" if recipes else "bf16", compiled=compiled)
+        step = make_dense_step(scale, SHAPES[scale], device, compute, recipes)
+        return seconds_of(step, device)
+
+    bf16 = seconds(None)
+    return {
+        "speedup": bf16 / seconds(fastest),
+        "naive_speedup": bf16 / seconds(naive),
+        "compiled_speedup": seconds(None, compiled=True) / seconds(fastest, compiled=True),
     }
-    seconds = {name: seconds_of(step, device) for name, step in steps.items()}
-    bf16 = seconds.pop("bf16")
-    return {name: bf16 / value for name, value in seconds.items()}

@@ -32,7 +32,7 @@ from ranking.scoring.predictions import (
 )
 from ranking.scoring.scorer import SCORE_ROWS
 from ranking.student.config import StudentTrainConfig
-from ranking.student.model import TrainedStudent
+from ranking.student.trained import TrainedStudent
 from ranking.trainer.calibrate import fit_calibration
 from ranking.trainer.refit import continue_training, day_windows, days_with_labels
 from ranking.trainer.train import train_on_surfaces

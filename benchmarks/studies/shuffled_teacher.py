@@ -16,7 +16,7 @@ from etl.tables.uri import StoragePath
 from features.schema import ITEM_TABLE, USER_TABLE
 from ranking.inputs.from_tables import load_teacher_history
 from ranking.student.config import DistillationConfig, StudentTrainConfig
-from ranking.student.model import TrainedStudent
+from ranking.student.trained import TrainedStudent
 from ranking.trainer.student_trainer import StudentTrainer
 from ranking.trainer.train import fit_domain_model, init_student, load_teacher, train_student
 from training.teacher.embeddings import TeacherEmbeddings

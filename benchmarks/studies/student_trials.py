@@ -32,7 +32,7 @@ from ranking.report.data import true_probabilities
 from ranking.scoring.offsets import RankerCalibration
 from ranking.scoring.predictions import SegmentedPredictions
 from ranking.student.config import DomainTrainConfig, StudentTrainConfig
-from ranking.student.model import new_student
+from ranking.student.trained import new_student
 from ranking.trainer.calibrate import fit_calibration, fit_per_objective
 from ranking.trainer.train import predict_test_days
 from training.config import TrainConfig

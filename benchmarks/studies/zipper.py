@@ -27,7 +27,7 @@ from etl.tables import atomic_io
 from etl.tables.lake import Lake
 from ranking.report.data import true_probabilities
 from ranking.scoring.scorer import SCORE_ROWS
-from ranking.student.model import new_student
+from ranking.student.trained import new_student
 from ranking.trainer.student_trainer import StudentTrainer
 from training.data.batch import Batch, Shuffle
 from training.data.label_window import LabelWindow

@@ -118,7 +118,7 @@ def measure_costs(
             committed = time.process_time()
             inputs = FeatureFetcher(store, ranker.manifest.input_limits)(request)
             fetched = time.process_time()
-            ranker.rank(inputs.requests, inputs.candidates, inputs.bids.tolist(), inputs.goals)
+            ranker.rank(inputs.requests, inputs.candidates, inputs.bids)
             ranked = time.process_time()
             store_costs.event.append(committed - start)
             store_costs.features.append(fetched - committed)

@@ -45,7 +45,7 @@ from ranking.registry.ranker import (
 from ranking.scoring.batch import score_days
 from ranking.scoring.scorer import SCORE_ROWS, Scorer, input_builder
 from ranking.student.config import StudentConfig
-from ranking.student.model import TrainedStudent, new_student
+from ranking.student.trained import TrainedStudent, new_student
 from training.data.batch import Shuffle
 from training.data.label_window import ALL_LABELS
 from training.teacher.embeddings import TeacherEmbeddings
@@ -125,7 +125,7 @@ def format_latency(seconds: Sequence[float]) -> str:
 def time_ranking(ranker: Ranker, inputs: RankInputs) -> float:
     """Seconds of programs, calibration and auction."""
     start = time.perf_counter()
-    ranker.rank(inputs.requests, inputs.candidates, inputs.bids.tolist(), inputs.goals)
+    ranker.rank(inputs.requests, inputs.candidates, inputs.bids)
     return time.perf_counter() - start
 
 
@@ -231,5 +231,5 @@ def program_rows_per_second(scorer: Scorer) -> float:
     rows = sum(int(batch.candidate_index.mask.sum()) for batch in inputs)
     start = time.perf_counter()
     for batch in inputs:
-        ranker.probabilities(ranker.user_state(batch.requests), batch.candidates)
+        ranker.score(ranker.user_state(batch.requests), batch.candidates)
     return rows / (time.perf_counter() - start)

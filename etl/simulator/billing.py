@@ -1,16 +1,32 @@
-"""Billing: campaigns pay their bid for each event of their goal."""
+"""What campaigns pay: their bid for each event of their goal; some state a target return on it."""
 
 import numpy as np
 
-from etl.simulator.arrays import Events, Floats
-from etl.simulator.config import GOALS, EventType
-from etl.simulator.entities import Ads
+from etl.simulator.arrays import MISSING, Events, Floats
+from etl.simulator.config import GOALS, EventType, RandomStream, SimulatorConfig
+from etl.simulator.entities import Ads, TasteSpace
 
 GOAL_EVENTS = {
     "awareness": EventType.AD_LONG_VIEW,
     "traffic": EventType.AD_CLICK,
     "sales": EventType.CONVERSION,
 }
+
+
+SALES = GOALS.index("sales")
+TARGET_SPREAD = 0.2  # standard deviation of ln(target), around the mean purchase over the bid
+
+
+def target_returns(config: SimulatorConfig, ads: Ads, taste: TasteSpace) -> Floats:
+    """The target return on ad spend of each ad (n,), MISSING for those without one.
+
+    The ads of the whole run are drawn at once. The simulated auction does not read targets: events
+    do not depend on them.
+    """
+    rng, n = config.rng(RandomStream.TARGETS), len(ads.item)
+    has_target = (ads.goal == SALES) & (rng.random(n) < (config.target_roas_share or 0.0))
+    targets = taste.price[ads.category] / ads.bid * np.exp(TARGET_SPREAD * rng.standard_normal(n))
+    return np.where(has_target, targets.round(2), MISSING)
 
 
 def billed_spend(ads: Ads, events: Events, advertisers: int) -> Floats:

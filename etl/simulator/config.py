@@ -5,7 +5,7 @@ Arrays hold such values as positions in the tuples below.
 
 from datetime import UTC, date, datetime, timedelta
 from enum import IntEnum
-from typing import Self
+from typing import Annotated, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -62,6 +62,7 @@ class RandomStream(IntEnum):
     REFUNDS = 8
     AUDIENCE = 9
     AUDITS = 10
+    TARGETS = 11
 
 
 class RefundConfig(StrictModel):
@@ -152,6 +153,8 @@ class SimulatorConfig(StrictModel):
     """Labels of users, targeted ads and audits; by default there are none."""
     billing: bool | None = None
     """Whether campaigns are billed their bid for each event of their goal; by default not."""
+    target_roas_share: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of the ads for sales that state a target return on ad spend; by default none does."""
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:

@@ -94,12 +94,13 @@ def post_lines(posts: Items) -> pa.StringArray:
     return json_lines(_item_columns("p", "post", posts))
 
 
-def ad_lines(ads: Ads) -> pa.StringArray:
-    """One line per ad."""
+def ad_lines(ads: Ads, target_roas: Floats) -> pa.StringArray:
+    """One line per ad, given the target returns on ad spend (n,), MISSING for none."""
     campaign = {
         "advertiser_id": _prefixed_ids("b", ads.advertiser),
         "goal": _dictionary_column(GOALS, ads.goal),
         "bid": pa.array(ads.bid.round(4)),
+        "target_roas": _nullable_numbers(target_roas),
     }
     return json_lines(_item_columns("a", "ad", ads) | campaign)
 

@@ -24,7 +24,7 @@ from etl.simulator import ads, behavior
 from etl.simulator.ads import GroundTruth
 from etl.simulator.arrays import MISSING, Bools, Events, Ints, new_ids
 from etl.simulator.audience import audit_impressions
-from etl.simulator.billing import billed_spend
+from etl.simulator.billing import billed_spend, target_returns
 from etl.simulator.config import (
     DAY_MS,
     HOUR_MS,
@@ -71,10 +71,14 @@ def write_attributes(world: World, folder: Path, day: int) -> None:
     """Write the items first active on a day, and the users whose attributes changed on it."""
     config = world.config
     posts = world.posts.take(world.posts.first_day == day)
-    ads = world.ads.take(world.ads.first_day == day)
+    is_first_day = world.ads.first_day == day
+    ads = world.ads.take(is_first_day)
+    targets = target_returns(config, world.ads, world.taste)[is_first_day]
     users = world.users.take(world.users.changed_ms >= config.day_start_ms(day))
     name = f"{config.day_partition(day)}.json.gz"
-    write_lines(pa.concat_arrays([post_lines(posts), ad_lines(ads)]), folder / "items" / name)
+    write_lines(
+        pa.concat_arrays([post_lines(posts), ad_lines(ads, targets)]), folder / "items" / name
+    )
     write_lines(user_lines(users), folder / "users" / name)
 
 

@@ -43,6 +43,11 @@ def _ranking_problems(spec: SpecDeclarations) -> Iterator[Problem]:
             yield ("surfaces", surface), "no auction: name the objective that ranks, `rank_by`"
     if spec.auction and spec.rank_by:
         yield ("rank_by",), "the auction ranks; leave rank_by out"
+    if spec.auction and spec.auction.target_roas:
+        goal_objectives = set(spec.auction.goal_objectives.values())
+        if not any(o.value for name, o in spec.objectives.items() if name in goal_objectives):
+            text = "no goal has an objective with a value: give one `value: true`"
+            yield ("auction", "target_roas"), text
 
 
 def _attribute_problems(spec: SpecDeclarations) -> Iterator[Problem]:

@@ -95,6 +95,7 @@ KEY_EFFECTS: Mapping[str, KeyEffect] = {
     "rank_by": SERVING,
     "auction.bid": BID_TABLES,
     "auction.goal": BID_TABLES,
+    "auction.target_roas": BID_TABLES,
     "auction.advertiser": SERVING,
     "auction.goal_objectives.*": SCORE_TABLES,
     "auction.terms.*.reserve": SERVING,

@@ -254,6 +254,8 @@ class AuctionSpec(StrictModel):
     """Raw column of items with the bid of the campaign, per event that it pays for."""
     goal: str
     """Raw column of items with the goal of the campaign."""
+    target_roas: str | None = None
+    """Raw column of items with the target return on ad spend, by which bids follow values."""
     advertiser: CategoryName | None = None
     """Item attribute of the advertiser, whose ads do not price each other; default: one per ad."""
     goal_objectives: dict[str, ObjectiveName]

@@ -42,9 +42,16 @@ def logged_context_attributes(spec: DataSpec) -> dict[str, CategoricalAttribute 
     return {name: a for name, a in context.items() if not isinstance(a, LocalTimeAttribute)}
 
 
+AUCTION_TYPES = {"bid": "double", "goal": "string", "target_roas": "double"}
+
+
 def auction_columns(spec: DataSpec) -> dict[str, str]:
     """Raw column of each item column that the auction needs."""
-    return {"bid": spec.auction.bid, "goal": spec.auction.goal} if spec.auction else {}
+    auction = spec.auction
+    if auction is None:
+        return {}
+    columns = {"bid": auction.bid, "goal": auction.goal}
+    return columns | ({"target_roas": auction.target_roas} if auction.target_roas else {})
 
 
 def counter_columns(spec: DataSpec) -> dict[str, str]:
@@ -155,12 +162,15 @@ def attributes(spec: DataSpec, entity: str) -> TableSchema:
     declared = getattr(spec.attributes, entity)
     columns = {f"{entity}_id": "string", "valid_from": "bigint"}
     columns |= {f"attr_{name}": logged_sql_type(a) for name, a in declared.items()}
-    if entity == "item" and spec.auction:
-        columns |= {"bid": "double", "goal": "string"}
+    rules = {}
+    if entity == "item":
+        columns |= {name: AUCTION_TYPES[name] for name in auction_columns(spec)}
+        if "target_roas" in columns:
+            rules = {"a negative target ROAS": "target_roas is null or target_roas >= 0"}
     name = f"attributes_{entity}"
     order = (f"{entity}_id", "valid_from")
     required = {f"no {entity}": f"{entity}_id", "no time": "valid_from"}
-    return TableSchema(name, columns | {"day": "date"}, ("day",), order, required)
+    return TableSchema(name, columns | {"day": "date"}, ("day",), order, required, rules)
 
 
 def items(_spec: DataSpec) -> TableSchema:
@@ -266,6 +276,8 @@ def scores(spec: DataSpec) -> TableSchema:
     """One candidate of a request as a surface's ranker scores it; `rank` orders the candidates.
 
     `price` is what the campaign pays for its event. Both are null where the candidate is excluded.
+    `value_…` are expected values of outcomes, given that they occur; `bid` is per event, with a
+    target return computed from the value.
     """
     columns = {
         "impression_id": "string",
@@ -273,6 +285,7 @@ def scores(spec: DataSpec) -> TableSchema:
         "item_id": "string",
         "ranker": "string",
         **{f"p_{name}": "double" for name in spec.objectives},
+        **{f"value_{name}": "double" for name, o in spec.objectives.items() if o.value},
         "bid": "double",
         "expected_value": "double",
         "rank": "int",

@@ -18,7 +18,7 @@ from etl.tables import atomic_io
 from etl.tables.atomic_io import download
 from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath, resolve_uri
-from ranking.student.model import TrainedStudent
+from ranking.student.trained import TrainedStudent
 from training.data.reader import ExampleReader
 from training.evaluation.predictions import Predictions
 from training.teacher.predictions import TeacherPredictions
@@ -28,6 +28,7 @@ RESIZABLE_LAYERS = (
     "student.candidate_layer.",
     "student.hidden.",
     "student.head.",
+    "student.value_head.",
 )
 ModelMetadata = dict[str, str]
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from etl.errors import UserError
 from features.schema import ITEM_TABLE
 from ranking.student.config import DistillationConfig, SharedModule
-from ranking.student.model import TrainedStudent
+from ranking.student.trained import TrainedStudent
 from training.distributed.sharding import local_shards
 from training.trainer.state import TrainState
 

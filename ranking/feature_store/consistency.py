@@ -189,6 +189,7 @@ def _attribute_version(entity: str, row: Row, declared: Mapping[str, object]) ->
         attributes={name: row[f"attr_{name}"] for name in declared},
         bid=row.get("bid"),
         goal=row.get("goal"),
+        target_roas=row.get("target_roas"),
     )
 
 

@@ -35,6 +35,7 @@ from ranking.inputs.arrays import (
     TeacherHistoryFeatures,
 )
 from ranking.inputs.recency_features import RecencyFeatures, recency_features
+from ranking.scoring.candidates import CandidateBids
 from ranking.student.config import InputLimits
 
 
@@ -47,9 +48,7 @@ class RankInputs:
 
     requests: RequestFeatures
     candidates: CandidateFeatures
-    bids: np.ndarray
-    goals: list[str | None]
-    advertisers: np.ndarray
+    bids: CandidateBids
     is_known_item: np.ndarray
 
 
@@ -88,13 +87,10 @@ class RequestSnapshot:
         stored = self.txn.get("history", storage_key(self.request.user))
         history = self.store.histories.visible_events(stored, self.as_of)
         events = history[-self.input_limits.max_length :]
-        bids, goals = self._bids_and_goals()
         return RankInputs(
             requests=self._request_features(events),
             candidates=self._candidate_features(events),
-            bids=bids["bid"],
-            goals=goals,
-            advertisers=bids["advertiser"],
+            bids=self._candidate_bids(),
             is_known_item=self._item_records["index"] != UNKNOWN,
         )
 
@@ -221,13 +217,18 @@ class RequestSnapshot:
         versions = latest_versions(stored, self.store.layout.item, self.as_of)
         return np.asarray(versions[position])
 
-    def _bids_and_goals(self) -> tuple[np.ndarray, list[str | None]]:
-        """Bids (C) and goals (C) valid strictly before the request; 0 and None without a bid."""
+    def _candidate_bids(self) -> CandidateBids:
+        """The bids (C) that were valid strictly before the request."""
         auction = self.store.spec.auction
         goals = [None, *(auction.goal_objectives if auction else ())]
         stored = self.txn.get_many("bids", [storage_key(item) for item in self.request.candidates])
         bids = latest_versions(stored, BID_DTYPE, self.as_of)
-        return bids, [goals[goal] for goal in bids["goal"]]
+        return CandidateBids(
+            bids=bids["bid"],
+            goals=[goals[goal] for goal in bids["goal"]],
+            target_roas=bids["target_roas"],
+            advertisers=bids["advertiser"],
+        )
 
 
 def _with_request_axis(values: np.ndarray) -> np.ndarray:

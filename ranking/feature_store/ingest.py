@@ -32,7 +32,7 @@ from ranking.feature_store.storage import (
     storage_key,
 )
 from ranking.feature_store.store import MAX_REQUEST_AGE, FeatureStore
-from ranking.scoring.auction import NO_ADVERTISER
+from ranking.scoring.candidates import NO_ADVERTISER
 
 AttributeValues = Mapping[str, object]
 Attribute = CategoricalAttribute | NumericAttribute | VectorAttribute
@@ -43,8 +43,8 @@ MAX_FUTURE_SECONDS = 30 * DAY  # maximum distance of a posted valid_from into th
 class AttributeVersion:
     """Attributes of a user or an item from `valid_from` (µs) on, by their names in the spec.
 
-    `bid` and `goal` are those of an item's campaign. In a posted version, None keeps the previous
-    bid, goal or attributes (as a whole); in a version from the tables, None is a missing value.
+    `bid`, `goal` and `target_roas` are those of an item's campaign. In a posted version, None keeps
+    the previous one, or the attributes as a whole; in one from the tables, None is a missing value.
     """
 
     entity_id: str
@@ -52,6 +52,7 @@ class AttributeVersion:
     attributes: AttributeValues | None
     bid: float | None = None
     goal: str | None = None
+    target_roas: float | None = None
 
 
 def validate_version(layout: RecordLayout, entity: str, version: AttributeVersion) -> None:
@@ -72,6 +73,11 @@ def validate_version(layout: RecordLayout, entity: str, version: AttributeVersio
         raise UserError(f"unknown campaign goal {version.goal!r}; known: {known}")
     if version.bid is not None and not goals:
         raise UserError(f"{version.entity_id} has a bid, but the spec has no auction: leave it out")
+    if version.target_roas is not None and not (spec.auction and spec.auction.target_roas):
+        raise UserError(
+            f"{version.entity_id} has a target ROAS, but the auction of the spec has no "
+            "`target_roas`: leave it out"
+        )
     if version.attributes is not None:
         encode_version(layout, entity, version)
 
@@ -167,9 +173,9 @@ def _upsert_bid(
     rows = np.frombuffer(txn.get("bids", key), BID_DTYPE)
     current = rows[rows["valid_from"] <= version.valid_from][-1:]
     if not is_posted or not len(current):
-        current = np.array([(0, 0.0, 0, NO_ADVERTISER)], BID_DTYPE)
+        current = np.array([(0, 0.0, 0, 0.0, NO_ADVERTISER)], BID_DTYPE)
     merged = _merge_bid(spec, current, version)
-    offer = ["bid", "goal", "advertiser"]
+    offer = ["bid", "goal", "target_roas", "advertiser"]
     if not is_posted or merged[offer] != current[offer]:
         _insert_version(txn, "bids", key, merged, earliest_request)
 
@@ -183,6 +189,8 @@ def _merge_bid(spec: DataSpec, current_bid: np.ndarray, version: AttributeVersio
         merged["bid"] = version.bid
     if version.goal is not None:
         merged["goal"] = goals.index(version.goal) + 1 if version.goal in goals else 0
+    if version.target_roas is not None:
+        merged["target_roas"] = version.target_roas
     if version.attributes is not None:
         name = version.attributes.get(spec.auction.advertiser or "")
         merged["advertiser"] = NO_ADVERTISER if name is None else spark_xxhash64(str(name))

@@ -136,9 +136,13 @@ class TableSource:
         rows = read_until(self.lake, schema, self.data_until_day).sort_by(order)
         declared = getattr(self.lake.spec.attributes, entity)
         for row in rows.to_pylist():
-            attributes = {name: row[f"attr_{name}"] for name in declared}
             yield AttributeVersion(
-                row[f"{entity}_id"], row["valid_from"], attributes, row.get("bid"), row.get("goal")
+                entity_id=row[f"{entity}_id"],
+                valid_from=row["valid_from"],
+                attributes={name: row[f"attr_{name}"] for name in declared},
+                bid=row.get("bid"),
+                goal=row.get("goal"),
+                target_roas=row.get("target_roas"),
             )
 
     def teacher_history_records(self) -> Iterator[tuple[str, KeyValuePairs]]:

@@ -146,7 +146,13 @@ TEACHER_HISTORY_DTYPE = np.dtype(
 )
 # A bid on an item. `goal` counts from 1 (0: none); `advertiser` is a hash, or NO_ADVERTISER.
 BID_DTYPE = np.dtype(
-    [("valid_from", "<i8"), ("bid", "<f8"), ("goal", "<i2"), ("advertiser", "<i8")]
+    [
+        ("valid_from", "<i8"),
+        ("bid", "<f8"),
+        ("goal", "<i2"),
+        ("target_roas", "<f8"),
+        ("advertiser", "<i8"),
+    ]
 )
 # Events kept beyond the history length, for requests that are older than the most recent event.
 SPARE_EVENTS = 64

@@ -23,6 +23,7 @@ STORE_TABLES = (
     *(level.table for level in COUNTER_LEVELS),
 )  # fmt: skip
 METADATA_KEY = b"metadata"
+RECORD_FORMAT = 2  # of all tables; counts up when one changes
 LATENESS_MARGIN_DAYS = 2  # added to allowed_lateness: other time zones, clocks that run ahead
 MAX_REQUEST_AGE = 3600  # seconds by which a request may be older than the latest features
 
@@ -39,6 +40,7 @@ class StoreMetadata(StrictModel):
     history_length: int
     data_until: int = 0
     num_items: int = RESERVED_ITEM_INDICES
+    record_format: int = 1
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,8 @@ def create_store(folder: Path, metadata: StoreMetadata) -> FeatureStore:
     """Create an empty store in a new folder."""
     env, tables = open_environment(folder, STORE_TABLES, metasync=False)
     with Database(env, tables).write_transaction() as txn:
-        txn.put("meta", METADATA_KEY, metadata.model_dump_json().encode())
+        stored = metadata.model_copy(update={"record_format": RECORD_FORMAT})
+        txn.put("meta", METADATA_KEY, stored.model_dump_json().encode())
     env.close()
     return open_store(folder, metadata.spec)
 
@@ -104,7 +107,7 @@ def open_store(folder: Path, spec: DataSpec) -> FeatureStore:
     with Database(env, tables).read_transaction() as txn:
         metadata = StoreMetadata.model_validate_json(txn.get("meta", METADATA_KEY))
     try:
-        validate_spec(metadata, spec, folder)
+        validate_metadata(metadata, spec, folder)
     except UserError:
         env.close()
         raise
@@ -121,8 +124,13 @@ def open_store(folder: Path, spec: DataSpec) -> FeatureStore:
     )
 
 
-def validate_spec(metadata: StoreMetadata, spec: DataSpec, folder: Path) -> None:
-    """Raise UserError if the store of a folder was built with another spec."""
+def validate_metadata(metadata: StoreMetadata, spec: DataSpec, folder: Path) -> None:
+    """Raise UserError if the store of a folder was built with another spec or record format."""
+    if metadata.record_format != RECORD_FORMAT:
+        raise UserError(
+            f"the feature store in {folder} was written by another version of Gemline: run "
+            "`gemline rank materialize` again"
+        )
     if metadata.spec.hash != spec.hash:
         raise UserError(
             f"the feature store in {folder} was built with spec {metadata.spec.hash}, not "

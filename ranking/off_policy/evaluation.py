@@ -88,11 +88,10 @@ def _score_batch(
     inputs, request = builder(batch), batch.request_index.numpy()
     user_state = ranker.user_state(inputs.requests)
     mask = inputs.candidate_index.mask
-    probabilities = ranker.probabilities(user_state, inputs.candidates)[mask]
-    net = probabilities * ranker.net_rates(user_state, inputs.candidates)[mask]
+    scores = ranker.score(user_state, inputs.candidates)[mask]
     as_of_us = batch.as_of.numpy()[request] * MICROS["s"]
-    bids, goals, _ = bid_table.as_of(batch.item_index.numpy(), as_of_us)
-    result = auction(net, bids, list(goals), request)
+    bids = bid_table.as_of(batch.item_index.numpy(), as_of_us)
+    result = auction(scores, bids, request)
     labels = batch.labels.numpy().astype(np.float64)
     return ScoredAds(
         impression_ids=batch.impression_ids,
@@ -101,7 +100,7 @@ def _score_batch(
         expected_values=result.expected_values,
         is_excluded=result.ranks == EXCLUDED_RANK,
         labels=labels,
-        spend=bids * auction.goal_probabilities(labels, list(goals)),
+        spend=result.paid_bids * auction.goal_probabilities(labels, bids.goals),
         has_final_labels=np.asarray(
             np.all(batch.label_mask.numpy()[:, auction.served_objectives], axis=1)
         ),

@@ -23,7 +23,7 @@ from ranking.portfolio.features import FeatureUnit, without_units
 from ranking.scoring.offsets import RankerCalibration
 from ranking.scoring.predictions import SegmentedPredictions
 from ranking.student.config import StudentTrainConfig
-from ranking.student.model import TrainedStudent
+from ranking.student.trained import TrainedStudent
 from ranking.trainer.calibrate import fit_per_objective
 from ranking.trainer.student_trainer import StudentTrainer
 from ranking.trainer.train import init_student

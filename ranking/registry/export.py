@@ -38,7 +38,8 @@ from ranking.registry.manifest import RankerManifest, RankerTraining
 from ranking.registry.model_card import model_card
 from ranking.registry.ranker import load_ranker, ranker_from_package
 from ranking.scoring.offsets import RankerCalibration
-from ranking.student.model import Student, TrainedStudent, UserState
+from ranking.student.model import Student, UserState
+from ranking.student.trained import TrainedStudent
 
 NamedTensors = dict[str, Tensor]
 INPUT_AXES = {
@@ -69,10 +70,17 @@ class RankProgram(nn.Module):
         self.student = student
 
     def forward(self, inputs: NamedTensors) -> NamedTensors:
-        """The tensors of UserState and CandidateInputs, both prefixed, to `logits` (R, C, O)."""
+        """The tensors of UserState and CandidateInputs, both prefixed, to `logits` (R, C, O).
+
+        With values of outcomes also to their logarithms, `log_values` (R, C, V).
+        """
         state = from_named_arrays(UserState, inputs, STATE_PREFIX)
         candidates = from_named_arrays(CandidateInputs, inputs, CANDIDATE_PREFIX)
-        return {"logits": self.student.head(self.student.encode_candidates(state, candidates))}
+        hidden = self.student.encode_candidates(state, candidates)
+        outputs = {"logits": self.student.head(hidden)}
+        if self.student.value_head is not None:
+            outputs[manifest.LOG_VALUES] = self.student.value_head(hidden)
+        return outputs
 
 
 @dataclass(frozen=True)
@@ -238,6 +246,9 @@ def _manifest(
         num_items=trained.num_items,
         user_hash_buckets=config.user_hash_buckets,
         calibration=dict(calibration.by_objective),
+        value_factors={
+            name: calibration.value_factor(name) for name in reader.features.value_objectives
+        },
         has_calibration_offsets=calibration.offsets is not None,
         position_effects=_position_effects(trained, surface),
         build_environment={package: version(package) for package in packages},
@@ -283,7 +294,7 @@ def _publish_version(staging: Path, folder: StoragePath) -> None:
 
 
 def _save_test_vectors(programs: tuple[TracedProgram, TracedProgram], path: Path) -> None:
-    """Save the inputs of both programs, without outputs of the first program, and the logits."""
+    """Save the inputs of both programs, without outputs of the first program, and the scores."""
     user, rank = programs
     candidates = {name: x for name, x in rank.inputs.items() if name not in user.outputs}
     vectors = user.inputs | candidates | rank.outputs

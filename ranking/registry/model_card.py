@@ -53,7 +53,28 @@ def _lines(manifest: RankerManifest) -> Iterator[str]:
             numbers = f"{fitted.slope:.3f}", f"{fitted.intercept:+.3f}"
         yield f"| {name} | {fitted.kind} | {numbers[0]} | {numbers[1]} |"
     yield ""
+    yield from _value_lines(manifest)
     yield from _segment_lines(spec, training.evaluation if training else None)
+
+
+def _value_lines(manifest: RankerManifest) -> Iterator[str]:
+    """Predicted values of outcomes; nothing if no objective has values."""
+    if not manifest.value_factors:
+        return
+    evaluation = manifest.training.evaluation if manifest.training else None
+    by_objective = {value.objective: value for value in evaluation.values} if evaluation else {}
+    yield "## Values of outcomes"
+    yield ""
+    yield "| objective | factor | outcomes judged | predicted | actual | predicted / actual |"
+    yield "|---|---|---|---|---|---|"
+    for name, factor in manifest.value_factors.items():
+        judged = by_objective.get(name)
+        numbers = "0 | | |"
+        if judged:
+            sums = f"{judged.predicted:,.2f} | {judged.actual:,.2f}"
+            numbers = f"{judged.outcomes:,} | {sums} | {judged.ratio:.2f}"
+        yield f"| {name} | {factor:.3f} | {numbers} |"
+    yield ""
 
 
 def _segment_lines(spec: DataSpec, evaluation: SegmentEvaluation | None) -> Iterator[str]:

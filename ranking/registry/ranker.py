@@ -6,14 +6,13 @@ in a lake: the latest trained one, and the live one.
 
 import io
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import onnxruntime
 from safetensors.numpy import load as from_bytes
 
@@ -31,6 +30,7 @@ from ranking.inputs.arrays import (
 )
 from ranking.inputs.segments import SegmentValues, segment_columns, segment_values
 from ranking.registry.manifest import (
+    LOG_VALUES,
     RANK_ONNX,
     TABLES_FILE,
     TEST_VECTORS_FILE,
@@ -41,13 +41,13 @@ from ranking.registry.manifest import (
     read_package,
 )
 from ranking.scoring.auction import Auction, RankedAd, ranked_ads
+from ranking.scoring.candidates import CandidateBids, CandidateScores, Floats
 from ranking.scoring.offsets import CalibrationOffsets, RankerCalibration
 
 Arrays = dict[str, np.ndarray]
-Floats = npt.NDArray[np.float64]
 SEGMENT_PREFIX = "segment_"  # prefix of arrays of a user state that no program reads
 RETAINED_VERSIONS = 14
-LOGIT_TOLERANCE = 1e-4  # rounding may differ between machines by this much
+OUTPUT_TOLERANCE = 1e-4  # of logits and log values: rounding differs between machines
 log = logging.getLogger(__name__)
 
 
@@ -114,34 +114,43 @@ class Ranker:
         }
         return self.user_program(named_arrays(self._lookup().user_inputs(requests))) | segments
 
-    def probabilities(self, user_state: Arrays, candidates: CandidateFeatures) -> Floats:
-        """Calibrated probabilities (R, C, O) at the served position."""
-        logits = self._logits(user_state, candidates)
-        return self._calibrate(logits, user_state, candidates)
+    def score(self, user_state: Arrays, candidates: CandidateFeatures) -> CandidateScores:
+        """The scores (R, C, O) of candidates at the served position."""
+        outputs, segments = (
+            self._run(user_state, candidates),
+            self.segment_values(user_state, candidates),
+        )
+        probabilities = self._calibration(_logits(outputs), segments, self.objectives)
+        net_rates = np.ones(len(self.objectives))
+        if self.offsets is not None and self.offsets.net_rates:
+            net_rates = self.offsets.net_rate(segments, self.objectives)
+        return CandidateScores(
+            probabilities,
+            np.broadcast_to(net_rates, probabilities.shape),
+            self._outcome_values(outputs, probabilities.shape),
+        )
 
     def probabilities_at_logged_positions(
         self, user_state: Arrays, candidates: CandidateFeatures
     ) -> Floats:
         """Calibrated probabilities (R, C, O) of logged impressions at their positions."""
-        logits = self._logits(user_state, candidates) + self._position_effects(candidates)
-        return self._calibrate(logits, user_state, candidates)
-
-    def _calibrate(
-        self, logits: Floats, user_state: Arrays, candidates: CandidateFeatures
-    ) -> Floats:
-        calibration = RankerCalibration(self.manifest.calibration, self.offsets)
-        return calibration(logits, self.segment_values(user_state, candidates), self.objectives)
-
-    def net_rates(self, user_state: Arrays, candidates: CandidateFeatures) -> Floats:
-        """The share of each objective's outcomes that are not retracted (R, C, O).
-
-        An auction values an outcome by the probability that it occurs and is not retracted.
-        """
-        if self.offsets is None or not self.offsets.net_rates:
-            return np.ones((*candidates.mask.shape, len(self.objectives)))
+        logits = _logits(self._run(user_state, candidates)) + self._position_effects(candidates)
         segments = self.segment_values(user_state, candidates)
-        rates = self.offsets.net_rate(segments, self.objectives)
-        return np.broadcast_to(rates, (*candidates.mask.shape, len(self.objectives)))
+        return self._calibration(logits, segments, self.objectives)
+
+    @property
+    def _calibration(self) -> RankerCalibration:
+        return RankerCalibration(self.manifest.calibration, self.offsets)
+
+    def _outcome_values(self, outputs: Arrays, shape: tuple[int, ...]) -> Floats:
+        """The expected value of each outcome, given that it occurs, in a shape (R, C, O)."""
+        values = np.zeros(shape)
+        if LOG_VALUES not in outputs:  # no objective has a value, or an older ranker
+            return values
+        columns = [self.objectives.index(name) for name in self.feature_schema.value_objectives]
+        factors = [self.manifest.value_factors[self.objectives[column]] for column in columns]
+        values[..., columns] = np.exp(outputs[LOG_VALUES].astype(np.float64)) * factors
+        return values
 
     def segment_values(self, user_state: Arrays, candidates: CandidateFeatures) -> SegmentValues:
         """The value (R, C) of each segment."""
@@ -155,9 +164,9 @@ class Ranker:
         manifest = self.manifest
         return segment_values(manifest.spec, columns, item_index, manifest.num_items)
 
-    def _logits(self, user_state: Arrays, candidates: CandidateFeatures) -> Floats:
+    def _run(self, user_state: Arrays, candidates: CandidateFeatures) -> Arrays:
         inputs = named_arrays(self._lookup().candidate_inputs(candidates), CANDIDATE_PREFIX)
-        return np.asarray(self.rank_program(user_state | inputs)["logits"], np.float64)
+        return self.rank_program(user_state | inputs)
 
     def _position_effects(self, candidates: CandidateFeatures) -> Floats:
         """What the positions of candidates add to their logits (R, C, O)."""
@@ -170,25 +179,24 @@ class Ranker:
         return np.asarray(by_position[known.clip(0, len(by_position) - 1).astype(np.int64)])
 
     def rank(
-        self, requests: RequestFeatures, candidates: CandidateFeatures, bids: Sequence[float],
-        goals: Sequence[str | None], auction: Auction | None = None,
-    ) -> list[RankedAd]:  # fmt: skip
+        self,
+        requests: RequestFeatures,
+        candidates: CandidateFeatures,
+        bids: CandidateBids,
+        auction: Auction | None = None,
+    ) -> list[RankedAd]:
         """The candidates of one request that take part in its auction, best first.
 
         Args:
             requests: The request.
             candidates: Its candidates.
-            bids: The bid of each candidate.
-            goals: The campaign goal of each candidate; None for none.
+            bids: The bids of their campaigns.
             auction: The auction; that of the ranker's own spec by default.
         """
-        user_state = self.user_state(requests)
-        p = self.probabilities(user_state, candidates)[candidates.mask]
-        net = p * self.net_rates(user_state, candidates)[candidates.mask]
+        scores = self.score(self.user_state(requests), candidates)[candidates.mask]
         auction = auction or Auction(self.manifest.spec, self.manifest.surface)
-        request_index = np.zeros(len(p), np.int64)
-        result = auction(net, np.asarray(bids, np.float64), goals, request_index)
-        return ranked_ads(p, result)
+        result = auction(scores, bids, np.zeros(len(bids.bids), np.int64))
+        return ranked_ads(scores, result)
 
     def _lookup(self) -> InputLookup[np.ndarray]:
         return InputLookup(
@@ -230,9 +238,9 @@ def ranker_from_package(package: RankerPackage, folder: StoragePath) -> Ranker:
 
 
 def verify_test_vectors(ranker: Ranker, package: RankerPackage, folder: StoragePath) -> Ranker:
-    """The ranker; raises UserError if its logits are not those of the package's test vectors."""
-    difference = max_logit_difference(ranker, package.file_contents[TEST_VECTORS_FILE])
-    if not difference < LOGIT_TOLERANCE:  # NaN fails, too
+    """The ranker; raises UserError if its outputs are not those of the package's test vectors."""
+    difference = max_output_difference(ranker, package.file_contents[TEST_VECTORS_FILE])
+    if not difference < OUTPUT_TOLERANCE:  # NaN fails, too
         raise UserError(
             f"the ranker in {folder} is off by {difference:.1g} on its own test vectors: run "
             "`gemline rank train` again"
@@ -240,13 +248,20 @@ def verify_test_vectors(ranker: Ranker, package: RankerPackage, folder: StorageP
     return ranker
 
 
-def max_logit_difference(ranker: Ranker, test_vectors: bytes) -> float:
-    """The largest difference between a ranker's logits and those of test vectors."""
+def max_output_difference(ranker: Ranker, test_vectors: bytes) -> float:
+    """The largest difference between a ranker's outputs and those of test vectors."""
     with np.load(io.BytesIO(test_vectors), allow_pickle=False) as stored:
         vectors: dict[str, Any] = dict(stored)
     user_state = ranker.user_program(vectors)
-    logits = ranker.rank_program(user_state | vectors)["logits"]
-    return float(np.abs(logits - vectors["logits"]).max(initial=0.0))
+    outputs = ranker.rank_program(user_state | vectors)
+    differences = [
+        np.abs(values - vectors[name]).max(initial=0) for name, values in outputs.items()
+    ]
+    return float(np.max(differences))
+
+
+def _logits(outputs: Arrays) -> Floats:
+    return outputs["logits"].astype(np.float64)
 
 
 def rankers_folder(lake: str, surface: str) -> StoragePath:

@@ -11,17 +11,20 @@ from enum import IntEnum
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from etl.errors import UserError
 from etl.spec.model import DataSpec
 from etl.spec.sections import MAX_MONEY
+from ranking.scoring.candidates import (
+    NO_ADVERTISER,
+    Bools,
+    CandidateBids,
+    CandidateScores,
+    Floats,
+    Ints,
+)
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 EXCLUDED_RANK = -1  # rank of an excluded candidate
-NO_ADVERTISER = -1  # code of an unknown advertiser
 
 
 class Exclusion(IntEnum):
@@ -34,6 +37,7 @@ class Exclusion(IntEnum):
     GOAL_NOT_SERVED = 4
     BELOW_RESERVE = 5
     BELOW_QUALITY = 6
+    NO_VALUE = 7
 
 
 @dataclass(frozen=True)
@@ -46,14 +50,19 @@ class RankedAd:
     rank: int
     candidate_index: int
     probabilities: tuple[float, ...]
+    outcome_values: tuple[float, ...]
     expected_value: float
     price: float
 
 
 @dataclass(frozen=True)
 class AuctionResult:
-    """Expected value, rank in the request, price and `Exclusion` of each candidate (B)."""
+    """Expected value, rank in the request, price and `Exclusion` of each candidate (B).
 
+    `paid_bids` are those with which candidates took part (`Auction.paid_bids`).
+    """
+
+    paid_bids: Floats
     expected_values: Floats
     ranks: Ints
     prices: Floats
@@ -72,40 +81,37 @@ class Auction:
     surface: str
 
     def __call__(
-        self, probabilities: Floats, bids: Floats, goals: Sequence[str | None], request_index: Ints,
-        advertisers: Ints | None = None,
-    ) -> AuctionResult:  # fmt: skip
+        self, scores: CandidateScores, bids: CandidateBids, request_index: Ints
+    ) -> AuctionResult:
         """Run the auctions of some requests.
 
         An ad takes part only if it has a bid in (0, MAX_MONEY] and a goal that the surface serves,
         regardless of the reserve price.
 
         Args:
-            probabilities: Probabilities of the objectives (B, O).
-            bids: The bid of each candidate (B).
-            goals: The campaign goal of each candidate (B); with None it does not take part.
+            scores: The predictions of a ranker (B, O).
+            bids: The bids of the candidates' campaigns (B).
             request_index: The request of each candidate (B), ascending.
-            advertisers: The advertiser of each candidate (B); by default all are different.
 
         Raises:
             UserError: A goal is not in the spec.
         """
         terms = self.spec.terms_of(self.surface)
-        bids = np.where((bids > 0) & (bids <= MAX_MONEY), bids, 0.0)
-        goal_probabilities = self.goal_probabilities(probabilities, goals)
+        probabilities, paid_bids = scores.net_probabilities, self.paid_bids(scores, bids)
+        goal_probabilities = self.goal_probabilities(probabilities, bids.goals)
         surface_values = probabilities @ self.objective_values
-        values = bids * goal_probabilities + surface_values
-        exclusions = self._exclusions(probabilities, bids, goals, goal_probabilities)
+        values = paid_bids * goal_probabilities + surface_values
+        exclusions = self._exclusions(probabilities, bids, paid_bids, goal_probabilities)
         is_eligible = exclusions == Exclusion.NONE
-        if advertisers is None:
-            advertisers = np.full(len(probabilities), NO_ADVERTISER)
 
         order = np.lexsort((-values, ~is_eligible, request_index))
         request_start = np.searchsorted(request_index[order], request_index[order])
         ranks = np.empty(len(probabilities), np.int64)
         ranks[order] = np.arange(len(probabilities)) - request_start
 
-        next_values = _next_competitor_value(values, is_eligible, order, request_index, advertisers)
+        next_values = _next_competitor_value(
+            values, is_eligible, order, request_index, bids.advertisers
+        )
         least_payment = np.maximum(next_values - surface_values, terms.reserve)
         least_bids = np.divide(
             least_payment,
@@ -113,29 +119,46 @@ class Auction:
             out=np.zeros(len(probabilities)),
             where=goal_probabilities > 0,
         )
-        prices = np.where(is_eligible, np.minimum(least_bids, bids), 0.0)
+        prices = np.where(is_eligible, np.minimum(least_bids, paid_bids), 0.0)
         ranks = np.where(is_eligible, ranks, EXCLUDED_RANK)
-        return AuctionResult(values, ranks, prices, exclusions)
+        return AuctionResult(paid_bids, values, ranks, prices, exclusions)
+
+    def paid_bids(self, scores: CandidateScores, bids: CandidateBids) -> Floats:
+        """The bid (B) of each candidate per event of its goal; 0 without a valid bid.
+
+        With a target return on ad spend it is the expected value of the event over the target, at
+        most the bid of the campaign.
+        """
+        valid_bids = np.where(_is_valid(bids.bids), bids.bids, 0.0)
+        if self.spec.auction is None:
+            return valid_bids
+        columns = self._goal_objectives(bids.goals)
+        goal_values = scores.outcome_values[np.arange(len(columns)), columns]
+        no_limit = np.full(len(columns), np.inf)
+        has_target = bids.target_roas > 0
+        limits = np.divide(goal_values, bids.target_roas, out=no_limit, where=has_target)
+        return np.asarray(np.minimum(valid_bids, limits))
 
     def _exclusions(
         self,
         probabilities: Floats,
-        bids: Floats,
-        goals: Sequence[str | None],
+        bids: CandidateBids,
+        paid_bids: Floats,
         goal_probabilities: Floats,
     ) -> Ints:
         """The first reason that excludes each candidate (B)."""
         if self.spec.auction is None:
             return np.full(len(probabilities), int(Exclusion.NONE))
-        terms, columns = self.spec.terms_of(self.surface), self._goal_objectives(goals)
+        terms, columns = self.spec.terms_of(self.surface), self._goal_objectives(bids.goals)
         quality = np.full(len(probabilities), np.inf)
         if terms.quality_objective:
             quality = probabilities[:, self._objectives.index(terms.quality_objective)]
         reasons: dict[Exclusion, Bools] = {
-            Exclusion.NO_BID: bids == 0,
+            Exclusion.NO_BID: ~_is_valid(bids.bids),
             Exclusion.NO_GOAL: columns < 0,
             Exclusion.GOAL_NOT_SERVED: ~self.served_objectives[columns],
-            Exclusion.BELOW_RESERVE: ~(bids * goal_probabilities >= terms.reserve),
+            Exclusion.NO_VALUE: paid_bids == 0,
+            Exclusion.BELOW_RESERVE: ~(paid_bids * goal_probabilities >= terms.reserve),
             Exclusion.BELOW_QUALITY: ~(quality >= terms.min_quality),
         }
         return np.select(list(reasons.values()), list(reasons), int(Exclusion.NONE))
@@ -180,6 +203,10 @@ class Auction:
         return by_objective * self.served_objectives
 
 
+def _is_valid(bids: Floats) -> Bools:
+    return (bids > 0) & (bids <= MAX_MONEY)
+
+
 def _next_competitor_value(
     values: Floats, is_eligible: Bools, order: Ints, request_index: Ints, advertisers: Ints
 ) -> Floats:
@@ -209,13 +236,19 @@ def _next_competitor_value(
     return next_values
 
 
-def ranked_ads(p: Floats, result: AuctionResult) -> list[RankedAd]:
+def ranked_ads(scores: CandidateScores, result: AuctionResult) -> list[RankedAd]:
     """The candidates of one request that take part, best first."""
     num_excluded = int((result.ranks == EXCLUDED_RANK).sum())
     best = np.argsort(result.ranks, kind="stable")[num_excluded:]
-    columns = best, p[best], result.expected_values[best], result.prices[best]
+    columns = (
+        best,
+        scores.probabilities[best],
+        scores.outcome_values[best],
+        result.expected_values[best],
+        result.prices[best],
+    )
     rows = zip(*(column.tolist() for column in columns), strict=True)
     return [
-        RankedAd(rank, index, tuple(probabilities), value, price)
-        for rank, (index, probabilities, value, price) in enumerate(rows)
+        RankedAd(rank, index, tuple(probabilities), tuple(outcome_values), value, price)
+        for rank, (index, probabilities, outcome_values, value, price) in enumerate(rows)
     ]

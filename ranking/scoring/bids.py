@@ -9,11 +9,10 @@ import pyarrow.compute as pc
 
 from etl.tables import arrow, schemas
 from etl.tables.lake import Lake
-from ranking.scoring.auction import NO_ADVERTISER
+from ranking.scoring.candidates import NO_ADVERTISER, CandidateBids, Floats
 from training.data.items import ItemTable
 
 Int64 = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 ObjectArray = npt.NDArray[np.object_]
 
 
@@ -26,6 +25,7 @@ class BidTable:
         valid_from: The start of validity of each version (V), in µs.
         bids: The bid of each (V).
         goals: The campaign goal of each, or None (V).
+        target_roas: The target return on ad spend of each, 0 for none (V).
         advertisers: Codes of advertisers (V), which are comparable within this object only.
     """
 
@@ -33,12 +33,13 @@ class BidTable:
     valid_from: Int64
     bids: Floats
     goals: ObjectArray
+    target_roas: Floats
     advertisers: Int64
 
-    def as_of(self, item_index: Int64, request_times: Int64) -> tuple[Floats, ObjectArray, Int64]:
-        """Bids, goals and advertisers (B) of the latest versions before `request_times` (B, µs).
+    def as_of(self, item_index: Int64, request_times: Int64) -> CandidateBids:
+        """The bids (B) of items (B) by the latest versions before `request_times` (B, µs).
 
-        They are 0, None and NO_ADVERTISER where an item (B) had no version.
+        An item without a version has no bid, no goal and no advertiser.
         """
         times = np.unique(self.valid_from)
         keys_per_item = len(times) + 1
@@ -50,11 +51,12 @@ class BidTable:
         has_bid = position >= 0
         has_bid[has_bid] = self.item_index[order[position[has_bid]]] == item_index[has_bid]
         version = order[position[has_bid]]
-        bids, goals = np.zeros(len(item_index)), np.full(len(item_index), None, object)
+        bids, target_roas = np.zeros(len(item_index)), np.zeros(len(item_index))
+        goals = np.full(len(item_index), None, object)
         advertisers = np.full(len(item_index), NO_ADVERTISER)
-        bids[has_bid], goals[has_bid] = self.bids[version], self.goals[version]
-        advertisers[has_bid] = self.advertisers[version]
-        return bids, goals, advertisers
+        bids[has_bid], target_roas[has_bid] = self.bids[version], self.target_roas[version]
+        goals[has_bid], advertisers[has_bid] = self.goals[version], self.advertisers[version]
+        return CandidateBids(bids, list(goals), target_roas, advertisers)
 
 
 def load_bids(lake: Lake, items: ItemTable) -> BidTable:
@@ -65,8 +67,8 @@ def load_bids(lake: Lake, items: ItemTable) -> BidTable:
     auction = lake.spec.auction
     if auction is None:
         empty = np.zeros(0, np.int64)
-        return BidTable(empty, empty, np.zeros(0), np.zeros(0, object), empty)
-    columns = ["item_id", "valid_from", "bid", "goal", "day"]
+        return BidTable(empty, empty, np.zeros(0), np.zeros(0, object), np.zeros(0), empty)
+    columns = ["item_id", "valid_from", *schemas.auction_columns(lake.spec), "day"]
     if auction.advertiser:
         columns.append(f"attr_{auction.advertiser}")
     rows = arrow.snapshot(lake, schemas.attributes(lake.spec, "item")).read(columns)
@@ -74,6 +76,9 @@ def load_bids(lake: Lake, items: ItemTable) -> BidTable:
     rows = rows.append_column("item_index", index).filter(pc.is_valid(index)).sort_by("day")
     is_known_goal = pc.is_in(rows["goal"], pa.array(list(auction.goal_objectives), pa.string()))
     goals = pc.if_else(is_known_goal, rows["goal"], None)
+    target_roas = np.zeros(len(rows))
+    if auction.target_roas:
+        target_roas = rows["target_roas"].fill_null(0.0).to_numpy()
     advertisers = np.full(len(rows), NO_ADVERTISER)
     if auction.advertiser:
         advertisers = _encode_advertisers(rows[f"attr_{auction.advertiser}"])
@@ -82,6 +87,7 @@ def load_bids(lake: Lake, items: ItemTable) -> BidTable:
         rows["valid_from"].to_numpy(),
         rows["bid"].fill_null(0.0).to_numpy(),
         np.asarray(goals.combine_chunks(), object),
+        target_roas,
         advertisers,
     )
 

@@ -7,7 +7,7 @@ n rows, O objectives.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -115,10 +115,18 @@ def _total_offset(offsets: Mapping[str, SegmentOffsets], segments: SegmentValues
 
 @dataclass(frozen=True)
 class RankerCalibration:
-    """The calibration of each objective's logits, then offsets by segment, if there are any."""
+    """The calibration of each objective's logits, then offsets by segment, if there are any.
+
+    `value_factors` calibrate the predicted values of outcomes, by objective.
+    """
 
     by_objective: Mapping[str, Calibration]
     offsets: CalibrationOffsets | None = None
+    value_factors: Mapping[str, float] = field(default_factory=dict)
+
+    def value_factor(self, objective: str) -> float:
+        """The factor of an objective's predicted values; 1 before it was fitted."""
+        return self.value_factors.get(objective, 1.0)
 
     @property
     def labels_until(self) -> int:

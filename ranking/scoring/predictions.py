@@ -1,7 +1,7 @@
 """Predictions with the values of segments, from which calibrations are fitted and judged."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from torch import Tensor
@@ -10,6 +10,7 @@ from etl.spec.model import DataSpec
 from ranking.inputs.segments import SegmentValues, segment_columns, segment_values
 from ranking.scoring.calibration import logit
 from ranking.scoring.offsets import LabeledRows, RankerCalibration
+from ranking.scoring.outcome_values import OutcomeValues, concat_values
 from ranking.scoring.segment_calibration import SegmentCalibration, segment_calibrations
 from training.data.batch import Batch
 from training.evaluation.predictions import Predictions, concat_predictions, predict
@@ -17,16 +18,24 @@ from training.evaluation.predictions import Predictions, concat_predictions, pre
 
 @dataclass(frozen=True)
 class SegmentedPredictions:
-    """Predictions (B, O), and the values (B) of segments."""
+    """Predictions (B, O), the values (B) of segments, and those of outcomes by objective."""
 
     predictions: Predictions
     segments: SegmentValues
+    outcome_values: Mapping[str, OutcomeValues] = field(default_factory=dict)
 
     def calibrated(self, calibration: RankerCalibration) -> "SegmentedPredictions":
-        """The same with calibrated probabilities."""
+        """The same with calibrated probabilities and values."""
         logits = logit(self.predictions.probabilities)
         probabilities = calibration(logits, self.segments, self.predictions.objectives)
-        return replace(self, predictions=replace(self.predictions, probabilities=probabilities))
+        return replace(
+            self,
+            predictions=replace(self.predictions, probabilities=probabilities),
+            outcome_values={
+                name: replace(values, predicted=values.predicted * calibration.value_factor(name))
+                for name, values in self.outcome_values.items()
+            },
+        )
 
     def labeled(self) -> dict[str, LabeledRows]:
         """The rows with a final label, by objective."""
@@ -70,7 +79,9 @@ def concat_by_segment(parts: Sequence[SegmentedPredictions]) -> SegmentedPredict
     """The rows of several predictions of the same objectives and segments, in order."""
     names = list(parts[0].segments)
     segments = _concat_segments([part.segments for part in parts], names)
-    return SegmentedPredictions(concat_predictions([p.predictions for p in parts]), segments)
+    predictions = concat_predictions([part.predictions for part in parts])
+    values = concat_values(part.outcome_values for part in parts)
+    return SegmentedPredictions(predictions, segments, values)
 
 
 def _concat_segments(parts: Sequence[SegmentValues], names: Sequence[str]) -> SegmentValues:

@@ -76,19 +76,22 @@ class Scorer:
         item, request = batch.item_index.numpy(), batch.request_index.numpy()
         user_state = ranker.user_state(inputs.requests)
         mask = inputs.candidate_index.mask
-        p = ranker.probabilities(user_state, inputs.candidates)[mask]
-        net = p * ranker.net_rates(user_state, inputs.candidates)[mask]
+        scores = ranker.score(user_state, inputs.candidates)[mask]
         request_times = batch.as_of.numpy()[request] * MICROS["s"]
-        bids, goals, advertisers = self.bids.as_of(item, request_times)
-        result = self.auction(net, bids, list(goals), request, advertisers)
+        result = self.auction(scores, self.bids.as_of(item, request_times), request)
         is_excluded = result.ranks == EXCLUDED_RANK
         columns = {
             "impression_id": batch.impression_ids,
             "request_id": batch.request_ids[request],
             "item_id": self.input_builder.reader.items.item_ids[item],
             "ranker": np.full(len(item), ranker.manifest.version, object),
-            **{f"p_{name}": p[:, i] for i, name in enumerate(spec.objectives)},
-            "bid": bids,
+            **{f"p_{n}": scores.probabilities[:, i] for i, n in enumerate(spec.objectives)},
+            **{
+                f"value_{name}": scores.outcome_values[:, i]
+                for i, (name, objective) in enumerate(spec.objectives.items())
+                if objective.value
+            },
+            "bid": result.paid_bids,
             "expected_value": result.expected_values,
             "rank": pa.array(result.ranks.astype(np.int32), mask=is_excluded),
             "price": pa.array(result.prices, mask=is_excluded),

@@ -17,6 +17,7 @@ from etl.spec.model import DataSpec
 from ranking.inputs.segments import Int64, segment_value_name
 from ranking.scoring.calibration import Floats, Labels
 from ranking.scoring.offsets import LabeledRows
+from ranking.scoring.outcome_values import ValueEvaluation
 
 ALL_ROWS = "all"
 MAX_SIGMA = 3.0  # errors are noise up to here, corrected for the number of segments
@@ -49,11 +50,15 @@ class SegmentCalibration(StrictModel):
 
 
 class SegmentEvaluation(StrictModel):
-    """The calibration by segment on labels that became final from one epoch second to another."""
+    """The calibration by segment on labels that became final from one epoch second to another.
+
+    `values` are predicted and actual values of outcomes.
+    """
 
     labels_from: int
     labels_until: int
     segments: tuple[SegmentCalibration, ...]
+    values: tuple[ValueEvaluation, ...] = ()
 
 
 def describe_segment(spec: DataSpec, calibration: SegmentCalibration) -> str:

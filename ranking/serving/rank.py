@@ -31,12 +31,10 @@ def rank_request(
         UserError: The request does not fit the spec.
     """
     inputs = FeatureFetcher(store, ranker.manifest.input_limits)(request)
-    user_state = ranker.user_state(inputs.requests)
-    probabilities = ranker.probabilities(user_state, inputs.candidates)[inputs.candidates.mask]
-    net = probabilities * ranker.net_rates(user_state, inputs.candidates)[inputs.candidates.mask]
-    request_index = np.zeros(len(probabilities), np.int64)
-    auction = Auction(spec, request.surface)
-    result = auction(net, inputs.bids, inputs.goals, request_index, inputs.advertisers)
+    scores = ranker.score(ranker.user_state(inputs.requests), inputs.candidates)
+    scores = scores[inputs.candidates.mask]
+    request_index = np.zeros(len(request.candidates), np.int64)
+    result = Auction(spec, request.surface)(scores, inputs.bids, request_index)
     # The models are constructed without validation: it would take longer than the ranking.
     ranking = [
         RankedCandidate.model_construct(
@@ -45,8 +43,13 @@ def rank_request(
             expected_value=ad.expected_value,
             price=ad.price,
             probabilities=dict(zip(ranker.objectives, ad.probabilities, strict=True)),
+            outcome_values={
+                name: value
+                for name, value in zip(ranker.objectives, ad.outcome_values, strict=True)
+                if spec.objectives[name].value
+            },
         )
-        for ad in ranked_ads(probabilities, result)
+        for ad in ranked_ads(scores, result)
     ]
     return RankResponse.model_construct(
         ranker_version=ranker.manifest.version,

@@ -32,7 +32,8 @@ class RankRequestBody(BodyModel):
 class RankedCandidate(BodyModel):
     """A candidate and its rank (from 0), with its probabilities by objective.
 
-    `price` is what its campaign pays if the event that it pays for occurs.
+    `price` is what its campaign pays if the event that it pays for occurs. `outcome_values` has the
+    expected value of an outcome, given that it occurs, for objectives with values.
     """
 
     rank: int
@@ -40,6 +41,7 @@ class RankedCandidate(BodyModel):
     expected_value: float
     price: float
     probabilities: dict[str, float]
+    outcome_values: dict[str, float]
 
 
 class ExcludedCandidate(BodyModel):
@@ -47,7 +49,13 @@ class ExcludedCandidate(BodyModel):
 
     item: str
     reason: Literal[
-        "unknown_item", "no_bid", "no_goal", "goal_not_served", "below_reserve", "below_quality"
+        "unknown_item",
+        "no_bid",
+        "no_goal",
+        "goal_not_served",
+        "no_value",
+        "below_reserve",
+        "below_quality",
     ]
 
 
@@ -95,7 +103,7 @@ class ItemAttributesRequest(BodyModel):
     """Attributes, bid and goal of an item, valid from `valid_from` (ms since 1970), by default now.
 
     Omitted fields keep their values, `attributes` as a whole. A bid of 0 takes the item out of
-    auctions.
+    auctions, a `target_roas` of 0 is none.
     """
 
     item: Identifier
@@ -103,6 +111,7 @@ class ItemAttributesRequest(BodyModel):
     attributes: AttributeValues | None = None
     bid: Money | None = None
     goal: str | None = None
+    target_roas: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
 
 
 class HealthResponse(BodyModel):

@@ -163,7 +163,12 @@ class Worker:
         """Commit a version of an item's attributes, bid and goal."""
         now = self.settings.now_us()
         version = AttributeVersion(
-            body.item, _valid_from(body, now), body.attributes, body.bid, body.goal
+            body.item,
+            _valid_from(body, now),
+            body.attributes,
+            body.bid,
+            body.goal,
+            body.target_roas,
         )
         await self._upsert_attributes("item", version, now)
 

@@ -43,9 +43,10 @@ from ranking.registry.ranker import (
 )
 from ranking.registry.records import RefitRecord, read_promotion_record, write_refit_record
 from ranking.scoring.offsets import CalibrationOffsets, RankerCalibration
+from ranking.scoring.outcome_values import value_evaluations
 from ranking.scoring.predictions import concat_by_segment
 from ranking.scoring.segment_calibration import SegmentEvaluation
-from ranking.student.model import new_student
+from ranking.student.trained import new_student
 from ranking.trainer.calibrate import predict_window, refresh
 from ranking.trainer.net_rates import refresh_from_retractions
 from ranking.trainer.student_trainer import StudentTrainer
@@ -120,7 +121,9 @@ def _refit(
         lake, manifest.sequence, training.config.model.max_length, (manifest.surface,)
     )
     live = TrainingSnapshot(training, load_training_state(folder))
-    calibration = RankerCalibration(manifest.calibration, initial_offsets(folder, manifest))
+    calibration = RankerCalibration(
+        manifest.calibration, initial_offsets(folder, manifest), manifest.value_factors
+    )
     refit = continue_until(reader, live, calibration, data_until)
     gated = training.refit_of or folder.name
     decision = read_promotion_record(lake.root, manifest.surface)
@@ -214,10 +217,12 @@ def continue_until(
         snapshot = trainer.snapshot(first_day, window.end)
     evaluation = None
     if judged:
-        segments = tuple(concat_by_segment(judged).segment_calibrations())
-        labels_until = snapshot.record.labels_until
+        predictions = concat_by_segment(judged)
         evaluation = SegmentEvaluation(
-            labels_from=judged_from, labels_until=labels_until, segments=segments
+            labels_from=judged_from,
+            labels_until=snapshot.record.labels_until,
+            segments=tuple(predictions.segment_calibrations()),
+            values=value_evaluations(predictions.outcome_values),
         )
     return Refit(trainer, snapshot, calibration, evaluation)
 

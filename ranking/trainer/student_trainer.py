@@ -19,7 +19,8 @@ from ranking.distillation.losses import DistillationLoss
 from ranking.registry.export import TrainingSnapshot
 from ranking.registry.manifest import RankerTraining
 from ranking.student.config import StudentTrainConfig
-from ranking.student.model import Student, TrainedStudent
+from ranking.student.model import Student
+from ranking.student.trained import TrainedStudent
 from training.data.batch import Batch, NegativeSampling, Shuffle
 from training.data.label_window import LabelWindow
 from training.evaluation.predictions import Predictions, predict
@@ -180,6 +181,9 @@ class StudentTrainer:
         hidden, effects = self.student.hidden(batch), self.student.position_effects(batch)
         head = self.student.student.head
         self.loss.backward(hidden, head, batch, effects)
+        value_head = self.student.student.value_head
+        if value_head is not None:
+            torch.autograd.backward(value_head.loss(hidden, batch))
         served = head(hidden.detach()).detach() - self.loss.log_sampling_rate
         self.student.learn_position_effects(batch, served)
         self._update_weights()

@@ -21,7 +21,7 @@ from ranking.registry.model_card import model_card
 from ranking.registry.ranker import latest_trained_pointer, rankers_folder
 from ranking.scoring.predictions import SegmentedPredictions
 from ranking.student.config import DistillationConfig, StudentTrainConfig
-from ranking.student.model import TrainedStudent, new_student
+from ranking.student.trained import TrainedStudent, new_student
 from ranking.trainer.calibrate import (
     fit_calibration,
     load_earlier_calibrations,

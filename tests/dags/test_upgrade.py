@@ -36,6 +36,7 @@ def surface_and_similarity(spec: dict[str, Any]) -> None:
 def no_conversions(spec: dict[str, Any]) -> None:
     del spec["objectives"]["conversion"], spec["roi"], spec["sources"]["spend"]
     spec["auction"]["goal_objectives"]["sales"] = "click"
+    del spec["auction"]["target_roas"]
 
 
 def new_feature(spec: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from ranking.serving.app import create_app
 from ranking.serving.settings import SETTINGS_VARIABLE, Limits, Settings
 from ranking.serving.worker import Worker
 from ranking.student.config import StudentConfig
-from ranking.student.model import TrainedStudent, new_student
+from ranking.student.trained import TrainedStudent, new_student
 from tests.conftest import LAST
 from tests.ranking.served import ITEMS, advertised
 from training.data.batch import Batch, Shuffle

@@ -10,12 +10,13 @@ from etl.spec import DataSpec
 from etl.spec.sections import MAX_MONEY, AuctionTerms
 from ranking.scoring.auction import (
     EXCLUDED_RANK,
-    NO_ADVERTISER,
     Auction,
     AuctionResult,
     Exclusion,
     ranked_ads,
 )
+from ranking.scoring.candidates import NO_ADVERTISER
+from tests.ranking.auctions import bids_of, scores_of
 
 CLICK, CONVERSION, LONG_VIEW = range(3)  # columns of probabilities, by name
 PROBABILITY = st.floats(0.001, 1)
@@ -57,7 +58,7 @@ def test_eligible_ads_are_ranked_by_value_and_pay_no_more_than_their_bid(
 ) -> None:
     auction = feed_auction(lake_spec, terms)
     p, bids, goals, request_index = to_arrays(requests)
-    result = auction(p, bids, goals, request_index)
+    result = auction(scores_of(p), bids_of(bids, goals), request_index)
     goal_probabilities = np.choose(
         [["awareness", "sales", None].index(goal) for goal in goals],
         [*p[:, [LONG_VIEW, CONVERSION]].T, 0],
@@ -84,14 +85,14 @@ def test_the_price_is_the_lowest_bid_that_keeps_the_rank(
 ) -> None:
     auction = feed_auction(lake_spec, terms)
     p, bids, goals, request_index = to_arrays([request])
-    result, ad = auction(p, bids, goals, request_index), number % len(request)
+    result, ad = auction(scores_of(p), bids_of(bids, goals), request_index), number % len(request)
     price = result.prices[ad]
     if result.ranks[ad] == EXCLUDED_RANK or goals[ad] is None or price < 1e-6:
         return
     for factor, keeps_rank in ((1 + 1e-6, True), (1 - 1e-6, False)):
         changed_bids = bids.copy()
         changed_bids[ad] = price * factor
-        rank = auction(p, changed_bids, goals, request_index).ranks[ad]
+        rank = auction(scores_of(p), bids_of(changed_bids, goals), request_index).ranks[ad]
         assert (rank == result.ranks[ad]) == keeps_rank or bids[ad] < price * factor
 
 
@@ -102,9 +103,9 @@ def test_a_higher_bid_never_lowers_the_rank(
     auction = feed_auction(lake_spec, terms)
     p, bids, goals, request_index = to_arrays([request])
     ad = number % len(request)
-    before = auction(p, bids, goals, request_index).ranks[ad]
+    before = auction(scores_of(p), bids_of(bids, goals), request_index).ranks[ad]
     bids[ad] *= factor
-    after = auction(p, bids, goals, request_index).ranks[ad]
+    after = auction(scores_of(p), bids_of(bids, goals), request_index).ranks[ad]
     assert before == EXCLUDED_RANK or 0 <= after <= before
 
 
@@ -113,21 +114,25 @@ def test_requests_do_not_influence_each_other(lake_spec: DataSpec) -> None:
     rng = np.random.default_rng(0)
     p, bids = rng.uniform(size=(30, 3)), rng.uniform(size=30)
     goals, request_index = ["sales"] * 30, np.sort(rng.integers(0, 5, 30))
-    together = auction(p, bids, goals, request_index)
+    together = auction(scores_of(p), bids_of(bids, goals), request_index)
     for request in np.unique(request_index):
         rows = request_index == request
-        alone = auction(p[rows], bids[rows], goals[: rows.sum()], request_index[rows])
+        alone = auction(
+            scores_of(p[rows]), bids_of(bids[rows], goals[: rows.sum()]), request_index[rows]
+        )
         for name in ("expected_values", "ranks", "prices"):
             np.testing.assert_array_equal(getattr(alone, name), getattr(together, name)[rows])
 
 
 def test_an_excluded_ad_is_not_ranked_and_an_unknown_goal_is_named(lake_spec: DataSpec) -> None:
     values, ranks = np.array([1.0, 3, 2]), np.array([EXCLUDED_RANK, 0, 1])
-    result = AuctionResult(values, ranks, prices=np.zeros(3), exclusions=np.zeros(3, int))
-    ads = ranked_ads(np.zeros((3, 1)), result)
+    result = AuctionResult(np.zeros(3), values, ranks, np.zeros(3), np.zeros(3, int))
+    ads = ranked_ads(scores_of(np.zeros((3, 1))), result)
     assert [(ad.rank, ad.candidate_index) for ad in ads] == [(0, 1), (1, 2)]
     with pytest.raises(UserError, match="unknown campaign goal fame; known: awareness"):
-        Auction(lake_spec, "feed")(np.zeros((1, 3)), np.ones(1), ["fame"], np.zeros(1, int))
+        Auction(lake_spec, "feed")(
+            scores_of(np.zeros((1, 3))), bids_of([1.0], ["fame"]), np.zeros(1, int)
+        )
 
 
 @pytest.mark.parametrize(
@@ -154,10 +159,49 @@ def test_no_ad_takes_part_without_a_bid_and_a_goal(
     terms = AuctionTerms(objective_values={"click": 0.5})
     auction = Auction(feed_auction(spec, terms).spec, surface)
     p = np.full((2, 3), 0.5)
-    result = auction(p, np.array([bid, 1.0]), [goal, "traffic"], np.zeros(2, int))
+    result = auction(scores_of(p), bids_of([bid, 1.0], [goal, "traffic"]), np.zeros(2, int))
     assert result.exclusions.tolist() == [reason, Exclusion.NONE]
     assert (result.ranks[0] == EXCLUDED_RANK) == (reason != Exclusion.NONE)
     assert np.isfinite(result.expected_values).all() and np.isfinite(result.prices).all()
+
+
+VALUE_CANDIDATE = st.tuples(PROBABILITY, st.floats(0.1, 50), st.floats(0.5, 20), BID)
+
+
+@given(st.lists(VALUE_CANDIDATE, min_size=2, max_size=6), st.floats(0.2, 5))
+def test_a_target_return_bids_the_value_over_the_target_at_most_the_bid(
+    lake_spec: DataSpec, request: list[tuple[float, float, float, float]], scale: float
+) -> None:
+    """The return of what is paid is at least the target, in any currency."""
+    auction = feed_auction(lake_spec, AuctionTerms())
+    probability, values, targets, limits = np.array(request).T
+    p, outcome_values = np.zeros((2, len(request), 3))
+    p[:, CONVERSION], outcome_values[:, CONVERSION] = probability, values
+    bids = bids_of(limits, ["sales"] * len(request), target_roas=targets)
+    request_index = np.zeros(len(request), int)
+    result = auction(scores_of(p, outcome_values), bids, request_index)
+    expected = np.minimum(limits, values / targets)
+    np.testing.assert_allclose(result.paid_bids, expected)
+    fixed = auction(scores_of(p), bids_of(expected, bids.goals), request_index)
+    assert (fixed.ranks == result.ranks).all()
+    np.testing.assert_array_equal(fixed.prices, result.prices)
+    paid = result.prices > 0
+    assert (values[paid] / result.prices[paid] >= targets[paid] * (1 - 1e-9)).all()
+    other_currency = auction(
+        scores_of(p, outcome_values * scale),
+        bids_of(limits * scale, bids.goals, target_roas=targets),
+        request_index,
+    )
+    np.testing.assert_allclose(other_currency.prices, result.prices * scale)
+
+
+def test_a_target_return_without_a_value_is_excluded(lake_spec: DataSpec) -> None:
+    """Its campaign would bid without a limit for clicks, which have no value."""
+    auction = feed_auction(lake_spec, AuctionTerms())
+    bids = bids_of([1.0, 0.0, 1.0], ["traffic", "traffic", None], target_roas=2.0)
+    result = auction(scores_of(np.full((3, 3), 0.5)), bids, np.zeros(3, int))
+    reasons = [Exclusion.NO_VALUE, Exclusion.NO_BID, Exclusion.NO_GOAL]
+    assert result.exclusions.tolist() == reasons
 
 
 @given(
@@ -175,13 +219,11 @@ def test_ads_of_one_advertiser_do_not_set_each_others_price(
     ad = number % len(request)
     is_same = (advertisers == advertisers[ad]) & (advertisers != NO_ADVERTISER)
     remains = ~is_same | (np.arange(len(request)) == ad)
-    together = auction(p, bids, goals, request_index, advertisers)
+    together = auction(scores_of(p), bids_of(bids, goals, advertisers), request_index)
     alone = auction(
-        p[remains],
-        bids[remains],
-        [goals[i] for i in np.flatnonzero(remains)],
+        scores_of(p[remains]),
+        bids_of(bids[remains], [goals[i] for i in np.flatnonzero(remains)], advertisers[remains]),
         request_index[remains],
-        advertisers[remains],
     )
     assert together.prices[ad] == alone.prices[remains[:ad].sum()]
 
@@ -199,5 +241,7 @@ def test_without_an_auction_candidates_are_ranked_by_the_specs_objective(
     spec = lake_spec.model_copy(update={"auction": None, "rank_by": "long_view"})
     p = np.full((2, 3), 0.9)
     p[:, LONG_VIEW] = 0.1, 0.2
-    result = Auction(spec, "feed")(p, np.zeros(2), [None, None], np.zeros(2, int))
+    result = Auction(spec, "feed")(
+        scores_of(p), bids_of([0.0, 0.0], [None, None]), np.zeros(2, int)
+    )
     assert result.ranks.tolist() == [1, 0] and (result.prices == 0).all()

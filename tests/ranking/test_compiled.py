@@ -15,7 +15,7 @@ from ranking.registry.export import export_ranker, require_compiler
 from ranking.registry.manifest import COMPILED_FILES, RankerManifest, write_manifest
 from ranking.registry.ranker import Program, load_ranker
 from ranking.scoring.offsets import RankerCalibration
-from ranking.student.model import TrainedStudent, new_student
+from ranking.student.trained import TrainedStudent, new_student
 from tests.ranking.conftest import FITTED, SMALL, batch_of
 from training.data.reader import ExampleReader
 from training.teacher.embeddings import TeacherEmbeddings
@@ -66,7 +66,7 @@ def test_compiled_and_onnx_programs_give_the_same_probabilities(
     rankers = load_ranker(copy), load_compiled(copy)
     assert isinstance(rankers[1].rank_program, CompiledProgram)
     by_onnx, by_compiled = (
-        r.probabilities(r.user_state(inputs.requests), inputs.candidates) for r in rankers
+        r.score(r.user_state(inputs.requests), inputs.candidates).probabilities for r in rankers
     )
     np.testing.assert_allclose(by_compiled, by_onnx, atol=1e-6)
 

@@ -20,7 +20,7 @@ from ranking.student.config import (
     StudentConfig,
     StudentTrainConfig,
 )
-from ranking.student.model import TrainedStudent, new_student
+from ranking.student.trained import TrainedStudent, new_student
 from ranking.trainer.student_trainer import StudentTrainer
 from ranking.trainer.train import load_teacher, train_domain, train_on_surfaces, training_rows
 from tests.conftest import FIRST, LAST

@@ -303,5 +303,5 @@ def test_a_user_and_items_never_seen_are_read_as_unknown(store: FeatureStore) ->
     assert (live.requests.age_seconds == 0).all() and (
         live.candidates.items.categorical[ITEM_TABLE] == 0
     ).all()
-    assert live.bids.tolist() == [0.0, 0.0] and live.goals == [None, None]
+    assert live.bids.bids.tolist() == [0.0, 0.0] and live.bids.goals == [None, None]
     assert not live.is_known_item.any()

@@ -23,6 +23,7 @@ from ranking.forecast.shard import IMPRESSIONS, SPEND, USERS, Campaign, Query, S
 from ranking.forecast.sums import Estimate, SampleSums, combine_shards, gamma_quantile, posterior
 from ranking.forecast.targeting import Box, Domain, TargetingError, parse_targeting
 from ranking.scoring.auction import Auction
+from tests.ranking.auctions import bids_of, scores_of
 from tests.ranking.forecasts import EVERYTHING, SPEC, World, text_of
 
 DOMAIN: Domain = {
@@ -397,9 +398,10 @@ def test_a_campaign_wins_and_pays_as_in_an_auction_that_it_enters(complete: Worl
             # The shown ads take `places`; the campaign is a further candidate.
             shown = np.sort(values[r])[::-1] / p[r, click]
             result = Auction(spec, "feed")(
-                np.tile(p[r], (places + 1, 1)), np.append(shown, bid),
-                ["traffic"] * (places + 1), np.zeros(places + 1, np.int64),
-            )  # fmt: skip
+                scores_of(np.tile(p[r], (places + 1, 1))),
+                bids_of(np.append(shown, bid), ["traffic"] * (places + 1)),
+                np.zeros(places + 1, np.int64),
+            )
             if result.ranks[-1] < places:
                 wins += 1
                 spend += result.prices[-1] * p[r, click]

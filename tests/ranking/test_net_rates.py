@@ -29,9 +29,10 @@ from ranking.scoring.offsets import (
     LabeledRows,
     SegmentOffsets,
 )
-from ranking.student.model import TrainedStudent
+from ranking.student.trained import TrainedStudent
 from ranking.trainer.net_rates import outcomes_to_learn, refresh_from_retractions
 from tests.pipeline import rows
+from tests.ranking.auctions import bids_of
 from tests.ranking.conftest import batch_of
 from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
@@ -136,13 +137,13 @@ def test_the_auction_values_outcomes_net_of_retractions(
     )
     with_rates = replace(ranker, offsets=offsets)
     count = int(inputs.candidates.mask.sum())
-    bids, goals = [2.0] * count, ["sales"] * count
-    gross = ranker.rank(inputs.requests, inputs.candidates, bids, goals)
-    net = with_rates.rank(inputs.requests, inputs.candidates, bids, goals)
+    sales, clicks = (bids_of([2.0] * count, [goal] * count) for goal in ("sales", "traffic"))
+    gross = ranker.rank(inputs.requests, inputs.candidates, sales)
+    net = with_rates.rank(inputs.requests, inputs.candidates, sales)
     rate = float(sigmoid(logit(np.array([BASE_NET_RATE])) - 2)[0])
     assert [ad.probabilities for ad in net] == [ad.probabilities for ad in gross]
     for before, after in zip(gross, net, strict=True):
         assert after.expected_value == pytest.approx(before.expected_value * rate)
-    traffic = with_rates.rank(inputs.requests, inputs.candidates, bids, ["traffic"] * count)
-    expected = ranker.rank(inputs.requests, inputs.candidates, bids, ["traffic"] * count)
+    traffic = with_rates.rank(inputs.requests, inputs.candidates, clicks)
+    expected = ranker.rank(inputs.requests, inputs.candidates, clicks)
     assert [ad.expected_value for ad in traffic] == [ad.expected_value for ad in expected]

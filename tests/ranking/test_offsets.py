@@ -40,7 +40,7 @@ from ranking.scoring.segment_calibration import (
 )
 from ranking.serving.settings import Settings
 from ranking.serving.worker import Worker
-from ranking.student.model import TrainedStudent
+from ranking.student.trained import TrainedStudent
 from tests.ranking.conftest import batch_of
 from training.data.reader import ExampleReader
 
@@ -302,9 +302,9 @@ def test_a_ranker_adds_the_offsets_of_the_segments_of_each_candidate(
     ranker, batch = load_ranker(with_offsets), batch_of(reader, 60)
     inputs = student.input_builder(batch)
     user_state = ranker.user_state(inputs.requests)
-    found = ranker.probabilities(user_state, inputs.candidates)[inputs.candidate_index.mask]
+    found = ranker.score(user_state, inputs.candidates).probabilities[inputs.candidate_index.mask]
     without = replace(ranker, offsets=None)
-    p = without.probabilities(user_state, inputs.candidates)[inputs.candidate_index.mask]
+    p = without.score(user_state, inputs.candidates).probabilities[inputs.candidate_index.mask]
     offsets = ranker.offsets
     assert offsets
     by_segment = offsets.by_objective["click"]

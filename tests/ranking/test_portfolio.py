@@ -41,7 +41,7 @@ from ranking.portfolio.partition import Affinity, Comparison, cosine, jaccard, m
 from ranking.portfolio.proposal import proposal_lines, propose
 from ranking.portfolio.sizes import reduced
 from ranking.student.config import StudentTrainConfig
-from ranking.student.model import new_student
+from ranking.student.trained import new_student
 from tests.conftest import SPEC
 from tests.ranking.conftest import SMALL, batch_of
 from tests.small_pipeline import DAYS, FIRST

@@ -20,13 +20,13 @@ from ranking.registry.export import trace_programs
 from ranking.registry.promotion import ranker_predictions
 from ranking.registry.ranker import Ranker, load_ranker
 from ranking.scoring.calibration import calibrate
-from ranking.student.model import TrainedStudent
 from ranking.student.position import (
     MAX_POSITIONS,
     LearnedPositionBias,
     PositionBias,
     SwapPositionBias,
 )
+from ranking.student.trained import TrainedStudent
 from tests.conftest import SPEC
 from tests.ranking.conftest import batch_of
 from tests.ranking.test_promote import SPLIT
@@ -254,7 +254,7 @@ def test_a_ranker_serves_one_position_and_the_gate_evaluates_the_logged_ones(
         inputs = biased.input_builder(batch)
         user_state = ranker.user_state(inputs.requests)
         mask = inputs.candidate_index.mask
-        served = ranker.probabilities(user_state, inputs.candidates)
+        served = ranker.score(user_state, inputs.candidates).probabilities
         logged = ranker.probabilities_at_logged_positions(user_state, inputs.candidates)
         return served[mask], logged[mask]
 

@@ -7,7 +7,7 @@ import torch
 
 from etl.tables.lake import Lake
 from ranking.student.config import DistillationConfig, StudentTrainConfig
-from ranking.student.model import new_student
+from ranking.student.trained import new_student
 from ranking.trainer.student_trainer import StudentTrainer
 from tests.conftest import FIRST, LAST
 from tests.ranking.conftest import SMALL

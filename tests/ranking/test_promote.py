@@ -217,6 +217,6 @@ def test_rankers_are_evaluated_as_they_serve(ranker_lake: Lake, folder: Path) ->
     for batch in build_inputs.reader.batches([SPLIT.test_first], window, 64, Shuffle(None)):
         inputs = build_inputs(batch)
         user_state = ranker.user_state(inputs.requests)
-        p = ranker.probabilities(user_state, inputs.candidates)[inputs.candidate_index.mask]
+        p = ranker.score(user_state, inputs.candidates).probabilities[inputs.candidate_index.mask]
         rows = [row_of[name] for name in batch.impression_ids]
         np.testing.assert_allclose(evaluated.probabilities[rows], p, atol=1e-5)

@@ -34,7 +34,7 @@ from ranking.registry.records import read_refit_record
 from ranking.report.data import model_cards
 from ranking.scoring.offsets import RankerCalibration
 from ranking.student.config import DistillationConfig, StudentTrainConfig
-from ranking.student.model import new_student
+from ranking.student.trained import new_student
 from ranking.trainer.calibrate import predict_window, refresh, refresh_live_calibration
 from ranking.trainer.refit import (
     continue_training,

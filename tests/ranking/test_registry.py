@@ -17,7 +17,7 @@ from ranking.registry import manifest
 from ranking.registry.manifest import REQUIRED_FILES, ranker_hash, read_manifest
 from ranking.registry.ranker import Ranker, live_pointer, load_ranker, validate_ranker
 from ranking.scoring.calibration import PlattScaling
-from ranking.student.model import TrainedStudent
+from ranking.student.trained import TrainedStudent
 from tests.ranking.conftest import FITTED, batch_of
 from training.data.reader import ExampleReader
 
@@ -53,7 +53,7 @@ def test_a_ranker_scores_as_its_student_does(
     ranker, batch = load_ranker(folder), batch_of(reader, rows)
     inputs = student.input_builder(batch)
     user_state = ranker.user_state(inputs.requests)
-    p = ranker.probabilities(user_state, inputs.candidates)[inputs.candidate_index.mask]
+    p = ranker.score(user_state, inputs.candidates).probabilities[inputs.candidate_index.mask]
     with torch.no_grad():
         logits = student.logits(batch).double().numpy()
     np.testing.assert_allclose(p, FITTED(logits), atol=1e-6)

@@ -57,7 +57,7 @@ def test_a_ranking_has_the_probabilities_of_the_ranker(client: TestClient) -> No
     now = worker.settings.now_us() // 1_000_000
     request = RankRequest("u1", "feed", ITEMS, {"device": "phone", "position": 1}, now)
     inputs = FeatureFetcher(worker.feature_store.store, ranker.manifest.input_limits)(request)
-    for ad in ranker.rank(inputs.requests, inputs.candidates, inputs.bids.tolist(), inputs.goals):
+    for ad in ranker.rank(inputs.requests, inputs.candidates, inputs.bids):
         assert ranking[ad.rank]["item"] == ITEMS[ad.candidate_index]
         probabilities = list(ranking[ad.rank]["probabilities"].values())
         assert probabilities == pytest.approx(ad.probabilities, rel=1e-3)

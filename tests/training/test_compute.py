@@ -20,6 +20,8 @@ from training.model.embeddings import (
 )
 from training.model.gem import Gem, GemOutput
 from training.model.trunk import aligned_linear
+from training.precision.linear import linear_sites
+from training.precision.precision_map import PrecisionMap, RecipeName
 from training.trainer.compute import apply_compute_config
 
 EAGER = ComputeConfig()
@@ -58,12 +60,21 @@ def config(request: pytest.FixtureRequest) -> GemConfig:
 class Model:
     """A GEM and tables of one seed, computed by some options."""
 
-    def __init__(self, lake: Lake, config: GemConfig, options: ComputeConfig) -> None:
+    def __init__(
+        self,
+        lake: Lake,
+        config: GemConfig,
+        options: ComputeConfig,
+        recipe: RecipeName | None = None,
+    ) -> None:
         reader = ExampleReader.latest(lake, "behaviour", 64)
         torch.manual_seed(0)
         self.gem = Gem(reader.features, config)
         self.tables = TorchEmbeddingTables(table_sizes(reader.features, 500), config.embedding_dim)
-        apply_compute_config(self.gem, options, backend="aot_eager")
+        precision_map = None
+        if recipe:
+            precision_map = PrecisionMap.uniform([n for n, _ in linear_sites(self.gem)], recipe)
+        apply_compute_config(self.gem, options, precision_map, backend="aot_eager")
 
     def logits(self, batch: Batch) -> torch.Tensor:
         torch.manual_seed(1)
@@ -132,6 +143,22 @@ def test_compiled_blocks_are_compiled_once_for_all_sizes_of_a_batch(
             again, others = compiled.logits_and_gradients(batch)
         torch.testing.assert_close(again, logits, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(others, gradients, atol=1e-3, rtol=1e-3)
+
+
+def test_compiled_blocks_with_fp8_are_as_exact_as_they_were(
+    lake: Lake, config: GemConfig, batches: list[Batch]
+) -> None:
+    """Its products are operators that compilers call: all layers are still whole graphs."""
+    torch.compiler.reset()
+    logits = []
+    for compiled in (False, True):
+        options = ComputeConfig(precision="fp8", compiled=compiled)
+        model = Model(lake, config, options, "fp8_row")
+        logits.append(model.logits_and_gradients(batches[0])[0])
+    exact, _ = Model(lake, config, EAGER).logits_and_gradients(batches[0])
+    error = (logits[0] - exact).abs().mean()
+    assert 0 < (logits[1] - exact).abs().mean() < 1.5 * error
+    torch.compiler.reset()
 
 
 def test_bf16_is_close_to_fp32(lake: Lake, config: GemConfig, batches: list[Batch]) -> None:

@@ -18,7 +18,7 @@ from etl.tables.arrow import snapshot
 from etl.tables.lake import Lake
 from ranking.distillation.losses import DistillationLoss, WindowHeads
 from ranking.student.config import DistillationConfig, StudentTrainConfig
-from ranking.student.model import new_student
+from ranking.student.trained import new_student
 from ranking.trainer.student_trainer import StudentTrainer, require_extra_windows
 from tests.conftest import FIRST, LAST
 from tests.ranking.conftest import SMALL

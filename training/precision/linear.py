@@ -6,48 +6,79 @@ B rows, K inputs, N outputs.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from training.precision.precision_map import PrecisionMap, SiteRecipes
+from training.precision.precision_map import PrecisionMap, RecipeName, SiteRecipes
 from training.precision.recipes import product
 
 # Modules of GEM with low precision; heads, gates, norms and tables stay in fp32.
 PRECISION_MODULES = ("interaction", "history.encoder", "trunk")
 
 
-class _LinearProducts(torch.autograd.Function):
-    """X W^T, and its gradients; X is (B, K), W is (N, K)."""
+# Operators, not an autograd function, so that a compiler calls them without looking into them.
+@torch.library.custom_op("gemline::recipe_product", mutates_args=())
+def recipe_product(a: Tensor, b: Tensor, recipe: str, a_is_gradient: bool) -> Tensor:
+    """A B^T (M, N) of A (M, K) and B (N, K) by a recipe; B is no gradient."""
+    return product(a, b, cast(RecipeName, recipe), (a_is_gradient, False))
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, recipes: SiteRecipes) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.recipes = recipes
-        return product(x, weight, recipes.forward, (False, False))
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        recipes, of_input, of_weight = ctx.recipes, None, None
-        gradient = gradient.contiguous()
-        if ctx.needs_input_grad[0]:
-            transposed = weight.t().contiguous()
-            of_input = product(gradient, transposed, recipes.input_grad, (True, False))
-        if ctx.needs_input_grad[1]:
-            of_weight = product(
-                gradient.t().contiguous(), x.t().contiguous(), recipes.weight_grad, (True, False)
-            )
-        return of_input, of_weight, None
+@recipe_product.register_fake
+def _fake_recipe_product(a: Tensor, b: Tensor, _recipe: str, _a_is_gradient: bool) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0])
+
+
+@torch.library.custom_op("gemline::linear_product", mutates_args=())
+def linear_product(
+    x: Tensor, weight: Tensor, forward: str, _input_grad: str, _weight_grad: str
+) -> Tensor:
+    """X W^T (B, N) of X (B, K) and W (N, K), with the recipes of its directions."""
+    return product(x, weight, cast(RecipeName, forward), (False, False))
+
+
+@linear_product.register_fake
+def _fake_linear_product(
+    x: Tensor, weight: Tensor, _forward: str, _input_grad: str, _weight_grad: str
+) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
+    x, weight, _, *ctx.recipes = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _linear_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    (input_grad, weight_grad), of_input, of_weight = ctx.recipes, None, None
+    gradient = gradient.contiguous()
+    if ctx.needs_input_grad[0]:
+        of_input = recipe_product(gradient, weight.t().contiguous(), input_grad, True)
+    if ctx.needs_input_grad[1]:
+        transposed = gradient.t().contiguous()
+        of_weight = recipe_product(transposed, x.t().contiguous(), weight_grad, True)
+        of_weight = of_weight.to(weight.dtype)
+    return of_input, of_weight, None, None, None
+
+
+linear_product.register_autograd(_linear_backward, setup_context=_keep_inputs)
 
 
 def precise_linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipes: SiteRecipes) -> Tensor:
-    """X W^T + b, as by `torch.nn.functional.linear`; X may have further dimensions in front."""
+    """X W^T + b, as by `torch.nn.functional.linear`; X may have further dimensions in front.
+
+    With autocast, X and the result have its dtype.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
     rows = x.reshape(-1, x.shape[-1])
-    result: Tensor = _LinearProducts.apply(rows, weight, recipes)  # type: ignore[no-untyped-call]
+    result: Tensor = linear_product(
+        rows, weight, recipes.forward, recipes.input_grad, recipes.weight_grad
+    )
     result = result.reshape(*x.shape[:-1], weight.shape[0])
-    return result if bias is None else result + bias
+    return result if bias is None else result + bias.to(result.dtype)
 
 
 def linear_sites(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:

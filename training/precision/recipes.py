@@ -97,8 +97,13 @@ def _amax(magnitudes: Tensor, scaling: Scaling) -> Tensor:
 def product(a: Tensor, b: Tensor, name: RecipeName, gradients: tuple[bool, bool]) -> Tensor:
     """A B^T (M, N) by a recipe, in the dtype of `a`; `gradients` says which of both is a gradient.
 
-    Products of K = 0 or M = 0 are not cast.
+    Products of K = 0 or M = 0 are not cast. The recipe holds in regions with autocast, too.
     """
+    with torch.autocast(a.device.type, enabled=False):
+        return _product(a, b, name, gradients)
+
+
+def _product(a: Tensor, b: Tensor, name: RecipeName, gradients: tuple[bool, bool]) -> Tensor:
     recipe = RECIPES[name]
     if not recipe.is_fp8 or not a.numel():
         if a.is_cuda and name == "bf16":

@@ -1,4 +1,4 @@
-"""The safety valve: layers whose recipe errs too much in training are computed in fp32 again."""
+"""The safety valve: layers whose recipe errs too much in training are computed without FP8."""
 
 import logging
 from collections.abc import Iterator
@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 class SafetyValve:
     """Compares the forward products of FP8 layers with fp32 in every CHECK_EVERY-th step.
 
-    A layer whose error exceeds FALLBACK_MERE on some process is computed in fp32 from then on, in
-    all directions; it leaves the map, and this is logged.
+    A layer whose error exceeds FALLBACK_MERE on some process is computed without FP8 from then on,
+    in all directions; it leaves the map, and this is logged.
     """
 
     def __init__(self, model: nn.Module, precision_map: PrecisionMap) -> None:
@@ -40,12 +40,18 @@ class SafetyValve:
 
     @contextmanager
     def watch(self, step: int) -> Iterator[None]:
-        """Check the layers with what they read within the context, if the step is due."""
+        """Check the layers with what they read within the context, if the step is due.
+
+        Compiled layers run as they were before compilation in such a step: they call no hooks.
+        """
         if step % CHECK_EVERY:
             yield
             return
         errors: dict[str, float] = {}
-        with forward_hooks(self.layers, lambda name: self._checker(name, errors)):
+        with (
+            forward_hooks(self.layers, lambda name: self._checker(name, errors)),
+            torch.compiler.set_stance("force_eager"),
+        ):
             yield
         for name, error in self._largest_errors(errors).items():
             if not error <= FALLBACK_MERE:
@@ -61,7 +67,7 @@ class SafetyValve:
 
     def _fall_back(self, name: str, error: float) -> None:
         log.warning(
-            "%s: %s has error %.2f, at most %.1f; the layer is computed in fp32 from now on",
+            "%s: %s has error %.2f, at most %.1f; the layer is computed without FP8 from now on",
             name,
             self._recipe(name),
             error,

@@ -40,8 +40,8 @@ def apply_compute_config(
 ) -> None:
     """Apply a configuration to the blocks of a GEM, in place; parameter names do not change.
 
-    With fp8 linear layers are computed as `precision_map` says. Compiled code is cached for the
-    user, to speed up the next start.
+    With fp8 linear layers are computed as `precision_map` says, other products in bf16. Compiled
+    code is cached for the user, to speed up the next start.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache("compiled")))
     for block in core.modules():
@@ -53,7 +53,7 @@ def apply_compute_config(
     torch.set_float32_matmul_precision("highest" if config.precision == "fp32" else "high")
     if config.precision == "fp8" and precision_map:
         apply_precision_map(core, precision_map)
-    if config.precision == "bf16":
+    if config.precision in ("bf16", "fp8"):
         _autocast_bf16(core.interaction)
         _autocast_bf16(core.history.encoder)
         _autocast_bf16(core.trunk)

@@ -318,11 +318,6 @@ def _check_options(config: TrainConfig, parallelism: ParallelismConfig) -> None:
             "--parallelism.dense-parallelism ddp"
         )
     compute = config.compute
-    if compute.compiled and compute.precision == "fp8":
-        raise UserError(
-            "--compute.precision fp8 is for layers that are not compiled: leave out "
-            "--compute.compiled"
-        )
     if compute.probe_every and (compute.compiled or dist.get_world_size() > 1):
         raise UserError(
             "--compute.probe-every watches layers that are not compiled, in one process: leave out "

@@ -1,0 +1,60 @@
+"""What a ranker predicts of candidates, and what their campaigns bid.
+
+B candidates, O objectives.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+NO_ADVERTISER = -1  # code of an unknown advertiser
+
+
+@dataclass(frozen=True)
+class CandidateScores:
+    """Predictions of a ranker, each (…, O).
+
+    Attributes:
+        probabilities: Calibrated probabilities of the objectives.
+        net_rates: The share of their outcomes that are not retracted.
+        outcome_values: The expected value of an outcome, given that it occurs; 0 for objectives
+            without `value` in the spec.
+    """
+
+    probabilities: Floats
+    net_rates: Floats
+    outcome_values: Floats
+
+    @property
+    def net_probabilities(self) -> Floats:
+        """The probabilities of outcomes that are not retracted."""
+        return self.probabilities * self.net_rates
+
+    def __getitem__(self, mask: Bools) -> "CandidateScores":
+        """The scores of the candidates that a mask selects."""
+        return CandidateScores(
+            self.probabilities[mask], self.net_rates[mask], self.outcome_values[mask]
+        )
+
+
+@dataclass(frozen=True)
+class CandidateBids:
+    """What campaigns bid for candidates (B).
+
+    Attributes:
+        bids: The bid of each, per event that its campaign pays for; 0 for none.
+        goals: The goal of each campaign; with None it takes part in no auction.
+        target_roas: The target return on ad spend of each; 0 for none. A campaign with a target
+            bids the expected value of its goal over the target, at most its bid.
+        advertisers: The code of each campaign's advertiser, or NO_ADVERTISER.
+    """
+
+    bids: Floats
+    goals: Sequence[str | None]
+    target_roas: Floats
+    advertisers: Ints
