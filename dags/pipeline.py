@@ -244,8 +244,8 @@ def ranking_steps(spec: DataSpec, paths: PipelinePaths, flags: ModelFlags) -> li
             steps.append(surface_step(command, paths, flags, surface))
     for surface in spec.ad_surfaces:
         steps.append(surface_step(SCORE_SURFACE, paths, flags, surface))
-    steps.append(feature_store_step(spec, paths, flags))
     steps += forecast_steps(spec, paths, flags)
+    steps.append(feature_store_step(spec, paths, flags))
     return [*steps, report_step(paths, flags, steps)]
 
 
@@ -254,10 +254,14 @@ def pipeline_steps(
 ) -> list[Step]:
     """All steps in order; `gem_flags` are further flags of `gemline train gem`."""
     flags = model_flags(split)
-    return [
-        *data_steps(paths, all_days_flags(split)),
+    advertiser_steps = [
         *audience_steps(spec, paths, all_days_flags(split), flags.data_until),
         *roi_steps(spec, paths, all_days_flags(split), flags.data_until),
+    ]
+    return [
+        *data_steps(paths, all_days_flags(split)),
+        # Consecutive steps of one engine share a process: Spark starts once for all of them.
+        *sorted(advertiser_steps, key=lambda step: step.engine == "torch"),
         *gem_steps(paths, flags, gem_flags),
         *ranking_steps(spec, paths, flags),
     ]

@@ -10,11 +10,8 @@ from contextlib import asynccontextmanager, suppress
 from importlib.resources import files
 from typing import Any
 
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse
-from fastapi.security import HTTPBearer
-from starlette.middleware.authentication import AuthenticationMiddleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from etl.errors import TemporaryError, UserError
 from etl.spec.base import StrictModel
@@ -24,14 +21,9 @@ from ranking.forecast.pool import WorkerPool
 from ranking.forecast.schemas import Forecast, ForecastRequest
 from ranking.forecast.tables import SAMPLE, read_sample, read_tables, table_versions
 from ranking.forecast.worker import WorkerSettings
-from ranking.serving.admission import (
-    AdmissionMiddleware,
-    BodyBuffer,
-    RequestTimingMiddleware,
-    WorkQueue,
-)
-from ranking.serving.auth import BearerBackend, tokens_from_environment, unauthorized_response
-from ranking.serving.errors import add_exception_handlers, error_response
+from ranking.serving.admission import BodyBuffer, WorkQueue
+from ranking.serving.errors import error_response
+from ranking.serving.middleware import protected_app
 from ranking.serving.schemas import ErrorResponse, HealthResponse
 from ranking.serving.settings import Limits
 
@@ -81,21 +73,10 @@ class ForecastService:
 
 def create_app(service: ForecastService, limits: Limits, allowed_hosts: list[str]) -> FastAPI:
     """The application, with tokens from the environment."""
-    tokens = tokens_from_environment()
-    security = [Depends(HTTPBearer(auto_error=False))] if tokens else []  # shown in /docs
-    app = FastAPI(title="Gemline forecasts", lifespan=_lifespan(service, limits))
-    queue, buffer = WorkQueue(limits), BodyBuffer(limits)
-    app.router.dependencies.extend(security)
-    # The middleware that is added last is the outermost.
-    app.add_middleware(AdmissionMiddleware, buffer=buffer, queue=queue)
-    if tokens:
-        backend = BearerBackend(tokens, 1)
-        app.add_middleware(
-            AuthenticationMiddleware, backend=backend, on_error=unauthorized_response
-        )
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=allowed_hosts, www_redirect=False)
-    app.add_middleware(RequestTimingMiddleware)
-    add_exception_handlers(app)
+    queue = WorkQueue(limits)
+    app = protected_app(
+        "Gemline forecasts", _lifespan(service, limits), queue, BodyBuffer(limits), allowed_hosts
+    )
     app.add_exception_handler(UserError, _handle_user_error)
     _add_routes(app, service, queue)
     return app

@@ -7,6 +7,7 @@ are those of the fields of UserInputs, UserState and CandidateInputs; the last t
 import os
 import shlex
 import shutil
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -109,15 +110,18 @@ class TracedProgram:
 
     def to_onnx(self, path: Path) -> None:
         """Write the program as ONNX."""
-        onnx_program = torch.onnx.export(
-            self.module.eval(),
-            kwargs={"inputs": self.inputs},
-            dynamo=True,
-            dynamic_shapes={"inputs": self.dynamic_shapes},
-            input_names=list(self.inputs),
-            output_names=list(self.outputs),
-            verbose=False,
-        )
+        with warnings.catch_warnings():
+            # The exporter deep-copies a class of PyTorch that PyTorch has deprecated.
+            warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)
+            onnx_program = torch.onnx.export(
+                self.module.eval(),
+                kwargs={"inputs": self.inputs},
+                dynamo=True,
+                dynamic_shapes={"inputs": self.dynamic_shapes},
+                input_names=list(self.inputs),
+                output_names=list(self.outputs),
+                verbose=False,
+            )
         assert onnx_program is not None
         onnx_program.save(path)
 

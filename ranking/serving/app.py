@@ -7,9 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
-from fastapi.security import HTTPBearer
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
     REGISTRY,
@@ -17,12 +16,8 @@ from prometheus_client import (
     generate_latest,
     multiprocess,
 )
-from starlette.middleware.authentication import AuthenticationMiddleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from ranking.serving.admission import AdmissionMiddleware, RequestTimingMiddleware
-from ranking.serving.auth import BearerBackend, tokens_from_environment, unauthorized_response
-from ranking.serving.errors import add_exception_handlers
+from ranking.serving.middleware import protected_app
 from ranking.serving.schemas import (
     ErrorResponse,
     EventsRequest,
@@ -48,22 +43,17 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 def create_app() -> FastAPI:
     """Create the application of one worker, with settings and tokens from the environment."""
-    settings, tokens = Settings.from_environment(), tokens_from_environment()
+    settings = Settings.from_environment()
     worker = Worker(settings)
-    security = [Depends(HTTPBearer(auto_error=False))] if tokens else []  # shown in /docs
-    app = FastAPI(title="Gemline", lifespan=_lifespan(worker), dependencies=security)
+    app = protected_app(
+        "Gemline",
+        _lifespan(worker),
+        worker.work_queue,
+        worker.body_buffer,
+        settings.allowed_hosts,
+        settings.workers,
+    )
     app.state.worker = worker
-    # The middleware that is added last is the outermost.
-    app.add_middleware(AdmissionMiddleware, buffer=worker.body_buffer, queue=worker.work_queue)
-    if tokens:
-        backend = BearerBackend(tokens, settings.workers)
-        app.add_middleware(
-            AuthenticationMiddleware, backend=backend, on_error=unauthorized_response
-        )
-    hosts = list(settings.allowed_hosts)
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
-    app.add_middleware(RequestTimingMiddleware)
-    add_exception_handlers(app)
     add_routes(app, worker)
     return app
 

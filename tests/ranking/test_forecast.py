@@ -486,14 +486,16 @@ def test_equal_segments_have_equal_answers_and_single_users_are_hidden(complete:
     )
     truth = int((counts > 0).sum())
     assert first != truth and abs(first - truth) <= 5
-    # The noise of a segment and of one that lacks a user differ by more than the user.
-    frame = complete.rows.to_pandas()
-    keys = frame.sampled_user.unique()
-    noises = [
-        complete.shard.sums(Query("true", (), complete.tables.window)).key ^ int(k)
-        for k in keys[:9]
+    # The noise of a segment is drawn by its key, and each user changes that of all its segments.
+    query = Query("true", (), complete.tables.window)
+    users = complete.sample["sampled_user"].to_numpy()
+    keys = [
+        Shard(complete.spec, complete.sample.filter(users != user), complete.tables.domain)
+        .sums(query)
+        .key
+        for user in np.unique(users)[:9]
     ]
-    assert len(set(noises)) == 9
+    assert len({complete.shard.sums(query).key, *keys}) == 10
 
 
 def test_weekdays_and_trend_are_found_and_last_week_is_repeated_where_that_was_better() -> None:

@@ -42,3 +42,19 @@ def test_spend_is_the_bids_of_the_goals_that_were_reached(tmp_path: Path) -> Non
     for kind in ("events", "users", "items"):
         free, billed = (lines(tmp_path / run, f"{kind}/**/*.gz") for run in ("free", "billed"))
         assert free == billed
+
+
+def test_targets_are_returns_on_the_mean_purchase_of_some_ads_for_sales(tmp_path: Path) -> None:
+    values = TINY.model_dump() | CLEAN | {"users": 200}
+    simulate(SimulatorConfig(**values), tmp_path / "without")
+    simulate(SimulatorConfig(**(values | {"target_roas_share": 0.5})), tmp_path / "with")
+    events = (lines(tmp_path / run, "events/**/*.gz") for run in ("without", "with"))
+    assert next(events) == next(events)
+    ads = [item for item in lines(tmp_path / "with", "items/*.gz") if "goal" in item]
+    sales = [ad for ad in ads if ad["goal"] == "sales"]
+    targets = [ad for ad in ads if "target_roas" in ad]
+    assert all(ad["goal"] == "sales" for ad in targets)
+    assert 0.2 < len(targets) / len(sales) < 0.8
+    assert all(ad["target_roas"] > 0 for ad in targets)
+    without = [ad | {"target_roas": None} for ad in lines(tmp_path / "without", "items/*.gz")]
+    assert without == [ad | {"target_roas": None} for ad in lines(tmp_path / "with", "items/*.gz")]
