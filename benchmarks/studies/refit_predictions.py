@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from benchmarks.studies.trials import trial_path
 from etl.spec.model import DataSpec
@@ -26,6 +25,7 @@ from etl.tables.lake import Lake
 from ranking.scoring.calibration import logit
 from ranking.scoring.offsets import RankerCalibration
 from ranking.scoring.predictions import (
+    BatchScores,
     SegmentedPredictions,
     concat_by_segment,
     predict_by_segment,
@@ -200,17 +200,17 @@ def predict_rows(
     feature = reader.features.position
     column = reader.features.numeric_columns.index(feature.column) if feature else None
 
-    def logits(batch: Batch) -> Tensor:
+    def score(batch: Batch) -> BatchScores:
         added = student.position_effects(batch)
         as_of.append(batch.as_of[batch.request_index].numpy())
         unknown = np.full(len(batch), np.nan, np.float32)
         positions.append(unknown if column is None else batch.row_numeric[:, column].numpy())
         effects.append(added.expand(len(batch), -1).double().numpy())
-        return student.logits(batch)
+        return BatchScores(student.logits(batch))
 
     with torch.no_grad():
         batches = reader.batches(days, window, SCORE_ROWS, Shuffle(None))
-        predicted = predict_by_segment(logits, batches, reader.lake.spec, student.num_items)
+        predicted = predict_by_segment(score, batches, reader.lake.spec, student.num_items)
     at_served = logit(predicted.predictions.probabilities) - np.concatenate(effects)
     return ServedRows(
         predicted.calibrated(calibration),

@@ -250,9 +250,6 @@ def _manifest(
         num_items=trained.num_items,
         user_hash_buckets=config.user_hash_buckets,
         calibration=dict(calibration.by_objective),
-        value_factors={
-            name: calibration.value_factor(name) for name in reader.features.value_objectives
-        },
         has_calibration_offsets=calibration.offsets is not None,
         position_effects=_position_effects(trained, surface),
         build_environment={package: version(package) for package in packages},

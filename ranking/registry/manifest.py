@@ -75,8 +75,8 @@ class RankerManifest(StrictModel):
     `sequence`, `max_length`, `encoded_events`, `teacher_history_length` and `user_hash_buckets`
     define the data of a request that is read. Items from index `num_items` on are unknown.
     `has_calibration_offsets` is False for rankers that were saved before offsets existed.
-    `value_factors` calibrate the predicted values of outcomes, by objective. `position_effects` are
-    what each position adds to the logits of an objective; None without `position_bias` in the spec.
+    `position_effects` are what each position adds to the logits of an objective; None without
+    `position_bias` in the spec.
     `training` is None for rankers that were saved before refits existed. `file_hashes` has the
     SHA-256 of every other file of the folder.
     """
@@ -91,7 +91,6 @@ class RankerManifest(StrictModel):
     num_items: int
     user_hash_buckets: int
     calibration: dict[str, Calibration]
-    value_factors: dict[str, float] = {}
     has_calibration_offsets: bool = False
     position_effects: dict[str, tuple[float, ...]] | None = None
     training: RankerTraining | None = None

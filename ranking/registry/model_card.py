@@ -58,22 +58,17 @@ def _lines(manifest: RankerManifest) -> Iterator[str]:
 
 
 def _value_lines(manifest: RankerManifest) -> Iterator[str]:
-    """Predicted values of outcomes; nothing if no objective has values."""
-    if not manifest.value_factors:
-        return
+    """Predicted values of outcomes; nothing if none were judged."""
     evaluation = manifest.training.evaluation if manifest.training else None
-    by_objective = {value.objective: value for value in evaluation.values} if evaluation else {}
+    if evaluation is None or not evaluation.values:
+        return
     yield "## Values of outcomes"
     yield ""
-    yield "| objective | factor | outcomes judged | predicted | actual | predicted / actual |"
-    yield "|---|---|---|---|---|---|"
-    for name, factor in manifest.value_factors.items():
-        judged = by_objective.get(name)
-        numbers = "0 | | |"
-        if judged:
-            sums = f"{judged.predicted:,.2f} | {judged.actual:,.2f}"
-            numbers = f"{judged.outcomes:,} | {sums} | {judged.ratio:.2f}"
-        yield f"| {name} | {factor:.3f} | {numbers} |"
+    yield "| objective | outcomes | predicted | actual | predicted / actual |"
+    yield "|---|---|---|---|---|"
+    for value in evaluation.values:
+        sums = f"{value.predicted:,.2f} | {value.actual:,.2f}"
+        yield f"| {value.objective} | {value.outcomes:,} | {sums} | {value.ratio:.2f} |"
     yield ""
 
 

@@ -29,7 +29,7 @@ from ranking.registry.ranker import (
 )
 from ranking.registry.records import PromotionRecord, write_promotion_record
 from ranking.scoring.calibration import logit
-from ranking.scoring.predictions import SegmentedPredictions, predict_by_segment
+from ranking.scoring.predictions import BatchScores, SegmentedPredictions, predict_by_segment
 from ranking.scoring.scorer import SCORE_ROWS, input_builder
 from ranking.scoring.segment_calibration import (
     MAX_SIGMA,
@@ -225,15 +225,15 @@ def predict_labels(
     build_inputs = input_builder(ranker, lake)
     batches = build_inputs.reader.batches(days, window, SCORE_ROWS, Shuffle(None))
 
-    def logits(batch: Batch) -> torch.Tensor:
+    def score(batch: Batch) -> BatchScores:
         inputs = build_inputs(batch)
         user_state = ranker.user_state(inputs.requests)
-        p = ranker.probabilities_at_logged_positions(user_state, inputs.candidates)
-        p = p[inputs.candidate_index.mask]
-        return torch.from_numpy(logit(p))
+        scores = ranker.score_at_logged_positions(user_state, inputs.candidates)
+        scores = scores[inputs.candidate_index.mask]
+        return BatchScores(torch.from_numpy(logit(scores.probabilities)), scores.outcome_values)
 
     manifest = ranker.manifest
-    return predict_by_segment(logits, batches, manifest.spec, manifest.num_items)
+    return predict_by_segment(score, batches, manifest.spec, manifest.num_items)
 
 
 def _has_enough_labels(predictions: Predictions, objective: str) -> bool:

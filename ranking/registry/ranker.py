@@ -116,41 +116,36 @@ class Ranker:
 
     def score(self, user_state: Arrays, candidates: CandidateFeatures) -> CandidateScores:
         """The scores (R, C, O) of candidates at the served position."""
-        outputs, segments = (
-            self._run(user_state, candidates),
-            self.segment_values(user_state, candidates),
-        )
-        probabilities = self._calibration(_logits(outputs), segments, self.objectives)
+        return self._score(user_state, candidates, np.zeros(len(self.objectives)))
+
+    def score_at_logged_positions(
+        self, user_state: Arrays, candidates: CandidateFeatures
+    ) -> CandidateScores:
+        """The scores (R, C, O) of logged impressions at their positions."""
+        return self._score(user_state, candidates, self._position_effects(candidates))
+
+    def _score(
+        self, user_state: Arrays, candidates: CandidateFeatures, position_effects: Floats
+    ) -> CandidateScores:
+        """Calibrated scores (R, C, O), given what positions add to the logits (R, C, O)."""
+        inputs = named_arrays(self._lookup().candidate_inputs(candidates), CANDIDATE_PREFIX)
+        outputs = self.rank_program(user_state | inputs)
+        logits = outputs["logits"].astype(np.float64) + position_effects
+        segments = self.segment_values(user_state, candidates)
+        calibration = RankerCalibration(self.manifest.calibration, self.offsets)
         net_rates = np.ones(len(self.objectives))
         if self.offsets is not None and self.offsets.net_rates:
             net_rates = self.offsets.net_rate(segments, self.objectives)
+        values = np.zeros(logits.shape)
+        if LOG_VALUES in outputs:  # some objective has values, and the ranker is not older
+            columns = [self.objectives.index(n) for n in self.feature_schema.value_objectives]
+            values[..., columns] = np.exp(outputs[LOG_VALUES].astype(np.float64))
+            values *= calibration.value_factors(segments, self.objectives)
         return CandidateScores(
-            probabilities,
-            np.broadcast_to(net_rates, probabilities.shape),
-            self._outcome_values(outputs, probabilities.shape),
+            probabilities=calibration(logits, segments, self.objectives),
+            net_rates=np.broadcast_to(net_rates, logits.shape),
+            outcome_values=values,
         )
-
-    def probabilities_at_logged_positions(
-        self, user_state: Arrays, candidates: CandidateFeatures
-    ) -> Floats:
-        """Calibrated probabilities (R, C, O) of logged impressions at their positions."""
-        logits = _logits(self._run(user_state, candidates)) + self._position_effects(candidates)
-        segments = self.segment_values(user_state, candidates)
-        return self._calibration(logits, segments, self.objectives)
-
-    @property
-    def _calibration(self) -> RankerCalibration:
-        return RankerCalibration(self.manifest.calibration, self.offsets)
-
-    def _outcome_values(self, outputs: Arrays, shape: tuple[int, ...]) -> Floats:
-        """The expected value of each outcome, given that it occurs, in a shape (R, C, O)."""
-        values = np.zeros(shape)
-        if LOG_VALUES not in outputs:  # no objective has a value, or an older ranker
-            return values
-        columns = [self.objectives.index(name) for name in self.feature_schema.value_objectives]
-        factors = [self.manifest.value_factors[self.objectives[column]] for column in columns]
-        values[..., columns] = np.exp(outputs[LOG_VALUES].astype(np.float64)) * factors
-        return values
 
     def segment_values(self, user_state: Arrays, candidates: CandidateFeatures) -> SegmentValues:
         """The value (R, C) of each segment."""
@@ -163,10 +158,6 @@ class Ranker:
         item_index = candidates.items.categorical[ITEM_TABLE]
         manifest = self.manifest
         return segment_values(manifest.spec, columns, item_index, manifest.num_items)
-
-    def _run(self, user_state: Arrays, candidates: CandidateFeatures) -> Arrays:
-        inputs = named_arrays(self._lookup().candidate_inputs(candidates), CANDIDATE_PREFIX)
-        return self.rank_program(user_state | inputs)
 
     def _position_effects(self, candidates: CandidateFeatures) -> Floats:
         """What the positions of candidates add to their logits (R, C, O)."""
@@ -258,10 +249,6 @@ def max_output_difference(ranker: Ranker, test_vectors: bytes) -> float:
         np.abs(values - vectors[name]).max(initial=0) for name, values in outputs.items()
     ]
     return float(np.max(differences))
-
-
-def _logits(outputs: Arrays) -> Floats:
-    return outputs["logits"].astype(np.float64)
 
 
 def rankers_folder(lake: str, surface: str) -> StoragePath:

@@ -1,7 +1,8 @@
-"""Learning of calibration offsets, and of net rates, from labels; the offsets are in offsets.py.
+"""Learning of calibration offsets, net rates and values from labels; offsets are in offsets.py.
 
-Each refresh is a step of online Bayesian logistic regression with a diagonal Laplace approximation
-(Chapelle and Li, 2011, algorithm 3), in which earlier labels count less by their age. The offsets
+Each refresh is a step of online Bayesian regression with a diagonal Laplace approximation (Chapelle
+and Li, 2011, algorithm 3), in which earlier labels count less by their age: logistic regression of
+labels, gamma regression with a logarithmic link of the values of outcomes. The offsets
 of a segment have a normal prior around zero, whose precision is estimated from the offsets
 themselves (empirical Bayes; MacKay, 1992): where values do not differ, offsets vanish.
 
@@ -14,8 +15,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from etl.spec.units import DAY
-from ranking.inputs.segments import Int64
-from ranking.scoring.calibration import PRIOR_STRENGTH, Floats, logit, sigmoid
+from ranking.inputs.segments import Int64, SegmentValues
+from ranking.scoring.calibration import PRIOR_STRENGTH, Floats
+from ranking.scoring.likelihoods import GammaLikelihood, Likelihood, LogisticLikelihood
 from ranking.scoring.offsets import (
     INITIAL_PRECISION,
     INTERCEPT,
@@ -24,6 +26,7 @@ from ranking.scoring.offsets import (
     SegmentOffsets,
     SlopeOffset,
 )
+from ranking.scoring.outcome_values import OutcomeValues
 
 INTERCEPT_HALF_LIFE = 1 * DAY  # of the weight of labels
 SEGMENT_HALF_LIFE = 7 * DAY  # also of the slope
@@ -44,9 +47,11 @@ def refresh_offsets(
     elapsed = until - offsets.labels_until
     by_objective, slopes = {}, {}
     for name, labeled in rows.items():
-        slope = _decayed_slope(offsets.slopes.get(name), labeled, elapsed)
-        before = offsets.by_objective.get(name, {})
-        by_objective[name], slopes[name] = _refresh(before, slope, labeled, elapsed)
+        likelihood, before = LogisticLikelihood.of(labeled), offsets.by_objective.get(name, {})
+        slope = _decayed_slope(offsets.slopes.get(name), likelihood.logits, elapsed)
+        by_objective[name], slopes[name] = _refresh(
+            before, likelihood, labeled.segments, elapsed, slope
+        )
     known_slopes = {name: slope for name, slope in slopes.items() if slope}
     return offsets.model_copy(
         update={"labels_until": until, "by_objective": by_objective, "slopes": known_slopes}
@@ -62,10 +67,35 @@ def refresh_net_rates(
     not; their probabilities are BASE_NET_RATE.
     """
     refreshed = {
-        name: _refresh(offsets.net_rates.get(name, {}), None, labeled, elapsed)[0]
+        name: _refresh(
+            offsets.net_rates.get(name, {}),
+            LogisticLikelihood.of(labeled),
+            labeled.segments,
+            elapsed,
+        )[0]
         for name, labeled in rows.items()
     }
     return offsets.model_copy(update={"net_rates": refreshed})
+
+
+def refresh_value_offsets(
+    offsets: CalibrationOffsets, outcomes: Mapping[str, OutcomeValues], elapsed: int
+) -> CalibrationOffsets:
+    """Offsets of values that have learned outcomes, after `elapsed` seconds.
+
+    Predicted values are not calibrated. Drifts of values are slower than those of rates, and their
+    outcomes fewer: the intercept has the half-life of segments.
+    """
+    refreshed = dict(offsets.values)
+    for name, values in outcomes.items():
+        before = offsets.values.get(name, {})
+        likelihood = GammaLikelihood.of(
+            values, offsets.value_factors(values.segments, [name])[..., 0]
+        )
+        refreshed[name], _ = _refresh(
+            before, likelihood, values.segments, elapsed, intercept_half_life=SEGMENT_HALF_LIFE
+        )
+    return offsets.model_copy(update={"values": refreshed})
 
 
 @dataclass(frozen=True)
@@ -100,11 +130,8 @@ class _SlopeBelief:
     precision: float
 
 
-def _decayed_slope(
-    stored: SlopeOffset | None, rows: LabeledRows, elapsed: int
-) -> _SlopeBelief | None:
+def _decayed_slope(stored: SlopeOffset | None, logits: Floats, elapsed: int) -> _SlopeBelief | None:
     """The belief on a slope before rows are learned; None if none have been."""
-    logits = logit(rows.probabilities)
     if stored is None:
         if not len(logits):
             return None
@@ -118,19 +145,27 @@ def _decayed_slope(
 
 def _refresh(
     offsets: Mapping[str, SegmentOffsets],
-    slope: _SlopeBelief | None,
-    rows: LabeledRows,
+    likelihood: Likelihood,
+    segments: SegmentValues,
     elapsed: int,
+    slope: _SlopeBelief | None = None,
+    intercept_half_life: int = INTERCEPT_HALF_LIFE,
 ) -> tuple[dict[str, SegmentOffsets], SlopeOffset | None]:
-    """The offsets of one objective, and its slope, after `elapsed` seconds and some rows."""
-    columns = {INTERCEPT: np.zeros(len(rows.labels), np.int64)} | rows.segments
+    """The offsets of one objective, and its slope, after `elapsed` seconds and some rows.
+
+    `segments` are the values (n) of the rows.
+    """
+    columns = {INTERCEPT: np.zeros(len(likelihood), np.int64)} | segments
+    half_lives = dict.fromkeys(columns, SEGMENT_HALF_LIFE) | {INTERCEPT: intercept_half_life}
     beliefs = {
-        segment: _decayed_belief(segment, offsets.get(segment), column, elapsed)
+        segment: _decayed_belief(
+            segment, offsets.get(segment), column, 0.5 ** (elapsed / half_lives[segment])
+        )
         for segment, column in columns.items()
     }
     index = {s: np.searchsorted(beliefs[s].values, column) for s, column in columns.items()}
     means, slope_mean, weights = _fit_offsets(
-        rows, list(beliefs.values()), list(index.values()), slope
+        likelihood, list(beliefs.values()), list(index.values()), slope
     )
     refreshed = {}
     for (segment, belief), mean in zip(beliefs.items(), means, strict=True):
@@ -146,14 +181,15 @@ def _refresh(
 
 
 def _decayed_belief(
-    segment: str, stored: SegmentOffsets | None, column: Int64, elapsed: int
+    segment: str, stored: SegmentOffsets | None, column: Int64, decay: float
 ) -> _Belief:
-    """The belief on stored offsets and on the values (n) of a segment, before rows are learned."""
+    """The belief on stored offsets and on the values (n) of a segment, before rows are learned.
+
+    `decay` is the factor of what earlier labels count.
+    """
     if stored is None:
         prior = PRIOR_STRENGTH if segment == INTERCEPT else INITIAL_PRECISION
         stored = SegmentOffsets(prior_precision=prior)
-    half_life = INTERCEPT_HALF_LIFE if segment == INTERCEPT else SEGMENT_HALF_LIFE
-    decay = 0.5 ** (elapsed / half_life)
     values = np.union1d(column, np.array(stored.values, np.int64))
     position = np.searchsorted(values, stored.values)
     precision, evidence = np.zeros((2, len(values)))
@@ -165,50 +201,47 @@ def _decayed_belief(
 
 
 def _fit_offsets(
-    rows: LabeledRows,
+    likelihood: Likelihood,
     beliefs: Sequence[_Belief],
     index: Sequence[Int64],
     slope: _SlopeBelief | None,
 ) -> tuple[list[Floats], float, Floats]:
-    """The most probable offsets of each segment, slope, and weights p (1 - p) of rows (n).
+    """The most probable offsets of each segment, slope, and the information of rows (n).
 
     `index` has the position (n) of each row's value in each segment.
     """
     from scipy.optimize import minimize  # not needed for serving
 
-    score = np.zeros(len(rows.labels)) if slope is None else slope.score
+    score = np.zeros(len(index[0])) if slope is None else slope.score
     slope_mean, slope_precision = 0.0, 1.0
     if slope is not None:
         slope_mean, slope_precision = slope.mean, slope.precision + PRIOR_STRENGTH
-    logits = logit(rows.probabilities)
     bounds = np.cumsum([len(belief.values) for belief in beliefs])
     before = np.append(np.concatenate([belief.mean for belief in beliefs]), slope_mean)
     precision = np.append(
         np.concatenate([belief.total_precision for belief in beliefs]), slope_precision
     )
 
-    def shifted_logits(parameters: Floats) -> Floats:
+    def added_offsets(parameters: Floats) -> Floats:
         *parts, slope_part = np.split(parameters, bounds)
         added = sum(part[i] for part, i in zip(parts, index, strict=True))
-        return np.asarray(logits + added + slope_part[0] * score)
+        return np.asarray(added + slope_part[0] * score)
 
     def loss_and_gradient(parameters: Floats) -> tuple[float, Floats]:
-        z = shifted_logits(parameters)
-        residual, deviation = sigmoid(z) - rows.labels, parameters - before
-        log_loss = float((np.logaddexp(0, z) - rows.labels * z).sum())
+        added, deviation = added_offsets(parameters), parameters - before
+        residual = likelihood.gradient(added)
         by_value = [
             np.bincount(i, residual, minlength=len(belief.values))
             for i, belief in zip(index, beliefs, strict=True)
         ]
         gradient = np.append(np.concatenate(by_value), residual @ score)
         penalty = 0.5 * float(precision @ deviation**2)
-        return log_loss + penalty, gradient + precision * deviation
+        return likelihood.loss(added) + penalty, gradient + precision * deviation
 
     bound = [(None, None)] * (len(before) - 1) + [(MIN_SLOPE, None)]
     fitted = minimize(loss_and_gradient, before, jac=True, method="L-BFGS-B", bounds=bound).x
-    p = sigmoid(shifted_logits(fitted))
     *means, slope_part = np.split(fitted, bounds)
-    return means, float(slope_part[0]), p * (1 - p)
+    return means, float(slope_part[0]), likelihood.information(added_offsets(fitted))
 
 
 def _with_estimated_prior(belief: _Belief) -> _Belief:

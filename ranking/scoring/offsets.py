@@ -7,7 +7,7 @@ n rows, O objectives.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -60,7 +60,7 @@ class CalibrationOffsets(StrictModel):
 
     They were learned from labels that were final by `labels_until` (epoch seconds). `net_rates` are
     offsets from the logit of BASE_NET_RATE, whose sum is the logit of the share of an objective's
-    outcomes that are not retracted.
+    outcomes that are not retracted. `values` are offsets of the logarithms of predicted values.
     """
 
     surface: str
@@ -70,6 +70,7 @@ class CalibrationOffsets(StrictModel):
     by_objective: dict[str, dict[str, SegmentOffsets]] = {}
     slopes: dict[str, SlopeOffset] = {}
     net_rates: dict[str, dict[str, SegmentOffsets]] = {}
+    values: dict[str, dict[str, SegmentOffsets]] = {}
 
     def __call__(
         self, logits: Floats, segments: SegmentValues, objectives: Sequence[str]
@@ -97,6 +98,11 @@ class CalibrationOffsets(StrictModel):
         ]
         return np.stack(rates, -1)
 
+    def value_factors(self, segments: SegmentValues, objectives: Sequence[str]) -> Floats:
+        """The factors of predicted values of outcomes: (…, O), or (O) without segments."""
+        added = [_total_offset(self.values.get(name, {}), segments) for name in objectives]
+        return np.exp(np.stack(added, -1))
+
 
 def _shape(segments: SegmentValues) -> tuple[int, ...]:
     return next(iter(segments.values())).shape if segments else ()
@@ -117,16 +123,17 @@ def _total_offset(offsets: Mapping[str, SegmentOffsets], segments: SegmentValues
 class RankerCalibration:
     """The calibration of each objective's logits, then offsets by segment, if there are any.
 
-    `value_factors` calibrate the predicted values of outcomes, by objective.
+    They also calibrate predicted values of outcomes.
     """
 
     by_objective: Mapping[str, Calibration]
     offsets: CalibrationOffsets | None = None
-    value_factors: Mapping[str, float] = field(default_factory=dict)
 
-    def value_factor(self, objective: str) -> float:
-        """The factor of an objective's predicted values; 1 before it was fitted."""
-        return self.value_factors.get(objective, 1.0)
+    def value_factors(self, segments: SegmentValues, objectives: Sequence[str]) -> Floats:
+        """The factors of predicted values of outcomes (…, O), given the values (…) of segments."""
+        if self.offsets is None:
+            return np.ones((*_shape(segments), len(objectives)))
+        return self.offsets.value_factors(segments, objectives)
 
     @property
     def labels_until(self) -> int:

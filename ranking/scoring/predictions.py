@@ -8,9 +8,9 @@ from torch import Tensor
 
 from etl.spec.model import DataSpec
 from ranking.inputs.segments import SegmentValues, segment_columns, segment_values
-from ranking.scoring.calibration import logit
+from ranking.scoring.calibration import Floats, logit
 from ranking.scoring.offsets import LabeledRows, RankerCalibration
-from ranking.scoring.outcome_values import OutcomeValues, concat_values
+from ranking.scoring.outcome_values import OutcomeValues, concat_outcomes
 from ranking.scoring.segment_calibration import SegmentCalibration, segment_calibrations
 from training.data.batch import Batch
 from training.evaluation.predictions import Predictions, concat_predictions, predict
@@ -18,11 +18,11 @@ from training.evaluation.predictions import Predictions, concat_predictions, pre
 
 @dataclass(frozen=True)
 class SegmentedPredictions:
-    """Predictions (B, O), the values (B) of segments, and those of outcomes by objective."""
+    """Predictions (B, O), the values (B) of segments, and the outcomes with values by objective."""
 
     predictions: Predictions
     segments: SegmentValues
-    outcome_values: Mapping[str, OutcomeValues] = field(default_factory=dict)
+    outcomes: Mapping[str, OutcomeValues] = field(default_factory=dict)
 
     def calibrated(self, calibration: RankerCalibration) -> "SegmentedPredictions":
         """The same with calibrated probabilities and values."""
@@ -31,9 +31,13 @@ class SegmentedPredictions:
         return replace(
             self,
             predictions=replace(self.predictions, probabilities=probabilities),
-            outcome_values={
-                name: replace(values, predicted=values.predicted * calibration.value_factor(name))
-                for name, values in self.outcome_values.items()
+            outcomes={
+                name: replace(
+                    values,
+                    predicted=values.predicted
+                    * calibration.value_factors(values.segments, [name])[..., 0],
+                )
+                for name, values in self.outcomes.items()
             },
         )
 
@@ -58,21 +62,52 @@ class SegmentedPredictions:
         ]
 
 
+@dataclass(frozen=True)
+class BatchScores:
+    """Logits (B, O) of a batch, and expected values of the outcomes (B, O), if there are any."""
+
+    logits: Tensor
+    outcome_values: Floats | None = None
+
+
 def predict_by_segment(
-    logits_fn: Callable[[Batch], Tensor], batches: Iterable[Batch], spec: DataSpec, num_items: int
+    score: Callable[[Batch], BatchScores], batches: Iterable[Batch], spec: DataSpec, num_items: int
 ) -> SegmentedPredictions:
-    """Predictions of a function from a batch to logits (B, O); empty without batches.
+    """Predictions of a function from a batch to scores; empty without batches.
 
     Items from index `num_items` on are new to the model.
     """
     by_batch: list[SegmentValues] = []
+    outcomes: list[dict[str, OutcomeValues]] = []
 
     def logits(batch: Batch) -> Tensor:
-        by_batch.append(batch_segments(batch, spec, num_items))
-        return logits_fn(batch)
+        segments, scores = batch_segments(batch, spec, num_items), score(batch)
+        by_batch.append(segments)
+        if scores.outcome_values is not None:
+            outcomes.append(_outcomes_of(batch, scores.outcome_values, spec, segments))
+        return scores.logits
 
     predictions = predict(logits, batches, list(spec.objectives))
-    return SegmentedPredictions(predictions, _concat_segments(by_batch, spec.calibration_segments))
+    segments = _concat_segments(by_batch, spec.calibration_segments)
+    return SegmentedPredictions(predictions, segments, concat_outcomes(outcomes))
+
+
+def _outcomes_of(
+    batch: Batch, expected: Floats, spec: DataSpec, segments: SegmentValues
+) -> dict[str, OutcomeValues]:
+    """The outcomes of a batch that have a final label, by objective with values."""
+    is_positive = (batch.label_mask & (batch.labels > 0)).numpy()
+    actual = batch.outcome_values.double().numpy()
+    outcomes = {}
+    for column, (name, objective) in enumerate(spec.objectives.items()):
+        if objective.value:
+            rows = is_positive[:, column]
+            outcomes[name] = OutcomeValues(
+                expected[rows, column],
+                actual[rows, column],
+                {segment: values[rows] for segment, values in segments.items()},
+            )
+    return outcomes
 
 
 def concat_by_segment(parts: Sequence[SegmentedPredictions]) -> SegmentedPredictions:
@@ -80,8 +115,8 @@ def concat_by_segment(parts: Sequence[SegmentedPredictions]) -> SegmentedPredict
     names = list(parts[0].segments)
     segments = _concat_segments([part.segments for part in parts], names)
     predictions = concat_predictions([part.predictions for part in parts])
-    values = concat_values(part.outcome_values for part in parts)
-    return SegmentedPredictions(predictions, segments, values)
+    outcomes = concat_outcomes(part.outcomes for part in parts)
+    return SegmentedPredictions(predictions, segments, outcomes)
 
 
 def _concat_segments(parts: Sequence[SegmentValues], names: Sequence[str]) -> SegmentValues:

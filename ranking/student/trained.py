@@ -10,7 +10,7 @@ from torch import Tensor
 from features.schema import ITEM_TABLE, USER_TABLE
 from ranking.inputs.arrays import CategoricalIds, InputLookup
 from ranking.inputs.from_tables import InputBuilder
-from ranking.scoring.outcome_values import OutcomeValues
+from ranking.scoring.predictions import BatchScores
 from ranking.student.config import StudentConfig
 from ranking.student.model import Student
 from ranking.student.position import SwapPositionBias
@@ -112,20 +112,15 @@ class TrainedStudent:
         logits: Tensor = self.student.head(hidden) + self.position_effects(batch)
         return logits
 
-    def logits_and_values(self, batch: Batch) -> tuple[Tensor, dict[str, OutcomeValues]]:
-        """Logits (B, O) at logged positions, and the values of the outcomes that occurred."""
+    def score(self, batch: Batch) -> BatchScores:
+        """Logits at logged positions, and expected values of outcomes, not calibrated."""
         hidden = self.hidden(batch)
         logits, head = self._logits_of(hidden, batch), self.student.value_head
         if head is None:
-            return logits, {}
-        predicted = head(hidden).detach().exp().double().numpy()
-        is_positive, values = (batch.label_mask & (batch.labels > 0)).numpy(), {}
-        for v, column in enumerate(head.objective_index):
-            rows = is_positive[:, column]
-            actual = batch.outcome_values[:, column].double().numpy()[rows]
-            name = self.input_builder.reader.features.objectives[column]
-            values[name] = OutcomeValues(predicted[rows, v], actual)
-        return logits, values
+            return BatchScores(logits)
+        values = np.zeros(logits.shape)
+        values[:, head.objective_index] = head(hidden).detach().double().exp().numpy()
+        return BatchScores(logits, values)
 
 
 def new_student(

@@ -6,7 +6,6 @@ from dataclasses import replace
 from datetime import date, timedelta
 
 import numpy as np
-from torch import Tensor
 
 from etl.errors import UserError
 from etl.spec.units import DaySplit, date_range
@@ -23,15 +22,14 @@ from ranking.registry.ranker import (
 )
 from ranking.scoring import calibration
 from ranking.scoring.calibration import Calibration, PlattScaling
-from ranking.scoring.offset_updates import refresh_offsets
+from ranking.scoring.offset_updates import refresh_offsets, refresh_value_offsets
 from ranking.scoring.offsets import CalibrationOffsets, RankerCalibration
-from ranking.scoring.outcome_values import OutcomeValues, concat_values, value_factor
 from ranking.scoring.predictions import SegmentedPredictions, predict_by_segment
 from ranking.scoring.scorer import SCORE_ROWS, input_builder
 from ranking.student.trained import TrainedStudent
 from ranking.trainer.net_rates import refresh_from_retractions
 from ranking.trainer.student_trainer import StudentTrainer
-from training.data.batch import Batch, Shuffle
+from training.data.batch import Shuffle
 from training.data.label_window import LabelWindow
 from training.evaluation.predictions import Predictions
 
@@ -70,15 +68,7 @@ def predict_window(
     """A student's predictions for the labels of a window, not calibrated."""
     reader = student.input_builder.reader
     batches = reader.batches(days, window, SCORE_ROWS, Shuffle(None))
-    values: list[dict[str, OutcomeValues]] = []
-
-    def logits(batch: Batch) -> Tensor:
-        batch_logits, batch_values = student.logits_and_values(batch)
-        values.append(batch_values)
-        return batch_logits
-
-    predictions = predict_by_segment(logits, batches, reader.lake.spec, student.num_items)
-    return replace(predictions, outcome_values=concat_values(values))
+    return predict_by_segment(student.score, batches, reader.lake.spec, student.num_items)
 
 
 def fit_per_objective(
@@ -97,7 +87,7 @@ def fit_per_objective(
 def refresh(
     ranker_calibration: RankerCalibration, unlearned: SegmentedPredictions, until: int
 ) -> RankerCalibration:
-    """The calibration with offsets and value factors that have learned predictions and outcomes.
+    """The calibration with offsets that have learned predictions, their labels and values.
 
     Args:
         ranker_calibration: The calibration.
@@ -108,14 +98,9 @@ def refresh(
     assert offsets is not None
     without_offsets = replace(ranker_calibration, offsets=None)
     rows = unlearned.calibrated(without_offsets).labeled()
-    return replace(
-        ranker_calibration,
-        offsets=refresh_offsets(offsets, rows, until),
-        value_factors={
-            name: value_factor(values, ranker_calibration.value_factor(name))
-            for name, values in unlearned.outcome_values.items()
-        },
-    )
+    elapsed = until - offsets.labels_until
+    with_values = refresh_value_offsets(offsets, unlearned.outcomes, elapsed)
+    return replace(ranker_calibration, offsets=refresh_offsets(with_values, rows, until))
 
 
 def load_earlier_calibrations(lake: Lake, train_last: date) -> list[dict[str, Calibration]]:
@@ -189,6 +174,8 @@ def refresh_live_calibration(lake: Lake, surface: str, data_until: int) -> Calib
     unlearned = predict_labels(replace(ranker, offsets=None), lake, days, window)
     reader = input_builder(ranker, lake).reader
     net = refresh_from_retractions(offsets, reader, ranker.manifest.num_items, window)
-    refreshed = refresh_offsets(net, unlearned.labeled(), data_until)
+    elapsed = data_until - offsets.labels_until
+    with_values = refresh_value_offsets(net, unlearned.outcomes, elapsed)
+    refreshed = refresh_offsets(with_values, unlearned.labeled(), data_until)
     write_offsets(folder, refreshed)
     return refreshed

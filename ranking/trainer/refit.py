@@ -121,9 +121,7 @@ def _refit(
         lake, manifest.sequence, training.config.model.max_length, (manifest.surface,)
     )
     live = TrainingSnapshot(training, load_training_state(folder))
-    calibration = RankerCalibration(
-        manifest.calibration, initial_offsets(folder, manifest), manifest.value_factors
-    )
+    calibration = RankerCalibration(manifest.calibration, initial_offsets(folder, manifest))
     refit = continue_until(reader, live, calibration, data_until)
     gated = training.refit_of or folder.name
     decision = read_promotion_record(lake.root, manifest.surface)
@@ -222,7 +220,7 @@ def continue_until(
             labels_from=judged_from,
             labels_until=snapshot.record.labels_until,
             segments=tuple(predictions.segment_calibrations()),
-            values=value_evaluations(predictions.outcome_values),
+            values=value_evaluations(predictions.outcomes),
         )
     return Refit(trainer, snapshot, calibration, evaluation)
 

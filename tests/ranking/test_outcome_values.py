@@ -7,20 +7,23 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etl.errors import UserError
 from etl.spec import load_spec
+from etl.spec.units import DAY
 from ranking.registry.export import export_ranker
 from ranking.registry.ranker import load_ranker
-from ranking.scoring.offsets import RankerCalibration
-from ranking.scoring.outcome_values import (
-    PRIOR_OUTCOMES,
-    OutcomeValues,
-    concat_values,
-    value_factor,
+from ranking.scoring.offset_updates import refresh_value_offsets
+from ranking.scoring.offsets import (
+    INTERCEPT,
+    CalibrationOffsets,
+    RankerCalibration,
+    SegmentOffsets,
 )
+from ranking.scoring.outcome_values import OutcomeValues, concat_outcomes
+from ranking.scoring.predictions import predict_by_segment
 from ranking.student.model import Student
 from ranking.student.trained import TrainedStudent, new_student
 from ranking.student.value import ValueHead
@@ -30,8 +33,6 @@ from training.data.reader import ExampleReader
 from training.teacher.embeddings import TeacherEmbeddings
 
 HIDDEN = 4
-MONEY = st.floats(0.01, 1e4)
-OUTCOMES = st.lists(st.tuples(MONEY, MONEY), min_size=1, max_size=30)
 
 
 @pytest.fixture(scope="module")
@@ -102,28 +103,70 @@ def test_probabilities_do_not_depend_on_the_value_head(reader: ExampleReader, ba
     assert hidden.grad is None and head.linear.weight.grad is not None
 
 
-@given(OUTCOMES, MONEY, st.floats(0.2, 5))
-def test_the_factor_makes_predicted_values_add_up(
-    outcomes: list[tuple[float, float]], scale: float, previous: float
-) -> None:
-    """The factor before counts as PRIOR_OUTCOMES outcomes."""
-    predicted, actual = np.array(outcomes).T
-    values, n = OutcomeValues(predicted, actual), len(outcomes)
-    ratio, factor = actual.sum() / predicted.sum(), value_factor(values, previous)
-    expected = (n * ratio + PRIOR_OUTCOMES * previous) / (n + PRIOR_OUTCOMES)
-    assert factor == pytest.approx(expected)
-    in_cents = OutcomeValues(predicted * scale, actual * scale)
-    assert value_factor(in_cents, previous) == pytest.approx(factor)
+def drawn_outcomes(rng: np.random.Generator, rows: int, spread: float) -> OutcomeValues:
+    """Outcomes of eight categories, predicted alike; those of category k are worth exp(k / 8)."""
+    category = rng.integers(0, 8, rows)
+    noise = rng.lognormal(-(spread**2) / 2, spread, rows)
+    return OutcomeValues(
+        np.full(rows, 20.0), 20 * np.exp(category / 8) * noise, {"category": category}
+    )
+
+
+OFFSETS = CalibrationOffsets(surface="feed", labels_until=0)
+CATEGORIES = {"category": np.arange(8)}
+
+
+def test_values_are_calibrated_within_segments() -> None:
+    outcomes = drawn_outcomes(np.random.default_rng(0), 20_000, 0.7)
+    offsets = refresh_value_offsets(OFFSETS, {"conversion": outcomes}, DAY)
+    factors = offsets.value_factors(CATEGORIES, ["click", "conversion"])
+    assert (factors[:, 0] == 1).all()
+    np.testing.assert_allclose(factors[:, 1], np.exp(np.arange(8) / 8), rtol=0.05)
+    found = offsets.value_factors(outcomes.segments, ["conversion"])[:, 0] * outcomes.predicted
+    assert found.sum() == pytest.approx(outcomes.actual.sum(), rel=0.02)
+
+
+def test_values_of_few_outcomes_stay_close_to_what_was_known() -> None:
+    rng = np.random.default_rng(1)
+    known = refresh_value_offsets(OFFSETS, {"conversion": drawn_outcomes(rng, 5000, 0.7)}, DAY)
+    before = known.value_factors(CATEGORIES, ["conversion"])[:, 0]
+    errors = []
+    for seed in range(20):
+        few = drawn_outcomes(np.random.default_rng(seed), 5, 0.7)
+        learned = refresh_value_offsets(known, {"conversion": few}, DAY // 24)
+        errors.append(learned.value_factors(CATEGORIES, ["conversion"])[:, 0] / before - 1)
+    assert np.abs(errors).max() < 0.1
+    nothing = OutcomeValues(np.zeros(0), np.zeros(0), {"category": np.zeros(0, np.int64)})
+    same = refresh_value_offsets(known, {"conversion": nothing}, 0)
+    found = same.value_factors(CATEGORIES, ["conversion"])[:, 0]
+    np.testing.assert_allclose(found, before, rtol=0.02)
+
+
+@given(st.floats(0.01, 100), st.integers(1, 40))
+@settings(max_examples=20, deadline=None)
+def test_calibrated_values_are_the_same_in_any_currency(scale: float, rows: int) -> None:
+    outcomes = drawn_outcomes(np.random.default_rng(rows), rows, 0.7)
+    other = OutcomeValues(outcomes.predicted * scale, outcomes.actual * scale, outcomes.segments)
+    found, expected = (
+        refresh_value_offsets(OFFSETS, {"conversion": o}, DAY).value_factors(
+            CATEGORIES, ["conversion"]
+        )
+        for o in (outcomes, other)
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-3)
 
 
 def test_outcomes_of_several_parts_are_put_together() -> None:
-    one, two = (OutcomeValues(np.full(n, 1.0), np.full(n, 2.0)) for n in (1, 3))
-    found = concat_values([{"conversion": one}, {}, {"conversion": two, "click": one}])
+    one, two = (drawn_outcomes(np.random.default_rng(n), n, 0.5) for n in (1, 3))
+    found = concat_outcomes([{"conversion": one}, {}, {"conversion": two, "click": one}])
     assert {name: len(values.actual) for name, values in found.items()} == {
         "conversion": 4,
         "click": 1,
     }
-    assert value_factor(OutcomeValues(np.zeros(0), np.zeros(0)), 1.3) == 1.3
+    assert found["conversion"].segments["category"].tolist() == [
+        *one.segments["category"],
+        *two.segments["category"],
+    ]
 
 
 def test_a_ranker_serves_the_calibrated_values_of_its_student(
@@ -136,9 +179,9 @@ def test_a_ranker_serves_the_calibrated_values_of_its_student(
     torch.nn.init.normal_(head.linear.weight)
     student.student.eval()
     objectives = list(reader.features.objectives)
-    calibration = RankerCalibration(
-        dict.fromkeys(objectives, FITTED), value_factors={"conversion": 1.7}
-    )
+    intercept = SegmentOffsets(values=(0,), offsets=(np.log(1.7),))
+    offsets = OFFSETS.model_copy(update={"values": {"conversion": {INTERCEPT: intercept}}})
+    calibration = RankerCalibration(dict.fromkeys(objectives, FITTED), offsets)
     inputs = student.input_builder(batch)
     ranker = load_ranker(export_ranker(tmp_path / "v1", student, calibration, inputs))
     scores = ranker.score(ranker.user_state(inputs.requests), inputs.candidates)
@@ -150,23 +193,27 @@ def test_a_ranker_serves_the_calibrated_values_of_its_student(
     assert np.delete(values, conversion, axis=1).max() == 0 and values[:, conversion].std() > 0.1
 
 
-def test_a_student_returns_the_values_of_outcomes_that_occurred(
-    student: TrainedStudent, batch: Batch
-) -> None:
-    head = student.student.value_head
+def test_outcomes_are_those_that_occurred(student: TrainedStudent, batch: Batch) -> None:
+    head, spec = student.student.value_head, student.input_builder.reader.lake.spec
     assert head is not None
     (column,) = head.objective_index
     with torch.no_grad():
         hidden = student.hidden(batch)
         valued = with_values(batch, hidden, 0)
-        valued = replace(valued, labels=valued.labels.roll(column + 1, 1))
-        valued = replace(valued, outcome_values=valued.outcome_values.roll(column + 1, 1))
-        _, values = student.logits_and_values(valued)
-    occurs = valued.labels[:, column] > 0
-    assert values.keys() == {"conversion"} and 0 < occurs.sum() < len(batch)
-    found, expected = values["conversion"], valued.outcome_values[occurs, column]
-    np.testing.assert_array_equal(found.actual, expected.double())
-    np.testing.assert_allclose(found.predicted, head(hidden)[occurs, 0].exp().detach(), rtol=1e-6)
+        valued = replace(
+            valued,
+            labels=valued.labels.roll(column + 1, 1),
+            outcome_values=valued.outcome_values.roll(column + 1, 1),
+        )
+        predictions = predict_by_segment(student.score, [valued], spec, student.num_items)
+    occurs = (valued.labels[:, column] > 0).numpy()
+    assert predictions.outcomes.keys() == {"conversion"} and 0 < occurs.sum() < len(batch)
+    found, expected = predictions.outcomes["conversion"], valued.outcome_values[:, column]
+    np.testing.assert_array_equal(found.actual, expected.double()[occurs])
+    predicted = head(hidden)[:, 0].detach().exp()[occurs]
+    np.testing.assert_allclose(found.predicted, predicted, rtol=1e-6)
+    for name, values in predictions.segments.items():
+        np.testing.assert_array_equal(found.segments[name], values[occurs])
 
 
 def test_a_target_return_needs_a_goal_with_a_value(spec_path: Path, tmp_path: Path) -> None:

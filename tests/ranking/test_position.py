@@ -255,7 +255,7 @@ def test_a_ranker_serves_one_position_and_the_gate_evaluates_the_logged_ones(
         user_state = ranker.user_state(inputs.requests)
         mask = inputs.candidate_index.mask
         served = ranker.score(user_state, inputs.candidates).probabilities
-        logged = ranker.probabilities_at_logged_positions(user_state, inputs.candidates)
+        logged = ranker.score_at_logged_positions(user_state, inputs.candidates).probabilities
         return served[mask], logged[mask]
 
     served, logged = scores(batch)
