@@ -100,7 +100,7 @@ def _score_batch(
         expected_values=result.expected_values,
         is_excluded=result.ranks == EXCLUDED_RANK,
         labels=labels,
-        spend=result.paid_bids * auction.goal_probabilities(labels, bids.goals),
+        spend=result.effective_bids * auction.goal_probabilities(labels, bids.goals),
         has_final_labels=np.asarray(
             np.all(batch.label_mask.numpy()[:, auction.served_objectives], axis=1)
         ),

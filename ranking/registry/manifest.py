@@ -76,9 +76,8 @@ class RankerManifest(StrictModel):
     define the data of a request that is read. Items from index `num_items` on are unknown.
     `has_calibration_offsets` is False for rankers that were saved before offsets existed.
     `position_effects` are what each position adds to the logits of an objective; None without
-    `position_bias` in the spec.
-    `training` is None for rankers that were saved before refits existed. `file_hashes` has the
-    SHA-256 of every other file of the folder.
+    `position_bias` in the spec. `training` is None for rankers that were saved before refits
+    existed. `file_hashes` has the SHA-256 of every other file of the folder.
     """
 
     surface: str

@@ -59,10 +59,10 @@ class RankedAd:
 class AuctionResult:
     """Expected value, rank in the request, price and `Exclusion` of each candidate (B).
 
-    `paid_bids` are those with which candidates took part (`Auction.paid_bids`).
+    `effective_bids` are those with which candidates took part (`Auction.effective_bids`).
     """
 
-    paid_bids: Floats
+    effective_bids: Floats
     expected_values: Floats
     ranks: Ints
     prices: Floats
@@ -97,11 +97,11 @@ class Auction:
             UserError: A goal is not in the spec.
         """
         terms = self.spec.terms_of(self.surface)
-        probabilities, paid_bids = scores.net_probabilities, self.paid_bids(scores, bids)
+        probabilities, effective_bids = scores.net_probabilities, self.effective_bids(scores, bids)
         goal_probabilities = self.goal_probabilities(probabilities, bids.goals)
         surface_values = probabilities @ self.objective_values
-        values = paid_bids * goal_probabilities + surface_values
-        exclusions = self._exclusions(probabilities, bids, paid_bids, goal_probabilities)
+        values = effective_bids * goal_probabilities + surface_values
+        exclusions = self._exclusions(probabilities, bids, effective_bids, goal_probabilities)
         is_eligible = exclusions == Exclusion.NONE
 
         order = np.lexsort((-values, ~is_eligible, request_index))
@@ -119,11 +119,11 @@ class Auction:
             out=np.zeros(len(probabilities)),
             where=goal_probabilities > 0,
         )
-        prices = np.where(is_eligible, np.minimum(least_bids, paid_bids), 0.0)
+        prices = np.where(is_eligible, np.minimum(least_bids, effective_bids), 0.0)
         ranks = np.where(is_eligible, ranks, EXCLUDED_RANK)
-        return AuctionResult(paid_bids, values, ranks, prices, exclusions)
+        return AuctionResult(effective_bids, values, ranks, prices, exclusions)
 
-    def paid_bids(self, scores: CandidateScores, bids: CandidateBids) -> Floats:
+    def effective_bids(self, scores: CandidateScores, bids: CandidateBids) -> Floats:
         """The bid (B) of each candidate per event of its goal; 0 without a valid bid.
 
         With a target return on ad spend it is the expected value of the event over the target, at
@@ -143,7 +143,7 @@ class Auction:
         self,
         probabilities: Floats,
         bids: CandidateBids,
-        paid_bids: Floats,
+        effective_bids: Floats,
         goal_probabilities: Floats,
     ) -> Ints:
         """The first reason that excludes each candidate (B)."""
@@ -157,8 +157,8 @@ class Auction:
             Exclusion.NO_BID: ~_is_valid(bids.bids),
             Exclusion.NO_GOAL: columns < 0,
             Exclusion.GOAL_NOT_SERVED: ~self.served_objectives[columns],
-            Exclusion.NO_VALUE: paid_bids == 0,
-            Exclusion.BELOW_RESERVE: ~(paid_bids * goal_probabilities >= terms.reserve),
+            Exclusion.NO_VALUE: effective_bids == 0,
+            Exclusion.BELOW_RESERVE: ~(effective_bids * goal_probabilities >= terms.reserve),
             Exclusion.BELOW_QUALITY: ~(quality >= terms.min_quality),
         }
         return np.select(list(reasons.values()), list(reasons), int(Exclusion.NONE))

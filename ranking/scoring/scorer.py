@@ -91,7 +91,7 @@ class Scorer:
                 for i, (name, objective) in enumerate(spec.objectives.items())
                 if objective.value
             },
-            "bid": result.paid_bids,
+            "bid": result.effective_bids,
             "expected_value": result.expected_values,
             "rank": pa.array(result.ranks.astype(np.int32), mask=is_excluded),
             "price": pa.array(result.prices, mask=is_excluded),

@@ -181,7 +181,7 @@ def test_a_target_return_bids_the_value_over_the_target_at_most_the_bid(
     request_index = np.zeros(len(request), int)
     result = auction(scores_of(p, outcome_values), bids, request_index)
     expected = np.minimum(limits, values / targets)
-    np.testing.assert_allclose(result.paid_bids, expected)
+    np.testing.assert_allclose(result.effective_bids, expected)
     fixed = auction(scores_of(p), bids_of(expected, bids.goals), request_index)
     assert (fixed.ranks == result.ranks).all()
     np.testing.assert_array_equal(fixed.prices, result.prices)
