@@ -77,6 +77,7 @@ def check_tables(actual: Lake, expected: Lake) -> None:
     assert not [p for p in Path(actual.root).rglob("*") if p.name.endswith(".partial")]
 
 
+@pytest.mark.proof
 def test_a_pipeline_killed_between_staging_and_commit_continues(
     small_pipeline: SmallPipeline, small_lake: Lake, tmp_path: Path
 ) -> None:

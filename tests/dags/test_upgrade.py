@@ -70,7 +70,7 @@ def all_at_once(spec: dict[str, Any]) -> None:
 
 REBUILT_TABLES: dict[SpecChange, set[str]] = {
     new_surface: set(),
-    no_conversions: {"impressions"},
+    no_conversions: {"impressions", "attributes_item"},  # and targets of their return
     new_feature: {"attributes_item", "item_versions", "examples"},
     new_counter: {"examples"},
     wider_window: {"impressions"},

@@ -112,6 +112,7 @@ def by_impression(lake: Lake, table: str, column: str) -> dict[str, Any]:
     return {row["impression_id"]: row[column] for row in rows(lake, table)}
 
 
+@pytest.mark.proof  # by default test_disorder changes the future
 def test_later_days_do_not_change_earlier_labels_and_features(tiny_lake: Lake, logs: Path) -> None:
     build_tables(tiny_lake, logs, (DAY_1, DAY_1))
     counts = by_impression(tiny_lake, "examples", "cnt_user_shown_1d")

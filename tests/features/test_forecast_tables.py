@@ -57,6 +57,8 @@ def write_scores(lake: Lake, days: list[date], seed: int) -> None:
     rows["surface"] = impressions.surface.map(names)
     for name in lake.spec.objectives:
         rows[f"p_{name}"] = rng.uniform(0.01, 0.2, len(rows))
+        if lake.spec.objectives[name].value:
+            rows[f"value_{name}"] = 20.0
     rows["ranker"], rows["bid"] = "drawn", 1.0
     rows["expected_value"] = rng.uniform(0.001, 0.01, len(rows))
     request = rows.groupby(["surface", "day", "request_id"]).expected_value
