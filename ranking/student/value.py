@@ -12,7 +12,8 @@ from training.data.batch import Batch
 from training.model.heads import ZilnDistribution
 from training.model.numeric import RunningStandardizer
 
-MAX_LOG_SCALE = 2.0  # bounds the standard deviation, relative to that of all values
+MAX_SHIFT = 4.0  # of the mean, in standard deviations of all values
+LOG_SCALES = -2.0, 0.5  # bounds of the standard deviation, relative to that of all values
 MIN_VARIANCE = 1e-6
 
 
@@ -36,8 +37,8 @@ class ValueHead(nn.Module):
         """The distribution of the values (…, V) of a hidden layer (…, H)."""
         shift, log_scale = self.linear(hidden).chunk(2, -1)
         std = (self.log_values.variance + MIN_VARIANCE).sqrt()
-        scale = log_scale.clamp(-MAX_LOG_SCALE, MAX_LOG_SCALE).exp()
-        return ZilnDistribution(self.log_values.mean + std * shift, std * scale)
+        log_mean = self.log_values.mean + std * shift.clamp(-MAX_SHIFT, MAX_SHIFT)
+        return ZilnDistribution(log_mean, std * log_scale.clamp(*LOG_SCALES).exp())
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Logarithms of expected values (…, V), given that the outcomes occur."""

@@ -248,12 +248,14 @@ class StudentTrainer:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from the state of an earlier session, which may know fewer items.
 
-        New items start from the row of the unknown item. Raises UserError if the state is of a
+        New items start from the row of the unknown item. A state from before rankers predicted
+        values goes on with a new value head. Raises UserError if the state is of a
         student of another configuration.
         """
         self.num_learned_items = len(state[ITEM_WEIGHT])
-        state = _with_new_items(state, self.student.num_items)
         modules = self._modules() | {"ema": self.ema}
+        state = _with_new_items(state, self.student.num_items)
+        state = _new_value_head(modules) | state
         try:
             for prefix, module in modules.items():
                 module.load_state_dict(_below(state, prefix))
@@ -286,6 +288,16 @@ def _below(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     start = f"{prefix}."
     return {
         name.removeprefix(start): tensor for name, tensor in state.items() if name.startswith(start)
+    }
+
+
+def _new_value_head(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """The state of the value heads of modules as they are, by name."""
+    return {
+        f"{prefix}.{name}": tensor
+        for prefix, module in modules.items()
+        for name, tensor in module.state_dict().items()
+        if "value_head." in name
     }
 
 

@@ -24,9 +24,11 @@ from ranking.scoring.offsets import (
 )
 from ranking.scoring.outcome_values import OutcomeValues, concat_outcomes
 from ranking.scoring.predictions import predict_by_segment
+from ranking.student.config import StudentTrainConfig
 from ranking.student.model import Student
 from ranking.student.trained import TrainedStudent, new_student
 from ranking.student.value import ValueHead
+from ranking.trainer.student_trainer import StudentTrainer
 from tests.ranking.conftest import FITTED, SMALL, batch_of
 from training.data.batch import Batch
 from training.data.reader import ExampleReader
@@ -191,6 +193,25 @@ def test_a_ranker_serves_the_calibrated_values_of_its_student(
     conversion = objectives.index("conversion")
     np.testing.assert_allclose(values[:, conversion], expected, rtol=1e-4)
     assert np.delete(values, conversion, axis=1).max() == 0 and values[:, conversion].std() > 0.1
+
+
+def test_a_training_from_before_there_were_values_goes_on_with_a_new_head(
+    reader: ExampleReader,
+) -> None:
+    def new_trainer(seed: int) -> StudentTrainer:
+        torch.manual_seed(seed)
+        student = new_student(reader, SMALL, len(reader.items), TeacherEmbeddings.empty())
+        return StudentTrainer(student, StudentTrainConfig(model=SMALL), None)
+
+    earlier, later = new_trainer(0), new_trainer(1)
+    state = {k: v for k, v in earlier.state_dict().items() if "value_head." not in k}
+    later.load_state_dict(state)
+    found = later.state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+    head = later.student.student.value_head
+    assert head is not None and not head.linear.weight.any() and not head.log_values.count.any()
+    with pytest.raises(UserError, match="does not fit"):
+        later.load_state_dict({k: v for k, v in state.items() if "key_value" not in k})
 
 
 def test_outcomes_are_those_that_occurred(student: TrainedStudent, batch: Batch) -> None:
