@@ -262,11 +262,11 @@ class ImpressionPage:
             return []
         probabilities = [f"{name}: {row[f'p_{name}']:.5f}" for name in self.spec.objectives]
         values = [
-            f"value of a {name}: {row[f'value_{name}']:.2f}"
+            f"expected value of {name}: {row[f'value_{name}']:.2f}"
             for name, objective in self.spec.objectives.items()
             if objective.value and row.get(f"value_{name}") is not None
         ]
-        auction = [f"bid {row['bid']}"] if self.spec.auction else []
+        auction = [f"effective bid {row['bid']}"] if self.spec.auction else []
         auction.append(f"expected value {row['expected_value']:.6f}")
         is_ranked = row["rank"] is not None
         auction.append(f"rank {row['rank']} of its request" if is_ranked else "not in the auction")

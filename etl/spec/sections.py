@@ -255,7 +255,7 @@ class AuctionSpec(StrictModel):
     goal: str
     """Raw column of items with the goal of the campaign."""
     target_roas: str | None = None
-    """Raw column of items with the target return on ad spend, by which bids follow values."""
+    """Raw column of items with the target ROAS: bids are predicted value / target, up to `bid`."""
     advertiser: CategoryName | None = None
     """Item attribute of the advertiser, whose ads do not price each other; default: one per ad."""
     goal_objectives: dict[str, ObjectiveName]

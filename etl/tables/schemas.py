@@ -166,7 +166,8 @@ def attributes(spec: DataSpec, entity: str) -> TableSchema:
     if entity == "item":
         columns |= {name: AUCTION_TYPES[name] for name in auction_columns(spec)}
         if "target_roas" in columns:
-            rules = {"a negative target ROAS": "target_roas is null or target_roas >= 0"}
+            is_valid = "target_roas is null or (target_roas >= 0 and target_roas < 1e15)"
+            rules = {"target ROAS is negative or not finite": is_valid}
     name = f"attributes_{entity}"
     order = (f"{entity}_id", "valid_from")
     required = {f"no {entity}": f"{entity}_id", "no time": "valid_from"}

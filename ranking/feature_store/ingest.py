@@ -59,8 +59,8 @@ def validate_version(layout: RecordLayout, entity: str, version: AttributeVersio
     """Check the names and types of a posted version against the spec.
 
     Raises:
-        UserError: An attribute or goal is not declared, a value has the wrong type, or there is a
-            bid although the spec has no auction.
+        UserError: An attribute or goal is not declared, a value has the wrong type, there is a bid
+            although the spec has no auction, or a target ROAS that no bid can follow.
     """
     spec = layout.spec
     declared = getattr(spec.attributes, entity)
@@ -78,8 +78,18 @@ def validate_version(layout: RecordLayout, entity: str, version: AttributeVersio
             f"{version.entity_id} has a target ROAS, but the auction of the spec has no "
             "`target_roas`: leave it out"
         )
+    if version.target_roas and version.goal and not _has_value(spec, version.goal):
+        raise UserError(
+            f"{version.entity_id} has a target ROAS, but outcomes of its goal {version.goal!r} "
+            "have no values: leave the target out"
+        )
     if version.attributes is not None:
         encode_version(layout, entity, version)
+
+
+def _has_value(spec: DataSpec, goal: str) -> bool:
+    assert spec.auction
+    return spec.objectives[spec.auction.goal_objectives[goal]].value
 
 
 def validate_valid_from(valid_from: int, now: int) -> None:

@@ -32,6 +32,7 @@ from ranking.off_policy.estimators import (
 from ranking.registry.ranker import Ranker, load_ranker, validate_ranker, version_to_evaluate
 from ranking.scoring.auction import EXCLUDED_RANK, Auction
 from ranking.scoring.bids import BidTable, load_bids
+from ranking.scoring.candidates import CandidateScores
 from ranking.scoring.scorer import SCORE_ROWS, input_builder
 from training.data.batch import Batch, Shuffle
 from training.data.label_window import LabelWindow
@@ -45,7 +46,8 @@ class ScoredAds(NamedTuple):
     """Logged ads (B) with the scores of a ranker and their labels (B, O).
 
     `expected_values` and `is_excluded` are those of the auction, by the ranker's probabilities.
-    `spend` is what campaigns paid at their bids, `has_final_labels` whether all labels are final.
+    `spend` is what campaigns would have paid at their bids, those with a target by actual values,
+    `has_final_labels` whether all labels are final.
     """
 
     impression_ids: npt.NDArray[np.object_]
@@ -93,6 +95,7 @@ def _score_batch(
     bids = bid_table.as_of(batch.item_index.numpy(), as_of_us)
     result = auction(scores, bids, request)
     labels = batch.labels.numpy().astype(np.float64)
+    actual = CandidateScores(labels, np.ones_like(labels), batch.outcome_values.double().numpy())
     return ScoredAds(
         impression_ids=batch.impression_ids,
         request_ids=request,
@@ -100,7 +103,7 @@ def _score_batch(
         expected_values=result.expected_values,
         is_excluded=result.ranks == EXCLUDED_RANK,
         labels=labels,
-        spend=result.effective_bids * auction.goal_probabilities(labels, bids.goals),
+        spend=auction.effective_bids(actual, bids) * auction.goal_probabilities(labels, bids.goals),
         has_final_labels=np.asarray(
             np.all(batch.label_mask.numpy()[:, auction.served_objectives], axis=1)
         ),

@@ -29,7 +29,8 @@ def _lines(manifest: RankerManifest) -> Iterator[str]:
     yield f"# Ranker of {manifest.surface}, {manifest.version}"
     yield ""
     yield f"- **Intended use**: to order the ads of surface {manifest.surface} of {spec.name}."
-    yield f"- **Predicts**, for one impression: {', '.join(objectives)}, each a probability."
+    yield f"- **Predicts**, for one impression: {', '.join(objectives)}, each a probability; for"
+    yield "  objectives with values also the expected value of an outcome."
     for name in objectives:
         objective = spec.objectives[name]
         within = format_duration(objective.window)

@@ -136,8 +136,8 @@ class Ranker:
         net_rates = np.ones(len(self.objectives))
         if self.offsets is not None and self.offsets.net_rates:
             net_rates = self.offsets.net_rate(segments, self.objectives)
-        values = np.zeros(logits.shape)
-        if LOG_VALUES in outputs:  # some objective has values, and the ranker is not older
+        values = np.full(logits.shape, np.nan)
+        if LOG_VALUES in outputs:  # not without values in the spec, nor in older rankers
             columns = [self.objectives.index(n) for n in self.feature_schema.value_objectives]
             values[..., columns] = np.exp(outputs[LOG_VALUES].astype(np.float64))
             values *= calibration.value_factors(segments, self.objectives)
@@ -245,9 +245,11 @@ def max_output_difference(ranker: Ranker, test_vectors: bytes) -> float:
         vectors: dict[str, Any] = dict(stored)
     user_state = ranker.user_program(vectors)
     outputs = ranker.rank_program(user_state | vectors)
-    differences = [
-        np.abs(values - vectors[name]).max(initial=0) for name, values in outputs.items()
-    ]
+    differences = []
+    for name, found in outputs.items():
+        is_unknown = np.isnan(found) & np.isnan(vectors[name])  # of values that none was learned
+        difference = np.where(is_unknown, 0.0, np.abs(found - vectors[name]))
+        differences.append(difference.max(initial=0.0))
     return float(np.max(differences))
 
 

@@ -126,14 +126,14 @@ class Auction:
     def effective_bids(self, scores: CandidateScores, bids: CandidateBids) -> Floats:
         """The bid (B) of each candidate per event of its goal; 0 without a valid bid.
 
-        With a target return on ad spend it is the expected value of the event over the target, at
-        most the bid of the campaign.
+        With a target return on ad spend it is the expected value of the event over the target,
+        capped at the bid of the campaign.
         """
         valid_bids = np.where(_is_valid(bids.bids), bids.bids, 0.0)
         if self.spec.auction is None:
             return valid_bids
         columns = self._goal_objectives(bids.goals)
-        goal_values = scores.outcome_values[np.arange(len(columns)), columns]
+        goal_values = np.nan_to_num(scores.outcome_values[np.arange(len(columns)), columns])
         no_limit = np.full(len(columns), np.inf)
         has_target = bids.target_roas > 0
         limits = np.divide(goal_values, bids.target_roas, out=no_limit, where=has_target)

@@ -22,8 +22,8 @@ class CandidateScores:
     Attributes:
         probabilities: Calibrated probabilities of the objectives.
         net_rates: The share of their outcomes that are not retracted.
-        outcome_values: The expected value of an outcome, given that it occurs; 0 for objectives
-            without `value` in the spec.
+        outcome_values: The expected value of an outcome, given that it occurs; NaN for objectives
+            without `value` in the spec, or of which the ranker has learned no value.
     """
 
     probabilities: Floats
@@ -50,7 +50,7 @@ class CandidateBids:
         bids: The bid of each, per event that its campaign pays for; 0 for none.
         goals: The goal of each campaign; with None it takes part in no auction.
         target_roas: The target return on ad spend of each; 0 for none. A campaign with a target
-            bids the expected value of its goal over the target, at most its bid.
+            bids the expected value of its goal over the target, capped at its bid.
         advertisers: The code of each campaign's advertiser, or NO_ADVERTISER.
     """
 

@@ -13,9 +13,14 @@ from ranking.scoring.calibration import Floats, Labels, logit, sigmoid
 from ranking.scoring.offsets import LabeledRows
 from ranking.scoring.outcome_values import OutcomeValues
 
+MAX_VALUE_OFFSET = 3.0  # outcomes without any value would lower offsets without end
+
 
 class Likelihood(Protocol):
     """The likelihood of rows (n), given offsets that are added to what was predicted of them."""
+
+    max_offset: float | None
+    """Bound of the absolute value of each offset."""
 
     def __len__(self) -> int:
         """The number of rows."""
@@ -36,6 +41,7 @@ class LogisticLikelihood(Likelihood):
 
     logits: Floats
     labels: Labels
+    max_offset: float | None = None
 
     @classmethod
     def of(cls, rows: LabeledRows) -> "LogisticLikelihood":
@@ -63,20 +69,19 @@ class LogisticLikelihood(Likelihood):
 
 @dataclass(frozen=True)
 class GammaLikelihood(Likelihood):
-    """Values (n) over predicted ones, of which a dispersion is the squared relative error."""
+    """Ratios (n) of actual to predicted values; their squared coefficient of variation is one.
+
+    An estimate of it from few rows would give little weight to just those with large values, and
+    bias the offsets.
+    """
 
     ratios: Floats
-    dispersion: float
+    max_offset: float | None = MAX_VALUE_OFFSET
 
     @classmethod
-    def of(cls, values: OutcomeValues, factors: Floats) -> "GammaLikelihood":
-        """The likelihood of values; their dispersion is that with the factors (n) so far.
-
-        One row of a relative error of one counts beside the rows.
-        """
-        ratios = values.actual / values.predicted
-        errors = ratios / factors - 1
-        return cls(ratios, float((errors @ errors + 1) / (len(errors) + 1)))
+    def of(cls, values: OutcomeValues) -> "GammaLikelihood":
+        """The likelihood of outcomes; negative values count as zero."""
+        return cls(np.maximum(values.actual, 0) / values.predicted)
 
     @override
     def __len__(self) -> int:
@@ -84,12 +89,12 @@ class GammaLikelihood(Likelihood):
 
     @override
     def loss(self, added: Floats) -> float:
-        return float((self.ratios * np.exp(-added) + added).sum()) / self.dispersion
+        return float((self.ratios * np.exp(-added) + added).sum())
 
     @override
     def gradient(self, added: Floats) -> Floats:
-        return np.asarray((1 - self.ratios * np.exp(-added)) / self.dispersion)
+        return np.asarray(1 - self.ratios * np.exp(-added))
 
     @override
     def information(self, added: Floats) -> Floats:
-        return np.full(len(added), 1 / self.dispersion)
+        return np.ones(len(added))

@@ -83,17 +83,18 @@ def refresh_value_offsets(
 ) -> CalibrationOffsets:
     """Offsets of values that have learned outcomes, after `elapsed` seconds.
 
-    Predicted values are not calibrated. Drifts of values are slower than those of rates, and their
-    outcomes fewer: the intercept has the half-life of segments.
+    Predicted values are not calibrated. Values drift more slowly than rates, and outcomes are
+    fewer: the intercept has the half-life of segments.
     """
     refreshed = dict(offsets.values)
     for name, values in outcomes.items():
         before = offsets.values.get(name, {})
-        likelihood = GammaLikelihood.of(
-            values, offsets.value_factors(values.segments, [name])[..., 0]
-        )
         refreshed[name], _ = _refresh(
-            before, likelihood, values.segments, elapsed, intercept_half_life=SEGMENT_HALF_LIFE
+            before,
+            GammaLikelihood.of(values),
+            values.segments,
+            elapsed,
+            intercept_half_life=SEGMENT_HALF_LIFE,
         )
     return offsets.model_copy(update={"values": refreshed})
 
@@ -238,7 +239,8 @@ def _fit_offsets(
         penalty = 0.5 * float(precision @ deviation**2)
         return likelihood.loss(added) + penalty, gradient + precision * deviation
 
-    bound = [(None, None)] * (len(before) - 1) + [(MIN_SLOPE, None)]
+    most = likelihood.max_offset
+    bound = [(None if most is None else -most, most)] * (len(before) - 1) + [(MIN_SLOPE, None)]
     fitted = minimize(loss_and_gradient, before, jac=True, method="L-BFGS-B", bounds=bound).x
     *means, slope_part = np.split(fitted, bounds)
     return means, float(slope_part[0]), likelihood.information(added_offsets(fitted))

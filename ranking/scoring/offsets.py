@@ -123,7 +123,7 @@ def _total_offset(offsets: Mapping[str, SegmentOffsets], segments: SegmentValues
 class RankerCalibration:
     """The calibration of each objective's logits, then offsets by segment, if there are any.
 
-    They also calibrate predicted values of outcomes.
+    The offsets also calibrate predicted values of outcomes.
     """
 
     by_objective: Mapping[str, Calibration]

@@ -1,4 +1,4 @@
-"""Predicted values of outcomes beside the actual ones.
+"""Predicted values of outcomes, compared with actual ones.
 
 n outcomes.
 """

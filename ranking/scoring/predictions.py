@@ -64,7 +64,7 @@ class SegmentedPredictions:
 
 @dataclass(frozen=True)
 class BatchScores:
-    """Logits (B, O) of a batch, and expected values of the outcomes (B, O), if there are any."""
+    """Logits (B, O) of a batch, and expected values of outcomes (B, O); NaN where unknown."""
 
     logits: Tensor
     outcome_values: Floats | None = None
@@ -78,7 +78,7 @@ def predict_by_segment(
     Items from index `num_items` on are new to the model.
     """
     by_batch: list[SegmentValues] = []
-    outcomes: list[dict[str, OutcomeValues]] = []
+    outcomes = [_no_outcomes(spec)]
 
     def logits(batch: Batch) -> Tensor:
         segments, scores = batch_segments(batch, spec, num_items), score(batch)
@@ -92,16 +92,23 @@ def predict_by_segment(
     return SegmentedPredictions(predictions, segments, concat_outcomes(outcomes))
 
 
+def _no_outcomes(spec: DataSpec) -> dict[str, OutcomeValues]:
+    """An entry without rows for each objective with values."""
+    segments = {name: np.zeros(0, np.int64) for name in spec.calibration_segments}
+    empty = OutcomeValues(np.zeros(0), np.zeros(0), segments)
+    return {name: empty for name, objective in spec.objectives.items() if objective.value}
+
+
 def _outcomes_of(
     batch: Batch, expected: Floats, spec: DataSpec, segments: SegmentValues
 ) -> dict[str, OutcomeValues]:
-    """The outcomes of a batch that have a final label, by objective with values."""
+    """The outcomes of a batch with a final label and a prediction, by objective with values."""
     is_positive = (batch.label_mask & (batch.labels > 0)).numpy()
     actual = batch.outcome_values.double().numpy()
     outcomes = {}
     for column, (name, objective) in enumerate(spec.objectives.items()):
         if objective.value:
-            rows = is_positive[:, column]
+            rows = is_positive[:, column] & np.isfinite(expected[:, column])
             outcomes[name] = OutcomeValues(
                 expected[rows, column],
                 actual[rows, column],

@@ -87,7 +87,7 @@ class Scorer:
             "ranker": np.full(len(item), ranker.manifest.version, object),
             **{f"p_{n}": scores.probabilities[:, i] for i, n in enumerate(spec.objectives)},
             **{
-                f"value_{name}": scores.outcome_values[:, i]
+                f"value_{name}": pa.array(scores.outcome_values[:, i], from_pandas=True)
                 for i, (name, objective) in enumerate(spec.objectives.items())
                 if objective.value
             },

@@ -46,7 +46,7 @@ def rank_request(
             outcome_values={
                 name: value
                 for name, value in zip(ranker.objectives, ad.outcome_values, strict=True)
-                if spec.objectives[name].value
+                if np.isfinite(value)
             },
         )
         for ad in ranked_ads(scores, result)

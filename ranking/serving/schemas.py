@@ -103,7 +103,7 @@ class ItemAttributesRequest(BodyModel):
     """Attributes, bid and goal of an item, valid from `valid_from` (ms since 1970), by default now.
 
     Omitted fields keep their values, `attributes` as a whole. A bid of 0 takes the item out of
-    auctions, a `target_roas` of 0 is none.
+    auctions, a `target_roas` of 0 removes the target.
     """
 
     item: Identifier

@@ -113,12 +113,15 @@ class TrainedStudent:
         return logits
 
     def score(self, batch: Batch) -> BatchScores:
-        """Logits at logged positions, and expected values of outcomes, not calibrated."""
+        """Logits at logged positions, and expected values of outcomes, not calibrated.
+
+        Values are NaN for objectives without values, or of which none has been learned.
+        """
         hidden = self.hidden(batch)
         logits, head = self._logits_of(hidden, batch), self.student.value_head
         if head is None:
             return BatchScores(logits)
-        values = np.zeros(logits.shape)
+        values = np.full(logits.shape, np.nan)
         values[:, head.objective_index] = head(hidden).detach().double().exp().numpy()
         return BatchScores(logits, values)
 

@@ -20,8 +20,9 @@ MIN_VARIANCE = 1e-6
 class ValueHead(nn.Module):
     """Predicts values from the last hidden layer of a student (ZILN, 1912.07753).
 
-    It starts from the mean and the variance of the logarithms of all values so far, in any
-    currency. Its loss does not reach the layers below, so that probabilities do not depend on it.
+    It predicts shift and scale relative to the running mean and variance of ln(value), so it needs
+    no configuration per currency. Its loss does not reach the layers below, so that probabilities
+    do not depend on it.
     `objective_index` has the columns of the objectives with values.
     """
 
@@ -41,9 +42,13 @@ class ValueHead(nn.Module):
         return ZilnDistribution(log_mean, std * log_scale.clamp(*LOG_SCALES).exp())
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Logarithms of expected values (…, V), given that the outcomes occur."""
+        """Logarithms of expected values (…, V), given that the outcomes occur.
+
+        They are NaN for objectives of which no value has been learned.
+        """
         distribution = self.distribution(hidden)
-        return distribution.log_mean + distribution.log_std.square() / 2
+        log_values = distribution.log_mean + distribution.log_std.square() / 2
+        return torch.where(self.log_values.count > 0, log_values, torch.nan)
 
     def loss(self, hidden: Tensor, batch: Batch) -> Tensor:
         """The mean negative log-likelihood of the positive values of a batch; 0 without any."""

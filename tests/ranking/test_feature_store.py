@@ -36,15 +36,18 @@ from ranking.feature_store.request import RankRequest
 from ranking.feature_store.storage import BID_DTYPE, storage_key
 from ranking.feature_store.store import (
     MAX_REQUEST_AGE,
+    METADATA_KEY,
     FeatureStore,
     StoreMetadata,
     create_store,
     open_store,
 )
 from ranking.inputs.recency_features import RecencyFeatures
+from ranking.scoring.bids import load_bids
 from ranking.student.config import InputLimits
 from tests.conftest import FIRST, LAST
 from tests.small_pipeline import DAYS
+from training.data.reader import ExampleReader
 
 INPUT_LIMITS = InputLimits(
     max_length=40, encoded_events=12, teacher_history_length=6, user_hash_buckets=50
@@ -64,8 +67,16 @@ def test_online_features_of_logged_requests_equal_the_offline_features(
 ) -> None:
     store = store_until(gem_lake, LAST, INPUT_LIMITS, tmp_path / "store")
     report = check_consistency(store, gem_lake, LAST, INPUT_LIMITS)
+    items = ExampleReader.latest(gem_lake, "behaviour", LENGTH).items
+    index = np.arange(RESERVED_ITEM_INDICES, len(items))
+    online = fetch(store, "u1", items.item_ids[index].tolist(), store.data_until).bids
     store.close()
     assert report.num_requests > 100 and not report.mismatches
+    times = np.full(len(index), store.data_until * MICRO)
+    offline = load_bids(gem_lake, items).as_of(index, times)
+    assert online.goals == offline.goals and (online.target_roas > 0).sum() > 3
+    np.testing.assert_array_equal(online.target_roas, offline.target_roas)
+    np.testing.assert_array_equal(online.bids, offline.bids)
 
 
 def test_online_features_respect_the_delay_of_a_source(
@@ -296,6 +307,16 @@ def test_only_decayed_counts_may_be_rounded_differently(small_lake: Lake, tmp_pa
         assert names == ([] if "decayed_" in name else ["numeric"]), name
         numeric[0, 0, column] = np.nan if "decayed_" in name else 1.0001
         assert list(mismatched_arrays(rounded, candidates, known, tolerance)) == ["numeric"]
+
+
+def test_a_store_of_another_record_format_is_refused(lake: Lake, tmp_path: Path) -> None:
+    store = create_store(tmp_path / "store", metadata(lake.spec))
+    earlier = store.metadata.model_copy(update={"record_format": 1})
+    with store.write_transaction() as txn:
+        txn.put("meta", METADATA_KEY, earlier.model_dump_json().encode())
+    store.close()
+    with pytest.raises(UserError, match="written by another version of Gemline"):
+        open_store(tmp_path / "store", lake.spec)
 
 
 def test_a_user_and_items_never_seen_are_read_as_unknown(store: FeatureStore) -> None:

@@ -1,5 +1,6 @@
 """Values of outcomes: what the head learns, its calibration, and how rankers serve it."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,6 +43,13 @@ def batch(reader: ExampleReader) -> Batch:
     return batch_of(reader, 400)
 
 
+def untrained_student(reader: ExampleReader, seed: int) -> TrainedStudent:
+    torch.manual_seed(seed)
+    student = new_student(reader, SMALL, len(reader.items), TeacherEmbeddings.empty())
+    student.student.eval()
+    return student
+
+
 def with_values(batch: Batch, hidden: torch.Tensor, seed: int) -> Batch:
     """A batch whose conversions have log-normal values that depend on the hidden layer."""
     generator = torch.Generator().manual_seed(seed)
@@ -72,6 +80,7 @@ def test_the_head_learns_expected_values_in_any_currency(batch: Batch) -> None:
     head, hidden = trained_head(batch, column), torch.randn(500, HIDDEN)
     expected = 7 + 0.8 * hidden[:, 0] + 0.5**2 / 2
     torch.testing.assert_close(head(hidden)[:, 0], expected, rtol=0, atol=0.15)
+    assert ValueHead(HIDDEN, [column])(hidden).isnan().all()  # no value was learned
 
 
 def test_values_of_labels_that_are_not_final_are_not_read(batch: Batch) -> None:
@@ -144,6 +153,31 @@ def test_values_of_few_outcomes_stay_close_to_what_was_known() -> None:
     np.testing.assert_allclose(found, before, rtol=0.02)
 
 
+@pytest.mark.parametrize("spread", [0.7, 1.2])
+def test_single_outcomes_an_hour_do_not_bias_the_factors(spread: float) -> None:
+    """Dispersions that are estimated from few outcomes do: factors of 0.8 and 0.5."""
+    rng, offsets, factors = np.random.default_rng(0), OFFSETS, []
+    for hour in range(400):
+        actual = 20 * rng.lognormal(-(spread**2) / 2, spread, 1)
+        outcomes = OutcomeValues(np.full(1, 20.0), actual, {})
+        offsets = refresh_value_offsets(offsets, {"conversion": outcomes}, 3600)
+        if hour >= 100:
+            factors.append(offsets.value_factors({}, ["conversion"])[0])
+    assert np.mean(factors) == pytest.approx(1, abs=0.12)
+
+
+def test_factors_recover_from_a_day_whose_log_has_no_values() -> None:
+    rng, none = np.random.default_rng(0), np.zeros(500)
+    without = OutcomeValues(np.full(500, 20.0), none, {"category": none.astype(np.int64)})
+    offsets = refresh_value_offsets(OFFSETS, {"conversion": without}, DAY)
+    assert offsets.value_factors(CATEGORIES, ["conversion"]).min() > 0
+    for _ in range(10):
+        outcomes = drawn_outcomes(rng, 500, 0.7)
+        offsets = refresh_value_offsets(offsets, {"conversion": outcomes}, DAY)
+    found = offsets.value_factors(CATEGORIES, ["conversion"])[:, 0]
+    assert np.abs(found / np.exp(np.arange(8) / 8) - 1).mean() < 0.15
+
+
 @given(st.floats(0.01, 100), st.integers(1, 40))
 @settings(max_examples=20, deadline=None)
 def test_calibrated_values_are_the_same_in_any_currency(scale: float, rows: int) -> None:
@@ -174,12 +208,11 @@ def test_outcomes_of_several_parts_are_put_together() -> None:
 def test_a_ranker_serves_the_calibrated_values_of_its_student(
     reader: ExampleReader, batch: Batch, tmp_path: Path
 ) -> None:
-    torch.manual_seed(0)
-    student = new_student(reader, SMALL, len(reader.items), TeacherEmbeddings.empty())
+    student = untrained_student(reader, 0)
     head = student.student.value_head
     assert head is not None
     torch.nn.init.normal_(head.linear.weight)
-    student.student.eval()
+    head.log_values.count += 1
     objectives = list(reader.features.objectives)
     intercept = SegmentOffsets(values=(0,), offsets=(np.log(1.7),))
     offsets = OFFSETS.model_copy(update={"values": {"conversion": {INTERCEPT: intercept}}})
@@ -192,18 +225,40 @@ def test_a_ranker_serves_the_calibrated_values_of_its_student(
         expected = 1.7 * head(student.hidden(batch))[:, 0].exp()
     conversion = objectives.index("conversion")
     np.testing.assert_allclose(values[:, conversion], expected, rtol=1e-4)
-    assert np.delete(values, conversion, axis=1).max() == 0 and values[:, conversion].std() > 0.1
+    assert np.isnan(np.delete(values, conversion, axis=1)).all()
+    assert values[:, conversion].std() > 0.1
+
+
+def test_values_that_were_not_learned_are_unknown(
+    folder: Path, student: TrainedStudent, batch: Batch
+) -> None:
+    """By a ranker without training, and by one that was exported before there were values."""
+    ranker = load_ranker(folder)
+
+    class WithoutValues:
+        """A program of an earlier version."""
+
+        inputs, outputs = ranker.rank_program.inputs, ("logits",)
+
+        def __call__(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+            """Run without values."""
+            return {"logits": ranker.rank_program(arrays)["logits"]}
+
+    inputs = student.input_builder(batch)
+    for untrained in (ranker, replace(ranker, rank_program=WithoutValues())):
+        scores = untrained.score(untrained.user_state(inputs.requests), inputs.candidates)
+        assert np.isnan(scores.outcome_values).all() and np.isfinite(scores.probabilities).all()
+    spec = student.input_builder.reader.lake.spec
+    with torch.no_grad():
+        predictions = predict_by_segment(student.score, [batch], spec, student.num_items)
+    assert not len(predictions.outcomes["conversion"].actual)
 
 
 def test_a_training_from_before_there_were_values_goes_on_with_a_new_head(
     reader: ExampleReader,
 ) -> None:
-    def new_trainer(seed: int) -> StudentTrainer:
-        torch.manual_seed(seed)
-        student = new_student(reader, SMALL, len(reader.items), TeacherEmbeddings.empty())
-        return StudentTrainer(student, StudentTrainConfig(model=SMALL), None)
-
-    earlier, later = new_trainer(0), new_trainer(1)
+    config = StudentTrainConfig(model=SMALL)
+    earlier, later = (StudentTrainer(untrained_student(reader, k), config, None) for k in (0, 1))
     state = {k: v for k, v in earlier.state_dict().items() if "value_head." not in k}
     later.load_state_dict(state)
     found = later.state_dict()
@@ -214,7 +269,8 @@ def test_a_training_from_before_there_were_values_goes_on_with_a_new_head(
         later.load_state_dict({k: v for k, v in state.items() if "key_value" not in k})
 
 
-def test_outcomes_are_those_that_occurred(student: TrainedStudent, batch: Batch) -> None:
+def test_outcomes_are_those_that_occurred(reader: ExampleReader, batch: Batch) -> None:
+    student = untrained_student(reader, 0)
     head, spec = student.student.value_head, student.input_builder.reader.lake.spec
     assert head is not None
     (column,) = head.objective_index
@@ -225,9 +281,12 @@ def test_outcomes_are_those_that_occurred(student: TrainedStudent, batch: Batch)
             valued,
             labels=valued.labels.roll(column + 1, 1),
             outcome_values=valued.outcome_values.roll(column + 1, 1),
+            label_mask=torch.rand(valued.labels.shape) < 0.5,
         )
+        head.log_values.count.fill_(1)
         predictions = predict_by_segment(student.score, [valued], spec, student.num_items)
-    occurs = (valued.labels[:, column] > 0).numpy()
+    occurs = (valued.label_mask & (valued.labels > 0))[:, column].numpy()
+    assert occurs.sum() < (valued.labels[:, column] > 0).sum()
     assert predictions.outcomes.keys() == {"conversion"} and 0 < occurs.sum() < len(batch)
     found, expected = predictions.outcomes["conversion"], valued.outcome_values[:, column]
     np.testing.assert_array_equal(found.actual, expected.double()[occurs])

@@ -119,6 +119,22 @@ def test_fields_that_a_posted_item_leaves_out_keep_their_values(client: TestClie
     assert rank_items(client, "new")["excluded"] == [{"item": "new", "reason": "no_bid"}]
 
 
+def test_a_target_return_is_posted_and_removed(client: TestClient) -> None:
+    """The ranker has learned no values: an ad with a target takes no part."""
+    post_item(client, "new", bid=2, goal="sales", attributes={"kind": "ad"})
+    (ranked,) = rank_items(client, "new")["ranking"]
+    assert ranked["outcome_values"] == {}
+    post_item(client, "new", 1, target_roas=3.0)
+    post_item(client, "new", 2, bid=4)
+    assert rank_items(client, "new")["excluded"] == [{"item": "new", "reason": "no_value"}]
+    post_item(client, "new", 3, target_roas=0)
+    (again,) = rank_items(client, "new")["ranking"]
+    assert again["expected_value"] == pytest.approx(2 * ranked["expected_value"], rel=1e-3)
+    clicks = {"item": "new", "bid": 1, "goal": "traffic", "target_roas": 2.0}
+    answer = client.post("/items", json=clicks)
+    assert answer.status_code == 400 and "have no values" in answer.json()["error"]
+
+
 def test_ads_of_one_advertiser_do_not_compete(client: TestClient) -> None:
     """A second ad of the best ad's advertiser, just below it, leaves its price as it was."""
     ads = rank_items(client, *ITEMS)["ranking"]

@@ -25,7 +25,13 @@ from training.model.gem import Gem
 from training.model.low_precision import BlockNorm
 from training.precision.dispatch import MAX_MERE, choose_recipes, precision_map
 from training.precision.errors import RecipeError, measure_errors
-from training.precision.linear import apply_precision_map, linear_sites, precise_linear
+from training.precision.linear import (
+    apply_precision_map,
+    linear_product,
+    linear_sites,
+    precise_linear,
+    recipe_product,
+)
 from training.precision.precision_map import (
     PrecisionMap,
     RecipeName,
@@ -152,6 +158,13 @@ def test_a_map_changes_the_layers_that_it_names_and_no_parameter_names() -> None
     hidden = exact.trunk[:2](x)
     difference = (model.trunk[2](hidden) - exact.trunk[2](hidden)).norm()
     assert 0.01 < difference / exact.trunk[2](hidden).norm() < 0.06
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "bf16", "fp8_tensor", "fp8_row"])
+def test_operators_do_what_they_declare_to_compilers(recipe: str) -> None:
+    x, weight = normals(6, 5).requires_grad_(), normals(3, 5).requires_grad_()
+    torch.library.opcheck(recipe_product, (x.detach(), weight.detach(), recipe, True))
+    torch.library.opcheck(linear_product, (x, weight, recipe, recipe, recipe))
 
 
 def test_layers_train_equally_when_they_are_compiled_or_sharded() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from training.precision.precision_map import PrecisionMap, RecipeName, SiteRecipes
 from training.precision.recipes import product
 
-# Modules of GEM with low precision; heads, gates, norms and tables stay in fp32.
+# Modules of GEM with low precision; heads, gates, norms and tables have none.
 PRECISION_MODULES = ("interaction", "history.encoder", "trunk")
 
 
@@ -102,7 +102,7 @@ def forward_hooks(layers: Mapping[str, nn.Linear], hook_of: Callable[[str], Any]
 def apply_precision_map(model: nn.Module, precision_map: PrecisionMap) -> None:
     """Give the linear layers of a model the recipes of a map, in place; names do not change.
 
-    Layers that the map lacks stay in fp32.
+    Layers that the map lacks do not change.
     """
     for name, layer in linear_sites(model):
         recipes = precision_map.sites.get(name)

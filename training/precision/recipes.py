@@ -133,4 +133,4 @@ def _cuda_product(a: Tensor, b: Tensor, recipe: Recipe, dtypes: list[torch.dtype
         out_dtype=torch.bfloat16,
         use_fast_accum=False,
     )
-    return result[:, :columns].to(a.dtype)
+    return result[:, :columns].contiguous().to(a.dtype)

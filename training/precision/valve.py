@@ -1,4 +1,4 @@
-"""The safety valve: layers whose recipe errs too much in training are computed without FP8."""
+"""The safety valve: layers whose quantization error is too large are computed without FP8."""
 
 import logging
 from collections.abc import Iterator
