@@ -152,7 +152,9 @@ def write_quality(lake: Lake, fits: dict[str, AudienceFit], until: date) -> int:
     schema = audience_schemas.audience_quality(lake.spec)
     rows = [row for name, fit in fits.items() for row in quality_rows(name, fit, until)]
     table = pa.Table.from_pylist(rows, schema=arrow_schema(schema))
-    arrow.replace_rows(lake, schema, table, f"day = '{until}'", {})
+    inputs = [name for name in ("audits", "audience_counts") if lake.exists(name)]
+    versions = {name: lake.version(name) for name in inputs}
+    arrow.replace_rows(lake, schema, table, f"day = '{until}'", versions)
     return len(rows)
 
 

@@ -11,7 +11,7 @@ import pytest
 from etl.reports import AUDIENCE_REPORTS, load_reports
 from etl.tables import audience_schemas, schemas
 from etl.tables.arrow import snapshot
-from etl.tables.lake import Lake
+from etl.tables.lake import Lake, last_commit_metadata
 from features.audience.counts import count_audiences
 from gemline import main
 from tests.conftest import FIRST, LAST
@@ -168,6 +168,9 @@ def test_estimates_of_simulated_providers_are_close_to_the_truth(
         assert row["impressions"] >= own.spec.audiences[AUDIENCE].min_count
         assert 0 <= row["low"] <= row["precision"] <= row["high"] <= 1
     assert len(errors) > 40 and sum(errors) < sum(errors_of_shares) / 2
+    inputs = {name: own.version(name) for name in ("audits", "audience_counts")}
+    commit = last_commit_metadata(own.open("audience_quality"))
+    assert commit["inputs"] == inputs
 
     wanted = ["--audience", AUDIENCE, "--target", "18-24", "--impressions", "100", "--json"]
     capsys.readouterr()
