@@ -277,8 +277,8 @@ def scores(spec: DataSpec) -> TableSchema:
     """One candidate of a request as a surface's ranker scores it; `rank` orders the candidates.
 
     `price` is what the campaign pays for its event. Both are null where the candidate is excluded.
-    `value_…` are expected values of outcomes, given that they occur; `bid` is per event, with a
-    target return computed from the value.
+    `value_…` are expected values of outcomes, given that they occur; `bid` is per event; with
+    a target return it is computed from the value.
     """
     columns = {
         "impression_id": "string",

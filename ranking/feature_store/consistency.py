@@ -178,19 +178,8 @@ def ingest_attribute_versions(store: FeatureStore, lake: Lake, day: date) -> Non
         rows = arrow.snapshot(lake, schemas.attributes(lake.spec, entity)).read(day=day)
         with store.write_transaction() as txn:
             for row in rows.to_pylist():
-                version = _attribute_version(entity, row, declared)
+                version = AttributeVersion.from_row(entity, row, declared)
                 upsert_attributes(store, txn, entity, version, store.data_until)
-
-
-def _attribute_version(entity: str, row: Row, declared: Mapping[str, object]) -> AttributeVersion:
-    return AttributeVersion(
-        entity_id=row[f"{entity}_id"],
-        valid_from=row["valid_from"],
-        attributes={name: row[f"attr_{name}"] for name in declared},
-        bid=row.get("bid"),
-        goal=row.get("goal"),
-        target_roas=row.get("target_roas"),
-    )
 
 
 def events_by_ingest_time(lake: Lake, logged_events: pa.Table) -> Iterator[Event]:

@@ -4,8 +4,9 @@ An event extends its user's history and increments counters. A version of a user
 to the versions of that entity, and what an item offers to its bids.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +54,20 @@ class AttributeVersion:
     bid: float | None = None
     goal: str | None = None
     target_roas: float | None = None
+
+    @classmethod
+    def from_row(
+        cls, entity: str, row: Mapping[str, Any], declared: Iterable[str]
+    ) -> "AttributeVersion":
+        """The version in a row of a table of attributes, with the declared ones."""
+        return cls(
+            entity_id=row[f"{entity}_id"],
+            valid_from=row["valid_from"],
+            attributes={name: row[f"attr_{name}"] for name in declared},
+            bid=row.get("bid"),
+            goal=row.get("goal"),
+            target_roas=row.get("target_roas"),
+        )
 
 
 def validate_version(layout: RecordLayout, entity: str, version: AttributeVersion) -> None:

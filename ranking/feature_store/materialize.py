@@ -136,14 +136,7 @@ class TableSource:
         rows = read_until(self.lake, schema, self.data_until_day).sort_by(order)
         declared = getattr(self.lake.spec.attributes, entity)
         for row in rows.to_pylist():
-            yield AttributeVersion(
-                entity_id=row[f"{entity}_id"],
-                valid_from=row["valid_from"],
-                attributes={name: row[f"attr_{name}"] for name in declared},
-                bid=row.get("bid"),
-                goal=row.get("goal"),
-                target_roas=row.get("target_roas"),
-            )
+            yield AttributeVersion.from_row(entity, row, declared)
 
     def teacher_history_records(self) -> Iterator[tuple[str, KeyValuePairs]]:
         """The teacher embeddings of each user's most recent impressions."""

@@ -32,7 +32,8 @@ class StoreMetadata(StrictModel):
     """What a store was built from: a spec, a sequence, and all data until `data_until` (seconds).
 
     `num_items` is the number of item indices in the tables at that time. Items that are seen first
-    in the store may get another index in the tables later.
+    in the store may get another index in the tables later. `record_format` is 1 for stores that
+    were written before it was recorded.
     """
 
     spec: DataSpec

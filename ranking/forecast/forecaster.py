@@ -83,7 +83,7 @@ class Forecaster:
         growth = self._growth(targeting, flight, days)
         scale = _Scale(size, in_window, in_flight, growth, self._noise(targeting, size, in_window))
         if not growth.is_backtested:
-            notes.append("Fewer than three weeks of logs: the supply forecast is not backtested")
+            notes.append("fewer than three weeks of logs: the supply forecast is not backtested")
         if in_window.answered < 1:
             notes.append("a part of the sample did not answer: intervals are wider")
         brought = await self._forecast_campaign(replace(query, days=days), campaign, request, scale)

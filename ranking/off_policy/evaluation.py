@@ -93,7 +93,7 @@ def _score_batch(
     scores = ranker.score(user_state, inputs.candidates)[mask]
     as_of_us = batch.as_of.numpy()[request] * MICROS["s"]
     bids = bid_table.as_of(batch.item_index.numpy(), as_of_us)
-    result = auction(scores, bids, request)
+    result, columns = auction(scores, bids, request), auction.goal_columns(bids.goals)
     labels = batch.labels.numpy().astype(np.float64)
     actual = CandidateScores(labels, np.ones_like(labels), batch.outcome_values.double().numpy())
     return ScoredAds(
@@ -103,7 +103,8 @@ def _score_batch(
         expected_values=result.expected_values,
         is_excluded=result.ranks == EXCLUDED_RANK,
         labels=labels,
-        spend=auction.effective_bids(actual, bids) * auction.goal_probabilities(labels, bids.goals),
+        spend=auction.effective_bids(actual, bids, columns)
+        * auction.goal_probabilities(labels, columns),
         has_final_labels=np.asarray(
             np.all(batch.label_mask.numpy()[:, auction.served_objectives], axis=1)
         ),

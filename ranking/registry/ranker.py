@@ -137,7 +137,7 @@ class Ranker:
         if self.offsets is not None and self.offsets.net_rates:
             net_rates = self.offsets.net_rate(segments, self.objectives)
         values = np.full(logits.shape, np.nan)
-        if LOG_VALUES in outputs:  # not without values in the spec, nor in older rankers
+        if LOG_VALUES in outputs:  # absent if no objective has values, and in older rankers
             columns = [self.objectives.index(n) for n in self.feature_schema.value_objectives]
             values[..., columns] = np.exp(outputs[LOG_VALUES].astype(np.float64))
             values *= calibration.value_factors(segments, self.objectives)
@@ -247,7 +247,7 @@ def max_output_difference(ranker: Ranker, test_vectors: bytes) -> float:
     outputs = ranker.rank_program(user_state | vectors)
     differences = []
     for name, found in outputs.items():
-        is_unknown = np.isnan(found) & np.isnan(vectors[name])  # of values that none was learned
+        is_unknown = np.isnan(found) & np.isnan(vectors[name])  # no value was learned
         difference = np.where(is_unknown, 0.0, np.abs(found - vectors[name]))
         differences.append(difference.max(initial=0.0))
     return float(np.max(differences))

@@ -97,11 +97,14 @@ class Auction:
             UserError: A goal is not in the spec.
         """
         terms = self.spec.terms_of(self.surface)
-        probabilities, effective_bids = scores.net_probabilities, self.effective_bids(scores, bids)
-        goal_probabilities = self.goal_probabilities(probabilities, bids.goals)
+        probabilities, columns = scores.net_probabilities, self.goal_columns(bids.goals)
+        effective_bids = self.effective_bids(scores, bids, columns)
+        goal_probabilities = self.goal_probabilities(probabilities, columns)
         surface_values = probabilities @ self.objective_values
         values = effective_bids * goal_probabilities + surface_values
-        exclusions = self._exclusions(probabilities, bids, effective_bids, goal_probabilities)
+        exclusions = self._exclusions(
+            probabilities, bids, columns, effective_bids, goal_probabilities
+        )
         is_eligible = exclusions == Exclusion.NONE
 
         order = np.lexsort((-values, ~is_eligible, request_index))
@@ -123,16 +126,13 @@ class Auction:
         ranks = np.where(is_eligible, ranks, EXCLUDED_RANK)
         return AuctionResult(effective_bids, values, ranks, prices, exclusions)
 
-    def effective_bids(self, scores: CandidateScores, bids: CandidateBids) -> Floats:
+    def effective_bids(self, scores: CandidateScores, bids: CandidateBids, columns: Ints) -> Floats:
         """The bid (B) of each candidate per event of its goal; 0 without a valid bid.
 
         With a target return on ad spend it is the expected value of the event over the target,
-        capped at the bid of the campaign.
+        capped at the bid of the campaign. `columns` (B) are those of the goals.
         """
         valid_bids = np.where(_is_valid(bids.bids), bids.bids, 0.0)
-        if self.spec.auction is None:
-            return valid_bids
-        columns = self._goal_objectives(bids.goals)
         goal_values = np.nan_to_num(scores.outcome_values[np.arange(len(columns)), columns])
         no_limit = np.full(len(columns), np.inf)
         has_target = bids.target_roas > 0
@@ -143,13 +143,14 @@ class Auction:
         self,
         probabilities: Floats,
         bids: CandidateBids,
+        columns: Ints,
         effective_bids: Floats,
         goal_probabilities: Floats,
     ) -> Ints:
         """The first reason that excludes each candidate (B)."""
         if self.spec.auction is None:
             return np.full(len(probabilities), int(Exclusion.NONE))
-        terms, columns = self.spec.terms_of(self.surface), self._goal_objectives(bids.goals)
+        terms = self.spec.terms_of(self.surface)
         quality = np.full(len(probabilities), np.inf)
         if terms.quality_objective:
             quality = probabilities[:, self._objectives.index(terms.quality_objective)]
@@ -163,17 +164,18 @@ class Auction:
         }
         return np.select(list(reasons.values()), list(reasons), int(Exclusion.NONE))
 
-    def goal_probabilities(self, probabilities: Floats, goals: Sequence[str | None]) -> Floats:
+    def goal_probabilities(self, probabilities: Floats, columns: Ints) -> Floats:
         """The probability (B) that each campaign's goal is reached; 0 if it is not served."""
-        if self.spec.auction is None:
-            return np.zeros(len(probabilities))
-        columns = self._goal_objectives(goals)
         is_served = np.append(self.served_objectives, False)[columns]  # the last is for no goal
         return np.where(is_served, probabilities[np.arange(len(probabilities)), columns], 0.0)
 
-    def _goal_objectives(self, goals: Sequence[str | None]) -> Ints:
-        """The column of the objective that each goal (B) pays for; -1 without a goal."""
-        assert self.spec.auction
+    def goal_columns(self, goals: Sequence[str | None]) -> Ints:
+        """The column of the objective that each goal (B) pays for; -1 without a goal.
+
+        Raises UserError if a goal is not in the spec.
+        """
+        if self.spec.auction is None:
+            return np.full(len(goals), -1)
         goal_objectives = self.spec.auction.goal_objectives
         names, name_index = np.unique([goal or "" for goal in goals], return_inverse=True)
         unknown = sorted(set(names) - set(goal_objectives) - {""})

@@ -55,6 +55,14 @@ def batch_of(reader: ExampleReader, rows: int) -> Batch:
     return next(reader.batches([LAST], window, rows, Shuffle(None)))
 
 
+def untrained_student(reader: ExampleReader, seed: int) -> TrainedStudent:
+    """A student of random weights that knows all items."""
+    torch.manual_seed(seed)
+    student = new_student(reader, SMALL, len(reader.items), TeacherEmbeddings.empty())
+    student.student.eval()
+    return student
+
+
 @pytest.fixture(scope="session")
 def student(reader: ExampleReader) -> TrainedStudent:
     torch.manual_seed(0)

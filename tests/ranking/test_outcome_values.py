@@ -27,13 +27,12 @@ from ranking.scoring.outcome_values import OutcomeValues, concat_outcomes
 from ranking.scoring.predictions import predict_by_segment
 from ranking.student.config import StudentTrainConfig
 from ranking.student.model import Student
-from ranking.student.trained import TrainedStudent, new_student
+from ranking.student.trained import TrainedStudent
 from ranking.student.value import ValueHead
 from ranking.trainer.student_trainer import StudentTrainer
-from tests.ranking.conftest import FITTED, SMALL, batch_of
+from tests.ranking.conftest import FITTED, SMALL, batch_of, untrained_student
 from training.data.batch import Batch
 from training.data.reader import ExampleReader
-from training.teacher.embeddings import TeacherEmbeddings
 
 HIDDEN = 4
 
@@ -41,13 +40,6 @@ HIDDEN = 4
 @pytest.fixture(scope="module")
 def batch(reader: ExampleReader) -> Batch:
     return batch_of(reader, 400)
-
-
-def untrained_student(reader: ExampleReader, seed: int) -> TrainedStudent:
-    torch.manual_seed(seed)
-    student = new_student(reader, SMALL, len(reader.items), TeacherEmbeddings.empty())
-    student.student.eval()
-    return student
 
 
 def with_values(batch: Batch, hidden: torch.Tensor, seed: int) -> Batch:

@@ -26,7 +26,7 @@ from ranking.student.config import DistillationConfig
 from ranking.student.model import UserState
 from ranking.student.trained import TrainedStudent, new_student
 from tests.conftest import LAST
-from tests.ranking.conftest import SMALL, batch_of
+from tests.ranking.conftest import SMALL, batch_of, untrained_student
 from training.config import TrainConfig
 from training.data.batch import Batch, Shuffle
 from training.data.label_window import LabelWindow
@@ -50,10 +50,7 @@ def batch(reader: ExampleReader) -> Batch:
 
 @pytest.fixture
 def student(reader: ExampleReader) -> TrainedStudent:
-    torch.manual_seed(0)
-    student = new_student(reader, SMALL, len(reader.items), TeacherEmbeddings.empty())
-    student.student.eval()
-    return student
+    return untrained_student(reader, 0)
 
 
 class CertainTeacher(TeacherPredictions):

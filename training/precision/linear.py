@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from training.precision.precision_map import PrecisionMap, RecipeName, SiteRecipes
 from training.precision.recipes import product
 
-# Modules of GEM with low precision; heads, gates, norms and tables have none.
+# Modules whose linear layers may have low precision; heads, gates, norms and tables never do.
 PRECISION_MODULES = ("interaction", "history.encoder", "trunk")
 
 

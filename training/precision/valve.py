@@ -42,7 +42,7 @@ class SafetyValve:
     def watch(self, step: int) -> Iterator[None]:
         """Check the layers with what they read within the context, if the step is due.
 
-        Compiled layers run as they were before compilation in such a step: they call no hooks.
+        In such a step compiled layers run uncompiled, because compiled code calls no hooks.
         """
         if step % CHECK_EVERY:
             yield
