@@ -1,173 +1,23 @@
-"""The labels step: impressions with their requests, attributed outcomes, and labels.
-
-Attribution finds the impression to which an outcome (click, conversion) belongs.
-"""
+"""The labels step: impressions with their requests, attributed outcomes, and labels."""
 
 import functools
-from collections.abc import Sequence
 from datetime import date, timedelta
 
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
+from etl.attribution import (
+    attribute_outcomes,
+    attribution_groups,
+    outcomes_without_impression,
+)
 from etl.errors import UserError
 from etl.event_time import format_utc
 from etl.spec.model import DataSpec
-from etl.spec.sections import Objective, OutcomeLabel, Touchpoint
+from etl.spec.sections import Objective, OutcomeLabel
 from etl.spec.units import MICROS
 from etl.tables import label_schemas, schemas, spark_io
 from etl.tables.lake import Lake
-
-OUTCOME_COLUMNS = (
-    "log", "event_id", "impression_id", "type", "event_ts", "visible_ts", "value", "dwell_ms",
-)  # fmt: skip
-EVENT_KEY = ("log", "event_id")
-_OUTCOME_VALUES = tuple(name for name in OUTCOME_COLUMNS if name != "impression_id")
-
-
-def attribute_outcomes(
-    lake: Lake, events: DataFrame, objectives: Sequence[OutcomeLabel]
-) -> DataFrame:
-    """The attributed outcomes of objectives that attribute alike (`attribution_groups`).
-
-    `impression_id` is the impression of each. An outcome that names its impression is attributed to
-    that impression. Any other outcome is attributed to its user's latest earlier touch, for the
-    first entry of `attribution` that has a touch in its window. A touch must be visible when the
-    outcome is, so that touches that land later do not change attributions. Outcomes without a touch
-    are left out.
-
-    Returns:
-        Rows with `OUTCOME_COLUMNS`.
-    """
-    spec, objective = lake.spec, objectives[0]
-    codes = {spec.event_codes[objective.event] for objective in objectives}
-    outcomes = events.filter(F.col("type").isin(codes))
-    if objective.event == spec.impression_type:
-        return outcomes.select(*OUTCOME_COLUMNS)
-    named, unnamed = _split_by_logged_impression(spec, events, outcomes, objective)
-    touchpoints = spec.attribution_touches(objective)
-    return named.unionByName(_attribute_to_touches(lake, events, unnamed, touchpoints))
-
-
-def attribution_groups(spec: DataSpec) -> list[list[str]]:
-    """The names of the objectives, auxiliary ones included, that attribute their outcomes alike.
-
-    The outcomes of a group are attributed together: a further objective costs no further join.
-    """
-    groups: dict[object, list[str]] = {}
-    for name, objective in spec.all_objectives.items():
-        touches = spec.attribution_touches(objective)
-        rule = objective.event == spec.impression_type, touches, objective.unknown_impression
-        groups.setdefault(rule, []).append(name)
-    return list(groups.values())
-
-
-def outcomes_without_impression(
-    spec: DataSpec, events: DataFrame, outcomes: DataFrame
-) -> DataFrame:
-    """Outcomes that name an impression that is not among the events."""
-    known = _impression_events(spec, events).select("impression_id")
-    return outcomes.filter("impression_id IS NOT NULL").join(known, "impression_id", "left_anti")
-
-
-def _impression_events(spec: DataSpec, events: DataFrame) -> DataFrame:
-    return events.filter(F.col("type") == spec.event_codes[spec.impression_type])
-
-
-def _split_by_logged_impression(
-    spec: DataSpec, events: DataFrame, outcomes: DataFrame, objective: OutcomeLabel
-) -> tuple[DataFrame, DataFrame]:
-    """Outcomes to attribute to the impression that they name, and those to attribute to touches.
-
-    With `unknown_impression: last_touch`, an outcome that names an impression that is unknown, or
-    not yet visible when the outcome is, is attributed to a touch.
-    """
-    named = outcomes.filter("impression_id IS NOT NULL")
-    unnamed = outcomes.filter("impression_id IS NULL")
-    if objective.unknown_impression == "drop":
-        return named.select(*OUTCOME_COLUMNS), unnamed
-    impressions = _impression_events(spec, events).select(
-        "impression_id", F.col("visible_ts").alias("impression_visible_ts")
-    )
-    named = named.join(impressions, "impression_id", "left")
-    is_known = F.col("impression_visible_ts") <= F.col("visible_ts")
-    is_known = F.coalesce(is_known, F.lit(False))
-    unknown = named.filter(~is_known).drop("impression_visible_ts")
-    return named.filter(is_known).select(*OUTCOME_COLUMNS), unnamed.unionByName(unknown)
-
-
-def _attribute_to_touches(
-    lake: Lake, events: DataFrame, outcomes: DataFrame, touchpoints: tuple[Touchpoint, ...]
-) -> DataFrame:
-    """Outcomes with the impression of their best touch; outcomes without a touch are left out."""
-    candidates = [
-        _candidate_touches(lake, events, outcomes, touchpoint)
-        .withColumn("preference", F.lit(-position))
-        for position, touchpoint in enumerate(touchpoints)
-    ]  # fmt: skip
-    pairs = functools.reduce(DataFrame.unionByName, candidates)
-    order = F.struct("preference", "touch_ts", "touch_id")
-    impression_id = F.max_by("touch_impression", order).alias("impression_id")
-    attributed = pairs.groupBy(*_OUTCOME_VALUES).agg(impression_id)
-    return attributed.select(*OUTCOME_COLUMNS)
-
-
-def _candidate_touches(
-    lake: Lake, events: DataFrame, outcomes: DataFrame, touchpoint: Touchpoint
-) -> DataFrame:
-    """All pairs of an outcome and a touch to which it may be attributed."""
-    touches = _touch_events(lake, events, touchpoint).select(
-        "user_id",
-        "touch_key",
-        F.col("event_ts").alias("touch_ts"),
-        F.struct(*reversed(EVENT_KEY)).alias("touch_id"),
-        F.col("visible_ts").alias("touch_visible"),
-        F.col("impression_id").alias("touch_impression"),
-    )
-    keyed = _with_touch_key(lake, outcomes, touchpoint)
-    keyed = keyed.select("user_id", "touch_key", *_OUTCOME_VALUES)
-    elapsed = F.col("event_ts") - F.col("touch_ts")
-    is_candidate = (elapsed >= 0) & (F.col("touch_visible") <= F.col("visible_ts"))
-    if touchpoint.window is not None:
-        is_candidate &= elapsed <= touchpoint.window * MICROS["s"]
-    pairs = keyed.join(touches, ["user_id", "touch_key"]).filter(is_candidate)
-    return pairs.select(*_OUTCOME_VALUES, "touch_ts", "touch_id", "touch_impression")
-
-
-def _touch_events(lake: Lake, events: DataFrame, touchpoint: Touchpoint) -> DataFrame:
-    """Events of a touchpoint with their impressions.
-
-    An event that names no impression gets the latest earlier one of its user with the same key.
-    """
-    spec = lake.spec
-    touches = _with_touch_key(lake, events, touchpoint)
-    touches = touches.filter(F.col("type") == spec.event_codes[touchpoint.touch])
-    if touchpoint.touch == spec.impression_type:
-        return touches
-    impression = touchpoint.model_copy(update={"touch": spec.impression_type, "window": None})
-    unnamed = touches.filter("impression_id IS NULL")
-    attributed = _attribute_to_touches(lake, events, unnamed, (impression,))
-    attributed = attributed.select(*EVENT_KEY, "impression_id")
-    attributed = unnamed.drop("impression_id").join(attributed, [*EVENT_KEY])
-    return touches.filter("impression_id IS NOT NULL").unionByName(attributed)
-
-
-def _with_touch_key(lake: Lake, events: DataFrame, touchpoint: Touchpoint) -> DataFrame:
-    """Events with `touch_key`, which an outcome and its touch have in common."""
-    key: Column = F.col("item_id")
-    if touchpoint.key != "item":
-        events = events.join(item_attribute_values(lake, touchpoint.key), "item_id", "left")
-        key = F.col("item_attribute")
-    parts = (key, F.col("surface")) if touchpoint.same_surface else (key,)
-    touch_key = F.when(key.isNotNull(), F.concat_ws("\x1f", *parts))
-    return events.withColumn("touch_key", touch_key).drop("item_attribute")
-
-
-def item_attribute_values(lake: Lake, attribute: str) -> DataFrame:
-    """The first value of an attribute of each item: `item_id`, `item_attribute`."""
-    versions = spark_io.read_table(lake, schemas.attributes(lake.spec, "item"))
-    first = F.min_by(f"attr_{attribute}", F.struct("valid_from", "day")).alias("item_attribute")
-    return versions.groupBy("item_id").agg(first)
 
 
 def assign_request_ids(spec: DataSpec, impressions: DataFrame) -> DataFrame:
@@ -225,7 +75,9 @@ def label_impressions(
             f"{last_day}: name a time of that day"
         )
 
-    recent = events.filter(F.col("day") >= F.lit(first_day - lateness))
+    first_read = first_day - lateness - timedelta(days=spec.attribution_lookback_days)
+    last_read = days[1] + timedelta(days=spec.label_maturity_days + spec.visibility_delay_days)
+    recent = events.filter(spark_io.day_range_predicate(first_read, last_read))
     impressions = recent.filter(F.col("type") == spec.event_codes[spec.impression_type])
     where = spark_io.day_range_predicate(first_day, days[1])
     impressions = assign_request_ids(spec, impressions.filter(where))

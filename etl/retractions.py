@@ -46,10 +46,11 @@ def record_late_retractions(lake: Lake, days: tuple[date, date]) -> int:
 
 
 def retraction_horizon_days(spec: DataSpec) -> int:
-    """Days before its landing day from which on a retraction may take an outcome back."""
+    """Days before its landing day on which the events of a retracted outcome may have landed."""
     within = max(o.retracted_by.within for o in spec.objectives.values() if o.retracted_by)
     lateness = 1 + spec.allowed_lateness_days
-    return spec.label_maturity_days + -(-within // DAY) + 2 * lateness
+    lookback = spec.attribution_lookback_days
+    return spec.label_maturity_days + -(-within // DAY) + 2 * lateness + lookback
 
 
 def _late_retractions(spec: DataSpec, rows: DataFrame, name: str) -> DataFrame:

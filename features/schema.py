@@ -185,15 +185,9 @@ def counter_horizon_days(spec: DataSpec) -> int:
     return _full_days(spec.counters.longest_window + spec.allowed_lateness)
 
 
-def max_visibility_delay_days(spec: DataSpec) -> int:
-    """Days after its landing day on which an event becomes visible at the latest."""
-    slowest_source = max(log.delay for log in spec.log_sources.values())
-    return _full_days(spec.allowed_lateness + slowest_source) + 1
-
-
 def counter_input_days(spec: DataSpec) -> int:
     """Days before an example's landing day on which the events that it counts may have landed."""
-    return counter_horizon_days(spec) + max_visibility_delay_days(spec)
+    return counter_horizon_days(spec) + spec.visibility_delay_days
 
 
 def _full_days(seconds: int) -> int:

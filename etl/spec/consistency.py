@@ -25,6 +25,7 @@ def consistency_problems(spec: SpecDeclarations) -> Iterator[Problem]:
     yield from _segment_problems(spec)
     yield from _dwell_problems(spec)
     yield from _retraction_problems(spec)
+    yield from _attribution_problems(spec)
     for name in spec.auxiliary_objectives:
         yield from _auxiliary_problems(spec, name)
     for name, surfaces in spec.domains.items():
@@ -113,6 +114,18 @@ def _retraction_problems(spec: SpecDeclarations) -> Iterator[Problem]:
         ):
             text = f"no source has the column `retracts` for {retraction.event} events: name it"
             yield path, text
+
+
+def _attribution_problems(spec: SpecDeclarations) -> Iterator[Problem]:
+    """Preferred touchpoints without a window: touches of any age would decide about outcomes."""
+    for section in ("objectives", "auxiliary_objectives"):
+        for name, objective in getattr(spec, section).items():
+            for position, touchpoint in enumerate(objective.attribution[:-1]):
+                if touchpoint.window is None:
+                    text = (
+                        f"give touch {touchpoint.touch} a window: only the last touch may have none"
+                    )
+                    yield (section, name, "attribution", str(position)), text
 
 
 def _has_dwell(

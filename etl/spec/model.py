@@ -70,6 +70,28 @@ class DataSpec(SpecDeclarations):
         """
         return max(-(-o.label_maturity_seconds // DAY) for o in self.objectives.values())
 
+    @cached_property
+    def attribution_lookback_days(self) -> int:
+        """Days before an impression of which touches may decide who its outcomes belong to.
+
+        A later touch of the last touchpoint supersedes earlier ones, so these do not matter. Those
+        of preferred touchpoints do for their window, and for as long the impressions before them;
+        with `unknown_impression: last_touch` also impressions that outcomes may name.
+        """
+        seconds = 0
+        for objective in self.all_objectives.values():
+            touches = self.attribution_touches(objective)
+            windows = [touchpoint.window or 0 for touchpoint in touches[:-1]]
+            is_named = objective.unknown_impression == "last_touch"
+            seconds = max(seconds, objective.window * is_named, *(2 * w for w in windows), 0)
+        return -(-seconds // DAY)
+
+    @cached_property
+    def visibility_delay_days(self) -> int:
+        """Days after its landing day on which an event becomes visible at the latest."""
+        slowest_source = max(log.delay for log in self.log_sources.values())
+        return -(-(self.allowed_lateness + slowest_source) // DAY) + 1
+
     def day_start(self, day: date) -> int:
         """Epoch second at which a day begins in `time_zone`."""
         return int(datetime.combine(day, time(), ZoneInfo(self.time_zone)).timestamp())

@@ -63,7 +63,10 @@ class Touchpoint(StrictModel):
     touch: EventName
     """Type of the event that the outcome is attributed to."""
     window: Duration | None = None
-    """How long after the touch an outcome may follow; by default any time."""
+    """How long after the touch an outcome may follow, and the touch after its impression.
+
+    By default any time; only the last touchpoint may have none.
+    """
     key: Annotated[str, declared_in("attribution keys")] = "item"
     """What touch and outcome must share besides the user: `item`, or an attribute of the item."""
     same_surface: bool = False
@@ -84,7 +87,10 @@ class OutcomeLabel(StrictModel):
     attribution: tuple[Touchpoint, ...] = ()
     """Touchpoints, the preferred first; default: the latest impression of the same item."""
     unknown_impression: Literal["drop", "last_touch"] = "drop"
-    """Whether outcomes that name an impression not in the logs are dropped or attributed."""
+    """Whether outcomes that name an impression not in the logs are dropped or attributed.
+
+    With `last_touch` an impression longer ago than `window` counts as unknown, too.
+    """
     label_grace_period: Duration = 0
     """How long after its window closes a label waits for late records before it is final."""
     surfaces: tuple[SurfaceName, ...] | None = None

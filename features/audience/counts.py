@@ -6,7 +6,7 @@ from datetime import date
 from pyspark.sql import DataFrame, Window
 from pyspark.sql import functions as F
 
-from etl.labels import item_attribute_values
+from etl.attribution import item_attribute_values
 from etl.spec.sections import UNKNOWN_LABEL
 from etl.tables import audience_schemas, schemas, spark_io
 from etl.tables.lake import Lake

@@ -16,7 +16,6 @@ from features.history.codec import delta_encode, quantize_dwell, split_byte_plan
 from features.history.compact import assert_not_compacted
 from features.items import item_index_or_hash_bucket
 from features.ragged import regroup_batches, run_starts
-from features.schema import max_visibility_delay_days
 
 PACKED_SCHEMA = ", ".join(
     (
@@ -51,7 +50,7 @@ def newly_visible_events(
     """Events that became visible on the given days, with their item index."""
     spec = lake.spec
     first_second, last_second = spec.day_start(days[0]), spec.day_end(days[1]) - 1
-    first_arrived = days[0] - timedelta(days=max_visibility_delay_days(spec))
+    first_arrived = days[0] - timedelta(days=spec.visibility_delay_days)
     events = spark_io.read_table(lake, schemas.events(spec), versions["events"])
     events = events.filter(spark_io.day_range_predicate(first_arrived, days[1]))
     visible = events.filter(F.col("visible_ts").between(first_second, last_second))

@@ -6,7 +6,7 @@ from datetime import date
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from etl.labels import item_attribute_values
+from etl.attribution import item_attribute_values
 from etl.spec.model import DataSpec
 from etl.tables import label_schemas, roi_schemas, spark_io
 from etl.tables.lake import Lake

@@ -1,21 +1,27 @@
 """Attribution equals a brute-force reference that checks every pair of events."""
 
 import random
+from datetime import date, timedelta
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 
-from etl.labels import attribute_outcomes, outcomes_without_impression
-from etl.spec import DataSpec
+from etl.attribution import attribute_outcomes, outcomes_without_impression
+from etl.labels import label_impressions
+from etl.spec import DataSpec, load_spec
 from etl.spec.sections import Objective, Touchpoint
-from etl.tables import schemas
+from etl.tables import schemas, spark_io
 from etl.tables.lake import Lake, arrow_schema
+from tests.etl.shop import SPEC
+from tests.pipeline import rows
 
 pytestmark = pytest.mark.spark
 
 VIEW_WINDOW, CLICK_WINDOW = "10m", "40m"
+FIRST_DAY, DAYS = date(2026, 1, 1), 14
 Row = dict[str, Any]
 
 
@@ -57,7 +63,7 @@ def reference_attribution(events: list[Row], outcome: Row, objective: Objective)
     named: str | None = outcome["impression_id"]
     if named and objective.unknown_impression == "drop":
         return named
-    if named in impressions and impressions[named]["visible_ts"] <= outcome["visible_ts"]:
+    if named in impressions and may_count(impressions[named], outcome, objective.window):
         return named
     for touchpoint in objective.attribution:
         touch = latest_touch(events, outcome, touchpoint)
@@ -76,12 +82,18 @@ def latest_touch(
             continue
         impression = event["impression_id"]
         if impression is None:
-            view = touchpoint.model_copy(update={"touch": "shown", "window": None})
+            view = touchpoint.model_copy(update={"touch": "shown"})
             last_view = latest_touch(events, event, view)
             impression = last_view and last_view[-1]
         if impression is not None:
             touches.append((event["event_ts"], event["event_id"], impression))
     return max(touches, default=None)
+
+
+def may_count(impression: Row, outcome: Row, window: int) -> bool:
+    """Whether an outcome is visible after an impression, and at most `window` seconds later."""
+    elapsed = outcome["event_ts"] - impression["event_ts"]
+    return bool(impression["visible_ts"] <= outcome["visible_ts"] and elapsed <= window * 10**6)
 
 
 def may_touch(event: Row, outcome: Row, touchpoint: Touchpoint) -> bool:
@@ -105,18 +117,18 @@ def test_attribution_prefers_clicks_to_views_within_their_windows(
     objective = Objective.model_validate(
         {
             "event": "buy",
-            "window": "1h",
+            "window": "30m",
             "attribution": [t | {"same_surface": same_surface} for t in touches],
             "unknown_impression": unknown,
         }
     )
     events = random_events(shop.spec, 400, random.Random(unknown + str(same_surface)))
-    rows = attribute_outcomes(shop, frame(shop, events), [objective]).collect()
-    attributed = {row["event_id"]: row["impression_id"] for row in rows}
+    found = attribute_outcomes(shop, frame(shop, events), [objective]).collect()
+    attributed = {row["event_id"]: row["impression_id"] for row in found}
     purchases = [event for event in events if event["event_type"] == "buy"]
     expected = {e["event_id"]: reference_attribution(events, e, objective) for e in purchases}
     assert attributed == {id_: imp for id_, imp in expected.items() if imp is not None}
-    assert len(rows) == len(attributed)
+    assert len(found) == len(attributed)
     assert 10 < len(attributed) < len(purchases) or unknown == "drop"
 
 
@@ -128,3 +140,37 @@ def test_outcomes_of_unknown_impressions_are_counted(shop: Lake) -> None:
     named = [e["impression_id"] for e in events if e["event_type"] == "buy" and e["impression_id"]]
     unknown = sum(name not in impressions for name in named)
     assert outcomes_without_impression(shop.spec, all_events, buys).count() == unknown > 0
+
+
+def long_log(spec: DataSpec, days: int, n: int, rng: random.Random) -> list[Row]:
+    """Events over many days, each landing on its day; some name one of the 50 events before."""
+    events = []
+    for number, event in enumerate(random_events(spec, n, rng)):
+        day = FIRST_DAY + timedelta(days=number * days // n)
+        second = spec.day_start(day) + event["event_ts"] // 10**6
+        times = {"event_ts": second * 10**6, "ingest_ts": second * 10**6, "visible_ts": second}
+        if event["event_type"] != "shown" and event["impression_id"]:
+            times["impression_id"] = f"e{max(0, number - rng.randrange(50))}"
+        user = f"u{rng.randrange(30)}"  # with so few events that old touches are the latest
+        events.append(event | times | {"user_id": user, "day": day, "bucket": 0})
+    return events
+
+
+@pytest.mark.usefixtures("spark")
+def test_a_later_run_writes_the_labels_that_one_run_over_all_days_writes(tmp_path: Path) -> None:
+    touches = "[{touch: click, window: 6d}, {touch: shown, window: 1d}]"
+    buy = f"{{event: buy, window: 2d, attribution: {touches}, unknown_impression: last_touch}}"
+    text = SPEC.replace("objectives:", f"allowed_lateness: 0s\nobjectives: {{buy: {buy}}} #")
+    (tmp_path / "spec.yaml").write_text(text)
+    lake = Lake(str(tmp_path / "lake"), load_spec(tmp_path / "spec.yaml"))
+    events = long_log(lake.spec, DAYS, 800, random.Random(1))
+    days = FIRST_DAY, FIRST_DAY + timedelta(days=DAYS - 1)
+    where = spark_io.day_range_predicate(*days)
+    spark_io.replace_partitions(lake, schemas.events(lake.spec), frame(lake, events), where, {})
+    label_impressions(lake, days)
+    of_all_days = rows(lake, "impressions")
+    label_impressions(lake, (days[1], days[1]))
+    assert rows(lake, "impressions") == of_all_days
+    labels = [row["label_buy"] for row in of_all_days]
+    assert labels.count(1) > 20
+    assert labels.count(0) > 20

@@ -115,6 +115,11 @@ def test_all_errors_are_reported_at_once_with_their_lines(tmp_path: Path) -> Non
             "auxiliary_objectives.view_time: no source has a dwell of ad_view events",
         ),
         ("event: ad_view,", "event: ad_viw,", "'ad_viw' is not among the events"),
+        (
+            "attribution: [{touch: ad_click}]",
+            "attribution: [{touch: ad_click}, {touch: ad_impression}]",
+            "attribution.0: give touch ad_click a window: only the last touch may have none",
+        ),
         ("traffic: click", "traffic: view_time", "'view_time' is not among the objectives"),
         (
             "tier, device, new_item]",
