@@ -2,6 +2,7 @@
 
 from datetime import date
 
+from pyspark import StorageLevel
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
@@ -9,6 +10,8 @@ from etl.spec.units import MICROS
 from etl.tables import schemas, spark_io
 from etl.tables.lake import Lake
 from features.encoding.spark import encode_attribute
+
+NUMBERING_BLOCKS = 64  # of the items of a day that are about equally frequent
 
 
 def index_items(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
@@ -35,12 +38,33 @@ def index_items(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
         highest_index = (row and row[0]) or highest_index
     else:
         items = items.withColumn("item_index", F.lit(None).cast("int"))
-    unindexed_first = Window.partitionBy(F.col("item_index").isNull())
-    order = unindexed_first.orderBy("day", F.desc("n"), "item_id")
-    index = F.coalesce("item_index", F.row_number().over(order) + highest_index)
-    rows = items.withColumn("item_index", index)
-    spark_io.replace_partitions(lake, contract, rows, spark_io.day_range_predicate(*days), versions)
+    items = items.persist(StorageLevel.MEMORY_AND_DISK)
+    numbered = number_items(items.filter("item_index IS NULL"), highest_index + 1)
+    rows = items.filter("item_index IS NOT NULL").select(numbered.columns).unionByName(numbered)
+    where = spark_io.day_range_predicate(*days)
+    spark_io.replace_partitions(lake, contract, rows, where, versions)
+    items.unpersist()
     return {"items": lake.count_rows(contract.name)} | build_item_versions(lake, days)
+
+
+def number_items(items: DataFrame, first_index: int) -> DataFrame:
+    """Items (`item_id`, `day`, `n` events) with consecutive indexes from `first_index` on.
+
+    They are ordered by day, and within a day by the order of magnitude of `n` (powers of two), the
+    largest first; those alike by a hash. Each of these blocks is numbered by a task of its own, so
+    that no task sees all items, and the result does not depend on how Spark distributes them.
+    """
+    hash_block = F.pmod(F.xxhash64("item_id"), F.lit(NUMBERING_BLOCKS))
+    keys = {"magnitude": -F.floor(F.log2("n")), "hash_block": hash_block}
+    blocks = ("day", *keys)
+    items = items.withColumns(keys)
+    before = Window.orderBy(*blocks).rowsBetween(Window.unboundedPreceding, -1)
+    items_before = F.coalesce(F.sum("count").over(before), F.lit(0)).alias("items_before")
+    offsets = items.groupBy(*blocks).count().select(*blocks, items_before)
+    position = F.row_number().over(Window.partitionBy(*blocks).orderBy("item_id"))
+    index = (position - 1 + F.col("items_before") + first_index).cast("int")
+    numbered = items.join(F.broadcast(offsets), [*blocks]).withColumn("item_index", index)
+    return numbered.select("item_id", "day", "item_index")
 
 
 def _items_seen(lake: Lake, version: int, days: tuple[date, date]) -> DataFrame:

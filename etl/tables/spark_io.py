@@ -30,12 +30,15 @@ def replace_partitions(
 ) -> int:
     """Replace the partitions that `predicate` selects, in one commit; returns the new version.
 
+    Files are sized by bytes: Spark's adaptive execution splits large partitions into several tasks,
+    and gives small ones to one (`spark.sql.adaptive.advisoryPartitionSizeInBytes`).
+
     The write fails if `frame` has rows that `predicate` does not select. The commit records the
     spec's hash and `input_versions`, the versions of the tables that were read.
     """
     create_table(lake, schema)
     rows = frame.select([F.col(n).cast(t).alias(n) for n, t in schema.columns.items()])
-    rows = rows.repartition(*schema.partition_by)
+    rows = rows.hint("rebalance", *schema.partition_by)
     rows = rows.sortWithinPartitions(*schema.partition_by, *schema.order_by)
     (
         rows.write.format("delta")

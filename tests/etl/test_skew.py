@@ -1,4 +1,4 @@
-"""A bot with a fifth of all events does not skew the time or memory of tasks."""
+"""Neither a bot with a fifth of all events nor a large partition makes one task do all the work."""
 
 import json
 import subprocess
@@ -9,11 +9,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyspark.sql import SparkSession
 
 from etl.spec import load_spec
+from etl.tables import schemas, spark_io
 from etl.tables.lake import Lake
 from tests.conftest import ROOT
+from tests.etl.shop import shop_lake
 from tests.pipeline import rows
+
+pytestmark = pytest.mark.spark
 
 EVENTS, USERS, ITEMS, DAY = 400_000, 4_000, 2_000, "2026-01-01"
 START = 1_767_225_600
@@ -105,3 +110,35 @@ def test_the_events_of_a_bot_are_capped_and_do_not_skew_tasks(tmp_path: Path) ->
     assert reasons == {f"more than {EVENT_CAP:,} events of a user and day"}
     assert skewed["bytes"] <= 1.5 * even["bytes"]
     assert skewed["seconds"] <= 2 * even["seconds"], "one task does the work of all"
+
+
+def test_a_large_partition_is_written_to_several_files_by_size(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    lake = shop_lake(tmp_path)
+    schema = schemas.items(lake.spec)
+    columns = (
+        "'item' || id AS item_id",
+        "CAST(id + 16 AS int) AS item_index",
+        f"date'{DAY}' AS day",
+    )
+    frame = spark.range(0, 200_000, 1, 4).selectExpr(*columns)
+    settings = {
+        "spark.sql.adaptive.enabled": "true",
+        "spark.sql.adaptive.advisoryPartitionSizeInBytes": "256KB",
+    }
+    before = {name: spark.conf.get(name) for name in settings}
+    for name, value in settings.items():
+        spark.conf.set(name, value)
+    try:
+        spark_io.replace_partitions(lake, schema, frame, f"day = '{DAY}'", {})
+    finally:
+        for name, value in before.items():
+            spark.conf.set(name, value)
+    files = [pq.read_table(path) for path in Path(lake.table_uri("items")).rglob("*.parquet")]
+    assert len(files) > 2
+    for file in files:
+        indexes = file["item_index"].to_pylist()
+        assert indexes == sorted(indexes)
+    stored = sorted(index for file in files for index in file["item_index"].to_pylist())
+    assert stored == list(range(16, 200_016))
