@@ -7,6 +7,7 @@ from pyspark import StorageLevel
 from pyspark.sql import Column, DataFrame, Row, Window
 from pyspark.sql import functions as F
 
+from etl.erasure.erased_users import mark_erased
 from etl.errors import UserError
 from etl.event_time import day_end_sql, day_start_sql
 from etl.ingest.file_discovery import RawSelection
@@ -165,7 +166,8 @@ def parse_rows(lake: Lake, source: AttributeSource, raw: str, days: DayRange) ->
         "reasons", F.coalesce(READ_ERROR, F.concat_ws(REASON_SEPARATOR, *reasons))
     )
     rows = rows.withColumn(PAYLOAD, F.when(F.col("reasons") != "", F.col(PAYLOAD)))
-    return rows.drop("type_errors")
+    rows = rows.drop("type_errors")
+    return mark_erased(lake, rows, F.col("valid_from")) if source.entity == "user" else rows
 
 
 def _typed_columns(lake: Lake, source: AttributeSource) -> dict[str, tuple[str, Column]]:

@@ -9,6 +9,7 @@ from pyspark import StorageLevel
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
+from etl.erasure.erased_users import mark_erased
 from etl.errors import UserError
 from etl.event_time import day_start_sql
 from etl.ingest.file_discovery import RawSelection
@@ -76,7 +77,7 @@ def load_reports(
         if isinstance(source, Report) and source.kind in schemas
     }
     with translate_read_errors():
-        rows = {name: _read_source(lake.spec, s, raw, days) for name, s in sources.items()}
+        rows = {name: _read_source(lake, s, raw, days) for name, s in sources.items()}
         for name, source_rows in rows.items():
             invalid = with_line_numbers(source_rows).filter("reasons != ''")
             write_quarantine(lake, [name], invalid.withColumn("log", F.lit(name)), days)
@@ -119,10 +120,13 @@ def _bad_reports(rows: DataFrame) -> DataFrame:
     return bad.select("day", "campaign").distinct()
 
 
-def _read_source(spec: DataSpec, source: Report, raw: str, days: tuple[date, date]) -> DataFrame:
+def _read_source(lake: Lake, source: Report, raw: str, days: tuple[date, date]) -> DataFrame:
     """The parsed and checked rows of a source, cached; raises UserError if a check fails."""
-    rows = parse_reports(spec, source, raw, days).persist(StorageLevel.MEMORY_AND_DISK)
-    check_bad_row_rate(spec, f"{raw}/{source.path}", rows)
+    rows = parse_reports(lake.spec, source, raw, days)
+    if isinstance(source, AudienceLabelSource):
+        rows = mark_erased(lake, rows, F.col("valid_from"))
+    rows = rows.persist(StorageLevel.MEMORY_AND_DISK)
+    check_bad_row_rate(lake.spec, f"{raw}/{source.path}", rows)
     if isinstance(source, AuditSource):
         _check_reports(_stored_rows(rows), f"{raw}/{source.path}")
     return rows

@@ -17,7 +17,7 @@ from etl.errors import UserError
 from etl.spec.counters import Counter
 from etl.spec.model import DataSpec
 from etl.spec.units import MICROS, format_duration
-from etl.tables import arrow, label_schemas, schemas
+from etl.tables import arrow, label_schemas, model_schemas, schemas
 from etl.tables.lake import Lake
 from etl.tables.table_schema import TableSchema
 from etl.tables.uri import StoragePath, resolve_uri
@@ -235,7 +235,7 @@ class ImpressionPage:
         """GEM's probabilities, from before it learned from the impression."""
         row = _read_impression_row(
             self.lake,
-            schemas.teacher_predictions(self.spec),
+            model_schemas.teacher_predictions(self.spec),
             self.event["impression_id"],
             **_partition_of(self.event),
         )
@@ -253,7 +253,7 @@ class ImpressionPage:
         """The ranker's probabilities and the auction, as batch scoring wrote them."""
         row = _read_impression_row(
             self.lake,
-            schemas.scores(self.spec),
+            model_schemas.scores(self.spec),
             self.event["impression_id"],
             surface=self.surface,
             day=self.event["day"],

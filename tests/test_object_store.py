@@ -17,7 +17,7 @@ from upath import UPath
 
 from etl.errors import TemporaryError, UserError, known_temporary_error
 from etl.runtime.java import jar_folder
-from etl.tables import arrow, atomic_io, schemas, step_state
+from etl.tables import arrow, atomic_io, model_schemas, schemas, step_state
 from etl.tables.atomic_io import local_path
 from etl.tables.lake import Lake
 from etl.tables.lease import LEASE_TIMEOUT_SECONDS, Lease, acquire_lease, hold_leases
@@ -99,7 +99,7 @@ def differing_tables(expected: Lake, actual: Lake) -> list[str]:
 
 def click_logits(lake: Lake, day: date) -> NDArray[np.float32]:
     """GEM's logits of a click on one day, in the order of impressions."""
-    table = arrow.snapshot(lake, schemas.teacher_predictions(lake.spec)).read(day=day)
+    table = arrow.snapshot(lake, model_schemas.teacher_predictions(lake.spec)).read(day=day)
     logits = table.sort_by("impression_id")["logit_click"].to_numpy()
     return cast(NDArray[np.float32], logits)
 

@@ -153,9 +153,9 @@ def with_older_teacher(trials: "TransferTrials", teacher_lag_days: int) -> "Tran
 
 def teacher_ages(lake: "Lake", days: "tuple[date, date]") -> set[int]:
     """Days from GEM's last training day to the days that it predicts; 0 if a day is missing."""
-    from etl.tables import arrow, schemas
+    from etl.tables import arrow, model_schemas
 
-    stored = arrow.snapshot(lake, schemas.teacher_predictions(lake.spec))
+    stored = arrow.snapshot(lake, model_schemas.teacher_predictions(lake.spec))
     rows = stored.read(["day", "fm_trained_until"], day=list(date_range(*days)))
     predicted = rows.group_by(["day", "fm_trained_until"]).aggregate([]).to_pylist()
     ages = {(row["day"] - row["fm_trained_until"]).days for row in predicted}

@@ -16,6 +16,7 @@ from pyspark import StorageLevel
 from pyspark.sql import Column, DataFrame, SparkSession, Window
 from pyspark.sql import functions as F
 
+from etl.erasure.erased_users import mark_erased
 from etl.errors import UserError
 from etl.event_time import day_start_sql
 from etl.ingest.arrival import FileStates, day_file_states, record_ingested_files
@@ -105,8 +106,10 @@ def _ingest_once(
 ) -> dict[str, int]:
     spec = lake.spec
     all_records = read_logs(spec, RawSelection(raw, days, corrupt_files))
+    all_records = mark_erased(lake, all_records, F.col("visible_ts") * MICROS["s"])
     all_records = all_records.persist(StorageLevel.MEMORY_AND_DISK)
     in_range = F.col("day").between(F.lit(days[0]), F.lit(days[1])) | F.col("day").isNull()
+    in_range &= F.col("reasons").isNotNull()  # null: of an erased user
     try:
         records = all_records.filter(in_range)
         groups = count_record_groups(spec, records)

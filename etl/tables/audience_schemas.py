@@ -23,7 +23,13 @@ def audience_labels(spec: DataSpec) -> TableSchema:
     rule = _one_of(spec, "provider", lambda name: spec.audiences[name].providers)
     required = {"no user": "user_id", "no time": "valid_from", "no provider": "provider"}
     return TableSchema(
-        "audience_labels", columns, ("day",), order, required, {"unknown provider": rule}
+        "audience_labels",
+        columns,
+        ("day",),
+        order,
+        required,
+        {"unknown provider": rule},
+        erased_by="user_id",
     )
 
 
@@ -45,7 +51,7 @@ def audits(spec: DataSpec) -> TableSchema:
         "negative count": "impressions >= 0",
     }
     required = {f"no {name}": name for name in names}
-    return TableSchema("audits", columns, ("day",), order, required, rules)
+    return TableSchema("audits", columns, ("day",), order, required, rules, erased_by=None)
 
 
 def audience_counts(_spec: DataSpec) -> TableSchema:
@@ -62,7 +68,8 @@ def audience_counts(_spec: DataSpec) -> TableSchema:
         "day": "date",
     }
     required = {f"no {name}": name for name in columns}
-    return TableSchema("audience_counts", columns, ("day",), ("audience", "campaign"), required)
+    order = ("audience", "campaign")
+    return TableSchema("audience_counts", columns, ("day",), order, required, erased_by=None)
 
 
 def audience_quality(_spec: DataSpec) -> TableSchema:
@@ -83,7 +90,7 @@ def audience_quality(_spec: DataSpec) -> TableSchema:
     }
     order = ("audience", "provider", "label", "true_class")
     required = {f"no {name}": name for name in columns}
-    return TableSchema("audience_quality", columns, ("day",), order, required)
+    return TableSchema("audience_quality", columns, ("day",), order, required, erased_by=None)
 
 
 AUDIENCE_SCHEMAS = (audience_labels, audits, audience_counts, audience_quality)

@@ -80,7 +80,10 @@ def forecast_sample(spec: DataSpec) -> TableSchema:
     optional = ("value_above", *(f"target_{name}" for name in targeting_attributes(spec)))
     required = {f"no {name}": name for name in columns if name not in optional}
     rules = {"probability is not in (0, 1]": "probability > 0 AND probability <= 1"}
-    return TableSchema("forecast_sample", columns, ("day",), ("sampled_user",), required, rules)
+    return TableSchema(
+        "forecast_sample", columns, ("day",), ("sampled_user",), required, rules,
+        erased_by="sampled_user",
+    )  # fmt: skip
 
 
 def forecast_margins(_spec: DataSpec) -> TableSchema:
@@ -99,21 +102,22 @@ def forecast_margins(_spec: DataSpec) -> TableSchema:
     }
     order = ("attribute_a", "value_a", "attribute_b", "value_b")
     required = {f"no {name}": name for name in columns if name != "users"}
-    return TableSchema("forecast_margins", columns, ("day",), order, required)
+    return TableSchema("forecast_margins", columns, ("day",), order, required, erased_by=None)
 
 
 def forecast_sketches(_spec: DataSpec) -> TableSchema:
     """A theta sketch of the users who had impressions with a value in the window."""
     columns = {"attribute": "string", "value": "string", "sketch": "binary", "day": "date"}
     required = {f"no {name}": name for name in columns}
-    return TableSchema("forecast_sketches", columns, ("day",), ("attribute", "value"), required)
+    order = ("attribute", "value")
+    return TableSchema("forecast_sketches", columns, ("day",), order, required, erased_by=None)
 
 
 def forecast_supply(_spec: DataSpec) -> TableSchema:
     """Impressions of a surface that landed on a day."""
     columns = {"surface": "string", "impressions": "bigint", "day": "date"}
     required = {f"no {name}": name for name in columns}
-    return TableSchema("forecast_supply", columns, ("day",), ("surface",), required)
+    return TableSchema("forecast_supply", columns, ("day",), ("surface",), required, erased_by=None)
 
 
 FORECAST_SCHEMAS = (forecast_sample, forecast_margins, forecast_sketches, forecast_supply)

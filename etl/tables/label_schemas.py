@@ -34,6 +34,7 @@ def impressions(spec: DataSpec) -> TableSchema:
         constraints={
             f"label of {name} not 0 or 1": f"label_{name} IN (0, 1)" for name in spec.label_windows
         },
+        erased_by="user_id",
     )
 
 
@@ -59,5 +60,10 @@ def late_retractions(_spec: DataSpec) -> TableSchema:
     required = {f"no {name}": name for name in columns}
     columns |= {"value": "double"}
     return TableSchema(
-        "late_retractions", columns | PARTITION_COLUMNS, ("day", "bucket"), order, required
+        "late_retractions",
+        columns | PARTITION_COLUMNS,
+        ("day", "bucket"),
+        order,
+        required,
+        erased_by="user_id",
     )

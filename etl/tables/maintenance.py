@@ -3,6 +3,7 @@
 An upgrade keeps the tables that no changed key affects and removes the others to be rebuilt.
 """
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,9 +15,12 @@ from etl.spec.effects import changed_keys, effect_of
 from etl.spec.model import DataSpec
 from etl.tables import atomic_io, step_state
 from etl.tables.code_registry import register_codes
-from etl.tables.lake import SPEC_PROPERTY, Lake
+from etl.tables.lake import SPEC_PROPERTY, TABLE_PROPERTIES, Lake
 from etl.tables.schemas import table_registry
-from etl.tables.uri import resolve_uri
+from etl.tables.uri import list_matching, resolve_uri
+
+LOG_RETENTION = "delta.logRetentionDuration"
+LOG_AGE_SECONDS = 1.1  # entries are removed if they are older, in whole seconds
 
 
 def vacuum_lake(lake: Lake, keep_days: int) -> dict[str, int]:
@@ -42,6 +46,32 @@ def vacuum_lake(lake: Lake, keep_days: int) -> dict[str, int]:
         )
         removed_files[name] = len(removed)
     return removed_files
+
+
+def expire_logs(lake: Lake) -> list[str]:
+    """Remove the log entries of earlier versions of all tables; returns the tables that keep them.
+
+    Entries hold the smallest and largest values of the columns of each file, so also ids of users.
+    Tables with pinned versions keep theirs. Vacuum the lake before: the files of versions whose
+    entries are gone would stay.
+    """
+    pinned = {name for pin in step_state.read_pins(lake.root) for name in pin.versions}
+    tables = [name for name in sorted(table_registry(lake.spec)) if lake.exists(name)]
+    expired = [name for name in tables if name not in pinned]
+    for name in expired:
+        _set_log_retention(lake, name, "interval 0 seconds")
+        lake.open(name).create_checkpoint()
+    time.sleep(LOG_AGE_SECONDS)
+    for name in expired:
+        lake.open(name).cleanup_metadata()
+        for checksum in list_matching(resolve_uri(lake.table_uri(name), "_delta_log"), "*.crc"):
+            checksum.unlink()
+        _set_log_retention(lake, name, TABLE_PROPERTIES[LOG_RETENTION])
+    return [name for name in tables if name in pinned]
+
+
+def _set_log_retention(lake: Lake, name: str, interval: str) -> None:
+    lake.open(name).alter.set_table_properties({LOG_RETENTION: interval}, raise_if_not_exists=False)
 
 
 # Tables with outputs of models, which may change with the spec, so these are rebuilt, too.

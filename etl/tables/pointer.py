@@ -104,6 +104,13 @@ class VersionPointer:
         )
         return version
 
+    def forget_previous(self) -> None:
+        """Retain the live version only; a rollback is no longer possible."""
+        text = read_text_if_exists(self.path)
+        state = self._parse(text)
+        if state is not None:
+            self._replace(text, state.model_copy(update={"previous": ()}))
+
     def unblock(self, version: str) -> None:
         """Allow a blocked version to be promoted again; raises UserError if it is not blocked."""
         text = read_text_if_exists(self.path)

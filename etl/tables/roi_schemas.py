@@ -9,7 +9,8 @@ def campaign_spend(_spec: DataSpec) -> TableSchema:
     columns = {"campaign": "string", "spend": "double", "day": "date"}
     required = {"no campaign": "campaign", "no spend": "spend"}
     rules = {"spend is negative or not finite": "spend >= 0 AND spend < 1e15"}
-    return TableSchema("campaign_spend", columns, ("day",), ("campaign",), required, rules)
+    order = ("campaign",)
+    return TableSchema("campaign_spend", columns, ("day",), order, required, rules, erased_by=None)
 
 
 def campaign_days(spec: DataSpec) -> TableSchema:
@@ -28,7 +29,7 @@ def campaign_days(spec: DataSpec) -> TableSchema:
         "day": "date",
     }
     required = {f"no {name}": name for name in columns}
-    return TableSchema("campaign_days", columns, ("day",), ("campaign",), required)
+    return TableSchema("campaign_days", columns, ("day",), ("campaign",), required, erased_by=None)
 
 
 def response_curves(_spec: DataSpec) -> TableSchema:
@@ -51,7 +52,9 @@ def response_curves(_spec: DataSpec) -> TableSchema:
         "day": "date",
     }
     required = {f"no {name}": name for name in columns}
-    return TableSchema("response_curves", columns, ("day",), ("campaign",), required)
+    return TableSchema(
+        "response_curves", columns, ("day",), ("campaign",), required, erased_by=None
+    )
 
 
 ROI_SCHEMAS = (campaign_spend, campaign_days, response_curves)

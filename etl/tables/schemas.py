@@ -14,8 +14,9 @@ from etl.spec.units import MICROS
 from etl.tables.audience_schemas import AUDIENCE_SCHEMAS
 from etl.tables.forecast_schemas import FORECAST_SCHEMAS
 from etl.tables.label_schemas import impressions, late_retractions
+from etl.tables.model_schemas import scores, teacher_predictions, user_teacher_embeddings
 from etl.tables.roi_schemas import ROI_SCHEMAS
-from etl.tables.table_schema import PARTITION_COLUMNS, TableSchema
+from etl.tables.table_schema import PARTITION_COLUMNS, ErasureKey, TableSchema
 
 HISTORY_BYTE_PLANES = (
     *(f"{name}_{k}" for name in ("gaps", "lags", "items") for k in range(4)),
@@ -105,6 +106,7 @@ def events(spec: DataSpec) -> TableSchema:
             "no day": "day",
         },
         constraints=_event_constraints(spec),
+        erased_by="user_id",
     )
 
 
@@ -133,7 +135,7 @@ def excluded_events(spec: DataSpec) -> TableSchema:
     columns = {"reason": "string"} | events(spec).columns
     columns.pop("bucket")
     order = ("reason", "user_id", "event_ts", "event_id")
-    return TableSchema("excluded_events", columns, ("day",), order)
+    return TableSchema("excluded_events", columns, ("day",), order, erased_by="user_id")
 
 
 def quarantine(_spec: DataSpec) -> TableSchema:
@@ -146,7 +148,8 @@ def quarantine(_spec: DataSpec) -> TableSchema:
         "reasons": "array<string>",
         "day": "date",
     }
-    return TableSchema("quarantine", columns, ("day", "log"), ("source_file", "line"))
+    order = ("source_file", "line")
+    return TableSchema("quarantine", columns, ("day", "log"), order, erased_by="payload")
 
 
 def ingest_metrics(_spec: DataSpec) -> TableSchema:
@@ -154,7 +157,7 @@ def ingest_metrics(_spec: DataSpec) -> TableSchema:
     counts = ("read", "kept", "quarantined", "duplicates", "excluded")
     rule = {"records were lost": "read = kept + quarantined + duplicates + excluded"}
     columns = dict.fromkeys(counts, "bigint") | {"day": "date"}
-    return TableSchema("ingest_metrics", columns, ("day",), constraints=rule)
+    return TableSchema("ingest_metrics", columns, ("day",), constraints=rule, erased_by=None)
 
 
 def attributes(spec: DataSpec, entity: str) -> TableSchema:
@@ -171,7 +174,9 @@ def attributes(spec: DataSpec, entity: str) -> TableSchema:
     name = f"attributes_{entity}"
     order = (f"{entity}_id", "valid_from")
     required = {f"no {entity}": f"{entity}_id", "no time": "valid_from"}
-    return TableSchema(name, columns | {"day": "date"}, ("day",), order, required, rules)
+    erased_by: ErasureKey | None = "user_id" if entity == "user" else None
+    columns |= {"day": "date"}
+    return TableSchema(name, columns, ("day",), order, required, rules, erased_by=erased_by)
 
 
 def items(_spec: DataSpec) -> TableSchema:
@@ -179,7 +184,7 @@ def items(_spec: DataSpec) -> TableSchema:
     columns = {"item_id": "string", "item_index": "int", "day": "date"}
     required = {"no item": "item_id", "no index": "item_index"}
     rules = {"a reserved index": f"item_index >= {RESERVED_ITEM_INDICES}"}
-    return TableSchema("items", columns, ("day",), ("item_index",), required, rules)
+    return TableSchema("items", columns, ("day",), ("item_index",), required, rules, erased_by=None)
 
 
 def item_versions(spec: DataSpec) -> TableSchema:
@@ -189,7 +194,8 @@ def item_versions(spec: DataSpec) -> TableSchema:
     columns |= dict.fromkeys(item_counter_key_columns(spec), "bigint")
     required = {"no index": "item_index", "no time": "valid_from"}
     order = ("item_index", "valid_from")
-    return TableSchema("item_versions", columns | {"day": "date"}, ("day",), order, required)
+    columns |= {"day": "date"}
+    return TableSchema("item_versions", columns, ("day",), order, required, erased_by=None)
 
 
 def history(_spec: DataSpec) -> TableSchema:
@@ -208,7 +214,9 @@ def history(_spec: DataSpec) -> TableSchema:
     }
     required = {f"no {name}": name for name in columns if name != "chunk"}
     order = ("user_id", "chunk")
-    return TableSchema("history", columns | PARTITION_COLUMNS, ("day", "bucket"), order, required)
+    columns |= PARTITION_COLUMNS
+    partitions = ("day", "bucket")
+    return TableSchema("history", columns, partitions, order, required, erased_by="user_id")
 
 
 def examples(spec: DataSpec) -> TableSchema:
@@ -235,64 +243,24 @@ def examples(spec: DataSpec) -> TableSchema:
     columns |= counter_columns(spec)
     rules = {"history of negative length": "history_length >= 0"}
     return TableSchema(
-        "examples", columns | PARTITION_COLUMNS, ("day", "bucket"), order, required, rules
+        "examples",
+        columns | PARTITION_COLUMNS,
+        ("day", "bucket"),
+        order,
+        required,
+        rules,
+        erased_by="user_id",
     )
 
 
-def teacher_predictions(spec: DataSpec) -> TableSchema:
-    """GEM's predictions for one impression, by a version that was trained on earlier days only.
+def erased_users(_spec: DataSpec) -> TableSchema:
+    """One user whose data from before `before_ts` (µs) was erased on `day`, and stays so.
 
-    The logit of an objective is null while no day of its labels had been trained on.
+    `user_key` is a salted hash of the id, by which later runs leave the user's raw records out.
     """
-    columns = {"impression_id": "string", "fm_version": "string", "fm_trained_until": "date"}
-    columns |= {f"logit_{name}": "float" for name in spec.objectives}
-    return TableSchema("teacher_predictions", columns | PARTITION_COLUMNS, ("day", "bucket"))
-
-
-def user_teacher_embeddings(_spec: DataSpec) -> TableSchema:
-    """GEM's embedding of one impression (training/teacher/outputs.py), an input of later ones.
-
-    It is visible from `visible_ts` (seconds) on, when its day has ended and it has been written.
-    Embeddings of the same compressor can be compared.
-    """
-    columns = {
-        "user_id": "string",
-        "visible_ts": "bigint",
-        "impression_ts": "bigint",
-        "item_index": "int",
-        "impression_id": "string",
-        "fm_version": "string",
-        "fm_trained_until": "date",
-        "compressor_version": "string",
-        "teacher_embedding_int4": "binary",
-    }
-    order = ("user_id", "visible_ts", "impression_ts", "impression_id")
+    columns = {"user_key": "string", "before_ts": "bigint", "day": "date"}
     required = {f"no {name}": name for name in columns}
-    return TableSchema(
-        "user_teacher_embeddings", columns | PARTITION_COLUMNS, ("day", "bucket"), order, required
-    )
-
-
-def scores(spec: DataSpec) -> TableSchema:
-    """One candidate of a request as a surface's ranker scores it; `rank` orders the candidates.
-
-    `price` is what the campaign pays for its event. Both are null where the candidate is excluded.
-    `value_…` are expected values of outcomes, given that they occur; `bid` is per event; with
-    a target return it is computed from the value.
-    """
-    columns = {
-        "impression_id": "string",
-        "request_id": "string",
-        "item_id": "string",
-        "ranker": "string",
-        **{f"p_{name}": "double" for name in spec.objectives},
-        **{f"value_{name}": "double" for name, o in spec.objectives.items() if o.value},
-        "bid": "double",
-        "expected_value": "double",
-        "rank": "int",
-        "price": "double",
-    }
-    return TableSchema("scores", columns | {"surface": "string", "day": "date"}, ("surface", "day"))
+    return TableSchema("erased_users", columns, ("day",), ("user_key",), required, erased_by=None)
 
 
 TABLE_SCHEMAS = (
@@ -308,6 +276,7 @@ TABLE_SCHEMAS = (
     teacher_predictions,
     user_teacher_embeddings,
     scores,
+    erased_users,
 )
 
 

@@ -1,7 +1,11 @@
 """The schema of a table: its columns, partitions and order, and the rules that all rows obey."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
+# How the rows of a user are found: by id, by its hash (`sampled_user`), by the ids of the user's
+# impressions, or in the payloads of records.
+ErasureKey = Literal["user_id", "sampled_user", "impression_id", "payload"]
 PARTITION_COLUMNS = {"day": "date", "bucket": "int"}
 
 
@@ -17,6 +21,7 @@ class TableSchema:
         required_columns: Columns that may not be null, by the reason given for a row that has none.
         constraints: SQL conditions that hold for each row (or are null), by the reason given for a
             row that breaks one.
+        erased_by: How `gemline erase` finds the rows of a user; None if the table is about no user.
     """
 
     name: str
@@ -25,10 +30,12 @@ class TableSchema:
     order_by: tuple[str, ...] = ()
     required_columns: dict[str, str] = field(default_factory=dict)
     constraints: dict[str, str] = field(default_factory=dict)
+    erased_by: ErasureKey | None = field(kw_only=True, repr=False)  # not in fingerprints
 
     def __post_init__(self) -> None:
         named = {*self.required_columns.values(), *self.order_by, *self.partition_by}
         unknown = named - {*self.columns}
+        assert self.erased_by is None or self.erased_by in self.columns, self.name
         assert not unknown, f"the schema of {self.name} names columns that it lacks: {unknown}"
 
     @property

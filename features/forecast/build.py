@@ -14,7 +14,7 @@ from etl.spec.attributes import CategoricalAttribute, LocalTimeAttribute, Numeri
 from etl.spec.model import DataSpec
 from etl.spec.sections import UNKNOWN_LABEL
 from etl.spec.units import DAY, MICROS
-from etl.tables import audience_schemas, forecast_schemas, schemas, spark_io
+from etl.tables import audience_schemas, forecast_schemas, model_schemas, schemas, spark_io
 from etl.tables.forecast_schemas import (
     SURFACE,
     UNKNOWN_VALUE,
@@ -121,7 +121,7 @@ def targeted_impressions(lake: Lake, days: Sequence[date], versions: dict[str, i
     Attributes of users are the latest ones that were valid when the last day ended.
     """
     spec = lake.spec
-    scores = spark_io.read_table(lake, schemas.scores(spec), versions["scores"])
+    scores = spark_io.read_table(lake, model_schemas.scores(spec), versions["scores"])
     scores = scores.filter(F.col("day").isin(list(days)) & F.col("rank").isNotNull())
     request = Window.partitionBy("surface", "day", "request_id")
     probabilities = {

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from tqdm import tqdm
 
 from etl.errors import UserError
-from etl.tables import arrow, atomic_io, schemas
+from etl.tables import arrow, atomic_io, model_schemas, schemas
 from etl.tables.lake import Lake
 from etl.tables.pointer import remove_unreferenced_versions
 from etl.tables.schemas import RESERVED_ITEM_INDICES
@@ -140,7 +140,7 @@ class TableSource:
 
     def teacher_history_records(self) -> Iterator[tuple[str, KeyValuePairs]]:
         """The teacher embeddings of each user's most recent impressions."""
-        schema = schemas.user_teacher_embeddings(self.lake.spec)
+        schema = model_schemas.user_teacher_embeddings(self.lake.spec)
         if not self.teacher_history_length or not self.lake.exists(schema.name):
             return
         stored = of_newest_compressor(read_until(self.lake, schema, self.data_until_day))

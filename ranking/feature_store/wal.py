@@ -8,7 +8,7 @@ any process: every store applies the entries that it does not have yet.
 import json
 import logging
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from itertools import islice, takewhile
@@ -52,6 +52,13 @@ class WalEntry:
     def retention_ts(self) -> int:
         """The time (µs) that decides when the tables are final for it: an event's own time."""
         return self.payload.event_ts if isinstance(self.payload, Event) else self.received_ts
+
+    @property
+    def user_id(self) -> str | None:
+        """The user whom the entry is about; None for an item."""
+        if isinstance(self.payload, Event):
+            return self.payload.user
+        return self.payload.entity_id if self.kind == "user" else None
 
     def to_json(self) -> bytes:
         """Serialize to JSON."""
@@ -99,6 +106,15 @@ class WriteAheadLog(Database):
         while self._trim_batch(final_before_ts):
             pass
 
+    def erase_users(self, users: Collection[str]) -> int:
+        """Remove the entries of users; returns how many there were."""
+        with self.write_transaction() as txn:
+            stored = ((k, WalEntry.from_json(v)) for k, v in txn.iterate_from("entries", b""))
+            found = [(key, entry) for key, entry in stored if entry.user_id in users]
+            for key, entry in found:
+                _delete_entry(txn, key, entry)
+        return len(found)
+
     def _trim_batch(self, final_before_ts: int) -> int:
         with self.write_transaction() as txn:
             stored = (
@@ -107,9 +123,7 @@ class WriteAheadLog(Database):
             final = takewhile(lambda pair: pair[1].retention_ts < final_before_ts, stored)
             batch = list(islice(final, TRIM_BATCH_SIZE))
             for key, entry in batch:
-                txn.delete("entries", key)
-                if isinstance(entry.payload, Event):
-                    txn.delete("ids", event_key(entry.payload))
+                _delete_entry(txn, key, entry)
         return len(batch)
 
 
@@ -144,6 +158,12 @@ def _append_entry(txn: Txn, entry: WalEntry, is_in_tables: Callable[[Event], boo
     txn.put("entries", number, entry.to_json())
     txn.put("meta", LAST_ENTRY_KEY, number)
     return True
+
+
+def _delete_entry(txn: Txn, key: bytes, entry: WalEntry) -> None:
+    txn.delete("entries", key)
+    if isinstance(entry.payload, Event):
+        txn.delete("ids", event_key(entry.payload))
 
 
 def _last_entry_number(txn: Txn) -> int:

@@ -14,7 +14,7 @@ import pyarrow as pa
 from etl.runtime.spark import spark_session
 from etl.spec import DataSpec
 from etl.spec.units import date_range
-from etl.tables import schemas, spark_io
+from etl.tables import model_schemas, spark_io
 from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath
 from ranking.registry.ranker import load_ranker, validate_ranker, version_to_evaluate
@@ -61,7 +61,7 @@ def score_days(lake: Lake, surface: str, days: tuple[date, date]) -> int:
     task = ScoreBuckets(
         lake.root, lake.spec, folder, dict(reader.table_versions), tuple(date_range(*days))
     )
-    num_buckets, scores = lake.spec.buckets, schemas.scores(lake.spec)
+    num_buckets, scores = lake.spec.buckets, model_schemas.scores(lake.spec)
     buckets = spark_session("scores").range(0, num_buckets, numPartitions=num_buckets)
     columns = ", ".join(f"`{name}` {sql_type}" for name, sql_type in scores.columns.items())
     rows = buckets.mapInArrow(task, columns)

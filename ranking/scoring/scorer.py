@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from etl.errors import UserError
 from etl.spec.units import MICROS
-from etl.tables import schemas
+from etl.tables import model_schemas
 from etl.tables.lake import Lake, arrow_schema
 from ranking.inputs.from_tables import InputBuilder, load_teacher_history
 from ranking.registry.ranker import Ranker
@@ -98,4 +98,4 @@ class Scorer:
             "surface": np.full(len(item), surface, object),
             "day": np.full(len(item), day, object),
         }
-        return pa.table(columns, schema=arrow_schema(schemas.scores(spec)))
+        return pa.table(columns, schema=arrow_schema(model_schemas.scores(spec)))

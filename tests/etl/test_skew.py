@@ -127,7 +127,7 @@ def test_a_large_partition_is_written_to_several_files_by_size(
         "spark.sql.adaptive.enabled": "true",
         "spark.sql.adaptive.advisoryPartitionSizeInBytes": "256KB",
     }
-    before = {name: spark.conf.get(name) for name in settings}
+    before = {name: str(spark.conf.get(name)) for name in settings}
     for name, value in settings.items():
         spark.conf.set(name, value)
     try:

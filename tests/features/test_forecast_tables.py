@@ -13,7 +13,14 @@ import pytest
 
 from etl.errors import UserError
 from etl.spec.units import MICROS
-from etl.tables import arrow, audience_schemas, forecast_schemas, label_schemas, schemas
+from etl.tables import (
+    arrow,
+    audience_schemas,
+    forecast_schemas,
+    label_schemas,
+    model_schemas,
+    schemas,
+)
 from etl.tables.forecast_schemas import (
     provider_labels,
     targeting_attributes,
@@ -69,7 +76,7 @@ def write_scores(lake: Lake, days: list[date], seed: int) -> None:
         None
     )
     table = pa.Table.from_pandas(rows, preserve_index=False)
-    arrow.replace_rows(lake, schemas.scores(lake.spec), table, "day IS NOT NULL", {})
+    arrow.replace_rows(lake, model_schemas.scores(lake.spec), table, "day IS NOT NULL", {})
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +95,7 @@ def expected_rows(lake: Lake, until: date) -> pd.DataFrame:
     spec = lake.spec
     events = arrow.snapshot(lake, schemas.events(spec)).read().to_pandas()
     events = events[events.type == spec.event_codes[spec.impression_type]]
-    scores = arrow.snapshot(lake, schemas.scores(spec)).read().to_pandas()
+    scores = arrow.snapshot(lake, model_schemas.scores(spec)).read().to_pandas()
     scores = scores[scores["rank"].notna() & (scores.day <= until)]
     versions = arrow.snapshot(lake, schemas.attributes(spec, "user")).read().to_pandas()
     versions = versions[versions.valid_from < spec.day_end(until) * MICROS["s"]]

@@ -11,7 +11,7 @@ import pytest
 from deltalake import DeltaTable
 
 from etl.errors import UserError
-from etl.tables import arrow, schemas
+from etl.tables import arrow, model_schemas
 from etl.tables.atomic_io import local_path
 from etl.tables.lake import Lake
 from ranking.registry.ranker import live_pointer, load_ranker, rankers_folder
@@ -42,7 +42,7 @@ def written(spark: object, ranker_lake: Lake) -> int:
 
 
 def scores(lake: Lake) -> pa.Table:
-    stored = arrow.snapshot(lake, schemas.scores(lake.spec)).read()
+    stored = arrow.snapshot(lake, model_schemas.scores(lake.spec)).read()
     return stored.sort_by([("day", "ascending"), ("impression_id", "ascending")])
 
 

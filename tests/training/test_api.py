@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import training
 from etl.errors import UserError
-from etl.tables import arrow, schemas
+from etl.tables import arrow, model_schemas
 from etl.tables.lake import Lake
 from tests.conftest import FIRST, LAST, ROOT
 from training.data.batch import Batch, batch_digest
@@ -89,7 +89,9 @@ def test_the_loaded_gem_predicts_what_the_teacher_predictions_hold(
     assert gem.manifest.trained_until == LAST - timedelta(days=1)
     assert gem.objectives == tuple(gem_lake.spec.objectives)
     assert not gem.model.core.training
-    stored = arrow.snapshot(gem_lake, schemas.teacher_predictions(gem_lake.spec)).read(day=LAST)
+    stored = arrow.snapshot(gem_lake, model_schemas.teacher_predictions(gem_lake.spec)).read(
+        day=LAST
+    )
     logits = {row["impression_id"]: row["logit_click"] for row in stored.to_pylist()}
     for batch in gem.dataset((LAST, LAST)):
         click = gem.predict(batch)["click"]

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.system.warm_start import SHAPE, SpecChange, changed_spec, manifest_of, trained_gem
 from etl.spec import DataSpec
-from etl.tables import schemas
+from etl.tables import model_schemas, schemas
 from features.schema import FeatureSchema, feature_schema
 from training.config import TrainConfig
 from training.data.batch import Batch, InputStatistics
@@ -190,7 +190,9 @@ def test_a_head_of_another_target_is_a_new_one(trained: TrainState) -> None:
     assert torch.equal(before[3], after[3]) and not torch.equal(before[4], after[4])
 
 
-@pytest.mark.parametrize("table", [schemas.examples, schemas.teacher_predictions, schemas.scores])
+@pytest.mark.parametrize(
+    "table", [schemas.examples, model_schemas.teacher_predictions, model_schemas.scores]
+)
 def test_tables_that_rankers_read_or_write_have_no_auxiliary_columns(
     table: Callable[[DataSpec], object],
 ) -> None:

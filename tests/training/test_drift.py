@@ -11,7 +11,7 @@ from sklearn.metrics import log_loss
 
 from benchmarks.studies.trials import symlinked_lake
 from etl.spec.units import MICROS, date_range
-from etl.tables import arrow, label_schemas, schemas
+from etl.tables import arrow, label_schemas, model_schemas
 from etl.tables.lake import Lake, arrow_schema
 from gemline import main
 from ranking.report import figures
@@ -42,7 +42,7 @@ def impression_rows(lake: Lake, first: date, last: date) -> list[Row]:
 
 def write_predictions(lake: Lake, impressions: list[Row]) -> None:
     """Random logits of some impressions, as of a GEM that was trained until the day before."""
-    schema, rng = schemas.teacher_predictions(lake.spec), np.random.default_rng(0)
+    schema, rng = model_schemas.teacher_predictions(lake.spec), np.random.default_rng(0)
     predictions = [
         {
             "impression_id": row["impression_id"], "fm_version": "v",
@@ -199,7 +199,7 @@ def test_drift_of_predictions_blocks_promotion(
     last = DAYS[6]
     command = ["train", "check-drift", "--spec", str(spec_path), "--lake", week_lake.root]
     assert main([*command, "--days", str(last)]) == 0
-    schema = schemas.teacher_predictions(week_lake.spec)
+    schema = model_schemas.teacher_predictions(week_lake.spec)
     table = arrow.snapshot(week_lake, schema).read(day=last)
     column = table.column_names.index("logit_long_view")
     logits = pa.array(np.full(len(table), 3.0, np.float32))

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from etl.errors import UserError
-from etl.tables import arrow, schemas
+from etl.tables import arrow, model_schemas, schemas
 from etl.tables.lake import Lake, arrow_schema
 from features.schema import ITEM_TABLE, USER_TABLE
 from gemline import main
@@ -46,7 +46,7 @@ def train(lake: Lake, spec: Path, days: str, *options: str) -> None:
 
 def stored_outputs(lake: Lake, day: date) -> dict[str, list[float]]:
     """Logits of each impression of a day."""
-    rows = arrow.snapshot(lake, schemas.teacher_predictions(lake.spec)).read(day=day)
+    rows = arrow.snapshot(lake, model_schemas.teacher_predictions(lake.spec)).read(day=day)
     names = [f"logit_{objective}" for objective in lake.spec.objectives]
     return {r["impression_id"]: [r[name] for name in names] for r in rows.to_pylist()}
 
@@ -232,7 +232,7 @@ def test_a_day_does_not_continue_a_model_of_other_sizes(
 
 
 def test_the_teacher_of_a_day_was_not_trained_on_it(own_gem_lake: Lake) -> None:
-    schema = schemas.teacher_predictions(own_gem_lake.spec)
+    schema = model_schemas.teacher_predictions(own_gem_lake.spec)
     rows = arrow.snapshot(own_gem_lake, schema).read()
     assert set(rows["day"].to_pylist()) == {SECOND, THIRD, LAST}
     assert all(r["fm_trained_until"] < r["day"] for r in rows.to_pylist())

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from etl.errors import UserError
-from etl.tables import arrow, schemas
+from etl.tables import arrow, model_schemas
 from etl.tables.lake import Lake
 from tests.conftest import FIRST
 from training.config import TrainConfig
@@ -90,7 +90,7 @@ def test_the_gradient_is_towards_the_label_and_the_stored_probability(
 def test_training_reads_a_pinned_version_and_changes_by_its_logits(own_gem_lake: Lake) -> None:
     lake = own_gem_lake
     forget_later_days(lake)
-    schema = schemas.teacher_predictions(lake.spec)
+    schema = model_schemas.teacher_predictions(lake.spec)
     trained = []
     config = config_of(lake, distillation_weight=0.5)
     for factor in (1.0, -1.0):
@@ -109,7 +109,7 @@ def test_training_reads_a_pinned_version_and_changes_by_its_logits(own_gem_lake:
 
 def scale_logits(lake: Lake, factor: float) -> None:
     """Multiply all stored logits."""
-    schema = schemas.teacher_predictions(lake.spec)
+    schema = model_schemas.teacher_predictions(lake.spec)
     rows = arrow.snapshot(lake, schema).read()
     for name in lake.spec.objectives:
         index = rows.column_names.index(f"logit_{name}")
@@ -122,7 +122,7 @@ def scale_logits(lake: Lake, factor: float) -> None:
 def test_predictions_of_a_teacher_that_learned_the_day_are_refused(own_gem_lake: Lake) -> None:
     lake = own_gem_lake
     forget_later_days(lake)
-    schema = schemas.teacher_predictions(lake.spec)
+    schema = model_schemas.teacher_predictions(lake.spec)
     rows = arrow.snapshot(lake, schema).read()
     index = rows.column_names.index("fm_trained_until")
     leaking = rows.set_column(index, rows.schema.field(index), rows["day"])
@@ -143,7 +143,7 @@ def test_without_predictions_gem_learns_from_labels_alone(
         assert DayBatches(lake, reader, FIRST, manifest).teacher() is None
         forget_later_days(own_gem_lake)
         where = f"day <= '{DAY}'"
-        schema = schemas.teacher_predictions(own_gem_lake.spec)
+        schema = model_schemas.teacher_predictions(own_gem_lake.spec)
         rows = arrow.snapshot(own_gem_lake, schema).read()
         arrow.replace_rows(own_gem_lake, schema, rows.slice(0, 0), where, {})
         teacher = batches_of_day(own_gem_lake, config).teacher()

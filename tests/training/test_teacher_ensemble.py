@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy.special import expit
 
 from etl.errors import UserError
-from etl.tables import arrow, label_schemas, schemas
+from etl.tables import arrow, label_schemas, model_schemas
 from etl.tables.lake import Lake
 from tests.conftest import FIRST, LAST
 from tests.world import World, copy_of
@@ -84,7 +84,9 @@ def test_predictions_are_the_blend_of_the_mean_of_all_seeds_and_the_trees(taught
     tree_rows = dict(zip(tabular.impression_ids, tree_logits, strict=True))
     weights = blend_weights(taught, THIRD, LAST, 14)
     assert any(weights.values())
-    table = arrow.snapshot(taught, schemas.teacher_predictions(spec)).read(day=LAST).to_pylist()
+    table = (
+        arrow.snapshot(taught, model_schemas.teacher_predictions(spec)).read(day=LAST).to_pylist()
+    )
     stored = {row["impression_id"]: row for row in table}
     for batch in reader.batches([LAST], ALL_LABELS, 512, Shuffle(None)):
         members = [s.model(batch).logits.detach().double().numpy() for s in (first, second)]
@@ -181,6 +183,6 @@ def test_an_upgrade_replaces_the_gems_of_all_seeds(taught: Lake, tmp_path: Path)
 
 def test_logits_of_a_day_are_those_of_its_predictions(taught: Lake) -> None:
     """The file that later weights are fitted on has a row for each prediction of the day."""
-    scored = arrow.snapshot(taught, schemas.teacher_predictions(taught.spec)).read(day=THIRD)
+    scored = arrow.snapshot(taught, model_schemas.teacher_predictions(taught.spec)).read(day=THIRD)
     kept = pq.read_table(day_logits_path(taught.root, THIRD))
     assert sorted(kept["impression_id"].to_pylist()) == sorted(scored["impression_id"].to_pylist())

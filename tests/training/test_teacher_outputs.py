@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from benchmarks.studies.trials import scratch_lake
 from etl.errors import UserError
-from etl.tables import arrow, schemas
+from etl.tables import arrow, model_schemas
 from etl.tables.lake import SPEC_PROPERTY, Lake
 from features.encoding.scalar import INT4_ZERO_POINT, dequantize_int4, quantize_int4
 from tests.conftest import FIRST, LAST
@@ -38,7 +38,7 @@ def scored_lake(own_gem_lake: Lake) -> Iterator[Lake]:
 
 
 def test_each_day_is_scored_by_the_gem_of_the_day_before(scored_lake: Lake) -> None:
-    for schema in (schemas.teacher_predictions, schemas.user_teacher_embeddings):
+    for schema in (model_schemas.teacher_predictions, model_schemas.user_teacher_embeddings):
         rows = arrow.snapshot(scored_lake, schema(scored_lake.spec)).read()
         until = {row["day"]: row["fm_trained_until"] for row in rows.to_pylist()}
         assert until == {DAYS[0] + timedelta(days=n): FIRST + timedelta(days=n) for n in range(3)}
@@ -46,7 +46,7 @@ def test_each_day_is_scored_by_the_gem_of_the_day_before(scored_lake: Lake) -> N
 
 def test_embeddings_of_a_day_are_visible_from_its_end_on(scored_lake: Lake) -> None:
     spec = scored_lake.spec
-    table = arrow.snapshot(scored_lake, schemas.user_teacher_embeddings(spec)).read()
+    table = arrow.snapshot(scored_lake, model_schemas.user_teacher_embeddings(spec)).read()
     rows = table.sort_by([("visible_ts", "ascending"), ("impression_ts", "ascending")]).to_pylist()
     assert all(row["visible_ts"] == spec.day_end(row["day"]) for row in rows)
     embeddings = load_teacher_embeddings(scored_lake)
@@ -66,14 +66,14 @@ def test_embeddings_of_a_day_are_visible_from_its_end_on(scored_lake: Lake) -> N
 
 def test_with_a_teacher_lag_an_older_gem_scores_the_day(scored_lake: Lake) -> None:
     write_teacher_outputs(scored_lake, (LAST, LAST), teacher_lag_days=1)
-    schema = schemas.teacher_predictions(scored_lake.spec)
+    schema = model_schemas.teacher_predictions(scored_lake.spec)
     rows = arrow.snapshot(scored_lake, schema).read(day=LAST)
     assert set(rows["fm_trained_until"].to_pylist()) == {LAST - timedelta(days=2)}
 
 
 def test_a_row_whose_gem_was_trained_on_its_day_is_refused(scored_lake: Lake) -> None:
     assert len(load_teacher_embeddings(scored_lake).sort_keys)
-    schema = schemas.user_teacher_embeddings(scored_lake.spec)
+    schema = model_schemas.user_teacher_embeddings(scored_lake.spec)
     rows = arrow.snapshot(scored_lake, schema).read(day=LAST)
     column = rows.schema.get_field_index("fm_trained_until")
     leaking = rows.set_column(column, "fm_trained_until", pa.repeat(pa.scalar(LAST), len(rows)))
@@ -84,7 +84,7 @@ def test_a_row_whose_gem_was_trained_on_its_day_is_refused(scored_lake: Lake) ->
 
 def test_one_compressor_makes_the_embeddings_of_all_days(scored_lake: Lake) -> None:
     """Scoring a later day again changes neither its embeddings nor the compressor."""
-    schema = schemas.user_teacher_embeddings(scored_lake.spec)
+    schema = model_schemas.user_teacher_embeddings(scored_lake.spec)
     rows = arrow.snapshot(scored_lake, schema).read(day=LAST)
     (compressor,) = (Path(scored_lake.root) / "models" / "compressor").iterdir()
     assert set(rows["compressor_version"].to_pylist()) == {compressor.stem}
@@ -97,7 +97,7 @@ def test_one_compressor_makes_the_embeddings_of_all_days(scored_lake: Lake) -> N
 def test_embeddings_of_an_earlier_compressor_are_not_compared_with_new_ones(
     scored_lake: Lake,
 ) -> None:
-    schema = schemas.user_teacher_embeddings(scored_lake.spec)
+    schema = model_schemas.user_teacher_embeddings(scored_lake.spec)
     rows = arrow.snapshot(scored_lake, schema).read(day=DAYS[0])
     column = rows.schema.get_field_index("compressor_version")
     earlier = rows.set_column(column, "compressor_version", pa.repeat("earlier", len(rows)))
@@ -110,7 +110,7 @@ def test_embeddings_of_an_earlier_compressor_are_not_compared_with_new_ones(
 def test_days_that_an_earlier_version_wrote_are_named_and_can_be_written_again(
     scored_lake: Lake,
 ) -> None:
-    schema = schemas.user_teacher_embeddings(scored_lake.spec)
+    schema = model_schemas.user_teacher_embeddings(scored_lake.spec)
     rows = arrow.snapshot(scored_lake, schema).read().drop_columns(["compressor_version"])
     uri = scored_lake.table_uri(schema.name)
     shutil.rmtree(uri)

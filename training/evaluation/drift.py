@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from etl.spec.units import MICROS
-from etl.tables import arrow, label_schemas, schemas
+from etl.tables import arrow, label_schemas, model_schemas
 from etl.tables.arrow import Snapshot
 from etl.tables.lake import Lake
 from training.data.label_window import LabelWindow
@@ -76,7 +76,7 @@ def teacher_prequential(lake: Lake, data_until: date) -> list[TeacherPrequential
     """
     if not lake.exists("teacher_predictions"):
         return []
-    predictions = arrow.snapshot(lake, schemas.teacher_predictions(lake.spec))
+    predictions = arrow.snapshot(lake, model_schemas.teacher_predictions(lake.spec))
     impressions = arrow.snapshot(lake, label_schemas.impressions(lake.spec))
     window = LabelWindow(0, lake.spec.day_end(data_until))
     return [

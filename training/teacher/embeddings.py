@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from etl.errors import UserError
-from etl.tables import arrow, schemas
+from etl.tables import arrow, model_schemas
 from etl.tables.lake import Lake
 from features.encoding.scalar import Bytes
 from features.ragged import count_visible
@@ -67,7 +67,7 @@ def load_teacher_embeddings(lake: Lake, days: Sequence[date] | None = None) -> T
 
     Raises UserError if a row was predicted by a GEM that was trained on the row's day.
     """
-    schema = schemas.user_teacher_embeddings(lake.spec)
+    schema = model_schemas.user_teacher_embeddings(lake.spec)
     if not lake.exists(schema.name):
         return TeacherEmbeddings.empty()
     table = arrow.snapshot(lake, schema)

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from etl.spec.model import DataSpec
 from etl.spec.units import date_range
-from etl.tables import arrow, schemas
+from etl.tables import arrow, model_schemas
 from etl.tables.lake import Lake, arrow_schema
 from etl.tables.table_schema import TableSchema
 from etl.tables.uri import StoragePath, resolve_uri
@@ -105,7 +105,7 @@ def write_teacher_outputs(
         outputs.append(
             TeacherOutputs(
                 scored.predictions,
-                _in_table_order(rows, schemas.user_teacher_embeddings(lake.spec)),
+                _in_table_order(rows, model_schemas.user_teacher_embeddings(lake.spec)),
             )
         )
         weights = dict(zip(lake.spec.objectives, teacher.weights.round(4).tolist(), strict=True))
@@ -113,8 +113,14 @@ def write_teacher_outputs(
         sources |= {"trees_weights": weights} if teacher.trees is not None else {}
     predictions = [output.predictions for output in outputs]
     user_embeddings = [output.user_embeddings for output in outputs]
-    _replace_days(lake, schemas.teacher_predictions(lake.spec), predictions, days, sources)
-    _replace_days(lake, schemas.user_teacher_embeddings(lake.spec), user_embeddings, days, sources)
+    _replace_days(lake, model_schemas.teacher_predictions(lake.spec), predictions, days, sources)
+    _replace_days(
+        lake,
+        model_schemas.user_teacher_embeddings(lake.spec),
+        user_embeddings,
+        days,
+        sources,
+    )
     return sum(table.num_rows for table in predictions)
 
 
@@ -133,7 +139,7 @@ def _replace_days(
 
 def _score_day(spec: DataSpec, teacher: Teacher, day: date, batch_rows: int) -> ScoredDay:
     """Score all impressions of a day, bucket by bucket."""
-    schema = schemas.teacher_predictions(spec)
+    schema = model_schemas.teacher_predictions(spec)
     objectives = trained_objectives(spec, teacher.manifest)
     predictions, impressions, hidden, ids, parts = [], [], [], [], []
     buckets = range(spec.buckets)

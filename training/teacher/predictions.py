@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
-from etl.tables import arrow, schemas
+from etl.tables import arrow, model_schemas
 from etl.tables.lake import Lake
 from training.evaluation.predictions import Predictions
 from training.teacher.embeddings import assert_teacher_is_earlier
@@ -60,7 +60,7 @@ class TeacherPredictions:
             UserError: A row was predicted by a GEM that had been trained on its day.
         """
         names = [f"logit_{name}" for name in lake.spec.objectives]
-        stored = arrow.snapshot(lake, schemas.teacher_predictions(lake.spec), version)
+        stored = arrow.snapshot(lake, model_schemas.teacher_predictions(lake.spec), version)
         columns = ["impression_id", "fm_version", "fm_trained_until", "day", *names]
         rows = stored.read(columns, day=days)
         assert_teacher_is_earlier(rows)

@@ -1,0 +1,77 @@
+"""The table `erased_users`: raw records of erased users are left out by every later run."""
+
+import secrets
+from datetime import date
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+
+from etl.ingest.readers import PAYLOAD, RECORD_LOCATION, SOURCE_FILE
+from etl.tables import atomic_io, schemas, spark_io
+from etl.tables.lake import Lake
+from etl.tables.uri import resolve_uri
+
+SALT_FILE = "_pipeline", "erasure_salt"
+ID_SEPARATORS = r"""[\s"',:;{}\[\]()|\\]+"""
+
+
+def record_erased_users(lake: Lake, users: DataFrame, before_ts: int, day: date) -> None:
+    """Add users (`user_id`) whose data from before a time (µs) is erased on a day."""
+    schema = schemas.erased_users(lake.spec)
+    _create_salt(lake)
+    rows = users.select(user_key(lake, F.col("user_id")).alias("user_key"))
+    rows = rows.withColumns({"before_ts": F.lit(before_ts), "day": F.lit(day)})
+    versions = {}
+    if lake.exists(schema.name):
+        versions[schema.name] = lake.version(schema.name)
+        stored = spark_io.read_table(lake, schema, versions[schema.name])
+        rows = rows.unionByName(stored.filter(F.col("day") == F.lit(day)))
+    rows = rows.groupBy("user_key", "day").agg(F.max("before_ts").alias("before_ts"))
+    spark_io.replace_partitions(lake, schema, rows, f"day = '{day}'", versions)
+
+
+def user_key(lake: Lake, user_id: Column) -> Column:
+    """The salted hash of a user's id."""
+    salt = resolve_uri(lake.root, *SALT_FILE).read_text()
+    return F.sha2(F.concat(F.lit(salt), user_id), 256)
+
+
+def mark_erased(lake: Lake, rows: DataFrame, known_ts: Column) -> DataFrame:
+    """Raw records with null `reasons` where their user was erased: they are neither valid nor bad.
+
+    Args:
+        lake: The lake.
+        rows: Records with `user_id`, `reasons`, and their payload and location. A record whose
+            user could not be read belongs to each user whose id is a word of its payload.
+        known_ts: The time (µs) from which a record was known; if that is null, it is of any time.
+    """
+    schema = schemas.erased_users(lake.spec)
+    if not lake.exists(schema.name):
+        return rows
+    stored = spark_io.read_table(lake, schema)
+    erased = stored.groupBy("user_key").agg(F.max("before_ts").alias("erased_before"))
+    location = [SOURCE_FILE, RECORD_LOCATION]
+    unreadable = rows.filter(F.col("user_id").isNull() & F.col(PAYLOAD).isNotNull())
+    words = unreadable.select(*location, F.explode(payload_words(F.col(PAYLOAD))).alias("word"))
+    named = words.withColumn("user_key", user_key(lake, F.col("word")))
+    named = named.join(F.broadcast(erased), "user_key", "left_semi").select(*location).distinct()
+    rows = rows.withColumn("user_key", user_key(lake, F.col("user_id")))
+    rows = rows.join(F.broadcast(erased), "user_key", "left")
+    rows = rows.join(F.broadcast(named.withColumn("is_named", F.lit(True))), location, "left")
+    is_erased = F.col("erased_before").isNotNull() & F.coalesce(
+        known_ts < F.col("erased_before"), F.lit(True)
+    )
+    is_erased |= F.coalesce("is_named", F.lit(False))
+    marked = rows.withColumn("reasons", F.when(~is_erased, F.col("reasons")))
+    return marked.drop("user_key", "erased_before", "is_named")
+
+
+def payload_words(payload: Column) -> Column:
+    """The parts of a record that may be an id: between quotes, and between separators."""
+    quoted = F.regexp_extract_all(payload, F.lit(r'"([^"]*)"'), F.lit(1))
+    return F.array_union(quoted, F.split(payload, ID_SEPARATORS))
+
+
+def _create_salt(lake: Lake) -> None:
+    """Write the lake's salt, unless it has one."""
+    atomic_io.create_if_absent(resolve_uri(lake.root, *SALT_FILE), secrets.token_hex(32))
