@@ -90,8 +90,8 @@ def erase_users(lake: Lake, ids: list[str]) -> dict[str, int]:
     latest = lake.latest_day("events")
     data_until = lake.spec.day_end(latest) if latest else 0
     users = spark_session("erase").createDataFrame(pa.table({"user_id": ids}))
-    before_ts = max(int(now.timestamp()), data_until) * MICROS["s"]
-    record_erased_users(lake, users, before_ts, now.date())
+    until_ts = max(int(now.timestamp()), data_until) * MICROS["s"]
+    record_erased_users(lake, users, until_ts, now.date())
     impressions = impressions_of(lake, users).persist()
     erased = _erase_from_files(lake, impressions)
     erased |= erase_from_tables(lake, users, impressions)

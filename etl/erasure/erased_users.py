@@ -15,18 +15,18 @@ SALT_FILE = "_pipeline", "erasure_salt"
 ID_SEPARATORS = r"""[\s"',:;{}\[\]()|\\]+"""
 
 
-def record_erased_users(lake: Lake, users: DataFrame, before_ts: int, day: date) -> None:
-    """Add users (`user_id`) whose data from before a time (µs) is erased on a day."""
+def record_erased_users(lake: Lake, users: DataFrame, until_ts: int, day: date) -> None:
+    """Add users (`user_id`) whose data until a time (µs) is erased on a day."""
     schema = schemas.erased_users(lake.spec)
     _create_salt(lake)
     rows = users.select(user_key(lake, F.col("user_id")).alias("user_key"))
-    rows = rows.withColumns({"before_ts": F.lit(before_ts), "day": F.lit(day)})
+    rows = rows.withColumns({"until_ts": F.lit(until_ts), "day": F.lit(day)})
     versions = {}
     if lake.exists(schema.name):
         versions[schema.name] = lake.version(schema.name)
         stored = spark_io.read_table(lake, schema, versions[schema.name])
         rows = rows.unionByName(stored.filter(F.col("day") == F.lit(day)))
-    rows = rows.groupBy("user_key", "day").agg(F.max("before_ts").alias("before_ts"))
+    rows = rows.groupBy("user_key", "day").agg(F.max("until_ts").alias("until_ts"))
     spark_io.replace_partitions(lake, schema, rows, f"day = '{day}'", versions)
 
 
@@ -49,7 +49,7 @@ def mark_erased(lake: Lake, rows: DataFrame, known_ts: Column) -> DataFrame:
     if not lake.exists(schema.name):
         return rows
     stored = spark_io.read_table(lake, schema)
-    erased = stored.groupBy("user_key").agg(F.max("before_ts").alias("erased_before"))
+    erased = stored.groupBy("user_key").agg(F.max("until_ts").alias("erased_until"))
     location = [SOURCE_FILE, RECORD_LOCATION]
     unreadable = rows.filter(F.col("user_id").isNull() & F.col(PAYLOAD).isNotNull())
     words = unreadable.select(*location, F.explode(payload_words(F.col(PAYLOAD))).alias("word"))
@@ -58,12 +58,12 @@ def mark_erased(lake: Lake, rows: DataFrame, known_ts: Column) -> DataFrame:
     rows = rows.withColumn("user_key", user_key(lake, F.col("user_id")))
     rows = rows.join(F.broadcast(erased), "user_key", "left")
     rows = rows.join(F.broadcast(named.withColumn("is_named", F.lit(True))), location, "left")
-    is_erased = F.col("erased_before").isNotNull() & F.coalesce(
-        known_ts < F.col("erased_before"), F.lit(True)
+    is_erased = F.col("erased_until").isNotNull() & F.coalesce(
+        known_ts <= F.col("erased_until"), F.lit(True)
     )
     is_erased |= F.coalesce("is_named", F.lit(False))
     marked = rows.withColumn("reasons", F.when(~is_erased, F.col("reasons")))
-    return marked.drop("user_key", "erased_before", "is_named")
+    return marked.drop("user_key", "erased_until", "is_named")
 
 
 def payload_words(payload: Column) -> Column:

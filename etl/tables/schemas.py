@@ -254,11 +254,11 @@ def examples(spec: DataSpec) -> TableSchema:
 
 
 def erased_users(_spec: DataSpec) -> TableSchema:
-    """One user whose data from before `before_ts` (µs) was erased on `day`, and stays so.
+    """One user whose data until `until_ts` (µs) was erased on `day`, and stays so.
 
     `user_key` is a salted hash of the id, by which later runs leave the user's raw records out.
     """
-    columns = {"user_key": "string", "before_ts": "bigint", "day": "date"}
+    columns = {"user_key": "string", "until_ts": "bigint", "day": "date"}
     required = {f"no {name}": name for name in columns}
     return TableSchema("erased_users", columns, ("day",), ("user_key",), required, erased_by=None)
 

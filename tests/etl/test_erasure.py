@@ -1,0 +1,124 @@
+"""Users who are erased are in no table, and a rebuild from raw logs does not bring them back."""
+
+import json
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+
+from etl.erasure.erased_users import record_erased_users
+from etl.erasure.tables import erase_from_tables, impressions_of
+from etl.ingest.run import ingest
+from etl.spec import DataSpec, load_spec
+from etl.spec.units import MICROS
+from etl.tables.lake import Lake
+from etl.tables.schemas import table_registry
+from tests.conftest import SPEC as SIMULATOR_SPEC
+from tests.pipeline import TABLES, build_tables, rows
+
+pytestmark = pytest.mark.spark
+
+DAY_1, DAY_2 = date(2026, 1, 1), date(2026, 1, 2)
+ERASED = "user-1"
+SPEC = """
+name: erasure
+buckets: 1
+max_bad_record_rate: 0.9
+max_events_per_user_day: 5
+surfaces: {home: {}}
+events:
+  shown: {role: impression}
+  click: {role: outcome}
+objectives: {click: {event: click, window: 1h}}
+attributes: {user: {plan: {type: categorical}}}
+sequences: {behaviour: {}}
+counters: {windows: [1d], events: [shown], keys: [[user]]}
+sources:
+  log:
+    kind: event_log
+    format: json
+    path: log/{day}.json
+    time_unit: s
+    columns: {event_id: id, user: who, item: what, surface: page, type: action, event_time: at}
+  users: {kind: attributes, entity: user, format: json, path: "users/{day}.json", key: who}
+"""
+
+
+def write_logs(raw: Path, spec: DataSpec, day: date, users: tuple[str, ...]) -> None:
+    """Seven events of each user (two are above the cap), two bad records, and a plan."""
+    start = spec.day_start(day)
+    lines = []
+    for number, user in enumerate(users):
+        for k in range(7):
+            event = {
+                "id": f"{day} {number} {k}", "who": user, "what": f"item-{k}", "page": "home",
+                "action": "click" if k % 3 == 2 else "shown", "at": start + 60 * k + number,
+            }  # fmt: skip
+            lines.append(json.dumps(event))
+        lines.append(json.dumps(event | {"page": "elsewhere", "id": f"{number}"}))
+        lines.append(f'{{"id": "cut off {number}", "who": "{user}", "what')
+    plans = "\n".join(json.dumps({"who": user, "plan": "free"}) for user in users)
+    for name, text in (("log", "\n".join(lines)), ("users", plans)):
+        (raw / name).mkdir(parents=True, exist_ok=True)
+        (raw / name / f"{day}.json").write_text(text + "\n")
+
+
+@pytest.fixture
+def logged(spark: SparkSession, tmp_path: Path) -> tuple[Lake, Path]:
+    """A lake with a day of three users, and its raw logs."""
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    lake = Lake(str(tmp_path / "lake"), load_spec(tmp_path / "spec.yaml"))
+    write_logs(tmp_path / "raw", lake.spec, DAY_1, (ERASED, "user-11", "user-2"))
+    build_tables(lake, tmp_path / "raw", (DAY_1, DAY_1))
+    return lake, tmp_path / "raw"
+
+
+def stored(lake: Lake) -> dict[str, list[dict[str, Any]]]:
+    return {name: rows(lake, name) for name in (*TABLES, "attributes_user")}
+
+
+def mentions_user(row: dict[str, Any]) -> bool:
+    return f"'{ERASED}'" in repr(row) or f'"{ERASED}"' in repr(row)
+
+
+def erase(lake: Lake, users: DataFrame) -> dict[str, int]:
+    record_erased_users(lake, users, lake.spec.day_end(DAY_1) * MICROS["s"], DAY_2)
+    return erase_from_tables(lake, users, impressions_of(lake, users).persist())
+
+
+def test_erased_users_are_in_no_table_and_do_not_return_with_their_logs(
+    spark: SparkSession, logged: tuple[Lake, Path]
+) -> None:
+    lake, raw = logged
+    users = spark.createDataFrame(pa.table({"user_id": [ERASED, "never seen"]}))
+    before = stored(lake)
+    erased = erase(lake, users)
+    after = stored(lake)
+    for name, remaining in after.items():
+        if name == "ingest_metrics":
+            continue
+        assert remaining == [row for row in before[name] if not mentions_user(row)], name
+        assert erased.get(name, 0) == len(before[name]) - len(remaining), name
+    for name in ("events", "excluded_events", "quarantine", "history", "examples", "impressions"):
+        assert erased[name] > 0, f"{name}: the test has nothing to erase there"
+    (metrics,) = after["ingest_metrics"]
+    assert metrics["read"] == 2 * 9, "as if the others alone had been logged"
+    assert not any(erase_from_tables(lake, users, impressions_of(lake, users)).values())
+
+    build_tables(lake, raw, (DAY_1, DAY_1))
+    assert stored(lake) == after
+
+    write_logs(raw, lake.spec, DAY_2, (ERASED, "user-2"))
+    ingest(lake, str(raw), (DAY_2, DAY_2))
+    returned = {row["day"] for row in rows(lake, "events") if row["user_id"] == ERASED}
+    assert returned == {DAY_2}, "what is logged after the erasure is of a new user"
+
+
+@pytest.mark.parametrize("name", sorted(table_registry(load_spec(SIMULATOR_SPEC))))
+def test_every_table_about_users_declares_how_they_are_erased(name: str) -> None:
+    schema = table_registry(load_spec(SIMULATOR_SPEC))[name]
+    about_users = {"user_id", "impression_id", "sampled_user", "payload"} & {*schema.columns}
+    assert (schema.erased_by is not None) == bool(about_users)

@@ -1,0 +1,134 @@
+"""`gemline erase` leaves no trace of a user in any file of a lake, decoded in its format."""
+
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from zlib import crc32
+
+import lmdb
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
+from etl.tables import arrow, schemas
+from etl.tables.atomic_io import local_path
+from etl.tables.lake import Lake
+from features.encoding.scalar import spark_xxhash64
+from features.validation import validate_examples
+from gemline import main
+from ranking.feature_store.materialize import materialize
+from ranking.feature_store.wal import FeatureStoreHandle
+from ranking.registry.ranker import live_pointer, rankers_folder
+from tests.conftest import LAST
+from tests.ranking.poster import event_of, post
+from tests.world import copy_of
+
+pytestmark = pytest.mark.spark
+
+MODELS = ("models", "rankers")  # their weights are no ids; the command names them
+
+
+@pytest.fixture
+def complete_lake(gem_lake: Lake, folder: Path, tmp_path: Path) -> Lake:
+    """A lake with tables, GEM, a ranker, a feature store and an evaluation."""
+    lake = copy_of(gem_lake, tmp_path / "lake")
+    shutil.copytree(folder, local_path(rankers_folder(lake.root, "feed") / "one"))
+    live_pointer(lake.root, "feed").promote("one")
+    materialize(lake, lake.spec.day_end(LAST))
+    examples = arrow.snapshot(lake, schemas.examples(lake.spec))
+    rows = examples.read(["impression_id", "user_id"], day=LAST)
+    users = pa.array([crc32(user.encode()) for user in rows["user_id"].to_pylist()])
+    Path(lake.root, "evaluations").mkdir()
+    table = pa.table({"impression_id": rows["impression_id"], "user": users})
+    pq.write_table(table, Path(lake.root, "evaluations", "gem.parquet"))
+    return lake
+
+
+def traces(root: Path, users: Iterable[str]) -> set[str]:
+    """Where ids of users, or hashes of them, are in the files of a lake."""
+    ids = "|".join(map(re.escape, users))
+    word = re.compile(rf"(?<![A-Za-z0-9])({ids})(?![A-Za-z0-9])".encode())
+    hashes = {spark_xxhash64(user) for user in users} | {crc32(user.encode()) for user in users}
+    found = set()
+    for file in root.rglob("*"):
+        name = file.relative_to(root).parts[0]
+        if file.name == "data.mdb":
+            found |= {f"{name} {table}" for table in _traces_in_database(file, word, hashes)}
+        elif file.suffix == ".parquet":
+            columns = _traces_in_columns(pq.ParquetFile(file).read(), word, hashes)
+            found |= {f"{name} {column}" for column in columns}
+        elif name not in MODELS and file.is_file() and word.search(file.read_bytes()):
+            found.add(f"{name} {file.name}")
+    return found
+
+
+def _traces_in_columns(
+    table: pa.Table, word: "re.Pattern[bytes]", hashes: set[int]
+) -> Iterator[str]:
+    for name in table.column_names:
+        column = table[name].combine_chunks()
+        if pa.types.is_integer(column.type):
+            if hashes & set(column.drop_null().to_pylist()):
+                yield name
+        elif word.search("\n".join(map(str, column.to_pylist())).encode()):
+            yield name
+
+
+def _traces_in_database(file: Path, word: "re.Pattern[bytes]", hashes: set[int]) -> Iterator[str]:
+    keys = [hash_.to_bytes(8, "big", signed=True) for hash_ in hashes]
+    with lmdb.open(str(file.parent), max_dbs=20, readonly=True, lock=False) as env:
+        with env.begin() as txn:
+            names = [name for name, _ in txn.cursor()]
+        for name in names:
+            table = env.open_db(name, create=False)
+            with env.begin(db=table) as txn:
+                for key, value in txn.cursor():
+                    if word.search(key) or word.search(value) or any(k in key for k in keys):
+                        yield name.decode()
+
+
+@pytest.mark.proof
+def test_no_file_of_a_lake_holds_an_erased_user(complete_lake: Lake, spec_path: Path) -> None:
+    lake, root = complete_lake, Path(complete_lake.root)
+    examples = arrow.snapshot(lake, schemas.examples(lake.spec)).read(["user_id"], day=LAST)
+    frequent = pc.value_counts(examples["user_id"]).to_pylist()
+    users = [row["values"] for row in sorted(frequent, key=lambda row: -row["counts"])[:2]]
+    handle = FeatureStoreHandle(lake.root, lake.spec)
+    posted = event_of("posted", 0)
+    assert post(handle, posted) == 1
+    handle.close()
+    before = traces(root, [*users, posted.user])
+    for name in (
+        *("events user_id", "examples user_id", "history user_id", "impressions user_id"),
+        *("user_teacher_embeddings user_id", "audience_labels user_id", "evaluations user"),
+        *("feature_store users", "feature_store hours", "feature_store_wal entries"),
+    ):
+        assert name in before, f"there is nothing to erase in {name}: {sorted(before)}"
+    rows_of_others = others(lake, users)
+
+    flags = ["--spec", str(spec_path), "--lake", lake.root]
+    assert main(["erase", *flags, "--user", *users, posted.user, "--now"]) == 0
+    assert traces(root, [*users, posted.user]) == set()
+    assert others(lake, users) == rows_of_others
+    different = [found for found in validate_examples(lake, 50, 0) if found[1]]
+    assert not different, "pointers and counters of the others still fit"
+
+
+def others(lake: Lake, users: list[str]) -> list[dict[str, object]]:
+    """The examples of all other users."""
+    rows = arrow.snapshot(lake, schemas.examples(lake.spec)).read()
+    rows = rows.filter(pc.invert(pc.is_in(rows["user_id"], pa.array(users))))
+    return sorted(rows.to_pylist(), key=lambda row: str(row["impression_id"]))
+
+
+def test_an_erasure_of_nobody_is_refused(
+    spec_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--spec", str(spec_path), "--lake", str(tmp_path / "lake")]
+    (tmp_path / "ids.txt").write_text("\n \n")
+    assert main(["erase", *flags, "--users", str(tmp_path / "ids.txt")]) == 2
+    assert "nobody is named" in capsys.readouterr().err
+    assert main(["erase", *flags, "--users", str(tmp_path / "absent.txt")]) == 2
+    assert "there is no such file" in capsys.readouterr().err
