@@ -4,7 +4,7 @@ Spark is imported only when the command runs.
 """
 
 from collections.abc import Collection
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,6 +39,9 @@ class EraseArgs(LakeArgs):
 
     user: Annotated[tuple[str, ...], tyro.conf.arg(help="ids of users")] = ()
     users: Annotated[Path | None, tyro.conf.arg(help="a file with one id per line")] = None
+    before: Annotated[
+        date | None, tyro.conf.arg(help="erase only what was known before this day")
+    ] = None
     now: Annotated[
         bool,
         tyro.conf.arg(help="remove old versions of all tables, and their logs, at once"),
@@ -69,7 +72,7 @@ def erase(args: EraseArgs) -> None:
     surfaces = [f"{step}-{s}" for s in lake.spec.ad_surfaces for step in ("ranker", "scores")]
     domains = [f"domain-{domain}" for domain in lake.spec.domains]
     with hold_leases(args.lake, [*surfaces, *domains], "gemline erase"):
-        erased = erase_users(lake, args.ids)
+        erased = erase_users(lake, args.ids, args.before)
         for what, rows in erased.items():
             print(f"{what}: {rows:,} rows removed")
         kept_logs = _remove_old_versions(lake) if args.now else None
@@ -77,26 +80,39 @@ def erase(args: EraseArgs) -> None:
         print(line)
 
 
-def erase_users(lake: Lake, ids: list[str]) -> dict[str, int]:
-    """Remove users from a lake; returns the number of rows that were removed, by where they were.
+def erase_users(lake: Lake, ids: list[str], before: date | None = None) -> dict[str, int]:
+    """Remove users from a lake, or what was known of them before a day.
 
     A run that was interrupted can be repeated.
+
+    Returns:
+        The number of rows that were removed, by where they were.
+
+    Raises:
+        UserError: The day is in a part of the histories that is compacted.
     """
     from etl.erasure.erased_users import record_erased_users
-    from etl.erasure.tables import erase_from_tables, impressions_of
+    from etl.erasure.tables import ErasureScope, erase_from_tables
     from etl.runtime.spark import spark_session
+    from features.forecast.build import build_forecast
+    from features.history.compact import assert_not_compacted
 
-    now = datetime.now(UTC)
-    latest = lake.latest_day("events")
-    data_until = lake.spec.day_end(latest) if latest else 0
+    if before is not None and lake.exists("history"):
+        assert_not_compacted(lake, before)
+    now, latest = datetime.now(UTC), lake.latest_day("events")
+    seconds = max(int(now.timestamp()), lake.spec.day_end(latest) if latest else 0)
+    until_ts = seconds * MICROS["s"]
+    if before is not None:
+        until_ts = lake.spec.day_start(before) * MICROS["s"] - 1
     users = spark_session("erase").createDataFrame(pa.table({"user_id": ids}))
-    until_ts = max(int(now.timestamp()), data_until) * MICROS["s"]
     record_erased_users(lake, users, until_ts, now.date())
-    impressions = impressions_of(lake, users).persist()
-    erased = _erase_from_files(lake, impressions)
-    erased |= erase_from_tables(lake, users, impressions)
-    impressions.unpersist()
-    return erased | _erase_from_feature_store(lake, set(ids))
+    scope = ErasureScope.of_users(lake, users, before)
+    erased = _erase_from_files(lake, scope.impressions) | erase_from_tables(scope)
+    scope.impressions.unpersist()
+    forecast_day = lake.latest_day("forecast_sample")
+    if forecast_day and erased.get("forecast_sample"):
+        build_forecast(lake, forecast_day)
+    return erased | _erase_from_feature_store(lake, set(ids), until_ts)
 
 
 def _erase_from_files(lake: Lake, impressions: "DataFrame") -> dict[str, int]:
@@ -120,7 +136,7 @@ def _erase_from_files(lake: Lake, impressions: "DataFrame") -> dict[str, int]:
     return erased
 
 
-def _erase_from_feature_store(lake: Lake, users: Collection[str]) -> dict[str, int]:
+def _erase_from_feature_store(lake: Lake, users: Collection[str], until_ts: int) -> dict[str, int]:
     """Remove users from the write-ahead log, and build the store anew from the erased tables.
 
     Running services load the new store; the previous ones are removed.
@@ -130,7 +146,7 @@ def _erase_from_feature_store(lake: Lake, users: Collection[str]) -> dict[str, i
     if live is None:
         return {}
     wal = open_wal(local_cache_path(resolve_uri(lake.root, "feature_store_wal")))
-    entries = wal.erase_users(users)
+    entries = wal.erase_users(users, until_ts)
     wal.close()
     store = open_store(local_cache_path(live), lake.spec)
     data_until = store.data_until
@@ -164,8 +180,6 @@ def remaining_traces(lake: Lake, kept_logs: list[str] | None) -> list[str]:
         for pin in step_state.read_pins(lake.root)
     ]
     lines += _models_with_examples(lake)
-    if lake.exists("forecast_sketches"):
-        lines.append("forecasts count them until the next `gemline forecast build`")
     lines.append("raw logs, and backups of the lake, are not part of it: erase them there, too")
     return lines
 

@@ -6,7 +6,9 @@ from datetime import date
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
+from etl.event_time import day_start_sql
 from etl.ingest.readers import PAYLOAD, RECORD_LOCATION, SOURCE_FILE
+from etl.spec.units import MICROS
 from etl.tables import atomic_io, schemas, spark_io
 from etl.tables.lake import Lake
 from etl.tables.uri import resolve_uri
@@ -41,9 +43,9 @@ def mark_erased(lake: Lake, rows: DataFrame, known_ts: Column) -> DataFrame:
 
     Args:
         lake: The lake.
-        rows: Records with `user_id`, `reasons`, and their payload and location. A record whose
-            user could not be read belongs to each user whose id is a word of its payload.
-        known_ts: The time (µs) from which a record was known; if that is null, it is of any time.
+        rows: Records with `user_id`, `reasons`, `day`, and their payload and location. One whose
+            user could not be read belongs to the users whose ids are words of its payload.
+        known_ts: The time (µs) from which a valid record was known; a bad one is of its day.
     """
     schema = schemas.erased_users(lake.spec)
     if not lake.exists(schema.name):
@@ -54,16 +56,17 @@ def mark_erased(lake: Lake, rows: DataFrame, known_ts: Column) -> DataFrame:
     unreadable = rows.filter(F.col("user_id").isNull() & F.col(PAYLOAD).isNotNull())
     words = unreadable.select(*location, F.explode(payload_words(F.col(PAYLOAD))).alias("word"))
     named = words.withColumn("user_key", user_key(lake, F.col("word")))
-    named = named.join(F.broadcast(erased), "user_key", "left_semi").select(*location).distinct()
+    named = named.join(F.broadcast(erased), "user_key")
+    named = named.groupBy(*location).agg(F.max("erased_until").alias("named_until"))
     rows = rows.withColumn("user_key", user_key(lake, F.col("user_id")))
     rows = rows.join(F.broadcast(erased), "user_key", "left")
-    rows = rows.join(F.broadcast(named.withColumn("is_named", F.lit(True))), location, "left")
-    is_erased = F.col("erased_until").isNotNull() & F.coalesce(
-        known_ts <= F.col("erased_until"), F.lit(True)
-    )
-    is_erased |= F.coalesce("is_named", F.lit(False))
+    rows = rows.join(F.broadcast(named), location, "left")
+    until = F.coalesce("erased_until", "named_until")
+    day_start = F.expr(f"{day_start_sql(lake.spec)} * {MICROS['s']}")
+    known = F.when(F.col("reasons") == "", known_ts).otherwise(day_start)
+    is_erased = until.isNotNull() & F.coalesce(known <= until, F.lit(True))
     marked = rows.withColumn("reasons", F.when(~is_erased, F.col("reasons")))
-    return marked.drop("user_key", "erased_until", "is_named")
+    return marked.drop("user_key", "erased_until", "named_until")
 
 
 def payload_words(payload: Column) -> Column:

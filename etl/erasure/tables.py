@@ -3,6 +3,8 @@
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import date
 from typing import Any
 
 from delta.tables import DeltaTable
@@ -23,71 +25,116 @@ METADATA_SETTING = "spark.databricks.delta.commitInfo.userMetadata"
 LAST_TABLES = ("impressions", "examples", "events")  # they name the impressions of a user
 
 
-def erase_from_tables(lake: Lake, users: DataFrame, impressions: DataFrame) -> dict[str, int]:
-    """Delete the rows of users (`user_id`) from all tables; returns the number of rows by table.
+@dataclass(frozen=True)
+class ErasureScope:
+    """Whose data is erased: that of `users` (`user_id`), all of it or what was known before a day.
+
+    `impressions` (`impression_id`) are those of the users that are erased.
+    """
+
+    lake: Lake
+    users: DataFrame
+    impressions: DataFrame
+    before: date | None
+
+    @classmethod
+    def of_users(cls, lake: Lake, users: DataFrame, before: date | None) -> "ErasureScope":
+        """The scope of users, whose impressions are looked up in all tables and cached."""
+        empty = users.select(F.col("user_id").alias("impression_id")).limit(0)
+        scope = cls(lake, users, empty, before)
+        return replace(scope, impressions=scope._find_impressions().persist())
+
+    def keys(self, schema: TableSchema) -> DataFrame:
+        """The values of the column by which the rows of the users are found in a table."""
+        assert schema.user_rows
+        match schema.user_rows.key:
+            case "sampled_user":
+                return self.users.select(F.xxhash64("user_id").alias("sampled_user"))
+            case "impression_id":
+                return self.impressions
+            case "payload":
+                return payloads_of(self.lake, self.users)
+            case _:
+                return self.users
+
+    def condition(self, schema: TableSchema) -> str:
+        """SQL: a row of a table was known early enough to be erased."""
+        assert schema.user_rows
+        if self.before is None or schema.user_rows.known_second is None:
+            return "true"
+        return f"({schema.user_rows.known_second}) < {self.lake.spec.day_start(self.before)}"
+
+    def _find_impressions(self) -> DataFrame:
+        code = self.lake.spec.event_codes[self.lake.spec.impression_type]
+        found = [self.impressions]
+        for schema in tables_of_users(self.lake):
+            if not {"user_id", "impression_id"} <= {*schema.columns}:
+                continue
+            rows = spark_io.read_table(self.lake, schema).filter(self.condition(schema))
+            if "event_id" in schema.columns:  # outcomes name impressions that may be of others
+                rows = rows.filter(F.col("type") == code)
+            of_users = rows.join(self.users, "user_id", "left_semi")
+            found.append(of_users.select("impression_id"))
+        return functools.reduce(DataFrame.unionByName, found).distinct()
+
+
+def erase_from_tables(scope: ErasureScope) -> dict[str, int]:
+    """Delete the rows of users from all tables; returns the number of rows by table.
 
     Tables that name a user's impressions come last, so that an interrupted run can be repeated.
-    `ingest_metrics` is counted again.
+    Pointers of later examples are adjusted, and `ingest_metrics` is counted again.
     """
-    erased = {}
-    for schema in _existing_tables(lake):
-        keys = _keys(lake, schema, users, impressions)
-        erased[schema.name] = delete_rows(lake, schema, keys)
+    lake = scope.lake
+    erased = {schema.name: delete_rows(scope, schema) for schema in tables_of_users(lake)}
+    if scope.before is not None and lake.exists("examples"):
+        adjust_pointers(lake, scope.users)
     recount_ingest_metrics(lake)
     return erased
 
 
-def impressions_of(lake: Lake, users: DataFrame) -> DataFrame:
-    """The ids of all impressions of users: `impression_id`."""
-    code = lake.spec.event_codes[lake.spec.impression_type]
-    found = []
-    for schema in _existing_tables(lake):
-        if not {"user_id", "impression_id"} <= {*schema.columns}:
-            continue
-        rows = spark_io.read_table(lake, schema)
-        if "event_id" in schema.columns:  # outcomes name impressions that may be of others
-            rows = rows.filter(F.col("type") == code)
-        found.append(rows.join(users, "user_id", "left_semi").select("impression_id"))
-    if not found:
-        return users.select(F.col("user_id").alias("impression_id")).limit(0)
-    return functools.reduce(DataFrame.unionByName, found).distinct()
-
-
-def _existing_tables(lake: Lake) -> list[TableSchema]:
+def tables_of_users(lake: Lake) -> list[TableSchema]:
     """Tables with rows of users that exist, in the order in which they are erased."""
-    tables = [s for s in schemas.table_registry(lake.spec).values() if s.erased_by is not None]
-    tables.sort(key=lambda schema: LAST_TABLES.index(schema.name) if schema.name in LAST_TABLES
-                else -1)  # fmt: skip
+    tables = [s for s in schemas.table_registry(lake.spec).values() if s.user_rows is not None]
+    tables.sort(key=lambda s: LAST_TABLES.index(s.name) if s.name in LAST_TABLES else -1)
     return [schema for schema in tables if lake.exists(schema.name)]
 
 
-def _keys(lake: Lake, schema: TableSchema, users: DataFrame, impressions: DataFrame) -> DataFrame:
-    """The values of the columns by which the rows of users are found in a table."""
-    match schema.erased_by:
-        case "sampled_user":
-            return users.select(F.xxhash64("user_id").alias("sampled_user"))
-        case "impression_id":
-            return impressions
-        case "payload":
-            return payloads_of(lake, users)
-        case _:
-            return users
-
-
-def delete_rows(lake: Lake, schema: TableSchema, keys: DataFrame) -> int:
-    """Delete the rows that share the columns of `keys`, in one commit; returns how many.
+def delete_rows(scope: ErasureScope, schema: TableSchema) -> int:
+    """Delete the users' rows of a table in one commit; returns how many.
 
     The commit keeps the metadata of the commit before it, which readers of the table rely on.
     """
-    rows = spark_io.read_table(lake, schema).select(*keys.columns)
+    lake, keys, condition = scope.lake, scope.keys(schema), scope.condition(schema)
+    rows = spark_io.read_table(lake, schema).filter(condition)
     found = rows.join(keys, keys.columns, "left_semi").count()
     if found:
-        matches = " AND ".join(f"t.`{name}` = k.`{name}`" for name in keys.columns)
-        table = DeltaTable.forPath(SparkSession.active(), lake.table_uri(schema.name))
-        merge = table.alias("t").merge(keys.distinct().alias("k"), matches)
+        matches = [f"t.`{name}` = k.`{name}`" for name in keys.columns]
+        merge = _table(lake, schema).merge(
+            keys.distinct().alias("k"), " AND ".join([*matches, condition])
+        )
         with _commit_metadata(lake, schema):
             merge.whenMatchedDelete().execute()
     return found
+
+
+def adjust_pointers(lake: Lake, users: DataFrame) -> None:
+    """Make the examples of users point to the events that they have left.
+
+    A pointer is the number of the user's events that were visible before an example.
+    """
+    schema = schemas.examples(lake.spec)
+    examples = spark_io.read_table(lake, schema).join(users, "user_id", "left_semi")
+    events = spark_io.read_table(lake, schemas.events(lake.spec)).select("user_id", "visible_ts")
+    pairs = examples.select("user_id", "impression_id", "as_of_ts").join(events, "user_id", "left")
+    is_visible = F.count_if(F.col("visible_ts") < F.col("as_of_ts")).cast("int")
+    lengths = pairs.groupBy("impression_id").agg(is_visible.alias("length"))
+    merge = _table(lake, schema).merge(lengths.alias("k"), "t.impression_id = k.impression_id")
+    with _commit_metadata(lake, schema):
+        merge.whenMatchedUpdate(set={"history_length": "k.length"}).execute()
+
+
+def _table(lake: Lake, schema: TableSchema) -> DeltaTable:
+    return DeltaTable.forPath(SparkSession.active(), lake.table_uri(schema.name)).alias("t")
 
 
 @contextmanager

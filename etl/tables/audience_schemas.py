@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from etl.spec.model import DataSpec
-from etl.tables.table_schema import TableSchema
+from etl.tables.table_schema import TableSchema, UserRows
 
 
 def audience_labels(spec: DataSpec) -> TableSchema:
@@ -29,7 +29,7 @@ def audience_labels(spec: DataSpec) -> TableSchema:
         order,
         required,
         {"unknown provider": rule},
-        erased_by="user_id",
+        user_rows=UserRows("user_id", "valid_from / 1000000"),
     )
 
 
@@ -51,7 +51,7 @@ def audits(spec: DataSpec) -> TableSchema:
         "negative count": "impressions >= 0",
     }
     required = {f"no {name}": name for name in names}
-    return TableSchema("audits", columns, ("day",), order, required, rules, erased_by=None)
+    return TableSchema("audits", columns, ("day",), order, required, rules, user_rows=None)
 
 
 def audience_counts(_spec: DataSpec) -> TableSchema:
@@ -69,7 +69,7 @@ def audience_counts(_spec: DataSpec) -> TableSchema:
     }
     required = {f"no {name}": name for name in columns}
     order = ("audience", "campaign")
-    return TableSchema("audience_counts", columns, ("day",), order, required, erased_by=None)
+    return TableSchema("audience_counts", columns, ("day",), order, required, user_rows=None)
 
 
 def audience_quality(_spec: DataSpec) -> TableSchema:
@@ -90,7 +90,7 @@ def audience_quality(_spec: DataSpec) -> TableSchema:
     }
     order = ("audience", "provider", "label", "true_class")
     required = {f"no {name}": name for name in columns}
-    return TableSchema("audience_quality", columns, ("day",), order, required, erased_by=None)
+    return TableSchema("audience_quality", columns, ("day",), order, required, user_rows=None)
 
 
 AUDIENCE_SCHEMAS = (audience_labels, audits, audience_counts, audience_quality)

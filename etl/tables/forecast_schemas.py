@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from etl.event_time import day_start_sql
 from etl.spec.attributes import (
     Attribute,
     CategoricalAttribute,
@@ -9,7 +10,7 @@ from etl.spec.attributes import (
     NumericAttribute,
 )
 from etl.spec.model import DataSpec
-from etl.tables.table_schema import TableSchema
+from etl.tables.table_schema import TableSchema, UserRows
 
 SURFACE = "surface"  # a targeting may always name it
 UNKNOWN_VALUE = "unknown"  # of categorical attributes that are missing
@@ -82,7 +83,7 @@ def forecast_sample(spec: DataSpec) -> TableSchema:
     rules = {"probability is not in (0, 1]": "probability > 0 AND probability <= 1"}
     return TableSchema(
         "forecast_sample", columns, ("day",), ("sampled_user",), required, rules,
-        erased_by="sampled_user",
+        user_rows=UserRows("sampled_user", day_start_sql(spec, "impression_day")),
     )  # fmt: skip
 
 
@@ -102,7 +103,7 @@ def forecast_margins(_spec: DataSpec) -> TableSchema:
     }
     order = ("attribute_a", "value_a", "attribute_b", "value_b")
     required = {f"no {name}": name for name in columns if name != "users"}
-    return TableSchema("forecast_margins", columns, ("day",), order, required, erased_by=None)
+    return TableSchema("forecast_margins", columns, ("day",), order, required, user_rows=None)
 
 
 def forecast_sketches(_spec: DataSpec) -> TableSchema:
@@ -110,14 +111,14 @@ def forecast_sketches(_spec: DataSpec) -> TableSchema:
     columns = {"attribute": "string", "value": "string", "sketch": "binary", "day": "date"}
     required = {f"no {name}": name for name in columns}
     order = ("attribute", "value")
-    return TableSchema("forecast_sketches", columns, ("day",), order, required, erased_by=None)
+    return TableSchema("forecast_sketches", columns, ("day",), order, required, user_rows=None)
 
 
 def forecast_supply(_spec: DataSpec) -> TableSchema:
     """Impressions of a surface that landed on a day."""
     columns = {"surface": "string", "impressions": "bigint", "day": "date"}
     required = {f"no {name}": name for name in columns}
-    return TableSchema("forecast_supply", columns, ("day",), ("surface",), required, erased_by=None)
+    return TableSchema("forecast_supply", columns, ("day",), ("surface",), required, user_rows=None)
 
 
 FORECAST_SCHEMAS = (forecast_sample, forecast_margins, forecast_sketches, forecast_supply)

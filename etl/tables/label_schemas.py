@@ -1,7 +1,7 @@
 """The schemas of impressions with their labels, and of outcomes that were retracted later."""
 
 from etl.spec.model import DataSpec
-from etl.tables.table_schema import PARTITION_COLUMNS, TableSchema
+from etl.tables.table_schema import PARTITION_COLUMNS, TableSchema, UserRows
 
 
 def impressions(spec: DataSpec) -> TableSchema:
@@ -34,7 +34,7 @@ def impressions(spec: DataSpec) -> TableSchema:
         constraints={
             f"label of {name} not 0 or 1": f"label_{name} IN (0, 1)" for name in spec.label_windows
         },
-        erased_by="user_id",
+        user_rows=UserRows("user_id", "event_ts / 1000000"),
     )
 
 
@@ -65,5 +65,5 @@ def late_retractions(_spec: DataSpec) -> TableSchema:
         ("day", "bucket"),
         order,
         required,
-        erased_by="user_id",
+        user_rows=UserRows("user_id", "retracted_ts"),
     )

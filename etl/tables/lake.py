@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 from deltalake import DeltaTable
+from deltalake.exceptions import DeltaError
 
 from etl.errors import UserError
 from etl.spec.model import DataSpec
@@ -69,7 +70,15 @@ class Lake:
                 f"table {name} is not in {self.root}; run the step that writes it first"
             )
         version = self.pinned_versions.get(name) if version is None else version
-        table = DeltaTable(self.table_uri(name), version=version)
+        try:
+            table = DeltaTable(self.table_uri(name), version=version)
+        except DeltaError:
+            if version is None:
+                raise
+            raise UserError(
+                f"version {version} of table {name} is no longer in {self.root}: build what reads "
+                "it again, from newer versions"
+            ) from None
         written_under = table.metadata().configuration.get(SPEC_PROPERTY)
         if written_under != self.spec.hash:
             raise UserError(

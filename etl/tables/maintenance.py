@@ -3,7 +3,6 @@
 An upgrade keeps the tables that no changed key affects and removes the others to be rebuilt.
 """
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,12 +14,9 @@ from etl.spec.effects import changed_keys, effect_of
 from etl.spec.model import DataSpec
 from etl.tables import atomic_io, step_state
 from etl.tables.code_registry import register_codes
-from etl.tables.lake import SPEC_PROPERTY, TABLE_PROPERTIES, Lake
+from etl.tables.lake import SPEC_PROPERTY, Lake
 from etl.tables.schemas import table_registry
 from etl.tables.uri import list_matching, resolve_uri
-
-LOG_RETENTION = "delta.logRetentionDuration"
-LOG_AGE_SECONDS = 1.1  # entries are removed if they are older, in whole seconds
 
 
 def vacuum_lake(lake: Lake, keep_days: int) -> dict[str, int]:
@@ -57,21 +53,19 @@ def expire_logs(lake: Lake) -> list[str]:
     """
     pinned = {name for pin in step_state.read_pins(lake.root) for name in pin.versions}
     tables = [name for name in sorted(table_registry(lake.spec)) if lake.exists(name)]
-    expired = [name for name in tables if name not in pinned]
-    for name in expired:
-        _set_log_retention(lake, name, "interval 0 seconds")
-        lake.open(name).create_checkpoint()
-    time.sleep(LOG_AGE_SECONDS)
-    for name in expired:
-        lake.open(name).cleanup_metadata()
-        for checksum in list_matching(resolve_uri(lake.table_uri(name), "_delta_log"), "*.crc"):
-            checksum.unlink()
-        _set_log_retention(lake, name, TABLE_PROPERTIES[LOG_RETENTION])
+    for name in tables:
+        if name not in pinned:
+            _expire_log(lake, name)
     return [name for name in tables if name in pinned]
 
 
-def _set_log_retention(lake: Lake, name: str, interval: str) -> None:
-    lake.open(name).alter.set_table_properties({LOG_RETENTION: interval}, raise_if_not_exists=False)
+def _expire_log(lake: Lake, name: str) -> None:
+    """Remove the log entries before the latest version, which a checkpoint replaces."""
+    table = lake.open(name)
+    table.create_checkpoint()
+    for file in list_matching(resolve_uri(lake.table_uri(name), "_delta_log"), "[0-9]*"):
+        if int(file.name.partition(".")[0]) < table.version():
+            file.unlink()
 
 
 # Tables with outputs of models, which may change with the spec, so these are rebuilt, too.

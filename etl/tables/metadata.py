@@ -80,8 +80,8 @@ def _table_docs(spec: DataSpec, schema: TableSchema, description: str) -> Iterat
     order = f"; rows of a file are sorted by {', '.join(schema.order_by)}"
     yield from ("", f"## {schema.name}", "", " ".join(description.split()), "")
     yield f"Partitions: {', '.join(schema.partition_by)}{order if schema.order_by else ''}."
-    if schema.erased_by:
-        yield f"`gemline erase` finds the rows of a user by `{schema.erased_by}`."
+    if schema.user_rows:
+        yield f"`gemline erase` finds the rows of a user by `{schema.user_rows.key}`."
     yield from ("", "| column | type | |", "|---|---|---|")
     for shown, sql_type, note in _column_docs(spec, schema):
         yield f"| {shown} | {sql_type} | {note} |"

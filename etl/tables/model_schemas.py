@@ -1,7 +1,7 @@
 """The schemas of what models write: GEM's predictions and embeddings, and scores of rankers."""
 
 from etl.spec.model import DataSpec
-from etl.tables.table_schema import PARTITION_COLUMNS, TableSchema
+from etl.tables.table_schema import PARTITION_COLUMNS, TableSchema, UserRows
 
 
 def teacher_predictions(spec: DataSpec) -> TableSchema:
@@ -13,7 +13,8 @@ def teacher_predictions(spec: DataSpec) -> TableSchema:
     columns |= {f"logit_{name}": "float" for name in spec.objectives}
     columns |= PARTITION_COLUMNS
     partitions = ("day", "bucket")
-    return TableSchema("teacher_predictions", columns, partitions, erased_by="impression_id")
+    user_rows = UserRows("impression_id", None)
+    return TableSchema("teacher_predictions", columns, partitions, user_rows=user_rows)
 
 
 def user_teacher_embeddings(_spec: DataSpec) -> TableSchema:
@@ -41,7 +42,7 @@ def user_teacher_embeddings(_spec: DataSpec) -> TableSchema:
         ("day", "bucket"),
         order,
         required,
-        erased_by="user_id",
+        user_rows=UserRows("user_id", "impression_ts"),
     )
 
 
@@ -65,4 +66,5 @@ def scores(spec: DataSpec) -> TableSchema:
         "price": "double",
     }
     columns |= {"surface": "string", "day": "date"}
-    return TableSchema("scores", columns, ("surface", "day"), erased_by="impression_id")
+    user_rows = UserRows("impression_id", None)
+    return TableSchema("scores", columns, ("surface", "day"), user_rows=user_rows)

@@ -10,7 +10,7 @@ def campaign_spend(_spec: DataSpec) -> TableSchema:
     required = {"no campaign": "campaign", "no spend": "spend"}
     rules = {"spend is negative or not finite": "spend >= 0 AND spend < 1e15"}
     order = ("campaign",)
-    return TableSchema("campaign_spend", columns, ("day",), order, required, rules, erased_by=None)
+    return TableSchema("campaign_spend", columns, ("day",), order, required, rules, user_rows=None)
 
 
 def campaign_days(spec: DataSpec) -> TableSchema:
@@ -29,7 +29,7 @@ def campaign_days(spec: DataSpec) -> TableSchema:
         "day": "date",
     }
     required = {f"no {name}": name for name in columns}
-    return TableSchema("campaign_days", columns, ("day",), ("campaign",), required, erased_by=None)
+    return TableSchema("campaign_days", columns, ("day",), ("campaign",), required, user_rows=None)
 
 
 def response_curves(_spec: DataSpec) -> TableSchema:
@@ -53,7 +53,7 @@ def response_curves(_spec: DataSpec) -> TableSchema:
     }
     required = {f"no {name}": name for name in columns}
     return TableSchema(
-        "response_curves", columns, ("day",), ("campaign",), required, erased_by=None
+        "response_curves", columns, ("day",), ("campaign",), required, user_rows=None
     )
 
 

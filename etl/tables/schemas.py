@@ -1,7 +1,7 @@
 """The schema of each table, derived from the data spec."""
 
 from etl.errors import UserError
-from etl.event_time import MAX_CLOCK_SKEW_SECONDS, MIN_EVENT_TS, day_end_sql
+from etl.event_time import MAX_CLOCK_SKEW_SECONDS, MIN_EVENT_TS, day_end_sql, day_start_sql
 from etl.spec.attributes import (
     Attribute,
     CategoricalAttribute,
@@ -16,7 +16,7 @@ from etl.tables.forecast_schemas import FORECAST_SCHEMAS
 from etl.tables.label_schemas import impressions, late_retractions
 from etl.tables.model_schemas import scores, teacher_predictions, user_teacher_embeddings
 from etl.tables.roi_schemas import ROI_SCHEMAS
-from etl.tables.table_schema import PARTITION_COLUMNS, ErasureKey, TableSchema
+from etl.tables.table_schema import PARTITION_COLUMNS, TableSchema, UserRows
 
 HISTORY_BYTE_PLANES = (
     *(f"{name}_{k}" for name in ("gaps", "lags", "items") for k in range(4)),
@@ -106,7 +106,7 @@ def events(spec: DataSpec) -> TableSchema:
             "no day": "day",
         },
         constraints=_event_constraints(spec),
-        erased_by="user_id",
+        user_rows=UserRows("user_id", "visible_ts"),
     )
 
 
@@ -135,10 +135,11 @@ def excluded_events(spec: DataSpec) -> TableSchema:
     columns = {"reason": "string"} | events(spec).columns
     columns.pop("bucket")
     order = ("reason", "user_id", "event_ts", "event_id")
-    return TableSchema("excluded_events", columns, ("day",), order, erased_by="user_id")
+    user_rows = UserRows("user_id", "visible_ts")
+    return TableSchema("excluded_events", columns, ("day",), order, user_rows=user_rows)
 
 
-def quarantine(_spec: DataSpec) -> TableSchema:
+def quarantine(spec: DataSpec) -> TableSchema:
     """One bad record: its payload, file and line (from 1), and the reasons why it is invalid."""
     columns = {
         "log": "string",
@@ -149,7 +150,8 @@ def quarantine(_spec: DataSpec) -> TableSchema:
         "day": "date",
     }
     order = ("source_file", "line")
-    return TableSchema("quarantine", columns, ("day", "log"), order, erased_by="payload")
+    user_rows = UserRows("payload", day_start_sql(spec))
+    return TableSchema("quarantine", columns, ("day", "log"), order, user_rows=user_rows)
 
 
 def ingest_metrics(_spec: DataSpec) -> TableSchema:
@@ -157,7 +159,7 @@ def ingest_metrics(_spec: DataSpec) -> TableSchema:
     counts = ("read", "kept", "quarantined", "duplicates", "excluded")
     rule = {"records were lost": "read = kept + quarantined + duplicates + excluded"}
     columns = dict.fromkeys(counts, "bigint") | {"day": "date"}
-    return TableSchema("ingest_metrics", columns, ("day",), constraints=rule, erased_by=None)
+    return TableSchema("ingest_metrics", columns, ("day",), constraints=rule, user_rows=None)
 
 
 def attributes(spec: DataSpec, entity: str) -> TableSchema:
@@ -174,9 +176,9 @@ def attributes(spec: DataSpec, entity: str) -> TableSchema:
     name = f"attributes_{entity}"
     order = (f"{entity}_id", "valid_from")
     required = {f"no {entity}": f"{entity}_id", "no time": "valid_from"}
-    erased_by: ErasureKey | None = "user_id" if entity == "user" else None
+    user_rows = UserRows("user_id", "valid_from / 1000000") if entity == "user" else None
     columns |= {"day": "date"}
-    return TableSchema(name, columns, ("day",), order, required, rules, erased_by=erased_by)
+    return TableSchema(name, columns, ("day",), order, required, rules, user_rows=user_rows)
 
 
 def items(_spec: DataSpec) -> TableSchema:
@@ -184,7 +186,7 @@ def items(_spec: DataSpec) -> TableSchema:
     columns = {"item_id": "string", "item_index": "int", "day": "date"}
     required = {"no item": "item_id", "no index": "item_index"}
     rules = {"a reserved index": f"item_index >= {RESERVED_ITEM_INDICES}"}
-    return TableSchema("items", columns, ("day",), ("item_index",), required, rules, erased_by=None)
+    return TableSchema("items", columns, ("day",), ("item_index",), required, rules, user_rows=None)
 
 
 def item_versions(spec: DataSpec) -> TableSchema:
@@ -195,7 +197,7 @@ def item_versions(spec: DataSpec) -> TableSchema:
     required = {"no index": "item_index", "no time": "valid_from"}
     order = ("item_index", "valid_from")
     columns |= {"day": "date"}
-    return TableSchema("item_versions", columns, ("day",), order, required, erased_by=None)
+    return TableSchema("item_versions", columns, ("day",), order, required, user_rows=None)
 
 
 def history(_spec: DataSpec) -> TableSchema:
@@ -215,8 +217,8 @@ def history(_spec: DataSpec) -> TableSchema:
     required = {f"no {name}": name for name in columns if name != "chunk"}
     order = ("user_id", "chunk")
     columns |= PARTITION_COLUMNS
-    partitions = ("day", "bucket")
-    return TableSchema("history", columns, partitions, order, required, erased_by="user_id")
+    partitions, user_rows = ("day", "bucket"), UserRows("user_id", "first_ts")
+    return TableSchema("history", columns, partitions, order, required, user_rows=user_rows)
 
 
 def examples(spec: DataSpec) -> TableSchema:
@@ -249,7 +251,7 @@ def examples(spec: DataSpec) -> TableSchema:
         order,
         required,
         rules,
-        erased_by="user_id",
+        user_rows=UserRows("user_id", "as_of_ts"),
     )
 
 
@@ -260,7 +262,7 @@ def erased_users(_spec: DataSpec) -> TableSchema:
     """
     columns = {"user_key": "string", "until_ts": "bigint", "day": "date"}
     required = {f"no {name}": name for name in columns}
-    return TableSchema("erased_users", columns, ("day",), ("user_key",), required, erased_by=None)
+    return TableSchema("erased_users", columns, ("day",), ("user_key",), required, user_rows=None)
 
 
 TABLE_SCHEMAS = (

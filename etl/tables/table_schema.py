@@ -3,10 +3,20 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-# How the rows of a user are found: by id, by its hash (`sampled_user`), by the ids of the user's
-# impressions, or in the payloads of records.
-ErasureKey = Literal["user_id", "sampled_user", "impression_id", "payload"]
 PARTITION_COLUMNS = {"day": "date", "bucket": "int"}
+
+
+@dataclass(frozen=True)
+class UserRows:
+    """How `gemline erase` finds the rows of a user.
+
+    Attributes:
+        key: The id, its hash (`sampled_user`), an impression of the user, or a record of the user.
+        known_second: SQL for the second from which a row was known; None: that of its impression.
+    """
+
+    key: Literal["user_id", "sampled_user", "impression_id", "payload"]
+    known_second: str | None
 
 
 @dataclass(frozen=True)
@@ -21,7 +31,7 @@ class TableSchema:
         required_columns: Columns that may not be null, by the reason given for a row that has none.
         constraints: SQL conditions that hold for each row (or are null), by the reason given for a
             row that breaks one.
-        erased_by: How `gemline erase` finds the rows of a user; None if the table is about no user.
+        user_rows: How the rows of a user are found; None if the table is about no user.
     """
 
     name: str
@@ -30,12 +40,12 @@ class TableSchema:
     order_by: tuple[str, ...] = ()
     required_columns: dict[str, str] = field(default_factory=dict)
     constraints: dict[str, str] = field(default_factory=dict)
-    erased_by: ErasureKey | None = field(kw_only=True, repr=False)  # not in fingerprints
+    user_rows: UserRows | None = field(kw_only=True, repr=False)  # not in fingerprints
 
     def __post_init__(self) -> None:
         named = {*self.required_columns.values(), *self.order_by, *self.partition_by}
         unknown = named - {*self.columns}
-        assert self.erased_by is None or self.erased_by in self.columns, self.name
+        assert self.user_rows is None or self.user_rows.key in self.columns, self.name
         assert not unknown, f"the schema of {self.name} names columns that it lacks: {unknown}"
 
     @property

@@ -106,11 +106,15 @@ class WriteAheadLog(Database):
         while self._trim_batch(final_before_ts):
             pass
 
-    def erase_users(self, users: Collection[str]) -> int:
-        """Remove the entries of users; returns how many there were."""
+    def erase_users(self, users: Collection[str], until_ts: int) -> int:
+        """Remove the entries of users that were received until a time (µs); returns how many."""
         with self.write_transaction() as txn:
             stored = ((k, WalEntry.from_json(v)) for k, v in txn.iterate_from("entries", b""))
-            found = [(key, entry) for key, entry in stored if entry.user_id in users]
+            found = [
+                (key, entry)
+                for key, entry in stored
+                if entry.user_id in users and entry.received_ts <= until_ts
+            ]
             for key, entry in found:
                 _delete_entry(txn, key, entry)
         return len(found)

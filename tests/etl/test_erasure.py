@@ -10,7 +10,7 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 
 from etl.erasure.erased_users import record_erased_users
-from etl.erasure.tables import erase_from_tables, impressions_of
+from etl.erasure.tables import ErasureScope, erase_from_tables
 from etl.ingest.run import ingest
 from etl.spec import DataSpec, load_spec
 from etl.spec.units import MICROS
@@ -86,7 +86,7 @@ def mentions_user(row: dict[str, Any]) -> bool:
 
 def erase(lake: Lake, users: DataFrame) -> dict[str, int]:
     record_erased_users(lake, users, lake.spec.day_end(DAY_1) * MICROS["s"], DAY_2)
-    return erase_from_tables(lake, users, impressions_of(lake, users).persist())
+    return erase_from_tables(ErasureScope.of_users(lake, users, before=None))
 
 
 def test_erased_users_are_in_no_table_and_do_not_return_with_their_logs(
@@ -106,7 +106,7 @@ def test_erased_users_are_in_no_table_and_do_not_return_with_their_logs(
         assert erased[name] > 0, f"{name}: the test has nothing to erase there"
     (metrics,) = after["ingest_metrics"]
     assert metrics["read"] == 2 * 9, "as if the others alone had been logged"
-    assert not any(erase_from_tables(lake, users, impressions_of(lake, users)).values())
+    assert not any(erase(lake, users).values()), "an interrupted run can be repeated"
 
     build_tables(lake, raw, (DAY_1, DAY_1))
     assert stored(lake) == after
@@ -117,8 +117,35 @@ def test_erased_users_are_in_no_table_and_do_not_return_with_their_logs(
     assert returned == {DAY_2}, "what is logged after the erasure is of a new user"
 
 
+@pytest.mark.proof
+def test_what_was_known_before_a_day_is_erased_and_later_pointers_still_fit(
+    spark: SparkSession, logged: tuple[Lake, Path]
+) -> None:
+    lake, raw = logged
+    write_logs(raw, lake.spec, DAY_2, (ERASED, "user-2"))
+    build_tables(lake, raw, (DAY_2, DAY_2))
+    before = stored(lake)
+    users = spark.createDataFrame(pa.table({"user_id": [ERASED]}))
+    record_erased_users(lake, users, lake.spec.day_start(DAY_2) * MICROS["s"] - 1, DAY_2)
+    erase_from_tables(ErasureScope.of_users(lake, users, before=DAY_2))
+    after = stored(lake)
+    for name in ("events", "excluded_events", "impressions", "history", "quarantine"):
+        kept = [row for row in before[name] if not mentions_user(row) or row["day"] >= DAY_2]
+        assert after[name] == kept != before[name], name
+    lengths = {row["impression_id"]: row["history_length"] for row in before["examples"]}
+    for row in after["examples"]:
+        erased_events = 5 if row["user_id"] == ERASED else 0
+        assert row["history_length"] == lengths[row["impression_id"]] - erased_events
+        assert row["day"] == DAY_2 or row["user_id"] != ERASED
+    build_tables(lake, raw, (DAY_1, DAY_2))
+    rebuilt = stored(lake)
+    for row in (*after["examples"], *rebuilt["examples"]):
+        row["cnt_user_shown_1d"] = None  # stored counters still count what was erased
+    assert rebuilt == after
+
+
 @pytest.mark.parametrize("name", sorted(table_registry(load_spec(SIMULATOR_SPEC))))
 def test_every_table_about_users_declares_how_they_are_erased(name: str) -> None:
     schema = table_registry(load_spec(SIMULATOR_SPEC))[name]
     about_users = {"user_id", "impression_id", "sampled_user", "payload"} & {*schema.columns}
-    assert (schema.erased_by is not None) == bool(about_users)
+    assert (schema.user_rows is not None) == bool(about_users)
