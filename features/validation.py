@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from tqdm import tqdm
 
+from etl.erasure.hashes import hash_user
 from etl.errors import UserError
 from etl.spec.counters import Counter
 from etl.spec.units import date_range
@@ -57,25 +58,38 @@ def validate_examples(
 ) -> Iterator[tuple[str, list[Difference]]]:
     """Impression ids of sampled examples, each with its differences from the recomputed values.
 
-    Counters of keys that users share are left out where erased users may have counted in them.
-    Raises UserError where there are no examples.
+    Counters that have counted erased events are left out: those of users whose earlier events were
+    erased, and those of keys that users share. Raises UserError where there are no examples.
     """
     examples = sample_examples(lake, sample_size, seed)
     erased_until = lake.latest_day("erased_users")
-    shared = {c.column for c in lake.spec.counters.columns if "user" not in c.key}
+    erased_keys = _erased_user_keys(lake)
+    counters = lake.spec.counters.columns
+    shared = {counter.column for counter in counters if "user" not in counter.key}
     recomputer = ExampleRecomputer(lake, [row["day"] for row in examples])
     for example in tqdm(examples, desc="check", unit="example", disable=None):
         expected, history = recomputer.recompute(example)
+        uncounted: set[str] = set()
+        if erased_until and example["day"] <= erased_until:
+            is_erased = hash_user(lake, example["user_id"]) in erased_keys
+            uncounted = {counter.column for counter in counters} if is_erased else shared
         differences = [
             Difference(name, example[name], value)
             for name, value in expected.items()
-            if not _is_equal(example[name], value)
-            and not (name in shared and erased_until and example["day"] <= erased_until)
+            if name not in uncounted and not _is_equal(example[name], value)
         ]
         stored_history = recomputer.stored_history(example, history)
         if stored_history != history:
             differences.append(_first_difference(stored_history, history))
         yield example["impression_id"], differences
+
+
+def _erased_user_keys(lake: Lake) -> set[str]:
+    """The hashes of all erased users."""
+    schema = schemas.erased_users(lake.spec)
+    if not lake.exists(schema.name):
+        return set()
+    return set(snapshot(lake, schema).read(["user_key"])["user_key"].to_pylist())
 
 
 def sample_examples(lake: Lake, sample_size: int, seed: int) -> list[Row]:

@@ -1,26 +1,24 @@
 """The table `erased_users`: raw records of erased users are left out by every later run."""
 
-import secrets
 from datetime import date
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
+from etl.erasure.hashes import create_salt, read_salt
 from etl.event_time import day_start_sql
 from etl.ingest.readers import PAYLOAD, RECORD_LOCATION, SOURCE_FILE
 from etl.spec.units import MICROS
-from etl.tables import atomic_io, schemas, spark_io
+from etl.tables import schemas, spark_io
 from etl.tables.lake import Lake
-from etl.tables.uri import resolve_uri
 
-SALT_FILE = "_pipeline", "erasure_salt"
 ID_SEPARATORS = r"""[\s"',:;{}\[\]()|\\]+"""
 
 
 def record_erased_users(lake: Lake, users: DataFrame, until_ts: int, day: date) -> None:
     """Add users (`user_id`) whose data until a time (µs) is erased on a day."""
     schema = schemas.erased_users(lake.spec)
-    _create_salt(lake)
+    create_salt(lake)
     rows = users.select(user_key(lake, F.col("user_id")).alias("user_key"))
     rows = rows.withColumns({"until_ts": F.lit(until_ts), "day": F.lit(day)})
     versions = {}
@@ -33,9 +31,8 @@ def record_erased_users(lake: Lake, users: DataFrame, until_ts: int, day: date) 
 
 
 def user_key(lake: Lake, user_id: Column) -> Column:
-    """The salted hash of a user's id."""
-    salt = resolve_uri(lake.root, *SALT_FILE).read_text()
-    return F.sha2(F.concat(F.lit(salt), user_id), 256)
+    """The salted hash of a user's id; `hash_user` is the same in Python."""
+    return F.sha2(F.concat(F.lit(read_salt(lake)), user_id), 256)
 
 
 def mark_erased(lake: Lake, rows: DataFrame, known_ts: Column) -> DataFrame:
@@ -73,8 +70,3 @@ def payload_words(payload: Column) -> Column:
     """The parts of a record that may be an id: between quotes, and between separators."""
     quoted = F.regexp_extract_all(payload, F.lit(r'"([^"]*)"'), F.lit(1))
     return F.array_union(quoted, F.split(payload, ID_SEPARATORS))
-
-
-def _create_salt(lake: Lake) -> None:
-    """Write the lake's salt, unless it has one."""
-    atomic_io.create_if_absent(resolve_uri(lake.root, *SALT_FILE), secrets.token_hex(32))

@@ -16,6 +16,7 @@ from etl.spec import DataSpec, load_spec
 from etl.spec.units import MICROS
 from etl.tables.lake import Lake
 from etl.tables.schemas import table_registry
+from features.validation import validate_examples
 from tests.conftest import SPEC as SIMULATOR_SPEC
 from tests.pipeline import TABLES, build_tables, rows
 
@@ -137,6 +138,7 @@ def test_what_was_known_before_a_day_is_erased_and_later_pointers_still_fit(
         erased_events = 5 if row["user_id"] == ERASED else 0
         assert row["history_length"] == lengths[row["impression_id"]] - erased_events
         assert row["day"] == DAY_2 or row["user_id"] != ERASED
+    assert not [found for found in validate_examples(lake, 20, 0) if found[1]]
     build_tables(lake, raw, (DAY_1, DAY_2))
     rebuilt = stored(lake)
     for row in (*after["examples"], *rebuilt["examples"]):
