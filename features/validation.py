@@ -63,7 +63,7 @@ def validate_examples(
     """
     examples = sample_examples(lake, sample_size, seed)
     erased_until = lake.latest_day("erased_users")
-    erased_keys = _erased_user_keys(lake)
+    erased_hashes = _erased_hashes(lake)
     counters = lake.spec.counters.columns
     shared = {counter.column for counter in counters if "user" not in counter.key}
     recomputer = ExampleRecomputer(lake, [row["day"] for row in examples])
@@ -71,7 +71,7 @@ def validate_examples(
         expected, history = recomputer.recompute(example)
         uncounted: set[str] = set()
         if erased_until and example["day"] <= erased_until:
-            is_erased = hash_user(lake, example["user_id"]) in erased_keys
+            is_erased = hash_user(lake, example["user_id"]) in erased_hashes
             uncounted = {counter.column for counter in counters} if is_erased else shared
         differences = [
             Difference(name, example[name], value)
@@ -84,12 +84,12 @@ def validate_examples(
         yield example["impression_id"], differences
 
 
-def _erased_user_keys(lake: Lake) -> set[str]:
+def _erased_hashes(lake: Lake) -> set[str]:
     """The hashes of all erased users."""
     schema = schemas.erased_users(lake.spec)
     if not lake.exists(schema.name):
         return set()
-    return set(snapshot(lake, schema).read(["user_key"])["user_key"].to_pylist())
+    return set(snapshot(lake, schema).read(["id_hash"])["id_hash"].to_pylist())
 
 
 def sample_examples(lake: Lake, sample_size: int, seed: int) -> list[Row]:

@@ -19,18 +19,18 @@ def record_erased_users(lake: Lake, users: DataFrame, until_ts: int, day: date) 
     """Add users (`user_id`) whose data until a time (µs) is erased on a day."""
     schema = schemas.erased_users(lake.spec)
     create_salt(lake)
-    rows = users.select(user_key(lake, F.col("user_id")).alias("user_key"))
+    rows = users.select(salted_hash(lake, F.col("user_id")).alias("id_hash"))
     rows = rows.withColumns({"until_ts": F.lit(until_ts), "day": F.lit(day)})
     versions = {}
     if lake.exists(schema.name):
         versions[schema.name] = lake.version(schema.name)
         stored = spark_io.read_table(lake, schema, versions[schema.name])
         rows = rows.unionByName(stored.filter(F.col("day") == F.lit(day)))
-    rows = rows.groupBy("user_key", "day").agg(F.max("until_ts").alias("until_ts"))
+    rows = rows.groupBy("id_hash", "day").agg(F.max("until_ts").alias("until_ts"))
     spark_io.replace_partitions(lake, schema, rows, f"day = '{day}'", versions)
 
 
-def user_key(lake: Lake, user_id: Column) -> Column:
+def salted_hash(lake: Lake, user_id: Column) -> Column:
     """The salted hash of a user's id; `hash_user` is the same in Python."""
     return F.sha2(F.concat(F.lit(read_salt(lake)), user_id), 256)
 
@@ -48,22 +48,22 @@ def mark_erased(lake: Lake, rows: DataFrame, known_ts: Column) -> DataFrame:
     if not lake.exists(schema.name):
         return rows
     stored = spark_io.read_table(lake, schema)
-    erased = stored.groupBy("user_key").agg(F.max("until_ts").alias("erased_until"))
+    erased = stored.groupBy("id_hash").agg(F.max("until_ts").alias("erased_until"))
     location = [SOURCE_FILE, RECORD_LOCATION]
     unreadable = rows.filter(F.col("user_id").isNull() & F.col(PAYLOAD).isNotNull())
     words = unreadable.select(*location, F.explode(payload_words(F.col(PAYLOAD))).alias("word"))
-    named = words.withColumn("user_key", user_key(lake, F.col("word")))
-    named = named.join(F.broadcast(erased), "user_key")
+    named = words.withColumn("id_hash", salted_hash(lake, F.col("word")))
+    named = named.join(F.broadcast(erased), "id_hash")
     named = named.groupBy(*location).agg(F.max("erased_until").alias("named_until"))
-    rows = rows.withColumn("user_key", user_key(lake, F.col("user_id")))
-    rows = rows.join(F.broadcast(erased), "user_key", "left")
+    rows = rows.withColumn("id_hash", salted_hash(lake, F.col("user_id")))
+    rows = rows.join(F.broadcast(erased), "id_hash", "left")
     rows = rows.join(F.broadcast(named), location, "left")
     until = F.coalesce("erased_until", "named_until")
     day_start = F.expr(f"{day_start_sql(lake.spec)} * {MICROS['s']}")
     known = F.when(F.col("reasons") == "", known_ts).otherwise(day_start)
     is_erased = until.isNotNull() & F.coalesce(known <= until, F.lit(True))
     marked = rows.withColumn("reasons", F.when(~is_erased, F.col("reasons")))
-    return marked.drop("user_key", "erased_until", "named_until")
+    return marked.drop("id_hash", "erased_until", "named_until")
 
 
 def payload_words(payload: Column) -> Column:

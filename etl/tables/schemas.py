@@ -258,11 +258,11 @@ def examples(spec: DataSpec) -> TableSchema:
 def erased_users(_spec: DataSpec) -> TableSchema:
     """One user whose data until `until_ts` (µs) was erased on `day`, and stays so.
 
-    `user_key` is a salted hash of the id, by which later runs leave the user's raw records out.
+    `id_hash` is a salted hash of the id, by which later runs leave the user's raw records out.
     """
-    columns = {"user_key": "string", "until_ts": "bigint", "day": "date"}
+    columns = {"id_hash": "string", "until_ts": "bigint", "day": "date"}
     required = {f"no {name}": name for name in columns}
-    return TableSchema("erased_users", columns, ("day",), ("user_key",), required, user_rows=None)
+    return TableSchema("erased_users", columns, ("day",), ("id_hash",), required, user_rows=None)
 
 
 TABLE_SCHEMAS = (
