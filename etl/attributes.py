@@ -112,6 +112,8 @@ def _write_source(
 def _read_source(lake: Lake, source: AttributeSource, raw: str, days: DayRange) -> DataFrame:
     """The parsed and checked rows of a source, cached; raises UserError if a check fails."""
     rows = parse_rows(lake, source, raw, days).persist(StorageLevel.MEMORY_AND_DISK)
+    if source.entity == "user":
+        rows = mark_erased(lake, rows, F.col("valid_from"))
     non_null = [F.count(name).alias(name) for name in rows.columns if name != RECORD_LOCATION]
     counts = rows.agg(*non_null, F.count("*").alias("num_rows")).first()
     assert counts is not None
@@ -166,8 +168,7 @@ def parse_rows(lake: Lake, source: AttributeSource, raw: str, days: DayRange) ->
         "reasons", F.coalesce(READ_ERROR, F.concat_ws(REASON_SEPARATOR, *reasons))
     )
     rows = rows.withColumn(PAYLOAD, F.when(F.col("reasons") != "", F.col(PAYLOAD)))
-    rows = rows.drop("type_errors")
-    return mark_erased(lake, rows, F.col("valid_from")) if source.entity == "user" else rows
+    return rows.drop("type_errors")
 
 
 def _typed_columns(lake: Lake, source: AttributeSource) -> dict[str, tuple[str, Column]]:

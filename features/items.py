@@ -42,8 +42,10 @@ def index_items(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     numbered = number_items(items.filter("item_index IS NULL"), highest_index + 1)
     rows = items.filter("item_index IS NOT NULL").select(numbered.columns).unionByName(numbered)
     where = spark_io.day_range_predicate(*days)
-    spark_io.replace_partitions(lake, contract, rows, where, versions)
-    items.unpersist()
+    try:
+        spark_io.replace_partitions(lake, contract, rows, where, versions)
+    finally:
+        items.unpersist()
     return {"items": lake.count_rows(contract.name)} | build_item_versions(lake, days)
 
 

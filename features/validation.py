@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from tqdm import tqdm
 
-from etl.erasure.hashes import hash_user
+from etl.erasure.hashes import hash_user, read_salt
 from etl.errors import UserError
 from etl.spec.counters import Counter
 from etl.spec.units import date_range
@@ -58,21 +58,24 @@ def validate_examples(
 ) -> Iterator[tuple[str, list[Difference]]]:
     """Impression ids of sampled examples, each with its differences from the recomputed values.
 
-    Counters that have counted erased events are left out: those of users whose earlier events were
-    erased, and those of keys that users share. Raises UserError where there are no examples.
+    What was computed from erased data is left out: counters and attributes of users whose earlier
+    data was erased, and counters of keys that users share. Raises UserError where there are no
+    examples.
     """
     examples = sample_examples(lake, sample_size, seed)
     erased_until = lake.latest_day("erased_users")
     erased_hashes = _erased_hashes(lake)
+    salt = read_salt(lake) if erased_hashes else ""
     counters = lake.spec.counters.columns
     shared = {counter.column for counter in counters if "user" not in counter.key}
+    own = {counter.column for counter in counters} | {"user_known_since"}
     recomputer = ExampleRecomputer(lake, [row["day"] for row in examples])
     for example in tqdm(examples, desc="check", unit="example", disable=None):
         expected, history = recomputer.recompute(example)
         uncounted: set[str] = set()
         if erased_until and example["day"] <= erased_until:
-            is_erased = hash_user(lake, example["user_id"]) in erased_hashes
-            uncounted = {counter.column for counter in counters} if is_erased else shared
+            is_erased = hash_user(salt, example["user_id"]) in erased_hashes
+            uncounted = own if is_erased else shared
         differences = [
             Difference(name, example[name], value)
             for name, value in expected.items()

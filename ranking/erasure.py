@@ -3,8 +3,9 @@
 Spark is imported only when the command runs.
 """
 
+import time
 from collections.abc import Collection
-from datetime import UTC, date, datetime
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,9 +16,10 @@ import tyro
 
 from etl.cli.runner import LakeArgs, holds_leases
 from etl.commands import TABLE_STEPS
-from etl.errors import UserError
+from etl.errors import TemporaryError, UserError
 from etl.spec.units import MICROS
 from etl.tables import atomic_io, step_state
+from etl.tables.forecast_schemas import FORECAST_SCHEMAS
 from etl.tables.lake import Lake
 from etl.tables.lease import hold_leases
 from etl.tables.maintenance import expire_logs, vacuum_lake
@@ -35,7 +37,7 @@ PREDICTION_FILES = ("evaluations/*.parquet", "portfolio/*.parquet", "models/gem/
 
 
 class EraseArgs(LakeArgs):
-    """Whom to erase, and whether old versions of tables go at once."""
+    """Users to erase, and whether old versions of tables are removed at once."""
 
     user: Annotated[tuple[str, ...], tyro.conf.arg(help="ids of users")] = ()
     users: Annotated[Path | None, tyro.conf.arg(help="a file with one id per line")] = None
@@ -49,7 +51,7 @@ class EraseArgs(LakeArgs):
 
     @property
     def ids(self) -> list[str]:
-        """The ids of all named users; raises UserError if there are none."""
+        """The ids of all users; raises UserError if there are none."""
         ids = set(self.user)
         if self.users is not None:
             if not self.users.is_file():
@@ -57,33 +59,52 @@ class EraseArgs(LakeArgs):
             ids |= {line.strip() for line in self.users.read_text().splitlines()}
         ids.discard("")
         if not ids:
-            raise UserError("nobody is named: give ids with --user, or a file of ids with --users")
+            raise UserError("no ids of users are given: pass --user or --users")
         return sorted(ids)
 
 
-@holds_leases(*TABLE_STEPS, "vacuum", "gem", "forecast", "roi", "portfolio")
+@holds_leases("run", *TABLE_STEPS, "vacuum", "gem", "forecast", "roi", "portfolio")
 def erase(args: EraseArgs) -> None:
-    """Remove users from all tables, prediction files and the feature store.
+    """Remove users from all tables, prediction files, the feature store and the forecasts.
 
     Raw records of these users that are ingested again are left out. What still holds them, such as
     old versions of tables and trained models, is listed.
     """
     lake = args.open_lake()
+    _check_pins(lake)
     surfaces = [f"{step}-{s}" for s in lake.spec.ad_surfaces for step in ("ranker", "scores")]
     domains = [f"domain-{domain}" for domain in lake.spec.domains]
-    with hold_leases(args.lake, [*surfaces, *domains], "gemline erase"):
-        erased = erase_users(lake, args.ids, args.before)
-        for what, rows in erased.items():
+    local_root = str(local_cache_path(resolve_uri(args.lake)))
+    with (
+        hold_leases(args.lake, [*surfaces, *domains], "gemline erase"),
+        hold_leases(local_root, ["materialize"], "gemline erase"),
+    ):
+        for what, rows in erase_users(lake, args.ids, args.before).items():
             print(f"{what}: {rows:,} rows removed")
-        kept_logs = _remove_old_versions(lake) if args.now else None
-    for line in remaining_traces(lake, kept_logs):
+        if args.now:
+            vacuum_lake(lake, keep_days=0, full=True)
+            expire_logs(lake)
+        _rebuild_forecasts(lake)
+    for line in remaining_traces(lake, has_old_versions=not args.now):
         print(line)
+
+
+def _check_pins(lake: Lake) -> None:
+    """Raise an error if tables are read at old versions, by this command or by a run."""
+    if lake.pinned_versions:
+        raise UserError("--pins: users are erased from the latest versions; leave it out")
+    for pin in step_state.read_pins(lake.root):
+        raise TemporaryError(
+            f"run {pin.run_id} reads pinned versions of {', '.join(sorted(pin.versions))}, and "
+            "would write rows of erased users again: wait until it has ended, or release the "
+            f"versions with `gemline etl unpin --run-id {pin.run_id}`"
+        )
 
 
 def erase_users(lake: Lake, ids: list[str], before: date | None = None) -> dict[str, int]:
     """Remove users from a lake, or what was known of them before a day.
 
-    A run that was interrupted can be repeated.
+    A run that was interrupted can be repeated. Forecasts are left to be built anew.
 
     Returns:
         The number of rows that were removed, by where they were.
@@ -94,25 +115,27 @@ def erase_users(lake: Lake, ids: list[str], before: date | None = None) -> dict[
     from etl.erasure.erased_users import record_erased_users
     from etl.erasure.tables import ErasureScope, erase_from_tables
     from etl.runtime.spark import spark_session
-    from features.forecast.build import build_forecast
     from features.history.compact import assert_not_compacted
 
-    if before is not None and lake.exists("history"):
-        assert_not_compacted(lake, before)
-    now, latest = datetime.now(UTC), lake.latest_day("events")
-    seconds = max(int(now.timestamp()), lake.spec.day_end(latest) if latest else 0)
-    until_ts = seconds * MICROS["s"]
     if before is not None:
-        until_ts = lake.spec.day_start(before) * MICROS["s"] - 1
+        assert_not_compacted(lake, before)
+    now = int(time.time())
+    until_ts = _erased_until(lake, before, now) * MICROS["s"]
     users = spark_session("erase").createDataFrame(pa.table({"user_id": ids}))
-    record_erased_users(lake, users, until_ts, now.date())
+    record_erased_users(lake, users, until_ts, lake.spec.day_of(now))
     scope = ErasureScope.of_users(lake, users, before)
     erased = _erase_from_files(lake, scope.impressions) | erase_from_tables(scope)
     scope.impressions.unpersist()
-    forecast_day = lake.latest_day("forecast_sample")
-    if forecast_day and erased.get("forecast_sample"):
-        build_forecast(lake, forecast_day)
     return erased | _erase_from_feature_store(lake, set(ids), until_ts)
+
+
+def _erased_until(lake: Lake, before: date | None, now: int) -> int:
+    """The second until which data is erased: all data that there is, or that before a day."""
+    if before is not None:
+        return lake.spec.day_start(before) - 1
+    latest = lake.latest_day("events")
+    is_ahead = latest is not None and latest > lake.spec.day_of(now)
+    return lake.spec.day_end(latest) if latest and is_ahead else now
 
 
 def _erase_from_files(lake: Lake, impressions: "DataFrame") -> dict[str, int]:
@@ -157,46 +180,50 @@ def _erase_from_feature_store(lake: Lake, users: Collection[str], until_ts: int)
     return {"feature store, posted": entries}
 
 
-def _remove_old_versions(lake: Lake) -> list[str]:
-    """Remove unpinned old versions and their logs; returns the tables whose logs are pinned."""
-    vacuum_lake(lake, keep_days=0)
-    return expire_logs(lake)
+def _rebuild_forecasts(lake: Lake) -> None:
+    """Replace the tables of forecasts, whose counts and sketches cannot be edited.
 
-
-def remaining_traces(lake: Lake, kept_logs: list[str] | None) -> list[str]:
-    """What may still hold erased users, one line each.
-
-    `kept_logs` are the tables with pinned versions after old ones were removed; None: none were.
+    The tables are removed first, with all their versions. Without scored days they stay away until
+    the next build.
     """
+    from features.forecast.build import build_forecast
+
+    latest_scores = lake.latest_day("scores")
+    if lake.spec.forecast is None or latest_scores is None:
+        return
+    for schema in FORECAST_SCHEMAS:
+        atomic_io.remove_folder(resolve_uri(lake.root, schema(lake.spec).name))
+    try:
+        build_forecast(lake, latest_scores)
+    except UserError as error:
+        print(f"forecasts were removed and could not be built: {error}")
+
+
+def remaining_traces(lake: Lake, *, has_old_versions: bool) -> list[str]:
+    """What may still hold erased users, one line each."""
     lines = []
-    if kept_logs is None:
+    if has_old_versions:
         lines.append(
             "old versions of tables hold them until `gemline etl vacuum` has removed these, and "
             "the logs of the tables for 180 days: --now removes both at once"
         )
-    lines += [
-        f"run {pin.run_id} has pinned versions of {', '.join(sorted(pin.versions))}: when it has "
-        "ended, run this again with --now"
-        for pin in step_state.read_pins(lake.root)
-    ]
-    lines += _models_with_examples(lake)
-    lines.append("raw logs, and backups of the lake, are not part of it: erase them there, too")
-    return lines
-
-
-def _models_with_examples(lake: Lake) -> list[str]:
-    """Retained rankers, whose test vectors are inputs of real impressions, and GEM."""
-    lines = []
+    if not isinstance(resolve_uri(lake.root), Path):
+        lines.append(
+            "the lake is in an object store: feature stores, their logs and copies of files on "
+            "other machines were not reached; run this on each machine that serves"
+        )
     for surface in lake.spec.ad_surfaces:
         state = live_pointer(lake.root, surface).read()
         if state:
             lines.append(
                 f"rankers {', '.join(state.retained)} of {surface}: test vectors hold encoded "
-                "inputs of up to 64 impressions, and weights were learned from all: train and "
-                "promote a new one"
+                "inputs of up to 64 impressions; train and promote a new one"
             )
-    if list_matching(resolve_uri(lake.root, "models", "gem"), "[0-9]*"):
-        lines.append("models/gem: weights were learned from all impressions; train GEM anew")
+    if list_matching(resolve_uri(lake.root, "models"), "*"):
+        lines.append(
+            "models and rankers: weights were learned from all impressions; train them anew"
+        )
+    lines.append("raw logs, backups of the lake, and logs of services: delete the users there")
     return lines
 
 

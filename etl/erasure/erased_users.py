@@ -21,11 +21,9 @@ def record_erased_users(lake: Lake, users: DataFrame, until_ts: int, day: date) 
     create_salt(lake)
     rows = users.select(salted_hash(lake, F.col("user_id")).alias("id_hash"))
     rows = rows.withColumns({"until_ts": F.lit(until_ts), "day": F.lit(day)})
-    versions = {}
-    if lake.exists(schema.name):
-        versions[schema.name] = lake.version(schema.name)
-        stored = spark_io.read_table(lake, schema, versions[schema.name])
-        rows = rows.unionByName(stored.filter(F.col("day") == F.lit(day)))
+    versions = {schema.name: lake.version(schema.name)}
+    stored = spark_io.read_table(lake, schema, versions[schema.name])
+    rows = rows.unionByName(stored.filter(F.col("day") == F.lit(day)))
     rows = rows.groupBy("id_hash", "day").agg(F.max("until_ts").alias("until_ts"))
     spark_io.replace_partitions(lake, schema, rows, f"day = '{day}'", versions)
 
@@ -52,18 +50,18 @@ def mark_erased(lake: Lake, rows: DataFrame, known_ts: Column) -> DataFrame:
     location = [SOURCE_FILE, RECORD_LOCATION]
     unreadable = rows.filter(F.col("user_id").isNull() & F.col(PAYLOAD).isNotNull())
     words = unreadable.select(*location, F.explode(payload_words(F.col(PAYLOAD))).alias("word"))
-    named = words.withColumn("id_hash", salted_hash(lake, F.col("word")))
-    named = named.join(F.broadcast(erased), "id_hash")
-    named = named.groupBy(*location).agg(F.max("erased_until").alias("named_until"))
+    mentions = words.withColumn("id_hash", salted_hash(lake, F.col("word")))
+    mentions = mentions.join(erased, "id_hash")
+    mentions = mentions.groupBy(*location).agg(F.max("erased_until").alias("mentioned_until"))
     rows = rows.withColumn("id_hash", salted_hash(lake, F.col("user_id")))
-    rows = rows.join(F.broadcast(erased), "id_hash", "left")
-    rows = rows.join(F.broadcast(named), location, "left")
-    until = F.coalesce("erased_until", "named_until")
+    rows = rows.join(erased, "id_hash", "left")
+    rows = rows.join(mentions, location, "left")
+    until = F.coalesce("erased_until", "mentioned_until")
     day_start = F.expr(f"{day_start_sql(lake.spec)} * {MICROS['s']}")
-    known = F.when(F.col("reasons") == "", known_ts).otherwise(day_start)
-    is_erased = until.isNotNull() & F.coalesce(known <= until, F.lit(True))
+    known_since = F.when(F.col("reasons") == "", known_ts).otherwise(day_start)
+    is_erased = until.isNotNull() & F.coalesce(known_since <= until, F.lit(True))
     marked = rows.withColumn("reasons", F.when(~is_erased, F.col("reasons")))
-    return marked.drop("id_hash", "erased_until", "named_until")
+    return marked.drop("id_hash", "erased_until", "mentioned_until")
 
 
 def payload_words(payload: Column) -> Column:

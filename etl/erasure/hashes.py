@@ -1,25 +1,33 @@
-"""Salted hashes of users' ids, by which erased users are known without naming them."""
+"""Salted hashes of users' ids, by which erased users are known without naming them.
+
+The salt is a property of the table `erased_users`, so that it is copied and kept with the hashes.
+"""
 
 import hashlib
 import secrets
 
-from etl.tables import atomic_io
-from etl.tables.lake import Lake
-from etl.tables.uri import resolve_uri
+from etl.tables import schemas
+from etl.tables.lake import Lake, create_table
 
-SALT_FILE = "_pipeline", "erasure_salt"
+SALT_PROPERTY = "gemline.erasure_salt"
 
 
 def create_salt(lake: Lake) -> None:
-    """Write the salt of a lake, unless it has one."""
-    atomic_io.create_if_absent(resolve_uri(lake.root, *SALT_FILE), secrets.token_hex(32))
+    """Create the table of erased users with a salt, unless it has one."""
+    schema = schemas.erased_users(lake.spec)
+    create_table(lake, schema)
+    table = lake.open(schema.name)
+    if SALT_PROPERTY not in table.metadata().configuration:
+        properties = {SALT_PROPERTY: secrets.token_hex(32)}
+        table.alter.set_table_properties(properties, raise_if_not_exists=False)
 
 
 def read_salt(lake: Lake) -> str:
     """The salt of a lake that has erased users."""
-    return resolve_uri(lake.root, *SALT_FILE).read_text()
+    configuration = lake.open(schemas.erased_users(lake.spec).name).metadata().configuration
+    return str(configuration[SALT_PROPERTY])
 
 
-def hash_user(lake: Lake, user_id: str) -> str:
+def hash_user(salt: str, user_id: str) -> str:
     """The salted hash of a user's id, as `erased_users` has it."""
-    return hashlib.sha256((read_salt(lake) + user_id).encode()).hexdigest()
+    return hashlib.sha256((salt + user_id).encode()).hexdigest()

@@ -1,14 +1,14 @@
 """Deletes the rows of users from the tables of a lake, by what their schemas declare."""
 
 import functools
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import date
-from typing import Any
 
 from delta.tables import DeltaTable
-from pyspark.sql import DataFrame, Row, SparkSession
+from pyspark.sql import DataFrame, SparkSession, Window
 from pyspark.sql import functions as F
 
 from etl.erasure.erased_users import payload_words
@@ -47,6 +47,8 @@ class ErasureScope:
     def keys(self, schema: TableSchema) -> DataFrame:
         """The values of the column by which the rows of the users are found in a table."""
         assert schema.user_rows
+        if self.before is not None and schema.user_rows.known_second is None:
+            return self.impressions
         match schema.user_rows.key:
             case "sampled_user":
                 return self.users.select(F.xxhash64("user_id").alias("sampled_user"))
@@ -70,6 +72,9 @@ class ErasureScope:
         for schema in tables_of_users(self.lake):
             if not {"user_id", "impression_id"} <= {*schema.columns}:
                 continue
+            assert schema.user_rows
+            if self.before is not None and schema.user_rows.known_second is None:
+                continue  # its rows are those of the impressions that are looked up here
             rows = spark_io.read_table(self.lake, schema).filter(self.condition(schema))
             if "event_id" in schema.columns:  # outcomes name impressions that may be of others
                 rows = rows.filter(F.col("type") == code)
@@ -118,16 +123,22 @@ def delete_rows(scope: ErasureScope, schema: TableSchema) -> int:
 
 
 def adjust_pointers(lake: Lake, users: DataFrame) -> None:
-    """Make the examples of users point to the events that they have left.
+    """Compute `history_length` of users' remaining examples from their remaining events.
 
-    A pointer is the number of the user's events that were visible before an example.
+    A pointer is the number of the user's events that were visible before an example. The result
+    depends only on the tables, so that it is the same however often this is done.
     """
     schema = schemas.examples(lake.spec)
     examples = spark_io.read_table(lake, schema).join(users, "user_id", "left_semi")
     events = spark_io.read_table(lake, schemas.events(lake.spec)).select("user_id", "visible_ts")
-    pairs = examples.select("user_id", "impression_id", "as_of_ts").join(events, "user_id", "left")
-    is_visible = F.count_if(F.col("visible_ts") < F.col("as_of_ts")).cast("int")
-    lengths = pairs.groupBy("impression_id").agg(is_visible.alias("length"))
+    queries = examples.select("user_id", F.col("as_of_ts").alias("ts"), "impression_id")
+    events = events.join(users, "user_id", "left_semi").withColumnRenamed("visible_ts", "ts")
+    rows = queries.unionByName(events, allowMissingColumns=True)
+    earlier = Window.partitionBy("user_id").orderBy("ts")
+    earlier = earlier.rangeBetween(Window.unboundedPreceding, -1)  # strictly before
+    length = F.count_if(F.col("impression_id").isNull()).over(earlier).cast("int")
+    lengths = rows.withColumn("length", length).filter("impression_id IS NOT NULL")
+    lengths = lengths.select("impression_id", "length")
     merge = _table(lake, schema).merge(lengths.alias("k"), "t.impression_id = k.impression_id")
     with _commit_metadata(lake, schema):
         merge.whenMatchedUpdate(set={"history_length": "k.length"}).execute()
@@ -152,18 +163,22 @@ def _commit_metadata(lake: Lake, schema: TableSchema) -> Iterator[None]:
 def payloads_of(lake: Lake, users: DataFrame) -> DataFrame:
     """The quarantined payloads of users: `payload`.
 
-    A payload belongs to the user in the column that its source declares; one that cannot be parsed,
-    and one of a source about something else, to each user whose id is a word of it.
+    A record belongs to the user in the column that its source declares; without such a column, or
+    if no user can be read there, to each user whose id is a word of it.
     """
     quarantine = spark_io.read_table(lake, schemas.quarantine(lake.spec))
     quarantine = quarantine.filter(F.col(PAYLOAD).isNotNull()).select("log", PAYLOAD)
-    words = quarantine.select(PAYLOAD, F.explode(payload_words(F.col(PAYLOAD))).alias("user_id"))
-    found = [words.join(users, "user_id", "left_semi").select(PAYLOAD)]
-    for name, column in user_columns(lake.spec).items():
+    columns = user_columns(lake.spec)
+    parts = [quarantine.filter(~F.col("log").isin(list(columns))).select(PAYLOAD)]
+    parts[0] = parts[0].withColumn("user_id", F.lit(None).cast("string"))
+    for name, column in columns.items():
         parsed = parse_payload(quarantine.filter(F.col("log") == name), [column])
-        parsed = parsed.withColumn("user_id", raw_value(column))
-        found.append(parsed.join(users, "user_id", "left_semi").select(PAYLOAD))
-    return functools.reduce(DataFrame.unionByName, found).distinct()
+        parts.append(parsed.select(PAYLOAD, raw_value(column).alias("user_id")))
+    records = functools.reduce(DataFrame.unionByName, parts)
+    words = F.when(F.col("user_id").isNull(), payload_words(F.col(PAYLOAD)))
+    named = F.coalesce(words, F.array("user_id"))
+    found = records.select(PAYLOAD, F.explode(named).alias("user_id"))
+    return found.join(users, "user_id", "left_semi").select(PAYLOAD).distinct()
 
 
 def user_columns(spec: DataSpec) -> dict[str, str]:
@@ -185,20 +200,19 @@ def recount_ingest_metrics(lake: Lake) -> None:
     schema = schemas.ingest_metrics(lake.spec)
     if not lake.exists(schema.name):
         return
-    rows = [
-        _recounted(lake, row) for row in spark_io.read_table(lake, schema).orderBy("day").collect()
-    ]
-    write_ingest_metrics(lake, rows, (rows[0]["day"], rows[-1]["day"]))
-
-
-def _recounted(lake: Lake, row: Row) -> dict[str, Any]:
-    day = row["day"]
-    counts = {
-        "kept": lake.count_rows("events", (day, day)),
-        "excluded": lake.count_rows("excluded_events", (day, day)),
-        "quarantined": sum(
-            lake.count_rows("quarantine", (day, day), log=log) for log in lake.spec.log_sources
-        ),
-        "duplicates": row["duplicates"],
-    }
-    return {"day": day, "read": sum(counts.values()), **counts}
+    kept, excluded = lake.rows_by_day("events"), lake.rows_by_day("excluded_events")
+    quarantined = Counter[date]()
+    for log in lake.spec.log_sources:
+        quarantined.update(lake.rows_by_day("quarantine", log=log))
+    rows = []
+    for row in spark_io.read_table(lake, schema).orderBy("day").collect():
+        day = row["day"]
+        counts = {
+            "kept": kept.get(day, 0),
+            "excluded": excluded.get(day, 0),
+            "quarantined": quarantined[day],
+            "duplicates": row["duplicates"],
+        }
+        rows.append({"day": day, "read": sum(counts.values()), **counts})
+    if rows:
+        write_ingest_metrics(lake, rows, (rows[0]["day"], rows[-1]["day"]))

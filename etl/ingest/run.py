@@ -106,8 +106,8 @@ def _ingest_once(
 ) -> dict[str, int]:
     spec = lake.spec
     all_records = read_logs(spec, RawSelection(raw, days, corrupt_files))
-    all_records = mark_erased(lake, all_records, F.col("visible_ts") * MICROS["s"])
-    all_records = all_records.persist(StorageLevel.MEMORY_AND_DISK)
+    stored_records = all_records.persist(StorageLevel.MEMORY_AND_DISK)
+    all_records = mark_erased(lake, stored_records, F.col("visible_ts") * MICROS["s"])
     in_range = F.col("day").between(F.lit(days[0]), F.lit(days[1])) | F.col("day").isNull()
     in_range &= F.col("reasons").isNotNull()  # null: of an erased user
     try:
@@ -125,7 +125,7 @@ def _ingest_once(
             write_events(lake, event_split, days)
         return write_ingest_metrics(lake, metrics, days)
     finally:
-        all_records.unpersist()
+        stored_records.unpersist()
 
 
 @dataclass(frozen=True)

@@ -74,9 +74,10 @@ class DataSpec(SpecDeclarations):
     def attribution_lookback_days(self) -> int:
         """Days before an impression of which touches may decide who its outcomes belong to.
 
-        A later touch of the last touchpoint supersedes earlier ones, so these do not matter. Those
-        of preferred touchpoints do for their window, and for as long the impressions before them;
-        with `unknown_impression: last_touch` also impressions that outcomes may name.
+        A later touch of the last touchpoint supersedes earlier ones, so these do not matter. A
+        preferred touch may lie up to its window before the impression, and the touch's own
+        impression up to another window before that. With `unknown_impression: last_touch`, the
+        impressions that outcomes name matter for the window of the objective.
         """
         seconds = 0
         for objective in self.all_objectives.values():

@@ -34,7 +34,7 @@ def impressions(spec: DataSpec) -> TableSchema:
         constraints={
             f"label of {name} not 0 or 1": f"label_{name} IN (0, 1)" for name in spec.label_windows
         },
-        user_rows=UserRows("user_id", "event_ts / 1000000"),
+        user_rows=UserRows("user_id", None),
     )
 
 
@@ -65,5 +65,5 @@ def late_retractions(_spec: DataSpec) -> TableSchema:
         ("day", "bucket"),
         order,
         required,
-        user_rows=UserRows("user_id", "retracted_ts"),
+        user_rows=UserRows("user_id", None),
     )

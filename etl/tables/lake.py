@@ -102,6 +102,17 @@ class Lake:
             actions = actions.filter(pc.equal(actions[f"partition.{column}"], value))
         return int(pc.sum(actions["num_records"]).as_py() or 0)
 
+    def rows_by_day(self, name: str, **partition: object) -> dict[date, int]:
+        """Rows of a table by day, of all or some other partitions; empty if it does not exist."""
+        if not self.exists(name):
+            return {}
+        actions = self.add_actions(name)
+        for column, value in partition.items():
+            actions = actions.filter(pc.equal(actions[f"partition.{column}"], value))
+        sums = actions.group_by("partition.day").aggregate([("num_records", "sum")])
+        return dict(zip(*(sums[c].to_pylist() for c in ("partition.day", "num_records_sum")),
+                        strict=True))  # fmt: skip
+
     def count_nulls(self, name: str, column: str, days: tuple[date, date]) -> int:
         """Rows of a range of days in which a column is null."""
         counts = _filter_days(self.add_actions(name), days)[f"null_count.{column}"]
@@ -135,9 +146,12 @@ def commit_metadata(**values: object) -> str:
 
 
 def last_commit_metadata(table: DeltaTable) -> dict[str, Any]:
-    """What the last commit of a table recorded, by Spark or by `etl.tables.arrow`."""
-    commit = table.history(1)[0]
-    return dict(json.loads(commit.get("userMetadata") or commit["facts"]))
+    """What the last write of a table recorded, by Spark or by `etl.tables.arrow`.
+
+    Commits of maintenance, such as vacuum, record nothing and are skipped. Empty without a write.
+    """
+    recorded = (c.get("userMetadata") or c.get("facts") for c in table.history())
+    return dict(json.loads(next(filter(None, recorded), "{}")))
 
 
 def ensure_lake_root(root: str) -> None:

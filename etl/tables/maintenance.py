@@ -19,10 +19,11 @@ from etl.tables.schemas import table_registry
 from etl.tables.uri import list_matching, resolve_uri
 
 
-def vacuum_lake(lake: Lake, keep_days: int) -> dict[str, int]:
+def vacuum_lake(lake: Lake, keep_days: int, *, full: bool = False) -> dict[str, int]:
     """Remove the files that no table version of the last `keep_days` days uses.
 
-    Pinned versions (`etl.tables.step_state`) are kept regardless of age.
+    Pinned versions (`etl.tables.step_state`) are kept regardless of age. `full` also removes files
+    that no commit names, such as those of killed writers; no writer may be running.
 
     Returns:
         Number of files removed, by table.
@@ -38,34 +39,27 @@ def vacuum_lake(lake: Lake, keep_days: int) -> dict[str, int]:
             retention_hours=24 * keep_days,
             dry_run=False,
             enforce_retention_duration=False,
+            full=full,
             keep_versions=sorted(pinned | {table.version()}),
         )
         removed_files[name] = len(removed)
     return removed_files
 
 
-def expire_logs(lake: Lake) -> list[str]:
-    """Remove the log entries of earlier versions of all tables; returns the tables that keep them.
+def expire_logs(lake: Lake) -> None:
+    """Remove the log entries of all versions of tables but the latest, which get checkpoints.
 
     Entries hold the smallest and largest values of the columns of each file, so also ids of users.
-    Tables with pinned versions keep theirs. Vacuum the lake before: the files of versions whose
-    entries are gone would stay.
+    Vacuum the lake before: the files of versions whose entries are gone would stay.
     """
-    pinned = {name for pin in step_state.read_pins(lake.root) for name in pin.versions}
-    tables = [name for name in sorted(table_registry(lake.spec)) if lake.exists(name)]
-    for name in tables:
-        if name not in pinned:
-            _expire_log(lake, name)
-    return [name for name in tables if name in pinned]
-
-
-def _expire_log(lake: Lake, name: str) -> None:
-    """Remove the log entries before the latest version, which a checkpoint replaces."""
-    table = lake.open(name)
-    table.create_checkpoint()
-    for file in list_matching(resolve_uri(lake.table_uri(name), "_delta_log"), "[0-9]*"):
-        if int(file.name.partition(".")[0]) < table.version():
-            file.unlink()
+    for name in sorted(table_registry(lake.spec)):
+        if not lake.exists(name):
+            continue
+        table = lake.open(name)
+        table.create_checkpoint()
+        for file in list_matching(resolve_uri(lake.table_uri(name), "_delta_log"), "[0-9]*"):
+            if int(file.name.partition(".")[0]) < table.version():
+                file.unlink()
 
 
 # Tables with outputs of models, which may change with the spec, so these are rebuilt, too.

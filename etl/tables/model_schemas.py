@@ -42,7 +42,7 @@ def user_teacher_embeddings(_spec: DataSpec) -> TableSchema:
         ("day", "bucket"),
         order,
         required,
-        user_rows=UserRows("user_id", "impression_ts"),
+        user_rows=UserRows("user_id", None),
     )
 
 

@@ -251,7 +251,7 @@ def examples(spec: DataSpec) -> TableSchema:
         order,
         required,
         rules,
-        user_rows=UserRows("user_id", "as_of_ts"),
+        user_rows=UserRows("user_id", None),
     )
 
 

@@ -12,7 +12,8 @@ class UserRows:
 
     Attributes:
         key: The id, its hash (`sampled_user`), an impression of the user, or a record of the user.
-        known_second: SQL for the second from which a row was known; None: that of its impression.
+        known_second: SQL for the second from which a row was known; None: that of the event of its
+            impression.
     """
 
     key: Literal["user_id", "sampled_user", "impression_id", "payload"]

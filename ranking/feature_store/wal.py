@@ -108,15 +108,17 @@ class WriteAheadLog(Database):
 
     def erase_users(self, users: Collection[str], until_ts: int) -> int:
         """Remove the entries of users that were received until a time (µs); returns how many."""
-        with self.write_transaction() as txn:
+        with self.read_transaction() as txn:
             stored = ((k, WalEntry.from_json(v)) for k, v in txn.iterate_from("entries", b""))
             found = [
                 (key, entry)
                 for key, entry in stored
                 if entry.user_id in users and entry.received_ts <= until_ts
             ]
-            for key, entry in found:
-                _delete_entry(txn, key, entry)
+        for start in range(0, len(found), TRIM_BATCH_SIZE):
+            with self.write_transaction() as txn:
+                for key, entry in found[start : start + TRIM_BATCH_SIZE]:
+                    _delete_entry(txn, key, entry)
         return len(found)
 
     def _trim_batch(self, final_before_ts: int) -> int:

@@ -129,6 +129,6 @@ def test_an_erasure_of_nobody_is_refused(
     flags = ["--spec", str(spec_path), "--lake", str(tmp_path / "lake")]
     (tmp_path / "ids.txt").write_text("\n \n")
     assert main(["erase", *flags, "--users", str(tmp_path / "ids.txt")]) == 2
-    assert "nobody is named" in capsys.readouterr().err
+    assert "no ids of users are given" in capsys.readouterr().err
     assert main(["erase", *flags, "--users", str(tmp_path / "absent.txt")]) == 2
     assert "there is no such file" in capsys.readouterr().err
