@@ -113,7 +113,7 @@ def _read_source(lake: Lake, source: AttributeSource, raw: str, days: DayRange) 
     """The parsed and checked rows of a source, cached; raises UserError if a check fails."""
     rows = parse_rows(lake, source, raw, days).persist(StorageLevel.MEMORY_AND_DISK)
     if source.entity == "user":
-        rows = mark_erased(lake, rows, F.col("valid_from"))
+        rows = mark_erased(lake, rows)
     non_null = [F.count(name).alias(name) for name in rows.columns if name != RECORD_LOCATION]
     counts = rows.agg(*non_null, F.count("*").alias("num_rows")).first()
     assert counts is not None

@@ -124,7 +124,7 @@ def _read_source(lake: Lake, source: Report, raw: str, days: tuple[date, date]) 
     """The parsed and checked rows of a source, cached; raises UserError if a check fails."""
     rows = parse_reports(lake.spec, source, raw, days).persist(StorageLevel.MEMORY_AND_DISK)
     if isinstance(source, AudienceLabelSource):
-        rows = mark_erased(lake, rows, F.col("valid_from"))
+        rows = mark_erased(lake, rows)
     check_bad_row_rate(lake.spec, f"{raw}/{source.path}", rows)
     if isinstance(source, AuditSource):
         _check_reports(_stored_rows(rows), f"{raw}/{source.path}")

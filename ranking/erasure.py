@@ -112,7 +112,7 @@ def erase_users(lake: Lake, ids: list[str], before: date | None = None) -> dict[
     Raises:
         UserError: The day is in a part of the histories that is compacted.
     """
-    from etl.erasure.erased_users import record_erased_users
+    from etl.erasure.erased_users import erased_until, record_erased_users
     from etl.erasure.tables import ErasureScope, erase_from_tables
     from etl.runtime.spark import spark_session
     from features.history.compact import assert_not_compacted
@@ -120,22 +120,13 @@ def erase_users(lake: Lake, ids: list[str], before: date | None = None) -> dict[
     if before is not None:
         assert_not_compacted(lake, before)
     now = int(time.time())
-    until_ts = _erased_until(lake, before, now) * MICROS["s"]
+    until_ts = erased_until(lake, before, now) * MICROS["s"]
     users = spark_session("erase").createDataFrame(pa.table({"user_id": ids}))
     record_erased_users(lake, users, until_ts, lake.spec.day_of(now))
     scope = ErasureScope.of_users(lake, users, before)
     erased = _erase_from_files(lake, scope.impressions) | erase_from_tables(scope)
     scope.impressions.unpersist()
     return erased | _erase_from_feature_store(lake, set(ids), until_ts)
-
-
-def _erased_until(lake: Lake, before: date | None, now: int) -> int:
-    """The second until which data is erased: all data that there is, or that before a day."""
-    if before is not None:
-        return lake.spec.day_start(before) - 1
-    latest = lake.latest_day("events")
-    is_ahead = latest is not None and latest > lake.spec.day_of(now)
-    return lake.spec.day_end(latest) if latest and is_ahead else now
 
 
 def _erase_from_files(lake: Lake, impressions: "DataFrame") -> dict[str, int]:

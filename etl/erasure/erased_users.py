@@ -2,6 +2,7 @@
 
 from datetime import date
 
+import pyarrow.compute as pc
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
@@ -33,14 +34,30 @@ def salted_hash(lake: Lake, user_id: Column) -> Column:
     return F.sha2(F.concat(F.lit(read_salt(lake)), user_id), 256)
 
 
-def mark_erased(lake: Lake, rows: DataFrame, known_ts: Column) -> DataFrame:
+def erased_until(lake: Lake, before: date | None, now: int) -> int:
+    """The second until which data is erased: until a day begins, or all data that there is.
+
+    Events that landed may become visible only later than `now`.
+    """
+    if before is not None:
+        return lake.spec.day_start(before) - 1
+    visible = [
+        pc.max(lake.add_actions(name)["max.visible_ts"]).as_py()
+        for name in ("events", "excluded_events")
+        if lake.exists(name)
+    ]
+    return max([now, *(int(second) for second in visible if second is not None)])
+
+
+def mark_erased(lake: Lake, rows: DataFrame, known_ts: Column | None = None) -> DataFrame:
     """Raw records with null `reasons` where their user was erased: they are neither valid nor bad.
 
     Args:
         lake: The lake.
         rows: Records with `user_id`, `reasons`, `day`, and their payload and location. One whose
             user could not be read belongs to the users whose ids are words of its payload.
-        known_ts: The time (µs) from which a valid record was known; a bad one is of its day.
+        known_ts: The time (µs) from which a valid record was known; by default, and for a bad one,
+            that at which its day began.
     """
     schema = schemas.erased_users(lake.spec)
     if not lake.exists(schema.name):
@@ -58,7 +75,9 @@ def mark_erased(lake: Lake, rows: DataFrame, known_ts: Column) -> DataFrame:
     rows = rows.join(mentions, location, "left")
     until = F.coalesce("erased_until", "mentioned_until")
     day_start = F.expr(f"{day_start_sql(lake.spec)} * {MICROS['s']}")
-    known_since = F.when(F.col("reasons") == "", known_ts).otherwise(day_start)
+    known_since = day_start
+    if known_ts is not None:
+        known_since = F.when(F.col("reasons") == "", known_ts).otherwise(day_start)
     is_erased = until.isNotNull() & F.coalesce(known_since <= until, F.lit(True))
     marked = rows.withColumn("reasons", F.when(~is_erased, F.col("reasons")))
     return marked.drop("id_hash", "erased_until", "mentioned_until")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from etl.event_time import day_start_sql
 from etl.spec.model import DataSpec
 from etl.tables.table_schema import TableSchema, UserRows
 
@@ -29,7 +30,7 @@ def audience_labels(spec: DataSpec) -> TableSchema:
         order,
         required,
         {"unknown provider": rule},
-        user_rows=UserRows("user_id", "valid_from / 1000000"),
+        user_rows=UserRows("user_id", day_start_sql(spec)),
     )
 
 

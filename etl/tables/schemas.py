@@ -176,7 +176,7 @@ def attributes(spec: DataSpec, entity: str) -> TableSchema:
     name = f"attributes_{entity}"
     order = (f"{entity}_id", "valid_from")
     required = {f"no {entity}": f"{entity}_id", "no time": "valid_from"}
-    user_rows = UserRows("user_id", "valid_from / 1000000") if entity == "user" else None
+    user_rows = UserRows("user_id", day_start_sql(spec)) if entity == "user" else None
     columns |= {"day": "date"}
     return TableSchema(name, columns, ("day",), order, required, rules, user_rows=user_rows)
 
