@@ -57,8 +57,8 @@ def attribution_groups(spec: DataSpec) -> list[list[str]]:
     for name, objective in spec.all_objectives.items():
         touches = spec.attribution_touches(objective)
         unknown = objective.unknown_impression
-        known_for = objective.window if unknown == "last_touch" else None
-        rule = objective.event == spec.impression_type, touches, unknown, known_for
+        named_window = objective.window if unknown == "last_touch" else None
+        rule = objective.event == spec.impression_type, touches, unknown, named_window
         groups.setdefault(rule, []).append(name)
     return list(groups.values())
 

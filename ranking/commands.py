@@ -252,14 +252,11 @@ def off_policy(args: OffPolicyArgs) -> None:
 
 def materialize(args: MaterializeArgs) -> None:
     """Build the online feature store from the lake's tables; running services switch to it."""
-    from etl.tables.lease import hold_leases
-    from etl.tables.uri import local_cache_path, resolve_uri
-    from ranking.feature_store.materialize import materialize
+    from ranking.feature_store.materialize import materialize, materialize_lease
 
     lake = args.open_lake()
     data_until = parse_data_until(lake.spec, args.data_until)
-    root = local_cache_path(resolve_uri(args.lake))  # each machine has its own feature store
-    with hold_leases(str(root), ["materialize"], "gemline rank materialize"):
+    with materialize_lease(args.lake, "gemline rank materialize"):
         print(f"online features: {materialize(lake, data_until)}")
 
 

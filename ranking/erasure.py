@@ -25,7 +25,7 @@ from etl.tables.lease import hold_leases
 from etl.tables.maintenance import expire_logs, vacuum_lake
 from etl.tables.pointer import remove_unreferenced_versions
 from etl.tables.uri import list_matching, local_cache_path, resolve_uri
-from ranking.feature_store.materialize import materialize
+from ranking.feature_store.materialize import materialize, materialize_lease
 from ranking.feature_store.store import open_store
 from ranking.feature_store.wal import feature_store_pointer, open_wal
 from ranking.registry.ranker import live_pointer
@@ -74,10 +74,9 @@ def erase(args: EraseArgs) -> None:
     _check_pins(lake)
     surfaces = [f"{step}-{s}" for s in lake.spec.ad_surfaces for step in ("ranker", "scores")]
     domains = [f"domain-{domain}" for domain in lake.spec.domains]
-    local_root = str(local_cache_path(resolve_uri(args.lake)))
     with (
         hold_leases(args.lake, [*surfaces, *domains], "gemline erase"),
-        hold_leases(local_root, ["materialize"], "gemline erase"),
+        materialize_lease(args.lake, "gemline erase"),
     ):
         for what, rows in erase_users(lake, args.ids, args.before).items():
             print(f"{what}: {rows:,} rows removed")
@@ -138,8 +137,7 @@ def _erase_from_files(lake: Lake, impressions: "DataFrame") -> dict[str, int]:
         *folders, name = pattern.split("/")
         for path in list_matching(resolve_uri(lake.root, *folders), name):
             table = pq.read_table(atomic_io.download(path))
-            ids = table.select(["impression_id"]).unify_dictionaries()
-            stored = SparkSession.active().createDataFrame(ids)
+            stored = SparkSession.active().createDataFrame(table.select(["impression_id"]))
             found = stored.join(impressions, "impression_id", "left_semi").toArrow()
             if not len(found):
                 continue

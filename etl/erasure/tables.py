@@ -1,10 +1,9 @@
 """Deletes the rows of users from the tables of a lake, by what their schemas declare."""
 
 import functools
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date
 
 from delta.tables import DeltaTable
@@ -13,7 +12,7 @@ from pyspark.sql import functions as F
 
 from etl.erasure.erased_users import payload_words
 from etl.ingest.readers import PAYLOAD, parse_payload, raw_value
-from etl.ingest.run import write_ingest_metrics
+from etl.ingest.run import count_stored_records, write_ingest_metrics
 from etl.spec.model import DataSpec
 from etl.spec.report_sources import AudienceLabelSource
 from etl.spec.sources import AttributeSource, EventLogSource, ImpressionLogSource, Source
@@ -40,9 +39,7 @@ class ErasureScope:
     @classmethod
     def of_users(cls, lake: Lake, users: DataFrame, before: date | None) -> "ErasureScope":
         """The scope of users, whose impressions are looked up in all tables and cached."""
-        empty = users.select(F.col("user_id").alias("impression_id")).limit(0)
-        scope = cls(lake, users, empty, before)
-        return replace(scope, impressions=scope._find_impressions().persist())
+        return cls(lake, users, find_impressions(lake, users, before).persist(), before)
 
     def keys(self, schema: TableSchema) -> DataFrame:
         """The values of the column by which the rows of the users are found in a table."""
@@ -59,28 +56,35 @@ class ErasureScope:
             case _:
                 return self.users
 
-    def condition(self, schema: TableSchema) -> str:
-        """SQL: a row of a table was known early enough to be erased."""
-        assert schema.user_rows
-        if self.before is None or schema.user_rows.known_second is None:
-            return "true"
-        return f"({schema.user_rows.known_second}) < {self.lake.spec.day_start(self.before)}"
 
-    def _find_impressions(self) -> DataFrame:
-        code = self.lake.spec.event_codes[self.lake.spec.impression_type]
-        found = [self.impressions]
-        for schema in tables_of_users(self.lake):
-            if not {"user_id", "impression_id"} <= {*schema.columns}:
-                continue
-            assert schema.user_rows
-            if self.before is not None and schema.user_rows.known_second is None:
-                continue  # its rows are those of the impressions that are looked up here
-            rows = spark_io.read_table(self.lake, schema).filter(self.condition(schema))
-            if "event_id" in schema.columns:  # outcomes name impressions that may be of others
-                rows = rows.filter(F.col("type") == code)
-            of_users = rows.join(self.users, "user_id", "left_semi")
-            found.append(of_users.select("impression_id"))
-        return functools.reduce(DataFrame.unionByName, found).distinct()
+def is_known_before(lake: Lake, schema: TableSchema, before: date | None) -> str:
+    """SQL: a row of a table was known before a day; true without a day.
+
+    Rows that become known with an impression are found by its id instead.
+    """
+    assert schema.user_rows
+    if before is None or schema.user_rows.known_second is None:
+        return "true"
+    return f"({schema.user_rows.known_second}) < {lake.spec.day_start(before)}"
+
+
+def find_impressions(lake: Lake, users: DataFrame, before: date | None) -> DataFrame:
+    """The impressions of users (`impression_id`) that are erased, from all tables that name them.
+
+    Those known before a day are found by their events.
+    """
+    code = lake.spec.event_codes[lake.spec.impression_type]
+    found = [users.select(F.col("user_id").alias("impression_id")).limit(0)]
+    for schema in tables_of_users(lake):
+        assert schema.user_rows
+        has_both = {"user_id", "impression_id"} <= {*schema.columns}
+        if not has_both or (before is not None and schema.user_rows.known_second is None):
+            continue
+        rows = spark_io.read_table(lake, schema).filter(is_known_before(lake, schema, before))
+        if "event_id" in schema.columns:  # outcomes name impressions that may be of others
+            rows = rows.filter(F.col("type") == code)
+        found.append(rows.join(users, "user_id", "left_semi").select("impression_id"))
+    return functools.reduce(DataFrame.unionByName, found).distinct()
 
 
 def erase_from_tables(scope: ErasureScope) -> dict[str, int]:
@@ -105,11 +109,12 @@ def tables_of_users(lake: Lake) -> list[TableSchema]:
 
 
 def delete_rows(scope: ErasureScope, schema: TableSchema) -> int:
-    """Delete the users' rows of a table in one commit; returns how many.
+    """Delete the users' rows of a table in one commit, if there are any; returns how many.
 
-    The commit keeps the metadata of the commit before it, which readers of the table rely on.
+    The commit keeps the metadata of the table's last write.
     """
-    lake, keys, condition = scope.lake, scope.keys(schema), scope.condition(schema)
+    lake, keys = scope.lake, scope.keys(schema)
+    condition = is_known_before(lake, schema, scope.before)
     rows = spark_io.read_table(lake, schema).filter(condition)
     found = rows.join(keys, keys.columns, "left_semi").count()
     if found:
@@ -150,7 +155,7 @@ def _table(lake: Lake, schema: TableSchema) -> DeltaTable:
 
 @contextmanager
 def _commit_metadata(lake: Lake, schema: TableSchema) -> Iterator[None]:
-    """Commits in this context have the metadata of the table's last one."""
+    """Commits in this context have the metadata of the table's last write."""
     spark = SparkSession.active()
     metadata = last_commit_metadata(lake.open(schema.name))
     spark.conf.set(METADATA_SETTING, commit_metadata(**metadata))
@@ -200,19 +205,11 @@ def recount_ingest_metrics(lake: Lake) -> None:
     schema = schemas.ingest_metrics(lake.spec)
     if not lake.exists(schema.name):
         return
-    kept, excluded = lake.rows_by_day("events"), lake.rows_by_day("excluded_events")
-    quarantined = Counter[date]()
-    for log in lake.spec.log_sources:
-        quarantined.update(lake.rows_by_day("quarantine", log=log))
+    stored_records = count_stored_records(lake)
     rows = []
     for row in spark_io.read_table(lake, schema).orderBy("day").collect():
-        day = row["day"]
-        counts = {
-            "kept": kept.get(day, 0),
-            "excluded": excluded.get(day, 0),
-            "quarantined": quarantined[day],
-            "duplicates": row["duplicates"],
-        }
-        rows.append({"day": day, "read": sum(counts.values()), **counts})
+        counts = {name: by_day[row["day"]] for name, by_day in stored_records.items()}
+        counts["duplicates"] = row["duplicates"]
+        rows.append({"day": row["day"], "read": sum(counts.values()), **counts})
     if rows:
         write_ingest_metrics(lake, rows, (rows[0]["day"], rows[-1]["day"]))

@@ -16,6 +16,7 @@ from etl.ingest.readers import PATH_DAY, PAYLOAD, READ_ERROR, parse_payload
 from etl.ingest.run import (
     check_no_later_days,
     count_rows_by_day,
+    count_stored_records,
     split_events,
     write_events,
     write_ingest_metrics,
@@ -26,7 +27,6 @@ from etl.tables.arrow import snapshot
 from etl.tables.lake import Lake
 
 DayRange = tuple[date, date]
-METRIC_TABLES = {"kept": "events", "excluded": "excluded_events"}
 
 
 def reprocess_quarantine(lake: Lake, days: DayRange) -> dict[str, int]:
@@ -73,15 +73,12 @@ def _recompute_metrics(
     `before` and `after` count the reprocessed records by their old and new landing days. After an
     interrupted run the tables may hold more records than these counts explain.
     """
-    rows = []
+    rows, stored_records = [], count_stored_records(lake)
     for row in snapshot(lake, schemas.ingest_metrics(lake.spec)).read().to_pylist():
         day = row["day"]
         if not (days[0] <= day <= days[1] or day == UNKNOWN_DAY):
             continue
-        counts = {name: lake.count_rows(table, (day, day)) for name, table in METRIC_TABLES.items()}
-        counts["quarantined"] = sum(
-            lake.count_rows("quarantine", (day, day), log=log) for log in lake.spec.log_sources
-        )
+        counts = {name: by_day[day] for name, by_day in stored_records.items()}
         stored = sum(counts.values())
         read = row["read"] - before.get(day, 0) + after.get(day, 0)
         read = max(read, stored + row["duplicates"])

@@ -5,6 +5,7 @@ Which valid events are used: one copy of each, on time, and within the cap per u
 
 import functools
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -208,6 +209,18 @@ def _count_rows_by_day(frames: Mapping[str, DataFrame]) -> dict[str, dict[date, 
     for row in union.groupBy("name", "day").count().collect():
         counts[row["name"]][row["day"]] = row["count"]
     return counts
+
+
+def count_stored_records(lake: Lake) -> dict[str, Counter[date]]:
+    """Records in the tables by landing day, under the names of the columns of `ingest_metrics`."""
+    quarantined = Counter[date]()
+    for log in lake.spec.log_sources:
+        quarantined.update(lake.rows_by_day("quarantine", log=log))
+    return {
+        "kept": Counter(lake.rows_by_day("events")),
+        "excluded": Counter(lake.rows_by_day("excluded_events")),
+        "quarantined": quarantined,
+    }
 
 
 def write_ingest_metrics(lake: Lake, rows: list[dict[str, Any]], days: DayRange) -> dict[str, int]:

@@ -98,20 +98,17 @@ class Lake:
         actions = self.add_actions(name)
         if days:
             actions = _filter_days(actions, days)
-        for column, value in partition.items():
-            actions = actions.filter(pc.equal(actions[f"partition.{column}"], value))
+        actions = _filter_partition(actions, partition)
         return int(pc.sum(actions["num_records"]).as_py() or 0)
 
     def rows_by_day(self, name: str, **partition: object) -> dict[date, int]:
         """Rows of a table by day, of all or some other partitions; empty if it does not exist."""
         if not self.exists(name):
             return {}
-        actions = self.add_actions(name)
-        for column, value in partition.items():
-            actions = actions.filter(pc.equal(actions[f"partition.{column}"], value))
+        actions = _filter_partition(self.add_actions(name), partition)
         sums = actions.group_by("partition.day").aggregate([("num_records", "sum")])
-        return dict(zip(*(sums[c].to_pylist() for c in ("partition.day", "num_records_sum")),
-                        strict=True))  # fmt: skip
+        days, rows = (sums[c].to_pylist() for c in ("partition.day", "num_records_sum"))
+        return dict(zip(days, rows, strict=True))
 
     def count_nulls(self, name: str, column: str, days: tuple[date, date]) -> int:
         """Rows of a range of days in which a column is null."""
@@ -138,6 +135,12 @@ class Lake:
 def _filter_days(actions: pa.Table, days: tuple[date, date]) -> pa.Table:
     day = actions["partition.day"]
     return actions.filter(pc.and_(pc.greater_equal(day, days[0]), pc.less_equal(day, days[1])))
+
+
+def _filter_partition(actions: pa.Table, partition: Mapping[str, object]) -> pa.Table:
+    for column, value in partition.items():
+        actions = actions.filter(pc.equal(actions[f"partition.{column}"], value))
+    return actions
 
 
 def commit_metadata(**values: object) -> str:

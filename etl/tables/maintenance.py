@@ -30,9 +30,7 @@ def vacuum_lake(lake: Lake, keep_days: int, *, full: bool = False) -> dict[str, 
     """
     pins = step_state.read_pins(lake.root)
     removed_files = {}
-    for name in sorted(table_registry(lake.spec)):
-        if not lake.exists(name):
-            continue
+    for name in _existing_tables(lake):
         table = lake.open(name)
         pinned = {pin.versions[name] for pin in pins if name in pin.versions}
         removed = table.vacuum(
@@ -52,14 +50,16 @@ def expire_logs(lake: Lake) -> None:
     Entries hold the smallest and largest values of the columns of each file, so also ids of users.
     Vacuum the lake before: the files of versions whose entries are gone would stay.
     """
-    for name in sorted(table_registry(lake.spec)):
-        if not lake.exists(name):
-            continue
+    for name in _existing_tables(lake):
         table = lake.open(name)
         table.create_checkpoint()
         for file in list_matching(resolve_uri(lake.table_uri(name), "_delta_log"), "[0-9]*"):
             if int(file.name.partition(".")[0]) < table.version():
                 file.unlink()
+
+
+def _existing_tables(lake: Lake) -> list[str]:
+    return [name for name in sorted(table_registry(lake.spec)) if lake.exists(name)]
 
 
 # Tables with outputs of models, which may change with the spec, so these are rebuilt, too.

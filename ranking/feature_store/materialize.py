@@ -7,6 +7,7 @@ points the lake at it. Running services then load it.
 import itertools
 import logging
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import date, timedelta
 from pathlib import Path
@@ -19,10 +20,11 @@ from tqdm import tqdm
 from etl.errors import UserError
 from etl.tables import arrow, atomic_io, model_schemas, schemas
 from etl.tables.lake import Lake
+from etl.tables.lease import hold_leases
 from etl.tables.pointer import remove_unreferenced_versions
 from etl.tables.schemas import RESERVED_ITEM_INDICES
 from etl.tables.table_schema import TableSchema
-from etl.tables.uri import local_cache_path
+from etl.tables.uri import local_cache_path, resolve_uri
 from features.aggregations import round_dwell_ms
 from features.encoding.scalar import spark_xxhash64
 from features.history.codec import quantize_dwell
@@ -263,6 +265,11 @@ def _group_rows(owner_keys: np.ndarray, rows: np.ndarray) -> Iterator[tuple[byte
     starts = np.flatnonzero(np.concatenate(([True], owner_keys[1:] != owner_keys[:-1])))
     for start, stop in zip(starts, np.append(starts[1:], len(rows)), strict=True):
         yield bytes(owner_keys[start]), rows[start:stop]
+
+
+def materialize_lease(lake: str, command: str) -> AbstractContextManager[None]:
+    """The lease for building this machine's feature store of a lake; each machine has its own."""
+    return hold_leases(str(local_cache_path(resolve_uri(lake))), ["materialize"], command)
 
 
 def materialize(lake: Lake, data_until: int) -> str:
