@@ -12,6 +12,7 @@ from etl.spec import DataSpec
 from etl.spec.units import DaySplit
 
 ATTRIBUTE_TABLES = ("attributes_user", "attributes_item")
+SNAPSHOT_TABLES = ("attributes_user_snapshots", "attributes_item_snapshots")  # of the attributes
 GEM_MODEL_DIR = "models/gem"
 ITEM_TABLES = ("items", "item_versions")
 TEACHER_TABLES = ("teacher_predictions", "user_teacher_embeddings")
@@ -87,19 +88,32 @@ def data_steps(
     raw = ("--raw", paths.raw, *raw_flags)
     table = [
         ("ingest", ("etl", "ingest", *raw), ("raw",), ("events", "quarantine", "ingest_metrics")),
-        ("attributes", ("etl", "attributes", *raw), ("raw",), (*ATTRIBUTE_TABLES, "quarantine")),
+        (
+            "attributes",
+            ("etl", "attributes", *raw),
+            ("raw",),
+            (*ATTRIBUTE_TABLES, *SNAPSHOT_TABLES, "quarantine"),
+        ),
         (
             "labels",
             ("etl", "labels", *label_flags),
             ("events", *ATTRIBUTE_TABLES),
             ("impressions",),
         ),
-        ("items", ("features", "items"), ("events", *ATTRIBUTE_TABLES), ITEM_TABLES),
-        ("history", ("features", "history"), ("events", "items"), ("history",)),
+        (
+            "items",
+            ("features", "items"),
+            ("events", *ATTRIBUTE_TABLES),
+            (*ITEM_TABLES, "first_item_versions"),
+        ),
+        ("history", ("features", "history"), ("events", "items"), ("history", "user_event_counts")),
         (
             "examples",
             ("features", "examples"),
-            ("events", *ITEM_TABLES, "history", *ATTRIBUTE_TABLES),
+            (
+                *("events", *ITEM_TABLES, "first_item_versions", "history", "user_event_counts"),
+                *(*ATTRIBUTE_TABLES, *SNAPSHOT_TABLES),
+            ),
             ("examples",),
         ),
     ]

@@ -4,9 +4,15 @@ import logging
 from datetime import date
 
 from pyspark import StorageLevel
-from pyspark.sql import Column, DataFrame, Row, Window
+from pyspark.sql import Column, DataFrame, Row
 from pyspark.sql import functions as F
 
+from etl.attribute_versions import (
+    STATIC_DAY,
+    build_version_snapshots,
+    changed_versions,
+    remove_version_snapshots,
+)
 from etl.erasure.erased_users import mark_erased
 from etl.errors import UserError
 from etl.event_time import day_end_sql, day_start_sql
@@ -37,7 +43,6 @@ from etl.spec.units import MICROS
 from etl.tables import schemas, spark_io
 from etl.tables.lake import Lake, create_table
 
-STATIC_DAY = date(1970, 1, 1)  # landing day of static rows
 DayRange = tuple[date, date]
 
 
@@ -97,15 +102,18 @@ def _write_source(
     invalid = with_line_numbers(rows).filter("reasons != ''").withColumn("log", F.lit(name))
     write_quarantine(lake, [name], invalid, days)
     versions = _latest_versions(rows.filter("reasons = ''"))
-    where = spark_io.day_range_predicate(*days)
     if source.static:
         where = f"day = '{STATIC_DAY}'"
         versions = _merge_stored_static(lake, source, versions)
-    elif not source.is_partitioned_by_day:
-        where = f"day = '{days[1]}'"
-        versions = _changed_versions(lake, source, versions, days[1])
+    else:
+        first_day = days[0] if source.is_partitioned_by_day else days[1]
+        where = spark_io.day_range_predicate(first_day, days[1])
+        remove_version_snapshots(lake, source.entity, first_day)
+        versions = changed_versions(lake, source, versions, first_day)
     schema = schemas.attributes(lake.spec, source.entity)
     spark_io.replace_partitions(lake, schema, versions, where, {})
+    if not source.static:
+        build_version_snapshots(lake, source.entity, first_day)
     rows.unpersist()
 
 
@@ -238,24 +246,6 @@ def _latest_versions(rows: DataFrame) -> DataFrame:
 
 def _read_stored_versions(lake: Lake, source: AttributeSource) -> DataFrame:
     return spark_io.read_table(lake, schemas.attributes(lake.spec, source.entity))
-
-
-def _changed_versions(
-    lake: Lake, source: AttributeSource, versions: DataFrame, landing_day: date
-) -> DataFrame:
-    """The versions that differ from their key's previous one, stored on an earlier day or new."""
-    key, *values = [name for name in versions.columns if name not in ("day", "valid_from")]
-    stored = _read_stored_versions(lake, source).filter(F.col("day") < F.lit(landing_day))
-    latest = F.max_by(F.struct(*values), F.struct("valid_from", "day")).alias("v")
-    # The latest stored version of a key has no time, and sorts before the new ones.
-    previous = stored.groupBy(key).agg(latest)
-    previous = previous.select(key, F.lit(None).cast("bigint").alias("valid_from"), "v")
-    new = versions.select(key, "valid_from", F.struct(*values).alias("v"))
-    order = Window.partitionBy(key).orderBy(F.asc_nulls_first("valid_from"))
-    rows = new.unionByName(previous).withColumn("previous", F.lag("v").over(order))
-    is_changed = ~F.col("v").eqNullSafe(F.col("previous"))
-    changed = rows.filter(F.col("valid_from").isNotNull() & is_changed)
-    return changed.select(F.lit(landing_day).alias("day"), key, "valid_from", "v.*")
 
 
 def _merge_stored_static(lake: Lake, source: AttributeSource, versions: DataFrame) -> DataFrame:

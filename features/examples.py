@@ -9,6 +9,7 @@ from datetime import date, timedelta
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
+from etl.attribute_versions import versions_from
 from etl.labels import assign_request_ids
 from etl.spec.attributes import LocalTimeAttribute
 from etl.spec.model import DataSpec
@@ -18,7 +19,7 @@ from etl.tables.lake import Lake
 from features.counters import count_events
 from features.coverage import missing_attribute_counts
 from features.encoding.spark import encode_attribute, encode_local_time
-from features.history.build import event_counts_before
+from features.history.event_counts import event_counts_before
 from features.items import first_item_versions, item_index_or_hash_bucket
 from features.ragged import as_of_expression
 from features.schema import counter_horizon_days, counter_input_days
@@ -51,7 +52,7 @@ def build_examples(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     versions = {name: lake.version(name) for name in names}
     events = spark_io.read_table(lake, schemas.events(spec), versions["events"])
     items = spark_io.read_table(lake, schemas.items(spec), versions["items"]).drop("day")
-    items = items.join(first_item_versions(lake, versions["item_versions"]), "item_index", "left")
+    items = items.join(first_item_versions(lake), "item_index", "left")
     impressions = events.filter(F.col("type") == spec.event_codes[spec.impression_type])
     impressions = impressions.filter(spark_io.day_range_predicate(*days))
     impressions = impressions.join(items, "item_id", "left")
@@ -69,11 +70,12 @@ def build_examples(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     )
     earlier = event_counts_before(lake, versions["history"], counted_since)
     rows = impressions.join(counted, "impression_id").join(earlier, "user_id", "left")
-    rows = _join_user_attributes(lake, rows, versions["attributes_user"])
+    user_versions = versions_from(lake, "user", counted_since, versions["attributes_user"])
+    rows = _join_user_attributes(spec, rows, user_versions)
     rows = rows.withColumns(
         {
             **_encoded_columns(spec),
-            "history_length": F.coalesce("total", F.lit(0)) + F.col("seen"),
+            "history_length": F.coalesce("events", F.lit(0)) + F.col("seen"),
             "history_version": F.lit(versions["history"]),
             "item_index": item_index_or_hash_bucket(),
             "item_known_since": F.when(_is_item_known("as_of_ts"), F.col("item_known_since")),
@@ -106,12 +108,11 @@ def _key_columns(spec: DataSpec, ts_column: str) -> list[Column]:
     return [key.alias(name) for name, key in keys.items()]
 
 
-def _join_user_attributes(lake: Lake, rows: DataFrame, version: int) -> DataFrame:
+def _join_user_attributes(spec: DataSpec, rows: DataFrame, versions: DataFrame) -> DataFrame:
     """Rows with their user's latest attributes that were valid strictly before their as-of time."""
-    names = [f"attr_{name}" for name in lake.spec.attributes.user]
-    stored = spark_io.read_table(lake, schemas.attributes(lake.spec, "user"), version)
+    names = [f"attr_{name}" for name in spec.attributes.user]
     since = F.floor(F.col("valid_from") / MICROS["s"]).alias("user_known_since")
-    user_versions = stored.select("user_id", "valid_from", F.struct(since, *names).alias("user"))
+    user_versions = versions.select("user_id", "valid_from", F.struct(since, *names).alias("user"))
     as_of = (F.col("as_of_ts") * MICROS["s"]).alias("valid_from")
     queries = rows.select("user_id", as_of, "impression_id")
     joined = asof_join(queries, user_versions, "user_id", "valid_from")

@@ -106,18 +106,41 @@ def build_item_versions(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     spark_io.replace_partitions(
         lake, contract, rows.filter(where).withColumns(columns), where, versions
     )
+    build_first_item_versions(lake, days[0])
     return {"item versions": lake.count_rows(contract.name)}
 
 
-def first_item_versions(lake: Lake, version: int) -> DataFrame:
+def build_first_item_versions(lake: Lake, first_day: date) -> None:
+    """Replace a day of `first_item_versions` and all later ones; all days if there are none."""
+    schema, spec = schemas.first_item_versions(lake.spec), lake.spec
+    versions = {"item_versions": lake.version("item_versions")}
+    stored = spark_io.read_table(lake, schemas.item_versions(spec), versions["item_versions"])
+    is_earlier = F.lit(True)
+    if lake.rows_by_day(schema.name):
+        known = spark_io.read_table(lake, schema).filter(F.col("day") < F.lit(first_day))
+        known = known.groupBy("item_index").agg(F.min("valid_from").alias("known_from"))
+        stored = stored.filter(F.col("day") >= F.lit(first_day)).join(known, "item_index", "left")
+        is_earlier = F.coalesce(F.col("valid_from") < F.col("known_from"), F.lit(True))
+    keys = schemas.item_counter_key_columns(spec)
+    values = F.struct("valid_from", *keys, "day")
+    first = F.min_by(values, F.struct("valid_from", "day")).alias("first")
+    rows = (
+        stored.filter(is_earlier).groupBy("item_index").agg(first).select("item_index", "first.*")
+    )
+    where = f"day >= '{first_day}'" if lake.rows_by_day(schema.name) else "true"
+    spark_io.replace_partitions(lake, schema, rows, where, versions)
+
+
+def first_item_versions(lake: Lake) -> DataFrame:
     """The counter keys in each item's first attributes, and the second since when they are known.
 
     Columns `item_index`, `item_known_since` and the keys. Counters use an item's first attributes
     only, so that later changes do not move counts between keys.
     """
     keys = schemas.item_counter_key_columns(lake.spec)
-    stored = spark_io.read_table(lake, schemas.item_versions(lake.spec), version)
-    first = F.min_by(F.struct("valid_from", *keys), F.struct("valid_from", "day")).alias("first")
+    stored = spark_io.read_table(lake, schemas.first_item_versions(lake.spec))
+    values = F.struct("valid_from", *keys)
+    first = F.min_by(values, F.struct("valid_from", "day")).alias("first")
     since = F.floor(F.col("first.valid_from") / MICROS["s"]).alias("item_known_since")
     rows = stored.groupBy("item_index").agg(first)
     return rows.select("item_index", since, *[f"first.{name}" for name in keys])

@@ -11,6 +11,7 @@ from pyspark.sql import DataFrame, SparkSession, Window
 from pyspark.sql import functions as F
 
 from etl.erasure.erased_users import payload_words
+from etl.event_time import day_end_sql
 from etl.ingest.readers import PAYLOAD, parse_payload, raw_value
 from etl.ingest.run import count_stored_records, write_ingest_metrics
 from etl.spec.model import DataSpec
@@ -97,6 +98,8 @@ def erase_from_tables(scope: ErasureScope) -> dict[str, int]:
     erased = {schema.name: delete_rows(scope, schema) for schema in tables_of_users(lake)}
     if scope.before is not None and lake.exists("examples"):
         adjust_pointers(lake, scope.users)
+    if scope.before is not None and lake.exists("user_event_counts"):
+        adjust_event_counts(lake, scope.users)
     recount_ingest_metrics(lake)
     return erased
 
@@ -147,6 +150,20 @@ def adjust_pointers(lake: Lake, users: DataFrame) -> None:
     merge = _table(lake, schema).merge(lengths.alias("k"), "t.impression_id = k.impression_id")
     with _commit_metadata(lake, schema):
         merge.whenMatchedUpdate(set={"history_length": "k.length"}).execute()
+
+
+def adjust_event_counts(lake: Lake, users: DataFrame) -> None:
+    """Count the remaining events of users in the snapshots of `user_event_counts` again."""
+    schema = schemas.user_event_counts(lake.spec)
+    counts = spark_io.read_table(lake, schema).join(users, "user_id", "left_semi")
+    end = F.expr(day_end_sql(lake.spec))
+    events = spark_io.read_table(lake, schemas.events(lake.spec)).select("user_id", "visible_ts")
+    counts = counts.select("user_id", "day", end.alias("end")).join(events, "user_id", "left")
+    is_counted = F.col("visible_ts") < F.col("end")
+    counts = counts.groupBy("user_id", "day").agg(F.count_if(is_counted).cast("int").alias("n"))
+    merge = _table(lake, schema).merge(counts.alias("k"), "t.user_id = k.user_id AND t.day = k.day")
+    with _commit_metadata(lake, schema):
+        merge.whenMatchedUpdate(set={"events": "k.n"}).execute()
 
 
 def _table(lake: Lake, schema: TableSchema) -> DeltaTable:

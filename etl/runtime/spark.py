@@ -53,6 +53,9 @@ def spark_session(app_name: str) -> SparkSession:
     `--jars`. Otherwise Spark runs in this process, with the master in `GEMLINE_SPARK_MASTER`
     (default `local[*]`) and the heap size in `GEMLINE_SPARK_MEMORY` (default `4g`).
     """
+    active = SparkSession.getActiveSession()
+    if active is not None:
+        return active
     builder = SparkSession.builder.appName(app_name)
     settings = dict(COMMON_CONF)
     if "PYSPARK_GATEWAY_PORT" not in os.environ:

@@ -36,18 +36,23 @@ MODEL_INPUTS = KeyEffect()  # what GEM and rankers read of the tables: affects t
 SERVING = KeyEffect()  # how candidates compete: affects the next start of the service
 IMMUTABLE_CODES = KeyEffect(is_immutable=True)
 EVENT_TABLES = KeyEffect(
-    ("events", "excluded_events", "ingest_metrics", "impressions", "history", "examples")
+    (
+        *("events", "excluded_events", "ingest_metrics", "impressions"),
+        *("history", "user_event_counts", "examples"),
+    )
 )
-DAY_TABLES = KeyEffect(
-    (*EVENT_TABLES.tables, "attributes_user", "attributes_item", "item_versions")
-)
+
 LABEL_TABLES = KeyEffect(("impressions",))
 CONTEXT_TABLES = KeyEffect(("events", "excluded_events", "examples"))
-USER_TABLES = KeyEffect(("attributes_user", "examples"))
-ITEM_TABLES = KeyEffect(("attributes_item", "item_versions", "examples"))
+USER_ATTRIBUTES = ("attributes_user", "attributes_user_snapshots")
+ITEM_ATTRIBUTES = ("attributes_item", "attributes_item_snapshots")
+ITEM_VERSIONS = ("item_versions", "first_item_versions")
+USER_TABLES = KeyEffect((*USER_ATTRIBUTES, "examples"))
+ITEM_TABLES = KeyEffect((*ITEM_ATTRIBUTES, *ITEM_VERSIONS, "examples"))
 ATTRIBUTE_TABLES = KeyEffect((*USER_TABLES.tables, *ITEM_TABLES.tables))
-BID_TABLES = KeyEffect(("attributes_item",))
-COUNTER_TABLES = KeyEffect(("item_versions", "examples"))
+DAY_TABLES = KeyEffect((*EVENT_TABLES.tables, *USER_ATTRIBUTES, *ITEM_ATTRIBUTES, *ITEM_VERSIONS))
+BID_TABLES = KeyEffect(ITEM_ATTRIBUTES)
+COUNTER_TABLES = KeyEffect((*ITEM_VERSIONS, "examples"))
 EXAMPLE_TABLES = KeyEffect(("examples",))
 SCORE_TABLES = KeyEffect(("scores",))
 AUDIENCE_TABLES = KeyEffect(("audience_labels", "audits", "audience_counts", "audience_quality"))

@@ -1,5 +1,7 @@
 """The schema of each table, derived from the data spec."""
 
+from dataclasses import replace
+
 from etl.errors import UserError
 from etl.event_time import MAX_CLOCK_SKEW_SECONDS, MIN_EVENT_TS, day_end_sql, day_start_sql
 from etl.spec.attributes import (
@@ -181,6 +183,26 @@ def attributes(spec: DataSpec, entity: str) -> TableSchema:
     return TableSchema(name, columns, ("day",), order, required, rules, user_rows=user_rows)
 
 
+def attribute_snapshots(spec: DataSpec, entity: str) -> TableSchema:
+    """Versions of a user or item that may be valid after a day, once a week.
+
+    These are the latest version at the end of the day, and those that become valid later.
+    `landed` is the day of the version in the table of attributes.
+    """
+    versions = attributes(spec, entity)
+    columns = dict(versions.columns)
+    columns["landed"] = columns["day"]
+    columns["day"] = columns.pop("day")  # the last one
+    user_rows = UserRows("user_id", day_start_sql(spec, "landed")) if entity == "user" else None
+    return replace(
+        versions,
+        name=f"{versions.name}_snapshots",
+        columns=columns,
+        required_columns=versions.required_columns | {"no landing day": "landed"},
+        user_rows=user_rows,
+    )
+
+
 def items(_spec: DataSpec) -> TableSchema:
     """One item: its index, which is never reused, and the day on which it was first logged."""
     columns = {"item_id": "string", "item_index": "int", "day": "date"}
@@ -198,6 +220,18 @@ def item_versions(spec: DataSpec) -> TableSchema:
     order = ("item_index", "valid_from")
     columns |= {"day": "date"}
     return TableSchema("item_versions", columns, ("day",), order, required, user_rows=None)
+
+
+def first_item_versions(spec: DataSpec) -> TableSchema:
+    """The counter keys of an item in its first version, by the day of `item_versions` that has it.
+
+    An item has another row if a later day has a version with an earlier `valid_from`.
+    """
+    columns = {"item_index": "int", "valid_from": "bigint"}
+    columns |= dict.fromkeys(item_counter_key_columns(spec), "bigint") | {"day": "date"}
+    required = {"no index": "item_index", "no time": "valid_from"}
+    order = ("item_index",)
+    return TableSchema("first_item_versions", columns, ("day",), order, required, user_rows=None)
 
 
 def history(_spec: DataSpec) -> TableSchema:
@@ -219,6 +253,15 @@ def history(_spec: DataSpec) -> TableSchema:
     columns |= PARTITION_COLUMNS
     partitions, user_rows = ("day", "bucket"), UserRows("user_id", "first_ts")
     return TableSchema("history", columns, partitions, order, required, user_rows=user_rows)
+
+
+def user_event_counts(spec: DataSpec) -> TableSchema:
+    """One user at the end of a day, once a week: the number of events that had become visible."""
+    columns = {"user_id": "string", "events": "int", "day": "date"}
+    required = {f"no {name}": name for name in columns}
+    user_rows = UserRows("user_id", day_end_sql(spec))
+    order = ("user_id",)
+    return TableSchema("user_event_counts", columns, ("day",), order, required, user_rows=user_rows)
 
 
 def examples(spec: DataSpec) -> TableSchema:
@@ -273,7 +316,9 @@ TABLE_SCHEMAS = (
     impressions,
     items,
     item_versions,
+    first_item_versions,
     history,
+    user_event_counts,
     examples,
     teacher_predictions,
     user_teacher_embeddings,
@@ -285,7 +330,8 @@ TABLE_SCHEMAS = (
 def table_registry(spec: DataSpec) -> dict[str, TableSchema]:
     """The schemas of all tables of a spec, by name."""
     registry = [schema(spec) for schema in TABLE_SCHEMAS]
-    registry += [attributes(spec, entity) for entity in ("user", "item")]
+    for entity in ("user", "item"):
+        registry += [attributes(spec, entity), attribute_snapshots(spec, entity)]
     registry += [late_retractions(spec)] if spec.retraction_types else []
     registry += [schema(spec) for schema in AUDIENCE_SCHEMAS] if spec.audiences else []
     registry += [schema(spec) for schema in FORECAST_SCHEMAS] if spec.forecast else []

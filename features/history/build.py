@@ -12,8 +12,10 @@ from etl.ingest.timestamps import local_date
 from etl.spec.units import MICROS
 from etl.tables import schemas, spark_io
 from etl.tables.lake import Lake
+from etl.tables.weekly_snapshots import remove_snapshots_from
 from features.history.codec import delta_encode, quantize_dwell, split_byte_planes
 from features.history.compact import assert_not_compacted
+from features.history.event_counts import build_event_counts
 from features.items import item_index_or_hash_bucket
 from features.ragged import regroup_batches, run_starts
 
@@ -28,6 +30,8 @@ PACKED_SCHEMA = ", ".join(
 def build_history(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     """Replace the given days of `history` with the events that became visible on them.
 
+    Snapshots of `user_event_counts` are written for these days and those after them.
+
     Pointers of later examples stay valid only if the rebuilt days hold the same events (the reader
     checks). Raises UserError where the days are compacted.
     """
@@ -35,12 +39,14 @@ def build_history(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     assert_not_compacted(lake, days[0])
     versions = {name: lake.version(name) for name in ("events", "items")}
     contract = schemas.history(spec)
+    remove_snapshots_from(lake, schemas.user_event_counts(spec), days[0])
     packed = pack_events(newly_visible_events(lake, versions, days))
     packed = packed.withColumn("bucket", spark_io.user_bucket(F.col("user_id"), spec.buckets))
     packed = packed.withColumns({"chunk": F.lit(None), "dropped": F.lit(0)})
     spark_io.replace_partitions(
         lake, contract, packed, spark_io.day_range_predicate(*days), versions
     )
+    build_event_counts(lake, days[0])
     return {"histories": lake.count_rows(contract.name, days)}
 
 
@@ -67,15 +73,6 @@ def newly_visible_events(
         "type",
         "dwell_ms",
     )
-
-
-def event_counts_before(lake: Lake, version: int, day: date) -> DataFrame:
-    """Number of events of each user before a day: `user_id`, `total`."""
-    assert_not_compacted(lake, day)
-    history = spark_io.read_table(lake, schemas.history(lake.spec), version)
-    events = (F.col("events") + F.col("dropped")).alias("n")
-    rows = history.filter(F.col("day") < F.lit(day)).select("user_id", events)
-    return rows.groupBy("user_id").agg(F.sum("n").cast("int").alias("total"))
 
 
 def pack_events(events: DataFrame) -> DataFrame:

@@ -1,0 +1,171 @@
+"""`gemline bench growth`: what one more day costs in a lake of 30, 90 and 365 days.
+
+Without `--work` the committed figures are printed. With it, a lake is aged by daily runs on small
+simulated days, from raw logs to examples and the feature store. Each step is measured; a run that
+is interrupted goes on after the last measured day.
+"""
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from datetime import date, timedelta
+from pathlib import Path
+from statistics import mean, median
+from typing import Annotated
+
+import psutil
+import tyro
+from pydantic import Field
+
+from benchmarks.harness import RESULTS, ROOT, SIMULATOR_SPEC, BenchmarkResult
+from benchmarks.pipelines import run_steps_in_process
+from benchmarks.studies.committed import StudyFolder, show_committed
+from dags.pipeline import data_steps
+from dags.steps import PipelinePaths
+from etl.spec import load_spec
+from etl.spec.base import StrictModel
+from etl.tables.lake import Lake
+
+SIMULATOR = ROOT / "conf" / "simulator" / "growth.yaml"
+FIRST_DAY = date(2026, 1, 1)
+AGES = (30, 90, 365)  # days
+MEASURED_DAYS = 7  # that end at an age: snapshots are made once a week
+MIN_CPU_SECONDS = 5.0  # steps below are too short to compare their CPU time
+GOALS = {"worst_step_ratio": "<= 1.15"}
+RESULT = RESULTS / "growth.json"
+
+
+class GrowthArgs(StrictModel):
+    """Arguments of the study."""
+
+    work: StudyFolder = None
+    days: Annotated[int, tyro.conf.arg(help="age of the lake at the end"), Field(ge=1)] = AGES[-1]
+    as_json: Annotated[bool, tyro.conf.arg(name="json", help="one line of JSON last")] = False
+
+
+class StepCost(StrictModel):
+    """What a step of one day cost: bytes read, CPU seconds of all its processes, and seconds."""
+
+    age: int
+    step: str
+    bytes_read: int
+    cpu_seconds: float
+    seconds: float
+
+
+def bench_growth(args: GrowthArgs) -> None:
+    """Bytes read and CPU of each step of a day, in lakes of 30, 90 and 365 days."""
+    if args.work is None:
+        show_committed("Growth of a lake", GOALS, RESULT, args.as_json)
+        return
+    costs = age_lake(args.work.resolve(), args.days)
+    result = summarize(costs, args.days)
+    if args.days >= AGES[-1]:
+        result.save_study(RESULT, f"gemline bench growth --days {args.days} --work FOLDER")
+    result.show(args.as_json)
+
+
+def age_lake(work: Path, days: int) -> list[StepCost]:
+    """Run the days that `work` lacks, one by one; returns the costs of all days."""
+    os.environ.setdefault("GEMLINE_SPARK_MASTER", "local[2]")
+    from etl.commands import SimulateArgs, simulate
+    from etl.runtime.spark import spark_session
+
+    paths = PipelinePaths(SIMULATOR_SPEC, str(work / "raw"), str(work / "lake"))
+    simulate(SimulateArgs(simulator=SIMULATOR, out=Path(paths.raw)))
+    spark_session("bench growth")
+    measured = work / "costs.jsonl"
+    costs = _read_costs(measured)
+    for age in range(max((cost.age for cost in costs), default=0) + 1, days + 1):
+        costs_of_day = list(run_day(paths, age))
+        with measured.open("a") as file:
+            file.writelines(cost.model_dump_json() + "\n" for cost in costs_of_day)
+        costs += costs_of_day
+    return costs
+
+
+def _read_costs(path: Path) -> list[StepCost]:
+    if not path.exists():
+        return []
+    return [StepCost.model_validate_json(line) for line in path.read_text().splitlines()]
+
+
+def run_day(paths: PipelinePaths, age: int) -> Iterator[StepCost]:
+    """Run the steps of the day with which the lake reaches an age; yields their costs."""
+    day = FIRST_DAY + timedelta(days=age - 1)
+    for step in data_steps(paths, ("--days", f"{day}:{day}")):
+        yield measure_cost(age, step.name, lambda step=step: run_steps_in_process([step]))
+    yield measure_cost(age, "feature store", lambda: build_store(paths, day))
+
+
+def build_store(paths: PipelinePaths, day: date) -> None:
+    """Build a feature store of all days until one, as a ranker of the demo reads it."""
+    from ranking.feature_store.materialize import HistoryLengths, build_feature_store
+
+    lake = Lake(paths.lake, load_spec(paths.spec))
+    folder = Path(paths.lake, "_stores", str(day))
+    lengths = HistoryLengths(sequence="behaviour", events=256)
+    build_feature_store(lake, folder, lake.spec.day_end(day), lengths).close()
+    shutil.rmtree(folder)
+
+
+def measure_cost(age: int, step: str, run: Callable[[], object]) -> StepCost:
+    """Run a step in this process; returns what it cost."""
+    start, cpu, read = time.perf_counter(), total_cpu_seconds(), total_bytes_read()
+    run()
+    return StepCost(
+        age=age,
+        step=step,
+        bytes_read=total_bytes_read() - read,
+        cpu_seconds=total_cpu_seconds() - cpu,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def total_bytes_read() -> int:
+    """Bytes that Spark has read from files, and this process by system calls."""
+    from pyspark.sql import SparkSession
+
+    jvm = SparkSession.active().sparkContext._jvm
+    hadoop_files = jvm.org.apache.hadoop.fs.FileSystem
+    by_spark = sum(of_scheme.getBytesRead() for of_scheme in hadoop_files.getAllStatistics())
+    return by_spark + psutil.Process().io_counters().read_chars
+
+
+def total_cpu_seconds() -> float:
+    """CPU seconds of this process, of the JVM and of Spark's Python workers."""
+    process = psutil.Process()
+    own = process.cpu_times()
+    children = [child.cpu_times() for child in process.children(recursive=True)]
+    of_children = (t.user + t.system + t.children_user + t.children_system for t in children)
+    return own.user + own.system + sum(of_children)
+
+
+def summarize(costs: list[StepCost], days: int) -> BenchmarkResult:
+    """The cost of each step at each age, and the largest growth from the first age to the last."""
+    ages = [age for age in AGES if age <= days] or [days]
+    result = BenchmarkResult(
+        "One more day, by the age of the lake in days",
+        ("step", *(f"MB read at {age}" for age in ages), *(f"CPU s at {age}" for age in ages)),
+    )
+    ratios = {}
+    for step in dict.fromkeys(cost.step for cost in costs):
+        measured = [costs_at(costs, step, age) for age in ages]
+        megabytes = [mean(cost.bytes_read for cost in rows) / 1e6 for rows in measured]
+        cpu = [median(cost.cpu_seconds for cost in rows) for rows in measured]
+        cells = (f"{value:.2f}" for value in (*megabytes, *cpu))
+        result.rows.append((step, *cells))
+        ratios[f"{step} bytes"] = megabytes[-1] / megabytes[0]
+        if cpu[-1] > MIN_CPU_SECONDS:
+            ratios[f"{step} cpu"] = cpu[-1] / cpu[0]
+    for name, ratio in ratios.items():
+        result.record(f"{name.replace(' ', '_')}_ratio", ratio, "")
+    result.record("worst_step_ratio", max(ratios.values()), "")
+    return result
+
+
+def costs_at(costs: list[StepCost], step: str, age: int) -> list[StepCost]:
+    """The costs of a step on the measured days that end at an age."""
+    ages = range(age - MEASURED_DAYS + 1, age + 1)
+    return [cost for cost in costs if cost.step == step and cost.age in ages]

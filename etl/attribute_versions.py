@@ -1,0 +1,92 @@
+"""Versions of users and items: which of them a day can read, and which ones say something new.
+
+A version lands on a day, and is valid from some time of it or later. Weekly snapshots hold the
+versions that a later day can read, so that a day does not read the files of all days before it.
+"""
+
+from datetime import date
+
+from pyspark.sql import DataFrame, Window
+from pyspark.sql import functions as F
+
+from etl.event_time import day_end_sql
+from etl.spec.sources import AttributeSource
+from etl.spec.units import MICROS
+from etl.tables import schemas, spark_io
+from etl.tables.lake import Lake
+from etl.tables.weekly_snapshots import (
+    latest_snapshot_before,
+    remove_snapshots_from,
+    snapshot_days,
+)
+
+STATIC_DAY = date(1970, 1, 1)  # landing day of static rows
+
+
+def versions_from(lake: Lake, entity: str, day: date, version: int | None = None) -> DataFrame:
+    """The stored versions of users or items that can be valid at some time of a day or later.
+
+    These are the latest snapshot before the day, the versions that have landed since, and static
+    rows. They may contain versions that others have superseded before the day.
+    """
+    table, snapshots = (
+        schema(lake.spec, entity) for schema in (schemas.attributes, schemas.attribute_snapshots)
+    )
+    rows = spark_io.read_table(lake, table, version)
+    snapshot_day = latest_snapshot_before(lake, snapshots.name, day)
+    if snapshot_day is None:
+        return rows
+    is_recent = (F.col("day") > F.lit(snapshot_day)) | (F.col("day") == F.lit(STATIC_DAY))
+    snapshot = spark_io.read_table(lake, snapshots).filter(F.col("day") == F.lit(snapshot_day))
+    snapshot = snapshot.drop("day").withColumnRenamed("landed", "day")
+    return rows.filter(is_recent).unionByName(snapshot.select(rows.columns))
+
+
+def remove_version_snapshots(lake: Lake, entity: str, first_day: date) -> None:
+    """Remove the snapshots of a day and later ones, before versions that landed on it change."""
+    remove_snapshots_from(lake, schemas.attribute_snapshots(lake.spec, entity), first_day)
+
+
+def build_version_snapshots(lake: Lake, entity: str, first_day: date) -> None:
+    """Write the snapshots of a day and of later ones, up to the last day with versions."""
+    schema = schemas.attribute_snapshots(lake.spec, entity)
+    last_day = lake.latest_day(schemas.attributes(lake.spec, entity).name)
+    for day in snapshot_days(first_day, last_day) if last_day else []:
+        rows = readable_after(lake, entity, day)
+        spark_io.replace_partitions(lake, schema, rows, f"day = '{day}'", {})
+
+
+def readable_after(lake: Lake, entity: str, day: date) -> DataFrame:
+    """The rows of the snapshot of a day, without static rows."""
+    landed = versions_from(lake, entity, day)
+    landed = landed.filter((F.col("day") <= F.lit(day)) & (F.col("day") != F.lit(STATIC_DAY)))
+    order = Window.partitionBy(f"{entity}_id").orderBy("valid_from", "day")
+    day_end_us = lake.spec.day_end(day) * MICROS["s"]
+    superseded = landed.withColumn("superseded_from", F.lead("valid_from").over(order))
+    current = superseded.filter(
+        F.col("superseded_from").isNull() | (F.col("superseded_from") > day_end_us)
+    )
+    current = current.drop("superseded_from").withColumnRenamed("day", "landed")
+    return current.withColumn("day", F.lit(day))
+
+
+def changed_versions(
+    lake: Lake, source: AttributeSource, versions: DataFrame, first_day: date
+) -> DataFrame:
+    """The versions, landing on a day or later, that differ from their key's previous version.
+
+    A version that repeats the previous one is kept if it becomes valid after its landing day,
+    because versions that land later may become valid before it.
+    """
+    key, *values = [name for name in versions.columns if name not in ("day", "valid_from")]
+    value = F.struct(*values).alias("v")
+    stored = versions_from(lake, source.entity, first_day).filter(F.col("day") < F.lit(first_day))
+    rows = versions.select("day", key, "valid_from", value, F.lit(True).alias("is_new"))
+    earlier = stored.select("day", key, "valid_from", value, F.lit(False).alias("is_new"))
+    rows = rows.unionByName(earlier)
+    order = Window.partitionBy(key).orderBy("valid_from", "day")
+    rows = rows.withColumn("previous", F.lag("v").over(order))
+    settled_us = F.expr(f"({day_end_sql(lake.spec)} + {source.delay}) * {MICROS['s']}")
+    repeats = F.col("v").eqNullSafe(F.col("previous")) & (F.col("valid_from") <= settled_us)
+    changed = rows.filter(F.col("is_new") & ~repeats)
+    return changed.select("day", key, "valid_from", "v.*")

@@ -1,0 +1,35 @@
+"""Weekly snapshots of state that grows by the day, so that a day does not read all days before it.
+
+A table of snapshots has the state at the end of every seventh day, in the partition of that day.
+Which days these are depends on the calendar alone: any split of a range of days into runs gives the
+same snapshots. State at the end of another day is the latest snapshot before it and the days since.
+"""
+
+from datetime import date
+
+from etl.spec.units import date_range
+from etl.tables import spark_io
+from etl.tables.lake import Lake, create_table
+from etl.tables.table_schema import TableSchema
+
+DAYS_PER_SNAPSHOT = 7
+
+
+def snapshot_days(first: date, last: date) -> list[date]:
+    """The days of a range at whose end there is a snapshot."""
+    days = date_range(first, last)
+    return [day for day in days if day.toordinal() % DAYS_PER_SNAPSHOT == 0]
+
+
+def latest_snapshot_before(lake: Lake, name: str, day: date) -> date | None:
+    """The day of the latest snapshot before a day; None without one."""
+    return max((stored for stored in lake.rows_by_day(name) if stored < day), default=None)
+
+
+def remove_snapshots_from(lake: Lake, schema: TableSchema, day: date) -> None:
+    """Remove the snapshots of a day and of later ones, before rows they were made of change."""
+    create_table(lake, schema)
+    latest = lake.latest_day(schema.name)
+    if latest is not None and latest >= day:
+        stale = spark_io.read_table(lake, schema).limit(0)
+        spark_io.replace_partitions(lake, schema, stale, f"day >= '{day}'", {})

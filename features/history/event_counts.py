@@ -1,0 +1,47 @@
+"""The `user_event_counts` table: how many events of each user had become visible by a day."""
+
+from datetime import date, timedelta
+
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+
+from etl.tables import schemas, spark_io
+from etl.tables.lake import Lake
+from etl.tables.weekly_snapshots import latest_snapshot_before, snapshot_days
+from features.history.compact import assert_not_compacted, compacted_until
+
+
+def build_event_counts(lake: Lake, first_day: date) -> None:
+    """Write the snapshots of a day and of later ones, up to the last day of `history`."""
+    schema = schemas.user_event_counts(lake.spec)
+    versions = {"history": lake.version("history")}
+    last_day = lake.latest_day("history")
+    for day in snapshot_days(first_day, last_day) if last_day else []:
+        totals = event_counts_before(lake, versions["history"], day + timedelta(days=1))
+        counts = totals.withColumn("day", F.lit(day))
+        spark_io.replace_partitions(lake, schema, counts, f"day = '{day}'", versions)
+
+
+def event_counts_before(lake: Lake, history_version: int, day: date) -> DataFrame:
+    """Number of events of each user before a day: `user_id`, `events`.
+
+    That is the latest snapshot and the days of `history` since. A snapshot within the days that
+    are compacted is of no use, because these are stored as one.
+    """
+    assert_not_compacted(lake, day)
+    history = spark_io.read_table(lake, schemas.history(lake.spec), history_version)
+    events = (F.col("events") + F.col("dropped")).alias("events")
+    rows = history.filter(F.col("day") < F.lit(day))
+    snapshot_day, until = _latest_snapshot_before(lake, day), compacted_until(lake)
+    if snapshot_day is None or (until is not None and snapshot_day < until):
+        counts = rows.select("user_id", events)
+    else:
+        schema = schemas.user_event_counts(lake.spec)
+        snapshot = spark_io.read_table(lake, schema).filter(F.col("day") == F.lit(snapshot_day))
+        recent = rows.filter(F.col("day") > F.lit(snapshot_day)).select("user_id", events)
+        counts = snapshot.select("user_id", "events").unionByName(recent)
+    return counts.groupBy("user_id").agg(F.sum("events").cast("int").alias("events"))
+
+
+def _latest_snapshot_before(lake: Lake, day: date) -> date | None:
+    return latest_snapshot_before(lake, schemas.user_event_counts(lake.spec).name, day)
