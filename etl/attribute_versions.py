@@ -1,7 +1,7 @@
-"""Versions of users and items: which of them a day can read, and which ones say something new.
+"""Versions of users and items: which of them a day can read, and which differ from the previous.
 
 A version lands on a day, and is valid from some time of it or later. Weekly snapshots hold the
-versions that a later day can read, so that a day does not read the files of all days before it.
+versions that a later day can read, so that a day does not read those of all days before it.
 """
 
 from datetime import date
@@ -38,7 +38,7 @@ def versions_from(lake: Lake, entity: str, day: date, version: int | None = None
         return rows
     is_recent = (F.col("day") > F.lit(snapshot_day)) | (F.col("day") == F.lit(STATIC_DAY))
     snapshot = spark_io.read_table(lake, snapshots).filter(F.col("day") == F.lit(snapshot_day))
-    snapshot = snapshot.drop("day").withColumnRenamed("landed", "day")
+    snapshot = snapshot.drop("day").withColumnRenamed("landing_day", "day")
     return rows.filter(is_recent).unionByName(snapshot.select(rows.columns))
 
 
@@ -58,15 +58,15 @@ def build_version_snapshots(lake: Lake, entity: str, first_day: date) -> None:
 
 def readable_after(lake: Lake, entity: str, day: date) -> DataFrame:
     """The rows of the snapshot of a day, without static rows."""
-    landed = versions_from(lake, entity, day)
-    landed = landed.filter((F.col("day") <= F.lit(day)) & (F.col("day") != F.lit(STATIC_DAY)))
+    rows = versions_from(lake, entity, day)
+    rows = rows.filter((F.col("day") <= F.lit(day)) & (F.col("day") != F.lit(STATIC_DAY)))
     order = Window.partitionBy(f"{entity}_id").orderBy("valid_from", "day")
     day_end_us = lake.spec.day_end(day) * MICROS["s"]
-    superseded = landed.withColumn("superseded_from", F.lead("valid_from").over(order))
+    superseded = rows.withColumn("superseded_from", F.lead("valid_from").over(order))
     current = superseded.filter(
         F.col("superseded_from").isNull() | (F.col("superseded_from") > day_end_us)
     )
-    current = current.drop("superseded_from").withColumnRenamed("day", "landed")
+    current = current.drop("superseded_from").withColumnRenamed("day", "landing_day")
     return current.withColumn("day", F.lit(day))
 
 

@@ -51,15 +51,16 @@ def load_attributes(lake: Lake, raw: str, days: DayRange) -> dict[str, int]:
 
     A source without `{day}` in its path is a snapshot, read as it is now. Rows of a `static`
     snapshot are added once and may not change. Changed rows of any other snapshot land on the last
-    of the days; if later days have been ingested, the snapshot is not read. The table of an entity
-    without a source stays empty. All checks precede the first write.
+    of the days; if later days have been ingested, the snapshot is not read. Of items, only versions
+    that differ from the previous one are stored. The table of an entity without a source stays
+    empty. All checks precede the first write.
 
     Returns:
         The number of stored rows by table.
 
     Raises:
         UserError: If files are missing or unreadable, too many rows are bad, a column that the spec
-            names has no values, or a static row has changed.
+            names has no values, a static row has changed, or later days of items depend on these.
     """
     sources = {
         name: source
@@ -70,6 +71,7 @@ def load_attributes(lake: Lake, raw: str, days: DayRange) -> dict[str, int]:
         rows = {name: _read_source(lake, source, raw, days) for name, source in sources.items()}
         for entity in ("user", "item"):
             create_table(lake, schemas.attributes(lake.spec, entity))
+            create_table(lake, schemas.attribute_snapshots(lake.spec, entity))
         for name, source in sources.items():
             _write_source(lake, name, source, rows[name], days)
     tables = (schemas.attributes(lake.spec, source.entity).name for source in sources.values())
@@ -78,7 +80,10 @@ def load_attributes(lake: Lake, raw: str, days: DayRange) -> dict[str, int]:
 
 def _is_readable_for(lake: Lake, source: AttributeSource, days: DayRange) -> bool:
     """Whether a source can describe these days; a snapshot describes the latest day only."""
-    if source.is_partitioned_by_day or source.static:
+    if source.static:
+        return True
+    if source.is_partitioned_by_day:
+        _check_no_later_days(lake, source, days)
         return True
     latest = lake.latest_day("events")
     if latest and latest > days[1]:
@@ -95,6 +100,17 @@ def _is_readable_for(lake: Lake, source: AttributeSource, days: DayRange) -> boo
     return True
 
 
+def _check_no_later_days(lake: Lake, source: AttributeSource, days: DayRange) -> None:
+    """Raise UserError if later days may have been compared with what these days have stored."""
+    table, latest = schemas.attributes(lake.spec, source.entity).name, lake.latest_day("events")
+    is_loaded = lake.exists(table) and lake.count_rows(table)
+    if source.stores_changes and is_loaded and latest and latest > days[1]:
+        raise UserError(
+            f"{latest} has been ingested already, and of {source.path} only changes since the day "
+            f"before are stored: load all days up to it, --days {days[0]}:{latest}"
+        )
+
+
 def _write_source(
     lake: Lake, name: str, source: AttributeSource, rows: DataFrame, days: DayRange
 ) -> None:
@@ -109,7 +125,8 @@ def _write_source(
         first_day = days[0] if source.is_partitioned_by_day else days[1]
         where = spark_io.day_range_predicate(first_day, days[1])
         remove_version_snapshots(lake, source.entity, first_day)
-        versions = changed_versions(lake, source, versions, first_day)
+        if source.stores_changes:
+            versions = changed_versions(lake, source, versions, first_day)
     schema = schemas.attributes(lake.spec, source.entity)
     spark_io.replace_partitions(lake, schema, versions, where, {})
     if not source.static:

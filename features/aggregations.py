@@ -9,7 +9,7 @@ N events, Q queries, W windows, H half-lives, T event types.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import count
 from typing import TypeVar
 
@@ -72,6 +72,58 @@ class Aggregations:
         num_others = len(self.last_types) + len(self.windows) * len(self.dwell_types)
         return np.concatenate((np.zeros(num_counts), np.full(num_others, np.nan)))
 
+    @property
+    def all_types(self) -> frozenset[int]:
+        """The codes of all event types that are aggregated."""
+        return frozenset((*self.count_types, *self.last_types, *self.dwell_types))
+
+    def values(self, events: "EventRows", query_key: Int64, query_ts: Int64) -> Float64:
+        """All aggregations of each query (Q, columns), in the order of columns; NaN is null."""
+        longest = self.longest_window
+        aligned = KeyedEvents.align(events, query_key, query_ts, longest)
+        parts = (
+            aligned.counts(self.windows, self.count_types),
+            aligned.decayed_counts(self.half_lives, self.count_types, longest),
+            aligned.seconds_since_last(self.last_types, longest),
+            aligned.mean_dwells(self.windows, self.dwell_types),
+        )
+        return np.concatenate(parts, axis=1, dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class EventRows:
+    """Rows (N) of events that have a key, a second and a type in common.
+
+    Attributes:
+        key: Any integers.
+        ts: Seconds.
+        type: Codes of event types.
+        count: The number of events.
+        dwell_count: The number of events that have a dwell.
+        dwell_ms: The sum of their dwells, each rounded (`round_dwell_ms`).
+    """
+
+    key: Int64
+    ts: Int64
+    type: Int64
+    count: Int64
+    dwell_count: Int64
+    dwell_ms: Int64
+
+    @classmethod
+    def of_events(
+        cls, key: Int64, ts: Int64, type_: Int64, dwell_ms: Int64 | None = None
+    ) -> "EventRows":
+        """One row per event; dwells may be NO_DWELL, and are without `dwell_ms`."""
+        dwell_ms = np.full(len(key), NO_DWELL) if dwell_ms is None else dwell_ms
+        has_dwell = dwell_ms != NO_DWELL
+        dwells = np.where(has_dwell, dwell_ms, 0)
+        return cls(key, ts, type_, np.ones(len(key), np.int64), has_dwell.astype(np.int64), dwells)
+
+    def take(self, rows: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> "EventRows":
+        """Some of the rows."""
+        return EventRows(*(getattr(self, field.name)[rows] for field in fields(self)))
+
 
 @dataclass(frozen=True)
 class KeyedEvents:
@@ -82,25 +134,18 @@ class KeyedEvents:
     """
 
     position: Int64
-    type: Int64
-    dwell_ms: Int64
+    events: EventRows
     query_position: Int64
     query_order: Int64
 
     @classmethod
     def align(
-        cls,
-        event_key: Int64,
-        event_ts: Int64,
-        event_type: Int64,
-        query_key: Int64,
-        query_ts: Int64,
-        longest_window: int,
-        dwell_ms: Int64 | None = None,
+        cls, events: EventRows, query_key: Int64, query_ts: Int64, longest_window: int
     ) -> "KeyedEvents":
         """Place events and queries, whose keys are any integers and times seconds, on an axis."""
-        keys, group = np.unique(np.concatenate((event_key, query_key)), return_inverse=True)
-        event_group, query_group = group[: len(event_key)], group[len(event_key) :]
+        event_ts = events.ts
+        keys, group = np.unique(np.concatenate((events.key, query_key)), return_inverse=True)
+        event_group, query_group = group[: len(events.key)], group[len(events.key) :]
         # Each key begins at a multiple of a power of two, which aligns the tree with the clock.
         bits = int(longest_window).bit_length()
         first = min(event_ts.min(initial=0), query_ts.min(initial=0) - longest_window)
@@ -112,25 +157,19 @@ class KeyedEvents:
         query_position = query_group * span + (query_ts - origin)
         order = np.argsort(position, kind="stable")
         query_order = np.argsort(query_position, kind="stable")
-        dwell_ms = np.full(len(event_key), NO_DWELL) if dwell_ms is None else dwell_ms
-        return cls(
-            position[order],
-            event_type[order],
-            dwell_ms[order],
-            query_position[query_order],
-            query_order,
-        )
+        return cls(position[order], events.take(order), query_position[query_order], query_order)
 
     def counts(self, windows: Sequence[int], types: Sequence[int]) -> Int32:
         """Events in [query - window, query), by window and type (Q, W * T)."""
-        total = np.zeros((len(self.position) + 1, len(types)), np.int32)
-        np.cumsum(self.type[:, None] == np.array(types), axis=0, out=total[1:])
+        total = np.zeros((len(self.position) + 1, len(types)), np.int64)
+        is_type = self.events.type[:, None] == np.array(types)
+        np.cumsum(is_type * self.events.count[:, None], axis=0, out=total[1:])
         total_at_end = total[count_visible(self.position, self.query_position)]
         counts = [
             total_at_end - total[count_visible(self.position, self.query_position - window)]
             for window in windows
         ]
-        return self._in_query_order(np.concatenate(counts, axis=1))
+        return self._in_query_order(np.concatenate(counts, axis=1).astype(np.int32))
 
     def decayed_counts(
         self, half_lives: Sequence[int], types: Sequence[int], window: int
@@ -141,7 +180,9 @@ class KeyedEvents:
             return sums.reshape(len(sums), 0)
         start = self.query_position - window
         for column, type_ in enumerate(types):
-            seconds, num_events = np.unique(self.position[self.type == type_], return_counts=True)
+            of_type = self.events.type == type_
+            seconds, row = np.unique(self.position[of_type], return_inverse=True)
+            num_events = np.bincount(row, self.events.count[of_type], len(seconds)).astype(float)
             sums[:, :, column] = _decayed_sums(
                 seconds, num_events, start, self.query_position, np.array(half_lives)
             )
@@ -151,7 +192,7 @@ class KeyedEvents:
         """Age of the last event in [query - window, query), by type (Q, T); NaN without one."""
         ages = np.full((len(self.query_position), len(types)), np.nan)
         for column, type_ in enumerate(types):
-            position = self.position[self.type == type_]
+            position = self.position[self.events.type == type_]
             stop = count_visible(position, self.query_position)
             seen = np.flatnonzero(stop)
             age = self.query_position[seen] - position[stop[seen] - 1]
@@ -162,13 +203,16 @@ class KeyedEvents:
         """Mean dwell in seconds in [query - window, query) (Q, W * T); NaN without one."""
         means = np.zeros((len(self.query_position), len(windows), len(types)))
         for column, type_ in enumerate(types):
-            has_dwell = (self.type == type_) & (self.dwell_ms != NO_DWELL)
-            position = self.position[has_dwell]
-            total_ms = np.concatenate(([0], np.cumsum(self.dwell_ms[has_dwell])))
+            of_type = self.events.type == type_
+            position = self.position[of_type]
+            count = np.concatenate(([0], np.cumsum(self.events.dwell_count[of_type])))
+            total_ms = np.concatenate(([0], np.cumsum(self.events.dwell_ms[of_type])))
             stop = count_visible(position, self.query_position)
             for row, window in enumerate(windows):
                 start = count_visible(position, self.query_position - window)
-                means[:, row, column] = mean_seconds(total_ms[stop] - total_ms[start], stop - start)
+                means[:, row, column] = mean_seconds(
+                    total_ms[stop] - total_ms[start], count[stop] - count[start]
+                )
         return self._in_query_order(means.reshape(len(means), len(windows) * len(types)))
 
     def _in_query_order(self, rows: npt.NDArray[Number]) -> npt.NDArray[Number]:
@@ -179,10 +223,9 @@ class KeyedEvents:
 
 def count_all_before(key: Int64, ts: Int64, query_key: Int64, query_ts: Int64) -> Int32:
     """The number of events with each query's key before its time (Q)."""
-    one_type = np.zeros(len(key), np.int64)
+    events = EventRows.of_events(key, ts, np.zeros(len(key), np.int64))
     all_time = max(1, int(query_ts.max(initial=0) - ts.min(initial=0)))
-    events = KeyedEvents.align(key, ts, one_type, query_key, query_ts, all_time)
-    return events.counts((all_time,), (0,))[:, 0]
+    return KeyedEvents.align(events, query_key, query_ts, all_time).counts((all_time,), (0,))[:, 0]
 
 
 def mean_seconds(total_ms: Int64, count: Int64) -> Float64:
@@ -191,7 +234,7 @@ def mean_seconds(total_ms: Int64, count: Int64) -> Float64:
 
 
 def _decayed_sums(
-    seconds: Int64, num_events: Int64, start: Int64, stop: Int64, half_lives: Int64
+    seconds: Int64, num_events: Float64, start: Int64, stop: Int64, half_lives: Int64
 ) -> Float64:
     """Sums of num_events * 2^(-(stop - second) / half-life) over seconds in [start, stop): (Q, H).
 
@@ -202,7 +245,7 @@ def _decayed_sums(
     most two nodes of each level, all weights are at most 1, and nothing is subtracted.
     """
     totals = np.zeros((len(stop), len(half_lives)))
-    node, sums = seconds, np.repeat(num_events[:, None].astype(float), len(half_lives), axis=1)
+    node, sums = seconds, np.repeat(num_events[:, None], len(half_lives), axis=1)
     first, last = count_visible(node, start), count_visible(node, stop) - 1
     query = np.flatnonzero(first <= last)
     first, last, low, high = first[query], last[query], start[query], stop[query] - 1

@@ -6,6 +6,7 @@ the impression, and the encoded context.
 
 from datetime import date, timedelta
 
+from pyspark import StorageLevel
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
@@ -50,19 +51,13 @@ def build_examples(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     spec = lake.spec
     names = ("events", "items", "item_versions", "history", "attributes_user")
     versions = {name: lake.version(name) for name in names}
-    events = spark_io.read_table(lake, schemas.events(spec), versions["events"])
     items = spark_io.read_table(lake, schemas.items(spec), versions["items"]).drop("day")
     items = items.join(first_item_versions(lake), "item_index", "left")
-    impressions = events.filter(F.col("type") == spec.event_codes[spec.impression_type])
-    impressions = impressions.filter(spark_io.day_range_predicate(*days))
-    impressions = impressions.join(items, "item_id", "left")
-    impressions = add_as_of_ts(spec, assign_request_ids(spec, impressions))
-
+    events = spark_io.read_table(lake, schemas.events(spec), versions["events"])
+    impressions = impressions_of_days(spec, events, items, days)
+    impressions = impressions.persist(StorageLevel.MEMORY_AND_DISK)
     counted_since = days[0] - timedelta(days=counter_horizon_days(spec))
-    arrived_since = days[0] - timedelta(days=counter_input_days(spec))
-    recent = events.filter(spark_io.day_range_predicate(arrived_since, days[1]))
-    recent = recent.filter(F.col("visible_ts") >= spec.day_start(counted_since))
-    recent = recent.join(items, "item_id", "left")
+    recent = countable_events(spec, events, items, days)
     counted = count_events(
         spec,
         recent.select("visible_ts", "type", "dwell_ms", *_key_columns(spec, "visible_ts")),
@@ -82,8 +77,32 @@ def build_examples(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
         }
     )
     where, contract = spark_io.day_range_predicate(*days), schemas.examples(spec)
-    spark_io.replace_partitions(lake, contract, rows, where, versions)
+    try:
+        spark_io.replace_partitions(lake, contract, rows, where, versions)
+    finally:
+        impressions.unpersist()
     return {"examples": lake.count_rows(contract.name, days)} | missing_attribute_counts(lake, days)
+
+
+def impressions_of_days(
+    spec: DataSpec, events: DataFrame, items: DataFrame, days: tuple[date, date]
+) -> DataFrame:
+    """The impressions that landed on some days, with their request, as-of time and item."""
+    impressions = events.filter(F.col("type") == spec.event_codes[spec.impression_type])
+    impressions = impressions.filter(spark_io.day_range_predicate(*days))
+    impressions = impressions.join(items, "item_id", "left")
+    return add_as_of_ts(spec, assign_request_ids(spec, impressions))
+
+
+def countable_events(
+    spec: DataSpec, events: DataFrame, items: DataFrame, days: tuple[date, date]
+) -> DataFrame:
+    """The events that impressions of some days can count, with their items."""
+    counted_since = days[0] - timedelta(days=counter_horizon_days(spec))
+    arrived_since = days[0] - timedelta(days=counter_input_days(spec))
+    recent = events.filter(spark_io.day_range_predicate(arrived_since, days[1]))
+    recent = recent.filter(F.col("visible_ts") >= spec.day_start(counted_since))
+    return recent.join(items, "item_id", "left")
 
 
 def add_as_of_ts(spec: DataSpec, impressions: DataFrame) -> DataFrame:

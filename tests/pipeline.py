@@ -15,8 +15,9 @@ from features.history.build import build_history
 from features.items import index_items
 
 TABLES = (
-    "events", "excluded_events", "quarantine", "ingest_metrics", "impressions", "items",
-    "item_versions", "history", "examples",
+    "events", "excluded_events", "quarantine", "ingest_metrics", "attributes_user",
+    "attributes_item", "attributes_user_snapshots", "attributes_item_snapshots", "impressions",
+    "items", "item_versions", "first_item_versions", "history", "user_event_counts", "examples",
 )  # fmt: skip
 
 

@@ -27,8 +27,9 @@ from etl.tables.lake import Lake
 from features.history.codec import join_byte_planes, plane_columns
 
 TABLES = (
-    "events", "excluded_events", "quarantine", "ingest_metrics", "impressions", "items",
-    "item_versions", "history", "examples",
+    "events", "excluded_events", "quarantine", "ingest_metrics", "attributes_user",
+    "attributes_item", "attributes_user_snapshots", "attributes_item_snapshots", "impressions",
+    "items", "item_versions", "first_item_versions", "history", "user_event_counts", "examples",
 )  # fmt: skip
 # Where a row was read and what it points to differ between lakes with equal rows.
 PROVENANCE = ("source_file", "line", "history_version")

@@ -137,6 +137,15 @@ class AttributeSource(FileSource):
     delay: Duration = 0
     """How long after its valid-from time a version becomes visible to models and rankers."""
 
+    @property
+    def stores_changes(self) -> bool:
+        """Whether only versions that differ from the previous one are stored.
+
+        Files of users by day are stored as they are, because an erasure of what was known before a
+        day must leave what later files state again.
+        """
+        return not self.static and (self.entity == "item" or not self.is_partitioned_by_day)
+
     @model_validator(mode="after")
     def _check_static_path(self) -> "AttributeSource":
         if self.static and self.is_partitioned_by_day:

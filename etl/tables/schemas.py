@@ -187,18 +187,20 @@ def attribute_snapshots(spec: DataSpec, entity: str) -> TableSchema:
     """Versions of a user or item that may be valid after a day, once a week.
 
     These are the latest version at the end of the day, and those that become valid later.
-    `landed` is the day of the version in the table of attributes.
+    `landing_day` is the day of the version in the table of attributes.
     """
     versions = attributes(spec, entity)
     columns = dict(versions.columns)
-    columns["landed"] = columns["day"]
+    columns["landing_day"] = columns["day"]
     columns["day"] = columns.pop("day")  # the last one
-    user_rows = UserRows("user_id", day_start_sql(spec, "landed")) if entity == "user" else None
+    user_rows = (
+        UserRows("user_id", day_start_sql(spec, "landing_day")) if entity == "user" else None
+    )
     return replace(
         versions,
         name=f"{versions.name}_snapshots",
         columns=columns,
-        required_columns=versions.required_columns | {"no landing day": "landed"},
+        required_columns=versions.required_columns | {"no landing day": "landing_day"},
         user_rows=user_rows,
     )
 

@@ -68,15 +68,16 @@ def all_at_once(spec: dict[str, Any]) -> None:
         change(spec)
 
 
+ITEM_ATTRIBUTES = {"attributes_item", "attributes_item_snapshots"}
 REBUILT_TABLES: dict[SpecChange, set[str]] = {
     new_surface: set(),
-    no_conversions: {"impressions", "attributes_item"},  # and targets of their return
-    new_feature: {"attributes_item", "item_versions", "examples"},
+    no_conversions: {"impressions", *ITEM_ATTRIBUTES},  # and targets of their return
+    new_feature: {*ITEM_ATTRIBUTES, "item_versions", "first_item_versions", "examples"},
     new_counter: {"examples"},
     wider_window: {"impressions"},
     new_auxiliary_objective: {"impressions"},
-    later_delay: {*TABLES, "attributes_user", "attributes_item"} - {"items", "quarantine"},
-    other_bid: {"attributes_item"},
+    later_delay: {*TABLES} - {"items", "quarantine"},
+    other_bid: ITEM_ATTRIBUTES,
 }
 
 
@@ -188,7 +189,7 @@ def test_an_upgraded_lake_equals_one_built_under_the_new_spec(
     flags = ["--spec", str(path), "--lake", paths.lake, "--raw", str(raw), "--days", days]
     command = ["upgrade", *flags, "--old-spec", str(spec_path), "--yes"]
     assert main(command) == 0
-    assert "it skips ingest, attributes, items, history" in capsys.readouterr().out
+    assert "it skips ingest, items, history" in capsys.readouterr().out
     assert main(command) == 0, "it can be called again"
     steps = pipeline_steps(new, paths, latest_mature_split(new, FIRST, LAST))
     pending = [step for step in pending_steps(new, paths, steps) if step.engine == "spark"]

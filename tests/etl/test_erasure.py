@@ -85,7 +85,7 @@ def logged(spark: SparkSession, tmp_path: Path) -> tuple[Lake, Path]:
 
 
 def stored(lake: Lake) -> dict[str, list[dict[str, Any]]]:
-    return {name: rows(lake, name) for name in (*TABLES, "attributes_user")}
+    return {name: rows(lake, name) for name in TABLES}
 
 
 def mentions_user(row: dict[str, Any]) -> bool:

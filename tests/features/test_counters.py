@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from etl.spec import load_spec
 from features import reference
-from features.aggregations import KeyedEvents, count_all_before, round_dwell_ms
+from features.aggregations import EventRows, KeyedEvents, count_all_before, round_dwell_ms
 from features.schema import feature_schema
 from tests.oracle.disorder import SPEC
 
@@ -36,7 +36,8 @@ def align(events: list[Event], queries: list[tuple[int, int]], window: int) -> K
     key, ts, type_ = (np.array([e[i] for e in events], np.int64) for i in range(3))
     dwell_ms = np.array([np.nan if e[3] is None else e[3] for e in events], np.float64)
     query_key, query_ts = np.array(queries, np.int64).reshape(-1, 2).T
-    return KeyedEvents.align(key, ts, type_, query_key, query_ts, window, round_dwell_ms(dwell_ms))
+    rows = EventRows.of_events(key, ts, type_, round_dwell_ms(dwell_ms))
+    return KeyedEvents.align(rows, query_key, query_ts, window)
 
 
 def aggregate(aligned: KeyedEvents) -> npt.NDArray[np.float64]:
@@ -99,7 +100,8 @@ def test_decayed_counts_do_not_depend_on_other_events_to_the_last_bit() -> None:
     def sums(key: Ints, second: Ints) -> bytes:
         queries = np.arange(window, 2 * window, 97)
         same_key, type_ = np.full(len(queries), 5), np.ones_like(key)
-        aligned = KeyedEvents.align(key, second, type_, same_key, queries, window)
+        rows = EventRows.of_events(key, second, type_)
+        aligned = KeyedEvents.align(rows, same_key, queries, window)
         return aligned.decayed_counts(half_lives, (1,), window).tobytes()
 
     second = rng.integers(0, 2 * window, 2000)
@@ -119,9 +121,11 @@ def test_decayed_counts_of_400_days_neither_overflow_nor_lose_digits(half_life: 
     queries = rng.integers(0, 3 * window, 50)
     queries = np.concatenate((queries, events[-50:] + 1, events[:50] + window))
     one = np.ones_like
-    aligned = KeyedEvents.align(events, events, one(events), one(queries), queries, window)
+    rows = EventRows.of_events(events, events, one(events))
+    aligned = KeyedEvents.align(rows, one(queries), queries, window)
     assert aligned.counts((window,), (1,)).sum() == 0  # keys are the seconds of the events
-    aligned = KeyedEvents.align(one(events), events, one(events), one(queries), queries, window)
+    rows = EventRows.of_events(one(events), events, one(events))
+    aligned = KeyedEvents.align(rows, one(queries), queries, window)
     sums = aligned.decayed_counts((half_life,), (1,), window)[:, 0]
     for query, value in zip(queries.tolist(), sums.tolist(), strict=True):
         ages = query - events[(events >= query - window) & (events < query)]

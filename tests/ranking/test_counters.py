@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from etl.spec import DataSpec
-from features.aggregations import NO_DWELL, Aggregations, KeyedEvents
+from features.aggregations import NO_DWELL, Aggregations, EventRows
 from ranking.feature_store.counter_rows import COUNTER_LEVELS
 from ranking.feature_store.counters import CountedEvents, Counters
 from ranking.feature_store.storage import Txn
@@ -58,17 +58,8 @@ def clear_counters(store: FeatureStore, txn: Txn) -> None:
 def offline_values(events: list[Event], as_of: int) -> npt.NDArray[np.float64]:
     """The counters of keys 0 to 2 as the tables have them."""
     key, second, type_, dwell_ms = np.array(events, np.int64).reshape(-1, 4).T
-    of, longest = AGGREGATIONS, AGGREGATIONS.longest_window
-    aligned = KeyedEvents.align(
-        key, second, type_, np.arange(3), np.full(3, as_of), longest, dwell_ms
-    )
-    parts = (
-        aligned.counts(of.windows, of.count_types),
-        aligned.decayed_counts(of.half_lives, of.count_types, longest),
-        aligned.seconds_since_last(of.last_types, longest),
-        aligned.mean_dwells(of.windows, of.dwell_types),
-    )
-    return np.concatenate(parts, axis=1)
+    events_of_keys = EventRows.of_events(key, second, type_, dwell_ms)
+    return AGGREGATIONS.values(events_of_keys, np.arange(3), np.full(3, as_of))
 
 
 AS_OF = st.integers(180_000, 180_300) | st.integers(90_000, 210_000)
