@@ -10,11 +10,11 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from datetime import date, timedelta
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
-from typing import Annotated
+from typing import Annotated, Any
 
-import psutil
 import tyro
 from pydantic import Field
 
@@ -45,7 +45,10 @@ class GrowthArgs(StrictModel):
 
 
 class StepCost(StrictModel):
-    """What a step of one day cost: bytes read, CPU seconds of all its processes, and seconds."""
+    """What a step cost on the day with which the lake reached an age in days.
+
+    `cpu_seconds` are those of all its processes.
+    """
 
     age: int
     step: str
@@ -95,8 +98,8 @@ def run_day(paths: PipelinePaths, age: int) -> Iterator[StepCost]:
     """Run the steps of the day with which the lake reaches an age; yields their costs."""
     day = FIRST_DAY + timedelta(days=age - 1)
     for step in data_steps(paths, ("--days", f"{day}:{day}")):
-        yield measure_cost(age, step.name, lambda step=step: run_steps_in_process([step]))
-    yield measure_cost(age, "feature store", lambda: build_store(paths, day))
+        yield measure_cost(age, step.name, partial(run_steps_in_process, [step]))
+    yield measure_cost(age, "feature store", partial(build_store, paths, day))
 
 
 def build_store(paths: PipelinePaths, day: date) -> None:
@@ -125,21 +128,24 @@ def measure_cost(age: int, step: str, run: Callable[[], object]) -> StepCost:
 
 def total_bytes_read() -> int:
     """Bytes that Spark has read from files, and this process by system calls."""
+    import psutil
     from pyspark.sql import SparkSession
 
-    jvm = SparkSession.active().sparkContext._jvm
+    jvm: Any = SparkSession.active().sparkContext._jvm
     hadoop_files = jvm.org.apache.hadoop.fs.FileSystem
     by_spark = sum(of_scheme.getBytesRead() for of_scheme in hadoop_files.getAllStatistics())
-    return by_spark + psutil.Process().io_counters().read_chars
+    return int(by_spark + psutil.Process().io_counters().read_chars)
 
 
 def total_cpu_seconds() -> float:
     """CPU seconds of this process, of the JVM and of Spark's Python workers."""
+    import psutil
+
     process = psutil.Process()
     own = process.cpu_times()
     children = [child.cpu_times() for child in process.children(recursive=True)]
     of_children = (t.user + t.system + t.children_user + t.children_system for t in children)
-    return own.user + own.system + sum(of_children)
+    return float(own.user + own.system + sum(of_children))
 
 
 def summarize(costs: list[StepCost], days: int) -> BenchmarkResult:

@@ -23,6 +23,7 @@ from features.examples import asof_join
 
 VALUES = ("event", "item", "type", "dwell_ms")
 KEYS = (("user",), ("item",), ("user", "category"), ("surface",))
+HOT = (("item",), ("item", "surface"))
 WINDOWS = ("1h", "1d", "7d", "30d")
 EVENTS = ("ad_impression", "ad_long_view", "ad_click", "conversion")
 ColumnSums = tuple[int, ...]
@@ -179,6 +180,37 @@ def measure_counters(
             f"{seconds['windows']:.1f} s range windows",
             f"{ratio:.1f}",
             ">= 3",
+        )
+    )
+
+
+def measure_hot_key(result: BenchmarkResult, work: Path, events: int = 2_000_000) -> None:
+    """`hot_key_ratio`: seconds with one item that has half of all events, over uniform items."""
+    counter_spec = CounterSpec.model_validate({"windows": WINDOWS, "events": EVENTS, "keys": HOT})
+    spec = load_spec(SIMULATOR_SPEC).model_copy(update={"counters": counter_spec})
+    uniform = _write_counter_inputs(work, events, events // 100)
+    is_hot = F.pmod(F.xxhash64("key_user", "visible_ts"), F.lit(2)) == 0
+    item = F.when(is_hot, F.lit(0).cast("bigint")).otherwise(F.col("key_item"))
+    hot_events, hot_queries = (
+        frame.withColumnRenamed("as_of_ts", "visible_ts").withColumn("key_item", item)
+        for frame in uniform
+    )
+    hot = hot_events, hot_queries.withColumnRenamed("visible_ts", "as_of_ts")
+    count_sums = [F.sum(counter.column) for counter in spec.counters.columns]
+    variants = {
+        name: lambda inputs=inputs: count_events(spec, *inputs).agg(*count_sums).collect()
+        for name, inputs in (("uniform", uniform), ("hot", hot))
+    }
+    interleaved_median_seconds(variants, 1)  # warm-up
+    seconds = interleaved_median_seconds(variants, 3)
+    result.record("hot_key_ratio", seconds["hot"] / seconds["uniform"], "")
+    result.rows.append(
+        (
+            f"counters of items, {events:,} events, half of them of one item",
+            f"{seconds['hot']:.1f} s",
+            f"{seconds['uniform']:.1f} s uniform items",
+            f"{seconds['hot'] / seconds['uniform']:.2f}",
+            "<= 1.3",
         )
     )
 

@@ -92,6 +92,7 @@ def bench_data(args: DataBenchArgs) -> None:
         "storage": history_storage.measure_storage,
         "reading": history_storage.measure_reader,
         "counters": joins.measure_counters,
+        "hot_key": joins.measure_hot_key,
         "asof": joins.measure_asof_join,
     }
     result = BenchmarkResult("The data plane", DATA_COLUMNS)

@@ -217,9 +217,7 @@ def create_table(lake: Lake, schema: TableSchema) -> None:
         pa.field(name, arrow_type(type_), nullable=name not in schema.non_nullable)
         for name, type_ in schema.columns.items()
     ]
-    properties = lake.table_properties | DELTA_PROTOCOL
-    if schema.check_constraint:
-        properties["delta.constraints.row_constraints"] = schema.check_constraint
+    properties = lake.table_properties | DELTA_PROTOCOL | schema.delta_properties
     DeltaTable.create(
         lake.table_uri(schema.name),
         pa.schema(fields),

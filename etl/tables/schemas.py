@@ -254,7 +254,11 @@ def history(_spec: DataSpec) -> TableSchema:
     order = ("user_id", "chunk")
     columns |= PARTITION_COLUMNS
     partitions, user_rows = ("day", "bucket"), UserRows("user_id", "first_ts")
-    return TableSchema("history", columns, partitions, order, required, user_rows=user_rows)
+    return TableSchema(
+        *("history", columns, partitions, order, required),
+        user_rows=user_rows,
+        statistics=("chunk",),
+    )
 
 
 def user_event_counts(spec: DataSpec) -> TableSchema:
@@ -297,6 +301,7 @@ def examples(spec: DataSpec) -> TableSchema:
         required,
         rules,
         user_rows=UserRows("user_id", None),
+        statistics=("user_known_since", "item_known_since"),
     )
 
 

@@ -15,9 +15,12 @@ def user_bucket(user_id: Column, buckets: int) -> Column:
 
 
 def read_table(lake: Lake, schema: TableSchema, version: int | None = None) -> DataFrame:
-    """A table at a version; raises UserError if it is missing or of another spec."""
-    pinned = lake.open(schema.name, version).version()
-    reader = SparkSession.active().read.format("delta").option("versionAsOf", pinned)
+    """A table at a version that `lake.version` has returned; by default at that version.
+
+    Raises UserError if the table is missing or of another spec.
+    """
+    version = lake.version(schema.name) if version is None else version
+    reader = SparkSession.active().read.format("delta").option("versionAsOf", version)
     return reader.load(lake.table_uri(schema.name))
 
 
@@ -27,8 +30,8 @@ def replace_partitions(
     frame: DataFrame,
     predicate: str,
     input_versions: Mapping[str, object],
-) -> int:
-    """Replace the partitions that `predicate` selects, in one commit; returns the new version.
+) -> None:
+    """Replace the partitions that `predicate` selects, in one commit.
 
     Files are sized by bytes: Spark's adaptive execution splits large partitions into several tasks,
     and gives small ones to one (`spark.sql.adaptive.advisoryPartitionSizeInBytes`).
@@ -47,7 +50,6 @@ def replace_partitions(
         .option("userMetadata", commit_metadata(spec=lake.spec.hash, inputs=dict(input_versions)))
         .save(lake.table_uri(schema.name))
     )
-    return lake.version(schema.name)
 
 
 def day_range_predicate(first: object, last: object) -> str:

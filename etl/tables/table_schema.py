@@ -33,6 +33,8 @@ class TableSchema:
         constraints: SQL conditions that hold for each row (or are null), by the reason given for a
             row that breaks one.
         user_rows: How the rows of a user are found; None if the table is about no user.
+        statistics: Columns whose null counts and bounds the log holds for each file. Each reader of
+            a table reads its log, which should not be larger than needed.
     """
 
     name: str
@@ -42,9 +44,11 @@ class TableSchema:
     required_columns: dict[str, str] = field(default_factory=dict)
     constraints: dict[str, str] = field(default_factory=dict)
     user_rows: UserRows | None = field(kw_only=True, repr=False)  # not in fingerprints
+    statistics: tuple[str, ...] = field(default=(), kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
         named = {*self.required_columns.values(), *self.order_by, *self.partition_by}
+        named |= {*self.statistics}
         unknown = named - {*self.columns}
         assert self.user_rows is None or self.user_rows.key in self.columns, self.name
         assert not unknown, f"the schema of {self.name} names columns that it lacks: {unknown}"
@@ -53,6 +57,16 @@ class TableSchema:
     def ddl(self) -> str:
         """The columns as a Spark DDL string."""
         return ", ".join(f"`{name}` {sql_type}" for name, sql_type in self.columns.items())
+
+    @property
+    def delta_properties(self) -> dict[str, str]:
+        """Delta properties of the table: its constraints, and what statistics the log holds."""
+        properties = {"delta.dataSkippingNumIndexedCols": "0"}
+        if self.statistics:
+            properties = {"delta.dataSkippingStatsColumns": ",".join(self.statistics)}
+        if self.check_constraint:
+            properties["delta.constraints.row_constraints"] = self.check_constraint
+        return properties
 
     @property
     def non_nullable(self) -> frozenset[str]:

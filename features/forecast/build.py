@@ -80,8 +80,8 @@ def write_forecast(
     written: dict[str, int] = {}
     for schema, frame in frames.items():
         contract = schema(spec)
-        version = spark_io.replace_partitions(lake, contract, frame, ALL_ROWS, versions)
-        written[contract.name] = version
+        spark_io.replace_partitions(lake, contract, frame, ALL_ROWS, versions)
+        written[contract.name] = lake.version(contract.name)
     # The sample is last: its commit names the versions of the others, which readers follow.
     contract = forecast_schemas.forecast_sample(spec)
     sample = rows.join(sampled_users(spec, rows), "sampled_user")

@@ -23,7 +23,7 @@ from tests.pipeline import TABLES, build_tables, rows
 
 pytestmark = pytest.mark.spark
 
-DAY_1, DAY_2 = date(2026, 1, 1), date(2026, 1, 2)
+DAY_1, DAY_2 = date(2026, 1, 3), date(2026, 1, 4)  # the second has weekly snapshots
 RAW_TABLES = ("events", "excluded_events", "quarantine", "ingest_metrics", "attributes_user")
 ERASED = "user-1"
 # One event is visible on the next day only, and the last one is too late.

@@ -1,0 +1,208 @@
+"""State that is carried forward equals that of all earlier days, which are not read again."""
+
+import json
+import random
+import shutil
+from datetime import date, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+
+from etl.attribute_versions import versions_from
+from etl.attributes import load_attributes
+from etl.errors import UserError
+from etl.ingest.run import ingest
+from etl.spec import load_spec
+from etl.spec.units import DAY, MICROS, date_range
+from etl.tables import arrow, schemas, spark_io
+from etl.tables.lake import Lake
+from etl.tables.weekly_snapshots import snapshot_days
+from features.history.build import build_history
+from features.history.event_counts import event_counts_before
+from tests.oracle.disorder import FIRST, build_lake, generate_records
+from tests.pipeline import rows
+
+pytestmark = pytest.mark.spark
+
+DAYS = 5
+(SNAPSHOT_DAY,) = snapshot_days(FIRST, FIRST + timedelta(days=DAYS - 1))
+LATER = SNAPSHOT_DAY + timedelta(days=2)
+PERIOD = date(2026, 3, 3), date(2026, 3, 12)
+SPEC = """
+name: versions
+surfaces: {home: {}}
+events: {shown: {role: impression}, click: {role: outcome}}
+objectives: {click: {event: click, window: 1h}}
+attributes:
+  user: {plan: {type: categorical}}
+  item: {brand: {type: categorical}}
+sequences: {behaviour: {}}
+counters: {windows: [1d], events: [shown], keys: [[user]]}
+sources:
+  log:
+    kind: event_log
+    format: json
+    path: log/{day}.json
+    columns: {event_id: id, user: who, item: what, surface: page, type: action, event_time: at,
+              ingest_time: logged}
+  users: {kind: attributes, entity: user, format: json, path: "user/{day}.json", key: id,
+          valid_from: since, time_unit: s, delay: 10m}
+  items: {kind: attributes, entity: item, format: json, path: "item/{day}.json", key: id,
+          valid_from: since, time_unit: s}
+"""
+ATTRIBUTES = {"user": "plan", "item": "brand"}
+
+
+def remove_files_until(lake: Lake, name: str, day: date) -> None:
+    """Remove the data files of a table up to a day: reading them raises an error from then on."""
+    for path in Path(lake.root, name).rglob("*.parquet"):
+        if "_delta_log" not in path.parts and f"day={day}" >= path.relative_to(lake.root).parts[1]:
+            path.unlink()
+
+
+def counts(frame: DataFrame) -> dict[str, int]:
+    return {row["user_id"]: row["events"] for row in frame.collect()}
+
+
+def test_events_of_users_are_counted_from_the_latest_snapshot_on(
+    spark: object, tmp_path: Path
+) -> None:
+    lake = build_lake(tmp_path, generate_records(3, 6, DAYS), [(0, 1), (2, DAYS - 1)])
+    expected: dict[str, int] = {}
+    for row in rows(lake, "events"):
+        if row["visible_ts"] < lake.spec.day_start(LATER):
+            expected[row["user_id"]] = expected.get(row["user_id"], 0) + 1
+    schema, snapshots = schemas.user_event_counts(lake.spec), rows(lake, "user_event_counts")
+    assert {row["day"] for row in snapshots} == {SNAPSHOT_DAY}
+    wrong = spark_io.read_table(lake, schema).withColumn("events", F.col("events") + 1)
+    spark_io.replace_partitions(lake, schema, wrong, f"day = '{SNAPSHOT_DAY}'", {})
+    build_history(lake, (FIRST, FIRST))
+    assert rows(lake, "user_event_counts") == snapshots, "an earlier day was built again"
+    version = lake.version("history")
+    assert counts(event_counts_before(lake, version, LATER)) == expected
+    remove_files_until(lake, "history", SNAPSHOT_DAY)
+    assert counts(event_counts_before(lake, version, LATER)) == expected
+
+
+def write_versions(raw: Path, lake: Lake, entity: str, rng: random.Random) -> list[dict[str, Any]]:
+    """Files of all days; returns their rows with `landing_day` and `valid_from` (seconds)."""
+    written = []
+    (raw / entity).mkdir(parents=True)
+    for day in date_range(*PERIOD):
+        start, lines = lake.spec.day_start(day), []
+        for key in rng.sample("abcdefgh", rng.randint(1, 8)):
+            since = start + rng.choice((-DAY, 0, rng.randrange(DAY), rng.randrange(6 * DAY)))
+            lines.append({"id": key, "since": since, ATTRIBUTES[entity]: rng.choice("xyz")})
+            written.append(lines[-1] | {"day": day, "valid_from": max(since, start)})
+        (raw / entity / f"{day}.json").write_text("\n".join(map(json.dumps, lines)))
+    return written
+
+
+def values_as_of(versions: list[dict[str, Any]], second: int) -> dict[str, str]:
+    """The value of each key at a second, from dictionaries with `id`, `valid_from` and `value`."""
+    known = [version for version in versions if version["valid_from"] < second]
+    known.sort(key=lambda version: (version["valid_from"], version["day"]))
+    return {version["id"]: version["value"] for version in known}
+
+
+@pytest.fixture(scope="module")
+def loaded_once(
+    spark: object, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Lake, dict[str, list[dict[str, Any]]]]:
+    """A lake with the attributes of a period, loaded in three runs, and what was in the files."""
+    tmp_path = tmp_path_factory.mktemp("versions")
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    lake, rng = Lake(str(tmp_path / "lake"), load_spec(tmp_path / "spec.yaml")), random.Random(1)
+    written = {}
+    for entity, name in ATTRIBUTES.items():
+        delay = 600 if entity == "user" else 0
+        written[entity] = [
+            row | {"valid_from": row["valid_from"] + delay, "value": row[name]}
+            for row in write_versions(tmp_path / "raw", lake, entity, rng)
+        ]
+    first, last = PERIOD
+    for start, stop in ((0, 4), (5, 5), (6, (last - first).days)):
+        days = first + timedelta(days=start), first + timedelta(days=stop)
+        load_attributes(lake, str(tmp_path / "raw"), days)
+    return lake, written
+
+
+@pytest.fixture
+def loaded(
+    loaded_once: tuple[Lake, dict[str, list[dict[str, Any]]]], tmp_path: Path
+) -> tuple[Lake, dict[str, list[dict[str, Any]]]]:
+    """The same, in a folder of the test."""
+    lake, written = loaded_once
+    shutil.copytree(Path(lake.root).parent, tmp_path, dirs_exist_ok=True)
+    return Lake(str(tmp_path / "lake"), lake.spec), written
+
+
+@pytest.mark.parametrize("entity", ATTRIBUTES)
+def test_versions_of_a_day_are_those_of_all_days_before_it(
+    loaded: tuple[Lake, dict[str, list[dict[str, Any]]]], entity: str
+) -> None:
+    lake, written = loaded
+    for day in (PERIOD[0] + timedelta(days=number) for number in (4, 6, 9)):
+        stored = [
+            {
+                "id": row[f"{entity}_id"],
+                "value": row[f"attr_{ATTRIBUTES[entity]}"],
+                "valid_from": row["valid_from"] // MICROS["s"],
+                "day": row["day"],
+            }
+            for row in versions_from(lake, entity, day).collect()
+        ]
+        landed = [row for row in written[entity] if row["day"] < day]
+        stored = [row for row in stored if row["day"] < day]
+        start = lake.spec.day_start(day)
+        for second in range(start + 1, start + 8 * DAY, DAY // 3):
+            assert values_as_of(stored, second) == values_as_of(landed, second), (day, second)
+
+
+def test_versions_of_days_before_the_latest_snapshot_are_not_read(
+    loaded: tuple[Lake, dict[str, list[dict[str, Any]]]],
+) -> None:
+    lake, _ = loaded
+    snapshot_day = snapshot_days(*PERIOD)[-1]
+    expected = versions_from(lake, "user", PERIOD[1]).toArrow()
+    remove_files_until(lake, "attributes_user", snapshot_day)
+    assert (
+        versions_from(lake, "user", PERIOD[1])
+        .toArrow()
+        .sort_by("user_id")
+        .equals(expected.sort_by("user_id"))
+    )
+
+
+def test_versions_of_items_that_repeat_the_previous_one_are_not_stored(
+    loaded: tuple[Lake, dict[str, list[dict[str, Any]]]], tmp_path: Path
+) -> None:
+    lake, written = loaded
+    stored = len(arrow.snapshot(lake, schemas.attributes(lake.spec, "item")).read())
+    assert stored < len(written["item"])
+    assert lake.count_rows("attributes_user") == len(written["user"])
+    at_once = Lake(str(tmp_path / "at_once"), lake.spec)
+    load_attributes(at_once, str(tmp_path / "raw"), PERIOD)
+    for name in ("attributes_item", "attributes_item_snapshots", "attributes_user_snapshots"):
+        assert rows(at_once, name) == rows(lake, name), name
+
+
+def test_an_earlier_day_of_items_is_not_loaded_alone(
+    loaded: tuple[Lake, dict[str, list[dict[str, Any]]]], tmp_path: Path
+) -> None:
+    """Later days were compared with what it stored."""
+    lake, _ = loaded
+    first, last = PERIOD
+    start, log = lake.spec.day_start(last), tmp_path / "raw" / "log" / f"{last}.json"
+    event = {"id": "1", "who": "a", "what": "b", "page": "home", "action": "shown"}
+    log.parent.mkdir()
+    log.write_text(json.dumps(event | {"at": start * 1000, "logged": start * 1000}))
+    ingest(lake, str(tmp_path / "raw"), (last, last))
+    before = rows(lake, "attributes_item")
+    with pytest.raises(UserError, match=f"--days {first}:{last}"):
+        load_attributes(lake, str(tmp_path / "raw"), (first, first))
+    load_attributes(lake, str(tmp_path / "raw"), PERIOD)
+    assert rows(lake, "attributes_item") == before
