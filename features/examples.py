@@ -17,7 +17,7 @@ from etl.spec.model import DataSpec
 from etl.spec.units import MICROS
 from etl.tables import schemas, spark_io
 from etl.tables.lake import Lake
-from features.counters import count_events
+from features.counters import HOT_EVENTS, count_events, find_hot_leads
 from features.coverage import missing_attribute_counts
 from features.encoding.spark import encode_attribute, encode_local_time
 from features.history.event_counts import event_counts_before
@@ -58,11 +58,11 @@ def build_examples(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     impressions = impressions.persist(StorageLevel.MEMORY_AND_DISK)
     counted_since = days[0] - timedelta(days=counter_horizon_days(spec))
     recent = countable_events(spec, events, items, days)
-    counted = count_events(
-        spec,
-        recent.select("visible_ts", "type", "dwell_ms", *_key_columns(spec, "visible_ts")),
-        impressions.select("impression_id", "as_of_ts", *_key_columns(spec, "as_of_ts")),
-    )
+    recent = recent.select("visible_ts", "type", "dwell_ms", *_key_columns(spec, "visible_ts"))
+    queries = impressions.select("impression_id", "as_of_ts", *_key_columns(spec, "as_of_ts"))
+    has_many = lake.count_rows("events", (first_input_day(spec, days), days[1])) >= HOT_EVENTS
+    hot_leads = find_hot_leads(spec, recent) if has_many else None
+    counted = count_events(spec, recent, queries, hot_leads)
     earlier = event_counts_before(lake, versions["history"], counted_since)
     rows = impressions.join(counted, "impression_id").join(earlier, "user_id", "left")
     user_versions = versions_from(lake, "user", counted_since, versions["attributes_user"])
@@ -94,13 +94,18 @@ def impressions_of_days(
     return add_as_of_ts(spec, assign_request_ids(spec, impressions))
 
 
+def first_input_day(spec: DataSpec, days: tuple[date, date]) -> date:
+    """The first landing day of events that impressions of some days can count."""
+    return days[0] - timedelta(days=counter_input_days(spec))
+
+
 def countable_events(
     spec: DataSpec, events: DataFrame, items: DataFrame, days: tuple[date, date]
 ) -> DataFrame:
     """The events that impressions of some days can count, with their items."""
     counted_since = days[0] - timedelta(days=counter_horizon_days(spec))
-    arrived_since = days[0] - timedelta(days=counter_input_days(spec))
-    recent = events.filter(spark_io.day_range_predicate(arrived_since, days[1]))
+    first_day = first_input_day(spec, days)
+    recent = events.filter(spark_io.day_range_predicate(first_day, days[1]))
     recent = recent.filter(F.col("visible_ts") >= spec.day_start(counted_since))
     return recent.join(items, "item_id", "left")
 

@@ -37,8 +37,8 @@ def run_starts(values: pa.Array) -> Int64:
     return np.flatnonzero(np.concatenate(([True], changed)))
 
 
-def regroup_batches(batches: Iterator[pa.RecordBatch], *key_columns: str) -> Iterator[pa.Table]:
-    """Tables that hold all rows of each of their keys, from batches sorted by the key's columns.
+def regroup_batches(batches: Iterator[pa.RecordBatch], key_column: str) -> Iterator[pa.Table]:
+    """Tables that hold all rows of each of their keys, from batches sorted by `key_column`.
 
     Spark cuts a partition into Arrow batches anywhere; here no key is split between two tables.
     """
@@ -46,10 +46,9 @@ def regroup_batches(batches: Iterator[pa.RecordBatch], *key_columns: str) -> Ite
     for batch in batches:
         if not batch.num_rows:
             continue
-        last_start = max(int(run_starts(batch[name])[-1]) for name in key_columns)
-        continues = bool(pending) and all(
-            pending[-1][name][-1].equals(batch[name][0]) for name in key_columns
-        )
+        keys = batch[key_column]
+        last_start = int(run_starts(keys)[-1])
+        continues = bool(pending) and pending[-1][key_column][-1].equals(keys[0])
         if last_start == 0 and (continues or not pending):
             pending.append(batch)
             continue

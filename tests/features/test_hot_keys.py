@@ -1,0 +1,62 @@
+"""Counters are the same to the last bit, whether or not events of a key are added up by second."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyspark.sql import SparkSession
+
+from etl.spec import load_spec
+from features.counters import count_events, find_hot_leads
+from tests.oracle.disorder import SPEC
+
+pytestmark = pytest.mark.spark
+
+EVENTS, QUERIES, DAY = 3000, 400, 86_400
+
+
+def random_keys(rng: np.random.Generator, size: int) -> dict[str, pa.Array]:
+    """Keys of which some are null; one item has most events."""
+    keys = {
+        "key_user": rng.integers(0, 20, size),
+        "key_item": np.where(rng.random(size) < 0.7, 0, rng.integers(1, 30, size)),
+        "key_surface": rng.integers(1, 3, size),
+        "key_brand": rng.integers(0, 4, size),
+    }
+    is_null = {name: rng.random(size) < 0.1 * (name == "key_brand") for name in keys}
+    return {name: pa.array(values, mask=is_null[name]) for name, values in keys.items()}
+
+
+def test_counters_do_not_depend_on_which_keys_have_many_events(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    spec, rng = load_spec(tmp_path / "spec.yaml"), np.random.default_rng(0)
+    dwell = rng.choice([0.5, 1.5, 700, 2500.5, 1e9], EVENTS)
+    events = pa.table(
+        {
+            "visible_ts": 1_000_000 + rng.integers(0, 600, EVENTS) * 300,
+            "type": pa.array(rng.integers(1, 5, EVENTS), pa.int8()),
+            "dwell_ms": pa.array(dwell, mask=rng.random(EVENTS) < 0.3),
+            **random_keys(rng, EVENTS),
+        }
+    )
+    queries = pa.table(
+        {
+            "impression_id": [str(number) for number in range(QUERIES)],
+            "as_of_ts": 1_000_000 + DAY + rng.integers(0, 300, QUERIES) * 300,
+            **random_keys(rng, QUERIES),
+        }
+    )
+    frames = spark.createDataFrame(events), spark.createDataFrame(queries)
+    expected = count_events(spec, *frames).toArrow().sort_by("impression_id")
+    assert len(expected) == QUERIES and np.count_nonzero(expected["seen"]) == QUERIES
+    leads = {}
+    for min_events in (1, EVENTS // 2, EVENTS + 1):
+        hot = find_hot_leads(spec, frames[0], min_events)
+        leads[min_events] = hot.count()
+        counted = count_events(spec, *frames, hot).toArrow().sort_by("impression_id")
+        for name in expected.column_names:
+            assert counted[name].to_pylist() == expected[name].to_pylist(), (min_events, name)
+    assert leads == {1: 30 + 2, EVENTS // 2: 2, EVENTS + 1: 0}, "of items and surfaces"
