@@ -61,9 +61,9 @@ def count_events(
         )
     counted = count_by_impression(spec, leads, event_rows, query_rows)
     counted = functools.reduce(DataFrame.unionByName, [counted, *of_hot])
-    assembly = _Assembly(spec.counters, Aggregations.from_spec(spec).missing)
+    builder = _RowBuilder(spec.counters, Aggregations.from_spec(spec).missing)
     rows = counted.repartition("impression_id").sortWithinPartitions("impression_id")
-    return rows.mapInArrow(assembly.assemble_partition, assembly.sql_schema)
+    return rows.mapInArrow(builder.build_partition, builder.sql_schema)
 
 
 def find_hot_leads(spec: DataSpec, events: DataFrame, min_events: int = HOT_EVENTS) -> DataFrame:
@@ -262,7 +262,7 @@ class _SecondCounting:
 
 
 @dataclass(frozen=True)
-class _Assembly:
+class _RowBuilder:
     """Brings the values of all keys of an impression into one row of counters and `seen`."""
 
     counters: CounterSpec
@@ -274,12 +274,12 @@ class _Assembly:
         counters = [f"{counter.column} {counter.sql_type}" for counter in self.counters.columns]
         return ", ".join(("impression_id string", f"{SEEN} int", *counters))
 
-    def assemble_partition(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    def build_partition(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """One row per impression of a partition that is sorted by impression."""
         for table in regroup_batches(batches, "impression_id"):
-            yield self._assemble(table.combine_chunks())
+            yield self._build_rows(table.combine_chunks())
 
-    def _assemble(self, table: pa.Table) -> pa.RecordBatch:
+    def _build_rows(self, table: pa.Table) -> pa.RecordBatch:
         ids, key = table["impression_id"].combine_chunks(), table["key"].to_numpy()
         starts = run_starts(ids)
         row = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, len(ids))))

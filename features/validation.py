@@ -19,7 +19,7 @@ from etl.erasure.hashes import hash_user, read_salt
 from etl.errors import UserError
 from etl.spec.counters import Counter
 from etl.spec.units import date_range
-from etl.tables import schemas
+from etl.tables import schemas, user_schemas
 from etl.tables.arrow import Snapshot, snapshot
 from etl.tables.lake import Lake
 from features import reference
@@ -89,7 +89,7 @@ def validate_examples(
 
 def _erased_hashes(lake: Lake) -> set[str]:
     """The hashes of all erased users."""
-    schema = schemas.erased_users(lake.spec)
+    schema = user_schemas.erased_users(lake.spec)
     if not lake.exists(schema.name):
         return set()
     return set(snapshot(lake, schema).read(["id_hash"])["id_hash"].to_pylist())

@@ -25,7 +25,6 @@ from dags.pipeline import data_steps
 from dags.steps import PipelinePaths
 from etl.spec import load_spec
 from etl.spec.base import StrictModel
-from etl.tables.lake import Lake
 
 SIMULATOR = ROOT / "conf" / "simulator" / "growth.yaml"
 FIRST_DAY = date(2026, 1, 1)
@@ -104,6 +103,7 @@ def run_day(paths: PipelinePaths, age: int) -> Iterator[StepCost]:
 
 def build_store(paths: PipelinePaths, day: date) -> None:
     """Build a feature store of all days until one, as a ranker of the demo reads it."""
+    from etl.tables.lake import Lake
     from ranking.feature_store.materialize import HistoryLengths, build_feature_store
 
     lake = Lake(paths.lake, load_spec(paths.spec))

@@ -10,7 +10,7 @@ from etl.erasure.hashes import create_salt, read_salt
 from etl.event_time import day_start_sql
 from etl.ingest.readers import PAYLOAD, RECORD_LOCATION, SOURCE_FILE
 from etl.spec.units import MICROS
-from etl.tables import schemas, spark_io
+from etl.tables import spark_io, user_schemas
 from etl.tables.lake import Lake
 
 ID_SEPARATORS = r"""[\s"',:;{}\[\]()|\\]+"""
@@ -18,7 +18,7 @@ ID_SEPARATORS = r"""[\s"',:;{}\[\]()|\\]+"""
 
 def record_erased_users(lake: Lake, users: DataFrame, until_ts: int, day: date) -> None:
     """Add users (`user_id`) whose data until a time (µs) is erased on a day."""
-    schema = schemas.erased_users(lake.spec)
+    schema = user_schemas.erased_users(lake.spec)
     create_salt(lake)
     rows = users.select(salted_hash(lake, F.col("user_id")).alias("id_hash"))
     rows = rows.withColumns({"until_ts": F.lit(until_ts), "day": F.lit(day)})
@@ -59,7 +59,7 @@ def mark_erased(lake: Lake, rows: DataFrame, known_ts: Column | None = None) -> 
         known_ts: The time (µs) from which a valid record was known; by default, and for a bad one,
             that at which its day began.
     """
-    schema = schemas.erased_users(lake.spec)
+    schema = user_schemas.erased_users(lake.spec)
     if not lake.exists(schema.name):
         return rows
     stored = spark_io.read_table(lake, schema)

@@ -6,7 +6,7 @@ The salt is a property of the table `erased_users`, so that it is copied and kep
 import hashlib
 import secrets
 
-from etl.tables import schemas
+from etl.tables import user_schemas
 from etl.tables.lake import Lake, create_table
 
 SALT_PROPERTY = "gemline.erasure_salt"
@@ -14,7 +14,7 @@ SALT_PROPERTY = "gemline.erasure_salt"
 
 def create_salt(lake: Lake) -> None:
     """Create the table of erased users with a salt, unless it has one."""
-    schema = schemas.erased_users(lake.spec)
+    schema = user_schemas.erased_users(lake.spec)
     create_table(lake, schema)
     table = lake.open(schema.name)
     if SALT_PROPERTY not in table.metadata().configuration:
@@ -24,7 +24,7 @@ def create_salt(lake: Lake) -> None:
 
 def read_salt(lake: Lake) -> str:
     """The salt of a lake that has erased users."""
-    configuration = lake.open(schemas.erased_users(lake.spec).name).metadata().configuration
+    configuration = lake.open(user_schemas.erased_users(lake.spec).name).metadata().configuration
     return str(configuration[SALT_PROPERTY])
 
 

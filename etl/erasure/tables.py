@@ -10,6 +10,7 @@ from delta.tables import DeltaTable
 from pyspark.sql import DataFrame, SparkSession, Window
 from pyspark.sql import functions as F
 
+from etl.attribute_versions import build_version_snapshots, remove_version_snapshots
 from etl.erasure.erased_users import payload_words
 from etl.event_time import day_end_sql
 from etl.ingest.readers import PAYLOAD, parse_payload, raw_value
@@ -17,7 +18,7 @@ from etl.ingest.run import count_stored_records, write_ingest_metrics
 from etl.spec.model import DataSpec
 from etl.spec.report_sources import AudienceLabelSource
 from etl.spec.sources import AttributeSource, EventLogSource, ImpressionLogSource, Source
-from etl.tables import schemas, spark_io
+from etl.tables import schemas, spark_io, user_schemas
 from etl.tables.lake import Lake, commit_metadata, last_commit_metadata
 from etl.tables.table_schema import TableSchema
 
@@ -92,7 +93,8 @@ def erase_from_tables(scope: ErasureScope) -> dict[str, int]:
     """Delete the rows of users from all tables; returns the number of rows by table.
 
     Tables that name a user's impressions come last, so that an interrupted run can be repeated.
-    Pointers of later examples are adjusted, and `ingest_metrics` is counted again.
+    Pointers of later examples and weekly snapshots are adjusted, and `ingest_metrics` is counted
+    again.
     """
     lake = scope.lake
     erased = {schema.name: delete_rows(scope, schema) for schema in tables_of_users(lake)}
@@ -100,6 +102,10 @@ def erase_from_tables(scope: ErasureScope) -> dict[str, int]:
         adjust_pointers(lake, scope.users)
     if scope.before is not None and lake.exists("user_event_counts"):
         adjust_event_counts(lake, scope.users)
+    if scope.before is not None and lake.exists("attributes_user"):
+        # They may lack a version that an erased one, valid from a later time, had superseded.
+        remove_version_snapshots(lake, "user", scope.before)
+        build_version_snapshots(lake, "user", scope.before)
     recount_ingest_metrics(lake)
     return erased
 
@@ -154,7 +160,7 @@ def adjust_pointers(lake: Lake, users: DataFrame) -> None:
 
 def adjust_event_counts(lake: Lake, users: DataFrame) -> None:
     """Count the remaining events of users in the snapshots of `user_event_counts` again."""
-    schema = schemas.user_event_counts(lake.spec)
+    schema = user_schemas.user_event_counts(lake.spec)
     counts = spark_io.read_table(lake, schema).join(users, "user_id", "left_semi")
     end = F.expr(day_end_sql(lake.spec))
     events = spark_io.read_table(lake, schemas.events(lake.spec)).select("user_id", "visible_ts")

@@ -19,6 +19,7 @@ from etl.tables.label_schemas import impressions, late_retractions
 from etl.tables.model_schemas import scores, teacher_predictions, user_teacher_embeddings
 from etl.tables.roi_schemas import ROI_SCHEMAS
 from etl.tables.table_schema import PARTITION_COLUMNS, TableSchema, UserRows
+from etl.tables.user_schemas import erased_users, user_event_counts
 
 HISTORY_BYTE_PLANES = (
     *(f"{name}_{k}" for name in ("gaps", "lags", "items") for k in range(4)),
@@ -109,6 +110,7 @@ def events(spec: DataSpec) -> TableSchema:
         },
         constraints=_event_constraints(spec),
         user_rows=UserRows("user_id", "visible_ts"),
+        statistics=("visible_ts",),
     )
 
 
@@ -137,8 +139,11 @@ def excluded_events(spec: DataSpec) -> TableSchema:
     columns = {"reason": "string"} | events(spec).columns
     columns.pop("bucket")
     order = ("reason", "user_id", "event_ts", "event_id")
-    user_rows = UserRows("user_id", "visible_ts")
-    return TableSchema("excluded_events", columns, ("day",), order, user_rows=user_rows)
+    return TableSchema(
+        *("excluded_events", columns, ("day",), order),
+        user_rows=UserRows("user_id", "visible_ts"),
+        statistics=("visible_ts",),
+    )
 
 
 def quarantine(spec: DataSpec) -> TableSchema:
@@ -190,9 +195,8 @@ def attribute_snapshots(spec: DataSpec, entity: str) -> TableSchema:
     `landing_day` is the day of the version in the table of attributes.
     """
     versions = attributes(spec, entity)
-    columns = dict(versions.columns)
-    columns["landing_day"] = columns["day"]
-    columns["day"] = columns.pop("day")  # the last one
+    columns = {name: type_ for name, type_ in versions.columns.items() if name != "day"}
+    columns |= {"landing_day": "date", "day": "date"}
     user_rows = (
         UserRows("user_id", day_start_sql(spec, "landing_day")) if entity == "user" else None
     )
@@ -261,15 +265,6 @@ def history(_spec: DataSpec) -> TableSchema:
     )
 
 
-def user_event_counts(spec: DataSpec) -> TableSchema:
-    """One user at the end of a day, once a week: the number of events that had become visible."""
-    columns = {"user_id": "string", "events": "int", "day": "date"}
-    required = {f"no {name}": name for name in columns}
-    user_rows = UserRows("user_id", day_end_sql(spec))
-    order = ("user_id",)
-    return TableSchema("user_event_counts", columns, ("day",), order, required, user_rows=user_rows)
-
-
 def examples(spec: DataSpec) -> TableSchema:
     """One impression: a pointer into its user's history, and its non-sequence features.
 
@@ -303,16 +298,6 @@ def examples(spec: DataSpec) -> TableSchema:
         user_rows=UserRows("user_id", None),
         statistics=("user_known_since", "item_known_since"),
     )
-
-
-def erased_users(_spec: DataSpec) -> TableSchema:
-    """One user whose data until `until_ts` (µs) was erased on `day`, and stays so.
-
-    `id_hash` is a salted hash of the id, by which later runs leave the user's raw records out.
-    """
-    columns = {"id_hash": "string", "until_ts": "bigint", "day": "date"}
-    required = {f"no {name}": name for name in columns}
-    return TableSchema("erased_users", columns, ("day",), ("id_hash",), required, user_rows=None)
 
 
 TABLE_SCHEMAS = (

@@ -10,7 +10,7 @@ from pyspark.sql import functions as F
 
 from etl.ingest.timestamps import local_date
 from etl.spec.units import MICROS
-from etl.tables import schemas, spark_io
+from etl.tables import schemas, spark_io, user_schemas
 from etl.tables.lake import Lake
 from etl.tables.weekly_snapshots import remove_snapshots_from
 from features.history.codec import delta_encode, quantize_dwell, split_byte_planes
@@ -39,7 +39,7 @@ def build_history(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     assert_not_compacted(lake, days[0])
     versions = {name: lake.version(name) for name in ("events", "items")}
     contract = schemas.history(spec)
-    remove_snapshots_from(lake, schemas.user_event_counts(spec), days[0])
+    remove_snapshots_from(lake, user_schemas.user_event_counts(spec), days[0])
     packed = pack_events(newly_visible_events(lake, versions, days))
     packed = packed.withColumn("bucket", spark_io.user_bucket(F.col("user_id"), spec.buckets))
     packed = packed.withColumns({"chunk": F.lit(None), "dropped": F.lit(0)})

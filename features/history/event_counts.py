@@ -5,7 +5,7 @@ from datetime import date, timedelta
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from etl.tables import schemas, spark_io
+from etl.tables import schemas, spark_io, user_schemas
 from etl.tables.lake import Lake
 from etl.tables.weekly_snapshots import latest_snapshot_before, snapshot_days
 from features.history.compact import assert_not_compacted, compacted_until
@@ -13,7 +13,7 @@ from features.history.compact import assert_not_compacted, compacted_until
 
 def build_event_counts(lake: Lake, first_day: date) -> None:
     """Write the snapshots of a day and of later ones, up to the last day of `history`."""
-    schema = schemas.user_event_counts(lake.spec)
+    schema = user_schemas.user_event_counts(lake.spec)
     versions = {"history": lake.version("history")}
     last_day = lake.latest_day("history")
     for day in snapshot_days(first_day, last_day) if last_day else []:
@@ -36,7 +36,7 @@ def event_counts_before(lake: Lake, history_version: int, day: date) -> DataFram
     if snapshot_day is None or (until is not None and snapshot_day < until):
         counts = rows.select("user_id", events)
     else:
-        schema = schemas.user_event_counts(lake.spec)
+        schema = user_schemas.user_event_counts(lake.spec)
         snapshot = spark_io.read_table(lake, schema).filter(F.col("day") == F.lit(snapshot_day))
         recent = rows.filter(F.col("day") > F.lit(snapshot_day)).select("user_id", events)
         counts = snapshot.select("user_id", "events").unionByName(recent)
@@ -44,4 +44,4 @@ def event_counts_before(lake: Lake, history_version: int, day: date) -> DataFram
 
 
 def _latest_snapshot_before(lake: Lake, day: date) -> date | None:
-    return latest_snapshot_before(lake, schemas.user_event_counts(lake.spec).name, day)
+    return latest_snapshot_before(lake, user_schemas.user_event_counts(lake.spec).name, day)

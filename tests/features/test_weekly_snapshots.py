@@ -17,7 +17,7 @@ from etl.errors import UserError
 from etl.ingest.run import ingest
 from etl.spec import load_spec
 from etl.spec.units import DAY, MICROS, date_range
-from etl.tables import arrow, schemas, spark_io
+from etl.tables import arrow, schemas, spark_io, user_schemas
 from etl.tables.lake import Lake
 from etl.tables.weekly_snapshots import snapshot_days
 from features.history.build import build_history
@@ -75,7 +75,7 @@ def test_events_of_users_are_counted_from_the_latest_snapshot_on(
     for row in rows(lake, "events"):
         if row["visible_ts"] < lake.spec.day_start(LATER):
             expected[row["user_id"]] = expected.get(row["user_id"], 0) + 1
-    schema, snapshots = schemas.user_event_counts(lake.spec), rows(lake, "user_event_counts")
+    schema, snapshots = user_schemas.user_event_counts(lake.spec), rows(lake, "user_event_counts")
     assert {row["day"] for row in snapshots} == {SNAPSHOT_DAY}
     wrong = spark_io.read_table(lake, schema).withColumn("events", F.col("events") + 1)
     spark_io.replace_partitions(lake, schema, wrong, f"day = '{SNAPSHOT_DAY}'", {})
@@ -155,11 +155,11 @@ def test_versions_of_a_day_are_those_of_all_days_before_it(
             }
             for row in versions_from(lake, entity, day).collect()
         ]
-        landed = [row for row in written[entity] if row["day"] < day]
+        arrived = [row for row in written[entity] if row["day"] < day]
         stored = [row for row in stored if row["day"] < day]
         start = lake.spec.day_start(day)
         for second in range(start + 1, start + 8 * DAY, DAY // 3):
-            assert values_as_of(stored, second) == values_as_of(landed, second), (day, second)
+            assert values_as_of(stored, second) == values_as_of(arrived, second), (day, second)
 
 
 def test_versions_of_days_before_the_latest_snapshot_are_not_read(
