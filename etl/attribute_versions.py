@@ -14,11 +14,7 @@ from etl.spec.sources import AttributeSource
 from etl.spec.units import MICROS
 from etl.tables import schemas, spark_io
 from etl.tables.lake import Lake
-from etl.tables.weekly_snapshots import (
-    latest_snapshot_before,
-    remove_snapshots_from,
-    snapshot_days,
-)
+from etl.tables.weekly_snapshots import latest_snapshot_before, snapshot_days
 
 STATIC_DAY = date(1970, 1, 1)  # landing day of static rows
 
@@ -40,11 +36,6 @@ def versions_from(lake: Lake, entity: str, day: date, version: int | None = None
     snapshot = spark_io.read_table(lake, snapshots).filter(F.col("day") == F.lit(snapshot_day))
     snapshot = snapshot.drop("day").withColumnRenamed("landing_day", "day")
     return rows.filter(is_recent).unionByName(snapshot.select(rows.columns))
-
-
-def remove_version_snapshots(lake: Lake, entity: str, first_day: date) -> None:
-    """Remove the snapshots of a day and later ones, before versions that landed on it change."""
-    remove_snapshots_from(lake, schemas.attribute_snapshots(lake.spec, entity), first_day)
 
 
 def build_version_snapshots(lake: Lake, entity: str, first_day: date) -> None:

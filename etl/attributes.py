@@ -11,7 +11,6 @@ from etl.attribute_versions import (
     STATIC_DAY,
     build_version_snapshots,
     changed_versions,
-    remove_version_snapshots,
 )
 from etl.erasure.erased_users import mark_erased
 from etl.errors import UserError
@@ -30,6 +29,7 @@ from etl.ingest.readers import (
     translate_read_errors,
     with_line_numbers,
 )
+from etl.ingest.run import check_no_later_days
 from etl.ingest.timestamps import parse_time
 from etl.spec.attributes import (
     CategoricalAttribute,
@@ -42,6 +42,7 @@ from etl.spec.sources import AttributeSource
 from etl.spec.units import MICROS
 from etl.tables import schemas, spark_io
 from etl.tables.lake import Lake, create_table
+from etl.tables.weekly_snapshots import remove_snapshots_from
 
 DayRange = tuple[date, date]
 
@@ -83,7 +84,9 @@ def _is_readable_for(lake: Lake, source: AttributeSource, days: DayRange) -> boo
     if source.static:
         return True
     if source.is_partitioned_by_day:
-        _check_no_later_days(lake, source, days)
+        table = schemas.attributes(lake.spec, source.entity).name
+        if source.stores_changes and lake.exists(table) and lake.count_rows(table):
+            check_no_later_days(lake, days)  # their versions were compared with those stored here
         return True
     latest = lake.latest_day("events")
     if latest and latest > days[1]:
@@ -100,17 +103,6 @@ def _is_readable_for(lake: Lake, source: AttributeSource, days: DayRange) -> boo
     return True
 
 
-def _check_no_later_days(lake: Lake, source: AttributeSource, days: DayRange) -> None:
-    """Raise UserError if later days may have been compared with what these days have stored."""
-    table, latest = schemas.attributes(lake.spec, source.entity).name, lake.latest_day("events")
-    is_loaded = lake.exists(table) and lake.count_rows(table)
-    if source.stores_changes and is_loaded and latest and latest > days[1]:
-        raise UserError(
-            f"{latest} has been ingested already, and of {source.path} only changes since the day "
-            f"before are stored: load all days up to it, --days {days[0]}:{latest}"
-        )
-
-
 def _write_source(
     lake: Lake, name: str, source: AttributeSource, rows: DataFrame, days: DayRange
 ) -> None:
@@ -124,7 +116,9 @@ def _write_source(
     else:
         first_day = days[0] if source.is_partitioned_by_day else days[1]
         where = spark_io.day_range_predicate(first_day, days[1])
-        remove_version_snapshots(lake, source.entity, first_day)
+        remove_snapshots_from(
+            lake, schemas.attribute_snapshots(lake.spec, source.entity), first_day
+        )
         if source.stores_changes:
             versions = changed_versions(lake, source, versions, first_day)
     schema = schemas.attributes(lake.spec, source.entity)

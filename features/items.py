@@ -115,11 +115,12 @@ def build_first_item_versions(lake: Lake, first_day: date) -> None:
     schema, spec = schemas.first_item_versions(lake.spec), lake.spec
     versions = {"item_versions": lake.version("item_versions")}
     stored = spark_io.read_table(lake, schemas.item_versions(spec), versions["item_versions"])
-    is_earlier = F.lit(True)
+    is_earlier, where = F.lit(True), "true"
     if lake.rows_by_day(schema.name):
+        where = f"day >= '{first_day}'"
         known = spark_io.read_table(lake, schema).filter(F.col("day") < F.lit(first_day))
         known = known.groupBy("item_index").agg(F.min("valid_from").alias("known_from"))
-        stored = stored.filter(F.col("day") >= F.lit(first_day)).join(known, "item_index", "left")
+        stored = stored.filter(where).join(known, "item_index", "left")
         is_earlier = F.coalesce(F.col("valid_from") < F.col("known_from"), F.lit(True))
     keys = schemas.item_counter_key_columns(spec)
     values = F.struct("valid_from", *keys, "day")
@@ -127,7 +128,6 @@ def build_first_item_versions(lake: Lake, first_day: date) -> None:
     rows = (
         stored.filter(is_earlier).groupBy("item_index").agg(first).select("item_index", "first.*")
     )
-    where = f"day >= '{first_day}'" if lake.rows_by_day(schema.name) else "true"
     spark_io.replace_partitions(lake, schema, rows, where, versions)
 
 

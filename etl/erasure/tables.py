@@ -10,7 +10,7 @@ from delta.tables import DeltaTable
 from pyspark.sql import DataFrame, SparkSession, Window
 from pyspark.sql import functions as F
 
-from etl.attribute_versions import build_version_snapshots, remove_version_snapshots
+from etl.attribute_versions import build_version_snapshots
 from etl.erasure.erased_users import payload_words
 from etl.event_time import day_end_sql
 from etl.ingest.readers import PAYLOAD, parse_payload, raw_value
@@ -21,6 +21,7 @@ from etl.spec.sources import AttributeSource, EventLogSource, ImpressionLogSourc
 from etl.tables import schemas, spark_io, user_schemas
 from etl.tables.lake import Lake, commit_metadata, last_commit_metadata
 from etl.tables.table_schema import TableSchema
+from etl.tables.weekly_snapshots import remove_snapshots_from
 
 METADATA_SETTING = "spark.databricks.delta.commitInfo.userMetadata"
 LAST_TABLES = ("impressions", "examples", "events")  # they name the impressions of a user
@@ -104,7 +105,7 @@ def erase_from_tables(scope: ErasureScope) -> dict[str, int]:
         adjust_event_counts(lake, scope.users)
     if scope.before is not None and lake.exists("attributes_user"):
         # They may lack a version that an erased one, valid from a later time, had superseded.
-        remove_version_snapshots(lake, "user", scope.before)
+        remove_snapshots_from(lake, schemas.attribute_snapshots(lake.spec, "user"), scope.before)
         build_version_snapshots(lake, "user", scope.before)
     recount_ingest_metrics(lake)
     return erased

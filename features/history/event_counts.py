@@ -32,16 +32,12 @@ def event_counts_before(lake: Lake, history_version: int, day: date) -> DataFram
     history = spark_io.read_table(lake, schemas.history(lake.spec), history_version)
     events = (F.col("events") + F.col("dropped")).alias("events")
     rows = history.filter(F.col("day") < F.lit(day))
-    snapshot_day, until = _latest_snapshot_before(lake, day), compacted_until(lake)
+    schema, until = user_schemas.user_event_counts(lake.spec), compacted_until(lake)
+    snapshot_day = latest_snapshot_before(lake, schema.name, day)
     if snapshot_day is None or (until is not None and snapshot_day < until):
         counts = rows.select("user_id", events)
     else:
-        schema = user_schemas.user_event_counts(lake.spec)
         snapshot = spark_io.read_table(lake, schema).filter(F.col("day") == F.lit(snapshot_day))
         recent = rows.filter(F.col("day") > F.lit(snapshot_day)).select("user_id", events)
         counts = snapshot.select("user_id", "events").unionByName(recent)
     return counts.groupBy("user_id").agg(F.sum("events").cast("int").alias("events"))
-
-
-def _latest_snapshot_before(lake: Lake, day: date) -> date | None:
-    return latest_snapshot_before(lake, user_schemas.user_event_counts(lake.spec).name, day)
