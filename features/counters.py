@@ -1,9 +1,9 @@
 """Point-in-time counters: aggregations of the events before each impression, by key.
 
 The aggregation itself is NumPy on sorted arrays (features/aggregations.py); Spark brings the rows
-that share the first part of a key together. Where that part has very many events, such as a large
-surface, they are first added up by second and type, and its impressions of one second are one
-query, so that the rows of a key are bounded by the seconds of the longest window.
+that share the first part of a key together. Where that part is hot, such as a large surface, its
+events are first summed by second and type, and its impressions of one second are one query, so that
+the rows of a key are bounded by the seconds of the longest window.
 """
 
 import functools
@@ -29,7 +29,7 @@ from features.ragged import regroup_batches, run_starts
 
 SEEN = "seen"
 SEEN_KEY = -1  # the number under which `seen` is counted
-HOT_EVENTS = 1_000_000  # events of a first part of a key that are added up by second
+HOT_EVENTS = 1_000_000  # from so many events on, a first part of a key is hot
 LEAD = ("lead_part", "lead")  # number and value of the first part of a key
 # The values of a key are the bytes of its numbers: Spark copies a list number by number.
 COUNTED_SCHEMA = "impression_id string, key int, values binary"
@@ -137,7 +137,7 @@ def count_by_impression(
 def count_by_second(
     spec: DataSpec, leads: KeyLeads, events: DataFrame, queries: DataFrame
 ) -> DataFrame:
-    """The rows of `count_by_impression`, from events that are added up by second first."""
+    """The rows of `count_by_impression`, from events that are summed by second first."""
     aggregations = Aggregations.from_spec(spec)
     events = events.filter(F.col("type").isin(sorted(aggregations.all_types)))
     if spec.counters.mean_dwell:

@@ -1,4 +1,4 @@
-"""Counters are the same to the last bit, whether or not events of a key are added up by second."""
+"""Counters are the same to the last bit, whether or not events of a key are summed by second."""
 
 from pathlib import Path
 
