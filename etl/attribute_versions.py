@@ -14,9 +14,8 @@ from etl.spec.sources import AttributeSource
 from etl.spec.units import MICROS
 from etl.tables import schemas, spark_io
 from etl.tables.lake import Lake
+from etl.tables.schemas import STATIC_DAY
 from etl.tables.weekly_snapshots import latest_snapshot_before, snapshot_days
-
-STATIC_DAY = date(1970, 1, 1)  # landing day of static rows
 
 
 def versions_from(lake: Lake, entity: str, day: date, version: int | None = None) -> DataFrame:
@@ -48,17 +47,21 @@ def build_version_snapshots(lake: Lake, entity: str, first_day: date) -> None:
 
 
 def readable_after(lake: Lake, entity: str, day: date) -> DataFrame:
-    """The rows of the snapshot of a day, without static rows."""
+    """The rows of the snapshot of a day, without static rows.
+
+    The first version of an item is kept: counters use its attributes.
+    """
     rows = versions_from(lake, entity, day)
     rows = rows.filter((F.col("day") <= F.lit(day)) & (F.col("day") != F.lit(STATIC_DAY)))
     order = Window.partitionBy(f"{entity}_id").orderBy("valid_from", "day")
     day_end_us = lake.spec.day_end(day) * MICROS["s"]
-    superseded = rows.withColumn("superseded_from", F.lead("valid_from").over(order))
-    current = superseded.filter(
-        F.col("superseded_from").isNull() | (F.col("superseded_from") > day_end_us)
-    )
-    current = current.drop("superseded_from").withColumnRenamed("day", "landing_day")
-    return current.withColumn("day", F.lit(day))
+    superseded_from = F.lead("valid_from").over(order)
+    is_readable = superseded_from.isNull() | (superseded_from > day_end_us)
+    if entity == "item":
+        is_readable |= F.row_number().over(order) == 1
+    readable = rows.withColumn("is_readable", is_readable).filter("is_readable")
+    readable = readable.drop("is_readable").withColumnRenamed("day", "landing_day")
+    return readable.withColumn("day", F.lit(day))
 
 
 def changed_versions(

@@ -8,7 +8,6 @@ from pyspark.sql import Column, DataFrame, Row
 from pyspark.sql import functions as F
 
 from etl.attribute_versions import (
-    STATIC_DAY,
     build_version_snapshots,
     changed_versions,
 )
@@ -42,6 +41,7 @@ from etl.spec.sources import AttributeSource
 from etl.spec.units import MICROS
 from etl.tables import schemas, spark_io
 from etl.tables.lake import Lake, create_table
+from etl.tables.schemas import STATIC_DAY
 from etl.tables.weekly_snapshots import remove_snapshots_from
 
 DayRange = tuple[date, date]

@@ -98,19 +98,27 @@ def run_day(paths: PipelinePaths, age: int) -> Iterator[StepCost]:
     day = FIRST_DAY + timedelta(days=age - 1)
     for step in data_steps(paths, ("--days", f"{day}:{day}")):
         yield measure_cost(age, step.name, partial(run_steps_in_process, [step]))
-    yield measure_cost(age, "feature store", partial(build_store, paths, day))
+    previous = store_folder(paths, day - timedelta(days=1)) / "data.mdb"
+    size = previous.stat().st_size if previous.exists() else 0
+    cost = measure_cost(age, "feature store", partial(build_store, paths, day))
+    yield cost.model_copy(update={"bytes_read": cost.bytes_read + size})  # it is mapped, not read
+
+
+def store_folder(paths: PipelinePaths, day: date) -> Path:
+    """The folder of the feature store with all days until one."""
+    return Path(paths.lake, "_stores", str(day))
 
 
 def build_store(paths: PipelinePaths, day: date) -> None:
-    """Build a feature store of all days until one, as a ranker of the demo reads it."""
+    """Build a feature store of all days until one, in place of that of the day before."""
     from etl.tables.lake import Lake
     from ranking.feature_store.materialize import HistoryLengths, build_feature_store
 
     lake = Lake(paths.lake, load_spec(paths.spec))
-    folder = Path(paths.lake, "_stores", str(day))
     lengths = HistoryLengths(sequence="behaviour", events=256)
-    build_feature_store(lake, folder, lake.spec.day_end(day), lengths).close()
-    shutil.rmtree(folder)
+    previous, folder = store_folder(paths, day - timedelta(days=1)), store_folder(paths, day)
+    build_feature_store(lake, folder, lake.spec.day_end(day), lengths, previous).close()
+    shutil.rmtree(previous, ignore_errors=True)
 
 
 def measure_cost(age: int, step: str, run: Callable[[], object]) -> StepCost:

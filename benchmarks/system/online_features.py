@@ -21,6 +21,7 @@ from benchmarks.system.serving_args import ServingArgs
 from etl.spec.units import MICROS
 from etl.tables.lake import Lake
 from etl.tables.uri import local_cache_path
+from ranking.feature_store.carried_histories import registered_item_records
 from ranking.feature_store.consistency import ConsistencyReport, check_consistency
 from ranking.feature_store.counter_rows import COUNTER_LEVELS
 from ranking.feature_store.counters import CountedEvents
@@ -30,7 +31,6 @@ from ranking.feature_store.items import item_key_values
 from ranking.feature_store.materialize import (
     HistoryLengths,
     build_feature_store,
-    registered_item_records,
 )
 from ranking.feature_store.request import RankRequest
 from ranking.feature_store.store import FeatureStore, open_store

@@ -1,6 +1,7 @@
 """The schema of each table, derived from the data spec."""
 
 from dataclasses import replace
+from datetime import date
 
 from etl.errors import UserError
 from etl.event_time import MAX_CLOCK_SKEW_SECONDS, MIN_EVENT_TS, day_end_sql, day_start_sql
@@ -25,6 +26,7 @@ HISTORY_BYTE_PLANES = (
     *(f"{name}_{k}" for name in ("gaps", "lags", "items") for k in range(4)),
     *("surfaces", "types", "dwells"),
 )
+STATIC_DAY = date(1970, 1, 1)  # landing day of attributes without a time
 RESERVED_ITEM_INDICES = 16  # index 0: no item; 1 to 15: items without an index, by hash of the id
 
 
@@ -191,7 +193,8 @@ def attributes(spec: DataSpec, entity: str) -> TableSchema:
 def attribute_snapshots(spec: DataSpec, entity: str) -> TableSchema:
     """Versions of a user or item that may be valid after a day, once a week.
 
-    These are the latest version at the end of the day, and those that become valid later.
+    These are the latest version at the end of the day, and those that become valid later; of items
+    also the first version, whose attributes are counter keys.
     `landing_day` is the day of the version in the table of attributes.
     """
     versions = attributes(spec, entity)

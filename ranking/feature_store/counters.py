@@ -38,12 +38,11 @@ from ranking.feature_store.counter_rows import (
     child_record_key,
 )
 from ranking.feature_store.counter_windows import read_windows
-from ranking.feature_store.storage import UNKNOWN, Txn
+from ranking.feature_store.storage import UNKNOWN, KeyValuePairs, Txn
 
 MAX_REQUEST_LAG = 2 * DAY  # seconds by which a request may be older than the most recent event
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-KeyValuePairs = list[tuple[bytes, bytes]]
 
 
 @dataclass(frozen=True)

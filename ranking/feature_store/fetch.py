@@ -84,8 +84,8 @@ class RequestSnapshot:
 
     def rank_inputs(self) -> RankInputs:
         """All inputs of the request."""
-        stored = self.txn.get("history", storage_key(self.request.user))
-        history = self.store.histories.visible_events(stored, self.as_of)
+        user_key = storage_key(self.request.user)
+        history = self.store.histories.visible_events(self.txn, user_key, self.as_of)
         events = history[-self.input_limits.max_length :]
         return RankInputs(
             requests=self._request_features(events),

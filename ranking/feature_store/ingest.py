@@ -316,10 +316,7 @@ def ingest_event(store: FeatureStore, txn: Txn, event: Event) -> None:
     register_items(store.layout, txn, [event.item])
     records = read_item_records(store.layout, txn, [event.item])
     row = _history_row(store, event, visible, int(records["index"][0]))
-    user_key = storage_key(event.user)
-    history = store.histories.append_event(txn.get("history", user_key), row, now)
-    if history is not None:
-        txn.put("history", user_key, history)
+    store.histories.append_event(txn, storage_key(event.user), row, now)
     key_values = counter_key_values(store.layout, event.user, event.surface, records, visible)
     record_keys = [keys[0] for keys in store.counters.record_keys(key_values)]
     known_keys = [key for key in record_keys if key is not None]

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import date, timedelta
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -19,34 +20,39 @@ from tqdm import tqdm
 
 from etl.errors import UserError
 from etl.tables import arrow, atomic_io, model_schemas, schemas
+from etl.tables.arrow import Snapshot
 from etl.tables.lake import Lake
 from etl.tables.lease import hold_leases
 from etl.tables.pointer import remove_unreferenced_versions
-from etl.tables.schemas import RESERVED_ITEM_INDICES
+from etl.tables.schemas import RESERVED_ITEM_INDICES, STATIC_DAY
 from etl.tables.table_schema import TableSchema
 from etl.tables.uri import local_cache_path, resolve_uri
 from features.aggregations import round_dwell_ms
 from features.encoding.scalar import spark_xxhash64
-from features.history.codec import quantize_dwell
 from features.schema import counter_input_days
+from ranking.feature_store.carried_histories import (
+    HistoryBuilder,
+    group_rows,
+    registered_item_records,
+    storage_keys,
+)
 from ranking.feature_store.counter_rows import COUNTER_LEVELS
-from ranking.feature_store.counters import CountedEvents, KeyValuePairs
+from ranking.feature_store.counters import CountedEvents
 from ranking.feature_store.ingest import AttributeVersion, upsert_attributes
 from ranking.feature_store.items import (
     NEXT_ITEM_INDEX_KEY,
     blank_item_records,
     item_key_values,
-    read_item_records,
-    register_items,
 )
 from ranking.feature_store.storage import (
-    HISTORY_DTYPE,
     KNOWN_EVENT,
     TEACHER_HISTORY_DTYPE,
+    KeyValuePairs,
     storage_key,
 )
 from ranking.feature_store.store import (
     LATENESS_MARGIN_DAYS,
+    MAX_REQUEST_AGE,
     FeatureStore,
     StoreMetadata,
     create_store,
@@ -73,11 +79,16 @@ class HistoryLengths:
 
 
 def build_feature_store(
-    lake: Lake, folder: Path, data_until: int, lengths: HistoryLengths
+    lake: Lake,
+    folder: Path,
+    data_until: int,
+    lengths: HistoryLengths,
+    previous: Path | None = None,
 ) -> FeatureStore:
     """Build a store in a new folder from all data until an epoch second, and open it.
 
-    The folder appears only when the store is complete.
+    The folder appears only when the store is complete. `previous` is the folder of an earlier
+    store, whose histories are reused if they are still those of the tables.
     """
     data_until_day = lake.spec.last_day_before(data_until)
     items = read_until(lake, schemas.items(lake.spec), data_until_day)
@@ -94,8 +105,9 @@ def build_feature_store(
     source.write_items(items)
     source.write_attribute_versions("user")
     source.write_attribute_versions("item")
+    HistoryBuilder(lake, store, source.events, data_until_day).build(previous)
     records = itertools.chain(
-        source.teacher_history_records(), source.behavior_records(), source.event_id_records()
+        source.teacher_history_records(), source.recent_counter_records(), source.event_id_records()
     )
     for table, pairs in tqdm(records, desc="feature store", unit="table", disable=None):
         with store.write_transaction() as txn:
@@ -113,6 +125,11 @@ class TableSource:
     store: FeatureStore
     data_until_day: date
     teacher_history_length: int
+
+    @cached_property
+    def events(self) -> Snapshot:
+        """The table of events."""
+        return arrow.snapshot(self.lake, schemas.events(self.lake.spec))
 
     def write_items(self, items: pa.Table) -> None:
         """Write the records of all items that have an index in the tables."""
@@ -133,12 +150,34 @@ class TableSource:
 
     def _attribute_versions(self, entity: str) -> Iterator[AttributeVersion]:
         """The versions of users or items, in the order of their `valid_from`."""
-        schema = schemas.attributes(self.lake.spec, entity)
         order = [(name, "ascending") for name in (f"{entity}_id", "valid_from", "day")]
-        rows = read_until(self.lake, schema, self.data_until_day).sort_by(order)
+        rows = self._readable_versions(entity).sort_by(order)
         declared = getattr(self.lake.spec.attributes, entity)
         for row in rows.to_pylist():
             yield AttributeVersion.from_row(entity, row, declared)
+
+    def _readable_versions(self, entity: str) -> pa.Table:
+        """Rows with all versions that a request can read.
+
+        These are the latest snapshot before the earliest request, the versions that have landed
+        since, and static rows.
+        """
+        stored, snapshots = (
+            arrow.snapshot(self.lake, schema(self.lake.spec, entity))
+            for schema in (schemas.attributes, schemas.attribute_snapshots)
+        )
+        days = [day for day in stored.days() if day <= self.data_until_day]
+        first_day = self.lake.spec.last_day_before(self.store.earliest_request - MAX_REQUEST_AGE)
+        snapshot_day = max((day for day in snapshots.days() if day < first_day), default=None)
+        if snapshot_day is None:
+            return stored.read(day=days)
+        since = [day for day in days if day > snapshot_day or day == STATIC_DAY]
+        snapshot = snapshots.read(day=snapshot_day).drop_columns("day")
+        names = ["day" if name == "landing_day" else name for name in snapshot.column_names]
+        columns = list(stored.schema.columns)
+        return pa.concat_tables(
+            [stored.read(day=since), snapshot.rename_columns(names).select(columns)]
+        )
 
     def teacher_history_records(self) -> Iterator[tuple[str, KeyValuePairs]]:
         """The teacher embeddings of each user's most recent impressions."""
@@ -152,22 +191,15 @@ class TableSource:
         rows["item"] = stored["item_index"]
         embeddings = np.frombuffer(b"".join(stored["teacher_embedding_int4"].to_pylist()), np.uint8)
         rows["teacher_embedding_int4"] = embeddings.reshape(len(stored), -1)
-        by_user = _group_rows(_storage_keys(stored["user_id"]), rows)
+        by_user = group_rows(storage_keys(stored["user_id"]), rows)
         newest = [(key, rows[-self.teacher_history_length :].tobytes()) for key, rows in by_user]
         yield "teacher_history", newest
 
-    def behavior_records(self) -> Iterator[tuple[str, KeyValuePairs]]:
-        """Histories of users, bucket by bucket, then the counters."""
-        schema = schemas.events(self.lake.spec)
-        columns = [n for n in schema.columns if not n.startswith("ctx_") and n != "source_file"]
-        events = arrow.snapshot(self.lake, schema)
-        days = [day for day in events.days() if day <= self.data_until_day]
-        order = [(name, "ascending") for name in schema.order_by]
-        for bucket in range(self.lake.spec.buckets):
-            in_bucket = events.read(columns, day=days, bucket=bucket).sort_by(order)
-            yield "history", list(self._user_histories(in_bucket.combine_chunks()))
-        first_day = self._first_counted_day()
-        recent = events.read(columns, day=[day for day in days if day >= first_day])
+    def recent_counter_records(self) -> Iterator[tuple[str, KeyValuePairs]]:
+        """The counter records of all events that the windows of a request can reach."""
+        columns = ["user_id", "item_id", "surface", "type", "visible_ts", "dwell_ms"]
+        first_day = self.data_until_day - timedelta(days=counter_input_days(self.lake.spec))
+        recent = self.events.read(columns, day=self._days_since(first_day))
         is_counted = pc.greater_equal(recent["visible_ts"], self._first_counted_second())
         yield from self.counter_records(recent.filter(is_counted))
 
@@ -176,41 +208,20 @@ class TableSource:
         longest = self.lake.spec.counters.longest_window
         return self.store.data_until - longest - COUNTER_LEVELS[0].bucket_seconds
 
-    def _first_counted_day(self) -> date:
-        """The earliest day with events that are visible within a window."""
-        return self.data_until_day - timedelta(days=counter_input_days(self.lake.spec))
+    def _days_since(self, first_day: date) -> list[date]:
+        """The days with events, from a day on."""
+        return [day for day in self.events.days() if first_day <= day <= self.data_until_day]
 
     def event_id_records(self) -> Iterator[tuple[str, KeyValuePairs]]:
         """Ids of recent events, which may be posted again or may be in the log already."""
-        events = arrow.snapshot(self.lake, schemas.events(self.lake.spec))
         num_days = 2 * self.lake.spec.allowed_lateness_days + LATENESS_MARGIN_DAYS + 1
         first_day = self.data_until_day - timedelta(days=num_days)
-        days = [day for day in events.days() if first_day <= day <= self.data_until_day]
-        recent = events.read(["event_id", "event_ts", "type"], day=days)
+        columns = ["event_id", "event_ts", "type"]
+        recent = self.events.read(columns, day=self._days_since(first_day))
         rows = recent.filter(pc.greater_equal(recent["event_ts"], self.store.final_before_ts))
         types = {code: name for name, code in self.lake.spec.event_codes.items()}
         ids = zip(rows["type"].to_pylist(), rows["event_id"].to_pylist(), strict=True)
         yield "event_ids", [(event_id_key(types[code], id_), KNOWN_EVENT) for code, id_ in ids]
-
-    def _user_histories(self, events: pa.Table) -> Iterator[tuple[bytes, bytes]]:
-        """The history of each user, from events that are sorted by user and time."""
-        histories = self.store.histories
-        if histories.event_codes:
-            codes = pa.array(histories.event_codes, pa.int8())
-            events = events.filter(pc.is_in(events["type"], codes))
-        rows = self._history_rows(events)
-        for key, user_rows in _group_rows(_storage_keys(events["user_id"]), rows):
-            first = histories.first_retained(user_rows["visible_ts"], self.store.data_until)
-            yield key, user_rows[first:].tobytes()
-
-    def _history_rows(self, events: pa.Table) -> np.ndarray:
-        rows = np.zeros(len(events), HISTORY_DTYPE)
-        rows["visible_ts"], rows["event_ts"] = events["visible_ts"], events["event_ts"]
-        rows["event"] = _byte_strings(events["event_id"])
-        rows["item"] = registered_item_records(self.store, events["item_id"])["index"]
-        rows["surface"], rows["type"] = events["surface"], events["type"]
-        rows["dwell"] = quantize_dwell(events["dwell_ms"].to_numpy())
-        return rows
 
     def counter_records(self, events: pa.Table) -> Iterator[tuple[str, KeyValuePairs]]:
         """The counter records of events (N)."""
@@ -234,37 +245,10 @@ class TableSource:
         yield from counters.build_records(key_values, counted)
 
 
-def registered_item_records(store: FeatureStore, item_ids: pa.ChunkedArray) -> np.ndarray:
-    """Register the items (N) that the store has never seen, and read the records of all (N)."""
-    items = item_ids.combine_chunks().dictionary_encode()
-    distinct = items.dictionary.to_pylist()
-    with store.write_transaction() as txn:
-        register_items(store.layout, txn, distinct)
-        records = read_item_records(store.layout, txn, distinct)
-    return np.asarray(records[items.indices.to_numpy()])
-
-
 def read_until(lake: Lake, schema: TableSchema, data_until_day: date) -> pa.Table:
     """The rows of a table that landed up to the end of a day."""
     stored = arrow.snapshot(lake, schema)
     return stored.read(day=[day for day in stored.days() if day <= data_until_day]).combine_chunks()
-
-
-def _storage_keys(ids: pa.ChunkedArray) -> np.ndarray:
-    return np.array([storage_key(id_) for id_ in ids.to_pylist()], np.bytes_)
-
-
-def _byte_strings(strings: pa.ChunkedArray) -> np.ndarray:
-    return np.array([string.encode() for string in strings.to_pylist()], np.bytes_)
-
-
-def _group_rows(owner_keys: np.ndarray, rows: np.ndarray) -> Iterator[tuple[bytes, np.ndarray]]:
-    """Each owner's key and rows; rows of one owner must be adjacent."""
-    if not len(rows):
-        return
-    starts = np.flatnonzero(np.concatenate(([True], owner_keys[1:] != owner_keys[:-1])))
-    for start, stop in zip(starts, np.append(starts[1:], len(rows)), strict=True):
-        yield bytes(owner_keys[start]), rows[start:stop]
 
 
 def materialize_lease(lake: str, command: str) -> AbstractContextManager[None]:
@@ -287,7 +271,9 @@ def materialize(lake: Lake, data_until: int) -> str:
     names = (f"{day:%Y%m%d}-{number}" for number in itertools.count(1))
     name = next(name for name in names if not (pointer.folder / name).exists())
     folder = local_cache_path(pointer.folder) / name
-    build_feature_store(lake, folder, data_until, lengths).close()
+    live = pointer.live_folder
+    previous = local_cache_path(live) if live else None
+    build_feature_store(lake, folder, data_until, lengths, previous).close()
     pointer.promote(name)
     remove_unreferenced_versions(pointer.folder, pointer)
     return name

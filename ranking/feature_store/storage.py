@@ -23,6 +23,7 @@ from features.schema import TEACHER_EMBEDDING_WIDTH, FeatureGroup, FeatureSchema
 MAP_SIZE_BYTES = 1 << 38  # upper bound of a database; its file grows as it is filled
 MAX_READERS = 512
 Tables = Mapping[str, Any]
+KeyValuePairs = list[tuple[bytes, bytes]]
 
 
 class StorageFullError(TemporaryError):
@@ -56,7 +57,7 @@ class Txn:
         """Write a value."""
         self.transaction.put(key, value, db=self.tables[table])
 
-    def put_many(self, table: str, items: list[tuple[bytes, bytes]]) -> None:
+    def put_many(self, table: str, items: KeyValuePairs) -> None:
         """Write several values."""
         with self.transaction.cursor(self.tables[table]) as cursor:
             cursor.putmulti(items)
@@ -154,8 +155,6 @@ BID_DTYPE = np.dtype(
         ("advertiser", "<i8"),
     ]
 )
-# Events kept beyond the history length, for requests that are older than the most recent event.
-SPARE_EVENTS = 64
 
 
 def storage_key(name: str) -> bytes:
@@ -200,38 +199,3 @@ def version_dtype(group: FeatureGroup) -> np.dtype:
             ("content_vectors", "<f4", (sum(group.vectors.values()),)),
         ]
     )
-
-
-@dataclass(frozen=True)
-class UserHistories:
-    """Retention of user histories: the last `max_events` events of the types in `event_codes`.
-
-    An empty `event_codes` keeps events of all types.
-    """
-
-    event_codes: tuple[int, ...]
-    max_events: int
-
-    def append_event(self, stored: bytes, event: np.ndarray, now: int) -> bytes | None:
-        """A user's history (bytes) after one more event, ingested at `now` (seconds).
-
-        None if the history holds no events of this type.
-        """
-        if self.event_codes and int(event["type"][0]) not in self.event_codes:
-            return None
-        rows = np.concatenate((np.frombuffer(stored, HISTORY_DTYPE), event))
-        if len(rows) > 1 and rows[-2]["visible_ts"] >= rows[-1]["visible_ts"]:
-            rows = rows[np.lexsort((rows["event"], rows["event_ts"], rows["visible_ts"]))]
-        return rows[self.first_retained(rows["visible_ts"], now) :].tobytes()
-
-    def first_retained(self, visible_ts: np.ndarray, now: int) -> int:
-        """The index of the first event to keep, given the seconds (N) at which each is visible.
-
-        Events that become visible after `now` are kept in addition to the history length.
-        """
-        return max(0, int(np.searchsorted(visible_ts, now)) - self.max_events - SPARE_EVENTS)
-
-    def visible_events(self, stored: bytes, as_of: int) -> np.ndarray:
-        """The most recent `max_events` events visible strictly before a second, oldest first."""
-        rows = np.frombuffer(stored, HISTORY_DTYPE)
-        return rows[: np.searchsorted(rows["visible_ts"], as_of)][-self.max_events :]

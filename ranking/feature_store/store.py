@@ -10,20 +10,21 @@ from etl.spec.units import DAY, MICROS
 from etl.tables.schemas import RESERVED_ITEM_INDICES
 from ranking.feature_store.counter_rows import COUNTER_LEVELS
 from ranking.feature_store.counters import Counters
+from ranking.feature_store.histories import UserHistories
 from ranking.feature_store.storage import (
     Database,
     RecordLayout,
     Txn,
-    UserHistories,
     open_environment,
 )
 
 STORE_TABLES = (
-    "meta", "users", "items", "item_versions", "bids", "history", "teacher_history", "event_ids",
+    "meta", "users", "items", "item_versions", "bids", "history", "recent_history",
+    "teacher_history", "event_ids",
     *(level.table for level in COUNTER_LEVELS),
 )  # fmt: skip
 METADATA_KEY = b"metadata"
-RECORD_FORMAT = 2  # of all tables; counts up when one changes
+RECORD_FORMAT = 3  # of all tables; counts up when one changes
 LATENESS_MARGIN_DAYS = 2  # added to allowed_lateness: other time zones, clocks that run ahead
 MAX_REQUEST_AGE = 3600  # seconds by which a request may be older than the latest features
 

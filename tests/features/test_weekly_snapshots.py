@@ -19,9 +19,11 @@ from etl.spec import load_spec
 from etl.spec.units import DAY, MICROS, date_range
 from etl.tables import arrow, schemas, spark_io, user_schemas
 from etl.tables.lake import Lake
-from etl.tables.weekly_snapshots import snapshot_days
+from etl.tables.weekly_snapshots import remove_snapshots_from, snapshot_days
 from features.history.build import build_history
 from features.history.event_counts import event_counts_before
+from ranking.feature_store.materialize import TableSource
+from ranking.feature_store.store import STORE_TABLES, StoreMetadata, create_store
 from tests.oracle.disorder import FIRST, build_lake, generate_records
 from tests.pipeline import rows
 
@@ -175,6 +177,34 @@ def test_versions_of_days_before_the_latest_snapshot_are_not_read(
         .sort_by("user_id")
         .equals(expected.sort_by("user_id"))
     )
+
+
+@pytest.mark.parametrize("entity", ATTRIBUTES)
+def test_a_feature_store_has_the_versions_of_all_days_from_a_snapshot(
+    loaded: tuple[Lake, dict[str, list[dict[str, Any]]]], entity: str, tmp_path: Path
+) -> None:
+    """Counter keys of items are in their first version, also if no event has named them yet."""
+    lake, _ = loaded
+    data_until = lake.spec.day_end(PERIOD[1])
+    metadata = StoreMetadata(
+        spec=lake.spec, sequence="behaviour", history_length=1, data_until=data_until
+    )
+
+    def versions_of_store(name: str) -> list[dict[bytes, bytes]]:
+        store = create_store(tmp_path / name, metadata)
+        TableSource(lake, store, PERIOD[1], 0).write_attribute_versions(entity)
+        with store.read_transaction() as txn:
+            found = [dict(txn.iterate_from(table, b"\0")) for table in STORE_TABLES]
+        store.close()
+        return found
+
+    with_snapshot = versions_of_store("all files")
+    remove_files_until(lake, f"attributes_{entity}", snapshot_days(*PERIOD)[0])
+    assert versions_of_store("later files") == with_snapshot
+    snapshots = schemas.attribute_snapshots(lake.spec, entity)
+    remove_snapshots_from(lake, snapshots, PERIOD[0])
+    with pytest.raises(UserError, match="has been vacuumed"):
+        versions_of_store("no snapshot")
 
 
 def test_versions_of_items_that_repeat_the_previous_one_are_not_stored(

@@ -40,7 +40,7 @@ def switch_to_live_store(handle: FeatureStoreHandle) -> None:
 def times_counted(store: FeatureStore, user: str) -> tuple[int, int]:
     """The numbers of a user's events in the history, and in the counters of all retained hours."""
     with store.read_transaction() as txn:
-        history = store.histories.visible_events(txn.get("history", user.encode()), 1 << 40)
+        history = store.histories.visible_events(txn, user.encode(), 1 << 40)
     key_index = store.counters.key_columns.index(("user",))
     [record_key] = store.counters.encode_record_keys(key_index, np.array([[spark_xxhash64(user)]]))
     with store.read_transaction() as txn:

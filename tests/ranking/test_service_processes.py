@@ -123,9 +123,7 @@ def stored_events(settings: Settings) -> Counter[bytes]:
     counts: Counter[bytes] = Counter()
     with store.read_transaction() as txn:
         for n in range(SENDERS):
-            rows = store.histories.visible_events(
-                txn.get("history", f"sender{n}".encode()), 1 << 40
-            )
+            rows = store.histories.visible_events(txn, f"sender{n}".encode(), 1 << 40)
             counts.update(row["event"] for row in rows)
     store.close()
     return counts

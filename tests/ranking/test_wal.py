@@ -119,7 +119,7 @@ def store_of_last_day(built_stores: Path, root: Path, lake: Lake) -> FeatureStor
 
 def assert_same_behavior(store: FeatureStore, other: FeatureStore) -> None:
     """Compare histories and counters, and close the other store."""
-    for table in ("history", "hours", "minutes", "seconds"):
+    for table in ("history", "recent_history", "hours", "minutes", "seconds"):
         assert table_content(store, table) == table_content(other, table), table
     other.close()
 

@@ -1,0 +1,141 @@
+"""A feature store built from the one before it equals one that is built from all events."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from etl.ingest.run import ingest
+from etl.tables.lake import Lake
+from features.items import index_items
+from ranking.feature_store import histories
+from ranking.feature_store.ingest import Event, ingest_event
+from ranking.feature_store.materialize import HistoryLengths, build_feature_store
+from ranking.feature_store.storage import HISTORY_DTYPE
+from ranking.feature_store.store import STORE_TABLES, FeatureStore
+from tests.oracle.disorder import FIRST, build_lake, generate_records
+
+pytestmark = pytest.mark.spark
+
+DAYS = 5
+LAST = FIRST + timedelta(days=DAYS - 1)
+LENGTHS = HistoryLengths("behaviour", events=3)
+
+
+@pytest.fixture(scope="module")
+def built_once(spark: object, tmp_path_factory: pytest.TempPathFactory) -> Lake:
+    """A lake of disordered logs."""
+    return build_lake(tmp_path_factory.mktemp("lake"), generate_records(7, 12, DAYS), [(0, 4)])
+
+
+@pytest.fixture
+def built(built_once: Lake, tmp_path: Path) -> Lake:
+    """The same, in a folder of the test, with its logs."""
+    shutil.copytree(Path(built_once.root).parent, tmp_path / "copy")
+    return Lake(str(tmp_path / "copy" / Path(built_once.root).name), built_once.spec)
+
+
+@pytest.fixture(autouse=True)
+def short_histories(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores drop events of these small logs."""
+    monkeypatch.setattr(histories, "SPARE_EVENTS", 1)
+
+
+def contents(store: FeatureStore) -> dict[str, dict[bytes, bytes]]:
+    """All records of a store, by table."""
+    with store.read_transaction() as txn:
+        return {name: dict(txn.iterate_from(name, b"\0")) for name in STORE_TABLES}
+
+
+@contextmanager
+def store_until(
+    lake: Lake, folder: Path, data_until: int, previous: Path | None = None
+) -> Iterator[FeatureStore]:
+    store = build_feature_store(lake, folder, data_until, LENGTHS, previous)
+    yield store
+    store.close()
+
+
+def test_stores_of_consecutive_hours_and_days_equal_those_of_all_events(
+    built: Lake, tmp_path: Path
+) -> None:
+    previous, num_full = None, 0
+    noon = built.spec.day_start(LAST) + 12 * 3600
+    ends = [built.spec.day_end(FIRST + timedelta(days=n)) for n in range(DAYS)]
+    for end in (*ends[:3], ends[3] - 7200, ends[3] - 3600, ends[3], noon, ends[4]):
+        with store_until(built, tmp_path / f"whole-{end}", end) as store:
+            expected = contents(store)
+        with store_until(built, tmp_path / f"carried-{end}", end, previous) as store:
+            assert contents(store) == expected, end
+        previous = tmp_path / f"carried-{end}"
+        num_full += sum(
+            len(rows) == 4 * HISTORY_DTYPE.itemsize for rows in expected["history"].values()
+        )
+    assert num_full > 10, "no history was cut"
+
+
+def mark(folder: Path, lake: Lake, data_until: int) -> None:
+    """Build a store in which a user that no event names has a history."""
+    with store_until(lake, folder, data_until) as store, store.write_transaction() as txn:
+        txn.put("history", b"copied", np.zeros(1, HISTORY_DTYPE).tobytes())
+
+
+def is_copied(lake: Lake, folder: Path, previous: Path, lengths: HistoryLengths = LENGTHS) -> bool:
+    """Whether a store of all days has the histories of an earlier store."""
+    end = lake.spec.day_end(LAST)
+    store = build_feature_store(lake, folder, end, lengths, previous)
+    with store.read_transaction() as txn:
+        found = bool(txn.get("history", b"copied"))
+    store.close()
+    return found
+
+
+def test_histories_are_copied_unless_earlier_days_or_the_length_changed(
+    built: Lake, tmp_path: Path
+) -> None:
+    raw, before = str(Path(built.root).parent / "raw"), LAST - timedelta(days=1)
+    previous = tmp_path / "previous"
+    mark(previous, built, built.spec.day_end(before))
+    assert is_copied(built, tmp_path / "daily", previous)
+    assert not is_copied(built, tmp_path / "longer", previous, HistoryLengths("behaviour", 5))
+    for first, is_final in ((before, False), (before - timedelta(days=1), True)):
+        ingest(built, raw, (first, LAST))
+        index_items(built, (first, LAST))
+        assert is_copied(built, tmp_path / f"again from {first}", previous) != is_final
+
+
+def test_a_later_store_is_not_the_source_of_an_earlier_one(built: Lake, tmp_path: Path) -> None:
+    with store_until(built, tmp_path / "later", built.spec.day_end(LAST)):
+        pass
+    end = built.spec.day_end(FIRST)
+    with store_until(built, tmp_path / "whole", end) as store:
+        expected = contents(store)
+    with store_until(built, tmp_path / "earlier", end, tmp_path / "later") as store:
+        assert contents(store) == expected
+
+
+def test_posted_events_are_not_carried_into_the_next_store(built: Lake, tmp_path: Path) -> None:
+    """They land in the tables, or are applied from the log of posted events."""
+    end = built.spec.day_end(LAST - timedelta(days=1))
+    posted = Event("posted", "u1", "hat", "home", "shown", end * 1_000_000, end * 1_000_000)
+    with store_until(built, tmp_path / "live", end) as store, store.write_transaction() as txn:
+        ingest_event(store, txn, posted)
+    last = built.spec.day_end(LAST)
+    with store_until(built, tmp_path / "next", last, tmp_path / "live") as store:
+        found = contents(store)
+    with store_until(built, tmp_path / "whole", last) as store:
+        assert found == contents(store)
+        assert not any(b"posted" in rows for rows in found["recent_history"].values())
+
+
+def test_a_damaged_earlier_store_is_not_used(built: Lake, tmp_path: Path) -> None:
+    end = built.spec.day_end(LAST)
+    (tmp_path / "empty").mkdir()
+    with store_until(built, tmp_path / "whole", end) as store:
+        expected = contents(store)
+    with store_until(built, tmp_path / "next", end, tmp_path / "empty") as store:
+        assert contents(store) == expected
