@@ -17,6 +17,7 @@ from ranking.feature_store.ingest import Event, ingest_event
 from ranking.feature_store.materialize import HistoryLengths, build_feature_store
 from ranking.feature_store.storage import HISTORY_DTYPE
 from ranking.feature_store.store import STORE_TABLES, FeatureStore
+from tests.oracle import disorder
 from tests.oracle.disorder import FIRST, build_lake, generate_records
 
 pytestmark = pytest.mark.spark
@@ -28,8 +29,11 @@ LENGTHS = HistoryLengths("behaviour", events=3)
 
 @pytest.fixture(scope="module")
 def built_once(spark: object, tmp_path_factory: pytest.TempPathFactory) -> Lake:
-    """A lake of disordered logs."""
-    return build_lake(tmp_path_factory.mktemp("lake"), generate_records(7, 12, DAYS), [(0, 4)])
+    """A lake of disordered logs, whose events are visible a day after their ingest."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disorder, "SPEC", disorder.SPEC.replace("delay: 30s", "delay: 1d"))
+        folder = tmp_path_factory.mktemp("lake")
+        return build_lake(folder, generate_records(7, 12, DAYS), [(0, DAYS - 1)])
 
 
 @pytest.fixture
