@@ -81,6 +81,8 @@ def pages() -> dict[str, str]:
 def type_name(annotation: Any) -> str:
     """A type as a reader of YAML would call it."""
     origin, arguments = get_origin(annotation), get_args(annotation)
+    if annotation == Duration:
+        return "duration"
     if origin is Annotated:
         return type_name(arguments[0])
     if origin is Literal:

@@ -257,6 +257,18 @@ def unpin(args: PinArgs) -> None:
 
 
 @holds_leases("vacuum")
+def expire(args: LakeArgs) -> None:
+    """Remove the days of tables that are older than their `retention` in the spec."""
+    from etl.tables.maintenance import expire_days
+
+    lake = args.open_lake()
+    if not lake.spec.retention:
+        print(f"expire: spec {lake.spec.name} has no `retention`; all days are kept")
+        return
+    print_counts("expire", {f"rows of {name}": n for name, n in expire_days(lake).items()})
+
+
+@holds_leases("vacuum")
 def vacuum(args: VacuumArgs) -> None:
     """Delete files that neither a retained nor a pinned table version needs."""
     from etl.tables.lease import hold_leases
@@ -302,6 +314,7 @@ COMMANDS = {
         "table-info": table_info,
         "pin": pin,
         "unpin": unpin,
+        "expire": expire,
         "vacuum": vacuum,
     },
     "doctor": doctor,

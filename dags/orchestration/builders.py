@@ -223,11 +223,13 @@ def _shared_operators(factory: DagFactory) -> dict[str, Any]:
 
 
 def maintenance_dag(factory: DagFactory) -> DAG:
-    """Vacuums tables and removes old GEM checkpoints, daily."""
+    """Removes expired days, old versions of tables and old GEM checkpoints, daily."""
     settings = factory.settings
     schedule = None if settings.schedule == MANUAL_SCHEDULE else "@daily"
     flags = (*settings.paths.cli_flags, "--keep-days", settings.keep_days)
     with factory.create_dag("maintenance", schedule, "remove old files") as dag:
-        GemlineOperator(task_id="vacuum", command=("etl", "vacuum", *flags))
+        expire = ("etl", "expire", *settings.paths.cli_flags)
+        expire_task = GemlineOperator(task_id="expire", command=expire)
+        expire_task >> GemlineOperator(task_id="vacuum", command=("etl", "vacuum", *flags))
         GemlineOperator(task_id="clean", command=("train", "clean", *flags))
     return dag

@@ -6,13 +6,13 @@ from etl.spec.attributes import LocalTimeAttribute, NumericAttribute
 from etl.spec.declarations import SpecDeclarations
 from etl.spec.effects import KeyPath
 from etl.spec.report_sources import AudienceLabelSource, AuditSource, SpendSource
-from etl.spec.sections import NEW_ITEM
+from etl.spec.sections import MIN_RETENTION_DAYS, NEW_ITEM
 from etl.spec.sources import (
     EventLogSource,
     ImpressionLogSource,
     provides_attributes_of,
 )
-from etl.spec.units import format_duration
+from etl.spec.units import DAY, format_duration
 
 Problem = tuple[KeyPath, str]
 
@@ -32,6 +32,7 @@ def consistency_problems(spec: SpecDeclarations) -> Iterator[Problem]:
         yield from _domain_problems(spec, name, surfaces)
     for name in spec.audiences:
         yield from _audience_problems(spec, name)
+    yield from _retention_problems(spec)
     yield from _forecast_problems(spec)
     yield from _roi_problems(spec)
 
@@ -193,6 +194,18 @@ def _forecast_problems(spec: SpecDeclarations) -> Iterator[Problem]:
                 ("forecast", "attributes"),
                 "a targeting may always name the surface: leave it out",
             )
+
+
+def _retention_problems(spec: SpecDeclarations) -> Iterator[Problem]:
+    """Tables whose days would be removed while they are still written or read."""
+    slowest = max(objective.label_maturity_seconds for objective in spec.objectives.values())
+    open_days = -(-(slowest + spec.allowed_lateness) // DAY) + MIN_RETENTION_DAYS
+    window = spec.forecast.window if spec.forecast else 0
+    read_by_forecast = {"scores": window, "impressions": window}
+    for name, retention in spec.retention.items():
+        shortest = max(open_days * DAY, read_by_forecast.get(name, 0))
+        if retention < shortest:
+            yield ("retention", name), f"keep at least {format_duration(shortest)}"
 
 
 def _roi_problems(spec: SpecDeclarations) -> Iterator[Problem]:

@@ -23,6 +23,7 @@ from etl.spec.sections import (
     Objective,
     OutcomeLabel,
     PositionBiasSpec,
+    RetainedTable,
     RoiSpec,
     SequenceSpec,
     Surface,
@@ -78,6 +79,8 @@ class SpecDeclarations(StrictModel):
     """Streams of a user's events that models read, by name."""
     history: HistoryRetention = HistoryRetention()
     """How much of a user's history is kept."""
+    retention: dict[RetainedTable, Duration] = {}
+    """How long the days of a table are kept, by table; by default all days are."""
     similarity_attributes: tuple[CategoryName, ...] = ()
     """Item attributes by which a candidate is compared with the items of its user's history."""
     calibration_segments: tuple[SegmentName, ...] = ()

@@ -57,6 +57,20 @@ class HistoryRetention(StrictModel):
     """Maximum age of the events that are kept, at the end of the compacted days."""
 
 
+RetainedTable = Literal[
+    "examples",
+    "impressions",
+    "quarantine",
+    "scores",
+    "teacher_predictions",
+    "user_teacher_embeddings",
+    "user_event_counts",
+    "attributes_user_snapshots",
+    "attributes_item_snapshots",
+]
+MIN_RETENTION_DAYS = 14  # after the last change of a day; two weekly snapshots of state are kept
+
+
 class Touchpoint(StrictModel):
     """A type of event to which later outcomes of the same user are attributed."""
 

@@ -1,10 +1,11 @@
-"""Maintenance of a lake: vacuum of old table versions, and upgrade to a changed spec.
+"""Maintenance of a lake: expired days, vacuum of old table versions, upgrade to a changed spec.
 
 An upgrade keeps the tables that no changed key affects and removes the others to be rebuilt.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 
 from deltalake import DeltaTable
 
@@ -12,6 +13,7 @@ from etl.errors import UserError
 from etl.spec.base import StrictModel
 from etl.spec.effects import changed_keys, effect_of
 from etl.spec.model import DataSpec
+from etl.spec.units import DAY
 from etl.tables import atomic_io, step_state
 from etl.tables.code_registry import register_codes
 from etl.tables.lake import SPEC_PROPERTY, Lake
@@ -42,6 +44,28 @@ def vacuum_lake(lake: Lake, keep_days: int, *, full: bool = False) -> dict[str, 
         )
         removed_files[name] = len(removed)
     return removed_files
+
+
+def expire_days(lake: Lake) -> dict[str, int]:
+    """Remove the days of tables that are older than their `retention` in the spec.
+
+    The age of a day is counted from the last day with events. The files of removed rows stay until
+    `vacuum_lake` removes the table versions that have them.
+
+    Returns:
+        Number of rows removed, by table.
+    """
+    last_day = lake.latest_day("events")
+    removed_rows: dict[str, int] = {}
+    for name, seconds in lake.spec.retention.items():
+        rows = lake.rows_by_day(name)
+        if last_day is None or not rows:
+            continue
+        first_kept = last_day - timedelta(days=seconds // DAY - 1)
+        removed_rows[name] = sum(n for day, n in rows.items() if day < first_kept)
+        if removed_rows[name]:
+            lake.open(name).delete(f"day < '{first_kept}'")
+    return removed_rows
 
 
 def expire_logs(lake: Lake) -> None:

@@ -1,0 +1,80 @@
+"""Days of tables that are older than their retention are removed, and nothing else is."""
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from etl.errors import UserError
+from etl.spec import load_spec
+from etl.spec.units import DAY
+from etl.tables.lake import Lake
+from etl.tables.maintenance import expire_days, vacuum_lake
+from gemline import main
+from tests.conftest import LAST, SPEC
+from tests.pipeline import TABLES, rows
+
+pytestmark = pytest.mark.spark
+
+RETENTION = {"examples": 2 * DAY, "quarantine": 30 * DAY, "scores": DAY}
+
+
+@pytest.fixture
+def expiring(own: Lake) -> Lake:
+    """A lake of four days: two of them are kept in `examples`, and `scores` does not exist."""
+    return Lake(own.root, own.spec.model_copy(update={"retention": RETENTION}))
+
+
+def test_only_days_older_than_the_retention_are_removed(expiring: Lake) -> None:
+    before = {name: rows(expiring, name) for name in TABLES}
+    version = expiring.version("examples")
+    removed = expire_days(expiring)
+    first_kept = LAST - timedelta(days=1)
+    kept = [row for row in before["examples"] if row["day"] >= first_kept]
+    assert removed == {"examples": len(before["examples"]) - len(kept), "quarantine": 0}
+    assert 0 < len(kept) < len(before["examples"])
+    assert {name: rows(expiring, name) for name in TABLES} == before | {"examples": kept}
+    assert expire_days(expiring)["examples"] == 0
+    assert expiring.version("examples") == version + 1, "nothing to remove is no commit"
+
+
+def test_removed_days_are_read_from_old_versions_until_a_vacuum(expiring: Lake) -> None:
+    version, before = expiring.version("examples"), rows(expiring, "examples")
+    expire_days(expiring)
+    old = Lake(expiring.root, expiring.spec, {"examples": version})
+    assert rows(old, "examples") == before
+    vacuum_lake(expiring, 0)
+    with pytest.raises(UserError, match="has been vacuumed"):
+        rows(old, "examples")
+
+
+def test_a_retention_that_open_days_need_is_refused(tmp_path: Path) -> None:
+    """Labels of the simulator's spec mature for three days, and events may be two days late."""
+    path = tmp_path / "spec.yaml"
+    for days, problem in ((18, "keep at least 19d"), (19, None)):
+        path.write_text(f"{SPEC.read_text()}\nretention: {{examples: {days}d}}\n")
+        if problem:
+            with pytest.raises(UserError, match=problem):
+                load_spec(path)
+        else:
+            assert load_spec(path).retention == {"examples": days * DAY}
+    path.write_text(f"{SPEC.read_text()}\nretention: {{events: 400d}}\n")
+    with pytest.raises(UserError, match="events"):
+        load_spec(path)
+
+
+def test_a_retention_does_not_change_what_tables_hold(tmp_path: Path) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text(f"{SPEC.read_text()}\nretention: {{examples: 90d}}\n")
+    assert load_spec(path).hash == load_spec(SPEC).hash
+
+
+def test_the_command_says_what_it_removed(
+    own: Lake, spec_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["etl", "expire", "--spec", str(spec_path), "--lake", own.root]) == 0
+    assert "has no `retention`; all days are kept" in capsys.readouterr().out
+    spec = tmp_path / "with_retention.yaml"
+    spec.write_text(f"{spec_path.read_text()}\nretention: {{examples: 90d}}\n")
+    assert main(["etl", "expire", "--spec", str(spec), "--lake", own.root]) == 0
+    assert "0 rows of examples" in capsys.readouterr().out
