@@ -83,11 +83,13 @@ class DataBenchArgs(StrictModel):
 def bench_data(args: DataBenchArgs) -> None:
     """Histories, storage, the reader, counters and joins, compared with alternatives."""
     os.environ.setdefault("GEMLINE_SPARK_MASTER", "local[2]")
-    from benchmarks.system import history_storage, joins, table_builds
+    from benchmarks.system import etl_speed, history_storage, joins, table_builds
     from etl.runtime.spark import spark_session
 
     parts: dict[str, Callable[..., None]] = {
         "pipeline": table_builds.measure_pipeline,
+        "demo": etl_speed.measure_demo_etl,
+        "etl": etl_speed.measure_etl_speed,
         "history": table_builds.measure_history_build,
         "storage": history_storage.measure_storage,
         "reading": history_storage.measure_reader,
@@ -98,7 +100,7 @@ def bench_data(args: DataBenchArgs) -> None:
     result = BenchmarkResult("The data plane", DATA_COLUMNS)
     with tempfile.TemporaryDirectory() as folder:
         for name in selected_parts(parts, args.only):
-            if name != "pipeline":
+            if name not in ("pipeline", "demo"):  # which start processes of their own
                 spark_session("bench data")
             parts[name](result, Path(folder))
     result.show(args.as_json)
