@@ -5,6 +5,7 @@ versions that a later day can read, so that a day does not read those of all day
 """
 
 from datetime import date
+from functools import partial
 
 from pyspark.sql import DataFrame, Window
 from pyspark.sql import functions as F
@@ -15,14 +16,15 @@ from etl.spec.units import MICROS
 from etl.tables import schemas, spark_io
 from etl.tables.lake import Lake
 from etl.tables.schemas import STATIC_DAY
-from etl.tables.weekly_snapshots import latest_snapshot_before, snapshot_days
+from etl.tables.weekly_snapshots import build_snapshots, latest_snapshot_before
 
 
 def versions_from(lake: Lake, entity: str, day: date, version: int | None = None) -> DataFrame:
     """The stored versions of users or items that can be valid at some time of a day or later.
 
     These are the latest snapshot before the day, the versions that have landed since, and static
-    rows. They may contain versions that others have superseded before the day.
+    rows. They may contain versions that others have superseded before the day; the first version of
+    an item is always among them.
     """
     table, snapshots = (
         schema(lake.spec, entity) for schema in (schemas.attributes, schemas.attribute_snapshots)
@@ -40,14 +42,12 @@ def versions_from(lake: Lake, entity: str, day: date, version: int | None = None
 def build_version_snapshots(lake: Lake, entity: str, first_day: date) -> None:
     """Write the snapshots of a day and of later ones, up to the last day with versions."""
     schema = schemas.attribute_snapshots(lake.spec, entity)
-    last_day = lake.latest_day(schemas.attributes(lake.spec, entity).name)
-    for day in snapshot_days(first_day, last_day) if last_day else []:
-        rows = readable_after(lake, entity, day)
-        spark_io.replace_partitions(lake, schema, rows, f"day = '{day}'", {})
+    source = schemas.attributes(lake.spec, entity).name
+    build_snapshots(lake, schema, source, first_day, partial(readable_after, lake, entity))
 
 
 def readable_after(lake: Lake, entity: str, day: date) -> DataFrame:
-    """The rows of the snapshot of a day, without static rows.
+    """The rows of the snapshot of a day, without static rows and without `day`.
 
     The first version of an item is kept: counters use its attributes.
     """
@@ -60,8 +60,7 @@ def readable_after(lake: Lake, entity: str, day: date) -> DataFrame:
     if entity == "item":
         is_readable |= F.row_number().over(order) == 1
     readable = rows.withColumn("is_readable", is_readable).filter("is_readable")
-    readable = readable.drop("is_readable").withColumnRenamed("day", "landing_day")
-    return readable.withColumn("day", F.lit(day))
+    return readable.drop("is_readable").withColumnRenamed("day", "landing_day")
 
 
 def changed_versions(

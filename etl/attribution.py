@@ -2,14 +2,15 @@
 
 import functools
 from collections.abc import Sequence
+from datetime import date
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
+from etl.attribute_versions import versions_from
 from etl.spec.model import DataSpec
 from etl.spec.sections import OutcomeLabel, Touchpoint
 from etl.spec.units import MICROS
-from etl.tables import schemas, spark_io
 from etl.tables.lake import Lake
 
 OUTCOME_COLUMNS = (
@@ -189,6 +190,6 @@ def _with_touch_key(lake: Lake, events: DataFrame, touchpoint: Touchpoint) -> Da
 
 def item_attribute_values(lake: Lake, attribute: str) -> DataFrame:
     """The first value of an attribute of each item: `item_id`, `item_attribute`."""
-    versions = spark_io.read_table(lake, schemas.attributes(lake.spec, "item"))
+    versions = versions_from(lake, "item", date.max)  # these have the first version of each item
     first = F.min_by(f"attr_{attribute}", F.struct("valid_from", "day")).alias("item_attribute")
     return versions.groupBy("item_id").agg(first)

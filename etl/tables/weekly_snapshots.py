@@ -5,7 +5,11 @@ Which days these are depends on the calendar alone: any split of a range of days
 same snapshots. State at the end of another day is the latest snapshot before it and the days since.
 """
 
+from collections.abc import Callable
 from datetime import date
+
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
 
 from etl.spec.units import date_range
 from etl.tables import spark_io
@@ -19,6 +23,24 @@ def snapshot_days(first: date, last: date) -> list[date]:
     """The days of a range at whose end there is a snapshot."""
     days = date_range(first, last)
     return [day for day in days if day.toordinal() % DAYS_PER_SNAPSHOT == 0]
+
+
+def build_snapshots(
+    lake: Lake,
+    schema: TableSchema,
+    source: str,
+    first_day: date,
+    state_at_end_of: Callable[[date], DataFrame],
+) -> None:
+    """Write the snapshots of a day and of later ones, up to the last day of the table `source`.
+
+    `state_at_end_of` returns the rows of the snapshot of a day, without the column `day`. It may
+    read earlier snapshots, which are written first.
+    """
+    last_day, version = lake.latest_day(source), lake.version(source)
+    for day in snapshot_days(first_day, last_day) if last_day else []:
+        rows = state_at_end_of(day).withColumn("day", F.lit(day))
+        spark_io.replace_partitions(lake, schema, rows, f"day = '{day}'", {source: version})
 
 
 def latest_snapshot_before(lake: Lake, name: str, day: date) -> date | None:

@@ -9,6 +9,7 @@ from pyspark import StorageLevel
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
+from etl.attribute_versions import versions_from
 from etl.errors import UserError
 from etl.spec.attributes import CategoricalAttribute, LocalTimeAttribute, NumericAttribute
 from etl.spec.model import DataSpec
@@ -163,7 +164,7 @@ def _impression_events(lake: Lake, days: Sequence[date], version: int) -> DataFr
 
 def _latest_attributes(lake: Lake, day: date, version: int) -> DataFrame:
     """The attributes of users that were valid when a day ended."""
-    stored = spark_io.read_table(lake, schemas.attributes(lake.spec, "user"), version)
+    stored = versions_from(lake, "user", day, version)
     end_us = lake.spec.day_end(day) * MICROS["s"]
     known = stored.filter((F.col("valid_from") < end_us) & (F.col("day") <= F.lit(day)))
     names = [f"attr_{name}" for name in lake.spec.attributes.user]

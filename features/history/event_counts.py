@@ -7,19 +7,19 @@ from pyspark.sql import functions as F
 
 from etl.tables import schemas, spark_io, user_schemas
 from etl.tables.lake import Lake
-from etl.tables.weekly_snapshots import latest_snapshot_before, snapshot_days
+from etl.tables.weekly_snapshots import build_snapshots, latest_snapshot_before
 from features.history.compact import assert_not_compacted, compacted_until
 
 
 def build_event_counts(lake: Lake, first_day: date) -> None:
     """Write the snapshots of a day and of later ones, up to the last day of `history`."""
     schema = user_schemas.user_event_counts(lake.spec)
-    versions = {"history": lake.version("history")}
-    last_day = lake.latest_day("history")
-    for day in snapshot_days(first_day, last_day) if last_day else []:
-        totals = event_counts_before(lake, versions["history"], day + timedelta(days=1))
-        counts = totals.withColumn("day", F.lit(day))
-        spark_io.replace_partitions(lake, schema, counts, f"day = '{day}'", versions)
+    version = lake.version("history")
+
+    def counts_at_end_of(day: date) -> DataFrame:
+        return event_counts_before(lake, version, day + timedelta(days=1))
+
+    build_snapshots(lake, schema, "history", first_day, counts_at_end_of)
 
 
 def event_counts_before(lake: Lake, history_version: int, day: date) -> DataFrame:

@@ -13,6 +13,7 @@ from pyspark.sql import functions as F
 
 from etl.attribute_versions import build_version_snapshots, versions_from
 from etl.attributes import load_attributes
+from etl.attribution import item_attribute_values
 from etl.errors import UserError
 from etl.ingest.run import ingest
 from etl.spec import load_spec
@@ -203,6 +204,18 @@ def test_a_feature_store_has_the_versions_of_all_days_from_a_snapshot(
     build_version_snapshots(lake, entity, PERIOD[0])
     remove_files_until(lake, f"attributes_{entity}", snapshot_days(*PERIOD)[0])
     assert versions_of_store("from a snapshot") == expected
+
+
+def test_attribution_reads_the_first_version_of_each_item_from_a_snapshot(
+    loaded: tuple[Lake, dict[str, list[dict[str, Any]]]],
+) -> None:
+    lake, written = loaded
+    remove_files_until(lake, "attributes_item", snapshot_days(*PERIOD)[-1])
+    first: dict[str, str] = {}
+    for row in sorted(written["item"], key=lambda row: (row["valid_from"], row["day"])):
+        first.setdefault(row["id"], row["value"])
+    brands = item_attribute_values(lake, "brand").collect()
+    assert {row["item_id"]: row["item_attribute"] for row in brands} == first
 
 
 def test_versions_of_items_that_repeat_the_previous_one_are_not_stored(
