@@ -1,19 +1,21 @@
 """`gemline bench ablation`: what each part of GEM contributes, on simulated logs and KuaiRand.
 
 Without `--work` the committed figures are printed. With it, a long study runs, whose finished
-trainings are kept in that folder. Every row changes one option of GEM at DEPTH layers, because many
+trainings are kept in that folder; its rows are added to those that are committed, so that a study
+may be continued elsewhere. Every row changes one option of GEM at DEPTH layers, because many
 options need several, and is compared with GEM at DEPTH layers; the row DEEP compares that with the
 default. Models never learned or were selected on the test days. Several processes may share a
 study: each runs with `--share k/n`, then one of them without.
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Protocol
 
 import tyro
 from pydantic import Field
 
-from benchmarks.harness import RESULTS, BenchmarkResult
+from benchmarks.harness import RESULTS, BenchmarkResult, commit
 from benchmarks.studies.committed import StudyFolder, share_of, show_committed
 from benchmarks.studies.model_changes import CHANGES, DATA_SETS, DataSet
 from benchmarks.studies.quality import KUAIRAND_DATA, KuaiRandFolder
@@ -37,6 +39,7 @@ LIGHTGBM = "LightGBM"
 CONTROLS = (SEPARATE, LIGHTGBM)
 GOALS = {"default_is_best": "true"}
 RESULT = RESULTS / "ablation.json"
+Differences = dict[DataSet, dict[str, "Estimate"]]
 
 
 class AblationArgs(StrictModel):
@@ -48,7 +51,8 @@ class AblationArgs(StrictModel):
     seeds: int = Field(default=5, ge=1)
     scale: Scale = "small"
     only: Annotated[
-        tuple[str, ...], tyro.conf.arg(help="only these rows; the study is then not saved")
+        tuple[str, ...],
+        tyro.conf.arg(help="only these rows; others keep their figures"),
     ] = ()
     share: Annotated[
         str, tyro.conf.arg(help="run only part k of n of the trainings, and no comparison: k/n")
@@ -74,11 +78,10 @@ def bench_ablation(args: AblationArgs) -> None:
     if args.work is None:
         show_committed("Ablation", GOALS, RESULT, args.as_json)
         return
-    rows = (DEEP, *CHANGES, *CONTROLS)
-    unknown = sorted(set(args.only) - set(rows))
+    unknown = sorted(set(args.only) - set(all_rows()))
     if unknown:
-        raise UserError(f"--only names {', '.join(unknown)}; there are {', '.join(rows)}")
-    names = [name for name in rows if not args.only or name in args.only]
+        raise UserError(f"--only names {', '.join(unknown)}; there are {', '.join(all_rows())}")
+    names = [name for name in all_rows() if not args.only or name in args.only]
     from benchmarks.studies.ablation_trials import ablation_trials
 
     logs = args.kuairand or KUAIRAND_DATA
@@ -89,22 +92,74 @@ def bench_ablation(args: AblationArgs) -> None:
         predictions_of(trials[data], data, name, args.scale, seed)
     if args.share != "1/1":
         return
-    differences = {
-        data: ne_differences(trials[data], data, args.scale, args.seeds, names)
-        for data in args.data
-    }
+    differences = committed_differences(RESULT, title_of(args.scale, args.seeds))
+    for data in args.data:
+        measured = ne_differences(trials[data], data, args.scale, args.seeds, names)
+        differences[data] = differences[data] | measured
     result = ablation_table(differences, args.scale, args.seeds)
     result.show(args.as_json)
-    if not args.only and set(args.data) == set(DATA_SETS):
-        from training.evaluation.predictions import ConfidenceInterval
+    save_study(
+        RESULT, result, differences, f"gemline bench ablation --work FOLDER --seeds {args.seeds}"
+    )
 
-        command = f"gemline bench ablation --work work/ablation --seeds {args.seeds}"
-        intervals = {
-            f"{name}, {data}": ConfidenceInterval(estimate.value, estimate.low, estimate.high)
-            for data, by_name in differences.items()
-            for name, estimate in by_name.items()
-        }
-        result.save_study(RESULT, command, intervals)
+
+def title_of(scale: Scale, seeds: int) -> str:
+    """The title of a study."""
+    return (
+        f"NE of {OBJECTIVE} less that of GEM {scale} of {DEEP} ({DEEP}: less that of the default), "
+        f"seeds: {seeds}, 1e-4 [95 %]"
+    )
+
+
+def committed_differences(path: Path, title: str) -> Differences:
+    """The rows of the committed study, to which a run adds; none if it has another title."""
+    from benchmarks.studies.seeded_estimates import Estimate
+    from ranking.report.study import StudyResult
+
+    differences: Differences = {data: {} for data in DATA_SETS}
+    study = StudyResult.model_validate_json(path.read_text()) if path.is_file() else None
+    if study is None or study.title != title:
+        return differences
+    for key, estimate in study.estimates.items():
+        name, _, data = key.rpartition(", ")
+        if name in all_rows() and data in DATA_SETS:
+            differences[data][name] = Estimate(*estimate)
+    return differences
+
+
+def save_study(path: Path, result: BenchmarkResult, differences: Differences, command: str) -> None:
+    """Save the table, and the estimates behind it."""
+    from ranking.report.study import StudyResult
+
+    by_row = {
+        f"{name}, {data}": estimate
+        for data, by_name in differences.items()
+        for name, estimate in by_name.items()
+    }
+    StudyResult(
+        title=result.title,
+        command=command,
+        columns=tuple(result.columns),
+        rows=tuple(result.rows),
+        commit=commit(),
+        figures=result.figures,
+        intervals={key: (1e4 * e.value, 1e4 * e.low, 1e4 * e.high) for key, e in by_row.items()},
+        estimates={
+            key: (e.value, e.standard_error, e.degrees_of_freedom) for key, e in by_row.items()
+        },
+    ).save(path)
+
+
+def all_rows() -> tuple[str, ...]:
+    """The names of all rows, in the order of the table."""
+    return (DEEP, *CHANGES, *CONTROLS)
+
+
+def has_row(data: DataSet, name: str) -> bool:
+    """Whether a data set has a row; KuaiRand's surfaces have too few rows for a model each."""
+    if name in CHANGES:
+        return data in CHANGES[name]
+    return name != SEPARATE or data == "simulated"
 
 
 def config_of(data: DataSet, name: str, scale: Scale, seed: int) -> TrainConfig | None:
@@ -154,11 +209,10 @@ def ablation_table(
     """A row per change with its difference on each data set, and whether the default is best."""
     verdicts = verdicts_of(differences)
     result = BenchmarkResult(
-        f"NE of {OBJECTIVE} less that of GEM {scale} of {DEEP} ({DEEP}: less that of the default), "
-        f"{seeds} seeds, 1e-4 [95 %]",
+        title_of(scale, seeds),
         ("change", *(cell for data in differences for cell in (data, f"{data}, corrected"))),
     )
-    names = list(dict.fromkeys(name for by_name in differences.values() for name in by_name))
+    names = [name for name in all_rows() if any(name in rows for rows in differences.values())]
     for name in names:
         cells = []
         for data, by_name in differences.items():
@@ -168,8 +222,18 @@ def ablation_table(
         data: [name for name, verdict in by_name.items() if verdict == "better"]
         for data, by_name in verdicts.items()
     }
+    missing = [
+        f"{name}, {data}"
+        for data, by_name in differences.items()
+        for name in all_rows()
+        if name not in by_name and has_row(data, name)
+    ]
+    if missing and not any(better.values()):
+        result.record("default_is_best", None, f"{len(missing)} rows are not measured yet")
+    else:
+        result.figures["default_is_best"] = not any(better.values())
     result.figures |= {
-        "default_is_best": not any(better.values()),
+        "rows_not_measured": missing,
         "comparisons": sum(map(len, differences.values())),
         **{f"better_{data}": rows for data, rows in better.items()},
         "better_on_all_data": [n for n in names if all(n in rows for rows in better.values())],

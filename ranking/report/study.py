@@ -21,8 +21,9 @@ def today() -> str:
 class StudyResult(StrictModel):
     """A table of text, and figures: `curves` are points (x, y), `intervals` (value, low, high).
 
-    `figures` are the metrics of the study by key, and `commit` is that of the code that measured
-    them.
+    `estimates` (value, standard error, degrees of freedom) are those behind the intervals, so that
+    rows can be added to a study. `figures` are the metrics of the study by key, and `commit` is that
+    of the code that measured them.
     """
 
     title: str
@@ -34,6 +35,7 @@ class StudyResult(StrictModel):
     figures: dict[str, Any] = {}
     curves: dict[str, tuple[tuple[float, float], ...]] = {}
     intervals: dict[str, tuple[float, float, float]] = {}
+    estimates: dict[str, tuple[float, float, float]] = {}
 
     def print_table(self) -> None:
         """Print the table."""

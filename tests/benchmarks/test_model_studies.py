@@ -160,8 +160,14 @@ def ablation_of(
     return ablation.ablation_table(differences, "tiny", 3).figures
 
 
-def test_the_default_is_best_until_a_row_is_better_outside_noise() -> None:
-    names = ["DCNv2", "flow: int", "value head", ablation.DEEP, ablation.LIGHTGBM]
+def test_the_default_is_best_until_a_row_is_better_outside_noise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = [ablation.DEEP, "DCNv2", "flow: int", "value head", ablation.LIGHTGBM]
+    figures = ablation_of(lambda data, config: 0.3, names)
+    assert figures["default_is_best"] is None
+    assert "not measured" in str(figures["default_is_best_reason"])
+    monkeypatch.setattr(ablation, "all_rows", lambda: tuple(names))
     figures = ablation_of(lambda data, config: 0.3, names)
     assert figures["default_is_best"] is True
     assert figures["comparisons"] == 9  # no value head on KuaiRand
@@ -175,6 +181,23 @@ def test_the_default_is_best_until_a_row_is_better_outside_noise() -> None:
     assert figures["better_simulated"] == ["DCNv2"] and figures["better_on_all_data"] == []
     deeper = ablation_of(lambda _, config: 0.1 if config.sizes else 0.6, names)
     assert deeper["better_on_all_data"] == [ablation.DEEP]
+
+
+def test_rows_are_added_to_those_of_the_same_study(tmp_path: Path) -> None:
+    path, title = tmp_path / "study.json", ablation.title_of("small", 1)
+    assert ablation.committed_differences(path, title) == {data: {} for data in DATA_SETS}
+    measured: ablation.Differences = {
+        "simulated": {"DCNv2": Estimate(-0.01, 0.002, 99.0)},
+        "kuairand": {"flow: int, 32 events": Estimate(0.02, 0.003, 7.5)},
+    }
+    result = ablation.ablation_table(measured, "small", 1)
+    ablation.save_study(path, result, measured, "command")
+    assert ablation.committed_differences(path, title) == measured
+    assert ablation.committed_differences(path, ablation.title_of("small", 5))["kuairand"] == {}
+    missing = result.figures["rows_not_measured"]
+    assert "DIN, simulated" in missing and "DCNv2, kuairand" in missing  # type: ignore[operator]
+    assert "DCNv2, simulated" not in missing  # type: ignore[operator]
+    assert "value head, kuairand" not in missing  # type: ignore[operator]
 
 
 def test_many_rows_within_noise_are_corrected_for_their_number() -> None:
