@@ -98,9 +98,8 @@ def bench_ablation(args: AblationArgs) -> None:
         differences[data] = differences[data] | measured
     result = ablation_table(differences, args.scale, args.seeds)
     result.show(args.as_json)
-    save_study(
-        RESULT, result, differences, f"gemline bench ablation --work FOLDER --seeds {args.seeds}"
-    )
+    command = f"gemline bench ablation --work FOLDER --seeds {args.seeds}"
+    save_study(RESULT, result, differences, command)
 
 
 def title_of(scale: Scale, seeds: int) -> str:
