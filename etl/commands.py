@@ -259,13 +259,23 @@ def unpin(args: PinArgs) -> None:
 @holds_leases("vacuum")
 def expire(args: LakeArgs) -> None:
     """Remove the days of tables that are older than their `retention` in the spec."""
+    from etl.tables.lease import hold_leases
     from etl.tables.maintenance import expire_days
 
     lake = args.open_lake()
+    if lake.pinned_versions:
+        raise UserError("--pins: days are removed from the latest versions; leave it out")
     if not lake.spec.retention:
         print(f"expire: spec {lake.spec.name} has no `retention`; all days are kept")
         return
-    print_counts("expire", {f"rows of {name}": n for name, n in expire_days(lake).items()})
+    with hold_leases(args.lake, _writers(lake.spec), "gemline etl expire"):
+        removed = expire_days(lake)
+    print_counts("expire", {f"rows of {name}": n for name, n in removed.items()})
+
+
+def _writers(spec: DataSpec) -> list[str]:
+    """The leases of all steps that write tables."""
+    return [*TABLE_STEPS, *(f"scores-{surface}" for surface in spec.ad_surfaces)]
 
 
 @holds_leases("vacuum")
@@ -275,8 +285,7 @@ def vacuum(args: VacuumArgs) -> None:
     from etl.tables.maintenance import vacuum_lake
 
     lake = args.open_lake()
-    scores = [f"scores-{surface}" for surface in lake.spec.ad_surfaces]
-    writers = [*TABLE_STEPS, *scores] if args.keep_days < MIN_SAFE_KEEP_DAYS else []
+    writers = _writers(lake.spec) if args.keep_days < MIN_SAFE_KEEP_DAYS else []
     with hold_leases(args.lake, writers, "gemline etl vacuum"):
         removed = vacuum_lake(lake, args.keep_days)
     print_counts("vacuum", {f"files of {name}": n for name, n in removed.items()})

@@ -39,6 +39,7 @@ LIGHTGBM = "LightGBM"
 CONTROLS = (SEPARATE, LIGHTGBM)
 GOALS = {"default_is_best": "true"}
 RESULT = RESULTS / "ablation.json"
+MAX_DEGREES_OF_FREEDOM = 1e9  # infinity is no number of JSON
 Differences = dict[DataSet, dict[str, "Estimate"]]
 
 
@@ -85,6 +86,7 @@ def bench_ablation(args: AblationArgs) -> None:
     from benchmarks.studies.ablation_trials import ablation_trials
 
     logs = args.kuairand or KUAIRAND_DATA
+    differences = committed_differences(RESULT, title_of(args.scale, args.seeds))
     trials = {data: ablation_trials(data, args.work, logs) for data in args.data}
     models = [(data, name, seed) for seed in range(args.seeds)
               for name in (DEFAULT, *names) for data in args.data]  # fmt: skip
@@ -92,7 +94,6 @@ def bench_ablation(args: AblationArgs) -> None:
         predictions_of(trials[data], data, name, args.scale, seed)
     if args.share != "1/1":
         return
-    differences = committed_differences(RESULT, title_of(args.scale, args.seeds))
     for data in args.data:
         measured = ne_differences(trials[data], data, args.scale, args.seeds, names)
         differences[data] = differences[data] | measured
@@ -111,14 +112,19 @@ def title_of(scale: Scale, seeds: int) -> str:
 
 
 def committed_differences(path: Path, title: str) -> Differences:
-    """The rows of the committed study, to which a run adds; none if it has another title."""
+    """The rows of the committed study, to which a run adds; none if there is no study.
+
+    Raises UserError if it is of another scale or number of seeds.
+    """
     from benchmarks.studies.seeded_estimates import Estimate
     from ranking.report.study import StudyResult
 
     differences: Differences = {data: {} for data in DATA_SETS}
-    study = StudyResult.model_validate_json(path.read_text()) if path.is_file() else None
-    if study is None or study.title != title:
+    if not path.is_file():
         return differences
+    study = StudyResult.model_validate_json(path.read_text())
+    if study.title != title:
+        raise UserError(f"{path} is another study, {study.title!r}: remove it to begin this one")
     for key, estimate in study.estimates.items():
         name, _, data = key.rpartition(", ")
         if name in all_rows() and data in DATA_SETS:
@@ -144,7 +150,8 @@ def save_study(path: Path, result: BenchmarkResult, differences: Differences, co
         figures=result.figures,
         intervals={key: (1e4 * e.value, 1e4 * e.low, 1e4 * e.high) for key, e in by_row.items()},
         estimates={
-            key: (e.value, e.standard_error, e.degrees_of_freedom) for key, e in by_row.items()
+            key: (e.value, e.standard_error, min(e.degrees_of_freedom, MAX_DEGREES_OF_FREEDOM))
+            for key, e in by_row.items()
         },
     ).save(path)
 
@@ -206,7 +213,8 @@ def ablation_table(
     differences: Mapping[DataSet, Mapping[str, "Estimate"]], scale: Scale, seeds: int
 ) -> BenchmarkResult:
     """A row per change with its difference on each data set, and whether the default is best."""
-    verdicts = verdicts_of(differences)
+    expected = [(data, name) for data in differences for name in all_rows() if has_row(data, name)]
+    verdicts = verdicts_of(differences, len(expected))
     result = BenchmarkResult(
         title_of(scale, seeds),
         ("change", *(cell for data in differences for cell in (data, f"{data}, corrected"))),
@@ -221,12 +229,7 @@ def ablation_table(
         data: [name for name, verdict in by_name.items() if verdict == "better"]
         for data, by_name in verdicts.items()
     }
-    missing = [
-        f"{name}, {data}"
-        for data, by_name in differences.items()
-        for name in all_rows()
-        if name not in by_name and has_row(data, name)
-    ]
+    missing = [f"{name}, {data}" for data, name in expected if name not in differences[data]]
     if missing and not any(better.values()):
         result.record("default_is_best", None, f"{len(missing)} rows are not measured yet")
     else:
@@ -241,13 +244,18 @@ def ablation_table(
 
 
 def verdicts_of(
-    differences: Mapping[DataSet, Mapping[str, "Estimate"]],
+    differences: Mapping[DataSet, Mapping[str, "Estimate"]], comparisons: int
 ) -> dict[DataSet, dict[str, str]]:
-    """Whether each row is better or worse outside noise, corrected for all rows and data sets."""
+    """Whether each row is better or worse outside noise, corrected for a number of comparisons.
+
+    These are all rows and data sets, measured or not, so that later rows change no verdict.
+    """
     from benchmarks.studies.seeded_estimates import LEVEL, holm
 
     flat = [(data, name) for data, by_name in differences.items() for name in by_name]
-    corrected = holm([differences[data][name].p_value for data, name in flat])
+    p_values = [differences[data][name].p_value for data, name in flat]
+    unmeasured = [1.0] * (comparisons - len(flat))
+    corrected = holm([*p_values, *unmeasured])[: len(flat)]
     verdicts: dict[DataSet, dict[str, str]] = {data: {} for data in differences}
     for (data, name), p_value in zip(flat, corrected, strict=True):
         direction = "worse" if differences[data][name].value > 0 else "better"

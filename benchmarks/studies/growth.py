@@ -101,7 +101,7 @@ def run_day(paths: PipelinePaths, age: int) -> Iterator[StepCost]:
     previous = store_folder(paths, day - timedelta(days=1)) / "data.mdb"
     size = previous.stat().st_size if previous.exists() else 0
     cost = measure_cost(age, "feature store", partial(build_store, paths, day))
-    yield cost.model_copy(update={"bytes_read": cost.bytes_read + size})  # it is mapped, not read
+    yield cost.model_copy(update={"bytes_read": cost.bytes_read + size})  # mapped, not read
 
 
 def store_folder(paths: PipelinePaths, day: date) -> Path:
@@ -117,7 +117,7 @@ def build_store(paths: PipelinePaths, day: date) -> None:
     lake = Lake(paths.lake, load_spec(paths.spec))
     lengths = HistoryLengths(sequence="behaviour", events=256)
     previous, folder = store_folder(paths, day - timedelta(days=1)), store_folder(paths, day)
-    build_feature_store(lake, folder, lake.spec.day_end(day), lengths, previous).close()
+    build_feature_store(lake, folder, lake.spec.day_end(day), lengths, [previous]).close()
     shutil.rmtree(previous, ignore_errors=True)
 
 

@@ -21,13 +21,12 @@ from benchmarks.system.serving_args import ServingArgs
 from etl.spec.units import MICROS
 from etl.tables.lake import Lake
 from etl.tables.uri import local_cache_path
-from ranking.feature_store.carried_histories import registered_item_records
 from ranking.feature_store.consistency import ConsistencyReport, check_consistency
 from ranking.feature_store.counter_rows import COUNTER_LEVELS
 from ranking.feature_store.counters import CountedEvents
 from ranking.feature_store.fetch import FeatureFetcher
 from ranking.feature_store.ingest import Event, ingest_event
-from ranking.feature_store.items import item_key_values
+from ranking.feature_store.items import item_key_values, registered_item_records
 from ranking.feature_store.materialize import (
     HistoryLengths,
     build_feature_store,

@@ -19,13 +19,13 @@ from dags.orchestration.operators import (
 )
 from dags.orchestration.runs import PipelineRun, run_from_context
 from dags.orchestration.settings import DagSettings
-from dags.pipeline import ATTRIBUTE_TABLES, EXAMPLE_TABLES, TEACHER_TABLES
+from dags.pipeline import ATTRIBUTE_TABLES, EXAMPLE_TABLES, SNAPSHOT_TABLES, TEACHER_TABLES
 from etl.spec import DataSpec
 
 # Assets of tables, with the tables whose metadata their events hold.
 ASSET_TABLES = {
     "events": ("events", *ATTRIBUTE_TABLES, "impressions", "ingest_metrics"),
-    "features": (*EXAMPLE_TABLES, "events", *ATTRIBUTE_TABLES),
+    "features": (*EXAMPLE_TABLES, "events", *ATTRIBUTE_TABLES, *SNAPSHOT_TABLES),
     "teacher_predictions": TEACHER_TABLES,
 }
 

@@ -6,7 +6,7 @@ from etl.spec.attributes import LocalTimeAttribute, NumericAttribute
 from etl.spec.declarations import SpecDeclarations
 from etl.spec.effects import KeyPath
 from etl.spec.report_sources import AudienceLabelSource, AuditSource, SpendSource
-from etl.spec.sections import MIN_RETENTION_DAYS, NEW_ITEM
+from etl.spec.sections import NEW_ITEM, RETENTION_MARGIN_DAYS
 from etl.spec.sources import (
     EventLogSource,
     ImpressionLogSource,
@@ -197,15 +197,18 @@ def _forecast_problems(spec: SpecDeclarations) -> Iterator[Problem]:
 
 
 def _retention_problems(spec: SpecDeclarations) -> Iterator[Problem]:
-    """Tables whose days would be removed while they are still written or read."""
+    """Tables whose days would be removed while other steps read them."""
     slowest = max(objective.label_maturity_seconds for objective in spec.objectives.values())
-    open_days = -(-(slowest + spec.allowed_lateness) // DAY) + MIN_RETENTION_DAYS
-    window = spec.forecast.window if spec.forecast else 0
-    read_by_forecast = {"scores": window, "impressions": window}
+    margin = RETENTION_MARGIN_DAYS * DAY
+    open_days = slowest + spec.allowed_lateness + margin
+    forecast = spec.forecast.window + margin if spec.forecast else 0
     for name, retention in spec.retention.items():
-        shortest = max(open_days * DAY, read_by_forecast.get(name, 0))
-        if retention < shortest:
-            yield ("retention", name), f"keep at least {format_duration(shortest)}"
+        shortest = max(open_days, forecast if name == "scores" else 0)
+        if retention % DAY:
+            yield ("retention", name), "write whole days, such as 60d"
+        elif retention < shortest:
+            days = format_duration(-(-shortest // DAY) * DAY)
+            yield ("retention", name), f"later steps read the days before: keep at least {days}"
 
 
 def _roi_problems(spec: SpecDeclarations) -> Iterator[Problem]:

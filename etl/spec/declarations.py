@@ -80,7 +80,7 @@ class SpecDeclarations(StrictModel):
     history: HistoryRetention = HistoryRetention()
     """How much of a user's history is kept."""
     retention: dict[RetainedTable, Duration] = {}
-    """How long the days of a table are kept, by table; by default all days are."""
+    """How long the days of a table are kept, in whole days; by default for ever."""
     similarity_attributes: tuple[CategoryName, ...] = ()
     """Item attributes by which a candidate is compared with the items of its user's history."""
     calibration_segments: tuple[SegmentName, ...] = ()

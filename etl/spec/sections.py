@@ -58,17 +58,12 @@ class HistoryRetention(StrictModel):
 
 
 RetainedTable = Literal[
-    "examples",
-    "impressions",
-    "quarantine",
     "scores",
-    "teacher_predictions",
-    "user_teacher_embeddings",
     "user_event_counts",
     "attributes_user_snapshots",
     "attributes_item_snapshots",
 ]
-MIN_RETENTION_DAYS = 14  # after the last change of a day; two weekly snapshots of state are kept
+RETENTION_MARGIN_DAYS = 14  # beyond the days with open labels: two weekly snapshots
 
 
 class Touchpoint(StrictModel):

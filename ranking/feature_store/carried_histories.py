@@ -6,7 +6,7 @@ rows: days that have been written again, another history length or another spec.
 
 import hashlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from itertools import islice
@@ -19,13 +19,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from etl.errors import UserError
-from etl.tables import arrow, schemas
 from etl.tables.arrow import Snapshot
 from etl.tables.lake import Lake
 from features.history.codec import quantize_dwell
 from ranking.feature_store.histories import merge_rows, read_rows
-from ranking.feature_store.items import read_item_records, register_items
-from ranking.feature_store.storage import HISTORY_DTYPE, KeyValuePairs, storage_key
+from ranking.feature_store.items import registered_item_records
+from ranking.feature_store.storage import HISTORY_DTYPE, KeyValuePairs, group_rows, storage_keys
 from ranking.feature_store.store import FeatureStore, open_store
 
 log = logging.getLogger(__name__)
@@ -40,13 +39,17 @@ class HistoryBuilder:
     lake: Lake
     store: FeatureStore
     events: Snapshot
+    items: Snapshot
     data_until_day: date
 
-    def build(self, previous: Path | None) -> None:
-        """Write both tables of histories, with those of the store in the folder `previous`."""
-        first_day = self._carry(previous) if previous else None
+    def build(self, earlier_stores: Sequence[Path]) -> None:
+        """Write both tables of histories.
+
+        Those of final days are copied from the first of the earlier stores that can be used.
+        """
+        covered_until = self._carry_from_first(earlier_stores)
         final_days = [day for day in self.events.days() if day < self.data_until_day]
-        added_days = [day for day in final_days if first_day is None or day >= first_day]
+        added_days = [day for day in final_days if covered_until is None or day >= covered_until]
         all_numbered = True
         for bucket in range(self.lake.spec.buckets):
             all_numbered &= self._add_events("history", added_days, bucket)
@@ -55,38 +58,53 @@ class HistoryBuilder:
             with self.store.write_transaction() as txn:
                 txn.put("meta", FINGERPRINT_KEY, self._fingerprint(self.data_until_day))
 
-    def _carry(self, previous: Path) -> date | None:
-        """Copy the final histories of an earlier store.
+    def _carry_from_first(self, earlier_stores: Sequence[Path]) -> date | None:
+        """Copy the final histories of an earlier store; returns the first day that they lack.
 
-        Returns:
-            The first day that they lack; None if they cannot be used.
+        None if no store can be used.
         """
+        for folder in earlier_stores:
+            try:
+                return self._carry(folder)
+            except (UserError, lmdb.Error) as error:
+                log.info("the histories of %s are not reused: %s", folder, error)
+        return None
+
+    def _carry(self, folder: Path) -> date:
+        """Copy the final histories of a store; returns the first day that they lack.
+
+        Raises:
+            UserError: The store cannot be read, or its histories are not those of the tables.
+            lmdb.Error: The store is damaged, or open in this process.
+        """
+        earlier = open_store(folder, self.lake.spec)
         try:
-            earlier = open_store(previous, self.lake.spec)
-        except (UserError, lmdb.Error) as error:
-            log.info("histories are built from the events of all days: %s", error)
-            return None
-        try:
-            return self._copy_histories(earlier)
+            first_day = self.lake.spec.last_day_before(earlier.data_until)
+            self._check_carriable(earlier, first_day)
+            self._copy_histories(earlier)
+        except lmdb.Error:
+            with self.store.write_transaction() as txn:
+                txn.clear("history")
+            raise
         finally:
             earlier.close()
+        return first_day
 
-    def _copy_histories(self, earlier: FeatureStore) -> date | None:
-        first_day = self.lake.spec.last_day_before(earlier.data_until)
-        has_same_events = (
-            earlier.histories == self.store.histories
-            and earlier.data_until <= self.store.data_until
-        )
-        if not has_same_events:
-            return None
+    def _check_carriable(self, earlier: FeatureStore, first_day: date) -> None:
+        if earlier.histories != self.store.histories:
+            raise UserError("it has other events or another history length")
+        if earlier.data_until > self.store.data_until:
+            raise UserError("it has later events")
+        with earlier.read_transaction() as txn:
+            if txn.get("meta", FINGERPRINT_KEY) != self._fingerprint(first_day):
+                raise UserError("days that it has were written again")
+
+    def _copy_histories(self, earlier: FeatureStore) -> None:
         with earlier.read_transaction() as source:
-            if source.get("meta", FINGERPRINT_KEY) != self._fingerprint(first_day):
-                return None
             stored = source.iterate_from("history", b"")
             while users := list(islice(stored, USERS_PER_TRANSACTION)):
                 with self.store.write_transaction() as txn:
                     txn.put_many("history", [(key, self._retained(rows)) for key, rows in users])
-        return first_day
 
     def _retained(self, stored: bytes) -> bytes:
         rows = np.frombuffer(stored, HISTORY_DTYPE)
@@ -94,10 +112,9 @@ class HistoryBuilder:
 
     def _fingerprint(self, first_day: date) -> bytes:
         """Identifies the rows of events and items of all days before one by their files."""
-        items = arrow.snapshot(self.lake, schemas.items(self.lake.spec))
         paths = [
             path
-            for table in (self.events, items)
+            for table in (self.events, self.items)
             for path, partition in table.files
             if cast(date, partition["day"]) < first_day
         ]
@@ -118,22 +135,12 @@ class HistoryBuilder:
         rows = history_rows(self.store, events)
         with self.store.write_transaction() as txn:
             pairs: KeyValuePairs = []
-            for key, added in group_rows(storage_keys(events["user_id"]), rows):
+            for key, added in group_rows(storage_keys(events["user_id"].to_pylist()), rows):
                 merged = merge_rows(read_rows(txn, table, key), added)
                 retained = histories.retained(merged, self.store.data_until)
                 pairs.append((key, retained.tobytes()))
             txn.put_many(table, pairs)
         return bool((rows["item"] < self.store.metadata.num_items).all())
-
-
-def registered_item_records(store: FeatureStore, item_ids: pa.ChunkedArray) -> np.ndarray:
-    """Register the items (N) that the store has never seen, and read the records of all (N)."""
-    items = item_ids.combine_chunks().dictionary_encode()
-    distinct = items.dictionary.to_pylist()
-    with store.write_transaction() as txn:
-        register_items(store.layout, txn, distinct)
-        records = read_item_records(store.layout, txn, distinct)
-    return np.asarray(records[items.indices.to_numpy()])
 
 
 def history_rows(store: FeatureStore, events: pa.Table) -> np.ndarray:
@@ -145,17 +152,3 @@ def history_rows(store: FeatureStore, events: pa.Table) -> np.ndarray:
     rows["surface"], rows["type"] = events["surface"], events["type"]
     rows["dwell"] = quantize_dwell(events["dwell_ms"].to_numpy())
     return rows
-
-
-def storage_keys(ids: pa.ChunkedArray) -> np.ndarray:
-    """The storage keys of ids."""
-    return np.array([storage_key(id_) for id_ in ids.to_pylist()], np.bytes_)
-
-
-def group_rows(owner_keys: np.ndarray, rows: np.ndarray) -> Iterator[tuple[bytes, np.ndarray]]:
-    """Each owner's key and rows; rows of one owner must be adjacent."""
-    if not len(rows):
-        return
-    starts = np.flatnonzero(np.concatenate(([True], owner_keys[1:] != owner_keys[:-1])))
-    for start, stop in zip(starts, np.append(starts[1:], len(rows)), strict=True):
-        yield bytes(owner_keys[start]), rows[start:stop]

@@ -7,6 +7,7 @@ N items.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,11 @@ import numpy.typing as npt
 from etl.tables.schemas import RESERVED_ITEM_INDICES, item_counter_key_columns
 from features.encoding.scalar import spark_xxhash64
 from ranking.feature_store.storage import UNKNOWN, RecordLayout, Txn, storage_key
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from ranking.feature_store.store import FeatureStore
 
 NEXT_ITEM_INDEX_KEY = b"next item"
 Ints = npt.NDArray[np.int64]
@@ -46,6 +52,16 @@ def register_items(layout: RecordLayout, txn: Txn, item_ids: Iterable[str]) -> N
         record["index"] = index
         txn.put("items", key, record.tobytes())
         txn.put("meta", NEXT_ITEM_INDEX_KEY, (index + 1).to_bytes(8, "big"))
+
+
+def registered_item_records(store: "FeatureStore", item_ids: "pa.ChunkedArray") -> np.ndarray:
+    """Register the items (N) that the store has never seen, and read the records of all (N)."""
+    items = item_ids.combine_chunks().dictionary_encode()
+    distinct = items.dictionary.to_pylist()
+    with store.write_transaction() as txn:
+        register_items(store.layout, txn, distinct)
+        records = read_item_records(store.layout, txn, distinct)
+    return np.asarray(records[items.indices.to_numpy()])
 
 
 def update_first_version(

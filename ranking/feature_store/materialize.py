@@ -6,7 +6,7 @@ points the lake at it. Running services then load it.
 
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import date, timedelta
@@ -25,17 +25,11 @@ from etl.tables.lake import Lake
 from etl.tables.lease import hold_leases
 from etl.tables.pointer import remove_unreferenced_versions
 from etl.tables.schemas import RESERVED_ITEM_INDICES, STATIC_DAY
-from etl.tables.table_schema import TableSchema
 from etl.tables.uri import local_cache_path, resolve_uri
 from features.aggregations import round_dwell_ms
 from features.encoding.scalar import spark_xxhash64
 from features.schema import counter_input_days
-from ranking.feature_store.carried_histories import (
-    HistoryBuilder,
-    group_rows,
-    registered_item_records,
-    storage_keys,
-)
+from ranking.feature_store.carried_histories import HistoryBuilder
 from ranking.feature_store.counter_rows import COUNTER_LEVELS
 from ranking.feature_store.counters import CountedEvents
 from ranking.feature_store.ingest import AttributeVersion, upsert_attributes
@@ -43,12 +37,15 @@ from ranking.feature_store.items import (
     NEXT_ITEM_INDEX_KEY,
     blank_item_records,
     item_key_values,
+    registered_item_records,
 )
 from ranking.feature_store.storage import (
     KNOWN_EVENT,
     TEACHER_HISTORY_DTYPE,
     KeyValuePairs,
+    group_rows,
     storage_key,
+    storage_keys,
 )
 from ranking.feature_store.store import (
     LATENESS_MARGIN_DAYS,
@@ -83,15 +80,16 @@ def build_feature_store(
     folder: Path,
     data_until: int,
     lengths: HistoryLengths,
-    previous: Path | None = None,
+    earlier_stores: Sequence[Path] = (),
 ) -> FeatureStore:
     """Build a store in a new folder from all data until an epoch second, and open it.
 
-    The folder appears only when the store is complete. `previous` is the folder of an earlier
-    store, whose histories are reused if they are still those of the tables.
+    The folder appears only when the store is complete. The histories of the first of the earlier
+    stores are reused whose histories are still those of the tables.
     """
     data_until_day = lake.spec.last_day_before(data_until)
-    items = read_until(lake, schemas.items(lake.spec), data_until_day)
+    item_table = arrow.snapshot(lake, schemas.items(lake.spec))
+    items = rows_until(item_table, data_until_day)
     metadata = StoreMetadata(
         spec=lake.spec,
         sequence=lengths.sequence,
@@ -105,7 +103,7 @@ def build_feature_store(
     source.write_items(items)
     source.write_attribute_versions("user")
     source.write_attribute_versions("item")
-    HistoryBuilder(lake, store, source.events, data_until_day).build(previous)
+    HistoryBuilder(lake, store, source.events, item_table, data_until_day).build(earlier_stores)
     records = itertools.chain(
         source.teacher_history_records(), source.recent_counter_records(), source.event_id_records()
     )
@@ -135,7 +133,7 @@ class TableSource:
         """Write the records of all items that have an index in the tables."""
         records = blank_item_records(self.store.layout, len(items))
         records["index"] = items["item_index"].to_numpy()
-        keys = [storage_key(item_id) for item_id in items["item_id"].to_pylist()]
+        keys = map(storage_key, items["item_id"].to_pylist())
         next_index = self.store.metadata.num_items.to_bytes(8, "big")
         with self.store.write_transaction() as txn:
             txn.put("meta", NEXT_ITEM_INDEX_KEY, next_index)
@@ -162,10 +160,11 @@ class TableSource:
         These are the latest snapshot before the earliest request, the versions that have landed
         since, and static rows.
         """
-        stored, snapshots = (
-            arrow.snapshot(self.lake, schema(self.lake.spec, entity))
-            for schema in (schemas.attributes, schemas.attribute_snapshots)
-        )
+        stored = arrow.snapshot(self.lake, schemas.attributes(self.lake.spec, entity))
+        schema = schemas.attribute_snapshots(self.lake.spec, entity)
+        if not self.lake.exists(schema.name):
+            return rows_until(stored, self.data_until_day)
+        snapshots = arrow.snapshot(self.lake, schema)
         days = [day for day in stored.days() if day <= self.data_until_day]
         first_day = self.lake.spec.last_day_before(self.store.earliest_request - MAX_REQUEST_AGE)
         snapshot_day = max((day for day in snapshots.days() if day < first_day), default=None)
@@ -184,14 +183,16 @@ class TableSource:
         schema = model_schemas.user_teacher_embeddings(self.lake.spec)
         if not self.teacher_history_length or not self.lake.exists(schema.name):
             return
-        stored = of_newest_compressor(read_until(self.lake, schema, self.data_until_day))
+        stored = of_newest_compressor(
+            rows_until(arrow.snapshot(self.lake, schema), self.data_until_day)
+        )
         stored = stored.sort_by([(name, "ascending") for name in schema.order_by])
         rows = np.zeros(len(stored), TEACHER_HISTORY_DTYPE)
         rows["visible_ts"], rows["impression_ts"] = stored["visible_ts"], stored["impression_ts"]
         rows["item"] = stored["item_index"]
         embeddings = np.frombuffer(b"".join(stored["teacher_embedding_int4"].to_pylist()), np.uint8)
         rows["teacher_embedding_int4"] = embeddings.reshape(len(stored), -1)
-        by_user = group_rows(storage_keys(stored["user_id"]), rows)
+        by_user = group_rows(storage_keys(stored["user_id"].to_pylist()), rows)
         newest = [(key, rows[-self.teacher_history_length :].tobytes()) for key, rows in by_user]
         yield "teacher_history", newest
 
@@ -245,10 +246,9 @@ class TableSource:
         yield from counters.build_records(key_values, counted)
 
 
-def read_until(lake: Lake, schema: TableSchema, data_until_day: date) -> pa.Table:
+def rows_until(table: Snapshot, day: date) -> pa.Table:
     """The rows of a table that landed up to the end of a day."""
-    stored = arrow.snapshot(lake, schema)
-    return stored.read(day=[day for day in stored.days() if day <= data_until_day]).combine_chunks()
+    return table.read(day=[stored for stored in table.days() if stored <= day]).combine_chunks()
 
 
 def materialize_lease(lake: str, command: str) -> AbstractContextManager[None]:
@@ -271,9 +271,10 @@ def materialize(lake: Lake, data_until: int) -> str:
     names = (f"{day:%Y%m%d}-{number}" for number in itertools.count(1))
     name = next(name for name in names if not (pointer.folder / name).exists())
     folder = local_cache_path(pointer.folder) / name
-    live = pointer.live_folder
-    previous = local_cache_path(live) if live else None
-    build_feature_store(lake, folder, data_until, lengths, previous).close()
+    state = pointer.read()
+    retained = state.retained if state else ()
+    earlier = [local_cache_path(pointer.folder) / version for version in reversed(retained)]
+    build_feature_store(lake, folder, data_until, lengths, earlier).close()
     pointer.promote(name)
     remove_unreferenced_versions(pointer.folder, pointer)
     return name

@@ -62,6 +62,10 @@ class Txn:
         with self.transaction.cursor(self.tables[table]) as cursor:
             cursor.putmulti(items)
 
+    def clear(self, table: str) -> None:
+        """Remove all keys of a table."""
+        self.transaction.drop(self.tables[table], delete=False)
+
     def delete(self, table: str, key: bytes) -> None:
         """Remove a key, if it exists."""
         self.transaction.delete(key, db=self.tables[table])
@@ -161,6 +165,20 @@ def storage_key(name: str) -> bytes:
     """The key of a user or an item: its id, or a hash of an id that is too long for LMDB."""
     key = name.encode()
     return key if len(key) <= MAX_KEY_BYTES else b"\xff" + blake2b(key, digest_size=32).digest()
+
+
+def storage_keys(names: Sequence[str]) -> np.ndarray:
+    """The storage keys of users or items."""
+    return np.array([storage_key(name) for name in names], np.bytes_)
+
+
+def group_rows(owner_keys: np.ndarray, rows: np.ndarray) -> Iterator[tuple[bytes, np.ndarray]]:
+    """Each owner's key and rows; rows of one owner must be adjacent."""
+    if not len(rows):
+        return
+    starts = np.flatnonzero(np.concatenate(([True], owner_keys[1:] != owner_keys[:-1])))
+    for start, stop in zip(starts, np.append(starts[1:], len(rows)), strict=True):
+        yield bytes(owner_keys[start]), rows[start:stop]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from etl.errors import UserError
 from etl.spec.base import StrictModel
 from etl.spec.model import DataSpec
@@ -107,8 +109,9 @@ def open_store(folder: Path, spec: DataSpec) -> FeatureStore:
         raise UserError(f"{folder} holds no feature store; run `gemline rank materialize` first")
     env, tables = open_environment(folder, STORE_TABLES, metasync=False)
     with Database(env, tables).read_transaction() as txn:
-        metadata = StoreMetadata.model_validate_json(txn.get("meta", METADATA_KEY))
+        stored = txn.get("meta", METADATA_KEY)
     try:
+        metadata = read_metadata(stored, folder)
         validate_metadata(metadata, spec, folder)
     except UserError:
         env.close()
@@ -126,13 +129,28 @@ def open_store(folder: Path, spec: DataSpec) -> FeatureStore:
     )
 
 
+def read_metadata(stored: bytes, folder: Path) -> StoreMetadata:
+    """The metadata of the store in a folder.
+
+    Raises UserError if another version of Gemline wrote it.
+    """
+    try:
+        return StoreMetadata.model_validate_json(stored)
+    except ValidationError:
+        raise _other_version(folder) from None
+
+
+def _other_version(folder: Path) -> UserError:
+    return UserError(
+        f"the feature store in {folder} was written by another version of Gemline: run "
+        "`gemline rank materialize` again"
+    )
+
+
 def validate_metadata(metadata: StoreMetadata, spec: DataSpec, folder: Path) -> None:
     """Raise UserError if the store of a folder was built with another spec or record format."""
     if metadata.record_format != RECORD_FORMAT:
-        raise UserError(
-            f"the feature store in {folder} was written by another version of Gemline: run "
-            "`gemline rank materialize` again"
-        )
+        raise _other_version(folder)
     if metadata.spec.hash != spec.hash:
         raise UserError(
             f"the feature store in {folder} was built with spec {metadata.spec.hash}, not "

@@ -190,10 +190,15 @@ def test_rows_are_added_to_those_of_the_same_study(tmp_path: Path) -> None:
         "simulated": {"DCNv2": Estimate(-0.01, 0.002, 99.0)},
         "kuairand": {"flow: int, 32 events": Estimate(0.02, 0.003, 7.5)},
     }
+    no_change = Estimate.combine(0.0, (0.0, 3))
+    measured["kuairand"] |= {
+        "DIN": Estimate(no_change.value, no_change.standard_error, ablation.MAX_DEGREES_OF_FREEDOM),
+    }
     result = ablation.ablation_table(measured, "small", 1)
     ablation.save_study(path, result, measured, "command")
     assert ablation.committed_differences(path, title) == measured
-    assert ablation.committed_differences(path, ablation.title_of("small", 5))["kuairand"] == {}
+    with pytest.raises(UserError, match="is another study"):
+        ablation.committed_differences(path, ablation.title_of("small", 5))
     missing = result.figures["rows_not_measured"]
     assert "DIN, simulated" in missing and "DCNv2, kuairand" in missing  # type: ignore[operator]
     assert "DCNv2, simulated" not in missing  # type: ignore[operator]
@@ -203,10 +208,12 @@ def test_rows_are_added_to_those_of_the_same_study(tmp_path: Path) -> None:
 def test_many_rows_within_noise_are_corrected_for_their_number() -> None:
     borderline = {f"row {i}": Estimate(-0.01, 0.0045, 100.0) for i in range(40)}
     assert all(estimate.p_value < 0.05 for estimate in borderline.values())
-    verdicts = ablation.verdicts_of({"simulated": borderline})
+    verdicts = ablation.verdicts_of({"simulated": borderline}, 40)
     assert set(verdicts["simulated"].values()) == {"within noise"}
-    alone = ablation.verdicts_of({"simulated": {"row": borderline["row 0"]}})
+    alone = ablation.verdicts_of({"simulated": {"row": borderline["row 0"]}}, 1)
     assert alone["simulated"]["row"] == "better"
+    one_of_many = ablation.verdicts_of({"simulated": {"row": borderline["row 0"]}}, 40)
+    assert one_of_many["simulated"]["row"] == "within noise", "39 rows are not measured yet"
 
 
 def own_rows() -> list[tuple[str, DataSet]]:

@@ -16,6 +16,7 @@ from tests.pipeline import TABLES, rows
 
 pytestmark = pytest.mark.spark
 
+# Specs name other tables, of which this lake has no days; all are treated alike.
 RETENTION = {"examples": 2 * DAY, "quarantine": 30 * DAY, "scores": DAY}
 
 
@@ -48,33 +49,45 @@ def test_removed_days_are_read_from_old_versions_until_a_vacuum(expiring: Lake) 
         rows(old, "examples")
 
 
-def test_a_retention_that_open_days_need_is_refused(tmp_path: Path) -> None:
-    """Labels of the simulator's spec mature for three days, and events may be two days late."""
+@pytest.mark.parametrize(
+    ("table", "retention", "problem"),
+    [
+        ("user_event_counts", "18d", "later steps read the days before: keep at least 19d"),
+        ("user_event_counts", "19d", None),
+        ("scores", "20d", "keep at least 21d"),
+        ("scores", "21d", None),
+        ("scores", "601h", "write whole days"),
+        ("events", "400d", "events"),
+    ],
+)
+def test_a_retention_that_later_steps_do_not_allow_is_refused(
+    tmp_path: Path, table: str, retention: str, problem: str | None
+) -> None:
+    """Labels mature for three days, events may be two days late, forecasts read seven days."""
     path = tmp_path / "spec.yaml"
-    for days, problem in ((18, "keep at least 19d"), (19, None)):
-        path.write_text(f"{SPEC.read_text()}\nretention: {{examples: {days}d}}\n")
-        if problem:
-            with pytest.raises(UserError, match=problem):
-                load_spec(path)
-        else:
-            assert load_spec(path).retention == {"examples": days * DAY}
-    path.write_text(f"{SPEC.read_text()}\nretention: {{events: 400d}}\n")
-    with pytest.raises(UserError, match="events"):
+    path.write_text(f"{SPEC.read_text()}\nretention: {{{table}: {retention}}}\n")
+    if problem is None:
+        assert list(load_spec(path).retention) == [table]
+        return
+    with pytest.raises(UserError, match=problem):
         load_spec(path)
 
 
 def test_a_retention_does_not_change_what_tables_hold(tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
-    path.write_text(f"{SPEC.read_text()}\nretention: {{examples: 90d}}\n")
+    path.write_text(f"{SPEC.read_text()}\nretention: {{scores: 90d}}\n")
     assert load_spec(path).hash == load_spec(SPEC).hash
 
 
-def test_the_command_says_what_it_removed(
+def test_the_command_prints_what_it_removed(
     own: Lake, spec_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["etl", "expire", "--spec", str(spec_path), "--lake", own.root]) == 0
     assert "has no `retention`; all days are kept" in capsys.readouterr().out
     spec = tmp_path / "with_retention.yaml"
-    spec.write_text(f"{spec_path.read_text()}\nretention: {{examples: 90d}}\n")
+    spec.write_text(f"{spec_path.read_text()}\nretention: {{scores: 90d}}\n")
     assert main(["etl", "expire", "--spec", str(spec), "--lake", own.root]) == 0
-    assert "0 rows of examples" in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith("expire: ")
+    pins = ("--pins", '{"examples": 0}')
+    assert main(["etl", "expire", "--spec", str(spec), "--lake", own.root, *pins]) == 2
+    assert "leave it out" in capsys.readouterr().err

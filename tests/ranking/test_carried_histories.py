@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from etl.errors import UserError
 from etl.ingest.run import ingest
 from etl.tables.lake import Lake
 from features.items import index_items
@@ -16,7 +17,7 @@ from ranking.feature_store import histories
 from ranking.feature_store.ingest import Event, ingest_event
 from ranking.feature_store.materialize import HistoryLengths, build_feature_store
 from ranking.feature_store.storage import HISTORY_DTYPE
-from ranking.feature_store.store import STORE_TABLES, FeatureStore
+from ranking.feature_store.store import METADATA_KEY, STORE_TABLES, FeatureStore, open_store
 from tests.oracle import disorder
 from tests.oracle.disorder import FIRST, build_lake, generate_records
 
@@ -59,7 +60,7 @@ def contents(store: FeatureStore) -> dict[str, dict[bytes, bytes]]:
 def store_until(
     lake: Lake, folder: Path, data_until: int, previous: Path | None = None
 ) -> Iterator[FeatureStore]:
-    store = build_feature_store(lake, folder, data_until, LENGTHS, previous)
+    store = build_feature_store(lake, folder, data_until, LENGTHS, [previous] if previous else [])
     yield store
     store.close()
 
@@ -91,7 +92,7 @@ def mark(folder: Path, lake: Lake, data_until: int) -> None:
 def is_copied(lake: Lake, folder: Path, previous: Path, lengths: HistoryLengths = LENGTHS) -> bool:
     """Whether a store of all days has the histories of an earlier store."""
     end = lake.spec.day_end(LAST)
-    store = build_feature_store(lake, folder, end, lengths, previous)
+    store = build_feature_store(lake, folder, end, lengths, [previous])
     with store.read_transaction() as txn:
         found = bool(txn.get("history", b"copied"))
     store.close()
@@ -136,10 +137,19 @@ def test_posted_events_are_not_carried_into_the_next_store(built: Lake, tmp_path
         assert not any(b"posted" in rows for rows in found["recent_history"].values())
 
 
-def test_a_damaged_earlier_store_is_not_used(built: Lake, tmp_path: Path) -> None:
-    end = built.spec.day_end(LAST)
-    (tmp_path / "empty").mkdir()
-    with store_until(built, tmp_path / "whole", end) as store:
-        expected = contents(store)
-    with store_until(built, tmp_path / "next", end, tmp_path / "empty") as store:
-        assert contents(store) == expected
+@pytest.mark.parametrize("metadata", [None, b'{"record_format": 2}', b"{"])
+def test_a_store_of_another_version_is_not_used(
+    built: Lake, tmp_path: Path, metadata: bytes | None
+) -> None:
+    """Neither is a folder without a store; the store before it is."""
+    end, previous, other = built.spec.day_end(LAST), tmp_path / "previous", tmp_path / "other"
+    mark(previous, built, built.spec.day_end(LAST - timedelta(days=1)))
+    if metadata is not None:
+        with store_until(built, other, end) as store, store.write_transaction() as txn:
+            txn.put("meta", METADATA_KEY, metadata)
+        with pytest.raises(UserError, match="run `gemline rank materialize` again"):
+            open_store(other, built.spec)
+    store = build_feature_store(built, tmp_path / "next", end, LENGTHS, [other, previous])
+    assert b"copied" in contents(store)["history"]
+    store.close()
+    assert not is_copied(built, tmp_path / "alone", other)
