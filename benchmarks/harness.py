@@ -22,6 +22,7 @@ RESULTS = ROOT / "benchmarks" / "results"  # study results that the documentatio
 
 
 if TYPE_CHECKING:
+    from benchmarks.studies.seeded_estimates import Estimate
     from training.evaluation.predictions import ConfidenceInterval
 
 
@@ -89,7 +90,8 @@ class BenchmarkResult:
         self,
         path: Path,
         command: str,
-        ne_differences: "Mapping[str, ConfidenceInterval] | None" = None,
+        ne_differences: "Mapping[str, ConfidenceInterval | Estimate] | None" = None,
+        estimates: Mapping[str, tuple[float, float, float]] | None = None,
     ) -> None:
         """Save the table and figures as a study, with its intervals in units of 1e-4."""
         from ranking.report.study import StudyResult
@@ -105,4 +107,5 @@ class BenchmarkResult:
                 name: (1e4 * interval.value, 1e4 * interval.low, 1e4 * interval.high)
                 for name, interval in (ne_differences or {}).items()
             },
+            estimates=dict(estimates or {}),
         ).save(path)

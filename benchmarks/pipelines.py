@@ -11,16 +11,17 @@ from etl.errors import UserError
 from etl.spec import load_spec
 from etl.spec.units import parse_date_range
 
+DEMO_DAYS = "2026-01-01:2026-01-11"  # of DEMO_SIMULATOR
 BENCH_DAYS = "2026-01-01:2026-01-14"  # of BENCH_SIMULATOR
 SMALL_SIMULATION = {"users": 150, "events_per_user_mean": 80, "max_events_per_user": 600, "days": 7}
 
 
-def simulate_logs(raw: Path, overrides: dict[str, int]) -> None:
-    """Simulate logs with the demo's configuration and some settings changed."""
+def simulate_logs(raw: Path, overrides: dict[str, int], simulator: Path = DEMO_SIMULATOR) -> None:
+    """Simulate logs with a configuration, by default the demo's, and some settings changed."""
     from etl.simulator.config import SimulatorConfig
     from etl.simulator.simulate import simulate
 
-    simulate(SimulatorConfig(**read_yaml_mapping(DEMO_SIMULATOR) | overrides), raw)
+    simulate(SimulatorConfig(**read_yaml_mapping(simulator) | overrides), raw)
 
 
 def simulated_tables(

@@ -16,7 +16,7 @@ from etl.spec.units import MICROS
 from etl.tables import schemas, spark_io
 from etl.tables.lake import Lake
 from etl.tables.schemas import STATIC_DAY
-from etl.tables.weekly_snapshots import build_snapshots, latest_snapshot_before
+from etl.tables.weekly_snapshots import build_snapshots
 
 
 def versions_from(lake: Lake, entity: str, day: date, version: int | None = None) -> DataFrame:
@@ -30,7 +30,7 @@ def versions_from(lake: Lake, entity: str, day: date, version: int | None = None
         schema(lake.spec, entity) for schema in (schemas.attributes, schemas.attribute_snapshots)
     )
     rows = spark_io.read_table(lake, table, version)
-    snapshot_day = latest_snapshot_before(lake, snapshots.name, day)
+    snapshot_day = lake.latest_day(snapshots.name, before=day)
     if snapshot_day is None:
         return rows
     is_recent = (F.col("day") > F.lit(snapshot_day)) | (F.col("day") == F.lit(STATIC_DAY))

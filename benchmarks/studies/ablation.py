@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 import tyro
 from pydantic import Field
 
-from benchmarks.harness import RESULTS, BenchmarkResult, commit
+from benchmarks.harness import RESULTS, BenchmarkResult
 from benchmarks.studies.committed import StudyFolder, share_of, show_committed
 from benchmarks.studies.model_changes import CHANGES, DATA_SETS, DataSet
 from benchmarks.studies.quality import KUAIRAND_DATA, KuaiRandFolder
@@ -134,26 +134,16 @@ def committed_differences(path: Path, title: str) -> Differences:
 
 def save_study(path: Path, result: BenchmarkResult, differences: Differences, command: str) -> None:
     """Save the table, and the estimates behind it."""
-    from ranking.report.study import StudyResult
-
     by_row = {
         f"{name}, {data}": estimate
         for data, by_name in differences.items()
         for name, estimate in by_name.items()
     }
-    StudyResult(
-        title=result.title,
-        command=command,
-        columns=tuple(result.columns),
-        rows=tuple(result.rows),
-        commit=commit(),
-        figures=result.figures,
-        intervals={key: (1e4 * e.value, 1e4 * e.low, 1e4 * e.high) for key, e in by_row.items()},
-        estimates={
-            key: (e.value, e.standard_error, min(e.degrees_of_freedom, MAX_DEGREES_OF_FREEDOM))
-            for key, e in by_row.items()
-        },
-    ).save(path)
+    estimates = {
+        key: (e.value, e.standard_error, min(e.degrees_of_freedom, MAX_DEGREES_OF_FREEDOM))
+        for key, e in by_row.items()
+    }
+    result.save_study(path, command, by_row, estimates)
 
 
 def all_rows() -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from benchmarks.harness import BENCH_SIMULATOR, DEMO_SIMULATOR, SIMULATOR_SPEC
-from benchmarks.pipelines import BENCH_DAYS, simulated_tables
+from benchmarks.pipelines import BENCH_DAYS, DEMO_DAYS, simulated_tables
 from benchmarks.studies.kuairand_quality import FIRST_TEST_DAY, build_trials
 from benchmarks.studies.model_changes import DataSet
 from benchmarks.studies.prequential import PrequentialTrials, pooled
@@ -19,7 +19,6 @@ from training.baseline import BaselineConfig
 from training.config import TrainConfig
 from training.evaluation.predictions import Predictions
 
-DEMO_DAYS = "2026-01-01:2026-01-11"
 TEST_DAYS = 3
 
 

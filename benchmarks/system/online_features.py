@@ -27,10 +27,7 @@ from ranking.feature_store.counters import CountedEvents
 from ranking.feature_store.fetch import FeatureFetcher
 from ranking.feature_store.ingest import Event, ingest_event
 from ranking.feature_store.items import item_key_values, registered_item_records
-from ranking.feature_store.materialize import (
-    HistoryLengths,
-    build_feature_store,
-)
+from ranking.feature_store.materialize import HistoryLengths, build_feature_store
 from ranking.feature_store.request import RankRequest
 from ranking.feature_store.store import FeatureStore, open_store
 from ranking.feature_store.wal import feature_store_pointer

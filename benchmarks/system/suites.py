@@ -87,7 +87,7 @@ def bench_data(args: DataBenchArgs) -> None:
     from etl.runtime.spark import spark_session
 
     parts: dict[str, Callable[..., None]] = {
-        "pipeline": table_builds.measure_pipeline,
+        "pipeline": etl_speed.measure_pipeline,
         "demo": etl_speed.measure_demo_etl,
         "etl": etl_speed.measure_etl_speed,
         "history": table_builds.measure_history_build,

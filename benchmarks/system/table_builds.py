@@ -1,4 +1,4 @@
-"""Speed of table builds: packed histories compared with a plain sort, and all data steps."""
+"""Speed of building packed histories, compared with a plain sort of the same rows."""
 
 import shutil
 from pathlib import Path
@@ -7,19 +7,10 @@ import pyarrow.parquet as pq
 from pyspark.sql import DataFrame, SparkSession
 
 from benchmarks.harness import (
-    BENCH_SIMULATOR,
-    SIMULATOR_SPEC,
     BenchmarkResult,
     interleaved_median_seconds,
 )
 from benchmarks.synthetic_data import generate_events
-from dags.pipeline import data_steps
-from dags.runner import run_pipeline
-from dags.steps import PipelinePaths
-from etl.cli.runner import read_yaml_mapping
-from etl.spec import load_spec
-from etl.tables import arrow, schemas, step_state
-from etl.tables.lake import Lake
 from features.history.build import pack_events
 
 ORDER = ("user_id", "visible_ts", "event_ts", "event_id")
@@ -94,34 +85,3 @@ def write_packed_histories(events: DataFrame, work: Path) -> None:
 def _overwrite(rows: DataFrame, path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
     rows.write.parquet(str(path))
-
-
-def measure_pipeline(result: BenchmarkResult, work: Path, days: int = 5) -> None:
-    """`etl_events_per_s` from raw gzip logs to examples, and `etl_largest_step_share`."""
-    from etl.simulator.config import SimulatorConfig
-    from etl.simulator.simulate import simulate
-
-    raw, lake = work / "raw", work / "lake"
-    shutil.rmtree(lake, ignore_errors=True)
-    simulate(SimulatorConfig(**read_yaml_mapping(BENCH_SIMULATOR)), raw)
-    spec = load_spec(SIMULATOR_SPEC)
-    paths = PipelinePaths(SIMULATOR_SPEC, str(raw), str(lake))
-    day_flags = ("--days", f"2026-01-01:2026-01-{days:02}")
-    run_pipeline(spec, paths, data_steps(paths, day_flags))
-    metrics = arrow.snapshot(Lake(str(lake), spec), schemas.ingest_metrics(spec)).read(["read"])
-    events = sum(metrics["read"].to_pylist())
-    seconds = dict(step_state.step_durations(str(lake)))
-    total = sum(seconds.values())
-    slowest_step = max(seconds, key=lambda step: seconds[step])
-    largest_share = seconds[slowest_step] / total
-    result.record("etl_events_per_s", events / total, "")
-    result.record("etl_largest_step_share", largest_share, "")
-    result.rows.append(
-        (
-            f"raw gzip to examples, {events:,} records",
-            f"{events / total:,.0f} events/s",
-            ", ".join(f"{step} {duration:.0f} s" for step, duration in seconds.items()),
-            f"{slowest_step} {largest_share:.2f}",
-            "<= 0.40",
-        )
-    )

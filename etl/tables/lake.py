@@ -120,11 +120,17 @@ class Lake:
         day = self.add_actions(name)["partition.day"]
         return pc.min(day).as_py(), pc.max(day).as_py()
 
-    def latest_day(self, name: str) -> date | None:
-        """The last day that has rows; None if the table does not exist or is empty."""
+    def latest_day(self, name: str, before: date | None = None) -> date | None:
+        """The last day that has rows, of all days or of those before a day.
+
+        None if the table does not exist or has no rows on them.
+        """
         if not self.exists(name):
             return None
-        latest: date | None = pc.max(self.add_actions(name)["partition.day"]).as_py()
+        day = self.add_actions(name)["partition.day"]
+        if before is not None:
+            day = day.filter(pc.less(day, before))
+        latest: date | None = pc.max(day).as_py()
         return latest
 
     def add_actions(self, name: str) -> pa.Table:

@@ -43,11 +43,6 @@ def build_snapshots(
         spark_io.replace_partitions(lake, schema, rows, f"day = '{day}'", {source: version})
 
 
-def latest_snapshot_before(lake: Lake, name: str, day: date) -> date | None:
-    """The day of the latest snapshot before a day; None without one."""
-    return max((stored for stored in lake.rows_by_day(name) if stored < day), default=None)
-
-
 def remove_snapshots_from(lake: Lake, schema: TableSchema, day: date) -> None:
     """Remove the snapshots of a day and of later ones, before rows they were made of change."""
     create_table(lake, schema)

@@ -7,7 +7,7 @@ from pyspark.sql import functions as F
 
 from etl.tables import schemas, spark_io, user_schemas
 from etl.tables.lake import Lake
-from etl.tables.weekly_snapshots import build_snapshots, latest_snapshot_before
+from etl.tables.weekly_snapshots import build_snapshots
 from features.history.compact import assert_not_compacted, compacted_until
 
 
@@ -33,7 +33,7 @@ def event_counts_before(lake: Lake, history_version: int, day: date) -> DataFram
     events = (F.col("events") + F.col("dropped")).alias("events")
     rows = history.filter(F.col("day") < F.lit(day))
     schema, until = user_schemas.user_event_counts(lake.spec), compacted_until(lake)
-    snapshot_day = latest_snapshot_before(lake, schema.name, day)
+    snapshot_day = lake.latest_day(schema.name, before=day)
     if snapshot_day is None or (until is not None and snapshot_day < until):
         counts = rows.select("user_id", events)
     else:

@@ -56,7 +56,9 @@ def read_rows(txn: Txn, table: str, user_key: bytes) -> np.ndarray:
 
 def merge_rows(rows: np.ndarray, added: np.ndarray) -> np.ndarray:
     """Rows and further ones, both sorted, in the order of visibility, event time and event id."""
+    if not len(rows) or not len(added):
+        return added if len(added) else rows
     merged = np.concatenate((rows, added))
-    if len(rows) and len(added) and rows[-1]["visible_ts"] >= added[0]["visible_ts"]:
+    if rows[-1]["visible_ts"] >= added[0]["visible_ts"]:
         return merged[np.lexsort((merged["event"], merged["event_ts"], merged["visible_ts"]))]
     return merged

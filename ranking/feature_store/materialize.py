@@ -162,16 +162,13 @@ class TableSource:
         """
         stored = arrow.snapshot(self.lake, schemas.attributes(self.lake.spec, entity))
         schema = schemas.attribute_snapshots(self.lake.spec, entity)
-        if not self.lake.exists(schema.name):
-            return rows_until(stored, self.data_until_day)
-        snapshots = arrow.snapshot(self.lake, schema)
-        days = [day for day in stored.days() if day <= self.data_until_day]
         first_day = self.lake.spec.last_day_before(self.store.earliest_request - MAX_REQUEST_AGE)
-        snapshot_day = max((day for day in snapshots.days() if day < first_day), default=None)
+        snapshot_day = self.lake.latest_day(schema.name, before=first_day)
         if snapshot_day is None:
-            return stored.read(day=days)
+            return rows_until(stored, self.data_until_day)
+        days = [day for day in stored.days() if day <= self.data_until_day]
         since = [day for day in days if day > snapshot_day or day == STATIC_DAY]
-        snapshot = snapshots.read(day=snapshot_day).drop_columns("day")
+        snapshot = arrow.snapshot(self.lake, schema).read(day=snapshot_day).drop_columns("day")
         names = ["day" if name == "landing_day" else name for name in snapshot.column_names]
         columns = list(stored.schema.columns)
         return pa.concat_tables(

@@ -77,9 +77,8 @@ def test_stores_of_consecutive_hours_and_days_equal_those_of_all_events(
         with store_until(built, tmp_path / f"carried-{end}", end, previous) as store:
             assert contents(store) == expected, end
         previous = tmp_path / f"carried-{end}"
-        num_full += sum(
-            len(rows) == 4 * HISTORY_DTYPE.itemsize for rows in expected["history"].values()
-        )
+        full_bytes = (LENGTHS.events + histories.SPARE_EVENTS) * HISTORY_DTYPE.itemsize
+        num_full += sum(len(rows) == full_bytes for rows in expected["history"].values())
     assert num_full > 10, "no history was cut"
 
 
