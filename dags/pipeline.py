@@ -123,6 +123,17 @@ def data_steps(
     ]
 
 
+def statistics_step(paths: PipelinePaths, day_flags: tuple[str, ...]) -> Step:
+    """Compute statistics of the features of some days."""
+    return Step(
+        "feature_statistics",
+        "spark",
+        ("features", "statistics", *paths.cli_flags, *day_flags),
+        ("examples", "item_versions"),
+        ("feature_statistics",),
+    )
+
+
 def gem_steps(
     paths: PipelinePaths, flags: ModelFlags, gem_flags: tuple[str, ...] = ()
 ) -> list[Step]:
@@ -274,6 +285,7 @@ def pipeline_steps(
     ]
     return [
         *data_steps(paths, all_days_flags(split)),
+        statistics_step(paths, all_days_flags(split)),
         # Consecutive steps of one engine share a process: Spark starts once for all of them.
         *sorted(advertiser_steps, key=lambda step: step.engine == "torch"),
         *gem_steps(paths, flags, gem_flags),

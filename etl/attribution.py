@@ -112,12 +112,12 @@ def _attribute_to_touches(
 ) -> DataFrame:
     """Outcomes with the impression of their best touch; outcomes without a touch are left out.
 
-    An outcome that follows a touch of the last touchpoint by more than `longest_window` seconds is
-    too late for all labels. Those of other touchpoints matter for their whole window, because they
-    are preferred.
+    An outcome that follows an impression by more than `longest_window` seconds is too late for all
+    labels, if no other touchpoint is less preferred.
     """
     windows = [longest_window if t.window is None else t.window for t in touchpoints]
-    windows[-1] = min(windows[-1], longest_window)
+    if touchpoints[-1].touch == lake.spec.impression_type:
+        windows[-1] = min(windows[-1], longest_window)
     candidates = [
         _candidate_touches(lake, events, outcomes, touchpoint, window)
         .withColumn("preference", F.lit(-position))

@@ -1,41 +1,39 @@
 """Point-in-time aggregations of events by key, in NumPy on one sorted axis of (key, second).
 
-Counts, the last event and the mean dwell of a window are differences of positions and of sums of
-integers on this axis. Decayed counts are added up in a tree over time, which neither subtracts nor
-overflows: see `_decayed_sums`. All results depend only on the events in the window of a query, to
-the last bit, and not on which other events are at hand.
+Counts and the last event of a window are differences of positions and of sums of integers on this
+axis. Decayed counts are added up in a tree over time, which neither subtracts nor overflows: see
+`_decayed_sums`. Functions of numbers of events are in features/numeric_columns.py. All results
+depend only on the events in the window of a query, to the last bit, and not on which other events
+are at hand.
 
-N events, Q queries, W windows, H half-lives, T event types.
+N events, Q queries, W windows, H half-lives, T event types, A functions of numbers.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import count
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from etl.spec.counters import Function, InputColumn
 from etl.spec.model import DataSpec
-from etl.spec.units import DAY
+from features.numeric_columns import FIXED_POINT, Numbers, SortedNumbers
 from features.ragged import count_visible
 
 Number = TypeVar("Number", bound=np.generic)
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Float64 = npt.NDArray[np.float64]
-MAX_DWELL_MS = DAY * 1000
-NO_DWELL = -1
 
 
-def round_dwell_ms(dwell_ms: Float64) -> Int64:
-    """Dwells (N) in whole milliseconds, at most a day; NO_DWELL where missing (NaN).
+class NumericAggregation(NamedTuple):
+    """A function of a column of the events of a type, given by its code."""
 
-    Sums of integers are the same in any order, which means of floating-point numbers are not, and
-    one view that was never closed does not outweigh all others.
-    """
-    rounded = np.rint(np.minimum(np.nan_to_num(dwell_ms, nan=NO_DWELL), MAX_DWELL_MS))
-    return rounded.astype(np.int64)
+    function: Function
+    column: InputColumn
+    event_type: int
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class Aggregations:
     count_types: tuple[int, ...]
     half_lives: tuple[int, ...] = ()
     last_types: tuple[int, ...] = ()
-    dwell_types: tuple[int, ...] = ()
+    numeric: tuple[NumericAggregation, ...] = ()
 
     @classmethod
     def from_spec(cls, spec: DataSpec) -> "Aggregations":
@@ -57,7 +55,10 @@ class Aggregations:
             count_types=tuple(codes[event] for event in declared.events),
             half_lives=declared.half_lives,
             last_types=tuple(codes[event] for event in declared.time_since_last),
-            dwell_types=tuple(codes[event] for event in declared.mean_dwell),
+            numeric=tuple(
+                NumericAggregation(each.function, each.column, codes[each.event])
+                for each in declared.aggregations
+            ),
         )
 
     @property
@@ -67,15 +68,22 @@ class Aggregations:
 
     @property
     def missing(self) -> Float64:
-        """The values of a key without events, in the order of columns: counts 0, others NaN."""
+        """The values of a key without events (columns): counts and sums 0, others NaN."""
         num_counts = (len(self.windows) + len(self.half_lives)) * len(self.count_types)
-        num_others = len(self.last_types) + len(self.windows) * len(self.dwell_types)
-        return np.concatenate((np.zeros(num_counts), np.full(num_others, np.nan)))
+        of_window = [0.0 if each.function == "sum" else np.nan for each in self.numeric]
+        others = [np.nan] * len(self.last_types) + of_window * len(self.windows)
+        return np.concatenate((np.zeros(num_counts), others))
 
     @property
     def all_types(self) -> frozenset[int]:
         """The codes of all event types that are aggregated."""
-        return frozenset((*self.count_types, *self.last_types, *self.dwell_types))
+        numeric_types = (each.event_type for each in self.numeric)
+        return frozenset((*self.count_types, *self.last_types, *numeric_types))
+
+    @property
+    def input_columns(self) -> tuple[InputColumn, ...]:
+        """The columns of which functions are computed."""
+        return tuple(dict.fromkeys(each.column for each in self.numeric))
 
     def values(self, events: "EventRows", query_key: Int64, query_ts: Int64) -> Float64:
         """All aggregations of each query (Q, columns), in the order of columns; NaN is null."""
@@ -85,7 +93,7 @@ class Aggregations:
             aligned.counts(self.windows, self.count_types),
             aligned.decayed_counts(self.half_lives, self.count_types, longest),
             aligned.seconds_since_last(self.last_types, longest),
-            aligned.mean_dwells(self.windows, self.dwell_types),
+            aligned.functions_of_numbers(self.windows, self.numeric),
         )
         return np.concatenate(parts, axis=1, dtype=np.float64)
 
@@ -99,30 +107,31 @@ class EventRows:
         ts: Seconds.
         type: Codes of event types.
         count: The number of events.
-        dwell_count: The number of events that have a dwell.
-        dwell_ms: The sum of their dwells, each rounded (`round_dwell_ms`).
+        numbers: The numbers that they have, by column.
     """
 
     key: Int64
     ts: Int64
     type: Int64
     count: Int64
-    dwell_count: Int64
-    dwell_ms: Int64
+    numbers: Mapping[InputColumn, Numbers] = field(default_factory=dict)
 
     @classmethod
     def of_events(
-        cls, key: Int64, ts: Int64, type_: Int64, dwell_ms: Int64 | None = None
+        cls,
+        key: Int64,
+        ts: Int64,
+        type_: Int64,
+        numbers: Mapping[InputColumn, Int64] | None = None,
     ) -> "EventRows":
-        """One row per event; dwells may be NO_DWELL, and are without `dwell_ms`."""
-        dwell_ms = np.full(len(key), NO_DWELL) if dwell_ms is None else dwell_ms
-        has_dwell = dwell_ms != NO_DWELL
-        dwells = np.where(has_dwell, dwell_ms, 0)
-        return cls(key, ts, type_, np.ones(len(key), np.int64), has_dwell.astype(np.int64), dwells)
+        """One row per event; numbers (N) are in fixed point and may be MISSING."""
+        of_columns = {name: Numbers.of_events(of) for name, of in (numbers or {}).items()}
+        return cls(key, ts, type_, np.ones(len(key), np.int64), of_columns)
 
     def take(self, rows: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> "EventRows":
         """Some of the rows."""
-        return EventRows(*(getattr(self, field.name)[rows] for field in fields(self)))
+        numbers = {name: of_column.take(rows) for name, of_column in self.numbers.items()}
+        return EventRows(self.key[rows], self.ts[rows], self.type[rows], self.count[rows], numbers)
 
 
 @dataclass(frozen=True)
@@ -199,21 +208,23 @@ class KeyedEvents:
             ages[seen, column] = np.where(age <= window, age, np.nan)
         return self._in_query_order(ages)
 
-    def mean_dwells(self, windows: Sequence[int], types: Sequence[int]) -> Float64:
-        """Mean dwell in seconds in [query - window, query) (Q, W * T); NaN without one."""
-        means = np.zeros((len(self.query_position), len(windows), len(types)))
-        for column, type_ in enumerate(types):
-            of_type = self.events.type == type_
-            position = self.position[of_type]
-            count = np.concatenate(([0], np.cumsum(self.events.dwell_count[of_type])))
-            total_ms = np.concatenate(([0], np.cumsum(self.events.dwell_ms[of_type])))
-            stop = count_visible(position, self.query_position)
+    def functions_of_numbers(
+        self, windows: Sequence[int], aggregations: Sequence[NumericAggregation]
+    ) -> Float64:
+        """Functions of the numbers in [query - window, query): (Q, W * A), in units of counters.
+
+        Without a number a sum is 0 and others are NaN.
+        """
+        values = np.zeros((len(self.query_position), len(windows), len(aggregations)))
+        for column, (function, name, type_) in enumerate(aggregations):
+            numbers = self.events.numbers[name]
+            has_number = (self.events.type == type_) & (numbers.count > 0)
+            of_type = SortedNumbers(self.position[has_number], numbers.take(has_number))
             for row, window in enumerate(windows):
-                start = count_visible(position, self.query_position - window)
-                means[:, row, column] = mean_seconds(
-                    total_ms[stop] - total_ms[start], count[stop] - count[start]
-                )
-        return self._in_query_order(means.reshape(len(means), len(windows) * len(types)))
+                start = self.query_position - window
+                of_window = of_type.aggregate(function, start, self.query_position)
+                values[:, row, column] = of_window / FIXED_POINT[name].per_unit
+        return self._in_query_order(values.reshape(len(values), len(windows) * len(aggregations)))
 
     def _in_query_order(self, rows: npt.NDArray[Number]) -> npt.NDArray[Number]:
         restored = np.empty_like(rows)
@@ -226,11 +237,6 @@ def count_all_before(key: Int64, ts: Int64, query_key: Int64, query_ts: Int64) -
     events = EventRows.of_events(key, ts, np.zeros(len(key), np.int64))
     all_time = max(1, int(query_ts.max(initial=0) - ts.min(initial=0)))
     return KeyedEvents.align(events, query_key, query_ts, all_time).counts((all_time,), (0,))[:, 0]
-
-
-def mean_seconds(total_ms: Int64, count: Int64) -> Float64:
-    """Means in seconds of sums in milliseconds; NaN where the count is 0."""
-    return np.where(count > 0, total_ms / np.maximum(count, 1), np.nan) / 1000
 
 
 def _decayed_sums(

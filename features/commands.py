@@ -1,8 +1,9 @@
-"""`gemline features`: the item index, histories, examples, compaction and validation.
+"""`gemline features`: the item index, histories, examples, their statistics and validation.
 
 Spark is imported only when a command runs that needs it.
 """
 
+from collections.abc import Callable, Mapping
 from datetime import date
 from typing import Annotated
 
@@ -47,6 +48,42 @@ def examples(args: DayArgs) -> None:
     print_counts("examples", build_examples(lake, args.day_range))
 
 
+@holds_leases("feature_statistics")
+def statistics(args: DayArgs) -> None:
+    """Compute statistics of the features of the given days: missing values and histograms."""
+    from etl.runtime.spark import spark_session
+    from features.statistics import build_statistics
+
+    lake = args.open_lake()
+    spark_session("statistics")
+    print_counts("statistics", build_statistics(lake, args.day_range))
+
+
+class DriftArgs(DayArgs):
+    """Arguments of `features check-drift`."""
+
+    rows: Annotated[int, tyro.conf.arg(help="features that are printed"), Field(ge=1)] = 20
+
+
+def check_drift(args: DriftArgs) -> None:
+    """Compare the latest day's features with earlier days; exit 2 if one is null or constant."""
+    from rich.console import Console
+
+    from features.drift import drift_table, feature_drift
+
+    drifts = feature_drift(args.open_lake(), args.day_range[1])
+    Console(width=160).print(drift_table(drifts[: args.rows]))
+    for drift in drifts:
+        if drift.alarm:
+            print(f"ALARM: {drift.name}: {drift.alarm}")
+    broken = [f"{drift.name} is {drift.alarm}" for drift in drifts if drift.is_broken]
+    if broken:
+        raise UserError(
+            f"{'; '.join(broken[:5])}{' …' if len(broken) > 5 else ''}. Correct the logs of that "
+            "day and run it again, or let the models learn from it and skip this check"
+        )
+
+
 class CompactArgs(LakeArgs):
     """Arguments of `features compact`."""
 
@@ -89,11 +126,13 @@ def check(args: CheckArgs) -> None:
         )
 
 
-COMMANDS = {
+COMMANDS: dict[str, Mapping[str, Callable[..., object]]] = {
     "features": {
         "items": items,
         "history": history,
         "examples": examples,
+        "statistics": statistics,
+        "check-drift": check_drift,
         "compact": compact,
         "check": check,
     }

@@ -8,23 +8,19 @@ the rows of a key are bounded by the seconds of the longest window.
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from etl.spec.counters import CounterKey, CounterSpec
+from etl.spec.counters import CounterKey, CounterSpec, InputColumn
 from etl.spec.model import DataSpec
-from features.aggregations import (
-    MAX_DWELL_MS,
-    Aggregations,
-    EventRows,
-    count_all_before,
-    round_dwell_ms,
-)
+from features.aggregations import Aggregations, EventRows, count_all_before
+from features.numeric_columns import FIXED_POINT, MISSING, Numbers
 from features.ragged import regroup_batches, run_starts
 
 SEEN = "seen"
@@ -43,13 +39,13 @@ def count_events(
 ) -> DataFrame:
     """`impression_id`, all counters of the spec, and `seen`: all `events` of the user before it.
 
-    `events` have visible_ts, type, dwell_ms if the spec has `mean_dwell`, and a bigint column for
+    `events` have visible_ts, type, the columns that `aggregations` need, and a bigint column for
     each part of a key (`key_user`, ...); `queries` have impression_id, as_of_ts and the same key
     columns. `hot_leads` are those of `find_hot_leads`.
     """
-    leads = KeyLeads.from_spec(spec)
-    dwell = ["dwell_ms"] if spec.counters.mean_dwell else []
-    event_rows = leads.explode(events, F.col("visible_ts").alias("ts"), "type", *dwell)
+    leads, aggregations = KeyLeads.from_spec(spec), Aggregations.from_spec(spec)
+    numbers = [_in_fixed_point(name).alias(name) for name in aggregations.input_columns]
+    event_rows = leads.explode(events, F.col("visible_ts").alias("ts"), "type", *numbers)
     query_rows = leads.explode(queries, F.col("as_of_ts").alias("ts"), "impression_id")
     of_hot = []
     if hot_leads is not None:
@@ -61,7 +57,7 @@ def count_events(
         )
     counted = count_by_impression(spec, leads, event_rows, query_rows)
     counted = functools.reduce(DataFrame.unionByName, [counted, *of_hot])
-    builder = _RowBuilder(spec.counters, Aggregations.from_spec(spec).missing)
+    builder = _RowBuilder(spec.counters, aggregations.missing)
     rows = counted.repartition("impression_id").sortWithinPartitions("impression_id")
     return rows.mapInArrow(builder.build_partition, builder.sql_schema)
 
@@ -140,19 +136,18 @@ def count_by_second(
     """The rows of `count_by_impression`, from events that are summed by second first."""
     aggregations = Aggregations.from_spec(spec)
     events = events.filter(F.col("type").isin(sorted(aggregations.all_types)))
-    if spec.counters.mean_dwell:
-        # As `round_dwell_ms` rounds; `least` would make a missing dwell the longest.
-        rounded = F.rint(F.least("dwell_ms", F.lit(MAX_DWELL_MS))).cast("bigint")
-        rounded = F.when(F.col("dwell_ms").isNotNull(), rounded)
-    else:
-        rounded = F.lit(None).cast("bigint")
     key = ("key", "key_hash", "ts")
-    by_second = leads_to_keys(leads, events.withColumn("dwell_ms", rounded))
-    by_second = by_second.groupBy(*key, "type").agg(
-        F.count("*").alias("count"),
-        F.count("dwell_ms").alias("dwell_count"),
-        F.coalesce(F.sum("dwell_ms"), F.lit(0)).alias("dwell_ms"),
-    )
+    numbers = [
+        F.struct(
+            F.count(name).alias("count"),
+            F.coalesce(F.sum(name), F.lit(0)).alias("total"),
+            F.min(name).alias("smallest"),
+            F.max(name).alias("largest"),
+        ).alias(name)
+        for name in aggregations.input_columns
+    ]
+    by_key = leads_to_keys(leads, events).groupBy(*key, "type")
+    by_second = by_key.agg(F.count("*").alias("count"), *numbers)
     requested = leads_to_keys(leads, queries)
     rows = requested.select(*key).distinct().unionByName(by_second, allowMissingColumns=True)
     rows = _sort_by_group(rows, "key", "key_hash")
@@ -173,6 +168,15 @@ def leads_to_keys(leads: KeyLeads, rows: DataFrame) -> DataFrame:
     others = [name for name in rows.columns if name not in (*LEAD, *leads.hash_columns)]
     keys = rows.select(*others, F.inline(F.array(*pairs)))
     return keys.filter("key IS NOT NULL AND key_hash IS NOT NULL")
+
+
+def _in_fixed_point(name: InputColumn) -> Column:
+    """A column of `events` as integers, as `FixedPoint.round` has them; null where missing."""
+    fixed_point = FIXED_POINT[name]
+    stored, limit = F.col(fixed_point.stored_column), F.lit(fixed_point.limit)
+    limited = F.greatest(F.least(stored, limit), -limit)
+    # `least` and `greatest` skip nulls, and would make a missing number the limit.
+    return F.when(stored.isNotNull(), F.rint(limited * fixed_point.scale).cast("bigint"))
 
 
 def _sort_by_group(rows: DataFrame, *columns: str) -> DataFrame:
@@ -226,11 +230,12 @@ class _ImpressionCounting:
             yield _counted_batch(ids.filter(pa.array(is_counted)), number, values)
 
     def _event_rows(self, table: pa.Table, key: npt.NDArray[np.int64], rows: Bools) -> EventRows:
-        dwell_ms = None
-        if self.aggregations.dwell_types:
-            dwell_ms = round_dwell_ms(table["dwell_ms"].to_numpy()[rows])
         types = table["type"].to_numpy()[rows].astype(np.int64)
-        return EventRows.of_events(key[rows], table["ts"].to_numpy()[rows], types, dwell_ms)
+        numbers = {
+            name: table[name].fill_null(MISSING).to_numpy()[rows]
+            for name in self.aggregations.input_columns
+        }
+        return EventRows.of_events(key[rows], table["ts"].to_numpy()[rows], types, numbers)
 
 
 @dataclass(frozen=True)
@@ -251,11 +256,13 @@ class _SecondCounting:
         """The queries of a table of one key, with their values."""
         is_query = table["count"].is_null().to_numpy()
         key, ts = table["key_hash"].to_numpy(), table["ts"].to_numpy()
+        of_events = table.filter(pa.array(~is_query)).combine_chunks()
+        type_, count = (of_events[name].to_numpy().astype(np.int64) for name in ("type", "count"))
         numbers = {
-            name: table[name].filter(pa.array(~is_query)).to_numpy().astype(np.int64)
-            for name in ("type", "count", "dwell_count", "dwell_ms")
+            name: _numbers_of_column(of_events[name].combine_chunks())
+            for name in self.aggregations.input_columns
         }
-        events = EventRows(key[~is_query], ts[~is_query], **numbers)
+        events = EventRows(key[~is_query], ts[~is_query], type_, count, numbers)
         values = self.aggregations.values(events, key[is_query], ts[is_query])
         queries = table.select(["key", "key_hash", "ts"]).filter(pa.array(is_query))
         return queries.append_column("values", _pack_numbers(values))
@@ -301,6 +308,13 @@ class _RowBuilder:
         rows = np.tile(missing, (row[-1] + 1, 1))
         rows[row[is_of_key]] = _unpack_numbers(packed, len(missing))
         return rows
+
+
+def _numbers_of_column(column: pa.StructArray) -> Numbers:
+    """The numbers of a column of structs with the fields of Numbers."""
+    return Numbers(
+        *(pc.struct_field(column, field.name).fill_null(0).to_numpy() for field in fields(Numbers))
+    )
 
 
 def _number_array(values: Float64, sql_type: str) -> pa.Array:

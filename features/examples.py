@@ -58,7 +58,9 @@ def build_examples(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     impressions = impressions.persist(StorageLevel.MEMORY_AND_DISK)
     counted_since = days[0] - timedelta(days=counter_horizon_days(spec))
     recent = countable_events(spec, events, items, days)
-    recent = recent.select("visible_ts", "type", "dwell_ms", *_key_columns(spec, "visible_ts"))
+    recent = recent.select(
+        "visible_ts", "type", "dwell_ms", "value", *_key_columns(spec, "visible_ts")
+    )
     queries = impressions.select("impression_id", "as_of_ts", *_key_columns(spec, "as_of_ts"))
     has_many = lake.count_rows("events", (first_input_day(spec, days), days[1])) >= HOT_EVENTS
     hot_leads = find_hot_leads(spec, recent) if has_many else None

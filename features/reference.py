@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterable
+from fractions import Fraction
 from typing import Any
 
 Row = dict[str, Any]
@@ -21,8 +22,7 @@ def count_matching_events(
 ) -> int:
     """Number of events of a type in [as_of - window, as_of) whose columns are as in `equals`."""
     return sum(
-        e["type"] == event_type
-        and as_of - window <= e["visible_ts"] < as_of
+        _is_in_window(e, event_type, as_of, window)
         and all(e[name] == value for name, value in equals.items())
         for e in events
     )
@@ -41,19 +41,56 @@ def time_since_last(events: Iterable[Row], event_type: int, as_of: int, window: 
     return min(_ages(events, event_type, as_of, window), default=None)
 
 
-def mean_dwell(events: Iterable[Row], event_type: int, as_of: int, window: int) -> float | None:
-    """Mean seconds of the dwells of events of a type in [as_of - window, as_of); None without one.
+def function_of_dwells(
+    events: Iterable[Row], function: str, event_type: int, as_of: int, window: int
+) -> float | None:
+    """A function of the dwells in seconds of events of a type in [as_of - window, as_of).
 
     A dwell counts in whole milliseconds, and at most a day.
     """
     dwells = [
-        min(round(e["dwell_ms"]), MILLISECONDS_PER_DAY)
+        (e["visible_ts"], Fraction(min(round(e["dwell_ms"]), MILLISECONDS_PER_DAY), 1000))
         for e in events
-        if e["type"] == event_type
-        and as_of - window <= e["visible_ts"] < as_of
-        and e["dwell_ms"] is not None
+        if _is_in_window(e, event_type, as_of, window) and e["dwell_ms"] is not None
     ]
-    return sum(dwells) / len(dwells) / 1000 if dwells else None
+    return _function_of_numbers(function, dwells)
+
+
+def function_of_values(
+    events: Iterable[Row], function: str, event_type: int, as_of: int, window: int
+) -> float | None:
+    """A function of the values of events of a type in [as_of - window, as_of).
+
+    A value counts in whole millionths, and at most 1e9 in magnitude.
+    """
+    values = [
+        (e["visible_ts"], Fraction(round(max(-1e9, min(e["value"], 1e9)) * 10**6), 10**6))
+        for e in events
+        if _is_in_window(e, event_type, as_of, window) and e["value"] is not None
+    ]
+    return _function_of_numbers(function, values)
+
+
+def _is_in_window(event: Row, event_type: int, as_of: int, window: int) -> bool:
+    is_before = as_of - window <= event["visible_ts"] < as_of
+    return is_before and bool(event["type"] == event_type)
+
+
+def _function_of_numbers(function: str, numbers: list[tuple[int, Fraction]]) -> float | None:
+    """A function of numbers, each with its second; without any a sum is 0 and others are None."""
+    if not numbers:
+        return 0.0 if function == "sum" else None
+    total = sum(number for _, number in numbers)
+    seconds = [second for second, _ in numbers]
+    result = {
+        "sum": total,
+        "mean": total / len(numbers),
+        "min": min(number for _, number in numbers),
+        "max": max(number for _, number in numbers),
+        "first": min(number for second, number in numbers if second == min(seconds)),
+        "last": max(number for second, number in numbers if second == max(seconds)),
+    }[function]
+    return float(result)
 
 
 def _ages(events: Iterable[Row], event_type: int, as_of: int, window: int) -> list[int]:

@@ -38,11 +38,13 @@ class CounterTransform:
     def __call__(self, counters: Float32) -> Float32:
         """Counters (B, C) to ln(1 + x) and outcome rates ln((k + 0.1) / (n + 1)): (B, C + rates).
 
-        NaN, which stands for no such event, remains NaN.
+        Negative x, such as a sum of refunds, are -ln(1 - x). NaN, which stands for no such event,
+        remains NaN.
         """
         outcomes, impressions = counters[:, self.outcomes], counters[:, self.impressions]
         rates = np.log((outcomes + 0.1) / (impressions + 1.0))
-        return np.concatenate((np.log1p(counters), rates), axis=1, dtype=np.float32)
+        logarithms = np.copysign(np.log1p(np.abs(counters)), counters)
+        return np.concatenate((logarithms, rates), axis=1, dtype=np.float32)
 
 
 def counter_transform(spec: DataSpec) -> CounterTransform:

@@ -29,7 +29,7 @@ from features.schema import counter_input_days
 
 EVENT_COLUMNS = (
     "event_id", "user_id", "item_id", "surface", "type", "event_ts", "ingest_ts", "visible_ts",
-    "request_id", "impression_id", "dwell_ms", "day",
+    "request_id", "impression_id", "dwell_ms", "value", "day",
 )  # fmt: skip
 KEY_COLUMNS = {"user": "user_id", "item": "item_id", "surface": "surface"}  # other parts: of items
 FLOAT_TOLERANCE = 2.0**-23  # the distance of two 32-bit floats near 1
@@ -202,10 +202,13 @@ class ExampleRecomputer:
                 return reference.count_matching_events(events, {}, type_, as_of, window)
             case "decayed_count", int(half_life):
                 return reference.decayed_count(events, type_, as_of, longest, half_life)
-            case "mean_dwell", int(window):
-                return reference.mean_dwell(events, type_, as_of, window)
-            case _:
+            case "time_since_last", None:
                 return reference.time_since_last(events, type_, as_of, longest)
+            case function, int(window) if counter.input_column == "dwell":
+                return reference.function_of_dwells(events, function, type_, as_of, window)
+            case function, int(window) if counter.input_column == "value":
+                return reference.function_of_values(events, function, type_, as_of, window)
+        raise AssertionError(f"no reference of {counter.column}")
 
     def _events_with_key(
         self, events: pa.Table, impression: Row, key: tuple[str, ...], as_of: int

@@ -315,12 +315,16 @@ def format_utc(micros: int) -> str:
 
 def _period_label(counter: Counter) -> str:
     period = "" if counter.period is None else format_duration(counter.period)
-    return {
-        "count": period,
-        "decayed_count": f"half-life {period}",
-        "time_since_last": "seconds since the last",
-        "mean_dwell": f"mean seconds of dwell, {period}",
-    }[counter.aggregation]
+    match counter.aggregation:
+        case "count":
+            return period
+        case "decayed_count":
+            return f"half-life {period}"
+        case "time_since_last":
+            return "seconds since the last"
+        case function:
+            unit = "seconds of " if counter.input_column == "dwell" else ""
+            return f"{function} of {unit}{counter.input_column}, {period}"
 
 
 def _word_pattern(text: str) -> re.Pattern[str]:

@@ -48,7 +48,10 @@ def small_spec(spec_path: Path) -> str:
         "keys": [["user"], ["user", "category"], ["item"]],
         "half_lives": ["10m", "1d"],
         "time_since_last": ["ad_click", "ad_view"],
-        "mean_dwell": ["ad_view"],
+        "aggregations": [
+            {"function": "mean", "column": "dwell", "event": "ad_view"},
+            {"function": "last", "column": "dwell", "event": "ad_view"},
+        ],
     }
     spec["sources"]["events"]["delay"] = "5m"
     return yaml.safe_dump(spec, sort_keys=False)

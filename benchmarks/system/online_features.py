@@ -22,8 +22,7 @@ from etl.spec.units import MICROS
 from etl.tables.lake import Lake
 from etl.tables.uri import local_cache_path
 from ranking.feature_store.consistency import ConsistencyReport, check_consistency
-from ranking.feature_store.counter_rows import COUNTER_LEVELS
-from ranking.feature_store.counters import CountedEvents
+from ranking.feature_store.counter_rows import COUNTER_LEVELS, CountedEvents
 from ranking.feature_store.fetch import FeatureFetcher
 from ranking.feature_store.ingest import Event, ingest_event
 from ranking.feature_store.items import item_key_values, registered_item_records
@@ -87,7 +86,10 @@ def insert_events(store: FeatureStore, requests: Sequence[RankRequest], surface:
     key_values = item_key_values(store.layout, item_records, second)
     key_values["surface"] = np.full(EVENTS, spec.surface_codes[surface])
     types = rng.choice(sorted(counters.layout.event_types), EVENTS)
-    events = CountedEvents(second, types, rng.integers(0, 60_000, EVENTS))
+    numbers = {
+        name: rng.integers(0, 60_000, EVENTS) for name in counters.aggregations.input_columns
+    }
+    events = CountedEvents(second, types, numbers)
     for table, records in counters.build_records(key_values, events):
         with store.write_transaction() as txn:
             if table == COUNTER_LEVELS[0].table:  # append to the earlier hours

@@ -36,6 +36,7 @@ from dags.pipeline import (
     gem_steps,
     latest_mature_split,
     ranking_steps,
+    statistics_step,
 )
 from dags.steps import ModelFlags
 from etl.errors import UserError
@@ -109,8 +110,8 @@ def _raw_schedule(factory: DagFactory) -> Any:
     )
 
 
-# Assets by the step after which all their tables are written.
-ASSET_OF_LAST_STEP = {"labels": "events", "examples": "features"}
+# Assets by the step after which all their tables are written, without those that are checked.
+ASSET_OF_LAST_STEP = {"labels": "events"}
 
 
 def tables_dag(factory: DagFactory) -> DAG:
@@ -119,6 +120,7 @@ def tables_dag(factory: DagFactory) -> DAG:
     data_until = ("--data-until", LAST_DAY)
     steps = [
         *data_steps(paths, day_flags),
+        statistics_step(paths, day_flags),
         *audience_steps(factory.spec, paths, day_flags, data_until),
         *roi_steps(factory.spec, paths, day_flags, data_until),
     ]
@@ -130,7 +132,18 @@ def tables_dag(factory: DagFactory) -> DAG:
         chain(*operators.values())
         for last_step, asset in ASSET_OF_LAST_STEP.items():
             operators[last_step] >> factory.publish_task(asset)
+        chain(
+            operators["feature_statistics"],
+            _feature_check(factory),
+            factory.publish_task("features"),
+        )
     return dag
+
+
+def _feature_check(factory: DagFactory) -> GemlineOperator:
+    """A task that fails if a feature became null or constant, so that no model learns from it."""
+    flags = (*factory.settings.paths.cli_flags, "--days", DAY_RANGE)
+    return GemlineOperator(task_id="feature_drift", command=("features", "check-drift", *flags))
 
 
 def gem_dag(factory: DagFactory) -> DAG:

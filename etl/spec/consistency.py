@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from etl.spec.attributes import LocalTimeAttribute, NumericAttribute
+from etl.spec.counters import InputColumn
 from etl.spec.declarations import SpecDeclarations
 from etl.spec.effects import KeyPath
 from etl.spec.report_sources import AudienceLabelSource, AuditSource, SpendSource
@@ -23,7 +24,7 @@ def consistency_problems(spec: SpecDeclarations) -> Iterator[Problem]:
     yield from _attribute_problems(spec)
     yield from _position_problems(spec)
     yield from _segment_problems(spec)
-    yield from _dwell_problems(spec)
+    yield from _event_column_problems(spec)
     yield from _retraction_problems(spec)
     yield from _attribution_problems(spec)
     for name in spec.auxiliary_objectives:
@@ -89,16 +90,20 @@ def _segment_problems(spec: SpecDeclarations) -> Iterator[Problem]:
             yield ("calibration_segments",), text
 
 
-def _dwell_problems(spec: SpecDeclarations) -> Iterator[Problem]:
-    events = [(("counters", "mean_dwell"), event) for event in spec.counters.mean_dwell]
-    events += [
-        (("auxiliary_objectives", name), auxiliary.event)
+def _event_column_problems(spec: SpecDeclarations) -> Iterator[Problem]:
+    """Dwells and values that no source provides."""
+    used = [
+        (("counters", "aggregations"), aggregation.column, aggregation.event)
+        for aggregation in spec.counters.aggregations
+    ]
+    used += [
+        (("auxiliary_objectives", name), "dwell", auxiliary.event)
         for name, auxiliary in spec.auxiliary_objectives.items()
         if auxiliary.target == "dwell"
     ]
-    for path, event in events:
-        if not any(_has_dwell(spec, log, event) for log in spec.log_sources.values()):
-            text = f"no source has a dwell of {event} events: name its column or leave it out"
+    for path, column, event in used:
+        if not any(_has_column(spec, log, event, column) for log in spec.log_sources.values()):
+            text = f"no source has a {column} of {event} events: name its column or leave it out"
             yield path, text
 
 
@@ -129,12 +134,15 @@ def _attribution_problems(spec: SpecDeclarations) -> Iterator[Problem]:
                     yield (section, name, "attribution", str(position)), text
 
 
-def _has_dwell(
-    spec: SpecDeclarations, log: EventLogSource | ImpressionLogSource, event: str
+def _has_column(
+    spec: SpecDeclarations,
+    log: EventLogSource | ImpressionLogSource,
+    event: str,
+    column: InputColumn,
 ) -> bool:
     if isinstance(log, ImpressionLogSource):
-        return any(o.event == event and o.dwell for o in log.outcomes)
-    return event in spec.event_types_of(log) and log.columns.dwell is not None
+        return any(o.event == event and getattr(o, column) for o in log.outcomes)
+    return event in spec.event_types_of(log) and getattr(log.columns, column) is not None
 
 
 def _auxiliary_problems(spec: SpecDeclarations, name: str) -> Iterator[Problem]:

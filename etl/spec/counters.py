@@ -1,56 +1,66 @@
 """Counters of past events: their section of the spec, and the column of each counter."""
 
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, get_args
 
 from pydantic import Field, field_validator
 
 from etl.spec.base import EventName, KeyName, StrictModel
 from etl.spec.units import Duration, format_duration
 
-Aggregation = Literal["count", "decayed_count", "time_since_last", "mean_dwell"]
+Function = Literal["sum", "mean", "min", "max", "first", "last"]
+Aggregation = Literal["count", "decayed_count", "time_since_last"] | Function
+FUNCTIONS: tuple[Function, ...] = get_args(Function)
+InputColumn = Literal["dwell", "value"]
 CounterKey = tuple[str, ...]
-COLUMN_PREFIXES: dict[Aggregation, str] = {
-    "count": "cnt",
-    "decayed_count": "decayed",
-    "time_since_last": "since",
-    "mean_dwell": "dwell",
-}
-COLUMN_TYPES: dict[Aggregation, str] = {
-    "count": "int",
-    "decayed_count": "float",
-    "time_since_last": "int",
-    "mean_dwell": "float",
-}
+COLUMN_PREFIXES = {"count": "cnt", "decayed_count": "decayed", "time_since_last": "since"}
 
 
 class Counter(NamedTuple):
     """One column: an aggregation of past events of a type that share a key with the impression.
 
-    `period` is the window or the half-life in seconds; None is the longest window.
+    `period` is the window or the half-life in seconds; None is the longest window. `input_column`
+    is what a function is computed of.
     """
 
     key: CounterKey
     aggregation: Aggregation
     event: str
     period: int | None
+    input_column: InputColumn | None = None
 
     @property
     def column(self) -> str:
-        """The name of the column, such as `cnt_user_surface_ad_click_7d` or `since_item_click`."""
-        parts = [COLUMN_PREFIXES[self.aggregation], *self.key, self.event]
+        """The name of the column, such as `cnt_user_ad_click_7d` or `mean_dwell_item_view_1d`."""
+        prefix = COLUMN_PREFIXES.get(self.aggregation, f"{self.aggregation}_{self.input_column}")
+        parts = [prefix, *self.key, self.event]
         return "_".join(parts if self.period is None else [*parts, format_duration(self.period)])
 
     @property
     def sql_type(self) -> str:
         """The Spark SQL type of the column."""
-        return COLUMN_TYPES[self.aggregation]
+        return "int" if self.aggregation in ("count", "time_since_last") else "float"
+
+
+class NumericAggregation(StrictModel):
+    """A function of a number of the events of a type, in each window.
+
+    Numbers are rounded: dwells to milliseconds and at most a day, values to millionths and within
+    ±1e9. Events without the number are left out. Without any, a sum is 0 and others are null.
+    """
+
+    function: Function
+    """What is computed; of one second's numbers, `first` is the smallest and `last` the largest."""
+    column: InputColumn
+    """The column of the source: `dwell` (in seconds) or `value`."""
+    event: EventName
+    """The type of events; it need not be counted."""
 
 
 class CounterSpec(StrictModel):
     """Aggregations of past events, each for every combination of keys.
 
     Counts for each window and type of event; where declared also decayed counts, the time since
-    the last event, and mean dwells.
+    the last event, and functions of dwells and values.
     """
 
     windows: tuple[Duration, ...] = Field(min_length=1)
@@ -63,8 +73,8 @@ class CounterSpec(StrictModel):
     """Half-lives of decayed counts: an event of the longest window weighs 2^(-age / half-life)."""
     time_since_last: tuple[EventName, ...] = ()
     """Types of events of which the seconds since the last, within the longest window, are given."""
-    mean_dwell: tuple[EventName, ...] = ()
-    """Types of events of which the mean dwell in each window, in seconds, is given."""
+    aggregations: tuple[NumericAggregation, ...] = ()
+    """Functions of dwells and values of events, in each window."""
 
     @field_validator("*")
     @classmethod
@@ -89,5 +99,9 @@ class CounterSpec(StrictModel):
             *(Counter(key, "count", e, window) for window in self.windows for e in self.events),
             *(Counter(key, "decayed_count", e, h) for h in self.half_lives for e in self.events),
             *(Counter(key, "time_since_last", e, None) for e in self.time_since_last),
-            *(Counter(key, "mean_dwell", e, w) for w in self.windows for e in self.mean_dwell),
+            *(
+                Counter(key, a.function, a.event, window, a.column)
+                for window in self.windows
+                for a in self.aggregations
+            ),
         )

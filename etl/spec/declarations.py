@@ -232,8 +232,17 @@ class SpecDeclarations(StrictModel):
         return self.objective_labels | auxiliary
 
     def attribution_touches(self, objective: OutcomeLabel) -> tuple[Touchpoint, ...]:
-        """The touchpoints of an objective, the preferred first."""
-        return objective.attribution or (Touchpoint(touch=self.impression_type),)
+        """The touchpoints of an objective, the preferred first.
+
+        Outcomes follow impressions within the window of the objective in any case; any other
+        touchpoint without a window gets that window.
+        """
+        if not objective.attribution:
+            return (Touchpoint(touch=self.impression_type),)
+        *preferred, last = objective.attribution
+        if last.window is None and last.touch != self.impression_type:
+            last = last.model_copy(update={"window": objective.window})
+        return (*preferred, last)
 
     @property
     def uses_item_attribute_attribution(self) -> bool:

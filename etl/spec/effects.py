@@ -36,25 +36,26 @@ MODEL_INPUTS = KeyEffect()  # what GEM and rankers read of the tables: affects t
 MAINTENANCE = KeyEffect()  # affects the next removal of expired days
 SERVING = KeyEffect()  # how candidates compete: affects the next start of the service
 IMMUTABLE_CODES = KeyEffect(is_immutable=True)
+EXAMPLES = ("examples", "feature_statistics")
 EVENT_TABLES = KeyEffect(
     (
         *("events", "excluded_events", "ingest_metrics", "impressions"),
-        *("history", "user_event_counts", "examples"),
+        *("history", "user_event_counts", *EXAMPLES),
     )
 )
 
 LABEL_TABLES = KeyEffect(("impressions",))
-CONTEXT_TABLES = KeyEffect(("events", "excluded_events", "examples"))
+CONTEXT_TABLES = KeyEffect(("events", "excluded_events", *EXAMPLES))
 USER_ATTRIBUTES = ("attributes_user", "attributes_user_snapshots")
 ITEM_ATTRIBUTES = ("attributes_item", "attributes_item_snapshots")
 ITEM_VERSIONS = ("item_versions", "first_item_versions")
-USER_TABLES = KeyEffect((*USER_ATTRIBUTES, "examples"))
-ITEM_TABLES = KeyEffect((*ITEM_ATTRIBUTES, *ITEM_VERSIONS, "examples"))
+USER_TABLES = KeyEffect((*USER_ATTRIBUTES, *EXAMPLES))
+ITEM_TABLES = KeyEffect((*ITEM_ATTRIBUTES, *ITEM_VERSIONS, *EXAMPLES))
 ATTRIBUTE_TABLES = KeyEffect((*USER_TABLES.tables, *ITEM_TABLES.tables))
 DAY_TABLES = KeyEffect((*EVENT_TABLES.tables, *USER_ATTRIBUTES, *ITEM_ATTRIBUTES, *ITEM_VERSIONS))
 BID_TABLES = KeyEffect(ITEM_ATTRIBUTES)
-COUNTER_TABLES = KeyEffect((*ITEM_VERSIONS, "examples"))
-EXAMPLE_TABLES = KeyEffect(("examples",))
+COUNTER_TABLES = KeyEffect((*ITEM_VERSIONS, *EXAMPLES))
+EXAMPLE_TABLES = KeyEffect(EXAMPLES)
 SCORE_TABLES = KeyEffect(("scores",))
 AUDIENCE_TABLES = KeyEffect(("audience_labels", "audits", "audience_counts", "audience_quality"))
 AUDIENCE_COUNT_TABLES = KeyEffect(("audience_counts", "audience_quality"))
@@ -98,7 +99,7 @@ KEY_EFFECTS: Mapping[str, KeyEffect] = {
     "counters.keys": COUNTER_TABLES,
     "counters.half_lives": EXAMPLE_TABLES,
     "counters.time_since_last": EXAMPLE_TABLES,
-    "counters.mean_dwell": EXAMPLE_TABLES,
+    "counters.aggregations": EXAMPLE_TABLES,
     "rank_by": SERVING,
     "auction.bid": BID_TABLES,
     "auction.goal": BID_TABLES,

@@ -74,17 +74,19 @@ class DataSpec(SpecDeclarations):
     def attribution_lookback_days(self) -> int:
         """Days before an impression of which touches may decide who its outcomes belong to.
 
-        A later touch of the last touchpoint supersedes earlier ones, so these do not matter. A
-        preferred touch may lie up to its window before the impression, and the touch's own
-        impression up to another window before that. With `unknown_impression: last_touch`, the
-        impressions that outcomes name matter for the window of the objective.
+        A preferred touch may lie up to its window before the impression, and the touch's own
+        impression up to another window before that. A touch of the last touchpoint matters only
+        after the impression, because later ones supersede it; its own impression may lie up to its
+        window before it. With `unknown_impression: last_touch`, the impressions that outcomes name
+        matter for the window of the objective.
         """
         seconds = 0
         for objective in self.all_objectives.values():
-            touches = self.attribution_touches(objective)
-            windows = [touchpoint.window or 0 for touchpoint in touches[:-1]]
-            is_named = objective.unknown_impression == "last_touch"
-            seconds = max(seconds, objective.window * is_named, *(2 * w for w in windows), 0)
+            *preferred, last = self.attribution_touches(objective)
+            of_last = 0 if last.touch == self.impression_type else last.window or 0
+            of_named = objective.window if objective.unknown_impression == "last_touch" else 0
+            of_preferred = (2 * (touchpoint.window or 0) for touchpoint in preferred)
+            seconds = max(seconds, of_last, of_named, *of_preferred)
         return -(-seconds // DAY)
 
     @cached_property

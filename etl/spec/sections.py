@@ -74,7 +74,7 @@ class Touchpoint(StrictModel):
     window: Duration | None = None
     """How long after the touch an outcome may follow, and the touch after its impression.
 
-    By default any time; only the last touchpoint may have none.
+    By default the window of the objective; only the last touchpoint may have none.
     """
     key: Annotated[str, declared_in("attribution keys")] = "item"
     """What touch and outcome must share besides the user: `item`, or an attribute of the item."""

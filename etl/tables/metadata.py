@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from datetime import date
 
 from etl.spec.base import StrictModel
-from etl.spec.counters import Aggregation
+from etl.spec.counters import FUNCTIONS, Aggregation
 from etl.spec.model import DataSpec
 from etl.tables import schemas
 from etl.tables.audience_schemas import AUDIENCE_SCHEMAS
@@ -54,7 +54,7 @@ COUNTER_PATTERNS: dict[Aggregation, str] = {
     "count": "`cnt_KEYS_EVENT_WINDOW`",
     "decayed_count": "`decayed_KEYS_EVENT_HALFLIFE`",
     "time_since_last": "`since_KEYS_EVENT`",
-    "mean_dwell": "`dwell_KEYS_EVENT_WINDOW`",
+    **{name: f"`{name}_COLUMN_KEYS_EVENT_WINDOW`" for name in FUNCTIONS},
 }
 
 

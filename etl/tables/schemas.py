@@ -15,6 +15,7 @@ from etl.spec.attributes import (
 from etl.spec.model import DataSpec
 from etl.spec.units import MICROS
 from etl.tables.audience_schemas import AUDIENCE_SCHEMAS
+from etl.tables.feature_schemas import feature_statistics
 from etl.tables.forecast_schemas import FORECAST_SCHEMAS
 from etl.tables.label_schemas import impressions, late_retractions
 from etl.tables.model_schemas import scores, teacher_predictions, user_teacher_embeddings
@@ -315,6 +316,7 @@ TABLE_SCHEMAS = (
     history,
     user_event_counts,
     examples,
+    feature_statistics,
     teacher_predictions,
     user_teacher_embeddings,
     scores,

@@ -203,6 +203,7 @@ def events_by_ingest_time(lake: Lake, logged_events: pa.Table) -> Iterator[Event
             event_ts=row["event_ts"],
             ingest_ts=max(row["ingest_ts"], earliest * MICROS["s"]),
             dwell_ms=row["dwell_ms"],
+            value=row["value"],
         )
         events.append(event)
     return iter(sorted(events, key=lambda event: event.ingest_ts))

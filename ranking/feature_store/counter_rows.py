@@ -3,17 +3,21 @@
 A row has the aggregates of the events of one key in one bucket of time: a second, a minute or an
 hour. Rows of longer windows are merged from them, so nothing in a row depends on a request:
 
-* `counts` of events and, for the mean dwell, `dwell_counts` and `dwell_ms`, which are integers;
-* `last`, the second of the last event, for the time since;
+* `counts` of events;
+* of each number of which functions are computed, such as the dwell of views: how many there are,
+  their sum, and where needed the smallest and the largest, in fixed point;
+* the `first` and the `last` of these numbers, where needed, each with its second;
+* `last_event`, the second of the last event, for the time since;
 * `decayed`, sums of 2^(-age / half-life) as of the bucket's last second. As of a later second each
   of them is multiplied by one weight.
 
-Rows of seconds lack the last two, which follow from their bucket and counts.
+Rows of seconds lack the last three, which follow from their bucket and other fields.
 
-N events, R rows, U counted types, S types of `last`, D types of dwells, H half-lives, T types of
+N events, R rows, U counted types, S types of `last_event`, P numbers, H half-lives, T types of
 decayed counts.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from struct import Struct
@@ -22,11 +26,16 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from features.aggregations import NO_DWELL, Aggregations
+from etl.spec.counters import Function, InputColumn
+from features.aggregations import Aggregations
+from features.numeric_columns import MISSING
 
+Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 LOW_32_BITS = (1 << 32) - 1
-UINT32, UINT64, FLOAT64 = Struct("<I"), Struct("<Q"), Struct("<d")
+LARGEST_INT64 = (1 << 63) - 1
+UINT32, INT64, FLOAT64, TIMED = Struct("<I"), Struct("<q"), Struct("<d"), Struct("<Iq")
+TIMED_NUMBER = np.dtype([("second", "<u4"), ("number", "<i8")])
 
 
 class CounterLevel(NamedTuple):
@@ -57,19 +66,43 @@ def child_record_key(record_key: bytes, parent_bucket: int) -> bytes:
     return record_key + parent_bucket.to_bytes(4, "big")
 
 
-class FieldUpdate(NamedTuple):
-    """A change of one field of a row, at an offset in bytes: add an amount, or raise it to one."""
+class NumberInput(NamedTuple):
+    """A column of the events of a type, given by its code, of which functions are computed."""
 
-    number: Struct
+    column: InputColumn
+    event_type: int
+
+
+@dataclass(frozen=True)
+class CountedEvents:
+    """Events (N) to count: their seconds, types as codes, and numbers (MISSING where unknown)."""
+
+    epoch_seconds: Ints
+    types: Ints
+    numbers: Mapping[InputColumn, Ints]
+
+    def __getitem__(self, selected: Bools) -> "CountedEvents":
+        """Some of the events."""
+        numbers = {name: column[selected] for name, column in self.numbers.items()}
+        return CountedEvents(self.epoch_seconds[selected], self.types[selected], numbers)
+
+
+class FieldUpdate(NamedTuple):
+    """A change of one field of a row, at an offset in bytes: its value is merged with another."""
+
+    struct: Struct
     offset: int
-    amount: float
-    is_maximum: bool = False
+    values: tuple[float, ...]
+    merge: Callable[[tuple[float, ...], tuple[float, ...]], tuple[float, ...]]
 
     def apply(self, row: bytearray, start: int) -> None:
         """Change the row that starts at a byte of a record."""
-        value = self.number.unpack_from(row, start + self.offset)[0]
-        changed = max(value, self.amount) if self.is_maximum else value + self.amount
-        self.number.pack_into(row, start + self.offset, changed)
+        stored = self.struct.unpack_from(row, start + self.offset)
+        self.struct.pack_into(row, start + self.offset, *self.merge(stored, self.values))
+
+
+def _add(stored: tuple[float, ...], values: tuple[float, ...]) -> tuple[float, ...]:
+    return (stored[0] + values[0],)
 
 
 @dataclass(frozen=True)
@@ -80,26 +113,50 @@ class RowLayout:
 
     @cached_property
     def counted_types(self) -> tuple[int, ...]:
-        """Types of events whose numbers a row has: those of counts come first."""
+        """Types of events whose counts a row has: those of counters come first."""
         of = self.aggregations
         return tuple(dict.fromkeys((*of.count_types, *of.last_types)))
 
     @cached_property
     def event_types(self) -> frozenset[int]:
         """All types of events that change a row."""
-        return frozenset((*self.counted_types, *self.aggregations.dwell_types))
+        return self.aggregations.all_types
+
+    @cached_property
+    def numbers(self) -> tuple[NumberInput, ...]:
+        """The numbers (P) of which a row has the sum."""
+        return self.numbers_of("sum", "mean", "min", "max", "first", "last")
+
+    def numbers_of(self, *functions: Function) -> tuple[NumberInput, ...]:
+        """The numbers of which some functions are computed."""
+        numeric = [each for each in self.aggregations.numeric if each.function in functions]
+        return tuple(dict.fromkeys(NumberInput(each.column, each.event_type) for each in numeric))
+
+    @cached_property
+    def fields(self) -> Mapping[str, tuple[NumberInput, ...]]:
+        """The numbers that each field of extremes has."""
+        return {
+            "smallest": self.numbers_of("min", "first"),
+            "largest": self.numbers_of("max", "last"),
+            "first": self.numbers_of("first"),
+            "last": self.numbers_of("last"),
+        }
 
     @cached_property
     def _dtypes(self) -> dict[str, np.dtype]:
-        of, num_dwells = self.aggregations, (len(self.aggregations.dwell_types),)
+        of = self.aggregations
         fields = [
             ("bucket", "<u4"),
             ("counts", "<u4", (len(self.counted_types),)),
-            ("dwell_counts", "<u4", num_dwells),
-            ("dwell_ms", "<u8", num_dwells),
+            ("number_counts", "<u4", (len(self.numbers),)),
+            ("number_sums", "<i8", (len(self.numbers),)),
+            ("smallest", "<i8", (len(self.fields["smallest"]),)),
+            ("largest", "<i8", (len(self.fields["largest"]),)),
         ]
         upper = [
-            ("last", "<u4", (len(of.last_types),)),
+            ("first", TIMED_NUMBER, (len(self.fields["first"]),)),
+            ("last", TIMED_NUMBER, (len(self.fields["last"]),)),
+            ("last_event", "<u4", (len(of.last_types),)),
             ("decayed", "<f8", (len(of.half_lives), len(of.count_types))),
         ]
         return {
@@ -111,65 +168,144 @@ class RowLayout:
         """The dtype of a row; `bucket` is the number of its bucket since 1970."""
         return self._dtypes[level.table]
 
+    @cached_property
+    def _empty_rows(self) -> dict[str, bytes]:
+        return {level.table: self.empty_rows(level, 1).tobytes() for level in COUNTER_LEVELS}
+
+    def empty_row(self, level: CounterLevel, bucket: int) -> bytes:
+        """A row without events."""
+        return UINT32.pack(bucket) + self._empty_rows[level.table][UINT32.size :]
+
+    def empty_rows(self, level: CounterLevel, num_rows: int) -> np.ndarray:
+        """Rows (R) without events: extremes have the values that any number replaces."""
+        rows = np.zeros(num_rows, self.dtype(level))
+        rows["smallest"], rows["largest"] = LARGEST_INT64, MISSING
+        if not level.is_lowest:
+            rows["first"]["second"], rows["first"]["number"] = LOW_32_BITS, LARGEST_INT64
+            rows["last"]["number"] = MISSING
+        return rows
+
     def updates(
-        self, level: CounterLevel, second: int, event_type: int, dwell_ms: int
+        self,
+        level: CounterLevel,
+        second: int,
+        event_type: int,
+        numbers: Mapping[InputColumn, int],
     ) -> list[FieldUpdate]:
-        """What one event changes in the row of its bucket."""
+        """What one event changes in the row of its bucket; its numbers may be MISSING."""
         of, updates = self.aggregations, []
         if event_type in self.counted_types:
             index = self.counted_types.index(event_type)
-            updates.append(FieldUpdate(UINT32, self._offset(level, "counts", index), 1))
-        if event_type in of.dwell_types and dwell_ms != NO_DWELL:
-            index = of.dwell_types.index(event_type)
-            updates.append(FieldUpdate(UINT32, self._offset(level, "dwell_counts", index), 1))
-            updates.append(FieldUpdate(UINT64, self._offset(level, "dwell_ms", index), dwell_ms))
+            updates.append(self._update(level, "counts", index, UINT32, (1,), _add))
+        for of_event in self.numbers:
+            number = numbers.get(of_event.column, MISSING)
+            if of_event.event_type == event_type and number != MISSING:
+                updates += self._number_updates(level, second, of_event, number)
         if level.is_lowest:
             return updates
         if event_type in of.last_types:
             index = of.last_types.index(event_type)
-            updates.append(FieldUpdate(UINT32, self._offset(level, "last", index), second, True))
+            updates.append(self._update(level, "last_event", index, UINT32, (second,), max))
         if event_type in of.count_types:
             index = of.count_types.index(event_type)
             weights = decay_weights(_age_in_bucket(level, np.array([second])), of.half_lives)
             for row, weight in enumerate(weights[0].tolist()):
-                index_of_row = row * len(of.count_types) + index
-                offset = self._offset(level, "decayed", index_of_row)
-                updates.append(FieldUpdate(FLOAT64, offset, weight))
+                position = row * len(of.count_types) + index
+                updates.append(self._update(level, "decayed", position, FLOAT64, (weight,), _add))
         return updates
 
-    def _offset(self, level: CounterLevel, field: str, index: int) -> int:
-        dtype, start = self.dtype(level).fields[field][:2]  # type: ignore[index]
-        return int(start + index * dtype.base.itemsize)
+    def _number_updates(
+        self, level: CounterLevel, second: int, of: NumberInput, number: int
+    ) -> list[FieldUpdate]:
+        """What a number of an event changes in the row of its bucket."""
+        index = self.numbers.index(of)
+        updates = [
+            self._update(level, "number_counts", index, UINT32, (1,), _add),
+            self._update(level, "number_sums", index, INT64, (number,), _add),
+        ]
+        extremes: list[tuple[str, Struct, tuple[int, ...], Callable[..., tuple[float, ...]]]]
+        extremes = [("smallest", INT64, (number,), min), ("largest", INT64, (number,), max)]
+        if not level.is_lowest:
+            timed = (second, number)
+            extremes += [("first", TIMED, timed, min), ("last", TIMED, timed, max)]
+        for field, struct, values, merge in extremes:
+            if of in self.fields[field]:
+                index = self.fields[field].index(of)
+                updates.append(self._update(level, field, index, struct, values, merge))
+        return updates
 
-    def build_rows(
-        self, level: CounterLevel, row: Ints, second: Ints, event_type: Ints, dwell_ms: Ints
-    ) -> np.ndarray:
+    def _update(
+        self,
+        level: CounterLevel,
+        field: str,
+        index: int,
+        struct: Struct,
+        values: tuple[float, ...],
+        merge: Callable[..., tuple[float, ...]],
+    ) -> FieldUpdate:
+        dtype, start = self.dtype(level).fields[field][:2]  # type: ignore[index]
+        return FieldUpdate(struct, int(start + index * dtype.base.itemsize), values, merge)
+
+    def build_rows(self, level: CounterLevel, row: Ints, events: CountedEvents) -> np.ndarray:
         """Rows (R) with N events added at once; `row` (N) is the row of each. Buckets are unset."""
-        of, num_rows = self.aggregations, int(row.max(initial=-1)) + 1
-        rows = np.zeros(num_rows, self.dtype(level))
+        num_rows = int(row.max(initial=-1)) + 1
+        rows = self.empty_rows(level, num_rows)
         for index, type_ in enumerate(self.counted_types):
-            rows["counts"][:, index] = np.bincount(row[event_type == type_], minlength=num_rows)
-        for index, type_ in enumerate(of.dwell_types):
-            is_added = (event_type == type_) & (dwell_ms != NO_DWELL)
-            row_of, dwell = row[is_added], dwell_ms[is_added]
-            rows["dwell_counts"][:, index] = np.bincount(row_of, minlength=num_rows)
-            rows["dwell_ms"][:, index] = np.bincount(row_of, dwell, minlength=num_rows)
-        if level.is_lowest:
-            return rows
-        for index, type_ in enumerate(of.last_types):
-            last = np.zeros(num_rows, np.int64)
-            np.maximum.at(last, row[event_type == type_], second[event_type == type_])
-            rows["last"][:, index] = last
-        for index, type_ in enumerate(of.count_types):
-            row_of, age = (
-                row[event_type == type_],
-                _age_in_bucket(level, second[event_type == type_]),
-            )
-            weights = decay_weights(age, of.half_lives)
-            for half_life in range(len(of.half_lives)):
-                sums = np.bincount(row_of, weights[:, half_life], minlength=num_rows)
-                rows["decayed"][:, half_life, index] = sums
+            is_added = events.types == type_
+            rows["counts"][:, index] = np.bincount(row[is_added], minlength=num_rows)
+        for index, of in enumerate(self.numbers):
+            number = events.numbers[of.column]
+            is_added = (events.types == of.event_type) & (number != MISSING)
+            counts = np.bincount(row[is_added], minlength=num_rows)
+            rows["number_counts"][:, index] = counts
+            np.add.at(rows["number_sums"][:, index], row[is_added], number[is_added])
+            self._add_extremes(rows, level, of, row[is_added], events[is_added])
+        if not level.is_lowest:
+            self._add_last_events(rows, row, events)
+            self._add_decayed(rows, level, row, events)
         return rows
+
+    def _add_extremes(
+        self,
+        rows: np.ndarray,
+        level: CounterLevel,
+        of: NumberInput,
+        row: Ints,
+        events: CountedEvents,
+    ) -> None:
+        """Set the extremes of a number that N events have; `row` (N) is the row of each."""
+        number = events.numbers[of.column]
+        for field, extreme in (("smallest", np.minimum), ("largest", np.maximum)):
+            if of in self.fields[field]:
+                extreme.at(rows[field][:, self.fields[field].index(of)], row, number)
+        for field in ("first", "last"):
+            if level.is_lowest or of not in self.fields[field]:
+                continue
+            order = np.lexsort((number, events.epoch_seconds, row))
+            # Of repeated rows, the assignment keeps the last.
+            order = order[::-1] if field == "first" else order
+            timed = rows[field][:, self.fields[field].index(of)]
+            timed["second"][row[order]] = events.epoch_seconds[order]
+            timed["number"][row[order]] = number[order]
+
+    def _add_last_events(self, rows: np.ndarray, row: Ints, events: CountedEvents) -> None:
+        for index, type_ in enumerate(self.aggregations.last_types):
+            is_added = events.types == type_
+            last = np.zeros(len(rows), np.int64)
+            np.maximum.at(last, row[is_added], events.epoch_seconds[is_added])
+            rows["last_event"][:, index] = last
+
+    def _add_decayed(
+        self, rows: np.ndarray, level: CounterLevel, row: Ints, events: CountedEvents
+    ) -> None:
+        half_lives = self.aggregations.half_lives
+        for index, type_ in enumerate(self.aggregations.count_types):
+            is_added = events.types == type_
+            age = _age_in_bucket(level, events.epoch_seconds[is_added])
+            weights = decay_weights(age, half_lives)
+            for half_life in range(len(half_lives)):
+                sums = np.bincount(row[is_added], weights[:, half_life], minlength=len(rows))
+                rows["decayed"][:, half_life, index] = sums
 
 
 def decay_weights(ages: Ints, half_lives: tuple[int, ...]) -> npt.NDArray[np.float64]:

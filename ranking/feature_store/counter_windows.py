@@ -6,12 +6,13 @@ hour, which contains it, and of the seconds before it in the edge minute.
 
 Decayed counts are not subtracted, because a small difference of large sums is inexact. They add up
 the largest buckets that lie within the longest window: its hours, the minutes of an hour that is
-only partly in it, and the seconds of such a minute.
+only partly in it, and the seconds of such a minute. Extremes of numbers, and the first and last of
+them, are those of the same buckets of each window.
 
-P points in time, Q keys, N rows, K integers of a row; see counter_rows.py for the others.
+P points in time, W windows, Q keys, N rows, K integers of a row; the others as in counter_rows.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -19,11 +20,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from features.aggregations import mean_seconds
+from features.aggregations import NumericAggregation
+from features.numeric_columns import FIXED_POINT, mean_of
 from ranking.feature_store.counter_rows import (
     COUNTER_LEVELS,
     LOW_32_BITS,
     CounterLevel,
+    NumberInput,
     RowLayout,
     child_record_key,
     decay_weights,
@@ -89,7 +92,7 @@ class LevelRows:
     def totals_before(self, record: Ints, bucket: Ints) -> tuple[Ints, Bools]:
         """Integers (n, K) before a bucket of each of n records; whether it has that bucket (n)."""
         integers = np.concatenate(
-            [self.rows[name] for name in ("counts", "dwell_counts", "dwell_ms")], axis=1
+            [self.rows[name] for name in ("counts", "number_counts", "number_sums")], axis=1
         )
         cumulative = np.zeros((len(self.rows) + 1, integers.shape[1]), np.int64)
         np.cumsum(integers.astype(np.int64), 0, out=cumulative[1:])
@@ -109,9 +112,22 @@ class LevelRows:
             index = [types.index(type_) for type_ in self.layout.aggregations.last_types]
             last = np.where(self.rows["counts"][:, index] > 0, self.bucket[:, None], 0)
         else:
-            last = self.rows["last"].astype(np.int64)
+            last = self.rows["last_event"].astype(np.int64)
         is_before = (self.bucket + 1) * self.level.bucket_seconds <= as_of
         return np.where(is_before[:, None], last, 0)
+
+    def timed_numbers(self, field: str) -> np.ndarray:
+        """The first or last numbers of rows (N, numbers of the field), as TIMED_NUMBER."""
+        if not self.level.is_lowest:
+            return self.rows[field]
+        name = "smallest" if field == "first" else "largest"
+        extremes, of_field = self.layout.fields[name], self.layout.fields[field]
+        numbers = self.rows[name][:, [extremes.index(of) for of in of_field]]
+        counts = self.rows["number_counts"][:, [self.layout.numbers.index(of) for of in of_field]]
+        timed = self.layout.empty_rows(COUNTER_LEVELS[0], len(self.rows))[field]
+        timed["number"] = numbers
+        np.copyto(timed["second"], self.rows["bucket"][:, None], where=counts > 0)
+        return timed
 
     def decayed(self, selected: Bools, as_of: int) -> Floats:
         """The decayed counts of selected rows (n) as of a second after them: (n, H, T)."""
@@ -125,34 +141,42 @@ class LevelRows:
 
 @dataclass(frozen=True)
 class WindowSums:
-    """Sums over the rows of all levels.
+    """Sums and extremes over the rows of all levels.
 
     Attributes:
         points: The seconds (P) up to which integers are added: `as_of`, and the start of each
             window.
         totals: The integers before each point (P, Q, K).
         decayed: The decayed counts (Q, H, T).
-        last: The second of the last event (Q, S); 0 without one.
+        last_event: The second of the last event (Q, S); 0 without one.
+        extremes: Of each field, its numbers in each window (W, Q, numbers of the field).
     """
 
     layout: RowLayout
     points: Ints
     totals: Ints
     decayed: Floats
-    last: Ints
+    last_event: Ints
+    extremes: Mapping[str, np.ndarray]
 
     @classmethod
     def zeros(cls, layout: RowLayout, num_keys: int, as_of: int) -> "WindowSums":
         """The sums of no rows."""
         of = layout.aggregations
         points = np.maximum(as_of - np.array([0, *of.windows]), 0)
-        num_integers = len(layout.counted_types) + 2 * len(of.dwell_types)
+        num_integers = len(layout.counted_types) + 2 * len(layout.numbers)
+        empty = layout.empty_rows(COUNTER_LEVELS[0], len(of.windows) * num_keys)
+        shape = (len(of.windows), num_keys, -1)
         return cls(
             layout,
             points,
             np.zeros((len(points), num_keys, num_integers), np.int64),
             np.zeros((num_keys, len(of.half_lives), len(of.count_types))),
             np.zeros((num_keys, len(of.last_types)), np.int64),
+            {
+                field: empty[field].reshape(*shape[:2], len(numbers))
+                for field, numbers in layout.fields.items()
+            },
         )
 
     @property
@@ -161,38 +185,79 @@ class WindowSums:
         return int(self.points[0])
 
     def add_rows(self, rows: LevelRows, key: Ints, parent: CounterLevel | None) -> None:
-        """Add to the last seconds and the decayed counts; `key` (N) is the key of each row."""
-        if self.last.size:
-            _reduce_by_key(np.maximum, self.last, key, rows.last_seconds(self.as_of))
+        """Add to all but the totals; `key` (N) is the key of each row."""
+        of = self.layout.aggregations
+        if self.last_event.size:
+            _reduce_by_key(np.maximum, self.last_event, key, rows.last_seconds(self.as_of))
         if self.decayed.size:
-            start = rows.bucket * rows.level.bucket_seconds
-            is_added = self._is_within_window(start, rows.level)
-            if parent:
-                is_added &= ~self._is_within_window(start, parent)
+            is_added = self._is_added(rows, of.longest_window, parent)
             decayed = rows.decayed(is_added, self.as_of)
             _reduce_by_key(np.add, self.decayed, key[is_added], decayed)
+        if self.layout.fields["smallest"] or self.layout.fields["largest"]:
+            for index, window in enumerate(of.windows):
+                self._add_extremes(rows, key, index, self._is_added(rows, window, parent))
 
-    def _is_within_window(self, second: Ints, level: CounterLevel) -> Bools:
-        """Whether the bucket of each second (N) in a level lies within the longest window."""
+    def _add_extremes(self, rows: LevelRows, key: Ints, window: int, is_added: Bools) -> None:
+        """Add selected rows to the extremes of a window, given by its index."""
+        for field, extreme in (("smallest", np.minimum), ("largest", np.maximum)):
+            numbers = self.extremes[field][window]
+            _reduce_by_key(extreme, numbers, key[is_added], rows.rows[field][is_added])
+        for field in ("first", "last"):
+            timed = rows.timed_numbers(field)[is_added]
+            for column in range(timed.shape[1]):
+                of_keys = self.extremes[field][window][:, column]
+                _keep_first_or_last(field, of_keys, key[is_added], timed[:, column])
+
+    def _is_added(self, rows: LevelRows, window: int, parent: CounterLevel | None) -> Bools:
+        """Whether the bucket of each row (N) lies within a window, and its parent does not."""
+        start = rows.bucket * rows.level.bucket_seconds
+        is_within = self._is_within(start, window, rows.level)
+        return is_within & ~self._is_within(start, window, parent) if parent else is_within
+
+    def _is_within(self, second: Ints, window: int, level: CounterLevel) -> Bools:
+        """Whether the bucket of each second (N) in a level lies within a window."""
         start = second // level.bucket_seconds * level.bucket_seconds
-        first = self.as_of - self.layout.aggregations.longest_window
-        return (start >= first) & (start + level.bucket_seconds <= self.as_of)
+        return (start >= self.as_of - window) & (start + level.bucket_seconds <= self.as_of)
 
     def columns(self) -> Floats:
         """The counters (Q, columns), in the order of their columns."""
         of, num_keys = self.layout.aggregations, len(self.decayed)
-        in_windows = (self.totals[0] - self.totals[1:]).transpose(1, 0, 2)
-        dwells = in_windows[..., len(self.layout.counted_types) :]
-        dwell_counts, dwell_ms = np.split(dwells, 2, axis=2)
-        age = np.where(self.last > 0, self.as_of - self.last, np.inf)
+        in_windows = self.totals[0] - self.totals[1:]
+        num_counts = len(self.layout.counted_types)
+        numbers = [self._function(each, in_windows[..., num_counts:]) for each in of.numeric]
+        age = np.where(self.last_event > 0, self.as_of - self.last_event, np.inf)
         parts = (
-            in_windows[..., : len(of.count_types)],
+            in_windows[..., : len(of.count_types)].transpose(1, 0, 2),
             self.decayed,
             np.where(age <= of.longest_window, age, np.nan),
-            mean_seconds(dwell_ms, dwell_counts),
+            np.array(numbers).reshape(len(numbers), len(of.windows), num_keys).transpose(2, 1, 0),
         )
         shapes = [(num_keys, prod(part.shape[1:])) for part in parts]
         return np.concatenate([p.reshape(shape) for p, shape in zip(parts, shapes, strict=True)], 1)
+
+    def _function(self, aggregation: NumericAggregation, sums: Ints) -> Floats:
+        """A function of numbers (W, Q) in units of counters; `sums` (W, Q, 2 P) in windows.
+
+        Without a number a sum is 0 and others are NaN.
+        """
+        function, of = aggregation.function, NumberInput(*aggregation[1:])
+        index = self.layout.numbers.index(of)
+        count, total = sums[..., index], sums[..., len(self.layout.numbers) + index]
+        match function:
+            case "sum":
+                values = total.astype(np.float64)
+            case "mean":
+                values = mean_of(total, count)
+            case "min" | "max":
+                values = self._extreme("smallest" if function == "min" else "largest", of)
+            case "first" | "last":
+                values = self._extreme(function, of)["number"]
+        values = values / FIXED_POINT[of.column].per_unit
+        return values if function == "sum" else np.where(count > 0, values, np.nan)
+
+    def _extreme(self, field: str, of: NumberInput) -> np.ndarray:
+        """A number of a field of extremes, in each window (W, Q)."""
+        return self.extremes[field][..., self.layout.fields[field].index(of)]
 
 
 def _reduce_by_key(
@@ -203,3 +268,13 @@ def _reduce_by_key(
     if len(starts):
         of_key = key[starts]
         totals[of_key] = reduce(totals[of_key], reduce.reduceat(values, starts, axis=0))
+
+
+def _keep_first_or_last(field: str, kept: np.ndarray, key: Ints, timed: np.ndarray) -> None:
+    """Merge timed numbers (N), whose keys (N) ascend, into the first or last ones of keys (Q)."""
+    all_keys = np.concatenate((np.arange(len(kept)), key))
+    candidates = np.concatenate((kept, timed))
+    order = np.lexsort((candidates["number"], candidates["second"], all_keys))
+    last_of_key = np.append(np.flatnonzero(np.diff(all_keys[order])), len(order) - 1)
+    of_key = last_of_key if field == "last" else np.append(0, last_of_key[:-1] + 1)
+    kept[:] = candidates[order[of_key]]

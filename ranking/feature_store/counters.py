@@ -25,6 +25,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from etl.spec.counters import InputColumn
 from etl.spec.model import DataSpec
 from etl.spec.units import DAY
 from features.aggregations import Aggregations
@@ -32,6 +33,7 @@ from ranking.feature_store.counter_rows import (
     COUNTER_LEVELS,
     LOW_32_BITS,
     UINT32,
+    CountedEvents,
     CounterLevel,
     FieldUpdate,
     RowLayout,
@@ -43,21 +45,6 @@ from ranking.feature_store.storage import UNKNOWN, KeyValuePairs, Txn
 MAX_REQUEST_LAG = 2 * DAY  # seconds by which a request may be older than the most recent event
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class CountedEvents:
-    """Events (N) to count: their seconds, types as codes, and dwells (NO_DWELL where missing)."""
-
-    epoch_seconds: Ints
-    types: Ints
-    dwell_ms: Ints
-
-    def __getitem__(self, selected: npt.NDArray[np.bool_]) -> "CountedEvents":
-        """Some of the events."""
-        return CountedEvents(
-            self.epoch_seconds[selected], self.types[selected], self.dwell_ms[selected]
-        )
 
 
 @dataclass(frozen=True)
@@ -113,18 +100,18 @@ class Counters:
         record_keys: Iterable[bytes],
         epoch_second: int,
         event_type: int,
-        dwell_ms: int,
+        numbers: Mapping[InputColumn, int],
         now: int,
     ) -> None:
         """Count one event for some keys, and drop the hours that no request after `now` reads.
 
-        The event may be older than events that were counted before. `dwell_ms` is NO_DWELL where
-        it has no dwell.
+        The event may be older than events that were counted before. Its numbers are in fixed point
+        and may be MISSING.
         """
         if event_type not in self.layout.event_types:
             return
         updates = [
-            (level, self.layout.updates(level, epoch_second, event_type, dwell_ms))
+            (level, self.layout.updates(level, epoch_second, event_type, numbers))
             for level in COUNTER_LEVELS
         ]
         first_hour = (now - self.retention_seconds) // COUNTER_LEVELS[0].bucket_seconds
@@ -151,7 +138,7 @@ class Counters:
         row = bisect_left(range(num_rows), bucket, key=bucket_of_row)
         updated, start = bytearray(record), row * row_size
         if row == num_rows or bucket_of_row(row) != bucket:
-            updated[start:start] = UINT32.pack(bucket).ljust(row_size, b"\0")
+            updated[start:start] = self.layout.empty_row(level, bucket)
         for update in updates:
             update.apply(updated, start)
         return bytes(updated)
@@ -179,7 +166,7 @@ class Counters:
 
         Args:
             key_values: The values (N) of key columns. Counter keys with other columns are skipped.
-            events: The events; those of other types than `layout.event_types` leave rows of zeros.
+            events: The events; those of other types than `layout.event_types` leave empty rows.
 
         Yields:
             The name of a table, and keys and values to write into it.
@@ -203,9 +190,7 @@ class Counters:
         for level in COUNTER_LEVELS:
             buckets = (value_index << 32) + events.epoch_seconds // level.bucket_seconds
             distinct, row = np.unique(buckets, return_inverse=True)
-            rows = self.layout.build_rows(
-                level, row.ravel(), events.epoch_seconds, events.types, events.dwell_ms
-            )
+            rows = self.layout.build_rows(level, row.ravel(), events)
             rows["bucket"] = distinct & LOW_32_BITS
             parent_of_row = np.zeros(len(distinct), np.int64)
             parent_of_row[row.ravel()] = parents

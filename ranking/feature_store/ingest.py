@@ -14,11 +14,12 @@ import numpy.typing as npt
 from etl.errors import UserError
 from etl.event_time import MAX_CLOCK_SKEW_SECONDS, MIN_EVENT_TS, compute_visible_ts
 from etl.spec.attributes import CategoricalAttribute, NumericAttribute, VectorAttribute
+from etl.spec.counters import InputColumn
 from etl.spec.model import DataSpec
 from etl.spec.units import DAY, MICROS
-from features.aggregations import round_dwell_ms
 from features.encoding.scalar import encode_categorical, encode_numeric, spark_xxhash64
 from features.history.codec import quantize_dwell
+from features.numeric_columns import FIXED_POINT
 from ranking.feature_store.items import (
     counter_key_values,
     read_item_records,
@@ -275,6 +276,7 @@ class Event:
     event_ts: int
     ingest_ts: int
     dwell_ms: float | None = None
+    value: float | None = None
 
 
 def visible_ts(spec: DataSpec, event: Event) -> int:
@@ -305,6 +307,8 @@ def validate_event(spec: DataSpec, event: Event) -> None:
         raise UserError(f"event {event.event_id} is later than the spec's allowed_lateness")
     if event.dwell_ms is not None and not 0 <= event.dwell_ms < 1e300:
         raise UserError(f"event {event.event_id} has a dwell of {event.dwell_ms} ms")
+    if event.value is not None and not abs(event.value) < 1e300:
+        raise UserError(f"event {event.event_id} has a value of {event.value}")
 
 
 def ingest_event(store: FeatureStore, txn: Txn, event: Event) -> None:
@@ -320,8 +324,8 @@ def ingest_event(store: FeatureStore, txn: Txn, event: Event) -> None:
     key_values = counter_key_values(store.layout, event.user, event.surface, records, visible)
     record_keys = [keys[0] for keys in store.counters.record_keys(key_values)]
     known_keys = [key for key in record_keys if key is not None]
-    event_code, dwell_ms = store.spec.event_codes[event.type], int(round_dwell_ms(_dwell(event))[0])
-    store.counters.increment(txn, known_keys, visible, event_code, dwell_ms, now)
+    event_code, numbers = store.spec.event_codes[event.type], _numbers(store, event)
+    store.counters.increment(txn, known_keys, visible, event_code, numbers, now)
 
 
 def _history_row(store: FeatureStore, event: Event, visible: int, item_index: int) -> np.ndarray:
@@ -332,6 +336,16 @@ def _history_row(store: FeatureStore, event: Event, visible: int, item_index: in
     row["surface"] = store.spec.surface_codes[event.surface]
     row["dwell"] = quantize_dwell(_dwell(event))
     return row
+
+
+def _numbers(store: FeatureStore, event: Event) -> dict[InputColumn, int]:
+    """The numbers of an event of which counters have functions, in fixed point."""
+    values = {"dwell": event.dwell_ms, "value": event.value}
+    numbers = {}
+    for name in store.counters.aggregations.input_columns:
+        value = np.array([np.nan if values[name] is None else values[name]], np.float64)
+        numbers[name] = int(FIXED_POINT[name].round(value)[0])
+    return numbers
 
 
 def _dwell(event: Event) -> npt.NDArray[np.float64]:

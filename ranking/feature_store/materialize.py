@@ -26,12 +26,11 @@ from etl.tables.lease import hold_leases
 from etl.tables.pointer import remove_unreferenced_versions
 from etl.tables.schemas import RESERVED_ITEM_INDICES, STATIC_DAY
 from etl.tables.uri import local_cache_path, resolve_uri
-from features.aggregations import round_dwell_ms
 from features.encoding.scalar import spark_xxhash64
+from features.numeric_columns import FIXED_POINT
 from features.schema import counter_input_days
 from ranking.feature_store.carried_histories import HistoryBuilder
-from ranking.feature_store.counter_rows import COUNTER_LEVELS
-from ranking.feature_store.counters import CountedEvents
+from ranking.feature_store.counter_rows import COUNTER_LEVELS, CountedEvents
 from ranking.feature_store.ingest import AttributeVersion, upsert_attributes
 from ranking.feature_store.items import (
     NEXT_ITEM_INDEX_KEY,
@@ -195,7 +194,7 @@ class TableSource:
 
     def recent_counter_records(self) -> Iterator[tuple[str, KeyValuePairs]]:
         """The counter records of all events that the windows of a request can reach."""
-        columns = ["user_id", "item_id", "surface", "type", "visible_ts", "dwell_ms"]
+        columns = ["user_id", "item_id", "surface", "type", "visible_ts", "dwell_ms", "value"]
         first_day = self.data_until_day - timedelta(days=counter_input_days(self.lake.spec))
         recent = self.events.read(columns, day=self._days_since(first_day))
         is_counted = pc.greater_equal(recent["visible_ts"], self._first_counted_second())
@@ -235,11 +234,11 @@ class TableSource:
             "surface": events["surface"].to_numpy().astype(np.int64),
             **item_key_values(self.store.layout, items, visible),
         }
-        counted = CountedEvents(
-            visible,
-            events["type"].to_numpy().astype(np.int64),
-            round_dwell_ms(events["dwell_ms"].to_numpy()),
-        )
+        numbers = {
+            name: FIXED_POINT[name].round(events[FIXED_POINT[name].stored_column].to_numpy())
+            for name in counters.aggregations.input_columns
+        }
+        counted = CountedEvents(visible, events["type"].to_numpy().astype(np.int64), numbers)
         yield from counters.build_records(key_values, counted)
 
 

@@ -26,7 +26,7 @@ STORE_TABLES = (
     *(level.table for level in COUNTER_LEVELS),
 )  # fmt: skip
 METADATA_KEY = b"metadata"
-RECORD_FORMAT = 3  # of all tables; counts up when one changes
+RECORD_FORMAT = 4  # of all tables; counts up when one changes
 LATENESS_MARGIN_DAYS = 2  # added to allowed_lateness: other time zones, clocks that run ahead
 MAX_REQUEST_AGE = 3600  # seconds by which a request may be older than the latest features
 

@@ -28,8 +28,8 @@ def portfolio(args: PortfolioArgs) -> None:
     Students learn from labels alone. Trainings are kept in the lake, so that a run continues where
     it was stopped.
     """
-    from ranking.portfolio.features import drop_units
     from ranking.portfolio.proposal import proposal_lines, propose
+    from training.evaluation.feature_units import drop_units
 
     print_line = partial(print, flush=True)
     proposal = propose(args.open_lake(), args.split, StudentTrainConfig(), print_line)

@@ -11,14 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ranking.portfolio.features import (
-    FeatureUnit,
-    correlated_units,
-    with_permuted_unit,
-)
 from ranking.portfolio.groups import GroupDesign, GroupTrials, Pair, Portfolio
 from ranking.portfolio.partition import Change, compare, rows_of
 from training.data.batch import Batch
+from training.evaluation.feature_units import (
+    FeatureUnit,
+    UnitPermutation,
+    correlated_units,
+)
 from training.evaluation.metrics import ne_by_objective
 from training.evaluation.predictions import predict
 
@@ -52,22 +52,9 @@ def permutation_importances(
     base = ne_of(lambda batch: batch)
     importances = {}
     for group in groups:
-        permuted = ne_of(_Permutation([trials.units[name] for name in group]))
+        permuted = ne_of(UnitPermutation([trials.units[name] for name in group]))
         importances[group] = {pair: permuted[pair] - base[pair] for pair in design.group}
     return importances
-
-
-class _Permutation:
-    """Permutes units in batches, by the same random numbers in each pass over them."""
-
-    def __init__(self, units: Sequence[FeatureUnit]) -> None:
-        self.units = units
-        self.generator = torch.Generator().manual_seed(0)
-
-    def __call__(self, batch: Batch) -> Batch:
-        for unit in self.units:
-            batch = with_permuted_unit(batch, unit, self.generator)
-        return batch
 
 
 def pareto_order(importances: Floats) -> list[int]:

@@ -19,7 +19,6 @@ from etl.spec.units import DaySplit
 from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath, resolve_uri
 from features.schema import FeatureSchema
-from ranking.portfolio.features import FeatureUnit, without_units
 from ranking.scoring.offsets import RankerCalibration
 from ranking.scoring.predictions import SegmentedPredictions
 from ranking.student.config import StudentTrainConfig
@@ -30,6 +29,7 @@ from ranking.trainer.train import init_student
 from training.data.batch import Batch, Shuffle
 from training.data.label_window import LabelWindow
 from training.data.reader import INPUT_TABLES
+from training.evaluation.feature_units import FeatureUnit, without_units
 from training.evaluation.predictions import Predictions, concat_predictions, predict
 from training.teacher.embeddings import TeacherEmbeddings
 

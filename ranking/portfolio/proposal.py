@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from etl.spec.units import DaySplit
 from etl.tables.lake import Lake
 from ranking.portfolio.feature_filter import filter_features, kept_share
-from ranking.portfolio.features import feature_units
 from ranking.portfolio.groups import (
     GroupDesign,
     GroupTrials,
@@ -31,6 +30,7 @@ from ranking.portfolio.partition import (
 )
 from ranking.portfolio.sizes import search_sizes
 from ranking.student.config import StudentTrainConfig
+from training.evaluation.feature_units import optional_units
 from training.evaluation.predictions import paired_ne_difference
 
 Print = Callable[[str], None]
@@ -71,7 +71,7 @@ class Proposal:
 
 def propose(lake: Lake, split: DaySplit, config: StudentTrainConfig, print_line: Print) -> Proposal:
     """Find a portfolio by merges of pairs, then by dropped features, then by smaller sizes."""
-    trials = GroupTrials(lake, split, feature_units(lake.spec))
+    trials = GroupTrials(lake, split, optional_units(lake.spec))
     pairs = pairs_of(lake.spec)
     changes: list[Change] = []
 

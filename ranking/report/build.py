@@ -17,6 +17,7 @@ from features.coverage import missing_attribute_counts
 from ranking.report import data, figures
 from ranking.report.audiences import audience_sections
 from ranking.report.data import MODEL_NAMES
+from ranking.report.features import feature_section
 from ranking.report.next_steps import calibration_checks, next_steps, ranker_states
 from ranking.report.roi import roi_section
 from ranking.report.study import load_studies
@@ -83,6 +84,7 @@ def build_report(lake: Lake, raw_data_uri: str, split: DaySplit) -> StoragePath:
         audiences=audience_sections(lake, split.data_until),
         forecasts=_forecasts(lake),
         roi=roi_section(lake, split.data_until),
+        features=feature_section(lake, split.data_until),
         **_ingest(lake),
         studies=[
             (study, figures.plot_study(study))

@@ -77,6 +77,7 @@ class EventPayload(BodyModel):
     type: Identifier
     event_time: TimestampMs | None = None
     dwell_ms: FiniteFloat | None = None
+    value: FiniteFloat | None = None
 
 
 class EventsRequest(BodyModel):

@@ -219,4 +219,5 @@ def _event(payload: EventPayload, now: int) -> Event:
         event_ts=event_ts,
         ingest_ts=now,
         dwell_ms=payload.dwell_ms,
+        value=payload.value,
     )

@@ -1,6 +1,7 @@
 """Attribution equals a brute-force reference that checks every pair of events."""
 
 import random
+from collections.abc import Iterator
 from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,14 @@ def latest_touch(
     return max(touches, default=None)
 
 
+def too_late(events: list[Row], attributed: dict[str, str | None], window: int) -> Iterator[str]:
+    """Outcomes that follow their impression by more than a window, in seconds."""
+    seconds = {event["event_id"]: event["event_ts"] // 10**6 for event in events}
+    for outcome, impression in attributed.items():
+        if impression in seconds and seconds[outcome] - seconds[impression] > window:
+            yield outcome
+
+
 def may_count(impression: Row, outcome: Row, window: int) -> bool:
     """Whether an outcome is visible after an impression, and at most `window` seconds later."""
     elapsed = outcome["event_ts"] - impression["event_ts"]
@@ -107,28 +116,32 @@ def may_touch(event: Row, outcome: Row, touchpoint: Touchpoint) -> bool:
 
 @pytest.mark.parametrize("unknown", ["drop", "last_touch"])
 @pytest.mark.parametrize("same_surface", [False, True])
+@pytest.mark.parametrize("num_touchpoints", [1, 2])
 def test_attribution_prefers_clicks_to_views_within_their_windows(
-    shop: Lake, unknown: str, same_surface: bool
+    shop: Lake, unknown: str, same_surface: bool, num_touchpoints: int
 ) -> None:
     touches = [
         {"touch": "click", "window": CLICK_WINDOW},
         {"touch": "shown", "window": VIEW_WINDOW},
-    ]
+    ][:num_touchpoints]
     objective = Objective.model_validate(
         {
             "event": "buy",
-            "window": "30m",
+            "window": "4m",
             "attribution": [t | {"same_surface": same_surface} for t in touches],
             "unknown_impression": unknown,
         }
     )
     events = random_events(shop.spec, 400, random.Random(unknown + str(same_surface)))
     found = attribute_outcomes(shop, frame(shop, events), [objective]).collect()
-    attributed = {row["event_id"]: row["impression_id"] for row in found}
     purchases = [event for event in events if event["event_type"] == "buy"]
     expected = {e["event_id"]: reference_attribution(events, e, objective) for e in purchases}
-    assert attributed == {id_: imp for id_, imp in expected.items() if imp is not None}
+    attributed = {row["event_id"]: row["impression_id"] for row in found}
     assert len(found) == len(attributed)
+    for late in too_late(events, attributed | expected, objective.window):
+        attributed.pop(late, None)  # whether they are attributed makes no difference
+        expected.pop(late)
+    assert attributed == {id_: imp for id_, imp in expected.items() if imp is not None}
     assert 10 < len(attributed) < len(purchases) or unknown == "drop"
 
 
@@ -156,15 +169,61 @@ def long_log(spec: DataSpec, days: int, n: int, rng: random.Random) -> list[Row]
     return events
 
 
+def late_impression(spec: DataSpec, first_day: int) -> list[Row]:
+    """A purchase after two clicks, of which the later one belongs to an impression of `first_day`.
+
+    It is almost four days old; a newer impression lands after that click, together with the other.
+    """
+    day, hour = first_day * 24, 3600
+    timed = [  # type, hour of the event, hour in which it lands
+        ("shown", day + 14, day + 14),
+        ("shown", day + 106, day + 122),
+        ("click", day + 107, day + 123),
+        ("click", day + 108, day + 108),
+        ("buy", day + 109, day + 124),
+    ]
+    start, events = spec.day_start(FIRST_DAY), []
+    for number, (event_type, occurred, landed) in enumerate(timed):
+        id_ = f"late-{first_day}-{number}"
+        events.append(
+            {
+                "event_id": id_,
+                "log": "log",
+                "user_id": f"late-{first_day}",
+                "item_id": "i0",
+                "surface": 1,
+                "type": spec.event_codes[event_type],
+                "event_type": event_type,
+                "event_ts": (start + occurred * hour) * 10**6,
+                "ingest_ts": (start + landed * hour) * 10**6,
+                "visible_ts": start + landed * hour,
+                "impression_id": id_ if event_type == "shown" else None,
+                "value": 1.0,
+                "day": FIRST_DAY + timedelta(hours=landed),
+                "bucket": 0,
+            }
+        )
+    return events
+
+
+@pytest.mark.parametrize(
+    ("window", "touches", "unknown"),
+    [
+        ("2d", "[{touch: click, window: 6d}, {touch: shown, window: 1d}]", "last_touch"),
+        ("4d", "[{touch: click}]", "drop"),
+    ],
+)
 @pytest.mark.usefixtures("spark")
-def test_a_later_run_writes_the_labels_that_one_run_over_all_days_writes(tmp_path: Path) -> None:
-    touches = "[{touch: click, window: 6d}, {touch: shown, window: 1d}]"
-    buy = f"{{event: buy, window: 2d, attribution: {touches}, unknown_impression: last_touch}}"
-    text = SPEC.replace("objectives:", f"allowed_lateness: 0s\nobjectives: {{buy: {buy}}} #")
+def test_a_later_run_writes_the_labels_that_one_run_over_all_days_writes(
+    tmp_path: Path, window: str, touches: str, unknown: str
+) -> None:
+    buy = f"{{event: buy, window: {window}, attribution: {touches}, unknown_impression: {unknown}}}"
+    text = SPEC.replace("objectives:", f"allowed_lateness: 1d\nobjectives: {{buy: {buy}}} #")
     (tmp_path / "spec.yaml").write_text(text)
     lake = Lake(str(tmp_path / "lake"), load_spec(tmp_path / "spec.yaml"))
     events = long_log(lake.spec, DAYS, 800, random.Random(1))
     days = FIRST_DAY, FIRST_DAY + timedelta(days=DAYS - 1)
+    events += [e for day in range(DAYS - 5) for e in late_impression(lake.spec, day)]
     where = spark_io.day_range_predicate(*days)
     spark_io.replace_partitions(lake, schemas.events(lake.spec), frame(lake, events), where, {})
     label_impressions(lake, days)

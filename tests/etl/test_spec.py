@@ -253,14 +253,20 @@ def test_the_hash_ignores_paths_and_model_inputs(tmp_path: Path) -> None:
     assert hash_of(text.replace("window: 3d", "window: 2d")) != hash_of(text)
 
 
-def test_a_mean_dwell_needs_a_source_with_dwells(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("column", "event"), [("dwell", "ad_view"), ("value", "conversion")])
+def test_a_function_of_a_column_needs_a_source_with_it(
+    tmp_path: Path, column: str, event: str
+) -> None:
     raw = yaml.safe_load(SPEC.read_text())
-    raw["counters"]["mean_dwell"] = ["ad_view"]
+    declared = {"function": "mean", "column": column, "event": event}
+    raw["counters"]["aggregations"] = [declared]
     (tmp_path / "s.yaml").write_text(yaml.safe_dump(raw))
-    assert load_spec(tmp_path / "s.yaml").counters.mean_dwell
-    del raw["sources"]["events"]["columns"]["dwell"]
+    spec = load_spec(tmp_path / "s.yaml")
+    assert f"mean_{column}_user_{event}_1h" in schemas.counter_columns(spec)
+    del raw["sources"]["events"]["columns"][column]
+    raw["objectives"]["conversion"].pop("value", None)
     (tmp_path / "s.yaml").write_text(yaml.safe_dump(raw))
-    message = r"s.yaml:\d+: counters.mean_dwell: no source has a dwell of ad_view events"
+    message = rf"s.yaml:\d+: counters.aggregations: no source has a {column} of {event} events"
     with pytest.raises(UserError, match=message):
         load_spec(tmp_path / "s.yaml")
 

@@ -13,8 +13,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from etl.spec import load_spec
+from etl.spec.counters import FUNCTIONS, InputColumn
 from features import reference
-from features.aggregations import EventRows, KeyedEvents, count_all_before, round_dwell_ms
+from features.aggregations import EventRows, KeyedEvents, NumericAggregation, count_all_before
+from features.numeric_columns import FIXED_POINT
 from features.schema import feature_schema
 from tests.oracle.disorder import SPEC
 
@@ -22,21 +24,28 @@ DAY = 86_400
 
 WINDOWS, TYPES, LONGEST = (5, 40), (1, 2), 40
 HALF_LIVES = (1, 7, 1_000_000)
-Event = tuple[int, int, int, float | None]  # key, second, type, dwell in milliseconds
+COLUMNS: tuple[InputColumn, ...] = ("dwell", "value")
+NUMERIC = tuple(NumericAggregation(f, c, t) for f in FUNCTIONS for c in COLUMNS for t in TYPES)
+Event = tuple[int, int, int, float | None, float | None]  # key, second, type, dwell (ms), value
 Ints = npt.NDArray[np.int64]
 Row = dict[str, Any]
 dwells = st.none() | st.floats(0, 1e5) | st.sampled_from((0.0, 0.5, 1.5, 1e8, 1e299))
+values = st.none() | st.floats(-1e5, 1e5) | st.sampled_from((0.0, -5e-7, 2.5e-6, -2e9, 1e299))
 events = st.lists(
-    st.tuples(st.integers(0, 3), st.integers(0, 90), st.integers(1, 3), dwells), max_size=60
+    st.tuples(st.integers(0, 3), st.integers(0, 90), st.integers(1, 3), dwells, values),
+    max_size=60,
 )
 queries = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 100)), min_size=1, max_size=20)
 
 
 def align(events: list[Event], queries: list[tuple[int, int]], window: int) -> KeyedEvents:
     key, ts, type_ = (np.array([e[i] for e in events], np.int64) for i in range(3))
-    dwell_ms = np.array([np.nan if e[3] is None else e[3] for e in events], np.float64)
+    numbers = {}
+    for column, name in enumerate(COLUMNS, 3):
+        stored = np.array([np.nan if e[column] is None else e[column] for e in events], np.float64)
+        numbers[name] = FIXED_POINT[name].round(stored)
     query_key, query_ts = np.array(queries, np.int64).reshape(-1, 2).T
-    rows = EventRows.of_events(key, ts, type_, round_dwell_ms(dwell_ms))
+    rows = EventRows.of_events(key, ts, type_, numbers)
     return KeyedEvents.align(rows, query_key, query_ts, window)
 
 
@@ -47,26 +56,30 @@ def aggregate(aligned: KeyedEvents) -> npt.NDArray[np.float64]:
             aligned.counts(WINDOWS, TYPES),
             aligned.decayed_counts(HALF_LIVES, TYPES, LONGEST),
             aligned.seconds_since_last(TYPES, LONGEST),
-            aligned.mean_dwells(WINDOWS, TYPES),
+            aligned.functions_of_numbers(WINDOWS, NUMERIC),
         ),
         axis=1,
     )
 
 
 def expected_values(events: list[Event], key: int, now: int) -> list[float]:
-    rows = [{"visible_ts": t, "type": c, "dwell_ms": d} for k, t, c, d in events if k == key]
+    names = ("key", "visible_ts", "type", "dwell_ms", "value")
+    rows = [dict(zip(names, event, strict=True)) for event in events if event[0] == key]
+    of = {"dwell": reference.function_of_dwells, "value": reference.function_of_values}
     values: list[float | None] = [
         *(reference.count_matching_events(rows, {}, c, now, w) for w in WINDOWS for c in TYPES),
         *(reference.decayed_count(rows, c, now, LONGEST, h) for h in HALF_LIVES for c in TYPES),
         *(reference.time_since_last(rows, c, now, LONGEST) for c in TYPES),
-        *(reference.mean_dwell(rows, c, now, w) for w in WINDOWS for c in TYPES),
+        *(of[n](rows, f, c, now, w) for w in WINDOWS for f, n, c in NUMERIC),
     ]
     return [np.nan if value is None else value for value in values]
 
 
 @settings(max_examples=300)
 @given(events, queries)
-@example([(0, second, 1, 1e299) for second in range(64)], [(0, second) for second in range(70)])
+@example(
+    [(0, second, 1, 1e299, -1e299) for second in range(64)], [(0, second) for second in range(70)]
+)
 def test_aggregations_equal_those_of_a_loop(
     events: list[Event], queries: list[tuple[int, int]]
 ) -> None:
@@ -167,4 +180,5 @@ def test_model_inputs_are_logarithms_and_rates_of_counters(tmp_path: Path) -> No
     }
     assert len(features.numeric_keys) == len(features.numeric_columns)
     for name, key in zip(features.numeric_columns, features.numeric_keys, strict=True):
-        assert re.match(rf"(rate_)?[a-z]+_{'_'.join(key)}_(shown|click|buy|look)(_|$)", name)
+        kind, events = "(rate_)?[a-z]+_((dwell|value)_)?", "(shown|click|buy|look)"
+        assert re.match(rf"{kind}{'_'.join(key)}_{events}(_|$)", name)

@@ -37,12 +37,12 @@ DAYS, USERS, DELAY, LATENESS, MAX_EVENTS, SESSION_GAP = 3, 25, 30, 86_400, 7, 5
 LAST = FIRST + timedelta(days=DAYS - 1)
 WINDOWS, HALF_LIVES = {"1h": 3600, "1d": 86_400}, {"10m": 600, "2d": 172_800}
 LABELS = {
-    "click": LabelRule("click", "shown", ["item"], 3600),
-    "buy": LabelRule("buy", "click", ["brand", "surface"], 12 * 3600),
-    "buy_2h": LabelRule("buy", "click", ["brand", "surface"], 2 * 3600),
-    "look": LabelRule("look", "shown", ["item"], 2 * 3600),
-    "click_dwell": LabelRule("click", "shown", ["item"], 3600),
-    "buy_dwell": LabelRule("buy", "click", ["brand", "surface"], 3 * 3600),
+    "click": LabelRule("click", "shown", ["item"], 3600, 3600),
+    "buy": LabelRule("buy", "click", ["brand", "surface"], 12 * 3600, 12 * 3600),
+    "buy_2h": LabelRule("buy", "click", ["brand", "surface"], 2 * 3600, 12 * 3600),
+    "look": LabelRule("look", "shown", ["item"], 2 * 3600, 2 * 3600),
+    "click_dwell": LabelRule("click", "shown", ["item"], 3600, 3600),
+    "buy_dwell": LabelRule("buy", "click", ["brand", "surface"], 3 * 3600, 3 * 3600),
 }
 # Logs are drawn as seeds, without shrinking: one run of Spark takes half a minute. Zero
 # is excluded because it would be the first draw of every run.

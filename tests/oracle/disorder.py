@@ -56,7 +56,13 @@ counters:
   keys: [[user], [user, brand], [item], [surface]]
   half_lives: [10m, 2d]
   time_since_last: [click, look]
-  mean_dwell: [look, click]
+  aggregations:
+    - {function: mean, column: dwell, event: look}
+    - {function: max, column: dwell, event: click}
+    - {function: sum, column: value, event: buy}
+    - {function: last, column: value, event: buy}
+    - {function: first, column: value, event: buy}
+    - {function: min, column: value, event: buy}
 sources:
   log:
     kind: event_log

@@ -5,6 +5,7 @@ closes (first second of that day and of the next), imp (impression id or None), 
 value and dwell (milliseconds or None).
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -14,12 +15,16 @@ DAY = 86_400
 
 
 class LabelRule(NamedTuple):
-    """An objective: outcome and touch types, fields that both share, and the window in seconds."""
+    """An objective: outcome and touch types, fields that both share, and windows in seconds.
+
+    `touch_window` is how long an outcome may follow a touch, and a touch its impression.
+    """
 
     outcome: str
     touch: str
     same: list[str]
     window: int
+    touch_window: int
 
 
 def on_time(records: Iterable[Record], allowed_lateness: int) -> list[Record]:
@@ -86,7 +91,7 @@ def history(records: Iterable[Record], user: str, as_of: int, delay: int) -> lis
 
 
 def attribute_outcome(
-    records: list[Record], outcome: Record, touch: str, same: list[str], delay: int
+    records: list[Record], outcome: Record, touch: str, rule: LabelRule, delay: int
 ) -> object:
     """The impression id of an outcome: its own, or that of the last touch visible at its time."""
     if outcome["imp"] is not None:
@@ -95,11 +100,11 @@ def attribute_outcome(
     for t in records:
         is_touch = (
             t["type"] == touch
-            and all(t[key] is not None and t[key] == outcome[key] for key in ("user", *same))
-            and t["ts"] <= outcome["ts"]
+            and all(t[key] is not None and t[key] == outcome[key] for key in ("user", *rule.same))
+            and 0 <= outcome["ts"] - t["ts"] <= rule.touch_window
             and visible_ts(t, delay) <= visible_ts(outcome, delay)
         )
-        impression = attribute_outcome(records, t, "shown", same, delay) if is_touch else None
+        impression = attribute_outcome(records, t, "shown", rule, delay) if is_touch else None
         if impression is not None:
             touches.append((t["ts"], t["id"], impression))
     return max(touches)[2] if touches else None
@@ -116,7 +121,7 @@ def outcomes(
         if r["type"] == rule.outcome
         and impression["ts"] <= r["ts"] <= impression["ts"] + rule.window
         and visible_ts(r, delay) <= mature_ts
-        and attribute_outcome(records, r, rule.touch, rule.same, delay) == impression["imp"]
+        and attribute_outcome(records, r, rule.touch, rule, delay) == impression["imp"]
     ]
 
 
@@ -143,10 +148,30 @@ def counters(
         for name, half_life in half_lives.items():
             values["decayed", f"{type_}_{name}"] = sum(0.5 ** (age / half_life) for age in ages)
         for name, window in windows.items():
-            inside = [r for r, age in past if r["type"] == type_ and age <= window]
-            dwells = [min(round(r["dwell"]), DAY * 1000) for r in inside if r["dwell"] is not None]
+            inside = [(r, age) for r, age in past if r["type"] == type_ and age <= window]
             values["cnt", f"{type_}_{name}"] = len(inside)
-            values["dwell", f"{type_}_{name}"] = (
-                sum(dwells) / len(dwells) / 1000 if dwells else None
-            )
+            dwells = [
+                (age, min(round(r["dwell"]), DAY * 1000) / 1000)
+                for r, age in inside
+                if r["dwell"] is not None
+            ]
+            numbers = [(age, r["value"]) for r, age in inside if r["value"] is not None]
+            for column, of_column in (("dwell", dwells), ("value", numbers)):
+                for function, value in functions_of_numbers(of_column).items():
+                    values[f"{function}_{column}", f"{type_}_{name}"] = value
     return values
+
+
+def functions_of_numbers(numbers: list[tuple[int, float]]) -> dict[str, float | None]:
+    """The functions of numbers, each with its age in seconds."""
+    if not numbers:
+        return dict.fromkeys(("mean", "min", "max", "first", "last")) | {"sum": 0.0}
+    values, ages = [value for _, value in numbers], [age for age, _ in numbers]
+    return {
+        "sum": math.fsum(values),
+        "mean": math.fsum(values) / len(values),
+        "min": min(values),
+        "max": max(values),
+        "first": min(value for age, value in numbers if age == max(ages)),
+        "last": max(value for age, value in numbers if age == min(ages)),
+    }

@@ -9,9 +9,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from etl.spec import DataSpec
-from features.aggregations import NO_DWELL, Aggregations, EventRows
-from ranking.feature_store.counter_rows import COUNTER_LEVELS
-from ranking.feature_store.counters import CountedEvents, Counters
+from etl.spec.counters import FUNCTIONS, InputColumn
+from features.aggregations import Aggregations, EventRows, NumericAggregation
+from features.numeric_columns import MISSING
+from ranking.feature_store.counter_rows import COUNTER_LEVELS, CountedEvents
+from ranking.feature_store.counters import Counters
 from ranking.feature_store.storage import Txn
 from ranking.feature_store.store import (
     FeatureStore,
@@ -20,20 +22,27 @@ from ranking.feature_store.store import (
 )
 
 DAY = 86_400
-# Type 3 is only timed, type 4 has only dwells, type 5 changes nothing.
+# Type 3 is only timed, type 4 has only functions of numbers, type 5 changes nothing.
 AGGREGATIONS = Aggregations(
     windows=(90, 3600, 5400, DAY),
     count_types=(1, 2),
     half_lives=(1, 3600, 100 * DAY),
     last_types=(3, 2),
-    dwell_types=(4, 1),
+    numeric=(
+        NumericAggregation("mean", "dwell", 1),
+        *(NumericAggregation(function, "value", 4) for function in FUNCTIONS),
+        NumericAggregation("last", "dwell", 4),
+        NumericAggregation("first", "value", 1),
+        NumericAggregation("min", "value", 2),
+    ),
 )
-Event = tuple[int, int, int, int]  # key, second, type, dwell in milliseconds
-DWELLS = st.just(NO_DWELL) | st.integers(0, DAY * 1000)
-EVENT = st.tuples(st.integers(0, 2), st.integers(90_000, 200_000), st.integers(1, 5), DWELLS)
-NEARBY_EVENT = st.tuples(
-    st.integers(0, 2), st.integers(180_000, 180_200), st.integers(1, 4), DWELLS
-)
+COLUMNS: tuple[InputColumn, ...] = ("dwell", "value")
+Event = tuple[int, int, int, int, int]  # key, second, type, dwell and value in fixed point
+TYPES = st.integers(1, 5)
+DWELLS = st.just(MISSING) | st.integers(0, DAY * 1000)
+VALUES = st.just(MISSING) | st.integers(-3, 3) | st.sampled_from((-(10**15), 10**15))
+EVENT = st.tuples(st.integers(0, 2), st.integers(90_000, 200_000), TYPES, DWELLS, VALUES)
+NEARBY_EVENT = st.tuples(st.integers(0, 2), st.integers(180_000, 180_200), TYPES, DWELLS, VALUES)
 
 
 @pytest.fixture(scope="module")
@@ -57,35 +66,37 @@ def clear_counters(store: FeatureStore, txn: Txn) -> None:
 
 def offline_values(events: list[Event], as_of: int) -> npt.NDArray[np.float64]:
     """The counters of keys 0 to 2 as the tables have them."""
-    key, second, type_, dwell_ms = np.array(events, np.int64).reshape(-1, 4).T
-    events_of_keys = EventRows.of_events(key, second, type_, dwell_ms)
+    key, second, type_, dwell, value = np.array(events, np.int64).reshape(-1, 5).T
+    events_of_keys = EventRows.of_events(key, second, type_, {"dwell": dwell, "value": value})
     return AGGREGATIONS.values(events_of_keys, np.arange(3), np.full(3, as_of))
 
 
 AS_OF = st.integers(180_000, 180_300) | st.integers(90_000, 210_000)
 
 
-@settings(max_examples=60)
+@settings(max_examples=100)
 @given(st.lists(EVENT | NEARBY_EVENT, max_size=40), AS_OF, st.booleans())
-@example([(0, 180_000 + n % 60, 1, 1000) for n in range(200)], 180_031, True)
-@example([(0, 180_000 + n % 60, 1, NO_DWELL) for n in range(200)], 180_091, False)
-@example([(0, 180_000, 3, NO_DWELL), (0, 180_000 - DAY, 2, NO_DWELL)], 180_000 + DAY, False)
+@example([(0, 180_000 + n % 60, 1, 1000, n) for n in range(200)], 180_031, True)
+@example([(0, 180_000 + n % 60, 4, MISSING, -n) for n in range(200)], 180_091, False)
+@example([(0, 180_000, 3, *[MISSING] * 2), (0, 180_000 - DAY, 2, 1, 1)], 180_000 + DAY, False)
+@example([(0, 180_000, 4, 5, 7), (0, 180_001, 4, MISSING, MISSING)], 180_002, True)
 def test_counters_equal_those_of_the_tables(
     shared_store: FeatureStore, events: list[Event], as_of: int, at_once: bool
 ) -> None:
     """Whether events are counted one by one, in any order, or all at once."""
     counters, keys = Counters(AGGREGATIONS, (("item",),)), np.arange(3)
     record_keys = counters.encode_record_keys(0, keys[:, None])
-    key, second, type_, dwell_ms = np.array(events, np.int64).reshape(-1, 4).T
+    key, second, type_, dwell, value = np.array(events, np.int64).reshape(-1, 5).T
     with shared_store.write_transaction() as txn:
         clear_counters(shared_store, txn)
         if at_once:
-            counted = CountedEvents(second, type_, dwell_ms)
+            counted = CountedEvents(second, type_, {"dwell": dwell, "value": value})
             for table, pairs in counters.build_records({"item": key}, counted):
                 txn.put_many(table, pairs)
         else:
-            for item, time, event_type, dwell in events:
-                counters.increment(txn, [record_keys[item]], time, event_type, dwell, time)
+            for item, time, event_type, *numbers in events:
+                of_event = dict(zip(COLUMNS, numbers, strict=True))
+                counters.increment(txn, [record_keys[item]], time, event_type, of_event, time)
     with shared_store.read_transaction() as txn:
         values = counters.values(txn, [*record_keys, None], as_of)
     expected = offline_values(events, as_of)
@@ -101,13 +112,14 @@ def test_counters_equal_those_of_the_tables(
 
 
 def test_counters_are_kept_as_long_as_a_window_reaches_them(shared_store: FeatureStore) -> None:
-    counters = Counters(Aggregations((3600,), (1,), (60,), (1,), (1,)), (("item",),))
+    numeric = (NumericAggregation("first", "value", 1),)
+    counters = Counters(Aggregations((3600,), (1,), (60,), (1,), numeric), (("item",),))
     record_key = counters.encode_record_keys(0, np.zeros((1, 1), np.int64))[0]
     now = counters.retention_seconds + 10 * 3600
     with shared_store.write_transaction() as txn:
         clear_counters(shared_store, txn)
         for second in range(0, now, 1800):
-            counters.increment(txn, [record_key], second, 1, NO_DWELL, second)
+            counters.increment(txn, [record_key], second, 1, {"value": second}, second)
     with shared_store.read_transaction() as txn:
         remaining = {
             table: [k for k, _ in txn.iterate_from(table, b"\0")] for table, _ in COUNTER_LEVELS
@@ -125,7 +137,8 @@ def test_the_records_of_an_event_do_not_grow_with_the_events_of_its_hour(
     counters = Counters(AGGREGATIONS, (("surface",),))
     types = np.array(sorted(counters.layout.event_types))
     seconds = np.repeat(np.arange(7200, 10_800), len(types))
-    events = CountedEvents(seconds, np.resize(types, len(seconds)), seconds)
+    numbers = dict.fromkeys(COLUMNS, seconds)
+    events = CountedEvents(seconds, np.resize(types, len(seconds)), numbers)
     sizes = {level.table: counters.layout.dtype(level).itemsize for level in COUNTER_LEVELS}
     with shared_store.write_transaction() as txn:
         clear_counters(shared_store, txn)

@@ -18,15 +18,6 @@ from etl.spec.units import DaySplit
 from etl.tables.lake import Lake
 from features.schema import feature_schema
 from ranking.portfolio.feature_filter import pareto_order, select_within_budget
-from ranking.portfolio.features import (
-    FeatureUnit,
-    correlated_units,
-    drop_units,
-    feature_units,
-    spec_without,
-    with_permuted_unit,
-    without_units,
-)
 from ranking.portfolio.groups import (
     Group,
     GroupDesign,
@@ -47,6 +38,15 @@ from tests.ranking.conftest import SMALL, batch_of
 from tests.small_pipeline import DAYS, FIRST
 from tests.world import copy_of
 from training.data.reader import ExampleReader
+from training.evaluation.feature_units import (
+    FeatureUnit,
+    correlated_units,
+    drop_units,
+    optional_units,
+    spec_without,
+    with_permuted_unit,
+    without_units,
+)
 from training.evaluation.predictions import ConfidenceInterval
 from training.teacher.embeddings import TeacherEmbeddings
 
@@ -62,7 +62,7 @@ def spec() -> DataSpec:
 
 
 def test_the_units_that_may_be_dropped_are_those_that_nothing_else_needs(spec: DataSpec) -> None:
-    units = feature_units(spec)
+    units = optional_units(spec)
     assert {"user.country", "counters by user, category", "context.hour"} <= units.keys()
     needed = {"item.category", "item.advertiser_id", "item.goal", "context.position"}
     assert not needed & units.keys()  # similarity, auction, segments, effects of positions
@@ -73,7 +73,7 @@ def test_the_units_that_may_be_dropped_are_those_that_nothing_else_needs(spec: D
 def test_a_spec_without_units_has_all_other_columns(spec: DataSpec) -> None:
     before, after = feature_schema(spec), feature_schema(spec_without(spec, DROPPED))
     gone = set(before.all_numeric_columns) - set(after.all_numeric_columns)
-    units = feature_units(spec)
+    units = optional_units(spec)
     expected = {before.numeric_columns[i] for i in units["counters by item"].row_numeric}
     assert gone == expected and gone
     assert set(before.user.categorical) - set(after.user.categorical) == {"user_country"}
@@ -91,7 +91,7 @@ def group_trainer(lake: Lake, design: GroupDesign) -> GroupTrainer:
     reader = ExampleReader.latest(lake, "behaviour", SMALL.max_length, ("feed",))
     torch.manual_seed(0)
     student = new_student(reader, SMALL, len(reader.items), TeacherEmbeddings.empty())
-    return GroupTrainer(student, design, feature_units(lake.spec))
+    return GroupTrainer(student, design, optional_units(lake.spec))
 
 
 def test_a_group_learns_the_labels_of_its_own_pairs_alone(lake: Lake) -> None:
@@ -113,7 +113,7 @@ def test_a_dropped_unit_is_not_read(lake: Lake) -> None:
     name = "counters by item"
     trainer = group_trainer(lake, GroupDesign(frozenset((CLICK,)), CONFIG, (name, "user.country")))
     batch = batch_of(trainer.student.input_builder.reader, 60)
-    unit = feature_units(lake.spec)[name]
+    unit = optional_units(lake.spec)[name]
     permuted = with_permuted_unit(batch, unit, torch.Generator().manual_seed(1))
     assert not permuted.row_numeric.equal(batch.row_numeric)
     assert torch.equal(trainer.logits(batch), trainer.logits(permuted))
@@ -124,7 +124,7 @@ def test_a_dropped_unit_is_not_read(lake: Lake) -> None:
 def test_a_permutation_keeps_all_values_and_all_other_columns(lake: Lake) -> None:
     reader = ExampleReader.latest(lake, "behaviour", SMALL.max_length, ("feed",))
     batch = batch_of(reader, 60)
-    units = feature_units(lake.spec)
+    units = optional_units(lake.spec)
     for unit in units.values():
         permuted = with_permuted_unit(batch, unit, torch.Generator().manual_seed(1))
         own = list(unit.row_numeric)

@@ -7,12 +7,13 @@ and `predict_test` read a trained model.
 import logging
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import date
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from tqdm import tqdm
 
 from etl.errors import UserError
@@ -296,10 +297,18 @@ def load_train_state(lake: Lake, day: date, member: int = 0) -> tuple[TrainState
     return state, reader
 
 
-def predict_test(lake: Lake, split: DaySplit, batch_rows: int = 2048) -> Predictions:
+def predict_test(lake: Lake, split: DaySplit) -> Predictions:
     """Probabilities of all rows of the test days with a final label."""
+    logits, batches = load_for_test(lake, split)
+    return predict(logits, batches, list(lake.spec.objectives))
+
+
+def load_for_test(
+    lake: Lake, split: DaySplit, batch_rows: int = 2048
+) -> tuple[Callable[[Batch], Tensor], Iterator[Batch]]:
+    """The logits (B, O) of the GEM of the training days, and all test rows with a final label."""
     state, reader = load_train_state(lake, split.train_last)
     days = list(date_range(split.test_first, split.test_last))
     window = LabelWindow.for_test(split, lake.spec)
     batches = reader.batches(days, window, batch_rows, Shuffle(None))
-    return predict(lambda batch: state.model(batch).logits, batches, list(lake.spec.objectives))
+    return lambda batch: state.model(batch).logits, batches

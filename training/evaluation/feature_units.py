@@ -1,4 +1,4 @@
-"""Units of features that a spec can leave out, and batches without them or with them permuted.
+"""Units of features, and batches without them or with them permuted.
 
 B examples, R requests.
 """
@@ -54,10 +54,15 @@ class FeatureUnit:
         return len(self.row_numeric) + embedding_dim * len(self.row_categorical)
 
 
-def feature_units(spec: DataSpec) -> dict[str, FeatureUnit]:
-    """The units that may be left out of a spec, by name: the spec without one of them is valid."""
+def all_units(spec: DataSpec) -> dict[str, FeatureUnit]:
+    """All units of a spec by name."""
     units = [*_attribute_units(spec), *_counter_units(feature_schema(spec))]
-    return {unit.name: unit for unit in units if _can_be_dropped(spec, unit.name)}
+    return {unit.name: unit for unit in units}
+
+
+def optional_units(spec: DataSpec) -> dict[str, FeatureUnit]:
+    """The units that may be left out of a spec: the spec without one of them is valid."""
+    return {name: unit for name, unit in all_units(spec).items() if _can_be_dropped(spec, name)}
 
 
 def _attribute_units(spec: DataSpec) -> Iterable[FeatureUnit]:
@@ -169,6 +174,20 @@ def with_permuted_unit(batch: Batch, unit: FeatureUnit, generator: torch.Generat
         }
 
     return _changed(batch, unit, permuted, reordered)
+
+
+class UnitPermutation:
+    """Permutes units in batches, by the same random numbers in each pass over them."""
+
+    def __init__(self, units: Sequence[FeatureUnit]) -> None:
+        self.units = units
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __call__(self, batch: Batch) -> Batch:
+        """The next batch of a pass, with the units permuted."""
+        for unit in self.units:
+            batch = with_permuted_unit(batch, unit, self.generator)
+        return batch
 
 
 def _changed(

@@ -1,0 +1,155 @@
+"""Numbers of events in fixed point, and functions of them over ranges of sorted events.
+
+Sums of integers are the same in any order and in any split of the events, which those of
+floating-point numbers are not. Prefix sums may overflow: their differences remain right as long as
+the sum of each window fits 64 bits.
+
+N rows of events, R ranges.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+from etl.spec.counters import Function, InputColumn
+from etl.spec.units import DAY
+from features.ragged import count_visible
+
+Bools = npt.NDArray[np.bool_]
+Int64 = npt.NDArray[np.int64]
+Float64 = npt.NDArray[np.float64]
+MISSING = int(np.iinfo(np.int64).min)  # a number that an event does not have
+
+
+@dataclass(frozen=True)
+class FixedPoint:
+    """How a numeric column of events is held as integers.
+
+    A limit keeps one event, such as a view that was never closed, from outweighing all others, and
+    9,000 events of the largest value within 64 bits.
+
+    Attributes:
+        stored_column: The column of `events`.
+        limit: The largest magnitude, in the unit of `events`; larger numbers become it.
+        scale: Integers per unit of `events`.
+        per_unit: Integers per unit of the counters.
+    """
+
+    stored_column: str
+    limit: float
+    scale: int
+    per_unit: int
+
+    def round(self, values: Float64) -> Int64:
+        """Values (N) of `events` as integers; MISSING where they are NaN."""
+        is_missing = np.isnan(values)
+        limited = np.clip(np.where(is_missing, 0, values), -self.limit, self.limit)
+        return np.where(is_missing, MISSING, np.rint(limited * self.scale).astype(np.int64))
+
+
+FIXED_POINT: Mapping[InputColumn, FixedPoint] = {
+    "dwell": FixedPoint("dwell_ms", limit=float(DAY * 1000), scale=1, per_unit=1000),
+    "value": FixedPoint("value", limit=1e9, scale=10**6, per_unit=10**6),
+}
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The numbers of one column in rows of events (N), in fixed point.
+
+    Attributes:
+        count: How many events of a row have the number.
+        total: Their sum.
+        smallest: The smallest of them; any integer where there is none.
+        largest: The largest of them; any integer where there is none.
+    """
+
+    count: Int64
+    total: Int64
+    smallest: Int64
+    largest: Int64
+
+    @classmethod
+    def of_events(cls, numbers: Int64) -> "Numbers":
+        """One row per event; numbers may be MISSING."""
+        has_number = numbers != MISSING
+        known = np.where(has_number, numbers, 0)
+        return cls(has_number.astype(np.int64), known, known, known)
+
+    def take(self, rows: Int64 | Bools) -> "Numbers":
+        """Some of the rows."""
+        return Numbers(*(getattr(self, field.name)[rows] for field in fields(self)))
+
+
+@dataclass(frozen=True)
+class SortedNumbers:
+    """Rows (N), each with one number or more, sorted by their position on an axis of time."""
+
+    position: Int64
+    numbers: Numbers
+
+    def aggregate(self, function: Function, start: Int64, stop: Int64) -> Float64:
+        """A function of the rows between each two positions (R), `stop` excluded.
+
+        In fixed point; without rows a sum is 0 and others are NaN.
+        """
+        first, end = count_visible(self.position, start), count_visible(self.position, stop)
+        match function:
+            case "sum":
+                return self._differences(self.numbers.total, first, end).astype(np.float64)
+            case "mean":
+                total = self._differences(self.numbers.total, first, end)
+                count = self._differences(self.numbers.count, first, end)
+                return mean_of(total, count)
+            case "min":
+                return range_extremes(np.minimum, self.numbers.smallest, first, end)
+            case "max":
+                return range_extremes(np.maximum, self.numbers.largest, first, end)
+            case "first":
+                end = np.where(first < end, self._end_of_second(first), first)
+                return range_extremes(np.minimum, self.numbers.smallest, first, end)
+            case "last":
+                first = np.where(first < end, self._start_of_second(end - 1), end)
+                return range_extremes(np.maximum, self.numbers.largest, first, end)
+
+    def _start_of_second(self, row: Int64) -> Int64:
+        """The first row with the position of each of some rows (R); rows may be out of bounds."""
+        return np.searchsorted(self.position, self._positions(row), "left")
+
+    def _end_of_second(self, row: Int64) -> Int64:
+        """One after the last row with the position of each of some rows (R)."""
+        return np.searchsorted(self.position, self._positions(row), "right")
+
+    def _positions(self, row: Int64) -> Int64:
+        return np.append(self.position, 0)[np.clip(row, 0, len(self.position))]
+
+    @staticmethod
+    def _differences(numbers: Int64, first: Int64, end: Int64) -> Int64:
+        sums = np.concatenate(([0], np.cumsum(numbers)))
+        return cast(Int64, sums[end] - sums[first])
+
+
+def mean_of(total: Int64, count: Int64) -> Float64:
+    """Means of sums of integers; NaN where the count is 0."""
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+def range_extremes(extreme: np.ufunc, values: Int64, start: Int64, stop: Int64) -> Float64:
+    """np.minimum or np.maximum of values[start:stop] of each range (R); NaN where it is empty.
+
+    Level n has the extremes of 2^n values from each value on; two of them cover a range.
+    """
+    extremes, length = np.full(len(start), np.nan), stop - start
+    level_of = np.frexp(length)[1] - 1  # floor(log2(length)); -1 of empty ranges
+    of_level = values
+    for level in range(int(level_of.max(initial=-1)) + 1):
+        if level:
+            half = 1 << (level - 1)
+            of_level = extreme(of_level[:-half], of_level[half:])
+        ranges = np.flatnonzero(level_of == level)
+        last = stop[ranges] - (1 << level)
+        extremes[ranges] = extreme(of_level[start[ranges]], of_level[last])
+    return extremes
