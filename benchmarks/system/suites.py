@@ -83,7 +83,7 @@ class DataBenchArgs(StrictModel):
 def bench_data(args: DataBenchArgs) -> None:
     """Histories, storage, the reader, counters and joins, compared with alternatives."""
     os.environ.setdefault("GEMLINE_SPARK_MASTER", "local[2]")
-    from benchmarks.system import etl_speed, history_storage, joins, table_builds
+    from benchmarks.system import etl_speed, history_storage, joins, reader_memory, table_builds
     from etl.runtime.spark import spark_session
 
     parts: dict[str, Callable[..., None]] = {
@@ -93,6 +93,7 @@ def bench_data(args: DataBenchArgs) -> None:
         "history": table_builds.measure_history_build,
         "storage": history_storage.measure_storage,
         "reading": history_storage.measure_reader,
+        "reader_memory": reader_memory.measure_reader_memory,
         "counters": joins.measure_counters,
         "hot_key": joins.measure_hot_key,
         "asof": joins.measure_asof_join,
@@ -100,7 +101,7 @@ def bench_data(args: DataBenchArgs) -> None:
     result = BenchmarkResult("The data plane", DATA_COLUMNS)
     with tempfile.TemporaryDirectory() as folder:
         for name in selected_parts(parts, args.only):
-            if name not in ("pipeline", "demo"):  # which start processes of their own
+            if name not in ("pipeline", "demo", "reader_memory"):  # which need no Spark here
                 spark_session("bench data")
             parts[name](result, Path(folder))
     result.show(args.as_json)

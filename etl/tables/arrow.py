@@ -1,6 +1,7 @@
 """Tables as Arrow, without a JVM: read partitions of a version, replace rows in one commit."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import cast
 from urllib.parse import unquote
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from deltalake import CommitProperties, DeltaTable, write_deltalake
 
@@ -41,21 +43,51 @@ class Snapshot:
             columns: Names of the columns to read; by default all, in the order of the schema.
             partition: By partition column, one value or a collection of values to keep.
         """
+        return self._read_files(columns, partition, lambda file, stored: [file.read(stored)])
+
+    def read_matching(
+        self,
+        key: str,
+        values: pa.Array,
+        columns: Sequence[str] | None = None,
+        **partition: object,
+    ) -> pa.Table:
+        """The rows of `read` whose column `key`, one of `columns`, is among some values.
+
+        Row groups are read one by one, and those that cannot have such rows are not read.
+        """
+        ordered = values.sort()
+
+        def read_groups(file: pq.ParquetFile, stored: list[str]) -> list[pa.Table]:
+            groups = [n for n in range(file.num_row_groups) if _may_match(file, n, key, ordered)]
+            rows = (file.read_row_group(number, columns=stored) for number in groups)
+            return [group.filter(pc.is_in(group[key], ordered)) for group in rows]
+
+        return self._read_files(columns, partition, read_groups)
+
+    def _read_files(
+        self,
+        columns: Sequence[str] | None,
+        partition: Mapping[str, object],
+        read_rows: Callable[[pq.ParquetFile, list[str]], list[pa.Table]],
+    ) -> pa.Table:
+        """The rows that `read_rows` returns of the files of the partitions that match."""
         names = list(columns or self.schema.columns)
         schema = arrow_schema(self.schema)
         selected = {key: _as_set(value) for key, value in partition.items()}
-        parts = [
-            self._read_file(path, values, names, schema)
-            for path, values in self.files
-            if all(values[key] in choice for key, choice in selected.items())
-        ]
-        empty = pa.schema([schema.field(name) for name in names]).empty_table()
-        return pa.concat_tables(parts) if parts else empty
+        fields = [schema.field(name) for name in names]
+        parts: list[pa.Table] = []
+        for path, values in self.files:
+            if all(values[key] in choice for key, choice in selected.items()):
+                stored = [name for name in names if name not in values]
+                rows = read_rows(self._open_file(path, values, stored), stored)
+                parts += [_with_partition(part, values, fields) for part in rows]
+        return pa.concat_tables(parts) if parts else pa.schema(fields).empty_table()
 
-    def _read_file(
-        self, path: str, partition: Mapping[str, object], names: list[str], schema: pa.Schema
-    ) -> pa.Table:
-        stored = [name for name in names if name not in partition]
+    def _open_file(
+        self, path: str, partition: Mapping[str, object], columns: list[str]
+    ) -> pq.ParquetFile:
+        """A data file of the table, which has some columns."""
         root = unquote(self.table.table_uri.removeprefix("file://"))
         try:
             file = _open_parquet(resolve_uri(root) / path)
@@ -64,22 +96,38 @@ class Snapshot:
                 f"version {self.version} of table {self.schema.name} has been vacuumed "
                 f"({path} is gone): rebuild it, or read a newer version"
             ) from None
-        missing = [name for name in stored if name not in file.schema_arrow.names]
+        missing = [name for name in columns if name not in file.schema_arrow.names]
         if missing:
             raise UserError(
                 f"table {self.schema.name} lacks {', '.join(missing)}, because an earlier version "
                 f"of Gemline wrote its rows of {partition.get('day', 'some days')}: write these "
                 "days again"
             )
-        rows = file.read(columns=stored)
-        fields = [schema.field(name) for name in names]
-        arrays = [
-            pa.repeat(pa.scalar(partition[field.name], field.type), rows.num_rows)
-            if field.name in partition
-            else rows[field.name].cast(field.type)
-            for field in fields
-        ]
-        return pa.table(arrays, schema=pa.schema(fields))
+        return file
+
+
+def _with_partition(
+    rows: pa.Table, partition: Mapping[str, object], fields: Sequence[pa.Field]
+) -> pa.Table:
+    """Rows of a file with the columns that its partition stands for."""
+    arrays = [
+        pa.repeat(pa.scalar(partition[field.name], field.type), rows.num_rows)
+        if field.name in partition
+        else rows[field.name].cast(field.type)
+        for field in fields
+    ]
+    return pa.table(arrays, schema=pa.schema(fields))
+
+
+def _may_match(file: pq.ParquetFile, group: int, key: str, ordered: pa.Array) -> bool:
+    """Whether a row group may have a row with one of some values, by its statistics."""
+    metadata = file.metadata.row_group(group)
+    columns = (metadata.column(number) for number in range(metadata.num_columns))
+    statistics = next(c.statistics for c in columns if c.path_in_schema == key)
+    if statistics is None or not statistics.has_min_max:
+        return True
+    first = bisect_left(ordered, statistics.min, key=lambda value: value.as_py())
+    return first < len(ordered) and ordered[first].as_py() <= statistics.max
 
 
 def _open_parquet(file: StoragePath) -> pq.ParquetFile:

@@ -72,7 +72,7 @@ def load_bids(lake: Lake, items: ItemTable) -> BidTable:
     if auction.advertiser:
         columns.append(f"attr_{auction.advertiser}")
     rows = arrow.snapshot(lake, schemas.attributes(lake.spec, "item")).read(columns)
-    index = pc.index_in(rows["item_id"], pa.array(items.item_ids, pa.string()))
+    index = pc.index_in(rows["item_id"], items.item_ids)
     rows = rows.append_column("item_index", index).filter(pc.is_valid(index)).sort_by("day")
     is_known_goal = pc.is_in(rows["goal"], pa.array(list(auction.goal_objectives), pa.string()))
     goals = pc.if_else(is_known_goal, rows["goal"], None)

@@ -83,7 +83,7 @@ class Scorer:
         columns = {
             "impression_id": batch.impression_ids,
             "request_id": batch.request_ids[request],
-            "item_id": self.input_builder.reader.items.item_ids[item],
+            "item_id": self.input_builder.reader.items.item_ids.take(pa.array(item)),
             "ranker": np.full(len(item), ranker.manifest.version, object),
             **{f"p_{n}": scores.probabilities[:, i] for i, n in enumerate(spec.objectives)},
             **{

@@ -1,6 +1,6 @@
 """Histories of a bucket in memory, and the pointer join: slices for many requests at once."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -14,6 +14,7 @@ from features.history.codec import BYTE_WIDTHS, UserEvents, decode_rows, delta_d
 from features.ragged import is_pointer_valid
 
 Int64 = npt.NDArray[np.int64]
+SMALLEST_INT64, LARGEST_INT64 = np.iinfo(np.int64).min, np.iinfo(np.int64).max
 # The columns of an event that a model reads, as one struct: slicing a history is then one copy.
 EVENT_DTYPE = np.dtype(
     [("visible_ts", "<i8"), ("item", "<i4"), ("surface", "i1"), ("type", "i1"), ("dwell", "i1"),
@@ -41,6 +42,13 @@ class UserHistories:
     events: UserEvents
     dropped_events: Int64
     event_types: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that the histories take once slices were read."""
+        stored = self.events
+        of_event = 8 + 4 + 3 + EVENT_DTYPE.itemsize + (8 if self.event_types else 0)
+        return len(stored.item_indexes) * of_event + int(self.users.nbytes) + stored.offsets.nbytes
 
     def user_positions(self, users: pa.Array) -> Int64:
         """The position of each user (n), -1 for users without events."""
@@ -77,8 +85,11 @@ class UserHistories:
     def _check_pointers(self, begin: Int64, end: Int64, as_of: Int64, length: Int64) -> None:
         inside = length <= end - begin
         last = begin + np.where(inside, length, 0)
-        seen = np.where(last > begin, self._visible[last - 1], np.iinfo(np.int64).min)
-        unseen = np.where(last < end, self._visible[last], np.iinfo(np.int64).max)
+        visible = self.events.visible_ts
+        seen, unseen = np.full(len(last), SMALLEST_INT64), np.full(len(last), LARGEST_INT64)
+        has_seen, has_unseen = last > begin, last < end
+        seen[has_seen] = visible[last[has_seen] - 1]
+        unseen[has_unseen] = visible[last[has_unseen]]
         if not np.all(inside & is_pointer_valid(seen, unseen, as_of)):
             raise UserError(
                 "histories were rewritten after the examples that point into them were built; "
@@ -93,10 +104,6 @@ class UserHistories:
     @cached_property
     def _dropped(self) -> Int64:
         return np.append(self.dropped_events, 0)
-
-    @cached_property
-    def _visible(self) -> Int64:
-        return np.append(self.events.visible_ts, 0)
 
     @cached_property
     def _selected_events(self) -> pa.FixedSizeBinaryArray:
@@ -123,21 +130,93 @@ class UserHistories:
         return np.isin(self.events.types, self.event_types)
 
 
+@dataclass(frozen=True)
+class NeededEvents:
+    """Which events some requests read: of each user (U), those from `first` (U) to `last` (U).
+
+    Both are positions in the user's history, which count removed events, too. The event at `last`
+    comes after those that are read; pointers are checked with it.
+    """
+
+    users: pa.Array
+    first: Int64
+    last: Int64
+
+    @classmethod
+    def of_requests(cls, users: pa.Array, length: Int64, max_events: int | None) -> "NeededEvents":
+        """The events before the pointers (R) of users (R), at most `max_events`; None is all."""
+        requests = pa.table({"user": users, "length": length})
+        by_user = requests.group_by("user").aggregate([("length", "min"), ("length", "max")])
+        by_user = by_user.sort_by("user")  # equal requests need equal events
+        shortest, longest = (by_user[f"length_{name}"].to_numpy() for name in ("min", "max"))
+        first = np.zeros_like(shortest) if max_events is None else shortest - max_events
+        return cls(by_user["user"].combine_chunks(), first, longest)
+
+    def equals(self, other: "NeededEvents") -> bool:
+        """Whether both are of the same users and events."""
+        return (
+            self.users.equals(other.users)
+            and np.array_equal(self.first, other.first)
+            and np.array_equal(self.last, other.last)
+        )
+
+
+@dataclass
+class HistoryCache:
+    """Loads the histories that partitions of examples need; the latest stay in memory.
+
+    The histories of one bucket are in memory in any case, those of others as long as all together
+    take at most `max_bytes`.
+    """
+
+    snapshot: Snapshot
+    event_types: tuple[int, ...]
+    max_bytes: int
+    _cached: dict[int, tuple[NeededEvents, UserHistories]] = field(default_factory=dict)
+
+    def load(self, bucket: int, needed: NeededEvents) -> UserHistories:
+        """The needed histories of a bucket."""
+        cached = self._cached.pop(bucket, None)
+        if cached is None or not cached[0].equals(needed):
+            cached = needed, load_histories(self.snapshot, bucket, self.event_types, needed)
+        self._cached[bucket] = cached  # the latest is the last
+        num_bytes = sum(histories.num_bytes for _, histories in self._cached.values())
+        for oldest in list(self._cached)[:-1]:
+            if num_bytes <= self.max_bytes:
+                break
+            num_bytes -= self._cached.pop(oldest)[1].num_bytes
+        return cached[1]
+
+
 def load_histories(
-    snapshot: Snapshot, bucket: int, event_types: tuple[int, ...] = ()
+    snapshot: Snapshot,
+    bucket: int,
+    event_types: tuple[int, ...] = (),
+    needed: NeededEvents | None = None,
 ) -> UserHistories:
-    """The histories of one bucket; slices hold only events of `event_types`, or all if empty."""
+    """The histories of one bucket; slices hold only events of `event_types`, or all if empty.
+
+    With `needed`, histories of other users are left out, and of these users rows that hold no
+    needed event.
+    """
     columns = ["user_id", "day", "chunk", "dropped", "first_ts", "events"]
     for name in BYTE_WIDTHS:
         if name != "lags":
             columns += plane_columns(name)
-    return histories_from_table(snapshot.read(columns, bucket=bucket), event_types)
+    if needed is None:
+        return histories_from_table(snapshot.read(columns, bucket=bucket), event_types)
+    table = snapshot.read_matching("user_id", needed.users, columns, bucket=bucket)
+    return histories_from_table(table, event_types, needed)
 
 
-def histories_from_table(table: pa.Table, event_types: tuple[int, ...] = ()) -> UserHistories:
+def histories_from_table(
+    table: pa.Table, event_types: tuple[int, ...] = (), needed: NeededEvents | None = None
+) -> UserHistories:
     """Histories from rows of the history table, in any order."""
     order = [(name, "ascending") for name in ("user_id", "day", "chunk")]
     table = table.sort_by(order).combine_chunks()
+    if needed is not None:
+        table = _needed_rows(table, needed)
     lengths = table["events"].to_numpy().astype(np.int64)
     flat = decode_rows(table, lengths)
     rows = np.concatenate(([0], np.cumsum(lengths)))
@@ -156,8 +235,31 @@ def histories_from_table(table: pa.Table, event_types: tuple[int, ...] = ()) -> 
     return UserHistories(users, events, dropped.astype(np.int64), event_types)
 
 
+def _needed_rows(table: pa.Table, needed: NeededEvents) -> pa.Table:
+    """The sorted rows that hold needed events; `dropped` counts the events before them, too."""
+    if not len(table):
+        return table
+    users, starts = _unique_with_starts(table["user_id"].combine_chunks())
+    num_rows = np.diff(np.append(starts, len(table)))
+    lengths = table["events"].to_numpy().astype(np.int64)
+    dropped = np.add.reduceat(table["dropped"].to_numpy().astype(np.int64), starts)
+    before = np.cumsum(lengths) - lengths
+    begin = before - np.repeat(before[starts] - dropped, num_rows)  # of each row, in the history
+    user = pc.index_in(users, needed.users).to_numpy()
+    first = np.repeat(needed.first[user], num_rows)
+    # If all that requests read was removed, the first row says so.
+    last = np.repeat(np.maximum(needed.last[user], dropped), num_rows)
+    is_needed = (begin + lengths > first) & (begin <= last)
+    # The first row of a user that is kept stands for all events before it.
+    user_of_row = np.where(is_needed, np.repeat(user, num_rows), -1)
+    is_first = is_needed & (np.diff(user_of_row, prepend=-1) != 0)
+    column = pa.array(np.where(is_first, begin, 0).astype(np.int32))
+    table = table.set_column(table.column_names.index("dropped"), "dropped", column)
+    return table.filter(pa.array(is_needed)).combine_chunks()
+
+
 def _unique_with_starts(sorted_ids: pa.Array) -> tuple[pa.Array, Int64]:
     """Each id once (U), and the position of its first row (U)."""
     encoded = pc.run_end_encode(sorted_ids)
-    ends = encoded.run_ends.to_numpy()
-    return encoded.values, np.concatenate(([0], ends[:-1])).astype(np.int64)
+    ends = encoded.run_ends.to_numpy().astype(np.int64)
+    return encoded.values, np.concatenate(([0], ends))[: len(ends)]

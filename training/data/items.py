@@ -27,7 +27,7 @@ class ItemTable:
     row per version. `sort_keys` (V) combine item and second in one number, ascending.
     """
 
-    item_ids: npt.NDArray[np.object_]
+    item_ids: pa.Array
     first_seen: npt.NDArray[np.datetime64]
     first_version: Int64
     version_counts: Int64
@@ -68,8 +68,8 @@ def load_items(index: Snapshot, versions: Snapshot, item_features: FeatureGroup)
     items = index.read(["item_id", "item_index", "day"]).combine_chunks()
     item_index = items["item_index"].to_numpy()
     size = int(item_index.max(initial=RESERVED_ITEM_INDICES - 1)) + 1
-    item_ids, first_seen = np.full(size, None, object), np.full(size, "NaT", "datetime64[D]")
-    item_ids[item_index] = np.asarray(items["item_id"])
+    row, first_seen = np.full(size, -1), np.full(size, "NaT", "datetime64[D]")
+    row[item_index] = np.arange(len(items))
     first_seen[item_index] = items["day"].to_numpy()
 
     columns = ["item_index", "valid_from", "day", *item_features.categorical]
@@ -92,7 +92,7 @@ def load_items(index: Snapshot, versions: Snapshot, item_features: FeatureGroup)
     counts = np.bincount(item, minlength=size)
     # Version 0, the unknown item, comes before all others in each array.
     return ItemTable(
-        item_ids=item_ids,
+        item_ids=items["item_id"].combine_chunks().take(pa.array(row, mask=row < 0)),
         first_seen=first_seen,
         first_version=np.where(counts > 0, 1 + np.cumsum(counts) - counts, 0),
         version_counts=counts,

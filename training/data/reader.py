@@ -16,12 +16,13 @@ from etl.tables.lake import Lake
 from features.ragged import concat_ranges
 from features.schema import FeatureSchema, feature_schema
 from training.data.batch import Batch, History, Shuffle
-from training.data.histories import UserHistories, load_histories
+from training.data.histories import HistoryCache, NeededEvents, UserHistories
 from training.data.items import ItemTable, load_items
 from training.data.label_window import LabelWindow
 from training.data.partition import ExamplePartition, PartitionLoader
 
 Int64 = npt.NDArray[np.int64]
+MAX_HISTORY_BYTES = 1 << 28  # of the histories that a reader keeps, beside those it reads
 INPUT_TABLES = ("examples", "impressions", "history", "items", "item_versions")
 
 
@@ -43,7 +44,7 @@ class ExampleReader:
     items: ItemTable = field(init=False)
     _tables: dict[str, Snapshot] = field(init=False)
     _partitions: PartitionLoader = field(init=False)
-    _histories: dict[int, UserHistories] = field(init=False, default_factory=dict)
+    _histories: HistoryCache = field(init=False)
 
     def __post_init__(self) -> None:
         spec = self.lake.spec
@@ -58,6 +59,8 @@ class ExampleReader:
         self.items = load_items(
             self._tables["items"], self._tables["item_versions"], self.features.item
         )
+        codes = tuple(spec.event_codes[name] for name in self.event_types)
+        self._histories = HistoryCache(self._tables["history"], codes, MAX_HISTORY_BYTES)
         self._partitions = PartitionLoader(
             spec,
             self.features,
@@ -144,7 +147,7 @@ class ExampleReader:
             skipped = min(skip_batches, len(batches))
             skip_batches -= skipped
             if len(batches) > skipped:
-                histories = self._load_bucket(bucket)
+                histories = self._load_histories(bucket, partition)
                 user_positions = histories.user_positions(partition.user_ids)
                 for requests in batches[skipped:]:
                     yield self._build_batch(partition, requests, histories, user_positions)
@@ -255,9 +258,9 @@ class ExampleReader:
             },
         )
 
-    def _load_bucket(self, bucket: int) -> UserHistories:
-        """The histories of a bucket, which stay in memory."""
-        if bucket not in self._histories:
-            codes = tuple(self.lake.spec.event_codes[name] for name in self.event_types)
-            self._histories[bucket] = load_histories(self._tables["history"], bucket, codes)
-        return self._histories[bucket]
+    def _load_histories(self, bucket: int, partition: ExamplePartition) -> UserHistories:
+        """The events of a bucket that the requests of a partition read."""
+        # How many of the events before a pointer are of some types is not known before reading.
+        max_events = None if self.event_types else self.history_length
+        needed = NeededEvents.of_requests(partition.user_ids, partition.history_length, max_events)
+        return self._histories.load(bucket, needed)
