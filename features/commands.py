@@ -52,7 +52,7 @@ def examples(args: DayArgs) -> None:
 def statistics(args: DayArgs) -> None:
     """Compute statistics of the features of the given days: missing values and histograms."""
     from etl.runtime.spark import spark_session
-    from features.statistics import build_statistics
+    from features.feature_statistics import build_statistics
 
     lake = args.open_lake()
     spark_session("statistics")

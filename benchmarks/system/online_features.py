@@ -23,8 +23,8 @@ from etl.tables.lake import Lake
 from etl.tables.uri import local_cache_path
 from ranking.feature_store.consistency import ConsistencyReport, check_consistency
 from ranking.feature_store.counter_rows import COUNTER_LEVELS, CountedEvents
+from ranking.feature_store.events import Event, ingest_event
 from ranking.feature_store.fetch import FeatureFetcher
-from ranking.feature_store.ingest import Event, ingest_event
 from ranking.feature_store.items import item_key_values, registered_item_records
 from ranking.feature_store.materialize import HistoryLengths, build_feature_store
 from ranking.feature_store.request import RankRequest

@@ -8,9 +8,9 @@ def feature_statistics(_spec: DataSpec) -> TableSchema:
     """One feature on one day and surface: missing values, distinct ones, and a histogram.
 
     `surface` is null for attributes of items, whose versions are counted on the day on which they
-    landed. `bins` are categories, or ranges of numbers (features/statistics.py), the fullest first;
-    `num_bins` is how many there are, kept or not. `least` and `greatest` are null for categories;
-    vectors are counted by their norm.
+    landed. `bins` are categories, or ranges of numbers (see features/feature_statistics.py), the
+    fullest first; `num_bins` is how many there are, kept or not. `least` and `greatest` are null
+    for categories; vectors are counted by their norm.
     """
     columns = {
         "surface": "tinyint",

@@ -16,8 +16,9 @@ from etl.tables import arrow, schemas
 from etl.tables.lake import Lake
 from etl.tables.schemas import RESERVED_ITEM_INDICES
 from features.schema import ITEM_TABLE, FeatureSchema
+from ranking.feature_store.attributes import AttributeVersion, upsert_attributes
+from ranking.feature_store.events import Event, ingest_event
 from ranking.feature_store.fetch import FeatureFetcher
-from ranking.feature_store.ingest import AttributeVersion, Event, ingest_event, upsert_attributes
 from ranking.feature_store.request import RankRequest
 from ranking.feature_store.store import FeatureStore
 from ranking.inputs.arrays import ItemFeatures, TeacherHistoryFeatures

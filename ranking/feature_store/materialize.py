@@ -29,9 +29,9 @@ from etl.tables.uri import local_cache_path, resolve_uri
 from features.encoding.scalar import spark_xxhash64
 from features.numeric_columns import FIXED_POINT
 from features.schema import counter_input_days
+from ranking.feature_store.attributes import AttributeVersion, upsert_attributes
 from ranking.feature_store.carried_histories import HistoryBuilder
 from ranking.feature_store.counter_rows import COUNTER_LEVELS, CountedEvents
-from ranking.feature_store.ingest import AttributeVersion, upsert_attributes
 from ranking.feature_store.items import (
     NEXT_ITEM_INDEX_KEY,
     blank_item_records,

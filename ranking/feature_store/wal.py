@@ -21,14 +21,8 @@ from etl.spec.model import DataSpec
 from etl.spec.units import MICROS
 from etl.tables.pointer import VersionPointer
 from etl.tables.uri import StoragePath, local_cache_path, resolve_uri
-from ranking.feature_store.ingest import (
-    AttributeVersion,
-    Event,
-    ingest_event,
-    upsert_item,
-    upsert_user,
-    validate_event,
-)
+from ranking.feature_store.attributes import AttributeVersion, upsert_item, upsert_user
+from ranking.feature_store.events import Event, ingest_event, validate_event
 from ranking.feature_store.storage import Database, Txn, open_environment
 from ranking.feature_store.store import FeatureStore, open_store
 

@@ -16,13 +16,8 @@ from prometheus_client import Counter
 from etl.spec import load_spec
 from etl.spec.units import MICROS
 from etl.tables.code_registry import assign_codes, read_codes
-from ranking.feature_store.ingest import (
-    AttributeVersion,
-    Event,
-    validate_event,
-    validate_valid_from,
-    validate_version,
-)
+from ranking.feature_store.attributes import AttributeVersion, validate_valid_from, validate_version
+from ranking.feature_store.events import Event, validate_event
 from ranking.feature_store.request import RankRequest
 from ranking.feature_store.wal import EntryKind, FeatureStoreHandle, WalEntry
 from ranking.serving.admission import BodyBuffer, WorkQueue

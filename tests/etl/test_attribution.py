@@ -183,7 +183,7 @@ def late_impression(spec: DataSpec, first_day: int) -> list[Row]:
         ("buy", day + 109, day + 124),
     ]
     start, events = spec.day_start(FIRST_DAY), []
-    for number, (event_type, occurred, landed) in enumerate(timed):
+    for number, (event_type, occurred, arrived) in enumerate(timed):
         id_ = f"late-{first_day}-{number}"
         events.append(
             {
@@ -195,11 +195,11 @@ def late_impression(spec: DataSpec, first_day: int) -> list[Row]:
                 "type": spec.event_codes[event_type],
                 "event_type": event_type,
                 "event_ts": (start + occurred * hour) * 10**6,
-                "ingest_ts": (start + landed * hour) * 10**6,
-                "visible_ts": start + landed * hour,
+                "ingest_ts": (start + arrived * hour) * 10**6,
+                "visible_ts": start + arrived * hour,
                 "impression_id": id_ if event_type == "shown" else None,
                 "value": 1.0,
-                "day": FIRST_DAY + timedelta(hours=landed),
+                "day": FIRST_DAY + timedelta(hours=arrived),
                 "bucket": 0,
             }
         )

@@ -20,7 +20,7 @@ from etl.spec import DataSpec
 from etl.tables import arrow, feature_schemas, schemas
 from etl.tables.lake import Lake
 from features.drift import FeatureDrift, Histogram, compare_histograms, population_stability_index
-from features.statistics import (
+from features.feature_statistics import (
     BIN_RATIO,
     MISSING_BIN,
     FeatureColumns,

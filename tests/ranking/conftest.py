@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 
 from etl.tables.atomic_io import local_path
 from etl.tables.lake import Lake
-from ranking.feature_store.ingest import upsert_attributes
+from ranking.feature_store.attributes import upsert_attributes
 from ranking.feature_store.materialize import HistoryLengths, build_feature_store
 from ranking.feature_store.wal import feature_store_pointer
 from ranking.registry.export import export_ranker

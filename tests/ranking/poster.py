@@ -13,7 +13,7 @@ import numpy as np
 from etl.spec import load_spec
 from features.encoding.scalar import spark_xxhash64
 from ranking.feature_store.counter_rows import COUNTER_LEVELS
-from ranking.feature_store.ingest import Event
+from ranking.feature_store.events import Event
 from ranking.feature_store.store import FeatureStore
 from ranking.feature_store.wal import FeatureStoreHandle, WalEntry
 

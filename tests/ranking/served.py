@@ -14,7 +14,7 @@ import pytest
 import uvicorn
 from starlette.types import ASGIApp
 
-from ranking.feature_store.ingest import AttributeVersion
+from ranking.feature_store.attributes import AttributeVersion
 from ranking.serving.app import create_app
 from ranking.serving.server import UVICORN_OPTIONS
 from ranking.serving.settings import SETTINGS_VARIABLE, Settings

@@ -14,7 +14,7 @@ from etl.ingest.run import ingest
 from etl.tables.lake import Lake
 from features.items import index_items
 from ranking.feature_store import histories
-from ranking.feature_store.ingest import Event, ingest_event
+from ranking.feature_store.events import Event, ingest_event
 from ranking.feature_store.materialize import HistoryLengths, build_feature_store
 from ranking.feature_store.storage import HISTORY_DTYPE
 from ranking.feature_store.store import METADATA_KEY, STORE_TABLES, FeatureStore, open_store

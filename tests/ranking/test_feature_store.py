@@ -16,20 +16,15 @@ from etl.spec import DataSpec
 from etl.tables.lake import Lake
 from etl.tables.schemas import RESERVED_ITEM_INDICES
 from features.schema import ITEM_TABLE
-from ranking.feature_store import ingest
+from ranking.feature_store import events
+from ranking.feature_store.attributes import AttributeVersion, upsert_attributes
 from ranking.feature_store.consistency import (
     check_consistency,
     mismatched_arrays,
     numeric_tolerance,
 )
+from ranking.feature_store.events import Event, ingest_event, validate_event
 from ranking.feature_store.fetch import FeatureFetcher, RankInputs, latest_versions
-from ranking.feature_store.ingest import (
-    AttributeVersion,
-    Event,
-    ingest_event,
-    upsert_attributes,
-    validate_event,
-)
 from ranking.feature_store.items import read_item_records
 from ranking.feature_store.materialize import HistoryLengths, build_feature_store
 from ranking.feature_store.request import RankRequest
@@ -89,7 +84,7 @@ def test_online_features_respect_the_delay_of_a_source(
     report = check_consistency(store, small_lake, day, limits)
     store.close()
     assert report.num_requests > 50 and not report.mismatches
-    monkeypatch.setattr(ingest, "visible_ts", lambda _, event: event.ingest_ts // MICRO)
+    monkeypatch.setattr(events, "visible_ts", lambda _, event: event.ingest_ts // MICRO)
     store = store_until(small_lake, day, limits, tmp_path / "other")
     report = check_consistency(store, small_lake, day, limits)
     store.close()

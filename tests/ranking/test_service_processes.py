@@ -14,7 +14,7 @@ import pytest
 from benchmarks.system.request_load import LoadClient, encode_request
 from etl.spec import load_spec
 from etl.tables.lake import Lake
-from ranking.feature_store.ingest import Event
+from ranking.feature_store.events import Event
 from ranking.feature_store.wal import FeatureStoreHandle, feature_store_pointer
 from ranking.registry.ranker import live_pointer
 from ranking.serving.settings import Settings

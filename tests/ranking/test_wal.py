@@ -17,7 +17,8 @@ from etl.spec.units import DAY
 from etl.tables import arrow, schemas
 from etl.tables.lake import Lake
 from ranking.feature_store import storage
-from ranking.feature_store.ingest import AttributeVersion, Event, ingest_event
+from ranking.feature_store.attributes import AttributeVersion
+from ranking.feature_store.events import Event, ingest_event
 from ranking.feature_store.materialize import HistoryLengths, build_feature_store
 from ranking.feature_store.storage import StorageFullError, storage_key
 from ranking.feature_store.store import FeatureStore, open_store

@@ -74,20 +74,20 @@ def test_needed_rows_give_the_slices_of_all_rows(
     table = random_history(rng, num_events)
     if rng.random() < 0.5 and min(table["day"].cast(pa.int32()).to_pylist()) < NUM_DAYS // 2:
         table = compact_first_days(table, kept)
-    whole = histories_from_table(table, event_types)
+    complete = histories_from_table(table, event_types)
     ids = pa.array([f"u{n}" for n in rng.integers(0, NUM_USERS, 4)])
-    user = whole.user_positions(ids)
+    user = complete.user_positions(ids)
     as_of = rng.integers(0, NUM_DAYS * 100, len(ids))
-    length = pointers(whole.events.offsets, whole.events.visible_ts, user, as_of)
-    length += np.append(whole.dropped_events, 0)[user]
-    expected = whole.slices(user, as_of, length, max_events)
+    length = pointers(complete.events.offsets, complete.events.visible_ts, user, as_of)
+    length += np.append(complete.dropped_events, 0)[user]
+    expected = complete.slices(user, as_of, length, max_events)
     needed = NeededEvents.of_requests(ids, length, None if event_types else max_events)
     of_users = table.filter(pa.compute.is_in(table["user_id"], ids))
     read = histories_from_table(of_users, event_types, needed)
     found = read.slices(read.user_positions(ids), as_of, length, max_events)
     assert found.events.tobytes() == expected.events.tobytes()
     np.testing.assert_array_equal(found.offsets, expected.offsets)
-    assert len(read.events.item_indexes) <= len(whole.events.item_indexes)
+    assert len(read.events.item_indexes) <= len(complete.events.item_indexes)
 
 
 def pointers(offsets: Int64, visible_ts: Int64, user: Int64, as_of: Int64) -> Int64:
@@ -104,8 +104,8 @@ def test_rows_before_the_longest_history_are_not_decoded() -> None:
     events = 50 * NUM_USERS * NUM_DAYS
     table = random_history(np.random.default_rng(0), events)
     ids = pa.array([f"u{n}" for n in range(NUM_USERS)])
-    whole = histories_from_table(table)
-    length = np.diff(whole.events.offsets)
+    complete = histories_from_table(table)
+    length = np.diff(complete.events.offsets)
     read = histories_from_table(table, (), NeededEvents.of_requests(ids, length, 10))
     assert len(read.events.item_indexes) < 2 * events / NUM_DAYS
     assert read.dropped_events.sum() + len(read.events.item_indexes) == events

@@ -93,10 +93,10 @@ def measure_importances(
 
 def take_rows(batches: Iterable[Batch], max_rows: int) -> list[Batch]:
     """The first batches, until they have `max_rows` rows."""
-    taken, num_rows = [], 0
+    selected, num_rows = [], 0
     for batch in batches:
-        taken.append(batch)
+        selected.append(batch)
         num_rows += len(batch)
         if num_rows >= max_rows:
             break
-    return taken
+    return selected

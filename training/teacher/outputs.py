@@ -9,7 +9,6 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date, timedelta
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -42,13 +41,6 @@ COMPRESSOR_SEED = 0
 log = logging.getLogger(__name__)
 
 
-class TeacherOutputs(NamedTuple):
-    """The rows of some days for both tables."""
-
-    predictions: pa.Table
-    user_embeddings: pa.Table
-
-
 @dataclass(frozen=True)
 class ScoredDay:
     """A day's `teacher_predictions`, its impressions (n), and GEM's hidden layer (n, M) of each.
@@ -65,9 +57,10 @@ class ScoredDay:
 def write_teacher_outputs(
     lake: Lake, days: tuple[date, date], teacher_lag_days: int = 0, batch_rows: int = 2048
 ) -> int:
-    """Score each day with the latest earlier GEM, and replace the days in both tables.
+    """Score each day with the latest earlier GEM, and replace the day in both tables.
 
-    Days without such a GEM get no rows; rankers train on them without a teacher.
+    Days without such a GEM get no rows; rankers train on them without a teacher. A day at a time is
+    in memory.
 
     Args:
         lake: The lake with the examples, the checkpoints, and the tables to write.
@@ -83,58 +76,52 @@ def write_teacher_outputs(
     """
     checkpoints = checkpoint.list_checkpoints(lake.root, lake.spec.hash)
     trained_until = [manifest.trained_until for _, manifest in checkpoints if manifest.complete]
-    outputs: list[TeacherOutputs] = []
-    sources: dict[str, object] = {}
+    num_rows = 0
     for day in date_range(*days):
         trained_before = day - timedelta(days=teacher_lag_days)
         teacher_day = max((last for last in trained_until if last < trained_before), default=None)
         if teacher_day is None:
             log.info("no GEM was trained before %s: %s is not scored", trained_before, day)
+            for schema in _output_schemas(lake.spec):
+                _replace_day(lake, schema, arrow_schema(schema).empty_table(), day, {})
             continue
         teacher = load_teacher(lake, teacher_day, day)
         teacher.reader.require_days(day, day)
         scored = _score_day(lake.spec, teacher, day, batch_rows)
         if teacher.trees is not None:
             scored.logits.write(lake.root, day, lake.spec)
-        version = compressor_version(teacher.manifest)
-        compressor = _load_or_fit_compressor(lake, version, scored.hidden)
-        with torch.no_grad():
-            embeddings = _binary_array(quantize_int4(compressor(scored.hidden).numpy()))
-        rows = scored.impressions.append_column("teacher_embedding_int4", embeddings)
-        rows = rows.append_column("compressor_version", pa.repeat(version, len(rows)))
-        outputs.append(
-            TeacherOutputs(
-                scored.predictions,
-                _in_table_order(rows, model_schemas.user_teacher_embeddings(lake.spec)),
-            )
-        )
-        weights = dict(zip(lake.spec.objectives, teacher.weights.round(4).tolist(), strict=True))
-        sources = dict(teacher.reader.table_versions) | {"gem": teacher.manifest.fm_version}
-        sources |= {"trees_weights": weights} if teacher.trees is not None else {}
-    predictions = [output.predictions for output in outputs]
-    user_embeddings = [output.user_embeddings for output in outputs]
-    _replace_days(lake, model_schemas.teacher_predictions(lake.spec), predictions, days, sources)
-    _replace_days(
-        lake,
-        model_schemas.user_teacher_embeddings(lake.spec),
-        user_embeddings,
-        days,
-        sources,
-    )
-    return sum(table.num_rows for table in predictions)
+        _write_day(lake, day, teacher, scored)
+        num_rows += len(scored.predictions)
+    return num_rows
 
 
-def _replace_days(
-    lake: Lake,
-    schema: TableSchema,
-    tables: list[pa.Table],
-    days: tuple[date, date],
-    sources: Mapping[str, object],
+def _output_schemas(spec: DataSpec) -> tuple[TableSchema, TableSchema]:
+    """The schemas of predictions and embeddings."""
+    return model_schemas.teacher_predictions(spec), model_schemas.user_teacher_embeddings(spec)
+
+
+def _write_day(lake: Lake, day: date, teacher: Teacher, scored: ScoredDay) -> None:
+    """Replace a day in both tables, with the versions of the tables that were read."""
+    version = compressor_version(teacher.manifest)
+    compressor = _load_or_fit_compressor(lake, version, scored.hidden)
+    with torch.no_grad():
+        embeddings = _binary_array(quantize_int4(compressor(scored.hidden).numpy()))
+    rows = scored.impressions.append_column("teacher_embedding_int4", embeddings)
+    rows = rows.append_column("compressor_version", pa.repeat(version, len(rows)))
+    sources: dict[str, object] = dict(teacher.reader.table_versions)
+    sources["gem"] = teacher.manifest.fm_version
+    if teacher.trees is not None:
+        weights = teacher.weights.round(4).tolist()
+        sources["trees_weights"] = dict(zip(lake.spec.objectives, weights, strict=True))
+    of_predictions, of_embeddings = _output_schemas(lake.spec)
+    _replace_day(lake, of_predictions, scored.predictions, day, sources)
+    _replace_day(lake, of_embeddings, _in_table_order(rows, of_embeddings), day, sources)
+
+
+def _replace_day(
+    lake: Lake, schema: TableSchema, rows: pa.Table, day: date, sources: Mapping[str, object]
 ) -> None:
-    """Replace the rows of some days; `sources` are the versions of the input tables."""
-    rows = pa.concat_tables(tables) if tables else arrow_schema(schema).empty_table()
-    where = f"day >= '{days[0]}' AND day <= '{days[1]}'"
-    arrow.replace_rows(lake, schema, rows, where, sources)
+    arrow.replace_rows(lake, schema, rows, f"day = '{day}'", sources)
 
 
 def _score_day(spec: DataSpec, teacher: Teacher, day: date, batch_rows: int) -> ScoredDay:

@@ -1,0 +1,114 @@
+"""Writes events into a feature store: an event extends its user's history and counters."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from etl.errors import UserError
+from etl.event_time import MAX_CLOCK_SKEW_SECONDS, MIN_EVENT_TS, compute_visible_ts
+from etl.spec.counters import InputColumn
+from etl.spec.model import DataSpec
+from etl.spec.units import MICROS
+from features.history.codec import quantize_dwell
+from features.numeric_columns import FIXED_POINT
+from ranking.feature_store.items import (
+    counter_key_values,
+    read_item_records,
+    register_items,
+)
+from ranking.feature_store.storage import (
+    HISTORY_DTYPE,
+    Txn,
+    storage_key,
+)
+from ranking.feature_store.store import FeatureStore
+
+
+@dataclass(frozen=True)
+class Event:
+    """One event, by the names of the spec; times in µs."""
+
+    event_id: str
+    user: str
+    item: str
+    surface: str
+    type: str
+    event_ts: int
+    ingest_ts: int
+    dwell_ms: float | None = None
+    value: float | None = None
+
+
+def visible_ts(spec: DataSpec, event: Event) -> int:
+    """The second after which requests see an event, as offline: see etl/event_time.py.
+
+    The delay of the source that declares its type counts from the ingest time.
+    """
+    delay = spec.visibility_delays.get(event.type, 0)
+    return compute_visible_ts(event.event_ts, event.ingest_ts, delay)
+
+
+def validate_event(spec: DataSpec, event: Event) -> None:
+    """Raise UserError if an event breaks the rules that ingested log records keep."""
+    for field, name, known in (
+        ("surface", event.surface, spec.surface_codes),
+        ("event type", event.type, spec.event_codes),
+    ):
+        if name not in known:
+            raise UserError(f"unknown {field} {name!r}; known: {', '.join(known)}")
+    if not (event.user and event.item and event.event_id):
+        raise UserError("an event needs a user, an item and an id")
+    if not MIN_EVENT_TS <= event.event_ts <= event.ingest_ts + MAX_CLOCK_SKEW_SECONDS * MICROS["s"]:
+        raise UserError(
+            f"event {event.event_id} has the event time {event.event_ts} µs: before 2000, or in "
+            "the future"
+        )
+    if event.ingest_ts - event.event_ts > spec.allowed_lateness * MICROS["s"]:
+        raise UserError(f"event {event.event_id} is later than the spec's allowed_lateness")
+    if event.dwell_ms is not None and not 0 <= event.dwell_ms < 1e300:
+        raise UserError(f"event {event.event_id} has a dwell of {event.dwell_ms} ms")
+    if event.value is not None and not abs(event.value) < 1e300:
+        raise UserError(f"event {event.event_id} has a value of {event.value}")
+
+
+def ingest_event(store: FeatureStore, txn: Txn, event: Event) -> None:
+    """Add a new event to its user's history and to the counters.
+
+    An item that was never seen is registered. The caller must ensure that the event is new.
+    """
+    visible, now = visible_ts(store.spec, event), event.ingest_ts // MICROS["s"]
+    register_items(store.layout, txn, [event.item])
+    records = read_item_records(store.layout, txn, [event.item])
+    row = _history_row(store, event, visible, int(records["index"][0]))
+    store.histories.append_event(txn, storage_key(event.user), row, now)
+    key_values = counter_key_values(store.layout, event.user, event.surface, records, visible)
+    record_keys = [keys[0] for keys in store.counters.record_keys(key_values)]
+    known_keys = [key for key in record_keys if key is not None]
+    event_code, numbers = store.spec.event_codes[event.type], _numbers(store, event)
+    store.counters.increment(txn, known_keys, visible, event_code, numbers, now)
+
+
+def _history_row(store: FeatureStore, event: Event, visible: int, item_index: int) -> np.ndarray:
+    row = np.zeros(1, HISTORY_DTYPE)
+    row["visible_ts"], row["event_ts"] = visible, event.event_ts
+    row["event"], row["item"] = event.event_id.encode(), item_index
+    row["type"] = store.spec.event_codes[event.type]
+    row["surface"] = store.spec.surface_codes[event.surface]
+    row["dwell"] = quantize_dwell(_dwell(event))
+    return row
+
+
+def _numbers(store: FeatureStore, event: Event) -> dict[InputColumn, int]:
+    """The numbers of an event of which counters have functions, in fixed point."""
+    values = {"dwell": event.dwell_ms, "value": event.value}
+    numbers = {}
+    for name in store.counters.aggregations.input_columns:
+        value = np.array([np.nan if values[name] is None else values[name]], np.float64)
+        numbers[name] = int(FIXED_POINT[name].round(value)[0])
+    return numbers
+
+
+def _dwell(event: Event) -> npt.NDArray[np.float64]:
+    """The dwell of an event in milliseconds (1); NaN where it has none."""
+    return np.array([np.nan if event.dwell_ms is None else event.dwell_ms])
