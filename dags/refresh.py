@@ -6,7 +6,14 @@ run of the whole day replaces its tables afterwards.
 
 from datetime import date, timedelta
 
-from dags.pipeline import REFIT_RANKER, data_steps, feature_store_step, surface_step, teacher_step
+from dags.pipeline import (
+    REFIT_RANKER,
+    data_steps,
+    feature_store_step,
+    statistics_step,
+    surface_step,
+    teacher_step,
+)
 from dags.steps import ModelFlags, PipelinePaths, Step
 from etl.cli.runner import format_data_until
 from etl.errors import UserError
@@ -100,6 +107,7 @@ def refresh_steps(spec: DataSpec, paths: PipelinePaths, plan: RefreshPlan) -> li
     refits = [surface_step(REFIT_RANKER, paths, flags, surface) for surface in plan.surfaces]
     return [
         *data_steps(paths, flags.teacher_days, flags.data_until, raw_flags),
+        statistics_step(paths, flags.teacher_days),
         teacher_step(paths, flags.teacher_days),
         *refits,
         *([feature_store_step(spec, paths, flags)] if refits else []),

@@ -52,7 +52,8 @@ def attribute_outcomes(
 def attribution_groups(spec: DataSpec) -> list[list[str]]:
     """The names of the objectives, auxiliary ones included, that attribute their outcomes alike.
 
-    The outcomes of a group are attributed together: a further objective costs no further join.
+    The outcomes of a group are attributed together: a further objective of the group costs no
+    further join.
     """
     groups: dict[object, list[str]] = {}
     for name, objective in spec.all_objectives.items():
@@ -112,8 +113,8 @@ def _attribute_to_touches(
 ) -> DataFrame:
     """Outcomes with the impression of their best touch; outcomes without a touch are left out.
 
-    An outcome that follows an impression by more than `longest_window` seconds is too late for all
-    labels, if no other touchpoint is less preferred.
+    Where the last touchpoint is the impression itself, it needs no window beyond `longest_window`
+    seconds: later outcomes count for no label.
     """
     windows = [longest_window if t.window is None else t.window for t in touchpoints]
     if touchpoints[-1].touch == lake.spec.impression_type:

@@ -66,20 +66,20 @@ class DriftArgs(DayArgs):
 
 
 def check_drift(args: DriftArgs) -> None:
-    """Compare the latest day's features with earlier days; exit 2 if one is null or constant."""
+    """Compare the features of each day with earlier days; exit 2 if one is null or constant."""
     from rich.console import Console
 
-    from features.drift import drift_table, feature_drift
+    from features.drift import drift_of_days, drift_table
 
-    drifts = feature_drift(args.open_lake(), args.day_range[1])
-    Console(width=160).print(drift_table(drifts[: args.rows]))
-    for drift in drifts:
-        if drift.alarm:
-            print(f"ALARM: {drift.name}: {drift.alarm}")
-    broken = [f"{drift.name} is {drift.alarm}" for drift in drifts if drift.is_broken]
+    by_day = drift_of_days(args.open_lake(), args.day_range)
+    Console(width=160).print(drift_table(by_day[max(by_day)][: args.rows]))
+    alarms = [(day, drift) for day, drifts in by_day.items() for drift in drifts if drift.alarm]
+    for day, drift in alarms:
+        print(f"ALARM: {day}: {drift.name}: {drift.alarm}")
+    broken = [f"{day}: {drift.name} is {drift.alarm}" for day, drift in alarms if drift.is_broken]
     if broken:
         raise UserError(
-            f"{'; '.join(broken[:5])}{' …' if len(broken) > 5 else ''}. Correct the logs of that "
+            f"{'; '.join(broken[:5])}{' …' if len(broken) > 5 else ''}. Correct the logs of the "
             "day and run it again, or let the models learn from it and skip this check"
         )
 

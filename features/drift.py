@@ -6,12 +6,14 @@ into ten ranges of the reference, categories into its twenty most frequent and t
 values apart. By convention, 0.1 is a moderate and 0.25 a large change.
 
 A weekday is the same all day, and hours differ between days with few impressions. So a feature has
-drifted only if its index is twice that of each earlier day beside the other earlier days, too.
+drifted only if its index is twice that of each earlier day beside the other earlier days, too. The
+same holds for the share of categories that no earlier day had.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
+from statistics import median
 
 import numpy as np
 import numpy.typing as npt
@@ -26,10 +28,11 @@ Int64 = npt.NDArray[np.int64]
 Float64 = npt.NDArray[np.float64]
 REFERENCE_DAYS = 14
 MIN_REFERENCE_DAYS = 4
-MIN_ROWS = 500  # of a day and surface; with fewer, shares are noise
+MIN_DAY_ROWS = 50  # of an earlier day; versions of items are few
+MIN_ROWS = 500  # of a day, and of the reference, for an index
 SMALL_PSI, LARGE_PSI = 0.01, 0.25
-PSI_FACTOR = 2.0  # by which the index of a day exceeds those of all earlier days
-MIN_VARYING = 30  # rows with other values that are to be expected of a feature that is constant
+USUAL_FACTOR = 2.0  # by which a day exceeds all earlier days beside each other
+MIN_EXPECTED = 30  # rows with another value that a null or constant feature usually has
 NULL_SHARE = 0.99  # of missing values, from which a feature counts as null
 USUAL_MISSING_SHARE = 0.9  # up to which a feature that becomes null is an alarm
 RANGES = 10
@@ -115,15 +118,26 @@ class FeatureDrift:
         return f"{self.feature} ({self.surface or 'versions of items'})"
 
 
+def drift_of_days(lake: Lake, days: tuple[date, date]) -> dict[date, list[FeatureDrift]]:
+    """The drift on each day of a range that has statistics.
+
+    Raises UserError if there is none.
+    """
+    table = snapshot(lake, feature_schemas.feature_statistics(lake.spec))
+    stored = [day for day in table.days() if days[0] <= day <= days[1]]
+    if not stored:
+        raise UserError(
+            f"no statistics of {days[0]} to {days[1]}: run `gemline features statistics` for them"
+        )
+    return {day: feature_drift(lake, day) for day in stored}
+
+
 def feature_drift(lake: Lake, day: date) -> list[FeatureDrift]:
     """The drift of each feature and surface on a day: those with alarms first, then by `change`.
 
-    The reference are the latest days before, at most REFERENCE_DAYS. Raises UserError if the day
-    has no statistics.
+    The reference are the latest days before, at most REFERENCE_DAYS.
     """
     by_day = read_histograms(lake, day)
-    if day not in by_day:
-        raise UserError(f"no statistics of {day}: run `gemline features statistics` for it")
     earlier = [by_day[other] for other in sorted(by_day) if other < day]
     drifts = [
         compare_histograms(key, histogram, [of[key] for of in earlier if key in of])
@@ -181,24 +195,15 @@ def compare_histograms(
     key: FeatureKey, histogram: Histogram, earlier: Sequence[Histogram]
 ) -> FeatureDrift:
     """A feature's statistics of a day beside those of earlier days."""
-    enough = [other for other in earlier if other.num_rows >= MIN_ROWS]
-    psi = reference_psi = None
-    if len(enough) >= MIN_REFERENCE_DAYS and histogram.num_rows >= MIN_ROWS:
-        psi = population_stability_index(merge(enough), histogram)
-        reference_psi = max(
-            population_stability_index(merge([*enough[:n], *enough[n + 1 :]]), other)
-            for n, other in enumerate(enough)
-        )
-    reference = merge(earlier)
-    usual_psi = PSI_FACTOR * (reference_psi or 0)
-    has_drifted = psi is not None and psi > max(LARGE_PSI, usual_psi)
+    days = [other for other in earlier if other.num_rows >= MIN_DAY_ROWS]
+    usual = Usual.of_days(days) if len(days) >= MIN_REFERENCE_DAYS else None
+    reference = usual.all_days if usual else merge(earlier)
+    psi = None
+    if min(histogram.num_rows, reference.num_rows) >= MIN_ROWS and usual:
+        psi = population_stability_index(reference, histogram)
+    broken = usual.describe_break(histogram) if usual else None
     unseen = unseen_share(reference, histogram)
-    broken = _broken(histogram, enough) if psi is not None else None
-    alarm = broken
-    if not alarm and has_drifted:
-        alarm = f"changed: its stability index is {psi:.2f}, at most {reference_psi:.2f} before"
-    if not alarm and psi is not None and unseen is not None and unseen > UNSEEN_SHARE:
-        alarm = f"{unseen:.0%} of its values are in categories that earlier days did not have"
+    changed = usual.describe_change(psi, unseen) if usual and psi is not None else None
     return FeatureDrift(
         *key,
         num_rows=histogram.num_rows,
@@ -207,22 +212,59 @@ def compare_histograms(
         cardinality=histogram.num_bins,
         unseen_share=unseen,
         psi=psi,
-        reference_psi=reference_psi,
-        alarm=alarm,
+        reference_psi=usual.largest_psi if usual else None,
+        alarm=broken or changed,
         is_broken=broken is not None,
     )
 
 
-def _broken(histogram: Histogram, earlier: Sequence[Histogram]) -> str | None:
-    """What no earlier day was: null or constant."""
-    most_missing = max(other.missing_share for other in earlier)
-    if histogram.missing_share >= NULL_SHARE and most_missing < USUAL_MISSING_SHARE:
-        return f"null in {histogram.missing_share:.1%} of rows, at most {most_missing:.1%} before"
-    num_values = histogram.num_rows - histogram.num_missing
-    expected = num_values * min(other.varying_share for other in earlier)
-    if histogram.is_constant and expected >= MIN_VARYING:
-        return f"constant, where earlier days let expect {expected:,.0f} rows with other values"
-    return None
+@dataclass(frozen=True)
+class Usual:
+    """What earlier days were like: together, the median day, and each beside the others.
+
+    A day on which the feature was null or constant does not change the median.
+    """
+
+    all_days: Histogram
+    missing_share: float
+    varying_share: float
+    largest_psi: float
+    largest_unseen_share: float
+
+    @classmethod
+    def of_days(cls, days: Sequence[Histogram]) -> "Usual":
+        """What some days, at least two, were like."""
+        others = [merge([*days[:n], *days[n + 1 :]]) for n in range(len(days))]
+        pairs = list(zip(others, days, strict=True))
+        return cls(
+            merge(days),
+            median(day.missing_share for day in days),
+            median(day.varying_share for day in days),
+            max(population_stability_index(*pair) for pair in pairs),
+            max(unseen_share(*pair) or 0.0 for pair in pairs),
+        )
+
+    def describe_break(self, day: Histogram) -> str | None:
+        """Whether a day's feature became null or constant, in words."""
+        num_values = day.num_rows - day.num_missing
+        expected_values = day.num_rows * (1 - self.missing_share)
+        was_known = self.missing_share < USUAL_MISSING_SHARE and expected_values >= MIN_EXPECTED
+        if day.missing_share >= NULL_SHARE and was_known:
+            return f"null in {day.missing_share:.1%} of rows, {self.missing_share:.1%} are usual"
+        expected = num_values * self.varying_share
+        if day.is_constant and expected >= MIN_EXPECTED:
+            return f"constant, where about {expected:,.0f} rows with other values are usual"
+        return None
+
+    def describe_change(self, psi: float, unseen: float | None) -> str | None:
+        """Whether a day's feature has another distribution or other categories, in words."""
+        if psi > max(LARGE_PSI, USUAL_FACTOR * self.largest_psi):
+            return (
+                f"changed: its stability index is {psi:.2f}, at most {self.largest_psi:.2f} before"
+            )
+        if unseen and unseen > max(UNSEEN_SHARE, USUAL_FACTOR * self.largest_unseen_share):
+            return f"{unseen:.0%} of its values are in categories that earlier days did not have"
+        return None
 
 
 def merge(histograms: Sequence[Histogram]) -> Histogram:
@@ -259,8 +301,9 @@ def population_stability_index(reference: Histogram, day: Histogram) -> float:
 
 
 def _grouped(reference: Histogram, histogram: Histogram) -> Float64:
-    """The rows of a histogram by group: missing, then ranges or categories of the reference."""
-    if reference.least is None and len(reference.bins):
+    """The rows of a histogram by range or category of the reference, others and missing apart."""
+    is_category = reference.least is None and len(reference.bins) > 0
+    if is_category:
         kept = np.sort(reference.bins[np.argsort(-reference.counts, kind="stable")[:CATEGORIES]])
         of_bin = np.searchsorted(kept, histogram.bins)
         is_kept = np.append(kept, kept[-1] - 1)[of_bin] == histogram.bins
@@ -275,15 +318,18 @@ def _grouped(reference: Histogram, histogram: Histogram) -> Float64:
         num_groups = max(len(starts), 1)
     counts = np.bincount(group, histogram.counts, num_groups)
     not_kept = histogram.num_rows - histogram.num_missing - counts.sum()
-    counts[-1] += not_kept
-    return np.append(counts, histogram.num_missing)
+    if is_category:
+        counts[-1] += not_kept
+        not_kept = 0
+    return np.concatenate((counts, [not_kept, histogram.num_missing]))
 
 
 def unseen_share(reference: Histogram, histogram: Histogram) -> float | None:
     """The share of a day's values in categories that the reference lacks; None if unknown."""
-    is_number = histogram.least is not None
     num_values = histogram.num_rows - histogram.num_missing
-    if is_number or not num_values or not (reference.is_complete and histogram.is_complete):
+    if histogram.least is not None or not num_values or not len(reference.bins):
+        return None
+    if not (reference.is_complete and histogram.is_complete):
         return None
     is_unseen = ~np.isin(histogram.bins, reference.bins)
     return float(histogram.counts[is_unseen].sum() / num_values)

@@ -25,7 +25,7 @@ from etl.tables.lake import Lake
 from features.schema import FeatureGroup, feature_schema
 
 BIN_RATIO = 1.1
-SMALLEST = 1e-6
+SMALLEST, LARGEST = 1e-6, 1e300
 MAX_BINS = 1000  # of one feature, day and surface; the fullest are kept
 MISSING_BIN = np.iinfo(np.int32).min
 PARTIAL_SCHEMA = (
@@ -38,7 +38,10 @@ Float64 = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class FeatureColumns:
-    """The columns of a table that are features, by what they hold; `missing` rows are null or 0."""
+    """The columns of a table that are features, by what they hold.
+
+    A category is missing if it is null or 0, others if they are null.
+    """
 
     categorical: tuple[str, ...]
     numeric: tuple[str, ...]
@@ -112,7 +115,7 @@ def statistics_of(rows: DataFrame, columns: FeatureColumns) -> DataFrame:
 
 def number_bins(values: Float64) -> Int32:
     """The bin of each number (N); MISSING_BIN for NaN."""
-    magnitude = np.maximum(np.abs(values), SMALLEST)
+    magnitude = np.clip(np.abs(values), SMALLEST, LARGEST)
     with np.errstate(invalid="ignore"):
         level = 1 + np.floor(np.log(magnitude / SMALLEST) / np.log(BIN_RATIO))
         bins = np.where(np.abs(values) < SMALLEST, 0, np.sign(values) * level)

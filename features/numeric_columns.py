@@ -1,8 +1,8 @@
 """Numbers of events in fixed point, and functions of them over ranges of sorted events.
 
 Sums of integers are the same in any order and in any split of the events, which those of
-floating-point numbers are not. Prefix sums may overflow: their differences remain right as long as
-the sum of each window fits 64 bits.
+floating-point numbers are not. Sums wrap at 64 bits: differences of prefix sums are right as long
+as the sum of a window fits, which is up to 9e14 of values.
 
 N rows of events, R ranges.
 """
@@ -29,7 +29,7 @@ class FixedPoint:
     """How a numeric column of events is held as integers.
 
     A limit keeps one event, such as a view that was never closed, from outweighing all others, and
-    9,000 events of the largest value within 64 bits.
+    900,000 events of the largest value within 64 bits.
 
     Attributes:
         stored_column: The column of `events`.
@@ -52,7 +52,7 @@ class FixedPoint:
 
 FIXED_POINT: Mapping[InputColumn, FixedPoint] = {
     "dwell": FixedPoint("dwell_ms", limit=float(DAY * 1000), scale=1, per_unit=1000),
-    "value": FixedPoint("value", limit=1e9, scale=10**6, per_unit=10**6),
+    "value": FixedPoint("value", limit=1e9, scale=10**4, per_unit=10**4),
 }
 
 

@@ -61,10 +61,10 @@ def function_of_values(
 ) -> float | None:
     """A function of the values of events of a type in [as_of - window, as_of).
 
-    A value counts in whole millionths, and at most 1e9 in magnitude.
+    A value counts in whole ten-thousandths, and at most 1e9 in magnitude.
     """
     values = [
-        (e["visible_ts"], Fraction(round(max(-1e9, min(e["value"], 1e9)) * 10**6), 10**6))
+        (e["visible_ts"], Fraction(round(max(-1e9, min(e["value"], 1e9)) * 10**4), 10**4))
         for e in events
         if _is_in_window(e, event_type, as_of, window) and e["value"] is not None
     ]

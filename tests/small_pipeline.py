@@ -51,6 +51,8 @@ def small_spec(spec_path: Path) -> str:
         "aggregations": [
             {"function": "mean", "column": "dwell", "event": "ad_view"},
             {"function": "last", "column": "dwell", "event": "ad_view"},
+            {"function": "sum", "column": "value", "event": "post_purchase"},
+            {"function": "max", "column": "value", "event": "post_purchase"},
         ],
     }
     spec["sources"]["events"]["delay"] = "5m"

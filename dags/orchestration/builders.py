@@ -110,10 +110,6 @@ def _raw_schedule(factory: DagFactory) -> Any:
     )
 
 
-# Assets by the step after which all their tables are written, without those that are checked.
-ASSET_OF_LAST_STEP = {"labels": "events"}
-
-
 def tables_dag(factory: DagFactory) -> DAG:
     """The steps from raw logs to examples, and those of audiences and campaigns."""
     paths, day_flags = factory.settings.paths, ("--days", DAY_RANGE)
@@ -130,13 +126,9 @@ def tables_dag(factory: DagFactory) -> DAG:
             flags = ("--missing-sources", MISSING_SOURCES) if "raw" in step.reads else ()
             operators[step.name] = operator_for_step(step, factory.settings, flags)
         chain(*operators.values())
-        for last_step, asset in ASSET_OF_LAST_STEP.items():
-            operators[last_step] >> factory.publish_task(asset)
-        chain(
-            operators["feature_statistics"],
-            _feature_check(factory),
-            factory.publish_task("features"),
-        )
+        operators["labels"] >> factory.publish_task("events")
+        check = _feature_check(factory)
+        operators["feature_statistics"] >> check >> factory.publish_task("features")
     return dag
 
 

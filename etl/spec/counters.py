@@ -44,8 +44,9 @@ class Counter(NamedTuple):
 class NumericAggregation(StrictModel):
     """A function of a number of the events of a type, in each window.
 
-    Numbers are rounded: dwells to milliseconds and at most a day, values to millionths and within
-    ±1e9. Events without the number are left out. Without any, a sum is 0 and others are null.
+    Numbers are rounded: dwells to milliseconds and at most a day, values to ten-thousandths and
+    within ±1e9. Events without the number are left out; without any, a sum is 0 and others are
+    null.
     """
 
     function: Function

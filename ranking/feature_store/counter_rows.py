@@ -105,6 +105,11 @@ def _add(stored: tuple[float, ...], values: tuple[float, ...]) -> tuple[float, .
     return (stored[0] + values[0],)
 
 
+def _add_wrapping(stored: tuple[int, ...], values: tuple[int, ...]) -> tuple[int, ...]:
+    """Add 64-bit integers as NumPy does, which wrap."""
+    return ((stored[0] + values[0] - MISSING) % (1 << 64) + MISSING,)
+
+
 @dataclass(frozen=True)
 class RowLayout:
     """The rows of some aggregations."""
@@ -221,7 +226,7 @@ class RowLayout:
         index = self.numbers.index(of)
         updates = [
             self._update(level, "number_counts", index, UINT32, (1,), _add),
-            self._update(level, "number_sums", index, INT64, (number,), _add),
+            self._update(level, "number_sums", index, INT64, (number,), _add_wrapping),
         ]
         extremes: list[tuple[str, Struct, tuple[int, ...], Callable[..., tuple[float, ...]]]]
         extremes = [("smallest", INT64, (number,), min), ("largest", INT64, (number,), max)]

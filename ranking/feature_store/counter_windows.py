@@ -166,7 +166,7 @@ class WindowSums:
         points = np.maximum(as_of - np.array([0, *of.windows]), 0)
         num_integers = len(layout.counted_types) + 2 * len(layout.numbers)
         empty = layout.empty_rows(COUNTER_LEVELS[0], len(of.windows) * num_keys)
-        shape = (len(of.windows), num_keys, -1)
+        shape = (len(of.windows), num_keys)
         return cls(
             layout,
             points,
@@ -174,7 +174,7 @@ class WindowSums:
             np.zeros((num_keys, len(of.half_lives), len(of.count_types))),
             np.zeros((num_keys, len(of.last_types)), np.int64),
             {
-                field: empty[field].reshape(*shape[:2], len(numbers))
+                field: empty[field].reshape(*shape, len(numbers))
                 for field, numbers in layout.fields.items()
             },
         )
@@ -272,6 +272,8 @@ def _reduce_by_key(
 
 def _keep_first_or_last(field: str, kept: np.ndarray, key: Ints, timed: np.ndarray) -> None:
     """Merge timed numbers (N), whose keys (N) ascend, into the first or last ones of keys (Q)."""
+    if not len(key):
+        return
     all_keys = np.concatenate((np.arange(len(kept)), key))
     candidates = np.concatenate((kept, timed))
     order = np.lexsort((candidates["number"], candidates["second"], all_keys))

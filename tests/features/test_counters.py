@@ -30,7 +30,7 @@ Event = tuple[int, int, int, float | None, float | None]  # key, second, type, d
 Ints = npt.NDArray[np.int64]
 Row = dict[str, Any]
 dwells = st.none() | st.floats(0, 1e5) | st.sampled_from((0.0, 0.5, 1.5, 1e8, 1e299))
-values = st.none() | st.floats(-1e5, 1e5) | st.sampled_from((0.0, -5e-7, 2.5e-6, -2e9, 1e299))
+values = st.none() | st.floats(-1e5, 1e5) | st.sampled_from((0.0, -5e-5, 2.5e-4, -2e9, 1e299))
 events = st.lists(
     st.tuples(st.integers(0, 3), st.integers(0, 90), st.integers(1, 3), dwells, values),
     max_size=60,

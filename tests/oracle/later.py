@@ -3,8 +3,7 @@
 import random
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+import pyarrow as pa
 
 from etl.tables.lake import Lake
 from tests.oracle.disorder import BRANDS
@@ -12,8 +11,6 @@ from tests.oracle.log import Record, visible_ts
 from training.data.batch import Batch, Shuffle
 from training.data.label_window import ALL_LABELS
 from training.data.reader import ExampleReader
-
-Strings = npt.NDArray[np.object_]
 
 
 def change_future(
@@ -50,21 +47,21 @@ def model_inputs(lake: Lake) -> dict[str, tuple[Any, ...]]:
     return inputs
 
 
-def _row_inputs(batch: Batch, row: int, item_ids: Strings) -> tuple[Any, ...]:
+def _row_inputs(batch: Batch, row: int, item_ids: pa.Array) -> tuple[Any, ...]:
     request = int(batch.request_index[row])
     row_categorical = {name: int(values[row]) for name, values in batch.row_categorical.items()}
     user_categorical = {n: int(values[request]) for n, values in batch.user_categorical.items()}
     return (
         int(batch.as_of[request]),
         int(batch.surface[row]),
-        item_ids[int(batch.item_index[row])],
+        item_ids[int(batch.item_index[row])].as_py(),
         row_categorical,
         user_categorical,
         batch.row_numeric[row].numpy().tobytes(),
     )
 
 
-def _history_inputs(batch: Batch, row: int, item_ids: Strings) -> tuple[Any, ...]:
+def _history_inputs(batch: Batch, row: int, item_ids: pa.Array) -> tuple[Any, ...]:
     history, request = batch.history, int(batch.request_index[row])
     events = slice(int(history.offsets[request]), int(history.offsets[request + 1]))
     columns = (
@@ -74,5 +71,5 @@ def _history_inputs(batch: Batch, row: int, item_ids: Strings) -> tuple[Any, ...
         history.age_seconds,
         *history.item_categorical.values(),
     )
-    items = item_ids[history.item_index[events].numpy()].tolist()
+    items = item_ids.take(pa.array(history.item_index[events].numpy())).to_pylist()
     return (items, *(column[events].tolist() for column in columns))

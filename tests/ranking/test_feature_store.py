@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -64,7 +65,9 @@ def test_online_features_of_logged_requests_equal_the_offline_features(
     report = check_consistency(store, gem_lake, LAST, INPUT_LIMITS)
     items = ExampleReader.latest(gem_lake, "behaviour", LENGTH).items
     index = np.arange(RESERVED_ITEM_INDICES, len(items))
-    online = fetch(store, "u1", items.item_ids[index].tolist(), store.data_until).bids
+    online = fetch(
+        store, "u1", items.item_ids.take(pa.array(index)).to_pylist(), store.data_until
+    ).bids
     store.close()
     assert report.num_requests > 100 and not report.mismatches
     times = np.full(len(index), store.data_until * MICRO)

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -29,7 +30,9 @@ from ranking.report.next_steps import (
 from ranking.report.study import StudyResult
 from tests import pipeline
 from tests.conftest import FIRST, LAST
+from tests.features.histograms import write_statistics
 from tests.world import link_tables
+from training.evaluation.importance import ImportanceStudy, UnitImportance
 from training.evaluation.predictions import ConfidenceInterval, Predictions, evaluation_path
 
 SPLIT = DaySplit(
@@ -117,6 +120,25 @@ def test_the_page_is_one_file(run: Lake, predictions: Predictions, raw: Path) ->
     assert run_page.count("<svg") == 2
     assert "<td>GEM</td><td>0.8</td>" in studies
     assert "Step durations" not in page, "no step is recorded"
+
+
+def test_the_page_shows_alarms_of_features_and_importances(
+    run: Lake, predictions: Predictions, raw: Path
+) -> None:
+    predictions.write(evaluation_path(run.root, "gem"), SPLIT)
+    rng, first = np.random.default_rng(0), LAST - timedelta(days=6)
+    days = [rng.integers(1, 5, 800) for _ in range(6)]
+    write_statistics(run, first, [*days, np.zeros(800, int), np.zeros(800, int)])
+    page = build_report(run, str(raw), SPLIT).read_text()
+    _, _, features = page.partition("<h2>Features")
+    assert f"1 features and surfaces on {LAST}: 1 with an alarm" in features
+    assert "<li>ctx_x (feed): null in 100.0% of rows" in features
+    assert "Permutation importance" not in features
+    found = UnitImportance(units=("a", "b"), objective="click", increase=2e-4, low=0, high=4e-4)
+    ImportanceStudy(gem_day=FIRST, num_rows=1234, importances=[found]).save(run.root)
+    page = build_report(run, str(raw), SPLIT).read_text()
+    section, _, _ = page.partition("<h2>Features")[2].partition("<h2>")
+    assert "a and b" in section and f"the GEM of {FIRST}, on 1,234 impressions" in section
 
 
 def test_a_report_without_evaluated_models_is_refused(run: Lake, raw: Path) -> None:

@@ -18,7 +18,14 @@ from etl.tables import atomic_io
 from etl.tables.uri import StoragePath, resolve_uri
 from training.data.batch import Batch
 from training.evaluation.feature_units import UnitPermutation, all_units, correlated_units
-from training.evaluation.predictions import ConfidenceInterval, paired_ne_difference, predict
+from training.evaluation.predictions import (
+    ConfidenceInterval,
+    Predictions,
+    paired_ne_difference,
+    predict,
+)
+
+MIN_LABELS = 30
 
 
 class UnitImportance(BaseModel, frozen=True):
@@ -68,14 +75,18 @@ def _study_path(lake: str) -> StoragePath:
 def measure_importances(
     spec: DataSpec, logits: Callable[[Batch], Tensor], batches: Sequence[Batch], gem_day: date
 ) -> ImportanceStudy:
-    """The importances for a GEM's logits (B, O), on batches with final labels."""
+    """The importances for a GEM's logits (B, O), on batches with final labels.
+
+    Objectives with fewer than MIN_LABELS positive or negative labels are left out.
+    """
     units, objectives = all_units(spec), list(spec.objectives)
     groups = correlated_units(units, torch.cat([batch.row_numeric for batch in batches]))
     base = predict(logits, batches, objectives)
+    objectives = [name for name in objectives if _has_enough_labels(base, name)]
     importances = []
     for names in tqdm(groups, desc="importance", unit="unit", disable=None):
         permute = UnitPermutation([units[name] for name in names])
-        permuted = predict(logits, map(permute, batches), objectives)
+        permuted = predict(logits, map(permute, batches), base.objectives)
         for objective in objectives:
             difference = paired_ne_difference([permuted], [base], objective)
             importance = UnitImportance(
@@ -89,6 +100,14 @@ def measure_importances(
     importances.sort(key=lambda i: (objectives.index(i.objective), -i.increase))
     num_rows = len(base.impression_ids)
     return ImportanceStudy(gem_day=gem_day, num_rows=num_rows, importances=importances)
+
+
+def _has_enough_labels(predictions: Predictions, objective: str) -> bool:
+    """Whether an objective has labels of both kinds for an interval over users."""
+    column = predictions.objectives.index(objective)
+    labels = predictions.labels[predictions.label_mask[:, column], column]
+    positives = int(labels.sum())
+    return min(positives, len(labels) - positives) >= MIN_LABELS
 
 
 def take_rows(batches: Iterable[Batch], max_rows: int) -> list[Batch]:

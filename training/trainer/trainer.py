@@ -299,16 +299,16 @@ def load_train_state(lake: Lake, day: date, member: int = 0) -> tuple[TrainState
 
 def predict_test(lake: Lake, split: DaySplit) -> Predictions:
     """Probabilities of all rows of the test days with a final label."""
-    logits, batches = load_for_test(lake, split)
+    logits, batches = load_for_test(lake, split, Shuffle(None))
     return predict(logits, batches, list(lake.spec.objectives))
 
 
 def load_for_test(
-    lake: Lake, split: DaySplit, batch_rows: int = 2048
+    lake: Lake, split: DaySplit, shuffle: Shuffle, batch_rows: int = 2048
 ) -> tuple[Callable[[Batch], Tensor], Iterator[Batch]]:
     """The logits (B, O) of the GEM of the training days, and all test rows with a final label."""
     state, reader = load_train_state(lake, split.train_last)
     days = list(date_range(split.test_first, split.test_last))
     window = LabelWindow.for_test(split, lake.spec)
-    batches = reader.batches(days, window, batch_rows, Shuffle(None))
+    batches = reader.batches(days, window, batch_rows, shuffle)
     return lambda batch: state.model(batch).logits, batches
