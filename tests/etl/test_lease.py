@@ -211,6 +211,7 @@ def test_child_processes_terminate_when_the_holder_is_killed(root: str) -> None:
 READ_ONLY = {
     "etl quarantine", "etl table-info", "etl pin", "etl unpin", "features check",
     "train baseline", "train evaluate", "train verify-batches", "train check-drift",
+    "train importance", "features check-drift",
     "rank off-policy", "rank materialize", "rank serve", "bench serving", "report",
     "explain", "airflow",
 }  # fmt: skip
