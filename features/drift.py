@@ -26,6 +26,7 @@ from etl.tables.lake import Lake
 
 Int64 = npt.NDArray[np.int64]
 Float64 = npt.NDArray[np.float64]
+FeatureKey = tuple[str, str | None]  # feature, surface
 REFERENCE_DAYS = 14
 MIN_REFERENCE_DAYS = 4
 MIN_DAY_ROWS = 50  # of an earlier day; versions of items are few
@@ -164,9 +165,6 @@ def drift_table(drifts: Sequence[FeatureDrift]) -> Table:
             *("" if psi is None else f"{psi:.3f}" for psi in (drift.psi, drift.reference_psi)),
         )
     return table
-
-
-FeatureKey = tuple[str, str | None]  # feature, surface
 
 
 def read_histograms(lake: Lake, day: date) -> Mapping[date, Mapping[FeatureKey, Histogram]]:

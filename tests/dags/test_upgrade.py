@@ -6,6 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -19,6 +20,7 @@ from etl.tables.lake import Lake
 from etl.tables.maintenance import plan_upgrade
 from gemline import main
 from tests.conftest import FIRST, GEM_FLAGS, LAST
+from tests.features.histograms import write_statistics
 from tests.pipeline import TABLES, build_tables, rows
 
 SpecChange = Callable[[dict[str, Any]], object]
@@ -119,12 +121,14 @@ def test_an_upgrade_asks_for_confirmation_on_a_terminal(
     path = write_changed_spec(spec_path, tmp_path / "new.yaml", new_counter)
     flags = ["--spec", str(path), "--lake", own.root, "--raw", str(raw)]
     command = ["upgrade", *flags, "--days", f"{FIRST}:{LAST}", "--old-spec", str(spec_path)]
+    write_statistics(own, FIRST, [np.ones(9, int)])
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    rebuilt = ("examples", "feature_statistics")
     for answer in ("", "n", "perhaps"):
         monkeypatch.setattr("builtins.input", lambda question, answer=answer: answer)
-        assert main(command) == 2 and own.exists("examples")
+        assert main(command) == 2 and all(map(own.exists, rebuilt))
     monkeypatch.setattr("builtins.input", lambda question: " Yes ")
-    assert main(command) == 0 and not own.exists("examples")
+    assert main(command) == 0 and not any(map(own.exists, rebuilt))
 
 
 def test_the_meaning_of_stored_codes_cannot_be_changed(
