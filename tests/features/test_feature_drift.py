@@ -158,6 +158,7 @@ def test_values_that_were_always_missing_raise_no_alarm() -> None:
     assert drift_of(np.zeros(800, int), [np.zeros(800, int)] * 6).alarm is None
 
 
+@pytest.mark.usefixtures("spark")
 def test_statistics_of_days_do_not_depend_on_how_runs_split_them(own: Lake) -> None:
     stored = arrow.snapshot(own, schemas.examples(own.spec)).days()
     build_statistics(own, (stored[0], stored[-1]))
