@@ -28,12 +28,24 @@ Int64 = npt.NDArray[np.int64]
 Float64 = npt.NDArray[np.float64]
 
 
+class NumberInput(NamedTuple):
+    """A column of the events of a type, given by its code, of which functions are computed."""
+
+    column: InputColumn
+    event_type: int
+
+
 class NumericAggregation(NamedTuple):
     """A function of a column of the events of a type, given by its code."""
 
     function: Function
     column: InputColumn
     event_type: int
+
+    @property
+    def input(self) -> NumberInput:
+        """What the function is computed of."""
+        return NumberInput(self.column, self.event_type)
 
 
 @dataclass(frozen=True)
@@ -216,15 +228,21 @@ class KeyedEvents:
         Without a number a sum is 0 and others are NaN.
         """
         values = np.zeros((len(self.query_position), len(windows), len(aggregations)))
-        for column, (function, name, type_) in enumerate(aggregations):
-            numbers = self.events.numbers[name]
-            has_number = (self.events.type == type_) & (numbers.count > 0)
-            of_type = SortedNumbers(self.position[has_number], numbers.take(has_number))
+        for number in dict.fromkeys(each.input for each in aggregations):
+            stored = self._sorted_numbers(number)
+            stop = count_visible(stored.position, self.query_position)
             for row, window in enumerate(windows):
-                start = self.query_position - window
-                of_window = of_type.aggregate(function, start, self.query_position)
-                values[:, row, column] = of_window / FIXED_POINT[name].per_unit
+                start = count_visible(stored.position, self.query_position - window)
+                for column, each in enumerate(aggregations):
+                    if each.input == number:
+                        of_window = stored.aggregate(each.function, start, stop)
+                        values[:, row, column] = of_window / FIXED_POINT[number.column].per_unit
         return self._in_query_order(values.reshape(len(values), len(windows) * len(aggregations)))
+
+    def _sorted_numbers(self, number: NumberInput) -> SortedNumbers:
+        numbers = self.events.numbers[number.column]
+        has_number = (self.events.type == number.event_type) & (numbers.count > 0)
+        return SortedNumbers(self.position[has_number], numbers.take(has_number))
 
     def _in_query_order(self, rows: npt.NDArray[Number]) -> npt.NDArray[Number]:
         restored = np.empty_like(rows)

@@ -1,12 +1,12 @@
-"""Drift of features: a day's statistics beside those of the days before it.
+"""Drift of features: a day's statistics compared with those of the days before it.
 
 The population stability index (PSI) of two histograms is the sum over bins of
-(p - q) ln(p / q), where p and q are the shares of the day and of the reference. Numbers are put
-into ten ranges of the reference, categories into its twenty most frequent and the others, missing
+(p - q) ln(p / q), where p and q are the shares of the day and of the baseline. Numbers are put
+into ten ranges of the baseline, categories into its twenty most frequent and the others, missing
 values apart. By convention, 0.1 is a moderate and 0.25 a large change.
 
 A weekday is the same all day, and hours differ between days with few impressions. So a feature has
-drifted only if its index is twice that of each earlier day beside the other earlier days, too. The
+drifted only if its index is also twice that of each earlier day compared with the other ones. The
 same holds for the share of categories that no earlier day had.
 """
 
@@ -20,19 +20,20 @@ import numpy.typing as npt
 from rich.table import Table
 
 from etl.errors import UserError
+from etl.spec.model import DataSpec
 from etl.tables import feature_schemas
-from etl.tables.arrow import snapshot
+from etl.tables.arrow import Snapshot, snapshot
 from etl.tables.lake import Lake
 
 Int64 = npt.NDArray[np.int64]
 Float64 = npt.NDArray[np.float64]
 FeatureKey = tuple[str, str | None]  # feature, surface
-REFERENCE_DAYS = 14
-MIN_REFERENCE_DAYS = 4
+BASELINE_DAYS = 14
+MIN_BASELINE_DAYS = 4
 MIN_DAY_ROWS = 50  # of an earlier day; versions of items are few
-MIN_ROWS = 500  # of a day, and of the reference, for an index
+MIN_ROWS = 500  # of a day, and of the baseline, for an index
 SMALL_PSI, LARGE_PSI = 0.01, 0.25
-USUAL_FACTOR = 2.0  # by which a day exceeds all earlier days beside each other
+USUAL_FACTOR = 2.0  # by which a day exceeds all earlier days
 MIN_EXPECTED = 30  # rows with another value that a null or constant feature usually has
 NULL_SHARE = 0.99  # of missing values, from which a feature counts as null
 USUAL_MISSING_SHARE = 0.9  # up to which a feature that becomes null is an alarm
@@ -83,7 +84,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class FeatureDrift:
-    """A feature of a surface on a day, beside earlier days.
+    """A feature of a surface on a day, compared with earlier days.
 
     Attributes:
         surface: None for an attribute of items, which is counted by the versions that landed.
@@ -91,7 +92,7 @@ class FeatureDrift:
         unseen_share: The share of values in categories that no earlier day had; None for numbers,
             and if not all categories were kept.
         psi: The population stability index; None with too few rows.
-        reference_psi: The largest index of an earlier day beside the other earlier days.
+        baseline_psi: The largest index of an earlier day compared with the other ones.
         alarm: What is wrong, if anything is.
         is_broken: Whether the feature became null or constant, which fails a check.
     """
@@ -100,18 +101,18 @@ class FeatureDrift:
     surface: str | None
     num_rows: int
     missing_share: float
-    reference_missing_share: float
+    baseline_missing_share: float
     cardinality: int
     unseen_share: float | None
     psi: float | None
-    reference_psi: float | None
+    baseline_psi: float | None
     alarm: str | None
     is_broken: bool
 
     @property
     def change(self) -> float:
         """The index of the day over the largest of an earlier day; 0 if there is none."""
-        return (self.psi or 0.0) / max(self.reference_psi or 0.0, SMALL_PSI)
+        return (self.psi or 0.0) / max(self.baseline_psi or 0.0, SMALL_PSI)
 
     @property
     def name(self) -> str:
@@ -120,26 +121,26 @@ class FeatureDrift:
 
 
 def drift_of_days(lake: Lake, days: tuple[date, date]) -> dict[date, list[FeatureDrift]]:
-    """The drift on each day of a range that has statistics.
+    """The drift of each feature and surface on each day of a range that has statistics.
 
-    Raises UserError if there is none.
+    Features with alarms come first, then those that changed most. Raises UserError if no day has
+    statistics.
     """
     table = snapshot(lake, feature_schemas.feature_statistics(lake.spec))
-    stored = [day for day in table.days() if days[0] <= day <= days[1]]
-    if not stored:
+    stored = [day for day in table.days() if day <= days[1]]
+    compared = [day for day in stored if days[0] <= day]
+    if not compared:
         raise UserError(
             f"no statistics of {days[0]} to {days[1]}: run `gemline features statistics` for them"
         )
-    return {day: feature_drift(lake, day) for day in stored}
+    by_day = read_histograms(lake.spec, table, stored[-len(compared) - BASELINE_DAYS :])
+    return {day: _drift_of_day(day, by_day) for day in compared}
 
 
-def feature_drift(lake: Lake, day: date) -> list[FeatureDrift]:
-    """The drift of each feature and surface on a day: those with alarms first, then by `change`.
-
-    The reference are the latest days before, at most REFERENCE_DAYS.
-    """
-    by_day = read_histograms(lake, day)
-    earlier = [by_day[other] for other in sorted(by_day) if other < day]
+def _drift_of_day(
+    day: date, by_day: Mapping[date, Mapping[FeatureKey, Histogram]]
+) -> list[FeatureDrift]:
+    earlier = [by_day[other] for other in sorted(by_day) if other < day][-BASELINE_DAYS:]
     drifts = [
         compare_histograms(key, histogram, [of[key] for of in earlier if key in of])
         for key, histogram in by_day[day].items()
@@ -159,19 +160,19 @@ def drift_table(drifts: Sequence[FeatureDrift]) -> Table:
             drift.surface or "versions of items",
             f"{drift.num_rows:,}",
             f"{drift.missing_share:.1%}",
-            f"{drift.reference_missing_share:.1%}",
+            f"{drift.baseline_missing_share:.1%}",
             f"{drift.cardinality:,}",
             "" if drift.unseen_share is None else f"{drift.unseen_share:.1%}",
-            *("" if psi is None else f"{psi:.3f}" for psi in (drift.psi, drift.reference_psi)),
+            *("" if psi is None else f"{psi:.3f}" for psi in (drift.psi, drift.baseline_psi)),
         )
     return table
 
 
-def read_histograms(lake: Lake, day: date) -> Mapping[date, Mapping[FeatureKey, Histogram]]:
-    """The histograms of a day and of its reference days."""
-    table = snapshot(lake, feature_schemas.feature_statistics(lake.spec))
-    days = [stored for stored in table.days() if stored <= day][-REFERENCE_DAYS - 1 :]
-    surfaces = {code: name for name, code in lake.spec.surface_codes.items()}
+def read_histograms(
+    spec: DataSpec, table: Snapshot, days: Sequence[date]
+) -> Mapping[date, Mapping[FeatureKey, Histogram]]:
+    """The histograms of some days of `feature_statistics`."""
+    surfaces = {code: name for name, code in spec.surface_codes.items()}
     by_day: dict[date, dict[FeatureKey, Histogram]] = {}
     for row in table.read(day=days).to_pylist():
         bins, counts = np.array(row["bins"], np.int64), np.array(row["counts"], np.int64)
@@ -192,33 +193,34 @@ def read_histograms(lake: Lake, day: date) -> Mapping[date, Mapping[FeatureKey, 
 def compare_histograms(
     key: FeatureKey, histogram: Histogram, earlier: Sequence[Histogram]
 ) -> FeatureDrift:
-    """A feature's statistics of a day beside those of earlier days."""
+    """A feature's statistics of a day, compared with those of earlier days."""
     days = [other for other in earlier if other.num_rows >= MIN_DAY_ROWS]
-    usual = Usual.of_days(days) if len(days) >= MIN_REFERENCE_DAYS else None
-    reference = usual.all_days if usual else merge(earlier)
-    psi = None
-    if min(histogram.num_rows, reference.num_rows) >= MIN_ROWS and usual:
-        psi = population_stability_index(reference, histogram)
-    broken = usual.describe_break(histogram) if usual else None
-    unseen = unseen_share(reference, histogram)
-    changed = usual.describe_change(psi, unseen) if usual and psi is not None else None
+    baseline = Baseline.of_days(days) if len(days) >= MIN_BASELINE_DAYS else None
+    all_days = baseline.all_days if baseline else merge(earlier)
+    unseen = unseen_share(all_days, histogram)
+    psi = broken = changed = None
+    if baseline:
+        broken = baseline.describe_break(histogram)
+        if min(histogram.num_rows, all_days.num_rows) >= MIN_ROWS:
+            psi = population_stability_index(all_days, histogram)
+            changed = baseline.describe_change(psi, unseen)
     return FeatureDrift(
         *key,
         num_rows=histogram.num_rows,
         missing_share=histogram.missing_share,
-        reference_missing_share=reference.missing_share,
+        baseline_missing_share=all_days.missing_share,
         cardinality=histogram.num_bins,
         unseen_share=unseen,
         psi=psi,
-        reference_psi=usual.largest_psi if usual else None,
+        baseline_psi=baseline.largest_psi if baseline else None,
         alarm=broken or changed,
         is_broken=broken is not None,
     )
 
 
 @dataclass(frozen=True)
-class Usual:
-    """What earlier days were like: together, the median day, and each beside the others.
+class Baseline:
+    """Earlier days: all together, the median day, and each compared with the others.
 
     A day on which the feature was null or constant does not change the median.
     """
@@ -230,8 +232,8 @@ class Usual:
     largest_unseen_share: float
 
     @classmethod
-    def of_days(cls, days: Sequence[Histogram]) -> "Usual":
-        """What some days, at least two, were like."""
+    def of_days(cls, days: Sequence[Histogram]) -> "Baseline":
+        """The baseline of some days, at least two."""
         others = [merge([*days[:n], *days[n + 1 :]]) for n in range(len(days))]
         pairs = list(zip(others, days, strict=True))
         return cls(
@@ -284,34 +286,33 @@ def merge(histograms: Sequence[Histogram]) -> Histogram:
     )
 
 
-def population_stability_index(reference: Histogram, day: Histogram) -> float:
-    """How far the histogram of a day is from that of the reference; 0 where shares are equal.
+def population_stability_index(baseline: Histogram, day: Histogram) -> float:
+    """How far the histogram of a day is from that of the baseline; 0 where shares are equal.
 
     The share of half a row of the day is added to each group, so that empty ones do not make it
     infinite.
     """
     added = 0.5 / day.num_rows
     of_reference, of_day = (
-        _grouped(reference, histogram) / histogram.num_rows + added
-        for histogram in (reference, day)
+        _grouped(baseline, histogram) / histogram.num_rows + added for histogram in (baseline, day)
     )
     return float(((of_day - of_reference) * np.log(of_day / of_reference)).sum())
 
 
-def _grouped(reference: Histogram, histogram: Histogram) -> Float64:
-    """The rows of a histogram by range or category of the reference, others and missing apart."""
-    is_category = reference.least is None and len(reference.bins) > 0
+def _grouped(baseline: Histogram, histogram: Histogram) -> Float64:
+    """The rows of a histogram by range or category of the baseline, others and missing apart."""
+    is_category = baseline.least is None and len(baseline.bins) > 0
     if is_category:
-        kept = np.sort(reference.bins[np.argsort(-reference.counts, kind="stable")[:CATEGORIES]])
+        kept = np.sort(baseline.bins[np.argsort(-baseline.counts, kind="stable")[:CATEGORIES]])
         of_bin = np.searchsorted(kept, histogram.bins)
         is_kept = np.append(kept, kept[-1] - 1)[of_bin] == histogram.bins
         group = np.where(is_kept, of_bin, len(kept))
         num_groups = len(kept) + 1
     else:
-        # A range begins with the bin at which a further tenth of the reference's values is reached.
-        before = np.cumsum(reference.counts) - reference.counts
-        tenth = before * RANGES // max(int(reference.counts.sum()), 1)
-        starts = reference.bins[np.diff(tenth, prepend=-1) > 0]
+        # A range begins with the bin at which a further tenth of the baseline's values is reached.
+        before = np.cumsum(baseline.counts) - baseline.counts
+        tenth = before * RANGES // max(int(baseline.counts.sum()), 1)
+        starts = baseline.bins[np.diff(tenth, prepend=-1) > 0]
         group = np.maximum(np.searchsorted(starts, histogram.bins, "right") - 1, 0)
         num_groups = max(len(starts), 1)
     counts = np.bincount(group, histogram.counts, num_groups)
@@ -322,12 +323,12 @@ def _grouped(reference: Histogram, histogram: Histogram) -> Float64:
     return np.concatenate((counts, [not_kept, histogram.num_missing]))
 
 
-def unseen_share(reference: Histogram, histogram: Histogram) -> float | None:
-    """The share of a day's values in categories that the reference lacks; None if unknown."""
+def unseen_share(baseline: Histogram, histogram: Histogram) -> float | None:
+    """The share of a day's values in categories that the baseline lacks; None if unknown."""
     num_values = histogram.num_rows - histogram.num_missing
-    if histogram.least is not None or not num_values or not len(reference.bins):
+    if histogram.least is not None or not num_values or not len(baseline.bins):
         return None
-    if not (reference.is_complete and histogram.is_complete):
+    if not (baseline.is_complete and histogram.is_complete):
         return None
-    is_unseen = ~np.isin(histogram.bins, reference.bins)
+    is_unseen = ~np.isin(histogram.bins, baseline.bins)
     return float(histogram.counts[is_unseen].sum() / num_values)

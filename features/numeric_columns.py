@@ -9,14 +9,13 @@ N rows of events, R ranges.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import cast
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from etl.spec.counters import Function, InputColumn
 from etl.spec.units import DAY
-from features.ragged import count_visible
 
 Bools = npt.NDArray[np.bool_]
 Int64 = npt.NDArray[np.int64]
@@ -91,19 +90,17 @@ class SortedNumbers:
     position: Int64
     numbers: Numbers
 
-    def aggregate(self, function: Function, start: Int64, stop: Int64) -> Float64:
-        """A function of the rows between each two positions (R), `stop` excluded.
+    def aggregate(self, function: Function, first: Int64, end: Int64) -> Float64:
+        """A function of the rows first:end of each range (R), in fixed point.
 
-        In fixed point; without rows a sum is 0 and others are NaN.
+        Without rows a sum is 0 and others are NaN.
         """
-        first, end = count_visible(self.position, start), count_visible(self.position, stop)
         match function:
             case "sum":
-                return self._differences(self.numbers.total, first, end).astype(np.float64)
+                return (self._totals[end] - self._totals[first]).astype(np.float64)
             case "mean":
-                total = self._differences(self.numbers.total, first, end)
-                count = self._differences(self.numbers.count, first, end)
-                return mean_of(total, count)
+                total = self._totals[end] - self._totals[first]
+                return mean_of(total, self._counts[end] - self._counts[first])
             case "min":
                 return range_extremes(np.minimum, self.numbers.smallest, first, end)
             case "max":
@@ -126,10 +123,15 @@ class SortedNumbers:
     def _positions(self, row: Int64) -> Int64:
         return np.append(self.position, 0)[np.clip(row, 0, len(self.position))]
 
-    @staticmethod
-    def _differences(numbers: Int64, first: Int64, end: Int64) -> Int64:
-        sums = np.concatenate(([0], np.cumsum(numbers)))
-        return cast(Int64, sums[end] - sums[first])
+    @cached_property
+    def _totals(self) -> Int64:
+        """The sum of the numbers before each row, and of all (N + 1)."""
+        return np.concatenate(([0], np.cumsum(self.numbers.total)))
+
+    @cached_property
+    def _counts(self) -> Int64:
+        """How many numbers are before each row, and in all (N + 1)."""
+        return np.concatenate(([0], np.cumsum(self.numbers.count)))
 
 
 def mean_of(total: Int64, count: Int64) -> Float64:

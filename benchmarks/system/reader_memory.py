@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from benchmarks.harness import BenchmarkResult
+from benchmarks.harness import SIMULATOR_SPEC, BenchmarkResult
 from benchmarks.synthetic_data import DAYS, START, generate_events
+from benchmarks.system.history_storage import sort_by_user
 from etl.spec import load_spec
 from etl.spec.units import DAY
 from etl.tables import arrow, schemas
@@ -15,7 +16,6 @@ from etl.tables.arrow import snapshot
 from etl.tables.lake import Lake, arrow_schema
 from features.history.build import pack_user_days
 
-SPEC = Path("conf/specs/simulator.yaml")
 EVENTS, USERS, BUCKETS = 20_000_000, 200_000, 16
 HISTORY_LENGTH, BATCH_USERS, PASSES = 2048, 512, 2
 END = START + DAYS * DAY
@@ -27,7 +27,9 @@ def measure_reader_memory(result: BenchmarkResult, work: Path) -> None:
 
     Beside it, a reader that keeps all histories.
     """
-    lake = Lake(str(work / "lake"), load_spec(SPEC).model_copy(update={"buckets": BUCKETS}))
+    lake = Lake(
+        str(work / "lake"), load_spec(SIMULATOR_SPEC).model_copy(update={"buckets": BUCKETS})
+    )
     for bucket in range(BUCKETS):
         write_bucket(lake, bucket)
     context = multiprocessing.get_context("spawn")
@@ -50,8 +52,7 @@ def measure_reader_memory(result: BenchmarkResult, work: Path) -> None:
 def write_bucket(lake: Lake, bucket: int) -> None:
     """Write the packed histories of the users of one bucket."""
     log = generate_events(EVENTS // BUCKETS, USERS // BUCKETS, seed=bucket)
-    by_user = np.lexsort((np.arange(len(log)), log.user))
-    events = log.to_arrow().take(pa.array(by_user))
+    events = log.to_arrow().take(pa.array(sort_by_user(log)))
     names = np.char.add(f"{bucket}-", events["user_id"].to_numpy().astype(str))
     user = events.column_names.index("user_id")
     rows = pack_user_days(events.set_column(user, "user_id", pa.array(names)))

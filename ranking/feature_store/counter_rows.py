@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from etl.spec.counters import Function, InputColumn
-from features.aggregations import Aggregations
+from features.aggregations import Aggregations, NumberInput
 from features.numeric_columns import MISSING
 
 Bools = npt.NDArray[np.bool_]
@@ -64,13 +64,6 @@ COUNTER_LEVELS = (
 def child_record_key(record_key: bytes, parent_bucket: int) -> bytes:
     """The key of the record that holds the buckets within a bucket of the level above."""
     return record_key + parent_bucket.to_bytes(4, "big")
-
-
-class NumberInput(NamedTuple):
-    """A column of the events of a type, given by its code, of which functions are computed."""
-
-    column: InputColumn
-    event_type: int
 
 
 @dataclass(frozen=True)
@@ -135,7 +128,7 @@ class RowLayout:
     def numbers_of(self, *functions: Function) -> tuple[NumberInput, ...]:
         """The numbers of which some functions are computed."""
         numeric = [each for each in self.aggregations.numeric if each.function in functions]
-        return tuple(dict.fromkeys(NumberInput(each.column, each.event_type) for each in numeric))
+        return tuple(dict.fromkeys(each.input for each in numeric))
 
     @cached_property
     def fields(self) -> Mapping[str, tuple[NumberInput, ...]]:

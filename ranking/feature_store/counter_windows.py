@@ -20,13 +20,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from features.aggregations import NumericAggregation
+from features.aggregations import NumberInput, NumericAggregation
 from features.numeric_columns import FIXED_POINT, mean_of
 from ranking.feature_store.counter_rows import (
     COUNTER_LEVELS,
     LOW_32_BITS,
     CounterLevel,
-    NumberInput,
     RowLayout,
     child_record_key,
     decay_weights,
@@ -240,7 +239,7 @@ class WindowSums:
 
         Without a number a sum is 0 and others are NaN.
         """
-        function, of = aggregation.function, NumberInput(*aggregation[1:])
+        function, of = aggregation.function, aggregation.input
         index = self.layout.numbers.index(of)
         count, total = sums[..., index], sums[..., len(self.layout.numbers) + index]
         match function:

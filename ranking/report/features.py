@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import date
+from datetime import date, timedelta
 
 from matplotlib.figure import Figure
 
-from etl.tables import arrow, feature_schemas
+from etl.tables import feature_schemas
 from etl.tables.lake import Lake
-from features.drift import FeatureDrift, feature_drift
+from features.drift import FeatureDrift, drift_of_days
 from ranking.report.figures import to_svg
 from training.evaluation.importance import ImportanceStudy, UnitImportance
 
@@ -39,16 +39,14 @@ class FeatureSection:
 
 def feature_section(lake: Lake, until: date) -> FeatureSection | None:
     """The statistics of the latest day up to one; None if there are none."""
-    schema = feature_schemas.feature_statistics(lake.spec)
-    if not lake.exists(schema.name):
+    name = feature_schemas.feature_statistics(lake.spec).name
+    day = lake.latest_day(name, before=until + timedelta(days=1))
+    if day is None:
         return None
-    days = [day for day in arrow.snapshot(lake, schema).days() if day <= until]
-    if not days:
-        return None
-    drifts = feature_drift(lake, days[-1])
+    drifts = drift_of_days(lake, (day, day))[day]
     alarms = [drift for drift in drifts if drift.alarm]
     study = ImportanceStudy.load(lake.root)
-    return FeatureSection(days[-1], len(drifts), drifts[:SHOWN_FEATURES], alarms, study)
+    return FeatureSection(day, len(drifts), drifts[:SHOWN_FEATURES], alarms, study)
 
 
 def plot_importances(importances: Sequence[UnitImportance]) -> str:
