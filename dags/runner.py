@@ -19,6 +19,7 @@ from pydantic import TypeAdapter
 
 from dags.steps import PipelinePaths, Step
 from etl.errors import error_from_exit_code
+from etl.ingest.arrival import file_states
 from etl.spec import DataSpec, load_spec
 from etl.spec.units import date_range, parse_date_range
 from etl.tables import step_state
@@ -70,12 +71,21 @@ def _step_days(step: Step) -> tuple[date, date]:
 
 def raw_file_stats(spec: DataSpec, raw: str, days: tuple[date, date]) -> list[tuple[str, int, int]]:
     """Path, size and modification time (ns) of every raw file of some days."""
+    tables = [source for source in spec.sources.values() if source.format == "delta"]
     patterns = {
-        source.path_on(day) for source in spec.sources.values() for day in date_range(*days)
+        source.path_on(day)
+        for source in spec.sources.values()
+        for day in date_range(*days)
+        if source not in tables
     }
     root = resolve_uri(raw)
     files = [file for pattern in sorted(patterns) for file in list_matching(root, pattern)]
-    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    of_tables: dict[str, tuple[int, int]] = {}
+    for table in tables:
+        for day in date_range(*days):
+            of_tables |= file_states(table, raw, day)
+    return stats + [(path, *state) for path, state in sorted(of_tables.items())]
 
 
 def carry_over_step_states(

@@ -14,6 +14,7 @@ from etl.attribute_versions import (
 from etl.erasure.erased_users import mark_erased
 from etl.errors import UserError
 from etl.event_time import day_end_sql, day_start_sql
+from etl.ingest.expressions import IS_SELECTED
 from etl.ingest.file_discovery import RawSelection
 from etl.ingest.normalize import REASON_SEPARATOR
 from etl.ingest.quarantine import check_bad_row_rate, write_quarantine
@@ -92,13 +93,13 @@ def _is_readable_for(lake: Lake, source: AttributeSource, days: DayRange) -> boo
     if latest and latest > days[1]:
         logging.warning(
             "%s is not read: it is a snapshot of %s or later, not of %s; stored versions stay",
-            source.path,
+            source.location,
             latest,
             days[1],
         )
         return False
     logging.warning(
-        "%s is a snapshot: its changes are valid from the end of %s on", source.path, days[1]
+        "%s is a snapshot: its changes are valid from the end of %s on", source.location, days[1]
     )
     return True
 
@@ -134,10 +135,11 @@ def _read_source(lake: Lake, source: AttributeSource, raw: str, days: DayRange) 
     if source.entity == "user":
         rows = mark_erased(lake, rows)
     non_null = [F.count(name).alias(name) for name in rows.columns if name != RECORD_LOCATION]
-    counts = rows.agg(*non_null, F.count("*").alias("num_rows")).first()
+    selected = rows.filter("reasons IS NOT NULL")
+    counts = selected.agg(*non_null, F.count("*").alias("num_rows")).first()
     assert counts is not None
     _check_declared_columns(lake, source, raw, counts)
-    check_bad_row_rate(lake.spec, f"{raw}/{source.path}", rows)
+    check_bad_row_rate(lake.spec, f"{raw}/{source.location}", rows)
     if source.static:
         _check_static_unchanged(lake, source, raw, _latest_versions(rows.filter("reasons = ''")))
     return rows
@@ -154,13 +156,16 @@ def _check_declared_columns(lake: Lake, source: AttributeSource, raw: str, count
     for name, column in required.items():
         if column and counts["num_rows"] and not counts[name]:
             raise UserError(
-                f"the spec names column {column}, but no record of {raw}/{source.path} has a valid "
-                "value in it; correct the spec, or remove the column from it"
+                f"the spec names column {column}, but no record of {raw}/{source.location} has "
+                "a valid value in it; correct the spec, or remove the column from it"
             )
 
 
 def parse_rows(lake: Lake, source: AttributeSource, raw: str, days: DayRange) -> DataFrame:
-    """Typed rows of a source, with the `reasons` why a row is invalid, and `logged_valid_from`."""
+    """Typed rows of a source, with `logged_valid_from` and the `reasons` why a row is invalid.
+
+    `reasons` are null for a row that the source skips.
+    """
     typed = _typed_columns(lake, source)
     columns = [source.key, *(column for column, _ in typed.values())]
     columns += [source.valid_from] if source.valid_from else []
@@ -171,7 +176,7 @@ def parse_rows(lake: Lake, source: AttributeSource, raw: str, days: DayRange) ->
         _logged_valid_from(lake.spec, source).alias("logged_valid_from"),
         *[value.alias(name) for name, (_, value) in typed.items()],
         F.coalesce(PATH_DAY, F.lit(snapshot_day)).alias("day"),
-        *("raw", PAYLOAD, SOURCE_FILE, RECORD_LOCATION, READ_ERROR),
+        *("raw", PAYLOAD, SOURCE_FILE, RECORD_LOCATION, READ_ERROR, IS_SELECTED),
     )
     rows = rows.withColumns(_null_wrong_width_vectors(lake, source))
     type_errors = [
@@ -183,11 +188,10 @@ def parse_rows(lake: Lake, source: AttributeSource, raw: str, days: DayRange) ->
     violations = schemas.attributes(lake.spec, source.entity).violations.items()
     reasons = [F.when(F.expr(condition), F.lit(reason)) for reason, condition in violations]
     reasons.append(F.nullif("type_errors", F.lit("")))
-    rows = rows.withColumn(
-        "reasons", F.coalesce(READ_ERROR, F.concat_ws(REASON_SEPARATOR, *reasons))
-    )
+    all_reasons = F.coalesce(READ_ERROR, F.concat_ws(REASON_SEPARATOR, *reasons))
+    rows = rows.withColumn("reasons", F.when(F.col(IS_SELECTED), all_reasons))
     rows = rows.withColumn(PAYLOAD, F.when(F.col("reasons") != "", F.col(PAYLOAD)))
-    return rows.drop("type_errors")
+    return rows.drop("type_errors", IS_SELECTED)
 
 
 def _typed_columns(lake: Lake, source: AttributeSource) -> dict[str, tuple[str, Column]]:
@@ -281,7 +285,7 @@ def _check_static_unchanged(
     changed = pairs.filter(~F.col("new").eqNullSafe(F.col("stored"))).orderBy(key).first()
     if changed is not None:
         raise UserError(
-            f"{raw}/{source.path} is static in the spec, but its row of {source.entity} "
+            f"{raw}/{source.location} is static in the spec, but its row of {source.entity} "
             f"{changed[key]} has changed since it was loaded: restore the row, or remove `static` "
             "from the spec, so that changes are valid from the day on which they are loaded"
         )

@@ -12,6 +12,7 @@ from pyspark.sql import functions as F
 from etl.erasure.erased_users import mark_erased
 from etl.errors import UserError
 from etl.event_time import day_start_sql
+from etl.ingest.expressions import IS_SELECTED
 from etl.ingest.file_discovery import RawSelection
 from etl.ingest.normalize import REASON_SEPARATOR
 from etl.ingest.quarantine import check_bad_row_rate, write_quarantine
@@ -125,9 +126,9 @@ def _read_source(lake: Lake, source: Report, raw: str, days: tuple[date, date]) 
     rows = parse_reports(lake.spec, source, raw, days).persist(StorageLevel.MEMORY_AND_DISK)
     if isinstance(source, AudienceLabelSource):
         rows = mark_erased(lake, rows)
-    check_bad_row_rate(lake.spec, f"{raw}/{source.path}", rows)
+    check_bad_row_rate(lake.spec, f"{raw}/{source.location}", rows)
     if isinstance(source, AuditSource):
-        _check_reports(_stored_rows(rows), f"{raw}/{source.path}")
+        _check_reports(_stored_rows(rows), f"{raw}/{source.location}")
     return rows
 
 
@@ -155,7 +156,7 @@ def _check_reports(rows: DataFrame, path: str) -> None:
 
 
 def parse_reports(spec: DataSpec, source: Report, raw: str, days: tuple[date, date]) -> DataFrame:
-    """Typed rows of a source, with the `reasons` why a row is invalid."""
+    """Typed rows of a source, with the `reasons` why one is invalid, null if it is skipped."""
     columns: dict[str, str] = source.columns.model_dump()
     required = [column for name, column in columns.items() if name != "label"]
     rows = read_raw_records(source, RawSelection(raw, days), columns.values(), required)
@@ -164,7 +165,7 @@ def parse_reports(spec: DataSpec, source: Report, raw: str, days: tuple[date, da
         *audience,
         *[value.alias(name) for name, value in _typed_columns(spec, source).items()],
         F.col(PATH_DAY).alias("day"),
-        *(PAYLOAD, SOURCE_FILE, RECORD_LOCATION, READ_ERROR),
+        *(PAYLOAD, SOURCE_FILE, RECORD_LOCATION, READ_ERROR, IS_SELECTED),
     )
     if isinstance(source, AudienceLabelSource):
         # A label that was delivered for an earlier time was not known before its landing day.
@@ -175,7 +176,8 @@ def parse_reports(spec: DataSpec, source: Report, raw: str, days: tuple[date, da
     violations = SCHEMAS[source.kind](spec).violations.items()
     reasons = [F.when(F.expr(condition), F.lit(reason)) for reason, condition in violations]
     rows = rows.withColumn(
-        "reasons", F.coalesce(READ_ERROR, F.concat_ws(REASON_SEPARATOR, *reasons))
+        "reasons",
+        F.when(F.col(IS_SELECTED), F.coalesce(READ_ERROR, F.concat_ws(REASON_SEPARATOR, *reasons))),
     )
     return rows.withColumn(PAYLOAD, F.when(F.col("reasons") != "", F.col(PAYLOAD)))
 

@@ -1,11 +1,14 @@
 """The `items` table (item_id to item_index) and `item_versions` (attributes, when known)."""
 
-from datetime import date
+from datetime import date, timedelta
 
 from pyspark import StorageLevel
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
+from etl.attribute_versions import versions_from
+from etl.event_time import day_start_sql
+from etl.spec.model import DataSpec
 from etl.spec.units import MICROS
 from etl.tables import schemas, spark_io
 from etl.tables.lake import Lake
@@ -87,14 +90,18 @@ def item_index_or_hash_bucket() -> Column:
 def build_item_versions(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     """Replace the given days of `item_versions`: attributes that landed on them, of indexed items.
 
-    Attributes that landed before their item was first seen are stored on the day when it was.
+    Of the attributes that landed before their item was first seen, those that a request can read
+    and the first version are stored on the day when it was.
     """
     spec, contract = lake.spec, schemas.item_versions(lake.spec)
     versions = {name: lake.version(name) for name in ("items", "attributes_item")}
     items = spark_io.read_table(lake, schemas.items(spec), versions["items"])
     items = items.select("item_id", "item_index", F.col("day").alias("first_seen_day"))
-    rows = spark_io.read_table(lake, schemas.attributes(spec, "item"), versions["attributes_item"])
-    rows = rows.join(items, "item_id").withColumn("day", F.greatest("day", "first_seen_day"))
+    # A request at midnight reads what was valid on the day before.
+    earliest_request = days[0] - timedelta(days=spec.allowed_lateness_days + 1)
+    rows = versions_from(lake, "item", earliest_request, versions["attributes_item"])
+    rows = _readable_once_seen(spec, rows.join(items, "item_id"), days)
+    rows = rows.withColumn("day", F.greatest("day", "first_seen_day"))
     columns = {
         f"item_{name}": encode_attribute(attribute, F.col(f"attr_{name}"))
         for name, attribute in spec.attributes.item.items()
@@ -108,6 +115,26 @@ def build_item_versions(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     )
     build_first_item_versions(lake, days[0])
     return {"item versions": lake.count_rows(contract.name)}
+
+
+def _readable_once_seen(spec: DataSpec, rows: DataFrame, days: tuple[date, date]) -> DataFrame:
+    """The versions of items that were known before, and those of new ones that can be read.
+
+    A new item is one first seen in `days`. No impression of it is earlier than `allowed_lateness`
+    before that day, so that what others superseded by then is never read; the first version is
+    kept, because counters use its attributes. Which versions these are does not depend on the
+    weekly snapshots in which earlier ones were found.
+    """
+    is_new = F.col("first_seen_day").between(*map(F.lit, days))
+    first_readable_day = F.date_sub("first_seen_day", spec.allowed_lateness_days)
+    start_us = F.expr(day_start_sql(spec, "first_readable_day")) * MICROS["s"]
+    order = Window.partitionBy("item_id").orderBy("valid_from", "day")
+    superseded_from = F.lead("valid_from").over(order)
+    is_readable = superseded_from.isNull() | (superseded_from >= start_us)
+    is_readable |= F.row_number().over(order) == 1
+    of_new = rows.filter(is_new).withColumn("first_readable_day", first_readable_day)
+    of_new = of_new.withColumn("is_readable", is_readable).filter("is_readable")
+    return rows.filter(~is_new).unionByName(of_new.select(rows.columns))
 
 
 def build_first_item_versions(lake: Lake, first_day: date) -> None:

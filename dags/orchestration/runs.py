@@ -151,7 +151,7 @@ def _require_a_complete_log(
 ) -> None:
     for day, names in missing_sources.items():
         if all(name in names for name in spec.log_sources):
-            paths = ", ".join(spec.sources[name].path for name in spec.log_sources)
+            paths = ", ".join(spec.sources[name].location for name in spec.log_sources)
             raise UserError(
                 f"no log of {day} is complete in {raw} (looked for {paths}): find out why it was "
                 "not written, then run this day again"

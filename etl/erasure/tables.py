@@ -13,7 +13,7 @@ from pyspark.sql import functions as F
 from etl.attribute_versions import build_version_snapshots
 from etl.erasure.erased_users import payload_words
 from etl.event_time import day_end_sql
-from etl.ingest.readers import PAYLOAD, parse_payload, raw_value
+from etl.ingest.readers import PAYLOAD, parse_quarantined, raw_value
 from etl.ingest.run import count_stored_records, write_ingest_metrics
 from etl.spec.model import DataSpec
 from etl.spec.report_sources import AudienceLabelSource
@@ -201,7 +201,8 @@ def payloads_of(lake: Lake, users: DataFrame) -> DataFrame:
     parts = [quarantine.filter(~F.col("log").isin(list(columns))).select(PAYLOAD)]
     parts[0] = parts[0].withColumn("user_id", F.lit(None).cast("string"))
     for name, column in columns.items():
-        parsed = parse_payload(quarantine.filter(F.col("log") == name), [column])
+        of_source = quarantine.filter(F.col("log") == name)
+        parsed = parse_quarantined(lake.spec.sources[name], of_source, [column])
         parts.append(parsed.select(PAYLOAD, raw_value(column).alias("user_id")))
     records = functools.reduce(DataFrame.unionByName, parts)
     words = F.when(F.col("user_id").isNull(), payload_words(F.col(PAYLOAD)))

@@ -1,4 +1,4 @@
-"""Arrival of raw files: whether a day's files are complete, and which an ingest has read."""
+"""Arrival of raw files and Delta tables: whether a day is complete, and which files were read."""
 
 import time
 from collections.abc import Mapping
@@ -29,9 +29,8 @@ def required_daily_sources(spec: DataSpec) -> list[str]:
 
 def day_file_states(spec: DataSpec, raw: str, day: date) -> FileStates:
     """Size and modification time of a day's files, for the sources that are partitioned by day."""
-    root = resolve_uri(raw)
     return {
-        name: _file_states(root, source, day)
+        name: file_states(source, raw, day)
         for name, source in spec.sources.items()
         if source.is_partitioned_by_day
     }
@@ -43,12 +42,12 @@ def has_arrived(spec: DataSpec, raw: str, source_name: str, day: date) -> bool:
     They are complete when the source's `success_file` exists in their folder. For a source without
     one, they are complete if files exist and none has changed for `unchanged_for`.
     """
-    source, root = spec.sources[source_name], resolve_uri(raw)
+    source = spec.sources[source_name]
     if source.success_file:
-        folder = source.path.rpartition("/")[0]
+        folder = source.location.rpartition("/")[0]
         success_file = f"{folder}/{source.success_file}" if folder else source.success_file
-        return (root / fill_day(success_file, day)).exists()
-    files = _file_states(root, source, day)
+        return (resolve_uri(raw) / fill_day(success_file, day)).exists()
+    files = file_states(source, raw, day)
     if not files:
         return False
     last_change = max(mtime for _, mtime in files.values())
@@ -73,7 +72,17 @@ def _record_path(lake: str, day: date) -> StoragePath:
     return resolve_uri(lake, *RECORD_FOLDER, f"{day}.json")
 
 
-def _file_states(root: StoragePath, source: Source, day: date) -> dict[str, tuple[int, int]]:
+def file_states(source: Source, raw: str, day: date) -> dict[str, tuple[int, int]]:
+    """Size and time of the last change (ns) of the files of a source, by path.
+
+    Those of a day, or all if the source is not partitioned by day.
+    """
+    if source.format == "delta":
+        # Only Delta tables need Spark and Delta where a schedule is kept.
+        from etl.ingest.delta_tables import delta_file_states
+
+        return delta_file_states(source, raw, day)
+    root = resolve_uri(raw)
     paths = list_matching(root, source.path_on(day))
     return {str(path).removeprefix(str(root)): _size_and_mtime(path) for path in paths}
 

@@ -136,7 +136,7 @@ def find_files(source: Source, selection: RawSelection) -> list[tuple[date | Non
     """
     root = absolute_root(selection.root)
     if not source.is_partitioned_by_day:
-        return [(None, _matching_files(f"{root}/{source.path}", source.optional))]
+        return [(None, _matching_files(f"{root}/{source.location}", source.optional))]
     return [
         (day, _matching_files(f"{root}/{source.path_on(day)}", source.optional))
         for day in date_range(*selection.days)
@@ -153,7 +153,7 @@ def absolute_root(root: str) -> str:
 
 
 def latest_day_with_files(source: Source, raw: str) -> date | None:
-    """The latest day of a source that has files; None without any, or without `{day}`."""
+    """The latest day of a source that has files; None without any, or without a day in its path."""
     root = absolute_root(raw)
     folder = normalize_uri(root if "://" in root else Path(root).as_uri())
     files = glob_files(f"{root}/{source.any_day_glob}")

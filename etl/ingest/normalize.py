@@ -9,6 +9,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from etl.event_time import visible_ts_sql
+from etl.ingest.expressions import IS_SELECTED
 from etl.ingest.file_discovery import RawSelection
 from etl.ingest.readers import (
     PATH_DAY,
@@ -72,9 +73,10 @@ def normalize_events(
     """One row per event of a log, in a single pass over its raw records.
 
     Returns:
-        The columns of `events` except `bucket`; `reasons`, joined by `REASON_SEPARATOR` and empty
-        for a valid event; `payload`, null for a valid event; `logged_impression_id`, the impression
-        that the record names; and `location_column`, passed through.
+        The columns of `events` except `bucket`; `reasons`, joined by `REASON_SEPARATOR`, empty for
+        a valid event, and null for a record that the source skips; `payload`, null unless the event
+        is invalid; `logged_impression_id`, the impression that the record names; and
+        `location_column`, passed through.
     """
     log = spec.log_sources[log_name]
     rows = _parse_fields(spec, log, records)
@@ -83,7 +85,7 @@ def normalize_events(
         rows = _explode_outcomes(spec, log, rows)
     else:
         rows = rows.withColumn("impression_id", _impression_id(spec))
-    rows = rows.withColumn("reasons", _rejection_reasons(spec))
+    rows = rows.withColumn("reasons", F.when(F.col(IS_SELECTED), _rejection_reasons(spec)))
     # An invalid record without a day of its own lands on the day of its file, but stays invalid.
     rows = rows.withColumn("day", F.coalesce("day", PATH_DAY))
     columns = [name for name in schemas.events(spec).columns if name != "bucket"]
@@ -209,7 +211,7 @@ def _explode_outcomes(spec: DataSpec, log: ImpressionLogSource, rows: DataFrame)
         F.lit(None).cast("double").alias("value"),
     )
     rows = rows.withColumn("impression_id", F.col("event_id"))
-    rows = rows.withColumn("is_valid", _rejection_reasons(spec) == "")
+    rows = rows.withColumn("is_valid", F.col(IS_SELECTED) & (_rejection_reasons(spec) == ""))
     outcomes = [
         F.when(F.col("is_valid"), _outcome_event(spec, log, outcome)) for outcome in log.outcomes
     ]

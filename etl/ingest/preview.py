@@ -17,7 +17,7 @@ from rich.table import Table
 
 from etl.attributes import parse_rows
 from etl.errors import UserError
-from etl.ingest.file_discovery import RawSelection, latest_day_with_files
+from etl.ingest.file_discovery import RawSelection
 from etl.ingest.normalize import (
     REASON_SEPARATOR,
     logged_columns,
@@ -29,6 +29,7 @@ from etl.ingest.readers import (
     READ_ERROR,
     RECORD_LOCATION,
     SOURCE_FILE,
+    latest_day_with_records,
     read_raw_records,
 )
 from etl.reports import Report, parse_reports
@@ -46,7 +47,8 @@ class SourcePreview:
 
     source: str
     day: date | None  # of the files that were sampled
-    records: int
+    records: int  # without skipped ones
+    skipped: int = 0
     accepted: Counter[str] = field(default_factory=Counter)  # rows by event type and surface
     quarantined: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
@@ -72,11 +74,11 @@ def preview_sources(spec: DataSpec, raw: str, sample_size: int) -> Iterator[Sour
 def _preview(
     spec: DataSpec, name: str, source: Source, raw: str, sample_size: int
 ) -> SourcePreview:
-    day = latest_day_with_files(source, raw) if source.is_partitioned_by_day else None
+    day = latest_day_with_records(source, raw) if source.is_partitioned_by_day else None
     if source.is_partitioned_by_day and day is None:
         if source.optional:
             return SourcePreview(name, None, 0)
-        raise UserError(f"{raw}/{source.path}: no file of any day; check --raw and the path")
+        raise UserError(f"{raw}/{source.location}: no file of any day; check --raw and the path")
     days = (day or NO_PATH_DAY, day or NO_PATH_DAY)
     if isinstance(source, AttributeSource):
         rows = parse_rows(Lake(raw, spec), source, raw, days).limit(sample_size)
@@ -97,12 +99,15 @@ def _preview(
 def _summarize(
     name: str, day: date | None, rows: Sequence[Row], kind_of: Callable[[Row], str]
 ) -> SourcePreview:
+    records = {(row[SOURCE_FILE], row[RECORD_LOCATION]) for row in rows}
+    rows, num_rows = [row for row in rows if row["reasons"] is not None], len(rows)
     accepted = [row for row in rows if not row["reasons"]]
     bad = [row for row in rows if row["reasons"]]
     return SourcePreview(
         source=name,
         day=day,
-        records=len({(row[SOURCE_FILE], row[RECORD_LOCATION]) for row in rows}),
+        records=len(records) - num_rows + len(rows),
+        skipped=num_rows - len(rows),
         accepted=Counter(map(kind_of, accepted)),
         quarantined=len(bad),
         reasons=Counter(reason for row in bad for reason in row["reasons"].split(REASON_SEPARATOR)),
@@ -158,6 +163,9 @@ def _summary(preview: SourcePreview) -> Table:
         records = ""
     for reason, count in preview.reasons.most_common():
         table.add_row(records, f"quarantine: {escape(reason)}", f"{count:,}")
+        records = ""
+    if preview.skipped:
+        table.add_row(records, "skipped by `where`", f"{preview.skipped:,}")
         records = ""
     if records:
         table.add_row(records, "no records", "")

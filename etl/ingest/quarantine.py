@@ -16,8 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from etl.errors import UserError
-from etl.ingest.file_discovery import RawSelection, latest_day_with_files
+from etl.ingest.file_discovery import RawSelection
 from etl.ingest.normalize import REASON_SEPARATOR, read_log
+from etl.ingest.readers import latest_day_with_records
 from etl.spec.model import DataSpec
 from etl.spec.sources import EventLogSource, ImpressionLogSource
 from etl.spec.units import date_range
@@ -44,7 +45,7 @@ class RecordGroup:
 
 
 def count_record_groups(spec: DataSpec, records: DataFrame) -> list[RecordGroup]:
-    """Count normalized records by landing day, log and surface."""
+    """Count normalized records, none of them skipped, by landing day, log and surface."""
     is_valid, keys = F.col("reasons") == "", ("day", "log", "surface")
     is_impression = F.col("type") == spec.event_codes[spec.impression_type]
     columns = sorted(
@@ -99,7 +100,9 @@ def check_bad_record_rate(
         if not sum(group.num_valid for group in of_day):
             reasons = _format_reasons(of_day)
             detail = f" (quarantined: {reasons})" if reasons else ""
-            raise UserError(f"no events of {day} in {raw}{detail}; check --days")
+            filters = any(log.where for log in spec.log_sources.values())
+            check = "--days, and `where` of the sources" if filters else "--days"
+            raise UserError(f"no events of {day} in {raw}{detail}; check {check}")
         _check_group_rate(spec, of_day, f"of {day}")
         for log in sorted({group.log for group in of_day}):
             of_log = [group for group in of_day if group.log == log]
@@ -113,7 +116,7 @@ def check_bad_record_rate(
 def check_bad_row_rate(spec: DataSpec, path: str, rows: DataFrame) -> None:
     """Raise UserError if too many rows of files without events have `reasons`."""
     num_bad = F.count_if(F.expr("reasons != ''")).alias("num_bad")
-    counts = rows.agg(F.count("*").alias("num_rows"), num_bad).first()
+    counts = rows.agg(F.count("reasons").alias("num_rows"), num_bad).first()
     assert counts is not None
     if counts["num_bad"] <= spec.max_bad_record_rate * counts["num_rows"]:
         return
@@ -192,12 +195,11 @@ def _columns_missing_in_latest_files(
     """Raw columns without values also in a log's files of a later day; all without such files."""
     log = spec.log_sources[log_name]
     all_columns = set(optional_columns(spec, log).values())
-    latest = latest_day_with_files(log, raw) if log.is_partitioned_by_day else None
+    latest = latest_day_with_records(log, raw) if log.is_partitioned_by_day else None
     if latest is None or latest <= days[1]:
         return all_columns
-    groups = count_record_groups(
-        spec, read_log(spec, log_name, RawSelection(raw, (latest, latest)))
-    )
+    records = read_log(spec, log_name, RawSelection(raw, (latest, latest)))
+    groups = count_record_groups(spec, records.filter("reasons IS NOT NULL"))
     return set(_columns_without_values(spec, log_name, groups))
 
 

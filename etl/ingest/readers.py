@@ -1,4 +1,4 @@
-"""Readers of raw JSON, CSV and Parquet files: every column as text, with location and read errors.
+"""Readers of raw files and Delta tables: columns as text, with the location and read errors.
 
 All values are read as text, so that a value of a wrong type is quarantined instead of failing the
 read. Each record carries its payload (JSON), its file, its position in it, and the day in its path.
@@ -18,12 +18,15 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import DataType, StringType, StructField, StructType, TimestampType
 
 from etl.errors import UserError
+from etl.ingest.delta_tables import latest_delta_day, read_delta_table
+from etl.ingest.expressions import logged_columns_of, with_expressions
 from etl.ingest.file_discovery import (
     LOCAL_URI_REWRITE,
     FileGroup,
     RawSelection,
     UnreadableFile,
     group_files,
+    latest_day_with_files,
     normalize_uri,
 )
 from etl.spec.file_source import CsvOptions
@@ -70,20 +73,33 @@ def read_raw_records(
     """Records of a source's selected files.
 
     Returns:
-        `raw`, a struct of `columns` as text; `payload`; `source_file`; `record_location`;
-        `path_day`, the day in the path, null if it contains none; and `read_error`, the reason why
-        a record or its whole file is invalid: not parseable, empty, corrupt, or without a
-        `required` column.
+        `raw`, a struct of at least `columns` as text; `payload`; `source_file`; `record_location`;
+        `path_day`, the day in the path, null if it contains none; `read_error`, the reason why a
+        record or its whole file is invalid: not parseable, empty, corrupt, or without a `required`
+        column; and `is_selected`. Records that are not selected are there for the numbers of lines.
 
     Raises:
         UserError: If no file matches and the source is not optional, or no file has a column.
     """
-    selected = sorted(set(columns))
+    selected = logged_columns_of(source, columns)
+    required = [name for name in required if name not in source.select]
+    if source.format == "delta":
+        rows = _read_delta(source, selection, selected, required)
+        return with_expressions(source, rows, F.col(READ_ERROR))
     groups, unreadable = group_files(source, selection)
-    _check_columns_exist(source, groups, selected)
+    headers = [group.columns for group in groups if group.columns is not None]
+    if len(headers) == len(groups):
+        _check_columns_exist(source, headers, selected)
     parts = [_READERS[source.format](source, group, selected, required) for group in groups]
     parts += [_unreadable_file_record(file, selected) for file in unreadable]
-    return functools.reduce(DataFrame.unionByName, parts or [_empty_records(selected)])
+    rows = functools.reduce(DataFrame.unionByName, parts or [_empty_records(selected)])
+    return with_expressions(source, rows, F.col(READ_ERROR))
+
+
+def latest_day_with_records(source: Source, raw: str) -> date | None:
+    """The latest day of a source that is partitioned by day; None if it has no records."""
+    latest = latest_delta_day if source.format == "delta" else latest_day_with_files
+    return latest(source, raw)
 
 
 def raw_value(column: str) -> Column:
@@ -91,7 +107,13 @@ def raw_value(column: str) -> Column:
     return F.col("raw").getField(column)
 
 
-def parse_payload(rows: DataFrame, columns: list[str]) -> DataFrame:
+def parse_quarantined(source: Source, rows: DataFrame, columns: Iterable[str]) -> DataFrame:
+    """`rows` with `raw`, `read_error` and `is_selected`, from the payload that quarantine keeps."""
+    rows = _parse_payload(rows, logged_columns_of(source, columns))
+    return with_expressions(source, rows, F.col(READ_ERROR))
+
+
+def _parse_payload(rows: DataFrame, columns: list[str]) -> DataFrame:
     """`rows` with `raw` and `read_error` parsed from their JSON payload."""
     fields = [StructField(name, StringType()) for name in [*columns, CORRUPT_RECORD]]
     nested = {name: _value_at_path(name) for name in columns if is_path(name)}
@@ -116,22 +138,21 @@ def _value_at_path(column: str) -> Column:
     return F.get_json_object(PAYLOAD, f"$.{column}")
 
 
-def _check_columns_exist(source: Source, groups: list[FileGroup], selected: list[str]) -> None:
-    """Raise UserError if no file has one of the selected columns; JSON files are not checked."""
-    headers = [group.columns for group in groups if group.columns is not None]
-    if not headers or len(headers) < len(groups):
-        return
+def _check_columns_exist(
+    source: Source, headers: Iterable[Iterable[str]], selected: list[str]
+) -> None:
+    """Raise UserError if no file has one of the selected columns; `headers` are those of files."""
     existing = list(dict.fromkeys(name for columns in headers for name in columns))
     missing = [
         name
         for name in selected
         if name not in existing
-        and not (source.format == "parquet" and name.split(".")[0] in existing)
+        and not (source.format in ("parquet", "delta") and name.split(".")[0] in existing)
     ]
-    if missing:
+    if existing and missing:
         raise UserError(
-            f"{source.path}: the spec names {', '.join(missing)}, which the files lack; they have "
-            f"{', '.join(existing)}"
+            f"{source.location}: the spec names {', '.join(missing)}, which the files lack; they "
+            f"have {', '.join(existing)}"
         )
 
 
@@ -144,7 +165,7 @@ def _read_json(
 ) -> DataFrame:
     lines = _spark_reader(group).text(list(group.paths))
     records = lines.select(F.col("value").alias(PAYLOAD), "_metadata")
-    return _with_location(parse_payload(records, selected), group, F.col(READ_ERROR))
+    return _with_path_day(_with_location(_parse_payload(records, selected)), group.day_by_uri)
 
 
 def _read_csv(
@@ -167,25 +188,38 @@ def _read_csv(
     )
     rows = reader.csv(list(group.paths))
     read_error = F.when(F.col(CORRUPT_RECORD).isNotNull(), F.lit(NOT_A_RECORD))
-    return _records_from_columns(rows, group, selected, required, read_error)
+    records = _records_from_columns(rows, group.columns or (), selected, required, read_error)
+    return _with_path_day(records, group.day_by_uri)
 
 
 def _read_parquet(
     _source: Source, group: FileGroup, selected: list[str], required: Collection[str]
 ) -> DataFrame:
     rows = _spark_reader(group).parquet(*group.paths)
-    return _records_from_columns(rows, group, selected, required, F.lit(None).cast("string"))
+    no_error = F.lit(None).cast("string")
+    records = _records_from_columns(rows, group.columns or (), selected, required, no_error)
+    return _with_path_day(records, group.day_by_uri)
+
+
+def _read_delta(
+    source: Source, selection: RawSelection, selected: list[str], required: Collection[str]
+) -> DataFrame:
+    rows = read_delta_table(source, selection, PATH_DAY)
+    columns = [name for name in rows.columns if name != PATH_DAY]
+    _check_columns_exist(source, [columns], selected)
+    no_error = F.lit(None).cast("string")
+    return _records_from_columns(rows, columns, selected, required, no_error, PATH_DAY)
 
 
 def _records_from_columns(
     rows: DataFrame,
-    group: FileGroup,
+    existing: Iterable[str],
     selected: list[str],
     required: Collection[str],
     read_error: Column,
+    *others: str,
 ) -> DataFrame:
     """Rows of a columnar file as records; all are invalid if it lacks a required column."""
-    existing = group.columns or ()
     null = F.lit(None).cast("string")
     texts = {name: _text_of(rows, name) for name in selected}
     missing = [name for name in required if texts[name] is None]
@@ -195,8 +229,9 @@ def _records_from_columns(
         F.to_json(F.struct(*[F.col(f"`{name}`") for name in existing])).alias(PAYLOAD),
         F.coalesce(file_error, read_error).alias(READ_ERROR),
         "_metadata",
+        *others,
     )
-    return _with_location(records, group, F.col(READ_ERROR))
+    return _with_location(records, *others)
 
 
 def _text_of(rows: DataFrame, name: str) -> Column | None:
@@ -216,20 +251,16 @@ def _text_of(rows: DataFrame, name: str) -> Column | None:
     return column.cast("string")
 
 
-def _with_location(rows: DataFrame, group: FileGroup, read_error: Column) -> DataFrame:
-    """Records with their file, block and row, and the day of their path."""
+def _with_location(rows: DataFrame, *others: str) -> DataFrame:
+    """Records with their file, block and row."""
     location = F.struct(
         F.col("_metadata.file_block_start").alias("block"),
         F.monotonically_increasing_id().alias("row"),
     )
-    rows = rows.select(
-        "raw",
-        PAYLOAD,
-        F.regexp_replace("_metadata.file_path", *LOCAL_URI_REWRITE).alias(SOURCE_FILE),
-        location.alias(RECORD_LOCATION),
-        read_error.alias(READ_ERROR),
+    source_file = F.regexp_replace("_metadata.file_path", *LOCAL_URI_REWRITE).alias(SOURCE_FILE)
+    return rows.select(
+        "raw", PAYLOAD, source_file, location.alias(RECORD_LOCATION), READ_ERROR, *others
     )
-    return _with_path_day(rows, group.day_by_uri)
 
 
 def _with_path_day(rows: DataFrame, day_by_uri: Mapping[str, date]) -> DataFrame:

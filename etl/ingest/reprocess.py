@@ -12,7 +12,7 @@ from pyspark.sql import functions as F
 from etl.errors import UserError
 from etl.ingest.normalize import REASON_SEPARATOR, logged_columns, normalize_events
 from etl.ingest.quarantine import UNKNOWN_DAY, landing_day_predicate, write_quarantine
-from etl.ingest.readers import PATH_DAY, PAYLOAD, READ_ERROR, parse_payload
+from etl.ingest.readers import PATH_DAY, PAYLOAD, READ_ERROR, parse_quarantined
 from etl.ingest.run import (
     check_no_later_days,
     count_rows_by_day,
@@ -59,8 +59,7 @@ def reprocess_quarantine(lake: Lake, days: DayRange) -> dict[str, int]:
         write_ingest_metrics(lake, _recompute_metrics(lake, days, before, after), days)
         if not before:
             raise UserError(f"no record of {days[0]} to {days[1]} is in quarantine in {lake.root}")
-        num_invalid = invalid.count()
-        return {"released": sum(before.values()) - num_invalid, "still quarantined": num_invalid}
+        return {"released": released.count(), "still quarantined": invalid.count()}
     finally:
         records.unpersist()
 
@@ -87,16 +86,19 @@ def _recompute_metrics(
 
 
 def _normalize_quarantined(spec: DataSpec, quarantined: DataFrame, days: DayRange) -> DataFrame:
-    """Quarantined records as `normalize_events` returns them; whole files keep their reasons."""
+    """Quarantined records as `normalize_events` returns them; whole files keep their reasons.
+
+    Records that `where` of their source skips now are left out.
+    """
     by_log = []
     for name, log in spec.log_sources.items():
         rows = quarantined.filter(F.col("log") == name)
         rows = rows.withColumn(PATH_DAY, F.nullif("day", F.lit(UNKNOWN_DAY)))
-        rows = parse_payload(rows.drop("day", "log"), sorted(set(logged_columns(spec, log))))
+        rows = parse_quarantined(log, rows.drop("day", "log"), logged_columns(spec, log))
         file_reasons = F.when(F.col(PAYLOAD).isNull(), F.concat_ws(REASON_SEPARATOR, "reasons"))
         rows = rows.withColumn(READ_ERROR, F.coalesce(file_reasons, READ_ERROR)).drop("reasons")
         by_log.append(normalize_events(spec, name, rows, "line"))
-    records = functools.reduce(DataFrame.unionByName, by_log)
+    records = functools.reduce(DataFrame.unionByName, by_log).filter("reasons IS NOT NULL")
     day, reasons = F.coalesce("day", F.lit(UNKNOWN_DAY)), F.col("reasons")
     is_of_other_day = (reasons == "") & ~F.col("day").between(*map(F.lit, days))
     other_day_reason = F.lit("of a day that was not reprocessed")

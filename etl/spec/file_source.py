@@ -1,4 +1,4 @@
-"""Files of a source: their place below the raw folder, their day, and how they are written."""
+"""Files and Delta tables of a source: their place, their day, and which of their rows are read."""
 
 import re
 from datetime import date, datetime
@@ -7,9 +7,10 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from etl.spec.base import StrictModel
+from etl.spec.expressions import ComputedColumn, Condition
 from etl.spec.units import Duration
 
-Format = Literal["json", "csv", "parquet"]
+Format = Literal["json", "csv", "parquet", "delta"]
 TimeUnit = Literal["s", "ms", "us", "ns", "iso"]
 # `{day}` in a path, or `{day:FORMAT}` with a part of the day, such as `{day:%Y%m%d}`.
 DAY_PLACEHOLDER = re.compile(r"\{day(?::([^}]*))?\}")
@@ -66,16 +67,27 @@ class CsvOptions(StrictModel):
 
 
 class FileSource(StrictModel):
-    """Files of one format below the raw folder.
+    """Files of one format below the raw folder, or a Delta table.
 
     The files of a day are complete when `success_file` is in their folder; without such a marker,
-    when none has changed for `unchanged_for`.
+    and in a Delta table, when none has changed for `unchanged_for`.
     """
 
     format: Format
     """Format of the files; `json` and `csv` may be compressed by gzip."""
-    path: RawPath
-    """Path or glob below the raw folder; `{day}` or `{day:%Y%m%d}` is the day of landing."""
+    path: RawPath | None = None
+    """Path or glob below the raw folder; `{day}` or `{day:%Y%m%d}` is the day of landing.
+
+    Of a Delta table, the folder.
+    """
+    table: Annotated[str, Field(pattern=r"^\w+(\.\w+){0,2}$")] | None = None
+    """Name of a Delta table in Spark's catalog, such as `ads.events`, in place of `path`."""
+    partition_column: str | None = None
+    """Partition column of a Delta table with the day of landing, in place of `{day}`."""
+    where: Condition | None = None
+    """Which records are read: a condition on raw columns, in Spark SQL; others are skipped."""
+    select: dict[str, ComputedColumn] = {}
+    """Columns that are computed from raw ones, by name: expressions in Spark SQL."""
     csv: CsvOptions | None = None
     """How files of the format `csv` are written; default: commas, double quotes, a header line."""
     time_unit: TimeUnit = "ms"
@@ -94,26 +106,34 @@ class FileSource(StrictModel):
     @property
     def is_partitioned_by_day(self) -> bool:
         """Whether each day has files of its own."""
-        return DAY_PLACEHOLDER.search(self.path) is not None
+        if self.format == "delta":
+            return self.partition_column is not None
+        return DAY_PLACEHOLDER.search(self.location) is not None
+
+    @property
+    def location(self) -> str:
+        """The path below the raw folder, or the name of the table in the catalog."""
+        return self.path or self.table or ""
 
     def path_on(self, day: date) -> str:
         """The path or glob of the files of a day."""
-        return fill_day(self.path, day)
+        return fill_day(self.location, day)
 
     @property
     def any_day_glob(self) -> str:
         """A glob that matches the files of all days."""
-        return DAY_PLACEHOLDER.sub("*", self.path)
+        return DAY_PLACEHOLDER.sub("*", self.location)
 
     def day_of(self, path: str) -> date | None:
         """The day in a path below the raw folder; None if it is not a file of the source."""
         texts, formats, last = [], [], 0
-        for match in DAY_PLACEHOLDER.finditer(self.path):
+        for match in DAY_PLACEHOLDER.finditer(self.location):
             format_ = match[1] or "%Y-%m-%d"
-            texts += [_glob_regex(self.path[last : match.start()]), f"({_format_regex(format_)})"]
+            before = _glob_regex(self.location[last : match.start()])
+            texts += [before, f"({_format_regex(format_)})"]
             formats.append(format_.replace("%-", "%"))
             last = match.end()
-        found = re.fullmatch("".join([*texts, _glob_regex(self.path[last:])]), path)
+        found = re.fullmatch("".join([*texts, _glob_regex(self.location[last:])]), path)
         if found is None or not formats:
             return None
         try:
@@ -122,16 +142,33 @@ class FileSource(StrictModel):
             return None
 
     @model_validator(mode="after")
-    def _check_csv_options(self) -> "FileSource":
+    def _check_format(self) -> "FileSource":
         if self.format != "csv" and self.csv is not None:
             raise ValueError(f"`csv` has no meaning for files of the format {self.format}")
+        if self.format == "delta":
+            self._check_delta_table()
+        elif self.table or self.partition_column:
+            raise ValueError(f"`table` and `partition_column` are for Delta, not {self.format}")
+        elif not self.path:
+            raise ValueError("`path` is missing: where the files are, below the raw folder")
         return self
+
+    def _check_delta_table(self) -> None:
+        if bool(self.path) == bool(self.table):
+            raise ValueError("a Delta table has a `path` or is a `table` of the catalog; give one")
+        if self.path and (DAY_PLACEHOLDER.search(self.path) or "*" in self.path):
+            raise ValueError(
+                "the path of a Delta table is its folder, without {day} and *; name the partition "
+                "column with the day in `partition_column`"
+            )
+        if self.success_file:
+            raise ValueError("a commit to a Delta table is complete: it needs no `success_file`")
 
     @model_validator(mode="after")
     def _check_success_file(self) -> "FileSource":
         if self.success_file is None or not self.is_partitioned_by_day:
             return self
-        folder = self.path.rpartition("/")[0]
+        folder = self.location.rpartition("/")[0]
         if not DAY_PLACEHOLDER.search(folder + self.success_file):
             raise ValueError("all days would share one `success_file`: put {day} into its name")
         return self

@@ -14,7 +14,10 @@ class ReportSource(FileSource):
     @model_validator(mode="after")
     def _check_day_in_path(self) -> "ReportSource":
         if not self.is_partitioned_by_day:
-            raise ValueError("labels, audits and spend come by day: put {day} into the path")
+            raise ValueError(
+                "labels, audits and spend come by day: put {day} into the path, or name the "
+                "`partition_column` of a Delta table"
+            )
         return self
 
 

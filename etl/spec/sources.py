@@ -149,7 +149,9 @@ class AttributeSource(FileSource):
     @model_validator(mode="after")
     def _check_static_path(self) -> "AttributeSource":
         if self.static and self.is_partitioned_by_day:
-            raise ValueError("a static source is one file for all days: take {day} out of its path")
+            raise ValueError(
+                "a static source is one file for all days: take {day} or `partition_column` out"
+            )
         return self
 
 

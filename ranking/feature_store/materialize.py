@@ -24,7 +24,7 @@ from etl.tables.arrow import Snapshot
 from etl.tables.lake import Lake
 from etl.tables.lease import hold_leases
 from etl.tables.pointer import remove_unreferenced_versions
-from etl.tables.schemas import RESERVED_ITEM_INDICES, STATIC_DAY
+from etl.tables.schemas import RESERVED_ITEM_INDICES
 from etl.tables.uri import local_cache_path, resolve_uri
 from features.encoding.scalar import spark_xxhash64
 from features.numeric_columns import FIXED_POINT
@@ -55,6 +55,7 @@ from ranking.feature_store.store import (
     open_store,
 )
 from ranking.feature_store.wal import event_id_key, feature_store_pointer
+from ranking.inputs.attribute_versions import readable_versions
 from ranking.registry.manifest import RankerManifest, read_manifest
 from ranking.registry.ranker import live_pointer
 from training.teacher.embeddings import of_newest_compressor
@@ -148,31 +149,11 @@ class TableSource:
     def _attribute_versions(self, entity: str) -> Iterator[AttributeVersion]:
         """The versions of users or items, in the order of their `valid_from`."""
         order = [(name, "ascending") for name in (f"{entity}_id", "valid_from", "day")]
-        rows = self._readable_versions(entity).sort_by(order)
+        first_day = self.lake.spec.last_day_before(self.store.earliest_request - MAX_REQUEST_AGE)
+        rows = readable_versions(self.lake, entity, first_day, self.data_until_day).sort_by(order)
         declared = getattr(self.lake.spec.attributes, entity)
         for row in rows.to_pylist():
             yield AttributeVersion.from_row(entity, row, declared)
-
-    def _readable_versions(self, entity: str) -> pa.Table:
-        """Rows with all versions that a request can read.
-
-        These are the latest snapshot before the earliest request, the versions that have landed
-        since, and static rows.
-        """
-        stored = arrow.snapshot(self.lake, schemas.attributes(self.lake.spec, entity))
-        schema = schemas.attribute_snapshots(self.lake.spec, entity)
-        first_day = self.lake.spec.last_day_before(self.store.earliest_request - MAX_REQUEST_AGE)
-        snapshot_day = self.lake.latest_day(schema.name, before=first_day)
-        if snapshot_day is None:
-            return rows_until(stored, self.data_until_day)
-        days = [day for day in stored.days() if day <= self.data_until_day]
-        since = [day for day in days if day > snapshot_day or day == STATIC_DAY]
-        snapshot = arrow.snapshot(self.lake, schema).read(day=snapshot_day).drop_columns("day")
-        names = ["day" if name == "landing_day" else name for name in snapshot.column_names]
-        columns = list(stored.schema.columns)
-        return pa.concat_tables(
-            [stored.read(day=since), snapshot.rename_columns(names).select(columns)]
-        )
 
     def teacher_history_records(self) -> Iterator[tuple[str, KeyValuePairs]]:
         """The teacher embeddings of each user's most recent impressions."""

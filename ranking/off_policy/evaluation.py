@@ -73,7 +73,7 @@ def score_logged_ads(
         UserError: A day has no examples.
     """
     builder, auction = input_builder(ranker, lake), Auction(lake.spec, ranker.manifest.surface)
-    reader, bid_table = builder.reader, load_bids(lake, builder.reader.items)
+    reader, bid_table = builder.reader, load_bids(lake, builder.reader.items, days[0])
     reader.require_days(*days)
     labels = LabelWindow(0, lake.spec.day_end(data_until), include_unlabelled=True)
     parts, num_requests = [], 0

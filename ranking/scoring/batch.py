@@ -33,9 +33,9 @@ class ScoreBuckets:
 
     def __call__(self, buckets: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Rows of `scores` of the buckets in column `id`."""
-        scorer = Scorer.from_ranker(
-            load_ranker(self.ranker_folder), Lake(self.lake_uri, self.spec), self.table_versions
-        )
+        lake = Lake(self.lake_uri, self.spec)
+        ranker = load_ranker(self.ranker_folder)
+        scorer = Scorer.from_ranker(ranker, lake, min(self.days), self.table_versions)
         bucket_ids = (bucket for batch in buckets for bucket in batch.column("id").to_pylist())
         for bucket, day in product(bucket_ids, self.days):
             for rows in scorer.score_day(day, (bucket, self.spec.buckets)):

@@ -1,14 +1,15 @@
 """Bids on items, with campaign goals and advertisers, as of a time."""
 
 from dataclasses import dataclass
+from datetime import date, timedelta
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from etl.tables import arrow, schemas
 from etl.tables.lake import Lake
+from ranking.inputs.attribute_versions import readable_versions
 from ranking.scoring.candidates import NO_ADVERTISER, CandidateBids, Floats
 from training.data.items import ItemTable
 
@@ -59,8 +60,8 @@ class BidTable:
         return CandidateBids(bids, list(goals), target_roas, advertisers)
 
 
-def load_bids(lake: Lake, items: ItemTable) -> BidTable:
-    """The bids in a lake's item attributes; none without an auction in the spec.
+def load_bids(lake: Lake, items: ItemTable, first_day: date) -> BidTable:
+    """The bids that requests of a day or later can read; none without an auction in the spec.
 
     A goal that is not in the spec counts as none.
     """
@@ -68,10 +69,10 @@ def load_bids(lake: Lake, items: ItemTable) -> BidTable:
     if auction is None:
         empty = np.zeros(0, np.int64)
         return BidTable(empty, empty, np.zeros(0), np.zeros(0, object), np.zeros(0), empty)
-    columns = ["item_id", "valid_from", *schemas.auction_columns(lake.spec), "day"]
-    if auction.advertiser:
-        columns.append(f"attr_{auction.advertiser}")
-    rows = arrow.snapshot(lake, schemas.attributes(lake.spec, "item")).read(columns)
+    # Impressions that land on a day may be requests of days before it. A request at midnight reads
+    # what was valid on the day before.
+    earliest_request = first_day - timedelta(days=lake.spec.allowed_lateness_days + 1)
+    rows = readable_versions(lake, "item", earliest_request)
     index = pc.index_in(rows["item_id"], items.item_ids)
     rows = rows.append_column("item_index", index).filter(pc.is_valid(index)).sort_by("day")
     is_known_goal = pc.is_in(rows["goal"], pa.array(list(auction.goal_objectives), pa.string()))

@@ -56,12 +56,16 @@ class Scorer:
 
     @classmethod
     def from_ranker(
-        cls, ranker: Ranker, lake: Lake, table_versions: Mapping[str, int] | None = None
+        cls,
+        ranker: Ranker,
+        lake: Lake,
+        first_day: date,
+        table_versions: Mapping[str, int] | None = None,
     ) -> "Scorer":
-        """A scorer of a lake's tables, by default of their latest versions."""
+        """A scorer of a lake's days from `first_day` on, by default of the latest table versions."""
         inputs = input_builder(ranker, lake, table_versions)
         auction = Auction(lake.spec, ranker.manifest.surface)
-        return cls(ranker, auction, inputs, load_bids(lake, inputs.reader.items))
+        return cls(ranker, auction, inputs, load_bids(lake, inputs.reader.items, first_day))
 
     def score_day(self, day: date, shard: tuple[int, int]) -> Iterator[pa.Table]:
         """Rows of a day's candidates, batch by batch, of a shard (rank, world) of the buckets."""

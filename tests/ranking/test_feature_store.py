@@ -71,7 +71,7 @@ def test_online_features_of_logged_requests_equal_the_offline_features(
     store.close()
     assert report.num_requests > 100 and not report.mismatches
     times = np.full(len(index), store.data_until * MICRO)
-    offline = load_bids(gem_lake, items).as_of(index, times)
+    offline = load_bids(gem_lake, items, LAST).as_of(index, times)
     assert online.goals == offline.goals and (online.target_roas > 0).sum() > 3
     np.testing.assert_array_equal(online.target_roas, offline.target_roas)
     np.testing.assert_array_equal(online.bids, offline.bids)

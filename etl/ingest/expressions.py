@@ -1,0 +1,35 @@
+"""Expressions of a source on its records: computed columns, and which records are skipped."""
+
+from collections.abc import Iterable
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+
+from etl.spec.expressions import parse_column, parse_condition
+from etl.spec.sources import Source
+
+IS_SELECTED = "is_selected"  # false for a record that the `where` of its source skips
+
+
+def logged_columns_of(source: Source, columns: Iterable[str]) -> list[str]:
+    """The columns that records contain, of those named, and those that expressions read."""
+    expressions = [parse_column(text) for text in source.select.values()]
+    expressions += [parse_condition(source.where)] if source.where else []
+    read = (name for expression in expressions for name in expression.columns)
+    return sorted({*(name for name in columns if name not in source.select), *read})
+
+
+def with_expressions(source: Source, rows: DataFrame, read_error: Column) -> DataFrame:
+    """Records with the source's computed columns in `raw`, and `is_selected`.
+
+    A record that cannot be read is selected, so that it is quarantined.
+    """
+    is_selected = F.lit(True)
+    if source.where:
+        condition = F.expr(parse_condition(source.where).sql)
+        is_selected = read_error.isNotNull() | F.coalesce(condition, F.lit(False))
+    rows = rows.withColumn(IS_SELECTED, is_selected)
+    raw = F.col("raw")
+    for name, text in source.select.items():
+        raw = raw.withField(f"`{name}`", F.expr(parse_column(text).sql))
+    return rows.withColumn("raw", raw)
