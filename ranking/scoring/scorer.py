@@ -62,7 +62,7 @@ class Scorer:
         first_day: date,
         table_versions: Mapping[str, int] | None = None,
     ) -> "Scorer":
-        """A scorer of a lake's days from `first_day` on, by default of the latest table versions."""
+        """A scorer of the days of a lake from one on, by default of the latest tables."""
         inputs = input_builder(ranker, lake, table_versions)
         auction = Auction(lake.spec, ranker.manifest.surface)
         return cls(ranker, auction, inputs, load_bids(lake, inputs.reader.items, first_day))

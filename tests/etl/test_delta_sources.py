@@ -56,7 +56,7 @@ def events(day: date, number: int = 6) -> pa.Table:
     )
 
 
-def landed(day: date, as_text: bool = False) -> pa.Table:
+def rows_on(day: date, as_text: bool = False) -> pa.Table:
     """Events of a day with the column `landed`."""
     table = events(day)
     return table.append_column("landed", pa.array([str(day) if as_text else day] * len(table)))
@@ -65,7 +65,7 @@ def landed(day: date, as_text: bool = False) -> pa.Table:
 def write_delta(folder: Path, days: Sequence[date], as_text: bool = False) -> None:
     """Append events of some days to a Delta table that is partitioned by their day."""
     for day in days:
-        write_deltalake(folder, landed(day, as_text), partition_by=["landed"], mode="append")
+        write_deltalake(folder, rows_on(day, as_text), partition_by=["landed"], mode="append")
 
 
 def stored(lake: Lake) -> list[list[dict[str, Any]]]:
@@ -128,7 +128,7 @@ def test_deleted_rows_are_not_read(
     table = tmp_path / "raw/app"
     write_delta(table, DAYS[1:])
     spark.sql(f"ALTER TABLE delta.`{table}` SET TBLPROPERTIES (delta.enableDeletionVectors = true)")
-    kept = landed(DAYS[0]).to_pandas()
+    kept = rows_on(DAYS[0]).to_pandas()
     both = pd.concat([kept, kept.assign(id="removed")]).sort_values("at")
     rows_of_one_file = spark.createDataFrame(
         both, spark.read.format("delta").load(str(table)).schema

@@ -17,14 +17,18 @@ from etl.attribution import item_attribute_values
 from etl.errors import UserError
 from etl.ingest.run import ingest
 from etl.spec import load_spec
+from etl.spec.attributes import CategoricalAttribute
 from etl.spec.units import DAY, MICROS, date_range
 from etl.tables import arrow, schemas, spark_io, user_schemas
 from etl.tables.lake import Lake
 from etl.tables.weekly_snapshots import remove_snapshots_from, snapshot_days
+from features.encoding.scalar import encode_categorical
 from features.history.build import build_history
 from features.history.event_counts import event_counts_before
+from features.items import index_items
 from ranking.feature_store.materialize import TableSource
 from ranking.feature_store.store import STORE_TABLES, StoreMetadata, create_store
+from ranking.inputs.attribute_versions import readable_versions
 from tests.oracle.disorder import FIRST, build_lake, generate_records
 from tests.pipeline import rows
 
@@ -37,6 +41,7 @@ PERIOD = date(2026, 3, 3), date(2026, 3, 12)
 SPEC = """
 name: versions
 surfaces: {home: {}}
+allowed_lateness: 1d
 events: {shown: {role: impression}, click: {role: outcome}}
 objectives: {click: {event: click, window: 1h}}
 attributes:
@@ -204,6 +209,75 @@ def test_a_feature_store_has_the_versions_of_all_days_from_a_snapshot(
     build_version_snapshots(lake, entity, PERIOD[0])
     remove_files_until(lake, f"attributes_{entity}", snapshot_days(*PERIOD)[0])
     assert versions_of_store("from a snapshot") == expected
+
+
+@pytest.mark.parametrize("entity", ATTRIBUTES)
+def test_versions_are_the_same_without_spark(
+    loaded: tuple[Lake, dict[str, list[dict[str, Any]]]], entity: str
+) -> None:
+    lake, _ = loaded
+    for day in (PERIOD[0] + timedelta(days=number) for number in (0, 6, 9)):
+        expected = versions_from(lake, entity, day).toArrow()
+        order = [(name, "ascending") for name in expected.column_names]
+        found = readable_versions(lake, entity, day).select(expected.column_names)
+        assert found.sort_by(order).to_pylist() == expected.sort_by(order).to_pylist(), day
+
+
+def ingest_impressions(lake: Lake, raw: Path, day: date, items: str) -> None:
+    """Ingest a day with one impression of each item, at midnight."""
+    start = lake.spec.day_start(day) * 1000
+    event = {"who": "u", "page": "home", "action": "shown", "at": start, "logged": start}
+    lines = [json.dumps(event | {"id": item, "what": item}) for item in items]
+    (raw / "log").mkdir()
+    (raw / "log" / f"{day}.json").write_text("\n".join(lines))
+    ingest(lake, str(raw), (day, day))
+
+
+def test_versions_of_a_new_item_are_those_that_requests_can_read(
+    loaded: tuple[Lake, dict[str, list[dict[str, Any]]]], tmp_path: Path
+) -> None:
+    lake, written = loaded
+    last = PERIOD[1]
+    ingest_impressions(lake, tmp_path / "raw", last, "abcdefgh")
+
+    shutil.copytree(lake.root, tmp_path / "intact")
+
+    def indexed_versions() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        for name in ("items", "item_versions", "first_item_versions"):
+            shutil.rmtree(Path(lake.root, name), ignore_errors=True)
+        index_items(lake, (last, last))
+        return rows(lake, "item_versions"), rows(lake, "first_item_versions")
+
+    versions, first_versions = indexed_versions()
+    ids = {row["item_index"]: row["item_id"] for row in rows(lake, "items")}
+    brand = lake.spec.attributes.item["brand"]
+    assert isinstance(brand, CategoricalAttribute)
+    brands = {encode_categorical(brand, value): value for value in "xyz"}
+    stored = [
+        {
+            "id": ids[row["item_index"]],
+            "value": brands[row["item_brand"]],
+            "valid_from": row["valid_from"] // MICROS["s"],
+            "day": row["day"],
+        }
+        for row in versions
+    ]
+    start = lake.spec.day_start(last)
+    for second in range(start - lake.spec.allowed_lateness, start + 8 * DAY, DAY // 4):
+        assert values_as_of(stored, second) == values_as_of(written["item"], second), second
+    assert len(stored) < len(rows(lake, "attributes_item")), "superseded ones are not stored"
+    first: dict[str, int] = {}
+    for row in written["item"]:
+        first[row["id"]] = min(row["valid_from"], first.get(row["id"], row["valid_from"]))
+    since = {ids[row["item_index"]]: row["valid_from"] // MICROS["s"] for row in first_versions}
+    assert since == first
+
+    remove_files_until(lake, "attributes_item", snapshot_days(*PERIOD)[0])
+    assert indexed_versions() == (versions, first_versions), "earlier days were read"
+    shutil.rmtree(lake.root)
+    shutil.copytree(tmp_path / "intact", lake.root)
+    remove_snapshots_from(lake, schemas.attribute_snapshots(lake.spec, "item"), PERIOD[0])
+    assert indexed_versions() == (versions, first_versions), "they depend on snapshots"
 
 
 def test_attribution_reads_the_first_version_of_each_item_from_a_snapshot(
