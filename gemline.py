@@ -25,6 +25,10 @@ COMMAND_GROUPS = {
     "rank": ("ranking.commands", "Train, promote and serve a calibrated ranker per surface."),
     "forecast": ("ranking.forecast.commands", "Forecast reach and performance of a targeting."),
     "roi": ("ranking.roi.commands", "Fit response curves of campaigns and plan budgets."),
+    "registry": (
+        "ranking.registry.commands",
+        "List the features: owners, sources, freshness, models.",
+    ),
     "report": ("ranking.commands", "Write an HTML report of the pipeline's results."),
     "explain": ("ranking.commands", "Show everything known about one impression."),
     "run": ("dags.commands", "Run the whole pipeline locally."),

@@ -130,6 +130,7 @@ KEY_EFFECTS: Mapping[str, KeyEffect] = {
     "sources.*.path": FUTURE_INGEST,
     "sources.*.table": FUTURE_INGEST,
     "sources.*.partition_column": FUTURE_INGEST,
+    "sources.*.owner": NO_EFFECT,
     "sources.*.where": FUTURE_INGEST,
     "sources.*.select.*": FUTURE_INGEST,
     "sources.*.csv.delimiter": FUTURE_INGEST,

@@ -88,6 +88,8 @@ class FileSource(StrictModel):
     """Which records are read: a condition on raw columns, in Spark SQL; others are skipped."""
     select: dict[str, ComputedColumn] = {}
     """Columns that are computed from raw ones, by name: expressions in Spark SQL."""
+    owner: str | None = None
+    """Who answers for the data, such as a team; `gemline registry` shows it."""
     csv: CsvOptions | None = None
     """How files of the format `csv` are written; default: commas, double quotes, a header line."""
     time_unit: TimeUnit = "ms"
