@@ -97,13 +97,13 @@ def data_steps(
         (
             "labels",
             ("etl", "labels", *label_flags),
-            ("events", *ATTRIBUTE_TABLES),
+            ("events", *ATTRIBUTE_TABLES, *SNAPSHOT_TABLES),
             ("impressions",),
         ),
         (
             "items",
             ("features", "items"),
-            ("events", *ATTRIBUTE_TABLES),
+            ("events", *ATTRIBUTE_TABLES, *SNAPSHOT_TABLES),
             (*ITEM_TABLES, "first_item_versions"),
         ),
         ("history", ("features", "history"), ("events", "items"), ("history", "user_event_counts")),

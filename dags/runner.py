@@ -83,8 +83,7 @@ def raw_file_stats(spec: DataSpec, raw: str, days: tuple[date, date]) -> list[tu
     stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     of_tables: dict[str, tuple[int, int]] = {}
     for table in tables:
-        for day in date_range(*days):
-            of_tables |= file_states(table, raw, day)
+        of_tables |= file_states(table, raw, days)
     return stats + [(path, *state) for path, state in sorted(of_tables.items())]
 
 

@@ -139,7 +139,7 @@ def _read_source(lake: Lake, source: AttributeSource, raw: str, days: DayRange) 
     counts = selected.agg(*non_null, F.count("*").alias("num_rows")).first()
     assert counts is not None
     _check_declared_columns(lake, source, raw, counts)
-    check_bad_row_rate(lake.spec, f"{raw}/{source.location}", rows)
+    check_bad_row_rate(lake.spec, source.location_in(raw), rows)
     if source.static:
         _check_static_unchanged(lake, source, raw, _latest_versions(rows.filter("reasons = ''")))
     return rows
@@ -156,7 +156,7 @@ def _check_declared_columns(lake: Lake, source: AttributeSource, raw: str, count
     for name, column in required.items():
         if column and counts["num_rows"] and not counts[name]:
             raise UserError(
-                f"the spec names column {column}, but no record of {raw}/{source.location} has "
+                f"the spec names column {column}, but no record of {source.location_in(raw)} has "
                 "a valid value in it; correct the spec, or remove the column from it"
             )
 
@@ -285,7 +285,7 @@ def _check_static_unchanged(
     changed = pairs.filter(~F.col("new").eqNullSafe(F.col("stored"))).orderBy(key).first()
     if changed is not None:
         raise UserError(
-            f"{raw}/{source.location} is static in the spec, but its row of {source.entity} "
+            f"{source.location_in(raw)} is static in the spec, but its row of {source.entity} "
             f"{changed[key]} has changed since it was loaded: restore the row, or remove `static` "
             "from the spec, so that changes are valid from the day on which they are loaded"
         )

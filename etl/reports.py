@@ -126,9 +126,9 @@ def _read_source(lake: Lake, source: Report, raw: str, days: tuple[date, date]) 
     rows = parse_reports(lake.spec, source, raw, days).persist(StorageLevel.MEMORY_AND_DISK)
     if isinstance(source, AudienceLabelSource):
         rows = mark_erased(lake, rows)
-    check_bad_row_rate(lake.spec, f"{raw}/{source.location}", rows)
+    check_bad_row_rate(lake.spec, source.location_in(raw), rows)
     if isinstance(source, AuditSource):
-        _check_reports(_stored_rows(rows), f"{raw}/{source.location}")
+        _check_reports(_stored_rows(rows), source.location_in(raw))
     return rows
 
 

@@ -126,7 +126,8 @@ def _readable_once_seen(spec: DataSpec, rows: DataFrame, days: tuple[date, date]
     weekly snapshots in which earlier ones were found.
     """
     is_new = F.col("first_seen_day").between(*map(F.lit, days))
-    first_readable_day = F.date_sub("first_seen_day", spec.allowed_lateness_days)
+    # One day more: the lateness is in seconds, and a day on which clocks change has fewer.
+    first_readable_day = F.date_sub("first_seen_day", spec.allowed_lateness_days + 1)
     start_us = F.expr(day_start_sql(spec, "first_readable_day")) * MICROS["s"]
     order = Window.partitionBy("item_id").orderBy("valid_from", "day")
     superseded_from = F.lead("valid_from").over(order)

@@ -205,7 +205,7 @@ def measure_batch_scoring(args: ServingArgs, result: BenchmarkResult) -> None:
         rankers = local_path(rankers_folder(scratch.root, args.surface))
         shutil.copytree(local_path(ranker), rankers / ranker.name)
         live_pointer(scratch.root, args.surface).promote(ranker.name)
-        scorer = Scorer.from_ranker(load_ranker(ranker), scratch)
+        scorer = Scorer.from_ranker(load_ranker(ranker), scratch, lake.day_range("examples")[0])
         days = scorer.input_builder.reader.days()
         score_days(scratch, args.surface, (days[-1], days[-1]))
         start = time.perf_counter()

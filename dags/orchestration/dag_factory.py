@@ -24,7 +24,7 @@ from etl.spec import DataSpec
 
 # Assets of tables, with the tables whose metadata their events hold.
 ASSET_TABLES = {
-    "events": ("events", *ATTRIBUTE_TABLES, "impressions", "ingest_metrics"),
+    "events": ("events", *ATTRIBUTE_TABLES, *SNAPSHOT_TABLES, "impressions", "ingest_metrics"),
     "features": (*EXAMPLE_TABLES, "events", *ATTRIBUTE_TABLES, *SNAPSHOT_TABLES),
     "teacher_predictions": TEACHER_TABLES,
 }

@@ -9,6 +9,7 @@ from pydantic import TypeAdapter
 from etl.spec.file_source import fill_day
 from etl.spec.model import DataSpec
 from etl.spec.sources import Source
+from etl.spec.units import date_range
 from etl.tables import atomic_io
 from etl.tables.uri import StoragePath, list_matching, read_text_if_exists, resolve_uri
 
@@ -16,6 +17,22 @@ RECORD_FOLDER = "_pipeline", "raw_files"
 # Source name -> path below the raw folder -> size in bytes, time of the last change in ns.
 FileStates = dict[str, dict[str, tuple[int, int]]]
 _FILE_STATES_ADAPTER = TypeAdapter(FileStates)
+
+
+def file_states(source: Source, raw: str, days: tuple[date, date]) -> dict[str, tuple[int, int]]:
+    """Size and time of the last change (ns) of the files of a source, by path.
+
+    Those of a range of days, or all if the source is not partitioned by day.
+    """
+    if source.format == "delta":
+        # Only Delta tables need Spark and Delta where a schedule is kept.
+        from etl.ingest.delta_tables import delta_file_states
+
+        return delta_file_states(source, raw, days)
+    root = resolve_uri(raw)
+    patterns = {source.path_on(day) for day in date_range(*days)}
+    paths = [path for pattern in sorted(patterns) for path in list_matching(root, pattern)]
+    return {str(path).removeprefix(str(root)): _size_and_mtime(path) for path in paths}
 
 
 def required_daily_sources(spec: DataSpec) -> list[str]:
@@ -30,7 +47,7 @@ def required_daily_sources(spec: DataSpec) -> list[str]:
 def day_file_states(spec: DataSpec, raw: str, day: date) -> FileStates:
     """Size and modification time of a day's files, for the sources that are partitioned by day."""
     return {
-        name: file_states(source, raw, day)
+        name: file_states(source, raw, (day, day))
         for name, source in spec.sources.items()
         if source.is_partitioned_by_day
     }
@@ -47,7 +64,7 @@ def has_arrived(spec: DataSpec, raw: str, source_name: str, day: date) -> bool:
         folder = source.location.rpartition("/")[0]
         success_file = f"{folder}/{source.success_file}" if folder else source.success_file
         return (resolve_uri(raw) / fill_day(success_file, day)).exists()
-    files = file_states(source, raw, day)
+    files = file_states(source, raw, (day, day))
     if not files:
         return False
     last_change = max(mtime for _, mtime in files.values())
@@ -70,21 +87,6 @@ def ingested_file_states(lake: str, day: date) -> FileStates | None:
 
 def _record_path(lake: str, day: date) -> StoragePath:
     return resolve_uri(lake, *RECORD_FOLDER, f"{day}.json")
-
-
-def file_states(source: Source, raw: str, day: date) -> dict[str, tuple[int, int]]:
-    """Size and time of the last change (ns) of the files of a source, by path.
-
-    Those of a day, or all if the source is not partitioned by day.
-    """
-    if source.format == "delta":
-        # Only Delta tables need Spark and Delta where a schedule is kept.
-        from etl.ingest.delta_tables import delta_file_states
-
-        return delta_file_states(source, raw, day)
-    root = resolve_uri(raw)
-    paths = list_matching(root, source.path_on(day))
-    return {str(path).removeprefix(str(root)): _size_and_mtime(path) for path in paths}
 
 
 def _size_and_mtime(path: StoragePath) -> tuple[int, int]:

@@ -6,6 +6,7 @@ Spark once.
 
 from datetime import date
 from typing import Any
+from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -29,23 +30,34 @@ def read_delta_table(source: Source, selection: RawSelection, day_column: str) -
         UserError: If there is no such table or partition column, or a day has no rows and the
             source is not optional.
     """
-    table = _open(source, selection.root)
+    uri = _table_uri(source, selection.root)
+    table = _open(uri)
+    files = _data_files(source, table)
     if not source.optional:
-        _check_days_exist(source, _data_files(source, table), selection.days)
+        _check_days_exist(source, files, selection.days)
     # The version whose files were listed, whatever is written meanwhile.
     reader = SparkSession.active().read.format("delta").option("versionAsOf", table.version())
-    rows = reader.table(source.table) if source.table else reader.load(table.table_uri)
+    rows = reader.table(source.table) if source.table else reader.load(uri)
     if source.partition_column is None:
         return rows.withColumn(day_column, F.lit(None).cast("date"))
     rows = rows.withColumn(day_column, F.col(source.partition_column).try_cast("date"))
     return rows.filter(F.col(day_column).between(*map(F.lit, selection.days)))
 
 
-def delta_file_states(source: Source, raw: str, day: date) -> dict[str, tuple[int, int]]:
-    """Size and time of the last change (ns) of the data files of a day, or of the whole table."""
-    files = _data_files(source, _open(source, raw))
+def delta_file_states(
+    source: Source, raw: str, days: tuple[date, date]
+) -> dict[str, tuple[int, int]]:
+    """Size and time of the last change (ns) of the data files of some days, by path.
+
+    Those of the whole table if it has no partition column; none if there is no table yet.
+    """
+    uri = _table_uri(source, raw)
+    if not DeltaTable.is_deltatable(uri):
+        return {}
+    files = _data_files(source, _open(uri))
     if source.partition_column is not None:
-        files = files.filter(pc.equal(files["day"], pa.scalar(day)))
+        day = files["day"]
+        files = files.filter(pc.and_(pc.greater_equal(day, days[0]), pc.less_equal(day, days[1])))
     paths, sizes, changed = (files[name].to_pylist() for name in ("path", "size", "changed_ms"))
     states = zip(sizes, (ms * 1_000_000 for ms in changed), strict=True)
     return dict(zip(paths, states, strict=True))
@@ -53,7 +65,8 @@ def delta_file_states(source: Source, raw: str, day: date) -> dict[str, tuple[in
 
 def latest_delta_day(source: Source, raw: str) -> date | None:
     """The latest day that has rows in a table with a partition column."""
-    latest: date | None = pc.max(_data_files(source, _open(source, raw))["day"]).as_py()
+    files = _data_files(source, _open(_table_uri(source, raw)))
+    latest: date | None = pc.max(files["day"]).as_py()
     return latest
 
 
@@ -70,12 +83,11 @@ def _check_days_exist(source: Source, files: pa.Table, days: tuple[date, date]) 
         )
 
 
-def _open(source: Source, raw: str) -> DeltaTable:
+def _open(uri: str) -> DeltaTable:
     """The latest version of a table."""
-    uri = _table_uri(source, raw)
     try:
         return DeltaTable(uri)
-    except DeltaError as error:
+    except (DeltaError, OSError) as error:
         raise UserError(f"{uri} cannot be read as a Delta table: {error}") from None
 
 
@@ -94,15 +106,24 @@ def _data_files(source: Source, table: DeltaTable) -> pa.Table:
                 f"{source.partition_column} is no partition column of {source.location}; it is "
                 f"partitioned by {', '.join(partitions) or 'nothing'}: correct `partition_column`"
             )
-        files["day"] = _as_days(actions[f"partition.{source.partition_column}"])
+        files["day"] = _as_days(source, actions[f"partition.{source.partition_column}"])
     return pa.table(files)
 
 
-def _as_days(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Dates, or texts such as 2026-01-31; null for any other text."""
-    if not pa.types.is_date(column.type):
-        column = pc.strptime(column.cast(pa.string()), "%Y-%m-%d", unit="s", error_is_null=True)
-    return column.cast(pa.date32())
+def _as_days(source: Source, column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """The days of partitions, dates or texts such as 2026-01-31; UserError for any other value."""
+    if pa.types.is_date(column.type):
+        return column.cast(pa.date32())
+    texts = column.cast(pa.string())
+    days = pc.strptime(texts, "%Y-%m-%d", unit="s", error_is_null=True)
+    is_day = pc.match_substring_regex(texts, r"^\d{4}-\d\d-\d\d$")
+    others = texts.filter(pc.invert(pc.and_kleene(is_day, days.is_valid())))
+    if len(others):
+        raise UserError(
+            f"{source.location} has the partition {source.partition_column}={others[0]}, which is "
+            "no day such as 2026-01-31: name another `partition_column`"
+        )
+    return days.cast(pa.date32())
 
 
 def _table_uri(source: Source, raw: str) -> str:
@@ -115,4 +136,4 @@ def _table_uri(source: Source, raw: str) -> str:
         raise UserError(
             f"{source.table} is no Delta table of the catalog: {error.getMessage()}"
         ) from None
-    return normalize_uri(details["location"])
+    return unquote(normalize_uri(details["location"]))

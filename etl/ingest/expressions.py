@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
+from etl.errors import UserError
 from etl.spec.expressions import parse_column, parse_condition
 from etl.spec.sources import Source
 
@@ -12,22 +13,34 @@ IS_SELECTED = "is_selected"  # false for a record that the `where` of its source
 
 
 def logged_columns_of(source: Source, columns: Iterable[str]) -> list[str]:
-    """The columns that records contain, of those named, and those that expressions read."""
+    """The columns that records contain, of those named, and those that expressions read.
+
+    Raises UserError if names differ only in case, which Spark does not distinguish.
+    """
+    columns = list(columns)
     expressions = [parse_column(text) for text in source.select.values()]
     expressions += [parse_condition(source.where)] if source.where else []
     read = (name for expression in expressions for name in expression.columns)
-    return sorted({*(name for name in columns if name not in source.select), *read})
+    logged = sorted({*(name for name in columns if name not in source.select), *read})
+    lower = [name.lower() for name in {*logged, *source.select}]
+    ambiguous = sorted(name for name in {*logged, *source.select} if lower.count(name.lower()) > 1)
+    if ambiguous:
+        raise UserError(
+            f"{source.location}: the columns {', '.join(ambiguous)} differ only in case, which "
+            "Spark does not distinguish: write them alike, or rename a computed column"
+        )
+    return logged
 
 
-def with_expressions(source: Source, rows: DataFrame, read_error: Column) -> DataFrame:
+def with_expressions(source: Source, rows: DataFrame, is_unreadable: Column) -> DataFrame:
     """Records with the source's computed columns in `raw`, and `is_selected`.
 
-    A record that cannot be read is selected, so that it is quarantined.
+    An unreadable record is selected, so that it is quarantined.
     """
     is_selected = F.lit(True)
     if source.where:
         condition = F.expr(parse_condition(source.where).sql)
-        is_selected = read_error.isNotNull() | F.coalesce(condition, F.lit(False))
+        is_selected = is_unreadable | F.coalesce(condition, F.lit(False))
     rows = rows.withColumn(IS_SELECTED, is_selected)
     raw = F.col("raw")
     for name, text in source.select.items():

@@ -228,7 +228,7 @@ def _explode_outcomes(spec: DataSpec, log: ImpressionLogSource, rows: DataFrame)
 
 
 def _outcome_event(spec: DataSpec, log: ImpressionLogSource, outcome: OutcomeColumns) -> Column:
-    """An outcome of an impression as a struct; null where its indicator is zero or missing."""
+    """An outcome of an impression as a struct; null if its indicator is 0, false or missing."""
     delay = F.lit(0)
     if outcome.delay:
         delay = F.coalesce(parse_duration(log.time_unit, raw_value(outcome.delay)), delay)
@@ -241,7 +241,9 @@ def _outcome_event(spec: DataSpec, log: ImpressionLogSource, outcome: OutcomeCol
     )
     if outcome.indicator is None:
         return event
-    return F.when(F.coalesce(_cast(outcome.indicator, "double"), F.lit(0)) != 0, event)
+    is_nonzero = _cast(outcome.indicator, "double") != 0
+    is_true = _cast(outcome.indicator, "boolean")
+    return F.when(F.coalesce(is_nonzero, is_true, F.lit(False)), event)
 
 
 def _rejection_reasons(spec: DataSpec) -> Column:

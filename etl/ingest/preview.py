@@ -78,7 +78,7 @@ def _preview(
     if source.is_partitioned_by_day and day is None:
         if source.optional:
             return SourcePreview(name, None, 0)
-        raise UserError(f"{raw}/{source.location}: no file of any day; check --raw and the path")
+        raise UserError(f"{source.location_in(raw)}: no file of any day; check --raw and the path")
     days = (day or NO_PATH_DAY, day or NO_PATH_DAY)
     if isinstance(source, AttributeSource):
         rows = parse_rows(Lake(raw, spec), source, raw, days).limit(sample_size)
@@ -125,8 +125,8 @@ def _shown_values(row: Row) -> dict[str, object]:
 def print_previews(spec: DataSpec, previews: Iterable[SourcePreview], console: Console) -> bool:
     """Print each preview; returns whether all sources can be ingested.
 
-    A source cannot be ingested if it cannot be read, or if more than the spec's
-    `max_bad_record_rate` of its records would be quarantined.
+    A source cannot be ingested if it cannot be read, if its `where` skips every record, or if more
+    than the spec's `max_bad_record_rate` of its records would be quarantined.
     """
     is_clean = True
     for preview in previews:
@@ -145,6 +145,9 @@ def print_previews(spec: DataSpec, previews: Iterable[SourcePreview], console: C
                 f"{escape(payload[:MAX_PAYLOAD_CHARS])}",
                 highlight=False,
             )
+        if preview.skipped and not preview.records:
+            console.print("[red]`where` skips every record: no column may have its name[/]")
+            is_clean = False
         if preview.bad_rate > spec.max_bad_record_rate:
             console.print(
                 f"[red]{preview.bad_rate:.0%} would be quarantined; the limit is "

@@ -116,8 +116,12 @@ def check_bad_record_rate(
 def check_bad_row_rate(spec: DataSpec, path: str, rows: DataFrame) -> None:
     """Raise UserError if too many rows of files without events have `reasons`."""
     num_bad = F.count_if(F.expr("reasons != ''")).alias("num_bad")
-    counts = rows.agg(F.count("reasons").alias("num_rows"), num_bad).first()
+    counts = rows.agg(
+        F.count("*").alias("num_read"), F.count("reasons").alias("num_rows"), num_bad
+    ).first()
     assert counts is not None
+    if counts["num_read"] and not counts["num_rows"]:
+        logging.warning("all %d rows of %s are skipped", counts["num_read"], path)
     if counts["num_bad"] <= spec.max_bad_record_rate * counts["num_rows"]:
         return
     by_reason = rows.filter("reasons != ''").groupBy("reasons").count()
@@ -159,7 +163,9 @@ def check_declared_columns(
     causes a warning. A log without records is not checked.
     """
     groups = list(groups)
-    for name in spec.log_sources:
+    for name, log in spec.log_sources.items():
+        if log.where and not any(group.log == name for group in groups):
+            logging.warning("log %s: no record satisfies its `where`, or it is empty", name)
         unused = _columns_without_values(spec, name, groups)
         missing = {column for column, records in unused.items() if records >= MIN_RECORDS_TO_CHECK}
         if missing:

@@ -21,7 +21,9 @@ from etl.errors import UserError
 from etl.ingest.delta_tables import latest_delta_day, read_delta_table
 from etl.ingest.expressions import logged_columns_of, with_expressions
 from etl.ingest.file_discovery import (
+    EMPTY_FILE,
     LOCAL_URI_REWRITE,
+    UNREADABLE_FILE,
     FileGroup,
     RawSelection,
     UnreadableFile,
@@ -85,7 +87,7 @@ def read_raw_records(
     required = [name for name in required if name not in source.select]
     if source.format == "delta":
         rows = _read_delta(source, selection, selected, required)
-        return with_expressions(source, rows, F.col(READ_ERROR))
+        return with_expressions(source, rows, _is_unreadable())
     groups, unreadable = group_files(source, selection)
     headers = [group.columns for group in groups if group.columns is not None]
     if len(headers) == len(groups):
@@ -93,7 +95,13 @@ def read_raw_records(
     parts = [_READERS[source.format](source, group, selected, required) for group in groups]
     parts += [_unreadable_file_record(file, selected) for file in unreadable]
     rows = functools.reduce(DataFrame.unionByName, parts or [_empty_records(selected)])
-    return with_expressions(source, rows, F.col(READ_ERROR))
+    return with_expressions(source, rows, _is_unreadable())
+
+
+def _is_unreadable() -> Column:
+    """Whether a record or its whole file could not be parsed, so that its columns are unknown."""
+    reasons = (NOT_A_RECORD, RECORD_TOO_LONG, EMPTY_FILE, UNREADABLE_FILE)
+    return F.coalesce(F.col(READ_ERROR).isin(*reasons), F.lit(False))
 
 
 def latest_day_with_records(source: Source, raw: str) -> date | None:
@@ -110,7 +118,7 @@ def raw_value(column: str) -> Column:
 def parse_quarantined(source: Source, rows: DataFrame, columns: Iterable[str]) -> DataFrame:
     """`rows` with `raw`, `read_error` and `is_selected`, from the payload that quarantine keeps."""
     rows = _parse_payload(rows, logged_columns_of(source, columns))
-    return with_expressions(source, rows, F.col(READ_ERROR))
+    return with_expressions(source, rows, _is_unreadable())
 
 
 def _parse_payload(rows: DataFrame, columns: list[str]) -> DataFrame:

@@ -38,6 +38,7 @@ def _check_relative_path(path: str) -> str:
     return path
 
 
+ComputedName = Annotated[str, Field(pattern=r"^[^`.$\[]+$")]
 RawPath = Annotated[str, AfterValidator(_check_relative_path)]
 
 
@@ -86,7 +87,7 @@ class FileSource(StrictModel):
     """Partition column of a Delta table with the day of landing, in place of `{day}`."""
     where: Condition | None = None
     """Which records are read: a condition on raw columns, in Spark SQL; others are skipped."""
-    select: dict[str, ComputedColumn] = {}
+    select: dict[ComputedName, ComputedColumn] = {}
     """Columns that are computed from raw ones, by name: expressions in Spark SQL."""
     owner: str | None = None
     """Who answers for the data, such as a team; `gemline registry` shows it."""
@@ -116,6 +117,10 @@ class FileSource(StrictModel):
     def location(self) -> str:
         """The path below the raw folder, or the name of the table in the catalog."""
         return self.path or self.table or ""
+
+    def location_in(self, raw: str) -> str:
+        """The path with the raw folder, or the name of the table in the catalog."""
+        return self.table or f"{raw}/{self.path}"
 
     def path_on(self, day: date) -> str:
         """The path or glob of the files of a day."""

@@ -98,7 +98,7 @@ class OutcomeColumns(StrictModel):
     event: EventName
     """Type of the event."""
     indicator: str | None = None
-    """Column that is not zero where the event occurred; default: it always occurred."""
+    """Column that is true or not zero where the event occurred; default: it always occurred."""
     delay: str | None = None
     """Column with the time from the impression, in `time_unit` (`iso`: in ms); default: 0."""
     dwell: str | None = None

@@ -1,5 +1,6 @@
 """The attribute versions of users or items that requests of some days can read, as Arrow."""
 
+from collections.abc import Sequence
 from datetime import date
 
 import pyarrow as pa
@@ -10,14 +11,18 @@ from etl.tables.schemas import STATIC_DAY
 
 
 def readable_versions(
-    lake: Lake, entity: str, first_day: date, last_day: date = date.max
+    lake: Lake,
+    entity: str,
+    first_day: date,
+    last_day: date = date.max,
+    columns: Sequence[str] | None = None,
 ) -> pa.Table:
     """Versions that landed up to a day and that are valid at some time of `first_day` or later.
 
     These are the latest weekly snapshot before `first_day`, the versions that have landed since,
-    and static rows, with the columns of the table of attributes. Versions that others superseded
-    before `first_day` may be among them. `etl.attribute_versions.versions_from` is the same on
-    Spark.
+    and static rows, with some or all columns of the table of attributes. Versions that others
+    superseded before `first_day` may be among them. `etl.attribute_versions.versions_from` is the
+    same on Spark.
     """
     stored = arrow.snapshot(lake, schemas.attributes(lake.spec, entity))
     days = [day for day in stored.days() if day == STATIC_DAY or day <= last_day]
@@ -26,11 +31,10 @@ def readable_versions(
     if lake.exists(schema.name):
         snapshot_day = lake.latest_day(schema.name, before=first_day)
     if snapshot_day is None:
-        return stored.read(day=days).combine_chunks()
+        return stored.read(columns, day=days).combine_chunks()
     since = [day for day in days if day > snapshot_day or day == STATIC_DAY]
-    snapshot = arrow.snapshot(lake, schema).read(day=snapshot_day).drop_columns("day")
-    names = ["day" if name == "landing_day" else name for name in snapshot.column_names]
-    columns = list(stored.schema.columns)
-    return pa.concat_tables(
-        [stored.read(day=since), snapshot.rename_columns(names).select(columns)]
-    ).combine_chunks()
+    names = list(columns or stored.schema.columns)
+    in_snapshot = ["landing_day" if name == "day" else name for name in names]
+    snapshot = arrow.snapshot(lake, schema).read(in_snapshot, day=snapshot_day)
+    recent = stored.read(names, day=since).select(names)
+    return pa.concat_tables([recent, snapshot.rename_columns(names)]).combine_chunks()

@@ -83,8 +83,11 @@ def _declared_features(spec: DataSpec) -> Iterator[tuple[str, str, str, tuple[st
         yield f"ctx_{name}", attribute.type, "request", logs, "examples"
     for name in spec.sequences:
         yield name, "sequence", "user", logs, "history"
+    item_sources = tuple(_providers(spec.sources, "item"))
     for counter in spec.counters.columns:
-        yield counter.column, "counter", ", ".join(counter.key), logs, "examples"
+        has_attribute = any(part in spec.attributes.item for part in counter.key)
+        sources = (*logs, *(item_sources if has_attribute else ()))
+        yield counter.column, "counter", ", ".join(counter.key), sources, "examples"
 
 
 def _providers(sources: Mapping[str, Source], entity: str) -> Iterator[str]:
@@ -130,13 +133,16 @@ def _names_of(schema: FeatureSchema, sequences: Iterable[str]) -> set[str]:
 
 
 def select_features(features: Iterable[RegisteredFeature], text: str) -> list[RegisteredFeature]:
-    """The features whose name, key, source, owner or model contains a text; UserError if none."""
+    """The features whose name, key, source, owner or model contains a text; UserError if none.
+
+    An empty text selects all.
+    """
     selected = [
         f
         for f in features
         if any(text in value for value in (f.name, f.key, *f.sources, *f.owners, *f.models))
     ]
-    if not selected:
+    if text and not selected:
         raise UserError(f"no feature, key, source, owner or model has {text!r} in its name")
     return selected
 

@@ -8,6 +8,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from etl.tables import schemas
 from etl.tables.lake import Lake
 from ranking.inputs.attribute_versions import readable_versions
 from ranking.scoring.candidates import NO_ADVERTISER, CandidateBids, Floats
@@ -72,7 +73,10 @@ def load_bids(lake: Lake, items: ItemTable, first_day: date) -> BidTable:
     # Impressions that land on a day may be requests of days before it. A request at midnight reads
     # what was valid on the day before.
     earliest_request = first_day - timedelta(days=lake.spec.allowed_lateness_days + 1)
-    rows = readable_versions(lake, "item", earliest_request)
+    columns = ["item_id", "valid_from", *schemas.auction_columns(lake.spec), "day"]
+    if auction.advertiser:
+        columns.append(f"attr_{auction.advertiser}")
+    rows = readable_versions(lake, "item", earliest_request, columns=columns)
     index = pc.index_in(rows["item_id"], items.item_ids)
     rows = rows.append_column("item_index", index).filter(pc.is_valid(index)).sort_by("day")
     is_known_goal = pc.is_in(rows["goal"], pa.array(list(auction.goal_objectives), pa.string()))

@@ -109,8 +109,8 @@ def test_a_delta_table_is_read_like_files_of_the_same_days(
     spark: SparkSession, tmp_path: Path, from_files: list[list[dict[str, Any]]], as_text: bool
 ) -> None:
     spec = write_spec(tmp_path, DELTA, **LENIENT)
-    write_delta(tmp_path / "raw/app", DAYS, as_text)
-    assert stored(ingested(tmp_path, spec, tmp_path / "raw", DAYS[:2])) == from_files
+    write_delta(tmp_path / "my logs" / "app", DAYS, as_text)
+    assert stored(ingested(tmp_path, spec, tmp_path / "my logs", DAYS[:2])) == from_files
 
 
 @pytest.fixture
@@ -165,6 +165,7 @@ def test_a_day_has_arrived_when_its_files_have_not_changed_for_a_while(tmp_path:
     assert has_arrived(at_once, raw, "app", DAYS[0])
     assert not has_arrived(later, raw, "app", DAYS[0]), "rows may still be added"
     assert not has_arrived(at_once, raw, "app", DAYS[2])
+    assert not has_arrived(at_once, str(tmp_path), "app", DAYS[0]), "there is no table yet"
     before = {day: day_file_states(at_once, raw, day) for day in DAYS}
     stats = raw_file_stats(at_once, raw, (DAYS[0], DAYS[0]))
     write_delta(table, [DAYS[1]])
@@ -210,6 +211,9 @@ def test_what_cannot_be_read_is_refused_by_name(spark: SparkSession, tmp_path: P
     assert "day is no partition column of app; it is partitioned by landed" in message
     assert "cannot be read as a Delta table" in refused(tmp_path, path="sales")
     assert "ads.nothing is no Delta table" in refused(tmp_path, path=None, table="ads.nothing")
+    weekly = rows_on(DAYS[0], as_text=True).set_column(7, "landed", pa.array(["2026-W01"] * 6))
+    write_deltalake(tmp_path / "raw/weekly", weekly, partition_by=["landed"])
+    assert "has the partition landed=2026-W01" in refused(tmp_path, path="weekly")
     columns = yaml.safe_load(SPEC)["sources"]["app"]["columns"] | {"user": "visitor"}
     assert "the spec names visitor" in refused(tmp_path, columns=columns)
     assert DeltaTable(tmp_path / "raw/app").version() == 1, "it is only read"
@@ -231,4 +235,4 @@ def test_keys_that_contradict_each_other_are_refused(
     tmp_path: Path, change: Mapping[str, object], message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        write_spec(tmp_path, DELTA | change)
+        write_spec(tmp_path, {**DELTA, **change})

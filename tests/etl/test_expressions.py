@@ -14,12 +14,14 @@ import yaml
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
+from etl.errors import UserError
 from etl.ingest.preview import preview_sources
 from etl.ingest.reprocess import reprocess_quarantine
 from etl.ingest.run import ingest
 from etl.spec import DataSpec, load_spec
 from etl.spec.expressions import parse_column, parse_condition
 from etl.tables.lake import Lake
+from gemline import main
 from tests.etl.shop import SPEC
 from tests.pipeline import rows
 
@@ -28,11 +30,14 @@ pytestmark = pytest.mark.spark
 DAY = date(2026, 1, 2)
 NOON = 1767355200
 RECORD = {"name": "Ad_Click", "price": "250", "bot": "false", "user.id": "7", "none": None,
-          "word": "ten", "empty": "", "ratio": "0.1"}  # fmt: skip
+          "word": "ten", "empty": "", "ratio": "0.1", "quoted": "it's", "url": "x?c=${CLICK_ID}",
+          "huge": "9007199254740993", "nan": "NaN", "comment": "ok"}  # fmt: skip
 CONDITIONS: Mapping[str, bool | None] = {
     "name = 'Ad_Click'": True,
     "name IN ('a', 'Ad_Click') AND NOT bot": True,
     "lower(name) LIKE 'ad\\_%'": True,
+    "word LIKE 't_n'": True,
+    "word LIKE 't\\_n'": False,  # no wildcard
     "name NOT LIKE 'Ad%' OR price > 100": True,
     "price > 99": True,  # as numbers: '250' < '99' as texts
     "price < '99'": True,  # as texts
@@ -52,7 +57,15 @@ CONDITIONS: Mapping[str, bool | None] = {
     "word = true": None,
     "abs(price - 300) = 50": True,
     "cast(price AS double) >= cast(ratio AS double)": True,
-    "name <> 'it''s' AND name != 'it\\'s'": True,
+    "quoted = 'it\\'s'": True,
+    "url LIKE '%${CLICK_ID}'": True,
+    "url LIKE '%${env:HOME}%'": False,
+    "url = 'x?c='": False,
+    "huge = '9007199254740993'": True,
+    "nan > 99": None,
+    "comment = 'ok'": True,
+    "NOT (none = 'x' OR name = 'y')": None,
+    "name NOT IN ('a', 'b') AND none NOT IN ('a')": None,
 }
 COLUMNS: Mapping[str, str | None] = {
     "price / 100": "2.5",
@@ -71,6 +84,19 @@ COLUMNS: Mapping[str, str | None] = {
     "sqrt(price * price)": "250",
     "price > 3": "true",
     "cast(bot AS string)": "false",
+    "substring(name, -5)": "Click",
+    "'${env:HOME}'": "${env:HOME}",
+    "nullif(huge, 0)": "9007199254740993",
+    "coalesce(none, huge, 0)": "9007199254740993",
+    "coalesce(none, 0) + 1": "1",
+    "if(bot, 'yes', 0)": "0",
+    "case when bot then 1 else name end": "Ad_Click",
+    "price / 3": "83.33333333333333",
+    "price * 1e300": "2.5E302",
+    "price * 1e-30": "2.5E-28",
+    "1e308 * 1e10": None,
+    "-0.0 * price": "0",
+    "('1' || 9) + 9": "28",
 }
 
 
@@ -99,7 +125,8 @@ def random_expression(rng: random.Random, depth: int) -> str:
         "{0} + {1}", "{0} - {1}", "{0} * {1}", "{0} / {1}", "{0} % {1}", "-{0}", "abs({0})",
         "ln({0})", "sqrt({0})", "floor({0})", "length({0})", "lower({0})", "trim({0})",
         "{0} || {1}", "concat({0}, {1})", "coalesce({0}, {1}, {2})", "nullif({0}, {1})",
-        "substring({0}, -2, 9)", "cast({0} AS double)", "cast({0} AS string)",
+        "substring({0}, -2, 9)", "substring({0}, 2147483647)", "nullif({0}, 3)",
+        "cast({0} AS double)", "cast({0} AS string)",
         "cast({0} AS boolean)", "{0} = {1}", "{0} <=> {1}", "{0} < 'm'", "{0} < 3",
         "{0} IN ({1}, {2})", "{0} BETWEEN {1} AND 3", "{0} LIKE '%x'", "{0} IS NULL",
         "NOT {0}", "{0} AND {1}", "{0} OR {1}", "if({0}, {1}, {2})",
@@ -136,7 +163,7 @@ REFUSED = {
     "a IN (SELECT 1)": "write the values as a list",
     "(SELECT max(b) FROM t) = a": "not supported",
     "EXISTS (SELECT 1)": "not supported",
-    "a = 1; DROP TABLE t": "not supported",
+    "a = 1; DROP TABLE t": "not an expression of Spark SQL from character 5 on",
     "a RLIKE '('": "not supported",
     "explode(a) = 1": "not supported",
     "a = raise_error('x')": "not supported",
@@ -145,9 +172,23 @@ REFUSED = {
     "a > b": "to compare numbers, write cast",
     "a BETWEEN b AND c": "to compare numbers, write cast",
     "a LIKE b": "the pattern of like is a text in quotes",
+    r"a LIKE 'a\\b'": "a backslash precedes",
+    r"a LIKE 'a\\'": "a backslash precedes",
+    "a = 'it''s'": "two texts in quotes follow each other",
+    "a IN (1, 'x')": "'x' is used as a number",
+    "a = 9007199254740992": "compare it as a text",
+    "substring(a, 1, 99999999999) = 'x'": "write start and length as integers",
+    "substring(a) = 'x'": "write start and length as integers",
+    "'1' || 9 + 9 = '28'": "write parentheses around",
+    "`${env:HOME}` = 'x'": "cannot be the name of a column",
+    "1) FROM t WHERE (a = 1": "is not one expression",
+    "a, b": "not supported",
+    "cast(a AS double FORMAT '9') = 1": "not supported",
+    " OR ".join(["a=1"] * 180): "the expression is too complex",
+    "a = 1 AND " + "(" * 300 + "b" + ")" * 300: "nested too deeply",
     "(a = 1) + 2 = 3": "a boolean is used as a number",
     "a +": "not an expression of Spark SQL",
-    "": "not an expression of Spark SQL",
+    " ": "the expression is empty",
     "a = 1 b": "not supported",
     "substring(a, 1, b) = 'x'": "write start and length as integers",
     "trim(BOTH 'x' FROM a) = 'b'": "arguments that are not supported",
@@ -169,7 +210,8 @@ def test_columns_are_those_that_an_expression_reads() -> None:
 def shop_spec(folder: Path, app: Mapping[str, Any]) -> DataSpec:
     """The shop's spec with other keys of the source `app`."""
     spec = yaml.safe_load(SPEC)
-    spec["sources"]["app"] |= app
+    keys = spec["sources"]["app"] | app
+    spec["sources"]["app"] = {name: value for name, value in keys.items() if value is not None}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "spec.yaml").write_text(yaml.safe_dump(spec, sort_keys=False))
     return load_spec(folder / "spec.yaml")
@@ -238,6 +280,59 @@ def test_skipped_records_and_computed_columns_change_nothing_else(
     columns = yaml.safe_load(SPEC)["sources"]["app"]["columns"] | {"event_time": "seconds"}
     spec = shop_spec(tmp_path / "mixed", source | expressions | {"columns": columns})
     assert ingested(tmp_path / "mixed", spec, mixed, format_) == plain
+
+
+def test_outcomes_of_skipped_impressions_are_skipped(spark: SparkSession, tmp_path: Path) -> None:
+    wide = {"kind": "impression_log", "outcomes": [{"event": "click", "indicator": "clicked"}],
+            "types": None, "where": "app <> 'game'", "select": {"clicked": "hits > 0"}}  # fmt: skip
+    base = yaml.safe_load(SPEC)
+    columns = base["sources"]["app"]["columns"]
+    columns = {name: column for name, column in columns.items() if name != "type"}
+    spec = shop_spec(tmp_path, {**wide, "columns": columns})
+    records = [
+        event | {"app": app, "hits": hits, "id": f"{app}{event['id']}"}
+        for app in ("game", "shop")
+        for event, hits in zip(events(4), (0, 1, 2, None), strict=True)
+    ]
+    stored, quarantined, _ = ingested(tmp_path, spec, records, "json")
+    clicked = {row["event_id"] for row in stored if row["type"] == spec.event_codes["click"]}
+    assert clicked == {"shope1:click", "shope2:click"}
+    assert len(stored) == 4 + 2 and not quarantined
+
+
+def test_skipped_files_may_lack_columns(spark: SparkSession, tmp_path: Path) -> None:
+    source = {"format": "parquet", "path": "app/{day}*.parquet", "where": "app = 'shop'"}
+    spec = shop_spec(tmp_path, source)
+    (tmp_path / "raw/app").mkdir(parents=True)
+    of_shop = [event | {"app": "shop"} for event in events(4)]
+    as_parquet(tmp_path / "raw/app" / f"{DAY}-1.parquet", of_shop)
+    as_parquet(tmp_path / "raw/app" / f"{DAY}-2.parquet", [{"app": "game", "level": 3}] * 9)
+    lake = Lake(str(tmp_path / "lake"), spec)
+    assert ingest(lake, str(tmp_path / "raw"), (DAY, DAY))["read"] == 4
+    assert not rows(lake, "quarantine")
+
+
+def test_a_condition_on_a_column_that_no_record_has_is_shown(
+    spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shop_spec(tmp_path, {"where": "aplication = 'shop'"})
+    (tmp_path / "raw/app").mkdir(parents=True)
+    as_json(tmp_path / "raw/app" / f"{DAY}.json", events(5))
+    command = ["spec", "check", str(tmp_path / "spec.yaml"), "--raw", str(tmp_path / "raw")]
+    assert main(command) == 2
+    assert "`where` skips every record" in " ".join(capsys.readouterr().out.split())
+
+
+def test_names_that_differ_only_in_case_are_refused(spark: SparkSession, tmp_path: Path) -> None:
+    spec = shop_spec(tmp_path, {"where": "WHO = 'u1'"})
+    with pytest.raises(UserError, match="the columns WHO, who differ only in case"):
+        ingested(tmp_path, spec, events(2), "json")
+
+
+@pytest.mark.parametrize("name", ["", "a`b", "user.id", "items[0]", "${env:HOME}"])
+def test_names_of_computed_columns_are_plain(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match="pattern"):
+        shop_spec(tmp_path, {"select": {name: "'x'"}})
 
 
 def test_records_that_cannot_be_read_are_quarantined_with_their_line(

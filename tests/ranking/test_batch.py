@@ -50,7 +50,7 @@ def test_each_candidate_of_the_days_is_scored_as_by_the_ranker(
     ranker_lake: Lake, written: int
 ) -> None:
     scorer = Scorer.from_ranker(
-        load_ranker(rankers_folder(ranker_lake.root, "feed") / "one"), ranker_lake
+        load_ranker(rankers_folder(ranker_lake.root, "feed") / "one"), ranker_lake, min(DAYS)
     )
     expected = pa.concat_tables(rows for day in DAYS for rows in scorer.score_day(day, (0, 1)))
     expected = expected.sort_by([("day", "ascending"), ("impression_id", "ascending")])

@@ -12,9 +12,8 @@ import yaml
 from etl.errors import UserError
 from etl.spec import load_spec
 from etl.tables import arrow, feature_schemas, schemas
-from etl.tables.lake import Lake, arrow_schema
 from etl.tables.atomic_io import local_path
-from features.schema import counter_columns
+from etl.tables.lake import Lake, arrow_schema
 from gemline import main
 from ranking.registry.features import registered_features, select_features
 from ranking.registry.ranker import live_pointer, rankers_folder
@@ -33,7 +32,9 @@ def test_all_features_of_the_tables_are_listed(gem_lake: Lake) -> None:
         "user_id",
         "user_known_since",
     }
-    stored |= {f"item_{name}" for name in spec.attributes.item} | set(counter_columns(spec))
+    stored |= {f"item_{name}" for name in spec.attributes.item} | {
+        counter.column for counter in spec.counters.columns
+    }
     assert stored <= {*examples, *versions}
     listed = registered_features(gem_lake)
     assert {feature.name for feature in listed} == stored | set(spec.sequences)
