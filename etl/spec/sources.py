@@ -68,7 +68,7 @@ class LogSource(FileSource):
     """What event logs and impression logs have in common."""
 
     day: DayColumn | None = None
-    """Column with the day of a row, where `path` has no `{day}`; default: the day of its ingest."""
+    """Column with the day of a row, if files have no day; default: the day of its ingest."""
     delay: Duration = 0
     """How long after its ingest an event becomes visible to models and rankers."""
     columns: EventColumns
