@@ -44,6 +44,11 @@ def read_delta_table(source: Source, selection: RawSelection, day_column: str) -
     return rows.filter(F.col(day_column).between(*map(F.lit, selection.days)))
 
 
+def has_delta_table(source: Source, raw: str) -> bool:
+    """Whether the table of a source has been created."""
+    return bool(DeltaTable.is_deltatable(_table_uri(source, raw)))
+
+
 def delta_file_states(
     source: Source, raw: str, days: tuple[date, date]
 ) -> dict[str, tuple[int, int]]:
@@ -51,10 +56,9 @@ def delta_file_states(
 
     Those of the whole table if it has no partition column; none if there is no table yet.
     """
-    uri = _table_uri(source, raw)
-    if not DeltaTable.is_deltatable(uri):
+    if not has_delta_table(source, raw):
         return {}
-    files = _data_files(source, _open(uri))
+    files = _data_files(source, _open(_table_uri(source, raw)))
     if source.partition_column is not None:
         day = files["day"]
         files = files.filter(pc.and_(pc.greater_equal(day, days[0]), pc.less_equal(day, days[1])))
@@ -64,7 +68,9 @@ def delta_file_states(
 
 
 def latest_delta_day(source: Source, raw: str) -> date | None:
-    """The latest day that has rows in a table with a partition column."""
+    """The latest day that has rows in a table with a partition column; None without a table."""
+    if not has_delta_table(source, raw):
+        return None
     files = _data_files(source, _open(_table_uri(source, raw)))
     latest: date | None = pc.max(files["day"]).as_py()
     return latest

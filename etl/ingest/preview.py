@@ -146,7 +146,7 @@ def print_previews(spec: DataSpec, previews: Iterable[SourcePreview], console: C
                 highlight=False,
             )
         if preview.skipped and not preview.records:
-            console.print("[red]`where` skips every record: no column may have its name[/]")
+            console.print("[red]`where` skips every record: check the names of its columns[/]")
             is_clean = False
         if preview.bad_rate > spec.max_bad_record_rate:
             console.print(

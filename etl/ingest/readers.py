@@ -18,7 +18,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import DataType, StringType, StructField, StructType, TimestampType
 
 from etl.errors import UserError
-from etl.ingest.delta_tables import latest_delta_day, read_delta_table
+from etl.ingest.delta_tables import has_delta_table, latest_delta_day, read_delta_table
 from etl.ingest.expressions import logged_columns_of, with_expressions
 from etl.ingest.file_discovery import (
     EMPTY_FILE,
@@ -212,6 +212,8 @@ def _read_parquet(
 def _read_delta(
     source: Source, selection: RawSelection, selected: list[str], required: Collection[str]
 ) -> DataFrame:
+    if source.optional and not has_delta_table(source, selection.root):
+        return _empty_records(selected)
     rows = read_delta_table(source, selection, PATH_DAY)
     columns = [name for name in rows.columns if name != PATH_DAY]
     _check_columns_exist(source, [columns], selected)

@@ -173,7 +173,7 @@ def _read_operation(node: exp.Expr, operation: Operation) -> Term:
 def _check_no_child(node: exp.Expr, *kinds: type[exp.Expr]) -> None:
     """Raise ValueError for a mix of operators that bind equally in Spark, and not in the parser."""
     if any(type(child) in kinds for child in node.iter_expressions()):
-        raise ValueError(f"{node.sql('spark')!r}: write parentheses around + and - beside ||")
+        raise ValueError(f"{node.sql('spark')!r}: write parentheses around + and - next to ||")
 
 
 def _read_pipe(node: exp.Expr) -> Term:

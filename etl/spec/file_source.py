@@ -75,7 +75,7 @@ class FileSource(StrictModel):
     """
 
     format: Format
-    """Format of the files; `json` and `csv` may be compressed by gzip."""
+    """Format of the files, or `delta`; `json` and `csv` may be compressed by gzip."""
     path: RawPath | None = None
     """Path or glob below the raw folder; `{day}` or `{day:%Y%m%d}` is the day of landing.
 

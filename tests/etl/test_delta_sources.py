@@ -196,6 +196,20 @@ def test_a_table_without_days_is_a_snapshot(spark: SparkSession, tmp_path: Path)
     assert versions == {"u1": "A", "u3": "C"}
 
 
+def test_an_optional_table_may_be_missing(spark: SparkSession, tmp_path: Path) -> None:
+    base = yaml.safe_load(SPEC)
+    sales = base["sources"]["sales"] | {"format": "delta", "path": "sales"}
+    sales |= {"partition_column": "landed"}
+    sources = base["sources"] | {"sales": sales}
+    spec = write_spec(tmp_path, DELTA, sources=sources, **LENIENT)
+    assert spec.sources["sales"].optional
+    write_delta(tmp_path / "raw/app", DAYS[:1])
+    lake = ingested(tmp_path, spec, tmp_path / "raw", DAYS[:1])
+    assert len(rows(lake, "events")) == 5
+    raw = str(tmp_path / "raw")
+    assert [preview.error for preview in preview_sources(spec, raw, 9)] == [None, None]
+
+
 def refused(folder: Path, days: Sequence[date] = DAYS[:1], **app: object) -> str:
     spec = write_spec(folder, DELTA | app, **LENIENT)
     with pytest.raises(UserError) as error:

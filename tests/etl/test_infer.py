@@ -7,8 +7,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import yaml
+from deltalake import write_deltalake
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -181,3 +183,9 @@ def test_the_inferred_spec_is_valid_yaml_for_any_values(
     ]  # fmt: skip
     write_json_lines(folder / "log" / "a.json.gz", records)
     yaml.safe_load(infer_spec(folder / "log"))
+
+
+def test_a_delta_table_is_not_taken_for_files(tmp_path: Path) -> None:
+    write_deltalake(tmp_path / "events", pa.table({"user_id": ["u1"]}))
+    with pytest.raises(UserError, match="is a Delta table, and a spec is inferred from files"):
+        infer_spec(tmp_path)
