@@ -185,7 +185,7 @@ def test_the_inferred_spec_is_valid_yaml_for_any_values(
     yaml.safe_load(infer_spec(folder / "log"))
 
 
-def test_a_delta_table_is_not_taken_for_files(tmp_path: Path) -> None:
+def test_a_delta_table_is_not_read_as_files(tmp_path: Path) -> None:
     write_deltalake(tmp_path / "events", pa.table({"user_id": ["u1"]}))
     with pytest.raises(UserError, match="is a Delta table, and a spec is inferred from files"):
         infer_spec(tmp_path)
