@@ -179,7 +179,8 @@ def parse_reports(spec: DataSpec, source: Report, raw: str, days: tuple[date, da
         "reasons",
         F.when(F.col(IS_SELECTED), F.coalesce(READ_ERROR, F.concat_ws(REASON_SEPARATOR, *reasons))),
     )
-    return rows.withColumn(PAYLOAD, F.when(F.col("reasons") != "", F.col(PAYLOAD)))
+    rows = rows.withColumn(PAYLOAD, F.when(F.col("reasons") != "", F.col(PAYLOAD)))
+    return rows.drop(IS_SELECTED)
 
 
 def _typed_columns(spec: DataSpec, source: Report) -> Mapping[str, Column]:

@@ -18,10 +18,13 @@ from etl.errors import UserError
 from etl.ingest.preview import preview_sources
 from etl.ingest.reprocess import reprocess_quarantine
 from etl.ingest.run import ingest
+from etl.reports import parse_reports
 from etl.spec import DataSpec, load_spec
 from etl.spec.expressions import parse_column, parse_condition
+from etl.spec.report_sources import AuditSource
 from etl.tables.lake import Lake
 from gemline import main
+from tests.conftest import LAST
 from tests.etl.shop import SPEC
 from tests.pipeline import rows
 
@@ -327,6 +330,19 @@ def test_names_that_differ_only_in_case_are_refused(spark: SparkSession, tmp_pat
     spec = shop_spec(tmp_path, {"where": "WHO = 'u1'"})
     with pytest.raises(UserError, match="the columns WHO, who differ only in case"):
         ingested(tmp_path, spec, events(2), "json")
+
+
+def test_rows_of_reports_are_skipped(spark: SparkSession, raw: Path, lake_spec: DataSpec) -> None:
+    audits = lake_spec.sources["audits"]
+    assert isinstance(audits, AuditSource)
+    half = audits.model_copy(update={"where": "share < 0.5", "select": {"campaign": "'one'"}})
+    days = (LAST, LAST)
+    all_rows = parse_reports(lake_spec, audits, str(raw), days).collect()
+    skipped = [row for row in all_rows if row["share"] >= 0.5]
+    found = parse_reports(lake_spec, half, str(raw), days).collect()
+    assert 0 < len(skipped) < len(all_rows) == len(found)
+    assert sum(row["reasons"] is None for row in found) == len(skipped)
+    assert {row["campaign"] for row in found} == {"one"} and "is_selected" not in found[0]
 
 
 @pytest.mark.parametrize("name", ["", "a`b", "user.id", "items[0]", "${env:HOME}"])
