@@ -4,8 +4,9 @@ Without `--work` the committed figures are printed. With it, a long study runs, 
 trainings are kept in that folder; its rows are added to those that are committed, so that a study
 may be continued elsewhere. Every row changes one option of GEM at DEPTH layers, because many
 options need several, and is compared with GEM at DEPTH layers; the row DEEP compares that with the
-default. Models never learned or were selected on the test days. Several processes may share a
-study: each runs with `--share k/n`, then one of them without.
+default. Models never learned or were selected on the test days. With `--validation`, trainings on
+KuaiRand are compared on the days on which defaults are chosen, for each objective. Several
+processes may share a study: each runs with `--share k/n`, then one of them without.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,12 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 import tyro
 from pydantic import Field
 
-from benchmarks.harness import RESULTS, BenchmarkResult
+from benchmarks.harness import KUAIRAND_SPEC, RESULTS, BenchmarkResult
 from benchmarks.studies.committed import StudyFolder, share_of, show_committed
 from benchmarks.studies.model_changes import CHANGES, DATA_SETS, DataSet
 from benchmarks.studies.quality import KUAIRAND_DATA, KuaiRandFolder
 from dags.commands import Scale
 from etl.errors import UserError
+from etl.spec import load_spec
 from etl.spec.base import StrictModel
 from training.config import TrainConfig
 from training.model.config import SizeName
@@ -39,6 +41,7 @@ LIGHTGBM = "LightGBM"
 CONTROLS = (SEPARATE, LIGHTGBM)
 GOALS = {"default_is_best": "true"}
 RESULT = RESULTS / "ablation.json"
+VALIDATION_RESULT = RESULTS / "ablation_validation.json"
 MAX_DEGREES_OF_FREEDOM = 1e9  # infinity is no number of JSON
 Differences = dict[DataSet, dict[str, "Estimate"]]
 
@@ -58,6 +61,9 @@ class AblationArgs(StrictModel):
     share: Annotated[
         str, tyro.conf.arg(help="run only part k of n of the trainings, and no comparison: k/n")
     ] = "1/1"
+    validation: Annotated[
+        bool, tyro.conf.arg(help="compare trainings on KuaiRand's validation days instead")
+    ] = False
     as_json: Annotated[bool, tyro.conf.arg(name="json", help="one line of JSON last")] = False
 
 
@@ -86,6 +92,9 @@ def bench_ablation(args: AblationArgs) -> None:
     from benchmarks.studies.ablation_trials import ablation_trials
 
     logs = args.kuairand or KUAIRAND_DATA
+    if args.validation:
+        compare_on_validation_days(args, logs, names)
+        return
     differences = committed_differences(RESULT, title_of(args.scale, args.seeds))
     trials = {data: ablation_trials(data, args.work, logs) for data in args.data}
     models = [(data, name, seed) for seed in range(args.seeds)
@@ -101,6 +110,36 @@ def bench_ablation(args: AblationArgs) -> None:
     result.show(args.as_json)
     command = f"gemline bench ablation --work FOLDER --seeds {args.seeds}"
     save_study(RESULT, result, differences, command)
+
+
+def compare_on_validation_days(args: AblationArgs, logs: Path, names: Sequence[str]) -> None:
+    """Print and save the differences of NE of all objectives on KuaiRand's validation days."""
+    from benchmarks.studies.ablation_trials import VALIDATION_DAYS, ablation_trials
+
+    assert args.work is not None
+    trials = ablation_trials("kuairand", args.work, logs, VALIDATION_DAYS)
+    objectives = tuple(load_spec(KUAIRAND_SPEC).objectives)
+    by_objective = {
+        objective: ne_differences(trials, "kuairand", args.scale, args.seeds, names, objective)
+        for objective in objectives
+    }
+    first, last = VALIDATION_DAYS
+    title = (
+        f"NE less that of GEM {args.scale} of {DEEP} ({DEEP}: less that of the default), KuaiRand, "
+        f"{first} to {last}, seeds: {args.seeds}, 1e-4 [95 %]"
+    )
+    result = BenchmarkResult(title, ("change", *objectives))
+    for name in names:
+        if name in by_objective[OBJECTIVE]:
+            result.rows.append((name, *(str(by_objective[o][name]) for o in objectives)))
+    result.show(args.as_json)
+    intervals = {
+        f"{name}, {objective}": estimate
+        for objective, by_name in by_objective.items()
+        for name, estimate in by_name.items()
+    }
+    command = f"gemline bench ablation --work FOLDER --validation --seeds {args.seeds}"
+    result.save_study(VALIDATION_RESULT, command, intervals)
 
 
 def title_of(scale: Scale, seeds: int) -> str:
@@ -180,7 +219,12 @@ def predictions_of(
 
 
 def ne_differences(
-    trials: AblationTrials, data: DataSet, scale: Scale, seeds: int, names: Sequence[str]
+    trials: AblationTrials,
+    data: DataSet,
+    scale: Scale,
+    seeds: int,
+    names: Sequence[str],
+    objective: str = OBJECTIVE,
 ) -> dict[str, "Estimate"]:
     """Each row of a data set, and its difference of NE from its reference."""
     from benchmarks.studies.seeded_estimates import ne_difference_over_seeds
@@ -195,7 +239,7 @@ def ne_differences(
         changed = all_seeds(name)
         if changed:
             reference = references[DEFAULT if name == DEEP else DEEP]
-            differences[name] = ne_difference_over_seeds(changed, reference, OBJECTIVE)
+            differences[name] = ne_difference_over_seeds(changed, reference, objective)
     return differences
 
 

@@ -1,12 +1,17 @@
 """The data sets of the ablation: simulated logs of the demo's size, and the slice of KuaiRand."""
 
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import date, timedelta
 from pathlib import Path
 
 from benchmarks.harness import BENCH_SIMULATOR, DEMO_SIMULATOR, SIMULATOR_SPEC
 from benchmarks.pipelines import BENCH_DAYS, DEMO_DAYS, simulated_tables
-from benchmarks.studies.kuairand_quality import FIRST_TEST_DAY, build_trials
+from benchmarks.studies.kuairand_quality import (
+    FIRST_PREDICTED_DAY,
+    FIRST_TEST_DAY,
+    LAST_DAY,
+    build_trials,
+)
 from benchmarks.studies.model_changes import DataSet
 from benchmarks.studies.prequential import PrequentialTrials, pooled
 from benchmarks.studies.trials import TrialRunner
@@ -20,6 +25,8 @@ from training.config import TrainConfig
 from training.evaluation.predictions import Predictions
 
 TEST_DAYS = 3
+TEST_DAYS_OF_KUAIRAND = FIRST_TEST_DAY, LAST_DAY
+VALIDATION_DAYS = FIRST_PREDICTED_DAY, FIRST_TEST_DAY - timedelta(days=1)
 
 
 @dataclass(frozen=True)
@@ -43,25 +50,28 @@ class SimulatedTrials:
 
 @dataclass(frozen=True)
 class KuaiRandTrials:
-    """Trainings that predict each day from models of all days before; the last days test."""
+    """Trainings that predict each day from models of all days before; some days are reported."""
 
     trials: PrequentialTrials
+    days: tuple[date, date]
 
     def gem(self, config: TrainConfig) -> Predictions:
-        """Predictions of a GEM on the test days."""
-        return pooled(self.trials.gem(config), FIRST_TEST_DAY)
+        """Predictions of a GEM on the reported days."""
+        return pooled(self.trials.gem(config), *self.days)
 
     def lightgbm(self) -> Predictions:
         """Predictions of LightGBM on the same rows."""
         configs = dict.fromkeys(self.trials.lake.spec.objectives, BaselineConfig())
-        return pooled(self.trials.lightgbm(configs), FIRST_TEST_DAY)
+        return pooled(self.trials.lightgbm(configs), *self.days)
 
     def gem_per_surface(self, config: TrainConfig) -> None:
         """None: most of the 15 tabs have too few rows."""
 
 
-def ablation_trials(data: DataSet, work: Path, kuairand: Path) -> SimulatedTrials | KuaiRandTrials:
-    """The trainings on a data set, whose tables are built once.
+def ablation_trials(
+    data: DataSet, work: Path, kuairand: Path, days: tuple[date, date] = TEST_DAYS_OF_KUAIRAND
+) -> SimulatedTrials | KuaiRandTrials:
+    """The trainings on a data set, whose tables are built once; `days` of KuaiRand are reported.
 
     Raises UserError if KuaiRand's folder is absent.
     """
@@ -69,7 +79,7 @@ def ablation_trials(data: DataSet, work: Path, kuairand: Path) -> SimulatedTrial
         return SimulatedTrials(demo_trials(work))
     if not kuairand.is_dir():
         raise UserError(f"{kuairand} is absent; --kuairand names KuaiRand's folder")
-    return KuaiRandTrials(build_trials(kuairand, work / "kuairand"))
+    return KuaiRandTrials(build_trials(kuairand, work / "kuairand"), days)
 
 
 def demo_trials(work: Path) -> TrialRunner:

@@ -119,9 +119,9 @@ class PrequentialTrials:
         return Predictions.read(path, self.split(day)).sorted_by_impression()
 
 
-def pooled(by_day: DayPredictions, first: date) -> Predictions:
-    """The predictions of the days from `first` on, as one."""
-    return concat_predictions([by_day[day] for day in sorted(by_day) if day >= first])
+def pooled(by_day: DayPredictions, first: date, last: date = date.max) -> Predictions:
+    """The predictions of a range of days as one."""
+    return concat_predictions([by_day[day] for day in sorted(by_day) if first <= day <= last])
 
 
 def grid() -> list[BaselineConfig]:

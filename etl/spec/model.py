@@ -16,6 +16,8 @@ from etl.spec.declarations import SpecDeclarations
 from etl.spec.effects import KeyPath, effect_of, flatten_keys
 from etl.spec.units import DAY
 
+LATER_SOURCE_KEYS = ("table", "partition_column", "where", "select")
+
 
 class SpecConsistencyError(ValueError):
     """Sections of a spec contradict each other; holds the location of each problem and its text."""
@@ -117,9 +119,19 @@ class DataSpec(SpecDeclarations):
 
     @cached_property
     def ingest_settings(self) -> dict[str, Any]:
-        """The sections that determine how raw records are read."""
+        """The sections that determine how raw records are read.
+
+        Keys of later releases are left out if they are not set, so that a new release does not
+        ingest all days again.
+        """
         sections = {"sources", "surfaces", "attributes", "max_bad_record_rate"}
-        return self.model_dump(mode="json", include=sections)
+        settings = self.model_dump(mode="json", include=sections)
+        for source in settings["sources"].values():
+            del source["owner"]
+            for key in LATER_SOURCE_KEYS:
+                if not source[key]:
+                    del source[key]
+        return settings
 
     @cached_property
     def hash(self) -> str:

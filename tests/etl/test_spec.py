@@ -439,6 +439,16 @@ def test_an_empty_section_of_auxiliary_objectives_changes_no_hash() -> None:
     assert DataSpec.model_validate(raw).hash == plain.hash
 
 
+def test_a_key_of_a_later_release_that_is_not_set_ingests_no_day_again() -> None:
+    spec = yaml.safe_load(SPEC.read_text())
+    before = DataSpec.model_validate(spec).ingest_settings
+    assert not {"table", "partition_column", "where", "select"} & set(before["sources"]["events"])
+    spec["sources"]["events"]["owner"] = "ads"
+    assert DataSpec.model_validate(spec).ingest_settings == before
+    spec["sources"]["events"]["where"] = "user_id <> 'bot'"
+    assert DataSpec.model_validate(spec).ingest_settings != before
+
+
 def test_a_table_that_the_spec_does_not_have_is_refused() -> None:
     spec = load_spec(SPEC)
     assert table_schema(spec, "attributes_user") == schemas.attributes(spec, "user")
