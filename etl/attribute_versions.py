@@ -7,7 +7,7 @@ versions that a later day can read, so that a day does not read those of all day
 from datetime import date
 from functools import partial
 
-from pyspark.sql import DataFrame, Window
+from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
 from etl.event_time import day_end_sql
@@ -53,14 +53,18 @@ def readable_after(lake: Lake, entity: str, day: date) -> DataFrame:
     """
     rows = versions_from(lake, entity, day)
     rows = rows.filter((F.col("day") <= F.lit(day)) & (F.col("day") != F.lit(STATIC_DAY)))
+    day_end_us = F.lit(lake.spec.day_end(day) * MICROS["s"])
+    return filter_readable_after(rows, entity, day_end_us).withColumnRenamed("day", "landing_day")
+
+
+def filter_readable_after(rows: DataFrame, entity: str, time_us: Column) -> DataFrame:
+    """The versions that no other has superseded up to a time (µs), and the first of each item."""
     order = Window.partitionBy(f"{entity}_id").orderBy("valid_from", "day")
-    day_end_us = lake.spec.day_end(day) * MICROS["s"]
     superseded_from = F.lead("valid_from").over(order)
-    is_readable = superseded_from.isNull() | (superseded_from > day_end_us)
+    is_readable = superseded_from.isNull() | (superseded_from > time_us)
     if entity == "item":
         is_readable |= F.row_number().over(order) == 1
-    readable = rows.withColumn("is_readable", is_readable).filter("is_readable")
-    return readable.drop("is_readable").withColumnRenamed("day", "landing_day")
+    return rows.withColumn("is_readable", is_readable).filter("is_readable").drop("is_readable")
 
 
 def changed_versions(

@@ -16,7 +16,7 @@ from etl.errors import UserError
 from etl.event_time import day_end_sql, day_start_sql
 from etl.ingest.expressions import IS_SELECTED
 from etl.ingest.file_discovery import RawSelection
-from etl.ingest.normalize import REASON_SEPARATOR
+from etl.ingest.normalize import REASON_SEPARATOR, joined_reasons
 from etl.ingest.quarantine import check_bad_row_rate, write_quarantine
 from etl.ingest.readers import (
     PATH_DAY,
@@ -188,8 +188,7 @@ def parse_rows(lake: Lake, source: AttributeSource, raw: str, days: DayRange) ->
     violations = schemas.attributes(lake.spec, source.entity).violations.items()
     reasons = [F.when(F.expr(condition), F.lit(reason)) for reason, condition in violations]
     reasons.append(F.nullif("type_errors", F.lit("")))
-    all_reasons = F.coalesce(READ_ERROR, F.concat_ws(REASON_SEPARATOR, *reasons))
-    rows = rows.withColumn("reasons", F.when(F.col(IS_SELECTED), all_reasons))
+    rows = rows.withColumn("reasons", joined_reasons(reasons))
     rows = rows.withColumn(PAYLOAD, F.when(F.col("reasons") != "", F.col(PAYLOAD)))
     return rows.drop("type_errors", IS_SELECTED)
 

@@ -14,7 +14,7 @@ from etl.errors import UserError
 from etl.event_time import day_start_sql
 from etl.ingest.expressions import IS_SELECTED
 from etl.ingest.file_discovery import RawSelection
-from etl.ingest.normalize import REASON_SEPARATOR
+from etl.ingest.normalize import joined_reasons
 from etl.ingest.quarantine import check_bad_row_rate, write_quarantine
 from etl.ingest.readers import (
     PATH_DAY,
@@ -175,10 +175,7 @@ def parse_reports(spec: DataSpec, source: Report, raw: str, days: tuple[date, da
         rows = rows.withColumn("valid_from", valid_from)
     violations = SCHEMAS[source.kind](spec).violations.items()
     reasons = [F.when(F.expr(condition), F.lit(reason)) for reason, condition in violations]
-    rows = rows.withColumn(
-        "reasons",
-        F.when(F.col(IS_SELECTED), F.coalesce(READ_ERROR, F.concat_ws(REASON_SEPARATOR, *reasons))),
-    )
+    rows = rows.withColumn("reasons", joined_reasons(reasons))
     rows = rows.withColumn(PAYLOAD, F.when(F.col("reasons") != "", F.col(PAYLOAD)))
     return rows.drop(IS_SELECTED)
 

@@ -6,7 +6,7 @@ from pyspark import StorageLevel
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
-from etl.attribute_versions import versions_from
+from etl.attribute_versions import filter_readable_after, versions_from
 from etl.event_time import day_start_sql
 from etl.spec.model import DataSpec
 from etl.spec.units import MICROS
@@ -129,12 +129,8 @@ def _readable_once_seen(spec: DataSpec, rows: DataFrame, days: tuple[date, date]
     # One day more: the lateness is in seconds, and a day on which clocks change has fewer.
     first_readable_day = F.date_sub("first_seen_day", spec.allowed_lateness_days + 1)
     start_us = F.expr(day_start_sql(spec, "first_readable_day")) * MICROS["s"]
-    order = Window.partitionBy("item_id").orderBy("valid_from", "day")
-    superseded_from = F.lead("valid_from").over(order)
-    is_readable = superseded_from.isNull() | (superseded_from >= start_us)
-    is_readable |= F.row_number().over(order) == 1
     of_new = rows.filter(is_new).withColumn("first_readable_day", first_readable_day)
-    of_new = of_new.withColumn("is_readable", is_readable).filter("is_readable")
+    of_new = filter_readable_after(of_new, "item", start_us - 1)
     return rows.filter(~is_new).unionByName(of_new.select(rows.columns))
 
 

@@ -93,7 +93,7 @@ def bench_ablation(args: AblationArgs) -> None:
 
     logs = args.kuairand or KUAIRAND_DATA
     if args.validation:
-        compare_on_validation_days(args, logs, names)
+        compare_on_validation_days(args, args.work, logs, names)
         return
     differences = committed_differences(RESULT, title_of(args.scale, args.seeds))
     trials = {data: ablation_trials(data, args.work, logs) for data in args.data}
@@ -104,25 +104,23 @@ def bench_ablation(args: AblationArgs) -> None:
     if args.share != "1/1":
         return
     for data in args.data:
-        measured = ne_differences(trials[data], data, args.scale, args.seeds, names)
-        differences[data] = differences[data] | measured
+        measured = ne_differences(trials[data], data, args.scale, args.seeds, names, [OBJECTIVE])
+        differences[data] = differences[data] | measured[OBJECTIVE]
     result = ablation_table(differences, args.scale, args.seeds)
     result.show(args.as_json)
     command = f"gemline bench ablation --work FOLDER --seeds {args.seeds}"
     save_study(RESULT, result, differences, command)
 
 
-def compare_on_validation_days(args: AblationArgs, logs: Path, names: Sequence[str]) -> None:
+def compare_on_validation_days(
+    args: AblationArgs, work: Path, logs: Path, names: Sequence[str]
+) -> None:
     """Print and save the differences of NE of all objectives on KuaiRand's validation days."""
     from benchmarks.studies.ablation_trials import VALIDATION_DAYS, ablation_trials
 
-    assert args.work is not None
-    trials = ablation_trials("kuairand", args.work, logs, VALIDATION_DAYS)
+    trials = ablation_trials("kuairand", work, logs, VALIDATION_DAYS)
     objectives = tuple(load_spec(KUAIRAND_SPEC).objectives)
-    by_objective = {
-        objective: ne_differences(trials, "kuairand", args.scale, args.seeds, names, objective)
-        for objective in objectives
-    }
+    by_objective = ne_differences(trials, "kuairand", args.scale, args.seeds, names, objectives)
     first, last = VALIDATION_DAYS
     title = (
         f"NE less that of GEM {args.scale} of {DEEP} ({DEEP}: less that of the default), KuaiRand, "
@@ -224,9 +222,9 @@ def ne_differences(
     scale: Scale,
     seeds: int,
     names: Sequence[str],
-    objective: str = OBJECTIVE,
-) -> dict[str, "Estimate"]:
-    """Each row of a data set, and its difference of NE from its reference."""
+    objectives: Sequence[str],
+) -> dict[str, dict[str, "Estimate"]]:
+    """For each objective the rows of a data set with their difference of NE from the reference."""
     from benchmarks.studies.seeded_estimates import ne_difference_over_seeds
 
     def all_seeds(name: str) -> "list[Predictions]":
@@ -234,12 +232,13 @@ def ne_differences(
         return [predictions for predictions in by_seed if predictions is not None]
 
     references = {name: all_seeds(name) for name in (DEFAULT, DEEP)}
-    differences = {}
+    differences: dict[str, dict[str, Estimate]] = {objective: {} for objective in objectives}
     for name in names:
         changed = all_seeds(name)
-        if changed:
-            reference = references[DEFAULT if name == DEEP else DEEP]
-            differences[name] = ne_difference_over_seeds(changed, reference, objective)
+        reference = references[DEFAULT if name == DEEP else DEEP]
+        for objective in objectives if changed else ():
+            difference = ne_difference_over_seeds(changed, reference, objective)
+            differences[objective][name] = difference
     return differences
 
 

@@ -25,7 +25,7 @@ def file_states(source: Source, raw: str, days: tuple[date, date]) -> dict[str, 
     Those of a range of days, or all if the source is not partitioned by day.
     """
     if source.format == "delta":
-        # Only Delta tables need Spark and Delta where a schedule is kept.
+        # Imported here, so that a schedule without Delta sources needs neither Spark nor Delta.
         from etl.ingest.delta_tables import delta_file_states
 
         return delta_file_states(source, raw, days)

@@ -23,18 +23,21 @@ from etl.spec.sources import Source
 from etl.spec.units import date_range
 
 
-def read_delta_table(source: Source, selection: RawSelection, day_column: str) -> DataFrame:
+def read_delta_table(source: Source, selection: RawSelection, day_column: str) -> DataFrame | None:
     """The rows of the selected days, or all of them, with their day of landing in `day_column`.
+
+    None if there is no table yet and the source is optional.
 
     Raises:
         UserError: If there is no such table or partition column, or a day has no rows and the
             source is not optional.
     """
     uri = _table_uri(source, selection.root)
+    if source.optional and not DeltaTable.is_deltatable(uri):
+        return None
     table = _open(uri)
-    files = _data_files(source, table)
     if not source.optional:
-        _check_days_exist(source, files, selection.days)
+        _check_days_exist(source, _data_files(source, table), selection.days)
     # The version whose files were listed, whatever is written meanwhile.
     reader = SparkSession.active().read.format("delta").option("versionAsOf", table.version())
     rows = reader.table(source.table) if source.table else reader.load(uri)
@@ -44,11 +47,6 @@ def read_delta_table(source: Source, selection: RawSelection, day_column: str) -
     return rows.filter(F.col(day_column).between(*map(F.lit, selection.days)))
 
 
-def has_delta_table(source: Source, raw: str) -> bool:
-    """Whether the table of a source has been created."""
-    return bool(DeltaTable.is_deltatable(_table_uri(source, raw)))
-
-
 def delta_file_states(
     source: Source, raw: str, days: tuple[date, date]
 ) -> dict[str, tuple[int, int]]:
@@ -56,9 +54,9 @@ def delta_file_states(
 
     Those of the whole table if it has no partition column; none if there is no table yet.
     """
-    if not has_delta_table(source, raw):
+    files = _existing_data_files(source, raw)
+    if files is None:
         return {}
-    files = _data_files(source, _open(_table_uri(source, raw)))
     if source.partition_column is not None:
         day = files["day"]
         files = files.filter(pc.and_(pc.greater_equal(day, days[0]), pc.less_equal(day, days[1])))
@@ -69,11 +67,15 @@ def delta_file_states(
 
 def latest_delta_day(source: Source, raw: str) -> date | None:
     """The latest day that has rows in a table with a partition column; None without a table."""
-    if not has_delta_table(source, raw):
-        return None
-    files = _data_files(source, _open(_table_uri(source, raw)))
-    latest: date | None = pc.max(files["day"]).as_py()
+    files = _existing_data_files(source, raw)
+    latest: date | None = None if files is None else pc.max(files["day"]).as_py()
     return latest
+
+
+def _existing_data_files(source: Source, raw: str) -> pa.Table | None:
+    """The files of the latest version; None if there is no table yet."""
+    uri = _table_uri(source, raw)
+    return _data_files(source, _open(uri)) if DeltaTable.is_deltatable(uri) else None
 
 
 def _check_days_exist(source: Source, files: pa.Table, days: tuple[date, date]) -> None:

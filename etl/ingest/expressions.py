@@ -22,8 +22,9 @@ def logged_columns_of(source: Source, columns: Iterable[str]) -> list[str]:
     expressions += [parse_condition(source.where)] if source.where else []
     read = (name for expression in expressions for name in expression.columns)
     logged = sorted({*(name for name in columns if name not in source.select), *read})
-    lower = [name.lower() for name in {*logged, *source.select}]
-    ambiguous = sorted(name for name in {*logged, *source.select} if lower.count(name.lower()) > 1)
+    names = {*logged, *source.select}
+    lower = [name.lower() for name in names]
+    ambiguous = sorted(name for name in names if lower.count(name.lower()) > 1)
     if ambiguous:
         raise UserError(
             f"{source.location}: the columns {', '.join(ambiguous)} differ only in case, which "

@@ -4,6 +4,7 @@ A record that breaks a rule keeps its payload and the reasons; see etl/ingest/qu
 """
 
 import functools
+from collections.abc import Sequence
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
@@ -85,7 +86,7 @@ def normalize_events(
         rows = _explode_outcomes(spec, log, rows)
     else:
         rows = rows.withColumn("impression_id", _impression_id(spec))
-    rows = rows.withColumn("reasons", F.when(F.col(IS_SELECTED), _rejection_reasons(spec)))
+    rows = rows.withColumn("reasons", _rejection_reasons(spec))
     # An invalid record without a day of its own lands on the day of its file, but stays invalid.
     rows = rows.withColumn("day", F.coalesce("day", PATH_DAY))
     columns = [name for name in schemas.events(spec).columns if name != "bucket"]
@@ -211,7 +212,7 @@ def _explode_outcomes(spec: DataSpec, log: ImpressionLogSource, rows: DataFrame)
         F.lit(None).cast("double").alias("value"),
     )
     rows = rows.withColumn("impression_id", F.col("event_id"))
-    rows = rows.withColumn("is_valid", F.col(IS_SELECTED) & (_rejection_reasons(spec) == ""))
+    rows = rows.withColumn("is_valid", _rejection_reasons(spec) == "")
     outcomes = [
         F.when(F.col("is_valid"), _outcome_event(spec, log, outcome)) for outcome in log.outcomes
     ]
@@ -251,4 +252,10 @@ def _rejection_reasons(spec: DataSpec) -> Column:
     violations = schemas.events(spec).violations.items()
     reasons = [F.when(F.expr(condition), F.lit(reason)) for reason, condition in violations]
     reasons.append(F.when(F.col("type_errors") != "", F.col("type_errors")))
-    return F.coalesce(READ_ERROR, F.concat_ws(REASON_SEPARATOR, *reasons))
+    return joined_reasons(reasons)
+
+
+def joined_reasons(reasons: Sequence[Column]) -> Column:
+    """The read error of a record, else the reasons that are not null; null if it is skipped."""
+    joined = F.coalesce(READ_ERROR, F.concat_ws(REASON_SEPARATOR, *reasons))
+    return F.when(F.col(IS_SELECTED), joined)

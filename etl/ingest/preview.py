@@ -99,14 +99,13 @@ def _preview(
 def _summarize(
     name: str, day: date | None, rows: Sequence[Row], kind_of: Callable[[Row], str]
 ) -> SourcePreview:
-    records = {(row[SOURCE_FILE], row[RECORD_LOCATION]) for row in rows}
     rows, num_rows = [row for row in rows if row["reasons"] is not None], len(rows)
     accepted = [row for row in rows if not row["reasons"]]
     bad = [row for row in rows if row["reasons"]]
     return SourcePreview(
         source=name,
         day=day,
-        records=len(records) - num_rows + len(rows),
+        records=len({(row[SOURCE_FILE], row[RECORD_LOCATION]) for row in rows}),
         skipped=num_rows - len(rows),
         accepted=Counter(map(kind_of, accepted)),
         quarantined=len(bad),

@@ -18,7 +18,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import DataType, StringType, StructField, StructType, TimestampType
 
 from etl.errors import UserError
-from etl.ingest.delta_tables import has_delta_table, latest_delta_day, read_delta_table
+from etl.ingest.delta_tables import latest_delta_day, read_delta_table
 from etl.ingest.expressions import logged_columns_of, with_expressions
 from etl.ingest.file_discovery import (
     EMPTY_FILE,
@@ -85,17 +85,21 @@ def read_raw_records(
     """
     selected = logged_columns_of(source, columns)
     required = [name for name in required if name not in source.select]
-    if source.format == "delta":
-        rows = _read_delta(source, selection, selected, required)
-        return with_expressions(source, rows, _is_unreadable())
+    read = _read_delta if source.format == "delta" else _read_files
+    rows = read(source, selection, selected, required)
+    return with_expressions(source, rows, _is_unreadable())
+
+
+def _read_files(
+    source: Source, selection: RawSelection, selected: list[str], required: Collection[str]
+) -> DataFrame:
     groups, unreadable = group_files(source, selection)
     headers = [group.columns for group in groups if group.columns is not None]
     if len(headers) == len(groups):
         _check_columns_exist(source, headers, selected)
     parts = [_READERS[source.format](source, group, selected, required) for group in groups]
     parts += [_unreadable_file_record(file, selected) for file in unreadable]
-    rows = functools.reduce(DataFrame.unionByName, parts or [_empty_records(selected)])
-    return with_expressions(source, rows, _is_unreadable())
+    return functools.reduce(DataFrame.unionByName, parts or [_empty_records(selected)])
 
 
 def _is_unreadable() -> Column:
@@ -212,9 +216,9 @@ def _read_parquet(
 def _read_delta(
     source: Source, selection: RawSelection, selected: list[str], required: Collection[str]
 ) -> DataFrame:
-    if source.optional and not has_delta_table(source, selection.root):
-        return _empty_records(selected)
     rows = read_delta_table(source, selection, PATH_DAY)
+    if rows is None:
+        return _empty_records(selected)
     columns = [name for name in rows.columns if name != PATH_DAY]
     _check_columns_exist(source, [columns], selected)
     no_error = F.lit(None).cast("string")

@@ -30,7 +30,7 @@ class Term:
     literal: str | None = None
 
     def cast(self, kind: Kind) -> str:
-        """Spark SQL for the same value as another kind; raises ValueError if that has no sense."""
+        """Spark SQL for the same value as another kind; raises ValueError if it has none."""
         if len(self.sql) > MAX_SQL_LENGTH:
             raise ValueError("the expression is too complex: compute parts of it before ingest")
         if kind is self.kind:
@@ -45,7 +45,7 @@ class Term:
 
 
 def _cast_text(term: Term, kind: Kind) -> str:
-    """A text as a number or a truth value; null where it is none. NaN is no number."""
+    """A text as a number or a boolean; null where it is none. NaN is no number."""
     if term.literal is not None:
         _check_literal(term.literal, kind)
     if kind is Kind.BOOLEAN:
@@ -56,7 +56,7 @@ def _cast_text(term: Term, kind: Kind) -> str:
 def _check_literal(text: str, kind: Kind) -> None:
     """Raise ValueError for a text in quotes that is no value of a kind."""
     if kind is Kind.BOOLEAN and text.lower() not in ("true", "false"):
-        raise ValueError(f"'{text}' is used as a truth value: write true or false")
+        raise ValueError(f"'{text}' is used as a boolean: write true or false")
     if kind is Kind.NUMBER:
         try:
             float(text)

@@ -1,6 +1,6 @@
 """Expressions on the raw columns of a source: a subset of Spark SQL that cannot fail on a record.
 
-Raw columns are texts. Where a number or a truth value is expected, a text is cast, and is null if
+Raw columns are texts. Where a number or a boolean is expected, a text is cast, and is null if
 that fails; a division by zero is null. Only the nodes of a parsed expression that are listed here
 are accepted, so that an expression reads nothing but its record.
 """
@@ -65,7 +65,7 @@ class RawExpression:
 
 @functools.cache
 def parse_condition(text: str) -> RawExpression:
-    """A condition; raises ValueError if the text is none of the supported subset of Spark SQL."""
+    """A condition; raises ValueError if the text is not in the supported subset of Spark SQL."""
     return _parse(text, BOOLEAN)
 
 
@@ -122,7 +122,7 @@ def _syntax_tree(text: str) -> exp.Expr:
 
 
 def _describe(error: SqlglotError, text: str) -> str:
-    """Where the parser gave up."""
+    """The message for a text that cannot be parsed, with the position of the error."""
     details = getattr(error, "errors", None)
     if not details:
         return f"{text!r} is not an expression of Spark SQL"
@@ -199,7 +199,7 @@ def _check_order(node: exp.Expr, terms: Sequence[Term]) -> None:
 
 
 def _comparable(terms: Sequence[Term]) -> list[str]:
-    """The terms as numbers if one is a number, as truth values if one is such, else as texts."""
+    """The terms as numbers if one is a number, as booleans if one is a boolean, else as texts."""
     kinds = {term.kind for term in terms}
     kind = next((kind for kind in (NUMBER, BOOLEAN) if kind in kinds), TEXT)
     return [term.cast(kind) for term in terms]

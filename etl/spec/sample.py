@@ -144,14 +144,13 @@ def group_files(folder: Path) -> Iterator[tuple[str, str, list[Path]]]:
     """Path pattern, format and files of each group of files with the same pattern."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
-    tables = [log.parent for log in folder.rglob("_delta_log")]
-    if tables:
-        raise UserError(
-            f"{tables[0]} is a Delta table, and a spec is inferred from files: write its source "
-            "by hand, with `format: delta` (docs/guides/your-logs.md)"
-        )
     groups: dict[tuple[str, str], list[Path]] = defaultdict(list)
     for file in sorted(folder.rglob("*")):
+        if file.name == "_delta_log":
+            raise UserError(
+                f"{file.parent} is a Delta table, and a spec is inferred from files: write its "
+                "source by hand, with `format: delta` (docs/guides/your-logs.md)"
+            )
         kind = next((FORMATS[end] for end in file.suffixes if end in FORMATS), None)
         if file.is_file() and kind and file.name[0] not in "._":
             groups[path_pattern(file.relative_to(folder).as_posix()), kind].append(file)

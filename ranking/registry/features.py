@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import date
+from typing import NamedTuple
 
 from rich.table import Table
 
@@ -15,6 +16,7 @@ from etl.tables.arrow import snapshot
 from etl.tables.lake import Lake
 from etl.tables.schemas import STATIC_DAY
 from features.drift import read_histograms
+from features.feature_statistics import FeatureColumns
 from features.schema import FeatureSchema, feature_schema
 from ranking.registry.manifest import read_manifest
 from ranking.registry.ranker import live_pointer
@@ -55,16 +57,17 @@ def registered_features(lake: Lake) -> list[RegisteredFeature]:
     missing, models = _missing_shares(lake), _features_by_model(lake)
     newest = {name: lake.latest_day(name) for name in FEATURE_TABLES}
     features = []
-    for name, type_, key, sources, table in _declared_features(lake.spec):
-        owners = dict.fromkeys(lake.spec.sources[source].owner for source in sources)
+    for declared in _declared_features(lake.spec):
+        name, newest_day = declared.name, newest[declared.table]
+        owners = dict.fromkeys(lake.spec.sources[source].owner for source in declared.sources)
         features.append(
             RegisteredFeature(
                 name=name,
-                type=type_,
-                key=key,
-                sources=sources,
+                type=declared.type,
+                key=declared.key,
+                sources=declared.sources,
                 owners=tuple(owner for owner in owners if owner),
-                newest_day=None if newest[table] == STATIC_DAY else newest[table],
+                newest_day=None if newest_day == STATIC_DAY else newest_day,
                 missing_share=missing.get(name),
                 models=tuple(model for model, names in models.items() if name in names),
             )
@@ -72,22 +75,33 @@ def registered_features(lake: Lake) -> list[RegisteredFeature]:
     return features
 
 
-def _declared_features(spec: DataSpec) -> Iterator[tuple[str, str, str, tuple[str, ...], str]]:
-    """Name, type, key, sources and table of each feature of a spec."""
+class DeclaredFeature(NamedTuple):
+    """A feature of a spec, and the table that holds it."""
+
+    name: str
+    type: str
+    key: str
+    sources: tuple[str, ...]
+    table: str
+
+
+def _declared_features(spec: DataSpec) -> Iterator[DeclaredFeature]:
     logs = tuple(spec.log_sources)
     for entity in ("user", "item"):
         sources = tuple(_providers(spec.sources, entity))
         for name, attribute in getattr(spec.attributes, entity).items():
-            yield f"{entity}_{name}", attribute.type, entity, sources, f"attributes_{entity}"
+            table = f"attributes_{entity}"
+            yield DeclaredFeature(f"{entity}_{name}", attribute.type, entity, sources, table)
     for name, attribute in spec.attributes.context.items():
-        yield f"ctx_{name}", attribute.type, "request", logs, "examples"
+        yield DeclaredFeature(f"ctx_{name}", attribute.type, "request", logs, "examples")
     for name in spec.sequences:
-        yield name, "sequence", "user", logs, "history"
+        yield DeclaredFeature(name, "sequence", "user", logs, "history")
     item_sources = tuple(_providers(spec.sources, "item"))
     for counter in spec.counters.columns:
         has_attribute = any(part in spec.attributes.item for part in counter.key)
         sources = (*logs, *(item_sources if has_attribute else ()))
-        yield counter.column, "counter", ", ".join(counter.key), sources, "examples"
+        key = ", ".join(counter.key)
+        yield DeclaredFeature(counter.column, "counter", key, sources, "examples")
 
 
 def _providers(sources: Mapping[str, Source], entity: str) -> Iterator[str]:
@@ -126,10 +140,9 @@ def _features_by_model(lake: Lake) -> dict[str, set[str]]:
 
 
 def _names_of(schema: FeatureSchema, sequences: Iterable[str]) -> set[str]:
-    names = {*schema.counters, *sequences}
-    for group in (schema.user, schema.item, schema.context):
-        names |= {*group.categorical, *group.numeric, *group.vectors}
-    return names
+    groups = (schema.user, schema.item, schema.context)
+    columns = FeatureColumns.of_groups(*groups, counters=schema.counters)
+    return {*columns.names, *sequences}
 
 
 def select_features(features: Iterable[RegisteredFeature], text: str) -> list[RegisteredFeature]:

@@ -62,7 +62,7 @@ class Scorer:
         first_day: date,
         table_versions: Mapping[str, int] | None = None,
     ) -> "Scorer":
-        """A scorer of the days of a lake from one on, by default of the latest tables."""
+        """A scorer of requests from a day on; by default it reads the latest table versions."""
         inputs = input_builder(ranker, lake, table_versions)
         auction = Auction(lake.spec, ranker.manifest.surface)
         return cls(ranker, auction, inputs, load_bids(lake, inputs.reader.items, first_day))

@@ -156,7 +156,8 @@ def ablation_of(
     differences = {}
     for data in DATA_SETS:
         trials = FakeData(FakeTrials(lambda config, data=data: blur(data, config)))  # type: ignore[misc]
-        differences[data] = ablation.ne_differences(trials, data, "tiny", 3, names)
+        measured = ablation.ne_differences(trials, data, "tiny", 3, names, ["click"])
+        differences[data] = measured["click"]
     return ablation.ablation_table(differences, "tiny", 3).figures
 
 
