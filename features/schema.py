@@ -76,6 +76,11 @@ class FeatureGroup:
     numeric: tuple[str, ...]
     vectors: dict[str, int]
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """All columns."""
+        return (*self.categorical, *self.numeric, *self.vectors)
+
 
 @dataclass(frozen=True)
 class PositionFeature:

@@ -16,7 +16,6 @@ from etl.tables.arrow import snapshot
 from etl.tables.lake import Lake
 from etl.tables.schemas import STATIC_DAY
 from features.drift import read_histograms
-from features.feature_statistics import FeatureColumns
 from features.schema import FeatureSchema, feature_schema
 from ranking.registry.manifest import read_manifest
 from ranking.registry.ranker import live_pointer
@@ -141,8 +140,7 @@ def _features_by_model(lake: Lake) -> dict[str, set[str]]:
 
 def _names_of(schema: FeatureSchema, sequences: Iterable[str]) -> set[str]:
     groups = (schema.user, schema.item, schema.context)
-    columns = FeatureColumns.of_groups(*groups, counters=schema.counters)
-    return {*columns.names, *sequences}
+    return {*schema.counters, *sequences, *(name for group in groups for name in group.columns)}
 
 
 def select_features(features: Iterable[RegisteredFeature], text: str) -> list[RegisteredFeature]:

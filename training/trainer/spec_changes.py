@@ -43,11 +43,7 @@ def feature_changes(
 def _feature_names(features: FeatureSchema) -> dict[str, tuple[str, ...]]:
     groups = (features.user, features.item, features.context)
     return {
-        "attribute": tuple(
-            name
-            for group in groups
-            for name in (*group.categorical, *group.numeric, *group.vectors)
-        ),
+        "attribute": tuple(name for group in groups for name in group.columns),
         "counter": features.counter_transform.column_names,
         "objective": features.objectives,
         "auxiliary objective": tuple(features.auxiliary_objectives),
