@@ -16,6 +16,7 @@ from training.ops.attention.triton import (
     MAX_TILE_BYTES,
     MIN_TILE_SIDE,
     TUNED,
+    AttentionOptions,
     attention,
     outer_rows,
     plan_tiles,
@@ -146,7 +147,8 @@ def test_layers_with_the_same_offsets_and_window_share_a_plan() -> None:
     offsets, q = offsets_of([5, 3]), rows(8, 4)
 
     def plan(offsets: Tensor, window: int | None) -> TilePlan:
-        return plan_tiles(q, q, offsets, offsets, True, window, None, BLOCK)
+        options = AttentionOptions("softmax", True, 1.0, 1.0, window, BLOCK, TILE)
+        return plan_tiles(q, q, offsets, offsets, None, options)
 
     first = plan(offsets, 4)
     assert plan(offsets, 4) is first
@@ -155,8 +157,9 @@ def test_layers_with_the_same_offsets_and_window_share_a_plan() -> None:
     assert plan(offsets, 4) is not first
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
 def test_the_backward_pass_uses_the_plan_of_the_forward_pass(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, is_compiled: bool
 ) -> None:
     """Also with keys of their own and limits, where the tiles of the keys are planned too."""
     built: list[TilePlan] = []
@@ -168,10 +171,16 @@ def test_the_backward_pass_uses_the_plan_of_the_forward_pass(
 
     monkeypatch.setattr(TilePlan, "build", counted)
     offsets, limits = (offsets_of([3, 4]), offsets_of([5, 2])), torch.tensor([5, 1, 2, 0, 1, 2, 2])
-    q, k, v = rows(7, 4), rows(7, 4), rows(7, 4)
-    out = attention(q, k, v, *offsets, AttentionKind(), None, limits, BLOCK, TILE)
-    torch.autograd.grad(out.sum(), (q, k, v))
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, *offsets, AttentionKind(), None, limits, BLOCK, TILE).sum()
+
+    torch.compiler.reset()
+    function = torch.compile(loss, fullgraph=True, backend="aot_eager") if is_compiled else loss
+    inputs = [rows(7, 4) for _ in range(3)]
+    torch.autograd.grad(function(*inputs), inputs)
     assert len(built) == 1
+    torch.compiler.reset()
 
 
 @settings(max_examples=60, deadline=None)
@@ -205,9 +214,7 @@ def test_blocks_cover_exactly_the_pairs_that_attend(
         attends[query, start + int(plan.low[query]) : start + int(plan.high[query])] = True
     for spans, pairs, is_key in ((plan.queries, attends, False), (plan.keys, attends.T, True)):
         rows_seen: list[int] = []
-        for first, last, base, begin, full_begin, full_end, end in zip(
-            *(x.tolist() for x in spans.kernel_args), strict=True
-        ):
+        for first, last, base, begin, full_begin, full_end, end in spans.tolist():
             rows_seen += range(first, last)
             shift = 0 if is_key else base
             others = torch.arange(pairs.shape[1])

@@ -1,10 +1,12 @@
 """Which keys each query attends to, and the blocks of queries and keys that GPU kernels work on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+INDEX = torch.int32  # arithmetic in 64 bits takes a GPU several times as long
 
 
 @dataclass(frozen=True)
@@ -25,28 +27,19 @@ class BlockSpans:
     full_end: Tensor
     end: Tensor
 
-    @property
-    def kernel_args(self) -> tuple[Tensor, ...]:
-        """The tensors, in the order in which kernels take them."""
-        return (
-            self.first,
-            self.last,
-            self.keys_start,
-            self.begin,
-            self.full_begin,
-            self.full_end,
-            self.end,
-        )
+    def pack(self) -> Tensor:
+        """One row for each block, with the fields in this order."""
+        return torch.stack([getattr(self, field.name) for field in fields(self)], 1)
 
 
 @dataclass(frozen=True)
 class TilePlan:
-    """The keys [low, high) that each query (N) attends to, and the blocks of both sides."""
+    """The keys [low, high) that each query (N) attends to, and the packed blocks of both sides."""
 
     low: Tensor
     high: Tensor
-    queries: BlockSpans
-    keys: BlockSpans
+    queries: Tensor
+    keys: Tensor
 
     @classmethod
     def build(
@@ -63,8 +56,9 @@ class TilePlan:
             limits: See there.
             blocks: Rows of a block of queries, and of a block of keys.
         """
+        offsets = offsets[0].to(INDEX), offsets[1].to(INDEX)
         q_offsets, kv_offsets = offsets
-        row = torch.arange(rows[0], device=q_offsets.device)
+        row = torch.arange(rows[0], dtype=INDEX, device=q_offsets.device)
         sequence = torch.searchsorted(q_offsets[1:], row, right=True)
         low, high = torch.zeros_like(row), kv_offsets.diff()[sequence]
         if causal:
@@ -72,14 +66,14 @@ class TilePlan:
             high = position + 1
             low = low if window is None else (position - window).clamp(min=0)
         elif limits is not None:
-            high = torch.minimum(high, limits)
+            high = torch.minimum(high, limits.to(INDEX))
         query_blocks = _split_into_blocks(q_offsets, rows[0], blocks[0])
         key_blocks = _split_into_blocks(kv_offsets, rows[1], blocks[1])
         return cls(
             low,
             high,
-            queries=_query_spans(query_blocks, kv_offsets, low, high),
-            keys=_key_spans(key_blocks, offsets, causal, window, limits is not None),
+            queries=_query_spans(query_blocks, kv_offsets, low, high).pack(),
+            keys=_key_spans(key_blocks, offsets, causal, window, limits is not None).pack(),
         )
 
 
@@ -93,7 +87,7 @@ class _Blocks(NamedTuple):
 
 def _query_spans(blocks: _Blocks, kv_offsets: Tensor, low: Tensor, high: Tensor) -> BlockSpans:
     """The span of keys that any query of a block attends to, and the part that all attend to."""
-    row = torch.arange(len(low), device=low.device)
+    row = torch.arange(len(low), dtype=INDEX, device=low.device)
     # Empty blocks follow all others, and begin where the rows end.
     block = torch.searchsorted(blocks.first, row, right=True) - 1
     count = len(blocks.first)
@@ -137,8 +131,8 @@ def _split_into_blocks(offsets: Tensor, rows: int, block_size: int) -> _Blocks:
     """
     sequences = len(offsets) - 1
     count = (rows + sequences * (block_size - 1)) // block_size if rows else 0
-    ends = ((offsets.diff() + block_size - 1) // block_size).cumsum(0)
-    block = torch.arange(count, device=offsets.device)
+    ends = ((offsets.diff() + block_size - 1) // block_size).cumsum(0, dtype=INDEX)
+    block = torch.arange(count, dtype=INDEX, device=offsets.device)
     sequence = torch.searchsorted(ends, block, right=True).clamp(max=max(sequences - 1, 0))
     first_block = torch.cat((ends.new_zeros(1), ends))[sequence]
     stop = offsets[sequence + 1]

@@ -3,8 +3,8 @@
 N positions, H heads, D width of a head.
 """
 
-from collections.abc import Mapping, MutableMapping
-from typing import Any
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -79,48 +79,101 @@ def _launch(
         kernel[grid](*args, **meta, **{outer: block, "C" if outer == "M" else "M": tile})
 
 
-# Operators, not an autograd function, so that a compiler calls them without looking into them.
+class AttentionOptions(NamedTuple):
+    """How queries attend, and the rows of the outer and, if given, the inner side of a tile."""
+
+    activation: str
+    causal: bool
+    score_scale: float
+    weight_scale: float
+    window: int | None
+    block: int
+    tile: int | None
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, plan: TilePlan, options: AttentionOptions
+) -> tuple[Tensor, Tensor]:
+    """Attended values (N, H, D), and the binary logarithms of the sums of weights (H, N)."""
+    out, lse = torch.empty_like(q), q.new_empty(_lse_shape(q), dtype=torch.float32)
+    scales = options.score_scale, options.weight_scale
+    args = q, k, v, out, lse, plan.low, plan.high, plan.queries, len(q), *scales
+    grid = len(plan.queries), q.shape[1]
+    _launch(forward, grid, "M", options.block, options.tile, args, _meta(q, options.activation))
+    return out, lse
+
+
+def _differentiate(
+    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: TilePlan,
+    options: AttentionOptions,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of queries, keys and values."""
+    delta = torch.empty_like(lse)
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    rows = lse, delta, plan.low, plan.high
+    scales = len(q), options.score_scale, options.weight_scale
+    tiles, heads, meta = options[-2:], q.shape[1], _meta(q, options.activation)
+    args = q, k, v, out, grad, dq, *rows, plan.queries, *scales
+    _launch(backward_queries, (len(plan.queries), heads), "M", *tiles, args, meta)
+    args = q, k, v, grad, dk, dv, *rows, plan.keys, *scales
+    _launch(backward_keys, (len(plan.keys), heads), "C", *tiles, args, meta)
+    return dq, dk, dv
+
+
+def _lse_shape(q: Tensor) -> tuple[int, int]:
+    """(H, N): a block of queries of a head is contiguous."""
+    return q.shape[1], q.shape[0]
+
+
+class TritonAttention(torch.autograd.Function):
+    """Attention by tiles of a plan. It costs the host less than an operator."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: TilePlan, options: AttentionOptions
+    ) -> Tensor:
+        """Attended values (N, H, D)."""
+        out, lse = _attend(q, k, v, plan, options)
+        ctx.save_for_backward(out, lse, q, k, v)
+        ctx.plan, ctx.options = plan, options
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Gradients of queries, keys and values."""
+        gradients = _differentiate(grad.contiguous(), *ctx.saved_tensors, ctx.plan, ctx.options)
+        return *gradients, None, None
+
+
 @torch.library.custom_op("gemline::triton_attention", mutates_args=())
-def _attention(
+def _operator(
     q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, limits: Tensor | None,
     activation: str, causal: bool, score_scale: float, weight_scale: float, window: int | None,
     block: int, tile: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attended values (N, H, D), and the logarithms of the sums of weights (N, H)."""
-    plan = plan_tiles(q, k, q_offsets, kv_offsets, causal, window, limits, block)
-    out, lse = torch.zeros_like(q), q.new_zeros(q.shape[:2], dtype=torch.float32)
-    grid = len(plan.queries.first), q.shape[1]
-    spans = plan.low, plan.high, *plan.queries.kernel_args
-    args = q, k, v, out, lse, *spans, score_scale, weight_scale
-    _launch(forward, grid, "M", block, tile, args, _meta(q, activation))
-    return out, lse
+    """`_attend` as an operator that a compiler calls, but does not look into."""
+    options = AttentionOptions(activation, causal, score_scale, weight_scale, window, block, tile)
+    return _attend(q, k, v, plan_tiles(q, k, q_offsets, kv_offsets, limits, options), options)
 
 
-@_attention.register_fake
+@_operator.register_fake
 def _attention_shapes(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+    return torch.empty_like(q), q.new_empty(_lse_shape(q), dtype=torch.float32)
 
 
 @torch.library.custom_op("gemline::triton_attention_backward", mutates_args=())
-def _attention_backward(
+def _backward_operator(
     grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor,
     kv_offsets: Tensor, limits: Tensor | None, activation: str, causal: bool, score_scale: float,
     weight_scale: float, window: int | None, block: int, tile: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of queries, keys and values."""
-    plan = plan_tiles(q, k, q_offsets, kv_offsets, causal, window, limits, block)
-    delta = torch.empty_like(lse)
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    shared, scales = (lse, delta, plan.low, plan.high), (score_scale, weight_scale)
-    heads, meta = q.shape[1], _meta(q, activation)
-    args = q, k, v, out, grad, dq, *shared, *plan.queries.kernel_args, *scales
-    _launch(backward_queries, (len(plan.queries.first), heads), "M", block, tile, args, meta)
-    args = q, k, v, grad, dk, dv, *shared, *plan.keys.kernel_args, *scales
-    _launch(backward_keys, (len(plan.keys.first), heads), "C", block, tile, args, meta)
-    return dq, dk, dv
+    """`_differentiate` as an operator."""
+    options = AttentionOptions(activation, causal, score_scale, weight_scale, window, block, tile)
+    plan = plan_tiles(q, k, q_offsets, kv_offsets, limits, options)
+    return _differentiate(grad, out, lse, q, k, v, plan, options)
 
 
-@_attention_backward.register_fake
+@_backward_operator.register_fake
 def _gradient_shapes(
     _grad: Tensor, _out: Tensor, _lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,11 +186,11 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = _attention_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.options)
+    gradients = _backward_operator(grad.contiguous(), *ctx.saved_tensors, *ctx.options)
     return *gradients, *[None] * (len(ctx.needs_input_grad) - 3)
 
 
-_attention.register_autograd(_backward, setup_context=_keep_for_backward)
+_operator.register_autograd(_backward, setup_context=_keep_for_backward)
 
 
 def _meta(q: Tensor, activation: str) -> dict[str, Any]:
@@ -172,13 +225,18 @@ _PLANS: MutableMapping[Tensor, dict[tuple[Any, ...], TilePlan]] = WeakIdKeyDicti
 
 
 def plan_tiles(
-    q: Tensor, k: Tensor, q_offsets: Tensor, kv_offsets: Tensor, causal: bool,
-    window: int | None, limits: Tensor | None, block: int,
-) -> TilePlan:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    q_offsets: Tensor,
+    kv_offsets: Tensor,
+    limits: Tensor | None,
+    options: AttentionOptions,
+) -> TilePlan:
     """The tiles of attention, which are planned once for the same offsets and limits."""
     plans = _PLANS.setdefault(q_offsets, {})
     tensors = [x for x in (q_offsets, kv_offsets, limits) if x is not None]
     identities = tuple((WeakIdRef(x), x._version) for x in tensors)
+    causal, window, block = options.causal, options.window, options.block
     key = identities, len(q), len(k), causal, window, block
     if key not in plans:
         plans[key] = TilePlan.build(
@@ -205,9 +263,13 @@ def attention(
     `tile_size` are the rows of the outer and the inner side of a tile; by default the first depends
     on the width, and the second is tuned.
     """
-    out: Tensor = _attention(
-        q.contiguous(), k.contiguous(), v.contiguous(), q_offsets, kv_offsets, limits,
+    options = AttentionOptions(
         kind.activation, kind.causal, kind.resolve_score_scale(q.shape[-1]), kind.weight_scale,
         window, block_size or outer_rows(q), tile_size,
-    )[0]  # fmt: skip
-    return out
+    )  # fmt: skip
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    if torch.compiler.is_compiling():
+        out: Tensor = _operator(q, k, v, q_offsets, kv_offsets, limits, *options)[0]
+        return out
+    apply: Callable[..., Tensor] = TritonAttention.apply
+    return apply(q, k, v, plan_tiles(q, k, q_offsets, kv_offsets, limits, options), options)

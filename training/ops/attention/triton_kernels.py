@@ -42,6 +42,14 @@ def _activation_grad(s, ACT: tl.constexpr):
 
 
 @triton.jit
+def _loop_scale(score_scale, ACT: tl.constexpr):
+    """The scale of scores in loops: weights of softmax are powers of two, which are faster."""
+    if ACT == 0:
+        score_scale = score_scale * 1.4426950408889634
+    return score_scale
+
+
+@triton.jit
 def _dot(a, b, PRECISION: tl.constexpr):
     """The product of two tiles, accumulated in fp32."""
     if PRECISION == "widened":
@@ -52,42 +60,74 @@ def _dot(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _load_rows(
-    x, rows, head, mask, H: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr
+def _tile_pointers(
+    x, row, head, ROWS: tl.constexpr, H: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr
 ):
-    """Load rows of one head (n, WIDE), zeros beyond D and, if masked, where the mask is false."""
-    d = tl.arange(0, WIDE)
-    pointers = x + (rows[:, None] * H + head) * D + d[None, :]
+    """Pointers (ROWS, WIDE) to consecutive rows of one head, from the row `row`.
+
+    Only the first row is multiplied in 64 bits; the rest is the same for all tiles.
+    """
+    offsets = tl.arange(0, ROWS)[:, None] * (H * D) + tl.arange(0, WIDE)[None, :]
+    return x + (row.to(tl.int64) * (H * D) + head * D) + offsets
+
+
+@triton.jit
+def _tile_mask(rows, ROWS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
+    """Which elements of a tile are among its first `rows` rows, and within a head."""
+    return (tl.arange(0, ROWS) < rows)[:, None] & (tl.arange(0, WIDE) < D)[None, :]
+
+
+@triton.jit
+def _load_tile(
+    x, row, rows, head, ROWS: tl.constexpr, H: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Load ROWS rows of one head; zeros beyond D and, if masked, from the row `rows` on."""
+    pointers = _tile_pointers(x, row, head, ROWS, H, D, WIDE)
     if MASKED:
-        value = tl.load(pointers, mask=mask[:, None] & (d < D)[None, :], other=0.0)
+        value = tl.load(pointers, mask=_tile_mask(rows, ROWS, D, WIDE), other=0.0)
     elif D == WIDE:
         value = tl.load(pointers)
     else:
-        value = tl.load(pointers, mask=(d < D)[None, :], other=0.0)
+        value = tl.load(pointers, mask=_tile_mask(ROWS, ROWS, D, WIDE), other=0.0)
     return value
 
 
 @triton.jit
-def _store_rows(x, rows, head, mask, value, H: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr):
-    d = tl.arange(0, WIDE)
-    pointers = x + (rows[:, None] * H + head) * D + d[None, :]
-    tl.store(pointers, value.to(x.dtype.element_ty), mask=mask[:, None] & (d < D)[None, :])
+def _store_tile(
+    x, row, rows, head, value, ROWS: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """Store the first `rows` rows of a tile."""
+    pointers = _tile_pointers(x, row, head, ROWS, H, D, WIDE)
+    tl.store(pointers, value.to(x.dtype.element_ty), mask=_tile_mask(rows, ROWS, D, WIDE))
 
 
 @triton.jit
-def _split_span(begin, full_begin, full_end, end, TILE: tl.constexpr):
-    """Split a span into full tiles and masked tiles before and after them.
+def _load_block(blocks, block):
+    """The first row of a block, its number of rows, and the first key of its sequence."""
+    fields = blocks + block * 7
+    first = tl.load(fields)
+    return first, tl.load(fields + 1) - first, tl.load(fields + 2)
 
-    Returns the first row of the full tiles, their number, and the numbers of masked tiles before
-    them and in total.
+
+@triton.jit
+def _split_span(blocks, block, TILE: tl.constexpr):
+    """Split the span of a block into full tiles and masked tiles before and after them.
+
+    Returns the span, the first row of the full tiles, their number, and the numbers of masked tiles
+    before them and in total.
     """
+    fields = blocks + block * 7
+    begin, full_begin = tl.load(fields + 3), tl.load(fields + 4)
+    full_end, end = tl.load(fields + 5), tl.load(fields + 6)
     before = tl.cdiv(tl.maximum(full_begin - begin, 0), TILE)
     full = begin + before * TILE
     full_count = tl.maximum(tl.minimum(full_end, end) - full, 0) // TILE
     before = tl.where(full_count > 0, before, 0)
     full = begin + before * TILE
     after = tl.cdiv(tl.maximum(end - full - full_count * TILE, 0), TILE)
-    return full, full_count, before, before + after
+    return begin, end, full, full_count, before, before + after
 
 
 @triton.jit
@@ -102,7 +142,7 @@ def _tile_start(i, begin, before, full_count, TILE: tl.constexpr, MASKED: tl.con
 @triton.jit
 def _forward_tiles(
     acc, row_max, total, queries, k, v, lo, hi, base, head, begin, count, before,
-    full_count, end, score_scale,
+    full_count, end, scale,
     H: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, ACT: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -110,9 +150,9 @@ def _forward_tiles(
     for i in range(count):
         start = _tile_start(i, begin, before, full_count, C, MASKED)
         key = start + tl.arange(0, C)
-        keys = _load_rows(k, base + key, head, key < end, H, D, WIDE, MASKED)
-        values = _load_rows(v, base + key, head, key < end, H, D, WIDE, MASKED)
-        s = _dot(queries, tl.trans(keys), PRECISION) * score_scale
+        keys = _load_tile(k, base + start, end - start, head, C, H, D, WIDE, MASKED)
+        values = _load_tile(v, base + start, end - start, head, C, H, D, WIDE, MASKED)
+        s = _dot(queries, tl.trans(keys), PRECISION) * scale
         if MASKED:
             visible = (key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None])
             visible = visible & (key < end)[None, :]
@@ -120,9 +160,11 @@ def _forward_tiles(
             if MASKED:
                 s = tl.where(visible, s, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(s, 1))
-            safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-            weights = tl.exp(s - safe_max[:, None])
-            rescale = tl.exp(row_max - safe_max)
+            safe_max = new_max
+            if MASKED:
+                safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+            weights = tl.exp2(s - safe_max[:, None])
+            rescale = tl.exp2(row_max - safe_max)
             total = total * rescale + tl.sum(weights, 1)
             acc = acc * rescale[:, None]
             row_max = new_max
@@ -134,47 +176,46 @@ def _forward_tiles(
     return acc, row_max, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["query_count"])
 def forward(
-    q, k, v, out, lse, low, high, first, last, keys_start, begin, full_begin, full_end, end,
-    score_scale, weight_scale,
+    q, k, v, out, lse, low, high, blocks, query_count, score_scale, weight_scale,
     H: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, ACT: tl.constexpr,
     PRECISION: tl.constexpr, M: tl.constexpr, C: tl.constexpr,
 ) -> None:  # fmt: skip
     """Attention of a block of queries to the keys of its span."""
     block, head = tl.program_id(0), tl.program_id(1)
-    query_row = tl.load(first + block) + tl.arange(0, M)
-    in_block = query_row < tl.load(last + block)
+    lse += head.to(tl.int64) * query_count
+    first_row, rows, base = _load_block(blocks, block)
+    query_row = first_row + tl.arange(0, M)
+    in_block = tl.arange(0, M) < rows
     lo = tl.load(low + query_row, mask=in_block, other=0)
     hi = tl.load(high + query_row, mask=in_block, other=0)
-    base = tl.load(keys_start + block)
-    queries = _load_rows(q, query_row, head, in_block, H, D, WIDE, True)
+    queries = _load_tile(q, first_row, rows, head, M, H, D, WIDE, True)
     acc = tl.zeros([M, WIDE], tl.float32)
+    scale = _loop_scale(score_scale, ACT)
     row_max = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
-    b, e = tl.load(begin + block), tl.load(end + block)
-    full, full_count, before, masked_count = _split_span(
-        b, tl.load(full_begin + block), tl.load(full_end + block), e, C
-    )
+    b, e, full, full_count, before, masked_count = _split_span(blocks, block, C)
     acc, row_max, total = _forward_tiles(
         acc, row_max, total, queries, k, v, lo, hi, base, head, b, masked_count, before,
-        full_count, e, score_scale, H, D, WIDE, ACT, C, PRECISION, True,
+        full_count, e, scale, H, D, WIDE, ACT, C, PRECISION, True,
     )  # fmt: skip
     acc, row_max, total = _forward_tiles(
         acc, row_max, total, queries, k, v, lo, hi, base, head, full, full_count, 0, 0, e,
-        score_scale, H, D, WIDE, ACT, C, PRECISION, False,
+        scale, H, D, WIDE, ACT, C, PRECISION, False,
     )  # fmt: skip
     if ACT == 0:
         denominator = tl.where(total > 0, total, 1.0)
         acc = acc / denominator[:, None]
-        tl.store(lse + query_row * H + head, row_max + tl.log(denominator), mask=in_block)
-    _store_rows(out, query_row, head, in_block, acc * weight_scale, H, D, WIDE)
+        row_lse = row_max + tl.log2(denominator)
+        tl.store(lse + query_row, row_lse, mask=in_block)
+    _store_tile(out, first_row, rows, head, acc * weight_scale, M, H, D, WIDE)
 
 
 @triton.jit
 def _query_grad_tiles(
     acc, queries, dout, row_lse, row_delta, k, v, lo, hi, base, head, begin, count, before,
-    full_count, end, score_scale, weight_scale,
+    full_count, end, scale, weight_scale,
     H: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, ACT: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -182,9 +223,9 @@ def _query_grad_tiles(
     for i in range(count):
         start = _tile_start(i, begin, before, full_count, C, MASKED)
         key = start + tl.arange(0, C)
-        keys = _load_rows(k, base + key, head, key < end, H, D, WIDE, MASKED)
-        values = _load_rows(v, base + key, head, key < end, H, D, WIDE, MASKED)
-        s = _dot(queries, tl.trans(keys), PRECISION) * score_scale
+        keys = _load_tile(k, base + start, end - start, head, C, H, D, WIDE, MASKED)
+        values = _load_tile(v, base + start, end - start, head, C, H, D, WIDE, MASKED)
+        s = _dot(queries, tl.trans(keys), PRECISION) * scale
         dw = _dot(dout, tl.trans(values), PRECISION) * weight_scale
         if MASKED:
             visible = (key[None, :] >= lo[:, None]) & (key[None, :] < hi[:, None])
@@ -194,7 +235,7 @@ def _query_grad_tiles(
             exponent = s - row_lse[:, None]
             if MASKED:
                 exponent = tl.where(visible, exponent, 0.0)
-            ds = tl.exp(exponent) * (dw - row_delta[:, None])
+            ds = tl.exp2(exponent) * (dw - row_delta[:, None])
         else:
             ds = _activation_grad(s, ACT) * dw
         if MASKED:
@@ -203,46 +244,45 @@ def _query_grad_tiles(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["query_count"])
 def backward_queries(
-    q, k, v, out, grad, dq, lse, delta, low, high, first, last, keys_start, begin, full_begin,
-    full_end, end, score_scale, weight_scale,
+    q, k, v, out, grad, dq, lse, delta, low, high, blocks, query_count, score_scale, weight_scale,
     H: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, ACT: tl.constexpr,
     PRECISION: tl.constexpr, M: tl.constexpr, C: tl.constexpr,
 ) -> None:  # fmt: skip
     """Gradients of a block of queries, and `delta`: the products of outputs and their gradients."""
     block, head = tl.program_id(0), tl.program_id(1)
-    query_row = tl.load(first + block) + tl.arange(0, M)
-    in_block = query_row < tl.load(last + block)
+    lse += head.to(tl.int64) * query_count
+    delta += head.to(tl.int64) * query_count
+    first_row, rows, base = _load_block(blocks, block)
+    query_row = first_row + tl.arange(0, M)
+    in_block = tl.arange(0, M) < rows
     lo = tl.load(low + query_row, mask=in_block, other=0)
     hi = tl.load(high + query_row, mask=in_block, other=0)
-    base = tl.load(keys_start + block)
-    queries = _load_rows(q, query_row, head, in_block, H, D, WIDE, True)
-    dout = _load_rows(grad, query_row, head, in_block, H, D, WIDE, True)
-    row_lse = tl.load(lse + query_row * H + head, mask=in_block, other=0.0)
-    outputs = _load_rows(out, query_row, head, in_block, H, D, WIDE, True)
+    queries = _load_tile(q, first_row, rows, head, M, H, D, WIDE, True)
+    dout = _load_tile(grad, first_row, rows, head, M, H, D, WIDE, True)
+    outputs = _load_tile(out, first_row, rows, head, M, H, D, WIDE, True)
+    row_lse = tl.load(lse + query_row, mask=in_block, other=0.0)
+    scale = _loop_scale(score_scale, ACT)
     row_delta = tl.sum(dout.to(tl.float32) * outputs.to(tl.float32), 1)
-    tl.store(delta + query_row * H + head, row_delta, mask=in_block)
+    tl.store(delta + query_row, row_delta, mask=in_block)
     acc = tl.zeros([M, WIDE], tl.float32)
-    b, e = tl.load(begin + block), tl.load(end + block)
-    full, full_count, before, masked_count = _split_span(
-        b, tl.load(full_begin + block), tl.load(full_end + block), e, C
-    )
+    b, e, full, full_count, before, masked_count = _split_span(blocks, block, C)
     acc = _query_grad_tiles(
         acc, queries, dout, row_lse, row_delta, k, v, lo, hi, base, head, b, masked_count, before,
-        full_count, e, score_scale, weight_scale, H, D, WIDE, ACT, C, PRECISION, True,
+        full_count, e, scale, weight_scale, H, D, WIDE, ACT, C, PRECISION, True,
     )  # fmt: skip
     acc = _query_grad_tiles(
         acc, queries, dout, row_lse, row_delta, k, v, lo, hi, base, head, full, full_count, 0, 0,
-        e, score_scale, weight_scale, H, D, WIDE, ACT, C, PRECISION, False,
+        e, scale, weight_scale, H, D, WIDE, ACT, C, PRECISION, False,
     )  # fmt: skip
-    _store_rows(dq, query_row, head, in_block, acc * score_scale, H, D, WIDE)
+    _store_tile(dq, first_row, rows, head, acc * score_scale, M, H, D, WIDE)
 
 
 @triton.jit
 def _key_grad_tiles(
     dk, dv, keys, values, q, grad, lse, delta, low, high, key, head, begin, count, before,
-    full_count, end, score_scale, weight_scale,
+    full_count, end, scale, weight_scale,
     H: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, ACT: tl.constexpr, M: tl.constexpr,
     PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -251,9 +291,9 @@ def _key_grad_tiles(
         start = _tile_start(i, begin, before, full_count, M, MASKED)
         query_row = start + tl.arange(0, M)
         in_span = query_row < end
-        queries = _load_rows(q, query_row, head, in_span, H, D, WIDE, MASKED)
-        dout = _load_rows(grad, query_row, head, in_span, H, D, WIDE, MASKED)
-        s = _dot(keys, tl.trans(queries), PRECISION) * score_scale
+        queries = _load_tile(q, start, end - start, head, M, H, D, WIDE, MASKED)
+        dout = _load_tile(grad, start, end - start, head, M, H, D, WIDE, MASKED)
+        s = _dot(keys, tl.trans(queries), PRECISION) * scale
         dw = _dot(values, tl.trans(dout), PRECISION) * weight_scale
         if MASKED:
             lo = tl.load(low + query_row, mask=in_span, other=0)
@@ -261,12 +301,15 @@ def _key_grad_tiles(
             visible = (key[:, None] >= lo[None, :]) & (key[:, None] < hi[None, :])
             s = tl.where(visible, s, 0.0)
         if ACT == 0:
-            row_lse = tl.load(lse + query_row * H + head, mask=in_span, other=0.0)
-            row_delta = tl.load(delta + query_row * H + head, mask=in_span, other=0.0)
+            if MASKED:
+                row_lse = tl.load(lse + query_row, mask=in_span, other=0.0)
+                row_delta = tl.load(delta + query_row, mask=in_span, other=0.0)
+            else:
+                row_lse, row_delta = tl.load(lse + query_row), tl.load(delta + query_row)
             exponent = s - row_lse[None, :]
             if MASKED:
                 exponent = tl.where(visible, exponent, 0.0)
-            weights = tl.exp(exponent)
+            weights = tl.exp2(exponent)
             ds = weights * (dw - row_delta[None, :])
         else:
             weights = _activation(s, ACT)
@@ -279,33 +322,31 @@ def _key_grad_tiles(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["query_count"])
 def backward_keys(
-    q, k, v, grad, dk, dv, lse, delta, low, high, first, last, keys_start, begin, full_begin,
-    full_end, end, score_scale, weight_scale,
+    q, k, v, grad, dk, dv, lse, delta, low, high, blocks, query_count, score_scale, weight_scale,
     H: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, ACT: tl.constexpr,
     PRECISION: tl.constexpr, M: tl.constexpr, C: tl.constexpr,
 ) -> None:  # fmt: skip
     """Gradients of a block of keys and of their values."""
     block, head = tl.program_id(0), tl.program_id(1)
-    row = tl.load(first + block) + tl.arange(0, C)
-    in_block = row < tl.load(last + block)
-    key = row - tl.load(keys_start + block)
-    keys = _load_rows(k, row, head, in_block, H, D, WIDE, True)
-    values = _load_rows(v, row, head, in_block, H, D, WIDE, True)
+    lse += head.to(tl.int64) * query_count
+    delta += head.to(tl.int64) * query_count
+    first_row, rows, base = _load_block(blocks, block)
+    key = first_row - base + tl.arange(0, C)
+    keys = _load_tile(k, first_row, rows, head, C, H, D, WIDE, True)
+    values = _load_tile(v, first_row, rows, head, C, H, D, WIDE, True)
+    scale = _loop_scale(score_scale, ACT)
     dk_acc = tl.zeros([C, WIDE], tl.float32)
     dv_acc = tl.zeros([C, WIDE], tl.float32)
-    b, e = tl.load(begin + block), tl.load(end + block)
-    full, full_count, before, masked_count = _split_span(
-        b, tl.load(full_begin + block), tl.load(full_end + block), e, M
-    )
+    b, e, full, full_count, before, masked_count = _split_span(blocks, block, M)
     dk_acc, dv_acc = _key_grad_tiles(
         dk_acc, dv_acc, keys, values, q, grad, lse, delta, low, high, key, head, b, masked_count,
-        before, full_count, e, score_scale, weight_scale, H, D, WIDE, ACT, M, PRECISION, True,
+        before, full_count, e, scale, weight_scale, H, D, WIDE, ACT, M, PRECISION, True,
     )  # fmt: skip
     dk_acc, dv_acc = _key_grad_tiles(
         dk_acc, dv_acc, keys, values, q, grad, lse, delta, low, high, key, head, full, full_count,
-        0, 0, e, score_scale, weight_scale, H, D, WIDE, ACT, M, PRECISION, False,
+        0, 0, e, scale, weight_scale, H, D, WIDE, ACT, M, PRECISION, False,
     )  # fmt: skip
-    _store_rows(dv, row, head, in_block, dv_acc * weight_scale, H, D, WIDE)
-    _store_rows(dk, row, head, in_block, dk_acc * score_scale, H, D, WIDE)
+    _store_tile(dv, first_row, rows, head, dv_acc * weight_scale, C, H, D, WIDE)
+    _store_tile(dk, first_row, rows, head, dk_acc * score_scale, C, H, D, WIDE)
