@@ -145,7 +145,9 @@ class TritonAttention(torch.autograd.Function):
         return *gradients, None, None
 
 
-@torch.library.custom_op("gemline::triton_attention", mutates_args=())
+# Compilers keep compiled graphs on disk by the names of operators: an operator whose outputs get
+# other shapes needs another name.
+@torch.library.custom_op("gemline::ragged_attention", mutates_args=())
 def _operator(
     q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, limits: Tensor | None,
     activation: str, causal: bool, score_scale: float, weight_scale: float, window: int | None,
@@ -161,7 +163,7 @@ def _attention_shapes(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty(_lse_shape(q), dtype=torch.float32)
 
 
-@torch.library.custom_op("gemline::triton_attention_backward", mutates_args=())
+@torch.library.custom_op("gemline::ragged_attention_backward", mutates_args=())
 def _backward_operator(
     grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor,
     kv_offsets: Tensor, limits: Tensor | None, activation: str, causal: bool, score_scale: float,
