@@ -139,9 +139,10 @@ class TritonAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of queries, keys and values."""
-        gradients = _differentiate(grad.contiguous(), *ctx.saved_tensors, ctx.plan, ctx.options)
+        out, lse, q, k, v = ctx.saved_tensors
+        gradients = _differentiate(grad.contiguous(), out, lse, q, k, v, ctx.plan, ctx.options)
         return *gradients, None, None
 
 
