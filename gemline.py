@@ -34,6 +34,7 @@ COMMAND_GROUPS = {
     "run": ("dags.commands", "Run the whole pipeline locally."),
     "refresh": ("dags.commands", "Update the current day's tables, and refit live rankers."),
     "batch": ("dags.commands", "Run several pipeline steps in one process."),
+    "manifests": ("dags.commands", "Write the pipeline as Kubernetes manifests or Slurm scripts."),
     "erase": ("ranking.erasure", "Remove users from a lake."),
     "upgrade": ("dags.commands", "Migrate a lake to a changed spec."),
     "airflow": ("dags.commands", "Start a local Airflow with the pipeline's DAGs."),

@@ -1,4 +1,4 @@
-"""The commands `gemline run`, `refresh`, `batch`, `upgrade` and `airflow`."""
+"""The commands `gemline run`, `refresh`, `batch`, `manifests`, `upgrade` and `airflow`."""
 
 import signal
 import sys
@@ -15,7 +15,7 @@ from etl.commands import TABLE_STEPS
 from etl.errors import UserError, error_from_exit_code
 from etl.spec import load_spec
 from etl.spec.base import StrictModel
-from etl.tables.atomic_io import remove_folder
+from etl.tables.atomic_io import publish_folder, remove_folder, staging_folder
 from etl.tables.uri import list_matching, resolve_uri
 
 AIRFLOW_HOME = Path("work", "airflow")
@@ -145,6 +145,33 @@ def batch(args: BatchArgs) -> None:
         sys.exit(code)
 
 
+class ManifestsArgs(RunArgs):
+    """A pipeline run, the cluster that it is to run on, and where to write its files."""
+
+    cluster: Annotated[
+        Path, tyro.conf.arg(help="the cluster: conf/clusters/kubernetes.yaml, slurm.yaml")
+    ]
+    out: Annotated[Path, tyro.conf.arg(help="folder of the files; it must not exist")]
+
+
+def manifests(args: ManifestsArgs) -> None:
+    """Write the pipeline's steps as Kubernetes manifests or Slurm batch scripts."""
+    from dags.clusters import load_cluster, render_files
+
+    spec, cluster = load_spec(args.spec), load_cluster(args.cluster)
+    split = latest_mature_split(spec, *args.day_range)
+    paths = PipelinePaths(Path(cluster.home, args.spec), args.raw, args.lake)
+    steps = pipeline_steps(spec, paths, split, ("--scale", args.scale))
+    files = render_files(cluster, steps, run=f"{split.data_until:%Y%m%d}")
+    if args.out.exists():
+        raise UserError(f"{args.out} exists; remove it, or name another folder")
+    staging = staging_folder(args.out)
+    for name, text in files.items():
+        Path(staging, name).write_text(text)
+    publish_folder(staging, args.out)
+    print(f"{args.out}: {len(files)} files")
+
+
 class AirflowArgs(LakeArgs):
     """Raw logs, days and address of a local Airflow."""
 
@@ -196,4 +223,11 @@ def airflow(args: AirflowArgs) -> None:
         processes.stop()
 
 
-COMMANDS = {"run": run, "refresh": refresh, "batch": batch, "airflow": airflow, "upgrade": upgrade}
+COMMANDS = {
+    "run": run,
+    "refresh": refresh,
+    "batch": batch,
+    "manifests": manifests,
+    "airflow": airflow,
+    "upgrade": upgrade,
+}

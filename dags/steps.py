@@ -1,5 +1,6 @@
 """A step of the pipeline, and the paths and days that its command names."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,6 +23,20 @@ class Step:
     writes: tuple[str, ...]
     surface: str | None = None
     is_distributed: bool = False
+
+
+def earlier_steps(step: Step, steps: Sequence[Step]) -> list[str]:
+    """The names of the steps before a step of a pipeline that have to finish before it starts.
+
+    They write what it reads or writes, or read what it writes.
+    """
+    before = steps[: steps.index(step)]
+    touched = {*step.reads, *step.writes}
+    return [
+        other.name
+        for other in before
+        if touched.intersection(other.writes) or set(step.writes).intersection(other.reads)
+    ]
 
 
 @dataclass(frozen=True)

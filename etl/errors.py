@@ -51,7 +51,7 @@ STORE_UNREACHABLE = (
     "the object store does not answer; repeat the command when it does: committed data is complete"
 )
 # Spark, delta-rs, fsspec and torch raise many exception classes: match their texts instead.
-KNOWN_FAILURES = {
+KNOWN_TEMPORARY_ERRORS = {
     "No space left on device": DISK_FULL,
     "inline_container": "PyTorch could not finish writing a file, most likely because the disk is "
     "full; free some space and repeat the command: the last checkpoint is complete",
@@ -63,15 +63,22 @@ KNOWN_FAILURES = {
     "DELTA_METADATA_CHANGED": CONCURRENT_CREATE,
     "DELTA_PROTOCOL_CHANGED": CONCURRENT_CREATE,
 }
+KNOWN_USER_ERRORS = {
+    "Unable to locate credentials": "the object store needs credentials; set AWS_ACCESS_KEY_ID and "
+    "AWS_SECRET_ACCESS_KEY, or give the machine a role",
+}
 
 
-def known_temporary_error(error: BaseException) -> TemporaryError | None:
+def known_error(error: BaseException) -> UserError | TemporaryError | None:
     """The known failure behind an error or one of its causes; None for an unknown error."""
     cause: BaseException | None = error
     while cause is not None:
         text = str(cause)
-        for substring, message in KNOWN_FAILURES.items():
+        for substring, message in KNOWN_TEMPORARY_ERRORS.items():
             if substring in text:
                 return TemporaryError(message)
+        for substring, message in KNOWN_USER_ERRORS.items():
+            if substring in text:
+                return UserError(message)
         cause = cause.__cause__ or cause.__context__
     return None

@@ -1,0 +1,128 @@
+"""Batch scripts for Slurm: one for each step, and one that submits them with their dependencies.
+
+A refusal (exit code 2) fails a job, and the jobs that depend on it are cancelled. After a temporary
+failure (75) a job is requeued up to three times.
+"""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
+
+from dags.clusters.config import Resources, SlurmCluster, Training
+from dags.steps import Step, earlier_steps
+
+MAX_RETRIES = 3
+RENDEZVOUS_PORT = 29_400
+SUBMIT_SCRIPT = "submit.sh"
+
+
+def slurm_scripts(cluster: SlurmCluster, steps: Sequence[Step]) -> Mapping[str, str]:
+    """The scripts by file name; `submit.sh` submits all others."""
+    names = {step.name: f"{number:02d}-{step.name}.sh" for number, step in enumerate(steps, 1)}
+    scripts = {names[step.name]: step_script(cluster, step) for step in steps}
+    return scripts | {SUBMIT_SCRIPT: _submit_script(steps, names)}
+
+
+def step_script(cluster: SlurmCluster, step: Step) -> str:
+    """The batch script of a step."""
+    directives = _directives(cluster, step)
+    lines = [
+        "#!/bin/bash",
+        *(f"#SBATCH --{name}={value}" for name, value in directives.items()),
+        "#SBATCH --requeue",
+        f"cd {shlex.quote(cluster.home)} || exit 1",
+        *_environment(cluster, step),
+        f"{_command_line(cluster, step)} && exit 0",
+        "code=$?",
+        f"if [ $code -eq 75 ] && [ ${{SLURM_RESTART_COUNT:-0}} -lt {MAX_RETRIES} ]; then",
+        '  scontrol requeue "$SLURM_JOB_ID"',
+        "fi",
+        "exit $code",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _directives(cluster: SlurmCluster, step: Step) -> dict[str, object]:
+    """The options of sbatch."""
+    resources = _resources(cluster, step)
+    directives: dict[str, object] = {
+        "job-name": f"gemline-{step.name}",
+        "output": f"{cluster.logs}/%j-{step.name}.log",
+        "time": f"{cluster.time_limit_hours}:00:00",
+        "nodes": resources.nodes if isinstance(resources, Training) else 1,
+        "ntasks-per-node": 1,
+        "cpus-per-task": resources.cpus,
+        "mem": f"{resources.memory_gb}G",
+    }
+    if isinstance(resources, Training) and resources.gpus:
+        directives["gpus-per-node"] = resources.gpus
+    if cluster.partition:
+        directives["partition"] = cluster.partition
+    if cluster.account:
+        directives["account"] = cluster.account
+    return directives
+
+
+def _resources(cluster: SlurmCluster, step: Step) -> Resources:
+    if step.is_distributed:
+        return cluster.training
+    return cluster.spark if step.engine == "spark" else cluster.other
+
+
+def _environment(cluster: SlurmCluster, step: Step) -> list[str]:
+    """Variables of a step: the threads of torch, or the cores and memory of Spark on one node."""
+    resources = _resources(cluster, step)
+    if step.engine == "torch":
+        processes = resources.processes_per_node if isinstance(resources, Training) else 1
+        return [f"export OMP_NUM_THREADS={max(1, resources.cpus // processes)}"]
+    if cluster.spark_master:
+        return []
+    return [
+        f"export GEMLINE_SPARK_MASTER='local[{resources.cpus}]'",
+        f"export GEMLINE_SPARK_MEMORY={max(1, resources.memory_gb * 3 // 4)}g",
+    ]
+
+
+def _command_line(cluster: SlurmCluster, step: Step) -> str:
+    """The command of a step: by torchrun on all nodes, by spark-submit, or Python alone."""
+    if cluster.training.takes_several_nodes(step):
+        return _torchrun(cluster, step)
+    if step.engine == "spark" and cluster.spark_master:
+        jars = f'"$({shlex.quote(cluster.python)} -m gemline etl jars)"'
+        submit = str(PurePosixPath(cluster.python).with_name("spark-submit"))
+        memory = f"{max(1, cluster.spark.memory_gb * 3 // 4)}g"
+        options = (submit, "--master", cluster.spark_master, "--driver-memory", memory)
+        words = shlex.join(("gemline.py", *step.command))
+        return f"{shlex.join(options)} --jars {jars} {words}"
+    return shlex.join(
+        (cluster.python, "-m", "gemline", *cluster.training.single_node_command(step))
+    )
+
+
+def _torchrun(cluster: SlurmCluster, step: Step) -> str:
+    """One torchrun on each node; they meet on the first one."""
+    launch = (
+        cluster.python, "-m", "torch.distributed.run",
+        f"--nnodes={cluster.training.nodes}",
+        f"--nproc-per-node={cluster.training.processes_per_node}",
+        f"--max-restarts={MAX_RETRIES}",
+        "--rdzv-backend=c10d",
+    )  # fmt: skip
+    head = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+    return (
+        f'srun {shlex.join(launch)} --rdzv-id="$SLURM_JOB_ID" '
+        f'--rdzv-endpoint="{head}:{RENDEZVOUS_PORT}" {shlex.join(("-m", "gemline", *step.command))}'
+    )
+
+
+def _submit_script(steps: Sequence[Step], names: Mapping[str, str]) -> str:
+    """Submits each step after those that it depends on, and prints the ids of the jobs."""
+    variables = {step.name: f"job_{number:02d}" for number, step in enumerate(steps, 1)}
+    lines = ["#!/bin/bash", "set -euo pipefail", 'cd "$(dirname "$0")"']
+    for step in steps:
+        earlier = "".join(f":${variables[name]}" for name in earlier_steps(step, steps))
+        options = f"--dependency=afterok{earlier} --kill-on-invalid-dep=yes " if earlier else ""
+        script, variable = shlex.quote(names[step.name]), variables[step.name]
+        lines.append(f"{variable}=$(sbatch --parsable {options}{script})")
+        lines.append(f"echo {shlex.quote(step.name)} ${variable}")
+    return "\n".join(lines) + "\n"
