@@ -100,7 +100,7 @@ def _command_line(cluster: SlurmCluster, step: Step) -> str:
 
 
 def _torchrun(cluster: SlurmCluster, step: Step) -> str:
-    """One torchrun on each node; they meet on the first one."""
+    """One torchrun on each node; they meet on the first one, on which the script runs."""
     launch = (
         cluster.python, "-m", "torch.distributed.run",
         f"--nnodes={cluster.training.nodes}",
@@ -108,11 +108,8 @@ def _torchrun(cluster: SlurmCluster, step: Step) -> str:
         f"--max-restarts={MAX_RETRIES}",
         "--rdzv-backend=c10d",
     )  # fmt: skip
-    head = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
-    return (
-        f'srun {shlex.join(launch)} --rdzv-id="$SLURM_JOB_ID" '
-        f'--rdzv-endpoint="{head}:{RENDEZVOUS_PORT}" {shlex.join(("-m", "gemline", *step.command))}'
-    )
+    meeting = f'--rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$(hostname):{RENDEZVOUS_PORT}"'
+    return f"srun {shlex.join(launch)} {meeting} {shlex.join(('-m', 'gemline', *step.command))}"
 
 
 def _submit_script(steps: Sequence[Step], names: Mapping[str, str]) -> str:

@@ -194,7 +194,7 @@ def run_script(script: str, folder: Path, **environment: str) -> int:
         program.write_text(f"#!/bin/sh\n{body}\n")
         program.chmod(0o755)
     path = f"{folder}:/usr/bin:/bin"
-    env = {"PATH": path, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"} | environment
+    env = {"PATH": path, "SLURM_JOB_ID": "7"} | environment
     return subprocess.run(["bash", "-c", script], env=env, check=False).returncode
 
 
