@@ -9,6 +9,7 @@ from dags.advertiser_steps import audience_steps, forecast_steps, roi_steps
 from dags.steps import Engine, ModelFlags, PipelinePaths, Step
 from etl.errors import UserError
 from etl.spec import DataSpec
+from etl.spec.sections import RetainedTable
 from etl.spec.units import DaySplit
 
 ATTRIBUTE_TABLES = ("attributes_user", "attributes_item")
@@ -17,19 +18,26 @@ GEM_MODEL_DIR = "models/gem"
 ITEM_TABLES = ("items", "item_versions")
 TEACHER_TABLES = ("teacher_predictions", "user_teacher_embeddings")
 EXAMPLE_TABLES = ("examples", "impressions", "history", *ITEM_TABLES)
-
-
+# Tables of which rankers read the days that they train on.
+TRAINING_TABLES: tuple[RetainedTable, ...] = ("examples", "impressions", "teacher_predictions")
 SHORT_LABEL_WINDOW_SECONDS = 3600  # leaving out the labels of a day's last hour loses little data
 
 
-def latest_mature_split(spec: DataSpec, first: date, last: date) -> DaySplit:
+def days_until_mature(spec: DataSpec) -> int:
+    """After how many further days of logs the labels of a day can be used."""
+    slowest = max(objective.label_maturity_seconds for objective in spec.objectives.values())
+    return spec.label_maturity_days if slowest > SHORT_LABEL_WINDOW_SECONDS else 0
+
+
+def latest_mature_split(
+    spec: DataSpec, first: date, last: date, max_training_days: int | None = None
+) -> DaySplit:
     """Test on the latest day whose labels are all final at the end of `last`.
 
-    The day before is for calibration, all earlier ones for training. Raises UserError if no day is
-    left for training.
+    The day before is for calibration, and earlier ones are for training: all of them from `first`
+    on, or the latest `max_training_days`. Raises UserError if no day is left for training.
     """
-    slowest = max(objective.label_maturity_seconds for objective in spec.objectives.values())
-    maturity_days = spec.label_maturity_days if slowest > SHORT_LABEL_WINDOW_SECONDS else 0
+    maturity_days = days_until_mature(spec)
     test = last - timedelta(days=maturity_days)
     train_last = test - timedelta(days=2)
     if train_last < first:
@@ -38,6 +46,8 @@ def latest_mature_split(spec: DataSpec, first: date, last: date) -> DaySplit:
             f"{maturity_days} days, and training, calibration and test need at least one day each "
             "before that"
         )
+    if max_training_days is not None:
+        first = max(first, train_last - timedelta(days=max_training_days - 1))
     return DaySplit(
         train_first=first,
         train_last=train_last,

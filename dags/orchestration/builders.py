@@ -29,10 +29,12 @@ from dags.orchestration.dag_factory import (
 )
 from dags.orchestration.operators import GemlineOperator, operator_for_step, surface_operator
 from dags.orchestration.runs import PipelineRun, plan_run
-from dags.orchestration.settings import MANUAL_SCHEDULE
+from dags.orchestration.settings import MANUAL_SCHEDULE, DagSettings
 from dags.pipeline import (
     SURFACE_COMMANDS,
+    TRAINING_TABLES,
     data_steps,
+    days_until_mature,
     gem_steps,
     latest_mature_split,
     ranking_steps,
@@ -41,7 +43,8 @@ from dags.pipeline import (
 from dags.steps import ModelFlags
 from etl.errors import UserError
 from etl.ingest.arrival import has_arrived, required_daily_sources
-from etl.spec.units import DaySplit, date_range
+from etl.spec import DataSpec
+from etl.spec.units import DAY, DaySplit, date_range
 
 SPLIT_MACRO = f"split({RUN_MACRO})"  # a DaySplit; a macro of the rankers DAG
 
@@ -171,12 +174,30 @@ def _drift_check(factory: DagFactory) -> GemlineOperator:
     return GemlineOperator(task_id="drift", command=("train", "check-drift", *flags))
 
 
+def split_of_run(spec: DataSpec, settings: DagSettings, run: PipelineRun) -> DaySplit:
+    """The days on which the rankers of a run train, are calibrated and are tested."""
+    return latest_mature_split(spec, settings.first_day, run.last, settings.training_days)
+
+
+def check_retention(spec: DataSpec, settings: DagSettings) -> None:
+    """Raise UserError if the spec removes examples that rankers still train on."""
+    days_read = settings.training_days + days_until_mature(spec) + 2  # calibration and test
+    for name in TRAINING_TABLES:
+        days_kept = spec.retention.get(name, days_read * DAY) // DAY
+        if days_kept < days_read:
+            raise UserError(
+                f"the spec's retention of {name} is {days_kept}d, but rankers read {days_read} "
+                "days: raise it, or lower GEMLINE_TRAINING_DAYS"
+            )
+
+
 def rankers_dag(factory: DagFactory) -> DAG:
     """Evaluates models, trains, promotes and scores a ranker per surface, writes the report."""
     settings, assets = factory.settings, factory.assets
+    check_retention(factory.spec, settings)
 
     def split(run: PipelineRun) -> DaySplit:
-        return latest_mature_split(factory.spec, settings.first_day, run.last)
+        return split_of_run(factory.spec, settings, run)
 
     schedule = on_assets(assets.gem & assets.teacher_predictions)
     with factory.create_dag("rankers", schedule, "rankers and report", split=split) as dag:

@@ -37,6 +37,7 @@ class DagSettings(StrictModel):
         spark_jars: `--jars` of spark-submit, where the cluster lacks Delta.
         spark_properties: `--properties-file` of spark-submit.
         keep_days: How many days table versions and GEM checkpoints are kept.
+        training_days: On how many days rankers and the baseline train, the latest ones.
     """
 
     spec: Path
@@ -52,6 +53,7 @@ class DagSettings(StrictModel):
     spark_jars: str | None = None
     spark_properties: Path | None = None
     keep_days: int = Field(default=30, ge=7)
+    training_days: int = Field(default=30, ge=1)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "DagSettings | None":

@@ -58,6 +58,9 @@ class HistoryRetention(StrictModel):
 
 
 RetainedTable = Literal[
+    "examples",
+    "impressions",
+    "teacher_predictions",
     "scores",
     "user_event_counts",
     "attributes_user_snapshots",

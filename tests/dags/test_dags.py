@@ -20,6 +20,7 @@ from dags.steps import PipelinePaths, Step
 from etl.cli.runner import DayArgs
 from etl.ingest.quarantine import UNKNOWN_DAY
 from etl.spec import load_spec
+from etl.spec.units import DAY
 from etl.tables.lake import Lake
 from tests.cli import parse_command
 from tests.conftest import FIRST, LAST, ROOT
@@ -322,6 +323,44 @@ def test_invalid_settings_are_reported_in_one_line() -> None:
     variables = {"GEMLINE_SPEC": "s.yaml", "GEMLINE_RAW": "raw", "GEMLINE_WAIT_HOURS": "-1"}
     with pytest.raises(UserError, match=r"GEMLINE_.*lake: Field required.*wait_hours"):
         DagSettings.from_environment(variables)
+
+
+@pytest.mark.parametrize("age", [0, 3, 29, 30, 31, 400])
+def test_rankers_train_on_a_bounded_number_of_days_however_old_the_lake_is(
+    spec_path: Path, age: int
+) -> None:
+    """The latest ones; a young lake has fewer. Days of calibration and test do not depend on it."""
+    from dags.orchestration.builders import split_of_run
+    from dags.orchestration.settings import DagSettings
+
+    spec, last = load_spec(spec_path), date(2027, 6, 30)
+    newest = latest_mature_split(spec, FIRST, last)
+    first_day = newest.train_last - timedelta(days=age)
+    settings = DagSettings(spec=spec_path, raw="raw", lake="lake", first_day=first_day)
+    run = PipelineRun(first=first_day, new_from=last, last=last, missing_sources={}, tables={})
+    split = split_of_run(spec, settings, run)
+    assert (split.train_last - split.train_first).days + 1 == min(age + 1, 30)
+    assert split.model_copy(update={"train_first": FIRST}) == newest
+
+
+def test_examples_are_not_removed_before_rankers_have_read_them(spec_path: Path) -> None:
+    from dags.orchestration.builders import check_retention, split_of_run
+    from dags.orchestration.settings import DagSettings
+    from etl.errors import UserError
+
+    spec, last = load_spec(spec_path), date(2027, 6, 30)
+    settings = DagSettings(
+        spec=spec_path, raw="raw", lake="lake", first_day=FIRST, training_days=20
+    )
+    run = PipelineRun(first=last, new_from=last, last=last, missing_sources={}, tables={})
+    days_read = (last - split_of_run(spec, settings, run).train_first).days + 1
+    for days, is_refused in ((days_read, False), (days_read - 1, True)):
+        retaining = spec.model_copy(update={"retention": {"examples": days * DAY}})
+        if is_refused:
+            with pytest.raises(UserError, match="retention of examples is"):
+                check_retention(retaining, settings)
+        else:
+            check_retention(retaining, settings)
 
 
 def test_a_task_runs_by_spark_submit_and_writes_its_day(

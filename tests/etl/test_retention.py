@@ -54,6 +54,9 @@ def test_removed_days_are_read_from_old_versions_until_a_vacuum(expiring: Lake) 
     [
         ("user_event_counts", "18d", "later steps read the days before: keep at least 19d"),
         ("user_event_counts", "19d", None),
+        ("examples", "18d", "keep at least 19d"),
+        ("impressions", "19d", None),
+        ("teacher_predictions", "19d", None),
         ("scores", "20d", "keep at least 21d"),
         ("scores", "21d", None),
         ("scores", "601h", "write whole days"),
