@@ -1,6 +1,6 @@
 """One shard of the sample in DuckDB, and the sums that it answers a query with.
 
-The SQL is made of names of the spec, of numbers, and of conditions whose values are parameters.
+The SQL is made of names of the spec, and of conditions whose values are parameters.
 
 A campaign that bids b for an event of objective g has the value b * p_g + s in a request, where s
 is what its events are worth to the surface. It gets the place of the best ad that it beats, at most
@@ -12,10 +12,12 @@ between the `cost` of the place and that of the place above.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
+from functools import lru_cache
 from typing import Any
 
 import duckdb
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -26,6 +28,7 @@ from ranking.scoring.auction import Auction
 
 USERS, IMPRESSIONS, SPEND = range(3)  # quantities; then the events of the objectives
 FIRST_OBJECTIVE = 3
+CACHED_SELECTIONS = 8
 
 
 @dataclass(frozen=True)
@@ -83,25 +86,23 @@ class Shard:
         self.database.execute(sql)
         self.database.unregister("rows")
         # What queries sum, by row of the table: faster to take from here than out of DuckDB.
-        columns = ", ".join(["user_index", *self._summed])
-        self.columns = self.database.execute(f"SELECT {columns} FROM sample").fetchnumpy()  # noqa: S608
+        serves = (f"serves_{name}" for name in spec.objectives)
+        columns = ", ".join(["user_index", "cost_above", *self._summed, *serves])
+        rows = self.database.execute(f"SELECT {columns} FROM sample").fetchnumpy()  # noqa: S608
+        self.columns: dict[str, npt.NDArray[Any]] = {k: np.asarray(v) for k, v in rows.items()}
+        # A forecast asks for a segment, and then for what one or two campaigns win of it.
+        self._cached_rows = lru_cache(CACHED_SELECTIONS)(self._matching_rows)
 
     def sums(self, query: Query) -> SampleSums:
         """The sums of all quantities over the users that match.
 
-        DuckDB selects rows of the table, in the order in which they are stored, which is that of
-        users: NumPy adds them up by user in less time than a hash aggregation takes.
+        Rows are in the order of users: NumPy adds them up by user in less time than a hash
+        aggregation takes.
         """
-        condition, days = query.condition, list(query.days)
-        if self.days <= set(days):
-            days = []
-        else:
-            condition += f" AND impression_day IN ({', '.join('?' * len(days))})"
+        selected = self._cached_rows(query.condition, query.parameters, query.days)
         if query.campaign:
-            condition += f" AND {self._is_won(query.campaign)}"
-        sql = f"SELECT rowid FROM sample WHERE {condition}"  # noqa: S608
-        selected = self.database.execute(sql, [*query.parameters, *days]).fetchnumpy()["rowid"]
-        users = self._sum_by_user(np.asarray(selected), self._summed if query.campaign else ())
+            selected = selected[self._is_won(query.campaign)[selected]]
+        users = self._sum_by_user(selected, self._summed if query.campaign else ())
         quantities = self._quantities(users, query.campaign)
         weights = self.weights[users["user_index"]]
         weighted = quantities * weights
@@ -113,7 +114,20 @@ class Shard:
             key=int(np.bitwise_xor.reduce(self.user_keys[users["user_index"]], initial=0)),
         )
 
-    def _sum_by_user(self, selected: Ints, names: Sequence[str]) -> dict[str, Any]:
+    def _matching_rows(
+        self, condition: str, parameters: tuple[float, ...], days: tuple[date, ...]
+    ) -> npt.NDArray[np.int32]:
+        """The rows of the table that match a condition on some days, in ascending order."""
+        values: list[float | date] = list(parameters)
+        if not self.days <= set(days):
+            condition += f" AND impression_day IN ({', '.join('?' * len(days))})"
+            values += days
+        # One boolean for each row takes half the time of a filter with several terms.
+        sql = f"SELECT ({condition}) IS TRUE AS matches FROM sample"  # noqa: S608
+        matches = self.database.execute(sql, values).fetchnumpy()["matches"]
+        return np.flatnonzero(np.asarray(matches)).astype(np.int32)
+
+    def _sum_by_user(self, selected: npt.NDArray[np.int32], names: Sequence[str]) -> dict[str, Any]:
         """Sums of columns over the selected rows of each user, and their number as `won`."""
         user = self.columns["user_index"][selected]
         if not len(user):
@@ -134,11 +148,11 @@ class Shard:
         assert row
         return tuple(row[0] or (0.01,) * len(quantiles))
 
-    def _is_won(self, campaign: Campaign) -> str:
-        """SQL: the campaign gets the place of the impression."""
-        self.spec.surfaces_of(campaign.objective)  # an unknown objective never reaches the SQL
-        payment = f"{float(campaign.bid)!r}::FLOAT * p_{campaign.objective}"
-        return f"serves_{campaign.objective} AND {payment} >= cost AND {payment} < cost_above"
+    def _is_won(self, campaign: Campaign) -> npt.NDArray[np.bool_]:
+        """Whether the campaign gets the place of the impression, for all rows of the table."""
+        payment = self.columns[f"p_{campaign.objective}"] * np.float32(campaign.bid)
+        is_in_range = (payment >= self.columns["cost"]) & (payment < self.columns["cost_above"])
+        return np.asarray(is_in_range & self.columns[f"serves_{campaign.objective}"])
 
     def _quantities(self, users: dict[str, Any], campaign: Campaign | None) -> Floats:
         """The quantities (Q, U) of users with won impressions.
