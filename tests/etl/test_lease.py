@@ -213,7 +213,7 @@ READ_ONLY = {
     "train baseline", "train evaluate", "train verify-batches", "train check-drift",
     "train importance", "features check-drift",
     "rank off-policy", "rank materialize", "rank serve", "bench serving", "report",
-    "explain", "airflow",
+    "explain", "airflow", "manifests",
 }  # fmt: skip
 
 

@@ -63,10 +63,7 @@ def _dot(a, b, PRECISION: tl.constexpr):
 def _tile_pointers(
     x, row, head, ROWS: tl.constexpr, H: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr
 ):
-    """Pointers (ROWS, WIDE) to consecutive rows of one head, from the row `row`.
-
-    Only the first row is multiplied in 64 bits; the rest is the same for all tiles.
-    """
+    """Pointers (ROWS, WIDE) to consecutive rows of a head: 64 bits at the first, then 32."""
     offsets = tl.arange(0, ROWS)[:, None] * (H * D) + tl.arange(0, WIDE)[None, :]
     return x + (row.to(tl.int64) * (H * D) + head * D) + offsets
 
