@@ -158,17 +158,22 @@ def manifests(args: ManifestsArgs) -> None:
     """Write the pipeline's steps as Kubernetes manifests or Slurm batch scripts."""
     from dags.clusters import load_cluster, render_files
 
+    if args.pins:
+        raise UserError("--pins: steps of a run read what earlier ones have written; leave it out")
     spec, cluster = load_spec(args.spec), load_cluster(args.cluster)
     split = latest_mature_split(spec, *args.day_range)
     paths = PipelinePaths(Path(cluster.home, args.spec), args.raw, args.lake)
     steps = pipeline_steps(spec, paths, split, ("--scale", args.scale))
-    files = render_files(cluster, steps, run=f"{split.data_until:%Y%m%d}")
-    if args.out.exists():
+    files = render_files(cluster, spec, paths, steps, split.data_until)
+    if args.out.exists() or args.out.is_symlink():
         raise UserError(f"{args.out} exists; remove it, or name another folder")
-    staging = staging_folder(args.out)
-    for name, text in files.items():
-        Path(staging, name).write_text(text)
-    publish_folder(staging, args.out)
+    try:
+        staging = staging_folder(args.out)
+        for name, text in files.items():
+            Path(staging, name).write_text(text)
+        publish_folder(staging, args.out)
+    except (NotADirectoryError, PermissionError, FileNotFoundError) as error:
+        raise UserError(f"--out {args.out} cannot be written: {error.strerror}") from None
     print(f"{args.out}: {len(files)} files")
 
 

@@ -51,7 +51,7 @@ STORE_UNREACHABLE = (
     "the object store does not answer; repeat the command when it does: committed data is complete"
 )
 # Spark, delta-rs, fsspec and torch raise many exception classes: match their texts instead.
-KNOWN_TEMPORARY_ERRORS = {
+KNOWN_FAILURES = {
     "No space left on device": DISK_FULL,
     "inline_container": "PyTorch could not finish writing a file, most likely because the disk is "
     "full; free some space and repeat the command: the last checkpoint is complete",
@@ -59,26 +59,21 @@ KNOWN_TEMPORARY_ERRORS = {
     "or run fewer days at once: committed data is complete",
     "Could not connect to the endpoint URL": STORE_UNREACHABLE,
     "error sending request for url": STORE_UNREACHABLE,
+    "Unable to locate credentials": "the object store needs credentials; set AWS_ACCESS_KEY_ID and "
+    "AWS_SECRET_ACCESS_KEY, or repeat the command when the machine's role can be read",
     "DELTA_CONCURRENT": CONCURRENT_WRITE,
     "DELTA_METADATA_CHANGED": CONCURRENT_CREATE,
     "DELTA_PROTOCOL_CHANGED": CONCURRENT_CREATE,
 }
-KNOWN_USER_ERRORS = {
-    "Unable to locate credentials": "the object store needs credentials; set AWS_ACCESS_KEY_ID and "
-    "AWS_SECRET_ACCESS_KEY, or give the machine a role",
-}
 
 
-def known_error(error: BaseException) -> UserError | TemporaryError | None:
+def known_temporary_error(error: BaseException) -> TemporaryError | None:
     """The known failure behind an error or one of its causes; None for an unknown error."""
     cause: BaseException | None = error
     while cause is not None:
         text = str(cause)
-        for substring, message in KNOWN_TEMPORARY_ERRORS.items():
+        for substring, message in KNOWN_FAILURES.items():
             if substring in text:
                 return TemporaryError(message)
-        for substring, message in KNOWN_USER_ERRORS.items():
-            if substring in text:
-                return UserError(message)
         cause = cause.__cause__ or cause.__context__
     return None

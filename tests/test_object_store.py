@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 from upath import UPath
 
-from etl.errors import TemporaryError, UserError, known_error
+from etl.errors import TemporaryError, UserError, known_temporary_error
 from etl.runtime.java import jar_folder
 from etl.tables import arrow, atomic_io, model_schemas, schemas, step_state
 from etl.tables.atomic_io import local_path
@@ -244,7 +244,7 @@ def test_a_store_that_does_not_answer_does_not_look_empty(
         try:
             with pytest.raises(Exception, match="Could not connect to the endpoint") as raised:
                 read_text_if_exists(unreachable)
-            assert "does not answer" in str(known_error(raised.value))
+            assert "does not answer" in str(known_temporary_error(raised.value))
             flags = ["--spec", str(spec_path), "--lake", f"{BUCKET}/lake", "--days", f"{FIRST}"]
             assert main(["train", "gem", *flags]) == 75
         finally:

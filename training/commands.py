@@ -79,10 +79,11 @@ def gem(args: GemArgs) -> None:
     With --teacher.seeds or --teacher.blend, further models of the teacher are trained after it.
     """
     buckets = args.load_spec().buckets
-    readers = args.processes * max(1, args.workers)
+    processes = max(args.processes, int(os.environ.get("WORLD_SIZE", "1")))  # that of torchrun
+    readers = processes * max(1, args.workers)
     if not 1 <= readers <= buckets:
         raise UserError(
-            f"--processes {args.processes} times --workers {args.workers}: must be between 1 and "
+            f"{processes} processes times --workers {args.workers}: must be between 1 and "
             f"{buckets}, the spec's number of buckets, because each process reads separate buckets"
         )
     if args.processes > 1:

@@ -1,17 +1,43 @@
 """Kubernetes manifests and Slurm batch scripts, rendered from the declaration of the pipeline."""
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
+from datetime import date
 
-from dags.clusters.config import Cluster, KubernetesCluster, load_cluster
+from dags.clusters.config import KubernetesCluster, SlurmCluster, load_cluster
 from dags.clusters.kubernetes import kubernetes_manifests
 from dags.clusters.slurm import slurm_scripts
-from dags.steps import Step
+from dags.steps import PipelinePaths, Step
+from etl.spec import DataSpec
 
 __all__ = ["load_cluster", "render_files"]
 
 
-def render_files(cluster: Cluster, steps: Sequence[Step], run: str) -> Mapping[str, str]:
-    """The files of a pipeline run, by name; `run` distinguishes the objects of several runs."""
+def render_files(
+    cluster: KubernetesCluster | SlurmCluster,
+    spec: DataSpec,
+    paths: PipelinePaths,
+    steps: Sequence[Step],
+    last_day: date,
+) -> Mapping[str, str]:
+    """The files of a pipeline run, by name.
+
+    The feature store of a lake in an object store is not built, because each serving machine builds
+    its own.
+
+    Raises:
+        UserError: The cluster cannot run the pipeline.
+    """
+    cluster.check_run(spec, paths)
+    if "://" in paths.lake:
+        steps = [step for step in steps if not step.writes[0].startswith("feature_store/")]
     if isinstance(cluster, KubernetesCluster):
-        return kubernetes_manifests(cluster, steps, run)
+        return kubernetes_manifests(cluster, steps, run_name(steps, last_day))
     return slurm_scripts(cluster, steps)
+
+
+def run_name(steps: Sequence[Step], last_day: date) -> str:
+    """A name that differs between runs of other specs, lakes, days or sizes of GEM."""
+    commands = json.dumps([step.command for step in steps])
+    return f"{last_day:%Y%m%d}-{hashlib.sha256(commands.encode()).hexdigest()[:6]}"

@@ -1,19 +1,20 @@
 """The configuration of a cluster: its scheduler, and the resources of each kind of step."""
 
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
-import yaml
-from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from dags.steps import Step
-from etl.cli.runner import format_validation_error
+from dags.steps import PipelinePaths, Step
+from etl.cli.runner import format_validation_error, read_yaml_mapping
 from etl.errors import UserError
+from etl.spec import DataSpec
 from etl.spec.base import StrictModel
 
 AbsolutePath = Annotated[str, Field(pattern=r"^/[-A-Za-z0-9_./+@]*$")]
-# A label of DNS (RFC 1123), as Kubernetes wants names of namespaces, accounts and secrets.
+# A label, and a subdomain of DNS (RFC 1123), as Kubernetes wants names.
 DnsLabel = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
+DnsSubdomain = Annotated[str, Field(pattern=r"^[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?$")]
 # A name that Slurm reads as one word.
 SlurmName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][-A-Za-z0-9_.]*$")]
 
@@ -23,8 +24,13 @@ class Resources(StrictModel):
 
     cpus: int = Field(ge=1)
     """CPU cores."""
-    memory_gb: int = Field(ge=1)
+    memory_gb: int = Field(ge=2)
     """Memory in GiB."""
+
+    @property
+    def threads_per_process(self) -> int:
+        """The threads of each process."""
+        return self.cpus
 
 
 class Executors(Resources):
@@ -52,7 +58,7 @@ class SparkOnKubernetes(StrictModel):
     jars: tuple[str, ...] = ()
     """The Delta JARs, such as `local:///opt/gemline/jars/x.jar`, unless Spark has them."""
     properties: dict[str, str] = {}
-    """Further Spark properties, such as those of conf/spark."""
+    """Further Spark properties, such as those of conf/spark/s3."""
 
 
 class Training(Resources):
@@ -61,9 +67,23 @@ class Training(Resources):
     nodes: int = Field(default=1, ge=1)
     """Nodes."""
     processes_per_node: int = Field(default=1, ge=1)
-    """Training processes of a node; on GPUs one for each."""
+    """Training processes of a node."""
     gpus: int = Field(default=0, ge=0)
-    """GPUs of a node."""
+    """GPUs of a node: none, or one for each of its processes."""
+
+    @model_validator(mode="after")
+    def _check_gpus(self) -> "Training":
+        if self.gpus not in (0, self.processes_per_node):
+            raise ValueError(
+                f"{self.gpus} gpus for {self.processes_per_node} processes_per_node: each process "
+                "takes one GPU, so both must be equal"
+            )
+        return self
+
+    @property
+    def threads_per_process(self) -> int:
+        """The threads of each of a node's processes."""
+        return max(1, self.cpus // self.processes_per_node)
 
     def single_node_command(self, step: Step) -> tuple[str, ...]:
         """The command of a step on one node, where training starts its own processes."""
@@ -79,46 +99,79 @@ class Training(Resources):
 class Volume(StrictModel):
     """A persistent volume claim that all containers see."""
 
-    claim: DnsLabel
+    claim: DnsSubdomain
     """The claim; several nodes must be able to write to it."""
     path: AbsolutePath
     """Where it is mounted."""
 
 
-class KubernetesCluster(StrictModel):
+class Cluster(StrictModel):
+    """What clusters have in common."""
+
+    home: AbsolutePath
+    """The folder of the repository: on all nodes, or in the image."""
+    training: Training
+    """The training of GEM."""
+    other: Resources
+    """Steps other than Spark's and the training of GEM."""
+
+    def check_run(self, spec: DataSpec, paths: PipelinePaths) -> None:
+        """Raise UserError if the cluster cannot run a pipeline of a spec on some paths."""
+        processes = self.training.nodes * self.training.processes_per_node
+        if processes > spec.buckets:
+            raise UserError(
+                f"training on {processes} processes: spec {spec.name} has {spec.buckets} buckets, "
+                "and each process reads separate ones; lower nodes or processes_per_node"
+            )
+        for flag, path in (("--raw", paths.raw), ("--lake", paths.lake)):
+            if "://" not in path and not self.is_shared(PurePosixPath(path)):
+                raise UserError(f"{flag} {path}: {self.shared_paths_hint}")
+
+    @property
+    def shared_paths_hint(self) -> str:
+        """Which paths all nodes see."""
+        return "write a URL, or an absolute path that all nodes see"
+
+    def is_shared(self, path: PurePosixPath) -> bool:
+        """Whether all nodes see a path."""
+        return path.is_absolute()
+
+
+class KubernetesCluster(Cluster):
     """A Kubernetes cluster with the operators of Spark (v1beta2) and of PyTorch (v1)."""
 
     scheduler: Literal["kubernetes"]
     """Always `kubernetes`."""
-    image: str = Field(min_length=1)
-    """The container image: Python, the repository, and its extras `spark` and `train`."""
-    home: AbsolutePath
-    """The folder of the repository in the image."""
+    image: str = Field(pattern=r"^\S+$")
+    """The container image: Spark's own, with the repository and its extras installed."""
     namespace: DnsLabel
     """The namespace of all objects."""
-    service_account: DnsLabel
+    service_account: DnsSubdomain
     """The account of all pods; that of Spark drivers has to create pods."""
-    secrets: tuple[DnsLabel, ...] = ()
+    secrets: tuple[DnsSubdomain, ...] = ()
     """Secrets whose keys become environment variables of all containers."""
     volume: Volume | None = None
     """A volume for raw logs and lake, where they are not in an object store."""
     spark: SparkOnKubernetes
     """Spark steps."""
-    training: Training
-    """The training of GEM."""
-    other: Resources
-    """All other steps."""
+
+    @property
+    def shared_paths_hint(self) -> str:
+        """Which paths all pods see."""
+        return "write a URL, or a path below that of the cluster's `volume`"
+
+    def is_shared(self, path: PurePosixPath) -> bool:
+        """Whether all pods see a path."""
+        return self.volume is not None and path.is_relative_to(self.volume.path)
 
 
-class SlurmCluster(StrictModel):
+class SlurmCluster(Cluster):
     """A Slurm cluster whose nodes see the same folders."""
 
     scheduler: Literal["slurm"]
     """Always `slurm`."""
     python: AbsolutePath
     """Python of an environment with the extras `spark` and `train`."""
-    home: AbsolutePath
-    """The folder of the repository."""
     logs: AbsolutePath
     """The folder of the jobs' output; it must exist."""
     partition: SlurmName | None = None
@@ -127,27 +180,25 @@ class SlurmCluster(StrictModel):
     """The account that is charged."""
     time_limit_hours: int = Field(default=12, ge=1)
     """A job that takes longer is ended."""
-    spark_master: str | None = Field(default=None, pattern=r"^spark://")
+    spark_master: str | None = Field(default=None, pattern=r"^spark://\S+$")
     """A standalone Spark cluster; by default a Spark step uses the cores of its own node."""
     spark: Resources
     """Spark steps; with `spark_master` their driver."""
-    training: Training
-    """The training of GEM."""
-    other: Resources
-    """All other steps."""
 
 
-Cluster = KubernetesCluster | SlurmCluster
-_ADAPTER: TypeAdapter[Cluster] = TypeAdapter(Annotated[Cluster, Field(discriminator="scheduler")])
+SCHEDULERS: dict[str, type[KubernetesCluster | SlurmCluster]] = {
+    "kubernetes": KubernetesCluster,
+    "slurm": SlurmCluster,
+}
 
 
-def load_cluster(path: Path) -> Cluster:
+def load_cluster(file: Path) -> KubernetesCluster | SlurmCluster:
     """Read a cluster's configuration; UserError names the file and the faulty keys."""
+    content = read_yaml_mapping(file)
+    scheduler = content.get("scheduler")
+    if scheduler not in SCHEDULERS:
+        raise UserError(f"{file}: scheduler is {scheduler!r}; known: {', '.join(SCHEDULERS)}")
     try:
-        return _ADAPTER.validate_python(yaml.safe_load(path.read_text()))
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid YAML: {error}") from None
+        return SCHEDULERS[scheduler].model_validate(content)
     except ValidationError as error:
-        raise UserError(f"{path}: {format_validation_error(error)}") from None
+        raise UserError(f"{file}: {format_validation_error(error)}") from None

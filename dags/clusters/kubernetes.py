@@ -3,8 +3,7 @@
 Spark steps are a SparkApplication (Spark operator), the training of GEM on several nodes is a
 PyTorchJob (training operator), and all other steps are a Job. The annotation `gemline/after` of an
 object names the objects that have to finish before it is created. A refusal (exit code 2) fails a
-Job at once; the operators do not see the meaning of an exit code, and retry refusals, too. The
-feature store of a lake in an object store is not built: each serving machine builds its own.
+Job at once; the operators do not see the meaning of an exit code, and retry refusals, too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,33 +17,42 @@ from dags.steps import Step, earlier_steps
 SPARK_VERSION = "4.2.0"
 HEAP_PERCENT = 60
 MAX_RETRIES = 3
-MAX_NAME_LENGTH = 63  # of a label of DNS
+# A lease whose holder was lost with its machine is free after two minutes: retries wait longer.
+JOB_BACKOFF_LIMIT = 6
+RENDEZVOUS_PORT = 29_400
+MAX_NAME_LENGTH = 50  # operators add to it, and names of pods have at most 63 characters
 VOLUME = "data"
 PodSpec = dict[str, Any]
 Manifest = dict[str, Any]
 
 
-class _WithoutAliases(yaml.SafeDumper):
-    """Writes what occurs twice twice, instead of an anchor and an alias."""
+class _Dumper(yaml.SafeDumper):
+    """Writes what occurs twice twice, and quotes texts that other parsers read as numbers."""
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
         """Whether a value is always written itself."""
         return True
 
+    def represent_text(self, text: str) -> yaml.Node:
+        """A text, such as `1e3`, which YAML 1.2 takes for a number."""
+        style = '"' if text[:1].isdigit() else None
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
 
 def kubernetes_manifests(
     cluster: KubernetesCluster, steps: Sequence[Step], run: str
 ) -> Mapping[str, str]:
-    """The manifests by file name; `run` is part of the objects' names, such as 20260111."""
-    if not cluster.volume:
-        steps = [step for step in steps if not step.writes[0].startswith("feature_store/")]
+    """The manifests by file name; `run` is a part of the objects' names."""
     names = {step.name: _object_name(number, step, run) for number, step in enumerate(steps, 1)}
     files = {}
     for number, step in enumerate(steps, 1):
         earlier = [names[name] for name in earlier_steps(step, steps)]
-        manifest = _manifest(cluster, step, names[step.name], earlier)
+        manifest = _manifest(cluster, step, names[step.name], run, earlier)
         files[f"{number:02d}-{step.name}.yaml"] = yaml.dump(
-            manifest, Dumper=_WithoutAliases, sort_keys=False
+            manifest, Dumper=_Dumper, sort_keys=False
         )
     return files
 
@@ -55,12 +63,14 @@ def _object_name(number: int, step: Step, run: str) -> str:
     return f"{stem[: MAX_NAME_LENGTH - 1 - len(run)].rstrip('-')}-{run}"
 
 
-def _manifest(cluster: KubernetesCluster, step: Step, name: str, earlier: list[str]) -> Manifest:
+def _manifest(
+    cluster: KubernetesCluster, step: Step, name: str, run: str, earlier: list[str]
+) -> Manifest:
     metadata = {
         "name": name,
         "namespace": cluster.namespace,
-        "labels": {"app.kubernetes.io/name": "gemline", "gemline/step": step.name[:63]},
-        "annotations": {"gemline/after": " ".join(earlier)},
+        "labels": {"app.kubernetes.io/name": "gemline", "app.kubernetes.io/instance": run},
+        "annotations": {"gemline/step": step.name, "gemline/after": " ".join(earlier)},
     }
     if cluster.training.takes_several_nodes(step):
         return _pytorch_job(cluster, step, metadata)
@@ -129,7 +139,16 @@ def _spark_pod(cluster: KubernetesCluster, resources: Resources) -> dict[str, An
 def _pytorch_job(cluster: KubernetesCluster, step: Step, metadata: Manifest) -> Manifest:
     """A PyTorchJob: torchrun on each node, which the operator's variables connect."""
     training = cluster.training
-    command = ["torchrun", f"--max-restarts={MAX_RETRIES}", "-m", "gemline", *step.command]
+    command = [
+        "torchrun",
+        f"--nnodes={training.nodes}",
+        f"--nproc-per-node={training.processes_per_node}",
+        f"--max-restarts={MAX_RETRIES}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-id={metadata['name']}",
+        f"--rdzv-endpoint={metadata['name']}-master-0:{RENDEZVOUS_PORT}",
+        *("-m", "gemline", *step.command),
+    ]
     pod = _pod(cluster, "pytorch", command, training)
     replica = {"restartPolicy": "OnFailure", "template": {"spec": pod}}
     replicas = {
@@ -141,7 +160,6 @@ def _pytorch_job(cluster: KubernetesCluster, step: Step, metadata: Manifest) -> 
         "kind": "PyTorchJob",
         "metadata": metadata,
         "spec": {
-            "nprocPerNode": str(training.processes_per_node),
             "runPolicy": {"backoffLimit": MAX_RETRIES, "cleanPodPolicy": "Running"},
             "pytorchReplicaSpecs": replicas,
         },
@@ -157,13 +175,17 @@ def _job(cluster: KubernetesCluster, step: Step, metadata: Manifest) -> Manifest
         "action": "FailJob",
         "onExitCodes": {"containerName": "gemline", "operator": "In", "values": [2]},
     }
+    disruption = {
+        "action": "Ignore",
+        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+    }
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": metadata,
         "spec": {
-            "backoffLimit": MAX_RETRIES,
-            "podFailurePolicy": {"rules": [refusal]},
+            "backoffLimit": JOB_BACKOFF_LIMIT,
+            "podFailurePolicy": {"rules": [refusal, disruption]},
             "template": {"spec": pod},
         },
     }
@@ -176,21 +198,31 @@ def _pod(
     amounts: dict[str, Any] = {"cpu": str(resources.cpus), "memory": f"{resources.memory_gb}Gi"}
     if isinstance(resources, Training) and resources.gpus:
         amounts["nvidia.com/gpu"] = str(resources.gpus)
-    container = {
+    container: dict[str, Any] = {
         "name": name,
         "image": cluster.image,
         "workingDir": cluster.home,
-        "command": command,
+        "command": [word.replace("$(", "$$(") for word in command],  # else Kubernetes expands it
+        "env": [
+            {"name": "OMP_NUM_THREADS", "value": str(resources.threads_per_process)},
+            # A restart uses a new store: the old one holds addresses of processes that are gone.
+            {"name": "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "value": "1"},
+        ],
         "envFrom": _secrets(cluster),
         "resources": {"requests": amounts, "limits": amounts},
     }
-    if not cluster.volume:
-        return {"serviceAccountName": cluster.service_account, "containers": [container]}
-    container["volumeMounts"] = _volume_mounts(cluster)
+    volumes, mounts = [], []
+    if isinstance(resources, Training):  # of which NCCL uses more than a container has by default
+        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
+        mounts.append({"name": "shm", "mountPath": "/dev/shm"})  # noqa: S108
+    if cluster.volume:
+        volumes += _volumes(cluster)
+        mounts += _volume_mounts(cluster)
+    container["volumeMounts"] = mounts
     return {
         "serviceAccountName": cluster.service_account,
         "containers": [container],
-        "volumes": _volumes(cluster),
+        "volumes": volumes,
     }
 
 

@@ -12,7 +12,8 @@ from dags.clusters.config import Resources, SlurmCluster, Training
 from dags.steps import Step, earlier_steps
 
 MAX_RETRIES = 3
-RENDEZVOUS_PORT = 29_400
+# Of the job's own, because jobs with the same first node would meet on a common one.
+RENDEZVOUS_PORT = "$((20000 + SLURM_JOB_ID % 10000))"
 SUBMIT_SCRIPT = "submit.sh"
 
 
@@ -20,7 +21,7 @@ def slurm_scripts(cluster: SlurmCluster, steps: Sequence[Step]) -> Mapping[str, 
     """The scripts by file name; `submit.sh` submits all others."""
     names = {step.name: f"{number:02d}-{step.name}.sh" for number, step in enumerate(steps, 1)}
     scripts = {names[step.name]: step_script(cluster, step) for step in steps}
-    return scripts | {SUBMIT_SCRIPT: _submit_script(steps, names)}
+    return scripts | {SUBMIT_SCRIPT: _submit_script(steps, names, cluster.logs)}
 
 
 def step_script(cluster: SlurmCluster, step: Step) -> str:
@@ -30,6 +31,7 @@ def step_script(cluster: SlurmCluster, step: Step) -> str:
         "#!/bin/bash",
         *(f"#SBATCH --{name}={value}" for name, value in directives.items()),
         "#SBATCH --requeue",
+        "#SBATCH --open-mode=append",  # a requeued job keeps the output of the first attempt
         f"cd {shlex.quote(cluster.home)} || exit 1",
         *_environment(cluster, step),
         f"{_command_line(cluster, step)} && exit 0",
@@ -73,10 +75,10 @@ def _environment(cluster: SlurmCluster, step: Step) -> list[str]:
     """Variables of a step: the threads of torch, or the cores and memory of Spark on one node."""
     resources = _resources(cluster, step)
     if step.engine == "torch":
-        processes = resources.processes_per_node if isinstance(resources, Training) else 1
-        return [f"export OMP_NUM_THREADS={max(1, resources.cpus // processes)}"]
+        return [f"export OMP_NUM_THREADS={resources.threads_per_process}"]
     if cluster.spark_master:
-        return []
+        python = shlex.quote(cluster.python)
+        return [f"export PYSPARK_PYTHON={python}", f"jars=$({python} -m gemline etl jars) || exit"]
     return [
         f"export GEMLINE_SPARK_MASTER='local[{resources.cpus}]'",
         f"export GEMLINE_SPARK_MEMORY={max(1, resources.memory_gb * 3 // 4)}g",
@@ -88,19 +90,21 @@ def _command_line(cluster: SlurmCluster, step: Step) -> str:
     if cluster.training.takes_several_nodes(step):
         return _torchrun(cluster, step)
     if step.engine == "spark" and cluster.spark_master:
-        jars = f'"$({shlex.quote(cluster.python)} -m gemline etl jars)"'
         submit = str(PurePosixPath(cluster.python).with_name("spark-submit"))
         memory = f"{max(1, cluster.spark.memory_gb * 3 // 4)}g"
         options = (submit, "--master", cluster.spark_master, "--driver-memory", memory)
         words = shlex.join(("gemline.py", *step.command))
-        return f"{shlex.join(options)} --jars {jars} {words}"
+        return f'{shlex.join(options)} --jars "$jars" {words}'
     return shlex.join(
         (cluster.python, "-m", "gemline", *cluster.training.single_node_command(step))
     )
 
 
 def _torchrun(cluster: SlurmCluster, step: Step) -> str:
-    """One torchrun on each node; they meet on the first one, on which the script runs."""
+    """One torchrun on each node; they meet on the first one, on which the script runs.
+
+    A restart uses a new store: the old one holds addresses of processes that are gone.
+    """
     launch = (
         cluster.python, "-m", "torch.distributed.run",
         f"--nnodes={cluster.training.nodes}",
@@ -109,17 +113,34 @@ def _torchrun(cluster: SlurmCluster, step: Step) -> str:
         "--rdzv-backend=c10d",
     )  # fmt: skip
     meeting = f'--rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$(hostname):{RENDEZVOUS_PORT}"'
-    return f"srun {shlex.join(launch)} {meeting} {shlex.join(('-m', 'gemline', *step.command))}"
+    srun = f"srun --cpus-per-task={cluster.training.cpus} --kill-on-bad-exit=1"
+    words = shlex.join(("-m", "gemline", *step.command))
+    return f"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 {srun} {shlex.join(launch)} {meeting} {words}"
 
 
-def _submit_script(steps: Sequence[Step], names: Mapping[str, str]) -> str:
-    """Submits each step after those that it depends on, and prints the ids of the jobs."""
+def _submit_script(steps: Sequence[Step], names: Mapping[str, str], logs: str) -> str:
+    """Submits each step after those that it depends on, and prints the ids of the jobs.
+
+    If one is refused, those that were submitted before are cancelled.
+    """
     variables = {step.name: f"job_{number:02d}" for number, step in enumerate(steps, 1)}
-    lines = ["#!/bin/bash", "set -euo pipefail", 'cd "$(dirname "$0")"']
+    folder = shlex.quote(logs)
+    lines = [
+        "#!/bin/bash",
+        "set -euo pipefail",
+        'cd "$(dirname "$0")"',
+        f"[ -d {folder} ] || {{ echo {folder} is not a folder >&2; exit 2; }}",
+        "submitted=()",
+        "trap '[ $? -eq 0 ] || [ ${#submitted[@]} -eq 0 ] || scancel \"${submitted[@]}\"' EXIT",
+    ]
     for step in steps:
         earlier = "".join(f":${variables[name]}" for name in earlier_steps(step, steps))
         options = f"--dependency=afterok{earlier} --kill-on-invalid-dep=yes " if earlier else ""
         script, variable = shlex.quote(names[step.name]), variables[step.name]
-        lines.append(f"{variable}=$(sbatch --parsable {options}{script})")
-        lines.append(f"echo {shlex.quote(step.name)} ${variable}")
+        lines += [
+            f"{variable}=$(sbatch --parsable {options}{script})",
+            f"{variable}=${{{variable}%%;*}}",  # without the name of the cluster
+            f"submitted+=(${variable})",
+            f"echo {shlex.quote(step.name)} ${variable}",
+        ]
     return "\n".join(lines) + "\n"

@@ -20,7 +20,7 @@ import yaml
 from pydantic import ValidationError
 
 from etl.cli.yaml_options import yaml_option
-from etl.errors import TemporaryError, UserError, known_error
+from etl.errors import TemporaryError, UserError, known_temporary_error
 from etl.spec import DataSpec, load_spec
 from etl.spec.base import StrictModel, suggest_name
 from etl.spec.units import parse_date_range
@@ -130,7 +130,7 @@ def run_command(command: Command, argv: Sequence[str], prog: str) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     except Exception as error:
-        known = known_error(error)
+        known = known_temporary_error(error)
         if known is None:
             raise
         print(f"{prog}: {known}", file=sys.stderr)

@@ -1,5 +1,7 @@
 """Triton attention gives outputs and gradients of the reference, under Triton's interpreter."""
 
+from collections.abc import Iterator
+from dataclasses import fields
 from itertools import product
 from typing import Any, get_args
 
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from training.ops.attention import AttentionKind, reference
 from training.ops.attention.reference import Activation
-from training.ops.attention.tile_plan import TilePlan
+from training.ops.attention.tile_plan import BlockSpans, TilePlan
 from training.ops.attention.triton import (
     MAX_TILE_BYTES,
     MIN_TILE_SIDE,
@@ -21,8 +23,19 @@ from training.ops.attention.triton import (
     outer_rows,
     plan_tiles,
 )
+from training.ops.attention.triton_kernels import BLOCK_FIELDS
 
 BLOCK, TILE = 16, 16
+
+
+@pytest.fixture(autouse=True)
+def _fill_new_tensors_with_nan() -> Iterator[None]:
+    """So that a row that no kernel writes is seen."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 TOLERANCES = {torch.float32: (2e-5, 1e-4), torch.bfloat16: (3e-2, 2e-2)}  # atol, rtol
 
 
@@ -95,6 +108,33 @@ def test_attention_without_queries_is_empty() -> None:
         rows(0, 4), rows(3, 4), rows(3, 4), *offsets, AttentionKind(), None, None, 16, 16
     )
     assert out.shape == (0, 2, 4)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_window_or_limits_beyond_all_keys_are_as_none(causal: bool) -> None:
+    """However large they are: plans have 32 bits."""
+    torch.manual_seed(4)
+    offsets = offsets_of([5, 19]), offsets_of([5, 19])
+    q, k, v = rows(24, 4), rows(24, 4), rows(24, 4)
+    kind = AttentionKind(causal=causal)
+    expected = attention(q, k, v, *offsets, kind, None, None, BLOCK, TILE)
+    for most in (24, 2**31 - 1, 2**31, 2**40):
+        window, limits = (most, None) if causal else (None, torch.full((24,), most))
+        actual = attention(q, k, v, *offsets, kind, window, limits, BLOCK, TILE)
+        torch.testing.assert_close(actual, expected)
+
+
+def test_second_derivatives_are_refused() -> None:
+    offsets = offsets_of([5]), offsets_of([5])
+    q, k, v = rows(5, 4), rows(5, 4), rows(5, 4)
+    out = attention(q, k, v, *offsets, AttentionKind(), None, None, BLOCK, TILE)
+    (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_kernels_read_the_fields_that_plans_have() -> None:
+    assert len(fields(BlockSpans)) == BLOCK_FIELDS.value
 
 
 def test_a_compiler_calls_attention_as_one_operator() -> None:

@@ -65,8 +65,8 @@ def attention(
         q: Queries (Nq, H, D).
         k: Keys (Nk, H, D).
         v: Values (Nk, H, D).
-        q_offsets: Offsets (S + 1) that cut queries into sequences.
-        kv_offsets: Offsets (S + 1) that cut keys into sequences.
+        q_offsets: Offsets (S + 1) that cut queries into sequences: from 0 to Nq.
+        kv_offsets: Offsets (S + 1) that cut keys into sequences: from 0 to Nk.
         kind: How scores become weights. If causal, q and k have the same positions, and position t
             attends to s <= t.
         window: For causal kinds: position t attends to itself and to the `window` positions before

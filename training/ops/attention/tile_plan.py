@@ -50,7 +50,7 @@ class TilePlan:
 
         Args:
             rows: The number of queries and of keys.
-            offsets: Offsets (S + 1) that cut queries into sequences, and those of keys.
+            offsets: Offsets (S + 1) that cut all queries into sequences, and those of keys.
             causal: Whether a query attends to the keys up to its own position.
             window: See `training.ops.attention.reference.attention`.
             limits: See there.
@@ -61,12 +61,14 @@ class TilePlan:
         row = torch.arange(rows[0], dtype=INDEX, device=q_offsets.device)
         sequence = torch.searchsorted(q_offsets[1:], row, right=True)
         low, high = torch.zeros_like(row), kv_offsets.diff()[sequence]
+        if window is not None:
+            window = min(window, rows[1])  # larger ones are the same, and may not fit INDEX
         if causal:
             position = row - q_offsets[sequence]
             high = position + 1
             low = low if window is None else (position - window).clamp(min=0)
         elif limits is not None:
-            high = torch.minimum(high, limits.to(INDEX))
+            high = torch.minimum(high, limits.clamp(max=rows[1]).to(INDEX))
         query_blocks = _split_into_blocks(q_offsets, rows[0], blocks[0])
         key_blocks = _split_into_blocks(kv_offsets, rows[1], blocks[1])
         return cls(

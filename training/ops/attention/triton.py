@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 
 from training.ops.attention.reference import SOFTMAX, AttentionKind
@@ -112,7 +113,8 @@ def _differentiate(
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     rows = lse, delta, plan.low, plan.high
     scales = len(q), options.score_scale, options.weight_scale
-    tiles, heads, meta = options[-2:], q.shape[1], _meta(q, options.activation)
+    tiles = options.block, options.tile
+    heads, meta = q.shape[1], _meta(q, options.activation)
     args = q, k, v, out, grad, dq, *rows, plan.queries, *scales
     _launch(backward_queries, (len(plan.queries), heads), "M", *tiles, args, meta)
     args = q, k, v, grad, dk, dv, *rows, plan.keys, *scales
@@ -139,6 +141,7 @@ class TritonAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of queries, keys and values."""
         out, lse, q, k, v = ctx.saved_tensors

@@ -10,6 +10,7 @@ two above it, M queries and C keys of a tile, ACT the code of an activation.
 import triton
 import triton.language as tl
 
+BLOCK_FIELDS = tl.constexpr(7)  # of a row of `BlockSpans.pack`, in its order
 ACTIVATION_CODES = {"softmax": 0, "silu": 1, "gelu": 2, "relu": 3, "identity": 4}
 
 
@@ -43,7 +44,7 @@ def _activation_grad(s, ACT: tl.constexpr):
 
 @triton.jit
 def _loop_scale(score_scale, ACT: tl.constexpr):
-    """The scale of scores in loops: weights of softmax are powers of two, which are faster."""
+    """The scale of scores in loops: softmax uses exp2, which is faster, with log2(e) in it."""
     if ACT == 0:
         score_scale = score_scale * 1.4426950408889634
     return score_scale
@@ -103,7 +104,7 @@ def _store_tile(
 @triton.jit
 def _load_block(blocks, block):
     """The first row of a block, its number of rows, and the first key of its sequence."""
-    fields = blocks + block * 7
+    fields = blocks + block * BLOCK_FIELDS
     first = tl.load(fields)
     return first, tl.load(fields + 1) - first, tl.load(fields + 2)
 
@@ -115,7 +116,7 @@ def _split_span(blocks, block, TILE: tl.constexpr):
     Returns the span, the first row of the full tiles, their number, and the numbers of masked tiles
     before them and in total.
     """
-    fields = blocks + block * 7
+    fields = blocks + block * BLOCK_FIELDS
     begin, full_begin = tl.load(fields + 3), tl.load(fields + 4)
     full_end, end = tl.load(fields + 5), tl.load(fields + 6)
     before = tl.cdiv(tl.maximum(full_begin - begin, 0), TILE)
