@@ -64,6 +64,7 @@ def slurm_cluster(folder: Path) -> Iterator[dict[str, str]]:
                 )
         _wait_for_nodes(env)
         yield env
+        subprocess.run(["scancel", f"--user={getpass.getuser()}"], env=env, check=True)
     finally:
         for process in running:
             os.killpg(process.pid, signal.SIGKILL)

@@ -3,6 +3,8 @@
 import re
 import stat
 import subprocess
+from collections.abc import Mapping
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kubeflow.training import ApiClient
 from kubeflow_spark_api.models.spark_v1beta2_spark_application import SparkV1beta2SparkApplication
+from pydantic import ValidationError
 
 from dags.clusters import load_cluster, render_files
 from dags.clusters.config import KubernetesCluster, SlurmCluster
@@ -20,6 +23,7 @@ from dags.clusters.kubernetes import SPARK_VERSION
 from dags.clusters.slurm import step_script
 from dags.pipeline import latest_mature_split, pipeline_steps
 from dags.steps import PipelinePaths, Step, earlier_steps
+from etl.errors import UserError
 from etl.spec import load_spec
 from etl.spec.units import parse_date_range
 from gemline import main
@@ -27,14 +31,27 @@ from tests.conftest import ROOT
 
 SPEC = ROOT / "conf/specs/simulator.yaml"
 DAYS = "2026-01-01:2026-01-11"
-RUN = "20260111"
+LAST_DAY = date(2026, 1, 11)
 KUBERNETES_VERSION = "1.34"
 OBJECT_STORE = PipelinePaths(SPEC, "s3://logs/raw", "s3://lake")
+SHARED_FOLDER = PipelinePaths(SPEC, "/shared/raw", "/shared/lake")
 
 
 def all_steps(paths: PipelinePaths = OBJECT_STORE) -> list[Step]:
     spec = load_spec(SPEC)
     return pipeline_steps(spec, paths, latest_mature_split(spec, *parse_date_range(DAYS)))
+
+
+def files_of(
+    cluster: KubernetesCluster | SlurmCluster, paths: PipelinePaths = OBJECT_STORE
+) -> Mapping[str, str]:
+    return render_files(cluster, load_spec(SPEC), paths, all_steps(paths), LAST_DAY)
+
+
+def manifests_of(
+    cluster: KubernetesCluster, paths: PipelinePaths = OBJECT_STORE
+) -> list[dict[str, Any]]:
+    return [yaml.safe_load(text) for text in files_of(cluster, paths).values()]
 
 
 def kubernetes(**changes: Any) -> KubernetesCluster:
@@ -74,22 +91,35 @@ VOLUME = {"claim": "ads", "path": "/data"}
 VARIANTS: list[dict[str, Any]] = [
     {},
     {"volume": VOLUME, "secrets": ()},
-    {"training": {"nodes": 1, "cpus": 4, "memory_gb": 8, "gpus": 1, "processes_per_node": 2}},
+    {"training": {"nodes": 1, "cpus": 4, "memory_gb": 8, "gpus": 2, "processes_per_node": 2}},
 ]
 
 
 @pytest.mark.parametrize("changes", VARIANTS)
 def test_manifests_are_valid_and_name_each_step_once(changes: dict[str, Any]) -> None:
-    cluster, steps = kubernetes(**changes), all_steps()
-    files = render_files(cluster, steps, RUN)
-    manifests = [yaml.safe_load(text) for text in files.values()]
+    cluster = kubernetes(**changes)
+    paths = PipelinePaths(SPEC, "/data/raw", "/data/lake") if cluster.volume else OBJECT_STORE
+    manifests = manifests_of(cluster, paths)
     for manifest in manifests:
         assert_valid(manifest)
+        name, labels = manifest["metadata"]["name"], manifest["metadata"]["labels"]
+        assert re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,48}[a-z0-9])?", name)
+        for value in labels.values():
+            assert re.fullmatch(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?", value)
     names = [manifest["metadata"]["name"] for manifest in manifests]
     assert len(set(names)) == len(names)
-    written = {manifest["metadata"]["labels"]["gemline/step"] for manifest in manifests}
+    written = {manifest["metadata"]["annotations"]["gemline/step"] for manifest in manifests}
     machine_local = set() if cluster.volume else {"feature_store"}
-    assert written == {step.name for step in steps} - machine_local
+    assert written == {step.name for step in all_steps()} - machine_local
+
+
+def test_objects_of_other_lakes_have_other_names() -> None:
+    other = PipelinePaths(SPEC, "s3://logs/raw", "s3://other")
+    names = [
+        {manifest["metadata"]["name"] for manifest in manifests_of(kubernetes(), paths)}
+        for paths in (OBJECT_STORE, OBJECT_STORE, other)
+    ]
+    assert names[0] == names[1] and not names[0] & names[2]
 
 
 @pytest.mark.parametrize(
@@ -105,8 +135,7 @@ def test_the_schemas_refuse_an_unknown_field(
     kind: str, path: tuple[str, ...], value: object
 ) -> None:
     """So that the test before can fail."""
-    files = render_files(kubernetes(), all_steps(), RUN)
-    manifest = next(m for m in map(yaml.safe_load, files.values()) if m["kind"] == kind)
+    manifest = next(m for m in manifests_of(kubernetes()) if m["kind"] == kind)
     assert_valid(manifest)
     target = manifest
     for name in path[:-1]:
@@ -131,19 +160,15 @@ def command_of(manifest: dict[str, Any]) -> list[str]:
 
 
 def test_manifests_run_the_declared_commands_after_what_they_read() -> None:
-    steps = {step.name: step for step in all_steps()}
-    manifests = [
-        yaml.safe_load(text)
-        for text in render_files(kubernetes(), list(steps.values()), RUN).values()
-    ]
-    step_of = {m["metadata"]["name"]: m["metadata"]["labels"]["gemline/step"] for m in manifests}
-    for manifest in manifests:
-        step = steps[step_of[manifest["metadata"]["name"]]]
+    steps = [step for step in all_steps() if step.name != "feature_store"]
+    manifests = manifests_of(kubernetes())
+    name_of = {
+        m["metadata"]["annotations"]["gemline/step"]: m["metadata"]["name"] for m in manifests
+    }
+    for step, manifest in zip(steps, manifests, strict=True):
         assert tuple(command_of(manifest)) == step.command
         after = manifest["metadata"]["annotations"]["gemline/after"].split()
-        writers = {s.name for s in steps.values() if set(s.writes) & set(step.reads)}
-        earlier = set(list(steps)[: list(steps).index(step.name)])
-        assert (writers & earlier) - {"feature_store"} <= {step_of[name] for name in after}
+        assert after == [name_of[name] for name in earlier_steps(step, steps)]
 
 
 TABLE_NAMES = st.sets(st.sampled_from("abcd"), max_size=3).map(tuple)
@@ -190,7 +215,13 @@ def run_script(script: str, folder: Path, **environment: str) -> int:
     """Run a batch script with stand-ins for the commands of Slurm."""
     for name in ("scontrol", "srun"):
         program = folder / name
-        body = 'exec "$@"' if name == "srun" else f'echo "$@" >> {folder}/scontrol_calls'
+        # srun's own options come before the program.
+        is_launcher = name == "srun"
+        body = (
+            'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"'
+            if is_launcher
+            else f'echo "$@" >> {folder}/scontrol_calls'
+        )
         program.write_text(f"#!/bin/sh\n{body}\n")
         program.chmod(0o755)
     path = f"{folder}:/usr/bin:/bin"
@@ -234,8 +265,8 @@ def test_only_temporary_failures_are_requeued(
 
 def test_the_submit_script_submits_each_step_after_those_it_depends_on(tmp_path: Path) -> None:
     """sbatch is a stand-in that numbers its calls; a dependency is a number before."""
-    steps = all_steps()
-    for name, text in render_files(slurm(), steps, RUN).items():
+    steps = all_steps(SHARED_FOLDER)
+    for name, text in files_of(slurm(logs=str(tmp_path)), SHARED_FOLDER).items():
         (tmp_path / name).write_text(text)
     calls = tmp_path / "calls"
     calls.touch()
@@ -267,8 +298,9 @@ def test_the_version_of_spark_is_the_one_of_the_project() -> None:
         ("scheduler: slurm\nhome: relative", "home"),
         ("scheduler: slurm\nlogs: /a b", "logs"),
         ("scheduler: kubernetes\nimages: x", "images"),
-        ("[", "not valid YAML"),
-        (None, "No such file"),
+        ("", "scheduler is None; known: kubernetes, slurm"),
+        ("[", "is not YAML"),
+        (None, "not found"),
     ],
 )
 def test_a_wrong_cluster_is_refused_by_name(
@@ -282,20 +314,68 @@ def test_a_wrong_cluster_is_refused_by_name(
     assert expected in capsys.readouterr().err and not out.exists()
 
 
+def manifests_command(cluster: str, out: Path, *flags: str) -> list[str]:
+    return [
+        *("manifests", "--spec", str(SPEC), "--raw", "s3://logs", "--lake", "s3://lake"),
+        *("--days", DAYS, "--cluster", str(ROOT / "conf/clusters" / cluster), "--out", str(out)),
+        *flags,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "flags", "expected"),
+    [
+        ("kubernetes.yaml", ("--raw", "/logs"), "--raw /logs: write a URL, or a path below"),
+        ("slurm.yaml", ("--lake", "lake"), "--lake lake: write a URL, or an absolute path"),
+        ("slurm.yaml", ("--pins", "{events: 3}"), "--pins: "),
+        ("slurm.yaml", ("--out", "/dev/null/jobs"), "cannot be written: Not a directory"),
+    ],
+)
+def test_a_run_that_a_cluster_cannot_do_is_refused(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    cluster: str,
+    flags: tuple[str, ...],
+    expected: str,
+) -> None:
+    assert main(manifests_command(cluster, tmp_path / "out", *flags)) == 2
+    assert expected in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("training", "expected"),
+    [
+        ({"nodes": 3, "processes_per_node": 2}, "6 processes: spec simulator has 4 buckets"),
+        ({"processes_per_node": 2, "gpus": 1}, "both must be equal"),
+    ],
+)
+def test_training_that_cannot_use_all_processes_is_refused(
+    training: dict[str, int], expected: str
+) -> None:
+    with pytest.raises((UserError, ValidationError), match=expected):
+        files_of(slurm(training={"cpus": 2, "memory_gb": 4} | training))
+
+
+def test_spark_on_a_standalone_cluster_uses_the_python_of_the_cluster(tmp_path: Path) -> None:
+    """spark-submit, beside Python, gets the JARs that Python prints, and the step's words."""
+    program = python_that_records(tmp_path)
+    program.write_text("#!/bin/sh\necho a.jar,b.jar\n")
+    submit = tmp_path / "spark-submit"
+    submit.write_text(f'#!/bin/sh\necho "$PYSPARK_PYTHON" "$@" > {tmp_path}/words\n')
+    submit.chmod(0o755)
+    cluster = slurm(python=str(program), home=str(tmp_path), spark_master="spark://host:7077")
+    step = all_steps()[0]
+    assert run_script(step_script(cluster, step), tmp_path) == 0
+    words = (tmp_path / "words").read_text().split()
+    assert words[0] == str(program) and words[1:3] == ["--master", "spark://host:7077"]
+    assert words[words.index("--jars") + 1 :] == ["a.jar,b.jar", "gemline.py", *step.command]
+    program.write_text("#!/bin/sh\nexit 2\n")
+    assert run_script(step_script(cluster, step), tmp_path) == 2
+
+
 def test_files_are_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    words = [
-        "manifests",
-        "--spec",
-        str(SPEC),
-        "--raw",
-        "s3://r",
-        "--lake",
-        "s3://l",
-        "--days",
-        DAYS,
-    ]
-    words += ["--cluster", str(ROOT / "conf/clusters/slurm.yaml"), "--out", str(out)]
+    words = manifests_command("slurm.yaml", out)
     assert main(words) == 0
     before = sorted(path.name for path in out.iterdir())
     assert main(words) == 2 and "exists" in capsys.readouterr().err
