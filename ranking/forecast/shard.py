@@ -101,7 +101,7 @@ class Shard:
         """
         selected = self._cached_rows(query.condition, query.parameters, query.days)
         if query.campaign:
-            selected = selected[self._is_won(query.campaign)[selected]]
+            selected = selected.compress(self._is_won(query.campaign).take(selected))
         users = self._sum_by_user(selected, self._summed if query.campaign else ())
         quantities = self._quantities(users, query.campaign)
         weights = self.weights[users["user_index"]]
@@ -129,12 +129,12 @@ class Shard:
 
     def _sum_by_user(self, selected: npt.NDArray[np.int32], names: Sequence[str]) -> dict[str, Any]:
         """Sums of columns over the selected rows of each user, and their number as `won`."""
-        user = self.columns["user_index"][selected]
+        user = self.columns["user_index"].take(selected)  # faster than indexing
         if not len(user):
             return {"user_index": user, "won": np.zeros(0), **dict.fromkeys(names, np.zeros(0))}
         first = np.flatnonzero(np.append(True, user[1:] != user[:-1]))
         summed = {
-            name: np.add.reduceat(self.columns[name][selected], first, dtype=np.float64)
+            name: np.add.reduceat(self.columns[name].take(selected), first, dtype=np.float64)
             for name in names
         }
         return {"user_index": user[first], "won": np.diff(np.append(first, len(user))), **summed}
