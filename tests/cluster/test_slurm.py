@@ -11,7 +11,7 @@ import pytest
 from dags.clusters.config import Resources, SlurmCluster, Training
 from dags.clusters.slurm import SUBMIT_SCRIPT, slurm_scripts
 from dags.pipeline import GEM_MODEL_DIR, data_steps, gem_steps, model_flags
-from dags.steps import PipelinePaths
+from dags.steps import PipelinePaths, Step
 from etl.spec.units import DaySplit
 from etl.tables.lake import Lake
 from tests.cluster.slurm import job_states, slurm_cluster
@@ -81,3 +81,23 @@ def test_a_refusal_cancels_the_jobs_that_depend_on_it(spec_path: Path, tmp_path:
         states = run_jobs(tmp_path / "jobs", dict(slurm_scripts(cluster_on(tmp_path), steps)), env)
     refused = {name for name, state in states.items() if state == "FAILED"}
     assert "gemline-ingest" in refused and states["gemline-examples"] == "CANCELLED", states
+
+
+def test_a_temporary_failure_is_requeued_and_the_log_keeps_both_attempts(tmp_path: Path) -> None:
+    """What depends on the job waits for the second attempt."""
+    program = tmp_path / "python"
+    program.write_text(
+        f"#!/bin/sh\necho attempt at $6\n[ -f {tmp_path}/tried ] && exit 0\n"
+        f"touch {tmp_path}/tried\nexit 75\n"
+    )
+    program.chmod(0o755)
+    steps = [
+        Step("first", "torch", ("report", "--day", "first"), (), ("table",)),
+        Step("second", "torch", ("report", "--day", "second"), ("table",), ()),
+    ]
+    cluster = cluster_on(tmp_path).model_copy(update={"python": str(program)})
+    with slurm_cluster(tmp_path) as env:
+        states = run_jobs(tmp_path / "jobs", dict(slurm_scripts(cluster, steps)), env)
+    logs = {log.name: log.read_text().split() for log in tmp_path.glob("[0-9]*-*.log")}
+    assert states == {"gemline-first": "COMPLETED", "gemline-second": "COMPLETED"}, logs
+    assert [text.count("attempt") for _, text in sorted(logs.items())] == [2, 1], logs
