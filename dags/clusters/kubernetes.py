@@ -13,6 +13,7 @@ import yaml
 
 from dags.clusters.config import KubernetesCluster, Resources, Training
 from dags.steps import Step, earlier_steps
+from etl.errors import UserError
 
 SPARK_VERSION = "4.2.0"
 HEAP_PERCENT = 60
@@ -108,11 +109,10 @@ def _spark_application(cluster: KubernetesCluster, step: Step, metadata: Manifes
             **_spark_pod(cluster, spark.driver),
         },
         "executor": _spark_pod(cluster, executors),
+        "volumes": _volumes(cluster),
     }
     if spark.jars:
         spec["deps"] = {"jars": list(spark.jars)}
-    if cluster.volume:
-        spec["volumes"] = _volumes(cluster)
     return {
         "apiVersion": "sparkoperator.k8s.io/v1beta2",
         "kind": "SparkApplication",
@@ -125,15 +125,13 @@ def _spark_pod(cluster: KubernetesCluster, resources: Resources) -> dict[str, An
     """The driver, or an executor: a part of its memory is the heap, the rest is for Python."""
     memory = resources.memory_gb * 1024
     heap = memory * HEAP_PERCENT // 100
-    pod: dict[str, Any] = {
+    return {
         "cores": resources.cpus,
         "memory": f"{heap}m",
         "memoryOverhead": f"{memory - heap}m",
         "envFrom": _secrets(cluster),
+        "volumeMounts": _volume_mounts(cluster),
     }
-    if cluster.volume:
-        pod["volumeMounts"] = _volume_mounts(cluster)
-    return pod
 
 
 def _pytorch_job(cluster: KubernetesCluster, step: Step, metadata: Manifest) -> Manifest:
@@ -173,7 +171,11 @@ def _job(cluster: KubernetesCluster, step: Step, metadata: Manifest) -> Manifest
     pod = _pod(cluster, "gemline", command, resources) | {"restartPolicy": "Never"}
     refusal = {
         "action": "FailJob",
-        "onExitCodes": {"containerName": "gemline", "operator": "In", "values": [2]},
+        "onExitCodes": {
+            "containerName": "gemline",
+            "operator": "In",
+            "values": [UserError.exit_code],
+        },
     }
     disruption = {
         "action": "Ignore",
@@ -215,14 +217,11 @@ def _pod(
     if isinstance(resources, Training):  # of which NCCL uses more than a container has by default
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
         mounts.append({"name": "shm", "mountPath": "/dev/shm"})  # noqa: S108
-    if cluster.volume:
-        volumes += _volumes(cluster)
-        mounts += _volume_mounts(cluster)
-    container["volumeMounts"] = mounts
+    container["volumeMounts"] = mounts + _volume_mounts(cluster)
     return {
         "serviceAccountName": cluster.service_account,
         "containers": [container],
-        "volumes": volumes,
+        "volumes": volumes + _volumes(cluster),
     }
 
 
@@ -231,10 +230,12 @@ def _secrets(cluster: KubernetesCluster) -> list[dict[str, Any]]:
 
 
 def _volumes(cluster: KubernetesCluster) -> list[dict[str, Any]]:
-    assert cluster.volume
+    if cluster.volume is None:
+        return []
     return [{"name": VOLUME, "persistentVolumeClaim": {"claimName": cluster.volume.claim}}]
 
 
 def _volume_mounts(cluster: KubernetesCluster) -> list[dict[str, Any]]:
-    assert cluster.volume
+    if cluster.volume is None:
+        return []
     return [{"name": VOLUME, "mountPath": cluster.volume.path}]

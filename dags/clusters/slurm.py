@@ -10,6 +10,7 @@ from pathlib import PurePosixPath
 
 from dags.clusters.config import Resources, SlurmCluster, Training
 from dags.steps import Step, earlier_steps
+from etl.errors import TemporaryError
 
 MAX_RETRIES = 3
 # Of the job's own, because jobs with the same first node would meet on a common one.
@@ -27,6 +28,8 @@ def slurm_scripts(cluster: SlurmCluster, steps: Sequence[Step]) -> Mapping[str, 
 def step_script(cluster: SlurmCluster, step: Step) -> str:
     """The batch script of a step."""
     directives = _directives(cluster, step)
+    is_temporary = f"[ $code -eq {TemporaryError.exit_code} ]"
+    may_retry = f"[ ${{SLURM_RESTART_COUNT:-0}} -lt {MAX_RETRIES} ]"
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH --{name}={value}" for name, value in directives.items()),
@@ -36,7 +39,7 @@ def step_script(cluster: SlurmCluster, step: Step) -> str:
         *_environment(cluster, step),
         f"{_command_line(cluster, step)} && exit 0",
         "code=$?",
-        f"if [ $code -eq 75 ] && [ ${{SLURM_RESTART_COUNT:-0}} -lt {MAX_RETRIES} ]; then",
+        f"if {is_temporary} && {may_retry}; then",
         '  scontrol requeue "$SLURM_JOB_ID"',
         "fi",
         "exit $code",

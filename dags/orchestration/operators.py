@@ -17,13 +17,13 @@ from typing_extensions import override
 from dags.orchestration.settings import ROOT, DagSettings
 from dags.pipeline import SurfaceCommand
 from dags.steps import Engine, ModelFlags, Step
+from etl.errors import UserError
 
 DEFAULT_POOL = "default_pool"
 # Names of the connections, and of the pools.
 SPARK_CONN_ID = "gemline_spark"
 TORCH_CONN_ID = "gemline_torch"
 EXIT_CODE_PATTERN = re.compile(r"(?:Error code is: |exit code )(\d+)")
-USER_ERROR_EXIT_CODE = 2
 
 
 class RetryUnlessUserError(RetryPolicy):
@@ -39,7 +39,7 @@ class RetryUnlessUserError(RetryPolicy):
     ) -> RetryDecision:
         """Fail on exit code 2; otherwise the task's own `retries` apply."""
         code = EXIT_CODE_PATTERN.search(str(exception))
-        if code and int(code[1]) == USER_ERROR_EXIT_CODE:
+        if code and int(code[1]) == UserError.exit_code:
             return RetryDecision.fail("the step refused its input; the reason is in its log")
         return RetryDecision.default()
 

@@ -112,12 +112,12 @@ def _differentiate(
     delta = torch.empty_like(lse)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     rows = lse, delta, plan.low, plan.high
-    scales = len(q), options.score_scale, options.weight_scale
+    scales = options.score_scale, options.weight_scale
     tiles = options.block, options.tile
     heads, meta = q.shape[1], _meta(q, options.activation)
-    args = q, k, v, out, grad, dq, *rows, plan.queries, *scales
+    args = q, k, v, out, grad, dq, *rows, plan.queries, len(q), *scales
     _launch(backward_queries, (len(plan.queries), heads), "M", *tiles, args, meta)
-    args = q, k, v, grad, dk, dv, *rows, plan.keys, *scales
+    args = q, k, v, grad, dk, dv, *rows, plan.keys, len(q), *scales
     _launch(backward_keys, (len(plan.keys), heads), "C", *tiles, args, meta)
     return dq, dk, dv
 
