@@ -4,7 +4,9 @@ A row has a pointer into its user's history, point-in-time counters, the user's 
 the impression, and the encoded context.
 """
 
+from dataclasses import dataclass
 from datetime import date, timedelta
+from typing import Self
 
 from pyspark import StorageLevel
 from pyspark.sql import Column, DataFrame, Window
@@ -19,6 +21,7 @@ from etl.tables import schemas, spark_io
 from etl.tables.lake import Lake
 from features.counters import HOT_EVENTS, count_events, find_hot_leads
 from features.coverage import missing_attribute_counts
+from features.encoding.scalar import MISSING_CATEGORY
 from features.encoding.spark import encode_attribute, encode_local_time
 from features.history.event_counts import event_counts_before
 from features.items import first_item_versions, item_index_or_hash_bucket
@@ -27,23 +30,50 @@ from features.schema import counter_horizon_days, counter_input_days
 
 
 def asof_join(left: DataFrame, right: DataFrame, key_column: str, ts_column: str) -> DataFrame:
-    """For each row of `left` the latest row of `right` with its key and an earlier time.
+    """The rows of `left`, each with the latest row of `right` with its key and an earlier time.
 
-    `left` has the key, the time and impression_id; `right` has the key, the time and one value
-    column. Returns `impression_id` and the value, null where there is no earlier row.
+    `right` has the key, the time and one value column, which is null where there is no earlier row.
 
     A union and one window sort each key's rows once. A range join would first pair each row of
     `left` with all earlier rows of its key.
     """
     (value,) = (name for name in right.columns if name not in {key_column, ts_column})
-    rows = left.unionByName(right, allowMissingColumns=True)
+    rows = left.withColumn("is_left", F.lit(True)).unionByName(right, allowMissingColumns=True)
     up_to_row = (
         Window.partitionBy(key_column)
-        .orderBy(ts_column, F.asc_nulls_last("impression_id"))  # equal times: `left` comes first
+        .orderBy(ts_column, F.asc_nulls_last("is_left"))  # equal times: `left` comes first
         .rowsBetween(Window.unboundedPreceding, Window.currentRow)
     )
     joined = rows.withColumn(value, F.last(value, ignorenulls=True).over(up_to_row))
-    return joined.filter("impression_id IS NOT NULL").select("impression_id", value)
+    return joined.filter("is_left").drop("is_left")
+
+
+@dataclass(frozen=True)
+class ExampleInputs:
+    """The tables of which examples of some days are built, at one version each.
+
+    Attributes:
+        events: All events.
+        items: Items with their indexes, and with their counter keys as first known.
+        user_versions: Versions of users that counted events and impressions can read.
+        event_counts: `events` of each user before those that are counted.
+    """
+
+    events: DataFrame
+    items: DataFrame
+    user_versions: DataFrame
+    event_counts: DataFrame
+
+    @classmethod
+    def read(cls, lake: Lake, versions: dict[str, int], counted_since: date) -> Self:
+        """The inputs at some versions of their tables."""
+        items = spark_io.read_table(lake, schemas.items(lake.spec), versions["items"]).drop("day")
+        return cls(
+            events=spark_io.read_table(lake, schemas.events(lake.spec), versions["events"]),
+            items=items.join(first_item_versions(lake), "item_index", "left"),
+            user_versions=versions_from(lake, "user", counted_since, versions["attributes_user"]),
+            event_counts=event_counts_before(lake, versions["history"], counted_since),
+        )
 
 
 def build_examples(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
@@ -51,13 +81,10 @@ def build_examples(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     spec = lake.spec
     names = ("events", "items", "item_versions", "history", "attributes_user")
     versions = {name: lake.version(name) for name in names}
-    items = spark_io.read_table(lake, schemas.items(spec), versions["items"]).drop("day")
-    items = items.join(first_item_versions(lake), "item_index", "left")
-    events = spark_io.read_table(lake, schemas.events(spec), versions["events"])
-    impressions = impressions_of_days(spec, events, items, days)
-    impressions = impressions.persist(StorageLevel.MEMORY_AND_DISK)
     counted_since = days[0] - timedelta(days=counter_horizon_days(spec))
-    recent = countable_events(spec, events, items, days)
+    inputs = ExampleInputs.read(lake, versions, counted_since)
+    impressions = impressions_of_days(spec, inputs, days).persist(StorageLevel.MEMORY_AND_DISK)
+    recent = countable_events(spec, inputs, days)
     recent = recent.select(
         "visible_ts", "type", "dwell_ms", "value", *_key_columns(spec, "visible_ts")
     )
@@ -65,13 +92,11 @@ def build_examples(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     has_many = lake.count_rows("events", (first_input_day(spec, days), days[1])) >= HOT_EVENTS
     hot_leads = find_hot_leads(spec, recent) if has_many else None
     counted = count_events(spec, recent, queries, hot_leads)
-    earlier = event_counts_before(lake, versions["history"], counted_since)
-    rows = impressions.join(counted, "impression_id").join(earlier, "user_id", "left")
-    user_versions = versions_from(lake, "user", counted_since, versions["attributes_user"])
-    rows = _join_user_attributes(spec, rows, user_versions)
+    rows = impressions.join(counted, "impression_id").join(inputs.event_counts, "user_id", "left")
     rows = rows.withColumns(
         {
             **_encoded_columns(spec),
+            "user_known_since": F.col("user.user_known_since"),
             "history_length": F.coalesce("events", F.lit(0)) + F.col("seen"),
             "history_version": F.lit(versions["history"]),
             "item_index": item_index_or_hash_bucket(),
@@ -87,13 +112,14 @@ def build_examples(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
 
 
 def impressions_of_days(
-    spec: DataSpec, events: DataFrame, items: DataFrame, days: tuple[date, date]
+    spec: DataSpec, inputs: ExampleInputs, days: tuple[date, date]
 ) -> DataFrame:
-    """The impressions that landed on some days, with their request, as-of time and item."""
-    impressions = events.filter(F.col("type") == spec.event_codes[spec.impression_type])
+    """The impressions that landed on some days, with their request, as-of time, item and user."""
+    impressions = inputs.events.filter(F.col("type") == spec.event_codes[spec.impression_type])
     impressions = impressions.filter(spark_io.day_range_predicate(*days))
-    impressions = impressions.join(items, "item_id", "left")
-    return add_as_of_ts(spec, assign_request_ids(spec, impressions))
+    impressions = impressions.join(inputs.items, "item_id", "left")
+    impressions = add_as_of_ts(spec, assign_request_ids(spec, impressions))
+    return join_user_attributes(spec, impressions, inputs.user_versions, "as_of_ts")
 
 
 def first_input_day(spec: DataSpec, days: tuple[date, date]) -> date:
@@ -101,15 +127,19 @@ def first_input_day(spec: DataSpec, days: tuple[date, date]) -> date:
     return days[0] - timedelta(days=counter_input_days(spec))
 
 
-def countable_events(
-    spec: DataSpec, events: DataFrame, items: DataFrame, days: tuple[date, date]
-) -> DataFrame:
-    """The events that impressions of some days can count, with their items."""
+def countable_events(spec: DataSpec, inputs: ExampleInputs, days: tuple[date, date]) -> DataFrame:
+    """The events that impressions of some days can count, with their items.
+
+    They have their users, too, if counter keys need them.
+    """
     counted_since = days[0] - timedelta(days=counter_horizon_days(spec))
     first_day = first_input_day(spec, days)
-    recent = events.filter(spark_io.day_range_predicate(first_day, days[1]))
+    recent = inputs.events.filter(spark_io.day_range_predicate(first_day, days[1]))
     recent = recent.filter(F.col("visible_ts") >= spec.day_start(counted_since))
-    return recent.join(items, "item_id", "left")
+    recent = recent.join(inputs.items, "item_id", "left")
+    if not spec.user_counter_keys:
+        return recent
+    return join_user_attributes(spec, recent, inputs.user_versions, "visible_ts")
 
 
 def add_as_of_ts(spec: DataSpec, impressions: DataFrame) -> DataFrame:
@@ -131,19 +161,21 @@ def _key_columns(spec: DataSpec, ts_column: str) -> list[Column]:
     }
     for name in schemas.item_counter_key_columns(spec):
         keys[name] = F.when(_is_item_known(ts_column), F.col(name))
+    for name, attribute in spec.user_counter_keys.items():
+        row = encode_attribute(attribute, F.col(f"user.attr_{name}"))
+        keys[f"key_{name}"] = F.when(row != MISSING_CATEGORY, row.cast("bigint"))
     return [key.alias(name) for name, key in keys.items()]
 
 
-def _join_user_attributes(spec: DataSpec, rows: DataFrame, versions: DataFrame) -> DataFrame:
-    """Rows with their user's latest attributes that were valid strictly before their as-of time."""
+def join_user_attributes(
+    spec: DataSpec, rows: DataFrame, versions: DataFrame, ts_column: str
+) -> DataFrame:
+    """Rows with `user`: its latest attributes that were valid strictly before a second."""
     names = [f"attr_{name}" for name in spec.attributes.user]
     since = F.floor(F.col("valid_from") / MICROS["s"]).alias("user_known_since")
     user_versions = versions.select("user_id", "valid_from", F.struct(since, *names).alias("user"))
-    as_of = (F.col("as_of_ts") * MICROS["s"]).alias("valid_from")
-    queries = rows.select("user_id", as_of, "impression_id")
-    joined = asof_join(queries, user_versions, "user_id", "valid_from")
-    rows = rows.join(joined, "impression_id")
-    return rows.withColumn("user_known_since", F.col("user.user_known_since"))
+    rows = rows.withColumn("valid_from", F.col(ts_column) * MICROS["s"])
+    return asof_join(rows, user_versions, "user_id", "valid_from").drop("valid_from")
 
 
 def _encoded_columns(spec: DataSpec) -> dict[str, Column]:

@@ -58,9 +58,6 @@ def regroup_batches(batches: Iterator[pa.RecordBatch], key_column: str) -> Itera
         yield pa.Table.from_batches(pending)
 
 
-Ints = npt.NDArray[np.int64]
-
-
 def as_of_expression(spec: DataSpec) -> str:
     """Spark SQL for the second as of which an impression's features are computed.
 
@@ -71,13 +68,29 @@ def as_of_expression(spec: DataSpec) -> str:
     return f"CAST(least({trusted_second}, {day_end_sql(spec)}) AS BIGINT)"
 
 
-def count_visible(visible_ts: Ints, as_of: Ints) -> Ints:
+def count_visible(visible_ts: Int64, as_of: Int64) -> Int64:
     """The number of `visible_ts` (ascending) that are visible as of each of `as_of`."""
     return np.searchsorted(visible_ts, as_of, side="left")
 
 
+def latest_before(owners: Int64, times: Int64, query_owners: Int64, query_times: Int64) -> Int64:
+    """For each query (Q) the position of its owner's latest row (N) before its time; -1 for none.
+
+    Of an owner's rows of one time, the last.
+    """
+    distinct = np.unique(times)
+    keys_per_owner = len(distinct) + 1
+    row_keys = owners * keys_per_owner + np.searchsorted(distinct, times) + 1
+    order = np.argsort(row_keys, kind="stable")
+    query_keys = query_owners * keys_per_owner + np.searchsorted(distinct, query_times)
+    rank = np.searchsorted(row_keys[order], query_keys, side="right") - 1
+    row = np.concatenate((order, [-1]))[rank]
+    is_own = (row >= 0) & (np.append(owners, -1)[row] == query_owners)
+    return np.where(is_own, row, -1)
+
+
 def is_pointer_valid(
-    last_visible_ts: Ints, first_hidden_ts: Ints, as_of: Ints
+    last_visible_ts: Int64, first_hidden_ts: Int64, as_of: Int64
 ) -> npt.NDArray[np.bool_]:
     """Whether a pointer into a history still separates visible events from later ones.
 

@@ -23,7 +23,9 @@ from etl.tables import schemas, user_schemas
 from etl.tables.arrow import Snapshot, snapshot
 from etl.tables.lake import Lake
 from features import reference
+from features.encoding.scalar import encode_categorical
 from features.history.codec import decode_rows, delta_decode
+from features.ragged import run_starts
 from features.reference import MICROS_PER_SECOND, Row
 from features.schema import counter_input_days
 
@@ -31,7 +33,7 @@ EVENT_COLUMNS = (
     "event_id", "user_id", "item_id", "surface", "type", "event_ts", "ingest_ts", "visible_ts",
     "request_id", "impression_id", "dwell_ms", "value", "day",
 )  # fmt: skip
-KEY_COLUMNS = {"user": "user_id", "item": "item_id", "surface": "surface"}  # other parts: of items
+KEY_COLUMNS = {"user": "user_id", "item": "item_id", "surface": "surface"}  # others: attributes
 FLOAT_TOLERANCE = 2.0**-23  # the distance of two 32-bit floats near 1
 SMALLEST_FLOAT = 2.0**-126  # below it, 32-bit floats have fewer digits
 HistoryEvent = tuple[int, ...]  # visible_ts, item index, surface, type
@@ -141,8 +143,7 @@ class ExampleRecomputer:
             impressions.values(), self.spec.request_session_gap, self.spec.day_end(example["day"])
         )
         history = reference.visible_history(user_events, user, as_of)
-        user_versions = _filter_rows(self._user_attribute_versions, {"user_id": user})
-        user_attributes = reference.attribute_version_at(user_versions, as_of)
+        user_attributes = reference.attribute_version_at(self._user_versions(user), as_of)
         item = self._item_states[impression["item_id"]]
         is_item_known = item.known_since is not None and item.known_since < as_of
         expected = {
@@ -224,13 +225,41 @@ class ExampleRecomputer:
         ]
 
     def _key_value(self, event: Row, key_part: str, second: int) -> object:
-        """A part of a counter key: a column of the event, or its item's attribute as known then."""
+        """A part of a counter key: a column of the event, or an attribute as known at a second."""
         if key_part in KEY_COLUMNS:
             return event[KEY_COLUMNS[key_part]]
+        if key_part in self.spec.user_counter_keys:
+            return self._user_key_value(event["user_id"], key_part, second)
         item = self._item_states[event["item_id"]]
         if item.known_since is None or item.known_since >= second:
             return None
         return item.keys[f"key_{key_part}"]
+
+    def _user_key_value(self, user_id: str, name: str, second: int) -> int | None:
+        """The encoded attribute of a user as of a second; None if it is not known."""
+        version = reference.attribute_version_at(self._user_versions(user_id), second)
+        raw = version[f"attr_{name}"] if version else None
+        attribute = self.spec.user_counter_keys[name]
+        return None if raw is None else encode_categorical(attribute, raw)
+
+    def _user_versions(self, user_id: str) -> list[Row]:
+        """A user's versions, with the attributes that are parts of counter keys."""
+        table, rows_of_users = self._versions_by_user
+        rows = rows_of_users.get(user_id, range(0))
+        versions: list[Row] = table.slice(rows.start, len(rows)).to_pylist()
+        return versions
+
+    @cached_property
+    def _versions_by_user(self) -> tuple[pa.Table, dict[str, range]]:
+        """The versions of all users, sorted by user, and the rows of each."""
+        names = [f"attr_{name}" for name in self.spec.user_counter_keys]
+        columns = ["user_id", "valid_from", "day", *names]
+        table = snapshot(self.lake, schemas.attributes(self.spec, "user")).read(columns)
+        table = table.sort_by("user_id").combine_chunks()
+        users = table["user_id"].combine_chunks()
+        starts = run_starts(users)
+        rows = map(range, starts.tolist(), [*starts[1:].tolist(), len(users)])
+        return table, dict(zip(users.take(pa.array(starts)).to_pylist(), rows, strict=True))
 
     @cached_property
     def _item_states(self) -> dict[str, ItemState]:
@@ -245,11 +274,6 @@ class ExampleRecomputer:
             known_since = first["valid_from"] // MICROS_PER_SECOND if first else None
             states[row["item_id"]] = ItemState(row["item_index"], known_since, first or {})
         return states
-
-    @cached_property
-    def _user_attribute_versions(self) -> pa.Table:
-        schema = schemas.attributes(self.spec, "user")
-        return snapshot(self.lake, schema).read(["user_id", "valid_from", "day"])
 
     def _snapshot(self, name: str) -> Snapshot:
         return snapshot(self.lake, schemas.table_schema(self.spec, name))

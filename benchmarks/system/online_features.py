@@ -22,10 +22,11 @@ from etl.spec.units import MICROS
 from etl.tables.lake import Lake
 from etl.tables.uri import local_cache_path
 from ranking.feature_store.consistency import ConsistencyReport, check_consistency
+from ranking.feature_store.counter_keys import item_key_values
 from ranking.feature_store.counter_rows import COUNTER_LEVELS, CountedEvents
 from ranking.feature_store.events import Event, ingest_event
 from ranking.feature_store.fetch import FeatureFetcher
-from ranking.feature_store.items import item_key_values, registered_item_records
+from ranking.feature_store.items import registered_item_records
 from ranking.feature_store.materialize import HistoryLengths, build_feature_store
 from ranking.feature_store.request import RankRequest
 from ranking.feature_store.store import FeatureStore, open_store

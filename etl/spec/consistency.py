@@ -24,6 +24,7 @@ def consistency_problems(spec: SpecDeclarations) -> Iterator[Problem]:
     yield from _attribute_problems(spec)
     yield from _position_problems(spec)
     yield from _segment_problems(spec)
+    yield from _counter_key_problems(spec)
     yield from _event_column_problems(spec)
     yield from _retraction_problems(spec)
     yield from _attribution_problems(spec)
@@ -88,6 +89,14 @@ def _segment_problems(spec: SpecDeclarations) -> Iterator[Problem]:
         if len(named) > 1:
             text = f"{segment} is a segment of {' and of '.join(named)}: rename an attribute"
             yield ("calibration_segments",), text
+
+
+def _counter_key_problems(spec: SpecDeclarations) -> Iterator[Problem]:
+    """A part of a counter key that is an attribute of users and of items."""
+    for part in spec.counters.key_parts:
+        if part in spec.attributes.user and part in spec.attributes.item:
+            text = f"{part} is an attribute of users and of items: rename one"
+            yield ("counters", "keys"), text
 
 
 def _event_column_problems(spec: SpecDeclarations) -> Iterator[Problem]:

@@ -69,7 +69,10 @@ class CounterSpec(StrictModel):
     events: tuple[EventName, ...] = Field(min_length=1)
     """Types of events that are counted."""
     keys: tuple[tuple[KeyName, ...], ...] = Field(min_length=1)
-    """What counted events share with the impression: user, item, surface or item attributes."""
+    """What counted events share with the impression.
+
+    `user`, `item`, `surface`, or attributes of items and users.
+    """
     half_lives: tuple[Annotated[Duration, Field(ge=1)], ...] = ()
     """Half-lives of decayed counts: an event of the longest window weighs 2^(-age / half-life)."""
     time_since_last: tuple[EventName, ...] = ()
@@ -83,6 +86,11 @@ class CounterSpec(StrictModel):
         if len(set(values)) < len(values):
             raise ValueError("a value is listed twice; keep one")
         return values
+
+    @property
+    def key_parts(self) -> tuple[str, ...]:
+        """What keys consist of, each once."""
+        return tuple(dict.fromkeys(part for key in self.keys for part in key))
 
     @property
     def longest_window(self) -> int:

@@ -8,6 +8,7 @@ import yaml
 from pydantic import ValidationError
 
 from etl.errors import UserError
+from etl.spec.attributes import COUNTER_KEYS
 from etl.spec.base import suggest_name
 from etl.spec.model import DataSpec, SpecConsistencyError
 from etl.spec.sections import NEW_ITEM
@@ -112,7 +113,7 @@ def declared_names(raw: dict[str, Any]) -> dict[str, list[str]]:
         ],
         "numeric context attributes": attributes_of("context", "numeric"),
         "attribution keys": ["item", *categories],
-        "counter keys": ["user", "item", "surface", *categories],
+        "counter keys": [*COUNTER_KEYS, *categories, *attributes_of("user", "categorical")],
     }
 
 

@@ -11,6 +11,7 @@ from zoneinfo import ZoneInfo
 from pydantic import model_validator
 
 from etl.errors import UserError
+from etl.spec.attributes import CategoricalAttribute
 from etl.spec.consistency import consistency_problems
 from etl.spec.declarations import SpecDeclarations
 from etl.spec.effects import KeyPath, effect_of, flatten_keys
@@ -96,6 +97,17 @@ class DataSpec(SpecDeclarations):
         """Days after its landing day on which an event becomes visible at the latest."""
         slowest_source = max(log.delay for log in self.log_sources.values())
         return -(-(self.allowed_lateness + slowest_source) // DAY) + 1
+
+    @cached_property
+    def user_counter_keys(self) -> dict[str, CategoricalAttribute]:
+        """The attributes of users that are parts of counter keys, by name."""
+        users = self.attributes.user
+        attributes = {part: users.get(part) for part in self.counters.key_parts}
+        return {
+            part: attribute
+            for part, attribute in attributes.items()
+            if isinstance(attribute, CategoricalAttribute)
+        }
 
     def day_start(self, day: date) -> int:
         """Epoch second at which a day begins in `time_zone`."""

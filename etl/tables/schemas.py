@@ -68,8 +68,7 @@ def counter_columns(spec: DataSpec) -> dict[str, str]:
 
 def item_counter_key_columns(spec: DataSpec) -> list[str]:
     """Columns with hashes of the item attributes that are counter keys: `key_author_id`."""
-    key_parts = dict.fromkeys(part for key in spec.counters.keys for part in key)
-    return [f"key_{part}" for part in key_parts if part in spec.attributes.item]
+    return [f"key_{part}" for part in spec.counters.key_parts if part in spec.attributes.item]
 
 
 def events(spec: DataSpec) -> TableSchema:

@@ -16,6 +16,7 @@ from etl.spec.attributes import CategoricalAttribute, LocalTimeAttribute, Numeri
 
 SPARK_XXHASH64_SEED = 42
 MAX_ABS_VALUE = 1e30
+MISSING_CATEGORY = 0
 INT4_ZERO_POINT = 8  # of the 16 levels, 8 are below zero
 Bytes = npt.NDArray[np.uint8]
 Float32 = npt.NDArray[np.float32]
@@ -30,7 +31,7 @@ def spark_xxhash64(text: str) -> int:
 def encode_categorical(attribute: CategoricalAttribute, raw: str | None) -> int:
     """The embedding row of a value: 0 if missing, 1 if not in the vocabulary."""
     if raw is None:
-        return 0
+        return MISSING_CATEGORY
     if attribute.vocabulary is not None:
         return attribute.vocabulary.index(raw) + 2 if raw in attribute.vocabulary else 1
     return spark_xxhash64(raw) % (attribute.size - 1) + 1

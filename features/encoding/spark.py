@@ -12,7 +12,7 @@ from etl.spec.attributes import (
 )
 from etl.spec.model import DataSpec
 from etl.spec.units import DAY
-from features.encoding.scalar import MAX_ABS_VALUE
+from features.encoding.scalar import MAX_ABS_VALUE, MISSING_CATEGORY
 
 
 def encode_attribute(
@@ -29,7 +29,7 @@ def encode_attribute(
         row = F.when(F.array_contains(known, raw), position + 1).otherwise(1)
     else:
         row = F.pmod(F.xxhash64(raw), F.lit(attribute.size - 1)) + 1
-    return F.when(raw.isNull(), 0).otherwise(row).cast("int")
+    return F.when(raw.isNull(), MISSING_CATEGORY).otherwise(row).cast("int")
 
 
 def _encode_numeric(attribute: NumericAttribute, raw: Column) -> Column:

@@ -12,11 +12,8 @@ from etl.spec.model import DataSpec
 from etl.spec.units import MICROS
 from features.history.codec import quantize_dwell
 from features.numeric_columns import FIXED_POINT
-from ranking.feature_store.items import (
-    counter_key_values,
-    read_item_records,
-    register_items,
-)
+from ranking.feature_store.counter_keys import counter_key_values
+from ranking.feature_store.items import read_item_records, register_items
 from ranking.feature_store.storage import (
     HISTORY_DTYPE,
     Txn,
@@ -82,7 +79,7 @@ def ingest_event(store: FeatureStore, txn: Txn, event: Event) -> None:
     records = read_item_records(store.layout, txn, [event.item])
     row = _history_row(store, event, visible, int(records["index"][0]))
     store.histories.append_event(txn, storage_key(event.user), row, now)
-    key_values = counter_key_values(store.layout, event.user, event.surface, records, visible)
+    key_values = counter_key_values(store.layout, txn, event.user, event.surface, records, visible)
     record_keys = [keys[0] for keys in store.counters.record_keys(key_values)]
     known_keys = [key for key in record_keys if key is not None]
     event_code, numbers = store.spec.event_codes[event.type], _numbers(store, event)

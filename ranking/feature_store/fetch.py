@@ -7,23 +7,24 @@ C candidates of one request, N events of its user, F numeric features.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from zlib import crc32
 
 import numpy as np
 
-from etl.spec.units import MICROS
 from features.encoding.scalar import dequantize_int4
 from features.schema import ITEM_TABLE, USER_TABLE
-from ranking.feature_store.items import counter_key_values, read_item_records
+from ranking.feature_store.counter_keys import counter_key_values
+from ranking.feature_store.items import read_item_records
 from ranking.feature_store.request import RankRequest, encode_context, validate_request
 from ranking.feature_store.storage import (
     BID_DTYPE,
     TEACHER_HISTORY_DTYPE,
     UNKNOWN,
     Txn,
+    latest_versions,
     storage_key,
 )
 from ranking.feature_store.store import FeatureStore
@@ -188,7 +189,12 @@ class RequestSnapshot:
         """The counters of each candidate (C, counters), in the order of the spec."""
         counters, request = self.store.counters, self.request
         key_values = counter_key_values(
-            self.store.layout, request.user, request.surface, self._item_records, self.as_of
+            self.store.layout,
+            self.txn,
+            request.user,
+            request.surface,
+            self._item_records,
+            self.as_of,
         )
         record_keys = counters.record_keys(key_values)
         distinct = list({key: None for column in record_keys for key in column})
@@ -238,23 +244,3 @@ def _with_request_axis(values: np.ndarray) -> np.ndarray:
 def id_columns(versions: np.ndarray, names: Iterable[str]) -> CategoricalIds:
     """The categorical ids of versions (n), by attribute."""
     return dict(zip(names, versions["ids"].T.copy(), strict=True))
-
-
-def latest_versions(
-    stored_versions: Sequence[bytes], version_dtype: np.dtype, as_of: int
-) -> np.ndarray:
-    """The latest version of each record (n) that is valid strictly before a second.
-
-    A version of zeros and missing numbers if there is none.
-    """
-    sizes = np.array([len(value) for value in stored_versions], np.int64) // version_dtype.itemsize
-    missing = np.zeros(1, version_dtype)
-    if "numbers" in (version_dtype.names or ()):
-        missing["numbers"] = np.nan
-    rows = np.concatenate((np.frombuffer(b"".join(stored_versions), version_dtype), missing))
-    owner = np.repeat(np.arange(len(stored_versions)), sizes)
-    is_valid = rows["valid_from"][:-1] < as_of * MICROS["s"]
-    num_valid = np.bincount(owner, is_valid, minlength=len(stored_versions)).astype(np.int64)
-    first_row = np.cumsum(sizes) - sizes
-    last_valid = np.where(num_valid > 0, first_row + num_valid - 1, len(rows) - 1)
-    return np.asarray(rows[last_valid])

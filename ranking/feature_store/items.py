@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from etl.tables.schemas import RESERVED_ITEM_INDICES, item_counter_key_columns
 from features.encoding.scalar import spark_xxhash64
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from ranking.feature_store.store import FeatureStore
 
 NEXT_ITEM_INDEX_KEY = b"next item"
-Ints = npt.NDArray[np.int64]
 
 
 def blank_item_records(layout: RecordLayout, count: int) -> np.ndarray:
@@ -81,28 +79,3 @@ def update_first_version(
         value = attributes.get(name.removeprefix("key_"))
         record["keys"][0, column] = UNKNOWN if value is None else spark_xxhash64(str(value))
     txn.put("items", storage_key(item_id), record.tobytes())
-
-
-def item_key_values(
-    layout: RecordLayout, records: np.ndarray, epoch_seconds: Ints | int
-) -> dict[str, Ints]:
-    """Values (N) of the counter keys that belong to items, as they were known at a second (N)."""
-    known_since = records["known_since"]
-    is_known = (known_since != UNKNOWN) & (known_since < epoch_seconds)
-    values = {"item": records["index"].astype(np.int64)}
-    for column, name in enumerate(item_counter_key_columns(layout.spec)):
-        key = np.where(is_known, records["keys"][:, column], UNKNOWN)
-        values[name.removeprefix("key_")] = key
-    return values
-
-
-def counter_key_values(
-    layout: RecordLayout, user: str, surface: str, records: np.ndarray, epoch_second: int
-) -> dict[str, Ints]:
-    """Values (N) of all counter keys: one user on one surface, with each of some items."""
-    count = len(records)
-    return {
-        "user": np.full(count, spark_xxhash64(user)),
-        "surface": np.full(count, layout.spec.surface_codes[surface]),
-        **item_key_values(layout, records, epoch_second),
-    }

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from tqdm import tqdm
@@ -31,11 +32,15 @@ from features.numeric_columns import FIXED_POINT
 from features.schema import counter_input_days
 from ranking.feature_store.attributes import AttributeVersion, upsert_attributes
 from ranking.feature_store.carried_histories import HistoryBuilder
+from ranking.feature_store.counter_keys import (
+    KeyValues,
+    item_key_values,
+    user_key_values_of_events,
+)
 from ranking.feature_store.counter_rows import COUNTER_LEVELS, CountedEvents
 from ranking.feature_store.items import (
     NEXT_ITEM_INDEX_KEY,
     blank_item_records,
-    item_key_values,
     registered_item_records,
 )
 from ranking.feature_store.storage import (
@@ -61,6 +66,7 @@ from ranking.registry.ranker import live_pointer
 from training.teacher.embeddings import of_newest_compressor
 
 log = logging.getLogger(__name__)
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -214,6 +220,7 @@ class TableSource:
             "user": hashes[users.indices.to_numpy()],
             "surface": events["surface"].to_numpy().astype(np.int64),
             **item_key_values(self.store.layout, items, visible),
+            **self._user_key_values(users, visible),
         }
         numbers = {
             name: FIXED_POINT[name].round(events[FIXED_POINT[name].stored_column].to_numpy())
@@ -221,6 +228,16 @@ class TableSource:
         }
         counted = CountedEvents(visible, events["type"].to_numpy().astype(np.int64), numbers)
         yield from counters.build_records(key_values, counted)
+
+    def _user_key_values(self, users: pa.DictionaryArray, visible: Ints) -> KeyValues:
+        """The counter keys of the users of events (N) when these became visible."""
+        names = [f"attr_{name}" for name in self.lake.spec.user_counter_keys]
+        if not names:
+            return {}
+        first_day = self.lake.spec.last_day_before(self._first_counted_second())
+        columns = ["user_id", "valid_from", *names]
+        versions = readable_versions(self.lake, "user", first_day, self.data_until_day, columns)
+        return user_key_values_of_events(self.store.layout, versions, users, visible)
 
 
 def rows_until(table: Snapshot, day: date) -> pa.Table:

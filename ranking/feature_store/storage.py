@@ -17,6 +17,7 @@ import numpy as np
 
 from etl.errors import TemporaryError
 from etl.spec.model import DataSpec
+from etl.spec.units import MICROS
 from etl.tables.schemas import item_counter_key_columns
 from features.schema import TEACHER_EMBEDDING_WIDTH, FeatureGroup, FeatureSchema, feature_schema
 
@@ -217,3 +218,23 @@ def version_dtype(group: FeatureGroup) -> np.dtype:
             ("content_vectors", "<f4", (sum(group.vectors.values()),)),
         ]
     )
+
+
+def latest_versions(
+    stored_versions: Sequence[bytes], version_dtype: np.dtype, as_of: int
+) -> np.ndarray:
+    """The latest version of each record (n) that is valid strictly before a second.
+
+    A version of zeros and missing numbers if there is none.
+    """
+    sizes = np.array([len(value) for value in stored_versions], np.int64) // version_dtype.itemsize
+    missing = np.zeros(1, version_dtype)
+    if "numbers" in (version_dtype.names or ()):
+        missing["numbers"] = np.nan
+    rows = np.concatenate((np.frombuffer(b"".join(stored_versions), version_dtype), missing))
+    owner = np.repeat(np.arange(len(stored_versions)), sizes)
+    is_valid = rows["valid_from"][:-1] < as_of * MICROS["s"]
+    num_valid = np.bincount(owner, is_valid, minlength=len(stored_versions)).astype(np.int64)
+    first_row = np.cumsum(sizes) - sizes
+    last_valid = np.where(num_valid > 0, first_row + num_valid - 1, len(rows) - 1)
+    return np.asarray(rows[last_valid])

@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 
 from etl.tables import schemas
 from etl.tables.lake import Lake
+from features.ragged import latest_before
 from ranking.inputs.attribute_versions import readable_versions
 from ranking.scoring.candidates import NO_ADVERTISER, CandidateBids, Floats
 from training.data.items import ItemTable
@@ -43,16 +44,9 @@ class BidTable:
 
         An item without a version has no bid, no goal and no advertiser.
         """
-        times = np.unique(self.valid_from)
-        keys_per_item = len(times) + 1
-        version_keys = self.item_index * keys_per_item + np.searchsorted(times, self.valid_from) + 1
-        order = np.argsort(version_keys, kind="stable")
-        request_keys = item_index * keys_per_item + np.searchsorted(times, request_times)
-        position = np.searchsorted(version_keys[order], request_keys, side="right") - 1
-
-        has_bid = position >= 0
-        has_bid[has_bid] = self.item_index[order[position[has_bid]]] == item_index[has_bid]
-        version = order[position[has_bid]]
+        latest = latest_before(self.item_index, self.valid_from, item_index, request_times)
+        has_bid = latest >= 0
+        version = latest[has_bid]
         bids, target_roas = np.zeros(len(item_index)), np.zeros(len(item_index))
         goals = np.full(len(item_index), None, object)
         advertisers = np.full(len(item_index), NO_ADVERTISER)

@@ -136,6 +136,11 @@ def test_all_errors_are_reported_at_once_with_their_lines(tmp_path: Path) -> Non
             "hour: {type: clock, part: hour}\n    new_item: {type: categorical}",
             "calibration_segments: new_item is a segment of context and of new items",
         ),
+        (
+            "signup_days: {type: numeric, transform: log}",
+            "category: {type: categorical}",
+            "counters.keys: category is an attribute of users and of items: rename one",
+        ),
     ],
 )
 def test_an_inconsistent_spec_is_refused_with_the_line_of_the_problem(
@@ -153,6 +158,7 @@ def test_an_inconsistent_spec_is_refused_with_the_line_of_the_problem(
     [
         ("user", "id", "tables have a column `user_id`"),
         ("user", "known_since", "the table examples has a column `user_known_since`"),
+        ("user", "surface", "counters have a key of this name"),
         ("item", "id", "tables have a column `item_id`"),
         ("item", "index", "tables have a column `item_index`"),
         ("item", "known_since", "the table examples has a column `item_known_since`"),

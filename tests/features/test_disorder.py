@@ -91,6 +91,12 @@ def attributes_match(row: Row) -> bool:
     return bool(row["user_known_since"] == since and row["user_plan"] == code)
 
 
+def plan_at(user: str, second: int) -> str | None:
+    """The plan of a user that was valid strictly before a second."""
+    plans = [plan for plan, since in PLANS.get(user, []) if since < second]
+    return plans[-1] if plans else None
+
+
 def labels_match(row: Row, events: list[Record], impression: Record, end: int) -> bool:
     for name, rule in LABELS.items():
         mature_ts = max(impression["ts"] + rule.window, visible_ts(impression, DELAY))
@@ -110,8 +116,14 @@ def counters_match(lake: Lake, row: Row, events: list[Record], impression: Recor
         return False
     for key in lake.spec.counters.keys:
         matching = [
-            e for e in events if all(e[k] is not None and e[k] == impression[k] for k in key)
+            e
+            for e in events
+            if all(e[k] is not None and e[k] == impression[k] for k in key if k != "plan")
         ]
+        if "plan" in key:  # events count for the plan that their user had when they became visible
+            plan = plan_at(impression["user"], as_of)
+            plans = (plan_at(e["user"], visible_ts(e, DELAY)) for e in matching)
+            matching = [e for e, at in zip(matching, plans, strict=True) if plan and at == plan]
         if "brand" in key:  # events are counted only once the brand of their item is known
             matching = [e for e in matching if BRANDS[e["item"]][1] < visible_ts(e, DELAY)]
             matching = matching if known_since < as_of else []

@@ -53,7 +53,7 @@ rank_by: click
 counters:
   windows: [1h, 1d]
   events: [shown, click, buy]
-  keys: [[user], [user, brand], [item], [surface]]
+  keys: [[user], [user, brand], [item], [surface], [item, plan], [plan, brand]]
   half_lives: [10m, 2d]
   time_since_last: [click, look]
   aggregations:

@@ -25,11 +25,11 @@ from ranking.feature_store.consistency import (
     numeric_tolerance,
 )
 from ranking.feature_store.events import Event, ingest_event, validate_event
-from ranking.feature_store.fetch import FeatureFetcher, RankInputs, latest_versions
+from ranking.feature_store.fetch import FeatureFetcher, RankInputs
 from ranking.feature_store.items import read_item_records
 from ranking.feature_store.materialize import HistoryLengths, build_feature_store
 from ranking.feature_store.request import RankRequest
-from ranking.feature_store.storage import BID_DTYPE, storage_key
+from ranking.feature_store.storage import BID_DTYPE, latest_versions, storage_key
 from ranking.feature_store.store import (
     MAX_REQUEST_AGE,
     METADATA_KEY,

@@ -1,0 +1,89 @@
+"""Values of counter keys, as they were known when an event became visible or a request was made.
+
+The attributes of an item are those of its first version; those of a user are as of that second.
+
+N events, or the candidates of a request.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from etl.spec.units import MICROS
+from etl.tables.schemas import item_counter_key_columns
+from features.encoding.scalar import MISSING_CATEGORY, encode_categorical, spark_xxhash64
+from features.ragged import latest_before
+from ranking.feature_store.storage import (
+    UNKNOWN,
+    RecordLayout,
+    Txn,
+    latest_versions,
+    storage_key,
+)
+
+Ints = npt.NDArray[np.int64]
+KeyValues = dict[str, Ints]
+
+
+def counter_key_values(
+    layout: RecordLayout, txn: Txn, user: str, surface: str, items: np.ndarray, epoch_second: int
+) -> KeyValues:
+    """Values (N) of all counter keys: one user on one surface, with the records (N) of items."""
+    count = len(items)
+    stored = txn.get("users", storage_key(user)) if layout.spec.user_counter_keys else b""
+    version = latest_versions([stored], layout.user, epoch_second)
+    return {
+        "user": np.full(count, spark_xxhash64(user)),
+        "surface": np.full(count, layout.spec.surface_codes[surface]),
+        **item_key_values(layout, items, epoch_second),
+        **{name: np.full(count, value) for name, value in _user_key_values(layout, version)},
+    }
+
+
+def item_key_values(
+    layout: RecordLayout, items: np.ndarray, epoch_seconds: Ints | int
+) -> KeyValues:
+    """Values (N) of the counter keys that belong to items, as they were known at a second (N)."""
+    known_since = items["known_since"]
+    is_known = (known_since != UNKNOWN) & (known_since < epoch_seconds)
+    values = {"item": items["index"].astype(np.int64)}
+    for column, name in enumerate(item_counter_key_columns(layout.spec)):
+        key = np.where(is_known, items["keys"][:, column], UNKNOWN)
+        values[name.removeprefix("key_")] = key
+    return values
+
+
+def _user_key_values(layout: RecordLayout, version: np.ndarray) -> Iterator[tuple[str, int]]:
+    """The value of each counter key that belongs to a user, in a version (1) of the user."""
+    columns = list(layout.features.user.categorical)
+    for name in layout.spec.user_counter_keys:
+        category = int(version["ids"][0, columns.index(f"user_{name}")])
+        yield name, UNKNOWN if category == MISSING_CATEGORY else category
+
+
+def user_key_values_of_events(
+    layout: RecordLayout, versions: pa.Table, users: pa.DictionaryArray, epoch_seconds: Ints
+) -> KeyValues:
+    """Values (N) of the counter keys that belong to the users of events.
+
+    `versions` are rows of the table of users' attributes.
+    """
+    owner = pc.index_in(versions["user_id"], users.dictionary)
+    versions = versions.filter(owner.is_valid())
+    latest = latest_before(
+        owner.drop_null().to_numpy().astype(np.int64),
+        versions["valid_from"].to_numpy(),
+        users.indices.to_numpy().astype(np.int64),
+        epoch_seconds * MICROS["s"],
+    )
+    values = {}
+    for name, attribute in layout.spec.user_counter_keys.items():
+        raw = versions[f"attr_{name}"].combine_chunks().dictionary_encode(null_encoding="encode")
+        categories = [encode_categorical(attribute, value) for value in raw.dictionary.to_pylist()]
+        rows = np.array(categories, np.int64)[raw.indices.to_numpy()]
+        rows = np.where(rows == MISSING_CATEGORY, UNKNOWN, rows)
+        values[name] = np.append(rows, UNKNOWN)[latest]
+    return values
