@@ -87,18 +87,33 @@ def check_drift(args: DriftArgs) -> None:
 class CompactArgs(LakeArgs):
     """Arguments of `features compact`."""
 
-    until: Annotated[date, tyro.conf.arg(help="the last day to compact")]
+    until: Annotated[
+        date | None, tyro.conf.arg(help="the last day to compact; by default as the spec says")
+    ] = None
+    keep_days: Annotated[
+        int, tyro.conf.arg(help="without --until: how many of the latest days stay as they are")
+    ] = Field(default=0, ge=0)
 
 
 @holds_leases("history")
 def compact(args: CompactArgs) -> None:
-    """Compact all days of the histories up to one day and drop events past the spec's retention."""
+    """Compact all days of the histories up to one day and drop events past the spec's retention.
+
+    Without `--until`, up to the latest day that can be compacted, but only when the spec's
+    `history.compact_every` new days can be.
+    """
     from etl.runtime.spark import spark_session
-    from features.history.compact import compact_history
+    from features.history.compact import compact_history, due_compaction
 
     lake = args.open_lake()
+    if args.until is None and not lake.spec.history.compact_every:
+        raise UserError("name the last day to compact, --until, or set history.compact_every")
+    until = args.until or due_compaction(lake, args.keep_days)
+    if until is None:
+        print("compact: nothing is due")
+        return
     spark_session("compact")
-    print_counts("compact", compact_history(lake, args.until))
+    print_counts("compact", compact_history(lake, until))
 
 
 class CheckArgs(LakeArgs):

@@ -27,7 +27,12 @@ from dags.orchestration.dag_factory import (
     on_assets,
     publish_run,
 )
-from dags.orchestration.operators import GemlineOperator, operator_for_step, surface_operator
+from dags.orchestration.operators import (
+    GemlineOperator,
+    create_operator,
+    operator_for_step,
+    surface_operator,
+)
 from dags.orchestration.runs import PipelineRun, plan_run
 from dags.orchestration.settings import MANUAL_SCHEDULE, DagSettings
 from dags.pipeline import (
@@ -114,7 +119,7 @@ def _raw_schedule(factory: DagFactory) -> Any:
 
 
 def tables_dag(factory: DagFactory) -> DAG:
-    """The steps from raw logs to examples, and those of audiences and campaigns."""
+    """The steps from raw logs to examples, those of audiences and campaigns, and compaction."""
     paths, day_flags = factory.settings.paths, ("--days", DAY_RANGE)
     data_until = ("--data-until", LAST_DAY)
     steps = [
@@ -131,8 +136,19 @@ def tables_dag(factory: DagFactory) -> DAG:
         chain(*operators.values())
         operators["labels"] >> factory.publish_task("events")
         check = _feature_check(factory)
-        operators["feature_statistics"] >> check >> factory.publish_task("features")
+        publish = factory.publish_task("features")
+        operators["feature_statistics"] >> check >> publish
+        if factory.spec.history.compact_every:
+            publish >> _compaction(factory)
     return dag
+
+
+def _compaction(factory: DagFactory) -> Any:
+    """A task that compacts old histories when the spec says so, but no days that rankers read."""
+    keep_days = str(days_read_by_rankers(factory.spec, factory.settings))
+    flags = (*factory.settings.paths.cli_flags, "--keep-days", keep_days)
+    command = ("features", "compact", *flags)
+    return create_operator("compact", "spark", command, factory.settings)
 
 
 def _feature_check(factory: DagFactory) -> GemlineOperator:
@@ -179,9 +195,14 @@ def split_of_run(spec: DataSpec, settings: DagSettings, run: PipelineRun) -> Day
     return latest_mature_split(spec, settings.first_day, run.last, settings.training_days)
 
 
+def days_read_by_rankers(spec: DataSpec, settings: DagSettings) -> int:
+    """How many of the latest days rankers train on, are calibrated on or are tested on."""
+    return settings.training_days + days_until_mature(spec) + 2
+
+
 def check_retention(spec: DataSpec, settings: DagSettings) -> None:
     """Raise UserError if the spec removes examples that rankers still train on."""
-    days_read = settings.training_days + days_until_mature(spec) + 2  # calibration and test
+    days_read = days_read_by_rankers(spec, settings)
     for name in TRAINING_TABLES:
         days_kept = spec.retention.get(name, days_read * DAY) // DAY
         if days_kept < days_read:

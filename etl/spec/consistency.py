@@ -219,6 +219,8 @@ def _retention_problems(spec: SpecDeclarations) -> Iterator[Problem]:
     margin = RETENTION_MARGIN_DAYS * DAY
     open_days = slowest + spec.allowed_lateness + margin
     forecast = spec.forecast.window + margin if spec.forecast else 0
+    if spec.history.compact_every % DAY:
+        yield ("history", "compact_every"), "write whole days, such as 30d"
     for name, retention in spec.retention.items():
         shortest = max(open_days, forecast if name == "scores" else 0)
         if retention % DAY:

@@ -33,7 +33,7 @@ class KeyEffect:
 NO_EFFECT = KeyEffect()
 FUTURE_INGEST = KeyEffect()  # how raw records are read: affects days that are ingested from now on
 MODEL_INPUTS = KeyEffect()  # what GEM and rankers read of the tables: affects the next training
-MAINTENANCE = KeyEffect()  # affects the next removal of expired days
+MAINTENANCE = KeyEffect()  # affects the next compaction, or the next removal of expired days
 SERVING = KeyEffect()  # how candidates compete: affects the next start of the service
 IMMUTABLE_CODES = KeyEffect(is_immutable=True)
 EXAMPLES = ("examples", "feature_statistics")
@@ -91,6 +91,7 @@ KEY_EFFECTS: Mapping[str, KeyEffect] = {
     "sequences.*.max_length": MODEL_INPUTS,
     "history.max_events": MODEL_INPUTS,
     "history.max_age": MODEL_INPUTS,
+    "history.compact_every": MAINTENANCE,
     "retention.*": MAINTENANCE,
     "similarity_attributes": MODEL_INPUTS,
     "calibration_segments": MODEL_INPUTS,

@@ -55,6 +55,8 @@ class HistoryRetention(StrictModel):
     """How many of the latest events of a user are kept."""
     max_age: Duration = 400 * DAY
     """Maximum age of the events that are kept, at the end of the compacted days."""
+    compact_every: Duration = 0
+    """How many new days are compacted at a time, in whole days; by default none."""
 
 
 RetainedTable = Literal[

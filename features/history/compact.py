@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 from pyspark.sql import functions as F
 
 from etl.errors import UserError
+from etl.spec.units import DAY
 from etl.tables import schemas, spark_io
 from etl.tables.lake import Lake
 from features.history.codec import (
@@ -38,8 +39,7 @@ def compact_history(lake: Lake, until: date) -> dict[str, int]:
     that counters of new examples still need the days before it one by one.
     """
     spec = lake.spec
-    _, last_day = lake.day_range("history")
-    last_compactable = last_day - timedelta(days=counter_horizon_days(spec) + 1)
+    last_compactable = last_compactable_day(lake)
     if until > last_compactable:
         raise UserError(
             f"--until {until}: counters of later examples need the days before them; compact "
@@ -58,6 +58,27 @@ def compact_history(lake: Lake, until: date) -> dict[str, int]:
     packed = packed.withColumn("day", F.lit(until))
     spark_io.replace_partitions(lake, contract, packed, f"day <= '{until}'", {"history": version})
     return {"compacted rows": lake.count_rows(contract.name, (until, until))}
+
+
+def last_compactable_day(lake: Lake) -> date:
+    """The last day before those that counters of new examples need one by one."""
+    _, last_day = lake.day_range("history")
+    return last_day - timedelta(days=counter_horizon_days(lake.spec) + 1)
+
+
+def due_compaction(lake: Lake, keep_days: int) -> date | None:
+    """The day up to which histories are to be compacted now; None if the next is not due yet.
+
+    It is due when the spec's `compact_every` new days can be compacted. The latest `keep_days` days
+    are not, so that examples of these days find the events that they point at.
+    """
+    if not lake.rows_by_day("history"):
+        return None
+    first_day, last_day = lake.day_range("history")
+    until = min(last_compactable_day(lake), last_day - timedelta(days=keep_days))
+    before = compacted_until(lake) or first_day - timedelta(days=1)
+    is_due = (until - before).days >= lake.spec.history.compact_every // DAY
+    return until if is_due else None
 
 
 def assert_not_compacted(lake: Lake, day: date) -> None:

@@ -46,6 +46,7 @@ for dag in dags:
              "has_timeout": bool(task.execution_timeout),
              "retry_policy": type(task.retry_policy).__name__,
              "outlets": [asset.name for asset in task.outlets],
+             "upstream": sorted(task.upstream_task_ids),
              "command": [str(word) for word in getattr(task, "command", None)
                          or getattr(task, "application_args", None) or []]}
             for task in dag.tasks
@@ -114,7 +115,9 @@ def run_outputs(home: Path, spec_path: Path, raw: Path) -> list[str]:
 def described(home: Path, spec_path: Path, raw: Path) -> Any:
     """The output of DESCRIBE_DAGS for a spec in Berlin's time zone with a daily schedule."""
     berlin = home / "berlin.yaml"
-    berlin.write_text(spec_path.read_text() + "time_zone: Europe/Berlin\n")
+    berlin.write_text(
+        spec_path.read_text() + "time_zone: Europe/Berlin\nhistory: {compact_every: 30d}\n"
+    )
     env = environment(home, berlin, raw) | {
         "GEMLINE_SCHEDULE": "0 4 * * *",
         "GEMLINE_REFRESH_SCHEDULE": "5 * * * *",
@@ -189,7 +192,10 @@ def test_a_refresh_runs_the_steps_of_the_daily_run_that_serve(described: Any) ->
 
     Audiences and spend are measured with whole days alone, and so is the drift of features.
     """
-    daily_only = ("publish", "audience", "campaign_days", "response_curves", "feature_drift")
+    daily_only = (
+        *("publish", "audience", "campaign_days", "response_curves", "feature_drift"),
+        "compact",
+    )
     tasks = {name: [t["id"] for t in dag["tasks"]] for name, dag in described["dags"].items()}
     steps = [t for t in tasks["tables"] if not t.startswith(daily_only)]
     expected = ["plan", *steps, "teacher_predictions", "surfaces", "surface.refit",
@@ -341,6 +347,21 @@ def test_rankers_train_on_a_bounded_number_of_days_however_old_the_lake_is(
     split = split_of_run(spec, settings, run)
     assert (split.train_last - split.train_first).days + 1 == min(age + 1, 30)
     assert split.model_copy(update={"train_first": FIRST}) == newest
+
+
+def test_histories_that_rankers_read_are_not_compacted(described: Any, spec_path: Path) -> None:
+    """Compaction follows the tables of a day, and leaves the days of the rankers as they are."""
+    from dags.orchestration.builders import split_of_run
+    from dags.orchestration.settings import DagSettings
+
+    (compact,) = (t for t in described["dags"]["tables"]["tasks"] if t["id"] == "compact")
+    flag = compact["command"].index("--keep-days")
+    keep_days, spec = int(compact["command"][flag + 1]), load_spec(spec_path)
+    settings = DagSettings(spec=spec_path, raw="raw", lake="lake", first_day=FIRST)
+    run = PipelineRun(first=LAST, new_from=LAST, last=LAST)
+    old = settings.model_copy(update={"first_day": LAST - timedelta(days=400)})
+    assert LAST - timedelta(days=keep_days) < split_of_run(spec, old, run).train_first
+    assert compact["upstream"] == ["publish_features"]
 
 
 def test_examples_are_not_removed_before_rankers_have_read_them(spec_path: Path) -> None:

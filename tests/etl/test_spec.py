@@ -141,6 +141,11 @@ def test_all_errors_are_reported_at_once_with_their_lines(tmp_path: Path) -> Non
             "category: {type: categorical}",
             "counters.keys: category is an attribute of users and of items: rename one",
         ),
+        (
+            "calibration_segments:",
+            "history: {compact_every: 30h}\ncalibration_segments:",
+            "history.compact_every: write whole days, such as 30d",
+        ),
     ],
 )
 def test_an_inconsistent_spec_is_refused_with_the_line_of_the_problem(

@@ -24,6 +24,7 @@ from features.history.compact import (
     compact_history,
     compact_users,
     compacted_until,
+    due_compaction,
 )
 from tests.oracle.disorder import FIRST, build_lake, generate_records
 from tests.pipeline import rows
@@ -160,6 +161,21 @@ def test_days_that_counters_need_or_that_are_compacted_are_refused(lake_copy: La
     for step, day in ((build_history, UNTIL), (build_examples, UNTIL + timedelta(days=1))):
         with pytest.raises(UserError, match=f"histories up to {UNTIL} are compacted: 2026-"):
             step(lake_copy, (day, day))
+
+
+def test_histories_are_compacted_when_enough_days_can_be(lake_copy: Lake, built: Lake) -> None:
+    def every(days: int) -> Lake:
+        history = HistoryRetention.model_validate({"compact_every": f"{days}d"})
+        return Lake(lake_copy.root, lake_copy.spec.model_copy(update={"history": history}))
+
+    compactable = (UNTIL - FIRST).days + 1
+    assert due_compaction(every(compactable), keep_days=0) == UNTIL
+    assert due_compaction(every(compactable + 1), keep_days=0) is None
+    assert due_compaction(every(1), keep_days=4) == NEWEST - timedelta(days=4)
+    assert due_compaction(every(1), keep_days=6) is None
+    compact_history(every(1), UNTIL - timedelta(days=1))
+    assert due_compaction(every(1), keep_days=0) == UNTIL
+    assert due_compaction(every(2), keep_days=0) is None
 
 
 def test_reading_dropped_events_is_an_error(lake_copy: Lake) -> None:
