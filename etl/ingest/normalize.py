@@ -29,6 +29,8 @@ from etl.tables.schemas import logged_context_attributes, logged_sql_type
 
 LogSource = EventLogSource | ImpressionLogSource
 REASON_SEPARATOR = "; "
+# Fields that an event may have from the event that it names, with their columns in the tables.
+NAMED_FIELDS = {"user": "user_id", "item": "item_id", "surface": "surface"}
 
 
 def read_logs(spec: DataSpec, selection: RawSelection) -> DataFrame:
@@ -50,7 +52,8 @@ def required_columns(log: LogSource) -> list[str]:
     c = log.columns
     ids = (c.event_id,) if isinstance(c.event_id, str) else c.event_id or ()
     day = log.day.column if log.day else None
-    return list(filter(None, (c.user, c.item, c.surface, c.event_time, c.type, *ids, day)))
+    named = (c.touch or c.impression) if log.fields_of_named else None
+    return list(filter(None, (c.user, c.item, c.surface, named, c.event_time, c.type, *ids, day)))
 
 
 def logged_columns(spec: DataSpec, log: LogSource) -> list[str]:
@@ -76,8 +79,11 @@ def normalize_events(
     Returns:
         The columns of `events` except `bucket`; `reasons`, joined by `REASON_SEPARATOR`, empty for
         a valid event, and null for a record that the source skips; `payload`, null unless the event
-        is invalid; `logged_impression_id`, the impression that the record names; and
+        is invalid; `logged_impression_id` and `logged_touch_id`, which the record names; and
         `location_column`, passed through.
+
+        Fields that events have from what they name are null, and such events keep their payload:
+        see `etl.ingest.named_events`.
     """
     log = spec.log_sources[log_name]
     rows = _parse_fields(spec, log, records)
@@ -86,18 +92,20 @@ def normalize_events(
         rows = _explode_outcomes(spec, log, rows)
     else:
         rows = rows.withColumn("impression_id", _impression_id(spec))
-    rows = rows.withColumn("reasons", _rejection_reasons(spec))
+    rows = rows.withColumn("reasons", _rejection_reasons(spec, log))
     # An invalid record without a day of its own lands on the day of its file, but stays invalid.
     rows = rows.withColumn("day", F.coalesce("day", PATH_DAY))
     columns = [name for name in schemas.events(spec).columns if name != "bucket"]
+    is_payload_kept = (F.col("reasons") != "") | F.lit(bool(log.fields_of_named))
     rows = rows.withColumns(
         {
             "log": F.lit(log_name),
             "visible_ts": F.expr(visible_ts_sql(spec, log.delay)),
-            PAYLOAD: F.when(F.col("reasons") != "", F.col(PAYLOAD)),
+            PAYLOAD: F.when(is_payload_kept, F.col(PAYLOAD)),
         }
     )
-    return rows.select(*columns, "reasons", "logged_impression_id", PAYLOAD, location_column)
+    named = ("logged_impression_id", "logged_touch_id")
+    return rows.select(*columns, "reasons", *named, PAYLOAD, location_column)
 
 
 def _parse_fields(spec: DataSpec, log: LogSource, records: DataFrame) -> DataFrame:
@@ -117,6 +125,7 @@ def _parse_fields(spec: DataSpec, log: LogSource, records: DataFrame) -> DataFra
     columns |= {
         "event_id": F.nullif(_event_id(log), F.lit("")),
         "logged_impression_id": _cast(log.columns.impression, "string"),
+        "logged_touch_id": _cast(log.columns.touch, "string"),
         "type_errors": F.concat_ws(REASON_SEPARATOR, *type_errors),
     }
     return records.select("*", *[value.alias(name) for name, value in columns.items()])
@@ -163,7 +172,8 @@ def _event_id(log: LogSource) -> Column:
     c = log.columns
     if isinstance(c.event_id, str):
         return raw_value(c.event_id)
-    default = (c.user, c.item, c.event_time, *filter(None, (c.type,)))
+    named = (c.touch or c.impression) if log.fields_of_named else None
+    default = filter(None, (c.user, c.item, named, c.event_time, c.type))
     return F.concat_ws("-", *[raw_value(name) for name in c.event_id or default])
 
 
@@ -181,7 +191,9 @@ def _codes(spec: DataSpec, log: LogSource) -> dict[str, Column]:
     return codes
 
 
-def _lookup_code(column: str, codes: dict[str, int]) -> Column:
+def _lookup_code(column: str | None, codes: dict[str, int]) -> Column:
+    if column is None:
+        return F.lit(None).cast("tinyint")
     pairs = [F.lit(part) for pair in codes.items() for part in pair]
     return F.try_element_at(F.create_map(*pairs), raw_value(column)).cast("tinyint")
 
@@ -212,7 +224,7 @@ def _explode_outcomes(spec: DataSpec, log: ImpressionLogSource, rows: DataFrame)
         F.lit(None).cast("double").alias("value"),
     )
     rows = rows.withColumn("impression_id", F.col("event_id"))
-    rows = rows.withColumn("is_valid", _rejection_reasons(spec) == "")
+    rows = rows.withColumn("is_valid", _rejection_reasons(spec, log) == "")
     outcomes = [
         F.when(F.col("is_valid"), _outcome_event(spec, log, outcome)) for outcome in log.outcomes
     ]
@@ -247,10 +259,16 @@ def _outcome_event(spec: DataSpec, log: ImpressionLogSource, outcome: OutcomeCol
     return F.when(F.coalesce(is_nonzero, is_true, F.lit(False)), event)
 
 
-def _rejection_reasons(spec: DataSpec) -> Column:
-    """Why a row is invalid: the read error of its file or record, or each violated rule."""
-    violations = schemas.events(spec).violations.items()
-    reasons = [F.when(F.expr(condition), F.lit(reason)) for reason, condition in violations]
+def _rejection_reasons(spec: DataSpec, log: LogSource) -> Column:
+    """Why a row is invalid: the read error of its file or record, or each violated rule.
+
+    A field that an event has from what it names may be missing.
+    """
+    schema = schemas.events(spec)
+    may_be_null = {NAMED_FIELDS[name] for name in log.fields_of_named}
+    allowed = {r for r, column in schema.required_columns.items() if column in may_be_null}
+    violations = {r: rule for r, rule in schema.violations.items() if r not in allowed}
+    reasons = [F.when(F.expr(rule), F.lit(reason)) for reason, rule in violations.items()]
     reasons.append(F.when(F.col("type_errors") != "", F.col("type_errors")))
     return joined_reasons(reasons)
 

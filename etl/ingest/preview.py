@@ -90,7 +90,9 @@ def _preview(
     records = read_raw_records(source, RawSelection(raw, days), columns, required)
     rows = normalize_events(spec, name, records.limit(sample_size), RECORD_LOCATION)
     types = {code: type_ for type_, code in spec.event_codes.items()}
-    surfaces = {code: surface for surface, code in spec.surface_codes.items()}
+    surfaces: dict[int | None, str] = {c: surface for surface, c in spec.surface_codes.items()}
+    # Named events are not looked up here: they may have landed on an earlier day.
+    surfaces[None] = "the surface of what it names"
     return _summarize(
         name, day, rows.collect(), lambda row: f"{types[row['type']]} on {surfaces[row['surface']]}"
     )

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from etl.errors import UserError
 from etl.ingest.file_discovery import RawSelection
+from etl.ingest.named_events import UNKNOWN_EVENT
 from etl.ingest.normalize import REASON_SEPARATOR, read_log
 from etl.ingest.readers import latest_day_with_records
 from etl.spec.model import DataSpec
@@ -42,6 +43,11 @@ class RecordGroup:
     num_impressions: int  # valid ones
     non_null_counts: Mapping[str, int]  # of valid records, by optional column
     reason_counts: Mapping[str, int]  # of invalid records
+
+    @property
+    def num_unmatched(self) -> int:
+        """Records that are not bad, but name an event that is not known."""
+        return self.reason_counts.get(UNKNOWN_EVENT, 0)
 
 
 def count_record_groups(spec: DataSpec, records: DataFrame) -> list[RecordGroup]:
@@ -92,7 +98,8 @@ def check_bad_record_rate(
     """Raise UserError if a day has no valid events or too many bad records.
 
     `max_bad_record_rate` applies to all records of a day, to those of each log, and to those of
-    each log and surface.
+    each log and surface. Records that name an unknown event are not bad: a log of conversions may
+    hold those of other channels.
     """
     groups = list(groups)
     for day in date_range(*days):
@@ -138,7 +145,7 @@ def _check_group_rate(
     spec: DataSpec, groups: list[RecordGroup], description: str, min_records: int = 0
 ) -> None:
     total = sum(group.num_records for group in groups)
-    bad = total - sum(group.num_valid for group in groups)
+    bad = total - sum(group.num_valid + group.num_unmatched for group in groups)
     if total >= min_records and bad > spec.max_bad_record_rate * total:
         raise UserError(
             f"{bad:,} of {total:,} records {description} are bad ({_format_reasons(groups)}); the "

@@ -10,6 +10,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from etl.errors import UserError
+from etl.ingest.named_events import lookup_days, with_named_fields
 from etl.ingest.normalize import REASON_SEPARATOR, logged_columns, normalize_events
 from etl.ingest.quarantine import UNKNOWN_DAY, landing_day_predicate, write_quarantine
 from etl.ingest.readers import PATH_DAY, PAYLOAD, READ_ERROR, parse_quarantined
@@ -22,11 +23,10 @@ from etl.ingest.run import (
     write_ingest_metrics,
 )
 from etl.spec.model import DataSpec
+from etl.spec.units import DayRange
 from etl.tables import schemas, spark_io
 from etl.tables.arrow import snapshot
 from etl.tables.lake import Lake
-
-DayRange = tuple[date, date]
 
 
 def reprocess_quarantine(lake: Lake, days: DayRange) -> dict[str, int]:
@@ -48,20 +48,29 @@ def reprocess_quarantine(lake: Lake, days: DayRange) -> dict[str, int]:
     )
     records = _normalize_quarantined(lake.spec, quarantined, days)
     records = records.persist(StorageLevel.MEMORY_AND_DISK)
+    stored_days = lookup_days(lake.spec, days)[0], days[1]
     try:
-        before, after = count_rows_by_day(quarantined), count_rows_by_day(records)
-        stored = _read_valid_events(lake, days)
-        released = records.filter("reasons = ''").select(stored.columns)
-        invalid = records.filter("reasons != ''")
-        with split_events(lake, stored.unionByName(released), days) as event_split:
-            write_events(lake, event_split, days)
-        write_quarantine(lake, lake.spec.log_sources, invalid, days)
-        write_ingest_metrics(lake, _recompute_metrics(lake, days, before, after), days)
-        if not before:
-            raise UserError(f"no record of {days[0]} to {days[1]} is in quarantine in {lake.root}")
-        return {"released": released.count(), "still quarantined": invalid.count()}
+        with with_named_fields(lake, records, stored_days) as completed:
+            return _release_records(lake, days, quarantined, completed)
     finally:
         records.unpersist()
+
+
+def _release_records(
+    lake: Lake, days: DayRange, quarantined: DataFrame, records: DataFrame
+) -> dict[str, int]:
+    """Write the tables from the quarantined records as they are normalized now."""
+    before, after = count_rows_by_day(quarantined), count_rows_by_day(records)
+    stored = _read_valid_events(lake, days)
+    released = records.filter("reasons = ''").select(stored.columns)
+    invalid = records.filter("reasons != ''")
+    with split_events(lake, stored.unionByName(released), days) as event_split:
+        write_events(lake, event_split, days)
+    write_quarantine(lake, lake.spec.log_sources, invalid, days)
+    write_ingest_metrics(lake, _recompute_metrics(lake, days, before, after), days)
+    if not before:
+        raise UserError(f"no record of {days[0]} to {days[1]} is in quarantine in {lake.root}")
+    return {"released": released.count(), "still quarantined": invalid.count()}
 
 
 def _recompute_metrics(

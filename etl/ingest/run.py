@@ -22,6 +22,7 @@ from etl.errors import UserError
 from etl.event_time import day_start_sql
 from etl.ingest.arrival import FileStates, day_file_states, record_ingested_files
 from etl.ingest.file_discovery import RawSelection
+from etl.ingest.named_events import copy_order, lookup_days, with_named_fields
 from etl.ingest.normalize import read_logs
 from etl.ingest.quarantine import (
     UNKNOWN_DAY,
@@ -34,11 +35,9 @@ from etl.ingest.quarantine import (
 )
 from etl.ingest.readers import UnreadableFileError, translate_read_errors, with_line_numbers
 from etl.spec.model import DataSpec
-from etl.spec.units import MICROS, date_range
+from etl.spec.units import MICROS, DayRange, date_range
 from etl.tables import schemas, spark_io
 from etl.tables.lake import Lake, arrow_schema
-
-DayRange = tuple[date, date]
 
 
 def ingest(lake: Lake, raw: str, days: DayRange) -> dict[str, int]:
@@ -106,27 +105,34 @@ def _ingest_once(
     lake: Lake, raw: str, days: DayRange, corrupt_files: Collection[str]
 ) -> dict[str, int]:
     spec = lake.spec
-    all_records = read_logs(spec, RawSelection(raw, days, corrupt_files))
-    stored_records = all_records.persist(StorageLevel.MEMORY_AND_DISK)
-    all_records = mark_erased(lake, stored_records, F.col("visible_ts") * MICROS["s"])
-    in_range = F.col("day").between(F.lit(days[0]), F.lit(days[1])) | F.col("day").isNull()
-    in_range &= F.col("reasons").isNotNull()  # null: of an erased user
+    stored_records = read_logs(spec, RawSelection(raw, days, corrupt_files))
+    stored_records = stored_records.persist(StorageLevel.MEMORY_AND_DISK)
     try:
-        records = all_records.filter(in_range)
-        groups = count_record_groups(spec, records)
-        check_bad_record_rate(spec, groups, raw, days)
-        check_declared_columns(spec, groups, raw, days)
-        # Line numbers count all records of a file, including those of other days.
-        invalid = with_line_numbers(all_records).filter(in_range).filter("reasons != ''")
-        valid = records.filter("reasons = ''")
-        records_read = {day or UNKNOWN_DAY: n for day, n in records_by_day(groups).items()}
-        with split_events(lake, valid, days) as event_split:
-            metrics = compute_ingest_metrics(records_read, event_split, invalid)
-            write_quarantine(lake, spec.log_sources, invalid, days)
-            write_events(lake, event_split, days)
-        return write_ingest_metrics(lake, metrics, days)
+        with with_named_fields(lake, stored_records, lookup_days(spec, days)) as all_records:
+            return _ingest_records(lake, raw, days, all_records)
     finally:
         stored_records.unpersist()
+
+
+def _ingest_records(lake: Lake, raw: str, days: DayRange, all_records: DataFrame) -> dict[str, int]:
+    """Write the tables from normalized records, among which are records of other days."""
+    spec = lake.spec
+    all_records = mark_erased(lake, all_records, F.col("visible_ts") * MICROS["s"])
+    in_range = F.col("day").between(F.lit(days[0]), F.lit(days[1])) | F.col("day").isNull()
+    in_range &= F.col("reasons").isNotNull()  # null: of an erased user
+    records = all_records.filter(in_range)
+    groups = count_record_groups(spec, records)
+    check_bad_record_rate(spec, groups, raw, days)
+    check_declared_columns(spec, groups, raw, days)
+    # Line numbers count all records of a file, including those of other days.
+    invalid = with_line_numbers(all_records).filter(in_range).filter("reasons != ''")
+    valid = records.filter("reasons = ''")
+    records_read = {day or UNKNOWN_DAY: n for day, n in records_by_day(groups).items()}
+    with split_events(lake, valid, days) as event_split:
+        metrics = compute_ingest_metrics(records_read, event_split, invalid)
+        write_quarantine(lake, spec.log_sources, invalid, days)
+        write_events(lake, event_split, days)
+    return write_ingest_metrics(lake, metrics, days)
 
 
 @dataclass(frozen=True)
@@ -241,7 +247,7 @@ def is_late(spec: DataSpec) -> Column:
 
 
 def deduplicate_events(
-    lake: Lake, events: DataFrame, days: tuple[date, date]
+    lake: Lake, events: DataFrame, days: DayRange
 ) -> tuple[DataFrame, dict[str, int]]:
     """The first copy of each event, unless an earlier day has one; and the table versions read.
 
@@ -251,9 +257,7 @@ def deduplicate_events(
     """
     spec = lake.spec
     events = events.withColumn("deduplication_key", _deduplication_key(spec))
-    columns = [name for name in schemas.excluded_events(spec).columns if name != "reason"]
-    tie_breaker = F.xxhash64(*[F.col(name) for name in columns])
-    order = Window.partitionBy("deduplication_key").orderBy("day", "ingest_ts", tie_breaker)
+    order = Window.partitionBy("deduplication_key").orderBy(*copy_order(spec))
     first = events.withColumn("copy", F.row_number().over(order)).filter("copy = 1").drop("copy")
     last_day_before = days[0] - timedelta(days=1)
     first_day_before = days[0] - timedelta(days=spec.allowed_lateness_days + 1)

@@ -26,6 +26,7 @@ def consistency_problems(spec: SpecDeclarations) -> Iterator[Problem]:
     yield from _segment_problems(spec)
     yield from _counter_key_problems(spec)
     yield from _event_column_problems(spec)
+    yield from _named_event_problems(spec)
     yield from _retraction_problems(spec)
     yield from _attribution_problems(spec)
     for name in spec.auxiliary_objectives:
@@ -114,6 +115,20 @@ def _event_column_problems(spec: SpecDeclarations) -> Iterator[Problem]:
         if not any(_has_column(spec, log, event, column) for log in spec.log_sources.values()):
             text = f"no source has a {column} of {event} events: name its column or leave it out"
             yield path, text
+
+
+def _named_event_problems(spec: SpecDeclarations) -> Iterator[Problem]:
+    """Impressions without a user, an item or a surface, and touches that name touches."""
+    event_logs = [log for log in spec.log_sources.values() if isinstance(log, EventLogSource)]
+    touches = {log.touch for log in event_logs}
+    for name, log in spec.log_sources.items():
+        lacking, types = log.fields_of_named, spec.event_types_of(log)
+        if lacking and spec.impression_type in types:
+            text = f"{spec.impression_type} events need it: name its column, or leave them out"
+            yield ("sources", name, "columns", lacking[0]), text
+        for type_ in sorted(types & touches if log.columns.touch else ()):
+            text = f"{type_} events are named by others and cannot name touches: log them apart"
+            yield ("sources", name, "columns", "touch"), text
 
 
 def _retraction_problems(spec: SpecDeclarations) -> Iterator[Problem]:

@@ -17,7 +17,7 @@ from etl.spec.declarations import SpecDeclarations
 from etl.spec.effects import KeyPath, effect_of, flatten_keys
 from etl.spec.units import DAY
 
-LATER_SOURCE_KEYS = ("table", "partition_column", "where", "select")
+LATER_SOURCE_KEYS = ("table", "partition_column", "where", "select", "touch")
 
 
 class SpecConsistencyError(ValueError):
@@ -140,9 +140,10 @@ class DataSpec(SpecDeclarations):
         settings = self.model_dump(mode="json", include=sections)
         for source in settings["sources"].values():
             del source["owner"]
-            for key in LATER_SOURCE_KEYS:
-                if not source[key]:
-                    del source[key]
+            for keys in (source, source.get("columns", {})):
+                for key in LATER_SOURCE_KEYS:
+                    if not keys.get(key):
+                        keys.pop(key, None)
         return settings
 
     @cached_property

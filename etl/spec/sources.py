@@ -31,17 +31,19 @@ class DayColumn(StrictModel):
 class EventColumns(StrictModel):
     """Raw columns of a log; only `user`, `item`, `surface` and `event_time` are required.
 
-    If a column is not given, events have no such value unless the key defines a default.
+    If a column is not given, events have no such value unless the key defines a default. An event
+    log with `impression` or `touch` may leave out `user`, `item` and `surface`, such as a log of
+    off-site conversions with the id of a click: its events have those of what they name.
     """
 
     event_id: str | tuple[str, ...] | None = None
     """Id of the event, or columns that identify it together; default: user, item, time and type."""
-    user: str
-    """Id of the user."""
-    item: str
-    """Id of the item."""
-    surface: str
-    """Surface on which the event occurred, as `surfaces.*.logged_as` names it."""
+    user: str | None = None
+    """Id of the user; default: that of the impression or touch."""
+    item: str | None = None
+    """Id of the item; default: that of the impression or touch."""
+    surface: str | None = None
+    """Surface of the event, as `surfaces.*.logged_as` names it; default: as for `item`."""
     event_time: str
     """When the event occurred, in `time_unit`."""
     type: str | None = None
@@ -52,6 +54,11 @@ class EventColumns(StrictModel):
     """Id of the request that the impression belongs to; default: see `request_session_gap`."""
     impression: str | None = None
     """Id of the impression that the event belongs to; default: outcomes are attributed."""
+    touch: str | None = None
+    """Id of the event of type `touch` of the source that the event follows, such as a click.
+
+    It is unique among the events of that type. The event belongs to the impression of the touch.
+    """
     position: str | None = None
     """Position of the impression in its request."""
     dwell: str | None = None
@@ -74,6 +81,18 @@ class LogSource(FileSource):
     columns: EventColumns
     """Raw columns of the log."""
 
+    @property
+    def fields_of_named(self) -> tuple[str, ...]:
+        """The columns that the log lacks: events have the values of what they name."""
+        columns = self.columns
+        given = {"user": columns.user, "item": columns.item, "surface": columns.surface}
+        return tuple(name for name, column in given.items() if column is None)
+
+    @property
+    def names_events(self) -> bool:
+        """Whether events of the log have fields of the events that they name."""
+        return bool(self.fields_of_named or self.columns.touch)
+
 
 class EventLogSource(LogSource):
     """A log with one row per event."""
@@ -84,11 +103,27 @@ class EventLogSource(LogSource):
     """Event type of the spec by its name in the log; default: the log has the names of the spec."""
     event: EventName | None = None
     """Type of all events where `columns.type` is not given; default: the impression."""
+    touch: EventName | None = None
+    """Type of the events that `columns.touch` names."""
 
     @model_validator(mode="after")
     def _check_event_type_source(self) -> "EventLogSource":
         if self.event and self.columns.type:
             raise ValueError("columns.type and event both give an event its type; keep one")
+        return self
+
+    @model_validator(mode="after")
+    def _check_named_events(self) -> "EventLogSource":
+        columns, lacking = self.columns, self.fields_of_named
+        if (columns.touch is None) != (self.touch is None):
+            raise ValueError("columns.touch has the ids of events of type `touch`: give both")
+        if columns.touch and columns.impression:
+            raise ValueError("columns.touch and columns.impression both name an event; keep one")
+        if lacking and not (columns.touch or columns.impression):
+            raise ValueError(
+                f"columns.{lacking[0]} is required, unless columns.impression or columns.touch "
+                "names an event that has it"
+            )
         return self
 
 
@@ -114,6 +149,14 @@ class ImpressionLogSource(LogSource):
     """`impression_log`: one row per impression."""
     outcomes: tuple[OutcomeColumns, ...]
     """Outcome events that each row contains besides the impression."""
+
+    @model_validator(mode="after")
+    def _check_columns(self) -> "ImpressionLogSource":
+        if self.fields_of_named:
+            raise ValueError(f"columns.{self.fields_of_named[0]} is required")
+        if self.columns.touch:
+            raise ValueError("columns.touch is for event logs: leave it out")
+        return self
 
 
 class AttributeSource(FileSource):

@@ -11,6 +11,7 @@ from etl.spec.base import StrictModel
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 DAY = SECONDS["d"]
+DayRange = tuple[date, date]  # first and last
 MICROS = {"s": 1_000_000, "ms": 1_000, "us": 1}  # microseconds in each unit of time
 
 

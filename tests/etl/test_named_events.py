@@ -1,0 +1,244 @@
+"""Off-site conversions, which name an impression or a click instead of a user and an item."""
+
+import json
+import random
+from collections import defaultdict
+from datetime import UTC, date, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etl.errors import UserError
+from etl.ingest.named_events import UNKNOWN_EVENT, lookup_days
+from etl.ingest.preview import preview_sources
+from etl.ingest.reprocess import reprocess_quarantine
+from etl.ingest.run import ingest
+from etl.spec import load_spec
+from etl.tables.lake import Lake
+from tests.pipeline import rows
+
+pytestmark = pytest.mark.spark
+
+Record = dict[str, Any]
+DAYS = [date(2026, 1, day) for day in (1, 2, 3)]
+OWN_FIELDS = "user: user, item: item, surface: surface, "
+SPEC = """
+name: offsite
+buckets: 2
+allowed_lateness: 1d
+max_bad_record_rate: 0.1
+surfaces: {home: {}, search: {}, shelf: {}}
+events: {shown: {role: impression}, buy: {role: outcome}}
+objectives: {buy: {event: buy, window: 1d}}
+rank_by: buy
+sequences: {behaviour: {}}
+counters: {windows: [1d], events: [shown], keys: [[user]]}
+sources:
+  shown:
+    kind: event_log
+    format: json
+    path: shown/{day}.json
+    time_unit: s
+    delay: 1h
+    columns: {event_id: id, OWN_FIELDS event_time: ts, ingest_time: ingest}
+  bought:
+    kind: event_log
+    format: json
+    path: bought/{day}.json
+    time_unit: s
+    event: buy
+    columns: {event_id: id, CONVERSION_FIELDS impression: click, event_time: ts,
+              ingest_time: ingest, value: value}
+"""
+
+
+def write_spec(folder: Path, conversion_fields: str = "", text: str = SPEC) -> Path:
+    path = folder / "spec.yaml"
+    text = text.replace("OWN_FIELDS", OWN_FIELDS).replace("CONVERSION_FIELDS", conversion_fields)
+    path.write_text(text)
+    return path
+
+
+def second_of(day: date) -> int:
+    return int(datetime(day.year, day.month, day.day, tzinfo=UTC).timestamp())
+
+
+def random_logs(seed: int) -> tuple[list[Record], list[Record]]:
+    """Impressions, some in several copies, and conversions, some of unknown or later ones."""
+    rng = random.Random(seed)
+    shown = []
+    for number in range(150):
+        first = rng.randrange(len(DAYS))
+        for copy in range(rng.choice((1, 1, 1, 2, 3))):
+            day = DAYS[min(first + rng.randrange(2) * copy, len(DAYS) - 1)]
+            ts = second_of(DAYS[first]) + rng.randrange(86_000)
+            shown.append(
+                {
+                    "id": f"i{number}",
+                    "user": f"u{rng.randrange(9)}",
+                    "item": f"a{rng.randrange(9)}",
+                    "surface": rng.choice(("home", "search")),
+                    "ts": ts,
+                    "ingest": max(ts, second_of(day) + rng.randrange(86_000)),
+                    "day": day,
+                }
+            )
+    bought = []
+    for number in range(120):
+        day = rng.choice(DAYS)
+        ts = second_of(day) + rng.randrange(86_000)
+        bought.append(
+            {"id": f"b{number}", "click": f"i{rng.randrange(160)}", "ts": ts, "ingest": ts,
+             "value": rng.randrange(9), "day": day}
+        )  # fmt: skip
+    return shown, bought
+
+
+def first_copy(shown: list[Record], conversion: Record) -> Record | None:
+    copies = [i for i in shown if i["id"] == conversion["click"] and i["day"] <= conversion["day"]]
+    return min(copies, key=lambda i: (i["day"], i["ingest"]), default=None)
+
+
+def write_logs(folder: Path, **logs: list[Record]) -> str:
+    for name, records in logs.items():
+        lines = defaultdict(list)
+        for record in records:
+            fields = {key: value for key, value in record.items() if key != "day"}
+            lines[record["day"]].append(json.dumps(fields) + "\n")
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for day in DAYS:
+            (folder / name / f"{day}.json").write_text("".join(lines[day]))
+    return str(folder)
+
+
+def ingested(folder: Path, raw: str, spans: list[tuple[int, int]], fields: str = "") -> Lake:
+    folder.mkdir()
+    lake = Lake(str(folder / "lake"), load_spec(write_spec(folder, fields)))
+    for first, last in spans:
+        ingest(lake, raw, (DAYS[first], DAYS[last]))
+    return lake
+
+
+def test_events_are_those_of_a_log_with_all_columns(spark: object, tmp_path: Path) -> None:
+    """For any split of days into runs; conversions without an impression are quarantined."""
+    shown, bought = random_logs(1)
+    firsts = {record["id"]: first_copy(shown, record) for record in bought}
+    known = [
+        record | {name: first[name] for name in ("user", "item", "surface")}
+        for record in bought
+        if (first := firsts[record["id"]])
+    ]
+    raw = write_logs(tmp_path / "raw", shown=shown, bought=bought)
+    full = write_logs(tmp_path / "full", shown=shown, bought=known)
+    expected = rows(ingested(tmp_path / "own", full, [(0, 2)], OWN_FIELDS), "events")
+    for event in expected:
+        first = firsts.get(event["event_id"])
+        if first:  # an event is not visible before its impression
+            event["visible_ts"] = max(event["visible_ts"], first["ingest"] + 3600)
+    lake = ingested(tmp_path / "named", raw, [(0, 2)])
+    assert rows(lake, "events") == sorted(expected, key=repr)
+    by_day = ingested(tmp_path / "daily", raw, [(0, 0), (1, 1), (2, 2)])
+    for name in ("events", "excluded_events", "quarantine", "ingest_metrics"):
+        assert rows(by_day, name) == rows(lake, name)
+    quarantined = rows(lake, "quarantine")
+    assert {json.loads(row["payload"])["id"] for row in quarantined} == {
+        id_ for id_, first in firsts.items() if first is None
+    }
+    assert {tuple(row["reasons"]) for row in quarantined} == {(UNKNOWN_EVENT,)}
+    assert len(quarantined) > 12, "more than the share of bad records that a day may have"
+
+
+def test_conversions_name_clicks_that_name_impressions(spark: object, tmp_path: Path) -> None:
+    """They have the fields and the impression of their click, and are not visible before it."""
+    shown, clicked = random_logs(5)
+    clicks = {r["id"]: first for r in clicked if (first := first_copy(shown, r))}
+    rng = random.Random(5)
+    bought = [
+        {"id": f"c{number}", "click": click["id"], "ts": click["ts"] + 60,
+         "ingest": click["ingest"] + rng.randrange(-60, 600), "day": click["day"]}
+        for number, click in enumerate(rng.choices(clicked, k=80))
+    ]  # fmt: skip
+    raw = write_logs(tmp_path / "raw", shown=shown, clicked=clicked, bought=bought)
+    clicked_log, start = SPEC[SPEC.index("  bought:") :], SPEC[: SPEC.index("  bought:")]
+    bought_log = clicked_log.replace("impression: click", "touch: click").replace(
+        ", value: value", ""
+    )
+    clicked_log = clicked_log.replace("bought", "clicked").replace("event: buy", "event: click")
+    text = start.replace("buy: {role: outcome}", "click: {role: outcome}, buy: {role: outcome}")
+    text += clicked_log + bought_log.replace("event: buy", "event: buy\n    touch: click")
+    lakes = []
+    for name, spans in (("range", [(0, 2)]), ("daily", [(0, 0), (1, 1), (2, 2)])):
+        lakes.append(Lake(str(tmp_path / name), load_spec(write_spec(tmp_path, text=text))))
+        for first_day, last_day in spans:
+            ingest(lakes[-1], raw, (DAYS[first_day], DAYS[last_day]))
+    stored = {event["event_id"]: event for event in rows(lakes[0], "events")}
+    conversions = [record for record in bought if record["click"] in clicks]
+    assert 40 < len(conversions) < len(bought)
+    assert stored.keys() & {r["id"] for r in bought} == {r["id"] for r in conversions}
+    for record in conversions:
+        event, impression = stored[record["id"]], clicks[record["click"]]
+        assert event["impression_id"] == impression["id"]
+        assert event["user_id"] == impression["user"]
+        assert event["item_id"] == impression["item"]
+        assert event["visible_ts"] >= stored[record["click"]]["visible_ts"] >= record["ts"] - 60
+    for name in ("events", "excluded_events", "quarantine", "ingest_metrics"):
+        assert rows(lakes[1], name) == rows(lakes[0], name)
+
+
+def test_a_conversion_is_released_with_its_impression(spark: object, tmp_path: Path) -> None:
+    """Both become valid when the spec names the surface as the log does."""
+    shown, bought = random_logs(3)
+    known = [record for record in bought if first_copy(shown, record)]
+    for impression in shown[:12]:
+        impression["surface"] = "rack"
+    raw = write_logs(tmp_path / "raw", shown=shown, bought=known)
+    lake = ingested(tmp_path / "before", raw, [(0, 2)])
+    assert [UNKNOWN_EVENT] in [row["reasons"] for row in rows(lake, "quarantine")]
+    text = SPEC.replace("shelf: {}", "shelf: {logged_as: rack}")
+    corrected = Lake(lake.root, load_spec(write_spec(tmp_path, text=text)))
+    reprocess_quarantine(corrected, (DAYS[0], DAYS[2]))
+    assert rows(corrected, "quarantine") == []
+    anew = Lake(str(tmp_path / "anew"), corrected.spec)
+    ingest(anew, raw, (DAYS[0], DAYS[2]))
+    assert rows(corrected, "events") == rows(anew, "events")
+
+
+def test_a_preview_names_what_is_looked_up(spark: object, tmp_path: Path) -> None:
+    shown, bought = random_logs(4)
+    raw = write_logs(tmp_path / "raw", shown=shown, bought=bought)
+    previews = {p.source: p for p in preview_sources(load_spec(write_spec(tmp_path)), raw, 1000)}
+    assert set(previews["bought"].accepted) == {"buy on the surface of what it names"}
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "message"),
+    [
+        ("impression: click, ", "", "columns.user is required, unless columns.impression or"),
+        ("event: buy\n", "event: shown\n", "sources.bought.columns.user: shown events need it"),
+        ("impression: click", "touch: click", "columns.touch has the ids of events of type"),
+        (
+            "event: buy\n    columns: {event_id: id, CONVERSION_FIELDS impression: click",
+            "event: buy\n    touch: buy\n    columns: {event_id: id, touch: click",
+            "sources.bought.columns.touch: buy events are named by others and cannot name touches",
+        ),
+        (
+            "event: buy\n    columns: {event_id: id, CONVERSION_FIELDS",
+            "event: buy\n    touch: shown\n    columns: {event_id: id, touch: other,",
+            "columns.touch and columns.impression both name an event; keep one",
+        ),
+    ],
+)
+def test_a_log_that_cannot_have_the_fields_is_refused(
+    tmp_path: Path, good: str, bad: str, message: str
+) -> None:
+    assert good in SPEC
+    with pytest.raises(UserError, match=message):
+        load_spec(write_spec(tmp_path, text=SPEC.replace(good, bad)))
+
+
+def test_impressions_are_looked_up_for_as_long_as_labels_are_open(tmp_path: Path) -> None:
+    spec = load_spec(write_spec(tmp_path))
+    oldest = timedelta(seconds=spec.objectives["buy"].window + spec.allowed_lateness)
+    first, last = lookup_days(spec, (DAYS[2], DAYS[2]))
+    assert first < DAYS[2] - oldest and last == DAYS[1]
