@@ -199,9 +199,9 @@ def test_a_conversion_is_released_with_its_impression(spark: object, tmp_path: P
     corrected = Lake(lake.root, load_spec(write_spec(tmp_path, text=text)))
     reprocess_quarantine(corrected, (DAYS[0], DAYS[2]))
     assert rows(corrected, "quarantine") == []
-    anew = Lake(str(tmp_path / "anew"), corrected.spec)
-    ingest(anew, raw, (DAYS[0], DAYS[2]))
-    assert rows(corrected, "events") == rows(anew, "events")
+    rebuilt = Lake(str(tmp_path / "rebuilt"), corrected.spec)
+    ingest(rebuilt, raw, (DAYS[0], DAYS[2]))
+    assert rows(corrected, "events") == rows(rebuilt, "events")
 
 
 def test_a_preview_names_what_is_looked_up(spark: object, tmp_path: Path) -> None:
