@@ -3,7 +3,7 @@
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from dags.steps import PipelinePaths, Step
 from etl.cli.runner import format_validation_error, read_yaml_mapping
@@ -17,6 +17,25 @@ DnsLabel = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")
 DnsSubdomain = Annotated[str, Field(pattern=r"^[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?$")]
 # A name that Slurm reads as one word.
 SlurmName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][-A-Za-z0-9_.]*$")]
+LabelKey = Annotated[str, Field(pattern=r"^[A-Za-z0-9][-A-Za-z0-9_./]*$")]
+SbatchOption = Annotated[str, Field(pattern=r"^[a-z][-a-z]*$")]
+SbatchValue = Annotated[str, Field(pattern=r"^[-A-Za-z0-9_.,:/+&|*()=@%]+$")]
+StepKind = Literal["spark", "training", "other"]
+# Options of sbatch that have keys of their own, or on which scripts rely.
+OWN_OPTIONS = frozenset(
+    (
+        *("job-name", "output", "time", "nodes", "ntasks-per-node", "cpus-per-task", "mem"),
+        *("gpus-per-node", "partition", "account", "requeue", "no-requeue", "open-mode"),
+        *("dependency", "array", "wrap"),
+    )
+)
+
+
+def step_kind(step: Step) -> StepKind:
+    """Whose resources a step takes."""
+    if step.is_distributed:
+        return "training"
+    return "spark" if step.engine == "spark" else "other"
 
 
 class Resources(StrictModel):
@@ -105,6 +124,36 @@ class Volume(StrictModel):
     """Where it is mounted."""
 
 
+class Toleration(StrictModel):
+    """A taint of nodes on which pods may run."""
+
+    key: LabelKey | None = None
+    """The key of the taint; with `operator: Exists` it may be left out, for all taints."""
+    operator: Literal["Equal", "Exists"] = "Equal"
+    """Whether the taint has the `value`, or any."""
+    value: str | None = None
+    """The value of the taint."""
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    """The effect that is tolerated; by default all."""
+
+    @model_validator(mode="after")
+    def _check_operator(self) -> "Toleration":
+        if self.operator == "Equal" and (self.key is None or self.value is None):
+            raise ValueError("operator Equal needs a key and a value; Exists needs no value")
+        if self.operator == "Exists" and self.value is not None:
+            raise ValueError("operator Exists takes no value")
+        return self
+
+
+class Placement(StrictModel):
+    """On which nodes of Kubernetes pods run."""
+
+    node_selector: dict[LabelKey, str] = {}
+    """Labels of the nodes."""
+    tolerations: tuple[Toleration, ...] = ()
+    """Taints that are tolerated, such as that of nodes with GPUs."""
+
+
 class Cluster(StrictModel):
     """What clusters have in common."""
 
@@ -150,6 +199,10 @@ class KubernetesCluster(Cluster):
     """The account of all pods; that of Spark drivers has to create pods."""
     secrets: tuple[DnsSubdomain, ...] = ()
     """Secrets whose keys become environment variables of all containers."""
+    image_pull_secrets: tuple[DnsSubdomain, ...] = ()
+    """Secrets with which the image is pulled."""
+    placement: dict[StepKind, Placement] = {}
+    """On which nodes steps run, by their kind; by default on any."""
     volume: Volume | None = None
     """A volume for raw logs and lake, where they are not in an object store."""
     spark: SparkOnKubernetes
@@ -184,6 +237,18 @@ class SlurmCluster(Cluster):
     """A standalone Spark cluster; by default a Spark step uses the cores of its own node."""
     spark: Resources
     """Spark steps; with `spark_master` their driver."""
+    options: dict[StepKind, dict[SbatchOption, SbatchValue]] = {}
+    """Further options of sbatch by kind of step, such as `{training: {constraint: h100}}`."""
+
+    @field_validator("options")
+    @classmethod
+    def _check_options(
+        cls, options: dict[StepKind, dict[str, str]]
+    ) -> dict[StepKind, dict[str, str]]:
+        reserved = sorted({name for of_kind in options.values() for name in of_kind} & OWN_OPTIONS)
+        if reserved:
+            raise ValueError(f"{reserved[0]} is set by other keys: leave it out")
+        return options
 
 
 SCHEDULERS: dict[str, type[KubernetesCluster | SlurmCluster]] = {

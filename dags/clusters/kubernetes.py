@@ -11,7 +11,14 @@ from typing import Any
 
 import yaml
 
-from dags.clusters.config import KubernetesCluster, Resources, Training
+from dags.clusters.config import (
+    KubernetesCluster,
+    Placement,
+    Resources,
+    StepKind,
+    Training,
+    step_kind,
+)
 from dags.steps import Step, earlier_steps
 from etl.errors import UserError
 
@@ -111,6 +118,8 @@ def _spark_application(cluster: KubernetesCluster, step: Step, metadata: Manifes
         "executor": _spark_pod(cluster, executors),
         "volumes": _volumes(cluster),
     }
+    if cluster.image_pull_secrets:
+        spec["imagePullSecrets"] = list(cluster.image_pull_secrets)
     if spark.jars:
         spec["deps"] = {"jars": list(spark.jars)}
     return {
@@ -131,6 +140,7 @@ def _spark_pod(cluster: KubernetesCluster, resources: Resources) -> dict[str, An
         "memoryOverhead": f"{memory - heap}m",
         "envFrom": _secrets(cluster),
         "volumeMounts": _volume_mounts(cluster),
+        **_placement(cluster, "spark"),
     }
 
 
@@ -147,7 +157,7 @@ def _pytorch_job(cluster: KubernetesCluster, step: Step, metadata: Manifest) -> 
         f"--rdzv-endpoint={metadata['name']}-master-0:{RENDEZVOUS_PORT}",
         *("-m", "gemline", *step.command),
     ]
-    pod = _pod(cluster, "pytorch", command, training)
+    pod = _pod(cluster, "pytorch", command, training) | _placement(cluster, "training")
     replica = {"restartPolicy": "OnFailure", "template": {"spec": pod}}
     replicas = {
         "Master": {"replicas": 1} | replica,
@@ -169,6 +179,7 @@ def _job(cluster: KubernetesCluster, step: Step, metadata: Manifest) -> Manifest
     command = ["python", "-m", "gemline", *cluster.training.single_node_command(step)]
     resources = cluster.training if step.is_distributed else cluster.other
     pod = _pod(cluster, "gemline", command, resources) | {"restartPolicy": "Never"}
+    pod |= _placement(cluster, step_kind(step))
     refusal = {
         "action": "FailJob",
         "onExitCodes": {
@@ -218,11 +229,22 @@ def _pod(
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
         mounts.append({"name": "shm", "mountPath": "/dev/shm"})  # noqa: S108
     container["volumeMounts"] = mounts + _volume_mounts(cluster)
-    return {
+    pod: PodSpec = {
         "serviceAccountName": cluster.service_account,
         "containers": [container],
         "volumes": volumes + _volumes(cluster),
     }
+    if cluster.image_pull_secrets:
+        pod["imagePullSecrets"] = [{"name": name} for name in cluster.image_pull_secrets]
+    return pod
+
+
+def _placement(cluster: KubernetesCluster, kind: StepKind) -> dict[str, Any]:
+    """The fields of a pod, a driver or an executor that say on which nodes it runs."""
+    placement = cluster.placement.get(kind, Placement())
+    tolerations = [each.model_dump(exclude_none=True) for each in placement.tolerations]
+    fields = {"nodeSelector": dict(placement.node_selector), "tolerations": tolerations}
+    return {name: value for name, value in fields.items() if value}
 
 
 def _secrets(cluster: KubernetesCluster) -> list[dict[str, Any]]:

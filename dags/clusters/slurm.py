@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
-from dags.clusters.config import Resources, SlurmCluster, Training
+from dags.clusters.config import Resources, SlurmCluster, Training, step_kind
 from dags.steps import Step, earlier_steps
 from etl.errors import TemporaryError
 
@@ -65,13 +65,12 @@ def _directives(cluster: SlurmCluster, step: Step) -> dict[str, object]:
         directives["partition"] = cluster.partition
     if cluster.account:
         directives["account"] = cluster.account
-    return directives
+    return directives | dict(cluster.options.get(step_kind(step), {}))
 
 
 def _resources(cluster: SlurmCluster, step: Step) -> Resources:
-    if step.is_distributed:
-        return cluster.training
-    return cluster.spark if step.engine == "spark" else cluster.other
+    kinds = {"spark": cluster.spark, "training": cluster.training, "other": cluster.other}
+    return kinds[step_kind(step)]
 
 
 def _environment(cluster: SlurmCluster, step: Step) -> list[str]:

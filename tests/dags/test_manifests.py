@@ -18,7 +18,7 @@ from kubeflow_spark_api.models.spark_v1beta2_spark_application import SparkV1bet
 from pydantic import ValidationError
 
 from dags.clusters import load_cluster, render_files
-from dags.clusters.config import KubernetesCluster, SlurmCluster
+from dags.clusters.config import KubernetesCluster, SlurmCluster, step_kind
 from dags.clusters.kubernetes import SPARK_VERSION
 from dags.clusters.slurm import step_script
 from dags.pipeline import latest_mature_split, pipeline_steps
@@ -92,6 +92,7 @@ VARIANTS: list[dict[str, Any]] = [
     {},
     {"volume": VOLUME, "secrets": ()},
     {"training": {"nodes": 1, "cpus": 4, "memory_gb": 8, "gpus": 2, "processes_per_node": 2}},
+    {"image_pull_secrets": ("registry",)},
 ]
 
 
@@ -111,6 +112,64 @@ def test_manifests_are_valid_and_name_each_step_once(changes: dict[str, Any]) ->
     written = {manifest["metadata"]["annotations"]["gemline/step"] for manifest in manifests}
     machine_local = set() if cluster.volume else {"feature_store"}
     assert written == {step.name for step in all_steps()} - machine_local
+
+
+def pods_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """What has the fields of a pod that name nodes."""
+    spec = manifest["spec"]
+    if manifest["kind"] == "SparkApplication":
+        return [spec["driver"], spec["executor"]]
+    if manifest["kind"] == "PyTorchJob":
+        return [replica["template"]["spec"] for replica in spec["pytorchReplicaSpecs"].values()]
+    return [spec["template"]["spec"]]
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("kind", ["spark", "training", "other"])
+def test_each_kind_of_step_runs_on_its_nodes(kind: str, nodes: int) -> None:
+    selector = {"cloud.example.com/pool": "large"}
+    taint = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    placement = {kind: {"node_selector": selector, "tolerations": [taint]}}
+    training = kubernetes().training.model_dump() | {"nodes": nodes}
+    manifests = manifests_of(kubernetes(placement=placement, training=training))
+    steps = {step.name: step for step in all_steps()}
+    placed = 0
+    for manifest in manifests:
+        assert_valid(manifest)
+        is_placed = step_kind(steps[manifest["metadata"]["annotations"]["gemline/step"]]) == kind
+        placed += is_placed
+        for pod in pods_of(manifest):
+            assert pod.get("nodeSelector") == (selector if is_placed else None)
+            assert pod.get("tolerations") == ([taint] if is_placed else None)
+    assert placed
+
+
+def test_options_of_sbatch_are_those_of_the_kind_of_step() -> None:
+    cluster = slurm(options={"training": {"constraint": "a100&nvlink", "qos": "high"}})
+    for step in all_steps(SHARED_FOLDER):
+        lines = step_script(cluster, step).splitlines()
+        expected = {"#SBATCH --constraint=a100&nvlink", "#SBATCH --qos=high"}
+        assert set(lines) & expected == (expected if step.is_distributed else set())
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"options": {"training": {"nodes": "4"}}}, "nodes is set by other keys"),
+        ({"options": {"spark": {"comment": "a\n#SBATCH --uid=0"}}}, "options.spark.comment"),
+        ({"options": {"gpu": {"qos": "high"}}}, "options.gpu"),
+        ({"placement": {"spark": {"tolerations": [{"key": "gpu"}]}}}, "needs a key and a value"),
+        (
+            {"placement": {"spark": {"tolerations": [{"operator": "Exists", "value": "x"}]}}},
+            "Exists takes no value",
+        ),
+    ],
+)
+def test_placements_and_options_that_schedulers_would_refuse_are_refused(
+    changes: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(ValidationError, match=expected):
+        slurm(**changes) if "options" in changes else kubernetes(**changes)
 
 
 def test_objects_of_other_lakes_have_other_names() -> None:
