@@ -10,6 +10,7 @@ from dags.clusters.kubernetes import kubernetes_manifests
 from dags.clusters.slurm import slurm_scripts
 from dags.steps import PipelinePaths, Step
 from etl.spec import DataSpec
+from etl.tables.uri import is_url
 
 __all__ = ["load_cluster", "render_files"]
 
@@ -30,7 +31,7 @@ def render_files(
         UserError: The cluster cannot run the pipeline.
     """
     cluster.check_run(spec, paths)
-    if "://" in paths.lake:
+    if is_url(paths.lake):
         steps = [step for step in steps if not step.writes[0].startswith("feature_store/")]
     if isinstance(cluster, KubernetesCluster):
         return kubernetes_manifests(cluster, steps, run_name(steps, last_day))

@@ -10,6 +10,7 @@ from etl.cli.runner import format_validation_error, read_yaml_mapping
 from etl.errors import UserError
 from etl.spec import DataSpec
 from etl.spec.base import StrictModel
+from etl.tables.uri import is_url
 
 AbsolutePath = Annotated[str, Field(pattern=r"^/[-A-Za-z0-9_./+@]*$")]
 # A label, and a subdomain of DNS (RFC 1123), as Kubernetes wants names.
@@ -173,7 +174,7 @@ class Cluster(StrictModel):
                 "and each process reads separate ones; lower nodes or processes_per_node"
             )
         for flag, path in (("--raw", paths.raw), ("--lake", paths.lake)):
-            if "://" not in path and not self.is_shared(PurePosixPath(path)):
+            if not is_url(path) and not self.is_shared(PurePosixPath(path)):
                 raise UserError(f"{flag} {path}: {self.shared_paths_hint}")
 
     @property

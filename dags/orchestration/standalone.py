@@ -19,6 +19,7 @@ from dags.orchestration.settings import MANUAL_SCHEDULE, ROOT
 from dags.steps import PipelinePaths
 from etl.errors import UserError
 from etl.runtime.java import delta_jars
+from etl.tables.uri import is_url
 
 START_TIMEOUT_SECONDS = 180
 STOP_TIMEOUT_SECONDS = 30
@@ -53,8 +54,8 @@ def airflow_environment(
         f"AIRFLOW_CONN_{SPARK_CONN_ID.upper()}": json.dumps(spark),
         f"AIRFLOW_CONN_{TORCH_CONN_ID.upper()}": json.dumps(torch),
         "GEMLINE_SPEC": str(paths.spec.absolute()),
-        "GEMLINE_RAW": str(Path(paths.raw).absolute()) if "://" not in paths.raw else paths.raw,
-        "GEMLINE_LAKE": str(Path(paths.lake).absolute()) if "://" not in paths.lake else paths.lake,
+        "GEMLINE_RAW": paths.raw if is_url(paths.raw) else str(Path(paths.raw).absolute()),
+        "GEMLINE_LAKE": paths.lake if is_url(paths.lake) else str(Path(paths.lake).absolute()),
         "GEMLINE_FIRST_DAY": str(first_day),
         "GEMLINE_SCHEDULE": MANUAL_SCHEDULE,
         "GEMLINE_WAIT_HOURS": "0",

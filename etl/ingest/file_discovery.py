@@ -21,6 +21,7 @@ from etl.errors import UserError
 from etl.spec.file_source import CsvOptions
 from etl.spec.sources import Source
 from etl.spec.units import date_range
+from etl.tables.uri import is_url
 
 EMPTY_FILE, UNREADABLE_FILE = "empty file", "file cannot be read to its end"
 MAX_PARALLEL_READS = 16
@@ -145,7 +146,7 @@ def find_files(source: Source, selection: RawSelection) -> list[tuple[date | Non
 
 def absolute_root(root: str) -> str:
     """The raw folder as an absolute path or a URL; raises UserError if a folder is missing."""
-    if "://" not in root:
+    if not is_url(root):
         if not Path(root).is_dir():
             raise UserError(f"{root}: folder of raw logs not found; check --raw")
         root = str(Path(root).absolute())
@@ -155,7 +156,7 @@ def absolute_root(root: str) -> str:
 def latest_day_with_files(source: Source, raw: str) -> date | None:
     """The latest day of a source that has files; None without any, or without a day in its path."""
     root = absolute_root(raw)
-    folder = normalize_uri(root if "://" in root else Path(root).as_uri())
+    folder = normalize_uri(root if is_url(root) else Path(root).as_uri())
     files = glob_files(f"{root}/{source.any_day_glob}")
     paths = [file.uri.removeprefix(folder).lstrip("/") for file in files if file.size]
     return max(filter(None, map(source.day_of, paths)), default=None)

@@ -19,7 +19,7 @@ from etl.errors import UserError
 from etl.spec.model import DataSpec
 from etl.tables.code_registry import assign_codes, read_codes, register_codes
 from etl.tables.table_schema import TableSchema
-from etl.tables.uri import resolve_uri
+from etl.tables.uri import is_url, resolve_uri
 
 SPEC_PROPERTY = "gemline.spec"
 TABLE_PROPERTIES = {
@@ -53,7 +53,7 @@ class Lake:
 
     def table_uri(self, name: str) -> str:
         """Path or URL of a table."""
-        root = self.root.rstrip("/") if "://" in self.root else Path(self.root).absolute()
+        root = self.root.rstrip("/") if is_url(self.root) else Path(self.root).absolute()
         return f"{root}/{name}"
 
     def exists(self, name: str) -> bool:

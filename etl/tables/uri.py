@@ -16,12 +16,17 @@ from etl.runtime.cache import user_cache
 StoragePath = Path | UPath
 
 
+def is_url(root: str) -> bool:
+    """Whether the folder of logs or of a lake is a URL, and not a path on a disk."""
+    return "://" in root
+
+
 def resolve_uri(root: str, *parts: str) -> StoragePath:
     """A path below a folder or URL, without cached listings.
 
     Raises UserError if no installed package supports the URL.
     """
-    if "://" not in root:
+    if not is_url(root):
         return Path(root, *parts)
     try:
         path = UPath(root, *parts, use_listings_cache=False)
