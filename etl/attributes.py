@@ -1,7 +1,6 @@
 """The attributes step: attribute files to versioned rows of users and items."""
 
 import logging
-from datetime import date
 
 from pyspark import StorageLevel
 from pyspark.sql import Column, DataFrame, Row
@@ -39,13 +38,11 @@ from etl.spec.attributes import (
 )
 from etl.spec.model import DataSpec
 from etl.spec.sources import AttributeSource
-from etl.spec.units import MICROS
+from etl.spec.units import MICROS, DayRange
 from etl.tables import schemas, spark_io
 from etl.tables.lake import Lake, create_table
 from etl.tables.schemas import STATIC_DAY
 from etl.tables.weekly_snapshots import remove_snapshots_from
-
-DayRange = tuple[date, date]
 
 
 def load_attributes(lake: Lake, raw: str, days: DayRange) -> dict[str, int]:

@@ -99,8 +99,8 @@ class CompactArgs(LakeArgs):
 def compact(args: CompactArgs) -> None:
     """Compact all days of the histories up to one day and drop events past the spec's retention.
 
-    Without `--until`, up to the latest day that can be compacted, but only when the spec's
-    `history.compact_every` new days can be.
+    Without `--until`, up to the latest day that can be compacted, if at least as many further days
+    can be as the spec's `history.compact_every` says.
     """
     from etl.runtime.spark import spark_session
     from features.history.compact import compact_history, due_compaction
@@ -108,6 +108,8 @@ def compact(args: CompactArgs) -> None:
     lake = args.open_lake()
     if args.until is None and not lake.spec.history.compact_every:
         raise UserError("name the last day to compact, --until, or set history.compact_every")
+    if args.until is not None and args.keep_days:
+        raise UserError("--until already says which days stay as they are: leave out --keep-days")
     until = args.until or due_compaction(lake, args.keep_days)
     if until is None:
         print("compact: nothing is due")

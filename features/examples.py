@@ -32,7 +32,8 @@ from features.schema import counter_horizon_days, counter_input_days
 def asof_join(left: DataFrame, right: DataFrame, key_column: str, ts_column: str) -> DataFrame:
     """The rows of `left`, each with the latest row of `right` with its key and an earlier time.
 
-    `right` has the key, the time and one value column, which is null where there is no earlier row.
+    `right` has the key, the time and one value column, which is null where there is no earlier row;
+    of rows of one time the largest value counts.
 
     A union and one window sort each key's rows once. A range join would first pair each row of
     `left` with all earlier rows of its key.
@@ -41,7 +42,8 @@ def asof_join(left: DataFrame, right: DataFrame, key_column: str, ts_column: str
     rows = left.withColumn("is_left", F.lit(True)).unionByName(right, allowMissingColumns=True)
     up_to_row = (
         Window.partitionBy(key_column)
-        .orderBy(ts_column, F.asc_nulls_last("is_left"))  # equal times: `left` comes first
+        # Of equal times `left` comes first, then the values in their order.
+        .orderBy(ts_column, F.asc_nulls_last("is_left"), value)
         .rowsBetween(Window.unboundedPreceding, Window.currentRow)
     )
     joined = rows.withColumn(value, F.last(value, ignorenulls=True).over(up_to_row))
@@ -67,11 +69,13 @@ class ExampleInputs:
     @classmethod
     def read(cls, lake: Lake, versions: dict[str, int], counted_since: date) -> Self:
         """The inputs at some versions of their tables."""
+        # A request at midnight reads what was valid on the day before.
+        day_before = counted_since - timedelta(days=1)
         items = spark_io.read_table(lake, schemas.items(lake.spec), versions["items"]).drop("day")
         return cls(
             events=spark_io.read_table(lake, schemas.events(lake.spec), versions["events"]),
             items=items.join(first_item_versions(lake), "item_index", "left"),
-            user_versions=versions_from(lake, "user", counted_since, versions["attributes_user"]),
+            user_versions=versions_from(lake, "user", day_before, versions["attributes_user"]),
             event_counts=event_counts_before(lake, versions["history"], counted_since),
         )
 
@@ -88,6 +92,8 @@ def build_examples(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     recent = recent.select(
         "visible_ts", "type", "dwell_ms", "value", *_key_columns(spec, "visible_ts")
     )
+    if spec.user_counter_keys:  # read several times, after a join
+        recent = recent.persist(StorageLevel.MEMORY_AND_DISK)
     queries = impressions.select("impression_id", "as_of_ts", *_key_columns(spec, "as_of_ts"))
     has_many = lake.count_rows("events", (first_input_day(spec, days), days[1])) >= HOT_EVENTS
     hot_leads = find_hot_leads(spec, recent) if has_many else None
@@ -108,6 +114,7 @@ def build_examples(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
         spark_io.replace_partitions(lake, contract, rows, where, versions)
     finally:
         impressions.unpersist()
+        recent.unpersist()
     return {"examples": lake.count_rows(contract.name, days)} | missing_attribute_counts(lake, days)
 
 
@@ -173,7 +180,8 @@ def join_user_attributes(
     """Rows with `user`: its latest attributes that were valid strictly before a second."""
     names = [f"attr_{name}" for name in spec.attributes.user]
     since = F.floor(F.col("valid_from") / MICROS["s"]).alias("user_known_since")
-    user_versions = versions.select("user_id", "valid_from", F.struct(since, *names).alias("user"))
+    user = F.struct("day", since, *names).alias("user")  # of equal times, the latest day counts
+    user_versions = versions.select("user_id", "valid_from", user)
     rows = rows.withColumn("valid_from", F.col(ts_column) * MICROS["s"])
     return asof_join(rows, user_versions, "user_id", "valid_from").drop("valid_from")
 

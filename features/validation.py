@@ -121,6 +121,7 @@ class ExampleRecomputer:
 
     def __init__(self, lake: Lake, days: Sequence[date]) -> None:
         self.lake, self.spec = lake, lake.spec
+        self._read_versions: dict[str, list[Row]] = {}
         self._events, self._history = self._snapshot("events"), self._snapshot("history")
         first_day = min(days) - timedelta(days=counter_input_days(self.spec))
         self._recent_events = self._events.read(
@@ -244,10 +245,11 @@ class ExampleRecomputer:
 
     def _user_versions(self, user_id: str) -> list[Row]:
         """A user's versions, with the attributes that are parts of counter keys."""
-        table, rows_of_users = self._versions_by_user
-        rows = rows_of_users.get(user_id, range(0))
-        versions: list[Row] = table.slice(rows.start, len(rows)).to_pylist()
-        return versions
+        if user_id not in self._read_versions:
+            table, rows_of_users = self._versions_by_user
+            rows = rows_of_users.get(user_id, range(0))
+            self._read_versions[user_id] = table.slice(rows.start, len(rows)).to_pylist()
+        return self._read_versions[user_id]
 
     @cached_property
     def _versions_by_user(self) -> tuple[pa.Table, dict[str, range]]:

@@ -136,15 +136,19 @@ def tables_dag(factory: DagFactory) -> DAG:
         chain(*operators.values())
         operators["labels"] >> factory.publish_task("events")
         check = _feature_check(factory)
-        publish = factory.publish_task("features")
-        operators["feature_statistics"] >> check >> publish
+        before_publishing = [check]
         if factory.spec.history.compact_every:
-            publish >> _compaction(factory)
+            before_publishing.append(_compaction(factory))
+        chain(operators["feature_statistics"], *before_publishing, factory.publish_task("features"))
     return dag
 
 
 def _compaction(factory: DagFactory) -> Any:
-    """A task that compacts old histories when the spec says so, but no days that rankers read."""
+    """A task that compacts histories if that is due, except for the days that rankers read.
+
+    It comes before the features are published, because the refresh of the next day, which writes
+    histories too, waits for that.
+    """
     keep_days = str(days_read_by_rankers(factory.spec, factory.settings))
     flags = (*factory.settings.paths.cli_flags, "--keep-days", keep_days)
     command = ("features", "compact", *flags)

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 
 from pyspark import StorageLevel
-from pyspark.sql import Column, DataFrame, Window
+from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from etl.ingest.normalize import NAMED_FIELDS
@@ -45,23 +45,31 @@ def with_named_fields(lake: Lake, records: DataFrame, stored_days: DayRange) -> 
     with ExitStack() as stack:
         for name, log in sorted(logs, key=lambda item: bool(item[1].columns.touch)):
             is_of_log = F.coalesce((F.col("log") == name) & (F.col("reasons") == ""), F.lit(False))
-            named = _first_copies(spec, log, _stored_and_new(lake, records, stored_days))
-            completed = _complete(log, records.filter(is_of_log), named)
+            candidates = _stored_and_new(lake, log, records, stored_days)
+            completed = _complete(spec, log, records.filter(is_of_log), candidates)
             completed = completed.persist(StorageLevel.MEMORY_AND_DISK)
             stack.callback(completed.unpersist)
             records = records.filter(~is_of_log).unionByName(completed)
         yield records
 
 
+def lookback_days(spec: DataSpec) -> int:
+    """Days before the landing day of an event on which what it names may have landed.
+
+    Outcomes that follow their impression by more than the window of an objective label nothing.
+    """
+    return spec.label_maturity_days + spec.allowed_lateness_days + 1
+
+
 def lookup_days(spec: DataSpec, days: DayRange) -> DayRange:
     """The days before some days on which events landed that events of these may name."""
-    window = spec.label_maturity_days + spec.allowed_lateness_days + 1
-    return days[0] - timedelta(days=window), days[0] - timedelta(days=1)
+    return days[0] - timedelta(days=lookback_days(spec)), days[0] - timedelta(days=1)
 
 
 def copy_order(spec: DataSpec) -> tuple[str | Column, ...]:
     """The order of the copies of an event: by the day and time at which they landed."""
-    return "day", "ingest_ts", F.xxhash64(*[F.col(name) for name in _event_columns(spec)])
+    tie_breaker = F.xxhash64(*[F.col(name) for name in _event_columns(spec)])
+    return "day", "ingest_ts", tie_breaker.alias("tie_breaker")
 
 
 def _event_columns(spec: DataSpec) -> list[str]:
@@ -69,40 +77,47 @@ def _event_columns(spec: DataSpec) -> list[str]:
     return [name for name in schemas.excluded_events(spec).columns if name != "reason"]
 
 
-def _stored_and_new(lake: Lake, records: DataFrame, stored_days: DayRange) -> DataFrame:
-    """The valid events with all fields among normalized records, and those of some days."""
-    columns = _event_columns(lake.spec)
+def _stored_and_new(
+    lake: Lake, log: EventLogSource, records: DataFrame, stored_days: DayRange
+) -> DataFrame:
+    """The valid events of the type that a log names, with all fields.
+
+    They are among normalized records, and in the tables on some days.
+    """
+    spec = lake.spec
+    columns, type_ = _event_columns(spec), spec.event_codes[log.touch or spec.impression_type]
     parts = [records.filter("reasons = ''").dropna(subset=list(FIELDS)).select(columns)]
-    for schema in (schemas.events(lake.spec), schemas.excluded_events(lake.spec)):
+    for schema in (schemas.events(spec), schemas.excluded_events(spec)):
         if lake.exists(schema.name):
-            rows = spark_io.read_table(lake, schema)
+            rows = spark_io.read_table(lake, schema, lake.version(schema.name))
             parts.append(rows.filter(spark_io.day_range_predicate(*stored_days)).select(columns))
+    parts = [rows.filter(F.col("type") == type_) for rows in parts]
     return functools.reduce(DataFrame.unionByName, parts)
 
 
-def _first_copies(spec: DataSpec, log: EventLogSource, events: DataFrame) -> DataFrame:
-    """The first copy of each event that records of a log may name, with the prefix `of_`."""
-    key = "event_id" if log.columns.touch else "impression_id"
-    type_ = spec.event_codes[log.touch or spec.impression_type]
-    copy = F.row_number().over(Window.partitionBy(key).orderBy(*copy_order(spec)))
-    first = events.filter(F.col("type") == type_).withColumn("copy", copy).filter("copy = 1")
-    columns = ("impression_id", "day", "visible_ts", *FIELDS)
-    return first.select(
-        F.col(key).alias("of"), *[F.col(name).alias(f"of_{name}") for name in columns]
-    )
+def _complete(
+    spec: DataSpec, log: EventLogSource, events: DataFrame, candidates: DataFrame
+) -> DataFrame:
+    """Events of a log with the fields of the candidates that they name, or with UNKNOWN_EVENT.
 
-
-def _complete(log: EventLogSource, events: DataFrame, named: DataFrame) -> DataFrame:
-    """Events of a log with the fields of the events that they name, or with UNKNOWN_EVENT."""
-    name = F.col("logged_touch_id" if log.columns.touch else "logged_impression_id")
-    is_earlier = F.col("of_day") <= F.col("day")
-    rows = events.join(named, (name == F.col("of")) & is_earlier, "left")
-    lacks_fields = F.col("of").isNull() & F.lit(bool(log.fields_of_named))
+    Of several copies, the first counts that landed in the days that the event may name.
+    """
+    name = "logged_touch_id" if log.columns.touch else "logged_impression_id"
+    key = F.col("event_id" if log.columns.touch else "impression_id").alias(name)
+    copy = F.struct("day", *copy_order(spec)[1:], "impression_id", "visible_ts", *FIELDS)
+    copies = candidates.select(key, copy.alias("copy"))
+    copies = copies.join(events.select(name).distinct(), name, "left_semi")
+    copies = copies.groupBy(name).agg(F.sort_array(F.collect_list("copy")).alias("copies"))
+    first_day = F.date_sub("day", lookback_days(spec))
+    named = F.get(F.filter("copies", lambda c: c["day"].between(first_day, F.col("day"))), F.lit(0))
+    rows = events.join(copies, name, "left").withColumn("named", named)
+    lacks_fields = F.col("named").isNull() & F.lit(bool(log.fields_of_named))
     changes = {
         "reasons": F.when(lacks_fields, UNKNOWN_EVENT).otherwise(""),
         PAYLOAD: F.when(lacks_fields, F.col(PAYLOAD)),
-        "visible_ts": F.greatest("visible_ts", "of_visible_ts"),
-        "impression_id": F.coalesce("impression_id", "of_impression_id"),
+        "visible_ts": F.greatest("visible_ts", "named.visible_ts"),
+        "impression_id": F.coalesce("impression_id", "named.impression_id"),
     }
-    changes |= {NAMED_FIELDS[n]: F.col(f"of_{NAMED_FIELDS[n]}") for n in log.fields_of_named}
+    columns = [NAMED_FIELDS[field] for field in log.fields_of_named]
+    changes |= {column: F.col(f"named.{column}") for column in columns}
     return rows.withColumns(changes).select(events.columns)

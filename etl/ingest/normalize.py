@@ -270,6 +270,10 @@ def _rejection_reasons(spec: DataSpec, log: LogSource) -> Column:
     violations = {r: rule for r, rule in schema.violations.items() if r not in allowed}
     reasons = [F.when(F.expr(rule), F.lit(reason)) for reason, rule in violations.items()]
     reasons.append(F.when(F.col("type_errors") != "", F.col("type_errors")))
+    if log.fields_of_named:
+        named = "touch" if log.columns.touch else "impression"
+        is_missing = F.nullif(F.col(f"logged_{named}_id"), F.lit("")).isNull()
+        reasons.append(F.when(is_missing, F.lit(f"no {named}")))
     return joined_reasons(reasons)
 
 

@@ -114,6 +114,10 @@ def check_bad_record_rate(
         for log in sorted({group.log for group in of_day}):
             of_log = [group for group in of_day if group.log == log]
             _check_group_rate(spec, of_log, f"of log {log} of {day}", MIN_RECORDS_TO_CHECK)
+            unmatched = sum(group.num_unmatched for group in of_log)
+            if unmatched >= MIN_RECORDS_TO_CHECK and not any(g.num_valid for g in of_log):
+                text = "log %s of %s: none of %d records names a known event"
+                logging.warning(text, log, day, unmatched)
             for surface, code in spec.surface_codes.items():
                 of_surface = [group for group in of_log if group.surface == code]
                 description = f"of log {log} on surface {surface} of {day}"
@@ -193,7 +197,7 @@ def _columns_without_values(
     of_log = [group for group in groups if group.log == log_name]
     unused = {}
     for name, raw_column in optional_columns(spec, spec.log_sources[log_name]).items():
-        if name == "logged_impression_id":
+        if name in ("logged_impression_id", "logged_touch_id"):
             records = sum(group.num_valid for group in of_log)
         else:
             records = sum(group.num_impressions for group in of_log)
@@ -219,8 +223,8 @@ def _columns_missing_in_latest_files(
 def optional_columns(spec: DataSpec, log: EventLogSource | ImpressionLogSource) -> dict[str, str]:
     """Raw columns that a log must have because the spec names them, by normalized name.
 
-    Any event may name its impression; the others belong to impressions. Dwell and value are not
-    among them: a day may have no event of the types that have them.
+    Any event may name its impression or a touch; the others belong to impressions. Dwell and value
+    are not among them: a day may have no event of the types that have them.
     """
     c = log.columns
     columns = {
@@ -232,6 +236,7 @@ def optional_columns(spec: DataSpec, log: EventLogSource | ImpressionLogSource) 
         "position": c.position,
         "propensity": c.propensity,
         "logged_impression_id": c.impression,
+        "logged_touch_id": c.touch,
     }
     return columns | {name: column for name, column in named.items() if column}
 

@@ -72,21 +72,18 @@ Attribute: TypeAlias = (
     CategoricalAttribute | NumericAttribute | VectorAttribute | LocalTimeAttribute
 )
 
-# An attribute `x` becomes the column `user_x`, `item_x` or `ctx_x`, and that of a user or an item
-# may be a counter key. No other column of these tables begins with `ctx_`, so names of context
-# attributes are free.
 COUNTER_KEYS = ("user", "item", "surface")  # besides attributes
-RESERVED_KEYS = dict.fromkeys(COUNTER_KEYS, "counters have a key of this name")
+# An attribute `x` becomes the column `user_x`, `item_x` or `ctx_x`, and an item's may be a counter
+# key. No other column of these tables begins with `ctx_`, so names of context attributes are free.
 RESERVED_USER_ATTRIBUTES = {
     "id": "tables have a column `user_id`",
     "known_since": "the table examples has a column `user_known_since`",
-    **RESERVED_KEYS,
 }
 RESERVED_ITEM_ATTRIBUTES = {
     "id": "tables have a column `item_id`",
     "index": "tables have a column `item_index`",
     "known_since": "the table examples has a column `item_known_since`",
-    **RESERVED_KEYS,
+    **dict.fromkeys(COUNTER_KEYS, "counters have a key of this name"),
 }
 UserAttributeName = Annotated[Name, not_reserved(RESERVED_USER_ATTRIBUTES)]
 ItemAttributeName = Annotated[Name, not_reserved(RESERVED_ITEM_ATTRIBUTES)]

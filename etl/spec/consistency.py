@@ -24,7 +24,6 @@ def consistency_problems(spec: SpecDeclarations) -> Iterator[Problem]:
     yield from _attribute_problems(spec)
     yield from _position_problems(spec)
     yield from _segment_problems(spec)
-    yield from _counter_key_problems(spec)
     yield from _event_column_problems(spec)
     yield from _named_event_problems(spec)
     yield from _retraction_problems(spec)
@@ -35,6 +34,8 @@ def consistency_problems(spec: SpecDeclarations) -> Iterator[Problem]:
         yield from _domain_problems(spec, name, surfaces)
     for name in spec.audiences:
         yield from _audience_problems(spec, name)
+    if spec.history.compact_every % DAY:
+        yield ("history", "compact_every"), "write whole days, such as 30d"
     yield from _retention_problems(spec)
     yield from _forecast_problems(spec)
     yield from _roi_problems(spec)
@@ -92,14 +93,6 @@ def _segment_problems(spec: SpecDeclarations) -> Iterator[Problem]:
             yield ("calibration_segments",), text
 
 
-def _counter_key_problems(spec: SpecDeclarations) -> Iterator[Problem]:
-    """A part of a counter key that is an attribute of users and of items."""
-    for part in spec.counters.key_parts:
-        if part in spec.attributes.user and part in spec.attributes.item:
-            text = f"{part} is an attribute of users and of items: rename one"
-            yield ("counters", "keys"), text
-
-
 def _event_column_problems(spec: SpecDeclarations) -> Iterator[Problem]:
     """Dwells and values that no source provides."""
     used = [
@@ -118,17 +111,21 @@ def _event_column_problems(spec: SpecDeclarations) -> Iterator[Problem]:
 
 
 def _named_event_problems(spec: SpecDeclarations) -> Iterator[Problem]:
-    """Impressions without a user, an item or a surface, and touches that name touches."""
-    event_logs = [log for log in spec.log_sources.values() if isinstance(log, EventLogSource)]
-    touches = {log.touch for log in event_logs}
-    for name, log in spec.log_sources.items():
+    """Impressions without a field, touches that name touches, and touches without an id."""
+    logs = {n: log for n, log in spec.log_sources.items() if isinstance(log, EventLogSource)}
+    touches = {log.touch for log in logs.values()} - {None}
+    with_ids = {type_ for log in logs.values() for type_ in spec.event_types_of(log)}
+    for name, log in logs.items():
         lacking, types = log.fields_of_named, spec.event_types_of(log)
         if lacking and spec.impression_type in types:
-            text = f"{spec.impression_type} events need it: name its column, or leave them out"
+            text = f"impressions need their {lacking[0]}: name its column"
             yield ("sources", name, "columns", lacking[0]), text
         for type_ in sorted(types & touches if log.columns.touch else ()):
-            text = f"{type_} events are named by others and cannot name touches: log them apart"
+            text = f"a touch cannot name a touch: let {type_} events name impressions"
             yield ("sources", name, "columns", "touch"), text
+        if log.touch and log.touch not in with_ids:
+            text = f"no event log has {log.touch} events, whose ids could be named"
+            yield ("sources", name, "touch"), text
 
 
 def _retraction_problems(spec: SpecDeclarations) -> Iterator[Problem]:
@@ -234,8 +231,6 @@ def _retention_problems(spec: SpecDeclarations) -> Iterator[Problem]:
     margin = RETENTION_MARGIN_DAYS * DAY
     open_days = slowest + spec.allowed_lateness + margin
     forecast = spec.forecast.window + margin if spec.forecast else 0
-    if spec.history.compact_every % DAY:
-        yield ("history", "compact_every"), "write whole days, such as 30d"
     for name, retention in spec.retention.items():
         shortest = max(open_days, forecast if name == "scores" else 0)
         if retention % DAY:

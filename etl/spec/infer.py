@@ -191,7 +191,7 @@ class SpecDraft:
         columns = {role: name for role, name in log.roles.items() if role != "dwell" or not is_wide}
         yield from (f"      {role}: {json.dumps(name)}" for role, name in columns.items())
         if "surface" not in log.roles:
-            yield "      surface: surface  # no such column was found: every record needs one"
+            yield "      surface: surface  # no such column was found: name one"
         if is_wide:
             yield "    outcomes:"
             for flag in flags:

@@ -11,13 +11,14 @@ from zoneinfo import ZoneInfo
 from pydantic import model_validator
 
 from etl.errors import UserError
-from etl.spec.attributes import CategoricalAttribute
+from etl.spec.attributes import COUNTER_KEYS, CategoricalAttribute
 from etl.spec.consistency import consistency_problems
 from etl.spec.declarations import SpecDeclarations
 from etl.spec.effects import KeyPath, effect_of, flatten_keys
 from etl.spec.units import DAY
 
 LATER_SOURCE_KEYS = ("table", "partition_column", "where", "select", "touch")
+LATER_COLUMN_KEYS = ("touch",)
 
 
 class SpecConsistencyError(ValueError):
@@ -100,13 +101,16 @@ class DataSpec(SpecDeclarations):
 
     @cached_property
     def user_counter_keys(self) -> dict[str, CategoricalAttribute]:
-        """The attributes of users that are parts of counter keys, by name."""
-        users = self.attributes.user
-        attributes = {part: users.get(part) for part in self.counters.key_parts}
+        """The attributes of users that are parts of counter keys, by name.
+
+        A name that is also an attribute of items means that of the item.
+        """
+        others = {*COUNTER_KEYS, *self.attributes.item}
         return {
             part: attribute
-            for part, attribute in attributes.items()
-            if isinstance(attribute, CategoricalAttribute)
+            for part in self.counters.key_parts
+            if isinstance(attribute := self.attributes.user.get(part), CategoricalAttribute)
+            and part not in others
         }
 
     def day_start(self, day: date) -> int:
@@ -140,8 +144,9 @@ class DataSpec(SpecDeclarations):
         settings = self.model_dump(mode="json", include=sections)
         for source in settings["sources"].values():
             del source["owner"]
-            for keys in (source, source.get("columns", {})):
-                for key in LATER_SOURCE_KEYS:
+            columns = source.get("columns", {})
+            for keys, later in ((source, LATER_SOURCE_KEYS), (columns, LATER_COLUMN_KEYS)):
+                for key in later:
                     if not keys.get(key):
                         keys.pop(key, None)
         return settings

@@ -56,7 +56,7 @@ class HistoryRetention(StrictModel):
     max_age: Duration = 400 * DAY
     """Maximum age of the events that are kept, at the end of the compacted days."""
     compact_every: Duration = 0
-    """How many new days are compacted at a time, in whole days; by default none."""
+    """Histories are compacted once so many further days can be; by default they are not."""
 
 
 RetainedTable = Literal[

@@ -29,7 +29,7 @@ class DayColumn(StrictModel):
 
 
 class EventColumns(StrictModel):
-    """Raw columns of a log; only `user`, `item`, `surface` and `event_time` are required.
+    """Raw columns of a log: `user`, `item`, `surface`, `event_time`, and others that it has.
 
     If a column is not given, events have no such value unless the key defines a default. An event
     log with `impression` or `touch` may leave out `user`, `item` and `surface`, such as a log of
@@ -37,7 +37,10 @@ class EventColumns(StrictModel):
     """
 
     event_id: str | tuple[str, ...] | None = None
-    """Id of the event, or columns that identify it together; default: user, item, time and type."""
+    """Id of the event, or columns that identify it together; default: user, item, time and type.
+
+    What the event names takes the place of a user or an item that the log lacks.
+    """
     user: str | None = None
     """Id of the user; default: that of the impression or touch."""
     item: str | None = None
@@ -116,7 +119,9 @@ class EventLogSource(LogSource):
     def _check_named_events(self) -> "EventLogSource":
         columns, lacking = self.columns, self.fields_of_named
         if (columns.touch is None) != (self.touch is None):
-            raise ValueError("columns.touch has the ids of events of type `touch`: give both")
+            raise ValueError(
+                "columns.touch and `touch`, the type of the events that it names, go together"
+            )
         if columns.touch and columns.impression:
             raise ValueError("columns.touch and columns.impression both name an event; keep one")
         if lacking and not (columns.touch or columns.impression):

@@ -33,14 +33,16 @@ def counter_key_values(
 ) -> KeyValues:
     """Values (N) of all counter keys: one user on one surface, with the records (N) of items."""
     count = len(items)
-    stored = txn.get("users", storage_key(user)) if layout.spec.user_counter_keys else b""
-    version = latest_versions([stored], layout.user, epoch_second)
-    return {
+    values = {
         "user": np.full(count, spark_xxhash64(user)),
         "surface": np.full(count, layout.spec.surface_codes[surface]),
         **item_key_values(layout, items, epoch_second),
-        **{name: np.full(count, value) for name, value in _user_key_values(layout, version)},
     }
+    if layout.spec.user_counter_keys:
+        stored = txn.get("users", storage_key(user))
+        version = latest_versions([stored], layout.user, epoch_second)
+        values |= {name: np.full(count, value) for name, value in _user_key_values(layout, version)}
+    return values
 
 
 def item_key_values(
@@ -69,8 +71,9 @@ def user_key_values_of_events(
 ) -> KeyValues:
     """Values (N) of the counter keys that belong to the users of events.
 
-    `versions` are rows of the table of users' attributes.
+    `versions` are rows of the table of users' attributes; of equal times, the latest day counts.
     """
+    versions = versions.sort_by("day")
     owner = pc.index_in(versions["user_id"], users.dictionary)
     versions = versions.filter(owner.is_valid())
     latest = latest_before(

@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 from tqdm import tqdm
 
 from etl.errors import UserError
+from etl.spec.units import MICROS
 from etl.tables import arrow, atomic_io, model_schemas, schemas
 from etl.tables.arrow import Snapshot
 from etl.tables.lake import Lake
@@ -148,14 +149,17 @@ class TableSource:
 
     def write_attribute_versions(self, entity: str) -> None:
         """Write the versions of users or items that a request can still read."""
+        earliest = self.store.earliest_request
+        if entity == "user" and self.lake.spec.user_counter_keys:  # replayed events read them, too
+            earliest = min(earliest, self.store.final_before_ts // MICROS["s"])
         with self.store.write_transaction() as txn:
-            for version in self._attribute_versions(entity):
-                upsert_attributes(self.store, txn, entity, version, self.store.earliest_request)
+            for version in self._attribute_versions(entity, earliest):
+                upsert_attributes(self.store, txn, entity, version, earliest)
 
-    def _attribute_versions(self, entity: str) -> Iterator[AttributeVersion]:
-        """The versions of users or items, in the order of their `valid_from`."""
+    def _attribute_versions(self, entity: str, earliest: int) -> Iterator[AttributeVersion]:
+        """Versions that are read from a second on, in the order of their `valid_from`."""
         order = [(name, "ascending") for name in (f"{entity}_id", "valid_from", "day")]
-        first_day = self.lake.spec.last_day_before(self.store.earliest_request - MAX_REQUEST_AGE)
+        first_day = self.lake.spec.last_day_before(earliest - MAX_REQUEST_AGE)
         rows = readable_versions(self.lake, entity, first_day, self.data_until_day).sort_by(order)
         declared = getattr(self.lake.spec.attributes, entity)
         for row in rows.to_pylist():
@@ -235,7 +239,7 @@ class TableSource:
         if not names:
             return {}
         first_day = self.lake.spec.last_day_before(self._first_counted_second())
-        columns = ["user_id", "valid_from", *names]
+        columns = ["user_id", "valid_from", "day", *names]
         versions = readable_versions(self.lake, "user", first_day, self.data_until_day, columns)
         return user_key_values_of_events(self.store.layout, versions, users, visible)
 

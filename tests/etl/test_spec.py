@@ -137,11 +137,6 @@ def test_all_errors_are_reported_at_once_with_their_lines(tmp_path: Path) -> Non
             "calibration_segments: new_item is a segment of context and of new items",
         ),
         (
-            "signup_days: {type: numeric, transform: log}",
-            "category: {type: categorical}",
-            "counters.keys: category is an attribute of users and of items: rename one",
-        ),
-        (
             "calibration_segments:",
             "history: {compact_every: 30h}\ncalibration_segments:",
             "history.compact_every: write whole days, such as 30d",
@@ -163,7 +158,6 @@ def test_an_inconsistent_spec_is_refused_with_the_line_of_the_problem(
     [
         ("user", "id", "tables have a column `user_id`"),
         ("user", "known_since", "the table examples has a column `user_known_since`"),
-        ("user", "surface", "counters have a key of this name"),
         ("item", "id", "tables have a column `item_id`"),
         ("item", "index", "tables have a column `item_index`"),
         ("item", "known_since", "the table examples has a column `item_known_since`"),
@@ -453,7 +447,9 @@ def test_an_empty_section_of_auxiliary_objectives_changes_no_hash() -> None:
 def test_a_key_of_a_later_release_that_is_not_set_ingests_no_day_again() -> None:
     spec = yaml.safe_load(SPEC.read_text())
     before = DataSpec.model_validate(spec).ingest_settings
-    assert not {"table", "partition_column", "where", "select"} & set(before["sources"]["events"])
+    later = {"table", "partition_column", "where", "select", "touch"}
+    assert not later & set(before["sources"]["events"])
+    assert "touch" not in before["sources"]["events"]["columns"]
     spec["sources"]["events"]["owner"] = "ads"
     assert DataSpec.model_validate(spec).ingest_settings == before
     spec["sources"]["events"]["where"] = "user_id <> 'bot'"

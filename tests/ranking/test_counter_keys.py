@@ -3,14 +3,34 @@
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from features.ragged import latest_before
 from ranking.feature_store.consistency import check_consistency
 from ranking.feature_store.materialize import HistoryLengths, build_feature_store
 from ranking.student.config import InputLimits
 from tests.oracle.disorder import FIRST, build_lake, generate_records
+from tests.pipeline import rows
 
 pytestmark = pytest.mark.spark
+
+ROWS = st.lists(st.tuples(st.integers(0, 5), st.integers(-9, 9)), max_size=30)
+
+
+@given(ROWS, ROWS)
+def test_the_latest_row_before_a_time_is_found(
+    versions: list[tuple[int, int]], queries: list[tuple[int, int]]
+) -> None:
+    """Of an owner's rows of one time, the last; -1 where there is none."""
+    rows_of, queries_of = (np.array(r, np.int64).reshape(-1, 2) for r in (versions, queries))
+    found = latest_before(rows_of[:, 0], rows_of[:, 1], queries_of[:, 0], queries_of[:, 1])
+    for (owner, time), position in zip(queries, found.tolist(), strict=True):
+        earlier = [(t, n) for n, (o, t) in enumerate(versions) if o == owner and t < time]
+        assert position == max(earlier, default=(0, -1))[1]
+
 
 DAYS, LENGTH = 2, 20
 LIMITS = InputLimits(
@@ -26,5 +46,8 @@ def test_events_count_for_the_attributes_that_their_user_had(spark: object, tmp_
     store = build_feature_store(lake, tmp_path / "store", lake.spec.day_start(last), lengths)
     report = check_consistency(store, lake, last, LIMITS)
     store.close()
+    counters = [c.column for c in lake.spec.counters.columns if c.aggregation == "count"]
+    of_plans = [column for column in counters if "plan" in column]
+    assert sum(row[column] for row in rows(lake, "examples") for column in of_plans) > 20
     assert report.num_requests > 20
     assert not report.mismatches
