@@ -47,8 +47,7 @@ def short_spec() -> str:
     """The simulator's spec with labels that mature within a day, and fewer counters."""
     text = SPEC.read_text().replace("window: 3d", "window: 1h").replace("buckets: 4", "buckets: 2")
     spec = yaml.safe_load(text)
-    spec["counters"]["keys"] = [["user"], ["user", "category"], ["item"], ["surface"],
-                                ["category", "tier"]]  # fmt: skip
+    spec["counters"]["keys"] = [["user"], ["user", "category"], ["item"], ["surface"]]
     spec["counters"]["windows"] = ["1h", "1d"]
     spec["max_events_per_user_day"] = 250
     return yaml.safe_dump(spec, sort_keys=False)

@@ -241,7 +241,7 @@ def optional_columns(spec: DataSpec, log: EventLogSource | ImpressionLogSource) 
     return columns | {name: column for name, column in named.items() if column}
 
 
-UNKNOWN_DAY = date(1970, 1, 1)  # partition of records without a landing day
+UNKNOWN_DAY = schemas.NO_DAY  # partition of records without a landing day
 MAX_PAYLOAD_CHARS = 300  # shown in the report
 
 

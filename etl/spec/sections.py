@@ -64,6 +64,8 @@ RetainedTable = Literal[
     "impressions",
     "teacher_predictions",
     "scores",
+    "quarantine",
+    "excluded_events",
     "user_event_counts",
     "attributes_user_snapshots",
     "attributes_item_snapshots",

@@ -17,7 +17,7 @@ from etl.spec.units import DAY
 from etl.tables import atomic_io, step_state
 from etl.tables.code_registry import register_codes
 from etl.tables.lake import SPEC_PROPERTY, Lake
-from etl.tables.schemas import table_registry
+from etl.tables.schemas import NO_DAY, table_registry
 from etl.tables.uri import list_matching, resolve_uri
 
 
@@ -49,8 +49,8 @@ def vacuum_lake(lake: Lake, keep_days: int, *, full: bool = False) -> dict[str, 
 def expire_days(lake: Lake) -> dict[str, int]:
     """Remove the days of tables that are older than their `retention` in the spec.
 
-    The age of a day is counted from the last day with events. The files of removed rows stay until
-    `vacuum_lake` removes the table versions that have them.
+    The age of a day is counted from the last day with events; records without a day are kept. The
+    files of removed rows stay until `vacuum_lake` removes the table versions that have them.
 
     Returns:
         Number of rows removed, by table.
@@ -62,9 +62,9 @@ def expire_days(lake: Lake) -> dict[str, int]:
         if last_day is None or not rows:
             continue
         first_kept = last_day - timedelta(days=seconds // DAY - 1)
-        removed_rows[name] = sum(n for day, n in rows.items() if day < first_kept)
+        removed_rows[name] = sum(n for day, n in rows.items() if NO_DAY < day < first_kept)
         if removed_rows[name]:
-            lake.open(name).delete(f"day < '{first_kept}'")
+            lake.open(name).delete(f"day > '{NO_DAY}' AND day < '{first_kept}'")
     return removed_rows
 
 

@@ -3,13 +3,18 @@
 from datetime import timedelta
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
+from deltalake import write_deltalake
 
 from etl.errors import UserError
 from etl.spec import load_spec
 from etl.spec.units import DAY
+from etl.tables import schemas
+from etl.tables.arrow import snapshot
 from etl.tables.lake import Lake
 from etl.tables.maintenance import expire_days, vacuum_lake
+from etl.tables.schemas import NO_DAY
 from gemline import main
 from tests.conftest import LAST, SPEC
 from tests.pipeline import TABLES, rows
@@ -39,6 +44,20 @@ def test_only_days_older_than_the_retention_are_removed(expiring: Lake) -> None:
     assert expiring.version("examples") == version + 1, "nothing to remove is no commit"
 
 
+def test_records_without_a_day_are_kept(own: Lake) -> None:
+    """Each run replaces them; their partition is older than all days."""
+    schema = schemas.quarantine(own.spec)
+    quarantined = snapshot(own, schema).read(list(schema.columns))
+    without_day = pa.array([NO_DAY] * len(quarantined), pa.date32())
+    position = quarantined.column_names.index("day")
+    rows_without_day = quarantined.set_column(position, "day", without_day)
+    write_deltalake(own.table_uri("quarantine"), rows_without_day, mode="append")
+    lake = Lake(own.root, own.spec.model_copy(update={"retention": {"quarantine": DAY}}))
+    expire_days(lake)
+    days = {row["day"] for row in rows(lake, "quarantine")}
+    assert NO_DAY in days and days <= {NO_DAY, LAST} and len(quarantined) > 0
+
+
 def test_removed_days_are_read_from_old_versions_until_a_vacuum(expiring: Lake) -> None:
     version, before = expiring.version("examples"), rows(expiring, "examples")
     expire_days(expiring)
@@ -57,6 +76,8 @@ def test_removed_days_are_read_from_old_versions_until_a_vacuum(expiring: Lake) 
         ("examples", "18d", "keep at least 19d"),
         ("impressions", "19d", None),
         ("teacher_predictions", "19d", None),
+        ("quarantine", "19d", None),
+        ("excluded_events", "18d", "keep at least 19d"),
         ("scores", "20d", "keep at least 21d"),
         ("scores", "21d", None),
         ("scores", "601h", "write whole days"),
