@@ -77,6 +77,16 @@ def _event_columns(spec: DataSpec) -> list[str]:
     return [name for name in schemas.excluded_events(spec).columns if name != "reason"]
 
 
+def read_valid_events(lake: Lake, days: DayRange) -> DataFrame:
+    """The stored valid events of a range of days, used or excluded, without `bucket`."""
+    tables = []
+    for schema in (schemas.events(lake.spec), schemas.excluded_events(lake.spec)):
+        rows = spark_io.read_table(lake, schema, lake.version(schema.name))
+        rows = rows.filter(spark_io.day_range_predicate(*days))
+        tables.append(rows.select(_event_columns(lake.spec)))
+    return functools.reduce(DataFrame.unionByName, tables)
+
+
 def _stored_and_new(
     lake: Lake, log: EventLogSource, records: DataFrame, stored_days: DayRange
 ) -> DataFrame:
@@ -84,15 +94,12 @@ def _stored_and_new(
 
     They are among normalized records, and in the tables on some days.
     """
-    spec = lake.spec
-    columns, type_ = _event_columns(spec), spec.event_codes[log.touch or spec.impression_type]
-    parts = [records.filter("reasons = ''").dropna(subset=list(FIELDS)).select(columns)]
-    for schema in (schemas.events(spec), schemas.excluded_events(spec)):
-        if lake.exists(schema.name):
-            rows = spark_io.read_table(lake, schema, lake.version(schema.name))
-            parts.append(rows.filter(spark_io.day_range_predicate(*stored_days)).select(columns))
-    parts = [rows.filter(F.col("type") == type_) for rows in parts]
-    return functools.reduce(DataFrame.unionByName, parts)
+    type_ = lake.spec.event_codes[log.touch or lake.spec.impression_type]
+    events = records.filter("reasons = ''").dropna(subset=list(FIELDS))
+    events = events.select(_event_columns(lake.spec))
+    if lake.exists("events"):  # which ingest writes last
+        events = events.unionByName(read_valid_events(lake, stored_days))
+    return events.filter(F.col("type") == type_)
 
 
 def _complete(

@@ -52,8 +52,8 @@ def required_columns(log: LogSource) -> list[str]:
     c = log.columns
     ids = (c.event_id,) if isinstance(c.event_id, str) else c.event_id or ()
     day = log.day.column if log.day else None
-    named = (c.touch or c.impression) if log.fields_of_named else None
-    return list(filter(None, (c.user, c.item, c.surface, named, c.event_time, c.type, *ids, day)))
+    names = (c.user, c.item, c.surface, log.required_id, c.event_time, c.type, *ids, day)
+    return list(filter(None, names))
 
 
 def logged_columns(spec: DataSpec, log: LogSource) -> list[str]:
@@ -96,7 +96,7 @@ def normalize_events(
     # An invalid record without a day of its own lands on the day of its file, but stays invalid.
     rows = rows.withColumn("day", F.coalesce("day", PATH_DAY))
     columns = [name for name in schemas.events(spec).columns if name != "bucket"]
-    is_payload_kept = (F.col("reasons") != "") | F.lit(bool(log.fields_of_named))
+    is_payload_kept = (F.col("reasons") != "") | F.lit(log.required_id is not None)
     rows = rows.withColumns(
         {
             "log": F.lit(log_name),
@@ -172,8 +172,7 @@ def _event_id(log: LogSource) -> Column:
     c = log.columns
     if isinstance(c.event_id, str):
         return raw_value(c.event_id)
-    named = (c.touch or c.impression) if log.fields_of_named else None
-    default = filter(None, (c.user, c.item, named, c.event_time, c.type))
+    default = filter(None, (c.user, c.item, log.required_id, c.event_time, c.type))
     return F.concat_ws("-", *[raw_value(name) for name in c.event_id or default])
 
 
@@ -270,7 +269,7 @@ def _rejection_reasons(spec: DataSpec, log: LogSource) -> Column:
     violations = {r: rule for r, rule in schema.violations.items() if r not in allowed}
     reasons = [F.when(F.expr(rule), F.lit(reason)) for reason, rule in violations.items()]
     reasons.append(F.when(F.col("type_errors") != "", F.col("type_errors")))
-    if log.fields_of_named:
+    if log.required_id:
         named = "touch" if log.columns.touch else "impression"
         is_missing = F.nullif(F.col(f"logged_{named}_id"), F.lit("")).isNull()
         reasons.append(F.when(is_missing, F.lit(f"no {named}")))

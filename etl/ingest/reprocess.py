@@ -10,7 +10,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from etl.errors import UserError
-from etl.ingest.named_events import lookup_days, with_named_fields
+from etl.ingest.named_events import lookup_days, read_valid_events, with_named_fields
 from etl.ingest.normalize import REASON_SEPARATOR, logged_columns, normalize_events
 from etl.ingest.quarantine import UNKNOWN_DAY, landing_day_predicate, write_quarantine
 from etl.ingest.readers import PATH_DAY, PAYLOAD, READ_ERROR, parse_quarantined
@@ -61,7 +61,7 @@ def _release_records(
 ) -> dict[str, int]:
     """Write the tables from the quarantined records as they are normalized now."""
     before, after = count_rows_by_day(quarantined), count_rows_by_day(records)
-    stored = _read_valid_events(lake, days)
+    stored = read_valid_events(lake, days)
     released = records.filter("reasons = ''").select(stored.columns)
     invalid = records.filter("reasons != ''")
     with split_events(lake, stored.unionByName(released), days) as event_split:
@@ -117,12 +117,3 @@ def _normalize_quarantined(spec: DataSpec, quarantined: DataFrame, days: DayRang
             "reasons": F.when(is_of_other_day, other_day_reason).otherwise(reasons),
         }
     )
-
-
-def _read_valid_events(lake: Lake, days: DayRange) -> DataFrame:
-    """The valid events of a range of days, used or excluded, without `bucket`."""
-    tables = []
-    for schema in (schemas.events(lake.spec), schemas.excluded_events(lake.spec)):
-        rows = spark_io.read_table(lake, schema).filter(spark_io.day_range_predicate(*days))
-        tables.append(rows.drop("bucket", "reason"))
-    return functools.reduce(DataFrame.unionByName, tables)

@@ -92,6 +92,11 @@ class LogSource(FileSource):
         return tuple(name for name, column in given.items() if column is None)
 
     @property
+    def required_id(self) -> str | None:
+        """The column with the ids from which events have the fields that the log lacks."""
+        return (self.columns.touch or self.columns.impression) if self.fields_of_named else None
+
+    @property
     def names_events(self) -> bool:
         """Whether events of the log have fields of the events that they name."""
         return bool(self.fields_of_named or self.columns.touch)

@@ -192,14 +192,10 @@ def events_by_ingest_time(lake: Lake, logged_events: pa.Table) -> Iterator[Event
     """
     surfaces = {code: name for name, code in lake.spec.surface_codes.items()}
     types = {code: name for name, code in lake.spec.event_codes.items()}
-    logs = [log for log in lake.spec.log_sources.values() if log.names_events]
-    naming_types = {type_ for log in logs for type_ in lake.spec.event_types_of(log)}
     events = []
     for row in logged_events.to_pylist():
         type_ = types[row["type"]]
-        earliest = lake.spec.day_start(row["day"]) - lake.spec.visibility_delays.get(type_, 0)
-        if type_ in naming_types:
-            earliest = row["visible_ts"] - lake.spec.visibility_delays.get(type_, 0)
+        earliest = row["visible_ts"] - lake.spec.visibility_delays.get(type_, 0)
         event = Event(
             event_id=row["event_id"],
             user=row["user_id"],

@@ -3,7 +3,7 @@
 import json
 import random
 from collections import defaultdict
-from datetime import UTC, date, datetime, timedelta
+from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,12 @@ from etl.ingest.preview import preview_sources
 from etl.ingest.reprocess import reprocess_quarantine
 from etl.ingest.run import ingest
 from etl.spec import load_spec
+from etl.tables import schemas
+from etl.tables.arrow import snapshot
 from etl.tables.lake import Lake
+from ranking.feature_store.consistency import events_by_ingest_time
+from ranking.feature_store.events import visible_ts
+from tests.oracle.disorder import day_start
 from tests.pipeline import rows
 
 pytestmark = pytest.mark.spark
@@ -60,10 +65,6 @@ def write_spec(folder: Path, conversion_fields: str = "", text: str = SPEC) -> P
     return path
 
 
-def second_of(day: date) -> int:
-    return int(datetime(day.year, day.month, day.day, tzinfo=UTC).timestamp())
-
-
 def random_logs(seed: int) -> tuple[list[Record], list[Record]]:
     """Impressions, some in several copies, and conversions, some of unknown or later ones."""
     rng = random.Random(seed)
@@ -72,7 +73,7 @@ def random_logs(seed: int) -> tuple[list[Record], list[Record]]:
         first = rng.randrange(len(DAYS))
         for copy in range(rng.choice((1, 1, 1, 2, 3))):
             day = DAYS[min(first + rng.randrange(2) * copy, len(DAYS) - 1)]
-            ts = second_of(DAYS[first]) + rng.randrange(86_000)
+            ts = day_start(DAYS[first], "UTC") + rng.randrange(86_000)
             shown.append(
                 {
                     "id": f"i{number}",
@@ -80,14 +81,14 @@ def random_logs(seed: int) -> tuple[list[Record], list[Record]]:
                     "item": f"a{rng.randrange(9)}",
                     "surface": rng.choice(("home", "search")),
                     "ts": ts,
-                    "ingest": max(ts, second_of(day) + rng.randrange(86_000)),
+                    "ingest": max(ts, day_start(day, "UTC") + rng.randrange(86_000)),
                     "day": day,
                 }
             )
     bought = []
     for number in range(120):
         day = rng.choice(DAYS)
-        ts = second_of(day) + rng.randrange(86_000)
+        ts = day_start(day, "UTC") + rng.randrange(86_000)
         bought.append(
             {"id": f"b{number}", "click": f"i{rng.randrange(160)}", "ts": ts, "ingest": ts,
              "value": rng.randrange(9), "day": day}
@@ -139,6 +140,10 @@ def test_events_are_those_of_a_log_with_all_columns(spark: object, tmp_path: Pat
             event["visible_ts"] = max(event["visible_ts"], first["ingest"] + 3600)
     lake = ingested(tmp_path / "named", raw, [(0, 2)])
     assert rows(lake, "events") == sorted(expected, key=repr)
+    for day in DAYS:  # also when logged events are posted again, as in the check of consistency
+        logged = snapshot(lake, schemas.events(lake.spec)).read(day=day)
+        posted = {e.event_id: visible_ts(lake.spec, e) for e in events_by_ingest_time(lake, logged)}
+        assert posted == {row["event_id"]: row["visible_ts"] for row in logged.to_pylist()}
     by_day = ingested(tmp_path / "daily", raw, [(0, 0), (1, 1), (2, 2)])
     for name in ("events", "excluded_events", "quarantine", "ingest_metrics"):
         assert rows(by_day, name) == rows(lake, name)
@@ -207,7 +212,7 @@ def test_what_is_named_may_be_some_days_older(spark: object, tmp_path: Path) -> 
     text = text.replace("max_bad_record_rate: 0.1", "max_bad_record_rate: 0.5")
     spec = load_spec(write_spec(tmp_path, text=text))
     days = [DAYS[0] + timedelta(days=n) for n in range(lookback_days(spec) + 2)]
-    seconds = [second_of(day) for day in days]
+    seconds = [day_start(day, "UTC") for day in days]
     shown = [
         {"id": f"i{number}", "user": "u", "item": f"a{number}", "surface": "home",
          "ts": second, "ingest": second, "day": day}
@@ -264,8 +269,8 @@ def test_a_log_in_which_nothing_is_known_is_reported(
 ) -> None:
     """As after a change of the format of ids."""
     shown, bought = random_logs(7)
-    foreign = [b | {"id": f"{day}-{b['id']}", "click": "x", "day": day, "ts": second_of(day),
-                    "ingest": second_of(day)} for b in bought for day in DAYS]  # fmt: skip
+    foreign = [b | {"id": f"{day}-{b['id']}", "click": "x", "day": day, "ts": day_start(day, "UTC"),
+                    "ingest": day_start(day, "UTC")} for b in bought for day in DAYS]  # fmt: skip
     raw = write_logs(tmp_path / "raw", shown=shown, bought=foreign)
     ingested(tmp_path / "lake", raw, [(0, 2)])
     assert f"log bought of {DAYS[2]}: none of 120 records names a known event" in caplog.text
