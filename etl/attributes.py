@@ -13,6 +13,7 @@ from etl.attribute_versions import (
 from etl.erasure.erased_users import mark_erased
 from etl.errors import UserError
 from etl.event_time import day_end_sql, day_start_sql
+from etl.ingest.attribute_values import attribute_value
 from etl.ingest.expressions import IS_SELECTED
 from etl.ingest.file_discovery import RawSelection
 from etl.ingest.normalize import REASON_SEPARATOR, joined_reasons
@@ -30,12 +31,6 @@ from etl.ingest.readers import (
 )
 from etl.ingest.run import check_no_later_days
 from etl.ingest.timestamps import parse_time
-from etl.spec.attributes import (
-    CategoricalAttribute,
-    LocalTimeAttribute,
-    NumericAttribute,
-    VectorAttribute,
-)
 from etl.spec.model import DataSpec
 from etl.spec.sources import AttributeSource
 from etl.spec.units import MICROS, DayRange
@@ -175,7 +170,6 @@ def parse_rows(lake: Lake, source: AttributeSource, raw: str, days: DayRange) ->
         F.coalesce(PATH_DAY, F.lit(snapshot_day)).alias("day"),
         *("raw", PAYLOAD, SOURCE_FILE, RECORD_LOCATION, READ_ERROR, IS_SELECTED),
     )
-    rows = rows.withColumns(_null_wrong_width_vectors(lake, source))
     type_errors = [
         F.when(raw_value(column).isNotNull() & F.col(name).isNull(), F.lit(f"wrong type: {column}"))
         for name, (column, _) in typed.items()
@@ -194,29 +188,11 @@ def _typed_columns(lake: Lake, source: AttributeSource) -> dict[str, tuple[str, 
     """Raw column and typed value of each attribute and auction column, by name."""
     declared = getattr(lake.spec.attributes, source.entity)
     columns = {f"attr_{name}": (a.column or name, a) for name, a in declared.items()}
-    typed = {name: (column, _cast_attribute(a, column)) for name, (column, a) in columns.items()}
+    typed = {name: (column, attribute_value(a, column)) for name, (column, a) in columns.items()}
     if source.entity == "item":
         for name, column in schemas.auction_columns(lake.spec).items():
             typed[name] = column, raw_value(column).try_cast(schemas.AUCTION_TYPES[name])
     return typed
-
-
-def _cast_attribute(
-    attribute: CategoricalAttribute | NumericAttribute | VectorAttribute | LocalTimeAttribute,
-    column: str,
-) -> Column:
-    if isinstance(attribute, VectorAttribute):
-        return F.from_json(raw_value(column), "array<float>")
-    return raw_value(column).try_cast(
-        "double" if isinstance(attribute, NumericAttribute) else "string"
-    )
-
-
-def _null_wrong_width_vectors(lake: Lake, source: AttributeSource) -> dict[str, Column]:
-    """Vector columns, with vectors that do not have the declared width set to null."""
-    declared = getattr(lake.spec.attributes, source.entity)
-    widths = {f"attr_{n}": a.width for n, a in declared.items() if isinstance(a, VectorAttribute)}
-    return {n: F.when(F.size(n) == width, F.col(n)) for n, width in widths.items()}
 
 
 def _logged_valid_from(spec: DataSpec, source: AttributeSource) -> Column:

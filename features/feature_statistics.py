@@ -40,12 +40,13 @@ Float64 = npt.NDArray[np.float64]
 class FeatureColumns:
     """The columns of a table that are features, by what they hold.
 
-    A category is missing if it is null or 0, others if they are null.
+    A category is missing if it is null or 0, a bag if it is null or empty, others if they are null.
     """
 
     categorical: tuple[str, ...]
     numeric: tuple[str, ...]
     vectors: tuple[str, ...]
+    bags: tuple[str, ...]
 
     @classmethod
     def of_groups(cls, *groups: FeatureGroup, counters: tuple[str, ...] = ()) -> "FeatureColumns":
@@ -53,13 +54,14 @@ class FeatureColumns:
         return cls(
             tuple(name for group in groups for name in group.categorical),
             (*(name for group in groups for name in group.numeric), *counters),
-            tuple(name for group in groups for name in group.vectors),
+            tuple(name for group in groups for name in group.vectors if name not in group.bags),
+            tuple(name for group in groups for name in group.bags),
         )
 
     @property
     def names(self) -> tuple[str, ...]:
         """All columns; the number of a feature is its position here."""
-        return (*self.categorical, *self.numeric, *self.vectors)
+        return (*self.categorical, *self.numeric, *self.vectors, *self.bags)
 
 
 def build_statistics(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
@@ -158,6 +160,8 @@ class _Counting:
         if name in self.columns.categorical:
             code = column.fill_null(0).to_numpy().astype(np.int32)
             bins = np.where(code == 0, MISSING_BIN, code)
+        elif name in self.columns.bags:
+            bins = _bag_bins(column)
         else:
             values = _norms(column) if name in self.columns.vectors else column.to_numpy()
             values = values.astype(np.float64)
@@ -177,6 +181,13 @@ class _Counting:
                 "greatest": pa.array(np.full(size, greatest), from_pandas=True),
             }
         )
+
+
+def _bag_bins(column: pa.ChunkedArray) -> Int32:
+    """The inputs that the bags of some rows count, and MISSING_BIN for each empty bag."""
+    num_empty = pc.sum(pc.equal(pc.list_value_length(column).fill_null(0), 0), min_count=0).as_py()
+    counted = pc.list_flatten(column).to_numpy().astype(np.int32)
+    return np.concatenate((counted, np.full(num_empty, MISSING_BIN, np.int32)))
 
 
 def _norms(column: pa.ChunkedArray) -> Float64:

@@ -7,6 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from etl.spec.attributes import (
+    Attribute,
+    BagAttribute,
     CategoricalAttribute,
     LocalTimeAttribute,
     NumericAttribute,
@@ -18,7 +20,6 @@ from etl.spec.units import DAY
 from etl.tables.schemas import counter_columns
 
 Float32 = npt.NDArray[np.float32]
-Attribute = CategoricalAttribute | NumericAttribute | VectorAttribute | LocalTimeAttribute
 ITEM_TABLE, USER_TABLE = "item", "user"  # embedding tables of item and user ids
 TEACHER_EMBEDDING_WIDTH = 32  # numbers that GEM stores per impression, for its user's later ones
 
@@ -70,11 +71,16 @@ def counter_transform(spec: DataSpec) -> CounterTransform:
 
 @dataclass(frozen=True)
 class FeatureGroup:
-    """Columns of one entity; `categorical` maps a column to the rows of its embedding table."""
+    """Columns of one entity.
+
+    `categorical` maps a column to the rows of its embedding table, `vectors` to the width of what
+    models read. `bags` are those of `vectors` that are stored as the inputs that they count.
+    """
 
     categorical: dict[str, int]
     numeric: tuple[str, ...]
     vectors: dict[str, int]
+    bags: tuple[str, ...] = ()
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -179,8 +185,11 @@ def _feature_group(prefix: str, attributes: Mapping[str, Attribute]) -> FeatureG
         vectors={
             column: attribute.width
             for column, attribute in columns.items()
-            if isinstance(attribute, VectorAttribute)
+            if isinstance(attribute, VectorAttribute | BagAttribute)
         },
+        bags=tuple(
+            column for column, attribute in columns.items() if isinstance(attribute, BagAttribute)
+        ),
     )
 
 

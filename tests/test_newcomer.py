@@ -45,6 +45,8 @@ def write_raw_files(log: pd.DataFrame, raw: Path) -> pd.DataFrame:
         "tapped": log["is_click"],
         "watched_ms": log["play_time_ms"],
         "length_ms": log["duration_ms"],
+        "place": "Screen number " + log["tab"].astype(str),
+        "shelves": [[f"s{tab}", "all"] for tab in log["tab"]],
         "day": pd.to_datetime(log["date"].astype(str)).dt.date,
     })  # fmt: skip
     for (day, hour), part in impressions.groupby(["day", local_time(log["time_ms"]).dt.hour]):

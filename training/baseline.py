@@ -121,7 +121,8 @@ def _per_row(partition: ExamplePartition, values: npt.NDArray[np.int64]) -> npt.
 def feature_names_of(reader: ExampleReader) -> tuple[str, ...]:
     """The names of the features of `load_tabular`."""
     schema = reader.features
-    vectors = [f"{name}_{i}" for name, width in schema.item.vectors.items() for i in range(width)]
+    widths = schema.item.vectors | schema.user.vectors | schema.context.vectors
+    vectors = [f"{name}_{i}" for name, width in widths.items() for i in range(width)]
     return (
         "surface",
         *schema.user.categorical,
@@ -148,6 +149,7 @@ def _feature_matrix(reader: ExampleReader, partition: ExamplePartition) -> Float
         items.numeric[version],
         partition.numeric,
         *(vectors[version] for vectors in items.vectors.values()),
+        *partition.vectors.values(),
     ]
     return np.concatenate(parts, axis=1)
 

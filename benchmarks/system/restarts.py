@@ -145,6 +145,7 @@ def without_last_rows(batch: Batch) -> Batch:
         row_categorical={name: ids[keep] for name, ids in batch.row_categorical.items()},
         row_numeric=batch.row_numeric[keep],
         row_vectors={name: vectors[keep] for name, vectors in batch.row_vectors.items()},
+        context_vectors={n: vectors[keep] for n, vectors in batch.context_vectors.items()},
         labels=batch.labels[keep],
         label_mask=batch.label_mask[keep],
         outcome_values=batch.outcome_values[keep],

@@ -23,10 +23,12 @@ STEPS, DAY = 3, date(2026, 1, 1)
 
 
 def add_attributes(spec: dict[str, Any]) -> None:
-    """A categorical, a numeric and a vector attribute."""
+    """Attributes of all types, and vectors of users and of the context."""
     spec["attributes"]["item"]["brand"] = {"type": "categorical", "size": 50}
     spec["attributes"]["user"]["income"] = {"type": "numeric"}
     spec["attributes"]["item"]["image"] = {"type": "vector", "width": 6}
+    spec["attributes"]["user"]["interests"] = {"type": "multi_categorical", "size": 8}
+    spec["attributes"]["context"]["query"] = {"type": "text", "size": 16}
 
 
 def add_surface(spec: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from etl.event_time import visible_ts_sql
+from etl.ingest.attribute_values import attribute_value
 from etl.ingest.expressions import IS_SELECTED
 from etl.ingest.file_discovery import RawSelection
 from etl.ingest.readers import (
@@ -112,6 +113,10 @@ def _parse_fields(spec: DataSpec, log: LogSource, records: DataFrame) -> DataFra
     """`records` with typed fields; null where a text has another type, named in `type_errors`."""
     field_types = _field_types(spec, log)
     fields = {name: _cast(column, type_) for name, (column, type_) in field_types.items()}
+    for name, attribute in logged_context_attributes(spec).items():
+        column = attribute.column or name
+        field_types[f"ctx_{name}"] = column, logged_sql_type(attribute)
+        fields[f"ctx_{name}"] = attribute_value(attribute, column)
     for name in ("user_id", "item_id"):
         fields[name] = F.nullif(fields[name], F.lit(""))
     type_errors = [
@@ -132,7 +137,7 @@ def _parse_fields(spec: DataSpec, log: LogSource, records: DataFrame) -> DataFra
 
 
 def _field_types(spec: DataSpec, log: LogSource) -> dict[str, tuple[str | None, str]]:
-    """Raw column (None where the log has none) and SQL type of each field that is only cast."""
+    """Raw column (None where the log has none) and SQL type of each field but the context."""
     c = log.columns
     fields: dict[str, tuple[str | None, str]] = {
         "user_id": (c.user, "string"),
@@ -145,8 +150,6 @@ def _field_types(spec: DataSpec, log: LogSource) -> dict[str, tuple[str | None, 
     }
     if spec.retraction_types:
         fields["retracted_event_id"] = (c.retracts, "string")
-    for name, attribute in logged_context_attributes(spec).items():
-        fields[f"ctx_{name}"] = attribute.column or name, logged_sql_type(attribute)
     return fields
 
 

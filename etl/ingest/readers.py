@@ -15,7 +15,15 @@ from py4j.protocol import Py4JJavaError
 from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, DataFrameReader, SparkSession, Window
 from pyspark.sql import functions as F
-from pyspark.sql.types import DataType, StringType, StructField, StructType, TimestampType
+from pyspark.sql.types import (
+    ArrayType,
+    DataType,
+    MapType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
 
 from etl.errors import UserError
 from etl.ingest.delta_tables import latest_delta_day, read_delta_table
@@ -252,6 +260,7 @@ def _text_of(rows: DataFrame, name: str) -> Column | None:
     """A column, or a nested field by its path, as text; None if the file has none.
 
     Timestamps keep their zone: they are instants that do not depend on the session's time zone.
+    Lists and structures are JSON.
     """
     type_: DataType = rows.schema
     parts = [name] if name in rows.columns else name.split(".")
@@ -262,6 +271,8 @@ def _text_of(rows: DataFrame, name: str) -> Column | None:
     column = F.col(".".join(f"`{part}`" for part in parts))
     if isinstance(type_, TimestampType):
         return F.date_format(column, "yyyy-MM-dd'T'HH:mm:ss.SSSSSSXXX")
+    if isinstance(type_, ArrayType | MapType | StructType):
+        return F.to_json(column)
     return column.cast("string")
 
 

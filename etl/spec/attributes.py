@@ -1,10 +1,13 @@
 """Attributes of users, items and impressions: how models read each raw column."""
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, Self, TypeAlias
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from etl.spec.base import Name, StrictModel, not_reserved
+
+MAX_SIZE = 4096  # inputs of a model that an attribute may have
+MAX_NGRAM = 8
 
 
 class CategoricalAttribute(StrictModel):
@@ -41,10 +44,64 @@ class VectorAttribute(StrictModel):
 
     type: Literal["vector"]
     """`vector`: a list of numbers."""
-    width: int = Field(ge=1)
+    width: int = Field(ge=1, le=MAX_SIZE)
     """Length of the list."""
     column: str | None = None
     """Name of the raw column; by default the name of the attribute."""
+
+
+class MultiCategoricalAttribute(StrictModel):
+    """Any number of values of many, such as the tags of an item.
+
+    Models read the counts of the values by row, scaled to length 1, so that a linear layer returns
+    a pooled embedding. The order of the values does not count, and a repeated value counts once.
+    """
+
+    type: Literal["multi_categorical"]
+    """`multi_categorical`: a set of values, compared as text."""
+    size: int = Field(default=64, ge=2, le=MAX_SIZE)
+    """Inputs of a model into which values are hashed; unused with a `vocabulary`."""
+    vocabulary: Annotated[tuple[str, ...], Field(max_length=MAX_SIZE - 1)] | None = None
+    """All known values, each with an input of its own; without it values are hashed."""
+    separator: str | None = Field(default=None, min_length=1)
+    """What stands between the values of a text, such as `|`; by default the column has lists."""
+    column: str | None = None
+    """Name of the raw column; by default the name of the attribute."""
+
+    @property
+    def width(self) -> int:
+        """The inputs of a model: unknown and the vocabulary, or the hashes."""
+        return self.size if self.vocabulary is None else len(self.vocabulary) + 1
+
+
+class TextAttribute(StrictModel):
+    """A short text, such as a title or a query, as hashed n-grams.
+
+    Models read the counts of the n-grams by hash, scaled to length 1. Texts are in lower case, and
+    words are what stands between spaces and punctuation.
+    """
+
+    type: Literal["text"]
+    """`text`: a text, read as hashed n-grams."""
+    size: int = Field(default=256, ge=2, le=MAX_SIZE)
+    """Inputs of a model into which n-grams are hashed."""
+    analyzer: Literal["word", "char"] = "word"
+    """`word`: n-grams of words; `char`: n-grams of characters, across words."""
+    ngram_range: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(le=MAX_NGRAM)]] = (1, 1)
+    """The smallest and the largest number of words or characters of an n-gram."""
+    column: str | None = None
+    """Name of the raw column; by default the name of the attribute."""
+
+    @model_validator(mode="after")
+    def _check_ngram_range(self) -> Self:
+        if self.ngram_range[0] > self.ngram_range[1]:
+            raise ValueError("ngram_range: the first number is at most the second")
+        return self
+
+    @property
+    def width(self) -> int:
+        """The inputs of a model."""
+        return self.size
 
 
 class LocalTimeAttribute(StrictModel):
@@ -61,16 +118,18 @@ class LocalTimeAttribute(StrictModel):
         return 25 if self.part == "hour" else 8
 
 
-UserAttribute = Annotated[CategoricalAttribute | NumericAttribute, Field(discriminator="type")]
-ItemAttribute = Annotated[
-    CategoricalAttribute | NumericAttribute | VectorAttribute, Field(discriminator="type")
-]
-ContextAttribute = Annotated[
-    CategoricalAttribute | NumericAttribute | LocalTimeAttribute, Field(discriminator="type")
-]
-Attribute: TypeAlias = (
-    CategoricalAttribute | NumericAttribute | VectorAttribute | LocalTimeAttribute
+LoggedAttribute: TypeAlias = (
+    CategoricalAttribute
+    | NumericAttribute
+    | VectorAttribute
+    | MultiCategoricalAttribute
+    | TextAttribute
 )
+Attribute: TypeAlias = LoggedAttribute | LocalTimeAttribute
+EntityAttribute = Annotated[LoggedAttribute, Field(discriminator="type")]
+ContextAttribute = Annotated[Attribute, Field(discriminator="type")]
+BagAttribute: TypeAlias = MultiCategoricalAttribute | TextAttribute
+"""Attributes of which models read a vector of counts."""
 
 COUNTER_KEYS = ("user", "item", "surface")  # besides attributes
 # An attribute `x` becomes the column `user_x`, `item_x` or `ctx_x`, and an item's may be a counter
@@ -92,9 +151,9 @@ ItemAttributeName = Annotated[Name, not_reserved(RESERVED_ITEM_ATTRIBUTES)]
 class Attributes(StrictModel):
     """Attributes that models read; those of users and items may change over time."""
 
-    user: dict[UserAttributeName, UserAttribute] = {}
+    user: dict[UserAttributeName, EntityAttribute] = {}
     """Attributes of users, by name; their values come from the `attributes` source of users."""
-    item: dict[ItemAttributeName, ItemAttribute] = {}
+    item: dict[ItemAttributeName, EntityAttribute] = {}
     """Attributes of items, by name; their values come from the `attributes` source of items."""
     context: dict[Name, ContextAttribute] = {}
     """Attributes of impressions, by name; their values are columns of the logs."""

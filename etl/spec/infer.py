@@ -253,6 +253,11 @@ def _attribute(name: str, column: Column) -> str:
     if column.vector_width:
         return f"{{type: vector, width: {column.vector_width}{renamed}}}"
     values = sorted(column.distinct)
+    if column.is_list:
+        inputs = f"vocabulary: {json.dumps(values)}"
+        if len(values) > MAX_VOCABULARY:
+            inputs = f"size: {min(256, 2 * len(values))}"
+        return f"{{type: multi_categorical, {inputs}{renamed}}}"
     if column.is_number and not column.is_id and len(values) > MAX_VOCABULARY:
         heavy_tail = all((as_number(value) or 0) >= 0 for value in column.values)
         return f"{{type: numeric, transform: {'log' if heavy_tail else 'none'}{renamed}}}"

@@ -83,20 +83,19 @@ def declared_names(raw: dict[str, Any]) -> dict[str, list[str]]:
 
     attributes = raw.get("attributes")
 
-    def attributes_of(entity: str, kind: str) -> list[str]:
+    def attributes_of(entity: str, *types: str) -> list[str]:
         declared = attributes.get(entity) if isinstance(attributes, dict) else None
         return [
             str(name)
             for name, attribute in (declared.items() if isinstance(declared, dict) else ())
-            if isinstance(attribute, dict) and attribute.get("type") == kind
+            if isinstance(attribute, dict) and attribute.get("type") in types
         ]
 
     categories = attributes_of("item", "categorical")
     segments = [
         *categories,
         *attributes_of("user", "categorical"),
-        *attributes_of("context", "categorical"),
-        *attributes_of("context", "clock"),
+        *attributes_of("context", "categorical", "clock"),
         NEW_ITEM,
     ]
     return {
@@ -106,10 +105,10 @@ def declared_names(raw: dict[str, Any]) -> dict[str, list[str]]:
         "audiences": keys(raw.get("audiences")),
         "categorical item attributes": categories,
         "categorical attributes and new_item": segments,
-        "attributes of users and of the context": [
+        "attributes of users and of the context with one value": [
             name
             for entity in ("user", "context")
-            for name in keys(attributes.get(entity) if isinstance(attributes, dict) else None)
+            for name in attributes_of(entity, "categorical", "numeric", "clock")
         ],
         "numeric context attributes": attributes_of("context", "numeric"),
         "attribution keys": ["item", *categories],

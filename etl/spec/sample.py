@@ -68,8 +68,9 @@ class Column:
 
     @property
     def distinct(self) -> Counter[str]:
-        """How often each value occurs, as text."""
-        return Counter(str(value) for value in self.values if not isinstance(value, list))
+        """How often each value occurs, as text; values of lists one by one."""
+        lists = (value if isinstance(value, list) else [value] for value in self.values)
+        return Counter(str(value) for values in lists for value in values)
 
     def agrees(self, is_so: Callable[[Any], bool]) -> bool:
         """Whether a condition holds for nearly all values."""
@@ -91,9 +92,16 @@ class Column:
         return bool(re.search(r"(^|_)(id|hash|key|code|tag)$", self.name.lower()))
 
     @property
+    def is_list(self) -> bool:
+        """Whether the values are lists."""
+        return self.agrees(lambda value: isinstance(value, list))
+
+    @property
     def vector_width(self) -> int | None:
         """The length of the lists of numbers that the column holds; None for other columns."""
-        lengths = {len(value) if isinstance(value, list) else 0 for value in self.values}
+        if not self.is_list or not all(_is_number_list(value) for value in self.values):
+            return None
+        lengths = set(map(len, self.values))
         return lengths.pop() or None if len(lengths) == 1 else None
 
     @property
@@ -257,6 +265,10 @@ def as_number(value: Any) -> float | None:
         return float(value)
     except (TypeError, ValueError):
         return None
+
+
+def _is_number_list(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(n, int | float) for n in value)
 
 
 def _matches(pattern: re.Pattern[str], value: Any) -> bool:

@@ -7,8 +7,10 @@ from etl.errors import UserError
 from etl.event_time import MAX_CLOCK_SKEW_SECONDS, MIN_EVENT_TS, day_end_sql, day_start_sql
 from etl.spec.attributes import (
     Attribute,
-    CategoricalAttribute,
+    BagAttribute,
     LocalTimeAttribute,
+    LoggedAttribute,
+    MultiCategoricalAttribute,
     NumericAttribute,
     VectorAttribute,
 )
@@ -36,15 +38,21 @@ def logged_sql_type(attribute: Attribute) -> str:
     """Spark SQL type of an attribute as logged."""
     if isinstance(attribute, VectorAttribute):
         return "array<float>"
+    if isinstance(attribute, MultiCategoricalAttribute):
+        return "array<string>"
     return "double" if isinstance(attribute, NumericAttribute) else "string"
 
 
 def encoded_sql_type(attribute: Attribute) -> str:
-    """Spark SQL type of an attribute as models read it."""
-    return {"string": "int", "double": "float"}.get(logged_sql_type(attribute), "array<float>")
+    """Spark SQL type of an attribute as models read it; a bag has the inputs that it counts."""
+    if isinstance(attribute, BagAttribute):
+        return "array<int>"
+    if isinstance(attribute, VectorAttribute):
+        return "array<float>"
+    return "float" if isinstance(attribute, NumericAttribute) else "int"
 
 
-def logged_context_attributes(spec: DataSpec) -> dict[str, CategoricalAttribute | NumericAttribute]:
+def logged_context_attributes(spec: DataSpec) -> dict[str, LoggedAttribute]:
     """Context attributes that have a column in the logs."""
     context = spec.attributes.context
     return {name: a for name, a in context.items() if not isinstance(a, LocalTimeAttribute)}

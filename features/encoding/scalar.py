@@ -3,6 +3,8 @@
 Also the four-bit encoding of teacher embeddings.
 """
 
+import re
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
 from math import copysign, isfinite, log1p, nan
@@ -12,11 +14,23 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from etl.spec.attributes import CategoricalAttribute, LocalTimeAttribute, NumericAttribute
+from etl.spec.attributes import (
+    BagAttribute,
+    CategoricalAttribute,
+    LocalTimeAttribute,
+    NumericAttribute,
+    TextAttribute,
+)
 
 SPARK_XXHASH64_SEED = 42
 MAX_ABS_VALUE = 1e30
 MISSING_CATEGORY = 0
+# Control characters, spaces and punctuation of ASCII and Latin-1, and Unicode's blocks for general
+# and for CJK punctuation. The pattern means the same in Java.
+WORD_SEPARATORS = (
+    r"[\x00-\x2f\x3a-\x40\x5b-\x60\x7b-\xa9\xab-\xb4\xb6-\xb9\xbb-\xbf"
+    r"\u1680\u2000-\u206f\u3000-\u303f]+"
+)
 INT4_ZERO_POINT = 8  # of the 16 levels, 8 are below zero
 Bytes = npt.NDArray[np.uint8]
 Float32 = npt.NDArray[np.float32]
@@ -49,6 +63,34 @@ def encode_local_time(attribute: LocalTimeAttribute, second: int, time_zone: str
     """The hour or the weekday of an epoch second in local time, counted from 1."""
     local = datetime.fromtimestamp(second, UTC).astimezone(_zone(time_zone))
     return local.hour + 1 if attribute.part == "hour" else local.isoweekday()
+
+
+def encode_bag(attribute: BagAttribute, raw: str | Iterable[str] | None) -> list[int]:
+    """The model inputs, from 0, that count the values or n-grams of an attribute."""
+    if raw is None:
+        return []
+    if isinstance(attribute, TextAttribute):
+        assert isinstance(raw, str)
+        return [spark_xxhash64(ngram) % attribute.size for ngram in ngrams(attribute, raw)]
+    values = sorted(set(raw) - {""})
+    if attribute.vocabulary is None:
+        return [spark_xxhash64(value) % attribute.size for value in values]
+    inputs = {value: 1 + position for position, value in enumerate(attribute.vocabulary)}
+    return [inputs.get(value, 0) for value in values]
+
+
+def ngrams(attribute: TextAttribute, text: str) -> list[str]:
+    """The n-grams of a text, the shortest first."""
+    words = [word for word in re.split(WORD_SEPARATORS, text.lower()) if word]
+    of_words = attribute.analyzer == "word"
+    units: Sequence[str] = words if of_words else " ".join(words)
+    joint = " " if of_words else ""
+    shortest, longest = attribute.ngram_range
+    return [
+        joint.join(units[start : start + length])
+        for length in range(shortest, longest + 1)
+        for start in range(len(units) - length + 1)
+    ]
 
 
 @lru_cache

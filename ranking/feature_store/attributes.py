@@ -3,7 +3,7 @@
 A version is added to those of its user or item, and what an item offers to its bids.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,10 @@ import numpy as np
 
 from etl.errors import UserError
 from etl.event_time import MIN_EVENT_TS
-from etl.spec.attributes import CategoricalAttribute, NumericAttribute, VectorAttribute
 from etl.spec.model import DataSpec
 from etl.spec.units import DAY, MICROS
-from features.encoding.scalar import encode_categorical, encode_numeric, spark_xxhash64
+from features.encoding.scalar import spark_xxhash64
+from ranking.feature_store.attribute_values import AttributeValues, encode_attributes
 from ranking.feature_store.items import (
     read_item_records,
     register_items,
@@ -29,8 +29,6 @@ from ranking.feature_store.storage import (
 from ranking.feature_store.store import MAX_REQUEST_AGE, FeatureStore
 from ranking.scoring.candidates import NO_ADVERTISER
 
-AttributeValues = Mapping[str, object]
-Attribute = CategoricalAttribute | NumericAttribute | VectorAttribute
 MAX_FUTURE_SECONDS = 30 * DAY  # maximum distance of a posted valid_from into the future
 
 
@@ -164,23 +162,12 @@ def encode_version(layout: RecordLayout, entity: str, version: AttributeVersion)
     Raises:
         UserError: A value has the wrong type.
     """
-    declared: Mapping[str, Attribute] = getattr(layout.spec.attributes, entity)
-    group = getattr(layout.features, entity)
+    declared, group = getattr(layout.spec.attributes, entity), getattr(layout.features, entity)
+    encoded = encode_attributes(declared, group, entity, [version.attributes or {}])
     record = np.zeros(1, getattr(layout, entity))
     record["valid_from"] = version.valid_from
-    categorical, vectors = list(group.categorical), []
-    for name, attribute in declared.items():
-        value, column = (version.attributes or {}).get(name), f"{entity}_{name}"
-        if isinstance(attribute, VectorAttribute):
-            vectors.append(_validated_vector(name, value, attribute.width))
-        elif isinstance(attribute, NumericAttribute):
-            number = encode_numeric(attribute, _validated_float(name, value))
-            record["numbers"][0, group.numeric.index(column)] = number
-        else:
-            category = encode_categorical(attribute, _validated_string(name, value))
-            record["ids"][0, categorical.index(column)] = category
-    if vectors:
-        record["content_vectors"][0] = np.concatenate(vectors)
+    record["ids"], record["numbers"] = encoded.ids, encoded.numbers
+    record["content_vectors"] = encoded.vectors
     return record
 
 
@@ -229,29 +216,3 @@ def _insert_version(
     rows = rows[np.argsort(rows["valid_from"], kind="stable")]
     num_before = int(np.searchsorted(rows["valid_from"], earliest_request * MICROS["s"]))
     txn.put(table, key, rows[max(0, num_before - 1) :].tobytes())
-
-
-def _validated_float(name: str, value: object) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UserError(f"{name} is {value!r}; it is a number")
-    return float(value)
-
-
-def _validated_string(name: str, value: object) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
-    raise UserError(f"{name} is {value!r}; it is a string")
-
-
-def _validated_vector(name: str, value: object, width: int) -> np.ndarray:
-    """A vector (width): zeros if missing or of another width, and in place of non-finite values."""
-    if value is None:
-        return np.zeros(width, np.float32)
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        raise UserError(f"{name} is {value!r}; it is a list of {width} numbers")
-    vector = np.array(value, np.float32)
-    if vector.shape != (width,):
-        return np.zeros(width, np.float32)
-    return np.nan_to_num(vector, nan=0.0, posinf=0.0, neginf=0.0)

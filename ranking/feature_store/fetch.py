@@ -111,6 +111,7 @@ class RequestSnapshot:
             age_seconds=ages.astype(np.float32)[None],
             user_categorical=categorical | self._user_hash_ids(),
             user_numeric=user["numbers"].copy(),
+            user_vectors=user["content_vectors"].copy(),
             teacher_history=self._teacher_history(),
         )
 
@@ -142,15 +143,18 @@ class RequestSnapshot:
         indices = np.maximum(self._item_records["index"], 0)
         versions = self._item_versions(indices)
         items = self._items_of_versions(indices, versions)
-        context_ids, context_numbers = encode_context(
-            spec, features.context, self.request, self.as_of
-        )
-        counts = features.counter_transform(self._counter_values())
-        numeric = np.concatenate((versions["numbers"], context_numbers, counts), 1)
         count = len(self.request.candidates)
+        context = encode_context(spec, features.context, self.request, self.as_of)
+        context = context.repeated(count // len(self.request.contexts))
+        counts = features.counter_transform(self._counter_values())
+        numeric = np.concatenate((versions["numbers"], context.numbers, counts), 1)
         return CandidateFeatures(
             items=items,
-            context_categorical={name: column[None] for name, column in context_ids.items()},
+            context_categorical={
+                name: ids[None]
+                for name, ids in zip(features.context.categorical, context.ids.T, strict=True)
+            },
+            context_vectors=context.vectors[None],
             numeric=numeric[None],
             surfaces=np.full((1, count), spec.surface_codes[self.request.surface]),
             recency=self._recency_features(items.categorical, events),

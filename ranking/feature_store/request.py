@@ -1,19 +1,15 @@
-"""A request to rank, whether it fits the spec, and the encoding of its context.
-
-C candidates, F numeric features.
-"""
+"""A request to rank, whether it fits the spec, and the encoding of its context."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from etl.errors import UserError
-from etl.spec.attributes import CategoricalAttribute, LocalTimeAttribute, NumericAttribute
+from etl.spec.attributes import LocalTimeAttribute
 from etl.spec.model import DataSpec
-from features.encoding.scalar import encode_categorical, encode_local_time, encode_numeric
+from etl.tables.schemas import logged_context_attributes
+from features.encoding.scalar import encode_local_time
 from features.schema import FeatureGroup
-from ranking.inputs.arrays import CategoricalIds
+from ranking.feature_store.attribute_values import EncodedAttributes, encode_attributes
 
 RequestContext = Mapping[str, object]
 MAX_CANDIDATES = 10_000
@@ -63,34 +59,11 @@ def validate_request(spec: DataSpec, request: RankRequest) -> None:
 
 def encode_context(
     spec: DataSpec, group: FeatureGroup, request: RankRequest, as_of: int
-) -> tuple[CategoricalIds, np.ndarray]:
-    """Encode the context: ids (C) of each categorical attribute, and numbers (C, F)."""
-    count = len(request.candidates)
-    ids: CategoricalIds = {}
-    numbers = np.full((count, len(group.numeric)), np.nan, np.float32)
+) -> EncodedAttributes:
+    """Encode the context of a request, with one row, or with one for each candidate."""
+    encoded = encode_attributes(logged_context_attributes(spec), group, "ctx", request.contexts)
     for name, attribute in spec.attributes.context.items():
-        column = f"ctx_{name}"
-        values = [context.get(name) for context in request.contexts]
-        if isinstance(attribute, NumericAttribute):
-            encoded = [_encode_number(attribute, name, value) for value in values]
-            numbers[:, group.numeric.index(column)] = encoded
-        elif isinstance(attribute, LocalTimeAttribute):
-            ids[column] = np.full(count, encode_local_time(attribute, as_of, spec.time_zone))
-        else:
-            categories = [_encode_category(attribute, name, value) for value in values]
-            ids[column] = np.broadcast_to(np.array(categories, np.int64), (count,))
-    return ids, numbers
-
-
-def _encode_number(attribute: NumericAttribute, name: str, value: object) -> float:
-    if value is None:
-        return encode_numeric(attribute, None)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UserError(f"{name} of the context is {value!r}; it is a number")
-    return encode_numeric(attribute, float(value))
-
-
-def _encode_category(attribute: CategoricalAttribute, name: str, value: object) -> int:
-    if value is not None and not isinstance(value, str):
-        raise UserError(f"{name} of the context is {value!r}; it is a string")
-    return encode_categorical(attribute, value)
+        if isinstance(attribute, LocalTimeAttribute):
+            column = list(group.categorical).index(f"ctx_{name}")
+            encoded.ids[:, column] = encode_local_time(attribute, as_of, spec.time_zone)
+    return encoded

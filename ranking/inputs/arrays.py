@@ -2,9 +2,9 @@
 
 Axes, as the fields of the named tuples below declare them: R requests, L history events, C
 candidates, K earlier impressions with a teacher embedding, I width of an item's vectors, V of its
-content vectors, U of the user's embeddings, X of the context's, Z of a teacher embedding, F numeric
-features of a candidate, G of a user, M similarity attributes, E event types and the unknown one. R,
-L, C and K vary from call to call.
+content vectors, U of the user's embeddings and vectors, X of the context's, Z of a teacher
+embedding, F numeric features of a candidate, G of a user, M similarity attributes, E event types
+and the unknown one. R, L, C and K vary from call to call.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -59,7 +59,7 @@ class RequestFeatures:
 
     `types`, `surfaces`, `dwells` and `age_seconds` belong to events (R, L), oldest first; ages are
     0 in padding. `user_categorical` holds rows of tables (R); `user_numeric` (R, G) is NaN if a
-    value is missing.
+    value is missing, `user_vectors` (R, …) are zeros.
     """
 
     events: ItemFeatures
@@ -69,6 +69,7 @@ class RequestFeatures:
     age_seconds: Float32
     user_categorical: CategoricalIds
     user_numeric: Float32
+    user_vectors: Float32
     teacher_history: TeacherHistoryFeatures
 
 
@@ -76,12 +77,15 @@ class RequestFeatures:
 class CandidateFeatures:
     """The candidates' side (R, C): `numeric` (R, C, F) is NaN if a value is missing.
 
+    `context_vectors` (R, C, …) are zeros if a value is missing.
+
     `recency` has arrays (R, C, E) for each similarity attribute. `mask` is False in the padding of
     requests with fewer candidates.
     """
 
     items: ItemFeatures
     context_categorical: CategoricalIds
+    context_vectors: Float32
     numeric: Float32
     surfaces: Int64
     recency: tuple[RecencyFeatures, ...]
@@ -210,8 +214,7 @@ class InputLookup(Generic[ArrayT]):
     """Turns arrays of ids into the inputs of a program, with the tables of NumPy or of torch.
 
     Attributes:
-        gather: Concatenated rows of tables, in the order of the tables' names, then the content
-            vectors.
+        gather: Concatenated rows of tables, in the order of the tables' names, then vectors.
         to_array: Converts an array that needs no table.
         similarity_columns: Attributes by which candidates and events are compared.
         num_known_items: Items from this index on were not seen in training; they use row 0.
@@ -232,7 +235,7 @@ class InputLookup(Generic[ArrayT]):
             event_surfaces=self.to_array(requests.surfaces),
             event_dwells=self.to_array(requests.dwells),
             event_age_seconds=self.to_array(requests.age_seconds),
-            user_embeddings=self.gather(requests.user_categorical, requests.user_numeric[:, :0]),
+            user_embeddings=self.gather(requests.user_categorical, requests.user_vectors),
             user_numeric=self.to_array(requests.user_numeric),
             teacher_history=TeacherHistoryInputs(
                 items=self._gather_items(history.items),
@@ -247,7 +250,7 @@ class InputLookup(Generic[ArrayT]):
         return CandidateInputs(
             items=self._gather_items(candidates.items),
             similarity_ids=self._similarity_ids(candidates.items),
-            context=self.gather(candidates.context_categorical, candidates.numeric[..., :0]),
+            context=self.gather(candidates.context_categorical, candidates.context_vectors),
             numeric=self.to_array(candidates.numeric),
             surfaces=self.to_array(candidates.surfaces),
             last_age=self._stack_recency(candidates, "last_age"),

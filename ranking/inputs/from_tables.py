@@ -8,6 +8,7 @@ from torch import Tensor
 
 from etl.tables.lake import Lake
 from features.encoding.scalar import dequantize_int4
+from features.encoding.vectors import concat_vectors
 from features.recency import NO_EVENT_AGE
 from features.schema import ITEM_TABLE, USER_TABLE
 from ranking.inputs.arrays import (
@@ -69,6 +70,7 @@ class InputBuilder:
             age_seconds=pad(history.age_seconds.numpy()).astype(np.float32),
             user_categorical=user_ids | self._user_table_ids(batch),
             user_numeric=batch.user_numeric.numpy(),
+            user_vectors=_concat_vectors(len(batch.as_of), batch.user_vectors),
             teacher_history=self._teacher_history(batch),
         )
 
@@ -86,6 +88,7 @@ class InputBuilder:
                 index(_concat_vectors(len(batch), batch.row_vectors)),
             ),
             context_categorical={name: ids[name] for name in features.context.categorical},
+            context_vectors=index(_concat_vectors(len(batch), batch.context_vectors)),
             numeric=index(batch.row_numeric.numpy(), np.nan),
             surfaces=index(batch.surface.numpy()),
             recency=tuple(
@@ -139,5 +142,4 @@ def _age_seconds(index: PaddedIndex, as_of: np.ndarray, impression_ts: np.ndarra
 
 
 def _concat_vectors(num_rows: int, vectors: Mapping[str, Tensor]) -> np.ndarray:
-    no_vectors = np.zeros((num_rows, 0), np.float32)
-    return np.concatenate([no_vectors, *(v.numpy() for v in vectors.values())], 1)
+    return concat_vectors([v.numpy() for v in vectors.values()], num_rows)

@@ -9,9 +9,9 @@ from etl.spec.sections import Money
 Identifier = Annotated[str, Field(min_length=1, max_length=256)]
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 TimestampMs = Annotated[int, Field(ge=0, lt=1 << 48)]
-ContextValue = str | FiniteFloat | None
-RequestContext = dict[str, ContextValue]
-AttributeValues = dict[str, str | FiniteFloat | list[FiniteFloat] | None]
+AttributeValue = str | FiniteFloat | list[FiniteFloat] | list[str] | None
+AttributeValues = dict[str, AttributeValue]
+RequestContext = AttributeValues
 
 
 class BodyModel(BaseModel):

@@ -116,12 +116,14 @@ class Student(nn.Module):
 
     def _user_width(self, features: FeatureSchema) -> int:
         num_tables = len(features.user.categorical) + bool(self.config.user_hash_buckets)
-        width = num_tables * self.config.embedding_dim + len(features.user.numeric)
+        width = num_tables * self.config.embedding_dim + sum(features.user.vectors.values())
+        width += len(features.user.numeric)
         return width + (self.teacher_history.pooled_width if self.teacher_history else 0)
 
     def _candidate_width(self, features: FeatureSchema) -> int:
         d, w = self.config.embedding_dim, self.config.event_width
-        context = len(features.context.categorical) * d + len(self.numeric_columns)
+        context = len(features.context.categorical) * d + sum(features.context.vectors.values())
+        context += len(self.numeric_columns)
         type_means = self.num_types
         match_counts = self.num_types * self.num_similarity_attributes * len(DECAY_TIMES)
         recency = self.num_similarity_attributes * self.num_types * d

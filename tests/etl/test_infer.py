@@ -3,7 +3,7 @@
 import csv
 import gzip
 import json
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,30 @@ def test_the_columns_of_the_simulator_are_found(raw: Path, tmp_path: Path) -> No
     dwell = {"event": "ad_view", "window": "1h", "target": "dwell"}
     assert written["auxiliary_objectives"] == {"ad_view_dwell": dwell}, "posts have no impression"
     assert {"ad_click", "conversion"} <= set(written["objectives"])
+
+
+def test_lists_of_values_are_read_as_several_categories(tmp_path: Path) -> None:
+    """Of few values as a vocabulary; lists of as many numbers in each record are vectors."""
+    folder = tmp_path / "lists"
+    start = datetime(2026, 1, 1, tzinfo=UTC)
+    records: list[dict[str, Any]] = [
+        {
+            "user_id": f"u{n % 7}",
+            "item_id": f"i{n % 5}",
+            "type": ("impression", "click")[n % 3 == 0],
+            "timestamp": (start + timedelta(minutes=n)).isoformat(),
+            "tags": ["red", "blue", "new"][: n % 4],
+            "words": [f"w{n}", f"w{n + 1}"],
+            "place": [n / 7, 1.0],
+        }
+        for n in range(200)
+    ]
+    write_json_lines(folder / "events" / "2026-01-01" / "a.json.gz", records)
+    context = inferred(folder, tmp_path)[1]["attributes"]["context"]
+    vocabulary = ["blue", "new", "red"]
+    assert context["tags"] == {"type": "multi_categorical", "vocabulary": vocabulary}
+    assert context["words"] == {"type": "multi_categorical", "size": 256}
+    assert context["place"] == {"type": "vector", "width": 2}
 
 
 def test_a_wide_impression_log_with_files_of_users_and_items(tmp_path: Path) -> None:

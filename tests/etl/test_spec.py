@@ -82,7 +82,17 @@ def test_all_errors_are_reported_at_once_with_their_lines(tmp_path: Path) -> Non
         ("reels: {}", "reels: {logged_as: feed}", "two surfaces are logged as 'feed'"),
         (USERS, "", "attributes.user: users have attributes, but no source"),
         ("entity: user", "entity: item", "sources items, users all hold items"),
-        ("numeric, transform: log}", "vector, width: 3}", "signup_days"),
+        ("numeric, transform: log}", "vector, width: 0}", "signup_days.*width"),
+        (
+            "numeric, transform: log}",
+            "text, ngram_range: [3, 2]}",
+            "signup_days.*first number is at most the second",
+        ),
+        (
+            "{type: categorical, size: 32}",
+            "{type: multi_categorical}",
+            "'country' is not among the attributes of users and of the context with one value",
+        ),
         ("reels: {}", "reels: {}\n  feed: {}", "feed: duplicate key"),
         ("windows: [1h, 1d, 7d]", "windows: []", "counters.windows: .*at least 1 item"),
         (

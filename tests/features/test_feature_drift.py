@@ -59,9 +59,13 @@ def test_statistics_equal_a_loop_over_rows(spark: SparkSession) -> None:
                 [None if rng.random() < 0.2 else rng.normal(size=3).tolist() for _ in range(size)],
                 pa.list_(pa.float32()),
             ),
+            "bag": pa.array(
+                [None if n == 0 else [n - 1, 3][: n - 1] for n in rng.integers(0, 4, size)],
+                pa.list_(pa.int32()),
+            ),
         }
     )
-    columns = FeatureColumns(("code",), ("number", "count"), ("vector",))
+    columns = FeatureColumns(("code",), ("number", "count"), ("vector",), ("bag",))
     frame = spark.createDataFrame(table).repartition(5)
     stored = {
         (row["day"], row["surface"], row["feature"]): row
@@ -71,9 +75,13 @@ def test_statistics_equal_a_loop_over_rows(spark: SparkSession) -> None:
     assert stored.keys() == {(*group, name) for group in groups for name in columns.names}
     for (day, surface, name), row in stored.items():
         of_group = [r for r in table.to_pylist() if (r["day"], r["surface"]) == (day, surface)]
-        assert row["num_rows"] == len(of_group)
         values = [r[name] for r in of_group if r[name] is not None]
-        if name == "code":
+        if name == "bag":  # each value counts, and each row without any
+            of_group = [value for r in of_group for value in r[name] or [None]]
+            values = [value for value in of_group if value is not None]
+            expected = Counter(values)
+            assert row["least"] is row["greatest"] is None
+        elif name == "code":
             values = [value for value in values if value]
             expected = Counter(values)
             assert row["least"] is row["greatest"] is None
@@ -82,6 +90,7 @@ def test_statistics_equal_a_loop_over_rows(spark: SparkSession) -> None:
             expected = Counter(number_bins(np.array(lengths)).tolist())
             assert row["least"] == pytest.approx(min(lengths), rel=1e-6)
             assert row["greatest"] == pytest.approx(max(lengths), rel=1e-6)
+        assert row["num_rows"] == len(of_group)
         assert row["num_missing"] == len(of_group) - len(values)
         assert dict(zip(row["bins"], row["counts"], strict=True)) == expected
         assert all(a >= b for a, b in pairwise(row["counts"]))

@@ -175,6 +175,20 @@ def test_a_removed_feature_that_returns_is_a_new_one(default: TrainState) -> Non
     assert "user_country" in returned.model.core.row_alignment.added_names
 
 
+def test_a_spec_without_features_of_users_is_trained_and_may_get_some(default: TrainState) -> None:
+    def without_users(spec: dict[str, Any]) -> None:
+        spec["attributes"]["user"] = {}
+
+    training = default.manifest.training
+    without = trained_gem(manifest_of(changed_spec(without_users), training))
+    row = without.model.core.any_user
+    assert row is not None and row.any(), "it is trained"
+    full = carry_over(without, manifest_of(load_spec(SIMULATOR_SPEC), training))[0]
+    assert prediction_difference(without, full) <= TOLERANCE
+    assert "user_country" in full.model.core.row_alignment.added_names
+    assert default.model.core.any_user is None
+
+
 def test_an_attribute_that_is_read_differently_is_a_new_one(default: TrainState) -> None:
     def other_hashes(spec: dict[str, Any]) -> None:
         spec["attributes"]["item"]["category"]["size"] = 200

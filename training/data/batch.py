@@ -62,9 +62,11 @@ class Batch(TensorFields):
         user_hash: (R) Hash of `user_ids`, not negative, the same on every machine.
         user_categorical: Features of the user, each (R).
         user_numeric: (R, F) Features of the user.
+        user_vectors: Vector features of the user, each (R, d).
         row_categorical: Features of the item and of the context, each (B).
         row_numeric: (B, F) Features of the item, of the context, and counters.
         row_vectors: Vector features of the item, each (B, d).
+        context_vectors: Vector features of the context, each (B, d).
         history: Events of the user before the request.
         labels: (B, O) 0 or 1.
         label_mask: (B, O) Final labels to train or evaluate on.
@@ -84,9 +86,11 @@ class Batch(TensorFields):
     user_hash: Tensor
     user_categorical: dict[str, Tensor]
     user_numeric: Tensor
+    user_vectors: dict[str, Tensor]
     row_categorical: dict[str, Tensor]
     row_numeric: Tensor
     row_vectors: dict[str, Tensor]
+    context_vectors: dict[str, Tensor]
     history: History
     labels: Tensor
     label_mask: Tensor

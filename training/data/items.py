@@ -11,6 +11,7 @@ import pyarrow as pa
 from etl.spec.units import MICROS
 from etl.tables.arrow import Snapshot
 from etl.tables.schemas import RESERVED_ITEM_INDICES
+from features.encoding.vectors import vector_matrix
 from features.schema import FeatureGroup
 
 Int64 = npt.NDArray[np.int64]
@@ -127,13 +128,3 @@ def _is_changed(item: Int64, columns: Iterable[npt.NDArray[np.generic]]) -> npt.
             equal |= np.isnan(values[1:]) & np.isnan(values[:-1])
         same = same & equal
     return np.append(np.ones(min(1, len(item)), bool), ~same)
-
-
-def vector_matrix(column: pa.ChunkedArray, width: int) -> Float32:
-    """Lists of `width` numbers as rows; null lists and non-finite numbers become zeros."""
-    lists = column.combine_chunks()
-    rows = np.zeros((len(lists), width), np.float32)
-    rows[lists.is_valid().to_numpy(zero_copy_only=False)] = (
-        lists.drop_null().flatten().to_numpy(zero_copy_only=False).reshape(-1, width)
-    )
-    return np.nan_to_num(rows, nan=0.0, posinf=0.0, neginf=0.0)

@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 from etl.errors import UserError
 from etl.spec.model import DataSpec
 from etl.tables.arrow import Snapshot
+from features.encoding.vectors import vector_matrix
 from features.ragged import run_starts
 from features.schema import FeatureSchema
 from training.data.label_window import LabelWindow
@@ -45,6 +46,7 @@ class ExamplePartition:
     categorical: dict[str, Int64]
     user_numeric: Float32
     numeric: Float32
+    vectors: dict[str, Float32]
     labels: Float32
     label_mask: Bools
     outcome_values: Float32
@@ -103,7 +105,8 @@ class PartitionLoader:
         """The rows of some days, in the order of the table."""
         user, context = self.features.user, self.features.context
         columns = [*KEY_COLUMNS, *HISTORY_POINTER_COLUMNS, *user.categorical, *context.categorical]
-        columns += [*user.numeric, *context.numeric, *self.features.counters]
+        columns += [*user.numeric, *context.numeric, *user.vectors, *context.vectors]
+        columns += self.features.counters
         rows = self.examples.read(columns, day=days, bucket=bucket)
         return rows.sort_by([(name, "ascending") for name in self.examples.schema.order_by])
 
@@ -131,6 +134,10 @@ class PartitionLoader:
             numeric=np.concatenate(
                 (context_numeric, self.features.counter_transform(counters)), axis=1
             ),
+            vectors={
+                name: vector_matrix(rows[name], width)
+                for name, width in (user.vectors | context.vectors).items()
+            },
             labels=labels.values,
             label_mask=labels.mask,
             outcome_values=labels.outcome_values,

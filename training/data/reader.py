@@ -205,6 +205,10 @@ class ExampleReader:
                 for name in self.features.user.categorical
             },
             user_numeric=torch.from_numpy(partition.user_numeric[first]),
+            user_vectors={
+                name: torch.from_numpy(partition.vectors[name][first])
+                for name in self.features.user.vectors
+            },
             row_categorical={
                 name: torch.from_numpy(ids)
                 for name, ids in (item_categorical | context_categorical).items()
@@ -213,6 +217,10 @@ class ExampleReader:
             row_vectors={
                 name: torch.from_numpy(vectors[version])
                 for name, vectors in self.items.vectors.items()
+            },
+            context_vectors={
+                name: torch.from_numpy(partition.vectors[name][rows])
+                for name in self.features.context.vectors
             },
             history=self._build_history(partition, requests, histories, user_positions),
             labels=torch.from_numpy(partition.labels[rows]),

@@ -39,11 +39,11 @@ class RandomValues:
         """Values (count) of categorical features; `tables` are the rows of their tables."""
         return {name: self.integers(rows, count) for name, rows in tables.items()}
 
-    def vectors(self, count: int) -> dict[str, Tensor]:
-        """Content vectors (count, width) of items."""
+    def vectors(self, widths: Mapping[str, int], count: int) -> dict[str, Tensor]:
+        """Values (count, width) of vector features."""
         return {
             name: torch.randn(count, width, generator=self.generator)
-            for name, width in self.features.item.vectors.items()
+            for name, width in widths.items()
         }
 
     def numbers(self, columns: Sequence[str], count: int) -> Tensor:
@@ -71,7 +71,7 @@ def random_batch(features: FeatureSchema, shape: BatchShape, seed: int = 0) -> B
         dwells=values.integers(128, events),
         age_seconds=ages.flatten(),
         item_categorical=values.ids(features.item.categorical, events),
-        item_vectors=values.vectors(events),
+        item_vectors=values.vectors(features.item.vectors, events),
     )
     labels = torch.rand(rows, len(features.objectives), generator=values.generator) < 0.2
     return Batch(
@@ -82,9 +82,11 @@ def random_batch(features: FeatureSchema, shape: BatchShape, seed: int = 0) -> B
         user_hash=values.integers(2**40, requests),
         user_categorical=values.ids(features.user.categorical, requests),
         user_numeric=values.numbers(features.user.numeric, requests),
+        user_vectors=values.vectors(features.user.vectors, requests),
         row_categorical=values.ids(features.item.categorical | features.context.categorical, rows),
         row_numeric=values.numbers(features.numeric_columns, rows),
-        row_vectors=values.vectors(rows),
+        row_vectors=values.vectors(features.item.vectors, rows),
+        context_vectors=values.vectors(features.context.vectors, rows),
         history=history,
         labels=labels.float(),
         label_mask=torch.ones_like(labels),
@@ -129,15 +131,17 @@ def with_features_of(
         surface=surfaces[batch.surface],
         user_categorical=kept(batch.user_categorical, random.ids(new.user.categorical, requests)),
         user_numeric=numbers(batch.user_numeric, old.user.numeric, new.user.numeric),
+        user_vectors=kept(batch.user_vectors, random.vectors(new.user.vectors, requests)),
         row_categorical=kept(batch.row_categorical, random.ids(row_tables, rows)),
         row_numeric=numbers(batch.row_numeric, old.numeric_columns, new.numeric_columns),
-        row_vectors=kept(batch.row_vectors, random.vectors(rows)),
+        row_vectors=kept(batch.row_vectors, random.vectors(new.item.vectors, rows)),
+        context_vectors=kept(batch.context_vectors, random.vectors(new.context.vectors, rows)),
         history=replace(
             history,
             surfaces=surfaces[history.surfaces],
             types=types[history.types],
             item_categorical=kept(history.item_categorical, item_ids),
-            item_vectors=kept(history.item_vectors, random.vectors(events)),
+            item_vectors=kept(history.item_vectors, random.vectors(new.item.vectors, events)),
         ),
     )
 

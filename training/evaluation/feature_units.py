@@ -36,6 +36,8 @@ class FeatureUnit:
     row_categorical: tuple[str, ...] = ()
     user_categorical: tuple[str, ...] = ()
     row_vectors: tuple[str, ...] = ()
+    user_vectors: tuple[str, ...] = ()
+    context_vectors: tuple[str, ...] = ()
 
     @property
     def num_columns(self) -> int:
@@ -46,6 +48,8 @@ class FeatureUnit:
             self.row_categorical,
             self.user_categorical,
             self.row_vectors,
+            self.user_vectors,
+            self.context_vectors,
         )
         return sum(map(len, parts))
 
@@ -82,7 +86,7 @@ def _attribute_units(spec: DataSpec) -> Iterable[FeatureUnit]:
             elif column in group.numeric:
                 fields[f"{side}_numeric"] = (numbers.index(column),)
             elif column in group.vectors:
-                fields["row_vectors"] = (column,)
+                fields["row_vectors" if entity == "item" else f"{entity}_vectors"] = (column,)
             if fields:
                 yield FeatureUnit(f"{entity}.{name}", **fields)
 
@@ -204,6 +208,8 @@ def _changed(
         row_categorical=tensors(batch.row_categorical, unit.row_categorical),
         user_categorical=tensors(batch.user_categorical, unit.user_categorical),
         row_vectors=tensors(batch.row_vectors, unit.row_vectors),
+        user_vectors=tensors(batch.user_vectors, unit.user_vectors),
+        context_vectors=tensors(batch.context_vectors, unit.context_vectors),
     )
 
 

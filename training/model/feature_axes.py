@@ -100,6 +100,8 @@ def _trunk_inputs(gem: Gem) -> tuple[str, ...]:
         *features.user.numeric,
         *_widths(vectors),
         *_names(vectors, features.events),
+        *_widths(features.user.vectors),
+        *_widths(features.context.vectors),
     )
 
 

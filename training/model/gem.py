@@ -5,7 +5,7 @@ width, M MLP width.
 """
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -40,6 +40,8 @@ from training.model.numeric import InputScale, NumericEmbedding
 from training.model.trunk import build_trunk
 
 CANDIDATE = "candidate|"  # prefix of the names of rows of a candidate's ids
+ANY_USER = "any user"  # name of the row of all users, if the spec has no features of users
+CONTENT = "content|{}"  # name of the row of a vector feature
 NORM_EPS = 1e-2  # large, so that LayerNorm does not amplify barely trained rows
 
 
@@ -81,7 +83,15 @@ class Gem(nn.Module):
         self.features = features
         self.auxiliary_objectives = auxiliary_objectives(features, config)
         self._build_categorical(features, config, layout)
-        user_rows = (*self.user_ids.row_names, *(["numbers|user"] if features.user.numeric else []))
+        user_rows = (
+            *self.user_ids.row_names,
+            *(["numbers|user"] if features.user.numeric else []),
+            *map(CONTENT.format, features.user.vectors),
+        )
+        self.any_user: nn.Parameter | None = None
+        if not user_rows or (layout and ANY_USER in layout["user"]):
+            self.any_user = nn.Parameter(torch.zeros(d))
+            user_rows = (ANY_USER, *user_rows)
         self.user_alignment = RowAlignment(user_rows, layout["user"] if layout else user_rows)
         candidate_rows = self._candidate_row_names()
         self.candidate_alignment = RowAlignment(
@@ -94,8 +104,9 @@ class Gem(nn.Module):
             TypeMeanSimilarity(name, width, len(features.events), d)
             for name, width in features.item.vectors.items()
         )
+        widths = features.item.vectors | features.user.vectors | features.context.vectors
         self.content_projections = nn.ModuleDict(
-            {name: nn.Linear(width, d) for name, width in features.item.vectors.items()}
+            {name: nn.Linear(width, d) for name, width in widths.items()}
         )
         self.surface = nn.Embedding(len(features.surfaces) + 1, d)
         self.candidate_numeric, self.user_numeric = (
@@ -178,8 +189,9 @@ class Gem(nn.Module):
         """Names of the rows of a candidate's own features: ids, content, surface, numbers."""
         return (
             *(CANDIDATE + name for name in self.candidate_ids.row_names),
-            *(f"content|{name}" for name in self.features.item.vectors),
+            *map(CONTENT.format, self.features.item.vectors),
             "surface",
+            *map(CONTENT.format, self.features.context.vectors),
             *(f"numbers|of {' '.join(key)}" for key in dict.fromkeys(self.features.numeric_keys)),
         )
 
@@ -201,6 +213,7 @@ class Gem(nn.Module):
         """Width of the features that bypass the interaction module; see `forward`."""
         f = self.features
         vectors = sum(width + len(f.events) for width in f.item.vectors.values())
+        vectors += sum(f.user.vectors.values()) + sum(f.context.vectors.values())
         return len(f.numeric_columns) + len(f.user.numeric) + vectors
 
     @property
@@ -243,7 +256,14 @@ class Gem(nn.Module):
         vectors = vectors.map(self.narrow_embeddings)
         user_numeric = self.user_numeric(batch.user_numeric)
         numeric = self.candidate_numeric(batch.row_numeric)
-        user_rows = torch.stack((*self.user_ids(vectors.users), *user_numeric.rows.unbind(1)), 1)
+        of_users = [
+            *self.user_ids(vectors.users),
+            *user_numeric.rows.unbind(1),
+            *self._content_rows(batch.user_vectors),
+        ]
+        if self.any_user is not None:
+            of_users = [self.any_user.expand(len(batch.as_of), -1), *of_users]
+        user_rows = torch.stack(of_users, 1)
         candidate_rows = torch.cat((self._candidate_rows(batch, vectors), numeric.rows), 1)
         history = self.history(
             batch,
@@ -275,6 +295,8 @@ class Gem(nn.Module):
             user_numeric.standardized[batch.request_index],
             *batch.row_vectors.values(),
             *(similarity.scores for similarity in similarities),
+            *(values[batch.request_index] for values in batch.user_vectors.values()),
+            *batch.context_vectors.values(),
         )
         trunk: Tensor = self.trunk(self.trunk_scale(torch.cat((x.flatten(1), *wide), 1)))
         hidden = trunk.to(rows.dtype)  # under autocast, heads are in fp32
@@ -300,10 +322,15 @@ class Gem(nn.Module):
         return torch.cat((mixtures, embedding[:, None].expand(-1, mixtures.shape[1], -1)), 2)
 
     def _candidate_rows(self, batch: Batch, vectors: EmbeddingVectors) -> Tensor:
-        """Rows (B, n, d) of a candidate's ids, content vectors and surface."""
+        """Rows (B, n, d) of a candidate's ids, vectors of the item, surface and context."""
         ids = self.candidate_ids(vectors.candidates)
-        content = [self.content_projections[name](v) for name, v in batch.row_vectors.items()]
-        return torch.stack((*ids, *content, self.surface(batch.surface)), 1)
+        content = self._content_rows(batch.row_vectors)
+        context = self._content_rows(batch.context_vectors)
+        return torch.stack((*ids, *content, self.surface(batch.surface), *context), 1)
+
+    def _content_rows(self, vectors: Mapping[str, Tensor]) -> list[Tensor]:
+        """A row (n, d) for each vector feature."""
+        return [self.content_projections[name](values) for name, values in vectors.items()]
 
 
 def auxiliary_objectives(features: FeatureSchema, config: GemOptions) -> dict[str, str]:

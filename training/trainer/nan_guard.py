@@ -50,7 +50,12 @@ def non_finite_tensors(model: GemModel, batch: Batch) -> list[str]:
     vectors = lookup_embeddings(
         model.tables, batch, history.positions, model.item_rows, user_buckets=model.user_rows
     )
-    inputs = {**batch.row_vectors, **batch.history.item_vectors}
+    inputs = {
+        **batch.user_vectors,
+        **batch.row_vectors,
+        **batch.context_vectors,
+        **batch.history.item_vectors,
+    }
     tables = {
         name: rows
         for part in (vectors.users, vectors.candidates, vectors.events)
