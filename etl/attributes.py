@@ -35,6 +35,7 @@ from etl.spec.model import DataSpec
 from etl.spec.sources import AttributeSource
 from etl.spec.units import MICROS, DayRange
 from etl.tables import schemas, spark_io
+from etl.tables.declared_columns import AUCTION_TYPES, auction_columns
 from etl.tables.lake import Lake, create_table
 from etl.tables.schemas import STATIC_DAY
 from etl.tables.weekly_snapshots import remove_snapshots_from
@@ -190,8 +191,8 @@ def _typed_columns(lake: Lake, source: AttributeSource) -> dict[str, tuple[str, 
     columns = {f"attr_{name}": (a.column or name, a) for name, a in declared.items()}
     typed = {name: (column, attribute_value(a, column)) for name, (column, a) in columns.items()}
     if source.entity == "item":
-        for name, column in schemas.auction_columns(lake.spec).items():
-            typed[name] = column, raw_value(column).try_cast(schemas.AUCTION_TYPES[name])
+        for name, column in auction_columns(lake.spec).items():
+            typed[name] = column, raw_value(column).try_cast(AUCTION_TYPES[name])
     return typed
 
 

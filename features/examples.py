@@ -18,6 +18,7 @@ from etl.spec.attributes import LocalTimeAttribute
 from etl.spec.model import DataSpec
 from etl.spec.units import MICROS
 from etl.tables import schemas, spark_io
+from etl.tables.declared_columns import item_counter_key_columns
 from etl.tables.lake import Lake
 from features.counters import HOT_EVENTS, count_events, find_hot_leads
 from features.coverage import missing_attribute_counts
@@ -89,12 +90,13 @@ def build_examples(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     inputs = ExampleInputs.read(lake, versions, counted_since)
     impressions = impressions_of_days(spec, inputs, days).persist(StorageLevel.MEMORY_AND_DISK)
     recent = countable_events(spec, inputs, days)
-    recent = recent.select(
-        "visible_ts", "type", "dwell_ms", "value", *_key_columns(spec, "visible_ts")
-    )
+    occurred = F.floor(F.col("event_ts") / MICROS["s"])
+    keys = _key_columns(spec, "visible_ts", occurred)
+    recent = recent.select("visible_ts", "type", "dwell_ms", "value", *keys)
     if spec.user_counter_keys:  # read several times, after a join
         recent = recent.persist(StorageLevel.MEMORY_AND_DISK)
-    queries = impressions.select("impression_id", "as_of_ts", *_key_columns(spec, "as_of_ts"))
+    keys = _key_columns(spec, "as_of_ts", F.col("as_of_ts"))
+    queries = impressions.select("impression_id", "as_of_ts", *keys)
     has_many = lake.count_rows("events", (first_input_day(spec, days), days[1])) >= HOT_EVENTS
     hot_leads = find_hot_leads(spec, recent) if has_many else None
     counted = count_events(spec, recent, queries, hot_leads)
@@ -159,17 +161,26 @@ def _is_item_known(ts_column: str) -> Column:
     return F.col("item_known_since") < F.col(ts_column)
 
 
-def _key_columns(spec: DataSpec, ts_column: str) -> list[Column]:
-    """The parts of counter keys, as integers; null where unknown at the second in `ts_column`."""
+def _key_columns(spec: DataSpec, ts_column: str, occurred: Column) -> list[Column]:
+    """The parts of counter keys, as integers; null where unknown at the second in `ts_column`.
+
+    Clocks show the second `occurred`.
+    """
     keys = {
         "key_user": F.xxhash64("user_id"),
         "key_item": F.col("item_index").cast("bigint"),
         "key_surface": F.col("surface").cast("bigint"),
     }
-    for name in schemas.item_counter_key_columns(spec):
+    for name in item_counter_key_columns(spec):
         keys[name] = F.when(_is_item_known(ts_column), F.col(name))
     for name, attribute in spec.user_counter_keys.items():
         row = encode_attribute(attribute, F.col(f"user.attr_{name}"))
+        keys[f"key_{name}"] = F.when(row != MISSING_CATEGORY, row.cast("bigint"))
+    for name, context in spec.context_counter_keys.items():
+        if isinstance(context, LocalTimeAttribute):
+            row = encode_local_time(spec, context, occurred)
+        else:
+            row = encode_attribute(context, F.col(f"ctx_{name}"))
         keys[f"key_{name}"] = F.when(row != MISSING_CATEGORY, row.cast("bigint"))
     return [key.alias(name) for name, key in keys.items()]
 

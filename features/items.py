@@ -11,6 +11,7 @@ from etl.event_time import day_start_sql
 from etl.spec.model import DataSpec
 from etl.spec.units import MICROS
 from etl.tables import schemas, spark_io
+from etl.tables.declared_columns import item_counter_key_columns
 from etl.tables.lake import Lake
 from features.encoding.spark import encode_attribute
 
@@ -106,7 +107,7 @@ def build_item_versions(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
         f"item_{name}": encode_attribute(attribute, F.col(f"attr_{name}"))
         for name, attribute in spec.attributes.item.items()
     }
-    for name in schemas.item_counter_key_columns(spec):
+    for name in item_counter_key_columns(spec):
         value = F.col(f"attr_{name.removeprefix('key_')}")
         columns[name] = F.when(value.isNotNull(), F.xxhash64(value))
     where = spark_io.day_range_predicate(*days)
@@ -146,7 +147,7 @@ def build_first_item_versions(lake: Lake, first_day: date) -> None:
         known = known.groupBy("item_index").agg(F.min("valid_from").alias("known_from"))
         stored = stored.filter(where).join(known, "item_index", "left")
         is_earlier = F.coalesce(F.col("valid_from") < F.col("known_from"), F.lit(True))
-    keys = schemas.item_counter_key_columns(spec)
+    keys = item_counter_key_columns(spec)
     values = F.struct("valid_from", *keys, "day")
     first = F.min_by(values, F.struct("valid_from", "day")).alias("first")
     rows = (
@@ -161,7 +162,7 @@ def first_item_versions(lake: Lake) -> DataFrame:
     Columns `item_index`, `item_known_since` and the keys. Counters use an item's first attributes
     only, so that later changes do not move counts between keys.
     """
-    keys = schemas.item_counter_key_columns(lake.spec)
+    keys = item_counter_key_columns(lake.spec)
     stored = spark_io.read_table(lake, schemas.first_item_versions(lake.spec))
     values = F.struct("valid_from", *keys)
     first = F.min_by(values, F.struct("valid_from", "day")).alias("first")

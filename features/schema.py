@@ -17,7 +17,7 @@ from etl.spec.attributes import (
 from etl.spec.counters import Counter, CounterKey
 from etl.spec.model import DataSpec
 from etl.spec.units import DAY
-from etl.tables.schemas import counter_columns
+from etl.tables.declared_columns import counter_columns
 
 Float32 = npt.NDArray[np.float32]
 ITEM_TABLE, USER_TABLE = "item", "user"  # embedding tables of item and user ids

@@ -17,13 +17,15 @@ from tqdm import tqdm
 
 from etl.erasure.hashes import hash_user, read_salt
 from etl.errors import UserError
+from etl.spec.attributes import LocalTimeAttribute
 from etl.spec.counters import Counter
 from etl.spec.units import date_range
 from etl.tables import schemas, user_schemas
 from etl.tables.arrow import Snapshot, snapshot
+from etl.tables.declared_columns import context_counter_key_columns
 from etl.tables.lake import Lake
 from features import reference
-from features.encoding.scalar import encode_categorical
+from features.encoding.scalar import encode_categorical, encode_local_time
 from features.history.codec import decode_rows, delta_decode
 from features.ragged import run_starts
 from features.reference import MICROS_PER_SECOND, Row
@@ -123,15 +125,16 @@ class ExampleRecomputer:
         self.lake, self.spec = lake, lake.spec
         self._read_versions: dict[str, list[Row]] = {}
         self._events, self._history = self._snapshot("events"), self._snapshot("history")
+        self._event_columns = [*EVENT_COLUMNS, *context_counter_key_columns(self.spec)]
         first_day = min(days) - timedelta(days=counter_input_days(self.spec))
         self._recent_events = self._events.read(
-            EVENT_COLUMNS, day=set(date_range(first_day, max(days)))
+            self._event_columns, day=set(date_range(first_day, max(days)))
         )
 
     def recompute(self, example: Row) -> tuple[Row, list[HistoryEvent]]:
         """What an example should hold, by column, and the events that its pointer should select."""
         user, as_of = example["user_id"], example["as_of_ts"]
-        events = self._events.read(EVENT_COLUMNS, bucket=example["bucket"])
+        events = self._events.read(self._event_columns, bucket=example["bucket"])
         user_events = _filter_rows(events, {"user_id": user})
         impression_type = self.spec.event_codes[self.spec.impression_type]
         impressions = {
@@ -216,25 +219,41 @@ class ExampleRecomputer:
         self, events: pa.Table, impression: Row, key: tuple[str, ...], as_of: int
     ) -> list[Row]:
         """Events with the impression's values of a key; none where one of those is unknown."""
-        wanted = [self._key_value(impression, part, as_of) for part in key]
+        wanted = [self._key_value(impression, part, as_of, as_of) for part in key]
         if None in wanted:
             return []
         columns = [KEY_COLUMNS[part] for part in key if part in KEY_COLUMNS]
         rows = _filter_rows(events, {column: impression[column] for column in columns})
-        return [
-            e for e in rows if [self._key_value(e, part, e["visible_ts"]) for part in key] == wanted
-        ]
 
-    def _key_value(self, event: Row, key_part: str, second: int) -> object:
-        """A part of a counter key: a column of the event, or an attribute as known at a second."""
+        def has_key(event: Row) -> bool:
+            seconds = event["visible_ts"], event["event_ts"] // MICROS_PER_SECOND
+            return [self._key_value(event, part, *seconds) for part in key] == wanted
+
+        return [event for event in rows if has_key(event)]
+
+    def _key_value(self, event: Row, key_part: str, second: int, occurred: int) -> object:
+        """A part of a counter key: a column of the event, or an attribute as known at a second.
+
+        Clocks show the second `occurred`.
+        """
         if key_part in KEY_COLUMNS:
             return event[KEY_COLUMNS[key_part]]
+        if key_part in self.spec.context_counter_keys:
+            return self._context_key_value(event, key_part, occurred)
         if key_part in self.spec.user_counter_keys:
             return self._user_key_value(event["user_id"], key_part, second)
         item = self._item_states[event["item_id"]]
         if item.known_since is None or item.known_since >= second:
             return None
         return item.keys[f"key_{key_part}"]
+
+    def _context_key_value(self, event: Row, name: str, occurred: int) -> int | None:
+        """The encoded attribute of an event's context; None if it is missing."""
+        attribute = self.spec.context_counter_keys[name]
+        if isinstance(attribute, LocalTimeAttribute):
+            return encode_local_time(attribute, occurred, self.spec.time_zone)
+        raw = event[f"ctx_{name}"]
+        return None if raw is None else encode_categorical(attribute, raw)
 
     def _user_key_value(self, user_id: str, name: str, second: int) -> int | None:
         """The encoded attribute of a user as of a second; None if it is not known."""

@@ -7,7 +7,7 @@ from pyspark.sql import functions as F
 
 from etl.ingest.readers import raw_value
 from etl.spec.attributes import LoggedAttribute, MultiCategoricalAttribute, VectorAttribute
-from etl.tables.schemas import logged_sql_type
+from etl.tables.declared_columns import logged_sql_type
 
 
 def attribute_value(attribute: LoggedAttribute, column: str) -> Column:

@@ -26,7 +26,7 @@ from etl.spec.model import DataSpec
 from etl.spec.sources import EventLogSource, ImpressionLogSource, OutcomeColumns
 from etl.spec.units import MICROS
 from etl.tables import schemas
-from etl.tables.schemas import logged_context_attributes, logged_sql_type
+from etl.tables.declared_columns import logged_context_attributes, logged_sql_type
 
 LogSource = EventLogSource | ImpressionLogSource
 REASON_SEPARATOR = "; "

@@ -25,6 +25,7 @@ from etl.spec.sources import EventLogSource, ImpressionLogSource
 from etl.spec.units import date_range
 from etl.tables import schemas, spark_io
 from etl.tables.arrow import snapshot
+from etl.tables.declared_columns import logged_context_attributes
 from etl.tables.lake import Lake
 
 # A log or a surface with fewer records on a day is not checked separately.
@@ -229,7 +230,7 @@ def optional_columns(spec: DataSpec, log: EventLogSource | ImpressionLogSource) 
     c = log.columns
     columns = {
         f"ctx_{name}": attribute.column or name
-        for name, attribute in schemas.logged_context_attributes(spec).items()
+        for name, attribute in logged_context_attributes(spec).items()
     }
     named = {
         "request_id": c.request,

@@ -15,15 +15,7 @@ from py4j.protocol import Py4JJavaError
 from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, DataFrameReader, SparkSession, Window
 from pyspark.sql import functions as F
-from pyspark.sql.types import (
-    ArrayType,
-    DataType,
-    MapType,
-    StringType,
-    StructField,
-    StructType,
-    TimestampType,
-)
+from pyspark.sql.types import DataType, StringType, StructField, StructType, TimestampType
 
 from etl.errors import UserError
 from etl.ingest.delta_tables import latest_delta_day, read_delta_table
@@ -271,7 +263,7 @@ def _text_of(rows: DataFrame, name: str) -> Column | None:
     column = F.col(".".join(f"`{part}`" for part in parts))
     if isinstance(type_, TimestampType):
         return F.date_format(column, "yyyy-MM-dd'T'HH:mm:ss.SSSSSSXXX")
-    if isinstance(type_, ArrayType | MapType | StructType):
+    if type_.typeName() in ("array", "map", "struct"):
         return F.to_json(column)
     return column.cast("string")
 

@@ -71,7 +71,7 @@ class CounterSpec(StrictModel):
     keys: tuple[tuple[KeyName, ...], ...] = Field(min_length=1)
     """What counted events share with the impression.
 
-    `user`, `item`, `surface`, or attributes of items and users.
+    `user`, `item`, `surface`, or attributes of items, users and the context.
     """
     half_lives: tuple[Annotated[Duration, Field(ge=1)], ...] = ()
     """Half-lives of decayed counts: an event of the longest window weighs 2^(-age / half-life)."""

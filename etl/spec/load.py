@@ -112,7 +112,12 @@ def declared_names(raw: dict[str, Any]) -> dict[str, list[str]]:
         ],
         "numeric context attributes": attributes_of("context", "numeric"),
         "attribution keys": ["item", *categories],
-        "counter keys": [*COUNTER_KEYS, *categories, *attributes_of("user", "categorical")],
+        "counter keys": [
+            *COUNTER_KEYS,
+            *categories,
+            *attributes_of("user", "categorical"),
+            *attributes_of("context", "categorical", "clock"),
+        ],
     }
 
 

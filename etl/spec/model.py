@@ -11,7 +11,7 @@ from zoneinfo import ZoneInfo
 from pydantic import model_validator
 
 from etl.errors import UserError
-from etl.spec.attributes import COUNTER_KEYS, CategoricalAttribute
+from etl.spec.attributes import COUNTER_KEYS, CategoricalAttribute, LocalTimeAttribute
 from etl.spec.consistency import consistency_problems
 from etl.spec.declarations import SpecDeclarations
 from etl.spec.effects import KeyPath, effect_of, flatten_keys
@@ -110,6 +110,23 @@ class DataSpec(SpecDeclarations):
             part: attribute
             for part in self.counters.key_parts
             if isinstance(attribute := self.attributes.user.get(part), CategoricalAttribute)
+            and part not in others
+        }
+
+    @cached_property
+    def context_counter_keys(self) -> dict[str, CategoricalAttribute | LocalTimeAttribute]:
+        """The attributes of the context that are parts of counter keys, by name.
+
+        A name that is also an attribute of items or users means that of the item or the user.
+        """
+        others = {*COUNTER_KEYS, *self.attributes.item, *self.user_counter_keys}
+        return {
+            part: attribute
+            for part in self.counters.key_parts
+            if isinstance(
+                attribute := self.attributes.context.get(part),
+                CategoricalAttribute | LocalTimeAttribute,
+            )
             and part not in others
         }
 

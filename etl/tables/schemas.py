@@ -5,18 +5,18 @@ from datetime import date
 
 from etl.errors import UserError
 from etl.event_time import MAX_CLOCK_SKEW_SECONDS, MIN_EVENT_TS, day_end_sql, day_start_sql
-from etl.spec.attributes import (
-    Attribute,
-    BagAttribute,
-    LocalTimeAttribute,
-    LoggedAttribute,
-    MultiCategoricalAttribute,
-    NumericAttribute,
-    VectorAttribute,
-)
 from etl.spec.model import DataSpec
 from etl.spec.units import MICROS
 from etl.tables.audience_schemas import AUDIENCE_SCHEMAS
+from etl.tables.declared_columns import (
+    AUCTION_TYPES,
+    auction_columns,
+    counter_columns,
+    encoded_sql_type,
+    item_counter_key_columns,
+    logged_context_attributes,
+    logged_sql_type,
+)
 from etl.tables.feature_schemas import feature_statistics
 from etl.tables.forecast_schemas import FORECAST_SCHEMAS
 from etl.tables.label_schemas import impressions, late_retractions
@@ -32,52 +32,6 @@ HISTORY_BYTE_PLANES = (
 NO_DAY = date(1970, 1, 1)  # partition of rows without a landing day
 STATIC_DAY = NO_DAY  # landing day of attributes without a time
 RESERVED_ITEM_INDICES = 16  # index 0: no item; 1 to 15: items without an index, by hash of the id
-
-
-def logged_sql_type(attribute: Attribute) -> str:
-    """Spark SQL type of an attribute as logged."""
-    if isinstance(attribute, VectorAttribute):
-        return "array<float>"
-    if isinstance(attribute, MultiCategoricalAttribute):
-        return "array<string>"
-    return "double" if isinstance(attribute, NumericAttribute) else "string"
-
-
-def encoded_sql_type(attribute: Attribute) -> str:
-    """Spark SQL type of an attribute as models read it; a bag has the inputs that it counts."""
-    if isinstance(attribute, BagAttribute):
-        return "array<int>"
-    if isinstance(attribute, VectorAttribute):
-        return "array<float>"
-    return "float" if isinstance(attribute, NumericAttribute) else "int"
-
-
-def logged_context_attributes(spec: DataSpec) -> dict[str, LoggedAttribute]:
-    """Context attributes that have a column in the logs."""
-    context = spec.attributes.context
-    return {name: a for name, a in context.items() if not isinstance(a, LocalTimeAttribute)}
-
-
-AUCTION_TYPES = {"bid": "double", "goal": "string", "target_roas": "double"}
-
-
-def auction_columns(spec: DataSpec) -> dict[str, str]:
-    """Raw column of each item column that the auction needs."""
-    auction = spec.auction
-    if auction is None:
-        return {}
-    columns = {"bid": auction.bid, "goal": auction.goal}
-    return columns | ({"target_roas": auction.target_roas} if auction.target_roas else {})
-
-
-def counter_columns(spec: DataSpec) -> dict[str, str]:
-    """SQL type of each counter's column, in their order."""
-    return {counter.column: counter.sql_type for counter in spec.counters.columns}
-
-
-def item_counter_key_columns(spec: DataSpec) -> list[str]:
-    """Columns with hashes of the item attributes that are counter keys: `key_author_id`."""
-    return [f"key_{part}" for part in spec.counters.key_parts if part in spec.attributes.item]
 
 
 def events(spec: DataSpec) -> TableSchema:

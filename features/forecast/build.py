@@ -16,6 +16,7 @@ from etl.spec.model import DataSpec
 from etl.spec.sections import UNKNOWN_LABEL
 from etl.spec.units import DAY, MICROS
 from etl.tables import audience_schemas, forecast_schemas, model_schemas, schemas, spark_io
+from etl.tables.declared_columns import logged_context_attributes
 from etl.tables.forecast_schemas import (
     SURFACE,
     UNKNOWN_VALUE,
@@ -158,7 +159,7 @@ def _impression_events(lake: Lake, days: Sequence[date], version: int) -> DataFr
     events = spark_io.read_table(lake, schemas.events(spec), version)
     events = events.filter(F.col("day").isin(list(days)))
     events = events.filter(F.col("type") == spec.event_codes[spec.impression_type])
-    context = [f"ctx_{name}" for name in schemas.logged_context_attributes(spec)]
+    context = [f"ctx_{name}" for name in logged_context_attributes(spec)]
     return events.select("impression_id", "day", "user_id", "event_ts", *context)
 
 

@@ -73,7 +73,7 @@ def encode_attributes(
         else:
             assert isinstance(attribute, CategoricalAttribute)
             ids[:, categorical.index(column)] = [
-                encode_categorical(attribute, _validated_string(label, value)) for value in values
+                encode_categorical(attribute, validated_string(label, value)) for value in values
             ]
     return EncodedAttributes(ids, numbers, concat_vectors([*vectors.values()], len(rows)))
 
@@ -81,7 +81,7 @@ def encode_attributes(
 def _encode_vector(attribute: LoggedAttribute, label: str, value: object) -> Float32:
     """The vector of an attribute that has one (W)."""
     if isinstance(attribute, TextAttribute):
-        text = _validated_string(label, value)
+        text = validated_string(label, value)
         return bag_vector(encode_bag(attribute, text), attribute.width)
     if isinstance(attribute, MultiCategoricalAttribute):
         strings = _validated_strings(label, value)
@@ -98,7 +98,8 @@ def _validated_float(label: str, value: object) -> float | None:
     return float(value)
 
 
-def _validated_string(label: str, value: object) -> str | None:
+def validated_string(label: str, value: object) -> str | None:
+    """The value; raises UserError if it is neither a string nor missing."""
     if value is None or isinstance(value, str):
         return value
     raise UserError(f"{label} is {value!r}; it is a string")

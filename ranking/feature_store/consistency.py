@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from etl.spec.units import MICROS
 from etl.tables import arrow, schemas
+from etl.tables.declared_columns import context_counter_key_columns, logged_context_attributes
 from etl.tables.lake import Lake
 from etl.tables.schemas import RESERVED_ITEM_INDICES
 from features.schema import ITEM_TABLE, FeatureSchema
@@ -192,6 +193,7 @@ def events_by_ingest_time(lake: Lake, logged_events: pa.Table) -> Iterator[Event
     """
     surfaces = {code: name for name, code in lake.spec.surface_codes.items()}
     types = {code: name for name, code in lake.spec.event_codes.items()}
+    context_columns = context_counter_key_columns(lake.spec)
     events = []
     for row in logged_events.to_pylist():
         type_ = types[row["type"]]
@@ -206,6 +208,7 @@ def events_by_ingest_time(lake: Lake, logged_events: pa.Table) -> Iterator[Event
             ingest_ts=max(row["ingest_ts"], earliest * MICROS["s"]),
             dwell_ms=row["dwell_ms"],
             value=row["value"],
+            context={name.removeprefix("ctx_"): row[name] for name in context_columns},
         )
         events.append(event)
     return iter(sorted(events, key=lambda event: event.ingest_ts))
@@ -233,7 +236,7 @@ def _rank_request(
 ) -> RankRequest:
     """The logged request of a batch as it would have been sent to the service."""
     rows = [impressions[impression_id] for impression_id in batch.impression_ids]
-    names = list(schemas.logged_context_attributes(lake.spec))
+    names = list(logged_context_attributes(lake.spec))
     return RankRequest(
         user=batch.user_ids[0],
         surface=surface,

@@ -1,6 +1,7 @@
 """Values of counter keys, as they were known when an event became visible or a request was made.
 
 The attributes of an item are those of its first version; those of a user are as of that second.
+Those of the context are of the event or the request itself, and clocks show when it occurred.
 
 N events, or the candidates of a request.
 """
@@ -12,10 +13,22 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from etl.spec.attributes import LocalTimeAttribute
+from etl.spec.model import DataSpec
 from etl.spec.units import MICROS
-from etl.tables.schemas import item_counter_key_columns
-from features.encoding.scalar import MISSING_CATEGORY, encode_categorical, spark_xxhash64
+from etl.tables.declared_columns import item_counter_key_columns
+from features.encoding.scalar import (
+    MISSING_CATEGORY,
+    encode_categorical,
+    encode_local_time,
+    spark_xxhash64,
+)
 from features.ragged import latest_before
+from ranking.feature_store.attribute_values import (
+    AttributeValues,
+    EncodedAttributes,
+    validated_string,
+)
 from ranking.feature_store.storage import (
     UNKNOWN,
     RecordLayout,
@@ -26,6 +39,7 @@ from ranking.feature_store.storage import (
 
 Ints = npt.NDArray[np.int64]
 KeyValues = dict[str, Ints]
+CLOCK_SECONDS = 900  # offsets of time zones are multiples of it
 
 
 def counter_key_values(
@@ -86,7 +100,57 @@ def user_key_values_of_events(
     for name, attribute in layout.spec.user_counter_keys.items():
         raw = versions[f"attr_{name}"].combine_chunks().dictionary_encode(null_encoding="encode")
         categories = [encode_categorical(attribute, value) for value in raw.dictionary.to_pylist()]
-        rows = np.array(categories, np.int64)[raw.indices.to_numpy()]
-        rows = np.where(rows == MISSING_CATEGORY, UNKNOWN, rows)
+        rows = _known_categories(np.array(categories, np.int64)[raw.indices.to_numpy()])
         values[name] = np.append(rows, UNKNOWN)[latest]
     return values
+
+
+def context_key_values_of_request(layout: RecordLayout, context: EncodedAttributes) -> KeyValues:
+    """Values (N) of the counter keys that belong to the context of candidates."""
+    columns = list(layout.features.context.categorical)
+    return {
+        name: _known_categories(context.ids[:, columns.index(f"ctx_{name}")])
+        for name in layout.spec.context_counter_keys
+    }
+
+
+def context_key_values_of_event(
+    spec: DataSpec, context: AttributeValues, epoch_second: int
+) -> KeyValues:
+    """Values (1) of the counter keys that belong to the context of a posted event.
+
+    Raises:
+        UserError: A value is not a string.
+    """
+    values = {}
+    for name, attribute in spec.context_counter_keys.items():
+        if isinstance(attribute, LocalTimeAttribute):
+            category = encode_local_time(attribute, epoch_second, spec.time_zone)
+        else:
+            label = f"{name} of the context"
+            category = encode_categorical(attribute, validated_string(label, context.get(name)))
+        values[name] = _known_categories(np.array([category]))
+    return values
+
+
+def context_key_values_of_events(spec: DataSpec, events: pa.Table) -> KeyValues:
+    """Values (N) of the counter keys that belong to the contexts of events in a table."""
+    values = {}
+    for name, attribute in spec.context_counter_keys.items():
+        if isinstance(attribute, LocalTimeAttribute):
+            seconds = events["event_ts"].to_numpy() // MICROS["s"]
+            starts, position = np.unique(seconds // CLOCK_SECONDS, return_inverse=True)
+            categories = [
+                encode_local_time(attribute, start * CLOCK_SECONDS, spec.time_zone)
+                for start in starts.tolist()
+            ]
+        else:
+            raw = events[f"ctx_{name}"].combine_chunks().dictionary_encode(null_encoding="encode")
+            categories = [encode_categorical(attribute, v) for v in raw.dictionary.to_pylist()]
+            position = raw.indices.to_numpy()
+        values[name] = _known_categories(np.array(categories, np.int64)[position])
+    return values
+
+
+def _known_categories(categories: Ints) -> Ints:
+    return np.where(categories == MISSING_CATEGORY, UNKNOWN, categories)

@@ -1,6 +1,6 @@
 """Writes events into a feature store: an event extends its user's history and counters."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,8 @@ from etl.spec.model import DataSpec
 from etl.spec.units import MICROS
 from features.history.codec import quantize_dwell
 from features.numeric_columns import FIXED_POINT
-from ranking.feature_store.counter_keys import counter_key_values
+from ranking.feature_store.attribute_values import AttributeValues
+from ranking.feature_store.counter_keys import context_key_values_of_event, counter_key_values
 from ranking.feature_store.items import read_item_records, register_items
 from ranking.feature_store.storage import (
     HISTORY_DTYPE,
@@ -24,7 +25,10 @@ from ranking.feature_store.store import FeatureStore
 
 @dataclass(frozen=True)
 class Event:
-    """One event, by the names of the spec; times in µs."""
+    """One event, by the names of the spec; times in µs.
+
+    Counter keys read attributes of the `context`.
+    """
 
     event_id: str
     user: str
@@ -35,6 +39,7 @@ class Event:
     ingest_ts: int
     dwell_ms: float | None = None
     value: float | None = None
+    context: AttributeValues = field(default_factory=dict)
 
 
 def visible_ts(spec: DataSpec, event: Event) -> int:
@@ -48,12 +53,12 @@ def visible_ts(spec: DataSpec, event: Event) -> int:
 
 def validate_event(spec: DataSpec, event: Event) -> None:
     """Raise UserError if an event breaks the rules that ingested log records keep."""
-    for field, name, known in (
+    for kind, name, known in (
         ("surface", event.surface, spec.surface_codes),
         ("event type", event.type, spec.event_codes),
     ):
         if name not in known:
-            raise UserError(f"unknown {field} {name!r}; known: {', '.join(known)}")
+            raise UserError(f"unknown {kind} {name!r}; known: {', '.join(known)}")
     if not (event.user and event.item and event.event_id):
         raise UserError("an event needs a user, an item and an id")
     if not MIN_EVENT_TS <= event.event_ts <= event.ingest_ts + MAX_CLOCK_SKEW_SECONDS * MICROS["s"]:
@@ -63,6 +68,10 @@ def validate_event(spec: DataSpec, event: Event) -> None:
         )
     if event.ingest_ts - event.event_ts > spec.allowed_lateness * MICROS["s"]:
         raise UserError(f"event {event.event_id} is later than the spec's allowed_lateness")
+    unknown = sorted(set(event.context) - set(spec.attributes.context))
+    if unknown:
+        raise UserError(f"event {event.event_id}: the context has no {', '.join(unknown)}")
+    context_key_values_of_event(spec, event.context, event.event_ts // MICROS["s"])
     if event.dwell_ms is not None and not 0 <= event.dwell_ms < 1e300:
         raise UserError(f"event {event.event_id} has a dwell of {event.dwell_ms} ms")
     if event.value is not None and not abs(event.value) < 1e300:
@@ -80,6 +89,8 @@ def ingest_event(store: FeatureStore, txn: Txn, event: Event) -> None:
     row = _history_row(store, event, visible, int(records["index"][0]))
     store.histories.append_event(txn, storage_key(event.user), row, now)
     key_values = counter_key_values(store.layout, txn, event.user, event.surface, records, visible)
+    occurred = event.event_ts // MICROS["s"]
+    key_values |= context_key_values_of_event(store.spec, event.context, occurred)
     record_keys = [keys[0] for keys in store.counters.record_keys(key_values)]
     known_keys = [key for key in record_keys if key is not None]
     event_code, numbers = store.spec.event_codes[event.type], _numbers(store, event)

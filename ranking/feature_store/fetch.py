@@ -16,7 +16,8 @@ import numpy as np
 
 from features.encoding.scalar import dequantize_int4
 from features.schema import ITEM_TABLE, USER_TABLE
-from ranking.feature_store.counter_keys import counter_key_values
+from ranking.feature_store.attribute_values import EncodedAttributes
+from ranking.feature_store.counter_keys import context_key_values_of_request, counter_key_values
 from ranking.feature_store.items import read_item_records
 from ranking.feature_store.request import RankRequest, encode_context, validate_request
 from ranking.feature_store.storage import (
@@ -146,7 +147,7 @@ class RequestSnapshot:
         count = len(self.request.candidates)
         context = encode_context(spec, features.context, self.request, self.as_of)
         context = context.repeated(count // len(self.request.contexts))
-        counts = features.counter_transform(self._counter_values())
+        counts = features.counter_transform(self._counter_values(context))
         numeric = np.concatenate((versions["numbers"], context.numbers, counts), 1)
         return CandidateFeatures(
             items=items,
@@ -189,7 +190,7 @@ class RequestSnapshot:
         """The item records of the candidates (C)."""
         return read_item_records(self.store.layout, self.txn, self.request.candidates)
 
-    def _counter_values(self) -> np.ndarray:
+    def _counter_values(self, context: EncodedAttributes) -> np.ndarray:
         """The counters of each candidate (C, counters), in the order of the spec."""
         counters, request = self.store.counters, self.request
         key_values = counter_key_values(
@@ -200,6 +201,7 @@ class RequestSnapshot:
             self._item_records,
             self.as_of,
         )
+        key_values |= context_key_values_of_request(self.store.layout, context)
         record_keys = counters.record_keys(key_values)
         distinct = list({key: None for column in record_keys for key in column})
         row_of_key = {key: row for row, key in enumerate(distinct)}

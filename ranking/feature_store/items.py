@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from etl.tables.schemas import RESERVED_ITEM_INDICES, item_counter_key_columns
+from etl.tables.declared_columns import item_counter_key_columns
+from etl.tables.schemas import RESERVED_ITEM_INDICES
 from features.encoding.scalar import spark_xxhash64
 from ranking.feature_store.storage import UNKNOWN, RecordLayout, Txn, storage_key
 

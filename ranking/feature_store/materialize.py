@@ -23,6 +23,7 @@ from etl.errors import UserError
 from etl.spec.units import MICROS
 from etl.tables import arrow, atomic_io, model_schemas, schemas
 from etl.tables.arrow import Snapshot
+from etl.tables.declared_columns import context_counter_key_columns
 from etl.tables.lake import Lake
 from etl.tables.lease import hold_leases
 from etl.tables.pointer import remove_unreferenced_versions
@@ -35,6 +36,7 @@ from ranking.feature_store.attributes import AttributeVersion, upsert_attributes
 from ranking.feature_store.carried_histories import HistoryBuilder
 from ranking.feature_store.counter_keys import (
     KeyValues,
+    context_key_values_of_events,
     item_key_values,
     user_key_values_of_events,
 )
@@ -186,6 +188,7 @@ class TableSource:
     def recent_counter_records(self) -> Iterator[tuple[str, KeyValuePairs]]:
         """The counter records of all events that the windows of a request can reach."""
         columns = ["user_id", "item_id", "surface", "type", "visible_ts", "dwell_ms", "value"]
+        columns += ["event_ts", *context_counter_key_columns(self.lake.spec)]
         first_day = self.data_until_day - timedelta(days=counter_input_days(self.lake.spec))
         recent = self.events.read(columns, day=self._days_since(first_day))
         is_counted = pc.greater_equal(recent["visible_ts"], self._first_counted_second())
@@ -225,6 +228,7 @@ class TableSource:
             "surface": events["surface"].to_numpy().astype(np.int64),
             **item_key_values(self.store.layout, items, visible),
             **self._user_key_values(users, visible),
+            **context_key_values_of_events(self.lake.spec, events),
         }
         numbers = {
             name: FIXED_POINT[name].round(events[FIXED_POINT[name].stored_column].to_numpy())

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from etl.errors import UserError
 from etl.spec.attributes import LocalTimeAttribute
 from etl.spec.model import DataSpec
-from etl.tables.schemas import logged_context_attributes
+from etl.tables.declared_columns import logged_context_attributes
 from features.encoding.scalar import encode_local_time
 from features.schema import FeatureGroup
 from ranking.feature_store.attribute_values import EncodedAttributes, encode_attributes

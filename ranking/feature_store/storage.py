@@ -18,7 +18,7 @@ import numpy as np
 from etl.errors import TemporaryError
 from etl.spec.model import DataSpec
 from etl.spec.units import MICROS
-from etl.tables.schemas import item_counter_key_columns
+from etl.tables.declared_columns import item_counter_key_columns
 from features.schema import TEACHER_EMBEDDING_WIDTH, FeatureGroup, FeatureSchema, feature_schema
 
 MAP_SIZE_BYTES = 1 << 38  # upper bound of a database; its file grows as it is filled

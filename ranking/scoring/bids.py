@@ -8,7 +8,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from etl.tables import schemas
+from etl.tables.declared_columns import auction_columns
 from etl.tables.lake import Lake
 from features.ragged import latest_before
 from ranking.inputs.attribute_versions import readable_versions
@@ -67,7 +67,7 @@ def load_bids(lake: Lake, items: ItemTable, first_day: date) -> BidTable:
     # Impressions that land on a day may be requests of days before it. A request at midnight reads
     # what was valid on the day before.
     earliest_request = first_day - timedelta(days=lake.spec.allowed_lateness_days + 1)
-    columns = ["item_id", "valid_from", *schemas.auction_columns(lake.spec), "day"]
+    columns = ["item_id", "valid_from", *auction_columns(lake.spec), "day"]
     if auction.advertiser:
         columns.append(f"attr_{auction.advertiser}")
     rows = readable_versions(lake, "item", earliest_request, columns=columns)

@@ -68,7 +68,10 @@ class RankResponse(BodyModel):
 
 
 class EventPayload(BodyModel):
-    """One event; `event_time` is in milliseconds since 1970, by default now."""
+    """One event; `event_time` is in milliseconds since 1970, by default now.
+
+    The `context` has the attributes of the context that counter keys of the spec name.
+    """
 
     event_id: Identifier
     user: Identifier
@@ -78,6 +81,7 @@ class EventPayload(BodyModel):
     event_time: TimestampMs | None = None
     dwell_ms: FiniteFloat | None = None
     value: FiniteFloat | None = None
+    context: AttributeValues = {}
 
 
 class EventsRequest(BodyModel):

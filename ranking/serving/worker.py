@@ -215,4 +215,5 @@ def _event(payload: EventPayload, now: int) -> Event:
         ingest_ts=now,
         dwell_ms=payload.dwell_ms,
         value=payload.value,
+        context=payload.context,
     )

@@ -20,6 +20,7 @@ from etl.spec.sections import HistoryRetention
 from etl.spec.units import format_duration, parse_duration
 from etl.tables import label_schemas, schemas
 from etl.tables.code_registry import CodeRegistry, assign_codes
+from etl.tables.declared_columns import counter_columns
 from etl.tables.lake import Lake, create_table
 from etl.tables.schemas import table_registry, table_schema
 from tests.conftest import ROOT, SPEC
@@ -277,7 +278,7 @@ def test_a_function_of_a_column_needs_a_source_with_it(
     raw["counters"]["aggregations"] = [declared]
     (tmp_path / "s.yaml").write_text(yaml.safe_dump(raw))
     spec = load_spec(tmp_path / "s.yaml")
-    assert f"mean_{column}_user_{event}_1h" in schemas.counter_columns(spec)
+    assert f"mean_{column}_user_{event}_1h" in counter_columns(spec)
     del raw["sources"]["events"]["columns"][column]
     raw["objectives"]["conversion"].pop("value", None)
     (tmp_path / "s.yaml").write_text(yaml.safe_dump(raw))
@@ -289,7 +290,7 @@ def test_a_function_of_a_column_needs_a_source_with_it(
 def test_counters_that_a_spec_does_not_declare_change_neither_tables_nor_hash() -> None:
     spec = load_spec(SPEC)
     names = [name for name in schemas.examples(spec).columns if name.startswith("cnt_")]
-    assert names == list(schemas.counter_columns(spec))
+    assert names == list(counter_columns(spec))
     keys = dict(flatten_keys(spec.model_dump(mode="json")))
     assert not [path for path in keys if path[-1] in ("half_lives", "time_since_last")]
     for added in ({"half_lives": ["1h"]}, {"time_since_last": ["ad_click"]}):

@@ -3,9 +3,10 @@
 import math
 import random
 from collections import Counter
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -65,6 +66,7 @@ def differences(lake: Lake, records: list[Record], data_until: int | None = None
     events = oracle.limit_per_user_day(timely, MAX_EVENTS, DELAY)
     for event in events:
         event["brand"] = BRANDS[event["item"]][0]
+        event["hour"] = hour_of(event["ts"], lake.spec.time_zone)
     expected = {(e["id"], e["day"], e["ingest"]) for e in events}
     stored = {(e["event_id"], e["day"], e["ingest_ts"] // 10**6) for e in rows(lake, "events")}
     wrong["events"] = len(stored ^ expected)
@@ -91,6 +93,11 @@ def attributes_match(row: Row) -> bool:
     return bool(row["user_known_since"] == since and row["user_plan"] == code)
 
 
+def hour_of(second: int, zone: str) -> int:
+    """The local hour of an epoch second."""
+    return datetime.fromtimestamp(second, ZoneInfo(zone)).hour
+
+
 def plan_at(user: str, second: int) -> str | None:
     """The plan of a user that was valid strictly before a second."""
     plans = [plan for plan, since in PLANS.get(user, []) if since < second]
@@ -112,13 +119,14 @@ def labels_match(row: Row, events: list[Record], impression: Record, end: int) -
 def counters_match(lake: Lake, row: Row, events: list[Record], impression: Record) -> bool:
     as_of = row["as_of_ts"]
     brand, known_since = BRANDS[impression["item"]]
+    request = impression | {"hour": hour_of(as_of, lake.spec.time_zone)}
     if row["item_known_since"] != (known_since if brand and known_since < as_of else None):
         return False
     for key in lake.spec.counters.keys:
         matching = [
             e
             for e in events
-            if all(e[k] is not None and e[k] == impression[k] for k in key if k != "plan")
+            if all(e[k] is not None and e[k] == request[k] for k in key if k != "plan")
         ]
         if "plan" in key:  # events count for the plan that their user had when they became visible
             plan = plan_at(impression["user"], as_of)

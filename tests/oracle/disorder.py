@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from datetime import UTC, date, datetime, time, timedelta
 from pathlib import Path
+from zlib import crc32
 from zoneinfo import ZoneInfo
 
 from etl.spec import load_spec
@@ -48,12 +49,14 @@ auxiliary_objectives:
 attributes:
   user: {plan: {type: categorical, vocabulary: [free, paid]}}
   item: {brand: {type: categorical, vocabulary: [x, y]}}
+  context: {device: {type: categorical, size: 8}, hour: {type: clock, part: hour}}
 sequences: {behaviour: {}}
 rank_by: click
 counters:
   windows: [1h, 1d]
   events: [shown, click, buy]
-  keys: [[user], [user, brand], [item], [surface], [item, plan], [plan, brand]]
+  keys: [[user], [user, brand], [item], [surface], [item, plan], [plan, brand],
+         [user, device], [hour, brand]]
   half_lives: [10m, 2d]
   time_since_last: [click, look]
   aggregations:
@@ -125,7 +128,13 @@ def _record(rng: random.Random, id_: str, user: str, day: date, bounds: tuple[in
         "request": rng.choice((None, f"r{rng.randrange(3)}")) if type_ == "shown" else None,
         "value": rng.randrange(1, 9) if type_ == "buy" else None,
         "dwell": _dwell_ms(rng),
+        "device": _device(id_),
     }
+
+
+def _device(id_: str) -> str | None:
+    """The device of a record, by its id; it may be missing."""
+    return (None, "phone", "phone", "tv")[crc32(id_.encode()) % 4]
 
 
 def _dwell_ms(rng: random.Random) -> float | None:
@@ -150,6 +159,7 @@ def _outcome(rng: random.Random, cause: Record, bounds: Bounds) -> Record | None
         "request": None,
         "value": rng.randrange(1, 9) if type_ == "buy" else None,
         "dwell": _dwell_ms(rng),
+        "device": _device(f"{cause['id']}-{type_}"),
     }
     return _arrived(bounds, ingest, outcome)
 

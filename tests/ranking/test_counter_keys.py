@@ -1,5 +1,6 @@
-"""Counter keys of attributes that change: online as offline."""
+"""Counter keys of attributes of users and of the context: online as offline."""
 
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -8,11 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from etl.errors import UserError
+from etl.spec import load_spec
 from features.ragged import latest_before
 from ranking.feature_store.consistency import check_consistency
+from ranking.feature_store.events import Event, validate_event
 from ranking.feature_store.materialize import HistoryLengths, build_feature_store
 from ranking.student.config import InputLimits
-from tests.oracle.disorder import FIRST, build_lake, generate_records
+from tests.oracle.disorder import FIRST, NOON, SPEC, build_lake, generate_records
 from tests.pipeline import rows
 
 pytestmark = pytest.mark.spark
@@ -33,12 +37,15 @@ def test_the_latest_row_before_a_time_is_found(
 
 
 DAYS, LENGTH = 2, 20
+POSTED = Event("e", "u1", "hat", "home", "click", NOON * 10**6, NOON * 10**6)
 LIMITS = InputLimits(
     max_length=LENGTH, encoded_events=8, teacher_history_length=0, user_hash_buckets=0
 )
 
 
-def test_events_count_for_the_attributes_that_their_user_had(spark: object, tmp_path: Path) -> None:
+def test_events_count_for_the_attributes_that_their_user_or_context_had(
+    spark: object, tmp_path: Path
+) -> None:
     """Users change their plan; events come from the tables or are posted, as are versions."""
     lake = build_lake(tmp_path, generate_records(5, 60, DAYS), [(0, DAYS - 1)])
     last = FIRST + timedelta(days=DAYS - 1)
@@ -47,7 +54,26 @@ def test_events_count_for_the_attributes_that_their_user_had(spark: object, tmp_
     report = check_consistency(store, lake, last, LIMITS)
     store.close()
     counters = [c.column for c in lake.spec.counters.columns if c.aggregation == "count"]
-    of_plans = [column for column in counters if "plan" in column]
-    assert sum(row[column] for row in rows(lake, "examples") for column in of_plans) > 20
+    examples = rows(lake, "examples")
+    for key in ("item_plan", "plan_brand", "user_device", "hour_brand"):
+        of_key = [column for column in counters if column.startswith(f"cnt_{key}")]
+        assert sum(row[column] for row in examples for column in of_key) > 5, key
     assert report.num_requests > 20
     assert not report.mismatches
+
+
+@pytest.mark.parametrize(
+    ("context", "message"),
+    [
+        ({"devise": "tv"}, "event e: the context has no devise"),
+        ({"device": 7}, "device of the context is 7; it is a string"),
+    ],
+)
+def test_a_wrong_context_of_an_event_is_refused(
+    tmp_path: Path, context: dict[str, object], message: str
+) -> None:
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    spec = load_spec(tmp_path / "spec.yaml")
+    validate_event(spec, replace(POSTED, context={"device": "tv"}))
+    with pytest.raises(UserError, match=message):
+        validate_event(spec, replace(POSTED, context=context))

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from training.model.config import SCALES
-from training.model.experts import Experts
-from training.model.gem import build_experts
+from training.model.experts import Experts, build_experts
 from training.model.heads import ObjectiveTowers
 
 BATCH, OBJECTIVES, HIDDEN, WIDTH = 6, 3, 8, 5

@@ -7,6 +7,8 @@ a single one, W width of an expert.
 import torch
 from torch import Tensor, nn
 
+from training.model.config import GemConfig
+
 
 class Experts(nn.Module):
     """sum_k g_ok f_k(h) for each objective o, with f(h) = ReLU(W h + b) and g_o = softmax(G_o h).
@@ -45,3 +47,17 @@ class Experts(nn.Module):
             torch.einsum("bh,oshw->bosw", h, self.specific_weight) + self.specific_bias
         )
         return mixture + torch.einsum("bos,bosw->bow", gates[:, :, self.shared :], own)
+
+
+def expert_width(config: GemConfig) -> int:
+    """The width W of an expert."""
+    return config.mlp_width // 2
+
+
+def build_experts(objectives: int, config: GemConfig) -> Experts | None:
+    """The experts of a configuration, if any, for a number of objectives with auxiliary ones."""
+    if config.experts == "none":
+        return None
+    specific = config.num_experts if config.experts == "ple" else 0
+    width = expert_width(config)
+    return Experts(objectives, config.mlp_width, width, config.num_experts, specific)

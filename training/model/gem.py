@@ -23,7 +23,7 @@ from training.model.embeddings import (
     GroupedFeatureRows,
     NarrowEmbeddings,
 )
-from training.model.experts import Experts
+from training.model.experts import build_experts, expert_width
 from training.model.heads import (
     DomainGate,
     EsmmChain,
@@ -336,20 +336,6 @@ class Gem(nn.Module):
 def auxiliary_objectives(features: FeatureSchema, config: GemOptions) -> dict[str, str]:
     """The target of each auxiliary objective that a model has a head for."""
     return features.auxiliary_objectives if config.auxiliary_weight else {}
-
-
-def expert_width(config: GemConfig) -> int:
-    """The width W of an expert."""
-    return config.mlp_width // 2
-
-
-def build_experts(objectives: int, config: GemConfig) -> Experts | None:
-    """The experts of a configuration, if any, for a number of objectives with auxiliary ones."""
-    if config.experts == "none":
-        return None
-    specific = config.num_experts if config.experts == "ple" else 0
-    width = expert_width(config)
-    return Experts(objectives, config.mlp_width, width, config.num_experts, specific)
 
 
 def build_value_head(features: FeatureSchema, config: GemConfig) -> ZilnValueHead:

@@ -1,0 +1,64 @@
+"""Columns that the attributes, counters and auction of a spec add to tables, and their types."""
+
+from etl.spec.attributes import (
+    Attribute,
+    BagAttribute,
+    LocalTimeAttribute,
+    LoggedAttribute,
+    MultiCategoricalAttribute,
+    NumericAttribute,
+    VectorAttribute,
+)
+from etl.spec.model import DataSpec
+
+
+def logged_sql_type(attribute: Attribute) -> str:
+    """Spark SQL type of an attribute as logged."""
+    if isinstance(attribute, VectorAttribute):
+        return "array<float>"
+    if isinstance(attribute, MultiCategoricalAttribute):
+        return "array<string>"
+    return "double" if isinstance(attribute, NumericAttribute) else "string"
+
+
+def encoded_sql_type(attribute: Attribute) -> str:
+    """Spark SQL type of an attribute as models read it; a bag has the inputs that it counts."""
+    if isinstance(attribute, BagAttribute):
+        return "array<int>"
+    if isinstance(attribute, VectorAttribute):
+        return "array<float>"
+    return "float" if isinstance(attribute, NumericAttribute) else "int"
+
+
+def logged_context_attributes(spec: DataSpec) -> dict[str, LoggedAttribute]:
+    """Context attributes that have a column in the logs."""
+    context = spec.attributes.context
+    return {name: a for name, a in context.items() if not isinstance(a, LocalTimeAttribute)}
+
+
+AUCTION_TYPES = {"bid": "double", "goal": "string", "target_roas": "double"}
+
+
+def auction_columns(spec: DataSpec) -> dict[str, str]:
+    """Raw column of each item column that the auction needs."""
+    auction = spec.auction
+    if auction is None:
+        return {}
+    columns = {"bid": auction.bid, "goal": auction.goal}
+    return columns | ({"target_roas": auction.target_roas} if auction.target_roas else {})
+
+
+def counter_columns(spec: DataSpec) -> dict[str, str]:
+    """SQL type of each counter's column, in their order."""
+    return {counter.column: counter.sql_type for counter in spec.counters.columns}
+
+
+def item_counter_key_columns(spec: DataSpec) -> list[str]:
+    """Columns with hashes of the item attributes that are counter keys: `key_author_id`."""
+    return [f"key_{part}" for part in spec.counters.key_parts if part in spec.attributes.item]
+
+
+def context_counter_key_columns(spec: DataSpec) -> list[str]:
+    """Columns of `events` with the attributes of the context that are counter keys."""
+    logged = logged_context_attributes(spec)
+    return [f"ctx_{name}" for name in spec.context_counter_keys if name in logged]
