@@ -64,6 +64,11 @@ class Histogram:
         return self.num_missing / max(self.num_rows, 1)
 
     @property
+    def num_values(self) -> int:
+        """The number of values; a row of several values has more than one."""
+        return max(self.num_rows - self.num_missing, int(self.counts.sum()))
+
+    @property
     def is_constant(self) -> bool:
         """Whether all values are the same."""
         if self.least is not None:
@@ -73,8 +78,8 @@ class Histogram:
     @property
     def varying_share(self) -> float:
         """The share of values that are not in the fullest bin."""
-        num_values = self.num_rows - self.num_missing
-        return 1 - int(self.counts.max(initial=0)) / num_values if num_values else 0.0
+        fullest = int(self.counts.max(initial=0))
+        return 1 - fullest / self.num_values if self.num_values else 0.0
 
     @property
     def is_complete(self) -> bool:
@@ -294,13 +299,14 @@ def population_stability_index(baseline: Histogram, day: Histogram) -> float:
     """
     added = 0.5 / day.num_rows
     of_reference, of_day = (
-        _grouped(baseline, histogram) / histogram.num_rows + added for histogram in (baseline, day)
+        _grouped(baseline, histogram) / (histogram.num_values + histogram.num_missing) + added
+        for histogram in (baseline, day)
     )
     return float(((of_day - of_reference) * np.log(of_day / of_reference)).sum())
 
 
 def _grouped(baseline: Histogram, histogram: Histogram) -> Float64:
-    """The rows of a histogram by range or category of the baseline, others and missing apart."""
+    """The values of a histogram by range or category of the baseline, others and missing apart."""
     is_category = baseline.least is None and len(baseline.bins) > 0
     if is_category:
         kept = np.sort(baseline.bins[np.argsort(-baseline.counts, kind="stable")[:CATEGORIES]])
@@ -316,7 +322,7 @@ def _grouped(baseline: Histogram, histogram: Histogram) -> Float64:
         group = np.maximum(np.searchsorted(starts, histogram.bins, "right") - 1, 0)
         num_groups = max(len(starts), 1)
     counts = np.bincount(group, histogram.counts, num_groups)
-    not_kept = histogram.num_rows - histogram.num_missing - counts.sum()
+    not_kept = histogram.num_values - counts.sum()
     if is_category:
         counts[-1] += not_kept
         not_kept = 0
@@ -325,10 +331,9 @@ def _grouped(baseline: Histogram, histogram: Histogram) -> Float64:
 
 def unseen_share(baseline: Histogram, histogram: Histogram) -> float | None:
     """The share of a day's values in categories that the baseline lacks; None if unknown."""
-    num_values = histogram.num_rows - histogram.num_missing
-    if histogram.least is not None or not num_values or not len(baseline.bins):
+    if histogram.least is not None or not histogram.num_values or not len(baseline.bins):
         return None
     if not (baseline.is_complete and histogram.is_complete):
         return None
     is_unseen = ~np.isin(histogram.bins, baseline.bins)
-    return float(histogram.counts[is_unseen].sum() / num_values)
+    return float(histogram.counts[is_unseen].sum() / histogram.num_values)

@@ -4,6 +4,7 @@ A row has a pointer into its user's history, point-in-time counters, the user's 
 the impression, and the encoded context.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date, timedelta
 from typing import Self
@@ -128,7 +129,8 @@ def impressions_of_days(
     impressions = impressions.filter(spark_io.day_range_predicate(*days))
     impressions = impressions.join(inputs.items, "item_id", "left")
     impressions = add_as_of_ts(spec, assign_request_ids(spec, impressions))
-    return join_user_attributes(spec, impressions, inputs.user_versions, "as_of_ts")
+    names = spec.attributes.user
+    return join_user_attributes(impressions, inputs.user_versions, "as_of_ts", names)
 
 
 def first_input_day(spec: DataSpec, days: tuple[date, date]) -> date:
@@ -148,7 +150,8 @@ def countable_events(spec: DataSpec, inputs: ExampleInputs, days: tuple[date, da
     recent = recent.join(inputs.items, "item_id", "left")
     if not spec.user_counter_keys:
         return recent
-    return join_user_attributes(spec, recent, inputs.user_versions, "visible_ts")
+    names = spec.user_counter_keys
+    return join_user_attributes(recent, inputs.user_versions, "visible_ts", names)
 
 
 def add_as_of_ts(spec: DataSpec, impressions: DataFrame) -> DataFrame:
@@ -186,12 +189,12 @@ def _key_columns(spec: DataSpec, ts_column: str, occurred: Column) -> list[Colum
 
 
 def join_user_attributes(
-    spec: DataSpec, rows: DataFrame, versions: DataFrame, ts_column: str
+    rows: DataFrame, versions: DataFrame, ts_column: str, names: Iterable[str]
 ) -> DataFrame:
-    """Rows with `user`: its latest attributes that were valid strictly before a second."""
-    names = [f"attr_{name}" for name in spec.attributes.user]
+    """Rows with `user`: some of its latest attributes that were valid strictly before a second."""
+    columns = [f"attr_{name}" for name in names]
     since = F.floor(F.col("valid_from") / MICROS["s"]).alias("user_known_since")
-    user = F.struct("day", since, *names).alias("user")  # of equal times, the latest day counts
+    user = F.struct("day", since, *columns).alias("user")  # of equal times, the latest day counts
     user_versions = versions.select("user_id", "valid_from", user)
     rows = rows.withColumn("valid_from", F.col(ts_column) * MICROS["s"])
     return asof_join(rows, user_versions, "user_id", "valid_from").drop("valid_from")

@@ -2,7 +2,8 @@
 
 They are computed once for a day, from its examples and from the versions of items that landed on
 it, so that days can be compared without reading them again (features/drift.py). A histogram has a
-bin for each category, or for each tenth of the logarithm of a number:
+bin for each category, or for each tenth of the logarithm of a number; of a bag, a row is counted in
+the bins of all of its values:
 
     bin(x) = sign(x) * (1 + floor(log(|x| / SMALLEST) / log(BIN_RATIO))),  0 for |x| < SMALLEST
 
@@ -28,6 +29,7 @@ BIN_RATIO = 1.1
 SMALLEST, LARGEST = 1e-6, 1e300
 MAX_BINS = 1000  # of one feature, day and surface; the fullest are kept
 MISSING_BIN = np.iinfo(np.int32).min
+FILLED_BIN = MISSING_BIN + 1  # counts the rows of a bag that have values
 PARTIAL_SCHEMA = (
     "day date, surface tinyint, feature int, bin int, count bigint, least double, greatest double"
 )
@@ -96,15 +98,21 @@ def statistics_of(rows: DataFrame, columns: FeatureColumns) -> DataFrame:
         F.min("least").alias("least"),
         F.max("greatest").alias("greatest"),
     )
-    is_missing = F.col("bin") == F.lit(MISSING_BIN)
-    fullest = F.sort_array(F.collect_list(F.when(~is_missing, F.struct(-F.col("count"), "bin"))))
+    counts = {
+        name: F.sum(F.when(F.col("bin") == F.lit(number), F.col("count")))
+        for name, number in (("missing", MISSING_BIN), ("filled", FILLED_BIN))
+    }
+    is_value = F.col("bin") > F.lit(FILLED_BIN)
+    num_missing = F.coalesce(counts["missing"], F.lit(0))
+    num_values = F.coalesce(F.sum(F.when(is_value, F.col("count"))), F.lit(0))
+    fullest = F.sort_array(F.collect_list(F.when(is_value, F.struct(-F.col("count"), "bin"))))
     kept = F.slice(fullest, 1, MAX_BINS)
     names = F.array(*[F.lit(name) for name in columns.names])
     return (
         bins.groupBy(*group)
         .agg(
-            F.sum("count").alias("num_rows"),
-            F.coalesce(F.sum(F.when(is_missing, F.col("count"))), F.lit(0)).alias("num_missing"),
+            (F.coalesce(counts["filled"], num_values) + num_missing).alias("num_rows"),
+            num_missing.alias("num_missing"),
             F.size(fullest).alias("num_bins"),
             F.min("least").alias("least"),
             F.max("greatest").alias("greatest"),
@@ -184,10 +192,10 @@ class _Counting:
 
 
 def _bag_bins(column: pa.ChunkedArray) -> Int32:
-    """The inputs that the bags of some rows count, and MISSING_BIN for each empty bag."""
-    num_empty = pc.sum(pc.equal(pc.list_value_length(column).fill_null(0), 0), min_count=0).as_py()
-    counted = pc.list_flatten(column).to_numpy().astype(np.int32)
-    return np.concatenate((counted, np.full(num_empty, MISSING_BIN, np.int32)))
+    """The values of the bags of some rows, and for each row FILLED_BIN or MISSING_BIN."""
+    is_empty = pc.equal(pc.list_value_length(column).fill_null(0), 0).to_numpy()
+    values = pc.list_flatten(column).to_numpy().astype(np.int32)
+    return np.concatenate((values, np.where(is_empty, MISSING_BIN, FILLED_BIN).astype(np.int32)))
 
 
 def _norms(column: pa.ChunkedArray) -> Float64:

@@ -149,7 +149,7 @@ def _feature_matrix(reader: ExampleReader, partition: ExamplePartition) -> Float
         items.numeric[version],
         partition.numeric,
         *(vectors[version] for vectors in items.vectors.values()),
-        *partition.vectors.values(),
+        *(column[np.arange(len(version))] for column in partition.vectors.values()),
     ]
     return np.concatenate(parts, axis=1)
 

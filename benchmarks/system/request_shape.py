@@ -95,6 +95,7 @@ def one_row_per_request(batch: Batch) -> Batch:
         user_ids=batch.user_ids[request],
         user_categorical={name: ids[request] for name, ids in batch.user_categorical.items()},
         user_numeric=batch.user_numeric[request],
+        user_vectors={name: vectors[request] for name, vectors in batch.user_vectors.items()},
         request_ids=batch.request_ids[request.numpy()],
         history=History(
             offsets=torch.arange(len(batch) + 1) * LENGTH,

@@ -1,5 +1,6 @@
 """Raw values of attributes as the types in which tables store them."""
 
+import re
 from collections.abc import Callable
 
 from pyspark.sql import Column
@@ -24,9 +25,14 @@ def attribute_value(attribute: LoggedAttribute, column: str) -> Column:
         if attribute.separator is None:
             values = F.from_json(raw, sql_type)
         else:
-            values = F.split(raw, rf"\Q{attribute.separator}\E")
+            values = F.transform(F.split(raw, _quoted(attribute.separator)), F.trim)
         return F.array_sort(F.array_distinct(F.filter(values, lambda value: value != "")))
     return raw.try_cast(sql_type)
+
+
+def _quoted(text: str) -> str:
+    """A regular expression of Java that matches a text."""
+    return re.sub(r"(\W)", r"\\\1", text)
 
 
 def evaluate_once(value: Column, body: Callable[[Column], Column]) -> Column:

@@ -4,10 +4,11 @@ from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
-from etl.spec.base import Name, StrictModel, not_reserved
+from etl.spec.base import UNIQUE, Name, StrictModel, not_reserved
 
 MAX_SIZE = 4096  # inputs of a model that an attribute may have
 MAX_NGRAM = 8
+Vocabulary = Annotated[tuple[str, ...], Field(min_length=1, max_length=MAX_SIZE - 1), UNIQUE]
 
 
 class CategoricalAttribute(StrictModel):
@@ -44,7 +45,7 @@ class VectorAttribute(StrictModel):
 
     type: Literal["vector"]
     """`vector`: a list of numbers."""
-    width: int = Field(ge=1, le=MAX_SIZE)
+    width: int = Field(ge=1)
     """Length of the list."""
     column: str | None = None
     """Name of the raw column; by default the name of the attribute."""
@@ -61,7 +62,7 @@ class MultiCategoricalAttribute(StrictModel):
     """`multi_categorical`: a set of values, compared as text."""
     size: int = Field(default=64, ge=2, le=MAX_SIZE)
     """Inputs of a model into which values are hashed; unused with a `vocabulary`."""
-    vocabulary: Annotated[tuple[str, ...], Field(max_length=MAX_SIZE - 1)] | None = None
+    vocabulary: Vocabulary | None = None
     """All known values, each with an input of its own; without it values are hashed."""
     separator: str | None = Field(default=None, min_length=1)
     """What stands between the values of a text, such as `|`; by default the column has lists."""

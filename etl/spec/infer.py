@@ -241,7 +241,9 @@ class SpecDraft:
     def _attributes(self, sample: SourceSample, skipped: Iterable[str | None]) -> Iterator[str]:
         left_out = set(skipped)
         for name, column in sample.columns.items():
-            is_constant = len(column.distinct) == 1 and not column.vector_width
+            is_constant = len(column.distinct) == 1
+            if column.is_list:
+                is_constant = not (column.vector_width or column.listed)
             is_time = column.time_unit or column.day_format
             if name not in left_out and not is_time and not is_constant:
                 yield f"    {spec_name(name)}: {_attribute(name, column)}"
@@ -252,12 +254,13 @@ def _attribute(name: str, column: Column) -> str:
     renamed = "" if spec_name(name) == name else f", column: {json.dumps(name)}"
     if column.vector_width:
         return f"{{type: vector, width: {column.vector_width}{renamed}}}"
-    values = sorted(column.distinct)
     if column.is_list:
+        values = sorted(column.listed)
         inputs = f"vocabulary: {json.dumps(values)}"
         if len(values) > MAX_VOCABULARY:
             inputs = f"size: {min(256, 2 * len(values))}"
         return f"{{type: multi_categorical, {inputs}{renamed}}}"
+    values = sorted(column.distinct)
     if column.is_number and not column.is_id and len(values) > MAX_VOCABULARY:
         heavy_tail = all((as_number(value) or 0) >= 0 for value in column.values)
         return f"{{type: numeric, transform: {'log' if heavy_tail else 'none'}{renamed}}}"

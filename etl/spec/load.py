@@ -1,6 +1,7 @@
 """Loading a spec from YAML, with all of its errors reported at once and by line."""
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,6 @@ from etl.spec.model import DataSpec, SpecConsistencyError
 from etl.spec.sections import NEW_ITEM
 
 Location = tuple[str | int, ...]
-DISCRIMINATOR_TAGS = (
-    "event_log",
-    "impression_log",
-    "attributes",
-    "audience_labels",
-    "audits",
-    "categorical",
-    "numeric",
-    "vector",
-    "clock",
-)
 KEY_MARKER = "[key]"  # the last part of Pydantic's location of a key that is not valid
 
 
@@ -146,6 +136,20 @@ def _flatten_errors(error: ValidationError) -> Iterator[Any]:
             yield detail
 
 
+@cache
+def discriminator_tags() -> frozenset[str]:
+    """The values of `type` and `kind` that tell models apart; Pydantic's locations contain them."""
+
+    def tags(schema: Any) -> Iterator[str]:
+        if isinstance(schema, dict):
+            yield from schema.get("discriminator", {}).get("mapping", {})
+        for inner in schema.values() if isinstance(schema, dict) else schema:
+            if isinstance(inner, dict | list):
+                yield from tags(inner)
+
+    return frozenset(tags(DataSpec.model_json_schema()))
+
+
 def locate(root: yaml.Node | None, location: Location) -> tuple[Location, int, list[str]]:
     """Where an error is in the file.
 
@@ -162,7 +166,7 @@ def locate(root: yaml.Node | None, location: Location) -> tuple[Location, int, l
             continue
         if isinstance(node, yaml.MappingNode):
             pairs = {key.value: (key, value) for key, value in node.value}
-            if str(part) not in pairs and part in DISCRIMINATOR_TAGS:
+            if str(part) not in pairs and part in discriminator_tags():
                 continue
             siblings = list(pairs)
             if str(part) in pairs:
@@ -180,7 +184,7 @@ def known_keys(location: Location) -> list[str]:
     definitions = schema["$defs"]
     for part in location[:-1]:
         schema = resolve_ref(schema, definitions)
-        if part in DISCRIMINATOR_TAGS and "discriminator" in schema:
+        if part in discriminator_tags() and "discriminator" in schema:
             schema = {"$ref": schema["discriminator"]["mapping"][part]}
         elif part in schema.get("properties", {}):
             schema = schema["properties"][part]

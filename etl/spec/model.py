@@ -100,12 +100,21 @@ class DataSpec(SpecDeclarations):
         return -(-(self.allowed_lateness + slowest_source) // DAY) + 1
 
     @cached_property
+    def item_counter_keys(self) -> dict[str, CategoricalAttribute]:
+        """The attributes of items that are parts of counter keys, by name."""
+        return {
+            part: attribute
+            for part in self.counters.key_parts
+            if isinstance(attribute := self.attributes.item.get(part), CategoricalAttribute)
+        }
+
+    @cached_property
     def user_counter_keys(self) -> dict[str, CategoricalAttribute]:
         """The attributes of users that are parts of counter keys, by name.
 
-        A name that is also an attribute of items means that of the item.
+        A name that is also a key of items means that of the item.
         """
-        others = {*COUNTER_KEYS, *self.attributes.item}
+        others = {*COUNTER_KEYS, *self.item_counter_keys}
         return {
             part: attribute
             for part in self.counters.key_parts
@@ -117,9 +126,9 @@ class DataSpec(SpecDeclarations):
     def context_counter_keys(self) -> dict[str, CategoricalAttribute | LocalTimeAttribute]:
         """The attributes of the context that are parts of counter keys, by name.
 
-        A name that is also an attribute of items or users means that of the item or the user.
+        A name that is also a key of items or users means that of the item or the user.
         """
-        others = {*COUNTER_KEYS, *self.attributes.item, *self.user_counter_keys}
+        others = {*COUNTER_KEYS, *self.item_counter_keys, *self.user_counter_keys}
         return {
             part: attribute
             for part in self.counters.key_parts

@@ -68,9 +68,15 @@ class Column:
 
     @property
     def distinct(self) -> Counter[str]:
-        """How often each value occurs, as text; values of lists one by one."""
-        lists = (value if isinstance(value, list) else [value] for value in self.values)
-        return Counter(str(value) for values in lists for value in values)
+        """How often each value occurs, as text."""
+        return Counter(str(value) for value in self.values if not isinstance(value, list))
+
+    @property
+    def listed(self) -> set[str]:
+        """The texts, numbers and booleans in lists, as ingestion reads them."""
+        elements = (e for value in self.values if isinstance(value, list) for e in value)
+        texts = (e if isinstance(e, str) else json.dumps(e) for e in elements if is_scalar(e))
+        return {text for text in texts if text}
 
     def agrees(self, is_so: Callable[[Any], bool]) -> bool:
         """Whether a condition holds for nearly all values."""
@@ -253,7 +259,7 @@ def _fits(role: str, column: Column) -> bool:
     if role in ("position", "dwell", "value", "propensity"):
         return column.is_number
     if role in ("type", "surface"):
-        return 0 < len(column.distinct) <= 127
+        return not column.is_list and 0 < len(column.distinct) <= 127
     return column.time_unit is None
 
 
@@ -265,6 +271,11 @@ def as_number(value: Any) -> float | None:
         return float(value)
     except (TypeError, ValueError):
         return None
+
+
+def is_scalar(value: Any) -> bool:
+    """Whether a value is a text, a number or a boolean."""
+    return isinstance(value, str | int | float)
 
 
 def _is_number_list(value: Any) -> bool:

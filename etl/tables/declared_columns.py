@@ -55,7 +55,7 @@ def counter_columns(spec: DataSpec) -> dict[str, str]:
 
 def item_counter_key_columns(spec: DataSpec) -> list[str]:
     """Columns with hashes of the item attributes that are counter keys: `key_author_id`."""
-    return [f"key_{part}" for part in spec.counters.key_parts if part in spec.attributes.item]
+    return [f"key_{name}" for name in spec.item_counter_keys]
 
 
 def context_counter_key_columns(spec: DataSpec) -> list[str]:

@@ -25,11 +25,12 @@ from etl.spec.attributes import (
 SPARK_XXHASH64_SEED = 42
 MAX_ABS_VALUE = 1e30
 MISSING_CATEGORY = 0
-# Control characters, spaces and punctuation of ASCII and Latin-1, and Unicode's blocks for general
-# and for CJK punctuation. The pattern means the same in Java.
+# Control characters, spaces and punctuation: ASCII and Latin-1, Arabic, danda, Unicode's blocks for
+# general and for CJK punctuation, full-width forms. The pattern means the same in Java.
 WORD_SEPARATORS = (
     r"[\x00-\x2f\x3a-\x40\x5b-\x60\x7b-\xa9\xab-\xb4\xb6-\xb9\xbb-\xbf"
-    r"\u1680\u2000-\u206f\u3000-\u303f]+"
+    r"\u060c\u061b\u061f\u06d4\u0964\u0965\u1680\u2000-\u206f\u3000-\u303f"
+    r"\uff01-\uff0f\uff1a-\uff20\uff3b-\uff40\uff5b-\uff65]+"
 )
 INT4_ZERO_POINT = 8  # of the 16 levels, 8 are below zero
 Bytes = npt.NDArray[np.uint8]

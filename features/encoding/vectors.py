@@ -4,6 +4,7 @@ n rows, V values of all rows, W the width of an attribute.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -13,13 +14,24 @@ Float32 = npt.NDArray[np.float32]
 Int64 = npt.NDArray[np.int64]
 
 
-def vector_matrix(column: pa.ChunkedArray, width: int) -> Float32:
+@dataclass(frozen=True)
+class VectorColumn:
+    """A stored attribute, of which a matrix is made for some rows at a time."""
+
+    lists: pa.ListArray
+    width: int
+
+    def __getitem__(self, rows: Int64) -> Float32:
+        """The vectors (n, W) of some rows (n)."""
+        return vector_matrix(self.lists.take(pa.array(rows)), self.width)
+
+
+def vector_matrix(lists: pa.ListArray, width: int) -> Float32:
     """A stored attribute as a matrix (n, W); null lists become zeros.
 
     Lists of integers are the inputs that a bag counts. Other lists have `width` numbers, of which
     those that are not finite become zeros.
     """
-    lists = column.combine_chunks()
     if pa.types.is_integer(lists.type.value_type):
         rows, inputs = lists.value_parent_indices(), lists.flatten()
         return bag_matrix(rows.to_numpy(), inputs.to_numpy(), (len(lists), width))

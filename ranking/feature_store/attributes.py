@@ -3,7 +3,7 @@
 A version is added to those of its user or item, and what an item offers to its bids.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,11 @@ import numpy as np
 
 from etl.errors import UserError
 from etl.event_time import MIN_EVENT_TS
+from etl.spec.attributes import LoggedAttribute, VectorAttribute
 from etl.spec.model import DataSpec
 from etl.spec.units import DAY, MICROS
 from features.encoding.scalar import spark_xxhash64
-from ranking.feature_store.attribute_values import AttributeValues, encode_attributes
+from ranking.feature_store.encoded_attributes import AttributeValues, encode_attributes
 from ranking.feature_store.items import (
     read_item_records,
     register_items,
@@ -49,17 +50,28 @@ class AttributeVersion:
 
     @classmethod
     def from_row(
-        cls, entity: str, row: Mapping[str, Any], declared: Iterable[str]
+        cls, entity: str, row: Mapping[str, Any], declared: Mapping[str, LoggedAttribute]
     ) -> "AttributeVersion":
-        """The version in a row of a table of attributes, with the declared ones."""
+        """The version in a row of a table of attributes, with the declared ones.
+
+        Vectors of another width than the declared one are missing.
+        """
         return cls(
             entity_id=row[f"{entity}_id"],
             valid_from=row["valid_from"],
-            attributes={name: row[f"attr_{name}"] for name in declared},
+            attributes={
+                name: value
+                for name, attribute in declared.items()
+                if (value := row[f"attr_{name}"]) is not None and _fits(attribute, value)
+            },
             bid=row.get("bid"),
             goal=row.get("goal"),
             target_roas=row.get("target_roas"),
         )
+
+
+def _fits(attribute: LoggedAttribute, value: Any) -> bool:
+    return not isinstance(attribute, VectorAttribute) or len(value) == attribute.width
 
 
 def validate_version(layout: RecordLayout, entity: str, version: AttributeVersion) -> None:

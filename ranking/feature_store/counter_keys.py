@@ -24,7 +24,7 @@ from features.encoding.scalar import (
     spark_xxhash64,
 )
 from features.ragged import latest_before
-from ranking.feature_store.attribute_values import (
+from ranking.feature_store.encoded_attributes import (
     AttributeValues,
     EncodedAttributes,
     validated_string,

@@ -12,8 +12,8 @@ from etl.spec.model import DataSpec
 from etl.spec.units import MICROS
 from features.history.codec import quantize_dwell
 from features.numeric_columns import FIXED_POINT
-from ranking.feature_store.attribute_values import AttributeValues
 from ranking.feature_store.counter_keys import context_key_values_of_event, counter_key_values
+from ranking.feature_store.encoded_attributes import AttributeValues
 from ranking.feature_store.items import read_item_records, register_items
 from ranking.feature_store.storage import (
     HISTORY_DTYPE,
@@ -27,7 +27,7 @@ from ranking.feature_store.store import FeatureStore
 class Event:
     """One event, by the names of the spec; times in µs.
 
-    Counter keys read attributes of the `context`.
+    `context` has the logged attributes of the context that are parts of counter keys.
     """
 
     event_id: str
@@ -68,9 +68,6 @@ def validate_event(spec: DataSpec, event: Event) -> None:
         )
     if event.ingest_ts - event.event_ts > spec.allowed_lateness * MICROS["s"]:
         raise UserError(f"event {event.event_id} is later than the spec's allowed_lateness")
-    unknown = sorted(set(event.context) - set(spec.attributes.context))
-    if unknown:
-        raise UserError(f"event {event.event_id}: the context has no {', '.join(unknown)}")
     context_key_values_of_event(spec, event.context, event.event_ts // MICROS["s"])
     if event.dwell_ms is not None and not 0 <= event.dwell_ms < 1e300:
         raise UserError(f"event {event.event_id} has a dwell of {event.dwell_ms} ms")

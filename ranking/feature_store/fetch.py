@@ -16,8 +16,8 @@ import numpy as np
 
 from features.encoding.scalar import dequantize_int4
 from features.schema import ITEM_TABLE, USER_TABLE
-from ranking.feature_store.attribute_values import EncodedAttributes
 from ranking.feature_store.counter_keys import context_key_values_of_request, counter_key_values
+from ranking.feature_store.encoded_attributes import EncodedAttributes
 from ranking.feature_store.items import read_item_records
 from ranking.feature_store.request import RankRequest, encode_context, validate_request
 from ranking.feature_store.storage import (

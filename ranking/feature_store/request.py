@@ -9,7 +9,7 @@ from etl.spec.model import DataSpec
 from etl.tables.declared_columns import logged_context_attributes
 from features.encoding.scalar import encode_local_time
 from features.schema import FeatureGroup
-from ranking.feature_store.attribute_values import EncodedAttributes, encode_attributes
+from ranking.feature_store.encoded_attributes import EncodedAttributes, encode_attributes
 
 RequestContext = Mapping[str, object]
 MAX_CANDIDATES = 10_000

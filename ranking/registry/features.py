@@ -95,10 +95,13 @@ def _declared_features(spec: DataSpec) -> Iterator[DeclaredFeature]:
         yield DeclaredFeature(f"ctx_{name}", attribute.type, "request", logs, "examples")
     for name in spec.sequences:
         yield DeclaredFeature(name, "sequence", "user", logs, "history")
-    item_sources = tuple(_providers(spec.sources, "item"))
+    item_sources, user_sources = (tuple(_providers(spec.sources, e)) for e in ("item", "user"))
     for counter in spec.counters.columns:
-        has_attribute = any(part in spec.attributes.item for part in counter.key)
-        sources = (*logs, *(item_sources if has_attribute else ()))
+        sources = logs
+        if not spec.item_counter_keys.keys().isdisjoint(counter.key):
+            sources += item_sources
+        if not spec.user_counter_keys.keys().isdisjoint(counter.key):
+            sources += user_sources
         key = ", ".join(counter.key)
         yield DeclaredFeature(counter.column, "counter", key, sources, "examples")
 

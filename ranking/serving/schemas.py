@@ -70,7 +70,7 @@ class RankResponse(BodyModel):
 class EventPayload(BodyModel):
     """One event; `event_time` is in milliseconds since 1970, by default now.
 
-    The `context` has the attributes of the context that counter keys of the spec name.
+    Of `context`, attributes that are parts of counter keys are kept; others are ignored.
     """
 
     event_id: Identifier

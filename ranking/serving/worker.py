@@ -13,9 +13,12 @@ from typing import TypeVar
 
 from prometheus_client import Counter
 
+from etl.errors import UserError
 from etl.spec import load_spec
+from etl.spec.model import DataSpec
 from etl.spec.units import MICROS
 from etl.tables.code_registry import assign_codes, read_codes
+from etl.tables.declared_columns import context_counter_key_columns
 from ranking.feature_store.attributes import AttributeVersion, validate_valid_from, validate_version
 from ranking.feature_store.events import Event, validate_event
 from ranking.feature_store.request import RankRequest
@@ -141,7 +144,7 @@ class Worker:
     async def ingest_events(self, body: EventsRequest) -> EventsResponse:
         """Commit events, all or none of them."""
         now = self.settings.now_us()
-        events = [_event(payload, now) for payload in body.events]
+        events = [posted_event(self.spec, payload, now) for payload in body.events]
         for event in events:
             validate_event(self.spec, event)
         accepted = await self._commit([WalEntry("event", now, event) for event in events])
@@ -203,7 +206,14 @@ def _valid_from(body: UserAttributesRequest | ItemAttributesRequest, now: int) -
     return valid_from
 
 
-def _event(payload: EventPayload, now: int) -> Event:
+def posted_event(spec: DataSpec, payload: EventPayload, now: int) -> Event:
+    """The event of a payload, of whose context only what counter keys read is kept.
+
+    Raises UserError if the spec does not have an attribute of the context.
+    """
+    unknown = sorted(set(payload.context) - set(spec.attributes.context))
+    if unknown:
+        raise UserError(f"event {payload.event_id}: the context has no {', '.join(unknown)}")
     event_ts = now if payload.event_time is None else payload.event_time * MICROS["ms"]
     return Event(
         event_id=payload.event_id,
@@ -215,5 +225,9 @@ def _event(payload: EventPayload, now: int) -> Event:
         ingest_ts=now,
         dwell_ms=payload.dwell_ms,
         value=payload.value,
-        context=payload.context,
+        context={
+            name: value
+            for name, value in payload.context.items()
+            if f"ctx_{name}" in context_counter_key_columns(spec)
+        },
     )

@@ -15,7 +15,7 @@ from pyspark.sql import functions as F
 from etl.spec.attributes import BagAttribute, MultiCategoricalAttribute, TextAttribute
 from features.encoding.scalar import encode_bag, ngrams
 from features.encoding.spark import encode_attribute
-from features.encoding.vectors import bag_vector, vector_matrix
+from features.encoding.vectors import VectorColumn, bag_vector, vector_matrix
 from tests.oracle.bags import (
     QUERIES,
     hashed,
@@ -75,8 +75,10 @@ def test_ngrams_are_of_words_in_lower_case_between_spaces_and_punctuation() -> N
 def test_a_matrix_has_the_vector_of_each_bag(values: list[list[str] | None]) -> None:
     """Vectors have length 1, or 0 without values; stored and live ones are equal."""
     bags = [None if value is None else encode_bag(HASHED, value) for value in values]
-    chunks = [pa.array(bags[:2], pa.list_(pa.int32())), pa.array(bags[2:], pa.list_(pa.int32()))]
-    matrix = vector_matrix(pa.chunked_array(chunks), 5)
+    lists = pa.array([[4], *bags], pa.list_(pa.int32())).slice(1)
+    matrix = vector_matrix(lists, 5)
+    backwards = np.arange(len(bags))[::-1]
+    assert np.array_equal(VectorColumn(lists, 5)[backwards], matrix[::-1])
     for row, bag, value in zip(matrix, bags, values, strict=True):
         assert np.array_equal(row, bag_vector(bag or [], 5))
         assert np.isclose(np.linalg.norm(row), 1 if value else 0)

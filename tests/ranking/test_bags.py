@@ -140,9 +140,10 @@ def test_contexts_are_encoded_by_candidate(layout: RecordLayout) -> None:
 @pytest.mark.parametrize(
     ("attributes", "message"),
     [
-        ({"interests": "red"}, "interests is 'red'; it is a list of strings"),
-        ({"interests": [1]}, "interests is \\[1\\]; it is a list of strings"),
-        ({"taste": ["red", "wool"]}, "taste is .*; it is a list of 2 numbers"),
+        ({"interests": "red"}, "interests of the user is 'red'; it is a list of strings"),
+        ({"interests": [1]}, "interests of the user is \\[1\\]; it is a list of strings"),
+        ({"taste": ["red", "wool"]}, "taste of the user is .*; it is a list of 2 numbers"),
+        ({"taste": [1.0]}, "taste of the user is .*; it is a list of 2 numbers"),
     ],
 )
 def test_values_of_another_type_are_refused(
@@ -152,7 +153,7 @@ def test_values_of_another_type_are_refused(
         validate_version(layout, "user", AttributeVersion("u", 1, attributes))
 
 
-def test_a_text_is_refused_that_is_none(layout: RecordLayout) -> None:
+def test_a_query_that_is_not_a_text_is_refused(layout: RecordLayout) -> None:
     request = RankRequest("u", "home", ["a"], {"query": ["red"]})
     with pytest.raises(UserError, match=r"query of the context is .*; it is a string"):
         encode_context(layout.spec, layout.features.context, request, 0)

@@ -1,6 +1,5 @@
 """Counter keys of attributes of users and of the context: online as offline."""
 
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,10 +10,14 @@ from hypothesis import strategies as st
 
 from etl.errors import UserError
 from etl.spec import load_spec
+from etl.tables.declared_columns import item_counter_key_columns
 from features.ragged import latest_before
 from ranking.feature_store.consistency import check_consistency
 from ranking.feature_store.events import Event, validate_event
 from ranking.feature_store.materialize import HistoryLengths, build_feature_store
+from ranking.feature_store.wal import WalEntry
+from ranking.serving.schemas import EventPayload
+from ranking.serving.worker import posted_event
 from ranking.student.config import InputLimits
 from tests.oracle.disorder import FIRST, NOON, SPEC, build_lake, generate_records
 from tests.pipeline import rows
@@ -37,7 +40,6 @@ def test_the_latest_row_before_a_time_is_found(
 
 
 DAYS, LENGTH = 2, 20
-POSTED = Event("e", "u1", "hat", "home", "click", NOON * 10**6, NOON * 10**6)
 LIMITS = InputLimits(
     max_length=LENGTH, encoded_events=8, teacher_history_length=0, user_hash_buckets=0
 )
@@ -62,18 +64,33 @@ def test_events_count_for_the_attributes_that_their_user_or_context_had(
     assert not report.mismatches
 
 
-@pytest.mark.parametrize(
-    ("context", "message"),
-    [
-        ({"devise": "tv"}, "event e: the context has no devise"),
-        ({"device": 7}, "device of the context is 7; it is a string"),
-    ],
-)
-def test_a_wrong_context_of_an_event_is_refused(
-    tmp_path: Path, context: dict[str, object], message: str
-) -> None:
-    (tmp_path / "spec.yaml").write_text(SPEC)
+def test_a_posted_event_keeps_what_counter_keys_read_of_its_context(tmp_path: Path) -> None:
+    """Also in the log of posted events; unknown attributes and wrong types are refused."""
+    (tmp_path / "spec.yaml").write_text(
+        SPEC.replace("  context: {", "  context: {query: {type: text}, ")
+    )
     spec = load_spec(tmp_path / "spec.yaml")
-    validate_event(spec, replace(POSTED, context={"device": "tv"}))
-    with pytest.raises(UserError, match=message):
-        validate_event(spec, replace(POSTED, context=context))
+    payload = EventPayload(event_id="e", user="u", item="hat", surface="home", type="click")
+
+    def posted(**context: object) -> Event:
+        return posted_event(spec, payload.model_copy(update={"context": context}), NOON * 10**6)
+
+    event = posted(device="tv", query="red hat", hour="noon")
+    assert event.context == {"device": "tv"}
+    assert WalEntry.from_json(WalEntry("event", 0, event).to_json()).payload == event
+    validate_event(spec, event)
+    with pytest.raises(UserError, match="event e: the context has no devise"):
+        posted(devise="tv")
+    with pytest.raises(UserError, match="device of the context is 7; it is a string"):
+        validate_event(spec, posted(device=7))
+
+
+def test_a_name_that_several_have_means_what_can_be_a_key(tmp_path: Path) -> None:
+    """A text of items cannot; of those that can, items come first."""
+    for of_items, owner in (("{type: text}", "context"), ("{type: categorical}", "item")):
+        text = SPEC.replace("  item: {", f"  item: {{device: {of_items}, ")
+        (tmp_path / "spec.yaml").write_text(text)
+        spec = load_spec(tmp_path / "spec.yaml")
+        assert ("device" in spec.context_counter_keys) == (owner == "context")
+        assert ("device" in spec.item_counter_keys) == (owner == "item")
+        assert ("key_device" in item_counter_key_columns(spec)) == (owner == "item")

@@ -101,6 +101,7 @@ def rows_of(batch: Batch, rows: torch.Tensor) -> Batch:
         **{name: getattr(batch, name)[rows] for name in per_row},
         row_categorical={k: v[rows] for k, v in batch.row_categorical.items()},
         row_vectors={k: v[rows] for k, v in batch.row_vectors.items()},
+        context_vectors={k: v[rows] for k, v in batch.context_vectors.items()},
         impression_ids=batch.impression_ids[rows.numpy()],
     )
 

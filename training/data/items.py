@@ -84,7 +84,8 @@ def load_items(index: Snapshot, versions: Snapshot, item_features: FeatureGroup)
     }
     numeric = [table[name].to_numpy().astype(np.float32) for name in item_features.numeric]
     vectors = {
-        name: vector_matrix(table[name], width) for name, width in item_features.vectors.items()
+        name: vector_matrix(table[name].combine_chunks(), width)
+        for name, width in item_features.vectors.items()
     }
     vector_columns = [column for matrix in vectors.values() for column in matrix.T]
     changed = _is_changed(item, [*categorical.values(), *numeric, *vector_columns])

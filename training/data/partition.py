@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from etl.errors import UserError
 from etl.spec.model import DataSpec
 from etl.tables.arrow import Snapshot
-from features.encoding.vectors import vector_matrix
+from features.encoding.vectors import VectorColumn
 from features.ragged import run_starts
 from features.schema import FeatureSchema
 from training.data.label_window import LabelWindow
@@ -46,7 +46,7 @@ class ExamplePartition:
     categorical: dict[str, Int64]
     user_numeric: Float32
     numeric: Float32
-    vectors: dict[str, Float32]
+    vectors: dict[str, VectorColumn]
     labels: Float32
     label_mask: Bools
     outcome_values: Float32
@@ -135,7 +135,7 @@ class PartitionLoader:
                 (context_numeric, self.features.counter_transform(counters)), axis=1
             ),
             vectors={
-                name: vector_matrix(rows[name], width)
+                name: VectorColumn(rows[name].combine_chunks(), width)
                 for name, width in (user.vectors | context.vectors).items()
             },
             labels=labels.values,

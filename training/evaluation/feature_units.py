@@ -26,7 +26,7 @@ SAME_CORRELATION = 0.9
 class FeatureUnit:
     """An attribute, or all counters of a key: what one line of a spec declares.
 
-    `row_numeric` and `user_numeric` are columns of the batch's numbers; the other fields name
+    `row_numeric` and `user_numeric` are columns of the batch's numbers; the other tuples name
     columns of ids and of vectors.
     """
 
@@ -38,6 +38,7 @@ class FeatureUnit:
     row_vectors: tuple[str, ...] = ()
     user_vectors: tuple[str, ...] = ()
     context_vectors: tuple[str, ...] = ()
+    vector_width: int = 0
 
     @property
     def num_columns(self) -> int:
@@ -55,7 +56,8 @@ class FeatureUnit:
 
     def input_width(self, embedding_dim: int) -> int:
         """The inputs of a model's first layer that a candidate's columns of the unit fill."""
-        return len(self.row_numeric) + embedding_dim * len(self.row_categorical)
+        width = len(self.row_numeric) + embedding_dim * len(self.row_categorical)
+        return width if self.user_vectors else width + self.vector_width
 
 
 def all_units(spec: DataSpec) -> dict[str, FeatureUnit]:
@@ -87,6 +89,7 @@ def _attribute_units(spec: DataSpec) -> Iterable[FeatureUnit]:
                 fields[f"{side}_numeric"] = (numbers.index(column),)
             elif column in group.vectors:
                 fields["row_vectors" if entity == "item" else f"{entity}_vectors"] = (column,)
+                fields["vector_width"] = group.vectors[column]
             if fields:
                 yield FeatureUnit(f"{entity}.{name}", **fields)
 

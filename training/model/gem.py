@@ -90,7 +90,7 @@ class Gem(nn.Module):
         )
         self.any_user: nn.Parameter | None = None
         if not user_rows or (layout and ANY_USER in layout["user"]):
-            self.any_user = nn.Parameter(torch.zeros(d))
+            self.any_user = nn.Parameter(0.05 * torch.randn(d))
             user_rows = (ANY_USER, *user_rows)
         self.user_alignment = RowAlignment(user_rows, layout["user"] if layout else user_rows)
         candidate_rows = self._candidate_row_names()

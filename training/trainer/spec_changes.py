@@ -1,6 +1,6 @@
 """Features that a changed spec adds to a trained GEM, takes from it, or defines anew."""
 
-from etl.spec.attributes import Attribute, Attributes, CategoricalAttribute
+from etl.spec.attributes import Attribute, Attributes, BagAttribute, CategoricalAttribute
 from features.schema import FeatureSchema
 from training.trainer.state import Manifest
 
@@ -23,6 +23,10 @@ def _has_same_values(old: Attribute, new: Attribute) -> bool:
         if old.vocabulary is None or new.vocabulary is None:
             return (old.vocabulary, old.size) == (new.vocabulary, new.size)
         return new.vocabulary[: len(old.vocabulary)] == old.vocabulary
+    if isinstance(old, BagAttribute) and isinstance(new, BagAttribute):
+        unused = {"size"} if getattr(old, "vocabulary", None) is not None else set()
+        ignored = {"column", "separator"} | unused
+        return old.model_dump(exclude=ignored) == new.model_dump(exclude=ignored)
     return old.model_dump(exclude={"column"}) == new.model_dump(exclude={"column"})
 
 

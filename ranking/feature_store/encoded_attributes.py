@@ -25,6 +25,7 @@ from features.schema import FeatureGroup
 
 Float32 = npt.NDArray[np.float32]
 AttributeValues = Mapping[str, object]
+ENTITIES = {"user": "user", "item": "item", "ctx": "context"}  # by prefix of columns
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,14 @@ def encode_attributes(
     Raises:
         UserError: A value has the wrong type.
     """
-    categorical, numeric = list(group.categorical), list(group.numeric)
-    ids = np.zeros((len(rows), len(categorical)), np.int64)
-    numbers = np.zeros((len(rows), len(numeric)), np.float32)
-    vectors = {c: np.zeros((len(rows), width), np.float32) for c, width in group.vectors.items()}
+    size, categorical, numeric = len(rows), list(group.categorical), list(group.numeric)
+    ids = np.zeros((size, len(categorical)), np.int64)
+    numbers = np.zeros((size, len(numeric)), np.float32)
+    vectors = {
+        column: np.zeros((size, width), np.float32) for column, width in group.vectors.items()
+    }
     for name, attribute in declared.items():
-        column, label = f"{prefix}_{name}", f"{name} of the context" if prefix == "ctx" else name
+        column, label = f"{prefix}_{name}", f"{name} of the {ENTITIES[prefix]}"
         values = [row.get(name) for row in rows]
         if column in vectors:
             vectors[column][:] = [_encode_vector(attribute, label, value) for value in values]
@@ -75,7 +78,7 @@ def encode_attributes(
             ids[:, categorical.index(column)] = [
                 encode_categorical(attribute, validated_string(label, value)) for value in values
             ]
-    return EncodedAttributes(ids, numbers, concat_vectors([*vectors.values()], len(rows)))
+    return EncodedAttributes(ids, numbers, concat_vectors([*vectors.values()], size))
 
 
 def _encode_vector(attribute: LoggedAttribute, label: str, value: object) -> Float32:
@@ -118,12 +121,10 @@ def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
 
 
 def _validated_vector(label: str, value: object, width: int) -> Float32:
-    """A vector (W): zeros if missing or of another width, and in place of non-finite values."""
+    """A vector (W): zeros if missing, and in place of non-finite values."""
     if value is None:
         return np.zeros(width, np.float32)
-    if not _is_list(value) or any(isinstance(element, str) for element in value):
+    is_number = (isinstance(n, int | float) for n in (value if _is_list(value) else [None]))
+    if not all(is_number) or not _is_list(value) or len(value) != width:
         raise UserError(f"{label} is {value!r}; it is a list of {width} numbers")
-    vector = np.array(value, np.float32)
-    if vector.shape != (width,):
-        return np.zeros(width, np.float32)
-    return np.nan_to_num(vector, nan=0.0, posinf=0.0, neginf=0.0)
+    return np.nan_to_num(np.array(value, np.float32), nan=0.0, posinf=0.0, neginf=0.0)
