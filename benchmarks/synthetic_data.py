@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from etl.array_types import Float64, Int32, Int64
 from etl.spec.units import DAY, MICROS
 
 DAYS, SURFACES, TYPES = 30, 4, 8
@@ -18,12 +19,12 @@ AD_SHARE = 0.14
 class SyntheticEvents:
     """N events in order of time; `item` is a popularity rank, `dwell_ms` NaN where missing."""
 
-    user: npt.NDArray[np.int64]
-    seconds: npt.NDArray[np.int64]
-    item: npt.NDArray[np.int32]
+    user: Int64
+    seconds: Int64
+    item: Int32
     surface: npt.NDArray[np.int8]
     type: npt.NDArray[np.int8]
-    dwell_ms: npt.NDArray[np.float64]
+    dwell_ms: Float64
 
     def __len__(self) -> int:
         """Number of events."""

@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection, Sequence
-from datetime import date
 from itertools import groupby
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from dags.steps import PipelinePaths, Step
 from etl.errors import error_from_exit_code
 from etl.ingest.arrival import file_states
 from etl.spec import DataSpec, load_spec
-from etl.spec.units import date_range, parse_date_range
+from etl.spec.units import DayRange, date_range, parse_date_range
 from etl.tables import step_state
 from etl.tables.code_registry import assign_codes, read_codes
 from etl.tables.uri import StoragePath, list_matching, local_cache_path, resolve_uri
@@ -65,11 +64,11 @@ def input_fingerprint(
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _step_days(step: Step) -> tuple[date, date]:
+def _step_days(step: Step) -> DayRange:
     return parse_date_range(step.command[step.command.index("--days") + 1])
 
 
-def raw_file_stats(spec: DataSpec, raw: str, days: tuple[date, date]) -> list[tuple[str, int, int]]:
+def raw_file_stats(spec: DataSpec, raw: str, days: DayRange) -> list[tuple[str, int, int]]:
     """Path, size and modification time (ns) of every raw file of some days."""
     tables = [source for source in spec.sources.values() if source.format == "delta"]
     patterns = {

@@ -1,7 +1,7 @@
 """The labels step: impressions with their requests, attributed outcomes, and labels."""
 
 import functools
-from datetime import date, timedelta
+from datetime import timedelta
 
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
@@ -15,7 +15,7 @@ from etl.errors import UserError
 from etl.event_time import format_utc
 from etl.spec.model import DataSpec
 from etl.spec.sections import Objective, OutcomeLabel
-from etl.spec.units import MICROS
+from etl.spec.units import MICROS, DayRange
 from etl.tables import label_schemas, schemas, spark_io
 from etl.tables.lake import Lake
 
@@ -39,9 +39,7 @@ def assign_request_ids(spec: DataSpec, impressions: DataFrame) -> DataFrame:
     return impressions.withColumn("request_id", request_id).drop("request_start")
 
 
-def label_impressions(
-    lake: Lake, days: tuple[date, date], data_until: int | None = None
-) -> dict[str, int]:
+def label_impressions(lake: Lake, days: DayRange, data_until: int | None = None) -> dict[str, int]:
     """Replace `impressions` of a range of landing days, and of earlier days that mature on them.
 
     A label is null until it is mature: until its window and grace period have passed and the

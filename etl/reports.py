@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from datetime import date
 from typing import TypeAlias
 
 from pyspark import StorageLevel
@@ -35,7 +34,7 @@ from etl.spec.report_sources import (
     SpendSource,
 )
 from etl.spec.sections import UNKNOWN_LABEL
-from etl.spec.units import MICROS
+from etl.spec.units import MICROS, DayRange
 from etl.tables import audience_schemas, roi_schemas, spark_io
 from etl.tables.lake import Lake, create_table
 from etl.tables.table_schema import TableSchema
@@ -52,7 +51,7 @@ SCHEMAS = AUDIENCE_REPORTS | SPEND_REPORTS
 
 
 def load_reports(
-    lake: Lake, raw: str, days: tuple[date, date], schemas: Mapping[str, Schema]
+    lake: Lake, raw: str, days: DayRange, schemas: Mapping[str, Schema]
 ) -> dict[str, int]:
     """Replace the rows that landed on a range of days, of sources of some kinds.
 
@@ -121,7 +120,7 @@ def _bad_reports(rows: DataFrame) -> DataFrame:
     return bad.select("day", "campaign").distinct()
 
 
-def _read_source(lake: Lake, source: Report, raw: str, days: tuple[date, date]) -> DataFrame:
+def _read_source(lake: Lake, source: Report, raw: str, days: DayRange) -> DataFrame:
     """The parsed and checked rows of a source, cached; raises UserError if a check fails."""
     rows = parse_reports(lake.spec, source, raw, days).persist(StorageLevel.MEMORY_AND_DISK)
     if isinstance(source, AudienceLabelSource):
@@ -155,7 +154,7 @@ def _check_reports(rows: DataFrame, path: str) -> None:
     )
 
 
-def parse_reports(spec: DataSpec, source: Report, raw: str, days: tuple[date, date]) -> DataFrame:
+def parse_reports(spec: DataSpec, source: Report, raw: str, days: DayRange) -> DataFrame:
     """Typed rows of a source, with the `reasons` why one is invalid, null if it is skipped."""
     columns: dict[str, str] = source.columns.model_dump()
     required = [column for name, column in columns.items() if name != "label"]

@@ -4,19 +4,19 @@ Labels do not change; table `late_retractions` has what value, accounting and ne
 """
 
 import functools
-from datetime import date, timedelta
+from datetime import timedelta
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from etl.labels import counted_outcomes, first_retraction, outcomes_by_impression
 from etl.spec.model import DataSpec
-from etl.spec.units import DAY, MICROS
+from etl.spec.units import DAY, MICROS, DayRange
 from etl.tables import label_schemas, schemas, spark_io
 from etl.tables.lake import Lake
 
 
-def record_late_retractions(lake: Lake, days: tuple[date, date]) -> int:
+def record_late_retractions(lake: Lake, days: DayRange) -> int:
     """Replace `late_retractions` of a range of landing days; returns how many there are.
 
     Only events of users with retractions on these days are read, from the earliest impressions on

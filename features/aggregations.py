@@ -17,15 +17,13 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from etl.array_types import Bools, Float64, Int32, Int64
 from etl.spec.counters import Function, InputColumn
 from etl.spec.model import DataSpec
 from features.numeric_columns import FIXED_POINT, Numbers, SortedNumbers
 from features.ragged import count_visible
 
 Number = TypeVar("Number", bound=np.generic)
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
-Float64 = npt.NDArray[np.float64]
 
 
 class NumberInput(NamedTuple):
@@ -140,7 +138,7 @@ class EventRows:
         of_columns = {name: Numbers.of_events(of) for name, of in (numbers or {}).items()}
         return cls(key, ts, type_, np.ones(len(key), np.int64), of_columns)
 
-    def take(self, rows: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> "EventRows":
+    def take(self, rows: Int64 | Bools) -> "EventRows":
         """Some of the rows."""
         numbers = {name: of_column.take(rows) for name, of_column in self.numbers.items()}
         return EventRows(self.key[rows], self.ts[rows], self.type[rows], self.count[rows], numbers)

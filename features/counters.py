@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
+from etl.array_types import Bools, Float64, Int32, Int64
 from etl.spec.counters import CounterKey, CounterSpec, InputColumn
 from etl.spec.model import DataSpec
 from features.aggregations import Aggregations, EventRows, count_all_before
@@ -30,8 +30,6 @@ LEAD = ("lead_part", "lead")  # number and value of the first part of a key
 # The values of a key are the bytes of its numbers: Spark copies a list number by number.
 COUNTED_SCHEMA = "impression_id string, key int, values binary"
 BY_SECOND_SCHEMA = "key int, key_hash bigint, ts bigint, values binary"
-Bools = npt.NDArray[np.bool_]
-Float64 = npt.NDArray[np.float64]
 
 
 def count_events(
@@ -229,7 +227,7 @@ class _ImpressionCounting:
             values = self.aggregations.values(events, key[is_counted], ts[is_counted])
             yield _counted_batch(ids.filter(pa.array(is_counted)), number, values)
 
-    def _event_rows(self, table: pa.Table, key: npt.NDArray[np.int64], rows: Bools) -> EventRows:
+    def _event_rows(self, table: pa.Table, key: Int64, rows: Bools) -> EventRows:
         types = table["type"].to_numpy()[rows].astype(np.int64)
         numbers = {
             name: table[name].fill_null(MISSING).to_numpy()[rows]
@@ -298,9 +296,7 @@ class _RowBuilder:
                 columns[counter.column] = _number_array(column, counter.sql_type)
         return pa.record_batch(columns)
 
-    def _rows_of_key(
-        self, table: pa.Table, key: npt.NDArray[np.int32], row: npt.NDArray[np.int64], number: int
-    ) -> Float64:
+    def _rows_of_key(self, table: pa.Table, key: Int32, row: Int64, number: int) -> Float64:
         """The values of a key for all impressions (Q, columns)."""
         missing = np.zeros(1) if number == SEEN_KEY else self.missing
         is_of_key = key == number

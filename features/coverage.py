@@ -1,11 +1,10 @@
 """How many examples lack attributes, read from the statistics of the table's log alone."""
 
-from datetime import date
-
+from etl.spec.units import DayRange
 from etl.tables.lake import Lake
 
 
-def missing_attribute_counts(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
+def missing_attribute_counts(lake: Lake, days: DayRange) -> dict[str, int]:
     """Number of examples without user or item attributes, if the spec declares such attributes."""
     declared = {name: getattr(lake.spec.attributes, name) for name in ("user", "item")}
     return {

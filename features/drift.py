@@ -16,17 +16,16 @@ from datetime import date
 from statistics import median
 
 import numpy as np
-import numpy.typing as npt
 from rich.table import Table
 
+from etl.array_types import Float64, Int64
 from etl.errors import UserError
 from etl.spec.model import DataSpec
+from etl.spec.units import DayRange
 from etl.tables import feature_schemas
 from etl.tables.arrow import Snapshot, snapshot
 from etl.tables.lake import Lake
 
-Int64 = npt.NDArray[np.int64]
-Float64 = npt.NDArray[np.float64]
 FeatureKey = tuple[str, str | None]  # feature, surface
 BASELINE_DAYS = 14
 MIN_BASELINE_DAYS = 4
@@ -125,7 +124,7 @@ class FeatureDrift:
         return f"{self.feature} ({self.surface or 'versions of items'})"
 
 
-def drift_of_days(lake: Lake, days: tuple[date, date]) -> dict[date, list[FeatureDrift]]:
+def drift_of_days(lake: Lake, days: DayRange) -> dict[date, list[FeatureDrift]]:
     """The drift of each feature and surface on each day of a range that has statistics.
 
     Features with alarms come first, then those that changed most. Raises UserError if no day has

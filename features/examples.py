@@ -17,7 +17,7 @@ from etl.attribute_versions import versions_from
 from etl.labels import assign_request_ids
 from etl.spec.attributes import LocalTimeAttribute
 from etl.spec.model import DataSpec
-from etl.spec.units import MICROS
+from etl.spec.units import MICROS, DayRange
 from etl.tables import schemas, spark_io
 from etl.tables.declared_columns import item_counter_key_columns
 from etl.tables.lake import Lake
@@ -82,7 +82,7 @@ class ExampleInputs:
         )
 
 
-def build_examples(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
+def build_examples(lake: Lake, days: DayRange) -> dict[str, int]:
     """Replace the given days of `examples`, by the landing day of the impression."""
     spec = lake.spec
     names = ("events", "items", "item_versions", "history", "attributes_user")
@@ -121,9 +121,7 @@ def build_examples(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     return {"examples": lake.count_rows(contract.name, days)} | missing_attribute_counts(lake, days)
 
 
-def impressions_of_days(
-    spec: DataSpec, inputs: ExampleInputs, days: tuple[date, date]
-) -> DataFrame:
+def impressions_of_days(spec: DataSpec, inputs: ExampleInputs, days: DayRange) -> DataFrame:
     """The impressions that landed on some days, with their request, as-of time, item and user."""
     impressions = inputs.events.filter(F.col("type") == spec.event_codes[spec.impression_type])
     impressions = impressions.filter(spark_io.day_range_predicate(*days))
@@ -133,12 +131,12 @@ def impressions_of_days(
     return join_user_attributes(impressions, inputs.user_versions, "as_of_ts", names)
 
 
-def first_input_day(spec: DataSpec, days: tuple[date, date]) -> date:
+def first_input_day(spec: DataSpec, days: DayRange) -> date:
     """The first landing day of events that impressions of some days can count."""
     return days[0] - timedelta(days=counter_input_days(spec))
 
 
-def countable_events(spec: DataSpec, inputs: ExampleInputs, days: tuple[date, date]) -> DataFrame:
+def countable_events(spec: DataSpec, inputs: ExampleInputs, days: DayRange) -> DataFrame:
     """The events that impressions of some days can count, with their items.
 
     They have their users, too, if counter keys need them.

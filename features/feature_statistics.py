@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from datetime import date
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
+from etl.array_types import Float64, Int32
+from etl.spec.units import DayRange
 from etl.tables import feature_schemas, schemas, spark_io
 from etl.tables.lake import Lake
 from features.schema import FeatureGroup, feature_schema
@@ -34,8 +35,6 @@ PARTIAL_SCHEMA = (
     "day date, surface tinyint, feature int, bin int, count bigint, least double, greatest double"
 )
 PARTIAL_ROWS = 1_000_000  # from so many rows on, a partition adds up its partial rows
-Int32 = npt.NDArray[np.int32]
-Float64 = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class FeatureColumns:
         return (*self.categorical, *self.numeric, *self.vectors, *self.bags)
 
 
-def build_statistics(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
+def build_statistics(lake: Lake, days: DayRange) -> dict[str, int]:
     """Replace the given days of `feature_statistics`."""
     spec, where = lake.spec, spark_io.day_range_predicate(*days)
     versions = {name: lake.version(name) for name in ("examples", "item_versions")}

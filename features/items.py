@@ -9,7 +9,7 @@ from pyspark.sql import functions as F
 from etl.attribute_versions import filter_readable_after, versions_from
 from etl.event_time import day_start_sql
 from etl.spec.model import DataSpec
-from etl.spec.units import MICROS
+from etl.spec.units import MICROS, DayRange
 from etl.tables import schemas, spark_io
 from etl.tables.declared_columns import item_counter_key_columns
 from etl.tables.lake import Lake
@@ -18,7 +18,7 @@ from features.encoding.spark import encode_attribute
 NUMBERING_BLOCKS = 64  # of the items of a day that are about equally frequent
 
 
-def index_items(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
+def index_items(lake: Lake, days: DayRange) -> dict[str, int]:
     """Assign an index to each item first seen in the given days; every other item keeps its own.
 
     Indexes begin after the reserved ones (`schemas.RESERVED_ITEM_INDICES`). Items are indexed day
@@ -73,7 +73,7 @@ def number_items(items: DataFrame, first_index: int) -> DataFrame:
     return numbered.select("item_id", "day", "item_index")
 
 
-def _items_seen(lake: Lake, version: int, days: tuple[date, date]) -> DataFrame:
+def _items_seen(lake: Lake, version: int, days: DayRange) -> DataFrame:
     """Items with events in the given days: their first `day` there, and `n` events on it."""
     events = spark_io.read_table(lake, schemas.events(lake.spec), version)
     daily = events.filter(spark_io.day_range_predicate(*days)).groupBy("item_id", "day").count()
@@ -88,7 +88,7 @@ def item_index_or_hash_bucket() -> Column:
     return F.coalesce("item_index", hash_bucket.cast("int"))
 
 
-def build_item_versions(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
+def build_item_versions(lake: Lake, days: DayRange) -> dict[str, int]:
     """Replace the given days of `item_versions`: attributes that landed on them, of indexed items.
 
     Of the attributes that landed before their item was first seen, those that a request can read
@@ -118,7 +118,7 @@ def build_item_versions(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     return {"item versions": lake.count_rows(contract.name)}
 
 
-def _readable_once_seen(spec: DataSpec, rows: DataFrame, days: tuple[date, date]) -> DataFrame:
+def _readable_once_seen(spec: DataSpec, rows: DataFrame, days: DayRange) -> DataFrame:
     """The versions of items that were known before, and those of new ones that can be read.
 
     A new item is one first seen in `days`. No impression of it is earlier than `allowed_lateness`

@@ -12,14 +12,11 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
+from etl.array_types import Bools, Float64, Int64
 from etl.spec.counters import Function, InputColumn
 from etl.spec.units import DAY
 
-Bools = npt.NDArray[np.bool_]
-Int64 = npt.NDArray[np.int64]
-Float64 = npt.NDArray[np.float64]
 MISSING = int(np.iinfo(np.int64).min)  # a number that an event does not have
 
 

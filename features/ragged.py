@@ -9,15 +9,13 @@ All code that decides what an example may read uses these functions.
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from etl.array_types import Bools, Int64
 from etl.event_time import day_end_sql
 from etl.spec.model import DataSpec
 from etl.spec.units import MICROS
-
-Int64 = npt.NDArray[np.int64]
 
 
 def concat_ranges(starts: Int64, stops: Int64) -> Int64:
@@ -89,9 +87,7 @@ def latest_before(owners: Int64, times: Int64, query_owners: Int64, query_times:
     return np.where(is_own, row, -1)
 
 
-def is_pointer_valid(
-    last_visible_ts: Int64, first_hidden_ts: Int64, as_of: Int64
-) -> npt.NDArray[np.bool_]:
+def is_pointer_valid(last_visible_ts: Int64, first_hidden_ts: Int64, as_of: Int64) -> Bools:
     """Whether a pointer into a history still separates visible events from later ones.
 
     `last_visible_ts` and `first_hidden_ts` are the `visible_ts` before and after the cut.

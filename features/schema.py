@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from etl.array_types import Float32
 from etl.spec.attributes import (
     Attribute,
     BagAttribute,
@@ -19,7 +19,6 @@ from etl.spec.model import DataSpec
 from etl.spec.units import DAY
 from etl.tables.declared_columns import counter_columns
 
-Float32 = npt.NDArray[np.float32]
 ITEM_TABLE, USER_TABLE = "item", "user"  # embedding tables of item and user ids
 TEACHER_EMBEDDING_WIDTH = 32  # numbers that GEM stores per impression, for its user's later ones
 

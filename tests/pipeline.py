@@ -1,6 +1,5 @@
 """The data steps in one process, and the rows that they write."""
 
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ from etl.attributes import load_attributes
 from etl.ingest.run import ingest
 from etl.labels import label_impressions
 from etl.reports import AUDIENCE_REPORTS, load_reports
+from etl.spec.units import DayRange
 from etl.tables.lake import Lake
 from features.audience.counts import count_audiences
 from features.examples import build_examples
@@ -22,7 +22,7 @@ TABLES = (
 
 
 def build_tables(
-    lake: Lake, raw: Path, days: tuple[date, date], data_until: int | None = None
+    lake: Lake, raw: Path, days: DayRange, data_until: int | None = None
 ) -> dict[str, int]:
     """All tables from raw logs to examples; returns the counts of the ingest.
 
@@ -36,7 +36,7 @@ def build_tables(
     return counts
 
 
-def build_audiences(lake: Lake, raw: Path, days: tuple[date, date]) -> None:
+def build_audiences(lake: Lake, raw: Path, days: DayRange) -> None:
     """The tables of labels, audits and counts; events and attributes exist already."""
     load_reports(lake, str(raw), days, AUDIENCE_REPORTS)
     count_audiences(lake, days)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import yaml
 
+from etl.spec.units import DayRange
+
 FIRST = date(2026, 1, 1)
 DAYS = (FIRST, FIRST + timedelta(days=2))
 SURFACE = "feed"
@@ -19,7 +21,7 @@ class SmallPipeline:
 
     spec: Path
     raw: Path
-    days: tuple[date, date] = DAYS
+    days: DayRange = DAYS
 
     def command(self, lake: Path) -> list[str]:
         """The command-line arguments of `gemline` that run the pipeline into a lake."""

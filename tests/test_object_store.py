@@ -12,9 +12,9 @@ from typing import cast
 import boto3
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from upath import UPath
 
+from etl.array_types import Float32
 from etl.errors import TemporaryError, UserError, known_temporary_error
 from etl.runtime.java import jar_folder
 from etl.tables import arrow, atomic_io, model_schemas, schemas, step_state
@@ -97,11 +97,11 @@ def differing_tables(expected: Lake, actual: Lake) -> list[str]:
     ]
 
 
-def click_logits(lake: Lake, day: date) -> NDArray[np.float32]:
+def click_logits(lake: Lake, day: date) -> Float32:
     """GEM's logits of a click on one day, in the order of impressions."""
     table = arrow.snapshot(lake, model_schemas.teacher_predictions(lake.spec)).read(day=day)
     logits = table.sort_by("impression_id")["logit_click"].to_numpy()
-    return cast(NDArray[np.float32], logits)
+    return cast(Float32, logits)
 
 
 def rows(lake: Lake, schema: TableSchema) -> list[str]:

@@ -12,6 +12,7 @@ from lightgbm.callback import CallbackEnv
 from pydantic import Field
 from tqdm import tqdm
 
+from etl.array_types import Bools, Float32, Int64
 from etl.errors import UserError
 from etl.spec.base import StrictModel
 from etl.spec.units import DaySplit, date_range
@@ -23,7 +24,6 @@ from training.evaluation.predictions import Predictions
 
 MIN_POSITIVES = 20  # with fewer, the base rate of an objective is predicted
 EARLY_STOPPING_ROUNDS = 30
-Floats = npt.NDArray[np.float32]
 
 
 class BaselineConfig(StrictModel):
@@ -64,11 +64,11 @@ class TabularDataset:
     """B impressions with `features` (B, F), NaN where missing; labels and their mask are (B, O)."""
 
     feature_names: tuple[str, ...]
-    features: Floats
-    user_hashes: npt.NDArray[np.int64]
-    surface: npt.NDArray[np.int64]
-    labels: Floats
-    label_mask: npt.NDArray[np.bool_]
+    features: Float32
+    user_hashes: Int64
+    surface: Int64
+    labels: Float32
+    label_mask: Bools
     impression_ids: npt.NDArray[np.object_]
 
 
@@ -113,7 +113,7 @@ def load_tabular(
     )
 
 
-def _per_row(partition: ExamplePartition, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _per_row(partition: ExamplePartition, values: Int64) -> Int64:
     """Values of requests (R), repeated for their impressions (B)."""
     return np.repeat(values, np.diff(partition.request_offsets))
 
@@ -134,7 +134,7 @@ def feature_names_of(reader: ExampleReader) -> tuple[str, ...]:
     )
 
 
-def _feature_matrix(reader: ExampleReader, partition: ExamplePartition) -> Floats:
+def _feature_matrix(reader: ExampleReader, partition: ExamplePartition) -> Float32:
     """The features (B, F) of a partition."""
     schema, items = reader.features, reader.items
     version = items.versions_at(partition.item_index, _per_row(partition, partition.as_of))
@@ -202,8 +202,8 @@ def smoothed_rate(train: TabularDataset, column: int) -> float:
 
 
 def fit_booster(
-    features: Floats,
-    labels: Floats,
+    features: Float32,
+    labels: Float32,
     objective: str,
     feature_names: Sequence[str],
     config: BaselineConfig,

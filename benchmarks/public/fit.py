@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from sklearn.metrics import log_loss, roc_auc_score
@@ -19,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tqdm import tqdm
 
+from etl.array_types import Float64
 from etl.spec.base import StrictModel
 from training.trainer.step import EmaModel
 
@@ -160,9 +159,7 @@ def _train_epoch(
 
 
 @torch.no_grad()
-def predict(
-    model: nn.Module, examples: ExampleSource
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+def predict(model: nn.Module, examples: ExampleSource) -> tuple[Float64, Float64]:
     """Probabilities and labels (B) of all rows, in order."""
     model.eval()
     batches = [(model(*inputs).sigmoid(), labels) for inputs, labels in examples.in_order()]
@@ -170,9 +167,7 @@ def predict(
     return predicted, labels
 
 
-def binary_metrics(
-    predicted: npt.NDArray[np.float64], labels: npt.NDArray[np.float64]
-) -> BinaryMetrics:
+def binary_metrics(predicted: Float64, labels: Float64) -> BinaryMetrics:
     """AUC and logloss of probabilities (B) against labels (B)."""
     return BinaryMetrics(
         float(roc_auc_score(labels, predicted)), float(log_loss(labels, predicted))

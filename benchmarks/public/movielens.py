@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pc_csv
 
 from benchmarks.harness import BenchmarkResult
 from benchmarks.public import sequence, tabular
+from etl.array_types import Float64, Int64
 from etl.errors import UserError
 from etl.runtime.cache import user_cache
 from etl.tables import atomic_io
@@ -87,12 +87,12 @@ class Ratings:
         return cls(ratings.take(order), users, items)
 
     @property
-    def seconds(self) -> npt.NDArray[np.int64]:
+    def seconds(self) -> Int64:
         """Epoch seconds of the ratings (N)."""
         return _seconds(self.ratings)
 
     @property
-    def labels(self) -> npt.NDArray[np.int64]:
+    def labels(self) -> Int64:
         """1 for a high rating, else 0 (N)."""
         rating = self.ratings["rating"].to_numpy().astype(float)
         return np.asarray(rating >= MIN_POSITIVE_RATING, np.int64)
@@ -106,7 +106,7 @@ def _read(path: Path) -> pa.Table:
     return table.rename_columns([name.split(":")[0] for name in header])
 
 
-def _seconds(ratings: pa.Table) -> npt.NDArray[np.int64]:
+def _seconds(ratings: pa.Table) -> Int64:
     return np.asarray(ratings["timestamp"].to_numpy().astype(float), np.int64)
 
 
@@ -159,7 +159,7 @@ def write_tabular_files(data: Ratings, folder: Path) -> None:
     _write_splits(rows, position_within(user.to_numpy()), folder)
 
 
-def position_within(group: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+def position_within(group: Int64) -> Float64:
     """The position of each row (N) among the rows of its group, in [0, 1), in the given order."""
     order = np.argsort(group, kind="stable")
     counts = np.bincount(group)
@@ -169,7 +169,7 @@ def position_within(group: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     return position
 
 
-def _write_splits(rows: pa.Table, position: npt.NDArray[np.float64], folder: Path) -> None:
+def _write_splits(rows: pa.Table, position: Float64, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     split = np.digitize(position, (TRAIN_FRACTION, TRAIN_FRACTION + VALID_FRACTION))
     for number, name in enumerate(("train", "valid", "test")):

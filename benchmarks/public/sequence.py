@@ -8,15 +8,13 @@ import tyro
 from pydantic import Field
 
 from benchmarks.harness import BenchmarkResult, format_mean_std
+from etl.array_types import Float32, Float64
 from etl.spec.base import StrictModel
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
     from benchmarks.public.sequence_data import InteractionLog
 
-    Floats = npt.NDArray[np.float64]
+    Floats = Float64
 
 COLUMNS = ("model", "test AUC", "test AUC within users", "test logloss", "seeds")
 PENALTIES = (1e-3, 1e-2)  # larger ones underfit
@@ -102,7 +100,7 @@ def test_metrics(log: "InteractionLog", predicted: "Floats") -> dict[str, float]
     return {"auc": metrics.auc, "uauc": within_users, "logloss": metrics.logloss}
 
 
-def lightgbm_probabilities(log: "InteractionLog", features: "npt.NDArray[np.float32]") -> "Floats":
+def lightgbm_probabilities(log: "InteractionLog", features: "Float32") -> "Floats":
     """LightGBM's probabilities of the test rows, stopped early on the validation rows."""
     import lightgbm
     import numpy as np

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from benchmarks.public.tabular_data import parse_numbers, read_csv
+from etl.array_types import Float64, Int64
 from etl.errors import UserError
 
 SPLITS = ("train", "valid", "test")
@@ -22,8 +22,6 @@ EVENT_SPLIT = len(SPLITS)  # the split of history-only entries
 UNLABELLED, NEGATIVE, POSITIVE = range(3)
 UNKNOWN = 0
 MULTI_VALUE_SEPARATOR = "|"  # between the values of a multi-valued attribute
-
-Int64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class InteractionLog:
     user: Int64
     item: Int64
     item_code: Int64
-    time: npt.NDArray[np.float64]
+    time: Float64
     label: Int64
     split: Int64
     user_offsets: Int64
@@ -124,9 +122,9 @@ def _entries(folder: Path, name: str, split: int) -> pa.Table:
     )
 
 
-def _times(table: pa.Table, name: str) -> npt.NDArray[np.float64]:
+def _times(table: pa.Table, name: str) -> Float64:
     """Times in seconds, from numbers or from dates and times in ISO 8601."""
-    time: npt.NDArray[np.float64]
+    time: Float64
     try:
         micros = table["time"].cast(pa.timestamp("us")).cast(pa.int64())
         time = pc.divide(micros.cast(pa.float64()), 1e6).to_numpy()

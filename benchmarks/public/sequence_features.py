@@ -10,23 +10,15 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from benchmarks.public.quantile_encoding import SEGMENTS
-from benchmarks.public.sequence_data import (
-    POSITIVE,
-    SPLITS,
-    UNLABELLED,
-    Attribute,
-    Int64,
-    InteractionLog,
-)
+from benchmarks.public.sequence_data import POSITIVE, SPLITS, UNLABELLED, Attribute, InteractionLog
+from etl.array_types import Float32, Float64, Int64
 from training.model.numeric import quantile_edges
 from training.ops.ragged import concat_ranges
 
-Float64 = npt.NDArray[np.float64]
 PRIOR_COUNT = 5.0  # prior labels that smooth a rate
 RECENT_ENTRIES = 20
 CHUNK_ENTRIES = 128  # consecutive entries that share one encoded history
@@ -34,7 +26,7 @@ LOOKBACK_ENTRIES = 384  # entries read before a chunk
 BATCH_ROWS = 512
 
 
-def count_features(log: InteractionLog) -> npt.NDArray[np.float32]:
+def count_features(log: InteractionLog) -> Float32:
     """Earlier counts and positive rates (N, M), by user, item and each item attribute."""
     labeled = (log.label != UNLABELLED).astype(np.float64)
     positive = (log.label == POSITIVE).astype(np.float64)
@@ -226,6 +218,6 @@ class SplitRows:
             yield (self.dataset.batch(rows),), (self.dataset.labels[rows] == POSITIVE).float()
 
 
-def _batch_boundaries(ends: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _batch_boundaries(ends: Int64) -> Int64:
     """Chunks at which batches of about BATCH_ROWS rows begin; `ends` are cumulative row counts."""
     return np.flatnonzero(np.diff((ends - 1) // BATCH_ROWS)) + 1

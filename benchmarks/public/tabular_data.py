@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pc_csv
 import torch
 from torch import Tensor
 
+from etl.array_types import Float32, Floats, Int64
 from etl.errors import UserError
 
 Batch = tuple[tuple[Tensor, Tensor], Tensor]
@@ -28,16 +28,16 @@ UNKNOWN = 0  # the id of missing values, and of values not in training
 class TabularRows:
     """`ids` (B, F), `numeric` (B, M) with NaN where missing, `labels` (B)."""
 
-    ids: npt.NDArray[np.int64]
-    numeric: npt.NDArray[np.float32]
-    labels: npt.NDArray[np.float32]
+    ids: Int64
+    numeric: Float32
+    labels: Float32
     batch_rows: int = MAX_BATCH_ROWS
 
     def __len__(self) -> int:
         """Number of rows."""
         return len(self.labels)
 
-    def with_numbers(self, numbers: npt.NDArray[np.float32]) -> "TabularRows":
+    def with_numbers(self, numbers: Float32) -> "TabularRows":
         """The same rows with further numbers (B, k)."""
         return replace(self, numeric=np.concatenate((self.numeric, numbers), 1))
 
@@ -108,16 +108,14 @@ class FieldEncoding:
         )
 
 
-def parse_numbers(
-    table: pa.Table, column: str, name: str, kind: pa.DataType
-) -> npt.NDArray[np.floating]:
+def parse_numbers(table: pa.Table, column: str, name: str, kind: pa.DataType) -> Floats:
     """A text column of the file `name` as numbers, NaN if empty.
 
     Raises UserError if a value is not a number.
     """
     text = pc.if_else(pc.equal(table[column], ""), None, table[column])
     try:
-        numbers: npt.NDArray[np.floating] = text.cast(kind).to_numpy().copy()
+        numbers: Floats = text.cast(kind).to_numpy().copy()
     except pa.ArrowInvalid as error:
         raise UserError(f"{name}: column {column} has a non-numeric value: {error}") from None
     return numbers

@@ -12,14 +12,12 @@ from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
-import numpy.typing as npt
+
+from etl.array_types import Float32, Float64, Floats, Int64
 
 FOLDS = 10
 PRIOR_COUNT = 10.0  # rows at the rate of all rows that are added to each value
 MAX_PAIRED_FIELDS = 24  # with more fields there are no pairs
-
-Floats = npt.NDArray[np.float64]
-Int64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -28,18 +26,18 @@ class TargetStatistics:
 
     sizes: tuple[int, ...]
     ids: Int64
-    labels: Floats
+    labels: Float64
     folds: Int64
 
     @classmethod
     def of(
-        cls, sizes: tuple[int, ...], ids: Int64, labels: npt.NDArray[np.floating], seed: int = 0
+        cls, sizes: tuple[int, ...], ids: Int64, labels: Floats, seed: int = 0
     ) -> "TargetStatistics":
         """Statistics of training rows, in random folds."""
         folds = np.random.default_rng(seed).integers(0, FOLDS, len(ids))
         return cls(sizes, ids, labels.astype(np.float64), folds)
 
-    def of_training_rows(self) -> npt.NDArray[np.float32]:
+    def of_training_rows(self) -> Float32:
         """Log counts and logits of rates (B, 2 K) of the training rows, out of fold."""
         columns = []
         for key in self._keys(self.ids):
@@ -48,7 +46,7 @@ class TargetStatistics:
             columns.append(self._columns(*(FOLDS / (FOLDS - 1) * x for x in (count, positive))))
         return np.concatenate(columns, 1).astype(np.float32)
 
-    def __call__(self, ids: Int64) -> npt.NDArray[np.float32]:
+    def __call__(self, ids: Int64) -> Float32:
         """Log counts and logits of rates (B, 2 K) of other rows; values not in training have 0."""
         columns = []
         for key, rows in zip(self._keys(self.ids), self._keys(ids), strict=True):
@@ -66,16 +64,16 @@ class TargetStatistics:
             for a, b in combinations(fields, 2):
                 yield ids[:, a] * self.sizes[b] + ids[:, b]
 
-    def _sums(self, value: Int64) -> Floats:
+    def _sums(self, value: Int64) -> Float64:
         """Rows and positives (2, B) of the value of each training row."""
         sums = np.stack((np.bincount(value), np.bincount(value, self.labels)))
         return np.asarray(sums[:, value], np.float64)
 
-    def _sums_of_own_fold(self, value: Int64) -> Floats:
+    def _sums_of_own_fold(self, value: Int64) -> Float64:
         """The same (2, B), of the rows of the same fold alone."""
         return self._sums(np.unique(value * FOLDS + self.folds, return_inverse=True)[1])
 
-    def _columns(self, count: Floats, positive: Floats) -> Floats:
+    def _columns(self, count: Float64, positive: Float64) -> Float64:
         """Log count and logit of the smoothed rate (B, 2)."""
         prior = (self.labels.sum() + 0.5) / (len(self.labels) + 1)
         rate = (positive + PRIOR_COUNT * prior) / (count + PRIOR_COUNT)

@@ -1,7 +1,7 @@
 """The data sets of the ablation: simulated logs of the demo's size, and the slice of KuaiRand."""
 
 from dataclasses import dataclass
-from datetime import date, timedelta
+from datetime import timedelta
 from pathlib import Path
 
 from benchmarks.harness import BENCH_SIMULATOR, DEMO_SIMULATOR, SIMULATOR_SPEC
@@ -18,7 +18,7 @@ from benchmarks.studies.trials import TrialRunner
 from dags.pipeline import latest_mature_split
 from etl.errors import UserError
 from etl.spec import load_spec
-from etl.spec.units import DaySplit, parse_date_range
+from etl.spec.units import DayRange, DaySplit, parse_date_range
 from etl.tables.lake import Lake
 from training.baseline import BaselineConfig
 from training.config import TrainConfig
@@ -53,7 +53,7 @@ class KuaiRandTrials:
     """Trainings that predict each day from models of all days before; some days are reported."""
 
     trials: PrequentialTrials
-    days: tuple[date, date]
+    days: DayRange
 
     def gem(self, config: TrainConfig) -> Predictions:
         """Predictions of a GEM on the reported days."""
@@ -69,7 +69,7 @@ class KuaiRandTrials:
 
 
 def ablation_trials(
-    data: DataSet, work: Path, kuairand: Path, days: tuple[date, date] = TEST_DAYS_OF_KUAIRAND
+    data: DataSet, work: Path, kuairand: Path, days: DayRange = TEST_DAYS_OF_KUAIRAND
 ) -> SimulatedTrials | KuaiRandTrials:
     """The trainings on a data set, whose tables are built once; `days` of KuaiRand are reported.
 

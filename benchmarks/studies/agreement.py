@@ -17,6 +17,7 @@ from pydantic import Field
 from benchmarks.harness import RESULTS, BenchmarkResult
 from benchmarks.studies.committed import StudyFolder, share_of, show_committed
 from benchmarks.studies.model_changes import CHANGES
+from etl.array_types import Float64
 from etl.errors import UserError
 from etl.spec.base import StrictModel
 from etl.spec.units import DaySplit
@@ -25,11 +26,10 @@ from training.model.config import Scale
 
 if TYPE_CHECKING:
     import numpy as np
-    import numpy.typing as npt
 
     from benchmarks.studies.trials import TrialRunner
 
-    Floats = npt.NDArray[np.float64]
+    Floats = Float64
 
 OBJECTIVE = "click"
 DEFAULT = "default"

@@ -17,6 +17,7 @@ from etl.spec.base import StrictModel
 
 if TYPE_CHECKING:
     from benchmarks.studies.audience_world import AudienceWorld
+    from etl.array_types import Float64
     from features.audience.additive import AdditiveModel
 
 CAMPAIGNS = (10, 20, 50, 100)
@@ -123,7 +124,7 @@ def purchases_of(world: "AudienceWorld", model: "AdditiveModel") -> list[Mapping
     available = [np.bincount(world.labels[:, s], minlength=len(LABELS)) * known
                  for s in range(len(PROVIDERS))]  # fmt: skip
 
-    def true_rate(provider: int, guessed: "np.typing.NDArray[np.float64]", k: int) -> float:
+    def true_rate(provider: int, guessed: "Float64", k: int) -> float:
         bought = labels_to_buy(guessed, available[provider], wanted)
         return float(bought @ truths[provider][:, k] / bought.sum())
 

@@ -9,7 +9,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from features.audience.additive import CampaignAudits, Floats, Ints
+from etl.array_types import Float64, Int64
+from features.audience.additive import CampaignAudits
 
 PROVIDERS = ("exact", "broad", "careless", "copy")
 CLASSES = ("18-24", "25-34", "35-54", "55+")
@@ -28,15 +29,15 @@ class AudienceWorld:
     """Users (N): their class, and the label (N, S) of each provider."""
 
     rng: np.random.Generator
-    classes: Ints
-    labels: Ints
+    classes: Int64
+    labels: Int64
 
     @classmethod
     def draw(cls, seed: int, users: int = 200_000) -> "AudienceWorld":
         """Users whose labels are wrong in ways of each provider's own; the last one copies."""
         rng = np.random.default_rng(seed)
         classes = rng.choice(len(CLASSES), users, p=SHARES)
-        stated: list[Ints] = []
+        stated: list[Int64] = []
         for accuracy in ACCURACY:
             wrong = rng.choice(len(CLASSES), users, p=rng.dirichlet(np.full(len(CLASSES), SKEW)))
             stated.append(np.where(rng.random(users) < accuracy, classes, wrong))
@@ -46,12 +47,12 @@ class AudienceWorld:
         return cls(rng, classes, labels)
 
     @cached_property
-    def _combined(self) -> tuple[Ints, npt.NDArray[np.intp]]:
+    def _combined(self) -> tuple[Int64, npt.NDArray[np.intp]]:
         combinations, index = np.unique(self.labels, axis=0, return_inverse=True)
         return combinations, index.ravel()
 
     @property
-    def impressions(self) -> Floats:
+    def impressions(self) -> Float64:
         """Users (n) by combination of labels, each with one impression."""
         combinations, index = self._combined
         return np.bincount(index, minlength=len(combinations)).astype(float)
@@ -72,21 +73,21 @@ class AudienceWorld:
         names = (LABELS,) * len(PROVIDERS)
         return CampaignAudits(PROVIDERS, names, combinations, mixtures, audited)
 
-    def confusion(self, provider: int) -> Floats:
+    def confusion(self, provider: int) -> Float64:
         """The true P(class | label) (A, K) of a provider."""
         joint = np.zeros((len(LABELS), len(CLASSES)))
         np.add.at(joint, (self.labels[:, provider], self.classes), 1)
         return np.asarray(joint / joint.sum(1, keepdims=True))
 
 
-def proportional(audits: CampaignAudits, provider: int) -> Floats:
+def proportional(audits: CampaignAudits, provider: int) -> Float64:
     """The obvious estimate: shares of each campaign, attributed to its labels in proportion."""
     weights = audits.mixtures @ audits.one_hot_labels(provider)
     shares = audits.audited / audits.audited.sum(1, keepdims=True)
     return np.asarray(weights.T @ shares / weights.sum(0)[:, None])
 
 
-def least_squares(audits: CampaignAudits, provider: int) -> Floats:
+def least_squares(audits: CampaignAudits, provider: int) -> Float64:
     """P(class | label) (A, K) of one provider alone: least squares on the simplex."""
     from scipy.optimize import nnls
 

@@ -13,12 +13,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from benchmarks.studies.refit_predictions import ServedRows, ServingLog
+from etl.array_types import Bools, Float64, Int64
 from etl.spec.model import DataSpec
 from ranking.inputs.segments import SegmentValues
-from ranking.scoring.calibration import Floats, Labels, logit, sigmoid
+from ranking.scoring.calibration import Labels, logit, sigmoid
 from ranking.scoring.offset_updates import refresh_offsets
 from ranking.scoring.offsets import (
     CalibrationOffsets,
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     import lightgbm
 
 HOUR = 3600
-Calibrator = Callable[[ServingLog], Floats]  # what is added to the logits of served rows (n, O)
-Rows = npt.NDArray[np.int64]
+Calibrator = Callable[[ServingLog], Float64]  # what is added to the logits of served rows (n, O)
+Rows = Int64
 
 
-def no_offsets(log: ServingLog) -> Floats:
+def no_offsets(log: ServingLog) -> Float64:
     """Platt scaling alone, as the gate accepted it."""
     return np.zeros_like(log.served.served)
 
 
-def hourly_offsets(log: ServingLog, with_segments: bool) -> Floats:
+def hourly_offsets(log: ServingLog, with_segments: bool) -> Float64:
     """The product's offsets, refreshed each hour: an intercept, and segments if wanted."""
     final, served, spec = log.final, log.served, log.spec
     segments = spec.calibration_segments if with_segments else ()
@@ -61,12 +61,12 @@ def hourly_offsets(log: ServingLog, with_segments: bool) -> Floats:
     return added
 
 
-def maturity_times(rows: ServedRows, spec: DataSpec) -> dict[str, npt.NDArray[np.int64]]:
+def maturity_times(rows: ServedRows, spec: DataSpec) -> dict[str, Int64]:
     """Epoch seconds at which the labels of each objective are final."""
     return {name: rows.as_of + o.label_maturity_seconds for name, o in spec.objectives.items()}
 
 
-def take_rows(rows: LabeledRows, mask: npt.NDArray[np.bool_]) -> LabeledRows:
+def take_rows(rows: LabeledRows, mask: Bools) -> LabeledRows:
     """The rows of a mask (n)."""
     segments = {name: values[mask] for name, values in rows.segments.items()}
     return LabeledRows(rows.probabilities[mask], rows.labels[mask], segments)
@@ -104,7 +104,7 @@ MAX_ROUNDS, MAX_LOGIT = 2, 10.0
 MIN_ROWS = 1000  # with fewer, slopes are not bounded by data
 
 
-def daily_mcgrad(log: ServingLog) -> Floats:
+def daily_mcgrad(log: ServingLog) -> Float64:
     """MCGrad, fitted each day on all rows so far whose labels are final."""
     final, served, spec = log.final, log.served, log.spec
     added = np.zeros_like(served.served)
@@ -157,7 +157,7 @@ class McGrad:
             z = slope * z
         return cls(tuple(rounds))
 
-    def all_logits(self, rows: LabeledRows) -> list[Floats]:
+    def all_logits(self, rows: LabeledRows) -> list[Float64]:
         """The logits (n) of rows after none, one, … and all rounds."""
         z = _clip(logit(rows.probabilities))
         results = [z]
@@ -167,25 +167,25 @@ class McGrad:
             results.append(z)
         return results
 
-    def __call__(self, logits: Floats, segments: SegmentValues) -> Floats:
+    def __call__(self, logits: Float64, segments: SegmentValues) -> Float64:
         """Calibrated logits (n)."""
         no_labels = np.zeros(0, np.float32)
         return self.all_logits(LabeledRows(sigmoid(logits), no_labels, segments))[-1]
 
 
-def _features(z: Floats, segments: SegmentValues) -> Floats:
+def _features(z: Float64, segments: SegmentValues) -> Float64:
     return np.stack([*segments.values(), z], 1).astype(np.float64)
 
 
-def _clip(z: Floats) -> Floats:
+def _clip(z: Float64) -> Float64:
     return np.clip(z, -MAX_LOGIT, MAX_LOGIT)
 
 
-def _log_loss(z: Floats, labels: Labels) -> float:
+def _log_loss(z: Float64, labels: Labels) -> float:
     return float((np.logaddexp(0, z) - labels * z).sum())
 
 
-def _fit_slope(z: Floats, labels: Labels) -> float:
+def _fit_slope(z: Float64, labels: Labels) -> float:
     from scipy.optimize import minimize_scalar
 
     return float(

@@ -19,9 +19,9 @@ from etl.spec.base import StrictModel
 
 if TYPE_CHECKING:
     from benchmarks.studies.forecast_world import ForecastWorld
+    from etl.array_types import Float64
     from etl.tables.lake import Lake
     from ranking.forecast.forecaster import Forecaster, SegmentSize
-    from ranking.forecast.sums import Floats
     from ranking.forecast.targeting import Box
 
 SAMPLE_SHARE = 0.01  # of the impressions, for the errors
@@ -127,8 +127,8 @@ def open_forecaster(lake: "Lake") -> "Forecaster":
 class Errors:
     """Relative errors of the designs by query (Q), and whether our intervals cover the truth."""
 
-    users: "Floats"
-    errors: dict[str, "Floats"]
+    users: "Float64"
+    errors: dict[str, "Float64"]
     covered: "list[bool]"
 
 
@@ -173,7 +173,7 @@ def _decade_name(decade: int) -> str:
     return f"{bounds[decade]}" if decade < len(DECADES) else f"{DECADES[-1]}_up"
 
 
-def baseline_samples(world: "ForecastWorld", rows: int) -> "dict[str, Floats]":
+def baseline_samples(world: "ForecastWorld", rows: int) -> "dict[str, Float64]":
     """The weight of each user (N), 0 if not sampled, in samples of as many rows.
 
     `uniform` samples users with one probability, `stratified` as many in proportion of each stratum
@@ -196,7 +196,7 @@ def baseline_samples(world: "ForecastWorld", rows: int) -> "dict[str, Floats]":
 
 
 def errors_of_queries(
-    world: "ForecastWorld", forecaster: "Forecaster", designs: "dict[str, Floats]"
+    world: "ForecastWorld", forecaster: "Forecaster", designs: "dict[str, Float64]"
 ) -> Errors:
     """Errors of the number of users, and coverage of users and impressions.
 

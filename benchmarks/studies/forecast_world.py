@@ -11,16 +11,14 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from benchmarks.harness import SIMULATOR_SPEC
+from etl.array_types import Float64, Int64
 from etl.cli.runner import read_yaml_mapping
 from etl.spec.model import DataSpec
 from ranking.forecast.targeting import Box
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 SURFACES = ("feed", "messaging", "reels")
 USER_ATTRIBUTES = {"age": 6, "gender": 2, "country": 40, "interest": 25, "tier": 4}
 CONTEXT = {"device": 4, "hour": 24}
@@ -73,10 +71,10 @@ class ForecastWorld:
     """
 
     rng: np.random.Generator
-    values: Ints
-    activity: Floats
-    user: Ints
-    context: Mapping[str, Ints]
+    values: Int64
+    activity: Float64
+    user: Int64
+    context: Mapping[str, Int64]
 
     @classmethod
     def draw(cls, seed: int, users: int, impressions_per_user: float = 11.0) -> "ForecastWorld":
@@ -93,7 +91,7 @@ class ForecastWorld:
         user, context = _draw_week(self.rng, self.values, self.activity, week=1)
         return ForecastWorld(self.rng, self.values, self.activity, user, context)
 
-    def user_counts(self, box: Box) -> Ints:
+    def user_counts(self, box: Box) -> Int64:
         """How many impressions with the values of a segment each user (N) has."""
         is_user = np.ones(len(self.values), bool)
         for name in {*box} & {*USER_ATTRIBUTES}:
@@ -104,24 +102,24 @@ class ForecastWorld:
         found = is_user[self.user]
         for name in {*box} - {*USER_ATTRIBUTES}:
             found &= np.isin(self.context[name], [_code(value) for value in box[name]])
-        counts: Ints = np.bincount(self.user[found], minlength=len(self.values))
+        counts: Int64 = np.bincount(self.user[found], minlength=len(self.values))
         return counts
 
     @cached_property
-    def _impressions_of_users(self) -> Ints:
-        counts: Ints = np.bincount(self.user, minlength=len(self.values))
+    def _impressions_of_users(self) -> Int64:
+        counts: Int64 = np.bincount(self.user, minlength=len(self.values))
         return counts
 
-    def _column(self, name: str) -> Ints:
+    def _column(self, name: str) -> Int64:
         if name not in USER_ATTRIBUTES:
             return self.context[name]
-        of_users: Ints = self.values[:, list(USER_ATTRIBUTES).index(name)]
+        of_users: Int64 = self.values[:, list(USER_ATTRIBUTES).index(name)]
         return of_users[self.user]
 
     @cached_property
-    def user_keys(self) -> Ints:
+    def user_keys(self) -> Int64:
         """A key of each user (N)."""
-        keys: Ints = np.random.default_rng(7).integers(-(2**62), 2**62, len(self.values))
+        keys: Int64 = np.random.default_rng(7).integers(-(2**62), 2**62, len(self.values))
         assert len(np.unique(keys)) == len(keys)
         return keys
 
@@ -171,12 +169,12 @@ def sampled_days() -> list[date]:
     return [MONDAY + timedelta(days=k) for k in range(WEEK)]
 
 
-def week_levels(week: int) -> Floats:
+def week_levels(week: int) -> Float64:
     """The supply of the days of a week, counted from the sampled one, relative to its Monday."""
     return np.asarray(WEEKDAYS * np.exp(DAILY_GROWTH * (WEEK * week + np.arange(WEEK))))
 
 
-def _draw_users(rng: np.random.Generator, users: int) -> Ints:
+def _draw_users(rng: np.random.Generator, users: int) -> Int64:
     """Values (N, A): interests depend on age, gender and country, and on pairs of them."""
     age = rng.choice(6, users, p=(0.15, 0.22, 0.22, 0.18, 0.13, 0.10))
     gender = rng.integers(0, 2, users)
@@ -189,7 +187,9 @@ def _draw_users(rng: np.random.Generator, users: int) -> Ints:
     return np.stack([age, gender, country, interest, tier], 1).astype(np.int64)
 
 
-def _dependent(rng: np.random.Generator, shares: Floats, *effects: tuple[Any, int, float]) -> Ints:
+def _dependent(
+    rng: np.random.Generator, shares: Float64, *effects: tuple[Any, int, float]
+) -> Int64:
     """Values (N) whose log shares are shifted by effects: (value, how many, standard deviation)."""
     logits = np.log(shares)[None]
     for value, number, deviation in effects:
@@ -199,8 +199,8 @@ def _dependent(rng: np.random.Generator, shares: Floats, *effects: tuple[Any, in
 
 
 def _draw_week(
-    rng: np.random.Generator, values: Ints, activity: Floats, week: int
-) -> tuple[Ints, Mapping[str, Ints]]:
+    rng: np.random.Generator, values: Int64, activity: Float64, week: int
+) -> tuple[Int64, Mapping[str, Int64]]:
     """The user and the context of each impression of a week."""
     levels = week_levels(week)
     counts = rng.poisson(activity * levels.mean() / week_levels(0).mean())
@@ -215,7 +215,7 @@ def _draw_week(
     return user, {"day": day, "surface": surface, "device": device, "hour": hour}
 
 
-def _zipf(number: int, exponent: float) -> Floats:
+def _zipf(number: int, exponent: float) -> Float64:
     shares = 1.0 / np.arange(1, number + 1) ** exponent
     return np.asarray(shares / shares.sum())
 
@@ -224,7 +224,7 @@ def _names(attribute: str, number: int) -> list[str]:
     return [f"{attribute}{k:02d}" for k in range(number)]
 
 
-def _texts(names: Any, codes: Ints) -> pa.Array:
+def _texts(names: Any, codes: Int64) -> pa.Array:
     return pa.array(list(names)).take(pa.array(codes))
 
 

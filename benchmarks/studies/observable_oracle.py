@@ -22,14 +22,8 @@ import numpy as np
 from scipy.stats import binom
 
 from benchmarks.studies.observed_log import Impressions, ObservedDay, Sessions, purchases_before
-from benchmarks.studies.oracle_beliefs import (
-    Beliefs,
-    Floats,
-    Ints,
-    ItemPosterior,
-    Need,
-    first_purchase_is_due,
-)
+from benchmarks.studies.oracle_beliefs import Beliefs, ItemPosterior, Need, first_purchase_is_due
+from etl.array_types import Float64, Int64
 from etl.simulator import ads as truth
 from etl.simulator import behavior, entities, sessions, world
 from etl.simulator.arrays import sample_without_replacement, sigmoid
@@ -66,7 +60,7 @@ def intent_odds(categories: int) -> float:
 
 
 @cache
-def policy_tilt() -> Floats:
+def policy_tilt() -> Float64:
     """How far the affinity of an ad at each position is above what else is known of it.
 
     In standard deviations, as the policy shows ads of which it estimates a high affinity.
@@ -88,7 +82,7 @@ class ObservableOracle:
     ads: ItemPosterior
     first_world: World
     beliefs: Beliefs
-    peer: Floats = field(default_factory=lambda: np.zeros((0, DIMENSIONS)))
+    peer: Float64 = field(default_factory=lambda: np.zeros((0, DIMENSIONS)))
 
     @classmethod
     def of(cls, first: World) -> "ObservableOracle":
@@ -102,7 +96,7 @@ class ObservableOracle:
             Beliefs.prior(first.config),
         )
 
-    def start_day(self, attributes: Ints, day: int) -> None:
+    def start_day(self, attributes: Int64, day: int) -> None:
         """A day begins with these attributes of users (U, 3)."""
         if day:
             self.beliefs.drift()
@@ -125,16 +119,16 @@ class ObservableOracle:
             imp.item, self.first_world.ads.advertiser[imp.item], imp.is_click - p, p * (1 - p)
         )
 
-    def predict(self, day: ObservedDay) -> Floats:
+    def predict(self, day: ObservedDay) -> Float64:
         """Click probabilities (n) of the impressions of a day."""
         logit, variance = self._click_logit(day.impressions)
         return self._mix_need_and_intent(day, logit, 1 / np.sqrt(1 + np.pi / 8 * variance))
 
-    def _direction(self, surface: Ints, latent: Floats) -> Floats:
+    def _direction(self, surface: Int64, latent: Float64) -> Float64:
         """How affinity depends on interests: (n, D)."""
         return np.asarray(self.taste.emphasis[surface] * latent / DIMENSIONS**0.5)
 
-    def _view_evidence(self, day: ObservedDay) -> tuple[Ints, Floats, Floats]:
+    def _view_evidence(self, day: ObservedDay) -> tuple[Int64, Float64, Float64]:
         """User, gradient (n, K) and information (n, K, K) of post views: dwell and choice."""
         views, posts = day.views, self.posts
         own, peer = self.beliefs.mean[views.user, :-1], self.peer[views.user]
@@ -159,7 +153,7 @@ class ObservableOracle:
         information[:, diagonal, diagonal] += (OWN_SCALE * slope) ** 2 / posts.spread
         return views.user, gradient, information
 
-    def _impression_evidence(self, day: ObservedDay) -> tuple[Ints, Floats, Floats]:
+    def _impression_evidence(self, day: ObservedDay) -> tuple[Int64, Float64, Float64]:
         """User, gradient (n, K) and information (n, K, K) of clicks and long views of ads."""
         imp = day.impressions
         direction = OWN_SCALE * self._direction(imp.surface, self.ads.mean[imp.item])
@@ -178,7 +172,7 @@ class ObservableOracle:
             information += (p * (1 - p))[:, None, None] * h[:, :, None] * h[:, None, :]
         return imp.user, gradient, information
 
-    def _affinity(self, imp: Impressions) -> tuple[Floats, Floats]:
+    def _affinity(self, imp: Impressions) -> tuple[Float64, Float64]:
         """Mean and variance (n) of the affinity with shown ads."""
         interest = self.peer[imp.user] + OWN_SCALE * self.beliefs.mean[imp.user, :-1]
         direction = self._direction(imp.surface, self.ads.mean[imp.item])
@@ -189,11 +183,11 @@ class ObservableOracle:
         mean = (interest * direction).sum(1) + policy_tilt()[imp.position] * variance
         return np.asarray(mean), np.asarray(variance)
 
-    def _appeal(self, ad: Ints) -> Floats:
+    def _appeal(self, ad: Int64) -> Float64:
         advertiser = self.first_world.ads.advertiser[ad]
         return np.asarray(self.beliefs.ad[ad] + self.beliefs.advertiser[advertiser])
 
-    def _click_logit(self, imp: Impressions) -> tuple[Floats, Floats]:
+    def _click_logit(self, imp: Impressions) -> tuple[Float64, Float64]:
         """Logit (n) without need and intent, and its variance."""
         ad_format = self.first_world.ads.format[imp.item]
         affinity, variance = self._affinity(imp)
@@ -213,7 +207,7 @@ class ObservableOracle:
         variance += 1 / self.beliefs.advertiser_precision[advertiser]
         return logit, variance
 
-    def _long_view_logit(self, day: ObservedDay) -> Floats:
+    def _long_view_logit(self, day: ObservedDay) -> Float64:
         imp, need = day.impressions, self._need(day)
         is_video = self.first_world.ads.format[imp.item] == VIDEO
         is_slow = is_video & (imp.connection != WIFI)
@@ -229,8 +223,8 @@ class ObservableOracle:
         )
 
     def _mix_need_and_intent(
-        self, day: ObservedDay, logit: Floats, shrink: float | Floats = 1.0
-    ) -> Floats:
+        self, day: ObservedDay, logit: Float64, shrink: float | Float64 = 1.0
+    ) -> Float64:
         """Probabilities (n) averaged over whether a purchase is due, and over the intent."""
         need, intent = self._need(day), self._intent(day)
         total = np.zeros(len(logit))
@@ -253,7 +247,7 @@ class ObservableOracle:
             first_purchase_is_due((imp.time_ms - self.config.start_ms) / period, is_cyclic),
         )
 
-    def _intent(self, day: ObservedDay) -> Floats:
+    def _intent(self, day: ObservedDay) -> Float64:
         """The probability (n) that an impression's category is the intent of its session."""
         imp = day.impressions
         interest = self.peer + OWN_SCALE * self.beliefs.mean[:, :-1]
@@ -271,12 +265,12 @@ class ObservableOracle:
         return np.asarray(posterior[np.arange(len(category)), category])
 
 
-def _with_clickiness(direction: Floats, weight: float) -> Floats:
+def _with_clickiness(direction: Float64, weight: float) -> Float64:
     """Directions (n, D) and the weight of clickiness as (n, K)."""
     return np.concatenate((direction, np.full((len(direction), 1), weight)), 1)
 
 
-def filtered_days(config: SimulatorConfig) -> Iterator[tuple[ObservedDay, Floats]]:
+def filtered_days(config: SimulatorConfig) -> Iterator[tuple[ObservedDay, Float64]]:
     """Each day of a run, and the click probabilities of its impressions given the log before."""
     oracle = log = None
     for day, (world_today, events, _) in enumerate(simulate_days(config)):

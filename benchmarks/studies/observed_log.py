@@ -7,14 +7,11 @@ in an earlier second. n events, C categories.
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from etl.array_types import Bools, Float64, Int64
 from etl.simulator.arrays import Events, RowBatch
 from etl.simulator.config import SECOND_MS, EventType, SimulatorConfig
 
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
 KEY_STEP = 2**33  # above all epoch seconds
 SESSION_GAP_MS = 10 * 60 * SECOND_MS
 
@@ -23,12 +20,12 @@ SESSION_GAP_MS = 10 * 60 * SECOND_MS
 class Views(RowBatch):
     """Views of posts; `is_cut` where the next step of the user ended the view."""
 
-    user: Ints
-    item: Ints
-    surface: Ints
-    time_ms: Ints
-    visible: Ints
-    dwell_ms: Ints
+    user: Int64
+    item: Int64
+    surface: Int64
+    time_ms: Int64
+    visible: Int64
+    dwell_ms: Int64
     is_cut: Bools
 
 
@@ -36,26 +33,26 @@ class Views(RowBatch):
 class Impressions(RowBatch):
     """Impressions of ads, with the outcomes that were logged on the same day."""
 
-    impression: Ints
-    user: Ints
-    item: Ints
-    surface: Ints
-    time_ms: Ints
-    position: Ints
-    device: Ints
-    connection: Ints
-    is_click: Floats
-    is_long_view: Floats
+    impression: Int64
+    user: Int64
+    item: Int64
+    surface: Int64
+    time_ms: Int64
+    position: Int64
+    device: Int64
+    connection: Int64
+    is_click: Float64
+    is_long_view: Float64
 
 
 @dataclass(frozen=True)
 class Purchases(RowBatch):
     """Purchases of posts, of this and all earlier days."""
 
-    user: Ints
-    category: Ints
-    time_ms: Ints
-    visible: Ints
+    user: Int64
+    category: Int64
+    time_ms: Int64
+    visible: Int64
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,7 @@ class ObservedDay:
         by_type = {t: events.take(events.type == t) for t in EventType}
         end = config.day_start_ms(day + 1)
 
-        def occurred(event_type: EventType, impression: Ints) -> Floats:
+        def occurred(event_type: EventType, impression: Int64) -> Float64:
             outcomes = by_type[event_type]
             logged = outcomes.impression[outcomes.ingest_time < end]
             return np.isin(impression, logged).astype(np.float64)
@@ -126,7 +123,7 @@ def _views(viewed: Events, shown: Events) -> Views:
     )
 
 
-def purchases_before(day: ObservedDay, user: Ints, category: Ints, categories: int) -> Ints:
+def purchases_before(day: ObservedDay, user: Int64, category: Int64, categories: int) -> Int64:
     """Time (n) of the latest known purchase of each impression's user in a category; -1: none."""
     purchases = day.purchases
     keys = (purchases.user * categories + purchases.category) * KEY_STEP + purchases.visible
@@ -142,8 +139,8 @@ def purchases_before(day: ObservedDay, user: Ints, category: Ints, categories: i
 class Sessions:
     """The session of each view and of each impression: steps of a user on a surface without gap."""
 
-    of_view: Ints
-    of_impression: Ints
+    of_view: Int64
+    of_impression: Int64
 
     @classmethod
     def of(cls, day: ObservedDay) -> "Sessions":
@@ -163,7 +160,7 @@ class Sessions:
         session[order] = np.cumsum(is_first)
         return cls(session[: len(day.views)], session[len(day.views) :])
 
-    def views_before(self, day: ObservedDay, category_of_post: Ints) -> Floats:
+    def views_before(self, day: ObservedDay, category_of_post: Int64) -> Float64:
         """Known views (n, C) of each category in the session of each impression."""
         categories = int(category_of_post.max()) + 1
         order = np.lexsort((day.views.visible, self.of_view))

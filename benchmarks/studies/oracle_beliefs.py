@@ -6,15 +6,12 @@ U users, D latent dimensions, K = D + 1 (clickiness is the last), n items or imp
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from scipy.stats import norm
 
+from etl.array_types import Bools, Float64, Int64
 from etl.simulator import entities, world
 from etl.simulator.config import SimulatorConfig
 from etl.simulator.entities import DIMENSIONS, Items, TasteSpace
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -24,8 +21,8 @@ class ItemPosterior:
     `residual` is the mean less the center of the category, and `spread` its variance.
     """
 
-    mean: Floats
-    residual: Floats
+    mean: Float64
+    residual: Float64
     variance: float
     spread: float
 
@@ -49,12 +46,12 @@ class Beliefs:
     `ad` and `advertiser` are means, `ad_precision` and `advertiser_precision` their precisions.
     """
 
-    mean: Floats
-    covariance: Floats
-    ad: Floats
-    ad_precision: Floats
-    advertiser: Floats
-    advertiser_precision: Floats
+    mean: Float64
+    covariance: Float64
+    ad: Float64
+    ad_precision: Float64
+    advertiser: Float64
+    advertiser_precision: Float64
 
     @classmethod
     def prior(cls, config: SimulatorConfig) -> "Beliefs":
@@ -78,7 +75,7 @@ class Beliefs:
         self.mean = self.mean * kept
         self.covariance = self.covariance * np.outer(kept, kept) + np.diag(1 - kept**2)
 
-    def update_users(self, user: Ints, gradient: Floats, information: Floats) -> None:
+    def update_users(self, user: Int64, gradient: Float64, information: Float64) -> None:
         """A Newton step of some events (n) of users, from gradients and information matrices."""
         users, first = np.unique(user, return_index=True)
         total = np.add.reduceat(gradient, first)
@@ -86,7 +83,9 @@ class Beliefs:
         self.covariance[users] = np.linalg.inv(precision)
         self.mean[users] += np.einsum("ukl,ul->uk", self.covariance[users], total)
 
-    def update_appeal(self, ad: Ints, advertiser: Ints, surprise: Floats, weight: Floats) -> None:
+    def update_appeal(
+        self, ad: Int64, advertiser: Int64, surprise: Float64, weight: Float64
+    ) -> None:
         """A Newton step of the appeal from clicks less their probabilities, and p (1 - p).
 
         Ads explain what their advertisers do not.
@@ -104,11 +103,11 @@ class Beliefs:
 class Need:
     """The probability (n) that a purchase is due, and the need (n) if it is not."""
 
-    due: Floats
-    otherwise: Floats
+    due: Float64
+    otherwise: Float64
 
     @classmethod
-    def of(cls, elapsed: Floats, has_bought: npt.NDArray[np.bool_], first_due: Floats) -> "Need":
+    def of(cls, elapsed: Float64, has_bought: Bools, first_due: Float64) -> "Need":
         """From the periods since the last purchase; `first_due` where there was none."""
         x = np.where(has_bought, elapsed, 0.5)
         waited = norm.cdf((x - 1) / world.INTERVAL_JITTER)
@@ -122,7 +121,7 @@ class Need:
         )
 
 
-def first_purchase_is_due(elapsed: Floats, is_cyclic: float) -> Floats:
+def first_purchase_is_due(elapsed: Float64, is_cyclic: float) -> Float64:
     """The probability (n) that a category's first purchase is due, after periods without one.
 
     It is at a uniform time of the first period, if the category is one of the user's.

@@ -9,14 +9,15 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.studies.refit_predictions import ServedRows
+from etl.array_types import Float64
 from etl.simulator.ads import CLICK_POSITION, LONG_VIEW_POSITION
 from etl.simulator.config import SURFACES
 from etl.spec.model import DataSpec
 from ranking.report.data import true_probabilities
-from ranking.scoring.calibration import Floats, logit, sigmoid
+from ranking.scoring.calibration import logit, sigmoid
 
 
-def true_at_served_position(rows: ServedRows, spec: DataSpec, surface: str, raw: Path) -> Floats:
+def true_at_served_position(rows: ServedRows, spec: DataSpec, surface: str, raw: Path) -> Float64:
     """The true probabilities (n, O) of served rows, had they been at the served position."""
     predictions = rows.predictions.predictions
     truth = true_probabilities(predictions, str(raw))
@@ -34,7 +35,7 @@ def true_at_served_position(rows: ServedRows, spec: DataSpec, surface: str, raw:
     return at_served
 
 
-def share_of_logged_outcomes(surfaces: Sequence[ServedRows], raw: Path) -> Floats:
+def share_of_logged_outcomes(surfaces: Sequence[ServedRows], raw: Path) -> Float64:
     """Final positives over the true expectation (O): some outcomes are logged too late to count."""
     positives, expected = [], []
     for rows in surfaces:

@@ -14,10 +14,10 @@ from datetime import date, timedelta
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from benchmarks.studies.trials import trial_path
+from etl.array_types import Float32, Float64, Int64
 from etl.spec.model import DataSpec
 from etl.spec.units import DaySplit, date_range
 from etl.tables import atomic_io
@@ -53,11 +53,11 @@ class ServedRows:
     """
 
     predictions: SegmentedPredictions
-    as_of: npt.NDArray[np.int64]
-    positions: npt.NDArray[np.float32]
-    served: npt.NDArray[np.float64]
+    as_of: Int64
+    positions: Float32
+    served: Float64
 
-    def take(self, rows: npt.NDArray[np.int64]) -> "ServedRows":
+    def take(self, rows: Int64) -> "ServedRows":
         """Some of the rows."""
         predictions = self.predictions.predictions
         segments = {name: values[rows] for name, values in self.predictions.segments.items()}
@@ -194,9 +194,9 @@ def predict_rows(
 ) -> ServedRows:
     """A student's predictions for the labels of a window, with Platt scaling."""
     reader = student.input_builder.reader
-    as_of: list[npt.NDArray[np.int64]] = [np.zeros(0, np.int64)]
-    positions: list[npt.NDArray[np.float32]] = [np.zeros(0, np.float32)]
-    effects: list[npt.NDArray[np.float64]] = [np.zeros((0, len(reader.lake.spec.objectives)))]
+    as_of: list[Int64] = [np.zeros(0, np.int64)]
+    positions: list[Float32] = [np.zeros(0, np.float32)]
+    effects: list[Float64] = [np.zeros((0, len(reader.lake.spec.objectives)))]
     feature = reader.features.position
     column = reader.features.numeric_columns.index(feature.column) if feature else None
 

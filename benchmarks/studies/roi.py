@@ -19,7 +19,8 @@ from etl.spec.base import StrictModel
 if TYPE_CHECKING:
     import numpy as np
 
-    from ranking.roi.curves import CampaignDays, Floats, Ints
+    from etl.array_types import Float64, Int64
+    from ranking.roi.curves import CampaignDays
 
 BUDGETS = (30, 300, 3_000, 30_000)  # daily: a thousand to a million a month
 PER_SCALE, WEEKS, DAYS = 12, 6, 7
@@ -47,13 +48,13 @@ class Market:
     """Campaigns (C) whose conversions by spend are known: largest r^slope / (r^slope + k)."""
 
     rng: "np.random.Generator"
-    vertical: "Ints"
-    surface: "Ints"
-    budget: "Floats"
-    room: "Floats"
-    slope: "Floats"
-    conversions_at_budget: "Floats"
-    value: "Floats"
+    vertical: "Int64"
+    surface: "Int64"
+    budget: "Float64"
+    room: "Float64"
+    slope: "Float64"
+    conversions_at_budget: "Float64"
+    value: "Float64"
 
     @classmethod
     def draw(cls, seed: int) -> "Market":
@@ -77,16 +78,16 @@ class Market:
         slope = rng.uniform(*SLOPES, count)
         return cls(rng, vertical, surface, budget, room, slope, budget / cost, value)
 
-    def conversions(self, spend: "Floats") -> "Floats":
+    def conversions(self, spend: "Float64") -> "Float64":
         """Expected daily conversions (C)."""
         ratio = (spend / self.budget) ** self.slope
         return self.conversions_at_budget * ratio * (1 + self.room) / (ratio + self.room)
 
-    def expected_value(self, spend: "Floats") -> float:
+    def expected_value(self, spend: "Float64") -> float:
         """Expected daily value of all campaigns."""
         return float((self.value * self.conversions(spend)).sum())
 
-    def week(self, spend: "Floats") -> "CampaignDays":
+    def week(self, spend: "Float64") -> "CampaignDays":
         """What a week brings whose daily spends vary around those that were planned."""
         import numpy as np
 
@@ -104,7 +105,7 @@ class Market:
             np.ones(count * DAYS),
         )
 
-    def best_spend(self, total: float, low: "Floats", high: "Floats") -> "Floats":
+    def best_spend(self, total: float, low: "Float64", high: "Float64") -> "Float64":
         """The spend with the most expected value, by a price on the true marginal values."""
         import numpy as np
 

@@ -18,15 +18,13 @@ from pydantic import Field
 
 from benchmarks.harness import RESULTS, BenchmarkResult, commit
 from benchmarks.studies.committed import StudyFolder, share_of, show_committed
+from etl.array_types import Float64
 from etl.spec.base import StrictModel
 from etl.spec.units import DaySplit
 from ranking.report.study import StudyResult
 from training.config import TrainConfig
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
     from benchmarks.studies.seeded_estimates import Estimate
     from benchmarks.studies.trials import Trial, TrialRunner
     from training.evaluation.predictions import Predictions
@@ -179,7 +177,7 @@ class Curve:
         return [t.predictions.sorted_by_impression() for by_seed in self.trials for t in by_seed]
 
     @property
-    def slope_weights(self) -> "npt.NDArray[np.float64]":
+    def slope_weights(self) -> "Float64":
         """Weights (models) on the NE of `predictions` whose sum is the slope a decade."""
         import numpy as np
 
@@ -188,7 +186,7 @@ class Curve:
         return np.repeat(by_size / seeds, seeds)
 
 
-def slope_weights(flops: Sequence[float]) -> "npt.NDArray[np.float64]":
+def slope_weights(flops: Sequence[float]) -> "Float64":
     """Weights on values at some FLOPs whose sum is their least-squares slope a decade."""
     import numpy as np
 

@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from scipy import stats
 
+from etl.array_types import Float64
 from training.evaluation.predictions import ETA, Predictions, sums_by_user
 
-Floats = npt.NDArray[np.float64]
 DRAWS, DRAWS_PER_BATCH = 1000, 100  # batches limit memory
 LEVEL = 0.05
 
@@ -67,8 +66,8 @@ class Estimate:
 class NeByUser:
     """NE of M models on the same rows: `ne` (M), `drawn` (D, M) on drawn users, and U."""
 
-    ne: Floats
-    drawn: Floats
+    ne: Float64
+    drawn: Float64
     users: int
 
     @classmethod
@@ -84,7 +83,7 @@ class NeByUser:
         ]
         return cls(normalized_entropy(sums.sum(0)[None])[0], np.concatenate(drawn), users)
 
-    def contrast(self, weights: Floats, *seed_variances: tuple[float, float]) -> Estimate:
+    def contrast(self, weights: Float64, *seed_variances: tuple[float, float]) -> Estimate:
         """The sum of NE times `weights` (M), with the variances that are due to seeds."""
         user_variance = float(np.var(self.drawn @ weights, ddof=1))
         return Estimate.combine(
@@ -92,7 +91,7 @@ class NeByUser:
         )
 
 
-def normalized_entropy(sums: Floats) -> Floats:
+def normalized_entropy(sums: Float64) -> Float64:
     """NE (D, M) from sums (D, M + 2) of each model's logloss, of rows, and of positives."""
     rows, positives = sums[:, -2:-1], sums[:, -1:]
     rate = np.clip(positives / rows, ETA, 1 - ETA)
@@ -117,7 +116,7 @@ def ne_difference_over_seeds(
     return models.contrast(weights, *seed_variances)
 
 
-def variance_of_mean(values: Floats) -> tuple[float, float]:
+def variance_of_mean(values: Float64) -> tuple[float, float]:
     """The variance of the mean of values, and its degrees of freedom."""
     return float(np.var(values, ddof=1)) / len(values), len(values) - 1
 

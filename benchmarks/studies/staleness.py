@@ -6,7 +6,7 @@ are some days older than necessary. A long study; results of finished trainings 
 """
 
 from dataclasses import dataclass, replace
-from datetime import date, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +20,7 @@ from etl.spec.units import DAY, date_range
 
 if TYPE_CHECKING:
     from benchmarks.studies.student_trials import TrainingChange, TransferTrials
+    from etl.spec.units import DayRange
     from etl.tables.lake import Lake
     from training.evaluation.predictions import ConfidenceInterval
 
@@ -151,7 +152,7 @@ def with_older_teacher(trials: "TransferTrials", teacher_lag_days: int) -> "Tran
     return replace(trials, lake=lake, folder=folder / "trials")
 
 
-def teacher_ages(lake: "Lake", days: "tuple[date, date]") -> set[int]:
+def teacher_ages(lake: "Lake", days: "DayRange") -> set[int]:
     """Days from GEM's last training day to the days that it predicts; 0 if a day is missing."""
     from etl.tables import arrow, model_schemas
 

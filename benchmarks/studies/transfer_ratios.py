@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from etl.array_types import Float64, Int64
 from training.evaluation.predictions import ConfidenceInterval, Predictions
 
 RESAMPLES = 1000
 LABELS_ONLY, PLAIN_DISTILLATION, GEM = "labels only", "plain distillation", "GEM"
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class TransferRatios:
 
     objectives: Sequence[str]
     ne: dict[str, list[float]]
-    gains: dict[str, Floats]
+    gains: dict[str, Float64]
     share_of_gem_gain: dict[str, ConfidenceInterval | None]
     ratio_to_plain: dict[str, ConfidenceInterval | None]
 
@@ -54,7 +53,7 @@ def transfer_ratios(
     num_users = len(users)
     rng = np.random.default_rng(0)
     drawn = rng.multinomial(num_users, np.full(num_users, 1 / num_users), RESAMPLES)
-    weights: Floats = np.concatenate((np.ones((1, num_users)), drawn))
+    weights: Float64 = np.concatenate((np.ones((1, num_users)), drawn))
     ne = np.stack([weighted_ne(models, users, weights, i) for i in range(len(objectives))], 2)
     ne_gain = ne[:, [names.index(LABELS_ONLY)]] - ne
     gains = dict(zip(names, ne_gain.mean(2).T, strict=True))
@@ -74,17 +73,17 @@ def transfer_ratios(
 
 def weighted_ne(
     models: Mapping[str, Sequence[Predictions]],
-    users: npt.NDArray[np.int64],
-    weights: Floats,
+    users: Int64,
+    weights: Float64,
     column: int,
-) -> Floats:
+) -> Float64:
     """NE of an objective (D, M) with users weighted (D, U); means over the seeds of each model."""
     first = next(iter(models.values()))[0]
     rows = first.label_mask[:, column]
     labels = first.labels[rows, column].astype(np.float64)
     user = np.searchsorted(users, first.user_hashes[rows])
 
-    def weighted_sum(values: Floats) -> Floats:
+    def weighted_sum(values: Float64) -> Float64:
         return weights @ np.bincount(user, values, len(users))
 
     count = weighted_sum(np.ones(len(labels)))
@@ -102,7 +101,7 @@ def weighted_ne(
     return np.stack(columns, 1)
 
 
-def ratio_interval(gain: Floats, denominator: Floats) -> ConfidenceInterval | None:
+def ratio_interval(gain: Float64, denominator: Float64) -> ConfidenceInterval | None:
     """The ratio of two gains (D), and its 95 % interval; None if the denominator's contains zero.
 
     The first draw is the point estimate: all users, once each.

@@ -15,7 +15,6 @@ from pathlib import Path
 from statistics import mean, stdev
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
@@ -23,6 +22,7 @@ from torch.multiprocessing.spawn import spawn
 from benchmarks.harness import SIMULATOR_SPEC, BenchmarkResult
 from benchmarks.pipelines import pipeline_paths_in, run_steps_in_process, simulate_logs
 from dags.pipeline import data_steps
+from etl.array_types import Int64
 from etl.spec import load_spec
 from etl.spec.units import parse_date_range
 from etl.tables.lake import Lake
@@ -48,7 +48,6 @@ PARALLELISM_CONFIGS = {
     "1D": ParallelismConfig(),
     "2D": ParallelismConfig(table_replicas=2, sync_every_steps=SYNC_EVERY),
 }
-Int64 = npt.NDArray[np.int64]
 
 
 def measure_load_balance(result: BenchmarkResult) -> None:

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from benchmarks.harness import BenchmarkResult, interleaved_median_seconds
 from benchmarks.synthetic_data import DAYS, IMPRESSION, START, SyntheticEvents, generate_events
+from etl.array_types import Int64
 from etl.spec.units import DAY
 from features.history.build import pack_user_days
 from features.history.compact import compact_users
@@ -25,7 +26,6 @@ BATCH_ROWS = 1024
 KEY_COUNT = 11
 ROUNDS = 3
 EVENT_COLUMNS = ("visible_ts", "item", "surface", "type", "dwell")
-Int64 = npt.NDArray[np.int64]
 
 
 def measure_storage(

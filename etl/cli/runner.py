@@ -23,7 +23,7 @@ from etl.cli.yaml_options import yaml_option
 from etl.errors import TemporaryError, UserError, known_temporary_error
 from etl.spec import DataSpec, load_spec
 from etl.spec.base import StrictModel, suggest_name
-from etl.spec.units import parse_date_range
+from etl.spec.units import DayRange, parse_date_range
 
 if TYPE_CHECKING:
     from etl.tables.lake import Lake
@@ -65,12 +65,12 @@ class DayArgs(LakeArgs):
     days: Annotated[str, tyro.conf.arg(help="one day or first:last, such as 2026-01-01:2026-01-08")]
 
     @property
-    def day_range(self) -> tuple[date, date]:
+    def day_range(self) -> DayRange:
         """First and last day."""
         return parse_days_argument(self.days)
 
 
-def parse_days_argument(text: str, flag: str = "--days") -> tuple[date, date]:
+def parse_days_argument(text: str, flag: str = "--days") -> DayRange:
     """First and last day of a flag's value; raises UserError if it cannot be parsed."""
     try:
         return parse_date_range(text)

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 from etl.spec.file_source import fill_day
 from etl.spec.model import DataSpec
 from etl.spec.sources import Source
-from etl.spec.units import date_range
+from etl.spec.units import DayRange, date_range
 from etl.tables import atomic_io
 from etl.tables.uri import StoragePath, list_matching, read_text_if_exists, resolve_uri
 
@@ -19,7 +19,7 @@ FileStates = dict[str, dict[str, tuple[int, int]]]
 _FILE_STATES_ADAPTER = TypeAdapter(FileStates)
 
 
-def file_states(source: Source, raw: str, days: tuple[date, date]) -> dict[str, tuple[int, int]]:
+def file_states(source: Source, raw: str, days: DayRange) -> dict[str, tuple[int, int]]:
     """Size and time of the last change (ns) of the files of a source, by path.
 
     Those of a range of days, or all if the source is not partitioned by day.

@@ -25,7 +25,7 @@ def attribute_value(attribute: LoggedAttribute, column: str) -> Column:
         if attribute.separator is None:
             values = F.from_json(raw, sql_type)
         else:
-            values = F.transform(F.split(raw, _quoted(attribute.separator)), F.trim)
+            values = F.split(F.trim(raw), rf" *{_quoted(attribute.separator)} *")
         return F.array_sort(F.array_distinct(F.filter(values, lambda value: value != "")))
     return raw.try_cast(sql_type)
 

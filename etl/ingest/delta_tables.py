@@ -20,7 +20,7 @@ from etl.errors import UserError
 from etl.ingest.file_discovery import RawSelection, absolute_root, normalize_uri
 from etl.runtime.spark import spark_session
 from etl.spec.sources import Source
-from etl.spec.units import date_range
+from etl.spec.units import DayRange, date_range
 
 
 def read_delta_table(source: Source, selection: RawSelection, day_column: str) -> DataFrame | None:
@@ -47,9 +47,7 @@ def read_delta_table(source: Source, selection: RawSelection, day_column: str) -
     return rows.filter(F.col(day_column).between(*map(F.lit, selection.days)))
 
 
-def delta_file_states(
-    source: Source, raw: str, days: tuple[date, date]
-) -> dict[str, tuple[int, int]]:
+def delta_file_states(source: Source, raw: str, days: DayRange) -> dict[str, tuple[int, int]]:
     """Size and time of the last change (ns) of the data files of some days, by path.
 
     Those of the whole table if it has no partition column; none if there is no table yet.
@@ -78,7 +76,7 @@ def _existing_data_files(source: Source, raw: str) -> pa.Table | None:
     return _data_files(source, _open(uri)) if DeltaTable.is_deltatable(uri) else None
 
 
-def _check_days_exist(source: Source, files: pa.Table, days: tuple[date, date]) -> None:
+def _check_days_exist(source: Source, files: pa.Table, days: DayRange) -> None:
     if source.partition_column is None:
         existing = set(date_range(*days)) if len(files) else set()
     else:

@@ -20,7 +20,7 @@ from pyspark.sql import SparkSession
 from etl.errors import UserError
 from etl.spec.file_source import CsvOptions
 from etl.spec.sources import Source
-from etl.spec.units import date_range
+from etl.spec.units import DayRange, date_range
 from etl.tables.uri import is_url
 
 EMPTY_FILE, UNREADABLE_FILE = "empty file", "file cannot be read to its end"
@@ -34,7 +34,7 @@ class RawSelection:
     """Which raw files to read: those of a range of days below a folder or URL."""
 
     root: str
-    days: tuple[date, date]
+    days: DayRange
     corrupt_files: Collection[str] = ()  # URIs of files to be read as far as possible
 
 

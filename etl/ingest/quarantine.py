@@ -22,7 +22,7 @@ from etl.ingest.normalize import REASON_SEPARATOR, read_log
 from etl.ingest.readers import latest_day_with_records
 from etl.spec.model import DataSpec
 from etl.spec.sources import EventLogSource, ImpressionLogSource
-from etl.spec.units import date_range
+from etl.spec.units import DayRange, date_range
 from etl.tables import schemas, spark_io
 from etl.tables.arrow import snapshot
 from etl.tables.declared_columns import logged_context_attributes
@@ -94,7 +94,7 @@ def records_by_day(groups: Iterable[RecordGroup]) -> dict[date | None, int]:
 
 
 def check_bad_record_rate(
-    spec: DataSpec, groups: Iterable[RecordGroup], raw: str, days: tuple[date, date]
+    spec: DataSpec, groups: Iterable[RecordGroup], raw: str, days: DayRange
 ) -> None:
     """Raise UserError if a day has no valid events or too many bad records.
 
@@ -167,7 +167,7 @@ def _format_reasons(groups: Iterable[RecordGroup]) -> str:
 
 
 def check_declared_columns(
-    spec: DataSpec, groups: Iterable[RecordGroup], raw: str, days: tuple[date, date]
+    spec: DataSpec, groups: Iterable[RecordGroup], raw: str, days: DayRange
 ) -> None:
     """Raise UserError if the spec names a column that has no values in a log.
 
@@ -208,7 +208,7 @@ def _columns_without_values(
 
 
 def _columns_missing_in_latest_files(
-    spec: DataSpec, log_name: str, raw: str, days: tuple[date, date]
+    spec: DataSpec, log_name: str, raw: str, days: DayRange
 ) -> set[str]:
     """Raw columns without values also in a log's files of a later day; all without such files."""
     log = spec.log_sources[log_name]
@@ -246,9 +246,7 @@ UNKNOWN_DAY = schemas.NO_DAY  # partition of records without a landing day
 MAX_PAYLOAD_CHARS = 300  # shown in the report
 
 
-def write_quarantine(
-    lake: Lake, logs: Collection[str], invalid: DataFrame, days: tuple[date, date]
-) -> None:
+def write_quarantine(lake: Lake, logs: Collection[str], invalid: DataFrame, days: DayRange) -> None:
     """Replace the quarantined records of some sources on a range of days.
 
     Args:
@@ -264,14 +262,12 @@ def write_quarantine(
     spark_io.replace_partitions(lake, schemas.quarantine(lake.spec), rows, where, {})
 
 
-def landing_day_predicate(days: tuple[date, date]) -> str:
+def landing_day_predicate(days: DayRange) -> str:
     """SQL for a range of landing days plus `UNKNOWN_DAY`, which every run replaces."""
     return f"{spark_io.day_range_predicate(*days)} OR day = '{UNKNOWN_DAY}'"
 
 
-def quarantine_report(
-    lake: Lake, days: tuple[date, date], num_examples: int, console: Console
-) -> None:
+def quarantine_report(lake: Lake, days: DayRange, num_examples: int, console: Console) -> None:
     """Print the reasons, the most frequent first, with counts, days, files and examples."""
     table = snapshot(lake, schemas.quarantine(lake.spec))
     in_range = [day for day in table.days() if days[0] <= day <= days[1] or day == UNKNOWN_DAY]

@@ -8,15 +8,8 @@ from typing import cast
 
 import numpy as np
 
-from etl.simulator.arrays import (
-    Events,
-    Floats,
-    Ints,
-    RowBatch,
-    new_ids,
-    sample_without_replacement,
-    sigmoid,
-)
+from etl.array_types import Floats, Int64
+from etl.simulator.arrays import Events, RowBatch, new_ids, sample_without_replacement, sigmoid
 from etl.simulator.config import DAY_MS, SALES, VIDEO, WIFI, EventType
 from etl.simulator.entities import TIER
 from etl.simulator.sessions import Sessions, Steps
@@ -42,12 +35,12 @@ class Impressions(RowBatch):
         affinity: (n,) how much the user likes the ad on this surface.
     """
 
-    impression: Ints
-    request: Ints
-    session: Ints
-    ad: Ints
-    position: Ints
-    time_ms: Ints
+    impression: Int64
+    request: Int64
+    session: Int64
+    ad: Int64
+    position: Int64
+    time_ms: Int64
     propensity: Floats
     affinity: Floats
 
@@ -88,7 +81,7 @@ def serve_ads(
     )
 
 
-def _candidates(active: Ints, requests: int, rng: np.random.Generator) -> Ints:
+def _candidates(active: Int64, requests: int, rng: np.random.Generator) -> Int64:
     """(requests, CANDIDATES) distinct active ads: one from each stratum of a shuffled list."""
     edges = np.linspace(0, active.size, CANDIDATES + 1).astype(np.int64)
     return rng.permutation(active)[rng.integers(edges[:-1], edges[1:], (requests, CANDIDATES))]
@@ -155,8 +148,8 @@ class GroundTruth(RowBatch):
         expected_value: (n,) bid times the probability of the event that the campaign pays for.
     """
 
-    impression: Ints
-    event_time: Ints
+    impression: Int64
+    event_time: Int64
     p_click: Floats
     p_long_view: Floats
     p_conversion: Floats
@@ -228,8 +221,8 @@ def delay_cdf(delay_ms: float) -> float:
     return float(np.expm1(-delay_ms / MEAN_DELAY_MS) / np.expm1(-MAX_DELAY_MS / MEAN_DELAY_MS))
 
 
-def draw_delays(count: int, rng: np.random.Generator) -> Ints:
+def draw_delays(count: int, rng: np.random.Generator) -> Int64:
     """(count,) delays from click to conversion in ms, at least 1: the inverse of `delay_cdf`."""
     truncation = np.expm1(-MAX_DELAY_MS / MEAN_DELAY_MS)
     delay_ms = -MEAN_DELAY_MS * np.log1p(rng.random(count) * truncation)
-    return cast(Ints, np.ceil(delay_ms).astype(np.int64))
+    return cast(Int64, np.ceil(delay_ms).astype(np.int64))

@@ -6,16 +6,13 @@ order draws all columns one after another without replacement.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Self, TypeAlias
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from etl.array_types import Bools, Floats, Int64
 from etl.simulator.config import EventType
-
-Ints: TypeAlias = NDArray[np.int64]
-Floats: TypeAlias = NDArray[np.floating[Any]]
-Bools: TypeAlias = NDArray[np.bool_]
 
 MISSING = -1
 """Value of a field that does not apply to a record."""
@@ -24,7 +21,7 @@ IDS_PER_DAY = 10**9
 """Distance between the first ids of two consecutive days."""
 
 
-def new_ids(day: int, count: int) -> Ints:
+def new_ids(day: int, count: int) -> Int64:
     """(count,) ids that no other day has."""
     return day * IDS_PER_DAY + np.arange(count)
 
@@ -52,23 +49,23 @@ class RowBatch:
 class Events(RowBatch):
     """Records of the log; times are epoch ms, and MISSING where a field does not apply."""
 
-    event: Ints
-    type: Ints
-    session: Ints
-    user: Ints
-    item: Ints
-    surface: Ints
-    event_time: Ints
-    ingest_time: Ints
-    request: Ints
-    impression: Ints
-    position: Ints
+    event: Int64
+    type: Int64
+    session: Int64
+    user: Int64
+    item: Int64
+    surface: Int64
+    event_time: Int64
+    ingest_time: Int64
+    request: Int64
+    impression: Int64
+    position: Int64
     propensity: Floats
-    device: Ints
-    connection: Ints
-    dwell_ms: Ints
+    device: Int64
+    connection: Int64
+    dwell_ms: Int64
     value: Floats
-    refunded: Ints
+    refunded: Int64
 
     @classmethod
     def of_type(cls, event_type: EventType, **columns: NDArray[Any]) -> Self:
@@ -77,7 +74,7 @@ class Events(RowBatch):
         columns["type"] = np.full_like(missing, event_type)
         return cls(**{field.name: columns.get(field.name, missing) for field in fields(cls)})
 
-    def follow_up(self, event_type: EventType, delay_ms: Ints, **columns: NDArray[Any]) -> Self:
+    def follow_up(self, event_type: EventType, delay_ms: Int64, **columns: NDArray[Any]) -> Self:
         """Events of another type by the same users on the same items, `delay_ms` after these."""
         return self.of_type(
             event_type,
@@ -100,13 +97,13 @@ def draw_bernoulli(logit: Floats, rng: np.random.Generator) -> Bools:
     return rng.random(len(logit)) < sigmoid(logit)
 
 
-def draw_categorical(logits: Floats, rng: np.random.Generator) -> Ints:
+def draw_categorical(logits: Floats, rng: np.random.Generator) -> Int64:
     """(n,) columns drawn from the softmax of each row of (n, k) logits."""
-    columns: Ints = np.argmax(logits + rng.gumbel(size=logits.shape), axis=1)
+    columns: Int64 = np.argmax(logits + rng.gumbel(size=logits.shape), axis=1)
     return columns
 
 
-def sample_without_replacement(logits: Floats, rng: np.random.Generator) -> tuple[Ints, Floats]:
+def sample_without_replacement(logits: Floats, rng: np.random.Generator) -> tuple[Int64, Floats]:
     """All columns of each row of (n, k) logits, drawn one after another without replacement.
 
     Returns:
@@ -119,9 +116,9 @@ def sample_without_replacement(logits: Floats, rng: np.random.Generator) -> tupl
     return order, np.divide(weight, remaining, out=np.zeros_like(weight), where=remaining > 0)
 
 
-def draw_from_probabilities(probabilities: Floats, rng: np.random.Generator) -> Ints:
+def draw_from_probabilities(probabilities: Floats, rng: np.random.Generator) -> Int64:
     """(n,) columns drawn with the probabilities in each row of (n, k)."""
     cumulative = np.cumsum(probabilities, axis=1)
     draws = rng.random((len(probabilities), 1)) * cumulative[:, -1:]
-    columns: Ints = np.sum(draws > cumulative[:, :-1], axis=1)
+    columns: Int64 = np.sum(draws > cumulative[:, :-1], axis=1)
     return columns

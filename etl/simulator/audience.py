@@ -9,7 +9,8 @@ from typing import Self
 
 import numpy as np
 
-from etl.simulator.arrays import MISSING, Bools, Events, Floats, Ints, draw_from_probabilities
+from etl.array_types import Bools, Floats, Int64
+from etl.simulator.arrays import MISSING, Events, draw_from_probabilities
 from etl.simulator.config import (
     AGE_BANDS,
     DAY_MS,
@@ -37,10 +38,10 @@ class Audience:
     """
 
     config: AudienceConfig
-    labels: Ints
-    changed_ms: Ints
+    labels: Int64
+    changed_ms: Int64
     wrong_shares: Floats
-    provider: Ints
+    provider: Int64
     is_bought: Bools
 
     @classmethod
@@ -74,7 +75,7 @@ class Audience:
             changed_ms=np.where(is_renewed, changed_ms, self.changed_ms),
         )
 
-    def is_eligible(self, users: Ints, advertisers: Ints) -> Bools:
+    def is_eligible(self, users: Int64, advertisers: Int64) -> Bools:
         """(n, k) whether ads of the (n, k) advertisers may be shown to the (n,) users."""
         provider = self.provider[advertisers]
         label = self.labels[users[:, None], provider]  # of the last provider, where it is MISSING
@@ -85,13 +86,13 @@ class Audience:
 
 def _draw_labels(
     config: AudienceConfig,
-    age_band: Ints,
+    age_band: Int64,
     wrong_shares: Floats,
     rng: np.random.Generator,
-) -> Ints:
+) -> Int64:
     """(users, S) labels of users in the given age bands."""
     n, names = len(age_band), [provider.name for provider in config.providers]
-    stated: list[Ints] = []
+    stated: list[Int64] = []
     for provider, shares in zip(config.providers, wrong_shares, strict=True):
         wrong = draw_from_probabilities(np.repeat(shares[None], n, axis=0), rng)
         label = np.where(rng.random(n) < provider.accuracy, age_band, wrong)
@@ -108,8 +109,8 @@ def _draw_labels(
 class AuditReports:
     """Shares of the age bands (n, age bands) in the panel of each campaign, and its size (n,)."""
 
-    advertiser: Ints
-    panel: Ints
+    advertiser: Int64
+    panel: Int64
     shares: Floats
 
 

@@ -8,15 +8,9 @@ from typing import cast
 
 import numpy as np
 
+from etl.array_types import Bools, Int64
 from etl.simulator.ads import OutcomeProbabilities, draw_delays
-from etl.simulator.arrays import (
-    Bools,
-    Events,
-    Ints,
-    draw_bernoulli,
-    draw_categorical,
-    draw_from_probabilities,
-)
+from etl.simulator.arrays import Events, draw_bernoulli, draw_categorical, draw_from_probabilities
 from etl.simulator.config import SECOND_MS, EventType
 from etl.simulator.sessions import Sessions, Steps
 from etl.simulator.world import World
@@ -99,7 +93,7 @@ def draw_outcome_events(
     click_ms = np.ceil(dwell_ms * rng.random(n)).astype(np.int64)
     is_conversion = is_click & (rng.random(n) < probabilities.conversion_given_click)
 
-    def outcomes(event_type: EventType, occurs: Bools, delay_ms: Ints) -> Events:
+    def outcomes(event_type: EventType, occurs: Bools, delay_ms: Int64) -> Events:
         parents = impressions.take(occurs)
         return parents.follow_up(event_type, delay_ms[occurs], impression=parents.impression)
 
@@ -117,9 +111,9 @@ def draw_outcome_events(
     ]
 
 
-def _dwell_ms(is_long: Bools, rng: np.random.Generator) -> Ints:
+def _dwell_ms(is_long: Bools, rng: np.random.Generator) -> Int64:
     """Dwell time of each ad, at least LONG_VIEW_THRESHOLD_MS for long views and less for others."""
     long = 1 + LONG_VIEW_TAIL_MEAN * rng.standard_exponential(is_long.size)
     short = rng.random(is_long.size) ** 2
     dwell_ms = np.floor(LONG_VIEW_THRESHOLD_MS * np.where(is_long, long, short))
-    return cast(Ints, dwell_ms.astype(np.int64))
+    return cast(Int64, dwell_ms.astype(np.int64))

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from etl.simulator.arrays import MISSING, Events, Floats
+from etl.array_types import Floats
+from etl.simulator.arrays import MISSING, Events
 from etl.simulator.config import GOALS, EventType, RandomStream, SimulatorConfig
 from etl.simulator.entities import Ads, TasteSpace
 

@@ -9,7 +9,8 @@ from typing import Self, cast
 
 import numpy as np
 
-from etl.simulator.arrays import Floats, Ints, RowBatch, draw_from_probabilities
+from etl.array_types import Floats, Int64
+from etl.simulator.arrays import RowBatch, draw_from_probabilities
 from etl.simulator.config import (
     AGE_BANDS,
     COUNTRIES,
@@ -69,7 +70,7 @@ class TasteSpace:
             creative=standard_normal((DIMENSIONS, CREATIVE_WIDTH), rng) / np.sqrt(DIMENSIONS),
         )
 
-    def affinity(self, interest: Floats, surface: Ints, latent: Floats) -> Floats:
+    def affinity(self, interest: Floats, surface: Int64, latent: Floats) -> Floats:
         """How much users like items on surfaces, about N(0, 1) over random pairs.
 
         Shapes: interest (n, D), surface (n,), latent (n, k, D) -> (n, k).
@@ -78,7 +79,7 @@ class TasteSpace:
         products = np.einsum("nd,nkd->nk", weighted, latent)
         return cast(Floats, products / np.sqrt(DIMENSIONS, dtype=np.float32))
 
-    def purchase_values(self, category: Ints, rng: np.random.Generator) -> Floats:
+    def purchase_values(self, category: Int64, rng: np.random.Generator) -> Floats:
         """(n,) value of one purchase in each of the categories."""
         spread = np.exp(PURCHASE_VALUE_SPREAD * rng.standard_normal(category.size))
         return np.round(self.price[category] * spread, 2)
@@ -124,15 +125,15 @@ class Users(RowBatch):
         device: (n,) primary device.
     """
 
-    user: Ints
-    attributes: Ints
-    changed_ms: Ints
-    account_age_days: Ints
+    user: Int64
+    attributes: Int64
+    changed_ms: Int64
+    account_age_days: Int64
     own_interest: Floats
     surfaces: Floats
     activity: Floats
     clickiness: Floats
-    device: Ints
+    device: Int64
 
     @classmethod
     def draw(cls, config: SimulatorConfig, rng: np.random.Generator) -> Self:
@@ -214,13 +215,13 @@ class Items(RowBatch):
         first_day: (n,) first day of the run on which it can be shown.
     """
 
-    item: Ints
-    category: Ints
-    format: Ints
+    item: Int64
+    category: Int64
+    format: Int64
     latent: Floats
     creative: Floats
-    created_ms: Ints
-    first_day: Ints
+    created_ms: Int64
+    first_day: Int64
 
 
 @dataclass(frozen=True)
@@ -236,14 +237,14 @@ class Ads(Items):
         last_day: (n,) last day of the run on which it can be shown.
     """
 
-    advertiser: Ints
-    goal: Ints
+    advertiser: Int64
+    goal: Int64
     bid: Floats
     quality: Floats
     trust: Floats
-    last_day: Ints
+    last_day: Int64
 
-    def active_on(self, day: int) -> Ints:
+    def active_on(self, day: int) -> Int64:
         """Rows of the ads that can be shown on a day."""
         return np.flatnonzero((self.first_day <= day) & (day <= self.last_day))
 
@@ -297,7 +298,7 @@ def draw_ads(config: SimulatorConfig, taste: TasteSpace, rng: np.random.Generato
     )
 
 
-def _latent(taste: TasteSpace, category: Ints, rng: np.random.Generator) -> Floats:
+def _latent(taste: TasteSpace, category: Int64, rng: np.random.Generator) -> Floats:
     own = standard_normal((category.size, DIMENSIONS), rng)
     return mix_variance(CATEGORY_VARIANCE_SHARE, taste.category[category], own)
 

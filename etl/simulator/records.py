@@ -10,8 +10,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from etl.array_types import Floats, Int64
 from etl.simulator.ads import GroundTruth
-from etl.simulator.arrays import MISSING, Events, Floats, Ints
+from etl.simulator.arrays import MISSING, Events
 from etl.simulator.audience import Audience, AuditReports
 from etl.simulator.config import (
     AGE_BANDS,
@@ -194,9 +195,11 @@ def _nullable_numbers(values: NDArray[Any]) -> pa.Array:
     return pa.array(values, mask=values == MISSING)
 
 
-def _dictionary_column(values: Sequence[str] | pa.StringArray, indices: Ints) -> pa.DictionaryArray:
+def _dictionary_column(
+    values: Sequence[str] | pa.StringArray, indices: Int64
+) -> pa.DictionaryArray:
     return pa.DictionaryArray.from_arrays(_nullable_numbers(indices), pa.array(values))
 
 
-def _prefixed_ids(prefix: str, ids: Ints) -> pa.StringArray:
+def _prefixed_ids(prefix: str, ids: Int64) -> pa.StringArray:
     return pc.binary_join_element_wise(prefix, pc.cast(_nullable_numbers(ids), pa.string()), "")

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from etl.simulator.arrays import Bools, Ints, RowBatch, draw_categorical, draw_from_probabilities
+from etl.array_types import Bools, Int64
+from etl.simulator.arrays import RowBatch, draw_categorical, draw_from_probabilities
 from etl.simulator.config import CONNECTIONS, DEVICES, HOUR_MS, SECOND_MS
 from etl.simulator.world import World
 
@@ -30,13 +31,13 @@ class Sessions(RowBatch):
         step_count: (n,) number of steps.
     """
 
-    user: Ints
-    surface: Ints
-    intent: Ints
-    device: Ints
-    connection: Ints
-    start_ms: Ints
-    step_count: Ints
+    user: Int64
+    surface: Int64
+    intent: Int64
+    device: Int64
+    connection: Int64
+    start_ms: Int64
+    step_count: Int64
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,9 @@ class Steps(RowBatch):
         is_ad_request: (n,) whether ads are requested.
     """
 
-    session: Ints
-    time_ms: Ints
-    gap_ms: Ints
+    session: Int64
+    time_ms: Int64
+    gap_ms: Int64
     is_ad_request: Bools
 
 

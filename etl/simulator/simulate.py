@@ -19,10 +19,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
+from etl.array_types import Bools, Int64
 from etl.errors import UserError
 from etl.simulator import ads, behavior
 from etl.simulator.ads import GroundTruth
-from etl.simulator.arrays import MISSING, Bools, Events, Ints, new_ids
+from etl.simulator.arrays import MISSING, Events, new_ids
 from etl.simulator.audience import audit_impressions
 from etl.simulator.billing import billed_spend, target_returns
 from etl.simulator.config import (
@@ -111,7 +112,7 @@ def write_truth(config: SimulatorConfig, folder: Path, day: int, truth: GroundTr
     pq.write_table(truth_table(truth), path)
 
 
-def simulate_day(world: World, day: int, remaining_events: Ints) -> tuple[Events, GroundTruth]:
+def simulate_day(world: World, day: int, remaining_events: Int64) -> tuple[Events, GroundTruth]:
     """Simulate the sessions that start on one day, and the purchases of that day.
 
     Args:
@@ -161,7 +162,7 @@ def draw_refunds(world: World, day: int, events: Events) -> Events:
     return refunded.follow_up(EventType.REFUND, delay, refunded=refunded.event)
 
 
-def _within_event_limit(sessions: Sessions, events: Events, remaining_events: Ints) -> Bools:
+def _within_event_limit(sessions: Sessions, events: Events, remaining_events: Int64) -> Bools:
     """(sessions,) whether the user's sessions of the day up to each are within the limit."""
     size = np.bincount(events.session[events.session != MISSING], minlength=len(sessions))
     cumulative = np.cumsum(size)
@@ -269,7 +270,7 @@ def duplicate_events(events: Events, rate: float, rng: np.random.Generator) -> E
     return Events.concat([events, replace(copies, ingest_time=ingest_ms)])
 
 
-def _log_uniform(bounds: tuple[int, int], count: int, rng: np.random.Generator) -> Ints:
+def _log_uniform(bounds: tuple[int, int], count: int, rng: np.random.Generator) -> Int64:
     low, high = bounds
     return np.exp(rng.uniform(np.log(low), np.log(high), size=count)).astype(np.int64)
 
@@ -300,7 +301,7 @@ CORRUPTIONS = (
 
 def corrupt_lines(
     events: Events, lines: pa.StringArray, rate: float, rng: np.random.Generator
-) -> tuple[Ints, pa.StringArray]:
+) -> tuple[Int64, pa.StringArray]:
     """Corrupted copies of some lines, `rate` per line and equally many of each corruption.
 
     Returns:

@@ -14,7 +14,8 @@ from typing import Self, cast
 
 import numpy as np
 
-from etl.simulator.arrays import Floats, Ints, sample_without_replacement
+from etl.array_types import Floats, Int64
+from etl.simulator.arrays import sample_without_replacement
 from etl.simulator.audience import Audience
 from etl.simulator.config import RandomStream, SimulatorConfig
 from etl.simulator.entities import (
@@ -43,8 +44,8 @@ class PurchaseCycles:
         purchase_ms: (users, CYCLES_PER_USER, purchases) epoch ms, increasing on the last axis.
     """
 
-    category: Ints
-    purchase_ms: Ints
+    category: Int64
+    purchase_ms: Int64
 
     @classmethod
     def draw(
@@ -61,7 +62,7 @@ class PurchaseCycles:
         offset_ms = np.cumsum(interval, axis=2) * taste.period_ms[category][:, :, None]
         return cls(category=category, purchase_ms=config.start_ms + offset_ms.astype(np.int64))
 
-    def need(self, taste: TasteSpace, user: Ints, category: Ints, time_ms: Ints) -> Floats:
+    def need(self, taste: TasteSpace, user: Int64, category: Int64, time_ms: Int64) -> Floats:
         """(n,) need of users for categories at times: 1, 0 or -SATIATION_PENALTY."""
         row, cycle = np.nonzero(self.category[user] == category[:, None])
         until_ms = self.purchase_ms[user[row], cycle] - time_ms[row, None]
@@ -74,7 +75,7 @@ class PurchaseCycles:
         need[row] = np.select([is_due, is_satiated], [1.0, -SATIATION_PENALTY], 0.0)
         return need
 
-    def purchases_between(self, since_ms: int, until_ms: int) -> tuple[Ints, Ints, Ints]:
+    def purchases_between(self, since_ms: int, until_ms: int) -> tuple[Int64, Int64, Int64]:
         """User, category and time of each purchase in [since_ms, until_ms)."""
         selected = (since_ms <= self.purchase_ms) & (self.purchase_ms < until_ms)
         user, cycle, purchase = np.nonzero(selected)
@@ -120,13 +121,13 @@ class World:
         return replace(self, users=users, audience=audience)
 
     @property
-    def purchase_counts(self) -> Ints:
+    def purchase_counts(self) -> Int64:
         """(users,) purchases of each user during the run."""
         user, _, _ = self.cycles.purchases_between(self.config.start_ms, self.config.end_ms)
         return np.bincount(user, minlength=len(self.users))
 
     @property
-    def remaining_events(self) -> Ints:
+    def remaining_events(self) -> Int64:
         """(users,) events that the sessions of each user may cause during the run."""
         return self.config.max_events_per_user - self.purchase_counts
 

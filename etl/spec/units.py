@@ -36,7 +36,7 @@ Duration = Annotated[
 ]
 
 
-def parse_date_range(text: str) -> tuple[date, date]:
+def parse_date_range(text: str) -> DayRange:
     """First and last day of `2026-01-01:2026-01-08`, or of one day; raises ValueError."""
     first, _, last = text.partition(":")
     first_day, last_day = date.fromisoformat(first), date.fromisoformat(last or first)

@@ -17,6 +17,7 @@ from deltalake.exceptions import DeltaError
 
 from etl.errors import UserError
 from etl.spec.model import DataSpec
+from etl.spec.units import DayRange
 from etl.tables.code_registry import assign_codes, read_codes, register_codes
 from etl.tables.table_schema import TableSchema
 from etl.tables.uri import is_url, resolve_uri
@@ -91,9 +92,7 @@ class Lake:
         """The version at which a table is read: the pinned one, else the latest."""
         return self.open(name).version()
 
-    def count_rows(
-        self, name: str, days: tuple[date, date] | None = None, **partition: object
-    ) -> int:
+    def count_rows(self, name: str, days: DayRange | None = None, **partition: object) -> int:
         """Rows of a table, of all days or a range of days, and of all or some partitions."""
         actions = self.add_actions(name)
         if days:
@@ -110,12 +109,12 @@ class Lake:
         days, rows = (sums[c].to_pylist() for c in ("partition.day", "num_records_sum"))
         return dict(zip(days, rows, strict=True))
 
-    def count_nulls(self, name: str, column: str, days: tuple[date, date]) -> int:
+    def count_nulls(self, name: str, column: str, days: DayRange) -> int:
         """Rows of a range of days in which a column is null."""
         counts = _filter_days(self.add_actions(name), days)[f"null_count.{column}"]
         return int(pc.sum(counts).as_py() or 0)
 
-    def day_range(self, name: str) -> tuple[date, date]:
+    def day_range(self, name: str) -> DayRange:
         """The first and the last day that have rows."""
         day = self.add_actions(name)["partition.day"]
         return pc.min(day).as_py(), pc.max(day).as_py()
@@ -138,7 +137,7 @@ class Lake:
         return pa.table(self.open(name).get_add_actions(flatten=True))
 
 
-def _filter_days(actions: pa.Table, days: tuple[date, date]) -> pa.Table:
+def _filter_days(actions: pa.Table, days: DayRange) -> pa.Table:
     day = actions["partition.day"]
     return actions.filter(pc.and_(pc.greater_equal(day, days[0]), pc.less_equal(day, days[1])))
 

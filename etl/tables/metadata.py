@@ -4,11 +4,11 @@ import hashlib
 import inspect
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from datetime import date
 
 from etl.spec.base import StrictModel
 from etl.spec.counters import FUNCTIONS, Aggregation
 from etl.spec.model import DataSpec
+from etl.spec.units import DayRange
 from etl.tables import schemas
 from etl.tables.audience_schemas import AUDIENCE_SCHEMAS
 from etl.tables.forecast_schemas import FORECAST_SCHEMAS
@@ -30,9 +30,7 @@ class TableMetadata(StrictModel):
     """Hash of the schema."""
 
 
-def table_metadata(
-    lake: Lake, tables: Iterable[str], days: tuple[date, date]
-) -> dict[str, TableMetadata]:
+def table_metadata(lake: Lake, tables: Iterable[str], days: DayRange) -> dict[str, TableMetadata]:
     """The metadata of some tables, by name; raises UserError where a table does not exist."""
     metadata = {}
     for name in tables:

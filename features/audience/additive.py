@@ -19,12 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from etl.array_types import Float64, Int64
 from etl.errors import UserError
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 RIDGE = 0.1  # precision of the normal prior of each coefficient; with 1, intervals cover too little
 NORMAL_95 = 1.959964  # standard errors on each side of a 95 % interval
@@ -45,21 +42,21 @@ class CampaignAudits:
 
     providers: tuple[str, ...]
     label_names: tuple[tuple[str, ...], ...]
-    labels: Ints
-    mixtures: Floats
-    audited: Floats
+    labels: Int64
+    mixtures: Float64
+    audited: Float64
 
-    def one_hot_labels(self, provider: int) -> Floats:
+    def one_hot_labels(self, provider: int) -> Float64:
         """One-hot labels (n, labels) of a provider."""
         return np.asarray(np.eye(len(self.label_names[provider]))[self.labels[:, provider]])
 
     @property
-    def design(self) -> Floats:
+    def design(self) -> Float64:
         """One-hot labels (n, P) of all providers."""
         return np.concatenate([self.one_hot_labels(s) for s in range(len(self.providers))], 1)
 
     @property
-    def prior(self) -> Floats:
+    def prior(self) -> Float64:
         """Shares (K) of the classes among all audited impressions, half a one each more."""
         total = self.audited.sum(0) + 0.5
         return np.asarray(total / total.sum())
@@ -75,7 +72,7 @@ class CampaignAudits:
             _require_distinct(provider, names, self.mixtures @ self.one_hot_labels(position))
 
 
-def _require_distinct(provider: str, names: tuple[str, ...], shares: Floats) -> None:
+def _require_distinct(provider: str, names: tuple[str, ...], shares: Float64) -> None:
     """Raises UserError if the shares (C, labels) of campaigns are too similar."""
     is_reached = np.asarray(shares.sum(0) > 0)
     names = tuple(name for name, reached in zip(names, is_reached, strict=True) if reached)
@@ -109,9 +106,9 @@ def _require_distinct(provider: str, names: tuple[str, ...], shares: Floats) -> 
 class RateEstimate:
     """Estimated probabilities with their 95 % intervals, arrays of one shape."""
 
-    value: Floats
-    low: Floats
-    high: Floats
+    value: Float64
+    low: Float64
+    high: Float64
 
 
 @dataclass(frozen=True)
@@ -123,15 +120,15 @@ class AdditiveModel:
     """
 
     audits: CampaignAudits
-    coefficients: Floats
-    covariance: Floats
+    coefficients: Float64
+    covariance: Float64
     dispersion: float
 
-    def class_probabilities(self) -> Floats:
+    def class_probabilities(self) -> Float64:
         """P(class | labels) (n, K) of the combinations."""
         return _softmax(np.log(self.audits.prior) + self.audits.design @ self.coefficients)
 
-    def in_target_rates(self, weights: Floats, columns: Sequence[int]) -> RateEstimate:
+    def in_target_rates(self, weights: Float64, columns: Sequence[int]) -> RateEstimate:
         """Shares (m) of the classes in `columns`, in mixtures (m, n) of the combinations.
 
         Intervals are by the delta method, on the logits of the shares.
@@ -150,7 +147,7 @@ class AdditiveModel:
         low, high = (1 / (1 + np.exp(-(logit + sign * error))) for sign in (-1, 1))
         return RateEstimate(weights @ rates, low, high)
 
-    def confusion(self, provider: int, impressions: Floats) -> RateEstimate:
+    def confusion(self, provider: int, impressions: Float64) -> RateEstimate:
         """P(class | label) (labels, K) of a provider, over impressions (n) by combination."""
         by_label = self.audits.one_hot_labels(provider).T * impressions  # (labels, n)
         by_label = by_label / by_label.sum(1, keepdims=True)
@@ -174,7 +171,7 @@ def fit_additive(audits: CampaignAudits) -> AdditiveModel:
     design, log_prior, audited = audits.design, np.log(audits.prior), audits.audited
     shape = design.shape[1], audited.shape[1]
 
-    def loss_and_gradient(flat: Floats) -> tuple[float, Floats]:
+    def loss_and_gradient(flat: Float64) -> tuple[float, Float64]:
         coefficients = flat.reshape(shape)
         probabilities = _softmax(log_prior + design @ coefficients)
         shares = np.maximum(audits.mixtures @ probabilities, 1e-300)
@@ -195,7 +192,7 @@ def fit_additive(audits: CampaignAudits) -> AdditiveModel:
     return AdditiveModel(audits, best.reshape(shape), covariance, dispersion)
 
 
-def _dispersion(audits: CampaignAudits, shares: Floats, num_fitted: float) -> float:
+def _dispersion(audits: CampaignAudits, shares: Float64, num_fitted: float) -> float:
     """Pearson's statistic of the audits over its degrees of freedom, at least 1."""
     expected = np.maximum(audits.audited.sum(1, keepdims=True) * shares, 1e-300)
     statistic = float(((audits.audited - expected) ** 2 / expected).sum())
@@ -204,7 +201,7 @@ def _dispersion(audits: CampaignAudits, shares: Floats, num_fitted: float) -> fl
     return max(1.0, statistic / freedom) if freedom > 0 else 1.0
 
 
-def _fisher_information(audits: CampaignAudits, probabilities: Floats) -> Floats:
+def _fisher_information(audits: CampaignAudits, probabilities: Float64) -> Float64:
     """The expected information (PK, PK) of the coefficients, given P(class | labels) (n, K)."""
     design, classes = audits.design, probabilities.shape[1]
     shares = np.maximum(audits.mixtures @ probabilities, 1e-300)
@@ -220,6 +217,6 @@ def _fisher_information(audits: CampaignAudits, probabilities: Floats) -> Floats
     return information
 
 
-def _softmax(logits: Floats) -> Floats:
+def _softmax(logits: Float64) -> Float64:
     shifted = np.exp(logits - logits.max(-1, keepdims=True))
     return np.asarray(shifted / shifted.sum(-1, keepdims=True))

@@ -1,18 +1,18 @@
 """The `audience_counts` table: impressions of campaigns by the labels of all data providers."""
 
 import functools
-from datetime import date
 
 from pyspark.sql import DataFrame, Window
 from pyspark.sql import functions as F
 
 from etl.attribution import item_attribute_values
 from etl.spec.sections import UNKNOWN_LABEL
+from etl.spec.units import DayRange
 from etl.tables import audience_schemas, schemas, spark_io
 from etl.tables.lake import Lake
 
 
-def count_audiences(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
+def count_audiences(lake: Lake, days: DayRange) -> dict[str, int]:
     """Replace the given days of `audience_counts`, by the landing day of the impression."""
     versions = {
         name: lake.version(name) for name in ("events", "attributes_item", "audience_labels")
@@ -25,9 +25,7 @@ def count_audiences(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     return {schema.name: lake.count_rows(schema.name, days)}
 
 
-def _counts_of(
-    lake: Lake, name: str, days: tuple[date, date], versions: dict[str, int]
-) -> DataFrame:
+def _counts_of(lake: Lake, name: str, days: DayRange, versions: dict[str, int]) -> DataFrame:
     spec, audience = lake.spec, lake.spec.audiences[name]
     events = spark_io.read_table(lake, schemas.events(spec), versions["events"])
     impressions = events.filter(spark_io.day_range_predicate(*days))

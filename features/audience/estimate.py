@@ -9,20 +9,14 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from etl.array_types import Float64, Int64
 from etl.errors import UserError
 from etl.spec.sections import UNKNOWN_LABEL, AudienceSpec
 from etl.spec.units import DAY, date_range
 from etl.tables import arrow, audience_schemas
 from etl.tables.lake import Lake, arrow_schema
 from etl.tables.table_schema import TableSchema
-from features.audience.additive import (
-    AdditiveModel,
-    CampaignAudits,
-    Floats,
-    Ints,
-    RateEstimate,
-    fit_additive,
-)
+from features.audience.additive import AdditiveModel, CampaignAudits, RateEstimate, fit_additive
 from features.audience.quality import normalized_information
 
 
@@ -32,7 +26,7 @@ class AudienceFit:
 
     spec: AudienceSpec
     model: AdditiveModel
-    impressions: Floats
+    impressions: Float64
 
     def target_columns(self, target: Sequence[str]) -> list[int]:
         """The columns of the classes in a target; raises UserError if there are others, or none."""
@@ -110,14 +104,14 @@ def _of_large_campaigns(audits: pa.Table, min_count: int) -> pa.Table:
     return audits.join(large.select(["campaign"]), "campaign", join_type="inner")
 
 
-def _combinations(counts: pa.Table, providers: int) -> tuple[list[tuple[str, ...]], Ints]:
+def _combinations(counts: pa.Table, providers: int) -> tuple[list[tuple[str, ...]], Int64]:
     """Distinct combinations (n) of labels, and the index of that of each row of `counts`."""
     flat = np.array(counts["labels"].combine_chunks().flatten().to_pylist(), dtype=str)
     distinct, index = np.unique(flat.reshape(-1, providers), axis=0, return_inverse=True)
     return [tuple(map(str, row)) for row in distinct], index.ravel().astype(np.int64)
 
 
-def _label_indexes(labels: list[tuple[str, ...]]) -> tuple[tuple[tuple[str, ...], ...], Ints]:
+def _label_indexes(labels: list[tuple[str, ...]]) -> tuple[tuple[tuple[str, ...], ...], Int64]:
     """The names of the labels of each provider, and their indexes (n, S) in combinations."""
     by_provider = [np.unique(column, return_inverse=True) for column in zip(*labels, strict=True)]
     names = tuple(tuple(map(str, found)) for found, _ in by_provider)
@@ -126,7 +120,7 @@ def _label_indexes(labels: list[tuple[str, ...]]) -> tuple[tuple[tuple[str, ...]
 
 def _audited_impressions(
     audits: pa.Table, classes: tuple[str, ...]
-) -> tuple[npt.NDArray[np.object_], Floats]:
+) -> tuple[npt.NDArray[np.object_], Float64]:
     """Campaigns (C), sorted, and their audited impressions (C, K) by class."""
     campaigns, row = np.unique(audits["campaign"].to_numpy(), return_inverse=True)
     column = pc.index_in(audits["true_class"], pa.array(classes)).to_numpy()
@@ -138,7 +132,7 @@ def _audited_impressions(
 
 def _sum_by_combination(
     counts: pa.Table, campaigns: npt.NDArray[np.object_], column: str, combinations: int
-) -> Floats:
+) -> Float64:
     """A column summed by campaign, which are sorted, and combination of labels (C, n)."""
     counts = counts.filter(pc.is_in(counts["campaign"], pa.array(campaigns, pa.string())))
     row = np.searchsorted(campaigns, counts["campaign"].to_numpy())

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from etl.array_types import Float64
 from etl.errors import UserError
-from features.audience.additive import AdditiveModel, Floats
+from features.audience.additive import AdditiveModel
 
 
-def normalized_information(matrix: Floats, label_shares: Floats) -> float:
+def normalized_information(matrix: Float64, label_shares: Float64) -> float:
     """I(label; class) / H(class) of P(class | label) (A, K) and shares of labels (A).
 
     0 where labels say nothing, 1 where they determine the class.
@@ -25,7 +25,7 @@ def normalized_information(matrix: Floats, label_shares: Floats) -> float:
     return (entropy - conditional) / entropy if entropy else 0.0
 
 
-def _entropy(probabilities: Floats) -> float:
+def _entropy(probabilities: Float64) -> float:
     positive = probabilities[probabilities > 0]
     return float(-(positive * np.log(positive)).sum())
 
@@ -47,7 +47,7 @@ class Purchase:
 
 def choose_provider(
     model: AdditiveModel,
-    impressions: Floats,
+    impressions: Float64,
     target: Sequence[int],
     wanted: float,
     unknown: str,
@@ -79,7 +79,7 @@ def choose_provider(
 def _purchase_of(
     model: AdditiveModel,
     position: int,
-    impressions: Floats,
+    impressions: Float64,
     target: Sequence[int],
     wanted: float,
     unknown: str,
@@ -102,7 +102,7 @@ def _purchase_of(
     )
 
 
-def labels_to_buy(rates: Floats, available: Floats, wanted: float) -> npt.NDArray[np.float64]:
+def labels_to_buy(rates: Float64, available: Float64, wanted: float) -> Float64:
     """Impressions (A) to buy by label for the highest in-target rate at a wanted number.
 
     Labels are bought in the order of their rates (A); the last one in part.

@@ -11,9 +11,9 @@ from math import copysign, isfinite, log1p, nan
 from zoneinfo import ZoneInfo
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
+from etl.array_types import Bytes, Float32
 from etl.spec.attributes import (
     BagAttribute,
     CategoricalAttribute,
@@ -33,8 +33,6 @@ WORD_SEPARATORS = (
     r"\uff01-\uff0f\uff1a-\uff20\uff3b-\uff40\uff5b-\uff65]+"
 )
 INT4_ZERO_POINT = 8  # of the 16 levels, 8 are below zero
-Bytes = npt.NDArray[np.uint8]
-Float32 = npt.NDArray[np.float32]
 
 
 def spark_xxhash64(text: str) -> int:

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
-Float32 = npt.NDArray[np.float32]
-Int64 = npt.NDArray[np.int64]
+from etl.array_types import Float32, Int64
 
 
 @dataclass(frozen=True)

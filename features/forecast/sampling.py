@@ -14,9 +14,9 @@ import itertools
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from etl.array_types import Float64
+
 MAX_ORDER = 3  # attributes of a targeting in the workload
 
 
@@ -26,7 +26,7 @@ def workload_combinations(attributes: Sequence[str]) -> list[tuple[str, ...]]:
     return [names for k in orders for names in itertools.combinations(attributes, k)]
 
 
-def sampling_scale(importance: Floats, rows: Floats, budget: float) -> float:
+def sampling_scale(importance: Float64, rows: Float64, budget: float) -> float:
     """The factor lambda for which min(1, lambda * importance) keeps `budget` rows on average.
 
     Args:

@@ -1,7 +1,7 @@
 """Build of `history`: a day's newly visible events, packed to one row per user and day."""
 
 from collections.abc import Iterator
-from datetime import date, timedelta
+from datetime import timedelta
 
 import numpy as np
 import pyarrow as pa
@@ -9,7 +9,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from etl.ingest.timestamps import local_date
-from etl.spec.units import MICROS
+from etl.spec.units import MICROS, DayRange
 from etl.tables import schemas, spark_io, user_schemas
 from etl.tables.lake import Lake
 from etl.tables.weekly_snapshots import remove_snapshots_from
@@ -27,7 +27,7 @@ PACKED_SCHEMA = ", ".join(
 )
 
 
-def build_history(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
+def build_history(lake: Lake, days: DayRange) -> dict[str, int]:
     """Replace the given days of `history` with the events that became visible on them.
 
     Snapshots of `user_event_counts` are written for these days and those after them.
@@ -50,9 +50,7 @@ def build_history(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
     return {"histories": lake.count_rows(contract.name, days)}
 
 
-def newly_visible_events(
-    lake: Lake, versions: dict[str, int], days: tuple[date, date]
-) -> DataFrame:
+def newly_visible_events(lake: Lake, versions: dict[str, int], days: DayRange) -> DataFrame:
     """Events that became visible on the given days, with their item index."""
     spec = lake.spec
     first_second, last_second = spec.day_start(days[0]), spec.day_end(days[1]) - 1

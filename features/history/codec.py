@@ -20,11 +20,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-Int64 = npt.NDArray[np.int64]
-Int32 = npt.NDArray[np.int32]
+from etl.array_types import Bytes, Float64, Int32, Int64
+
 Int8 = npt.NDArray[np.int8]
 Integers = npt.NDArray[Any]  # int32, or int8 of one byte
-Bytes = npt.NDArray[np.uint8]
 
 DWELL_STEPS_PER_LOG_MS = 7.8  # per unit of ln(1 + ms): a step is 14 %, 127 is three hours
 BYTE_WIDTHS = {"gaps": 4, "lags": 4, "items": 4, "surfaces": 1, "types": 1, "dwells": 1}
@@ -52,13 +51,13 @@ class UserEvents:
         return self.visible_ts - self.visibility_lags
 
 
-def quantize_dwell(dwell_ms: npt.NDArray[np.float64]) -> Int8:
+def quantize_dwell(dwell_ms: Float64) -> Int8:
     """Dwell times in milliseconds as logarithmic steps 1 to 127; 0 for a missing one (NaN)."""
     steps = np.rint(np.log1p(np.nan_to_num(dwell_ms, nan=0.0)) * DWELL_STEPS_PER_LOG_MS)
     return np.where(np.isnan(dwell_ms), 0, np.clip(steps, 1, 127)).astype(np.int8)
 
 
-def dequantize_dwell(quantized: Int8) -> npt.NDArray[np.float64]:
+def dequantize_dwell(quantized: Int8) -> Float64:
     """The middle of each step of `quantize_dwell`, in milliseconds; NaN for a missing one."""
     dwell_ms = np.expm1(quantized.astype(np.float64) / DWELL_STEPS_PER_LOG_MS)
     return np.where(quantized == 0, np.nan, dwell_ms)

@@ -1,18 +1,18 @@
 """The `campaign_days` table: spend of campaigns, and outcomes of their impressions, by day."""
 
 from collections.abc import Sequence
-from datetime import date
 
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from etl.attribution import item_attribute_values
 from etl.spec.model import DataSpec
+from etl.spec.units import DayRange
 from etl.tables import label_schemas, roi_schemas, spark_io
 from etl.tables.lake import Lake
 
 
-def build_campaign_days(lake: Lake, days: tuple[date, date]) -> dict[str, int]:
+def build_campaign_days(lake: Lake, days: DayRange) -> dict[str, int]:
     """Replace the given days of `campaign_days`, by the landing day of the impressions.
 
     Days are built again once more of their labels are final.

@@ -9,10 +9,10 @@ N events, or the candidates of a request.
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from etl.array_types import Int64
 from etl.spec.attributes import LocalTimeAttribute
 from etl.spec.model import DataSpec
 from etl.spec.units import MICROS
@@ -37,8 +37,7 @@ from ranking.feature_store.storage import (
     storage_key,
 )
 
-Ints = npt.NDArray[np.int64]
-KeyValues = dict[str, Ints]
+KeyValues = dict[str, Int64]
 CLOCK_SECONDS = 900  # offsets of time zones are multiples of it
 
 
@@ -60,7 +59,7 @@ def counter_key_values(
 
 
 def item_key_values(
-    layout: RecordLayout, items: np.ndarray, epoch_seconds: Ints | int
+    layout: RecordLayout, items: np.ndarray, epoch_seconds: Int64 | int
 ) -> KeyValues:
     """Values (N) of the counter keys that belong to items, as they were known at a second (N)."""
     known_since = items["known_since"]
@@ -81,7 +80,7 @@ def _user_key_values(layout: RecordLayout, version: np.ndarray) -> Iterator[tupl
 
 
 def user_key_values_of_events(
-    layout: RecordLayout, versions: pa.Table, users: pa.DictionaryArray, epoch_seconds: Ints
+    layout: RecordLayout, versions: pa.Table, users: pa.DictionaryArray, epoch_seconds: Int64
 ) -> KeyValues:
     """Values (N) of the counter keys that belong to the users of events.
 
@@ -152,5 +151,5 @@ def context_key_values_of_events(spec: DataSpec, events: pa.Table) -> KeyValues:
     return values
 
 
-def _known_categories(categories: Ints) -> Ints:
+def _known_categories(categories: Int64) -> Int64:
     return np.where(categories == MISSING_CATEGORY, UNKNOWN, categories)

@@ -24,14 +24,12 @@ from struct import Struct
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from etl.array_types import Bools, Float64, Int64
 from etl.spec.counters import Function, InputColumn
 from features.aggregations import Aggregations, NumberInput
 from features.numeric_columns import MISSING
 
-Bools = npt.NDArray[np.bool_]
-Ints = npt.NDArray[np.int64]
 LOW_32_BITS = (1 << 32) - 1
 LARGEST_INT64 = (1 << 63) - 1
 UINT32, INT64, FLOAT64, TIMED = Struct("<I"), Struct("<q"), Struct("<d"), Struct("<Iq")
@@ -70,9 +68,9 @@ def child_record_key(record_key: bytes, parent_bucket: int) -> bytes:
 class CountedEvents:
     """Events (N) to count: their seconds, types as codes, and numbers (MISSING where unknown)."""
 
-    epoch_seconds: Ints
-    types: Ints
-    numbers: Mapping[InputColumn, Ints]
+    epoch_seconds: Int64
+    types: Int64
+    numbers: Mapping[InputColumn, Int64]
 
     def __getitem__(self, selected: Bools) -> "CountedEvents":
         """Some of the events."""
@@ -244,7 +242,7 @@ class RowLayout:
         dtype, start = self.dtype(level).fields[field][:2]  # type: ignore[index]
         return FieldUpdate(struct, int(start + index * dtype.base.itemsize), values, merge)
 
-    def build_rows(self, level: CounterLevel, row: Ints, events: CountedEvents) -> np.ndarray:
+    def build_rows(self, level: CounterLevel, row: Int64, events: CountedEvents) -> np.ndarray:
         """Rows (R) with N events added at once; `row` (N) is the row of each. Buckets are unset."""
         num_rows = int(row.max(initial=-1)) + 1
         rows = self.empty_rows(level, num_rows)
@@ -268,7 +266,7 @@ class RowLayout:
         rows: np.ndarray,
         level: CounterLevel,
         of: NumberInput,
-        row: Ints,
+        row: Int64,
         events: CountedEvents,
     ) -> None:
         """Set the extremes of a number that N events have; `row` (N) is the row of each."""
@@ -286,7 +284,7 @@ class RowLayout:
             timed["second"][row[order]] = events.epoch_seconds[order]
             timed["number"][row[order]] = number[order]
 
-    def _add_last_events(self, rows: np.ndarray, row: Ints, events: CountedEvents) -> None:
+    def _add_last_events(self, rows: np.ndarray, row: Int64, events: CountedEvents) -> None:
         for index, type_ in enumerate(self.aggregations.last_types):
             is_added = events.types == type_
             last = np.zeros(len(rows), np.int64)
@@ -294,7 +292,7 @@ class RowLayout:
             rows["last_event"][:, index] = last
 
     def _add_decayed(
-        self, rows: np.ndarray, level: CounterLevel, row: Ints, events: CountedEvents
+        self, rows: np.ndarray, level: CounterLevel, row: Int64, events: CountedEvents
     ) -> None:
         half_lives = self.aggregations.half_lives
         for index, type_ in enumerate(self.aggregations.count_types):
@@ -306,11 +304,11 @@ class RowLayout:
                 rows["decayed"][:, half_life, index] = sums
 
 
-def decay_weights(ages: Ints, half_lives: tuple[int, ...]) -> npt.NDArray[np.float64]:
+def decay_weights(ages: Int64, half_lives: tuple[int, ...]) -> Float64:
     """2^(-age / half-life) of ages (n) in seconds: (n, H)."""
     return np.exp2(-ages[:, None] / np.array(half_lives, np.float64))
 
 
-def _age_in_bucket(level: CounterLevel, second: Ints) -> Ints:
+def _age_in_bucket(level: CounterLevel, second: Int64) -> Int64:
     """Seconds (N) from each second to the last one of its bucket."""
     return level.bucket_seconds - 1 - second % level.bucket_seconds

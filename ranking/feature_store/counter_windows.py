@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from etl.array_types import Bools, Float64, Int64
 from features.aggregations import NumberInput, NumericAggregation
 from features.numeric_columns import FIXED_POINT, mean_of
 from ranking.feature_store.counter_rows import (
@@ -32,12 +33,8 @@ from ranking.feature_store.counter_rows import (
 )
 from ranking.feature_store.storage import Txn
 
-Bools = npt.NDArray[np.bool_]
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
-
-def read_windows(layout: RowLayout, txn: Txn, record_keys: Sequence[bytes], as_of: int) -> Floats:
+def read_windows(layout: RowLayout, txn: Txn, record_keys: Sequence[bytes], as_of: int) -> Float64:
     """The counters (Q, columns) of keys, in the order of their columns; NaN for no such event.
 
     All pairs of a point (`as_of`, or the start of a window) and a key go down the levels together.
@@ -73,7 +70,7 @@ class LevelRows:
     layout: RowLayout
     level: CounterLevel
     rows: np.ndarray
-    record: Ints
+    record: Int64
 
     @classmethod
     def read(cls, layout: RowLayout, level: CounterLevel, records: Sequence[bytes]) -> "LevelRows":
@@ -84,11 +81,11 @@ class LevelRows:
         return cls(layout, level, rows, np.repeat(np.arange(len(records)), sizes))
 
     @property
-    def bucket(self) -> Ints:
+    def bucket(self) -> Int64:
         """The number of each row's bucket since 1970 (N)."""
         return self.rows["bucket"].astype(np.int64)
 
-    def totals_before(self, record: Ints, bucket: Ints) -> tuple[Ints, Bools]:
+    def totals_before(self, record: Int64, bucket: Int64) -> tuple[Int64, Bools]:
         """Integers (n, K) before a bucket of each of n records; whether it has that bucket (n)."""
         integers = np.concatenate(
             [self.rows[name] for name in ("counts", "number_counts", "number_sums")], axis=1
@@ -101,7 +98,7 @@ class LevelRows:
         has_bucket = np.append(position, -1)[stop] == target
         return cumulative[stop] - cumulative[first], has_bucket
 
-    def last_seconds(self, as_of: int) -> Ints:
+    def last_seconds(self, as_of: int) -> Int64:
         """The second of the last event of each type in rows that end before `as_of` (N, S).
 
         0 without one.
@@ -128,13 +125,13 @@ class LevelRows:
         np.copyto(timed["second"], self.rows["bucket"][:, None], where=counts > 0)
         return timed
 
-    def decayed(self, selected: Bools, as_of: int) -> Floats:
+    def decayed(self, selected: Bools, as_of: int) -> Float64:
         """The decayed counts of selected rows (n) as of a second after them: (n, H, T)."""
         of, rows = self.layout.aggregations, self.rows[selected]
         last_second = (self.bucket[selected] + 1) * self.level.bucket_seconds - 1
         weights = decay_weights(as_of - last_second, of.half_lives)
         counts = rows["counts"][:, None, : len(of.count_types)]
-        sums: Floats = counts if self.level.is_lowest else rows["decayed"]
+        sums: Float64 = counts if self.level.is_lowest else rows["decayed"]
         return weights[:, :, None] * sums
 
 
@@ -152,10 +149,10 @@ class WindowSums:
     """
 
     layout: RowLayout
-    points: Ints
-    totals: Ints
-    decayed: Floats
-    last_event: Ints
+    points: Int64
+    totals: Int64
+    decayed: Float64
+    last_event: Int64
     extremes: Mapping[str, np.ndarray]
 
     @classmethod
@@ -183,7 +180,7 @@ class WindowSums:
         """The second as of which counters are read."""
         return int(self.points[0])
 
-    def add_rows(self, rows: LevelRows, key: Ints, parent: CounterLevel | None) -> None:
+    def add_rows(self, rows: LevelRows, key: Int64, parent: CounterLevel | None) -> None:
         """Add to all but the totals; `key` (N) is the key of each row."""
         of = self.layout.aggregations
         if self.last_event.size:
@@ -196,7 +193,7 @@ class WindowSums:
             for index, window in enumerate(of.windows):
                 self._add_extremes(rows, key, index, self._is_added(rows, window, parent))
 
-    def _add_extremes(self, rows: LevelRows, key: Ints, window: int, is_added: Bools) -> None:
+    def _add_extremes(self, rows: LevelRows, key: Int64, window: int, is_added: Bools) -> None:
         """Add selected rows to the extremes of a window, given by its index."""
         for field, extreme in (("smallest", np.minimum), ("largest", np.maximum)):
             numbers = self.extremes[field][window]
@@ -213,12 +210,12 @@ class WindowSums:
         is_within = self._is_within(start, window, rows.level)
         return is_within & ~self._is_within(start, window, parent) if parent else is_within
 
-    def _is_within(self, second: Ints, window: int, level: CounterLevel) -> Bools:
+    def _is_within(self, second: Int64, window: int, level: CounterLevel) -> Bools:
         """Whether the bucket of each second (N) in a level lies within a window."""
         start = second // level.bucket_seconds * level.bucket_seconds
         return (start >= self.as_of - window) & (start + level.bucket_seconds <= self.as_of)
 
-    def columns(self) -> Floats:
+    def columns(self) -> Float64:
         """The counters (Q, columns), in the order of their columns."""
         of, num_keys = self.layout.aggregations, len(self.decayed)
         in_windows = self.totals[0] - self.totals[1:]
@@ -234,7 +231,7 @@ class WindowSums:
         shapes = [(num_keys, prod(part.shape[1:])) for part in parts]
         return np.concatenate([p.reshape(shape) for p, shape in zip(parts, shapes, strict=True)], 1)
 
-    def _function(self, aggregation: NumericAggregation, sums: Ints) -> Floats:
+    def _function(self, aggregation: NumericAggregation, sums: Int64) -> Float64:
         """A function of numbers (W, Q) in units of counters; `sums` (W, Q, 2 P) in windows.
 
         Without a number a sum is 0 and others are NaN.
@@ -260,7 +257,7 @@ class WindowSums:
 
 
 def _reduce_by_key(
-    reduce: np.ufunc, totals: npt.NDArray[Any], key: Ints, values: npt.NDArray[Any]
+    reduce: np.ufunc, totals: npt.NDArray[Any], key: Int64, values: npt.NDArray[Any]
 ) -> None:
     """Merge values (N, ...), whose keys (N) ascend, into the totals (Q, ...) of their keys."""
     starts = np.flatnonzero(np.diff(key, prepend=-1))
@@ -269,7 +266,7 @@ def _reduce_by_key(
         totals[of_key] = reduce(totals[of_key], reduce.reduceat(values, starts, axis=0))
 
 
-def _keep_first_or_last(field: str, kept: np.ndarray, key: Ints, timed: np.ndarray) -> None:
+def _keep_first_or_last(field: str, kept: np.ndarray, key: Int64, timed: np.ndarray) -> None:
     """Merge timed numbers (N), whose keys (N) ascend, into the first or last ones of keys (Q)."""
     if not len(key):
         return

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
+from etl.array_types import Float64, Int64
 from etl.spec.counters import InputColumn
 from etl.spec.model import DataSpec
 from etl.spec.units import DAY
@@ -43,8 +43,6 @@ from ranking.feature_store.counter_windows import read_windows
 from ranking.feature_store.storage import UNKNOWN, KeyValuePairs, Txn
 
 MAX_REQUEST_LAG = 2 * DAY  # seconds by which a request may be older than the most recent event
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ class Counters:
         """How long events are kept: the longest window, and the lag allowed for a request."""
         return self.aggregations.longest_window + MAX_REQUEST_LAG
 
-    def record_keys(self, key_values: Mapping[str, Ints]) -> list[list[bytes | None]]:
+    def record_keys(self, key_values: Mapping[str, Int64]) -> list[list[bytes | None]]:
         """For each counter key of the spec, the record keys (N) of its values.
 
         Args:
@@ -88,7 +86,7 @@ class Counters:
             )
         return result
 
-    def encode_record_keys(self, key_index: int, values: Ints) -> list[bytes]:
+    def encode_record_keys(self, key_index: int, values: Int64) -> list[bytes]:
         """The record keys of values (N, columns) of a counter key, given by its index."""
         size, raw = values.shape[1] * 8, values.astype(">i8").tobytes()
         prefix = bytes([key_index])
@@ -160,7 +158,7 @@ class Counters:
         txn.put("hours", record_key, rows[num_expired:].tobytes())
 
     def build_records(
-        self, key_values: Mapping[str, Ints], events: CountedEvents
+        self, key_values: Mapping[str, Int64], events: CountedEvents
     ) -> Iterator[tuple[str, KeyValuePairs]]:
         """All records of N events at once, as `increment` would write them one by one.
 
@@ -181,7 +179,7 @@ class Counters:
             yield from self._build_key_records(record_keys, value_index.ravel(), events[is_known])
 
     def _build_key_records(
-        self, record_keys: Sequence[bytes], value_index: Ints, events: CountedEvents
+        self, record_keys: Sequence[bytes], value_index: Int64, events: CountedEvents
     ) -> Iterator[tuple[str, KeyValuePairs]]:
         """The records of N events of one counter key; `value_index` points into `record_keys`."""
         if not len(value_index):
@@ -203,7 +201,7 @@ class Counters:
             yield level.table, pairs
             parents = buckets
 
-    def values(self, txn: Txn, record_keys: Sequence[bytes | None], as_of: int) -> Floats:
+    def values(self, txn: Txn, record_keys: Sequence[bytes | None], as_of: int) -> Float64:
         """The counters of keys (Q, columns) as of a second; None is a key with unknown values."""
         known = [key for key in record_keys if key is not None]
         rows = np.repeat(self.aggregations.missing[None], len(record_keys), axis=0)

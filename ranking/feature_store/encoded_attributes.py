@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import numpy as np
-import numpy.typing as npt
 
+from etl.array_types import Float32, Int64
 from etl.errors import UserError
 from etl.spec.attributes import (
     CategoricalAttribute,
@@ -23,7 +23,6 @@ from features.encoding.scalar import encode_bag, encode_categorical, encode_nume
 from features.encoding.vectors import bag_vector, concat_vectors
 from features.schema import FeatureGroup
 
-Float32 = npt.NDArray[np.float32]
 AttributeValues = Mapping[str, object]
 ENTITIES = {"user": "user", "item": "item", "ctx": "context"}  # by prefix of columns
 
@@ -32,7 +31,7 @@ ENTITIES = {"user": "user", "item": "item", "ctx": "context"}  # by prefix of co
 class EncodedAttributes:
     """Attributes of an entity: `ids` (n, C) by table, `numbers` (n, F) and `vectors` (n, V)."""
 
-    ids: npt.NDArray[np.int64]
+    ids: Int64
     numbers: Float32
     vectors: Float32
 

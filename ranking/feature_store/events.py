@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
+from etl.array_types import Float64
 from etl.errors import UserError
 from etl.event_time import MAX_CLOCK_SKEW_SECONDS, MIN_EVENT_TS, compute_visible_ts
 from etl.spec.counters import InputColumn
@@ -114,6 +114,6 @@ def _numbers(store: FeatureStore, event: Event) -> dict[InputColumn, int]:
     return numbers
 
 
-def _dwell(event: Event) -> npt.NDArray[np.float64]:
+def _dwell(event: Event) -> Float64:
     """The dwell of an event in milliseconds (1); NaN where it has none."""
     return np.array([np.nan if event.dwell_ms is None else event.dwell_ms])

@@ -14,11 +14,11 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from tqdm import tqdm
 
+from etl.array_types import Int64
 from etl.errors import UserError
 from etl.spec.units import MICROS
 from etl.tables import arrow, atomic_io, model_schemas, schemas
@@ -69,7 +69,6 @@ from ranking.registry.ranker import live_pointer
 from training.teacher.embeddings import of_newest_compressor
 
 log = logging.getLogger(__name__)
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -237,7 +236,7 @@ class TableSource:
         counted = CountedEvents(visible, events["type"].to_numpy().astype(np.int64), numbers)
         yield from counters.build_records(key_values, counted)
 
-    def _user_key_values(self, users: pa.DictionaryArray, visible: Ints) -> KeyValues:
+    def _user_key_values(self, users: pa.DictionaryArray, visible: Int64) -> KeyValues:
         """The counter keys of the users of events (N) when these became visible."""
         names = [f"attr_{name}" for name in self.lake.spec.user_counter_keys]
         if not names:

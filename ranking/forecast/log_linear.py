@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from ranking.forecast.sums import Floats, Ints, Prior
+from etl.array_types import Float64, Int64
+from ranking.forecast.sums import Prior
 from ranking.forecast.targeting import Box, Value
 
 MIN_EXPECTED = 1.0  # cells of fewer expected users say nothing about errors of the model
@@ -33,7 +34,7 @@ class PairCounts:
     """
 
     rows: Mapping[str, Mapping[Value, int]]
-    counts: Floats
+    counts: Float64
     total: float
 
     def expected(self, box: Box) -> float | None:
@@ -52,7 +53,7 @@ class PairCounts:
         return float(_kirkwood(np.array(singles), np.array(pairs), self.total))
 
 
-def _kirkwood(singles: Floats, pairs: Floats, total: float) -> Floats:
+def _kirkwood(singles: Float64, pairs: Float64, total: float) -> Float64:
     """The model of the module's docstring for counts of singles (K, …) and of pairs (…)."""
     with np.errstate(divide="ignore"):
         log_share = np.log(pairs / total).sum(0) - (len(singles) - 2) * np.log(singles / total).sum(
@@ -122,9 +123,9 @@ def pair_counts(
 def fit_log_linear(
     impressions: PairCounts,
     users: PairCounts,
-    values: Mapping[str, Ints],
-    weights: Floats,
-    user_impressions: Floats,
+    values: Mapping[str, Int64],
+    weights: Float64,
+    user_impressions: Float64,
 ) -> LogLinearModel:
     """The model, with its errors estimated on all combinations of three attributes of users.
 
@@ -158,8 +159,8 @@ def fit_log_linear(
 
 
 def _triple_cells(
-    users: PairCounts, names: Sequence[str], values: Mapping[str, Ints]
-) -> tuple[Floats, Ints]:
+    users: PairCounts, names: Sequence[str], values: Mapping[str, Int64]
+) -> tuple[Float64, Int64]:
     """Expected users of each combination of three attributes, and that of each sampled user."""
     rows = [np.fromiter(users.rows[name].values(), np.int64) for name in names]
     grid = [array.ravel() for array in np.meshgrid(*rows, indexing="ij")]

@@ -12,7 +12,7 @@ from datetime import date, timedelta
 
 import numpy as np
 
-from ranking.forecast.sums import Floats
+from etl.array_types import Float64
 
 WEEK = 7
 HALF_LIFE_DAYS = 14.0
@@ -35,7 +35,7 @@ class Backtest:
 class DailyForecast:
     """Impressions of some days and their relative error; `backtest` is None for too few days."""
 
-    impressions: Floats
+    impressions: Float64
     relative_error: float
     backtest: Backtest | None
 
@@ -55,7 +55,7 @@ def forecast_days(history: Mapping[date, float], days: Sequence[date]) -> DailyF
     return DailyForecast(predict(past, values, days), error, backtest)
 
 
-def backtest_weeks(past: Sequence[date], values: Floats) -> Backtest | None:
+def backtest_weeks(past: Sequence[date], values: Float64) -> Backtest | None:
     """Forecast each past week from the days before it; None if there are too few days."""
     model: list[float] = []
     repeat: list[float] = []
@@ -68,13 +68,13 @@ def backtest_weeks(past: Sequence[date], values: Floats) -> Backtest | None:
     return Backtest(float(np.mean(model)), float(np.mean(repeat))) if model else None
 
 
-def _repeat_week(past: Sequence[date], values: Floats, days: Sequence[date]) -> Floats:
+def _repeat_week(past: Sequence[date], values: Float64, days: Sequence[date]) -> Float64:
     """The value of the same weekday in the last week."""
     by_weekday = {day.weekday(): value for day, value in zip(past, values, strict=True)}
     return np.array([by_weekday[day.weekday()] for day in days])
 
 
-def _predict_model(past: Sequence[date], values: Floats, days: Sequence[date]) -> Floats:
+def _predict_model(past: Sequence[date], values: Float64, days: Sequence[date]) -> Float64:
     """The fitted model on some days."""
     last = past[-1]
     weights = 0.5 ** (np.array([(last - day).days for day in past]) / HALF_LIFE_DAYS)
@@ -86,7 +86,7 @@ def _predict_model(past: Sequence[date], values: Floats, days: Sequence[date]) -
     return np.asarray(np.exp(_design(days, last) @ coefficients))
 
 
-def _design(days: Sequence[date], last: date) -> Floats:
+def _design(days: Sequence[date], last: date) -> Float64:
     """A row for each day: a constant, days since `last`, and its weekday."""
     weekdays = np.eye(WEEK)[[day.weekday() for day in days]]
     offsets = np.array([(day - last).days for day in days], float)

@@ -21,8 +21,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from etl.array_types import Bools, Float64, Int32, Int64
 from etl.spec.model import DataSpec
-from ranking.forecast.sums import Floats, Ints, SampleSums
+from ranking.forecast.sums import SampleSums
 from ranking.forecast.targeting import Domain
 from ranking.scoring.auction import Auction
 
@@ -71,8 +72,8 @@ class Shard:
         self.days = frozenset(pc.unique(sample["impression_day"]).to_pylist())
         self._summed = ("cost", *(f"p_{name}" for name in spec.objectives))
         keys, first = np.unique(sample["sampled_user"].to_numpy(), return_index=True)
-        self.user_keys: Ints = keys  # by user_index, as the weights
-        self.weights: Floats = 1.0 / sample["probability"].to_numpy()[first]
+        self.user_keys: Int64 = keys  # by user_index, as the weights
+        self.weights: Float64 = 1.0 / sample["probability"].to_numpy()[first]
         self.database = duckdb.connect(config={"threads": 1})
         self.database.register("rows", add_auction_terms(spec, encode_values(sample, domain)))
         stored = ", ".join([
@@ -116,7 +117,7 @@ class Shard:
 
     def _matching_rows(
         self, condition: str, parameters: tuple[float, ...], days: tuple[date, ...]
-    ) -> npt.NDArray[np.int32]:
+    ) -> Int32:
         """The rows of the table that match a condition on some days, in ascending order."""
         values: list[float | date] = list(parameters)
         if not self.days <= set(days):
@@ -127,7 +128,7 @@ class Shard:
         matches = self.database.execute(sql, values).fetchnumpy()["matches"]
         return np.flatnonzero(np.asarray(matches)).astype(np.int32)
 
-    def _sum_by_user(self, selected: npt.NDArray[np.int32], names: Sequence[str]) -> dict[str, Any]:
+    def _sum_by_user(self, selected: Int32, names: Sequence[str]) -> dict[str, Any]:
         """Sums of columns over the selected rows of each user, and their number as `won`."""
         user = self.columns["user_index"].take(selected)  # faster than indexing
         if not len(user):
@@ -148,13 +149,13 @@ class Shard:
         assert row
         return tuple(row[0] or (0.01,) * len(quantiles))
 
-    def _is_won(self, campaign: Campaign) -> npt.NDArray[np.bool_]:
+    def _is_won(self, campaign: Campaign) -> Bools:
         """Whether the campaign gets the place of the impression, for all rows of the table."""
         payment = self.columns[f"p_{campaign.objective}"] * np.float32(campaign.bid)
         is_in_range = (payment >= self.columns["cost"]) & (payment < self.columns["cost_above"])
         return np.asarray(is_in_range & self.columns[f"serves_{campaign.objective}"])
 
-    def _quantities(self, users: dict[str, Any], campaign: Campaign | None) -> Floats:
+    def _quantities(self, users: dict[str, Any], campaign: Campaign | None) -> Float64:
         """The quantities (Q, U) of users with won impressions.
 
         A user with n won impressions is served min(n, cap) of them; taking part in a share s of the

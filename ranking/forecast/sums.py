@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from functools import reduce
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
+from etl.array_types import Float64
+
 Z95 = 1.959963984540054  # two-sided 95 % of a normal distribution
 
 
@@ -35,9 +34,9 @@ class SampleSums:
         answered: The share of the shards that the sums are from.
     """
 
-    totals: Floats
-    squares: Floats
-    damped_squares: Floats
+    totals: Float64
+    squares: Float64
+    damped_squares: Float64
     users: int
     key: int
     answered: float = 1.0
@@ -51,7 +50,7 @@ class SampleSums:
             self.key ^ other.key,
         )
 
-    def variances(self) -> Floats:
+    def variances(self) -> Float64:
         """The estimated variances (Q) of the totals."""
         return np.maximum(self.squares - self.damped_squares, 0.0)
 

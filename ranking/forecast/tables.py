@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from etl.array_types import Float64
 from etl.errors import UserError
 from etl.spec.attributes import LocalTimeAttribute, NumericAttribute
 from etl.spec.model import DataSpec
@@ -20,7 +21,7 @@ from etl.tables.forecast_schemas import (
 from etl.tables.lake import Lake, last_commit_metadata
 from ranking.forecast.log_linear import LogLinearModel, fit_log_linear, pair_counts
 from ranking.forecast.reach import UserSketches, read_sketches
-from ranking.forecast.sums import Estimate, Floats
+from ranking.forecast.sums import Estimate
 from ranking.forecast.targeting import Domain, Value
 
 SAMPLE = "forecast_sample"
@@ -155,8 +156,8 @@ class SampledUsers:
     """One row of the sample for each user (N), with 1 / probability and the number of rows."""
 
     rows: pa.Table
-    weights: Floats
-    impressions: Floats
+    weights: Float64
+    impressions: Float64
 
     @classmethod
     def of(cls, sample: pa.Table) -> "SampledUsers":

@@ -23,13 +23,11 @@ from typing import (
 import numpy as np
 import numpy.typing as npt
 
+from etl.array_types import Bools, Float32, Int64
 from etl.tables.schemas import RESERVED_ITEM_INDICES
 from features.schema import ITEM_TABLE
 from ranking.inputs.recency_features import RecencyFeatures
 
-Int64 = npt.NDArray[np.int64]
-Float32 = npt.NDArray[np.float32]
-Bools = npt.NDArray[np.bool_]
 CategoricalIds = dict[str, Int64]
 
 

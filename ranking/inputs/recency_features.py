@@ -4,25 +4,23 @@ B candidates of R requests, N events, T event types; column 0 of T + 1 is the un
 """
 
 import numpy as np
-import numpy.typing as npt
 
+from etl.array_types import Int64
 from features import recency
 from features.recency import NO_EVENT_AGE
 
-Ints = npt.NDArray[np.int64]
 
-
-class RecencyFeatures(recency.RecencyFeatures[Ints]):
+class RecencyFeatures(recency.RecencyFeatures[Int64]):
     """Recency by event type (…, T + 1), as numpy arrays."""
 
 
 def recency_features(
-    candidate_values: Ints,
-    request_index: Ints,
-    event_values: Ints,
-    offsets: Ints,
-    types: Ints,
-    age_seconds: Ints,
+    candidate_values: Int64,
+    request_index: Int64,
+    event_values: Int64,
+    offsets: Int64,
+    types: Int64,
+    age_seconds: Int64,
     num_types: int,
 ) -> RecencyFeatures:
     """Recency of the events that share an attribute value with each candidate (B, num_types).
@@ -54,7 +52,7 @@ def recency_features(
     gap_count = np.maximum(count - 1, 0)
     span = np.where(gap_count > 0, first - last, 0)
 
-    def by_candidate(values: Ints) -> Ints:
+    def by_candidate(values: Int64) -> Int64:
         return values.reshape(len(keys), num_types)[group]
 
     return RecencyFeatures(by_candidate(last), by_candidate(span), by_candidate(gap_count))

@@ -3,13 +3,12 @@
 from collections.abc import Collection, Mapping
 
 import numpy as np
-import numpy.typing as npt
 
+from etl.array_types import Int64
 from etl.spec.attributes import CategoricalAttribute, LocalTimeAttribute
 from etl.spec.model import DataSpec
 from etl.spec.sections import NEW_ITEM
 
-Int64 = npt.NDArray[np.int64]
 SegmentValues = dict[str, Int64]
 OLD, NEW = 0, 1  # values of segment NEW_ITEM
 

@@ -20,16 +20,15 @@ import numpy as np
 import numpy.typing as npt
 from scipy.stats import bootstrap
 
+from etl.array_types import Float64, Int64
 from training.evaluation.predictions import ConfidenceInterval
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 MAX_ADS_PER_REQUEST = 6  # limits the enumeration of all orders of the ads
 REQUEST_BATCH_SIZE = 4096
 NUM_BOOTSTRAP_RESAMPLES = 1000
 
 
-def position_propensities(slot_propensities: Floats) -> Floats:
+def position_propensities(slot_propensities: Float64) -> Float64:
     """The propensity of each ad at each position (N, K, K), from those of the slots (N, K).
 
     Each ad has a position and each position an ad: rows and columns sum to 1.
@@ -41,7 +40,7 @@ def position_propensities(slot_propensities: Floats) -> Floats:
     return np.concatenate([_position_propensities(batch) for batch in batches])
 
 
-def first_slot_shares(slot_propensities: Floats) -> Floats:
+def first_slot_shares(slot_propensities: Float64) -> Float64:
     """The probability (N, K) of each ad to be drawn for the first slot."""
     shares = np.empty_like(slot_propensities)
     remaining = np.ones(len(slot_propensities))
@@ -51,7 +50,7 @@ def first_slot_shares(slot_propensities: Floats) -> Floats:
     return shares
 
 
-def _position_propensities(slot_propensities: Floats) -> Floats:
+def _position_propensities(slot_propensities: Float64) -> Float64:
     num_ads = slot_propensities.shape[1]
     orders = np.array(list(permutations(range(num_ads))))
     shares = first_slot_shares(slot_propensities)[:, orders]  # (N, orders, K)
@@ -79,11 +78,11 @@ class RankingPair:
         user_ids: The user (B) of each ad, as a number.
     """
 
-    logged_ranks: Ints
-    target_ranks: Ints
-    propensities: Floats
-    request_ids: Ints
-    user_ids: Ints
+    logged_ranks: Int64
+    target_ranks: Int64
+    propensities: Float64
+    request_ids: Int64
+    user_ids: Int64
 
     def take(self, rows: npt.NDArray[np.generic]) -> "RankingPair":
         """Some of the ads, by a mask or by indices."""
@@ -105,7 +104,7 @@ class PolicyValueEstimate:
     difference: ConfidenceInterval
 
 
-def estimate_policy_value(rewards: Floats, rankings: RankingPair) -> PolicyValueEstimate:
+def estimate_policy_value(rewards: Float64, rankings: RankingPair) -> PolicyValueEstimate:
     """Estimate the mean reward of a request from the rewards (B) of its ads.
 
     The confidence intervals are bootstrapped over users.
@@ -115,7 +114,7 @@ def estimate_policy_value(rewards: Floats, rankings: RankingPair) -> PolicyValue
     _, first, request = np.unique(rankings.request_ids, return_index=True, return_inverse=True)
     _, user = np.unique(rankings.user_ids[first], return_inverse=True)
 
-    def sum_by_user(values: Floats) -> Floats:
+    def sum_by_user(values: Float64) -> Float64:
         by_request = np.bincount(request, values, len(first))
         return np.bincount(user, by_request).astype(np.float64)
 
@@ -128,7 +127,7 @@ def estimate_policy_value(rewards: Floats, rankings: RankingPair) -> PolicyValue
     )
 
 
-def _bootstrap_interval(reward_sums: Floats, num_requests: Floats) -> ConfidenceInterval:
+def _bootstrap_interval(reward_sums: Float64, num_requests: Float64) -> ConfidenceInterval:
     """The mean reward of a request with its 95 % interval, from sums by user."""
     result = bootstrap(
         (reward_sums, num_requests),
@@ -145,11 +144,11 @@ def _bootstrap_interval(reward_sums: Floats, num_requests: Floats) -> Confidence
     return ConfidenceInterval(float(value), float(low), float(high))
 
 
-def _ratio_of_sums(reward_sums: Floats, num_requests: Floats, axis: int = -1) -> Floats:
+def _ratio_of_sums(reward_sums: Float64, num_requests: Float64, axis: int = -1) -> Float64:
     return np.asarray(reward_sums.sum(axis) / num_requests.sum(axis))
 
 
-def ndcg(rewards: Floats, ranks: Ints, request_ids: Ints) -> float:
+def ndcg(rewards: Float64, ranks: Int64, request_ids: Int64) -> float:
     """Mean NDCG (Järvelin and Kekäläinen 2002) of the requests with a reward; NaN without any.
 
     Args:

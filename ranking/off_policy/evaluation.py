@@ -17,8 +17,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from rich.table import Table
 
+from etl.array_types import Bools, Float64, Int64
 from etl.errors import UserError
-from etl.spec.units import MICROS, date_range
+from etl.spec.units import MICROS, DayRange, date_range
 from etl.tables import arrow, label_schemas
 from etl.tables.lake import Lake
 from ranking.inputs.from_tables import InputBuilder
@@ -38,9 +39,6 @@ from training.data.batch import Batch, Shuffle
 from training.data.label_window import LabelWindow
 from training.evaluation.predictions import ConfidenceInterval
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-
 
 class ScoredAds(NamedTuple):
     """Logged ads (B) with the scores of a ranker and their labels (B, O).
@@ -51,22 +49,20 @@ class ScoredAds(NamedTuple):
     """
 
     impression_ids: npt.NDArray[np.object_]
-    request_ids: Ints
-    user_ids: Ints
-    expected_values: Floats
-    is_excluded: npt.NDArray[np.bool_]
-    labels: Floats
-    spend: Floats
-    has_final_labels: npt.NDArray[np.bool_]
+    request_ids: Int64
+    user_ids: Int64
+    expected_values: Float64
+    is_excluded: Bools
+    labels: Float64
+    spend: Float64
+    has_final_labels: Bools
 
     def take(self, rows: npt.NDArray[np.generic]) -> "ScoredAds":
         """Some of the ads, by indices or by a mask."""
         return ScoredAds._make(column[rows] for column in self)
 
 
-def score_logged_ads(
-    lake: Lake, ranker: Ranker, days: tuple[date, date], data_until: date
-) -> ScoredAds:
+def score_logged_ads(lake: Lake, ranker: Ranker, days: DayRange, data_until: date) -> ScoredAds:
     """Score all ads of a ranker's surface on some days, with the labels final by `data_until`.
 
     Raises:
@@ -123,9 +119,7 @@ class LoggedRankings:
     num_excluded_requests: int
 
 
-def load_logged_rankings(
-    lake: Lake, days: tuple[date, date], scored_ads: ScoredAds
-) -> LoggedRankings:
+def load_logged_rankings(lake: Lake, days: DayRange, scored_ads: ScoredAds) -> LoggedRankings:
     """Select the requests that can be evaluated, and rank their ads with the ranker.
 
     Excluded are requests for which the log lacks a slot, a propensity or a final label, and those
@@ -151,7 +145,7 @@ def load_logged_rankings(
     return LoggedRankings(ads, _rank_ads(ads, propensities[selected]), num_excluded)
 
 
-def _rank_ads(ads: ScoredAds, slot_propensities: Floats) -> RankingPair:
+def _rank_ads(ads: ScoredAds, slot_propensities: Float64) -> RankingPair:
     """The logged and the ranker's ranking of ads that are sorted by request and slot."""
     _, first, size = np.unique(ads.request_ids, return_index=True, return_counts=True)
     start = np.repeat(first, size)
@@ -173,8 +167,8 @@ def _rank_ads(ads: ScoredAds, slot_propensities: Floats) -> RankingPair:
 
 
 def _logged_slots(
-    lake: Lake, days: tuple[date, date], impression_ids: npt.NDArray[np.object_]
-) -> tuple[Ints, Floats]:
+    lake: Lake, days: DayRange, impression_ids: npt.NDArray[np.object_]
+) -> tuple[Int64, Float64]:
     """The logged positions and propensities (B) of impressions."""
     impressions = arrow.snapshot(lake, label_schemas.impressions(lake.spec))
     columns = ["impression_id", "position", "propensity"]
@@ -189,7 +183,7 @@ def _logged_slots(
     return slots["position"].to_numpy().astype(np.int64), slots["propensity"].to_numpy()
 
 
-def evaluate_policy(lake: Lake, surface: str, days: tuple[date, date], data_until: date) -> Table:
+def evaluate_policy(lake: Lake, surface: str, days: DayRange, data_until: date) -> Table:
     """Estimate the value of the promoted ranker's order, compared with the order in the log.
 
     Returns:

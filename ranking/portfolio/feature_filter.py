@@ -8,9 +8,9 @@ from dataclasses import replace
 from statistics import mean
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from etl.array_types import Float64
 from ranking.portfolio.groups import GroupDesign, GroupTrials, Pair, Portfolio
 from ranking.portfolio.partition import Change, compare, rows_of
 from training.data.batch import Batch
@@ -22,7 +22,6 @@ from training.evaluation.feature_units import (
 from training.evaluation.metrics import ne_by_objective
 from training.evaluation.predictions import predict
 
-Floats = npt.NDArray[np.float64]
 UnitGroup = tuple[str, ...]
 KEPT_SHARES = (0.3, 0.5, 0.7)  # budgets in columns, tried in order
 SAMPLE_EVERY = 3  # batches of which one is used for importances
@@ -57,7 +56,7 @@ def permutation_importances(
     return importances
 
 
-def pareto_order(importances: Floats) -> list[int]:
+def pareto_order(importances: Float64) -> list[int]:
     """Units (U) in the order of Pareto fronts of their importances (U, P), the best first.
 
     A unit is in a front if no unit of the same or a later one is at least as important for all
@@ -74,7 +73,7 @@ def pareto_order(importances: Floats) -> list[int]:
     return order
 
 
-def _is_dominated(gains: Floats, unit: int, others: Sequence[int]) -> bool:
+def _is_dominated(gains: Float64, unit: int, others: Sequence[int]) -> bool:
     rest = gains[list(others)]
     at_least = (rest >= gains[unit]).all(1)
     more = (rest > gains[unit]).any(1)

@@ -9,10 +9,10 @@ from itertools import combinations
 from statistics import mean
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from etl.array_types import Float64
 from ranking.portfolio.groups import (
     Group,
     GroupDesign,
@@ -32,7 +32,6 @@ from training.evaluation.predictions import (
     paired_ne_difference,
 )
 
-Floats = npt.NDArray[np.float64]
 PROBE_BATCHES = 8
 
 
@@ -82,8 +81,8 @@ class _PairProfile:
 
     users: set[int]
     items: set[int]
-    inputs: Floats
-    gradient: Floats
+    inputs: Float64
+    gradient: Float64
 
     @classmethod
     def empty(cls) -> "_PairProfile":
@@ -125,7 +124,7 @@ def jaccard(a: set[int], b: set[int]) -> float:
     return len(a & b) / len(a | b) if a | b else 0.0
 
 
-def cosine(a: Floats, b: Floats) -> float:
+def cosine(a: Float64, b: Float64) -> float:
     """The cosine of two vectors; 0 if one is zero."""
     norm = float(np.linalg.norm(a) * np.linalg.norm(b))
     return float(a @ b) / norm if norm else 0.0

@@ -16,6 +16,7 @@ import numpy as np
 import onnxruntime
 from safetensors.numpy import load as from_bytes
 
+from etl.array_types import Float64
 from etl.errors import UserError
 from etl.tables.pointer import VersionPointer
 from etl.tables.uri import StoragePath, resolve_uri
@@ -41,7 +42,7 @@ from ranking.registry.manifest import (
     read_package,
 )
 from ranking.scoring.auction import Auction, RankedAd, ranked_ads
-from ranking.scoring.candidates import CandidateBids, CandidateScores, Floats
+from ranking.scoring.candidates import CandidateBids, CandidateScores
 from ranking.scoring.offsets import CalibrationOffsets, RankerCalibration
 
 Arrays = dict[str, np.ndarray]
@@ -125,7 +126,7 @@ class Ranker:
         return self._score(user_state, candidates, self._position_effects(candidates))
 
     def _score(
-        self, user_state: Arrays, candidates: CandidateFeatures, position_effects: Floats
+        self, user_state: Arrays, candidates: CandidateFeatures, position_effects: Float64
     ) -> CandidateScores:
         """Calibrated scores (R, C, O), given what positions add to the logits (R, C, O)."""
         inputs = named_arrays(self._lookup().candidate_inputs(candidates), CANDIDATE_PREFIX)
@@ -159,7 +160,7 @@ class Ranker:
         manifest = self.manifest
         return segment_values(manifest.spec, columns, item_index, manifest.num_items)
 
-    def _position_effects(self, candidates: CandidateFeatures) -> Floats:
+    def _position_effects(self, candidates: CandidateFeatures) -> Float64:
         """What the positions of candidates add to their logits (R, C, O)."""
         effects, feature = self.manifest.position_effects, self.feature_schema.position
         if effects is None or feature is None:

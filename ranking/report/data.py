@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from etl.array_types import Float32, Float64
 from etl.errors import UserError
 from etl.spec.units import DaySplit
 from etl.tables import arrow, schemas
@@ -170,7 +170,7 @@ def compare_models(
     return comparisons
 
 
-def logloss(p: npt.NDArray[np.float64], y: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+def logloss(p: Float64, y: Float32) -> Float64:
     """The cross-entropy of each row."""
     p = np.clip(p, 1e-12, 1 - 1e-12)
     return np.asarray(-np.where(y > 0, np.log(p), np.log1p(-p)))

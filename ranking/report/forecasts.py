@@ -7,12 +7,12 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
+from etl.array_types import Float64
 from etl.tables.lake import Lake
 from ranking.forecast.forecaster import Forecaster
 from ranking.forecast.pool import open_forecast
 from ranking.forecast.schemas import Forecast, ForecastRequest
 from ranking.forecast.shard import Shard
-from ranking.forecast.sums import Floats
 from ranking.forecast.tables import SAMPLE
 from ranking.report.figures import PANEL_WIDTH, to_svg
 
@@ -65,7 +65,7 @@ async def _forecast(forecaster: Forecaster, shard: Shard) -> ForecastSection:
     return ForecastSection(segments, curves)
 
 
-def typical_bids(shard: Shard, objective: str) -> Floats:
+def typical_bids(shard: Shard, objective: str) -> Float64:
     """Bids per event of an objective that win from few to most places of the sample."""
     low, high = shard.cost_per_event(objective, BID_QUANTILES)
     return np.geomspace(low, high, NUM_BIDS)

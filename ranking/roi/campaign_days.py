@@ -11,8 +11,9 @@ import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 from deltalake import DeltaTable
 
+from etl.array_types import Float64
 from etl.errors import UserError
-from ranking.roi.curves import CampaignDays, Floats
+from ranking.roi.curves import CampaignDays
 
 REQUIRED = ("campaign", "day", "spend", "conversions", "value")
 SHRINKAGE = 20.0  # conversions that the mean value of all campaigns counts as
@@ -35,12 +36,12 @@ class CampaignTable:
 
     days: CampaignDays
     currency: str
-    current: Floats
-    value_per_conversion: Floats
-    incremental_share: Floats
+    current: Float64
+    value_per_conversion: Float64
+    incremental_share: Float64
 
     @property
-    def incremental_value(self) -> Floats:
+    def incremental_value(self) -> Float64:
         """Incremental value (C) of an attributed conversion."""
         return self.value_per_conversion * self.incremental_share
 
@@ -149,7 +150,7 @@ def _currency(source: str, table: pa.Table, given: str | None) -> str:
     return found[0]
 
 
-def _column(table: pa.Table, name: str) -> npt.NDArray[np.float64]:
+def _column(table: pa.Table, name: str) -> Float64:
     """A column of numbers; an absent one is 1."""
     if name not in table.column_names:
         return np.ones(table.num_rows)
@@ -157,8 +158,8 @@ def _column(table: pa.Table, name: str) -> npt.NDArray[np.float64]:
 
 
 def _current_spend(
-    table: pa.Table, index: npt.NDArray[np.intp], spend: Floats, count: int
-) -> Floats:
+    table: pa.Table, index: npt.NDArray[np.intp], spend: Float64, count: int
+) -> Float64:
     """Mean daily spend (C) over the latest days of the file, a missing day counting as 0."""
     days = table["day"].cast(pa.string()).to_numpy()
     latest = np.unique(days)[-CURRENT_DAYS:]

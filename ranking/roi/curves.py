@@ -19,10 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from etl.array_types import Float64, Int64
 from etl.errors import UserError
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 ITERATIONS, TOLERANCE = 100, 1e-6  # of the mode
 UPDATES, UPDATE_TOLERANCE = 50, 0.01  # of the standard deviations, relative
@@ -50,13 +48,13 @@ class CampaignDays:
 
     campaigns: tuple[str, ...]
     groups: npt.NDArray[np.str_]
-    campaign: Ints
-    spend: Floats
-    conversions: Floats
-    arrived: Floats
+    campaign: Int64
+    spend: Float64
+    conversions: Float64
+    arrived: Float64
 
     @property
-    def reference(self) -> Floats:
+    def reference(self) -> Float64:
         """The geometric mean (C) of a campaign's daily spend."""
         days = np.bincount(self.campaign, minlength=len(self.campaigns))
         sums = np.bincount(self.campaign, np.log(self.spend), len(self.campaigns))
@@ -75,12 +73,12 @@ class ResponseCurves:
     """
 
     campaigns: tuple[str, ...]
-    reference: Floats
-    mean: Floats
-    covariance: Floats
+    reference: Float64
+    mean: Float64
+    covariance: Float64
     dispersion: float
 
-    def log_conversions(self, spend: Floats) -> tuple[Floats, Floats]:
+    def log_conversions(self, spend: Float64) -> tuple[Float64, Float64]:
         """Mean and standard deviation (C) of the log of expected daily conversions."""
         log_ratio = np.log(spend / self.reference)
         level, room = self.mean.T
@@ -89,7 +87,7 @@ class ResponseCurves:
         variance = np.einsum("ci,cij,cj->c", basis, self.covariance, basis)
         return mean, np.sqrt(np.maximum(variance, 0))
 
-    def interval(self, spend: Floats, z: float = 1.959964) -> tuple[Floats, Floats]:
+    def interval(self, spend: Float64, z: float = 1.959964) -> tuple[Float64, Float64]:
         """The 95 % interval (C) of expected daily conversions."""
         mean, deviation = self.log_conversions(spend)
         return np.exp(mean - z * deviation), np.exp(mean + z * deviation)
@@ -129,7 +127,7 @@ def fit_curves(days: CampaignDays, shared: bool = True) -> ResponseCurves:
     return model.curves(dispersion)
 
 
-def _design(days: CampaignDays) -> Floats:
+def _design(days: CampaignDays) -> Float64:
     """X (C, p): intercept, log of the reference spend, and groups, centered."""
     scale = np.log(np.maximum(days.reference, 1e-12))
     columns = [scale - scale.mean()]
@@ -142,7 +140,7 @@ def _design(days: CampaignDays) -> Floats:
 class _MixedModel:
     """Fisher scoring for the mode of g, h (2p) and u, v (C, 2), and the covariance there."""
 
-    def __init__(self, days: CampaignDays, x: Floats) -> None:
+    def __init__(self, days: CampaignDays, x: Float64) -> None:
         self.days, self.x = days, x
         self.log_ratio = np.log(days.spend / days.reference[days.campaign])
         # Fixed effects: (level, room) x columns of x.
@@ -157,13 +155,13 @@ class _MixedModel:
         self.random_covariance = np.zeros((len(x), 2, 2))
         self.total_covariance = np.zeros((len(x), 2, 2))
 
-    def expected(self) -> Floats:
+    def expected(self) -> Float64:
         """Expected conversions (n)."""
         level, room = (self.x @ self.fixed.T + self.random)[self.days.campaign].T
         log_rate = level + _log_hill(self.log_ratio, room)
         return np.asarray(self.days.arrived * np.exp(np.clip(log_rate, -30, 30)))
 
-    def solve(self, deviations: Floats, dispersion: float) -> None:
+    def solve(self, deviations: Float64, dispersion: float) -> None:
         """Find the mode for given standard deviations of u and v."""
         count, precision = len(self.x), np.diag(deviations**-2.0)
         p2 = self.fixed.size
@@ -211,7 +209,7 @@ class _MixedModel:
             "cia,ab,cjb->cij", through, fixed_covariance, through, optimize=True
         )
 
-    def effect_deviations(self) -> Floats:
+    def effect_deviations(self) -> Float64:
         """Standard deviations of u and v by expectation maximization."""
         variances = self.random**2 + np.diagonal(self.random_covariance, axis1=1, axis2=2)
         return np.asarray(np.sqrt(variances.mean(0)))
@@ -234,16 +232,16 @@ class _MixedModel:
         )
 
 
-def _log_hill(log_ratio: Floats, room: Floats) -> Floats:
+def _log_hill(log_ratio: Float64, room: Float64) -> Float64:
     """log(hill(r, k) / hill(1, k)) of log r and log k."""
     return np.asarray(log_ratio - np.logaddexp(log_ratio, room) + np.logaddexp(0, room))
 
 
-def _slopes(log_ratio: Floats, room: Floats) -> Floats:
+def _slopes(log_ratio: Float64, room: Float64) -> Float64:
     """Slopes (..., 2) of the log of conversions by level and room."""
     by_room = _sigmoid(room) - _sigmoid(room - log_ratio)
     return np.stack([np.ones_like(log_ratio), by_room], -1)
 
 
-def _sigmoid(x: Floats) -> Floats:
+def _sigmoid(x: Float64) -> Float64:
     return np.asarray(0.5 * (1 + np.tanh(x / 2)))

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from etl.array_types import Float64
 from etl.errors import UserError
-from ranking.roi.curves import Floats, ResponseCurves
+from ranking.roi.curves import ResponseCurves
 
 BISECTIONS = 200
 
@@ -26,8 +27,8 @@ class Limits:
     """What a plan may do: a total daily spend, and limits of each campaign (C)."""
 
     total: float
-    low: Floats
-    high: Floats
+    low: Float64
+    high: Float64
 
     def require_feasible(self, campaigns: Sequence[str]) -> None:
         """Raises UserError unless some plan is within the limits."""
@@ -49,7 +50,7 @@ class Limits:
 
 
 def step_limits(
-    total: float, current: Floats, max_step: float, minimum: Floats, maximum: Floats
+    total: float, current: Float64, max_step: float, minimum: Float64, maximum: Float64
 ) -> Limits:
     """Limits of a plan that changes no campaign by more than a share `max_step` of its spend."""
     low = np.maximum(minimum, current * (1 - max_step))
@@ -65,19 +66,19 @@ class BudgetPlan:
     `marginal_before` and `marginal_after` the value of the next unit of spend.
     """
 
-    spend: Floats
-    value_before: Floats
-    value_after: Floats
-    value_low: Floats
-    value_high: Floats
-    marginal_before: Floats
-    marginal_after: Floats
+    spend: Float64
+    value_before: Float64
+    value_after: Float64
+    value_low: Float64
+    value_high: Float64
+    marginal_before: Float64
+    marginal_after: Float64
 
 
 def plan_budgets(
     curves: ResponseCurves,
-    value_per_conversion: Floats,
-    current: Floats,
+    value_per_conversion: Float64,
+    current: Float64,
     limits: Limits,
     risk: float = 0.0,
     drawn: ResponseCurves | None = None,
@@ -92,7 +93,7 @@ def plan_budgets(
     spend = _allocate(drawn or curves, adjusted_value, limits)
     low, high = curves.interval(spend)
 
-    def value(spent: Floats) -> Floats:
+    def value(spent: Float64) -> Float64:
         return np.asarray(value_per_conversion * np.exp(curves.log_conversions(spent)[0]))
 
     return BudgetPlan(
@@ -106,13 +107,15 @@ def plan_budgets(
     )
 
 
-def marginal_value(curves: ResponseCurves, value_per_conversion: Floats, spend: Floats) -> Floats:
+def marginal_value(
+    curves: ResponseCurves, value_per_conversion: Float64, spend: Float64
+) -> Float64:
     """Value (C) of the next unit of spend."""
     largest, half = saturation(curves)
     return np.asarray(value_per_conversion * largest * half / (spend + half) ** 2)
 
 
-def saturation(curves: ResponseCurves) -> tuple[Floats, Floats]:
+def saturation(curves: ResponseCurves) -> tuple[Float64, Float64]:
     """The most conversions (C) a day, and the spend (C) at which there are half of them."""
     level, room = curves.mean.T
     half = curves.reference * np.exp(room)
@@ -120,11 +123,11 @@ def saturation(curves: ResponseCurves) -> tuple[Floats, Floats]:
     return largest, half
 
 
-def _allocate(curves: ResponseCurves, adjusted_value: Floats, limits: Limits) -> Floats:
+def _allocate(curves: ResponseCurves, adjusted_value: Float64, limits: Limits) -> Float64:
     """Spends (C) that are optimal for one price, found by bisection on its log."""
     largest, half = saturation(curves)
 
-    def spend_at(log_price: float) -> Floats:
+    def spend_at(log_price: float) -> Float64:
         wanted = np.sqrt(adjusted_value * largest * half / np.exp(log_price)) - half
         return np.asarray(np.clip(wanted, limits.low, limits.high))
 
@@ -142,7 +145,7 @@ def _allocate(curves: ResponseCurves, adjusted_value: Floats, limits: Limits) ->
     return np.asarray(spend + room * (left / room.sum() if room.sum() > 0 else 0.0))
 
 
-def explain(name: str, plan: BudgetPlan, current: Floats, position: int) -> str:
+def explain(name: str, plan: BudgetPlan, current: Float64, position: int) -> str:
     """One sentence with the numbers behind a campaign's new budget."""
     before, after = float(current[position]), float(plan.spend[position])
     direction = "raise" if after > before else "lower"

@@ -12,17 +12,11 @@ from functools import cached_property
 
 import numpy as np
 
+from etl.array_types import Bools, Float64, Int64
 from etl.errors import UserError
 from etl.spec.model import DataSpec
 from etl.spec.sections import MAX_MONEY
-from ranking.scoring.candidates import (
-    NO_ADVERTISER,
-    Bools,
-    CandidateBids,
-    CandidateScores,
-    Floats,
-    Ints,
-)
+from ranking.scoring.candidates import NO_ADVERTISER, CandidateBids, CandidateScores
 
 EXCLUDED_RANK = -1  # rank of an excluded candidate
 
@@ -62,11 +56,11 @@ class AuctionResult:
     `effective_bids` are those with which candidates took part (`Auction.effective_bids`).
     """
 
-    effective_bids: Floats
-    expected_values: Floats
-    ranks: Ints
-    prices: Floats
-    exclusions: Ints
+    effective_bids: Float64
+    expected_values: Float64
+    ranks: Int64
+    prices: Float64
+    exclusions: Int64
 
 
 @dataclass(frozen=True)
@@ -81,7 +75,7 @@ class Auction:
     surface: str
 
     def __call__(
-        self, scores: CandidateScores, bids: CandidateBids, request_index: Ints
+        self, scores: CandidateScores, bids: CandidateBids, request_index: Int64
     ) -> AuctionResult:
         """Run the auctions of some requests.
 
@@ -126,7 +120,9 @@ class Auction:
         ranks = np.where(is_eligible, ranks, EXCLUDED_RANK)
         return AuctionResult(effective_bids, values, ranks, prices, exclusions)
 
-    def effective_bids(self, scores: CandidateScores, bids: CandidateBids, columns: Ints) -> Floats:
+    def effective_bids(
+        self, scores: CandidateScores, bids: CandidateBids, columns: Int64
+    ) -> Float64:
         """The bid (B) of each candidate per event of its goal; 0 without a valid bid.
 
         With a target return on ad spend it is the expected value of the event over the target,
@@ -141,12 +137,12 @@ class Auction:
 
     def _exclusions(
         self,
-        probabilities: Floats,
+        probabilities: Float64,
         bids: CandidateBids,
-        columns: Ints,
-        effective_bids: Floats,
-        goal_probabilities: Floats,
-    ) -> Ints:
+        columns: Int64,
+        effective_bids: Float64,
+        goal_probabilities: Float64,
+    ) -> Int64:
         """The first reason that excludes each candidate (B)."""
         if self.spec.auction is None:
             return np.full(len(probabilities), int(Exclusion.NONE))
@@ -164,12 +160,12 @@ class Auction:
         }
         return np.select(list(reasons.values()), list(reasons), int(Exclusion.NONE))
 
-    def goal_probabilities(self, probabilities: Floats, columns: Ints) -> Floats:
+    def goal_probabilities(self, probabilities: Float64, columns: Int64) -> Float64:
         """The probability (B) that each campaign's goal is reached; 0 if it is not served."""
         is_served = np.append(self.served_objectives, False)[columns]  # the last is for no goal
         return np.where(is_served, probabilities[np.arange(len(probabilities)), columns], 0.0)
 
-    def goal_columns(self, goals: Sequence[str | None]) -> Ints:
+    def goal_columns(self, goals: Sequence[str | None]) -> Int64:
         """The column of the objective that each goal (B) pays for; -1 without a goal.
 
         Raises UserError if a goal is not in the spec.
@@ -195,7 +191,7 @@ class Auction:
         return np.array([self.surface in self.spec.surfaces_of(name) for name in self._objectives])
 
     @cached_property
-    def objective_values(self) -> Floats:
+    def objective_values(self) -> Float64:
         """The value of each objective (O) to the surface itself."""
         if self.spec.auction is None:
             ranking = self.spec.ranking_objective(self.surface)
@@ -205,13 +201,13 @@ class Auction:
         return by_objective * self.served_objectives
 
 
-def _is_valid(bids: Floats) -> Bools:
+def _is_valid(bids: Float64) -> Bools:
     return (bids > 0) & (bids <= MAX_MONEY)
 
 
 def _next_competitor_value(
-    values: Floats, is_eligible: Bools, order: Ints, request_index: Ints, advertisers: Ints
-) -> Floats:
+    values: Float64, is_eligible: Bools, order: Int64, request_index: Int64, advertisers: Int64
+) -> Float64:
     """The value (B) of the next ad of another advertiser in the same request; -inf without one.
 
     Ads that follow each other in `order` and are of one advertiser and request form a run; the next

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from etl.runtime.spark import spark_session
 from etl.spec import DataSpec
-from etl.spec.units import date_range
+from etl.spec.units import DayRange, date_range
 from etl.tables import model_schemas, spark_io
 from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath
@@ -42,7 +42,7 @@ class ScoreBuckets:
                 yield from rows.to_batches()
 
 
-def score_days(lake: Lake, surface: str, days: tuple[date, date]) -> int:
+def score_days(lake: Lake, surface: str, days: DayRange) -> int:
     """Replace a surface's `scores` of some days by those of its live ranker.
 
     Days whose labels the live version has learned are scored by `version_to_evaluate`.

@@ -8,14 +8,14 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from etl.array_types import Float64, Int64
 from etl.tables.declared_columns import auction_columns
 from etl.tables.lake import Lake
 from features.ragged import latest_before
 from ranking.inputs.attribute_versions import readable_versions
-from ranking.scoring.candidates import NO_ADVERTISER, CandidateBids, Floats
+from ranking.scoring.candidates import NO_ADVERTISER, CandidateBids
 from training.data.items import ItemTable
 
-Int64 = npt.NDArray[np.int64]
 ObjectArray = npt.NDArray[np.object_]
 
 
@@ -34,9 +34,9 @@ class BidTable:
 
     item_index: Int64
     valid_from: Int64
-    bids: Floats
+    bids: Float64
     goals: ObjectArray
-    target_roas: Floats
+    target_roas: Float64
     advertisers: Int64
 
     def as_of(self, item_index: Int64, request_times: Int64) -> CandidateBids:

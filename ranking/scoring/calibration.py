@@ -4,13 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import Field
 
+from etl.array_types import Float32, Float64
 from etl.spec.base import StrictModel
 
-Floats = npt.NDArray[np.float64]
-Labels = npt.NDArray[np.float32]
+Labels = Float32
 CalibrationKind = Literal["platt", "isotonic"]
 MIN_ISOTONIC_POSITIVES = 20  # positives and negatives; with fewer, Platt scaling is fitted
 PRIOR_STRENGTH = 10  # the prior counts as this many positives
@@ -25,7 +24,7 @@ class PlattScaling(StrictModel):
     slope: float = 1.0
     intercept: float = 0.0
 
-    def __call__(self, logits: Floats) -> Floats:
+    def __call__(self, logits: Float64) -> Float64:
         """Calibrated probabilities, in the same order."""
         return sigmoid(self.slope * logits + self.intercept)
 
@@ -40,7 +39,7 @@ class IsotonicCalibration(StrictModel):
     logit_knots: tuple[float, ...] = Field(min_length=1)
     calibrated_logits: tuple[float, ...]
 
-    def __call__(self, logits: Floats) -> Floats:
+    def __call__(self, logits: Float64) -> Float64:
         """Calibrated probabilities, in the same order."""
         first, last = self.logit_knots[0], self.logit_knots[-1]
         outside = np.minimum(logits - first, 0) + np.maximum(logits - last, 0)
@@ -50,19 +49,19 @@ class IsotonicCalibration(StrictModel):
 Calibration = Annotated[PlattScaling | IsotonicCalibration, Field(discriminator="kind")]
 
 
-def sigmoid(x: Floats) -> Floats:
+def sigmoid(x: Float64) -> Float64:
     """The logistic function, without overflow."""
     return np.asarray(np.exp(-np.logaddexp(0, -x)))
 
 
-def logit(p: Floats) -> Floats:
+def logit(p: Float64) -> Float64:
     """The logarithm of the odds, of probabilities clipped to PROBABILITY_EPS."""
     p = np.clip(p, PROBABILITY_EPS, 1 - PROBABILITY_EPS)
     return np.asarray(np.log(p) - np.log1p(-p))
 
 
 def fit_calibrator(
-    logits: Floats,
+    logits: Float64,
     labels: Labels,
     kind: CalibrationKind = "platt",
     prior: PlattScaling | None = None,
@@ -73,7 +72,7 @@ def fit_calibrator(
     return fit_isotonic(logits, labels, platt) if kind == "isotonic" and has_enough else platt
 
 
-def fit_platt(logits: Floats, labels: Labels, prior: PlattScaling = IDENTITY) -> PlattScaling:
+def fit_platt(logits: Float64, labels: Labels, prior: PlattScaling = IDENTITY) -> PlattScaling:
     """Fit Platt scaling by maximum a posteriori.
 
     The slope, and the height at the mean logit of positives, have normal priors whose precision is
@@ -89,7 +88,7 @@ def fit_platt(logits: Floats, labels: Labels, prior: PlattScaling = IDENTITY) ->
     prior_mean = np.array([prior.slope, prior.intercept + prior.slope * center])
     precision = PRIOR_STRENGTH * np.array([float(logits.var()), 1.0])
 
-    def loss_and_gradient(parameters: Floats) -> tuple[float, Floats]:
+    def loss_and_gradient(parameters: Float64) -> tuple[float, Float64]:
         slope, height = parameters
         z = slope * x + height
         residual = sigmoid(z) - labels
@@ -105,7 +104,7 @@ def fit_platt(logits: Floats, labels: Labels, prior: PlattScaling = IDENTITY) ->
 
 
 def fit_isotonic(
-    logits: Floats, labels: Labels, fallback: PlattScaling
+    logits: Float64, labels: Labels, fallback: PlattScaling
 ) -> PlattScaling | IsotonicCalibration:
     """Fit bins of MIN_BIN_POSITIVES positives or more, pooled until they increase.
 
@@ -131,8 +130,8 @@ def fit_isotonic(
 
 def calibrate(
     calibrations: Mapping[str, PlattScaling | IsotonicCalibration],
-    logits: Floats,
+    logits: Float64,
     objectives: Sequence[str],
-) -> Floats:
+) -> Float64:
     """Calibrated probabilities (…, O) of logits (…, O)."""
     return np.stack([calibrations[name](logits[..., i]) for i, name in enumerate(objectives)], -1)

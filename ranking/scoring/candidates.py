@@ -6,12 +6,8 @@ B candidates, O objectives.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
+from etl.array_types import Bools, Float64, Int64
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 NO_ADVERTISER = -1  # code of an unknown advertiser
 
 
@@ -26,12 +22,12 @@ class CandidateScores:
             without `value` in the spec, or of which the ranker has learned no value.
     """
 
-    probabilities: Floats
-    net_rates: Floats
-    outcome_values: Floats
+    probabilities: Float64
+    net_rates: Float64
+    outcome_values: Float64
 
     @property
-    def net_probabilities(self) -> Floats:
+    def net_probabilities(self) -> Float64:
         """The probabilities of outcomes that are not retracted."""
         return self.probabilities * self.net_rates
 
@@ -54,7 +50,7 @@ class CandidateBids:
         advertisers: The code of each campaign's advertiser, or NO_ADVERTISER.
     """
 
-    bids: Floats
+    bids: Float64
     goals: Sequence[str | None]
-    target_roas: Floats
-    advertisers: Ints
+    target_roas: Float64
+    advertisers: Int64

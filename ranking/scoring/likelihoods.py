@@ -9,7 +9,8 @@ from typing import Protocol
 import numpy as np
 from typing_extensions import override
 
-from ranking.scoring.calibration import Floats, Labels, logit, sigmoid
+from etl.array_types import Float64
+from ranking.scoring.calibration import Labels, logit, sigmoid
 from ranking.scoring.offsets import LabeledRows
 from ranking.scoring.outcome_values import OutcomeValues
 
@@ -25,13 +26,13 @@ class Likelihood(Protocol):
     def __len__(self) -> int:
         """The number of rows."""
 
-    def loss(self, added: Floats) -> float:
+    def loss(self, added: Float64) -> float:
         """The negative log-likelihood of the rows, without constants."""
 
-    def gradient(self, added: Floats) -> Floats:
+    def gradient(self, added: Float64) -> Float64:
         """Its derivative by the offset of each row (n)."""
 
-    def information(self, added: Floats) -> Floats:
+    def information(self, added: Float64) -> Float64:
         """Its expected second derivative by the offset of each row (n)."""
 
 
@@ -39,7 +40,7 @@ class Likelihood(Protocol):
 class LogisticLikelihood(Likelihood):
     """Labels (n) of rows with predicted logits (n)."""
 
-    logits: Floats
+    logits: Float64
     labels: Labels
     max_offset: float | None = None
 
@@ -53,16 +54,16 @@ class LogisticLikelihood(Likelihood):
         return len(self.labels)
 
     @override
-    def loss(self, added: Floats) -> float:
+    def loss(self, added: Float64) -> float:
         z = self.logits + added
         return float((np.logaddexp(0, z) - self.labels * z).sum())
 
     @override
-    def gradient(self, added: Floats) -> Floats:
+    def gradient(self, added: Float64) -> Float64:
         return np.asarray(sigmoid(self.logits + added) - self.labels)
 
     @override
-    def information(self, added: Floats) -> Floats:
+    def information(self, added: Float64) -> Float64:
         p = sigmoid(self.logits + added)
         return np.asarray(p * (1 - p))
 
@@ -75,7 +76,7 @@ class GammaLikelihood(Likelihood):
     bias the offsets.
     """
 
-    ratios: Floats
+    ratios: Float64
     max_offset: float | None = MAX_VALUE_OFFSET
 
     @classmethod
@@ -88,13 +89,13 @@ class GammaLikelihood(Likelihood):
         return len(self.ratios)
 
     @override
-    def loss(self, added: Floats) -> float:
+    def loss(self, added: Float64) -> float:
         return float((self.ratios * np.exp(-added) + added).sum())
 
     @override
-    def gradient(self, added: Floats) -> Floats:
+    def gradient(self, added: Float64) -> Float64:
         return np.asarray(1 - self.ratios * np.exp(-added))
 
     @override
-    def information(self, added: Floats) -> Floats:
+    def information(self, added: Float64) -> Float64:
         return np.ones(len(added))

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from etl.array_types import Float64, Int64
 from etl.spec.units import DAY
-from ranking.inputs.segments import Int64, SegmentValues
-from ranking.scoring.calibration import PRIOR_STRENGTH, Floats
+from ranking.inputs.segments import SegmentValues
+from ranking.scoring.calibration import PRIOR_STRENGTH
 from ranking.scoring.likelihoods import GammaLikelihood, Likelihood, LogisticLikelihood
 from ranking.scoring.offsets import (
     INITIAL_PRECISION,
@@ -107,12 +108,12 @@ class _Belief:
     """
 
     values: Int64
-    mean: Floats
-    precision: Floats
+    mean: Float64
+    precision: Float64
     prior_precision: float
 
     @property
-    def total_precision(self) -> Floats:
+    def total_precision(self) -> Float64:
         """The precision of labels and prior together (V)."""
         return self.precision + self.prior_precision
 
@@ -126,12 +127,14 @@ class _SlopeBelief:
     """
 
     center: float
-    score: Floats
+    score: Float64
     mean: float
     precision: float
 
 
-def _decayed_slope(stored: SlopeOffset | None, logits: Floats, elapsed: int) -> _SlopeBelief | None:
+def _decayed_slope(
+    stored: SlopeOffset | None, logits: Float64, elapsed: int
+) -> _SlopeBelief | None:
     """The belief on a slope before rows are learned; None if none have been."""
     if stored is None:
         if not len(logits):
@@ -206,7 +209,7 @@ def _fit_offsets(
     beliefs: Sequence[_Belief],
     index: Sequence[Int64],
     slope: _SlopeBelief | None,
-) -> tuple[list[Floats], float, Floats]:
+) -> tuple[list[Float64], float, Float64]:
     """The most probable offsets of each segment, slope, and the information of rows (n).
 
     `index` has the position (n) of each row's value in each segment.
@@ -223,12 +226,12 @@ def _fit_offsets(
         np.concatenate([belief.total_precision for belief in beliefs]), slope_precision
     )
 
-    def added_offsets(parameters: Floats) -> Floats:
+    def added_offsets(parameters: Float64) -> Float64:
         *parts, slope_part = np.split(parameters, bounds)
         added = sum(part[i] for part, i in zip(parts, index, strict=True))
         return np.asarray(added + slope_part[0] * score)
 
-    def loss_and_gradient(parameters: Floats) -> tuple[float, Floats]:
+    def loss_and_gradient(parameters: Float64) -> tuple[float, Float64]:
         added, deviation = added_offsets(parameters), parameters - before
         residual = likelihood.gradient(added)
         by_value = [

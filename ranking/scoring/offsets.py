@@ -12,16 +12,10 @@ from functools import cached_property
 
 import numpy as np
 
+from etl.array_types import Float64
 from etl.spec.base import StrictModel
 from ranking.inputs.segments import SegmentValues
-from ranking.scoring.calibration import (
-    Calibration,
-    Floats,
-    Labels,
-    calibrate,
-    logit,
-    sigmoid,
-)
+from ranking.scoring.calibration import Calibration, Labels, calibrate, logit, sigmoid
 
 BASE_NET_RATE = 0.95  # of outcomes that can be retracted, before there are labels
 INTERCEPT = "intercept"  # the segment of all rows, whose only value is 0
@@ -40,7 +34,7 @@ class SegmentOffsets(StrictModel):
     prior_precision: float = INITIAL_PRECISION
 
     @cached_property
-    def table(self) -> Floats:
+    def table(self) -> Float64:
         """Offsets by value; the last row, zero, stands for all values beyond."""
         table = np.zeros(max(self.values, default=-1) + 2)
         table[list(self.values)] = self.offsets
@@ -73,8 +67,8 @@ class CalibrationOffsets(StrictModel):
     values: dict[str, dict[str, SegmentOffsets]] = {}
 
     def __call__(
-        self, logits: Floats, segments: SegmentValues, objectives: Sequence[str]
-    ) -> Floats:
+        self, logits: Float64, segments: SegmentValues, objectives: Sequence[str]
+    ) -> Float64:
         """What is added to calibrated logits (…, O), given the values (…) of segments."""
         added = np.zeros_like(logits)
         for i, name in enumerate(objectives):
@@ -84,7 +78,7 @@ class CalibrationOffsets(StrictModel):
                 added[..., i] += slope.offset * (logits[..., i] - slope.center)
         return added
 
-    def net_rate(self, segments: SegmentValues, objectives: Sequence[str]) -> Floats:
+    def net_rate(self, segments: SegmentValues, objectives: Sequence[str]) -> Float64:
         """The share of outcomes that are not retracted: (…, O), or (O) without segments.
 
         It is 1 for objectives whose outcomes are not retracted.
@@ -98,7 +92,7 @@ class CalibrationOffsets(StrictModel):
         ]
         return np.stack(rates, -1)
 
-    def value_factors(self, segments: SegmentValues, objectives: Sequence[str]) -> Floats:
+    def value_factors(self, segments: SegmentValues, objectives: Sequence[str]) -> Float64:
         """The factors of predicted values of outcomes: (…, O), or (O) without segments."""
         added = [_total_offset(self.values.get(name, {}), segments) for name in objectives]
         return np.exp(np.stack(added, -1))
@@ -108,7 +102,7 @@ def _shape(segments: SegmentValues) -> tuple[int, ...]:
     return next(iter(segments.values())).shape if segments else ()
 
 
-def _total_offset(offsets: Mapping[str, SegmentOffsets], segments: SegmentValues) -> Floats:
+def _total_offset(offsets: Mapping[str, SegmentOffsets], segments: SegmentValues) -> Float64:
     """The sum of the intercept and of the offsets of segments, in the shape of their values."""
     known = offsets.get(INTERCEPT)
     total = np.full(_shape(segments), known.table[0] if known else 0.0)
@@ -129,7 +123,7 @@ class RankerCalibration:
     by_objective: Mapping[str, Calibration]
     offsets: CalibrationOffsets | None = None
 
-    def value_factors(self, segments: SegmentValues, objectives: Sequence[str]) -> Floats:
+    def value_factors(self, segments: SegmentValues, objectives: Sequence[str]) -> Float64:
         """The factors of predicted values of outcomes (…, O), given the values (…) of segments."""
         if self.offsets is None:
             return np.ones((*_shape(segments), len(objectives)))
@@ -141,8 +135,8 @@ class RankerCalibration:
         return self.offsets.labels_until if self.offsets else 0
 
     def __call__(
-        self, logits: Floats, segments: SegmentValues, objectives: Sequence[str]
-    ) -> Floats:
+        self, logits: Float64, segments: SegmentValues, objectives: Sequence[str]
+    ) -> Float64:
         """Calibrated probabilities (…, O) of logits (…, O), given the values (…) of segments."""
         probabilities = calibrate(self.by_objective, logits, objectives)
         if self.offsets is None:
@@ -155,6 +149,6 @@ class RankerCalibration:
 class LabeledRows:
     """Probabilities (n) and labels (n) of rows, and the values (n) of segments."""
 
-    probabilities: Floats
+    probabilities: Float64
     labels: Labels
     segments: SegmentValues

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from etl.array_types import Float64
 from etl.spec.base import StrictModel
 from ranking.inputs.segments import SegmentValues
-from ranking.scoring.candidates import Floats
 
 
 @dataclass(frozen=True)
 class OutcomeValues:
     """Predicted and actual values (n) of outcomes that occurred, and the values (n) of segments."""
 
-    predicted: Floats
-    actual: Floats
+    predicted: Float64
+    actual: Float64
     segments: SegmentValues
 
 

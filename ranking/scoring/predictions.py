@@ -6,9 +6,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from torch import Tensor
 
+from etl.array_types import Float64
 from etl.spec.model import DataSpec
 from ranking.inputs.segments import SegmentValues, segment_columns, segment_values
-from ranking.scoring.calibration import Floats, logit
+from ranking.scoring.calibration import logit
 from ranking.scoring.offsets import LabeledRows, RankerCalibration
 from ranking.scoring.outcome_values import OutcomeValues, concat_outcomes
 from ranking.scoring.segment_calibration import SegmentCalibration, segment_calibrations
@@ -67,7 +68,7 @@ class BatchScores:
     """Logits (B, O) of a batch, and expected values of outcomes (B, O); NaN where unknown."""
 
     logits: Tensor
-    outcome_values: Floats | None = None
+    outcome_values: Float64 | None = None
 
 
 def predict_by_segment(
@@ -100,7 +101,7 @@ def _no_outcomes(spec: DataSpec) -> dict[str, OutcomeValues]:
 
 
 def _outcomes_of(
-    batch: Batch, expected: Floats, spec: DataSpec, segments: SegmentValues
+    batch: Batch, expected: Float64, spec: DataSpec, segments: SegmentValues
 ) -> dict[str, OutcomeValues]:
     """The outcomes of a batch with a final label and a prediction, by objective with values."""
     is_positive = (batch.label_mask & (batch.labels > 0)).numpy()

@@ -12,10 +12,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from etl.array_types import Float64, Int64
 from etl.spec.base import StrictModel
 from etl.spec.model import DataSpec
-from ranking.inputs.segments import Int64, segment_value_name
-from ranking.scoring.calibration import Floats, Labels
+from ranking.inputs.segments import segment_value_name
+from ranking.scoring.calibration import Labels
 from ranking.scoring.offsets import LabeledRows
 from ranking.scoring.outcome_values import ValueEvaluation
 
@@ -105,7 +106,7 @@ def segment_calibrations(objective: str, labeled: LabeledRows) -> Iterator[Segme
             )
 
 
-def _cumulative_errors(p: Floats, labels: Labels, inverse: Int64) -> Floats:
+def _cumulative_errors(p: Float64, labels: Labels, inverse: Int64) -> Float64:
     """The ECCE of each value, given the value (n) of each row, over its standard deviation."""
     order = np.lexsort((p, inverse))
     starts = np.flatnonzero(np.diff(inverse[order], prepend=-1))

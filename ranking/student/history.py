@@ -124,7 +124,7 @@ class DecayedMatchCounts(nn.Module):
             for mask in shares_attribute(candidate_ids, history_ids)
         ]
         if not counts:
-            return decay_weights[:, :0, :0].expand(*candidate_ids.shape[:2], 0)
+            return candidate_ids[..., :0].to(decay_weights.dtype)
         return torch.cat(counts, 2)
 
 

@@ -1,5 +1,6 @@
 """Formats of raw files: units of times, days in paths, nested fields, CSV options; `spec check`."""
 
+import csv
 import json
 from collections.abc import Mapping
 from datetime import UTC, date, datetime
@@ -192,6 +193,41 @@ def test_nested_fields_of_parquet_are_read_by_their_path(spark: object, tmp_path
     pq.write_table(pa.Table.from_pylist([NESTED]), tmp_path / "raw/app" / f"{DAY}.parquet")
     (stored,) = read_events(spec, tmp_path)
     assert (stored["event_id"], stored["user_id"]) == ("e1", "u")
+
+
+TAGS = ("red", "a b", 'say "hi"')
+
+
+@pytest.mark.parametrize("format_", ["json", "parquet", "csv", "separated"])
+def test_lists_of_values_are_read_from_every_format(
+    spark: object, tmp_path: Path, format_: str
+) -> None:
+    """In ascending order, without repetitions, empty values and null."""
+    tags = {"type": "multi_categorical"} | ({"separator": "|."} if format_ == "separated" else {})
+    attributes = {"context": {"tags": tags, "view": {"type": "vector", "width": 2}}}
+    kind = "csv" if format_ == "separated" else format_
+    app: dict[str, Any] = {"format": kind, "path": f"app/{{day}}.{kind}"}
+    app |= {"csv": {"escape": '"'}} if kind == "csv" else {}
+    spec = shop_spec(tmp_path, app, attributes=attributes)
+    values: Any = [*TAGS, "", None, "red"]
+    record = event(EPOCH_SECONDS, tags=values, view=[0.5, -1e-7])
+    file = tmp_path / "raw/app" / f"{DAY}.{kind}"
+    file.parent.mkdir(parents=True)
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist([record]), file)
+    elif kind == "json":
+        write_lines(file, record)
+    else:
+        separated = " |. ".join([*TAGS, "", "red"])
+        record |= {"tags": separated if format_ == "separated" else json.dumps(values)}
+        with file.open("w", newline="") as lines:
+            writer = csv.DictWriter(lines, list(record))
+            writer.writeheader()
+            writer.writerow(record)
+    (stored,) = read_events(spec, tmp_path)
+    assert stored["ctx_tags"] == sorted(TAGS)
+    assert stored["ctx_view"] == pytest.approx([0.5, -1e-7])
+    assert stored["reasons"] == ""
 
 
 def test_csv_is_read_with_its_options(spark: object, tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ def test_all_errors_are_reported_at_once_with_their_lines(tmp_path: Path) -> Non
         ("buckets: 4", "buckets: 6"),
         ("path: events/", "path: /events/"),
         ("reels: {}", "reels: {logged_as: feed}"),
+        ("{type: categorical, size: 32}", "{type: text, analyser: char}"),
     ):
         assert good in text
         text = text.replace(good, bad)
@@ -69,6 +70,7 @@ def test_all_errors_are_reported_at_once_with_their_lines(tmp_path: Path) -> Non
         "buckets: 6": "it must be a power of two",
         "path: /events": "without the leading /",
         "surfaces:": "two surfaces are logged as 'feed'",
+        "analyser": "attributes.user.country.analyser: unknown key; did you mean 'analyzer'?",
     }
     for mark, hint in hints.items():
         number = next(i for i, line in enumerate(lines, 1) if mark in line)
@@ -88,6 +90,11 @@ def test_all_errors_are_reported_at_once_with_their_lines(tmp_path: Path) -> Non
             "numeric, transform: log}",
             "text, ngram_range: [3, 2]}",
             "signup_days.*first number is at most the second",
+        ),
+        (
+            "{type: categorical, size: 32}",
+            "{type: multi_categorical, vocabulary: [a, b, a]}",
+            "country.vocabulary: a is listed twice",
         ),
         (
             "{type: categorical, size: 32}",

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from etl.array_types import Float64, Int64
 from etl.errors import UserError
-from features.audience.additive import CampaignAudits, Floats, Ints, fit_additive
+from features.audience.additive import CampaignAudits, fit_additive
 from features.audience.quality import choose_provider, labels_to_buy, normalized_information
 
 CLASSES, UNKNOWN = 3, 3  # the last label of each provider is that of users whom it does not know
@@ -30,7 +31,7 @@ class Users:
         self.combination = index.ravel()
         self.impressions = np.bincount(self.combination).astype(float)
 
-    def _label(self, accuracy: float) -> Ints:
+    def _label(self, accuracy: float) -> Int64:
         is_right = self.rng.random(len(self.classes)) < accuracy
         wrong = self.rng.choice(CLASSES, len(self.classes), p=[0.2, 0.5, 0.3])
         return np.where(is_right, self.classes, wrong)
@@ -50,7 +51,7 @@ class Users:
         names = (LABELS,) * len(PROVIDERS)
         return CampaignAudits(PROVIDERS, names, self.combinations, mixtures, by_class)
 
-    def confusion(self, provider: int) -> Floats:
+    def confusion(self, provider: int) -> Float64:
         """The true P(class | label) (labels, classes)."""
         joint = np.zeros((len(LABELS), CLASSES))
         np.add.at(joint, (self.labels[:, provider], self.classes), 1)

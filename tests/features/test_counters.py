@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from etl.array_types import Float64, Int64
 from etl.spec import load_spec
 from etl.spec.counters import FUNCTIONS, InputColumn
 from features import reference
@@ -27,7 +27,6 @@ HALF_LIVES = (1, 7, 1_000_000)
 COLUMNS: tuple[InputColumn, ...] = ("dwell", "value")
 NUMERIC = tuple(NumericAggregation(f, c, t) for f in FUNCTIONS for c in COLUMNS for t in TYPES)
 Event = tuple[int, int, int, float | None, float | None]  # key, second, type, dwell (ms), value
-Ints = npt.NDArray[np.int64]
 Row = dict[str, Any]
 dwells = st.none() | st.floats(0, 1e5) | st.sampled_from((0.0, 0.5, 1.5, 1e8, 1e299))
 values = st.none() | st.floats(-1e5, 1e5) | st.sampled_from((0.0, -5e-5, 2.5e-4, -2e9, 1e299))
@@ -49,7 +48,7 @@ def align(events: list[Event], queries: list[tuple[int, int]], window: int) -> K
     return KeyedEvents.align(rows, query_key, query_ts, window)
 
 
-def aggregate(aligned: KeyedEvents) -> npt.NDArray[np.float64]:
+def aggregate(aligned: KeyedEvents) -> Float64:
     """All aggregations of each query, side by side."""
     return np.concatenate(
         (
@@ -110,7 +109,7 @@ def test_decayed_counts_do_not_depend_on_other_events_to_the_last_bit() -> None:
     """Tables that are built in parts hold the same events beside fewer others."""
     rng, window, half_lives = np.random.default_rng(0), 5000, (7, 333, 1_000_000)
 
-    def sums(key: Ints, second: Ints) -> bytes:
+    def sums(key: Int64, second: Int64) -> bytes:
         queries = np.arange(window, 2 * window, 97)
         same_key, type_ = np.full(len(queries), 5), np.ones_like(key)
         rows = EventRows.of_events(key, second, type_)

@@ -19,7 +19,12 @@ from etl.spec import DataSpec
 from etl.tables import arrow, schemas
 from etl.tables.declared_columns import counter_columns
 from etl.tables.lake import Lake
-from features.drift import FeatureDrift, compare_histograms, population_stability_index
+from features.drift import (
+    FeatureDrift,
+    Histogram,
+    compare_histograms,
+    population_stability_index,
+)
 from features.feature_statistics import (
     BIN_RATIO,
     MISSING_BIN,
@@ -38,8 +43,11 @@ FIRST = date(2026, 1, 1)
 numbers = st.floats(-1e30, 1e30, allow_nan=False)
 
 
+NAME = ("ctx_x", "feed")
+
+
 def drift_of(day: npt.ArrayLike, earlier: Sequence[npt.ArrayLike]) -> FeatureDrift:
-    return compare_histograms(("ctx_x", "feed"), histogram_of(day), [*map(histogram_of, earlier)])
+    return compare_histograms(NAME, histogram_of(day), [*map(histogram_of, earlier)])
 
 
 def test_statistics_equal_a_loop_over_rows(spark: SparkSession) -> None:
@@ -144,6 +152,20 @@ def test_a_feature_that_becomes_null_constant_or_other_raises_an_alarm() -> None
     assert few.alarm is None and few.psi is None
     new = drift_of(np.zeros(800, int), usual[:3])
     assert new.alarm is None and new.psi is None
+
+
+def test_several_values_that_become_null_raise_an_alarm() -> None:
+    """Rows are counted once, however many values they have."""
+    rng = np.random.default_rng(0)
+    bins = np.arange(1, 6)
+    usual = [Histogram(800, 0, 5, bins, rng.integers(2800, 3600, 5)) for _ in range(6)]
+    null = Histogram(800, 797, 5, bins, np.full(5, 20))  # three rows with many values
+    drift = compare_histograms(NAME, null, usual)
+    assert drift.is_broken and drift.alarm and drift.alarm.startswith("null in 99.6% of rows")
+    steady = Histogram(800, 0, 5, bins, rng.integers(2800, 3600, 5))
+    assert compare_histograms(NAME, steady, usual).alarm is None
+    constant = Histogram(800, 0, 1, bins[:1], np.array([800]))
+    assert compare_histograms(NAME, constant, usual).is_broken
 
 
 def test_a_feature_that_stays_broken_keeps_its_alarm() -> None:

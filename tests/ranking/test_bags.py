@@ -2,13 +2,15 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from etl.array_types import Float64
 from etl.errors import UserError
 from etl.spec import load_spec
 from etl.spec.attributes import TextAttribute
@@ -19,6 +21,10 @@ from ranking.feature_store.consistency import check_consistency
 from ranking.feature_store.materialize import HistoryLengths, build_feature_store
 from ranking.feature_store.request import RankRequest, encode_context
 from ranking.feature_store.storage import RecordLayout
+from ranking.inputs.arrays import CandidateFeatures, RequestFeatures
+from ranking.registry.export import export_ranker
+from ranking.registry.ranker import load_ranker
+from ranking.scoring.offsets import RankerCalibration
 from ranking.student.config import InputLimits
 from tests.oracle.bags import (
     build_bag_lake,
@@ -30,6 +36,7 @@ from tests.oracle.bags import (
 )
 from tests.oracle.disorder import FIRST
 from tests.oracle.log import Record
+from tests.ranking.conftest import FITTED, untrained_student
 from training.data.batch import Shuffle
 from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
@@ -115,6 +122,32 @@ def known_interests(values: Iterable[str]) -> list[float]:
 def text_of(attribute: object) -> TextAttribute:
     assert isinstance(attribute, TextAttribute)
     return attribute
+
+
+def test_an_exported_ranker_reads_vectors_of_users_and_contexts(logs: Logs, tmp_path: Path) -> None:
+    """Its programs equal the model, and other vectors give other scores."""
+    reader = ExampleReader.latest(logs.lake, max_length=LENGTH, surfaces=("home",))
+    window = LabelWindow(0, 0, include_unlabelled=True)
+    batch = next(reader.batches([LAST], window, 30, Shuffle(None)))
+    student = untrained_student(reader, 0)
+    inputs = student.input_builder(batch)
+    calibration = RankerCalibration(dict.fromkeys(logs.lake.spec.objectives, FITTED))
+    ranker = load_ranker(export_ranker(tmp_path / "v1", student, calibration, inputs))
+
+    def scores(requests: RequestFeatures, candidates: CandidateFeatures) -> Float64:
+        probabilities = ranker.score(ranker.user_state(requests), candidates).probabilities
+        return probabilities[inputs.candidate_index.mask]
+
+    requests, candidates = inputs.requests, inputs.candidates
+    expected = scores(requests, candidates)
+    of_users = replace(requests, user_vectors=requests.user_vectors + 1)
+    of_contexts = replace(candidates, context_vectors=candidates.context_vectors + 1)
+    assert (scores(of_users, candidates) != expected).all()
+    assert (scores(requests, of_contexts) != expected).all()
+    with torch.no_grad():
+        changed = replace(batch, user_vectors={n: v + 1 for n, v in batch.user_vectors.items()})
+        difference = student.logits(changed) - student.logits(batch)
+    assert (difference != 0).all()
 
 
 @pytest.fixture

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from etl.array_types import Float64
 from etl.spec import DataSpec
 from etl.spec.counters import FUNCTIONS, InputColumn
 from features.aggregations import Aggregations, EventRows, NumericAggregation
@@ -64,7 +64,7 @@ def clear_counters(store: FeatureStore, txn: Txn) -> None:
             txn.delete(table, key)
 
 
-def offline_values(events: list[Event], as_of: int) -> npt.NDArray[np.float64]:
+def offline_values(events: list[Event], as_of: int) -> Float64:
     """The counters of keys 0 to 2 as the tables have them."""
     key, second, type_, dwell, value = np.array(events, np.int64).reshape(-1, 5).T
     events_of_keys = EventRows.of_events(key, second, type_, {"dwell": dwell, "value": value})

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from etl.array_types import Float64
 from etl.errors import UserError
 from etl.signature import SIGNING_KEY_VARIABLE, TRUSTED_KEY_VARIABLE
 from etl.spec.units import DAY
@@ -17,7 +18,7 @@ from ranking.registry.calibration_offsets import OFFSETS_FILE, read_offsets, wri
 from ranking.registry.manifest import read_manifest, write_manifest
 from ranking.registry.promotion import PromotionConfig, PromotionDecision, judge_segments
 from ranking.registry.ranker import live_pointer, load_ranker
-from ranking.scoring.calibration import Floats, Labels, logit, sigmoid
+from ranking.scoring.calibration import Labels, logit, sigmoid
 from ranking.scoring.offset_updates import (
     INTERCEPT_HALF_LIFE,
     SEGMENT_HALF_LIFE,
@@ -47,11 +48,11 @@ from training.data.reader import ExampleReader
 NONE = CalibrationOffsets(surface="feed", labels_until=0)
 
 
-def draw(p: Floats, rng: np.random.Generator) -> Labels:
+def draw(p: Float64, rng: np.random.Generator) -> Labels:
     return (rng.uniform(size=len(p)) < p).astype(np.float32)
 
 
-def rows_with_shifts(shifts: Floats, num_rows: int, seed: int) -> tuple[LabeledRows, Floats]:
+def rows_with_shifts(shifts: Float64, num_rows: int, seed: int) -> tuple[LabeledRows, Float64]:
     """Rows whose predictions lack the shift of their category, and the true probabilities."""
     rng = np.random.default_rng(seed)
     category = rng.integers(0, len(shifts), num_rows)
@@ -70,13 +71,13 @@ def corrected(offsets: CalibrationOffsets, rows: LabeledRows) -> LabeledRows:
     return LabeledRows(sigmoid(shifted(offsets, rows)), rows.labels, rows.segments)
 
 
-def shifted(offsets: CalibrationOffsets, rows: LabeledRows) -> Floats:
+def shifted(offsets: CalibrationOffsets, rows: LabeledRows) -> Float64:
     """The logits of rows with their offsets."""
     logits = logit(rows.probabilities)[:, None]
     return (logits + offsets(logits, rows.segments, ["click"]))[:, 0]
 
 
-def added(offsets: CalibrationOffsets, *categories: int) -> Floats:
+def added(offsets: CalibrationOffsets, *categories: int) -> Float64:
     """What is added to a logit of -2, by category."""
     segments = {"category": np.array(categories)}
     return offsets(np.full((len(categories), 1), -2.0), segments, ["click"])[:, 0]

@@ -5,30 +5,30 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from etl.array_types import Bools, Float64
 from etl.errors import UserError
 from gemline import main
 from ranking.roi.campaign_days import read_campaign_days
-from ranking.roi.curves import CampaignDays, Floats, ResponseCurves, fit_curves
+from ranking.roi.curves import CampaignDays, ResponseCurves, fit_curves
 from ranking.roi.plan import Limits, marginal_value, plan_budgets, step_limits
 
 SCALES = np.repeat([20.0, 2000.0], 12)
 COUNT = len(SCALES)
 
 
-def true_conversions(spend: Floats, level: Floats, room: Floats) -> Floats:
+def true_conversions(spend: Float64, level: Float64, room: Float64) -> Float64:
     """Expected conversions of a campaign with spends of `SCALES` as the reference."""
     ratio = spend / SCALES
     return np.asarray(np.exp(level) * ratio * (1 + np.exp(room)) / (ratio + np.exp(room)))
 
 
-def market(seed: int, days: int, spread: float = 0.4) -> tuple[CampaignDays, Floats, Floats]:
+def market(seed: int, days: int, spread: float = 0.4) -> tuple[CampaignDays, Float64, Float64]:
     """Days of campaigns of two scales and three verticals, their levels and rooms."""
     rng = np.random.default_rng(seed)
     vertical = rng.integers(0, 3, COUNT)
@@ -48,7 +48,7 @@ def market(seed: int, days: int, spread: float = 0.4) -> tuple[CampaignDays, Flo
     return campaign_days, level, room
 
 
-def errors_of(curves: ResponseCurves, level: Floats, room: Floats) -> Floats:
+def errors_of(curves: ResponseCurves, level: Float64, room: Float64) -> Float64:
     """Absolute errors of the log of conversions at 1.3 times the usual spend."""
     truth = np.log(true_conversions(1.3 * SCALES, level, room))
     return np.abs(curves.log_conversions(1.3 * SCALES)[0] - truth)
@@ -71,7 +71,7 @@ def test_small_campaigns_start_from_what_others_teach() -> None:
 
 
 def test_intervals_cover_and_shrink_with_evidence() -> None:
-    covered: list[npt.NDArray[np.bool_]] = []
+    covered: list[Bools] = []
     widths: dict[int, list[float]] = {3: [], 30: []}
     for seed in range(12):
         for count, of_count in widths.items():
@@ -102,7 +102,7 @@ def test_campaigns_without_any_conversion_are_refused() -> None:
         fit_curves(replace(days, conversions=0 * days.conversions))
 
 
-def some_curves(seed: int) -> tuple[ResponseCurves, Floats, Floats]:
+def some_curves(seed: int) -> tuple[ResponseCurves, Float64, Float64]:
     """Curves, values of a conversion, and current spends."""
     rng = np.random.default_rng(seed)
     curves = fit_curves(market(seed, days=5)[0])

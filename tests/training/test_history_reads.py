@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -11,6 +10,7 @@ from deltalake import DeltaTable, convert_to_deltalake
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from etl.array_types import Int64
 from etl.errors import UserError
 from etl.spec import DataSpec
 from etl.tables import arrow, schemas
@@ -23,7 +23,6 @@ from training.data.histories import HistoryCache, NeededEvents, histories_from_t
 from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
 
-Int64 = npt.NDArray[np.int64]
 NUM_USERS, NUM_DAYS = 5, 6
 
 

@@ -1,7 +1,7 @@
 """Edges of numbers and base rates: of the first day, or of the day after an upgrade."""
 
 from collections.abc import Iterator
-from datetime import date, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import cast
 
@@ -19,6 +19,7 @@ from benchmarks.system.warm_start import (
     trained_gem,
 )
 from etl.spec import load_spec
+from etl.spec.units import DayRange
 from etl.tables import arrow, atomic_io, label_schemas, schemas
 from etl.tables.lake import Lake
 from tests.conftest import FIRST
@@ -53,7 +54,7 @@ def statistics_of(lake: Lake) -> InputStatistics:
     return statistics
 
 
-def change_rows(lake: Lake, days: tuple[date, date]) -> None:
+def change_rows(lake: Lake, days: DayRange) -> None:
     """Double the counters of some days, and flip the labels of their impressions."""
     where = f"day >= '{days[0]}' AND day <= '{days[1]}'"
     selected = [days[0] + timedelta(days=n) for n in range((days[1] - days[0]).days + 1)]

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from etl.spec.units import date_range
+from etl.spec.units import DayRange, date_range
 from etl.tables.lake import Lake
 from tests.conftest import FIRST, LAST
 from tests.world import copy_of
@@ -28,7 +28,7 @@ CONFIG = TrainConfig(
 DAYS = FIRST, LAST - timedelta(days=1)
 
 
-def manifest_of(lake: Lake, config: TrainConfig, days: tuple[date, date] = DAYS) -> Manifest:
+def manifest_of(lake: Lake, config: TrainConfig, days: DayRange = DAYS) -> Manifest:
     return starting_point(lake, latest_reader(lake, config), days, config)[0]
 
 

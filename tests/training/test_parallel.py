@@ -4,10 +4,10 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
+from etl.array_types import Float64
 from etl.tables.lake import Lake
 from features.schema import FeatureSchema
 from tests.training.many import (
@@ -191,7 +191,7 @@ def adagrad_in_groups(gradients: Sequence[float], steps: int, scale: float) -> f
     """
     g = np.array(gradients)
     w, v = np.zeros(len(g)), np.zeros(len(g))
-    sent: npt.NDArray[np.float64] | None = None
+    sent: Float64 | None = None
     for _ in range(steps):
         v += g**2
         w -= g / (np.sqrt(v / scale) + 1e-12)

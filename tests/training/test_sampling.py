@@ -1,14 +1,13 @@
 """Packing of requests into batches: completely, and at even cost."""
 
 import numpy as np
-import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
+from etl.array_types import Int64
 from training.data.batch import MAX_BATCH_EVENTS, Shuffle, balance_by_cost, split_by_cost
 
 SEEDS = st.integers(0, 2**32 - 1)
-Int64 = npt.NDArray[np.int64]
 
 
 def random_requests(seed: int) -> tuple[Int64, Int64]:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from etl.array_types import Bools, Float32, Int64
 from training.data.tensor_fields import TensorFields
 from training.ops.ragged import last_positions
 
@@ -147,7 +148,6 @@ def _update_hash(sha: "hashlib._Hash", value: object) -> None:
                 _update_hash(sha, getattr(value, part.name))
 
 
-Int64 = npt.NDArray[np.int64]
 MAX_BATCH_EVENTS = 2**19  # event tokens of width 64 then take 128 MB
 
 
@@ -161,9 +161,7 @@ class NegativeSampling:
     rates: tuple[float, ...]
     seed: int
 
-    def __call__(
-        self, labels: npt.NDArray[np.float32], label_mask: npt.NDArray[np.bool_], *salt: int
-    ) -> npt.NDArray[np.bool_]:
+    def __call__(self, labels: Float32, label_mask: Bools, *salt: int) -> Bools:
         """The mask (B, O) without negatives that are not sampled; all positives are kept."""
         draws = np.random.default_rng([self.seed, *salt]).random(labels.shape)
         return label_mask & ((labels > 0) | (draws < self.rates))

@@ -8,12 +8,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from etl.array_types import Bools, Int64
 from etl.errors import UserError
 from etl.tables.arrow import Snapshot
 from features.history.codec import BYTE_WIDTHS, UserEvents, decode_rows, delta_decode, plane_columns
 from features.ragged import is_pointer_valid
 
-Int64 = npt.NDArray[np.int64]
 SMALLEST_INT64, LARGEST_INT64 = np.iinfo(np.int64).min, np.iinfo(np.int64).max
 # The columns of an event that a model reads, as one struct: slicing a history is then one copy.
 EVENT_DTYPE = np.dtype(
@@ -125,7 +125,7 @@ class UserHistories:
         return np.concatenate(([0], np.cumsum(self._is_selected)))
 
     @cached_property
-    def _is_selected(self) -> npt.NDArray[np.bool_]:
+    def _is_selected(self) -> Bools:
         """Whether each event is one of `event_types`."""
         return np.isin(self.events.types, self.event_types)
 

@@ -7,16 +7,14 @@ from collections.abc import Sequence
 from datetime import date
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from etl.array_types import Bools, Float32
 from training.data.batch import InputStatistics
 from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
 
-Floats = npt.NDArray[np.float32]
-Bools = npt.NDArray[np.bool_]
 SAMPLE_ROWS = 20_000
 PRIOR_ROWS, PRIOR_RATE = 20.0, 0.1  # keep the base rate of an objective without outcomes off zero
 
@@ -48,7 +46,7 @@ def input_statistics(
     )
 
 
-def _mean_labels(parts: Sequence[tuple[Floats, Bools]]) -> Tensor:
+def _mean_labels(parts: Sequence[tuple[Float32, Bools]]) -> Tensor:
     """The mean (O) of labels (n, O) where their mask (n, O) is true, shrunk to the prior rate."""
     labels, mask = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     totals = (labels * mask).sum(0) + PRIOR_ROWS * PRIOR_RATE

@@ -8,14 +8,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from etl.array_types import Bools, Float32, Int64
 from etl.spec.units import MICROS
 from etl.tables.arrow import Snapshot
 from etl.tables.schemas import RESERVED_ITEM_INDICES
 from features.encoding.vectors import vector_matrix
 from features.schema import FeatureGroup
 
-Int64 = npt.NDArray[np.int64]
-Float32 = npt.NDArray[np.float32]
 NEVER = (1 << 33) - 1  # a second of the year 2242
 
 
@@ -38,7 +37,7 @@ class ItemTable:
     numeric: Float32
     vectors: dict[str, Float32]
 
-    def seen_by(self, day: date) -> npt.NDArray[np.bool_]:
+    def seen_by(self, day: date) -> Bools:
         """Whether each item (I) was first seen by the end of a day."""
         return self.first_seen <= np.datetime64(day)
 
@@ -120,7 +119,7 @@ def _sort_key(items: Int64, seconds: Int64) -> Int64:
     return (items << 33) + np.minimum(seconds, NEVER)
 
 
-def _is_changed(item: Int64, columns: Iterable[npt.NDArray[np.generic]]) -> npt.NDArray[np.bool_]:
+def _is_changed(item: Int64, columns: Iterable[npt.NDArray[np.generic]]) -> Bools:
     """Which versions (V) differ from the previous one of the same item."""
     same = item[1:] == item[:-1]
     for values in columns:

@@ -9,13 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from etl.array_types import Bools, Int64
 from etl.spec.model import DataSpec
 from etl.spec.units import DaySplit
 
 if TYPE_CHECKING:  # needs numpy, which is not installed where runs are only planned
-    import numpy as np
-    import numpy.typing as npt
-
     from training.data.batch import NegativeSampling
 
 
@@ -43,7 +41,7 @@ class LabelWindow:
     includes_swaps: bool = False
     negative_sampling: NegativeSampling | None = None
 
-    def contains(self, mature_ts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    def contains(self, mature_ts: Int64) -> Bools:
         """Whether labels with these maturity times, in epoch seconds, become final in the window.
 
         The end is exclusive: a label that matures at the second at which the data ends is not final

@@ -11,18 +11,14 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
+from etl.array_types import Bools, Float32, Float64, Int64
 from etl.errors import UserError
 from etl.spec.model import DataSpec
 from etl.spec.units import DAY, MICROS
 from training.data.label_window import LabelWindow
 
-Int64 = npt.NDArray[np.int64]
-Float32 = npt.NDArray[np.float32]
-Bools = npt.NDArray[np.bool_]
-Floats = npt.NDArray[np.float64]
 NEVER = np.iinfo(np.int64).max
 MAX_DWELL_SECONDS = DAY  # a tab that was left open for weeks is not of more interest
 
@@ -64,7 +60,7 @@ def label_columns(spec: DataSpec, window: LabelWindow) -> list[str]:
 
 
 def labels_of(
-    spec: DataSpec, impressions: pa.Table, window_draw: Floats, window: LabelWindow, span: str
+    spec: DataSpec, impressions: pa.Table, window_draw: Float64, window: LabelWindow, span: str
 ) -> Labels:
     """The labels of impressions.
 
@@ -134,7 +130,7 @@ class AssignedWindows:
     extra: Bools
 
 
-def assigned_windows(spec: DataSpec, window_draw: Floats) -> AssignedWindows:
+def assigned_windows(spec: DataSpec, window_draw: Float64) -> AssignedWindows:
     """The window by which each row learns each objective (Zipper of Lattice, 2512.09200).
 
     All windows of an objective have the same share of the rows.

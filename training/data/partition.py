@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from etl.array_types import Bools, Float32, Float64, Int64
 from etl.errors import UserError
 from etl.spec.model import DataSpec
 from etl.tables.arrow import Snapshot
@@ -20,9 +21,6 @@ from features.schema import FeatureSchema
 from training.data.label_window import LabelWindow
 from training.data.labels import Labels, label_columns, labels_of
 
-Int64 = npt.NDArray[np.int64]
-Float32 = npt.NDArray[np.float32]
-Bools = npt.NDArray[np.bool_]
 KEY_COLUMNS = ("impression_id", "request_id", "user_id", "item_index", "surface")
 HISTORY_POINTER_COLUMNS = ("as_of_ts", "history_length")
 
@@ -213,7 +211,7 @@ def stack_columns(rows: pa.Table, names: Iterable[str]) -> Float32:
     return np.stack(columns, 1) if columns else np.zeros((rows.num_rows, 0), np.float32)
 
 
-def window_draws(rows: pa.Table) -> npt.NDArray[np.float64]:
+def window_draws(rows: pa.Table) -> Float64:
     """Uniform numbers in [0, 1) of rows (B), from hashes of user, time and item."""
     user = hash_ids(rows["user_id"].combine_chunks()).astype(np.uint64)
     seconds = rows["as_of_ts"].to_numpy().astype(np.uint64)
@@ -222,7 +220,7 @@ def window_draws(rows: pa.Table) -> npt.NDArray[np.float64]:
     return _uniform(~impression)
 
 
-def _uniform(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
+def _uniform(hashes: npt.NDArray[np.uint64]) -> Float64:
     """Numbers in [0, 1) from hashes (n), whose bits are mixed (Stafford, 2011, variant 13)."""
     mixed = hashes * np.uint64(0xBF58476D1CE4E5B9)
     mixed ^= mixed >> np.uint64(31)

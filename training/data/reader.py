@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from datetime import date
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from etl.array_types import Int64
 from etl.errors import UserError
 from etl.spec.units import date_range
 from etl.tables import schemas
@@ -21,7 +21,6 @@ from training.data.items import ItemTable, load_items
 from training.data.label_window import LabelWindow
 from training.data.partition import ExamplePartition, PartitionLoader
 
-Int64 = npt.NDArray[np.int64]
 MAX_HISTORY_BYTES = 1 << 28  # of the histories that a reader keeps, beside those it reads
 INPUT_TABLES = ("examples", "impressions", "history", "items", "item_versions")
 

@@ -7,17 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from etl.array_types import Bools, Float64, Floats, Int64
 from training.evaluation.predictions import (
     RESAMPLES,
     RESAMPLES_PER_BATCH,
     ConfidenceInterval,
     Predictions,
 )
-
-Floats = npt.NDArray[np.float64]
-Int64 = npt.NDArray[np.int64]
 
 
 def paired_auc_difference(
@@ -38,7 +35,7 @@ def paired_auc_difference(
         assert (model.impression_ids == first.impression_ids).all(), "predictions of other rows"
         ranked.append(RankedRows.of(model.probabilities[is_final, column], labels, user))
 
-    def difference(weights: Floats) -> Floats:
+    def difference(weights: Float64) -> Float64:
         aucs = np.stack([model.auc(weights) for model in ranked])
         return np.asarray(aucs[: len(treatment)].mean(0) - aucs[len(treatment) :].mean(0))
 
@@ -48,7 +45,7 @@ def paired_auc_difference(
     return ConfidenceInterval(float(value), float(low), float(high))
 
 
-def _draws(users: int, seed: int) -> Iterator[Floats]:
+def _draws(users: int, seed: int) -> Iterator[Float64]:
     """How often each user is drawn (U, RESAMPLES_PER_BATCH), RESAMPLES draws in all."""
     rng = np.random.default_rng(seed)
     for _ in range(RESAMPLES // RESAMPLES_PER_BATCH):
@@ -65,12 +62,12 @@ class RankedRows:
     """
 
     user: Int64
-    is_positive: npt.NDArray[np.bool_]
+    is_positive: Bools
     below: Int64
     up_to: Int64
 
     @classmethod
-    def of(cls, predicted: Floats, labels: npt.NDArray[np.floating], user: Int64) -> "RankedRows":
+    def of(cls, predicted: Float64, labels: Floats, user: Int64) -> "RankedRows":
         """Rank predictions (n) of rows with labels (n) and users (n)."""
         order = np.argsort(predicted, kind="stable")
         ordered, is_positive = predicted[order], labels[order] > 0
@@ -82,7 +79,7 @@ class RankedRows:
             up_to=np.searchsorted(ordered, positives, "right"),
         )
 
-    def auc(self, weights: Floats) -> Floats:
+    def auc(self, weights: Float64) -> Float64:
         """AUC (D) of rows with the weight of their user (U, D): Mann-Whitney, ties count half.
 
         NaN where only one class has weight.

@@ -14,17 +14,15 @@ from statistics import median
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from etl.array_types import Float64, Int64
 from etl.spec.units import MICROS
 from etl.tables import arrow, label_schemas, model_schemas
 from etl.tables.arrow import Snapshot
 from etl.tables.lake import Lake
 from training.data.label_window import LabelWindow
-
-Floats = npt.NDArray[np.float64]
 
 BASELINE_DAYS = 14  # earlier days to compare with
 MIN_BASELINE_DAYS = 4
@@ -124,7 +122,7 @@ def with_final_labels(rows: pa.Table, objective: str, window: LabelWindow) -> pa
     return rows.filter(pa.array(window.contains(mature_ts)))
 
 
-def _sums_by_surface(surface: npt.NDArray[np.int64], label: Floats, logit: Floats) -> list[Floats]:
+def _sums_by_surface(surface: Int64, label: Float64, logit: Float64) -> list[Float64]:
     """Rows, positives, predicted positives and logloss by surface code."""
     predicted = 1 / (1 + np.exp(-logit))
     logloss = label * np.logaddexp(0, -logit) + (1 - label) * np.logaddexp(0, logit)

@@ -19,13 +19,13 @@ from torch import Tensor
 from torchrec.metrics.calibration import compute_calibration
 from torchrec.metrics.ne import compute_cross_entropy, compute_ne
 
+from etl.array_types import Bools, Floats, Int64
 from features.schema import FeatureSchema
 from training.data.batch import Batch
 from training.evaluation.predictions import Predictions
 from training.model.gem import GemOutput
 from training.trainer.step import Loss
 
-Floats = npt.NDArray[np.floating]
 ETA = 1e-12
 READ_EVERY = 64  # steps between readings of outputs from the device
 
@@ -47,8 +47,8 @@ class SliceMetrics:
 def slice_metrics(
     predicted: Floats,
     labels: Floats,
-    label_mask: npt.NDArray[np.bool_],
-    surface: npt.NDArray[np.int64],
+    label_mask: Bools,
+    surface: Int64,
     surfaces: Sequence[str],
     objectives: Sequence[str],
 ) -> list[SliceMetrics]:
@@ -85,7 +85,7 @@ def ne_by_objective(predictions: Predictions) -> dict[str, float]:
     return {part.objective: part.ne for part in score_predictions(predictions)}
 
 
-def mean_group_auc(group: npt.NDArray[np.int64], labels: Floats, predicted: Floats) -> float:
+def mean_group_auc(group: Int64, labels: Floats, predicted: Floats) -> float:
     """The mean AUC over the groups with both classes; NaN if there are none."""
     _, group = np.unique(group, return_inverse=True)
     _, position = np.unique(np.stack((group, predicted), 1), axis=0, return_inverse=True)

@@ -15,6 +15,7 @@ import torch
 from scipy.stats import bootstrap
 from torch import Tensor
 
+from etl.array_types import Bools, Float32, Float64, Int64
 from etl.errors import UserError
 from etl.spec.units import DaySplit
 from etl.tables import atomic_io
@@ -34,11 +35,11 @@ class Predictions:
 
     objectives: tuple[str, ...]
     impression_ids: npt.NDArray[np.object_]
-    user_hashes: npt.NDArray[np.int64]
-    surface: npt.NDArray[np.int64]
-    probabilities: npt.NDArray[np.float64]
-    labels: npt.NDArray[np.float32]
-    label_mask: npt.NDArray[np.bool_]
+    user_hashes: Int64
+    surface: Int64
+    probabilities: Float64
+    labels: Float32
+    label_mask: Bools
 
     def write(self, path: StoragePath, split: DaySplit) -> None:
         """Write one Parquet file, atomically, with the split of days in its metadata."""
@@ -84,7 +85,7 @@ class Predictions:
             columns("known").astype(bool),
         )
 
-    def filter(self, mask: npt.NDArray[np.bool_]) -> "Predictions":
+    def filter(self, mask: Bools) -> "Predictions":
         """The rows of a mask (B)."""
         return self._take(np.flatnonzero(mask))
 
@@ -92,7 +93,7 @@ class Predictions:
         """The same rows, sorted by impression."""
         return self._take(np.argsort(self.impression_ids, kind="stable"))
 
-    def _take(self, indices: npt.NDArray[np.int64]) -> "Predictions":
+    def _take(self, indices: Int64) -> "Predictions":
         return replace(
             self,
             impression_ids=self.impression_ids[indices],
@@ -151,7 +152,6 @@ def evaluation_path(lake: str, model: str) -> StoragePath:
     return resolve_uri(lake, "evaluations", f"{model}.parquet")
 
 
-Floats = npt.NDArray[np.float64]
 ETA = 1e-12
 RESAMPLES = 1000
 RESAMPLES_PER_BATCH = 100  # limits memory
@@ -201,7 +201,7 @@ def calibration_interval(
 
 
 def _percentile_interval(
-    sums: Sequence[Floats], statistic: Callable[..., Floats], seed: int
+    sums: Sequence[Float64], statistic: Callable[..., Float64], seed: int
 ) -> ConfidenceInterval:
     """The statistic of sums by user (U), and its percentile bootstrap interval."""
     with np.errstate(invalid="ignore"):  # of the unused standard error, where a ratio is infinite
@@ -219,7 +219,7 @@ def _percentile_interval(
     return ConfidenceInterval(float(statistic(*sums)), float(low), float(high))
 
 
-def ratio_of_sums(numerator: Floats, denominator: Floats, axis: int = -1) -> Floats:
+def ratio_of_sums(numerator: Float64, denominator: Float64, axis: int = -1) -> Float64:
     """Ratio of two sums; infinite if the denominator is zero."""
     total, divisor = np.asarray(numerator.sum(axis)), np.asarray(denominator.sum(axis))
     ratio = np.divide(total, divisor, out=np.full_like(total, np.inf), where=divisor > 0)
@@ -227,8 +227,8 @@ def ratio_of_sums(numerator: Floats, denominator: Floats, axis: int = -1) -> Flo
 
 
 def ne_difference(
-    treatment: Floats, control: Floats, rows: Floats, positives: Floats, axis: int = -1
-) -> Floats:
+    treatment: Float64, control: Float64, rows: Float64, positives: Float64, axis: int = -1
+) -> Float64:
     """Difference of NE, from sums of logloss, rows and positives per user."""
     difference, count = treatment.sum(axis) - control.sum(axis), rows.sum(axis)
     rate = np.clip(positives.sum(axis) / count, ETA, 1 - ETA)
@@ -236,7 +236,7 @@ def ne_difference(
     return np.asarray(difference / (count * entropy))
 
 
-def sums_by_user(predictions: Sequence[Predictions], objective: str) -> Floats:
+def sums_by_user(predictions: Sequence[Predictions], objective: str) -> Float64:
     """Sums by user (U, models + 2): the logloss of each model, then rows and positives."""
     first = predictions[0]
     column = first.objectives.index(objective)

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from scipy.optimize import minimize_scalar
 from scipy.special import logit
 
+from etl.array_types import Float64
 from etl.spec.model import DataSpec
 from etl.spec.units import date_range
 from etl.tables import arrow, atomic_io, label_schemas
@@ -26,15 +27,13 @@ from training.data.label_window import LabelWindow
 from training.evaluation.drift import with_final_labels
 from training.evaluation.predictions import ETA
 
-Floats = npt.NDArray[np.float64]
 
-
-def logits_of(probabilities: Floats) -> Floats:
+def logits_of(probabilities: Float64) -> Float64:
     """Finite logits of probabilities, of any shape."""
     return np.asarray(logit(np.clip(probabilities, ETA, 1 - ETA)))
 
 
-def fit_blend_weight(gem: Floats, trees: Floats, labels: Floats) -> float:
+def fit_blend_weight(gem: Float64, trees: Float64, labels: Float64) -> float:
     """The weight in [0, 1] of the trees' logits (n) with the least logloss on labels (n).
 
     The predictions must be prequential: made by models that had not learned from the labels.
@@ -51,7 +50,7 @@ def fit_blend_weight(gem: Floats, trees: Floats, labels: Floats) -> float:
     return min((0.0, best, 1.0), key=logloss)  # the bounded search never tries its ends
 
 
-def blend(gem: Floats, trees: Floats, weight: float | Floats) -> Floats:
+def blend(gem: Float64, trees: Float64, weight: float | Float64) -> Float64:
     """Logits of the teacher, of the shape of both inputs: (1 - weight) gem + weight trees."""
     return (1 - weight) * gem + weight * trees
 
@@ -64,8 +63,8 @@ class DayLogits:
     """
 
     impression_ids: npt.NDArray[np.object_]
-    gem: Floats
-    trees: Floats
+    gem: Float64
+    trees: Float64
 
     def write(self, lake: str, day: date, spec: DataSpec) -> None:
         """Write the file of a day, atomically."""

@@ -9,14 +9,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from etl.array_types import Bytes, Int64
 from etl.errors import UserError
 from etl.tables import arrow, model_schemas
 from etl.tables.lake import Lake
-from features.encoding.scalar import Bytes
 from features.ragged import count_visible
 from features.schema import TEACHER_EMBEDDING_WIDTH
-
-Int64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from etl.spec.units import date_range
+from etl.array_types import Float64
+from etl.spec.units import DayRange, date_range
 from etl.tables.lake import Lake
 from training.baseline import feature_names_of, load_tabular
 from training.config import SINGLE_PROCESS, ParallelismConfig, TrainConfig
@@ -35,12 +36,10 @@ from training.trainer.state import Manifest, TrainState
 from training.trainer.throughput import Timeline
 from training.trainer.trainer import load_train_state, train_days
 
-Floats = npt.NDArray[np.float64]
-
 
 def train_teacher(
     lake: Lake,
-    days: tuple[date, date],
+    days: DayRange,
     config: TrainConfig,
     timeline: Timeline,
     parallelism: ParallelismConfig = SINGLE_PROCESS,
@@ -80,10 +79,10 @@ class TeacherScores:
     `gem` (B, O) is the mean of all GEMs, `trees` (B, O) NaN where the teacher has no trees.
     """
 
-    logits: Floats
+    logits: Float64
     output: GemOutput
-    gem: Floats
-    trees: Floats
+    gem: Float64
+    trees: Float64
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ class Teacher:
     reader: ExampleReader
     trees: Trees | None
     trees_reader: ExampleReader | None
-    weights: Floats
+    weights: Float64
 
     @property
     def manifest(self) -> Manifest:
@@ -118,7 +117,7 @@ class Teacher:
         """Score a batch; `tree_scores` are those of its bucket."""
         outputs = [state.model(batch) for state in self.members]
         stacked: Tensor = torch.stack([output.logits for output in outputs]).double()
-        gem: Floats = stacked.mean(0).numpy()
+        gem: Float64 = stacked.mean(0).numpy()
         trees = tree_scores.of(batch.impression_ids) if tree_scores else np.full_like(gem, np.nan)
         logits = np.where(self.weights > 0, blend(gem, np.nan_to_num(trees), self.weights), gem)
         return TeacherScores(logits, outputs[0], gem, trees)
@@ -129,9 +128,9 @@ class TreeScores:
     """Logits (n, O) of the trees by impression."""
 
     impression_ids: pa.Array
-    logits: Floats
+    logits: Float64
 
-    def of(self, impression_ids: npt.NDArray[np.object_]) -> Floats:
+    def of(self, impression_ids: npt.NDArray[np.object_]) -> Float64:
         """The logits (B, O) of some impressions."""
         position = pc.index_in(pa.array(impression_ids, pa.string()), self.impression_ids)
         return np.asarray(self.logits[position.to_numpy(zero_copy_only=False)])

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from datetime import date, timedelta
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from etl.array_types import Bytes, Float64
 from etl.spec.model import DataSpec
-from etl.spec.units import date_range
+from etl.spec.units import DayRange, date_range
 from etl.tables import arrow, model_schemas
 from etl.tables.lake import Lake, arrow_schema
 from etl.tables.table_schema import TableSchema
@@ -55,7 +55,7 @@ class ScoredDay:
 
 
 def write_teacher_outputs(
-    lake: Lake, days: tuple[date, date], teacher_lag_days: int = 0, batch_rows: int = 2048
+    lake: Lake, days: DayRange, teacher_lag_days: int = 0, batch_rows: int = 2048
 ) -> int:
     """Score each day with the latest earlier GEM, and replace the day in both tables.
 
@@ -179,9 +179,7 @@ def _provenance_columns(
     }
 
 
-def _logit_columns(
-    spec: DataSpec, logits: npt.NDArray[np.float64], trained: set[str]
-) -> dict[str, pa.Array]:
+def _logit_columns(spec: DataSpec, logits: Float64, trained: set[str]) -> dict[str, pa.Array]:
     """The teacher's logits by objective, null for objectives that it was not trained on."""
     columns = {}
     for name, column in zip(spec.objectives, logits.astype(np.float32).T, strict=True):
@@ -227,7 +225,7 @@ def _load_or_fit_compressor(lake: Lake, version: str, hidden: Tensor) -> Embeddi
     return compressor
 
 
-def _binary_array(rows: npt.NDArray[np.uint8]) -> pa.Array:
+def _binary_array(rows: Bytes) -> pa.Array:
     """Rows of bytes (n, w) as one binary value each (n)."""
     data = pa.py_buffer(np.ascontiguousarray(rows))
     fixed = pa.FixedSizeBinaryArray.from_buffers(pa.binary(rows.shape[1]), len(rows), [None, data])

@@ -13,12 +13,12 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
+from etl.array_types import Float32, Int64
 from etl.tables import arrow, model_schemas
 from etl.tables.lake import Lake
 from training.evaluation.predictions import Predictions
 from training.teacher.embeddings import assert_teacher_is_earlier
 
-Floats = npt.NDArray[np.float32]
 MIN_PROBABILITY = 1e-7
 
 
@@ -46,9 +46,9 @@ class TeacherPredictions:
     """
 
     impression_ids: npt.NDArray[np.str_]
-    logits: Floats
+    logits: Float32
     versions: list[str]
-    version_index: npt.NDArray[np.int64]
+    version_index: Int64
 
     @classmethod
     def of_gem(

@@ -11,12 +11,13 @@ from datetime import date, timedelta
 
 import lightgbm
 import numpy as np
-import numpy.typing as npt
 from pydantic import ValidationError
 
+from etl.array_types import Float64
 from etl.errors import UserError
 from etl.signature import SignatureError, sign, verify_signature
 from etl.spec.base import StrictModel
+from etl.spec.units import DayRange
 from etl.tables import atomic_io
 from etl.tables.atomic_io import download
 from etl.tables.lake import Lake
@@ -43,7 +44,7 @@ class TreesManifest(StrictModel):
     spec_hash: str
     feature_names: tuple[str, ...]
     surfaces: tuple[str, ...]
-    days: tuple[date, date]
+    days: DayRange
     table_versions: dict[str, int]
     file_hashes: dict[str, str] = {}
 
@@ -54,9 +55,7 @@ class Trees:
 
     boosters: Mapping[str, lightgbm.Booster]
 
-    def logits(
-        self, dataset: TabularDataset, objectives: tuple[str, ...]
-    ) -> npt.NDArray[np.float64]:
+    def logits(self, dataset: TabularDataset, objectives: tuple[str, ...]) -> Float64:
         """Logits (B, O); NaN for objectives without trees."""
         columns = np.full((len(dataset.surface), len(objectives)), np.nan)
         for column, name in enumerate(objectives):

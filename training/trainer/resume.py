@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from etl.errors import UserError
-from etl.spec.units import date_range
+from etl.spec.units import DayRange, date_range
 from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath
 from training.config import TrainConfig
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 def starting_point(
     lake: Lake,
     reader: ExampleReader,
-    days: tuple[date, date],
+    days: DayRange,
     config: TrainConfig,
     member: int = 0,
 ) -> tuple[Manifest, StoragePath | None]:
@@ -83,7 +83,7 @@ def starting_point(
 def new_manifest(
     lake: Lake,
     reader: ExampleReader,
-    days: tuple[date, date],
+    days: DayRange,
     config: TrainConfig,
     member: int = 0,
 ) -> Manifest:

@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from etl.errors import UserError
-from etl.spec.units import DaySplit, date_range
+from etl.spec.units import DayRange, DaySplit, date_range
 from etl.tables import atomic_io
 from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath
@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 def train_days(
     lake: Lake,
-    days: tuple[date, date],
+    days: DayRange,
     config: TrainConfig,
     timeline: Timeline | None = None,
     parallelism: ParallelismConfig = SINGLE_PROCESS,

@@ -11,9 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from etl.array_types import Floats, Int64
 from etl.errors import UserError
 from etl.simulator.ads import ATTRIBUTION_WINDOW_MS, CANDIDATES, GroundTruth
-from etl.simulator.arrays import Events, Floats, Ints, sample_without_replacement
+from etl.simulator.arrays import Events, sample_without_replacement
 from etl.simulator.config import DAY_MS, HOUR_MS, SimulatorConfig
 from etl.simulator.simulate import simulate, simulate_day
 from etl.simulator.world import NEED_LEAD_PERIODS, NEED_TAIL_PERIODS, SATIATION_PENALTY, World
@@ -294,7 +295,7 @@ def test_a_folder_of_another_run_is_refused_and_the_same_run_is_kept(
 
 def test_an_interrupted_run_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted_day(
-        world: World, day: int, remaining_events: Ints
+        world: World, day: int, remaining_events: Int64
     ) -> tuple[Events, GroundTruth]:
         if day == 1:
             raise KeyboardInterrupt

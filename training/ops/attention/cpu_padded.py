@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from etl.array_types import Int64
 from training.ops.attention.cpu_tiled import ACTIVATION_BACKWARD, aten
 from training.ops.attention.reference import ELEMENTWISE_ACTIVATIONS, AttentionKind
 
-Int64 = npt.NDArray[np.int64]
 MAX_GROWTH = 2.5  # of the number of keys within a group
 SMALL_KEYS = 32  # sequences with at most so many keys are one group
 TILE_OVERHEAD = 6000  # pairs that are computed in the time that the calls for one tile take
