@@ -8,13 +8,12 @@ import tyro
 from pydantic import Field
 
 from benchmarks.harness import BenchmarkResult, format_mean_std
-from etl.array_types import Float32, Float64
 from etl.spec.base import StrictModel
 
 if TYPE_CHECKING:
     from benchmarks.public.sequence_data import InteractionLog
+    from etl.array_types import Float32, Float64
 
-    Floats = Float64
 
 COLUMNS = ("model", "test AUC", "test AUC within users", "test logloss", "seeds")
 PENALTIES = (1e-3, 1e-2)  # larger ones underfit
@@ -85,7 +84,7 @@ def measure(folder: Path, seeds: int) -> BenchmarkResult:
     return result
 
 
-def test_metrics(log: "InteractionLog", predicted: "Floats") -> dict[str, float]:
+def test_metrics(log: "InteractionLog", predicted: "Float64") -> dict[str, float]:
     """Metrics of probabilities of the test rows."""
     import numpy as np
 
@@ -100,7 +99,7 @@ def test_metrics(log: "InteractionLog", predicted: "Floats") -> dict[str, float]
     return {"auc": metrics.auc, "uauc": within_users, "logloss": metrics.logloss}
 
 
-def lightgbm_probabilities(log: "InteractionLog", features: "Float32") -> "Floats":
+def lightgbm_probabilities(log: "InteractionLog", features: "Float32") -> "Float64":
     """LightGBM's probabilities of the test rows, stopped early on the validation rows."""
     import lightgbm
     import numpy as np

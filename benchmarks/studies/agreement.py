@@ -17,7 +17,6 @@ from pydantic import Field
 from benchmarks.harness import RESULTS, BenchmarkResult
 from benchmarks.studies.committed import StudyFolder, share_of, show_committed
 from benchmarks.studies.model_changes import CHANGES
-from etl.array_types import Float64
 from etl.errors import UserError
 from etl.spec.base import StrictModel
 from etl.spec.units import DaySplit
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from benchmarks.studies.trials import TrialRunner
+    from etl.array_types import Float64
 
-    Floats = Float64
 
 OBJECTIVE = "click"
 DEFAULT = "default"
@@ -116,7 +115,7 @@ def config_of(name: str, scale: Scale, seed: int) -> TrainConfig:
 
 def user_logloss(
     trials: "TrialRunner", scale: Scale, seeds: int, names: tuple[str, ...]
-) -> "Floats":
+) -> "Float64":
     """Sums of logloss by user (U, M, S)."""
     import numpy as np
 
@@ -132,7 +131,7 @@ def user_logloss(
 
 
 def agreement_result(
-    losses: "Mapping[Scale, Floats]", scales: tuple[Scale, ...], seeds: int
+    losses: "Mapping[Scale, Float64]", scales: tuple[Scale, ...], seeds: int
 ) -> BenchmarkResult:
     """Kendall's tau of each scale with REFERENCE."""
     changes = losses[REFERENCE].shape[1] - 1
@@ -149,7 +148,7 @@ def agreement_result(
 
 
 def kendall_tau_interval(
-    small_losses: "Floats", large_losses: "Floats", seed: int = 0
+    small_losses: "Float64", large_losses: "Float64", seed: int = 0
 ) -> tuple[float, float, float]:
     """Kendall's tau between two scales' losses (U, M, S), and its 95 % bounds.
 
@@ -172,7 +171,7 @@ def kendall_tau_interval(
     return tau, float(low), float(high)
 
 
-def mean_of_drawn_seeds(losses: "Floats", rng: "np.random.Generator") -> "Floats":
+def mean_of_drawn_seeds(losses: "Float64", rng: "np.random.Generator") -> "Float64":
     """Losses (M, S) to their mean (M) over S seeds that are drawn with replacement."""
     import numpy as np
 
@@ -180,7 +179,7 @@ def mean_of_drawn_seeds(losses: "Floats", rng: "np.random.Generator") -> "Floats
     return np.asarray(np.take_along_axis(losses, drawn, 1).mean(1))
 
 
-def kendall_tau(small_losses: "Floats", large_losses: "Floats") -> float:
+def kendall_tau(small_losses: "Float64", large_losses: "Float64") -> float:
     """Kendall's tau between the scales' loss differences from the default, of losses (M)."""
     from scipy.stats import kendalltau
 

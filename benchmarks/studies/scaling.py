@@ -18,7 +18,6 @@ from pydantic import Field
 
 from benchmarks.harness import RESULTS, BenchmarkResult, commit
 from benchmarks.studies.committed import StudyFolder, share_of, show_committed
-from etl.array_types import Float64
 from etl.spec.base import StrictModel
 from etl.spec.units import DaySplit
 from ranking.report.study import StudyResult
@@ -27,6 +26,7 @@ from training.config import TrainConfig
 if TYPE_CHECKING:
     from benchmarks.studies.seeded_estimates import Estimate
     from benchmarks.studies.trials import Trial, TrialRunner
+    from etl.array_types import Float64
     from training.evaluation.predictions import Predictions
 
 OBJECTIVE = "click"

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from etl.array_types import Bools, Int64
 from etl.spec.model import DataSpec
 from etl.spec.units import DaySplit
 
 if TYPE_CHECKING:  # needs numpy, which is not installed where runs are only planned
+    from etl.array_types import Bools, Int64
     from training.data.batch import NegativeSampling
 
 
