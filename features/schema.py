@@ -73,7 +73,7 @@ class FeatureGroup:
     """Columns of one entity.
 
     `categorical` maps a column to the rows of its embedding table, `vectors` to the width of what
-    models read. `bags` are those of `vectors` that are stored as the inputs that they count.
+    models read. `bags` are those of `vectors` that are stored as the buckets of their values.
     """
 
     categorical: dict[str, int]

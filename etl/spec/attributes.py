@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from etl.spec.base import UNIQUE, Name, StrictModel, not_reserved
 
-MAX_SIZE = 4096  # inputs of a model that an attribute may have
+MAX_SIZE = 4096  # buckets of a bag: each is a number in memory
 MAX_NGRAM = 8
 Vocabulary = Annotated[tuple[str, ...], Field(min_length=1, max_length=MAX_SIZE - 1), UNIQUE]
 
@@ -54,16 +54,17 @@ class VectorAttribute(StrictModel):
 class MultiCategoricalAttribute(StrictModel):
     """Any number of values of many, such as the tags of an item.
 
-    Models read the counts of the values by row, scaled to length 1, so that a linear layer returns
-    a pooled embedding. The order of the values does not count, and a repeated value counts once.
+    Models read the counts of the values by bucket, scaled to length 1, so that a linear layer
+    returns a pooled embedding. The order of the values does not count, and a repeated value counts
+    once.
     """
 
     type: Literal["multi_categorical"]
     """`multi_categorical`: a set of values, compared as text."""
     size: int = Field(default=64, ge=2, le=MAX_SIZE)
-    """Inputs of a model into which values are hashed; unused with a `vocabulary`."""
+    """Buckets into which values are hashed; unused with a `vocabulary`."""
     vocabulary: Vocabulary | None = None
-    """All known values, each with an input of its own; without it values are hashed."""
+    """All known values, each with a bucket of its own; without it values are hashed."""
     separator: str | None = Field(default=None, min_length=1)
     """What stands between the values of a text, such as `|`; by default the column has lists."""
     column: str | None = None
@@ -71,21 +72,21 @@ class MultiCategoricalAttribute(StrictModel):
 
     @property
     def width(self) -> int:
-        """The inputs of a model: unknown and the vocabulary, or the hashes."""
+        """The number of buckets: unknown and the vocabulary, or the hashes."""
         return self.size if self.vocabulary is None else len(self.vocabulary) + 1
 
 
 class TextAttribute(StrictModel):
     """A short text, such as a title or a query, as hashed n-grams.
 
-    Models read the counts of the n-grams by hash, scaled to length 1. Texts are in lower case, and
-    words are what stands between spaces and punctuation.
+    Models read the counts of the n-grams by bucket, scaled to length 1. Texts are in lower case,
+    and words are what stands between spaces and punctuation.
     """
 
     type: Literal["text"]
     """`text`: a text, read as hashed n-grams."""
     size: int = Field(default=256, ge=2, le=MAX_SIZE)
-    """Inputs of a model into which n-grams are hashed."""
+    """Buckets into which n-grams are hashed."""
     analyzer: Literal["word", "char"] = "word"
     """`word`: n-grams of words; `char`: n-grams of characters, across words."""
     ngram_range: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(le=MAX_NGRAM)]] = (1, 1)
@@ -101,7 +102,7 @@ class TextAttribute(StrictModel):
 
     @property
     def width(self) -> int:
-        """The inputs of a model."""
+        """The number of buckets."""
         return self.size
 
 

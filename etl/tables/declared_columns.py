@@ -22,7 +22,7 @@ def logged_sql_type(attribute: Attribute) -> str:
 
 
 def encoded_sql_type(attribute: Attribute) -> str:
-    """Spark SQL type of an attribute as models read it; a bag has the inputs that it counts."""
+    """Spark SQL type of an attribute as models read it; a bag has the buckets of its values."""
     if isinstance(attribute, BagAttribute):
         return "array<int>"
     if isinstance(attribute, VectorAttribute):

@@ -65,7 +65,7 @@ def encode_local_time(attribute: LocalTimeAttribute, second: int, time_zone: str
 
 
 def encode_bag(attribute: BagAttribute, raw: str | Iterable[str] | None) -> list[int]:
-    """The model inputs, from 0, that count the values or n-grams of an attribute."""
+    """The buckets, from 0, of the values or n-grams of an attribute: hashes or known values."""
     if raw is None:
         return []
     if isinstance(attribute, TextAttribute):
@@ -74,8 +74,8 @@ def encode_bag(attribute: BagAttribute, raw: str | Iterable[str] | None) -> list
     values = sorted(set(raw) - {""})
     if attribute.vocabulary is None:
         return [spark_xxhash64(value) % attribute.size for value in values]
-    inputs = {value: 1 + position for position, value in enumerate(attribute.vocabulary)}
-    return [inputs.get(value, 0) for value in values]
+    buckets = {value: 1 + position for position, value in enumerate(attribute.vocabulary)}
+    return [buckets.get(value, 0) for value in values]
 
 
 def ngrams(attribute: TextAttribute, text: str) -> list[str]:

@@ -23,7 +23,7 @@ from features.encoding.scalar import MAX_ABS_VALUE, MISSING_CATEGORY, WORD_SEPAR
 def encode_attribute(attribute: LoggedAttribute, raw: Column) -> Column:
     """A raw value as a model input: an embedding row (0 is missing), a number, or a vector.
 
-    Of a bag of values or n-grams, the inputs that count them, from 0 and in ascending order.
+    Of a bag of values or n-grams, their buckets, from 0 and in ascending order.
     """
     if isinstance(attribute, BagAttribute):
         return _encode_bag(attribute, raw)
@@ -50,11 +50,11 @@ def _encode_bag(attribute: BagAttribute, raw: Column) -> Column:
     values = _ngrams(attribute, raw) if isinstance(attribute, TextAttribute) else raw
     if isinstance(attribute, TextAttribute) or attribute.vocabulary is None:
         size = F.lit(attribute.size)
-        inputs = F.transform(values, lambda value: F.pmod(F.xxhash64(value), size))
+        buckets = F.transform(values, lambda value: F.pmod(F.xxhash64(value), size))
     else:
         known = F.array(*[F.lit(word) for word in attribute.vocabulary])
-        inputs = F.transform(values, lambda value: F.array_position(known, value))
-    return F.when(raw.isNotNull(), F.array_sort(inputs).cast("array<int>"))
+        buckets = F.transform(values, lambda value: F.array_position(known, value))
+    return F.when(raw.isNotNull(), F.array_sort(buckets).cast("array<int>"))
 
 
 def _ngrams(attribute: TextAttribute, text: Column) -> Column:

@@ -27,12 +27,12 @@ class VectorColumn:
 def vector_matrix(lists: pa.ListArray, width: int) -> Float32:
     """A stored attribute as a matrix (n, W); null lists become zeros.
 
-    Lists of integers are the inputs that a bag counts. Other lists have `width` numbers, of which
-    those that are not finite become zeros.
+    Lists of integers are the buckets of the values of a bag. Other lists have `width` numbers, of
+    which those that are not finite become zeros.
     """
     if pa.types.is_integer(lists.type.value_type):
-        rows, inputs = lists.value_parent_indices(), lists.flatten()
-        return bag_matrix(rows.to_numpy(), inputs.to_numpy(), (len(lists), width))
+        rows, buckets = lists.value_parent_indices(), lists.flatten()
+        return bag_matrix(rows.to_numpy(), buckets.to_numpy(), (len(lists), width))
     matrix = np.zeros((len(lists), width), np.float32)
     matrix[lists.is_valid().to_numpy(zero_copy_only=False)] = (
         lists.drop_null().flatten().to_numpy(zero_copy_only=False).reshape(-1, width)
@@ -40,16 +40,16 @@ def vector_matrix(lists: pa.ListArray, width: int) -> Float32:
     return np.nan_to_num(matrix, nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def bag_vector(inputs: Sequence[int], width: int) -> Float32:
-    """The counts of a bag's inputs, scaled to length 1 (W); zeros if it is empty."""
-    rows = np.zeros(len(inputs), np.int64)
-    return bag_matrix(rows, np.array(inputs, np.int64), (1, width)).reshape(width)
+def bag_vector(buckets: Sequence[int], width: int) -> Float32:
+    """The counts of a bag's values by bucket, scaled to length 1 (W); zeros if it is empty."""
+    rows = np.zeros(len(buckets), np.int64)
+    return bag_matrix(rows, np.array(buckets, np.int64), (1, width)).reshape(width)
 
 
-def bag_matrix(rows: Int64, inputs: Int64, shape: tuple[int, int]) -> Float32:
-    """Rows (n, W) of counts, scaled to length 1, from the row and the input of each value (V)."""
+def bag_matrix(rows: Int64, buckets: Int64, shape: tuple[int, int]) -> Float32:
+    """Rows (n, W) of counts, scaled to length 1, from the row and the bucket of each value (V)."""
     matrix = np.zeros(shape, np.float32)
-    np.add.at(matrix, (rows, inputs), 1)
+    np.add.at(matrix, (rows, buckets), 1)
     lengths = np.sqrt(np.einsum("nw,nw->n", matrix, matrix))
     matrix /= np.maximum(lengths, 1)[:, None]
     return matrix

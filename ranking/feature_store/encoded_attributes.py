@@ -123,7 +123,7 @@ def _validated_vector(label: str, value: object, width: int) -> Float32:
     """A vector (W): zeros if missing, and in place of non-finite values."""
     if value is None:
         return np.zeros(width, np.float32)
-    is_number = (isinstance(n, int | float) for n in (value if _is_list(value) else [None]))
-    if not all(is_number) or not _is_list(value) or len(value) != width:
+    has_width = _is_list(value) and len(value) == width
+    if not has_width or not all(isinstance(n, int | float) for n in value):
         raise UserError(f"{label} is {value!r}; it is a list of {width} numbers")
     return np.nan_to_num(np.array(value, np.float32), nan=0.0, posinf=0.0, neginf=0.0)
