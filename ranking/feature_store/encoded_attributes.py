@@ -119,11 +119,14 @@ def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
+
+
 def _validated_vector(label: str, value: object, width: int) -> Float32:
     """A vector (W): zeros if missing, and in place of non-finite values."""
     if value is None:
         return np.zeros(width, np.float32)
-    has_width = _is_list(value) and len(value) == width
-    if not has_width or not all(isinstance(n, int | float) for n in value):
+    if not (_is_list(value) and len(value) == width and all(map(_is_number, value))):
         raise UserError(f"{label} is {value!r}; it is a list of {width} numbers")
     return np.nan_to_num(np.array(value, np.float32), nan=0.0, posinf=0.0, neginf=0.0)
