@@ -24,8 +24,12 @@ def random_keys(rng: np.random.Generator, size: int) -> dict[str, pa.Array]:
         "key_surface": rng.integers(1, 3, size),
         "key_brand": rng.integers(0, 4, size),
         "key_plan": rng.integers(1, 3, size),
+        "key_device": rng.integers(1, 4, size),
+        "key_hour": rng.integers(1, 4, size),
     }
-    is_null = {n: rng.random(size) < 0.1 * (n in ("key_brand", "key_plan")) for n in keys}
+    is_null = {
+        n: rng.random(size) < 0.1 * (n in ("key_brand", "key_plan", "key_device")) for n in keys
+    }
     return {name: pa.array(values, mask=is_null[name]) for name, values in keys.items()}
 
 
@@ -62,4 +66,6 @@ def test_counters_do_not_depend_on_which_keys_have_many_events(
         counted = count_events(spec, *frames, hot).toArrow().sort_by("impression_id")
         for name in expected.column_names:
             assert counted[name].to_pylist() == expected[name].to_pylist(), (min_events, name)
-    assert leads == {1: 30 + 2 + 2, EVENTS // 2: 2, EVENTS + 1: 0}, "of items, surfaces, plans"
+    assert leads == {1: 30 + 2 + 2 + 3, EVENTS // 2: 2, EVENTS + 1: 0}, (
+        "of items, surfaces, plans, hours"
+    )
