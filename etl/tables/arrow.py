@@ -96,7 +96,8 @@ class Snapshot:
                 f"version {self.version} of table {self.schema.name} has been vacuumed "
                 f"({path} is gone): rebuild it, or read a newer version"
             ) from None
-        missing = [name for name in columns if name not in file.schema_arrow.names]
+        stored = set(file.schema_arrow.names)
+        missing = [name for name in columns if name not in stored]
         if missing:
             raise UserError(
                 f"table {self.schema.name} lacks {', '.join(missing)}, because an earlier version "
