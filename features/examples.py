@@ -174,15 +174,14 @@ def _key_columns(spec: DataSpec, ts_column: str, occurred: Column) -> list[Colum
     }
     for name in item_counter_key_columns(spec):
         keys[name] = F.when(_is_item_known(ts_column), F.col(name))
-    for name, attribute in spec.user_counter_keys.items():
-        row = encode_attribute(attribute, F.col(f"user.attr_{name}"))
-        keys[f"key_{name}"] = F.when(row != MISSING_CATEGORY, row.cast("bigint"))
-    for name, context in spec.context_counter_keys.items():
-        if isinstance(context, LocalTimeAttribute):
-            row = encode_local_time(spec, context, occurred)
-        else:
-            row = encode_attribute(context, F.col(f"ctx_{name}"))
-        keys[f"key_{name}"] = F.when(row != MISSING_CATEGORY, row.cast("bigint"))
+    categories = {
+        name: encode_attribute(attribute, F.col(f"user.attr_{name}"))
+        for name, attribute in spec.user_counter_keys.items()
+    }
+    for name in spec.context_counter_keys:
+        categories[name] = _encode_context(spec, name, occurred)
+    for name, category in categories.items():
+        keys[f"key_{name}"] = F.when(category != MISSING_CATEGORY, category.cast("bigint"))
     return [key.alias(name) for name, key in keys.items()]
 
 
@@ -204,10 +203,14 @@ def _encoded_columns(spec: DataSpec) -> dict[str, Column]:
         f"user_{name}": encode_attribute(attribute, F.col(f"user.attr_{name}"))
         for name, attribute in spec.attributes.user.items()
     }
-    for name, attribute in spec.attributes.context.items():
-        column = f"ctx_{name}"
-        if isinstance(attribute, LocalTimeAttribute):
-            encoded[column] = encode_local_time(spec, attribute, F.col("as_of_ts"))
-        else:
-            encoded[column] = encode_attribute(attribute, F.col(column))
+    for name in spec.attributes.context:
+        encoded[f"ctx_{name}"] = _encode_context(spec, name, F.col("as_of_ts"))
     return encoded
+
+
+def _encode_context(spec: DataSpec, name: str, seconds: Column) -> Column:
+    """An encoded attribute of the context; a clock shows an epoch second."""
+    attribute = spec.attributes.context[name]
+    if isinstance(attribute, LocalTimeAttribute):
+        return encode_local_time(spec, attribute, seconds)
+    return encode_attribute(attribute, F.col(f"ctx_{name}"))

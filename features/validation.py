@@ -17,7 +17,6 @@ from tqdm import tqdm
 
 from etl.erasure.hashes import hash_user, read_salt
 from etl.errors import UserError
-from etl.spec.attributes import LocalTimeAttribute
 from etl.spec.counters import Counter
 from etl.spec.units import date_range
 from etl.tables import schemas, user_schemas
@@ -25,7 +24,11 @@ from etl.tables.arrow import Snapshot, snapshot
 from etl.tables.declared_columns import context_counter_key_columns
 from etl.tables.lake import Lake
 from features import reference
-from features.encoding.scalar import encode_categorical, encode_local_time
+from features.encoding.scalar import (
+    MISSING_CATEGORY,
+    encode_categorical,
+    encode_context_category,
+)
 from features.history.codec import decode_rows, delta_decode
 from features.ragged import run_starts
 from features.reference import MICROS_PER_SECOND, Row
@@ -249,11 +252,9 @@ class ExampleRecomputer:
 
     def _context_key_value(self, event: Row, name: str, occurred: int) -> int | None:
         """The encoded attribute of an event's context; None if it is missing."""
-        attribute = self.spec.context_counter_keys[name]
-        if isinstance(attribute, LocalTimeAttribute):
-            return encode_local_time(attribute, occurred, self.spec.time_zone)
-        raw = event[f"ctx_{name}"]
-        return None if raw is None else encode_categorical(attribute, raw)
+        attribute, raw = self.spec.context_counter_keys[name], event.get(f"ctx_{name}")
+        category = encode_context_category(attribute, raw, occurred, self.spec.time_zone)
+        return None if category == MISSING_CATEGORY else category
 
     def _user_key_value(self, user_id: str, name: str, second: int) -> int | None:
         """The encoded attribute of a user as of a second; None if it is not known."""

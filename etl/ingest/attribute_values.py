@@ -25,14 +25,9 @@ def attribute_value(attribute: LoggedAttribute, column: str) -> Column:
         if attribute.separator is None:
             values = F.from_json(raw, sql_type)
         else:
-            values = F.split(F.trim(raw), rf" *{_quoted(attribute.separator)} *")
+            values = F.split(F.trim(raw), f" *{re.escape(attribute.separator)} *")
         return F.array_sort(F.array_distinct(F.filter(values, lambda value: value != "")))
     return raw.try_cast(sql_type)
-
-
-def _quoted(text: str) -> str:
-    """A regular expression of Java that matches a text."""
-    return re.sub(r"(\W)", r"\\\1", text)
 
 
 def evaluate_once(value: Column, body: Callable[[Column], Column]) -> Column:

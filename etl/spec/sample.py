@@ -75,7 +75,7 @@ class Column:
     def listed(self) -> set[str]:
         """The texts, numbers and booleans in lists, as ingestion reads them."""
         elements = (e for value in self.values if isinstance(value, list) for e in value)
-        texts = (e if isinstance(e, str) else json.dumps(e) for e in elements if is_scalar(e))
+        texts = (e if isinstance(e, str) else json.dumps(e) for e in elements if _is_scalar(e))
         return {text for text in texts if text}
 
     def agrees(self, is_so: Callable[[Any], bool]) -> bool:
@@ -273,8 +273,7 @@ def as_number(value: Any) -> float | None:
         return None
 
 
-def is_scalar(value: Any) -> bool:
-    """Whether a value is a text, a number or a boolean."""
+def _is_scalar(value: Any) -> bool:
     return isinstance(value, str | int | float)
 
 

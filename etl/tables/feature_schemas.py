@@ -10,8 +10,8 @@ def feature_statistics(_spec: DataSpec) -> TableSchema:
     `surface` is null for attributes of items, whose versions are counted on the day on which they
     landed. `bins` are categories, or ranges of numbers (see features/feature_statistics.py), the
     fullest first; `num_bins` is how many there are, kept or not. `least` and `greatest` are null
-    for categories. Vectors are counted by their norm, several values and n-grams each in
-    its bin.
+    for categories. Vectors are counted by their norm, several values and n-grams each in its
+    bin.
     """
     columns = {
         "surface": "tinyint",

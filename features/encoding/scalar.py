@@ -58,6 +58,18 @@ def encode_numeric(attribute: NumericAttribute, raw: float | None) -> float:
     return float(np.float32(scaled))
 
 
+def encode_context_category(
+    attribute: CategoricalAttribute | LocalTimeAttribute,
+    raw: str | None,
+    second: int,
+    time_zone: str,
+) -> int:
+    """The embedding row of an attribute of the context; a clock shows an epoch second."""
+    if isinstance(attribute, LocalTimeAttribute):
+        return encode_local_time(attribute, second, time_zone)
+    return encode_categorical(attribute, raw)
+
+
 def encode_local_time(attribute: LocalTimeAttribute, second: int, time_zone: str) -> int:
     """The hour or the weekday of an epoch second in local time, counted from 1."""
     local = datetime.fromtimestamp(second, UTC).astimezone(_zone(time_zone))

@@ -20,6 +20,7 @@ from etl.tables.declared_columns import item_counter_key_columns
 from features.encoding.scalar import (
     MISSING_CATEGORY,
     encode_categorical,
+    encode_context_category,
     encode_local_time,
     spark_xxhash64,
 )
@@ -123,11 +124,8 @@ def context_key_values_of_event(
     """
     values = {}
     for name, attribute in spec.context_counter_keys.items():
-        if isinstance(attribute, LocalTimeAttribute):
-            category = encode_local_time(attribute, epoch_second, spec.time_zone)
-        else:
-            label = f"{name} of the context"
-            category = encode_categorical(attribute, validated_string(label, context.get(name)))
+        raw = validated_string(f"{name} of the context", context.get(name))
+        category = encode_context_category(attribute, raw, epoch_second, spec.time_zone)
         values[name] = _known_categories(np.array([category]))
     return values
 

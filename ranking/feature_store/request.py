@@ -1,6 +1,6 @@
 """A request to rank, whether it fits the spec, and the encoding of its context."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from etl.errors import UserError
@@ -9,9 +9,12 @@ from etl.spec.model import DataSpec
 from etl.tables.declared_columns import logged_context_attributes
 from features.encoding.scalar import encode_local_time
 from features.schema import FeatureGroup
-from ranking.feature_store.encoded_attributes import EncodedAttributes, encode_attributes
+from ranking.feature_store.encoded_attributes import (
+    AttributeValues,
+    EncodedAttributes,
+    encode_attributes,
+)
 
-RequestContext = Mapping[str, object]
 MAX_CANDIDATES = 10_000
 
 
@@ -31,11 +34,11 @@ class RankRequest:
     user: str
     surface: str
     candidates: Sequence[str]
-    context: RequestContext | Sequence[RequestContext] = field(default_factory=dict)
+    context: AttributeValues | Sequence[AttributeValues] = field(default_factory=dict)
     as_of: int | None = None
 
     @property
-    def contexts(self) -> Sequence[RequestContext]:
+    def contexts(self) -> Sequence[AttributeValues]:
         """The contexts: one for all candidates, or one for each (C)."""
         return [self.context] if isinstance(self.context, Mapping) else self.context
 
@@ -50,11 +53,17 @@ def validate_request(spec: DataSpec, request: RankRequest) -> None:
         raise UserError(f"{num_candidates:,} candidates; at most {MAX_CANDIDATES:,}")
     if len(request.contexts) not in (1, num_candidates):
         raise UserError("give one context for all candidates, or a context for each candidate")
+    check_context_names(spec, {name for context in request.contexts for name in context})
+
+
+def check_context_names(spec: DataSpec, names: Collection[str], of: str = "") -> None:
+    """Raise UserError if a spec lacks attributes of the context; the message begins with `of`."""
     declared = spec.attributes.context
-    names = {name for context in request.contexts for name in context}
-    unknown = sorted(names - set(declared))
+    unknown = sorted(set(names) - set(declared))
     if unknown:
-        raise UserError(f"the context has no {', '.join(unknown)}; it has {', '.join(declared)}")
+        raise UserError(
+            f"{of}the context has no {', '.join(unknown)}; it has {', '.join(declared)}"
+        )
 
 
 def encode_context(

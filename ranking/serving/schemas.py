@@ -11,7 +11,6 @@ FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 TimestampMs = Annotated[int, Field(ge=0, lt=1 << 48)]
 AttributeValue = str | FiniteFloat | list[FiniteFloat] | list[str] | None
 AttributeValues = dict[str, AttributeValue]
-RequestContext = AttributeValues
 
 
 class BodyModel(BaseModel):
@@ -26,7 +25,7 @@ class RankRequestBody(BodyModel):
     user: Identifier
     surface: Identifier
     candidates: Annotated[list[Identifier], Field(min_length=1, max_length=10_000)]
-    context: RequestContext | list[RequestContext] = {}
+    context: AttributeValues | list[AttributeValues] = {}
 
 
 class RankedCandidate(BodyModel):

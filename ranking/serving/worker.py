@@ -13,15 +13,14 @@ from typing import TypeVar
 
 from prometheus_client import Counter
 
-from etl.errors import UserError
 from etl.spec import load_spec
+from etl.spec.attributes import CategoricalAttribute
 from etl.spec.model import DataSpec
 from etl.spec.units import MICROS
 from etl.tables.code_registry import assign_codes, read_codes
-from etl.tables.declared_columns import context_counter_key_columns
 from ranking.feature_store.attributes import AttributeVersion, validate_valid_from, validate_version
 from ranking.feature_store.events import Event, validate_event
-from ranking.feature_store.request import RankRequest
+from ranking.feature_store.request import RankRequest, check_context_names
 from ranking.feature_store.wal import EntryKind, FeatureStoreHandle, WalEntry
 from ranking.serving.admission import BodyBuffer, WorkQueue
 from ranking.serving.loaded_rankers import LoadedRankers, error_message
@@ -211,9 +210,7 @@ def posted_event(spec: DataSpec, payload: EventPayload, now: int) -> Event:
 
     Raises UserError if the spec does not have an attribute of the context.
     """
-    unknown = sorted(set(payload.context) - set(spec.attributes.context))
-    if unknown:
-        raise UserError(f"event {payload.event_id}: the context has no {', '.join(unknown)}")
+    check_context_names(spec, payload.context, f"event {payload.event_id}: ")
     event_ts = now if payload.event_time is None else payload.event_time * MICROS["ms"]
     return Event(
         event_id=payload.event_id,
@@ -228,6 +225,6 @@ def posted_event(spec: DataSpec, payload: EventPayload, now: int) -> Event:
         context={
             name: value
             for name, value in payload.context.items()
-            if f"ctx_{name}" in context_counter_key_columns(spec)
+            if isinstance(spec.context_counter_keys.get(name), CategoricalAttribute)
         },
     )

@@ -256,14 +256,7 @@ class Gem(nn.Module):
         vectors = vectors.map(self.narrow_embeddings)
         user_numeric = self.user_numeric(batch.user_numeric)
         numeric = self.candidate_numeric(batch.row_numeric)
-        of_users = [
-            *self.user_ids(vectors.users),
-            *user_numeric.rows.unbind(1),
-            *self._content_rows(batch.user_vectors),
-        ]
-        if self.any_user is not None:
-            of_users = [self.any_user.expand(len(batch.as_of), -1), *of_users]
-        user_rows = torch.stack(of_users, 1)
+        user_rows = self._user_rows(batch, vectors, user_numeric.rows)
         candidate_rows = torch.cat((self._candidate_rows(batch, vectors), numeric.rows), 1)
         history = self.history(
             batch,
@@ -320,6 +313,17 @@ class Gem(nn.Module):
             return torch.cat((gated, embedding), 1)
         mixtures: Tensor = self.experts(gated)
         return torch.cat((mixtures, embedding[:, None].expand(-1, mixtures.shape[1], -1)), 2)
+
+    def _user_rows(self, batch: Batch, vectors: EmbeddingVectors, numeric: Tensor) -> Tensor:
+        """Rows (R, n, d) of users: ids, numbers and vectors; one of any user if there are none."""
+        rows = [
+            *self.user_ids(vectors.users),
+            *numeric.unbind(1),
+            *self._content_rows(batch.user_vectors),
+        ]
+        if self.any_user is not None:
+            rows = [self.any_user.expand(len(batch.as_of), -1), *rows]
+        return torch.stack(rows, 1)
 
     def _candidate_rows(self, batch: Batch, vectors: EmbeddingVectors) -> Tensor:
         """Rows (B, n, d) of a candidate's ids, vectors of the item, surface and context."""
