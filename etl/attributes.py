@@ -1,8 +1,9 @@
 """The attributes step: attribute files to versioned rows of users and items."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
-from pyspark import StorageLevel
 from pyspark.sql import Column, DataFrame, Row
 from pyspark.sql import functions as F
 
@@ -62,8 +63,11 @@ def load_attributes(lake: Lake, raw: str, days: DayRange) -> dict[str, int]:
         for name, source in lake.spec.sources.items()
         if isinstance(source, AttributeSource) and _is_readable_for(lake, source, days)
     }
-    with translate_read_errors():
-        rows = {name: _read_source(lake, source, raw, days) for name, source in sources.items()}
+    with ExitStack() as stack, translate_read_errors():
+        rows = {
+            name: stack.enter_context(_read_source(lake, source, raw, days))
+            for name, source in sources.items()
+        }
         for entity in ("user", "item"):
             create_table(lake, schemas.attributes(lake.spec, entity))
             create_table(lake, schemas.attribute_snapshots(lake.spec, entity))
@@ -119,14 +123,21 @@ def _write_source(
     spark_io.replace_partitions(lake, schema, versions, where, {})
     if not source.static:
         build_version_snapshots(lake, source.entity, first_day)
-    rows.unpersist()
 
 
-def _read_source(lake: Lake, source: AttributeSource, raw: str, days: DayRange) -> DataFrame:
+@contextmanager
+def _read_source(
+    lake: Lake, source: AttributeSource, raw: str, days: DayRange
+) -> Iterator[DataFrame]:
     """The parsed and checked rows of a source, cached; raises UserError if a check fails."""
-    rows = parse_rows(lake, source, raw, days).persist(StorageLevel.MEMORY_AND_DISK)
-    if source.entity == "user":
-        rows = mark_erased(lake, rows)
+    with spark_io.cached(parse_rows(lake, source, raw, days)) as parsed:
+        rows = mark_erased(lake, parsed) if source.entity == "user" else parsed
+        _check_rows(lake, source, raw, rows)
+        yield rows
+
+
+def _check_rows(lake: Lake, source: AttributeSource, raw: str, rows: DataFrame) -> None:
+    """Raise UserError if a column has no values, too many rows are bad, or a static row changed."""
     non_null = [F.count(name).alias(name) for name in rows.columns if name != RECORD_LOCATION]
     selected = rows.filter("reasons IS NOT NULL")
     counts = selected.agg(*non_null, F.count("*").alias("num_rows")).first()
@@ -135,7 +146,6 @@ def _read_source(lake: Lake, source: AttributeSource, raw: str, days: DayRange) 
     check_bad_row_rate(lake.spec, source.location_in(raw), rows)
     if source.static:
         _check_static_unchanged(lake, source, raw, _latest_versions(rows.filter("reasons = ''")))
-    return rows
 
 
 def _check_declared_columns(lake: Lake, source: AttributeSource, raw: str, counts: Row) -> None:

@@ -1,10 +1,10 @@
 """Reports to tables: labels of data providers, audits, and what campaigns spent."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import TypeAlias
 
-from pyspark import StorageLevel
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
@@ -76,8 +76,11 @@ def load_reports(
         for name, source in lake.spec.sources.items()
         if isinstance(source, Report) and source.kind in schemas
     }
-    with translate_read_errors():
-        rows = {name: _read_source(lake, s, raw, days) for name, s in sources.items()}
+    with ExitStack() as stack, translate_read_errors():
+        rows = {
+            name: stack.enter_context(_read_source(lake, source, raw, days))
+            for name, source in sources.items()
+        }
         for name, source_rows in rows.items():
             invalid = with_line_numbers(source_rows).filter("reasons != ''")
             write_quarantine(lake, [name], invalid.withColumn("log", F.lit(name)), days)
@@ -86,8 +89,6 @@ def load_reports(
         for kind, schema in schemas.items():
             names = [name for name, source in sources.items() if source.kind == kind]
             _write_rows(lake, schema(lake.spec), [rows[name] for name in names], where)
-    for source_rows in rows.values():
-        source_rows.unpersist()
     tables = [schema(lake.spec).name for schema in schemas.values()]
     return {table: lake.count_rows(table, days) for table in tables}
 
@@ -120,15 +121,15 @@ def _bad_reports(rows: DataFrame) -> DataFrame:
     return bad.select("day", "campaign").distinct()
 
 
-def _read_source(lake: Lake, source: Report, raw: str, days: DayRange) -> DataFrame:
+@contextmanager
+def _read_source(lake: Lake, source: Report, raw: str, days: DayRange) -> Iterator[DataFrame]:
     """The parsed and checked rows of a source, cached; raises UserError if a check fails."""
-    rows = parse_reports(lake.spec, source, raw, days).persist(StorageLevel.MEMORY_AND_DISK)
-    if isinstance(source, AudienceLabelSource):
-        rows = mark_erased(lake, rows)
-    check_bad_row_rate(lake.spec, source.location_in(raw), rows)
-    if isinstance(source, AuditSource):
-        _check_reports(_stored_rows(rows), source.location_in(raw))
-    return rows
+    with spark_io.cached(parse_reports(lake.spec, source, raw, days)) as parsed:
+        rows = mark_erased(lake, parsed) if isinstance(source, AudienceLabelSource) else parsed
+        check_bad_row_rate(lake.spec, source.location_in(raw), rows)
+        if isinstance(source, AuditSource):
+            _check_reports(_stored_rows(rows), source.location_in(raw))
+        yield rows
 
 
 def _check_reports(rows: DataFrame, path: str) -> None:

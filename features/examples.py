@@ -5,11 +5,11 @@ the impression, and the encoded context.
 """
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import date, timedelta
 from typing import Self
 
-from pyspark import StorageLevel
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
@@ -89,36 +89,40 @@ def build_examples(lake: Lake, days: DayRange) -> dict[str, int]:
     versions = {name: lake.version(name) for name in names}
     counted_since = days[0] - timedelta(days=counter_horizon_days(spec))
     inputs = ExampleInputs.read(lake, versions, counted_since)
-    impressions = impressions_of_days(spec, inputs, days).persist(StorageLevel.MEMORY_AND_DISK)
-    recent = countable_events(spec, inputs, days)
+    where, contract = spark_io.day_range_predicate(*days), schemas.examples(spec)
+    with ExitStack() as stack:
+        impressions = impressions_of_days(spec, inputs, days)
+        impressions = stack.enter_context(spark_io.cached(impressions))
+        events = _counted_events(spec, inputs, days)
+        if spec.user_counter_keys:  # read several times, after a join
+            events = stack.enter_context(spark_io.cached(events))
+        keys = _key_columns(spec, "as_of_ts", F.col("as_of_ts"))
+        queries = impressions.select("impression_id", "as_of_ts", *keys)
+        has_many = lake.count_rows("events", (first_input_day(spec, days), days[1])) >= HOT_EVENTS
+        hot_leads = find_hot_leads(spec, events) if has_many else None
+        counted = count_events(spec, events, queries, hot_leads)
+        rows = impressions.join(counted, "impression_id")
+        rows = rows.join(inputs.event_counts, "user_id", "left")
+        rows = rows.withColumns(
+            {
+                **_encoded_columns(spec),
+                "user_known_since": F.col("user.user_known_since"),
+                "history_length": F.coalesce("events", F.lit(0)) + F.col("seen"),
+                "history_version": F.lit(versions["history"]),
+                "item_index": item_index_or_hash_bucket(),
+                "item_known_since": F.when(_is_item_known("as_of_ts"), F.col("item_known_since")),
+            }
+        )
+        spark_io.replace_partitions(lake, contract, rows, where, versions)
+    return {"examples": lake.count_rows(contract.name, days)} | missing_attribute_counts(lake, days)
+
+
+def _counted_events(spec: DataSpec, inputs: ExampleInputs, days: DayRange) -> DataFrame:
+    """The events that counters of the days' examples can hold, with the columns of their keys."""
     occurred = F.floor(F.col("event_ts") / MICROS["s"])
     keys = _key_columns(spec, "visible_ts", occurred)
-    recent = recent.select("visible_ts", "type", "dwell_ms", "value", *keys)
-    if spec.user_counter_keys:  # read several times, after a join
-        recent = recent.persist(StorageLevel.MEMORY_AND_DISK)
-    keys = _key_columns(spec, "as_of_ts", F.col("as_of_ts"))
-    queries = impressions.select("impression_id", "as_of_ts", *keys)
-    has_many = lake.count_rows("events", (first_input_day(spec, days), days[1])) >= HOT_EVENTS
-    hot_leads = find_hot_leads(spec, recent) if has_many else None
-    counted = count_events(spec, recent, queries, hot_leads)
-    rows = impressions.join(counted, "impression_id").join(inputs.event_counts, "user_id", "left")
-    rows = rows.withColumns(
-        {
-            **_encoded_columns(spec),
-            "user_known_since": F.col("user.user_known_since"),
-            "history_length": F.coalesce("events", F.lit(0)) + F.col("seen"),
-            "history_version": F.lit(versions["history"]),
-            "item_index": item_index_or_hash_bucket(),
-            "item_known_since": F.when(_is_item_known("as_of_ts"), F.col("item_known_since")),
-        }
-    )
-    where, contract = spark_io.day_range_predicate(*days), schemas.examples(spec)
-    try:
-        spark_io.replace_partitions(lake, contract, rows, where, versions)
-    finally:
-        impressions.unpersist()
-        recent.unpersist()
-    return {"examples": lake.count_rows(contract.name, days)} | missing_attribute_counts(lake, days)
+    events = countable_events(spec, inputs, days)
+    return events.select("visible_ts", "type", "dwell_ms", "value", *keys)
 
 
 def impressions_of_days(spec: DataSpec, inputs: ExampleInputs, days: DayRange) -> DataFrame:

@@ -2,7 +2,6 @@
 
 from datetime import date, timedelta
 
-from pyspark import StorageLevel
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
@@ -42,14 +41,11 @@ def index_items(lake: Lake, days: DayRange) -> dict[str, int]:
         highest_index = (row and row[0]) or highest_index
     else:
         items = items.withColumn("item_index", F.lit(None).cast("int"))
-    items = items.persist(StorageLevel.MEMORY_AND_DISK)
-    numbered = number_items(items.filter("item_index IS NULL"), highest_index + 1)
-    rows = items.filter("item_index IS NOT NULL").select(numbered.columns).unionByName(numbered)
-    where = spark_io.day_range_predicate(*days)
-    try:
+    with spark_io.cached(items) as items:
+        numbered = number_items(items.filter("item_index IS NULL"), highest_index + 1)
+        rows = items.filter("item_index IS NOT NULL").select(numbered.columns).unionByName(numbered)
+        where = spark_io.day_range_predicate(*days)
         spark_io.replace_partitions(lake, contract, rows, where, versions)
-    finally:
-        items.unpersist()
     return {"items": lake.count_rows(contract.name)} | build_item_versions(lake, days)
 
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 
-from pyspark import StorageLevel
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
@@ -47,8 +46,7 @@ def with_named_fields(lake: Lake, records: DataFrame, stored_days: DayRange) -> 
             is_of_log = F.coalesce((F.col("log") == name) & (F.col("reasons") == ""), F.lit(False))
             candidates = _stored_and_new(lake, log, records, stored_days)
             completed = _complete(spec, log, records.filter(is_of_log), candidates)
-            completed = completed.persist(StorageLevel.MEMORY_AND_DISK)
-            stack.callback(completed.unpersist)
+            completed = stack.enter_context(spark_io.cached(completed))
             records = records.filter(~is_of_log).unionByName(completed)
         yield records
 

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from datetime import date
 from typing import Any
 
-from pyspark import StorageLevel
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
@@ -47,13 +46,12 @@ def reprocess_quarantine(lake: Lake, days: DayRange) -> dict[str, int]:
         F.col("log").isin(list(lake.spec.log_sources))
     )
     records = _normalize_quarantined(lake.spec, quarantined, days)
-    records = records.persist(StorageLevel.MEMORY_AND_DISK)
     stored_days = lookup_days(lake.spec, days)[0], days[1]
-    try:
-        with with_named_fields(lake, records, stored_days) as completed:
-            return _release_records(lake, days, quarantined, completed)
-    finally:
-        records.unpersist()
+    with (
+        spark_io.cached(records) as records,
+        with_named_fields(lake, records, stored_days) as completed,
+    ):
+        return _release_records(lake, days, quarantined, completed)
 
 
 def _release_records(

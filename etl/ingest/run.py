@@ -13,7 +13,6 @@ from datetime import date, timedelta
 from typing import Any
 
 import pyarrow as pa
-from pyspark import StorageLevel
 from pyspark.sql import Column, DataFrame, SparkSession, Window
 from pyspark.sql import functions as F
 
@@ -105,13 +104,12 @@ def _ingest_once(
     lake: Lake, raw: str, days: DayRange, corrupt_files: Collection[str]
 ) -> dict[str, int]:
     spec = lake.spec
-    stored_records = read_logs(spec, RawSelection(raw, days, corrupt_files))
-    stored_records = stored_records.persist(StorageLevel.MEMORY_AND_DISK)
-    try:
-        with with_named_fields(lake, stored_records, lookup_days(spec, days)) as all_records:
-            return _ingest_records(lake, raw, days, all_records)
-    finally:
-        stored_records.unpersist()
+    logged_records = read_logs(spec, RawSelection(raw, days, corrupt_files))
+    with (
+        spark_io.cached(logged_records) as records,
+        with_named_fields(lake, records, lookup_days(spec, days)) as all_records,
+    ):
+        return _ingest_records(lake, raw, days, all_records)
 
 
 def _ingest_records(lake: Lake, raw: str, days: DayRange, all_records: DataFrame) -> dict[str, int]:
@@ -157,13 +155,10 @@ def split_events(lake: Lake, valid_events: DataFrame, days: DayRange) -> Iterato
     spec = lake.spec
     on_time, late = valid_events.filter(~is_late(spec)), valid_events.filter(is_late(spec))
     deduplicated, input_versions = deduplicate_events(lake, on_time, days)
-    deduplicated = deduplicated.persist(StorageLevel.MEMORY_AND_DISK)
-    try:
+    with spark_io.cached(deduplicated) as deduplicated:
         kept, excluded = exclude_events(spec, deduplicated, late)
         kept = kept.withColumn("bucket", spark_io.user_bucket(F.col("user_id"), spec.buckets))
         yield EventSplit(on_time, deduplicated, kept, excluded, input_versions)
-    finally:
-        deduplicated.unpersist()
 
 
 def write_events(lake: Lake, event_split: EventSplit, days: DayRange) -> None:

@@ -9,7 +9,11 @@ from pyspark.sql import SparkSession
 
 from etl.runtime.java import class_archive_options, delta_jars, require_java
 
+# The code that Spark generates for the columns of one projection is often a method of more than
+# 8,000 bytes, which Java would only interpret.
+COMPILE_LARGE_METHODS = "-XX:-DontCompileHugeMethods"
 COMMON_CONF = {
+    "spark.executor.defaultJavaOptions": COMPILE_LARGE_METHODS,
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.ansi.enabled": "true",
     "spark.sql.parquet.compression.codec": "zstd",
@@ -20,12 +24,6 @@ COMMON_CONF = {
     # Otherwise each Column operation sends its Python call site to the JVM.
     "spark.python.sql.dataFrameDebugging.enabled": "false",
 }
-# For short jobs on few cores: the optimizing compiler would occupy one core for a minute.
-SHORT_JOB_JVM_OPTIONS = (
-    "-XX:TieredStopAtLevel=1",
-    "-XX:ReservedCodeCacheSize=240m",
-    "-XX:+UseParallelGC",
-)
 LOG4J_OPTION = (
     f"-Dlog4j2.configurationFile={Path(__file__).with_name('log4j2.properties').as_uri()}"
 )
@@ -42,7 +40,9 @@ LOCAL_CONF = {
     "spark.sql.shuffle.partitions": "8",
     "spark.databricks.delta.snapshotPartitions": "2",
     "spark.sql.sources.parallelPartitionDiscovery.parallelism": "4",
-    "spark.driver.extraJavaOptions": " ".join((*SHORT_JOB_JVM_OPTIONS, LOG4J_OPTION)),
+    "spark.driver.extraJavaOptions": " ".join(
+        (COMPILE_LARGE_METHODS, "-XX:+UseParallelGC", LOG4J_OPTION)
+    ),
 }
 
 

@@ -1,7 +1,9 @@
-"""Tables as Spark DataFrames: read a version, replace whole partitions in one commit."""
+"""Tables as Spark DataFrames: read a version, cache rows, replace partitions in one commit."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
+from pyspark import StorageLevel
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 
@@ -22,6 +24,30 @@ def read_table(lake: Lake, schema: TableSchema, version: int | None = None) -> D
     version = lake.version(schema.name) if version is None else version
     reader = SparkSession.active().read.format("delta").option("versionAsOf", version)
     return reader.load(lake.table_uri(schema.name))
+
+
+@contextmanager
+def cached(frame: DataFrame) -> Iterator[DataFrame]:
+    """The rows of `frame`, which are computed once in the context, by the first action.
+
+    In local mode they are a local checkpoint, whose plan is one leaf: whatever is derived from it
+    is planned without the plan of `frame`, and its rows are stored as they are. On a cluster they
+    are persisted instead, so that those of a lost executor are computed again.
+    """
+    master = frame.sparkSession.sparkContext.master or ""
+    if not master.startswith("local"):
+        persisted = frame.persist(StorageLevel.MEMORY_AND_DISK)
+        try:
+            yield persisted
+        finally:
+            persisted.unpersist()
+        return
+    checkpoint = frame.localCheckpoint(eager=False)
+    try:
+        yield checkpoint
+    finally:
+        # A checkpoint is not in the cache of SQL, which DataFrame.unpersist releases.
+        checkpoint._jdf.queryExecution().analyzed().rdd().unpersist(False)
 
 
 def replace_partitions(

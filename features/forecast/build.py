@@ -5,7 +5,6 @@ from datetime import date, timedelta
 from functools import reduce
 
 import numpy as np
-from pyspark import StorageLevel
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
@@ -69,26 +68,22 @@ def write_forecast(
         The number of rows, by table.
     """
     spec = lake.spec
-    rows = rows.withColumn("day", F.lit(last_day)).persist(StorageLevel.MEMORY_AND_DISK)
-    frames = {
-        forecast_schemas.forecast_margins: margins_of(spec, rows).withColumn(
-            "day", F.lit(last_day)
-        ),
-        forecast_schemas.forecast_sketches: sketches_of(spec, rows).withColumn(
-            "day", F.lit(last_day)
-        ),
-        forecast_schemas.forecast_supply: supply,
-    }
+    day = F.lit(last_day)
     written: dict[str, int] = {}
-    for schema, frame in frames.items():
-        contract = schema(spec)
-        spark_io.replace_partitions(lake, contract, frame, ALL_ROWS, versions)
-        written[contract.name] = lake.version(contract.name)
-    # The sample is last: its commit names the versions of the others, which readers follow.
-    contract = forecast_schemas.forecast_sample(spec)
-    sample = rows.join(sampled_users(spec, rows), "sampled_user")
-    spark_io.replace_partitions(lake, contract, sample, ALL_ROWS, {**versions, **written})
-    rows.unpersist()
+    with spark_io.cached(rows.withColumn("day", day)) as targeted:
+        frames = {
+            forecast_schemas.forecast_margins: margins_of(spec, targeted).withColumn("day", day),
+            forecast_schemas.forecast_sketches: sketches_of(spec, targeted).withColumn("day", day),
+            forecast_schemas.forecast_supply: supply,
+        }
+        for schema, frame in frames.items():
+            contract = schema(spec)
+            spark_io.replace_partitions(lake, contract, frame, ALL_ROWS, versions)
+            written[contract.name] = lake.version(contract.name)
+        # The sample is last: its commit names the versions of the others, which readers follow.
+        contract = forecast_schemas.forecast_sample(spec)
+        sample = targeted.join(sampled_users(spec, targeted), "sampled_user")
+        spark_io.replace_partitions(lake, contract, sample, ALL_ROWS, {**versions, **written})
     return {table: lake.count_rows(table) for table in (*written, contract.name)}
 
 
