@@ -122,13 +122,14 @@ def _ingest_records(lake: Lake, raw: str, days: DayRange, all_records: DataFrame
     groups = count_record_groups(spec, records)
     check_bad_record_rate(spec, groups, raw, days)
     check_declared_columns(spec, groups, raw, days)
-    # Line numbers count all records of a file, including those of other days.
-    invalid = with_line_numbers(all_records).filter(in_range).filter("reasons != ''")
-    valid = records.filter("reasons = ''")
+    is_invalid = F.col("reasons") != ""
+    valid, invalid = records.filter(~is_invalid), records.filter(is_invalid)
     records_read = {day or UNKNOWN_DAY: n for day, n in records_by_day(groups).items()}
     with split_events(lake, valid, days) as event_split:
         metrics = compute_ingest_metrics(records_read, event_split, invalid)
-        write_quarantine(lake, spec.log_sources, invalid, days)
+        # Line numbers count all records of a file, including those of other days.
+        numbered = with_line_numbers(all_records).filter(in_range & is_invalid)
+        write_quarantine(lake, spec.log_sources, numbered, days)
         write_events(lake, event_split, days)
     return write_ingest_metrics(lake, metrics, days)
 

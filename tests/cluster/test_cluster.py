@@ -8,6 +8,7 @@ import pytest
 
 from dags.pipeline import data_steps
 from dags.steps import PipelinePaths
+from etl.runtime.spark import COMPILE_LARGE_METHODS
 from etl.tables.lake import Lake
 from tests.cluster.standalone import cluster, kill
 from tests.conftest import FIRST, LAST
@@ -45,6 +46,8 @@ def test_a_cluster_that_loses_a_worker_writes_the_same_tables(
             _, errors = job.communicate(timeout=400)
             assert job.returncode == 0, (step.name, errors[-4000:])
         assert "lost" in errors.lower(), errors[-4000:]
+        commands = [log.read_text().splitlines()[0] for log in executor_logs(tmp_path)]
+        assert all(COMPILE_LARGE_METHODS in command for command in commands), commands
         event_logs = [path for path in running.event_logs.iterdir() if path.stat().st_size]
     assert len(event_logs) == len(steps), "each job writes an event log"
     actual = Lake(str(own), lake.spec)
