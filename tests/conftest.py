@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 if "PYTEST_XDIST_WORKER" in os.environ:  # also for the processes that tests start
     os.environ.setdefault("GEMLINE_SPARK_MASTER", "local[1]")
 os.environ.setdefault("GEMLINE_SPARK_MEMORY", "3g")
-# The optimizing compiler takes as long as the short jobs of tests.
+# The short jobs of tests gain less from the optimizing compiler than it takes.
 os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1")
 os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which torch may do
 # `make test` tries the same examples in each run; `make proof` tries others, ten times as many.

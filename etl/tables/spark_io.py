@@ -28,7 +28,7 @@ def read_table(lake: Lake, schema: TableSchema, version: int | None = None) -> D
 
 @contextmanager
 def cached(frame: DataFrame) -> Iterator[DataFrame]:
-    """The rows of `frame`, which are computed once in the context, by the first action.
+    """The rows of `frame`, which are computed once in the context.
 
     In local mode they are a local checkpoint, whose plan is one leaf: whatever is derived from it
     is planned without the plan of `frame`, and its rows are stored as they are. On a cluster they

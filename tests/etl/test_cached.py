@@ -15,11 +15,18 @@ def num_stored_rdds(session: SparkSession) -> int:
 
 def test_rows_are_computed_once_and_released(spark: SparkSession) -> None:
     stored_before = num_stored_rdds(spark)
-    drawn = spark.range(1000).withColumn("draw", F.rand())  # differs each time it is computed
-    with spark_io.cached(drawn) as rows:
-        first, second = (rows.agg(F.sum("draw")).collect() for _ in range(2))
+    num_computed = spark.sparkContext.accumulator(0)
+
+    @F.udf("bigint")
+    def count_row(number: int) -> int:
+        num_computed.add(1)
+        return number
+
+    with spark_io.cached(spark.range(100).select(count_row("id").alias("id"))) as rows:
+        sums = [rows.agg(F.sum("id")).collect()[0][0] for _ in range(2)]
         assert num_stored_rdds(spark) == stored_before + 1
-    assert first == second
+    assert sums == [4950, 4950]
+    assert num_computed.value == 100
     assert num_stored_rdds(spark) == stored_before
 
 
