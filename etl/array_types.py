@@ -12,3 +12,4 @@ Float64 = npt.NDArray[np.float64]
 Floats = npt.NDArray[np.floating[Any]]  # of any precision
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
+UInt64 = npt.NDArray[np.uint64]

@@ -21,7 +21,8 @@ from etl.spec.units import MICROS, DayRange
 from etl.tables import schemas, spark_io
 from etl.tables.declared_columns import item_counter_key_columns
 from etl.tables.lake import Lake
-from features.counters import HOT_EVENTS, count_events, find_hot_leads
+from features.counters.counting import count_events
+from features.counters.key_leads import HOT_EVENTS, find_hot_leads
 from features.coverage import missing_attribute_counts
 from features.encoding.scalar import MISSING_CATEGORY
 from features.encoding.spark import encode_attribute, encode_local_time
@@ -120,9 +121,11 @@ def build_examples(lake: Lake, days: DayRange) -> dict[str, int]:
 def _counted_events(spec: DataSpec, inputs: ExampleInputs, days: DayRange) -> DataFrame:
     """The events that counters of the days' examples can hold, with the columns of their keys."""
     occurred = F.floor(F.col("event_ts") / MICROS["s"])
-    keys = _key_columns(spec, "visible_ts", occurred)
+    columns = _key_columns(spec, "visible_ts", occurred)
+    if any(each.column == "item" for each in spec.counters.distinct_counts):
+        columns.append(F.xxhash64("item_id").alias("item_hash"))
     events = countable_events(spec, inputs, days)
-    return events.select("visible_ts", "type", "dwell_ms", "value", *keys)
+    return events.select("visible_ts", "type", "dwell_ms", "value", *columns)
 
 
 def impressions_of_days(spec: DataSpec, inputs: ExampleInputs, days: DayRange) -> DataFrame:

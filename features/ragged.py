@@ -7,8 +7,10 @@ All code that decides what an example may read uses these functions.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -25,6 +27,28 @@ def concat_ranges(starts: Int64, stops: Int64) -> Int64:
     total = ends[-1] if len(ends) else 0
     positions: Int64 = np.arange(total) + np.repeat(starts - (ends - lengths), lengths)
     return positions
+
+
+def reduce_ranges(
+    reduce: np.ufunc, values: npt.NDArray[Any], start: Int64, stop: Int64, empty: float | np.generic
+) -> npt.NDArray[Any]:
+    """A minimum, maximum or union of values[start:stop] of each range: (R, ...) of values (N, ...).
+
+    `empty` is the result of an empty range, and has the type of the results. Level n has the
+    results of 2^n values from each value on; two of them, which may overlap, cover a range.
+    """
+    reduced = np.full((len(start), *values.shape[1:]), empty)
+    length = stop - start
+    level_of = np.frexp(length)[1] - 1  # floor(log2(length)); -1 of empty ranges
+    of_level = values
+    for level in range(int(level_of.max(initial=-1)) + 1):
+        if level:
+            half = 1 << (level - 1)
+            of_level = reduce(of_level[:-half], of_level[half:])
+        ranges = np.flatnonzero(level_of == level)
+        last = stop[ranges] - (1 << level)
+        reduced[ranges] = reduce(of_level[start[ranges]], of_level[last])
+    return reduced
 
 
 def run_starts(values: pa.Array) -> Int64:

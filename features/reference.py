@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any
 
+import xxhash
+
 Row = dict[str, Any]
 MICROS_PER_SECOND = 1_000_000
 MILLISECONDS_PER_DAY = 86_400_000
@@ -69,6 +71,31 @@ def function_of_values(
         if _is_in_window(e, event_type, as_of, window) and e["value"] is not None
     ]
     return _function_of_numbers(function, values)
+
+
+def distinct_count(
+    values: Iterable[tuple[Row, int | None]], event_type: int, as_of: int, window: int
+) -> float:
+    """The estimated number of values of events of a type in [as_of - window, as_of).
+
+    `values` are events, each with its value as an integer, or None where it has none.
+    """
+    counted = (value for e, value in values if _is_in_window(e, event_type, as_of, window))
+    return hyperloglog_estimate({value for value in counted if value is not None})
+
+
+def hyperloglog_estimate(values: Iterable[int]) -> float:
+    """The HyperLogLog estimate of the number of distinct integers, with 128 registers."""
+    registers = [0] * 128
+    for value in values:
+        hashed = xxhash.xxh64_intdigest(value.to_bytes(8, "little", signed=True), seed=42)
+        bits = f"{hashed >> 7:057b}"
+        rank = min(len(bits) - len(bits.rstrip("0")) + 1, 50)
+        registers[hashed % 128] = max(registers[hashed % 128], rank)
+    raw = 0.7213 / (1 + 1.079 / 128) * 128**2 / math.fsum(2.0**-rank for rank in registers)
+    if raw <= 2.5 * 128 and 0 in registers:
+        return 128 * math.log(128 / registers.count(0))
+    return raw
 
 
 def _is_in_window(event: Row, event_type: int, as_of: int, window: int) -> bool:

@@ -28,6 +28,7 @@ from features.encoding.scalar import (
     MISSING_CATEGORY,
     encode_categorical,
     encode_context_category,
+    spark_xxhash64,
 )
 from features.history.codec import decode_rows, delta_decode
 from features.ragged import run_starts
@@ -212,6 +213,9 @@ class ExampleRecomputer:
                 return reference.decayed_count(events, type_, as_of, longest, half_life)
             case "time_since_last", None:
                 return reference.time_since_last(events, type_, as_of, longest)
+            case "distinct_count", int(window):
+                values = [(e, self._distinct_value(e, str(counter.input_column))) for e in events]
+                return reference.distinct_count(values, type_, as_of, window)
             case function, int(window) if counter.input_column == "dwell":
                 return reference.function_of_dwells(events, function, type_, as_of, window)
             case function, int(window) if counter.input_column == "value":
@@ -234,13 +238,20 @@ class ExampleRecomputer:
 
         return [event for event in rows if has_key(event)]
 
-    def _key_value(self, event: Row, key_part: str, second: int, occurred: int) -> object:
+    def _distinct_value(self, event: Row, key_part: str) -> int | None:
+        """What counts as the value of an event where distinct values are counted."""
+        seconds = event["visible_ts"], event["event_ts"] // MICROS_PER_SECOND
+        value = self._key_value(event, key_part, *seconds)
+        return spark_xxhash64(value) if isinstance(value, str) else value
+
+    def _key_value(self, event: Row, key_part: str, second: int, occurred: int) -> int | str | None:
         """A part of a counter key: a column of the event, or an attribute as known at a second.
 
         Clocks show the second `occurred`.
         """
         if key_part in KEY_COLUMNS:
-            return event[KEY_COLUMNS[key_part]]
+            value: int | str = event[KEY_COLUMNS[key_part]]
+            return value
         if key_part in self.spec.context_counter_keys:
             return self._context_key_value(event, key_part, occurred)
         if key_part in self.spec.user_counter_keys:
@@ -248,7 +259,8 @@ class ExampleRecomputer:
         item = self._item_states[event["item_id"]]
         if item.known_since is None or item.known_since >= second:
             return None
-        return item.keys[f"key_{key_part}"]
+        key: int | None = item.keys[f"key_{key_part}"]
+        return key
 
     def _context_key_value(self, event: Row, name: str, occurred: int) -> int | None:
         """The encoded attribute of an event's context; None if it is missing."""

@@ -322,6 +322,8 @@ def _period_label(counter: Counter) -> str:
             return f"half-life {period}"
         case "time_since_last":
             return "seconds since the last"
+        case "distinct_count":
+            return f"distinct {counter.input_column}, {period}"
         case function:
             unit = "seconds of " if counter.input_column == "dwell" else ""
             return f"{function} of {unit}{counter.input_column}, {period}"

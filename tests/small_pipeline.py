@@ -55,6 +55,9 @@ def small_spec(spec_path: Path) -> str:
             {"function": "last", "column": "dwell", "event": "ad_view"},
             {"function": "sum", "column": "value", "event": "post_purchase"},
             {"function": "max", "column": "value", "event": "post_purchase"},
+            {"function": "distinct_count", "column": "item", "event": "ad_impression"},
+            {"function": "distinct_count", "column": "user", "event": "ad_click"},
+            {"function": "distinct_count", "column": "category", "event": "ad_click"},
         ],
     }
     spec["sources"]["events"]["delay"] = "5m"

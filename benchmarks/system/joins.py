@@ -18,7 +18,8 @@ from benchmarks.harness import SIMULATOR_SPEC, BenchmarkResult, interleaved_medi
 from benchmarks.synthetic_data import IMPRESSION, generate_events
 from etl.spec import DataSpec, load_spec
 from etl.spec.counters import CounterSpec
-from features.counters import HOT_EVENTS, count_events, find_hot_leads
+from features.counters.counting import count_events
+from features.counters.key_leads import HOT_EVENTS, find_hot_leads
 from features.examples import asof_join
 
 VALUES = ("event", "item", "type", "dwell_ms")

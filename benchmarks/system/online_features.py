@@ -21,6 +21,7 @@ from benchmarks.system.serving_args import ServingArgs
 from etl.spec.units import MICROS
 from etl.tables.lake import Lake
 from etl.tables.uri import local_cache_path
+from features.counters.distinct_counts import entries_of
 from ranking.feature_store.consistency import ConsistencyReport, check_consistency
 from ranking.feature_store.counter_keys import item_key_values
 from ranking.feature_store.counter_rows import COUNTER_LEVELS, CountedEvents
@@ -90,7 +91,11 @@ def insert_events(store: FeatureStore, requests: Sequence[RankRequest], surface:
     numbers = {
         name: rng.integers(0, 60_000, EVENTS) for name in counters.aggregations.input_columns
     }
-    events = CountedEvents(second, types, numbers)
+    entries = {
+        name: entries_of(rng.integers(0, 1000, EVENTS))
+        for name in counters.aggregations.distinct_columns
+    }
+    events = CountedEvents(second, types, numbers, entries)
     for table, records in counters.build_records(key_values, events):
         with store.write_transaction() as txn:
             if table == COUNTER_LEVELS[0].table:  # append to the earlier hours

@@ -97,7 +97,7 @@ def _event_column_problems(spec: SpecDeclarations) -> Iterator[Problem]:
     """Dwells and values that no source provides."""
     used = [
         (("counters", "aggregations"), aggregation.column, aggregation.event)
-        for aggregation in spec.counters.aggregations
+        for aggregation in spec.counters.numeric_aggregations
     ]
     used += [
         (("auxiliary_objectives", name), "dwell", auxiliary.event)

@@ -100,7 +100,7 @@ KEY_EFFECTS: Mapping[str, KeyEffect] = {
     "counters.keys": COUNTER_TABLES,
     "counters.half_lives": EXAMPLE_TABLES,
     "counters.time_since_last": EXAMPLE_TABLES,
-    "counters.aggregations": EXAMPLE_TABLES,
+    "counters.aggregations": COUNTER_TABLES,
     "rank_by": SERVING,
     "auction.bid": BID_TABLES,
     "auction.goal": BID_TABLES,

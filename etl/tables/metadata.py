@@ -53,6 +53,7 @@ COUNTER_PATTERNS: dict[Aggregation, str] = {
     "decayed_count": "`decayed_KEYS_EVENT_HALFLIFE`",
     "time_since_last": "`since_KEYS_EVENT`",
     **{name: f"`{name}_COLUMN_KEYS_EVENT_WINDOW`" for name in FUNCTIONS},
+    "distinct_count": "`distinct_count_COLUMN_KEYS_EVENT_WINDOW`",
 }
 
 

@@ -13,7 +13,7 @@ from zoneinfo import ZoneInfo
 import numpy as np
 import xxhash
 
-from etl.array_types import Bytes, Float32
+from etl.array_types import Bytes, Float32, Int64, UInt64
 from etl.spec.attributes import (
     BagAttribute,
     CategoricalAttribute,
@@ -23,6 +23,10 @@ from etl.spec.attributes import (
 )
 
 SPARK_XXHASH64_SEED = 42
+XXHASH64_PRIMES = (
+    *(0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9),
+    *(0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5),
+)
 MAX_ABS_VALUE = 1e30
 MISSING_CATEGORY = 0
 # Control characters, spaces and punctuation: ASCII and Latin-1, Arabic, danda, Unicode's blocks for
@@ -39,6 +43,21 @@ def spark_xxhash64(text: str) -> int:
     """Spark's xxhash64 of a string: a signed 64-bit integer."""
     unsigned = xxhash.xxh64_intdigest(text.encode(), seed=SPARK_XXHASH64_SEED)
     return unsigned - (1 << 64) if unsigned >> 63 else unsigned
+
+
+def spark_xxhash64_of_integers(values: Int64) -> UInt64:
+    """Spark's xxhash64 of integers of 64 bits (N), as unsigned integers (N)."""
+    first, second, third, fourth, fifth = map(np.uint64, XXHASH64_PRIMES)
+    rounds = _rotate_left(values.astype(np.int64).view(np.uint64) * second, 31) * first
+    mixed = (np.uint64(SPARK_XXHASH64_SEED + 8) + fifth) ^ rounds
+    mixed = _rotate_left(mixed, 27) * first + fourth
+    mixed = (mixed ^ mixed >> np.uint64(33)) * second
+    mixed = (mixed ^ mixed >> np.uint64(29)) * third
+    return mixed ^ mixed >> np.uint64(32)
+
+
+def _rotate_left(values: UInt64, bits: int) -> UInt64:
+    return values << np.uint64(bits) | values >> np.uint64(64 - bits)
 
 
 def encode_categorical(attribute: CategoricalAttribute, raw: str | None) -> int:

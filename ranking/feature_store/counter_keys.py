@@ -6,7 +6,7 @@ Those of the context are of the event or the request itself, and clocks show whe
 N events, or the candidates of a request.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +17,7 @@ from etl.spec.attributes import LocalTimeAttribute
 from etl.spec.model import DataSpec
 from etl.spec.units import MICROS
 from etl.tables.declared_columns import item_counter_key_columns
+from features.counters.distinct_counts import MISSING_ENTRY, entries_of
 from features.encoding.scalar import (
     MISSING_CATEGORY,
     encode_categorical,
@@ -147,6 +148,18 @@ def context_key_values_of_events(spec: DataSpec, events: pa.Table) -> KeyValues:
             position = raw.indices.to_numpy()
         values[name] = _known_categories(np.array(categories, np.int64)[position])
     return values
+
+
+def distinct_entries(columns: Iterable[str], key_values: KeyValues, items: Int64) -> KeyValues:
+    """Entries (N) of the parts of keys of which distinct values are counted.
+
+    `items` (N) are the hashes of item ids: the index of an item may be another in another store.
+    """
+    values = key_values | {"item": items}
+    return {
+        name: np.where(values[name] == UNKNOWN, MISSING_ENTRY, entries_of(values[name]))
+        for name in columns
+    }
 
 
 def _known_categories(categories: Int64) -> Int64:

@@ -7,14 +7,16 @@ hour. Rows of longer windows are merged from them, so nothing in a row depends o
 * of each number of which functions are computed, such as the dwell of views: how many there are,
   their sum, and where needed the smallest and the largest, in fixed point;
 * the `first` and the `last` of these numbers, where needed, each with its second;
+* the HyperLogLog `registers` of distinct counts;
 * `last_event`, the second of the last event, for the time since;
 * `decayed`, sums of 2^(-age / half-life) as of the bucket's last second. As of a later second each
   of them is multiplied by one weight.
 
-Rows of seconds lack the last three, which follow from their bucket and other fields.
+Rows of seconds lack first and last numbers, last events and decayed counts, which follow from their
+bucket and other fields.
 
-N events, R rows, U counted types, S types of `last_event`, P numbers, H half-lives, T types of
-decayed counts.
+N events, R rows, U counted types, S types of `last_event`, P numbers, D distinct counts, H
+half-lives, T types of decayed counts.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,12 +29,14 @@ import numpy as np
 
 from etl.array_types import Bools, Float64, Int64
 from etl.spec.counters import Function, InputColumn
-from features.aggregations import Aggregations, NumberInput
-from features.numeric_columns import MISSING
+from features.counters.aggregations import Aggregations, NumberInput
+from features.counters.distinct_counts import MISSING_ENTRY, NUM_REGISTERS, RANKS
+from features.counters.numeric_columns import MISSING
 
 LOW_32_BITS = (1 << 32) - 1
 LARGEST_INT64 = (1 << 63) - 1
-UINT32, INT64, FLOAT64, TIMED = Struct("<I"), Struct("<q"), Struct("<d"), Struct("<Iq")
+UINT8, UINT32, INT64 = Struct("<B"), Struct("<I"), Struct("<q")
+FLOAT64, TIMED = Struct("<d"), Struct("<Iq")
 TIMED_NUMBER = np.dtype([("second", "<u4"), ("number", "<i8")])
 
 
@@ -66,16 +70,25 @@ def child_record_key(record_key: bytes, parent_bucket: int) -> bytes:
 
 @dataclass(frozen=True)
 class CountedEvents:
-    """Events (N) to count: their seconds, types as codes, and numbers (MISSING where unknown)."""
+    """Events (N) to count.
+
+    Attributes:
+        epoch_seconds: When they became visible.
+        types: Their types as codes.
+        numbers: Their numbers in fixed point by column; MISSING where unknown.
+        entries: Their entries of distinct counts by the part of keys; MISSING_ENTRY where unknown.
+    """
 
     epoch_seconds: Int64
     types: Int64
     numbers: Mapping[InputColumn, Int64]
+    entries: Mapping[str, Int64]
 
     def __getitem__(self, selected: Bools) -> "CountedEvents":
         """Some of the events."""
         numbers = {name: column[selected] for name, column in self.numbers.items()}
-        return CountedEvents(self.epoch_seconds[selected], self.types[selected], numbers)
+        entries = {name: column[selected] for name, column in self.entries.items()}
+        return CountedEvents(self.epoch_seconds[selected], self.types[selected], numbers, entries)
 
 
 class FieldUpdate(NamedTuple):
@@ -148,6 +161,7 @@ class RowLayout:
             ("number_sums", "<i8", (len(self.numbers),)),
             ("smallest", "<i8", (len(self.fields["smallest"]),)),
             ("largest", "<i8", (len(self.fields["largest"]),)),
+            ("registers", "u1", (len(of.distinct), NUM_REGISTERS)),
         ]
         upper = [
             ("first", TIMED_NUMBER, (len(self.fields["first"]),)),
@@ -181,22 +195,23 @@ class RowLayout:
             rows["last"]["number"] = MISSING
         return rows
 
-    def updates(
-        self,
-        level: CounterLevel,
-        second: int,
-        event_type: int,
-        numbers: Mapping[InputColumn, int],
-    ) -> list[FieldUpdate]:
-        """What one event changes in the row of its bucket; its numbers may be MISSING."""
+    def updates(self, level: CounterLevel, event: CountedEvents) -> list[FieldUpdate]:
+        """What one event (N = 1) changes in the row of its bucket."""
+        second, event_type = int(event.epoch_seconds[0]), int(event.types[0])
         of, updates = self.aggregations, []
         if event_type in self.counted_types:
             index = self.counted_types.index(event_type)
             updates.append(self._update(level, "counts", index, UINT32, (1,), _add))
         for of_event in self.numbers:
-            number = numbers.get(of_event.column, MISSING)
+            number = int(event.numbers[of_event.column][0])
             if of_event.event_type == event_type and number != MISSING:
                 updates += self._number_updates(level, second, of_event, number)
+        for index, distinct in enumerate(of.distinct):
+            entry = int(event.entries[distinct.column][0])
+            if distinct.event_type == event_type and entry != MISSING_ENTRY:
+                register, rank = divmod(entry, RANKS)
+                position = index * NUM_REGISTERS + register
+                updates.append(self._update(level, "registers", position, UINT8, (rank,), max))
         if level.is_lowest:
             return updates
         if event_type in of.last_types:
@@ -256,6 +271,12 @@ class RowLayout:
             rows["number_counts"][:, index] = counts
             np.add.at(rows["number_sums"][:, index], row[is_added], number[is_added])
             self._add_extremes(rows, level, of, row[is_added], events[is_added])
+        for index, distinct in enumerate(self.aggregations.distinct):
+            entry = events.entries[distinct.column]
+            is_added = (events.types == distinct.event_type) & (entry != MISSING_ENTRY)
+            register, rank = np.divmod(entry[is_added], RANKS)
+            registers = rows["registers"][:, index]
+            np.maximum.at(registers, (row[is_added], register), rank.astype(np.uint8))
         if not level.is_lowest:
             self._add_last_events(rows, row, events)
             self._add_decayed(rows, level, row, events)

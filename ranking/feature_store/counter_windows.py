@@ -6,8 +6,8 @@ hour, which contains it, and of the seconds before it in the edge minute.
 
 Decayed counts are not subtracted, because a small difference of large sums is inexact. They add up
 the largest buckets that lie within the longest window: its hours, the minutes of an hour that is
-only partly in it, and the seconds of such a minute. Extremes of numbers, and the first and last of
-them, are those of the same buckets of each window.
+only partly in it, and the seconds of such a minute. Extremes of numbers, the first and last of
+them, and the registers of distinct counts are those of the same buckets of each window.
 
 P points in time, W windows, Q keys, N rows, K integers of a row; the others as in counter_rows.py.
 """
@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from etl.array_types import Bools, Float64, Int64
-from features.aggregations import NumberInput, NumericAggregation
-from features.numeric_columns import FIXED_POINT, mean_of
+from etl.array_types import Bools, Bytes, Float64, Int64
+from features.counters.aggregations import NumberInput, NumericAggregation
+from features.counters.distinct_counts import NUM_REGISTERS, estimate_distinct
+from features.counters.numeric_columns import FIXED_POINT, mean_of
 from ranking.feature_store.counter_rows import (
     COUNTER_LEVELS,
     LOW_32_BITS,
@@ -146,6 +147,7 @@ class WindowSums:
         decayed: The decayed counts (Q, H, T).
         last_event: The second of the last event (Q, S); 0 without one.
         extremes: Of each field, its numbers in each window (W, Q, numbers of the field).
+        registers: The registers of distinct counts in each window (W, Q, D, registers).
     """
 
     layout: RowLayout
@@ -154,6 +156,7 @@ class WindowSums:
     decayed: Float64
     last_event: Int64
     extremes: Mapping[str, np.ndarray]
+    registers: Bytes
 
     @classmethod
     def zeros(cls, layout: RowLayout, num_keys: int, as_of: int) -> "WindowSums":
@@ -173,6 +176,7 @@ class WindowSums:
                 field: empty[field].reshape(*shape, len(numbers))
                 for field, numbers in layout.fields.items()
             },
+            empty["registers"].reshape(*shape, len(of.distinct), NUM_REGISTERS),
         )
 
     @property
@@ -189,9 +193,12 @@ class WindowSums:
             is_added = self._is_added(rows, of.longest_window, parent)
             decayed = rows.decayed(is_added, self.as_of)
             _reduce_by_key(np.add, self.decayed, key[is_added], decayed)
-        if self.layout.fields["smallest"] or self.layout.fields["largest"]:
-            for index, window in enumerate(of.windows):
-                self._add_extremes(rows, key, index, self._is_added(rows, window, parent))
+        has_extremes = self.layout.fields["smallest"] or self.layout.fields["largest"]
+        for index, window in enumerate(of.windows if has_extremes or of.distinct else ()):
+            is_added = self._is_added(rows, window, parent)
+            self._add_extremes(rows, key, index, is_added)
+            registers = rows.rows["registers"][is_added]
+            _reduce_by_key(np.maximum, self.registers[index], key[is_added], registers)
 
     def _add_extremes(self, rows: LevelRows, key: Int64, window: int, is_added: Bools) -> None:
         """Add selected rows to the extremes of a window, given by its index."""
@@ -227,6 +234,7 @@ class WindowSums:
             self.decayed,
             np.where(age <= of.longest_window, age, np.nan),
             np.array(numbers).reshape(len(numbers), len(of.windows), num_keys).transpose(2, 1, 0),
+            estimate_distinct(self.registers).transpose(1, 0, 2),
         )
         shapes = [(num_keys, prod(part.shape[1:])) for part in parts]
         return np.concatenate([p.reshape(shape) for p, shape in zip(parts, shapes, strict=True)], 1)

@@ -25,10 +25,9 @@ from functools import cached_property
 import numpy as np
 
 from etl.array_types import Float64, Int64
-from etl.spec.counters import InputColumn
 from etl.spec.model import DataSpec
 from etl.spec.units import DAY
-from features.aggregations import Aggregations
+from features.counters.aggregations import Aggregations
 from ranking.feature_store.counter_rows import (
     COUNTER_LEVELS,
     LOW_32_BITS,
@@ -93,25 +92,16 @@ class Counters:
         return [prefix + raw[start : start + size] for start in range(0, len(raw), size)]
 
     def increment(
-        self,
-        txn: Txn,
-        record_keys: Iterable[bytes],
-        epoch_second: int,
-        event_type: int,
-        numbers: Mapping[InputColumn, int],
-        now: int,
+        self, txn: Txn, record_keys: Iterable[bytes], event: CountedEvents, now: int
     ) -> None:
-        """Count one event for some keys, and drop the hours that no request after `now` reads.
+        """Count one event (N = 1) for some keys, and drop the hours no request after `now` reads.
 
-        The event may be older than events that were counted before. Its numbers are in fixed point
-        and may be MISSING.
+        The event may be older than events that were counted before.
         """
-        if event_type not in self.layout.event_types:
+        if int(event.types[0]) not in self.layout.event_types:
             return
-        updates = [
-            (level, self.layout.updates(level, epoch_second, event_type, numbers))
-            for level in COUNTER_LEVELS
-        ]
+        epoch_second = int(event.epoch_seconds[0])
+        updates = [(level, self.layout.updates(level, event)) for level in COUNTER_LEVELS]
         first_hour = (now - self.retention_seconds) // COUNTER_LEVELS[0].bucket_seconds
         for key in record_keys:
             level_key = key

@@ -4,15 +4,21 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from etl.array_types import Float64
+from etl.array_types import Float64, Int64
 from etl.errors import UserError
 from etl.event_time import MAX_CLOCK_SKEW_SECONDS, MIN_EVENT_TS, compute_visible_ts
 from etl.spec.counters import InputColumn
 from etl.spec.model import DataSpec
 from etl.spec.units import MICROS
+from features.counters.numeric_columns import FIXED_POINT
+from features.encoding.scalar import spark_xxhash64
 from features.history.codec import quantize_dwell
-from features.numeric_columns import FIXED_POINT
-from ranking.feature_store.counter_keys import context_key_values_of_event, counter_key_values
+from ranking.feature_store.counter_keys import (
+    context_key_values_of_event,
+    counter_key_values,
+    distinct_entries,
+)
+from ranking.feature_store.counter_rows import CountedEvents
 from ranking.feature_store.encoded_attributes import AttributeValues
 from ranking.feature_store.items import read_item_records, register_items
 from ranking.feature_store.storage import (
@@ -90,8 +96,14 @@ def ingest_event(store: FeatureStore, txn: Txn, event: Event) -> None:
     key_values |= context_key_values_of_event(store.spec, event.context, occurred)
     record_keys = [keys[0] for keys in store.counters.record_keys(key_values)]
     known_keys = [key for key in record_keys if key is not None]
-    event_code, numbers = store.spec.event_codes[event.type], _numbers(store, event)
-    store.counters.increment(txn, known_keys, visible, event_code, numbers, now)
+    item_hash = np.array([spark_xxhash64(event.item)])
+    counted = CountedEvents(
+        np.array([visible]),
+        np.array([store.spec.event_codes[event.type]]),
+        _numbers(store, event),
+        distinct_entries(store.counters.aggregations.distinct_columns, key_values, item_hash),
+    )
+    store.counters.increment(txn, known_keys, counted, now)
 
 
 def _history_row(store: FeatureStore, event: Event, visible: int, item_index: int) -> np.ndarray:
@@ -104,13 +116,13 @@ def _history_row(store: FeatureStore, event: Event, visible: int, item_index: in
     return row
 
 
-def _numbers(store: FeatureStore, event: Event) -> dict[InputColumn, int]:
-    """The numbers of an event of which counters have functions, in fixed point."""
+def _numbers(store: FeatureStore, event: Event) -> dict[InputColumn, Int64]:
+    """The numbers (1) of an event of which counters have functions, in fixed point."""
     values = {"dwell": event.dwell_ms, "value": event.value}
     numbers = {}
     for name in store.counters.aggregations.input_columns:
         value = np.array([np.nan if values[name] is None else values[name]], np.float64)
-        numbers[name] = int(FIXED_POINT[name].round(value)[0])
+        numbers[name] = FIXED_POINT[name].round(value)
     return numbers
 
 

@@ -29,14 +29,15 @@ from etl.tables.lease import hold_leases
 from etl.tables.pointer import remove_unreferenced_versions
 from etl.tables.schemas import RESERVED_ITEM_INDICES
 from etl.tables.uri import local_cache_path, resolve_uri
+from features.counters.numeric_columns import FIXED_POINT
 from features.encoding.scalar import spark_xxhash64
-from features.numeric_columns import FIXED_POINT
 from features.schema import counter_input_days
 from ranking.feature_store.attributes import AttributeVersion, upsert_attributes
 from ranking.feature_store.carried_histories import HistoryBuilder
 from ranking.feature_store.counter_keys import (
     KeyValues,
     context_key_values_of_events,
+    distinct_entries,
     item_key_values,
     user_key_values_of_events,
 )
@@ -220,10 +221,9 @@ class TableSource:
         events = events.filter(pc.is_in(events["type"], types))
         visible = events["visible_ts"].to_numpy()
         users = events["user_id"].combine_chunks().dictionary_encode()
-        hashes = np.array([spark_xxhash64(name) for name in users.dictionary.to_pylist()], np.int64)
         items = registered_item_records(self.store, events["item_id"])
         key_values = {
-            "user": hashes[users.indices.to_numpy()],
+            "user": _hash_names(users),
             "surface": events["surface"].to_numpy().astype(np.int64),
             **item_key_values(self.store.layout, items, visible),
             **self._user_key_values(users, visible),
@@ -233,7 +233,10 @@ class TableSource:
             name: FIXED_POINT[name].round(events[FIXED_POINT[name].stored_column].to_numpy())
             for name in counters.aggregations.input_columns
         }
-        counted = CountedEvents(visible, events["type"].to_numpy().astype(np.int64), numbers)
+        item_hashes = _hash_names(events["item_id"].combine_chunks().dictionary_encode())
+        entries = distinct_entries(counters.aggregations.distinct_columns, key_values, item_hashes)
+        event_types = events["type"].to_numpy().astype(np.int64)
+        counted = CountedEvents(visible, event_types, numbers, entries)
         yield from counters.build_records(key_values, counted)
 
     def _user_key_values(self, users: pa.DictionaryArray, visible: Int64) -> KeyValues:
@@ -245,6 +248,12 @@ class TableSource:
         columns = ["user_id", "valid_from", "day", *names]
         versions = readable_versions(self.lake, "user", first_day, self.data_until_day, columns)
         return user_key_values_of_events(self.store.layout, versions, users, visible)
+
+
+def _hash_names(names: pa.DictionaryArray) -> Int64:
+    """Spark's hashes of names (N)."""
+    hashes = [spark_xxhash64(name) for name in names.dictionary.to_pylist()]
+    return np.asarray(np.array(hashes, np.int64)[names.indices.to_numpy()])
 
 
 def rows_until(table: Snapshot, day: date) -> pa.Table:

@@ -15,8 +15,15 @@ from etl.array_types import Float64, Int64
 from etl.spec import load_spec
 from etl.spec.counters import FUNCTIONS, InputColumn
 from features import reference
-from features.aggregations import EventRows, KeyedEvents, NumericAggregation, count_all_before
-from features.numeric_columns import FIXED_POINT
+from features.counters.aggregations import (
+    DistinctCount,
+    EventRows,
+    KeyedEvents,
+    NumericAggregation,
+    count_all_before,
+)
+from features.counters.distinct_counts import MISSING_ENTRY, entries_of
+from features.counters.numeric_columns import FIXED_POINT
 from features.schema import feature_schema
 from tests.oracle.disorder import SPEC
 
@@ -25,13 +32,16 @@ DAY = 86_400
 WINDOWS, TYPES, LONGEST = (5, 40), (1, 2), 40
 HALF_LIVES = (1, 7, 1_000_000)
 COLUMNS: tuple[InputColumn, ...] = ("dwell", "value")
+DISTINCT = tuple(DistinctCount("item", type_) for type_ in TYPES)
 NUMERIC = tuple(NumericAggregation(f, c, t) for f in FUNCTIONS for c in COLUMNS for t in TYPES)
-Event = tuple[int, int, int, float | None, float | None]  # key, second, type, dwell (ms), value
+# Key, second, type, dwell (ms), value, item.
+Event = tuple[int, int, int, float | None, float | None, int | None]
 Row = dict[str, Any]
 dwells = st.none() | st.floats(0, 1e5) | st.sampled_from((0.0, 0.5, 1.5, 1e8, 1e299))
 values = st.none() | st.floats(-1e5, 1e5) | st.sampled_from((0.0, -5e-5, 2.5e-4, -2e9, 1e299))
+items = st.none() | st.integers(0, 9) | st.integers(-(2**63), 2**63 - 1)
 events = st.lists(
-    st.tuples(st.integers(0, 3), st.integers(0, 90), st.integers(1, 3), dwells, values),
+    st.tuples(st.integers(0, 3), st.integers(0, 90), st.integers(1, 3), dwells, values, items),
     max_size=60,
 )
 queries = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 100)), min_size=1, max_size=20)
@@ -44,7 +54,11 @@ def align(events: list[Event], queries: list[tuple[int, int]], window: int) -> K
         stored = np.array([np.nan if e[column] is None else e[column] for e in events], np.float64)
         numbers[name] = FIXED_POINT[name].round(stored)
     query_key, query_ts = np.array(queries, np.int64).reshape(-1, 2).T
-    rows = EventRows.of_events(key, ts, type_, numbers)
+    items = [event[5] for event in events]
+    hashed = entries_of(np.array([item or 0 for item in items], np.int64))
+    is_missing = np.array([item is None for item in items], bool)
+    entries = {"item": np.where(is_missing, MISSING_ENTRY, hashed)}
+    rows = EventRows.of_events(key, ts, type_, numbers, entries)
     return KeyedEvents.align(rows, query_key, query_ts, window)
 
 
@@ -56,20 +70,26 @@ def aggregate(aligned: KeyedEvents) -> Float64:
             aligned.decayed_counts(HALF_LIVES, TYPES, LONGEST),
             aligned.seconds_since_last(TYPES, LONGEST),
             aligned.functions_of_numbers(WINDOWS, NUMERIC),
+            aligned.distinct_counts(WINDOWS, DISTINCT),
         ),
         axis=1,
     )
 
 
 def expected_values(events: list[Event], key: int, now: int) -> list[float]:
-    names = ("key", "visible_ts", "type", "dwell_ms", "value")
-    rows = [dict(zip(names, event, strict=True)) for event in events if event[0] == key]
+    names = ("key", "visible_ts", "type", "dwell_ms", "value", "item")
+    rows: list[Row] = [dict(zip(names, e, strict=True)) for e in events if e[0] == key]
     of = {"dwell": reference.function_of_dwells, "value": reference.function_of_values}
     values: list[float | None] = [
         *(reference.count_matching_events(rows, {}, c, now, w) for w in WINDOWS for c in TYPES),
         *(reference.decayed_count(rows, c, now, LONGEST, h) for h in HALF_LIVES for c in TYPES),
         *(reference.time_since_last(rows, c, now, LONGEST) for c in TYPES),
         *(of[n](rows, f, c, now, w) for w in WINDOWS for f, n, c in NUMERIC),
+        *(
+            reference.distinct_count([(row, row["item"]) for row in rows], c, now, w)
+            for w in WINDOWS
+            for _, c in DISTINCT
+        ),
     ]
     return [np.nan if value is None else value for value in values]
 
@@ -77,7 +97,8 @@ def expected_values(events: list[Event], key: int, now: int) -> list[float]:
 @settings(max_examples=300)
 @given(events, queries)
 @example(
-    [(0, second, 1, 1e299, -1e299) for second in range(64)], [(0, second) for second in range(70)]
+    [(0, second, 1, 1e299, -1e299, second) for second in range(64)],
+    [(0, second) for second in range(70)],
 )
 def test_aggregations_equal_those_of_a_loop(
     events: list[Event], queries: list[tuple[int, int]]
@@ -179,5 +200,6 @@ def test_model_inputs_are_logarithms_and_rates_of_counters(tmp_path: Path) -> No
     }
     assert len(features.numeric_keys) == len(features.numeric_columns)
     for name, key in zip(features.numeric_columns, features.numeric_keys, strict=True):
-        kind, events = "(rate_)?[a-z]+_((dwell|value)_)?", "(shown|click|buy|look)"
-        assert re.match(rf"{kind}{'_'.join(key)}_{events}(_|$)", name)
+        kind, events = r"(rate_)?[a-z]+_(count_)?", "(shown|click|buy|look)"
+        column = "((dwell|value|user|item|device|brand)_)?"
+        assert re.match(rf"{kind}{column}{'_'.join(key)}_{events}(_|$)", name)

@@ -3,6 +3,7 @@
 import math
 import random
 from collections import Counter
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from etl.spec import DataSpec
+from etl.spec.attributes import CategoricalAttribute
 from etl.tables import schemas
 from etl.tables.arrow import snapshot
 from etl.tables.lake import Lake
+from features.encoding.scalar import encode_categorical, spark_xxhash64
 from tests.oracle import log as oracle
 from tests.oracle.disorder import (
     BRANDS,
@@ -135,12 +139,32 @@ def counters_match(lake: Lake, row: Row, events: list[Record], impression: Recor
         if "brand" in key:  # events are counted only once the brand of their item is known
             matching = [e for e in matching if BRANDS[e["item"]][1] < visible_ts(e, DELAY)]
             matching = matching if known_since < as_of else []
-        values = oracle.counters(matching, as_of, DELAY, WINDOWS, HALF_LIVES)
+        distinct = distinct_values(lake.spec)
+        values = oracle.counters(matching, as_of, DELAY, WINDOWS, HALF_LIVES, distinct)
         expected = {f"{kind}_{'_'.join(key)}_{name}": v for (kind, name), v in values.items()}
         for counter in lake.spec.counters.columns_of(key):
             if not is_close(row[counter.column], expected[counter.column]):
                 return False
     return True
+
+
+def distinct_values(spec: DataSpec) -> dict[str, Callable[[Record], int | None]]:
+    """What is counted distinctly, by column; the brand of an item once it is known."""
+    device = spec.attributes.context["device"]
+    assert isinstance(device, CategoricalAttribute)
+
+    def brand_of(record: Record) -> int | None:
+        brand, known_since = BRANDS[record["item"]]
+        if brand is None or known_since >= visible_ts(record, DELAY):
+            return None
+        return spark_xxhash64(brand)
+
+    return {
+        "user": lambda record: spark_xxhash64(record["user"]),
+        "item": lambda record: spark_xxhash64(record["item"]),
+        "device": lambda record: encode_categorical(device, record["device"]) or None,
+        "brand": brand_of,
+    }
 
 
 def is_close(value: float | None, expected: float | None) -> bool:

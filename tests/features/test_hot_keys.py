@@ -8,7 +8,8 @@ import pytest
 from pyspark.sql import SparkSession
 
 from etl.spec import load_spec
-from features.counters import count_events, find_hot_leads
+from features.counters.counting import count_events
+from features.counters.key_leads import find_hot_leads
 from tests.oracle.disorder import SPEC
 
 pytestmark = pytest.mark.spark
@@ -46,6 +47,7 @@ def test_counters_do_not_depend_on_which_keys_have_many_events(
             "type": pa.array(rng.integers(1, 5, EVENTS), pa.int8()),
             "dwell_ms": pa.array(dwell, mask=rng.random(EVENTS) < 0.3),
             "value": pa.array(value, mask=rng.random(EVENTS) < 0.3),
+            "item_hash": rng.integers(0, 500, EVENTS),
             **random_keys(rng, EVENTS),
         }
     )

@@ -66,6 +66,10 @@ counters:
     - {function: last, column: value, event: buy}
     - {function: first, column: value, event: buy}
     - {function: min, column: value, event: buy}
+    - {function: distinct_count, column: item, event: click}
+    - {function: distinct_count, column: user, event: shown}
+    - {function: distinct_count, column: device, event: look}
+    - {function: distinct_count, column: brand, event: shown}
 sources:
   log:
     kind: event_log

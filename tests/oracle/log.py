@@ -7,8 +7,10 @@ value and dwell (milliseconds or None).
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
+
+from features.reference import hyperloglog_estimate
 
 Record = dict[str, Any]
 DAY = 86_400
@@ -137,8 +139,12 @@ def counters(
     delay: int,
     windows: Mapping[str, int],
     half_lives: Mapping[str, int],
+    distinct: Mapping[str, Callable[[Record], int | None]],
 ) -> dict[tuple[str, str], float | None]:
-    """Counters of one key by prefix and suffix of their column, such as `cnt` and `click_1d`."""
+    """Counters of one key by prefix and suffix of their column, such as `cnt` and `click_1d`.
+
+    `distinct` returns the values, as integers, of which distinct ones are counted.
+    """
     values: dict[tuple[str, str], float | None] = {}
     past = [(r, as_of - visible_ts(r, delay)) for r in records]
     past = [(r, age) for r, age in past if 0 < age <= max(windows.values())]
@@ -159,6 +165,10 @@ def counters(
             for column, of_column in (("dwell", dwells), ("value", numbers)):
                 for function, value in functions_of_numbers(of_column).items():
                     values[f"{function}_{column}", f"{type_}_{name}"] = value
+            for column, value_of in distinct.items():
+                found = {value_of(r) for r, _ in inside} - {None}
+                estimate = hyperloglog_estimate(value for value in found if value is not None)
+                values[f"distinct_count_{column}", f"{type_}_{name}"] = estimate
     return values
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from etl.array_types import Bools, Float64, Int64
 from etl.spec.counters import Function, InputColumn
 from etl.spec.units import DAY
+from features.ragged import reduce_ranges
 
 MISSING = int(np.iinfo(np.int64).min)  # a number that an event does not have
 
@@ -99,15 +100,15 @@ class SortedNumbers:
                 total = self._totals[end] - self._totals[first]
                 return mean_of(total, self._counts[end] - self._counts[first])
             case "min":
-                return range_extremes(np.minimum, self.numbers.smallest, first, end)
+                return reduce_ranges(np.minimum, self.numbers.smallest, first, end, empty=np.nan)
             case "max":
-                return range_extremes(np.maximum, self.numbers.largest, first, end)
+                return reduce_ranges(np.maximum, self.numbers.largest, first, end, empty=np.nan)
             case "first":
                 end = np.where(first < end, self._end_of_second(first), first)
-                return range_extremes(np.minimum, self.numbers.smallest, first, end)
+                return reduce_ranges(np.minimum, self.numbers.smallest, first, end, empty=np.nan)
             case "last":
                 first = np.where(first < end, self._start_of_second(end - 1), end)
-                return range_extremes(np.maximum, self.numbers.largest, first, end)
+                return reduce_ranges(np.maximum, self.numbers.largest, first, end, empty=np.nan)
 
     def _start_of_second(self, row: Int64) -> Int64:
         """The first row with the position of each of some rows (R); rows may be out of bounds."""
@@ -134,21 +135,3 @@ class SortedNumbers:
 def mean_of(total: Int64, count: Int64) -> Float64:
     """Means of sums of integers; NaN where the count is 0."""
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
-
-
-def range_extremes(extreme: np.ufunc, values: Int64, start: Int64, stop: Int64) -> Float64:
-    """np.minimum or np.maximum of values[start:stop] of each range (R); NaN where it is empty.
-
-    Level n has the extremes of 2^n values from each value on; two of them cover a range.
-    """
-    extremes, length = np.full(len(start), np.nan), stop - start
-    level_of = np.frexp(length)[1] - 1  # floor(log2(length)); -1 of empty ranges
-    of_level = values
-    for level in range(int(level_of.max(initial=-1)) + 1):
-        if level:
-            half = 1 << (level - 1)
-            of_level = extreme(of_level[:-half], of_level[half:])
-        ranges = np.flatnonzero(level_of == level)
-        last = stop[ranges] - (1 << level)
-        extremes[ranges] = extreme(of_level[start[ranges]], of_level[last])
-    return extremes

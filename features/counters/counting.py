@@ -1,9 +1,9 @@
 """Point-in-time counters: aggregations of the events before each impression, by key.
 
-The aggregation itself is NumPy on sorted arrays (features/aggregations.py); Spark brings the rows
-that share the first part of a key together. Where that part is hot, such as a large surface, its
-events are first summed by second and type, and its impressions of one second are one query, so that
-the rows of a key are bounded by the seconds of the longest window.
+The aggregation itself is NumPy on sorted arrays (features/counters/aggregations.py); Spark brings
+the rows that share the first part of a key together. Where that part is hot, such as a large
+surface, its events are first summed by second and type, and its impressions of one second are one
+query, so that the rows of a key are bounded by the seconds of the longest window.
 """
 
 import functools
@@ -13,20 +13,27 @@ from dataclasses import dataclass, fields
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from etl.array_types import Bools, Float64, Int32, Int64
-from etl.spec.counters import CounterKey, CounterSpec, InputColumn
+from etl.spec.counters import CounterSpec
 from etl.spec.model import DataSpec
-from features.aggregations import Aggregations, EventRows, count_all_before
-from features.numeric_columns import FIXED_POINT, MISSING, Numbers
+from features.counters.aggregations import Aggregations, EventRows, count_all_before
+from features.counters.distinct_counts import MISSING_ENTRY
+from features.counters.key_leads import (
+    LEAD,
+    KeyLeads,
+    distinct_entry,
+    entry_column,
+    in_fixed_point,
+    leads_to_keys,
+)
+from features.counters.numeric_columns import MISSING, Numbers
 from features.ragged import regroup_batches, run_starts
 
 SEEN = "seen"
 SEEN_KEY = -1  # the number under which `seen` is counted
-HOT_EVENTS = 1_000_000  # from so many events on, a first part of a key is hot
-LEAD = ("lead_part", "lead")  # number and value of the first part of a key
 # The values of a key are the bytes of its numbers: Spark copies a list number by number.
 COUNTED_SCHEMA = "impression_id string, key int, values binary"
 BY_SECOND_SCHEMA = "key int, key_hash bigint, ts bigint, values binary"
@@ -39,11 +46,16 @@ def count_events(
 
     `events` have visible_ts, type, the columns that `aggregations` need, and a bigint column for
     each part of a key (`key_user`, ...); `queries` have impression_id, as_of_ts and the same key
-    columns. `hot_leads` are those of `find_hot_leads`.
+    columns. `hot_leads` are those of `find_hot_leads`. Items that are counted distinctly are hashes
+    in the column `item_hash`.
     """
     leads, aggregations = KeyLeads.from_spec(spec), Aggregations.from_spec(spec)
-    numbers = [_in_fixed_point(name).alias(name) for name in aggregations.input_columns]
-    event_rows = leads.explode(events, F.col("visible_ts").alias("ts"), "type", *numbers)
+    numbers = [in_fixed_point(name).alias(name) for name in aggregations.input_columns]
+    entries = [
+        distinct_entry(part).alias(entry_column(part)) for part in aggregations.distinct_columns
+    ]
+    ts = F.col("visible_ts").alias("ts")
+    event_rows = leads.explode(events, ts, "type", *numbers, *entries)
     query_rows = leads.explode(queries, F.col("as_of_ts").alias("ts"), "impression_id")
     of_hot = []
     if hot_leads is not None:
@@ -58,62 +70,6 @@ def count_events(
     builder = _RowBuilder(spec.counters, aggregations.missing)
     rows = counted.repartition("impression_id").sortWithinPartitions("impression_id")
     return rows.mapInArrow(builder.build_partition, builder.sql_schema)
-
-
-def find_hot_leads(spec: DataSpec, events: DataFrame, min_events: int = HOT_EVENTS) -> DataFrame:
-    """The first parts of keys, other than users, with at least so many events; few rows."""
-    leads = KeyLeads.from_spec(spec)
-    rows = leads.explode(events, "type").filter(F.col("lead_part") != leads.user)
-    return rows.groupBy(*LEAD).count().filter(F.col("count") >= min_events).select(*LEAD)
-
-
-@dataclass(frozen=True)
-class KeyLeads:
-    """The keys of a spec by their first part, such as the user; `keys` have numbers from 0 on."""
-
-    keys: tuple[CounterKey, ...]
-    parts: tuple[str, ...]
-
-    @classmethod
-    def from_spec(cls, spec: DataSpec) -> "KeyLeads":
-        """The keys that a spec declares."""
-        keys = spec.counters.keys
-        return cls(keys, tuple(dict.fromkeys(("user", *(key[0] for key in keys)))))
-
-    @property
-    def user(self) -> int:
-        """The number of the part `user`, which is always there."""
-        return self.parts.index("user")
-
-    def key_numbers(self, lead_part: int) -> list[int]:
-        """The numbers of the keys that begin with a part."""
-        return [n for n, key in enumerate(self.keys) if key[0] == self.parts[lead_part]]
-
-    @property
-    def hash_columns(self) -> list[str]:
-        """Columns with the hashes of the keys of one first part: `key_hash_0`, …."""
-        most_keys = max(len(self.key_numbers(number)) for number in range(len(self.parts)))
-        return [f"key_hash_{position}" for position in range(most_keys)]
-
-    def explode(self, rows: DataFrame, *columns: Column | str) -> DataFrame:
-        """A row for each row and each first part that it has.
-
-        `lead_part`, `lead`, the hashes of its keys (null where a part is missing) and the columns.
-        """
-        of_parts = []
-        for lead_part, part in enumerate(self.parts):
-            hashes = [_hash_key(self.keys[number]) for number in self.key_numbers(lead_part)]
-            padding = [F.lit(None)] * (len(self.hash_columns) - len(hashes))
-            named = zip(self.hash_columns, (*hashes, *padding), strict=True)
-            of_parts.append(
-                F.struct(
-                    F.lit(lead_part).alias("lead_part"),
-                    F.col(f"key_{part}").alias("lead"),
-                    *[value.cast("bigint").alias(name) for name, value in named],
-                )
-            )
-        exploded = rows.select(*columns, F.inline(F.array(*of_parts)))
-        return exploded.filter("lead IS NOT NULL")
 
 
 def count_by_impression(
@@ -144,37 +100,18 @@ def count_by_second(
         ).alias(name)
         for name in aggregations.input_columns
     ]
-    by_key = leads_to_keys(leads, events).groupBy(*key, "type")
-    by_second = by_key.agg(F.count("*").alias("count"), *numbers)
+    by_key = leads_to_keys(leads, events)
+    by_second = by_key.groupBy(*key, "type").agg(F.count("*").alias("count"), *numbers)
+    for part in aggregations.distinct_columns:
+        entry = entry_column(part)
+        entries = by_key.filter(F.col(entry) != MISSING_ENTRY).select(*key, "type", entry)
+        entries = entries.distinct().withColumn("count", F.lit(0).cast("bigint"))
+        by_second = by_second.unionByName(entries, allowMissingColumns=True)
     requested = leads_to_keys(leads, queries)
     rows = requested.select(*key).distinct().unionByName(by_second, allowMissingColumns=True)
     rows = _sort_by_group(rows, "key", "key_hash")
     counted = rows.mapInArrow(_SecondCounting(aggregations).count_partition, BY_SECOND_SCHEMA)
     return requested.join(counted, [*key]).select("impression_id", "key", "values")
-
-
-def leads_to_keys(leads: KeyLeads, rows: DataFrame) -> DataFrame:
-    """A row for each key of each row of `KeyLeads.explode`: `key`, `key_hash`, other columns."""
-    pairs = [
-        F.struct(
-            F.when(F.col("lead_part") == lead_part, F.lit(number)).alias("key"),
-            F.col(name).alias("key_hash"),
-        )
-        for lead_part in range(len(leads.parts))
-        for name, number in zip(leads.hash_columns, leads.key_numbers(lead_part), strict=False)
-    ]
-    others = [name for name in rows.columns if name not in (*LEAD, *leads.hash_columns)]
-    keys = rows.select(*others, F.inline(F.array(*pairs)))
-    return keys.filter("key IS NOT NULL AND key_hash IS NOT NULL")
-
-
-def _in_fixed_point(name: InputColumn) -> Column:
-    """A column of `events` as integers, as `FixedPoint.round` has them; null where missing."""
-    fixed_point = FIXED_POINT[name]
-    stored, limit = F.col(fixed_point.stored_column), F.lit(fixed_point.limit)
-    limited = F.greatest(F.least(stored, limit), -limit)
-    # `least` and `greatest` skip nulls, and would make a missing number the limit.
-    return F.when(stored.isNotNull(), F.rint(limited * fixed_point.scale).cast("bigint"))
 
 
 def _sort_by_group(rows: DataFrame, *columns: str) -> DataFrame:
@@ -185,13 +122,6 @@ def _sort_by_group(rows: DataFrame, *columns: str) -> DataFrame:
     """
     rows = rows.withColumn("group", F.xxhash64(*columns))
     return rows.repartition("group").sortWithinPartitions("group")
-
-
-def _hash_key(key: CounterKey) -> Column:
-    """One integer for a combination of key parts; null where one of them is missing."""
-    columns = [F.col(f"key_{part}") for part in key]
-    is_complete = functools.reduce(Column.__and__, [column.isNotNull() for column in columns])
-    return F.when(is_complete, columns[0] if len(columns) == 1 else F.xxhash64(*columns))
 
 
 @dataclass(frozen=True)
@@ -233,7 +163,11 @@ class _ImpressionCounting:
             name: table[name].fill_null(MISSING).to_numpy()[rows]
             for name in self.aggregations.input_columns
         }
-        return EventRows.of_events(key[rows], table["ts"].to_numpy()[rows], types, numbers)
+        entries = {
+            part: table[entry_column(part)].fill_null(MISSING_ENTRY).to_numpy()[rows]
+            for part in self.aggregations.distinct_columns
+        }
+        return EventRows.of_events(key[rows], table["ts"].to_numpy()[rows], types, numbers, entries)
 
 
 @dataclass(frozen=True)
@@ -260,7 +194,11 @@ class _SecondCounting:
             name: _numbers_of_column(of_events[name].combine_chunks())
             for name in self.aggregations.input_columns
         }
-        events = EventRows(key[~is_query], ts[~is_query], type_, count, numbers)
+        entries = {
+            part: of_events[entry_column(part)].fill_null(MISSING_ENTRY).to_numpy()
+            for part in self.aggregations.distinct_columns
+        }
+        events = EventRows(key[~is_query], ts[~is_query], type_, count, numbers, entries)
         values = self.aggregations.values(events, key[is_query], ts[is_query])
         queries = table.select(["key", "key_hash", "ts"]).filter(pa.array(is_query))
         return queries.append_column("values", _pack_numbers(values))

@@ -2,11 +2,12 @@
 
 Counts and the last event of a window are differences of positions and of sums of integers on this
 axis. Decayed counts are added up in a tree over time, which neither subtracts nor overflows: see
-`_decayed_sums`. Functions of numbers of events are in features/numeric_columns.py. All results
-depend only on the events in the window of a query, to the last bit, and not on which other events
-are at hand.
+`_decayed_sums`. Functions of numbers of events are in features/counters/numeric_columns.py, and
+distinct counts in features/counters/distinct_counts.py. All results depend only on the events in
+the window of a query, to the last bit, and not on which other events are at hand.
 
-N events, Q queries, W windows, H half-lives, T event types, A functions of numbers.
+N events, Q queries, W windows, H half-lives, T event types, A functions of numbers, D distinct
+counts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,8 @@ import numpy.typing as npt
 from etl.array_types import Bools, Float64, Int32, Int64
 from etl.spec.counters import Function, InputColumn
 from etl.spec.model import DataSpec
-from features.numeric_columns import FIXED_POINT, Numbers, SortedNumbers
+from features.counters.distinct_counts import MISSING_ENTRY, SortedEntries
+from features.counters.numeric_columns import FIXED_POINT, Numbers, SortedNumbers
 from features.ragged import count_visible
 
 Number = TypeVar("Number", bound=np.generic)
@@ -46,6 +48,13 @@ class NumericAggregation(NamedTuple):
         return NumberInput(self.column, self.event_type)
 
 
+class DistinctCount(NamedTuple):
+    """The distinct values of a part of keys that events of a type, given by its code, have."""
+
+    column: str
+    event_type: int
+
+
 @dataclass(frozen=True)
 class Aggregations:
     """What is computed for each key: windows and half-lives in seconds, event types as codes."""
@@ -55,6 +64,7 @@ class Aggregations:
     half_lives: tuple[int, ...] = ()
     last_types: tuple[int, ...] = ()
     numeric: tuple[NumericAggregation, ...] = ()
+    distinct: tuple[DistinctCount, ...] = ()
 
     @classmethod
     def from_spec(cls, spec: DataSpec) -> "Aggregations":
@@ -67,7 +77,10 @@ class Aggregations:
             last_types=tuple(codes[event] for event in declared.time_since_last),
             numeric=tuple(
                 NumericAggregation(each.function, each.column, codes[each.event])
-                for each in declared.aggregations
+                for each in declared.numeric_aggregations
+            ),
+            distinct=tuple(
+                DistinctCount(each.column, codes[each.event]) for each in declared.distinct_counts
             ),
         )
 
@@ -82,18 +95,25 @@ class Aggregations:
         num_counts = (len(self.windows) + len(self.half_lives)) * len(self.count_types)
         of_window = [0.0 if each.function == "sum" else np.nan for each in self.numeric]
         others = [np.nan] * len(self.last_types) + of_window * len(self.windows)
-        return np.concatenate((np.zeros(num_counts), others))
+        num_distinct = len(self.windows) * len(self.distinct)
+        return np.concatenate((np.zeros(num_counts), others, np.zeros(num_distinct)))
 
     @property
     def all_types(self) -> frozenset[int]:
         """The codes of all event types that are aggregated."""
-        numeric_types = (each.event_type for each in self.numeric)
-        return frozenset((*self.count_types, *self.last_types, *numeric_types))
+        of_numbers = (each.event_type for each in self.numeric)
+        of_distinct = (each.event_type for each in self.distinct)
+        return frozenset((*self.count_types, *self.last_types, *of_numbers, *of_distinct))
 
     @property
     def input_columns(self) -> tuple[InputColumn, ...]:
         """The columns of which functions are computed."""
         return tuple(dict.fromkeys(each.column for each in self.numeric))
+
+    @property
+    def distinct_columns(self) -> tuple[str, ...]:
+        """The parts of keys of which distinct values are counted."""
+        return tuple(dict.fromkeys(each.column for each in self.distinct))
 
     def values(self, events: "EventRows", query_key: Int64, query_ts: Int64) -> Float64:
         """All aggregations of each query (Q, columns), in the order of columns; NaN is null."""
@@ -104,6 +124,7 @@ class Aggregations:
             aligned.decayed_counts(self.half_lives, self.count_types, longest),
             aligned.seconds_since_last(self.last_types, longest),
             aligned.functions_of_numbers(self.windows, self.numeric),
+            aligned.distinct_counts(self.windows, self.distinct),
         )
         return np.concatenate(parts, axis=1, dtype=np.float64)
 
@@ -118,6 +139,7 @@ class EventRows:
         type: Codes of event types.
         count: The number of events.
         numbers: The numbers that they have, by column.
+        entries: The entries of values that are counted distinctly, by the part of keys.
     """
 
     key: Int64
@@ -125,6 +147,7 @@ class EventRows:
     type: Int64
     count: Int64
     numbers: Mapping[InputColumn, Numbers] = field(default_factory=dict)
+    entries: Mapping[str, Int64] = field(default_factory=dict)
 
     @classmethod
     def of_events(
@@ -133,15 +156,19 @@ class EventRows:
         ts: Int64,
         type_: Int64,
         numbers: Mapping[InputColumn, Int64] | None = None,
+        entries: Mapping[str, Int64] | None = None,
     ) -> "EventRows":
-        """One row per event; numbers (N) are in fixed point and may be MISSING."""
+        """One row per event; numbers (N) are in fixed point, and like entries may be MISSING."""
         of_columns = {name: Numbers.of_events(of) for name, of in (numbers or {}).items()}
-        return cls(key, ts, type_, np.ones(len(key), np.int64), of_columns)
+        return cls(key, ts, type_, np.ones(len(key), np.int64), of_columns, entries or {})
 
     def take(self, rows: Int64 | Bools) -> "EventRows":
         """Some of the rows."""
         numbers = {name: of_column.take(rows) for name, of_column in self.numbers.items()}
-        return EventRows(self.key[rows], self.ts[rows], self.type[rows], self.count[rows], numbers)
+        entries = {name: of_column[rows] for name, of_column in self.entries.items()}
+        return EventRows(
+            self.key[rows], self.ts[rows], self.type[rows], self.count[rows], numbers, entries
+        )
 
 
 @dataclass(frozen=True)
@@ -236,6 +263,22 @@ class KeyedEvents:
                         of_window = stored.aggregate(each.function, start, stop)
                         values[:, row, column] = of_window / FIXED_POINT[number.column].per_unit
         return self._in_query_order(values.reshape(len(values), len(windows) * len(aggregations)))
+
+    def distinct_counts(
+        self, windows: Sequence[int], aggregations: Sequence[DistinctCount]
+    ) -> Float64:
+        """Estimated numbers of distinct values in [query - window, query): (Q, W * D)."""
+        counts = np.zeros((len(self.query_position), len(windows), len(aggregations)))
+        starts = self.query_position[None] - np.array(windows)[:, None]
+        for column, each in enumerate(aggregations):
+            entries = self.events.entries[each.column]
+            has_value = (self.events.type == each.event_type) & (entries != MISSING_ENTRY)
+            stored = SortedEntries(self.position[has_value], entries[has_value])
+            first = count_visible(stored.position, starts)
+            end = np.broadcast_to(count_visible(stored.position, self.query_position), first.shape)
+            of_windows = stored.estimate_distinct(first.ravel(), end.ravel())
+            counts[:, :, column] = of_windows.reshape(first.shape).T
+        return self._in_query_order(counts.reshape(len(counts), len(windows) * len(aggregations)))
 
     def _sorted_numbers(self, number: NumberInput) -> SortedNumbers:
         numbers = self.events.numbers[number.column]

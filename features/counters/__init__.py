@@ -1,0 +1,1 @@
+"""Point-in-time counters: aggregations of the events before each impression, by key."""

@@ -1,0 +1,128 @@
+"""The rows of counters: events and impressions, once for each first part of their keys.
+
+Keys that begin with the same part, such as the user, are counted together, so that rows are moved
+once per first part and not once per key.
+"""
+
+import functools
+from dataclasses import dataclass
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+
+from etl.spec.counters import CounterKey, InputColumn
+from etl.spec.model import DataSpec
+from features.counters.distinct_counts import (
+    MAX_RANK,
+    MISSING_ENTRY,
+    NUM_REGISTERS,
+    RANKS,
+    REGISTER_BITS,
+)
+from features.counters.numeric_columns import FIXED_POINT
+
+HOT_EVENTS = 1_000_000  # from so many events on, a first part of a key is hot
+LEAD = ("lead_part", "lead")  # number and value of the first part of a key
+
+
+@dataclass(frozen=True)
+class KeyLeads:
+    """The keys of a spec by their first part, such as the user; `keys` have numbers from 0 on."""
+
+    keys: tuple[CounterKey, ...]
+    parts: tuple[str, ...]
+
+    @classmethod
+    def from_spec(cls, spec: DataSpec) -> "KeyLeads":
+        """The keys that a spec declares."""
+        keys = spec.counters.keys
+        return cls(keys, tuple(dict.fromkeys(("user", *(key[0] for key in keys)))))
+
+    @property
+    def user(self) -> int:
+        """The number of the part `user`, which is always there."""
+        return self.parts.index("user")
+
+    def key_numbers(self, lead_part: int) -> list[int]:
+        """The numbers of the keys that begin with a part."""
+        return [n for n, key in enumerate(self.keys) if key[0] == self.parts[lead_part]]
+
+    @property
+    def hash_columns(self) -> list[str]:
+        """Columns with the hashes of the keys of one first part: `key_hash_0`, …."""
+        most_keys = max(len(self.key_numbers(number)) for number in range(len(self.parts)))
+        return [f"key_hash_{position}" for position in range(most_keys)]
+
+    def explode(self, rows: DataFrame, *columns: Column | str) -> DataFrame:
+        """A row for each row and each first part that it has.
+
+        `lead_part`, `lead`, the hashes of its keys (null where a part is missing) and the columns.
+        """
+        of_parts = []
+        for lead_part, part in enumerate(self.parts):
+            hashes = [_hash_key(self.keys[number]) for number in self.key_numbers(lead_part)]
+            padding = [F.lit(None)] * (len(self.hash_columns) - len(hashes))
+            named = zip(self.hash_columns, (*hashes, *padding), strict=True)
+            of_parts.append(
+                F.struct(
+                    F.lit(lead_part).alias("lead_part"),
+                    F.col(f"key_{part}").alias("lead"),
+                    *[value.cast("bigint").alias(name) for name, value in named],
+                )
+            )
+        exploded = rows.select(*columns, F.inline(F.array(*of_parts)))
+        return exploded.filter("lead IS NOT NULL")
+
+
+def find_hot_leads(spec: DataSpec, events: DataFrame, min_events: int = HOT_EVENTS) -> DataFrame:
+    """The first parts of keys, other than users, with at least so many events; few rows."""
+    leads = KeyLeads.from_spec(spec)
+    rows = leads.explode(events, "type").filter(F.col("lead_part") != leads.user)
+    return rows.groupBy(*LEAD).count().filter(F.col("count") >= min_events).select(*LEAD)
+
+
+def leads_to_keys(leads: KeyLeads, rows: DataFrame) -> DataFrame:
+    """A row for each key of each row of `KeyLeads.explode`: `key`, `key_hash`, other columns."""
+    pairs = [
+        F.struct(
+            F.when(F.col("lead_part") == lead_part, F.lit(number)).alias("key"),
+            F.col(name).alias("key_hash"),
+        )
+        for lead_part in range(len(leads.parts))
+        for name, number in zip(leads.hash_columns, leads.key_numbers(lead_part), strict=False)
+    ]
+    others = [name for name in rows.columns if name not in (*LEAD, *leads.hash_columns)]
+    keys = rows.select(*others, F.inline(F.array(*pairs)))
+    return keys.filter("key IS NOT NULL AND key_hash IS NOT NULL")
+
+
+def in_fixed_point(name: InputColumn) -> Column:
+    """A column of `events` as integers, as `FixedPoint.round` has them; null where missing."""
+    fixed_point = FIXED_POINT[name]
+    stored, limit = F.col(fixed_point.stored_column), F.lit(fixed_point.limit)
+    limited = F.greatest(F.least(stored, limit), -limit)
+    # `least` and `greatest` skip nulls, and would make a missing number the limit.
+    return F.when(stored.isNotNull(), F.rint(limited * fixed_point.scale).cast("bigint"))
+
+
+def distinct_entry(part: str) -> Column:
+    """The entry of a part of keys, as `features.distinct_counts.entries_of` returns it."""
+    value = F.col("item_hash" if part == "item" else f"key_{part}")
+    hashed = F.xxhash64(value)
+    rest = F.shiftrightunsigned(hashed, REGISTER_BITS)
+    rank = F.least(F.bit_count(rest.bitwiseAND(-rest) - 1) + 1, F.lit(MAX_RANK))
+    register = hashed.bitwiseAND(NUM_REGISTERS - 1)
+    entry = F.when(value.isNotNull(), register * RANKS + rank).otherwise(MISSING_ENTRY)
+    return entry.cast("smallint")
+
+
+def entry_column(part: str) -> str:
+    """The column of the entries of a part of keys."""
+    return f"entry_{part}"
+
+
+def _hash_key(key: CounterKey) -> Column:
+    """One integer for a combination of key parts; null where one of them is missing."""
+    columns = [F.col(f"key_{part}") for part in key]
+    is_complete = functools.reduce(Column.__and__, [column.isNotNull() for column in columns])
+    return F.when(is_complete, columns[0] if len(columns) == 1 else F.xxhash64(*columns))
