@@ -19,7 +19,7 @@ from etl.spec.attributes import LocalTimeAttribute
 from etl.spec.model import DataSpec
 from etl.spec.units import MICROS, DayRange
 from etl.tables import schemas, spark_io
-from etl.tables.declared_columns import item_counter_key_columns
+from etl.tables.declared_columns import item_counter_key_columns, number_column
 from etl.tables.lake import Lake
 from features.counters.counting import count_events
 from features.counters.key_leads import HOT_EVENTS, find_hot_leads
@@ -122,10 +122,13 @@ def _counted_events(spec: DataSpec, inputs: ExampleInputs, days: DayRange) -> Da
     """The events that counters of the days' examples can hold, with the columns of their keys."""
     occurred = F.floor(F.col("event_ts") / MICROS["s"])
     columns = _key_columns(spec, "visible_ts", occurred)
-    if any(each.column == "item" for each in spec.counters.distinct_counts):
-        columns.append(F.xxhash64("item_id").alias("item_hash"))
+    columns.append(F.xxhash64("item_id").alias("item_hash"))
+    for name, attribute in spec.distinct_event_attributes.items():
+        category = encode_attribute(attribute, F.col(f"event_{name}"))
+        columns.append(_known_category(category).alias(f"key_{name}"))
+    numbers = {number_column(spec, each.column) for each in spec.counters.numeric_aggregations}
     events = countable_events(spec, inputs, days)
-    return events.select("visible_ts", "type", "dwell_ms", "value", *columns)
+    return events.select("visible_ts", "type", *sorted(numbers), *columns)
 
 
 def impressions_of_days(spec: DataSpec, inputs: ExampleInputs, days: DayRange) -> DataFrame:
@@ -188,8 +191,12 @@ def _key_columns(spec: DataSpec, ts_column: str, occurred: Column) -> list[Colum
     for name in spec.context_counter_keys:
         categories[name] = _encode_context(spec, name, occurred)
     for name, category in categories.items():
-        keys[f"key_{name}"] = F.when(category != MISSING_CATEGORY, category.cast("bigint"))
+        keys[f"key_{name}"] = _known_category(category)
     return [key.alias(name) for name, key in keys.items()]
+
+
+def _known_category(category: Column) -> Column:
+    return F.when(category != MISSING_CATEGORY, category.cast("bigint"))
 
 
 def join_user_attributes(

@@ -59,16 +59,16 @@ def function_of_dwells(
 
 
 def function_of_values(
-    events: Iterable[Row], function: str, event_type: int, as_of: int, window: int
+    events: Iterable[Row], column: str, function: str, event_type: int, as_of: int, window: int
 ) -> float | None:
-    """A function of the values of events of a type in [as_of - window, as_of).
+    """A function of the numbers in a column of events of a type in [as_of - window, as_of).
 
-    A value counts in whole ten-thousandths, and at most 1e9 in magnitude.
+    A number counts in whole ten-thousandths, and at most 1e9 in magnitude.
     """
     values = [
-        (e["visible_ts"], Fraction(round(max(-1e9, min(e["value"], 1e9)) * 10**4), 10**4))
+        (e["visible_ts"], Fraction(round(max(-1e9, min(e[column], 1e9)) * 10**4), 10**4))
         for e in events
-        if _is_in_window(e, event_type, as_of, window) and e["value"] is not None
+        if _is_in_window(e, event_type, as_of, window) and e[column] is not None
     ]
     return _function_of_numbers(function, values)
 

@@ -21,7 +21,7 @@ from etl.spec.counters import Counter
 from etl.spec.units import date_range
 from etl.tables import schemas, user_schemas
 from etl.tables.arrow import Snapshot, snapshot
-from etl.tables.declared_columns import context_counter_key_columns
+from etl.tables.declared_columns import counted_columns, number_column
 from etl.tables.lake import Lake
 from features import reference
 from features.encoding.scalar import (
@@ -129,7 +129,7 @@ class ExampleRecomputer:
         self.lake, self.spec = lake, lake.spec
         self._read_versions: dict[str, list[Row]] = {}
         self._events, self._history = self._snapshot("events"), self._snapshot("history")
-        self._event_columns = [*EVENT_COLUMNS, *context_counter_key_columns(self.spec)]
+        self._event_columns = list(dict.fromkeys((*EVENT_COLUMNS, *counted_columns(self.spec))))
         first_day = min(days) - timedelta(days=counter_input_days(self.spec))
         self._recent_events = self._events.read(
             self._event_columns, day=set(date_range(first_day, max(days)))
@@ -218,8 +218,9 @@ class ExampleRecomputer:
                 return reference.distinct_count(values, type_, as_of, window)
             case function, int(window) if counter.input_column == "dwell":
                 return reference.function_of_dwells(events, function, type_, as_of, window)
-            case function, int(window) if counter.input_column == "value":
-                return reference.function_of_values(events, function, type_, as_of, window)
+            case function, int(window):
+                column = number_column(self.spec, str(counter.input_column))
+                return reference.function_of_values(events, column, function, type_, as_of, window)
         raise AssertionError(f"no reference of {counter.column}")
 
     def _events_with_key(
@@ -252,6 +253,9 @@ class ExampleRecomputer:
         if key_part in KEY_COLUMNS:
             value: int | str = event[KEY_COLUMNS[key_part]]
             return value
+        if key_part in self.spec.distinct_event_attributes:
+            attribute = self.spec.distinct_event_attributes[key_part]
+            return encode_categorical(attribute, event[f"event_{key_part}"]) or None
         if key_part in self.spec.context_counter_keys:
             return self._context_key_value(event, key_part, occurred)
         if key_part in self.spec.user_counter_keys:

@@ -46,6 +46,10 @@ def small_spec(spec_path: Path) -> str:
     del spec["forecast"], spec["roi"], spec["sources"]["spend"]
     spec["auction"]["goal_objectives"]["sales"] = "click"
     del spec["auction"]["target_roas"]
+    spec["attributes"]["event"] = {
+        "rank": {"type": "numeric", "column": "position"},
+        "network": {"type": "categorical", "size": 8, "column": "connection"},
+    }
     spec["counters"] |= {
         "keys": [["user"], ["user", "category"], ["item"]],
         "half_lives": ["10m", "1d"],
@@ -55,6 +59,9 @@ def small_spec(spec_path: Path) -> str:
             {"function": "last", "column": "dwell", "event": "ad_view"},
             {"function": "sum", "column": "value", "event": "post_purchase"},
             {"function": "max", "column": "value", "event": "post_purchase"},
+            {"function": "mean", "column": "position", "event": "ad_impression"},
+            {"function": "sum", "column": "rank", "event": "ad_impression"},
+            {"function": "distinct_count", "column": "network", "event": "ad_impression"},
             {"function": "distinct_count", "column": "item", "event": "ad_impression"},
             {"function": "distinct_count", "column": "user", "event": "ad_click"},
             {"function": "distinct_count", "column": "category", "event": "ad_click"},

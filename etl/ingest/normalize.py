@@ -22,11 +22,12 @@ from etl.ingest.readers import (
     read_raw_records,
 )
 from etl.ingest.timestamps import local_date, parse_duration, parse_time
+from etl.spec.attributes import LoggedAttribute
 from etl.spec.model import DataSpec
 from etl.spec.sources import EventLogSource, ImpressionLogSource, OutcomeColumns
 from etl.spec.units import MICROS
 from etl.tables import schemas
-from etl.tables.declared_columns import logged_context_attributes, logged_sql_type
+from etl.tables.declared_columns import event_columns, logged_sql_type
 
 LogSource = EventLogSource | ImpressionLogSource
 REASON_SEPARATOR = "; "
@@ -63,7 +64,7 @@ def logged_columns(spec: DataSpec, log: LogSource) -> list[str]:
     ids = named.pop("event_id") or ()
     columns = [name for name in named.values() if name]
     columns += [ids] if isinstance(ids, str) else list(ids)
-    columns += [a.column or n for n, a in logged_context_attributes(spec).items()]
+    columns += [column for column, _ in _logged_attributes(spec).values()]
     columns += [log.day.column] if log.day else []
     if isinstance(log, ImpressionLogSource):
         for outcome in log.outcomes:
@@ -113,10 +114,9 @@ def _parse_fields(spec: DataSpec, log: LogSource, records: DataFrame) -> DataFra
     """`records` with typed fields; null where a text has another type, named in `type_errors`."""
     field_types = _field_types(spec, log)
     fields = {name: _cast(column, type_) for name, (column, type_) in field_types.items()}
-    for name, attribute in logged_context_attributes(spec).items():
-        column = attribute.column or name
-        field_types[f"ctx_{name}"] = column, logged_sql_type(attribute)
-        fields[f"ctx_{name}"] = attribute_value(attribute, column)
+    for name, (column, attribute) in _logged_attributes(spec).items():
+        field_types[name] = column, logged_sql_type(attribute)
+        fields[name] = attribute_value(attribute, column)
     for name in ("user_id", "item_id"):
         fields[name] = F.nullif(fields[name], F.lit(""))
     type_errors = [
@@ -134,6 +134,14 @@ def _parse_fields(spec: DataSpec, log: LogSource, records: DataFrame) -> DataFra
         "type_errors": F.concat_ws(REASON_SEPARATOR, *type_errors),
     }
     return records.select("*", *[value.alias(name) for name, value in columns.items()])
+
+
+def _logged_attributes(spec: DataSpec) -> dict[str, tuple[str, LoggedAttribute]]:
+    """Raw column and declaration of each attribute that is logged with events, by column."""
+    return {
+        name: (attribute.column or name.partition("_")[2], attribute)
+        for name, attribute in event_columns(spec).items()
+    }
 
 
 def _field_types(spec: DataSpec, log: LogSource) -> dict[str, tuple[str | None, str]]:
@@ -225,6 +233,12 @@ def _explode_outcomes(spec: DataSpec, log: ImpressionLogSource, rows: DataFrame)
         F.lit(None).cast("double").alias("dwell_ms"),
         F.lit(None).cast("double").alias("value"),
     )
+    # The attributes of an event are those of an outcome: an impression must not show them earlier.
+    is_outcome = F.col("type") != spec.event_codes[spec.impression_type]
+    event_attributes = {
+        name: F.when(is_outcome, F.col(name))
+        for name in (f"event_{name}" for name in spec.attributes.event)
+    }
     rows = rows.withColumn("impression_id", F.col("event_id"))
     rows = rows.withColumn("is_valid", _rejection_reasons(spec, log) == "")
     outcomes = [
@@ -233,13 +247,14 @@ def _explode_outcomes(spec: DataSpec, log: ImpressionLogSource, rows: DataFrame)
     events = F.array_compact(F.array(impression, *outcomes))
     rows = rows.withColumn("outcome", F.explode(events))
     replaced = {"outcome", "event_id", "event_ts", "ingest_ts", "type", "dwell_ms", "value"}
-    return rows.select(
+    rows = rows.select(
         *[name for name in rows.columns if name not in replaced],
         *[F.col(f"outcome.{name}") for name in ("type", "dwell_ms", "value")],
         F.concat("event_id", "outcome.suffix").alias("event_id"),
         (F.col("event_ts") + F.col("outcome.delay")).alias("event_ts"),
         (F.col("ingest_ts") + F.col("outcome.delay")).alias("ingest_ts"),
     )
+    return rows.withColumns(event_attributes) if event_attributes else rows
 
 
 def _outcome_event(spec: DataSpec, log: ImpressionLogSource, outcome: OutcomeColumns) -> Column:

@@ -128,14 +128,16 @@ LoggedAttribute: TypeAlias = (
     | TextAttribute
 )
 Attribute: TypeAlias = LoggedAttribute | LocalTimeAttribute
+EventAttribute = Annotated[CategoricalAttribute | NumericAttribute, Field(discriminator="type")]
 EntityAttribute = Annotated[LoggedAttribute, Field(discriminator="type")]
 ContextAttribute = Annotated[Attribute, Field(discriminator="type")]
 BagAttribute: TypeAlias = MultiCategoricalAttribute | TextAttribute
 """Attributes of which models read a vector of counts."""
 
 COUNTER_KEYS = ("user", "item", "surface")  # besides attributes
-# An attribute `x` becomes the column `user_x`, `item_x` or `ctx_x`, and an item's may be a counter
-# key. No other column of these tables begins with `ctx_`, so names of context attributes are free.
+# An attribute `x` becomes the column `user_x`, `item_x`, `ctx_x` or `event_x`, and an item's may be
+# a counter key. No other column of these tables begins with `ctx_`, so names of context attributes
+# are free.
 RESERVED_USER_ATTRIBUTES = {
     "id": "tables have a column `user_id`",
     "known_since": "the table examples has a column `user_known_since`",
@@ -146,8 +148,15 @@ RESERVED_ITEM_ATTRIBUTES = {
     "known_since": "the table examples has a column `item_known_since`",
     **dict.fromkeys(COUNTER_KEYS, "counters have a key of this name"),
 }
+RESERVED_EVENT_ATTRIBUTES = {
+    "id": "the table events has a column `event_id`",
+    "ts": "the table events has a column `event_ts`",
+    **dict.fromkeys(("dwell", "value"), "events have a column of this name"),
+    **dict.fromkeys(COUNTER_KEYS, "counters have a key of this name"),
+}
 UserAttributeName = Annotated[Name, not_reserved(RESERVED_USER_ATTRIBUTES)]
 ItemAttributeName = Annotated[Name, not_reserved(RESERVED_ITEM_ATTRIBUTES)]
+EventAttributeName = Annotated[Name, not_reserved(RESERVED_EVENT_ATTRIBUTES)]
 
 
 class Attributes(StrictModel):
@@ -159,3 +168,8 @@ class Attributes(StrictModel):
     """Attributes of items, by name; their values come from the `attributes` source of items."""
     context: dict[Name, ContextAttribute] = {}
     """Attributes of impressions, by name; their values are columns of the logs."""
+    event: dict[EventAttributeName, EventAttribute] = {}
+    """Attributes of events that no request knows, such as the quantity of a purchase, by name.
+
+    Counters read them; models do not. Their values are columns of the logs, as they are.
+    """

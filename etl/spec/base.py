@@ -83,6 +83,10 @@ EventName = Annotated[str, declared_in("events")]
 ObjectiveName = Annotated[str, declared_in("objectives")]
 NumericContextName = Annotated[str, declared_in("numeric context attributes")]
 KeyName = Annotated[str, declared_in("counter keys")]
+DistinctColumnName = Annotated[str, declared_in("counter keys and categorical event attributes")]
+NumberColumnName = Annotated[
+    str, declared_in("dwell, value and numeric attributes of events and of the context")
+]
 SegmentName = Annotated[str, declared_in("categorical attributes and new_item")]
 CategoryName = Annotated[str, declared_in("categorical item attributes")]
 TargetingName = Annotated[str, declared_in("attributes of users and of the context with one value")]

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from etl.spec.attributes import LocalTimeAttribute, NumericAttribute
-from etl.spec.counters import InputColumn
+from etl.spec.counters import EVENT_NUMBERS
 from etl.spec.declarations import SpecDeclarations
 from etl.spec.effects import KeyPath
 from etl.spec.report_sources import AudienceLabelSource, AuditSource, SpendSource
@@ -62,6 +62,11 @@ def _attribute_problems(spec: SpecDeclarations) -> Iterator[Problem]:
         if getattr(spec.attributes, entity) and not has_source:
             text = f"{entity}s have attributes, but no source of kind attributes provides them"
             yield ("attributes", entity), text
+    for name in spec.attributes.event:
+        for entity in ("user", "item", "context"):
+            if name in getattr(spec.attributes, entity):
+                text = f"{name} is also an attribute of the {entity}: rename one of them"
+                yield ("attributes", "event", name), text
 
 
 def _position_problems(spec: SpecDeclarations) -> Iterator[Problem]:
@@ -98,6 +103,7 @@ def _event_column_problems(spec: SpecDeclarations) -> Iterator[Problem]:
     used = [
         (("counters", "aggregations"), aggregation.column, aggregation.event)
         for aggregation in spec.counters.numeric_aggregations
+        if aggregation.column in EVENT_NUMBERS
     ]
     used += [
         (("auxiliary_objectives", name), "dwell", auxiliary.event)
@@ -159,7 +165,7 @@ def _has_column(
     spec: SpecDeclarations,
     log: EventLogSource | ImpressionLogSource,
     event: str,
-    column: InputColumn,
+    column: str,
 ) -> bool:
     if isinstance(log, ImpressionLogSource):
         return any(o.event == event and getattr(o, column) for o in log.outcomes)

@@ -4,13 +4,13 @@ from typing import Annotated, Literal, NamedTuple, get_args
 
 from pydantic import Field, field_validator
 
-from etl.spec.base import EventName, KeyName, StrictModel
+from etl.spec.base import DistinctColumnName, EventName, KeyName, NumberColumnName, StrictModel
 from etl.spec.units import Duration, format_duration
 
 Function = Literal["sum", "mean", "min", "max", "first", "last"]
 Aggregation = Literal["count", "decayed_count", "time_since_last", "distinct_count"] | Function
 FUNCTIONS: tuple[Function, ...] = get_args(Function)
-InputColumn = Literal["dwell", "value"]
+EVENT_NUMBERS = ("dwell", "value")  # numbers of events besides attributes
 CounterKey = tuple[str, ...]
 COLUMN_PREFIXES = {"count": "cnt", "decayed_count": "decayed", "time_since_last": "since"}
 
@@ -19,7 +19,7 @@ class Counter(NamedTuple):
     """One column: an aggregation of past events of a type that share a key with the impression.
 
     `period` is the window or the half-life in seconds; None is the longest window. `input_column`
-    is what a function is computed of: `dwell`, `value`, or what is counted distinctly.
+    is what a function is computed of.
     """
 
     key: CounterKey
@@ -44,15 +44,15 @@ class Counter(NamedTuple):
 class NumericAggregation(StrictModel):
     """A function of a number of the events of a type, in each window.
 
-    Numbers are rounded: dwells to milliseconds and at most a day, values to ten-thousandths and
+    Numbers are rounded: dwells to milliseconds and at most a day, others to ten-thousandths and
     within ±1e9. Events without the number are left out; without any, a sum is 0 and others are
     null.
     """
 
     function: Function
     """What is computed; of one second's numbers, `first` is the smallest and `last` the largest."""
-    column: InputColumn
-    """The column of the source: `dwell` (in seconds) or `value`."""
+    column: NumberColumnName
+    """`dwell` (in seconds), `value`, or a numeric attribute of events or of the context."""
     event: EventName
     """The type of events; it need not be counted."""
 
@@ -66,8 +66,8 @@ class DistinctCount(StrictModel):
 
     function: Literal["distinct_count"]
     """What is computed."""
-    column: KeyName
-    """What is counted: `user`, `item`, `surface`, or an attribute that a counter key can have."""
+    column: DistinctColumnName
+    """What is counted: `user`, `item`, `surface`, or a categorical attribute."""
     event: EventName
     """The type of events; it need not be counted."""
 
@@ -79,7 +79,7 @@ class CounterSpec(StrictModel):
     """Aggregations of past events, each for every combination of keys.
 
     Counts for each window and type of event; where declared also decayed counts, the time since
-    the last event, functions of dwells and values, and distinct counts.
+    the last event, functions of numbers, and distinct counts.
     """
 
     windows: tuple[Duration, ...] = Field(min_length=1)
@@ -96,7 +96,7 @@ class CounterSpec(StrictModel):
     time_since_last: tuple[EventName, ...] = ()
     """Types of events of which the seconds since the last, within the longest window, are given."""
     aggregations: tuple[ColumnAggregation, ...] = ()
-    """Functions of dwells and values of events, and distinct counts, in each window."""
+    """Functions of numbers of events, and distinct counts, in each window."""
 
     @field_validator("*")
     @classmethod

@@ -85,6 +85,7 @@ KEY_EFFECTS: Mapping[str, KeyEffect] = {
     "attributes.user.*": USER_TABLES,
     "attributes.item.*": ITEM_TABLES,
     "attributes.context.*": CONTEXT_TABLES,
+    "attributes.event.*": CONTEXT_TABLES,
     "position_bias.attribute": MODEL_INPUTS,
     "position_bias.served_position": MODEL_INPUTS,
     "sequences.*.events": MODEL_INPUTS,

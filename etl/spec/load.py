@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from etl.errors import UserError
 from etl.spec.attributes import COUNTER_KEYS
 from etl.spec.base import suggest_name
+from etl.spec.counters import EVENT_NUMBERS
 from etl.spec.model import DataSpec, SpecConsistencyError
 from etl.spec.sections import NEW_ITEM
 
@@ -88,6 +89,12 @@ def declared_names(raw: dict[str, Any]) -> dict[str, list[str]]:
         *attributes_of("context", "categorical", "clock"),
         NEW_ITEM,
     ]
+    counter_keys = [
+        *COUNTER_KEYS,
+        *categories,
+        *attributes_of("user", "categorical"),
+        *attributes_of("context", "categorical", "clock"),
+    ]
     return {
         "surfaces": keys(raw.get("surfaces")),
         "events": keys(raw.get("events")),
@@ -102,11 +109,15 @@ def declared_names(raw: dict[str, Any]) -> dict[str, list[str]]:
         ],
         "numeric context attributes": attributes_of("context", "numeric"),
         "attribution keys": ["item", *categories],
-        "counter keys": [
-            *COUNTER_KEYS,
-            *categories,
-            *attributes_of("user", "categorical"),
-            *attributes_of("context", "categorical", "clock"),
+        "counter keys": counter_keys,
+        "counter keys and categorical event attributes": [
+            *counter_keys,
+            *attributes_of("event", "categorical"),
+        ],
+        "dwell, value and numeric attributes of events and of the context": [
+            *EVENT_NUMBERS,
+            *attributes_of("event", "numeric"),
+            *attributes_of("context", "numeric"),
         ],
     }
 

@@ -139,6 +139,15 @@ class DataSpec(SpecDeclarations):
             and part not in others
         }
 
+    @cached_property
+    def distinct_event_attributes(self) -> dict[str, CategoricalAttribute]:
+        """The attributes of events whose distinct values are counted, by name."""
+        return {
+            part: attribute
+            for part in self.counters.key_parts
+            if isinstance(attribute := self.attributes.event.get(part), CategoricalAttribute)
+        }
+
     def day_start(self, day: date) -> int:
         """Epoch second at which a day begins in `time_zone`."""
         return int(datetime.combine(day, time(), ZoneInfo(self.time_zone)).timestamp())
@@ -168,6 +177,8 @@ class DataSpec(SpecDeclarations):
         """
         sections = {"sources", "surfaces", "attributes", "max_bad_record_rate"}
         settings = self.model_dump(mode="json", include=sections)
+        if not self.attributes.event:
+            del settings["attributes"]["event"]
         for source in settings["sources"].values():
             del source["owner"]
             columns = source.get("columns", {})

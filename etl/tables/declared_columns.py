@@ -36,6 +36,21 @@ def logged_context_attributes(spec: DataSpec) -> dict[str, LoggedAttribute]:
     return {name: a for name, a in context.items() if not isinstance(a, LocalTimeAttribute)}
 
 
+def event_columns(spec: DataSpec) -> dict[str, LoggedAttribute]:
+    """Columns of `events` with attributes that are logged with each event, as they are stored."""
+    context = {f"ctx_{name}": a for name, a in logged_context_attributes(spec).items()}
+    return context | {f"event_{name}": a for name, a in spec.attributes.event.items()}
+
+
+def number_column(spec: DataSpec, name: str) -> str:
+    """The column of `events` of a number of which counters have functions."""
+    if name == "dwell":
+        return "dwell_ms"
+    if name == "value":
+        return name
+    return f"event_{name}" if name in spec.attributes.event else f"ctx_{name}"
+
+
 AUCTION_TYPES = {"bid": "double", "goal": "string", "target_roas": "double"}
 
 
@@ -58,7 +73,10 @@ def item_counter_key_columns(spec: DataSpec) -> list[str]:
     return [f"key_{name}" for name in spec.item_counter_keys]
 
 
-def context_counter_key_columns(spec: DataSpec) -> list[str]:
-    """Columns of `events` with the attributes of the context that are counter keys."""
+def counted_columns(spec: DataSpec) -> list[str]:
+    """Columns of `events` with the numbers and the attributes that counters read of an event."""
     logged = logged_context_attributes(spec)
-    return [f"ctx_{name}" for name in spec.context_counter_keys if name in logged]
+    keys = [f"ctx_{name}" for name in spec.context_counter_keys if name in logged]
+    distinct = [f"event_{name}" for name in spec.distinct_event_attributes]
+    numbers = [number_column(spec, each.column) for each in spec.counters.numeric_aggregations]
+    return list(dict.fromkeys((*keys, *distinct, *numbers)))

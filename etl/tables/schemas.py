@@ -13,8 +13,8 @@ from etl.tables.declared_columns import (
     auction_columns,
     counter_columns,
     encoded_sql_type,
+    event_columns,
     item_counter_key_columns,
-    logged_context_attributes,
     logged_sql_type,
 )
 from etl.tables.feature_schemas import feature_statistics
@@ -52,9 +52,7 @@ def events(spec: DataSpec) -> TableSchema:
         "value": "double",
         "propensity": "double",
         **({"retracted_event_id": "string"} if spec.retraction_types else {}),
-        **{
-            f"ctx_{name}": logged_sql_type(a) for name, a in logged_context_attributes(spec).items()
-        },
+        **{name: logged_sql_type(attribute) for name, attribute in event_columns(spec).items()},
         "log": "string",
         "source_file": "string",
     }

@@ -19,10 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from etl.array_types import Bools, Float64, Int32, Int64
-from etl.spec.counters import Function, InputColumn
+from etl.spec.counters import Function
 from etl.spec.model import DataSpec
 from features.counters.distinct_counts import MISSING_ENTRY, SortedEntries
-from features.counters.numeric_columns import FIXED_POINT, Numbers, SortedNumbers
+from features.counters.numeric_columns import Numbers, SortedNumbers, fixed_point_of
 from features.ragged import count_visible
 
 Number = TypeVar("Number", bound=np.generic)
@@ -31,7 +31,7 @@ Number = TypeVar("Number", bound=np.generic)
 class NumberInput(NamedTuple):
     """A column of the events of a type, given by its code, of which functions are computed."""
 
-    column: InputColumn
+    column: str
     event_type: int
 
 
@@ -39,7 +39,7 @@ class NumericAggregation(NamedTuple):
     """A function of a column of the events of a type, given by its code."""
 
     function: Function
-    column: InputColumn
+    column: str
     event_type: int
 
     @property
@@ -106,7 +106,7 @@ class Aggregations:
         return frozenset((*self.count_types, *self.last_types, *of_numbers, *of_distinct))
 
     @property
-    def input_columns(self) -> tuple[InputColumn, ...]:
+    def input_columns(self) -> tuple[str, ...]:
         """The columns of which functions are computed."""
         return tuple(dict.fromkeys(each.column for each in self.numeric))
 
@@ -146,7 +146,7 @@ class EventRows:
     ts: Int64
     type: Int64
     count: Int64
-    numbers: Mapping[InputColumn, Numbers] = field(default_factory=dict)
+    numbers: Mapping[str, Numbers] = field(default_factory=dict)
     entries: Mapping[str, Int64] = field(default_factory=dict)
 
     @classmethod
@@ -155,7 +155,7 @@ class EventRows:
         key: Int64,
         ts: Int64,
         type_: Int64,
-        numbers: Mapping[InputColumn, Int64] | None = None,
+        numbers: Mapping[str, Int64] | None = None,
         entries: Mapping[str, Int64] | None = None,
     ) -> "EventRows":
         """One row per event; numbers (N) are in fixed point, and like entries may be MISSING."""
@@ -261,7 +261,7 @@ class KeyedEvents:
                 for column, each in enumerate(aggregations):
                     if each.input == number:
                         of_window = stored.aggregate(each.function, start, stop)
-                        values[:, row, column] = of_window / FIXED_POINT[number.column].per_unit
+                        values[:, row, column] = of_window / fixed_point_of(number.column).per_unit
         return self._in_query_order(values.reshape(len(values), len(windows) * len(aggregations)))
 
     def distinct_counts(

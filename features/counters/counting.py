@@ -46,11 +46,11 @@ def count_events(
 
     `events` have visible_ts, type, the columns that `aggregations` need, and a bigint column for
     each part of a key (`key_user`, ...); `queries` have impression_id, as_of_ts and the same key
-    columns. `hot_leads` are those of `find_hot_leads`. Items that are counted distinctly are hashes
-    in the column `item_hash`.
+    columns. What is counted distinctly has such a column in `events`, too; of items, it is
+    `item_hash`. `hot_leads` are those of `find_hot_leads`.
     """
     leads, aggregations = KeyLeads.from_spec(spec), Aggregations.from_spec(spec)
-    numbers = [in_fixed_point(name).alias(name) for name in aggregations.input_columns]
+    numbers = [in_fixed_point(spec, name).alias(name) for name in aggregations.input_columns]
     entries = [
         distinct_entry(part).alias(entry_column(part)) for part in aggregations.distinct_columns
     ]

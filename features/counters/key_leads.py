@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
-from etl.spec.counters import CounterKey, InputColumn
+from etl.spec.counters import CounterKey
 from etl.spec.model import DataSpec
+from etl.tables.declared_columns import number_column
 from features.counters.distinct_counts import (
     MAX_RANK,
     MISSING_ENTRY,
@@ -19,7 +20,7 @@ from features.counters.distinct_counts import (
     RANKS,
     REGISTER_BITS,
 )
-from features.counters.numeric_columns import FIXED_POINT
+from features.counters.numeric_columns import fixed_point_of
 
 HOT_EVENTS = 1_000_000  # from so many events on, a first part of a key is hot
 LEAD = ("lead_part", "lead")  # number and value of the first part of a key
@@ -96,13 +97,14 @@ def leads_to_keys(leads: KeyLeads, rows: DataFrame) -> DataFrame:
     return keys.filter("key IS NOT NULL AND key_hash IS NOT NULL")
 
 
-def in_fixed_point(name: InputColumn) -> Column:
-    """A column of `events` as integers, as `FixedPoint.round` has them; null where missing."""
-    fixed_point = FIXED_POINT[name]
-    stored, limit = F.col(fixed_point.stored_column), F.lit(fixed_point.limit)
+def in_fixed_point(spec: DataSpec, name: str) -> Column:
+    """A number of `events` as integers, as `FixedPoint.round` has them; null where missing."""
+    fixed_point, stored = fixed_point_of(name), F.col(number_column(spec, name))
+    limit = F.lit(fixed_point.limit)
     limited = F.greatest(F.least(stored, limit), -limit)
     # `least` and `greatest` skip nulls, and would make a missing number the limit.
-    return F.when(stored.isNotNull(), F.rint(limited * fixed_point.scale).cast("bigint"))
+    is_known = stored.isNotNull() & ~F.isnan(stored)
+    return F.when(is_known, F.rint(limited * fixed_point.scale).cast("bigint"))
 
 
 def distinct_entry(part: str) -> Column:

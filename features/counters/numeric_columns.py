@@ -7,14 +7,13 @@ as the sum of a window fits, which is up to 9e14 of values.
 N rows of events, R ranges.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
 
 from etl.array_types import Bools, Float64, Int64
-from etl.spec.counters import Function, InputColumn
+from etl.spec.counters import Function
 from etl.spec.units import DAY
 from features.ragged import reduce_ranges
 
@@ -29,13 +28,11 @@ class FixedPoint:
     900,000 events of the largest value within 64 bits.
 
     Attributes:
-        stored_column: The column of `events`.
         limit: The largest magnitude, in the unit of `events`; larger numbers become it.
         scale: Integers per unit of `events`.
         per_unit: Integers per unit of the counters.
     """
 
-    stored_column: str
     limit: float
     scale: int
     per_unit: int
@@ -47,10 +44,13 @@ class FixedPoint:
         return np.where(is_missing, MISSING, np.rint(limited * self.scale).astype(np.int64))
 
 
-FIXED_POINT: Mapping[InputColumn, FixedPoint] = {
-    "dwell": FixedPoint("dwell_ms", limit=float(DAY * 1000), scale=1, per_unit=1000),
-    "value": FixedPoint("value", limit=1e9, scale=10**4, per_unit=10**4),
-}
+_DWELL = FixedPoint(limit=float(DAY * 1000), scale=1, per_unit=1000)
+_OTHER = FixedPoint(limit=1e9, scale=10**4, per_unit=10**4)
+
+
+def fixed_point_of(column: str) -> FixedPoint:
+    """How the numbers of a column are held."""
+    return _DWELL if column == "dwell" else _OTHER
 
 
 @dataclass(frozen=True)

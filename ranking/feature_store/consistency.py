@@ -1,6 +1,6 @@
 """Compares online with offline features: a day's logged requests, replayed against a store."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from datetime import date, timedelta
 from itertools import islice
@@ -13,11 +13,12 @@ from tqdm import tqdm
 
 from etl.spec.units import MICROS
 from etl.tables import arrow, schemas
-from etl.tables.declared_columns import context_counter_key_columns, logged_context_attributes
+from etl.tables.declared_columns import counted_columns, logged_context_attributes
 from etl.tables.lake import Lake
 from etl.tables.schemas import RESERVED_ITEM_INDICES
 from features.schema import ITEM_TABLE, FeatureSchema
 from ranking.feature_store.attributes import AttributeVersion, upsert_attributes
+from ranking.feature_store.encoded_attributes import AttributeValues
 from ranking.feature_store.events import Event, ingest_event
 from ranking.feature_store.fetch import FeatureFetcher
 from ranking.feature_store.request import RankRequest
@@ -193,7 +194,7 @@ def events_by_ingest_time(lake: Lake, logged_events: pa.Table) -> Iterator[Event
     """
     surfaces = {code: name for name, code in lake.spec.surface_codes.items()}
     types = {code: name for name, code in lake.spec.event_codes.items()}
-    context_columns = context_counter_key_columns(lake.spec)
+    columns = counted_columns(lake.spec)
     events = []
     for row in logged_events.to_pylist():
         type_ = types[row["type"]]
@@ -208,10 +209,16 @@ def events_by_ingest_time(lake: Lake, logged_events: pa.Table) -> Iterator[Event
             ingest_ts=max(row["ingest_ts"], earliest * MICROS["s"]),
             dwell_ms=row["dwell_ms"],
             value=row["value"],
-            context={name.removeprefix("ctx_"): row[name] for name in context_columns},
+            context=_without_prefix("ctx_", columns, row),
+            attributes=_without_prefix("event_", columns, row),
         )
         events.append(event)
     return iter(sorted(events, key=lambda event: event.ingest_ts))
+
+
+def _without_prefix(prefix: str, columns: Iterable[str], row: Row) -> AttributeValues:
+    """The values of the columns with a prefix, by what follows it."""
+    return {name.removeprefix(prefix): row[name] for name in columns if name.startswith(prefix)}
 
 
 def _requests_by_time(lake: Lake, readers: Readers, day: date) -> Iterator[tuple[str, Batch]]:

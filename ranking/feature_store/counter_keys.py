@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from etl.array_types import Int64
-from etl.spec.attributes import LocalTimeAttribute
+from etl.spec.attributes import CategoricalAttribute, LocalTimeAttribute
 from etl.spec.model import DataSpec
 from etl.spec.units import MICROS
 from etl.tables.declared_columns import item_counter_key_columns
@@ -99,9 +99,7 @@ def user_key_values_of_events(
     )
     values = {}
     for name, attribute in layout.spec.user_counter_keys.items():
-        raw = versions[f"attr_{name}"].combine_chunks().dictionary_encode(null_encoding="encode")
-        categories = [encode_categorical(attribute, value) for value in raw.dictionary.to_pylist()]
-        rows = _known_categories(np.array(categories, np.int64)[raw.indices.to_numpy()])
+        rows = _known_categories(_encode_column(attribute, versions[f"attr_{name}"]))
         values[name] = np.append(rows, UNKNOWN)[latest]
     return values
 
@@ -131,6 +129,34 @@ def context_key_values_of_event(
     return values
 
 
+def distinct_values_of_event(spec: DataSpec, attributes: AttributeValues) -> KeyValues:
+    """Values (1) of a posted event's own attributes that are counted distinctly.
+
+    Raises:
+        UserError: A value is not a string.
+    """
+    values = {}
+    for name, attribute in spec.distinct_event_attributes.items():
+        raw = validated_string(f"{name} of the event", attributes.get(name))
+        values[name] = _known_categories(np.array([encode_categorical(attribute, raw)]))
+    return values
+
+
+def distinct_values_of_events(spec: DataSpec, events: pa.Table) -> KeyValues:
+    """Values (N) of the attributes of events in a table that are counted distinctly."""
+    return {
+        name: _known_categories(_encode_column(attribute, events[f"event_{name}"]))
+        for name, attribute in spec.distinct_event_attributes.items()
+    }
+
+
+def _encode_column(attribute: CategoricalAttribute, column: pa.ChunkedArray) -> Int64:
+    """The embedding rows (N) of a column of raw values."""
+    raw = column.combine_chunks().dictionary_encode(null_encoding="encode")
+    rows = [encode_categorical(attribute, value) for value in raw.dictionary.to_pylist()]
+    return np.asarray(np.array(rows, np.int64)[raw.indices.to_numpy()])
+
+
 def context_key_values_of_events(spec: DataSpec, events: pa.Table) -> KeyValues:
     """Values (N) of the counter keys that belong to the contexts of events in a table."""
     values = {}
@@ -138,15 +164,14 @@ def context_key_values_of_events(spec: DataSpec, events: pa.Table) -> KeyValues:
         if isinstance(attribute, LocalTimeAttribute):
             seconds = events["event_ts"].to_numpy() // MICROS["s"]
             starts, position = np.unique(seconds // CLOCK_SECONDS, return_inverse=True)
-            categories = [
+            of_starts = [
                 encode_local_time(attribute, start * CLOCK_SECONDS, spec.time_zone)
                 for start in starts.tolist()
             ]
+            categories = np.array(of_starts, np.int64)[position]
         else:
-            raw = events[f"ctx_{name}"].combine_chunks().dictionary_encode(null_encoding="encode")
-            categories = [encode_categorical(attribute, v) for v in raw.dictionary.to_pylist()]
-            position = raw.indices.to_numpy()
-        values[name] = _known_categories(np.array(categories, np.int64)[position])
+            categories = _encode_column(attribute, events[f"ctx_{name}"])
+        values[name] = _known_categories(categories)
     return values
 
 

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from etl.array_types import Bools, Float64, Int64
-from etl.spec.counters import Function, InputColumn
+from etl.spec.counters import Function
 from features.counters.aggregations import Aggregations, NumberInput
 from features.counters.distinct_counts import MISSING_ENTRY, NUM_REGISTERS, RANKS
 from features.counters.numeric_columns import MISSING
@@ -81,7 +81,7 @@ class CountedEvents:
 
     epoch_seconds: Int64
     types: Int64
-    numbers: Mapping[InputColumn, Int64]
+    numbers: Mapping[str, Int64]
     entries: Mapping[str, Int64]
 
     def __getitem__(self, selected: Bools) -> "CountedEvents":

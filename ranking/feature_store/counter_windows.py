@@ -23,7 +23,7 @@ import numpy.typing as npt
 from etl.array_types import Bools, Bytes, Float64, Int64
 from features.counters.aggregations import NumberInput, NumericAggregation
 from features.counters.distinct_counts import NUM_REGISTERS, estimate_distinct
-from features.counters.numeric_columns import FIXED_POINT, mean_of
+from features.counters.numeric_columns import fixed_point_of, mean_of
 from ranking.feature_store.counter_rows import (
     COUNTER_LEVELS,
     LOW_32_BITS,
@@ -256,7 +256,7 @@ class WindowSums:
                 values = self._extreme("smallest" if function == "min" else "largest", of)
             case "first" | "last":
                 values = self._extreme(function, of)["number"]
-        values = values / FIXED_POINT[of.column].per_unit
+        values = values / fixed_point_of(of.column).per_unit
         return values if function == "sum" else np.where(count > 0, values, np.nan)
 
     def _extreme(self, field: str, of: NumberInput) -> np.ndarray:

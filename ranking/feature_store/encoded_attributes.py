@@ -70,7 +70,7 @@ def encode_attributes(
             vectors[column][:] = [_encode_vector(attribute, label, value) for value in values]
         elif isinstance(attribute, NumericAttribute):
             numbers[:, numeric.index(column)] = [
-                encode_numeric(attribute, _validated_float(label, value)) for value in values
+                encode_numeric(attribute, validated_float(label, value)) for value in values
             ]
         else:
             assert isinstance(attribute, CategoricalAttribute)
@@ -92,7 +92,8 @@ def _encode_vector(attribute: LoggedAttribute, label: str, value: object) -> Flo
     return _validated_vector(label, value, attribute.width)
 
 
-def _validated_float(label: str, value: object) -> float | None:
+def validated_float(label: str, value: object) -> float | None:
+    """The value; raises UserError if it is neither a number nor missing."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):

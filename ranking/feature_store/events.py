@@ -7,19 +7,19 @@ import numpy as np
 from etl.array_types import Float64, Int64
 from etl.errors import UserError
 from etl.event_time import MAX_CLOCK_SKEW_SECONDS, MIN_EVENT_TS, compute_visible_ts
-from etl.spec.counters import InputColumn
 from etl.spec.model import DataSpec
 from etl.spec.units import MICROS
-from features.counters.numeric_columns import FIXED_POINT
+from features.counters.numeric_columns import fixed_point_of
 from features.encoding.scalar import spark_xxhash64
 from features.history.codec import quantize_dwell
 from ranking.feature_store.counter_keys import (
     context_key_values_of_event,
     counter_key_values,
     distinct_entries,
+    distinct_values_of_event,
 )
 from ranking.feature_store.counter_rows import CountedEvents
-from ranking.feature_store.encoded_attributes import AttributeValues
+from ranking.feature_store.encoded_attributes import AttributeValues, validated_float
 from ranking.feature_store.items import read_item_records, register_items
 from ranking.feature_store.storage import (
     HISTORY_DTYPE,
@@ -33,7 +33,8 @@ from ranking.feature_store.store import FeatureStore
 class Event:
     """One event, by the names of the spec; times in µs.
 
-    `context` has the logged attributes of the context that are parts of counter keys.
+    `context` has the logged attributes of the context that counters read, and `attributes` those
+    of the event.
     """
 
     event_id: str
@@ -46,6 +47,20 @@ class Event:
     dwell_ms: float | None = None
     value: float | None = None
     context: AttributeValues = field(default_factory=dict)
+    attributes: AttributeValues = field(default_factory=dict)
+
+    def number(self, name: str) -> float | None:
+        """The dwell, the value, or a numeric attribute of the event or its context.
+
+        Raises:
+            UserError: The attribute is not a number.
+        """
+        if name == "dwell":
+            return self.dwell_ms
+        if name == "value":
+            return self.value
+        raw = self.attributes.get(name, self.context.get(name))
+        return validated_float(f"{name} of event {self.event_id}", raw)
 
 
 def visible_ts(spec: DataSpec, event: Event) -> int:
@@ -75,6 +90,9 @@ def validate_event(spec: DataSpec, event: Event) -> None:
     if event.ingest_ts - event.event_ts > spec.allowed_lateness * MICROS["s"]:
         raise UserError(f"event {event.event_id} is later than the spec's allowed_lateness")
     context_key_values_of_event(spec, event.context, event.event_ts // MICROS["s"])
+    distinct_values_of_event(spec, event.attributes)
+    for aggregation in spec.counters.numeric_aggregations:
+        event.number(aggregation.column)
     if event.dwell_ms is not None and not 0 <= event.dwell_ms < 1e300:
         raise UserError(f"event {event.event_id} has a dwell of {event.dwell_ms} ms")
     if event.value is not None and not abs(event.value) < 1e300:
@@ -94,6 +112,7 @@ def ingest_event(store: FeatureStore, txn: Txn, event: Event) -> None:
     key_values = counter_key_values(store.layout, txn, event.user, event.surface, records, visible)
     occurred = event.event_ts // MICROS["s"]
     key_values |= context_key_values_of_event(store.spec, event.context, occurred)
+    key_values |= distinct_values_of_event(store.spec, event.attributes)
     record_keys = [keys[0] for keys in store.counters.record_keys(key_values)]
     known_keys = [key for key in record_keys if key is not None]
     item_hash = np.array([spark_xxhash64(event.item)])
@@ -116,13 +135,13 @@ def _history_row(store: FeatureStore, event: Event, visible: int, item_index: in
     return row
 
 
-def _numbers(store: FeatureStore, event: Event) -> dict[InputColumn, Int64]:
+def _numbers(store: FeatureStore, event: Event) -> dict[str, Int64]:
     """The numbers (1) of an event of which counters have functions, in fixed point."""
-    values = {"dwell": event.dwell_ms, "value": event.value}
     numbers = {}
     for name in store.counters.aggregations.input_columns:
-        value = np.array([np.nan if values[name] is None else values[name]], np.float64)
-        numbers[name] = FIXED_POINT[name].round(value)
+        number = event.number(name)
+        value = np.array([np.nan if number is None else number], np.float64)
+        numbers[name] = fixed_point_of(name).round(value)
     return numbers
 
 

@@ -23,13 +23,13 @@ from etl.errors import UserError
 from etl.spec.units import MICROS
 from etl.tables import arrow, atomic_io, model_schemas, schemas
 from etl.tables.arrow import Snapshot
-from etl.tables.declared_columns import context_counter_key_columns
+from etl.tables.declared_columns import counted_columns, number_column
 from etl.tables.lake import Lake
 from etl.tables.lease import hold_leases
 from etl.tables.pointer import remove_unreferenced_versions
 from etl.tables.schemas import RESERVED_ITEM_INDICES
 from etl.tables.uri import local_cache_path, resolve_uri
-from features.counters.numeric_columns import FIXED_POINT
+from features.counters.numeric_columns import fixed_point_of
 from features.encoding.scalar import spark_xxhash64
 from features.schema import counter_input_days
 from ranking.feature_store.attributes import AttributeVersion, upsert_attributes
@@ -38,6 +38,7 @@ from ranking.feature_store.counter_keys import (
     KeyValues,
     context_key_values_of_events,
     distinct_entries,
+    distinct_values_of_events,
     item_key_values,
     user_key_values_of_events,
 )
@@ -187,8 +188,8 @@ class TableSource:
 
     def recent_counter_records(self) -> Iterator[tuple[str, KeyValuePairs]]:
         """The counter records of all events that the windows of a request can reach."""
-        columns = ["user_id", "item_id", "surface", "type", "visible_ts", "dwell_ms", "value"]
-        columns += ["event_ts", *context_counter_key_columns(self.lake.spec)]
+        columns = ["user_id", "item_id", "surface", "type", "visible_ts", "event_ts"]
+        columns += counted_columns(self.lake.spec)
         first_day = self.data_until_day - timedelta(days=counter_input_days(self.lake.spec))
         recent = self.events.read(columns, day=self._days_since(first_day))
         is_counted = pc.greater_equal(recent["visible_ts"], self._first_counted_second())
@@ -228,9 +229,10 @@ class TableSource:
             **item_key_values(self.store.layout, items, visible),
             **self._user_key_values(users, visible),
             **context_key_values_of_events(self.lake.spec, events),
+            **distinct_values_of_events(self.lake.spec, events),
         }
         numbers = {
-            name: FIXED_POINT[name].round(events[FIXED_POINT[name].stored_column].to_numpy())
+            name: fixed_point_of(name).round(events[number_column(self.lake.spec, name)].to_numpy())
             for name in counters.aggregations.input_columns
         }
         item_hashes = _hash_names(events["item_id"].combine_chunks().dictionary_encode())

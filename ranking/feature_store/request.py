@@ -58,12 +58,19 @@ def validate_request(spec: DataSpec, request: RankRequest) -> None:
 
 def check_context_names(spec: DataSpec, names: Collection[str], of: str = "") -> None:
     """Raise UserError if a spec lacks attributes of the context; the message begins with `of`."""
-    declared = spec.attributes.context
+    _check_names("the context", spec.attributes.context, names, of)
+
+
+def check_event_attribute_names(spec: DataSpec, names: Collection[str], of: str) -> None:
+    """Raise UserError if a spec lacks attributes of events; the message begins with `of`."""
+    _check_names("the event", spec.attributes.event, names, of)
+
+
+def _check_names(owner: str, declared: Collection[str], names: Collection[str], of: str) -> None:
     unknown = sorted(set(names) - set(declared))
     if unknown:
-        raise UserError(
-            f"{of}the context has no {', '.join(unknown)}; it has {', '.join(declared)}"
-        )
+        known = ", ".join(declared) or "none"
+        raise UserError(f"{of}{owner} has no {', '.join(unknown)}; it has {known}")
 
 
 def encode_context(

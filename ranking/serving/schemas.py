@@ -69,7 +69,8 @@ class RankResponse(BodyModel):
 class EventPayload(BodyModel):
     """One event; `event_time` is in milliseconds since 1970, by default now.
 
-    Of `context`, attributes that are parts of counter keys are kept; others are ignored.
+    Of `context`, attributes that counters read are kept; others are ignored. `attributes` are those
+    that the spec declares under `attributes.event`.
     """
 
     event_id: Identifier
@@ -81,6 +82,7 @@ class EventPayload(BodyModel):
     dwell_ms: FiniteFloat | None = None
     value: FiniteFloat | None = None
     context: AttributeValues = {}
+    attributes: AttributeValues = {}
 
 
 class EventsRequest(BodyModel):

@@ -14,13 +14,17 @@ from typing import TypeVar
 from prometheus_client import Counter
 
 from etl.spec import load_spec
-from etl.spec.attributes import CategoricalAttribute
 from etl.spec.model import DataSpec
 from etl.spec.units import MICROS
 from etl.tables.code_registry import assign_codes, read_codes
+from etl.tables.declared_columns import counted_columns
 from ranking.feature_store.attributes import AttributeVersion, validate_valid_from, validate_version
 from ranking.feature_store.events import Event, validate_event
-from ranking.feature_store.request import RankRequest, check_context_names
+from ranking.feature_store.request import (
+    RankRequest,
+    check_context_names,
+    check_event_attribute_names,
+)
 from ranking.feature_store.wal import EntryKind, FeatureStoreHandle, WalEntry
 from ranking.serving.admission import BodyBuffer, WorkQueue
 from ranking.serving.loaded_rankers import LoadedRankers, error_message
@@ -206,11 +210,13 @@ def _valid_from(body: UserAttributesRequest | ItemAttributesRequest, now: int) -
 
 
 def posted_event(spec: DataSpec, payload: EventPayload, now: int) -> Event:
-    """The event of a payload, of whose context only what counter keys read is kept.
+    """The event of a payload, of whose context only what counters read is kept.
 
-    Raises UserError if the spec does not have an attribute of the context.
+    Raises UserError if the spec does not have an attribute of the context or the event.
     """
     check_context_names(spec, payload.context, f"event {payload.event_id}: ")
+    check_event_attribute_names(spec, payload.attributes, f"event {payload.event_id}: ")
+    counted = counted_columns(spec)
     event_ts = now if payload.event_time is None else payload.event_time * MICROS["ms"]
     return Event(
         event_id=payload.event_id,
@@ -223,8 +229,7 @@ def posted_event(spec: DataSpec, payload: EventPayload, now: int) -> Event:
         dwell_ms=payload.dwell_ms,
         value=payload.value,
         context={
-            name: value
-            for name, value in payload.context.items()
-            if isinstance(spec.context_counter_keys.get(name), CategoricalAttribute)
+            name: value for name, value in payload.context.items() if f"ctx_{name}" in counted
         },
+        attributes=dict(payload.attributes),
     )

@@ -468,6 +468,7 @@ def test_a_key_of_a_later_release_that_is_not_set_ingests_no_day_again() -> None
     later = {"table", "partition_column", "where", "select", "touch"}
     assert not later & set(before["sources"]["events"])
     assert "touch" not in before["sources"]["events"]["columns"]
+    assert "event" not in before["attributes"]
     spec["sources"]["events"]["owner"] = "ads"
     assert DataSpec.model_validate(spec).ingest_settings == before
     spec["sources"]["events"]["where"] = "user_id <> 'bot'"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from etl.array_types import Float64, Int64
 from etl.spec import load_spec
-from etl.spec.counters import FUNCTIONS, InputColumn
+from etl.spec.counters import FUNCTIONS
 from features import reference
 from features.counters.aggregations import (
     DistinctCount,
@@ -23,7 +23,7 @@ from features.counters.aggregations import (
     count_all_before,
 )
 from features.counters.distinct_counts import MISSING_ENTRY, entries_of
-from features.counters.numeric_columns import FIXED_POINT
+from features.counters.numeric_columns import fixed_point_of
 from features.schema import feature_schema
 from tests.oracle.disorder import SPEC
 
@@ -31,7 +31,7 @@ DAY = 86_400
 
 WINDOWS, TYPES, LONGEST = (5, 40), (1, 2), 40
 HALF_LIVES = (1, 7, 1_000_000)
-COLUMNS: tuple[InputColumn, ...] = ("dwell", "value")
+COLUMNS: tuple[str, ...] = ("dwell", "value")
 DISTINCT = tuple(DistinctCount("item", type_) for type_ in TYPES)
 NUMERIC = tuple(NumericAggregation(f, c, t) for f in FUNCTIONS for c in COLUMNS for t in TYPES)
 # Key, second, type, dwell (ms), value, item.
@@ -52,7 +52,7 @@ def align(events: list[Event], queries: list[tuple[int, int]], window: int) -> K
     numbers = {}
     for column, name in enumerate(COLUMNS, 3):
         stored = np.array([np.nan if e[column] is None else e[column] for e in events], np.float64)
-        numbers[name] = FIXED_POINT[name].round(stored)
+        numbers[name] = fixed_point_of(name).round(stored)
     query_key, query_ts = np.array(queries, np.int64).reshape(-1, 2).T
     items = [event[5] for event in events]
     hashed = entries_of(np.array([item or 0 for item in items], np.int64))
@@ -76,15 +76,22 @@ def aggregate(aligned: KeyedEvents) -> Float64:
     )
 
 
+def of_number(
+    column: str, rows: list[Row], function: str, type_: int, now: int, window: int
+) -> float | None:
+    if column == "dwell":
+        return reference.function_of_dwells(rows, function, type_, now, window)
+    return reference.function_of_values(rows, column, function, type_, now, window)
+
+
 def expected_values(events: list[Event], key: int, now: int) -> list[float]:
     names = ("key", "visible_ts", "type", "dwell_ms", "value", "item")
     rows: list[Row] = [dict(zip(names, e, strict=True)) for e in events if e[0] == key]
-    of = {"dwell": reference.function_of_dwells, "value": reference.function_of_values}
     values: list[float | None] = [
         *(reference.count_matching_events(rows, {}, c, now, w) for w in WINDOWS for c in TYPES),
         *(reference.decayed_count(rows, c, now, LONGEST, h) for h in HALF_LIVES for c in TYPES),
         *(reference.time_since_last(rows, c, now, LONGEST) for c in TYPES),
-        *(of[n](rows, f, c, now, w) for w in WINDOWS for f, n, c in NUMERIC),
+        *(of_number(n, rows, f, c, now, w) for w in WINDOWS for f, n, c in NUMERIC),
         *(
             reference.distinct_count([(row, row["item"]) for row in rows], c, now, w)
             for w in WINDOWS
@@ -200,6 +207,9 @@ def test_model_inputs_are_logarithms_and_rates_of_counters(tmp_path: Path) -> No
     }
     assert len(features.numeric_keys) == len(features.numeric_columns)
     for name, key in zip(features.numeric_columns, features.numeric_keys, strict=True):
+        if not key:
+            assert name == "ctx_screen"
+            continue
         kind, events = r"(rate_)?[a-z]+_(count_)?", "(shown|click|buy|look)"
-        column = "((dwell|value|user|item|device|brand)_)?"
+        column = "((dwell|value|user|item|device|brand|quantity|screen|coupon)_)?"
         assert re.match(rf"{kind}{column}{'_'.join(key)}_{events}(_|$)", name)

@@ -150,8 +150,8 @@ def counters_match(lake: Lake, row: Row, events: list[Record], impression: Recor
 
 def distinct_values(spec: DataSpec) -> dict[str, Callable[[Record], int | None]]:
     """What is counted distinctly, by column; the brand of an item once it is known."""
-    device = spec.attributes.context["device"]
-    assert isinstance(device, CategoricalAttribute)
+    device, coupon = spec.attributes.context["device"], spec.attributes.event["coupon"]
+    assert isinstance(device, CategoricalAttribute) and isinstance(coupon, CategoricalAttribute)
 
     def brand_of(record: Record) -> int | None:
         brand, known_since = BRANDS[record["item"]]
@@ -163,6 +163,7 @@ def distinct_values(spec: DataSpec) -> dict[str, Callable[[Record], int | None]]
         "user": lambda record: spark_xxhash64(record["user"]),
         "item": lambda record: spark_xxhash64(record["item"]),
         "device": lambda record: encode_categorical(device, record["device"]) or None,
+        "coupon": lambda record: encode_categorical(coupon, record["code"]) or None,
         "brand": brand_of,
     }
 

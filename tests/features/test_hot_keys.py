@@ -48,6 +48,9 @@ def test_counters_do_not_depend_on_which_keys_have_many_events(
             "dwell_ms": pa.array(dwell, mask=rng.random(EVENTS) < 0.3),
             "value": pa.array(value, mask=rng.random(EVENTS) < 0.3),
             "item_hash": rng.integers(0, 500, EVENTS),
+            "event_quantity": rng.choice([np.nan, 0.25, 3, 1e12], EVENTS),
+            "ctx_screen": rng.choice([4.7, 6.1], EVENTS),
+            "key_coupon": rng.integers(1, 4, EVENTS),
             **random_keys(rng, EVENTS),
         }
     )

@@ -49,7 +49,13 @@ auxiliary_objectives:
 attributes:
   user: {plan: {type: categorical, vocabulary: [free, paid]}}
   item: {brand: {type: categorical, vocabulary: [x, y]}}
-  context: {device: {type: categorical, size: 8}, hour: {type: clock, part: hour}}
+  context:
+    device: {type: categorical, size: 8}
+    hour: {type: clock, part: hour}
+    screen: {type: numeric}
+  event:
+    quantity: {type: numeric}
+    coupon: {type: categorical, vocabulary: [spring, sale], column: code}
 sequences: {behaviour: {}}
 rank_by: click
 counters:
@@ -70,6 +76,9 @@ counters:
     - {function: distinct_count, column: user, event: shown}
     - {function: distinct_count, column: device, event: look}
     - {function: distinct_count, column: brand, event: shown}
+    - {function: sum, column: quantity, event: buy}
+    - {function: mean, column: screen, event: click}
+    - {function: distinct_count, column: coupon, event: buy}
 sources:
   log:
     kind: event_log
@@ -132,13 +141,19 @@ def _record(rng: random.Random, id_: str, user: str, day: date, bounds: tuple[in
         "request": rng.choice((None, f"r{rng.randrange(3)}")) if type_ == "shown" else None,
         "value": rng.randrange(1, 9) if type_ == "buy" else None,
         "dwell": _dwell_ms(rng),
-        "device": _device(id_),
+        **_attributes(id_),
     }
 
 
-def _device(id_: str) -> str | None:
-    """The device of a record, by its id; it may be missing."""
-    return (None, "phone", "phone", "tv")[crc32(id_.encode()) % 4]
+def _attributes(id_: str) -> Record:
+    """The attributes of a record by its id; all but the size of the screen may be missing."""
+    number = crc32(id_.encode())
+    return {
+        "device": (None, "phone", "phone", "tv")[number % 4],
+        "screen": (4.7, 6.1, 55)[number // 4 % 3],
+        "quantity": (None, 0, 1.25, 3, 10**12)[number // 12 % 5],
+        "code": (None, "spring", "sale", "spring", "other")[number // 60 % 5],
+    }
 
 
 def _dwell_ms(rng: random.Random) -> float | None:
@@ -163,7 +178,7 @@ def _outcome(rng: random.Random, cause: Record, bounds: Bounds) -> Record | None
         "request": None,
         "value": rng.randrange(1, 9) if type_ == "buy" else None,
         "dwell": _dwell_ms(rng),
-        "device": _device(f"{cause['id']}-{type_}"),
+        **_attributes(f"{cause['id']}-{type_}"),
     }
     return _arrived(bounds, ingest, outcome)
 

@@ -2,7 +2,7 @@
 
 A record has id, user, item, surface, type, ts and ingest (seconds), day (landing day), opens and
 closes (first second of that day and of the next), imp (impression id or None), request (or None),
-value and dwell (milliseconds or None).
+value, dwell (milliseconds or None), and attributes.
 """
 
 import math
@@ -161,8 +161,11 @@ def counters(
                 for r, age in inside
                 if r["dwell"] is not None
             ]
-            numbers = [(age, r["value"]) for r, age in inside if r["value"] is not None]
-            for column, of_column in (("dwell", dwells), ("value", numbers)):
+            numbers = {"dwell": dwells}
+            for column in ("value", "quantity", "screen"):
+                known = [(r[column], age) for r, age in inside if r[column] is not None]
+                numbers[column] = [(age, min(number, 1e9)) for number, age in known]
+            for column, of_column in numbers.items():
                 for function, value in functions_of_numbers(of_column).items():
                     values[f"{function}_{column}", f"{type_}_{name}"] = value
             for column, value_of in distinct.items():

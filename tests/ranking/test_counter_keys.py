@@ -1,5 +1,6 @@
 """Counter keys of attributes of users and of the context: online as offline."""
 
+import re
 from datetime import timedelta
 from pathlib import Path
 
@@ -64,25 +65,36 @@ def test_events_count_for_the_attributes_that_their_user_or_context_had(
     assert not report.mismatches
 
 
-def test_a_posted_event_keeps_what_counter_keys_read_of_its_context(tmp_path: Path) -> None:
+def test_a_posted_event_keeps_what_counters_read_of_it(tmp_path: Path) -> None:
     """Also in the log of posted events; unknown attributes and wrong types are refused."""
     (tmp_path / "spec.yaml").write_text(
-        SPEC.replace("  context: {", "  context: {query: {type: text}, ")
+        SPEC.replace("  context:\n", "  context:\n    query: {type: text}\n")
     )
     spec = load_spec(tmp_path / "spec.yaml")
     payload = EventPayload(event_id="e", user="u", item="hat", surface="home", type="click")
 
-    def posted(**context: object) -> Event:
-        return posted_event(spec, payload.model_copy(update={"context": context}), NOON * 10**6)
+    def posted(**fields: object) -> Event:
+        return posted_event(spec, payload.model_copy(update=fields), NOON * 10**6)
 
-    event = posted(device="tv", query="red hat", hour="noon")
-    assert event.context == {"device": "tv"}
+    context = {"device": "tv", "screen": 55, "query": "red hat", "hour": "noon"}
+    event = posted(context=context, attributes={"quantity": 2, "coupon": "sale"})
+    assert event.context == {"device": "tv", "screen": 55}
+    assert event.attributes == {"quantity": 2, "coupon": "sale"}
     assert WalEntry.from_json(WalEntry("event", 0, event).to_json()).payload == event
     validate_event(spec, event)
     with pytest.raises(UserError, match="event e: the context has no devise"):
-        posted(devise="tv")
-    with pytest.raises(UserError, match="device of the context is 7; it is a string"):
-        validate_event(spec, posted(device=7))
+        posted(context={"devise": "tv"})
+    with pytest.raises(UserError, match="event e: the event has no count; it has coupon, quantity"):
+        posted(attributes={"count": 1})
+    wrong: dict[str, dict[str, object]] = {
+        "device of the context is 7; it is a string": {"context": {"device": 7}},
+        "coupon of the event is 7; it is a string": {"attributes": {"coupon": 7}},
+        "quantity of event e is '2'; it is a number": {"attributes": {"quantity": "2"}},
+        "screen of event e is True; it is a number": {"context": {"screen": True}},
+    }
+    for message, fields in wrong.items():
+        with pytest.raises(UserError, match=re.escape(message)):
+            validate_event(spec, posted(**fields))
 
 
 def test_a_name_that_several_have_means_what_can_be_a_key(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from etl.array_types import Float64, Int64
 from etl.spec import DataSpec
-from etl.spec.counters import FUNCTIONS, InputColumn
+from etl.spec.counters import FUNCTIONS
 from features.counters.aggregations import (
     Aggregations,
     DistinctCount,
@@ -43,7 +43,7 @@ AGGREGATIONS = Aggregations(
     ),
     distinct=(DistinctCount("item", 4), DistinctCount("user", 1), DistinctCount("item", 2)),
 )
-COLUMNS: tuple[InputColumn, ...] = ("dwell", "value")
+COLUMNS: tuple[str, ...] = ("dwell", "value")
 # Key, second, type, dwell and value in fixed point, entries of the item and the user.
 Event = tuple[int, int, int, int, int, int, int]
 ENTRIES = st.sampled_from([MISSING_ENTRY, *entries_of(np.arange(40)).tolist()])
@@ -78,7 +78,7 @@ def counted_events(events: list[Event]) -> tuple[Int64, CountedEvents]:
     """The keys (N) of events, and the events (N)."""
     key, second, type_, *columns = np.array(events, np.int64).reshape(-1, 7).T
     dwell, value, item, user = columns
-    numbers: dict[InputColumn, Int64] = {"dwell": dwell, "value": value}
+    numbers: dict[str, Int64] = {"dwell": dwell, "value": value}
     return key, CountedEvents(second, type_, numbers, {"item": item, "user": user})
 
 

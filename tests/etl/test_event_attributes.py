@@ -1,0 +1,113 @@
+"""Attributes of events: which events have them, and what is refused."""
+
+import json
+from collections.abc import Mapping
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pyspark.sql import SparkSession
+
+from etl.errors import UserError
+from etl.ingest.run import ingest
+from etl.spec import DataSpec, load_spec
+from etl.tables.lake import Lake
+from tests.etl.shop import SPEC
+from tests.pipeline import rows
+
+pytestmark = pytest.mark.spark
+
+DAY, NOON = date(2026, 1, 2), 1767355200
+ATTRIBUTES = {
+    "quantity": {"type": "numeric", "column": "count"},
+    "coupon": {"type": "categorical", "size": 8},
+}
+
+
+def shop_spec(folder: Path, app: Mapping[str, Any] | None = None) -> DataSpec:
+    spec = yaml.safe_load(SPEC)
+    spec["attributes"]["event"], spec["max_bad_record_rate"] = ATTRIBUTES, 0.5
+    keys = spec["sources"]["app"] | (app or {})
+    spec["sources"]["app"] = {name: value for name, value in keys.items() if value is not None}
+    (folder / "spec.yaml").write_text(yaml.safe_dump(spec))
+    return load_spec(folder / "spec.yaml")
+
+
+def ingested(folder: Path, spec: DataSpec, records: list[dict[str, object]]) -> Lake:
+    (folder / "raw/app").mkdir(parents=True)
+    lines = [json.dumps(record) for record in records]
+    (folder / f"raw/app/{DAY}.json").write_text("\n".join(lines))
+    lake = Lake(str(folder / "lake"), spec)
+    ingest(lake, str(folder / "raw"), (DAY, DAY))
+    return lake
+
+
+def record(number: int, **columns: object) -> dict[str, object]:
+    return {"id": f"e{number}", "who": "u", "what": "i", "page": "home", "action": "click",
+            "at": NOON + number, "phone": "ios"} | columns  # fmt: skip
+
+
+def test_events_have_the_attributes_of_their_record(spark: SparkSession, tmp_path: Path) -> None:
+    """A number in a text counts; a text that is no number is quarantined with the column."""
+    columns: list[dict[str, object]] = [
+        {"count": 2, "coupon": "spring"},
+        {"count": "3"},
+        {},
+        {"count": "three"},
+    ]
+    spec = shop_spec(tmp_path)
+    lake = ingested(tmp_path, spec, [record(n, **c) for n, c in enumerate(columns)])
+    stored = sorted(rows(lake, "events"), key=lambda row: str(row["event_id"]))
+    assert [row["event_quantity"] for row in stored] == [2, 3, None]
+    assert [row["event_coupon"] for row in stored] == ["spring", None, None]
+    quarantined = rows(lake, "quarantine")
+    assert [row["reasons"] for row in quarantined] == [["wrong type: count"]]
+
+
+def test_an_impression_of_a_wide_log_does_not_show_what_its_outcomes_have(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """Leak test: the quantity of a purchase is known when the purchase is visible."""
+    columns = yaml.safe_load(SPEC)["sources"]["app"]["columns"]
+    del columns["type"]
+    outcome = {"event": "buy", "indicator": "bought", "delay": "after"}
+    wide = {"kind": "impression_log", "types": None, "outcomes": [outcome], "columns": columns}
+    spec = shop_spec(tmp_path, wide)
+    bought = {"bought": 1, "after": 60, "count": 4, "coupon": "sale"}
+    lake = ingested(tmp_path, spec, [record(1, **bought), record(2, bought=0, count=5)])
+    stored = {row["event_id"]: row for row in rows(lake, "events")}
+    attributes = {
+        id_: (row["event_quantity"], row["event_coupon"], row["event_ts"] // 10**6 - NOON)
+        for id_, row in stored.items()
+    }
+    nothing = None, None
+    assert attributes == {"e1": (*nothing, 1), "e2": (*nothing, 2), "e1:buy": (4, "sale", 61)}
+
+
+@pytest.mark.parametrize(
+    ("attribute", "aggregation", "message"),
+    [
+        ("phone", None, "attributes.event.phone: phone is also an attribute of the context"),
+        ("ts", None, "'ts' is reserved: the table events has a column `event_ts`"),
+        ("value", None, "'value' is reserved: events have a column of this name"),
+        (None, {"function": "sum", "column": "quantiti"}, "did you mean 'quantity'"),
+        (None, {"function": "sum", "column": "coupon"}, "'coupon' is not among the dwell, value"),
+        (None, {"function": "distinct_count", "column": "quantity"}, "'quantity' is not among"),
+        (None, {"function": "median", "column": "quantity"}, "'distinct_count'"),
+    ],
+)
+def test_names_that_mean_nothing_or_two_things_are_refused(
+    tmp_path: Path, attribute: str | None, aggregation: dict[str, str] | None, message: str
+) -> None:
+    spec = yaml.safe_load(SPEC)
+    spec["attributes"]["event"] = ATTRIBUTES | (
+        {attribute: {"type": "numeric"}} if attribute else {}
+    )
+    if aggregation:
+        spec["counters"]["aggregations"] = [aggregation | {"event": "click"}]
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec))
+    with pytest.raises(UserError, match=r"spec.yaml:\d+: ") as refused:
+        load_spec(tmp_path / "spec.yaml")
+    assert message in str(refused.value)
