@@ -62,7 +62,9 @@ def _attribute_problems(spec: SpecDeclarations) -> Iterator[Problem]:
         if getattr(spec.attributes, entity) and not has_source:
             text = f"{entity}s have attributes, but no source of kind attributes provides them"
             yield ("attributes", entity), text
-    for name in spec.attributes.event:
+    for name, attribute in spec.attributes.event.items():
+        if isinstance(attribute, NumericAttribute) and attribute.transform != "none":
+            yield ("attributes", "event", name), "counters read numbers as logged: no `transform`"
         for entity in ("user", "item", "context"):
             if name in getattr(spec.attributes, entity):
                 text = f"{name} is also an attribute of the {entity}: rename one of them"
