@@ -123,9 +123,9 @@ def _counted_events(spec: DataSpec, inputs: ExampleInputs, days: DayRange) -> Da
     occurred = F.floor(F.col("event_ts") / MICROS["s"])
     columns = _key_columns(spec, "visible_ts", occurred)
     columns.append(F.xxhash64("item_id").alias("item_hash"))
-    for name, attribute in spec.distinct_event_attributes.items():
-        category = encode_attribute(attribute, F.col(f"event_{name}"))
-        columns.append(_known_category(category).alias(f"key_{name}"))
+    for name in spec.distinct_event_attributes:
+        value = F.col(f"event_{name}")
+        columns.append(F.when(value.isNotNull(), F.xxhash64(value)).alias(f"key_{name}"))
     numbers = {number_column(spec, each.column) for each in spec.counters.numeric_aggregations}
     events = countable_events(spec, inputs, days)
     return events.select("visible_ts", "type", *sorted(numbers), *columns)

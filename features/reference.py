@@ -68,7 +68,9 @@ def function_of_values(
     values = [
         (e["visible_ts"], Fraction(round(max(-1e9, min(e[column], 1e9)) * 10**4), 10**4))
         for e in events
-        if _is_in_window(e, event_type, as_of, window) and e[column] is not None
+        if _is_in_window(e, event_type, as_of, window)
+        and e[column] is not None
+        and math.isfinite(e[column])
     ]
     return _function_of_numbers(function, values)
 

@@ -17,7 +17,8 @@ from etl.spec.attributes import (
 from etl.spec.counters import Counter, CounterKey
 from etl.spec.model import DataSpec
 from etl.spec.units import DAY
-from etl.tables.declared_columns import counter_columns
+from etl.tables.declared_columns import counter_columns, history_attributes
+from features.history.codec import ATTRIBUTE_CODES
 
 ITEM_TABLE, USER_TABLE = "item", "user"  # embedding tables of item and user ids
 TEACHER_EMBEDDING_WIDTH = 32  # numbers that GEM stores per impression, for its user's later ones
@@ -104,7 +105,8 @@ class FeatureSchema:
     """All that a model may read of an impression, except for its history and its item's id.
 
     Also the names of what it predicts. `auxiliary_objectives`, which GEM alone learns, map a name
-    to its target: `event` or `dwell`.
+    to its target: `event` or `dwell`. `history_attributes` map a column of events in histories to
+    the rows of its embedding.
     """
 
     user: FeatureGroup
@@ -117,6 +119,7 @@ class FeatureSchema:
     similarity_columns: tuple[str, ...]
     surfaces: tuple[str, ...]
     events: tuple[str, ...]
+    history_attributes: dict[str, int]
     value_objectives: tuple[str, ...]
     position: PositionFeature | None
 
@@ -153,6 +156,12 @@ def feature_schema(spec: DataSpec) -> FeatureSchema:
         similarity_columns=tuple(f"item_{name}" for name in spec.similarity_attributes),
         surfaces=tuple(spec.surfaces),
         events=tuple(spec.events),
+        history_attributes={
+            name: attribute.num_embeddings
+            if isinstance(attribute, CategoricalAttribute)
+            else ATTRIBUTE_CODES
+            for name, attribute in history_attributes(spec).items()
+        },
         value_objectives=tuple(
             name for name, objective in spec.objectives.items() if objective.value
         ),

@@ -254,8 +254,8 @@ class ExampleRecomputer:
             value: int | str = event[KEY_COLUMNS[key_part]]
             return value
         if key_part in self.spec.distinct_event_attributes:
-            attribute = self.spec.distinct_event_attributes[key_part]
-            return encode_categorical(attribute, event[f"event_{key_part}"]) or None
+            raw: str | None = event[f"event_{key_part}"]
+            return raw
         if key_part in self.spec.context_counter_keys:
             return self._context_key_value(event, key_part, occurred)
         if key_part in self.spec.user_counter_keys:

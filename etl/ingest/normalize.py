@@ -4,7 +4,7 @@ A record that breaks a rule keeps its payload and the reasons; see etl/ingest/qu
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
@@ -145,7 +145,7 @@ def _logged_attributes(spec: DataSpec) -> dict[str, tuple[str, LoggedAttribute]]
 
 
 def _field_types(spec: DataSpec, log: LogSource) -> dict[str, tuple[str | None, str]]:
-    """Raw column (None where the log has none) and SQL type of each field but the context."""
+    """Raw column (None where the log has none) and SQL type of each field but attributes."""
     c = log.columns
     fields: dict[str, tuple[str | None, str]] = {
         "user_id": (c.user, "string"),
@@ -232,13 +232,8 @@ def _explode_outcomes(spec: DataSpec, log: ImpressionLogSource, rows: DataFrame)
         F.lit(0).cast("bigint").alias("delay"),
         F.lit(None).cast("double").alias("dwell_ms"),
         F.lit(None).cast("double").alias("value"),
+        *_event_attributes(spec, ()),
     )
-    # The attributes of an event are those of an outcome: an impression must not show them earlier.
-    is_outcome = F.col("type") != spec.event_codes[spec.impression_type]
-    event_attributes = {
-        name: F.when(is_outcome, F.col(name))
-        for name in (f"event_{name}" for name in spec.attributes.event)
-    }
     rows = rows.withColumn("impression_id", F.col("event_id"))
     rows = rows.withColumn("is_valid", _rejection_reasons(spec, log) == "")
     outcomes = [
@@ -246,15 +241,26 @@ def _explode_outcomes(spec: DataSpec, log: ImpressionLogSource, rows: DataFrame)
     ]
     events = F.array_compact(F.array(impression, *outcomes))
     rows = rows.withColumn("outcome", F.explode(events))
-    replaced = {"outcome", "event_id", "event_ts", "ingest_ts", "type", "dwell_ms", "value"}
-    rows = rows.select(
+    of_outcome = ("type", "dwell_ms", "value", *(f"event_{n}" for n in spec.attributes.event))
+    replaced = {"outcome", "event_id", "event_ts", "ingest_ts", *of_outcome}
+    return rows.select(
         *[name for name in rows.columns if name not in replaced],
-        *[F.col(f"outcome.{name}") for name in ("type", "dwell_ms", "value")],
+        *[F.col(f"outcome.{name}") for name in of_outcome],
         F.concat("event_id", "outcome.suffix").alias("event_id"),
         (F.col("event_ts") + F.col("outcome.delay")).alias("event_ts"),
         (F.col("ingest_ts") + F.col("outcome.delay")).alias("ingest_ts"),
     )
-    return rows.withColumns(event_attributes) if event_attributes else rows
+
+
+def _event_attributes(spec: DataSpec, names: Collection[str]) -> list[Column]:
+    """The attributes of an event of a wide log: those of some names, others null.
+
+    An event must not show what its record knows only by a later outcome.
+    """
+    return [
+        F.when(F.lit(name in names), F.col(f"event_{name}")).alias(f"event_{name}")
+        for name in spec.attributes.event
+    ]
 
 
 def _outcome_event(spec: DataSpec, log: ImpressionLogSource, outcome: OutcomeColumns) -> Column:
@@ -268,6 +274,7 @@ def _outcome_event(spec: DataSpec, log: ImpressionLogSource, outcome: OutcomeCol
         F.greatest(delay, F.lit(0)).cast("bigint").alias("delay"),
         _cast(outcome.dwell, "double").alias("dwell_ms"),
         _cast(outcome.value, "double").alias("value"),
+        *_event_attributes(spec, outcome.attributes),
     )
     if outcome.indicator is None:
         return event

@@ -1,4 +1,4 @@
-"""Attributes of users, items and impressions: how models read each raw column."""
+"""Attributes of users, items, impressions and events: how each raw column is read."""
 
 from typing import Annotated, Literal, Self, TypeAlias
 

@@ -1,8 +1,9 @@
 """Contradictions between sections of a spec, each with the location of the key to change."""
 
+from collections import Counter
 from collections.abc import Iterator
 
-from etl.spec.attributes import LocalTimeAttribute, NumericAttribute
+from etl.spec.attributes import CategoricalAttribute, LocalTimeAttribute, NumericAttribute
 from etl.spec.counters import EVENT_NUMBERS
 from etl.spec.declarations import SpecDeclarations
 from etl.spec.effects import KeyPath
@@ -36,6 +37,8 @@ def consistency_problems(spec: SpecDeclarations) -> Iterator[Problem]:
         yield from _audience_problems(spec, name)
     if spec.history.compact_every % DAY:
         yield ("history", "compact_every"), "write whole days, such as 30d"
+    yield from _counter_problems(spec)
+    yield from _history_problems(spec)
     yield from _retention_problems(spec)
     yield from _forecast_problems(spec)
     yield from _roi_problems(spec)
@@ -101,11 +104,12 @@ def _segment_problems(spec: SpecDeclarations) -> Iterator[Problem]:
 
 
 def _event_column_problems(spec: SpecDeclarations) -> Iterator[Problem]:
-    """Dwells and values that no source provides."""
+    """Dwells, values and attributes of events that no source provides."""
+    of_events = {*EVENT_NUMBERS, *spec.attributes.event}
     used = [
         (("counters", "aggregations"), aggregation.column, aggregation.event)
-        for aggregation in spec.counters.numeric_aggregations
-        if aggregation.column in EVENT_NUMBERS
+        for aggregation in spec.counters.aggregations
+        if aggregation.column in of_events
     ]
     used += [
         (("auxiliary_objectives", name), "dwell", auxiliary.event)
@@ -116,6 +120,15 @@ def _event_column_problems(spec: SpecDeclarations) -> Iterator[Problem]:
         if not any(_has_column(spec, log, event, column) for log in spec.log_sources.values()):
             text = f"no source has a {column} of {event} events: name its column or leave it out"
             yield path, text
+
+
+def _counter_problems(spec: SpecDeclarations) -> Iterator[Problem]:
+    """Counters whose columns have the same name."""
+    counted = Counter(counter.column for counter in spec.counters.columns)
+    repeated = [name for name, number in counted.items() if number > 1]
+    if repeated:
+        text = f"several counters have the column {repeated[0]}: rename an attribute or an event"
+        yield ("counters",), text
 
 
 def _named_event_problems(spec: SpecDeclarations) -> Iterator[Problem]:
@@ -169,9 +182,12 @@ def _has_column(
     event: str,
     column: str,
 ) -> bool:
+    is_attribute = column in spec.attributes.event
     if isinstance(log, ImpressionLogSource):
-        return any(o.event == event and getattr(o, column) for o in log.outcomes)
-    return event in spec.event_types_of(log) and getattr(log.columns, column) is not None
+        outcomes = [outcome for outcome in log.outcomes if outcome.event == event]
+        return any(column in o.attributes if is_attribute else getattr(o, column) for o in outcomes)
+    has_column = is_attribute or getattr(log.columns, column) is not None
+    return event in spec.event_types_of(log) and has_column
 
 
 def _auxiliary_problems(spec: SpecDeclarations, name: str) -> Iterator[Problem]:
@@ -246,6 +262,18 @@ def _retention_problems(spec: SpecDeclarations) -> Iterator[Problem]:
         elif retention < shortest:
             days = format_duration(-(-shortest // DAY) * DAY)
             yield ("retention", name), f"later steps read the days before: keep at least {days}"
+
+
+def _history_problems(spec: SpecDeclarations) -> Iterator[Problem]:
+    """Attributes whose values do not fit one byte, and a name listed twice."""
+    declared = spec.attributes.context | spec.attributes.event
+    for name in spec.history.attributes:
+        attribute = declared[name]
+        if isinstance(attribute, CategoricalAttribute) and attribute.num_embeddings > 256:
+            text = f"{name} has {attribute.num_embeddings} rows, and events of histories hold 256"
+            yield ("history", "attributes"), text
+    if len(set(spec.history.attributes)) < len(spec.history.attributes):
+        yield ("history", "attributes"), "an attribute is listed twice; keep one"
 
 
 def _roi_problems(spec: SpecDeclarations) -> Iterator[Problem]:

@@ -67,7 +67,10 @@ class DistinctCount(StrictModel):
     function: Literal["distinct_count"]
     """What is computed."""
     column: DistinctColumnName
-    """What is counted: `user`, `item`, `surface`, or a categorical attribute."""
+    """What is counted: `user`, `item`, `surface`, or a categorical attribute.
+
+    Values of an attribute of users or of the context that share a row of its `size` count as one.
+    """
     event: EventName
     """The type of events; it need not be counted."""
 
@@ -113,7 +116,7 @@ class CounterSpec(StrictModel):
 
     @property
     def numeric_aggregations(self) -> tuple[NumericAggregation, ...]:
-        """Those of `aggregations` that are of dwells and values."""
+        """Those of `aggregations` that are functions of numbers."""
         return tuple(each for each in self.aggregations if isinstance(each, NumericAggregation))
 
     @property

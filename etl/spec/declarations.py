@@ -19,7 +19,7 @@ from etl.spec.sections import (
     AuxiliaryObjective,
     EventType,
     ForecastSpec,
-    HistoryRetention,
+    HistorySpec,
     Objective,
     OutcomeLabel,
     PositionBiasSpec,
@@ -77,7 +77,7 @@ class SpecDeclarations(StrictModel):
     """The attribute that is the position of an impression, and the position that is served."""
     sequences: dict[Name, SequenceSpec] = Field(min_length=1)
     """Streams of a user's events that models read, by name."""
-    history: HistoryRetention = HistoryRetention()
+    history: HistorySpec = HistorySpec()
     """How much of a user's history is kept."""
     retention: dict[RetainedTable, Duration] = {}
     """How long the days of a table are kept, in whole days; by default for ever."""

@@ -56,6 +56,7 @@ DAY_TABLES = KeyEffect((*EVENT_TABLES.tables, *USER_ATTRIBUTES, *ITEM_ATTRIBUTES
 BID_TABLES = KeyEffect(ITEM_ATTRIBUTES)
 COUNTER_TABLES = KeyEffect((*ITEM_VERSIONS, *EXAMPLES))
 EXAMPLE_TABLES = KeyEffect(EXAMPLES)
+HISTORY_TABLES = KeyEffect(("history", "user_event_counts"))
 SCORE_TABLES = KeyEffect(("scores",))
 AUDIENCE_TABLES = KeyEffect(("audience_labels", "audits", "audience_counts", "audience_quality"))
 AUDIENCE_COUNT_TABLES = KeyEffect(("audience_counts", "audience_quality"))
@@ -90,6 +91,7 @@ KEY_EFFECTS: Mapping[str, KeyEffect] = {
     "position_bias.served_position": MODEL_INPUTS,
     "sequences.*.events": MODEL_INPUTS,
     "sequences.*.max_length": MODEL_INPUTS,
+    "history.attributes": HISTORY_TABLES,
     "history.max_events": MODEL_INPUTS,
     "history.max_age": MODEL_INPUTS,
     "history.compact_every": MAINTENANCE,

@@ -109,10 +109,16 @@ def declared_names(raw: dict[str, Any]) -> dict[str, list[str]]:
         ],
         "numeric context attributes": attributes_of("context", "numeric"),
         "attribution keys": ["item", *categories],
+        "attributes of events": attributes_of("event", "numeric", "categorical"),
         "counter keys": counter_keys,
         "counter keys and categorical event attributes": [
             *counter_keys,
             *attributes_of("event", "categorical"),
+        ],
+        "numeric and categorical attributes of events and of the context": [
+            name
+            for entity in ("event", "context")
+            for name in attributes_of(entity, "numeric", "categorical")
         ],
         "dwell, value and numeric attributes of events and of the context": [
             *EVENT_NUMBERS,

@@ -140,13 +140,9 @@ class DataSpec(SpecDeclarations):
         }
 
     @cached_property
-    def distinct_event_attributes(self) -> dict[str, CategoricalAttribute]:
-        """The attributes of events whose distinct values are counted, by name."""
-        return {
-            part: attribute
-            for part in self.counters.key_parts
-            if isinstance(attribute := self.attributes.event.get(part), CategoricalAttribute)
-        }
+    def distinct_event_attributes(self) -> tuple[str, ...]:
+        """The attributes of events whose distinct values are counted."""
+        return tuple(part for part in self.counters.key_parts if part in self.attributes.event)
 
     def day_start(self, day: date) -> int:
         """Epoch second at which a day begins in `time_zone`."""
@@ -182,6 +178,9 @@ class DataSpec(SpecDeclarations):
         for source in settings["sources"].values():
             del source["owner"]
             columns = source.get("columns", {})
+            for outcome in source.get("outcomes", ()):
+                if not outcome["attributes"]:
+                    del outcome["attributes"]
             for keys, later in ((source, LATER_SOURCE_KEYS), (columns, LATER_COLUMN_KEYS)):
                 for key in later:
                     if not keys.get(key):

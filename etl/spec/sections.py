@@ -9,6 +9,7 @@ from etl.spec.base import (
     UNIQUE,
     CategoryName,
     EventName,
+    HistoryAttributeName,
     Name,
     NumericContextName,
     ObjectiveName,
@@ -48,9 +49,14 @@ class SequenceSpec(StrictModel):
     """How many of the latest events are read."""
 
 
-class HistoryRetention(StrictModel):
-    """How much of a user's history compaction keeps."""
+class HistorySpec(StrictModel):
+    """What events of histories have, and how much of a user's history compaction keeps."""
 
+    attributes: tuple[HistoryAttributeName, ...] = ()
+    """Attributes of events or of the context, numeric or categorical with at most 256 rows.
+
+    GEM reads them with each event: numbers in steps of 17 %.
+    """
     max_events: int = Field(default=8192, ge=1)
     """How many of the latest events of a user are kept."""
     max_age: Duration = 400 * DAY

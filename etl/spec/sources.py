@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from etl.spec.base import EventName, Name, StrictModel
+from etl.spec.base import EventAttributeReference, EventName, Name, StrictModel
 from etl.spec.file_source import FileSource
 from etl.spec.report_sources import AudienceLabelSource, AuditSource, SpendSource
 from etl.spec.units import Duration
@@ -150,6 +150,8 @@ class OutcomeColumns(StrictModel):
     """Column with how long the item was viewed, in milliseconds."""
     value: str | None = None
     """Column with the value of the event, such as the money paid."""
+    attributes: tuple[EventAttributeReference, ...] = ()
+    """Names of `attributes.event` that this outcome has; others are missing."""
 
 
 class ImpressionLogSource(LogSource):

@@ -42,12 +42,28 @@ def event_columns(spec: DataSpec) -> dict[str, LoggedAttribute]:
     return context | {f"event_{name}": a for name, a in spec.attributes.event.items()}
 
 
+def history_attributes(spec: DataSpec) -> dict[str, LoggedAttribute]:
+    """The attributes of events in histories, by column of `history`."""
+    columns = event_columns(spec)
+    return {f"attr_{n}": columns[_event_column(spec, n)] for n in spec.history.attributes}
+
+
+def history_inputs(spec: DataSpec) -> dict[str, str]:
+    """The column of `events` of each attribute of `history_attributes`."""
+    return {f"attr_{name}": _event_column(spec, name) for name in spec.history.attributes}
+
+
 def number_column(spec: DataSpec, name: str) -> str:
     """The column of `events` of a number of which counters have functions."""
     if name == "dwell":
         return "dwell_ms"
     if name == "value":
         return name
+    return _event_column(spec, name)
+
+
+def _event_column(spec: DataSpec, name: str) -> str:
+    """The column of `events` of an attribute of events or of the context."""
     return f"event_{name}" if name in spec.attributes.event else f"ctx_{name}"
 
 

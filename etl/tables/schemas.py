@@ -5,6 +5,7 @@ from datetime import date
 
 from etl.errors import UserError
 from etl.event_time import MAX_CLOCK_SKEW_SECONDS, MIN_EVENT_TS, day_end_sql, day_start_sql
+from etl.spec.attributes import NumericAttribute
 from etl.spec.model import DataSpec
 from etl.spec.units import MICROS
 from etl.tables.audience_schemas import AUDIENCE_SCHEMAS
@@ -14,6 +15,7 @@ from etl.tables.declared_columns import (
     counter_columns,
     encoded_sql_type,
     event_columns,
+    history_attributes,
     item_counter_key_columns,
     logged_sql_type,
 )
@@ -84,7 +86,13 @@ def _event_constraints(spec: DataSpec) -> dict[str, str]:
     max_skew_us = MAX_CLOCK_SKEW_SECONDS * MICROS["s"]
     retractions = ", ".join(str(spec.event_codes[name]) for name in spec.retraction_types)
     names_event = f"type NOT IN ({retractions}) OR retracted_event_id IS NOT NULL"
-    finite = [f"(NOT isnan({c}) AND abs({c}) < 1e300)" for c in ("dwell_ms", "value")]
+    numbers = ["dwell_ms", "value"]
+    numbers += [
+        f"event_{name}"
+        for name, attribute in spec.attributes.event.items()
+        if isinstance(attribute, NumericAttribute)
+    ]
+    finite = [f"(NOT isnan({c}) AND abs({c}) < 1e300)" for c in numbers]
     return {
         "event time before 2000": f"event_ts >= {MIN_EVENT_TS}",
         "event time after its day": f"event_ts <= {latest}",
@@ -204,7 +212,7 @@ def first_item_versions(spec: DataSpec) -> TableSchema:
     return TableSchema("first_item_versions", columns, ("day",), order, required, user_rows=None)
 
 
-def history(_spec: DataSpec) -> TableSchema:
+def history(spec: DataSpec) -> TableSchema:
     """Events of one user that became visible on one day, packed (features/history/codec.py).
 
     Compacted rows hold all events up to their day: `chunk` numbers them, from 0, and is null in
@@ -216,7 +224,7 @@ def history(_spec: DataSpec) -> TableSchema:
         "dropped": "int",
         "first_ts": "bigint",
         "events": "int",
-        **dict.fromkeys(HISTORY_BYTE_PLANES, "binary"),
+        **dict.fromkeys((*HISTORY_BYTE_PLANES, *history_attributes(spec)), "binary"),
     }
     required = {f"no {name}": name for name in columns if name != "chunk"}
     order = ("user_id", "chunk")

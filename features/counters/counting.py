@@ -25,9 +25,10 @@ from features.counters.key_leads import (
     LEAD,
     KeyLeads,
     distinct_entry,
-    entry_column,
+    entry_field,
     in_fixed_point,
     leads_to_keys,
+    number_field,
 )
 from features.counters.numeric_columns import MISSING, Numbers
 from features.ragged import regroup_batches, run_starts
@@ -50,9 +51,11 @@ def count_events(
     `item_hash`. `hot_leads` are those of `find_hot_leads`.
     """
     leads, aggregations = KeyLeads.from_spec(spec), Aggregations.from_spec(spec)
-    numbers = [in_fixed_point(spec, name).alias(name) for name in aggregations.input_columns]
+    numbers = [
+        in_fixed_point(spec, name).alias(number_field(name)) for name in aggregations.input_columns
+    ]
     entries = [
-        distinct_entry(part).alias(entry_column(part)) for part in aggregations.distinct_columns
+        distinct_entry(part).alias(entry_field(part)) for part in aggregations.distinct_columns
     ]
     ts = F.col("visible_ts").alias("ts")
     event_rows = leads.explode(events, ts, "type", *numbers, *entries)
@@ -98,12 +101,12 @@ def count_by_second(
             F.min(name).alias("smallest"),
             F.max(name).alias("largest"),
         ).alias(name)
-        for name in aggregations.input_columns
+        for name in map(number_field, aggregations.input_columns)
     ]
     by_key = leads_to_keys(leads, events)
     by_second = by_key.groupBy(*key, "type").agg(F.count("*").alias("count"), *numbers)
     for part in aggregations.distinct_columns:
-        entry = entry_column(part)
+        entry = entry_field(part)
         entries = by_key.filter(F.col(entry) != MISSING_ENTRY).select(*key, "type", entry)
         entries = entries.distinct().withColumn("count", F.lit(0).cast("bigint"))
         by_second = by_second.unionByName(entries, allowMissingColumns=True)
@@ -160,11 +163,11 @@ class _ImpressionCounting:
     def _event_rows(self, table: pa.Table, key: Int64, rows: Bools) -> EventRows:
         types = table["type"].to_numpy()[rows].astype(np.int64)
         numbers = {
-            name: table[name].fill_null(MISSING).to_numpy()[rows]
+            name: table[number_field(name)].fill_null(MISSING).to_numpy()[rows]
             for name in self.aggregations.input_columns
         }
         entries = {
-            part: table[entry_column(part)].fill_null(MISSING_ENTRY).to_numpy()[rows]
+            part: table[entry_field(part)].fill_null(MISSING_ENTRY).to_numpy()[rows]
             for part in self.aggregations.distinct_columns
         }
         return EventRows.of_events(key[rows], table["ts"].to_numpy()[rows], types, numbers, entries)
@@ -191,11 +194,11 @@ class _SecondCounting:
         of_events = table.filter(pa.array(~is_query)).combine_chunks()
         type_, count = (of_events[name].to_numpy().astype(np.int64) for name in ("type", "count"))
         numbers = {
-            name: _numbers_of_column(of_events[name].combine_chunks())
+            name: _numbers_of_column(of_events[number_field(name)].combine_chunks())
             for name in self.aggregations.input_columns
         }
         entries = {
-            part: of_events[entry_column(part)].fill_null(MISSING_ENTRY).to_numpy()
+            part: of_events[entry_field(part)].fill_null(MISSING_ENTRY).to_numpy()
             for part in self.aggregations.distinct_columns
         }
         events = EventRows(key[~is_query], ts[~is_query], type_, count, numbers, entries)

@@ -102,13 +102,12 @@ def in_fixed_point(spec: DataSpec, name: str) -> Column:
     fixed_point, stored = fixed_point_of(name), F.col(number_column(spec, name))
     limit = F.lit(fixed_point.limit)
     limited = F.greatest(F.least(stored, limit), -limit)
-    # `least` and `greatest` skip nulls, and would make a missing number the limit.
-    is_known = stored.isNotNull() & ~F.isnan(stored)
-    return F.when(is_known, F.rint(limited * fixed_point.scale).cast("bigint"))
+    is_finite = F.abs(stored) < F.lit(float("inf"))  # of NaN, which is the largest number, too
+    return F.when(is_finite, F.rint(limited * fixed_point.scale).cast("bigint"))
 
 
 def distinct_entry(part: str) -> Column:
-    """The entry of a part of keys, as `features.distinct_counts.entries_of` returns it."""
+    """The entry of a part of keys, as `features.counters.distinct_counts.entries_of` returns it."""
     value = F.col("item_hash" if part == "item" else f"key_{part}")
     hashed = F.xxhash64(value)
     rest = F.shiftrightunsigned(hashed, REGISTER_BITS)
@@ -118,8 +117,13 @@ def distinct_entry(part: str) -> Column:
     return entry.cast("smallint")
 
 
-def entry_column(part: str) -> str:
-    """The column of the entries of a part of keys."""
+def number_field(name: str) -> str:
+    """The field of a number in the rows of counters, beside `ts`, `type` and others."""
+    return f"number_{name}"
+
+
+def entry_field(part: str) -> str:
+    """The field of the entries of a part of keys, or an attribute of events."""
     return f"entry_{part}"
 
 

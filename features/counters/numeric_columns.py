@@ -38,8 +38,8 @@ class FixedPoint:
     per_unit: int
 
     def round(self, values: Float64) -> Int64:
-        """Values (N) of `events` as integers; MISSING where they are NaN."""
-        is_missing = np.isnan(values)
+        """Values (N) of `events` as integers; MISSING where they are not finite."""
+        is_missing = ~np.isfinite(values)
         limited = np.clip(np.where(is_missing, 0, values), -self.limit, self.limit)
         return np.where(is_missing, MISSING, np.rint(limited * self.scale).astype(np.int64))
 

@@ -5,26 +5,31 @@ from datetime import timedelta
 
 import numpy as np
 import pyarrow as pa
-from pyspark.sql import DataFrame
+from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from etl.ingest.timestamps import local_date
+from etl.spec.attributes import NumericAttribute
+from etl.spec.model import DataSpec
 from etl.spec.units import MICROS, DayRange
 from etl.tables import schemas, spark_io, user_schemas
+from etl.tables.declared_columns import history_attributes, history_inputs
 from etl.tables.lake import Lake
 from etl.tables.weekly_snapshots import remove_snapshots_from
-from features.history.codec import delta_encode, quantize_dwell, split_byte_planes
+from features.encoding.spark import encode_attribute
+from features.history.codec import (
+    attribute_columns,
+    delta_encode,
+    quantize_dwell,
+    quantize_number,
+    split_byte_planes,
+)
 from features.history.compact import assert_not_compacted
 from features.history.event_counts import build_event_counts
 from features.items import item_index_or_hash_bucket
 from features.ragged import regroup_batches, run_starts
 
-PACKED_SCHEMA = ", ".join(
-    (
-        "user_id string, day date, first_ts bigint, events int",
-        *(f"{name} binary" for name in schemas.HISTORY_BYTE_PLANES),
-    )
-)
+PACKED_SCHEMA = "user_id string, day date, first_ts bigint, events int"
 
 
 def build_history(lake: Lake, days: DayRange) -> dict[str, int]:
@@ -70,7 +75,21 @@ def newly_visible_events(lake: Lake, versions: dict[str, int], days: DayRange) -
         "surface",
         "type",
         "dwell_ms",
+        *_history_attributes(spec),
     )
+
+
+def _history_attributes(spec: DataSpec) -> list[Column]:
+    """The embedding rows of categories, and numbers as they were logged."""
+    inputs = {name: F.col(column) for name, column in history_inputs(spec).items()}
+    return [
+        (
+            inputs[name]
+            if isinstance(attribute, NumericAttribute)
+            else encode_attribute(attribute, inputs[name])
+        ).alias(name)
+        for name, attribute in history_attributes(spec).items()
+    ]
 
 
 def pack_events(events: DataFrame) -> DataFrame:
@@ -78,7 +97,9 @@ def pack_events(events: DataFrame) -> DataFrame:
     ordered = events.repartition("user_id").sortWithinPartitions(
         "user_id", "visible_ts", "event_ts", "event_id"
     )
-    return ordered.drop("event_id").mapInArrow(pack_partition, PACKED_SCHEMA)
+    planes = (*schemas.HISTORY_BYTE_PLANES, *attribute_columns(events.columns))
+    packed_schema = ", ".join((PACKED_SCHEMA, *(f"{name} binary" for name in planes)))
+    return ordered.drop("event_id").mapInArrow(pack_partition, packed_schema)
 
 
 def pack_partition(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -103,6 +124,10 @@ def pack_user_days(events: pa.Table) -> pa.Table:
         "types": events["type"].to_numpy(),
         "dwells": quantize_dwell(events["dwell_ms"].to_numpy().astype(np.float64)),
     }
+    for name in attribute_columns(events.column_names):
+        values = events[name].to_numpy()
+        is_category = pa.types.is_integer(events[name].type)
+        lists[name] = values.astype(np.uint8) if is_category else quantize_number(values)
     columns = {
         "user_id": users.take(pa.array(starts)),
         "day": pa.array(days[starts], pa.int32()).cast(pa.date32()),

@@ -15,6 +15,7 @@ from etl.tables import schemas, spark_io
 from etl.tables.lake import Lake
 from features.history.codec import (
     PLANE_COLUMNS,
+    attribute_columns,
     decode_rows,
     delta_decode,
     delta_encode,
@@ -24,12 +25,7 @@ from features.ragged import concat_ranges, regroup_batches, run_starts
 from features.schema import counter_horizon_days
 
 EVENTS_PER_CHUNK = 1024  # events of a compacted row
-COMPACTED_SCHEMA = ", ".join(
-    (
-        "user_id string, chunk int, dropped int, first_ts bigint, events int",
-        *(f"{name} binary" for name in schemas.HISTORY_BYTE_PLANES),
-    )
-)
+COMPACTED_SCHEMA = "user_id string, chunk int, dropped int, first_ts bigint, events int"
 
 
 def compact_history(lake: Lake, until: date) -> dict[str, int]:
@@ -51,9 +47,10 @@ def compact_history(lake: Lake, until: date) -> dict[str, int]:
     rows = rows.repartition("user_id").sortWithinPartitions("user_id", "day", "chunk")
     min_visible_ts = spec.day_end(until) - spec.history.max_age
     compact = functools.partial(compact_partition, spec.history.max_events, min_visible_ts)
-    packed = rows.select("user_id", "dropped", "first_ts", "events", *PLANE_COLUMNS).mapInArrow(
-        compact, COMPACTED_SCHEMA
-    )
+    planes = (*PLANE_COLUMNS, *attribute_columns(rows.columns))
+    compacted_schema = ", ".join((COMPACTED_SCHEMA, *(f"{name} binary" for name in planes)))
+    rows = rows.select("user_id", "dropped", "first_ts", "events", *planes)
+    packed = rows.mapInArrow(compact, compacted_schema)
     packed = packed.withColumn("bucket", spark_io.user_bucket(F.col("user_id"), spec.buckets))
     packed = packed.withColumn("day", F.lit(until))
     spark_io.replace_partitions(lake, contract, packed, f"day <= '{until}'", {"history": version})

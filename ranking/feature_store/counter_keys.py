@@ -136,18 +136,22 @@ def distinct_values_of_event(spec: DataSpec, attributes: AttributeValues) -> Key
         UserError: A value is not a string.
     """
     values = {}
-    for name, attribute in spec.distinct_event_attributes.items():
+    for name in spec.distinct_event_attributes:
         raw = validated_string(f"{name} of the event", attributes.get(name))
-        values[name] = _known_categories(np.array([encode_categorical(attribute, raw)]))
+        values[name] = np.array([UNKNOWN if raw is None else spark_xxhash64(raw)])
     return values
 
 
 def distinct_values_of_events(spec: DataSpec, events: pa.Table) -> KeyValues:
     """Values (N) of the attributes of events in a table that are counted distinctly."""
-    return {
-        name: _known_categories(_encode_column(attribute, events[f"event_{name}"]))
-        for name, attribute in spec.distinct_event_attributes.items()
-    }
+    return {name: _hash_column(events[f"event_{name}"]) for name in spec.distinct_event_attributes}
+
+
+def _hash_column(column: pa.ChunkedArray) -> Int64:
+    """Spark's hashes (N) of a column of texts; UNKNOWN where missing."""
+    raw = column.combine_chunks().dictionary_encode(null_encoding="encode")
+    hashes = [UNKNOWN if t is None else spark_xxhash64(t) for t in raw.dictionary.to_pylist()]
+    return np.asarray(np.array(hashes, np.int64)[raw.indices.to_numpy()])
 
 
 def _encode_column(attribute: CategoricalAttribute, column: pa.ChunkedArray) -> Int64:

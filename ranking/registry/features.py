@@ -98,9 +98,10 @@ def _declared_features(spec: DataSpec) -> Iterator[DeclaredFeature]:
     item_sources, user_sources = (tuple(_providers(spec.sources, e)) for e in ("item", "user"))
     for counter in spec.counters.columns:
         sources = logs
-        if not spec.item_counter_keys.keys().isdisjoint(counter.key):
+        parts = {*counter.key, counter.input_column}
+        if not spec.item_counter_keys.keys().isdisjoint(parts):
             sources += item_sources
-        if not spec.user_counter_keys.keys().isdisjoint(counter.key):
+        if not spec.user_counter_keys.keys().isdisjoint(parts):
             sources += user_sources
         key = ", ".join(counter.key)
         yield DeclaredFeature(counter.column, "counter", key, sources, "examples")

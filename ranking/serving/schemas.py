@@ -69,8 +69,8 @@ class RankResponse(BodyModel):
 class EventPayload(BodyModel):
     """One event; `event_time` is in milliseconds since 1970, by default now.
 
-    Of `context`, attributes that counters read are kept; others are ignored. `attributes` are those
-    that the spec declares under `attributes.event`.
+    Of `context`, and of `attributes` that the spec declares under `attributes.event`, those that
+    counters read are kept; others are ignored.
     """
 
     event_id: Identifier

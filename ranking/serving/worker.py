@@ -210,7 +210,7 @@ def _valid_from(body: UserAttributesRequest | ItemAttributesRequest, now: int) -
 
 
 def posted_event(spec: DataSpec, payload: EventPayload, now: int) -> Event:
-    """The event of a payload, of whose context only what counters read is kept.
+    """The event of a payload; of its context and attributes, what counters read is kept.
 
     Raises UserError if the spec does not have an attribute of the context or the event.
     """
@@ -231,5 +231,7 @@ def posted_event(spec: DataSpec, payload: EventPayload, now: int) -> Event:
         context={
             name: value for name, value in payload.context.items() if f"ctx_{name}" in counted
         },
-        attributes=dict(payload.attributes),
+        attributes={
+            name: value for name, value in payload.attributes.items() if f"event_{name}" in counted
+        },
     )

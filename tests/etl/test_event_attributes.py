@@ -66,24 +66,31 @@ def test_events_have_the_attributes_of_their_record(spark: SparkSession, tmp_pat
     assert [row["reasons"] for row in quarantined] == [["wrong type: count"]]
 
 
-def test_an_impression_of_a_wide_log_does_not_show_what_its_outcomes_have(
+def test_events_of_a_wide_log_do_not_show_what_later_outcomes_have(
     spark: SparkSession, tmp_path: Path
 ) -> None:
-    """Leak test: the quantity of a purchase is known when the purchase is visible."""
+    """Leak test: the quantity of a purchase is known when it is visible, not with the click."""
     columns = yaml.safe_load(SPEC)["sources"]["app"]["columns"]
     del columns["type"]
-    outcome = {"event": "buy", "indicator": "bought", "delay": "after"}
-    wide = {"kind": "impression_log", "types": None, "outcomes": [outcome], "columns": columns}
+    outcomes = [
+        {"event": "click", "indicator": "clicked", "attributes": ["coupon"]},
+        {"event": "buy", "indicator": "bought", "delay": "after", "attributes": ["quantity"]},
+    ]
+    wide = {"kind": "impression_log", "types": None, "outcomes": outcomes, "columns": columns}
     spec = shop_spec(tmp_path, wide)
-    bought = {"bought": 1, "after": 60, "count": 4, "coupon": "sale"}
+    bought = {"clicked": 1, "bought": 1, "after": 60, "count": 4, "coupon": "sale"}
     lake = ingested(tmp_path, spec, [record(1, **bought), record(2, bought=0, count=5)])
     stored = {row["event_id"]: row for row in rows(lake, "events")}
     attributes = {
         id_: (row["event_quantity"], row["event_coupon"], row["event_ts"] // 10**6 - NOON)
         for id_, row in stored.items()
     }
-    nothing = None, None
-    assert attributes == {"e1": (*nothing, 1), "e2": (*nothing, 2), "e1:buy": (4, "sale", 61)}
+    assert attributes == {
+        "e1": (None, None, 1),
+        "e1:click": (None, "sale", 1),
+        "e1:buy": (4, None, 61),
+        "e2": (None, None, 2),
+    }
 
 
 @pytest.mark.parametrize(
@@ -96,18 +103,62 @@ def test_an_impression_of_a_wide_log_does_not_show_what_its_outcomes_have(
         (None, {"function": "sum", "column": "coupon"}, "'coupon' is not among the dwell, value"),
         (None, {"function": "distinct_count", "column": "quantity"}, "'quantity' is not among"),
         (None, {"function": "median", "column": "quantity"}, "'distinct_count'"),
+        (None, {"function": "sum", "column": "quantity", "event": "buy"}, "has a quantity of buy"),
     ],
 )
 def test_names_that_mean_nothing_or_two_things_are_refused(
     tmp_path: Path, attribute: str | None, aggregation: dict[str, str] | None, message: str
 ) -> None:
     spec = yaml.safe_load(SPEC)
+    del spec["sources"]["sales"]
     spec["attributes"]["event"] = ATTRIBUTES | (
         {attribute: {"type": "numeric"}} if attribute else {}
     )
     if aggregation:
-        spec["counters"]["aggregations"] = [aggregation | {"event": "click"}]
+        spec["counters"]["aggregations"] = [{"event": "click"} | aggregation]
     (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec))
     with pytest.raises(UserError, match=r"spec.yaml:\d+: ") as refused:
         load_spec(tmp_path / "spec.yaml")
     assert message in str(refused.value)
+
+
+def test_numbers_that_are_not_finite_are_quarantined(spark: SparkSession, tmp_path: Path) -> None:
+    spec = shop_spec(tmp_path)
+    counts = ("Infinity", "NaN", -1.5, None)
+    records = [record(number, count=count) for number, count in enumerate(counts)]
+    lake = ingested(tmp_path, spec, records)
+    assert [row["event_quantity"] for row in rows(lake, "events")] == [-1.5, None]
+    assert [row["reasons"] for row in rows(lake, "quarantine")] == [["not a number"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("history", "message"),
+    [
+        (["quantiti"], "did you mean 'quantity'"),
+        (["query"], "query has 300 rows, and events of histories hold 256"),
+        (["quantity", "quantity"], "an attribute is listed twice"),
+    ],
+)
+def test_attributes_that_events_of_histories_cannot_have_are_refused(
+    tmp_path: Path, history: list[str], message: str
+) -> None:
+    spec = yaml.safe_load(SPEC)
+    spec["attributes"]["event"] = ATTRIBUTES | {"query": {"type": "categorical", "size": 300}}
+    spec["history"] = {"attributes": history}
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec))
+    with pytest.raises(UserError, match=r"spec.yaml:\d+: history.attributes") as refused:
+        load_spec(tmp_path / "spec.yaml")
+    assert message in str(refused.value)
+
+
+def test_counters_with_the_same_column_are_refused(tmp_path: Path) -> None:
+    spec = yaml.safe_load(SPEC)
+    spec["attributes"]["event"] = ATTRIBUTES | {"quantity_user": {"type": "numeric"}}
+    aggregations = [("quantity", "click"), ("quantity_user", "click")]
+    spec["counters"] |= {
+        "keys": [["user", "phone"], ["phone"]],
+        "aggregations": [{"function": "sum", "column": c, "event": e} for c, e in aggregations],
+    }
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec))
+    with pytest.raises(UserError, match="several counters have the column sum_quantity_user_phone"):
+        load_spec(tmp_path / "spec.yaml")

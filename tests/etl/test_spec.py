@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from etl.errors import UserError
 from etl.spec import DataSpec, load_spec
 from etl.spec.effects import KEY_EFFECTS, effect_of, flatten_keys
-from etl.spec.sections import HistoryRetention
+from etl.spec.sections import HistorySpec
 from etl.spec.units import format_duration, parse_duration
 from etl.tables import label_schemas, schemas
 from etl.tables.code_registry import CodeRegistry, assign_codes
@@ -238,10 +238,10 @@ def test_every_section_and_key_of_a_spec_has_a_description() -> None:
 
 
 def test_a_copy_of_a_model_with_an_unknown_field_is_refused() -> None:
-    history = HistoryRetention()
+    history = HistorySpec()
     assert history.model_copy(update={"max_events": 3}).max_events == 3
     assert history.model_copy() == history
-    message = "HistoryRetention has no field 'max_event'; did you mean 'max_events'?"
+    message = "HistorySpec has no field 'max_event'; did you mean 'max_events'?"
     with pytest.raises(TypeError, match=re.escape(message)):
         history.model_copy(update={"max_event": 3})
 

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etl.errors import UserError
-from etl.spec.sections import HistoryRetention
 from etl.tables import schemas
 from etl.tables.arrow import snapshot
 from etl.tables.lake import Lake
@@ -165,7 +164,7 @@ def test_days_that_counters_need_or_that_are_compacted_are_refused(lake_copy: La
 
 def test_histories_are_compacted_when_enough_days_can_be(lake_copy: Lake, built: Lake) -> None:
     def every(days: int) -> Lake:
-        history = HistoryRetention.model_validate({"compact_every": f"{days}d"})
+        history = lake_copy.spec.history.model_copy(update={"compact_every": days * 86_400})
         return Lake(lake_copy.root, lake_copy.spec.model_copy(update={"history": history}))
 
     compactable = (UNTIL - FIRST).days + 1
@@ -180,7 +179,8 @@ def test_histories_are_compacted_when_enough_days_can_be(lake_copy: Lake, built:
 
 def test_reading_dropped_events_is_an_error(lake_copy: Lake) -> None:
     expected = last_events(lake_copy)
-    short = lake_copy.spec.model_copy(update={"history": HistoryRetention(max_events=3)})
+    history = lake_copy.spec.history.model_copy(update={"max_events": 3})
+    short = lake_copy.spec.model_copy(update={"history": history})
     compact_history(Lake(lake_copy.root, short), UNTIL)
     end = lake_copy.spec.day_end(UNTIL)
     later = {row["impression_id"] for row in examples_of(lake_copy) if row["as_of_ts"] >= end}

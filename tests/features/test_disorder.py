@@ -150,8 +150,12 @@ def counters_match(lake: Lake, row: Row, events: list[Record], impression: Recor
 
 def distinct_values(spec: DataSpec) -> dict[str, Callable[[Record], int | None]]:
     """What is counted distinctly, by column; the brand of an item once it is known."""
-    device, coupon = spec.attributes.context["device"], spec.attributes.event["coupon"]
-    assert isinstance(device, CategoricalAttribute) and isinstance(coupon, CategoricalAttribute)
+    device = spec.attributes.context["device"]
+    assert isinstance(device, CategoricalAttribute)
+
+    def plan_of(record: Record) -> int | None:
+        plan = plan_at(record["user"], visible_ts(record, DELAY))
+        return {None: None, "free": 2, "paid": 3}[plan]
 
     def brand_of(record: Record) -> int | None:
         brand, known_since = BRANDS[record["item"]]
@@ -163,8 +167,11 @@ def distinct_values(spec: DataSpec) -> dict[str, Callable[[Record], int | None]]
         "user": lambda record: spark_xxhash64(record["user"]),
         "item": lambda record: spark_xxhash64(record["item"]),
         "device": lambda record: encode_categorical(device, record["device"]) or None,
-        "coupon": lambda record: encode_categorical(coupon, record["code"]) or None,
+        "coupon": lambda record: record["code"] and spark_xxhash64(record["code"]),
         "brand": brand_of,
+        "plan": plan_of,
+        "hour": lambda record: 1 + record["hour"],
+        "surface": lambda record: spec.surface_codes[record["surface"]],
     }
 
 
@@ -200,7 +207,10 @@ def count_history_differences(
         row = examples[id_]
         history = oracle.history(events, impression["user"], row["as_of_ts"], DELAY)
         expected = [
-            (visible_ts(e, DELAY), e["ts"], index[e["item"]], spec.event_codes[e["type"]])
+            (
+                *(visible_ts(e, DELAY), e["ts"], index[e["item"]], spec.event_codes[e["type"]]),
+                *attribute_codes(spec, e),
+            )
             for e in history
         ]
         histories = histories_by_bucket[row["bucket"]]
@@ -212,10 +222,23 @@ def count_history_differences(
             histories.events.event_ts[pointed],
             histories.events.item_indexes[pointed],
             histories.events.types[pointed],
+            *[codes[pointed] for codes in histories.events.attributes.values()],
             strict=True,
         )
         wrong += [tuple(map(int, event)) for event in stored] != expected
     return wrong
+
+
+def attribute_codes(spec: DataSpec, event: Record) -> tuple[int, ...]:
+    """The quantity in logarithmic steps, and the categories of device and coupon; 0 is missing."""
+    device = spec.attributes.context["device"]
+    assert isinstance(device, CategoricalAttribute)
+    quantity = event["quantity"]
+    return (
+        0 if quantity is None else 128 + min(127, round(6.1 * math.log1p(quantity))),
+        encode_categorical(device, event["device"]),
+        {None: 0, "spring": 2, "sale": 3}.get(event["code"], 1),
+    )
 
 
 def build_in_parts(folder: Path, records: list[Record], seed: int, zone: str) -> Lake:

@@ -50,7 +50,7 @@ def test_counters_do_not_depend_on_which_keys_have_many_events(
             "item_hash": rng.integers(0, 500, EVENTS),
             "event_quantity": rng.choice([np.nan, 0.25, 3, 1e12], EVENTS),
             "ctx_screen": rng.choice([4.7, 6.1], EVENTS),
-            "key_coupon": rng.integers(1, 4, EVENTS),
+            "key_coupon": pa.array(rng.integers(1, 99, EVENTS), mask=rng.random(EVENTS) < 0.3),
             **random_keys(rng, EVENTS),
         }
     )

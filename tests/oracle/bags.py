@@ -27,8 +27,6 @@ ATTRIBUTES = """
     tags: {type: multi_categorical, size: 4, separator: "|"}
     title: {type: text, size: 16, analyzer: char, ngram_range: [2, 3]}
   context:
-    device: {type: categorical, size: 8}
-    hour: {type: clock, part: hour}
     query: {type: text, size: 8, ngram_range: [1, 2]}
     filters: {type: multi_categorical, size: 16}
     view: {type: vector, width: 2}
@@ -36,7 +34,7 @@ ATTRIBUTES = """
 DECLARED = """
   user: {plan: {type: categorical, vocabulary: [free, paid]}}
   item: {brand: {type: categorical, vocabulary: [x, y]}}
-  context: {device: {type: categorical, size: 8}, hour: {type: clock, part: hour}}
+  context:
 """
 
 

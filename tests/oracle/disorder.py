@@ -57,6 +57,7 @@ attributes:
     quantity: {type: numeric}
     coupon: {type: categorical, vocabulary: [spring, sale], column: code}
 sequences: {behaviour: {}}
+history: {attributes: [quantity, device, coupon]}
 rank_by: click
 counters:
   windows: [1h, 1d]
@@ -79,6 +80,9 @@ counters:
     - {function: sum, column: quantity, event: buy}
     - {function: mean, column: screen, event: click}
     - {function: distinct_count, column: coupon, event: buy}
+    - {function: distinct_count, column: plan, event: shown}
+    - {function: distinct_count, column: hour, event: click}
+    - {function: distinct_count, column: surface, event: shown}
 sources:
   log:
     kind: event_log

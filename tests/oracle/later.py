@@ -24,7 +24,13 @@ def change_future(
         fate = rng.choice(("removed", "changed", "followed")) if second >= since else "unchanged"
         if fate == "removed":
             continue
-        other: Record = {"item": rng.choice(list(BRANDS)), "surface": "home", "dwell": 5000}
+        other: Record = {
+            "item": rng.choice(list(BRANDS)),
+            "surface": "home",
+            "dwell": 5000,
+            "quantity": 7,
+            "code": "sale",
+        }
         other = other if fate == "changed" else {}
         changed.append(record | other)
         if fate == "followed":
@@ -69,6 +75,7 @@ def _history_inputs(batch: Batch, row: int, item_ids: pa.Array) -> tuple[Any, ..
         history.types,
         history.dwells,
         history.age_seconds,
+        *history.attributes.values(),
         *history.item_categorical.values(),
     )
     items = item_ids.take(pa.array(history.item_index[events].numpy())).to_pylist()

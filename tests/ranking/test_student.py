@@ -140,6 +140,7 @@ def test_without_history_scores_are_finite(student: TrainedStudent, batch: Batch
     empty = replace(
         history,
         **(tensors | {"offsets": torch.zeros_like(history.offsets)}),
+        attributes={name: x[:0] for name, x in history.attributes.items()},
         item_categorical={name: x[:0] for name, x in history.item_categorical.items()},
         item_vectors={name: x[:0] for name, x in history.item_vectors.items()},
     )

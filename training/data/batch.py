@@ -23,7 +23,8 @@ from training.ops.ragged import last_positions
 class History(TensorFields):
     """Ragged histories (N events) of R requests, oldest event first, cut by `offsets` (R+1).
 
-    `age_seconds` (N) count from the visibility time of an event, and are at least 1.
+    `age_seconds` (N) count from the visibility time of an event, and are at least 1. `attributes`
+    (N) are codes by column, 0 where missing.
     """
 
     offsets: Tensor
@@ -32,6 +33,7 @@ class History(TensorFields):
     types: Tensor
     dwells: Tensor
     age_seconds: Tensor
+    attributes: dict[str, Tensor]
     item_categorical: dict[str, Tensor]
     item_vectors: dict[str, Tensor]
 

@@ -11,20 +11,27 @@ import pyarrow.compute as pc
 from etl.array_types import Bools, Int64
 from etl.errors import UserError
 from etl.tables.arrow import Snapshot
-from features.history.codec import BYTE_WIDTHS, UserEvents, decode_rows, delta_decode, plane_columns
+from features.history.codec import (
+    BYTE_WIDTHS,
+    UserEvents,
+    attribute_columns,
+    decode_rows,
+    delta_decode,
+    plane_columns,
+)
 from features.ragged import is_pointer_valid
 
 SMALLEST_INT64, LARGEST_INT64 = np.iinfo(np.int64).min, np.iinfo(np.int64).max
-# The columns of an event that a model reads, as one struct: slicing a history is then one copy.
-EVENT_DTYPE = np.dtype(
-    [("visible_ts", "<i8"), ("item", "<i4"), ("surface", "i1"), ("type", "i1"), ("dwell", "i1"),
-     ("unused", "i1")]
-)  # fmt: skip
+EVENT_FIELDS = [("visible_ts", "<i8"), ("item", "<i4"), ("surface", "i1"), ("type", "i1"),
+                ("dwell", "i1"), ("unused", "i1")]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class HistorySlices:
-    """Ragged `events` of EVENT_DTYPE, oldest first, cut by `offsets` (R+1)."""
+    """Ragged `events`, oldest first, cut by `offsets` (R+1).
+
+    Their fields are EVENT_FIELDS and the attributes of events, by column.
+    """
 
     events: npt.NDArray[np.void]
     offsets: Int64
@@ -47,7 +54,8 @@ class UserHistories:
     def num_bytes(self) -> int:
         """The memory that the histories take once slices were read."""
         stored = self.events
-        of_event = 8 + 4 + 3 + EVENT_DTYPE.itemsize + (8 if self.event_types else 0)
+        of_event = 8 + 4 + 3 + len(stored.attributes) + self._event_dtype.itemsize
+        of_event += 8 if self.event_types else 0
         return len(stored.item_indexes) * of_event + int(self.users.nbytes) + stored.offsets.nbytes
 
     def user_positions(self, users: pa.Array) -> Int64:
@@ -79,7 +87,8 @@ class UserHistories:
             start, last - start, self._selected_events
         ).flatten()
         _, data = runs.buffers()
-        events = np.ndarray(len(runs), EVENT_DTYPE, data, runs.offset * EVENT_DTYPE.itemsize)
+        dtype = self._event_dtype
+        events = np.ndarray(len(runs), dtype, data, runs.offset * dtype.itemsize)
         return HistorySlices(events, np.concatenate(([0], np.cumsum(last - start))))
 
     def _check_pointers(self, begin: Int64, end: Int64, as_of: Int64, length: Int64) -> None:
@@ -106,17 +115,24 @@ class UserHistories:
         return np.append(self.dropped_events, 0)
 
     @cached_property
+    def _event_dtype(self) -> np.dtype[np.void]:
+        """What a model reads of an event, as one struct: slicing a history is then one copy."""
+        return np.dtype([*EVENT_FIELDS, *((name, "u1") for name in self.events.attributes)])
+
+    @cached_property
     def _selected_events(self) -> pa.FixedSizeBinaryArray:
-        """The events of `event_types`, as bytes of EVENT_DTYPE."""
+        """The events of `event_types`, as bytes of structs."""
         stored = self.events
-        rows = np.zeros(len(stored.item_indexes), EVENT_DTYPE)
+        rows = np.zeros(len(stored.item_indexes), self._event_dtype)
         rows["visible_ts"], rows["item"] = stored.visible_ts, stored.item_indexes
         rows["surface"], rows["type"], rows["dwell"] = (
             stored.surfaces, stored.types, stored.dwells
         )  # fmt: skip
+        for name, codes in stored.attributes.items():
+            rows[name] = codes
         if self.event_types:
             rows = rows[self._is_selected]
-        shape = pa.binary(EVENT_DTYPE.itemsize)
+        shape = pa.binary(self._event_dtype.itemsize)
         return pa.FixedSizeBinaryArray.from_buffers(shape, len(rows), [None, pa.py_buffer(rows)])
 
     @cached_property
@@ -203,6 +219,7 @@ def load_histories(
     for name in BYTE_WIDTHS:
         if name != "lags":
             columns += plane_columns(name)
+    columns += attribute_columns(snapshot.schema.columns)
     if needed is None:
         return histories_from_table(snapshot.read(columns, bucket=bucket), event_types)
     table = snapshot.read_matching("user_id", needed.users, columns, bucket=bucket)
@@ -230,6 +247,7 @@ def histories_from_table(
         surfaces=flat["surfaces"],
         types=flat["types"],
         dwells=flat["dwells"],
+        attributes={name: flat[name].view(np.uint8) for name in attribute_columns(flat)},
     )
     dropped = np.add.reduceat(table["dropped"].to_numpy(), starts) if len(starts) else starts
     return UserHistories(users, events, dropped.astype(np.int64), event_types)

@@ -256,6 +256,10 @@ class ExampleReader:
             types=torch.from_numpy(events["type"].astype(np.int64)),
             dwells=torch.from_numpy(events["dwell"].astype(np.int64)),
             age_seconds=torch.from_numpy(event_as_of - events["visible_ts"]),
+            attributes={
+                name: torch.from_numpy(events[name].astype(np.int64))
+                for name in self.features.history_attributes
+            },
             item_categorical={
                 name: torch.from_numpy(ids[version]) for name, ids in self.items.categorical.items()
             },

@@ -70,6 +70,7 @@ def random_batch(features: FeatureSchema, shape: BatchShape, seed: int = 0) -> B
         types=values.integers(len(features.events) + 1, events),
         dwells=values.integers(128, events),
         age_seconds=ages.flatten(),
+        attributes=values.ids(features.history_attributes, events),
         item_categorical=values.ids(features.item.categorical, events),
         item_vectors=values.vectors(features.item.vectors, events),
     )
@@ -140,6 +141,7 @@ def with_features_of(
             history,
             surfaces=surfaces[history.surfaces],
             types=types[history.types],
+            attributes=kept(history.attributes, random.ids(new.history_attributes, events)),
             item_categorical=kept(history.item_categorical, item_ids),
             item_vectors=kept(history.item_vectors, random.vectors(new.item.vectors, events)),
         ),

@@ -7,10 +7,13 @@ from training.trainer.state import Manifest
 
 def changed_columns(old: Attributes, new: Attributes) -> frozenset[str]:
     """Columns that both specs have, but whose values mean something else in the new one."""
-    prefixes = {"user": "user", "item": "item", "ctx": "context"}
+    prefixes = (
+        *(("user", "user"), ("item", "item"), ("ctx", "context")),
+        *(("attr", "context"), ("attr", "event")),  # of events in histories
+    )
     return frozenset(
         f"{prefix}_{name}"
-        for prefix, group in prefixes.items()
+        for prefix, group in prefixes
         for name, attribute in getattr(new, group).items()
         if name in getattr(old, group)
         and not _has_same_values(getattr(old, group)[name], attribute)
@@ -38,7 +41,7 @@ def feature_changes(
     before, after = _feature_names(old.features), _feature_names(new.features)
     added, dropped = {}, {}
     for kind, names in after.items():
-        again = [name for name in names if name in changed and kind == "attribute"]
+        again = [name for name in names if name in changed and kind.endswith("attribute")]
         added[kind] = [name for name in names if name not in before[kind]] + again
         dropped[kind] = [name for name in before[kind] if name not in names] + again
     return added, dropped
@@ -53,5 +56,6 @@ def _feature_names(features: FeatureSchema) -> dict[str, tuple[str, ...]]:
         "auxiliary objective": tuple(features.auxiliary_objectives),
         "surface": features.surfaces,
         "event type": features.events,
+        "history attribute": tuple(features.history_attributes),
         "similarity attribute": features.similarity_columns,
     }

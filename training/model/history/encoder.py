@@ -64,6 +64,7 @@ class HistoryEncoder(nn.Module):
         self.event_tokenizer = tokenizer_class(
             tables, d, vector_width, len(features.surfaces), types, w
         )
+        self.event_tokenizer.add_attributes(features.history_attributes)
         self.candidate_projection = nn.Linear(tables * d + vector_width, w)
         self.candidate_projection.weight = self.event_tokenizer.item_projection.weight
         self.reads_candidates = config.sequence.context == "candidate"

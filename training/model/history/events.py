@@ -4,6 +4,7 @@ B candidates, N events of R requests, of which P are read, T event types, d widt
 table or of a row, V width of a content vector, W width of a token.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ def age_bucket(seconds: Tensor) -> Tensor:
 
 
 class EventTokenizer(nn.Module):
-    """Embeds events: item, event type, surface, dwell time and age to tokens (N, W)."""
+    """Embeds events: item, event type, surface, dwell time, age and attributes to tokens (N, W)."""
 
     def __init__(
         self,
@@ -38,6 +39,7 @@ class EventTokenizer(nn.Module):
         width: int,
     ) -> None:
         super().__init__()
+        self.attributes = nn.ModuleDict()
         self.surface = nn.Embedding(surfaces + 1, width)
         self.action = nn.Embedding(types + 1, width)
         self.dwell = nn.Embedding(DWELL_BUCKETS, width)
@@ -45,6 +47,14 @@ class EventTokenizer(nn.Module):
         self.item_projection = nn.Linear(tables * table_width + vector_width, width)
         self.mlp = self._build_mlp(width)
         self.norm = nn.LayerNorm(width)
+
+    def add_attributes(self, embedding_rows: Mapping[str, int]) -> None:
+        """Also read attributes of events; their embeddings start from zero."""
+        width = self.surface.embedding_dim
+        for name, num_rows in embedding_rows.items():
+            embedding = nn.Embedding(num_rows, width)
+            nn.init.zeros_(embedding.weight)
+            self.attributes[name] = embedding
 
     def _build_mlp(self, width: int) -> nn.Module:
         return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.SiLU())
@@ -56,6 +66,8 @@ class EventTokenizer(nn.Module):
         """
         item_vectors = {name: v[positions] for name, v in history.item_vectors.items()}
         item = self.item_projection(concat_item_vectors(vectors, item_vectors))
+        for name, embedding in self.attributes.items():
+            item = item + embedding(history.attributes[name][positions])
         return self.embed(
             item,
             history.types[positions],
