@@ -1,7 +1,7 @@
 """The model inputs in an example, derived from the data spec, and the reach of its counters."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -119,9 +119,9 @@ class FeatureSchema:
     similarity_columns: tuple[str, ...]
     surfaces: tuple[str, ...]
     events: tuple[str, ...]
-    history_attributes: dict[str, int]
     value_objectives: tuple[str, ...]
     position: PositionFeature | None
+    history_attributes: dict[str, int] = field(default_factory=dict)
 
     @property
     def numeric_columns(self) -> tuple[str, ...]:

@@ -31,6 +31,15 @@ def add_attributes(spec: dict[str, Any]) -> None:
     spec["attributes"]["context"]["query"] = {"type": "text", "size": 16}
 
 
+def add_history_attributes(spec: dict[str, Any]) -> None:
+    """A category and a number of the events in histories."""
+    spec["attributes"]["event"] = {
+        "coupon": {"type": "categorical", "vocabulary": ["spring", "sale"]},
+        "quantity": {"type": "numeric"},
+    }
+    spec["history"] = {"attributes": ["coupon", "quantity"]}
+
+
 def add_surface(spec: dict[str, Any]) -> None:
     """A surface that shows ads."""
     spec["surfaces"]["stories"] = {}
@@ -76,6 +85,7 @@ def reverse_names(spec: dict[str, Any]) -> None:
 
 SPEC_CHANGES: Mapping[str, SpecChange] = {
     "attributes": add_attributes,
+    "attributes of events in histories": add_history_attributes,
     "surface": add_surface,
     "objective": add_objective,
     "auxiliary objective": add_auxiliary_objectives,

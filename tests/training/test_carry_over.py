@@ -13,6 +13,7 @@ from benchmarks.system.warm_start import (
     SPEC_CHANGES,
     SpecChange,
     add_attributes,
+    add_history_attributes,
     changed_spec,
     manifest_of,
     reverse_names,
@@ -134,6 +135,19 @@ def test_new_features_are_trained_from_the_first_step(trained: TrainState) -> No
     assert (alignment != 0).all(0).all()
     train_one_step(changed)
     assert not torch.equal(before, table(changed, "item_brand"))
+
+
+def test_attributes_of_events_in_histories_are_trained_from_the_first_step(
+    trained: TrainState,
+) -> None:
+    """Their embeddings start from zero, and of the values in a batch they change."""
+    changed = upgrade(trained, add_history_attributes)
+    tokenizer = changed.model.core.history.event_tokenizer
+    weights = [e.weight for e in tokenizer.attributes.values() if isinstance(e, nn.Embedding)]
+    assert [len(weight) for weight in weights] == [4, 256]
+    assert not any(weight.any() for weight in weights)
+    train_one_step(changed)
+    assert all(weight.any() for weight in weights)
 
 
 def test_the_complete_state_is_carried_over(default: TrainState) -> None:
