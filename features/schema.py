@@ -157,7 +157,7 @@ def feature_schema(spec: DataSpec) -> FeatureSchema:
         surfaces=tuple(spec.surfaces),
         events=tuple(spec.events),
         history_attributes={
-            name: attribute.num_embeddings
+            f"attr_{name}": attribute.num_embeddings
             if isinstance(attribute, CategoricalAttribute)
             else ATTRIBUTE_CODES
             for name, attribute in history_attributes(spec).items()

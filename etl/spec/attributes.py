@@ -171,5 +171,5 @@ class Attributes(StrictModel):
     event: dict[EventAttributeName, EventAttribute] = {}
     """Attributes of events that no request knows, such as the quantity of a purchase, by name.
 
-    Counters read them; models do not. Their values are columns of the logs, as they are.
+    Counters read them, and GEM those of `history.attributes`. Their values are columns of the logs.
     """

@@ -87,9 +87,6 @@ DistinctColumnName = Annotated[str, declared_in("counter keys and categorical ev
 NumberColumnName = Annotated[
     str, declared_in("dwell, value and numeric attributes of events and of the context")
 ]
-HistoryAttributeName = Annotated[
-    str, declared_in("numeric and categorical attributes of events and of the context")
-]
 EventAttributeReference = Annotated[str, declared_in("attributes of events")]
 SegmentName = Annotated[str, declared_in("categorical attributes and new_item")]
 CategoryName = Annotated[str, declared_in("categorical item attributes")]

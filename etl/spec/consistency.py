@@ -266,9 +266,8 @@ def _retention_problems(spec: SpecDeclarations) -> Iterator[Problem]:
 
 def _history_problems(spec: SpecDeclarations) -> Iterator[Problem]:
     """Attributes whose values do not fit one byte, and a name listed twice."""
-    declared = spec.attributes.context | spec.attributes.event
     for name in spec.history.attributes:
-        attribute = declared[name]
+        attribute = spec.attributes.event[name]
         if isinstance(attribute, CategoricalAttribute) and attribute.num_embeddings > 256:
             text = f"{name} has {attribute.num_embeddings} rows, and events of histories hold 256"
             yield ("history", "attributes"), text

@@ -57,6 +57,7 @@ BID_TABLES = KeyEffect(ITEM_ATTRIBUTES)
 COUNTER_TABLES = KeyEffect((*ITEM_VERSIONS, *EXAMPLES))
 EXAMPLE_TABLES = KeyEffect(EXAMPLES)
 HISTORY_TABLES = KeyEffect(("history", "user_event_counts"))
+EVENT_ATTRIBUTE_TABLES = KeyEffect((*CONTEXT_TABLES.tables, *HISTORY_TABLES.tables))
 SCORE_TABLES = KeyEffect(("scores",))
 AUDIENCE_TABLES = KeyEffect(("audience_labels", "audits", "audience_counts", "audience_quality"))
 AUDIENCE_COUNT_TABLES = KeyEffect(("audience_counts", "audience_quality"))
@@ -86,7 +87,7 @@ KEY_EFFECTS: Mapping[str, KeyEffect] = {
     "attributes.user.*": USER_TABLES,
     "attributes.item.*": ITEM_TABLES,
     "attributes.context.*": CONTEXT_TABLES,
-    "attributes.event.*": CONTEXT_TABLES,
+    "attributes.event.*": EVENT_ATTRIBUTE_TABLES,
     "position_bias.attribute": MODEL_INPUTS,
     "position_bias.served_position": MODEL_INPUTS,
     "sequences.*.events": MODEL_INPUTS,

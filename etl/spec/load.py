@@ -115,11 +115,6 @@ def declared_names(raw: dict[str, Any]) -> dict[str, list[str]]:
             *counter_keys,
             *attributes_of("event", "categorical"),
         ],
-        "numeric and categorical attributes of events and of the context": [
-            name
-            for entity in ("event", "context")
-            for name in attributes_of(entity, "numeric", "categorical")
-        ],
         "dwell, value and numeric attributes of events and of the context": [
             *EVENT_NUMBERS,
             *attributes_of("event", "numeric"),

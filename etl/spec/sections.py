@@ -8,8 +8,8 @@ from typing_extensions import override
 from etl.spec.base import (
     UNIQUE,
     CategoryName,
+    EventAttributeReference,
     EventName,
-    HistoryAttributeName,
     Name,
     NumericContextName,
     ObjectiveName,
@@ -52,8 +52,8 @@ class SequenceSpec(StrictModel):
 class HistorySpec(StrictModel):
     """What events of histories have, and how much of a user's history compaction keeps."""
 
-    attributes: tuple[HistoryAttributeName, ...] = ()
-    """Attributes of events or of the context, numeric or categorical with at most 256 rows.
+    attributes: tuple[EventAttributeReference, ...] = ()
+    """Names of `attributes.event`, categorical ones of at most 256 rows.
 
     GEM reads them with each event: numbers in steps of 17 %.
     """

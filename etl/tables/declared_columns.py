@@ -43,14 +43,13 @@ def event_columns(spec: DataSpec) -> dict[str, LoggedAttribute]:
 
 
 def history_attributes(spec: DataSpec) -> dict[str, LoggedAttribute]:
-    """The attributes of events in histories, by column of `history`."""
-    columns = event_columns(spec)
-    return {f"attr_{n}": columns[_event_column(spec, n)] for n in spec.history.attributes}
+    """The attributes of events in histories, by name."""
+    return {name: spec.attributes.event[name] for name in spec.history.attributes}
 
 
-def history_inputs(spec: DataSpec) -> dict[str, str]:
-    """The column of `events` of each attribute of `history_attributes`."""
-    return {f"attr_{name}": _event_column(spec, name) for name in spec.history.attributes}
+def history_attribute_columns(spec: DataSpec) -> list[str]:
+    """The columns of `history` with attributes of events: `attr_quantity`."""
+    return [f"attr_{name}" for name in spec.history.attributes]
 
 
 def number_column(spec: DataSpec, name: str) -> str:
@@ -59,11 +58,6 @@ def number_column(spec: DataSpec, name: str) -> str:
         return "dwell_ms"
     if name == "value":
         return name
-    return _event_column(spec, name)
-
-
-def _event_column(spec: DataSpec, name: str) -> str:
-    """The column of `events` of an attribute of events or of the context."""
     return f"event_{name}" if name in spec.attributes.event else f"ctx_{name}"
 
 

@@ -15,7 +15,7 @@ from etl.tables.declared_columns import (
     counter_columns,
     encoded_sql_type,
     event_columns,
-    history_attributes,
+    history_attribute_columns,
     item_counter_key_columns,
     logged_sql_type,
 )
@@ -224,7 +224,7 @@ def history(spec: DataSpec) -> TableSchema:
         "dropped": "int",
         "first_ts": "bigint",
         "events": "int",
-        **dict.fromkeys((*HISTORY_BYTE_PLANES, *history_attributes(spec)), "binary"),
+        **dict.fromkeys((*HISTORY_BYTE_PLANES, *history_attribute_columns(spec)), "binary"),
     }
     required = {f"no {name}": name for name in columns if name != "chunk"}
     order = ("user_id", "chunk")

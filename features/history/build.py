@@ -13,7 +13,7 @@ from etl.spec.attributes import NumericAttribute
 from etl.spec.model import DataSpec
 from etl.spec.units import MICROS, DayRange
 from etl.tables import schemas, spark_io, user_schemas
-from etl.tables.declared_columns import history_attributes, history_inputs
+from etl.tables.declared_columns import history_attributes
 from etl.tables.lake import Lake
 from etl.tables.weekly_snapshots import remove_snapshots_from
 from features.encoding.spark import encode_attribute
@@ -81,15 +81,13 @@ def newly_visible_events(lake: Lake, versions: dict[str, int], days: DayRange) -
 
 def _history_attributes(spec: DataSpec) -> list[Column]:
     """The embedding rows of categories, and numbers as they were logged."""
-    inputs = {name: F.col(column) for name, column in history_inputs(spec).items()}
-    return [
-        (
-            inputs[name]
-            if isinstance(attribute, NumericAttribute)
-            else encode_attribute(attribute, inputs[name])
-        ).alias(name)
-        for name, attribute in history_attributes(spec).items()
-    ]
+    columns = []
+    for name, attribute in history_attributes(spec).items():
+        value = F.col(f"event_{name}")
+        is_number = isinstance(attribute, NumericAttribute)
+        encoded = value if is_number else encode_attribute(attribute, value)
+        columns.append(encoded.alias(f"attr_{name}"))
+    return columns
 
 
 def pack_events(events: DataFrame) -> DataFrame:

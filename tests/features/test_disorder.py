@@ -231,12 +231,12 @@ def count_history_differences(
 
 def attribute_codes(spec: DataSpec, event: Record) -> tuple[int, ...]:
     """The quantity in logarithmic steps, and the categories of device and coupon; 0 is missing."""
-    device = spec.attributes.context["device"]
-    assert isinstance(device, CategoricalAttribute)
+    handset = spec.attributes.event["handset"]
+    assert isinstance(handset, CategoricalAttribute)
     quantity = event["quantity"]
     return (
         0 if quantity is None else 128 + min(127, round(6.1 * math.log1p(quantity))),
-        encode_categorical(device, event["device"]),
+        encode_categorical(handset, event["device"]),
         {None: 0, "spring": 2, "sale": 3}.get(event["code"], 1),
     )
 

@@ -55,9 +55,10 @@ attributes:
     screen: {type: numeric}
   event:
     quantity: {type: numeric}
+    handset: {type: categorical, size: 8, column: device}
     coupon: {type: categorical, vocabulary: [spring, sale], column: code}
 sequences: {behaviour: {}}
-history: {attributes: [quantity, device, coupon]}
+history: {attributes: [quantity, handset, coupon]}
 rank_by: click
 counters:
   windows: [1h, 1d]

@@ -84,7 +84,9 @@ def test_a_posted_event_keeps_what_counters_read_of_it(tmp_path: Path) -> None:
     validate_event(spec, event)
     with pytest.raises(UserError, match="event e: the context has no devise"):
         posted(context={"devise": "tv"})
-    with pytest.raises(UserError, match="event e: the event has no count; it has coupon, quantity"):
+    with pytest.raises(
+        UserError, match="event e: the event has no count; it has coupon, handset, quantity"
+    ):
         posted(attributes={"count": 1})
     wrong: dict[str, dict[str, object]] = {
         "device of the context is 7; it is a string": {"context": {"device": 7}},

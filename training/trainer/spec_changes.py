@@ -7,13 +7,10 @@ from training.trainer.state import Manifest
 
 def changed_columns(old: Attributes, new: Attributes) -> frozenset[str]:
     """Columns that both specs have, but whose values mean something else in the new one."""
-    prefixes = (
-        *(("user", "user"), ("item", "item"), ("ctx", "context")),
-        *(("attr", "context"), ("attr", "event")),  # of events in histories
-    )
+    prefixes = {"user": "user", "item": "item", "ctx": "context", "attr": "event"}
     return frozenset(
         f"{prefix}_{name}"
-        for prefix, group in prefixes
+        for prefix, group in prefixes.items()
         for name, attribute in getattr(new, group).items()
         if name in getattr(old, group)
         and not _has_same_values(getattr(old, group)[name], attribute)
