@@ -55,7 +55,7 @@ class HistorySpec(StrictModel):
     attributes: tuple[EventAttributeReference, ...] = ()
     """Names of `attributes.event`, categorical ones of at most 256 rows.
 
-    GEM reads them with each event: numbers in steps of 17 %.
+    GEM reads them with each event: numbers in steps of 18 %.
     """
     max_events: int = Field(default=8192, ge=1)
     """How many of the latest events of a user are kept."""

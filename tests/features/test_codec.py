@@ -8,13 +8,16 @@ from hypothesis import strategies as st
 from etl.tables.schemas import HISTORY_BYTE_PLANES
 from features.history.codec import (
     DWELL_STEPS_PER_LOG_MS,
+    NUMBER_STEPS_PER_LOG,
     PLANE_COLUMNS,
+    ZERO_CODE,
     delta_decode,
     delta_encode,
     dequantize_dwell,
     join_byte_planes,
     plane_columns,
     quantize_dwell,
+    quantize_number,
     split_byte_planes,
 )
 from features.ragged import regroup_batches
@@ -71,3 +74,20 @@ def test_regrouped_batches_split_no_group_and_lose_no_row(
 
 def test_the_history_table_has_all_planes_of_the_codec() -> None:
     assert HISTORY_BYTE_PLANES == PLANE_COLUMNS
+
+
+@given(st.lists(st.none() | st.floats(-1e9, 1e9), max_size=50))
+def test_quantized_numbers_keep_their_order_and_sign(values: list[float | None]) -> None:
+    """Steps of 18 %, 0 where missing; numbers beyond 1e9 are at an end of the scale."""
+    numbers = np.array([np.nan if value is None else value for value in values], np.float64)
+    codes = quantize_number(numbers).astype(np.int64)
+    assert [code == 0 for code in codes] == [value is None for value in values]
+    is_known = ~np.isnan(numbers)
+    order = np.argsort(numbers[is_known])
+    assert (np.diff(codes[is_known][order]) >= 0).all()
+    steps = codes[is_known] - ZERO_CODE
+    assert (steps * numbers[is_known] >= 0).all()
+    magnitude = 1 + np.abs(numbers[is_known])
+    decoded = np.exp(np.abs(steps) / NUMBER_STEPS_PER_LOG)
+    assert (np.abs(np.log(decoded / magnitude)) <= 0.5001 * np.log(1.18)).all()
+    assert quantize_number(np.array([-np.inf, 0, np.inf])).tolist() == [1, ZERO_CODE, 255]
