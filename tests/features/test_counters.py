@@ -211,5 +211,5 @@ def test_model_inputs_are_logarithms_and_rates_of_counters(tmp_path: Path) -> No
             assert name == "ctx_screen"
             continue
         kind, events = r"(rate_)?[a-z]+_(count_)?", "(shown|click|buy|look)"
-        column = "((dwell|value|user|item|device|brand|quantity|screen|coupon)_)?"
+        column = "((dwell|value|quantity|screen|user|item|surface|device|hour|plan|brand|coupon)_)?"
         assert re.match(rf"{kind}{column}{'_'.join(key)}_{events}(_|$)", name)
