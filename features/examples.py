@@ -122,7 +122,8 @@ def _counted_events(spec: DataSpec, inputs: ExampleInputs, days: DayRange) -> Da
     """The events that counters of the days' examples can hold, with the columns of their keys."""
     occurred = F.floor(F.col("event_ts") / MICROS["s"])
     columns = _key_columns(spec, "visible_ts", occurred)
-    columns.append(F.xxhash64("item_id").alias("item_hash"))
+    if "item" in {each.column for each in spec.counters.distinct_counts}:
+        columns.append(F.xxhash64("item_id").alias("item_hash"))
     for name in spec.distinct_event_attributes:
         value = F.col(f"event_{name}")
         columns.append(F.when(value.isNotNull(), F.xxhash64(value)).alias(f"key_{name}"))

@@ -16,9 +16,9 @@ from etl.spec.attributes import (
 )
 from etl.spec.counters import Counter, CounterKey
 from etl.spec.model import DataSpec
+from etl.spec.sections import HISTORY_ATTRIBUTE_CODES
 from etl.spec.units import DAY
 from etl.tables.declared_columns import counter_columns, history_attributes
-from features.history.codec import ATTRIBUTE_CODES
 
 ITEM_TABLE, USER_TABLE = "item", "user"  # embedding tables of item and user ids
 TEACHER_EMBEDDING_WIDTH = 32  # numbers that GEM stores per impression, for its user's later ones
@@ -159,7 +159,7 @@ def feature_schema(spec: DataSpec) -> FeatureSchema:
         history_attributes={
             f"attr_{name}": attribute.num_embeddings
             if isinstance(attribute, CategoricalAttribute)
-            else ATTRIBUTE_CODES
+            else HISTORY_ATTRIBUTE_CODES
             for name, attribute in history_attributes(spec).items()
         },
         value_objectives=tuple(

@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 from pydantic import Field, model_validator
 
 from etl.spec.base import UNIQUE, Name, StrictModel, not_reserved
+from etl.spec.counters import EVENT_NUMBERS
 
 MAX_SIZE = 4096  # buckets of a bag: each is a number in memory
 MAX_NGRAM = 8
@@ -151,7 +152,7 @@ RESERVED_ITEM_ATTRIBUTES = {
 RESERVED_EVENT_ATTRIBUTES = {
     "id": "the table events has a column `event_id`",
     "ts": "the table events has a column `event_ts`",
-    **dict.fromkeys(("dwell", "value"), "events have a column of this name"),
+    **dict.fromkeys(EVENT_NUMBERS, "events have a column of this name"),
     **dict.fromkeys(COUNTER_KEYS, "counters have a key of this name"),
 }
 UserAttributeName = Annotated[Name, not_reserved(RESERVED_USER_ATTRIBUTES)]

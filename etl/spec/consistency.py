@@ -8,7 +8,7 @@ from etl.spec.counters import EVENT_NUMBERS
 from etl.spec.declarations import SpecDeclarations
 from etl.spec.effects import KeyPath
 from etl.spec.report_sources import AudienceLabelSource, AuditSource, SpendSource
-from etl.spec.sections import NEW_ITEM, RETENTION_MARGIN_DAYS
+from etl.spec.sections import HISTORY_ATTRIBUTE_CODES, NEW_ITEM, RETENTION_MARGIN_DAYS
 from etl.spec.sources import (
     EventLogSource,
     ImpressionLogSource,
@@ -265,14 +265,15 @@ def _retention_problems(spec: SpecDeclarations) -> Iterator[Problem]:
 
 
 def _history_problems(spec: SpecDeclarations) -> Iterator[Problem]:
-    """Attributes whose values do not fit one byte, and a name listed twice."""
+    """Attributes whose values do not fit one byte."""
+    limit = HISTORY_ATTRIBUTE_CODES
     for name in spec.history.attributes:
         attribute = spec.attributes.event[name]
-        if isinstance(attribute, CategoricalAttribute) and attribute.num_embeddings > 256:
-            text = f"{name} has {attribute.num_embeddings} rows, and events of histories hold 256"
+        if isinstance(attribute, CategoricalAttribute) and attribute.num_embeddings > limit:
+            text = (
+                f"{name} has {attribute.num_embeddings} rows, and events of histories hold {limit}"
+            )
             yield ("history", "attributes"), text
-    if len(set(spec.history.attributes)) < len(spec.history.attributes):
-        yield ("history", "attributes"), "an attribute is listed twice; keep one"
 
 
 def _roi_problems(spec: SpecDeclarations) -> Iterator[Problem]:

@@ -49,10 +49,13 @@ class SequenceSpec(StrictModel):
     """How many of the latest events are read."""
 
 
+HISTORY_ATTRIBUTE_CODES = 256  # values of an attribute of events in histories: one byte
+
+
 class HistorySpec(StrictModel):
     """What events of histories have, and how much of a user's history compaction keeps."""
 
-    attributes: tuple[EventAttributeReference, ...] = ()
+    attributes: Annotated[tuple[EventAttributeReference, ...], UNIQUE] = ()
     """Names of `attributes.event`, categorical ones of at most 256 rows.
 
     GEM reads them with each event: numbers in steps of 18 %.

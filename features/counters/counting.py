@@ -166,10 +166,7 @@ class _ImpressionCounting:
             name: table[number_field(name)].fill_null(MISSING).to_numpy()[rows]
             for name in self.aggregations.input_columns
         }
-        entries = {
-            part: table[entry_field(part)].fill_null(MISSING_ENTRY).to_numpy()[rows]
-            for part in self.aggregations.distinct_columns
-        }
+        entries = {part: column[rows] for part, column in _entries(table, self.aggregations)}
         return EventRows.of_events(key[rows], table["ts"].to_numpy()[rows], types, numbers, entries)
 
 
@@ -197,10 +194,7 @@ class _SecondCounting:
             name: _numbers_of_column(of_events[number_field(name)].combine_chunks())
             for name in self.aggregations.input_columns
         }
-        entries = {
-            part: of_events[entry_field(part)].fill_null(MISSING_ENTRY).to_numpy()
-            for part in self.aggregations.distinct_columns
-        }
+        entries = dict(_entries(of_events, self.aggregations))
         events = EventRows(key[~is_query], ts[~is_query], type_, count, numbers, entries)
         values = self.aggregations.values(events, key[is_query], ts[is_query])
         queries = table.select(["key", "key_hash", "ts"]).filter(pa.array(is_query))
@@ -245,6 +239,12 @@ class _RowBuilder:
         rows = np.tile(missing, (row[-1] + 1, 1))
         rows[row[is_of_key]] = _unpack_numbers(packed, len(missing))
         return rows
+
+
+def _entries(table: pa.Table, aggregations: Aggregations) -> Iterator[tuple[str, Int64]]:
+    """What is counted distinctly, each with the entries of the rows of a table (N)."""
+    for part in aggregations.distinct_columns:
+        yield part, table[entry_field(part)].fill_null(MISSING_ENTRY).to_numpy()
 
 
 def _numbers_of_column(column: pa.StructArray) -> Numbers:

@@ -28,6 +28,7 @@ MISSING_ENTRY = 0
 _BIAS_FACTOR = 0.7213 / (1 + 1.079 / NUM_REGISTERS)
 _LARGEST_LINEAR_COUNT = 2.5 * NUM_REGISTERS
 _REGISTERS_AT_ONCE = 8
+_POWERS = 1 << (MAX_RANK - np.arange(MAX_RANK + 1, dtype=np.int64))
 
 
 def entries_of(values: Int64) -> Int64:
@@ -64,9 +65,6 @@ class SortedEntries:
             inverse_sum += _POWERS[registers].sum(1)
             num_empty += (registers == 0).sum(1)
         return _estimate(inverse_sum, num_empty)
-
-
-_POWERS = 1 << (MAX_RANK - np.arange(MAX_RANK + 1, dtype=np.int64))
 
 
 def _estimate(inverse_sum: Int64, num_empty: Int64) -> Float64:

@@ -29,7 +29,6 @@ Integers = npt.NDArray[Any]  # int32, or int8 of one byte
 DWELL_STEPS_PER_LOG_MS = 7.8  # per unit of ln(1 + ms): a step is 14 %, 127 is three hours
 BYTE_WIDTHS = {"gaps": 4, "lags": 4, "items": 4, "surfaces": 1, "types": 1, "dwells": 1}
 ATTRIBUTE_PREFIX = "attr_"  # of lists with one byte besides these
-ATTRIBUTE_CODES = 256
 NUMBER_STEPS_PER_LOG = 6.1  # per unit of ln(1 + |x|): a step is 18 %, 127 is 1e9
 ZERO_CODE = 128
 

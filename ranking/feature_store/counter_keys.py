@@ -6,14 +6,15 @@ Those of the context are of the event or the request itself, and clocks show whe
 N events, or the candidates of a request.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from etl.array_types import Int64
-from etl.spec.attributes import CategoricalAttribute, LocalTimeAttribute
+from etl.spec.attributes import LocalTimeAttribute
 from etl.spec.model import DataSpec
 from etl.spec.units import MICROS
 from etl.tables.declared_columns import item_counter_key_columns
@@ -99,7 +100,8 @@ def user_key_values_of_events(
     )
     values = {}
     for name, attribute in layout.spec.user_counter_keys.items():
-        rows = _known_categories(_encode_column(attribute, versions[f"attr_{name}"]))
+        encode = partial(encode_categorical, attribute)
+        rows = _known_categories(map_distinct(encode, versions[f"attr_{name}"]))
         values[name] = np.append(rows, UNKNOWN)[latest]
     return values
 
@@ -138,27 +140,26 @@ def distinct_values_of_event(spec: DataSpec, attributes: AttributeValues) -> Key
     values = {}
     for name in spec.distinct_event_attributes:
         raw = validated_string(f"{name} of the event", attributes.get(name))
-        values[name] = np.array([UNKNOWN if raw is None else spark_xxhash64(raw)])
+        values[name] = np.array([hash_text(raw)])
     return values
 
 
 def distinct_values_of_events(spec: DataSpec, events: pa.Table) -> KeyValues:
     """Values (N) of the attributes of events in a table that are counted distinctly."""
-    return {name: _hash_column(events[f"event_{name}"]) for name in spec.distinct_event_attributes}
+    names = spec.distinct_event_attributes
+    return {name: map_distinct(hash_text, events[f"event_{name}"]) for name in names}
 
 
-def _hash_column(column: pa.ChunkedArray) -> Int64:
-    """Spark's hashes (N) of a column of texts; UNKNOWN where missing."""
-    raw = column.combine_chunks().dictionary_encode(null_encoding="encode")
-    hashes = [UNKNOWN if t is None else spark_xxhash64(t) for t in raw.dictionary.to_pylist()]
-    return np.asarray(np.array(hashes, np.int64)[raw.indices.to_numpy()])
+def hash_text(text: str | None) -> int:
+    """Spark's hash of a text; UNKNOWN where missing."""
+    return UNKNOWN if text is None else spark_xxhash64(text)
 
 
-def _encode_column(attribute: CategoricalAttribute, column: pa.ChunkedArray) -> Int64:
-    """The embedding rows (N) of a column of raw values."""
-    raw = column.combine_chunks().dictionary_encode(null_encoding="encode")
-    rows = [encode_categorical(attribute, value) for value in raw.dictionary.to_pylist()]
-    return np.asarray(np.array(rows, np.int64)[raw.indices.to_numpy()])
+def map_distinct(function: Callable[[str | None], int], column: pa.ChunkedArray) -> Int64:
+    """A function of the texts of a column (N), called once for each distinct text."""
+    texts = column.combine_chunks().dictionary_encode(null_encoding="encode")
+    values = np.array([function(text) for text in texts.dictionary.to_pylist()], np.int64)
+    return np.asarray(values[texts.indices.to_numpy()])
 
 
 def context_key_values_of_events(spec: DataSpec, events: pa.Table) -> KeyValues:
@@ -174,21 +175,21 @@ def context_key_values_of_events(spec: DataSpec, events: pa.Table) -> KeyValues:
             ]
             categories = np.array(of_starts, np.int64)[position]
         else:
-            categories = _encode_column(attribute, events[f"ctx_{name}"])
+            categories = map_distinct(partial(encode_categorical, attribute), events[f"ctx_{name}"])
         values[name] = _known_categories(categories)
     return values
 
 
-def distinct_entries(columns: Iterable[str], key_values: KeyValues, items: Int64) -> KeyValues:
+def distinct_entries(columns: Iterable[str], key_values: KeyValues) -> KeyValues:
     """Entries (N) of the parts of keys of which distinct values are counted.
 
-    `items` (N) are the hashes of item ids: the index of an item may be another in another store.
+    Those of items are of `item_hash`: the index of an item may be another in another store.
     """
-    values = key_values | {"item": items}
-    return {
-        name: np.where(values[name] == UNKNOWN, MISSING_ENTRY, entries_of(values[name]))
-        for name in columns
-    }
+    entries = {}
+    for name in columns:
+        values = key_values["item_hash" if name == "item" else name]
+        entries[name] = np.where(values == UNKNOWN, MISSING_ENTRY, entries_of(values))
+    return entries
 
 
 def _known_categories(categories: Int64) -> Int64:

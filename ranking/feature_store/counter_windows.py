@@ -147,7 +147,7 @@ class WindowSums:
         decayed: The decayed counts (Q, H, T).
         last_event: The second of the last event (Q, S); 0 without one.
         extremes: Of each field, its numbers in each window (W, Q, numbers of the field).
-        registers: The registers of distinct counts in each window (W, Q, D * registers).
+        registers: The registers of distinct counts in each window (W, Q, D, registers).
     """
 
     layout: RowLayout
@@ -176,7 +176,7 @@ class WindowSums:
                 field: empty[field].reshape(*shape, len(numbers))
                 for field, numbers in layout.fields.items()
             },
-            empty["registers"].reshape(*shape, len(of.distinct) * NUM_REGISTERS),
+            empty["registers"].reshape(*shape, len(of.distinct), NUM_REGISTERS),
         )
 
     @property
@@ -194,14 +194,11 @@ class WindowSums:
             decayed = rows.decayed(is_added, self.as_of)
             _reduce_by_key(np.add, self.decayed, key[is_added], decayed)
         has_extremes = self.layout.fields["smallest"] or self.layout.fields["largest"]
-        num_registers = self.registers.shape[-1]
-        registers = np.ascontiguousarray(rows.rows["registers"]).reshape(len(key), num_registers)
         for index, window in enumerate(of.windows if has_extremes or of.distinct else ()):
             is_added = self._is_added(rows, window, parent)
             self._add_extremes(rows, key, index, is_added)
-            if of.distinct:
-                of_window = registers[is_added]
-                _reduce_by_key(np.maximum, self.registers[index], key[is_added], of_window)
+            registers = rows.rows["registers"][is_added]
+            _reduce_by_key(np.maximum, self.registers[index], key[is_added], registers)
 
     def _add_extremes(self, rows: LevelRows, key: Int64, window: int, is_added: Bools) -> None:
         """Add selected rows to the extremes of a window, given by its index."""
@@ -228,9 +225,6 @@ class WindowSums:
     def columns(self) -> Float64:
         """The counters (Q, columns), in the order of their columns."""
         of, num_keys = self.layout.aggregations, len(self.decayed)
-        registers = self.registers.reshape(
-            len(of.windows), num_keys, len(of.distinct), NUM_REGISTERS
-        )
         in_windows = self.totals[0] - self.totals[1:]
         num_counts = len(self.layout.counted_types)
         numbers = [self._function(each, in_windows[..., num_counts:]) for each in of.numeric]
@@ -240,7 +234,7 @@ class WindowSums:
             self.decayed,
             np.where(age <= of.longest_window, age, np.nan),
             np.array(numbers).reshape(len(numbers), len(of.windows), num_keys).transpose(2, 1, 0),
-            estimate_distinct(registers).transpose(1, 0, 2),
+            estimate_distinct(self.registers).transpose(1, 0, 2),
         )
         shapes = [(num_keys, prod(part.shape[1:])) for part in parts]
         return np.concatenate([p.reshape(shape) for p, shape in zip(parts, shapes, strict=True)], 1)

@@ -115,12 +115,12 @@ def ingest_event(store: FeatureStore, txn: Txn, event: Event) -> None:
     key_values |= distinct_values_of_event(store.spec, event.attributes)
     record_keys = [keys[0] for keys in store.counters.record_keys(key_values)]
     known_keys = [key for key in record_keys if key is not None]
-    item_hash = np.array([spark_xxhash64(event.item)])
+    key_values["item_hash"] = np.array([spark_xxhash64(event.item)])
     counted = CountedEvents(
         np.array([visible]),
         np.array([store.spec.event_codes[event.type]]),
         _numbers(store, event),
-        distinct_entries(store.counters.aggregations.distinct_columns, key_values, item_hash),
+        distinct_entries(store.counters.aggregations.distinct_columns, key_values),
     )
     store.counters.increment(txn, known_keys, counted, now)
 

@@ -39,7 +39,9 @@ from ranking.feature_store.counter_keys import (
     context_key_values_of_events,
     distinct_entries,
     distinct_values_of_events,
+    hash_text,
     item_key_values,
+    map_distinct,
     user_key_values_of_events,
 )
 from ranking.feature_store.counter_rows import COUNTER_LEVELS, CountedEvents
@@ -222,9 +224,10 @@ class TableSource:
         events = events.filter(pc.is_in(events["type"], types))
         visible = events["visible_ts"].to_numpy()
         users = events["user_id"].combine_chunks().dictionary_encode()
+        hashes = np.array([spark_xxhash64(name) for name in users.dictionary.to_pylist()], np.int64)
         items = registered_item_records(self.store, events["item_id"])
         key_values = {
-            "user": _hash_names(users),
+            "user": hashes[users.indices.to_numpy()],
             "surface": events["surface"].to_numpy().astype(np.int64),
             **item_key_values(self.store.layout, items, visible),
             **self._user_key_values(users, visible),
@@ -235,8 +238,10 @@ class TableSource:
             name: fixed_point_of(name).round(events[number_column(self.lake.spec, name)].to_numpy())
             for name in counters.aggregations.input_columns
         }
-        item_hashes = _hash_names(events["item_id"].combine_chunks().dictionary_encode())
-        entries = distinct_entries(counters.aggregations.distinct_columns, key_values, item_hashes)
+        distinct = counters.aggregations.distinct_columns
+        if "item" in distinct:
+            key_values["item_hash"] = map_distinct(hash_text, events["item_id"])
+        entries = distinct_entries(distinct, key_values)
         event_types = events["type"].to_numpy().astype(np.int64)
         counted = CountedEvents(visible, event_types, numbers, entries)
         yield from counters.build_records(key_values, counted)
@@ -250,12 +255,6 @@ class TableSource:
         columns = ["user_id", "valid_from", "day", *names]
         versions = readable_versions(self.lake, "user", first_day, self.data_until_day, columns)
         return user_key_values_of_events(self.store.layout, versions, users, visible)
-
-
-def _hash_names(names: pa.DictionaryArray) -> Int64:
-    """Spark's hashes of names (N)."""
-    hashes = [spark_xxhash64(name) for name in names.dictionary.to_pylist()]
-    return np.asarray(np.array(hashes, np.int64)[names.indices.to_numpy()])
 
 
 def rows_until(table: Snapshot, day: date) -> pa.Table:

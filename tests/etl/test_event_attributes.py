@@ -136,7 +136,7 @@ def test_numbers_that_are_not_finite_are_quarantined(spark: SparkSession, tmp_pa
     [
         (["quantiti"], "did you mean 'quantity'"),
         (["query"], "query has 300 rows, and events of histories hold 256"),
-        (["quantity", "quantity"], "an attribute is listed twice"),
+        (["quantity", "quantity"], "quantity is listed twice"),
     ],
 )
 def test_attributes_that_events_of_histories_cannot_have_are_refused(
