@@ -194,11 +194,10 @@ class WindowSums:
             decayed = rows.decayed(is_added, self.as_of)
             _reduce_by_key(np.add, self.decayed, key[is_added], decayed)
         has_extremes = self.layout.fields["smallest"] or self.layout.fields["largest"]
-        for index, window in enumerate(of.windows if has_extremes or of.distinct else ()):
-            is_added = self._is_added(rows, window, parent)
-            self._add_extremes(rows, key, index, is_added)
-            registers = rows.rows["registers"][is_added]
-            _reduce_by_key(np.maximum, self.registers[index], key[is_added], registers)
+        for index, window in enumerate(of.windows if has_extremes else ()):
+            self._add_extremes(rows, key, index, self._is_added(rows, window, parent))
+        if of.distinct:
+            self._add_registers(rows, key)
 
     def _add_extremes(self, rows: LevelRows, key: Int64, window: int, is_added: Bools) -> None:
         """Add selected rows to the extremes of a window, given by its index."""
@@ -210,6 +209,25 @@ class WindowSums:
             for column in range(timed.shape[1]):
                 of_keys = self.extremes[field][window][:, column]
                 _keep_first_or_last(field, of_keys, key[is_added], timed[:, column])
+
+    def _add_registers(self, rows: LevelRows, key: Int64) -> None:
+        """Add rows to the registers of the shortest window that they lie within.
+
+        `columns` merges those of shorter windows into longer ones, so that each row is read once.
+        A row whose parent lies within a longer window may be added again, which changes no maximum.
+        """
+        second = rows.bucket * rows.level.bucket_seconds
+        position = (key << 32) + second
+        first_of_keys = np.arange(len(self.decayed)) << 32
+        end = np.searchsorted(position, first_of_keys + self.as_of - rows.level.bucket_seconds + 1)
+        for window in np.argsort(self.layout.aggregations.windows):
+            start_second = self.points[1 + window]
+            start = np.minimum(np.searchsorted(position, first_of_keys + start_second), end)
+            for of_key in np.flatnonzero(start < end):
+                registers = rows.rows["registers"][start[of_key] : end[of_key]].max(0)
+                merged = self.registers[window, of_key]
+                np.maximum(merged, registers, out=merged)
+            end = start
 
     def _is_added(self, rows: LevelRows, window: int, parent: CounterLevel | None) -> Bools:
         """Whether the bucket of each row (N) lies within a window, and its parent does not."""
@@ -226,6 +244,9 @@ class WindowSums:
         """The counters (Q, columns), in the order of their columns."""
         of, num_keys = self.layout.aggregations, len(self.decayed)
         in_windows = self.totals[0] - self.totals[1:]
+        by_length = np.argsort(of.windows)
+        registers = np.empty_like(self.registers)
+        registers[by_length] = np.maximum.accumulate(self.registers[by_length])
         num_counts = len(self.layout.counted_types)
         numbers = [self._function(each, in_windows[..., num_counts:]) for each in of.numeric]
         age = np.where(self.last_event > 0, self.as_of - self.last_event, np.inf)
@@ -234,7 +255,7 @@ class WindowSums:
             self.decayed,
             np.where(age <= of.longest_window, age, np.nan),
             np.array(numbers).reshape(len(numbers), len(of.windows), num_keys).transpose(2, 1, 0),
-            estimate_distinct(self.registers).transpose(1, 0, 2),
+            estimate_distinct(registers).transpose(1, 0, 2),
         )
         shapes = [(num_keys, prod(part.shape[1:])) for part in parts]
         return np.concatenate([p.reshape(shape) for p, shape in zip(parts, shapes, strict=True)], 1)

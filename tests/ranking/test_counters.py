@@ -30,7 +30,7 @@ from ranking.feature_store.store import (
 DAY = 86_400
 # Type 3 is only timed, type 4 has only functions of numbers, type 5 changes nothing.
 AGGREGATIONS = Aggregations(
-    windows=(90, 3600, 5400, DAY),
+    windows=(3600, 90, DAY, 5400),
     count_types=(1, 2),
     half_lives=(1, 3600, 100 * DAY),
     last_types=(3, 2),
