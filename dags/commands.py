@@ -11,10 +11,10 @@ from dags.pipeline import GEM_MODEL_DIR, latest_mature_split, pipeline_steps
 from dags.runner import run_pipeline, run_steps
 from dags.steps import PipelinePaths
 from etl.cli.runner import DayArgs, LakeArgs, holds_leases, parse_data_until, parse_days_argument
-from etl.commands import TABLE_STEPS
 from etl.errors import UserError, error_from_exit_code
 from etl.spec import load_spec
 from etl.spec.base import StrictModel
+from etl.table_commands import TABLE_STEPS
 from etl.tables.atomic_io import publish_folder, remove_folder, staging_folder
 from etl.tables.uri import list_matching, resolve_uri
 
@@ -51,16 +51,32 @@ def upgrade(args: UpgradeArgs) -> None:
     plan = plan_upgrade(args.lake, old_spec, spec)
     print(f"changed keys: {', '.join(plan.changed_keys) or 'none'}")
     print(f"kept: {', '.join(plan.kept_tables) or 'nothing'}")
+    if plan.repartitioned_tables:
+        print(f"repartitioned: {', '.join(plan.repartitioned_tables)}")
     print(f"removed, to be rebuilt: {', '.join(plan.rebuilt_tables) or 'nothing'}")
     if not args.yes:
         _confirm("Upgrade the lake?")
+    if plan.repartitioned_tables:
+        _repartition(args)
     upgrade_lake(args.lake, old_spec, spec)
     _upgrade_gem(args)
     split = latest_mature_split(spec, *args.day_range)
     steps = pipeline_steps(spec, args.paths, split, ("--scale", args.scale))
-    finished = carry_over_step_states(spec, args.paths, steps, plan.kept_tables)
+    kept_tables = {*plan.kept_tables, *plan.repartitioned_tables}
+    finished = carry_over_step_states(spec, args.paths, steps, kept_tables)
     skipped = ", ".join(finished) or "nothing"
     print(f"next: `gemline run` with the same arguments; it skips {skipped}")
+
+
+def _repartition(args: UpgradeArgs) -> None:
+    """Rewrite the tables of which only the buckets change."""
+    from gemline import main
+
+    flags = ["--spec", str(args.spec), "--old-spec", str(args.old_spec), "--lake", args.lake]
+    if code := main(["etl", "repartition", *flags]):
+        raise error_from_exit_code(
+            code, "tables are not repartitioned; the reason is above. Run the same command again"
+        )
 
 
 def _upgrade_gem(args: UpgradeArgs) -> None:

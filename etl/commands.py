@@ -3,7 +3,6 @@
 Spark is imported only when a Spark step is called.
 """
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -17,23 +16,13 @@ from etl.cli.runner import (
     holds_leases,
     parse_data_until,
     parse_days_argument,
+    print_counts,
     read_yaml_mapping,
 )
 from etl.errors import UserError
 from etl.spec import DataSpec
 from etl.spec.base import StrictModel
-
-TABLE_STEPS = (
-    "ingest",
-    "attributes",
-    "labels",
-    "items",
-    "history",
-    "examples",
-    "teacher_predictions",
-    "audience",
-)
-MIN_SAFE_KEEP_DAYS = 7  # below: vacuum waits for all writers, whose files are uncommitted
+from etl.table_commands import TABLE_COMMANDS
 
 
 class SimulateArgs(StrictModel):
@@ -69,12 +58,6 @@ class LabelArgs(DayArgs):
             "the end of the last day"
         ),
     ] = None
-
-
-class SpecArgs(StrictModel):
-    """Arguments of a command that reads a spec only."""
-
-    spec: Annotated[Path, tyro.conf.arg(help="data spec (YAML)")]
 
 
 class InferArgs(StrictModel):
@@ -129,27 +112,6 @@ class QuarantineArgs(LakeArgs):
     reprocess: Annotated[
         bool, tyro.conf.arg(help="move records that are valid now to the events table")
     ] = False
-
-
-class TableInfoArgs(DayArgs):
-    """Arguments of the table metadata."""
-
-    tables: Annotated[tuple[str, ...], tyro.conf.arg(help="table names")]
-
-
-class PinArgs(LakeArgs):
-    """Arguments of pinning table versions."""
-
-    run_id: Annotated[str, tyro.conf.arg(help="ID of the run that reads the versions")]
-
-
-class VacuumArgs(LakeArgs):
-    """Arguments of the vacuum."""
-
-    # Files staged by a running write are in no version yet; a write takes less than a day.
-    keep_days: Annotated[
-        int, Field(ge=1), tyro.conf.arg(help="retention of old table versions, in days")
-    ] = 30
 
 
 def simulate(args: SimulateArgs) -> None:
@@ -226,71 +188,6 @@ def quarantine(args: QuarantineArgs) -> None:
         quarantine_report(lake, days, args.examples, Console())
 
 
-def print_schema_docs(args: SpecArgs) -> None:
-    """Print the schemas of a spec's tables as Markdown."""
-    from etl.spec import load_spec
-    from etl.tables.metadata import schema_docs
-
-    print(schema_docs(load_spec(args.spec)), end="")
-
-
-def table_info(args: TableInfoArgs) -> None:
-    """Print version, row count and schema fingerprint of tables as one line of JSON."""
-    from etl.tables.metadata import table_metadata
-
-    metadata = table_metadata(args.open_lake(), args.tables, args.day_range)
-    print(json.dumps({name: table.model_dump() for name, table in metadata.items()}))
-
-
-def pin(args: PinArgs) -> None:
-    """Keep the table versions in --pins until the run unpins them; `etl vacuum` keeps them."""
-    from etl.tables import step_state
-
-    step_state.pin_versions(args.lake, args.run_id, args.pins)
-
-
-def unpin(args: PinArgs) -> None:
-    """Release the table versions that a run has pinned."""
-    from etl.tables import step_state
-
-    step_state.unpin_versions(args.lake, args.run_id)
-
-
-@holds_leases("vacuum")
-def expire(args: LakeArgs) -> None:
-    """Remove the days of tables that are older than their `retention` in the spec."""
-    from etl.tables.lease import hold_leases
-    from etl.tables.maintenance import expire_days
-
-    lake = args.open_lake()
-    if lake.pinned_versions:
-        raise UserError("--pins: days are removed from the latest versions; leave it out")
-    if not lake.spec.retention:
-        print(f"expire: spec {lake.spec.name} has no `retention`; all days are kept")
-        return
-    with hold_leases(args.lake, _writers(lake.spec), "gemline etl expire"):
-        removed = expire_days(lake)
-    print_counts("expire", {f"rows of {name}": n for name, n in removed.items()})
-
-
-def _writers(spec: DataSpec) -> list[str]:
-    """The leases of all steps that write tables."""
-    return [*TABLE_STEPS, *(f"scores-{surface}" for surface in spec.ad_surfaces)]
-
-
-@holds_leases("vacuum")
-def vacuum(args: VacuumArgs) -> None:
-    """Delete files that neither a retained nor a pinned table version needs."""
-    from etl.tables.lease import hold_leases
-    from etl.tables.maintenance import vacuum_lake
-
-    lake = args.open_lake()
-    writers = _writers(lake.spec) if args.keep_days < MIN_SAFE_KEEP_DAYS else []
-    with hold_leases(args.lake, writers, "gemline etl vacuum"):
-        removed = vacuum_lake(lake, args.keep_days)
-    print_counts("vacuum", {f"files of {name}": n for name, n in removed.items()})
-
-
 def jars(_: StrictModel) -> None:
     """Print the paths of the Delta JARs for `spark-submit --jars`, downloading them if needed."""
     from etl.runtime.java import delta_jars
@@ -305,11 +202,6 @@ def doctor(_: StrictModel) -> None:
     check_installation()
 
 
-def print_counts(step: str, counts: dict[str, int]) -> None:
-    """Print the row counts of a step in one line."""
-    print(f"{step}: {', '.join(f'{n:,} {name}' for name, n in counts.items())}", flush=True)
-
-
 COMMANDS = {
     "simulate": simulate,
     "spec": {"infer": infer, "check": check},
@@ -319,12 +211,7 @@ COMMANDS = {
         "labels": labels,
         "jars": jars,
         "quarantine": quarantine,
-        "schema-docs": print_schema_docs,
-        "table-info": table_info,
-        "pin": pin,
-        "unpin": unpin,
-        "expire": expire,
-        "vacuum": vacuum,
+        **TABLE_COMMANDS,
     },
     "doctor": doctor,
 }

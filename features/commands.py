@@ -10,8 +10,7 @@ from typing import Annotated
 import tyro
 from pydantic import Field
 
-from etl.cli.runner import DayArgs, LakeArgs, holds_leases
-from etl.commands import print_counts
+from etl.cli.runner import DayArgs, LakeArgs, holds_leases, print_counts
 from etl.errors import UserError
 
 

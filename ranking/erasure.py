@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 import tyro
 
 from etl.cli.runner import LakeArgs, holds_leases
-from etl.commands import TABLE_STEPS
 from etl.errors import TemporaryError, UserError
 from etl.spec.units import MICROS
+from etl.table_commands import TABLE_STEPS
 from etl.tables import atomic_io, step_state
 from etl.tables.forecast_schemas import FORECAST_SCHEMAS
 from etl.tables.lake import Lake

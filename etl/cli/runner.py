@@ -103,6 +103,11 @@ def format_data_until(second: int) -> str:
     return datetime.fromtimestamp(second, UTC).isoformat()
 
 
+def print_counts(step: str, counts: dict[str, int]) -> None:
+    """Print the row counts of a step in one line."""
+    print(f"{step}: {', '.join(f'{n:,} {name}' for name, n in counts.items())}", flush=True)
+
+
 def holds_leases(*steps: str) -> Callable[[Command], Command]:
     """Decorator of a command that writes to a lake: it runs under the leases of these steps.
 

@@ -19,10 +19,13 @@ class KeyEffect:
         tables: Tables whose values depend on the key.
         is_immutable: Whether the key cannot be changed in a lake that has tables, because their
             rows hold the codes of surfaces and event types. New names may be added.
+        is_layout: Whether only the partitions of rows depend on the key: an upgrade repartitions
+            the tables instead of rebuilding them.
     """
 
     tables: tuple[str, ...] = ()
     is_immutable: bool = False
+    is_layout: bool = False
 
     @property
     def is_hashed(self) -> bool:
@@ -65,6 +68,13 @@ AUDIENCE_QUALITY_TABLES = KeyEffect(("audience_quality",))
 FORECAST_TABLES = KeyEffect(("forecast_sample", "forecast_margins", "forecast_sketches"))
 ROI_TABLES = KeyEffect(("campaign_days", "response_curves"))
 ROI_CURVES = KeyEffect(("response_curves",))
+BUCKET_TABLES = KeyEffect(
+    (
+        *("events", "impressions", "history", "examples"),
+        *("late_retractions", "teacher_predictions", "user_teacher_embeddings"),
+    ),
+    is_layout=True,
+)
 FORECAST_BUILDS = KeyEffect()  # affects the next `gemline forecast build`
 
 # By key path, where `*` is any name. A key that affects tables covers all keys below it.
@@ -72,7 +82,7 @@ KEY_EFFECTS: Mapping[str, KeyEffect] = {
     "name": NO_EFFECT,
     "description": NO_EFFECT,
     "time_zone": DAY_TABLES,
-    "buckets": EVENT_TABLES,
+    "buckets": BUCKET_TABLES,
     "allowed_lateness": EVENT_TABLES,
     "max_bad_record_rate": FUTURE_INGEST,
     "max_events_per_user_day": EVENT_TABLES,

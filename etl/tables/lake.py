@@ -23,6 +23,7 @@ from etl.tables.table_schema import TableSchema
 from etl.tables.uri import is_url, resolve_uri
 
 SPEC_PROPERTY = "gemline.spec"
+REPARTITIONING = "repartitioning"  # the hash of a spec of a table that is being repartitioned
 TABLE_PROPERTIES = {
     "delta.enableDeletionVectors": "false",  # delta-rs cannot read them through Arrow
     "delta.logRetentionDuration": "interval 180 days",
@@ -64,7 +65,8 @@ class Lake:
     def open(self, name: str, version: int | None = None) -> DeltaTable:
         """A table at a version; by default at the pinned one, else at the latest.
 
-        Raises UserError if the table does not exist, or was written under another spec.
+        Raises UserError if the table does not exist, was written under another spec, or is being
+        repartitioned.
         """
         if not self.exists(name):
             raise UserError(
@@ -81,6 +83,11 @@ class Lake:
                 "it again, from newer versions"
             ) from None
         written_under = table.metadata().configuration.get(SPEC_PROPERTY)
+        if written_under == REPARTITIONING:
+            raise UserError(
+                f"table {name} in {self.root} is being repartitioned; if no command is doing that, "
+                "run `gemline upgrade` again"
+            )
         if written_under != self.spec.hash:
             raise UserError(
                 f"table {name} in {self.root} was written under another spec ({written_under}; "

@@ -1,6 +1,7 @@
 """Maintenance of a lake: expired days, vacuum of old table versions, upgrade to a changed spec.
 
-An upgrade keeps the tables that no changed key affects and removes the others to be rebuilt.
+An upgrade keeps the tables that no changed key affects and removes the others to be rebuilt. Tables
+of which only the partitions change are rewritten (`etl.tables.repartition`).
 """
 
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from etl.spec.model import DataSpec
 from etl.spec.units import DAY
 from etl.tables import atomic_io, step_state
 from etl.tables.code_registry import register_codes
-from etl.tables.lake import SPEC_PROPERTY, Lake
+from etl.tables.lake import REPARTITIONING, SPEC_PROPERTY, Lake
 from etl.tables.schemas import NO_DAY, table_registry
 from etl.tables.uri import list_matching, resolve_uri
 
@@ -86,7 +87,8 @@ def _existing_tables(lake: Lake) -> list[str]:
     return [name for name in sorted(table_registry(lake.spec)) if lake.exists(name)]
 
 
-# Tables with outputs of models, which may change with the spec, so these are rebuilt, too.
+# Tables with outputs of models, which may change with the spec, so these are rebuilt, too, unless
+# only the layout of tables changes.
 MODEL_OUTPUT_TABLES = {
     "teacher_predictions",
     "user_teacher_embeddings",
@@ -99,10 +101,11 @@ MODEL_OUTPUT_TABLES = {
 
 @dataclass(frozen=True)
 class UpgradePlan:
-    """The spec keys that changed, the tables that are kept and those that must be rebuilt."""
+    """The spec keys that changed, and the tables that are kept, repartitioned or rebuilt."""
 
     changed_keys: tuple[str, ...]
     kept_tables: tuple[str, ...]
+    repartitioned_tables: tuple[str, ...]
     rebuilt_tables: tuple[str, ...]
 
 
@@ -117,15 +120,21 @@ def plan_upgrade(lake_root: str, old_spec: DataSpec, new_spec: DataSpec) -> Upgr
     _check_immutable_keys("events", old_spec.events, new_spec.events)
     before, after = (spec.model_dump(mode="json") for spec in (lake.spec, new_lake.spec))
     paths = changed_keys(before, after)
-    affected = {table for path in paths for table in effect_of(path).tables}
+    effects = [effect_of(path) for path in paths]
+    moved = {table for effect in effects if effect.is_layout for table in effect.tables}
+    affected = {table for effect in effects if not effect.is_layout for table in effect.tables}
+    if not all(effect.is_layout for effect in effects):
+        affected |= MODEL_OUTPUT_TABLES
     existing = [name for name in table_registry(old_spec) if lake.exists(name)]
     hashes = lake.spec.hash, new_lake.spec.hash
-    upgraded = {name for name in existing if _table_spec_hash(lake, name, hashes) == hashes[1]}
-    kept = {*existing} - affected - MODEL_OUTPUT_TABLES | upgraded
+    remaining = [name for name in existing if _table_spec_hash(lake, name, hashes) != hashes[1]]
+    rebuilt = [name for name in remaining if name in affected]
+    repartitioned = [name for name in remaining if name in moved - affected]
     return UpgradePlan(
-        tuple(".".join(path) for path in paths),
-        tuple(name for name in existing if name in kept),
-        tuple(name for name in existing if name not in kept),
+        changed_keys=tuple(".".join(path) for path in paths),
+        kept_tables=tuple(name for name in existing if name not in {*rebuilt, *repartitioned}),
+        repartitioned_tables=tuple(repartitioned),
+        rebuilt_tables=tuple(rebuilt),
     )
 
 
@@ -133,25 +142,32 @@ def upgrade_lake(lake_root: str, old_spec: DataSpec, new_spec: DataSpec) -> Upgr
     """Upgrade a lake to a new spec: remove the tables and domain models that must be rebuilt.
 
     GEM is kept; `gemline train upgrade` carries it over. Rankers are kept and serve until those of
-    the new spec are promoted. An interrupted upgrade can be run again.
+    the new spec are promoted. The tables to be repartitioned must have been rewritten before. An
+    interrupted upgrade can be run again.
     """
     plan = plan_upgrade(lake_root, old_spec, new_spec)
+    assert not plan.repartitioned_tables
     lake = Lake(lake_root, new_spec)
     register_codes(lake_root, lake.spec)
     for name in plan.rebuilt_tables:
         atomic_io.remove_folder(resolve_uri(lake_root, name))
     atomic_io.remove_folder(resolve_uri(lake_root, "models", "domains"))
     for name in plan.kept_tables:
-        DeltaTable(lake.table_uri(name)).alter.set_table_properties(
-            {SPEC_PROPERTY: lake.spec.hash}, raise_if_not_exists=False
-        )
+        set_spec_hash(lake, name, lake.spec.hash)
     return plan
+
+
+def set_spec_hash(lake: Lake, name: str, spec_hash: str) -> None:
+    """Set the hash of the spec under which a table can be opened."""
+    DeltaTable(lake.table_uri(name)).alter.set_table_properties(
+        {SPEC_PROPERTY: spec_hash}, raise_if_not_exists=False
+    )
 
 
 def _table_spec_hash(lake: Lake, name: str, known_hashes: tuple[str, str]) -> str:
     """The hash of the spec under which a table was written; UserError if not a known one."""
     written: str = DeltaTable(lake.table_uri(name)).metadata().configuration[SPEC_PROPERTY]
-    if written not in known_hashes:
+    if written not in (*known_hashes, REPARTITIONING):
         raise UserError(
             f"table {name} in {lake.root} was written under a third spec ({written}): pass that "
             "spec as --old-spec"

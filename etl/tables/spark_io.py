@@ -57,15 +57,25 @@ def replace_partitions(
     predicate: str,
     input_versions: Mapping[str, object],
 ) -> None:
-    """Replace the partitions that `predicate` selects, in one commit.
+    """Replace the partitions that `predicate` selects, in one commit; the table may be a new one.
 
-    Files are sized by bytes: Spark's adaptive execution splits large partitions into several tasks,
-    and gives small ones to one (`spark.sql.adaptive.advisoryPartitionSizeInBytes`).
-
-    The write fails if `frame` has rows that `predicate` does not select. The commit records the
-    spec's hash and `input_versions`, the versions of the tables that were read.
+    The commit records the spec's hash and `input_versions`, the versions of the tables that were
+    read. See `overwrite`.
     """
     create_table(lake, schema)
+    metadata = commit_metadata(spec=lake.spec.hash, inputs=dict(input_versions))
+    overwrite(lake.table_uri(schema.name), schema, frame, predicate, metadata)
+
+
+def overwrite(
+    uri: str, schema: TableSchema, frame: DataFrame, predicate: str, metadata: str
+) -> None:
+    """Replace the partitions of an existing table that `predicate` selects, in one commit.
+
+    Files are sized by bytes: Spark's adaptive execution splits large partitions into several tasks,
+    and gives small ones to one (`spark.sql.adaptive.advisoryPartitionSizeInBytes`). The write fails
+    if `frame` has rows that `predicate` does not select. The commit records `metadata`.
+    """
     rows = frame.select([F.col(n).cast(t).alias(n) for n, t in schema.columns.items()])
     rows = rows.hint("rebalance", *schema.partition_by)
     rows = rows.sortWithinPartitions(*schema.partition_by, *schema.order_by)
@@ -73,8 +83,8 @@ def replace_partitions(
         rows.write.format("delta")
         .mode("overwrite")
         .option("replaceWhere", predicate)
-        .option("userMetadata", commit_metadata(spec=lake.spec.hash, inputs=dict(input_versions)))
-        .save(lake.table_uri(schema.name))
+        .option("userMetadata", metadata)
+        .save(uri)
     )
 
 

@@ -12,8 +12,8 @@ from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
-from etl.cli.runner import LakeArgs, holds_leases
-from etl.commands import RawArgs, print_counts
+from etl.cli.runner import LakeArgs, holds_leases, print_counts
+from etl.commands import RawArgs
 from etl.errors import UserError
 
 
