@@ -50,8 +50,7 @@ class SpecDeclarations(StrictModel):
     time_zone: str = "UTC"
     """IANA name of the time zone in which days begin, such as `Europe/Berlin`."""
     buckets: int = Field(default=16, ge=1)
-    """Partitions of the users of each day; a power of two. `gemline upgrade` to another number
-    rewrites the tables without the raw logs."""
+    """Partitions of the users of each day, a power of two; an upgrade repartitions the tables."""
     allowed_lateness: Duration = 3 * DAY
     """How long before its landing day an event may have occurred; older events are excluded."""
     max_bad_record_rate: float = Field(default=0.1, ge=0, le=1)
