@@ -3,12 +3,14 @@
 A version is added to those of its user or item, and what an item offers to its bids.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
+from etl.array_types import Bools, Int64
 from etl.errors import UserError
 from etl.event_time import MIN_EVENT_TS
 from etl.spec.attributes import LoggedAttribute, VectorAttribute
@@ -25,11 +27,14 @@ from ranking.feature_store.storage import (
     BID_DTYPE,
     RecordLayout,
     Txn,
+    group_rows,
     storage_key,
+    storage_keys,
 )
 from ranking.feature_store.store import MAX_REQUEST_AGE, FeatureStore
 from ranking.scoring.candidates import NO_ADVERTISER
 
+VERSIONS_AT_ONCE = 10_000  # from the tables
 MAX_FUTURE_SECONDS = 30 * DAY  # maximum distance of a posted valid_from into the future
 
 
@@ -103,7 +108,7 @@ def validate_version(layout: RecordLayout, entity: str, version: AttributeVersio
             "have no values: leave the target out"
         )
     if version.attributes is not None:
-        encode_version(layout, entity, version)
+        encode_versions(layout, entity, [version])
 
 
 def _has_value(spec: DataSpec, goal: str) -> bool:
@@ -118,6 +123,33 @@ def validate_valid_from(valid_from: int, now: int) -> None:
             f"valid_from is {valid_from // MICROS['ms']}: it is in milliseconds since 1970, not "
             f"before 2000, and at most {MAX_FUTURE_SECONDS // DAY} days ahead"
         )
+
+
+def write_user_versions(
+    store: FeatureStore, txn: Txn, versions: Iterable[AttributeVersion], now: int
+) -> None:
+    """Write all versions of users of a new store, sorted by user and `valid_from`.
+
+    Of several with the same `valid_from` the last counts. Versions that no request after about
+    `now` (seconds) can read are left out.
+    """
+    for batch in _batches_of_users(versions):
+        records = encode_versions(store.layout, "user", batch)
+        keys = storage_keys([version.entity_id for version in batch])
+        is_readable = _is_readable(keys, records["valid_from"], now - MAX_REQUEST_AGE)
+        by_user = group_rows(keys[is_readable], records[is_readable])
+        txn.put_many("users", [(key, rows.tobytes()) for key, rows in by_user])
+
+
+def _batches_of_users(versions: Iterable[AttributeVersion]) -> Iterator[list[AttributeVersion]]:
+    batch: list[AttributeVersion] = []
+    for _, of_user in groupby(versions, key=lambda version: version.entity_id):
+        batch += of_user
+        if len(batch) >= VERSIONS_AT_ONCE:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
 
 
 def upsert_attributes(
@@ -138,7 +170,7 @@ def upsert_user(store: FeatureStore, txn: Txn, version: AttributeVersion, now: i
     Raises:
         UserError: A value has the wrong type.
     """
-    row = encode_version(store.layout, "user", version)
+    row = encode_versions(store.layout, "user", [version])
     key = storage_key(version.entity_id)
     _insert_version(txn, "users", key, row, now - MAX_REQUEST_AGE)
 
@@ -161,26 +193,29 @@ def upsert_item(
             store.layout, txn, version.entity_id, version.valid_from, version.attributes
         )
         record = read_item_records(store.layout, txn, [version.entity_id])[0]
-        row = encode_version(store.layout, "item", version)
+        row = encode_versions(store.layout, "item", [version])
         key = int(record["index"]).to_bytes(4, "big")
         _insert_version(txn, "item_versions", key, row, earliest_request)
     if store.spec.auction:
         _upsert_bid(store.spec, txn, version, earliest_request, is_posted)
 
 
-def encode_version(layout: RecordLayout, entity: str, version: AttributeVersion) -> np.ndarray:
-    """Encode a version as the record (1) that rankers read.
+def encode_versions(
+    layout: RecordLayout, entity: str, versions: Sequence[AttributeVersion]
+) -> np.ndarray:
+    """Encode versions as the records (n) that rankers read.
 
     Raises:
         UserError: A value has the wrong type.
     """
     declared, group = getattr(layout.spec.attributes, entity), getattr(layout.features, entity)
-    encoded = encode_attributes(declared, group, entity, [version.attributes or {}])
-    record = np.zeros(1, getattr(layout, entity))
-    record["valid_from"] = version.valid_from
-    record["ids"], record["numbers"] = encoded.ids, encoded.numbers
-    record["content_vectors"] = encoded.vectors
-    return record
+    attributes = [version.attributes or {} for version in versions]
+    encoded = encode_attributes(declared, group, entity, attributes)
+    records = np.zeros(len(versions), getattr(layout, entity))
+    records["valid_from"] = [version.valid_from for version in versions]
+    records["ids"], records["numbers"] = encoded.ids, encoded.numbers
+    records["content_vectors"] = encoded.vectors
+    return records
 
 
 def _upsert_bid(
@@ -218,13 +253,20 @@ def _merge_bid(spec: DataSpec, current_bid: np.ndarray, version: AttributeVersio
 def _insert_version(
     txn: Txn, table: str, key: bytes, version: np.ndarray, earliest_request: int
 ) -> None:
-    """Insert a version (1) and drop those that no request from a second on can read.
-
-    A request can read the latest version valid strictly before it, and all later ones.
-    """
-    stored = np.frombuffer(txn.get(table, key), version.dtype)
-    others = stored[stored["valid_from"] != version["valid_from"]]
-    rows = np.concatenate((others, version))
+    """Insert a version (1) and drop those that no request from a second on can read."""
+    rows = np.concatenate((np.frombuffer(txn.get(table, key), version.dtype), version))
     rows = rows[np.argsort(rows["valid_from"], kind="stable")]
-    num_before = int(np.searchsorted(rows["valid_from"], earliest_request * MICROS["s"]))
-    txn.put(table, key, rows[max(0, num_before - 1) :].tobytes())
+    owners = np.zeros(len(rows), np.int64)
+    is_readable = _is_readable(owners, rows["valid_from"], earliest_request)
+    txn.put(table, key, rows[is_readable].tobytes())
+
+
+def _is_readable(owners: np.ndarray, valid_from: Int64, earliest_request: int) -> Bools:
+    """Which versions (n), sorted by owner and `valid_from`, requests from a second on can read.
+
+    A request can read the latest version valid strictly before it, and all later ones. Of versions
+    with the same `valid_from` the last counts.
+    """
+    next_is_older = valid_from[1:] < earliest_request * MICROS["s"]
+    is_superseded = next_is_older | (valid_from[1:] == valid_from[:-1])
+    return np.append(~(is_superseded & (owners[1:] == owners[:-1])), True)

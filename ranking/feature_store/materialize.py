@@ -32,7 +32,12 @@ from etl.tables.uri import local_cache_path, resolve_uri
 from features.counters.numeric_columns import fixed_point_of
 from features.encoding.scalar import spark_xxhash64
 from features.schema import counter_input_days
-from ranking.feature_store.attributes import AttributeVersion, upsert_attributes
+from ranking.feature_store.attributes import (
+    VERSIONS_AT_ONCE,
+    AttributeVersion,
+    upsert_item,
+    write_user_versions,
+)
 from ranking.feature_store.carried_histories import HistoryBuilder
 from ranking.feature_store.counter_keys import (
     KeyValues,
@@ -157,9 +162,13 @@ class TableSource:
         earliest = self.store.earliest_request
         if entity == "user" and self.lake.spec.user_counter_keys:  # replayed events read them, too
             earliest = min(earliest, self.store.final_before_ts // MICROS["s"])
+        versions = self._attribute_versions(entity, earliest)
         with self.store.write_transaction() as txn:
-            for version in self._attribute_versions(entity, earliest):
-                upsert_attributes(self.store, txn, entity, version, earliest)
+            if entity == "user":
+                write_user_versions(self.store, txn, versions, earliest)
+                return
+            for version in versions:
+                upsert_item(self.store, txn, version, earliest)
 
     def _attribute_versions(self, entity: str, earliest: int) -> Iterator[AttributeVersion]:
         """Versions that are read from a second on, in the order of their `valid_from`."""
@@ -167,8 +176,9 @@ class TableSource:
         first_day = self.lake.spec.last_day_before(earliest - MAX_REQUEST_AGE)
         rows = readable_versions(self.lake, entity, first_day, self.data_until_day).sort_by(order)
         declared = getattr(self.lake.spec.attributes, entity)
-        for row in rows.to_pylist():
-            yield AttributeVersion.from_row(entity, row, declared)
+        for batch in rows.to_batches(max_chunksize=VERSIONS_AT_ONCE):
+            for row in batch.to_pylist():
+                yield AttributeVersion.from_row(entity, row, declared)
 
     def teacher_history_records(self) -> Iterator[tuple[str, KeyValuePairs]]:
         """The teacher embeddings of each user's most recent impressions."""

@@ -17,8 +17,12 @@ from etl.spec import DataSpec
 from etl.tables.lake import Lake
 from etl.tables.schemas import RESERVED_ITEM_INDICES
 from features.schema import ITEM_TABLE
-from ranking.feature_store import events
-from ranking.feature_store.attributes import AttributeVersion, upsert_attributes
+from ranking.feature_store import attributes, events
+from ranking.feature_store.attributes import (
+    AttributeVersion,
+    upsert_attributes,
+    write_user_versions,
+)
 from ranking.feature_store.consistency import (
     check_consistency,
     mismatched_arrays,
@@ -193,6 +197,33 @@ def test_a_request_reads_the_newest_version_before_it_although_old_ones_are_drop
     bid = latest_versions([stored], BID_DTYPE, as_of)["bid"][0]
     assert bid == (0 if expected is None else bids[expected])
     assert (rows["valid_from"] < (versions[-1][0] * hour - MAX_REQUEST_AGE) * MICRO).sum() <= 1
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(-2, 4)), max_size=12),
+    st.integers(0, 6),
+    st.integers(1, 5),
+)
+def test_versions_of_users_written_at_once_equal_those_written_one_by_one(
+    shared_store: FeatureStore, named: list[tuple[str, int]], now: int, at_once: int
+) -> None:
+    hour = 3600
+    with shared_store.write_transaction() as txn:
+        name = next(iter(shared_store.spec.attributes.user))
+        versions = [
+            AttributeVersion(user, valid_from * hour * MICRO, {name: f"value {number}"})
+            for number, (user, valid_from) in enumerate(sorted(named))
+        ]
+        txn.clear("users")
+        for version in versions:
+            upsert_attributes(shared_store, txn, "user", version, now * hour)
+        expected = list(txn.iterate_from("users", b"\0"))
+        txn.clear("users")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(attributes, "VERSIONS_AT_ONCE", at_once)
+            write_user_versions(shared_store, txn, versions, now * hour)
+        assert list(txn.iterate_from("users", b"\0")) == expected
 
 
 def make_event(lake: Lake, **changes: Any) -> Event:
