@@ -15,15 +15,16 @@ TRAINING = {"torchrec", "fbgemm_gpu", "torchmetrics", "mlflow", "lightgbm", "ten
 REPORT = {"jinja2", "matplotlib"}
 TABLES = {"numpy", "pyarrow", "deltalake"}
 MODELS = {"torch", "sklearn", "safetensors"}
+SERVICE = {"lmdb", "fastapi", "uvicorn", "prometheus_client", "duckdb", "datasketches"}
 # Extra -> packages that are missing, and modules that must import without them.
 WITHOUT = {
     "spark": (
-        MODELS | TRAINING | REPORT | {"airflow"},
+        MODELS | TRAINING | REPORT | SERVICE | {"airflow"},
         "etl.ingest.run etl.attributes etl.labels etl.runtime.doctor features.items "
-        "features.history.build features.examples",
+        "features.history.build features.examples features.roi.campaign_days",
     ),
     "train": (
-        {"pyspark", "delta", "airflow"},
+        SERVICE | {"pyspark", "delta", "airflow"},
         "training.trainer.trainer training.baseline training.teacher.outputs "
         "ranking.trainer ranking.report.build",
     ),
@@ -34,7 +35,7 @@ WITHOUT = {
     ),
     "airflow": (ENGINES | TRAINING | MODELS | TABLES, "dags.orchestration.daily"),
     "none of them": (
-        ENGINES | TRAINING | MODELS | TABLES | REPORT | {"airflow"},
+        ENGINES | TRAINING | MODELS | TABLES | REPORT | SERVICE | {"airflow", "xxhash"},
         "gemline dags.commands etl.commands features.commands training.commands ranking.commands "
         "benchmarks.commands",
     ),
