@@ -31,6 +31,7 @@ from etl.tables.declared_columns import event_columns, logged_sql_type
 
 LogSource = EventLogSource | ImpressionLogSource
 REASON_SEPARATOR = "; "
+ID_FIELDS = {"user_id", "item_id", "request_id", "retracted_event_id"}
 # Fields that an event may have from the event that it names, with their columns in the tables.
 NAMED_FIELDS = {"user": "user_id", "item": "item_id", "surface": "surface"}
 
@@ -117,8 +118,8 @@ def _parse_fields(spec: DataSpec, log: LogSource, records: DataFrame) -> DataFra
     for name, (column, attribute) in _logged_attributes(spec).items():
         field_types[name] = column, logged_sql_type(attribute)
         fields[name] = attribute_value(attribute, column)
-    for name in ("user_id", "item_id"):
-        fields[name] = F.nullif(fields[name], F.lit(""))
+    for name in ID_FIELDS & fields.keys():
+        fields[name] = _null_if_empty(fields[name])
     type_errors = [
         F.when(
             raw_value(column).isNotNull() & fields[name].isNull(), F.lit(f"wrong type: {column}")
@@ -128,9 +129,9 @@ def _parse_fields(spec: DataSpec, log: LogSource, records: DataFrame) -> DataFra
     ]
     columns = fields | _timestamps(spec, log) | _codes(spec, log)
     columns |= {
-        "event_id": F.nullif(_event_id(log), F.lit("")),
-        "logged_impression_id": _cast(log.columns.impression, "string"),
-        "logged_touch_id": _cast(log.columns.touch, "string"),
+        "event_id": _null_if_empty(_event_id(log)),
+        "logged_impression_id": _null_if_empty(_cast(log.columns.impression, "string")),
+        "logged_touch_id": _null_if_empty(_cast(log.columns.touch, "string")),
         "type_errors": F.concat_ws(REASON_SEPARATOR, *type_errors),
     }
     return records.select("*", *[value.alias(name) for name, value in columns.items()])
@@ -165,6 +166,11 @@ def _cast(column: str | None, type_: str) -> Column:
     if column is None:
         return F.lit(None).cast(type_)
     return raw_value(column).try_cast(type_)
+
+
+def _null_if_empty(id_: Column) -> Column:
+    """An id, null where a log has an empty text for none."""
+    return F.nullif(id_, F.lit(""))
 
 
 def _timestamps(spec: DataSpec, log: LogSource) -> dict[str, Column]:
@@ -296,8 +302,7 @@ def _rejection_reasons(spec: DataSpec, log: LogSource) -> Column:
     reasons.append(F.when(F.col("type_errors") != "", F.col("type_errors")))
     if log.required_id:
         named = "touch" if log.columns.touch else "impression"
-        is_missing = F.nullif(F.col(f"logged_{named}_id"), F.lit("")).isNull()
-        reasons.append(F.when(is_missing, F.lit(f"no {named}")))
+        reasons.append(F.when(F.col(f"logged_{named}_id").isNull(), F.lit(f"no {named}")))
     return joined_reasons(reasons)
 
 

@@ -91,6 +91,22 @@ def test_event_ids_are_unique_within_a_log_unless_the_spec_shares_them(
     assert len(keys) == len(events) == (3 if shared else 5)
 
 
+def test_an_empty_id_is_none(shop: Lake) -> None:
+    """Impressions without an id of their own are not copies, nor is their request one."""
+    app = shop.spec.log_sources["app"]
+    columns = app.columns.model_copy(update={"impression": "imp", "request": "req"})
+    sources = shop.spec.sources | {"app": app.model_copy(update={"columns": columns})}
+    lake = Lake(shop.root, shop.spec.model_copy(update={"sources": sources}))
+    clicks = records(DAY_1, 2, action="click", imp="", req="", id="c")
+    raw = write(shop, "app", DAY_1, records(DAY_1, 5, imp="", req=""), clicks)
+    assert ingest(lake, raw, (DAY_1, DAY_1))["duplicates"] == 1, "of the two clicks"
+    stored = {row["event_id"]: row for row in rows(lake, "events")}
+    assert {row["request_id"] for row in stored.values()} == {None}
+    assert stored.pop("c")["impression_id"] is None
+    assert [row["impression_id"] for row in stored.values()] == list(stored)
+    assert len(stored) == 5
+
+
 def test_the_event_cap_of_many_users_does_not_enlarge_the_query_plan(
     shop: Lake, spark: SparkSession
 ) -> None:
