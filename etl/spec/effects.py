@@ -42,12 +42,13 @@ IMMUTABLE_CODES = KeyEffect(is_immutable=True)
 EXAMPLES = ("examples", "feature_statistics")
 EVENT_TABLES = KeyEffect(
     (
-        *("events", "excluded_events", "ingest_metrics", "impressions"),
+        *("events", "excluded_events", "ingest_metrics", "impressions", "late_retractions"),
         *("history", "user_event_counts", *EXAMPLES),
     )
 )
 
-LABEL_TABLES = KeyEffect(("impressions",))
+LABEL_TABLES = KeyEffect(("impressions", "late_retractions"))
+AUXILIARY_LABEL_TABLES = KeyEffect(("impressions",))
 CONTEXT_TABLES = KeyEffect(("events", "excluded_events", *EXAMPLES))
 USER_ATTRIBUTES = ("attributes_user", "attributes_user_snapshots")
 ITEM_ATTRIBUTES = ("attributes_item", "attributes_item_snapshots")
@@ -93,7 +94,8 @@ KEY_EFFECTS: Mapping[str, KeyEffect] = {
     "domains.*": MODEL_INPUTS,
     "events.*": IMMUTABLE_CODES,
     "objectives.*": LABEL_TABLES,
-    "auxiliary_objectives.*": LABEL_TABLES,
+    "objectives.*.retracted_by.event": EVENT_TABLES,  # its events name the event that they retract
+    "auxiliary_objectives.*": AUXILIARY_LABEL_TABLES,
     "attributes.user.*": USER_TABLES,
     "attributes.item.*": ITEM_TABLES,
     "attributes.context.*": CONTEXT_TABLES,

@@ -16,8 +16,9 @@ from dags.steps import PipelinePaths
 from etl.errors import UserError
 from etl.spec import load_spec
 from etl.tables import step_state
-from etl.tables.lake import Lake
-from etl.tables.maintenance import plan_upgrade
+from etl.tables.lake import Lake, create_table
+from etl.tables.maintenance import plan_upgrade, upgrade_lake
+from etl.tables.schemas import table_registry
 from gemline import main
 from tests.conftest import FIRST, GEM_FLAGS, LAST
 from tests.features.histograms import write_statistics
@@ -65,6 +66,12 @@ def other_bid(spec: dict[str, Any]) -> None:
     spec["auction"]["bid"] = "other_bid"
 
 
+def refunds(spec: dict[str, Any]) -> None:
+    spec["events"]["refund"] = {"role": "retraction"}
+    spec["sources"]["events"]["columns"]["retracts"] = "refunded_id"
+    spec["objectives"]["conversion"]["retracted_by"] = {"event": "refund", "within": "2d"}
+
+
 def all_at_once(spec: dict[str, Any]) -> None:
     for change in (new_surface, no_conversions, new_counter):
         change(spec)
@@ -80,6 +87,9 @@ REBUILT_TABLES: dict[SpecChange, set[str]] = {
     new_auxiliary_objective: {"impressions"},
     later_delay: {*TABLES} - {"items", "quarantine"},
     other_bid: ITEM_ATTRIBUTES,
+    refunds: {*TABLES}
+    - {"items", "quarantine", "item_versions", "first_item_versions"}
+    - {f"attributes_{name}" for name in ("user", "item", "user_snapshots", "item_snapshots")},
 }
 
 
@@ -99,6 +109,21 @@ def test_only_tables_whose_content_changes_are_rebuilt(
     plan = plan_upgrade(lake.root, lake.spec, new)
     assert set(plan.rebuilt_tables) == REBUILT_TABLES[change]
     assert set(TABLES) - REBUILT_TABLES[change] <= set(plan.kept_tables)
+
+
+def test_late_retractions_are_removed_with_their_objective(spec_path: Path, tmp_path: Path) -> None:
+    """Later, no step would know the table, nor erase users from it."""
+    old = load_spec(write_changed_spec(spec_path, tmp_path / "old.yaml", refunds))
+    lake = Lake(str(tmp_path / "lake"), old)
+    create_table(lake, table_registry(old)["late_retractions"])
+
+    def no_longer(spec: dict[str, Any]) -> None:
+        refunds(spec)
+        del spec["objectives"]["conversion"]["retracted_by"]
+
+    new = load_spec(write_changed_spec(spec_path, tmp_path / "new.yaml", no_longer))
+    assert upgrade_lake(lake.root, old, new).rebuilt_tables == ("late_retractions",)
+    assert not lake.exists("late_retractions")
 
 
 def test_nothing_is_removed_without_confirmation(
