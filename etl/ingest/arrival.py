@@ -56,19 +56,32 @@ def day_file_states(spec: DataSpec, raw: str, day: date) -> FileStates:
 def has_arrived(spec: DataSpec, raw: str, source_name: str, day: date) -> bool:
     """Whether a day's files of a source are complete.
 
-    They are complete when the source's `success_file` exists in their folder. For a source without
-    one, they are complete if files exist and none has changed for `unchanged_for`.
+    They are complete when the source's `success_file` exists in each of their folders, of which
+    there must be one. For a source without such a file, they are complete if files exist and none
+    has changed for `unchanged_for`.
     """
     source = spec.sources[source_name]
     if source.success_file:
-        folder = source.location.rpartition("/")[0]
-        success_file = f"{folder}/{source.success_file}" if folder else source.success_file
-        return (resolve_uri(raw) / fill_day(success_file, day)).exists()
+        name, folders = fill_day(source.success_file, day), _folders(source, raw, day)
+        return bool(folders) and all((folder / name).exists() for folder in folders)
     files = file_states(source, raw, (day, day))
     if not files:
         return False
     last_change = max(mtime for _, mtime in files.values())
     return time.time_ns() - last_change >= source.unchanged_for * 1_000_000_000
+
+
+def _folders(source: Source, raw: str, day: date) -> list[StoragePath]:
+    """The folders of a day's files, such as one of each hour."""
+    root, pattern = resolve_uri(raw), fill_day(source.location.rpartition("/")[0], day)
+    if not pattern:
+        return [root]
+    return [path for path in list_matching(root, pattern) if _is_visible(path) and path.is_dir()]
+
+
+def _is_visible(path: StoragePath) -> bool:
+    """Whether ingest reads a file: names of hidden or temporary ones begin with `.` or `_`."""
+    return path.name[0] not in "._"
 
 
 def record_ingested_files(lake: str, states_by_day: Mapping[date, FileStates]) -> None:

@@ -70,8 +70,8 @@ class CsvOptions(StrictModel):
 class FileSource(StrictModel):
     """Files of one format below the raw folder, or a Delta table.
 
-    The files of a day are complete when `success_file` is in their folder; without such a marker,
-    and in a Delta table, when none has changed for `unchanged_for`.
+    The files of a day are complete when `success_file` is in each of their folders; without such a
+    marker, and in a Delta table, when none has changed for `unchanged_for`.
     """
 
     format: Format

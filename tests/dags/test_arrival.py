@@ -117,6 +117,19 @@ def test_a_day_that_is_not_completely_written_is_refused(spec: DataSpec, tmp_pat
     assert not has_arrived(with_marker, str(raw), "feed", DAYS[1])
 
 
+def test_each_folder_of_a_day_needs_its_marker(spec: DataSpec, tmp_path: Path) -> None:
+    hourly = with_feed(spec, path="feed/{day}/*/*.json", success_file="_SUCCESS")
+    day = tmp_path / "feed" / f"{FIRST}"
+    assert not has_arrived(hourly, str(tmp_path), "feed", FIRST), "there is no folder"
+    (day / "_temporary").mkdir(parents=True)
+    for hour in ("00", "01"):
+        (day / hour).mkdir()
+        (day / hour / "part.json").touch()
+        assert not has_arrived(hourly, str(tmp_path), "feed", FIRST)
+        (day / hour / "_SUCCESS").touch()
+        assert has_arrived(hourly, str(tmp_path), "feed", FIRST)
+
+
 @pytest.mark.parametrize("change", ["another file", "longer", "another of the same size"])
 def test_files_that_are_new_or_changed_are_read_again(
     spec: DataSpec, tmp_path: Path, change: str
