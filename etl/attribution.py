@@ -4,7 +4,7 @@ import functools
 from collections.abc import Sequence
 from datetime import date
 
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from etl.attribute_versions import versions_from
@@ -28,8 +28,9 @@ def attribute_outcomes(
     `impression_id` is the impression of each. An outcome that names its impression is attributed to
     that impression. Any other outcome is attributed to its user's latest earlier touch, for the
     first entry of `attribution` that has a touch in its window. A touch must be visible when the
-    outcome is, so that touches that land later do not change attributions. Outcomes without a touch
-    are left out, and so may be those that follow their impression too late for any label.
+    outcome is, so that touches that land later do not change attributions; and so must be the
+    attributes of items that are the `key` of a touchpoint. Outcomes without a touch are left out,
+    and so may be those that follow their impression too late for any label.
 
     `events` are those that landed from `DataSpec.attribution_lookback_days` before the impressions
     on; with fewer, outcomes that belong to earlier touches would be attributed to later ones.
@@ -147,10 +148,10 @@ def _candidate_touches(
         F.explode(F.array(period, period + 1)).alias("period"),
         F.col("event_ts").alias("touch_ts"),
         F.struct(*reversed(EVENT_KEY)).alias("touch_id"),
-        F.col("visible_ts").alias("touch_visible"),
+        F.greatest("visible_ts", "touch_key_since").alias("touch_visible"),
         F.col("impression_id").alias("touch_impression"),
     )
-    keyed = _with_touch_key(lake, outcomes, touchpoint)
+    keyed = _with_touch_key(lake, outcomes, touchpoint).filter("touch_key_since <= visible_ts")
     keyed = keyed.select("user_id", "touch_key", period.alias("period"), *_OUTCOME_VALUES)
     elapsed = F.col("event_ts") - F.col("touch_ts")
     is_candidate = elapsed.between(0, window * MICROS["s"])
@@ -179,18 +180,31 @@ def _touch_events(lake: Lake, events: DataFrame, touchpoint: Touchpoint, window:
 
 
 def _with_touch_key(lake: Lake, events: DataFrame, touchpoint: Touchpoint) -> DataFrame:
-    """Events with `touch_key`, which an outcome and its touch have in common."""
-    key: Column = F.col("item_id")
+    """Events with `touch_key`, which an outcome and its touch have in common.
+
+    `touch_key_since` is the second from which on it is known: an outcome must not be attributed by
+    an attribute that lands after it, because its label may be final by then.
+    """
+    key, since = F.col("item_id"), F.lit(0).cast("bigint")
     if touchpoint.key != "item":
-        events = events.join(item_attribute_values(lake, touchpoint.key), "item_id", "left")
-        key = F.col("item_attribute")
+        events = events.join(_first_item_values(lake, touchpoint.key), "item_id", "left")
+        key, since = F.col("item_attribute"), F.ceil(F.col("item_known_since") / MICROS["s"])
     parts = (key, F.col("surface")) if touchpoint.same_surface else (key,)
     touch_key = F.when(key.isNotNull(), F.concat_ws("\x1f", *parts))
-    return events.withColumn("touch_key", touch_key).drop("item_attribute")
+    events = events.withColumns({"touch_key": touch_key, "touch_key_since": since})
+    return events.drop("item_attribute", "item_known_since")
 
 
 def item_attribute_values(lake: Lake, attribute: str) -> DataFrame:
     """The first value of an attribute of each item: `item_id`, `item_attribute`."""
+    return _first_item_values(lake, attribute).drop("item_known_since")
+
+
+def _first_item_values(lake: Lake, attribute: str) -> DataFrame:
+    """`item_attribute_values`, and `item_known_since`, the µs since which the value is known."""
     versions = versions_from(lake, "item", date.max)  # these have the first version of each item
-    first = F.min_by(f"attr_{attribute}", F.struct("valid_from", "day")).alias("item_attribute")
-    return versions.groupBy("item_id").agg(first)
+    order = F.struct("valid_from", "day")
+    return versions.groupBy("item_id").agg(
+        F.min_by(f"attr_{attribute}", order).alias("item_attribute"),
+        F.min("valid_from").alias("item_known_since"),
+    )

@@ -93,7 +93,10 @@ class Touchpoint(StrictModel):
     By default the window of the objective; only the last touchpoint may have none.
     """
     key: Annotated[str, declared_in("attribution keys")] = "item"
-    """What touch and outcome must share besides the user: `item`, or an attribute of the item."""
+    """What touch and outcome must share besides the user: `item`, or an attribute of the item.
+
+    An attribute counts if it is known when the outcome is visible.
+    """
     same_surface: bool = False
     """Whether touch and outcome must be on the same surface."""
 

@@ -1,5 +1,6 @@
 """Attribution equals a brute-force reference that checks every pair of events."""
 
+import json
 import random
 from collections.abc import Iterator
 from datetime import date, timedelta
@@ -10,7 +11,9 @@ import pyarrow as pa
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 
+from etl.attributes import load_attributes
 from etl.attribution import attribute_outcomes, outcomes_without_impression
+from etl.ingest.run import ingest
 from etl.labels import label_impressions
 from etl.spec import DataSpec, load_spec
 from etl.spec.sections import Objective, Touchpoint
@@ -233,3 +236,42 @@ def test_a_later_run_writes_the_labels_that_one_run_over_all_days_writes(
     labels = [row["label_buy"] for row in of_all_days]
     assert labels.count(1) > 20
     assert labels.count(0) > 20
+
+
+BRANDED_SPEC = (
+    SPEC.replace(
+        "objectives:",
+        "objectives: {buy: {event: buy, window: 1h, attribution: [{touch: shown, key: brand}]}} #",
+    ).replace("attributes: {", "attributes: {item: {brand: {type: categorical}}, ")
+    + """
+  products:
+    {kind: attributes, entity: item, format: json, path: "products/{day}.json", key: sku}
+"""
+)
+
+
+@pytest.mark.usefixtures("spark")
+def test_an_attribute_that_lands_after_an_outcome_does_not_change_its_label(tmp_path: Path) -> None:
+    """Items of a brand that is known from the end of the second of three days."""
+    (tmp_path / "spec.yaml").write_text(BRANDED_SPEC)
+    spec = load_spec(tmp_path / "spec.yaml")
+    days = [FIRST_DAY + timedelta(days=number) for number in range(3)]
+    for number, day in enumerate(days):
+        noon = spec.day_start(day) + 12 * 3600
+        base = {"who": "u", "page": "home", "phone": "ios"}
+        shown = base | {"id": f"i{number}", "what": "hat", "action": "shown", "at": noon}
+        bought = base | {"id": f"b{number}", "what": "cap", "at": noon + 60}
+        brands = [{"sku": sku, "brand": "x"} for sku in ("hat", "cap") if number == 1]
+        brands.append({"sku": "other", "brand": "y"})
+        for log, records in (("app", [shown]), ("sales", [bought]), ("products", brands)):
+            path = tmp_path / "raw" / log / f"{day}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    by_day, at_once = (Lake(str(tmp_path / name), spec) for name in ("by_day", "at_once"))
+    labels = []
+    for lake, first, last in [(by_day, day, day) for day in days] + [(at_once, days[0], days[-1])]:
+        ingest(lake, str(tmp_path / "raw"), (first, last))
+        load_attributes(lake, str(tmp_path / "raw"), (first, last))
+        label_impressions(lake, (first, last))
+        labels.append({row["impression_id"]: row["label_buy"] for row in rows(lake, "impressions")})
+    assert labels == [{"i0": 0}, {"i0": 0, "i1": 0}, *[{"i0": 0, "i1": 0, "i2": 1}] * 2]

@@ -69,7 +69,7 @@ def differences(lake: Lake, records: list[Record], data_until: int | None = None
     timely = oracle.deduplicate(oracle.on_time(records, LATENESS))
     events = oracle.limit_per_user_day(timely, MAX_EVENTS, DELAY)
     for event in events:
-        event["brand"] = BRANDS[event["item"]][0]
+        event["brand"], event["brand_since"] = BRANDS[event["item"]]
         event["hour"] = hour_of(event["ts"], lake.spec.time_zone)
     expected = {(e["id"], e["day"], e["ingest"]) for e in events}
     stored = {(e["event_id"], e["day"], e["ingest_ts"] // 10**6) for e in rows(lake, "events")}

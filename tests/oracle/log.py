@@ -95,7 +95,10 @@ def history(records: Iterable[Record], user: str, as_of: int, delay: int) -> lis
 def attribute_outcome(
     records: list[Record], outcome: Record, touch: str, rule: LabelRule, delay: int
 ) -> object:
-    """The impression id of an outcome: its own, or that of the last touch visible at its time."""
+    """The impression id of an outcome: its own, or that of the last touch visible at its time.
+
+    Fields that both share, such as `brand`, must be known by then: since `brand_since`.
+    """
     if outcome["imp"] is not None:
         return outcome["imp"]
     touches = []
@@ -105,6 +108,11 @@ def attribute_outcome(
             and all(t[key] is not None and t[key] == outcome[key] for key in ("user", *rule.same))
             and 0 <= outcome["ts"] - t["ts"] <= rule.touch_window
             and visible_ts(t, delay) <= visible_ts(outcome, delay)
+            and all(
+                record.get(f"{key}_since", 0) <= visible_ts(outcome, delay)
+                for record in (t, outcome)
+                for key in rule.same
+            )
         )
         impression = attribute_outcome(records, t, "shown", rule, delay) if is_touch else None
         if impression is not None:
