@@ -172,13 +172,11 @@ def quarantine(args: QuarantineArgs) -> None:
     if args.reprocess:
         from etl.ingest.reprocess import reprocess_quarantine
         from etl.runtime.spark import spark_session
-        from etl.tables import step_state
         from etl.tables.lease import hold_leases
 
         with hold_leases(args.lake, ["ingest"], "gemline etl quarantine --reprocess"):
             spark_session("reprocess")
             print_counts("reprocess", reprocess_quarantine(lake, days))
-            step_state.renew_run_id(lake.root, "ingest")
         print("next: repeat the last `gemline run`; it rebuilds the tables that read these days")
     else:
         from rich.console import Console

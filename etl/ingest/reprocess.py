@@ -23,7 +23,7 @@ from etl.ingest.run import (
 )
 from etl.spec.model import DataSpec
 from etl.spec.units import DayRange
-from etl.tables import schemas, spark_io
+from etl.tables import schemas, spark_io, step_state
 from etl.tables.arrow import snapshot
 from etl.tables.lake import Lake
 
@@ -62,12 +62,15 @@ def _release_records(
     stored = read_valid_events(lake, days)
     released = records.filter("reasons = ''").select(stored.columns)
     invalid = records.filter("reasons != ''")
+    if before:  # an interrupted run has changed tables, too, and the next may find nothing to do
+        step_state.renew_run_id(lake.root, "ingest")
     with split_events(lake, stored.unionByName(released), days) as event_split:
         write_events(lake, event_split, days)
     write_quarantine(lake, lake.spec.log_sources, invalid, days)
     write_ingest_metrics(lake, _recompute_metrics(lake, days, before, after), days)
     if not before:
         raise UserError(f"no record of {days[0]} to {days[1]} is in quarantine in {lake.root}")
+    step_state.renew_run_id(lake.root, "ingest")  # a step may have read tables between the writes
     return {"released": released.count(), "still quarantined": invalid.count()}
 
 

@@ -19,7 +19,7 @@ from etl.ingest.quarantine import quarantine_report
 from etl.ingest.reprocess import reprocess_quarantine
 from etl.ingest.run import ingest
 from etl.spec import load_spec
-from etl.tables import schemas
+from etl.tables import schemas, step_state
 from etl.tables.arrow import snapshot
 from etl.tables.lake import Lake
 from tests.conftest import FIRST, LAST
@@ -326,6 +326,8 @@ def test_an_interrupted_reprocessing_loses_nothing_and_can_be_repeated(
     put(tmp_path, "log.json", "\n".join([line("g"), line("k", action="klick"), line("h")]).encode())
     ingest(empty_lake, str(tmp_path / "raw"), FIRST_DAY_ONLY)
     corrected = lake_with_klick(empty_lake)
+    step_state.write_step_state(corrected.root, "ingest", "inputs", 1.0)
+    before = step_state.read_step_state(corrected.root, "ingest")
 
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
@@ -338,6 +340,8 @@ def test_an_interrupted_reprocessing_loses_nothing_and_can_be_repeated(
         payloads = [row["payload"] for row in quarantine_rows(corrected)]
         is_quarantined = any("klick" in payload for payload in payloads)
         assert is_quarantined or stored_ids(corrected, "k") == ["k"], function
+    after = step_state.read_step_state(corrected.root, "ingest")
+    assert before and after and before.run_id != after.run_id, "so that later steps run again"
     with pytest.raises(UserError, match="is in quarantine"):  # the third run released it
         reprocess_quarantine(corrected, FIRST_DAY_ONLY)
     assert sorted(row["event_id"] for row in rows(corrected, "events")) == ["g", "h", "k"]
