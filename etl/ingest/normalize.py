@@ -4,7 +4,7 @@ A record that breaks a rule keeps its payload and the reasons; see etl/ingest/qu
 """
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
@@ -120,21 +120,33 @@ def _parse_fields(spec: DataSpec, log: LogSource, records: DataFrame) -> DataFra
         fields[name] = attribute_value(attribute, column)
     for name in ID_FIELDS & fields.keys():
         fields[name] = _null_if_empty(fields[name])
-    type_errors = [
-        F.when(
-            raw_value(column).isNotNull() & fields[name].isNull(), F.lit(f"wrong type: {column}")
-        )
+    typed_values = [
+        (column, fields[name])
         for name, (column, type_) in field_types.items()
         if column and type_ != "string"
     ]
+    if isinstance(log, ImpressionLogSource):
+        typed_values += [value for o in log.outcomes for value in _outcome_values(log, o)]
     columns = fields | _timestamps(spec, log) | _codes(spec, log)
     columns |= {
         "event_id": _null_if_empty(_event_id(log)),
         "logged_impression_id": _null_if_empty(_cast(log.columns.impression, "string")),
         "logged_touch_id": _null_if_empty(_cast(log.columns.touch, "string")),
-        "type_errors": F.concat_ws(REASON_SEPARATOR, *type_errors),
+        "type_errors": _type_errors(typed_values),
     }
     return records.select("*", *[value.alias(name) for name, value in columns.items()])
+
+
+def _type_errors(typed_values: Iterable[tuple[str, Column]]) -> Column:
+    """A reason for each raw column that has a text, of which a typed value is null."""
+    is_null: dict[str, Column] = {}
+    for column, value in typed_values:
+        is_null[column] = is_null.get(column, F.lit(False)) | value.isNull()
+    errors = [
+        F.when(raw_value(column).isNotNull() & is_bad, F.lit(f"wrong type: {column}"))
+        for column, is_bad in is_null.items()
+    ]
+    return F.concat_ws(REASON_SEPARATOR, *errors)
 
 
 def _logged_attributes(spec: DataSpec) -> dict[str, tuple[str, LoggedAttribute]]:
@@ -282,11 +294,30 @@ def _outcome_event(spec: DataSpec, log: ImpressionLogSource, outcome: OutcomeCol
         _cast(outcome.value, "double").alias("value"),
         *_event_attributes(spec, outcome.attributes),
     )
+    return F.when(F.coalesce(_has_occurred(outcome), F.lit(False)), event)
+
+
+def _has_occurred(outcome: OutcomeColumns) -> Column:
+    """Whether an outcome occurred; null if its indicator is missing, or neither number nor flag."""
     if outcome.indicator is None:
-        return event
+        return F.lit(True)
     is_nonzero = _cast(outcome.indicator, "double") != 0
-    is_true = _cast(outcome.indicator, "boolean")
-    return F.when(F.coalesce(is_nonzero, is_true, F.lit(False)), event)
+    return F.coalesce(is_nonzero, _cast(outcome.indicator, "boolean"))
+
+
+def _outcome_values(
+    log: ImpressionLogSource, outcome: OutcomeColumns
+) -> Iterator[tuple[str, Column]]:
+    """Raw columns of an outcome with their typed values; 0 for those of one that did not occur."""
+    occurred = _has_occurred(outcome)
+    if outcome.indicator:
+        yield outcome.indicator, occurred
+    values = {name: _cast(name, "double") for name in (outcome.dwell, outcome.value) if name}
+    for name, value in values.items():
+        yield name, F.when(occurred, value).otherwise(0)
+    if outcome.delay:
+        delay = parse_duration(log.time_unit, raw_value(outcome.delay))
+        yield outcome.delay, F.when(occurred, delay).otherwise(0)
 
 
 def _rejection_reasons(spec: DataSpec, log: LogSource) -> Column:

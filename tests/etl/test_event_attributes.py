@@ -93,6 +93,30 @@ def test_events_of_a_wide_log_do_not_show_what_later_outcomes_have(
     }
 
 
+def test_outcomes_of_a_wide_log_that_cannot_be_read_are_quarantined(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """A delay that is no number is not one of 0: the purchase would be visible too early."""
+    columns = yaml.safe_load(SPEC)["sources"]["app"]["columns"]
+    del columns["type"]
+    buy = {"event": "buy", "indicator": "bought", "delay": "after", "value": "paid"}
+    wide = {"kind": "impression_log", "types": None, "outcomes": [buy], "columns": columns}
+    logged: list[dict[str, object]] = [
+        {"bought": "true", "after": 60, "paid": 2, "count": 1, "coupon": "sale"},
+        {"bought": 1, "after": "2 h", "paid": 2},
+        {"bought": 1, "after": 60, "paid": "two"},
+        {"bought": "perhaps", "after": 60, "paid": 2},
+        {"bought": 0, "after": "never", "paid": "n/a"},
+        {"after": 60},
+    ]
+    spec = shop_spec(tmp_path, wide)
+    spec = spec.model_copy(update={"max_bad_record_rate": 0.9})
+    lake = ingested(tmp_path, spec, [record(n, **c) for n, c in enumerate(logged)])
+    assert {row["event_id"] for row in rows(lake, "events")} == {"e0", "e0:buy", "e4", "e5"}
+    reasons = [row["reasons"] for row in rows(lake, "quarantine")]
+    assert sorted(reasons) == [[f"wrong type: {c}"] for c in ("after", "bought", "paid")]
+
+
 @pytest.mark.parametrize(
     ("attribute", "aggregation", "message"),
     [
