@@ -20,7 +20,7 @@ _FILE_STATES_ADAPTER = TypeAdapter(FileStates)
 
 
 def file_states(source: Source, raw: str, days: DayRange) -> dict[str, tuple[int, int]]:
-    """Size and time of the last change (ns) of the files of a source, by path.
+    """Size and time of the last change (ns) of the files of a source that ingest reads, by path.
 
     Those of a range of days, or all if the source is not partitioned by day.
     """
@@ -32,6 +32,7 @@ def file_states(source: Source, raw: str, days: DayRange) -> dict[str, tuple[int
     root = resolve_uri(raw)
     patterns = {source.path_on(day) for day in date_range(*days)}
     paths = [path for pattern in sorted(patterns) for path in list_matching(root, pattern)]
+    paths = [path for path in paths if _is_visible(path) and path.is_file()]
     return {str(path).removeprefix(str(root)): _size_and_mtime(path) for path in paths}
 
 

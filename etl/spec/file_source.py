@@ -25,6 +25,8 @@ def fill_day(text: str, day: date) -> str:
 def _check_relative_path(path: str) -> str:
     if path.startswith("/"):
         raise ValueError("a path is relative to the raw folder: write it without the leading /")
+    if re.search("[{}]", DAY_PLACEHOLDER.sub("", path)):
+        raise ValueError("a path has no braces but those of {day}: write *, or several sources")
     formats = [match[1] or "%Y-%m-%d" for match in DAY_PLACEHOLDER.finditer(path)]
     found = [directive for text in formats for directive in re.findall("%-?.", text)]
     unknown = sorted({*found} - {*DIRECTIVES})

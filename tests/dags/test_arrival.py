@@ -130,6 +130,19 @@ def test_each_folder_of_a_day_needs_its_marker(spec: DataSpec, tmp_path: Path) -
         assert has_arrived(hourly, str(tmp_path), "feed", FIRST)
 
 
+def test_what_ingest_does_not_read_has_not_arrived(spec: DataSpec, tmp_path: Path) -> None:
+    """A job that is still writing has a folder `_temporary`, and files that begin with a dot."""
+    any_file = with_feed(spec, path="feed/{day}/*")
+    day = tmp_path / "feed" / f"{FIRST}"
+    (day / "_temporary").mkdir(parents=True)
+    (day / "folder").mkdir()
+    (day / ".part.json.tmp").touch()
+    assert not has_arrived(any_file, str(tmp_path), "feed", FIRST)
+    assert day_file_states(any_file, str(tmp_path), FIRST)["feed"] == {}
+    (day / "part.json").touch()
+    assert has_arrived(any_file, str(tmp_path), "feed", FIRST)
+
+
 @pytest.mark.parametrize("change", ["another file", "longer", "another of the same size"])
 def test_files_that_are_new_or_changed_are_read_again(
     spec: DataSpec, tmp_path: Path, change: str

@@ -172,6 +172,13 @@ def test_a_path_with_an_incomplete_day_is_refused(path: str) -> None:
         AttributeSource(kind="attributes", entity="user", format="json", path=path, key="k")
 
 
+@pytest.mark.parametrize("path", ["a/{day}/{part,chunk}-*.json", "a/{dya}.json"])
+def test_braces_that_are_no_day_are_refused(path: str) -> None:
+    """Spark would read them as alternatives, and the check of arrival as they are."""
+    with pytest.raises(ValidationError, match=r"no braces but those of \{day\}: write \*"):
+        AttributeSource(kind="attributes", entity="user", format="json", path=path, key="k")
+
+
 NESTED = {"event": {"id": "e1", "user": {"id": "u"}, "at": EPOCH_SECONDS}, "what": "i",
           "page": "home", "actions": [{"name": "shown"}]}  # fmt: skip
 PATHS = {"event_id": "event.id", "user": "event.user.id", "item": "what", "surface": "page",
