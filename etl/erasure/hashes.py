@@ -13,12 +13,15 @@ SALT_PROPERTY = "gemline.erasure_salt"
 
 
 def create_salt(lake: Lake) -> None:
-    """Create the table of erased users with a salt, unless it has one."""
+    """Create the table of erased users with a salt, unless it has one.
+
+    The table has its salt from its first version on: ingest reads it as soon as there is a table.
+    """
     schema = user_schemas.erased_users(lake.spec)
-    create_table(lake, schema)
+    properties = {SALT_PROPERTY: secrets.token_hex(32)}
+    create_table(lake, schema, properties)
     table = lake.open(schema.name)
-    if SALT_PROPERTY not in table.metadata().configuration:
-        properties = {SALT_PROPERTY: secrets.token_hex(32)}
+    if SALT_PROPERTY not in table.metadata().configuration:  # by an earlier release
         table.alter.set_table_properties(properties, raise_if_not_exists=False)
 
 

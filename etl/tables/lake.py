@@ -216,10 +216,13 @@ def arrow_schema(schema: TableSchema) -> pa.Schema:
 DELTA_PROTOCOL = {"delta.minReaderVersion": "1", "delta.minWriterVersion": "3"}
 
 
-def create_table(lake: Lake, schema: TableSchema) -> None:
+def create_table(
+    lake: Lake, schema: TableSchema, properties: Mapping[str, str] | None = None
+) -> None:
     """Create a table unless it exists: columns, partitions, non-null columns and constraints.
 
-    Raises UserError if the table exists and was written under another spec.
+    `properties` are further Delta properties of a table that is created. Raises UserError if the
+    table exists and was written under another spec.
     """
     if lake.exists(schema.name):
         lake.open(schema.name)
@@ -229,12 +232,12 @@ def create_table(lake: Lake, schema: TableSchema) -> None:
         pa.field(name, arrow_type(type_), nullable=name not in schema.non_nullable)
         for name, type_ in schema.columns.items()
     ]
-    properties = lake.table_properties | DELTA_PROTOCOL | schema.delta_properties
+    configuration = lake.table_properties | DELTA_PROTOCOL | schema.delta_properties
     DeltaTable.create(
         lake.table_uri(schema.name),
         pa.schema(fields),
         mode="ignore",
         partition_by=list(schema.partition_by),
-        configuration=properties,
+        configuration=configuration | dict(properties or {}),
         raise_if_key_not_exists=False,
     )

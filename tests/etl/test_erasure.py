@@ -11,6 +11,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from etl.attributes import load_attributes
 from etl.erasure.erased_users import erased_until, record_erased_users
+from etl.erasure.hashes import SALT_PROPERTY, create_salt, read_salt
 from etl.erasure.tables import ErasureScope, erase_from_tables
 from etl.ingest.run import ingest
 from etl.spec import DataSpec, load_spec
@@ -128,6 +129,15 @@ def test_erased_users_are_in_no_table_and_do_not_return_with_their_logs(
         assert of_day == after[name], f"{name}: ingest does not bring users back"
     returned = {row["day"] for row in rows(lake, "events") if row["user_id"] == ERASED}
     assert returned == {DAY_2}, "what is logged after the erasure is of a new user"
+
+
+def test_the_table_of_erased_users_has_a_salt_from_its_first_version(tmp_path: Path) -> None:
+    """Ingest reads the salt as soon as there is a table, also after an interrupted erasure."""
+    lake = Lake(str(tmp_path), load_spec(SIMULATOR_SPEC))
+    create_salt(lake)
+    first = lake.open("erased_users", version=0).metadata().configuration[SALT_PROPERTY]
+    create_salt(lake)
+    assert read_salt(lake) == first
 
 
 @pytest.mark.proof
