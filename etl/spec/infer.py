@@ -3,8 +3,9 @@
 The result is a draft: it loads, marks guesses in comments, and must be reviewed.
 """
 
+import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -55,6 +56,11 @@ class SpecDraft:
     def sampled(self) -> SampledEvents:
         """The events of the logs."""
         return SampledEvents(self.logs)
+
+    @cached_property
+    def source_names(self) -> dict[str, str]:
+        """The name of the source of each pattern."""
+        return unique_names({sample.pattern: sample.name for sample in (*self.logs, *self.others)})
 
     def lines(self) -> Iterator[str]:
         """All sections of the spec."""
@@ -139,20 +145,29 @@ class SpecDraft:
         yield "attributes:"
         for entity, sample in self.attribute_files().items():
             skipped = {sample.roles.get(entity), sample.roles.get("event_time")}
-            rows = [*self._attributes(sample, skipped)]
+            columns = _informative_columns(sample, skipped)
+            names = unique_names({name: spec_name(name) for name in columns})
+            rows = [f"    {names[n]}: {_attribute(n, names[n], c)}" for n, c in columns.items()]
             if rows:
                 yield from (f"  {entity}:", *rows)
-        context: dict[str, str] = {}
-        for log in self.logs:
-            skipped = {*log.roles.values(), *outcome_flags(log)}
-            context |= {line.split(":")[0]: line for line in self._attributes(log, skipped)}
         yield "  context:"
         if self.positions():
             column = next(iter(self.positions()))
             renamed = "" if column == "position" else f", column: {json.dumps(column)}"
             yield f"    position: {{type: numeric{renamed}}}"
-        yield from context.values()
-        yield "    hour: {type: clock, part: hour}"
+        yield from self._context_attributes()
+
+    def _context_attributes(self) -> Iterator[str]:
+        """The columns of logs that have no role, and the hour, under names of their own."""
+        columns: dict[str, Column] = {}
+        for log in self.logs:
+            columns |= _informative_columns(log, {*log.roles.values(), *outcome_flags(log)})
+        used = ["position"] if self.positions() else []
+        names = unique_names({name: spec_name(name) for name in columns}, used)
+        for name, column in columns.items():
+            yield f"    {names[name]}: {_attribute(name, names[name], column)}"
+        hour = unique_names({"hour": "hour"}, [*used, *names.values()])["hour"]
+        yield f"    {hour}: {{type: clock, part: hour}}"
 
     def positions(self) -> dict[str, Column]:
         """The columns with the position of an impression."""
@@ -182,7 +197,8 @@ class SpecDraft:
         flags = outcome_flags(log)
         is_wide = bool(flags) and "type" not in log.roles
         unit = log.columns[log.roles["event_time"]].time_unit
-        yield f"  {log.name}:  # {log.num_records:,} records of {len(log.files)} files were read"
+        name, files = self.source_names[log.pattern], len(log.files)
+        yield f"  {name}:  # {log.num_records:,} records of {files} files were read"
         yield f"    kind: {'impression_log' if is_wide else 'event_log'}"
         yield f"    format: {log.format}"
         yield f"    path: {json.dumps(log.pattern)}"
@@ -217,7 +233,7 @@ class SpecDraft:
 
     def attribute_source(self, entity: str, sample: SourceSample) -> Iterator[str]:
         """The source of an attribute file."""
-        yield f"  {sample.name}:"
+        yield f"  {self.source_names[sample.pattern]}:"
         yield "    kind: attributes"
         yield f"    entity: {entity}"
         yield f"    format: {sample.format}"
@@ -238,20 +254,34 @@ class SpecDraft:
                 found.setdefault(named[0], sample)
         return found
 
-    def _attributes(self, sample: SourceSample, skipped: Iterable[str | None]) -> Iterator[str]:
-        left_out = set(skipped)
-        for name, column in sample.columns.items():
-            is_constant = len(column.distinct) == 1
-            if column.is_list:
-                is_constant = not (column.vector_width or column.listed)
-            is_time = column.time_unit or column.day_format
-            if name not in left_out and not is_time and not is_constant:
-                yield f"    {spec_name(name)}: {_attribute(name, column)}"
+
+def unique_names(names: Mapping[str, str], used: Collection[str] = ()) -> dict[str, str]:
+    """`names` by their keys; one that is used already, or by an earlier key, gets a number."""
+    unique: dict[str, str] = {}
+    for key, name in names.items():
+        numbered = (name if number == 1 else f"{name}_{number}" for number in itertools.count(1))
+        unique[key] = next(n for n in numbered if n not in {*used, *unique.values()})
+    return unique
 
 
-def _attribute(name: str, column: Column) -> str:
+def _informative_columns(
+    sample: SourceSample, skipped: Collection[str | None]
+) -> dict[str, Column]:
+    """The columns of a sample that are no times and not the same in all records."""
+    columns = {}
+    for name, column in sample.columns.items():
+        is_constant = len(column.distinct) == 1
+        if column.is_list:
+            is_constant = not (column.vector_width or column.listed)
+        is_time = column.time_unit or column.day_format
+        if name not in skipped and not is_time and not is_constant:
+            columns[name] = column
+    return columns
+
+
+def _attribute(column_name: str, name: str, column: Column) -> str:
     """The declaration of an attribute by its values."""
-    renamed = "" if spec_name(name) == name else f", column: {json.dumps(name)}"
+    renamed = "" if name == column_name else f", column: {json.dumps(column_name)}"
     if column.vector_width:
         return f"{{type: vector, width: {column.vector_width}{renamed}}}"
     if column.is_list:

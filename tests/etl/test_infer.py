@@ -100,6 +100,31 @@ def test_a_wide_impression_log_with_files_of_users_and_items(tmp_path: Path) -> 
     assert spec.impression_type == "impression"
 
 
+def test_columns_and_files_with_the_same_name_get_names_of_their_own(tmp_path: Path) -> None:
+    """A column `hour` beside the hour of the clock, two positions, and two formats of a log."""
+    folder = tmp_path / "logs"
+    records = [
+        {"user_id": n % 7, "item_id": n % 5, "type": ("impression", "click")[n % 3 == 0],
+         "tab": n % 2, "time_ms": 1_650_000_000_000 + n, "hour": n % 24, "rank": n % 4,
+         "position": n % 8, "page.type": n % 3, "page_type": n % 2}
+        for n in range(100)
+    ]  # fmt: skip
+    write_json_lines(folder / "events.json.gz", records)
+    with (folder / "events.csv").open("w", newline="") as file:
+        rows = csv.DictWriter(file, list(records[0]))
+        rows.writeheader()
+        rows.writerows(records)
+    spec, written = inferred(folder, tmp_path)
+    assert set(written["sources"]) == {"events", "events_2"}
+    context = {name: a.get("column", name) for name, a in written["attributes"]["context"].items()}
+    assert context == {
+        "position": "rank", "position_2": "position", "hour": "hour", "hour_2": "hour_2",
+        "page_type": "page.type", "page_type_2": "page_type",
+    }  # fmt: skip
+    assert written["attributes"]["context"]["hour_2"] == {"type": "clock", "part": "hour"}
+    assert len(spec.log_sources) == 2
+
+
 @pytest.mark.parametrize(("impressions", "is_large_sample"), [(1000, True), (150, False)])
 def test_rare_outcomes_and_dwells_are_auxiliary_objectives(
     tmp_path: Path, impressions: int, is_large_sample: bool
