@@ -119,11 +119,13 @@ def fetch_jars(folder: Path) -> None:
                 f"{' and '.join(jar_names())} into {folder}, or set GEMLINE_JARS to their folder"
             )
         folder.mkdir(parents=True, exist_ok=True)
-        for jar in downloaded:
-            verify_checksum(jar)
-            partial = folder / f".{jar.name}"
-            shutil.copyfile(jar, partial)
-            partial.replace(folder / jar.name)
+        # A folder of its own: another process may be fetching the JARs, too.
+        with tempfile.TemporaryDirectory(dir=folder) as partial_folder:
+            for jar in downloaded:
+                verify_checksum(jar)
+                partial = Path(partial_folder, jar.name)
+                shutil.copyfile(jar, partial)
+                partial.replace(folder / jar.name)
 
 
 def _resolve_with_ivy(ivy: Path) -> str:

@@ -26,6 +26,30 @@ def test_a_jar_with_another_checksum_is_refused(folder: Path) -> None:
         delta_jars()
 
 
+def test_two_processes_may_fetch_the_jars_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one fetches all of them while the first is copying one."""
+    copy, fetched, folder = shutil.copyfile, delta_jars(), tmp_path / "jars"
+    is_first = iter([True])
+
+    def resolve(ivy: Path) -> str:
+        (ivy / "jars").mkdir()
+        for jar in fetched:
+            copy(jar, ivy / "jars" / jar.name)
+        return ""
+
+    def copy_slowly(source: Path, target: Path) -> None:
+        copy(source, target)
+        if next(is_first, False):
+            fetch_jars(folder)
+
+    monkeypatch.setattr("etl.runtime.java._resolve_with_ivy", resolve)
+    monkeypatch.setattr("etl.runtime.java.shutil.copyfile", copy_slowly)
+    fetch_jars(folder)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(jar_names())
+
+
 def test_a_repository_that_does_not_answer_is_a_temporary_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
