@@ -17,9 +17,12 @@ from etl.ingest.readers import PAYLOAD, parse_quarantined, raw_value
 from etl.ingest.run import count_stored_records, write_ingest_metrics
 from etl.spec.model import DataSpec
 from etl.spec.report_sources import AudienceLabelSource
+from etl.spec.sections import RetainedTable
 from etl.spec.sources import AttributeSource, EventLogSource, ImpressionLogSource, Source
 from etl.tables import schemas, spark_io, user_schemas
 from etl.tables.lake import Lake, commit_metadata, last_commit_metadata
+from etl.tables.maintenance import first_kept_day
+from etl.tables.schemas import NO_DAY
 from etl.tables.table_schema import TableSchema
 from etl.tables.weekly_snapshots import remove_snapshots_from
 
@@ -226,15 +229,23 @@ def _user_column(source: Source) -> str | None:
 
 
 def recount_ingest_metrics(lake: Lake) -> None:
-    """Make the counts of `ingest_metrics` agree with the tables; duplicates stay as they were."""
+    """Make the counts of `ingest_metrics` agree with the tables.
+
+    The number of duplicates stays as it was, and so does that of rows that have expired.
+    """
     schema = schemas.ingest_metrics(lake.spec)
     if not lake.exists(schema.name):
         return
     stored_records = count_stored_records(lake)
+    tables: dict[str, RetainedTable] = {"excluded": "excluded_events", "quarantined": "quarantine"}
+    first_kept = {name: first_kept_day(lake, table) for name, table in tables.items()}
     rows = []
     for row in spark_io.read_table(lake, schema).orderBy("day").collect():
         counts = {name: by_day[row["day"]] for name, by_day in stored_records.items()}
         counts["duplicates"] = row["duplicates"]
+        for name, first_day in first_kept.items():
+            if first_day and NO_DAY < row["day"] < first_day and not counts[name]:
+                counts[name] = row[name]
         rows.append({"day": row["day"], "read": sum(counts.values()), **counts})
     if rows:
         write_ingest_metrics(lake, rows, (rows[0]["day"], rows[-1]["day"]))

@@ -6,7 +6,7 @@ of which only the partitions change are rewritten (`etl.tables.repartition`).
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import date, timedelta
 
 from deltalake import DeltaTable
 
@@ -14,6 +14,7 @@ from etl.errors import UserError
 from etl.spec.base import StrictModel
 from etl.spec.effects import changed_keys, effect_of
 from etl.spec.model import DataSpec
+from etl.spec.sections import RetainedTable
 from etl.spec.units import DAY
 from etl.tables import atomic_io, step_state
 from etl.tables.code_registry import register_codes
@@ -56,17 +57,23 @@ def expire_days(lake: Lake) -> dict[str, int]:
     Returns:
         Number of rows removed, by table.
     """
-    last_day = lake.latest_day("events")
     removed_rows: dict[str, int] = {}
-    for name, seconds in lake.spec.retention.items():
-        rows = lake.rows_by_day(name)
-        if last_day is None or not rows:
+    for name in lake.spec.retention:
+        rows, first_kept = lake.rows_by_day(name), first_kept_day(lake, name)
+        if first_kept is None or not rows:
             continue
-        first_kept = last_day - timedelta(days=seconds // DAY - 1)
         removed_rows[name] = sum(n for day, n in rows.items() if NO_DAY < day < first_kept)
         if removed_rows[name]:
             lake.open(name).delete(f"day > '{NO_DAY}' AND day < '{first_kept}'")
     return removed_rows
+
+
+def first_kept_day(lake: Lake, name: RetainedTable) -> date | None:
+    """The first day of a table that its `retention` keeps; None if all days are kept."""
+    last_day, seconds = lake.latest_day("events"), lake.spec.retention.get(name)
+    if last_day is None or seconds is None:
+        return None
+    return last_day - timedelta(days=seconds // DAY - 1)
 
 
 def expire_logs(lake: Lake) -> None:

@@ -17,6 +17,7 @@ from etl.ingest.run import ingest
 from etl.spec import DataSpec, load_spec
 from etl.spec.units import DAY, MICROS
 from etl.tables.lake import Lake
+from etl.tables.maintenance import expire_days
 from etl.tables.schemas import table_registry
 from features.validation import validate_examples
 from tests.conftest import SPEC as SIMULATOR_SPEC
@@ -138,6 +139,28 @@ def test_the_table_of_erased_users_has_a_salt_from_its_first_version(tmp_path: P
     first = lake.open("erased_users", version=0).metadata().configuration[SALT_PROPERTY]
     create_salt(lake)
     assert read_salt(lake) == first
+
+
+def test_an_erasure_keeps_the_counts_of_days_that_have_expired(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    spec = load_spec(tmp_path / "spec.yaml")
+    retention = {"quarantine": DAY, "excluded_events": DAY}
+    lake = Lake(str(tmp_path / "lake"), spec.model_copy(update={"retention": retention}))
+    for day in (DAY_1, DAY_2):
+        write_logs(tmp_path / "raw", spec, day, (ERASED, "user-2"))
+    ingest(lake, str(tmp_path / "raw"), (DAY_1, DAY_2))
+    (expired,) = (row for row in rows(lake, "ingest_metrics") if row["day"] == DAY_1)
+    assert expired["quarantined"] and expired["excluded"]
+    expire_days(lake)
+    erase(lake, spark.createDataFrame(pa.table({"user_id": [ERASED]})))
+    first, second = sorted(rows(lake, "ingest_metrics"), key=lambda row: str(row["day"]))
+    kept = {"kept": expired["kept"] // 2, "read": expired["read"] - expired["kept"] // 2}
+    assert first == expired | kept
+    assert second == expired | {"day": DAY_2} | {
+        name: expired[name] // 2 for name in ("read", "kept", "quarantined", "excluded")
+    }
 
 
 @pytest.mark.proof
