@@ -7,8 +7,9 @@ of which only the partitions change are rewritten (`etl.tables.repartition`).
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date, timedelta
+from typing import Any
 
-from deltalake import DeltaTable
+from deltalake import CommitProperties, DeltaTable
 
 from etl.errors import UserError
 from etl.spec.base import StrictModel
@@ -18,7 +19,13 @@ from etl.spec.sections import RetainedTable
 from etl.spec.units import DAY
 from etl.tables import atomic_io, step_state
 from etl.tables.code_registry import register_codes
-from etl.tables.lake import REPARTITIONING, SPEC_PROPERTY, Lake
+from etl.tables.lake import (
+    REPARTITIONING,
+    SPEC_PROPERTY,
+    Lake,
+    commit_metadata,
+    last_commit_metadata,
+)
 from etl.tables.schemas import NO_DAY, table_registry
 from etl.tables.uri import list_matching, resolve_uri
 
@@ -80,14 +87,26 @@ def expire_logs(lake: Lake) -> None:
     """Remove the log entries of all versions of tables but the latest, which get checkpoints.
 
     Entries hold the smallest and largest values of the columns of each file, so also ids of users.
-    Vacuum the lake before: the files of versions whose entries are gone would stay.
+    Vacuum the lake before: the files of versions whose entries are gone would stay. A last commit
+    repeats what the last write recorded, such as the versions of the tables that it read.
     """
     for name in _existing_tables(lake):
         table = lake.open(name)
+        if recorded := last_commit_metadata(table):
+            _record_again(lake, table, recorded)
         table.create_checkpoint()
         for file in list_matching(resolve_uri(lake.table_uri(name), "_delta_log"), "[0-9]*"):
             if int(file.name.partition(".")[0]) < table.version():
                 file.unlink()
+
+
+def _record_again(lake: Lake, table: DeltaTable, recorded: Mapping[str, Any]) -> None:
+    """Commit the metadata of the last write without a change of the table."""
+    table.alter.set_table_properties(
+        {SPEC_PROPERTY: lake.spec.hash},
+        raise_if_not_exists=False,
+        commit_properties=CommitProperties(custom_metadata={"facts": commit_metadata(**recorded)}),
+    )
 
 
 def _existing_tables(lake: Lake) -> list[str]:

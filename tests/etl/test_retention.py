@@ -12,8 +12,8 @@ from etl.spec import load_spec
 from etl.spec.units import DAY
 from etl.tables import schemas
 from etl.tables.arrow import snapshot
-from etl.tables.lake import Lake
-from etl.tables.maintenance import expire_days, vacuum_lake
+from etl.tables.lake import Lake, last_commit_metadata
+from etl.tables.maintenance import expire_days, expire_logs, vacuum_lake
 from etl.tables.schemas import NO_DAY
 from gemline import main
 from tests.conftest import LAST, SPEC
@@ -66,6 +66,17 @@ def test_removed_days_are_read_from_old_versions_until_a_vacuum(expiring: Lake) 
     vacuum_lake(expiring, 0)
     with pytest.raises(UserError, match="has been vacuumed"):
         rows(old, "examples")
+
+
+def test_what_the_last_write_recorded_outlives_the_other_entries_of_the_log(own: Lake) -> None:
+    before = {name: last_commit_metadata(own.open(name)) for name in TABLES}
+    contents = rows(own, "examples")
+    vacuum_lake(own, 0, full=True)
+    expire_logs(own)
+    assert {name: last_commit_metadata(own.open(name)) for name in TABLES} == before
+    assert before["examples"]["inputs"] and rows(own, "examples") == contents
+    for name in TABLES:
+        assert len(list(Path(own.root, name, "_delta_log").glob("[0-9]*.json"))) == 1
 
 
 @pytest.mark.parametrize(
