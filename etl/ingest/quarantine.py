@@ -6,7 +6,7 @@ The checks refuse days with too many bad records, and columns of the spec withou
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 
 from pyspark.sql import DataFrame
@@ -167,12 +167,12 @@ def _format_reasons(groups: Iterable[RecordGroup]) -> str:
 
 
 def check_declared_columns(
-    spec: DataSpec, groups: Iterable[RecordGroup], raw: str, days: DayRange
+    spec: DataSpec, groups: Iterable[RecordGroup], selection: RawSelection
 ) -> None:
     """Raise UserError if the spec names a column that has no values in a log.
 
-    A column without values in few records, or on these days but not in the log's latest files, only
-    causes a warning. A log without records is not checked.
+    A column without values in few records, or on the selected days but not in the log's latest
+    files, only causes a warning. A log without records is not checked.
     """
     groups = list(groups)
     for name, log in spec.log_sources.items():
@@ -181,11 +181,11 @@ def check_declared_columns(
         unused = _columns_without_values(spec, name, groups)
         missing = {column for column, records in unused.items() if records >= MIN_RECORDS_TO_CHECK}
         if missing:
-            missing &= _columns_missing_in_latest_files(spec, name, raw, days)
+            missing &= _columns_missing_in_latest_files(spec, name, selection)
         if missing:
             raise UserError(
-                f"the spec names column {min(missing)}, but no record of log {name} in {raw} has "
-                "it; correct the spec, or remove the column from it"
+                f"the spec names column {min(missing)}, but no record of log {name} in "
+                f"{selection.root} has it; correct the spec, or remove the column from it"
             )
         for column, records in unused.items():
             logging.warning("log %s: none of %d records has column %s", name, records, column)
@@ -208,15 +208,15 @@ def _columns_without_values(
 
 
 def _columns_missing_in_latest_files(
-    spec: DataSpec, log_name: str, raw: str, days: DayRange
+    spec: DataSpec, log_name: str, selection: RawSelection
 ) -> set[str]:
     """Raw columns without values also in a log's files of a later day; all without such files."""
     log = spec.log_sources[log_name]
     all_columns = set(optional_columns(spec, log).values())
-    latest = latest_day_with_records(log, raw) if log.is_partitioned_by_day else None
-    if latest is None or latest <= days[1]:
+    latest = latest_day_with_records(log, selection.root) if log.is_partitioned_by_day else None
+    if latest is None or latest <= selection.days[1]:
         return all_columns
-    records = read_log(spec, log_name, RawSelection(raw, (latest, latest)))
+    records = read_log(spec, log_name, replace(selection, days=(latest, latest)))
     groups = count_record_groups(spec, records.filter("reasons IS NOT NULL"))
     return set(_columns_without_values(spec, log_name, groups))
 

@@ -6,7 +6,7 @@ read. Each record carries its payload (JSON), its file, its position in it, and 
 
 import functools
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
 
@@ -98,8 +98,9 @@ def _read_files(
     if len(headers) == len(groups):
         _check_columns_exist(source, headers, selected)
     parts = [_READERS[source.format](source, group, selected, required) for group in groups]
-    parts += [_unreadable_file_record(file, selected) for file in unreadable]
-    return functools.reduce(DataFrame.unionByName, parts or [_empty_records(selected)])
+    if unreadable or not parts:
+        parts.append(_unreadable_file_records(unreadable, selected))
+    return functools.reduce(DataFrame.unionByName, parts)
 
 
 def _is_unreadable() -> Column:
@@ -218,7 +219,7 @@ def _read_delta(
 ) -> DataFrame:
     rows = read_delta_table(source, selection, PATH_DAY)
     if rows is None:
-        return _empty_records(selected)
+        return _unreadable_file_records([], selected)
     columns = [name for name in rows.columns if name != PATH_DAY]
     _check_columns_exist(source, [columns], selected)
     no_error = F.lit(None).cast("string")
@@ -295,25 +296,22 @@ def _with_path_day(rows: DataFrame, day_by_uri: Mapping[str, date]) -> DataFrame
     return dated.withColumn(PATH_DAY, F.coalesce(PATH_DAY, unlisted))
 
 
-def _empty_records(selected: list[str]) -> DataFrame:
-    return _unreadable_file_record(UnreadableFile("", None, ""), selected).limit(0)
-
-
-def _unreadable_file_record(file: UnreadableFile, selected: list[str]) -> DataFrame:
-    """One record without content that stands for an unreadable file."""
+def _unreadable_file_records(
+    unreadable: Sequence[UnreadableFile], selected: list[str]
+) -> DataFrame:
+    """A record without content for each unreadable file, in one plan for any number of files."""
+    rows = [{SOURCE_FILE: f.uri, READ_ERROR: f.reason, PATH_DAY: f.day} for f in unreadable]
+    text, location_type = pa.string(), "struct<block: bigint, row: bigint>"
+    schema = pa.schema([(SOURCE_FILE, text), (READ_ERROR, text), (PATH_DAY, pa.date32())])
     null = F.lit(None).cast("string")
-    location_type = "struct<block: bigint, row: bigint>"
-    return (
-        SparkSession.active()
-        .range(1)
-        .select(
-            F.struct(*[null.alias(name) for name in selected]).alias("raw"),
-            null.alias(PAYLOAD),
-            F.lit(file.uri).alias(SOURCE_FILE),
-            F.lit(None).cast(location_type).alias(RECORD_LOCATION),
-            F.lit(file.reason).alias(READ_ERROR),
-            F.lit(file.day).cast("date").alias(PATH_DAY),
-        )
+    files = SparkSession.active().createDataFrame(pa.Table.from_pylist(rows, schema))
+    return files.select(
+        F.struct(*[null.alias(name) for name in selected]).alias("raw"),
+        null.alias(PAYLOAD),
+        SOURCE_FILE,
+        F.lit(None).cast(location_type).alias(RECORD_LOCATION),
+        READ_ERROR,
+        PATH_DAY,
     )
 
 

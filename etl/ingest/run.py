@@ -104,24 +104,25 @@ def _ingest_once(
     lake: Lake, raw: str, days: DayRange, corrupt_files: Collection[str]
 ) -> dict[str, int]:
     spec = lake.spec
-    logged_records = read_logs(spec, RawSelection(raw, days, corrupt_files))
+    selection = RawSelection(raw, days, corrupt_files)
+    logged_records = read_logs(spec, selection)
     with (
         spark_io.cached(logged_records) as records,
         with_named_fields(lake, records, lookup_days(spec, days)) as all_records,
     ):
-        return _ingest_records(lake, raw, days, all_records)
+        return _ingest_records(lake, selection, all_records)
 
 
-def _ingest_records(lake: Lake, raw: str, days: DayRange, all_records: DataFrame) -> dict[str, int]:
+def _ingest_records(lake: Lake, selection: RawSelection, all_records: DataFrame) -> dict[str, int]:
     """Write the tables from normalized records, among which are records of other days."""
-    spec = lake.spec
+    spec, days = lake.spec, selection.days
     all_records = mark_erased(lake, all_records, F.col("visible_ts") * MICROS["s"])
     in_range = F.col("day").between(F.lit(days[0]), F.lit(days[1])) | F.col("day").isNull()
     in_range &= F.col("reasons").isNotNull()  # null: of an erased user
     records = all_records.filter(in_range)
     groups = count_record_groups(spec, records)
-    check_bad_record_rate(spec, groups, raw, days)
-    check_declared_columns(spec, groups, raw, days)
+    check_bad_record_rate(spec, groups, selection.root, days)
+    check_declared_columns(spec, groups, selection)
     is_invalid = F.col("reasons") != ""
     valid, invalid = records.filter(~is_invalid), records.filter(is_invalid)
     records_read = {day or UNKNOWN_DAY: n for day, n in records_by_day(groups).items()}

@@ -1,5 +1,6 @@
 """Data-quality checks of an ingest: missing columns, bad logs and surfaces, and lost records."""
 
+import gzip
 import json
 from collections.abc import Iterator
 from datetime import date
@@ -11,6 +12,8 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 from etl.errors import UserError
+from etl.ingest.file_discovery import RawSelection
+from etl.ingest.readers import read_raw_records
 from etl.ingest.run import exclude_events, ingest
 from etl.tables.lake import Lake
 from tests.pipeline import rows
@@ -49,6 +52,33 @@ def test_a_column_may_first_appear_on_a_later_day(shop: Lake) -> None:
         ingest(shop, raw, (DAY_1, DAY_1))
     write(shop, "app", DAY_2, records(DAY_2, 200))
     assert ingest(shop, raw, (DAY_1, DAY_1))["kept"] == 200
+
+
+def test_a_corrupt_file_of_a_later_day_does_not_stop_the_ingest(shop: Lake) -> None:
+    """It is read to look for a column that these days lack, as far as possible."""
+    raw = write(shop, "app", DAY_1, records(DAY_1, 200, phone=None))
+    later = "".join(json.dumps(record) + "\n" for record in records(DAY_2, 5000))
+    app = shop.spec.log_sources["app"].model_copy(update={"path": "app/{day}.json*"})
+    sources = shop.spec.sources | {"app": app}
+    lake = Lake(shop.root, shop.spec.model_copy(update={"sources": sources}))
+    Path(raw, f"app/{DAY_2}.json.gz").write_bytes(gzip.compress(later.encode())[:-2000])
+    assert ingest(lake, raw, (DAY_1, DAY_1))["kept"] == 200
+
+
+def test_many_unreadable_files_do_not_enlarge_the_query_plan(
+    shop: Lake, tmp_path: Path, spark: SparkSession
+) -> None:
+    app = shop.spec.log_sources["app"].model_copy(update={"path": "app/{day}/*.json"})
+    folder = tmp_path / "raw" / "app" / f"{DAY_1}"
+    folder.mkdir(parents=True)
+    (folder / "good.json").write_text("{}")
+    plans = []
+    for number in range(3):
+        (folder / f"{number}.json").touch()
+        found = read_raw_records(app, RawSelection(str(tmp_path / "raw"), (DAY_1, DAY_1)), ["id"])
+        plans.append(found._jdf.queryExecution().analyzed().toString().count("Union"))
+        assert found.filter("read_error = 'empty file'").count() == number + 1
+    assert plans == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
