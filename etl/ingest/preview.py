@@ -36,8 +36,8 @@ from etl.reports import Report, parse_reports
 from etl.spec.model import DataSpec
 from etl.spec.sources import AttributeSource, Source
 from etl.tables.lake import Lake
+from etl.tables.schemas import NO_DAY
 
-NO_PATH_DAY = date(1970, 1, 1)  # of sources whose path has no day: all their files are read
 MAX_PAYLOAD_CHARS = 160
 
 
@@ -79,7 +79,7 @@ def _preview(
         if source.optional:
             return SourcePreview(name, None, 0)
         raise UserError(f"{source.location_in(raw)}: no file of any day; check --raw and the path")
-    days = (day or NO_PATH_DAY, day or NO_PATH_DAY)
+    days = (day or NO_DAY, day or NO_DAY)  # a source without a day in its path has the same files
     if isinstance(source, AttributeSource):
         rows = parse_rows(Lake(raw, spec), source, raw, days).limit(sample_size)
         return _summarize(name, day, rows.collect(), lambda _: f"version of {source.entity}")

@@ -27,6 +27,7 @@ from etl.tables import schemas, spark_io
 from etl.tables.arrow import snapshot
 from etl.tables.declared_columns import logged_context_attributes
 from etl.tables.lake import Lake
+from etl.tables.schemas import NO_DAY
 
 # A log or a surface with fewer records on a day is not checked separately.
 MIN_RECORDS_TO_CHECK = 100
@@ -242,7 +243,6 @@ def optional_columns(spec: DataSpec, log: EventLogSource | ImpressionLogSource) 
     return columns | {name: column for name, column in named.items() if column}
 
 
-UNKNOWN_DAY = schemas.NO_DAY  # partition of records without a landing day
 MAX_PAYLOAD_CHARS = 300  # shown in the report
 
 
@@ -256,21 +256,21 @@ def write_quarantine(lake: Lake, logs: Collection[str], invalid: DataFrame, days
         days: First and last landing day; records without one are replaced, too.
     """
     rows = invalid.withColumn("reasons", F.array_distinct(F.split("reasons", REASON_SEPARATOR)))
-    rows = rows.withColumn("day", F.coalesce("day", F.lit(UNKNOWN_DAY)))
+    rows = rows.withColumn("day", F.coalesce("day", F.lit(NO_DAY)))
     names = ", ".join(f"'{name}'" for name in logs)
     where = f"({landing_day_predicate(days)}) AND log IN ({names})"
     spark_io.replace_partitions(lake, schemas.quarantine(lake.spec), rows, where, {})
 
 
 def landing_day_predicate(days: DayRange) -> str:
-    """SQL for a range of landing days plus `UNKNOWN_DAY`, which every run replaces."""
-    return f"{spark_io.day_range_predicate(*days)} OR day = '{UNKNOWN_DAY}'"
+    """SQL for a range of landing days plus `NO_DAY`, which every run replaces."""
+    return f"{spark_io.day_range_predicate(*days)} OR day = '{NO_DAY}'"
 
 
 def quarantine_report(lake: Lake, days: DayRange, num_examples: int, console: Console) -> None:
     """Print the reasons, the most frequent first, with counts, days, files and examples."""
     table = snapshot(lake, schemas.quarantine(lake.spec))
-    in_range = [day for day in table.days() if days[0] <= day <= days[1] or day == UNKNOWN_DAY]
+    in_range = [day for day in table.days() if days[0] <= day <= days[1] or day == NO_DAY]
     by_reason: dict[str, list[dict[str, object]]] = defaultdict(list)
     for row in table.read(day=in_range).to_pylist():
         for reason in row["reasons"]:
@@ -288,7 +288,7 @@ def quarantine_report(lake: Lake, days: DayRange, num_examples: int, console: Co
 
 
 def _format_days(rows: list[dict[str, object]]) -> str:
-    days = sorted({"unknown" if row["day"] == UNKNOWN_DAY else str(row["day"]) for row in rows})
+    days = sorted({"unknown" if row["day"] == NO_DAY else str(row["day"]) for row in rows})
     return days[0] if len(days) == 1 else f"{days[0]} … {days[-1]}"
 
 

@@ -11,7 +11,7 @@ from pyspark.sql import functions as F
 from etl.errors import UserError
 from etl.ingest.named_events import lookup_days, read_valid_events, with_named_fields
 from etl.ingest.normalize import REASON_SEPARATOR, logged_columns, normalize_events
-from etl.ingest.quarantine import UNKNOWN_DAY, landing_day_predicate, write_quarantine
+from etl.ingest.quarantine import landing_day_predicate, write_quarantine
 from etl.ingest.readers import PATH_DAY, PAYLOAD, READ_ERROR, parse_quarantined
 from etl.ingest.run import (
     check_no_later_days,
@@ -26,15 +26,17 @@ from etl.spec.units import DayRange
 from etl.tables import schemas, spark_io, step_state
 from etl.tables.arrow import snapshot
 from etl.tables.lake import Lake
+from etl.tables.schemas import NO_DAY
 
 
 def reprocess_quarantine(lake: Lake, days: DayRange) -> dict[str, int]:
     """Move the quarantined records of a range of days that are valid now to the events.
 
-    Records keep their landing day, so that all tables built from it have to be rebuilt. Records
-    that are still invalid get their new reasons. Unreadable files stay in quarantine: replace them
-    and ingest their day again. Records leave quarantine after they have been written as events, so
-    an interrupted run can be repeated.
+    Records keep their landing day, so the tables that are built from these days have to be rebuilt:
+    the ingest step gets a new run id. Records that are still invalid get their new reasons.
+    Unreadable files stay in quarantine: replace them and ingest their day again. Records are
+    removed from quarantine only after they have been written as events, so that an interrupted run
+    can be repeated.
 
     Raises:
         UserError: If nothing is quarantined on these days, or later days have been ingested, which
@@ -85,7 +87,7 @@ def _recompute_metrics(
     rows, stored_records = [], count_stored_records(lake)
     for row in snapshot(lake, schemas.ingest_metrics(lake.spec)).read().to_pylist():
         day = row["day"]
-        if not (days[0] <= day <= days[1] or day == UNKNOWN_DAY):
+        if not (days[0] <= day <= days[1] or day == NO_DAY):
             continue
         counts = {name: by_day[day] for name, by_day in stored_records.items()}
         stored = sum(counts.values())
@@ -103,18 +105,18 @@ def _normalize_quarantined(spec: DataSpec, quarantined: DataFrame, days: DayRang
     by_log = []
     for name, log in spec.log_sources.items():
         rows = quarantined.filter(F.col("log") == name)
-        rows = rows.withColumn(PATH_DAY, F.nullif("day", F.lit(UNKNOWN_DAY)))
+        rows = rows.withColumn(PATH_DAY, F.nullif("day", F.lit(NO_DAY)))
         rows = parse_quarantined(log, rows.drop("day", "log"), logged_columns(spec, log))
         file_reasons = F.when(F.col(PAYLOAD).isNull(), F.concat_ws(REASON_SEPARATOR, "reasons"))
         rows = rows.withColumn(READ_ERROR, F.coalesce(file_reasons, READ_ERROR)).drop("reasons")
         by_log.append(normalize_events(spec, name, rows, "line"))
     records = functools.reduce(DataFrame.unionByName, by_log).filter("reasons IS NOT NULL")
-    day, reasons = F.coalesce("day", F.lit(UNKNOWN_DAY)), F.col("reasons")
+    day, reasons = F.coalesce("day", F.lit(NO_DAY)), F.col("reasons")
     is_of_other_day = (reasons == "") & ~F.col("day").between(*map(F.lit, days))
     other_day_reason = F.lit("of a day that was not reprocessed")
     return records.withColumns(
         {
-            "day": F.when(is_of_other_day, F.lit(UNKNOWN_DAY)).otherwise(day),
+            "day": F.when(is_of_other_day, F.lit(NO_DAY)).otherwise(day),
             "reasons": F.when(is_of_other_day, other_day_reason).otherwise(reasons),
         }
     )

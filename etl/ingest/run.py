@@ -24,7 +24,6 @@ from etl.ingest.file_discovery import RawSelection
 from etl.ingest.named_events import copy_order, lookup_days, with_named_fields
 from etl.ingest.normalize import read_logs
 from etl.ingest.quarantine import (
-    UNKNOWN_DAY,
     check_bad_record_rate,
     check_declared_columns,
     count_record_groups,
@@ -37,6 +36,7 @@ from etl.spec.model import DataSpec
 from etl.spec.units import MICROS, DayRange, date_range
 from etl.tables import schemas, spark_io
 from etl.tables.lake import Lake, arrow_schema
+from etl.tables.schemas import NO_DAY
 
 
 def ingest(lake: Lake, raw: str, days: DayRange) -> dict[str, int]:
@@ -125,7 +125,7 @@ def _ingest_records(lake: Lake, selection: RawSelection, all_records: DataFrame)
     check_declared_columns(spec, groups, selection)
     is_invalid = F.col("reasons") != ""
     valid, invalid = records.filter(~is_invalid), records.filter(is_invalid)
-    records_read = {day or UNKNOWN_DAY: n for day, n in records_by_day(groups).items()}
+    records_read = {day or NO_DAY: n for day, n in records_by_day(groups).items()}
     with split_events(lake, valid, days) as event_split:
         metrics = compute_ingest_metrics(records_read, event_split, invalid)
         # Line numbers count all records of a file, including those of other days.
@@ -199,13 +199,13 @@ def compute_ingest_metrics(
 
 
 def count_rows_by_day(rows: DataFrame) -> dict[date, int]:
-    """Rows of each landing day; those without one count under `UNKNOWN_DAY`."""
+    """Rows of each landing day; those without one count under `NO_DAY`."""
     return _count_rows_by_day({"rows": rows})["rows"]
 
 
 def _count_rows_by_day(frames: Mapping[str, DataFrame]) -> dict[str, dict[date, int]]:
     """Rows by landing day of several frames, counted in one Spark job."""
-    day = F.coalesce("day", F.lit(UNKNOWN_DAY)).alias("day")
+    day = F.coalesce("day", F.lit(NO_DAY)).alias("day")
     named = [rows.select(F.lit(name).alias("name"), day) for name, rows in frames.items()]
     union = functools.reduce(DataFrame.unionByName, named)
     counts: dict[str, dict[date, int]] = {name: {} for name in frames}

@@ -4,7 +4,7 @@ import numpy as np
 
 from etl.array_types import Floats
 from etl.simulator.arrays import MISSING, Events
-from etl.simulator.config import GOALS, EventType, RandomStream, SimulatorConfig
+from etl.simulator.config import GOALS, SALES, EventType, RandomStream, SimulatorConfig
 from etl.simulator.entities import Ads, TasteSpace
 
 GOAL_EVENTS = {
@@ -13,8 +13,6 @@ GOAL_EVENTS = {
     "sales": EventType.CONVERSION,
 }
 
-
-SALES = GOALS.index("sales")
 TARGET_SPREAD = 0.2  # standard deviation of ln(target), around the mean purchase over the bid
 
 

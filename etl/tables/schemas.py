@@ -31,7 +31,7 @@ HISTORY_BYTE_PLANES = (
     *(f"{name}_{k}" for name in ("gaps", "lags", "items") for k in range(4)),
     *("surfaces", "types", "dwells"),
 )
-NO_DAY = date(1970, 1, 1)  # partition of rows without a landing day
+NO_DAY = date(1970, 1, 1)  # in place of a landing day that is not known
 STATIC_DAY = NO_DAY  # landing day of attributes without a time
 RESERVED_ITEM_INDICES = 16  # index 0: no item; 1 to 15: items without an index, by hash of the id
 

@@ -18,10 +18,10 @@ from dags.pipeline import latest_mature_split, pipeline_steps
 from dags.refresh import RefreshPlan
 from dags.steps import PipelinePaths, Step
 from etl.cli.runner import DayArgs
-from etl.ingest.quarantine import UNKNOWN_DAY
 from etl.spec import load_spec
 from etl.spec.units import DAY
 from etl.tables.lake import Lake
+from etl.tables.schemas import NO_DAY
 from tests.cli import parse_command
 from tests.conftest import FIRST, LAST, ROOT
 from tests.dags.conftest import environment
@@ -390,7 +390,7 @@ def test_a_task_runs_by_spark_submit_and_writes_its_day(
 ) -> None:
     assert "STATE success" in run_outputs[1], run_outputs[1][-4000:]
     for name in ("events", "ingest_metrics", "quarantine"):
-        expected = [row for row in rows(lake, name) if row["day"] in (FIRST, UNKNOWN_DAY)]
+        expected = [row for row in rows(lake, name) if row["day"] in (FIRST, NO_DAY)]
         assert rows(Lake(str(home / "lake"), lake.spec), name) == expected, name
 
 
