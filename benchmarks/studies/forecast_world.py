@@ -17,7 +17,7 @@ from benchmarks.harness import SIMULATOR_SPEC
 from etl.array_types import Float64, Int64
 from etl.cli.runner import read_yaml_mapping
 from etl.spec.model import DataSpec
-from ranking.forecast.targeting import Box
+from ranking.forecast.conditions import Box
 
 SURFACES = ("feed", "messaging", "reels")
 USER_ATTRIBUTES = {"age": 6, "gender": 2, "country": 40, "interest": 25, "tier": 4}

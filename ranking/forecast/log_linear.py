@@ -17,8 +17,8 @@ import numpy as np
 import pyarrow as pa
 
 from etl.array_types import Float64, Int64
+from ranking.forecast.conditions import Box, Value
 from ranking.forecast.sums import Prior
-from ranking.forecast.targeting import Box, Value
 
 MIN_EXPECTED = 1.0  # cells of fewer expected users say nothing about errors of the model
 

@@ -22,7 +22,7 @@ from ranking.forecast.tables import (
     read_tables,
     table_versions,
 )
-from ranking.forecast.worker import QUERY, SumsMessage, WorkerSettings
+from ranking.forecast.worker import ANSWER, QUERY, ErrorMessage, SumsMessage, WorkerSettings
 
 ANSWER_SECONDS = 2.0
 RESTART_SECONDS = 1.0  # between two attempts to start a worker
@@ -59,7 +59,11 @@ class WorkerProcess:
         self._supervisor = asyncio.create_task(self._supervise())
 
     async def ask(self, line: bytes) -> SumsMessage | None:
-        """The answer to a query; None if the worker does not answer."""
+        """The answer to a query; None if the worker does not answer.
+
+        Raises:
+            RuntimeError: The worker cannot answer this query.
+        """
         async with self._lock:
             process = self.process
             if process is None or not self.is_ready.is_set():
@@ -78,7 +82,12 @@ class WorkerProcess:
                     raise
                 return None
             is_complete = answer.endswith(b"\n")  # not if the worker was killed as it wrote
-            return SumsMessage.model_validate_json(answer) if is_complete else None
+            if not is_complete:
+                return None
+        message = ANSWER.validate_json(answer)
+        if isinstance(message, ErrorMessage):
+            raise RuntimeError(f"a forecast worker cannot answer a query: {message.error}")
+        return message
 
     async def close(self) -> None:
         """Stop the process."""
@@ -126,6 +135,7 @@ class WorkerPool:
 
         Raises:
             TemporaryError: No worker answers.
+            RuntimeError: A worker cannot answer this query.
         """
         line = QUERY.dump_json(query) + b"\n"
         answers = await asyncio.gather(*(worker.ask(line) for worker in self.workers))

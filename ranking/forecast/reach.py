@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import pyarrow as pa
 from datasketches import compact_theta_sketch, theta_intersection, theta_union
 
+from ranking.forecast.conditions import Box
 from ranking.forecast.sums import Estimate
-from ranking.forecast.targeting import Box
 
 STANDARD_DEVIATIONS = 2  # of the bounds of a sketch, about 95 %
 

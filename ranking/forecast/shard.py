@@ -13,18 +13,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import duckdb
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+from pydantic import ConfigDict
 
 from etl.array_types import Bools, Float64, Int32, Int64
 from etl.spec.model import DataSpec
+from ranking.forecast.conditions import Domain
 from ranking.forecast.sums import SampleSums
-from ranking.forecast.targeting import Domain
 from ranking.scoring.auction import Auction
 
 USERS, IMPRESSIONS, SPEND = range(3)  # quantities; then the events of the objectives
@@ -57,6 +58,8 @@ class Query:
     impressions count, with one those that it wins.
     """
 
+    # Bounds of numbers may be infinite, which JSON has no number for.
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(ser_json_inf_nan="constants")
     condition: str
     parameters: tuple[float, ...]
     days: tuple[date, ...]

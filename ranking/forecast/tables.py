@@ -19,10 +19,10 @@ from etl.tables.forecast_schemas import (
     user_categories,
 )
 from etl.tables.lake import Lake, last_commit_metadata
+from ranking.forecast.conditions import Domain, Value
 from ranking.forecast.log_linear import LogLinearModel, fit_log_linear, pair_counts
 from ranking.forecast.reach import UserSketches, read_sketches
 from ranking.forecast.sums import Estimate
-from ranking.forecast.targeting import Domain, Value
 
 SAMPLE = "forecast_sample"
 OTHER_TABLES = ("forecast_margins", "forecast_sketches", "forecast_supply")

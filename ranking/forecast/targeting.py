@@ -11,16 +11,25 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, TypeAlias
+from typing import Any
 
 import duckdb
 
-from etl.errors import UserError
+from ranking.forecast.conditions import (
+    Box,
+    Condition,
+    Domain,
+    Junction,
+    Not,
+    Range,
+    TargetingError,
+    Value,
+    Values,
+    to_box,
+)
 
 MAX_LENGTH = 2000  # characters of a targeting
 PREFIX = "SELECT 1 FROM t WHERE (\n"
-Value: TypeAlias = str | int
-Box: TypeAlias = dict[str, frozenset[Value]]
 COMPARISONS = {
     "COMPARE_EQUAL": "=",
     "COMPARE_NOTEQUAL": "!=",
@@ -30,52 +39,6 @@ COMPARISONS = {
     "COMPARE_GREATERTHANOREQUALTO": ">=",
 }
 _parser = threading.local()
-
-
-class TargetingError(UserError):
-    """A targeting that cannot be used; `position` counts characters from 1."""
-
-    def __init__(self, message: str, position: int) -> None:
-        super().__init__(f"targeting, character {position}: {message}")
-        self.position = position
-
-
-@dataclass(frozen=True)
-class Values:
-    """An attribute with values has one of `allowed`."""
-
-    attribute: str
-    allowed: frozenset[Value]
-    position: int
-
-
-@dataclass(frozen=True)
-class Range:
-    """A number lies between two bounds, both included."""
-
-    attribute: str
-    low: float
-    high: float
-    position: int
-
-
-@dataclass(frozen=True)
-class Not:
-    """The negation of a condition."""
-
-    child: "Condition"
-
-
-@dataclass(frozen=True)
-class Junction:
-    """All of the conditions hold (`and`), or one of them (`or`)."""
-
-    operator: str
-    children: tuple["Condition", ...]
-
-
-Condition: TypeAlias = Values | Range | Not | Junction
-Domain: TypeAlias = Mapping[str, Sequence[Value] | None]
 
 
 @dataclass(frozen=True)
@@ -99,7 +62,7 @@ class Targeting:
         """The allowed values by attribute, if the targeting allows exactly their combinations."""
         if self.condition is None:
             return {}
-        return _to_box(self.condition, self.domain)
+        return to_box(self.condition, self.domain)
 
     def _to_sql(self, condition: Condition, parameters: list[float]) -> str:
         if isinstance(condition, Junction):
@@ -253,7 +216,10 @@ class _Reader:
         literal = _literal(node)
         if isinstance(literal, str):
             raise TargetingError(f"{literal!r} is not a number", _position(node))
-        return float(literal)
+        number = float(str(literal))  # infinite if it has too many digits
+        if math.isinf(number):
+            raise TargetingError("this number is too large", _position(node))
+        return number
 
 
 def _literal(node: Mapping[str, Any]) -> str | int | float:
@@ -287,64 +253,3 @@ def _consecutive(codes: Sequence[int]) -> list[tuple[int, int]]:
         else:
             ranges.append((code, code))
     return ranges
-
-
-def _to_box(condition: Condition, domain: Domain) -> Box | None:
-    """The values by attribute that a condition allows; None if it is not of this form.
-
-    Raises:
-        TargetingError: Conditions that must all hold allow no value of an attribute.
-    """
-    if isinstance(condition, Values):
-        if not condition.allowed:
-            text = f"no value of {condition.attribute} satisfies this"
-            raise TargetingError(text, condition.position)
-        return {condition.attribute: condition.allowed}
-    if isinstance(condition, Range):
-        return None
-    if isinstance(condition, Not):
-        return _complement(condition, domain)
-    boxes = [_to_box(child, domain) for child in condition.children]
-    if condition.operator == "or":
-        return _union(boxes)
-    return _intersection(boxes, condition)
-
-
-def _complement(condition: Not, domain: Domain) -> Box | None:
-    box = _to_box(condition.child, domain)
-    if box is None or len(box) != 1:
-        return None
-    ((name, allowed),) = box.items()
-    left = frozenset(domain[name] or ()) - allowed
-    if not left:
-        raise TargetingError(f"no value of {name} is left", _first_position(condition))
-    return {name: left}
-
-
-def _union(boxes: Sequence[Box | None]) -> Box | None:
-    known = [box for box in boxes if box is not None]
-    names = {name for box in known for name in box}
-    if len(known) < len(boxes) or len(names) != 1:
-        return None
-    (name,) = names
-    return {name: frozenset().union(*(box[name] for box in known))}
-
-
-def _intersection(boxes: Sequence[Box | None], condition: Junction) -> Box | None:
-    """All boxes hold; contradictions are found even beside conditions of other forms."""
-    common: Box = {}
-    for box, child in zip(boxes, condition.children, strict=True):
-        for name, allowed in (box or {}).items():
-            common[name] = common.get(name, allowed) & allowed
-            if not common[name]:
-                text = f"the targeting contradicts itself: no value of {name} satisfies this too"
-                raise TargetingError(text, _first_position(child))
-    return None if any(box is None for box in boxes) else common
-
-
-def _first_position(condition: Condition) -> int:
-    if isinstance(condition, Not):
-        return _first_position(condition.child)
-    if isinstance(condition, Junction):
-        return min(map(_first_position, condition.children))
-    return condition.position

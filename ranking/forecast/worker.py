@@ -1,10 +1,11 @@
 """A worker of the forecast service: answers queries on one shard of the sample.
 
 It reads a JSON line for each query from its standard input and writes one with the sums to its
-standard output, in order, and ends when its input does.
+standard output, in order: the error, if it cannot answer the query. It ends when its input does.
 """
 
 import sys
+import traceback
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,15 @@ class SumsMessage(StrictModel):
         )
 
 
+class ErrorMessage(StrictModel):
+    """Why a query has no sums."""
+
+    error: str
+
+
+ANSWER: TypeAdapter[SumsMessage | ErrorMessage] = TypeAdapter(SumsMessage | ErrorMessage)
+
+
 def open_shard(settings: WorkerSettings) -> Shard:
     """Load the shard of a worker into memory."""
     lake = Lake(settings.lake, load_spec(settings.spec))
@@ -62,12 +72,21 @@ def open_shard(settings: WorkerSettings) -> Shard:
     return Shard(lake.spec, sample, read_domain(lake, settings.versions))
 
 
+def answer(shard: Shard, line: str) -> SumsMessage | ErrorMessage:
+    """The answer to a query; one that fails must not end the worker, which all clients share."""
+    try:
+        return SumsMessage.of(shard.sums(QUERY.validate_json(line)))
+    except Exception as error:
+        traceback.print_exc()
+        return ErrorMessage(error=f"{type(error).__name__}: {error}")
+
+
 def main() -> None:
     """Load the shard, write a line once it can answer, and answer queries."""
     shard = open_shard(WorkerSettings.model_validate_json(sys.argv[1]))
     print("ready", flush=True)
     for line in sys.stdin:
-        print(SumsMessage.of(shard.sums(QUERY.validate_json(line))).model_dump_json(), flush=True)
+        print(answer(shard, line).model_dump_json(), flush=True)
 
 
 if __name__ == "__main__":

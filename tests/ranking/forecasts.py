@@ -8,17 +8,33 @@ import numpy as np
 import pyarrow as pa
 from datasketches import update_theta_sketch
 
-from benchmarks.studies.forecast_world import ForecastWorld, sampled_days, world_spec
+from benchmarks.studies.forecast_world import (
+    CONTEXT,
+    USER_ATTRIBUTES,
+    ForecastWorld,
+    sampled_days,
+    world_spec,
+)
 from etl.spec.model import DataSpec
+from ranking.forecast.conditions import Box
 from ranking.forecast.forecaster import Forecaster, SegmentSize
 from ranking.forecast.pool import LocalShard
 from ranking.forecast.reach import UserSketches
 from ranking.forecast.schemas import ForecastRequest
 from ranking.forecast.shard import Query, Shard
 from ranking.forecast.tables import ForecastTables, SampledUsers, fit_model
-from ranking.forecast.targeting import Box, parse_targeting
+from ranking.forecast.targeting import parse_targeting
 
-SPEC = world_spec(sample_rows=2000, min_users=20)
+
+def numeric_spec() -> DataSpec:
+    """The spec of the simulated world, with a numeric attribute that a targeting may name."""
+    fields = world_spec(sample_rows=2000, min_users=20).model_dump(mode="json", exclude_unset=True)
+    fields["attributes"]["user"]["signup_days"] = {"type": "numeric"}
+    fields["forecast"]["attributes"].append("signup_days")
+    return DataSpec.model_validate(fields)
+
+
+SPEC = numeric_spec()
 EVERYTHING = 1e9  # a sample of as many rows
 
 
@@ -28,17 +44,19 @@ class World:
     def __init__(self, seed: int, sample_rows: float, spec: DataSpec = SPEC) -> None:
         self.spec = spec
         self.world = ForecastWorld.draw(seed, 4000, 4.0)
-        self.rows = self.world.rows()
+        days = pa.array(self.world.user % 100 + 0.5)
+        self.rows = self.world.rows().append_column("target_signup_days", days)
         rng = np.random.default_rng(seed + 100)
         share = min(1.0, sample_rows / self.rows.num_rows)
         chosen = rng.random(len(self.world.values)) < share
         sample = self.rows.filter(pa.array(chosen[self.world.user]))
         self.sample = sample.append_column("probability", pa.array(np.full(len(sample), share)))
         self.margins = brute_force_margins(self.rows)
-        domain: dict[str, Sequence[str | int]] = {
+        domain: dict[str, Sequence[str | int] | None] = {
             name: sorted(set(self.rows[f"target_{name}"].to_pylist()))
-            for name in ("surface", *spec.forecast.attributes)  # type: ignore[union-attr]
+            for name in ("surface", *USER_ATTRIBUTES, *CONTEXT)
         }
+        domain["signup_days"] = None
         users = SampledUsers.of(self.sample)
         self.tables = ForecastTables(
             spec,
@@ -46,7 +64,7 @@ class World:
             domain,
             tuple(sampled_days()),
             fit_model(spec, self.margins, domain, users),
-            sketches_of(spec, self.rows),
+            sketches_of(self.rows),
             self.world.daily_supply(),
             float(users.weights.mean()),
             {},
@@ -87,14 +105,14 @@ def brute_force_margins(rows: pa.Table) -> pa.Table:
     return pa.table(dict(zip(columns, zip(*found, strict=True), strict=True)))
 
 
-def sketches_of(spec: DataSpec, rows: pa.Table) -> UserSketches:
+def sketches_of(rows: pa.Table) -> UserSketches:
     """Sketches of the users of each value."""
     frame = rows.to_pandas()
     sketches = {}
-    for name in ("surface", *spec.attributes.user, "device", "hour"):
+    for name in ("surface", *USER_ATTRIBUTES, "device", "hour"):
         for value, group in frame.groupby(f"target_{name}"):
             sketch = update_theta_sketch()
             for key in group.sampled_user:
                 sketch.update(int(key))
             sketches[name, str(value)] = sketch.compact()
-    return UserSketches(sketches, frozenset(spec.attributes.user))
+    return UserSketches(sketches, frozenset(USER_ATTRIBUTES))

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from benchmarks.studies.forecast_world import draw_boxes, sampled_days
 from etl.errors import UserError
 from features.forecast.sampling import sampling_scale, workload_combinations
+from ranking.forecast.conditions import Box, Domain, TargetingError
 from ranking.forecast.log_linear import LogLinearModel, PairCounts
 from ranking.forecast.schemas import ForecastRequest
 from ranking.forecast.seasonality import days_after, forecast_days, similar_days
 from ranking.forecast.shard import IMPRESSIONS, SPEND, USERS, Campaign, Query, Shard
 from ranking.forecast.sums import Estimate, SampleSums, combine_shards, gamma_quantile, posterior
-from ranking.forecast.targeting import Box, Domain, TargetingError, parse_targeting
+from ranking.forecast.targeting import parse_targeting
 from ranking.scoring.auction import Auction
 from tests.ranking.auctions import bids_of, scores_of
 from tests.ranking.forecasts import EVERYTHING, SPEC, World, text_of
@@ -49,6 +50,8 @@ DOMAIN: Domain = {
         ("country = 'US' and hour < 5 and country = 'DE'", 33, "contradicts itself"),
         ("not country in ('DE', 'FR', 'US')", 5, "no value of country is left"),
         ("hour > 23", 1, "no value of hour"),
+        (f"signup_days = {'9' * 400}", 15, "number is too large"),
+        ("signup_days < 1e999", 15, "number is too large"),
         ("country = surface", 11, "a value is expected"),
         ("lower(country) = 'us'", 1, "an attribute is expected"),
         ("country like 'U%'", 9, "use and, or, not"),

@@ -17,12 +17,14 @@ import pytest
 import yaml
 from fastapi.testclient import TestClient
 
+from benchmarks.studies.forecast_world import sampled_days
 from etl.tables import arrow, forecast_schemas
 from etl.tables.lake import Lake
 from ranking.forecast.app import ForecastService, create_app
 from ranking.forecast.forecaster import Forecaster
 from ranking.forecast.pool import WorkerPool
 from ranking.forecast.schemas import ForecastRequest
+from ranking.forecast.shard import Query
 from ranking.forecast.tables import SAMPLE, read_sample, read_tables, table_versions
 from ranking.forecast.worker import WorkerSettings
 from ranking.serving.auth import TOKENS_VARIABLE
@@ -110,6 +112,33 @@ def test_the_service_answers_as_one_process_does_and_refuses_with_a_sentence(
     assert wrong.status_code == 422 and "character 11" in wrong.json()["error"]
     assert client.post("/forecast", json={"bid": -1.0, "goal": "traffic"}).status_code == 422
     assert client.get("/targeting").json()["attributes"]["hour"] == list(range(24))
+
+
+@pytest.mark.parametrize("operator", ["<", "<=", ">", ">="])
+def test_a_comparison_of_a_number_is_answered_by_the_workers(
+    client: TestClient, world: World, operator: str
+) -> None:
+    body = {"targeting": f"signup_days {operator} 50"}
+    served = client.post("/forecast", json=body)
+    assert served.status_code == 200
+    assert served.json()["users"]["value"] == pytest.approx(
+        world.forecast(**body).users.value, rel=0.02
+    )
+
+
+def test_a_query_that_a_worker_cannot_answer_does_not_end_it(settings: WorkerSettings) -> None:
+    async def run() -> None:
+        pool = WorkerPool(settings, 2)
+        await pool.wait_until_ready()
+        days = tuple(sampled_days())
+        before = [worker.process for worker in pool.workers]
+        with pytest.raises(RuntimeError, match="no_such_column"):
+            await pool.sums(Query("no_such_column > 1", (), days))
+        assert (await pool.sums(Query("true", (), days))).answered == 1
+        assert [worker.process for worker in pool.workers] == before
+        await pool.close()
+
+    asyncio.run(run())
 
 
 def test_tokens_need_the_scope_of_forecasts(
