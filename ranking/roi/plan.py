@@ -83,10 +83,19 @@ def plan_budgets(
     risk: float = 0.0,
     drawn: ResponseCurves | None = None,
 ) -> BudgetPlan:
-    """The plan with the most value within the limits; raises UserError if there is none.
+    """The plan with the most value within the limits.
 
+    A conversion may be worth nothing, or less: such a campaign spends what it must.
     With `drawn` curves (Thompson sampling) they decide the spends; values are by `curves`.
+
+    Raises:
+        UserError: No plan is within the limits, or no campaign's conversions are worth anything.
     """
+    if not (value_per_conversion > 0).any():
+        raise UserError(
+            "no campaign's conversions are worth anything, so that no plan is better than another: "
+            "check the columns value and incremental_share"
+        )
     limits.require_feasible(curves.campaigns)
     _, deviation = curves.log_conversions(current)
     adjusted_value = value_per_conversion * np.exp(-risk * deviation)
@@ -126,12 +135,14 @@ def saturation(curves: ResponseCurves) -> tuple[Float64, Float64]:
 def _allocate(curves: ResponseCurves, adjusted_value: Float64, limits: Limits) -> Float64:
     """Spends (C) that are optimal for one price, found by bisection on its log."""
     largest, half = saturation(curves)
+    positive_value = np.maximum(adjusted_value, 0.0)
 
     def spend_at(log_price: float) -> Float64:
-        wanted = np.sqrt(adjusted_value * largest * half / np.exp(log_price)) - half
+        wanted = np.sqrt(positive_value * largest * half / np.exp(log_price)) - half
         return np.asarray(np.clip(wanted, limits.low, limits.high))
 
-    marginal = np.log(adjusted_value * largest / half)
+    has_value = positive_value > 0
+    marginal = np.log((positive_value * largest / half)[has_value])
     low, high = float(marginal.min()) - 60, float(marginal.max()) + 60
     for _ in range(BISECTIONS):
         middle = (low + high) / 2

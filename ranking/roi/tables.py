@@ -43,12 +43,12 @@ def write_response_curves(lake: Lake, until: date) -> str:
     try:
         table = campaign_table("table campaign_days", usable, spec.groups, spec.currency)
         curves = fit_curves(table.days)
+        current, value = table.current, table.incremental_value
+        unlimited, none = np.full(campaigns, np.inf), np.zeros(campaigns)
+        limits = step_limits(float(current.sum()), current, MAX_STEP, none, unlimited)
+        plan = plan_budgets(curves, value, current, limits)
     except UserError as error:
         return f"no curves until {until}: {error}"
-    current, value = table.current, table.incremental_value
-    unlimited, none = np.full(campaigns, np.inf), np.zeros(campaigns)
-    limits = step_limits(float(current.sum()), current, MAX_STEP, none, unlimited)
-    plan = plan_budgets(curves, value, current, limits)
     low, high = curves.interval(current)
     columns = {
         "campaign": list(curves.campaigns),

@@ -138,6 +138,21 @@ def test_plans_do_not_depend_on_the_currency_and_avoid_risk() -> None:
     assert np.corrcoef(moved, deviation)[0, 1] < -0.3
 
 
+@pytest.mark.parametrize("share", [0.0, -0.2])
+def test_a_campaign_without_incremental_conversions_gives_its_budget_to_others(
+    share: float,
+) -> None:
+    curves, value, current = some_curves(1)
+    worthless = np.where(np.arange(COUNT) == 4, share, 1.0) * value
+    limits = Limits(current.sum(), 0.5 * current, 2 * current)
+    plan = plan_budgets(curves, worthless, current, limits)
+    assert plan.spend[4] == pytest.approx(0.5 * current[4])
+    assert plan.spend.sum() == pytest.approx(current.sum())
+    assert all(np.isfinite(column).all() for column in vars(plan).values())
+    with pytest.raises(UserError, match="no campaign's conversions are worth anything"):
+        plan_budgets(curves, share * value, current, limits)
+
+
 def test_plans_that_explore_state_values_of_the_posterior() -> None:
     curves, value, current = some_curves(3)
     limits = Limits(current.sum(), 0.5 * current, 2 * current)
