@@ -68,7 +68,9 @@ def ask(args: AskArgs) -> None:
             print(forecast.model_dump_json())
         return
     _print_segment(forecasts[0])
-    campaigns = [f.campaign for f in forecasts if f.campaign]
+    campaigns = [
+        (bid, f.campaign) for bid, f in zip(args.bid, forecasts, strict=False) if f.campaign
+    ]
     if campaigns:
         from rich.console import Console
         from rich.table import Table
@@ -76,7 +78,7 @@ def ask(args: AskArgs) -> None:
         table = Table(
             "bid", "reach [95 %]", "impressions [95 %]", "spend", "events", "cost an event"
         )
-        for bid, campaign in zip(args.bid, campaigns, strict=True):
+        for bid, campaign in campaigns:
             events = ", ".join(f"{name} {e.value:,.1f}" for name, e in campaign.events.items())
             cost = "" if campaign.cost_per_event is None else f"{campaign.cost_per_event:,.4f}"
             table.add_row(
@@ -84,7 +86,7 @@ def ask(args: AskArgs) -> None:
                 f"{campaign.spend.value:,.2f}", events, cost,
             )  # fmt: skip
         Console().print(table)
-    for note in forecasts[0].notes:
+    for note in dict.fromkeys(note for forecast in forecasts for note in forecast.notes):
         print(f"note: {note}")
 
 

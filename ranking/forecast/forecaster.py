@@ -27,6 +27,7 @@ from ranking.forecast.targeting import Targeting, parse_targeting
 
 NOISE_USERS = 5.0  # the largest change of a segment, which hides single users
 NOISE_SHARE = 0.25  # of `min_users`, if that is less
+MIN_SAMPLED_USERS = 5  # fewer may be as few users, whatever their weights are
 
 
 class ShardPool(Protocol):
@@ -68,7 +69,7 @@ class Forecaster:
         query = Query(*targeting.sql(), self.tables.window)
         in_window = await self.pool.sums(query)
         size = self.segment_size(targeting, in_window)
-        self._require_users(size)
+        self._require_users(targeting, size, in_window)
         if in_window.users == 0:
             notes.append(
                 "no sampled user is in this segment: its size is that of the log-linear model, its "
@@ -82,11 +83,18 @@ class Forecaster:
         )  # fmt: skip
         growth = self._growth(targeting, flight, days)
         scale = _Scale(size, in_window, in_flight, growth, self._noise(targeting, size, in_window))
+        if scale.count_users(in_flight) < self._min_users:
+            raise _too_few(self._min_users, "on the days of the flight ")
         if not growth.is_backtested:
             notes.append("fewer than three weeks of logs: the supply forecast is not backtested")
         if in_window.answered < 1:
             notes.append("a part of the sample did not answer: intervals are wider")
         brought = await self._forecast_campaign(replace(query, days=days), campaign, request, scale)
+        if campaign is not None and brought is None:
+            notes.append(
+                f"the campaign wins too few users to report, fewer than {self._min_users} or "
+                f"{MIN_SAMPLED_USERS} in the sample: raise its bid or widen its targeting"
+            )
         return Forecast(
             first_day=flight[0],
             last_day=flight[-1],
@@ -129,13 +137,23 @@ class Forecaster:
             users = users.scaled(impressions.value / in_window.totals[IMPRESSIONS])
         return SegmentSize(users, impressions)
 
-    def _require_users(self, size: SegmentSize) -> None:
+    @property
+    def _min_users(self) -> int:
         assert self.spec.forecast
-        if size.users.value < self.spec.forecast.min_users:
-            raise UserError(
-                f"the segment has fewer than {self.spec.forecast.min_users} users, too few to "
-                "report: widen the targeting"
-            )
+        return self.spec.forecast.min_users
+
+    def _require_users(
+        self, targeting: Targeting, size: SegmentSize, in_window: SampleSums
+    ) -> None:
+        """Raise UserError for a small segment.
+
+        Where no counts of users cover it, a single sampled user may have the weight of `min_users`.
+        """
+        box = targeting.box()
+        is_counted = box is not None and self.tables.model.users_prior(box) is not None
+        is_sampled = in_window.users >= min(MIN_SAMPLED_USERS, self._min_users)
+        if size.users.value < self._min_users or not (is_counted or is_sampled):
+            raise _too_few(self._min_users)
 
     def _campaign(self, request: ForecastRequest) -> Campaign | None:
         if request.bid is None and request.goal is None:
@@ -193,7 +211,6 @@ class Forecaster:
         Two segments that differ by a single user differ by more than this user, so that nobody is
         singled out by the difference.
         """
-        assert self.spec.forecast
         box = targeting.box()
         identity: object = in_window.key
         if box is not None:
@@ -201,25 +218,33 @@ class Forecaster:
         text = f"{self.tables.versions['forecast_sample']} {identity}"
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         uniform = int.from_bytes(digest) / 2**64 * 2.0 - 1.0
-        most = min(NOISE_USERS, NOISE_SHARE * self.spec.forecast.min_users)
+        most = min(NOISE_USERS, NOISE_SHARE * self._min_users)
         largest = most / size.users.value
         return Noise(1.0 + largest * uniform, largest**2 / 3.0)
 
     def _by_sketch(self, targeting: Targeting, noise: "Noise") -> Interval | None:
         box = targeting.box()
         found = None if box is None else self.tables.sketches.users(box)
-        return None if found is None else _interval(found.scaled(noise.factor))
+        if found is None or found.value < self._min_users:
+            return None
+        return _interval(found.scaled(noise.factor))
 
     async def _forecast_campaign(
         self, query: Query, campaign: Campaign | None, request: ForecastRequest, scale: "_Scale"
     ) -> CampaignForecast | None:
+        """What a campaign brings; None without one, and if it wins too few users."""
         if campaign is None:
             return None
         won = await self.pool.sums(replace(query, campaign=campaign))
+        is_sampled = won.users >= min(MIN_SAMPLED_USERS, scale.in_flight.users)
+        if scale.count_users(won) < self._min_users or not is_sampled:
+            return None
         spend = scale.volume(won, SPEND).value
         if request.budget is not None and spend > request.budget:
             campaign = replace(campaign, participation=request.budget / spend)
             won = await self.pool.sums(replace(query, campaign=campaign))
+        if scale.count_users(won) < self._min_users:
+            return None
         events = {
             name: scale.volume(won, SPEND + 1 + k) for k, name in enumerate(self.spec.objectives)
         }
@@ -305,10 +330,19 @@ class _Scale:
     growth: SupplyGrowth
     noise: Noise
 
+    @property
+    def users_per_sampled(self) -> float:
+        """Users of the segment over those that the sample estimates."""
+        return self.size.users.value / max(float(self.in_window.totals[USERS]), 1e-300)
+
+    def count_users(self, sums: SampleSums) -> float:
+        """The users that sums count, without noise."""
+        return float(sums.totals[USERS]) * self.users_per_sampled
+
     def users(self, sums: SampleSums) -> Interval:
         """The users that sums count."""
-        factor = self.size.users.value / max(self.in_window.totals[USERS], 1e-300)
-        return self._interval(sums, USERS, factor, _relative_variance(self.size.users))
+        variance = _relative_variance(self.size.users)
+        return self._interval(sums, USERS, self.users_per_sampled, variance)
 
     def volume(self, sums: SampleSums, quantity: int) -> Interval:
         """Impressions, spend or events: they grow with the supply of the flight."""
@@ -327,6 +361,13 @@ class _Scale:
         relative = size_variance + max(of_total - of_base, 0.0) + self.noise.variance
         mean = total * factor * self.noise.factor
         return _interval(gamma_estimate(mean, relative * mean**2))
+
+
+def _too_few(min_users: int, when: str = "") -> UserError:
+    return UserError(
+        f"the segment has fewer than {min_users} users {when}or too few in the sample to report: "
+        "widen the targeting"
+    )
 
 
 def _relative_variance(estimate: Estimate) -> float:

@@ -71,6 +71,7 @@ class Forecast(StrictModel):
     users_by_sketch: Interval | None
     """Users of the segment in the whole window by theta sketches, where these can tell."""
     campaign: CampaignForecast | None
+    """What the campaign of the request wins; null without one, or if it wins too few users."""
     answered_shards: float
     """Share of the shards that answered."""
     notes: tuple[str, ...]
