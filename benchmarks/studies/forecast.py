@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from etl.array_types import Float64
     from etl.tables.lake import Lake
     from ranking.forecast.conditions import Box
-    from ranking.forecast.forecaster import Forecaster, SegmentSize
+    from ranking.forecast.forecaster import Forecaster
+    from ranking.forecast.scale import SegmentSize
 
 SAMPLE_SHARE = 0.01  # of the impressions, for the errors
 LATENCY_ROWS = 1_000_000  # sampled rows, for the times

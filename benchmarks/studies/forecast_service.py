@@ -62,7 +62,8 @@ async def answerable_requests(forecaster: Forecaster) -> list[ForecastRequest]:
         bid = float(rng.uniform(0.05, 0.4))
         request = ForecastRequest(targeting=text, goal="traffic", bid=bid, frequency_cap=5)
         with suppress(UserError):  # too few users
-            if (await forecaster.forecast(request)).users.value > LEAST_USERS:
+            forecast = await forecaster.forecast(request)
+            if forecast.campaign and forecast.users.value > LEAST_USERS:
                 requests.append(request)
     return requests
 

@@ -6,7 +6,6 @@ from the sample; daily impressions follow trend and weekday.
 """
 
 import functools
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
@@ -18,15 +17,22 @@ from etl.errors import UserError
 from etl.spec.model import DataSpec
 from etl.spec.units import date_range
 from etl.tables.forecast_schemas import SURFACE
+from ranking.forecast.scale import (
+    NOISE_SHARE,
+    NOISE_USERS,
+    NoiseSource,
+    Scale,
+    SegmentSize,
+    SupplyGrowth,
+    to_interval,
+)
 from ranking.forecast.schemas import CampaignForecast, Forecast, ForecastRequest, Interval
 from ranking.forecast.seasonality import DailyForecast, days_after, forecast_days, similar_days
 from ranking.forecast.shard import IMPRESSIONS, SPEND, USERS, Campaign, Query
-from ranking.forecast.sums import Z95, Estimate, SampleSums, gamma_estimate, posterior
+from ranking.forecast.sums import SampleSums, posterior
 from ranking.forecast.tables import ForecastTables
 from ranking.forecast.targeting import Targeting, parse_targeting
 
-NOISE_USERS = 5.0  # the largest change of a segment, which hides single users
-NOISE_SHARE = 0.25  # of `min_users`, if that is less
 MIN_SAMPLED_USERS = 5  # fewer may be as few users, whatever their weights are
 
 
@@ -35,14 +41,6 @@ class ShardPool(Protocol):
 
     async def sums(self, query: Query) -> SampleSums:
         """The sums of all shards, estimated from those that answer."""
-
-
-@dataclass(frozen=True)
-class SegmentSize:
-    """Users and impressions of a segment in the window."""
-
-    users: Estimate
-    impressions: Estimate
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,8 @@ class Forecaster:
             replace(query, days=days)
         )  # fmt: skip
         growth = self._growth(targeting, flight, days)
-        scale = _Scale(size, in_window, in_flight, growth, self._noise(targeting, size, in_window))
+        noise = self._noise_source(targeting, in_window)
+        scale = Scale(size, in_window, in_flight, growth, noise)
         if scale.count_users(in_flight) < self._min_users:
             raise _too_few(self._min_users, "on the days of the flight ")
         if not growth.is_backtested:
@@ -98,10 +97,10 @@ class Forecaster:
         return Forecast(
             first_day=flight[0],
             last_day=flight[-1],
-            users=scale.users(in_flight),
-            impressions=scale.volume(in_flight, IMPRESSIONS),
+            users=scale.users(in_flight, in_flight),
+            impressions=scale.impressions(in_flight, in_flight),
             in_target_rate=in_target_rate(self.tables, targeting, request.in_target),
-            users_by_sketch=self._by_sketch(targeting, scale.noise),
+            users_by_sketch=self._by_sketch(targeting, in_window, noise),
             campaign=brought,
             answered_shards=in_window.answered,
             notes=tuple(notes),
@@ -191,7 +190,7 @@ class Forecaster:
 
     def _growth(
         self, targeting: Targeting, flight: Sequence[date], days: Sequence[date]
-    ) -> "SupplyGrowth":
+    ) -> SupplyGrowth:
         """Impressions of the flight over those of the days that stand for it, of the surfaces."""
         box = targeting.box() or {}
         surfaces = [str(name) for name in box.get(SURFACE, self.tables.supply)]
@@ -205,53 +204,50 @@ class Forecaster:
         ratio = float(found.impressions.sum()) / base if base else 1.0
         return SupplyGrowth(ratio, found.relative_error, found.backtest is not None)
 
-    def _noise(self, targeting: Targeting, size: SegmentSize, in_window: SampleSums) -> "Noise":
-        """A relative change that is the same in every forecast of the same segment.
-
-        Two segments that differ by a single user differ by more than this user, so that nobody is
-        singled out by the difference.
-        """
+    def _noise_source(self, targeting: Targeting, in_window: SampleSums) -> NoiseSource:
+        """The noise of a segment: the same however its targeting is written."""
         box = targeting.box()
         identity: object = in_window.key
         if box is not None:
             identity = sorted((name, sorted(map(str, allowed))) for name, allowed in box.items())
-        text = f"{self.tables.versions['forecast_sample']} {identity}"
-        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        uniform = int.from_bytes(digest) / 2**64 * 2.0 - 1.0
-        most = min(NOISE_USERS, NOISE_SHARE * self._min_users)
-        largest = most / size.users.value
-        return Noise(1.0 + largest * uniform, largest**2 / 3.0)
+        segment = f"{self.tables.versions['forecast_sample']} {identity}"
+        return NoiseSource(segment, min(NOISE_USERS, NOISE_SHARE * self._min_users))
 
-    def _by_sketch(self, targeting: Targeting, noise: "Noise") -> Interval | None:
+    def _by_sketch(
+        self, targeting: Targeting, in_window: SampleSums, noise: NoiseSource
+    ) -> Interval | None:
         box = targeting.box()
         found = None if box is None else self.tables.sketches.users(box)
         if found is None or found.value < self._min_users:
             return None
-        return _interval(found.scaled(noise.factor))
+        factor = noise.draw("sketch", in_window.key, 0.0, found.value).factor
+        return to_interval(found.scaled(factor)).rounded()
 
     async def _forecast_campaign(
-        self, query: Query, campaign: Campaign | None, request: ForecastRequest, scale: "_Scale"
+        self, query: Query, campaign: Campaign | None, request: ForecastRequest, scale: Scale
     ) -> CampaignForecast | None:
         """What a campaign brings; None without one, and if it wins too few users."""
         if campaign is None:
             return None
-        won = await self.pool.sums(replace(query, campaign=campaign))
-        is_sampled = won.users >= min(MIN_SAMPLED_USERS, scale.in_flight.users)
+        free = won = await self.pool.sums(replace(query, campaign=campaign))
+        # A segment with fewer sampled users is one of enough counted ones.
+        is_sampled = won.users >= MIN_SAMPLED_USERS or scale.in_flight.users < MIN_SAMPLED_USERS
         if scale.count_users(won) < self._min_users or not is_sampled:
             return None
-        spend = scale.volume(won, SPEND).value
+        spend = scale.volume(won, SPEND, free).value
         if request.budget is not None and spend > request.budget:
             campaign = replace(campaign, participation=request.budget / spend)
             won = await self.pool.sums(replace(query, campaign=campaign))
         if scale.count_users(won) < self._min_users:
             return None
         events = {
-            name: scale.volume(won, SPEND + 1 + k) for k, name in enumerate(self.spec.objectives)
+            name: scale.volume(won, SPEND + 1 + k, free)
+            for k, name in enumerate(self.spec.objectives)
         }
-        paid, bought = scale.volume(won, SPEND), events[campaign.objective].value
+        paid, bought = scale.volume(won, SPEND, free), events[campaign.objective].value
         return CampaignForecast(
-            reach=scale.users(won),
-            impressions=scale.volume(won, IMPRESSIONS),
+            reach=scale.users(won, free).at_most(scale.users(scale.in_flight, scale.in_flight)),
+            impressions=scale.impressions(won, free),
             spend=paid,
             events=events,
             cost_per_event=paid.value / bought if bought > 0 else None,
@@ -279,7 +275,7 @@ def in_target_rate(
     """
     if not classes:
         return None
-    box = targeting.box() or {}
+    box = targeting.allowed_values() or {}
     named = [name for name in box if name in tables.precisions]
     if len(named) != 1:
         known = ", ".join(tables.precisions) or "none is measured"
@@ -303,79 +299,8 @@ def in_target_rate(
     return Interval(value=value, low=low, high=high)
 
 
-@dataclass(frozen=True)
-class SupplyGrowth:
-    """The supply of a flight over that of the days of the window that stand for it."""
-
-    ratio: float
-    relative_error: float
-    is_backtested: bool
-
-
-@dataclass(frozen=True)
-class Noise:
-    """A factor that hides single users, and its variance."""
-
-    factor: float
-    variance: float
-
-
-@dataclass(frozen=True)
-class _Scale:
-    """Turns sums over the sample into estimates for the segment in the flight."""
-
-    size: SegmentSize
-    in_window: SampleSums
-    in_flight: SampleSums
-    growth: SupplyGrowth
-    noise: Noise
-
-    @property
-    def users_per_sampled(self) -> float:
-        """Users of the segment over those that the sample estimates."""
-        return self.size.users.value / max(float(self.in_window.totals[USERS]), 1e-300)
-
-    def count_users(self, sums: SampleSums) -> float:
-        """The users that sums count, without noise."""
-        return float(sums.totals[USERS]) * self.users_per_sampled
-
-    def users(self, sums: SampleSums) -> Interval:
-        """The users that sums count."""
-        variance = _relative_variance(self.size.users)
-        return self._interval(sums, USERS, self.users_per_sampled, variance)
-
-    def volume(self, sums: SampleSums, quantity: int) -> Interval:
-        """Impressions, spend or events: they grow with the supply of the flight."""
-        factor = self.size.impressions.value / max(self.in_window.totals[IMPRESSIONS], 1e-300)
-        variance = _relative_variance(self.size.impressions) + self.growth.relative_error**2
-        return self._interval(sums, quantity, factor * self.growth.ratio, variance)
-
-    def _interval(
-        self, sums: SampleSums, quantity: int, factor: float, size_variance: float
-    ) -> Interval:
-        """The estimate of a quantity; what it is per user or impression varies on its own."""
-        total = sums.totals[quantity]
-        base = USERS if quantity == USERS else IMPRESSIONS
-        of_total = sums.variances()[quantity] / max(total, 1e-300) ** 2
-        of_base = self.in_flight.variances()[base] / max(self.in_flight.totals[base], 1e-300) ** 2
-        relative = size_variance + max(of_total - of_base, 0.0) + self.noise.variance
-        mean = total * factor * self.noise.factor
-        return _interval(gamma_estimate(mean, relative * mean**2))
-
-
 def _too_few(min_users: int, when: str = "") -> UserError:
     return UserError(
         f"the segment has fewer than {min_users} users {when}or too few in the sample to report: "
         "widen the targeting"
     )
-
-
-def _relative_variance(estimate: Estimate) -> float:
-    """The squared relative standard deviation that an interval of 95 % stands for."""
-    if estimate.value <= 0:
-        return 0.0
-    return ((estimate.high - estimate.low) / (2 * Z95 * estimate.value)) ** 2
-
-
-def _interval(estimate: Estimate) -> Interval:
-    return Interval(value=estimate.value, low=estimate.low, high=estimate.high)

@@ -39,6 +39,20 @@ class Interval(StrictModel):
     low: float
     high: float
 
+    def rounded(self) -> "Interval":
+        """The interval in whole numbers."""
+        return Interval(
+            value=float(round(self.value)), low=float(round(self.low)), high=float(round(self.high))
+        )
+
+    def at_most(self, other: "Interval") -> "Interval":
+        """The interval with no bound above that of another."""
+        return Interval(
+            value=min(self.value, other.value),
+            low=min(self.low, other.low),
+            high=min(self.high, other.high),
+        )
+
 
 class CampaignForecast(StrictModel):
     """What a campaign would bring in the flight."""

@@ -59,7 +59,17 @@ class Targeting:
         return self._to_sql(self.condition, parameters), tuple(parameters)
 
     def box(self) -> Box | None:
-        """The allowed values by attribute, if the targeting allows exactly their combinations."""
+        """The allowed values by attribute, if the targeting allows exactly their combinations.
+
+        An attribute of which all values are allowed is left out: it changes no answer.
+        """
+        named = self.allowed_values()
+        if named is None:
+            return None
+        return {name: v for name, v in named.items() if len(v) < len(self.domain[name] or ())}
+
+    def allowed_values(self) -> Box | None:
+        """`box` with the attributes of which all values are allowed."""
         if self.condition is None:
             return {}
         return to_box(self.condition, self.domain)
@@ -94,7 +104,7 @@ def parse_targeting(text: str, domain: Domain) -> Targeting:
         return Targeting(None, domain)
     condition = _Reader(domain).read(_parse_where(text))
     targeting = Targeting(condition, domain)
-    targeting.box()  # raises for contradictions
+    targeting.allowed_values()  # raises for contradictions
     return targeting
 
 

@@ -1,0 +1,138 @@
+"""What sums over the sample mean for a segment in a flight: estimates, with noise that hides users.
+
+The noise of an answer is drawn by the segment, the quantity and what of the sample is counted: the
+same answer is never drawn twice, and different ones share no factor that would divide out. What a
+budget leaves has the noise of what would be won without it, so that no sweep of budgets averages
+the noise away. Numbers of users and impressions are whole.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+from ranking.forecast.schemas import Interval
+from ranking.forecast.shard import IMPRESSIONS, USERS
+from ranking.forecast.sums import Z95, Estimate, SampleSums, gamma_estimate
+
+NOISE_USERS = 5.0  # the largest change of a number of users, which hides single ones
+NOISE_SHARE = 0.25  # of `min_users`, if that is less
+
+
+@dataclass(frozen=True)
+class SegmentSize:
+    """Users and impressions of a segment in the window."""
+
+    users: Estimate
+    impressions: Estimate
+
+
+@dataclass(frozen=True)
+class SupplyGrowth:
+    """The supply of a flight over that of the days of the window that stand for it."""
+
+    ratio: float
+    relative_error: float
+    is_backtested: bool
+
+
+@dataclass(frozen=True)
+class Noise:
+    """A factor that hides single users, and its variance."""
+
+    factor: float
+    variance: float
+
+
+@dataclass(frozen=True)
+class NoiseSource:
+    """Draws the noise of a segment's answers.
+
+    Attributes:
+        segment: What the segment is, and of which build.
+        max_users: The largest change, in users.
+    """
+
+    segment: str
+    max_users: float
+
+    def draw(self, quantity: str, key: int, total: float, users: float) -> Noise:
+        """The noise of an answer; two that differ by a single user differ by more than this user.
+
+        Args:
+            quantity: What is answered.
+            key: A hash of the sampled users that are counted.
+            total: Their total of the quantity.
+            users: How many users it is of.
+        """
+        # Digits that depend on the number of shards are left out.
+        text = f"{self.segment} {quantity} {key} {total:.6g}"
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        uniform = int.from_bytes(digest) / 2**64 * 2.0 - 1.0
+        largest = self.max_users / users
+        return Noise(1.0 + largest * uniform, largest**2 / 3.0)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Turns sums over the sample into estimates for the segment in the flight."""
+
+    size: SegmentSize
+    in_window: SampleSums
+    in_flight: SampleSums
+    growth: SupplyGrowth
+    noise: NoiseSource
+
+    @property
+    def users_per_sampled(self) -> float:
+        """Users of the segment over those that the sample estimates."""
+        return self.size.users.value / max(float(self.in_window.totals[USERS]), 1e-300)
+
+    def count_users(self, sums: SampleSums) -> float:
+        """The users that sums count, without noise."""
+        return float(sums.totals[USERS]) * self.users_per_sampled
+
+    def users(self, sums: SampleSums, counted: SampleSums) -> Interval:
+        """The users that sums count; `counted` are the sums that the noise is drawn by."""
+        variance = _relative_variance(self.size.users)
+        return self._interval(sums, USERS, self.users_per_sampled, variance, counted).rounded()
+
+    def impressions(self, sums: SampleSums, counted: SampleSums) -> Interval:
+        """The impressions that sums count; `counted` as in `users`."""
+        return self.volume(sums, IMPRESSIONS, counted).rounded()
+
+    def volume(self, sums: SampleSums, quantity: int, counted: SampleSums) -> Interval:
+        """Impressions, spend or events: they grow with the supply of the flight."""
+        factor = self.size.impressions.value / max(self.in_window.totals[IMPRESSIONS], 1e-300)
+        variance = _relative_variance(self.size.impressions) + self.growth.relative_error**2
+        return self._interval(sums, quantity, factor * self.growth.ratio, variance, counted)
+
+    def _interval(
+        self,
+        sums: SampleSums,
+        quantity: int,
+        factor: float,
+        size_variance: float,
+        counted: SampleSums,
+    ) -> Interval:
+        """The estimate of a quantity; what it is per user or impression varies on its own."""
+        total = sums.totals[quantity]
+        base = USERS if quantity == USERS else IMPRESSIONS
+        of_total = sums.variances()[quantity] / max(total, 1e-300) ** 2
+        of_base = self.in_flight.variances()[base] / max(self.in_flight.totals[base], 1e-300) ** 2
+        noise = self.noise.draw(
+            str(quantity), counted.key, counted.totals[quantity], self.count_users(counted)
+        )
+        relative = size_variance + max(of_total - of_base, 0.0) + noise.variance
+        mean = total * factor * noise.factor
+        return to_interval(gamma_estimate(mean, relative * mean**2))
+
+
+def _relative_variance(estimate: Estimate) -> float:
+    """The squared relative standard deviation that an interval of 95 % stands for."""
+    if estimate.value <= 0:
+        return 0.0
+    return ((estimate.high - estimate.low) / (2 * Z95 * estimate.value)) ** 2
+
+
+def to_interval(estimate: Estimate) -> Interval:
+    """An estimate as it is answered."""
+    return Interval(value=estimate.value, low=estimate.low, high=estimate.high)
