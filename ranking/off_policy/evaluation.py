@@ -30,7 +30,7 @@ from ranking.off_policy.estimators import (
     ndcg,
     position_propensities,
 )
-from ranking.registry.ranker import Ranker, load_ranker, validate_ranker, version_to_evaluate
+from ranking.registry.ranker import Ranker, load_ranker_before, validate_ranker, version_to_evaluate
 from ranking.scoring.auction import EXCLUDED_RANK, Auction
 from ranking.scoring.bids import BidTable, load_bids
 from ranking.scoring.candidates import CandidateScores
@@ -192,8 +192,9 @@ def evaluate_policy(lake: Lake, surface: str, days: DayRange, data_until: date) 
     Raises:
         UserError: No ranker is promoted, or the log has no positions and propensities.
     """
-    version = version_to_evaluate(lake.root, surface, lake.spec.day_start(days[0]))
-    ranker = validate_ranker(load_ranker(version), lake.root, surface)
+    first_second = lake.spec.day_start(days[0])
+    version = version_to_evaluate(lake.root, surface, first_second)
+    ranker = validate_ranker(load_ranker_before(version, first_second), lake.root, surface)
     logged = load_logged_rankings(lake, days, score_logged_ads(lake, ranker, days, data_until))
     ads, rankings = logged.ads, logged.rankings
     num_requests = len(np.unique(rankings.request_ids))

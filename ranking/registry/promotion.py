@@ -23,6 +23,7 @@ from ranking.registry.ranker import (
     live_pointer,
     live_version,
     load_ranker,
+    load_ranker_before,
     rankers_folder,
     validate_ranker,
     version_before,
@@ -136,7 +137,7 @@ def live_recipe(lake: str, surface: str) -> tuple[str, ...]:
 def load_live_for_comparison(lake: Lake, surface: str, split: DaySplit) -> Ranker | str:
     """The live ranker, or the reason why a new one cannot be compared with it.
 
-    It is the latest version that learned no label of the test days.
+    It is the latest version that learned no label of the test days, with such offsets.
     """
     if live_pointer(lake.root, surface).live_folder is None:
         return "the first of its surface"
@@ -145,7 +146,7 @@ def load_live_for_comparison(lake: Lake, surface: str, split: DaySplit) -> Ranke
         folder = version_before(lake.root, surface, test_start)
         if folder is None:
             return "all retained versions of the live one have learned labels of the test days"
-        ranker = validate_ranker(load_ranker(folder), lake.root, surface)
+        ranker = validate_ranker(load_ranker_before(folder, test_start), lake.root, surface)
     except UserError as error:
         return f"the live one cannot be evaluated: {error}"
     return ranker if ranker.manifest.spec.hash == lake.spec.hash else "the first of its spec"

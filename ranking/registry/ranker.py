@@ -7,7 +7,7 @@ in a lake: the latest trained one, and the live one.
 import io
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any, Protocol
@@ -30,6 +30,7 @@ from ranking.inputs.arrays import (
     named_arrays,
 )
 from ranking.inputs.segments import SegmentValues, segment_columns, segment_values
+from ranking.registry.calibration_offsets import read_offsets_before
 from ranking.registry.manifest import (
     LOG_VALUES,
     RANK_ONNX,
@@ -210,6 +211,18 @@ def load_ranker(folder: StoragePath) -> Ranker:
         UserError: It is missing, damaged or tampered with, or scores its test vectors differently.
     """
     return ranker_from_package(read_package(folder), folder)
+
+
+def load_ranker_before(folder: StoragePath, epoch_second: int) -> Ranker:
+    """`load_ranker` to evaluate it on later labels: with offsets that learned none of them.
+
+    Without such offsets the ranker has the calibration of its training alone.
+    """
+    ranker = load_ranker(folder)
+    if ranker.offsets is None:
+        return ranker
+    offsets = read_offsets_before(folder, ranker.manifest.version, epoch_second)
+    return replace(ranker, offsets=offsets)
 
 
 def ranker_from_package(package: RankerPackage, folder: StoragePath) -> Ranker:

@@ -17,7 +17,7 @@ from etl.spec.units import DayRange, date_range
 from etl.tables import model_schemas, spark_io
 from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath
-from ranking.registry.ranker import load_ranker, validate_ranker, version_to_evaluate
+from ranking.registry.ranker import load_ranker_before, validate_ranker, version_to_evaluate
 from ranking.scoring.scorer import Scorer, input_builder
 
 
@@ -34,7 +34,7 @@ class ScoreBuckets:
     def __call__(self, buckets: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Rows of `scores` of the buckets in column `id`."""
         lake = Lake(self.lake_uri, self.spec)
-        ranker = load_ranker(self.ranker_folder)
+        ranker = load_ranker_before(self.ranker_folder, self.spec.day_start(min(self.days)))
         scorer = Scorer.from_ranker(ranker, lake, min(self.days), self.table_versions)
         bucket_ids = (bucket for batch in buckets for bucket in batch.column("id").to_pylist())
         for bucket, day in product(bucket_ids, self.days):
@@ -55,7 +55,7 @@ def score_days(lake: Lake, surface: str, days: DayRange) -> int:
     """
     first_second = lake.spec.day_start(days[0])
     folder = version_to_evaluate(lake.root, surface, first_second).absolute()
-    ranker = validate_ranker(load_ranker(folder), lake.root, surface)
+    ranker = validate_ranker(load_ranker_before(folder, first_second), lake.root, surface)
     reader = input_builder(ranker, lake).reader
     reader.require_days(*days)
     task = ScoreBuckets(

@@ -11,7 +11,7 @@ from etl.errors import UserError
 from etl.spec.units import DaySplit, date_range
 from etl.tables.lake import Lake
 from etl.tables.uri import list_matching
-from ranking.registry.calibration_offsets import write_offsets
+from ranking.registry.calibration_offsets import replace_offsets
 from ranking.registry.manifest import read_manifest
 from ranking.registry.promotion import predict_labels
 from ranking.registry.ranker import (
@@ -177,5 +177,5 @@ def refresh_live_calibration(lake: Lake, surface: str, data_until: int) -> Calib
     elapsed = data_until - offsets.labels_until
     with_values = refresh_value_offsets(net, unlearned.outcomes, elapsed)
     refreshed = refresh_offsets(with_values, unlearned.labeled(), data_until)
-    write_offsets(folder, refreshed)
+    replace_offsets(folder, refreshed)
     return refreshed

@@ -28,6 +28,7 @@ from ranking.registry.ranker import (
     live_pointer,
     live_version,
     load_ranker,
+    load_ranker_before,
     version_to_evaluate,
 )
 from ranking.registry.records import read_refit_record
@@ -240,6 +241,20 @@ def test_a_refresh_between_refits_learns_each_label_once(own_lake: Lake) -> None
     after = offsets_of(live_version(own_lake.root, SURFACE), refit)
     assert after and after.by_objective == refreshed.by_objective
     assert refit.training and refit.training.evaluation is None
+
+
+def test_offsets_that_learned_the_labels_of_test_days_are_not_evaluated_on_them(
+    own_lake: Lake,
+) -> None:
+    gated = live_version(own_lake.root, SURFACE)
+    before = offsets_of(gated, read_manifest(gated))
+    refresh_live_calibration(own_lake, SURFACE, own_lake.spec.day_end(THIRD))
+    refresh_live_calibration(own_lake, SURFACE, END)
+    compared = load_live_for_comparison(own_lake, SURFACE, SPLIT)
+    assert isinstance(compared, Ranker) and compared.offsets == before
+    after = own_lake.spec.day_end(LAST)
+    assert load_ranker_before(gated, after).offsets == load_ranker(gated).offsets != before
+    assert load_ranker_before(gated, own_lake.spec.day_start(SECOND)).offsets is None
 
 
 def test_labels_from_which_offsets_were_fitted_do_not_count_twice(refits: Refits) -> None:
