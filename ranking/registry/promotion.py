@@ -3,6 +3,7 @@
 Both are loaded from their folders and evaluated on the latest days on which all labels are final.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
@@ -26,7 +27,7 @@ from ranking.registry.ranker import (
     load_ranker_before,
     rankers_folder,
     validate_ranker,
-    version_before,
+    versions_before,
 )
 from ranking.registry.records import PromotionRecord, write_promotion_record
 from ranking.scoring.calibration import logit
@@ -48,6 +49,7 @@ from training.evaluation.predictions import (
     paired_ne_difference,
 )
 
+log = logging.getLogger(__name__)
 MIN_POSITIVES = 10  # minimum positives and negatives to evaluate an objective
 
 
@@ -80,12 +82,13 @@ def promote_if_better(
     """Promote the latest trained ranker of a surface if it passes the gate.
 
     The first ranker of a surface passes. If the live ranker cannot be evaluated, because it is
-    damaged or of another spec, a calibrated ranker passes. One that was rolled back does not.
+    damaged or of another spec, a calibrated ranker passes. If all versions to compare with have
+    learned labels of the test days, none does, and neither does one that was rolled back.
 
     Raises:
         UserError: No ranker was trained, or the new one cannot be loaded.
     """
-    pointer = live_pointer(lake.root, surface)
+    pointer = live_pointer(lake.root, surface, lake.spec)
     state, latest = pointer.read(), latest_trained_pointer(lake.root, surface).live_folder
     if latest is None or latest.name in live_recipe(lake.root, surface):
         name = live_version(lake.root, surface).name
@@ -101,11 +104,9 @@ def promote_if_better(
         live_predictions = ranker_predictions(live, lake, split).predictions
     decision = compare_rankers(latest.name, evaluated.predictions, live_predictions, config)
     decision = judge_segments(decision, segments, lake.spec, config)
-    if not isinstance(live, Ranker):
-        is_first = state is None
-        decision = replace(
-            decision, promoted=decision.promoted or is_first, reasons=(live, *decision.reasons)
-        )
+    if isinstance(live, NoComparison):
+        promoted = state is None or (decision.promoted and live.is_excused)
+        decision = replace(decision, promoted=promoted, reasons=(live.reason, *decision.reasons))
     if decision.promoted:
         pointer.promote(latest.name)
         remove_unreferenced_versions(
@@ -134,22 +135,42 @@ def live_recipe(lake: str, surface: str) -> tuple[str, ...]:
     return (folder.name, refit_of) if refit_of else (folder.name,)
 
 
-def load_live_for_comparison(lake: Lake, surface: str, split: DaySplit) -> Ranker | str:
+@dataclass(frozen=True)
+class NoComparison:
+    """Why there is no live ranker to compare with; `is_excused` if a calibrated ranker may pass."""
+
+    reason: str
+    is_excused: bool = True
+
+
+def load_live_for_comparison(lake: Lake, surface: str, split: DaySplit) -> Ranker | NoComparison:
     """The live ranker, or the reason why a new one cannot be compared with it.
 
-    It is the latest version that learned no label of the test days, with such offsets.
+    It is the latest version that learned no label of the test days, with such offsets. Earlier ones
+    that are damaged are skipped.
     """
-    if live_pointer(lake.root, surface).live_folder is None:
-        return "the first of its surface"
-    try:
-        test_start = lake.spec.day_start(split.test_first)
-        folder = version_before(lake.root, surface, test_start)
-        if folder is None:
-            return "all retained versions of the live one have learned labels of the test days"
-        ranker = validate_ranker(load_ranker_before(folder, test_start), lake.root, surface)
-    except UserError as error:
-        return f"the live one cannot be evaluated: {error}"
-    return ranker if ranker.manifest.spec.hash == lake.spec.hash else "the first of its spec"
+    live = live_pointer(lake.root, surface).live_folder
+    if live is None:
+        return NoComparison("the first of its surface")
+    test_start = lake.spec.day_start(split.test_first)
+    for folder in (*versions_before(lake.root, surface, test_start), live):
+        try:
+            ranker = validate_ranker(load_ranker_before(folder, test_start), lake.root, surface)
+        except UserError as error:
+            if folder == live:
+                return NoComparison(f"the live one cannot be evaluated: {error}")
+            log.warning("skipped in the comparison: %s", error)
+            continue
+        if ranker.manifest.spec.hash != lake.spec.hash:
+            return NoComparison("the first of its spec")
+        training = ranker.manifest.training
+        if training is None or training.labels_until <= test_start:
+            return ranker
+    return NoComparison(
+        "all retained versions of the live one have learned labels of the test days or are "
+        "damaged, so that none can be compared: wait until the test days are later than one",
+        is_excused=False,
+    )
 
 
 def compare_rankers(
@@ -158,7 +179,7 @@ def compare_rankers(
     """Compare a ranker with the live one by their predictions for the same examples.
 
     It is promoted if it is calibrated, better for some objective and worse for none, outside noise.
-    Without a live one it is promoted if it is calibrated.
+    Without a live one it is promoted if it is calibrated. Some objective must be evaluated.
     """
     names = [name for name in candidate.objectives if _has_enough_labels(candidate, name)]
     ratios = {name: calibration_interval(candidate, name) for name in names}
@@ -170,8 +191,11 @@ def compare_rankers(
         for name, ratio in ratios.items()
     ]
     uncalibrated_reasons = [f"{name} is not calibrated" for name in uncalibrated]
+    if not names:
+        reasons.append(f"no objective has {MIN_POSITIVES} positives and negatives on the test days")
     if live is None:
-        return PromotionDecision(version, not uncalibrated, (*reasons, *uncalibrated_reasons))
+        passes = bool(names) and not uncalibrated
+        return PromotionDecision(version, passes, (*reasons, *uncalibrated_reasons))
     differences = {name: paired_ne_difference([candidate], [live], name) for name in names}
     better = [name for name, difference in differences.items() if difference.high < 0]
     worse = [name for name, difference in differences.items() if difference.low > 0]

@@ -6,7 +6,7 @@ in a lake: the latest trained one, and the live one.
 
 import io
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -18,6 +18,7 @@ from safetensors.numpy import load as from_bytes
 
 from etl.array_types import Float64
 from etl.errors import UserError
+from etl.spec.model import DataSpec
 from etl.tables.pointer import VersionPointer
 from etl.tables.uri import StoragePath, resolve_uri
 from features.schema import ITEM_TABLE, FeatureSchema, feature_schema
@@ -48,7 +49,7 @@ from ranking.scoring.offsets import CalibrationOffsets, RankerCalibration
 
 Arrays = dict[str, np.ndarray]
 SEGMENT_PREFIX = "segment_"  # prefix of arrays of a user state that no program reads
-RETAINED_VERSIONS = 14
+RETAINED_VERSIONS = 14  # besides those of the days until labels are final
 OUTPUT_TOLERANCE = 1e-4  # of logits and log values: rounding differs between machines
 log = logging.getLogger(__name__)
 
@@ -277,13 +278,14 @@ def latest_trained_pointer(lake: str, surface: str) -> VersionPointer:
     return VersionPointer(rankers_folder(lake, surface), "newest")
 
 
-def live_pointer(lake: str, surface: str) -> VersionPointer:
-    """The pointer to the version that serves requests.
+def live_pointer(lake: str, surface: str, spec: DataSpec | None = None) -> VersionPointer:
+    """The pointer to the version that serves requests; one that promotes needs the spec.
 
     So many earlier versions are kept that with daily refits one of them has learned no label of the
-    test days (`version_before`).
+    test days (`versions_before`), which end as many days ago as labels need to be final.
     """
-    return VersionPointer(rankers_folder(lake, surface), max_previous=RETAINED_VERSIONS)
+    retained = RETAINED_VERSIONS + (spec.label_maturity_days if spec else 0)
+    return VersionPointer(rankers_folder(lake, surface), max_previous=retained)
 
 
 def live_version(lake: str, surface: str) -> StoragePath:
@@ -297,20 +299,22 @@ def live_version(lake: str, surface: str) -> StoragePath:
     return folder
 
 
-def version_before(lake: str, surface: str, epoch_second: int) -> StoragePath | None:
-    """The latest live version that learned no label that became final after a time.
+def versions_before(lake: str, surface: str, epoch_second: int) -> Iterator[StoragePath]:
+    """The live versions that learned no label that became final after a time, the latest first.
 
-    A refit may have learned labels of the days on which rankers are evaluated; this is the version
-    to evaluate instead. Returns None if no such version is retained. Raises UserError if a ranker
-    is damaged.
+    A refit may have learned labels of the days on which rankers are evaluated; these are the
+    versions to evaluate instead. Damaged ones are skipped with a warning.
     """
     pointer = live_pointer(lake, surface)
     state = pointer.read()
     for name in reversed(state.retained if state else ()):
-        training = read_manifest(pointer.folder / name).training
+        try:
+            training = read_manifest(pointer.folder / name).training
+        except UserError as error:
+            log.warning("skipped in the evaluation: %s", error)
+            continue
         if training is None or training.labels_until <= epoch_second:
-            return pointer.folder / name
-    return None
+            yield pointer.folder / name
 
 
 def version_to_evaluate(lake: str, surface: str, epoch_second: int) -> StoragePath:
@@ -320,7 +324,7 @@ def version_to_evaluate(lake: str, surface: str, epoch_second: int) -> StoragePa
     UserError if the surface has no live ranker.
     """
     live = live_version(lake, surface)
-    earlier = version_before(lake, surface, epoch_second)
+    earlier = next(versions_before(lake, surface, epoch_second), None)
     if earlier is None:
         since = datetime.fromtimestamp(epoch_second, UTC)
         log.warning("%s has learned labels since %s: it is evaluated on them", live, since)

@@ -77,7 +77,7 @@ def refit_live_ranker(lake: Lake, surface: str, data_until: int) -> StoragePath:
         manifest = read_manifest(folder)
         training = _require_training(manifest, lake)
         register_ranker(lake, folder, manifest)
-        pointer = live_pointer(lake.root, surface)
+        pointer = live_pointer(lake.root, surface, lake.spec)
         if is_superseded:
             pointer.replace_live(folder.name)
         else:

@@ -20,10 +20,12 @@ from ranking.registry.promotion import (
     PromotionConfig,
     PromotionDecision,
     compare_rankers,
+    load_live_for_comparison,
     promote_if_better,
     ranker_predictions,
 )
 from ranking.registry.ranker import (
+    Ranker,
     latest_trained_pointer,
     live_pointer,
     live_version,
@@ -31,7 +33,9 @@ from ranking.registry.ranker import (
     rankers_folder,
 )
 from ranking.scoring.scorer import input_builder
+from ranking.student.config import StudentTrainConfig
 from tests.conftest import LAST
+from tests.ranking.conftest import SMALL
 from tests.world import link_tables
 from training.data.batch import Shuffle
 from training.data.label_window import LabelWindow
@@ -103,6 +107,9 @@ def test_an_objective_without_positives_is_not_evaluated() -> None:
     live = replace(predictions(0.6), labels=labels)
     decision = decide(replace(candidate, labels=labels), live)
     assert not any("click" in reason for reason in decision.reasons)
+    nobody = replace(candidate, labels=0 * labels)
+    decision = decide(nobody, None)
+    assert not decision.promoted and "no objective has 10 positives" in decision.reasons[0]
 
 
 def ranker_folder(lake: str, name: str, surface: str = "feed") -> Path:
@@ -182,6 +189,43 @@ def test_a_damaged_live_ranker_does_not_block_the_next(ranker_lake: Lake, folder
     decision = promote_if_better(ranker_lake, "feed", SPLIT, LENIENT)
     assert decision.promoted and "is not the file that was saved" in decision.reasons[0]
     assert decision.reasons[0].startswith("the live one cannot be evaluated")
+
+
+def test_versions_that_learned_labels_of_the_test_days_do_not_let_a_calibrated_ranker_pass(
+    ranker_lake: Lake, folder: Path
+) -> None:
+    """A ranker of the first days of the log has learned labels of none; refits of it have."""
+    spec, surface = ranker_lake.spec, "feed"
+    config = StudentTrainConfig(model=SMALL)
+    for name, learned in (("old", SPLIT.train_last), ("damaged", SPLIT.train_last), ("new", LAST)):
+        copy = copy_ranker(folder, ranker_lake.root, name)
+        training = manifest.RankerTraining(
+            config=config,
+            first_day=SPLIT.train_first,
+            labels_until=spec.day_end(learned),
+            newest_labels={},
+        )
+        changed = manifest.read_manifest(copy).model_copy(update={"training": training})
+        manifest.write_manifest(copy, changed)
+        live_pointer(ranker_lake.root, surface).promote(name)
+    (ranker_folder(ranker_lake.root, "damaged") / manifest.MANIFEST).write_text("{")
+    compared = load_live_for_comparison(ranker_lake, surface, SPLIT)
+    assert isinstance(compared, Ranker)  # the old one
+    live_pointer(ranker_lake.root, surface).forget_previous()
+    decision = promote_if_better(ranker_lake, surface, SPLIT, LENIENT)
+    assert not decision.promoted
+    assert decision.reasons[0].startswith("all retained versions of the live one have learned")
+
+
+def test_versions_of_the_days_until_labels_are_final_are_kept(lake: Lake, tmp_path: Path) -> None:
+    fields = lake.spec.model_dump(mode="json")
+    fields["objectives"]["conversion"] |= {"window": "30d"}
+    spec = DataSpec.model_validate(fields)
+    pointer = live_pointer(str(tmp_path), "feed", spec)
+    for day in range(60):
+        pointer.promote(f"v{day:02}")
+    state = pointer.read()
+    assert state and state.live == "v59" and len(state.previous) >= spec.label_maturity_days + 7
 
 
 def test_a_ranker_of_another_surface_is_not_promoted(ranker_lake: Lake, folder: Path) -> None:
