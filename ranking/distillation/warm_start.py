@@ -1,5 +1,6 @@
 """Initialization of a student with modules of GEM."""
 
+from collections.abc import Collection, Mapping
 from typing import get_args
 
 import torch
@@ -12,6 +13,13 @@ from ranking.student.trained import TrainedStudent
 from training.distributed.sharding import local_shards
 from training.trainer.state import TrainState
 
+# Prefixes of the names of parameters in the state of a training.
+SHARED_PREFIXES: Mapping[SharedModule, str] = {
+    "tables": "tables.",
+    "events": "student.event_tokenizer.",
+    "recency": "student.recency.",
+}
+
 
 @torch.no_grad()
 def copy_gem_modules(student: TrainedStudent, gem: TrainState, config: DistillationConfig) -> None:
@@ -22,7 +30,7 @@ def copy_gem_modules(student: TrainedStudent, gem: TrainState, config: Distillat
     Raises:
         UserError: Modules are named, and the student's sizes are not GEM's.
     """
-    names: tuple[str, ...] = get_args(SharedModule)
+    names: tuple[SharedModule, ...] = get_args(SharedModule)
     if config.shared_modules is not None:
         names = config.shared_modules
     mismatch = size_mismatch(student, gem)
@@ -33,7 +41,6 @@ def copy_gem_modules(student: TrainedStudent, gem: TrainState, config: Distillat
     model, core = student.student, gem.model.core
     if "tables" in names:
         _copy_tables(student, gem)
-        student.tables.requires_grad_(not config.freeze_shared)
     modules: dict[str, tuple[nn.Module, nn.Module]] = {
         "events": (model.event_tokenizer, core.history.event_tokenizer),
         "recency": (model.recency, core.history.recency),
@@ -41,7 +48,38 @@ def copy_gem_modules(student: TrainedStudent, gem: TrainState, config: Distillat
     for name, (target, source) in modules.items():
         if name in names:
             target.load_state_dict(source.state_dict())
-            target.requires_grad_(not config.freeze_shared)
+    _freeze(student, names, config)
+
+
+def freeze_as_before(
+    student: TrainedStudent, trained: Collection[str], config: DistillationConfig
+) -> None:
+    """Freeze the shared modules of a student whose training is continued, where configured.
+
+    Args:
+        student: The student.
+        trained: Names of the parameters that were trained so far, with the module's prefix. Where
+            no modules are named, those without any were copied and frozen.
+        config: How the student learns from GEM.
+    """
+    names = config.shared_modules
+    if names is None:
+        copied = SHARED_PREFIXES.items()
+        names = tuple(n for n, prefix in copied if not any(p.startswith(prefix) for p in trained))
+    _freeze(student, names, config)
+
+
+def _freeze(
+    student: TrainedStudent, names: Collection[SharedModule], config: DistillationConfig
+) -> None:
+    model = student.student
+    modules: dict[SharedModule, nn.Module] = {
+        "tables": student.tables,
+        "events": model.event_tokenizer,
+        "recency": model.recency,
+    }
+    for name in names:
+        modules[name].requires_grad_(not config.freeze_shared)
 
 
 def size_mismatch(student: TrainedStudent, gem: TrainState) -> str | None:

@@ -20,6 +20,7 @@ from etl.spec.units import SECONDS, date_range
 from etl.tables.lake import Lake
 from etl.tables.pointer import remove_unreferenced_versions
 from etl.tables.uri import StoragePath
+from ranking.distillation.warm_start import freeze_as_before
 from ranking.inputs.from_tables import load_teacher_history
 from ranking.registry.export import (
     NamedTensors,
@@ -49,7 +50,7 @@ from ranking.scoring.segment_calibration import SegmentEvaluation
 from ranking.student.trained import new_student
 from ranking.trainer.calibrate import predict_window, refresh
 from ranking.trainer.net_rates import refresh_from_retractions
-from ranking.trainer.student_trainer import StudentTrainer
+from ranking.trainer.student_trainer import StudentTrainer, trained_parameters
 from ranking.trainer.train import example_inputs, register_ranker
 from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
@@ -254,6 +255,7 @@ def continue_training(
     teacher_embeddings = load_teacher_history(reader.lake, config.model.input_limits)
     num_items = reader.items.num_seen_by(day)
     student = new_student(reader, config.model, num_items, teacher_embeddings)
+    freeze_as_before(student, trained_parameters(snapshot.state), config.distillation)
     teacher = None
     if config.distillation.kind != "none":
         teacher = TeacherPredictions.of_gem(reader.lake, days)

@@ -283,6 +283,14 @@ def require_extra_windows(spec: DataSpec) -> tuple[int, ...]:
     return spec.extra_window_objectives
 
 
+def trained_parameters(state: Mapping[str, Tensor]) -> frozenset[str]:
+    """The names of the parameters that an optimizer has trained, in the state of a training."""
+    start = f"{OPTIMIZER}."
+    return frozenset(
+        name.removeprefix(start).rpartition(".")[0] for name in state if name.startswith(start)
+    )
+
+
 def _below(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """The tensors whose names begin with a prefix and a dot, without it."""
     start = f"{prefix}."

@@ -34,7 +34,7 @@ from ranking.registry.ranker import (
 from ranking.registry.records import read_refit_record
 from ranking.report.data import model_cards
 from ranking.scoring.offsets import RankerCalibration
-from ranking.student.config import DistillationConfig, StudentTrainConfig
+from ranking.student.config import DistillationConfig, SharedModule, StudentTrainConfig
 from ranking.student.trained import new_student
 from ranking.trainer.calibrate import predict_window, refresh, refresh_live_calibration
 from ranking.trainer.refit import (
@@ -143,6 +143,27 @@ def test_a_training_continued_from_its_state_is_the_same_training(trained: Lake)
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
         assert torch.equal(tensor, found[name]), name
+
+
+@pytest.mark.parametrize("shared_modules", [("tables", "events"), None])
+def test_a_refit_does_not_train_frozen_modules(
+    trained: Lake, shared_modules: tuple[SharedModule, ...] | None
+) -> None:
+    gated = live_version(trained.root, SURFACE)
+    training, state = read_manifest(gated).training, load_training_state(gated)
+    assert training
+    distillation = DistillationConfig(shared_modules=shared_modules, freeze_shared=True)
+    if shared_modules is None:  # all but `recency` were copied, and frozen from the start
+        frozen = ("optimizer.tables.", "optimizer.student.event_tokenizer.")
+        state = {name: tensor for name, tensor in state.items() if not name.startswith(frozen)}
+    config = training.config.model_copy(update={"distillation": distillation})
+    record = training.model_copy(update={"config": config})
+    reader = ExampleReader.latest(trained, "behaviour", SMALL.max_length, (SURFACE,))
+    trainer = continue_training(reader, TrainingSnapshot(record, state), [SECOND], SECOND)
+    student = trainer.student
+    assert not any(p.requires_grad for p in student.tables.parameters())
+    assert not any(p.requires_grad for p in student.student.event_tokenizer.parameters())
+    assert all(p.requires_grad for p in student.student.recency.parameters())
 
 
 def test_two_refits_equal_one_of_all_their_days(refits: Refits, own_lake: Lake) -> None:
