@@ -64,8 +64,8 @@ def distillation_loss(logits: Tensor, teacher_logits: Tensor, mask: Tensor) -> T
 class GradientBalancer:
     """Scales the teacher's gradient on the backbone to a ratio of the labels' gradient.
 
-    Norms are averaged over batches (exponential moving average). Adam makes the heads independent
-    of the scale of their loss, so for the backbone only this ratio matters.
+    Norms are averaged over batches with predictions of GEM (exponential moving average). Adam makes
+    the heads independent of the scale of their loss, so for the backbone only this ratio matters.
     """
 
     def __init__(self, gradient_ratio: float) -> None:
@@ -181,7 +181,8 @@ class DistillationLoss:
         torch.autograd.backward(loss)
         assert served.grad is not None
         gradient = served.grad
-        if teacher and self.teacher_heads:
+        # Gradients of zero would be averaged into the balancer's norms.
+        if teacher and self.teacher_heads and teacher.mask.any():
             distilled = hidden.detach().requires_grad_()
             effects = position_effects.detach()
             torch.autograd.backward(self._teacher_heads_loss(distilled, effects, teacher))

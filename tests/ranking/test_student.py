@@ -106,6 +106,26 @@ def test_with_gradient_ratio_zero_the_teacher_changes_nothing(
         torch.testing.assert_close(auxiliary[name], gradient)
 
 
+def test_batches_without_a_teacher_do_not_change_the_scale_of_its_gradient(
+    student: TrainedStudent, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    teacher = CertainTeacher()
+    loss = DistillationLoss.from_config(
+        DistillationConfig(), SMALL.hidden[1], torch.zeros(OBJECTIVES), teacher
+    )
+
+    def learn() -> float:
+        hidden, effects = student.hidden(batch), student.position_effects(batch)
+        loss.backward(hidden, student.student.head, batch, effects)
+        return loss.gradient_balancer.scale
+
+    before = learn()
+    known = teacher_logits(torch.zeros(len(batch), OBJECTIVES))
+    nothing = replace(known, mask=torch.zeros_like(known.mask))
+    monkeypatch.setattr(teacher, "lookup", lambda _: nothing)
+    assert before > 0 and [learn() for _ in range(3)] == [before] * 3
+
+
 @given(st.floats(0.1, 10), st.floats(1e-4, 1e4), st.integers(0, 9))
 def test_the_ratio_of_gradients_is_the_configured_one(
     ratio: float, teacher_scale: float, seed: int
