@@ -33,7 +33,10 @@ from ranking.registry.ranker import live_pointer
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-PREDICTION_FILES = ("evaluations/*.parquet", "portfolio/*.parquet", "models/gem/blend/*.parquet")
+PREDICTION_FILES = (
+    *("evaluations/*.parquet", "portfolio/*.parquet"),
+    *("models/gem/blend/*.parquet", "models/domains/*/*.parquet"),
+)
 
 
 class EraseArgs(LakeArgs):
@@ -133,9 +136,9 @@ def _erase_from_files(lake: Lake, impressions: "DataFrame") -> dict[str, int]:
     from pyspark.sql import SparkSession
 
     erased = {}
+    root = resolve_uri(lake.root)
     for pattern in PREDICTION_FILES:
-        *folders, name = pattern.split("/")
-        for path in list_matching(resolve_uri(lake.root, *folders), name):
+        for path in list_matching(root, pattern):
             table = pq.read_table(atomic_io.download(path))
             stored = SparkSession.active().createDataFrame(table.select(["impression_id"]))
             found = stored.join(impressions, "impression_id", "left_semi").toArrow()
@@ -144,7 +147,7 @@ def _erase_from_files(lake: Lake, impressions: "DataFrame") -> dict[str, int]:
             is_erased = pc.is_in(table["impression_id"], found["impression_id"].combine_chunks())
             with atomic_io.replace_file(path) as temporary:
                 pq.write_table(table.filter(pc.invert(is_erased)), temporary)
-            erased["/".join((*folders, path.name))] = len(found)
+            erased[str(path).removeprefix(f"{root}/")] = len(found)
     return erased
 
 

@@ -12,12 +12,14 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
+from etl.runtime.spark import spark_session
 from etl.tables import arrow, schemas
 from etl.tables.atomic_io import local_path
 from etl.tables.lake import Lake
 from features.encoding.scalar import spark_xxhash64
 from features.validation import validate_examples
 from gemline import main
+from ranking.erasure import _erase_from_files
 from ranking.feature_store.materialize import materialize
 from ranking.feature_store.wal import FeatureStoreHandle
 from ranking.registry.ranker import live_pointer, rankers_folder
@@ -32,7 +34,7 @@ MODELS = ("models", "rankers")  # their weights are no ids; the command names th
 
 @pytest.fixture
 def complete_lake(gem_lake: Lake, folder: Path, tmp_path: Path) -> Lake:
-    """A lake with tables, GEM, a ranker, a feature store and an evaluation."""
+    """A lake with tables, GEM, a ranker, a feature store, an evaluation and a domain."""
     lake = copy_of(gem_lake, tmp_path / "lake")
     shutil.copytree(folder, local_path(rankers_folder(lake.root, "feed") / "one"))
     live_pointer(lake.root, "feed").promote("one")
@@ -40,9 +42,10 @@ def complete_lake(gem_lake: Lake, folder: Path, tmp_path: Path) -> Lake:
     examples = arrow.snapshot(lake, schemas.examples(lake.spec))
     rows = examples.read(["impression_id", "user_id"], day=LAST)
     users = pa.array([crc32(user.encode()) for user in rows["user_id"].to_pylist()])
-    Path(lake.root, "evaluations").mkdir()
     table = pa.table({"impression_id": rows["impression_id"], "user": users})
-    pq.write_table(table, Path(lake.root, "evaluations", "gem.parquet"))
+    for path in ("evaluations/gem.parquet", f"models/domains/video/{LAST}.parquet"):
+        Path(lake.root, path).parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(table, Path(lake.root, path))
     return lake
 
 
@@ -103,6 +106,7 @@ def test_no_file_of_a_lake_holds_an_erased_user(complete_lake: Lake, spec_path: 
     for name in (
         *("events user_id", "examples user_id", "history user_id", "impressions user_id"),
         *("user_teacher_embeddings user_id", "audience_labels user_id", "evaluations user"),
+        "models user",
         *("feature_store users", "feature_store hours", "feature_store_wal entries"),
     ):
         assert name in before, f"there is nothing to erase in {name}: {sorted(before)}"
@@ -114,6 +118,18 @@ def test_no_file_of_a_lake_holds_an_erased_user(complete_lake: Lake, spec_path: 
     assert others(lake, users) == rows_of_others
     different = [found for found in validate_examples(lake, 50, 0) if found[1]]
     assert not different, "pointers and counters of the others still fit"
+
+
+def test_files_with_predictions_are_erased_also_those_of_domains(complete_lake: Lake) -> None:
+    lake, path = complete_lake, f"models/domains/video/{LAST}.parquet"
+    examples = arrow.snapshot(lake, schemas.examples(lake.spec))
+    rows = examples.read(["impression_id", "user_id"], day=LAST)
+    user = rows["user_id"][0].as_py()
+    of_user = rows.filter(pc.field("user_id") == user).select(["impression_id"])
+    impressions = spark_session("test").createDataFrame(of_user)
+    erased = _erase_from_files(lake, impressions)
+    assert erased[path] == erased["evaluations/gem.parquet"] > 0
+    assert crc32(user.encode()) not in pq.read_table(Path(lake.root, path))["user"].to_pylist()
 
 
 def others(lake: Lake, users: list[str]) -> list[dict[str, object]]:
