@@ -27,7 +27,7 @@ from ranking.scoring.offsets import CalibrationOffsets, RankerCalibration
 from ranking.scoring.predictions import SegmentedPredictions, predict_by_segment
 from ranking.scoring.scorer import SCORE_ROWS, input_builder
 from ranking.student.trained import TrainedStudent
-from ranking.trainer.net_rates import refresh_from_retractions
+from ranking.trainer.net_rates import first_window, refresh_from_retractions
 from ranking.trainer.student_trainer import StudentTrainer
 from training.data.batch import Shuffle
 from training.data.label_window import LabelWindow
@@ -56,8 +56,8 @@ def fit_calibration(
     window = LabelWindow.for_calibration(split, lake.spec)
     window = replace(window, mixes_windows=trainer.config.mix_windows)
     unlearned = predict_window(student, days, window)
-    reader, so_far = student.input_builder.reader, LabelWindow(0, window.end)
-    offsets = refresh_from_retractions(offsets, reader, student.num_items, so_far)
+    reader, recent = student.input_builder.reader, first_window(window.end)
+    offsets = refresh_from_retractions(offsets, reader, student.num_items, recent)
     calibration = RankerCalibration(fit_per_objective(unlearned.predictions, prior), offsets)
     return refresh(calibration, unlearned, window.end)
 

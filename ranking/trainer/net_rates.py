@@ -8,7 +8,7 @@ from etl.spec.units import DAY
 from etl.tables import label_schemas
 from etl.tables.arrow import snapshot
 from etl.tables.lake import Lake
-from ranking.scoring.offset_updates import refresh_net_rates
+from ranking.scoring.offset_updates import SEGMENT_HALF_LIFE, refresh_net_rates
 from ranking.scoring.offsets import (
     BASE_NET_RATE,
     CalibrationOffsets,
@@ -19,6 +19,13 @@ from ranking.scoring.scorer import SCORE_ROWS
 from training.data.batch import Shuffle
 from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
+
+MAX_AGE = 6 * SEGMENT_HALF_LIFE  # of outcomes that a new ranker learns: older ones weigh 2 %
+
+
+def first_window(end: int) -> LabelWindow:
+    """The window of a ranker's first net rates: earlier outcomes would have decayed by now."""
+    return LabelWindow(max(0, end - MAX_AGE), end)
 
 
 def refresh_from_retractions(

@@ -21,7 +21,7 @@ from features.history.build import build_history
 from features.items import index_items
 from ranking.registry.ranker import load_ranker
 from ranking.scoring.calibration import logit, sigmoid
-from ranking.scoring.offset_updates import refresh_net_rates
+from ranking.scoring.offset_updates import SEGMENT_HALF_LIFE, refresh_net_rates
 from ranking.scoring.offsets import (
     BASE_NET_RATE,
     INTERCEPT,
@@ -30,7 +30,7 @@ from ranking.scoring.offsets import (
     SegmentOffsets,
 )
 from ranking.student.trained import TrainedStudent
-from ranking.trainer.net_rates import outcomes_to_learn, refresh_from_retractions
+from ranking.trainer.net_rates import first_window, outcomes_to_learn, refresh_from_retractions
 from tests.pipeline import rows
 from tests.ranking.auctions import bids_of
 from tests.ranking.conftest import batch_of
@@ -105,6 +105,14 @@ def test_net_rates_learn_each_outcome_once_when_its_time_for_a_retraction_has_en
     intercept = learned.net_rates["conversion"][INTERCEPT].offsets[0]
     found = float(sigmoid(logit(np.array([BASE_NET_RATE])) + intercept)[0])
     assert net < found < BASE_NET_RATE - (BASE_NET_RATE - net) / 5  # few labels against the prior
+
+
+def test_a_new_ranker_reads_the_days_that_have_not_decayed() -> None:
+    end = 100 * DAY
+    window = first_window(end)
+    assert window.end == end and 0.5 ** ((end - window.start) / SEGMENT_HALF_LIFE) < 0.02
+    assert end - window.start < 50 * DAY  # not all days of a long log
+    assert first_window(DAY) == LabelWindow(0, DAY)
 
 
 def test_specs_without_retractions_have_no_net_rates(lake: Lake) -> None:
