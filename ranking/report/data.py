@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from etl.array_types import Float32, Float64
+from etl.array_types import Float32, Float64, Int64
 from etl.errors import UserError
 from etl.spec.units import DaySplit
 from etl.tables import arrow, schemas
@@ -142,7 +142,8 @@ def compare_models(
 ) -> list[ModelComparison]:
     """Compare the logloss of a model with that of a baseline on the same rows.
 
-    Slices with labels of one class only are left out, as they have no sampling error.
+    Intervals allow for the correlation of a user's rows. Slices with labels of one class only are
+    left out, as they have no sampling error.
     """
     predictions, baseline = predictions.sorted_by_impression(), baseline.sorted_by_impression()
     same_rows = np.array_equal(predictions.impression_ids, baseline.impression_ids)
@@ -157,7 +158,7 @@ def compare_models(
                 continue
             difference = logloss(predictions.probabilities[rows, column], labels)
             difference = difference - logloss(baseline.probabilities[rows, column], labels)
-            half_width = 1.96 * difference.std() / np.sqrt(len(difference))
+            half_width = 1.96 * mean_error(difference, predictions.user_hashes[rows])
             comparisons.append(
                 ModelComparison(
                     surface=surface,
@@ -168,6 +169,13 @@ def compare_models(
                 )
             )
     return comparisons
+
+
+def mean_error(values: Float64, users: Int64) -> float:
+    """The standard error of the mean of rows, of which those of a user are correlated."""
+    _, user = np.unique(users, return_inverse=True)
+    residuals = np.bincount(user, values - values.mean())
+    return float(np.sqrt(residuals @ residuals)) / len(values)
 
 
 def logloss(p: Float64, y: Float32) -> Float64:

@@ -19,7 +19,7 @@ from etl.tables.lake import Lake
 from ranking.registry.ranker import latest_trained_pointer, live_pointer
 from ranking.registry.records import PromotionRecord, RefitRecord, write_promotion_record
 from ranking.report.build import build_report
-from ranking.report.data import compare_models
+from ranking.report.data import compare_models, mean_error
 from ranking.report.next_steps import (
     CalibrationCheck,
     RankerState,
@@ -178,6 +178,17 @@ def test_a_better_model_has_a_negative_difference_in_any_order_of_rows(
     zeros = np.zeros_like(predictions.labels)
     one_class = replace(predictions, labels=zeros), replace(worse, labels=zeros)
     assert not compare_models(lake, *one_class)
+
+
+def test_the_error_of_a_mean_is_that_of_users_not_of_rows() -> None:
+    """Means of drawn users whose rows are all alike vary as much as the error states."""
+    rng = np.random.default_rng(0)
+    users = np.repeat(np.arange(300), 10)
+    draws = [np.repeat(rng.normal(size=300), 10) for _ in range(400)]
+    errors = [mean_error(values, users) for values in draws]
+    spread = np.std([values.mean() for values in draws])
+    assert np.mean(errors) == pytest.approx(spread, rel=0.1)
+    assert mean_error(draws[0], np.arange(3000)) < 0.4 * spread  # independent rows
 
 
 BETTER = PromotionRecord(version="v2", promoted=True, reasons=("click: NE -12 [-20, -4]",))
