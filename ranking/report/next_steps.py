@@ -153,6 +153,8 @@ def _promotion_step(state: RankerState) -> NextStep:
     if trained == live:
         return NextStep(f"{name} was promoted and is live.", reasons)
     serving = f"{live} stays live" if live else "no ranker is live"
+    if is_current and decision and decision.promoted and not state.is_blocked and live:
+        return NextStep(f"{name} was promoted; {live} is live.", reasons)
     if state.is_blocked:
         return NextStep(f"{name} was rolled back; {serving}. Train a new one.")
     if not is_current:

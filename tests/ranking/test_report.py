@@ -218,6 +218,10 @@ REFIT = RefitRecord(version="v3", data_until=1767484800, newest_labels={"click":
             "ranker v2 was promoted, and its refit v3 is live, with labels until 2026-01-03 00:00",
         ),
         (
+            RankerState("feed", "v2", "v3", decision=BETTER),  # a later refit was rolled back
+            "ranker v2 was promoted; v3 is live.",
+        ),
+        (
             RankerState("feed", "v2", "v1", is_blocked=True, decision=BETTER),
             "ranker v2 was rolled back; v1 stays live. Train a new one",
         ),
