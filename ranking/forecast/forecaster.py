@@ -33,6 +33,7 @@ from ranking.forecast.sums import SampleSums, posterior
 from ranking.forecast.tables import ForecastTables
 from ranking.forecast.targeting import Targeting, parse_targeting
 
+MAX_LEAD_DAYS = 28  # from the logs to a flight: trends are not known to last longer
 MIN_SAMPLED_USERS = 5  # fewer may be as few users, whatever their weights are
 
 
@@ -180,6 +181,11 @@ class Forecaster:
             raise UserError(f"the flight ends on {request.last_day}, before its first day")
         if request.first_day <= window[-1]:
             raise UserError(f"the flight begins on {request.first_day}; the logs already have it")
+        if (request.first_day - window[-1]).days > MAX_LEAD_DAYS:
+            raise UserError(
+                f"the flight begins on {request.first_day}, the logs end on {window[-1]}: supply "
+                f"is forecast for flights that begin at most {MAX_LEAD_DAYS} days later"
+            )
         flight = list(date_range(request.first_day, request.last_day))
         if len(flight) > len(window):
             raise UserError(

@@ -446,6 +446,7 @@ def test_a_budget_lowers_spend_to_it_and_keeps_more_reach_than_impressions(compl
         ({"first_day": "2026-03-08", "last_day": "2026-03-09"}, "the logs already have it"),
         ({"first_day": "2026-03-10", "last_day": "2026-03-09"}, "before its first day"),
         ({"first_day": "2026-03-09", "last_day": "2026-03-30"}, "raise forecast.window"),
+        ({"first_day": "2026-04-06", "last_day": "2026-04-07"}, "begin at most 28 days later"),
         ({"first_day": "2026-03-09"}, "a first and a last day"),
         ({"targeting": "country = 'country39' and tier = 'tier03'"}, "fewer than 20 users"),
     ],
