@@ -108,12 +108,15 @@ def read_tables(lake: Lake, sample: pa.Table, versions: Mapping[str, int]) -> Fo
         read_sketches(sketches, (*spec.attributes.user, *provider_labels(spec))),
         by_surface,
         float(users.weights.mean()),
-        _read_precisions(lake),
+        read_precisions(lake),
     )
 
 
-def _read_precisions(lake: Lake) -> dict[str, dict[str, dict[str, Estimate]]]:
-    """P(class | label) of each provider's labels on the latest day of `audience_quality`."""
+def read_precisions(lake: Lake) -> dict[str, dict[str, dict[str, Estimate]]]:
+    """P(class | label) of each provider's labels on the latest day of `audience_quality`.
+
+    Providers that the spec no longer declares are left out.
+    """
     schema = audience_schemas.audience_quality(lake.spec)
     if not lake.spec.audiences or not lake.exists(schema.name):
         return {}
@@ -121,7 +124,10 @@ def _read_precisions(lake: Lake) -> dict[str, dict[str, dict[str, Estimate]]]:
     names = {(of.audience, of.provider): name for name, of in provider_labels(lake.spec).items()}
     found: dict[str, dict[str, dict[str, Estimate]]] = {}
     for row in table.read(day=table.days()[-1:]).to_pylist():
-        by_class = found.setdefault(names[row["audience"], row["provider"]], {})
+        name = names.get((row["audience"], row["provider"]))
+        if name is None:
+            continue
+        by_class = found.setdefault(name, {})
         estimate = Estimate(row["precision"], row["low"], row["high"])
         by_class.setdefault(row["true_class"], {})[row["label"]] = estimate
     return found

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from urllib.parse import urlencode
 
@@ -17,15 +18,23 @@ import pytest
 import yaml
 from fastapi.testclient import TestClient
 
+from benchmarks.harness import SIMULATOR_SPEC
 from benchmarks.studies.forecast_world import sampled_days
-from etl.tables import arrow, forecast_schemas
+from etl.spec import load_spec
+from etl.tables import arrow, audience_schemas, forecast_schemas
 from etl.tables.lake import Lake
 from ranking.forecast.app import ForecastService, create_app
 from ranking.forecast.forecaster import Forecaster
 from ranking.forecast.pool import WorkerPool
 from ranking.forecast.schemas import ForecastRequest
 from ranking.forecast.shard import Query
-from ranking.forecast.tables import SAMPLE, read_sample, read_tables, table_versions
+from ranking.forecast.tables import (
+    SAMPLE,
+    read_precisions,
+    read_sample,
+    read_tables,
+    table_versions,
+)
 from ranking.forecast.worker import WorkerSettings
 from ranking.serving.auth import TOKENS_VARIABLE
 from ranking.serving.settings import LOOPBACK_HOSTS, Limits
@@ -139,6 +148,21 @@ def test_a_query_that_a_worker_cannot_answer_does_not_end_it(settings: WorkerSet
         await pool.close()
 
     asyncio.run(run())
+
+
+def test_audits_of_a_provider_that_the_spec_no_longer_names_are_left_out(tmp_path: Path) -> None:
+    spec = load_spec(SIMULATOR_SPEC)
+    lake = Lake(str(tmp_path), spec)
+    shared = {"audience": "age_band", "label": "18-24", "true_class": "18-24", "impressions": 100}
+    numbers = dict.fromkeys(("precision", "low", "high", "lift", "coverage", "information"), 0.5)
+    rows = [
+        shared | numbers | {"provider": provider, "day": date(2026, 1, 5)}
+        for provider in ("acme", "gone")
+    ]
+    schema = audience_schemas.audience_quality(spec)
+    arrow.replace_rows(lake, schema, pa.Table.from_pylist(rows), "day IS NOT NULL", {})
+    (by_class,) = read_precisions(lake).values()
+    assert by_class["18-24"]["18-24"].value == 0.5
 
 
 def test_tokens_need_the_scope_of_forecasts(
