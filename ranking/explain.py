@@ -125,10 +125,13 @@ class ImpressionPage:
             return [f"{path} (no longer there)"]
         event_id = self.event["event_id"]
         full_id, parts = _word_pattern(event_id), [*map(_word_pattern, event_id.split("-"))]
+        with_parts = None  # of an id that was made of several columns
         for number, line in enumerate(_read_lines(path), 1):
-            if full_id.search(line) or all(part.search(line) for part in parts):
+            if full_id.search(line):
                 return [f"{path}:{number}", line.rstrip()]
-        return [f"{path} (not a text file, or changed since)"]
+            if with_parts is None and all(part.search(line) for part in parts):
+                with_parts = [f"{path}:{number}", line.rstrip()]
+        return with_parts or [f"{path} (not a text file, or changed since)"]
 
     def attribute_lines(self, entity: str) -> list[str]:
         """The attributes of the user or the item that were valid before the impression."""

@@ -13,7 +13,7 @@ from etl.tables import schemas
 from etl.tables.arrow import snapshot
 from etl.tables.lake import Lake
 from features import reference
-from ranking.explain import explain_impression, format_utc
+from ranking.explain import ImpressionPage, explain_impression, format_utc
 from tests.pipeline import rows
 
 
@@ -41,6 +41,18 @@ def test_the_raw_record_is_the_line_of_the_file_that_it_names(
     with gzip.open(path, "rt") as lines:
         assert next(line for i, line in enumerate(lines, 1) if i == int(number)).strip() == record
     assert Path(path).name.endswith(".json.gz") and impression["impression_id"] in record
+
+
+def test_the_line_with_the_id_wins_over_an_earlier_one_with_its_parts(
+    lake: Lake, tmp_path: Path
+) -> None:
+    log = tmp_path / "log.json"
+    log.write_text('{"user": 7, "item": 12}\n{"id": "7-12"}\n')
+    event = {"source_file": str(log), "event_id": "7-12"}
+    page = ImpressionPage(lake, event, None, None)
+    assert page.raw_record_lines() == [f"{log}:2", '{"id": "7-12"}']
+    made_of_columns = ImpressionPage(lake, event | {"event_id": "12-7"}, None, None)
+    assert made_of_columns.raw_record_lines()[0] == f"{log}:1"
 
 
 def test_labels_history_and_attributes_are_as_of_the_impression(
