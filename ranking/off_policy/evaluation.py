@@ -169,18 +169,24 @@ def _rank_ads(ads: ScoredAds, slot_propensities: Float64) -> RankingPair:
 def _logged_slots(
     lake: Lake, days: DayRange, impression_ids: npt.NDArray[np.object_]
 ) -> tuple[Int64, Float64]:
-    """The logged positions and propensities (B) of impressions."""
+    """The logged positions and propensities (B) of impressions.
+
+    The propensity is NaN where either is missing.
+    """
     impressions = arrow.snapshot(lake, label_schemas.impressions(lake.spec))
     columns = ["impression_id", "position", "propensity"]
     rows = impressions.read(columns, day=list(date_range(*days)))
     ids = pa.array(impression_ids, pa.string())
     slots = rows.take(pc.index_in(ids, rows["impression_id"].combine_chunks()))
-    if slots["position"].null_count or slots["propensity"].null_count == len(slots):
+    if len(slots) in (slots["position"].null_count, slots["propensity"].null_count):
         raise UserError(
             f"the logs of {lake.spec.name} have no positions and propensities of ads: name their "
             "columns in the spec"
         )
-    return slots["position"].to_numpy().astype(np.int64), slots["propensity"].to_numpy()
+    has_position = slots["position"].is_valid().to_numpy()
+    positions = slots["position"].fill_null(pc.min(slots["position"])).to_numpy()
+    propensities = slots["propensity"].to_numpy()
+    return positions.astype(np.int64), np.where(has_position, propensities, np.nan)
 
 
 def evaluate_policy(lake: Lake, surface: str, days: DayRange, data_until: date) -> Table:

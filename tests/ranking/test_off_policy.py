@@ -2,8 +2,11 @@
 
 from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +15,7 @@ from sklearn.metrics import ndcg_score
 
 from etl.errors import UserError
 from etl.simulator.ads import CLICK_POSITION, LONG_VIEW_POSITION
+from etl.tables.arrow import Snapshot
 from etl.tables.lake import Lake
 from ranking.off_policy.estimators import (
     RankingPair,
@@ -169,6 +173,23 @@ def probabilities_at_target(
     assert truth is not None and len(truth.impression_ids) == len(ads.impression_ids)
     logits = logit(truth.probabilities[:, objectives.index(objective)])
     return np.asarray(expit(logits + logit_shift))
+
+
+def test_a_missing_position_excludes_its_request_alone(
+    lake: Lake, scored_ads: ScoredAds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete = load_logged_rankings(lake, (FIRST, LAST), scored_ads)
+    missing, read = complete.ads.impression_ids[0], Snapshot.read
+
+    def read_without(self: Snapshot, *args: Any, **values: Any) -> pa.Table:
+        rows = read(self, *args, **values)
+        is_missing = pc.equal(rows["impression_id"], missing)
+        position = pc.if_else(is_missing, None, rows["position"])
+        return rows.set_column(rows.column_names.index("position"), "position", position)
+
+    monkeypatch.setattr(Snapshot, "read", read_without)
+    found = load_logged_rankings(lake, (FIRST, LAST), scored_ads)
+    assert found.num_excluded_requests == complete.num_excluded_requests + 1
 
 
 def test_incomplete_requests_are_excluded_and_none_left_is_an_error(
