@@ -210,7 +210,10 @@ class GroupTrials:
 
     def _path(self, design: GroupDesign, rows: str) -> StoragePath:
         versions = {name: self.lake.version(name) for name in INPUT_TABLES}
-        identity = f"{design.key} {sorted(versions.items())} {self.split.model_dump_json()}"
+        spec = self.lake.spec  # what models read and no table depends on
+        inputs = {"similarity_attributes", "sequences"}
+        identity = f"{design.key} {sorted(versions.items())} {self.split.model_dump_json()} "
+        identity += spec.model_dump_json(include=inputs)
         name = hashlib.sha256(identity.encode()).hexdigest()[:16]
         return resolve_uri(self.lake.root, "portfolio", f"{name}-{rows}.parquet")
 

@@ -22,6 +22,7 @@ from ranking.portfolio.groups import (
     Group,
     GroupDesign,
     GroupTrainer,
+    GroupTrials,
     Pair,
     Portfolio,
     pair_mask,
@@ -107,6 +108,18 @@ def test_a_group_learns_the_labels_of_its_own_pairs_alone(lake: Lake) -> None:
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     mask = pair_mask(frozenset((CLICK, OTHER)), lake.spec, feature_schema(lake.spec))
     assert int(mask.sum()) == 2 and not mask[0].any()
+
+
+def test_predictions_with_other_inputs_of_models_are_not_used_again(lake: Lake) -> None:
+    split = DaySplit(
+        train_first=FIRST, train_last=FIRST, calibration=None, test_first=DAYS[1],
+        test_last=DAYS[1], data_until=DAYS[1],
+    )  # fmt: skip
+    design, none = GroupDesign(frozenset((CLICK,)), CONFIG), {"similarity_attributes": ()}
+    assert lake.spec.similarity_attributes
+    other = Lake(lake.root, lake.spec.model_copy(update=none))
+    paths = {str(GroupTrials(of, split, {})._path(design, "test")) for of in (lake, other)}
+    assert len(paths) == 2
 
 
 def test_a_dropped_unit_is_not_read(lake: Lake) -> None:
