@@ -31,6 +31,7 @@ from ranking.trainer.net_rates import first_window, refresh_from_retractions
 from ranking.trainer.student_trainer import StudentTrainer
 from training.data.batch import Shuffle
 from training.data.label_window import LabelWindow
+from training.data.reader import ExampleReader
 from training.evaluation.predictions import Predictions
 
 DAY_GLOB = "[0-9]" * 8  # a version's name begins with the last day of its training
@@ -56,10 +57,10 @@ def fit_calibration(
     window = LabelWindow.for_calibration(split, lake.spec)
     window = replace(window, mixes_windows=trainer.config.mix_windows)
     unlearned = predict_window(student, days, window)
-    reader, recent = student.input_builder.reader, first_window(window.end)
+    reader, recent = student.input_builder.reader, first_window(window.start)
     offsets = refresh_from_retractions(offsets, reader, student.num_items, recent)
     calibration = RankerCalibration(fit_per_objective(unlearned.predictions, prior), offsets)
-    return refresh(calibration, unlearned, window.end)
+    return refresh(calibration, unlearned, student, window)
 
 
 def predict_window(
@@ -85,22 +86,47 @@ def fit_per_objective(
 
 
 def refresh(
-    ranker_calibration: RankerCalibration, unlearned: SegmentedPredictions, until: int
+    ranker_calibration: RankerCalibration,
+    unlearned: SegmentedPredictions,
+    student: TrainedStudent,
+    window: LabelWindow,
 ) -> RankerCalibration:
-    """The calibration with offsets that have learned predictions, their labels and values.
+    """The calibration with offsets that have learned a window, by a student that has not.
 
     Args:
         ranker_calibration: The calibration.
-        unlearned: Predictions, not calibrated, of rows that the ranker has not learned.
-        until: Epoch second by which the labels became final.
+        unlearned: The student's predictions of the window's labels, not calibrated.
+        student: The student.
+        window: The window.
     """
     offsets = ranker_calibration.offsets
     assert offsets is not None
-    without_offsets = replace(ranker_calibration, offsets=None)
-    rows = unlearned.calibrated(without_offsets).labeled()
-    elapsed = until - offsets.labels_until
-    with_values = refresh_value_offsets(offsets, unlearned.outcomes, elapsed)
-    return replace(ranker_calibration, offsets=refresh_offsets(with_values, rows, until))
+    calibrated = unlearned.calibrated(replace(ranker_calibration, offsets=None))
+    reader, num_items = student.input_builder.reader, student.num_items
+    learned = learn_window(offsets, calibrated, reader, num_items, window)
+    return replace(ranker_calibration, offsets=learned)
+
+
+def learn_window(
+    offsets: CalibrationOffsets,
+    calibrated: SegmentedPredictions,
+    reader: ExampleReader,
+    num_items: int,
+    window: LabelWindow,
+) -> CalibrationOffsets:
+    """Offsets that have learned the labels, the values and the retractions of a window.
+
+    Args:
+        offsets: The offsets before.
+        calibrated: Predictions of the window's labels, calibrated without offsets.
+        reader: Reads the outcomes that can no longer be retracted.
+        num_items: How many items the ranker knows.
+        window: The window.
+    """
+    elapsed = window.end - offsets.labels_until
+    with_values = refresh_value_offsets(offsets, calibrated.outcomes, elapsed)
+    learned = refresh_offsets(with_values, calibrated.labeled(), window.end)
+    return refresh_from_retractions(learned, reader, num_items, window)
 
 
 def load_earlier_calibrations(lake: Lake, train_last: date) -> list[dict[str, Calibration]]:
@@ -173,9 +199,6 @@ def refresh_live_calibration(lake: Lake, surface: str, data_until: int) -> Calib
     ]
     unlearned = predict_labels(replace(ranker, offsets=None), lake, days, window)
     reader = input_builder(ranker, lake).reader
-    net = refresh_from_retractions(offsets, reader, ranker.manifest.num_items, window)
-    elapsed = data_until - offsets.labels_until
-    with_values = refresh_value_offsets(net, unlearned.outcomes, elapsed)
-    refreshed = refresh_offsets(with_values, unlearned.labeled(), data_until)
+    refreshed = learn_window(offsets, unlearned, reader, ranker.manifest.num_items, window)
     replace_offsets(folder, refreshed)
     return refreshed

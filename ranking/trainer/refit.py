@@ -49,7 +49,6 @@ from ranking.scoring.predictions import concat_by_segment
 from ranking.scoring.segment_calibration import SegmentEvaluation
 from ranking.student.trained import new_student
 from ranking.trainer.calibrate import predict_window, refresh
-from ranking.trainer.net_rates import refresh_from_retractions
 from ranking.trainer.student_trainer import StudentTrainer, trained_parameters
 from ranking.trainer.train import example_inputs, register_ranker
 from training.data.label_window import LabelWindow
@@ -206,12 +205,7 @@ def continue_until(
             )
             predictions = predict_window(trainer.averaged, days, unlearned)
             judged.append(predictions.calibrated(calibration))
-            calibration = refresh(calibration, predictions, window.end)
-            assert calibration.offsets is not None
-            net = refresh_from_retractions(
-                calibration.offsets, reader, trainer.num_learned_items, unlearned
-            )
-            calibration = replace(calibration, offsets=net)
+            calibration = refresh(calibration, predictions, trainer.averaged, unlearned)
         trainer.learn(days, window)
         snapshot = trainer.snapshot(first_day, window.end)
     evaluation = None

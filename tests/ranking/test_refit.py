@@ -238,7 +238,7 @@ def test_offsets_are_refreshed_with_the_weights_before_the_labels_are_learned(
     is_new = unlearned.segments["new_item"] == NEW
     assert 0 < is_new.mean() < 0.5  # items of the last day are new to the weights before it
     calibration = RankerCalibration(manifest.calibration, before)
-    expected = refresh(calibration, unlearned, window.end).offsets
+    expected = refresh(calibration, unlearned, trainer.averaged, window).offsets
     refit = read_manifest(refits.last)
     found = offsets_of(refits.last, refit)
     assert found and expected and found.by_objective == expected.by_objective
