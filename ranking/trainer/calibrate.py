@@ -23,7 +23,7 @@ from ranking.registry.ranker import (
 from ranking.scoring import calibration
 from ranking.scoring.calibration import Calibration, PlattScaling
 from ranking.scoring.offset_updates import refresh_offsets, refresh_value_offsets
-from ranking.scoring.offsets import CalibrationOffsets, RankerCalibration
+from ranking.scoring.offsets import INTERCEPT, CalibrationOffsets, RankerCalibration
 from ranking.scoring.predictions import SegmentedPredictions, predict_by_segment
 from ranking.scoring.scorer import SCORE_ROWS, input_builder
 from ranking.student.trained import TrainedStudent
@@ -60,7 +60,22 @@ def fit_calibration(
     reader, recent = student.input_builder.reader, first_window(window.start)
     offsets = refresh_from_retractions(offsets, reader, student.num_items, recent)
     calibration = RankerCalibration(fit_per_objective(unlearned.predictions, prior), offsets)
-    return refresh(calibration, unlearned, student, window)
+    return of_segments_alone(refresh(calibration, unlearned, student, window))
+
+
+def of_segments_alone(calibration: RankerCalibration) -> RankerCalibration:
+    """The calibration without the intercept and the slope of its offsets.
+
+    After a fit they have learned the same labels again, from a prior of their own: where positives
+    are few, the prior of the fit would count half.
+    """
+    assert calibration.offsets is not None
+    by_objective = {
+        name: {segment: found for segment, found in offsets.items() if segment != INTERCEPT}
+        for name, offsets in calibration.offsets.by_objective.items()
+    }
+    changes = {"by_objective": by_objective, "slopes": {}}
+    return replace(calibration, offsets=calibration.offsets.model_copy(update=changes))
 
 
 def predict_window(

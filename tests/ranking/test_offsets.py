@@ -18,7 +18,7 @@ from ranking.registry.calibration_offsets import OFFSETS_FILE, read_offsets, wri
 from ranking.registry.manifest import read_manifest, write_manifest
 from ranking.registry.promotion import PromotionConfig, PromotionDecision, judge_segments
 from ranking.registry.ranker import live_pointer, load_ranker
-from ranking.scoring.calibration import Labels, logit, sigmoid
+from ranking.scoring.calibration import Labels, fit_platt, logit, sigmoid
 from ranking.scoring.offset_updates import (
     INTERCEPT_HALF_LIFE,
     SEGMENT_HALF_LIFE,
@@ -28,6 +28,7 @@ from ranking.scoring.offsets import (
     INTERCEPT,
     CalibrationOffsets,
     LabeledRows,
+    RankerCalibration,
     SegmentOffsets,
     SlopeOffset,
 )
@@ -42,6 +43,7 @@ from ranking.scoring.segment_calibration import (
 from ranking.serving.settings import Settings
 from ranking.serving.worker import Worker
 from ranking.student.trained import TrainedStudent
+from ranking.trainer.calibrate import of_segments_alone
 from tests.ranking.conftest import batch_of
 from training.data.reader import ExampleReader
 
@@ -141,6 +143,26 @@ def test_a_refresh_in_parts_equals_one_up_to_the_approximation() -> None:
         assert one.values == two.values
         np.testing.assert_allclose(one.precisions, two.precisions, rtol=0.02)
     np.testing.assert_allclose(added(at_once, *range(4)), added(in_parts, *range(4)), atol=0.04)
+
+
+def test_a_fit_on_few_labels_is_not_repeated_by_the_offsets_of_the_same_labels() -> None:
+    """20 positives are predicted and 10 found: the fit goes half of the way, offsets no further."""
+    rng = np.random.default_rng(0)
+    p = sigmoid(rng.normal(-3.2, 0.7, 400))
+    p *= 20 / p.sum()
+    labels = np.zeros(400, np.float32)
+    labels[rng.choice(400, 10, replace=False, p=p / p.sum())] = 1
+    segments = {"category": rng.integers(0, 5, 400)}
+    fitted = fit_platt(logit(p), labels)
+    fit = fitted(logit(p))
+    offsets = refreshed(LabeledRows(fit, labels, segments))
+    calibration = RankerCalibration({"click": fitted}, offsets)
+    twice, once = (
+        found(logit(p)[:, None], segments, ["click"]).sum()
+        for found in (calibration, of_segments_alone(calibration))
+    )
+    assert 13 < fit.sum() < 15 and once == pytest.approx(fit.sum(), rel=0.01)
+    assert twice < 0.9 * fit.sum()
 
 
 @settings(max_examples=10)
