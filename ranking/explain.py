@@ -113,8 +113,8 @@ class ImpressionPage:
         return [
             f"user {event['user_id']}, item {event['item_id']}, surface {self.surface}, "
             f"position {event['position']}",
-            f"occurred {format_utc(event['event_ts'])}, ingested {format_utc(event['ingest_ts'])}, "
-            f"visible {format_utc(event['visible_ts'] * MICROS['s'])}, landed {event['day']}",
+            f"occurred {exact_utc(event['event_ts'])}, ingested {exact_utc(event['ingest_ts'])}, "
+            f"visible {exact_utc(event['visible_ts'] * MICROS['s'])}, landed {event['day']}",
             *context,
         ]
 
@@ -151,7 +151,7 @@ class ImpressionPage:
             for name, value in newest.items()
             if name not in {key, "valid_from", "day"}
         ]
-        return [f"valid from {format_utc(newest['valid_from'])}, landed {newest['day']}", *values]
+        return [f"valid from {exact_utc(newest['valid_from'])}, landed {newest['day']}", *values]
 
     def label_lines(self) -> list[str]:
         """The labels and when they are final."""
@@ -160,7 +160,7 @@ class ImpressionPage:
         lines = []
         for name, objective in self.spec.objectives.items():
             label = self.impression[f"label_{name}"]
-            mature = format_utc(self.impression[f"label_mature_ts_{name}"])
+            mature = exact_utc(self.impression[f"label_mature_ts_{name}"])
             text = "not final yet" if label is None else f"{label}"
             if objective.value and label:
                 text += f", value {self.impression[f'value_{name}']}"
@@ -311,7 +311,7 @@ def _read_impression_row(
     return None
 
 
-def format_utc(micros: int) -> str:
+def exact_utc(micros: int) -> str:
     """A time in microseconds, as text to the millisecond, in UTC."""
     return f"{datetime.fromtimestamp(micros / 1e6, UTC):%Y-%m-%d %H:%M:%S.%f}"[:-3] + " UTC"
 

@@ -29,7 +29,6 @@ from ranking.forecast.sums import SampleSums
 from ranking.scoring.auction import Auction
 
 USERS, IMPRESSIONS, SPEND = range(3)  # quantities; then the events of the objectives
-FIRST_OBJECTIVE = 3
 CACHED_SELECTIONS = 8
 
 
@@ -145,7 +144,6 @@ class Shard:
 
     def cost_per_event(self, objective: str, quantiles: tuple[float, ...]) -> tuple[float, ...]:
         """Quantiles of what the places of the sample cost per event of an objective."""
-        self.spec.surfaces_of(objective)
         places = f"serves_{objective} AND cost > 0 AND p_{objective} > 0"
         cost = f"quantile_cont(cost / p_{objective}, {list(quantiles)})"
         row = self.database.execute(f"SELECT {cost} FROM sample WHERE {places}").fetchone()  # noqa: S608

@@ -13,7 +13,7 @@ from etl.tables import schemas
 from etl.tables.arrow import snapshot
 from etl.tables.lake import Lake
 from features import reference
-from ranking.explain import ImpressionPage, explain_impression, format_utc
+from ranking.explain import ImpressionPage, exact_utc, explain_impression
 from tests.pipeline import rows
 
 
@@ -63,7 +63,7 @@ def test_labels_history_and_attributes_are_as_of_the_impression(
     for line, (name, objective) in zip(label_lines, spec.objectives.items(), strict=True):
         label = impression[f"label_{name}"]
         assert line.startswith(f"{name} within {objective.window // 3600}h: {label}")
-        assert format_utc(impression[f"label_mature_ts_{name}"]) in line
+        assert exact_utc(impression[f"label_mature_ts_{name}"]) in line
     example = next(
         r for r in rows(lake, "examples") if r["impression_id"] == impression["impression_id"]
     )
