@@ -25,8 +25,9 @@ class PortfolioArgs(SplitArgs):
 def portfolio(args: PortfolioArgs) -> None:
     """Propose which objectives share a ranker, which features it reads, and its sizes (long).
 
-    Students learn from labels alone. Trainings are kept in the lake, so that a run continues where
-    it was stopped.
+    Students learn from labels alone. Predictions of trained groups are kept in the lake, so that a
+    run continues where it was stopped; only the trainings of the probe and of the importances of
+    features are repeated.
     """
     from ranking.portfolio.proposal import proposal_lines, propose
     from training.evaluation.feature_units import drop_units
