@@ -16,7 +16,7 @@ from etl.spec.model import DataSpec
 from etl.tables.atomic_io import local_path
 from etl.tables.uri import StoragePath, read_text_if_exists
 from ranking.registry.calibration_offsets import read_offsets
-from ranking.scoring.calibration import Calibration
+from ranking.scoring.calibration import PlattScaling
 from ranking.scoring.offsets import CalibrationOffsets
 from ranking.scoring.segment_calibration import SegmentEvaluation
 from ranking.student.config import InputLimits, StudentTrainConfig
@@ -89,7 +89,7 @@ class RankerManifest(StrictModel):
     teacher_history_length: int
     num_items: int
     user_hash_buckets: int
-    calibration: dict[str, Calibration]
+    calibration: dict[str, PlattScaling]
     has_calibration_offsets: bool = False
     position_effects: dict[str, tuple[float, ...]] | None = None
     training: RankerTraining | None = None

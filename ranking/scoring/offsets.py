@@ -15,7 +15,7 @@ import numpy as np
 from etl.array_types import Float64
 from etl.spec.base import StrictModel
 from ranking.inputs.segments import SegmentValues
-from ranking.scoring.calibration import Calibration, Labels, calibrate, logit, sigmoid
+from ranking.scoring.calibration import Labels, PlattScaling, calibrate, logit, sigmoid
 
 BASE_NET_RATE = 0.95  # of outcomes that can be retracted, before there are labels
 INTERCEPT = "intercept"  # the segment of all rows, whose only value is 0
@@ -120,7 +120,7 @@ class RankerCalibration:
     The offsets also calibrate predicted values of outcomes.
     """
 
-    by_objective: Mapping[str, Calibration]
+    by_objective: Mapping[str, PlattScaling]
     offsets: CalibrationOffsets | None = None
 
     def value_factors(self, segments: SegmentValues, objectives: Sequence[str]) -> Float64:

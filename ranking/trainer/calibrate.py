@@ -21,7 +21,7 @@ from ranking.registry.ranker import (
     validate_ranker,
 )
 from ranking.scoring import calibration
-from ranking.scoring.calibration import Calibration, PlattScaling
+from ranking.scoring.calibration import IDENTITY, PlattScaling
 from ranking.scoring.offset_updates import refresh_offsets, refresh_value_offsets
 from ranking.scoring.offsets import INTERCEPT, CalibrationOffsets, RankerCalibration
 from ranking.scoring.predictions import SegmentedPredictions, predict_by_segment
@@ -89,14 +89,14 @@ def predict_window(
 
 def fit_per_objective(
     predictions: Predictions, prior: Mapping[str, PlattScaling]
-) -> dict[str, Calibration]:
+) -> dict[str, PlattScaling]:
     """Fit a calibration for each objective on predictions and their labels."""
     fitted = {}
     for i, name in enumerate(predictions.objectives):
         is_final = predictions.label_mask[:, i]
         logits = calibration.logit(predictions.probabilities[is_final, i])
         labels = predictions.labels[is_final, i]
-        fitted[name] = calibration.fit_calibrator(logits, labels, prior=prior.get(name))
+        fitted[name] = calibration.fit_platt(logits, labels, prior.get(name, IDENTITY))
     return fitted
 
 
@@ -144,7 +144,7 @@ def learn_window(
     return refresh_from_retractions(learned, reader, num_items, window)
 
 
-def load_earlier_calibrations(lake: Lake, train_last: date) -> list[dict[str, Calibration]]:
+def load_earlier_calibrations(lake: Lake, train_last: date) -> list[dict[str, PlattScaling]]:
     """The calibrations of each surface's latest ranker that was trained until an earlier day.
 
     A damaged ranker is skipped with a warning.
@@ -163,13 +163,14 @@ def load_earlier_calibrations(lake: Lake, train_last: date) -> list[dict[str, Ca
     return calibrations
 
 
-def pool_calibrations(calibrations: Sequence[Mapping[str, Calibration]]) -> dict[str, PlattScaling]:
+def pool_calibrations(
+    calibrations: Sequence[Mapping[str, PlattScaling]],
+) -> dict[str, PlattScaling]:
     """The mean Platt scaling of each objective over surfaces: geometric for slopes."""
     by_objective: dict[str, list[PlattScaling]] = {}
     for surface_calibrations in calibrations:
         for name, fitted in surface_calibrations.items():
-            if isinstance(fitted, PlattScaling):
-                by_objective.setdefault(name, []).append(fitted)
+            by_objective.setdefault(name, []).append(fitted)
     return {
         name: PlattScaling(
             slope=float(np.exp(np.mean([np.log(scaling.slope) for scaling in scalings]))),

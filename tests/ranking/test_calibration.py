@@ -13,10 +13,7 @@ from etl.tables.lake import Lake
 from ranking.registry.manifest import MANIFEST
 from ranking.registry.ranker import rankers_folder
 from ranking.scoring.calibration import (
-    CalibrationKind,
-    IsotonicCalibration,
     PlattScaling,
-    fit_calibrator,
     fit_platt,
     logit,
     sigmoid,
@@ -29,14 +26,13 @@ def draw_labels(p: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def test_the_prior_is_the_mean_of_the_surfaces() -> None:
-    """The mean slope is geometric, as slopes are ratios; isotonic calibrations do not count."""
-    steps = IsotonicCalibration(logit_knots=(0.0, 1.0), calibrated_logits=(0.1, 0.9))
-    surfaces: list[dict[str, PlattScaling | IsotonicCalibration]] = [
+    """The mean slope is geometric, as slopes are ratios."""
+    surfaces: list[dict[str, PlattScaling]] = [
         {
             "click": PlattScaling(slope=0.5, intercept=-1.0),
             "like": PlattScaling(slope=3.0, intercept=0.0),
         },
-        {"click": PlattScaling(slope=2.0, intercept=2.0), "like": steps},
+        {"click": PlattScaling(slope=2.0, intercept=2.0)},
     ]
     for order in (surfaces, surfaces[::-1]):
         prior = pool_calibrations(order)
@@ -56,39 +52,23 @@ def test_platt_scaling_recovers_an_affine_distortion(a: float, b: float, seed: i
 
 
 @settings(max_examples=20)
-@given(st.sampled_from(["platt", "isotonic"]), st.integers(0, 50))
-def test_calibrated_sums_are_those_of_labels_and_the_order_is_kept(
-    kind: CalibrationKind, seed: int
-) -> None:
+@given(st.integers(0, 50))
+def test_calibrated_sums_are_those_of_labels_and_the_order_is_kept(seed: int) -> None:
     rng = np.random.default_rng(seed)
     p = rng.beta(1, 6, 20_000)
     labels, distorted = draw_labels(p, rng), np.tanh(logit(p)) * 4
-    calibrated = fit_calibrator(distorted, labels, kind)(distorted)
-    assert abs(calibrated.sum() / labels.sum() - 1) < (0.01 if kind == "platt" else 0.05)
+    calibrated = fit_platt(distorted, labels)(distorted)
+    assert abs(calibrated.sum() / labels.sum() - 1) < 0.01
     order = np.argsort(distorted)
     assert (np.diff(calibrated[order]) >= 0).all()
     is_distinct = np.diff(distorted[order]) > 1e-9
     assert (np.diff(calibrated[order])[is_distinct] > 0).all()
 
 
-def test_isotonic_calibration_fits_a_step_that_platt_scaling_cannot() -> None:
-    rng = np.random.default_rng(0)
-    x = rng.uniform(-4, 4, 60_000)
-    p = 0.1 + 0.5 * (x > 0)
-    labels = draw_labels(p, rng)
-
-    def loss(fitted: PlattScaling | IsotonicCalibration) -> float:
-        calibrated = fitted(x)
-        return float(-np.log(np.where(labels > 0, calibrated, 1 - calibrated)).mean())
-
-    platt_loss = loss(fit_calibrator(x, labels, "platt"))
-    assert loss(fit_calibrator(x, labels, "isotonic")) < platt_loss - 0.01
-
-
 def test_without_positives_or_with_a_negative_slope_the_prior_is_returned() -> None:
     x, prior = np.linspace(-4, 4, 1000), PlattScaling(slope=0.9, intercept=0.3)
-    assert fit_calibrator(x, np.zeros(1000, np.float32)) == PlattScaling()
-    assert fit_calibrator(x, np.zeros(1000, np.float32), prior=prior) == prior
+    assert fit_platt(x, np.zeros(1000, np.float32)) == PlattScaling()
+    assert fit_platt(x, np.zeros(1000, np.float32), prior) == prior
     assert fit_platt(x, (x < 0).astype(np.float32), prior) == prior
 
 
