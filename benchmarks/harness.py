@@ -4,7 +4,7 @@ import json
 import math
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median, stdev
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
+
+from etl.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 SIMULATOR_SPEC = ROOT / "conf" / "specs" / "simulator.yaml"
@@ -46,6 +48,14 @@ def interleaved_median_seconds(
 
 
 def format_mean_std(values: Sequence[float]) -> str:
+def require_known(names: Sequence[str], known: Iterable[str]) -> None:
+    """Raises UserError for a name in --only that no part has."""
+    known = tuple(known)
+    for name in names:
+        if name not in known:
+            raise UserError(f"--only {name} is no part of this benchmark: use {', '.join(known)}")
+
+
     """The mean, and the standard deviation if there are several values."""
     has_std = len(values) > 1 and not math.isnan(mean(values))
     return f"{mean(values):.4f}" + (f" ± {stdev(values):.4f}" if has_std else "")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from pydantic import Field
 
-from benchmarks.harness import BenchmarkResult, interleaved_median_seconds
+from benchmarks.harness import BenchmarkResult, interleaved_median_seconds, require_known
 from etl.spec.base import StrictModel
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from etl.array_types import Float64
     from features.audience.additive import AdditiveModel
 
+PARTS = ("estimates", "counts")
 CAMPAIGNS = (10, 20, 50, 100)
 GOAL_CAMPAIGNS = 50
 WANTED_SHARE = 0.02  # of all impressions, in a purchase
@@ -47,6 +48,7 @@ class AudienceArgs(StrictModel):
 
 def bench_audience(args: AudienceArgs) -> None:
     """Errors of P(class | label), in-target rates of purchases, and growth of the counts."""
+    require_known(args.only, PARTS)
     result = BenchmarkResult("Audiences", ("figure", "ours", "alternatives", "goal"))
     if "estimates" in args.only:
         measure_estimates(result, args.worlds)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from pydantic import Field
 
-from benchmarks.harness import BenchmarkResult
+from benchmarks.harness import BenchmarkResult, require_known
 from etl.spec.base import StrictModel
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ranking.forecast.forecaster import Forecaster
     from ranking.forecast.scale import SegmentSize
 
+PARTS = ("errors", "service")
 SAMPLE_SHARE = 0.01  # of the impressions, for the errors
 LATENCY_ROWS = 1_000_000  # sampled rows, for the times
 QUERIES = 2500
@@ -63,6 +64,7 @@ def bench_forecast(args: ForecastArgs) -> None:
     from benchmarks.studies.forecast_service import measure_service
     from benchmarks.studies.forecast_world import ForecastWorld
 
+    require_known(args.only, PARTS)
     result = BenchmarkResult("Forecasts", ("figure", "ours", "alternatives", "goal"))
     world = ForecastWorld.draw(0, args.users)
     result.record("universe_impressions", len(world.user), "")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from pydantic import Field
 
-from benchmarks.harness import DEMO_SIMULATOR, SIMULATOR_SPEC, BenchmarkResult
+from benchmarks.harness import DEMO_SIMULATOR, SIMULATOR_SPEC, BenchmarkResult, require_known
 from etl.spec.base import StrictModel
 from etl.spec.units import DaySplit
 
@@ -38,6 +38,7 @@ SPLIT = DaySplit(
     test_last=date(2026, 1, 7),
     data_until=date(2026, 1, 11),
 )
+PARTS = ("training", "mods", "speed")
 PROBE_EVERY = 20
 COST_PROBE_EVERY = 100  # of which the overhead is reported
 NAIVE: Literal["fp8_tensor"] = "fp8_tensor"
@@ -68,6 +69,7 @@ class PrecisionArgs(StrictModel):
 
 def bench_precision(args: PrecisionArgs) -> None:
     """NE of FP8 by a map and everywhere, cost of probes, and speed-up on a GPU."""
+    require_known(args.only, PARTS)
     result = BenchmarkResult("Precision of matrix products", ("figure", "value", "", "goal"))
     if "training" in args.only:
         with tempfile.TemporaryDirectory() as folder:

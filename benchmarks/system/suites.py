@@ -10,7 +10,8 @@
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Annotated
@@ -18,7 +19,7 @@ from typing import Annotated
 import tyro
 from tqdm import tqdm
 
-from benchmarks.harness import BENCH_SIMULATOR, BenchmarkResult
+from benchmarks.harness import BENCH_SIMULATOR, BenchmarkResult, require_known
 from benchmarks.system.serving_args import ServingArgs
 from etl.cli.runner import read_yaml_mapping
 from etl.spec.base import StrictModel
@@ -29,12 +30,26 @@ OPERATIONS_COLUMNS = ("what", "ours", "baseline", "ratio", "goal")
 SERVING_COLUMNS = ("what", "ours", "baseline", "goal")
 
 
-def selected_parts(parts: Iterable[str], only: Sequence[str]) -> Iterator[str]:
-    """The names in `only`, or all if it is empty, with a progress bar."""
+def selected_parts(parts: Collection[str], only: Sequence[str]) -> Iterator[str]:
+    """The names in `only`, or all if it is empty, with a progress bar.
+
+    Raises UserError if there is no part of a name.
+    """
+    require_known(only, parts)
     progress = tqdm([name for name in parts if not only or name in only], unit="part")
     for name in progress:
         progress.set_description(name)
         yield name
+
+
+@contextmanager
+def shown_at_the_end(result: BenchmarkResult, as_json: bool) -> Iterator[None]:
+    """Shows the result afterwards; if a part fails, that of the parts before it."""
+    try:
+        yield
+    finally:
+        if result.rows or result.figures:
+            result.show(as_json)
 
 
 class SimulatorBenchArgs(StrictModel):

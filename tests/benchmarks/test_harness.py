@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.harness import BenchmarkResult
+from benchmarks.harness import (
+    BenchmarkResult,
+)
 from etl.spec import load_spec
 from gemline import main
 from tests.conftest import ROOT
@@ -43,3 +45,9 @@ def test_test_days_must_come_after_training_days(capsys: pytest.CaptureFixture[s
     days[3] = "tomorrow"
     assert main(["bench", "kuairand", "--data", ".", *days]) == 2
     assert "--test tomorrow" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suite", ["data", "operations", "audience", "forecast", "precision"])
+def test_unknown_parts_are_refused(suite: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", suite, "--only", "magic"]) == 2
+    assert "--only magic is no part of this benchmark: use " in capsys.readouterr().err
