@@ -28,7 +28,7 @@ def measure_reader_memory(result: BenchmarkResult, work: Path) -> None:
     Beside it, a reader that keeps all histories.
     """
     lake = Lake(
-        str(work / "lake"), load_spec(SIMULATOR_SPEC).model_copy(update={"buckets": BUCKETS})
+        str(work / "reader-lake"), load_spec(SIMULATOR_SPEC).model_copy(update={"buckets": BUCKETS})
     )
     for bucket in range(BUCKETS):
         write_bucket(lake, bucket)

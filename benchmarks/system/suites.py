@@ -114,12 +114,11 @@ def bench_data(args: DataBenchArgs) -> None:
         "asof": joins.measure_asof_join,
     }
     result = BenchmarkResult("The data plane", DATA_COLUMNS)
-    with tempfile.TemporaryDirectory() as folder:
+    with shown_at_the_end(result, args.as_json), tempfile.TemporaryDirectory() as folder:
         for name in selected_parts(parts, args.only):
             if name not in ("pipeline", "demo", "reader_memory"):  # which need no Spark here
                 spark_session("bench data")
             parts[name](result, Path(folder))
-    result.show(args.as_json)
 
 
 class ModelBenchArgs(StrictModel):
@@ -157,9 +156,9 @@ def bench_model(args: ModelBenchArgs) -> None:
         "gpu": gpu.measure_gpu,
     }
     result = BenchmarkResult("The model, training on one thread", MODEL_COLUMNS)
-    for name in selected_parts(parts, args.only):
-        parts[name](result)
-    result.show(args.as_json)
+    with shown_at_the_end(result, args.as_json):
+        for name in selected_parts(parts, args.only):
+            parts[name](result)
 
 
 class OperationsBenchArgs(StrictModel):
@@ -184,9 +183,9 @@ def bench_operations(args: OperationsBenchArgs) -> None:
     result = BenchmarkResult(
         "Daily pipeline runs, and training on several processes", OPERATIONS_COLUMNS
     )
-    for name in selected_parts(parts, args.only):
-        parts[name](result)
-    result.show(args.as_json)
+    with shown_at_the_end(result, args.as_json):
+        for name in selected_parts(parts, args.only):
+            parts[name](result)
 
 
 def bench_serving(args: ServingArgs) -> None:
@@ -201,6 +200,6 @@ def bench_serving(args: ServingArgs) -> None:
         "replay": online_features.measure_online_offline,
     }
     result = BenchmarkResult(f"Serving rankers of {args.lake}", SERVING_COLUMNS)
-    for name in selected_parts(parts, args.only):
-        parts[name](args, result)
-    result.show(args.as_json)
+    with shown_at_the_end(result, args.as_json):
+        for name in selected_parts(parts, args.only):
+            parts[name](args, result)

@@ -2,15 +2,22 @@
 
 import json
 import math
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.harness import (
+    SIMULATOR_SPEC,
     BenchmarkResult,
 )
+from benchmarks.system import reader_memory
+from benchmarks.system.suites import shown_at_the_end
 from etl.spec import load_spec
+from etl.tables.lake import Lake
 from gemline import main
 from tests.conftest import ROOT
 
@@ -45,6 +52,33 @@ def test_test_days_must_come_after_training_days(capsys: pytest.CaptureFixture[s
     days[3] = "tomorrow"
     assert main(["bench", "kuairand", "--data", ".", *days]) == 2
     assert "--test tomorrow" in capsys.readouterr().err
+
+
+def measure_two_parts(result: BenchmarkResult) -> None:
+    result.record("first", 1, "")
+    result.record("second", 1 / 0, "")
+
+
+def test_a_failed_part_leaves_the_figures_of_the_parts_before_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    result = BenchmarkResult("", ())
+    with pytest.raises(ZeroDivisionError), shown_at_the_end(result, as_json=True):
+        measure_two_parts(result)
+    assert json.loads(capsys.readouterr().out) == {"first": 1}
+
+
+def test_memory_of_readers_is_measured_beside_the_lake_of_an_earlier_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_this_process = SimpleNamespace(get_context=lambda _: SimpleNamespace(Pool=ThreadPool))
+    monkeypatch.setattr(reader_memory, "multiprocessing", in_this_process)
+    for name, value in {"EVENTS": 2000, "USERS": 40, "BUCKETS": 2}.items():
+        monkeypatch.setattr(reader_memory, name, value)
+    reader_memory.write_bucket(Lake(str(tmp_path / "lake"), load_spec(SIMULATOR_SPEC)), 0)
+    result = BenchmarkResult("", ())
+    reader_memory.measure_reader_memory(result, tmp_path)
+    assert isinstance(result.figures["reader_memory_mb"], float)
 
 
 @pytest.mark.parametrize("suite", ["data", "operations", "audience", "forecast", "precision"])
