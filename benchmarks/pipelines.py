@@ -1,5 +1,7 @@
 """Pipelines that benchmarks run: simulated logs, and steps on them in this process."""
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.harness import DEMO_SIMULATOR, SIMULATOR_SPEC
@@ -41,6 +43,13 @@ def simulated_tables(
 def pipeline_paths_in(folder: str, lake: str = "lake") -> PipelinePaths:
     """Paths of a pipeline on simulated logs, below a folder; several lakes may share its logs."""
     return PipelinePaths(SIMULATOR_SPEC, str(Path(folder, "raw")), str(Path(folder, lake)))
+
+
+def fresh_copy(paths: PipelinePaths, folder: Path) -> PipelinePaths:
+    """The pipeline with a copy of its lake, in a folder that is emptied first."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(paths.lake, folder / "lake", symlinks=True)
+    return replace(paths, lake=str(folder / "lake"))
 
 
 def run_steps_in_process(steps: list[Step]) -> None:

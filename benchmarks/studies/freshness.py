@@ -19,7 +19,7 @@ import tyro
 from pydantic import Field
 
 from benchmarks.harness import BENCH_SIMULATOR, DEMO_SIMULATOR, RESULTS, BenchmarkResult
-from benchmarks.pipelines import BENCH_DAYS, simulated_tables
+from benchmarks.pipelines import BENCH_DAYS, fresh_copy, simulated_tables
 from benchmarks.studies.committed import StudyFolder, share_of, show_committed
 from dags.pipeline import data_steps, latest_mature_split, split_flags
 from dags.runner import run_pipeline
@@ -87,7 +87,7 @@ def bench_freshness(args: FreshnessArgs) -> None:
         result.record(f"refit_{objective}_ne_gain", -difference.value, "labels of one class")
         result.record(f"refit_{objective}_ne_gain_low", -difference.high, "labels of one class")
     add_zipper_rows(result, zipper, args.seeds)
-    record_last_day_of_demo(result, args.work / "demo")
+    record_last_day_of_demo(result, args.work / "last-day")
     result.show(args.as_json)
     command = f"gemline bench freshness --work work/bench --seeds {args.seeds}"
     result.save_study(RESULT, command)
@@ -186,13 +186,14 @@ class FreshnessTrials:
 def record_last_day_of_demo(result: BenchmarkResult, work: Path) -> None:
     """Minutes from the raw logs of the demo's last day to live refits of all its rankers.
 
-    Once in a daily run, and once in refreshes while the day lasts. The tables of the days before
-    and a live ranker of each surface exist.
+    Once in a daily run, and once in refreshes while the day lasts, each in a copy of the lake that
+    `work` keeps. The tables of the days before and a live ranker of each surface exist.
     """
     from benchmarks.studies.hourly_runs import HourlyRuns
     from gemline import main
 
-    paths = simulated_tables(work, DEMO_SIMULATOR, DEMO_DAYS)
+    days_before = simulated_tables(work, DEMO_SIMULATOR, DEMO_DAYS)
+    paths = fresh_copy(days_before, work.resolve() / "daily")
     spec, last = load_spec(paths.spec), str(DEMO_LAST_DAY)
     before = latest_mature_split(spec, FIRST_DAY, DEMO_LAST_DAY - timedelta(days=1))
 

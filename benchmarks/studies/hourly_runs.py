@@ -5,9 +5,8 @@ Part of `gemline bench freshness`.
 
 import gzip
 import json
-import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from benchmarks.pipelines import fresh_copy
 from dags.steps import PipelinePaths
 from etl.cli.runner import format_data_until
 from etl.errors import UserError
@@ -49,15 +49,13 @@ class HourlyRuns:
     @classmethod
     def copy_of(cls, paths: PipelinePaths, day: date, folder: Path) -> "HourlyRuns":
         """Copies the lake of a pipeline, which ends the day before, into an empty folder."""
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(paths.lake, folder / "lake", symlinks=True)
-        raw = Path(paths.raw)
+        copy, raw = fresh_copy(paths, folder), Path(paths.raw)
         for file in raw.rglob("*"):
             if file.is_file() and f"day={day}" not in file.parent.name:
                 link = folder / "raw" / file.relative_to(raw)
                 link.parent.mkdir(parents=True, exist_ok=True)
                 link.symlink_to(file.resolve())
-        return cls(PipelinePaths(paths.spec, str(folder / "raw"), str(folder / "lake")), day)
+        return cls(replace(copy, raw=str(folder / "raw")), day)
 
     def refresh_all(self, raw: Path) -> list[float]:
         """Refreshes until the end of the day; minutes of each, in order."""

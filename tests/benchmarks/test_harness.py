@@ -14,8 +14,10 @@ from benchmarks.harness import (
     SIMULATOR_SPEC,
     BenchmarkResult,
 )
+from benchmarks.pipelines import fresh_copy
 from benchmarks.system import reader_memory
 from benchmarks.system.suites import shown_at_the_end
+from dags.steps import PipelinePaths
 from etl.spec import load_spec
 from etl.tables.lake import Lake
 from gemline import main
@@ -85,3 +87,14 @@ def test_memory_of_readers_is_measured_beside_the_lake_of_an_earlier_part(
 def test_unknown_parts_are_refused(suite: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", suite, "--only", "magic"]) == 2
     assert "--only magic is no part of this benchmark: use " in capsys.readouterr().err
+
+
+def test_a_copy_of_a_lake_leaves_out_what_an_earlier_copy_wrote(tmp_path: Path) -> None:
+    paths = PipelinePaths(SIMULATOR_SPEC, "raw", str(tmp_path / "lake"))
+    (tmp_path / "lake").mkdir()
+    (tmp_path / "lake" / "day-10").touch()
+    for _ in range(2):
+        copy = fresh_copy(paths, tmp_path / "daily")
+        assert [path.name for path in Path(copy.lake).iterdir()] == ["day-10"]
+        Path(copy.lake, "day-11").touch()
+    assert [path.name for path in Path(paths.lake).iterdir()] == ["day-10"]
