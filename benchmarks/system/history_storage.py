@@ -31,7 +31,10 @@ EVENT_COLUMNS = ("visible_ts", "item", "surface", "type", "dwell")
 def measure_storage(
     result: BenchmarkResult, work: Path, events: int = 2_000_000, users: int = 1_000
 ) -> None:
-    """`bytes_per_event` and `storage_ratio`."""
+    """`bytes_per_event`, and `storage_ratio` to copied lists in the better of two orders.
+
+    In order of users the overlapping lists of a user are compressed together, in order of time not.
+    """
     log = generate_events(events, users)
     by_user = sort_by_user(log)
     daily = pack_user_days(log.to_arrow().take(pa.array(by_user)))
@@ -39,20 +42,29 @@ def measure_storage(
     daily_size = _write(daily, work / "daily.parquet") + items
     compacted_size = _write(compact(daily), work / "compacted.parquet") + items
     pointers = _write(example_pointers(log, by_user), work / "pointers.parquet")
-    lists = write_copied_lists(log, by_user, work / "lists.parquet")
+    of_user = by_user[log.type[by_user] == IMPRESSION]
+    by_order = {
+        "time": write_copied_lists(log, by_user, impressions_of(log), work / "lists.parquet"),
+        "user": write_copied_lists(log, by_user, of_user, work / "lists.parquet"),
+    }
+    smaller = min(by_order, key=lambda order: by_order[order])
     total = compacted_size + pointers
     per_event, per_event_by_day = compacted_size / events, daily_size / events
     result.record("bytes_per_event", per_event, "")
     result.record("bytes_per_event_by_day", per_event_by_day, "")
-    result.record("storage_ratio", lists / total, "")
+    result.record("storage_ratio", by_order[smaller] / total, "")
+    result.record("storage_ratio_in_order_of_time", by_order["time"] / total, "")
     before_compaction = f"{per_event_by_day:.2f} B before compaction"
     result.rows.append(("a stored event", f"{per_event:.2f} B", before_compaction, "", "<= 6.0"))
     result.rows.append(
         (
             "histories and examples",
             f"{total / 1e6:.1f} MB",
-            f"{lists / 1e6:,.0f} MB of lists in every example",
-            f"{lists / total:.0f}",
+            "; ".join(
+                f"{size / 1e6:,.0f} MB of lists in every example, in order of {order}"
+                for order, size in by_order.items()
+            ),
+            f"{by_order[smaller] / total:.1f}",
             ">= 20",
         )
     )
@@ -84,7 +96,7 @@ def _item_index(log: SyntheticEvents) -> pa.Table:
 def example_pointers(log: SyntheticEvents, by_user: Int64) -> pa.Table:
     """The pointers of examples into histories: user, as-of second, length and version."""
     begin, end = history_bounds(log, by_user)
-    impressions = np.flatnonzero(log.type == IMPRESSION)
+    impressions = impressions_of(log)
     return pa.table(
         {
             "user_id": np.char.add("u", log.user[impressions].astype(str)),
@@ -104,12 +116,23 @@ def history_bounds(log: SyntheticEvents, by_user: Int64) -> tuple[Int64, Int64]:
     return first, np.searchsorted(ordered, position)
 
 
+def impressions_of(log: SyntheticEvents) -> Int64:
+    """Positions of the impressions, in order of time."""
+    return np.flatnonzero(log.type == IMPRESSION)
+
+
 def write_copied_lists(
-    log: SyntheticEvents, by_user: Int64, path: Path, rows_per_group: int = 20_000
+    log: SyntheticEvents,
+    by_user: Int64,
+    impressions: Int64,
+    path: Path,
+    rows_per_group: int = 20_000,
 ) -> int:
-    """Write each impression with a copy of its user's last events; returns the file's size."""
+    """Write each impression with a copy of its user's last events; returns the file's size.
+
+    Rows are in the order of `impressions`, positions in the log.
+    """
     begin, end = history_bounds(log, by_user)
-    impressions = np.flatnonzero(log.type == IMPRESSION)
     columns: dict[str, npt.NDArray[np.generic]] = {
         "ts": log.seconds[by_user],
         "item": log.item[by_user],
@@ -142,7 +165,7 @@ def measure_reader(
     log = generate_events(events, users)
     by_user = sort_by_user(log)
     packed, pointers, lists = (work / f"{n}.parquet" for n in ("packed", "pointers", "copied"))
-    write_copied_lists(log, by_user, lists)
+    write_copied_lists(log, by_user, impressions_of(log), lists)
     pq.write_table(example_pointers(log, by_user), pointers, compression="zstd")
     daily = pack_user_days(log.to_arrow().take(pa.array(by_user)))
     pq.write_table(compact(daily), packed, compression="zstd")

@@ -5,6 +5,7 @@ import math
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,6 +17,7 @@ from benchmarks.harness import (
 )
 from benchmarks.pipelines import fresh_copy
 from benchmarks.system import reader_memory
+from benchmarks.system.history_storage import measure_storage
 from benchmarks.system.suites import shown_at_the_end
 from dags.steps import PipelinePaths
 from etl.spec import load_spec
@@ -98,3 +100,11 @@ def test_a_copy_of_a_lake_leaves_out_what_an_earlier_copy_wrote(tmp_path: Path) 
         assert [path.name for path in Path(copy.lake).iterdir()] == ["day-10"]
         Path(copy.lake, "day-11").touch()
     assert [path.name for path in Path(paths.lake).iterdir()] == ["day-10"]
+
+
+def test_the_storage_ratio_is_that_of_the_smaller_copied_lists(tmp_path: Path) -> None:
+    """A user's lists overlap: side by side they compress better than in order of time."""
+    result = BenchmarkResult("", ())
+    measure_storage(result, tmp_path, 40_000, 200)
+    figures: dict[str, Any] = result.figures
+    assert 1 < figures["storage_ratio"] < 0.7 * figures["storage_ratio_in_order_of_time"]
