@@ -143,14 +143,15 @@ class FreshnessTrials:
 
     def predictions(self, name: str, seed: int) -> "Predictions":
         """Calibrated predictions of EVALUATED_DAY of all surfaces, sorted by impression."""
+        from benchmarks.studies.refit_predictions import labels_only
         from benchmarks.studies.trials import trial_path
         from training.data.reader import INPUT_TABLES
         from training.evaluation.predictions import Predictions, concat_predictions
 
-        runner = self.runner
+        runner, config = self.runner, labels_only(seed).model_dump_json()
         paths = {
             kind: trial_path(
-                runner.folder, runner.lake, INPUT_TABLES, runner.split, f"{kind} {seed}"
+                runner.folder, runner.lake, INPUT_TABLES, runner.split, f"{kind} {config}"
             )
             for kind in (GATED, REFIT)
         }

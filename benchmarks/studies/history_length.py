@@ -34,6 +34,7 @@ from etl.spec.units import DaySplit, date_range, parse_date_range
 
 if TYPE_CHECKING:
     from etl.tables.lake import Lake
+    from training.config import TrainConfig
     from training.evaluation.predictions import Predictions
 
 LENGTHS = (0, 32, 256, 2048)
@@ -78,15 +79,19 @@ def ne_by_run(work: Path, names: Iterable[str]) -> dict[str, dict[str, float]]:
 
 
 def ne_of_run(work: Path, paths: PipelinePaths, split: DaySplit, name: str) -> dict[str, float]:
-    """NE of a run by objective over all surfaces; read from its file if the tables are the same."""
+    """NE of a run by objective over all surfaces.
+
+    Read from its file if the tables, the days and the configuration are the same.
+    """
+    from benchmarks.studies.trials import trial_path
     from etl.tables.lake import Lake
     from training.data.reader import INPUT_TABLES
     from training.evaluation.metrics import ne_by_objective
 
     spec = load_spec(SIMULATOR_SPEC)
     lake = Lake(paths.lake, spec)
-    versions = "-".join(f"{table}{lake.version(table)}" for table in INPUT_TABLES)
-    path = work / "history" / versions / f"{name}.json"
+    identity = f"{name} {configuration_of_run(name)}"
+    path = trial_path(work / "history", lake, INPUT_TABLES, split, identity).with_suffix(".json")
     if path.is_file():
         finished: dict[str, float] = json.loads(path.read_text())
         return finished
@@ -101,13 +106,31 @@ def ne_of_run(work: Path, paths: PipelinePaths, split: DaySplit, name: str) -> d
     return ne
 
 
+def configuration_of_run(name: str) -> str:
+    """The configuration of a run's model as JSON; of a bound that of the simulator."""
+    from etl.simulator.config import SimulatorConfig
+    from training.baseline import BaselineConfig
+
+    if name in ("bound", "observable"):
+        return SimulatorConfig(**read_yaml_mapping(BENCH_SIMULATOR)).model_dump_json()
+    config = BaselineConfig() if name == "lightgbm" else gem_config(name)
+    return config.model_dump_json()
+
+
+def gem_config(name: str) -> "TrainConfig":
+    """The configuration of a run named `gem-LENGTH-SEED`."""
+    from training.config import TrainConfig
+
+    _, length, seed = name.split("-")
+    return TrainConfig(max_length=int(length), seed=int(seed))
+
+
 def predictions_of_run(lake: "Lake", raw: str, split: DaySplit, name: str) -> "Predictions":
     """Predictions of one run on the test days."""
     from benchmarks.studies.observable_oracle import with_observable_probabilities
     from benchmarks.studies.trials import scratch_lake
     from etl.simulator.config import SimulatorConfig
     from training.baseline import BaselineConfig, train_baseline
-    from training.config import TrainConfig
     from training.distributed.process_group import process_group
     from training.trainer.trainer import predict_test, train_days
 
@@ -118,10 +141,8 @@ def predictions_of_run(lake: "Lake", raw: str, split: DaySplit, name: str) -> "P
         return with_observable_probabilities(test_rows(lake, split), config)
     if name == "lightgbm":
         return train_baseline(lake, split, BaselineConfig())
-    _, length, seed = name.split("-")
-    training = TrainConfig(max_length=int(length), seed=int(seed))
     with scratch_lake(lake) as scratch, process_group():
-        train_days(scratch, (split.train_first, split.train_last), training)
+        train_days(scratch, (split.train_first, split.train_last), gem_config(name))
         return predict_test(scratch, split)
 
 

@@ -85,7 +85,9 @@ class PrequentialTrials:
 
     def tuned_lightgbm(self, day: date) -> dict[str, BaselineConfig]:
         """The best configuration of LightGBM for each objective on a day, kept in a file."""
-        path = self._path("tuned lightgbm", day).with_suffix(".json")
+        tried = json.dumps([config.model_dump() for config in grid()])
+        name = f"tuned lightgbm {EARLY_STOPPING_ROUNDS} {tried}"
+        path = self._path(name, day).with_suffix(".json")
         if not path.is_file():
             configs = tune_lightgbm(self.lake, self.split(day))
             dumped = {name: config.model_dump() for name, config in configs.items()}

@@ -3,6 +3,7 @@
 Also the cost of the models of the study: FLOPs per example, forward and backward.
 """
 
+import hashlib
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -89,19 +90,23 @@ class TransferTrials:
 
     @classmethod
     def of(cls, work: Path) -> "TransferTrials":
-        """The trials of a work folder; logs, tables, GEM and its outputs are built if missing."""
+        """The trials of a work folder; logs, tables, GEM and its outputs are built if missing.
+
+        A GEM of another configuration has a folder of its own, with the trials that learn from it.
+        """
         work, spec = work.resolve(), load_spec(SIMULATOR_SPEC)
         paths = simulated_tables(work, BENCH_SIMULATOR, BENCH_DAYS)
         split = latest_mature_split(spec, *parse_date_range(BENCH_DAYS))
-        lake = symlinked_lake(Lake(paths.lake, spec), work / "transfer" / "lake")
+        config = TrainConfig(max_length=2048)
+        digest = hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:16]
+        folder = work / "transfer" / digest
+        lake = symlinked_lake(Lake(paths.lake, spec), folder / "lake")
         with process_group():
             if not checkpoint.has_checkpoint(lake, split.train_last):
-                train_days(
-                    lake, (split.train_first, split.train_last), TrainConfig(max_length=2048)
-                )
+                train_days(lake, (split.train_first, split.train_last), config)
             if not lake.exists("user_teacher_embeddings"):
                 write_teacher_outputs(lake, (split.train_first, split.test_last))
-        return cls(lake, paths.raw, split, work / "transfer" / "trials")
+        return cls(lake, paths.raw, split, folder / "trials")
 
     @property
     def objectives(self) -> list[str]:

@@ -8,12 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.studies import history_length, prequential
 from benchmarks.studies.trials import TrialRunner
+from dags.steps import PipelinePaths
 from etl.spec.units import DaySplit
 from etl.tables.lake import Lake
 from ranking.report import figures
 from ranking.report.study import StudyResult, load_studies
 from tests.conftest import FIRST, LAST
+from training.baseline import BaselineConfig
 from training.config import TrainConfig
 from training.evaluation.metrics import ne_by_objective
 from training.evaluation.predictions import Predictions, paired_ne_difference
@@ -114,3 +117,38 @@ def test_a_saved_study_is_loaded_unchanged(tmp_path: Path) -> None:
     assert load_studies(tmp_path) == [study]
     assert "<svg" in figures.plot_study(study)
     assert figures.plot_study(study.model_copy(update={"intervals": {}})) == ""
+
+
+def test_configurations_are_tuned_once_for_each_grid(
+    lake: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned = []
+
+    def tune(_lake: Lake, split: DaySplit) -> dict[str, BaselineConfig]:
+        tuned.append(split)
+        return {"click": BaselineConfig()}
+
+    monkeypatch.setattr(prequential, "tune_lightgbm", tune)
+    trials = prequential.PrequentialTrials(lake, FIRST, LAST, LAST, tmp_path)
+    for rates in ((0.1,), (0.1,), (0.2,)):
+        monkeypatch.setattr(prequential, "RATES", rates)
+        trials.tuned_lightgbm(LAST)
+    assert len(tuned) == 2
+
+
+def test_a_run_is_read_only_if_its_configuration_is_the_same(
+    lake: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = []
+
+    def predict(*arguments: object) -> Predictions:
+        runs.append(arguments)
+        return user_predictions(0, 0.1)
+
+    monkeypatch.setattr(history_length, "load_spec", lambda _: lake.spec)
+    monkeypatch.setattr(history_length, "predictions_of_run", predict)
+    paths = PipelinePaths(tmp_path / "spec.yaml", "raw", lake.root)
+    for config in (TINY, TINY, TrainConfig()):
+        monkeypatch.setattr(history_length, "gem_config", lambda _, config=config: config)
+        history_length.ne_of_run(tmp_path, paths, SPLIT, "gem-8-0")
+    assert len(runs) == 2
