@@ -68,6 +68,11 @@ def commit() -> str:
 
 
 @dataclass
+def commits_of(trained_at: Iterable[str]) -> str:
+    """The different commits of texts "DATE COMMIT", in order of the first date of each."""
+    return ", ".join(dict.fromkeys(text.partition(" ")[2] for text in sorted(trained_at)))
+
+
 class BenchmarkResult:
     """Metrics by key, and a table of them; an unavailable metric is None with a reason."""
 
@@ -103,7 +108,11 @@ class BenchmarkResult:
         ne_differences: "Mapping[str, ConfidenceInterval | Estimate] | None" = None,
         estimates: Mapping[str, tuple[float, float, float]] | None = None,
     ) -> None:
-        """Save the table and figures as a study, with its intervals in units of 1e-4."""
+        trained_at: Iterable[str] = (),
+        """Save the table and figures as a study, with its intervals in units of 1e-4.
+
+        `trained_at` are the dates and commits of its trainings, where these are recorded.
+        """
         from ranking.report.study import StudyResult
 
         StudyResult(
@@ -111,7 +120,7 @@ class BenchmarkResult:
             command=command,
             columns=tuple(self.columns),
             rows=tuple(self.rows),
-            commit=commit(),
+            commit=commits_of(trained_at) or commit(),
             figures=self.figures,
             intervals={
                 name: (1e4 * interval.value, 1e4 * interval.low, 1e4 * interval.high)

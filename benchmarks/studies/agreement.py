@@ -98,12 +98,13 @@ def bench_agreement(args: AgreementArgs) -> None:
         return
     losses = {scale: user_logloss(trials, scale, args.seeds, names) for scale in scales}
     result = agreement_result(losses, args.scales, args.seeds)
-    seconds = sum(trials.gem(config_of(*run)).record.core_seconds for run in runs)
-    result.figures["core_hours"] = round(seconds / 3600, 2)
+    records = [trials.gem(config_of(*run)).record for run in runs]
+    result.figures["core_hours"] = round(sum(r.core_seconds for r in records) / 3600, 2)
     result.show(args.as_json)
     if not args.only and {"tiny", "small"} <= set(args.scales):
         command = f"gemline bench agreement --work work/bench --seeds {args.seeds}"
-        result.save_study(RESULT, command)
+        trained_at = {f"{record.date} {record.commit}" for record in records}
+        result.save_study(RESULT, command, trained_at=trained_at)
 
 
 def config_of(name: str, scale: Scale, seed: int) -> TrainConfig:

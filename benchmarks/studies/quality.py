@@ -131,7 +131,10 @@ def study_figures(
     if args.measure:
         table = measure(args)
         Console(stderr=True).print(table.as_table())
-        table.save_study(path, command)
+        trained_at = table.figures.get("measured_at")
+        table.save_study(
+            path, command, trained_at=trained_at if isinstance(trained_at, list) else ()
+        )
     return committed_figures(path, command)
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from pydantic import Field
 
-from benchmarks.harness import RESULTS, BenchmarkResult, commit
+from benchmarks.harness import RESULTS, BenchmarkResult, commits_of
 from benchmarks.studies.committed import StudyFolder, share_of, show_committed
 from etl.spec.base import StrictModel
 from etl.spec.units import DaySplit
@@ -264,12 +264,14 @@ def study_of(
     result: BenchmarkResult, curves: dict[str, tuple[tuple[float, float], ...]], seeds: int
 ) -> StudyResult:
     """The result as a study, with the points of its plot."""
+    trained_at = result.figures["trained_at"]
+    assert isinstance(trained_at, list)
     return StudyResult(
         title=result.title,
         command=f"gemline bench scaling --work work/bench --seeds {seeds}",
         columns=tuple(result.columns),
         rows=tuple(result.rows),
-        commit=commit(),
+        commit=commits_of(trained_at),
         figures=result.figures,
         curves=curves,
     )

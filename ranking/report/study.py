@@ -22,8 +22,8 @@ class StudyResult(StrictModel):
     """A table of text, and figures: `curves` are points (x, y), `intervals` (value, low, high).
 
     `estimates` (value, standard error, degrees of freedom) are those behind the intervals, so that
-    rows can be added to a study. `figures` are the metrics of the study by key, and `commit` is
-    that of the code that measured them.
+    rows can be added to a study. `figures` are the metrics of the study by key. `commit` names the
+    commits of its trainings, where these are recorded, else that of the code that saved the study.
     """
 
     title: str

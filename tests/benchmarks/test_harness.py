@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from benchmarks.harness import (
     SIMULATOR_SPEC,
     BenchmarkResult,
+    commits_of,
 )
 from benchmarks.pipelines import fresh_copy
 from benchmarks.system import reader_memory
@@ -108,3 +109,10 @@ def test_the_storage_ratio_is_that_of_the_smaller_copied_lists(tmp_path: Path) -
     measure_storage(result, tmp_path, 40_000, 200)
     figures: dict[str, Any] = result.figures
     assert 1 < figures["storage_ratio"] < 0.7 * figures["storage_ratio_in_order_of_time"]
+
+
+def test_a_study_names_the_commits_of_its_trainings(tmp_path: Path) -> None:
+    trained_at = ["2026-01-02 b", "2026-01-01 c", "2026-01-03 c"]
+    assert commits_of(trained_at) == "c, b"
+    BenchmarkResult("", ()).save_study(tmp_path / "study.json", "", trained_at=trained_at)
+    assert json.loads((tmp_path / "study.json").read_text())["commit"] == "c, b"
