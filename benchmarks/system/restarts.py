@@ -48,10 +48,14 @@ SIMULATOR_OVERRIDES = {
     "days": 3,
 }
 DAYS, LAST_DAY = "2026-01-01:2026-01-02", "2026-01-02"
+TOO_LATE = "too late, after its end"
 
 
 def measure_resume(result: BenchmarkResult) -> None:
-    """`resume_exact`: whether all dense weights and tables are bitwise the same."""
+    """`resume_exact`: whether all dense weights and tables are bitwise the same.
+
+    None if the training ended before it could be killed.
+    """
     with tempfile.TemporaryDirectory() as work:
         paths = pipeline_paths_in(work)
         lake = paths.lake
@@ -70,22 +74,33 @@ def measure_resume(result: BenchmarkResult) -> None:
     is_exact = uninterrupted.keys() == resumed.keys() and all(
         torch.equal(tensor, resumed[name]) for name, tensor in uninterrupted.items()
     )
-    result.figures["resume_exact"] = is_exact
+    record_resume(result, is_exact, killed_at)
     equal = "equal" if is_exact else "NOT equal"
-    outcome = f"{len(uninterrupted)} tensors {equal}, killed {killed_at}"
+    outcome = f"{len(uninterrupted)} tensors {equal}, killed {killed_at or TOO_LATE}"
     result.rows.append(("killed and resumed", outcome, "never killed", "", "the same"))
 
 
-def start_and_kill(command: list[str], checkpoint_dir: Path) -> str:
-    """Start a training and kill it after its first checkpoint; returns when it was killed."""
+def record_resume(result: BenchmarkResult, is_exact: bool, killed_at: str | None) -> None:
+    """Record `resume_exact`, which says nothing of a training that was not killed."""
+    if killed_at:
+        result.figures["resume_exact"] = is_exact
+    else:
+        result.record("resume_exact", None, f"the training was killed {TOO_LATE}")
+
+
+def start_and_kill(command: list[str], checkpoint_dir: Path) -> str | None:
+    """Start a training and kill it after its first checkpoint.
+
+    Returns when it was killed; None if it had ended before.
+    """
     child = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     manifests: list[Path] = []
     while not manifests and child.poll() is None:
         time.sleep(0.01)
         manifests = list(checkpoint_dir.glob("*.partial/gem.json"))
     child.send_signal(signal.SIGKILL)
-    child.wait()
-    return f"after {manifests[0].parent.name}" if manifests else "too late"
+    was_killed = child.wait() == -signal.SIGKILL
+    return f"after {manifests[0].parent.name}" if manifests and was_killed else None
 
 
 def all_weights(root: str) -> dict[str, torch.Tensor]:

@@ -19,6 +19,7 @@ from benchmarks.harness import (
 from benchmarks.pipelines import fresh_copy
 from benchmarks.system import reader_memory
 from benchmarks.system.history_storage import measure_storage
+from benchmarks.system.restarts import record_resume
 from benchmarks.system.suites import shown_at_the_end
 from dags.steps import PipelinePaths
 from etl.spec import load_spec
@@ -109,6 +110,14 @@ def test_the_storage_ratio_is_that_of_the_smaller_copied_lists(tmp_path: Path) -
     measure_storage(result, tmp_path, 40_000, 200)
     figures: dict[str, Any] = result.figures
     assert 1 < figures["storage_ratio"] < 0.7 * figures["storage_ratio_in_order_of_time"]
+
+
+def test_a_training_that_was_not_killed_shows_nothing_about_resuming() -> None:
+    result = BenchmarkResult("", ())
+    record_resume(result, True, None)
+    assert result.figures["resume_exact"] is None and result.figures["resume_exact_reason"]
+    record_resume(result, False, "after a checkpoint")
+    assert result.figures["resume_exact"] is False
 
 
 def test_a_study_names_the_commits_of_its_trainings(tmp_path: Path) -> None:
