@@ -6,7 +6,8 @@ slice of KuaiRand are refit each day as in `refit_predictions.py`, and the calib
 position are compared with the true ones there. Finished trainings are kept in that folder.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -44,6 +45,8 @@ GOALS = {
     "calibration_worst_floors_kuairand": "<= 2",
     "position_bias_error": "<= 0.02",
 }
+NO_SEGMENT = "no segment is judged"
+NO_SURFACE = f"no surface has {MIN_POSITIVES} positive labels"
 RESULT = RESULTS / "calibration.json"
 COLUMNS = (
     "logs",
@@ -88,7 +91,7 @@ def bench(args: CalibrationArgs) -> None:
         f"Rankers as served, refit each day from labels only, {args.seeds} seeds", COLUMNS
     )
     sigmas = [compare_calibrators(result, *logs, args.seeds) for logs in rankers.items()]
-    result.record("worst_segment_sigma", max(sigmas), "no segment is judged")
+    result.record("worst_segment_sigma", largest(sigmas), NO_SEGMENT)
     compare_positions(result, rankers["simulated"], args.work / "raw", args.seeds)
     result.show(args.as_json)
     result.save_study(RESULT, f"gemline bench calibration --work work/bench --seeds {args.seeds}")
@@ -126,11 +129,11 @@ class Served:
 
     @property
     def worst_sigma(self) -> float:
-        """The worst segment of all surfaces, corrected for their number."""
+        """The worst segment of all surfaces, corrected for their number; NaN if none is judged."""
         from ranking.scoring.segment_calibration import worst_segment
 
         worst = worst_segment(self.segments)
-        return worst[1] if worst else 0.0
+        return worst[1] if worst else math.nan
 
 
 def serve(trained: "RefitPredictions", calibrator: "Calibrator", seed: int) -> Served:
@@ -168,24 +171,24 @@ def compare_calibrators(
     platt = [one.predictions for one in served[PLATT]]
     for name, by_seed in served.items():
         sigma = mean(one.worst_sigma for one in by_seed)
-        worst_ratio = worst_floors = 0.0
+        worst: list[tuple[float, float]] = []
         for objective in trained.lake.spec.objectives:
             predictions = [one.predictions for one in by_seed]
             difference = paired_ne_difference(predictions, platt, objective)
             ratio, floors = worst_surface(by_seed, objective)
-            worst_ratio, worst_floors = max(worst_ratio, ratio), max(worst_floors, floors)
+            worst.append((ratio, floors))
             gain = "" if name == PLATT else str(difference)
-            cells = (f"{ratio:.4f}", f"{floors:.1f}") if floors else ("", "")
+            cells = ("", "") if math.isnan(ratio) else (f"{ratio:.4f}", f"{floors:.1f}")
             result.rows.append((logs, name, objective, gain, *cells, f"{sigma:.1f}"))
         if name == PRODUCT:
             product_sigma = sigma
-            key = "calibration_worst_kuairand_prequential"
-            result.figures |= {key: round(worst_ratio, 4)} if logs == "kuairand" else {}
-            result.figures |= {
-                f"worst_segment_sigma_{logs}": round(sigma, 2),
-                f"calibration_worst_floors_{logs}": round(worst_floors, 2),
-                f"segments_{logs}": len(by_seed[0].segments),
-            }
+            worst_ratio, worst_floors = (largest(values) for values in zip(*worst, strict=True))
+            if logs == "kuairand":
+                key = "calibration_worst_kuairand_prequential"
+                result.record(key, worst_ratio, NO_SURFACE)
+            result.record(f"worst_segment_sigma_{logs}", sigma, NO_SEGMENT)
+            result.record(f"calibration_worst_floors_{logs}", worst_floors, NO_SURFACE)
+            result.figures[f"segments_{logs}"] = len(by_seed[0].segments)
     return product_sigma
 
 
@@ -193,11 +196,11 @@ def worst_surface(by_seed: "Sequence[Served]", objective: str) -> tuple[float, f
     """The largest |predictions / outcomes - 1| over surfaces, mean of seeds, and in noise floors.
 
     The floor is the standard deviation of the ratio under calibrated predictions. Surfaces with
-    fewer than MIN_POSITIVES are left out.
+    fewer than MIN_POSITIVES are left out; NaN if all are.
     """
     import numpy as np
 
-    worst = (0.0, 0.0)
+    errors: list[tuple[float, float]] = []
     first = by_seed[0].predictions
     column = first.objectives.index(objective)
     for code in np.unique(first.surface):
@@ -208,8 +211,13 @@ def worst_surface(by_seed: "Sequence[Served]", objective: str) -> tuple[float, f
         p = np.mean([one.predictions.probabilities[rows, column] for one in by_seed], 0)
         error = abs(float(p.sum()) / positives - 1)
         floor = float(np.sqrt((p * (1 - p)).sum())) / positives
-        worst = max(worst, (error, error / floor))
-    return worst
+        errors.append((error, error / floor))
+    return max(errors, default=(math.nan, math.nan))
+
+
+def largest(values: Iterable[float]) -> float:
+    """The largest value that is not NaN; NaN if there is none."""
+    return max((value for value in values if not math.isnan(value)), default=math.nan)
 
 
 def compare_positions(
@@ -252,5 +260,5 @@ def compare_positions(
             if positives >= MIN_POSITIVES:
                 errors.append(abs(error))
                 ignored.append(abs(without))
-    result.record("position_bias_error", max(errors), "")
-    result.record("position_bias_error_ignored", max(ignored), "")
+    result.record("position_bias_error", largest(errors), NO_SURFACE)
+    result.record("position_bias_error_ignored", largest(ignored), NO_SURFACE)

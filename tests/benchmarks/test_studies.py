@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.studies import history_length, prequential
+from benchmarks.studies.calibration import Served, largest, worst_surface
 from benchmarks.studies.trials import TrialRunner
 from dags.steps import PipelinePaths
 from etl.spec.units import DaySplit
@@ -152,3 +153,11 @@ def test_a_run_is_read_only_if_its_configuration_is_the_same(
         monkeypatch.setattr(history_length, "gem_config", lambda _, config=config: config)
         history_length.ne_of_run(tmp_path, paths, SPLIT, "gem-8-0")
     assert len(runs) == 2
+
+
+def test_calibration_is_not_judged_without_segments_or_enough_labels() -> None:
+    served = Served(user_predictions(0, 0.1, n=100), [])
+    assert np.isnan(served.worst_sigma) and np.isnan(worst_surface([served], "click")).all()
+    assert np.isnan(largest([])) and largest([float("nan"), 1.0, 2.0]) == 2.0
+    enough = Served(user_predictions(0, 0.1, n=9000), [])
+    assert 0 < worst_surface([enough], "click")[0] < 0.1
