@@ -35,19 +35,19 @@ def interleaved_median_seconds(
 ) -> dict[str, float]:
     """Median seconds of each variant, timed in turn so that slow phases affect all of them.
 
+    The order alternates between rounds, so that none gains from always being the second.
     Callers warm up the variants first. With `time.process_time` as the clock, the result is CPU
     seconds of this process.
     """
     seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(rounds):
-        for name, run in variants.items():
+    for number in range(rounds):
+        for name, run in list(variants.items())[:: -1 if number % 2 else 1]:
             start = clock()
             run()
             seconds[name].append(clock() - start)
     return {name: median(values) for name, values in seconds.items()}
 
 
-def format_mean_std(values: Sequence[float]) -> str:
 def require_known(names: Sequence[str], known: Iterable[str]) -> None:
     """Raises UserError for a name in --only that no part has."""
     known = tuple(known)
@@ -56,6 +56,7 @@ def require_known(names: Sequence[str], known: Iterable[str]) -> None:
             raise UserError(f"--only {name} is no part of this benchmark: use {', '.join(known)}")
 
 
+def format_mean_std(values: Sequence[float]) -> str:
     """The mean, and the standard deviation if there are several values."""
     has_std = len(values) > 1 and not math.isnan(mean(values))
     return f"{mean(values):.4f}" + (f" ± {stdev(values):.4f}" if has_std else "")
@@ -67,12 +68,12 @@ def commit() -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
-@dataclass
 def commits_of(trained_at: Iterable[str]) -> str:
     """The different commits of texts "DATE COMMIT", in order of the first date of each."""
     return ", ".join(dict.fromkeys(text.partition(" ")[2] for text in sorted(trained_at)))
 
 
+@dataclass
 class BenchmarkResult:
     """Metrics by key, and a table of them; an unavailable metric is None with a reason."""
 
@@ -107,8 +108,8 @@ class BenchmarkResult:
         command: str,
         ne_differences: "Mapping[str, ConfidenceInterval | Estimate] | None" = None,
         estimates: Mapping[str, tuple[float, float, float]] | None = None,
-    ) -> None:
         trained_at: Iterable[str] = (),
+    ) -> None:
         """Save the table and figures as a study, with its intervals in units of 1e-4.
 
         `trained_at` are the dates and commits of its trainings, where these are recorded.

@@ -15,6 +15,7 @@ from benchmarks.harness import (
     SIMULATOR_SPEC,
     BenchmarkResult,
     commits_of,
+    interleaved_median_seconds,
 )
 from benchmarks.pipelines import fresh_copy
 from benchmarks.system import reader_memory
@@ -85,6 +86,13 @@ def test_memory_of_readers_is_measured_beside_the_lake_of_an_earlier_part(
     result = BenchmarkResult("", ())
     reader_memory.measure_reader_memory(result, tmp_path)
     assert isinstance(result.figures["reader_memory_mb"], float)
+
+
+def test_variants_are_timed_in_alternating_order() -> None:
+    order: list[str] = []
+    variants = {name: lambda name=name: order.append(name) for name in "ab"}
+    interleaved_median_seconds(variants, 3)
+    assert "".join(order) == "abbaab"
 
 
 @pytest.mark.parametrize("suite", ["data", "operations", "audience", "forecast", "precision"])
