@@ -4,6 +4,7 @@ As-of joins: Spark's range join, two joins, DuckDB and Polars. Counters: Spark's
 must return the same sums.
 """
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ KEYS = (("user",), ("item",), ("user", "category"), ("surface",))
 HOT = (("item",), ("item", "surface"))
 WINDOWS = ("1h", "1d", "7d", "30d")
 EVENTS = ("ad_impression", "ad_long_view", "ad_click", "conversion")
+THREADS = 2  # those of Spark: `local[2]`
 ColumnSums = tuple[int, ...]
 
 
@@ -125,10 +127,13 @@ SPARK_JOINS: dict[str, Callable[[DataFrame, DataFrame], DataFrame]] = {
 def _single_process_joins(work: Path, expected: ColumnSums) -> dict[str, Callable[[], None]]:
     """DuckDB's and Polars' own as-of joins of the same files, on the same number of cores."""
     import duckdb
+
+    os.environ["POLARS_MAX_THREADS"] = str(THREADS)  # read at import
     import polars as pl
 
+    assert pl.thread_pool_size() == THREADS, "polars was imported before"
     connection = duckdb.connect()
-    connection.execute("SET threads = 2")
+    connection.execute(f"SET threads = {THREADS}")
     for name in ("impressions", "events"):
         connection.read_parquet(str(work / f"{name}.parquet")).create_view(name)
     query = """SELECT sum(event), sum(item), sum(type), sum(dwell_ms) FROM impressions
