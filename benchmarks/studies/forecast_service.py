@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.harness import BenchmarkResult
 from benchmarks.studies.forecast_world import draw_boxes, targeting_text
-from etl.errors import UserError
+from etl.errors import TemporaryError, UserError
 from etl.tables.lake import Lake
 from ranking.forecast.forecaster import Forecaster
 from ranking.forecast.pool import WorkerPool
@@ -30,12 +30,27 @@ async def measure_service(
     """Times of forecasts with campaigns by worker processes, and answers while these are killed."""
     versions = table_versions(lake)
     sample = read_sample(lake, versions[SAMPLE])
-    result.record("sampled_rows", sample.num_rows, "")
     settings = WorkerSettings(spec=spec_file, lake=lake.root, versions=versions, shard=(0, workers))
+    result.record("sampled_rows", sample.num_rows, "")
     pool = WorkerPool(settings, workers)
-    await pool.wait_until_ready()
-    forecaster = Forecaster(read_tables(lake, sample, versions), pool)
-    requests = await answerable_requests(forecaster)
+    try:
+        await pool.wait_until_ready()
+        forecaster = Forecaster(read_tables(lake, sample, versions), pool)
+        requests = await answerable_requests(forecaster)
+        others = f"{sample.num_rows:,} rows in {workers} workers"
+        await measure_times(result, forecaster, requests, others)
+        await measure_kills(result, forecaster, pool, requests)
+    finally:
+        await pool.close()
+
+
+async def measure_times(
+    result: BenchmarkResult,
+    forecaster: Forecaster,
+    requests: Sequence[ForecastRequest],
+    service: str,
+) -> None:
+    """Median and 99th percentile of the milliseconds of forecasts, one after the other."""
     seconds = []
     for request in requests:
         start = time.perf_counter()
@@ -44,10 +59,8 @@ async def measure_service(
     p50, p99 = (float(q) for q in np.quantile(1e3 * np.array(seconds), (0.5, 0.99)))
     result.record("query_p50_ms", p50, "")
     result.record("query_p99_ms", p99, "")
-    others = f"P50 {p50:.1f}; {sample.num_rows:,} rows in {workers} workers"
+    others = f"P50 {p50:.1f}; {service}"
     result.rows.append(("P99 of a forecast, ms", f"{p99:.1f}", others, GOALS["query_p99_ms"]))
-    await measure_kills(result, forecaster, pool, requests)
-    await pool.close()
 
 
 async def answerable_requests(forecaster: Forecaster) -> list[ForecastRequest]:
@@ -82,8 +95,10 @@ async def measure_kills(
             complete = await forecaster.forecast(request)
             kill(pool, kills)
             kills += 1
-        forecast = await forecaster.forecast(request)
-        answered += forecast.campaign is not None
+        forecast = await forecast_or_none(forecaster, request)
+        if forecast is None or forecast.campaign is None:
+            continue
+        answered += 1
         if number % KILL_EVERY == 0:
             wider += reach_width(forecast) > reach_width(complete)
     result.record("killed_worker_answers", answered, "")
@@ -91,6 +106,13 @@ async def measure_kills(
     others = f"{wider} of {kills} intervals wider just after a kill"
     goal = GOALS["killed_worker_answers"]
     result.rows.append(("answers while workers are killed", f"{answered}", others, goal))
+
+
+async def forecast_or_none(forecaster: Forecaster, request: ForecastRequest) -> Forecast | None:
+    """The forecast; None if the answer is an error."""
+    with suppress(UserError, TemporaryError):
+        return await forecaster.forecast(request)
+    return None
 
 
 def kill(pool: WorkerPool, number: int) -> None:

@@ -69,8 +69,7 @@ def measure_service_load(args: ServingArgs, result: BenchmarkResult) -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             capacity, normal, overload = runner.run(run_loads(port, bodies, args.seconds))
     finally:
-        service.send_signal(signal.SIGTERM)
-        service.wait(60)
+        stop(service)
     result.rows += [
         ("service, two workers", f"{capacity:.0f} requests/s", f"{CANDIDATES} candidates each", ""),
         ("at 80 % of capacity", summarize_responses(normal), "", "p99 <= 50 ms, no errors"),
@@ -78,18 +77,33 @@ def measure_service_load(args: ServingArgs, result: BenchmarkResult) -> None:
     ]
     successful = [seconds for status, seconds in normal if status == 200]
     result.record("service_capacity", capacity, "")
-    result.record("service_p99_ms", 1e3 * float(np.quantile(successful, 0.99)), "")
+    result.record("service_p99_ms", quantile_ms(successful, 0.99), "no request was successful")
     result.record("service_errors", len(normal) - len(successful), "")
     by_status = Counter(status for status, _ in overload)
     overload_errors = len(overload) - by_status[200] - by_status[429]
     result.record("service_overload_errors", overload_errors, "")
 
 
+def stop(service: subprocess.Popen[bytes], seconds: float = 60) -> None:
+    """Let a service end; kill it if it takes longer than some seconds."""
+    service.send_signal(signal.SIGTERM)
+    try:
+        service.wait(seconds)
+    except subprocess.TimeoutExpired:
+        service.kill()
+        service.wait()
+
+
+def quantile_ms(seconds: Sequence[float], q: float) -> float:
+    """A quantile in milliseconds; NaN without values."""
+    return 1e3 * float(np.quantile(seconds, q)) if seconds else float("nan")
+
+
 def summarize_responses(responses: Responses) -> str:
     """The number of responses by status, and latencies of the successful ones."""
     by_status = Counter(status for status, _ in responses)
     successful = [seconds for status, seconds in responses if status == 200]
-    median, p99 = 1e3 * np.quantile(successful, (0.5, 0.99))
+    median, p99 = (quantile_ms(successful, q) for q in (0.5, 0.99))
     counts = ", ".join(f"{n:,} x {status}" for status, n in sorted(by_status.items()))
     return f"{counts}; median {median:.1f} ms, p99 {p99:.1f}"
 

@@ -25,7 +25,7 @@ import torch
 from benchmarks.harness import BenchmarkResult
 from benchmarks.studies.trials import symlinked_lake
 from benchmarks.system.model_blocks import count_flops
-from benchmarks.system.request_load import sample_requests
+from benchmarks.system.request_load import quantile_ms, sample_requests
 from benchmarks.system.serving_args import ServingArgs
 from etl.errors import UserError
 from etl.tables.atomic_io import local_path
@@ -116,7 +116,7 @@ def time_requests(
 
 def p99_ms(seconds: Sequence[float]) -> float:
     """The 99th percentile in milliseconds; NaN without values."""
-    return 1e3 * float(np.quantile(seconds, 0.99)) if seconds else float("nan")
+    return quantile_ms(seconds, 0.99)
 
 
 def format_latency(seconds: Sequence[float]) -> str:

@@ -1,7 +1,11 @@
 """Output of benchmarks: metrics as a last line of JSON; unavailable ones with a reason."""
 
+import asyncio
 import json
 import math
+import signal
+import subprocess
+import sys
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +22,14 @@ from benchmarks.harness import (
     interleaved_median_seconds,
 )
 from benchmarks.pipelines import fresh_copy
+from benchmarks.studies.forecast_service import forecast_or_none
 from benchmarks.system import reader_memory
 from benchmarks.system.history_storage import measure_storage
+from benchmarks.system.request_load import stop, summarize_responses
 from benchmarks.system.restarts import record_resume
 from benchmarks.system.suites import shown_at_the_end
 from dags.steps import PipelinePaths
+from etl.errors import TemporaryError
 from etl.spec import load_spec
 from etl.tables.lake import Lake
 from gemline import main
@@ -126,6 +133,24 @@ def test_a_training_that_was_not_killed_shows_nothing_about_resuming() -> None:
     assert result.figures["resume_exact"] is None and result.figures["resume_exact_reason"]
     record_resume(result, False, "after a checkpoint")
     assert result.figures["resume_exact"] is False
+
+
+def test_a_service_that_does_not_end_is_killed() -> None:
+    ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    code = f"{ignore}; print('ready', flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as service:
+        assert service.stdout and service.stdout.readline()
+        stop(service, 0.2)
+        assert service.returncode == -signal.SIGKILL
+
+
+def test_failed_requests_are_counted() -> None:
+    class Failing:
+        async def forecast(self, request: object) -> object:
+            raise TemporaryError("no worker")
+
+    assert asyncio.run(forecast_or_none(Failing(), None)) is None  # type: ignore[arg-type]
+    assert summarize_responses([(503, 1.0)] * 3).startswith("3 x 503")
 
 
 def test_a_study_names_the_commits_of_its_trainings(tmp_path: Path) -> None:
