@@ -2,7 +2,8 @@
 
 A part that passed is not run again until the source changes: results are kept in work/proof/ below
 the hash of the source. When all parts have run, the record is written to
-benchmarks/results/proof.json; the README shows its summary.
+benchmarks/results/proof.json; the README shows its summary. Tests that were skipped, for want of a
+tool or a device, are counted in both.
 """
 
 import hashlib
@@ -15,11 +16,13 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "proof.json"
@@ -32,11 +35,15 @@ NOT_SOURCE = re.compile(r"docs/|benchmarks/results/|.*\.md$")
 
 @dataclass(frozen=True)
 class Part:
-    """The result of one part: a file of tests, or all property tests."""
+    """The result of one part: a file of tests, or all property tests.
+
+    `skipped` is the number of skipped tests by their reason.
+    """
 
     name: str
     passed: bool
     seconds: float
+    skipped: dict[str, int] = field(default_factory=dict)
 
 
 def source_hash() -> str:
@@ -73,8 +80,18 @@ def run_part(name: str, state: Path) -> Part:
         runs = [[test] for test in sample_of_tests()]
     print(f"== {name}", flush=True)
     start = time.monotonic()
-    passed = all(_pytest(arguments, env).returncode == 0 for arguments in runs)
-    return Part(name, passed, round(time.monotonic() - start, 1))
+    passed, skipped, report = True, Counter[str](), state / "report.xml"
+    for arguments in runs:
+        report.unlink(missing_ok=True)
+        passed &= _pytest([*arguments, f"--junitxml={report}"], env).returncode == 0
+        skipped += skipped_tests(report) if report.is_file() else Counter()
+    return Part(name, passed, round(time.monotonic() - start, 1), dict(skipped))
+
+
+def skipped_tests(report: Path) -> Counter[str]:
+    """The number of skipped tests by their reason, of a JUnit report of pytest."""
+    skips = ElementTree.parse(report).iter("skipped")
+    return Counter(skip.get("message", "") for skip in skips if skip.get("type") == "pytest.skip")
 
 
 def sample_of_tests() -> list[str]:
@@ -120,9 +137,11 @@ def summary(record: dict[str, Any]) -> str:
     failed = [part["name"] for part in parts if not part["passed"]]
     verdict = f"failed in {', '.join(failed)}" if failed else "passed"
     minutes = round(record["seconds"] / 60)
+    num_skipped = sum(sum(part.get("skipped", {}).values()) for part in parts)
+    skipped = f", {num_skipped} tests skipped" if num_skipped else ""
     return (
         f"The last `make proof`, on {record['date']} at commit {record['commit'][:7]}, {verdict}: "
-        f"{len(parts)} parts in {minutes} minutes "
+        f"{len(parts)} parts in {minutes} minutes{skipped} "
         f"([record](benchmarks/results/{RESULT.name}))."
     )
 

@@ -18,7 +18,7 @@ from tests.cli import parse_command
 from tests.conftest import ROOT
 from tests.pages import DOCS, PAGES, blocks, commands
 from tests.pipeline import build_tables, rows
-from tests.proof import RESULT, summary
+from tests.proof import RESULT, skipped_tests, summary
 
 pytestmark = pytest.mark.spark
 
@@ -80,6 +80,22 @@ def test_the_files_of_the_ten_tasks_exist() -> None:
 
 def test_the_readme_shows_the_result_of_the_last_proof() -> None:
     assert summary(json.loads(RESULT.read_text())) in (ROOT / "README.md").read_text()
+
+
+def test_skipped_tests_are_counted_by_their_reason(tmp_path: Path) -> None:
+    skips = [
+        f"@pytest.mark.skip(reason={reason!r})\ndef test_{number}(): pass\n"
+        for number, reason in enumerate(["no docker", "no docker", "no GPU"])
+    ]
+    others = "def test_that_runs(): pass\n@pytest.mark.xfail\ndef test_that_fails(): assert False\n"
+    (tmp_path / "test_x.py").write_text("import pytest\n" + "".join(skips) + others)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", "--junitxml=report.xml"]
+    subprocess.run([*command, "test_x.py"], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
+    skipped = skipped_tests(tmp_path / "report.xml")
+    assert skipped == {"no docker": 2, "no GPU": 1}
+    record = json.loads(RESULT.read_text())
+    record["parts"][0]["skipped"] = skipped
+    assert ", 3 tests skipped (" in summary(record)
 
 
 @pytest.mark.parametrize(
