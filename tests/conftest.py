@@ -23,7 +23,8 @@ os.environ.setdefault("GEMLINE_SPARK_MEMORY", "3g")
 # The short jobs of tests gain less from the optimizing compiler than it takes.
 os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1")
 os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which torch may do
-# `make test` tries the same examples in each run; `make proof` tries others, ten times as many.
+# `make test` tries the same examples in each run; `make proof` tries others, and ten times as many
+# of each test that does not set `max_examples` itself.
 settings.register_profile("test", deadline=None, derandomize=True)
 settings.register_profile("proof", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("GEMLINE_HYPOTHESIS", "test"))
