@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import yaml
-from deltalake import DeltaTable
 
 from etl.errors import UserError
 from etl.spec import load_spec
@@ -53,6 +52,7 @@ def test_an_upgrade_rewrites_tables_and_keeps_gem_and_its_predictions(
     names = {*TABLES, "teacher_predictions", "user_teacher_embeddings"}
     names = {name for name in names if own_gem_lake.exists(name)}
     before = {name: rows_without_bucket(own_gem_lake, name) for name in names}
+    inputs = last_commit_metadata(own_gem_lake.open("examples"))["inputs"]
     flags = ["--spec", str(new_spec_path), "--lake", own_gem_lake.root]
     command = ["upgrade", *flags, "--raw", str(raw), "--old-spec", str(spec_path), "--yes"]
     assert main([*command, "--days", f"{FIRST}:{LAST}"]) == 0
@@ -60,6 +60,8 @@ def test_an_upgrade_rewrites_tables_and_keeps_gem_and_its_predictions(
     assert "removed, to be rebuilt: nothing" in output
     assert "predictions for requests of the old spec: equal" in output
     upgraded = Lake(own_gem_lake.root, load_spec(new_spec_path))
+    recorded = last_commit_metadata(upgraded.open("examples"))
+    assert recorded == {"spec": upgraded.spec.hash, "inputs": inputs}, "as the last write recorded"
     for name in names:
         assert rows_without_bucket(upgraded, name) == before[name], name
     buckets = {row["impression_id"]: row["bucket"] for row in rows(upgraded, "examples")}
@@ -89,14 +91,3 @@ def test_a_table_cannot_be_read_until_it_is_rewritten_completely(
     upgrade_lake(own.root, old, new)
     partitions = {row["bucket"] for row in rows(Lake(own.root, new), "events")}
     assert len(partitions) > old.buckets
-
-
-def test_a_commit_keeps_what_the_last_write_recorded(
-    spark: object, own: Lake, spec_path: Path, new_spec_path: Path
-) -> None:
-    inputs = last_commit_metadata(own.open("examples"))["inputs"]
-    flags = ["--spec", str(new_spec_path), "--lake", own.root, "--old-spec", str(spec_path)]
-    assert main(["etl", "repartition", *flags]) == 0
-    recorded = last_commit_metadata(DeltaTable(own.table_uri("examples")))
-    new = load_spec(new_spec_path)
-    assert recorded == {"spec": new.hash, "inputs": inputs}
