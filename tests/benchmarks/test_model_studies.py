@@ -114,15 +114,20 @@ def test_the_slope_is_that_of_the_points_and_the_rate_is_chosen_on_other_days() 
     assert scaling.best_base_rate(selection, "GEM") == 1e-3  # type: ignore[arg-type]
     trials = FakeTrials(lambda config: slower_is_worse(config) * (1 + ("dcn" in str(config)) * 0.3))
     result, curves = scaling.scaling_result(selection, trials, 2)  # type: ignore[arg-type]
-    flops, ne = np.array(curves["GEM"]).T
-    expected = np.polyfit(np.log10(flops), ne, 1)[0]
+    slopes = {
+        name: np.polyfit([np.log10(flops) for flops, _ in curve], [ne for _, ne in curve], 1)[0]
+        for name, curve in curves.items()
+    }
     figures = result.figures
-    assert figures["slope_gem"] == pytest.approx(1e4 * expected, abs=1e-3)
+    assert figures["slope_gem"] == pytest.approx(1e4 * slopes["GEM"], abs=1e-3)
     assert figures["slope_gem_low"] < figures["slope_gem"] < figures["slope_gem_high"] < 0  # type: ignore[operator]
-    assert figures["best_peer"] == "DCNv2" or figures["slope_gem_less_best_peer"] <= 0  # type: ignore[operator]
+    assert figures["best_peer"] == "DCNv2" == min(slopes, key=lambda name: slopes[name])
+    steeper = 1e4 * (slopes["GEM"] - slopes["DCNv2"])
+    assert figures["slope_gem_less_best_peer"] == pytest.approx(steeper, abs=1e-3) and steeper > 0
     assert figures["core_hours"] == pytest.approx((30 + 18) * 36 / 3600)
     study = scaling.study_of(result, curves, 2)
     assert study.curves["HSTU"] == curves["HSTU"]
+    assert study.commit == "abc", "that of the trainings"
 
 
 def test_the_slope_of_a_curve_less_itself_is_zero() -> None:
@@ -271,9 +276,12 @@ def test_studies_print_their_committed_figures(
     name = study.__name__.rpartition(".")[2]  # type: ignore[attr-defined]
     assert main(["bench", name, "--json"]) == 0
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    result = study.RESULT  # type: ignore[attr-defined]
+    committed = json.loads(result.read_text())["figures"] if result.is_file() else {}
     for key in study.GOALS:  # type: ignore[attr-defined]
-        assert figures[f"{key}_measured"]
+        assert figures[key] == committed.get(key)
         assert figures[key] is not None or figures[f"{key}_reason"]
+        assert (figures[f"{key}_measured"] == "no committed study") == (not committed)
 
 
 def test_unknown_rows_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

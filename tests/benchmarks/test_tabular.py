@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -95,9 +96,20 @@ def bench(folder: Path, *options: str) -> list[str]:
 
 
 def test_the_bench_reports_the_test_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(bench(folder, "--numeric", "n", "--seeds", "2")) == 0
-    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert 0 < figures["auc"] <= 1 and figures["logloss"] > 0 and len(figures["auc_seeds"]) == 2
+    """With the opposite labels in that file only, models are the same, and 1 - AUC their AUC."""
+
+    def figures() -> dict[str, Any]:
+        assert main(bench(folder, "--numeric", "n", "--seeds", "2")) == 0
+        return dict(json.loads(capsys.readouterr().out.splitlines()[-1]))
+
+    before = figures()
+    table = pc_csv.read_csv(folder / "test.csv")
+    opposite = pa.array(1 - table["click"].to_numpy())
+    column = table.column_names.index("click")
+    pc_csv.write_csv(table.set_column(column, "click", opposite), folder / "test.csv")
+    opposite_auc = [1 - auc for auc in before["auc_seeds"]]
+    assert figures()["auc_seeds"] == pytest.approx(opposite_auc, abs=1e-6)
+    assert abs(before["auc"] - 0.5) > 0.01 and before["logloss"] > 0
 
 
 def test_peers_are_reported_and_one_that_is_not_installed_is_null(

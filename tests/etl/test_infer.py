@@ -18,6 +18,7 @@ from etl.errors import UserError
 from etl.spec import DataSpec, load_spec
 from etl.spec.infer import infer_spec
 from etl.spec.sample import Column, path_pattern
+from etl.spec.sample_events import spec_name
 
 
 def inferred(folder: Path, tmp_path: Path) -> tuple[DataSpec, dict[str, Any]]:
@@ -219,8 +220,8 @@ names = st.text("abcXYZ-_ 019.", min_size=1, max_size=12)
 
 
 @given(
-    types=st.lists(names, min_size=2, max_size=6, unique=True),
-    pages=st.lists(names, min_size=1, max_size=4, unique=True),
+    types=st.lists(names, min_size=2, max_size=6, unique_by=spec_name),
+    pages=st.lists(names, min_size=1, max_size=4, unique_by=spec_name),
 )
 def test_the_inferred_spec_is_valid_yaml_for_any_values(
     tmp_path_factory: pytest.TempPathFactory, types: list[str], pages: list[str]
@@ -231,7 +232,11 @@ def test_the_inferred_spec_is_valid_yaml_for_any_values(
         for name in types for page in pages
     ]  # fmt: skip
     write_json_lines(folder / "log" / "a.json.gz", records)
-    yaml.safe_load(infer_spec(folder / "log"))
+    written = yaml.safe_load(infer_spec(folder / "log"))
+    assert set(written["events"]) == {spec_name(name) for name in types}
+    assert set(written["surfaces"]) == {spec_name(page) for page in pages}
+    for page in pages:
+        assert written["surfaces"][spec_name(page)].get("logged_as", spec_name(page)) == page
 
 
 def test_a_delta_table_is_not_read_as_files(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from fastapi.testclient import TestClient
@@ -97,8 +98,13 @@ def test_without_a_known_token_nothing_is_read_or_revealed(
         assert "bearer" in guarded_client.get("/openapi.json").text
 
 
-def test_a_token_is_limited_to_its_rate(guarded_client: TestClient) -> None:
+def test_a_token_is_limited_to_its_rate(
+    guarded_client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One item every two seconds; other tokens are not affected."""
+    clock = SimpleNamespace(seconds=time.monotonic())
+    frozen = SimpleNamespace(monotonic=lambda: clock.seconds)
+    monkeypatch.setattr("ranking.serving.auth.time", frozen)
 
     def post(token: str) -> int:
         answer = guarded_client.post("/items", json={"item": "i"}, headers=bearer(token))
@@ -108,7 +114,7 @@ def test_a_token_is_limited_to_its_rate(guarded_client: TestClient) -> None:
 
     assert [post("items"), post("items")] == [204, 429]
     assert [post("events+items") for _ in range(6)] == [204] * 6
-    time.sleep(1.1)
+    clock.seconds += 1.1
     assert post("items") == 204
 
 

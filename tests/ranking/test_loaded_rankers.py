@@ -5,6 +5,7 @@ import logging
 import shutil
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fastapi.testclient import TestClient
@@ -23,6 +24,7 @@ from ranking.registry.manifest import (
 )
 from ranking.registry.ranker import Ranker, live_pointer, rankers_folder
 from ranking.serving.app import create_app
+from ranking.serving.loaded_rankers import MIN_RETRY_SECONDS
 from ranking.serving.settings import SETTINGS_VARIABLE, Settings
 from ranking.serving.worker import Worker
 from tests.conftest import LAST
@@ -147,7 +149,9 @@ def record_loads(worker: Worker) -> list[str]:
 def test_a_repaired_version_is_served_after_the_delay(
     settings: Settings, lake_of_three: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ranking.serving.loaded_rankers.MIN_RETRY_SECONDS", 0.2)
+    clock = SimpleNamespace(seconds=0.0)
+    frozen = SimpleNamespace(monotonic=lambda: clock.seconds)
+    monkeypatch.setattr("ranking.serving.loaded_rankers.time", frozen)
     worker = Worker(settings)
     live_pointer(lake_of_three, "feed").promote("two")
     table = ranker_folder(lake_of_three, "feed", "two") / TABLES_FILE
@@ -157,7 +161,7 @@ def test_a_repaired_version_is_served_after_the_delay(
     table.write_bytes(content)
     asyncio.run(worker.refresh())
     assert worker.rankers.versions["feed"] == "one"
-    asyncio.run(asyncio.sleep(0.25))
+    clock.seconds = MIN_RETRY_SECONDS
     asyncio.run(worker.refresh())
     assert worker.rankers.versions["feed"] == "two" and not worker.rankers.errors
     worker.close()
