@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from training.model.config import SequenceOptions
+from training.model.config import SCALES, EventGroupOptions, SequenceOptions
 from training.model.sequence.attention import RotaryTimeEncoding
+from training.model.sequence.event_groups import EventGroupEncoder
 from training.model.sequence.layers import (
     Gdpa,
     HstuLayer,
@@ -264,3 +265,12 @@ def test_the_activation_unit_is_an_mlp_of_both_their_difference_and_their_produc
     twice, offsets = h.events[:5].repeat(2, 1), torch.tensor([0, 10])
     doubled = unit(candidates[:1], twice, request[:1], offsets)
     torch.testing.assert_close(doubled, 2 * out[:1])
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_the_hidden_width_of_the_activation_unit_does_not_depend_on_the_heads(heads: int) -> None:
+    options = SequenceOptions(target_attention="activation_unit")
+    config = SCALES["small"].model_copy(update={"sequence": options, "heads": heads})
+    encoder = EventGroupEncoder(config, EventGroupOptions(events=()), 1, ROW, [ROW])
+    unit = encoder.target_attention
+    assert isinstance(unit, ActivationUnitAttention) and unit.event.out_features == 36

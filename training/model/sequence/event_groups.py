@@ -109,12 +109,11 @@ class EventGroupEncoder(nn.Module):
             not options.mixes_positions(level) for level in range(depth)
         )
         self._build_summaries(config, group, len(context_sizes))
-        attention_class = (
-            ActivationUnitAttention
+        self.target_attention = (
+            ActivationUnitAttention(w)
             if options.target_attention == "activation_unit"
-            else TargetAttention
+            else TargetAttention(w, heads)
         )
-        self.target_attention = attention_class(w, heads)
         self.target_out = nn.Linear(w, d)
 
     def _build_summaries(self, config: GemConfig, group: EventGroupOptions, depth: int) -> None:
