@@ -140,8 +140,8 @@ def _torchrun(args: GemArgs) -> None:
 
 
 def worker_settings(args: GemArgs) -> dict[str, object]:
-    """The arguments of each training process, as values of a configuration file."""
-    return args.model_dump(mode="json", exclude={"processes"}, exclude_none=True)
+    """The arguments of each training process that are not defaults, for a configuration file."""
+    return args.model_dump(mode="json", exclude={"processes"}, exclude_defaults=True)
 
 
 class UpgradeGemArgs(LakeArgs):

@@ -33,6 +33,8 @@ OPTIONS: list[dict[str, Any]] = [
     },
     {"scale": "tiny", "sizes": {"layers": 3, "event_width": 64}},
     {"model": {"sequence": {"event_groups": {"ads": {"events": ["a", "b"], "width": 8}}}}},
+    {"embedding_ttl_days": None},
+    {"model": {"parallel_interaction": None}},
 ]
 
 
