@@ -19,7 +19,7 @@ from benchmarks.system.warm_start import (
     trained_gem,
 )
 from etl.spec import load_spec
-from etl.spec.units import DayRange
+from etl.spec.units import DAY, MICROS, DayRange
 from etl.tables import arrow, atomic_io, label_schemas, schemas
 from etl.tables.lake import Lake
 from tests.conftest import FIRST
@@ -30,8 +30,13 @@ from training.model.gem import Gem
 from training.model.numeric import quantile_edges
 from training.trainer import checkpoint
 from training.trainer.async_checkpoint import AsyncCheckpointer
-from training.trainer.resume import first_day_statistics, fit_new_numbers, starting_point
-from training.trainer.state import build_train_state, latest_reader
+from training.trainer.resume import (
+    first_day_statistics,
+    fit_new_numbers,
+    start_new_objectives,
+    starting_point,
+)
+from training.trainer.state import TrainState, build_train_state, latest_reader
 from training.trainer.trainer import train_days
 from training.trainer.upgrade import TOLERANCE, carry_over, prediction_difference, upgraded_manifest
 
@@ -109,6 +114,60 @@ def test_a_model_starts_with_the_quantiles_and_base_rates_of_the_first_day(
     rates = torch.sigmoid(core.heads.out_bias[:count])
     torch.testing.assert_close(rates, statistics.base_rates)
     assert (statistics.base_rates > 0).all() and (statistics.base_rates < 1).all()
+
+
+def delay_conversions(lake: Lake) -> None:
+    """Labels of conversions become final a day later, as with a window of a day."""
+    schema = label_schemas.impressions(lake.spec)
+    rows = arrow.snapshot(lake, schema).read()
+    index = rows.schema.get_field_index("label_mature_ts_conversion")
+    later = pc.add(rows.column(index), DAY * MICROS["s"])
+    rows = rows.set_column(index, rows.schema.field(index), later.cast(rows.schema.types[index]))
+    arrow.replace_rows(lake, schema, rows, "true", {})
+
+
+def started(lake: Lake, days: DayRange, config: TrainConfig) -> TrainState:
+    """The state before the first batch of a day."""
+    reader = latest_reader(lake, config)
+    manifest, path = starting_point(lake, reader, days, config)
+    statistics = None if path else first_day_statistics(lake, reader, manifest)
+    if statistics:
+        manifest = manifest.with_base_rates(statistics.base_rates)
+    state = build_train_state(manifest, statistics=statistics)
+    if path:
+        checkpoint.load_checkpoint(path, state)
+    start_new_objectives(lake, reader, state)
+    return state
+
+
+def test_a_slow_objective_starts_from_its_rate_on_its_first_day(own: Lake, group: None) -> None:
+    delay_conversions(own)
+    column = list(own.spec.objectives).index("conversion")
+    others = torch.arange(len(own.spec.objectives)) != column
+    first = started(own, (FIRST, FIRST), CONFIG)
+    assert set(first.manifest.base_rates) == set(own.spec.objectives) - {"conversion"}
+    train_days(own, (FIRST, FIRST), CONFIG)
+    trained = build_train_state(first.manifest)
+    checkpoint.load_checkpoint(checkpoint.checkpoint_path(own.root, FIRST), trained)
+
+    second = started(own, (SECOND, SECOND), CONFIG)
+    rate = second.manifest.base_rates["conversion"]
+    assert 0 < rate < 0.05
+    assert first.manifest.base_rates.items() <= second.manifest.base_rates.items()
+    for before, after in ((trained.model.core, second.model.core), (trained.ema, second.ema)):
+        old, new = (m.get_parameter(bias_of(m)) for m in (before, after))
+        assert torch.equal(new[: len(others)][others], old[: len(others)][others])
+        torch.testing.assert_close(new[column].sigmoid(), torch.tensor(rate))
+
+    joint = CONFIG.model_copy(update={"first_training": "joint"})
+    atomic_io.remove_folder(checkpoint.checkpoint_path(own.root, FIRST))
+    state = started(own, (FIRST, SECOND), joint)
+    assert 0 < state.manifest.base_rates["conversion"] < 0.05
+
+
+def bias_of(model: torch.nn.Module) -> str:
+    (name,) = (n for n, _ in model.named_parameters() if n.endswith("heads.out_bias"))
+    return name
 
 
 def random_statistics(columns: int, users: int) -> InputStatistics:

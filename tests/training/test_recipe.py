@@ -216,7 +216,7 @@ def train_until(lake: Lake, config: TrainConfig, step: int) -> int:
         manifest, path = starting_point(lake, reader, (FIRST, FIRST), config)
         statistics = None if path else first_day_statistics(lake, reader, manifest)
         if statistics:
-            manifest = manifest.with_base_rates(statistics)
+            manifest = manifest.with_base_rates(statistics.base_rates)
         state = build_train_state(manifest, statistics=statistics)
         if path:
             checkpoint.load_checkpoint(path, state)

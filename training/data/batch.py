@@ -223,7 +223,8 @@ def balance_by_cost(requests: Int64, cost: Int64, count: int) -> list[Int64]:
 class InputStatistics:
     """Sampled numbers, of rows (n, F) and users (n, U), and means of labels.
 
-    `base_rates` (O) are those of objectives; `auxiliary_means` (A) may be of dwells, too.
+    `base_rates` (O) are those of objectives, NaN for those without final labels; `auxiliary_means`
+    (A) may be of dwells, too.
     """
 
     row_numeric: Tensor

@@ -3,7 +3,7 @@
 n sampled rows, F numeric features of a row, U of a user, O objectives, A auxiliary objectives.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import date
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import Tensor
 from etl.array_types import Bools, Float32
 from training.data.batch import InputStatistics
 from training.data.label_window import LabelWindow
+from training.data.partition import ExamplePartition
 from training.data.reader import ExampleReader
 
 SAMPLE_ROWS = 20_000
@@ -26,24 +27,48 @@ def input_statistics(
 
     The users of a bucket are a random sample.
     """
-    row_numeric, user_numeric, partitions = [], [], []
-    buckets = range(reader.lake.spec.buckets)
-    for _, partition in reader.partitions([day], buckets, label_window):
+    row_numeric, user_numeric = [], []
+    partitions = list(_sample_partitions(reader, [day], label_window))
+    for partition in partitions:
         counts = np.diff(partition.request_offsets)
         version = reader.items.versions_at(partition.item_index, np.repeat(partition.as_of, counts))
         row_numeric.append(np.concatenate((reader.items.numeric[version], partition.numeric), 1))
         user_numeric.append(partition.user_numeric)
-        partitions.append(partition)
-        if sum(map(len, row_numeric)) >= SAMPLE_ROWS:
-            break
-    if not row_numeric:
+    if not partitions:
         return None
     return InputStatistics(
         row_numeric=torch.from_numpy(np.concatenate(row_numeric)),
         user_numeric=torch.from_numpy(np.concatenate(user_numeric)),
-        base_rates=_mean_labels([(p.labels, p.label_mask) for p in partitions]),
+        base_rates=_base_rates(partitions),
         auxiliary_means=_mean_labels([(p.auxiliary_labels, p.auxiliary_mask) for p in partitions]),
     )
+
+
+def base_rates(reader: ExampleReader, days: Sequence[date], label_window: LabelWindow) -> Tensor:
+    """The rate (O) of each objective, of some users on several days; NaN without final labels."""
+    partitions = list(_sample_partitions(reader, days, label_window))
+    if not partitions:
+        return torch.full((len(reader.lake.spec.objectives),), torch.nan)
+    return _base_rates(partitions)
+
+
+def _sample_partitions(
+    reader: ExampleReader, days: Sequence[date], label_window: LabelWindow
+) -> Iterator[ExamplePartition]:
+    """The first buckets with about SAMPLE_ROWS rows."""
+    rows, buckets = 0, range(reader.lake.spec.buckets)
+    for _, partition in reader.partitions(days, buckets, label_window):
+        yield partition
+        rows += len(partition.item_index)
+        if rows >= SAMPLE_ROWS:
+            break
+
+
+def _base_rates(partitions: Sequence[ExamplePartition]) -> Tensor:
+    """The rate (O) of each objective; NaN for those without final labels, which take days."""
+    rates = _mean_labels([(p.labels, p.label_mask) for p in partitions])
+    has_labels = np.any([p.label_mask.any(0) for p in partitions], axis=0)
+    return torch.where(torch.from_numpy(has_labels), rates, torch.nan)
 
 
 def _mean_labels(parts: Sequence[tuple[Float32, Bools]]) -> Tensor:

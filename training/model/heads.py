@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from etl.errors import UserError
 from training.model.sequence.pyramid import EncodedEvents
@@ -51,8 +52,13 @@ class ObjectiveTowers(nn.Module):
         self.surface_bias = nn.Parameter(torch.zeros(surfaces + 1, objectives))
 
     def start_from(self, outputs: Tensor) -> None:
-        """Start from constant outputs (O), such as the logits of base rates."""
-        self.out_bias.data.copy_(outputs)
+        """Start the first outputs (n) from constants, such as logits of base rates, except NaN."""
+        bias, values = self.out_bias.data, outputs.to(self.out_bias)
+        values = F.pad(values, (0, len(bias) - len(values)), value=torch.nan)
+        if isinstance(bias, DTensor):  # sharded by FSDP
+            values = distribute_tensor(values, bias.device_mesh, bias.placements).to_local()
+            bias = bias.to_local()
+        bias.copy_(torch.where(values.isnan(), bias, values))
 
     def forward(self, h: Tensor, surface: Tensor) -> Tensor:
         """Hidden units (B, H), or (B, O, H) if each tower has its own, and surfaces to logits."""

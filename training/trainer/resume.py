@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -20,10 +21,11 @@ from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath
 from training.config import TrainConfig
 from training.data.batch import Batch, InputStatistics, Shuffle, batch_digest
-from training.data.input_statistics import input_statistics
+from training.data.input_statistics import base_rates, input_statistics
 from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
 from training.data.shards import Epoch, RoundRobin, read_epoch
+from training.model.gem import Gem
 from training.model.history.encoder import history_selector
 from training.precision.precision_map import read_precision_map
 from training.teacher.predictions import TeacherPredictions
@@ -186,6 +188,26 @@ def fit_new_numbers(lake: Lake, reader: ExampleReader, state: TrainState) -> Non
     if statistics:
         state.model.core.fit_numbers(statistics, manifest.unfitted_numbers)
         state.manifest = manifest.model_copy(update={"unfitted_numbers": ()})
+
+
+def start_new_objectives(lake: Lake, reader: ExampleReader, state: TrainState) -> None:
+    """Before the first batch of a day, start objectives that were never trained from their rates.
+
+    Slow objectives have no final labels on the first day. An objective without a base rate was
+    never trained, except in a GEM that has none at all, which an earlier version trained.
+    """
+    manifest = state.manifest
+    missing = [name not in manifest.base_rates for name in manifest.features.objectives]
+    if manifest.batches or not any(missing) or (manifest.steps and not manifest.base_rates):
+        return
+    day = manifest.trained_until
+    labels = replace(day_labels(lake, day, manifest), negative_sampling=None)
+    days = DayBatches(lake, reader, day, manifest).epoch(0).days
+    rates = base_rates(reader, days, labels)
+    state.manifest = manifest.with_base_rates(rates)
+    outputs = torch.where(torch.tensor(missing), torch.logit(rates), torch.nan)
+    for model in (state.model.core, cast("Gem", state.ema.module)):
+        model.heads.start_from(outputs)
 
 
 def _day_statistics(

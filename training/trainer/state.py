@@ -5,6 +5,7 @@ rebuild the model and to detect incompatible use.
 """
 
 import hashlib
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 from pydantic import Field
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -67,7 +69,7 @@ class Manifest(StrictModel):
         features: What the model reads; surfaces and event types in the order of their codes.
         attributes: How each attribute is read.
         event_types: Types of the events in a history; empty for all.
-        base_rates: Rate of each objective in the first training, which weights its loss.
+        base_rates: Rate of each objective when it was first trained, which weights its loss.
         layout: Rows that modules were trained on, if the features were changed since.
         unfitted_numbers: Numbers that an upgrade added; the next day of training has their edges.
         precision_map: How linear layers are computed with `--compute.precision fp8`.
@@ -124,12 +126,11 @@ class Manifest(StrictModel):
         """The last day of the first training; at its end all labels that are final are new."""
         return self.joint_until or self.trained_from
 
-    def with_base_rates(self, statistics: InputStatistics) -> "Manifest":
-        """The manifest with the rates of the objectives in the first training."""
-        rates = statistics.base_rates.tolist()
-        return self.model_copy(
-            update={"base_rates": dict(zip(self.features.objectives, rates, strict=True))}
-        )
+    def with_base_rates(self, rates: Tensor) -> "Manifest":
+        """The manifest with the rates (O) of objectives that have none yet; NaN adds none."""
+        named = zip(self.features.objectives, rates.tolist(), strict=True)
+        new = {name: rate for name, rate in named if not math.isnan(rate)}
+        return self.model_copy(update={"base_rates": new | self.base_rates})
 
     def after_step(self, batch: Batch, rows: int) -> "Manifest":
         """The manifest after one more step on `rows` rows of all processes together."""

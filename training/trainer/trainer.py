@@ -42,6 +42,7 @@ from training.trainer.resume import (
     check_same_inputs,
     first_day_statistics,
     fit_new_numbers,
+    start_new_objectives,
     starting_point,
 )
 from training.trainer.state import TrainState, build_train_state, latest_reader
@@ -75,7 +76,7 @@ def train_days(
     timeline.record("tables")
     statistics = None if path else first_day_statistics(lake, reader, manifest)
     if statistics:
-        manifest = manifest.with_base_rates(statistics)
+        manifest = manifest.with_base_rates(statistics.base_rates)
     state = build_train_state(manifest, parallelism, statistics, process_device())
     timeline.record("model")
     if path:
@@ -120,6 +121,7 @@ class Trainer:
         """
         rank, world = dist.get_rank(), dist.get_world_size()
         self.start_day(day)
+        start_new_objectives(self.lake, self.reader, self.state)
         day_batches = DayBatches(self.lake, self.reader, day, self.state.manifest)
         batches = day_batches.for_rank(rank, world)
         padding = day_batches.padding_batches(rank)
