@@ -324,6 +324,16 @@ def test_a_layer_whose_error_grows_falls_back(
     torch.compiler.reset()
 
 
+def test_several_processes_train_with_a_map_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    model = Model()
+    valve = SafetyValve(model, PrecisionMap.uniform(["trunk.0"], "bf16"))
+    with valve.watch(0):
+        model(normals(8, 24))
+    assert not valve.layers and set(valve.precision_map.sites) == {"trunk.0"}
+
+
 def test_probes_of_bf16_layers_are_in_fp32() -> None:
     model = Model()
     probe = Probe(model, every=1)

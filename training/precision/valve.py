@@ -59,6 +59,8 @@ class SafetyValve:
 
     def _largest_errors(self, errors: dict[str, float]) -> dict[str, float]:
         """The largest error of each layer over all processes; a collective call."""
+        if not self.layers:  # on all processes alike
+            return {}
         largest = torch.tensor([errors.get(name, 0.0) for name in self.layers])
         if dist.is_initialized() and dist.get_world_size() > 1:
             largest = largest.to(next(iter(self.layers.values())).weight.device)
