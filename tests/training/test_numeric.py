@@ -12,6 +12,7 @@ from training.model.numeric import (
     NumericEmbedding,
     PiecewiseLinearEncoding,
     RunningStandardizer,
+    quantile_edges,
 )
 
 SEGMENTS = 4
@@ -130,3 +131,12 @@ def test_a_step_of_adamw_changes_a_factor_by_a_multiple_of_the_rate() -> None:
     scale(torch.tensor([[3.0, -0.1]])).sum().backward()
     optimizer.step()
     torch.testing.assert_close(scale.factors, torch.tensor([1 - 0.02, 1 + 0.02]))
+
+
+def test_edges_keep_the_device_and_the_type_of_the_model() -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    encoding, values = PiecewiseLinearEncoding(3, 4).to(device, torch.float64), torch.randn(20, 3)
+    encoding.fit(values, [0, 2])
+    assert encoding.edges.device.type == device and encoding.edges.dtype == torch.float64
+    expected = quantile_edges(values, 4).double()
+    assert torch.equal(encoding.edges.cpu()[[0, 2]], expected[[0, 2]])

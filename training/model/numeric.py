@@ -90,7 +90,8 @@ class PiecewiseLinearEncoding(nn.Module):
 
     def fit(self, values: Tensor, features: Sequence[int] | slice = slice(None)) -> None:
         """Use the quantiles of values (n, F) as edges, by default of all features."""
-        self.edges[features] = quantile_edges(values[:, features], self.segments)
+        edges = quantile_edges(values[:, features], self.segments)
+        self.edges[features] = edges.to(self.edges)  # values are on the CPU
 
     def forward(self, values: Tensor, features: Tensor | slice = slice(None)) -> Tensor:
         """Components of finite values (B, n, T), of some features (n) or of all."""
