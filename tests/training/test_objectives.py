@@ -56,6 +56,16 @@ def test_a_chain_multiplies_conditional_probabilities(parents: tuple[tuple[str, 
     assert torch.equal(EsmmChain(NAMES, {})(x), x)
 
 
+def test_a_chain_starts_from_the_rates_of_its_objectives() -> None:
+    rates = torch.tensor([0.2, 0.05, 0.001])
+    for parents in ({}, {"conversion": "click"}, {"conversion": "click", "click": "view"}):
+        chain = EsmmChain(NAMES, parents)
+        predicted = torch.sigmoid(chain(chain.initial_logits(rates)[None]))[0]
+        torch.testing.assert_close(predicted, rates)
+    initial = chain.initial_logits(torch.tensor([0.2, 0.3, torch.nan]))
+    assert initial[:2].isfinite().all() and initial[2].isnan()
+
+
 @pytest.mark.parametrize(
     ("parents", "message"),
     [

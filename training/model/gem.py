@@ -231,7 +231,8 @@ class Gem(nn.Module):
         is_dwell = torch.tensor([t == "dwell" for t in self.auxiliary_objectives.values()]).bool()
         means = statistics.auxiliary_means
         auxiliary = torch.where(is_dwell, means, torch.logit(means))
-        self.heads.start_from(torch.cat((torch.logit(statistics.base_rates), auxiliary)))
+        initial = self.esmm.initial_logits(statistics.base_rates)
+        self.heads.start_from(torch.cat((initial, auxiliary)))
 
     def fit_numbers(self, statistics: InputStatistics, columns: Collection[str]) -> None:
         """Set the edges of the numeric encodings of some columns."""

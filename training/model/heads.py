@@ -70,6 +70,9 @@ class ObjectiveTowers(nn.Module):
         return logits + self.out_bias + F.embedding(surface, self.surface_bias)
 
 
+MAX_CONDITIONAL_RATE = 0.99  # of an objective as frequent as its parent, for a finite logit
+
+
 class EsmmChain(nn.Module):
     """P(conversion) = P(click) P(conversion | click), trained on all rows (ESMM, 1804.07931).
 
@@ -90,6 +93,17 @@ class EsmmChain(nn.Module):
         self.child_parent_columns = [
             (column[name], column[parents[name]]) for name in _topological_order(parents)
         ]
+
+    def initial_logits(self, rates: Tensor) -> Tensor:
+        """The logits (O) with which `forward` predicts rates (O); NaN where a rate is NaN.
+
+        A child whose parent has no rate yet starts from its own.
+        """
+        start = rates.clone()
+        for child, parent in self.child_parent_columns:
+            if not rates[parent].isnan():
+                start[child] = (rates[child] / rates[parent]).clamp(max=MAX_CONDITIONAL_RATE)
+        return torch.logit(start)
 
     def forward(self, logits: Tensor) -> Tensor:
         """Conditional logits (B, O) to unconditional ones."""

@@ -205,7 +205,10 @@ def start_new_objectives(lake: Lake, reader: ExampleReader, state: TrainState) -
     days = DayBatches(lake, reader, day, manifest).epoch(0).days
     rates = base_rates(reader, days, labels)
     state.manifest = manifest.with_base_rates(rates)
-    outputs = torch.where(torch.tensor(missing), torch.logit(rates), torch.nan)
+    known = state.manifest.base_rates
+    rates = torch.tensor([known.get(n, torch.nan) for n in manifest.features.objectives])
+    outputs = state.model.core.esmm.initial_logits(rates)
+    outputs = torch.where(torch.tensor(missing), outputs, torch.nan)
     for model in (state.model.core, cast("Gem", state.ema.module)):
         model.heads.start_from(outputs)
 
