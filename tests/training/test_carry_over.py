@@ -233,6 +233,21 @@ def test_new_values_of_a_vocabulary_start_as_the_unknown_value(default: TrainSta
     assert feature_changes(default.manifest, reordered.manifest)[0]["attribute"] == ["item_goal"]
 
 
+def test_new_values_of_an_event_attribute_start_as_the_unknown_value(default: TrainState) -> None:
+    def longer(spec: dict[str, Any]) -> None:
+        spec["attributes"]["event"]["coupon"]["vocabulary"].append("clearance")
+
+    before = upgrade(default, add_history_attributes)
+    train_one_step(before)
+    after = upgrade(before, add_history_attributes, longer)
+    assert prediction_difference(before, after) <= TOLERANCE
+    old, new = (
+        state.model.core.get_parameter("history.event_tokenizer.attributes.attr_coupon.weight")
+        for state in (before, after)
+    )
+    assert torch.equal(new[:-1], old) and torch.equal(new[-1], old[1]) and old[1].any()
+
+
 def test_a_larger_item_table_keeps_its_rows(default: TrainState) -> None:
     training = default.manifest.training
     larger = training.model_copy(update={"item_table_rows": 2 * training.item_table_rows})

@@ -105,6 +105,13 @@ class CarryOver:
             selected = selected.index_select(dim, source)
             positions.append(target)
         result[torch.meshgrid(*positions, indexing="ij")] = selected
+        for dim, after in enumerate(by_dim[1]):
+            if after is not None and after.template is not None:
+                added = sorted(set(range(new.shape[dim])) - set(positions[dim].tolist()))
+                source = torch.full((len(added),), after.names.index(after.template))
+                result.index_copy_(
+                    dim, torch.tensor(added).long(), result.index_select(dim, source)
+                )
         return result, selected.numel()
 
     def _common(self, old: Axis, new: Axis) -> tuple[Tensor, Tensor]:

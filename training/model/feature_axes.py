@@ -14,7 +14,7 @@ from torch import nn
 from features.recency import AGE_BUCKETS, PHASE_BUCKETS
 from features.schema import ITEM_TABLE
 from training.model.alignment import SEPARATOR
-from training.model.embeddings import GroupedFeatureRows
+from training.model.embeddings import UNKNOWN_VALUE_ROW, GroupedFeatureRows
 from training.model.gem import Gem
 from training.model.numeric import NumericEmbedding
 
@@ -23,12 +23,13 @@ from training.model.numeric import NumericEmbedding
 class Axis:
     """The names of the positions of one dimension of a parameter.
 
-    New positions of an axis of inputs start at zero, so that they do not change the outputs; others
-    start as in a new model.
+    New positions of an axis of inputs start at zero, so that they do not change the outputs. With a
+    `template`, new positions start as the one of that name; others start as in a new model.
     """
 
     names: tuple[str, ...]
     is_input: bool = False
+    template: str | None = None
 
 
 Axes = tuple[Axis | None, ...]  # by dimension; None: the same positions in all models
@@ -157,6 +158,10 @@ def _history_axes(gem: Gem) -> dict[str, Axes]:
         "history.event_tokenizer.item_projection.weight": (INDEX, item),
         "history.candidate_projection.weight": (INDEX, item),
     }
+    for attribute, num_rows in features.history_attributes.items():
+        rows = tuple(map(str, range(num_rows)))
+        values = Axis(rows, template=rows[UNKNOWN_VALUE_ROW])
+        axes[f"history.event_tokenizer.attributes.{attribute}.weight"] = (values, INDEX)
     for number, column in enumerate(features.similarity_columns):
         module = f"history.recency.{number}"
         ages = Axis(_names(types, range(AGE_BUCKETS + 1)))

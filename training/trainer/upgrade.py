@@ -20,6 +20,7 @@ from training.data.synthetic import BatchShape, random_batch, with_features_of
 from training.distributed.sharding import local_shards
 from training.model.alignment import without_columns
 from training.model.carry_over import CarryOver
+from training.model.embeddings import UNKNOWN_VALUE_ROW
 from training.model.gem import Gem
 from training.trainer import checkpoint
 from training.trainer.async_checkpoint import AsyncCheckpointer
@@ -30,7 +31,6 @@ from training.trainer.step import GemModel
 TOLERANCE = 1e-6  # of probabilities
 CHECK_SHAPE = BatchShape(requests=8, rows_per_request=4, events_per_request=40, items=2000)
 NUMBER_KINDS = ("carried", "added", "dropped")
-UNKNOWN_VALUE_ROW = 1  # of a vocabulary's table; row 0 is a missing value
 
 
 @dataclass(frozen=True)
