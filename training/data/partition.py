@@ -221,7 +221,7 @@ def window_draws(rows: pa.Table) -> Float64:
 
 
 def _uniform(hashes: npt.NDArray[np.uint64]) -> Float64:
-    """Numbers in [0, 1) from hashes (n), whose bits are mixed (Stafford, 2011, variant 13)."""
+    """Numbers in [0, 1) from hashes (n), whose bits are mixed."""
     mixed = hashes * np.uint64(0xBF58476D1CE4E5B9)
     mixed ^= mixed >> np.uint64(31)
     mixed *= np.uint64(0x94D049BB133111EB)

@@ -89,7 +89,7 @@ class Epoch:
         return sum(len(batches) for _, _, batches in buckets)
 
     def split(self, parts: int) -> list["Epoch"]:
-        """Split the shard into `count` smaller ones, from their beginning."""
+        """Split the shard into `parts` smaller ones, from their beginning."""
         rank, world = self.shard
         return [
             replace(self, shard=(rank + world * part, world * parts), skip_batches=0)

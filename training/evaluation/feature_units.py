@@ -184,7 +184,7 @@ def with_permuted_unit(batch: Batch, unit: FeatureUnit, generator: torch.Generat
 
 
 class UnitPermutation:
-    """Permutes units in batches, by the same random numbers in each pass over them."""
+    """Permutes units in batches, by random numbers of one generator, seeded with 0."""
 
     def __init__(self, units: Sequence[FeatureUnit]) -> None:
         self.units = units

@@ -1,6 +1,6 @@
 """How GEM is computed: precision, compilation and activation checkpointing.
 
-These options do not change the results, except for rounding, of which FP8 has much.
+These options do not change the results, except for rounding errors, which are large with FP8.
 """
 
 import os

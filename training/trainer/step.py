@@ -1,7 +1,7 @@
 """One step of training: embedding lookup, forward, masked loss, backward, update.
 
 Also the loss, and the exponential moving average (EMA) of the weights, which is used for inference:
-in continuous training the learning rate is never annealed, and averaging has a similar effect.
+the learning rate decays only at the end of each day, and averaging has a similar effect before.
 
 B rows, O objectives, A auxiliary objectives.
 """

@@ -51,12 +51,13 @@ class InterArrivalStats(nn.Module):
     """Mean time between two events of a type with items of one attribute value, over all users.
 
     The sums are accumulated in training from the histories of the batches, so they contain no
-    events later than the examples. A gap is added once, by the first request that sees its end,
-    although all later requests of the user have it in their histories: `counted_until` is the time
-    of the latest request that was counted, by hash of user and attribute value. Of two requests of
-    a batch with the same hash the later one is counted. Users and values that share a hash may lose
-    gaps, but add none twice; so may requests in another order than their times, if the later
-    history was cut to its most recent events.
+    events later than the latest example so far; within a day batches are shuffled, so those of an
+    example may contain later events of other users. A gap is added once, by the first request that
+    sees its end, although all later requests of the user have it in their histories:
+    `counted_until` is the time of the latest request that was counted, by hash of user and
+    attribute value. Of two requests of a batch with the same hash the later one is counted. Users
+    and values that share a hash may lose gaps, but add none twice; so may requests in another order
+    than their times, if the later history was cut to its most recent events.
     """
 
     total_span: Tensor
