@@ -93,7 +93,7 @@ def gem(args: GemArgs) -> None:
 
     from training.distributed.device import resolve_device
     from training.distributed.process_group import process_group
-    from training.teacher.ensemble import train_teacher
+    from training.teacher.ensemble import train_teacher, train_teacher_trees
     from training.trainer.throughput import Timeline
     from training.trainer.tracking import log_metrics, mlflow_run
 
@@ -109,6 +109,8 @@ def gem(args: GemArgs) -> None:
                 for step, metrics in enumerate(metrics_by_day):
                     log_metrics(metrics, step)
         dist.barrier()
+    if rank == 0:
+        train_teacher_trees(lake, args.day_range, config)
 
 
 def _torchrun(args: GemArgs) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow.compute as pc
 import pytest
 import torch
+import torch.distributed as dist
 
 from etl.errors import UserError
 from etl.tables import arrow, model_schemas, schemas
@@ -130,6 +131,23 @@ def test_a_model_without_history_resumes_and_scores(own: Lake, spec_path: Path) 
 def test_one_process_loads_what_two_processes_trained(own: Lake, spec_path: Path) -> None:
     train(own, spec_path, str(FIRST), "--processes", "2")
     assert len(teacher_outputs(own, spec_path, SECOND)) > 0
+
+
+def test_no_process_waits_in_a_collective_for_trees(
+    own: Lake, spec_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process group has closed, and only the first process fits them."""
+    fitted = []
+
+    def fit(_lake: Lake, day: date, _config: TrainConfig) -> None:
+        assert not dist.is_initialized()
+        fitted.append(day)
+
+    monkeypatch.setattr("training.teacher.ensemble.train_days", lambda *_, **__: [])
+    monkeypatch.setattr("training.teacher.ensemble.train_trees", fit)
+    flags = ["--spec", str(spec_path), "--lake", own.root, "--days", f"{FIRST}:{SECOND}"]
+    assert main(["train", "gem", *flags, "--teacher.blend", "lightgbm"]) == 0
+    assert fitted == [FIRST, SECOND]
 
 
 def test_all_objectives_of_the_loss_train_together(own: Lake, spec_path: Path) -> None:

@@ -23,7 +23,7 @@ from training.data.batch import Shuffle
 from training.data.label_window import ALL_LABELS, LabelWindow
 from training.distributed.process_group import process_group
 from training.teacher.blend import blend, blend_weights, day_logits_path, fit_blend_weight
-from training.teacher.ensemble import load_teacher, train_teacher
+from training.teacher.ensemble import load_teacher, train_teacher, train_teacher_trees
 from training.teacher.outputs import trained_objectives, write_teacher_outputs
 from training.teacher.trees import load_trees, train_trees, trees_reader
 from training.trainer.throughput import Timeline
@@ -66,6 +66,7 @@ def taught(shared_world: World, lake: Lake) -> Iterator[Lake]:
         copy = copy_of(lake, folder / "lake")
         with process_group():
             train_teacher(copy, (FIRST, THIRD), CONFIG, Timeline())
+            train_teacher_trees(copy, (FIRST, THIRD), CONFIG)
             write_teacher_outputs(copy, (FIRST, LAST))
 
     folder = shared_world.folder("teacher", build)

@@ -11,7 +11,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from etl.array_types import Float64
@@ -44,7 +43,7 @@ def train_teacher(
     timeline: Timeline,
     parallelism: ParallelismConfig = SINGLE_PROCESS,
 ) -> list[dict[str, float]]:
-    """Train all models of the teacher on a range of days; a collective call.
+    """Train all GEMs of the teacher on a range of days; a collective call.
 
     By default that is GEM alone. Further GEMs have the next seeds, and only the first one learns
     from stored predictions: others would become equal to it. Resumes like `train_days`, and
@@ -55,11 +54,17 @@ def train_teacher(
         alone = {"seed": config.seed + member, "distillation_weight": 0.0}
         other = config.model_copy(update=alone)
         train_days(lake, days, other, parallelism=parallelism, member=member)
-    if config.teacher.blend and dist.get_rank() == 0:
+    return metrics
+
+
+def train_teacher_trees(lake: Lake, days: DayRange, config: TrainConfig) -> None:
+    """Train the trees of the teacher for a range of days, if it has some, in one process.
+
+    Without a process group: fitting may take longer than the others would wait in a collective.
+    """
+    if config.teacher.blend:
         for day in date_range(*days):
             train_trees(lake, day, config)
-    dist.barrier()
-    return metrics
 
 
 def remove_old_models(lake: str, spec_hash: str, keep_days: int) -> list[date]:
