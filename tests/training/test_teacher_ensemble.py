@@ -8,11 +8,13 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import expit
 
 from etl.errors import UserError
+from etl.signature import SIGNING_KEY_VARIABLE, TRUSTED_KEY_VARIABLE
 from etl.tables import arrow, label_schemas, model_schemas
 from etl.tables.lake import Lake
 from tests.conftest import FIRST, LAST
@@ -149,6 +151,29 @@ def test_changed_trees_are_refused(taught: Lake, tmp_path: Path) -> None:
     shutil.rmtree(file.parent)
     with pytest.raises(UserError, match="trees until 2026-01-03 are missing"):
         load_teacher(own, THIRD, LAST)
+
+
+@pytest.mark.parametrize("damage", ["changed", "missing", "manifest", "unsigned"])
+def test_damaged_trees_are_repaired_by_training_again(
+    taught: Lake, tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = copy_of(taught, tmp_path / "lake")
+    folder = Path(own.root, "models", "gem", "trees", f"{FIRST}")
+    file = next(folder.glob("*.txt"))
+    before = file.read_text()
+    if damage == "changed":
+        file.write_text(before.replace("leaf_value=", "leaf_value=9", 1))
+    elif damage == "missing":
+        file.unlink()
+    elif damage == "manifest":
+        (folder / "trees.json").write_text("{}")
+    else:
+        key = Ed25519PrivateKey.generate()
+        monkeypatch.setenv(SIGNING_KEY_VARIABLE, key.private_bytes_raw().hex())
+        monkeypatch.setenv(TRUSTED_KEY_VARIABLE, key.public_key().public_bytes_raw().hex())
+    train_trees(own, FIRST, CONFIG)
+    assert file.read_text() == before
+    load_trees(own, FIRST, feature_names_of(trees_reader(own, CONFIG)))
 
 
 def test_the_number_of_seeds_cannot_change_from_one_day_to_the_next(

@@ -3,11 +3,11 @@
 B impressions, O objectives.
 """
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date, timedelta
+from pathlib import Path
 
 import lightgbm
 import numpy as np
@@ -91,14 +91,42 @@ def train_trees(lake: Lake, day: date, config: TrainConfig) -> None:
         table_versions=dict(reader.table_versions),
     )
     folder = trees_path(lake.root, day)
-    existing = _read_manifest(folder)
-    # Each later day adds versions to the tables; like a GEM, trees of earlier days are kept.
-    may_differ = {"file_hashes": {}, "table_versions": manifest.table_versions}
-    if existing and existing.model_copy(update=may_differ) == manifest:
+    if _holds_trees(folder, manifest):
         log.info("%s holds these trees already", folder)
         return
     train = load_tabular(reader, days, window)
     _publish(folder, manifest, fit_boosters(train, lake.spec.objectives, BaselineConfig()))
+
+
+def _holds_trees(folder: StoragePath, manifest: TreesManifest) -> bool:
+    """Whether a folder has trees of a manifest without hashes, intact and with a valid signature.
+
+    Each later day adds versions to the tables; like a GEM, trees of earlier days are kept.
+    """
+    try:
+        existing = _read_manifest(folder)
+        if existing:
+            _intact_files(folder, existing)
+    except (ValidationError, SignatureError, _ChangedTreesError) as error:
+        log.warning("%s: %s; the trees are trained again", folder, error)
+        return False
+    may_differ = {"file_hashes": {}, "table_versions": manifest.table_versions}
+    return existing is not None and existing.model_copy(update=may_differ) == manifest
+
+
+class _ChangedTreesError(Exception):
+    """A file of trees is missing, or is not the one that was saved."""
+
+
+def _intact_files(folder: StoragePath, manifest: TreesManifest) -> dict[str, Path]:
+    """The local file of each objective's trees; raises _ChangedTreesError if one was changed."""
+    files = {}
+    for name, expected in manifest.file_hashes.items():
+        path = folder / f"{name}.txt"
+        if not path.is_file() or sha256_of(file := download(path)) != expected:
+            raise _ChangedTreesError(f"{path} is not the file that was saved")
+        files[name] = file
+    return files
 
 
 def _publish(
@@ -132,13 +160,11 @@ def load_trees(lake: Lake, day: date, feature_names: tuple[str, ...]) -> Trees:
         raise UserError(f"the teacher's trees until {day} are missing: {advice}")
     if (manifest.spec_hash, manifest.feature_names) != (lake.spec.hash, feature_names):
         raise UserError(f"the teacher's trees until {day} read other features than now: {advice}")
-    boosters = {}
-    for name, expected in manifest.file_hashes.items():
-        file = download(folder / f"{name}.txt")
-        if sha256_of(file) != expected:
-            raise UserError(f"{folder / f'{name}.txt'} is not the file that was saved: {advice}")
-        boosters[name] = lightgbm.Booster(model_file=str(file))
-    return Trees(boosters)
+    try:
+        files = _intact_files(folder, manifest)
+    except _ChangedTreesError as error:
+        raise UserError(f"{error}: {advice}") from None
+    return Trees({name: lightgbm.Booster(model_file=str(file)) for name, file in files.items()})
 
 
 def _read_manifest(folder: StoragePath) -> TreesManifest | None:
@@ -146,7 +172,7 @@ def _read_manifest(folder: StoragePath) -> TreesManifest | None:
     if text is None:
         return None
     verify_signature(text.encode(), read_text_if_exists(folder / SIGNATURE), folder / MANIFEST)
-    return TreesManifest.model_validate(json.loads(text))
+    return TreesManifest.model_validate_json(text)
 
 
 def remove_old_trees(lake: str, oldest_kept: date) -> None:
