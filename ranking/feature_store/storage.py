@@ -23,6 +23,7 @@ from features.schema import TEACHER_EMBEDDING_WIDTH, FeatureGroup, FeatureSchema
 
 MAP_SIZE_BYTES = 1 << 38  # upper bound of a database; its file grows as it is filled
 MAX_READERS = 512
+STORAGE_ERRORS = (lmdb.Error, OSError, MemoryError)  # a retry may succeed
 Tables = Mapping[str, Any]
 KeyValuePairs = list[tuple[bytes, bytes]]
 

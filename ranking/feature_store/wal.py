@@ -23,7 +23,12 @@ from etl.tables.pointer import VersionPointer
 from etl.tables.uri import StoragePath, local_cache_path, resolve_uri
 from ranking.feature_store.attributes import AttributeVersion, upsert_item, upsert_user
 from ranking.feature_store.events import Event, ingest_event, validate_event
-from ranking.feature_store.storage import Database, Txn, open_environment
+from ranking.feature_store.storage import (
+    STORAGE_ERRORS,
+    Database,
+    Txn,
+    open_environment,
+)
 from ranking.feature_store.store import FeatureStore, open_store
 
 log = logging.getLogger(__name__)
@@ -276,7 +281,10 @@ def _wal_lag(store: FeatureStore, wal: WriteAheadLog) -> int:
 
 
 def _apply_entry(store: FeatureStore, txn: Txn, entry: WalEntry) -> None:
-    """Apply an entry, unless it is in the tables that the store was built from."""
+    """Apply an entry, unless it is in the tables that the store was built from.
+
+    An entry that cannot be applied is logged and skipped: those that follow it must be applied.
+    """
     if entry.retention_ts < store.final_before_ts:
         return
     payload, now = entry.payload, entry.received_ts // MICROS["s"]
@@ -291,6 +299,10 @@ def _apply_entry(store: FeatureStore, txn: Txn, entry: WalEntry) -> None:
             upsert_item(store, txn, payload, now, is_posted=True)
     except UserError as error:  # the spec has changed since
         log.warning("an entry of the write-ahead log no longer fits the spec: %s", error)
+    except STORAGE_ERRORS:
+        raise
+    except Exception:
+        log.exception("an entry of the write-ahead log cannot be applied and is skipped")
 
 
 def _is_in_tables(txn: Txn, event: Event) -> bool:

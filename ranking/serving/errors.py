@@ -1,4 +1,7 @@
-"""Error responses: every error of the service is JSON with one message, `{"error": ...}`."""
+"""Error responses: errors that are expected are JSON with one message, `{"error": ...}`.
+
+A defect of the service is logged with its traceback and answered by Starlette: 500 and plain text.
+"""
 
 from collections.abc import Mapping
 
@@ -11,6 +14,7 @@ from etl.errors import TemporaryError, UserError
 from ranking.feature_store.storage import StorageFullError
 
 RETRY_AFTER = {"retry-after": "1"}
+REFUSED_TEXTS = ("string_unicode", "string_too_long", "too_long")  # types of Pydantic's errors
 
 
 def error_response(
@@ -48,6 +52,7 @@ def _handle_http_error(_: Request, error: Exception) -> Response:
 
 def _handle_validation_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
+    errors = error.errors()  # of an attribute, one for each type that it may have
+    first = next((e for e in errors if e["type"] in REFUSED_TEXTS), errors[0])
     field = ".".join(str(part) for part in first["loc"] if part != "body")
     return error_response(422, f"{field or 'the body'}: {first['msg']}")

@@ -9,8 +9,13 @@ from etl.spec.sections import Money
 Identifier = Annotated[str, Field(min_length=1, max_length=256)]
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 TimestampMs = Annotated[int, Field(ge=0, lt=1 << 48)]
-AttributeValue = str | FiniteFloat | list[FiniteFloat] | list[str] | None
-AttributeValues = dict[str, AttributeValue]
+# The bounds on length limit the cost of encoding. With a bound, Pydantic also refuses lone
+# surrogates, which cannot be encoded.
+MAX_TEXT_LENGTH = MAX_LIST_LENGTH = 4096
+Text = Annotated[str, Field(max_length=MAX_TEXT_LENGTH)]
+TextList = Annotated[list[Text], Field(max_length=MAX_LIST_LENGTH)]
+AttributeValue = Text | FiniteFloat | list[FiniteFloat] | TextList | None
+AttributeValues = dict[Text, AttributeValue]
 
 
 class BodyModel(BaseModel):
@@ -116,7 +121,7 @@ class ItemAttributesRequest(BodyModel):
     valid_from: TimestampMs | None = None
     attributes: AttributeValues | None = None
     bid: Money | None = None
-    goal: str | None = None
+    goal: Text | None = None
     target_roas: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
 
 

@@ -176,6 +176,26 @@ def test_an_id_with_a_lone_surrogate_is_refused(client: TestClient) -> None:
 
 
 @pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("attributes", {"format": "\ud800"}, "attributes.format"),
+        ("attributes", {"format": ["\ud800"]}, "unable to parse"),
+        ("attributes", {"\ud800": "a"}, "unable to parse"),
+        ("goal", "\ud800", "goal"),
+        ("attributes", {"format": "a" * 4097}, "at most 4096 characters"),
+        ("attributes", {"format": ["a"] * 4097}, "at most 4096 items"),
+    ],
+)
+def test_strings_that_cannot_be_encoded_or_are_too_long_are_refused(
+    client: TestClient, field: str, value: object, message: str
+) -> None:
+    body = json.dumps({"item": "a", field: value})
+    answer = client.post("/items", content=body, headers=JSON)
+    assert answer.status_code == 422 and message in answer.json()["error"], answer.text
+    assert client.post("/events", json={"events": [click_of("e")]}).json() == {"accepted": 1}
+
+
+@pytest.mark.parametrize(
     ("route", "body", "status", "message"),
     [
         ("rank", rank_body(surface="moon"), 400, "no ads on surface 'moon'; known: feed"),

@@ -218,6 +218,17 @@ def test_an_entry_that_no_longer_fits_the_spec_is_skipped(
     assert times_counted(live.store, "new") == (1, 1)
 
 
+def test_an_entry_that_cannot_be_applied_does_not_block_those_after_it(
+    live: FeatureStoreHandle, lake: Lake
+) -> None:
+    received = lake.spec.day_end(LAST) * MICROS - 1
+    broken = WalEntry(
+        "item", received, AttributeVersion("ad-9", received, {"advertiser_id": "\ud800"})
+    )
+    assert live.write([[broken, wal_entry(event_at_end_of(lake, LAST))]]) == [2]
+    assert times_counted(live.store, "new") == (1, 1)
+
+
 def test_a_full_log_names_the_remedy_and_keeps_its_entries(
     root: Path, lake: Lake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
