@@ -5,6 +5,7 @@ Python side of the day bounds is `DataSpec.day_start` and `DataSpec.day_end`; a 
 checks that both sides agree.
 """
 
+import time
 from datetime import UTC, datetime
 
 from etl.spec.model import DataSpec
@@ -17,6 +18,11 @@ MAX_CLOCK_SKEW_SECONDS = 3600  # how far a device's clock may run ahead of the s
 def format_utc(epoch_second: float) -> str:
     """A time for messages and reports, to the minute, in UTC: `2026-01-03 12:05`."""
     return f"{datetime.fromtimestamp(epoch_second, UTC):%Y-%m-%d %H:%M}"
+
+
+def is_after_today(spec: DataSpec, epoch_second: int) -> bool:
+    """Whether a time is after the end of the current day in the spec's time zone."""
+    return epoch_second > spec.day_end(spec.day_of(int(time.time())))
 
 
 def day_start_sql(spec: DataSpec, day_column: str = "day") -> str:

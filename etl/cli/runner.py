@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from etl.cli.yaml_options import yaml_option
 from etl.errors import TemporaryError, UserError, known_temporary_error
+from etl.event_time import is_after_today
 from etl.spec import DataSpec, load_spec
 from etl.spec.base import StrictModel, suggest_name
 from etl.spec.units import DayRange, parse_date_range
@@ -83,19 +84,26 @@ def parse_days_argument(text: str, flag: str = "--days") -> DayRange:
 def parse_data_until(spec: DataSpec, text: str) -> int:
     """Epoch second at which the data ends: that of a time, or at which a day ends.
 
-    Times are in the spec's time zone. Raises UserError if the text is neither.
+    Times are in the spec's time zone. Raises UserError if the text is neither, or after today.
     """
     try:
-        if "T" not in text:
-            return spec.day_end(date.fromisoformat(text))
-        moment = datetime.fromisoformat(text)
-        if moment.tzinfo is None:
-            moment = moment.replace(tzinfo=ZoneInfo(spec.time_zone))
-        return int(moment.timestamp())
+        second = _end_of_data(spec, text)
     except ValueError:
         raise UserError(
             f"--data-until {text}: write a day or a time, such as 2026-01-08 or 2026-01-08T14:00"
         ) from None
+    if is_after_today(spec, second):
+        raise UserError(f"--data-until {text} is in the future: write today or an earlier day")
+    return second
+
+
+def _end_of_data(spec: DataSpec, text: str) -> int:
+    if "T" not in text:
+        return spec.day_end(date.fromisoformat(text))
+    moment = datetime.fromisoformat(text)
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=ZoneInfo(spec.time_zone))
+    return int(moment.timestamp())
 
 
 def format_data_until(second: int) -> str:

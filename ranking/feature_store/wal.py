@@ -17,6 +17,7 @@ from threading import Lock
 from typing import Any, Literal
 
 from etl.errors import UserError
+from etl.event_time import format_utc, is_after_today
 from etl.spec.model import DataSpec
 from etl.spec.units import MICROS
 from etl.tables.pointer import VersionPointer
@@ -191,7 +192,8 @@ class FeatureStoreHandle:
         """Open the store and the log.
 
         Raises:
-            UserError: There is no store, or it was built with another spec.
+            UserError: There is no store, its data ends in the future, or it was built with another
+                spec.
         """
         self._pointer = feature_store_pointer(lake)
         folder = self._pointer.live_folder
@@ -249,12 +251,23 @@ class FeatureStoreHandle:
     def _open(self, folder: StoragePath) -> FeatureStore:
         store = open_store(local_cache_path(folder), self._spec)
         try:
+            _require_past(store)
             apply_wal(store, self.wal)
             self.wal.trim(store.final_before_ts)
         except BaseException:
             store.close()
             raise
         return store
+
+
+def _require_past(store: FeatureStore) -> None:
+    """Raise UserError if the data of a store ends in the future: it would skip new entries."""
+    if is_after_today(store.spec, store.data_until):
+        until = format_utc(store.data_until)
+        raise UserError(
+            f"the feature store in {store.folder} has data until {until} UTC, which is in the "
+            "future: run `gemline rank materialize` with an earlier --data-until"
+        )
 
 
 def apply_wal(store: FeatureStore, wal: WriteAheadLog) -> None:

@@ -1,5 +1,6 @@
 """Which days a refresh of the current day rewrites, and when it waits for a daily run."""
 
+import time
 from datetime import date, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,6 +112,16 @@ def test_times_are_in_the_time_zone_of_the_spec(spec: DataSpec) -> None:
     for text in ("yesterday", "2026-01-04T25:00", "12:00"):
         with pytest.raises(UserError, match="write a day or a time"):
             parse_data_until(berlin, text)
+
+
+def test_data_end_today_at_the_latest(spec: DataSpec) -> None:
+    kiritimati = spec.model_copy(update={"time_zone": "Pacific/Kiritimati"})
+    for zone in (spec, kiritimati):
+        today = zone.day_of(int(time.time()))
+        assert parse_data_until(zone, f"{today}") == zone.day_end(today)
+        for text in (f"{today + timedelta(days=1)}", f"{today + timedelta(days=1)}T00:01"):
+            with pytest.raises(UserError, match="is in the future: write today or an earlier day"):
+                parse_data_until(zone, text)
 
 
 def test_a_refresh_follows_the_daily_run_of_the_day_before(spec: DataSpec) -> None:

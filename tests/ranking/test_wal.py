@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from etl.errors import UserError
 from etl.spec.units import DAY
 from etl.tables import arrow, schemas
 from etl.tables.lake import Lake
@@ -227,6 +228,22 @@ def test_an_entry_that_cannot_be_applied_does_not_block_those_after_it(
     )
     assert live.write([[broken, wal_entry(event_at_end_of(lake, LAST))]]) == [2]
     assert times_counted(live.store, "new") == (1, 1)
+
+
+def test_a_store_of_the_future_is_refused_and_the_log_is_kept(
+    live: FeatureStoreHandle, lake: Lake, root: Path
+) -> None:
+    assert post_all(live, [event_at_end_of(lake, LAST)]) == 1
+    before = wal_entries(live)
+    future = lake.spec.day_end(date.today() + timedelta(days=365))
+    lengths = HistoryLengths("behaviour", 40)
+    build_feature_store(lake, root / "feature_store" / "future", future, lengths).close()
+    feature_store_pointer(str(root)).promote("future")
+    with pytest.raises(UserError, match="which is in the future: run `gemline rank materialize`"):
+        live.open_newer()
+    assert wal_entries(live) == before
+    assert post_all(live, [event_at_end_of(lake, LAST, event_id="later")]) == 1
+    assert times_counted(live.store, "new") == (2, 2)
 
 
 def test_a_full_log_names_the_remedy_and_keeps_its_entries(
