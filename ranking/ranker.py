@@ -95,7 +95,8 @@ class Ranker:
             the candidates that are excluded from the auction, with the reasons.
 
         Raises:
-            UserError: The request does not fit the spec or is of another surface.
+            UserError: The request does not fit the spec, is of another surface, or is more than a
+                day older than the data of the feature store.
             ValueError: The ranker is closed.
         """
         if self._feature_store is None:
@@ -106,6 +107,12 @@ class Ranker:
                 "the ranker of that surface"
             )
         store = self._feature_store.handle.store
+        earliest = store.earliest_request
+        if request.as_of is not None and request.as_of < earliest:
+            raise UserError(
+                f"the request is as of {request.as_of}; the feature store serves requests from "
+                f"{earliest} on (seconds since 1970)"
+            )
         return rank_request(self._programs, store, self._spec, request)
 
     def close(self) -> None:

@@ -202,7 +202,9 @@ class TableSource:
         """The counter records of all events that the windows of a request can reach."""
         columns = ["user_id", "item_id", "surface", "type", "visible_ts", "event_ts"]
         columns += counted_columns(self.lake.spec)
-        first_day = self.data_until_day - timedelta(days=counter_input_days(self.lake.spec))
+        spec = self.lake.spec
+        earliest_day = spec.day_of(self.store.earliest_request)
+        first_day = earliest_day - timedelta(days=counter_input_days(spec))
         recent = self.events.read(columns, day=self._days_since(first_day))
         is_counted = pc.greater_equal(recent["visible_ts"], self._first_counted_second())
         yield from self.counter_records(recent.filter(is_counted))
@@ -210,7 +212,7 @@ class TableSource:
     def _first_counted_second(self) -> int:
         """The earliest second that a window of a request can reach."""
         longest = self.lake.spec.counters.longest_window
-        return self.store.data_until - longest - COUNTER_LEVELS[0].bucket_seconds
+        return self.store.earliest_request - longest - COUNTER_LEVELS[0].bucket_seconds
 
     def _days_since(self, first_day: date) -> list[date]:
         """The days with events, from a day on."""

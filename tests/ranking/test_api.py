@@ -51,6 +51,16 @@ def test_a_request_without_a_time_is_ranked_as_of_now(
         assert ranker.rank(REQUEST) == expected
 
 
+def test_a_request_before_the_features_is_refused(settings: Settings) -> None:
+    with load(settings) as ranker:
+        store = ranker._feature_store
+        assert store is not None
+        earliest = store.handle.store.earliest_request
+        assert ranker.rank(replace(REQUEST, as_of=earliest)).ranking
+        with pytest.raises(UserError, match=f"serves requests from {earliest} on"):
+            ranker.rank(replace(REQUEST, as_of=earliest - 1))
+
+
 def test_rankers_of_a_lake_share_its_store_until_the_last_is_closed(settings: Settings) -> None:
     first, second = load(settings), load(settings)
     first.close()

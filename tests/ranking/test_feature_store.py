@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from etl.errors import UserError
 from etl.spec import DataSpec
+from etl.spec.units import DAY
+from etl.tables import arrow, schemas
 from etl.tables.lake import Lake
 from etl.tables.schemas import RESERVED_ITEM_INDICES
 from features.schema import ITEM_TABLE
@@ -46,6 +48,7 @@ from ranking.inputs.recency_features import RecencyFeatures
 from ranking.scoring.bids import load_bids
 from ranking.student.config import InputLimits
 from tests.conftest import FIRST, LAST
+from tests.ranking.conftest import EVE
 from tests.small_pipeline import DAYS
 from training.data.reader import ExampleReader
 
@@ -97,6 +100,21 @@ def test_online_features_respect_the_delay_of_a_source(
     store.close()
     assert any("age_seconds" in name for name in report.mismatches)
     assert any("numeric" in name for name in report.mismatches)
+
+
+def test_the_earliest_request_has_complete_counters(lake: Lake, tmp_path: Path) -> None:
+    """A store counts as of a day before its end what a store that ends there counts."""
+    limits = replace(INPUT_LIMITS, teacher_history_length=0)
+    users = arrow.snapshot(lake, schemas.events(lake.spec)).read(["user_id"], day=FIRST)["user_id"]
+    counters = []
+    for day in (EVE, LAST):
+        store = store_until(lake, day, limits, tmp_path / f"{day}")
+        as_of = lake.spec.day_start(EVE)
+        assert store.earliest_request in (as_of - DAY, as_of)
+        fetched = [fetch(store, user, ["ad-1"], as_of) for user in users.unique().to_pylist()[:40]]
+        counters.append(np.stack([inputs.candidates.numeric for inputs in fetched]))
+        store.close()
+    np.testing.assert_array_equal(counters[0], counters[1])
 
 
 MICRO = 1_000_000
