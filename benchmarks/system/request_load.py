@@ -35,16 +35,21 @@ def sample_requests(
 ) -> list[RankRequest]:
     """`count` requests at the end of a day, of random users for random ads of the lake.
 
-    Users and ads are drawn with replacement; the context is empty.
+    Users are drawn with replacement, ads only if there are fewer than candidates; the context is
+    empty.
     """
     spec, rng = lake.spec, np.random.default_rng(0)
     impressions = arrow.snapshot(lake, label_schemas.impressions(spec)).read(["user_id", "item_id"])
     users = impressions["user_id"].unique().to_pylist()
     items = impressions["item_id"].unique().to_pylist()
     as_of = spec.day_end(day)
+    repeats = len(items) < candidates
     return [
         RankRequest(
-            str(rng.choice(users)), surface, rng.choice(items, candidates).tolist(), {}, as_of
+            user=str(rng.choice(users)),
+            surface=surface,
+            candidates=rng.choice(items, candidates, replace=repeats).tolist(),
+            as_of=as_of,
         )
         for _ in range(count)
     ]

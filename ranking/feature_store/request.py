@@ -1,5 +1,6 @@
 """A request to rank, whether it fits the spec, and the encoding of its context."""
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -54,6 +55,12 @@ def validate_request(spec: DataSpec, request: RankRequest) -> None:
     if len(request.contexts) not in (1, num_candidates):
         raise UserError("give one context for all candidates, or a context for each candidate")
     check_context_names(spec, {name for context in request.contexts for name in context})
+
+
+def repeated_candidate(candidates: Sequence[str]) -> str | None:
+    """A candidate that is given twice, and would raise its own price; None if there is none."""
+    counts = Counter(candidates)
+    return counts.most_common(1)[0][0] if len(counts) < len(candidates) else None
 
 
 def check_context_names(spec: DataSpec, names: Collection[str], of: str = "") -> None:

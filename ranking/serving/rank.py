@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from etl.errors import UserError
 from etl.spec.model import DataSpec
 from ranking.feature_store.fetch import FeatureFetcher, RankInputs
-from ranking.feature_store.request import RankRequest
+from ranking.feature_store.request import RankRequest, repeated_candidate
 from ranking.feature_store.store import FeatureStore
 from ranking.registry.ranker import Ranker
 from ranking.scoring.auction import Auction, AuctionResult, Exclusion, ranked_ads
@@ -28,8 +29,11 @@ def rank_request(
         request: The request; it is ranked as of its time, or now.
 
     Raises:
-        UserError: The request does not fit the spec.
+        UserError: The request does not fit the spec, or has a candidate twice.
     """
+    repeated = repeated_candidate(request.candidates)
+    if repeated is not None:
+        raise UserError(f"the candidate {repeated!r} is given twice: give each candidate once")
     inputs = FeatureFetcher(store, ranker.manifest.input_limits)(request)
     scores = ranker.score(ranker.user_state(inputs.requests), inputs.candidates)
     scores = scores[inputs.candidates.mask]

@@ -2,9 +2,11 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from etl.spec.sections import Money
+from ranking.feature_store.request import repeated_candidate
 
 Identifier = Annotated[str, Field(min_length=1, max_length=256)]
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
@@ -18,6 +20,17 @@ AttributeValue = Text | FiniteFloat | list[FiniteFloat] | TextList | None
 AttributeValues = dict[Text, AttributeValue]
 
 
+def _distinct(candidates: list[str]) -> list[str]:
+    repeated = repeated_candidate(candidates)
+    if repeated is not None:
+        raise PydanticCustomError(
+            "repeated",
+            "{item} is given twice: give each candidate once",
+            {"item": repeated},
+        )
+    return candidates
+
+
 class BodyModel(BaseModel):
     """A model that converts no types and rejects unknown fields."""
 
@@ -25,11 +38,15 @@ class BodyModel(BaseModel):
 
 
 class RankRequestBody(BodyModel):
-    """A request to rank candidates; `context` is one for all candidates, or one for each."""
+    """A request to rank distinct candidates; `context` is one for all, or one for each."""
 
     user: Identifier
     surface: Identifier
-    candidates: Annotated[list[Identifier], Field(min_length=1, max_length=10_000)]
+    candidates: Annotated[
+        list[Identifier],
+        Field(min_length=1, max_length=10_000, json_schema_extra={"uniqueItems": True}),
+        AfterValidator(_distinct),
+    ]
     context: AttributeValues | list[AttributeValues] = {}
 
 

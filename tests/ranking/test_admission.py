@@ -178,6 +178,7 @@ def test_more_connections_than_the_limit_are_refused(settings: Settings) -> None
 
 def statuses_of_concurrent_requests(settings: Settings, sizes: list[int]) -> list[int]:
     """Statuses of requests with the given numbers of candidates, sent while another is ranked."""
+    ads = [f"ad-{number}" for number in range(max(sizes))]
 
     async def send() -> list[int]:
         app = create_app()
@@ -186,9 +187,7 @@ def statuses_of_concurrent_requests(settings: Settings, sizes: list[int]) -> lis
         async with client:
             await queue._lock.acquire()
             posts = [
-                asyncio.create_task(
-                    client.post("/rank", json=rank_body(candidates=["ad-1"] * size))
-                )
+                asyncio.create_task(client.post("/rank", json=rank_body(candidates=ads[:size])))
                 for size in sizes
             ]
             while sum(post.done() for post in posts) + queue.queue_length < len(sizes):

@@ -51,6 +51,12 @@ def test_a_request_without_a_time_is_ranked_as_of_now(
         assert ranker.rank(REQUEST) == expected
 
 
+def test_a_candidate_that_is_given_twice_is_refused(settings: Settings) -> None:
+    request = replace(REQUEST, candidates=["ad-1", "ad-2", "ad-1"])
+    with load(settings) as ranker, pytest.raises(UserError, match="'ad-1' is given twice"):
+        ranker.rank(request)
+
+
 def test_a_request_before_the_features_is_refused(settings: Settings) -> None:
     with load(settings) as ranker:
         store = ranker._feature_store

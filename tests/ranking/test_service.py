@@ -203,6 +203,7 @@ def test_strings_that_cannot_be_encoded_or_are_too_long_are_refused(
         ("rank", rank_body(candidates=[]), 422, "candidates"),
         ("rank", rank_body(candidates=["a"] * 10_001), 422, "candidates"),
         ("rank", rank_body(candidates="a"), 422, "candidates"),
+        ("rank", rank_body(candidates=["ad-2", "ad-1", "ad-2"]), 422, "ad-2 is given twice"),
         ("rank", rank_body(user=7), 422, "user"),
         ("rank", rank_body(colour="red"), 422, "colour"),
         ("rank", rank_body(context={"device": 3}), 400, "it is a string"),
