@@ -15,6 +15,7 @@ from prometheus_client import Counter
 
 from etl.spec import load_spec
 from etl.spec.model import DataSpec
+from etl.spec.sources import AttributeSource
 from etl.spec.units import MICROS
 from etl.tables.code_registry import assign_codes, read_codes
 from etl.tables.declared_columns import counted_columns
@@ -157,7 +158,8 @@ class Worker:
     async def upsert_user_attributes(self, body: UserAttributesRequest) -> None:
         """Commit a version of a user's attributes."""
         now = self.settings.now_us()
-        version = AttributeVersion(body.user, _valid_from(body, now), body.attributes)
+        valid_from = posted_valid_from(self.spec, "user", body.valid_from, now)
+        version = AttributeVersion(body.user, valid_from, body.attributes)
         await self._upsert_attributes("user", version, now)
 
     async def upsert_item_attributes(self, body: ItemAttributesRequest) -> None:
@@ -165,7 +167,7 @@ class Worker:
         now = self.settings.now_us()
         version = AttributeVersion(
             body.item,
-            _valid_from(body, now),
+            posted_valid_from(self.spec, "item", body.valid_from, now),
             body.attributes,
             body.bid,
             body.goal,
@@ -200,13 +202,17 @@ class Worker:
         self.feature_store.close()
 
 
-def _valid_from(body: UserAttributesRequest | ItemAttributesRequest, now: int) -> int:
-    """The time (µs) from which a posted version is valid; raises UserError if implausible."""
-    if body.valid_from is None:
-        return now
-    valid_from = body.valid_from * MICROS["ms"]
+def posted_valid_from(spec: DataSpec, entity: EntryKind, stated_ms: int | None, now: int) -> int:
+    """The time (µs) from which a posted version is valid, with the delay of its source as offline.
+
+    It is the stated time in milliseconds, by default `now` (µs), plus the largest `delay` of the
+    sources that provide attributes of the entity. Raises UserError if the time is implausible.
+    """
+    valid_from = now if stated_ms is None else stated_ms * MICROS["ms"]
     validate_valid_from(valid_from, now)
-    return valid_from
+    sources = spec.sources.values()
+    delays = (s.delay for s in sources if isinstance(s, AttributeSource) and s.entity == entity)
+    return valid_from + max(delays, default=0) * MICROS["s"]
 
 
 def posted_event(spec: DataSpec, payload: EventPayload, now: int) -> Event:

@@ -19,6 +19,8 @@ from schemathesis.core.result import Ok
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from etl.errors import UserError
+from etl.spec.model import DataSpec
+from etl.spec.sources import provides_attributes_of
 from gemline import main
 from ranking.feature_store import storage
 from ranking.feature_store.fetch import FeatureFetcher
@@ -28,7 +30,7 @@ from ranking.serving.app import create_app
 from ranking.serving.loaded_rankers import require_compatible
 from ranking.serving.schemas import EventPayload, EventsRequest, RankRequestBody
 from ranking.serving.settings import SETTINGS_VARIABLE, Settings
-from ranking.serving.worker import Worker
+from ranking.serving.worker import Worker, posted_valid_from
 from tests.conftest import LAST
 from tests.ranking.conftest import EVE, MOST_BYTES
 from tests.ranking.served import ITEMS, JSON, LONG_AGO, click_of, rank_body, running
@@ -352,3 +354,15 @@ def test_the_service_conforms_to_its_openapi_schema(settings: Settings) -> None:
                     case.call_and_validate(excluded_checks=[positive_data_acceptance])
 
                 check()
+
+
+def test_a_posted_version_is_valid_after_the_delay_of_its_source(lake_spec: DataSpec) -> None:
+    """As in the tables; the other entity has another source."""
+    item_source = next(s for s in lake_spec.sources.values() if provides_attributes_of(s, "item"))
+    name = next(n for n, source in lake_spec.sources.items() if source is item_source)
+    delayed = item_source.model_copy(update={"delay": 3600})
+    spec = lake_spec.model_copy(update={"sources": {**lake_spec.sources, name: delayed}})
+    now = LONG_AGO + 10 * 10**6
+    assert posted_valid_from(spec, "item", None, now) == now + 3600 * 10**6
+    assert posted_valid_from(spec, "item", LONG_AGO // 1000, now) == LONG_AGO + 3600 * 10**6
+    assert posted_valid_from(spec, "user", None, now) == now
