@@ -111,6 +111,7 @@ def build_feature_store(
         spec=lake.spec,
         sequence=lengths.sequence,
         history_length=lengths.events,
+        teacher_history_length=lengths.teacher_embeddings,
         data_until=data_until,
         num_items=1 + pc.max(items["item_index"]).as_py() if len(items) else RESERVED_ITEM_INDICES,
     )

@@ -35,13 +35,15 @@ class StoreMetadata(StrictModel):
     """What a store was built from: a spec, a sequence, and all data until `data_until` (seconds).
 
     `num_items` is the number of item indices in the tables at that time. Items that are seen first
-    in the store may get another index in the tables later. `record_format` is 1 for stores that
+    in the store may get another index in the tables later. `teacher_history_length` is None for
+    stores that were written before it was recorded. `record_format` is 1 for stores that
     were written before it was recorded.
     """
 
     spec: DataSpec
     sequence: str
     history_length: int
+    teacher_history_length: int | None = None
     data_until: int = 0
     num_items: int = RESERVED_ITEM_INDICES
     record_format: int = 1

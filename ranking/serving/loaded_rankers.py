@@ -160,10 +160,14 @@ def require_compatible(ranker: Ranker, store_metadata: StoreMetadata) -> Ranker:
         )
     if manifest.spec.similarity_attributes != store_metadata.spec.similarity_attributes:
         raise UserError(f"{name} has other similarity_attributes than the spec: train it again")
+    teacher_history_length = store_metadata.teacher_history_length
+    if teacher_history_length is None:  # an older store, of which it is not known
+        teacher_history_length = manifest.teacher_history_length
     if (
         manifest.num_items > store_metadata.num_items
         or manifest.sequence != store_metadata.sequence
         or manifest.max_length > store_metadata.history_length
+        or manifest.teacher_history_length > teacher_history_length
     ):
         raise UserError(
             f"{name} reads more than the feature store holds: run `gemline rank materialize`"

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -279,6 +280,14 @@ def test_a_ranker_that_reads_more_than_the_store_holds_is_not_served(
             require_compatible(ranker, metadata.model_copy(update=changes))
     enough = metadata.model_copy(update={"num_items": num_items})
     assert require_compatible(ranker, enough) is ranker
+    manifest = ranker.manifest.model_copy(update={"teacher_history_length": 6})
+    reads_teacher = replace(ranker, manifest=manifest)
+    assert metadata.teacher_history_length == 0
+    with pytest.raises(UserError, match="run `gemline rank materialize`"):
+        require_compatible(reads_teacher, metadata)
+    older = metadata.model_copy(update={"teacher_history_length": None})
+    for store in (older, metadata.model_copy(update={"teacher_history_length": 6})):
+        assert require_compatible(reads_teacher, store) is reads_teacher
 
 
 def events_body(*names: str) -> EventsRequest:
