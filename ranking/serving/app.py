@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -73,13 +73,13 @@ def _lifespan(worker: Worker) -> Callable[[FastAPI], Any]:
             asyncio.create_task(_refresh_periodically(worker)),
             asyncio.create_task(report_status(worker)),
         ]
-        yield {"limits": worker.settings.limits}
-        for task in tasks:
-            task.cancel()
-        for task in tasks:
-            with suppress(asyncio.CancelledError):
-                await task
-        worker.close()
+        try:
+            yield {"limits": worker.settings.limits}
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            worker.close()
 
     return lifespan
 

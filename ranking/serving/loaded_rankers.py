@@ -45,12 +45,14 @@ class LoadedRankers:
     @property
     def versions(self) -> dict[str, str]:
         """The version of each surface's ranker."""
-        return {surface: ranker.manifest.version for surface, (_, ranker) in self._loaded.items()}
+        loaded = dict(self._loaded)  # a thread may refresh it meanwhile
+        return {surface: ranker.manifest.version for surface, (_, ranker) in loaded.items()}
 
     @property
     def errors(self) -> dict[str, str]:
         """By surface, the reason why its live ranker is not served."""
-        return {surface: failure.message for surface, failure in self._failures.items()}
+        failures = dict(self._failures)
+        return {surface: failure.message for surface, failure in failures.items()}
 
     def for_surface(self, surface: str) -> Ranker:
         """The ranker of a surface.

@@ -153,16 +153,22 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 async def report_status(worker: "Worker") -> None:
-    """Write a worker's status into its status folder periodically, until cancelled."""
+    """Write a worker's status into its status folder periodically, until cancelled.
+
+    A status that cannot be written, for example because the disk is full, is logged and skipped.
+    """
     folder = worker.settings.status_folder
     if folder is None:
         return
     path = folder / f"worker-{os.getpid()}.json"
     try:
         while True:
-            temporary = path.with_suffix(".new")
-            temporary.write_text(worker.status.model_dump_json())
-            temporary.replace(path)
+            try:
+                temporary = path.with_suffix(".new")
+                temporary.write_text(worker.status.model_dump_json())
+                temporary.replace(path)
+            except Exception as error:
+                log.error("the status of the worker was not written: %r", error)
             await asyncio.sleep(STATUS_INTERVAL_SECONDS)
     finally:
         path.unlink(missing_ok=True)

@@ -269,6 +269,16 @@ def test_health_is_answered_while_the_worker_is_busy(settings: Settings, tmp_pat
     assert health_status(tmp_path) == {"status": "down", "workers": []}
 
 
+def test_a_worker_reports_again_after_its_status_could_not_be_written(
+    settings: Settings, tmp_path: Path
+) -> None:
+    folder = tmp_path / "status"
+    with running(settings.model_copy(update={"status_folder": folder})):
+        time.sleep(0.2)  # the folder is missing at the first attempts
+        folder.mkdir()
+        wait_for(lambda: health_status(folder)["status"] == "ok")
+
+
 def test_health_reports_unresponsive_workers_and_ignores_dead_ones(
     service: Service, tmp_path: Path
 ) -> None:
