@@ -174,11 +174,11 @@ async def report_status(worker: "Worker") -> None:
         path.unlink(missing_ok=True)
 
 
-def health_status(status_folder: Path) -> dict[str, Any]:
+def health_status(status_folder: Path, num_workers: int) -> dict[str, Any]:
     """The status of the service and of each worker that reports into a folder.
 
-    `status` is `ok`; `degraded` if a worker is unresponsive or failed to load a ranker or feature
-    store; `down` if no worker is responsive. Files of killed workers are ignored.
+    `status` is `ok`; `degraded` if fewer than `num_workers` are responsive, or one failed to load a
+    ranker or feature store; `down` if no worker is responsive. Files of killed workers are ignored.
     """
     workers = []
     for path in sorted(status_folder.glob("worker-*.json")):
@@ -192,18 +192,18 @@ def health_status(status_folder: Path) -> dict[str, Any]:
     has_errors = any(w["ranker_errors"] or w["feature_store_error"] for w in responsive)
     if not responsive:
         overall = "down"
-    elif has_errors or len(responsive) < len(workers):
+    elif has_errors or len(responsive) < max(num_workers, len(workers)):
         overall = "degraded"
     else:
         overall = "ok"
     return {"status": overall, "workers": workers}
 
 
-def health_app(status_folder: Path) -> Starlette:
+def health_app(status_folder: Path, num_workers: int) -> Starlette:
     """The application that answers `/health` for the workers that report into a folder."""
 
     async def health(_: Request) -> Response:
-        status = health_status(status_folder)
+        status = health_status(status_folder, num_workers)
         return JSONResponse(status, 503 if status["status"] == "down" else 200)
 
     @asynccontextmanager
@@ -214,7 +214,7 @@ def health_app(status_folder: Path) -> Starlette:
 
 
 @contextmanager
-def health_server(host: str, port: int, status_folder: Path) -> Iterator[int]:
+def health_server(host: str, port: int, status_folder: Path, num_workers: int) -> Iterator[int]:
     """Answer `/health` in a thread while the block runs; yields the port.
 
     Raises:
@@ -227,7 +227,7 @@ def health_server(host: str, port: int, status_folder: Path) -> Iterator[int]:
             f"cannot listen on {host}:{port} ({error.strerror}): choose another --health-port"
         ) from None
     config = uvicorn.Config(
-        health_app(status_folder),
+        health_app(status_folder, num_workers),
         http=LimitedProtocol,
         ws="none",
         access_log=False,
@@ -272,7 +272,7 @@ def run_server(settings: Settings, host: str, port: int, health_address: tuple[s
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(metrics)
         settings = settings.model_copy(update={"status_folder": status})
         os.environ[SETTINGS_VARIABLE] = settings.model_dump_json()
-        with health_server(*health_address, status) as health_port:
+        with health_server(*health_address, status, settings.workers) as health_port:
             log.warning("health checks on http://%s:%d/health", health_address[0], health_port)
             uvicorn.run(
                 "ranking.serving.app:create_app",

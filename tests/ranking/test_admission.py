@@ -256,7 +256,7 @@ def test_health_is_answered_while_the_worker_is_busy(settings: Settings, tmp_pat
             pass
         is_free.set()
 
-    with running(reporting) as service, health_server("127.0.0.1", 0, tmp_path) as port:
+    with running(reporting) as service, health_server("127.0.0.1", 0, tmp_path, 1) as port:
         health = Client(port)
         while health.request("GET", "/health")[0] != 200:
             time.sleep(0.05)
@@ -266,7 +266,7 @@ def test_health_is_answered_while_the_worker_is_busy(settings: Settings, tmp_pat
         assert status == 200 and not is_free.is_set()
         assert body["status"] == "ok" and body["workers"][0]["ranker_versions"]["feed"]
         assert service.request("GET", "/health")[0] == 200 and is_free.is_set()
-    assert health_status(tmp_path) == {"status": "down", "workers": []}
+    assert health_status(tmp_path, 1) == {"status": "down", "workers": []}
 
 
 def test_a_worker_reports_again_after_its_status_could_not_be_written(
@@ -276,7 +276,7 @@ def test_a_worker_reports_again_after_its_status_could_not_be_written(
     with running(settings.model_copy(update={"status_folder": folder})):
         time.sleep(0.2)  # the folder is missing at the first attempts
         folder.mkdir()
-        wait_for(lambda: health_status(folder)["status"] == "ok")
+        wait_for(lambda: health_status(folder, 1)["status"] == "ok")
 
 
 def test_health_reports_unresponsive_workers_and_ignores_dead_ones(
@@ -286,14 +286,15 @@ def test_health_reports_unresponsive_workers_and_ignores_dead_ones(
     with_error = status.model_copy(update={"ranker_errors": {"reels": "damaged"}})
     alive, dead = tmp_path / f"worker-{os.getpid()}.json", tmp_path / "worker-99999999.json"
     dead.write_text(status.model_dump_json())
-    assert health_status(tmp_path)["status"] == "down"
+    assert health_status(tmp_path, 1)["status"] == "down"
     alive.write_text(status.model_dump_json())
-    health = health_status(tmp_path)
+    health = health_status(tmp_path, 1)
     assert health["status"] == "ok" and len(health["workers"]) == 1
+    assert health_status(tmp_path, 2)["status"] == "degraded", "one of two workers is missing"
     alive.write_text(with_error.model_dump_json())
-    assert health_status(tmp_path)["status"] == "degraded"
+    assert health_status(tmp_path, 1)["status"] == "degraded"
     os.utime(alive, (time.time() - 20,) * 2)
-    health = health_status(tmp_path)
+    health = health_status(tmp_path, 1)
     assert health["status"] == "down" and health["workers"][0]["is_unresponsive"]
 
 
