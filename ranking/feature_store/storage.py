@@ -170,8 +170,8 @@ def storage_key(name: str) -> bytes:
 
 
 def storage_keys(names: Sequence[str]) -> np.ndarray:
-    """The storage keys of users or items."""
-    return np.array([storage_key(name) for name in names], np.bytes_)
+    """The storage keys of users or items, as objects: NumPy's bytes lack zeros at the end."""
+    return np.array([storage_key(name) for name in names], np.object_)
 
 
 def group_rows(owner_keys: np.ndarray, rows: np.ndarray) -> Iterator[tuple[bytes, np.ndarray]]:

@@ -35,7 +35,13 @@ from ranking.feature_store.fetch import FeatureFetcher, RankInputs
 from ranking.feature_store.items import read_item_records
 from ranking.feature_store.materialize import HistoryLengths, build_feature_store
 from ranking.feature_store.request import RankRequest
-from ranking.feature_store.storage import BID_DTYPE, latest_versions, storage_key
+from ranking.feature_store.storage import (
+    BID_DTYPE,
+    group_rows,
+    latest_versions,
+    storage_key,
+    storage_keys,
+)
 from ranking.feature_store.store import (
     MAX_REQUEST_AGE,
     METADATA_KEY,
@@ -256,6 +262,11 @@ def test_the_first_item_of_an_empty_store_gets_the_first_index(store: FeatureSto
     with store.read_transaction() as txn:
         indices = read_item_records(store.layout, txn, ["first", "second"])["index"].tolist()
     assert indices == [RESERVED_ITEM_INDICES, RESERVED_ITEM_INDICES + 1]
+
+
+def test_ids_that_end_with_a_zero_byte_have_their_own_rows() -> None:
+    groups = dict(group_rows(storage_keys(["a", "a\0", "a\0"]), np.arange(3)))
+    assert {key: rows.tolist() for key, rows in groups.items()} == {b"a": [0], b"a\0": [1, 2]}
 
 
 def test_reading_an_item_that_was_never_seen_does_not_register_it(store: FeatureStore) -> None:
