@@ -6,6 +6,7 @@ points the lake at it. Running services then load it.
 
 import itertools
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from etl.tables.arrow import Snapshot
 from etl.tables.declared_columns import counted_columns, number_column
 from etl.tables.lake import Lake
 from etl.tables.lease import hold_leases
-from etl.tables.pointer import remove_unreferenced_versions
+from etl.tables.pointer import VersionPointer, remove_unreferenced_versions
 from etl.tables.schemas import RESERVED_ITEM_INDICES
 from etl.tables.uri import local_cache_path, resolve_uri
 from features.counters.numeric_columns import fixed_point_of
@@ -291,9 +292,7 @@ def materialize(lake: Lake, data_until: int) -> str:
     """
     lengths = _required_lengths(lake)
     pointer = feature_store_pointer(lake.root)
-    day = lake.spec.last_day_before(data_until)
-    names = (f"{day:%Y%m%d}-{number}" for number in itertools.count(1))
-    name = next(name for name in names if not (pointer.folder / name).exists())
+    name = next_store_name(pointer, lake.spec.last_day_before(data_until))
     folder = local_cache_path(pointer.folder) / name
     state = pointer.read()
     retained = state.retained if state else ()
@@ -302,6 +301,16 @@ def materialize(lake: Lake, data_until: int) -> str:
     pointer.promote(name)
     remove_unreferenced_versions(pointer.folder, pointer)
     return name
+
+
+def next_store_name(pointer: VersionPointer, day: date) -> str:
+    """DAY-NUMBER with a number above all existing ones of the day.
+
+    A process that has opened a store recognizes a newer one by its name.
+    """
+    names = [path.name for path in pointer.folder.iterdir()] if pointer.folder.exists() else []
+    found = [re.fullmatch(rf"{day:%Y%m%d}-([0-9]+)", name) for name in names]
+    return f"{day:%Y%m%d}-{1 + max((int(match[1]) for match in found if match), default=0)}"
 
 
 def _required_lengths(lake: Lake) -> HistoryLengths:

@@ -17,10 +17,11 @@ from etl.errors import UserError
 from etl.spec.units import DAY
 from etl.tables import arrow, schemas
 from etl.tables.lake import Lake
+from etl.tables.pointer import VersionPointer
 from ranking.feature_store import storage
 from ranking.feature_store.attributes import AttributeVersion
 from ranking.feature_store.events import Event, ingest_event
-from ranking.feature_store.materialize import HistoryLengths, build_feature_store
+from ranking.feature_store.materialize import HistoryLengths, build_feature_store, next_store_name
 from ranking.feature_store.storage import StorageFullError, storage_key
 from ranking.feature_store.store import FeatureStore, open_store
 from ranking.feature_store.wal import FeatureStoreHandle, WalEntry, feature_store_pointer, open_wal
@@ -244,6 +245,15 @@ def test_a_store_of_the_future_is_refused_and_the_log_is_kept(
     assert wal_entries(live) == before
     assert post_all(live, [event_at_end_of(lake, LAST, event_id="later")]) == 1
     assert times_counted(live.store, "new") == (2, 2)
+
+
+def test_the_name_of_a_removed_store_is_not_used_again(tmp_path: Path) -> None:
+    pointer = VersionPointer(tmp_path)
+    for number in (2, 10):
+        (tmp_path / f"{LAST:%Y%m%d}-{number}").mkdir()
+    assert next_store_name(pointer, LAST) == f"{LAST:%Y%m%d}-11"
+    assert next_store_name(pointer, EVE) == f"{EVE:%Y%m%d}-1"
+    assert next_store_name(VersionPointer(tmp_path / "none"), EVE) == f"{EVE:%Y%m%d}-1"
 
 
 def test_a_full_log_names_the_remedy_and_keeps_its_entries(
