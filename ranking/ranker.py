@@ -12,8 +12,9 @@ from etl.errors import UserError
 from etl.spec import load_spec
 from etl.spec.model import DataSpec
 from etl.tables.code_registry import assign_codes, read_codes
+from etl.tables.uri import StoragePath
 from ranking.feature_store.request import RankRequest
-from ranking.feature_store.store import validate_metadata
+from ranking.feature_store.store import FeatureStore, validate_metadata
 from ranking.feature_store.wal import FeatureStoreHandle, feature_store_pointer
 from ranking.registry.ranker import Ranker as RankerPrograms
 from ranking.registry.ranker import live_version
@@ -32,8 +33,8 @@ class Ranker:
         with Ranker.load("work/demo/lake", surface="feed", spec="conf/specs/simulator.yaml") as r:
             response = r.rank(RankRequest(user="u1", surface="feed", candidates=["ad-1", "ad-2"]))
 
-    Several rankers of one lake share its store. One process cannot have both a ranker and an HTTP
-    worker of the same lake, because LMDB opens a folder once per process.
+    Rankers of one lake that were loaded with the same store share it. One process cannot have both
+    a ranker and an HTTP worker of the same lake, because LMDB opens a folder once per process.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Ranker:
         programs = load_verified_ranker(live_version(uri, surface), uri, surface)
         feature_store = SharedFeatureStore.acquire(uri, data_spec)
         try:
-            require_compatible(programs, feature_store.handle.store.metadata)
+            require_compatible(programs, feature_store.store.metadata)
         except UserError:
             feature_store.release()
             raise
@@ -106,7 +107,7 @@ class Ranker:
                 f"this ranker is of surface {self.surface}, the request of {request.surface}: load "
                 "the ranker of that surface"
             )
-        store = self._feature_store.handle.store
+        store = self._feature_store.store
         earliest = store.earliest_request
         if request.as_of is not None and request.as_of < earliest:
             raise UserError(
@@ -130,26 +131,26 @@ class Ranker:
 
 @dataclass
 class SharedFeatureStore:
-    """A lake's open feature store, shared by the rankers of this process and counted by them."""
+    """An open feature store, shared by the rankers of this process and counted by them."""
 
-    folder: Path
-    handle: FeatureStoreHandle
+    store: FeatureStore
     num_users: int = 0
 
     @classmethod
     def acquire(cls, lake: str, spec: DataSpec) -> "SharedFeatureStore":
-        """Open the feature store of a lake, or share the one that is open.
+        """Open the live feature store of a lake, or share it if it is open.
 
         Raises:
             UserError: There is no feature store, or it was built with another spec.
         """
-        folder = Path(str(feature_store_pointer(lake).folder)).resolve()
         with _lock:
-            shared = _open_stores.get(folder)
+            live = feature_store_pointer(lake).live_folder
+            shared = _open_stores.get(_resolved(live)) if live else None
             if shared is None:
-                shared = _open_stores[folder] = cls(folder, FeatureStoreHandle(lake, spec))
+                shared = cls(open_live_store(lake, spec))
+                _open_stores[_resolved(shared.store.folder)] = shared
             else:
-                validate_metadata(shared.handle.store.metadata, spec, shared.handle.store.folder)
+                validate_metadata(shared.store.metadata, spec, shared.store.folder)
             shared.num_users += 1
             return shared
 
@@ -158,8 +159,23 @@ class SharedFeatureStore:
         with _lock:
             self.num_users -= 1
             if not self.num_users:
-                del _open_stores[self.folder]
-                self.handle.close()
+                del _open_stores[_resolved(self.store.folder)]
+                self.store.close()
+
+
+def open_live_store(lake: str, spec: DataSpec) -> FeatureStore:
+    """Open the live feature store of a lake, up to date with the write-ahead log.
+
+    The log is closed again, so that the process can open the next store. Raises UserError as
+    FeatureStoreHandle does.
+    """
+    handle = FeatureStoreHandle(lake, spec)
+    handle.wal.close()
+    return handle.store
+
+
+def _resolved(folder: StoragePath) -> Path:
+    return Path(str(folder)).resolve()
 
 
 _lock = Lock()

@@ -11,9 +11,11 @@ from fastapi.testclient import TestClient
 import ranking
 from etl.errors import UserError
 from ranking import Ranker, RankRequest
+from ranking.feature_store.wal import feature_store_pointer
 from ranking.serving.app import create_app
 from ranking.serving.settings import SETTINGS_VARIABLE, Settings
-from tests.conftest import ROOT
+from tests.conftest import LAST, ROOT
+from tests.ranking.conftest import EVE
 from tests.ranking.served import ITEMS, rank_body
 
 CONTEXT = {"device": "phone", "position": 1}
@@ -61,7 +63,7 @@ def test_a_request_before_the_features_is_refused(settings: Settings) -> None:
     with load(settings) as ranker:
         store = ranker._feature_store
         assert store is not None
-        earliest = store.handle.store.earliest_request
+        earliest = store.store.earliest_request
         assert ranker.rank(replace(REQUEST, as_of=earliest)).ranking
         with pytest.raises(UserError, match=f"serves requests from {earliest} on"):
             ranker.rank(replace(REQUEST, as_of=earliest - 1))
@@ -77,6 +79,17 @@ def test_rankers_of_a_lake_share_its_store_until_the_last_is_closed(settings: Se
     second.close()
     with load(settings) as third:  # LMDB would refuse a folder that is still open
         assert third.rank(REQUEST).ranking
+
+
+def test_a_ranker_reads_the_store_that_was_live_when_it_was_loaded(settings: Settings) -> None:
+    with load(settings) as old:
+        feature_store_pointer(settings.lake).promote(str(LAST))
+        with load(settings) as new, load(settings) as newest:
+            stores = [ranker._feature_store for ranker in (old, new, newest)]
+            names = [shared.store.folder.name for shared in stores if shared]
+            assert names == [str(EVE), str(LAST), str(LAST)]
+            assert stores[1] is stores[2]
+            assert old.rank(REQUEST).ranking and new.rank(REQUEST).ranking
 
 
 def test_a_ranker_that_does_not_fit_the_store_leaves_no_store_open(
