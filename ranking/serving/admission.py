@@ -35,15 +35,16 @@ class WorkQueue:
         self._lock = asyncio.Lock()
 
     @contextmanager
-    def admit(self, num_candidates: int) -> Iterator[None]:
-        """Count work of the cost of some candidates as queued until the block ends.
+    def admit(self, cost: int) -> Iterator[None]:
+        """Count work as queued until the block ends; an empty queue admits work of any cost.
 
-        An empty queue admits work of any cost.
+        Args:
+            cost: Its candidates, events or versions; FIXED_REQUEST_COST is added.
 
         Raises:
             HTTPException: The queue is full (429).
         """
-        cost = FIXED_REQUEST_COST + num_candidates
+        cost += FIXED_REQUEST_COST
         overload = self.overload_message(cost)
         if overload:
             raise HTTPException(429, overload, RETRY_AFTER)
@@ -61,8 +62,8 @@ class WorkQueue:
             return f"the queue is full ({self.queued_cost:,} candidates); retry in a second"
         return None
 
-    async def run(self, work: Callable[[], T], num_candidates: int) -> T:
-        """Run work of the cost of some candidates on the event loop, and return its result.
+    async def run(self, work: Callable[[], T], cost: int) -> T:
+        """Run work of some cost (see `admit`) on the event loop, and return its result.
 
         The work is not moved to a thread, which would share the interpreter with the event loop and
         slow both down. Instead, the event loop runs between two pieces of work, for more rounds the
@@ -74,7 +75,7 @@ class WorkQueue:
         """
         timeout, clock = self.limits.queue_timeout_seconds, asyncio.get_running_loop().time
         queued_at = clock()
-        with self.admit(num_candidates):
+        with self.admit(cost):
             async with self._lock:
                 if clock() - queued_at > timeout:
                     message = f"the request waited {timeout:g} s in the queue; retry later"

@@ -6,7 +6,7 @@ committed by a thread, in groups.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
@@ -148,7 +148,8 @@ class Worker:
     async def ingest_events(self, body: EventsRequest) -> EventsResponse:
         """Commit events, all or none of them."""
         now = self.settings.now_us()
-        events = [posted_event(self.spec, payload, now) for payload in body.events]
+        counted = counted_columns(self.spec)
+        events = [posted_event(self.spec, payload, now, counted) for payload in body.events]
         for event in events:
             validate_event(self.spec, event)
         accepted = await self._commit([WalEntry("event", now, event) for event in events])
@@ -215,14 +216,15 @@ def posted_valid_from(spec: DataSpec, entity: EntryKind, stated_ms: int | None, 
     return valid_from + max(delays, default=0) * MICROS["s"]
 
 
-def posted_event(spec: DataSpec, payload: EventPayload, now: int) -> Event:
-    """The event of a payload; of its context and attributes, what counters read is kept.
+def posted_event(
+    spec: DataSpec, payload: EventPayload, now: int, counted: Collection[str]
+) -> Event:
+    """The event of a payload; of its context and attributes, the `counted` columns are kept.
 
     Raises UserError if the spec does not have an attribute of the context or the event.
     """
     check_context_names(spec, payload.context, f"event {payload.event_id}: ")
     check_event_attribute_names(spec, payload.attributes, f"event {payload.event_id}: ")
-    counted = counted_columns(spec)
     event_ts = now if payload.event_time is None else payload.event_time * MICROS["ms"]
     return Event(
         event_id=payload.event_id,

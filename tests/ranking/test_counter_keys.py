@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from etl.errors import UserError
 from etl.spec import load_spec
-from etl.tables.declared_columns import item_counter_key_columns
+from etl.tables.declared_columns import counted_columns, item_counter_key_columns
 from features.ragged import latest_before
 from ranking.feature_store.consistency import check_consistency
 from ranking.feature_store.events import Event, validate_event
@@ -74,7 +74,8 @@ def test_a_posted_event_keeps_what_counters_read_of_it(tmp_path: Path) -> None:
     payload = EventPayload(event_id="e", user="u", item="hat", surface="home", type="click")
 
     def posted(**fields: object) -> Event:
-        return posted_event(spec, payload.model_copy(update=fields), NOON * 10**6)
+        posted_payload = payload.model_copy(update=fields)
+        return posted_event(spec, posted_payload, NOON * 10**6, counted_columns(spec))
 
     context = {"device": "tv", "screen": 55, "query": "red hat", "hour": "noon"}
     event = posted(context=context, attributes={"quantity": 2, "coupon": "sale"})
