@@ -1,7 +1,7 @@
 """The labels step: impressions with their requests, attributed outcomes, and labels."""
 
 import functools
-from datetime import timedelta
+from datetime import date, timedelta
 
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
@@ -63,7 +63,7 @@ def label_impressions(lake: Lake, days: DayRange, data_until: int | None = None)
     versions = {name: lake.version(name) for name in names}
     events = spark_io.read_table(lake, schemas.events(spec), versions["events"])
     lateness = timedelta(days=1 + spec.allowed_lateness_days)
-    first_day = days[0] - timedelta(days=spec.label_maturity_days) - lateness
+    first_day = first_relabeled_day(spec, days)
     last_day = lake.day_range("events")[1]
     if data_until is None:
         data_until = spec.day_end(last_day)
@@ -92,6 +92,11 @@ def label_impressions(lake: Lake, days: DayRange, data_until: int | None = None)
         "impressions": lake.count_rows(schema.name, (first_day, days[1])),
         "outcomes of unknown impressions": unknown.count(),
     }
+
+
+def first_relabeled_day(spec: DataSpec, days: DayRange) -> date:
+    """The first landing day of impressions whose labels can mature on some days."""
+    return days[0] - timedelta(days=spec.label_maturity_days + 1 + spec.allowed_lateness_days)
 
 
 def _label_columns(spec: DataSpec, label_name: str, data_until_us: int) -> dict[str, Column]:

@@ -1,11 +1,13 @@
 """The `campaign_days` table: spend of campaigns, and outcomes of their impressions, by day."""
 
 from collections.abc import Sequence
+from datetime import date
 
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from etl.attribution import item_attribute_values
+from etl.labels import first_relabeled_day
 from etl.spec.model import DataSpec
 from etl.spec.units import DayRange
 from etl.tables import label_schemas, roi_schemas, spark_io
@@ -15,15 +17,17 @@ from etl.tables.lake import Lake
 def build_campaign_days(lake: Lake, days: DayRange) -> dict[str, int]:
     """Replace the given days of `campaign_days`, by the landing day of the impressions.
 
-    Days are built again once more of their labels are final.
+    Days before them are built again if more of their labels are final.
     """
     spec = lake.spec
     assert spec.roi
+    days = first_changed_day(lake, days), days[1]
     names = ("impressions", "attributes_item", "campaign_spend")
     versions = {name: lake.version(name) for name in names}
     where = spark_io.day_range_predicate(*days)
-    schema = label_schemas.impressions(spec)
-    impressions = spark_io.read_table(lake, schema, versions["impressions"]).filter(where)
+    impressions = spark_io.read_table(
+        lake, label_schemas.impressions(spec), versions["impressions"]
+    ).filter(where)
     for attribute in (spec.roi.campaign, *spec.roi.groups):
         values = item_attribute_values(lake, attribute)
         impressions = impressions.join(values, "item_id", "left")
@@ -32,9 +36,16 @@ def build_campaign_days(lake: Lake, days: DayRange) -> dict[str, int]:
         lake, roi_schemas.campaign_spend(spec), versions["campaign_spend"]
     ).filter(where)
     rows = campaign_days(spec, impressions, spend)
-    contract = roi_schemas.campaign_days(spec)
-    spark_io.replace_partitions(lake, contract, rows, where, versions)
-    return {contract.name: lake.count_rows(contract.name, days)}
+    schema = roi_schemas.campaign_days(spec)
+    spark_io.replace_partitions(lake, schema, rows, where, versions)
+    return {schema.name: lake.count_rows(schema.name, days)}
+
+
+def first_changed_day(lake: Lake, days: DayRange) -> date:
+    """The first of some days, and of those built before, whose labels the days have changed."""
+    built, available = (lake.rows_by_day(name) for name in ("campaign_days", "impressions"))
+    earliest = first_relabeled_day(lake.spec, days)
+    return min([days[0], *(day for day in built if day >= earliest and day in available)])
 
 
 def campaign_days(spec: DataSpec, impressions: DataFrame, spend: DataFrame) -> DataFrame:

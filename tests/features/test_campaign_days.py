@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import json
+import shutil
 from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
@@ -12,7 +13,9 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
+from etl.labels import label_impressions
 from etl.reports import SPEND_REPORTS, load_reports
+from etl.spec.units import date_range
 from etl.tables import arrow, label_schemas, roi_schemas, schemas
 from etl.tables.lake import Lake
 from features.roi.campaign_days import build_campaign_days
@@ -90,6 +93,25 @@ def test_days_can_be_loaded_and_built_again(billed: Lake, raw: Path, spark: obje
     load_reports(billed, str(raw), (LAST, LAST), SPEND_REPORTS)
     build_campaign_days(billed, (LAST, LAST))
     pd.testing.assert_frame_equal(campaign_days(billed), before)
+
+
+def test_days_one_by_one_equal_all_days_at_once(
+    billed: Lake, raw: Path, tmp_path: Path, spark: object
+) -> None:
+    """Labels of a day are final on later days; each run writes again what its labels change."""
+    own = copy_of(billed, tmp_path / "lake")
+    for name in ("campaign_days", "campaign_spend", "impressions"):
+        shutil.rmtree(own.table_uri(name))
+    complete = own.version("events")
+    for day in date_range(*DAYS):
+        events = own.open("events")
+        if events.version() > complete:
+            events.restore(complete)
+        events.delete(f"day > '{day}'")
+        label_impressions(own, (day, day))
+        load_reports(own, str(raw), (day, day), SPEND_REPORTS)
+        build_campaign_days(own, (day, day))
+    pd.testing.assert_frame_equal(campaign_days(own), campaign_days(billed))
 
 
 def test_curves_and_a_plan_of_the_same_total_are_written_and_the_table_is_read_as_a_file(
