@@ -17,6 +17,7 @@ from ranking.roi.curves import CampaignDays
 
 REQUIRED = ("campaign", "day", "spend", "conversions", "value")
 SHRINKAGE = 20.0  # conversions that the mean value of all campaigns counts as
+UNKNOWN = "unknown"  # the group of a day without impressions
 MIN_DAYS = 2
 CURRENT_DAYS = 7  # the latest days, whose mean is the current spend
 
@@ -60,7 +61,8 @@ def campaign_table(
 ) -> CampaignTable:
     """The campaign days in the rows of `source`, which messages name; raises UserError as above."""
     _require_columns(source, table, (*REQUIRED, *groups))
-    for name in ("spend", "conversions", "value"):
+    optional = [name for name in ("arrived", "incremental_share") if name in table.column_names]
+    for name in ("spend", "conversions", "value", *optional):
         _require_numbers(source, table, name)
     currency = _currency(source, table, currency)
     names, index = np.unique(table["campaign"].cast(pa.string()).to_numpy(), return_inverse=True)
@@ -84,11 +86,10 @@ def campaign_table(
             f"{source}: campaign {names[current.argmin()]} has no spend in the last {CURRENT_DAYS} "
             "days, and plans change budgets by a share of them: leave the campaign out"
         )
-    first_rows = np.unique(index, return_index=True)[1]
-    by_group = [table[name].cast(pa.string()).to_numpy()[first_rows] for name in groups]
+    by_group = [_most_frequent_known(table[name], index, count) for name in groups]
     days = CampaignDays(
         tuple(map(str, names)),
-        np.stack(by_group, 1).astype(str) if groups else np.zeros((count, 0), dtype=str),
+        np.stack(by_group, 1) if groups else np.zeros((count, 0), dtype=str),
         index[has_spend],
         spend[has_spend],
         conversions[has_spend],
@@ -101,7 +102,7 @@ def campaign_table(
         currency,
         current,
         (values + SHRINKAGE * mean_value) / (totals + SHRINKAGE),
-        _column(table, "incremental_share")[first_rows],
+        _incremental_share(source, table, index, names),
     )
 
 
@@ -155,6 +156,32 @@ def _column(table: pa.Table, name: str) -> Float64:
     if name not in table.column_names:
         return np.ones(table.num_rows)
     return np.asarray(table[name].cast(pa.float64()).to_numpy(), dtype=np.float64)
+
+
+def _most_frequent_known(
+    column: pa.ChunkedArray, index: npt.NDArray[np.intp], count: int
+) -> npt.NDArray[np.str_]:
+    """The most frequent value (C) of each campaign's rows that is known, else `unknown`."""
+    texts = column.cast(pa.string()).fill_null(UNKNOWN).to_numpy().astype(str)
+    values, code = np.unique(texts, return_inverse=True)
+    rows = np.zeros((count, len(values)))
+    np.add.at(rows, (index, code), texts != UNKNOWN)
+    return np.where(rows.any(1), values[rows.argmax(1)], UNKNOWN)
+
+
+def _incremental_share(
+    source: str, table: pa.Table, index: npt.NDArray[np.intp], names: npt.NDArray[np.object_]
+) -> Float64:
+    """The share (C) of each campaign; raises UserError if its rows have several."""
+    share = _column(table, "incremental_share")
+    first_rows = np.unique(index, return_index=True)[1]
+    differs = share != share[first_rows][index]
+    if differs.any():
+        raise UserError(
+            f"{source}: campaign {names[index[differs.argmax()]]} has several values of "
+            "incremental_share: give the same in all its rows"
+        )
+    return share[first_rows]
 
 
 def _current_spend(

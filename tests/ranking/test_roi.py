@@ -217,6 +217,10 @@ def test_the_command_writes_a_plan_with_its_reasons(
     assert "against the current budgets" in printed
 
 
+def missing_first(days: CampaignDays) -> list[float | None]:
+    return [None, *[1.0] * (len(days.spend) - 1)]
+
+
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
@@ -226,6 +230,12 @@ def test_the_command_writes_a_plan_with_its_reasons(
         ({"currency": lambda d: ["EUR", "USD"] * (len(d.spend) // 2)}, "has several currencies"),
         ({"spend": lambda days: 0 * days.spend}, "campaign c00 has 0 days with spend"),
         ({"arrived": lambda days: 0 * days.spend}, "arrived is the share of conversions so far"),
+        ({"arrived": missing_first}, "arrived is missing or not finite"),
+        ({"incremental_share": missing_first}, "incremental_share is missing or not"),
+        (
+            {"incremental_share": lambda d: np.linspace(0.5, 1, len(d.spend))},
+            "campaign c00 has several values of incremental_share",
+        ),
         ({"conversions": lambda d: ["x"] * len(d.spend)}, "conversions is not a number"),
     ],
 )
@@ -267,3 +277,17 @@ def test_value_per_conversion_is_shrunk_and_incremental_where_measured(tmp_path:
     assert table.incremental_value[5] == pytest.approx(table.value_per_conversion[5] / 2)
     with pytest.raises(UserError, match="no such file"):
         read_campaign_days(tmp_path / "none.csv", (), None)
+
+
+def test_the_group_of_a_campaign_is_its_most_frequent_known_one(tmp_path: Path) -> None:
+    """A day with spend and without impressions has no group, wherever its row is."""
+    days, _, _ = market(3, days=5)
+    groups = np.array([days.groups[c, 0] for c in days.campaign], dtype=object)
+    is_day = [np.arange(len(groups)) % 5 == day for day in range(5)]
+    groups[is_day[0] | is_day[1]], groups[is_day[2]] = "unknown", None
+    groups[days.campaign == 2] = "unknown"
+    file = write_campaign_days(tmp_path / "d.csv", days, vertical=list(groups))
+    expected = days.groups[:, 0].copy()
+    found = read_campaign_days(file, ("vertical",), None).days.groups[:, 0]
+    assert found[2] == "unknown"
+    assert (np.delete(found, 2) == np.delete(expected, 2)).all()
