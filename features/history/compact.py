@@ -32,7 +32,7 @@ def compact_history(lake: Lake, until: date) -> dict[str, int]:
     """Merge all days of `history` up to `until` into that day, cut to the retention of the spec.
 
     Pointers of examples into the history stay valid. Raises UserError where `until` is so recent
-    that counters of new examples still need the days before it one by one.
+    that counters of later examples still need the days before it one by one.
     """
     spec = lake.spec
     last_compactable = last_compactable_day(lake)
@@ -42,8 +42,8 @@ def compact_history(lake: Lake, until: date) -> dict[str, int]:
             f"up to {last_compactable} at most"
         )
     version = lake.version("history")
-    contract = schemas.history(spec)
-    rows = spark_io.read_table(lake, contract, version).filter(F.col("day") <= F.lit(until))
+    schema = schemas.history(spec)
+    rows = spark_io.read_table(lake, schema, version).filter(F.col("day") <= F.lit(until))
     rows = rows.repartition("user_id").sortWithinPartitions("user_id", "day", "chunk")
     min_visible_ts = spec.day_end(until) - spec.history.max_age
     compact = functools.partial(compact_partition, spec.history.max_events, min_visible_ts)
@@ -53,14 +53,18 @@ def compact_history(lake: Lake, until: date) -> dict[str, int]:
     packed = rows.mapInArrow(compact, compacted_schema)
     packed = packed.withColumn("bucket", spark_io.user_bucket(F.col("user_id"), spec.buckets))
     packed = packed.withColumn("day", F.lit(until))
-    spark_io.replace_partitions(lake, contract, packed, f"day <= '{until}'", {"history": version})
-    return {"compacted rows": lake.count_rows(contract.name, (until, until))}
+    spark_io.replace_partitions(lake, schema, packed, f"day <= '{until}'", {"history": version})
+    return {"compacted rows": lake.count_rows(schema.name, (until, until))}
 
 
 def last_compactable_day(lake: Lake) -> date:
-    """The last day before those that counters of new examples need one by one."""
+    """The last day before those that counters of later examples need one by one.
+
+    Later examples begin with the oldest day that a run or a refresh builds again for late files.
+    """
     _, last_day = lake.day_range("history")
-    return last_day - timedelta(days=counter_horizon_days(lake.spec) + 1)
+    oldest_rebuilt = last_day - timedelta(days=max(1, lake.spec.allowed_lateness_days))
+    return oldest_rebuilt - timedelta(days=counter_horizon_days(lake.spec) + 1)
 
 
 def due_compaction(lake: Lake, keep_days: int) -> date | None:

@@ -24,6 +24,7 @@ from features.history.compact import (
     compact_users,
     compacted_until,
     due_compaction,
+    last_compactable_day,
 )
 from tests.oracle.disorder import FIRST, build_lake, generate_records
 from tests.pipeline import rows
@@ -100,8 +101,9 @@ def test_rows_hold_at_most_a_chunk_and_compaction_is_idempotent(size: int) -> No
     assert compact_users(once, 10**6, 0).equals(once)
 
 
-UNTIL = FIRST + timedelta(days=2)
+UNTIL = FIRST + timedelta(days=1)
 NEWEST = FIRST + timedelta(days=5)
+OLDEST_LATE = NEWEST - timedelta(days=1)  # files are accepted a day late
 
 
 @pytest.fixture(scope="module")
@@ -141,14 +143,14 @@ def last_events(
 def test_compaction_preserves_examples_and_the_histories_they_read(
     lake_copy: Lake, built: Lake
 ) -> None:
-    """This holds for the compacted days and for a day that is rebuilt later."""
+    """This holds for the compacted days and for all days that late files rebuild."""
     expected = last_events(lake_copy)
-    compact_history(lake_copy, UNTIL)
+    compact_history(lake_copy, last_compactable_day(lake_copy))
     assert compacted_until(lake_copy) == UNTIL and compacted_until(built) is None
     assert len(rows(lake_copy, "history")) < len(rows(built, "history"))
     assert last_events(lake_copy) == expected
     for step in (build_history, build_examples):
-        step(lake_copy, (NEWEST, NEWEST))
+        step(lake_copy, (OLDEST_LATE, NEWEST))
     assert rows(lake_copy, "examples") == rows(built, "examples")
     assert last_events(lake_copy) == expected
 
@@ -157,7 +159,7 @@ def test_days_that_counters_need_or_that_are_compacted_are_refused(lake_copy: La
     with pytest.raises(UserError, match=rf"--until .*: .*compact up to {UNTIL} at most"):
         compact_history(lake_copy, NEWEST)
     compact_history(lake_copy, UNTIL)
-    for step, day in ((build_history, UNTIL), (build_examples, UNTIL + timedelta(days=1))):
+    for step, day in ((build_history, UNTIL), (build_examples, UNTIL + timedelta(days=2))):
         with pytest.raises(UserError, match=f"histories up to {UNTIL} are compacted: 2026-"):
             step(lake_copy, (day, day))
 
@@ -170,7 +172,7 @@ def test_histories_are_compacted_when_enough_days_can_be(lake_copy: Lake, built:
     compactable = (UNTIL - FIRST).days + 1
     assert due_compaction(every(compactable), keep_days=0) == UNTIL
     assert due_compaction(every(compactable + 1), keep_days=0) is None
-    assert due_compaction(every(1), keep_days=4) == NEWEST - timedelta(days=4)
+    assert due_compaction(every(1), keep_days=5) == NEWEST - timedelta(days=5)
     assert due_compaction(every(1), keep_days=6) is None
     compact_history(every(1), UNTIL - timedelta(days=1))
     assert due_compaction(every(1), keep_days=0) == UNTIL
