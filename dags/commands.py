@@ -14,8 +14,9 @@ from etl.cli.runner import DayArgs, LakeArgs, holds_leases, parse_data_until, pa
 from etl.errors import UserError, error_from_exit_code
 from etl.spec import load_spec
 from etl.spec.base import StrictModel
-from etl.table_commands import TABLE_STEPS
+from etl.table_commands import TABLE_STEPS, score_leases
 from etl.tables.atomic_io import publish_folder, remove_folder, staging_folder
+from etl.tables.lease import hold_leases
 from etl.tables.uri import list_matching, resolve_uri
 
 AIRFLOW_HOME = Path("work", "airflow")
@@ -56,9 +57,10 @@ def upgrade(args: UpgradeArgs) -> None:
     print(f"removed, to be rebuilt: {', '.join(plan.rebuilt_tables) or 'nothing'}")
     if not args.yes:
         _confirm("Upgrade the lake?")
-    if plan.repartitioned_tables:
-        _repartition(args)
-    upgrade_lake(args.lake, old_spec, spec)
+    with hold_leases(args.lake, score_leases(old_spec), "gemline upgrade"):
+        if plan.repartitioned_tables:
+            _repartition(args)
+        upgrade_lake(args.lake, old_spec, spec)
     _upgrade_gem(args)
     split = latest_mature_split(spec, *args.day_range)
     steps = pipeline_steps(spec, args.paths, split, ("--scale", args.scale))

@@ -12,6 +12,7 @@ from etl.errors import UserError
 from etl.spec import DataSpec
 from etl.spec.base import StrictModel
 
+# The leases of all commands that write tables, besides those of `score_leases`.
 TABLE_STEPS = (
     "ingest",
     "attributes",
@@ -19,8 +20,11 @@ TABLE_STEPS = (
     "items",
     "history",
     "examples",
+    "feature_statistics",
     "teacher_predictions",
     "audience",
+    "roi",
+    "forecast",
 )
 MIN_SAFE_KEEP_DAYS = 7  # below: vacuum waits for all writers, whose files are uncommitted
 
@@ -105,9 +109,14 @@ def expire(args: LakeArgs) -> None:
     print_counts("expire", {f"rows of {name}": n for name, n in removed.items()})
 
 
+def score_leases(spec: DataSpec) -> list[str]:
+    """The leases of the commands that write `scores`, one per ad surface."""
+    return [f"scores-{surface}" for surface in spec.ad_surfaces]
+
+
 def _writers(spec: DataSpec) -> list[str]:
-    """The leases of all steps that write tables."""
-    return [*TABLE_STEPS, *(f"scores-{surface}" for surface in spec.ad_surfaces)]
+    """The leases of all commands that write tables; maintenance itself holds `vacuum`."""
+    return [*TABLE_STEPS, *score_leases(spec)]
 
 
 @holds_leases("vacuum")

@@ -66,7 +66,7 @@ class EraseArgs(LakeArgs):
         return sorted(ids)
 
 
-@holds_leases("run", *TABLE_STEPS, "vacuum", "gem", "forecast", "roi", "portfolio")
+@holds_leases("run", *TABLE_STEPS, "vacuum", "gem", "portfolio")
 def erase(args: EraseArgs) -> None:
     """Remove users from all tables, prediction files, the feature store and the forecasts.
 

@@ -1,13 +1,15 @@
 """Only one command at a time runs a step of a lake; the lease of an ended holder expires soon."""
 
+import importlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,8 +19,12 @@ import etl.commands
 import features.commands
 import ranking.commands
 import training.commands
+from dags.pipeline import latest_mature_split, pipeline_steps
+from dags.steps import PipelinePaths
 from etl.cli.runner import COMMAND_LEASES, LakeArgs, arguments_model
 from etl.errors import TemporaryError
+from etl.spec import load_spec
+from etl.table_commands import TABLE_STEPS, score_leases
 from etl.tables import atomic_io, lease
 from etl.tables.lease import (
     UNKNOWN_PROCESS,
@@ -27,7 +33,8 @@ from etl.tables.lease import (
     hold_leases,
     process_identity,
 )
-from gemline import main
+from etl.tables.schemas import table_registry
+from gemline import COMMAND_GROUPS, main
 from tests.conftest import FIRST
 
 HOLD_LEASE = """
@@ -227,6 +234,26 @@ def test_every_command_that_changes_a_lake_has_a_lease() -> None:
                 if issubclass(arguments_model(command), LakeArgs) and command not in COMMAND_LEASES:
                     without_lease.add(name if callable(commands) else f"{group} {name}")
     assert without_lease == READ_ONLY
+
+
+def test_maintenance_holds_the_lease_of_every_command_that_writes_tables(spec_path: Path) -> None:
+    """Otherwise a vacuum deletes files that a running command has staged."""
+    spec, paths = load_spec(spec_path), PipelinePaths(spec_path, "raw", "lake")
+    split = latest_mature_split(spec, FIRST, FIRST + timedelta(days=9))
+    tables = set(table_registry(spec))
+    leases = set()
+    for step in pipeline_steps(spec, paths, split):
+        if tables & {name.partition("/")[0] for name in step.writes}:
+            command = command_of(step.command)
+            names = COMMAND_LEASES[command]
+            leases |= {name.format(surface=step.surface) for name in names}
+    assert leases == {*TABLE_STEPS, *score_leases(spec)}
+
+
+def command_of(words: Sequence[str]) -> Callable[[Any], None]:
+    """The function of a command line."""
+    commands = importlib.import_module(COMMAND_GROUPS[words[0]][0]).COMMANDS[words[0]]
+    return commands if callable(commands) else commands[words[1]]
 
 
 def start_command(command: list[str], root: str, step: str) -> subprocess.Popen[bytes]:
