@@ -120,15 +120,15 @@ def targeted_impressions(lake: Lake, days: Sequence[date], versions: dict[str, i
     spec = lake.spec
     scores = spark_io.read_table(lake, model_schemas.scores(spec), versions["scores"])
     scores = scores.filter(F.col("day").isin(list(days)) & F.col("rank").isNotNull())
-    request = Window.partitionBy("surface", "day", "request_id")
+    impressions = _impression_events(lake, days, versions["events"])
+    rows = scores.drop("item_id").join(impressions, ["impression_id", "day"])
+    request = Window.partitionBy("surface", "day", "user_id", "request_id")
     probabilities = {
         f"p_{name}": F.avg(f"p_{name}").over(request.rowsBetween(*_ALL_ADS_OF_REQUEST))
         for name in spec.objectives
     }
     above = F.lag("expected_value").over(request.orderBy("rank"))
-    scores = scores.withColumns({**probabilities, "value_above": above})
-    impressions = _impression_events(lake, days, versions["events"])
-    rows = scores.drop("item_id", "request_id").join(impressions, ["impression_id", "day"])
+    rows = rows.withColumns({**probabilities, "value_above": above})
     users = _latest_attributes(lake, days[-1], versions["attributes_user"])
     rows = rows.join(users, "user_id", "left")
     if "audience_labels" in versions:

@@ -55,27 +55,30 @@ def scored(lake: Lake, tmp_path_factory: pytest.TempPathFactory) -> Lake:
 
 
 def write_scores(lake: Lake, days: list[date], seed: int) -> None:
+    """Scores whose request ids number the requests of each user, so that users share ids."""
     rng = np.random.default_rng(seed)
     impressions = (
         arrow.snapshot(lake, label_schemas.impressions(lake.spec)).read(day=days).to_pandas()
     )
     names = {code: name for name, code in lake.spec.surface_codes.items()}
-    rows = impressions[["impression_id", "request_id", "item_id", "day"]].copy()
+    rows = impressions[["impression_id", "user_id", "request_id", "item_id", "day"]].copy()
     rows["surface"] = impressions.surface.map(names)
+    of_user = rows.groupby(["surface", "day", "user_id"]).request_id
+    rows["request_id"] = of_user.rank("dense").astype(int).astype(str)
     for name in lake.spec.objectives:
         rows[f"p_{name}"] = rng.uniform(0.01, 0.2, len(rows))
         if lake.spec.objectives[name].value:
             rows[f"value_{name}"] = 20.0
     rows["ranker"], rows["bid"] = "drawn", 1.0
     rows["expected_value"] = rng.uniform(0.001, 0.01, len(rows))
-    request = rows.groupby(["surface", "day", "request_id"]).expected_value
+    request = rows.groupby(["surface", "day", "user_id", "request_id"]).expected_value
     rows["rank"] = request.rank(ascending=False, method="first").astype(int) - 1
     rows["price"] = rows.expected_value
     is_excluded = rng.random(len(rows)) < 0.05
     rows.loc[is_excluded & (request.transform("size") == rows["rank"] + 1), ["rank", "price"]] = (
         None
     )
-    table = pa.Table.from_pandas(rows, preserve_index=False)
+    table = pa.Table.from_pandas(rows.drop(columns="user_id"), preserve_index=False)
     arrow.replace_rows(lake, model_schemas.scores(lake.spec), table, "day IS NOT NULL", {})
 
 
@@ -111,7 +114,7 @@ def expected_rows(lake: Lake, until: date) -> pd.DataFrame:
         found[f"target_{name}"] = rows[f"ctx_{name}"].fillna("unknown")
     found["target_hour"] = (rows.event_ts // MICROS["s"] // 3600 % 24).astype(int)
     found["impression_day"], found["value"] = rows.day, rows.expected_value
-    keys = ["surface", "day", "request_id"]
+    keys = ["surface", "day", "user_id", "request_id"]
     for name, of in provider_labels(spec).items():
         known = labels[(labels.audience == of.audience) & (labels.provider == of.provider)]
         latest_label = known.sort_values("valid_from").groupby("user_id").label.last()
