@@ -261,11 +261,15 @@ def feature_store_step(spec: DataSpec, paths: PipelinePaths, flags: ModelFlags) 
     )
 
 
-def report_step(paths: PipelinePaths, flags: ModelFlags, earlier: Iterable[Step]) -> Step:
+def report_step(
+    spec: DataSpec, paths: PipelinePaths, flags: ModelFlags, earlier: Iterable[Step]
+) -> Step:
     """The HTML report, which reads the outputs of earlier steps."""
     reads = (
         *(name for step in earlier for name in step.writes),
-        *("impressions", *TEACHER_TABLES, "quarantine", "ingest_metrics"),
+        *("impressions", *TEACHER_TABLES, "quarantine", "ingest_metrics", "feature_statistics"),
+        *(("audience_quality",) if spec.audiences else ()),
+        *(("response_curves",) if spec.roi else ()),
     )
     command = ("report", *paths.cli_flags, "--raw", paths.raw, *flags.split)
     return Step("report", "torch", command, reads, ("report.html",))
@@ -281,7 +285,7 @@ def ranking_steps(spec: DataSpec, paths: PipelinePaths, flags: ModelFlags) -> li
         steps.append(surface_step(SCORE_SURFACE, paths, flags, surface))
     steps += forecast_steps(spec, paths, flags)
     steps.append(feature_store_step(spec, paths, flags))
-    return [*steps, report_step(paths, flags, steps)]
+    return [*steps, report_step(spec, paths, flags, steps)]
 
 
 def pipeline_steps(

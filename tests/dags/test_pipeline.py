@@ -9,7 +9,7 @@ import pytest
 
 from dags.pipeline import latest_mature_split, pipeline_steps
 from dags.runner import input_fingerprint, is_up_to_date, pending_steps, raw_file_stats
-from dags.steps import PipelinePaths, Step
+from dags.steps import PipelinePaths, Step, earlier_steps
 from etl.cli.runner import DayArgs
 from etl.errors import UserError
 from etl.spec import DataSpec, load_spec
@@ -66,6 +66,15 @@ def test_labels_are_final_on_the_test_day_and_days_are_in_order() -> None:
     assert split.train_last < split.calibration < split.test_first
     with pytest.raises(UserError, match="too short"):
         latest_mature_split(spec, FIRST, date(2026, 1, 5))
+
+
+def test_the_report_waits_for_all_tables_that_it_shows() -> None:
+    path = ROOT / "conf/specs/simulator.yaml"
+    spec = load_spec(path)
+    split = latest_mature_split(spec, FIRST, date(2026, 1, 11))
+    steps = pipeline_steps(spec, PipelinePaths(path, "logs", "lake"), split)
+    shown = {"feature_statistics", "audience_quality", "response_curves", "forecast"}
+    assert shown <= {*earlier_steps(steps[-1], steps)} and steps[-1].name == "report"
 
 
 def finish(spec: DataSpec, paths: PipelinePaths, steps: Iterable[Step]) -> None:
