@@ -34,6 +34,7 @@ from features.counters.numeric_columns import MISSING, Numbers
 from features.ragged import regroup_batches, run_starts
 
 SEEN = "seen"
+MAX_BYTES = 2**30  # of an array of binary values, whose offsets are 32-bit numbers
 SEEN_KEY = -1  # the number under which `seen` is counted
 # The values of a key are the bytes of its numbers: Spark copies a list number by number.
 COUNTED_SCHEMA = "impression_id string, key int, values binary"
@@ -150,7 +151,7 @@ class _ImpressionCounting:
         if lead_part == self.leads.user:
             lead = table["lead"].to_numpy()
             seen = count_all_before(lead[~is_query], ts[~is_query], lead[is_query], ts[is_query])
-            yield _counted_batch(ids.drop_null(), SEEN_KEY, seen[:, None].astype(np.float64))
+            yield from _counted_batches(ids.drop_null(), SEEN_KEY, seen[:, None].astype(np.float64))
         for name, number in zip(
             self.leads.hash_columns, self.leads.key_numbers(lead_part), strict=False
         ):
@@ -158,7 +159,7 @@ class _ImpressionCounting:
             is_counted = is_query & has_key
             events = self._event_rows(table, key, ~is_query & has_key)
             values = self.aggregations.values(events, key[is_counted], ts[is_counted])
-            yield _counted_batch(ids.filter(pa.array(is_counted)), number, values)
+            yield from _counted_batches(ids.filter(pa.array(is_counted)), number, values)
 
     def _event_rows(self, table: pa.Table, key: Int64, rows: Bools) -> EventRows:
         types = table["type"].to_numpy()[rows].astype(np.int64)
@@ -198,7 +199,7 @@ class _SecondCounting:
         events = EventRows(key[~is_query], ts[~is_query], type_, count, numbers, entries)
         values = self.aggregations.values(events, key[is_query], ts[is_query])
         queries = table.select(["key", "key_hash", "ts"]).filter(pa.array(is_query))
-        return queries.append_column("values", _pack_numbers(values))
+        return queries.append_column("values", pa.chunked_array(_pack_numbers(values), pa.binary()))
 
 
 @dataclass(frozen=True)
@@ -261,18 +262,26 @@ def _number_array(values: Float64, sql_type: str) -> pa.Array:
     return pa.array(values, pa.int32(), from_pandas=True)
 
 
-def _counted_batch(impression_ids: pa.Array, key: int, values: Float64) -> pa.RecordBatch:
+def _counted_batches(
+    impression_ids: pa.Array, key: int, values: Float64
+) -> Iterator[pa.RecordBatch]:
     """Values (Q, columns) of impressions (Q) and a key, as rows of COUNTED_SCHEMA."""
-    keys = pa.array(np.full(len(values), key, np.int32))
-    names = ["impression_id", "key", "values"]
-    return pa.record_batch([impression_ids, keys, _pack_numbers(values)], names=names)
+    first = 0
+    for packed in _pack_numbers(values):
+        keys = pa.array(np.full(len(packed), key, np.int32))
+        ids = impression_ids.slice(first, len(packed))
+        yield pa.record_batch([ids, keys, packed], names=["impression_id", "key", "values"])
+        first += len(packed)
 
 
-def _pack_numbers(rows: Float64) -> pa.Array:
-    """Rows of numbers (N, columns) as one binary value each."""
-    offsets = np.arange(len(rows) + 1, dtype=np.int32) * (rows.shape[1] * rows.itemsize)
-    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(np.ascontiguousarray(rows))]
-    return pa.Array.from_buffers(pa.binary(), len(rows), buffers)
+def _pack_numbers(rows: Float64) -> Iterator[pa.Array]:
+    """Rows of numbers (N, columns) as one binary value each, in arrays of at most MAX_BYTES."""
+    row_bytes = rows.shape[1] * rows.itemsize
+    step = max(1, MAX_BYTES // max(1, row_bytes))
+    for piece in np.split(rows, range(step, len(rows), step)):
+        offsets = np.arange(len(piece) + 1, dtype=np.int32) * np.int32(row_bytes)
+        buffers = [None, pa.py_buffer(offsets), pa.py_buffer(np.ascontiguousarray(piece))]
+        yield pa.Array.from_buffers(pa.binary(), len(piece), buffers)
 
 
 def _unpack_numbers(packed: pa.Array, num_columns: int) -> Float64:

@@ -8,7 +8,8 @@ import pytest
 from pyspark.sql import SparkSession
 
 from etl.spec import load_spec
-from features.counters.counting import count_events
+from features.counters import counting
+from features.counters.counting import _counted_batches, _unpack_numbers, count_events
 from features.counters.key_leads import find_hot_leads
 from tests.oracle.disorder import SPEC
 
@@ -74,3 +75,21 @@ def test_counters_do_not_depend_on_which_keys_have_many_events(
     assert leads == {1: 30 + 2 + 2 + 3, EVENTS // 2: 2, EVENTS + 1: 0}, (
         "of items, surfaces, plans, hours"
     )
+
+
+def test_values_of_many_impressions_are_packed_in_several_arrays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The offsets of an array have 32 bits."""
+    values = np.random.default_rng(0).normal(size=(57, 3))
+    ids = pa.array([str(number) for number in range(57)])
+    monkeypatch.setattr(counting, "MAX_BYTES", 100)
+    batches = list(_counted_batches(ids, 4, values))
+    assert [len(batch) for batch in batches] == [4] * 14 + [1]
+    table = pa.Table.from_batches(batches).combine_chunks()
+    assert table["impression_id"].to_pylist() == ids.to_pylist()
+    assert set(table["key"].to_pylist()) == {4}
+    packed = table["values"].combine_chunks()
+    assert (_unpack_numbers(packed, 3) == values).all()
+    (empty,) = _counted_batches(ids[:0], 4, values[:0])
+    assert len(empty) == 0
