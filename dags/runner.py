@@ -16,14 +16,14 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from dags.steps import PipelinePaths, Step
+from dags.steps import RAW_SOURCE_KINDS, PipelinePaths, Step
 from etl.errors import error_from_exit_code
-from etl.ingest.arrival import file_states
+from etl.ingest.arrival import FileStates, file_states
 from etl.spec import DataSpec, load_spec
-from etl.spec.units import DayRange, date_range, parse_date_range
+from etl.spec.units import DayRange, parse_date_range
 from etl.tables import step_state
 from etl.tables.code_registry import assign_codes, read_codes
-from etl.tables.uri import StoragePath, list_matching, local_cache_path, resolve_uri
+from etl.tables.uri import StoragePath, local_cache_path, resolve_uri
 
 
 def is_up_to_date(spec: DataSpec, paths: PipelinePaths, steps: Sequence[Step], step: Step) -> bool:
@@ -43,19 +43,21 @@ def _output_path(lake: str, name: str) -> StoragePath:
 def input_fingerprint(
     spec: DataSpec, paths: PipelinePaths, steps: Sequence[Step], step: Step
 ) -> str:
-    """A hash of the inputs of a step: its command, the spec, the raw files, earlier runs."""
+    """A hash of the inputs of a step: its command, the spec, its raw files, earlier runs."""
     run_ids = {}
     for other in steps:
         if set(other.writes) & set(step.reads):
             record = step_state.read_step_state(paths.lake, other.name)
             run_ids[other.name] = record.run_id if record else None
-    facts = {
+    facts: dict[str, object] = {
         "command": step.command,
         "spec": spec.hash,
-        "raw": raw_file_stats(spec, paths.raw, _step_days(step)) if "raw" in step.reads else None,
+        "raw": None,
         "runs": run_ids,
     }
     if "raw" in step.reads:
+        kinds = RAW_SOURCE_KINDS[step.name]
+        facts["raw"] = raw_file_states(spec, paths.raw, kinds, _step_days(step))
         facts["raw read"] = spec.ingest_settings
     if step.engine == "torch":
         facts["models read"] = spec.model_dump(
@@ -68,22 +70,13 @@ def _step_days(step: Step) -> DayRange:
     return parse_date_range(step.command[step.command.index("--days") + 1])
 
 
-def raw_file_stats(spec: DataSpec, raw: str, days: DayRange) -> list[tuple[str, int, int]]:
-    """Path, size and modification time (ns) of every raw file of some days."""
-    tables = [source for source in spec.sources.values() if source.format == "delta"]
-    patterns = {
-        source.path_on(day)
-        for source in spec.sources.values()
-        for day in date_range(*days)
-        if source not in tables
+def raw_file_states(spec: DataSpec, raw: str, kinds: Collection[str], days: DayRange) -> FileStates:
+    """The raw files of the sources of some kinds on some days."""
+    return {
+        name: file_states(source, raw, days)
+        for name, source in spec.sources.items()
+        if source.kind in kinds
     }
-    root = resolve_uri(raw)
-    files = [file for pattern in sorted(patterns) for file in list_matching(root, pattern)]
-    stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    of_tables: dict[str, tuple[int, int]] = {}
-    for table in tables:
-        of_tables |= file_states(table, raw, days)
-    return stats + [(path, *state) for path, state in sorted(of_tables.items())]
 
 
 def carry_over_step_states(

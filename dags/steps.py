@@ -6,6 +6,13 @@ from pathlib import Path
 from typing import Literal
 
 Engine = Literal["spark", "torch"]
+# Kinds of the sources whose files the steps that read `raw` read, by the name of the step.
+RAW_SOURCE_KINDS = {
+    "ingest": ("event_log", "impression_log"),
+    "attributes": ("attributes",),
+    "audience": ("audience_labels", "audits"),
+    "campaign_days": ("spend",),
+}
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from dags.pipeline import latest_mature_split, pipeline_steps
-from dags.runner import input_fingerprint, is_up_to_date, pending_steps, raw_file_stats
-from dags.steps import PipelinePaths, Step, earlier_steps
+from dags.runner import input_fingerprint, is_up_to_date, pending_steps, raw_file_states
+from dags.steps import RAW_SOURCE_KINDS, PipelinePaths, Step, earlier_steps
 from etl.cli.runner import DayArgs
 from etl.errors import UserError
+from etl.ingest.arrival import FileStates
 from etl.spec import DataSpec, load_spec
 from etl.spec.units import DaySplit
 from etl.tables import step_state
@@ -135,10 +136,30 @@ def test_only_raw_files_of_the_days_of_a_run_count(
     logs = tmp_path / "logs"
     shutil.copytree(raw, logs)
     days = (FIRST, date(2026, 1, 3))
-    before = raw_file_stats(spec, str(logs), days)
-    assert before
+
+    def files() -> FileStates:
+        return raw_file_states(spec, str(logs), ("event_log",), days)
+
+    before = files()
+    assert before["events"]
     for path in logs.glob("events/day=2026-01-04/*"):
         path.unlink()
-    assert raw_file_stats(spec, str(logs), days) == before
+    assert files() == before
     next(logs.glob("events/day=2026-01-03/*")).write_bytes(b"")
-    assert raw_file_stats(spec, str(logs), days) != before
+    assert files() != before
+
+
+def test_a_file_that_is_delivered_again_repeats_only_the_steps_that_read_it(
+    tmp_path: Path, raw: Path, spec_path: Path
+) -> None:
+    spec = load_spec(spec_path)
+    shutil.copytree(raw, tmp_path / "logs")
+    paths = PipelinePaths(spec_path, str(tmp_path / "logs"), str(tmp_path / "lake"))
+    steps = pipeline_steps(spec, paths, short_split(spec))
+    assert {step.name for step in steps if RAW in step.reads} == set(RAW_SOURCE_KINDS)
+    kinds = [kind for names in RAW_SOURCE_KINDS.values() for kind in names]
+    assert {source.kind for source in spec.sources.values()} <= set(kinds)
+    finish(spec, paths, steps)
+    next((tmp_path / "logs").glob("audits/*")).touch()
+    names = [step.name for step in pending_steps(spec, paths, steps)]
+    assert names == ["audience", "audience_quality", "forecast", "report"]

@@ -12,7 +12,7 @@ import yaml
 from deltalake import DeltaTable, write_deltalake
 from pyspark.sql import SparkSession
 
-from dags.runner import raw_file_stats
+from dags.runner import raw_file_states
 from etl.attributes import load_attributes
 from etl.errors import UserError
 from etl.ingest.arrival import day_file_states, has_arrived
@@ -167,12 +167,13 @@ def test_a_day_has_arrived_when_its_files_have_not_changed_for_a_while(tmp_path:
     assert not has_arrived(at_once, raw, "app", DAYS[2])
     assert not has_arrived(at_once, str(tmp_path), "app", DAYS[0]), "there is no table yet"
     before = {day: day_file_states(at_once, raw, day) for day in DAYS}
-    stats = raw_file_stats(at_once, raw, (DAYS[0], DAYS[0]))
+    logs = ("event_log",)
+    stats = raw_file_states(at_once, raw, logs, (DAYS[0], DAYS[0]))
     write_delta(table, [DAYS[1]])
     changed = [day for day in DAYS if day_file_states(at_once, raw, day) != before[day]]
     assert changed == [DAYS[1]]
-    assert raw_file_stats(at_once, raw, (DAYS[0], DAYS[0])) == stats
-    assert raw_file_stats(at_once, raw, (DAYS[0], DAYS[1])) != stats
+    assert raw_file_states(at_once, raw, logs, (DAYS[0], DAYS[0])) == stats
+    assert raw_file_states(at_once, raw, logs, (DAYS[0], DAYS[1])) != stats
 
 
 def test_a_check_samples_the_latest_day_of_a_table(spark: SparkSession, tmp_path: Path) -> None:
