@@ -17,7 +17,7 @@ from dags.orchestration.operators import SPARK_CONN_ID, TORCH_CONN_ID
 from dags.orchestration.runs import http_request
 from dags.orchestration.settings import MANUAL_SCHEDULE, ROOT
 from dags.steps import PipelinePaths
-from etl.errors import UserError
+from etl.errors import TemporaryError, UserError
 from etl.runtime.java import delta_jars
 from etl.tables.uri import is_url
 
@@ -69,9 +69,10 @@ def airflow_environment(
 
 @dataclass(frozen=True)
 class AirflowProcesses:
-    """The processes of a local Airflow, in one process group."""
+    """The processes of a local Airflow, in one process group, and the file of what they print."""
 
     processes: tuple[subprocess.Popen[bytes], ...]
+    log_path: Path
 
     @property
     def is_running(self) -> bool:
@@ -114,20 +115,20 @@ def start_airflow(env: Mapping[str, str]) -> AirflowProcesses:
                         command, env=env, cwd=ROOT, stdout=log, stderr=log, process_group=group
                     )
                 )
-        airflow = AirflowProcesses(tuple(processes))
-        _wait_until_healthy(airflow, env["AIRFLOW__API__BASE_URL"], log_path)
+        airflow = AirflowProcesses(tuple(processes), log_path)
+        _wait_until_healthy(airflow, env["AIRFLOW__API__BASE_URL"])
     except BaseException:
         if processes:
-            AirflowProcesses(tuple(processes)).stop()
+            AirflowProcesses(tuple(processes), log_path).stop()
         raise
     return airflow
 
 
-def _wait_until_healthy(airflow: AirflowProcesses, base_url: str, log_path: Path) -> None:
+def _wait_until_healthy(airflow: AirflowProcesses, base_url: str) -> None:
     deadline = time.monotonic() + START_TIMEOUT_SECONDS
     while not _is_healthy(base_url):
         if not airflow.is_running or time.monotonic() > deadline:
-            raise UserError(f"Airflow did not start; the reason is in {log_path}")
+            raise UserError(f"Airflow did not start; the reason is in {airflow.log_path}")
         time.sleep(1)
 
 
@@ -136,7 +137,9 @@ def _run_airflow_command(words: Sequence[str], env: Mapping[str, str]) -> None:
         [*AIRFLOW_COMMAND, *words], env=env, cwd=ROOT, capture_output=True, text=True, check=False
     )
     if result.returncode:
-        raise UserError(f"airflow {words[0]} failed: {result.stderr.strip().splitlines()[-1]}")
+        printed = (result.stderr.strip() or result.stdout.strip()).splitlines()
+        reason = printed[-1] if printed else f"exit code {result.returncode}"
+        raise UserError(f"airflow {words[0]} failed: {reason}")
 
 
 def _is_healthy(base_url: str) -> bool:
@@ -191,9 +194,9 @@ def watch_dag_runs(
     airflow: AirflowProcesses,
     already_finished: Collection[tuple[str, str]],
 ) -> Iterator[FinishedDagRun]:
-    """Yield each run of the DAGs of a spec when it ends, for as long as Airflow runs.
+    """Yield each run of the DAGs of a spec when it ends; those in `already_finished` are left out.
 
-    Runs in `already_finished` are left out.
+    Raises TemporaryError when a process of Airflow has ended.
     """
     seen = set(already_finished)
     while airflow.is_running:
@@ -203,3 +206,4 @@ def watch_dag_runs(
                 if key not in seen:
                     seen.add(key)
                     yield run
+    raise TemporaryError(f"a process of Airflow has ended; the reason is in {airflow.log_path}")

@@ -15,7 +15,13 @@ from typing import TypeVar
 
 import pytest
 
-from dags.orchestration.standalone import AirflowProcesses, api_request, start_airflow
+from dags.orchestration.standalone import (
+    AirflowProcesses,
+    api_request,
+    start_airflow,
+    watch_dag_runs,
+)
+from etl.errors import TemporaryError
 from etl.spec.units import MICROS
 from etl.tables import lease, step_state
 from etl.tables.lake import Lake
@@ -75,6 +81,14 @@ def airflow(tmp_path: Path, spec_path: Path, raw: Path) -> Iterator[RunningAirfl
             processes.stop()
 
 
+def test_watching_ends_with_an_error_when_a_process_has_ended(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    processes = AirflowProcesses((ended,), tmp_path / "standalone.log")
+    with pytest.raises(TemporaryError, match=r"has ended; the reason is in .*standalone\.log"):
+        list(watch_dag_runs("http://127.0.0.1:1", "shop", processes, ()))
+
+
 @pytest.mark.proof
 def test_three_days_become_rankers_though_a_task_and_the_scheduler_are_killed(
     spark: object, lake: Lake, airflow: RunningAirflow, raw: Path, tmp_path: Path
@@ -101,7 +115,7 @@ def test_three_days_become_rankers_though_a_task_and_the_scheduler_are_killed(
         [sys.executable, "-m", "airflow", "scheduler", "--skip-serve-logs"], cwd=ROOT, env=env,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
-    running.append(AirflowProcesses((second_scheduler,)))
+    running.append(AirflowProcesses((second_scheduler,), running[0].log_path))
 
     def rankers_done() -> bool:
         runs = api_request(address, "dags/simulator_rankers/dagRuns?limit=10")["dag_runs"]
