@@ -80,7 +80,7 @@ def choose(args: ChooseArgs) -> None:
     """Which labels of each provider to buy for a target, and the in-target rate of them."""
     from etl.spec.sections import UNKNOWN_LABEL
     from features.audience.estimate import fit_audience
-    from features.audience.quality import choose_provider
+    from features.audience.quality import rank_purchases
 
     names = _require_audiences(args)
     if args.audience not in names:
@@ -89,8 +89,13 @@ def choose(args: ChooseArgs) -> None:
     if found is None:
         raise UserError(f"audience {args.audience} has no audits until {args.data_until}")
     columns = found.target_columns(args.target)
-    purchases = choose_provider(
-        found.model, found.impressions, columns, args.impressions, UNKNOWN_LABEL
+    purchases = rank_purchases(
+        found.model,
+        found.impressions,
+        columns,
+        args.impressions,
+        UNKNOWN_LABEL,
+        found.spec.min_count,
     )
     everyone = float(found.model.audits.prior[columns].sum())
     if args.as_json:

@@ -45,12 +45,13 @@ class Purchase:
     high: float
 
 
-def choose_provider(
+def rank_purchases(
     model: AdditiveModel,
     impressions: Float64,
     target: Sequence[int],
     wanted: float,
     unknown: str,
+    min_count: int,
 ) -> list[Purchase]:
     """What to buy of each provider to reach `wanted` impressions, the best provider first.
 
@@ -60,6 +61,7 @@ def choose_provider(
         target: Columns of the classes in the target.
         wanted: How many impressions to reach; providers with fewer are bought whole.
         unknown: The label that cannot be bought.
+        min_count: Fewest impressions of a label that can be bought: rates of rarer ones are noise.
 
     Raises:
         UserError: No provider has a label to buy.
@@ -67,10 +69,17 @@ def choose_provider(
     purchases = [
         purchase
         for position in range(len(model.audits.providers))
-        if (purchase := _purchase_of(model, position, impressions, target, wanted, unknown))
+        if (
+            purchase := _purchase_of(
+                model, position, impressions, target, wanted, unknown, min_count
+            )
+        )
     ]
     if not purchases:
-        raise UserError("the audience is empty: no impression has a known label of any provider")
+        raise UserError(
+            "the audience is empty: no known label of any provider has impressions, or as many as "
+            f"min_count ({min_count})"
+        )
     is_short = [purchase.impressions < wanted * (1 - 1e-9) for purchase in purchases]
     order = sorted(range(len(purchases)), key=lambda i: (is_short[i], -purchases[i].rate))
     return [purchases[i] for i in order]
@@ -83,10 +92,12 @@ def _purchase_of(
     target: Sequence[int],
     wanted: float,
     unknown: str,
+    min_count: int,
 ) -> Purchase | None:
     names = model.audits.label_names[position]
     by_label = model.audits.one_hot_labels(position).T * impressions  # (A, n)
-    available = by_label.sum(1) * np.array([name != unknown for name in names])
+    can_be_bought = np.array([name != unknown for name in names]) & (by_label.sum(1) >= min_count)
+    available = by_label.sum(1) * can_be_bought
     if not available.sum() > 0:
         return None
     weights = by_label / np.maximum(by_label.sum(1, keepdims=True), 1e-12)

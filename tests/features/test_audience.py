@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from etl.array_types import Float64, Int64
 from etl.errors import UserError
 from features.audience.additive import CampaignAudits, fit_additive
-from features.audience.quality import choose_provider, labels_to_buy, normalized_information
+from features.audience.quality import labels_to_buy, normalized_information, rank_purchases
 
 CLASSES, UNKNOWN = 3, 3  # the last label of each provider is that of users whom it does not know
 PROVIDERS = ("good", "poor", "copy")
@@ -186,7 +186,7 @@ def test_the_chosen_labels_have_the_highest_rate_of_all_that_reach_as_many() -> 
 def test_the_best_provider_for_a_target_comes_first_and_unknown_users_are_not_bought() -> None:
     users = Users(6)
     model = fit_additive(users.audits(campaigns=60, audited=2000))
-    purchases = choose_provider(model, users.impressions, [2], 4000, "unknown")
+    purchases = rank_purchases(model, users.impressions, [2], 4000, "unknown", 1)
     assert [purchase.provider for purchase in purchases][2] == "poor"
     for purchase in purchases:
         assert purchase.labels[0] == "z" and "unknown" not in purchase.labels
@@ -195,6 +195,19 @@ def test_the_best_provider_for_a_target_comes_first_and_unknown_users_are_not_bo
         if purchase.labels == ("z",):
             assert purchase.low <= truth <= purchase.high
     with pytest.raises(UserError, match="the audience is empty"):
-        choose_provider(model, 0 * users.impressions, [2], 10, "unknown")
-    scarce = choose_provider(model, users.impressions, [2], 1e9, "unknown")
+        rank_purchases(model, 0 * users.impressions, [2], 10, "unknown", 1)
+    scarce = rank_purchases(model, users.impressions, [2], 1e9, "unknown", 1)
     assert all(p.impressions < 1e9 and len(p.labels) == 3 for p in scarce)
+
+
+def test_labels_of_too_few_impressions_are_not_bought() -> None:
+    users = Users(6)
+    model = fit_additive(users.audits(campaigns=60, audited=2000))
+    of_label = [np.bincount(users.labels[:, p], minlength=len(LABELS))[:UNKNOWN] for p in range(3)]
+    fewest = int(min(counts.min() for counts in of_label)) + 1
+    for purchase in rank_purchases(model, users.impressions, [2], 1e9, "unknown", fewest):
+        counts = of_label[PROVIDERS.index(purchase.provider)]
+        bought = {name for name, n in zip(LABELS, counts, strict=False) if n >= fewest}
+        assert set(purchase.labels) == bought
+    with pytest.raises(UserError, match="as many as min_count"):
+        rank_purchases(model, users.impressions, [2], 10, "unknown", 10**6)
