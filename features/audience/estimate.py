@@ -60,6 +60,7 @@ def fit_audience(lake: Lake, name: str, until: date) -> AudienceFit | None:
             f"of {spec.min_count} impressions or more: check that reports name values of "
             f"{spec.campaign}, or lower audiences.{name}.min_count"
         )
+    audited_counts = _weighted_by_panel(audited_counts, audits)
     campaigns, audited = _audited_impressions(audits, spec.classes)
     label_names, label_index = _label_indexes(labels)
     mixtures, users = (
@@ -102,6 +103,21 @@ def _of_large_campaigns(audits: pa.Table, min_count: int) -> pa.Table:
     totals = reports.group_by("campaign").aggregate([("impressions_max", "sum")])
     large = totals.filter(pc.greater_equal(totals["impressions_max_sum"], min_count))
     return audits.join(large.select(["campaign"]), "campaign", join_type="inner")
+
+
+def _weighted_by_panel(counts: pa.Table, audits: pa.Table) -> pa.Table:
+    """The counts of audited campaigns, of which each day counts as its audited impressions.
+
+    Audits of several days are summed by their panels, not by all impressions of the days.
+    """
+    key = ["campaign", "day"]
+    panels = audits.group_by(key).aggregate([("impressions", "max")])
+    totals = counts.group_by(key).aggregate([("impressions", "sum")])
+    counts = counts.join(panels, key, join_type="inner").join(totals, key, join_type="inner")
+    panel = counts["impressions_max"].cast(pa.float64())
+    weight = pc.divide(panel, counts["impressions_sum"].cast(pa.float64()))
+    weighted = {name: pc.multiply(counts[name], weight) for name in ("impressions", "users")}
+    return pa.table({name: counts[name] for name in ("campaign", "combination")} | weighted)
 
 
 def _combinations(counts: pa.Table, providers: int) -> tuple[list[tuple[str, ...]], Int64]:

@@ -1,15 +1,24 @@
 """P(class | labels) is found from the classes of campaigns alone, and what cannot be is refused."""
 
+import itertools
 from dataclasses import replace
+from datetime import date, timedelta
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etl.array_types import Float64, Int64
 from etl.errors import UserError
+from etl.spec import DataSpec
+from etl.spec.sections import AudienceSpec
+from etl.tables import arrow, audience_schemas
+from etl.tables.lake import Lake, arrow_schema
 from features.audience.additive import CampaignAudits, fit_additive
+from features.audience.estimate import fit_audience
 from features.audience.quality import labels_to_buy, normalized_information, rank_purchases
 
 CLASSES, UNKNOWN = 3, 3  # the last label of each provider is that of users whom it does not know
@@ -211,3 +220,36 @@ def test_labels_of_too_few_impressions_are_not_bought() -> None:
         assert set(purchase.labels) == bought
     with pytest.raises(UserError, match="as many as min_count"):
         rank_purchases(model, users.impressions, [2], 10, "unknown", 10**6)
+
+
+def test_days_of_a_campaign_count_as_their_panels(tmp_path: Path, lake_spec: DataSpec) -> None:
+    """Days of as many impressions, of other labels, audited by 20 and by 500 people."""
+    classes, rates = ("18-24", "25-34"), {"x": 0.9, "y": 0.1}
+    audience = AudienceSpec(classes=classes, providers=("acme",), campaign="advertiser_id")
+    spec = lake_spec.model_copy(update={"audiences": {"age": audience}})
+    lake, rng = Lake(str(tmp_path), spec), np.random.default_rng(0)
+    counts, audits = [], []
+    for campaign, (number, panel) in itertools.product(range(12), enumerate((20, 500))):
+        shared = {
+            "audience": "age",
+            "campaign": f"b{campaign}",
+            "day": date(2026, 1, 1) + timedelta(days=number),
+        }
+        share = rng.uniform()
+        for label, of_label in (("x", share), ("y", 1 - share)):
+            size = round(1000 * of_label)
+            counts.append(shared | {"labels": [label], "impressions": size, "users": size})
+        true = share * rates["x"] + (1 - share) * rates["y"]
+        for class_, of_class in zip(classes, (true, 1 - true), strict=True):
+            row = {"true_class": class_, "share": of_class, "impressions": panel}
+            audits.append(shared | row)
+    for schema, rows in (
+        (audience_schemas.audience_counts(spec), counts),
+        (audience_schemas.audits(spec), audits),
+    ):
+        table = pa.Table.from_pylist(rows, schema=arrow_schema(schema))
+        arrow.replace_rows(lake, schema, table, "day IS NOT NULL", {})
+    fit = fit_audience(lake, "age", date(2026, 1, 2))
+    assert fit is not None and fit.model.audits.label_names == (("x", "y"),)
+    found = fit.model.confusion(0, fit.impressions).value[:, 0]
+    np.testing.assert_allclose(found, [rates["x"], rates["y"]], atol=0.04)
