@@ -49,6 +49,8 @@ def upgrade(args: UpgradeArgs) -> None:
     from etl.tables.maintenance import plan_upgrade, upgrade_lake
 
     spec, old_spec = args.load_spec(), load_spec(args.old_spec)
+    split = latest_mature_split(spec, *args.day_range)
+    steps = pipeline_steps(spec, args.paths, split, ("--scale", args.scale))
     plan = plan_upgrade(args.lake, old_spec, spec)
     print(f"changed keys: {', '.join(plan.changed_keys) or 'none'}")
     print(f"kept: {', '.join(plan.kept_tables) or 'nothing'}")
@@ -62,8 +64,6 @@ def upgrade(args: UpgradeArgs) -> None:
             _repartition(args)
         upgrade_lake(args.lake, old_spec, spec)
     _upgrade_gem(args)
-    split = latest_mature_split(spec, *args.day_range)
-    steps = pipeline_steps(spec, args.paths, split, ("--scale", args.scale))
     kept_tables = {*plan.kept_tables, *plan.repartitioned_tables}
     finished = carry_over_step_states(spec, args.paths, steps, kept_tables)
     skipped = ", ".join(finished) or "nothing"

@@ -140,6 +140,18 @@ def test_nothing_is_removed_without_confirmation(
     assert own.version("examples") >= 0
 
 
+def test_wrong_days_are_refused_before_anything_is_removed(
+    own: Lake, spec_path: Path, raw: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_changed_spec(spec_path, tmp_path / "new.yaml", new_counter)
+    flags = ["--spec", str(path), "--lake", own.root, "--raw", str(raw)]
+    command = ["upgrade", *flags, "--old-spec", str(spec_path), "--yes", "--days"]
+    for days, message in ((f"{FIRST}:{FIRST}", "is too short"), ("yesterday", "yesterday")):
+        assert main([*command, days]) == 2
+        assert message in capsys.readouterr().err
+    assert own.version("examples") >= 0
+
+
 def test_an_upgrade_asks_for_confirmation_on_a_terminal(
     own: Lake, spec_path: Path, raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
