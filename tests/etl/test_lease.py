@@ -253,7 +253,8 @@ def test_maintenance_holds_the_lease_of_every_command_that_writes_tables(spec_pa
 def command_of(words: Sequence[str]) -> Callable[[Any], None]:
     """The function of a command line."""
     commands = importlib.import_module(COMMAND_GROUPS[words[0]][0]).COMMANDS[words[0]]
-    return commands if callable(commands) else commands[words[1]]
+    command: Callable[[Any], None] = commands if callable(commands) else commands[words[1]]
+    return command
 
 
 def start_command(command: list[str], root: str, step: str) -> subprocess.Popen[bytes]:
