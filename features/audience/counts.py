@@ -37,7 +37,7 @@ def _counts_of(lake: Lake, name: str, days: DayRange, versions: dict[str, int]) 
     schema = audience_schemas.audience_labels(spec)
     stored = spark_io.read_table(lake, schema, versions["audience_labels"])
     stored = stored.filter((F.col("audience") == name) & (F.col("day") <= F.lit(days[1])))
-    labels = stored.select("user_id", F.col("valid_from").alias("ts"), "provider", "label")
+    labels = stored.select("user_id", F.col("valid_from").alias("ts"), "provider", "label", "day")
     counts = count_by_labels(impressions, labels, audience.providers)
     return counts.withColumn("audience", F.lit(name))
 
@@ -55,13 +55,14 @@ def count_by_labels(
 def join_labels(impressions: DataFrame, labels: DataFrame, providers: tuple[str, ...]) -> DataFrame:
     """Impressions with `labels`: the latest label of each provider strictly before `ts`.
 
-    `impressions` have user_id, ts, campaign and day, `labels` user_id, ts, provider and label. A
-    union and one window sort the rows of a user once.
+    `impressions` have user_id, ts, campaign and day, `labels` user_id, ts, provider, label and day:
+    of labels of one time, that of the latest day counts. A union and one window sort the rows of a
+    user once.
     """
     rows = impressions.unionByName(labels, allowMissingColumns=True)
     up_to_row = (
         Window.partitionBy("user_id")
-        .orderBy("ts", F.asc_nulls_last("campaign"))  # equal times: impressions come first
+        .orderBy("ts", F.asc_nulls_last("campaign"), "day")  # equal times: impressions come first
         .rowsBetween(Window.unboundedPreceding, Window.currentRow)
     )
     latest = [

@@ -159,24 +159,24 @@ def _impression_events(lake: Lake, days: Sequence[date], version: int) -> DataFr
 
 
 def _latest_attributes(lake: Lake, day: date, version: int) -> DataFrame:
-    """The attributes of users that were valid when a day ended."""
+    """The attributes of users that were valid when a day ended; of equal times, the latest day."""
     stored = versions_from(lake, "user", day, version)
     end_us = lake.spec.day_end(day) * MICROS["s"]
     known = stored.filter((F.col("valid_from") < end_us) & (F.col("day") <= F.lit(day)))
     names = [f"attr_{name}" for name in lake.spec.attributes.user]
-    latest = F.max_by(F.struct(*names), "valid_from").alias("user")
+    latest = F.max_by(F.struct(*names), F.struct("valid_from", "day")).alias("user")
     return known.groupBy("user_id").agg(latest).select("user_id", "user.*")
 
 
 def _latest_labels(lake: Lake, day: date, version: int) -> DataFrame:
-    """The labels that data providers had given users when a day ended."""
+    """The labels of users when a day ended; of equal times, those of the latest day."""
     stored = spark_io.read_table(lake, audience_schemas.audience_labels(lake.spec), version)
     end_us = lake.spec.day_end(day) * MICROS["s"]
     known = stored.filter((F.col("valid_from") < end_us) & (F.col("day") <= F.lit(day)))
     latest = []
     for name, of in provider_labels(lake.spec).items():
         is_of = (F.col("audience") == of.audience) & (F.col("provider") == of.provider)
-        label = F.max_by(F.when(is_of, F.col("label")), F.when(is_of, F.col("valid_from")))
+        label = F.max_by("label", F.when(is_of, F.struct("valid_from", "day")))
         latest.append(label.alias(f"label_{name}"))
     return known.groupBy("user_id").agg(*latest)
 

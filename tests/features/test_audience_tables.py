@@ -7,12 +7,13 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from pyspark.sql import SparkSession
 
 from etl.reports import AUDIENCE_REPORTS, load_reports
 from etl.tables import audience_schemas, schemas
 from etl.tables.arrow import snapshot
 from etl.tables.lake import Lake, last_commit_metadata
-from features.audience.counts import count_audiences
+from features.audience.counts import count_audiences, join_labels
 from gemline import main
 from tests.conftest import FIRST, LAST
 from tests.pipeline import rows
@@ -112,6 +113,23 @@ def test_a_label_counts_only_for_impressions_after_its_delivery(
     backdated = [row for row in rows(lake, "audience_labels") if row["provider"] == "corvid"]
     midnight = int(datetime(FIRST.year, FIRST.month, FIRST.day, tzinfo=UTC).timestamp()) * 10**6
     assert [row["valid_from"] for row in backdated] == [midnight]
+
+
+def test_of_labels_of_one_time_that_of_the_latest_day_counts(spark: SparkSession) -> None:
+    labels = [
+        (f"u{user}", 10, "acme", label, day)
+        for user in range(20)
+        for label, day in ((("old", FIRST), ("new", LAST))[:: 1 if user % 2 else -1])
+    ]
+    impressions = [(f"u{user}", 11, "b1", LAST) for user in range(20)]
+    labelled = join_labels(
+        spark.createDataFrame(impressions, "user_id string, ts long, campaign string, day date"),
+        spark.createDataFrame(
+            labels, "user_id string, ts long, provider string, label string, day date"
+        ),
+        ("acme",),
+    )
+    assert [row["labels"] for row in labelled.collect()] == [["new"]] * 20
 
 
 def test_a_day_can_be_loaded_and_counted_again(own: Lake, raw: Path, spark: object) -> None:

@@ -27,7 +27,7 @@ from etl.tables.forecast_schemas import (
     user_categories,
 )
 from etl.tables.lake import Lake
-from features.forecast.build import build_forecast
+from features.forecast.build import _latest_attributes, _latest_labels, build_forecast
 from gemline import main
 from ranking.forecast.tables import read_sample, read_tables, table_versions
 from tests.conftest import LAST
@@ -205,6 +205,36 @@ def test_nothing_after_the_window_is_seen(scored: Lake, spark: object, tmp_path:
     pd.testing.assert_frame_equal(sample_of(lake), before)
     build_forecast(lake, LAST)
     assert "ZZ" in set(sample_of(lake).target_country)
+
+
+def test_of_attributes_and_labels_of_one_time_those_of_the_latest_day_count(
+    scored: Lake, spark: object, tmp_path: Path
+) -> None:
+    lake = replace(copy_of(scored, tmp_path / "lake"), spec=scored.spec)
+    for schema, key, column in (
+        (schemas.attributes(lake.spec, "user"), ["user_id"], "attr_country"),
+        (
+            audience_schemas.audience_labels(lake.spec),
+            ["user_id", "audience", "provider"],
+            "label",
+        ),
+    ):
+        stored = arrow.snapshot(lake, schema).read().to_pandas()
+        users = stored.drop_duplicates(key)
+        time = lake.spec.day_end(LAST) * MICROS["s"] - 1
+        late, early = (
+            users.assign(**{"valid_from": time, column: value, "day": day})
+            for value, day in (("55+", LAST), ("18-24", EVE))
+        )
+        half = len(users) // 2  # in both orders
+        parts = [stored, late[:half], early, late[half:]]
+        table = pa.Table.from_pandas(pd.concat(parts), preserve_index=False)
+        arrow.replace_rows(lake, schema, table, "day IS NOT NULL", {})
+    attributes = _latest_attributes(lake, LAST, lake.version("attributes_user")).toPandas()
+    assert set(attributes.attr_country) == {"55+"}
+    labels = _latest_labels(lake, LAST, lake.version("audience_labels")).toPandas()
+    for name in provider_labels(lake.spec):
+        assert set(labels[f"label_{name}"].dropna()) == {"55+"}
 
 
 def test_readers_follow_the_versions_of_one_build(built: Lake, tmp_path: Path) -> None:
