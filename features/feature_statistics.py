@@ -104,7 +104,8 @@ def statistics_of(rows: DataFrame, columns: FeatureColumns) -> DataFrame:
     is_value = F.col("bin") > F.lit(FILLED_BIN)
     num_missing = F.coalesce(counts["missing"], F.lit(0))
     num_values = F.coalesce(F.sum(F.when(is_value, F.col("count"))), F.lit(0))
-    fullest = F.sort_array(F.collect_list(F.when(is_value, F.struct(-F.col("count"), "bin"))))
+    largest_first = F.struct((-F.col("count")).alias("minus_count"), "bin")
+    fullest = F.sort_array(F.collect_list(F.when(is_value, largest_first)))
     kept = F.slice(fullest, 1, MAX_BINS)
     names = F.array(*[F.lit(name) for name in columns.names])
     return (
@@ -116,7 +117,7 @@ def statistics_of(rows: DataFrame, columns: FeatureColumns) -> DataFrame:
             F.min("least").alias("least"),
             F.max("greatest").alias("greatest"),
             F.transform(kept, lambda pair: pair["bin"]).alias("bins"),
-            F.transform(kept, lambda pair: -pair["col1"]).alias("counts"),
+            F.transform(kept, lambda pair: -pair["minus_count"]).alias("counts"),
         )
         .withColumn("feature", F.element_at(names, F.col("feature") + 1))
     )

@@ -3,7 +3,8 @@
 The as-of rule: an event is visible to an example if and only if visible_ts < as_of_ts.
 
 Both are in whole seconds, and the comparison is strict: events of the same second are not visible.
-All code that decides what an example may read uses these functions.
+Spark expressions state the rule as `as_of_expression` and as `asof_join` (features/examples.py) do;
+NumPy code counts and finds visible rows with the functions here.
 """
 
 from collections.abc import Iterator

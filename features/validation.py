@@ -1,6 +1,8 @@
 """Validation of `examples`: a sample is recomputed from the events by brute force.
 
-Slow by design: it shares none of the code that builds the tables, only `features/reference.py`.
+Slow by design. What events count, and how, is computed by `features/reference.py` alone. The code
+that builds the tables shares the codec of histories, `run_starts`, and how many days of events
+counters read (`counter_input_days`); serving shares the scalar encodings (`encode_categorical`).
 """
 
 import math

@@ -1,1 +1,1 @@
-"""The pipeline on Airflow: raw, tables, gem, rankers and maintenance DAGs, one run a day each."""
+"""The pipeline on Airflow: daily raw, tables, gem, rankers and maintenance DAGs, hourly refresh."""

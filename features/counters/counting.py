@@ -148,7 +148,7 @@ class _ImpressionCounting:
         is_query = table["impression_id"].is_valid().to_numpy()
         ts = table["ts"].to_numpy()
         ids = table["impression_id"].combine_chunks()
-        if lead_part == self.leads.user:
+        if lead_part == self.leads.user_part:
             lead = table["lead"].to_numpy()
             seen = count_all_before(lead[~is_query], ts[~is_query], lead[is_query], ts[is_query])
             yield from _counted_batches(ids.drop_null(), SEEN_KEY, seen[:, None].astype(np.float64))

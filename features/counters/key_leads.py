@@ -40,7 +40,7 @@ class KeyLeads:
         return cls(keys, tuple(dict.fromkeys(("user", *(key[0] for key in keys)))))
 
     @property
-    def user(self) -> int:
+    def user_part(self) -> int:
         """The number of the part `user`, which is always there."""
         return self.parts.index("user")
 
@@ -78,7 +78,7 @@ class KeyLeads:
 def find_hot_leads(spec: DataSpec, events: DataFrame, min_events: int = HOT_EVENTS) -> DataFrame:
     """The first parts of keys, other than users, with at least so many events; few rows."""
     leads = KeyLeads.from_spec(spec)
-    rows = leads.explode(events, "type").filter(F.col("lead_part") != leads.user)
+    rows = leads.explode(events, "type").filter(F.col("lead_part") != leads.user_part)
     return rows.groupBy(*LEAD).count().filter(F.col("count") >= min_events).select(*LEAD)
 
 

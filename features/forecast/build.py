@@ -76,15 +76,15 @@ def write_forecast(
             forecast_schemas.forecast_sketches: sketches_of(spec, targeted).withColumn("day", day),
             forecast_schemas.forecast_supply: supply,
         }
-        for schema, frame in frames.items():
-            contract = schema(spec)
-            spark_io.replace_partitions(lake, contract, frame, ALL_ROWS, versions)
-            written[contract.name] = lake.version(contract.name)
+        for schema_of, frame in frames.items():
+            schema = schema_of(spec)
+            spark_io.replace_partitions(lake, schema, frame, ALL_ROWS, versions)
+            written[schema.name] = lake.version(schema.name)
         # The sample is last: its commit names the versions of the others, which readers follow.
-        contract = forecast_schemas.forecast_sample(spec)
+        schema = forecast_schemas.forecast_sample(spec)
         sample = targeted.join(sampled_users(spec, targeted), "sampled_user")
-        spark_io.replace_partitions(lake, contract, sample, ALL_ROWS, {**versions, **written})
-    return {table: lake.count_rows(table) for table in (*written, contract.name)}
+        spark_io.replace_partitions(lake, schema, sample, ALL_ROWS, {**versions, **written})
+    return {table: lake.count_rows(table) for table in (*written, schema.name)}
 
 
 def scored_days(lake: Lake, until: date) -> list[date]:
