@@ -119,7 +119,7 @@ def train(
     replica_sync = ReplicaSync(tables, mesh, parallelism.sync_every)
     losses, touched = [], []
     with CommunicationCounter() as communication:
-        for step in steps:
+        for number, step in enumerate(steps, 1):
             mean_rows = sum(map(len, step)) / len(step)
             own = step[rank::world]
             step_loss = torch.stack([loss(model(batch), batch, mean_rows) for batch in own]).mean()
@@ -128,7 +128,7 @@ def train(
             if parallelism.max_norm:
                 clip_gradients(core.parameters(), parallelism.max_norm)
             sgd.step()
-            replica_sync.after_step()
+            replica_sync.after_step(number)
             losses.append(step_loss.detach())
             touched.append(dict(recorded.rows))
             recorded.rows.clear()

@@ -106,12 +106,12 @@ def new_state(manifest: Manifest, parallelism: ParallelismConfig) -> TrainState:
     return state
 
 
-def step(state: TrainState, batches: list[Batch], features: FeatureSchema) -> None:
+def step(number: int, state: TrainState, batches: list[Batch], features: FeatureSchema) -> None:
     loss = Loss.from_config(CONFIG, features)
     batch = batches[dist.get_rank()]
     train_step(state.model, batch, len(batch), state.optimizer, loss)
     state.ema.update_parameters(state.model.core)
-    state.replicas.after_step()
+    state.replicas.after_step(number)
 
 
 def train_and_save(
@@ -126,11 +126,11 @@ def train_and_save(
     torch.set_num_threads(1)
     state = new_state(manifest, parallelism)
     checkpointer = AsyncCheckpointer()
-    step(state, batches[0], features)
-    step(state, batches[1], features)
+    step(1, state, batches[0], features)
+    step(2, state, batches[1], features)
     checkpointer.save(Path(folder, "checkpoint"), state)
     saved = deepcopy(full_state(state))
-    step(state, batches[2], features)  # while the checkpoint is being written
+    step(3, state, batches[2], features)  # while the checkpoint is being written
     checkpointer.wait()
     if rank == 0:
         torch.save(saved, f"{folder}/saved.pt")

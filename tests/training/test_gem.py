@@ -29,9 +29,10 @@ from training.data.reader import ExampleReader
 from training.distributed.process_group import process_group
 from training.model.embeddings import table_sizes
 from training.teacher.predictions import TeacherPredictions
-from training.trainer import checkpoint
+from training.trainer import checkpoint, trainer
 from training.trainer.async_checkpoint import AsyncCheckpointer
 from training.trainer.resume import DayBatches
+from training.trainer.step import LossCheck
 from training.trainer.trainer import load_train_state
 
 SECOND, THIRD = date(2026, 1, 2), date(2026, 1, 3)
@@ -217,19 +218,41 @@ def test_a_new_day_changes_no_rows_that_it_does_not_access(own: Lake, spec_path:
         assert changed or name not in {ITEM_TABLE, USER_TABLE}, name
 
 
-def test_a_loss_that_is_not_finite_is_reported_with_its_batch_and_tensors(
-    own_gem_lake: Lake, spec_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    models = remove_later_gems(own_gem_lake, FIRST)
+def keep_a_gem_with_nan(lake: Lake) -> Path:
+    """Keep only the GEM of the first day, with weights that are not numbers."""
+    models = remove_later_gems(lake, FIRST)
     path = models / str(FIRST)
     with process_group():
-        state, _ = load_train_state(own_gem_lake, FIRST)
+        state, _ = load_train_state(lake, FIRST)
         checkpoint.load_checkpoint(path, state)
         with torch.no_grad():
             state.model.core.surface.weight[:] = torch.nan
         checkpointer = AsyncCheckpointer()
         checkpointer.save(path, state)
         checkpointer.wait()
+    return models
+
+
+def test_a_loss_that_is_read_at_the_end_of_the_day_is_reported(
+    own_gem_lake: Lake,
+    spec_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU losses are not read after each step."""
+    models = keep_a_gem_with_nan(own_gem_lake)
+    monkeypatch.setattr(trainer, "LossCheck", lambda every: LossCheck(every=1_000_000))
+    flags = [*day_flags(own_gem_lake, spec_path, str(SECOND)), *GEM_FLAGS]
+    capsys.readouterr()
+    assert main(["train", "gem", *flags, "--checkpoint-every", "1000000"]) == 2
+    assert "is not finite" in capsys.readouterr().err
+    assert (models / "non_finite_loss.json").is_file() and not (models / str(SECOND)).exists()
+
+
+def test_a_loss_that_is_not_finite_is_reported_with_its_batch_and_tensors(
+    own_gem_lake: Lake, spec_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models = keep_a_gem_with_nan(own_gem_lake)
     capsys.readouterr()
     command = ["train", "gem", *day_flags(own_gem_lake, spec_path, str(SECOND)), *GEM_FLAGS]
     assert main(command) == 2
@@ -237,7 +260,7 @@ def test_a_loss_that_is_not_finite_is_reported_with_its_batch_and_tensors(
     assert f"batch 1 of {SECOND}" in error and "weight surface.weight" in error
     report = json.loads((models / "non_finite_loss.json").read_text())
     assert report["trained_until"] == str(SECOND) and report["impressions"]
-    assert not (models / str(SECOND)).exists() and path.is_dir()
+    assert not (models / str(SECOND)).exists() and (models / str(FIRST)).is_dir()
 
 
 def test_a_day_does_not_continue_a_model_of_other_sizes(

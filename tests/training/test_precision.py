@@ -319,6 +319,9 @@ def test_a_layer_whose_error_grows_falls_back(
         model(x)
     assert "trunk.0: fp8_tensor has error" in caplog.text
     assert "trunk.0" not in valve.layers and "trunk.0" not in valve.precision_map.sites
+    assert uniform.with_fallbacks_of(valve.precision_map) == valve.precision_map
+    chosen_since = PrecisionMap.uniform(["trunk.0", "trunk.2"], "fp8_row")
+    assert chosen_since.with_fallbacks_of(valve.precision_map) == chosen_since
     apply_precision_map(exact, valve.precision_map)
     torch.testing.assert_close(model(x), exact(x), rtol=1e-6, atol=0)
     torch.compiler.reset()

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -171,6 +171,14 @@ def test_each_pass_reads_each_row_once_in_an_order_of_its_own(lake: Lake) -> Non
         day = DayBatches(lake, reader, FIRST, manifest)
         batches = list(day.shard_batches(0))
         assert day.num_steps(0, 1) == len(batches)
+        done, consumed_batches = 2 * len(batches), (3, 1, 2, 0)
+        progress = {"batches": done, "num_shards": 4, "consumed_batches": consumed_batches}
+        resumed = replace(day, manifest=manifest.model_copy(update=progress))
+        remaining = sum(
+            len(list(resumed.shard_batches(shard, consumed)))
+            for shard, consumed in enumerate(consumed_batches)
+        )
+        assert resumed.num_steps(0, 1) == done + remaining
     per_pass = len(batches) // passes
     assert [batch.is_repeated for batch in batches] == [False] * per_pass + [True] * 2 * per_pass
     by_pass = [

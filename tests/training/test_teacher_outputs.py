@@ -25,7 +25,8 @@ from training.data.reader import ExampleReader
 from training.distributed.process_group import process_group
 from training.teacher.compressor import MATRYOSHKA_WIDTHS, EmbeddingCompressor, fit_compressor
 from training.teacher.embeddings import TeacherEmbeddings, load_teacher_embeddings
-from training.teacher.outputs import write_teacher_outputs
+from training.teacher.ensemble import load_teacher
+from training.teacher.outputs import compressor_version, write_teacher_outputs
 
 DAYS = (FIRST + timedelta(days=1), LAST)
 
@@ -71,6 +72,16 @@ def test_with_a_teacher_lag_an_older_gem_scores_the_day(scored_lake: Lake) -> No
     assert set(rows["fm_trained_until"].to_pylist()) == {LAST - timedelta(days=2)}
 
 
+def test_a_day_without_impressions_of_the_teachers_surface_has_no_rows(
+    scored_lake: Lake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ExampleReader, "batches", lambda *_: iter(()))
+    assert write_teacher_outputs(scored_lake, (LAST, LAST)) == 0
+    schema = model_schemas.teacher_predictions(scored_lake.spec)
+    assert not scored_lake.rows_by_day(schema.name).get(LAST)
+    assert scored_lake.rows_by_day(schema.name)[LAST - timedelta(days=1)]
+
+
 def test_a_row_whose_gem_was_trained_on_its_day_is_refused(scored_lake: Lake) -> None:
     assert len(load_teacher_embeddings(scored_lake).sort_keys)
     schema = model_schemas.user_teacher_embeddings(scored_lake.spec)
@@ -92,6 +103,18 @@ def test_one_compressor_makes_the_embeddings_of_all_days(scored_lake: Lake) -> N
     write_teacher_outputs(scored_lake, (LAST, LAST))
     assert arrow.snapshot(scored_lake, schema).read(day=LAST).equals(rows)
     assert compressor.read_bytes() == weights
+
+
+def test_settings_that_may_change_from_day_to_day_keep_the_compressor(scored_lake: Lake) -> None:
+    manifest = load_teacher(scored_lake, LAST - timedelta(days=1), LAST).manifest
+
+    def version_with(**settings: object) -> str:
+        training = manifest.training.model_copy(update=settings)
+        return compressor_version(manifest.model_copy(update={"training": training}))
+
+    version = compressor_version(manifest)
+    assert version_with(workers=3, checkpoint_every=7, dense_lr=0.5) == version
+    assert version not in {version_with(seed=7), version_with(item_table_rows=64)}
 
 
 def test_embeddings_of_an_earlier_compressor_are_not_compared_with_new_ones(

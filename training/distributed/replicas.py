@@ -97,16 +97,19 @@ class ReplicaSync:
     """
 
     def __init__(self, tables: DistributedModelParallel, mesh: DeviceMesh, sync_every: int) -> None:
-        self.tables, self.sync_every, self.steps = tables, sync_every, 0
+        self.tables, self.sync_every = tables, sync_every
         self._group, self._num_replicas = mesh[REPLICATE].get_group(), mesh[REPLICATE].size()
         self._touched = TouchedRows(tables) if self._num_replicas > 1 else None
         self._pending: PendingAverage | None = None
 
     @torch.no_grad()
-    def after_step(self) -> None:
-        """Count a step, and synchronize if it is due; all processes must call this."""
-        self.steps += 1
-        if self._touched and self.steps % self.sync_every == 0:
+    def after_step(self, steps: int) -> None:
+        """Synchronize if it is due after so many steps; all processes must call this.
+
+        Steps are counted from the start of training, so that a resumed one synchronizes after the
+        same steps.
+        """
+        if self._touched and steps % self.sync_every == 0:
             rows = self._touched.take(self._group)
             self._average(self._weights(rows))
             self._apply_pending()

@@ -32,18 +32,26 @@ class PrecisionMap(StrictModel):
     """Recipes by layer; layers that are not named are computed in fp32.
 
     `chosen_by` says whether speeds were measured (`speed`, with the card's name as `device`), or
-    only errors were (`error`).
+    only errors were (`error`). `fallbacks` are layers that were computed as stated until their
+    error became too large.
     """
 
     sites: dict[str, SiteRecipes]
     chosen_by: str
     device: str = ""
+    fallbacks: dict[str, SiteRecipes] = {}
 
     @classmethod
     def uniform(cls, names: Iterable[str], recipe: RecipeName) -> Self:
         """The same recipe for all directions of all layers."""
         recipes = SiteRecipes(forward=recipe, input_grad=recipe, weight_grad=recipe)
         return cls(sites=dict.fromkeys(names, recipes), chosen_by="uniform")
+
+    def with_fallbacks_of(self, previous: "PrecisionMap | None") -> "PrecisionMap":
+        """The map at the end of the training so far, if that began with this one; else this map."""
+        if previous is not None and previous.sites | previous.fallbacks == self.sites:
+            return previous
+        return self
 
     @property
     def fp8_share(self) -> float:

@@ -76,10 +76,11 @@ class SafetyValve:
             FALLBACK_MERE,
         )
         self.layers.pop(name).__dict__.pop("forward")
-        sites = {
-            site: recipes for site, recipes in self.precision_map.sites.items() if site != name
-        }
-        self.precision_map = self.precision_map.model_copy(update={"sites": sites})
+        sites, fallbacks = dict(self.precision_map.sites), dict(self.precision_map.fallbacks)
+        fallbacks[name] = sites.pop(name)
+        self.precision_map = self.precision_map.model_copy(
+            update={"sites": sites, "fallbacks": fallbacks}
+        )
 
     def _checker(self, name: str, errors: dict[str, float]) -> Any:
         def check(layer: nn.Linear, inputs: tuple[Tensor, ...], _output: Tensor) -> None:

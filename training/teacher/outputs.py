@@ -5,6 +5,7 @@ read the tables; they never run GEM themselves. Logits are those of all models o
 embeddings those of its first GEM.
 """
 
+import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -59,8 +60,8 @@ def write_teacher_outputs(
 ) -> int:
     """Score each day with the latest earlier GEM, and replace the day in both tables.
 
-    Days without such a GEM get no rows; rankers train on them without a teacher. A day at a time is
-    in memory.
+    Days without such a GEM, or without impressions of the surface that it was trained on, get no
+    rows; rankers train on them without a teacher. A day at a time is in memory.
 
     Args:
         lake: The lake with the examples, the checkpoints, and the tables to write.
@@ -82,12 +83,14 @@ def write_teacher_outputs(
         teacher_day = max((last for last in trained_until if last < trained_before), default=None)
         if teacher_day is None:
             log.info("no GEM was trained before %s: %s is not scored", trained_before, day)
-            for schema in _output_schemas(lake.spec):
-                _replace_day(lake, schema, arrow_schema(schema).empty_table(), day, {})
+            _write_empty_day(lake, day)
             continue
         teacher = load_teacher(lake, teacher_day, day)
         teacher.reader.require_days(day, day)
         scored = _score_day(lake.spec, teacher, day, batch_rows)
+        if scored is None:
+            _write_empty_day(lake, day)
+            continue
         if teacher.trees is not None:
             scored.logits.write(lake.root, day, lake.spec)
         _write_day(lake, day, teacher, scored)
@@ -98,6 +101,11 @@ def write_teacher_outputs(
 def _output_schemas(spec: DataSpec) -> tuple[TableSchema, TableSchema]:
     """The schemas of predictions and embeddings."""
     return model_schemas.teacher_predictions(spec), model_schemas.user_teacher_embeddings(spec)
+
+
+def _write_empty_day(lake: Lake, day: date) -> None:
+    for schema in _output_schemas(lake.spec):
+        _replace_day(lake, schema, arrow_schema(schema).empty_table(), day, {})
 
 
 def _write_day(lake: Lake, day: date, teacher: Teacher, scored: ScoredDay) -> None:
@@ -124,8 +132,8 @@ def _replace_day(
     arrow.replace_rows(lake, schema, rows, f"day = '{day}'", sources)
 
 
-def _score_day(spec: DataSpec, teacher: Teacher, day: date, batch_rows: int) -> ScoredDay:
-    """Score all impressions of a day, bucket by bucket."""
+def _score_day(spec: DataSpec, teacher: Teacher, day: date, batch_rows: int) -> ScoredDay | None:
+    """Score all impressions of a day, bucket by bucket; None if the teacher reads none of them."""
     schema = model_schemas.teacher_predictions(spec)
     objectives = trained_objectives(spec, teacher.manifest)
     predictions, impressions, hidden, ids, parts = [], [], [], [], []
@@ -143,6 +151,8 @@ def _score_day(spec: DataSpec, teacher: Teacher, day: date, batch_rows: int) -> 
             hidden.append(scores.output.hidden)
             ids.append(batch.impression_ids)
             parts.append((scores.gem, scores.trees))
+    if not predictions:
+        return None
     return ScoredDay(
         predictions=pa.concat_tables(predictions).cast(arrow_schema(schema)),
         impressions=pa.concat_tables(impressions),
@@ -200,8 +210,14 @@ def _impression_columns(spec: DataSpec, batch: Batch, day: date) -> dict[str, pa
 
 
 def compressor_version(manifest: Manifest) -> str:
-    """The compressor of a GEM: one for all days of the same training."""
-    return f"{manifest.trained_from:%Y%m%d}-{manifest.settings_hash}"
+    """The compressor of a GEM: one for all days of the same training.
+
+    Settings that may change from day to day, such as the number of reading processes, do not
+    change it.
+    """
+    training = manifest.training
+    identity = repr((sorted(training.resume_invariants().items()), training.seed))
+    return f"{manifest.trained_from:%Y%m%d}-{hashlib.sha256(identity.encode()).hexdigest()[:6]}"
 
 
 def compressor_path(lake: str, version: str) -> StoragePath:

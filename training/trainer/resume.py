@@ -59,6 +59,9 @@ def starting_point(
     if earlier:
         path, previous = earlier[-1]
         _check_can_continue(previous, manifest, days[0])
+        precision_map = manifest.precision_map
+        if precision_map is not None:
+            precision_map = precision_map.with_fallbacks_of(previous.precision_map)
         manifest = manifest.model_copy(
             update={
                 "trained_until": days[0],
@@ -69,6 +72,7 @@ def starting_point(
                 "base_rates": previous.base_rates,
                 "layout": previous.layout,
                 "unfitted_numbers": previous.unfitted_numbers,
+                "precision_map": precision_map,
             }
         )
     new_run = manifest
@@ -270,12 +274,17 @@ class DayBatches:
                 yield replace(batch, is_repeated=True) if current else batch
 
     def num_steps(self, rank: int, world: int) -> int:
-        """The number of steps of the day, from its start; a collective call."""
-        shards = range(rank, self.manifest.num_shards, world)
-        batches = sum(self.epoch(shard).num_batches(self.reader) for shard in shards)
-        steps = torch.tensor(batches * self.manifest.training.passes)
-        dist.all_reduce(steps, dist.ReduceOp.MAX)
-        return int(steps)
+        """The number of steps of the day, those that are done included; a collective call."""
+        consumed = dict(enumerate(self.manifest.consumed_batches))
+        passes = self.manifest.training.passes
+        remaining = torch.tensor(
+            sum(
+                self.epoch(shard).num_batches(self.reader) * passes - consumed.get(shard, 0)
+                for shard in range(rank, self.manifest.num_shards, world)
+            )
+        )
+        dist.all_reduce(remaining, dist.ReduceOp.MAX)
+        return self.manifest.batches + int(remaining)
 
     def for_rank(self, rank: int, world: int) -> RoundRobin[Batch]:
         """The batches of one process, from its shards in turn."""

@@ -8,6 +8,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import date
 
@@ -134,6 +135,12 @@ class Trainer:
             day_batches.teacher(),
         ).to(self.device)
         metrics = PrequentialMetrics(self.reader.features, loss)
+        if rank == 0 and self.state.manifest.batches:
+            log.warning(
+                "%s goes on after step %d: its prequential metrics are of the steps from there on",
+                day, self.state.manifest.batches,
+            )  # fmt: skip
+        last_batch = None
         progress = tqdm(
             self.prepare(synchronized_batches(batches, padding)),
             desc=f"train gem {day}",
@@ -142,10 +149,13 @@ class Trainer:
         )
         for step in progress:
             self.train_batch(step, loss, metrics)
+            last_batch = step.on_device
             progress.set_postfix(self.meter.after_step(step.host), refresh=False)
             if self.state.manifest.batches % self.config.checkpoint_every == 0:
                 self._save_partial(day, day_batches, batches)
-        self.loss_check.read()
+        if last_batch is not None:
+            with self._non_finite_loss_as_user_error(last_batch):
+                self.loss_check.read()
         self._finish_day(day)
         return metrics.compute()
 
@@ -205,7 +215,7 @@ class Trainer:
         # Dropout depends only on the step and the process, so a resumed run draws the same.
         self._seed(state.manifest.steps, dist.get_rank())
         is_saved = (state.manifest.batches + 1) % self.config.checkpoint_every == 0
-        try:
+        with self._non_finite_loss_as_user_error(step.on_device):
             with state.watch():
                 output = train_step(
                     state.model,
@@ -218,12 +228,18 @@ class Trainer:
                 )
             if is_saved:
                 self.loss_check.read()
-        except NonFiniteLossError as error:
-            folder = self._checkpoint_path(state.manifest.trained_until).parent
-            raise non_finite_loss_error(folder, state, step.on_device, error.ranks) from None
         state.ema.update_parameters(state.model.core)
-        state.replicas.after_step()
+        state.replicas.after_step(state.manifest.steps + 1)
         return output
+
+    @contextmanager
+    def _non_finite_loss_as_user_error(self, batch: Batch) -> Iterator[None]:
+        """Report a loss that is not finite, of a step on a batch or of one shortly before."""
+        try:
+            yield
+        except NonFiniteLossError as error:
+            folder = self._checkpoint_path(self.state.manifest.trained_until).parent
+            raise non_finite_loss_error(folder, self.state, batch, error.ranks) from None
 
     def _set_learning_rates(self) -> None:
         """Set the rates of the dense weights and of the tables, which update in the backward."""
