@@ -82,7 +82,7 @@ def test_a_failed_part_leaves_the_figures_of_the_parts_before_it(
     assert json.loads(capsys.readouterr().out) == {"first": 1}
 
 
-def test_memory_of_readers_is_measured_beside_the_lake_of_an_earlier_part(
+def test_memory_of_readers_is_measured_in_a_lake_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_this_process = SimpleNamespace(get_context=lambda _: SimpleNamespace(Pool=ThreadPool))
