@@ -171,8 +171,8 @@ def test_each_pass_reads_each_row_once_in_an_order_of_its_own(lake: Lake) -> Non
         day = DayBatches(lake, reader, FIRST, manifest)
         batches = list(day.shard_batches(0))
         assert day.num_steps(0, 1) == len(batches)
-        done, consumed_batches = 2 * len(batches), (3, 1, 2, 0)
-        progress = {"batches": done, "num_shards": 4, "consumed_batches": consumed_batches}
+        done, consumed_batches = 2 * len(batches), (3, 1)
+        progress = {"batches": done, "num_shards": 2, "consumed_batches": consumed_batches}
         resumed = replace(day, manifest=manifest.model_copy(update=progress))
         remaining = sum(
             len(list(resumed.shard_batches(shard, consumed)))
