@@ -148,7 +148,7 @@ def _train_day(lake: Lake, parallelism: ParallelismConfig, seed: int) -> tuple[f
         for batch, rows in batches:
             output = train_step(state.model, batch, rows, state.optimizer, loss)
             losses.append(loss(output, batch, rows).detach())
-            state.replicas.after_step()
+            state.replicas.after_step(len(losses))
     mean_loss = torch.stack(losses).mean()
     dist.all_reduce(mean_loss)
     sizes = config.gem_config
