@@ -34,9 +34,9 @@ MODEL_NAMES = {
 
 @dataclass(frozen=True)
 class ModelComparison:
-    """The mean difference in logloss of two models, with half of its 95 % interval (paired rows).
+    """The mean difference in logloss of two models, with half of its 95 % interval.
 
-    A negative difference is an improvement.
+    The rows of a user are correlated. A negative difference is an improvement.
     """
 
     surface: str
