@@ -62,7 +62,6 @@ def label_impressions(lake: Lake, days: DayRange, data_until: int | None = None)
     names = ("events", "attributes_item") if spec.uses_item_attribute_attribution else ("events",)
     versions = {name: lake.version(name) for name in names}
     events = spark_io.read_table(lake, schemas.events(spec), versions["events"])
-    lateness = timedelta(days=1 + spec.allowed_lateness_days)
     first_day = first_relabeled_day(spec, days)
     last_day = lake.day_range("events")[1]
     if data_until is None:
@@ -73,7 +72,7 @@ def label_impressions(lake: Lake, days: DayRange, data_until: int | None = None)
             f"{last_day}: name a time of that day"
         )
 
-    first_read = first_day - lateness - timedelta(days=spec.attribution_lookback_days)
+    first_read = first_day - _lateness(spec) - timedelta(days=spec.attribution_lookback_days)
     last_read = days[1] + timedelta(days=spec.label_maturity_days + spec.visibility_delay_days)
     recent = events.filter(spark_io.day_range_predicate(first_read, last_read))
     impressions = recent.filter(F.col("type") == spec.event_codes[spec.impression_type])
@@ -96,7 +95,12 @@ def label_impressions(lake: Lake, days: DayRange, data_until: int | None = None)
 
 def first_relabeled_day(spec: DataSpec, days: DayRange) -> date:
     """The first landing day of impressions whose labels can mature on some days."""
-    return days[0] - timedelta(days=spec.label_maturity_days + 1 + spec.allowed_lateness_days)
+    return days[0] - timedelta(days=spec.label_maturity_days) - _lateness(spec)
+
+
+def _lateness(spec: DataSpec) -> timedelta:
+    """How many days an event may land after the day on which it occurred."""
+    return timedelta(days=1 + spec.allowed_lateness_days)
 
 
 def _label_columns(spec: DataSpec, label_name: str, data_until_us: int) -> dict[str, Column]:

@@ -21,7 +21,7 @@ from etl.spec.sections import RetainedTable
 from etl.spec.sources import AttributeSource, EventLogSource, ImpressionLogSource, Source
 from etl.tables import schemas, spark_io, user_schemas
 from etl.tables.lake import Lake, commit_metadata, last_commit_metadata
-from etl.tables.maintenance import first_kept_day
+from etl.tables.maintenance import first_kept_days
 from etl.tables.schemas import NO_DAY
 from etl.tables.table_schema import TableSchema
 from etl.tables.weekly_snapshots import remove_snapshots_from
@@ -238,13 +238,14 @@ def recount_ingest_metrics(lake: Lake) -> None:
         return
     stored_records = count_stored_records(lake)
     tables: dict[str, RetainedTable] = {"excluded": "excluded_events", "quarantined": "quarantine"}
-    first_kept = {name: first_kept_day(lake, table) for name, table in tables.items()}
+    first_kept = first_kept_days(lake)
     rows = []
     for row in spark_io.read_table(lake, schema).orderBy("day").collect():
         counts = {name: by_day[row["day"]] for name, by_day in stored_records.items()}
         counts["duplicates"] = row["duplicates"]
-        for name, first_day in first_kept.items():
-            if first_day and NO_DAY < row["day"] < first_day and not counts[name]:
+        for name, table in tables.items():
+            is_expired = NO_DAY < row["day"] < first_kept.get(table, NO_DAY)
+            if is_expired and not counts[name]:
                 counts[name] = row[name]
         rows.append({"day": row["day"], "read": sum(counts.values()), **counts})
     if rows:

@@ -23,7 +23,7 @@ from etl.tables.table_schema import TableSchema
 from etl.tables.uri import is_url, resolve_uri
 
 SPEC_PROPERTY = "gemline.spec"
-REPARTITIONING = "repartitioning"  # the hash of a spec of a table that is being repartitioned
+REPARTITIONING = "repartitioning"  # in place of the hash while a table is being repartitioned
 TABLE_PROPERTIES = {
     "delta.enableDeletionVectors": "false",  # delta-rs cannot read them through Arrow
     "delta.logRetentionDuration": "interval 180 days",
@@ -216,9 +216,7 @@ def arrow_schema(schema: TableSchema) -> pa.Schema:
 DELTA_PROTOCOL = {"delta.minReaderVersion": "1", "delta.minWriterVersion": "3"}
 
 
-def create_table(
-    lake: Lake, schema: TableSchema, properties: Mapping[str, str] | None = None
-) -> None:
+def create_table(lake: Lake, schema: TableSchema, properties: Mapping[str, str] = {}) -> None:
     """Create a table unless it exists: columns, partitions, non-null columns and constraints.
 
     `properties` are further Delta properties of a table that is created. Raises UserError if the
@@ -238,6 +236,6 @@ def create_table(
         pa.schema(fields),
         mode="ignore",
         partition_by=list(schema.partition_by),
-        configuration=configuration | dict(properties or {}),
+        configuration={**configuration, **properties},
         raise_if_key_not_exists=False,
     )

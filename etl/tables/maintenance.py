@@ -65,9 +65,9 @@ def expire_days(lake: Lake) -> dict[str, int]:
         Number of rows removed, by table.
     """
     removed_rows: dict[str, int] = {}
-    for name in lake.spec.retention:
-        rows, first_kept = lake.rows_by_day(name), first_kept_day(lake, name)
-        if first_kept is None or not rows:
+    for name, first_kept in first_kept_days(lake).items():
+        rows = lake.rows_by_day(name)
+        if not rows:
             continue
         removed_rows[name] = sum(n for day, n in rows.items() if NO_DAY < day < first_kept)
         if removed_rows[name]:
@@ -75,12 +75,15 @@ def expire_days(lake: Lake) -> dict[str, int]:
     return removed_rows
 
 
-def first_kept_day(lake: Lake, name: RetainedTable) -> date | None:
-    """The first day of a table that its `retention` keeps; None if all days are kept."""
-    last_day, seconds = lake.latest_day("events"), lake.spec.retention.get(name)
-    if last_day is None or seconds is None:
-        return None
-    return last_day - timedelta(days=seconds // DAY - 1)
+def first_kept_days(lake: Lake) -> dict[RetainedTable, date]:
+    """The first day that `retention` keeps, by table; tables that keep all days are left out."""
+    last_day = lake.latest_day("events")
+    if last_day is None:
+        return {}
+    return {
+        name: last_day - timedelta(days=seconds // DAY - 1)
+        for name, seconds in lake.spec.retention.items()
+    }
 
 
 def expire_logs(lake: Lake) -> None:

@@ -158,7 +158,7 @@ def compare_models(
                 continue
             difference = logloss(predictions.probabilities[rows, column], labels)
             difference = difference - logloss(baseline.probabilities[rows, column], labels)
-            half_width = 1.96 * mean_error(difference, predictions.user_hashes[rows])
+            half_width = 1.96 * clustered_standard_error(difference, predictions.user_hashes[rows])
             comparisons.append(
                 ModelComparison(
                     surface=surface,
@@ -171,8 +171,8 @@ def compare_models(
     return comparisons
 
 
-def mean_error(values: Float64, users: Int64) -> float:
-    """The standard error of the mean of rows, of which those of a user are correlated."""
+def clustered_standard_error(values: Float64, users: Int64) -> float:
+    """The standard error of the mean of rows, clustered by user."""
     _, user = np.unique(users, return_inverse=True)
     residuals = np.bincount(user, values - values.mean())
     return float(np.sqrt(residuals @ residuals)) / len(values)

@@ -19,7 +19,7 @@ from etl.tables.lake import Lake
 from ranking.registry.ranker import latest_trained_pointer, live_pointer
 from ranking.registry.records import PromotionRecord, RefitRecord, write_promotion_record
 from ranking.report.build import build_report
-from ranking.report.data import compare_models, mean_error
+from ranking.report.data import clustered_standard_error, compare_models
 from ranking.report.next_steps import (
     CalibrationCheck,
     RankerState,
@@ -185,10 +185,10 @@ def test_the_error_of_a_mean_is_that_of_users_not_of_rows() -> None:
     rng = np.random.default_rng(0)
     users = np.repeat(np.arange(300), 10)
     draws = [np.repeat(rng.normal(size=300), 10) for _ in range(400)]
-    errors = [mean_error(values, users) for values in draws]
+    errors = [clustered_standard_error(values, users) for values in draws]
     spread = np.std([values.mean() for values in draws])
     assert np.mean(errors) == pytest.approx(spread, rel=0.1)
-    assert mean_error(draws[0], np.arange(3000)) < 0.4 * spread  # independent rows
+    assert clustered_standard_error(draws[0], np.arange(3000)) < 0.4 * spread  # independent rows
 
 
 BETTER = PromotionRecord(version="v2", promoted=True, reasons=("click: NE -12 [-20, -4]",))
