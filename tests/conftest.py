@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 if "PYTEST_XDIST_WORKER" in os.environ:  # also for the processes that tests start
     os.environ.setdefault("GEMLINE_SPARK_MASTER", "local[1]")
 os.environ.setdefault("GEMLINE_SPARK_MEMORY", "3g")
-# The short jobs of tests gain less from the optimizing compiler than it takes.
+# The short JVMs of other processes gain less from the optimizing compiler than it takes.
 os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1")
 os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which torch may do
 # `make test` tries the same examples in each run; `make proof` tries others, and ten times as many
@@ -75,7 +75,10 @@ def spark() -> Iterator[object]:
     """One session per worker, with one core where several workers share the machine."""
     from etl.runtime.spark import spark_session
 
-    session = spark_session("tests")
+    # After two minutes, planning takes half as long as with the first compiler alone.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("JDK_JAVA_OPTIONS", raising=False)
+        session = spark_session("tests")
     for key, value in SMALL_DATA_SETTINGS.items():
         session.conf.set(key, value)
     yield session

@@ -248,7 +248,9 @@ def test_a_proposal_serves_every_pair_and_resumes(small_lake: Lake, tmp_path: Pa
     proposal = propose(lake, split, CONFIG, lines.append)
     pairs = sorted(pair for d in proposal.portfolio.designs for pair in d.group)
     assert pairs == sorted(pairs_of(lake.spec)) and len(lines) == len(proposal.changes) > 3
-    assert proposal.flops <= proposal.flops_per_surface <= proposal.flops_per_pair
+    # Merges that cost quality are refused, so it may cost more than a ranker per surface.
+    assert proposal.flops <= proposal.flops_per_pair
+    assert proposal.flops_per_surface <= proposal.flops_per_pair
     assert any("one model for" in line for line in proposal_lines(proposal))
     trained = set(Path(lake.root, "portfolio").iterdir())
     again = propose(lake, split, CONFIG, lines.append)
