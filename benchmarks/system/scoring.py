@@ -33,7 +33,7 @@ from ranking.feature_store.fetch import FeatureFetcher, RankInputs
 from ranking.feature_store.request import RankRequest
 from ranking.feature_store.wal import FeatureStoreHandle
 from ranking.registry.aot import CompiledProgram
-from ranking.registry.export import TracedProgram, require_compiler, trace_programs
+from ranking.registry.programs import ExportableProgram, exportable_programs, require_compiler
 from ranking.registry.ranker import (
     Program,
     Ranker,
@@ -181,7 +181,7 @@ def compiled_ranker(ranker: Ranker, student: TrainedStudent, day: date) -> Ranke
         return None
     reader = student.input_builder.reader
     batch = next(reader.batches([day], ALL_LABELS, EXAMPLE_ROWS, Shuffle(None)))
-    user_program, rank_program = trace_programs(student, student.input_builder(batch))
+    user_program, rank_program = exportable_programs(student, student.input_builder(batch))
     return replace(
         ranker,
         user_program=_compile_program(user_program, ranker.user_program),
@@ -189,7 +189,7 @@ def compiled_ranker(ranker: Ranker, student: TrainedStudent, day: date) -> Ranke
     )
 
 
-def _compile_program(program: TracedProgram, onnx_program: Program) -> CompiledProgram:
+def _compile_program(program: ExportableProgram, onnx_program: Program) -> CompiledProgram:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "program.pt2")
         program.compile_aot(path)

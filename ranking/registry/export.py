@@ -1,87 +1,26 @@
-"""Export of a trained student as a ranker: two programs, tables, test vectors and a manifest.
+"""Export of a trained student as a ranker: two programs, tables, test vectors and a manifest."""
 
-A program maps a dictionary of named tensors to another one. Names, order and axes of the tensors
-are those of the fields of UserInputs, UserState and CandidateInputs; the last two are prefixed.
-"""
-
-import os
-import shlex
-import shutil
-import warnings
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
-import torch
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch_file
-from torch import Tensor, nn
 
 from etl.errors import UserError
 from etl.tables import atomic_io
 from etl.tables.uri import StoragePath
-from ranking.inputs.arrays import (
-    CANDIDATE_PREFIX,
-    DYNAMIC_AXES,
-    STATE_PREFIX,
-    CandidateInputs,
-    UserInputs,
-    declared_axes,
-    from_named_arrays,
-    named_arrays,
-)
 from ranking.inputs.from_tables import RankerInputs
 from ranking.registry import manifest
 from ranking.registry.calibration_offsets import write_offsets
 from ranking.registry.manifest import RankerManifest, RankerTraining
 from ranking.registry.model_card import model_card
+from ranking.registry.programs import ExportableProgram, NamedTensors, exportable_programs
 from ranking.registry.ranker import load_ranker, ranker_from_package
 from ranking.scoring.offsets import RankerCalibration
-from ranking.student.model import Student, UserState
 from ranking.student.trained import TrainedStudent
-
-NamedTensors = dict[str, Tensor]
-INPUT_AXES = {
-    **declared_axes(UserInputs),
-    **declared_axes(UserState, STATE_PREFIX),
-    **declared_axes(CandidateInputs, CANDIDATE_PREFIX),
-}
-
-
-class UserProgram(nn.Module):
-    """Runs once per request, independent of its candidates."""
-
-    def __init__(self, student: Student) -> None:
-        super().__init__()
-        self.student = student
-
-    def forward(self, inputs: NamedTensors) -> NamedTensors:
-        """The tensors of UserInputs to those of UserState, prefixed."""
-        state = self.student.encode_user(from_named_arrays(UserInputs, inputs))
-        return named_arrays(state, STATE_PREFIX)
-
-
-class RankProgram(nn.Module):
-    """Scores the candidates of requests."""
-
-    def __init__(self, student: Student) -> None:
-        super().__init__()
-        self.student = student
-
-    def forward(self, inputs: NamedTensors) -> NamedTensors:
-        """The tensors of UserState and CandidateInputs, both prefixed, to `logits` (R, C, O).
-
-        With values of outcomes also to their logarithms, `log_values` (R, C, V).
-        """
-        state = from_named_arrays(UserState, inputs, STATE_PREFIX)
-        candidates = from_named_arrays(CandidateInputs, inputs, CANDIDATE_PREFIX)
-        hidden = self.student.encode_candidates(state, candidates)
-        outputs = {"logits": self.student.head(hidden)}
-        if self.student.value_head is not None:
-            outputs[manifest.LOG_VALUES] = self.student.value_head(hidden)
-        return outputs
 
 
 @dataclass(frozen=True)
@@ -92,93 +31,6 @@ class TrainingSnapshot:
     state: NamedTensors
 
 
-@dataclass(frozen=True)
-class TracedProgram:
-    """A program with the inputs and outputs of an example."""
-
-    module: nn.Module
-    inputs: NamedTensors
-    outputs: NamedTensors
-
-    @property
-    def dynamic_shapes(self) -> dict[str, dict[int, object]]:
-        """The axes of each input whose size varies from call to call, for torch.export."""
-        return {
-            name: dict.fromkeys(_dynamic_axes(name), torch.export.Dim.DYNAMIC)
-            for name in self.inputs
-        }
-
-    def to_onnx(self, path: Path) -> None:
-        """Write the program as ONNX."""
-        with warnings.catch_warnings():
-            # The exporter deep-copies a class of PyTorch that PyTorch has deprecated.
-            warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)
-            onnx_program = torch.onnx.export(
-                self.module.eval(),
-                kwargs={"inputs": self.inputs},
-                dynamo=True,
-                dynamic_shapes={"inputs": self.dynamic_shapes},
-                input_names=list(self.inputs),
-                output_names=list(self.outputs),
-                verbose=False,
-            )
-        assert onnx_program is not None
-        onnx_program.save(path)
-
-    def compile_aot(self, path: Path) -> None:
-        """Write the program as native code for one thread of this kind of CPU; takes a minute."""
-        from torch._inductor import aoti_compile_and_package  # seconds to import
-
-        for weight in self.module.parameters():
-            weight.requires_grad_(False)
-        inputs = {name: _at_least_two(x, _dynamic_axes(name)) for name, x in self.inputs.items()}
-        exported = torch.export.export(
-            self.module.eval(), (inputs,), dynamic_shapes=(self.dynamic_shapes,)
-        )
-        aoti_compile_and_package(
-            exported, package_path=str(path), inductor_configs={"cpp.threads": 1}
-        )
-
-
-def _dynamic_axes(name: str) -> list[int]:
-    return [axis for axis, letter in enumerate(INPUT_AXES[name]) if letter in DYNAMIC_AXES]
-
-
-def _at_least_two(x: Tensor, axes: Iterable[int]) -> Tensor:
-    """Repeat axes of size 1, which torch.export would take for constants."""
-    for axis in axes:
-        x = torch.cat((x, x), axis) if x.shape[axis] == 1 else x
-    return x
-
-
-def require_compiler() -> None:
-    """Raises UserError if there is no C++ compiler."""
-    compiler = os.environ.get("CXX", "g++")
-    executable = (shlex.split(compiler) or [""])[0]
-    if shutil.which(executable) is None:
-        raise UserError(f"no C++ compiler {compiler} to compile programs: install it, or set CXX")
-
-
-@torch.no_grad()
-def trace_programs(
-    trained: TrainedStudent, example: RankerInputs
-) -> tuple[TracedProgram, TracedProgram]:
-    """The user program and the rank program, with their inputs and outputs on an example."""
-    student, lookup = trained.student, trained.lookup()
-    user_inputs = lookup.user_inputs(example.requests)
-    if student.teacher_history is None:
-        user_inputs = user_inputs._replace(teacher_history=None)
-    candidates = lookup.candidate_inputs(example.candidates)
-    user_tensors = named_arrays(user_inputs)
-    user_state = UserProgram(student)(user_tensors)
-    rank_tensors = user_state | named_arrays(candidates, CANDIDATE_PREFIX)
-    logits = RankProgram(student)(rank_tensors)
-    return (
-        TracedProgram(UserProgram(student), user_tensors, user_state),
-        TracedProgram(RankProgram(student), rank_tensors, logits),
-    )
-
-
 def export_ranker(
     path: StoragePath,
     trained: TrainedStudent,
@@ -186,6 +38,7 @@ def export_ranker(
     example: RankerInputs,
     training: TrainingSnapshot | None = None,
     compiled: bool = False,
+    earlier: StoragePath | None = None,
 ) -> StoragePath:
     """Write a ranker to a new folder, atomically, after it has been loaded and checked.
 
@@ -197,13 +50,16 @@ def export_ranker(
         example: Inputs on which programs are traced; with their scores they are the test vectors.
         training: What a refit needs to continue the training.
         compiled: Add programs that are compiled for this kind of machine.
+        earlier: A version whose traced graphs are filled with the student's weights, where its
+            architecture is the same.
 
     Returns:
         The folder.
     """
     staging = atomic_io.staging_folder(path)
-    programs = trace_programs(trained, example)
-    _write_programs(programs, staging, compiled)
+    programs = exportable_programs(trained, example)
+    graphs = {} if earlier is None else manifest.read_graphs(earlier)
+    _write_programs(programs, staging, compiled, graphs)
     tables = {key.split(".")[-2]: rows.numpy() for key, rows in trained.tables.state_dict().items()}
     save_file(tables, staging / manifest.TABLES_FILE)
     _save_test_vectors(programs, staging / manifest.TEST_VECTORS_FILE)
@@ -224,10 +80,14 @@ def export_ranker(
 
 
 def _write_programs(
-    programs: tuple[TracedProgram, TracedProgram], folder: Path, compiled: bool
+    programs: tuple[ExportableProgram, ExportableProgram],
+    folder: Path,
+    compiled: bool,
+    earlier_graphs: Mapping[str, bytes],
 ) -> None:
-    for program, file in zip(programs, (manifest.USER_ONNX, manifest.RANK_ONNX), strict=True):
-        program.to_onnx(folder / file)
+    onnx_files = (manifest.USER_ONNX, manifest.RANK_ONNX)
+    for program, file, graph in zip(programs, onnx_files, manifest.GRAPH_FILES, strict=True):
+        program.write_onnx(folder / file, folder / graph, earlier_graphs.get(graph))
     if compiled:
         for program, file in zip(programs, manifest.COMPILED_FILES, strict=True):
             program.compile_aot(folder / file)
@@ -294,7 +154,7 @@ def _publish_version(staging: Path, folder: StoragePath) -> None:
     atomic_io.publish_folder(staging, folder)
 
 
-def _save_test_vectors(programs: tuple[TracedProgram, TracedProgram], path: Path) -> None:
+def _save_test_vectors(programs: tuple[ExportableProgram, ExportableProgram], path: Path) -> None:
     """Save the inputs of both programs, without outputs of the first program, and the scores."""
     user, rank = programs
     candidates = {name: x for name, x in rank.inputs.items() if name not in user.outputs}

@@ -31,9 +31,12 @@ USER_ONNX, RANK_ONNX, TABLES_FILE, TEST_VECTORS_FILE = (
 )
 REQUIRED_FILES = (USER_ONNX, RANK_ONNX, TABLES_FILE, TEST_VECTORS_FILE)
 COMPILED_FILES = ("user.pt2", "rank.pt2")  # only with `gemline rank train --compiled`
+# The graphs of the programs as they were traced, which later versions fill with their weights.
+GRAPH_FILES = ("user.graph.onnx", "rank.graph.onnx")
 TRAINING_FILE = "training.safetensors"  # read by refits, not by the service
 MODEL_CARD = "model_card.md"  # for readers
-ALL_FILES = (*REQUIRED_FILES, *COMPILED_FILES, TRAINING_FILE, MODEL_CARD)
+ALL_FILES = (*REQUIRED_FILES, *COMPILED_FILES, *GRAPH_FILES, TRAINING_FILE, MODEL_CARD)
+NOT_SERVED = (*GRAPH_FILES, TRAINING_FILE, MODEL_CARD)
 FileName = Literal[
     "user.onnx",
     "rank.onnx",
@@ -41,6 +44,8 @@ FileName = Literal[
     "vectors.npz",
     "user.pt2",
     "rank.pt2",
+    "user.graph.onnx",
+    "rank.graph.onnx",
     "training.safetensors",
     "model_card.md",
 ]
@@ -154,7 +159,7 @@ def read_package(uri: StoragePath) -> RankerPackage:
     contents: dict[str, bytes] = {
         name: _read_verified(folder / name, sha256)
         for name, sha256 in manifest.file_hashes.items()
-        if name not in (TRAINING_FILE, MODEL_CARD)
+        if name not in NOT_SERVED
     }
     return RankerPackage(manifest, contents, offsets_of(uri, manifest))
 
@@ -175,6 +180,23 @@ def read_training_state(uri: StoragePath) -> bytes | None:
     folder = local_path(uri)
     sha256 = read_manifest(uri).file_hashes.get("training.safetensors")
     return None if sha256 is None else _read_verified(folder / TRAINING_FILE, sha256)
+
+
+def read_graphs(uri: StoragePath) -> dict[str, bytes]:
+    """The traced graphs of a ranker's folder, by name.
+
+    There are none if it was saved before they existed, or cannot be read.
+    """
+    folder = local_path(uri)
+    try:
+        hashes = read_manifest(uri).file_hashes
+        return {
+            name: _read_verified(folder / name, hashes[name])
+            for name in GRAPH_FILES
+            if name in hashes
+        }
+    except UserError:
+        return {}
 
 
 def _read_verified(path: Path, expected_sha256: str) -> bytes:

@@ -22,12 +22,7 @@ from etl.tables.pointer import remove_unreferenced_versions
 from etl.tables.uri import StoragePath
 from ranking.distillation.warm_start import freeze_as_before
 from ranking.inputs.from_tables import load_teacher_history
-from ranking.registry.export import (
-    NamedTensors,
-    TrainingSnapshot,
-    export_ranker,
-    require_compiler,
-)
+from ranking.registry.export import TrainingSnapshot, export_ranker
 from ranking.registry.manifest import (
     COMPILED_FILES,
     RankerManifest,
@@ -36,6 +31,7 @@ from ranking.registry.manifest import (
     read_manifest,
     read_training_state,
 )
+from ranking.registry.programs import NamedTensors, require_compiler
 from ranking.registry.ranker import (
     latest_trained_pointer,
     live_pointer,
@@ -135,7 +131,7 @@ def _refit(
     example = example_inputs(student, [max(day for day in reader.days() if day <= end_day)])
     name = f"{version_time(lake.spec, data_until)}-s{training.config.seed}"
     path = rankers_folder(lake.root, manifest.surface) / name
-    return export_ranker(path, student, refit.calibration, example, snapshot, compiled)
+    return export_ranker(path, student, refit.calibration, example, snapshot, compiled, folder)
 
 
 def version_time(spec: DataSpec, data_until: int) -> str:

@@ -15,9 +15,10 @@ from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath
 from ranking.distillation import domain, warm_start
 from ranking.inputs.from_tables import RankerInputs, load_teacher_history
-from ranking.registry.export import export_ranker, require_compiler
+from ranking.registry.export import export_ranker
 from ranking.registry.manifest import RankerManifest, read_manifest
 from ranking.registry.model_card import model_card
+from ranking.registry.programs import require_compiler
 from ranking.registry.ranker import latest_trained_pointer, rankers_folder
 from ranking.scoring.predictions import SegmentedPredictions
 from ranking.student.config import DistillationConfig, StudentTrainConfig
@@ -69,8 +70,11 @@ def train_ranker(
     path = rankers_folder(lake.root, surface) / f"{split.train_last:%Y%m%d}-s{config.seed}"
     training = trainer.snapshot(split.train_first, lake.spec.day_end(split.train_last))
     example = example_inputs(student, list(date_range(split.test_first, split.test_last)))
-    folder = export_ranker(path, student, calibration, example, training, compiled)
-    latest_trained_pointer(lake.root, surface).promote(folder.name)
+    latest = latest_trained_pointer(lake.root, surface)
+    folder = export_ranker(
+        path, student, calibration, example, training, compiled, latest.live_folder
+    )
+    latest.promote(folder.name)
     register_ranker(lake, folder, read_manifest(folder))
     return folder
 

@@ -11,8 +11,9 @@ from etl.errors import UserError
 from etl.signature import SIGNING_KEY_VARIABLE, TRUSTED_KEY_VARIABLE
 from gemline import main
 from ranking.registry.aot import CompiledProgram, load_compiled
-from ranking.registry.export import export_ranker, require_compiler
+from ranking.registry.export import export_ranker
 from ranking.registry.manifest import COMPILED_FILES, RankerManifest, write_manifest
+from ranking.registry.programs import require_compiler
 from ranking.registry.ranker import Program, load_ranker
 from ranking.scoring.offsets import RankerCalibration
 from ranking.student.trained import TrainedStudent, new_student

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from etl.errors import UserError
 from etl.spec.load import load_spec
 from features.schema import feature_schema
-from ranking.registry.export import trace_programs
+from ranking.registry.programs import exportable_programs
 from ranking.registry.promotion import ranker_predictions
 from ranking.registry.ranker import Ranker, load_ranker
 from ranking.scoring.calibration import calibrate
@@ -278,7 +278,7 @@ def test_the_exported_programs_do_not_read_positions(
 ) -> None:
     batch = batch_of(reader, 10)
     inputs = [biased.input_builder(at_position(batch, p, reader)) for p in (0.0, 7.0)]
-    (_, first), (_, second) = (trace_programs(biased, example) for example in inputs)
+    (_, first), (_, second) = (exportable_programs(biased, example) for example in inputs)
     assert torch.equal(first.outputs["logits"], second.outputs["logits"])
 
 

@@ -21,7 +21,7 @@ from ranking.distillation.losses import (
 )
 from ranking.distillation.warm_start import copy_gem_modules
 from ranking.inputs.arrays import declared_axes, from_named_arrays, named_arrays, pad_last
-from ranking.registry.export import INPUT_AXES, trace_programs
+from ranking.registry.programs import INPUT_AXES, exportable_programs
 from ranking.student.config import DistillationConfig
 from ranking.student.model import UserState
 from ranking.student.trained import TrainedStudent, new_student
@@ -200,7 +200,7 @@ def test_inputs_have_the_declared_axes_and_names_of_their_own(
     student = new_student(reader, config, len(reader.items), TeacherEmbeddings.empty())
     student.student.eval()
     sizes: dict[str, int] = {}
-    for program in trace_programs(student, student.input_builder(batch)):
+    for program in exportable_programs(student, student.input_builder(batch)):
         assert program.inputs and not set(program.inputs) & set(program.outputs)
         for name, tensor in program.inputs.items():
             axes = INPUT_AXES[name]
