@@ -16,8 +16,7 @@ from etl.tables.uri import StoragePath
 from ranking.feature_store.request import RankRequest
 from ranking.feature_store.store import FeatureStore, validate_metadata
 from ranking.feature_store.wal import FeatureStoreHandle, feature_store_pointer
-from ranking.registry.ranker import Ranker as RankerPrograms
-from ranking.registry.ranker import live_version
+from ranking.registry.ranker import ExportedRanker, live_version
 from ranking.serving.loaded_rankers import load_verified_ranker, require_compatible
 from ranking.serving.rank import rank_request
 from ranking.serving.schemas import RankResponse
@@ -38,10 +37,10 @@ class Ranker:
     """
 
     def __init__(
-        self, programs: RankerPrograms, feature_store: "SharedFeatureStore", spec: DataSpec
+        self, exported: ExportedRanker, feature_store: "SharedFeatureStore", spec: DataSpec
     ) -> None:
         """Use `load` instead."""
-        self._programs = programs
+        self._exported = exported
         self._feature_store: SharedFeatureStore | None = feature_store
         self._spec = spec
 
@@ -61,29 +60,29 @@ class Ranker:
         uri = str(lake)
         data_spec = assign_codes(load_spec(Path(spec)), read_codes(uri))
         data_spec.require_ad_surface(surface)
-        programs = load_verified_ranker(live_version(uri, surface), uri, surface)
+        exported = load_verified_ranker(live_version(uri, surface), uri, surface)
         feature_store = SharedFeatureStore.acquire(uri, data_spec)
         try:
-            require_compatible(programs, feature_store.store.metadata)
+            require_compatible(exported, feature_store.store.metadata)
         except UserError:
             feature_store.release()
             raise
-        return cls(programs, feature_store, data_spec)
+        return cls(exported, feature_store, data_spec)
 
     @property
     def surface(self) -> str:
         """The surface whose requests it ranks."""
-        return self._programs.manifest.surface
+        return self._exported.manifest.surface
 
     @property
     def version(self) -> str:
         """The version of the ranker."""
-        return self._programs.manifest.version
+        return self._exported.manifest.version
 
     @property
     def objectives(self) -> tuple[str, ...]:
         """The objectives of its probabilities."""
-        return self._programs.objectives
+        return self._exported.objectives
 
     def rank(self, request: RankRequest) -> RankResponse:
         """Rank the candidates of a request, the best first, as `POST /rank` does.
@@ -114,7 +113,7 @@ class Ranker:
                 f"the request is as of {request.as_of}; the feature store serves requests from "
                 f"{earliest} on (seconds since 1970)"
             )
-        return rank_request(self._programs, store, self._spec, request)
+        return rank_request(self._exported, store, self._spec, request)
 
     def close(self) -> None:
         """Close the feature store, unless another ranker uses it; closing again does nothing."""

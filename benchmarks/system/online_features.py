@@ -33,7 +33,7 @@ from ranking.feature_store.request import RankRequest
 from ranking.feature_store.store import FeatureStore, open_store
 from ranking.feature_store.wal import feature_store_pointer
 from ranking.registry.manifest import read_manifest
-from ranking.registry.ranker import Ranker, live_version, load_ranker
+from ranking.registry.ranker import ExportedRanker, live_version, load_ranker
 from ranking.student.config import InputLimits
 
 EVENTS, CANDIDATES, ROUNDS, WARMUP_ROUNDS = 3_000_000, 500, 110, 10
@@ -105,7 +105,7 @@ def insert_events(store: FeatureStore, requests: Sequence[RankRequest], surface:
 
 
 def measure_costs(
-    stores: Sequence[FeatureStore], ranker: Ranker, requests: Sequence[RankRequest]
+    stores: Sequence[FeatureStore], ranker: ExportedRanker, requests: Sequence[RankRequest]
 ) -> tuple[CpuSeconds, CpuSeconds]:
     """CPU seconds with each of two stores, their rounds interleaved."""
     costs = CpuSeconds([], [], []), CpuSeconds([], [], [])

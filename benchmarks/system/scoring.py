@@ -35,8 +35,8 @@ from ranking.feature_store.wal import FeatureStoreHandle
 from ranking.registry.aot import CompiledProgram
 from ranking.registry.programs import ExportableProgram, exportable_programs, require_compiler
 from ranking.registry.ranker import (
+    ExportedRanker,
     Program,
-    Ranker,
     live_pointer,
     live_version,
     load_ranker,
@@ -97,8 +97,8 @@ def measure_scoring(args: ServingArgs, result: BenchmarkResult) -> None:
 def time_requests(
     requests: Sequence[RankRequest],
     fetcher: FeatureFetcher,
-    ranker: Ranker,
-    compiled: Ranker | None,
+    ranker: ExportedRanker,
+    compiled: ExportedRanker | None,
 ) -> dict[str, list[float]]:
     """Seconds of each request by variant, without the first ones to warm up."""
     seconds: dict[str, list[float]] = {"onnx": [], "compiled": [], "with features": []}
@@ -126,14 +126,14 @@ def format_latency(seconds: Sequence[float]) -> str:
     return f"p99 {p99_ms(seconds):.1f} ms, median {1e3 * median(seconds):.1f}"
 
 
-def time_ranking(ranker: Ranker, inputs: RankInputs) -> float:
+def time_ranking(ranker: ExportedRanker, inputs: RankInputs) -> float:
     """Seconds of programs, calibration and auction."""
     start = time.perf_counter()
     ranker.rank(inputs.requests, inputs.candidates, inputs.bids)
     return time.perf_counter() - start
 
 
-def eager_student(args: ServingArgs, ranker: Ranker) -> TrainedStudent:
+def eager_student(args: ServingArgs, ranker: ExportedRanker) -> TrainedStudent:
     """An untrained student of the ranker's sizes."""
     manifest = ranker.manifest
     config = StudentConfig(
@@ -173,7 +173,9 @@ def slice_candidates(value: Any, candidates: slice) -> Any:
     return replace(value, **parts)
 
 
-def compiled_ranker(ranker: Ranker, student: TrainedStudent, day: date) -> Ranker | None:
+def compiled_ranker(
+    ranker: ExportedRanker, student: TrainedStudent, day: date
+) -> ExportedRanker | None:
     """The ranker with compiled programs of a student of its sizes; None without a C++ compiler."""
     try:
         require_compiler()

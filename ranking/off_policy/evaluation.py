@@ -30,7 +30,12 @@ from ranking.off_policy.estimators import (
     ndcg,
     position_propensities,
 )
-from ranking.registry.ranker import Ranker, load_ranker_before, validate_ranker, version_to_evaluate
+from ranking.registry.ranker import (
+    ExportedRanker,
+    load_ranker_before,
+    validate_ranker,
+    version_to_evaluate,
+)
 from ranking.scoring.auction import EXCLUDED_RANK, Auction
 from ranking.scoring.bids import BidTable, load_bids
 from ranking.scoring.candidates import CandidateScores
@@ -62,7 +67,9 @@ class ScoredAds(NamedTuple):
         return ScoredAds._make(column[rows] for column in self)
 
 
-def score_logged_ads(lake: Lake, ranker: Ranker, days: DayRange, data_until: date) -> ScoredAds:
+def score_logged_ads(
+    lake: Lake, ranker: ExportedRanker, days: DayRange, data_until: date
+) -> ScoredAds:
     """Score all ads of a ranker's surface on some days, with the labels final by `data_until`.
 
     Raises:
@@ -81,7 +88,11 @@ def score_logged_ads(lake: Lake, ranker: Ranker, days: DayRange, data_until: dat
 
 
 def _score_batch(
-    ranker: Ranker, auction: Auction, builder: InputBuilder, bid_table: BidTable, batch: Batch
+    ranker: ExportedRanker,
+    auction: Auction,
+    builder: InputBuilder,
+    bid_table: BidTable,
+    batch: Batch,
 ) -> ScoredAds:
     inputs, request = builder(batch), batch.request_index.numpy()
     user_state = ranker.user_state(inputs.requests)

@@ -25,8 +25,8 @@ from ranking.registry.manifest import (
 )
 from ranking.registry.ranker import (
     Arrays,
+    ExportedRanker,
     Program,
-    Ranker,
     ranker_from_package,
     verify_test_vectors,
 )
@@ -63,7 +63,7 @@ def build_platform() -> dict[str, str]:
     return {"torch": version("torch"), "cpu": cpu}
 
 
-def load_compiled(folder: StoragePath) -> Ranker:
+def load_compiled(folder: StoragePath) -> ExportedRanker:
     """The ranker of a folder with its compiled programs, or with ONNX where it has none.
 
     Raises:
@@ -85,7 +85,9 @@ def load_compiled(folder: StoragePath) -> Ranker:
     return with_compiled_programs(ranker, package, folder)
 
 
-def with_compiled_programs(ranker: Ranker, package: RankerPackage, folder: StoragePath) -> Ranker:
+def with_compiled_programs(
+    ranker: ExportedRanker, package: RankerPackage, folder: StoragePath
+) -> ExportedRanker:
     """The ranker with the compiled programs of its package, checked on its test vectors."""
     user_file, rank_file = COMPILED_FILES
     contents = package.file_contents

@@ -19,7 +19,7 @@ from etl.tables.lake import Lake
 from etl.tables.pointer import remove_unreferenced_versions
 from ranking.registry.manifest import read_manifest
 from ranking.registry.ranker import (
-    Ranker,
+    ExportedRanker,
     latest_trained_pointer,
     live_pointer,
     live_version,
@@ -100,7 +100,7 @@ def promote_if_better(
     segments = evaluated.segment_calibrations()
     live = load_live_for_comparison(lake, surface, split)
     live_predictions = None
-    if isinstance(live, Ranker):
+    if isinstance(live, ExportedRanker):
         live_predictions = ranker_predictions(live, lake, split).predictions
     decision = compare_rankers(latest.name, evaluated.predictions, live_predictions, config)
     decision = judge_segments(decision, segments, lake.spec, config)
@@ -143,7 +143,9 @@ class NoComparison:
     is_excused: bool = True
 
 
-def load_live_for_comparison(lake: Lake, surface: str, split: DaySplit) -> Ranker | NoComparison:
+def load_live_for_comparison(
+    lake: Lake, surface: str, split: DaySplit
+) -> ExportedRanker | NoComparison:
     """The live ranker, or the reason why a new one cannot be compared with it.
 
     It is the latest version that learned no label of the test days, with such offsets. Earlier ones
@@ -237,14 +239,14 @@ def judge_segments(
     )
 
 
-def ranker_predictions(ranker: Ranker, lake: Lake, split: DaySplit) -> SegmentedPredictions:
+def ranker_predictions(ranker: ExportedRanker, lake: Lake, split: DaySplit) -> SegmentedPredictions:
     """A ranker's calibrated predictions for the test days, at the logged positions."""
     days = list(date_range(split.test_first, split.test_last))
     return predict_labels(ranker, lake, days, LabelWindow.for_test(split, lake.spec))
 
 
 def predict_labels(
-    ranker: Ranker, lake: Lake, days: Sequence[date], window: LabelWindow
+    ranker: ExportedRanker, lake: Lake, days: Sequence[date], window: LabelWindow
 ) -> SegmentedPredictions:
     """A ranker's calibrated predictions for the labels of a window, at the logged positions."""
     build_inputs = input_builder(ranker, lake)

@@ -89,7 +89,7 @@ class OnnxProgram:
 
 
 @dataclass(frozen=True)
-class Ranker:
+class ExportedRanker:
     """Scores the candidates of a surface."""
 
     manifest: RankerManifest
@@ -205,7 +205,7 @@ class Ranker:
         return np.concatenate([*rows, content_vectors], -1)
 
 
-def load_ranker(folder: StoragePath) -> Ranker:
+def load_ranker(folder: StoragePath) -> ExportedRanker:
     """Load the ranker of a folder, after its files, signature and test vectors are verified.
 
     Raises:
@@ -214,7 +214,7 @@ def load_ranker(folder: StoragePath) -> Ranker:
     return ranker_from_package(read_package(folder), folder)
 
 
-def load_ranker_before(folder: StoragePath, epoch_second: int) -> Ranker:
+def load_ranker_before(folder: StoragePath, epoch_second: int) -> ExportedRanker:
     """`load_ranker` to evaluate it on later labels: with offsets that learned none of them.
 
     Without such offsets the ranker has the calibration of its training alone.
@@ -226,7 +226,7 @@ def load_ranker_before(folder: StoragePath, epoch_second: int) -> Ranker:
     return replace(ranker, offsets=offsets)
 
 
-def ranker_from_package(package: RankerPackage, folder: StoragePath) -> Ranker:
+def ranker_from_package(package: RankerPackage, folder: StoragePath) -> ExportedRanker:
     """The ranker of a package that was read from a folder, with its ONNX programs.
 
     Raises:
@@ -236,14 +236,16 @@ def ranker_from_package(package: RankerPackage, folder: StoragePath) -> Ranker:
     try:
         user = OnnxProgram(files[USER_ONNX])
         rank = OnnxProgram(files[RANK_ONNX])
-        ranker = Ranker(manifest, user, rank, from_bytes(files[TABLES_FILE]), offsets)
+        ranker = ExportedRanker(manifest, user, rank, from_bytes(files[TABLES_FILE]), offsets)
     except Exception as error:  # ONNX Runtime and safetensors have no common exception
         reason = str(error).splitlines()[0]
         raise UserError(f"the ranker in {folder} cannot be loaded ({reason})") from error
     return verify_test_vectors(ranker, package, folder)
 
 
-def verify_test_vectors(ranker: Ranker, package: RankerPackage, folder: StoragePath) -> Ranker:
+def verify_test_vectors(
+    ranker: ExportedRanker, package: RankerPackage, folder: StoragePath
+) -> ExportedRanker:
     """The ranker; raises UserError if its outputs are not those of the package's test vectors."""
     difference = max_output_difference(ranker, package.file_contents[TEST_VECTORS_FILE])
     if not difference < OUTPUT_TOLERANCE:  # NaN fails, too
@@ -254,7 +256,7 @@ def verify_test_vectors(ranker: Ranker, package: RankerPackage, folder: StorageP
     return ranker
 
 
-def max_output_difference(ranker: Ranker, test_vectors: bytes) -> float:
+def max_output_difference(ranker: ExportedRanker, test_vectors: bytes) -> float:
     """The largest difference between a ranker's outputs and those of test vectors."""
     with np.load(io.BytesIO(test_vectors), allow_pickle=False) as stored:
         vectors: dict[str, Any] = dict(stored)
@@ -331,7 +333,7 @@ def version_to_evaluate(lake: str, surface: str, epoch_second: int) -> StoragePa
     return earlier or live
 
 
-def validate_ranker(ranker: Ranker, lake: str, surface: str) -> Ranker:
+def validate_ranker(ranker: ExportedRanker, lake: str, surface: str) -> ExportedRanker:
     """The ranker; raises UserError if it is of another surface, or was rolled back."""
     manifest, live = ranker.manifest, live_pointer(lake, surface).read()
     if manifest.surface != surface:

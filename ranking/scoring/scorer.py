@@ -12,7 +12,7 @@ from etl.spec.units import MICROS
 from etl.tables import model_schemas
 from etl.tables.lake import Lake, arrow_schema
 from ranking.inputs.from_tables import InputBuilder, load_teacher_history
-from ranking.registry.ranker import Ranker
+from ranking.registry.ranker import ExportedRanker
 from ranking.scoring.auction import EXCLUDED_RANK, Auction
 from ranking.scoring.bids import BidTable, load_bids
 from training.data.batch import Batch, Shuffle
@@ -23,7 +23,7 @@ SCORE_ROWS = 2048
 
 
 def input_builder(
-    ranker: Ranker, lake: Lake, table_versions: Mapping[str, int] | None = None
+    ranker: ExportedRanker, lake: Lake, table_versions: Mapping[str, int] | None = None
 ) -> InputBuilder:
     """A builder of a ranker's inputs from a lake's tables, by default from their latest versions.
 
@@ -49,7 +49,7 @@ def input_builder(
 class Scorer:
     """A ranker with the inputs and the bids of a lake."""
 
-    ranker: Ranker
+    ranker: ExportedRanker
     auction: Auction
     input_builder: InputBuilder
     bids: BidTable
@@ -57,7 +57,7 @@ class Scorer:
     @classmethod
     def from_ranker(
         cls,
-        ranker: Ranker,
+        ranker: ExportedRanker,
         lake: Lake,
         first_day: date,
         table_versions: Mapping[str, int] | None = None,

@@ -10,11 +10,11 @@ from etl.errors import TemporaryError, UserError
 from etl.tables.uri import StoragePath
 from ranking.feature_store.store import StoreMetadata
 from ranking.registry.manifest import offsets_of
-from ranking.registry.ranker import Ranker, live_pointer, load_ranker, validate_ranker
+from ranking.registry.ranker import ExportedRanker, live_pointer, load_ranker, validate_ranker
 
 log = logging.getLogger("uvicorn.error")
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 4.0, 60.0
-LoadFn = Callable[[StoragePath], Ranker]
+LoadFn = Callable[[StoragePath], ExportedRanker]
 
 
 class LoadFailure(NamedTuple):
@@ -38,7 +38,7 @@ class LoadedRankers:
         self._lake = lake
         self._spec = store_metadata.spec
         self._load_ranker = _ranker_loader(use_compiled)
-        self._loaded: dict[str, tuple[StoragePath, Ranker]] = {}
+        self._loaded: dict[str, tuple[StoragePath, ExportedRanker]] = {}
         self._failures: dict[str, LoadFailure] = {}
         self.refresh(store_metadata)
 
@@ -54,7 +54,7 @@ class LoadedRankers:
         failures = dict(self._failures)
         return {surface: failure.message for surface, failure in failures.items()}
 
-    def for_surface(self, surface: str) -> Ranker:
+    def for_surface(self, surface: str) -> ExportedRanker:
         """The ranker of a surface.
 
         Raises:
@@ -123,7 +123,7 @@ class LoadedRankers:
         log.error("ranker of %s: %s; next attempt in %.0f s", surface, message, delay)
 
 
-def with_current_offsets(ranker: Ranker, folder: StoragePath) -> Ranker:
+def with_current_offsets(ranker: ExportedRanker, folder: StoragePath) -> ExportedRanker:
     """The ranker with the calibration offsets that its folder has now."""
     offsets = offsets_of(folder, ranker.manifest)
     return ranker if offsets == ranker.offsets else replace(ranker, offsets=offsets)
@@ -131,7 +131,7 @@ def with_current_offsets(ranker: Ranker, folder: StoragePath) -> Ranker:
 
 def load_verified_ranker(
     folder: StoragePath, lake: str, surface: str, load: LoadFn = load_ranker
-) -> Ranker:
+) -> ExportedRanker:
     """Load the ranker of a folder, and check that it is of the surface and not rolled back."""
     return validate_ranker(load(folder), lake, surface)
 
@@ -152,7 +152,7 @@ def error_message(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line}"
 
 
-def require_compatible(ranker: Ranker, store_metadata: StoreMetadata) -> Ranker:
+def require_compatible(ranker: ExportedRanker, store_metadata: StoreMetadata) -> ExportedRanker:
     """Return the ranker; raise UserError if a store does not have the features that it reads."""
     manifest = ranker.manifest
     name = f"the ranker {manifest.version} of {manifest.surface}"

@@ -12,13 +12,13 @@ from etl.spec.model import DataSpec
 from ranking.feature_store.fetch import FeatureFetcher, RankInputs
 from ranking.feature_store.request import RankRequest, repeated_candidate
 from ranking.feature_store.store import FeatureStore
-from ranking.registry.ranker import Ranker
+from ranking.registry.ranker import ExportedRanker
 from ranking.scoring.auction import Auction, AuctionResult, Exclusion, ranked_ads
 from ranking.serving.schemas import ExcludedCandidate, RankedCandidate, RankResponse
 
 
 def rank_request(
-    ranker: Ranker, store: FeatureStore, spec: DataSpec, request: RankRequest
+    ranker: ExportedRanker, store: FeatureStore, spec: DataSpec, request: RankRequest
 ) -> RankResponse:
     """Rank the candidates of a request, the best first.
 

@@ -22,7 +22,7 @@ from ranking.registry.manifest import (
     read_manifest,
     write_manifest,
 )
-from ranking.registry.ranker import Ranker, live_pointer, rankers_folder
+from ranking.registry.ranker import ExportedRanker, live_pointer, rankers_folder
 from ranking.serving.app import create_app
 from ranking.serving.loaded_rankers import MIN_RETRY_SECONDS
 from ranking.serving.settings import SETTINGS_VARIABLE, Settings
@@ -138,7 +138,7 @@ def record_loads(worker: Worker) -> list[str]:
     loads: list[str] = []
     load = worker.rankers._load_ranker
 
-    def recording_load(folder: StoragePath) -> Ranker:
+    def recording_load(folder: StoragePath) -> ExportedRanker:
         loads.append(folder.name)
         return load(folder)
 

@@ -18,7 +18,7 @@ from etl.spec.load import load_spec
 from features.schema import feature_schema
 from ranking.registry.programs import exportable_programs
 from ranking.registry.promotion import ranker_predictions
-from ranking.registry.ranker import Ranker, load_ranker
+from ranking.registry.ranker import ExportedRanker, load_ranker
 from ranking.scoring.calibration import calibrate
 from ranking.student.position import (
     MAX_POSITIONS,
@@ -234,7 +234,7 @@ def test_logits_of_logged_impressions_add_the_effect_and_nothing_else_depends_on
         assert bool(effects.any()) == (position == 3)
 
 
-def ranker_with_effects(biased: TrainedStudent, folder: Path) -> Ranker:
+def ranker_with_effects(biased: TrainedStudent, folder: Path) -> ExportedRanker:
     ranker = load_ranker(folder)
     bias = biased.student.position_bias
     assert bias is not None

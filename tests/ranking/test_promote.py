@@ -25,7 +25,7 @@ from ranking.registry.promotion import (
     ranker_predictions,
 )
 from ranking.registry.ranker import (
-    Ranker,
+    ExportedRanker,
     latest_trained_pointer,
     live_pointer,
     live_version,
@@ -210,7 +210,7 @@ def test_versions_that_learned_labels_of_the_test_days_do_not_let_a_calibrated_r
         live_pointer(ranker_lake.root, surface).promote(name)
     (ranker_folder(ranker_lake.root, "damaged") / manifest.MANIFEST).write_text("{")
     compared = load_live_for_comparison(ranker_lake, surface, SPLIT)
-    assert isinstance(compared, Ranker)  # the old one
+    assert isinstance(compared, ExportedRanker)  # the old one
     live_pointer(ranker_lake.root, surface).forget_previous()
     decision = promote_if_better(ranker_lake, surface, SPLIT, LENIENT)
     assert not decision.promoted

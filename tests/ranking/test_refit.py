@@ -24,7 +24,7 @@ from ranking.registry.promotion import (
     promote_if_better,
 )
 from ranking.registry.ranker import (
-    Ranker,
+    ExportedRanker,
     live_pointer,
     live_version,
     load_ranker,
@@ -272,7 +272,7 @@ def test_offsets_that_learned_the_labels_of_test_days_are_not_evaluated_on_them(
     refresh_live_calibration(own_lake, SURFACE, own_lake.spec.day_end(THIRD))
     refresh_live_calibration(own_lake, SURFACE, END)
     compared = load_live_for_comparison(own_lake, SURFACE, SPLIT)
-    assert isinstance(compared, Ranker) and compared.offsets == before
+    assert isinstance(compared, ExportedRanker) and compared.offsets == before
     after = own_lake.spec.day_end(LAST)
     assert load_ranker_before(gated, after).offsets == load_ranker(gated).offsets != before
     assert load_ranker_before(gated, own_lake.spec.day_start(SECOND)).offsets is None
@@ -316,7 +316,7 @@ def test_a_day_is_evaluated_by_a_version_that_learned_nothing_of_it(
     days = (SECOND, THIRD, LAST, LAST + timedelta(days=1))
     assert [evaluated(lake, day) for day in days] == [gated, gated, third, last]
     compared = load_live_for_comparison(lake, SURFACE, SPLIT)
-    assert isinstance(compared, Ranker) and compared.manifest.version == gated
+    assert isinstance(compared, ExportedRanker) and compared.manifest.version == gated
     warning = "has learned labels since"
     assert warning not in caplog.text
     assert evaluated(lake, FIRST) == last  # all have learned labels of the first day

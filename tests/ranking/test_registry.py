@@ -15,7 +15,7 @@ from etl.errors import UserError
 from etl.signature import SIGNING_KEY_VARIABLE, TRUSTED_KEY_VARIABLE
 from ranking.registry import manifest
 from ranking.registry.manifest import REQUIRED_FILES, ranker_hash, read_manifest
-from ranking.registry.ranker import Ranker, live_pointer, load_ranker, validate_ranker
+from ranking.registry.ranker import ExportedRanker, live_pointer, load_ranker, validate_ranker
 from ranking.scoring.calibration import PlattScaling
 from ranking.student.trained import TrainedStudent
 from tests.ranking.conftest import FITTED, batch_of
@@ -103,7 +103,7 @@ def test_a_file_that_is_swapped_after_it_was_hashed_is_not_read_again(
         return content
 
     monkeypatch.setattr(Path, "read_bytes", read_then_swap)
-    assert isinstance(load_ranker(copy), Ranker)
+    assert isinstance(load_ranker(copy), ExportedRanker)
     assert all(read_bytes(copy / name) == b"swapped" for name in REQUIRED_FILES)
 
 
@@ -148,7 +148,7 @@ def test_a_signature_is_required_where_a_key_is_trusted(
         load_ranker(copy)
     monkeypatch.setenv(SIGNING_KEY_VARIABLE, private.private_bytes_raw().hex())
     sign_again(copy)
-    assert isinstance(load_ranker(copy), Ranker)
+    assert isinstance(load_ranker(copy), ExportedRanker)
     text = (copy / "ranker.json").read_text()
     (copy / "ranker.json").write_text(text.replace('"v1-', '"v2-'))
     with pytest.raises(UserError, match="was not signed by the key"):
