@@ -158,14 +158,24 @@ class SpecDraft:
         yield from self._context_attributes()
 
     def _context_attributes(self) -> Iterator[str]:
-        """The columns of logs that have no role, and the hour, under names of their own."""
+        """The columns of logs that have no role, and the hour, under names of their own.
+
+        Those of wide logs are comments: a row also has what followed the impression.
+        """
         columns: dict[str, Column] = {}
+        of_wide_logs: set[str] = set()
         for log in self.logs:
-            columns |= _informative_columns(log, {*log.roles.values(), *outcome_flags(log)})
+            found = _informative_columns(log, {*log.roles.values(), *outcome_flags(log)})
+            columns |= found
+            if log in self.sampled.wide_logs:
+                of_wide_logs |= found.keys()
         used = ["position"] if self.positions() else []
         names = unique_names({name: spec_name(name) for name in columns}, used)
+        if of_wide_logs:
+            yield "    # Declare those of these columns that are known before the impression:"
         for name, column in columns.items():
-            yield f"    {names[name]}: {_attribute(name, names[name], column)}"
+            comment = "# " if name in of_wide_logs else ""
+            yield f"    {comment}{names[name]}: {_attribute(name, names[name], column)}"
         hour = unique_names({"hour": "hour"}, [*used, *names.values()])["hour"]
         yield f"    {hour}: {{type: clock, part: hour}}"
 

@@ -83,9 +83,9 @@ def test_a_wide_impression_log_with_files_of_users_and_items(tmp_path: Path) -> 
     folder.mkdir()
     with (folder / "log.csv").open("w", newline="") as file:
         rows = csv.writer(file)
-        rows.writerow(["user_id", "video_id", "tab", "time_ms", "date", "is_click"])
+        rows.writerow(["user_id", "video_id", "tab", "time_ms", "date", "is_click", "scrolls"])
         rows.writerows(
-            [i % 7, i, i % 2, 1_650_000_000_000 + i, 20220415, i % 3 == 0] for i in range(50)
+            [i % 7, i, i % 2, 1_650_000_000_000 + i, 20220415, i % 3 == 0, i % 9] for i in range(50)
         )
     (folder / "videos.csv").write_text(
         "video_id,author_id,seconds\n" + "\n".join(f"{i},{i % 5},{i}.5" for i in range(50))
@@ -99,6 +99,8 @@ def test_a_wide_impression_log_with_files_of_users_and_items(tmp_path: Path) -> 
     assert written["sources"]["videos"]["static"] is True
     assert written["attributes"]["item"]["author_id"]["type"] == "categorical"
     assert spec.impression_type == "impression"
+    assert set(written["attributes"]["context"]) == {"hour"}, "a row has what followed, too"
+    assert "    # scrolls: {type: " in infer_spec(folder)
 
 
 def test_columns_and_files_with_the_same_name_get_names_of_their_own(tmp_path: Path) -> None:
