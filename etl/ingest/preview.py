@@ -7,10 +7,11 @@ Records pass through the same readers and expressions as in the steps `ingest`,
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 
-from pyspark.sql import Row
+from pyspark.sql import DataFrame, Row
+from pyspark.sql import functions as F
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -54,6 +55,8 @@ class SourcePreview:
     reasons: Counter[str] = field(default_factory=Counter)
     example: dict[str, object] | None = None  # the first accepted row
     bad_examples: Sequence[tuple[str, str, str]] = ()  # reasons, file, payload
+    columns: frozenset[str] = frozenset()  # that the spec names of a log
+    found_columns: frozenset[str] = frozenset()  # those of them that a sampled record has
     error: str | None = None  # why the source cannot be read at all
 
     @property
@@ -88,14 +91,24 @@ def _preview(
         return _summarize(name, day, rows.collect(), lambda _: f"row of {source.kind}")
     columns, required = logged_columns(spec, source), required_columns(source)
     records = read_raw_records(source, RawSelection(raw, days), columns, required)
-    rows = normalize_events(spec, name, records.limit(sample_size), RECORD_LOCATION)
+    records = records.limit(sample_size)
+    rows = normalize_events(spec, name, records, RECORD_LOCATION)
     types = {code: type_ for type_, code in spec.event_codes.items()}
     surfaces: dict[int | None, str] = {c: surface for surface, c in spec.surface_codes.items()}
     # Named events are not looked up here: they may have landed on an earlier day.
     surfaces[None] = "the surface of what it names"
-    return _summarize(
+    preview = _summarize(
         name, day, rows.collect(), lambda row: f"{types[row['type']]} on {surfaces[row['surface']]}"
     )
+    found = _columns_with_values(records, columns)
+    return replace(preview, columns=frozenset(columns), found_columns=found)
+
+
+def _columns_with_values(records: DataFrame, columns: Iterable[str]) -> frozenset[str]:
+    """The raw columns that are not null in all records."""
+    names = sorted(set(columns))
+    counts = records.agg(*[F.count(F.col("raw").getField(name)) for name in names]).first()
+    return frozenset(name for name, count in zip(names, counts or (), strict=False) if count)
 
 
 def _summarize(
@@ -130,6 +143,7 @@ def print_previews(spec: DataSpec, previews: Iterable[SourcePreview], console: C
     than the spec's `max_bad_record_rate` of its records would be quarantined.
     """
     is_clean = True
+    previews = [*previews]
     for preview in previews:
         console.rule(f"{preview.source}", align="left")
         if preview.error:
@@ -155,7 +169,22 @@ def print_previews(spec: DataSpec, previews: Iterable[SourcePreview], console: C
                 f"{spec.max_bad_record_rate:.0%}: a day like this would be refused[/]"
             )
             is_clean = False
+    if missing := columns_without_values(previews):
+        names = escape(", ".join(missing))
+        console.print(f"[yellow]no sampled record has {names}: check the names in the spec[/]")
     return is_clean
+
+
+def columns_without_values(previews: Iterable[SourcePreview]) -> list[str]:
+    """The columns that the spec names and that no sampled record of any log has.
+
+    The column of an attribute may be missing in some logs.
+    """
+    named, found = frozenset[str](), frozenset[str]()
+    for preview in previews:
+        named |= preview.columns
+        found |= preview.found_columns
+    return sorted(named - found)
 
 
 def _summary(preview: SourcePreview) -> Table:

@@ -20,7 +20,7 @@ from pyspark.sql import functions as F
 
 from etl.ingest.file_discovery import RawSelection
 from etl.ingest.normalize import read_log
-from etl.ingest.preview import preview_sources
+from etl.ingest.preview import columns_without_values, preview_sources
 from etl.ingest.run import ingest
 from etl.ingest.timestamps import parse_duration, parse_time
 from etl.spec import DataSpec, load_spec
@@ -273,6 +273,16 @@ def test_a_check_predicts_the_result_of_ingest(spark: object, tmp_path: Path) ->
     assert sum(app.accepted.values()) == len(rows(lake, "events")) == 30
     assert app.quarantined == len(quarantined) == 3
     assert set(app.reasons) == {reason for row in quarantined for reason in row["reasons"]}
+
+
+def test_a_check_names_columns_that_no_sampled_record_has(spark: object, tmp_path: Path) -> None:
+    """JSON has no header, so that a misspelt column would only be null."""
+    spec = shop_spec(tmp_path, {})
+    file = tmp_path / "raw/app" / f"{DAY}.json"
+    write_lines(file, event(EPOCH_SECONDS), event(EPOCH_SECONDS, id="e2", fone="ios"))
+    assert columns_without_values(preview_sources(spec, str(tmp_path / "raw"), 9)) == ["phone"]
+    write_lines(file, event(EPOCH_SECONDS), event(EPOCH_SECONDS, id="e2", phone="ios"))
+    assert columns_without_values(preview_sources(spec, str(tmp_path / "raw"), 9)) == []
 
 
 def test_a_check_fails_where_a_day_would_be_refused(
