@@ -192,6 +192,7 @@ def try_acquire(root: str) -> Lease | None:
     return lease
 
 
+@pytest.mark.proof
 def test_gem_trains_as_on_a_disk_and_a_ranker_is_promoted(
     remote_lake: Lake, gem_lake: Lake, spec_path: Path
 ) -> None:

@@ -95,6 +95,7 @@ def test_days_can_be_loaded_and_built_again(billed: Lake, raw: Path, spark: obje
     pd.testing.assert_frame_equal(campaign_days(billed), before)
 
 
+@pytest.mark.proof
 def test_days_one_by_one_equal_all_days_at_once(
     billed: Lake, raw: Path, tmp_path: Path, spark: object
 ) -> None:

@@ -145,6 +145,7 @@ def test_compiled_blocks_are_compiled_once_for_all_sizes_of_a_batch(
         torch.testing.assert_close(others, gradients, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("config", ["deep"], indirect=True)
 def test_compiled_blocks_with_fp8_are_as_exact_as_they_were(
     lake: Lake, config: GemConfig, batches: list[Batch]
