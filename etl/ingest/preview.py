@@ -143,8 +143,9 @@ def print_previews(spec: DataSpec, previews: Iterable[SourcePreview], console: C
     than the spec's `max_bad_record_rate` of its records would be quarantined.
     """
     is_clean = True
-    previews = [*previews]
+    printed: list[SourcePreview] = []
     for preview in previews:
+        printed.append(preview)
         console.rule(f"{preview.source}", align="left")
         if preview.error:
             console.print(f"[red]cannot be read:[/] {escape(preview.error)}")
@@ -169,7 +170,7 @@ def print_previews(spec: DataSpec, previews: Iterable[SourcePreview], console: C
                 f"{spec.max_bad_record_rate:.0%}: a day like this would be refused[/]"
             )
             is_clean = False
-    if missing := columns_without_values(previews):
+    if missing := columns_without_values(printed):
         names = escape(", ".join(missing))
         console.print(f"[yellow]no sampled record has {names}: check the names in the spec[/]")
     return is_clean
@@ -182,7 +183,7 @@ def columns_without_values(previews: Iterable[SourcePreview]) -> list[str]:
     """
     named, found = frozenset[str](), frozenset[str]()
     for preview in previews:
-        named |= preview.columns
+        named |= preview.columns if preview.records else frozenset()
         found |= preview.found_columns
     return sorted(named - found)
 

@@ -107,12 +107,14 @@ class ExportableProgram:
 
         Code of other modules counts by the version of its package.
         """
-        tensors = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         sources = sorted({inspect.getfile(type(module)) for module in self.module.modules()})
         parts = [
             repr(self.module),
-            *(f"{name} {list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()),
-            *(f"{name} {tensor.ndim} {tensor.dtype}" for name, tensor in self.inputs.items()),
+            *(
+                f"{name} {list(tensor.shape)} {tensor.dtype}"
+                for name, tensor in self._weights().items()
+            ),
+            *(f"{name} {x.ndim} {x.dtype}" for name, x in self.inputs.items()),
             *(f"{package} {version(package)}" for package in PACKAGES),
             *(Path(source).read_text() for source in sources),
         ]
@@ -138,11 +140,15 @@ class ExportableProgram:
         model = ir.from_proto(onnx.load_model_from_string(graph))
         if model.metadata_props.get(TRACED_FROM) != self.origin:
             return None
-        weights = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        weights = self._weights()
         for name, initializer in model.graph.initializers.items():
             if name in weights:  # the others are constants of the architecture
                 initializer.const_value = ir.tensor(weights[name].detach().numpy(), name=name)
         return ONNXProgram(model, None)
+
+    def _weights(self) -> NamedTensors:
+        """Parameters and buffers by name, which are the initializers of the traced graph."""
+        return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
 
     def _is_computed_by(self, path: Path) -> bool:
         """Whether a program that was written computes the outputs of the example."""
