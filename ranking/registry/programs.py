@@ -92,6 +92,7 @@ class ExportableProgram:
     module: nn.Module
     inputs: NamedTensors
     outputs: NamedTensors
+    built_from: str = ""  # the configuration of the module, and the hash of the spec
 
     @property
     def dynamic_shapes(self) -> dict[str, dict[int, object]]:
@@ -109,12 +110,13 @@ class ExportableProgram:
         """
         sources = sorted({inspect.getfile(type(module)) for module in self.module.modules()})
         parts = [
+            self.built_from,
             repr(self.module),
             *(
                 f"{name} {list(tensor.shape)} {tensor.dtype}"
                 for name, tensor in self._weights().items()
             ),
-            *(f"{name} {x.ndim} {x.dtype}" for name, x in self.inputs.items()),
+            *(f"{name} {_fixed_sizes(name, x)} {x.dtype}" for name, x in self.inputs.items()),
             *(f"{package} {version(package)}" for package in PACKAGES),
             *(Path(source).read_text() for source in sources),
         ]
@@ -208,6 +210,12 @@ def _dynamic_axes(name: str) -> list[int]:
     return [axis for axis, letter in enumerate(INPUT_AXES[name]) if letter in DYNAMIC_AXES]
 
 
+def _fixed_sizes(name: str, x: Tensor) -> list[int | None]:
+    """The sizes of an input; None for those that vary from call to call."""
+    dynamic = _dynamic_axes(name)
+    return [None if axis in dynamic else size for axis, size in enumerate(x.shape)]
+
+
 def _at_least_two(x: Tensor, axes: Iterable[int]) -> Tensor:
     """Repeat axes of size 1, which torch.export would take for constants."""
     for axis in axes:
@@ -237,7 +245,9 @@ def exportable_programs(
     user_state = UserProgram(student)(user_tensors)
     rank_tensors = user_state | named_arrays(candidates, CANDIDATE_PREFIX)
     logits = RankProgram(student)(rank_tensors)
+    reader = trained.input_builder.reader
+    built_from = f"{reader.lake.spec.hash} {reader.surfaces} {student.config.model_dump_json()}"
     return (
-        ExportableProgram(UserProgram(student), user_tensors, user_state),
-        ExportableProgram(RankProgram(student), rank_tensors, logits),
+        ExportableProgram(UserProgram(student), user_tensors, user_state, built_from),
+        ExportableProgram(RankProgram(student), rank_tensors, logits, built_from),
     )

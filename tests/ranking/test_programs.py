@@ -1,6 +1,7 @@
 """Programs of a ranker are traced once: later weights are filled into the traced graph."""
 
-from dataclasses import dataclass
+import shutil
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -127,6 +128,19 @@ def test_the_origin_depends_on_the_architecture_alone(
     assert narrow.origin != wide.origin
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_origin_depends_on_configuration_and_fixed_sizes(
+    later: tuple[ExportableProgram, ExportableProgram], number: int
+) -> None:
+    program = later[number]
+    assert replace(program, built_from="another").origin != program.origin
+    for name, x in program.inputs.items():
+        for axis in range(x.ndim):
+            inputs = program.inputs | {name: x.repeat_interleave(2, axis)}
+            is_dynamic = axis in program.dynamic_shapes[name]
+            assert (replace(program, inputs=inputs).origin == program.origin) is is_dynamic
+
+
 def test_a_ranker_keeps_graphs_that_it_does_not_load(folder: Path) -> None:
     assert set(GRAPH_FILES) <= set(read_manifest(folder).file_hashes)
     graphs = read_graphs(folder)
@@ -138,9 +152,6 @@ def test_a_ranker_keeps_graphs_that_it_does_not_load(folder: Path) -> None:
 
 def test_a_damaged_version_has_no_graphs(folder: Path, tmp_path: Path) -> None:
     assert read_graphs(tmp_path / "none") == {}
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    for file in folder.iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
+    copy = shutil.copytree(folder, tmp_path / "copy")
     (copy / GRAPH_FILES[0]).write_bytes(b"another")
     assert read_graphs(copy) == {}
