@@ -36,7 +36,7 @@ def simulated_tables(
     paths = PipelinePaths(spec_path, str(work / "raw"), str(work / "lake"))
     simulate(SimulateArgs(simulator=simulator, out=Path(paths.raw)))
     all_days = latest_mature_split(spec, *parse_date_range(days))
-    run_pipeline(spec, paths, data_steps(paths, all_days_flags(all_days)))
+    run_pipeline(spec, paths, data_steps(spec, paths, all_days_flags(all_days)))
     return paths
 
 

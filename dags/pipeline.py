@@ -86,6 +86,7 @@ def model_flags(split: DaySplit) -> ModelFlags:
 
 
 def data_steps(
+    spec: DataSpec,
     paths: PipelinePaths,
     day_flags: tuple[str, ...],
     label_flags: tuple[str, ...] = (),
@@ -96,24 +97,32 @@ def data_steps(
     `label_flags` are further flags of the labels, `raw_flags` of the steps that read raw files.
     """
     raw = ("--raw", paths.raw, *raw_flags)
-    table = [
-        ("ingest", ("etl", "ingest", *raw), ("raw",), ("events", "quarantine", "ingest_metrics")),
-        (
-            "attributes",
-            ("etl", "attributes", *raw),
-            ("raw",),
-            (*ATTRIBUTE_TABLES, *SNAPSHOT_TABLES, "quarantine"),
-        ),
+    attribute_tables = (*ATTRIBUTE_TABLES, *SNAPSHOT_TABLES)
+    attributes = (
+        "attributes",
+        ("etl", "attributes", *raw),
+        ("raw",),
+        (*attribute_tables, "quarantine"),
+    )
+    ingest_reads = ("raw", *(attribute_tables if spec.ingest_uses_item_attributes else ()))
+    ingest = (
+        "ingest",
+        ("etl", "ingest", *raw),
+        ingest_reads,
+        ("events", "quarantine", "ingest_metrics"),
+    )
+    table: list[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
+        *((attributes, ingest) if spec.ingest_uses_item_attributes else (ingest, attributes)),
         (
             "labels",
             ("etl", "labels", *label_flags),
-            ("events", *ATTRIBUTE_TABLES, *SNAPSHOT_TABLES),
+            ("events", *attribute_tables),
             ("impressions",),
         ),
         (
             "items",
             ("features", "items"),
-            ("events", *ATTRIBUTE_TABLES, *SNAPSHOT_TABLES),
+            ("events", *attribute_tables),
             (*ITEM_TABLES, "first_item_versions"),
         ),
         ("history", ("features", "history"), ("events", "items"), ("history", "user_event_counts")),
@@ -122,7 +131,7 @@ def data_steps(
             ("features", "examples"),
             (
                 *("events", *ITEM_TABLES, "first_item_versions", "history", "user_event_counts"),
-                *(*ATTRIBUTE_TABLES, *SNAPSHOT_TABLES),
+                *attribute_tables,
             ),
             ("examples",),
         ),
@@ -298,7 +307,7 @@ def pipeline_steps(
         *roi_steps(spec, paths, all_days_flags(split), flags.data_until),
     ]
     return [
-        *data_steps(paths, all_days_flags(split)),
+        *data_steps(spec, paths, all_days_flags(split)),
         statistics_step(paths, all_days_flags(split)),
         # Consecutive steps of one engine share a process: Spark starts once for all of them.
         *sorted(advertiser_steps, key=lambda step: step.engine == "torch"),

@@ -106,7 +106,7 @@ def refresh_steps(spec: DataSpec, paths: PipelinePaths, plan: RefreshPlan) -> li
     raw_flags = ("--missing-sources", plan.missing_sources)
     refits = [surface_step(REFIT_RANKER, paths, flags, surface) for surface in plan.surfaces]
     return [
-        *data_steps(paths, flags.teacher_days, flags.data_until, raw_flags),
+        *data_steps(spec, paths, flags.teacher_days, flags.data_until, raw_flags),
         statistics_step(paths, flags.teacher_days),
         teacher_step(paths, flags.teacher_days),
         *refits,

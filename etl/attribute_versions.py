@@ -39,6 +39,20 @@ def versions_from(lake: Lake, entity: str, day: date, version: int | None = None
     return rows.filter(is_recent).unionByName(snapshot.select(rows.columns))
 
 
+def first_item_values(lake: Lake, attribute: str) -> DataFrame:
+    """The first value of an attribute of each item, since when it is known.
+
+    Returns:
+        `item_id`, `item_attribute`, and `item_known_since` in µs.
+    """
+    versions = versions_from(lake, "item", date.max)  # these have the first version of each item
+    order = F.struct("valid_from", "day")
+    return versions.groupBy("item_id").agg(
+        F.min_by(f"attr_{attribute}", order).alias("item_attribute"),
+        F.min("valid_from").alias("item_known_since"),
+    )
+
+
 def build_version_snapshots(lake: Lake, entity: str, first_day: date) -> None:
     """Write the snapshots of a day and of later ones, up to the last day with versions."""
     schema = schemas.attribute_snapshots(lake.spec, entity)

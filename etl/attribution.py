@@ -2,12 +2,11 @@
 
 import functools
 from collections.abc import Sequence
-from datetime import date
 
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from etl.attribute_versions import versions_from
+from etl.attribute_versions import first_item_values
 from etl.spec.model import DataSpec
 from etl.spec.sections import OutcomeLabel, Touchpoint
 from etl.spec.units import MICROS
@@ -187,24 +186,9 @@ def _with_touch_key(lake: Lake, events: DataFrame, touchpoint: Touchpoint) -> Da
     """
     key, since = F.col("item_id"), F.lit(0).cast("bigint")
     if touchpoint.key != "item":
-        events = events.join(_first_item_values(lake, touchpoint.key), "item_id", "left")
+        events = events.join(first_item_values(lake, touchpoint.key), "item_id", "left")
         key, since = F.col("item_attribute"), F.ceil(F.col("item_known_since") / MICROS["s"])
     parts = (key, F.col("surface")) if touchpoint.same_surface else (key,)
     touch_key = F.when(key.isNotNull(), F.concat_ws("\x1f", *parts))
     events = events.withColumns({"touch_key": touch_key, "touch_key_since": since})
     return events.drop("item_attribute", "item_known_since")
-
-
-def item_attribute_values(lake: Lake, attribute: str) -> DataFrame:
-    """The first value of an attribute of each item: `item_id`, `item_attribute`."""
-    return _first_item_values(lake, attribute).drop("item_known_since")
-
-
-def _first_item_values(lake: Lake, attribute: str) -> DataFrame:
-    """`item_attribute_values`, and `item_known_since`, the µs since which the value is known."""
-    versions = versions_from(lake, "item", date.max)  # these have the first version of each item
-    order = F.struct("valid_from", "day")
-    return versions.groupBy("item_id").agg(
-        F.min_by(f"attr_{attribute}", order).alias("item_attribute"),
-        F.min("valid_from").alias("item_known_since"),
-    )

@@ -65,7 +65,7 @@ def measure(args: KuairandArgs, lake_root: str) -> BenchmarkResult:
                 result.record(key.format(objective), None, f"{args.data} is absent")
         return result
     paths = PipelinePaths(KUAIRAND_SPEC, str(args.data), lake_root)
-    run_pipeline(spec, paths, data_steps(paths, ("--days", f"{train[0]}:{test[1]}")))
+    run_pipeline(spec, paths, data_steps(spec, paths, ("--days", f"{train[0]}:{test[1]}")))
     lightgbm, gem_by_seed = scores(args, lake_root)
     for surface, objective in [(s.surface, s.objective) for s in lightgbm]:
         add_row(result, surface, objective, lightgbm, gem_by_seed)

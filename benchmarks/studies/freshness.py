@@ -207,7 +207,7 @@ def record_last_day_of_demo(result: BenchmarkResult, work: Path) -> None:
         run("promote", surface, *split_flags(before))
     hourly = HourlyRuns.copy_of(paths, DEMO_LAST_DAY, work / "hourly")
     start = time.perf_counter()
-    run_pipeline(spec, paths, data_steps(paths, ("--days", last)))
+    run_pipeline(spec, paths, data_steps(spec, paths, ("--days", last)))
     for surface in spec.ad_surfaces:
         run("refit", surface, "--data-until", last)
     result.record("label_to_ranker_minutes", (time.perf_counter() - start) / 60, "")

@@ -96,7 +96,7 @@ def _read_costs(path: Path) -> list[StepCost]:
 def run_day(paths: PipelinePaths, age: int) -> Iterator[StepCost]:
     """Run the steps of the day with which the lake reaches an age; yields their costs."""
     day = FIRST_DAY + timedelta(days=age - 1)
-    for step in data_steps(paths, ("--days", f"{day}:{day}")):
+    for step in data_steps(load_spec(paths.spec), paths, ("--days", f"{day}:{day}")):
         yield measure_cost(age, step.name, partial(run_steps_in_process, [step]))
     previous = store_folder(paths, day - timedelta(days=1)) / "data.mdb"
     size = previous.stat().st_size if previous.exists() else 0

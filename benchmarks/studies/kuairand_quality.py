@@ -49,7 +49,7 @@ def build_trials(data: Path, work: Path) -> PrequentialTrials:
     """The tables of the slice, built once in `work`, and the trainings on them."""
     spec, work = load_spec(KUAIRAND_SPEC), work.resolve()
     paths = PipelinePaths(KUAIRAND_SPEC, str(data.resolve()), str(work / "lake"))
-    run_pipeline(spec, paths, data_steps(paths, ("--days", f"{FIRST_DAY}:{LAST_DAY}")))
+    run_pipeline(spec, paths, data_steps(spec, paths, ("--days", f"{FIRST_DAY}:{LAST_DAY}")))
     lake = Lake(paths.lake, spec)
     return PrequentialTrials(lake, FIRST_DAY, FIRST_PREDICTED_DAY, LAST_DAY, work / "trials")
 

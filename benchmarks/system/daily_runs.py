@@ -106,7 +106,9 @@ def run_days(paths: PipelinePaths, first: date, last: date) -> None:
         data_until=last,
     )
     model_steps = gem_steps(paths, model_flags(split), ("--scale", "tiny"))
-    run_steps_in_process([*data_steps(paths, all_days_flags(split)), *model_steps])
+    run_steps_in_process(
+        [*data_steps(load_spec(paths.spec), paths, all_days_flags(split)), *model_steps]
+    )
 
 
 def has_same_rows(left: Lake, right: Lake, name: str) -> bool:
@@ -132,7 +134,9 @@ def measure_increment(result: BenchmarkResult) -> None:
     with tempfile.TemporaryDirectory() as work:
         paths = pipeline_paths_in(work)
         simulate_logs(Path(paths.raw), INCREMENT_OVERRIDES)
-        run_steps_in_process(data_steps(paths, ("--days", f"{PREVIOUS_DAY}:{DAY}")))
+        run_steps_in_process(
+            data_steps(load_spec(paths.spec), paths, ("--days", f"{PREVIOUS_DAY}:{DAY}"))
+        )
         _train_day(paths, PREVIOUS_DAY)
         timeline = _train_day(paths, DAY)
     spans = {name: float(s) for name, s in re.findall(r"([a-z][a-z ]*) ([\d.]+) s", timeline)}

@@ -88,7 +88,7 @@ def measure_2d_parallelism(result: BenchmarkResult) -> None:
     with tempfile.TemporaryDirectory() as work:
         paths = pipeline_paths_in(work)
         simulate_logs(Path(paths.raw), SIMULATOR_OVERRIDES)
-        run_steps_in_process(data_steps(paths, ("--days", DAY)))
+        run_steps_in_process(data_steps(load_spec(paths.spec), paths, ("--days", DAY)))
         spawn(_worker, (paths.lake, work), nprocs=WORKERS)
         outputs = [
             torch.load(Path(work, f"{rank}.pt"), weights_only=True) for rank in range(WORKERS)

@@ -77,7 +77,7 @@ def measure_etl_speed(result: BenchmarkResult, work: Path) -> None:
 def build_tables(paths: PipelinePaths) -> None:
     """All tables from raw logs to examples, in this process and in an empty lake."""
     shutil.rmtree(paths.lake, ignore_errors=True)
-    run_steps_in_process(data_steps(paths, ("--days", DAYS)))
+    run_steps_in_process(data_steps(load_spec(paths.spec), paths, ("--days", DAYS)))
 
 
 def sort_and_write(paths: PipelinePaths) -> None:
@@ -103,8 +103,9 @@ def measure_demo_etl(result: BenchmarkResult, work: Path) -> None:
     """`demo_etl_seconds`: raw logs of the demo to examples, as `gemline run` does it."""
     paths = pipeline_paths_in(str(work / "demo"))
     simulate_logs(Path(paths.raw), {})
-    steps = data_steps(paths, ("--days", DEMO_DAYS))
-    run = partial(run_pipeline, load_spec(paths.spec), paths, steps)
+    spec = load_spec(paths.spec)
+    steps = data_steps(spec, paths, ("--days", DEMO_DAYS))
+    run = partial(run_pipeline, spec, paths, steps)
     seconds = interleaved_median_seconds({"demo": run}, 1)["demo"]
     result.record("demo_etl_seconds", seconds, "")
     records = count_records(paths)
@@ -119,7 +120,8 @@ def measure_pipeline(result: BenchmarkResult, work: Path, days: int = 5) -> None
     shutil.rmtree(paths.lake, ignore_errors=True)
     simulate_logs(Path(paths.raw), {}, BENCH_SIMULATOR)
     day_flags = ("--days", f"2026-01-01:2026-01-{days:02}")
-    run_pipeline(load_spec(paths.spec), paths, data_steps(paths, day_flags))
+    spec = load_spec(paths.spec)
+    run_pipeline(spec, paths, data_steps(spec, paths, day_flags))
     events = count_records(paths)
     seconds = dict(step_state.step_durations(paths.lake))
     total = sum(seconds.values())

@@ -99,8 +99,9 @@ def build_lake(folder: Path) -> Lake:
     paths.spec.write_text(yaml.safe_dump(spec, sort_keys=False))
     simulate_logs(Path(paths.raw), {"users": USERS})
     days = ("--days", f"{FIRST_DAY}:{LAST_DAY}")
-    run_pipeline(load_spec(paths.spec), paths, data_steps(paths, days))
-    return Lake(paths.lake, load_spec(paths.spec))
+    data_spec = load_spec(paths.spec)
+    run_pipeline(data_spec, paths, data_steps(data_spec, paths, days))
+    return Lake(paths.lake, data_spec)
 
 
 @dataclass

@@ -60,7 +60,8 @@ def measure_resume(result: BenchmarkResult) -> None:
         paths = pipeline_paths_in(work)
         lake = paths.lake
         simulate_logs(Path(paths.raw), SIMULATOR_OVERRIDES)
-        run_pipeline(load_spec(SIMULATOR_SPEC), paths, data_steps(paths, ("--days", DAYS)))
+        spec = load_spec(SIMULATOR_SPEC)
+        run_pipeline(spec, paths, data_steps(spec, paths, ("--days", DAYS)))
         command = [
             sys.executable, "-m", "gemline", "train", "gem", *paths.cli_flags, "--days", DAYS,
             "--scale", "tiny", "--batch-rows", "64", "--checkpoint-every", "5",

@@ -123,7 +123,7 @@ def tables_dag(factory: DagFactory) -> DAG:
     paths, day_flags = factory.settings.paths, ("--days", DAY_RANGE)
     data_until = ("--data-until", LAST_DAY)
     steps = [
-        *data_steps(paths, day_flags),
+        *data_steps(factory.spec, paths, day_flags),
         statistics_step(paths, day_flags),
         *audience_steps(factory.spec, paths, day_flags, data_until),
         *roi_steps(factory.spec, paths, day_flags, data_until),

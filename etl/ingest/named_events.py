@@ -1,8 +1,8 @@
-"""Users, items, surfaces and impressions of events that name an earlier event.
+"""Users, items, surfaces and impressions of events that belong to an earlier event.
 
-Such as off-site conversions, which only have the id of an impression or of a click. What is named
-must have landed on the day of the event or before it, so that each day depends on days up to it
-alone.
+Such as off-site conversions, which only have the id of an impression or of a click, or the user and
+the advertiser of a click. What an event belongs to must have landed on the day of the event or
+before it, so that each day depends on days up to it alone.
 """
 
 import functools
@@ -13,15 +13,19 @@ from datetime import timedelta
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
+from etl.attribute_versions import first_item_values
+from etl.errors import UserError
+from etl.event_time import day_end_sql
 from etl.ingest.normalize import NAMED_FIELDS
 from etl.ingest.readers import PAYLOAD
 from etl.spec.model import DataSpec
 from etl.spec.sources import EventLogSource
-from etl.spec.units import DayRange
+from etl.spec.units import MICROS, DayRange
 from etl.tables import schemas, spark_io
 from etl.tables.lake import Lake
 
 UNKNOWN_EVENT = "names no known event"
+NO_TOUCH = "follows no known touch"
 FIELDS = tuple(NAMED_FIELDS.values())
 
 
@@ -31,9 +35,12 @@ def with_named_fields(lake: Lake, records: DataFrame, stored_days: DayRange) -> 
 
     These are the fields that their log lacks, and the impression of a touch. They are looked up
     among the records, and in the tables on `stored_days`. An event becomes visible no earlier than
-    what it names. One without a field is invalid, with the reason UNKNOWN_EVENT. Logs that name
-    impressions come first, because others may name their events. What was looked up is cached in
-    the context.
+    what it belongs to. One without a field is invalid, with the reason UNKNOWN_EVENT or NO_TOUCH.
+    Logs that name impressions come first, because others may belong to their events. What was
+    looked up is cached in the context.
+
+    Raises:
+        UserError: If attributes of items are needed that have not been loaded.
     """
     spec = lake.spec
     logs = [
@@ -42,17 +49,21 @@ def with_named_fields(lake: Lake, records: DataFrame, stored_days: DayRange) -> 
         if isinstance(log, EventLogSource) and log.names_events
     ]
     with ExitStack() as stack:
-        for name, log in sorted(logs, key=lambda item: bool(item[1].columns.touch)):
+        for name, log in sorted(logs, key=lambda item: item[1].touch is not None):
             is_of_log = F.coalesce((F.col("log") == name) & (F.col("reasons") == ""), F.lit(False))
+            events = records.filter(is_of_log)
             candidates = _stored_and_new(lake, log, records, stored_days)
-            completed = _complete(spec, log, records.filter(is_of_log), candidates)
-            completed = stack.enter_context(spark_io.cached(completed))
+            if log.touch_key:
+                named = _with_last_touch(lake, name, log, events, candidates)
+            else:
+                named = _with_named_event(spec, log, events, candidates)
+            completed = stack.enter_context(spark_io.cached(_complete(log, named, events.columns)))
             records = records.filter(~is_of_log).unionByName(completed)
         yield records
 
 
 def lookback_days(spec: DataSpec) -> int:
-    """Days before the landing day of an event on which what it names may have landed.
+    """Days before the landing day of an event on which what it belongs to may have landed.
 
     Outcomes that follow their impression by more than the window of an objective label nothing.
     """
@@ -60,7 +71,7 @@ def lookback_days(spec: DataSpec) -> int:
 
 
 def lookup_days(spec: DataSpec, days: DayRange) -> DayRange:
-    """The days before some days on which events landed that events of these may name."""
+    """The days before some days on which events landed that events of these may belong to."""
     return days[0] - timedelta(days=lookback_days(spec)), days[0] - timedelta(days=1)
 
 
@@ -68,6 +79,13 @@ def copy_order(spec: DataSpec) -> tuple[str | Column, ...]:
     """The order of the copies of an event: by the day and time at which they landed."""
     tie_breaker = F.xxhash64(*[F.col(name) for name in _event_columns(spec)])
     return "day", "ingest_ts", tie_breaker.alias("tie_breaker")
+
+
+def deduplication_key(spec: DataSpec) -> Column:
+    """What copies of an event have in common."""
+    is_impression = F.col("type") == spec.event_codes[spec.impression_type]
+    own = F.col("event_id") if spec.shared_event_ids else F.concat_ws("\x1f", "log", "event_id")
+    return F.when(is_impression, F.concat(F.lit("shown "), "impression_id")).otherwise(own)
 
 
 def _event_columns(spec: DataSpec) -> list[str]:
@@ -88,7 +106,7 @@ def read_valid_events(lake: Lake, days: DayRange) -> DataFrame:
 def _stored_and_new(
     lake: Lake, log: EventLogSource, records: DataFrame, stored_days: DayRange
 ) -> DataFrame:
-    """The valid events of the type that a log names, with all fields.
+    """The valid events of the type that a log names or follows, with all fields.
 
     They are among normalized records, and in the tables on some days.
     """
@@ -100,29 +118,98 @@ def _stored_and_new(
     return events.filter(F.col("type") == type_)
 
 
-def _complete(
+def _with_named_event(
     spec: DataSpec, log: EventLogSource, events: DataFrame, candidates: DataFrame
 ) -> DataFrame:
-    """Events of a log with the fields of the candidates that they name, or with UNKNOWN_EVENT.
+    """Events of a log with `named`, the candidate whose id they have; null if it is unknown.
 
     Of several copies, the first counts that landed in the days that the event may name.
     """
     name = "logged_touch_id" if log.columns.touch else "logged_impression_id"
     key = F.col("event_id" if log.columns.touch else "impression_id").alias(name)
     copy = F.struct("day", *copy_order(spec)[1:], "impression_id", "visible_ts", *FIELDS)
-    copies = candidates.select(key, copy.alias("copy"))
+    copies = candidates.select("day", key, copy.alias("copy"))
     copies = copies.join(events.select(name).distinct(), name, "left_semi")
+    # The first copy of each day: an id that many events share, such as "0", makes no long array.
+    copies = copies.groupBy(name, "day").agg(F.min("copy").alias("copy"))
     copies = copies.groupBy(name).agg(F.sort_array(F.collect_list("copy")).alias("copies"))
     first_day = F.date_sub("day", lookback_days(spec))
     named = F.get(F.filter("copies", lambda c: c["day"].between(first_day, F.col("day"))), F.lit(0))
-    rows = events.join(copies, name, "left").withColumn("named", named)
+    return events.join(copies, name, "left").withColumn("named", named)
+
+
+def _with_last_touch(
+    lake: Lake, log_name: str, log: EventLogSource, events: DataFrame, candidates: DataFrame
+) -> DataFrame:
+    """Events of a log with `named`, the latest touch that they follow; null if there is none.
+
+    It has the same user and touch key, and occurred at most `touch_window` before the event. The
+    attribute of its item must be known at the end of the event's landing day.
+    """
+    spec = lake.spec
+    copy = F.struct(*_event_columns(spec))
+    first_copies = candidates.groupBy(deduplication_key(spec)).agg(
+        F.min_by(copy, F.struct(*copy_order(spec))).alias("first")
+    )
+    keyed = _with_touch_key(lake, log_name, log, first_copies.select("first.*"))
+    key = ("user_id", "logged_touch_key")
+    keyed = keyed.join(events.select(*key).distinct(), [*key], "left_semi")
+    touch = F.struct(
+        *("event_ts", "event_id", "day", "known_since", "impression_id", *FIELDS),
+        F.greatest("visible_ts", "known_since").alias("visible_ts"),
+    )
+    in_order = F.sort_array(F.collect_list("touch")).alias("touches")
+    touches = keyed.select(*key, touch.alias("touch")).groupBy(*key).agg(in_order)
+    rows = events.join(touches, [*key], "left")
+    rows = rows.withColumns(
+        {
+            "first_touch_ts": F.col("event_ts") - (log.touch_window or 0) * MICROS["s"],
+            "first_touch_day": F.date_sub("day", lookback_days(spec)),
+            "day_end": F.expr(day_end_sql(spec)),
+        }
+    )
+    followed = F.filter(
+        "touches",
+        lambda touch: (
+            touch["event_ts"].between(F.col("first_touch_ts"), F.col("event_ts"))
+            & touch["day"].between(F.col("first_touch_day"), F.col("day"))
+            & (touch["known_since"] < F.col("day_end"))
+        ),
+    )
+    return rows.withColumn("named", F.try_element_at(followed, F.lit(-1)))
+
+
+def _with_touch_key(
+    lake: Lake, log_name: str, log: EventLogSource, touches: DataFrame
+) -> DataFrame:
+    """Touches with `logged_touch_key`, and `known_since`, the second since which it is known."""
+    if log.touch_key == "item":
+        return touches.withColumns(
+            {"logged_touch_key": F.col("item_id"), "known_since": F.lit(0).cast("bigint")}
+        )
+    assert log.touch_key
+    if not lake.exists("attributes_item"):
+        raise UserError(
+            f"sources.{log_name}.touch_key: {log.touch_key} is an attribute of items: load the "
+            "attributes of these days with `gemline etl attributes` before `gemline etl ingest`"
+        )
+    known_since = F.ceil(F.col("item_known_since") / MICROS["s"]).alias("known_since")
+    values = first_item_values(lake, log.touch_key).select(
+        "item_id", F.col("item_attribute").alias("logged_touch_key"), known_since
+    )
+    return touches.join(values, "item_id")
+
+
+def _complete(log: EventLogSource, rows: DataFrame, columns: list[str]) -> DataFrame:
+    """Events of a log with the fields of what is `named`, or with the reason why they lack them."""
     lacks_fields = F.col("named").isNull() & F.lit(bool(log.fields_of_named))
+    reason = NO_TOUCH if log.touch_key else UNKNOWN_EVENT
     changes = {
-        "reasons": F.when(lacks_fields, UNKNOWN_EVENT).otherwise(""),
+        "reasons": F.when(lacks_fields, reason).otherwise(""),
         PAYLOAD: F.when(lacks_fields, F.col(PAYLOAD)),
         "visible_ts": F.greatest("visible_ts", "named.visible_ts"),
         "impression_id": F.coalesce("impression_id", "named.impression_id"),
     }
-    columns = [NAMED_FIELDS[field] for field in log.fields_of_named]
-    changes |= {column: F.col(f"named.{column}") for column in columns}
-    return rows.withColumns(changes).select(events.columns)
+    fields = [NAMED_FIELDS[field] for field in log.fields_of_named]
+    changes |= {field: F.col(f"named.{field}") for field in fields}
+    return rows.withColumns(changes).select(columns)

@@ -32,7 +32,7 @@ from etl.tables.declared_columns import event_columns, logged_sql_type
 LogSource = EventLogSource | ImpressionLogSource
 REASON_SEPARATOR = "; "
 ID_FIELDS = {"user_id", "item_id", "request_id", "retracted_event_id"}
-# Fields that an event may have from the event that it names, with their columns in the tables.
+# Fields that an event may have from the event that it belongs to, and their columns in tables.
 NAMED_FIELDS = {"user": "user_id", "item": "item_id", "surface": "surface"}
 
 
@@ -55,7 +55,7 @@ def required_columns(log: LogSource) -> list[str]:
     c = log.columns
     ids = (c.event_id,) if isinstance(c.event_id, str) else c.event_id or ()
     day = log.day.column if log.day else None
-    names = (c.user, c.item, c.surface, log.required_id, c.event_time, c.type, *ids, day)
+    names = (c.user, c.item, c.surface, log.reference_column, c.event_time, c.type, *ids, day)
     return list(filter(None, names))
 
 
@@ -82,10 +82,10 @@ def normalize_events(
     Returns:
         The columns of `events` except `bucket`; `reasons`, joined by `REASON_SEPARATOR`, empty for
         a valid event, and null for a record that the source skips; `payload`, null unless the event
-        is invalid; `logged_impression_id` and `logged_touch_id`, which the record names; and
-        `location_column`, passed through.
+        is invalid; `logged_impression_id` and `logged_touch_id`, which the record names, and
+        `logged_touch_key`, which it shares with its touch; and `location_column`, passed through.
 
-        Fields that events have from what they name are null, and such events keep their payload:
+        Fields that events have from other events are null, and such events keep their payload:
         see `etl.ingest.named_events`.
     """
     log = spec.log_sources[log_name]
@@ -99,7 +99,7 @@ def normalize_events(
     # An invalid record without a day of its own lands on the day of its file, but stays invalid.
     rows = rows.withColumn("day", F.coalesce("day", PATH_DAY))
     columns = [name for name in schemas.events(spec).columns if name != "bucket"]
-    is_payload_kept = (F.col("reasons") != "") | F.lit(log.required_id is not None)
+    is_payload_kept = (F.col("reasons") != "") | F.lit(log.reference_column is not None)
     rows = rows.withColumns(
         {
             "log": F.lit(log_name),
@@ -107,8 +107,8 @@ def normalize_events(
             PAYLOAD: F.when(is_payload_kept, F.col(PAYLOAD)),
         }
     )
-    named = ("logged_impression_id", "logged_touch_id")
-    return rows.select(*columns, "reasons", *named, PAYLOAD, location_column)
+    references = ("logged_impression_id", "logged_touch_id", "logged_touch_key")
+    return rows.select(*columns, "reasons", *references, PAYLOAD, location_column)
 
 
 def _parse_fields(spec: DataSpec, log: LogSource, records: DataFrame) -> DataFrame:
@@ -132,6 +132,7 @@ def _parse_fields(spec: DataSpec, log: LogSource, records: DataFrame) -> DataFra
         "event_id": _null_if_empty(_event_id(log)),
         "logged_impression_id": _null_if_empty(_cast(log.columns.impression, "string")),
         "logged_touch_id": _null_if_empty(_cast(log.columns.touch, "string")),
+        "logged_touch_key": _null_if_empty(_touch_key(log)),
         "type_errors": _type_errors(typed_values),
     }
     return records.select("*", *[value.alias(name) for name, value in columns.items()])
@@ -201,8 +202,15 @@ def _event_id(log: LogSource) -> Column:
     c = log.columns
     if isinstance(c.event_id, str):
         return raw_value(c.event_id)
-    default = filter(None, (c.user, c.item, log.required_id, c.event_time, c.type))
-    return F.concat_ws("-", *[raw_value(name) for name in c.event_id or default])
+    default = dict.fromkeys((c.user, c.item, log.reference_column, c.event_time, c.type))
+    return F.concat_ws("-", *[raw_value(name) for name in c.event_id or filter(None, default)])
+
+
+def _touch_key(log: LogSource) -> Column:
+    """What an event shares with its touch besides the user; null for logs without `touch_key`."""
+    if isinstance(log, ImpressionLogSource) or log.touch_key is None:
+        return F.lit(None).cast("string")
+    return _cast(log.columns.item if log.touch_key == "item" else log.columns.touch_key, "string")
 
 
 def _codes(spec: DataSpec, log: LogSource) -> dict[str, Column]:
@@ -323,7 +331,7 @@ def _outcome_values(
 def _rejection_reasons(spec: DataSpec, log: LogSource) -> Column:
     """Why a row is invalid: the read error of its file or record, or each violated rule.
 
-    A field that an event has from what it names may be missing.
+    A field that an event has from another event may be missing.
     """
     schema = schemas.events(spec)
     may_be_null = {NAMED_FIELDS[name] for name in log.fields_of_named}
@@ -331,9 +339,14 @@ def _rejection_reasons(spec: DataSpec, log: LogSource) -> Column:
     violations = {r: rule for r, rule in schema.violations.items() if r not in allowed}
     reasons = [F.when(F.expr(rule), F.lit(reason)) for reason, rule in violations.items()]
     reasons.append(F.when(F.col("type_errors") != "", F.col("type_errors")))
-    if log.required_id:
-        named = "touch" if log.columns.touch else "impression"
-        reasons.append(F.when(F.col(f"logged_{named}_id").isNull(), F.lit(f"no {named}")))
+    references = {
+        "no touch": (log.columns.touch, "logged_touch_id"),
+        "no impression": (log.columns.impression, "logged_impression_id"),
+        "no touch key": (log.columns.touch_key, "logged_touch_key"),
+    }
+    for reason, (column, field) in references.items():
+        if column and column == log.reference_column:
+            reasons.append(F.when(F.col(field).isNull(), F.lit(reason)))
     return joined_reasons(reasons)
 
 

@@ -95,8 +95,8 @@ def _preview(
     rows = normalize_events(spec, name, records, RECORD_LOCATION)
     types = {code: type_ for type_, code in spec.event_codes.items()}
     surfaces: dict[int | None, str] = {c: surface for surface, c in spec.surface_codes.items()}
-    # Named events are not looked up here: they may have landed on an earlier day.
-    surfaces[None] = "the surface of what it names"
+    # These events are not looked up here: they may have landed on an earlier day.
+    surfaces[None] = "the surface of what it belongs to"
     preview = _summarize(
         name, day, rows.collect(), lambda row: f"{types[row['type']]} on {surfaces[row['surface']]}"
     )

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from etl.errors import UserError
 from etl.ingest.file_discovery import RawSelection
-from etl.ingest.named_events import UNKNOWN_EVENT
+from etl.ingest.named_events import NO_TOUCH, UNKNOWN_EVENT
 from etl.ingest.normalize import REASON_SEPARATOR, read_log
 from etl.ingest.readers import latest_day_with_records
 from etl.spec.model import DataSpec
@@ -48,8 +48,8 @@ class RecordGroup:
 
     @property
     def num_unmatched(self) -> int:
-        """Records that are not bad, but name an event that is not known."""
-        return self.reason_counts.get(UNKNOWN_EVENT, 0)
+        """Records that are not bad, but belong to no event that is known."""
+        return sum(self.reason_counts.get(reason, 0) for reason in (UNKNOWN_EVENT, NO_TOUCH))
 
 
 def count_record_groups(spec: DataSpec, records: DataFrame) -> list[RecordGroup]:
@@ -118,7 +118,7 @@ def check_bad_record_rate(
             _check_group_rate(spec, of_log, f"of log {log} of {day}", MIN_RECORDS_TO_CHECK)
             unmatched = sum(group.num_unmatched for group in of_log)
             if unmatched >= MIN_RECORDS_TO_CHECK and not any(g.num_valid for g in of_log):
-                text = "log %s of %s: none of %d records names a known event"
+                text = "log %s of %s: none of %d records belongs to a known event"
                 logging.warning(text, log, day, unmatched)
             for surface, code in spec.surface_codes.items():
                 of_surface = [group for group in of_log if group.surface == code]

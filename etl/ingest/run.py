@@ -21,7 +21,12 @@ from etl.errors import UserError
 from etl.event_time import day_start_sql
 from etl.ingest.arrival import FileStates, day_file_states, record_ingested_files
 from etl.ingest.file_discovery import RawSelection
-from etl.ingest.named_events import copy_order, lookup_days, with_named_fields
+from etl.ingest.named_events import (
+    copy_order,
+    deduplication_key,
+    lookup_days,
+    with_named_fields,
+)
 from etl.ingest.normalize import read_logs
 from etl.ingest.quarantine import (
     check_bad_record_rate,
@@ -253,7 +258,7 @@ def deduplicate_events(
     are looked up in the tables; those of older events are late and were removed before.
     """
     spec = lake.spec
-    events = events.withColumn("deduplication_key", _deduplication_key(spec))
+    events = events.withColumn("deduplication_key", deduplication_key(spec))
     order = Window.partitionBy("deduplication_key").orderBy(*copy_order(spec))
     first = events.withColumn("copy", F.row_number().over(order)).filter("copy = 1").drop("copy")
     last_day_before = days[0] - timedelta(days=1)
@@ -264,15 +269,9 @@ def deduplicate_events(
             versions[schema.name] = lake.version(schema.name)
             rows = spark_io.read_table(lake, schema, versions[schema.name])
             earlier = rows.filter(spark_io.day_range_predicate(first_day_before, last_day_before))
-            earlier = earlier.select(_deduplication_key(spec).alias("deduplication_key"))
+            earlier = earlier.select(deduplication_key(spec).alias("deduplication_key"))
             first = first.join(earlier, "deduplication_key", "left_anti")
     return first.drop("deduplication_key"), versions
-
-
-def _deduplication_key(spec: DataSpec) -> Column:
-    is_impression = F.col("type") == spec.event_codes[spec.impression_type]
-    own = F.col("event_id") if spec.shared_event_ids else F.concat_ws("\x1f", "log", "event_id")
-    return F.when(is_impression, F.concat(F.lit("shown "), "impression_id")).otherwise(own)
 
 
 def exclude_events(

@@ -141,9 +141,13 @@ def _named_event_problems(spec: SpecDeclarations) -> Iterator[Problem]:
         if lacking and spec.impression_type in types:
             text = f"impressions need their {lacking[0]}: name its column"
             yield ("sources", name, "columns", lacking[0]), text
-        for type_ in sorted(types & touches if log.columns.touch else ()):
-            text = f"a touch cannot name a touch: let {type_} events name impressions"
-            yield ("sources", name, "columns", "touch"), text
+        for type_ in sorted(types & touches if log.touch else ()):
+            text = f"a touch cannot follow a touch: let {type_} events name impressions"
+            yield ("sources", name, "touch"), text
+        longest = max(objective.window for objective in spec.all_objectives.values())
+        if log.touch_window is not None and log.touch_window > longest:
+            text = f"labels end {format_duration(longest)} after the impression: write at most that"
+            yield ("sources", name, "touch_window"), text
         if log.touch and log.touch not in with_ids:
             text = f"no event log has {log.touch} events, whose ids could be named"
             yield ("sources", name, "touch"), text

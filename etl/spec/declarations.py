@@ -250,6 +250,12 @@ class SpecDeclarations(StrictModel):
         touches = (touch for o in self.all_objectives.values() for touch in o.attribution)
         return any(touch.key != "item" for touch in touches)
 
+    @property
+    def ingest_uses_item_attributes(self) -> bool:
+        """Whether events of some log follow touches with the same attribute of their items."""
+        logs = (log for log in self.log_sources.values() if isinstance(log, EventLogSource))
+        return any(log.touch_key not in (None, "item") for log in logs)
+
     def surfaces_of(self, objective: str) -> tuple[str, ...]:
         """Surfaces whose impressions have the label of an objective, auxiliary ones included."""
         return self.all_objectives[objective].surfaces or self.ad_surfaces

@@ -17,8 +17,11 @@ from etl.spec.declarations import SpecDeclarations
 from etl.spec.effects import KeyPath, effect_of, flatten_keys
 from etl.spec.units import DAY
 
-LATER_SOURCE_KEYS = ("table", "partition_column", "where", "select", "touch")
-LATER_COLUMN_KEYS = ("touch",)
+LATER_SOURCE_KEYS = (
+    *("table", "partition_column", "where", "select"),
+    *("touch", "touch_key", "touch_window"),
+)
+LATER_COLUMN_KEYS = ("touch", "touch_key")
 
 
 class SpecConsistencyError(ValueError):

@@ -5,7 +5,13 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from etl.spec.base import EventAttributeReference, EventName, Name, StrictModel
+from etl.spec.base import (
+    EventAttributeReference,
+    EventName,
+    Name,
+    StrictModel,
+    declared_in,
+)
 from etl.spec.file_source import FileSource
 from etl.spec.report_sources import AudienceLabelSource, AuditSource, SpendSource
 from etl.spec.units import Duration
@@ -33,7 +39,8 @@ class EventColumns(StrictModel):
 
     If a column is not given, events have no such value unless the key defines a default. An event
     log with `impression` or `touch` may leave out `user`, `item` and `surface`, such as a log of
-    off-site conversions with the id of a click: its events have those of what they name.
+    off-site conversions with the id of a click: its events have those of what they name. With
+    `touch_key` of the source, it may leave out `item` and `surface`.
     """
 
     event_id: str | tuple[str, ...] | None = None
@@ -62,6 +69,8 @@ class EventColumns(StrictModel):
 
     It is unique among the events of that type. The event belongs to the impression of the touch.
     """
+    touch_key: str | None = None
+    """Value of the item attribute `touch_key` of the source, such as the id of the advertiser."""
     position: str | None = None
     """Position of the impression in its request."""
     dwell: str | None = None
@@ -92,9 +101,11 @@ class LogSource(FileSource):
         return tuple(name for name, column in given.items() if column is None)
 
     @property
-    def required_id(self) -> str | None:
-        """The column with the ids from which events have the fields that the log lacks."""
-        return (self.columns.touch or self.columns.impression) if self.fields_of_named else None
+    def reference_column(self) -> str | None:
+        """The column that leads to the events that have the fields that the log lacks."""
+        columns = self.columns
+        references = columns.touch or columns.impression or columns.touch_key or columns.item
+        return references if self.fields_of_named else None
 
     @property
     def names_events(self) -> bool:
@@ -112,7 +123,15 @@ class EventLogSource(LogSource):
     event: EventName | None = None
     """Type of all events where `columns.type` is not given; default: the impression."""
     touch: EventName | None = None
-    """Type of the events that `columns.touch` names."""
+    """Type of the events that `columns.touch` names, or that events follow by `touch_key`."""
+    touch_key: Annotated[str, declared_in("attribution keys")] | None = None
+    """What events and their touches share besides the user: `item`, or an attribute of the item.
+
+    For logs without ids of touches, such as conversions with a user and an advertiser: an event has
+    the item and the surface of the latest such touch, and belongs to its impression.
+    """
+    touch_window: Duration | None = None
+    """How long after the touch an event may follow, where `touch_key` is given."""
 
     @model_validator(mode="after")
     def _check_event_type_source(self) -> "EventLogSource":
@@ -123,16 +142,43 @@ class EventLogSource(LogSource):
     @model_validator(mode="after")
     def _check_named_events(self) -> "EventLogSource":
         columns, lacking = self.columns, self.fields_of_named
-        if (columns.touch is None) != (self.touch is None):
+        if not self.touch_key and (columns.touch is None) != (self.touch is None):
             raise ValueError(
-                "columns.touch and `touch`, the type of the events that it names, go together"
+                "columns.touch and `touch`, the type of the events that it names, go together, "
+                "unless touch_key is given"
             )
         if columns.touch and columns.impression:
             raise ValueError("columns.touch and columns.impression both name an event; keep one")
-        if lacking and not (columns.touch or columns.impression):
+        if lacking and not (columns.touch or columns.impression or self.touch_key):
             raise ValueError(
-                f"columns.{lacking[0]} is required, unless columns.impression or columns.touch "
-                "names an event that has it"
+                f"columns.{lacking[0]} is required, unless columns.impression, columns.touch or "
+                "touch_key leads to an event that has it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_touch_key(self) -> "EventLogSource":
+        columns = self.columns
+        if self.touch_key is None:
+            if columns.touch_key or self.touch_window is not None:
+                raise ValueError("columns.touch_key and touch_window are for logs with touch_key")
+            return self
+        if columns.touch or columns.impression:
+            raise ValueError("touch_key is for logs without ids of touches and impressions")
+        if self.touch is None or self.touch_window is None:
+            raise ValueError("touch_key needs `touch`, a type of events, and touch_window")
+        if self.touch_key == "item" and columns.touch_key:
+            raise ValueError("touch_key: item compares columns.item; leave columns.touch_key out")
+        compared = {"user": columns.user, "touch_key": columns.touch_key}
+        if self.touch_key == "item":
+            compared = {"user": columns.user, "item": columns.item}
+        for name, column in compared.items():
+            if column is None:
+                raise ValueError(f"touch_key: {self.touch_key} needs columns.{name}")
+        if not self.fields_of_named:
+            raise ValueError(
+                "the log has users, items and surfaces: leave touch_key out, and give the "
+                "objective an `attribution`"
             )
         return self
 
@@ -166,8 +212,9 @@ class ImpressionLogSource(LogSource):
     def _check_columns(self) -> "ImpressionLogSource":
         if self.fields_of_named:
             raise ValueError(f"columns.{self.fields_of_named[0]} is required")
-        if self.columns.touch:
-            raise ValueError("columns.touch is for event logs: leave it out")
+        for name in ("touch", "touch_key"):
+            if getattr(self.columns, name):
+                raise ValueError(f"columns.{name} is for event logs: leave it out")
         return self
 
 

@@ -5,7 +5,7 @@ import functools
 from pyspark.sql import DataFrame, Window
 from pyspark.sql import functions as F
 
-from etl.attribution import item_attribute_values
+from etl.attribute_versions import first_item_values
 from etl.spec.sections import UNKNOWN_LABEL
 from etl.spec.units import DayRange
 from etl.tables import audience_schemas, schemas, spark_io
@@ -30,7 +30,8 @@ def _counts_of(lake: Lake, name: str, days: DayRange, versions: dict[str, int]) 
     events = spark_io.read_table(lake, schemas.events(spec), versions["events"])
     impressions = events.filter(spark_io.day_range_predicate(*days))
     impressions = impressions.filter(F.col("type") == spec.event_codes[spec.impression_type])
-    impressions = impressions.join(item_attribute_values(lake, audience.campaign), "item_id")
+    values = first_item_values(lake, audience.campaign).drop("item_known_since")
+    impressions = impressions.join(values, "item_id")
     impressions = impressions.filter("item_attribute IS NOT NULL").select(
         "user_id", F.col("event_ts").alias("ts"), F.col("item_attribute").alias("campaign"), "day"
     )

@@ -6,7 +6,7 @@ from datetime import date
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from etl.attribution import item_attribute_values
+from etl.attribute_versions import first_item_values
 from etl.labels import first_relabeled_day
 from etl.spec.model import DataSpec
 from etl.spec.units import DayRange
@@ -29,7 +29,7 @@ def build_campaign_days(lake: Lake, days: DayRange) -> dict[str, int]:
         lake, label_schemas.impressions(spec), versions["impressions"]
     ).filter(where)
     for attribute in (spec.roi.campaign, *spec.roi.groups):
-        values = item_attribute_values(lake, attribute)
+        values = first_item_values(lake, attribute).drop("item_known_since")
         impressions = impressions.join(values, "item_id", "left")
         impressions = impressions.withColumnRenamed("item_attribute", f"item_{attribute}")
     spend = spark_io.read_table(

@@ -32,7 +32,8 @@ def test_a_cluster_that_loses_a_worker_writes_the_same_tables(
     lake: Lake, spec_path: Path, raw: Path, tmp_path: Path
 ) -> None:
     own = tmp_path / "lake"
-    steps = data_steps(PipelinePaths(spec_path, str(raw), str(own)), ("--days", f"{FIRST}:{LAST}"))
+    paths = PipelinePaths(spec_path, str(raw), str(own))
+    steps = data_steps(lake.spec, paths, ("--days", f"{FIRST}:{LAST}"))
     with cluster(tmp_path, workers=2) as running:
         for step in steps:
             before = executor_logs(tmp_path)

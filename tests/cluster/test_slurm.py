@@ -12,6 +12,7 @@ from dags.clusters.config import Resources, SlurmCluster, Training
 from dags.clusters.slurm import SUBMIT_SCRIPT, slurm_scripts
 from dags.pipeline import GEM_MODEL_DIR, data_steps, gem_steps, model_flags
 from dags.steps import PipelinePaths, Step
+from etl.spec import load_spec
 from etl.spec.units import DaySplit
 from etl.tables.lake import Lake
 from tests.cluster.slurm import job_states, slurm_cluster
@@ -62,7 +63,7 @@ def test_jobs_write_the_tables_of_a_local_run_and_train_on_two_nodes(
         data_until=LAST,
     )  # fmt: skip
     gem = gem_steps(paths, model_flags(split), ("--scale", "tiny", "--workers", "0"))[0]
-    steps = [*data_steps(paths, ("--days", f"{FIRST}:{LAST}")), gem]
+    steps = [*data_steps(lake.spec, paths, ("--days", f"{FIRST}:{LAST}")), gem]
     with slurm_cluster(tmp_path) as env:
         scripts = dict(slurm_scripts(cluster_on(tmp_path), steps))
         states = run_jobs(tmp_path / "jobs", scripts, env)
@@ -76,7 +77,7 @@ def test_jobs_write_the_tables_of_a_local_run_and_train_on_two_nodes(
 
 def test_a_refusal_cancels_the_jobs_that_depend_on_it(spec_path: Path, tmp_path: Path) -> None:
     paths = PipelinePaths(spec_path, str(tmp_path / "no logs"), str(tmp_path / "lake"))
-    steps = data_steps(paths, ("--days", f"{FIRST}:{LAST}"))
+    steps = data_steps(load_spec(spec_path), paths, ("--days", f"{FIRST}:{LAST}"))
     with slurm_cluster(tmp_path) as env:
         states = run_jobs(tmp_path / "jobs", dict(slurm_scripts(cluster_on(tmp_path), steps)), env)
     refused = {name for name, state in states.items() if state == "FAILED"}

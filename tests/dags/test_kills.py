@@ -109,7 +109,7 @@ def test_a_pipeline_killed_in_every_step_trains_the_same_models(
     assert main(small_pipeline.command(Path(expected.root))) == 0
     paths, steps = steps_of(small_pipeline, killed)
     days = f"{small_pipeline.days[0]}:{small_pipeline.days[1]}"
-    data_step_names = {step.name for step in data_steps(paths, ("--days", days))}
+    data_step_names = {step.name for step in data_steps(small_lake.spec, paths, ("--days", days))}
     delay = random.Random(0)
     for step in steps[:-1]:
         longest = 6 if step.name in data_step_names else 0.3  # Spark steps take seconds

@@ -221,7 +221,7 @@ def test_an_upgraded_lake_equals_one_built_under_the_new_spec(
     upgraded_root, days = tmp_path / "lake", f"{FIRST}:{LAST}"
     shutil.copytree(lake.root, upgraded_root)
     old_paths = PipelinePaths(spec_path, str(raw), str(upgraded_root))
-    for step in data_steps(old_paths, ("--days", days)):
+    for step in data_steps(lake.spec, old_paths, ("--days", days)):
         steps = pipeline_steps(lake.spec, old_paths, latest_mature_split(lake.spec, FIRST, LAST))
         fingerprint = input_fingerprint(lake.spec, old_paths, steps, step)
         step_state.write_step_state(old_paths.lake, step.name, fingerprint, 1.0)

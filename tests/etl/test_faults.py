@@ -15,6 +15,7 @@ import pytest
 
 from dags.pipeline import data_steps
 from dags.steps import PipelinePaths, Step
+from etl.spec import load_spec
 from etl.tables.lake import Lake
 from tests.conftest import FIRST, LAST
 from tests.pipeline import TABLES, rows
@@ -26,7 +27,7 @@ CONTENDED = ("ingest", "history", "examples")
 @pytest.fixture
 def steps(spec_path: Path, raw: Path, tmp_path: Path) -> list[Step]:
     paths = PipelinePaths(spec_path, str(raw), str(tmp_path / "lake"))
-    return data_steps(paths, ("--days", f"{FIRST}:{LAST}"))
+    return data_steps(load_spec(spec_path), paths, ("--days", f"{FIRST}:{LAST}"))
 
 
 def start(step: Step) -> subprocess.Popen[str]:

@@ -273,20 +273,24 @@ def test_a_log_in_which_nothing_is_known_is_reported(
                     "ingest": day_start(day, "UTC")} for b in bought for day in DAYS]  # fmt: skip
     raw = write_logs(tmp_path / "raw", shown=shown, bought=foreign)
     ingested(tmp_path / "lake", raw, [(0, 2)])
-    assert f"log bought of {DAYS[2]}: none of 120 records names a known event" in caplog.text
+    assert f"log bought of {DAYS[2]}: none of 120 records belongs to a known event" in caplog.text
 
 
 def test_a_preview_names_what_is_looked_up(spark: object, tmp_path: Path) -> None:
     shown, bought = random_logs(4)
     raw = write_logs(tmp_path / "raw", shown=shown, bought=bought)
     previews = {p.source: p for p in preview_sources(load_spec(write_spec(tmp_path)), raw, 1000)}
-    assert set(previews["bought"].accepted) == {"buy on the surface of what it names"}
+    assert set(previews["bought"].accepted) == {"buy on the surface of what it belongs to"}
 
 
 @pytest.mark.parametrize(
     ("good", "bad", "message"),
     [
-        ("impression: click, ", "", "columns.user is required, unless columns.impression or"),
+        (
+            "impression: click, ",
+            "",
+            "columns.user is required, unless columns.impression, columns.touch or",
+        ),
         (
             "event: buy\n",
             "event: shown\n",
@@ -301,7 +305,7 @@ def test_a_preview_names_what_is_looked_up(spark: object, tmp_path: Path) -> Non
         (
             "event: buy\n    columns: {event_id: id, CONVERSION_FIELDS impression: click",
             "event: buy\n    touch: buy\n    columns: {event_id: id, touch: click",
-            "sources.bought.columns.touch: a touch cannot name a touch: let buy events",
+            "sources.bought.touch: a touch cannot follow a touch: let buy events",
         ),
         (
             "event: buy\n    columns: {event_id: id, CONVERSION_FIELDS",

@@ -11,9 +11,8 @@ import pytest
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from etl.attribute_versions import build_version_snapshots, versions_from
+from etl.attribute_versions import build_version_snapshots, first_item_values, versions_from
 from etl.attributes import load_attributes
-from etl.attribution import item_attribute_values
 from etl.errors import UserError
 from etl.ingest.run import ingest
 from etl.spec import load_spec
@@ -288,7 +287,7 @@ def test_attribution_reads_the_first_version_of_each_item_from_a_snapshot(
     first: dict[str, str] = {}
     for row in sorted(written["item"], key=lambda row: (row["valid_from"], row["day"])):
         first.setdefault(row["id"], row["value"])
-    brands = item_attribute_values(lake, "brand").collect()
+    brands = first_item_values(lake, "brand").collect()
     assert {row["item_id"]: row["item_attribute"] for row in brands} == first
 
 
