@@ -132,7 +132,7 @@ def _parse_fields(spec: DataSpec, log: LogSource, records: DataFrame) -> DataFra
         "event_id": _null_if_empty(_event_id(log)),
         "logged_impression_id": _null_if_empty(_cast(log.columns.impression, "string")),
         "logged_touch_id": _null_if_empty(_cast(log.columns.touch, "string")),
-        "logged_touch_key": _null_if_empty(_touch_key(log)),
+        "logged_touch_key": _null_if_empty(_cast(log.touch_key_column, "string")),
         "type_errors": _type_errors(typed_values),
     }
     return records.select("*", *[value.alias(name) for name, value in columns.items()])
@@ -204,13 +204,6 @@ def _event_id(log: LogSource) -> Column:
         return raw_value(c.event_id)
     default = dict.fromkeys((c.user, c.item, log.reference_column, c.event_time, c.type))
     return F.concat_ws("-", *[raw_value(name) for name in c.event_id or filter(None, default)])
-
-
-def _touch_key(log: LogSource) -> Column:
-    """What an event shares with its touch besides the user; null for logs without `touch_key`."""
-    if isinstance(log, ImpressionLogSource) or log.touch_key is None:
-        return F.lit(None).cast("string")
-    return _cast(log.columns.item if log.touch_key == "item" else log.columns.touch_key, "string")
 
 
 def _codes(spec: DataSpec, log: LogSource) -> dict[str, Column]:

@@ -4,6 +4,7 @@ import re
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
+from typing_extensions import override
 
 from etl.spec.base import (
     EventAttributeReference,
@@ -104,8 +105,13 @@ class LogSource(FileSource):
     def reference_column(self) -> str | None:
         """The column that leads to the events that have the fields that the log lacks."""
         columns = self.columns
-        references = columns.touch or columns.impression or columns.touch_key or columns.item
+        references = columns.touch or columns.impression or self.touch_key_column
         return references if self.fields_of_named else None
+
+    @property
+    def touch_key_column(self) -> str | None:
+        """The column with what an event shares with its touch besides the user."""
+        return self.columns.touch_key
 
     @property
     def names_events(self) -> bool:
@@ -132,6 +138,11 @@ class EventLogSource(LogSource):
     """
     touch_window: Duration | None = None
     """How long after the touch an event may follow, where `touch_key` is given."""
+
+    @property
+    @override
+    def touch_key_column(self) -> str | None:
+        return self.columns.item if self.touch_key == "item" else self.columns.touch_key
 
     @model_validator(mode="after")
     def _check_event_type_source(self) -> "EventLogSource":

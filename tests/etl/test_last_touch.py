@@ -99,11 +99,11 @@ def random_clicks(rng: random.Random) -> list[Record]:
         impression = {"id": f"i{number}", "type": "shown", "ts": ts - 9, "ingest": ts, "day": day}
         records.append(impression | common | {"impression": f"i{number}"})
         for copy in range(rng.choice((1, 1, 2))):
-            landed = DAYS[min(DAYS.index(day) + copy * rng.randrange(2), len(DAYS) - 1)]
-            ingest_ts = max(ts, day_start(landed, "UTC")) + rng.randrange(7200)
+            arrival = DAYS[min(DAYS.index(day) + copy * rng.randrange(2), len(DAYS) - 1)]
+            ingest_ts = max(ts, day_start(arrival, "UTC")) + rng.randrange(7200)
             click = {"id": f"k{number}", "type": "click", "ts": ts, "ingest": ingest_ts}
             named = rng.choice((f"i{number}", None))
-            records.append(click | common | {"impression": named, "day": landed})
+            records.append(click | common | {"impression": named, "day": arrival})
     return records
 
 
@@ -140,10 +140,10 @@ def followed_touches(
         else:
             is_same = bool(first and first["advertiser"] == conversion["advertiser"])
         is_in_window = 0 <= conversion["ts"] - click["ts"] <= WINDOW_SECONDS
-        is_landed = click["day"] <= conversion["day"]
+        has_arrived = click["day"] <= conversion["day"]
         is_known = known_since < day_start(conversion["day"], "UTC") + 86_400
         if click["user"] == conversion["user"] and all(
-            (is_same, is_in_window, is_landed, is_known)
+            (is_same, is_in_window, has_arrived, is_known)
         ):
             visible = max(click["ingest"] + 3600, known_since, day_start(click["day"], "UTC"))
             yield click | {"visible": visible}
