@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,9 +34,11 @@ class Cluster:
     workers: list[subprocess.Popen[bytes]]
     event_logs: Path
 
-    def submit(self, application: list[str]) -> subprocess.Popen[str]:
-        """Start a step by spark-submit, on all cores of the cluster."""
-        settings = {
+    def submit(
+        self, application: list[str], settings: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[str]:
+        """Start a step by spark-submit, on all cores of the cluster, with further settings."""
+        properties = {
             "spark.eventLog.dir": self.event_logs.as_uri(),
             "spark.driver.host": "127.0.0.1",
             "spark.executor.memory": "1g",
@@ -45,8 +47,8 @@ class Cluster:
             "spark.network.timeout": "30s",
             "spark.network.timeoutInterval": "10s",
             "spark.executor.heartbeatInterval": "5s",
-        }
-        flags = [word for key, value in settings.items() for word in ("--conf", f"{key}={value}")]
+        } | dict(settings or {})
+        flags = [word for key, value in properties.items() for word in ("--conf", f"{key}={value}")]
         submit = Path(sys.executable).with_name("spark-submit")
         jars = ",".join(map(str, delta_jars()))
         return subprocess.Popen(

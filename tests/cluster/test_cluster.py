@@ -10,11 +10,16 @@ from dags.pipeline import data_steps
 from dags.steps import PipelinePaths
 from etl.runtime.spark import COMPILE_LARGE_METHODS
 from etl.tables.lake import Lake
+from etl.tables.lease import hold_leases
 from tests.cluster.standalone import cluster, kill
 from tests.conftest import FIRST, LAST
 from tests.pipeline import TABLES, rows
 
 STEP_THAT_LOSES_A_WORKER = "examples"
+DYNAMIC_ALLOCATION = {
+    "spark.dynamicAllocation.enabled": "true",
+    "spark.dynamicAllocation.shuffleTracking.enabled": "true",
+}
 
 
 def executor_logs(folder: Path) -> set[Path]:
@@ -54,3 +59,26 @@ def test_a_cluster_that_loses_a_worker_writes_the_same_tables(
     actual = Lake(str(own), lake.spec)
     for name in TABLES:
         assert rows(actual, name) == rows(lake, name), name
+
+
+@pytest.mark.proof
+def test_a_step_in_client_mode_ends_with_the_exit_code_of_its_command(
+    lake: Lake, spec_path: Path, raw: Path, tmp_path: Path
+) -> None:
+    """2 for input that is refused, and 75 for a temporary failure; executors are allocated."""
+    own = str(tmp_path / "lake")
+    paths = PipelinePaths(spec_path, str(raw), own)
+    ingest = ["gemline.py", "etl", "ingest", *paths.cli_flags, "--raw", paths.raw, "--days"]
+    days = f"{FIRST}:{LAST}"
+    with cluster(tmp_path, workers=1) as running:
+
+        def exit_code(day_range: str) -> int:
+            job = running.submit([*ingest, day_range], DYNAMIC_ALLOCATION)
+            job.communicate(timeout=400)
+            return job.returncode
+
+        assert exit_code("2020-01-01") == 2
+        with hold_leases(own, ["ingest"], "another command"):
+            assert exit_code(days) == 75
+        assert exit_code(days) == 0
+    assert rows(Lake(own, lake.spec), "events") == rows(lake, "events")
