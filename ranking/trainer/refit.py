@@ -128,7 +128,7 @@ def _refit(
     snapshot = replace(refit.snapshot, record=record)
     student = refit.trainer.averaged
     end_day = lake.spec.last_day_before(data_until)
-    example = example_inputs(student, [max(day for day in reader.days() if day <= end_day)])
+    example = example_inputs(student, [day for day in reader.days() if day <= end_day])
     name = f"{version_time(lake.spec, data_until)}-s{training.config.seed}"
     path = rankers_folder(lake.root, manifest.surface) / name
     return export_ranker(path, student, refit.calibration, example, snapshot, compiled, folder)

@@ -10,6 +10,7 @@ from datetime import date
 
 import torch
 
+from etl.errors import UserError
 from etl.spec.units import DaySplit, date_range
 from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath
@@ -202,10 +203,19 @@ def training_rows(student: TrainedStudent, split: DaySplit) -> tuple[list[date],
 
 
 def example_inputs(student: TrainedStudent, days: Sequence[date]) -> RankerInputs:
-    """Inputs of some impressions of some days, for tracing programs and for test vectors."""
+    """Inputs of some impressions, for tracing programs and for test vectors.
+
+    They are of the last of the days with impressions of the reader's surfaces; raises UserError if
+    there is none.
+    """
     reader = student.input_builder.reader
-    batch = next(reader.batches(days, ALL_LABELS, EXAMPLE_ROWS, Shuffle(None)))
-    return student.input_builder(batch)
+    for day in reversed(days):
+        for batch in reader.batches([day], ALL_LABELS, EXAMPLE_ROWS, Shuffle(None)):
+            return student.input_builder(batch)
+    raise UserError(
+        f"no impressions of {', '.join(reader.surfaces)} on the days to choose examples from: name "
+        "days on which it had some"
+    )
 
 
 def predict_test_days(lake: Lake, split: DaySplit, student: TrainedStudent) -> SegmentedPredictions:

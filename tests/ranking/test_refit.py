@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deltalake import DeltaTable
 from mlflow import MlflowClient
 
 from etl.errors import UserError
@@ -195,6 +196,20 @@ def test_a_refit_learns_every_final_label(refits: Refits) -> None:
     record = read_refit_record(lake.root, SURFACE)
     assert record and record.version == last.name
     assert refit_live_ranker(lake, SURFACE, END) == last  # there is nothing left to learn
+
+
+def test_a_surface_may_have_no_impressions_on_the_last_day(own_lake: Lake) -> None:
+    """Its ads may be paused, or the day has just begun."""
+    spec = own_lake.spec
+    for name in ("examples", "impressions"):
+        table = Path(own_lake.root, name)
+        shared = table.resolve()
+        table.unlink()
+        shutil.copytree(shared, table)
+        DeltaTable(table).delete(f"day = '{LAST}' AND surface = {spec.surface_codes[SURFACE]}")
+    refit = read_manifest(refit_live_ranker(own_lake, SURFACE, END)).training
+    assert refit and refit.labels_until == END
+    assert spec.day_start(THIRD) <= max(refit.newest_labels.values()) < spec.day_end(THIRD)
 
 
 def test_the_report_shows_the_card_of_the_live_ranker(refits: Refits) -> None:
