@@ -25,7 +25,8 @@ SHARED_PREFIXES: Mapping[SharedModule, str] = {
 def copy_gem_modules(student: TrainedStudent, gem: TrainState, config: DistillationConfig) -> None:
     """Copy the shared modules of GEM into a student, and freeze them where configured.
 
-    Without `shared_modules` all are copied, or none if the student's sizes are not GEM's.
+    Without `shared_modules` all are copied, or none if the student's sizes are not GEM's. The
+    student records whose modules it has.
 
     Raises:
         UserError: Modules are named, and the student's sizes are not GEM's.
@@ -38,6 +39,7 @@ def copy_gem_modules(student: TrainedStudent, gem: TrainState, config: Distillat
         raise UserError(mismatch)
     if mismatch or not names:
         return
+    student.shared_gem = gem.manifest.fm_version
     model, core = student.student, gem.model.core
     if "tables" in names:
         _copy_tables(student, gem)

@@ -66,6 +66,8 @@ class RankerTraining(StrictModel):
     """Versions of the tables that were read last."""
     teacher_versions: tuple[str, ...] = ()
     """GEMs whose predictions were learned."""
+    shared_gem: str | None = None
+    """The GEM whose modules the training started with."""
     refit_of: str | None = None
     """The version that passed the gate, if this one continued its training on newer labels."""
     gate: tuple[str, ...] = ()

@@ -108,6 +108,8 @@ def _training_lines(training: RankerTraining) -> Iterator[str]:
         yield f"- **Refit** of {training.refit_of}, which passed the gate."
     teachers = ", ".join(training.teacher_versions) or "none: labels only"
     yield f"- **Teacher** (GEM): {teachers}."
+    if training.shared_gem:
+        yield f"- **Modules of GEM** that it started with: those of {training.shared_gem}."
     tables = ", ".join(f"{name} {version}" for name, version in training.table_versions.items())
     yield f"- **Tables** and their versions: {tables}."
     yield f"- **Seed** {training.config.seed}; the whole configuration is in the manifest."

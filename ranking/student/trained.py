@@ -43,7 +43,10 @@ class TrainedStudent:
     """A student with its embedding tables and the builder of its inputs.
 
     `num_items` is the number of items that it was trained on: items from that index on are unknown.
+    `shared_gem` is the version of the GEM whose modules it started with; None without.
     """
+
+    shared_gem: str | None = None
 
     def __init__(
         self,

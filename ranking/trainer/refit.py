@@ -245,6 +245,7 @@ def continue_training(
     teacher_embeddings = load_teacher_history(reader.lake, config.model.input_limits)
     num_items = reader.items.num_seen_by(day)
     student = new_student(reader, config.model, num_items, teacher_embeddings)
+    student.shared_gem = snapshot.record.shared_gem
     freeze_as_before(student, trained_parameters(snapshot.state), config.distillation)
     teacher = None
     if config.distillation.kind != "none":

@@ -201,6 +201,7 @@ class StudentTrainer:
             newest_labels=dict(zip(names, self.newest_labels.tolist(), strict=True)),
             table_versions=dict(reader.table_versions),
             teacher_versions=tuple(sorted(self.teacher_versions)),
+            shared_gem=self.student.shared_gem,
         )
         return TrainingSnapshot(record, self.state_dict())
 

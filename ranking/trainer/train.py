@@ -88,6 +88,7 @@ def register_ranker(lake: Lake, folder: StoragePath, manifest: RankerManifest) -
         "labels_until": str(manifest.training.labels_until),
         "refit_of": manifest.training.refit_of or "",
         "teacher_versions": ", ".join(manifest.training.teacher_versions),
+        "shared_gem": manifest.training.shared_gem or "",
         "table_versions": json.dumps(manifest.training.table_versions),
     }
     name = f"{manifest.spec.name}-{manifest.surface}"

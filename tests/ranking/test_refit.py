@@ -19,6 +19,7 @@ from etl.tables.uri import StoragePath
 from ranking.inputs.segments import NEW
 from ranking.registry.export import TrainingSnapshot
 from ranking.registry.manifest import offsets_of, read_manifest
+from ranking.registry.model_card import model_card
 from ranking.registry.promotion import (
     PromotionConfig,
     load_live_for_comparison,
@@ -151,17 +152,21 @@ def test_a_refit_does_not_train_frozen_modules(
     trained: Lake, shared_modules: tuple[SharedModule, ...] | None
 ) -> None:
     gated = live_version(trained.root, SURFACE)
-    training, state = read_manifest(gated).training, load_training_state(gated)
+    manifest = read_manifest(gated)
+    training, state = manifest.training, load_training_state(gated)
     assert training
     distillation = DistillationConfig(shared_modules=shared_modules, freeze_shared=True)
     if shared_modules is None:  # all but `recency` were copied, and frozen from the start
         frozen = ("optimizer.tables.", "optimizer.student.event_tokenizer.")
         state = {name: tensor for name, tensor in state.items() if not name.startswith(frozen)}
     config = training.config.model_copy(update={"distillation": distillation})
-    record = training.model_copy(update={"config": config})
+    record = training.model_copy(update={"config": config, "shared_gem": "gem"})
     reader = ExampleReader.latest(trained, "behaviour", SMALL.max_length, (SURFACE,))
     trainer = continue_training(reader, TrainingSnapshot(record, state), [SECOND], SECOND)
     student = trainer.student
+    assert student.shared_gem == "gem"
+    card = model_card(manifest.model_copy(update={"training": record}))
+    assert "that it started with: those of gem." in card
     assert not any(p.requires_grad for p in student.tables.parameters())
     assert not any(p.requires_grad for p in student.student.event_tokenizer.parameters())
     assert all(p.requires_grad for p in student.student.recency.parameters())

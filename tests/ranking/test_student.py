@@ -22,9 +22,10 @@ from ranking.distillation.losses import (
 from ranking.distillation.warm_start import copy_gem_modules
 from ranking.inputs.arrays import declared_axes, from_named_arrays, named_arrays, pad_last
 from ranking.registry.programs import INPUT_AXES, exportable_programs
-from ranking.student.config import DistillationConfig
+from ranking.student.config import DistillationConfig, StudentTrainConfig
 from ranking.student.model import UserState
 from ranking.student.trained import TrainedStudent, new_student
+from ranking.trainer.student_trainer import StudentTrainer
 from tests.conftest import LAST
 from tests.ranking.conftest import SMALL, batch_of, untrained_student
 from training.config import TrainConfig
@@ -306,6 +307,16 @@ def test_shared_modules_have_the_weights_of_gem(
     ):
         for copied, original in zip(target.parameters(), source.parameters(), strict=True):
             torch.testing.assert_close(copied, original)
+
+
+def test_a_training_on_labels_only_names_the_gem_whose_modules_it_started_with(
+    student: TrainedStudent, gem: TrainState
+) -> None:
+    config = StudentTrainConfig(model=SMALL, distillation=DistillationConfig(kind="none"))
+    trainer = StudentTrainer(student, config, None)
+    assert trainer.snapshot(LAST, 0).record.shared_gem is None
+    copy_gem_modules(student, gem, config.distillation)
+    assert trainer.snapshot(LAST, 0).record.shared_gem == gem.manifest.fm_version
 
 
 def test_a_shuffled_table_has_the_same_rows_in_another_order(
