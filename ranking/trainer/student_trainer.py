@@ -187,8 +187,18 @@ class StudentTrainer:
         served = head(hidden.detach()).detach() - self.loss.log_sampling_rate
         self.student.learn_position_effects(batch, served)
         self._update_weights()
-        times = batch.as_of[batch.request_index][:, None] * batch.label_mask
+        times = batch.as_of[batch.request_index][:, None] * self._is_learned(batch)
         self.newest_labels = torch.maximum(self.newest_labels, times.amax(0))
+
+    def _is_learned(self, batch: Batch) -> Tensor:
+        """Whether each objective (B, O) is learned by the label of one of its windows."""
+        is_learned = batch.label_mask
+        if self.config.mix_windows:
+            is_learned = is_learned.clone()
+            spec = self.student.input_builder.reader.lake.spec
+            for column, objective in enumerate(spec.extra_window_objectives):
+                is_learned[:, objective] |= batch.auxiliary_mask[:, column]
+        return is_learned
 
     def snapshot(self, first_day: date, labels_until: int) -> TrainingSnapshot:
         """The record and the state of a training on all labels final by an epoch second."""

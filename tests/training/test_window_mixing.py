@@ -163,6 +163,26 @@ def test_windows_teach_the_layers_below_and_their_own_heads_alone(lake: Lake) ->
     assert below is not None and below.abs().sum() > 0
 
 
+def test_a_label_of_any_window_counts_as_the_newest(
+    lake: Lake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learned = [name == "conversion_1h" for name in SPEC.extra_window_labels]
+    batch = batch_with_windows(lake, learned)
+    batch = replace(batch, label_mask=torch.zeros_like(batch.label_mask))
+    reader = ExampleReader.latest(lake, None, SMALL.max_length, ("feed",))
+    student = new_student(reader, SMALL, len(reader.items), TeacherEmbeddings.empty())
+    reader.lake = Lake(lake.root, SPEC)
+    config = StudentTrainConfig(
+        model=SMALL, distillation=DistillationConfig(kind="none"), mix_windows=True
+    )
+    trainer = StudentTrainer(student, config, None)
+    monkeypatch.setattr(ExampleReader, "batches", lambda *_: iter([batch]))
+    trainer.learn([FIRST], LabelWindow(0, 1))
+    newest = trainer.newest_labels.tolist()
+    at = int(batch.as_of.max())
+    assert newest == [at if name == "conversion" else 0 for name in SPEC.objectives]
+
+
 def test_mixing_without_extra_windows_is_refused(lake: Lake) -> None:
     reader = ExampleReader.latest(lake, None, SMALL.max_length, ("feed",))
     student = new_student(reader, SMALL, len(reader.items), TeacherEmbeddings.empty())
