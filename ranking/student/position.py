@@ -83,8 +83,8 @@ class SwapPositionBias(PositionBias):
 
     By surface and objective a logistic regression with the logits of the served position as offset:
     a step from each position to the next (a common slope, and a deviation), and per pair of
-    positions what the ads there have in common. It is fitted in one pass by normal equations that
-    each batch adds to (iteratively reweighted least squares, each batch weighted once).
+    positions what the ads there have in common. It is fitted by normal equations that each batch
+    adds to (iteratively reweighted least squares, each batch weighted once).
     """
 
     def __init__(self, served_position: int, num_surfaces: int, num_objectives: int) -> None:
@@ -109,12 +109,13 @@ class SwapPositionBias(PositionBias):
         return (bias - bias[:, self.served_position, None]).float()
 
     @torch.no_grad()
-    def update(self, positions: Tensor, log: LoggedLabels, logits: Tensor) -> None:
+    def update(self, positions: Tensor, log: LoggedLabels, logits: Tensor, passes: int = 1) -> None:
         """Learn from impressions, given their logged positions (B).
 
-        `logits` (B, O) are those of the served position.
+        `logits` (B, O) are those of the served position. With several passes over the impressions
+        each counts as its share of the evidence.
         """
-        design, row, weights = _pair_rows(positions, log.swap_weights)
+        design, row, weights = _pair_rows(positions, log.swap_weights / passes)
         for surface in log.surface[row].unique().tolist():
             chosen = log.surface[row] == surface
             x, i = design[chosen], row[chosen]

@@ -101,11 +101,14 @@ class TrainedStudent:
         assert features.position is not None
         return batch.row_numeric[:, features.numeric_columns.index(features.position.column)]
 
-    def learn_position_effects(self, batch: Batch, logits: Tensor) -> None:
-        """Learn effects of positions from pairs of ads, given logits (B, O) without them."""
+    def learn_position_effects(self, batch: Batch, logits: Tensor, passes: int) -> None:
+        """Learn effects of positions from pairs of ads, given logits (B, O) without them.
+
+        Each of the passes over a batch counts as its share of the evidence.
+        """
         bias = self.student.position_bias
         if isinstance(bias, SwapPositionBias):
-            bias.update(self._positions(batch), batch, logits)
+            bias.update(self._positions(batch), batch, logits, passes)
 
     def logits(self, batch: Batch) -> Tensor:
         """Logits (B, O) of the examples of a batch at their logged positions."""

@@ -185,7 +185,7 @@ class StudentTrainer:
         if value_head is not None:
             torch.autograd.backward(value_head.loss(hidden, batch))
         served = head(hidden.detach()).detach() - self.loss.log_sampling_rate
-        self.student.learn_position_effects(batch, served)
+        self.student.learn_position_effects(batch, served, self.config.epochs)
         self._update_weights()
         times = batch.as_of[batch.request_index][:, None] * self._is_learned(batch)
         self.newest_labels = torch.maximum(self.newest_labels, times.amax(0))

@@ -20,6 +20,7 @@ from ranking.registry.programs import exportable_programs
 from ranking.registry.promotion import ranker_predictions
 from ranking.registry.ranker import ExportedRanker, load_ranker
 from ranking.scoring.calibration import calibrate
+from ranking.student.config import DistillationConfig, StudentTrainConfig
 from ranking.student.position import (
     MAX_POSITIONS,
     LearnedPositionBias,
@@ -27,8 +28,9 @@ from ranking.student.position import (
     SwapPositionBias,
 )
 from ranking.student.trained import TrainedStudent
+from ranking.trainer.student_trainer import StudentTrainer
 from tests.conftest import SPEC
-from tests.ranking.conftest import batch_of
+from tests.ranking.conftest import SMALL, batch_of, untrained_student
 from tests.ranking.test_promote import SPLIT
 from training.data.batch import Batch, Shuffle
 from training.data.label_window import LabelWindow
@@ -201,6 +203,29 @@ def test_training_batches_have_the_weights_of_complete_requests(reader: ExampleR
     assert 0.2 * rows < paired < rows
     plain = next(reader.batches([day], replace(window, includes_swaps=False), 64, Shuffle(0)))
     assert not plain.swap_weights.any()
+
+
+def test_an_impression_is_evidence_once_however_many_passes_learn_it(
+    reader: ExampleReader,
+) -> None:
+    def information(epochs: int) -> torch.Tensor:
+        student = untrained_student(reader, 0)
+        config = StudentTrainConfig(
+            model=SMALL,
+            distillation=DistillationConfig(kind="none"),
+            epochs=epochs,
+            dense_lr=0,
+            embedding_lr=0,
+        )
+        window = LabelWindow(0, reader.lake.spec.day_end(reader.days()[-1]))
+        StudentTrainer(student, config, None).learn(reader.days()[:1], window)
+        bias = student.student.position_bias
+        assert isinstance(bias, SwapPositionBias)
+        return bias.information
+
+    once, twice = information(1), information(2)
+    assert once.sum() > 10
+    torch.testing.assert_close(twice.sum(), once.sum(), rtol=0.1, atol=0)
 
 
 @pytest.fixture
