@@ -30,7 +30,7 @@ from ranking.scoring.offsets import (
 from ranking.scoring.outcome_values import OutcomeValues
 
 INTERCEPT_HALF_LIFE = 1 * DAY  # of the weight of labels
-SEGMENT_HALF_LIFE = 7 * DAY  # also of the slope
+SEGMENT_HALF_LIFE = 7 * DAY  # also of the slope, and of all offsets of net rates and values
 PRECISION_WEIGHT = 4  # the initial precision counts as that of this many values
 MAX_ITERATIONS = 30  # of the estimate of a prior's precision
 MIN_SLOPE = -0.9  # calibrated logits stay increasing
@@ -65,7 +65,8 @@ def refresh_net_rates(
     """Offsets whose net rates have learned rows, after `elapsed` seconds.
 
     Rows are outcomes of objectives that can be retracted, with the label 1 for those that were
-    not; their probabilities are BASE_NET_RATE.
+    not; their probabilities are BASE_NET_RATE. Outcomes are few: the intercept has the half-life of
+    segments.
     """
     refreshed = {
         name: _refresh(
@@ -73,6 +74,7 @@ def refresh_net_rates(
             LogisticLikelihood.of(labeled),
             labeled.segments,
             elapsed,
+            intercept_half_life=SEGMENT_HALF_LIFE,
         )[0]
         for name, labeled in rows.items()
     }
@@ -85,7 +87,7 @@ def refresh_value_offsets(
     """Offsets of values that have learned outcomes, after `elapsed` seconds.
 
     Predicted values are not calibrated. Values drift more slowly than rates, and outcomes are
-    fewer: the intercept has the half-life of segments.
+    fewer: the intercept has the half-life of segments here, too.
     """
     refreshed = dict(offsets.values)
     for name, values in outcomes.items():

@@ -134,6 +134,16 @@ def test_net_rates_of_segments_are_found() -> None:
     np.testing.assert_allclose(found[:, 1], rates, atol=0.03)
 
 
+def test_hourly_refreshes_find_the_rate_of_outcomes_that_are_few_a_day() -> None:
+    rng = np.random.default_rng(0)
+    offsets = CalibrationOffsets(surface="feed", labels_until=0)
+    for _ in range(21 * 24):
+        kept = (rng.random(4) < 0.6).astype(np.float32)
+        rows = LabeledRows(np.full(len(kept), BASE_NET_RATE), kept, {})
+        offsets = refresh_net_rates(offsets, {"conversion": rows}, 3600)
+    assert float(offsets.net_rate({}, ["conversion"])[..., 0]) == pytest.approx(0.6, abs=0.06)
+
+
 def test_the_auction_values_outcomes_net_of_retractions(
     folder: Path, student: TrainedStudent, reader: ExampleReader
 ) -> None:
