@@ -39,6 +39,7 @@ from ranking.registry.ranker import (
     rankers_folder,
 )
 from ranking.registry.records import RefitRecord, read_promotion_record, write_refit_record
+from ranking.registry.tracking import register_ranker
 from ranking.scoring.offsets import CalibrationOffsets, RankerCalibration
 from ranking.scoring.outcome_values import value_evaluations
 from ranking.scoring.predictions import concat_by_segment
@@ -46,7 +47,7 @@ from ranking.scoring.segment_calibration import SegmentEvaluation
 from ranking.student.trained import new_student
 from ranking.trainer.calibrate import predict_window, refresh
 from ranking.trainer.student_trainer import StudentTrainer, trained_parameters
-from ranking.trainer.train import example_inputs, register_ranker
+from ranking.trainer.train import example_inputs
 from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
 from training.teacher.predictions import TeacherPredictions
@@ -72,7 +73,6 @@ def refit_live_ranker(lake: Lake, surface: str, data_until: int) -> StoragePath:
         folder = _refit(lake, folder, manifest, training, data_until)
         manifest = read_manifest(folder)
         training = _require_training(manifest, lake)
-        register_ranker(lake, folder, manifest)
         pointer = live_pointer(lake.root, surface, lake.spec)
         if is_superseded:
             pointer.replace_live(folder.name)
@@ -80,6 +80,7 @@ def refit_live_ranker(lake: Lake, surface: str, data_until: int) -> StoragePath:
             pointer.promote(folder.name)
         pointers = live_pointer(lake.root, surface), latest_trained_pointer(lake.root, surface)
         remove_unreferenced_versions(rankers_folder(lake.root, surface), *pointers)
+        register_ranker(lake, folder, manifest)
     record = RefitRecord(
         version=folder.name, data_until=data_until, newest_labels=training.newest_labels
     )

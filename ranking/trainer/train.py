@@ -4,7 +4,6 @@
 rankers may start. Both train students with `train_on_surfaces`.
 """
 
-import json
 from collections.abc import Sequence
 from datetime import date
 
@@ -17,10 +16,10 @@ from etl.tables.uri import StoragePath
 from ranking.distillation import domain, warm_start
 from ranking.inputs.from_tables import RankerInputs, load_teacher_history
 from ranking.registry.export import export_ranker
-from ranking.registry.manifest import RankerManifest, read_manifest
-from ranking.registry.model_card import model_card
+from ranking.registry.manifest import read_manifest
 from ranking.registry.programs import require_compiler
 from ranking.registry.ranker import latest_trained_pointer, rankers_folder
+from ranking.registry.tracking import register_ranker
 from ranking.scoring.predictions import SegmentedPredictions
 from ranking.student.config import DistillationConfig, StudentTrainConfig
 from ranking.student.trained import TrainedStudent, new_student
@@ -39,7 +38,6 @@ from training.evaluation.predictions import evaluation_path
 from training.teacher.embeddings import TeacherEmbeddings
 from training.teacher.predictions import TeacherPredictions
 from training.trainer.checkpoint import has_checkpoint
-from training.trainer.tracking import register_model_version
 from training.trainer.trainer import load_train_state
 
 EXAMPLE_ROWS = 64
@@ -78,21 +76,6 @@ def train_ranker(
     latest.promote(folder.name)
     register_ranker(lake, folder, read_manifest(folder))
     return folder
-
-
-def register_ranker(lake: Lake, folder: StoragePath, manifest: RankerManifest) -> None:
-    """Register a ranker in MLflow's model registry, with its model card and its lineage."""
-    assert manifest.training is not None
-    tags = {
-        "version": manifest.version,
-        "labels_until": str(manifest.training.labels_until),
-        "refit_of": manifest.training.refit_of or "",
-        "teacher_versions": ", ".join(manifest.training.teacher_versions),
-        "shared_gem": manifest.training.shared_gem or "",
-        "table_versions": json.dumps(manifest.training.table_versions),
-    }
-    name = f"{manifest.spec.name}-{manifest.surface}"
-    register_model_version(lake.root, name, str(folder), model_card(manifest), tags)
 
 
 def train_domain(lake: Lake, name: str, split: DaySplit, config: StudentTrainConfig) -> StoragePath:

@@ -34,6 +34,7 @@ from ranking.registry.ranker import (
     version_to_evaluate,
 )
 from ranking.registry.records import read_refit_record
+from ranking.registry.tracking import register_ranker
 from ranking.report.data import model_cards
 from ranking.scoring.offsets import RankerCalibration
 from ranking.student.config import DistillationConfig, SharedModule, StudentTrainConfig
@@ -233,6 +234,21 @@ def test_refits_are_registered_in_mlflow_with_their_lineage(refits: Refits) -> N
     last = registered[refits.last.name]
     assert last.source == str(refits.last) and last.tags["refit_of"] == refits.gated.name
     assert last.description == (local_path(refits.last) / "model_card.md").read_text()
+
+
+def test_mlflow_has_the_decision_of_the_gate_and_no_removed_version(own_lake: Lake) -> None:
+    gated = live_version(own_lake.root, SURFACE)
+    manifest = read_manifest(gated)
+    for folder in (gated, gated.parent / "removed"):
+        register_ranker(own_lake, folder, manifest)
+    live_pointer(own_lake.root, SURFACE).path.unlink()
+    decision = promote_if_better(own_lake, SURFACE, SPLIT, PromotionConfig())
+    client = MlflowClient(f"sqlite:///{own_lake.root}/mlflow.db")
+    (registered,) = client.search_model_versions("name = 'simulator-feed'")
+    card = registered.description or ""
+    assert registered.source == str(gated) and "not judged yet" not in card
+    assert decision.promoted and all(text in card for text in decision.reasons)
+    assert registered.tags["gate"] == "; ".join(("promoted", *decision.reasons))
 
 
 def test_items_seen_since_the_training_leave_the_row_of_the_unknown_item(refits: Refits) -> None:

@@ -1,0 +1,49 @@
+"""Rankers in MLflow's model registry: model cards, lineage and what the gate decided."""
+
+import json
+
+from mlflow import MlflowClient
+
+from etl.tables.lake import Lake
+from etl.tables.uri import StoragePath
+from ranking.registry.manifest import RankerManifest
+from ranking.registry.model_card import model_card
+from training.trainer.tracking import register_model_version
+
+
+def register_ranker(lake: Lake, folder: StoragePath, manifest: RankerManifest) -> None:
+    """Register a ranker, with its model card and its lineage, or update them.
+
+    Versions of its surface whose folders were removed are removed from the registry, too.
+    """
+    training = manifest.training
+    assert training is not None
+    tags = {
+        "version": manifest.version,
+        "labels_until": str(training.labels_until),
+        "refit_of": training.refit_of or "",
+        "teacher_versions": ", ".join(training.teacher_versions),
+        "shared_gem": training.shared_gem or "",
+        "table_versions": json.dumps(training.table_versions),
+        "gate": "; ".join(training.gate) or "not judged yet",
+    }
+    name, card = f"{manifest.spec.name}-{manifest.surface}", model_card(manifest)
+    register_model_version(lake.root, name, str(folder), card, tags)
+    client = MlflowClient()  # of the registry that has just been used
+    kept = {str(path) for path in folder.parent.iterdir() if path.is_dir()}
+    for registered in client.search_model_versions(f"name = '{name}'"):
+        source = registered.source or ""
+        if source == str(folder):
+            client.update_model_version(name, registered.version, card)
+            client.set_model_version_tag(name, registered.version, "gate", tags["gate"])
+        elif source.startswith(f"{folder.parent}/") and source not in kept:
+            client.delete_model_version(name, registered.version)
+
+
+def register_decision(
+    lake: Lake, folder: StoragePath, manifest: RankerManifest, gate: tuple[str, ...]
+) -> None:
+    """Register what the gate decided on a ranker, unless it has no record of its training."""
+    if manifest.training is not None:
+        training = manifest.training.model_copy(update={"gate": gate})
+        register_ranker(lake, folder, manifest.model_copy(update={"training": training}))
