@@ -56,7 +56,10 @@ class PromoteArgs(SplitArgs):
     segment_tolerance: Annotated[
         float,
         Field(gt=0),
-        tyro.conf.arg(help="the same within a segment whose error is beyond noise"),
+        tyro.conf.arg(
+            help="maximum cumulative calibration error / outcomes in a segment, where it is beyond "
+            "noise"
+        ),
     ] = 0.25
 
 

@@ -55,12 +55,12 @@ MIN_POSITIVES = 10  # minimum positives and negatives to evaluate an objective
 
 
 class PromotionConfig(StrictModel):
-    """The maximum deviations of the ratio of predictions to outcomes from 1."""
+    """How far predictions may be off."""
 
     tolerance: float = 0.1
-    """On all rows of a surface."""
+    """Maximum deviation of the ratio of predictions to outcomes from 1, on all rows."""
     segment_tolerance: float = 0.25
-    """Within a segment whose error is beyond noise."""
+    """Maximum ECCE over outcomes, within a segment whose error is beyond noise."""
 
 
 @dataclass(frozen=True)
@@ -229,12 +229,16 @@ def judge_segments(
         segment
         for segment in segments
         if to_sigma(segment.p_value * len(segments)) > MAX_SIGMA
-        and not abs(segment.ratio - 1) <= config.segment_tolerance
+        and not segment.relative_error <= config.segment_tolerance
     ]
     segment, sigma = worst
     named = describe_segment(spec, segment)
     first = f"worst of {len(segments)} segments: {named}, {sigma:.1f} sigma"
-    last = [f"{describe_segment(spec, other)}: not calibrated" for other in uncalibrated]
+    last = [
+        f"{describe_segment(spec, other)}: not calibrated, its error is {other.relative_error:.0%} "
+        "of outcomes"
+        for other in uncalibrated
+    ]
     return replace(
         decision,
         promoted=decision.promoted and not uncalibrated,

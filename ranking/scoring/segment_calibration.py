@@ -38,11 +38,21 @@ class SegmentCalibration(StrictModel):
     """The expected number of positives."""
     p_value: float
     """Probability of as large an error under calibrated predictions."""
+    error: float | None = None
+    """The ECCE, in outcomes; None in records that were written before it was stored."""
 
     @property
     def ratio(self) -> float:
         """Predictions over outcomes; infinite without positives."""
         return self.predicted / self.positives if self.positives else float("inf")
+
+    @property
+    def relative_error(self) -> float:
+        """The ECCE over outcomes: at least the deviation of `ratio` from 1."""
+        deviation = abs(self.ratio - 1)
+        if self.error is None or not self.positives:
+            return deviation
+        return max(deviation, self.error / self.positives)
 
     @property
     def sigma(self) -> float:
@@ -94,6 +104,7 @@ def segment_calibrations(objective: str, labeled: LabeledRows) -> Iterator[Segme
         rows, positives = np.bincount(inverse), np.bincount(inverse, labels)
         predicted = np.bincount(inverse, p)
         errors = _cumulative_errors(p, labels, inverse)
+        deviations = np.sqrt(np.bincount(inverse, p * (1 - p)))
         for i in np.flatnonzero(np.minimum(predicted, rows - predicted) >= MIN_EXPECTED):
             yield SegmentCalibration(
                 objective=objective,
@@ -102,19 +113,20 @@ def segment_calibrations(objective: str, labeled: LabeledRows) -> Iterator[Segme
                 rows=int(rows[i]),
                 positives=int(positives[i]),
                 predicted=float(predicted[i]),
-                p_value=range_p_value(float(errors[i])),
+                p_value=range_p_value(float(errors[i] / deviations[i])),
+                error=float(errors[i]),
             )
 
 
 def _cumulative_errors(p: Float64, labels: Labels, inverse: Int64) -> Float64:
-    """The ECCE of each value, given the value (n) of each row, over its standard deviation."""
+    """The ECCE of each value, in outcomes, given the value (n) of each row."""
     order = np.lexsort((p, inverse))
     starts = np.flatnonzero(np.diff(inverse[order], prepend=-1))
     walk = np.cumsum((labels - p)[order])
     before = np.append(0.0, walk[starts[1:] - 1])
     high = np.maximum(np.maximum.reduceat(walk, starts) - before, 0)
     low = np.minimum(np.minimum.reduceat(walk, starts) - before, 0)
-    return np.asarray((high - low) / np.sqrt(np.bincount(inverse, p * (1 - p))))
+    return np.asarray(high - low)
 
 
 def range_p_value(x: float) -> float:

@@ -402,3 +402,18 @@ def test_the_gate_refuses_a_segment_that_is_far_off_beyond_noise(
     assert ("not calibrated" in judged.reasons[-1]) != promoted  # why it is not promoted
     refused = judge_segments(replace(decision, promoted=False), segments, spec, PromotionConfig())
     assert not refused.promoted
+
+
+def test_the_gate_refuses_a_segment_whose_errors_cancel(reader: ExampleReader) -> None:
+    rng, rows = np.random.default_rng(0), 20_000
+    p = np.repeat([0.1, 0.3], rows)
+    labels = draw(np.repeat([0.2, 0.2], rows), rng)
+    labeled = LabeledRows(p, labels, {"category": np.full(len(p), 5)})
+    segments = [s for s in segment_calibrations("click", labeled) if s.segment == "category"]
+    assert segments[0].ratio == pytest.approx(1, abs=0.03)
+    assert segments[0].relative_error == pytest.approx(0.25, abs=0.03)
+    decision = PromotionDecision("v1", True, ())
+    for tolerance, promoted in ((0.2, False), (0.3, True)):
+        config = PromotionConfig(segment_tolerance=tolerance)
+        judged = judge_segments(decision, segments, reader.lake.spec, config)
+        assert judged.promoted == promoted, judged.reasons
