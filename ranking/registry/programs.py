@@ -169,7 +169,7 @@ class ExportableProgram:
             warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)
             graph = torch.onnx.export(
                 self.module.eval(),
-                kwargs={"inputs": self.inputs},
+                kwargs={"inputs": self._inputs_to_trace()},
                 dynamo=True,
                 dynamic_shapes={"inputs": self.dynamic_shapes},
                 verbose=False,
@@ -184,15 +184,18 @@ class ExportableProgram:
         graph.model.metadata_props[TRACED_FROM] = self.origin
         return graph
 
+    def _inputs_to_trace(self) -> NamedTensors:
+        """The inputs of the example, with at least two requests and candidates."""
+        return {name: _at_least_two(x, _dynamic_axes(name)) for name, x in self.inputs.items()}
+
     def compile_aot(self, path: Path) -> None:
         """Write the program as native code for one thread of this kind of CPU; takes a minute."""
         from torch._inductor import aoti_compile_and_package  # seconds to import
 
         for weight in self.module.parameters():
             weight.requires_grad_(False)
-        inputs = {name: _at_least_two(x, _dynamic_axes(name)) for name, x in self.inputs.items()}
         exported = torch.export.export(
-            self.module.eval(), (inputs,), dynamic_shapes=(self.dynamic_shapes,)
+            self.module.eval(), (self._inputs_to_trace(),), dynamic_shapes=(self.dynamic_shapes,)
         )
         aoti_compile_and_package(
             exported, package_path=str(path), inductor_configs={"cpp.threads": 1}
