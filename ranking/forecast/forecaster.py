@@ -226,7 +226,7 @@ class Forecaster:
         found = None if box is None else self.tables.sketches.users(box)
         if found is None or found.value < self._min_users:
             return None
-        factor = noise.draw("sketch", in_window.key, 0.0, found.value).factor
+        factor = noise.draw("sketch", in_window.key, 0.0, found.value)
         return to_interval(found.scaled(factor)).rounded()
 
     async def _forecast_campaign(
@@ -247,17 +247,17 @@ class Forecaster:
         if scale.count_users(won) < self._min_users:
             return None
         events = {
-            name: scale.volume(won, SPEND + 1 + k, free)
+            name: scale.rounded_volume(won, SPEND + 1 + k, free)
             for k, name in enumerate(self.spec.objectives)
         }
-        paid, bought = scale.volume(won, SPEND, free), events[campaign.objective].value
+        paid, bought = scale.rounded_volume(won, SPEND, free), events[campaign.objective].value
         return CampaignForecast(
             reach=scale.users(won, free).at_most(scale.users(scale.in_flight, scale.in_flight)),
             impressions=scale.impressions(won, free),
             spend=paid,
             events=events,
             cost_per_event=paid.value / bought if bought > 0 else None,
-            participation=campaign.participation,
+            participation=float(f"{campaign.participation:.3g}"),
         )
 
 

@@ -3,10 +3,13 @@
 The noise of an answer is drawn by the segment, the quantity and what of the sample is counted: the
 same answer is never drawn twice, and different ones share no factor that would divide out. What a
 budget leaves has the noise of what would be won without it, so that no sweep of budgets averages
-the noise away. Numbers of users and impressions are whole.
+the noise away. Numbers of users and impressions are whole, others are rounded to about the share of
+a user. How wide the noise makes an interval depends on the number of users as it is answered, so
+that no interval reveals the count.
 """
 
 import hashlib
+import math
 from dataclasses import dataclass
 
 from ranking.forecast.schemas import Interval
@@ -35,14 +38,6 @@ class SupplyGrowth:
 
 
 @dataclass(frozen=True)
-class Noise:
-    """A factor that hides single users, and its variance."""
-
-    factor: float
-    variance: float
-
-
-@dataclass(frozen=True)
 class NoiseSource:
     """Draws the noise of a segment's answers.
 
@@ -54,8 +49,8 @@ class NoiseSource:
     segment: str
     max_users: float
 
-    def draw(self, quantity: str, key: int, total: float, users: float) -> Noise:
-        """The noise of an answer; two that differ by a single user differ by more than this user.
+    def draw(self, quantity: str, key: int, total: float, users: float) -> float:
+        """A factor that hides users; two answers that differ by one differ by more than this user.
 
         Args:
             quantity: What is answered.
@@ -67,8 +62,11 @@ class NoiseSource:
         text = f"{self.segment} {quantity} {key} {total:.6g}"
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         uniform = int.from_bytes(digest) / 2**64 * 2.0 - 1.0
-        largest = self.max_users / users
-        return Noise(1.0 + largest * uniform, largest**2 / 3.0)
+        return 1.0 + self.max_users / users * uniform
+
+    def relative_variance(self, answered_users: float) -> float:
+        """The variance of the factor, by the number of users as it is answered."""
+        return (self.max_users / answered_users) ** 2 / 3.0
 
 
 @dataclass(frozen=True)
@@ -90,6 +88,10 @@ class Scale:
         """The users that sums count, without noise."""
         return float(sums.totals[USERS]) * self.users_per_sampled
 
+    def answered_users(self, counted: SampleSums) -> float:
+        """The users that sums count, with their noise, as a whole number."""
+        return max(round(self.count_users(counted) * self._noise_factor(USERS, counted)), 1.0)
+
     def users(self, sums: SampleSums, counted: SampleSums) -> Interval:
         """The users that sums count; `counted` are the sums that the noise is drawn by."""
         variance = _relative_variance(self.size.users)
@@ -98,6 +100,12 @@ class Scale:
     def impressions(self, sums: SampleSums, counted: SampleSums) -> Interval:
         """The impressions that sums count; `counted` as in `users`."""
         return self.volume(sums, IMPRESSIONS, counted).rounded()
+
+    def rounded_volume(self, sums: SampleSums, quantity: int, counted: SampleSums) -> Interval:
+        """`volume` to a power of ten of about the share of a user."""
+        found = self.volume(sums, quantity, counted)
+        share = max(found.value / self.answered_users(counted), 1e-12)
+        return found.rounded(-math.floor(math.log10(share)))
 
     def volume(self, sums: SampleSums, quantity: int, counted: SampleSums) -> Interval:
         """Impressions, spend or events: they grow with the supply of the flight."""
@@ -118,12 +126,15 @@ class Scale:
         base = USERS if quantity == USERS else IMPRESSIONS
         of_total = sums.variances()[quantity] / max(total, 1e-300) ** 2
         of_base = self.in_flight.variances()[base] / max(self.in_flight.totals[base], 1e-300) ** 2
-        noise = self.noise.draw(
+        of_noise = self.noise.relative_variance(self.answered_users(counted))
+        relative = size_variance + max(of_total - of_base, 0.0) + of_noise
+        mean = total * factor * self._noise_factor(quantity, counted)
+        return to_interval(gamma_estimate(mean, relative * mean**2))
+
+    def _noise_factor(self, quantity: int, counted: SampleSums) -> float:
+        return self.noise.draw(
             str(quantity), counted.key, counted.totals[quantity], self.count_users(counted)
         )
-        relative = size_variance + max(of_total - of_base, 0.0) + noise.variance
-        mean = total * factor * noise.factor
-        return to_interval(gamma_estimate(mean, relative * mean**2))
 
 
 def _relative_variance(estimate: Estimate) -> float:

@@ -39,11 +39,10 @@ class Interval(StrictModel):
     low: float
     high: float
 
-    def rounded(self) -> "Interval":
-        """The interval in whole numbers."""
-        return Interval(
-            value=float(round(self.value)), low=float(round(self.low)), high=float(round(self.high))
-        )
+    def rounded(self, digits: int = 0) -> "Interval":
+        """The interval with as many decimal places, or whole tens for -1."""
+        value, low, high = (round(x, digits) for x in (self.value, self.low, self.high))
+        return Interval(value=value, low=low, high=high)
 
     def at_most(self, other: "Interval") -> "Interval":
         """The interval with no bound above that of another."""

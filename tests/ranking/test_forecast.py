@@ -1,6 +1,7 @@
 """Forecasts: the targeting language, estimates from a sample, the auction, and what is hidden."""
 
 import asyncio
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import date, timedelta
@@ -24,7 +25,14 @@ from ranking.forecast.reach import UserSketches
 from ranking.forecast.schemas import ForecastRequest
 from ranking.forecast.seasonality import days_after, forecast_days, similar_days
 from ranking.forecast.shard import IMPRESSIONS, SPEND, USERS, Campaign, Query, Shard
-from ranking.forecast.sums import Estimate, SampleSums, combine_shards, gamma_quantile, posterior
+from ranking.forecast.sums import (
+    Estimate,
+    SampleSums,
+    combine_shards,
+    gamma_estimate,
+    gamma_quantile,
+    posterior,
+)
 from ranking.forecast.targeting import parse_targeting
 from ranking.scoring.auction import Auction
 from tests.ranking.auctions import bids_of, scores_of
@@ -431,8 +439,8 @@ def test_reach_grows_with_the_bid_and_a_cap_bounds_impressions(complete: World) 
 def test_a_budget_lowers_spend_to_it_and_keeps_more_reach_than_impressions(complete: World) -> None:
     free = complete.forecast(goal="traffic", bid=0.3).campaign
     half = complete.forecast(goal="traffic", bid=0.3, budget=free.spend.value / 2).campaign
-    assert half.spend.value == pytest.approx(free.spend.value / 2, rel=1e-6)
-    assert half.participation == pytest.approx(0.5, rel=1e-6)
+    assert half.spend.value == pytest.approx(free.spend.value / 2, rel=1e-3)
+    assert half.participation == pytest.approx(0.5, rel=1e-3)
     assert half.impressions.value == pytest.approx(free.impressions.value / 2, abs=1)
     assert 0.5 * free.reach.value < half.reach.value < free.reach.value
 
@@ -536,6 +544,29 @@ def test_equal_segments_have_equal_answers_and_single_users_are_hidden(complete:
         for user in np.unique(users)[:9]
     ]
     assert len({complete.shard.sums(query).key, *keys}) == 10
+
+
+def test_no_interval_reveals_the_count_of_a_segment(complete: World) -> None:
+    """The ratio of a bound and the value has the variance; less that of the growth, the noise's."""
+    from scipy.optimize import brentq
+
+    window = complete.tables.window
+    everyone = parse_targeting("", complete.tables.domain)
+    growth = complete.forecaster._growth(everyone, days_after(window[-1], len(window)), window)
+    recovered = []
+    for age, gender in itertools.product(range(6), range(2)):
+        box: Box = {
+            "age": frozenset({f"age{age:02d}"}),
+            "gender": frozenset({f"gender{gender:02d}"}),
+        }
+        truth = int((complete.world.user_counts(box) > 0).sum())
+        brought = complete.forecast(targeting=text_of(box), goal="traffic", bid=99.0).campaign
+        for interval in (brought.spend, *brought.events.values()):
+            ratio = interval.high / interval.value
+            variance = brentq(lambda v, r=ratio: gamma_estimate(1.0, v).high - r, 1e-9, 1.0)
+            users = 5.0 / np.sqrt(3.0 * max(variance - growth.relative_error**2, 1e-12))
+            recovered.append(abs(users - truth) < 0.5)
+    assert len(recovered) == 48 and np.mean(recovered) < 0.25  # by chance
 
 
 def test_the_noise_of_a_segment_cannot_be_drawn_again_or_divided_out(complete: World) -> None:
