@@ -81,8 +81,7 @@ class Forecaster:
             replace(query, days=days)
         )  # fmt: skip
         growth = self._growth(targeting, flight, days)
-        noise = self._noise_source(targeting, in_window)
-        scale = Scale(size, in_window, in_flight, growth, noise)
+        scale = Scale(size, in_window, in_flight, growth, self._noise_source(targeting, in_window))
         if scale.count_users(in_flight) < self._min_users:
             raise _too_few(self._min_users, "on the days of the flight ")
         if not growth.is_backtested:
@@ -101,7 +100,7 @@ class Forecaster:
             users=scale.users(in_flight, in_flight),
             impressions=scale.impressions(in_flight, in_flight),
             in_target_rate=in_target_rate(self.tables, targeting, request.in_target),
-            users_by_sketch=self._by_sketch(targeting, in_window, noise),
+            users_by_sketch=self._by_sketch(targeting, scale),
             campaign=brought,
             answered_shards=in_window.answered,
             notes=tuple(notes),
@@ -219,14 +218,13 @@ class Forecaster:
         segment = f"{self.tables.versions['forecast_sample']} {identity}"
         return NoiseSource(segment, min(NOISE_USERS, NOISE_SHARE * self._min_users))
 
-    def _by_sketch(
-        self, targeting: Targeting, in_window: SampleSums, noise: NoiseSource
-    ) -> Interval | None:
+    def _by_sketch(self, targeting: Targeting, scale: Scale) -> Interval | None:
+        """The users by sketches, with the noise of `users`: two draws would tell more than one."""
         box = targeting.box()
         found = None if box is None else self.tables.sketches.users(box)
         if found is None or found.value < self._min_users:
             return None
-        factor = noise.draw("sketch", in_window.key, 0.0, found.value)
+        factor = scale.noise_factor(USERS, scale.in_window)
         return to_interval(found.scaled(factor)).rounded()
 
     async def _forecast_campaign(

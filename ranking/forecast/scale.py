@@ -3,9 +3,10 @@
 The noise of an answer is drawn by the segment, the quantity and what of the sample is counted: the
 same answer is never drawn twice, and different ones share no factor that would divide out. What a
 budget leaves has the noise of what would be won without it, so that no sweep of budgets averages
-the noise away. Numbers of users and impressions are whole, others are rounded to about the share of
-a user. How wide the noise makes an interval depends on the number of users as it is answered, so
-that no interval reveals the count.
+the noise away. A volume is changed by up to the share of as many users, or of the heaviest sampled
+one if that is more, so that a user with many impressions is hidden too. Numbers of users and
+impressions are whole, others are rounded to about the share of a user. How wide the noise makes an
+interval depends on the number of users as it is answered, so that no interval reveals the count.
 """
 
 import hashlib
@@ -49,23 +50,26 @@ class NoiseSource:
     segment: str
     max_users: float
 
-    def draw(self, quantity: str, key: int, total: float, users: float) -> float:
+    def draw(self, quantity: str, key: int, total: float, largest: float) -> float:
         """A factor that hides users; two answers that differ by one differ by more than this user.
 
         Args:
             quantity: What is answered.
             key: A hash of the sampled users that are counted.
             total: Their total of the quantity.
-            users: How many users it is of.
+            largest: The largest relative change.
         """
         # Digits that depend on the number of shards are left out.
         text = f"{self.segment} {quantity} {key} {total:.6g}"
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         uniform = int.from_bytes(digest) / 2**64 * 2.0 - 1.0
-        return 1.0 + self.max_users / users * uniform
+        return 1.0 + largest * uniform
 
     def relative_variance(self, answered_users: float) -> float:
-        """The variance of the factor, by the number of users as it is answered."""
+        """The variance of the factor, by the number of users as it is answered.
+
+        That of the heaviest user is left out: the width of an interval would reveal this user.
+        """
         return (self.max_users / answered_users) ** 2 / 3.0
 
 
@@ -90,7 +94,7 @@ class Scale:
 
     def answered_users(self, counted: SampleSums) -> float:
         """The users that sums count, with their noise, as a whole number."""
-        return max(round(self.count_users(counted) * self._noise_factor(USERS, counted)), 1.0)
+        return max(round(self.count_users(counted) * self.noise_factor(USERS, counted)), 1.0)
 
     def users(self, sums: SampleSums, counted: SampleSums) -> Interval:
         """The users that sums count; `counted` are the sums that the noise is drawn by."""
@@ -128,13 +132,16 @@ class Scale:
         of_base = self.in_flight.variances()[base] / max(self.in_flight.totals[base], 1e-300) ** 2
         of_noise = self.noise.relative_variance(self.answered_users(counted))
         relative = size_variance + max(of_total - of_base, 0.0) + of_noise
-        mean = total * factor * self._noise_factor(quantity, counted)
+        mean = total * factor * self.noise_factor(quantity, counted)
         return to_interval(gamma_estimate(mean, relative * mean**2))
 
-    def _noise_factor(self, quantity: int, counted: SampleSums) -> float:
-        return self.noise.draw(
-            str(quantity), counted.key, counted.totals[quantity], self.count_users(counted)
-        )
+    def noise_factor(self, quantity: int, counted: SampleSums) -> float:
+        """What a quantity of the users that sums count is multiplied by."""
+        largest = self.noise.max_users / self.count_users(counted)
+        total = counted.totals[quantity]
+        if quantity != USERS and total > 0:
+            largest = max(largest, min(float(counted.largest[quantity] / total), 1.0))
+        return self.noise.draw(str(quantity), counted.key, total, largest)
 
 
 def _relative_variance(estimate: Estimate) -> float:

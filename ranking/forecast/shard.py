@@ -113,6 +113,7 @@ class Shard:
             weighted.sum(1),
             (weighted**2).sum(1),
             (weighted * quantities).sum(1),
+            quantities.max(1, initial=0.0),
             users=len(weights),
             key=int(np.bitwise_xor.reduce(self.user_keys[users["user_index"]], initial=0)),
         )

@@ -29,6 +29,7 @@ class SampleSums:
         totals: sum y / pi (Q).
         squares: sum y^2 / pi^2 (Q).
         damped_squares: sum y^2 / pi (Q).
+        largest: The largest y of a user (Q).
         users: The number of sampled users.
         key: A hash of the set of these users.
         answered: The share of the shards that the sums are from.
@@ -37,6 +38,7 @@ class SampleSums:
     totals: Float64
     squares: Float64
     damped_squares: Float64
+    largest: Float64
     users: int
     key: int
     answered: float = 1.0
@@ -46,6 +48,7 @@ class SampleSums:
             self.totals + other.totals,
             self.squares + other.squares,
             self.damped_squares + other.damped_squares,
+            np.maximum(self.largest, other.largest),
             self.users + other.users,
             self.key ^ other.key,
         )
@@ -68,6 +71,7 @@ def combine_shards(parts: Sequence[SampleSums], num_shards: int) -> SampleSums:
         found.totals * ratio,
         found.squares * ratio**2,
         found.damped_squares * ratio,
+        found.largest,
         found.users,
         found.key,
         len(parts) / num_shards,

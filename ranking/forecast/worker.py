@@ -36,13 +36,14 @@ class SumsMessage(StrictModel):
     totals: list[float]
     squares: list[float]
     damped_squares: list[float]
+    largest: list[float]
     users: int
     key: int
 
     def to_sums(self) -> SampleSums:
         """The sums as arrays."""
-        totals, squares, damped = map(np.array, (self.totals, self.squares, self.damped_squares))
-        return SampleSums(totals, squares, damped, self.users, self.key)
+        columns = self.totals, self.squares, self.damped_squares, self.largest
+        return SampleSums(*map(np.array, columns), self.users, self.key)
 
     @classmethod
     def of(cls, sums: SampleSums) -> "SumsMessage":
@@ -51,6 +52,7 @@ class SumsMessage(StrictModel):
             totals=sums.totals.tolist(),
             squares=sums.squares.tolist(),
             damped_squares=sums.damped_squares.tolist(),
+            largest=sums.largest.tolist(),
             users=sums.users,
             key=sums.key,
         )

@@ -22,6 +22,7 @@ from features.forecast.sampling import sampling_scale, workload_combinations
 from ranking.forecast.conditions import Box, Domain, TargetingError
 from ranking.forecast.log_linear import LogLinearModel, PairCounts
 from ranking.forecast.reach import UserSketches
+from ranking.forecast.scale import NoiseSource, Scale, SegmentSize, SupplyGrowth
 from ranking.forecast.schemas import ForecastRequest
 from ranking.forecast.seasonality import days_after, forecast_days, similar_days
 from ranking.forecast.shard import IMPRESSIONS, SPEND, USERS, Campaign, Query, Shard
@@ -236,7 +237,7 @@ def sums_of(quantity: Any, probability: Any) -> SampleSums:
     total, square, damped = (
         np.array([column.sum()]) for column in (weighted, weighted**2, weighted * quantity)
     )
-    return SampleSums(total, square, damped, len(quantity), 0)
+    return SampleSums(total, square, damped, np.array([quantity.max()]), len(quantity), 0)
 
 
 @pytest.mark.parametrize("shape", [0.5, 3.0, 40.0])
@@ -588,6 +589,30 @@ def test_the_noise_of_a_segment_cannot_be_drawn_again_or_divided_out(complete: W
         assert campaign.reach.value == round(campaign.reach.value)
         factors.append(campaign.reach.value / truth - 1)
     assert np.ptp(factors) > 2 / truth  # more than rounding explains
+
+
+def test_a_segment_has_one_draw_of_noise_for_its_users(complete: World) -> None:
+    for age in range(6):  # as few users as sketches count exactly
+        answer = complete.forecast(targeting=f"age = 'age{age:02d}' and gender = 'gender00'")
+        assert answer.users_by_sketch.value == answer.users.value
+
+
+def test_the_noise_of_impressions_is_as_large_as_the_heaviest_user(complete: World) -> None:
+    heaviest = 400
+    row = complete.sample.filter(pc.equal(complete.sample["target_age"], "age01")).slice(0, 1)
+    more = pa.concat_tables([complete.sample, *[row] * heaviest])
+    query = Query("true", (), complete.tables.window)
+    sums = Shard(complete.spec, more, complete.tables.domain).sums(query)
+    assert sums.largest[IMPRESSIONS] > heaviest
+    total = Estimate(*[float(sums.totals[IMPRESSIONS])] * 3)
+    size = SegmentSize(Estimate(*[float(sums.users)] * 3), total)
+    growth = SupplyGrowth(1.0, 0.02, True)
+    answers = [
+        Scale(size, sums, sums, growth, NoiseSource(f"{k}", 5.0)).impressions(sums, sums)
+        for k in range(50)
+    ]
+    assert np.ptp([answer.value for answer in answers]) > 1.5 * heaviest
+    assert all(answer.high - answer.low < 0.1 * total.value for answer in answers)
 
 
 def test_weekdays_and_trend_are_found_and_last_week_is_repeated_where_that_was_better() -> None:
