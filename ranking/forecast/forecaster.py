@@ -185,13 +185,13 @@ class Forecaster:
                 f"the flight begins on {request.first_day}, the logs end on {window[-1]}: supply "
                 f"is forecast for flights that begin at most {MAX_LEAD_DAYS} days later"
             )
-        flight = list(date_range(request.first_day, request.last_day))
-        if len(flight) > len(window):
+        number = (request.last_day - request.first_day).days + 1
+        if number > len(window):
             raise UserError(
-                f"the flight has {len(flight)} days, the sample {len(window)}: shorten the flight, "
-                "or raise forecast.window"
+                f"the flight has {number} days, the sample {len(window)}: shorten the flight, or "
+                "raise forecast.window"
             )
-        return flight
+        return list(date_range(request.first_day, request.last_day))
 
     def _growth(
         self, targeting: Targeting, flight: Sequence[date], days: Sequence[date]

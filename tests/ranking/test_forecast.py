@@ -467,6 +467,14 @@ def test_requests_that_cannot_be_answered_are_refused(
         sampled.forecast(**fields)
 
 
+def test_the_days_of_a_flight_that_is_too_long_are_not_listed(
+    sampled: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ranking.forecast.forecaster.date_range", lambda *_: pytest.fail("listed"))
+    with pytest.raises(UserError, match="shorten the flight"):
+        sampled.forecast(first_day=date(2026, 3, 9), last_day=date(9999, 12, 31))
+
+
 def test_a_user_whose_weight_is_that_of_a_segment_is_not_answered() -> None:
     world = World(0, 400)
     user = world.sample["sampled_user"][0].as_py()
