@@ -69,9 +69,10 @@ def backtest_weeks(past: Sequence[date], values: Float64) -> Backtest | None:
 
 
 def _repeat_week(past: Sequence[date], values: Float64, days: Sequence[date]) -> Float64:
-    """The value of the same weekday in the last week."""
+    """The latest value of the same weekday; the mean of the last week for one without logs."""
     by_weekday = {day.weekday(): value for day, value in zip(past, values, strict=True)}
-    return np.array([by_weekday[day.weekday()] for day in days])
+    level = values[-WEEK:].mean()
+    return np.array([by_weekday.get(day.weekday(), level) for day in days])
 
 
 def _predict_model(past: Sequence[date], values: Float64, days: Sequence[date]) -> Float64:

@@ -640,6 +640,16 @@ def test_weekdays_and_trend_are_found_and_last_week_is_repeated_where_that_was_b
     assert np.allclose(repeated.impressions, sundays[:7])
 
 
+def test_a_weekday_without_logs_has_the_level_of_the_last_week_where_weeks_are_repeated() -> None:
+    days = [date(2026, 1, 5) + timedelta(days=k) for k in range(42)]
+    values = dict(zip(days, [100.0, 100, 100, 100, 100, 8000, 100] * 6, strict=True))
+    history = {day: value for day, value in values.items() if day.weekday() != 6}
+    found = forecast_days(history, days_after(days[-1], 7))
+    assert found.backtest and found.backtest.repeat_error < found.backtest.model_error
+    last_week = list(history.values())[-7:]
+    assert found.impressions.tolist() == [100, 100, 100, 100, 100, 8000, np.mean(last_week)]
+
+
 def test_a_flight_is_matched_with_days_of_its_weekdays() -> None:
     window = sampled_days()  # Monday to Sunday
     weekend = [date(2026, 3, 14), date(2026, 3, 15)]
