@@ -112,10 +112,11 @@ def _parse_where(text: str) -> dict[str, Any]:
     """DuckDB's syntax tree of a condition."""
     if not hasattr(_parser, "connection"):
         _parser.connection = duckdb.connect()
+    statement = f"{PREFIX}{text}\n)"
     (serialized,) = _parser.connection.execute(
-        "SELECT json_serialize_sql(?)", [f"{PREFIX}{text}\n)"]
+        "SELECT json_serialize_sql(?)", [statement]
     ).fetchone()
-    tree = json.loads(serialized)
+    tree = _with_characters(json.loads(serialized), statement.encode())
     if "position" in tree:
         position = min(max(int(tree["position"]) - len(PREFIX), 0), len(text)) + 1
         raise TargetingError(str(tree["error_message"]), position)
@@ -125,6 +126,20 @@ def _parse_where(text: str) -> dict[str, Any]:
     if where is None or _without_locations(select) != _empty_select():
         raise TargetingError("write one condition only, such as country = 'US'", 1)
     return dict(where)
+
+
+def _with_characters(node: Any, statement: bytes) -> Any:
+    """A syntax tree with positions in characters; DuckDB counts the bytes of the statement."""
+    if isinstance(node, dict):
+        return {
+            name: len(statement[: int(child)].decode(errors="ignore"))
+            if name in ("query_location", "position")
+            else _with_characters(child, statement)
+            for name, child in node.items()
+        }
+    if isinstance(node, list):
+        return [_with_characters(child, statement) for child in node]
+    return node
 
 
 @functools.cache

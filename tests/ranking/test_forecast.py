@@ -80,6 +80,13 @@ def test_a_targeting_that_cannot_be_used_is_refused_with_the_position(
     assert error.value.position == position
 
 
+@pytest.mark.parametrize("mistake", ["contry = 'US'", "and country = 'US'"])
+def test_positions_count_characters_also_after_letters_of_several_bytes(mistake: str) -> None:
+    with pytest.raises(TargetingError) as error:
+        parse_targeting(f"city = 'Zürich' and {mistake}", {**DOMAIN, "city": ["Zürich"]})
+    assert error.value.position == 21
+
+
 LEAVES = st.one_of(
     st.builds(
         lambda values, negated: f"country {'not ' * negated}in ({', '.join(map(repr, values))})",
