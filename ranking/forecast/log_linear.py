@@ -20,6 +20,7 @@ from etl.array_types import Float64, Int64
 from ranking.forecast.conditions import Box, Value
 from ranking.forecast.sums import Prior
 
+MAX_VALUES = 100  # of an attribute, the most frequent, whose combinations show the model's errors
 MIN_EXPECTED = 1.0  # cells of fewer expected users say nothing about errors of the model
 
 
@@ -129,6 +130,9 @@ def fit_log_linear(
 ) -> LogLinearModel:
     """The model, with its errors estimated on all combinations of three attributes of users.
 
+    Of attributes with many values, the `MAX_VALUES` most frequent are combined: others have few
+    users in a combination, and all combinations may not fit in memory.
+
     Args:
         impressions: Counts of impressions.
         users: Counts of users.
@@ -139,8 +143,10 @@ def fit_log_linear(
     products, norms = 0.0, 0.0
     for triple in itertools.combinations(users.rows, 3):
         expected, cell = _triple_cells(users, triple, values)
-        total = np.bincount(cell, weights, expected.size)
-        sampling_variance = np.bincount(cell, weights * (weights - 1.0), expected.size)
+        is_in_cell = cell >= 0
+        chosen, cell = weights[is_in_cell], cell[is_in_cell]
+        total = np.bincount(cell, chosen, expected.size)
+        sampling_variance = np.bincount(cell, chosen * (chosen - 1.0), expected.size)
         excess = (total - expected) ** 2 - sampling_variance - expected
         is_large = expected >= MIN_EXPECTED
         mean, excess = expected[is_large], excess[is_large]
@@ -161,11 +167,22 @@ def fit_log_linear(
 def _triple_cells(
     users: PairCounts, names: Sequence[str], values: Mapping[str, Int64]
 ) -> tuple[Float64, Int64]:
-    """Expected users of each combination of three attributes, and that of each sampled user."""
-    rows = [np.fromiter(users.rows[name].values(), np.int64) for name in names]
+    """Expected users of combinations of three attributes, and that of each sampled user, or -1."""
+    rows = [_most_frequent(users, name) for name in names]
     grid = [array.ravel() for array in np.meshgrid(*rows, indexing="ij")]
     singles = np.stack([users.counts[r, r] for r in grid])
     pairs = np.stack([users.counts[a, b] for a, b in itertools.combinations(grid, 2)])
-    shape = tuple(map(len, rows))
-    offsets = [values[name] - rows[k][0] for k, name in enumerate(names)]
-    return _kirkwood(singles, pairs, users.total), np.ravel_multi_index(offsets, shape)
+    cell = np.zeros(len(values[names[0]]), np.int64)
+    is_in_cell = np.ones(len(cell), bool)
+    for name, chosen in zip(names, rows, strict=True):
+        position = np.full(len(users.counts), -1)
+        position[chosen] = np.arange(len(chosen))
+        found = position[values[name]]
+        cell, is_in_cell = cell * len(chosen) + found, is_in_cell & (found >= 0)
+    return _kirkwood(singles, pairs, users.total), np.where(is_in_cell, cell, -1)
+
+
+def _most_frequent(users: PairCounts, name: str) -> Int64:
+    """The rows of an attribute's most frequent values, at most `MAX_VALUES`."""
+    rows = np.fromiter(users.rows[name].values(), np.int64)
+    return rows[np.argsort(-users.counts[rows, rows], kind="stable")[:MAX_VALUES]]

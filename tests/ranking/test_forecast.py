@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from benchmarks.studies.forecast_world import USER_ATTRIBUTES, draw_boxes, sampled_days
 from etl.errors import UserError
 from features.forecast.sampling import sampling_scale, workload_combinations
+from ranking.forecast import log_linear
 from ranking.forecast.conditions import Box, Domain, TargetingError
 from ranking.forecast.log_linear import LogLinearModel, PairCounts
 from ranking.forecast.reach import UserSketches
@@ -348,6 +349,26 @@ def test_the_log_linear_model_is_exact_for_independent_attributes() -> None:
     model = LogLinearModel(pairs, pairs, dispersion=0.01, impressions_per_user=2.0)
     prior = model.users_prior(box)
     assert prior and prior.variance == pytest.approx(prior.mean + 0.01 * prior.mean**2)
+
+
+def test_the_errors_of_the_model_are_estimated_on_the_most_frequent_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three attributes of 600 values each have more combinations than fit in memory."""
+    rng = np.random.default_rng(0)
+    of_users = np.minimum(rng.zipf(1.5, (3, 2000)) - 1, 599)
+    rows = {name: {v: 600 * k + v for v in range(600)} for k, name in enumerate("abc")}
+    values = {name: 600 * k + of_users[k] for k, name in enumerate("abc")}
+    counts = np.zeros((1800, 1800))
+    for a, b in itertools.product(values.values(), repeat=2):
+        np.add.at(counts, (a, b), 1)
+    users = PairCounts(rows, counts, 2000.0)
+    dispersions = []
+    for most in (60, 100):
+        monkeypatch.setattr(log_linear, "MAX_VALUES", most)
+        model = log_linear.fit_log_linear(users, users, values, np.ones(2000), np.ones(2000))
+        dispersions.append(model.dispersion)
+    assert dispersions[0] == pytest.approx(dispersions[1], rel=0.1) and dispersions[1] > 0
 
 
 def test_without_a_model_an_estimate_is_that_of_the_sample() -> None:
