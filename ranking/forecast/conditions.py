@@ -77,6 +77,17 @@ def to_box(condition: Condition, domain: Domain) -> Box | None:
     return _intersection(boxes, condition)
 
 
+def possible_values(condition: Condition, name: str, domain: Domain) -> frozenset[Value]:
+    """The values of an attribute that rows may have that satisfy a condition, whatever its form."""
+    every = frozenset(domain[name] or ())
+    if isinstance(condition, Junction):
+        parts = [possible_values(child, name, domain) for child in condition.children]
+        is_and = condition.operator == "and"
+        return frozenset.intersection(*parts) if is_and else frozenset.union(*parts)
+    box = to_box(condition, domain) or {}
+    return box.get(name, every)
+
+
 def _complement(condition: Not, domain: Domain) -> Box | None:
     box = to_box(condition.child, domain)
     if box is None or len(box) != 1:

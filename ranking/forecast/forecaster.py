@@ -197,8 +197,9 @@ class Forecaster:
         self, targeting: Targeting, flight: Sequence[date], days: Sequence[date]
     ) -> SupplyGrowth:
         """Impressions of the flight over those of the days that stand for it, of the surfaces."""
-        box = targeting.box() or {}
-        surfaces = [str(name) for name in box.get(SURFACE, self.tables.supply)]
+        possible = targeting.possible_values(SURFACE)
+        is_limited = 0 < len(possible) < len(self.tables.domain[SURFACE] or ())
+        surfaces = sorted(map(str, possible)) if is_limited else list(self.tables.supply)
         counts = [self.tables.supply[name] for name in surfaces]
         history = {
             day: sum(series.get(day, 0.0) for series in counts)

@@ -25,6 +25,7 @@ from ranking.forecast.conditions import (
     TargetingError,
     Value,
     Values,
+    possible_values,
     to_box,
 )
 
@@ -67,6 +68,12 @@ class Targeting:
         if named is None:
             return None
         return {name: v for name, v in named.items() if len(v) < len(self.domain[name] or ())}
+
+    def possible_values(self, name: str) -> frozenset[Value]:
+        """The values of an attribute that the impressions of the targeting may have."""
+        if self.condition is None:
+            return frozenset(self.domain[name] or ())
+        return possible_values(self.condition, name, self.domain)
 
     def allowed_values(self) -> Box | None:
         """`box` with the attributes of which all values are allowed."""

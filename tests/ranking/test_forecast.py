@@ -170,6 +170,7 @@ def test_conditions_select_the_rows_that_python_selects(text: str) -> None:
         if row["signup_days"] is None:  # a missing number satisfies no comparison
             row["signup_days"] = float("nan")
         assert found == eval(code, {}, row)
+        assert not found or row["country"] in targeting.possible_values("country")
         box = targeting.box()
         if box is not None:
             assert found == all(row[name] in allowed for name, allowed in box.items())
@@ -676,6 +677,24 @@ def test_a_weekday_without_logs_has_the_level_of_the_last_week_where_weeks_are_r
     assert found.backtest and found.backtest.repeat_error < found.backtest.model_error
     last_week = list(history.values())[-7:]
     assert found.impressions.tolist() == [100, 100, 100, 100, 100, 8000, np.mean(last_week)]
+
+
+def test_a_targeting_on_a_surface_grows_with_it_whatever_else_it_names(complete: World) -> None:
+    supply = {name: {**by_day} for name, by_day in complete.tables.supply.items()}
+    for back, day in enumerate(sorted(supply["reels"], reverse=True)):
+        supply["reels"][day] *= 0.97**back
+    forecaster = replace(complete.forecaster, tables=replace(complete.tables, supply=supply))
+    window = complete.tables.window
+
+    def growth_of(text: str) -> float:
+        targeting = parse_targeting(text, complete.tables.domain)
+        return forecaster._growth(targeting, days_after(window[-1], 7), window).ratio
+
+    reels = growth_of("surface = 'reels'")
+    assert reels > 1.1 * growth_of("") and growth_of("signup_days < 50") == growth_of("")
+    assert growth_of("surface = 'reels' and signup_days < 50") == reels
+    others = "not surface in ('feed', 'messaging')"
+    assert growth_of(f"{others} and (age = 'age01' or tier = 'tier01')") == reels
 
 
 def test_a_flight_is_matched_with_days_of_its_weekdays() -> None:
