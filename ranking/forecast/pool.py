@@ -98,22 +98,30 @@ class WorkerProcess:
             await self.process.wait()
 
     async def _supervise(self) -> None:
+        number, shards = self.settings.shard
         while True:
-            self.process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "ranking.forecast.worker"),
-                self.settings.model_dump_json(),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                limit=1 << 20,
-            )
-            assert self.process.stdout
-            if await self.process.stdout.readline() == b"ready\n":
-                self.is_ready.set()
-            await self.process.wait()
-            self.is_ready.clear()
-            number, shards = self.settings.shard
-            log.warning("forecast worker %d of %d ended and is started again", number + 1, shards)
+            reason = "ended"
+            try:
+                await self._run_process()
+            except OSError as error:  # for example too many open files, or no memory for a process
+                reason = f"cannot be started ({error})"
+            log.warning("forecast worker %d of %d %s; it is retried", number + 1, shards, reason)
             await asyncio.sleep(RESTART_SECONDS)
+
+    async def _run_process(self) -> None:
+        """Start the process, and return when it has ended."""
+        self.process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "ranking.forecast.worker"),
+            self.settings.model_dump_json(),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=1 << 20,
+        )
+        assert self.process.stdout
+        if await self.process.stdout.readline() == b"ready\n":
+            self.is_ready.set()
+        await self.process.wait()
+        self.is_ready.clear()
 
 
 class WorkerPool:

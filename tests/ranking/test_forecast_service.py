@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlencode
 
 import pyarrow as pa
@@ -205,6 +206,29 @@ def test_a_killed_worker_is_answered_for_with_wider_intervals_and_comes_back(
 
     def relative_width(interval: object) -> float:
         return (interval.high - interval.low) / interval.value  # type: ignore[attr-defined,no-any-return]
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_cannot_be_started_is_retried(
+    settings: WorkerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, attempts = asyncio.create_subprocess_exec, []
+
+    async def fails_once(*args: Any, **options: Any) -> asyncio.subprocess.Process:
+        attempts.append(args)
+        if len(attempts) == 1:
+            raise OSError(24, "Too many open files")
+        return await start(*args, **options)
+
+    async def run() -> None:
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", fails_once)
+        monkeypatch.setattr("ranking.forecast.pool.RESTART_SECONDS", 0.0)
+        pool = WorkerPool(settings, 1)
+        async with asyncio.timeout(60):
+            await pool.wait_until_ready()
+        assert len(attempts) == 2
+        await pool.close()
 
     asyncio.run(run())
 
