@@ -37,6 +37,7 @@ from ranking.forecast.tables import (
     table_versions,
 )
 from ranking.forecast.worker import WorkerSettings
+from ranking.report.forecasts import forecast_section
 from ranking.serving.auth import TOKENS_VARIABLE
 from ranking.serving.settings import LOOPBACK_HOSTS, Limits
 from tests.ranking.forecasts import SPEC, World
@@ -231,6 +232,39 @@ def test_a_worker_that_cannot_be_started_is_retried(
         await pool.close()
 
     asyncio.run(run())
+
+
+def lake_with(settings: WorkerSettings, min_users: int) -> Lake:
+    """The lake of the tables, with another size of segments that are reported."""
+    assert SPEC.forecast
+    forecast = SPEC.forecast.model_copy(update={"min_users": min_users})
+    return Lake(settings.lake, SPEC.model_copy(update={"forecast": forecast}))
+
+
+def test_the_report_has_every_surface_and_bid_of_enough_users(settings: WorkerSettings) -> None:
+    section = forecast_section(lake_with(settings, 20))
+    assert section and list(section.segments) == ["everyone", *SPEC.ad_surfaces]
+    assert section.segments["everyone"].users.value > section.segments["reels"].users.value
+    assert [curve.goal for curve in section.curves] == ["awareness", "traffic", "sales"]
+    for curve in section.curves:
+        assert curve.campaigns[-1].reach.value > curve.campaigns[0].reach.value
+    assert section.figure.count("bid per event") == 3
+
+
+def test_the_report_leaves_out_surfaces_and_bids_of_too_few_users(
+    settings: WorkerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = forecast_section(lake_with(settings, 2800))
+    assert section and list(section.segments) == ["everyone", "feed"]
+    notes = section.segments["everyone"].notes
+    assert "surface reels has too few users to report" in notes
+    assert "4 of 8 bids for traffic win too few users to report" in notes
+    assert all(0 < len(curve.bids) == len(curve.campaigns) < 8 for curve in section.curves)
+    assert "<svg" in section.figure
+    assert forecast_section(lake_with(settings, 10_000)) is None
+    monkeypatch.setattr("ranking.report.forecasts.typical_bids", lambda *_: [1e-6])
+    section = forecast_section(lake_with(settings, 20))
+    assert section and section.curves == [] and section.figure == ""
 
 
 @pytest.mark.proof
