@@ -76,11 +76,17 @@ def ask(args: AskArgs) -> None:
         from rich.table import Table
 
         table = Table(
-            "bid", "reach [95 %]", "impressions [95 %]", "spend", "events", "cost an event"
+            "bid",
+            "reach [95 %]",
+            "impressions [95 %]",
+            "spend",
+            "events",
+            "cost an event [95 %]",
         )
         for bid, campaign in campaigns:
             events = ", ".join(f"{name} {e.value:,.1f}" for name, e in campaign.events.items())
-            cost = "" if campaign.cost_per_event is None else f"{campaign.cost_per_event:,.4f}"
+            each = campaign.cost_per_event
+            cost = f"{each.value:,.4f} [{each.low:,.4f}, {each.high:,.4f}]" if each else ""
             table.add_row(
                 f"{bid:g}", _text(campaign.reach), _text(campaign.impressions),
                 f"{campaign.spend.value:,.2f}", events, cost,

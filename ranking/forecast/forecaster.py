@@ -6,7 +6,7 @@ from the sample; daily impressions follow trend and weekday.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from typing import Protocol
@@ -84,10 +84,8 @@ class Forecaster:
         scale = Scale(size, in_window, in_flight, growth, self._noise_source(targeting, in_window))
         if scale.count_users(in_flight) < self._min_users:
             raise _too_few(self._min_users, "on the days of the flight ")
-        if not growth.is_backtested:
-            notes.append("fewer than three weeks of logs: the supply forecast is not backtested")
-        if in_window.answered < 1:
-            notes.append("a part of the sample did not answer: intervals are wider")
+        by_sketch = self._by_sketch(targeting, scale)
+        notes += self._notes(targeting, scale, by_sketch)
         brought = await self._forecast_campaign(replace(query, days=days), campaign, request, scale)
         if campaign is not None and brought is None:
             notes.append(
@@ -100,7 +98,7 @@ class Forecaster:
             users=scale.users(in_flight, in_flight),
             impressions=scale.impressions(in_flight, in_flight),
             in_target_rate=in_target_rate(self.tables, targeting, request.in_target),
-            users_by_sketch=self._by_sketch(targeting, scale),
+            users_by_sketch=by_sketch,
             campaign=brought,
             answered_shards=in_window.answered,
             notes=tuple(notes),
@@ -219,6 +217,30 @@ class Forecaster:
         segment = f"{self.tables.versions['forecast_sample']} {identity}"
         return NoiseSource(segment, min(NOISE_USERS, NOISE_SHARE * self._min_users))
 
+    def _notes(
+        self, targeting: Targeting, scale: Scale, by_sketch: Interval | None
+    ) -> Iterator[str]:
+        """What limits how good a forecast of a segment is."""
+        sums, box, model = scale.in_window, targeting.box() or {}, self.tables.model
+        prior, quantity = model.users_prior(box), USERS
+        if prior is None:
+            prior, quantity = model.impressions_prior(box), IMPRESSIONS
+        if prior and prior.variance > 0 and sums.variances()[quantity] > prior.variance:
+            yield (
+                "the size of this segment is mostly that of the log-linear model: few of its users "
+                "are in the sample"
+            )
+        in_window = scale.users(sums, sums)
+        if by_sketch and (by_sketch.high < in_window.low or in_window.high < by_sketch.low):
+            yield (
+                f"sketches count {by_sketch.value:,.0f} users in the window, which the interval of "
+                f"{in_window.low:,.0f} to {in_window.high:,.0f} by the sample does not explain"
+            )
+        if not scale.growth.is_backtested:
+            yield "fewer than three weeks of logs: the supply forecast is not backtested"
+        if sums.answered < 1:
+            yield "a part of the sample did not answer: intervals are wider"
+
     def _by_sketch(self, targeting: Targeting, scale: Scale) -> Interval | None:
         """The users by sketches, with the noise of `users`: two draws would tell more than one."""
         box = targeting.box()
@@ -250,12 +272,13 @@ class Forecaster:
             for k, name in enumerate(self.spec.objectives)
         }
         paid, bought = scale.rounded_volume(won, SPEND, free), events[campaign.objective].value
+        event = SPEND + 1 + list(events).index(campaign.objective)
         return CampaignForecast(
             reach=scale.users(won, free).at_most(scale.users(scale.in_flight, scale.in_flight)),
             impressions=scale.impressions(won, free),
             spend=paid,
             events=events,
-            cost_per_event=paid.value / bought if bought > 0 else None,
+            cost_per_event=scale.cost(paid.value / bought, won, event, free) if bought else None,
             participation=float(f"{campaign.participation:.3g}"),
         )
 

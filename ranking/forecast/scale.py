@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 
 from ranking.forecast.schemas import Interval
-from ranking.forecast.shard import IMPRESSIONS, USERS
+from ranking.forecast.shard import IMPRESSIONS, SPEND, USERS
 from ranking.forecast.sums import Z95, Estimate, SampleSums, gamma_estimate
 
 NOISE_USERS = 5.0  # the largest change of a number of users, which hides single ones
@@ -111,6 +111,17 @@ class Scale:
         share = max(found.value / self.answered_users(counted), 1e-12)
         return found.rounded(-math.floor(math.log10(share)))
 
+    def cost(self, value: float, sums: SampleSums, quantity: int, counted: SampleSums) -> Interval:
+        """What an event costs, with its interval, in four digits.
+
+        By the delta method: size and supply divide out; spend and events of an impression are taken
+        to vary on their own, which makes the interval too wide rather than too narrow.
+        """
+        relative = self._own_variance(sums, SPEND) + self._own_variance(sums, quantity)
+        relative += 2.0 * self.noise.relative_variance(self.answered_users(counted))
+        found = to_interval(gamma_estimate(value, relative * value**2))
+        return found.rounded(3 - math.floor(math.log10(value))) if value > 0 else found
+
     def volume(self, sums: SampleSums, quantity: int, counted: SampleSums) -> Interval:
         """Impressions, spend or events: they grow with the supply of the flight."""
         factor = self.size.impressions.value / max(self.in_window.totals[IMPRESSIONS], 1e-300)
@@ -126,14 +137,18 @@ class Scale:
         counted: SampleSums,
     ) -> Interval:
         """The estimate of a quantity; what it is per user or impression varies on its own."""
-        total = sums.totals[quantity]
-        base = USERS if quantity == USERS else IMPRESSIONS
-        of_total = sums.variances()[quantity] / max(total, 1e-300) ** 2
-        of_base = self.in_flight.variances()[base] / max(self.in_flight.totals[base], 1e-300) ** 2
         of_noise = self.noise.relative_variance(self.answered_users(counted))
-        relative = size_variance + max(of_total - of_base, 0.0) + of_noise
-        mean = total * factor * self.noise_factor(quantity, counted)
+        relative = size_variance + self._own_variance(sums, quantity) + of_noise
+        mean = sums.totals[quantity] * factor * self.noise_factor(quantity, counted)
         return to_interval(gamma_estimate(mean, relative * mean**2))
+
+    def _own_variance(self, sums: SampleSums, quantity: int) -> float:
+        """The relative variance of a quantity per user or impression of the segment."""
+        base = USERS if quantity == USERS else IMPRESSIONS
+        total, of_flight = sums.totals[quantity], self.in_flight.totals[base]
+        of_total = sums.variances()[quantity] / max(total, 1e-300) ** 2
+        of_base = self.in_flight.variances()[base] / max(of_flight, 1e-300) ** 2
+        return max(float(of_total - of_base), 0.0)
 
     def noise_factor(self, quantity: int, counted: SampleSums) -> float:
         """What a quantity of the users that sums count is multiplied by."""

@@ -64,8 +64,8 @@ class CampaignForecast(StrictModel):
     """What it pays."""
     events: dict[str, Interval]
     """Events of each objective."""
-    cost_per_event: float | None
-    """Spend per event of its goal."""
+    cost_per_event: Interval | None
+    """Spend per event of its goal; null without events."""
     participation: float
     """Share of the auctions in which the budget lets it take part."""
 

@@ -42,8 +42,8 @@ class SumsMessage(StrictModel):
 
     def to_sums(self) -> SampleSums:
         """The sums as arrays."""
-        columns = self.totals, self.squares, self.damped_squares, self.largest
-        return SampleSums(*map(np.array, columns), self.users, self.key)
+        totals, squares, damped = map(np.array, (self.totals, self.squares, self.damped_squares))
+        return SampleSums(totals, squares, damped, np.array(self.largest), self.users, self.key)
 
     @classmethod
     def of(cls, sums: SampleSums) -> "SumsMessage":

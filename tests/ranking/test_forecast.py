@@ -475,6 +475,35 @@ def test_a_budget_lowers_spend_to_it_and_keeps_more_reach_than_impressions(compl
     assert 0.5 * free.reach.value < half.reach.value < free.reach.value
 
 
+def test_the_interval_of_the_cost_per_event_covers_that_of_all_users() -> None:
+    covered, widths = [], []
+    for seed in range(8):
+        truth, found = (
+            World(seed, rows).forecast(goal="traffic", bid=0.3).campaign.cost_per_event
+            for rows in (EVERYTHING, 3000)
+        )
+        covered.append(found.low <= truth.value <= found.high)
+        widths.append((found.high - found.low) / found.value)
+        assert truth.high - truth.low < 0.01 * truth.value  # the noise alone
+    assert np.mean(covered) > 0.8 and 0.01 < np.mean(widths) < 0.1
+
+
+def test_notes_name_answers_of_the_model_and_sketches_that_contradict_the_sample(
+    complete: World,
+) -> None:
+    three = "age = 'age01' and tier = 'tier03' and gender = 'gender00'"
+    (note,) = World(0, 1500).forecast(targeting=three).notes
+    assert "mostly that of the log-linear model" in note
+    assert complete.forecast(targeting=three).notes == ()
+    few = update_theta_sketch()
+    for key in range(100):
+        few.update(key)
+    sketches = UserSketches({("age", "age01"): few.compact()}, frozenset({"age"}))
+    wrong = replace(complete.forecaster, tables=replace(complete.tables, sketches=sketches))
+    (note,) = asyncio.run(wrong.forecast(ForecastRequest(targeting="age = 'age01'"))).notes
+    assert "sketches count 9" in note or "sketches count 10" in note
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
