@@ -24,10 +24,11 @@ from benchmarks.studies.forecast_world import sampled_days
 from etl.spec import load_spec
 from etl.tables import arrow, audience_schemas, forecast_schemas
 from etl.tables.lake import Lake
+from gemline import main
 from ranking.forecast.app import ForecastService, create_app
 from ranking.forecast.forecaster import Forecaster
 from ranking.forecast.pool import WorkerPool
-from ranking.forecast.schemas import ForecastRequest
+from ranking.forecast.schemas import Forecast, ForecastRequest
 from ranking.forecast.shard import Query
 from ranking.forecast.tables import (
     SAMPLE,
@@ -265,6 +266,22 @@ def test_the_report_leaves_out_surfaces_and_bids_of_too_few_users(
     monkeypatch.setattr("ranking.report.forecasts.typical_bids", lambda *_: [1e-6])
     section = forecast_section(lake_with(settings, 20))
     assert section and section.curves == [] and section.figure == ""
+
+
+def test_ask_prints_a_row_for_each_bid_or_a_line_of_json(
+    settings: WorkerSettings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--spec", str(settings.spec), "--lake", settings.lake, "--targeting", THREE]
+    flags += ["--goal", "traffic", "--bid", "0.1", "0.3"]
+    assert main(["forecast", "ask", *flags, "--json"]) == 0
+    less, more = map(Forecast.model_validate_json, capsys.readouterr().out.splitlines())
+    assert less.campaign and more.campaign and less.users == more.users
+    assert less.campaign.reach.value < more.campaign.reach.value
+    assert main(["forecast", "ask", *flags]) == 0
+    printed = capsys.readouterr().out
+    assert "flight: 2026-03-09 to 2026-03-15" in printed
+    assert f"users: {more.users.value:,.0f} [{more.users.low:,.0f}" in printed
+    assert "0.1 " in printed and f"{more.campaign.reach.value:,.0f} [" in printed
 
 
 @pytest.mark.proof
