@@ -1,7 +1,7 @@
 """Edges of numbers and base rates: of the first day, or of the day after an upgrade."""
 
-from collections.abc import Iterator
-from datetime import timedelta
+from collections.abc import Collection, Iterator
+from datetime import date, timedelta
 from pathlib import Path
 from typing import cast
 
@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow.compute as pc
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks.harness import SIMULATOR_SPEC
 from benchmarks.system.warm_start import (
@@ -116,13 +117,14 @@ def test_a_model_starts_with_the_quantiles_and_base_rates_of_the_first_day(
     assert (statistics.base_rates > 0).all() and (statistics.base_rates < 1).all()
 
 
-def delay_conversions(lake: Lake) -> None:
-    """Labels of conversions become final a day later, as with a window of a day."""
+def delay_labels(lake: Lake, objectives: Collection[str]) -> None:
+    """Labels of some objectives become final a day later, as with a window of a day."""
     schema = label_schemas.impressions(lake.spec)
     rows = arrow.snapshot(lake, schema).read()
-    index = rows.schema.get_field_index("label_mature_ts_conversion")
-    later = pc.add(rows.column(index), DAY * MICROS["s"])
-    rows = rows.set_column(index, rows.schema.field(index), later.cast(rows.schema.types[index]))
+    for name in objectives:
+        index = rows.schema.get_field_index(f"label_mature_ts_{name}")
+        later = pc.add(rows.column(index), DAY * MICROS["s"]).cast(rows.schema.types[index])
+        rows = rows.set_column(index, rows.schema.field(index), later)
     arrow.replace_rows(lake, schema, rows, "true", {})
 
 
@@ -141,7 +143,7 @@ def started(lake: Lake, days: DayRange, config: TrainConfig) -> TrainState:
 
 
 def test_a_slow_objective_starts_from_its_rate_on_its_first_day(own: Lake, group: None) -> None:
-    delay_conversions(own)
+    delay_labels(own, ["conversion"])
     column = list(own.spec.objectives).index("conversion")
     others = torch.arange(len(own.spec.objectives)) != column
     first = started(own, (FIRST, FIRST), CONFIG)
@@ -163,6 +165,47 @@ def test_a_slow_objective_starts_from_its_rate_on_its_first_day(own: Lake, group
     atomic_io.remove_folder(checkpoint.checkpoint_path(own.root, FIRST))
     state = started(own, (FIRST, SECOND), joint)
     assert 0 < state.manifest.base_rates["conversion"] < 0.05
+
+
+def item_edges(lake: Lake, day: date) -> Tensor:
+    """Edges of the numbers of a candidate, of the GEM that was trained until a day."""
+    path = checkpoint.checkpoint_path(lake.root, day)
+    manifest = checkpoint.read_manifest(path, None)
+    assert manifest and not manifest.unfitted_numbers
+    state = build_train_state(manifest)
+    checkpoint.load_weights(path, state)
+    return state.model.core.candidate_numeric.encoding.edges
+
+
+def test_edges_are_those_of_the_first_day_where_it_has_no_final_label(
+    own: Lake, group: None
+) -> None:
+    """No objective is as fast as that; a later day changes no edge."""
+    delay_labels(own, own.spec.objectives)
+    statistics = statistics_of(own)
+    assert len(statistics.row_numeric) > 500 and statistics.base_rates.isnan().all()
+    assert statistics.auxiliary_means.isfinite().all()
+    train_days(own, (FIRST, SECOND), CONFIG)
+    edges = item_edges(own, FIRST)
+    expected = quantile_edges(statistics.row_numeric, edges.shape[1] - 1)
+    assert torch.equal(edges, expected) and torch.equal(item_edges(own, SECOND), expected)
+
+
+def test_edges_are_those_of_the_first_day_with_rows(own: Lake, group: None) -> None:
+    """A surface may start after the first day."""
+    schema, surface = schemas.examples(own.spec), own.spec.surface_codes["reels"]
+    rows = arrow.snapshot(own, schema).read(day=[FIRST])
+    others = rows.filter(pc.not_equal(rows["surface"], surface))
+    assert 0 < len(others) < len(rows)
+    arrow.replace_rows(own, schema, others, f"day = '{FIRST}'", {})
+    config = CONFIG.model_copy(update={"surface": "reels"})
+    reader = latest_reader(own, config)
+    manifest, _ = starting_point(own, reader, (SECOND, SECOND), config)
+    statistics = first_day_statistics(own, reader, manifest)
+    assert statistics and len(statistics.row_numeric)
+    train_days(own, (FIRST, SECOND), config)
+    edges = item_edges(own, SECOND)
+    assert torch.equal(edges, quantile_edges(statistics.row_numeric, edges.shape[1] - 1))
 
 
 def bias_of(model: torch.nn.Module) -> str:

@@ -4,6 +4,7 @@ n sampled rows, F numeric features of a row, U of a user, O objectives, A auxili
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import date
 
 import numpy as np
@@ -23,12 +24,14 @@ PRIOR_ROWS, PRIOR_RATE = 20.0, 0.1  # keep the base rate of an objective without
 def input_statistics(
     reader: ExampleReader, day: date, label_window: LabelWindow
 ) -> InputStatistics | None:
-    """Statistics of some users on a day; None if none of their labels is in the window.
+    """Statistics of some users on a day; None if it has no rows.
 
-    The users of a bucket are a random sample.
+    The users of a bucket are a random sample. Inputs are of all their rows, since those of slow
+    objectives have no label yet; base rates are of the labels in the window.
     """
     row_numeric, user_numeric = [], []
-    partitions = list(_sample_partitions(reader, [day], label_window))
+    all_rows = replace(label_window, include_unlabelled=True)
+    partitions = list(_sample_partitions(reader, [day], all_rows))
     for partition in partitions:
         counts = np.diff(partition.request_offsets)
         version = reader.items.versions_at(partition.item_index, np.repeat(partition.as_of, counts))

@@ -173,15 +173,12 @@ def day_labels(lake: Lake, day: date, manifest: Manifest) -> LabelWindow:
 def first_day_statistics(
     lake: Lake, reader: ExampleReader, manifest: Manifest
 ) -> InputStatistics | None:
-    """Statistics of the inputs on the last day of the first training.
-
-    None if it has no final labels.
-    """
+    """Statistics of the inputs on the last day of the first training; None if it has no rows."""
     return _day_statistics(lake, reader, manifest, manifest.first_training_day)
 
 
 def fit_new_numbers(lake: Lake, reader: ExampleReader, state: TrainState) -> None:
-    """Set the edges of numbers that an upgrade added, by the day that is trained next.
+    """Set the edges of numbers that have none, by the rows of the day that is trained next.
 
     Their weights are zero, so that this changes no prediction.
     """

@@ -71,7 +71,8 @@ class Manifest(StrictModel):
         event_types: Types of the events in a history; empty for all.
         base_rates: Rate of each objective when it was first trained, which weights its loss.
         layout: Rows that modules were trained on, if the features were changed since.
-        unfitted_numbers: Numbers that an upgrade added; the next day of training has their edges.
+        unfitted_numbers: Numbers without edges yet: those that an upgrade added, or all if the
+            first day had no rows; the next day with rows has their edges.
         precision_map: How linear layers are computed with `--compute.precision fp8`.
         num_shards: Shards that the day is split into: the number of processes that started it.
         table_versions: Delta versions of the tables read for the day.
@@ -131,6 +132,10 @@ class Manifest(StrictModel):
         named = zip(self.features.objectives, rates.tolist(), strict=True)
         new = {name: rate for name, rate in named if not math.isnan(rate)}
         return self.model_copy(update={"base_rates": new | self.base_rates})
+
+    def without_edges(self) -> "Manifest":
+        """The manifest of a model whose numbers have no edges yet."""
+        return self.model_copy(update={"unfitted_numbers": self.features.all_numeric_columns})
 
     def after_step(self, batch: Batch, rows: int) -> "Manifest":
         """The manifest after one more step on `rows` rows of all processes together."""

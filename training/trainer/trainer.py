@@ -78,12 +78,13 @@ def train_days(
     statistics = None if path else first_day_statistics(lake, reader, manifest)
     if statistics:
         manifest = manifest.with_base_rates(statistics.base_rates)
+    elif path is None and not manifest.joint_until:  # e.g. a surface that started later
+        manifest = manifest.without_edges()
     state = build_train_state(manifest, parallelism, statistics, process_device())
     timeline.record("model")
     if path:
         checkpoint.load_checkpoint(path, state)
         log.info("resuming from %s", path)
-        fit_new_numbers(lake, reader, state)
         timeline.record("checkpoint")
     trainer = Trainer(lake, reader, state, ThroughputMeter(timeline))
     metrics = [trainer.train_day(day) for day in date_range(manifest.trained_until, days[1])]
@@ -122,6 +123,7 @@ class Trainer:
         """
         rank, world = dist.get_rank(), dist.get_world_size()
         self.start_day(day)
+        fit_new_numbers(self.lake, self.reader, self.state)
         start_new_objectives(self.lake, self.reader, self.state)
         day_batches = DayBatches(self.lake, self.reader, day, self.state.manifest)
         batches = day_batches.for_rank(rank, world)
