@@ -9,15 +9,20 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from etl.errors import UserError
 from etl.signature import SIGNING_KEY_VARIABLE, TRUSTED_KEY_VARIABLE
 from etl.tables.lake import Lake
 from gemline import main
 from tests.conftest import FIRST, GEM_FLAGS, ROOT
+from training.config import TrainConfig
 from training.distributed.process_group import process_group
 from training.trainer import checkpoint
 from training.trainer.async_checkpoint import AsyncCheckpointer
 from training.trainer.checkpoint import DamagedCheckpointError
+from training.trainer.resume import starting_point
+from training.trainer.state import Manifest, latest_reader
 from training.trainer.trainer import load_train_state
+from training.trainer.upgrade import upgraded_manifest
 
 SECOND, THIRD = date(2026, 1, 2), date(2026, 1, 3)
 
@@ -132,3 +137,35 @@ def test_checkpoints_are_signed_and_verified_where_keys_are_set(
         manifest.write_text(manifest.read_text().replace('"seed": 0', '"seed": 1'))
         with pytest.raises(DamagedCheckpointError, match="was not signed by the key"):
             load_train_state(lake, FIRST)
+
+
+def test_histories_are_as_long_as_a_changed_spec_says_from_the_next_day_on(
+    lake: Lake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless an option sets their length, which no later day may change."""
+    ((name, sequence),) = lake.spec.sequences.items()
+    length = 2 * sequence.max_length
+    longer = {name: sequence.model_copy(update={"max_length": length})}
+    changed = Lake(lake.root, lake.spec.model_copy(update={"sequences": longer}))
+    by_spec, by_option = TrainConfig(), TrainConfig(max_length=8)
+
+    def manifest_of(lake: Lake, day: date, config: TrainConfig) -> Manifest:
+        return starting_point(lake, latest_reader(lake, config), (day, day), config)[0]
+
+    def next_length(trained: Manifest, config: TrainConfig) -> int | None:
+        found = [(checkpoint.checkpoint_path(lake.root, FIRST), trained)]
+        monkeypatch.setattr(checkpoint, "list_checkpoints", lambda *_: found)
+        return manifest_of(changed, SECOND, config).training.max_length
+
+    with process_group():
+        trained, with_option = (
+            manifest_of(lake, FIRST, config).model_copy(update={"complete": True})
+            for config in (by_spec, by_option)
+        )
+        earlier = trained.model_copy(update={"spec_max_length": None})  # of an earlier version
+        upgraded = upgraded_manifest(changed, earlier, by_spec.item_table_rows)
+        assert next_length(trained, by_spec) == next_length(upgraded, by_spec) == length
+        assert next_length(with_option, by_option) == by_option.max_length
+        for refused in (earlier, with_option):
+            with pytest.raises(UserError, match=f"max_length {refused.training.max_length}"):
+                next_length(refused, by_spec)

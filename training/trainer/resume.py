@@ -104,6 +104,7 @@ def new_manifest(
         training=config.model_copy(
             update={"sequence": reader.sequence, "max_length": reader.history_length}
         ),
+        spec_max_length=lake.spec.sequences[reader.sequence].max_length,
         precision_map=read_precision_map(lake.root) if config.compute.precision == "fp8" else None,
         num_shards=dist.get_world_size(),
         table_versions=dict(reader.table_versions) | _teacher_version(lake, config),
@@ -133,6 +134,8 @@ def _check_can_continue(previous: Manifest, requested: Manifest, first: date) ->
             "models/gem from the lake to start over"
         )
     old, new = previous.training.resume_invariants(), requested.training.resume_invariants()
+    if previous.has_length_of_spec and requested.has_length_of_spec:
+        old["max_length"] = new["max_length"]
     changed = [f"{name} {old[name]}" for name in old if old[name] != new[name]]
     if previous.features != requested.features:
         changed.append(f"similarity_attributes {', '.join(previous.features.similarity_columns)}")

@@ -73,6 +73,8 @@ class Manifest(StrictModel):
         layout: Rows that modules were trained on, if the features were changed since.
         unfitted_numbers: Numbers without edges yet: those that an upgrade added, or all if the
             first day had no rows; the next day with rows has their edges.
+        spec_max_length: Events per history by the spec; those of `training` differ if they were set
+            by an option. None in manifests of earlier versions.
         precision_map: How linear layers are computed with `--compute.precision fp8`.
         num_shards: Shards that the day is split into: the number of processes that started it.
         table_versions: Delta versions of the tables read for the day.
@@ -96,6 +98,7 @@ class Manifest(StrictModel):
     layout: Layout = {}
     unfitted_numbers: tuple[str, ...] = ()
     training: TrainConfig
+    spec_max_length: int | None = None
     precision_map: PrecisionMap | None = None
     num_shards: int
     table_versions: dict[str, int]
@@ -126,6 +129,11 @@ class Manifest(StrictModel):
     def first_training_day(self) -> date:
         """The last day of the first training; at its end all labels that are final are new."""
         return self.joint_until or self.trained_from
+
+    @property
+    def has_length_of_spec(self) -> bool:
+        """Whether histories are as long as the spec says, which may then change from day to day."""
+        return self.training.max_length == self.spec_max_length
 
     def with_base_rates(self, rates: Tensor) -> "Manifest":
         """The manifest with the rates (O) of objectives that have none yet; NaN adds none."""
@@ -168,7 +176,7 @@ class Manifest(StrictModel):
         """Whether both belong to the same training run, possibly at different steps."""
         progress = {"trained_until", "complete", "batches", "steps", "rows", "consumed_batches"}
         progress |= {"base_rates", "unfitted_numbers", "first_batch_digests", "num_shards"}
-        progress |= {"state_dir", "file_hashes", "precision_map"}
+        progress |= {"state_dir", "file_hashes", "precision_map", "spec_max_length"}
         return self.model_dump(exclude=progress) == other.model_dump(exclude=progress)
 
 

@@ -143,6 +143,7 @@ def upgraded_manifest(lake: Lake, old: Manifest, item_table_rows: int) -> Manife
             "event_types": spec.sequences[training.sequence].events or (),
             "base_rates": {n: r for n, r in old.base_rates.items() if n in features.objectives},
             "training": _training_of(training, features, item_table_rows),
+            "spec_max_length": old.spec_max_length or training.max_length,
             "unfitted_numbers": _unfitted_numbers(old, features, spec.attributes),
         }
     )
