@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -108,6 +109,11 @@ def test_the_counter_does_not_see_what_reads_none() -> None:
     assert not counter.counts
 
 
+def activation_unit(**options: Any) -> GemOptions:
+    sequence = SequenceOptions(target_attention="activation_unit", **options)
+    return GemOptions(sequence=sequence)
+
+
 NEXT_ACTION = GemOptions(sequence=SequenceOptions(next_action_weight=0.1, flow="int"))
 
 
@@ -117,8 +123,9 @@ NEXT_ACTION = GemOptions(sequence=SequenceOptions(next_action_weight=0.1, flow="
         TrainConfig(),
         FixedSizes(),
         TrainConfig(scale="tiny", model=NEXT_ACTION, item_table_rows=1024),
+        TrainConfig(scale="tiny", model=activation_unit(cls_tokens=2), item_table_rows=1024),
     ],
-    ids=["default", "fixed sizes", "next action, both directions"],
+    ids=["default", "fixed sizes", "next action, both directions", "activation unit"],
 )
 def test_a_step_after_the_lookup_reads_no_value(
     features: FeatureSchema, config: TrainConfig
@@ -128,6 +135,26 @@ def test_a_step_after_the_lookup_reads_no_value(
         state.model.core.train()
         count_host_syncs(state, random_batch(features, SHAPE))  # builds the map of item rows
         assert not count_host_syncs(state, random_batch(features, LARGER, 1))
+
+
+@pytest.mark.parametrize("context", ["request", "candidate"])
+def test_candidates_are_paired_with_all_events_of_their_sequences(
+    features: FeatureSchema, context: str
+) -> None:
+    """Those of the encoded sequences, with their CLS tokens."""
+    model = activation_unit(cls_tokens=2, flow="n2s", context=context)
+    config = TINY.model_copy(update=dict(model))
+    gem, batch = Gem(features, config).eval(), random_batch(features, SHAPE)
+    selection = gem.select_history(batch)
+    (pairs,), (group,) = selection.target_pairs, selection.event_groups
+    per_request = len(group) // len(batch.as_of) + 2
+    own = context == "candidate"
+    sequence = torch.arange(len(batch)) if own else batch.request_index
+    expected = [
+        (b, int(s) * per_request + k) for b, s in enumerate(sequence) for k in range(per_request)
+    ]
+    assert list(zip(pairs.query.tolist(), pairs.key.tolist(), strict=True)) == expected
+    gem(*inputs_of(gem, features, SHAPE))
 
 
 def inputs_of(

@@ -13,6 +13,7 @@ from training.model.config import EventGroupOptions, Flow, GemConfig, SequenceOp
 from training.model.sequence.event_groups import append_tokens, event_groups_of
 from training.model.sequence.interformer import InterFormer, InterFormerOutput
 from training.model.sequence.pyramid import EncodedEvents
+from training.ops.ragged import query_key_pairs
 
 
 @pytest.fixture(autouse=True)
@@ -116,8 +117,11 @@ def test_requests_are_independent_and_all_parameters_have_gradients(
     alone, _ = encoded(model, x[3:], last_request)
     torch.testing.assert_close(out.rows[3:], alone, rtol=1e-4, atol=1e-5)
 
+    pairs = None
+    if options.get("target_attention"):
+        pairs = query_key_pairs(torch.arange(5), out.full_length[0].offsets)
     attended = model.encoders[0].attend_from_candidates(
-        torch.randn(len(LENGTHS), WIDTH), torch.arange(4), out.full_length[0]
+        torch.randn(len(LENGTHS), WIDTH), torch.arange(4), out.full_length[0], pairs
     )
     ((out.rows * torch.randn_like(out.rows)).sum() + attended.sum()).backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())

@@ -29,10 +29,10 @@ from training.model.sequence.pooling import (
 )
 from training.model.sequence.pyramid import EncodedEvents, EventMerging, merge_older_events
 from training.model.sequence.summaries import MaskNet, SequenceSummary
-from training.model.sequence.target_attention import ActivationUnitAttention
+from training.model.sequence.target_attention import ActivationUnitAttention, candidate_offsets
 from training.ops.attention import AttentionKind, reference
 from training.ops.attention.reference import ELEMENTWISE_ACTIVATIONS
-from training.ops.ragged import segment_ids
+from training.ops.ragged import query_key_pairs, segment_ids
 
 WIDTH, HEADS, ROW, USERS = 8, 2, 6, 3
 LENGTHS = (5, 0, 1, 12)
@@ -255,7 +255,8 @@ def test_the_activation_unit_is_an_mlp_of_both_their_difference_and_their_produc
     candidates, difference = torch.randn(6, WIDTH), torch.randn(5, WIDTH)
     q, k = unit.candidate.weight - difference, unit.event.weight + difference
     first_layer = torch.cat((q, k, difference, unit.product.weight), 1)
-    out = unit(candidates, h.events, request, h.offsets)
+    paired = query_key_pairs(candidate_offsets(request, h.offsets), h.offsets)
+    out = unit(candidates, h.events, paired)
     for row, candidate in enumerate(candidates):
         events = h.events[h.offsets[request[row]] : h.offsets[request[row] + 1]]
         query = candidate.expand_as(events)
@@ -263,7 +264,7 @@ def test_the_activation_unit_is_an_mlp_of_both_their_difference_and_their_produc
         weights = unit.unit(pairs @ first_layer.T + unit.candidate.bias)
         torch.testing.assert_close(out[row], (weights * events).sum(0))
     twice, offsets = h.events[:5].repeat(2, 1), torch.tensor([0, 10])
-    doubled = unit(candidates[:1], twice, request[:1], offsets)
+    doubled = unit(candidates[:1], twice, query_key_pairs(torch.tensor([0, 1]), offsets))
     torch.testing.assert_close(doubled, 2 * out[:1])
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from training.data.batch import Batch
@@ -19,7 +20,7 @@ from training.data.matching import (
     match_batch,
 )
 from training.data.tensor_fields import TensorFields
-from training.ops.ragged import QueryKeyPairs, query_key_pairs
+from training.ops.ragged import QueryKeyPairs, query_key_pairs, segment_offsets
 
 
 class SelectedEvents(NamedTuple):
@@ -39,6 +40,8 @@ class HistorySelection(TensorFields):
         event_group_offsets: Offsets (R + 1) that cut them into requests.
         matches: The most recent events that match a candidate, by similarity attribute.
         match_pairs: The pairs of a candidate and an event in `matches`.
+        target_pairs: The pairs of a candidate and an event of each event group, for DIN's
+            activation unit; empty for other attention.
         recency: The recency of all matching events, by similarity attribute.
     """
 
@@ -47,6 +50,7 @@ class HistorySelection(TensorFields):
     event_group_offsets: tuple[Tensor, ...]
     matches: tuple[AttributeMatches, ...]
     match_pairs: tuple[QueryKeyPairs, ...]
+    target_pairs: tuple[QueryKeyPairs, ...]
     recency: tuple[AttributeRecency, ...]
 
     def split_events(self, values: Tensor) -> SelectedEvents:
@@ -66,6 +70,26 @@ class EventFilter:
 
 
 @dataclass(frozen=True)
+class TargetPairing:
+    """Pairs each candidate with the events of its sequence, which ends with `cls_tokens` more.
+
+    Candidates share the sequence of their request unless they have `own_sequences`.
+    """
+
+    cls_tokens: int
+    own_sequences: bool
+
+    def __call__(self, request: Tensor, offsets: Tensor) -> QueryKeyPairs:
+        """Pairs of candidates (B), sorted by `request` (B), and events cut by `offsets` (R + 1)."""
+        q_offsets = segment_offsets(request, len(offsets) - 1)
+        if self.own_sequences:
+            offsets = F.pad(offsets.diff()[request].cumsum(0), (1, 0))
+            q_offsets = torch.arange(len(offsets), device=offsets.device)
+        added = self.cls_tokens * torch.arange(len(offsets), device=offsets.device)
+        return query_key_pairs(q_offsets, offsets + added)
+
+
+@dataclass(frozen=True)
 class HistorySelector:
     """Selects the events that a model reads; the configuration of that, without any weights.
 
@@ -74,12 +98,14 @@ class HistorySelector:
         event_filters: The most recent events of each event group.
         max_matched_events: Events that are attended to of those that match a candidate.
         num_types: Event types, with the unknown one.
+        target_pairing: Pairs candidates and events; None for attention that needs no pairs.
     """
 
     attributes: tuple[str, ...]
     event_filters: tuple[EventFilter, ...]
     max_matched_events: int
     num_types: int
+    target_pairing: TargetPairing | None = None
 
     def __call__(self, batch: Batch) -> HistorySelection:
         """Select the events of a batch."""
@@ -90,12 +116,16 @@ class HistorySelector:
         all_matches = [match_batch(batch, name) for name in self.attributes]
         attended = tuple(matches.keep_newest(self.max_matched_events) for matches in all_matches)
         event_groups = tuple(positions for positions, _ in newest)
+        pair = self.target_pairing
         return HistorySelection(
             positions=torch.cat((*event_groups, *(matches.events for matches in attended))),
             event_groups=event_groups,
             event_group_offsets=tuple(offsets for _, offsets in newest),
             matches=attended,
             match_pairs=tuple(query_key_pairs(m.q_offsets, m.kv_offsets) for m in attended),
+            target_pairs=(
+                tuple(pair(batch.request_index, offsets) for _, offsets in newest) if pair else ()
+            ),
             recency=tuple(attribute_recency(m, batch, self.num_types) for m in all_matches),
         )
 

@@ -12,7 +12,12 @@ from torch import Tensor, nn
 from etl.errors import UserError
 from features.schema import ITEM_TABLE, FeatureSchema
 from training.data.batch import Batch, History
-from training.data.history_selection import EventFilter, HistorySelection, HistorySelector
+from training.data.history_selection import (
+    EventFilter,
+    HistorySelection,
+    HistorySelector,
+    TargetPairing,
+)
 from training.model.config import GemConfig
 from training.model.embeddings import EmbeddingVectors
 from training.model.heads import NextActionLoss, sample_followed_events
@@ -143,8 +148,13 @@ class HistoryEncoder(nn.Module):
         if self.encoder.options.encodes_each_candidate:
             sequence_index = torch.arange(len(candidates), device=candidates.device)
         attended = [
-            encoder.attend_from_candidates(candidates, sequence_index, events)
-            for encoder, events in zip(encoders, encoded.full_length, strict=True)
+            encoder.attend_from_candidates(candidates, sequence_index, events, pairs)
+            for encoder, events, pairs in zip(
+                encoders,
+                encoded.full_length,
+                selection.target_pairs or [None] * len(encoders),
+                strict=True,
+            )
         ]
         attended += self._attend_to_matches(candidates, tokens.by_match, selection)
         recency = [
@@ -236,6 +246,7 @@ def history_selector(features: FeatureSchema, config: GemConfig) -> HistorySelec
 
     Raises UserError if an event group names an event that the spec does not have.
     """
+    options = config.sequence
     return HistorySelector(
         attributes=features.similarity_columns,
         event_filters=tuple(
@@ -244,6 +255,11 @@ def history_selector(features: FeatureSchema, config: GemConfig) -> HistorySelec
         ),
         max_matched_events=config.matched_events,
         num_types=len(features.events) + 1,
+        target_pairing=(
+            TargetPairing(options.cls_tokens, options.encodes_each_candidate)
+            if options.target_attention == "activation_unit"
+            else None
+        ),
     )
 
 

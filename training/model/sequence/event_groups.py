@@ -16,7 +16,7 @@ from training.model.sequence.pooling import HierarchicalSeedPooling, PmaPooling
 from training.model.sequence.pyramid import EncodedEvents, EncoderSizes, PyramidLevel
 from training.model.sequence.summaries import ContextSummary, SequenceSummary
 from training.model.sequence.target_attention import ActivationUnitAttention, TargetAttention
-from training.ops.ragged import segment_ids
+from training.ops.ragged import QueryKeyPairs, segment_ids
 
 FINAL = "final"  # name of the summary after the last level
 
@@ -160,11 +160,19 @@ class EventGroupEncoder(nn.Module):
         return summary
 
     def attend_from_candidates(
-        self, candidates: Tensor, request: Tensor, encoded: EncodedEvents
+        self,
+        candidates: Tensor,
+        request: Tensor,
+        encoded: EncodedEvents,
+        pairs: QueryKeyPairs | None = None,
     ) -> Tensor:
-        """Attention of candidates (B, event width) to the events: a row (B, d) of each."""
+        """Attention of candidates (B, event width) to the events: a row (B, d) of each.
+
+        The activation unit needs their `pairs`.
+        """
         queries = self.input_projection(candidates)
-        attended = self.target_attention(queries, encoded.events, request, encoded.offsets)
+        where = (request, encoded.offsets) if pairs is None else (pairs,)
+        attended = self.target_attention(queries, encoded.events, *where)
         rows: Tensor = self.target_out(attended)
         return rows
 

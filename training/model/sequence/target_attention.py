@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from training.model.sequence.attention import Attention, split_heads
 from training.ops.attention import AttentionKind, attention
-from training.ops.ragged import query_key_pairs, segment_offsets
+from training.ops.ragged import QueryKeyPairs, segment_offsets
 
 
 class TargetAttention(nn.Module):
@@ -54,11 +54,8 @@ class ActivationUnitAttention(nn.Module):
         self.product = nn.Linear(width, hidden, bias=False)
         self.unit = nn.Sequential(nn.PReLU(), nn.Linear(hidden, 1))
 
-    def forward(
-        self, candidates: Tensor, events: Tensor, request: Tensor, offsets: Tensor
-    ) -> Tensor:
-        """Candidates (B, W), sorted by `request` (B), and events (N, W) to (B, W)."""
-        pairs = query_key_pairs(candidate_offsets(request, offsets), offsets)
+    def forward(self, candidates: Tensor, events: Tensor, pairs: QueryKeyPairs) -> Tensor:
+        """Candidates (B, W), and events (N, W) with which they are paired, to (B, W)."""
         event = events[pairs.key]
         hidden = self.candidate(candidates)[pairs.query] + self.event(events)[pairs.key]
         weight = self.unit(hidden + self.product(candidates[pairs.query] * event))
