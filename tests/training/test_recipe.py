@@ -105,7 +105,7 @@ def changes_of_one_step(
     state = build_train_state(manifest)
     trainer = Trainer(lake, reader, state, ThroughputMeter(Timeline()))
     trainer.start_day(FIRST)
-    trainer.day_steps = day_steps
+    trainer.pass_ends = (day_steps,)
     state.manifest = state.manifest.model_copy(update={"batches": day_step})
     loss = Loss.from_config(config, reader.features)
     before = weights_of(state)
@@ -170,7 +170,7 @@ def test_each_pass_reads_each_row_once_in_an_order_of_its_own(lake: Lake) -> Non
         reader, manifest = latest_reader(lake, config), new_manifest(lake, config)
         day = DayBatches(lake, reader, FIRST, manifest)
         batches = list(day.shard_batches(0))
-        assert day.num_steps(0, 1) == len(batches)
+        assert day.pass_ends(0, 1) == tuple(len(batches) * n // passes for n in (1, 2, 3))
         done, consumed_batches = 2 * len(batches), (3, 1)
         progress = {"batches": done, "num_shards": 2, "consumed_batches": consumed_batches}
         resumed = replace(day, manifest=manifest.model_copy(update=progress))
@@ -178,7 +178,7 @@ def test_each_pass_reads_each_row_once_in_an_order_of_its_own(lake: Lake) -> Non
             len(list(resumed.shard_batches(shard, consumed)))
             for shard, consumed in enumerate(consumed_batches)
         )
-        assert resumed.num_steps(0, 1) == done + remaining
+        assert resumed.pass_ends(0, 1)[-1] == done + remaining
     per_pass = len(batches) // passes
     assert [batch.is_repeated for batch in batches] == [False] * per_pass + [True] * 2 * per_pass
     by_pass = [
@@ -232,7 +232,7 @@ def train_until(lake: Lake, config: TrainConfig, step: int) -> int:
         trainer = StoppingTrainer(lake, reader, state, meter, stop_at=step)
         with pytest.raises(StoppedError):
             trainer.train_day(FIRST)
-    return trainer.day_steps
+    return trainer.pass_ends[-1]
 
 
 def trained_tensors(lake: Lake) -> dict[str, torch.Tensor]:
@@ -286,8 +286,8 @@ def test_embeddings_restart_at_the_first_step_of_each_further_pass(lake: Lake) -
         trainer.start_day(FIRST)
         loss = Loss.from_config(config, reader.features)
         batch = next(DayBatches(lake, reader, FIRST, manifest).shard_batches(0))
-        trainer.day_steps = 6
-        for _ in range(trainer.day_steps):
+        trainer.pass_ends = (2, 4, 6)
+        for _ in range(6):
             before = weights_of(state)["collection.embeddings.item.weight"]
             take_step(trainer, batch, loss)
             after = weights_of(state)["collection.embeddings.item.weight"]

@@ -14,7 +14,14 @@ from training.data.batch import Shuffle, batch_digest
 from training.data.history_selection import EventFilter, HistorySelection, HistorySelector
 from training.data.label_window import ALL_LABELS
 from training.data.reader import ExampleReader
-from training.data.shards import Epoch, RoundRobin, ShardDataset, read_epoch, round_robin_order
+from training.data.shards import (
+    Epoch,
+    RoundRobin,
+    ShardDataset,
+    read_epoch,
+    round_robin_order,
+    steps_to_pass_end,
+)
 
 LENGTHS = st.lists(st.integers(0, 8), max_size=5)
 
@@ -85,3 +92,30 @@ def test_workers_give_the_stream_of_their_shards_from_any_position(
         assert selector(batch).positions.equal(batch.selection.positions)
     together = {i for shard in shards for b in shard.batches(reader) for i in b.impression_ids}
     assert together == alone
+
+
+@given(
+    st.lists(st.integers(0, 30), min_size=1, max_size=4).filter(any), st.integers(1, 3), st.data()
+)
+def test_a_resumed_pass_ends_when_its_last_shard_is_through_it(
+    sizes: list[int], passes: int, data: st.DataObject
+) -> None:
+    """One process goes on with the shards of several, which took a batch of each at once."""
+    stopped = data.draw(st.integers(0, passes * max(sizes)))
+    consumed = [min(stopped, passes * size) for size in sizes]
+    streams = {n: iter(range(done, passes * sizes[n])) for n, done in enumerate(consumed)}
+    batches = RoundRobin(streams, dict(enumerate(consumed)))
+    ends: dict[int, int] = {}
+    for step in range(1 + passes * sum(sizes) - sum(consumed)):
+        for number in range(1, passes + 1):
+            if all(batches.consumed[n] >= number * size for n, size in enumerate(sizes)):
+                ends.setdefault(number, step)
+        next(batches, None)
+    shards = list(zip(sizes, consumed, strict=True))
+    for number in range(1, passes + 1):
+        steps = steps_to_pass_end(shards, number, passes)
+        if stopped > number * max(sizes):
+            assert steps < 0
+        else:
+            assert ends[number] <= steps < ends[number] + len(sizes)
+    assert steps_to_pass_end([(50, 30), (50, 30)], 1, 2) == 40

@@ -54,6 +54,23 @@ def round_robin_order(lengths: Sequence[int]) -> list[int]:
     return list(RoundRobin({n: repeat(n, length) for n, length in enumerate(lengths)}))
 
 
+def steps_to_pass_end(shards: Sequence[tuple[int, int]], number: int, passes: int) -> int:
+    """Steps until the last of the shards that `RoundRobin` reads is through a pass.
+
+    Args:
+        shards: The batches of a pass over each shard, some at least, and the batches of all passes
+            that were consumed.
+        number: The number of the pass, from 1.
+        passes: The number of all passes.
+
+    Returns:
+        Below zero if the next pass began before.
+    """
+    with_rows = [(batches, consumed) for batches, consumed in shards if batches]
+    turns = max(number * batches - consumed for batches, consumed in with_rows)
+    return sum(min(turns, passes * batches - consumed) for batches, consumed in with_rows)
+
+
 @dataclass(frozen=True)
 class Epoch:
     """The arguments of `ExampleReader.batches`: batches to read, and their order.

@@ -24,7 +24,7 @@ from training.data.batch import Batch, InputStatistics, Shuffle, batch_digest
 from training.data.input_statistics import base_rates, input_statistics
 from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
-from training.data.shards import Epoch, RoundRobin, read_epoch
+from training.data.shards import Epoch, RoundRobin, read_epoch, steps_to_pass_end
 from training.model.gem import Gem
 from training.model.history.encoder import history_selector
 from training.precision.precision_map import read_precision_map
@@ -273,18 +273,23 @@ class DayBatches:
             for batch in read_epoch(self.reader, epoch, config.workers):
                 yield replace(batch, is_repeated=True) if current else batch
 
-    def num_steps(self, rank: int, world: int) -> int:
-        """The number of steps of the day, those that are done included; a collective call."""
+    def pass_ends(self, rank: int, world: int) -> tuple[int, ...]:
+        """The step of the day at which each pass ends, the last one with it; a collective call.
+
+        A pass ends when the last shard is through it. Steps that are done count.
+        """
         consumed = dict(enumerate(self.manifest.consumed_batches))
-        passes = self.manifest.training.passes
-        remaining = torch.tensor(
-            sum(
-                self.epoch(shard).num_batches(self.reader) * passes - consumed.get(shard, 0)
-                for shard in range(rank, self.manifest.num_shards, world)
-            )
-        )
-        dist.all_reduce(remaining, dist.ReduceOp.MAX)
-        return self.manifest.batches + int(remaining)
+        passes, done = self.manifest.training.passes, self.manifest.batches
+        shards = [
+            (self.epoch(shard).num_batches(self.reader), consumed.get(shard, 0))
+            for shard in range(rank, self.manifest.num_shards, world)
+        ]
+        ends = [0] * passes
+        if any(batches for batches, _ in shards):
+            ends = [done + steps_to_pass_end(shards, n, passes) for n in range(1, passes + 1)]
+        latest = torch.tensor(ends)
+        dist.all_reduce(latest, dist.ReduceOp.MAX)
+        return tuple(latest.tolist())
 
     def for_rank(self, rank: int, world: int) -> RoundRobin[Batch]:
         """The batches of one process, from its shards in turn."""

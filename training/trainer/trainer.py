@@ -102,7 +102,7 @@ class Trainer:
     state: TrainState
     meter: ThroughputMeter
     checkpointer: AsyncCheckpointer = field(default_factory=AsyncCheckpointer)
-    day_steps: int = 0
+    pass_ends: tuple[int, ...] = ()
     device: torch.device = field(init=False)
     loss_check: LossCheck = field(init=False)
 
@@ -129,7 +129,7 @@ class Trainer:
         batches = day_batches.for_rank(rank, world)
         padding = day_batches.padding_batches(rank)
         if self.config.decay_share or self.config.reset_embeddings_each_pass:
-            self.day_steps = day_batches.num_steps(rank, world)
+            self.pass_ends = day_batches.pass_ends(rank, world)
         loss = Loss.from_config(
             self.config,
             self.reader.features,
@@ -200,8 +200,7 @@ class Trainer:
 
     def _starts_further_pass(self) -> bool:
         """Whether the next step is the first of a pass after the first, on all processes."""
-        steps = self.state.manifest.batches
-        return steps > 0 and steps % (self.day_steps // self.config.passes) == 0
+        return self.state.manifest.batches in self.pass_ends[:-1]
 
     def _start_lookup(self, batch: Batch, position: int) -> StartedLookup:
         """Start the look-up of a batch of the day at a position; a collective call."""
@@ -246,7 +245,8 @@ class Trainer:
     def _set_learning_rates(self) -> None:
         """Set the rates of the dense weights and of the tables, which update in the backward."""
         state, config = self.state, self.config
-        factor = rate_factor(config, state.manifest.steps, state.manifest.batches, self.day_steps)
+        day_steps = self.pass_ends[-1] if self.pass_ends else 0
+        factor = rate_factor(config, state.manifest.steps, state.manifest.batches, day_steps)
         for optimizer, rate in (
             (state.optimizer, config.dense_lr),
             (state.tables.fused_optimizer, state.embedding_lr),
