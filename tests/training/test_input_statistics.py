@@ -9,6 +9,8 @@ import numpy as np
 import pyarrow.compute as pc
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from benchmarks.harness import SIMULATOR_SPEC
@@ -25,6 +27,7 @@ from etl.tables import arrow, atomic_io, label_schemas, schemas
 from etl.tables.lake import Lake
 from tests.conftest import FIRST
 from training.config import TrainConfig
+from training.data import input_statistics
 from training.data.batch import InputStatistics
 from training.distributed.process_group import process_group
 from training.model.gem import Gem
@@ -115,6 +118,28 @@ def test_a_model_starts_with_the_quantiles_and_base_rates_of_the_first_day(
     rates = torch.sigmoid(core.heads.out_bias[:count])
     torch.testing.assert_close(rates, statistics.base_rates)
     assert (statistics.base_rates > 0).all() and (statistics.base_rates < 1).all()
+
+
+def test_edges_are_quantiles_of_a_bounded_number_of_rows_of_all_buckets(
+    lake: Lake, group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Base rates are of all rows that were read: they need no memory."""
+    every = statistics_of(lake)
+    rows, users = len(every.row_numeric), len(every.user_numeric)
+    monkeypatch.setattr(input_statistics, "SAMPLE_ROWS", rows - 1)
+    bounded = statistics_of(lake)
+    assert len(bounded.row_numeric) == rows - 1 and len(bounded.user_numeric) == min(
+        users, rows - 1
+    )
+    assert torch.equal(bounded.base_rates, every.base_rates)
+
+
+@given(st.integers(0, 5 * input_statistics.SAMPLE_ROWS))
+def test_a_sample_of_rows_is_even(rows: int) -> None:
+    sample = input_statistics.even_sample(np.arange(rows, dtype=np.float32)[:, None])[:, 0]
+    assert len(sample) == min(rows, input_statistics.SAMPLE_ROWS)
+    steps = np.diff(sample, append=rows)
+    assert not rows or (sample[0] == 0 and steps.min() >= 1 and steps.max() - steps.min() <= 1)
 
 
 def delay_labels(lake: Lake, objectives: Collection[str]) -> None:

@@ -24,10 +24,10 @@ PRIOR_ROWS, PRIOR_RATE = 20.0, 0.1  # keep the base rate of an objective without
 def input_statistics(
     reader: ExampleReader, day: date, label_window: LabelWindow
 ) -> InputStatistics | None:
-    """Statistics of some users on a day; None if it has no rows.
+    """Statistics of some users on a day, at most SAMPLE_ROWS numbers of each feature.
 
-    The users of a bucket are a random sample. Inputs are of all their rows, since those of slow
-    objectives have no label yet; base rates are of the labels in the window.
+    None if the day has no rows. The users of a bucket are a random sample. Inputs are of all their
+    rows, since those of slow objectives have no label yet; base rates are of labels in the window.
     """
     row_numeric, user_numeric = [], []
     all_rows = replace(label_window, include_unlabelled=True)
@@ -40,11 +40,17 @@ def input_statistics(
     if not partitions:
         return None
     return InputStatistics(
-        row_numeric=torch.from_numpy(np.concatenate(row_numeric)),
-        user_numeric=torch.from_numpy(np.concatenate(user_numeric)),
+        row_numeric=torch.from_numpy(even_sample(np.concatenate(row_numeric))),
+        user_numeric=torch.from_numpy(even_sample(np.concatenate(user_numeric))),
         base_rates=_base_rates(partitions),
         auxiliary_means=_mean_labels([(p.auxiliary_labels, p.auxiliary_mask) for p in partitions]),
     )
+
+
+def even_sample(values: Float32) -> Float32:
+    """At most SAMPLE_ROWS rows of values (n, F), spread evenly: a bucket may have millions."""
+    count = min(len(values), SAMPLE_ROWS)
+    return values[np.arange(count) * len(values) // max(count, 1)]
 
 
 def base_rates(reader: ExampleReader, days: Sequence[date], label_window: LabelWindow) -> Tensor:
@@ -58,7 +64,7 @@ def base_rates(reader: ExampleReader, days: Sequence[date], label_window: LabelW
 def _sample_partitions(
     reader: ExampleReader, days: Sequence[date], label_window: LabelWindow
 ) -> Iterator[ExamplePartition]:
-    """The first buckets with about SAMPLE_ROWS rows."""
+    """The first buckets with SAMPLE_ROWS rows or more, complete."""
     rows, buckets = 0, range(reader.lake.spec.buckets)
     for _, partition in reader.partitions(days, buckets, label_window):
         yield partition
