@@ -1,5 +1,6 @@
 """Processes with unequal batches take the same steps as one process on all rows."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.harness import SIMULATOR_SPEC
+from benchmarks.system.warm_start import SHAPE, manifest_of
+from etl.spec import load_spec
 from tests.training.many import run
+from training.config import TrainConfig
 from training.data.batch import Batch
-from training.distributed.process_group import synchronized_batches
-from training.trainer.step import masked_loss
+from training.data.synthetic import random_batch
+from training.distributed.process_group import process_group, synchronized_batches
+from training.trainer.state import TrainState, build_train_state
+from training.trainer.step import Loss, masked_loss, train_step
 
 
 @dataclass(frozen=True)
@@ -27,7 +34,7 @@ class Rows:
     def __len__(self) -> int:
         return len(self.x)
 
-    def without_labels(self) -> "Rows":
+    def as_spare(self) -> "Rows":
         return Rows(self.x, torch.zeros_like(self.label_mask))
 
 
@@ -44,6 +51,33 @@ def model() -> nn.Linear:
 
 def labels(x: Tensor) -> Tensor:
     return (x[:, :2] > 0).float()
+
+
+def counted(state: TrainState) -> dict[str, Tensor]:
+    """Running statistics of numbers, and counts of look-ups."""
+    state.all_reduce_counts()
+    buffers = state.model.core.named_buffers()
+    statistics = {name: b.clone() for name, b in buffers if "standardizer" in name}
+    return statistics | {name: x.clone() for name, x in state.item_rows.state_dict().items()}
+
+
+def test_a_spare_batch_changes_no_statistics_and_no_counts() -> None:
+    config = TrainConfig(scale="tiny", item_table_rows=1024)
+    with process_group():
+        state = build_train_state(manifest_of(load_spec(SIMULATOR_SPEC), config))
+        state.model.core.train()
+        features = state.manifest.features
+        batch, loss = random_batch(features, SHAPE), Loss.from_config(config, features)
+        states = [counted(state)]
+        for repeated in (batch, batch.as_spare(), batch):
+            output = train_step(state.model, repeated, len(batch), state.optimizer, loss)
+            assert output.logits.isfinite().all()
+            states.append(counted(state))
+    equal = [
+        all(torch.equal(x, after[name]) for name, x in before.items())
+        for before, after in itertools.pairwise(states)
+    ]
+    assert equal == [False, True, False] and len(states[0]) > 8
 
 
 def save_gradients(

@@ -79,6 +79,7 @@ class Batch(TensorFields):
         swap_weights: (B, 2) Weights of the impression as the upper and as the lower one of two
             neighbouring positions (`neighbour_swap_weights`); 0 except in training of rankers.
         is_repeated: Whether the rows were trained on before, in an earlier pass.
+        is_spare: Whether it is trained only because other processes have further batches.
         selection: The events that a model reads, if they were selected where the batch was read.
     """
 
@@ -105,6 +106,7 @@ class Batch(TensorFields):
     user_ids: npt.NDArray[np.object_]
     swap_weights: Tensor = field(metadata={"derived": True})
     is_repeated: bool = False
+    is_spare: bool = field(default=False, metadata={"derived": True})
     selection: TensorFields | None = field(default=None, metadata={"derived": True})
 
     def __len__(self) -> int:
@@ -117,6 +119,18 @@ class Batch(TensorFields):
             self,
             label_mask=torch.zeros_like(self.label_mask),
             auxiliary_mask=torch.zeros_like(self.auxiliary_mask),
+        )
+
+    def as_spare(self) -> "Batch":
+        """The same rows for a step that learns nothing: without labels, and without numbers.
+
+        Missing numbers do not change running statistics.
+        """
+        return replace(
+            self.without_labels(),
+            is_spare=True,
+            user_numeric=torch.full_like(self.user_numeric, torch.nan),
+            row_numeric=torch.full_like(self.row_numeric, torch.nan),
         )
 
 

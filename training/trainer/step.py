@@ -247,9 +247,12 @@ class GemModel:
     training_item_rows: ItemRows | None = None
 
     def table_ids(self, batch: Batch, selection: HistorySelection) -> dict[str, Tensor]:
-        """The ids that a batch looks up, by table; in training, items may be dropped."""
-        in_training = self.core.training and self.training_item_rows
-        item_rows = in_training or self.item_rows
+        """The ids that a batch looks up, by table; in training, items may be dropped.
+
+        The look-ups of a spare batch are not counted, since its rows were trained on before.
+        """
+        is_counted = self.core.training and not batch.is_spare
+        item_rows = (is_counted and self.training_item_rows) or self.item_rows
         return table_ids(batch, selection.positions, item_rows, self.user_rows)
 
     def __call__(self, batch: Batch, lookup: StartedLookup | None = None) -> GemOutput:
