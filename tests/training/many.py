@@ -45,13 +45,14 @@ SGD = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5}
 
 @dataclass(frozen=True)
 class Parallelism:
-    """How a model is distributed over the processes."""
+    """How a model of an interaction module is distributed over the processes."""
 
     replica_groups: int = 1
     sync_every: int = 1
     sharded: bool = False
     sharding_types: tuple[ShardingType, ...] = TABLE_WISE
     max_norm: float | None = None
+    interaction: str = "wukong"
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def train(
     """Train on the batches of several steps; those of a step are divided among the processes."""
     mesh = build_mesh(parallelism.replica_groups)
     torch.manual_seed(0)
-    core = Gem(features, SIZES).eval()
+    core = Gem(features, SIZES.model_copy(update={"interaction": parallelism.interaction})).eval()
     rows = table_sizes(features, ITEMS, SIZES.user_hash_buckets)
     torchrec_tables = TorchrecTables(rows, SIZES.embedding_dim, (USER_TABLE,))
     tables = shard_tables(torchrec_tables, mesh, SGD, parallelism.sharding_types)

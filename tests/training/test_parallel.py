@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from etl.array_types import Float64
 from etl.tables.lake import Lake
@@ -21,8 +22,13 @@ from tests.training.many import (
 )
 from training.data.batch import Batch
 from training.distributed.communication import expected_all_to_all_bytes
+from training.distributed.dense import layers_to_shard
 from training.distributed.process_group import process_group
 from training.model.embeddings import table_sizes
+from training.model.gem import Gem
+from training.model.hyformer import HyFormerLayer
+from training.model.interaction.token_mixing import MixerBlock
+from training.model.interaction.wukong import WukongLayer
 from training.trainer.state import TABLE_AND_ROW_WISE
 
 STEPS, ROW_BYTES = 3, 4 * SIZES.embedding_dim
@@ -35,6 +41,8 @@ VARIANTS = {
         "dense sharded": Parallelism(sharded=True),
         "clipped": Parallelism(max_norm=MAX_NORM),
         "dense sharded, clipped": Parallelism(sharded=True, max_norm=MAX_NORM),
+        "dense sharded, hyformer": Parallelism(sharded=True, interaction="hyformer"),
+        "dense sharded, rankmixer": Parallelism(sharded=True, interaction="rankmixer"),
     },
     4: {
         "table-wise": Parallelism(),
@@ -43,6 +51,11 @@ VARIANTS = {
         "two groups, synchronized every third step": Parallelism(replica_groups=2, sync_every=3),
         "two groups, dense sharded": Parallelism(replica_groups=2, sharded=True),
     },
+}
+ALONE = {
+    "clipped": Parallelism(max_norm=MAX_NORM),
+    "hyformer": Parallelism(interaction="hyformer"),
+    "rankmixer": Parallelism(interaction="rankmixer"),
 }
 EXACT = [
     (world, name)
@@ -70,9 +83,9 @@ def results(
         steps = [all_batches[world * n : world * (n + 1)] for n in range(STEPS)]
         with process_group():
             by_variant[world, "one process"] = [train(features, steps, Parallelism(), 0, 1)]
-            if world == 2:
-                clipped = Parallelism(max_norm=MAX_NORM)
-                by_variant[world, "one process, clipped"] = [train(features, steps, clipped, 0, 1)]
+            for name, alone in ALONE.items() if world == 2 else ():
+                single = train(features, steps, alone, 0, 1)
+                by_variant[world, f"one process, {name}"] = [single]
         of_variants = train_on_processes(
             features, steps, list(variants.values()), folder / f"{world}", world
         )
@@ -85,7 +98,8 @@ def results(
 def test_several_processes_train_the_same_model_as_one(
     results: Results, world: int, variant: str
 ) -> None:
-    kind = "one process, clipped" if "clipped" in variant else "one process"
+    name = variant.rpartition(", ")[2]
+    kind = f"one process, {name}" if name in ALONE else "one process"
     (single,) = results[world, kind]
     assert single.losses[0] != single.losses[-1]
     for result in results[world, variant]:
@@ -179,6 +193,18 @@ def test_only_sharded_dense_weights_are_gathered(results: Results) -> None:
     sharded = results[2, "dense sharded"][0].bytes_sent
     assert not any("gather" in name for name in replicated)
     assert any("gather" in name for name in sharded)
+
+
+@pytest.mark.parametrize(
+    ("interaction", "layer"),
+    [("wukong", WukongLayer), ("hyformer", HyFormerLayer), ("rankmixer", MixerBlock)],
+)
+def test_each_layer_of_an_interaction_module_is_gathered_alone(
+    batches: tuple[FeatureSchema, list[Batch]], interaction: str, layer: type[nn.Module]
+) -> None:
+    gem = Gem(batches[0], SIZES.model_copy(update={"interaction": interaction}))
+    layers = {module for module in gem.interaction.modules() if isinstance(module, layer)}
+    assert layers and layers <= set(layers_to_shard(gem))
 
 
 GRADIENTS = {"rare": (1.0, 0.0), "hot": (1.0, 1.0), "mixed": (1.0, 0.5)}  # by group

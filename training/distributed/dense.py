@@ -15,12 +15,23 @@ from torch.optim.swa_utils import AveragedModel
 from training.distributed.process_group import REPLICATE, SHARD
 from training.model.gem import Gem, GemOutput
 from training.model.heads import ZilnDistribution
+from training.model.hyformer import HyFormerLayer
 from training.model.interaction import DCNv2, FinalMlp
 from training.model.interaction.dcn_dhen import DhenLayer
+from training.model.interaction.token_mixing import MixerBlock
 from training.model.interaction.wukong import WukongLayer
 from training.model.sequence.layers import HstuLayer, TransformerLayer
 
-SHARDED_LAYERS = (WukongLayer, DhenLayer, DCNv2, FinalMlp, HstuLayer, TransformerLayer)
+SHARDED_LAYERS = (
+    WukongLayer,
+    DhenLayer,
+    DCNv2,
+    FinalMlp,
+    MixerBlock,
+    HyFormerLayer,
+    HstuLayer,
+    TransformerLayer,
+)
 
 for output_type in (GemOutput, ZilnDistribution):  # FSDP searches the output for tensors
     torch.export.register_dataclass(output_type)
