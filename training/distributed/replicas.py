@@ -39,7 +39,10 @@ class TouchedRows:
                 self.masks[name].index_fill_(0, lookup.values().long(), 1)
 
     def take(self, group: dist.ProcessGroup) -> dict[str, Tensor]:
-        """Rows (n) that any replica touched since the last call, by table; a collective call."""
+        """Rows (n) that any replica touched since the last call, by table; a collective call.
+
+        The host waits for their number, on which the size of the exchange of rows depends.
+        """
         flat = torch.cat(list(self.masks.values())) if self.masks else torch.zeros(0)
         dist.all_reduce(flat, dist.ReduceOp.MAX, group=group)
         parts = flat.split([len(mask) for mask in self.masks.values()])
