@@ -245,9 +245,14 @@ def ne_differences(
 def ablation_table(
     differences: Mapping[DataSet, Mapping[str, "Estimate"]], scale: Scale, seeds: int
 ) -> BenchmarkResult:
-    """A row per change with its difference on each data set, and whether the default is best."""
+    """A row per change with its difference on each data set, and whether the default is best.
+
+    Rows are compared with the reference of DEPTH layers; `default_is_best` and the rows that are
+    `better` are judged by their differences from the default.
+    """
     expected = [(data, name) for data in differences for name in all_rows() if has_row(data, name)]
     verdicts = verdicts_of(differences, len(expected))
+    from_default = {data: differences_from_default(rows) for data, rows in differences.items()}
     result = BenchmarkResult(
         title_of(scale, seeds),
         ("change", *(cell for data in differences for cell in (data, f"{data}, corrected"))),
@@ -260,7 +265,7 @@ def ablation_table(
         result.rows.append((name, *cells))
     better = {
         data: [name for name, verdict in by_name.items() if verdict == "better"]
-        for data, by_name in verdicts.items()
+        for data, by_name in verdicts_of(from_default, len(expected)).items()
     }
     missing = [f"{name}, {data}" for data, name in expected if name not in differences[data]]
     if missing and not any(better.values()):
@@ -274,6 +279,26 @@ def ablation_table(
         "better_on_all_data": [n for n in names if all(n in rows for rows in better.values())],
     }
     return result
+
+
+def differences_from_default(by_name: Mapping[str, "Estimate"]) -> dict[str, "Estimate"]:
+    """Differences of NE of a data set's rows from the default instead of the reference.
+
+    The difference of the reference from the default is added as if it were independent. That is
+    wider than pairs would be, because both differences contain the reference, with opposite signs;
+    stored estimates do not allow pairs. Empty as long as the row DEEP is not measured.
+    """
+    from benchmarks.studies.seeded_estimates import Estimate
+
+    if DEEP not in by_name:
+        return {}
+    deep = by_name[DEEP]
+    return {
+        name: e
+        if name == DEEP
+        else Estimate.combine(e.value + deep.value, e.variance, deep.variance)
+        for name, e in by_name.items()
+    }
 
 
 def verdicts_of(

@@ -36,6 +36,11 @@ class Estimate:
         return cls(value, total**0.5, total**2 / parts if parts else np.inf)
 
     @property
+    def variance(self) -> tuple[float, float]:
+        """The squared standard error, and its degrees of freedom."""
+        return self.standard_error**2, self.degrees_of_freedom
+
+    @property
     def low(self) -> float:
         """Lower end of the interval."""
         return self.value - self._half_width

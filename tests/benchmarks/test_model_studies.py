@@ -186,7 +186,23 @@ def test_the_default_is_best_until_a_row_is_better_outside_noise(
     assert figures["default_is_best"] is False
     assert figures["better_simulated"] == ["DCNv2"] and figures["better_on_all_data"] == []
     deeper = ablation_of(lambda _, config: 0.1 if config.sizes else 0.6, names)
-    assert deeper["better_on_all_data"] == [ablation.DEEP]
+    assert deeper["better_on_all_data"] == names[:3]
+
+
+def test_rows_that_beat_only_a_poor_reference_are_not_better_than_the_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = [ablation.DEEP, "DCNv2", "flow: int"]
+    monkeypatch.setattr(ablation, "all_rows", lambda: tuple(names))
+
+    def poor_reference(data: DataSet, config: TrainConfig) -> float:
+        return (
+            0.8 if config == ablation.config_of(data, ablation.DEEP, "tiny", config.seed) else 0.3
+        )
+
+    figures = ablation_of(poor_reference, names)
+    assert figures["default_is_best"] is True
+    assert figures["better_simulated"] == figures["better_on_all_data"] == []
 
 
 def test_rows_are_added_to_those_of_the_same_study(tmp_path: Path) -> None:
