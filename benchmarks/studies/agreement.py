@@ -153,7 +153,8 @@ def kendall_tau_interval(
 ) -> tuple[float, float, float]:
     """Kendall's tau between two scales' losses (U, M, S), and its 95 % bounds.
 
-    Users are drawn with replacement for both scales together, seeds for each scale and model.
+    Users are drawn with replacement for both scales together; to the mean over seeds the noise of
+    such a mean is added, for each scale and model.
     """
     import numpy as np
 
@@ -163,7 +164,7 @@ def kendall_tau_interval(
     for _ in range(RESAMPLES):
         weights = rng.multinomial(users, np.full(users, 1 / users))
         drawn = [
-            mean_of_drawn_seeds(np.einsum("u,ums->ms", weights, losses), rng)
+            draw_mean_over_seeds(np.einsum("u,ums->ms", weights, losses), rng)
             for losses in (small_losses, large_losses)
         ]
         resampled.append(kendall_tau(*drawn))
@@ -172,12 +173,22 @@ def kendall_tau_interval(
     return tau, float(low), float(high)
 
 
-def mean_of_drawn_seeds(losses: "Float64", rng: "np.random.Generator") -> "Float64":
-    """Losses (M, S) to their mean (M) over S seeds that are drawn with replacement."""
+def draw_mean_over_seeds(losses: "Float64", rng: "np.random.Generator") -> "Float64":
+    """Losses (M, S) to their mean (M) over S seeds, with noise as large as that of the mean.
+
+    The noise has Student's t distribution, with the variance over seeds pooled over the models:
+    seeds that are drawn with replacement would understate it by (S - 1) / S. With one seed the
+    noise of seeds is unknown, and left out.
+    """
     import numpy as np
 
-    drawn = rng.integers(losses.shape[1], size=losses.shape)
-    return np.asarray(np.take_along_axis(losses, drawn, 1).mean(1))
+    models, seeds = losses.shape
+    mean, degrees = np.asarray(losses.mean(1)), models * (seeds - 1)
+    if not degrees:
+        return mean
+    variance = losses.var(1, ddof=1).mean() / seeds
+    scale = np.sqrt(variance * degrees / rng.chisquare(degrees))
+    return np.asarray(mean + scale * rng.normal(size=models))
 
 
 def kendall_tau(small_losses: "Float64", large_losses: "Float64") -> float:

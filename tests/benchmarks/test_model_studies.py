@@ -270,6 +270,17 @@ def test_kendalls_tau_is_one_for_the_same_order_of_changes_and_minus_one_for_the
     assert figures["tau_tiny_base"] == pytest.approx(value, abs=1e-6)
 
 
+@pytest.mark.parametrize("seeds", [2, 5])
+def test_drawn_means_over_few_seeds_vary_as_much_as_such_means_do(seeds: int) -> None:
+    rng = np.random.default_rng(0)
+    models, seed_deviation = 40, 3.0
+    losses = rng.normal(0, seed_deviation, (200, models, seeds))
+    drawn = [agreement.draw_mean_over_seeds(one, rng) - one.mean(1) for one in losses]
+    assert np.std(drawn) == pytest.approx(seed_deviation / seeds**0.5, rel=0.1)
+    one_seed = losses[0, :, :1]
+    np.testing.assert_array_equal(agreement.draw_mean_over_seeds(one_seed, rng), one_seed[:, 0])
+
+
 def test_ten_changes_are_compared_on_one_pass() -> None:
     assert len(set(agreement.TEN_CHANGES)) == 10
     for name in agreement.TEN_CHANGES:
