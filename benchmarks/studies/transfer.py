@@ -1,19 +1,20 @@
 """`gemline bench transfer`: the share of GEM's gain over labels only that students reach.
 
-Students of one size on all surfaces of the simulator's bench data. A long study; results of
-finished trainings are kept in `--work`, and the study resumes from them. Hyperparameters (the
+Without `--work` the committed figures are printed. With it, a long study runs on the tables of
+`gemline bench history` in that folder: students of one size on all surfaces of the simulator's
+bench data. Finished trainings are kept there, and the study resumes from them. Hyperparameters (the
 weight of plain distillation and the gradient ratio of the auxiliary head) are selected on days
 before the reported ones. The table is saved to benchmarks/results/transfer.json.
 """
 
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from pydantic import Field
 
 from benchmarks.harness import RESULTS, BenchmarkResult
+from benchmarks.studies.committed import StudyFolder, show_committed
 from etl.errors import UserError
 from etl.spec.base import StrictModel
 
@@ -22,12 +23,21 @@ if TYPE_CHECKING:
     from benchmarks.studies.transfer_ratios import TransferRatios
 
 BEST_VARIANT = "all"
+GOALS = {
+    "transfer_ratio_to_plain": ">= 2",
+    "transfer_ratio_to_plain_low": "> 1",
+    "gain_kept": ">= 0.65",
+    "conversion_gain_kept": ">= 0.5",
+    "representation_gain_low": "",
+    "calibration_worst": "",
+}
+RESULT = RESULTS / "transfer.json"
 
 
 class TransferArgs(StrictModel):
     """Arguments of the study."""
 
-    work: Annotated[Path, tyro.conf.arg(help="folder of `gemline bench history`")]
+    work: StudyFolder = None
     seeds: int = Field(default=5, ge=1)
     part: Annotated[
         str, tyro.conf.arg(help="run only a part of the missing trainings and stop: 1/2 or 2/2")
@@ -49,10 +59,13 @@ class TransferArgs(StrictModel):
 
 def bench(args: TransferArgs) -> None:
     """Transfer ratios of distillation, representations and sharing, with controls (long)."""
+    number, parts = args.part_number
+    if args.work is None:
+        show_committed("Transfer", GOALS, RESULT, args.as_json)
+        return
     from benchmarks.studies.student_trials import TransferTrials
     from benchmarks.studies.transfer_ratios import transfer_ratios
 
-    number, parts = args.part_number
     trials = TransferTrials.of(args.work)
     variants = trials.variants() | (trials.hierarchical_variants() if args.hierarchical else {})
     trainings = [(name, seed) for seed in range(args.seeds) for name in variants]
@@ -71,7 +84,7 @@ def bench(args: TransferArgs) -> None:
     result.show(args.as_json)
     command = f"gemline bench transfer --work work/bench --seeds {args.seeds}"
     command += " --hierarchical" if args.hierarchical else ""
-    result.save_study(RESULTS / "transfer.json", command)
+    result.save_study(RESULT, command)
 
 
 def result_table(ratios: "TransferRatios", trials: "TransferTrials") -> BenchmarkResult:

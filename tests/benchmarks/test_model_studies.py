@@ -12,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.harness import KUAIRAND_SPEC, SIMULATOR_SPEC
-from benchmarks.studies import ablation, agreement, scaling
+from benchmarks.studies import (
+    ablation,
+    agreement,
+    calibration,
+    freshness,
+    portfolio,
+    scaling,
+    transfer,
+)
 from benchmarks.studies.committed import share_of, show_committed
 from benchmarks.studies.model_changes import CHANGES, DATA_SETS, DataSet
 from benchmarks.studies.seeded_estimates import Estimate, holm, ne_difference_over_seeds
@@ -296,7 +304,9 @@ def test_a_figure_of_no_study_is_null_with_the_reason(
     assert figures["key"] is None and "absent.json is absent" in figures["key_reason"]
 
 
-@pytest.mark.parametrize("study", [scaling, agreement, ablation])
+@pytest.mark.parametrize(
+    "study", [scaling, agreement, ablation, calibration, freshness, portfolio, transfer]
+)
 def test_studies_print_their_committed_figures(
     study: object, capsys: pytest.CaptureFixture[str]
 ) -> None:
