@@ -39,7 +39,10 @@ def committed_figures(path: Path, command: str) -> dict[str, object]:
 def add_figures(
     result: BenchmarkResult, goals: Mapping[str, str], figures: Callable[[], dict[str, object]]
 ) -> None:
-    """Add figures and when they were measured; null with the reason if they cannot be had."""
+    """Add figures and when they were measured; null with the reason if they cannot be had.
+
+    A part of a study that was measured at another time has its own source under `{key}_measured`.
+    """
     try:
         found = figures()
     except UserError as error:
@@ -50,8 +53,8 @@ def add_figures(
     result.figures |= found
     for key, goal in goals.items():
         if source:
-            result.figures[f"{key}_measured"] = source
-        note = str(found.get(f"{key}_reason") or source)
+            result.figures.setdefault(f"{key}_measured", source)
+        note = str(found.get(f"{key}_reason") or found.get(f"{key}_measured") or source)
         result.rows.append((key, _shown(found[key]), goal, note))
 
 

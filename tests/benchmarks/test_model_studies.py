@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.harness import KUAIRAND_SPEC, SIMULATOR_SPEC
+from benchmarks.harness import KUAIRAND_SPEC, SIMULATOR_SPEC, BenchmarkResult
 from benchmarks.studies import (
     ablation,
     agreement,
@@ -319,6 +319,18 @@ def test_studies_print_their_committed_figures(
         assert figures[key] == committed.get(key)
         assert figures[key] is not None or figures[f"{key}_reason"]
         assert (figures[f"{key}_measured"] == "no committed study") == (not committed)
+
+
+def test_a_part_that_was_measured_at_another_time_has_its_own_date(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = BenchmarkResult("x", ("figure",))
+    result.figures |= {"first": 1.0, "second": 2.0, "second_measured": "2026-01-02 abc: a part"}
+    result.save_study(tmp_path / "study.json", "gemline bench something")
+    show_committed("x", {"first": "", "second": ""}, tmp_path / "study.json", as_json=True)
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert figures["second_measured"] == "2026-01-02 abc: a part"
+    assert figures["first_measured"].endswith("gemline bench something")
 
 
 def test_unknown_rows_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
