@@ -1,9 +1,9 @@
 """`gemline bench precision`: FP8 by the map of a probe, FP8 everywhere, and fp32, on the demo.
 
+Without `--work` the committed figures are printed; `--only speed` needs no folder and is measured.
 On a CPU products are emulated: errors, maps and training curves are those of FP8, speeds are not.
 """
 
-import tempfile
 import time
 from collections.abc import Mapping
 from datetime import date
@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from pydantic import Field
 
-from benchmarks.harness import DEMO_SIMULATOR, SIMULATOR_SPEC, BenchmarkResult, require_known
+from benchmarks.harness import (
+    DEMO_SIMULATOR,
+    RESULTS,
+    SIMULATOR_SPEC,
+    BenchmarkResult,
+    require_known,
+)
+from benchmarks.studies.committed import StudyFolder, show_committed
 from etl.spec.base import StrictModel
 from etl.spec.units import DaySplit
 
@@ -53,13 +60,13 @@ GOALS = {
     "speedup": "",
 }
 
+RESULT = RESULTS / "precision.json"
+
 
 class PrecisionArgs(StrictModel):
     """Arguments of the benchmark."""
 
-    work: Annotated[
-        Path | None, tyro.conf.arg(help="folder of the demo's tables; default: a temporary one")
-    ] = None
+    work: StudyFolder = None
     seeds: int = Field(default=3, ge=2)
     only: Annotated[
         tuple[str, ...], tyro.conf.arg(help="training, mods, speed; by default training and speed")
@@ -70,13 +77,14 @@ class PrecisionArgs(StrictModel):
 def bench_precision(args: PrecisionArgs) -> None:
     """NE of FP8 by a map and everywhere, cost of probes, and speed-up on a GPU."""
     require_known(args.only, PARTS)
+    if args.work is None and args.only != ("speed",):
+        show_committed("Precision of matrix products", GOALS, RESULT, args.as_json)
+        return
     result = BenchmarkResult("Precision of matrix products", ("figure", "value", "", "goal"))
-    if "training" in args.only:
-        with tempfile.TemporaryDirectory() as folder:
-            measure_training(result, args.work or Path(folder), args.seeds)
-    if "mods" in args.only:
-        with tempfile.TemporaryDirectory() as folder:
-            measure_mods(result, args.work or Path(folder), args.seeds)
+    if args.work and "training" in args.only:
+        measure_training(result, args.work, args.seeds)
+    if args.work and "mods" in args.only:
+        measure_mods(result, args.work, args.seeds)
     if "speed" in args.only:
         measure_speed(result)
     for key, goal in GOALS.items():
@@ -84,6 +92,8 @@ def bench_precision(args: PrecisionArgs) -> None:
             note = str(result.figures.get(f"{key}_reason", ""))
             result.rows.append((key, str(result.figures[key]), note, goal))
     result.show(args.as_json)
+    if "training" in args.only:
+        result.save_study(RESULT, f"gemline bench precision --work FOLDER --seeds {args.seeds}")
 
 
 def measure_training(result: BenchmarkResult, work: Path, seeds: int) -> None:

@@ -18,6 +18,7 @@ from benchmarks.studies import (
     calibration,
     freshness,
     portfolio,
+    precision,
     scaling,
     transfer,
 )
@@ -305,7 +306,7 @@ def test_a_figure_of_no_study_is_null_with_the_reason(
 
 
 @pytest.mark.parametrize(
-    "study", [scaling, agreement, ablation, calibration, freshness, portfolio, transfer]
+    "study", [scaling, agreement, ablation, calibration, freshness, portfolio, precision, transfer]
 )
 def test_studies_print_their_committed_figures(
     study: object, capsys: pytest.CaptureFixture[str]
