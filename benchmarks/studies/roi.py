@@ -2,11 +2,13 @@
 
 Campaigns of four budget scales, four verticals and three surfaces; conversions saturate, some
 sooner than the model's curve does. Each week a plan sets daily budgets, which then vary by chance
-as pacing does.
+as pacing does. Curves and values per conversion are learned from the campaigns' days, as
+`gemline roi` learns them; plans are judged by the true ones.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import date, timedelta
 from statistics import mean
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,14 +20,19 @@ from etl.spec.base import StrictModel
 
 if TYPE_CHECKING:
     import numpy as np
+    import pyarrow as pa
 
     from etl.array_types import Float64, Int64
+    from ranking.roi.campaign_days import CampaignTable
     from ranking.roi.curves import CampaignDays
 
 BUDGETS = (30, 300, 3_000, 30_000)  # daily: a thousand to a million a month
 PER_SCALE, WEEKS, DAYS = 12, 6, 7
 MAX_STEP, SPREAD = 0.5, 0.3
 SLOPES = (0.8, 1.3)  # of the true Hill curves; the model has 1
+VALUE_SHAPE = 2.0  # of the gamma distribution of a conversion's value
+GROUPS = ("vertical", "surface")
+FIRST_DAY = date(2026, 1, 1)
 GOALS = {
     "value_gain_equal_split": ">= 1.10",
     "value_gain_last_week": ">= 1.05",
@@ -87,23 +94,27 @@ class Market:
         """Expected daily value of all campaigns."""
         return float((self.value * self.conversions(spend)).sum())
 
-    def week(self, spend: "Float64") -> "CampaignDays":
-        """What a week brings whose daily spends vary around those that were planned."""
+    def week(self, number: int, spend: "Float64") -> "pa.Table":
+        """The campaigns' days of a week, whose daily spends vary around those that were planned."""
         import numpy as np
-
-        from ranking.roi.curves import CampaignDays
+        import pyarrow as pa
 
         count = len(spend)
         spends = spend[:, None] * np.exp(SPREAD * self.rng.standard_normal((count, DAYS)))
         expected = np.stack([self.conversions(spends[:, day]) for day in range(DAYS)], 1)
-        return CampaignDays(
-            tuple(f"c{c:02d}" for c in range(count)),
-            np.stack([self.vertical, self.surface], 1).astype(str),
-            np.repeat(np.arange(count), DAYS),
-            spends.ravel(),
-            self.rng.poisson(expected).ravel().astype(float),
-            np.ones(count * DAYS),
-        )
+        conversions = self.rng.poisson(expected).ravel().astype(float)
+        value = np.repeat(self.value, DAYS) * self.rng.gamma(VALUE_SHAPE * conversions)
+        days = [FIRST_DAY + timedelta(days=DAYS * number + day) for day in range(DAYS)]
+        columns = {
+            "campaign": np.repeat([f"c{c:02d}" for c in range(count)], DAYS),
+            "vertical": np.repeat(self.vertical.astype(str), DAYS),
+            "surface": np.repeat(self.surface.astype(str), DAYS),
+            "day": days * count,
+            "spend": spends.ravel(),
+            "conversions": conversions,
+            "value": value / VALUE_SHAPE,
+        }
+        return pa.table(columns)
 
     def best_spend(self, total: float, low: "Float64", high: "Float64") -> "Float64":
         """The spend with the most expected value, by a price on the true marginal values."""
@@ -140,15 +151,18 @@ def measure_market(seed: int) -> Mapping[str, float]:
 
     market = Market.draw(seed)
     total, current = float(market.budget.sum()), market.budget
-    weeks = [market.week(current)]
-    figures = dict(first_week_errors(market, weeks[0]))
+    weeks = [market.week(0, current)]
+    figures = dict(first_week_errors(market, joined(weeks).days))
     low, high = 0.1 * market.budget, 10 * market.budget
-    for _ in range(WEEKS):
-        curves = fit_curves(joined(weeks))
+    for number in range(1, WEEKS + 1):
+        known = joined(weeks)
         limits = step_limits(total, current, MAX_STEP, low, high)
-        current = plan_budgets(curves, market.value, current, limits).spend
-        weeks.append(market.week(current))
-    predicted = np.exp(fit_curves(joined(weeks)).log_conversions(current)[0])
+        curves = fit_curves(known.days)
+        current = plan_budgets(curves, known.incremental_value, current, limits).spend
+        weeks.append(market.week(number, current))
+    known = joined(weeks)
+    conversions = np.exp(fit_curves(known.days).log_conversions(current)[0])
+    predicted = float((known.incremental_value * conversions).sum())
     value = market.expected_value(current)
     count = len(current)
     best = market.best_spend(total, low, high)
@@ -156,7 +170,7 @@ def measure_market(seed: int) -> Mapping[str, float]:
         "value_gain_equal_split": value / market.expected_value(np.full(count, total / count)),
         "value_gain_last_week": value / market.expected_value(market.budget),
         "share_of_oracle": value / market.expected_value(best),
-        "value_calibration": float((market.value * predicted).sum()) / value,
+        "value_calibration": predicted / value,
     }
 
 
@@ -185,14 +199,10 @@ def first_week_errors(market: Market, week: "CampaignDays") -> Mapping[str, floa
     }
 
 
-def joined(weeks: "list[CampaignDays]") -> "CampaignDays":
-    """The days of several weeks of the same campaigns."""
-    import numpy as np
+def joined(weeks: "list[pa.Table]") -> "CampaignTable":
+    """What is known of the campaigns after several weeks."""
+    import pyarrow as pa
 
-    from ranking.roi.curves import CampaignDays
+    from ranking.roi.campaign_days import campaign_table
 
-    columns = [
-        np.concatenate([getattr(week, name) for week in weeks])
-        for name in ("campaign", "spend", "conversions", "arrived")
-    ]
-    return CampaignDays(weeks[0].campaigns, weeks[0].groups, *columns)
+    return campaign_table("simulated weeks", pa.concat_tables(weeks), GROUPS, "USD")

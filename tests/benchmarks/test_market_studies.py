@@ -1,0 +1,49 @@
+"""`gemline bench roi` and `audience` on few worlds: what plans know, figures and goals."""
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks.studies import audience, roi
+from gemline import main
+from ranking.roi.campaign_days import SHRINKAGE
+
+
+def test_values_per_conversion_are_learned_from_the_days_alone() -> None:
+    market = roi.Market.draw(0)
+    known = roi.joined([market.week(number, market.budget) for number in range(2)])
+    assert (known.incremental_value != market.value).all()
+    conversions = np.bincount(known.days.campaign, known.days.conversions)
+    is_frequent = conversions > 10 * SHRINKAGE
+    assert is_frequent.any()
+    np.testing.assert_allclose(
+        known.incremental_value[is_frequent], market.value[is_frequent], rtol=0.25
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "goals"),
+    [
+        (["roi", "--worlds", "2"], roi.GOALS),
+        (
+            ["audience", "--worlds", "2", "--only", "estimates"],
+            {name: goal for name, goal in audience.GOALS.items() if name != "count_growth"},
+        ),
+    ],
+    ids=["roi", "audience"],
+)
+def test_figures_of_few_worlds_are_printed_beside_their_goals(
+    words: list[str],
+    goals: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(roi, "WEEKS", 1)
+    monkeypatch.setattr(audience, "CAMPAIGNS", (audience.GOAL_CAMPAIGNS,))
+    assert main(["bench", *words, "--json"]) == 0
+    captured = capsys.readouterr()
+    figures = json.loads(captured.out.splitlines()[-1])
+    assert all(np.isfinite(figures[name]) for name in goals)
+    assert all(goal in captured.err for goal in goals.values())
