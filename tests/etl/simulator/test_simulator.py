@@ -1,6 +1,7 @@
 """Invariants of the simulator, checked on the logs and the truth that it writes."""
 
 import gzip
+import hashlib
 import json
 from collections import Counter
 from datetime import UTC, date, datetime
@@ -78,6 +79,20 @@ def test_a_seed_fixes_every_byte(tmp_path: Path) -> None:
         simulate(TINY.model_copy(update={"seed": seed}), tmp_path / name)
     assert contents(tmp_path / "one") == contents(tmp_path / "same")
     assert truth_of(tmp_path / "one") != truth_of(tmp_path / "other")
+
+
+def test_the_logs_of_the_benchmarks_are_those_that_published_figures_were_measured_on(
+    tmp_path: Path,
+) -> None:
+    """Byte for byte as at commit 0e990e9, with fewer users."""
+    file = Path(__file__).parents[3] / "conf" / "simulator" / "bench.yaml"
+    simulate(SimulatorConfig(**yaml.safe_load(file.read_text()) | {"users": 60}), tmp_path / "run")
+    digest = hashlib.sha256()
+    for log in sorted((tmp_path / "run").rglob("*.json.gz")):
+        digest.update(str(log.relative_to(tmp_path / "run")).encode())
+        digest.update(gzip.decompress(log.read_bytes()))
+    expected = "7a842ad587c47bc6e5abf3d627c7ff9559fe3320aa42733bba66668c36757b2f"
+    assert digest.hexdigest() == expected
 
 
 def test_exactly_the_logged_impressions_have_a_truth(dirty: Path) -> None:
