@@ -7,6 +7,7 @@ from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
 from etl.attribution import (
+    EVENT_KEY,
     attribute_outcomes,
     attribution_groups,
     outcomes_without_impression,
@@ -181,16 +182,27 @@ def outcomes_by_impression(lake: Lake, events: DataFrame) -> DataFrame:
     rows = functools.reduce(DataFrame.unionByName, by_group)
     fields = ["group", "type", "ts", "value", "visible_ts", "dwell_ms"]
     if lake.spec.retraction_types:
-        rows = rows.join(_retractions_by_outcome(lake.spec, events), "event_id", "left")
+        retracted = _retractions_by_outcome(lake.spec, events)
+        rows = rows.join(retracted, [*EVENT_KEY, "type"], "left")
         fields += ["event_id", "retractions"]
     outcomes = F.sort_array(F.collect_list(F.struct(*fields))).alias("outcomes")
     return rows.groupBy("impression_id").agg(outcomes)
 
 
 def _retractions_by_outcome(spec: DataSpec, events: DataFrame) -> DataFrame:
-    """The retractions of each event that is retracted: `event_id`, `retractions`, in order."""
+    """The retractions of each outcome that is retracted: its key, type and `retractions`, in order.
+
+    A retraction retracts the outcome of its own user that it names: ids may be unique only among
+    the events of a type, and those that name no outcome, such as placeholders, are not gathered.
+    """
     codes = [spec.event_codes[name] for name in spec.retraction_types]
+    outcome_codes = {spec.event_codes[o.event] for o in spec.objectives.values() if o.retracted_by}
     retraction = F.struct("visible_ts", "type", "day", F.col("event_id").alias("id"))
-    retractions = events.filter(F.col("type").isin(codes)).groupBy("retracted_event_id")
-    by_outcome = retractions.agg(F.sort_array(F.collect_list(retraction)).alias("retractions"))
-    return by_outcome.withColumnRenamed("retracted_event_id", "event_id")
+    retractions = events.filter(F.col("type").isin(codes)).select(
+        "user_id", F.col("retracted_event_id").alias("event_id"), retraction.alias("retraction")
+    )
+    outcomes = events.filter(F.col("type").isin(outcome_codes))
+    outcomes = outcomes.select("user_id", *EVENT_KEY, "type")
+    pairs = outcomes.join(retractions, ["user_id", "event_id"])
+    by_outcome = pairs.groupBy(*EVENT_KEY, "type")
+    return by_outcome.agg(F.sort_array(F.collect_list("retraction")).alias("retractions"))

@@ -8,7 +8,12 @@ from etl.spec.counters import EVENT_NUMBERS
 from etl.spec.declarations import SpecDeclarations
 from etl.spec.effects import KeyPath
 from etl.spec.report_sources import AudienceLabelSource, AuditSource, SpendSource
-from etl.spec.sections import HISTORY_ATTRIBUTE_CODES, NEW_ITEM, RETENTION_MARGIN_DAYS
+from etl.spec.sections import (
+    HISTORY_ATTRIBUTE_CODES,
+    NEW_ITEM,
+    RETENTION_MARGIN_DAYS,
+    Objective,
+)
 from etl.spec.sources import (
     EventLogSource,
     ImpressionLogSource,
@@ -166,6 +171,31 @@ def _retraction_problems(spec: SpecDeclarations) -> Iterator[Problem]:
         ):
             text = f"no source has the column `retracts` for {retraction.event} events: name it"
             yield path, text
+        if others := _confusable_outcomes(spec, objective):
+            text = (
+                f"{retraction.event} also retracts {others[0]} events, of another log, which may "
+                "have the same ids: give each a retraction type of its own, or set "
+                "`shared_event_ids: true` if no two logs use one id"
+            )
+            yield path, text
+
+
+def _confusable_outcomes(spec: SpecDeclarations, objective: Objective) -> list[str]:
+    """Other types of outcomes, of other logs, that the retractions of an objective may name.
+
+    Ids differ within a log, and across logs with `shared_event_ids`.
+    """
+    if spec.shared_event_ids or objective.retracted_by is None:
+        return []
+    retraction = objective.retracted_by.event
+    rivals = [o for o in spec.objectives.values() if o.retracted_by and o.event != objective.event]
+    others = {o.event for o in rivals if o.retracted_by and o.retracted_by.event == retraction}
+    logs = [spec.event_types_of(log) for log in spec.log_sources.values()]
+    return sorted(
+        other
+        for other in others
+        if sum(bool({other, objective.event} & types) for types in logs) > 1
+    )
 
 
 def _attribution_problems(spec: SpecDeclarations) -> Iterator[Problem]:

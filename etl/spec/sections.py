@@ -138,8 +138,9 @@ class OutcomeLabel(StrictModel):
 class RetractionSpec(StrictModel):
     """How outcomes are retracted: by refunds, cancellations, or as invalid.
 
-    A retraction that is visible before the label is final cancels the outcome. A later one never
-    changes the label; it lowers the net rate, by which the auction values the outcome.
+    A retraction names an outcome of its own user. One that is visible before the label is final
+    cancels the outcome. A later one never changes the label; it lowers the net rate, by which the
+    auction values the outcome.
     """
 
     event: EventName

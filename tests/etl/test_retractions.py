@@ -41,6 +41,31 @@ sources:
     columns: {event_id: id, user: who, item: what, surface: page, type: action, event_time: ms,
               ingest_time: logged, impression: imp, value: paid, retracts: refunded}
 """
+TWO_LOGS = """
+name: two_logs
+rank_by: click
+buckets: 1
+surfaces: {home: {}}
+events:
+  shown: {role: impression}
+  click: {role: outcome}
+  buy: {role: outcome}
+  invalid: {role: retraction}
+  refund: {role: retraction}
+objectives:
+  click: {event: click, window: 2h, retracted_by: {event: invalid, within: 1d}}
+  buy: {event: buy, window: 2h, retracted_by: {event: refund, within: 1d}}
+sequences: {behaviour: {}}
+counters: {windows: [1d], events: [shown], keys: [[user]]}
+sources:
+  web:
+    {kind: event_log, format: json, path: "web/{day}.json.gz", types: {shown: shown, click: click},
+     columns: &columns {event_id: id, user: who, item: what, surface: page, type: action,
+                        event_time: ms, impression: imp, retracts: named}}
+  shop:
+    {kind: event_log, format: json, path: "shop/{day}.json.gz", columns: *columns,
+     types: {buy: buy, invalid: invalid, refund: refund}}
+"""
 FIRST, NUM_DAYS, HOUR_MS = date(2026, 1, 1), 5, 3_600_000
 Record = dict[str, Any]
 
@@ -156,6 +181,61 @@ def test_a_retraction_that_names_no_event_is_quarantined(spark: object, tmp_path
     assert row["reasons"] == ["no event that it takes back"] and "nameless" in row["payload"]
 
 
+def test_a_retraction_cancels_only_outcomes_of_its_type_and_user(
+    spark: object, tmp_path: Path
+) -> None:
+    """Clicks and purchases are both numbered from 0, and retractions name numbers at random.
+
+    The oracle compares each outcome with each retraction. `0` stands for a placeholder, too: of
+    most outcomes' impressions, and of what many retractions name.
+    """
+    (tmp_path / "spec.yaml").write_text(TWO_LOGS)
+    lake = Lake(str(tmp_path / "lake"), load_spec(tmp_path / "spec.yaml"))
+    web, shop = numbered_events(random.Random(3))
+    write(tmp_path / "raw" / "web", FIRST, web)
+    write(tmp_path / "raw" / "shop", FIRST, shop)
+    ingest(lake, str(tmp_path / "raw"), (FIRST, FIRST))
+    label_impressions(lake, (FIRST, FIRST))
+    retractions = {(e["action"], e["who"], e["named"]) for e in shop if "named" in e}
+    kept: dict[str, set[str]] = {
+        "click": set(),
+        "buy": set(),
+    }  # the impressions of outcomes that are not retracted
+    for event in (*web, *shop):
+        retraction = {"click": "invalid", "buy": "refund"}.get(event["action"])
+        if retraction and (retraction, event["who"], event["id"]) not in retractions:
+            kept[event["action"]].add(event["imp"])
+    shown = [event["id"] for event in web if event["action"] == "shown"]
+    expected = {id_: (int(id_ in kept["click"]), int(id_ in kept["buy"])) for id_ in shown}
+    found = rows(lake, "impressions")
+    labels = {row["impression_id"]: (row["label_click"], row["label_buy"]) for row in found}
+    assert labels == expected
+    assert set(labels.values()) == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    user_of = {e["id"]: e["who"] for e in web if e["action"] == "click"}
+    strangers = [who for action, who, named in retractions if user_of.get(named, who) != who]
+    assert len(strangers) > 5, "most retractions name outcomes of other users"
+
+
+def numbered_events(rng: random.Random) -> tuple[list[Record], list[Record]]:
+    """The records of both logs on the first day."""
+    web: list[Record] = []
+    shop: list[Record] = []
+    for n in range(40):
+        base = {"what": "shoe", "page": "home", "who": f"u{n % 4}"}
+        shown = epoch_ms(1, 0) + n * 1000
+        web.append(base | {"id": f"i{n}", "action": "shown", "ms": shown, "imp": f"i{n}"})
+        for action, log in (("click", web), ("buy", shop)):
+            for imp in (f"i{n}", "0", "0")[rng.randrange(2) :]:
+                id_ = str(sum(e["action"] == action for e in log))
+                outcome = {"id": id_, "action": action, "ms": shown + HOUR_MS, "imp": imp}
+                log.append(base | outcome)
+        for action in ("invalid", "refund"):
+            named = rng.choice(["0", *map(str, range(n, 3 * n))])
+            more = {"action": action, "ms": shown + HOUR_MS, "named": named}
+            shop.append(base | more | {"id": f"{action}{n}"})
+    return web, shop
+
+
 @pytest.mark.parametrize(
     ("good", "bad", "message"),
     [
@@ -171,3 +251,13 @@ def test_a_spec_that_cannot_take_outcomes_back_is_refused(
     (tmp_path / "spec.yaml").write_text(SPEC.replace(good, bad))
     with pytest.raises(UserError, match=message):
         load_spec(tmp_path / "spec.yaml")
+
+
+def test_one_retraction_type_cannot_name_outcomes_of_two_logs(tmp_path: Path) -> None:
+    """Unless no id occurs in both logs: a click and a purchase of a user may have one number."""
+    confusable = TWO_LOGS.replace("event: invalid, within", "event: refund, within")
+    (tmp_path / "spec.yaml").write_text(confusable)
+    with pytest.raises(UserError, match="refund also retracts buy events, of another log"):
+        load_spec(tmp_path / "spec.yaml")
+    (tmp_path / "spec.yaml").write_text(confusable + "shared_event_ids: true\n")
+    assert load_spec(tmp_path / "spec.yaml").retraction_types == ("refund",)
