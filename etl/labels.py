@@ -78,16 +78,17 @@ def label_impressions(lake: Lake, days: DayRange, data_until: int | None = None)
     recent = events.filter(spark_io.day_range_predicate(first_read, last_read))
     impressions = recent.filter(F.col("type") == spec.event_codes[spec.impression_type])
     where = spark_io.day_range_predicate(first_day, days[1])
-    impressions = assign_request_ids(spec, impressions.filter(where))
-    rows = impressions.join(outcomes_by_impression(lake, recent), "impression_id", "left")
+    impressions = impressions.filter(where)
+    outcomes = outcomes_by_impression(lake, recent, impressions)
+    rows = assign_request_ids(spec, impressions).join(outcomes, "impression_id", "left")
     for name in spec.label_windows:
         rows = rows.withColumns(_label_columns(spec, name, data_until * MICROS["s"]))
     schema = label_schemas.impressions(spec)
     spark_io.replace_partitions(lake, schema, rows, where, versions)
 
     types = {spec.event_codes[objective.event] for objective in spec.all_objectives.values()}
-    outcomes = recent.filter(spark_io.day_range_predicate(*days)).filter(F.col("type").isin(types))
-    unknown = outcomes_without_impression(spec, recent, outcomes)
+    of_days = recent.filter(spark_io.day_range_predicate(*days)).filter(F.col("type").isin(types))
+    unknown = outcomes_without_impression(spec, recent, of_days)
     return {
         "impressions": lake.count_rows(schema.name, (first_day, days[1])),
         "outcomes of unknown impressions": unknown.count(),
@@ -167,8 +168,11 @@ def _sum_of_outcomes(outcomes: Column, column: str) -> Column:
     return F.when(F.size(values) > 0, total) if column == "dwell_ms" else total
 
 
-def outcomes_by_impression(lake: Lake, events: DataFrame) -> DataFrame:
-    """The attributed outcomes of each impression, ordered by attribution group, type and time.
+def outcomes_by_impression(lake: Lake, events: DataFrame, impressions: DataFrame) -> DataFrame:
+    """The attributed outcomes of some impressions, ordered by attribution group, type and time.
+
+    Outcomes of other impressions are left out before they are gathered: a log may name one
+    placeholder in all outcomes that have no impression.
 
     Returns:
         `impression_id` and `outcomes`, an array of structs; no row for an impression without any.
@@ -180,6 +184,7 @@ def outcomes_by_impression(lake: Lake, events: DataFrame) -> DataFrame:
         for group, names in enumerate(attribution_groups(lake.spec))
     ]  # fmt: skip
     rows = functools.reduce(DataFrame.unionByName, by_group)
+    rows = rows.join(impressions.select("impression_id"), "impression_id", "left_semi")
     fields = ["group", "type", "ts", "value", "visible_ts", "dwell_ms"]
     if lake.spec.retraction_types:
         retracted = _retractions_by_outcome(lake.spec, events)

@@ -32,7 +32,7 @@ def record_late_retractions(lake: Lake, days: DayRange) -> int:
     recent = events.filter((F.col("day") >= F.lit(first_day)) & (F.col("day") <= F.lit(days[1])))
     recent = recent.join(users, "user_id", "left_semi")
     impressions = recent.filter(F.col("type") == spec.event_codes[spec.impression_type])
-    outcomes = outcomes_by_impression(lake, recent)
+    outcomes = outcomes_by_impression(lake, recent, impressions)
     rows = impressions.drop("value", "day").join(outcomes, "impression_id")
     found = [
         _late_retractions(spec, rows, name)

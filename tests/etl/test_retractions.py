@@ -10,9 +10,10 @@ import pytest
 
 from etl.errors import UserError
 from etl.ingest.run import ingest
-from etl.labels import label_impressions
+from etl.labels import label_impressions, outcomes_by_impression
 from etl.retractions import record_late_retractions
 from etl.spec import load_spec
+from etl.tables import schemas, spark_io
 from etl.tables.lake import Lake
 from tests.etl.test_order import epoch_ms, write
 from tests.pipeline import rows
@@ -214,6 +215,11 @@ def test_a_retraction_cancels_only_outcomes_of_its_type_and_user(
     user_of = {e["id"]: e["who"] for e in web if e["action"] == "click"}
     strangers = [who for action, who, named in retractions if user_of.get(named, who) != who]
     assert len(strangers) > 5, "most retractions name outcomes of other users"
+
+    events = spark_io.read_table(lake, schemas.events(lake.spec))
+    impressions = events.filter(events["type"] == lake.spec.event_codes["shown"])
+    gathered = outcomes_by_impression(lake, events, impressions).collect()
+    assert {row["impression_id"] for row in gathered} <= labels.keys(), "placeholders are left out"
 
 
 def numbered_events(rng: random.Random) -> tuple[list[Record], list[Record]]:
