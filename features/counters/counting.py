@@ -3,7 +3,8 @@
 The aggregation itself is NumPy on sorted arrays (features/counters/aggregations.py); Spark brings
 the rows that share the first part of a key together. Where that part is hot, such as a large
 surface, its events are first summed by second and type, and its impressions of one second are one
-query, so that the rows of a key are bounded by the seconds of the longest window.
+query, so that the rows of a key are bounded by the seconds of the longest window. What is counted
+distinctly is reduced to the registers of tiles of time.
 """
 
 import functools
@@ -107,15 +108,34 @@ def count_by_second(
     by_key = leads_to_keys(leads, events)
     by_second = by_key.groupBy(*key, "type").agg(F.count("*").alias("count"), *numbers)
     for part in aggregations.distinct_columns:
-        entry = entry_field(part)
-        entries = by_key.filter(F.col(entry) != MISSING_ENTRY).select(*key, "type", entry)
-        entries = entries.distinct().withColumn("count", F.lit(0).cast("bigint"))
+        types = [each.event_type for each in aggregations.distinct if each.column == part]
+        of_types = by_key.filter(F.col("type").isin(types))
+        entries = first_and_last_in_tiles(of_types, entry_field(part), min(spec.counters.windows))
+        entries = entries.withColumn("count", F.lit(0).cast("bigint"))
         by_second = by_second.unionByName(entries, allowMissingColumns=True)
     requested = leads_to_keys(leads, queries)
     rows = requested.select(*key).distinct().unionByName(by_second, allowMissingColumns=True)
     rows = _sort_by_group(rows, "key", "key_hash")
     counted = rows.mapInArrow(_SecondCounting(aggregations).count_partition, BY_SECOND_SCHEMA)
     return requested.join(counted, [*key]).select("impression_id", "key", "values")
+
+
+def first_and_last_in_tiles(rows: DataFrame, entry: str, seconds: int) -> DataFrame:
+    """The first and the last second of each entry of each key and type in each tile of time.
+
+    They have the entries of all rows in any window of `seconds` or more, which begins in one tile,
+    where it has an entry if it has its last second, and ends in another one, where it has an entry
+    if it has its first. A tile has at most two of each entry, however many rows it has.
+
+    Returns:
+        Different rows with `key`, `key_hash`, `ts`, `type` and the column `entry`.
+    """
+    tile = F.col("ts") - F.pmod("ts", F.lit(seconds))
+    tiles = rows.filter(F.col(entry) != MISSING_ENTRY).groupBy(
+        "key", "key_hash", tile.alias("tile"), "type", entry
+    )
+    edges = tiles.agg(F.array_distinct(F.array(F.min("ts"), F.max("ts"))).alias("edges"))
+    return edges.select("key", "key_hash", F.explode("edges").alias("ts"), "type", entry)
 
 
 def _sort_by_group(rows: DataFrame, *columns: str) -> DataFrame:

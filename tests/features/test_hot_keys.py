@@ -9,7 +9,12 @@ from pyspark.sql import SparkSession
 
 from etl.spec import load_spec
 from features.counters import counting
-from features.counters.counting import _counted_batches, _unpack_numbers, count_events
+from features.counters.counting import (
+    _counted_batches,
+    _unpack_numbers,
+    count_events,
+    first_and_last_in_tiles,
+)
 from features.counters.key_leads import find_hot_leads
 from tests.oracle.disorder import SPEC
 
@@ -75,6 +80,35 @@ def test_counters_do_not_depend_on_which_keys_have_many_events(
     assert leads == {1: 30 + 2 + 2 + 3, EVENTS // 2: 2, EVENTS + 1: 0}, (
         "of items, surfaces, plans, hours"
     )
+
+
+def test_distinct_counts_of_hot_keys_read_a_bounded_number_of_rows(spark: SparkSession) -> None:
+    """Every window as long as a tile has the entries that it has in all rows, and few rows do."""
+    rng, tile, size = np.random.default_rng(1), 600, 20_000
+    rows = pa.table(
+        {
+            "key": pa.array(np.zeros(size), pa.int32()),
+            "key_hash": rng.integers(0, 2, size),
+            "ts": rng.integers(-1000, 3000, size),
+            "type": pa.array(rng.integers(1, 3, size), pa.int8()),
+            "entry": pa.array(rng.choice([0, 65, 66, 67, 130, 131, 700], size), pa.int16()),
+        }
+    )
+    kept = first_and_last_in_tiles(spark.createDataFrame(rows), "entry", tile).toArrow()
+    tiles = {(n // tile) for n in rows["ts"].to_pylist()}
+    assert len(kept) <= 2 * 6 * len(tiles) * 4 < size / 20, "entries, tiles, keys and types"
+    everything, few = (
+        np.stack([table[name].to_numpy() for name in ("key_hash", "type", "ts", "entry")], 1)
+        for table in (rows, kept)
+    )
+    everything = everything[everything[:, 3] != 0]
+    for end in rng.integers(-1000, 4500, 200):
+        start = end - rng.choice([tile, tile + 1, 2000])
+        of_all, of_few = (
+            table[(table[:, 2] >= start) & (table[:, 2] < end)][:, [0, 1, 3]]
+            for table in (everything, few)
+        )
+        assert np.array_equal(np.unique(of_all, axis=0), np.unique(of_few, axis=0)), (start, end)
 
 
 def test_values_of_many_impressions_are_packed_in_several_arrays(
