@@ -1,15 +1,13 @@
 """Validation of `examples`: a sample is recomputed from the events by brute force.
 
 Slow by design. What events count, and how, is computed by `features/reference.py` alone. The code
-that builds the tables shares the codec of histories, `run_starts`, and how many days of events
-counters read (`counter_input_days`); serving shares the scalar encodings (`encode_categorical`).
+that builds the tables shares the codec of histories, and how many days of events counters read
+(`counter_input_days`); serving shares the scalar encodings (`encode_categorical`).
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from datetime import date, timedelta
-from functools import cached_property
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -18,12 +16,10 @@ import pyarrow.compute as pc
 from tqdm import tqdm
 
 from etl.erasure.hashes import hash_user, read_salt
-from etl.errors import UserError
 from etl.spec.counters import Counter
-from etl.spec.units import date_range
-from etl.tables import schemas, user_schemas
-from etl.tables.arrow import Snapshot, snapshot
-from etl.tables.declared_columns import counted_columns, number_column
+from etl.tables import user_schemas
+from etl.tables.arrow import snapshot
+from etl.tables.declared_columns import number_column
 from etl.tables.lake import Lake
 from features import reference
 from features.encoding.scalar import (
@@ -33,14 +29,9 @@ from features.encoding.scalar import (
     spark_xxhash64,
 )
 from features.history.codec import decode_rows, delta_decode
-from features.ragged import run_starts
 from features.reference import MICROS_PER_SECOND, Row
-from features.schema import counter_input_days
+from features.validation_inputs import MAX_SHARED_EVENTS, SampledRows, sample_examples
 
-EVENT_COLUMNS = (
-    "event_id", "user_id", "item_id", "surface", "type", "event_ts", "ingest_ts", "visible_ts",
-    "request_id", "impression_id", "dwell_ms", "value", "day",
-)  # fmt: skip
 KEY_COLUMNS = {"user": "user_id", "item": "item_id", "surface": "surface"}  # others: attributes
 FLOAT_TOLERANCE = 2.0**-23  # the distance of two 32-bit floats near 1
 SMALLEST_FLOAT = 2.0**-126  # below it, 32-bit floats have fewer digits
@@ -55,37 +46,34 @@ class Difference(NamedTuple):
     expected: object
 
 
-class ItemState(NamedTuple):
-    """An item's index, the second since when it is known (None if never), and its counter keys."""
-
-    item_index: int
-    known_since: int | None
-    keys: Row
-
-
 def validate_examples(
     lake: Lake, sample_size: int, seed: int
 ) -> Iterator[tuple[str, list[Difference]]]:
     """Impression ids of sampled examples, each with its differences from the recomputed values.
 
     What was computed from erased data is left out: counters and attributes of users whose earlier
-    data was erased, and counters of keys that users share. Raises UserError where there are no
-    examples.
+    data was erased, and counters of keys that users share. Counters of keys without user and item
+    are left out, too, where they need more than MAX_SHARED_EVENTS events. Raises UserError where
+    there are no examples.
     """
     examples = sample_examples(lake, sample_size, seed)
     erased_until = lake.latest_day("erased_users")
-    erased_hashes = _erased_hashes(lake)
-    salt = read_salt(lake) if erased_hashes else ""
+    erased = _erased_users(lake, {row["user_id"] for row in examples}) if erased_until else set()
     counters = lake.spec.counters.columns
     shared = {counter.column for counter in counters if "user" not in counter.key}
     own = {counter.column for counter in counters} | {"user_known_since"}
-    recomputer = ExampleRecomputer(lake, [row["day"] for row in examples])
+    recomputer = ExampleRecomputer(lake, examples)
+    for key in lake.spec.counters.keys:
+        if not recomputer.rows.can_count(key):
+            print(
+                f"counters of [{', '.join(key)}] are left out: they need all events of their days, "
+                f"{recomputer.rows.num_shared_events:,}, of which {MAX_SHARED_EVENTS:,} can be read"
+            )
     for example in tqdm(examples, desc="check", unit="example", disable=None):
         expected, history = recomputer.recompute(example)
         uncounted: set[str] = set()
         if erased_until and example["day"] <= erased_until:
-            is_erased = hash_user(salt, example["user_id"]) in erased_hashes
-            uncounted = own if is_erased else shared
+            uncounted = own if example["user_id"] in erased else shared
         differences = [
             Difference(name, example[name], value)
             for name, value in expected.items()
@@ -97,51 +85,25 @@ def validate_examples(
         yield example["impression_id"], differences
 
 
-def _erased_hashes(lake: Lake) -> set[str]:
-    """The hashes of all erased users."""
-    schema = user_schemas.erased_users(lake.spec)
-    if not lake.exists(schema.name):
-        return set()
-    return set(snapshot(lake, schema).read(["id_hash"])["id_hash"].to_pylist())
-
-
-def sample_examples(lake: Lake, sample_size: int, seed: int) -> list[Row]:
-    """Examples drawn uniformly without replacement; all of them if there are fewer."""
-    table = snapshot(lake, schemas.examples(lake.spec))
-    paths = [path for path, _ in table.files]
-    sizes = [table.single_file(path).read(["impression_id"]).num_rows for path in paths]
-    total = sum(sizes)
-    if not total:
-        raise UserError(f"there are no examples in {lake.root}; run `gemline features examples`")
-    rng = np.random.default_rng(seed)
-    drawn = np.sort(rng.choice(total, min(sample_size, total), replace=False))
-    examples: list[Row] = []
-    for path, (start, stop) in zip(paths, pairwise(np.cumsum([0, *sizes])), strict=True):
-        positions = drawn[(drawn >= start) & (drawn < stop)] - start
-        if len(positions):
-            rows = table.single_file(path).read()
-            examples += rows.take(pa.array(positions)).to_pylist()
-    return examples
+def _erased_users(lake: Lake, users: set[str]) -> set[str]:
+    """Those of some users who were erased."""
+    salt = read_salt(lake)
+    hashes = {hash_user(salt, user): user for user in users}
+    table = snapshot(lake, user_schemas.erased_users(lake.spec))
+    found = table.read_matching("id_hash", pa.array(list(hashes)), ["id_hash"])
+    return {hashes[id_hash] for id_hash in found["id_hash"].to_pylist()}
 
 
 class ExampleRecomputer:
-    """Recomputes examples of some days from the tables that they were built from."""
+    """Recomputes examples from the tables that they were built from."""
 
-    def __init__(self, lake: Lake, days: Sequence[date]) -> None:
-        self.lake, self.spec = lake, lake.spec
-        self._read_versions: dict[str, list[Row]] = {}
-        self._events, self._history = self._snapshot("events"), self._snapshot("history")
-        self._event_columns = list(dict.fromkeys((*EVENT_COLUMNS, *counted_columns(self.spec))))
-        first_day = min(days) - timedelta(days=counter_input_days(self.spec))
-        self._recent_events = self._events.read(
-            self._event_columns, day=set(date_range(first_day, max(days)))
-        )
+    def __init__(self, lake: Lake, examples: Sequence[Row]) -> None:
+        self.spec, self.rows = lake.spec, SampledRows(lake, examples)
 
     def recompute(self, example: Row) -> tuple[Row, list[HistoryEvent]]:
         """What an example should hold, by column, and the events that its pointer should select."""
         user, as_of = example["user_id"], example["as_of_ts"]
-        events = self._events.read(self._event_columns, bucket=example["bucket"])
-        user_events = _filter_rows(events, {"user_id": user})
+        user_events = _filter_rows(self.rows.user_events, {"user_id": user})
         impression_type = self.spec.event_codes[self.spec.impression_type]
         impressions = {
             e["impression_id"]: e
@@ -153,8 +115,8 @@ class ExampleRecomputer:
             impressions.values(), self.spec.request_session_gap, self.spec.day_end(example["day"])
         )
         history = reference.visible_history(user_events, user, as_of)
-        user_attributes = reference.attribute_version_at(self._user_versions(user), as_of)
-        item = self._item_states[impression["item_id"]]
+        user_attributes = reference.attribute_version_at(self.rows.user_versions(user), as_of)
+        item = self.rows.item_states[impression["item_id"]]
         is_item_known = item.known_since is not None and item.known_since < as_of
         expected = {
             "as_of_ts": as_of_by_impression[example["impression_id"]],
@@ -166,7 +128,12 @@ class ExampleRecomputer:
             **self._recompute_counters(impression, as_of),
         }
         return expected, [
-            (e["visible_ts"], self._item_states[e["item_id"]].item_index, e["surface"], e["type"])
+            (
+                e["visible_ts"],
+                self.rows.item_states[e["item_id"]].item_index,
+                e["surface"],
+                e["type"],
+            )
             for e in history
         ]
 
@@ -176,8 +143,7 @@ class ExampleRecomputer:
         Events that compaction dropped are taken from the `expected` ones: only their number is
         stored.
         """
-        rows = self._history.read(bucket=example["bucket"])
-        rows = rows.filter(pc.equal(rows["user_id"], example["user_id"]))
+        rows = self.rows.history_rows(example["user_id"], example["bucket"])
         rows = rows.sort_by([("day", "ascending"), ("chunk", "ascending")]).combine_chunks()
         lengths = rows["events"].to_numpy().astype(np.int64)
         lists = decode_rows(rows, lengths)
@@ -189,21 +155,26 @@ class ExampleRecomputer:
         return [*expected[:dropped], *stored][: example["history_length"]]
 
     def _recompute_counters(self, impression: Row, as_of: int) -> Row:
-        """The value of each counter column."""
+        """The value of each counter column that can be checked."""
         declared = self.spec.counters
-        visible_ts = self._recent_events["visible_ts"]
-        in_longest_window = pc.and_(
-            pc.greater_equal(visible_ts, as_of - declared.longest_window),
-            pc.less(visible_ts, as_of),
-        )
-        recent = self._recent_events.filter(in_longest_window)
+        keys = [key for key in declared.keys if self.rows.can_count(key)]
         events_by_key = {
-            key: self._events_with_key(recent, impression, key, as_of) for key in declared.keys
+            key: self._events_with_key(self._in_window(key, as_of), impression, key, as_of)
+            for key in keys
         }
         return {
             counter.column: self._recompute_counter(counter, events_by_key[counter.key], as_of)
             for counter in declared.columns
+            if counter.key in events_by_key
         }
+
+    def _in_window(self, key: tuple[str, ...], as_of: int) -> pa.Table:
+        """The events in the longest window that can have a key."""
+        events = self.rows.events_of_key(key)
+        visible_ts = events["visible_ts"]
+        start = as_of - self.spec.counters.longest_window
+        in_window = pc.and_(pc.greater_equal(visible_ts, start), pc.less(visible_ts, as_of))
+        return events.filter(in_window)
 
     def _recompute_counter(self, counter: Counter, events: list[Row], as_of: int) -> object:
         """The value of a counter, from the events that have its key."""
@@ -262,7 +233,7 @@ class ExampleRecomputer:
             return self._context_key_value(event, key_part, occurred)
         if key_part in self.spec.user_counter_keys:
             return self._user_key_value(event["user_id"], key_part, second)
-        item = self._item_states[event["item_id"]]
+        item = self.rows.item_states[event["item_id"]]
         if item.known_since is None or item.known_since >= second:
             return None
         key: int | None = item.keys[f"key_{key_part}"]
@@ -276,47 +247,10 @@ class ExampleRecomputer:
 
     def _user_key_value(self, user_id: str, name: str, second: int) -> int | None:
         """The encoded attribute of a user as of a second; None if it is not known."""
-        version = reference.attribute_version_at(self._user_versions(user_id), second)
+        version = reference.attribute_version_at(self.rows.user_versions(user_id), second)
         raw = version[f"attr_{name}"] if version else None
         attribute = self.spec.user_counter_keys[name]
         return None if raw is None else encode_categorical(attribute, raw)
-
-    def _user_versions(self, user_id: str) -> list[Row]:
-        """A user's versions, with the attributes that are parts of counter keys."""
-        if user_id not in self._read_versions:
-            table, rows_of_users = self._versions_by_user
-            rows = rows_of_users.get(user_id, range(0))
-            self._read_versions[user_id] = table.slice(rows.start, len(rows)).to_pylist()
-        return self._read_versions[user_id]
-
-    @cached_property
-    def _versions_by_user(self) -> tuple[pa.Table, dict[str, range]]:
-        """The versions of all users, sorted by user, and the rows of each."""
-        names = [f"attr_{name}" for name in self.spec.user_counter_keys]
-        columns = ["user_id", "valid_from", "day", *names]
-        table = snapshot(self.lake, schemas.attributes(self.spec, "user")).read(columns)
-        table = table.sort_by("user_id").combine_chunks()
-        users = table["user_id"].combine_chunks()
-        starts = run_starts(users)
-        rows = map(range, starts.tolist(), [*starts[1:].tolist(), len(users)])
-        return table, dict(zip(users.take(pa.array(starts)).to_pylist(), rows, strict=True))
-
-    @cached_property
-    def _item_states(self) -> dict[str, ItemState]:
-        """Each item's index and first attributes, by item id."""
-        first_versions: dict[int, Row] = {}
-        versions = self._snapshot("item_versions").read().to_pylist()
-        for version in sorted(versions, key=lambda v: (v["valid_from"], v["day"])):
-            first_versions.setdefault(version["item_index"], version)
-        states = {}
-        for row in self._snapshot("items").read().to_pylist():
-            first = first_versions.get(row["item_index"])
-            known_since = first["valid_from"] // MICROS_PER_SECOND if first else None
-            states[row["item_id"]] = ItemState(row["item_index"], known_since, first or {})
-        return states
-
-    def _snapshot(self, name: str) -> Snapshot:
-        return snapshot(self.lake, schemas.table_schema(self.spec, name))
 
 
 def _is_equal(stored: object, expected: object) -> bool:

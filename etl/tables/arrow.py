@@ -65,6 +65,21 @@ class Snapshot:
 
         return self._read_files(columns, partition, read_groups)
 
+    def take(self, positions: Sequence[int]) -> pa.Table:
+        """Rows at ascending positions of a single file; only their row groups are read."""
+
+        def read_groups(file: pq.ParquetFile, stored: list[str]) -> list[pa.Table]:
+            sizes = [file.metadata.row_group(n).num_rows for n in range(file.num_row_groups)]
+            groups, end = [], 0
+            for number, size in enumerate(sizes):
+                first, end = end, end + size
+                if rows := [row - first for row in positions if first <= row < end]:
+                    groups.append(file.read_row_group(number, columns=stored).take(rows))
+            return groups
+
+        assert len(self.files) == 1
+        return self._read_files(None, {}, read_groups)
+
     def _read_files(
         self,
         columns: Sequence[str] | None,

@@ -13,10 +13,11 @@ import pytest
 
 from etl.spec.units import format_duration
 from etl.tables import schemas
-from etl.tables.arrow import replace_rows, snapshot
+from etl.tables.arrow import Snapshot, replace_rows, snapshot
 from etl.tables.lake import Lake
-from features import reference
+from features import reference, validation_inputs
 from features.history.codec import quantize_dwell
+from features.validation import validate_examples
 from gemline import main
 from tests.conftest import FIRST, LAST
 from tests.oracle import events as oracle
@@ -171,3 +172,32 @@ def test_validation_reports_wrong_columns_and_only_those(
     reported = {line.split()[1] for line in output.out.splitlines()[:-1]}
     assert {"history_length", *counters} <= reported
     assert reported <= {"history_length", *counters, "history"}
+
+
+def test_validation_reads_only_rows_of_the_sampled_users_and_items(
+    lake: Lake, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Counters of keys without user and item are left out where they need too many events."""
+    read: list[pa.Table] = []
+
+    def recorded(*args: Any) -> pa.Table:
+        read.append(read_files(*args))
+        return read[-1]
+
+    read_files = Snapshot._read_files
+    monkeypatch.setattr(Snapshot, "_read_files", recorded)
+    monkeypatch.setattr(validation_inputs, "MAX_SHARED_EVENTS", 10)
+    examples = validation_inputs.sample_examples(lake, 3, seed=1)
+    assert sum(map(len, read)) == 3, "of examples, only the sampled rows are kept"
+    assert not [found for found in validate_examples(lake, 3, seed=1) if found[1]]
+    monkeypatch.setattr(Snapshot, "_read_files", read_files)
+    left_out = [key for key in lake.spec.counters.keys if not {"user", "item"} & {*key}]
+    assert left_out and capsys.readouterr().out.count("are left out") == len(left_out)
+    ids = {row["impression_id"] for row in examples}
+    shown = [row for row in rows(lake, "impressions") if row["impression_id"] in ids]
+    users, items = ({row[name] for row in shown} for name in ("user_id", "item_id"))
+    for table in read:
+        for row in table.to_pylist() if "user_id" in table.column_names else ():
+            assert row["user_id"] in users or row.get("item_id") in items
+    num_events = sum(len(table) for table in read if "event_id" in table.column_names)
+    assert 0 < num_events < len(rows(lake, "events")) / 2
