@@ -35,7 +35,8 @@ class Limits:
         for name, low, high in zip(campaigns, self.low, self.high, strict=True):
             if low > high:
                 raise UserError(
-                    f"campaign {name} may spend at least {low:,.2f} and at most {high:,.2f} a day"
+                    f"campaign {name} may spend at least {low:,.2f} and at most {high:,.2f} a day: "
+                    "change its minimum or maximum, or allow a larger step"
                 )
         if not self.low.sum() <= self.total * (1 + 1e-9):
             raise UserError(
@@ -52,10 +53,13 @@ class Limits:
 def step_limits(
     total: float, current: Float64, max_step: float, minimum: Float64, maximum: Float64
 ) -> Limits:
-    """Limits of a plan that changes no campaign by more than a share `max_step` of its spend."""
+    """Limits of a plan that changes no campaign by more than a share `max_step` of its spend.
+
+    A minimum above the largest step up makes them contradictory, which a plan refuses.
+    """
     low = np.maximum(minimum, current * (1 - max_step))
     high = np.minimum(maximum, current * (1 + max_step))
-    return Limits(total, low, np.maximum(high, minimum))
+    return Limits(total, low, high)
 
 
 @dataclass(frozen=True)

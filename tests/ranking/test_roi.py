@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pa_csv
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -176,6 +177,13 @@ def test_limits_that_no_plan_meets_are_refused() -> None:
         plan_budgets(curves, value, current, Limits(current.sum(), 3 * high, high))
 
 
+def test_a_minimum_above_the_largest_step_is_refused_rather_than_the_step_exceeded() -> None:
+    curves, value, current = some_curves(2)
+    limits = step_limits(current.sum(), current, 0.2, np.full(COUNT, 30.0), np.inf + current)
+    with pytest.raises(UserError, match=r"c00 may spend at least 30\.00 and at most 2"):
+        plan_budgets(curves, value, current, limits)
+
+
 def write_campaign_days(path: Path, days: CampaignDays, **columns: object) -> Path:
     count = len(days.spend) // COUNT
     rows = {
@@ -227,6 +235,12 @@ def missing_first(days: CampaignDays) -> list[float | None]:
         ({"spend": None}, "has no column spend; it has campaign, day"),
         ({"value": lambda days: -days.conversions}, "value is negative in some rows"),
         ({"currency": None}, "has no column currency: name the currency with --currency"),
+        ({"currency": lambda d: [""] * len(d.spend)}, "currency is missing in some rows: fill it"),
+        (
+            {"currency": lambda d: ["EUR", ""] * (len(d.spend) // 2)},
+            "currency is missing in some rows: fill it in, or name the currency with --currency",
+        ),
+        ({"campaign": lambda d: ["", *["b"] * (len(d.spend) - 1)]}, "campaign is missing in some"),
         ({"currency": lambda d: ["EUR", "USD"] * (len(d.spend) // 2)}, "has several currencies"),
         ({"spend": lambda days: 0 * days.spend}, "campaign c00 has 0 days with spend"),
         ({"arrived": lambda days: 0 * days.spend}, "arrived is the share of conversions so far"),
@@ -252,6 +266,19 @@ def test_wrong_files_are_refused_and_nothing_is_written(
     assert main(["roi", "plan", "--campaign-days", str(file), "--out", str(out)]) == 2
     assert message in capsys.readouterr().err
     assert not out.exists()
+
+
+@pytest.mark.parametrize("name", ["campaign", "day", "currency"])
+def test_parquet_with_nulls_and_an_empty_option_are_refused(tmp_path: Path, name: str) -> None:
+    days, _, _ = market(3, days=4)
+    table = pa_csv.read_csv(write_campaign_days(tmp_path / "days.csv", days))
+    with_null = pa.array([None, *table[name].to_pylist()[1:]], table[name].type)
+    file = tmp_path / "days.parquet"
+    pq.write_table(table.set_column(table.column_names.index(name), name, with_null), file)
+    with pytest.raises(UserError, match=f"{name} is missing in some rows"):
+        read_campaign_days(file, (), None)
+    with pytest.raises(UserError, match="--currency is empty: name one, such as EUR"):
+        read_campaign_days(tmp_path / "days.csv", (), " ")
 
 
 def test_a_campaign_that_stopped_is_refused(tmp_path: Path) -> None:
