@@ -62,6 +62,8 @@ def campaign_table(
     """The campaign days in the rows of `source`, which messages name; raises UserError as above."""
     _require_columns(source, table, (*REQUIRED, *groups))
     optional = [name for name in ("arrived", "incremental_share") if name in table.column_names]
+    for name in ("campaign", "day"):
+        _require_texts(source, table, name, "fill it in, or leave these rows out")
     for name in ("spend", "conversions", "value", *optional):
         _require_numbers(source, table, name)
     currency = _currency(source, table, currency)
@@ -137,12 +139,22 @@ def _require_numbers(source: str, table: pa.Table, name: str) -> None:
         raise UserError(f"{source}: {name} is negative in some rows")
 
 
+def _require_texts(source: str, table: pa.Table, name: str, fix: str) -> None:
+    """Raise UserError, which tells the fix, if a value is null or blank."""
+    texts = pc.utf8_trim_whitespace(table[name].cast(pa.string()))
+    if texts.null_count or pc.any(pc.equal(texts, "")).as_py():
+        raise UserError(f"{source}: {name} is missing in some rows: {fix}")
+
+
 def _currency(source: str, table: pa.Table, given: str | None) -> str:
     """The currency of the option, else the only one of the column."""
     if given is not None:
+        if not given.strip():
+            raise UserError("--currency is empty: name one, such as EUR")
         return given
     if "currency" not in table.column_names:
         raise UserError(f"{source} has no column currency: name the currency with --currency")
+    _require_texts(source, table, "currency", "fill it in, or name the currency with --currency")
     found = sorted(map(str, pc.unique(table["currency"]).to_pylist()))
     if len(found) != 1:
         raise UserError(
