@@ -67,13 +67,12 @@ def campaign_table(
     for name in ("spend", "conversions", "value", *optional):
         _require_numbers(source, table, name)
     currency = _currency(source, table, currency)
-    names, index = np.unique(table["campaign"].cast(pa.string()).to_numpy(), return_inverse=True)
-    count = len(names)
-    spend, conversions, value, arrived = (
-        _column(table, name) for name in ("spend", "conversions", "value", "arrived")
-    )
+    arrived = _column(table, "arrived")
     if (arrived <= 0).any() or (arrived > 1).any():
         raise UserError(f"{source}: arrived is the share of conversions so far: above 0, at most 1")
+    names, rows = np.unique(table["campaign"].cast(pa.string()).to_numpy(), return_inverse=True)
+    count = len(names)
+    index, spend, conversions, value, arrived = _sum_by_day(table, rows)
     has_spend = spend > 0
     days_with_spend = np.bincount(index[has_spend], minlength=count)
     if (days_with_spend < MIN_DAYS).any():
@@ -82,13 +81,13 @@ def campaign_table(
             f"{source}: campaign {name} has {days_with_spend.min()} days with spend, and a curve "
             f"needs {MIN_DAYS}: leave the campaign out, or wait"
         )
-    current = _current_spend(table, index, spend, count)
+    current = _current_spend(table, rows, count)
     if (current <= 0).any():
         raise UserError(
             f"{source}: campaign {names[current.argmin()]} has no spend in the last {CURRENT_DAYS} "
             "days, and plans change budgets by a share of them: leave the campaign out"
         )
-    by_group = [_most_frequent_known(table[name], index, count) for name in groups]
+    by_group = [_most_frequent_known(table[name], rows, count) for name in groups]
     days = CampaignDays(
         tuple(map(str, names)),
         np.stack(by_group, 1) if groups else np.zeros((count, 0), dtype=str),
@@ -104,7 +103,7 @@ def campaign_table(
         currency,
         current,
         (values + SHRINKAGE * mean_value) / (totals + SHRINKAGE),
-        _incremental_share(source, table, index, names),
+        _incremental_share(source, table, rows, names),
     )
 
 
@@ -170,6 +169,24 @@ def _column(table: pa.Table, name: str) -> Float64:
     return np.asarray(table[name].cast(pa.float64()).to_numpy(), dtype=np.float64)
 
 
+def _sum_by_day(
+    table: pa.Table, index: npt.NDArray[np.intp]
+) -> tuple[npt.NDArray[np.intp], Float64, Float64, Float64, Float64]:
+    """Campaign, spend, conversions, value and share arrived (m) of each campaign and day.
+
+    Rows of one campaign and day, such as those of its surfaces, are one point of its curve: they
+    are summed, and the share that has arrived is their mean, weighted by spend.
+    """
+    _, day = np.unique(table["day"].cast(pa.string()).to_numpy(), return_inverse=True)
+    _, first, row = np.unique(index * (day.max() + 1) + day, return_index=True, return_inverse=True)
+    spend, conversions, value = (
+        np.bincount(row, _column(table, name)) for name in ("spend", "conversions", "value")
+    )
+    weight = _column(table, "spend") + (spend == 0)[row]
+    arrived = np.bincount(row, weight * _column(table, "arrived")) / np.bincount(row, weight)
+    return index[first], spend, conversions, value, arrived
+
+
 def _most_frequent_known(
     column: pa.ChunkedArray, index: npt.NDArray[np.intp], count: int
 ) -> npt.NDArray[np.str_]:
@@ -196,14 +213,12 @@ def _incremental_share(
     return share[first_rows]
 
 
-def _current_spend(
-    table: pa.Table, index: npt.NDArray[np.intp], spend: Float64, count: int
-) -> Float64:
+def _current_spend(table: pa.Table, index: npt.NDArray[np.intp], count: int) -> Float64:
     """Mean daily spend (C) over the latest days of the file, a missing day counting as 0."""
     days = table["day"].cast(pa.string()).to_numpy()
     latest = np.unique(days)[-CURRENT_DAYS:]
     is_recent = np.isin(days, latest)
-    return np.bincount(index[is_recent], spend[is_recent], count) / len(latest)
+    return np.bincount(index[is_recent], _column(table, "spend")[is_recent], count) / len(latest)
 
 
 def usable_campaigns(table: pa.Table) -> pa.Table:

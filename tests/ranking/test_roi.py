@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 import pytest
@@ -266,6 +267,27 @@ def test_wrong_files_are_refused_and_nothing_is_written(
     assert main(["roi", "plan", "--campaign-days", str(file), "--out", str(out)]) == 2
     assert message in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_rows_of_one_campaign_and_day_are_summed(tmp_path: Path) -> None:
+    """A file with a row for each of two surfaces has the curves of the file without them."""
+    days, _, _ = market(3, days=6)
+    arrived = np.random.default_rng(0).uniform(0.5, 1, len(days.spend))
+    file = write_campaign_days(tmp_path / "days.csv", days, arrived=arrived)
+    expected = read_campaign_days(file, ("vertical",), None)
+    table = pa_csv.read_csv(file)
+    parts = []
+    for share in (0.75, 0.25):
+        part = table
+        for name in ("spend", "conversions", "value"):
+            column = pc.multiply(table[name].cast(pa.float64()), share)
+            part = part.set_column(part.column_names.index(name), name, column)
+        parts.append(part)
+    pa_csv.write_csv(pa.concat_tables(parts), tmp_path / "split.csv")
+    found = read_campaign_days(tmp_path / "split.csv", ("vertical",), None)
+    np.testing.assert_allclose(found.current, expected.current)
+    np.testing.assert_allclose(found.value_per_conversion, expected.value_per_conversion)
+    np.testing.assert_allclose(fit_curves(found.days).mean, fit_curves(expected.days).mean)
 
 
 @pytest.mark.parametrize("name", ["campaign", "day", "currency"])
