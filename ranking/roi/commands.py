@@ -52,7 +52,7 @@ class PlanArgs(CurveArgs):
     ] = 0.0
     risk: Annotated[
         float,
-        Field(ge=0),
+        Field(ge=0, le=10),
         tyro.conf.arg(help="standard deviations by which uncertain conversions are lowered"),
     ] = 0.0
     explore: Annotated[

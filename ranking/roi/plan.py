@@ -102,7 +102,9 @@ def plan_budgets(
         )
     limits.require_feasible(curves.campaigns)
     _, deviation = curves.log_conversions(current)
-    adjusted_value = value_per_conversion * np.exp(-risk * deviation)
+    # Only ratios of values matter: relative to the surest campaign, not all of them underflow.
+    surest = deviation[value_per_conversion > 0].min()
+    adjusted_value = value_per_conversion * np.exp(-risk * np.maximum(deviation - surest, 0))
     spend = _allocate(drawn or curves, adjusted_value, limits)
     low, high = curves.interval(spend)
 
@@ -141,11 +143,14 @@ def _allocate(curves: ResponseCurves, adjusted_value: Float64, limits: Limits) -
     largest, half = saturation(curves)
     positive_value = np.maximum(adjusted_value, 0.0)
 
+    has_value = positive_value > 0
+    log_scale = np.full(len(half), -np.inf)
+    log_scale[has_value] = np.log((positive_value * largest * half)[has_value])
+
     def spend_at(log_price: float) -> Float64:
-        wanted = np.sqrt(positive_value * largest * half / np.exp(log_price)) - half
+        wanted = np.exp(np.minimum((log_scale - log_price) / 2, 700)) - half
         return np.asarray(np.clip(wanted, limits.low, limits.high))
 
-    has_value = positive_value > 0
     marginal = np.log((positive_value * largest / half)[has_value])
     low, high = float(marginal.min()) - 60, float(marginal.max()) + 60
     for _ in range(BISECTIONS):

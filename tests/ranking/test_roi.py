@@ -140,6 +140,27 @@ def test_plans_do_not_depend_on_the_currency_and_avoid_risk() -> None:
     assert np.corrcoef(moved, deviation)[0, 1] < -0.3
 
 
+def test_a_very_risk_averse_plan_raises_the_surest_campaigns_first() -> None:
+    curves, value, current = some_curves(1)
+    limits = Limits(current.sum(), 0.5 * current, 2 * current)
+    _, deviation = curves.log_conversions(current)
+    with np.errstate(all="raise", under="ignore"):
+        plan = plan_budgets(curves, value, current, limits, risk=1e5)
+    assert plan.spend.sum() == pytest.approx(current.sum())
+    assert plan.spend[deviation.argmin()] == pytest.approx(2 * current[deviation.argmin()])
+    assert plan.spend[deviation.argmax()] == pytest.approx(0.5 * current[deviation.argmax()])
+
+
+@pytest.mark.parametrize("risk", ["100000", "inf", "nan"])
+def test_risks_that_no_plan_needs_are_refused(
+    tmp_path: Path, risk: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_campaign_days(tmp_path / "days.csv", market(3, days=4)[0])
+    flags = ["--campaign-days", str(file), "--out", str(tmp_path / "plan.csv"), "--risk", risk]
+    assert main(["roi", "plan", *flags]) == 2
+    assert "risk" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("share", [0.0, -0.2])
 def test_a_campaign_without_incremental_conversions_gives_its_budget_to_others(
     share: float,
