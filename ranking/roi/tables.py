@@ -9,7 +9,7 @@ from etl.errors import UserError
 from etl.spec.model import DataSpec
 from etl.spec.units import DAY, date_range
 from etl.tables import arrow, roi_schemas
-from etl.tables.lake import Lake
+from etl.tables.lake import Lake, arrow_schema
 from ranking.roi.campaign_days import campaign_table, usable_campaigns
 from ranking.roi.curves import fit_curves
 from ranking.roi.plan import explain, plan_budgets, saturation, step_limits
@@ -30,13 +30,16 @@ def require_roi(spec: DataSpec) -> None:
 def write_response_curves(lake: Lake, until: date) -> str:
     """Replace the day of `response_curves` by curves and a plan of all campaigns until it.
 
+    Without enough spend the day has no rows, and a daily run goes on.
+
     Returns:
-        What was written, or why nothing was: a daily run goes on without enough spend.
+        What was written, or why nothing was.
     """
     rows = _read_window(lake, until)
     usable = usable_campaigns(rows)
     campaigns = len(set(usable["campaign"].to_pylist()))
     if campaigns < MIN_CAMPAIGNS:
+        _write_day(lake, until, None)
         return f"{campaigns} campaigns have spend on enough days until {until}: no curves yet"
     spec = lake.spec.roi
     assert spec
@@ -48,6 +51,7 @@ def write_response_curves(lake: Lake, until: date) -> str:
         limits = step_limits(float(current.sum()), current, MAX_STEP, none, unlimited)
         plan = plan_budgets(curves, value, current, limits)
     except UserError as error:
+        _write_day(lake, until, None)
         return f"no curves until {until}: {error}"
     low, high = curves.interval(current)
     columns = {
@@ -66,11 +70,20 @@ def write_response_curves(lake: Lake, until: date) -> str:
         "reason": [explain(name, plan, current, c) for c, name in enumerate(curves.campaigns)],
         "day": [until] * campaigns,
     }
-    schema = roi_schemas.response_curves(lake.spec)
-    versions = {"campaign_days": lake.version("campaign_days")}
-    arrow.replace_rows(lake, schema, pa.table(columns), f"day = '{until}'", versions)
+    _write_day(lake, until, pa.table(columns))
     gain = float(plan.value_after.sum() / plan.value_before.sum()) - 1
     return f"curves of {campaigns} campaigns; a plan of the same total has value {gain:+.1%}"
+
+
+def _write_day(lake: Lake, day: date, rows: pa.Table | None) -> None:
+    """Replace a day of `response_curves`; without rows, curves of an earlier run are removed."""
+    schema = roi_schemas.response_curves(lake.spec)
+    if rows is None:
+        if not lake.exists(schema.name):
+            return
+        rows = arrow_schema(schema).empty_table()
+    versions = {"campaign_days": lake.version("campaign_days")}
+    arrow.replace_rows(lake, schema, rows, f"day = '{day}'", versions)
 
 
 def _read_window(lake: Lake, until: date) -> pa.Table:

@@ -137,6 +137,12 @@ def test_curves_and_a_plan_of_the_same_total_are_written_and_the_table_is_read_a
     table = read_campaign_days(Path(own.table_uri("campaign_days")), ("category",), None)
     assert table.currency == "USD" and {*curves.campaign} == {*table.days.campaigns}
 
+    # A day that has no curves any more loses the rows of the earlier run.
+    write_campaign_days(own, num_days=1)
+    assert main(["roi", "report", *flags, "--data-until", str(until)]) == 0
+    assert "no curves yet" in capsys.readouterr().out
+    assert arrow.snapshot(own, schema).read().num_rows == 0
+
 
 def write_campaign_days(lake: Lake, num_days: int) -> None:
     rng = np.random.default_rng(0)
