@@ -14,9 +14,9 @@ from deltalake import DeltaTable
 from etl.array_types import Float64
 from etl.errors import UserError
 from ranking.roi.curves import CampaignDays
+from ranking.roi.value import value_per_conversion
 
 REQUIRED = ("campaign", "day", "spend", "conversions", "value")
-SHRINKAGE = 20.0  # conversions that the mean value of all campaigns counts as
 UNKNOWN = "unknown"  # the group of a day without impressions
 MIN_DAYS = 2
 CURRENT_DAYS = 7  # the latest days, whose mean is the current spend
@@ -31,15 +31,19 @@ class CampaignTable:
         currency: Currency of spends and values.
         current: Mean daily spend (C) of the latest CURRENT_DAYS days.
         value_per_conversion: Attributed value (C) of a conversion, shrunk to that of all campaigns.
+        value_deviation: Standard error (C) of the log of it.
         incremental_share: Share (C) of attributed conversions that an experiment found to be due to
             the campaign; 1 where none was made.
+        is_incremental: Whether the file has these shares.
     """
 
     days: CampaignDays
     currency: str
     current: Float64
     value_per_conversion: Float64
+    value_deviation: Float64
     incremental_share: Float64
+    is_incremental: bool
 
     @property
     def incremental_value(self) -> Float64:
@@ -96,14 +100,13 @@ def campaign_table(
         conversions[has_spend],
         arrived[has_spend],
     )
-    totals, values = (np.bincount(index, column, count) for column in (conversions, value))
-    mean_value = values.sum() / max(totals.sum(), 1e-12)
     return CampaignTable(
         days,
         currency,
         current,
-        (values + SHRINKAGE * mean_value) / (totals + SHRINKAGE),
+        *value_per_conversion(index, conversions, value, count),
         _incremental_share(source, table, rows, names),
+        "incremental_share" in table.column_names,
     )
 
 
@@ -180,11 +183,12 @@ def _sum_by_day(
     _, day = np.unique(table["day"].cast(pa.string()).to_numpy(), return_inverse=True)
     _, first, row = np.unique(index * (day.max() + 1) + day, return_index=True, return_inverse=True)
     spend, conversions, value = (
-        np.bincount(row, _column(table, name)) for name in ("spend", "conversions", "value")
+        np.bincount(row, _column(table, name)).astype(float)
+        for name in ("spend", "conversions", "value")
     )
     weight = _column(table, "spend") + (spend == 0)[row]
     arrived = np.bincount(row, weight * _column(table, "arrived")) / np.bincount(row, weight)
-    return index[first], spend, conversions, value, arrived
+    return index[first], spend, conversions, value, np.asarray(arrived, dtype=float)
 
 
 def _most_frequent_known(

@@ -101,7 +101,8 @@ def plan(args: PlanArgs) -> None:
     limits = step_limits(
         total, table.current, args.max_step, np.full_like(unlimited, args.minimum), unlimited
     )
-    budgets = plan_budgets(curves, table.incremental_value, table.current, limits, args.risk, drawn)
+    value, error = table.incremental_value, table.value_deviation
+    budgets = plan_budgets(curves, value, table.current, limits, args.risk, drawn, error)
     reasons = [explain(name, budgets, table.current, c) for c, name in enumerate(curves.campaigns)]
     rows = pa.table({
         "campaign": list(curves.campaigns), "currency": [table.currency] * len(reasons),

@@ -20,6 +20,7 @@ from etl.errors import UserError
 from ranking.roi.curves import ResponseCurves
 
 BISECTIONS = 200
+NORMAL_95 = 1.959964  # standard errors on each side of a 95 % interval
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ def step_limits(
 class BudgetPlan:
     """Daily spends (C), and the expected value (C) at the current and the planned spend.
 
-    `value_low` and `value_high` are the 95 % interval of the value at the planned spend,
+    `value_low` and `value_high` are the 95 % interval of the value at the planned spend, from the
+    errors of the curves and of the value of a conversion,
     `marginal_before` and `marginal_after` the value of the next unit of spend.
     """
 
@@ -86,10 +88,12 @@ def plan_budgets(
     limits: Limits,
     risk: float = 0.0,
     drawn: ResponseCurves | None = None,
+    value_deviation: Float64 | float = 0.0,
 ) -> BudgetPlan:
     """The plan with the most value within the limits.
 
     A conversion may be worth nothing, or less: such a campaign spends what it must.
+    `value_deviation` (C) is the standard error of the log of the value of a conversion.
     With `drawn` curves (Thompson sampling) they decide the spends; values are by `curves`.
 
     Raises:
@@ -106,7 +110,9 @@ def plan_budgets(
     surest = deviation[value_per_conversion > 0].min()
     adjusted_value = value_per_conversion * np.exp(-risk * np.maximum(deviation - surest, 0))
     spend = _allocate(drawn or curves, adjusted_value, limits)
-    low, high = curves.interval(spend)
+    log_mean, deviation = curves.log_conversions(spend)
+    error = NORMAL_95 * np.hypot(deviation, value_deviation)
+    low, high = np.exp(log_mean - error), np.exp(log_mean + error)
 
     def value(spent: Float64) -> Float64:
         return np.asarray(value_per_conversion * np.exp(curves.log_conversions(spent)[0]))

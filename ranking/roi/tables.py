@@ -49,7 +49,8 @@ def write_response_curves(lake: Lake, until: date) -> str:
         current, value = table.current, table.incremental_value
         unlimited, none = np.full(campaigns, np.inf), np.zeros(campaigns)
         limits = step_limits(float(current.sum()), current, MAX_STEP, none, unlimited)
-        plan = plan_budgets(curves, value, current, limits)
+        deviation = table.value_deviation
+        plan = plan_budgets(curves, value, current, limits, value_deviation=deviation)
     except UserError as error:
         _write_day(lake, until, None)
         return f"no curves until {until}: {error}"

@@ -19,6 +19,7 @@ from gemline import main
 from ranking.roi.campaign_days import read_campaign_days
 from ranking.roi.curves import CampaignDays, ResponseCurves, fit_curves
 from ranking.roi.plan import Limits, marginal_value, plan_budgets, step_limits
+from ranking.roi.value import value_per_conversion
 
 SCALES = np.repeat([20.0, 2000.0], 12)
 COUNT = len(SCALES)
@@ -157,8 +158,11 @@ def test_risks_that_no_plan_needs_are_refused(
 ) -> None:
     file = write_campaign_days(tmp_path / "days.csv", market(3, days=4)[0])
     flags = ["--campaign-days", str(file), "--out", str(tmp_path / "plan.csv"), "--risk", risk]
-    assert main(["roi", "plan", *flags]) == 2
-    assert "risk" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as refusal:
+        main(["roi", "plan", *flags])
+    assert refusal.value.code == 2
+    printed = capsys.readouterr()
+    assert "risk" in printed.out + printed.err and not (tmp_path / "plan.csv").exists()
 
 
 @pytest.mark.parametrize("share", [0.0, -0.2])
@@ -347,6 +351,35 @@ def test_value_per_conversion_is_shrunk_and_incremental_where_measured(tmp_path:
     assert table.incremental_value[5] == pytest.approx(table.value_per_conversion[5] / 2)
     with pytest.raises(UserError, match="no such file"):
         read_campaign_days(tmp_path / "none.csv", (), None)
+
+
+@pytest.mark.parametrize("between", [0.0, 0.3])
+def test_intervals_of_the_value_of_a_conversion_cover_it(between: float) -> None:
+    """Lognormal orders; campaigns of a few to some thousand conversions."""
+    daily, num_days = np.repeat([0.5, 5, 50, 300], 10), 14
+    campaign = np.repeat(np.arange(len(daily)), num_days)
+    covered = []
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        true = 12 * np.exp(between * rng.standard_normal(len(daily)))
+        conversions = rng.poisson(daily[campaign])
+        orders = [rng.lognormal(-0.32, 0.8, n).sum() for n in conversions]
+        mean, deviation = value_per_conversion(
+            campaign, conversions.astype(float), true[campaign] * orders, len(daily)
+        )
+        covered.append(np.abs(np.log(true / mean)) < 1.96 * deviation)
+    by_size = np.reshape(covered, (-1, 4, 10)).mean((0, 2))
+    assert 0.92 <= np.mean(covered) <= 0.98 and by_size.min() > 0.88
+
+
+def test_an_uncertain_value_of_conversions_widens_the_intervals_of_a_plan() -> None:
+    curves, value, current = some_curves(3)
+    limits = Limits(current.sum(), 0.5 * current, 2 * current)
+    certain = plan_budgets(curves, value, current, limits)
+    plan = plan_budgets(curves, value, current, limits, value_deviation=np.full(COUNT, 0.2))
+    np.testing.assert_allclose(plan.value_after, certain.value_after)
+    errors = [np.log(p.value_high / p.value_low) / (2 * 1.959964) for p in (certain, plan)]
+    np.testing.assert_allclose(errors[1] ** 2, errors[0] ** 2 + 0.04)
 
 
 def test_the_group_of_a_campaign_is_its_most_frequent_known_one(tmp_path: Path) -> None:
