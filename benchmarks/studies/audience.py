@@ -135,7 +135,9 @@ def purchases_of(world: "AudienceWorld", model: "AdditiveModel") -> list[Mapping
         best = max(true_rate(s, truths[s][:, k], k) for s in range(len(PROVIDERS)))
         claims = world.rng.uniform(*CLAIMS, len(PROVIDERS))
         claimed = true_rate(int(claims.argmax()), np.eye(len(LABELS))[k], k)
-        chosen = rank_purchases(model, world.impressions, [k], wanted, UNKNOWN, 1)[0]
+        chosen = rank_purchases(
+            model, world.impressions, world.impressions, [k], wanted, UNKNOWN, 1
+        )[0]
         provider = PROVIDERS.index(chosen.provider)
         estimated = model.confusion(provider, world.impressions).value[:, k]
         rates.append({"ours": true_rate(provider, estimated, k), "claimed": claimed, "best": best})

@@ -231,7 +231,7 @@ class AudienceSpec(StrictModel):
     window: Duration = 28 * DAY
     """How far back audits are used."""
     min_count: int = Field(default=20, ge=1)
-    """Fewest impressions of a published or bought label, and fewest audited ones of a campaign."""
+    """Fewest users of a published or bought label, and audited impressions of a campaign."""
 
 
 class RoiSpec(StrictModel):

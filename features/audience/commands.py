@@ -92,6 +92,7 @@ def choose(args: ChooseArgs) -> None:
     purchases = rank_purchases(
         found.model,
         found.impressions,
+        found.users,
         columns,
         args.impressions,
         UNKNOWN_LABEL,

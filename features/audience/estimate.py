@@ -22,11 +22,15 @@ from features.audience.quality import normalized_information
 
 @dataclass(frozen=True)
 class AudienceFit:
-    """A fitted model, and the impressions (n) by combination of labels in the window."""
+    """A fitted model, and counts (n) by combination of labels in the window.
+
+    `users` are those of the impressions; a user counts once for each day and campaign.
+    """
 
     spec: AudienceSpec
     model: AdditiveModel
     impressions: Float64
+    users: Float64
 
     def target_columns(self, target: Sequence[str]) -> list[int]:
         """The columns of the classes in a target; raises UserError if there are others, or none."""
@@ -73,9 +77,11 @@ def fit_audience(lake: Lake, name: str, until: date) -> AudienceFit | None:
     model = fit_additive(
         CampaignAudits(spec.providers, label_names, label_index, mixtures, audited)
     )
-    impressions = counts["impressions"].to_numpy().astype(float)
-    by_combination = np.bincount(combination, impressions, len(labels)).astype(float)
-    return AudienceFit(spec, model, by_combination)
+    totals_by_combination = (
+        np.bincount(combination, counts[column].to_numpy(), len(labels)).astype(float)
+        for column in ("impressions", "users")
+    )
+    return AudienceFit(spec, model, *totals_by_combination)
 
 
 def _read_window(lake: Lake, schema: TableSchema, name: str, until: date) -> pa.Table:
@@ -169,11 +175,12 @@ def write_quality(lake: Lake, fits: dict[str, AudienceFit], until: date) -> int:
 
 
 def quality_rows(name: str, fit: AudienceFit, until: date) -> list[dict[str, object]]:
-    """The published rows of an audience: labels with enough impressions."""
+    """The published rows of an audience: labels with enough users."""
     rows: list[dict[str, object]] = []
     for position, provider in enumerate(fit.spec.providers):
         confusion = fit.model.confusion(position, fit.impressions)
-        by_label = fit.model.audits.one_hot_labels(position).T @ fit.impressions
+        one_hot = fit.model.audits.one_hot_labels(position)
+        by_label, users = one_hot.T @ fit.impressions, one_hot.T @ fit.users
         labels = fit.model.audits.label_names[position]
         is_known = np.array([label != UNKNOWN_LABEL for label in labels])
         shared = {
@@ -184,7 +191,7 @@ def quality_rows(name: str, fit: AudienceFit, until: date) -> list[dict[str, obj
             "day": until,
         }
         for a, label in enumerate(labels):
-            if by_label[a] >= fit.spec.min_count:
+            if users[a] >= fit.spec.min_count:
                 rows += [shared | row for row in _label_rows(fit, confusion, a, label, by_label[a])]
     return rows
 

@@ -48,6 +48,7 @@ class Purchase:
 def rank_purchases(
     model: AdditiveModel,
     impressions: Float64,
+    users: Float64,
     target: Sequence[int],
     wanted: float,
     unknown: str,
@@ -58,10 +59,12 @@ def rank_purchases(
     Args:
         model: The fitted model.
         impressions: Impressions (n) by combination of labels that can be bought.
+        users: Users (n) of these impressions, counted once for each day and campaign.
         target: Columns of the classes in the target.
         wanted: How many impressions to reach; providers with fewer are bought whole.
         unknown: The label that cannot be bought.
-        min_count: Fewest impressions of a label that can be bought: rates of rarer ones are noise.
+        min_count: Fewest users of a label that can be bought: rates of rarer ones are noise, or
+            tell the class of single users.
 
     Raises:
         UserError: No provider has a label to buy.
@@ -71,14 +74,14 @@ def rank_purchases(
         for position in range(len(model.audits.providers))
         if (
             purchase := _purchase_of(
-                model, position, impressions, target, wanted, unknown, min_count
+                model, position, impressions, users, target, wanted, unknown, min_count
             )
         )
     ]
     if not purchases:
         raise UserError(
-            "the audience is empty: no known label of any provider has impressions, or as many as "
-            f"min_count ({min_count})"
+            "the audience is empty: no known label of any provider has impressions, or as many "
+            f"users as min_count ({min_count})"
         )
     is_short = [purchase.impressions < wanted * (1 - 1e-9) for purchase in purchases]
     order = sorted(range(len(purchases)), key=lambda i: (is_short[i], -purchases[i].rate))
@@ -89,14 +92,17 @@ def _purchase_of(
     model: AdditiveModel,
     position: int,
     impressions: Float64,
+    users: Float64,
     target: Sequence[int],
     wanted: float,
     unknown: str,
     min_count: int,
 ) -> Purchase | None:
     names = model.audits.label_names[position]
-    by_label = model.audits.one_hot_labels(position).T * impressions  # (A, n)
-    can_be_bought = np.array([name != unknown for name in names]) & (by_label.sum(1) >= min_count)
+    one_hot = model.audits.one_hot_labels(position)
+    by_label = one_hot.T * impressions  # (A, n)
+    is_known = np.array([name != unknown for name in names])
+    can_be_bought = is_known & (one_hot.T @ users >= min_count)
     available = by_label.sum(1) * can_be_bought
     if not available.sum() > 0:
         return None

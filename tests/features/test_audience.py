@@ -18,7 +18,7 @@ from etl.spec.sections import AudienceSpec
 from etl.tables import arrow, audience_schemas
 from etl.tables.lake import Lake, arrow_schema
 from features.audience.additive import CampaignAudits, fit_additive
-from features.audience.estimate import fit_audience
+from features.audience.estimate import AudienceFit, fit_audience, quality_rows
 from features.audience.quality import labels_to_buy, normalized_information, rank_purchases
 
 CLASSES, UNKNOWN = 3, 3  # the last label of each provider is that of users whom it does not know
@@ -195,7 +195,7 @@ def test_the_chosen_labels_have_the_highest_rate_of_all_that_reach_as_many() -> 
 def test_the_best_provider_for_a_target_comes_first_and_unknown_users_are_not_bought() -> None:
     users = Users(6)
     model = fit_additive(users.audits(campaigns=60, audited=2000))
-    purchases = rank_purchases(model, users.impressions, [2], 4000, "unknown", 1)
+    purchases = rank_purchases(model, users.impressions, users.impressions, [2], 4000, "unknown", 1)
     assert [purchase.provider for purchase in purchases][2] == "poor"
     for purchase in purchases:
         assert purchase.labels[0] == "z" and "unknown" not in purchase.labels
@@ -204,8 +204,8 @@ def test_the_best_provider_for_a_target_comes_first_and_unknown_users_are_not_bo
         if purchase.labels == ("z",):
             assert purchase.low <= truth <= purchase.high
     with pytest.raises(UserError, match="the audience is empty"):
-        rank_purchases(model, 0 * users.impressions, [2], 10, "unknown", 1)
-    scarce = rank_purchases(model, users.impressions, [2], 1e9, "unknown", 1)
+        rank_purchases(model, 0 * users.impressions, users.impressions, [2], 10, "unknown", 1)
+    scarce = rank_purchases(model, users.impressions, users.impressions, [2], 1e9, "unknown", 1)
     assert all(p.impressions < 1e9 and len(p.labels) == 3 for p in scarce)
 
 
@@ -214,12 +214,33 @@ def test_labels_of_too_few_impressions_are_not_bought() -> None:
     model = fit_additive(users.audits(campaigns=60, audited=2000))
     of_label = [np.bincount(users.labels[:, p], minlength=len(LABELS))[:UNKNOWN] for p in range(3)]
     fewest = int(min(counts.min() for counts in of_label)) + 1
-    for purchase in rank_purchases(model, users.impressions, [2], 1e9, "unknown", fewest):
+    for purchase in rank_purchases(
+        model, users.impressions, users.impressions, [2], 1e9, "unknown", fewest
+    ):
         counts = of_label[PROVIDERS.index(purchase.provider)]
         bought = {name for name, n in zip(LABELS, counts, strict=False) if n >= fewest}
         assert set(purchase.labels) == bought
-    with pytest.raises(UserError, match="as many as min_count"):
-        rank_purchases(model, users.impressions, [2], 10, "unknown", 10**6)
+    with pytest.raises(UserError, match="as many users as min_count"):
+        rank_purchases(model, users.impressions, users.impressions, [2], 10, "unknown", 10**6)
+
+
+def test_labels_of_few_users_are_neither_published_nor_bought() -> None:
+    """One user with many impressions is not enough."""
+    people = Users(6)
+    model = fit_additive(people.audits(campaigns=60, audited=2000))
+    has_rare = people.combinations[:, 0] == LABELS.index("z")
+    users = np.where(has_rare, 0, people.impressions)
+    users[has_rare.argmax()] = 1
+    audience = AudienceSpec(classes=LABELS[:3], providers=PROVIDERS, campaign="advertiser_id")
+    fit = AudienceFit(audience, model, people.impressions, users)
+    published = {
+        (str(row["provider"]), str(row["label"]))
+        for row in quality_rows("age", fit, date(2026, 1, 1))
+    }
+    assert ("good", "z") not in published and {("good", "x"), ("poor", "x")} <= published
+    purchases = rank_purchases(model, people.impressions, users, [2], 1e9, "unknown", 20)
+    bought = {purchase.provider: purchase.labels for purchase in purchases}
+    assert set(bought["good"]) == {"x", "y"} and "z" in bought["poor"]
 
 
 def test_days_of_a_campaign_count_as_their_panels(tmp_path: Path, lake_spec: DataSpec) -> None:
