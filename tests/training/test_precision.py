@@ -33,6 +33,7 @@ from training.precision.linear import (
     recipe_product,
 )
 from training.precision.precision_map import (
+    Direction,
     PrecisionMap,
     RecipeName,
     SiteRecipes,
@@ -317,13 +318,56 @@ def test_a_layer_whose_error_grows_falls_back(
     assert set(valve.layers) == {"trunk.0", "trunk.2"}  # not due
     with valve.watch(2 * CHECK_EVERY):
         model(x)
-    assert "trunk.0: fp8_tensor has error" in caplog.text
-    assert "trunk.0" not in valve.layers and "trunk.0" not in valve.precision_map.sites
+    assert "trunk.0, forward: fp8_tensor has error" in caplog.text
+    fallen_back = uniform.with_fallback("trunk.0", "forward")
+    assert valve.precision_map == fallen_back.with_fallback("trunk.2", "forward")
     assert uniform.with_fallbacks_of(valve.precision_map) == valve.precision_map
     chosen_since = PrecisionMap.uniform(["trunk.0", "trunk.2"], "fp8_row")
     assert chosen_since.with_fallbacks_of(valve.precision_map) == chosen_since
     apply_precision_map(exact, valve.precision_map)
     torch.testing.assert_close(model(x), exact(x), rtol=1e-6, atol=0)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("direction", ["input_grad", "weight_grad"])
+def test_a_product_of_gradients_falls_back_alone(
+    caplog: pytest.LogCaptureFixture, direction: Direction, compiled: bool
+) -> None:
+    """One gradient that is 1e12 times the others hides those of other rows or other outputs."""
+    site = SiteRecipes(forward="bf16", input_grad="fp8_tensor", weight_grad="fp8_tensor")
+    chosen = PrecisionMap(sites={"trunk.2": site}, chosen_by="speed")
+    model, x, gradient = Model(), normals(64, 24), normals(64, 8, seed=1)
+    apply_precision_map(model, chosen)
+    if compiled:
+        torch.compiler.reset()
+        forward = torch.compile(model.trunk.forward, fullgraph=True, backend="aot_eager")
+        model.trunk.forward = forward  # type: ignore[method-assign]
+    valve = SafetyValve(model, chosen)
+    assert set(valve.layers) == {"trunk.2"}
+    with valve.watch(0):
+        model.trunk(x).backward(gradient)
+    assert valve.precision_map == chosen
+    outliers = gradient[0] if direction == "input_grad" else gradient[:, 0]
+    outliers *= 1e12
+    with valve.watch(CHECK_EVERY):
+        model.trunk(x).backward(gradient)
+    assert f"trunk.2, {direction}: fp8_tensor has error" in caplog.text
+    assert valve.precision_map.sites == {"trunk.2": site.model_copy(update={direction: "bf16"})}
+    assert valve.precision_map.fallbacks == chosen.sites
+    assert chosen.with_fallbacks_of(valve.precision_map) == valve.precision_map
+
+    def gradients(of: nn.Sequential) -> list[Tensor]:
+        inputs = x.clone().requires_grad_()
+        of.zero_grad()
+        of(inputs).backward(gradient)
+        grads = [inputs.grad, *(p.grad for p in of.parameters())]
+        return [grad for grad in grads if grad is not None]
+
+    expected = Model()
+    apply_precision_map(expected, valve.precision_map)
+    for found, grad in zip(gradients(model.trunk), gradients(expected.trunk), strict=True):
+        torch.testing.assert_close(found, grad, rtol=1e-5, atol=0)
     torch.compiler.reset()
 
 

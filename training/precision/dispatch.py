@@ -10,6 +10,7 @@ from torch import nn
 from training.precision.errors import RecipeError
 from training.precision.precision_map import (
     DIRECTIONS,
+    HIGH_PRECISION,
     Direction,
     PrecisionMap,
     RecipeName,
@@ -19,7 +20,6 @@ from training.precision.recipes import RECIPES, product
 
 MAX_MERE = 0.2  # LoKA's bound
 MIN_SPEEDUP = 1.05  # over bf16, casts included
-HIGH_PRECISION: RecipeName = "bf16"
 TIMED_STEPS = 20
 Speedups = Mapping[tuple[str, Direction, RecipeName], float]
 

@@ -107,7 +107,12 @@ def apply_precision_map(model: nn.Module, precision_map: PrecisionMap) -> None:
     for name, layer in linear_sites(model):
         recipes = precision_map.sites.get(name)
         if recipes is not None and not recipes.is_fp32:
-            layer.__dict__["forward"] = partial(_forward, layer, recipes)
+            set_recipes(layer, recipes)
+
+
+def set_recipes(layer: nn.Linear, recipes: SiteRecipes) -> None:
+    """Compute a linear layer by recipes from now on, in place."""
+    layer.__dict__["forward"] = partial(_forward, layer, recipes)
 
 
 def _forward(layer: nn.Linear, recipes: SiteRecipes, x: Tensor) -> Tensor:

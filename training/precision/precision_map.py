@@ -13,6 +13,7 @@ from etl.tables.uri import StoragePath, read_text_if_exists, resolve_uri
 Direction = Literal["forward", "input_grad", "weight_grad"]
 RecipeName = Literal["fp32", "bf16", "fp8_tensor", "fp8_row", "fp8_block"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "input_grad", "weight_grad")
+HIGH_PRECISION: RecipeName = "bf16"  # of products for which FP8 is too slow or too inaccurate
 
 
 class SiteRecipes(StrictModel):
@@ -27,13 +28,24 @@ class SiteRecipes(StrictModel):
         """Whether no direction has another recipe."""
         return {self.forward, self.input_grad, self.weight_grad} == {"fp32"}
 
+    def of(self, direction: Direction) -> RecipeName:
+        """The recipe of a direction."""
+        recipe: RecipeName = getattr(self, direction)
+        return recipe
+
+    @property
+    def fp8_directions(self) -> tuple[Direction, ...]:
+        """The directions in FP8."""
+        return tuple(d for d in DIRECTIONS if self.of(d).startswith("fp8"))
+
 
 class PrecisionMap(StrictModel):
     """Recipes by layer; layers that are not named are computed in fp32.
 
     `chosen_by` says whether speeds were measured (`speed`, with the card's name as `device`), or
-    only errors were (`error`). `fallbacks` are layers that were computed as stated until their
-    error became too large.
+    only errors were (`error`). `fallbacks` has the chosen recipes of layers of which a product
+    became too inaccurate and is computed in high precision since; older maps lack these layers in
+    `sites`.
     """
 
     sites: dict[str, SiteRecipes]
@@ -53,11 +65,23 @@ class PrecisionMap(StrictModel):
             return previous
         return self
 
+    def with_fallback(self, name: str, direction: Direction) -> "PrecisionMap":
+        """The map with a product in high precision; `fallbacks` keeps what was chosen."""
+        recipes = self.sites[name]
+        changed = recipes.model_copy(update={direction: HIGH_PRECISION})
+        return self.model_copy(
+            update={
+                "sites": {**self.sites, name: changed},
+                "fallbacks": {name: recipes, **self.fallbacks},
+            }
+        )
+
     @property
     def fp8_share(self) -> float:
         """Share of the products (layers times directions) in FP8."""
-        names = [name for site in self.sites.values() for name in site.model_dump().values()]
-        return sum(name.startswith("fp8") for name in names) / len(names) if names else 0.0
+        products = len(DIRECTIONS) * len(self.sites)
+        in_fp8 = sum(len(site.fp8_directions) for site in self.sites.values())
+        return in_fp8 / products if products else 0.0
 
     def save(self, lake: str) -> None:
         """Write the map of a lake, as JSON."""
