@@ -24,7 +24,7 @@ from training.model.config import GemOptions
 from training.model.gem import Gem
 from training.model.low_precision import BlockNorm
 from training.precision.dispatch import MAX_MERE, choose_recipes, precision_map
-from training.precision.errors import RecipeError, measure_errors
+from training.precision.errors import CANDIDATES, RecipeError, measure_errors
 from training.precision.linear import (
     apply_precision_map,
     linear_product,
@@ -40,11 +40,11 @@ from training.precision.precision_map import (
     precision_map_path,
 )
 from training.precision.probe import BLOCK_WIDTH, GaussianStatistics, MatrixNormal, Probe
-from training.precision.recipes import BLOCK, E4M3, E5M2, Scaling, product, quantize
+from training.precision.recipes import BLOCK, E4M3, E5M2, RECIPES, Scaling, product, quantize
 from training.precision.valve import CHECK_EVERY, SafetyValve
 from training.trainer.probing import load_probe
 
-FP8: tuple[RecipeName, ...] = ("fp8_tensor", "fp8_row", "fp8_block")
+FP8: tuple[RecipeName, ...] = ("fp8_tensor", "fp8_row", "fp8_block")  # e4m3 in forward products
 SCALINGS: tuple[Scaling, ...] = ("tensor", "row", "block")
 NO_GRADIENTS = False, False
 
@@ -294,6 +294,38 @@ def test_dispatch_takes_the_fastest_recipe_within_the_bounds_or_none() -> None:
     assert wrong.recipe == "bf16" and "the error of FP8 is 0.30" in wrong.reason
     assert precision_map([slow]).fp8_share == 0
     assert precision_map([by_error]).fp8_share == pytest.approx(1 / 3)  # of three directions
+
+
+def test_recipes_without_a_kernel_are_probed_and_never_chosen_on_a_gpu() -> None:
+    probed = errors_of(trained_probe(0.0), "trunk.0", "input_grad")
+    emulated = [e.recipe for e in probed.values() if RECIPES[e.recipe].is_emulated]
+    assert set(probed) == set(CANDIDATES) == {"bf16", *(n for n in RECIPES if n.startswith("fp8"))}
+    assert set(emulated) == {"fp8_tensor_e5m2", "fp8_row_e5m2", "fp8_block", "fp8_block_e5m2"}
+    errors = [error for name, error in probed.items() if name in ("bf16", *emulated)]
+    (by_error,) = choose_recipes(errors)
+    assert by_error.recipe in emulated
+    fast = {("trunk.0", "input_grad", name): 3.0 for name in RECIPES}
+    (by_speed,) = choose_recipes(errors, fast)  # type: ignore[arg-type]
+    assert by_speed.recipe == "bf16" and "no kernel for" in by_speed.reason
+
+
+def test_e5m2_loses_a_bit_of_precision_and_keeps_small_values() -> None:
+    """The steps of e5m2 are twice those of e4m3; its range spares values beside an outlier."""
+    a, b = normals(64, 256), normals(32, 256, seed=1)
+
+    def error(name: str, x: Tensor) -> float:
+        exact = x @ b.t()
+        found = product(x, b, name, NO_GRADIENTS)  # type: ignore[arg-type]
+        return float((found - exact)[1:].norm() / exact[1:].norm())
+
+    for scaling, e4m3 in (
+        ("tensor", "fp8_tensor_e4m3"),
+        ("row", "fp8_row"),
+        ("block", "fp8_block"),
+    ):
+        assert 1.7 < error(f"fp8_{scaling}_e5m2", a) / error(e4m3, a) < 2.3
+    a[0] *= 1e6
+    assert error("fp8_tensor_e5m2", a) < 0.1 < error("fp8_tensor_e4m3", a)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

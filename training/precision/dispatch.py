@@ -40,7 +40,7 @@ def choose_recipes(errors: Iterable[RecipeError], speedups: Speedups | None = No
     """The recipe of each layer and direction.
 
     Without measured speeds the FP8 recipe with the smallest error is chosen, if it is within the
-    bound.
+    bound. With speeds, those of a GPU, recipes without a kernel are never chosen.
     """
     by_product: dict[tuple[str, Direction], list[RecipeError]] = {}
     for error in errors:
@@ -64,7 +64,11 @@ def _choose(candidates: Sequence[RecipeError], speedups: Speedups | None) -> Cho
     def speedup(error: RecipeError) -> float:
         return speedups[site, direction, error.recipe]
 
-    timed = [error for error in accurate if (site, direction, error.recipe) in speedups]
+    timed = [
+        error
+        for error in accurate
+        if (site, direction, error.recipe) in speedups and not RECIPES[error.recipe].is_emulated
+    ]
     if not timed:
         names = ", ".join(error.recipe for error in accurate)
         reason = f"no kernel for {names}, the only recipes of FP8 within the bound"

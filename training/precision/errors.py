@@ -8,12 +8,15 @@ from torch import Tensor
 
 from training.precision.precision_map import DIRECTIONS, Direction, RecipeName
 from training.precision.probe import Probe, SiteProbe
-from training.precision.recipes import product
+from training.precision.recipes import RECIPES, product
 
 ROWS = 256  # of inputs and of gradients in a pair
 PAIRS = 8  # drawn inputs and weights of a layer
 RELATIVE_EPSILON = 1e-2  # of the root mean square of a row of outputs, in MERE
-CANDIDATES: tuple[RecipeName, ...] = ("bf16", "fp8_tensor", "fp8_row", "fp8_block")
+CANDIDATES: tuple[RecipeName, ...] = (
+    "bf16",
+    *(name for name, recipe in RECIPES.items() if recipe.is_fp8),
+)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,12 @@ from etl.tables import atomic_io
 from etl.tables.uri import StoragePath, read_text_if_exists, resolve_uri
 
 Direction = Literal["forward", "input_grad", "weight_grad"]
-RecipeName = Literal["fp32", "bf16", "fp8_tensor", "fp8_row", "fp8_block"]
+RecipeName = Literal[
+    "fp32", "bf16",
+    "fp8_tensor", "fp8_tensor_e4m3", "fp8_tensor_e5m2",
+    "fp8_row", "fp8_row_e5m2",
+    "fp8_block", "fp8_block_e5m2",
+]  # fmt: skip
 DIRECTIONS: tuple[Direction, ...] = ("forward", "input_grad", "weight_grad")
 HIGH_PRECISION: RecipeName = "bf16"  # of products for which FP8 is too slow or too inaccurate
 

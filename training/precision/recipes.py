@@ -38,13 +38,22 @@ class Recipe:
         """Whether operands are cast to FP8."""
         return self.scaling != "none"
 
+    @property
+    def is_emulated(self) -> bool:
+        """Whether it is FP8 without a kernel on CUDA: products of blocks, or of two e5m2."""
+        return self.scaling == "block" or self.dtype == E5M2
+
 
 RECIPES: Mapping[RecipeName, Recipe] = {
     "fp32": Recipe("none", torch.float32, torch.float32),
     "bf16": Recipe("none", torch.bfloat16, torch.bfloat16),
     "fp8_tensor": Recipe("tensor", E4M3, E5M2),
+    "fp8_tensor_e4m3": Recipe("tensor", E4M3, E4M3),
+    "fp8_tensor_e5m2": Recipe("tensor", E5M2, E5M2),
     "fp8_row": Recipe("row", E4M3, E4M3),
+    "fp8_row_e5m2": Recipe("row", E5M2, E5M2),
     "fp8_block": Recipe("block", E4M3, E4M3),
+    "fp8_block_e5m2": Recipe("block", E5M2, E5M2),
 }
 
 
@@ -110,7 +119,7 @@ def _product(a: Tensor, b: Tensor, name: RecipeName, gradients: tuple[bool, bool
             a, b = (F.pad(x, (0, -x.shape[1] % ALIGNMENT)) for x in (a, b))
         return (a.to(recipe.dtype) @ b.to(recipe.dtype).t()).to(a.dtype)
     dtypes = [recipe.gradient_dtype if is_gradient else recipe.dtype for is_gradient in gradients]
-    if a.is_cuda and recipe.scaling != "block":
+    if a.is_cuda and not recipe.is_emulated:
         return _cuda_product(a, b, recipe, dtypes)
     quantized = [quantize(x, t, recipe.scaling) for x, t in zip((a, b), dtypes, strict=True)]
     return (quantized[0].dequantized() @ quantized[1].dequantized().t()).to(a.dtype)

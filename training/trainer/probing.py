@@ -15,6 +15,7 @@ from training.precision.dispatch import Choice, choose_recipes, measure_speedups
 from training.precision.errors import CANDIDATES, RecipeError, measure_errors
 from training.precision.precision_map import DIRECTIONS, PrecisionMap, precision_map_path
 from training.precision.probe import Probe
+from training.precision.recipes import RECIPES
 from training.trainer import checkpoint
 from training.trainer.state import build_train_state
 
@@ -47,7 +48,8 @@ def choose_precision(lake: Lake, day: date, rows: int) -> tuple[list[Choice], Pr
         choices = choose_recipes(errors)
         return choices, precision_map(choices)
     device = torch.device("cuda")
-    timed = [name for name in CANDIDATES if name in ("fp8_tensor", "fp8_row")]
+    fp8 = [name for name in CANDIDATES if RECIPES[name].is_fp8]
+    timed = [name for name in fp8 if not RECIPES[name].is_emulated]
     choices = choose_recipes(errors, measure_speedups(probe.layers, rows, timed, device))
     return choices, precision_map(choices, torch.cuda.get_device_name())
 
