@@ -24,6 +24,7 @@ from ranking.report.study import load_studies
 from training.evaluation.drift import teacher_prequential
 from training.evaluation.metrics import SliceMetrics
 from training.evaluation.predictions import Predictions
+from training.precision.precision_map import precision_map_path
 
 Metric = Literal["ne", "auc", "calibration"]
 ModelScores = Mapping[str, Sequence[SliceMetrics]]
@@ -84,6 +85,7 @@ def build_report(lake: Lake, raw_data_uri: str, split: DaySplit) -> StoragePath:
         audiences=audience_sections(lake, split.data_until),
         forecasts=_forecasts(lake),
         roi=roi_section(lake, split.data_until),
+        precision=_precision(lake, split),
         features=feature_section(lake, split.data_until),
         **_ingest(lake),
         studies=[
@@ -103,6 +105,15 @@ def _forecasts(lake: Lake) -> Any:
     from ranking.report.forecasts import forecast_section
 
     return forecast_section(lake)
+
+
+def _precision(lake: Lake, split: DaySplit) -> Any:
+    """The section on FP8, whose libraries only a GEM with a map of recipes needs."""
+    if not precision_map_path(lake.root).is_file():
+        return None
+    from ranking.report.precision import precision_section
+
+    return precision_section(lake, split.data_until)
 
 
 def _model_quality(lake: Lake, predictions: dict[str, Predictions]) -> dict[str, Any]:

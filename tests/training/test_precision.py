@@ -13,13 +13,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from etl.spec.units import DaySplit
 from etl.tables.lake import Lake
 from gemline import main
-from tests.conftest import FIRST, GEM_FLAGS
+from ranking.report.build import build_report
+from tests.conftest import FIRST, GEM_FLAGS, LAST
 from tests.world import copy_of
 from training.config import TrainConfig
 from training.data.reader import ExampleReader
 from training.distributed.process_group import process_group
+from training.evaluation.predictions import evaluation_path
 from training.model.config import GemOptions
 from training.model.gem import Gem
 from training.model.low_precision import BlockNorm
@@ -43,10 +46,15 @@ from training.precision.probe import BLOCK_WIDTH, GaussianStatistics, MatrixNorm
 from training.precision.recipes import BLOCK, E4M3, E5M2, RECIPES, Scaling, product, quantize
 from training.precision.valve import CHECK_EVERY, SafetyValve
 from training.trainer.probing import load_probe
+from training.trainer.trainer import predict_test
 
 FP8: tuple[RecipeName, ...] = ("fp8_tensor", "fp8_row", "fp8_block")  # e4m3 in forward products
 SCALINGS: tuple[Scaling, ...] = ("tensor", "row", "block")
 NO_GRADIENTS = False, False
+SPLIT = DaySplit(
+    train_first=FIRST, train_last=FIRST, calibration=None, test_first=LAST, test_last=LAST,
+    data_until=LAST,
+)  # fmt: skip
 
 
 def normals(*shape: int, seed: int = 0) -> Tensor:
@@ -480,5 +488,14 @@ def test_a_gem_is_trained_with_the_map_of_its_probe(
     assert train(own, spec_path, "--compute.precision", "fp8") == 0
     manifest = json.loads((Path(own.root) / "models/gem" / str(FIRST) / "gem.json").read_text())
     assert manifest["precision_map"] == chosen
+    with process_group():
+        predict_test(own, SPLIT).write(evaluation_path(own.root, "gem"), SPLIT)
+    page = build_report(own, str(tmp_path / "raw"), SPLIT).read_text()
+    section, _, _ = page.partition("<h2>FP8")[2].partition("<h2>")
+    assert f"GEM of {FIRST}" in section and "None fell back" in section and "<svg" in section
+    products = [name for site in chosen["sites"].values() for name in site.values()]
+    in_fp8 = sum(name.startswith("fp8") for name in products)
+    assert f"{in_fp8} of {len(products)} products of linear layers are in FP8" in section
+    assert all(f"<td>{name}</td>" in section for name in chosen["sites"])
     assert main(["train", "probe", *flags]) == 2
     assert "was trained without probes" in capsys.readouterr().err

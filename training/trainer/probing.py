@@ -11,6 +11,7 @@ from rich.table import Table
 from etl.errors import UserError
 from etl.tables import atomic_io
 from etl.tables.lake import Lake
+from etl.tables.uri import StoragePath, read_text_if_exists
 from training.precision.dispatch import Choice, choose_recipes, measure_speedups, precision_map
 from training.precision.errors import CANDIDATES, RecipeError, measure_errors
 from training.precision.precision_map import DIRECTIONS, PrecisionMap, precision_map_path
@@ -73,6 +74,18 @@ def _described(choice: Choice) -> str:
 
 def write_errors(lake: str, errors: Sequence[RecipeError]) -> None:
     """Write all errors as CSV next to the map."""
-    path = precision_map_path(lake).parent / "precision_errors.csv"
-    with atomic_io.replace_file(path) as partial:
+    with atomic_io.replace_file(_errors_path(lake)) as partial:
         pa_csv.write_csv(pa.Table.from_pylist([vars(error) for error in errors]), partial)
+
+
+def read_errors(lake: str) -> list[RecipeError]:
+    """The errors of the last probe; none without one."""
+    text = read_text_if_exists(_errors_path(lake))
+    if text is None:
+        return []
+    table = pa_csv.read_csv(pa.BufferReader(text.encode()))
+    return [RecipeError(**row) for row in table.to_pylist()]
+
+
+def _errors_path(lake: str) -> StoragePath:
+    return precision_map_path(lake).parent / "precision_errors.csv"
