@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.studies import audience, roi
 from gemline import main
-from ranking.roi.campaign_days import SHRINKAGE
+from ranking.roi.value import SHRINKAGE
 
 
 def test_values_per_conversion_are_learned_from_the_days_alone() -> None:

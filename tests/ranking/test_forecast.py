@@ -358,7 +358,9 @@ def test_the_errors_of_the_model_are_estimated_on_the_most_frequent_values(
     """Three attributes of 600 values each have more combinations than fit in memory."""
     rng = np.random.default_rng(0)
     of_users = np.minimum(rng.zipf(1.5, (3, 2000)) - 1, 599)
-    rows = {name: {v: 600 * k + v for v in range(600)} for k, name in enumerate("abc")}
+    rows: dict[str, dict[str | int, int]] = {
+        name: {v: 600 * k + v for v in range(600)} for k, name in enumerate("abc")
+    }
     values = {name: 600 * k + of_users[k] for k, name in enumerate("abc")}
     counts = np.zeros((1800, 1800))
     for a, b in itertools.product(values.values(), repeat=2):
