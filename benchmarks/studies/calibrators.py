@@ -16,7 +16,6 @@ import numpy as np
 
 from benchmarks.studies.refit_predictions import ServedRows, ServingLog
 from etl.array_types import Bools, Float64, Int64
-from etl.spec.model import DataSpec
 from ranking.inputs.segments import SegmentValues
 from ranking.scoring.calibration import Labels, logit, sigmoid
 from ranking.scoring.offset_updates import refresh_offsets
@@ -45,12 +44,11 @@ def hourly_offsets(log: ServingLog, with_segments: bool) -> Float64:
     added = np.zeros_like(served.served)
     start = int(served.as_of.min()) // HOUR * HOUR
     offsets = CalibrationOffsets(surface="", labels_until=start)
-    mature_at = maturity_times(final, spec)
     served_segments = {name: served.predictions.segments[name] for name in segments}
     objectives = list(spec.objectives)
     for hour in range(start, int(served.as_of.max()) + 1, HOUR):
         rows = {}
-        for name, seconds in mature_at.items():
+        for name, seconds in log.mature_at.items():
             is_new = (seconds >= offsets.labels_until) & (seconds < hour)
             rows[name] = labeled(final, name, np.flatnonzero(is_new), segments)
         offsets = refresh_offsets(offsets, rows, hour)
@@ -59,11 +57,6 @@ def hourly_offsets(log: ServingLog, with_segments: bool) -> Float64:
         at_hour = {name: values[now] for name, values in served_segments.items()}
         added[now] = offsets(logits, at_hour, objectives)
     return added
-
-
-def maturity_times(rows: ServedRows, spec: DataSpec) -> dict[str, Int64]:
-    """Epoch seconds at which the labels of each objective are final."""
-    return {name: rows.as_of + o.label_maturity_seconds for name, o in spec.objectives.items()}
 
 
 def take_rows(rows: LabeledRows, mask: Bools) -> LabeledRows:
@@ -108,7 +101,6 @@ def daily_mcgrad(log: ServingLog) -> Float64:
     """MCGrad, fitted each day on all rows so far whose labels are final."""
     final, served, spec = log.final, log.served, log.spec
     added = np.zeros_like(served.served)
-    mature_at = maturity_times(final, spec)
     segments = tuple(served.predictions.segments)
     probabilities = served.predictions.predictions.probabilities
     for day in log.days:
@@ -116,7 +108,7 @@ def daily_mcgrad(log: ServingLog) -> Float64:
         now = np.flatnonzero((served.as_of >= start) & (served.as_of < end))
         values = {name: served.predictions.segments[name][now] for name in segments}
         for column, name in enumerate(spec.objectives):
-            known = labeled(final, name, np.flatnonzero(mature_at[name] < start), segments)
+            known = labeled(final, name, np.flatnonzero(log.mature_at[name] < start), segments)
             if len(known.labels) >= MIN_ROWS and 0 < known.labels.sum() < len(known.labels):
                 mcgrad = McGrad.fit(known)
                 before = logit(probabilities[now, column])

@@ -9,18 +9,23 @@ n rows, O objectives.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 
 from benchmarks.studies.trials import trial_path
 from etl.array_types import Float32, Float64, Int64
 from etl.spec.model import DataSpec
-from etl.spec.units import DaySplit, date_range
-from etl.tables import atomic_io
+from etl.spec.units import MICROS, DaySplit, date_range
+from etl.tables import atomic_io, schemas
+from etl.tables.arrow import snapshot
 from etl.tables.lake import Lake
 from ranking.scoring.calibration import logit
 from ranking.scoring.offsets import RankerCalibration
@@ -106,12 +111,14 @@ class ServingLog:
     """What a ranker predicted while it was refit each day.
 
     `final` are the rows whose labels became final on the days, `served` those that were served.
+    `mature_at` are the epoch seconds at which the labels of `final` are final, by objective.
     """
 
     spec: DataSpec
     days: list[date]
     final: ServedRows
     served: ServedRows
+    mature_at: Mapping[str, Int64]
 
 
 @dataclass(frozen=True)
@@ -142,7 +149,8 @@ class RefitPredictions:
             final.write(paths[0])
             served.write(paths[1])
         final, served = (ServedRows.read(path) for path in paths)
-        return ServingLog(self.lake.spec, self.days, final, served)
+        mature_at = maturity_times(self.lake, final.predictions.predictions.impression_ids)
+        return ServingLog(self.lake.spec, self.days, final, served, mature_at)
 
     def _path(self, name: str) -> Path:
         config = json.dumps([labels_only(0).model_dump(mode="json"), str(self.train_last)])
@@ -182,6 +190,19 @@ class RefitPredictions:
             trainer.learn(days, window)
             snapshot = trainer.snapshot(self.first, window.end)
         return concat_rows(final), concat_rows(served)
+
+
+def maturity_times(lake: Lake, impression_ids: npt.NDArray[np.object_]) -> dict[str, Int64]:
+    """Epoch seconds (n) at which the labels of impressions are final, by objective, as stored.
+
+    A label of an impression that is logged late is not final before the impression is visible.
+    """
+    columns = {name: f"label_mature_ts_{name}" for name in lake.spec.objectives}
+    impressions = snapshot(lake, schemas.table_schema(lake.spec, "impressions"))
+    table = impressions.read(["impression_id", *columns.values()])
+    ids = pa.array(impression_ids, pa.string())
+    rows = table.take(pc.index_in(ids, table["impression_id"].combine_chunks()))
+    return {name: rows[column].to_numpy() // MICROS["s"] for name, column in columns.items()}
 
 
 def labels_only(seed: int) -> StudentTrainConfig:

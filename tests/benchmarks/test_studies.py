@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.studies import history_length, prequential
 from benchmarks.studies.calibration import Served, largest, worst_surface
+from benchmarks.studies.refit_predictions import maturity_times
 from benchmarks.studies.trials import TrialRunner
 from dags.steps import PipelinePaths
 from etl.spec.units import DaySplit
@@ -17,6 +18,7 @@ from etl.tables.lake import Lake
 from ranking.report import figures
 from ranking.report.study import StudyResult, load_studies
 from tests.conftest import FIRST, LAST
+from tests.pipeline import rows
 from training.baseline import BaselineConfig
 from training.config import TrainConfig
 from training.evaluation.metrics import ne_by_objective
@@ -161,3 +163,16 @@ def test_calibration_is_not_judged_without_segments_or_enough_labels() -> None:
     assert np.isnan(largest([])) and largest([float("nan"), 1.0, 2.0]) == 2.0
     enough = Served(user_predictions(0, 0.1, n=9000), [])
     assert 0 < worst_surface([enough], "click")[0] < 0.1
+
+
+def test_labels_of_late_impressions_are_final_when_the_tables_say_so(lake: Lake) -> None:
+    """Some impressions are logged after their window and grace period."""
+    stored = rows(lake, "impressions")[::-1]
+    ids = np.array([row["impression_id"] for row in stored], dtype=object)
+    is_late = []
+    for name, mature_at in maturity_times(lake, ids).items():
+        assert mature_at.tolist() == [row[f"label_mature_ts_{name}"] // 10**6 for row in stored]
+        in_time = lake.spec.objectives[name].label_maturity_seconds
+        is_late += [at > row["event_ts"] // 10**6 + in_time
+                    for at, row in zip(mature_at, stored, strict=True)]  # fmt: skip
+    assert any(is_late) and not all(is_late)
