@@ -236,7 +236,7 @@ def compare_positions(
     from ranking.scoring.calibration import logit, sigmoid
 
     spec, errors, ignored = trained.lake.spec, [], []
-    share = share_of_logged_outcomes([trained.log(s, 0).served for s in trained.surfaces], raw)
+    share = share_of_logged_outcomes(trained.lake, raw)
     for surface in trained.surfaces:
         logs = [trained.log(surface, seed) for seed in range(seeds)]
         truth = true_at_served_position(logs[0].served, spec, surface, raw).mean(0) * share

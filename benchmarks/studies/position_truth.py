@@ -3,16 +3,21 @@
 The simulator's truth is at the logged positions; its effect of a position on the logits is known.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from benchmarks.studies.refit_predictions import ServedRows
 from etl.array_types import Float64
 from etl.simulator.ads import CLICK_POSITION, LONG_VIEW_POSITION
 from etl.simulator.config import SURFACES
 from etl.spec.model import DataSpec
+from etl.tables import schemas
+from etl.tables.arrow import snapshot
+from etl.tables.lake import Lake
 from ranking.report.data import true_probabilities
 from ranking.scoring.calibration import logit, sigmoid
 
@@ -35,13 +40,20 @@ def true_at_served_position(rows: ServedRows, spec: DataSpec, surface: str, raw:
     return at_served
 
 
-def share_of_logged_outcomes(surfaces: Sequence[ServedRows], raw: Path) -> Float64:
-    """Final positives over the true expectation (O): some outcomes are logged too late to count."""
-    positives, expected = [], []
-    for rows in surfaces:
-        predictions = rows.predictions.predictions
-        truth = true_probabilities(predictions, str(raw))
-        assert truth is not None
-        positives.append((predictions.labels * predictions.label_mask).sum(0))
-        expected.append((truth.probabilities * predictions.label_mask).sum(0))
-    return np.asarray(np.sum(positives, 0) / np.sum(expected, 0))
+def share_of_logged_outcomes(lake: Lake, raw: Path) -> Float64:
+    """Positives over their true expectation (O), of all final labels of a lake.
+
+    Some outcomes are logged too late to count as labels. All days are used, so that the share is
+    not that of the rows which are judged by it.
+    """
+    names = list(lake.spec.objectives)
+    table = snapshot(lake, schemas.table_schema(lake.spec, "impressions"))
+    stored = table.read(["impression_id", *(f"label_{name}" for name in names)])
+    paths = sorted((raw / "truth").glob("day=*.parquet"))
+    truth = pa.concat_tables(pq.read_table(path) for path in paths)
+    joined = stored.join(truth, "impression_id", join_type="inner")
+    shares = []
+    for name in names:
+        final = joined.filter(pc.is_valid(joined[f"label_{name}"]))
+        shares.append(pc.sum(final[f"label_{name}"]).as_py() / pc.sum(final[f"p_{name}"]).as_py())
+    return np.array(shares)

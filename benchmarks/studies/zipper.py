@@ -4,7 +4,8 @@ Four rankers of all surfaces learn the days until a run's: `wait` learns convers
 longest window has closed, `zipper` mixes windows with a head for each, `naive` mixes them in one
 head, and `oracle` knows all labels of the longest window at once, as no live system can. They are
 compared on the day after by the true probabilities: the expected AUC, and the mean prediction over
-the mean truth. The logs are those of the frozen simulation, with labels of two more windows.
+the mean truth times the share of outcomes that are logged in time to count as labels.
+The logs are those of the frozen simulation, with labels of two more windows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from sklearn.metrics import roc_auc_score
 
 from benchmarks.harness import BENCH_SIMULATOR, SIMULATOR_SPEC, BenchmarkResult
 from benchmarks.pipelines import BENCH_DAYS, simulated_tables
+from benchmarks.studies.position_truth import share_of_logged_outcomes
 from benchmarks.studies.refit_predictions import labels_only
 from benchmarks.studies.trials import trial_path
 from etl.spec import load_spec
@@ -97,6 +99,11 @@ class ZipperTrials:
         assert (truth.impression_ids == predictions.impression_ids).all()
         return truth.probabilities[:, truth.objectives.index(OBJECTIVE)]
 
+    def logged_share(self) -> float:
+        """The share of conversions that are logged in time to count as labels."""
+        share = share_of_logged_outcomes(self.lake, self.raw)
+        return float(share[list(self.lake.spec.objectives).index(OBJECTIVE)])
+
     def _split(self, run_day: date) -> DaySplit:
         tested = run_day + timedelta(days=1)
         return DaySplit(
@@ -141,6 +148,7 @@ def add_zipper_rows(result: BenchmarkResult, trials: ZipperTrials, seeds: int) -
     auc = dict.fromkeys(KINDS, 0.0)
     predicted, actual = dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0.0)
     runs = [(day, seed) for day in RUN_DAYS for seed in range(seeds)]
+    share = trials.logged_share()
     for kind in KINDS:
         for day, seed in runs:
             predictions = trials.predictions(kind, day, seed)
@@ -148,7 +156,7 @@ def add_zipper_rows(result: BenchmarkResult, trials: ZipperTrials, seeds: int) -
             truth = trials.truth(predictions)
             auc[kind] += expected_auc(p, truth) / len(runs)
             predicted[kind] += p.mean()
-            actual[kind] += truth.mean()
+            actual[kind] += truth.mean() * share
     bias = {kind: predicted[kind] / actual[kind] - 1 for kind in KINDS}
     gain = auc["oracle"] - auc["wait"]
     for kind in KINDS:

@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 
 from benchmarks.studies import history_length, prequential
 from benchmarks.studies.calibration import Served, largest, worst_surface
+from benchmarks.studies.position_truth import share_of_logged_outcomes
 from benchmarks.studies.refit_predictions import maturity_times
 from benchmarks.studies.trials import TrialRunner
 from dags.steps import PipelinePaths
 from etl.spec.units import DaySplit
 from etl.tables.lake import Lake
 from ranking.report import figures
+from ranking.report.data import true_probabilities
 from ranking.report.study import StudyResult, load_studies
 from tests.conftest import FIRST, LAST
 from tests.pipeline import rows
@@ -176,3 +178,21 @@ def test_labels_of_late_impressions_are_final_when_the_tables_say_so(lake: Lake)
         is_late += [at > row["event_ts"] // 10**6 + in_time
                     for at, row in zip(mature_at, stored, strict=True)]  # fmt: skip
     assert any(is_late) and not all(is_late)
+
+
+def test_the_share_of_logged_outcomes_is_that_of_all_final_labels(lake: Lake, raw: Path) -> None:
+    labeled = rows(lake, "impressions")
+    ids = np.array([row["impression_id"] for row in labeled], dtype=object)
+    names = tuple(lake.spec.objectives)
+    labels = [[row[f"label_{name}"] for name in names] for row in labeled]
+    mask = np.array([[label is not None for label in of_row] for of_row in labels])
+    found = Predictions(
+        names, ids, np.zeros(len(ids), np.int64), np.zeros(len(ids), np.int64),
+        mask.astype(float), np.array(labels, dtype=object) == 1, mask,
+    )  # fmt: skip
+    truth = true_probabilities(found, str(raw))
+    assert truth is not None
+    expected = truth.labels.sum(0) / (truth.probabilities * truth.label_mask).sum(0)
+    share = share_of_logged_outcomes(lake, raw)
+    np.testing.assert_allclose(share, expected)
+    assert 0.5 < share[names.index("click")] < 1.5
