@@ -3,9 +3,11 @@
 Spark is imported only when the command runs.
 """
 
+import re
 import time
+from collections import defaultdict
 from collections.abc import Collection
-from datetime import date
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,13 +19,14 @@ import tyro
 from etl.cli.runner import LakeArgs, holds_leases
 from etl.errors import TemporaryError, UserError
 from etl.spec.units import MICROS
-from etl.table_commands import TABLE_STEPS
+from etl.table_commands import TABLE_STEPS, VacuumArgs
 from etl.tables import atomic_io, step_state
 from etl.tables.forecast_schemas import FORECAST_SCHEMAS
 from etl.tables.lake import Lake
 from etl.tables.lease import hold_leases
 from etl.tables.maintenance import expire_logs, vacuum_lake
 from etl.tables.pointer import remove_unreferenced_versions
+from etl.tables.schemas import table_registry
 from etl.tables.uri import list_matching, local_cache_path, resolve_uri
 from ranking.feature_store.materialize import materialize, materialize_lease
 from ranking.feature_store.store import open_store
@@ -195,9 +198,14 @@ def remaining_traces(lake: Lake, *, has_old_versions: bool) -> list[str]:
     """What may still hold erased users, one line each."""
     lines = []
     if has_old_versions:
+        lines += [
+            f"old versions of {', '.join(names)} hold them until a `gemline etl vacuum` of {day} "
+            "or later, if it keeps the default number of days"
+            for day, names in _old_versions_by_last_day(lake).items()
+        ]
         lines.append(
-            "old versions of tables hold them until `gemline etl vacuum` has removed these, and "
-            "the logs of the tables for 180 days: --now removes both at once"
+            "the logs of the tables hold them for 180 days: --now removes these and old versions "
+            "at once"
         )
     if not isinstance(resolve_uri(lake.root), Path):
         lines.append(
@@ -215,8 +223,43 @@ def remaining_traces(lake: Lake, *, has_old_versions: bool) -> list[str]:
         lines.append(
             "models and rankers: weights were learned from all impressions; train them anew"
         )
+    lines += [
+        f"{folder} has a table of users, whose rows were learned by the hashes of their ids: train "
+        "it anew"
+        for folder in _models_with_user_table(lake)
+    ]
     lines.append("raw logs, backups of the lake, and logs of services: delete the users there")
     return lines
+
+
+def _old_versions_by_last_day(lake: Lake) -> dict[date, list[str]]:
+    """Tables of users with files of old versions, by the first day of a vacuum that removes these.
+
+    The vacuum keeps files for the default number of days after the commit that replaced them.
+    """
+    keep = timedelta(days=VacuumArgs.model_fields["keep_days"].default)
+    tables = defaultdict(list)
+    for name, schema in sorted(table_registry(lake.spec).items()):
+        if schema.user_rows is None or not lake.exists(name):
+            continue
+        table = lake.open(name)
+        root = resolve_uri(lake.table_uri(name))
+        files = table.vacuum(retention_hours=0, dry_run=True, enforce_retention_duration=False)
+        if any((root / file).exists() for file in files):  # earlier vacuums removed the others
+            replaced_ms = table.history(1)[0]["timestamp"]
+            gone = datetime.fromtimestamp(replaced_ms / 1000, UTC) + keep
+            tables[gone.date() + timedelta(days=1)].append(name)
+    return dict(sorted(tables.items()))
+
+
+def _models_with_user_table(lake: Lake) -> list[str]:
+    """Folders of models and rankers that have embeddings of hashed users."""
+    root = resolve_uri(lake.root)
+    patterns = ("models/**/*.json", "rankers/*/*/ranker.json")
+    files = [file for pattern in patterns for file in list_matching(root, pattern)]
+    has_table = re.compile(r'"user_hash_buckets": *[1-9]')
+    found = (file for file in files if has_table.search(file.read_text()))
+    return [str(file.parent).removeprefix(f"{root}/") for file in found]
 
 
 COMMANDS = {"erase": erase}

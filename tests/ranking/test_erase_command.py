@@ -1,8 +1,10 @@
 """`gemline erase` leaves no trace of a user in any file of a lake, decoded in its format."""
 
+import json
 import re
 import shutil
 from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from zlib import crc32
 
@@ -13,13 +15,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from etl.runtime.spark import spark_session
+from etl.spec import load_spec
 from etl.tables import arrow, schemas
 from etl.tables.atomic_io import local_path
 from etl.tables.lake import Lake
+from etl.tables.maintenance import vacuum_lake
 from features.encoding.scalar import spark_xxhash64
 from features.validation import validate_examples
 from gemline import main
-from ranking.erasure import _erase_from_files
+from ranking.erasure import _erase_from_files, remaining_traces
 from ranking.feature_store.materialize import materialize
 from ranking.feature_store.wal import FeatureStoreHandle
 from ranking.registry.ranker import live_pointer, rankers_folder
@@ -148,3 +152,28 @@ def test_an_erasure_of_nobody_is_refused(
     assert "no ids of users are given" in capsys.readouterr().err
     assert main(["erase", *flags, "--users", str(tmp_path / "absent.txt")]) == 2
     assert "there is no such file" in capsys.readouterr().err
+
+
+def test_what_remains_is_listed_with_the_day_on_which_it_goes(
+    spec_path: Path, tmp_path: Path
+) -> None:
+    lake = Lake(str(tmp_path / "lake"), load_spec(spec_path))
+    schema = schemas.table_schema(lake.spec, "user_event_counts")
+    rows = pa.table({"user_id": ["u1", "u2"], "events": [3, 4], "day": [LAST, LAST]})
+    for remaining in (rows, rows.slice(1)):
+        arrow.replace_rows(lake, schema, remaining, f"day >= '{LAST}'", {})
+    config = {"training": {"model": {"user_hash_buckets": 0}}}
+    for seed, buckets in (("", 0), ("seed-1", 4096)):
+        config["training"]["model"]["user_hash_buckets"] = buckets
+        folder = tmp_path / "lake" / "models" / "gem" / seed / str(LAST)
+        folder.mkdir(parents=True)
+        (folder / "gem.json").write_text(json.dumps(config, indent=1))
+    lines = remaining_traces(lake, has_old_versions=True)
+    gone = datetime.now(UTC).date() + timedelta(days=31)
+    expected = f"old versions of user_event_counts hold them until a `gemline etl vacuum` of {gone}"
+    assert [line for line in lines if line.startswith(expected)]
+    with_users = [line for line in lines if "has a table of users" in line]
+    assert [line.split()[0] for line in with_users] == [f"models/gem/seed-1/{LAST}"]
+    vacuum_lake(lake, keep_days=0)
+    lines = remaining_traces(lake, has_old_versions=True)
+    assert not [line for line in lines if line.startswith("old versions")]
