@@ -113,6 +113,11 @@ def campaign_table(
 def _read_table(path: Path) -> pa.Table:
     if path.is_dir() and DeltaTable.is_deltatable(str(path)):
         return usable_campaigns(DeltaTable(path).to_pyarrow_table())
+    return read_rows(path)
+
+
+def read_rows(path: Path) -> pa.Table:
+    """The rows of a CSV or Parquet file; raises UserError if it is neither."""
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     try:

@@ -14,6 +14,8 @@ from etl.spec.base import StrictModel
 if TYPE_CHECKING:
     from ranking.roi.campaign_days import CampaignTable
     from ranking.roi.curves import ResponseCurves
+    from ranking.roi.plan import BudgetPlan
+    from ranking.roi.simulation import PlanSimulation
 
 
 class CurveArgs(StrictModel):
@@ -48,8 +50,14 @@ class PlanArgs(CurveArgs):
         tyro.conf.arg(help="largest change of a campaign, as a share of its current spend"),
     ] = 0.2
     minimum: Annotated[
-        float, Field(ge=0), tyro.conf.arg(help="lowest daily spend of a campaign")
+        float,
+        Field(ge=0),
+        tyro.conf.arg(help="lowest daily spend of a campaign without another one in --limits"),
     ] = 0.0
+    limits: Annotated[
+        Path | None,
+        tyro.conf.arg(help="CSV or Parquet file with campaign, minimum and maximum daily spend"),
+    ] = None
     risk: Annotated[
         float,
         Field(ge=0, le=10),
@@ -86,39 +94,66 @@ def fit(args: CurveArgs) -> None:
 def plan(args: PlanArgs) -> None:
     """Write the daily budgets with the most expected value, and say why."""
     import numpy as np
-    import pyarrow as pa
-    import pyarrow.csv as pa_csv
 
-    from etl.tables.atomic_io import replace_file
+    from ranking.roi.campaign_limits import read_limits
     from ranking.roi.plan import explain, plan_budgets, step_limits
+    from ranking.roi.simulation import simulate_plan
 
     table, curves = _fit(args)
+    current, value, error = table.current, table.incremental_value, table.value_deviation
     drawn = None
     if args.explore is not None:
         drawn = curves.draw(np.random.default_rng(args.explore))
-    total = args.total or float(table.current.sum())
-    unlimited = np.full(len(curves.campaigns), np.inf)
-    limits = step_limits(
-        total, table.current, args.max_step, np.full_like(unlimited, args.minimum), unlimited
+    total = args.total or float(current.sum())
+    low, high = read_limits(args.limits, curves.campaigns, args.minimum)
+    limits = step_limits(total, current, args.max_step, low, high)
+    budgets = plan_budgets(curves, value, current, limits, args.risk, drawn, error)
+    simulation = simulate_plan(
+        curves, value, error, current, budgets.spend, np.random.default_rng(0)
     )
-    value, error = table.incremental_value, table.value_deviation
-    budgets = plan_budgets(curves, value, table.current, limits, args.risk, drawn, error)
-    reasons = [explain(name, budgets, table.current, c) for c, name in enumerate(curves.campaigns)]
-    rows = pa.table({
-        "campaign": list(curves.campaigns), "currency": [table.currency] * len(reasons),
-        "current_spend": table.current, "planned_spend": budgets.spend,
-        "expected_value_before": budgets.value_before, "expected_value_after": budgets.value_after,
-        "marginal_return_before": budgets.marginal_before,
-        "marginal_return_after": budgets.marginal_after, "reason": reasons,
-    })  # fmt: skip
-    with replace_file(args.out) as partial:
-        pa_csv.write_csv(rows, partial)
+    reasons = [explain(name, budgets, current, c) for c, name in enumerate(curves.campaigns)]
+    _write_plan(args.out, table, budgets, simulation, reasons)
     print("\n".join(reasons))
     gain = budgets.value_after.sum() / budgets.value_before.sum() - 1
     print(
         f"plan: {total:,.2f} {table.currency} a day, expected value {gain:+.1%} against the "
         f"current budgets; written to {args.out}"
     )
+    p5, p50, p95 = simulation.total_percentiles()
+    print(
+        f"simulated gain: P5 {p5:+.1%}, P50 {p50:+.1%}, P95 {p95:+.1%}; chance of a loss "
+        f"{simulation.loss_chance:.1%}"
+    )
+
+
+def _write_plan(
+    out: Path,
+    table: "CampaignTable",
+    budgets: "BudgetPlan",
+    simulation: "PlanSimulation",
+    reasons: list[str],
+) -> None:
+    """Write the columns that docs/guides/roi.md describes as a CSV file."""
+    import pyarrow as pa
+    import pyarrow.csv as pa_csv
+
+    from etl.tables.atomic_io import replace_file
+
+    count = len(reasons)
+    rows = pa.table({
+        "campaign": list(table.days.campaigns), "currency": [table.currency] * count,
+        "current_spend": table.current, "planned_spend": budgets.spend,
+        "expected_value_before": budgets.value_before, "expected_value_after": budgets.value_after,
+        "value_low": budgets.value_low, "value_high": budgets.value_high,
+        "marginal_return_before": budgets.marginal_before,
+        "marginal_return_after": budgets.marginal_after,
+        **simulation.columns(),
+        "returns": ["incremental" if table.is_incremental else "attributed"] * count,
+        "incremental_share": table.incremental_share,
+        "reason": reasons,
+    })  # fmt: skip
+    with replace_file(out) as partial:
+        pa_csv.write_csv(rows, partial)
 
 
 @holds_leases("roi")

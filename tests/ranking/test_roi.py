@@ -17,8 +17,10 @@ from etl.array_types import Bools, Float64
 from etl.errors import UserError
 from gemline import main
 from ranking.roi.campaign_days import read_campaign_days
+from ranking.roi.campaign_limits import read_limits
 from ranking.roi.curves import CampaignDays, ResponseCurves, fit_curves
 from ranking.roi.plan import Limits, marginal_value, plan_budgets, step_limits
+from ranking.roi.simulation import simulate_plan
 from ranking.roi.value import value_per_conversion
 
 SCALES = np.repeat([20.0, 2000.0], 12)
@@ -249,6 +251,13 @@ def test_the_command_writes_a_plan_with_its_reasons(
     ]
     assert raised and all(reason.startswith("raise") == more for reason, more in raised)
     assert "against the current budgets" in printed
+    assert "simulated gain: P5" in printed and "chance of a loss" in printed
+    gains = [np.array(plan[f"gain_p{percentile}"]) for percentile in (5, 50, 95)]
+    assert (gains[0] <= gains[1]).all() and (gains[1] <= gains[2]).all()
+    assert set(plan["returns"]) == {"attributed"} and set(plan["incremental_share"]) == {1}
+    guide = (Path(__file__).parents[2] / "docs/guides/roi.md").read_text()
+    for name in plan:
+        assert f"`{name}`" in guide, name
 
 
 def missing_first(days: CampaignDays) -> list[float | None]:
@@ -380,6 +389,76 @@ def test_an_uncertain_value_of_conversions_widens_the_intervals_of_a_plan() -> N
     np.testing.assert_allclose(plan.value_after, certain.value_after)
     errors = [np.log(p.value_high / p.value_low) / (2 * 1.959964) for p in (certain, plan)]
     np.testing.assert_allclose(errors[1] ** 2, errors[0] ** 2 + 0.04)
+
+
+def test_a_plan_of_certain_curves_has_its_computed_gain_in_all_simulations() -> None:
+    curves, value, current = some_curves(3)
+    plan = plan_budgets(curves, value, current, Limits(current.sum(), 0.5 * current, 2 * current))
+    gain = plan.value_after.sum() / plan.value_before.sum() - 1
+    widths = []
+    for scale in (0.0, 0.25, 1.0):
+        scaled = replace(curves, covariance=scale * curves.covariance)
+        simulation = simulate_plan(
+            scaled, value, np.zeros(COUNT), current, plan.spend, np.random.default_rng(0)
+        )
+        p5, p50, p95 = simulation.total_percentiles()
+        widths.append(p95 - p5)
+        assert p50 == pytest.approx(gain, rel=0.3)
+    assert widths[0] < 1e-4 < 20 * widths[1] and 1.5 * widths[1] < widths[2]
+
+
+def test_simulated_conversions_have_the_variance_of_the_curves_dispersion() -> None:
+    curves, value, current = some_curves(3)
+    certain = replace(curves, covariance=0 * curves.covariance, dispersion=3.0)
+    simulation = simulate_plan(
+        certain, value, np.zeros(COUNT), current, current, np.random.default_rng(0)
+    )
+    mean, variance = simulation.conversions.mean(0), simulation.conversions.var(0)
+    expected = np.exp(curves.log_conversions(current)[0])
+    np.testing.assert_allclose(mean, expected, rtol=0.1)
+    np.testing.assert_allclose(variance / mean, 3, rtol=0.2)
+    assert simulation.loss_chance == 0 and not simulation.gains.any()
+
+
+def test_plans_are_within_the_limits_of_campaigns(tmp_path: Path) -> None:
+    days, _, _ = market(3, days=7)
+    file = write_campaign_days(tmp_path / "days.csv", days)
+    flags = ["--campaign-days", str(file), "--out", str(tmp_path / "plan.csv"), "--max-step", "0.5"]
+    assert main(["roi", "plan", *flags]) == 0
+    free = pa_csv.read_csv(tmp_path / "plan.csv").to_pydict()
+    raised = int(np.argmax(np.array(free["planned_spend"]) / free["current_spend"]))
+    name, current = free["campaign"][raised], free["current_spend"][raised]
+    (tmp_path / "limits.csv").write_text(f"campaign,minimum,maximum\n{name},,{current}\n")
+    assert main(["roi", "plan", *flags, "--limits", str(tmp_path / "limits.csv")]) == 0
+    limited = pa_csv.read_csv(tmp_path / "plan.csv").to_pydict()
+    assert limited["planned_spend"][raised] <= current * (1 + 1e-6)
+    assert sum(limited["planned_spend"]) == pytest.approx(sum(free["planned_spend"]))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("campaign,minimum,maximum\na,5,4\n", "campaign a has a minimum of 5.00 above its maximum"),
+        ("campaign,maximum\na,1\n", "campaign a has a minimum of 2.00 above its maximum of 1.00"),
+        ("campaign,minimum\nz,1\n", "campaign z has no campaign days"),
+        ("campaign,minimum\na,1\na,2\n", "campaign a has several rows"),
+        ("campaign,minimum\na,-1\n", "minimum is negative"),
+        ("campaign,minimum\na,x\n", "minimum is not a number"),
+        ("campaign,low\na,1\n", "limits have the columns campaign, and minimum, maximum or both"),
+    ],
+)
+def test_contradictory_limits_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "limits.csv"
+    file.write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_limits(file, ("a", "b"), 2.0)
+
+
+def test_campaigns_without_limits_have_the_common_minimum(tmp_path: Path) -> None:
+    file = tmp_path / "limits.csv"
+    file.write_text("campaign,minimum,maximum\na,,9\nb,3,\n")
+    low, high = read_limits(file, ("a", "b", "c"), 2.0)
+    assert low.tolist() == [2, 3, 2] and high.tolist() == [9, np.inf, np.inf]
 
 
 def test_the_group_of_a_campaign_is_its_most_frequent_known_one(tmp_path: Path) -> None:
