@@ -199,6 +199,14 @@ def test_estimates_of_simulated_providers_are_close_to_the_truth(
     assert best["labels"][0] == "18-24" and best["rate"] > 1.5 * chosen["rate_of_everyone"]
     assert main(["audience", "choose", *flags, *wanted[:3], "teen", *wanted[4:]]) == 2
     assert "the target names teen; the audited classes are 18-24" in capsys.readouterr().err
+    assert main(["audience", "choose", *flags, "--audience", "income", *wanted[2:]]) == 2
+    assert "no audience is called income; known: age_band" in capsys.readouterr().err
+    before = [*flags[:-1], str(FIRST - timedelta(days=60))]
+    assert main(["audience", "choose", *before, *wanted]) == 2
+    assert f"audience {AUDIENCE} has no audits until" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as refusal:
+        main(["audience", "choose", *flags, *wanted[:5], "0"])
+    assert refusal.value.code == 2
 
 
 def true_shares(lake: Lake) -> dict[str, float]:
