@@ -22,7 +22,8 @@ def log_likelihood(days: CampaignDays, curves: Float64, log_ratio: Float64) -> F
     """Log likelihood (C) of levels and rooms (C, 2), less a constant; the dispersion is 1."""
     level, room = curves[days.campaign].T
     rate = level + log_ratio - np.logaddexp(log_ratio, room) + np.logaddexp(0, room)
-    return np.bincount(days.campaign, days.conversions * rate - np.exp(rate), len(curves))
+    by_day = days.conversions * rate - np.exp(rate)
+    return np.bincount(days.campaign, by_day, len(curves)).astype(float)
 
 
 def metropolis(days: CampaignDays, model: _MixedModel, seed: int) -> Float64:
