@@ -34,6 +34,9 @@ from training.distributed.sharding import (
 from training.model.config import SCALES
 from training.model.embeddings import item_row_map_up_to, table_sizes
 from training.model.gem import Gem
+from training.precision.linear import apply_precision_map, linear_sites
+from training.precision.precision_map import PrecisionMap, RecipeName
+from training.precision.valve import SafetyValve
 from training.trainer.state import TABLE_WISE, latest_reader
 from training.trainer.step import EmaModel, GemModel, Loss
 
@@ -53,6 +56,7 @@ class Parallelism:
     sharding_types: tuple[ShardingType, ...] = TABLE_WISE
     max_norm: float | None = None
     interaction: str = "wukong"
+    recipe: RecipeName | None = None  # of all products that a map can name
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ class TrainingResult:
     """Mean losses of the steps, the tables after them, and counts of bytes and look-ups.
 
     `initial` are the tables before the first step, `touched` the rows that this process looked up,
-    by step and table.
+    by step and table; `fallbacks` the layers that the safety valve changed.
     """
 
     losses: list[float]
@@ -69,6 +73,7 @@ class TrainingResult:
     ids: int
     initial: dict[str, Tensor]
     touched: list[dict[str, Tensor]]
+    fallbacks: list[str]
 
 
 @dataclass
@@ -110,6 +115,10 @@ def train(
     tables = shard_tables(torchrec_tables, mesh, SGD, parallelism.sharding_types)
     initial = all_rows(tables, rows)
     init_equally(tables)
+    names = [name for name, _ in linear_sites(core)] if parallelism.recipe else []
+    recipes = PrecisionMap.uniform(names, parallelism.recipe or "fp32")
+    apply_precision_map(core, recipes)
+    valve = SafetyValve(core, recipes)
     dense = parallelize(core, EmaModel(core), mesh, parallelism.sharded)
     items = item_row_map_up_to(ITEMS)
     lookups = LookupCounter(tables)
@@ -123,9 +132,11 @@ def train(
         for number, step in enumerate(steps, 1):
             mean_rows = sum(map(len, step)) / len(step)
             own = step[rank::world]
-            step_loss = torch.stack([loss(model(batch), batch, mean_rows) for batch in own]).mean()
             sgd.zero_grad()
-            step_loss.backward()
+            with valve.watch(0):
+                losses_of_batches = [loss(model(batch), batch, mean_rows) for batch in own]
+                step_loss = torch.stack(losses_of_batches).mean()
+                step_loss.backward()
             if parallelism.max_norm:
                 clip_gradients(core.parameters(), parallelism.max_norm)
             sgd.step()
@@ -142,6 +153,7 @@ def train(
         ids=lookups.ids,
         initial=initial,
         touched=touched,
+        fallbacks=list(valve.precision_map.fallbacks),
     )
 
 

@@ -1,6 +1,7 @@
 """FP8: casts and products obey their laws, probes measure what layers read, bounds are kept."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from etl.tables.lake import Lake
 from gemline import main
 from ranking.report.build import build_report
 from tests.conftest import FIRST, GEM_FLAGS, LAST
+from tests.training.many import Parallelism, some_batches, train_on_processes
+from tests.training.many import train as train_gem
 from tests.world import copy_of
 from training.config import TrainConfig
 from training.data.reader import ExampleReader
@@ -419,6 +422,25 @@ def test_several_processes_train_with_a_map_without_fp8(monkeypatch: pytest.Monk
     with valve.watch(0):
         model(normals(8, 24))
     assert not valve.layers and set(valve.precision_map.sites) == {"trunk.0"}
+
+
+@pytest.mark.proof
+def test_two_processes_train_in_fp8_what_one_does(lake: Lake, tmp_path: Path) -> None:
+    """Scales are of a batch, so that a process that has one casts it as one process does."""
+    features, batches = some_batches(lake, 6)
+    steps = [batches[n : n + 2] for n in range(0, 6, 2)]
+    plain = Parallelism(recipe="fp8_row")
+    variants = [plain, replace(plain, sharded=True)]
+    with process_group():
+        single = train_gem(features, steps, plain, 0, 1)
+        exact = train_gem(features, steps, Parallelism(), 0, 1)
+    assert single.losses[0] != pytest.approx(exact.losses[0], rel=1e-5), "products are cast"
+    for of_processes in train_on_processes(features, steps, variants, tmp_path / "two", 2):
+        for result in of_processes:
+            assert result.losses == pytest.approx(single.losses, rel=1e-4)
+            assert result.fallbacks == single.fallbacks == []
+            for name, rows in single.tables.items():
+                torch.testing.assert_close(result.tables[name], rows, rtol=0, atol=1e-3, msg=name)
 
 
 def test_probes_of_bf16_layers_are_in_fp32() -> None:
