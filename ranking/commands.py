@@ -179,11 +179,13 @@ def train_domain_model(args: TrainDomainArgs) -> None:
 def promote(args: PromoteArgs) -> None:
     """Make a surface's latest ranker live if it is calibrated and better than the live one."""
     from ranking.registry.promotion import PromotionConfig, promote_if_better
+    from ranking.registry.tracking import register_decision
 
     lake = args.open_lake()
     lake.spec.require_ad_surface(args.surface)
     config = PromotionConfig(tolerance=args.tolerance, segment_tolerance=args.segment_tolerance)
     decision = promote_if_better(lake, args.surface, args.split, config)
+    register_decision(lake, args.surface)
     print(f"ranker of {args.surface}: {decision}")
 
 

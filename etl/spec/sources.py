@@ -79,7 +79,7 @@ class EventColumns(StrictModel):
     value: str | None = None
     """Value of the event, such as the money paid."""
     retracts: str | None = None
-    """Id of the event that a retraction takes back, unique among the events of its type."""
+    """Id of an event of the same user that a retraction takes back, unique among its type."""
     propensity: str | None = None
     """Probability with which the logging policy showed this item at this position."""
 

@@ -30,7 +30,6 @@ from ranking.registry.ranker import (
     versions_before,
 )
 from ranking.registry.records import PromotionRecord, write_promotion_record
-from ranking.registry.tracking import register_decision
 from ranking.scoring.calibration import logit
 from ranking.scoring.predictions import BatchScores, SegmentedPredictions, predict_by_segment
 from ranking.scoring.scorer import SCORE_ROWS, input_builder
@@ -120,8 +119,6 @@ def promote_if_better(
         segments=tuple(segments),
     )
     write_promotion_record(lake.root, surface, record)
-    verdict = "promoted" if decision.promoted else "not promoted"
-    register_decision(lake, latest, candidate.manifest, (verdict, *decision.reasons))
     return decision
 
 

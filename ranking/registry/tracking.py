@@ -6,8 +6,10 @@ from mlflow import MlflowClient
 
 from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath
-from ranking.registry.manifest import RankerManifest
+from ranking.registry.manifest import RankerManifest, read_manifest
 from ranking.registry.model_card import model_card
+from ranking.registry.ranker import rankers_folder
+from ranking.registry.records import read_promotion_record
 from training.trainer.tracking import register_model_version
 
 
@@ -40,10 +42,17 @@ def register_ranker(lake: Lake, folder: StoragePath, manifest: RankerManifest) -
             client.delete_model_version(name, registered.version)
 
 
-def register_decision(
-    lake: Lake, folder: StoragePath, manifest: RankerManifest, gate: tuple[str, ...]
-) -> None:
-    """Register what the gate decided on a ranker, unless it has no record of its training."""
-    if manifest.training is not None:
-        training = manifest.training.model_copy(update={"gate": gate})
-        register_ranker(lake, folder, manifest.model_copy(update={"training": training}))
+def register_decision(lake: Lake, surface: str) -> None:
+    """Register what the gate decided on the latest ranker that it judged, if that still exists."""
+    record = read_promotion_record(lake.root, surface)
+    if record is None:
+        return
+    folder = rankers_folder(lake.root, surface) / record.version
+    if not folder.exists():
+        return
+    manifest = read_manifest(folder)
+    if manifest.training is None:  # a ranker of an earlier release
+        return
+    verdict = "promoted" if record.promoted else "not promoted"
+    training = manifest.training.model_copy(update={"gate": (verdict, *record.reasons)})
+    register_ranker(lake, folder, manifest.model_copy(update={"training": training}))

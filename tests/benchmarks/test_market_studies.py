@@ -33,7 +33,7 @@ def test_values_per_conversion_are_learned_from_the_days_alone() -> None:
     ],
     ids=["roi", "audience"],
 )
-def test_figures_of_few_worlds_are_printed_beside_their_goals(
+def test_figures_of_few_worlds_are_printed_with_their_goals(
     words: list[str],
     goals: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,

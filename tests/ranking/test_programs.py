@@ -71,25 +71,6 @@ def outputs(program: bytes, inputs: dict[str, torch.Tensor]) -> dict[str, np.nda
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_program_that_was_traced_on_one_impression_scores_many(
-    reader: ExampleReader, tmp_path: Path
-) -> None:
-    """A day that has just begun may have no more."""
-    student = untrained_student(reader, 1)
-    window = LabelWindow(0, 0, include_unlabelled=True)
-    batches = reader.batches([LAST], window, 1, Shuffle(None))
-    one = next(batch for batch in batches if len(batch) == 1)
-    alone, together = (
-        exportable_programs(student, student.input_builder(batch))
-        for batch in (one, batch_of(reader, 30))
-    )
-    for traced, program in zip(alone, together, strict=True):
-        stored = OnnxProgram(write(traced, tmp_path).program)
-        outputs = stored({name: x.numpy() for name, x in program.inputs.items()})
-        for name, expected in program.outputs.items():
-            np.testing.assert_allclose(outputs[name], expected.detach().numpy(), atol=1e-4)
-
-
 def test_a_filled_graph_is_the_program_that_tracing_gives(
     graphs: list[bytes],
     later: tuple[ExportableProgram, ExportableProgram],

@@ -34,7 +34,7 @@ from ranking.registry.ranker import (
     version_to_evaluate,
 )
 from ranking.registry.records import read_refit_record
-from ranking.registry.tracking import register_ranker
+from ranking.registry.tracking import register_decision, register_ranker
 from ranking.report.data import model_cards
 from ranking.scoring.offsets import RankerCalibration
 from ranking.student.config import DistillationConfig, SharedModule, StudentTrainConfig
@@ -243,6 +243,7 @@ def test_mlflow_has_the_decision_of_the_gate_and_no_removed_version(own_lake: La
         register_ranker(own_lake, folder, manifest)
     live_pointer(own_lake.root, SURFACE).path.unlink()
     decision = promote_if_better(own_lake, SURFACE, SPLIT, PromotionConfig())
+    register_decision(own_lake, SURFACE)
     client = MlflowClient(f"sqlite:///{own_lake.root}/mlflow.db")
     (registered,) = client.search_model_versions("name = 'simulator-feed'")
     card = registered.description or ""

@@ -139,7 +139,7 @@ def test_checkpoints_are_signed_and_verified_where_keys_are_set(
             load_train_state(lake, FIRST)
 
 
-def test_histories_are_as_long_as_a_changed_spec_says_from_the_next_day_on(
+def test_a_changed_length_of_histories_applies_from_the_next_day_on(
     lake: Lake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless an option sets their length, which no later day may change."""
