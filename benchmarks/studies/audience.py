@@ -118,7 +118,7 @@ def purchases_of(world: "AudienceWorld", model: "AdditiveModel") -> list[Mapping
     import numpy as np
 
     from benchmarks.studies.audience_world import CLASSES, LABELS, PROVIDERS, UNKNOWN
-    from features.audience.quality import labels_to_buy, rank_purchases
+    from features.audience.quality import Supply, labels_to_buy, rank_purchases
 
     wanted = WANTED_SHARE * len(world.classes)
     truths = [world.confusion(provider) for provider in range(len(PROVIDERS))]
@@ -130,14 +130,13 @@ def purchases_of(world: "AudienceWorld", model: "AdditiveModel") -> list[Mapping
         bought = labels_to_buy(guessed, available[provider], wanted)
         return float(bought @ truths[provider][:, k] / bought.sum())
 
+    supply = Supply(world.impressions, world.impressions, min_count=1)
     rates: list[Mapping[str, float]] = []
     for k in range(len(CLASSES)):
         best = max(true_rate(s, truths[s][:, k], k) for s in range(len(PROVIDERS)))
         claims = world.rng.uniform(*CLAIMS, len(PROVIDERS))
         claimed = true_rate(int(claims.argmax()), np.eye(len(LABELS))[k], k)
-        chosen = rank_purchases(
-            model, world.impressions, world.impressions, [k], wanted, UNKNOWN, 1
-        )[0]
+        chosen = rank_purchases(model, supply, [k], wanted)[0]
         provider = PROVIDERS.index(chosen.provider)
         estimated = model.confusion(provider, world.impressions).value[:, k]
         rates.append({"ours": true_rate(provider, estimated, k), "claimed": claimed, "best": best})

@@ -78,9 +78,8 @@ class ChooseArgs(FitArgs):
 
 def choose(args: ChooseArgs) -> None:
     """Which labels of each provider to buy for a target, and the in-target rate of them."""
-    from etl.spec.sections import UNKNOWN_LABEL
     from features.audience.estimate import fit_audience
-    from features.audience.quality import rank_purchases
+    from features.audience.quality import Supply, rank_purchases
 
     names = _require_audiences(args)
     if args.audience not in names:
@@ -89,15 +88,8 @@ def choose(args: ChooseArgs) -> None:
     if found is None:
         raise UserError(f"audience {args.audience} has no audits until {args.data_until}")
     columns = found.target_columns(args.target)
-    purchases = rank_purchases(
-        found.model,
-        found.impressions,
-        found.users,
-        columns,
-        args.impressions,
-        UNKNOWN_LABEL,
-        found.spec.min_count,
-    )
+    supply = Supply(found.impressions, found.users, found.spec.min_count)
+    purchases = rank_purchases(found.model, supply, columns, args.impressions)
     everyone = float(found.model.audits.prior[columns].sum())
     if args.as_json:
         rows = [vars(purchase) for purchase in purchases]

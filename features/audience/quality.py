@@ -10,6 +10,7 @@ import numpy as np
 
 from etl.array_types import Float64
 from etl.errors import UserError
+from etl.spec.sections import UNKNOWN_LABEL
 from features.audience.additive import AdditiveModel
 
 
@@ -45,26 +46,25 @@ class Purchase:
     high: float
 
 
+@dataclass(frozen=True)
+class Supply:
+    """What can be bought: impressions and users (n) by combination of labels.
+
+    A user counts once for each day and campaign. Labels of fewer than `min_count` users are not
+    bought: their rates are noise, or tell the class of single users.
+    """
+
+    impressions: Float64
+    users: Float64
+    min_count: int
+
+
 def rank_purchases(
-    model: AdditiveModel,
-    impressions: Float64,
-    users: Float64,
-    target: Sequence[int],
-    wanted: float,
-    unknown: str,
-    min_count: int,
+    model: AdditiveModel, supply: Supply, target: Sequence[int], wanted: float
 ) -> list[Purchase]:
     """What to buy of each provider to reach `wanted` impressions, the best provider first.
 
-    Args:
-        model: The fitted model.
-        impressions: Impressions (n) by combination of labels that can be bought.
-        users: Users (n) of these impressions, counted once for each day and campaign.
-        target: Columns of the classes in the target.
-        wanted: How many impressions to reach; providers with fewer are bought whole.
-        unknown: The label that cannot be bought.
-        min_count: Fewest users of a label that can be bought: rates of rarer ones are noise, or
-            tell the class of single users.
+    Providers with fewer impressions are bought completely. `target` has the columns of its classes.
 
     Raises:
         UserError: No provider has a label to buy.
@@ -72,16 +72,12 @@ def rank_purchases(
     purchases = [
         purchase
         for position in range(len(model.audits.providers))
-        if (
-            purchase := _purchase_of(
-                model, position, impressions, users, target, wanted, unknown, min_count
-            )
-        )
+        if (purchase := _purchase_of(model, position, supply, target, wanted))
     ]
     if not purchases:
         raise UserError(
             "the audience is empty: no known label of any provider has impressions, or as many "
-            f"users as min_count ({min_count})"
+            f"users as min_count ({supply.min_count})"
         )
     is_short = [purchase.impressions < wanted * (1 - 1e-9) for purchase in purchases]
     order = sorted(range(len(purchases)), key=lambda i: (is_short[i], -purchases[i].rate))
@@ -89,20 +85,14 @@ def rank_purchases(
 
 
 def _purchase_of(
-    model: AdditiveModel,
-    position: int,
-    impressions: Float64,
-    users: Float64,
-    target: Sequence[int],
-    wanted: float,
-    unknown: str,
-    min_count: int,
+    model: AdditiveModel, position: int, supply: Supply, target: Sequence[int], wanted: float
 ) -> Purchase | None:
+    """What to buy of a provider; None if it has no label to buy."""
     names = model.audits.label_names[position]
     one_hot = model.audits.one_hot_labels(position)
-    by_label = one_hot.T * impressions  # (A, n)
-    is_known = np.array([name != unknown for name in names])
-    can_be_bought = is_known & (one_hot.T @ users >= min_count)
+    by_label = one_hot.T * supply.impressions  # (A, n)
+    is_known = np.array([name != UNKNOWN_LABEL for name in names])
+    can_be_bought = is_known & (one_hot.T @ supply.users >= supply.min_count)
     available = by_label.sum(1) * can_be_bought
     if not available.sum() > 0:
         return None

@@ -19,7 +19,7 @@ from etl.tables import arrow, audience_schemas
 from etl.tables.lake import Lake, arrow_schema
 from features.audience.additive import CampaignAudits, fit_additive
 from features.audience.estimate import AudienceFit, fit_audience, quality_rows
-from features.audience.quality import labels_to_buy, normalized_information, rank_purchases
+from features.audience.quality import Supply, labels_to_buy, normalized_information, rank_purchases
 
 CLASSES, UNKNOWN = 3, 3  # the last label of each provider is that of users whom it does not know
 PROVIDERS = ("good", "poor", "copy")
@@ -59,6 +59,9 @@ class Users:
         mixtures /= mixtures.sum(1, keepdims=True)
         names = (LABELS,) * len(PROVIDERS)
         return CampaignAudits(PROVIDERS, names, self.combinations, mixtures, by_class)
+
+    def supply(self, min_count: int = 1) -> Supply:
+        return Supply(self.impressions, self.impressions, min_count)
 
     def confusion(self, provider: int) -> Float64:
         """The true P(class | label) (labels, classes)."""
@@ -195,7 +198,7 @@ def test_the_chosen_labels_have_the_highest_rate_of_all_that_reach_as_many() -> 
 def test_the_best_provider_for_a_target_comes_first_and_unknown_users_are_not_bought() -> None:
     users = Users(6)
     model = fit_additive(users.audits(campaigns=60, audited=2000))
-    purchases = rank_purchases(model, users.impressions, users.impressions, [2], 4000, "unknown", 1)
+    purchases = rank_purchases(model, users.supply(), [2], 4000)
     assert [purchase.provider for purchase in purchases][2] == "poor"
     for purchase in purchases:
         assert purchase.labels[0] == "z" and "unknown" not in purchase.labels
@@ -203,9 +206,10 @@ def test_the_best_provider_for_a_target_comes_first_and_unknown_users_are_not_bo
         truth = users.confusion(provider)[LABELS.index("z"), 2]
         if purchase.labels == ("z",):
             assert purchase.low <= truth <= purchase.high
+    nobody = Supply(0 * users.impressions, users.impressions, 1)
     with pytest.raises(UserError, match="the audience is empty"):
-        rank_purchases(model, 0 * users.impressions, users.impressions, [2], 10, "unknown", 1)
-    scarce = rank_purchases(model, users.impressions, users.impressions, [2], 1e9, "unknown", 1)
+        rank_purchases(model, nobody, [2], 10)
+    scarce = rank_purchases(model, users.supply(), [2], 1e9)
     assert all(p.impressions < 1e9 and len(p.labels) == 3 for p in scarce)
 
 
@@ -214,14 +218,12 @@ def test_labels_of_too_few_impressions_are_not_bought() -> None:
     model = fit_additive(users.audits(campaigns=60, audited=2000))
     of_label = [np.bincount(users.labels[:, p], minlength=len(LABELS))[:UNKNOWN] for p in range(3)]
     fewest = int(min(counts.min() for counts in of_label)) + 1
-    for purchase in rank_purchases(
-        model, users.impressions, users.impressions, [2], 1e9, "unknown", fewest
-    ):
+    for purchase in rank_purchases(model, users.supply(fewest), [2], 1e9):
         counts = of_label[PROVIDERS.index(purchase.provider)]
         bought = {name for name, n in zip(LABELS, counts, strict=False) if n >= fewest}
         assert set(purchase.labels) == bought
     with pytest.raises(UserError, match="as many users as min_count"):
-        rank_purchases(model, users.impressions, users.impressions, [2], 10, "unknown", 10**6)
+        rank_purchases(model, users.supply(10**6), [2], 10)
 
 
 def test_labels_of_few_users_are_neither_published_nor_bought() -> None:
@@ -238,7 +240,7 @@ def test_labels_of_few_users_are_neither_published_nor_bought() -> None:
         for row in quality_rows("age", fit, date(2026, 1, 1))
     }
     assert ("good", "z") not in published and {("good", "x"), ("poor", "x")} <= published
-    purchases = rank_purchases(model, people.impressions, users, [2], 1e9, "unknown", 20)
+    purchases = rank_purchases(model, Supply(people.impressions, users, 20), [2], 1e9)
     bought = {purchase.provider: purchase.labels for purchase in purchases}
     assert set(bought["good"]) == {"x", "y"} and "z" in bought["poor"]
 
