@@ -43,13 +43,14 @@ def first_item_values(lake: Lake, attribute: str) -> DataFrame:
     """The first value of an attribute of each item, since when it is known.
 
     Returns:
-        `item_id`, `item_attribute`, and `item_known_since` in µs.
+        `item_id`, `item_attribute`, `item_known_since` in µs, and `item_landing_day`.
     """
     versions = versions_from(lake, "item", date.max)  # these have the first version of each item
     order = F.struct("valid_from", "day")
     return versions.groupBy("item_id").agg(
         F.min_by(f"attr_{attribute}", order).alias("item_attribute"),
         F.min("valid_from").alias("item_known_since"),
+        F.min_by("day", order).alias("item_landing_day"),
     )
 
 

@@ -191,4 +191,4 @@ def _with_touch_key(lake: Lake, events: DataFrame, touchpoint: Touchpoint) -> Da
     parts = (key, F.col("surface")) if touchpoint.same_surface else (key,)
     touch_key = F.when(key.isNotNull(), F.concat_ws("\x1f", *parts))
     events = events.withColumns({"touch_key": touch_key, "touch_key_since": since})
-    return events.drop("item_attribute", "item_known_since")
+    return events.drop("item_attribute", "item_known_since", "item_landing_day")

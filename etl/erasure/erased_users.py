@@ -83,6 +83,20 @@ def mark_erased(lake: Lake, rows: DataFrame, known_ts: Column | None = None) -> 
     return marked.drop("id_hash", "erased_until", "mentioned_until")
 
 
+def without_erased(lake: Lake, events: DataFrame) -> DataFrame:
+    """Valid events, with `user_id` and `visible_ts`, that no erasure of their user covers."""
+    schema = user_schemas.erased_users(lake.spec)
+    if not lake.exists(schema.name):
+        return events
+    stored = spark_io.read_table(lake, schema)
+    erased = stored.groupBy("id_hash").agg(F.max("until_ts").alias("erased_until"))
+    rows = events.withColumn("id_hash", salted_hash(lake, F.col("user_id")))
+    rows = rows.join(erased, "id_hash", "left")
+    known_ts = F.col("visible_ts") * MICROS["s"]
+    is_kept = F.col("erased_until").isNull() | (known_ts > F.col("erased_until"))
+    return rows.filter(is_kept).select(events.columns)
+
+
 def payload_words(payload: Column) -> Column:
     """The parts of a record that may be an id: between quotes, and between separators."""
     quoted = F.regexp_extract_all(payload, F.lit(r'"([^"]*)"'), F.lit(1))

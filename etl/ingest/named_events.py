@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
 from etl.attribute_versions import first_item_values
+from etl.erasure.erased_users import without_erased
 from etl.errors import UserError
 from etl.event_time import day_end_sql
 from etl.ingest.normalize import NAMED_FIELDS
@@ -112,7 +113,7 @@ def _stored_and_new(
     """
     type_ = lake.spec.event_codes[log.touch or lake.spec.impression_type]
     events = records.filter("reasons = ''").dropna(subset=list(FIELDS))
-    events = events.select(_event_columns(lake.spec))
+    events = without_erased(lake, events.select(_event_columns(lake.spec)))
     if lake.exists("events"):  # which ingest writes last
         events = events.unionByName(read_valid_events(lake, stored_days))
     return events.filter(F.col("type") == type_)
@@ -143,19 +144,19 @@ def _with_last_touch(
 ) -> DataFrame:
     """Events of a log with `named`, the latest touch that they follow; null if there is none.
 
-    It has the same user and touch key, and occurred at most `touch_window` before the event. The
-    attribute of its item must be known at the end of the event's landing day.
+    It has the same user and touch key, and occurred at most `touch_window` before the event. Of
+    several copies, the first counts that landed in the days that the event may follow. The
+    attribute of its item must have landed by the event's day, and be known by the end of that day.
     """
     spec = lake.spec
-    copy = F.struct(*_event_columns(spec))
-    first_copies = candidates.groupBy(deduplication_key(spec)).agg(
-        F.min_by(copy, F.struct(*copy_order(spec))).alias("first")
-    )
-    keyed = _with_touch_key(lake, log_name, log, first_copies.select("first.*"))
+    touches = _without_automated(spec, _first_copies_by_day(spec, candidates))
+    keyed = _with_touch_key(lake, log_name, log, touches)
     key = ("user_id", "logged_touch_key")
     keyed = keyed.join(events.select(*key).distinct(), [*key], "left_semi")
     touch = F.struct(
-        *("event_ts", "event_id", "day", "known_since", "impression_id", *FIELDS),
+        *("event_ts", "event_id"),
+        (-F.unix_date("day")).alias("first_copy_last"),
+        *("day", "known_since", "key_landing_day", "impression_id", *FIELDS),
         F.greatest("visible_ts", "known_since").alias("visible_ts"),
     )
     in_order = F.sort_array(F.collect_list("touch")).alias("touches")
@@ -173,19 +174,45 @@ def _with_last_touch(
         lambda touch: (
             touch["event_ts"].between(F.col("first_touch_ts"), F.col("event_ts"))
             & touch["day"].between(F.col("first_touch_day"), F.col("day"))
-            & (touch["known_since"] < F.col("day_end"))
+            & (touch["key_landing_day"] <= F.col("day"))
+            & (touch["known_since"] <= F.col("day_end"))
         ),
     )
     return rows.withColumn("named", F.try_element_at(followed, F.lit(-1)))
 
 
+def _first_copies_by_day(spec: DataSpec, events: DataFrame) -> DataFrame:
+    """The first copy of each event that landed on each day."""
+    copy = F.struct(*_event_columns(spec))
+    copies = events.groupBy(deduplication_key(spec).alias("deduplication_key"), "day")
+    first = copies.agg(F.min_by(copy, F.struct(*copy_order(spec)[1:])).alias("first"))
+    return first.select("first.*")
+
+
+def _without_automated(spec: DataSpec, touches: DataFrame) -> DataFrame:
+    """Touches without those of users with more than `max_events_per_user_day` of them on a day.
+
+    Placeholders such as "0" are such users: their touches would be gathered in one task.
+    """
+    of_user_day = Window.partitionBy("user_id", "day")
+    touches = touches.withColumn("number", F.count("*").over(of_user_day))
+    return touches.filter(F.col("number") <= spec.max_events_per_user_day).drop("number")
+
+
 def _with_touch_key(
     lake: Lake, log_name: str, log: EventLogSource, touches: DataFrame
 ) -> DataFrame:
-    """Touches with `logged_touch_key`, and `known_since`, the second since which it is known."""
+    """Touches with `logged_touch_key`, and since when it is known.
+
+    `known_since` is the second, `key_landing_day` the day on which the attribute landed.
+    """
     if log.touch_key == "item":
         return touches.withColumns(
-            {"logged_touch_key": F.col("item_id"), "known_since": F.lit(0).cast("bigint")}
+            {
+                "logged_touch_key": F.col("item_id"),
+                "known_since": F.lit(0).cast("bigint"),
+                "key_landing_day": F.col("day"),
+            }
         )
     assert log.touch_key
     if not lake.exists("attributes_item"):
@@ -195,7 +222,10 @@ def _with_touch_key(
         )
     known_since = F.ceil(F.col("item_known_since") / MICROS["s"]).alias("known_since")
     values = first_item_values(lake, log.touch_key).select(
-        "item_id", F.col("item_attribute").alias("logged_touch_key"), known_since
+        "item_id",
+        F.col("item_attribute").alias("logged_touch_key"),
+        known_since,
+        F.col("item_landing_day").alias("key_landing_day"),
     )
     return touches.join(values, "item_id")
 

@@ -149,11 +149,14 @@ def _named_event_problems(spec: SpecDeclarations) -> Iterator[Problem]:
         for type_ in sorted(types & touches if log.touch else ()):
             text = f"a touch cannot follow a touch: let {type_} events name impressions"
             yield ("sources", name, "touch"), text
+        if log.touch_key and log.touch not in spec.visibility_delays:
+            text = f"no log has {log.touch} events"
+            yield ("sources", name, "touch"), text
         longest = max(objective.window for objective in spec.all_objectives.values())
         if log.touch_window is not None and log.touch_window > longest:
             text = f"labels end {format_duration(longest)} after the impression: write at most that"
             yield ("sources", name, "touch_window"), text
-        if log.touch and log.touch not in with_ids:
+        if log.columns.touch and log.touch not in with_ids:
             text = f"no event log has {log.touch} events, whose ids could be named"
             yield ("sources", name, "touch"), text
 

@@ -178,19 +178,30 @@ class EventLogSource(LogSource):
             raise ValueError("touch_key is for logs without ids of touches and impressions")
         if self.touch is None or self.touch_window is None:
             raise ValueError("touch_key needs `touch`, a type of events, and touch_window")
+        if not self.fields_of_named:
+            raise ValueError(
+                "the log has users, items and surfaces: leave touch_key out, and give the "
+                "objective an `attribution`"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_touch_key_columns(self) -> "EventLogSource":
+        columns = self.columns
+        if self.touch_key is None:
+            return self
         if self.touch_key == "item" and columns.touch_key:
             raise ValueError("touch_key: item compares columns.item; leave columns.touch_key out")
+        if self.touch_key != "item" and columns.item:
+            raise ValueError(
+                "the log has items: write `touch_key: item`, without columns.touch_key"
+            )
         compared = {"user": columns.user, "touch_key": columns.touch_key}
         if self.touch_key == "item":
             compared = {"user": columns.user, "item": columns.item}
         for name, column in compared.items():
             if column is None:
                 raise ValueError(f"touch_key: {self.touch_key} needs columns.{name}")
-        if not self.fields_of_named:
-            raise ValueError(
-                "the log has users, items and surfaces: leave touch_key out, and give the "
-                "objective an `attribution`"
-            )
         return self
 
 

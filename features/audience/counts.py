@@ -30,7 +30,7 @@ def _counts_of(lake: Lake, name: str, days: DayRange, versions: dict[str, int]) 
     events = spark_io.read_table(lake, schemas.events(spec), versions["events"])
     impressions = events.filter(spark_io.day_range_predicate(*days))
     impressions = impressions.filter(F.col("type") == spec.event_codes[spec.impression_type])
-    values = first_item_values(lake, audience.campaign).drop("item_known_since")
+    values = first_item_values(lake, audience.campaign).select("item_id", "item_attribute")
     impressions = impressions.join(values, "item_id")
     impressions = impressions.filter("item_attribute IS NOT NULL").select(
         "user_id", F.col("event_ts").alias("ts"), F.col("item_attribute").alias("campaign"), "day"

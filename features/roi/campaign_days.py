@@ -29,7 +29,7 @@ def build_campaign_days(lake: Lake, days: DayRange) -> dict[str, int]:
         lake, label_schemas.impressions(spec), versions["impressions"]
     ).filter(where)
     for attribute in (spec.roi.campaign, *spec.roi.groups):
-        values = first_item_values(lake, attribute).drop("item_known_since")
+        values = first_item_values(lake, attribute).select("item_id", "item_attribute")
         impressions = impressions.join(values, "item_id", "left")
         impressions = impressions.withColumnRenamed("item_attribute", f"item_{attribute}")
     spend = spark_io.read_table(

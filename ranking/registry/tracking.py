@@ -1,23 +1,35 @@
 """Rankers in MLflow's model registry: model cards, lineage and what the gate decided."""
 
 import json
+import logging
 
 from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
 
+from etl.errors import UserError
 from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath
 from ranking.registry.manifest import RankerManifest, read_manifest
 from ranking.registry.model_card import model_card
 from ranking.registry.ranker import rankers_folder
 from ranking.registry.records import read_promotion_record
-from training.trainer.tracking import register_model_version
+from training.trainer.tracking import TRACKING_URI, register_model_version
 
 
 def register_ranker(lake: Lake, folder: StoragePath, manifest: RankerManifest) -> None:
     """Register a ranker, with its model card and its lineage, or update them.
 
-    Versions of its surface whose folders were removed are removed from the registry, too.
+    In the lake's own registry, versions of its surface whose folders were removed are removed, too;
+    a server may have versions of lakes of the same path on other machines. A registry that fails is
+    reported: the ranker answers all the same.
     """
+    try:
+        _register_ranker(lake, folder, manifest)
+    except MlflowException as error:
+        logging.warning("ranker %s is not registered in MLflow: %s", folder.name, error)
+
+
+def _register_ranker(lake: Lake, folder: StoragePath, manifest: RankerManifest) -> None:
     training = manifest.training
     assert training is not None
     tags = {
@@ -38,7 +50,7 @@ def register_ranker(lake: Lake, folder: StoragePath, manifest: RankerManifest) -
         if source == str(folder):
             client.update_model_version(name, registered.version, card)
             client.set_model_version_tag(name, registered.version, "gate", tags["gate"])
-        elif source.startswith(f"{folder.parent}/") and source not in kept:
+        elif not TRACKING_URI and source.startswith(f"{folder.parent}/") and source not in kept:
             client.delete_model_version(name, registered.version)
 
 
@@ -48,9 +60,10 @@ def register_decision(lake: Lake, surface: str) -> None:
     if record is None:
         return
     folder = rankers_folder(lake.root, surface) / record.version
-    if not folder.exists():
+    try:
+        manifest = read_manifest(folder)
+    except UserError:  # removed or damaged, where a refit of it is live
         return
-    manifest = read_manifest(folder)
     if manifest.training is None:  # a ranker of an earlier release
         return
     verdict = "promoted" if record.promoted else "not promoted"

@@ -17,6 +17,7 @@ from training.precision.precision_map import (
     PrecisionMap,
     RecipeName,
 )
+from training.precision.recipes import RECIPES
 from training.trainer.checkpoint import list_checkpoints
 from training.trainer.probing import read_errors
 
@@ -56,6 +57,9 @@ class SiteProduct:
         smallest = min(self.fp8_errors.values())
         if smallest > MAX_MERE:
             return f"the error of FP8 is {smallest:.2f}"
+        accurate = [name for name, mere in self.fp8_errors.items() if mere <= MAX_MERE]
+        if self.is_timed and all(RECIPES[name].is_emulated for name in accurate):
+            return "no kernel for the recipes of FP8 that are accurate"
         return "FP8 is not faster" if self.is_timed else ""
 
 

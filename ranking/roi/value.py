@@ -30,8 +30,8 @@ def value_per_conversion(
     within = _variance_of_conversions(campaign, conversions, value, totals, values)
     between = _variance_of_campaigns(totals, values, mean, within)
     own = totals / (totals + SHRINKAGE)
-    variance = own**2 * within / np.maximum(totals, 1e-12) + (1 - own) ** 2 * between
-    return shrunk, np.sqrt(variance) * mean / np.maximum(shrunk, 1e-12 * mean)
+    prior = (1 - own) * mean / np.maximum(shrunk, 1e-12 * mean)
+    return shrunk, np.sqrt(own**2 * within / np.maximum(totals, 1e-12) + prior**2 * between)
 
 
 def _variance_of_conversions(
@@ -59,5 +59,6 @@ def _variance_of_campaigns(totals: Float64, values: Float64, mean: float, within
     scale = number.sum() - (number**2).sum() / number.sum()
     if scale <= 0:
         return 0.0
-    excess = (number * (ratio - 1) ** 2).sum() - within * (len(number) - 1)
+    noise = within * (ratio**2).mean() * (len(number) - 1)
+    excess = (number * (ratio - 1) ** 2).sum() - noise
     return max(0.0, float(excess / scale))

@@ -7,10 +7,12 @@ from datetime import date
 from pathlib import Path
 
 import pytest
+from pyspark.sql import SparkSession
 
 from dags.pipeline import data_steps
 from dags.steps import PipelinePaths, earlier_steps
 from etl.attributes import load_attributes
+from etl.erasure.erased_users import record_erased_users
 from etl.errors import UserError
 from etl.ingest.named_events import NO_TOUCH
 from etl.ingest.reprocess import reprocess_quarantine
@@ -141,7 +143,8 @@ def followed_touches(
             is_same = bool(first and first["advertiser"] == conversion["advertiser"])
         is_in_window = 0 <= conversion["ts"] - click["ts"] <= WINDOW_SECONDS
         has_arrived = click["day"] <= conversion["day"]
-        is_known = known_since < day_start(conversion["day"], "UTC") + 86_400
+        is_known = known_since <= day_start(conversion["day"], "UTC") + 86_400
+        is_known &= by_item or bool(first and first["day"] <= conversion["day"])
         if click["user"] == conversion["user"] and all(
             (is_same, is_in_window, has_arrived, is_known)
         ):
@@ -216,6 +219,47 @@ def test_conversions_are_found_once_their_click_is_valid(spark: object, tmp_path
     assert len(named) == len(conversions) - len(rows(corrected, "quarantine"))
 
 
+def test_touches_of_placeholder_users_and_of_erased_users_are_not_followed(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """Also where the raw logs of an erased user are read again."""
+    day, start = DAYS[0], day_start(DAYS[0], "UTC")
+    ads = [{"ad": "a", "advertiser": "b", "since": start, "day": day}]
+    common = {"item": "a", "surface": "home", "day": day}
+    logged = [
+        common | {"id": f"{user}{n}", "user": user, "type": type_, "ts": ts, "ingest": ts}
+        for user in ("erased", "person", "0")
+        for n in range(5 if user == "0" else 1)
+        for type_, ts in [("click", start + 60 + n)]
+    ]
+    shown = {"id": "i", "user": "x", "type": "shown", "ts": start, "ingest": start}
+    pixel = [
+        {"id": f"p{user}", "user": user, "advertiser": "b", "ts": ts, "ingest": ts, "value": 1,
+         "day": day}
+        for user in ("erased", "person", "0")
+        for ts in [start + 600]
+    ]  # fmt: skip
+    raw = write_logs(tmp_path / "raw", ads=ads, logged=[common | shown, *logged], pixel=pixel)
+    spec = load_spec(
+        write_spec(
+            tmp_path,
+            ("buckets: 2", "buckets: 2\nmax_bad_record_rate: 0.9\nmax_events_per_user_day: 4"),
+        )
+    )
+    lake = Lake(str(tmp_path / "lake"), spec)
+    load_attributes(lake, raw, (day, day))
+    ingest(lake, raw, (day, day))
+    assert stored_pixels(lake) == {"perased", "pperson"}
+    erased = spark.createDataFrame([("erased",)], "user_id string")
+    record_erased_users(lake, erased, (start + 100) * 10**6 + 3600 * 10**6, day)
+    ingest(lake, raw, (day, day))
+    assert stored_pixels(lake) == {"pperson"}
+
+
+def stored_pixels(lake: Lake) -> set[str]:
+    return {e["event_id"] for e in rows(lake, "events") if e["log"] == "pixel"}
+
+
 def test_attributes_are_loaded_before_the_ingest_that_reads_them(
     spark: object, tmp_path: Path
 ) -> None:
@@ -251,6 +295,7 @@ def test_attributes_are_loaded_before_the_ingest_that_reads_them(
             " touch_key: advertiser, item: ad, surface: place,",
             "the log has users, items and surfaces: leave touch_key out",
         ),
+        (" touch_key: advertiser,", " touch_key: advertiser, item: ad,", "write `touch_key: item`"),
         ("touch_window: 10h", "touch_window: 25h", "labels end 1d after the impression"),
         ("touch: click", "touch: buy", "a touch cannot follow a touch"),
     ],

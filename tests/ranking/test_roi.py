@@ -362,7 +362,7 @@ def test_value_per_conversion_is_shrunk_and_incremental_where_measured(tmp_path:
         read_campaign_days(tmp_path / "none.csv", (), None)
 
 
-@pytest.mark.parametrize("between", [0.0, 0.3])
+@pytest.mark.parametrize("between", [0.0, 0.3, 1.0])
 def test_intervals_of_the_value_of_a_conversion_cover_it(between: float) -> None:
     """Lognormal orders; campaigns of a few to some thousand conversions."""
     daily, num_days = np.repeat([0.5, 5, 50, 300], 10), 14
@@ -379,6 +379,17 @@ def test_intervals_of_the_value_of_a_conversion_cover_it(between: float) -> None
         covered.append(np.abs(np.log(true / mean)) < 1.96 * deviation)
     by_size = np.reshape(covered, (-1, 4, 10)).mean((0, 2))
     assert 0.92 <= np.mean(covered) <= 0.98 and by_size.min() > 0.88
+
+
+def test_the_error_of_a_value_is_relative_to_its_own_campaign() -> None:
+    """One that brings nothing beside one that brings 50 is not worth thousands by chance."""
+    campaign, conversions = np.repeat([0, 1], 10), np.full(20, 1000.0)
+    sums = np.random.default_rng(0).exponential(50, (20, 1000)).sum(1)
+    for scale, largest in ((0.02, 0.1), (0.0, 1.5)):
+        value = np.where(campaign == 0, scale, 1) * sums
+        _, deviation = value_per_conversion(campaign, conversions, value, 2)
+        assert deviation[0] < largest
+        assert deviation[1] == pytest.approx(0.01, rel=0.2)  # of 10,000 exponential values
 
 
 def test_an_uncertain_value_of_conversions_widens_the_intervals_of_a_plan() -> None:

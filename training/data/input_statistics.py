@@ -39,11 +39,12 @@ def input_statistics(
         user_numeric.append(partition.user_numeric)
     if not partitions:
         return None
+    labelled = list(_sample_partitions(reader, [day], label_window)) or partitions
     return InputStatistics(
         row_numeric=torch.from_numpy(even_sample(np.concatenate(row_numeric))),
         user_numeric=torch.from_numpy(even_sample(np.concatenate(user_numeric))),
-        base_rates=_base_rates(partitions),
-        auxiliary_means=_mean_labels([(p.auxiliary_labels, p.auxiliary_mask) for p in partitions]),
+        base_rates=_base_rates(labelled),
+        auxiliary_means=_mean_labels([(p.auxiliary_labels, p.auxiliary_mask) for p in labelled]),
     )
 
 

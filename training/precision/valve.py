@@ -120,5 +120,5 @@ class SafetyValve:
 
 
 def _some_rows(x: Tensor, width: int) -> Tensor:
-    """The first vectors (..., W) as rows (B, W)."""
-    return x.detach().reshape(-1, width)[:CHECKED_ROWS]
+    """A copy of the first vectors (..., W) as rows (B, W), which keeps no others in memory."""
+    return x.detach().reshape(-1, width)[:CHECKED_ROWS].clone()
