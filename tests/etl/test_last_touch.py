@@ -1,5 +1,6 @@
 """Off-site conversions without ids, which follow the latest touch of a user and an advertiser."""
 
+import json
 import math
 import random
 from collections.abc import Iterator
@@ -237,7 +238,7 @@ def test_touches_of_placeholder_users_and_of_erased_users_are_not_followed(
         {"id": f"p{user}", "user": user, "advertiser": "b", "ts": ts, "ingest": ts, "value": 1,
          "day": day}
         for user in ("erased", "person", "0")
-        for ts in [start + 600]
+        for ts in [start + 7200]  # after what is erased
     ]  # fmt: skip
     raw = write_logs(tmp_path / "raw", ads=ads, logged=[common | shown, *logged], pixel=pixel)
     spec = load_spec(
@@ -250,6 +251,8 @@ def test_touches_of_placeholder_users_and_of_erased_users_are_not_followed(
     load_attributes(lake, raw, (day, day))
     ingest(lake, raw, (day, day))
     assert stored_pixels(lake) == {"perased", "pperson"}
+    (unmatched,) = rows(lake, "quarantine")
+    assert json.loads(unmatched["payload"])["id"] == "p0" and unmatched["reasons"] == [NO_TOUCH]
     erased = spark.createDataFrame([("erased",)], "user_id string")
     record_erased_users(lake, erased, (start + 100) * 10**6 + 3600 * 10**6, day)
     ingest(lake, raw, (day, day))
