@@ -54,6 +54,29 @@ def first_item_values(lake: Lake, attribute: str) -> DataFrame:
     )
 
 
+def with_item_key(lake: Lake, events: DataFrame, key: str) -> DataFrame:
+    """Events with `item_key`, which is their `item`, or the first value of an attribute of it.
+
+    `item_key_since` is the second since when it is known, `item_key_day` the day on which it
+    landed. All are null for an item without versions.
+    """
+    if key == "item":
+        return events.withColumns(
+            {
+                "item_key": F.col("item_id"),
+                "item_key_since": F.lit(0).cast("bigint"),
+                "item_key_day": F.lit(STATIC_DAY),
+            }
+        )
+    values = first_item_values(lake, key).select(
+        "item_id",
+        F.col("item_attribute").alias("item_key"),
+        F.ceil(F.col("item_known_since") / MICROS["s"]).alias("item_key_since"),
+        F.col("item_landing_day").alias("item_key_day"),
+    )
+    return events.join(values, "item_id", "left")
+
+
 def build_version_snapshots(lake: Lake, entity: str, first_day: date) -> None:
     """Write the snapshots of a day and of later ones, up to the last day with versions."""
     schema = schemas.attribute_snapshots(lake.spec, entity)

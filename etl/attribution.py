@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from etl.attribute_versions import first_item_values
+from etl.attribute_versions import with_item_key
 from etl.spec.model import DataSpec
 from etl.spec.sections import OutcomeLabel, Touchpoint
 from etl.spec.units import MICROS
@@ -184,11 +184,10 @@ def _with_touch_key(lake: Lake, events: DataFrame, touchpoint: Touchpoint) -> Da
     `touch_key_since` is the second from which on it is known: an outcome must not be attributed by
     an attribute that lands after it, because its label may be final by then.
     """
-    key, since = F.col("item_id"), F.lit(0).cast("bigint")
-    if touchpoint.key != "item":
-        events = events.join(first_item_values(lake, touchpoint.key), "item_id", "left")
-        key, since = F.col("item_attribute"), F.ceil(F.col("item_known_since") / MICROS["s"])
-    parts = (key, F.col("surface")) if touchpoint.same_surface else (key,)
-    touch_key = F.when(key.isNotNull(), F.concat_ws("\x1f", *parts))
-    events = events.withColumns({"touch_key": touch_key, "touch_key_since": since})
-    return events.drop("item_attribute", "item_known_since", "item_landing_day")
+    events = with_item_key(lake, events, touchpoint.key)
+    parts = ("item_key", "surface") if touchpoint.same_surface else ("item_key",)
+    touch_key = F.when(F.col("item_key").isNotNull(), F.concat_ws("\x1f", *parts))
+    events = events.withColumns(
+        {"touch_key": touch_key, "touch_key_since": F.col("item_key_since")}
+    )
+    return events.drop("item_key", "item_key_since", "item_key_day")

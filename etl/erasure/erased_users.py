@@ -59,11 +59,9 @@ def mark_erased(lake: Lake, rows: DataFrame, known_ts: Column | None = None) -> 
         known_ts: The time (µs) from which a valid record was known; by default, and for a bad one,
             that at which its day began.
     """
-    schema = user_schemas.erased_users(lake.spec)
-    if not lake.exists(schema.name):
+    erased = _last_erasures(lake)
+    if erased is None:
         return rows
-    stored = spark_io.read_table(lake, schema)
-    erased = stored.groupBy("id_hash").agg(F.max("until_ts").alias("erased_until"))
     location = [SOURCE_FILE, RECORD_LOCATION]
     unreadable = rows.filter(F.col("user_id").isNull() & F.col(PAYLOAD).isNotNull())
     words = unreadable.select(*location, F.explode(payload_words(F.col(PAYLOAD))).alias("word"))
@@ -85,16 +83,23 @@ def mark_erased(lake: Lake, rows: DataFrame, known_ts: Column | None = None) -> 
 
 def without_erased(lake: Lake, events: DataFrame) -> DataFrame:
     """Valid events, with `user_id` and `visible_ts`, that no erasure of their user covers."""
-    schema = user_schemas.erased_users(lake.spec)
-    if not lake.exists(schema.name):
+    erased = _last_erasures(lake)
+    if erased is None:
         return events
-    stored = spark_io.read_table(lake, schema)
-    erased = stored.groupBy("id_hash").agg(F.max("until_ts").alias("erased_until"))
     rows = events.withColumn("id_hash", salted_hash(lake, F.col("user_id")))
     rows = rows.join(erased, "id_hash", "left")
     known_ts = F.col("visible_ts") * MICROS["s"]
     is_kept = F.col("erased_until").isNull() | (known_ts > F.col("erased_until"))
     return rows.filter(is_kept).select(events.columns)
+
+
+def _last_erasures(lake: Lake) -> DataFrame | None:
+    """`id_hash` and `erased_until` (µs) of each erased user; None if there is none."""
+    schema = user_schemas.erased_users(lake.spec)
+    if not lake.exists(schema.name):
+        return None
+    stored = spark_io.read_table(lake, schema)
+    return stored.groupBy("id_hash").agg(F.max("until_ts").alias("erased_until"))
 
 
 def payload_words(payload: Column) -> Column:

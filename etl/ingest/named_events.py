@@ -13,7 +13,7 @@ from datetime import timedelta
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
 
-from etl.attribute_versions import first_item_values
+from etl.attribute_versions import with_item_key
 from etl.erasure.erased_users import without_erased
 from etl.errors import UserError
 from etl.event_time import day_end_sql
@@ -149,22 +149,29 @@ def _with_last_touch(
     attribute of its item must have landed by the event's day, and be known by the end of that day.
     """
     spec = lake.spec
+    assert log.touch_key and log.touch_window is not None
+    if log.touch_key != "item" and not lake.exists("attributes_item"):
+        raise UserError(
+            f"sources.{log_name}.touch_key: {log.touch_key} is an attribute of items: load the "
+            "attributes of these days with `gemline etl attributes` before `gemline etl ingest`"
+        )
     touches = _without_automated(spec, _first_copies_by_day(spec, candidates))
-    keyed = _with_touch_key(lake, log_name, log, touches)
+    keyed = with_item_key(lake, touches, log.touch_key)
+    keyed = keyed.withColumnRenamed("item_key", "logged_touch_key")
     key = ("user_id", "logged_touch_key")
     keyed = keyed.join(events.select(*key).distinct(), [*key], "left_semi")
     touch = F.struct(
         *("event_ts", "event_id"),
         (-F.unix_date("day")).alias("first_copy_last"),
-        *("day", "known_since", "key_landing_day", "impression_id", *FIELDS),
-        F.greatest("visible_ts", "known_since").alias("visible_ts"),
+        *("day", "item_key_since", "item_key_day", "impression_id", *FIELDS),
+        F.greatest("visible_ts", "item_key_since").alias("visible_ts"),
     )
     in_order = F.sort_array(F.collect_list("touch")).alias("touches")
     touches = keyed.select(*key, touch.alias("touch")).groupBy(*key).agg(in_order)
     rows = events.join(touches, [*key], "left")
     rows = rows.withColumns(
         {
-            "first_touch_ts": F.col("event_ts") - (log.touch_window or 0) * MICROS["s"],
+            "first_touch_ts": F.col("event_ts") - log.touch_window * MICROS["s"],
             "first_touch_day": F.date_sub("day", lookback_days(spec)),
             "day_end": F.expr(day_end_sql(spec)),
         }
@@ -174,19 +181,19 @@ def _with_last_touch(
         lambda touch: (
             touch["event_ts"].between(F.col("first_touch_ts"), F.col("event_ts"))
             & touch["day"].between(F.col("first_touch_day"), F.col("day"))
-            & (touch["key_landing_day"] <= F.col("day"))
-            & (touch["known_since"] <= F.col("day_end"))
+            & (touch["item_key_day"] <= F.col("day"))
+            & (touch["item_key_since"] <= F.col("day_end"))
         ),
     )
     return rows.withColumn("named", F.try_element_at(followed, F.lit(-1)))
 
 
 def _first_copies_by_day(spec: DataSpec, events: DataFrame) -> DataFrame:
-    """The first copy of each event that landed on each day."""
-    copy = F.struct(*_event_columns(spec))
+    """What identifies and completes an event, of its first copy that landed on each day."""
+    copy = F.struct("event_ts", "event_id", "impression_id", "visible_ts", *FIELDS)
     copies = events.groupBy(deduplication_key(spec).alias("deduplication_key"), "day")
     first = copies.agg(F.min_by(copy, F.struct(*copy_order(spec)[1:])).alias("first"))
-    return first.select("first.*")
+    return first.select("day", "first.*")
 
 
 def _without_automated(spec: DataSpec, touches: DataFrame) -> DataFrame:
@@ -197,37 +204,6 @@ def _without_automated(spec: DataSpec, touches: DataFrame) -> DataFrame:
     of_user_day = Window.partitionBy("user_id", "day")
     touches = touches.withColumn("number", F.count("*").over(of_user_day))
     return touches.filter(F.col("number") <= spec.max_events_per_user_day).drop("number")
-
-
-def _with_touch_key(
-    lake: Lake, log_name: str, log: EventLogSource, touches: DataFrame
-) -> DataFrame:
-    """Touches with `logged_touch_key`, and since when it is known.
-
-    `known_since` is the second, `key_landing_day` the day on which the attribute landed.
-    """
-    if log.touch_key == "item":
-        return touches.withColumns(
-            {
-                "logged_touch_key": F.col("item_id"),
-                "known_since": F.lit(0).cast("bigint"),
-                "key_landing_day": F.col("day"),
-            }
-        )
-    assert log.touch_key
-    if not lake.exists("attributes_item"):
-        raise UserError(
-            f"sources.{log_name}.touch_key: {log.touch_key} is an attribute of items: load the "
-            "attributes of these days with `gemline etl attributes` before `gemline etl ingest`"
-        )
-    known_since = F.ceil(F.col("item_known_since") / MICROS["s"]).alias("known_since")
-    values = first_item_values(lake, log.touch_key).select(
-        "item_id",
-        F.col("item_attribute").alias("logged_touch_key"),
-        known_since,
-        F.col("item_landing_day").alias("key_landing_day"),
-    )
-    return touches.join(values, "item_id")
 
 
 def _complete(log: EventLogSource, rows: DataFrame, columns: list[str]) -> DataFrame:

@@ -3,7 +3,6 @@
 import json
 import logging
 
-from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from etl.errors import UserError
@@ -13,14 +12,13 @@ from ranking.registry.manifest import RankerManifest, read_manifest
 from ranking.registry.model_card import model_card
 from ranking.registry.ranker import rankers_folder
 from ranking.registry.records import read_promotion_record
-from training.trainer.tracking import TRACKING_URI, register_model_version
+from training.trainer.tracking import register_model_version, remove_model_versions
 
 
 def register_ranker(lake: Lake, folder: StoragePath, manifest: RankerManifest) -> None:
     """Register a ranker, with its model card and its lineage, or update them.
 
-    In the lake's own registry, versions of its surface whose folders were removed are removed, too;
-    a server may have versions of lakes of the same path on other machines. A registry that fails is
+    Versions of its surface whose folders were removed are removed, too. A registry that fails is
     reported: the ranker answers all the same.
     """
     try:
@@ -43,15 +41,8 @@ def _register_ranker(lake: Lake, folder: StoragePath, manifest: RankerManifest) 
     }
     name, card = f"{manifest.spec.name}-{manifest.surface}", model_card(manifest)
     register_model_version(lake.root, name, str(folder), card, tags)
-    client = MlflowClient()  # of the registry that has just been used
     kept = {str(path) for path in folder.parent.iterdir() if path.is_dir()}
-    for registered in client.search_model_versions(f"name = '{name}'"):
-        source = registered.source or ""
-        if source == str(folder):
-            client.update_model_version(name, registered.version, card)
-            client.set_model_version_tag(name, registered.version, "gate", tags["gate"])
-        elif not TRACKING_URI and source.startswith(f"{folder.parent}/") and source not in kept:
-            client.delete_model_version(name, registered.version)
+    remove_model_versions(lake.root, name, str(folder.parent), kept)
 
 
 def register_decision(lake: Lake, surface: str) -> None:

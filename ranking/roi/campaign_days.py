@@ -147,7 +147,7 @@ def _require_numbers(source: str, table: pa.Table, name: str) -> None:
 
 
 def _require_texts(source: str, table: pa.Table, name: str, fix: str) -> None:
-    """Raise UserError, which tells the fix, if a value is null or blank."""
+    """Raise UserError, with the fix, if a value is null or blank."""
     texts = pc.utf8_trim_whitespace(table[name].cast(pa.string()))
     if texts.null_count or pc.any(pc.equal(texts, "")).as_py():
         raise UserError(f"{source}: {name} is missing in some rows: {fix}")

@@ -1,7 +1,7 @@
 """Experiment tracking with MLflow: in the lake, or at MLFLOW_TRACKING_URI if set."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,13 +17,33 @@ TRACKING_URI = os.environ.get("MLFLOW_TRACKING_URI")
 def register_model_version(
     lake: str, name: str, source: str, description: str, tags: Mapping[str, str]
 ) -> None:
-    """Add a version of a model to MLflow's model registry, unless it has one of the same source."""
+    """Add a version of a model to MLflow's model registry, or update that of the same source."""
     client = MlflowClient(_use_tracking_uri(lake))
     if not client.search_registered_models(f"name = '{name}'"):
         client.create_registered_model(name)
     known = client.search_model_versions(f"name = '{name}'")
-    if all(version.source != source for version in known):
+    same = [each.version for each in known if each.source == source]
+    if not same:
         client.create_model_version(name, source, tags=dict(tags), description=description)
+    for version in same:
+        client.update_model_version(name, version, description)
+        for key, value in tags.items():
+            client.set_model_version_tag(name, version, key, value)
+
+
+def remove_model_versions(lake: str, name: str, folder: str, kept: Collection[str]) -> None:
+    """Remove the versions of a model whose sources are in a folder, except for some sources.
+
+    Only in the lake's own registry: a server may have versions of lakes of the same path on other
+    machines.
+    """
+    if TRACKING_URI:
+        return
+    client = MlflowClient(_use_tracking_uri(lake))
+    for version in client.search_model_versions(f"name = '{name}'"):
+        source = version.source or ""
+        if source.startswith(f"{folder}/") and source not in kept:
+            client.delete_model_version(name, version.version)
 
 
 def _use_tracking_uri(lake: str) -> str:

@@ -147,15 +147,7 @@ class HistoryEncoder(nn.Module):
         sequence_index = batch.request_index
         if self.encoder.options.encodes_each_candidate:
             sequence_index = torch.arange(len(candidates), device=candidates.device)
-        attended = [
-            encoder.attend_from_candidates(candidates, sequence_index, events, pairs)
-            for encoder, events, pairs in zip(
-                encoders,
-                encoded.full_length,
-                selection.target_pairs or [None] * len(encoders),
-                strict=True,
-            )
-        ]
+        attended = self._attend_to_event_groups(candidates, sequence_index, encoded, selection)
         attended += self._attend_to_matches(candidates, tokens.by_match, selection)
         recency = [
             embedding(recency)
@@ -191,6 +183,23 @@ class HistoryEncoder(nn.Module):
         else:
             output = self.encoder(user_rows, sequences)
         return output
+
+    def _attend_to_event_groups(
+        self,
+        candidates: Tensor,
+        sequence_index: Tensor,
+        encoded: InterFormerOutput,
+        selection: HistorySelection,
+    ) -> list[Tensor]:
+        """A row (B, d) for each event group."""
+        encoders = self.encoder.encoders
+        pairs_by_group = selection.target_pairs or [None] * len(encoders)
+        return [
+            encoder.attend_from_candidates(candidates, sequence_index, events, pairs)
+            for encoder, events, pairs in zip(
+                encoders, encoded.full_length, pairs_by_group, strict=True
+            )
+        ]
 
     def _attend_to_matches(
         self, candidates: Tensor, matched_tokens: Sequence[Tensor], selection: HistorySelection
