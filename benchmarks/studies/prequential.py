@@ -5,6 +5,7 @@ LightGBM is trained again for each day, on all days before it. So is GEM with
 continues to train on it.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,11 +14,12 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
 from benchmarks.harness import commit
 from benchmarks.studies.trials import scratch_lake, trial_path
-from etl.spec.units import DaySplit, date_range
-from etl.tables import atomic_io
+from etl.spec.units import DayRange, DaySplit, date_range
+from etl.tables import arrow, atomic_io, model_schemas
 from etl.tables.lake import Lake
 from ranking.report.study import today
 from training.baseline import BaselineConfig, TabularDataset, load_tabular, train_baseline
@@ -26,6 +28,7 @@ from training.data.label_window import LabelWindow
 from training.data.reader import INPUT_TABLES, ExampleReader
 from training.distributed.process_group import process_group
 from training.evaluation.predictions import Predictions, concat_predictions
+from training.teacher.blend import logits_of
 from training.trainer.trainer import predict_test, train_days
 
 DayPredictions = dict[date, Predictions]
@@ -48,28 +51,39 @@ class PrequentialTrials:
     last: date
     folder: Path
 
-    def gem(self, config: TrainConfig) -> DayPredictions:
+    def gem(self, config: TrainConfig, teacher: DayPredictions | None = None) -> DayPredictions:
         """Predictions of a GEM with a configuration, by day.
 
         With `first_training: joint` each day has a new GEM, trained on all earlier days together.
+        With `distillation_weight` it also learns what `teacher` predicted of earlier days, by
+        default what it predicted itself.
         """
+        name = config.model_dump_json() + (f" teacher {_digest(teacher)}" if teacher else "")
         days = date_range(self.predicted_first, self.last)
-        paths = {day: self._path(config.model_dump_json(), day) for day in days}
+        paths = {day: self._path(name, day) for day in days}
         if not all(path.is_file() for path in paths.values()):
             with process_group():
-                self._train_gem(config, paths)
+                self._train_gem(config, teacher, paths)
         return {day: self._read(path, day) for day, path in paths.items()}
 
-    def _train_gem(self, config: TrainConfig, paths: Mapping[date, Path]) -> None:
-        """Write the predictions of each day; a joint training begins anew for each of them."""
+    def _train_gem(
+        self, config: TrainConfig, teacher: DayPredictions | None, paths: Mapping[date, Path]
+    ) -> None:
+        """Write the predictions of each day; a joint training starts over for each of them."""
         is_joint = config.first_training == "joint"
+        known = dict(teacher or {})
         for days in [[day] for day in paths] if is_joint else [list(paths)]:
             with scratch_lake(self.lake) as lake:
                 trained_from = self.first
                 for day in days:
                     split = self.split(day)
-                    train_days(lake, (trained_from, split.train_last), config)
-                    self._keep(predict_test(lake, split), paths[day], split)
+                    if config.distillation_weight:
+                        write_teacher_predictions(lake, known, (trained_from, split.train_last))
+                    if not (is_joint and paths[day].is_file()):
+                        train_days(lake, (trained_from, split.train_last), config)
+                        self._keep(predict_test(lake, split), paths[day], split)
+                    if teacher is None:
+                        known[day] = self._read(paths[day], day)
                     trained_from = day
 
     def lightgbm(self, configs: Mapping[str, BaselineConfig]) -> DayPredictions:
@@ -119,6 +133,39 @@ class PrequentialTrials:
 
     def _read(self, path: Path, day: date) -> Predictions:
         return Predictions.read(path, self.split(day)).sorted_by_impression()
+
+
+def write_teacher_predictions(lake: Lake, teacher: DayPredictions, days: DayRange) -> None:
+    """Store what a teacher predicted of a range of days, for GEMs that learn from it.
+
+    Each day was predicted by models of the days before it.
+    """
+    schema = model_schemas.teacher_predictions(lake.spec)
+    for day in date_range(*days):
+        if day not in teacher:
+            continue
+        predictions = teacher[day]
+        logits = logits_of(predictions.probabilities).astype(np.float32)
+        columns = {
+            "impression_id": pa.array(predictions.impression_ids, pa.string()),
+            "fm_version": pa.repeat("teacher of the study", len(logits)),
+            "fm_trained_until": pa.repeat(pa.scalar(day - timedelta(days=1)), len(logits)),
+            "day": pa.repeat(pa.scalar(day), len(logits)),
+            "bucket": pa.repeat(pa.scalar(0, pa.int32()), len(logits)),  # GEM reads complete days
+        }
+        columns |= {
+            f"logit_{objective}": pa.array(np.ascontiguousarray(column))
+            for objective, column in zip(predictions.objectives, logits.T, strict=True)
+        }
+        arrow.replace_rows(lake, schema, pa.table(columns), f"day = '{day}'", {})
+
+
+def _digest(predictions: DayPredictions) -> str:
+    """A hash of the predictions of some days."""
+    digest = hashlib.sha256()
+    for day in sorted(predictions):
+        digest.update(f"{day}".encode() + predictions[day].probabilities.tobytes())
+    return digest.hexdigest()[:16]
 
 
 def pooled(by_day: DayPredictions, first: date, last: date = date.max) -> Predictions:

@@ -142,10 +142,10 @@ def train_share(args: QualityArgs) -> None:
     """Run a share of the trainings on KuaiRand. Raises UserError unless they are to be measured."""
     if not args.measure or args.only != "kuairand":
         raise UserError("--share splits KuaiRand's trainings: it needs --only kuairand --measure")
-    from benchmarks.studies.kuairand_quality import train
+    from benchmarks.studies.kuairand_quality import trainings
 
-    for model in share_of(["lightgbm", *range(args.seeds)], args.share):
-        train(kuairand_trials(args), model)
+    for train in share_of(trainings(kuairand_trials(args), args.seeds), args.share):
+        train()
 
 
 def measure_kuairand_part(args: QualityArgs) -> BenchmarkResult:

@@ -86,6 +86,24 @@ def test_trials_predict_each_day_before_they_learn_it(lake: Lake, tmp_path: Path
     assert trials.measured_at()
 
 
+@pytest.mark.parametrize("first_training", ["daily", "joint"])
+def test_a_self_distilled_gem_learns_what_it_predicted_of_earlier_days(
+    lake: Lake, tmp_path: Path, first_training: str
+) -> None:
+    """The first model has no predictions to learn from; a teacher's replace its own."""
+    trials = PrequentialTrials(lake, FIRST, SECOND, THIRD, tmp_path)
+    config = TrainConfig(
+        scale="tiny", width_multiplier=0.5, max_length=4, batch_rows=256,
+        first_training=first_training, distillation_weight=2.0,
+    )  # fmt: skip
+    alone = trials.gem(config.model_copy(update={"distillation_weight": 0.0}))
+    distilled = trials.gem(config)
+    np.testing.assert_array_equal(distilled[SECOND].probabilities, alone[SECOND].probabilities)
+    assert (distilled[THIRD].probabilities != alone[THIRD].probabilities).any()
+    taught = trials.gem(config, {SECOND: distilled[SECOND]})
+    np.testing.assert_array_equal(taught[THIRD].probabilities, distilled[THIRD].probabilities)
+
+
 def write_wheel(path: Path, ratings: int = 400) -> None:
     """A wheel with MovieLens files of 20 users and 30 items, and a module that is not unpacked."""
     rng = np.random.default_rng(0)
