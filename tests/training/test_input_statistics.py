@@ -216,13 +216,38 @@ def test_edges_are_those_of_the_first_day_where_it_has_no_final_label(
     assert torch.equal(edges, expected) and torch.equal(item_edges(own, SECOND), expected)
 
 
-def test_edges_are_those_of_the_first_day_with_rows(own: Lake, group: None) -> None:
-    """A surface may start after the first day."""
-    schema, surface = schemas.examples(own.spec), own.spec.surface_codes["reels"]
-    rows = arrow.snapshot(own, schema).read(day=[FIRST])
+def remove_surface(lake: Lake, name: str, day: date) -> None:
+    """Remove the examples of a surface on a day."""
+    schema, surface = schemas.examples(lake.spec), lake.spec.surface_codes[name]
+    rows = arrow.snapshot(lake, schema).read(day=[day])
     others = rows.filter(pc.not_equal(rows["surface"], surface))
     assert 0 < len(others) < len(rows)
-    arrow.replace_rows(own, schema, others, f"day = '{FIRST}'", {})
+    arrow.replace_rows(lake, schema, others, f"day = '{day}'", {})
+
+
+def test_edges_are_those_of_the_latest_day_with_rows_where_the_last_day_has_none(
+    own: Lake, group: None
+) -> None:
+    """A surface may pause on the last day of a joint training, or after an upgrade."""
+    remove_surface(own, "reels", SECOND)
+    config = CONFIG.model_copy(update={"surface": "reels"})
+    reader = latest_reader(own, config)
+    manifest, _ = starting_point(own, reader, (FIRST, FIRST), config)
+    statistics = first_day_statistics(own, reader, manifest)
+    assert statistics
+    upgraded = build_train_state(manifest.next_day(SECOND, 1).without_edges())
+    fit_new_numbers(own, reader, upgraded)
+    assert not upgraded.manifest.unfitted_numbers
+    edges = upgraded.model.core.candidate_numeric.encoding.edges
+    assert torch.equal(edges, quantile_edges(statistics.row_numeric, edges.shape[1] - 1))
+    joint = config.model_copy(update={"first_training": "joint"})
+    train_days(own, (FIRST, SECOND), joint)
+    assert torch.equal(item_edges(own, SECOND), edges)
+
+
+def test_edges_are_those_of_the_first_day_with_rows(own: Lake, group: None) -> None:
+    """A surface may start after the first day."""
+    remove_surface(own, "reels", FIRST)
     config = CONFIG.model_copy(update={"surface": "reels"})
     reader = latest_reader(own, config)
     manifest, _ = starting_point(own, reader, (SECOND, SECOND), config)

@@ -176,19 +176,23 @@ def day_labels(lake: Lake, day: date, manifest: Manifest) -> LabelWindow:
 def first_day_statistics(
     lake: Lake, reader: ExampleReader, manifest: Manifest
 ) -> InputStatistics | None:
-    """Statistics of the inputs on the last day of the first training; None if it has no rows."""
-    return _day_statistics(lake, reader, manifest, manifest.first_training_day)
+    """Statistics of the inputs of the first training; None if its days have no rows.
+
+    They are of its last day or, in a joint training, of the latest day with rows.
+    """
+    return _latest_statistics(lake, reader, manifest, manifest.first_training_day)
 
 
 def fit_new_numbers(lake: Lake, reader: ExampleReader, state: TrainState) -> None:
     """Set the edges of numbers that have none, by the rows of the day that is trained next.
 
-    Their weights are zero, so that this changes no prediction.
+    If only labels of earlier days became final on it, by the rows of the latest of those days.
+    Weights of the numbers are zero, so that this changes no prediction.
     """
     manifest = state.manifest
     if not manifest.unfitted_numbers:
         return
-    statistics = _day_statistics(lake, reader, manifest, manifest.trained_until)
+    statistics = _latest_statistics(lake, reader, manifest, manifest.trained_until)
     if statistics:
         state.model.core.fit_numbers(statistics, manifest.unfitted_numbers)
         state.manifest = manifest.model_copy(update={"unfitted_numbers": ()})
@@ -217,11 +221,14 @@ def start_new_objectives(lake: Lake, reader: ExampleReader, state: TrainState) -
         model.heads.start_from(outputs)
 
 
-def _day_statistics(
+def _latest_statistics(
     lake: Lake, reader: ExampleReader, manifest: Manifest, day: date
 ) -> InputStatistics | None:
+    """Statistics of the latest day with rows, of the days whose labels GEM learns after `day`."""
     labels = replace(day_labels(lake, day, manifest), negative_sampling=None)
-    return input_statistics(reader, day, labels)
+    days = DayBatches(lake, reader, day, manifest).epoch(0).days
+    found = (input_statistics(reader, each, labels) for each in reversed(days))
+    return next((statistics for statistics in found if statistics), None)
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class Manifest(StrictModel):
         base_rates: Rate of each objective when it was first trained, which weights its loss.
         layout: Rows that modules were trained on, if the features were changed since.
         unfitted_numbers: Numbers without edges yet: those that an upgrade added, or all if the
-            first day had no rows; the next day with rows has their edges.
+            first training had no rows; the next day with rows has their edges.
         spec_max_length: Events per history by the spec; those of `training` differ if they were set
             by an option. None in manifests of earlier versions.
         precision_map: How linear layers are computed with `--compute.precision fp8`.

@@ -78,7 +78,7 @@ def train_days(
     statistics = None if path else first_day_statistics(lake, reader, manifest)
     if statistics:
         manifest = manifest.with_base_rates(statistics.base_rates)
-    elif path is None and not manifest.joint_until:  # e.g. a surface that started later
+    elif path is None:  # e.g. a surface that started later
         manifest = manifest.without_edges()
     state = build_train_state(manifest, parallelism, statistics, process_device())
     timeline.record("model")
