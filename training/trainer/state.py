@@ -85,6 +85,7 @@ class Manifest(StrictModel):
         steps: Steps on all days.
         rows: Examples of all steps.
         consumed_batches: Batches of each shard of the day that were trained on.
+        embedding_resets: Passes over the day before which all embeddings were reset.
         first_batch_digests: SHA-256 of the first process's first batches of the day.
         state_dir: Folder of the tensors, next to the manifest.
         file_hashes: SHA-256 of each file in that folder.
@@ -111,6 +112,7 @@ class Manifest(StrictModel):
     steps: int
     rows: int = 0
     consumed_batches: tuple[int, ...] = ()
+    embedding_resets: int = 0
     first_batch_digests: tuple[str, ...] = ()
     state_dir: Annotated[str, Field(pattern=r"^[0-9a-f]*$")] = ""
     file_hashes: dict[FileName, Sha256] = {}
@@ -150,14 +152,8 @@ class Manifest(StrictModel):
         digests = self.first_batch_digests
         if self.batches < DIGESTED_BATCHES:
             digests = (*digests, batch_digest(batch))
-        return self.model_copy(
-            update={
-                "batches": self.batches + 1,
-                "steps": self.steps + 1,
-                "rows": self.rows + rows,
-                "first_batch_digests": digests,
-            }
-        )
+        counts = {"batches": self.batches + 1, "steps": self.steps + 1, "rows": self.rows + rows}
+        return self.model_copy(update={**counts, "first_batch_digests": digests})
 
     def next_day(self, day: date, num_shards: int) -> "Manifest":
         """The manifest of the same model before the first batch of a day."""
@@ -168,6 +164,7 @@ class Manifest(StrictModel):
                 "num_shards": num_shards,
                 "batches": 0,
                 "consumed_batches": (),
+                "embedding_resets": 0,
                 "first_batch_digests": (),
             }
         )
@@ -177,6 +174,7 @@ class Manifest(StrictModel):
         progress = {"trained_until", "complete", "batches", "steps", "rows", "consumed_batches"}
         progress |= {"base_rates", "unfitted_numbers", "first_batch_digests", "num_shards"}
         progress |= {"state_dir", "file_hashes", "precision_map", "spec_max_length"}
+        progress |= {"embedding_resets"}
         return self.model_dump(exclude=progress) == other.model_dump(exclude=progress)
 
 

@@ -169,8 +169,8 @@ class Trainer:
     def train_batch(self, step: PreparedBatch, loss: Loss, metrics: PrequentialMetrics) -> None:
         """One step of a day that was started."""
         self.meter.before_step(self.state, step.on_device)
-        if self.config.reset_embeddings_each_pass and self._starts_further_pass():
-            self._reset_embeddings()
+        if self.config.reset_embeddings_each_pass:
+            self._reset_embeddings_once_a_pass()
         output = self._step(step, loss)
         if not step.host.is_repeated:
             metrics.update(output, step.on_device)
@@ -192,15 +192,20 @@ class Trainer:
         """Seed what is random in a step or before it; without a salt equally on all processes."""
         torch.manual_seed(hash((self.config.seed, step, *salt)) % 2**31)
 
-    def _reset_embeddings(self) -> None:
-        """Reset all embeddings, equally in all replicas; a collective call."""
-        self.state.replicas.synchronize()
-        self._seed(self.state.manifest.steps)
-        reset_all_rows(self.state.tables, self.state.initial_accumulator)
+    def _reset_embeddings_once_a_pass(self) -> None:
+        """Reset all embeddings before the first step of a pass after the first.
 
-    def _starts_further_pass(self) -> bool:
-        """Whether the next step is the first of a pass after the first, on all processes."""
-        return self.state.manifest.batches in self.pass_ends[:-1]
+        Equally in all replicas; a collective call. A resumed run, which computes the ends of passes
+        again and may find others, does not reset them a second time.
+        """
+        manifest = self.state.manifest
+        ended = sum(end <= manifest.batches for end in self.pass_ends[:-1])
+        if ended <= manifest.embedding_resets:
+            return
+        self.state.replicas.synchronize()
+        self._seed(manifest.steps)
+        reset_all_rows(self.state.tables, self.state.initial_accumulator)
+        self.state.manifest = manifest.model_copy(update={"embedding_resets": ended})
 
     def _start_lookup(self, batch: Batch, position: int) -> StartedLookup:
         """Start the look-up of a batch of the day at a position; a collective call."""
