@@ -20,6 +20,7 @@ from training.config import TrainConfig
 from training.data.batch import Batch
 from training.data.synthetic import random_batch
 from training.distributed.process_group import process_group, synchronized_batches
+from training.model.config import GemOptions, SequenceOptions
 from training.trainer.state import TrainState, build_train_state
 from training.trainer.step import Loss, masked_loss, train_step
 
@@ -54,15 +55,17 @@ def labels(x: Tensor) -> Tensor:
 
 
 def counted(state: TrainState) -> dict[str, Tensor]:
-    """Running statistics of numbers, and counts of look-ups."""
+    """Running statistics of numbers, frequencies of items, and counts of look-ups."""
     state.all_reduce_counts()
     buffers = state.model.core.named_buffers()
-    statistics = {name: b.clone() for name, b in buffers if "standardizer" in name}
+    counters = "standardizer", "item_frequency"
+    statistics = {name: b.clone() for name, b in buffers if any(c in name for c in counters)}
     return statistics | {name: x.clone() for name, x in state.item_rows.state_dict().items()}
 
 
 def test_a_spare_batch_changes_no_statistics_and_no_counts() -> None:
-    config = TrainConfig(scale="tiny", item_table_rows=1024)
+    options = GemOptions(sequence=SequenceOptions(next_action_weight=0.1))
+    config = TrainConfig(scale="tiny", item_table_rows=1024, model=options)
     with process_group():
         state = build_train_state(manifest_of(load_spec(SIMULATOR_SPEC), config))
         state.model.core.train()
@@ -77,7 +80,8 @@ def test_a_spare_batch_changes_no_statistics_and_no_counts() -> None:
         all(torch.equal(x, after[name]) for name, x in before.items())
         for before, after in itertools.pairwise(states)
     ]
-    assert equal == [False, True, False] and len(states[0]) > 8
+    assert equal == [False, True, False] and len(states[0]) > 9
+    assert any("item_frequency" in name and counts.any() for name, counts in states[1].items())
 
 
 def save_gradients(
