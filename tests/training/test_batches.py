@@ -4,12 +4,19 @@ import numpy as np
 import pyarrow as pa
 
 from etl.spec.units import date_range
+from etl.tables.lake import Lake
 from tests.conftest import FIRST, LAST
 from tests.training.conftest import all_labels
-from training.data.batch import Shuffle
+from training.config import TrainConfig
+from training.data.batch import Shuffle, batch_digest
 from training.data.label_window import LabelWindow
 from training.data.partition import hash_ids
 from training.data.reader import ExampleReader
+from training.distributed.process_group import process_group
+from training.trainer.resume import DayBatches, starting_point, verify_batches
+from training.trainer.state import build_train_state, latest_reader
+from training.trainer.throughput import ThroughputMeter, Timeline
+from training.trainer.trainer import Trainer
 
 
 def test_batches_hold_each_row_with_final_labels_once_and_resume_anywhere(
@@ -53,3 +60,18 @@ def test_histories_hold_only_events_before_the_request(reader: ExampleReader) ->
 def test_user_ids_are_hashed_equally_everywhere() -> None:
     first, second, repeated = hash_ids(pa.array(["u1", "u2", "u1"])).tolist()
     assert first == repeated != second and min(first, second) >= 0
+
+
+def test_batches_of_a_day_that_fewer_processes_finish_are_verified_up_to_there(own: Lake) -> None:
+    """Two processes made a step; one goes on, and reads both shards in turn."""
+    config = TrainConfig(scale="tiny", max_length=8, batch_rows=64, item_table_rows=512, passes=1)
+    with process_group():
+        reader = latest_reader(own, config)
+        manifest, _ = starting_point(own, reader, (FIRST, FIRST), config)
+        manifest = manifest.model_copy(update={"num_shards": 2})
+        first = next(DayBatches(own, reader, FIRST, manifest).shard_batches(0))
+        progress = {"batches": 1, "steps": 1, "consumed_batches": (1, 1)}
+        digests = {"first_batch_digests": (batch_digest(first),)}
+        state = build_train_state(manifest.model_copy(update=progress | digests))
+        Trainer(own, reader, state, ThroughputMeter(Timeline())).train_day(FIRST)
+    assert state.manifest.batches > 3 and verify_batches(own, FIRST) == 1

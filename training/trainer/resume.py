@@ -317,7 +317,7 @@ class DayBatches:
 
 
 def verify_batches(lake: Lake, day: date) -> int:
-    """Rebuild the first batches of a trained day from its manifest; returns their number.
+    """Rebuild the first batches of a trained day's first shard; returns their number.
 
     Raises UserError if a batch differs from the one that was trained on, or if a table version no
     longer exists.

@@ -86,7 +86,8 @@ class Manifest(StrictModel):
         rows: Examples of all steps.
         consumed_batches: Batches of each shard of the day that were trained on.
         embedding_resets: Passes over the day before which all embeddings were reset.
-        first_batch_digests: SHA-256 of the first process's first batches of the day.
+        first_batch_digests: SHA-256 of the first batches of the day's first shard, until fewer
+            processes resume: the first one then reads several shards in turn.
         state_dir: Folder of the tensors, next to the manifest.
         file_hashes: SHA-256 of each file in that folder.
     """
@@ -150,7 +151,8 @@ class Manifest(StrictModel):
     def after_step(self, batch: Batch, rows: int) -> "Manifest":
         """The manifest after one more step on `rows` rows of all processes together."""
         digests = self.first_batch_digests
-        if self.batches < DIGESTED_BATCHES:
+        reads_one_shard = dist.get_world_size() >= self.num_shards
+        if reads_one_shard and len(digests) == self.batches < DIGESTED_BATCHES:
             digests = (*digests, batch_digest(batch))
         counts = {"batches": self.batches + 1, "steps": self.steps + 1, "rows": self.rows + rows}
         return self.model_copy(update={**counts, "first_batch_digests": digests})
