@@ -45,7 +45,7 @@ class UpgradeArgs(RunArgs):
 @holds_leases("run", "gem", *TABLE_STEPS)
 def upgrade(args: UpgradeArgs) -> None:
     """Migrate a lake and its GEM to a changed spec; tables that no changed key affects are kept."""
-    from dags.runner import carry_over_step_states
+    from dags.runner import carry_over_step_states, pending_steps
     from etl.tables.maintenance import plan_upgrade, upgrade_lake
 
     spec, old_spec = args.load_spec(), load_spec(args.old_spec)
@@ -65,8 +65,9 @@ def upgrade(args: UpgradeArgs) -> None:
         upgrade_lake(args.lake, old_spec, spec)
     _upgrade_gem(args)
     kept_tables = {*plan.kept_tables, *plan.repartitioned_tables}
-    finished = carry_over_step_states(spec, args.paths, steps, kept_tables)
-    skipped = ", ".join(finished) or "nothing"
+    carry_over_step_states(spec, args.paths, steps, kept_tables)
+    pending = pending_steps(spec, args.paths, steps)
+    skipped = ", ".join(step.name for step in steps if step not in pending) or "nothing"
     print(f"next: `gemline run` with the same arguments; it skips {skipped}")
 
 

@@ -81,16 +81,16 @@ def raw_file_states(spec: DataSpec, raw: str, kinds: Collection[str], days: DayR
 
 def carry_over_step_states(
     spec: DataSpec, paths: PipelinePaths, steps: Sequence[Step], kept_tables: Collection[str]
-) -> list[str]:
-    """Record steps whose tables were all kept as finished under a new spec; returns their names."""
-    names = []
+) -> None:
+    """Record steps whose tables were all kept as finished under a new spec.
+
+    Those that read what is rebuilt run again nevertheless: see `pending_steps`.
+    """
     for step in steps:
         record = step_state.read_step_state(paths.lake, step.name)
         if record and set(step.writes) <= set(kept_tables):
             fingerprint = input_fingerprint(spec, paths, steps, step)
             step_state.write_step_state(paths.lake, step.name, fingerprint, record.seconds)
-            names.append(step.name)
-    return names
 
 
 PLAN_ADAPTER = TypeAdapter(tuple[PipelinePaths, list[Step]])
