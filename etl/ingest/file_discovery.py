@@ -66,11 +66,20 @@ def normalize_uri(uri: str) -> str:
     return re.sub(*LOCAL_URI_REWRITE, uri)
 
 
+def is_compressed(path: str) -> bool:
+    """Whether a text file is compressed, by its name."""
+    return _compression_codec(_hadoop_fs().Path(path)) is not None
+
+
+def _compression_codec(hadoop_path: Any) -> Any:
+    compress = _jvm().org.apache.hadoop.io.compress
+    return compress.CompressionCodecFactory(_hadoop_conf()).getCodec(hadoop_path)
+
+
 def read_first_line(path: str) -> str | None:
     """The first line of a text file, decompressed by its name; None if that fails."""
     jvm, hadoop_path = _jvm(), _hadoop_fs().Path(path)
-    codecs = jvm.org.apache.hadoop.io.compress.CompressionCodecFactory(_hadoop_conf())
-    codec = codecs.getCodec(hadoop_path)
+    codec = _compression_codec(hadoop_path)
     stream = hadoop_path.getFileSystem(_hadoop_conf()).open(hadoop_path)
     try:
         stream = codec.createInputStream(stream) if codec else stream

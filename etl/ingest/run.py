@@ -20,6 +20,7 @@ from etl.erasure.erased_users import mark_erased
 from etl.errors import UserError
 from etl.event_time import day_start_sql
 from etl.ingest.arrival import FileStates, day_file_states, record_ingested_files
+from etl.ingest.corrupt_files import find_corrupt_files
 from etl.ingest.file_discovery import RawSelection
 from etl.ingest.named_events import (
     copy_order,
@@ -47,8 +48,8 @@ from etl.tables.schemas import NO_DAY
 def ingest(lake: Lake, raw: str, days: DayRange) -> dict[str, int]:
     """Replace a range of days of `events`, `quarantine`, `excluded_events` and `ingest_metrics`.
 
-    A file that cannot be read to its end is read as far as possible. All checks precede the first
-    write.
+    Files that cannot be read to their end are read as far as possible: after the first of them has
+    been met, all are found, and the logs are read again. All checks precede the first write.
 
     Returns:
         The totals of the new rows of `ingest_metrics`.
@@ -59,7 +60,7 @@ def ingest(lake: Lake, raw: str, days: DayRange) -> dict[str, int]:
     """
     _check_no_gap(lake, days)
     file_states = _file_states_by_day(lake, raw, days)
-    corrupt_files: list[str] = []
+    corrupt_files: set[str] = set()
     while True:
         try:
             with translate_read_errors():
@@ -69,8 +70,13 @@ def ingest(lake: Lake, raw: str, days: DayRange) -> dict[str, int]:
         except UnreadableFileError as error:
             if error.uri in corrupt_files:
                 raise
-            logging.warning("%s; its readable part is ingested", error)
-            corrupt_files.append(error.uri)
+            found = {error.uri}
+            if not corrupt_files:  # look for all others, instead of reading the days once for each
+                sources = lake.spec.log_sources.values()
+                found |= {*find_corrupt_files(sources, RawSelection(raw, days))}
+            for uri in sorted(found):
+                logging.warning("%s; its readable part is ingested", UnreadableFileError(uri))
+            corrupt_files |= found
 
 
 def _check_no_gap(lake: Lake, days: DayRange) -> None:

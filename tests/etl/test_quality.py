@@ -7,6 +7,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
@@ -14,7 +16,7 @@ from pyspark.sql import functions as F
 from etl.errors import UserError
 from etl.ingest.file_discovery import RawSelection
 from etl.ingest.readers import read_raw_records
-from etl.ingest.run import exclude_events, ingest
+from etl.ingest.run import _ingest_once, exclude_events, ingest
 from etl.tables.lake import Lake
 from tests.pipeline import rows
 
@@ -63,6 +65,42 @@ def test_a_corrupt_file_of_a_later_day_does_not_stop_the_ingest(shop: Lake) -> N
     lake = Lake(shop.root, shop.spec.model_copy(update={"sources": sources}))
     Path(raw, f"app/{DAY_2}.json.gz").write_bytes(gzip.compress(later.encode())[:-2000])
     assert ingest(lake, raw, (DAY_1, DAY_1))["kept"] == 200
+
+
+def test_days_are_read_again_once_for_any_number_of_corrupt_files(
+    shop: Lake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app, sales = (shop.spec.log_sources[name] for name in ("app", "sales"))
+    sources = shop.spec.sources | {
+        "app": app.model_copy(update={"path": "app/{day}*"}),
+        "sales": sales.model_copy(update={"path": "sales/{day}*", "format": "parquet"}),
+    }
+    lake = Lake(shop.root, shop.spec.model_copy(update={"sources": sources}))
+    raw = Path(write(shop, "app", DAY_1, records(DAY_1, 200)))
+    (raw / "sales").mkdir()
+    expected = set()
+    for n in range(3):
+        rows_of_file = [row | {"id": f"{n}-{row['id']}"} for row in records(DAY_1, 3000, imp="i")]
+        lines = "".join(json.dumps(row) + "\n" for row in rows_of_file)
+        compressed = gzip.compress(lines.encode())
+        (raw / f"app/{DAY_1}-{n}.json.gz").write_bytes(compressed[: len(compressed) - 900 * n])
+        sold = raw / f"sales/{DAY_1}-{n}.parquet"
+        pq.write_table(pa.Table.from_pylist(rows_of_file), sold)
+        if n:
+            content = sold.read_bytes()
+            sold.write_bytes(content[:8] + bytes(400) + content[408:])
+            expected |= {f"{DAY_1}-{n}.json.gz", sold.name}
+    attempts: list[object] = []
+
+    def attempt(*args: Any) -> dict[str, int]:
+        attempts.append(args)
+        return _ingest_once(*args)
+
+    monkeypatch.setattr("etl.ingest.run._ingest_once", attempt)
+    assert ingest(lake, str(raw), (DAY_1, DAY_1))["kept"] > 6200
+    assert len(attempts) == 2
+    quarantined = {row["source_file"].rpartition("/")[2] for row in rows(lake, "quarantine")}
+    assert quarantined == expected
 
 
 def test_many_unreadable_files_do_not_enlarge_the_query_plan(
