@@ -33,10 +33,10 @@ def reprocess_quarantine(lake: Lake, days: DayRange) -> dict[str, int]:
     """Move the quarantined records of a range of days that are valid now to the events.
 
     Records keep their landing day, so the tables that are built from these days have to be rebuilt:
-    the ingest step gets a new run id. Records that are still invalid get their new reasons.
-    Unreadable files stay in quarantine: replace them and ingest their day again. Records are
-    removed from quarantine only after they have been written as events, so that an interrupted run
-    can be repeated.
+    the ingest step gets a new run id. Days before the first record that is valid now are neither
+    read nor rewritten. Records that are still invalid get their new reasons. Unreadable files stay
+    in quarantine: replace them and ingest their day again. Records are removed from quarantine only
+    after they have been written as events, so that an interrupted run can be repeated.
 
     Raises:
         UserError: If nothing is quarantined on these days, or later days have been ingested, which
@@ -48,26 +48,39 @@ def reprocess_quarantine(lake: Lake, days: DayRange) -> dict[str, int]:
         F.col("log").isin(list(lake.spec.log_sources))
     )
     records = _normalize_quarantined(lake.spec, quarantined, days)
-    stored_days = lookup_days(lake.spec, days)[0], days[1]
-    with (
-        spark_io.cached(records) as records,
-        with_named_fields(lake, records, stored_days) as completed,
-    ):
-        return _release_records(lake, days, quarantined, completed)
+    with spark_io.cached(records) as records:
+        changed_days = _first_valid_day(records) or days[1], days[1]
+        stored_days = lookup_days(lake.spec, changed_days)[0], days[1]
+        with with_named_fields(lake, records, stored_days) as completed:
+            return _release_records(lake, days, changed_days, quarantined, completed)
+
+
+def _first_valid_day(records: DataFrame) -> date | None:
+    """The first landing day of the valid records; None if there are none."""
+    row = records.filter("reasons = ''").agg(F.min("day")).first()
+    first: date | None = row[0] if row else None
+    return first
 
 
 def _release_records(
-    lake: Lake, days: DayRange, quarantined: DataFrame, records: DataFrame
+    lake: Lake,
+    days: DayRange,
+    changed_days: DayRange,
+    quarantined: DataFrame,
+    records: DataFrame,
 ) -> dict[str, int]:
-    """Write the tables from the quarantined records as they are normalized now."""
+    """Write the tables from the quarantined records as they are normalized now.
+
+    None of these is valid before `changed_days`: earlier events stay as they are.
+    """
     before, after = count_rows_by_day(quarantined), count_rows_by_day(records)
-    stored = read_valid_events(lake, days)
+    stored = read_valid_events(lake, changed_days)
     released = records.filter("reasons = ''").select(stored.columns)
     invalid = records.filter("reasons != ''")
     if before:  # an interrupted run has changed tables, too, and the next may find nothing to do
         step_state.renew_run_id(lake.root, "ingest")
-    with split_events(lake, stored.unionByName(released), days) as event_split:
-        write_events(lake, event_split, days)
+    with split_events(lake, stored.unionByName(released), changed_days) as event_split:
+        write_events(lake, event_split, changed_days)
     write_quarantine(lake, lake.spec.log_sources, invalid, days)
     write_ingest_metrics(lake, _recompute_metrics(lake, days, before, after), days)
     if not before:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections import defaultdict
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
@@ -16,7 +17,10 @@ from pyspark.sql import functions as F
 from etl.errors import UserError
 from etl.ingest.file_discovery import RawSelection
 from etl.ingest.readers import read_raw_records
+from etl.ingest.reprocess import reprocess_quarantine
 from etl.ingest.run import _ingest_once, exclude_events, ingest
+from etl.tables import schemas
+from etl.tables.arrow import snapshot
 from etl.tables.lake import Lake
 from tests.pipeline import rows
 
@@ -99,8 +103,8 @@ def test_days_are_read_again_once_for_any_number_of_corrupt_files(
     monkeypatch.setattr("etl.ingest.run._ingest_once", attempt)
     assert ingest(lake, str(raw), (DAY_1, DAY_1))["kept"] > 6200
     assert len(attempts) == 2
-    quarantined = {row["source_file"].rpartition("/")[2] for row in rows(lake, "quarantine")}
-    assert quarantined == expected
+    quarantined = snapshot(lake, schemas.quarantine(lake.spec)).read()["source_file"].to_pylist()
+    assert {path.rpartition("/")[2] for path in quarantined} == expected
 
 
 def test_many_unreadable_files_do_not_enlarge_the_query_plan(
@@ -205,3 +209,32 @@ def test_an_unaccounted_record_stops_the_ingest_before_anything_is_written(
         shop.exists(table)
         for table in ("events", "quarantine", "excluded_events", "ingest_metrics")
     )
+
+
+def test_days_before_the_first_released_record_are_not_rewritten(shop: Lake) -> None:
+    days = [date(2026, 1, number) for number in (1, 2, 3)]
+    for number, day in enumerate(days):
+        bad = records(day, min(number, 1), id=f"k{number}", action="klick")
+        raw = write(shop, "app", day, records(day, 200), bad)
+        ingest(shop, raw, (day, day))
+    files = files_by_day(shop)
+    app = shop.spec.log_sources["app"]
+    types = {"shown": "shown", "click": "click", "klick": "click"}
+    app = app.model_copy(update={"types": types})
+    lake = Lake(
+        shop.root, shop.spec.model_copy(update={"sources": shop.spec.sources | {"app": app}})
+    )
+    reprocessed = reprocess_quarantine(lake, (days[0], days[2]))
+    assert reprocessed == {"released": 2, "still quarantined": 0}
+    unchanged = {day for day, paths in files_by_day(lake).items() if paths == files[day]}
+    assert unchanged == {days[0]}
+    released, metrics = rows(lake, "events"), rows(lake, "ingest_metrics")
+    ingest(lake, raw, (days[0], days[2]))
+    assert (rows(lake, "events"), rows(lake, "ingest_metrics")) == (released, metrics)
+
+
+def files_by_day(lake: Lake) -> dict[date, set[str]]:
+    files: dict[date, set[str]] = defaultdict(set)
+    for path, partition in snapshot(lake, schemas.events(lake.spec)).files:
+        files[date.fromisoformat(str(partition["day"]))].add(path)
+    return files
