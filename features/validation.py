@@ -30,7 +30,12 @@ from features.encoding.scalar import (
 )
 from features.history.codec import decode_rows, delta_decode
 from features.reference import MICROS_PER_SECOND, Row
-from features.validation_inputs import MAX_SHARED_EVENTS, SampledRows, sample_examples
+from features.validation_inputs import (
+    MAX_ITEM_EVENTS,
+    MAX_SHARED_EVENTS,
+    SampledRows,
+    sample_examples,
+)
 
 KEY_COLUMNS = {"user": "user_id", "item": "item_id", "surface": "surface"}  # others: attributes
 FLOAT_TOLERANCE = 2.0**-23  # the distance of two 32-bit floats near 1
@@ -53,8 +58,9 @@ def validate_examples(
 
     What was computed from erased data is left out: counters and attributes of users whose earlier
     data was erased, and counters of keys that users share. Counters of keys without user and item
-    are left out, too, where they need more than MAX_SHARED_EVENTS events. Raises UserError where
-    there are no examples.
+    are left out, too, where they need more than MAX_SHARED_EVENTS events, and those of keys without
+    user for the most frequent items, where all need more than MAX_ITEM_EVENTS. Raises UserError
+    where there are no examples.
     """
     examples = sample_examples(lake, sample_size, seed)
     erased_until = lake.latest_day("erased_users")
@@ -69,6 +75,11 @@ def validate_examples(
                 f"counters of [{', '.join(key)}] are left out: they need all events of their days, "
                 f"{recomputer.rows.num_shared_events:,}, of which {MAX_SHARED_EVENTS:,} can be read"
             )
+    if left_out := recomputer.rows.num_uncounted_items:
+        print(
+            f"counters of items are not recomputed for {left_out} sampled items: of their events, "
+            f"{MAX_ITEM_EVENTS:,} can be read"
+        )
     for example in tqdm(examples, desc="check", unit="example", disable=None):
         expected, history = recomputer.recompute(example)
         uncounted: set[str] = set()
@@ -157,7 +168,7 @@ class ExampleRecomputer:
     def _recompute_counters(self, impression: Row, as_of: int) -> Row:
         """The value of each counter column that can be checked."""
         declared = self.spec.counters
-        keys = [key for key in declared.keys if self.rows.can_count(key)]
+        keys = [key for key in declared.keys if self.rows.can_count(key, impression["item_id"])]
         events_by_key = {
             key: self._events_with_key(self._in_window(key, as_of), impression, key, as_of)
             for key in keys

@@ -3,6 +3,7 @@
 Only counters of keys without user and item need all events of their days.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from datetime import date, timedelta
 from functools import cached_property
@@ -27,6 +28,7 @@ EVENT_COLUMNS = (
     "request_id", "impression_id", "dwell_ms", "value", "day",
 )  # fmt: skip
 MAX_SHARED_EVENTS = 3_000_000  # of all users and items, in memory: about 4 GB as rows of Python
+MAX_ITEM_EVENTS = 1_000_000  # of the sampled items together
 
 
 class ItemState(NamedTuple):
@@ -81,10 +83,21 @@ class SampledRows:
         rows = self.lake.rows_by_day("events")
         return sum(n for day, n in rows.items() if day in self._counted_days)
 
-    def can_count(self, key: Sequence[str]) -> bool:
-        """Whether few enough events are needed to count a key."""
-        is_shared = "user" not in key and "item" not in key
-        return not is_shared or self.num_shared_events <= MAX_SHARED_EVENTS
+    def can_count(self, key: Sequence[str], item_id: str | None = None) -> bool:
+        """Whether few enough events are needed to count a key, for impressions of an item."""
+        if "user" in key:
+            return True
+        if "item" in key:
+            return item_id is None or item_id in self._countable_items
+        return self.num_shared_events <= MAX_SHARED_EVENTS
+
+    @property
+    def num_uncounted_items(self) -> int:
+        """How many sampled items have too many events to count keys with the item alone."""
+        keys = self.spec.counters.keys
+        if not any("item" in key and "user" not in key for key in keys):
+            return 0
+        return len(self._sampled_items) - len(self._countable_items)
 
     def events_of_key(self, key: Sequence[str]) -> pa.Table:
         """Events that have all those that the examples count with a key."""
@@ -128,11 +141,30 @@ class SampledRows:
         return {day for last in days for day in date_range(last - before, last)}
 
     @cached_property
-    def _item_events(self) -> pa.Table:
-        """Events with the items of the examples, on the days that counters read."""
+    def _sampled_items(self) -> pa.Array:
         sampled = pa.array([example["impression_id"] for example in self._examples])
         is_sampled = pc.is_in(self.user_events["impression_id"], sampled)
-        items = pc.unique(self.user_events["item_id"].filter(is_sampled))
+        return pc.unique(self.user_events["item_id"].filter(is_sampled))
+
+    @cached_property
+    def _countable_items(self) -> frozenset[str]:
+        """The sampled items, the rarest first, that have at most MAX_ITEM_EVENTS events together.
+
+        Of events on the days that counters read.
+        """
+        events, counts = self._snapshot("events"), Counter[str]()
+        for day in sorted(self._counted_days):
+            ids = events.read_matching("item_id", self._sampled_items, ["item_id"], day=day)
+            of_day = ids["item_id"].value_counts().to_pylist()
+            counts.update({row["values"]: row["counts"] for row in of_day})
+        rarest = sorted(counts, key=lambda item_id: (counts[item_id], item_id))
+        ends = np.cumsum([counts[item_id] for item_id in rarest])
+        return frozenset(rarest[: np.searchsorted(ends, MAX_ITEM_EVENTS, side="right")])
+
+    @cached_property
+    def _item_events(self) -> pa.Table:
+        """Events with the countable items of the examples, on the days that counters read."""
+        items = pa.array(sorted(self._countable_items), pa.string())
         events = self._snapshot("events")
         return events.read_matching("item_id", items, self._event_columns, day=self._counted_days)
 

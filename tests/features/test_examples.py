@@ -2,7 +2,7 @@
 
 import random
 import shutil
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -201,3 +201,21 @@ def test_validation_reads_only_rows_of_the_sampled_users_and_items(
             assert row["user_id"] in users or row.get("item_id") in items
     num_events = sum(len(table) for table in read if "event_id" in table.column_names)
     assert 0 < num_events < len(rows(lake, "events")) / 2
+
+
+def test_validation_reads_a_bounded_number_of_events_of_items(
+    lake: Lake, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The counters of the most frequent items are left out."""
+    examples = validation_inputs.sample_examples(lake, 20, seed=1)
+    sampled = {row["impression_id"] for row in examples}
+    events = rows(lake, "events")
+    items = {event["item_id"] for event in events if event["impression_id"] in sampled}
+    counts = Counter(event["item_id"] for event in events if event["item_id"] in items)
+    limit = sum(sorted(counts.values())[: len(items) // 2])
+    monkeypatch.setattr(validation_inputs, "MAX_ITEM_EVENTS", limit)
+    inputs = validation_inputs.SampledRows(lake, examples)
+    assert 0 < len(inputs.events_of_key(["item"])) <= limit
+    assert 0 < inputs.num_uncounted_items < len(items)
+    assert not [found for found in validate_examples(lake, 20, seed=1) if found[1]]
+    assert f"for {inputs.num_uncounted_items} sampled items" in capsys.readouterr().out
