@@ -18,14 +18,23 @@ IS_DATE = r"^\d{4}-\d\d-\d\d$"
 
 def parse_time(spec: DataSpec, unit: TimeUnit, text: Column) -> Column:
     """The µs since the epoch of a text in a time unit; null if it is not a time."""
-    if unit == "iso":
-        return _parse_iso(spec, text)
-    micros = parse_duration(unit, text)
-    return F.when(F.abs(micros) < MAX_EPOCH_US, micros)
+    return _if_in_range(_parse_iso(spec, text) if unit == "iso" else _parse_micros(unit, text))
 
 
 def parse_duration(unit: TimeUnit, text: Column) -> Column:
     """The µs of a number in a time unit (ms where times are ISO texts); null if not a number."""
+    return _if_in_range(_parse_micros(unit, text))
+
+
+def _if_in_range(micros: Column) -> Column:
+    """A time or duration; null for the least or the largest integer, which may mean a missing one.
+
+    A sum with these would overflow, which stops Spark.
+    """
+    return F.when((micros > -MAX_EPOCH_US) & (micros < MAX_EPOCH_US), micros)
+
+
+def _parse_micros(unit: TimeUnit, text: Column) -> Column:
     number = text.try_cast("bigint")
     if unit == "ns":
         return F.call_function("div", number, F.lit(NANOS_PER_MICRO))

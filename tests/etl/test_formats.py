@@ -126,6 +126,16 @@ def test_invalid_times_are_null(spark: SparkSession) -> None:
         assert not any(row), row
 
 
+def test_integers_out_of_the_range_of_times_are_null(spark: SparkSession) -> None:
+    """They may be in place of a missing value; a sum with them would stop the ingest of a day."""
+    texts = [str(-(2**63)), str(2**63 - 1), "294247-01-10T04:00:54Z"]
+    frame = spark.createDataFrame([(text,) for text in texts], "t string")
+    spec, duration = load_spec(Path("conf/specs/simulator.yaml")), parse_duration("us", F.col("t"))
+    times = [parse_time(spec, unit, F.col("t")) + duration for unit in ("us", "iso")]
+    for row in frame.select(*times, duration).collect():
+        assert not any(row), row
+
+
 def test_durations_are_rounded_down_to_microseconds(spark: SparkSession) -> None:
     micros = [0, 1, 999_999, 1_000_000, 123_456_789_012]
     texts = [f"{value // 10**6}.{value % 10**6:06}" for value in micros]
