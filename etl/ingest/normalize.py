@@ -90,14 +90,12 @@ def normalize_events(
     """
     log = spec.log_sources[log_name]
     rows = _parse_fields(spec, log, records)
-    rows = rows.withColumn("day", _logged_landing_day(spec, log))
+    rows = rows.withColumn("day", _landing_day(spec, log))
     if isinstance(log, ImpressionLogSource):
         rows = _explode_outcomes(spec, log, rows)
     else:
         rows = rows.withColumn("impression_id", _impression_id(spec))
     rows = rows.withColumn("reasons", _rejection_reasons(spec, log))
-    # An invalid record without a day of its own lands on the day of its file, but stays invalid.
-    rows = rows.withColumn("day", F.coalesce("day", PATH_DAY))
     columns = [name for name in schemas.events(spec).columns if name != "bucket"]
     is_payload_kept = (F.col("reasons") != "") | F.lit(log.reference_column is not None)
     rows = rows.withColumns(
@@ -233,14 +231,15 @@ def _impression_id(spec: DataSpec) -> Column:
     return F.coalesce("logged_impression_id", own)
 
 
-def _logged_landing_day(spec: DataSpec, log: LogSource) -> Column:
-    """The landing day of a record: the logged one, that in its path, or that of its ingest time."""
+def _landing_day(spec: DataSpec, log: LogSource) -> Column:
+    """The landing day of a record: that in its path, else the logged one or that of its ingest."""
     if log.day:
         text = raw_value(log.day.column)
         pattern = log.day.format.replace("%Y", "yyyy").replace("%m", "MM").replace("%d", "dd")
-        return F.try_to_timestamp(text, F.lit(pattern)).cast("date")
-    ingest_second = F.floor(F.col("ingest_ts") / MICROS["s"])
-    return F.coalesce(F.col(PATH_DAY), local_date(spec, ingest_second))
+        own_day = F.try_to_timestamp(text, F.lit(pattern)).cast("date")
+    else:
+        own_day = local_date(spec, F.floor(F.col("ingest_ts") / MICROS["s"]))
+    return F.coalesce(F.col(PATH_DAY), own_day)  # runs of other days do not read its file
 
 
 def _explode_outcomes(spec: DataSpec, log: ImpressionLogSource, rows: DataFrame) -> DataFrame:

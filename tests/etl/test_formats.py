@@ -160,6 +160,13 @@ def test_days_in_paths_are_parsed_by_their_format(
     assert stored["day"] == DAY
 
 
+def test_a_record_lands_on_the_day_in_its_path(spark: object, tmp_path: Path) -> None:
+    """Also with another day of its own: no other run reads its file."""
+    spec = shop_spec(tmp_path, {"day": {"column": "date"}})
+    write_lines(tmp_path / f"raw/app/{DAY}.json", event(EPOCH_SECONDS, date="2026-01-03"))
+    assert [stored["day"] for stored in read_events(spec, tmp_path)] == [DAY]
+
+
 @given(day=st.dates(date(2000, 1, 1), date(2099, 12, 31)))
 def test_the_day_is_parsed_back_from_a_path(day: date) -> None:
     for path in (
