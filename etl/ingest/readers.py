@@ -129,7 +129,7 @@ def parse_quarantined(source: Source, rows: DataFrame, columns: Iterable[str]) -
 def _parse_payload(rows: DataFrame, columns: list[str]) -> DataFrame:
     """`rows` with `raw` and `read_error` parsed from their JSON payload."""
     fields = [StructField(name, StringType()) for name in [*columns, CORRUPT_RECORD]]
-    nested = {name: _value_at_path(name) for name in columns if is_path(name)}
+    nested = {n: F.get_json_object(PAYLOAD, f"$.{n}") for n in columns if is_path(n)}
     is_too_long = F.length(PAYLOAD) > MAX_RECORD_CHARS
     payload = F.when(~is_too_long, F.col(PAYLOAD))
     raw = F.from_json(payload, StructType(fields), {"columnNameOfCorruptRecord": CORRUPT_RECORD})
@@ -145,10 +145,6 @@ def _parse_payload(rows: DataFrame, columns: list[str]) -> DataFrame:
 def is_path(column: str) -> bool:
     """Whether a column of a spec may be a path into nested fields: `user.id`, `items[0].id`."""
     return "." in column or "[" in column
-
-
-def _value_at_path(column: str) -> Column:
-    return F.get_json_object(PAYLOAD, f"$.{column}")
 
 
 def _check_columns_exist(
@@ -238,10 +234,16 @@ def _records_from_columns(
     null = F.lit(None).cast("string")
     texts = {name: _text_of(rows, name) for name in selected}
     missing = [name for name in required if texts[name] is None]
+
+    def in_payload(field: StructField) -> Column:
+        is_time = field.dataType.typeName().startswith("timestamp")  # JSON would cut it to ms
+        text = _text_of(rows, field.name) if is_time else None
+        return F.col(f"`{field.name}`") if text is None else text.alias(field.name)
+
     file_error = F.lit(f"file lacks {', '.join(missing)}" if missing else None).cast("string")
     records = rows.select(
         F.struct(*[(null if t is None else t).alias(n) for n, t in texts.items()]).alias("raw"),
-        F.to_json(F.struct(*[F.col(f"`{name}`") for name in existing])).alias(PAYLOAD),
+        F.to_json(F.struct(*[in_payload(rows.schema[name]) for name in existing])).alias(PAYLOAD),
         F.coalesce(file_error, read_error).alias(READ_ERROR),
         "_metadata",
         *others,

@@ -21,6 +21,7 @@ from pyspark.sql import functions as F
 from etl.ingest.file_discovery import RawSelection
 from etl.ingest.normalize import read_log
 from etl.ingest.preview import columns_without_values, preview_sources
+from etl.ingest.reprocess import reprocess_quarantine
 from etl.ingest.run import ingest
 from etl.ingest.timestamps import parse_duration, parse_time
 from etl.spec import DataSpec, load_spec
@@ -114,6 +115,31 @@ def test_timestamps_of_parquet_are_instants(
     pq.write_table(table.append_column("at", at), tmp_path / "raw/app" / f"{DAY}.parquet")
     (stored,) = read_events(spec, tmp_path)
     assert stored["event_ts"] == EPOCH_SECONDS * 10**6
+
+
+@pytest.mark.parametrize("zone", [None, "UTC"])
+def test_a_quarantined_record_of_parquet_keeps_its_time(
+    spark: object, tmp_path: Path, zone: str | None
+) -> None:
+    """To the microsecond, so that a released record is the one of a corrected ingest."""
+    columns = {"user": "who", "item": "what", "surface": "page", "type": "action"}
+    keys = {"time_unit": "iso", "format": "parquet", "path": "app/{day}.parquet",
+            "columns": columns | {"event_time": "at"}}  # fmt: skip
+    spec = shop_spec(tmp_path, keys, attributes={}, max_bad_record_rate=0.6)
+    at = [NOON.replace(tzinfo=None, microsecond=micros) for micros in (1, 123_450)]
+    table = pa.table({name: [event(0)[name]] * 2 for name in ("who", "what", "page")})
+    table = table.append_column("at", pa.array(at, pa.timestamp("us", tz=zone)))
+    table = table.append_column("action", pa.array(["shown", "klick"]))
+    (tmp_path / "raw/app").mkdir(parents=True)
+    pq.write_table(table, tmp_path / "raw/app" / f"{DAY}.parquet")
+    lake, raw = Lake(str(tmp_path / "lake"), spec), str(tmp_path / "raw")
+    ingest(lake, raw, (DAY, DAY))
+    types = {"types": {"shown": "shown", "klick": "click"}}
+    corrected = Lake(lake.root, shop_spec(tmp_path, keys | types, attributes={}))
+    assert reprocess_quarantine(corrected, (DAY, DAY))["released"] == 1
+    released = rows(corrected, "events")
+    ingest(corrected, raw, (DAY, DAY))
+    assert rows(corrected, "events") == released and len(released) == 2
 
 
 def test_invalid_times_are_null(spark: SparkSession) -> None:
