@@ -1,14 +1,17 @@
 """Builds the histories of a feature store, from the store before it and the days since.
 
-The events of all days are read only if there is no earlier store, or if it was built from other
-rows: days that have been written again, another history length or another spec.
+Days that have been written again are read again, with those of which events became visible since.
+The events of all days are read only if there is no earlier store, if it was built with another
+history length or spec, or if histories of it lack events that it has dropped.
 """
 
 import hashlib
+import json
 import logging
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import date
+from datetime import date, timedelta
 from itertools import islice
 from pathlib import Path
 from typing import cast
@@ -29,7 +32,26 @@ from ranking.feature_store.store import FeatureStore, open_store
 
 log = logging.getLogger(__name__)
 USERS_PER_TRANSACTION = 1000
-FINGERPRINT_KEY = b"history fingerprint"
+FINGERPRINTS_KEY = b"history fingerprints"  # by day
+
+
+@dataclass(frozen=True)
+class CarriedHistories:
+    """What was copied from an earlier store.
+
+    Attributes:
+        first_missing_day: The first landing day of events that are to be added.
+        missing_from: The second from which events became visible that are to be added.
+        shortened: Keys of users whose earlier events the store has dropped, and whose latest ones
+            were not copied.
+    """
+
+    first_missing_day: date = date.min
+    missing_from: int = 0
+    shortened: tuple[bytes, ...] = ()
+
+
+NOTHING_CARRIED = CarriedHistories()
 
 
 @dataclass(frozen=True)
@@ -47,87 +69,133 @@ class HistoryBuilder:
 
         Those of final days are copied from the first of the earlier stores that can be used.
         """
-        covered_until = self._carry_from_first(earlier_stores)
-        final_days = [day for day in self.events.days() if day < self.data_until_day]
-        added_days = [day for day in final_days if covered_until is None or day >= covered_until]
-        all_numbered = True
+        carried = self._carry_from_first(earlier_stores)
+        all_numbered = self._add_final_days(carried)
+        if self._lack_events(carried.shortened):
+            log.info("all events are read: days that were written again have fewer of some users")
+            with self.store.write_transaction() as txn:
+                txn.clear("history")
+            all_numbered = self._add_final_days(NOTHING_CARRIED)
         for bucket in range(self.lake.spec.buckets):
-            all_numbered &= self._add_events("history", added_days, bucket)
             self._add_events("recent_history", [self.data_until_day], bucket)
         if all_numbered:
+            fingerprints = json.dumps(self._fingerprints(self.data_until_day)).encode()
             with self.store.write_transaction() as txn:
-                txn.put("meta", FINGERPRINT_KEY, self._fingerprint(self.data_until_day))
+                txn.put("meta", FINGERPRINTS_KEY, fingerprints)
 
-    def _carry_from_first(self, earlier_stores: Sequence[Path]) -> date | None:
-        """Copy the final histories of an earlier store; returns the first day that they lack.
+    def _add_final_days(self, carried: CarriedHistories) -> bool:
+        """Add the events that copied histories lack; returns whether all items have an index."""
+        first_day = carried.first_missing_day
+        days = [day for day in self.events.days() if first_day <= day < self.data_until_day]
+        buckets = range(self.lake.spec.buckets)
+        numbered = [self._add_events("history", days, b, carried.missing_from) for b in buckets]
+        return all(numbered)
 
-        None if no store can be used.
-        """
+    def _lack_events(self, users: Sequence[bytes]) -> bool:
+        """Whether the histories of some users are shorter than histories that dropped events."""
+        with self.store.read_transaction() as txn:
+            rows = (read_rows(txn, "history", key) for key in users)
+            return any(not self.store.histories.is_full(r, self.store.data_until) for r in rows)
+
+    def _carry_from_first(self, earlier_stores: Sequence[Path]) -> CarriedHistories:
+        """Copy the final histories of the first earlier store that can be used, if any."""
         for folder in earlier_stores:
             try:
                 return self._carry(folder)
             except (UserError, lmdb.Error) as error:
                 log.info("the histories of %s are not reused: %s", folder, error)
-        return None
+        return NOTHING_CARRIED
 
-    def _carry(self, folder: Path) -> date:
-        """Copy the final histories of a store; returns the first day that they lack.
+    def _carry(self, folder: Path) -> CarriedHistories:
+        """Copy the final histories of a store, without what days that were written again may have.
 
         Raises:
-            UserError: The store cannot be read, or its histories are not those of the tables.
+            UserError: The store cannot be read, or its histories are of no use.
             lmdb.Error: The store is damaged, or open in this process.
         """
-        earlier = open_store(folder, self.lake.spec)
+        earlier, spec = open_store(folder, self.lake.spec), self.lake.spec
         try:
-            first_day = self.lake.spec.last_day_before(earlier.data_until)
-            self._check_carriable(earlier, first_day)
-            self._copy_histories(earlier)
+            end = spec.last_day_before(earlier.data_until)
+            changed_day = self._first_changed_day(earlier, end)
+            if changed_day == end:
+                self._copy_histories(earlier)
+                return CarriedHistories(end)
+            # Events are not visible before the day on which they land.
+            missing_from = spec.day_start(changed_day)
+            shortened = self._copy_histories(earlier, missing_from)
+            first_day = changed_day - timedelta(days=spec.visibility_delay_days)
+            return CarriedHistories(first_day, missing_from, shortened)
         except lmdb.Error:
             with self.store.write_transaction() as txn:
                 txn.clear("history")
             raise
         finally:
             earlier.close()
-        return first_day
 
-    def _check_carriable(self, earlier: FeatureStore, first_day: date) -> None:
+    def _first_changed_day(self, earlier: FeatureStore, end: date) -> date:
+        """The first day before `end` with other rows than a store was built from; else `end`."""
         if earlier.histories != self.store.histories:
             raise UserError("it has other events or another history length")
         if earlier.data_until > self.store.data_until:
             raise UserError("it has later events")
         with earlier.read_transaction() as txn:
-            if txn.get("meta", FINGERPRINT_KEY) != self._fingerprint(first_day):
-                raise UserError("days that it has were written again")
+            stored = txn.get("meta", FINGERPRINTS_KEY)
+        if not stored:
+            raise UserError("it does not record what it was built from")
+        before, now = json.loads(stored), self._fingerprints(end)
+        days = sorted(before.keys() | now.keys())
+        changed = [day for day in days if before.get(day) != now.get(day)]
+        if changed[:1] == days[:1] != []:
+            raise UserError("all days that it has were written again")
+        return date.fromisoformat(changed[0]) if changed else end
 
-    def _copy_histories(self, earlier: FeatureStore) -> None:
+    def _copy_histories(
+        self, earlier: FeatureStore, visible_before: int | None = None
+    ) -> tuple[bytes, ...]:
+        """Copy histories, or what was visible before a second; returns the shortened ones."""
+        shortened: list[bytes] = []
         with earlier.read_transaction() as source:
             stored = source.iterate_from("history", b"")
             while users := list(islice(stored, USERS_PER_TRANSACTION)):
+                copied: KeyValuePairs = []
+                for key, value in users:
+                    rows = kept = np.frombuffer(value, HISTORY_DTYPE)
+                    if visible_before is not None:
+                        kept = rows[: np.searchsorted(rows["visible_ts"], visible_before)]
+                    is_full = self.store.histories.is_full(rows, earlier.data_until)
+                    shortened += [key] if is_full and len(kept) < len(rows) else []
+                    if len(kept):
+                        retained = self.store.histories.retained(kept, self.store.data_until)
+                        copied.append((key, retained.tobytes()))
                 with self.store.write_transaction() as txn:
-                    txn.put_many("history", [(key, self._retained(rows)) for key, rows in users])
+                    txn.put_many("history", copied)
+        return tuple(shortened)
 
-    def _retained(self, stored: bytes) -> bytes:
-        rows = np.frombuffer(stored, HISTORY_DTYPE)
-        return self.store.histories.retained(rows, self.store.data_until).tobytes()
+    def _fingerprints(self, end: date) -> dict[str, str]:
+        """Identifies the rows of events and items of each day before one by their files."""
+        paths = defaultdict(list)
+        for table in (self.events, self.items):
+            for path, partition in table.files:
+                if cast(date, partition["day"]) < end:
+                    paths[str(partition["day"])].append(path)
+        return {
+            day: hashlib.sha256("\n".join(sorted(files)).encode()).hexdigest()[:16]
+            for day, files in paths.items()
+        }
 
-    def _fingerprint(self, first_day: date) -> bytes:
-        """Identifies the rows of events and items of all days before one by their files."""
-        paths = [
-            path
-            for table in (self.events, self.items)
-            for path, partition in table.files
-            if cast(date, partition["day"]) < first_day
-        ]
-        return hashlib.sha256("\n".join(sorted(paths)).encode()).hexdigest().encode()
+    def _add_events(
+        self, table: str, days: Sequence[date], bucket: int, visible_from: int = 0
+    ) -> bool:
+        """Add the events of days that became visible from a second on to a table.
 
-    def _add_events(self, table: str, days: Sequence[date], bucket: int) -> bool:
-        """Add the events of days to a table; returns whether all their items have an index.
-
-        Items without one get an index of the store, which may be another one in the next store.
+        Returns whether all their items have an index. Items without one get an index of the store,
+        which may be another one in the next store.
         """
         schema, histories = self.events.schema, self.store.histories
         columns = [n for n in schema.columns if not n.startswith("ctx_") and n != "source_file"]
         events = self.events.read(columns, day=days, bucket=bucket)
+        if visible_from:
+            events = events.filter(pc.greater_equal(events["visible_ts"], visible_from))
         if histories.event_codes:
             codes = pa.array(histories.event_codes, pa.int8())
             events = events.filter(pc.is_in(events["type"], codes))

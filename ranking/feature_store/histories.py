@@ -42,6 +42,11 @@ class UserHistories:
         num_visible = int(np.searchsorted(rows["visible_ts"], now))
         return rows[max(0, num_visible - self.max_events - SPARE_EVENTS) :]
 
+    def is_full(self, rows: np.ndarray, now: int) -> bool:
+        """Whether `retained` keeps no more visible rows, so that it may have dropped some."""
+        num_visible = int(np.searchsorted(rows["visible_ts"], now))
+        return num_visible >= self.max_events + SPARE_EVENTS
+
     def visible_events(self, txn: Txn, user_key: bytes, as_of: int) -> np.ndarray:
         """The most recent `max_events` events visible strictly before a second, oldest first."""
         final, recent = (read_rows(txn, table, user_key) for table in ("history", "recent_history"))

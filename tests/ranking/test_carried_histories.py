@@ -1,5 +1,8 @@
 """A feature store built from the one before it equals one that is built from all events."""
 
+import gzip
+import json
+import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -98,7 +101,7 @@ def is_copied(lake: Lake, folder: Path, previous: Path, lengths: HistoryLengths 
     return found
 
 
-def test_histories_are_copied_unless_earlier_days_or_the_length_changed(
+def test_histories_are_copied_unless_the_first_day_or_the_length_changed(
     built: Lake, tmp_path: Path
 ) -> None:
     raw, before = str(Path(built.root).parent / "raw"), LAST - timedelta(days=1)
@@ -106,10 +109,42 @@ def test_histories_are_copied_unless_earlier_days_or_the_length_changed(
     mark(previous, built, built.spec.day_end(before))
     assert is_copied(built, tmp_path / "daily", previous)
     assert not is_copied(built, tmp_path / "longer", previous, HistoryLengths("behaviour", 5))
-    for first, is_final in ((before, False), (before - timedelta(days=1), True)):
+    for first in (before, before - timedelta(days=1), FIRST):
         ingest(built, raw, (first, LAST))
         index_items(built, (first, LAST))
-        assert is_copied(built, tmp_path / f"again from {first}", previous) != is_final
+        assert is_copied(built, tmp_path / f"again from {first}", previous) == (first != FIRST)
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_days_that_were_written_again_are_replaced_in_copied_histories(
+    built: Lake, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_late: bool
+) -> None:
+    """By more events of a late file, or by fewer: then dropped ones are read again, too."""
+    previous, changed = tmp_path / "previous", LAST - timedelta(days=1)
+    with store_until(built, previous, built.spec.day_end(LAST)):
+        pass
+    raw = Path(built.root).parent / "raw"
+    file = raw / "log" / f"{changed}" / "0.json.gz"
+    records = [json.loads(line) for line in gzip.decompress(file.read_bytes()).splitlines()]
+    for record in records:
+        record["id"] += "-late"
+        if "imp" in record:
+            record["imp"] += "-late"
+    lines = "".join(json.dumps(record) + "\n" for record in records[: len(records) // 4])
+    file = file.with_name("late.json.gz") if is_late else file
+    file.write_bytes(gzip.compress(lines.encode()))
+    ingest(built, str(raw), (changed, LAST))
+    index_items(built, (changed, LAST))
+    end = built.spec.day_end(LAST)
+    with store_until(built, tmp_path / "whole", end) as store:
+        expected = contents(store)
+    with (
+        caplog.at_level(logging.INFO),
+        store_until(built, tmp_path / "carried", end, previous) as store,
+    ):
+        assert contents(store) == expected
+    assert "are not reused" not in caplog.text
+    assert ("all events are read" in caplog.text) != is_late
 
 
 def test_a_later_store_is_not_the_source_of_an_earlier_one(built: Lake, tmp_path: Path) -> None:
