@@ -8,6 +8,7 @@ from datetime import date, timedelta
 import numpy as np
 
 from etl.errors import UserError
+from etl.event_time import format_utc
 from etl.spec.units import DaySplit, date_range
 from etl.tables.lake import Lake
 from etl.tables.uri import list_matching
@@ -187,7 +188,8 @@ def refresh_live_calibration(lake: Lake, surface: str, data_until: int) -> Calib
         The offsets, which are unchanged if they have learned all of these labels.
 
     Raises:
-        UserError: No ranker is live, or it was saved before offsets existed.
+        UserError: No ranker is live, it was saved before offsets existed, or there are no examples
+            of the latest days.
     """
     folder = live_version(lake.root, surface)
     ranker = validate_ranker(load_ranker(folder), lake.root, surface)
@@ -213,8 +215,23 @@ def refresh_live_calibration(lake: Lake, surface: str, data_until: int) -> Calib
         if lake.spec.day_start(day) < data_until
         and lake.spec.day_end(day + delay) > offsets.labels_until
     ]
+    end_day = lake.spec.last_day_before(data_until)
+    require_examples([day for day in days if day + delay >= end_day], data_until)
     unlearned = predict_labels(replace(ranker, offsets=None), lake, days, window)
     reader = input_builder(ranker, lake).reader
     refreshed = learn_window(offsets, unlearned, reader, ranker.manifest.num_items, window)
     replace_offsets(folder, refreshed)
     return refreshed
+
+
+def require_examples(days: Sequence[date], data_until: int) -> None:
+    """Raises UserError without days whose examples have labels that became final by a time.
+
+    The labels would be skipped for good if these examples were built later.
+    """
+    if not days:
+        raise UserError(
+            "there are no examples of the days whose labels become final by "
+            f"{format_utc(data_until)} UTC: run `gemline features examples` for them, or set an "
+            "earlier --data-until"
+        )

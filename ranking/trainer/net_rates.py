@@ -67,7 +67,7 @@ def outcomes_to_learn(
     ]
     retracted = _retracted_impressions(reader.lake, objective, within, window)
     labels, segments = [np.zeros(0, np.float32)], []
-    for batch in reader.batches(days, final, SCORE_ROWS, Shuffle(None)) if days else ():
+    for batch in reader.batches(days, final, SCORE_ROWS, Shuffle(None)):
         is_positive = (batch.label_mask & (batch.labels > 0))[:, column].numpy()
         ids = batch.impression_ids[is_positive]
         labels.append((~np.isin(ids, retracted)).astype(np.float32))

@@ -45,7 +45,7 @@ from ranking.scoring.outcome_values import value_evaluations
 from ranking.scoring.predictions import concat_by_segment
 from ranking.scoring.segment_calibration import SegmentEvaluation
 from ranking.student.trained import new_student
-from ranking.trainer.calibrate import predict_window, refresh
+from ranking.trainer.calibrate import predict_window, refresh, require_examples
 from ranking.trainer.student_trainer import StudentTrainer, trained_parameters
 from ranking.trainer.train import example_inputs
 from training.data.label_window import LabelWindow
@@ -63,7 +63,8 @@ def refit_live_ranker(lake: Lake, surface: str, data_until: int) -> StoragePath:
         The folder of the live version: the new one, or the same if it has learned all labels.
 
     Raises:
-        UserError: No ranker is live, it is of another spec, or it cannot be continued.
+        UserError: No ranker is live, it is of another spec, it cannot be continued, or there are
+            no examples of the latest days.
     """
     folder = live_version(lake.root, surface)
     manifest = read_manifest(folder)
@@ -117,6 +118,8 @@ def _refit(
     reader = ExampleReader.latest(
         lake, manifest.sequence, training.config.model.max_length, (manifest.surface,)
     )
+    end_day = lake.spec.last_day_before(data_until)
+    require_examples(days_with_labels(reader, training.first_day, end_day), data_until)
     live = TrainingSnapshot(training, load_training_state(folder))
     calibration = RankerCalibration(manifest.calibration, initial_offsets(folder, manifest))
     refit = continue_until(reader, live, calibration, data_until)
@@ -128,7 +131,6 @@ def _refit(
     )
     snapshot = replace(refit.snapshot, record=record)
     student = refit.trainer.averaged
-    end_day = lake.spec.last_day_before(data_until)
     example = example_inputs(student, [day for day in reader.days() if day <= end_day])
     name = f"{version_time(lake.spec, data_until)}-s{training.config.seed}"
     path = rankers_folder(lake.root, manifest.surface) / name

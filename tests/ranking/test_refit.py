@@ -12,7 +12,7 @@ from deltalake import DeltaTable
 from mlflow import MlflowClient
 
 from etl.errors import UserError
-from etl.spec.units import DaySplit
+from etl.spec.units import DAY, DaySplit
 from etl.tables.atomic_io import local_path
 from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath
@@ -43,6 +43,7 @@ from ranking.trainer.calibrate import predict_window, refresh, refresh_live_cali
 from ranking.trainer.refit import (
     continue_training,
     day_windows,
+    days_with_labels,
     load_training_state,
     refit_live_ranker,
 )
@@ -391,6 +392,22 @@ def test_a_ranker_that_cannot_be_continued_is_named(own_lake: Lake, folder: Path
         refit_live_ranker(own_lake, SURFACE, END)
     with pytest.raises(UserError, match="no ranker of reels is promoted"):
         refit_live_ranker(own_lake, "reels", END)
+
+
+def test_days_without_examples_are_skipped_between_others_and_refused_at_the_end(
+    own_lake: Lake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Examples of the last days may still be built; their labels are not skipped for good."""
+    for learn in (refit_live_ranker, refresh_live_calibration):
+        with pytest.raises(UserError, match="run `gemline features examples` for them"):
+            learn(own_lake, SURFACE, END + 10 * DAY)
+
+    def none_of_third(reader: ExampleReader, first_day: date, day: date) -> list[date]:
+        return [] if day == THIRD else days_with_labels(reader, first_day, day)
+
+    monkeypatch.setattr("ranking.trainer.refit.days_with_labels", none_of_third)
+    refit = read_manifest(refit_live_ranker(own_lake, SURFACE, END)).training
+    assert refit and refit.labels_until == END and refit.newest_labels["click"] < END
 
 
 def test_refits_within_a_day_learn_each_label_once_and_replace_each_other(refits: Refits) -> None:

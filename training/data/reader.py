@@ -129,6 +129,8 @@ class ExampleReader:
     ) -> Iterator[Batch]:
         """Batches of about `batch_rows` impressions and of even cost; requests are not split.
 
+        There are none without days.
+
         All days are mixed, because labels of slow objectives mature days after the others: batches
         of a single day would hold only some of the objectives.
 
@@ -163,6 +165,8 @@ class ExampleReader:
 
         Histories are not read.
         """
+        if not days:
+            return
         rank, world = shard
         salt = days[-1].toordinal()
         buckets = np.arange(rank, self.lake.spec.buckets, world)
