@@ -218,7 +218,7 @@ def calibrate(args: CalibrateArgs) -> None:
     print(f"calibration of {offsets.version}: offsets from labels final by {until} UTC")
 
 
-@holds_leases("ranker-{surface}")
+@holds_leases("live-{surface}")
 def rollback(args: RollbackArgs) -> None:
     """Roll back to the previous ranker version and block the live one until it is unblocked."""
     from ranking.registry.ranker import live_pointer

@@ -16,8 +16,8 @@ from etl.spec.base import StrictModel
 from etl.spec.model import DataSpec
 from etl.spec.units import DaySplit, date_range
 from etl.tables.lake import Lake
-from etl.tables.pointer import remove_unreferenced_versions
 from ranking.registry.manifest import read_manifest
+from ranking.registry.publication import publication
 from ranking.registry.ranker import (
     ExportedRanker,
     latest_trained_pointer,
@@ -25,7 +25,6 @@ from ranking.registry.ranker import (
     live_version,
     load_ranker,
     load_ranker_before,
-    rankers_folder,
     validate_ranker,
     versions_before,
 )
@@ -87,9 +86,10 @@ def promote_if_better(
 
     Raises:
         UserError: No ranker was trained, or the new one cannot be loaded.
+        TemporaryError: The live version was changed during the evaluation.
     """
-    pointer = live_pointer(lake.root, surface, lake.spec)
-    state, latest = pointer.read(), latest_trained_pointer(lake.root, surface).live_folder
+    state = live_pointer(lake.root, surface).read()
+    latest = latest_trained_pointer(lake.root, surface).live_folder
     if latest is None or latest.name in live_recipe(lake.root, surface):
         name = live_version(lake.root, surface).name
         return PromotionDecision(name, False, ("it is live already",))
@@ -108,10 +108,8 @@ def promote_if_better(
         promoted = state is None or (decision.promoted and live.is_excused)
         decision = replace(decision, promoted=promoted, reasons=(live.reason, *decision.reasons))
     if decision.promoted:
-        pointer.promote(latest.name)
-        remove_unreferenced_versions(
-            rankers_folder(lake.root, surface), pointer, latest_trained_pointer(lake.root, surface)
-        )
+        with publication(lake, surface, state.live if state else None) as pointer:
+            pointer.promote(latest.name)
     record = PromotionRecord(
         version=decision.version,
         promoted=decision.promoted,

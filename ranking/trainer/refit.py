@@ -18,7 +18,6 @@ from etl.errors import UserError
 from etl.spec.model import DataSpec
 from etl.spec.units import SECONDS, date_range
 from etl.tables.lake import Lake
-from etl.tables.pointer import remove_unreferenced_versions
 from etl.tables.uri import StoragePath
 from ranking.distillation.warm_start import freeze_as_before
 from ranking.inputs.from_tables import load_teacher_history
@@ -32,12 +31,8 @@ from ranking.registry.manifest import (
     read_training_state,
 )
 from ranking.registry.programs import NamedTensors, require_compiler
-from ranking.registry.ranker import (
-    latest_trained_pointer,
-    live_pointer,
-    live_version,
-    rankers_folder,
-)
+from ranking.registry.publication import publication
+from ranking.registry.ranker import live_version, rankers_folder
 from ranking.registry.records import RefitRecord, read_promotion_record, write_refit_record
 from ranking.registry.tracking import register_ranker
 from ranking.scoring.offsets import CalibrationOffsets, RankerCalibration
@@ -65,22 +60,21 @@ def refit_live_ranker(lake: Lake, surface: str, data_until: int) -> StoragePath:
     Raises:
         UserError: No ranker is live, it is of another spec, it cannot be continued, or there are
             no examples of the latest days.
+        TemporaryError: The live version was changed during the training.
     """
     folder = live_version(lake.root, surface)
     manifest = read_manifest(folder)
     training = _require_training(manifest, lake)
     if training.labels_until < data_until:
         is_superseded = bool(training.refit_of) and not lake.spec.is_day_end(training.labels_until)
-        folder = _refit(lake, folder, manifest, training, data_until)
+        continued, folder = folder, _refit(lake, folder, manifest, training, data_until)
         manifest = read_manifest(folder)
         training = _require_training(manifest, lake)
-        pointer = live_pointer(lake.root, surface, lake.spec)
-        if is_superseded:
-            pointer.replace_live(folder.name)
-        else:
-            pointer.promote(folder.name)
-        pointers = live_pointer(lake.root, surface), latest_trained_pointer(lake.root, surface)
-        remove_unreferenced_versions(rankers_folder(lake.root, surface), *pointers)
+        with publication(lake, surface, continued.name) as pointer:
+            if is_superseded:
+                pointer.replace_live(folder.name)
+            else:
+                pointer.promote(folder.name)
         register_ranker(lake, folder, manifest)
     record = RefitRecord(
         version=folder.name, data_until=data_until, newest_labels=training.newest_labels

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from scipy.special import expit
 
-from etl.errors import UserError
+from etl.errors import TemporaryError, UserError
 from etl.spec import DataSpec
 from etl.spec.units import DaySplit
 from etl.tables.atomic_io import local_path
 from etl.tables.lake import Lake
+from etl.tables.lease import INHERITED_LEASES_ENV, hold_leases
 from gemline import main
 from ranking.registry import manifest
 from ranking.registry.promotion import (
@@ -176,6 +177,29 @@ def test_a_ranker_that_was_rolled_back_is_not_promoted_until_it_is_unblocked(
     assert main([*rollback, "--unblock", "one"]) == 0
     assert promote_if_better(ranker_lake, "feed", SPLIT, LENIENT).promoted
     assert live_version(ranker_lake.root, "feed").name == "one"
+
+
+def test_a_rollback_during_a_promotion_waits_for_nothing_and_stays_in_force(
+    ranker_lake: Lake, folder: Path, spec_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = ranker_lake.root
+    for name in ("two", "three"):
+        copy_ranker(folder, root, name)
+        live_pointer(root, "feed").promote(name)
+    rollback = ["rank", "rollback", "--spec", str(spec_path), "--lake", root, "--surface", "feed"]
+
+    def roll_back_and_pass(version: str, *_: object) -> PromotionDecision:
+        assert main(rollback) == 0
+        return PromotionDecision(version, True, ())
+
+    monkeypatch.setattr("ranking.registry.promotion.compare_rankers", roll_back_and_pass)
+    with hold_leases(root, ["ranker-feed"], "gemline rank promote"), monkeypatch.context() as patch:
+        patch.delenv(INHERITED_LEASES_ENV)  # the rollback is a command of its own
+        with pytest.raises(TemporaryError, match="was changed by another command"):
+            promote_if_better(ranker_lake, "feed", SPLIT, LENIENT)
+    state = live_pointer(root, "feed").read()
+    assert state and state.live == "two" and state.blocked == ("three",)
+    assert ranker_folder(root, "one").is_dir()
 
 
 def test_a_damaged_live_ranker_does_not_block_the_next(ranker_lake: Lake, folder: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from deltalake import DeltaTable
 from mlflow import MlflowClient
 
-from etl.errors import UserError
+from etl.errors import TemporaryError, UserError
 from etl.spec.units import DAY, DaySplit
 from etl.tables.atomic_io import local_path
 from etl.tables.lake import Lake
@@ -372,6 +372,23 @@ def test_a_refit_that_was_rolled_back_does_not_come_back(refits: Refits, tmp_pat
     assert live_pointer(lake.root, SURFACE).rollback() == refits.third.name
     with pytest.raises(UserError, match="was rolled back and is blocked"):
         refit_live_ranker(lake, SURFACE, END)
+    assert live_version(lake.root, SURFACE).name == refits.third.name
+
+
+def test_the_refit_of_a_version_that_is_rolled_back_meanwhile_is_not_published(
+    refits: Refits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lake = copy_with_own_rankers(refits.lake, tmp_path / "lake")
+
+    def refit_during_a_rollback(_: Lake, folder: StoragePath, *__: object) -> StoragePath:
+        live_pointer(lake.root, SURFACE).rollback()
+        refit = folder.parent / "refit"
+        shutil.copytree(local_path(folder), local_path(refit))
+        return refit
+
+    monkeypatch.setattr("ranking.trainer.refit._refit", refit_during_a_rollback)
+    with pytest.raises(TemporaryError, match="was changed by another command"):
+        refit_live_ranker(lake, SURFACE, END + DAY)
     assert live_version(lake.root, SURFACE).name == refits.third.name
 
 
