@@ -6,6 +6,7 @@ training example before it learned the example.
 """
 
 from datetime import date
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,6 +34,14 @@ RESIZABLE_LAYERS = (
 ModelMetadata = dict[str, str]
 
 
+class DomainModel(NamedTuple):
+    """The weights of a domain's model by name, and its lineage as in `TrainedStudent`."""
+
+    weights: dict[str, Tensor]
+    shared_gem: str | None
+    teacher_versions: frozenset[str]
+
+
 def domain_model_path(lake: Lake, name: str, day: date) -> StoragePath:
     """The file of a domain's model that was trained until a day."""
     return resolve_uri(lake.root, "models", "domains", name, f"{day}.safetensors")
@@ -46,15 +55,21 @@ def domain_predictions_path(lake: Lake, name: str, day: date) -> StoragePath:
 def save_domain_model(
     reader: ExampleReader, name: str, day: date, model: TrainedStudent
 ) -> StoragePath:
-    """Write the weights of a domain's model and what it reads; returns the file."""
+    """Write the weights of a domain's model, its lineage and what it reads; returns the file."""
     path = domain_model_path(reader.lake, name, day)
+    lineage = {
+        "shared_gem": model.shared_gem or "",
+        "teacher_versions": ", ".join(sorted(model.teacher_versions)),
+    }
     with atomic_io.replace_file(path) as temporary:
-        save_file(_state_dict(model), temporary, _model_metadata(reader, name))
+        save_file(_state_dict(model), temporary, _model_metadata(reader, name) | lineage)
     return path
 
 
-def load_domain_model(reader: ExampleReader, day: date) -> dict[str, Tensor]:
-    """The weights of the domain of a reader's surface, trained until exactly a day.
+def load_domain_model(reader: ExampleReader, day: date) -> DomainModel:
+    """The model of the domain of a reader's surface, trained until exactly a day.
+
+    It names no GEM if it was saved before its lineage was.
 
     Raises:
         UserError: The surface has no domain, the domain no such model, the file is damaged, or the
@@ -79,18 +94,21 @@ def load_domain_model(reader: ExampleReader, day: date) -> dict[str, Tensor]:
                 f"{path} was trained with {field} {metadata.get(field)}, now it is {expected}: run "
                 "`gemline rank train-domain` again"
             )
-    return weights
+    teachers = metadata.get("teacher_versions", "").split(", ")
+    return DomainModel(weights, metadata.get("shared_gem") or None, frozenset(teachers) - {""})
 
 
 @torch.no_grad()
-def load_domain_weights(student: TrainedStudent, domain_weights: dict[str, Tensor]) -> None:
+def load_domain_weights(student: TrainedStudent, domain: DomainModel) -> None:
     """Copy a domain's weights into a student; the layers of the MLP only where shapes are equal.
+
+    The student takes over the lineage.
 
     Raises:
         UserError: Any other weight has another shape.
     """
     for name, weight in _state_dict(student).items():
-        domain_weight = domain_weights.get(name)
+        domain_weight = domain.weights.get(name)
         if domain_weight is not None and domain_weight.shape == weight.shape:
             weight.copy_(domain_weight)
         elif not name.startswith(RESIZABLE_LAYERS):
@@ -98,6 +116,7 @@ def load_domain_weights(student: TrainedStudent, domain_weights: dict[str, Tenso
                 f"{name} has another shape in the domain's model: train both with the same "
                 "embedding_dim, event_width and user_hash_buckets"
             )
+    student.shared_gem, student.teacher_versions = domain.shared_gem, domain.teacher_versions
 
 
 def load_domain_predictions(lake: Lake, surface: str, split: DaySplit) -> TeacherPredictions:

@@ -65,9 +65,9 @@ class RankerTraining(StrictModel):
     table_versions: dict[str, int] = {}
     """Versions of the tables that were read last."""
     teacher_versions: tuple[str, ...] = ()
-    """GEMs whose predictions were learned."""
+    """GEMs whose predictions were learned, also by the model whose weights it started with."""
     shared_gem: str | None = None
-    """The GEM whose modules the training started with."""
+    """The GEM whose modules the training started with, also through the model of a domain."""
     refit_of: str | None = None
     """The version that passed the gate, if this one continued its training on newer labels."""
     gate: tuple[str, ...] = ()

@@ -44,9 +44,11 @@ class TrainedStudent:
 
     `num_items` is the number of items that it was trained on: items from that index on are unknown.
     `shared_gem` is the version of the GEM whose modules it started with; None without.
+    `teacher_versions` are the GEMs whose predictions its weights have learned.
     """
 
     shared_gem: str | None = None
+    teacher_versions: frozenset[str] = frozenset()
 
     def __init__(
         self,

@@ -35,7 +35,8 @@ OPTIMIZER, ADAPTER = "optimizer", "adapter"  # prefixes of names in the state
 class StudentTrainer:
     """A student in training, with its loss, its optimizers and the EMA of its weights.
 
-    `teacher_versions` are the GEMs whose predictions are learned. `newest_labels` (O) are the
+    `teacher_versions` are the GEMs whose predictions are learned, or were by the weights that the
+    student started with. `newest_labels` (O) are the
     times, in epoch seconds, of the latest impressions whose labels were learned; 0 for none.
     """
 
@@ -59,7 +60,7 @@ class StudentTrainer:
         )
         self.optimizers = self._build_optimizers()
         self.ema = EmaModel(student.student)
-        self.teacher_versions = set(teacher.versions if teacher else ())
+        self.teacher_versions = {*student.teacher_versions, *(teacher.versions if teacher else ())}
         self.newest_labels = torch.zeros(len(reader.features.objectives), dtype=torch.int64)
         self.num_learned_items = student.num_items
 
@@ -86,9 +87,12 @@ class StudentTrainer:
         """
         module = cast(Student, self.ema.module)
         module.eval()
-        return TrainedStudent(
+        averaged = TrainedStudent(
             module, self.student.tables, self.num_learned_items, self.student.input_builder
         )
+        averaged.shared_gem = self.student.shared_gem
+        averaged.teacher_versions = frozenset(self.teacher_versions)
+        return averaged
 
     def pretrain(self, days: Sequence[date], window: LabelWindow) -> None:
         """Learn GEM's predictions alone, for the rows of a window; nothing without a teacher."""

@@ -150,8 +150,8 @@ def init_student(
     num_items = reader.items.num_seen_by(split.train_last)
     student = new_student(reader, config.model, num_items, teacher_embeddings)
     if config.distillation.warm_start_from == "domain":
-        weights = domain.load_domain_model(reader, split.train_last)
-        domain.load_domain_weights(student, weights)
+        model = domain.load_domain_model(reader, split.train_last)
+        domain.load_domain_weights(student, model)
     elif _shares_gem(lake, split, config.distillation):
         with process_group():
             gem, _ = load_train_state(lake, split.train_last)

@@ -156,9 +156,9 @@ def test_a_domain_learns_from_all_its_surfaces_and_rankers_start_from_it(table_l
         model=SMALL, batch_rows=512, weight_decay=0, distillation=DistillationConfig(kind="none")
     )
     train_domain(table_lake, "everywhere", SPLIT, config.model_copy(update={"epochs": 0}))
-    untrained = domains.load_domain_model(surface_reader(table_lake, "messaging"), DAY)
+    untrained = domains.load_domain_model(surface_reader(table_lake, "messaging"), DAY).weights
     train_domain(table_lake, "everywhere", SPLIT, config)
-    learned = domains.load_domain_model(surface_reader(table_lake, "messaging"), DAY)
+    learned = domains.load_domain_model(surface_reader(table_lake, "messaging"), DAY).weights
     key = "student.surface_embedding.weight"
     is_changed = (learned[key] != untrained[key]).any(1)
     assert is_changed.tolist() == [False, True, True, True]  # unknown, feed, reels, messaging
@@ -169,6 +169,19 @@ def test_a_domain_learns_from_all_its_surfaces_and_rankers_start_from_it(table_l
     for name, weight in weights_of(ranker).items():
         prefix = "tables" if name.startswith("tables.") else "student"
         torch.testing.assert_close(weight, learned[f"{prefix}.{name}"])
+
+
+def test_a_ranker_that_starts_from_a_domain_names_its_gems(table_lake: Lake) -> None:
+    reader = surface_reader(table_lake)
+    domain = new_student(reader, SMALL, reader.items.num_seen_by(DAY), TeacherEmbeddings.empty())
+    domain.shared_gem, domain.teacher_versions = "gem-1", frozenset({"gem-1", "gem-2"})
+    config = StudentTrainConfig(model=SMALL, epochs=0).labels_only()
+    trained = StudentTrainer(domain, config, teacher=None).averaged  # what train_domain saves
+    domains.save_domain_model(reader, "everywhere", DAY, trained)
+    distillation = DistillationConfig(kind="none", warm_start_from="domain")
+    config = config.model_copy(update={"distillation": distillation})
+    record = train_on_surfaces(table_lake, ("feed",), SPLIT, config).snapshot(FIRST, 0).record
+    assert record.shared_gem == "gem-1" and record.teacher_versions == ("gem-1", "gem-2")
 
 
 class FlippedLabels(StudentTrainer):
