@@ -74,7 +74,7 @@ from ranking.feature_store.store import (
 )
 from ranking.feature_store.wal import event_id_key, feature_store_pointer
 from ranking.inputs.attribute_versions import readable_versions
-from ranking.registry.manifest import RankerManifest, read_manifest
+from ranking.registry.manifest import RankerManifest, read_package
 from ranking.registry.ranker import live_pointer
 from training.teacher.embeddings import of_newest_compressor
 
@@ -340,7 +340,7 @@ def promoted_manifests(lake: Lake) -> tuple[list[RankerManifest], list[str]]:
         try:
             folder = live_pointer(lake.root, surface).live_folder
             if folder:
-                manifests.append(read_manifest(folder))
+                manifests.append(read_package(folder).manifest)
         except UserError as error:
             errors.append(str(error))
     return manifests, errors

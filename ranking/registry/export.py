@@ -148,7 +148,7 @@ def _publish_version(staging: Path, folder: StoragePath) -> None:
     """Move a ranker to the folder of its version, unless that holds the same one already."""
     if folder.exists():
         try:
-            manifest.read_manifest(folder)
+            manifest.read_package(folder)
         except UserError:
             atomic_io.remove_folder(folder)  # damaged, or signed by a key that is no longer trusted
     atomic_io.publish_folder(staging, folder)

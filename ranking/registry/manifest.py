@@ -133,31 +133,34 @@ class RankerPackage(NamedTuple):
 
 
 def read_manifest(folder: StoragePath) -> RankerManifest:
-    """The manifest of a folder whose files are all verified; raises as `read_package` does."""
-    return read_package(folder).manifest
+    """The manifest of a ranker's folder; its other files, which it hashes, are not read.
+
+    Raises:
+        UserError: There is no ranker, or the manifest is damaged or not signed by the trusted key.
+    """
+    path = folder / MANIFEST
+    text = read_text_if_exists(path)
+    if text is None:
+        raise UserError(f"{folder} holds no ranker: run `gemline rank train` first")
+    verify_signature(text.encode(), read_text_if_exists(folder / SIGNATURE), path)
+    try:
+        manifest = RankerManifest.model_validate_json(text)
+    except ValidationError:
+        raise UserError(f"{path} is damaged: run `gemline rank train` again") from None
+    if not set(REQUIRED_FILES) <= set(manifest.file_hashes):
+        raise UserError(
+            f"{path} does not name all files of the ranker: run `gemline rank train` again"
+        )
+    return manifest
 
 
 def read_package(uri: StoragePath) -> RankerPackage:
     """Read a ranker's folder into memory: the bytes that are verified are those that are loaded.
 
     Raises:
-        UserError: There is no ranker, a file is not the one that was saved, or the manifest is
-            damaged or not signed by the trusted key.
+        UserError: As `read_manifest` does, or a file is not the one that was saved.
     """
-    folder = local_path(uri)
-    text = read_text_if_exists(folder / MANIFEST)
-    if text is None:
-        raise UserError(f"{uri} holds no ranker: run `gemline rank train` first")
-    verify_signature(text.encode(), read_text_if_exists(folder / SIGNATURE), folder / MANIFEST)
-    try:
-        manifest = RankerManifest.model_validate_json(text)
-    except ValidationError:
-        raise UserError(f"{folder / MANIFEST} is damaged: run `gemline rank train` again") from None
-    if not set(REQUIRED_FILES) <= set(manifest.file_hashes):
-        raise UserError(
-            f"{folder / MANIFEST} does not name all files of the ranker: run `gemline rank train` "
-            "again"
-        )
+    manifest, folder = read_manifest(uri), local_path(uri)
     contents: dict[str, bytes] = {
         name: _read_verified(folder / name, sha256)
         for name, sha256 in manifest.file_hashes.items()
@@ -177,7 +180,7 @@ def offsets_of(uri: StoragePath, manifest: RankerManifest) -> CalibrationOffsets
 def read_training_state(uri: StoragePath) -> bytes | None:
     """The content of TRAINING_FILE of a ranker's folder; None if it was saved without one.
 
-    Raises UserError as `read_package` does.
+    Raises UserError as `read_manifest` does, or if the content is not what was saved.
     """
     folder = local_path(uri)
     sha256 = read_manifest(uri).file_hashes.get("training.safetensors")

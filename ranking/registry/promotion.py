@@ -16,7 +16,7 @@ from etl.spec.base import StrictModel
 from etl.spec.model import DataSpec
 from etl.spec.units import DaySplit, date_range
 from etl.tables.lake import Lake
-from ranking.registry.manifest import read_manifest
+from ranking.registry.manifest import read_package
 from ranking.registry.publication import publication
 from ranking.registry.ranker import (
     ExportedRanker,
@@ -126,7 +126,7 @@ def live_recipe(lake: str, surface: str) -> tuple[str, ...]:
     if folder is None:
         return ()
     try:
-        training = read_manifest(folder).training
+        training = read_package(folder).manifest.training
     except UserError:  # a damaged ranker does not block the next
         return (folder.name,)
     refit_of = training.refit_of if training else None

@@ -310,13 +310,14 @@ def versions_before(lake: str, surface: str, epoch_second: int) -> Iterator[Stor
     pointer = live_pointer(lake, surface)
     state = pointer.read()
     for name in reversed(state.retained if state else ()):
+        folder = pointer.folder / name
         try:
-            training = read_manifest(pointer.folder / name).training
+            training = read_manifest(folder).training
+            if training is None or training.labels_until <= epoch_second:
+                read_package(folder)
+                yield folder
         except UserError as error:
             log.warning("skipped in the evaluation: %s", error)
-            continue
-        if training is None or training.labels_until <= epoch_second:
-            yield pointer.folder / name
 
 
 def version_to_evaluate(lake: str, surface: str, epoch_second: int) -> StoragePath:

@@ -13,9 +13,17 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from etl.errors import UserError
 from etl.signature import SIGNING_KEY_VARIABLE, TRUSTED_KEY_VARIABLE
+from etl.tables.atomic_io import local_path
 from ranking.registry import manifest
 from ranking.registry.manifest import REQUIRED_FILES, ranker_hash, read_manifest
-from ranking.registry.ranker import ExportedRanker, live_pointer, load_ranker, validate_ranker
+from ranking.registry.ranker import (
+    ExportedRanker,
+    live_pointer,
+    load_ranker,
+    rankers_folder,
+    validate_ranker,
+    versions_before,
+)
 from ranking.scoring.calibration import PlattScaling
 from ranking.student.trained import TrainedStudent
 from tests.ranking.conftest import FITTED, batch_of
@@ -44,6 +52,20 @@ def sign_again(folder: Path) -> None:
     """Rewrite the manifest with the current hashes of the files."""
     text = (folder / "ranker.json").read_text()
     manifest.write_manifest(folder, manifest.RankerManifest.model_validate_json(text))
+
+
+def test_a_manifest_is_read_without_the_files_that_loading_verifies(
+    folder: Path, tmp_path: Path
+) -> None:
+    rankers = rankers_folder(str(tmp_path), "feed")
+    for name in ("older", "damaged"):
+        shutil.copytree(folder, local_path(rankers / name))
+        live_pointer(str(tmp_path), "feed").promote(name)
+    (local_path(rankers / "damaged") / REQUIRED_FILES[0]).write_bytes(b"another")
+    assert read_manifest(rankers / "damaged") == read_manifest(folder)
+    with pytest.raises(UserError, match="is not the file that was saved"):
+        load_ranker(rankers / "damaged")
+    assert list(versions_before(str(tmp_path), "feed", 0)) == [rankers / "older"]
 
 
 @pytest.mark.parametrize("rows", [1, 7, 200])
