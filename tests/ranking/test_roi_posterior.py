@@ -12,7 +12,7 @@ from ranking.roi.curves import (
     _design,
     _MixedModel,
 )
-from tests.ranking.test_roi import SCALES, market
+from tests.ranking.campaigns import SCALES, market
 
 DEVIATIONS = np.array([0.3, 0.4])
 STEPS, BURN_IN = 40_000, 5_000
