@@ -20,15 +20,21 @@ from ranking.registry.model_card import model_card
 from ranking.registry.programs import ExportableProgram, NamedTensors, exportable_programs
 from ranking.registry.ranker import load_ranker, ranker_from_package
 from ranking.scoring.offsets import RankerCalibration
+from ranking.scoring.predictions import SegmentedPredictions
 from ranking.student.trained import TrainedStudent
 
 
 @dataclass(frozen=True)
 class TrainingSnapshot:
-    """The record of a student's training, and the state from which it continues, by name."""
+    """The record of a student's training, and the state from which it continues, by name.
+
+    `day_predictions`, if it ends within a day, are those of the labels that have become final on
+    the day, from before they were learned.
+    """
 
     record: RankerTraining
     state: NamedTensors
+    day_predictions: SegmentedPredictions | None = None
 
 
 def export_ranker(
@@ -66,6 +72,9 @@ def export_ranker(
     ranker_manifest = _manifest(trained, path.name, calibration)
     if training is not None:
         save_torch_file(training.state, staging / manifest.TRAINING_FILE)
+        if training.day_predictions is not None:
+            arrays = training.day_predictions.to_arrays()
+            np.savez(staging / manifest.DAY_FILE, **arrays)  # type: ignore[arg-type]
         ranker_manifest = ranker_manifest.model_copy(update={"training": training.record})
     ranker_version = f"{path.name}-{manifest.ranker_hash(staging, ranker_manifest)[:8]}"
     ranker_manifest = ranker_manifest.model_copy(update={"version": ranker_version})

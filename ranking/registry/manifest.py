@@ -34,9 +34,10 @@ COMPILED_FILES = ("user.pt2", "rank.pt2")  # only with `gemline rank train --com
 # The graphs of the programs as they were traced, which later versions fill with their weights.
 GRAPH_FILES = ("user.graph.onnx", "rank.graph.onnx")
 TRAINING_FILE = "training.safetensors"  # read by refits, not by the service
+DAY_FILE = "unfinished_day.npz"  # what the next refit of the day judges with its own predictions
 MODEL_CARD = "model_card.md"  # for readers
-ALL_FILES = (*REQUIRED_FILES, *COMPILED_FILES, *GRAPH_FILES, TRAINING_FILE, MODEL_CARD)
-NOT_SERVED = (*GRAPH_FILES, TRAINING_FILE, MODEL_CARD)
+NOT_SERVED = (*GRAPH_FILES, TRAINING_FILE, DAY_FILE, MODEL_CARD)
+ALL_FILES = (*REQUIRED_FILES, *COMPILED_FILES, *NOT_SERVED)
 FileName = Literal[
     "user.onnx",
     "rank.onnx",
@@ -47,6 +48,7 @@ FileName = Literal[
     "user.graph.onnx",
     "rank.graph.onnx",
     "training.safetensors",
+    "unfinished_day.npz",
     "model_card.md",
 ]
 
@@ -73,7 +75,8 @@ class RankerTraining(StrictModel):
     gate: tuple[str, ...] = ()
     """Reasons of the gate's decision on the version that it judged."""
     evaluation: SegmentEvaluation | None = None
-    """Calibration by segment on labels that a refit predicted before it learned them."""
+    """Calibration by segment on labels that a refit, and those of its day before it, predicted
+    before they learned them."""
 
 
 class RankerManifest(StrictModel):
@@ -177,14 +180,13 @@ def offsets_of(uri: StoragePath, manifest: RankerManifest) -> CalibrationOffsets
     return read_offsets(uri, manifest.version) if manifest.has_calibration_offsets else None
 
 
-def read_training_state(uri: StoragePath) -> bytes | None:
-    """The content of TRAINING_FILE of a ranker's folder; None if it was saved without one.
+def read_if_saved(uri: StoragePath, name: FileName) -> bytes | None:
+    """The content of a file of a ranker's folder; None if it was saved without one.
 
     Raises UserError as `read_manifest` does, or if the content is not what was saved.
     """
-    folder = local_path(uri)
-    sha256 = read_manifest(uri).file_hashes.get("training.safetensors")
-    return None if sha256 is None else _read_verified(folder / TRAINING_FILE, sha256)
+    sha256 = read_manifest(uri).file_hashes.get(name)
+    return None if sha256 is None else _read_verified(local_path(uri) / name, sha256)
 
 
 def read_graphs(uri: StoragePath) -> dict[str, bytes]:

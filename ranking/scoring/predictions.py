@@ -54,6 +54,48 @@ class SegmentedPredictions:
             )
         return labeled
 
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """What `from_arrays` reads, by name: everything but ids of impressions and users."""
+        predictions = self.predictions
+        arrays: dict[str, np.ndarray] = {
+            "probabilities": predictions.probabilities,
+            "labels": predictions.labels,
+            "label_mask": predictions.label_mask,
+        }
+        arrays |= {f"segments/{name}": values for name, values in self.segments.items()}
+        for name, outcomes in self.outcomes.items():
+            arrays |= {f"predicted/{name}": outcomes.predicted, f"actual/{name}": outcomes.actual}
+            arrays |= {f"segments_of/{name}/{s}": values for s, values in outcomes.segments.items()}
+        return arrays
+
+    @classmethod
+    def from_arrays(
+        cls, arrays: Mapping[str, np.ndarray], spec: DataSpec
+    ) -> "SegmentedPredictions | None":
+        """Predictions of a spec that were stored; None if its segments have changed since."""
+        segments, start = spec.calibration_segments, "segments/"
+        if {name for name in arrays if name.startswith(start)} != {start + s for s in segments}:
+            return None
+        labels, rows = arrays["labels"], len(arrays["labels"])
+        predictions = Predictions(
+            objectives=tuple(spec.objectives),
+            impression_ids=np.full(rows, "", object),
+            user_hashes=np.zeros(rows, np.int64),
+            surface=np.zeros(rows, np.int64),
+            probabilities=arrays["probabilities"],
+            labels=labels,
+            label_mask=arrays["label_mask"],
+        )
+        outcomes = {
+            name: OutcomeValues(
+                arrays[f"predicted/{name}"],
+                arrays[f"actual/{name}"],
+                {segment: arrays[f"segments_of/{name}/{segment}"] for segment in segments},
+            )
+            for name in _no_outcomes(spec)
+        }
+        return cls(predictions, {s: arrays[start + s] for s in segments}, outcomes)
+
     def segment_calibrations(self) -> list[SegmentCalibration]:
         """The calibration of each objective, on all rows and by segment."""
         return [

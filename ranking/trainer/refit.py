@@ -6,10 +6,12 @@ day: the labels are predicted, which refreshes the offsets of the calibration th
 accepted, and then learned. A later refit continues from an earlier one.
 """
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as from_bytes
@@ -27,8 +29,8 @@ from ranking.registry.manifest import (
     RankerManifest,
     RankerTraining,
     offsets_of,
+    read_if_saved,
     read_manifest,
-    read_training_state,
 )
 from ranking.registry.programs import NamedTensors, require_compiler
 from ranking.registry.publication import publication
@@ -37,7 +39,7 @@ from ranking.registry.records import RefitRecord, read_promotion_record, write_r
 from ranking.registry.tracking import register_ranker
 from ranking.scoring.offsets import CalibrationOffsets, RankerCalibration
 from ranking.scoring.outcome_values import value_evaluations
-from ranking.scoring.predictions import concat_by_segment
+from ranking.scoring.predictions import SegmentedPredictions, concat_by_segment
 from ranking.scoring.segment_calibration import SegmentEvaluation
 from ranking.student.trained import new_student
 from ranking.trainer.calibrate import predict_window, refresh, require_examples
@@ -114,7 +116,8 @@ def _refit(
     )
     end_day = lake.spec.last_day_before(data_until)
     require_examples(days_with_labels(reader, training.first_day, end_day), data_until)
-    live = TrainingSnapshot(training, load_training_state(folder))
+    state, day_predictions = load_training_state(folder), load_day_predictions(folder, lake.spec)
+    live = TrainingSnapshot(training, state, day_predictions)
     calibration = RankerCalibration(manifest.calibration, initial_offsets(folder, manifest))
     refit = continue_until(reader, live, calibration, data_until)
     gated = training.refit_of or folder.name
@@ -150,7 +153,7 @@ def initial_offsets(folder: StoragePath, manifest: RankerManifest) -> Calibratio
 
 def load_training_state(folder: StoragePath) -> NamedTensors:
     """The state of a ranker's training. Raises UserError if it is damaged."""
-    content = read_training_state(folder)
+    content = read_if_saved(folder, "training.safetensors")
     try:
         return from_bytes(content or b"")
     except SafetensorError:
@@ -159,12 +162,25 @@ def load_training_state(folder: StoragePath) -> NamedTensors:
         ) from None
 
 
+def load_day_predictions(folder: StoragePath, spec: DataSpec) -> SegmentedPredictions | None:
+    """What a refit that ends within a day predicted of the day's labels before it learned them.
+
+    Refits of the day before it are included. None if there is nothing that a later one can judge
+    with its own predictions.
+    """
+    content = read_if_saved(folder, "unfinished_day.npz")
+    if content is None:
+        return None
+    with np.load(io.BytesIO(content), allow_pickle=False) as stored:
+        return SegmentedPredictions.from_arrays(dict(stored), spec)
+
+
 @dataclass(frozen=True)
 class Refit:
     """A student whose training was continued, its state, and its calibration.
 
-    `evaluation` judges its predictions of labels before they were learned; None if the calibration
-    had learned all of them already.
+    `evaluation` judges its predictions of labels before they were learned, and those of the refits
+    of the same day before it; None if the calibration had learned all of the labels already.
     """
 
     trainer: StudentTrainer
@@ -184,9 +200,8 @@ def continue_until(
     The offsets of the calibration are refreshed on each day before its labels are learned, unless
     they have learned them already. There must be a day to learn.
     """
-    first_day = snapshot.record.first_day
-    judged_from = max(snapshot.record.labels_until, calibration.labels_until)
-    judged = []
+    spec, first_day = reader.lake.spec, snapshot.record.first_day
+    judged = _JudgedLabels.of_unfinished_day(snapshot, calibration, spec)
     for window, day in day_windows(reader.lake, snapshot.record.labels_until, data_until):
         days = days_with_labels(reader, first_day, day)
         trainer = continue_training(reader, snapshot, days, day)
@@ -197,20 +212,50 @@ def continue_until(
                 start, window.end, only_unlearned=True, mixes_windows=mixes_windows
             )
             predictions = predict_window(trainer.averaged, days, unlearned)
-            judged.append(predictions.calibrated(calibration))
+            judged.by_day.setdefault(day, []).append(predictions.calibrated(calibration))
             calibration = refresh(calibration, predictions, trainer.averaged, unlearned)
         trainer.learn(days, window)
         snapshot = trainer.snapshot(first_day, window.end)
-    evaluation = None
-    if judged:
-        predictions = concat_by_segment(judged)
-        evaluation = SegmentEvaluation(
-            labels_from=judged_from,
-            labels_until=snapshot.record.labels_until,
+    if not spec.is_day_end(data_until):
+        snapshot = replace(snapshot, day_predictions=judged.predictions(day))
+    return Refit(trainer, snapshot, calibration, judged.evaluation(data_until))
+
+
+@dataclass
+class _JudgedLabels:
+    """Predictions of labels before they were learned, by the day on which these became final."""
+
+    labels_from: int
+    by_day: dict[date, list[SegmentedPredictions]]
+
+    @classmethod
+    def of_unfinished_day(
+        cls, snapshot: TrainingSnapshot, calibration: RankerCalibration, spec: DataSpec
+    ) -> "_JudgedLabels":
+        """Those of earlier refits of a day, unless the calibration has learned labels since."""
+        record, stored = snapshot.record, snapshot.day_predictions
+        start = max(record.labels_until, calibration.labels_until)
+        if stored is None or record.evaluation is None or start > record.labels_until:
+            return cls(start, {})
+        day = spec.last_day_before(record.labels_until)
+        return cls(max(record.evaluation.labels_from, spec.day_start(day)), {day: [stored]})
+
+    def predictions(self, *days: date) -> SegmentedPredictions | None:
+        """Those of some days together; None if there are none."""
+        parts = [part for day in days for part in self.by_day.get(day, ())]
+        return concat_by_segment(parts) if parts else None
+
+    def evaluation(self, labels_until: int) -> SegmentEvaluation | None:
+        """How well they are calibrated; None if there are none."""
+        predictions = self.predictions(*self.by_day)
+        if predictions is None:
+            return None
+        return SegmentEvaluation(
+            labels_from=self.labels_from,
+            labels_until=labels_until,
             segments=tuple(predictions.segment_calibrations()),
             values=value_evaluations(predictions.outcomes),
         )
-    return Refit(trainer, snapshot, calibration, evaluation)
 
 
 def day_windows(lake: Lake, labels_until: int, data_until: int) -> list[tuple[LabelWindow, date]]:

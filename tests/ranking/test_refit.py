@@ -18,7 +18,7 @@ from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath
 from ranking.inputs.segments import NEW
 from ranking.registry.export import TrainingSnapshot
-from ranking.registry.manifest import offsets_of, read_manifest
+from ranking.registry.manifest import DAY_FILE, RankerTraining, offsets_of, read_manifest
 from ranking.registry.model_card import model_card
 from ranking.registry.promotion import (
     PromotionConfig,
@@ -37,6 +37,7 @@ from ranking.registry.records import read_refit_record
 from ranking.registry.tracking import register_decision, register_ranker
 from ranking.report.data import model_cards
 from ranking.scoring.offsets import RankerCalibration
+from ranking.scoring.segment_calibration import ALL_ROWS
 from ranking.student.config import DistillationConfig, SharedModule, StudentTrainConfig
 from ranking.student.trained import new_student
 from ranking.trainer.calibrate import predict_window, refresh, refresh_live_calibration
@@ -427,6 +428,16 @@ def test_days_without_examples_are_skipped_between_others_and_refused_at_the_end
     assert refit and refit.labels_until == END and refit.newest_labels["click"] < END
 
 
+def judged_rows(training: RankerTraining) -> list[object]:
+    """From when on labels were judged, and how many, by objective."""
+    evaluation = training.evaluation
+    assert evaluation and evaluation.segments
+    rows = [
+        (s.objective, s.rows, s.positives) for s in evaluation.segments if s.segment == ALL_ROWS
+    ]
+    return [evaluation.labels_from, *rows, *((v.objective, v.outcomes) for v in evaluation.values)]
+
+
 def test_refits_within_a_day_learn_each_label_once_and_replace_each_other(refits: Refits) -> None:
     root = Path(refits.lake.root).parent / "within"
     lake = copy_with_own_rankers(refits.lake, root)
@@ -439,10 +450,12 @@ def test_refits_within_a_day_learn_each_label_once_and_replace_each_other(refits
     assert training.labels_until == NOON and training.evaluation
     assert training.evaluation.labels_from == lake.spec.day_end(THIRD)
     assert all(newest < NOON for newest in training.newest_labels.values())
+    evening = refit_live_ranker(lake, SURFACE, NOON + 6 * 3600)
+    assert DAY_FILE in read_manifest(evening).file_hashes
     last = read_manifest(refit_live_ranker(lake, SURFACE, END))
-    assert last.training and last.training.evaluation
-    assert last.training.evaluation.labels_from == NOON
+    assert last.training and DAY_FILE not in last.file_hashes
     at_once = read_manifest(refits.last).training
     assert at_once and last.training.newest_labels == at_once.newest_labels
-    assert not noon.is_dir()
+    assert judged_rows(last.training) == judged_rows(at_once)
+    assert not noon.is_dir() and not evening.is_dir()
     assert live_pointer(lake.root, SURFACE).rollback() == daily.name
