@@ -74,7 +74,8 @@ def sum_over_users(quantities: Sequence[Float64], weights: Float64, key: int) ->
         row[1] = np.einsum("u,u", squares, squared_weights)
         row[2] = np.einsum("u,u", squares, weights)
         row[3] = y.max(initial=0.0)
-    return SampleSums(*sums.T, users=len(weights), key=key)
+    totals, squares, damped_squares, largest = sums.T
+    return SampleSums(totals, squares, damped_squares, largest, users=len(weights), key=key)
 
 
 def combine_shards(parts: Sequence[SampleSums], num_shards: int) -> SampleSums:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -88,7 +89,7 @@ def test_trials_predict_each_day_before_they_learn_it(lake: Lake, tmp_path: Path
 
 @pytest.mark.parametrize("first_training", ["daily", "joint"])
 def test_a_self_distilled_gem_learns_what_it_predicted_of_earlier_days(
-    lake: Lake, tmp_path: Path, first_training: str
+    lake: Lake, tmp_path: Path, first_training: Literal["daily", "joint"]
 ) -> None:
     """The first model has no predictions to learn from; a teacher's replace its own."""
     trials = PrequentialTrials(lake, FIRST, SECOND, THIRD, tmp_path)
