@@ -46,11 +46,10 @@ def load_attributes(lake: Lake, raw: str, days: DayRange) -> dict[str, int]:
     """Replace the rows of `attributes_user` and `attributes_item` that landed on a range of days.
 
     A source without `{day}` in its path is a snapshot, read as it is now. Rows of a `static`
-    snapshot may not change; those that are added after its first load land on the first of the
-    days. Changed rows of any other snapshot land on the last of the days; if later days have been
-    ingested, the snapshot is not read. Of items, only versions that differ from the previous one
-    are stored. The table of an entity without a source stays empty. All checks precede the first
-    write.
+    snapshot are added once and may not change. Changed rows of any other snapshot land on the last
+    of the days; if later days have been ingested, the snapshot is not read. Of items, only versions
+    that differ from the previous one are stored. The table of an entity without a source stays
+    empty. All checks precede the first write.
 
     Returns:
         The number of stored rows by table.
@@ -109,19 +108,21 @@ def _write_source(
     invalid = with_line_numbers(rows).filter("reasons != ''").withColumn("log", F.lit(name))
     write_quarantine(lake, [name], invalid, days)
     versions = _latest_versions(rows.filter("reasons = ''"))
-    schema = schemas.attributes(lake.spec, source.entity)
-    if source.static and not lake.count_rows(schema.name):
-        spark_io.replace_partitions(lake, schema, versions, f"day = '{STATIC_DAY}'", {})
-        return
-    first_day = days[0] if source.is_partitioned_by_day or source.static else days[1]
-    remove_snapshots_from(lake, schemas.attribute_snapshots(lake.spec, source.entity), first_day)
     if source.static:
-        versions = _with_added_static(lake, source, versions, days)
-    elif source.stores_changes:
-        versions = changed_versions(lake, source, versions, first_day)
-    where = spark_io.day_range_predicate(first_day, days[1])
+        where = f"day = '{STATIC_DAY}'"
+        versions = _merge_stored_static(lake, source, versions)
+    else:
+        first_day = days[0] if source.is_partitioned_by_day else days[1]
+        where = spark_io.day_range_predicate(first_day, days[1])
+        remove_snapshots_from(
+            lake, schemas.attribute_snapshots(lake.spec, source.entity), first_day
+        )
+        if source.stores_changes:
+            versions = changed_versions(lake, source, versions, first_day)
+    schema = schemas.attributes(lake.spec, source.entity)
     spark_io.replace_partitions(lake, schema, versions, where, {})
-    build_version_snapshots(lake, source.entity, first_day)
+    if not source.static:
+        build_version_snapshots(lake, source.entity, first_day)
 
 
 @contextmanager
@@ -245,29 +246,12 @@ def _read_stored_versions(lake: Lake, source: AttributeSource) -> DataFrame:
     return spark_io.read_table(lake, schemas.attributes(lake.spec, source.entity))
 
 
-def _with_added_static(
-    lake: Lake, source: AttributeSource, versions: DataFrame, days: DayRange
-) -> DataFrame:
-    """The stored rows that landed on the days, and those that a static source has added since.
-
-    They were not known before: they land on the first of the days, and are not valid before it
-    began. None are added to days before the latest; the next run adds them.
-    """
-    stored, key = _read_stored_versions(lake, source), f"{source.entity}_id"
-    values = [name for name in stored.columns if name not in (key, "valid_from", "day")]
-    of_key = stored.groupBy(key).agg(F.max("valid_from").alias("stored_from"))
-    is_added = F.col("stored_from").isNull() | (F.col("valid_from") > F.col("stored_from"))
-    latest = lake.latest_day("events")
-    added = versions.join(of_key, key, "left").filter(is_added)
-    added = added.filter(F.lit(latest is None or latest <= days[1]))
-    arrival_us = F.lit((lake.spec.day_start(days[0]) + source.delay) * MICROS["s"])
-    added = added.groupBy(key, F.greatest("valid_from", arrival_us).alias("known_from")).agg(
-        F.max_by(F.struct(*values), "valid_from").alias("v")
-    )
-    added = added.select(
-        F.lit(days[0]).alias("day"), key, F.col("known_from").alias("valid_from"), "v.*"
-    )
-    return stored.filter(spark_io.day_range_predicate(*days)).unionByName(added)
+def _merge_stored_static(lake: Lake, source: AttributeSource, versions: DataFrame) -> DataFrame:
+    """The stored static rows and the new ones."""
+    stored = _read_stored_versions(lake, source).filter(F.col("day") == F.lit(STATIC_DAY))
+    stored = stored.select(versions.columns)
+    keys = [f"{source.entity}_id", "valid_from"]
+    return stored.unionByName(versions.join(stored.select(keys), keys, "left_anti"))
 
 
 def _check_static_unchanged(
@@ -278,9 +262,9 @@ def _check_static_unchanged(
     if not lake.exists(table):
         return
     key, *values = [name for name in versions.columns if name not in ("day", "valid_from")]
-    keys = [key, "valid_from"] if source.valid_from else [key]  # added rows are not valid always
-    stored = _read_stored_versions(lake, source).select(*keys, F.struct(*values).alias("stored"))
-    pairs = versions.withColumn("new", F.struct(*values)).join(stored, keys)
+    stored = _read_stored_versions(lake, source).filter(F.col("day") == F.lit(STATIC_DAY))
+    stored = stored.select(key, "valid_from", F.struct(*values).alias("stored"))
+    pairs = versions.withColumn("new", F.struct(*values)).join(stored, [key, "valid_from"])
     changed = pairs.filter(~F.col("new").eqNullSafe(F.col("stored"))).orderBy(key).first()
     if changed is not None:
         raise UserError(

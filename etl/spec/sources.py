@@ -257,10 +257,7 @@ class AttributeSource(FileSource):
     valid_from: str | None = None
     """Column with the time from which a version is valid, in `time_unit`."""
     static: bool = False
-    """Whether rows never change; they are valid from their `valid_from`, or without it always.
-
-    Rows that are added later are not valid before the first day of the run that adds them.
-    """
+    """Whether rows never change; they are valid from their `valid_from`, or without it always."""
     delay: Duration = 0
     """How long after its valid-from time a version becomes visible to models and rankers."""
 
