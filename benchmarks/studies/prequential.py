@@ -58,7 +58,9 @@ class PrequentialTrials:
         With `distillation_weight` it also learns what `teacher` predicted of earlier days, by
         default what it predicted itself.
         """
-        name = config.model_dump_json() + (f" teacher {_digest(teacher)}" if teacher else "")
+        name = config.model_dump_json() + (
+            "" if teacher is None else f" teacher {_digest(teacher)}"
+        )
         days = date_range(self.predicted_first, self.last)
         paths = {day: self._path(name, day) for day in days}
         if not all(path.is_file() for path in paths.values()):

@@ -237,9 +237,11 @@ def _landing_day(spec: DataSpec, log: LogSource) -> Column:
         text = raw_value(log.day.column)
         pattern = log.day.format.replace("%Y", "yyyy").replace("%m", "MM").replace("%d", "dd")
         own_day = F.try_to_timestamp(text, F.lit(pattern)).cast("date")
+        if not log.is_partitioned_by_day:  # in quarantine, PATH_DAY is the day that was read before
+            return F.coalesce(own_day, F.col(PATH_DAY))
     else:
         own_day = local_date(spec, F.floor(F.col("ingest_ts") / MICROS["s"]))
-    return F.coalesce(F.col(PATH_DAY), own_day)  # runs of other days do not read its file
+    return F.coalesce(F.col(PATH_DAY), own_day)  # only runs of that day read the file
 
 
 def _explode_outcomes(spec: DataSpec, log: ImpressionLogSource, rows: DataFrame) -> DataFrame:

@@ -1,6 +1,7 @@
 """Builds the histories of a feature store, from the store before it and the days since.
 
-Days that have been written again are read again, with those of which events became visible since.
+Days that have been written again are read again, with earlier days whose events became visible
+since.
 The events of all days are read only if there is no earlier store, if it was built with another
 history length or spec, or if histories of it lack events that it has dropped.
 """
@@ -146,7 +147,7 @@ class HistoryBuilder:
         days = sorted(before.keys() | now.keys())
         changed = [day for day in days if before.get(day) != now.get(day)]
         if changed[:1] == days[:1] != []:
-            raise UserError("all days that it has were written again")
+            raise UserError("its first day was written again")
         return date.fromisoformat(changed[0]) if changed else end
 
     def _copy_histories(

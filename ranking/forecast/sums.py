@@ -69,7 +69,7 @@ def sum_over_users(quantities: Sequence[Float64], weights: Float64, key: int) ->
     sums = np.zeros((len(quantities), 4))
     for row, y in zip(sums, quantities, strict=True):
         squares = y**2
-        # On one core, unlike a product of matrices: a worker has no more.
+        # Single-threaded, unlike a matrix product: a worker has one core.
         row[0] = np.einsum("u,u", y, weights)
         row[1] = np.einsum("u,u", squares, squared_weights)
         row[2] = np.einsum("u,u", squares, weights)

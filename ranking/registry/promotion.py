@@ -107,8 +107,8 @@ def promote_if_better(
     if isinstance(live, NoComparison):
         promoted = state is None or (decision.promoted and live.is_excused)
         decision = replace(decision, promoted=promoted, reasons=(live.reason, *decision.reasons))
-    if decision.promoted:
-        with publication(lake, surface, state.live if state else None) as pointer:
+    with publication(lake, surface, state.live if state else None) as pointer:
+        if decision.promoted:
             pointer.promote(latest.name)
     record = PromotionRecord(
         version=decision.version,

@@ -2,7 +2,7 @@
 
 A rollback must not wait for a training, which holds the lease of the surface's rankers for as long
 as it runs. So it holds the lease of the live version alone, and a version that was trained from the
-live one, or compared with it, is published only if that is still live.
+live one, or compared with it, is published only if that version is still live.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ def publication(lake: Lake, surface: str, expected: str | None) -> Iterator[Vers
     Args:
         lake: The lake.
         surface: The surface.
-        expected: The version that is still to be live; None for none.
+        expected: The version that is expected to be live; None if none is.
 
     Raises:
         TemporaryError: Another version is live, or another command is changing the live version.
@@ -36,6 +36,7 @@ def publication(lake: Lake, surface: str, expected: str | None) -> Iterator[Vers
                 "run the same command again"
             )
         yield pointer
-        remove_unreferenced_versions(
-            rankers_folder(lake.root, surface), pointer, latest_trained_pointer(lake.root, surface)
-        )
+    # Under the lease of the surface's rankers alone: a rollback need not wait for it.
+    remove_unreferenced_versions(
+        rankers_folder(lake.root, surface), pointer, latest_trained_pointer(lake.root, surface)
+    )

@@ -225,9 +225,9 @@ def refresh_live_calibration(lake: Lake, surface: str, data_until: int) -> Calib
 
 
 def require_examples(days: Sequence[date], data_until: int) -> None:
-    """Raises UserError without days whose examples have labels that became final by a time.
+    """Raise UserError if no examples of the latest days exist, whose labels became final by a time.
 
-    The labels would be skipped for good if these examples were built later.
+    The labels would be skipped for good if all of these examples were built later.
     """
     if not days:
         raise UserError(

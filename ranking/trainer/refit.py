@@ -7,6 +7,7 @@ accepted, and then learned. A later refit continues from an earlier one.
 """
 
 import io
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
@@ -48,6 +49,8 @@ from ranking.trainer.train import example_inputs
 from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
 from training.teacher.predictions import TeacherPredictions
+
+log = logging.getLogger(__name__)
 
 
 def refit_live_ranker(lake: Lake, surface: str, data_until: int) -> StoragePath:
@@ -204,6 +207,8 @@ def continue_until(
     judged = _JudgedLabels.of_unfinished_day(snapshot, calibration, spec)
     for window, day in day_windows(reader.lake, snapshot.record.labels_until, data_until):
         days = days_with_labels(reader, first_day, day)
+        if not days:
+            log.warning("%s: no examples have labels that became final on this day", day)
         trainer = continue_training(reader, snapshot, days, day)
         start = max(window.start, calibration.labels_until)
         if start < window.end:
