@@ -25,7 +25,7 @@ from pydantic import ConfigDict
 from etl.array_types import Bools, Float64, Int32, Int64
 from etl.spec.model import DataSpec
 from ranking.forecast.conditions import Domain
-from ranking.forecast.sums import SampleSums, sum_over_users
+from ranking.forecast.sums import SampleSums
 from ranking.scoring.auction import Auction
 
 USERS, IMPRESSIONS, SPEND = range(3)  # quantities; then the events of the objectives
@@ -97,16 +97,25 @@ class Shard:
         self._cached_rows = lru_cache(CACHED_SELECTIONS)(self._matching_rows)
 
     def sums(self, query: Query) -> SampleSums:
-        """The sums of all quantities over the users that match."""
+        """The sums of all quantities over the users that match.
+
+        Rows are in the order of users: NumPy adds them up by user in less time than a hash
+        aggregation takes.
+        """
         selected = self._cached_rows(query.condition, query.parameters, query.days)
         if query.campaign:
             selected = selected.compress(self._is_won(query.campaign).take(selected))
         users = self._sum_by_user(selected, self._summed if query.campaign else ())
-        matching = users["user_index"]
-        return sum_over_users(
-            self._quantities(users, query.campaign),
-            self.weights[matching],
-            key=int(np.bitwise_xor.reduce(self.user_keys[matching], initial=0)),
+        quantities = self._quantities(users, query.campaign)
+        weights = self.weights[users["user_index"]]
+        weighted = quantities * weights
+        return SampleSums(
+            weighted.sum(1),
+            (weighted**2).sum(1),
+            (weighted * quantities).sum(1),
+            quantities.max(1, initial=0.0),
+            users=len(weights),
+            key=int(np.bitwise_xor.reduce(self.user_keys[users["user_index"]], initial=0)),
         )
 
     def _matching_rows(
@@ -124,14 +133,15 @@ class Shard:
 
     def _sum_by_user(self, selected: Int32, names: Sequence[str]) -> dict[str, Any]:
         """Sums of columns over the selected rows of each user, and their number as `won`."""
-        user = self.columns["user_index"].take(selected).astype(np.intp)  # faster than indexing
-        won = np.bincount(user, minlength=len(self.weights))
-        matching = np.flatnonzero(won)
+        user = self.columns["user_index"].take(selected)  # faster than indexing
+        if not len(user):
+            return {"user_index": user, "won": np.zeros(0), **dict.fromkeys(names, np.zeros(0))}
+        first = np.flatnonzero(np.append(True, user[1:] != user[:-1]))
         summed = {
-            name: np.bincount(user, self.columns[name].take(selected), len(won))[matching]
+            name: np.add.reduceat(self.columns[name].take(selected), first, dtype=np.float64)
             for name in names
         }
-        return {"user_index": matching, "won": won[matching], **summed}
+        return {"user_index": user[first], "won": np.diff(np.append(first, len(user))), **summed}
 
     def cost_per_event(self, objective: str, quantiles: tuple[float, ...]) -> tuple[float, ...]:
         """Quantiles of what the places of the sample cost per event of an objective."""
@@ -147,20 +157,22 @@ class Shard:
         is_in_range = (payment >= self.columns["cost"]) & (payment < self.columns["cost_above"])
         return np.asarray(is_in_range & self.columns[f"serves_{campaign.objective}"])
 
-    def _quantities(self, users: dict[str, Any], campaign: Campaign | None) -> list[Float64]:
-        """The quantities of users (U) with won impressions.
+    def _quantities(self, users: dict[str, Any], campaign: Campaign | None) -> Float64:
+        """The quantities (Q, U) of users with won impressions.
 
         A user with n won impressions is served min(n, cap) of them; taking part in a share s of the
         auctions, s times as many, and none with probability (1 - s)^min(n, cap).
         """
         won = np.asarray(users["won"], np.float64)
         if campaign is None:
-            return [np.ones_like(won), won]
+            return np.stack([np.ones_like(won), won])
         kept = won if campaign.frequency_cap is None else np.minimum(won, campaign.frequency_cap)
         share = campaign.participation
         reached = np.ones_like(won) if share >= 1.0 else 1.0 - (1.0 - share) ** kept
         per_win = share * kept / np.maximum(won, 1.0)
-        return [reached, share * kept, *(users[name] * per_win for name in self._summed)]
+        return np.stack([
+            reached, share * kept, *(np.asarray(users[name]) * per_win for name in self._summed)
+        ])  # fmt: skip
 
 
 def add_auction_terms(spec: DataSpec, sample: pa.Table) -> pa.Table:

@@ -63,21 +63,6 @@ class SampleSums:
         return float(self.squares[quantity] / total) if total > 0 else 0.0
 
 
-def sum_over_users(quantities: Sequence[Float64], weights: Float64, key: int) -> SampleSums:
-    """The sums of quantities, each an array over users (U), whose 1 / pi are `weights` (U)."""
-    squared_weights = weights**2
-    sums = np.zeros((len(quantities), 4))
-    for row, y in zip(sums, quantities, strict=True):
-        squares = y**2
-        # Single-threaded, unlike a matrix product: a worker has one core.
-        row[0] = np.einsum("u,u", y, weights)
-        row[1] = np.einsum("u,u", squares, squared_weights)
-        row[2] = np.einsum("u,u", squares, weights)
-        row[3] = y.max(initial=0.0)
-    totals, squares, damped_squares, largest = sums.T
-    return SampleSums(totals, squares, damped_squares, largest, users=len(weights), key=key)
-
-
 def combine_shards(parts: Sequence[SampleSums], num_shards: int) -> SampleSums:
     """The sums of all shards, estimated from those that answered."""
     found = reduce(SampleSums.__add__, parts)
