@@ -49,7 +49,8 @@ def reprocess_quarantine(lake: Lake, days: DayRange) -> dict[str, int]:
     )
     records = _normalize_quarantined(lake.spec, quarantined, days)
     with spark_io.cached(records) as records:
-        first_day = _first_valid_day(records) or days[1]  # before events that name none are found
+        # Events that name an unknown one are still valid here: the day may be earlier than needed.
+        first_day = _first_valid_day(records) or days[1]
         stored_days = lookup_days(lake.spec, (first_day, days[1]))[0], days[1]
         with with_named_fields(lake, records, stored_days) as completed:
             changed_days = _first_valid_day(completed) or days[1], days[1]

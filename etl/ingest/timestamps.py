@@ -27,9 +27,10 @@ def parse_duration(unit: TimeUnit, text: Column) -> Column:
 
 
 def _if_in_range(micros: Column) -> Column:
-    """A time or duration; null for the least or the largest integer, which may mean a missing one.
+    """A time or duration; null unless it is within MAX_EPOCH_US of zero.
 
-    A sum with these would overflow, which stops Spark.
+    Logs may have the least or largest integer for a missing time. A sum with these would overflow,
+    which stops Spark.
     """
     return F.when((micros > -MAX_EPOCH_US) & (micros < MAX_EPOCH_US), micros)
 

@@ -69,7 +69,7 @@ def save_domain_model(
 def load_domain_model(reader: ExampleReader, day: date) -> DomainModel:
     """The model of the domain of a reader's surface, trained until exactly a day.
 
-    It names no GEM if it was saved before its lineage was.
+    It names no GEM if it was saved by a version that did not record lineage.
 
     Raises:
         UserError: The surface has no domain, the domain no such model, the file is damaged, or the

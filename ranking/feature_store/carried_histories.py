@@ -1,9 +1,9 @@
 """Builds the histories of a feature store, from the store before it and the days since.
 
 Days that have been written again are read again, with earlier days whose events became visible
-since.
-The events of all days are read only if there is no earlier store, if it was built with another
-history length or spec, or if histories of it lack events that it has dropped.
+since. The events of all days are read only if there is no earlier store, if it was built with
+another history length or spec, if its first day was written again, or if histories of it lack
+events that it has dropped.
 """
 
 import hashlib

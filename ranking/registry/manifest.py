@@ -34,7 +34,7 @@ COMPILED_FILES = ("user.pt2", "rank.pt2")  # only with `gemline rank train --com
 # The graphs of the programs as they were traced, which later versions fill with their weights.
 GRAPH_FILES = ("user.graph.onnx", "rank.graph.onnx")
 TRAINING_FILE = "training.safetensors"  # read by refits, not by the service
-DAY_FILE = "unfinished_day.npz"  # what the next refit of the day judges with its own predictions
+DAY_FILE = "unfinished_day.npz"  # evaluated by the next refit of the day
 MODEL_CARD = "model_card.md"  # for readers
 NOT_SERVED = (*GRAPH_FILES, TRAINING_FILE, DAY_FILE, MODEL_CARD)
 ALL_FILES = (*REQUIRED_FILES, *COMPILED_FILES, *NOT_SERVED)

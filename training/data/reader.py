@@ -129,7 +129,7 @@ class ExampleReader:
     ) -> Iterator[Batch]:
         """Batches of about `batch_rows` impressions and of even cost; requests are not split.
 
-        There are none without days.
+        Yields nothing if there are no days.
 
         All days are mixed, because labels of slow objectives mature days after the others: batches
         of a single day would hold only some of the objectives.

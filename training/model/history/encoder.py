@@ -35,7 +35,7 @@ class HistoryRows(NamedTuple):
     `request_rows` (R, n, d) are shared by the candidates of a request, `candidate_rows` (B, m, d)
     belong to a single one; there are no request rows if InterFormer's context is the candidate.
     `sequences` are the encoded events, for HyFormer. `next_action_loss` is None outside training,
-    of a spare batch, or if disabled.
+    for a spare batch, or if disabled.
     """
 
     request_rows: Tensor
