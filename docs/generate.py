@@ -37,6 +37,8 @@ ENVIRONMENT = {
     "GEMLINE_SPEC, GEMLINE_RAW, GEMLINE_LAKE": "Airflow: the data spec, the raw logs, the lake. Required there.",
     "GEMLINE_FIRST_DAY": "Airflow: the first day of the logs. Required there.",
     "GEMLINE_SCHEDULE": "Airflow: cron schedule of `…_raw`, default `0 4 * * *`; `never`: by hand.",
+    "GEMLINE_REFRESH_SCHEDULE": "Airflow: cron schedule of `…_refresh` in UTC; default `never`.",
+    "GEMLINE_TRAINING_DAYS": "Airflow: days on which rankers and the LightGBM baseline train, default 30.",
     "GEMLINE_WAIT_HOURS": "Airflow: hours to wait for incomplete sources, default 6.",
     "GEMLINE_DEADLINE_HOURS": "Airflow: hours after which a run that has not finished is reported, default 20.",
     "GEMLINE_ALERTS": "Airflow: URL to which alerts are posted as JSON.",
@@ -57,6 +59,7 @@ CONFIGURATION_FILES = {
     "conf/specs/*.yaml": "data specs ([reference](spec.md))",
     "conf/simulator/*.yaml": "sizes of the simulator: `gemline simulate --simulator`",
     "conf/plans/*.yaml": "scenarios of `gemline train plan`",
+    "conf/clusters/*.yaml": "clusters of `gemline manifests` ([guide](../guides/clusters.md))",
     "conf/spark/cluster.conf": "Spark properties for clusters: event log, metrics",
     "conf/spark/s3/spark-defaults.conf": "Spark properties for S3",
 }

@@ -7,6 +7,7 @@ checks that both sides agree.
 
 import time
 from datetime import UTC, datetime
+from zoneinfo import ZoneInfo
 
 from etl.spec.model import DataSpec
 from etl.spec.units import DAY, MICROS
@@ -18,6 +19,17 @@ MAX_CLOCK_SKEW_SECONDS = 3600  # how far a device's clock may run ahead of the s
 def format_utc(epoch_second: float) -> str:
     """A time for messages and reports, to the minute, in UTC: `2026-01-03 12:05`."""
     return f"{datetime.fromtimestamp(epoch_second, UTC):%Y-%m-%d %H:%M}"
+
+
+def parse_local_time(spec: DataSpec, text: str) -> int:
+    """Epoch second of a time, in the spec's time zone unless it names an offset.
+
+    Raises ValueError if the text is not a time.
+    """
+    moment = datetime.fromisoformat(text)
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=ZoneInfo(spec.time_zone))
+    return int(moment.timestamp())
 
 
 def is_after_today(spec: DataSpec, epoch_second: int) -> bool:

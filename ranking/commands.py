@@ -1,14 +1,20 @@
 """Commands `gemline rank ...`, `report` and `explain`. torch is imported when one is called."""
 
 import time
-from datetime import datetime
 from importlib.util import find_spec
 from typing import Annotated
 
 import tyro
 from pydantic import Field
 
-from etl.cli.runner import DayArgs, LakeArgs, holds_leases, parse_data_until, parse_days_argument
+from etl.cli.runner import (
+    DayArgs,
+    LakeArgs,
+    format_data_until,
+    holds_leases,
+    parse_data_until,
+    parse_days_argument,
+)
 from etl.errors import UserError
 from etl.event_time import format_utc
 from ranking.portfolio.command import portfolio
@@ -124,7 +130,8 @@ class ServeArgs(LakeArgs):
     start_time: Annotated[
         str | None,
         tyro.conf.arg(
-            help="start the service's clock at this time, for old logs: 2026-01-11T12:00"
+            help="start the service's clock at this time, for old logs: 2026-01-11T12:00, in the "
+            "spec's time zone"
         ),
     ] = None
 
@@ -271,21 +278,22 @@ def serve(args: ServeArgs) -> None:
     from ranking.registry.manifest import require_trusted_key
     from ranking.serving.auth import validate_exposure
     from ranking.serving.server import run_server
-    from ranking.serving.settings import Settings
+    from ranking.serving.settings import Settings, clock_offset_seconds
 
     if args.compiled and find_spec("torch") is None:
         raise UserError("--compiled needs torch: pip install 'gemline[train]'")
     if args.compiled:
         require_trusted_key()
     validate_exposure(args.host, args.allowed_hosts)
-    features = FeatureStoreHandle(args.lake, args.load_spec())  # fails here, not in every worker
+    spec = args.load_spec()
+    features = FeatureStoreHandle(args.lake, spec)  # fails here, not in every worker
     features.close()
-    clock_offset = clock_offset_seconds(args.start_time) if args.start_time else 0
+    clock_offset = clock_offset_seconds(spec, args.start_time) if args.start_time else 0
     if time.time() + clock_offset < features.store.earliest_request:
-        data_until = format_utc(features.store.data_until)
+        data_until = format_data_until(features.store.data_until)
         raise UserError(
-            "the service's clock is before its online features, which have data until "
-            f"{data_until} UTC: set --start-time to that time or a later one"
+            "the service's clock is before its online features: set --start-time to the end of "
+            f"their data, {data_until}, or later"
         )
     settings = Settings(
         spec=args.spec.absolute(),
@@ -297,17 +305,6 @@ def serve(args: ServeArgs) -> None:
         clock_offset_seconds=clock_offset,
     )
     run_server(settings, args.host, args.port, (args.health_host, args.health_port))
-
-
-def clock_offset_seconds(start_time: str) -> int:
-    """Seconds from now to a time; raises UserError if the text is not a time."""
-    try:
-        start = datetime.fromisoformat(start_time).astimezone()
-    except ValueError:
-        raise UserError(
-            f"--start-time {start_time} is not a time: write it as 2026-01-11T12:00"
-        ) from None
-    return round((start - datetime.now().astimezone()).total_seconds())
 
 
 def report(args: ReportArgs) -> None:

@@ -225,7 +225,7 @@ class SlurmCluster(Cluster):
     scheduler: Literal["slurm"]
     """Always `slurm`."""
     python: AbsolutePath
-    """Python of an environment with the extras `spark` and `train`."""
+    """Python of an environment with the extras `spark`, `train` and `serve`."""
     logs: AbsolutePath
     """The folder of the jobs' output; it must exist."""
     partition: SlurmName | None = None

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_origin
-from zoneinfo import ZoneInfo
 
 import tyro
 import yaml
@@ -21,7 +20,7 @@ from pydantic import ValidationError
 
 from etl.cli.yaml_options import yaml_option
 from etl.errors import TemporaryError, UserError, known_temporary_error
-from etl.event_time import is_after_today
+from etl.event_time import is_after_today, parse_local_time
 from etl.spec import DataSpec, load_spec
 from etl.spec.base import StrictModel, suggest_name
 from etl.spec.units import DayRange, parse_date_range
@@ -100,10 +99,7 @@ def parse_data_until(spec: DataSpec, text: str) -> int:
 def _end_of_data(spec: DataSpec, text: str) -> int:
     if "T" not in text:
         return spec.day_end(date.fromisoformat(text))
-    moment = datetime.fromisoformat(text)
-    if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=ZoneInfo(spec.time_zone))
-    return int(moment.timestamp())
+    return parse_local_time(spec, text)
 
 
 def format_data_until(second: int) -> str:

@@ -25,7 +25,7 @@ EXTRA_PACKAGES = {
         "jinja2",
         "matplotlib",
     ),
-    "serve": ("safetensors", "scikit-learn"),
+    "serve": ("safetensors", "onnxruntime", "lmdb", "fastapi", "uvicorn", "duckdb", "datasketches"),
     "airflow": ("apache-airflow", "apache-airflow-providers-apache-spark"),
 }
 ALTERNATIVE_PACKAGES = {"fbgemm-gpu-cpu": "fbgemm-gpu", "fbgemm-gpu": "fbgemm-gpu-cpu"}

@@ -9,7 +9,9 @@ import tyro
 from pydantic import Field
 
 from etl.errors import UserError
+from etl.event_time import parse_local_time
 from etl.spec.base import StrictModel
+from etl.spec.model import DataSpec
 from etl.spec.units import MICROS
 
 SETTINGS_VARIABLE = "GEMLINE_SERVE"
@@ -81,3 +83,17 @@ class Settings(StrictModel):
     def now_us(self) -> int:
         """The current time in µs, with the clock offset."""
         return int((time.time() + self.clock_offset_seconds) * MICROS["s"])
+
+
+def clock_offset_seconds(spec: DataSpec, start_time: str) -> int:
+    """Seconds from now to a time, in the spec's time zone unless it names an offset.
+
+    Raises UserError if the text is not a time.
+    """
+    try:
+        start = parse_local_time(spec, start_time)
+    except ValueError:
+        raise UserError(
+            f"--start-time {start_time} is not a time: write it as 2026-01-11T12:00"
+        ) from None
+    return round(start - time.time())

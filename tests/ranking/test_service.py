@@ -20,6 +20,7 @@ from schemathesis.core.result import Ok
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from etl.errors import UserError
+from etl.spec import load_spec
 from etl.spec.model import DataSpec
 from etl.spec.sources import provides_attributes_of
 from gemline import main
@@ -30,9 +31,9 @@ from ranking.registry.ranker import live_pointer
 from ranking.serving.app import create_app
 from ranking.serving.loaded_rankers import require_compatible
 from ranking.serving.schemas import EventPayload, EventsRequest, RankRequestBody
-from ranking.serving.settings import SETTINGS_VARIABLE, Settings
+from ranking.serving.settings import SETTINGS_VARIABLE, Settings, clock_offset_seconds
 from ranking.serving.worker import Worker, posted_valid_from
-from tests.conftest import LAST
+from tests.conftest import LAST, ROOT
 from tests.ranking.conftest import EVE, MOST_BYTES
 from tests.ranking.served import ITEMS, JSON, LONG_AGO, click_of, rank_body, running
 
@@ -323,7 +324,14 @@ def test_a_start_time_before_the_features_is_refused(
 ) -> None:
     where = ["--spec", str(settings.spec), "--lake", settings.lake]
     assert main(["rank", "serve", *where, "--start-time", f"{EVE - timedelta(days=1)}T12:00"]) == 2
-    assert f"data until {LAST} 00:00 UTC" in capsys.readouterr().err
+    assert f"the end of their data, {LAST}T00:00:00+00:00, or later" in capsys.readouterr().err
+
+
+def test_a_start_time_is_in_the_time_zone_of_the_spec() -> None:
+    spec = load_spec(ROOT / "conf" / "specs" / "kuairand.yaml")
+    local = clock_offset_seconds(spec, "2022-04-30T12:00")
+    assert abs(local - clock_offset_seconds(spec, "2022-04-30T12:00+08:00")) <= 1
+    assert abs(local - clock_offset_seconds(spec, "2022-04-30T04:00+00:00")) <= 1
 
 
 def test_a_full_store_answers_507_and_still_ranks(
