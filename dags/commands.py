@@ -14,6 +14,8 @@ from etl.cli.runner import DayArgs, LakeArgs, holds_leases, parse_data_until, pa
 from etl.errors import UserError, error_from_exit_code
 from etl.spec import load_spec
 from etl.spec.base import StrictModel
+from etl.spec.model import DataSpec
+from etl.spec.units import DaySplit
 from etl.table_commands import TABLE_STEPS, score_leases
 from etl.tables.atomic_io import publish_folder, remove_folder, staging_folder
 from etl.tables.lease import hold_leases
@@ -59,16 +61,33 @@ def upgrade(args: UpgradeArgs) -> None:
     print(f"removed, to be rebuilt: {', '.join(plan.rebuilt_tables) or 'nothing'}")
     if not args.yes:
         _confirm("Upgrade the lake?")
+    finished = _finished_steps(args, old_spec, split)
     with hold_leases(args.lake, score_leases(old_spec), "gemline upgrade"):
         if plan.repartitioned_tables:
             _repartition(args)
         upgrade_lake(args.lake, old_spec, spec)
     _upgrade_gem(args)
     kept_tables = {*plan.kept_tables, *plan.repartitioned_tables}
-    carry_over_step_states(spec, args.paths, steps, kept_tables)
+    carry_over_step_states(spec, args.paths, steps, finished, kept_tables)
     pending = pending_steps(spec, args.paths, steps)
     skipped = ", ".join(step.name for step in steps if step not in pending) or "nothing"
     print(f"next: `gemline run` with the same arguments; it skips {skipped}")
+
+
+def _finished_steps(args: UpgradeArgs, old_spec: DataSpec, split: DaySplit) -> set[str]:
+    """Names of the steps that `gemline run` would skip under the old spec.
+
+    A step is recorded with the path of its spec, which has been edited in place since, or copied.
+    """
+    from dags.runner import pending_steps
+
+    finished: set[str] = set()
+    for path in (args.spec, args.old_spec):
+        paths = PipelinePaths(path, args.raw, args.lake)
+        steps = pipeline_steps(old_spec, paths, split, ("--scale", args.scale))
+        pending = pending_steps(old_spec, paths, steps)
+        finished |= {step.name for step in steps if step not in pending}
+    return finished
 
 
 def _repartition(args: UpgradeArgs) -> None:

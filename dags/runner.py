@@ -80,15 +80,20 @@ def raw_file_states(spec: DataSpec, raw: str, kinds: Collection[str], days: DayR
 
 
 def carry_over_step_states(
-    spec: DataSpec, paths: PipelinePaths, steps: Sequence[Step], kept_tables: Collection[str]
+    spec: DataSpec,
+    paths: PipelinePaths,
+    steps: Sequence[Step],
+    finished: Collection[str],
+    kept_tables: Collection[str],
 ) -> None:
     """Record steps whose tables were all kept as finished under a new spec.
 
-    Those that read what is rebuilt run again nevertheless: see `pending_steps`.
+    `finished` names the steps that were up to date under the old spec. Those that read what is
+    rebuilt run again nevertheless: see `pending_steps`.
     """
     for step in steps:
         record = step_state.read_step_state(paths.lake, step.name)
-        if record and set(step.writes) <= set(kept_tables):
+        if record and step.name in finished and set(step.writes) <= set(kept_tables):
             fingerprint = input_fingerprint(spec, paths, steps, step)
             step_state.write_step_state(paths.lake, step.name, fingerprint, record.seconds)
 

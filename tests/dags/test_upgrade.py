@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import yaml
 
 from dags.pipeline import data_steps, latest_mature_split, pipeline_steps
 from dags.runner import input_fingerprint, pending_steps
-from dags.steps import PipelinePaths
+from dags.steps import PipelinePaths, Step
 from etl.errors import UserError
 from etl.spec import load_spec
 from etl.tables import step_state
@@ -170,18 +170,21 @@ def test_an_upgrade_asks_for_confirmation_on_a_terminal(
     assert main(command) == 0 and not any(map(own.exists, rebuilt))
 
 
-@pytest.mark.parametrize("change", [new_surface, new_feature])
-def test_an_upgrade_prints_the_steps_that_the_next_run_skips(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: SpecChange
-) -> None:
-    """Ingest runs again after attributes of items, by which conversions follow touches."""
-    old_path, days = write_spec(tmp_path), (FIRST, LAST)
+def printed_and_pending(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: SpecChange,
+    finished_until: date = LAST,
+) -> tuple[list[str], list[Step], list[Step]]:
+    """What an upgrade prints as skipped, all steps, and the pending ones, after a finished run."""
+    old_path = write_spec(tmp_path)
     lake = Lake(str(tmp_path / "lake"), load_spec(old_path))
     for schema in table_registry(lake.spec).values():
         create_table(lake, schema)
     old_paths = PipelinePaths(old_path, str(tmp_path), lake.root)
-    split = latest_mature_split(lake.spec, *days)
-    finish(lake.spec, old_paths, pipeline_steps(lake.spec, old_paths, split))
+    split = latest_mature_split(lake.spec, FIRST, LAST)
+    finished = split.model_copy(update={"data_until": finished_until})
+    finish(lake.spec, old_paths, pipeline_steps(lake.spec, old_paths, finished))
     path = write_changed_spec(old_path, tmp_path / "new.yaml", change)
     new, paths = load_spec(path), PipelinePaths(path, str(tmp_path), lake.root)
     flags = ["--spec", str(path), "--lake", lake.root, "--raw", str(tmp_path)]
@@ -189,10 +192,27 @@ def test_an_upgrade_prints_the_steps_that_the_next_run_skips(
     assert main([*command, "--yes"]) == 0
     printed = capsys.readouterr().out.strip().rpartition("it skips ")[2].split(", ")
     steps = pipeline_steps(new, paths, split, ("--scale", "small"))
-    pending = [step.name for step in pending_steps(new, paths, steps)]
-    assert ("ingest" in pending) == (change is new_feature)
-    skipped = [step.name for step in steps if step.name not in pending]
+    return printed, steps, pending_steps(new, paths, steps)
+
+
+@pytest.mark.parametrize("change", [new_surface, new_feature])
+def test_an_upgrade_prints_the_steps_that_the_next_run_skips(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: SpecChange
+) -> None:
+    """Ingest runs again after attributes of items, by which conversions follow touches."""
+    printed, steps, pending = printed_and_pending(tmp_path, capsys, change)
+    assert ("ingest" in [step.name for step in pending]) == (change is new_feature)
+    skipped = [step.name for step in steps if step not in pending]
     assert printed == (skipped or ["nothing"])
+
+
+def test_steps_that_had_not_finished_run_after_an_upgrade(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last run had one day less, so that no table has the last day."""
+    before = LAST - timedelta(days=1)
+    printed, steps, pending = printed_and_pending(tmp_path, capsys, new_surface, before)
+    assert printed == ["nothing"] and pending == steps
 
 
 def test_the_meaning_of_stored_codes_cannot_be_changed(
