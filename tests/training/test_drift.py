@@ -20,7 +20,13 @@ from tests.pipeline import rows
 from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
 from training.evaluation import drift
-from training.evaluation.drift import DriftMetric, combine, teacher_prequential
+from training.evaluation.drift import (
+    DriftMetric,
+    TeacherPrequential,
+    combine,
+    prequential_metrics,
+    teacher_prequential,
+)
 
 DAYS = tuple(FIRST + timedelta(days=n) for n in range(9))
 Row = dict[str, Any]
@@ -210,6 +216,31 @@ def test_drift_of_predictions_blocks_promotion(
     output = capsys.readouterr()
     assert "NE of long_view is" in output.err and f"on {last}" in output.err
     assert "ALARM: calibration of long_view" in output.out
+
+
+def sums_of(day: date, positives: float) -> TeacherPrequential:
+    """Sums of a day of 4,000 impressions on which 200 positives were predicted."""
+    return TeacherPrequential(day, "feed", "conversion", 4000, positives, 200.0, 800.0)
+
+
+def test_missing_positives_are_drift_of_the_calibration_alone() -> None:
+    """Without conversions of its own, the newest day has no NE; that of the day before is usual."""
+    usual = [sums_of(day, 195.0 + day.day % 3) for day in DAYS[:-1]]
+    for positives in (0.0, 3.0):
+        ne, calibration = prequential_metrics("conversion", [*usual, sums_of(DAYS[-1], positives)])
+        assert ne.days[-1] == DAYS[-2] and ne.alarm is None
+        assert calibration.days[-1] == DAYS[-1]
+        assert f"on {DAYS[-1]}" in str(calibration.alarm)
+
+
+def test_an_old_bad_day_does_not_block_later_days() -> None:
+    """The days after it have too few predicted and actual positives to be judged."""
+    days = [FIRST + timedelta(days=n) for n in range(11)]
+    usual = [sums_of(day, 195.0 + day.day % 3) for day in days[:8]]
+    bad = sums_of(days[8], 900.0)
+    assert any(metric.alarm for metric in prequential_metrics("conversion", [*usual, bad]))
+    few = [sums_of(day, 5.0)._replace(predicted=5.0) for day in days[9:]]
+    assert not list(prequential_metrics("conversion", [*usual, bad, *few]))
 
 
 def test_a_surface_without_impressions_is_reported_but_blocks_no_promotion(

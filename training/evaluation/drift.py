@@ -9,7 +9,7 @@ which is robust to a single bad day.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import date
+from datetime import date, timedelta
 from statistics import median
 from typing import NamedTuple
 
@@ -26,7 +26,8 @@ from training.data.label_window import LabelWindow
 
 BASELINE_DAYS = 14  # earlier days to compare with
 MIN_BASELINE_DAYS = 4
-MIN_POSITIVES = 30  # positive labels per day; with fewer, metrics are noise
+PREQUENTIAL_DAYS = 60  # latest days that are read: more than BASELINE_DAYS, as some may not count
+MIN_POSITIVES = 30  # positive labels of a surface on a day; with fewer, metrics are noise
 MAD_THRESHOLD = 5.0  # deviations from the median, in MADs, that count as drift
 
 
@@ -46,8 +47,8 @@ class TeacherPrequential(NamedTuple):
 
     @property
     def calibration(self) -> float:
-        """Predicted over actual positives."""
-        return self.predicted / self.positives
+        """Predicted over actual positives, of which at least one is counted."""
+        return self.predicted / max(self.positives, 1.0)
 
     @property
     def ne(self) -> float:
@@ -70,16 +71,18 @@ def combine(parts: Sequence[TeacherPrequential]) -> TeacherPrequential:
 def teacher_prequential(lake: Lake, data_until: date) -> list[TeacherPrequential]:
     """Prequential sums by day, surface and objective, of labels final at the end of `data_until`.
 
-    Empty if no teacher predictions were written.
+    Of the latest PREQUENTIAL_DAYS days; empty if no teacher predictions were written.
     """
     if not lake.exists("teacher_predictions"):
         return []
     predictions = arrow.snapshot(lake, model_schemas.teacher_predictions(lake.spec))
     impressions = arrow.snapshot(lake, label_schemas.impressions(lake.spec))
     window = LabelWindow(0, lake.spec.day_end(data_until))
+    first_day = data_until - timedelta(days=PREQUENTIAL_DAYS - 1)
     return [
         metrics
         for day in predictions.days()
+        if day >= first_day
         for metrics in _day_metrics(lake, day, predictions, impressions, window)
     ]
 
@@ -163,30 +166,45 @@ class DriftMetric:
 
 def drift_metrics(lake: Lake, data_until: date) -> list[DriftMetric]:
     """All monitored metrics of the days up to `data_until`."""
-    prequential = [
-        metrics
-        for metrics in teacher_prequential(lake, data_until)
-        if metrics.positives >= MIN_POSITIVES
+    prequential = teacher_prequential(lake, data_until)
+    by_objective = [
+        metric
+        for name in lake.spec.objectives
+        for metric in prequential_metrics(name, [m for m in prequential if m.objective == name])
     ]
-    return [*_prequential_metrics(lake, prequential), *_impression_counts(lake, data_until)]
+    return [*by_objective, *_impression_counts(lake, data_until)]
 
 
-def _prequential_metrics(
-    lake: Lake, prequential: Sequence[TeacherPrequential]
+def prequential_metrics(
+    objective: str, prequential: Sequence[TeacherPrequential]
 ) -> Iterator[DriftMetric]:
-    for name in lake.spec.objectives:
-        by_day: dict[date, list[TeacherPrequential]] = {}
-        for metrics in prequential:
-            if metrics.objective == name:
-                by_day.setdefault(metrics.day, []).append(metrics)
-        if not by_day:
-            continue
-        days = tuple(sorted(by_day))
-        combined = [combine(by_day[day]) for day in days]
-        ne = tuple(metrics.ne for metrics in combined)
-        calibration = tuple(metrics.calibration for metrics in combined)
-        yield DriftMetric(f"NE of {name}", days, ne, 0.1, increase_only=True, blocks_promotion=True)
-        yield DriftMetric(f"calibration of {name}", days, calibration, 0.2, blocks_promotion=True)
+    """NE and calibration of an objective by day, each summed over the surfaces with enough labels.
+
+    For calibration either predicted or actual positives have to be enough, so that missing ones are
+    drift. A metric whose newest value is older than the day before the newest labels is left out.
+    """
+    of_ne = _by_day([m for m in prequential if m.positives >= MIN_POSITIVES])
+    of_calibration = _by_day(
+        [m for m in prequential if max(m.positives, m.predicted) >= MIN_POSITIVES]
+    )
+    day_before_newest = max((m.day for m in prequential), default=date.max) - timedelta(days=1)
+    if of_ne and of_ne[-1].day >= day_before_newest:
+        days, values = tuple(m.day for m in of_ne), tuple(m.ne for m in of_ne)
+        name = f"NE of {objective}"
+        yield DriftMetric(name, days, values, 0.1, increase_only=True, blocks_promotion=True)
+    if of_calibration and of_calibration[-1].day >= day_before_newest:
+        days = tuple(m.day for m in of_calibration)
+        values = tuple(m.calibration for m in of_calibration)
+        name = f"calibration of {objective}"
+        yield DriftMetric(name, days, values, 0.2, blocks_promotion=True)
+
+
+def _by_day(prequential: Sequence[TeacherPrequential]) -> list[TeacherPrequential]:
+    """The sums over surfaces of each day, the newest last."""
+    by_day: dict[date, list[TeacherPrequential]] = {}
+    for metrics in prequential:
+        by_day.setdefault(metrics.day, []).append(metrics)
+    return [combine(by_day[day]) for day in sorted(by_day)]
 
 
 def _impression_counts(lake: Lake, data_until: date) -> Iterator[DriftMetric]:
