@@ -130,6 +130,18 @@ def test_the_weight_of_a_day_depends_only_on_labels_known_before_it(
     assert blend_weights(own, SECOND, THIRD, 14) == before
 
 
+def test_days_that_were_scored_before_an_objective_was_added_are_no_evidence_for_it(
+    taught: Lake, tmp_path: Path
+) -> None:
+    own = copy_of(taught, tmp_path / "lake")
+    before = blend_weights(own, SECOND, THIRD, 14)
+    added = max(before, key=lambda name: before[name])
+    path = Path(str(day_logits_path(own.root, SECOND)))
+    table = pq.read_table(path).drop_columns([f"logit_{added}", f"trees_{added}"])
+    pq.write_table(table, path)
+    assert blend_weights(own, SECOND, THIRD, 14) == before | {added: 0.0}
+
+
 def test_trees_learn_only_labels_that_are_final_on_their_day(taught: Lake, tmp_path: Path) -> None:
     own = copy_of(taught, tmp_path / "lake")
     files = sorted(Path(own.root, "models", "gem", "trees", f"{FIRST}").glob("*.txt"))

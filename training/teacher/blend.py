@@ -100,6 +100,7 @@ def blend_weights(lake: Lake, trained_until: date, day: date, blend_days: int) -
                 [f"logit_{name}", f"trees_{name}", f"label_{name}"]
             )
             for d, table in logits.items()
+            if f"logit_{name}" in table.column_names  # else an upgrade has added the objective
         ]
         weights[name] = _weight_on(pa.concat_tables(rows)) if rows else 0.0
     return weights
