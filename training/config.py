@@ -220,9 +220,16 @@ class TrainConfig(StrictModel):
 
     @model_validator(mode="after")
     def _check_heads(self) -> Self:
-        width, step = self.gem_config.event_width, 2 * self.gem_config.heads
-        if width % step:
-            raise ValueError(f"event_width is {width}: make it a multiple of {step}, twice `heads`")
+        config = self.gem_config
+        sizes = {"event_width": (config.event_width, config.heads)}
+        for name, group in config.sequence.event_groups.items():
+            key = f"sequence.event_groups.{name}.width"
+            sizes[key] = group.width or config.event_width, group.heads or config.heads
+        for key, (width, heads) in sizes.items():
+            if width % (2 * heads):
+                raise ValueError(
+                    f"{key} is {width}: make it a multiple of {2 * heads}, twice `heads`"
+                )
         return self
 
     @property

@@ -57,6 +57,11 @@ def test_a_dataset_may_hold_unlabelled_impressions_and_those_of_one_surface(lake
     assert not any(len(batch.history.item_index) for batch in batches)
 
 
+def test_a_surface_that_the_spec_does_not_have_is_refused(lake: Lake) -> None:
+    with pytest.raises(UserError, match="no ads on surface 'moon'"):
+        training.ExampleDataset(lake.root, lake.spec, DAYS, surfaces=("moon",), max_length=0)
+
+
 def test_a_label_window_selects_labels(lake: Lake) -> None:
     window = LabelWindow(0, lake.spec.day_end(FIRST))
     early = training.ExampleDataset(lake.root, lake.spec, (FIRST, LAST), label_window=window)

@@ -78,3 +78,9 @@ def test_sizes_replace_those_of_the_scale_and_no_others() -> None:
 def test_sizes_that_no_model_has_are_refused(sizes: dict[str, int]) -> None:
     with pytest.raises(ValidationError):
         TrainConfig.model_validate({"sizes": sizes})
+
+
+def test_an_event_group_has_a_width_for_its_heads() -> None:
+    groups = {"clicks": {"events": ["click"], "width": 30, "heads": 4}}
+    with pytest.raises(ValidationError, match=r"event_groups\.clicks\.width is 30: .* of 8"):
+        TrainConfig.model_validate({"model": {"sequence": {"event_groups": groups}}})

@@ -50,6 +50,8 @@ class ExampleReader:
         if self.sequence not in spec.sequences:
             known = ", ".join(spec.sequences)
             raise UserError(f"spec {spec.name} has no sequence {self.sequence!r}; known: {known}")
+        for surface in self.surfaces:
+            spec.require_ad_surface(surface)
         self.features = feature_schema(spec)
         self._tables = {
             name: snapshot(self.lake, schemas.table_schema(spec, name), self.table_versions[name])
