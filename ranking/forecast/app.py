@@ -19,7 +19,7 @@ from etl.tables.lake import Lake
 from ranking.forecast.forecaster import Forecaster
 from ranking.forecast.pool import WorkerPool
 from ranking.forecast.schemas import Forecast, ForecastRequest
-from ranking.forecast.tables import SAMPLE, read_sample, read_tables, table_versions
+from ranking.forecast.tables import SAMPLE, read_sample, read_tables, table_id, table_versions
 from ranking.forecast.worker import WorkerSettings
 from ranking.serving.admission import BodyBuffer, WorkQueue
 from ranking.serving.errors import error_response
@@ -29,6 +29,7 @@ from ranking.serving.settings import Limits
 
 log = logging.getLogger("uvicorn.error")
 REFRESH_SECONDS = 10.0
+LOAD_TIMEOUT_SECONDS = 600.0  # for the workers of a new build to load their shards
 FORECAST_COST = 100  # of a forecast in the queue, in candidates of the ranking service
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     code: {"model": ErrorResponse} for code in (401, 403, 408, 411, 413, 422, 429, 503)
@@ -49,20 +50,38 @@ class ForecastService:
         self.lake, self.settings, self.num_workers = lake, settings, num_workers
         self.forecaster: Forecaster | None = None
         self.pool: WorkerPool | None = None
+        self._sample_table_id = ""
 
     async def refresh(self) -> None:
-        """Switch to a new build, if there is one, once its workers have loaded their shards."""
-        versions = table_versions(self.lake)
-        if self.forecaster and self.forecaster.tables.versions == versions:
+        """Switch to a new build, if there is one, once its workers have loaded their shards.
+
+        Raises:
+            TemporaryError: The workers did not load their shards in time; they are stopped.
+        """
+        versions, sample_table_id = table_versions(self.lake), table_id(self.lake, SAMPLE)
+        is_same_table = sample_table_id == self._sample_table_id  # else versions began again
+        if self.forecaster and self.forecaster.tables.versions == versions and is_same_table:
             return
         sample = await asyncio.to_thread(read_sample, self.lake, versions[SAMPLE])
         tables = await asyncio.to_thread(read_tables, self.lake, sample, versions)
         settings = self.settings.model_copy(update={"versions": versions})
-        pool, before = WorkerPool(settings, self.num_workers), self.pool
-        await pool.wait_until_ready()
+        pool, before = await self._loaded_pool(settings), self.pool
         self.pool, self.forecaster = pool, Forecaster(tables, pool)
+        self._sample_table_id = sample_table_id
         if before is not None:
             await before.close()
+
+    async def _loaded_pool(self, settings: WorkerSettings) -> WorkerPool:
+        """A pool whose workers have loaded their shards."""
+        pool = WorkerPool(settings, self.num_workers)
+        try:
+            await asyncio.wait_for(pool.wait_until_ready(), LOAD_TIMEOUT_SECONDS)
+        except BaseException as error:
+            await pool.close()
+            if isinstance(error, TimeoutError):
+                raise TemporaryError("workers did not load the new build in time") from None
+            raise
+        return pool
 
     def current(self) -> Forecaster:
         """The forecaster; raises TemporaryError while the first build is loaded."""

@@ -79,6 +79,11 @@ def table_versions(lake: Lake) -> dict[str, int]:
     return {SAMPLE: table.version()} | {name: inputs[name] for name in OTHER_TABLES}
 
 
+def table_id(lake: Lake, name: str) -> str:
+    """The id of a table: another one once the table was removed and created again."""
+    return str(lake.open(name).metadata().id)
+
+
 def read_sample(lake: Lake, version: int, shard: tuple[int, int] = (0, 1)) -> pa.Table:
     """The rows of a shard (number, of how many) of `forecast_sample`, by a hash of the user."""
     rows = arrow.snapshot(lake, forecast_schemas.forecast_sample(lake.spec), version).read()

@@ -21,6 +21,7 @@ from fastapi.testclient import TestClient
 
 from benchmarks.harness import SIMULATOR_SPEC
 from benchmarks.studies.forecast_world import sampled_days
+from etl.errors import TemporaryError
 from etl.spec import load_spec
 from etl.tables import arrow, audience_schemas, forecast_schemas
 from etl.tables.lake import Lake
@@ -232,6 +233,54 @@ def test_a_worker_that_cannot_be_started_is_retried(
         assert len(attempts) == 2
         await pool.close()
 
+    asyncio.run(run())
+
+
+def test_tables_that_were_replaced_are_loaded_though_their_versions_are_the_same(
+    settings: WorkerSettings, tmp_path: Path
+) -> None:
+    """As after an erasure, which removes the tables with all their versions."""
+    shutil.copytree(settings.lake, tmp_path / "lake")
+    own = settings.model_copy(update={"lake": str(tmp_path / "lake")})
+
+    async def run() -> None:
+        service = service_of(own)
+        await service.refresh()
+        first = service.current()
+        await service.refresh()
+        assert service.current() is first, "nothing has changed"
+        shutil.rmtree(own.lake)
+        write_tables(Lake(own.lake, SPEC), World(1, 6000))
+        await service.refresh()
+        assert service.current() is not first
+        assert service.current().tables.versions == first.tables.versions
+        assert service.pool
+        await service.pool.close()
+
+    asyncio.run(run())
+
+
+def test_workers_that_do_not_load_a_build_in_time_are_stopped(
+    settings: WorkerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools: list[WorkerPool] = []
+
+    class RecordedPool(WorkerPool):
+        def __init__(self, settings: WorkerSettings, num_workers: int) -> None:
+            super().__init__(settings, num_workers)
+            pools.append(self)
+
+    async def run() -> None:
+        service = service_of(settings)
+        with pytest.raises(TemporaryError, match="in time"):
+            await service.refresh()
+        assert service.pool is None and service.forecaster is None
+        (pool,) = pools
+        for worker in pool.workers:
+            assert worker.process is None or worker.process.returncode is not None
+
+    monkeypatch.setattr("ranking.forecast.app.WorkerPool", RecordedPool)
+    monkeypatch.setattr("ranking.forecast.app.LOAD_TIMEOUT_SECONDS", 0.2)
     asyncio.run(run())
 
 

@@ -14,8 +14,9 @@ from etl.errors import UserError
 from etl.tables import arrow, model_schemas
 from etl.tables.lake import Lake
 from tests.conftest import FIRST, LAST, ROOT
-from training.data.batch import Batch, batch_digest
+from training.data.batch import Batch, Shuffle, batch_digest
 from training.data.label_window import ALL_LABELS, LabelWindow
+from training.data.reader import ExampleReader
 
 DAYS = (str(FIRST), str(LAST))
 
@@ -60,6 +61,16 @@ def test_a_dataset_may_hold_unlabelled_impressions_and_those_of_one_surface(lake
 def test_a_surface_that_the_spec_does_not_have_is_refused(lake: Lake) -> None:
     with pytest.raises(UserError, match="no ads on surface 'moon'"):
         training.ExampleDataset(lake.root, lake.spec, DAYS, surfaces=("moon",), max_length=0)
+
+
+def test_a_reader_of_no_history_needs_no_name_of_a_sequence(lake: Lake) -> None:
+    sequences = dict.fromkeys(("behaviour", "clicks"), lake.spec.sequences["behaviour"])
+    two = Lake(lake.root, lake.spec.model_copy(update={"sequences": sequences}))
+    reader = ExampleReader.latest(two, max_length=0)
+    batch = next(iter(reader.batches([FIRST], ALL_LABELS, 64, Shuffle(None))))
+    assert not len(batch.history.item_index)
+    with pytest.raises(UserError, match="--sequence is missing"):
+        ExampleReader.latest(two)
 
 
 def test_a_label_window_selects_labels(lake: Lake) -> None:

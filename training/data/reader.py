@@ -78,10 +78,13 @@ class ExampleReader:
         max_length: int | None = None,
         surfaces: tuple[str, ...] = (),
     ) -> "ExampleReader":
-        """A reader of the latest versions; `sequence` may be None if the spec has only one."""
+        """A reader of the latest versions.
+
+        `sequence` may be None if the spec has only one, or if no history is read.
+        """
         if sequence is None:
             sequence, *others = lake.spec.sequences
-            if others:
+            if others and max_length != 0:
                 known = ", ".join(lake.spec.sequences)
                 raise UserError(f"--sequence is missing: name one of the spec's sequences: {known}")
         versions = {name: lake.version(name) for name in INPUT_TABLES}
