@@ -87,7 +87,7 @@ def parse_data_until(spec: DataSpec, text: str) -> int:
     """
     try:
         second = _end_of_data(spec, text)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise UserError(
             f"--data-until {text}: write a day or a time, such as 2026-01-08 or 2026-01-08T14:00"
         ) from None

@@ -109,7 +109,7 @@ def test_times_are_in_the_time_zone_of_the_spec(spec: DataSpec) -> None:
     assert parse_data_until(berlin, f"{TODAY}T12:00") == noon(spec) - 3600
     assert parse_data_until(berlin, f"{TODAY}") == berlin.day_end(TODAY)
     assert berlin.last_day_before(berlin.day_end(TODAY)) == TODAY
-    for text in ("yesterday", "2026-01-04T25:00", "12:00"):
+    for text in ("yesterday", "2026-01-04T25:00", "12:00", "9999-12-31"):
         with pytest.raises(UserError, match="write a day or a time"):
             parse_data_until(berlin, text)
 
