@@ -243,36 +243,49 @@ def flags_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def http_page() -> str:
-    """All routes of the service with their bodies."""
+    """All routes of both services with their bodies."""
     from fastapi import FastAPI
 
+    from ranking.forecast.app import add_routes as add_forecast_routes
     from ranking.serving.app import add_routes
 
-    app = FastAPI(title="Gemline")
-    add_routes(app, cast(Any, None))  # routes are described, none is called
-    schema = app.openapi()
+    nothing = cast(Any, None)  # routes are described, none is called
+    rankings, forecasts = FastAPI(title="rankings"), FastAPI(title="forecasts")
+    add_routes(rankings, nothing)
+    add_forecast_routes(forecasts, nothing, nothing)
     lines = ["# HTTP", "", GENERATED, ""]
     lines += [
-        "Routes of `gemline rank serve`; `/docs` of a running service shows them, too. "
-        "[Serve](../guides/serve.md) explains limits, tokens and errors.",
+        "`/docs` of a running service shows its routes, too. [Serve](../guides/serve.md) explains "
+        "limits, tokens and errors of both.",
     ]
-    for path, methods in schema["paths"].items():
+    models: dict[str, Any] = {}
+    for command, app in (("gemline rank serve", rankings), ("gemline forecast serve", forecasts)):
+        schema = app.openapi()
+        models |= schema["components"]["schemas"]
+        lines += ["", f"## {command}", *_route_lines(schema["paths"])]
+    return "\n".join([*lines, "", "## Bodies", *_model_lines(models)]) + "\n"
+
+
+def _route_lines(paths: Mapping[str, Any]) -> Iterator[str]:
+    """Method, path, description and bodies of each route."""
+    for path, methods in paths.items():
         for method, route in methods.items():
             about = route.get("description") or route.get("summary", "")
-            lines += ["", f"## {method.upper()} {path}", "", about]
-            lines += [body for body in (_body("Request", route), _body("Answer", route)) if body]
-    for name, model in sorted(schema["components"]["schemas"].items()):
-        lines += ["", f"## {name}", "", model.get("description", "")]
+            yield from ("", f"### {method.upper()} {path}", "", about)
+            yield from (body for body in (_body("Request", route), _body("Answer", route)) if body)
+
+
+def _model_lines(models: Mapping[str, Any]) -> Iterator[str]:
+    """A table of the fields of each body."""
+    for name, model in sorted(models.items()):
+        yield from ("", f"### {name}", "", model.get("description", ""))
         properties = model.get("properties", {})
         if properties:
-            lines += ["", "| field | type | default | |", "|---|---|---|---|"]
+            yield from ("", "| field | type | default | |", "|---|---|---|---|")
         for field, of in properties.items():
             default = "required" if field in model.get("required", ()) else of.get("default", "")
             default = f"`{json.dumps(default)}`" if default not in ("required", "") else default
-            lines.append(
-                f"| `{field}` | {_json_type(of)} | {default} | {of.get('description', '')} |"
-            )
-    return "\n".join(lines) + "\n"
+            yield f"| `{field}` | {_json_type(of)} | {default} | {of.get('description', '')} |"
 
 
 def _body(what: str, route: Mapping[str, Any]) -> str:

@@ -97,7 +97,7 @@ def create_app(service: ForecastService, limits: Limits, allowed_hosts: list[str
         "Gemline forecasts", _lifespan(service, limits), queue, BodyBuffer(limits), allowed_hosts
     )
     app.add_exception_handler(UserError, _handle_user_error)
-    _add_routes(app, service, queue)
+    add_routes(app, service, queue)
     return app
 
 
@@ -128,7 +128,9 @@ async def _refresh_periodically(service: ForecastService) -> None:
         await asyncio.sleep(REFRESH_SECONDS)
 
 
-def _add_routes(app: FastAPI, service: ForecastService, queue: WorkQueue) -> None:
+def add_routes(app: FastAPI, service: ForecastService, queue: WorkQueue) -> None:
+    """Add the routes to an application."""
+
     @app.post("/forecast", responses=ERROR_RESPONSES)
     async def forecast(request: Request, body: ForecastRequest) -> Forecast:
         """Forecast the size of a segment, and what a campaign would win of it."""
