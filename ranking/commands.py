@@ -17,6 +17,7 @@ from etl.cli.runner import (
 )
 from etl.errors import UserError
 from etl.event_time import format_utc
+from ranking.feature_store.command import check_consistency
 from ranking.portfolio.command import portfolio
 from ranking.serving.settings import LOOPBACK_HOSTS, Limits
 from ranking.student.config import DomainTrainConfig, StudentTrainConfig
@@ -332,6 +333,7 @@ COMMANDS = {
         "score": score,
         "off-policy": off_policy,
         "materialize": materialize,
+        "check-consistency": check_consistency,
         "portfolio": portfolio,
         "serve": serve,
     },

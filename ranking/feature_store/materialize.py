@@ -290,7 +290,7 @@ def materialize(lake: Lake, data_until: int) -> str:
     Raises:
         UserError: No promoted ranker can be read, or the rankers read different sequences.
     """
-    lengths = _required_lengths(lake)
+    lengths = required_lengths(lake)
     pointer = feature_store_pointer(lake.root)
     name = next_store_name(pointer, lake.spec.last_day_before(data_until))
     folder = local_cache_path(pointer.folder) / name
@@ -313,7 +313,7 @@ def next_store_name(pointer: VersionPointer, day: date) -> str:
     return f"{day:%Y%m%d}-{1 + max((int(match[1]) for match in found if match), default=0)}"
 
 
-def _required_lengths(lake: Lake) -> HistoryLengths:
+def required_lengths(lake: Lake) -> HistoryLengths:
     """What the promoted rankers of a lake read together."""
     manifests, errors = promoted_manifests(lake)
     for error in errors:

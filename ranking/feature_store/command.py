@@ -1,0 +1,74 @@
+"""The command `gemline rank check-consistency`."""
+
+from collections import Counter
+from dataclasses import fields
+from datetime import date
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import tyro
+from pydantic import Field
+
+from etl.cli.runner import LakeArgs
+from etl.errors import UserError
+
+
+class ConsistencyArgs(LakeArgs):
+    """A day whose logged requests are compared."""
+
+    day: Annotated[date, tyro.conf.arg(help="the day whose logged requests are compared")]
+    max_requests: Annotated[
+        int, Field(ge=1), tyro.conf.arg(help="how many requests of the day, the first ones")
+    ] = 1000
+
+
+def check_consistency(args: ConsistencyArgs) -> None:
+    """Compare online with offline features of a day's logged requests; exit 2 if any differ.
+
+    A feature store with all data until the day before is built in the folder of temporary files.
+    The day's events and versions of attributes are posted to it in the order of their ingest, and
+    each request is read at its time, as the promoted rankers read it.
+    """
+    from ranking.feature_store import consistency
+    from ranking.feature_store.materialize import (
+        build_feature_store,
+        promoted_manifests,
+        required_lengths,
+    )
+    from ranking.student.config import InputLimits
+
+    lake = args.open_lake()
+    if not lake.count_rows("examples", (args.day, args.day)):
+        raise UserError(f"{lake.root} has no examples of {args.day}: name a day that has requests")
+    lengths = required_lengths(lake)
+    manifests, _ = promoted_manifests(lake)
+    limits = InputLimits(
+        **{
+            field.name: max(getattr(manifest.input_limits, field.name) for manifest in manifests)
+            for field in fields(InputLimits)
+        }
+    )
+    with TemporaryDirectory(prefix="gemline-") as folder:
+        store = build_feature_store(
+            lake, Path(folder, "store"), lake.spec.day_start(args.day), lengths
+        )
+        report = consistency.check_consistency(store, lake, args.day, limits, args.max_requests)
+        store.close()
+    print(f"check-consistency: compared {report.num_requests:,} requests of {args.day}")
+    if report.mismatches:
+        raise UserError(f"online and offline features differ: {_most_frequent(report.mismatches)}")
+
+
+def _most_frequent(mismatches: tuple[str, ...]) -> str:
+    """The arrays that differ most often, each with a request: `numeric in 3 requests (r7), …`."""
+    example = {}
+    for mismatch in mismatches:
+        request, _, array = mismatch.partition(": ")
+        example.setdefault(array, request)
+    counts = Counter(mismatch.partition(": ")[2] for mismatch in mismatches)
+    described = [
+        f"{array} in {count:,} requests (first in {example[array]})"
+        for array, count in counts.most_common(5)
+    ]
+    return ", ".join(described)
