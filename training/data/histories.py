@@ -265,7 +265,7 @@ def _needed_rows(table: pa.Table, needed: NeededEvents) -> pa.Table:
     begin = before - np.repeat(before[starts] - dropped, num_rows)  # of each row, in the history
     user = pc.index_in(users, needed.users).to_numpy()
     first = np.repeat(needed.first[user], num_rows)
-    # If all that requests read was removed, the first row says so.
+    # Where compaction removed all that requests read, the user's first row is kept, which shows it.
     last = np.repeat(np.maximum(needed.last[user], dropped), num_rows)
     is_needed = (begin + lengths > first) & (begin <= last)
     # The first row of a user that is kept stands for all events before it.

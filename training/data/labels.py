@@ -218,7 +218,11 @@ def _first_of_objective(
 
 
 def _first_time_from(auxiliary: _StoredLabels, trained_ts: Int64) -> Int64:
-    """The first of the times (B, O) at which each auxiliary label is final (B, A), or NEVER."""
+    """When each auxiliary label can be learned (B, A), NEVER if it cannot.
+
+    That is the earliest of the times (B, O) at which an objective of the row is learned and the
+    auxiliary label is already final.
+    """
     is_final = trained_ts[:, None, :] >= auxiliary.mature_ts[:, :, None]
     times: Int64 = np.where(is_final, trained_ts[:, None, :], NEVER).min(2)
     return times

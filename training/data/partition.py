@@ -215,9 +215,9 @@ def window_draws(rows: pa.Table) -> Float64:
     """Uniform numbers in [0, 1) of rows (B), from hashes of user, time and item."""
     user = hash_ids(rows["user_id"].combine_chunks()).astype(np.uint64)
     seconds = rows["as_of_ts"].to_numpy().astype(np.uint64)
-    request = user * np.uint64(0x9E3779B97F4A7C15) ^ seconds
-    impression = request ^ rows["item_index"].to_numpy().astype(np.uint64) << np.uint64(40)
-    return _uniform(~impression)
+    items = rows["item_index"].to_numpy().astype(np.uint64)
+    requests = (user * np.uint64(0x9E3779B97F4A7C15)) ^ seconds  # the constants are SplitMix64's
+    return _uniform(~(requests ^ (items << np.uint64(40))))
 
 
 def _uniform(hashes: npt.NDArray[np.uint64]) -> Float64:

@@ -64,11 +64,11 @@ def steps_to_pass_end(shards: Sequence[tuple[int, int]], number: int, passes: in
         passes: The number of all passes.
 
     Returns:
-        Below zero if the next pass began before.
+        The number of steps; negative if the pass ended before.
     """
     with_rows = [(batches, consumed) for batches, consumed in shards if batches]
-    turns = max(number * batches - consumed for batches, consumed in with_rows)
-    return sum(min(turns, passes * batches - consumed) for batches, consumed in with_rows)
+    rounds = max(number * batches - consumed for batches, consumed in with_rows)
+    return sum(min(rounds, passes * batches - consumed) for batches, consumed in with_rows)
 
 
 @dataclass(frozen=True)

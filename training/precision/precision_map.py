@@ -65,7 +65,7 @@ class PrecisionMap(StrictModel):
         return cls(sites=dict.fromkeys(names, recipes), chosen_by="uniform")
 
     def with_fallbacks_of(self, previous: "PrecisionMap | None") -> "PrecisionMap":
-        """The map at the end of the training so far, if that began with this one; else this map."""
+        """`previous` if it is this map with products that fell back since; else this map."""
         if previous is not None and previous.sites | previous.fallbacks == self.sites:
             return previous
         return self

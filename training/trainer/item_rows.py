@@ -53,16 +53,16 @@ class WaitingItems:
         return self._most_frequent(self.items[keep], self.counts[keep], self.days[keep])
 
     def _most_frequent(self, items: Tensor, counts: Tensor, days: Tensor) -> "WaitingItems":
-        items, newest_first = items.sort(descending=True)
+        items, by_item = items.sort(descending=True)  # of equal counts the newest items are kept
         is_item = items > NO_ITEM
-        order = torch.where(is_item, counts[newest_first], -1).argsort(descending=True, stable=True)
+        order = torch.where(is_item, counts[by_item], -1).argsort(descending=True, stable=True)
         order = order[: len(self.items)]
         order = order[is_item[order]]
         with self.items.device:
             kept = WaitingItems.none(len(self.items))
         kept.items[: len(order)] = items[order]
-        kept.counts[: len(order)] = counts[newest_first][order]
-        kept.days[: len(order)] = days[newest_first][order]
+        kept.counts[: len(order)] = counts[by_item][order]
+        kept.days[: len(order)] = days[by_item][order]
         return kept
 
 

@@ -85,7 +85,7 @@ class Manifest(StrictModel):
         steps: Steps on all days.
         rows: Examples of all steps.
         consumed_batches: Batches of each shard of the day that were trained on.
-        embedding_resets: Passes over the day before which all embeddings were reset.
+        embedding_resets: Number of passes over the day before which all embeddings were reset.
         first_batch_digests: SHA-256 of the first batches of the day's first shard, until fewer
             processes resume: the first one then reads several shards in turn.
         state_dir: Folder of the tensors, next to the manifest.
