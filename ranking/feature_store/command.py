@@ -62,7 +62,7 @@ def check_consistency(args: ConsistencyArgs) -> None:
 
 def _most_frequent(mismatches: tuple[str, ...]) -> str:
     """The arrays that differ most often, each with a request: `numeric in 3 requests (r7), …`."""
-    example = {}
+    example: dict[str, str] = {}
     for mismatch in mismatches:
         request, _, array = mismatch.partition(": ")
         example.setdefault(array, request)
