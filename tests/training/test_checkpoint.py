@@ -11,9 +11,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from etl.errors import UserError
 from etl.signature import SIGNING_KEY_VARIABLE, TRUSTED_KEY_VARIABLE
+from etl.tables import atomic_io
 from etl.tables.lake import Lake
 from gemline import main
-from tests.conftest import FIRST, GEM_FLAGS, ROOT
+from tests.conftest import FIRST, GEM_FLAGS, LAST, ROOT
 from training.config import TrainConfig
 from training.distributed.process_group import process_group
 from training.trainer import checkpoint
@@ -137,6 +138,46 @@ def test_checkpoints_are_signed_and_verified_where_keys_are_set(
         manifest.write_text(manifest.read_text().replace('"seed": 0', '"seed": 1'))
         with pytest.raises(DamagedCheckpointError, match="was not signed by the key"):
             load_train_state(lake, FIRST)
+
+
+def test_no_new_gem_replaces_one_that_learned_earlier_days(
+    own_gem_lake: Lake, spec_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An upgrade keeps the latest checkpoint alone; training on all days again replaces it."""
+    lake = own_gem_lake
+    for day in (FIRST, SECOND):
+        atomic_io.remove_folder(checkpoint.checkpoint_path(lake.root, day))
+    path = checkpoint.checkpoint_path(lake.root, THIRD)
+    kept = (path / checkpoint.MANIFEST).read_text()
+    command = ["train", "gem", "--spec", str(spec_path), "--lake", lake.root, *GEM_FLAGS]
+    for days in (f"{THIRD}", f"{SECOND}:{LAST}"):
+        assert main([*command, "--days", days]) == 2
+        error = capsys.readouterr().err
+        assert f"GEM until {THIRD} has learned the days from {FIRST} on" in error
+        assert f"train on days after {THIRD} or on all days from {FIRST} on" in error
+    assert (path / checkpoint.MANIFEST).read_text() == kept
+    manifest = checkpoint.read_manifest(path, lake.spec.hash)
+    assert manifest
+    with process_group():
+        reader, other = latest_reader(lake, manifest.training), TrainConfig(batch_rows=32)
+        assert starting_point(lake, reader, (LAST, LAST), manifest.training)[1] == path
+        rebuilt, start = starting_point(lake, reader, (FIRST, LAST), other)
+    assert start is None and rebuilt.trained_until == FIRST
+
+
+def test_no_new_gem_is_started_beside_checkpoints_that_are_not_trusted(
+    own_gem_lake: Lake,
+    spec_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    key = Ed25519PrivateKey.generate().public_key().public_bytes_raw()
+    monkeypatch.setenv(TRUSTED_KEY_VARIABLE, key.hex())
+    flags = ["--spec", str(spec_path), "--lake", own_gem_lake.root, "--days", str(LAST)]
+    assert main(["train", "gem", *flags, *GEM_FLAGS]) == 2
+    error = capsys.readouterr().err
+    assert "can be read or trusted" in error and checkpoint.START_OVER in error
+    assert not checkpoint.checkpoint_path(own_gem_lake.root, LAST).exists()
 
 
 def test_a_changed_length_of_histories_applies_from_the_next_day_on(

@@ -160,6 +160,10 @@ def test_changed_trees_are_refused(taught: Lake, tmp_path: Path) -> None:
     file.write_text(file.read_text().replace("leaf_value=", "leaf_value=9", 1))
     with pytest.raises(UserError, match="not the file that was saved"):
         load_teacher(own, THIRD, LAST)
+    manifest = file.parent / "trees.json"
+    manifest.write_text(manifest.read_text().replace(own.spec.hash, "of-an-earlier-spec"))
+    with pytest.raises(UserError, match="run `gemline train gem` for the next day"):
+        load_teacher(own, THIRD, LAST)
     shutil.rmtree(file.parent)
     with pytest.raises(UserError, match="trees until 2026-01-03 are missing"):
         load_teacher(own, THIRD, LAST)

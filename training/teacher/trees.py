@@ -159,7 +159,10 @@ def load_trees(lake: Lake, day: date, feature_names: tuple[str, ...]) -> Trees:
     if manifest is None:
         raise UserError(f"the teacher's trees until {day} are missing: {advice}")
     if (manifest.spec_hash, manifest.feature_names) != (lake.spec.hash, feature_names):
-        raise UserError(f"the teacher's trees until {day} read other features than now: {advice}")
+        raise UserError(
+            f"the teacher's trees until {day} read other features than now, as after an upgrade: "
+            "run `gemline train gem` for the next day, and score the days after it"
+        )
     try:
         files = _intact_files(folder, manifest)
     except _ChangedTreesError as error:

@@ -7,7 +7,7 @@ are opened.
 
 import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,14 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from etl.errors import UserError
 from etl.signature import SignatureError, verify_signature
+from etl.spec.units import DayRange
 from etl.tables import atomic_io
 from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath, list_matching, read_text_if_exists, resolve_uri
 from training.trainer.state import Manifest, TrainState
 
 MANIFEST, SIGNATURE = "gem.json", "gem.json.sig"
+START_OVER = "remove models/gem and models/compressor from the lake to start over"
 log = logging.getLogger(__name__)
 
 
@@ -163,6 +165,42 @@ def _readable_checkpoints(
             continue
         if manifest:
             yield path, manifest
+
+
+def check_can_start(
+    lake: str, checkpoints: Sequence[tuple[StoragePath, Manifest]], days: DayRange, member: int = 0
+) -> None:
+    """Raises UserError if a new GEM of some days would take the place of one that learned more.
+
+    That is a GEM of a requested day that learned earlier days, too, as the one that an upgrade
+    leaves; or any GEM, if none can be read or trusted. `checkpoints` are those that can.
+    """
+    for _, manifest in reversed(checkpoints):
+        is_requested = manifest.complete and days[0] <= manifest.trained_until <= days[1]
+        if is_requested and manifest.trained_from < days[0]:
+            raise UserError(
+                f"GEM until {manifest.trained_until} has learned the days from "
+                f"{manifest.trained_from} on, and no checkpoint of a day before {days[0]} is left "
+                f"to continue from: train on days after {manifest.trained_until} or on all days "
+                f"from {manifest.trained_from} on, or {START_OVER}"
+            )
+    unreadable = [] if checkpoints else _unreadable_checkpoints(lake, member)
+    if unreadable:
+        raise UserError(
+            f"no checkpoint in {unreadable[0].parent} can be read or trusted, for the reasons "
+            f"above: restore the checkpoints, or {START_OVER}"
+        )
+
+
+def _unreadable_checkpoints(lake: str, member: int) -> list[StoragePath]:
+    """Complete checkpoints that are damaged, or not signed where signatures are required."""
+    unreadable = []
+    for path in list_matching(_member_folder(lake, member), "[0-9]*[0-9]"):
+        try:
+            read_manifest(path, None)
+        except DamagedCheckpointError:
+            unreadable.append(path)
+    return unreadable
 
 
 def has_checkpoint(lake: Lake, day: date) -> bool:

@@ -47,7 +47,7 @@ def starting_point(
     """The manifest before the next batch to train on, and the checkpoint to load, if any.
 
     Raises UserError if days before the first were not trained on, or were trained with settings
-    that may not change.
+    that may not change, or if a new GEM would replace one that learned earlier days, too.
     """
     checkpoints = checkpoint.list_checkpoints(lake.root, lake.spec.hash, member)
     manifest, path = new_manifest(lake, reader, days, config, member), None
@@ -80,6 +80,8 @@ def starting_point(
         is_requested = days[0] <= interrupted.trained_until <= days[1]
         if is_requested and interrupted.is_same_run(new_run):
             path, manifest = folder, interrupted
+    if path is None:
+        checkpoint.check_can_start(lake.root, checkpoints, days, member)
     if manifest.complete:
         next_day = manifest.trained_until + timedelta(days=1)
         manifest = manifest.next_day(next_day, dist.get_world_size())
