@@ -26,7 +26,7 @@ from training.data.label_window import ALL_LABELS, LabelWindow
 from training.distributed.process_group import process_group
 from training.teacher.blend import blend, blend_weights, day_logits_path, fit_blend_weight
 from training.teacher.ensemble import load_teacher, train_teacher, train_teacher_trees
-from training.teacher.outputs import trained_objectives, write_teacher_outputs
+from training.teacher.outputs import write_teacher_outputs
 from training.teacher.trees import load_trees, train_trees, trees_reader
 from training.trainer.throughput import Timeline
 from training.trainer.trainer import load_train_state
@@ -99,8 +99,19 @@ def test_predictions_are_the_blend_of_the_mean_of_all_seeds_and_the_trees(taught
                 expected = gem
                 if weights[name]:
                     expected = blend(gem, tree_rows[impression][column], weights[name])
-                if name in trained_objectives(spec, first.manifest):
-                    assert stored[impression][f"logit_{name}"] == pytest.approx(expected, abs=1e-4)
+                assert stored[impression][f"logit_{name}"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_only_objectives_with_a_day_of_labels_have_logits(taught: Lake) -> None:
+    """Labels are final an hour after their impression: those of a day on the day after it."""
+    objectives = {"click", "conversion", "long_view"}
+    assert set(taught.spec.objectives) == objectives
+    schema = model_schemas.teacher_predictions(taught.spec)
+    for day, trained in ((SECOND, set()), (THIRD, objectives), (LAST, objectives)):
+        rows = arrow.snapshot(taught, schema).read(day=day)
+        assert len(rows)
+        counts = {name: rows[f"logit_{name}"].null_count for name in objectives}
+        assert counts == {name: 0 if name in trained else len(rows) for name in objectives}
 
 
 def test_the_first_scored_day_has_no_evidence_for_the_trees(taught: Lake) -> None:

@@ -1,5 +1,6 @@
 """Teacher outputs: scored by an earlier GEM, and visible from the end of the day on."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from datetime import date, timedelta
@@ -27,6 +28,7 @@ from training.teacher.compressor import MATRYOSHKA_WIDTHS, EmbeddingCompressor, 
 from training.teacher.embeddings import TeacherEmbeddings, load_teacher_embeddings
 from training.teacher.ensemble import load_teacher
 from training.teacher.outputs import compressor_version, write_teacher_outputs
+from training.trainer import checkpoint
 
 DAYS = (FIRST + timedelta(days=1), LAST)
 
@@ -70,6 +72,21 @@ def test_with_a_teacher_lag_an_older_gem_scores_the_day(scored_lake: Lake) -> No
     schema = model_schemas.teacher_predictions(scored_lake.spec)
     rows = arrow.snapshot(scored_lake, schema).read(day=LAST)
     assert set(rows["fm_trained_until"].to_pylist()) == {LAST - timedelta(days=2)}
+
+
+def test_an_objective_has_no_logits_until_gem_has_learned_labels_of_it(scored_lake: Lake) -> None:
+    """As one that an upgrade has added; a GEM of an earlier version has no base rates at all."""
+    path = checkpoint.checkpoint_path(scored_lake.root, LAST - timedelta(days=1))
+    manifest = json.loads((path / checkpoint.MANIFEST).read_text())
+    assert set(manifest["base_rates"]) == {"click", "conversion", "long_view"}
+    schema = model_schemas.teacher_predictions(scored_lake.spec)
+    learned = {name: manifest["base_rates"][name] for name in ("click", "long_view")}
+    for rates, untrained in ((learned, {"conversion"}), ({}, set())):
+        (path / checkpoint.MANIFEST).write_text(json.dumps(manifest | {"base_rates": rates}))
+        write_teacher_outputs(scored_lake, (LAST, LAST))
+        rows = arrow.snapshot(scored_lake, schema).read(day=LAST)
+        counts = {name: rows[f"logit_{name}"].null_count for name in manifest["base_rates"]}
+        assert counts == {name: len(rows) if name in untrained else 0 for name in counts}
 
 
 def test_a_day_without_impressions_of_the_teachers_surface_has_no_rows(

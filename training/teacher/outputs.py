@@ -7,7 +7,7 @@ embeddings those of its first GEM.
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import date, timedelta
 
@@ -164,14 +164,21 @@ def _score_day(spec: DataSpec, teacher: Teacher, day: date, batch_rows: int) -> 
 
 
 def trained_objectives(spec: DataSpec, manifest: Manifest) -> set[str]:
-    """The objectives whose labels of a day a GEM was trained on; slow ones mature days later."""
+    """The objectives whose labels of a day a GEM was trained on; slow ones mature days later.
+
+    An objective that an upgrade added has a base rate once labels of it were trained on. A GEM of
+    an earlier version has no base rates.
+    """
     data_until = spec.day_end(manifest.trained_until)
     first_day_end = spec.day_end(manifest.trained_from)
+    learned: Collection[str] = manifest.base_rates
+    if manifest.steps and not manifest.base_rates:
+        learned = spec.objectives
     # All impressions are before the end of the first day, so their labels mature before this sum.
     return {
         name
         for name, objective in spec.objectives.items()
-        if first_day_end + objective.label_maturity_seconds <= data_until
+        if name in learned and first_day_end + objective.label_maturity_seconds <= data_until
     }
 
 
