@@ -115,7 +115,7 @@ def _upgrade_gem(args: UpgradeArgs) -> None:
         raise error_from_exit_code(
             code,
             "the tables are upgraded, but GEM is not; the reason is above. Run the same command "
-            f"again, or remove {folder} to train a new GEM",
+            f"again, or remove {folder} and {folder.parent / 'compressor'} to train a new GEM",
         )
 
 

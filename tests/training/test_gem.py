@@ -269,7 +269,9 @@ def test_a_day_does_not_continue_a_model_of_other_sizes(
     remove_later_gems(own_gem_lake, FIRST)
     flags = day_flags(own_gem_lake, spec_path, str(SECOND))
     assert main(["train", "gem", *flags, "--scale", "small"]) == 2
-    assert "was trained with scale tiny; max_length 32" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "was trained with scale tiny; max_length 32" in error
+    assert "remove models/gem and models/compressor from the lake to start over" in error
 
 
 def test_the_teacher_of_a_day_was_not_trained_on_it(own_gem_lake: Lake) -> None:

@@ -132,8 +132,8 @@ def _check_can_continue(previous: Manifest, requested: Manifest, first: date) ->
     day = previous.trained_until
     if day + timedelta(days=1) != first:
         raise UserError(
-            f"GEM was trained until {day}: train on the days up to {first} first, or remove "
-            "models/gem from the lake to start over"
+            f"GEM was trained until {day}: train on the days up to {first} first, or "
+            f"{checkpoint.START_OVER}"
         )
     old, new = previous.training.resume_invariants(), requested.training.resume_invariants()
     if previous.has_length_of_spec and requested.has_length_of_spec:
@@ -146,8 +146,7 @@ def _check_can_continue(previous: Manifest, requested: Manifest, first: date) ->
     if changed:
         raise UserError(
             f"GEM until {day} was trained with {'; '.join(changed)}: train with the same settings, "
-            "run `gemline train upgrade` if the spec was changed, or remove models/gem from the "
-            "lake to start over"
+            f"run `gemline train upgrade` if the spec was changed, or {checkpoint.START_OVER}"
         )
 
 

@@ -132,7 +132,7 @@ def upgraded_manifest(lake: Lake, old: Manifest, item_table_rows: int) -> Manife
     if training.sequence not in spec.sequences:
         raise UserError(
             f"GEM until {old.trained_until} reads the sequence {training.sequence}, which spec "
-            f"{spec.name} does not have: keep its name, or remove models/gem from the lake"
+            f"{spec.name} does not have: keep its name, or {checkpoint.START_OVER}"
         )
     features = feature_schema(spec)
     return old.model_copy(
