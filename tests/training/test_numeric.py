@@ -70,6 +70,7 @@ def test_edges_are_quantiles_and_equal_ones_count_once() -> None:
     assert encoding.edges[0].tolist() == [0.0, 8.0, 8.0, 8.0, 8.0]
     assert encoding.edges[1].tolist() == [1.0] * 5
     assert encoding.edges[2].tolist() == [0.0] * 5
+    assert encoding.is_constant.tolist() == [False, True, True]
     assert encoding(torch.tensor([[4.0, 7.0, 7.0]]))[0].tolist() == [
         [0.5, 0.0, 0.0, 0.0], [0.0] * 4, [0.0] * 4
     ]  # fmt: skip

@@ -93,6 +93,11 @@ class PiecewiseLinearEncoding(nn.Module):
         edges = quantile_edges(values[:, features], self.segments)
         self.edges[features] = edges.to(self.edges)  # values are on the CPU
 
+    @property
+    def is_constant(self) -> Tensor:
+        """Whether a feature (F) had one value or none when it was fitted: its edges are equal."""
+        return self.edges[:, 0] == self.edges[:, -1]
+
     def forward(self, values: Tensor, features: Tensor | slice = slice(None)) -> Tensor:
         """Components of finite values (B, n, T), of some features (n) or of all."""
         values, edges = values[:, features], self.edges[features]

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
+from itertools import compress
 from typing import cast
 
 import torch
@@ -187,15 +188,20 @@ def first_day_statistics(
 def fit_new_numbers(lake: Lake, reader: ExampleReader, state: TrainState) -> None:
     """Set the edges of numbers that have none, by the rows of the day that is trained next.
 
-    If only labels of earlier days became final on it, by the rows of the latest of those days.
-    Weights of the numbers are zero, so that this changes no prediction.
+    Numbers that had one value or none until now have none, either. If only labels of earlier days
+    became final on the day, the rows are those of the latest of these days. Weights of the numbers'
+    encodings are zero, so that this changes no prediction.
     """
-    manifest = state.manifest
-    if not manifest.unfitted_numbers:
+    manifest, core = state.manifest, state.model.core
+    encodings = core.candidate_numeric.encoding, core.user_numeric.encoding
+    is_constant = torch.cat([encoding.is_constant for encoding in encodings]).tolist()
+    constant = compress(manifest.features.all_numeric_columns, is_constant)
+    unfitted = {*manifest.unfitted_numbers, *constant}
+    if not unfitted:
         return
     statistics = _latest_statistics(lake, reader, manifest, manifest.trained_until)
     if statistics:
-        state.model.core.fit_numbers(statistics, manifest.unfitted_numbers)
+        core.fit_numbers(statistics, unfitted)
         state.manifest = manifest.model_copy(update={"unfitted_numbers": ()})
 
 
