@@ -25,8 +25,8 @@ SHORT_LABEL_WINDOW_SECONDS = 3600  # leaving out the labels of a day's last hour
 
 def days_until_mature(spec: DataSpec) -> int:
     """After how many further days of logs the labels of a day can be used."""
-    slowest = max(objective.label_maturity_seconds for objective in spec.objectives.values())
-    return spec.label_maturity_days if slowest > SHORT_LABEL_WINDOW_SECONDS else 0
+    is_slow = spec.label_maturity_seconds > SHORT_LABEL_WINDOW_SECONDS
+    return spec.label_maturity_days if is_slow else 0
 
 
 def latest_mature_split(

@@ -70,12 +70,32 @@ class DataSpec(SpecDeclarations):
         return -(-self.allowed_lateness // DAY)
 
     @cached_property
-    def label_maturity_days(self) -> int:
-        """Days after which every label of a day is final, rounded up.
+    def impression_delay(self) -> int:
+        """Seconds from the ingest of an impression until it is visible."""
+        return self.visibility_delays.get(self.impression_type, 0)
 
-        Auxiliary objectives are not later than the objectives of their surfaces.
+    @cached_property
+    def label_maturity_seconds(self) -> int:
+        """Seconds from an impression until all its labels are final.
+
+        They are not final before the impression is visible. Auxiliary objectives are not later than
+        the objectives of their surfaces.
         """
-        return max(-(-o.label_maturity_seconds // DAY) for o in self.objectives.values())
+        slowest = max(objective.label_maturity_seconds for objective in self.objectives.values())
+        return max(slowest, self.impression_delay)
+
+    @cached_property
+    def label_maturity_days(self) -> int:
+        """Days after which every label of a day is final, rounded up."""
+        return -(-self.label_maturity_seconds // DAY)
+
+    @cached_property
+    def label_delay_days(self) -> int:
+        """Days after its landing day on which a label of an impression becomes final at the latest.
+
+        An impression may be ingested after its landing day, and be visible so much later.
+        """
+        return max(self.label_maturity_days + 1, self.visibility_delay_days)
 
     @cached_property
     def attribution_lookback_days(self) -> int:

@@ -69,6 +69,16 @@ def test_labels_are_final_on_the_test_day_and_days_are_in_order() -> None:
         latest_mature_split(spec, FIRST, date(2026, 1, 5))
 
 
+def test_impressions_of_the_test_day_are_visible() -> None:
+    dump = load_spec(ROOT / "conf/specs/kuairand.yaml").model_dump()
+    last = date(2026, 1, 11)
+    for delay, test_last in (("1h", last), ("3d", date(2026, 1, 8))):
+        dump["sources"]["log"]["delay"] = delay
+        assert (
+            latest_mature_split(DataSpec.model_validate(dump), FIRST, last).test_last == test_last
+        )
+
+
 def test_the_report_waits_for_all_tables_that_it_shows() -> None:
     path = ROOT / "conf/specs/simulator.yaml"
     spec = load_spec(path)

@@ -238,6 +238,30 @@ def test_a_later_run_writes_the_labels_that_one_run_over_all_days_writes(
     assert labels.count(0) > 20
 
 
+@pytest.mark.usefixtures("spark")
+def test_labels_of_delayed_impressions_are_written_on_the_day_on_which_these_are_visible(
+    tmp_path: Path,
+) -> None:
+    text = SPEC.replace("objectives:", "allowed_lateness: 0s\nobjectives:")
+    (tmp_path / "spec.yaml").write_text(text.replace("path: app", "delay: 3d\n    path: app"))
+    lake = Lake(str(tmp_path / "lake"), load_spec(tmp_path / "spec.yaml"))
+    days = [FIRST_DAY + timedelta(days=number) for number in range(5)]
+    events = long_log(lake.spec, len(days), 100, random.Random(1))
+    events = [e | {"visible_ts": e["visible_ts"] + 3 * 86_400} for e in events]
+    for day in days:
+        of_day = frame(lake, [event for event in events if event["day"] == day])
+        where = spark_io.day_range_predicate(day, day)
+        spark_io.replace_partitions(lake, schemas.events(lake.spec), of_day, where, {})
+        label_impressions(lake, (day, day))
+    by_day = rows(lake, "impressions")
+    has_label = {
+        day: {r["label_click"] for r in by_day if r["day"] == day} != {None} for day in days
+    }
+    assert list(has_label.values()) == [True, True, False, False, False]
+    label_impressions(lake, (days[0], days[-1]))
+    assert rows(lake, "impressions") == by_day
+
+
 BRANDED_SPEC = (
     SPEC.replace(
         "objectives:",

@@ -264,6 +264,24 @@ def test_an_event_type_has_the_largest_delay_of_the_logs_that_declare_it() -> No
     assert spec.visibility_delays == dict.fromkeys(spec.events, 3600) | {"like": 7200}
 
 
+def test_labels_are_not_final_before_their_impression_is_visible() -> None:
+    """They wait for the delay of impressions, and not for that of other events."""
+    dump = load_spec(ROOT / "conf/specs/kuairand.yaml").model_dump()
+    log = dump["sources"]["log"]
+    likes = log | {"kind": "event_log", "event": "like", "delay": "9d"}
+    del likes["outcomes"]
+    dump["sources"]["likes"] = likes
+    maturities = {}
+    for delay in ("0s", "20m", "1d", "60h"):
+        dump["sources"]["log"] = log | {"delay": delay}
+        spec = DataSpec.model_validate(dump)
+        maturities[delay] = spec.label_maturity_seconds, spec.label_maturity_days
+        assert spec.label_delay_days >= spec.visibility_delay_days
+    assert maturities == {
+        "0s": (1800, 1), "20m": (1800, 1), "1d": (86_400, 1), "60h": (60 * 3600, 3)
+    }  # fmt: skip
+
+
 def test_the_hash_ignores_paths_and_model_inputs(tmp_path: Path) -> None:
     def hash_of(text: str) -> str:
         path = tmp_path / "s.yaml"

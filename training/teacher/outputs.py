@@ -169,16 +169,16 @@ def trained_objectives(spec: DataSpec, manifest: Manifest) -> set[str]:
     An objective that an upgrade added has a base rate once labels of it were trained on. A GEM of
     an earlier version has no base rates.
     """
-    data_until = spec.day_end(manifest.trained_until)
-    first_day_end = spec.day_end(manifest.trained_from)
     learned: Collection[str] = manifest.base_rates
     if manifest.steps and not manifest.base_rates:
         learned = spec.objectives
-    # All impressions are before the end of the first day, so their labels mature before this sum.
+    # All impressions are before the end of the first day: their labels are final so long after it.
+    after_first_day = spec.day_end(manifest.trained_until) - spec.day_end(manifest.trained_from)
     return {
         name
         for name, objective in spec.objectives.items()
-        if name in learned and first_day_end + objective.label_maturity_seconds <= data_until
+        if name in learned
+        and max(objective.label_maturity_seconds, spec.impression_delay) <= after_first_day
     }
 
 

@@ -263,7 +263,7 @@ class DayBatches:
     def epoch(self, shard: int, number: int = 0, consumed: int = 0) -> Epoch:
         """A pass over a shard, without its first `consumed` batches."""
         manifest, config = self.manifest, self.manifest.training
-        oldest = self.day - timedelta(days=self.lake.spec.label_maturity_days + 1)
+        oldest = self.day - timedelta(days=self.lake.spec.label_delay_days)
         first = manifest.trained_from
         if self.day > manifest.first_training_day:
             first = max(first, oldest)
