@@ -31,7 +31,7 @@ from training.model.embeddings import table_sizes
 from training.teacher.predictions import TeacherPredictions
 from training.trainer import checkpoint, trainer
 from training.trainer.async_checkpoint import AsyncCheckpointer
-from training.trainer.resume import DayBatches
+from training.trainer.resume import DayBatches, starting_point
 from training.trainer.step import LossCheck
 from training.trainer.trainer import load_train_state
 
@@ -258,9 +258,24 @@ def test_a_loss_that_is_not_finite_is_reported_with_its_batch_and_tensors(
     assert main(command) == 2
     error = capsys.readouterr().err
     assert f"batch 1 of {SECOND}" in error and "weight surface.weight" in error
+    assert f"run again with --days from {SECOND} on, which continues the GEM until {FIRST}" in error
     report = json.loads((models / "non_finite_loss.json").read_text())
     assert report["trained_until"] == str(SECOND) and report["impressions"]
     assert not (models / str(SECOND)).exists() and (models / str(FIRST)).is_dir()
+    with process_group():
+        state, reader = load_train_state(own_gem_lake, FIRST)
+        lower = state.manifest.training.model_copy(update={"dense_lr": 1e-6})
+        path = starting_point(own_gem_lake, reader, (SECOND, LAST), lower)[1]
+    assert path == models / str(FIRST)
+
+
+def test_a_loss_that_is_not_finite_on_the_first_day_starts_over(
+    own: Lake, spec_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*day_flags(own, spec_path, f"{FIRST}:{SECOND}"), *GEM_FLAGS, "--dense-lr", "1e30"]
+    assert main(["train", "gem", *flags]) == 2
+    error = capsys.readouterr().err
+    assert f"of {FIRST}; not finite" in error and "run again, which starts from the" in error
 
 
 def test_a_day_does_not_continue_a_model_of_other_sizes(

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from etl.tables import atomic_io
 from etl.tables.uri import StoragePath
 from training.data.batch import Batch
 from training.model.embeddings import lookup_embeddings
-from training.trainer.state import TrainState
+from training.trainer.state import Manifest, TrainState
 from training.trainer.step import GemModel
 
 REPORT_FILE = "non_finite_loss.json"
@@ -39,8 +40,17 @@ def non_finite_loss_error(
         f"the loss{process} is not finite at step {manifest.steps + 1}, batch "
         f"{manifest.batches + 1} of {manifest.trained_until}; not finite: "
         f"{', '.join(names) or 'the loss alone'}. The batch is described in {path}; lower "
-        "--dense-lr or --embedding-lr and run again, which resumes from the last checkpoint"
+        f"--dense-lr or --embedding-lr and {_next_run(manifest)}"
     )
+
+
+def _next_run(manifest: Manifest) -> str:
+    """What to run with other rates, under which all of `--days` are trained again."""
+    day = manifest.trained_until
+    if day == manifest.first_training_day:
+        return "run again, which starts from the beginning"
+    day_before = day - timedelta(days=1)
+    return f"run again with --days from {day} on, which continues the GEM until {day_before}"
 
 
 @torch.no_grad()
