@@ -1,6 +1,7 @@
 """The labels step: impressions with their requests, attributed outcomes, and labels."""
 
 import functools
+import logging
 from datetime import date, timedelta
 
 from pyspark.sql import Column, DataFrame, Window
@@ -14,6 +15,7 @@ from etl.attribution import (
 )
 from etl.errors import UserError
 from etl.event_time import format_utc
+from etl.spec.label_delays import label_delay_warnings
 from etl.spec.model import DataSpec
 from etl.spec.sections import Objective, OutcomeLabel
 from etl.spec.units import MICROS, DayRange
@@ -60,6 +62,8 @@ def label_impressions(lake: Lake, days: DayRange, data_until: int | None = None)
         UserError: The data ends before or after the last day with events.
     """
     spec = lake.spec
+    for text in label_delay_warnings(spec):
+        logging.warning(text)
     names = ("events", "attributes_item") if spec.uses_item_attribute_attribution else ("events",)
     versions = {name: lake.version(name) for name in names}
     events = spark_io.read_table(lake, schemas.events(spec), versions["events"])

@@ -34,6 +34,7 @@ from etl.ingest.readers import (
     read_raw_records,
 )
 from etl.reports import Report, parse_reports
+from etl.spec.label_delays import label_delay_warnings
 from etl.spec.model import DataSpec
 from etl.spec.sources import AttributeSource, Source
 from etl.tables.lake import Lake
@@ -173,6 +174,8 @@ def print_previews(spec: DataSpec, previews: Iterable[SourcePreview], console: C
     if missing := columns_without_values(printed):
         names = escape(", ".join(missing))
         console.print(f"[yellow]no sampled record has {names}: check the names in the spec[/]")
+    for text in label_delay_warnings(spec):
+        console.print(f"[yellow]{text}[/]")
     return is_clean
 
 

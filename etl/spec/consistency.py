@@ -7,6 +7,7 @@ from etl.spec.attributes import CategoricalAttribute, LocalTimeAttribute, Numeri
 from etl.spec.counters import EVENT_NUMBERS
 from etl.spec.declarations import SpecDeclarations
 from etl.spec.effects import KeyPath
+from etl.spec.label_delays import label_delay_problems
 from etl.spec.report_sources import AudienceLabelSource, AuditSource, SpendSource
 from etl.spec.sections import (
     HISTORY_ATTRIBUTE_CODES,
@@ -34,6 +35,7 @@ def consistency_problems(spec: SpecDeclarations) -> Iterator[Problem]:
     yield from _named_event_problems(spec)
     yield from _retraction_problems(spec)
     yield from _attribution_problems(spec)
+    yield from label_delay_problems(spec)
     for name in spec.auxiliary_objectives:
         yield from _auxiliary_problems(spec, name)
     for name, surfaces in spec.domains.items():

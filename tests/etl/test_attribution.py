@@ -238,12 +238,18 @@ def test_a_later_run_writes_the_labels_that_one_run_over_all_days_writes(
     assert labels.count(0) > 20
 
 
+DELAYED_IMPRESSIONS = """sources:
+  shown: {kind: event_log, format: json, path: "shown/{day}.json", time_unit: s, delay: 3d,
+          columns: {event_id: id, user: who, item: what, surface: page, event_time: at}}
+"""
+
+
 @pytest.mark.usefixtures("spark")
 def test_labels_of_delayed_impressions_are_written_on_the_day_on_which_these_are_visible(
     tmp_path: Path,
 ) -> None:
     text = SPEC.replace("objectives:", "allowed_lateness: 0s\nobjectives:")
-    (tmp_path / "spec.yaml").write_text(text.replace("path: app", "delay: 3d\n    path: app"))
+    (tmp_path / "spec.yaml").write_text(text.replace("sources:", DELAYED_IMPRESSIONS))
     lake = Lake(str(tmp_path / "lake"), load_spec(tmp_path / "spec.yaml"))
     days = [FIRST_DAY + timedelta(days=number) for number in range(5)]
     events = long_log(lake.spec, len(days), 100, random.Random(1))

@@ -39,7 +39,7 @@ surfaces: {home: {}}
 events:
   shown: {role: impression}
   click: {role: outcome}
-objectives: {click: {event: click, window: 1h}}
+objectives: {click: {event: click, window: 1h, label_grace_period: 1h}}
 attributes: {user: {plan: {type: categorical}}}
 sequences: {behaviour: {}}
 counters: {windows: [1d], events: [shown], keys: [[user]]}

@@ -256,18 +256,19 @@ def test_a_copy_has_no_cached_property_of_the_original() -> None:
 def test_an_event_type_has_the_largest_delay_of_the_logs_that_declare_it() -> None:
     """An impression log declares the impression and its outcomes; a typed log declares one type."""
     dump = load_spec(ROOT / "conf/specs/kuairand.yaml").model_dump()
-    log = dump["sources"]["log"] | {"delay": "1h"}
-    likes = log | {"kind": "event_log", "event": "like", "delay": "2h"}
+    log = dump["sources"]["log"] | {"delay": "10m"}
+    likes = log | {"kind": "event_log", "event": "like", "delay": "20m"}
     del likes["outcomes"]
     dump["sources"] |= {"log": log, "likes": likes}
     spec = DataSpec.model_validate(dump)
-    assert spec.visibility_delays == dict.fromkeys(spec.events, 3600) | {"like": 7200}
+    assert spec.visibility_delays == dict.fromkeys(spec.events, 600) | {"like": 1200}
 
 
 def test_labels_are_not_final_before_their_impression_is_visible() -> None:
     """They wait for the delay of impressions, and not for that of other events."""
     dump = load_spec(ROOT / "conf/specs/kuairand.yaml").model_dump()
     log = dump["sources"]["log"]
+    log["outcomes"] = [outcome | {"delay": None} for outcome in log["outcomes"]]
     likes = log | {"kind": "event_log", "event": "like", "delay": "9d"}
     del likes["outcomes"]
     dump["sources"]["likes"] = likes

@@ -35,7 +35,8 @@ LENGTHS = HistoryLengths("behaviour", events=3)
 def built_once(spark: object, tmp_path_factory: pytest.TempPathFactory) -> Lake:
     """A lake of disordered logs, whose events are visible a day after their ingest."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(disorder, "SPEC", disorder.SPEC.replace("delay: 30s", "delay: 1d"))
+        text = disorder.SPEC.replace("window: ", "label_grace_period: 1d, window: ")
+        patch.setattr(disorder, "SPEC", text.replace("delay: 30s", "delay: 1d"))
         folder = tmp_path_factory.mktemp("lake")
         return build_lake(folder, generate_records(7, 12, DAYS), [(0, DAYS - 1)])
 

@@ -183,6 +183,8 @@ def test_a_history_keeps_visible_events_and_those_that_are_not_visible_yet(
     """A request reads a full history for any number of events of a delayed source."""
     dump = lake_spec.model_dump()
     dump["sources"]["events"]["delay"] = "1d"
+    for objective in (*dump["objectives"].values(), *dump["auxiliary_objectives"].values()):
+        objective["label_grace_period"] = "1d"
     store = create_store(tmp_path / "store", metadata(DataSpec.model_validate(dump)))
     first = make_event(lake).ingest_ts
     for number in range(2 * LENGTH):

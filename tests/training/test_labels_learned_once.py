@@ -75,7 +75,9 @@ def delayed_lake(own: Lake) -> Lake:
     """Tables of impressions that are visible three days after their ingest, and so their labels."""
     delay_labels(own, own.spec.objectives, 3)
     dump = own.spec.model_dump()
-    dump["sources"]["events"]["delay"] = "3d"
+    log = dump["sources"]["events"]
+    columns = log["columns"] | {"type": None}
+    dump["sources"]["impressions"] = log | {"columns": columns, "types": {}, "delay": "3d"}
     spec = DataSpec.model_validate(dump)
     vars(spec)["hash"] = own.spec.hash  # that of the tables, which are not built again
     return Lake(own.root, spec)
