@@ -35,9 +35,10 @@ def salted_hash(lake: Lake, user_id: Column) -> Column:
 
 
 def erased_until(lake: Lake, before: date | None, now: int) -> int:
-    """The second until which data is erased: until a day begins, or all data that there is.
+    """The last second that the erasure covers; records that become visible later are kept.
 
-    Events that landed may become visible only later than `now`.
+    That before a day begins, or `now`: but events that were logged until now become visible up to
+    the largest `delay` of their sources later, whether or not they have been ingested.
     """
     if before is not None:
         return lake.spec.day_start(before) - 1
@@ -46,7 +47,9 @@ def erased_until(lake: Lake, before: date | None, now: int) -> int:
         for name in ("events", "excluded_events")
         if lake.exists(name)
     ]
-    return max([now, *(int(second) for second in visible if second is not None)])
+    slowest_source = max(log.delay for log in lake.spec.log_sources.values())
+    seconds = (int(second) for second in visible if second is not None)
+    return max([now + slowest_source, *seconds])
 
 
 def mark_erased(lake: Lake, rows: DataFrame, known_ts: Column | None = None) -> DataFrame:

@@ -132,6 +132,21 @@ def test_erased_users_are_in_no_table_and_do_not_return_with_their_logs(
     assert returned == {DAY_2}, "what is logged after the erasure is of a new user"
 
 
+def test_events_that_were_logged_before_the_erasure_do_not_return_if_they_are_ingested_after_it(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    lake = Lake(str(tmp_path / "lake"), load_spec(tmp_path / "spec.yaml"))
+    start, now = lake.spec.day_start(DAY_1), 150
+    users = spark.createDataFrame(pa.table({"user_id": [ERASED]}))
+    until_ts = erased_until(lake, None, start + now) * MICROS["s"]
+    record_erased_users(lake, users, until_ts, DAY_1)
+    write_logs(tmp_path / "raw", lake.spec, DAY_1, (ERASED, "user-2"))
+    ingest(lake, str(tmp_path / "raw"), (DAY_1, DAY_1))
+    logged_ts = {row["ingest_ts"] for row in rows(lake, "events") if row["user_id"] == ERASED}
+    assert logged_ts == {(start + second) * MICROS["s"] for second in SECONDS if second > now}
+
+
 def test_the_table_of_erased_users_has_a_salt_from_its_first_version(tmp_path: Path) -> None:
     """Ingest reads the salt as soon as there is a table, also after an interrupted erasure."""
     lake = Lake(str(tmp_path), load_spec(SIMULATOR_SPEC))
