@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 from pyspark.sql import functions as F
 
 from etl.errors import UserError
-from etl.spec.units import DAY
+from etl.spec.units import DAY, DayRange
 from etl.tables import schemas, spark_io
 from etl.tables.lake import Lake
 from features.history.codec import (
@@ -89,6 +89,24 @@ def assert_not_compacted(lake: Lake, day: date) -> None:
         raise UserError(
             f"histories up to {until} are compacted: {day} is no longer stored apart from the "
             f"days before it; start at the first day, or after {until}"
+        )
+
+
+def require_rebuildable(lake: Lake, days: DayRange) -> None:
+    """Raises UserError if some days of `history` are compacted together with days beside them.
+
+    Days can be replaced if they are all after the compacted ones, or if the compacted ones are
+    replaced completely.
+    """
+    until = compacted_until(lake)
+    if until is None or days[0] > until:
+        return
+    first_day = lake.day_range("events")[0]
+    if days[0] > first_day or days[1] < until:
+        raise UserError(
+            f"histories up to {until} are compacted: {days[0]} to {days[1]} cannot be built again "
+            f"apart from the other days; build {first_day}:{until}, also with later days, or days "
+            f"after {until}"
         )
 
 

@@ -1,6 +1,6 @@
 """Compaction: pointers select the same events as before, or reading them raises an error."""
 
-from datetime import timedelta
+from datetime import date, timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -159,9 +159,22 @@ def test_days_that_counters_need_or_that_are_compacted_are_refused(lake_copy: La
     with pytest.raises(UserError, match=rf"--until .*: .*compact up to {UNTIL} at most"):
         compact_history(lake_copy, NEWEST)
     compact_history(lake_copy, UNTIL)
-    for step, day in ((build_history, UNTIL), (build_examples, UNTIL + timedelta(days=2))):
-        with pytest.raises(UserError, match=f"histories up to {UNTIL} are compacted: 2026-"):
-            step(lake_copy, (day, day))
+    message = f"histories up to {UNTIL} are compacted: 2026-"
+    with pytest.raises(UserError, match=message):
+        build_examples(lake_copy, (UNTIL + timedelta(days=2), UNTIL + timedelta(days=2)))
+    for days in ((FIRST, FIRST), (UNTIL, UNTIL), (UNTIL, NEWEST), (FIRST - timedelta(1), FIRST)):
+        with pytest.raises(UserError, match=message):
+            build_history(lake_copy, days)
+
+
+@pytest.mark.parametrize("last", [UNTIL, UNTIL + timedelta(days=1)])
+def test_all_compacted_days_can_be_built_again_at_once(
+    lake_copy: Lake, built: Lake, last: date
+) -> None:
+    compact_history(lake_copy, UNTIL)
+    build_history(lake_copy, (FIRST, last))
+    assert compacted_until(lake_copy) is None
+    assert rows(lake_copy, "history") == rows(built, "history")
 
 
 def test_histories_are_compacted_when_enough_days_can_be(lake_copy: Lake, built: Lake) -> None:
