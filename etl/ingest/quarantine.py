@@ -127,24 +127,28 @@ def check_bad_record_rate(
 
 
 def check_bad_row_rate(spec: DataSpec, path: str, rows: DataFrame) -> None:
-    """Raise UserError if too many rows of files without events have `reasons`."""
+    """Raise UserError if too many rows of a day have `reasons`, in files without events."""
     num_bad = F.count_if(F.expr("reasons != ''")).alias("num_bad")
-    counts = rows.agg(
+    by_day = rows.groupBy("day").agg(
         F.count("*").alias("num_read"), F.count("reasons").alias("num_rows"), num_bad
-    ).first()
-    assert counts is not None
-    if counts["num_read"] and not counts["num_rows"]:
-        logging.warning("all %d rows of %s are skipped", counts["num_read"], path)
-    if counts["num_bad"] <= spec.max_bad_record_rate * counts["num_rows"]:
-        return
-    by_reason = rows.filter("reasons != ''").groupBy("reasons").count()
-    most_frequent = by_reason.orderBy(F.desc("count")).take(5)
-    reasons = "; ".join(f"{row['reasons']}: {row['count']:,}" for row in most_frequent)
-    raise UserError(
-        f"{counts['num_bad']:,} of {counts['num_rows']:,} rows of {path} are bad "
-        f"({reasons}); the limit is {spec.max_bad_record_rate:.0%}: correct the spec or "
-        "the file, or raise max_bad_record_rate in the spec"
     )
+    days = by_day.orderBy("day").collect()
+    if days and not any(counts["num_rows"] for counts in days):
+        num_read = sum(counts["num_read"] for counts in days)
+        logging.warning("all %d rows of %s are skipped", num_read, path)
+    for counts in days:
+        if counts["num_bad"] <= spec.max_bad_record_rate * counts["num_rows"]:
+            continue
+        bad = rows.filter("reasons != ''").filter(F.col("day").eqNullSafe(F.lit(counts["day"])))
+        by_reason = bad.groupBy("reasons").count()
+        most_frequent = by_reason.orderBy(F.desc("count")).take(5)
+        reasons = "; ".join(f"{row['reasons']}: {row['count']:,}" for row in most_frequent)
+        of_day = f" of {counts['day']}" if len(days) > 1 else ""
+        raise UserError(
+            f"{counts['num_bad']:,} of {counts['num_rows']:,} rows of {path}{of_day} are bad "
+            f"({reasons}); the limit is {spec.max_bad_record_rate:.0%}: correct the spec or "
+            "the file, or raise max_bad_record_rate in the spec"
+        )
 
 
 def _check_group_rate(

@@ -13,6 +13,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
+from etl.errors import UserError
 from etl.labels import label_impressions
 from etl.reports import SPEND_REPORTS, load_reports
 from etl.spec.units import date_range
@@ -186,6 +187,11 @@ def test_wrong_spend_is_quarantined_or_refused_and_nothing_is_written(
     assert own.count_rows("campaign_spend") == 200
     version = own.version("campaign_spend")
     file.write_text("\n".join([bad] * 50 + lines))
-    with pytest.raises(Exception, match="spend is negative or not finite: 50"):
+    with pytest.raises(UserError, match="spend is negative or not finite: 50"):
         load_reports(own, str(tmp_path / "raw"), (FIRST, FIRST), SPEND_REPORTS)
+    file.write_text("\n".join(lines))
+    next_day = FIRST + timedelta(days=1)
+    (file.parent / f"day={next_day}.json").write_text("\n".join([bad] * 5))
+    with pytest.raises(UserError, match=rf"5 of 5 rows of .* of {next_day} are bad"):
+        load_reports(own, str(tmp_path / "raw"), (FIRST, next_day), SPEND_REPORTS)
     assert own.version("campaign_spend") == version
