@@ -51,7 +51,8 @@ def first_changed_day(lake: Lake, days: DayRange) -> date:
 def campaign_days(spec: DataSpec, impressions: DataFrame, spend: DataFrame) -> DataFrame:
     """Rows of `campaign_days` of impressions with `item_…` attributes, and rows of spend.
 
-    A campaign that spent and had no impressions has no outcomes; one without spend spent 0.
+    A campaign that spent and had no impressions has no outcomes; one without spend spent 0. Its
+    groups are the most frequent values of its impressions, of several the first in their order.
     """
     roi = spec.roi
     assert roi
@@ -65,7 +66,7 @@ def campaign_days(spec: DataSpec, impressions: DataFrame, spend: DataFrame) -> D
             F.coalesce(F.sum(label), F.lit(0)).alias("conversions"),
             F.coalesce(F.sum(f"value_{roi.objective}"), F.lit(0.0)).alias("value"),
             F.avg(F.when(label.isNotNull(), 1.0).otherwise(0.0)).alias("arrived"),
-            *[F.mode(f"item_{name}").alias(name) for name in groups],
+            *[F.mode(f"item_{name}", deterministic=True).alias(name) for name in groups],
         )
     )
     billed = spend.groupBy("campaign", "day").agg(F.sum("spend").alias("spend"))

@@ -3,7 +3,9 @@
 import gzip
 import itertools
 import json
+import random
 import shutil
+from collections import Counter, defaultdict
 from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
@@ -12,13 +14,16 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+from pyspark.sql import SparkSession
 
 from etl.errors import UserError
 from etl.labels import label_impressions
 from etl.reports import SPEND_REPORTS, load_reports
+from etl.spec import DataSpec
 from etl.spec.units import date_range
 from etl.tables import arrow, label_schemas, roi_schemas, schemas
 from etl.tables.lake import Lake
+from features.roi import campaign_days as roi_tables
 from features.roi.campaign_days import build_campaign_days
 from gemline import main
 from ranking.roi.campaign_days import read_campaign_days
@@ -61,20 +66,24 @@ def expected_days(lake: Lake, raw: Path) -> pd.DataFrame:
     impressions = arrow.snapshot(lake, label_schemas.impressions(spec)).read().to_pandas()
     items = arrow.snapshot(lake, schemas.attributes(spec, "item")).read().to_pandas()
     first = items.sort_values(["valid_from", "day"]).groupby("item_id").first()
-    rows: dict[tuple[str, date], dict[str, float]] = {
-        key: {"spend": spend, "impressions": 0, "final": 0, "conversions": 0, "value": 0.0}
-        for key, spend in logged_spend(raw).items()
-    }
+    empty = {"spend": 0.0, "impressions": 0, "final": 0, "conversions": 0, "value": 0.0}
+    rows = {key: empty | {"spend": spend} for key, spend in logged_spend(raw).items()}
+    categories: dict[tuple[str, date], Counter[str]] = defaultdict(Counter)
     for row in impressions.itertuples():
         key = first.attr_advertiser_id[row.item_id], row.day
-        empty = {"spend": 0.0, "impressions": 0, "final": 0, "conversions": 0, "value": 0.0}
-        found = rows.setdefault(key, empty)
+        found = rows.setdefault(key, {**empty})
+        categories[key][first.attr_category[row.item_id]] += 1
         found["impressions"] += 1
         if not np.isnan(row.label_conversion):
             found["final"] += 1
             found["conversions"] += row.label_conversion
             found["value"] += row.value_conversion
-    return pd.DataFrame.from_dict(rows, orient="index")
+    table = pd.DataFrame.from_dict(rows, orient="index")
+    modes = {
+        key: min(name for name, n in counts.items() if n == max(counts.values()))
+        for key, counts in categories.items()
+    }
+    return table.assign(category=[modes.get(key, "unknown") for key in rows])
 
 
 def test_campaign_days_equal_brute_force(billed: Lake, raw: Path) -> None:
@@ -87,6 +96,23 @@ def test_campaign_days_equal_brute_force(billed: Lake, raw: Path) -> None:
     arrived = np.where(expected.impressions > 0, expected.final / expected.impressions.clip(1), 1)
     np.testing.assert_allclose(found.arrived, arrived)
     assert set(found.currency) == {"USD"} and found.category.str.startswith("c").any()
+    assert found.category.tolist() == expected.category.tolist()
+
+
+def test_of_equally_frequent_groups_a_campaign_has_the_first(
+    spark: SparkSession, lake_spec: DataSpec
+) -> None:
+    rng, expected, rows = random.Random(0), {}, []
+    for number in range(30):
+        groups = [f"c{group}" for group in rng.sample(range(9), 4)]
+        expected[f"b{number}"] = min(groups)
+        rows += [(f"b{number}", group, FIRST, None, None) for group in groups]
+    columns = "item_advertiser_id string, item_category string, day date"
+    labels = "label_conversion int, value_conversion double"
+    impressions = spark.createDataFrame(rows, f"{columns}, {labels}")
+    spend = spark.createDataFrame([], "campaign string, day date, spend double")
+    found = roi_tables.campaign_days(lake_spec, impressions, spend).collect()
+    assert {row["campaign"]: row["category"] for row in found} == expected
 
 
 def test_days_can_be_loaded_and_built_again(billed: Lake, raw: Path, spark: object) -> None:
