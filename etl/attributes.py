@@ -14,6 +14,7 @@ from etl.attribute_versions import (
 from etl.erasure.erased_users import mark_erased
 from etl.errors import UserError
 from etl.event_time import day_end_sql, day_start_sql
+from etl.ingest.arrival import file_states_by_day, record_attribute_files
 from etl.ingest.attribute_values import attribute_value
 from etl.ingest.expressions import IS_SELECTED
 from etl.ingest.file_discovery import RawSelection
@@ -63,6 +64,8 @@ def load_attributes(lake: Lake, raw: str, days: DayRange) -> dict[str, int]:
         for name, source in lake.spec.sources.items()
         if isinstance(source, AttributeSource) and _is_readable_for(lake, source, days)
     }
+    runs_before_ingest = lake.spec.ingest_uses_item_attributes
+    file_states = file_states_by_day(sources, raw, days) if runs_before_ingest else {}
     with ExitStack() as stack, translate_read_errors():
         rows = {
             name: stack.enter_context(_read_source(lake, source, raw, days))
@@ -73,6 +76,7 @@ def load_attributes(lake: Lake, raw: str, days: DayRange) -> dict[str, int]:
             create_table(lake, schemas.attribute_snapshots(lake.spec, entity))
         for name, source in sources.items():
             _write_source(lake, name, source, rows[name], days)
+    record_attribute_files(lake.root, file_states)
     tables = (schemas.attributes(lake.spec, source.entity).name for source in sources.values())
     return {table: lake.count_rows(table) for table in tables}
 

@@ -1,11 +1,13 @@
 """Arrival of raw files and Delta tables: whether a day is complete, and which files were read."""
 
+import logging
 import time
 from collections.abc import Mapping
 from datetime import date
 
 from pydantic import TypeAdapter
 
+from etl.errors import UserError
 from etl.spec.file_source import fill_day
 from etl.spec.model import DataSpec
 from etl.spec.sources import Source
@@ -14,6 +16,7 @@ from etl.tables import atomic_io
 from etl.tables.uri import StoragePath, list_matching, read_text_if_exists, resolve_uri
 
 RECORD_FOLDER = "_pipeline", "raw_files"
+ATTRIBUTE_FOLDER = (*RECORD_FOLDER, "attributes")
 # Source name -> path below the raw folder -> size in bytes, time of the last change in ns.
 FileStates = dict[str, dict[str, tuple[int, int]]]
 _FILE_STATES_ADAPTER = TypeAdapter(FileStates)
@@ -54,6 +57,24 @@ def day_file_states(spec: DataSpec, raw: str, day: date) -> FileStates:
     }
 
 
+def file_states_by_day(
+    sources: Mapping[str, Source], raw: str, days: DayRange
+) -> dict[date, FileStates]:
+    """The raw files of each day, of those of some sources that are partitioned by day.
+
+    Empty for a file system that only Hadoop can list.
+    """
+    daily = {name: source for name, source in sources.items() if source.is_partitioned_by_day}
+    try:
+        return {
+            day: {name: file_states(source, raw, (day, day)) for name, source in daily.items()}
+            for day in date_range(*days)
+        }
+    except UserError as error:
+        logging.warning("files that arrive late will not be detected: %s", error)
+        return {}
+
+
 def has_arrived(spec: DataSpec, raw: str, source_name: str, day: date) -> bool:
     """Whether a day's files of a source are complete.
 
@@ -88,19 +109,42 @@ def _is_visible(path: StoragePath) -> bool:
 def record_ingested_files(lake: str, states_by_day: Mapping[date, FileStates]) -> None:
     """Record the raw files that an ingest has read, by day."""
     for day, files in states_by_day.items():
-        atomic_io.write_text(
-            _record_path(lake, day), _FILE_STATES_ADAPTER.dump_json(files).decode()
-        )
+        _write_record(lake, RECORD_FOLDER, day, files)
+
+
+def record_attribute_files(lake: str, states_by_day: Mapping[date, FileStates]) -> None:
+    """Record the files of attributes that were read before the ingest of their days."""
+    for day, files in states_by_day.items():
+        _write_record(lake, ATTRIBUTE_FOLDER, day, files)
+
+
+def with_attribute_files(
+    lake: str, states_by_day: Mapping[date, FileStates]
+) -> dict[date, FileStates]:
+    """Raw files by day, those of attributes as they were when `record_attribute_files` was called.
+
+    They may have changed between the step that read them and ingest.
+    """
+    states = {}
+    for day, files in states_by_day.items():
+        read_before = _read_record(lake, ATTRIBUTE_FOLDER, day) or {}
+        states[day] = files | {name: read_before[name] for name in files if name in read_before}
+    return states
 
 
 def ingested_file_states(lake: str, day: date) -> FileStates | None:
     """The files that the last ingest of a day has read; None without a record of one."""
-    text = read_text_if_exists(_record_path(lake, day))
+    return _read_record(lake, RECORD_FOLDER, day)
+
+
+def _write_record(lake: str, folder: tuple[str, ...], day: date, files: FileStates) -> None:
+    text = _FILE_STATES_ADAPTER.dump_json(files).decode()
+    atomic_io.write_text(resolve_uri(lake, *folder, f"{day}.json"), text)
+
+
+def _read_record(lake: str, folder: tuple[str, ...], day: date) -> FileStates | None:
+    text = read_text_if_exists(resolve_uri(lake, *folder, f"{day}.json"))
     return None if text is None else _FILE_STATES_ADAPTER.validate_json(text)
-
-
-def _record_path(lake: str, day: date) -> StoragePath:
-    return resolve_uri(lake, *RECORD_FOLDER, f"{day}.json")
 
 
 def _size_and_mtime(path: StoragePath) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from pyspark.sql import functions as F
 from etl.erasure.erased_users import mark_erased
 from etl.errors import UserError
 from etl.event_time import day_start_sql
-from etl.ingest.arrival import FileStates, day_file_states, record_ingested_files
+from etl.ingest.arrival import file_states_by_day, record_ingested_files, with_attribute_files
 from etl.ingest.corrupt_files import find_corrupt_files
 from etl.ingest.file_discovery import RawSelection
 from etl.ingest.named_events import (
@@ -39,7 +39,7 @@ from etl.ingest.quarantine import (
 )
 from etl.ingest.readers import UnreadableFileError, translate_read_errors, with_line_numbers
 from etl.spec.model import DataSpec
-from etl.spec.units import MICROS, DayRange, date_range
+from etl.spec.units import MICROS, DayRange
 from etl.tables import schemas, spark_io
 from etl.tables.lake import Lake, arrow_schema
 from etl.tables.schemas import NO_DAY
@@ -59,7 +59,9 @@ def ingest(lake: Lake, raw: str, days: DayRange) -> dict[str, int]:
             events or too many bad records, or the days before these have not been ingested.
     """
     _check_no_gap(lake, days)
-    file_states = _file_states_by_day(lake, raw, days)
+    file_states = file_states_by_day(lake.spec.sources, raw, days)
+    if lake.spec.ingest_uses_item_attributes:
+        file_states = with_attribute_files(lake.root, file_states)
     corrupt_files: set[str] = set()
     while True:
         try:
@@ -100,15 +102,6 @@ def check_no_later_days(lake: Lake, days: DayRange) -> None:
             f"{latest} has been ingested already and depends on {days[0]} to {days[1]}: run all "
             f"days up to it, --days {days[0]}:{latest}, in this step and those after it"
         )
-
-
-def _file_states_by_day(lake: Lake, raw: str, days: DayRange) -> dict[date, FileStates]:
-    """The raw files of each day; empty for a file system that only Hadoop can list."""
-    try:
-        return {day: day_file_states(lake.spec, raw, day) for day in date_range(*days)}
-    except UserError as error:
-        logging.warning("files that arrive late will not be detected: %s", error)
-        return {}
 
 
 def _ingest_once(

@@ -15,6 +15,7 @@ from dags.steps import PipelinePaths, earlier_steps
 from etl.attributes import load_attributes
 from etl.erasure.erased_users import record_erased_users
 from etl.errors import UserError
+from etl.ingest.arrival import day_file_states, ingested_file_states
 from etl.ingest.named_events import NO_TOUCH
 from etl.ingest.reprocess import reprocess_quarantine
 from etl.ingest.run import ingest
@@ -275,6 +276,23 @@ def test_attributes_are_loaded_before_the_ingest_that_reads_them(
     write_logs(tmp_path, logged=random_clicks(rng), pixel=random_conversions(rng))
     with pytest.raises(UserError, match="load the attributes of these days"):
         ingest(Lake(paths.lake, spec), str(tmp_path), (DAYS[0], DAYS[0]))
+
+
+def test_a_file_of_items_that_changes_before_the_ingest_counts_as_it_was_read(
+    spark: object, tmp_path: Path
+) -> None:
+    """So that the next run sees that it has changed."""
+    day, rng = DAYS[0], random.Random(0)
+    ads, logged, pixel = random_ads(rng), random_clicks(rng), random_conversions(rng)
+    raw = write_logs(tmp_path / "raw", ads=ads, logged=logged, pixel=pixel)
+    lake = Lake(str(tmp_path / "lake"), load_spec(write_spec(tmp_path)))
+    states = day_file_states(lake.spec, raw, day)
+    load_attributes(lake, raw, (day, day))
+    file = tmp_path / "raw" / "ads" / f"{day}.json"
+    file.write_text(file.read_text() * 2)
+    ingest(lake, raw, (day, day))
+    assert ingested_file_states(lake.root, day) == states
+    assert day_file_states(lake.spec, raw, day)["ads"] != states["ads"]
 
 
 @pytest.mark.parametrize(
