@@ -204,15 +204,12 @@ def _feature_group(prefix: str, attributes: Mapping[str, Attribute]) -> FeatureG
 def counter_horizon_days(spec: DataSpec) -> int:
     """Days before an example's landing day on which the events that it counts became visible.
 
-    The longest window, counted from an impression that lands as late as the spec allows.
+    These are the longest window, the lateness with which impressions may land, and one day more:
+    devices' clocks may run ahead, and a day on which clocks change has fewer hours.
     """
-    return _full_days(spec.counters.longest_window + spec.allowed_lateness)
+    return -(-(spec.counters.longest_window + spec.allowed_lateness) // DAY) + 1
 
 
 def counter_input_days(spec: DataSpec) -> int:
     """Days before an example's landing day on which the events that it counts may have landed."""
     return counter_horizon_days(spec) + spec.visibility_delay_days
-
-
-def _full_days(seconds: int) -> int:
-    return -(-seconds // DAY)

@@ -102,14 +102,14 @@ def test_rows_hold_at_most_a_chunk_and_compaction_is_idempotent(size: int) -> No
 
 
 UNTIL = FIRST + timedelta(days=1)
-NEWEST = FIRST + timedelta(days=5)
+NEWEST = FIRST + timedelta(days=6)
 OLDEST_LATE = NEWEST - timedelta(days=1)  # files are accepted a day late
 
 
 @pytest.fixture(scope="module")
 def built(spark: object, tmp_path_factory: pytest.TempPathFactory) -> Lake:
-    """Six days of tables."""
-    return build_lake(tmp_path_factory.mktemp("compact"), generate_records(3, 25, 6), [(0, 5)])
+    """Seven days of tables."""
+    return build_lake(tmp_path_factory.mktemp("compact"), generate_records(3, 25, 7), [(0, 6)])
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ def test_days_that_counters_need_or_that_are_compacted_are_refused(lake_copy: La
     compact_history(lake_copy, UNTIL)
     message = f"histories up to {UNTIL} are compacted: 2026-"
     with pytest.raises(UserError, match=message):
-        build_examples(lake_copy, (UNTIL + timedelta(days=2), UNTIL + timedelta(days=2)))
+        build_examples(lake_copy, (UNTIL + timedelta(days=3), UNTIL + timedelta(days=3)))
     for days in ((FIRST, FIRST), (UNTIL, UNTIL), (UNTIL, NEWEST), (FIRST - timedelta(1), FIRST)):
         with pytest.raises(UserError, match=message):
             build_history(lake_copy, days)
@@ -185,8 +185,8 @@ def test_histories_are_compacted_when_enough_days_can_be(lake_copy: Lake, built:
     compactable = (UNTIL - FIRST).days + 1
     assert due_compaction(every(compactable), keep_days=0) == UNTIL
     assert due_compaction(every(compactable + 1), keep_days=0) is None
-    assert due_compaction(every(1), keep_days=5) == NEWEST - timedelta(days=5)
-    assert due_compaction(every(1), keep_days=6) is None
+    assert due_compaction(every(1), keep_days=6) == NEWEST - timedelta(days=6)
+    assert due_compaction(every(1), keep_days=7) is None
     compact_history(every(1), UNTIL - timedelta(days=1))
     assert due_compaction(every(1), keep_days=0) == UNTIL
     assert due_compaction(every(2), keep_days=0) is None

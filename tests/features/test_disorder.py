@@ -19,6 +19,7 @@ from etl.tables import schemas
 from etl.tables.arrow import snapshot
 from etl.tables.lake import Lake
 from features.encoding.scalar import encode_categorical, spark_xxhash64
+from tests.oracle import disorder
 from tests.oracle import log as oracle
 from tests.oracle.disorder import (
     BRANDS,
@@ -38,6 +39,7 @@ from training.data.histories import histories_from_table
 pytestmark = pytest.mark.spark
 
 Row = dict[str, Any]
+HOUR = 3600
 DAYS, USERS, DELAY, LATENESS, MAX_EVENTS, SESSION_GAP = 3, 25, 30, 86_400, 7, 5
 LAST = FIRST + timedelta(days=DAYS - 1)
 WINDOWS, HALF_LIVES = {"1h": 3600, "1d": 86_400}, {"10m": 600, "2d": 172_800}
@@ -273,6 +275,32 @@ def test_tables_match_the_reference_and_examples_read_nothing_later(
     earlier = {r["imp"] for r in impressions if visible_ts(r, DELAY) < since} & inputs.keys()
     for impression in earlier:
         assert inputs[impression] == other_inputs[impression], (impression, seed, zone, since)
+
+
+def test_the_longest_window_is_complete_after_a_short_day_and_with_a_clock_that_runs_ahead(
+    spark: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In New York, 8 March has 23 hours; the day after it is built alone."""
+    zone, short_day = "America/New_York", FIRST + timedelta(days=1)
+    text = disorder.SPEC.replace("allowed_lateness: 1d", "allowed_lateness: 0s")
+    monkeypatch.setattr(disorder, "SPEC", text)
+    midnight = day_start(short_day, zone)
+    common = {"user": "u1", "item": "hat", "surface": "home"}
+    events = [  # type, event time, ingest time, landing day
+        ("click", midnight - 70 * 60, midnight - 70 * 60, FIRST),
+        ("click", midnight - 15 * 60, midnight - 15 * 60, FIRST),
+        ("look", midnight + 60, midnight + 60, short_day),
+        ("shown", midnight + 23 * HOUR + 1800, midnight + 23 * HOUR + 1800, LAST),
+        ("shown", midnight + 23 * HOUR + 1800, midnight + 23 * HOUR - 1200, LAST),
+    ]
+    records = [
+        common | {"id": f"e{n}", "type": type_, "ts": ts, "ingest": ingest, "day": day,
+                  "request": f"r{n}"}
+        for n, (type_, ts, ingest, day) in enumerate(events)
+    ]  # fmt: skip
+    lake = build_lake(tmp_path, records, [(0, 1), (2, 2)], zone)
+    clicks = {row["impression_id"]: row["cnt_user_click_1d"] for row in rows(lake, "examples")}
+    assert clicks == {"e3": 1, "e4": 2}
 
 
 @pytest.mark.proof
