@@ -206,7 +206,7 @@ class KeyedEvents:
         return cls(position[order], events.take(order), query_position[query_order], query_order)
 
     def counts(self, windows: Sequence[int], types: Sequence[int]) -> Int32:
-        """Events in [query - window, query), by window and type (Q, W * T)."""
+        """Events in [query - window, query), at most 2^31 - 1, by window and type (Q, W * T)."""
         total = np.zeros((len(self.position) + 1, len(types)), np.int64)
         is_type = self.events.type[:, None] == np.array(types)
         np.cumsum(is_type * self.events.count[:, None], axis=0, out=total[1:])
@@ -215,7 +215,8 @@ class KeyedEvents:
             total_at_end - total[count_visible(self.position, self.query_position - window)]
             for window in windows
         ]
-        return self._in_query_order(np.concatenate(counts, axis=1).astype(np.int32))
+        clipped = np.concatenate(counts, axis=1).clip(max=np.iinfo(np.int32).max)
+        return self._in_query_order(clipped.astype(np.int32))
 
     def decayed_counts(
         self, half_lives: Sequence[int], types: Sequence[int], window: int

@@ -119,6 +119,13 @@ def test_aggregations_equal_those_of_a_loop(
     assert totals.tolist() == [sum(k == q and t < now for k, t, *_ in events) for q, now in queries]
 
 
+def test_a_count_that_no_integer_of_the_table_can_hold_is_the_largest_one() -> None:
+    key, ts, type_ = (np.array(values, np.int64) for values in ([0, 0], [1, 2], [1, 1]))
+    rows = EventRows(key, ts, type_, np.array([2**31 - 2, 2], np.int64))
+    aligned = KeyedEvents.align(rows, key, ts + 1, LONGEST)
+    assert aligned.counts((LONGEST,), (1,)).tolist() == [[2**31 - 2], [2**31 - 1]]
+
+
 @settings(max_examples=200)
 @given(events, queries, events, st.randoms(use_true_random=False))
 def test_nothing_outside_a_window_changes_a_bit_of_an_aggregation(
