@@ -13,6 +13,7 @@ from etl.spec.units import DAY, MICROS
 MAX_EPOCH_US = 100_000_000_000_000_000  # the year 5138: larger numbers are not timestamps
 NANOS_PER_MICRO = 1_000
 HAS_ZONE = r"(Z|[+-]\d\d(:?\d\d)?)$"
+HAS_DATE = r"^\s*\d{4}-\d\d?-\d\d?"
 IS_DATE = r"^\d{4}-\d\d-\d\d$"
 
 
@@ -45,14 +46,17 @@ def _parse_micros(unit: TimeUnit, text: Column) -> Column:
 
 
 def _parse_iso(spec: DataSpec, text: Column) -> Column:
-    """An ISO 8601 text; without a zone it is in the spec's time zone, not the session's."""
+    """An ISO 8601 text; without a zone it is in the spec's time zone, not the session's.
+
+    Null without a date, for which Spark would take the current one.
+    """
     has_zone = text.rlike(HAS_ZONE) & ~text.rlike(IS_DATE)
     in_utc = F.concat(text, F.when(text.rlike(IS_DATE), F.lit("T00:00:00Z")).otherwise(F.lit("Z")))
     local = F.try_to_timestamp(in_utc)
     if spec.time_zone != "UTC":
         local = F.to_utc_timestamp(local, spec.time_zone)
     instant = F.when(has_zone, F.try_to_timestamp(text)).otherwise(local)
-    return F.unix_micros(instant)
+    return F.when(text.rlike(HAS_DATE), F.unix_micros(instant))
 
 
 def to_local_seconds(spec: DataSpec, seconds: Column) -> Column:
