@@ -32,6 +32,7 @@ from etl.ingest.readers import (
     SOURCE_FILE,
     latest_day_with_records,
     read_raw_records,
+    translate_read_errors,
 )
 from etl.reports import Report, parse_reports
 from etl.spec.label_delays import label_delay_warnings
@@ -70,9 +71,11 @@ def preview_sources(spec: DataSpec, raw: str, sample_size: int) -> Iterator[Sour
     """A preview of each source, from up to `sample_size` records of its latest day."""
     for name, source in spec.sources.items():
         try:
-            yield _preview(spec, name, source, raw, sample_size)
+            with translate_read_errors():
+                preview = _preview(spec, name, source, raw, sample_size)
         except UserError as error:
-            yield SourcePreview(name, None, 0, error=str(error))
+            preview = SourcePreview(name, None, 0, error=str(error))
+        yield preview
 
 
 def _preview(

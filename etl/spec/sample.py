@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import re
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -192,8 +193,7 @@ def read_sample(pattern: str, kind: str, files: Sequence[Path]) -> SourceSample:
     step = max(1, len(files) // MAX_FILES)
     chosen = files[::step][:MAX_FILES]
     for file in chosen:
-        records = itertools.islice(read_records(file, kind), MAX_RECORDS // len(chosen))
-        for record in records:
+        for record in first_records(file, kind, MAX_RECORDS // len(chosen)):
             sample.num_records += 1
             for name, value in flatten(record):
                 if value not in (None, ""):
@@ -201,6 +201,17 @@ def read_sample(pattern: str, kind: str, files: Sequence[Path]) -> SourceSample:
                     column.append(value, sample.num_records)
     sample.roles = guess_roles(sample)
     return sample
+
+
+def first_records(file: Path, kind: str, number: int) -> list[Mapping[str, Any]]:
+    """The first records of a file; raises UserError if it is corrupt or of another format."""
+    try:
+        return list(itertools.islice(read_records(file, kind), number))
+    except (OSError, EOFError, ValueError, zlib.error, csv.Error) as error:
+        raise UserError(
+            f"{file} cannot be read ({' '.join(str(error).split())}); copy it again, or take it "
+            "out of the folder"
+        ) from None
 
 
 def read_records(file: Path, kind: str) -> Iterator[Mapping[str, Any]]:
