@@ -6,8 +6,8 @@ Empty or unreadable files are listed separately, to be quarantined.
 
 import csv
 import re
-from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import date
@@ -229,8 +229,18 @@ def _header_columns(source: Source, header: str | None, path: str) -> tuple[str,
         return None
     if source.format == "csv":
         options = source.csv or CsvOptions()
-        if options.header:
-            return options.header
-        line = [header]
-        return tuple(next(csv.reader(line, delimiter=options.delimiter, quotechar=options.quote)))
+        lines = csv.reader([header], delimiter=options.delimiter, quotechar=options.quote)
+        names = options.header or next(lines)
+        _check_names_differ(names, path)
+        return tuple(names)
     return tuple(SparkSession.active().read.parquet(path).columns)
+
+
+def _check_names_differ(names: Sequence[str], path: str) -> None:
+    """Raise UserError if columns of a CSV file have the same name, in upper or lower case."""
+    counts = Counter(name.lower() for name in names)
+    if repeated := [name for name in names if counts[name.lower()] > 1]:
+        raise UserError(
+            f"{path}: several columns have the same name, in upper or lower case: "
+            f"{', '.join(map(repr, repeated))}; rename all but one of them in the file"
+        )

@@ -36,7 +36,7 @@ from etl.spec.sources import Source
 
 PAYLOAD, SOURCE_FILE, PATH_DAY, READ_ERROR = "payload", "source_file", "path_day", "read_error"
 RECORD_LOCATION = "record_location"  # struct of the block of its file and a row number, see below
-CORRUPT_RECORD = "corrupt"
+CORRUPT_RECORD = "_corrupt_record"
 NOT_A_RECORD, RECORD_TOO_LONG = "not a record", "longer than a record can be"
 MAX_RECORD_CHARS = 1_000_000
 

@@ -54,3 +54,34 @@ def test_a_corrupt_file_is_named(
         spec.write_text(SPEC.replace("app/{day}.json", "app/{day}.json.gz"))
         text = refused(capfd, "spec", "check", str(spec), "--raw", str(tmp_path / "raw"))
     assert f"app/{DAY}.json.gz" in text and "cannot be read" in text
+
+
+CSV_SPEC = SPEC.replace("format: json", "format: csv").replace("{day}.json", "{day}.csv")
+
+
+@pytest.mark.spark
+@pytest.mark.parametrize("names", ["Note,note", ",", "WHO,other"])
+def test_columns_of_one_name_are_named(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, names: str
+) -> None:
+    write_csv(tmp_path, names)
+    text = refused(capfd, "spec", "check", str(tmp_path / "spec.yaml"), "--raw", str(tmp_path))
+    assert f"app/{DAY}.csv: several columns have the same name" in text
+
+
+@pytest.mark.spark
+@pytest.mark.parametrize("names", ["corrupt,other", "Note,"])
+def test_any_other_name_of_a_column_is_read(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, names: str
+) -> None:
+    write_csv(tmp_path, names)
+    command = ["spec", "check", str(tmp_path / "spec.yaml"), "--raw", str(tmp_path)]
+    assert main(command) == 0 and "shown on home" in capfd.readouterr().out
+
+
+def write_csv(folder: Path, names: str) -> None:
+    """Write the shop's spec for CSV, and an event with two further columns."""
+    (folder / "spec.yaml").write_text(CSV_SPEC)
+    (folder / "app").mkdir()
+    text = f"id,who,what,page,action,at,phone,{names}\ne1,u1,i1,home,shown,1767312000,ios,1,2\n"
+    (folder / "app" / f"{DAY}.csv").write_text(text)
