@@ -220,7 +220,9 @@ def read_yaml_mapping(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise UserError(f"{file}: configuration file not found")
     try:
-        content = yaml.safe_load(file.read_text()) or {}
+        content = yaml.safe_load(file.read_text("utf-8")) or {}
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is not UTF-8 ({error.reason}): save it in this encoding") from None
     except yaml.YAMLError as error:
         raise UserError(f"{file} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):

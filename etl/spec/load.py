@@ -26,10 +26,12 @@ def load_spec(path: Path) -> DataSpec:
     """
     if not path.is_file():
         raise UserError(f"{path}: no such spec; shipped specs are in conf/specs")
-    text = path.read_text()
     try:
+        text = path.read_text("utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         raw = yaml.safe_load(text)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 ({error.reason}): save it in this encoding") from None
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not valid YAML: {error}") from None
     duplicates = [f"{path}:{line}: {key}: duplicate key" for key, line in duplicate_keys(root)]

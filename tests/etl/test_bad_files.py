@@ -14,12 +14,16 @@ DAY = "2026-01-02"
 
 
 def refused(capfd: pytest.CaptureFixture[str], *command: str) -> str:
-    """What a command that fails with exit code 2 prints, without line breaks."""
+    """What a command that fails with exit code 2 prints, without white space: lines are broken."""
     assert main(command) == 2
     printed = capfd.readouterr()
-    text = " ".join(f"{printed.out} {printed.err}".split())
+    text = without_spaces(printed.out + printed.err)
     assert "Traceback" not in text
     return text
+
+
+def without_spaces(text: str) -> str:
+    return "".join(text.split())
 
 
 def events(number: int) -> bytes:
@@ -53,7 +57,17 @@ def test_a_corrupt_file_is_named(
         spec = tmp_path / "spec.yaml"
         spec.write_text(SPEC.replace("app/{day}.json", "app/{day}.json.gz"))
         text = refused(capfd, "spec", "check", str(spec), "--raw", str(tmp_path / "raw"))
-    assert f"app/{DAY}.json.gz" in text and "cannot be read" in text
+    assert f"app/{DAY}.json.gz" in text and without_spaces("cannot be read") in text
+
+
+def test_a_spec_in_another_encoding_is_refused(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "spec.yaml").write_bytes(f"# Geschäft\n{SPEC}".encode("latin-1"))
+    text = refused(capfd, "spec", "check", str(tmp_path / "spec.yaml"), "--raw", str(tmp_path))
+    assert without_spaces("spec.yaml: not UTF-8") in text
+    command = ["etl", "ingest", "--config", str(tmp_path / "spec.yaml")]
+    assert without_spaces("spec.yaml is not UTF-8") in refused(capfd, *command)
 
 
 CSV_SPEC = SPEC.replace("format: json", "format: csv").replace("{day}.json", "{day}.csv")
@@ -66,7 +80,7 @@ def test_columns_of_one_name_are_named(
 ) -> None:
     write_csv(tmp_path, names)
     text = refused(capfd, "spec", "check", str(tmp_path / "spec.yaml"), "--raw", str(tmp_path))
-    assert f"app/{DAY}.csv: several columns have the same name" in text
+    assert without_spaces(f"app/{DAY}.csv: several columns have the same name") in text
 
 
 @pytest.mark.spark
