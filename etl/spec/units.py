@@ -11,16 +11,23 @@ from etl.spec.base import StrictModel
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 DAY = SECONDS["d"]
+MAX_DURATION = 36_500 * DAY  # longer ones lead out of the range of dates
 DayRange = tuple[date, date]  # first and last
 MICROS = {"s": 1_000_000, "ms": 1_000, "us": 1}  # microseconds in each unit of time
 
 
 def parse_duration(text: object) -> int:
-    """Seconds of a duration such as `90s`, `30m`, `1h` or `7d`; raises ValueError on others."""
+    """Seconds of a duration such as `90s`, `30m`, `1h` or `7d`; raises ValueError on others.
+
+    It is at most MAX_DURATION.
+    """
     match = re.fullmatch(r"(\d+)([smhd])", text) if isinstance(text, str) else None
     if not match:
         raise ValueError(f"{text!r} is not a duration; write a number and one of s, m, h, d: 30m")
-    return int(match[1]) * SECONDS[match[2]]
+    seconds = int(match[1]) * SECONDS[match[2]]
+    if seconds > MAX_DURATION:
+        raise ValueError(f"{text} is too long: write at most {format_duration(MAX_DURATION)}")
+    return seconds
 
 
 def format_duration(seconds: int) -> str:

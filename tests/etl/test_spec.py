@@ -17,7 +17,7 @@ from etl.errors import UserError
 from etl.spec import DataSpec, load_spec
 from etl.spec.effects import KEY_EFFECTS, effect_of, flatten_keys
 from etl.spec.sections import HistorySpec
-from etl.spec.units import format_duration, parse_duration
+from etl.spec.units import MAX_DURATION, format_duration, parse_duration
 from etl.tables import label_schemas, schemas
 from etl.tables.code_registry import CodeRegistry, assign_codes
 from etl.tables.declared_columns import counter_columns
@@ -103,6 +103,7 @@ def test_all_errors_are_reported_at_once_with_their_lines(tmp_path: Path) -> Non
         ),
         ("reels: {}", "reels: {}\n  feed: {}", "feed: duplicate key"),
         ("windows: [1h, 1d, 7d]", "windows: []", "counters.windows: .*at least 1 item"),
+        ("windows: [1h, 1d, 7d]", "windows: [36501d]", "36501d is too long: write at most 36500d"),
         (
             "counters:",
             "counters:\n  half_lives: [0s]",
@@ -501,6 +502,6 @@ def test_a_table_that_the_spec_does_not_have_is_refused() -> None:
         table_schema(spec, "imprints")
 
 
-@given(st.integers(0, 10**7))
+@given(st.integers(0, MAX_DURATION))
 def test_durations_round_trip(seconds: int) -> None:
     assert parse_duration(format_duration(seconds)) == seconds
