@@ -1,4 +1,4 @@
-"""Outcomes that were retracted after the labels that count them were final.
+"""Outcomes that were retracted after the labels that count them were final, within some time.
 
 Labels do not change; table `late_retractions` has what value, accounting and net rates need.
 """
@@ -19,7 +19,8 @@ from etl.tables.lake import Lake
 def record_late_retractions(lake: Lake, days: DayRange) -> int:
     """Replace `late_retractions` of a range of landing days; returns how many there are.
 
-    Only events of users with retractions on these days are read, from the earliest impressions on
+    Those that follow the final label by more than `within` of their objective are left out. Only
+    events of users with retractions on these days are read, from the earliest impressions on
     whose labels were final at most `within` before.
     """
     spec = lake.spec
@@ -64,7 +65,9 @@ def _late_retractions(spec: DataSpec, rows: DataFrame, name: str) -> DataFrame:
     rows = rows.withColumn("outcome", F.explode("counted"))
     first = first_retraction(spec, objective, F.col("outcome"))
     assert first is not None
-    rows = rows.withColumn("retraction", first).filter("retraction IS NOT NULL")
+    label_mature_ts = F.floor(F.col("mature_ts") / MICROS["s"])
+    elapsed = F.col("retraction.visible_ts") - label_mature_ts
+    rows = rows.withColumn("retraction", first).filter(elapsed <= objective.retracted_by.within)
 
     def is_left(other: Column) -> Column:
         retraction = first_retraction(spec, objective, other)
@@ -80,7 +83,7 @@ def _late_retractions(spec: DataSpec, rows: DataFrame, name: str) -> DataFrame:
         F.col("outcome.event_id").alias("outcome_id"),
         F.col("retraction.id").alias("retraction_id"),
         F.col("retraction.visible_ts").alias("retracted_ts"),
-        F.floor(F.col("mature_ts") / MICROS["s"]).alias("label_mature_ts"),
+        label_mature_ts.alias("label_mature_ts"),
         F.size(F.filter("counted", is_left)).alias("outcomes_left"),
         F.col("outcome.value").alias("value"),
         F.col("retraction.day").alias("day"),

@@ -39,7 +39,7 @@ def impressions(spec: DataSpec) -> TableSchema:
 
 
 def late_retractions(_spec: DataSpec) -> TableSchema:
-    """One outcome that was retracted after a label that counts it was final.
+    """One outcome that was retracted after a label that counts it was final, within `within`.
 
     Only specs with an objective that is `retracted_by` an event have the table. `outcomes_left` is
     how many other counted outcomes of the impression were not retracted by then; `retracted_ts`
