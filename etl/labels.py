@@ -100,7 +100,11 @@ def label_impressions(lake: Lake, days: DayRange, data_until: int | None = None)
 
 
 def first_relabeled_day(spec: DataSpec, days: DayRange) -> date:
-    """The first landing day of impressions whose labels can mature on some days."""
+    """The first landing day of impressions whose labels can mature on some days.
+
+    They mature after their window and grace period, and once the impression is visible: the delay
+    of impressions counts, too. The impression may have landed late.
+    """
     return days[0] - timedelta(days=spec.label_maturity_days) - _lateness(spec)
 
 

@@ -121,9 +121,9 @@ def _ingest_records(lake: Lake, selection: RawSelection, all_records: DataFrame)
     """Write the tables from normalized records, among which are records of other days."""
     spec, days = lake.spec, selection.days
     all_records = mark_erased(lake, all_records, F.col("visible_ts") * MICROS["s"])
-    in_range = F.col("day").between(F.lit(days[0]), F.lit(days[1])) | F.col("day").isNull()
-    in_range &= F.col("reasons").isNotNull()  # null: of an erased user
-    records = all_records.filter(in_range)
+    is_of_days = F.col("day").between(F.lit(days[0]), F.lit(days[1])) | F.col("day").isNull()
+    is_counted = is_of_days & F.col("reasons").isNotNull()  # null: erased or skipped
+    records = all_records.filter(is_counted)
     groups = count_record_groups(spec, records)
     check_bad_record_rate(spec, groups, selection.root, days)
     check_declared_columns(spec, groups, selection)
@@ -133,7 +133,7 @@ def _ingest_records(lake: Lake, selection: RawSelection, all_records: DataFrame)
     with split_events(lake, valid, days) as event_split:
         metrics = compute_ingest_metrics(records_read, event_split, invalid)
         # Line numbers count all records of a file, including those of other days.
-        numbered = with_line_numbers(all_records).filter(in_range & is_invalid)
+        numbered = with_line_numbers(all_records).filter(is_counted & is_invalid)
         write_quarantine(lake, spec.log_sources, numbered, days)
         write_events(lake, event_split, days)
     return write_ingest_metrics(lake, metrics, days)
