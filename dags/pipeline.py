@@ -257,11 +257,14 @@ def surface_step(
 
 
 def feature_store_step(spec: DataSpec, paths: PipelinePaths, flags: ModelFlags) -> Step:
-    """Materialize the features that the promoted rankers read when serving."""
+    """Materialize the features that the promoted rankers read when serving.
+
+    The store of a refresh of a later day, which a daily run may outlast, is kept.
+    """
     return Step(
         "feature_store",
         "torch",
-        ("rank", "materialize", *paths.cli_flags, *flags.data_until),
+        ("rank", "materialize", *paths.cli_flags, *flags.data_until, "--keep-newer"),
         (
             *("events", *ATTRIBUTE_TABLES, "items", "user_teacher_embeddings"),
             *(f"rankers/{surface}/refit.json" for surface in spec.ad_surfaces),

@@ -110,6 +110,12 @@ class MaterializeArgs(LakeArgs):
     """Build the online feature store from the tables."""
 
     data_until: DataUntilTime
+    keep_newer: Annotated[
+        bool,
+        tyro.conf.arg(
+            help="build nothing if the live store has later data and all that the rankers read"
+        ),
+    ] = False
 
 
 class ServeArgs(LakeArgs):
@@ -266,11 +272,13 @@ def off_policy(args: OffPolicyArgs) -> None:
 def materialize(args: MaterializeArgs) -> None:
     """Build the online feature store from the lake's tables; running services switch to it."""
     from ranking.feature_store.materialize import materialize, materialize_lease
+    from ranking.feature_store.newer_store import newer_live_store
 
     lake = args.open_lake()
     data_until = parse_data_until(lake.spec, args.data_until)
     with materialize_lease(args.lake, "gemline rank materialize"):
-        print(f"online features: {materialize(lake, data_until)}")
+        kept = newer_live_store(lake, data_until) if args.keep_newer else None
+        print(f"online features: {kept or materialize(lake, data_until)}")
 
 
 def serve(args: ServeArgs) -> None:

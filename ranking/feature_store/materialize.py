@@ -314,7 +314,7 @@ def next_store_name(pointer: VersionPointer, day: date) -> str:
 
 
 def required_lengths(lake: Lake) -> HistoryLengths:
-    """What the promoted rankers of a lake read together."""
+    """What the promoted rankers of a lake read together; raises UserError as `materialize`."""
     manifests, errors = promoted_manifests(lake)
     for error in errors:
         log.warning("ranker skipped: %s", error)

@@ -102,6 +102,7 @@ def test_steps_of_a_refresh_name_its_days_and_its_end(spec: DataSpec, folder: Pa
         assert values.get("days", plan.days) == plan.days, name
     for name in ("labels", "refit-feed", "feature_store"):
         assert parse_data_until(spec, str(arguments[name]["data_until"])) == noon(spec)
+    assert arguments["feature_store"]["keep_newer"]
 
 
 def test_times_are_in_the_time_zone_of_the_spec(spec: DataSpec) -> None:
