@@ -9,12 +9,13 @@ from typing import NamedTuple
 from etl.errors import TemporaryError, UserError
 from etl.tables.uri import StoragePath
 from ranking.feature_store.store import StoreMetadata
-from ranking.registry.manifest import offsets_of
+from ranking.registry.manifest import RankerManifest, offsets_of, read_manifest
 from ranking.registry.ranker import ExportedRanker, live_pointer, load_ranker, validate_ranker
 
 log = logging.getLogger("uvicorn.error")
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 4.0, 60.0
 LoadFn = Callable[[StoragePath], ExportedRanker]
+RankersBySurface = dict[str, tuple[StoragePath, ExportedRanker]]  # with their folders
 
 
 class LoadFailure(NamedTuple):
@@ -38,7 +39,7 @@ class LoadedRankers:
         self._lake = lake
         self._spec = store_metadata.spec
         self._load_ranker = _ranker_loader(use_compiled)
-        self._loaded: dict[str, tuple[StoragePath, ExportedRanker]] = {}
+        self._loaded: RankersBySurface = {}
         self._failures: dict[str, LoadFailure] = {}
         self.refresh(store_metadata)
 
@@ -80,6 +81,34 @@ class LoadedRankers:
                     self._activate(surface, folder, store_metadata)
             except Exception as error:  # ONNX Runtime, safetensors and stores raise their own
                 self._record_failure(surface, folder, store_metadata, error)
+
+    def for_store(self, store_metadata: StoreMetadata) -> RankersBySurface:
+        """The rankers to serve with another store, for `replace`.
+
+        They are those that are served now, or the live ones where these cannot be used with it.
+
+        Raises:
+            UserError: A surface that is served now would have no ranker.
+        """
+        live_folders = {}
+        for surface, (folder, ranker) in self._loaded.items():
+            try:
+                require_compatible(ranker, store_metadata)
+            except UserError:
+                live = live_pointer(self._lake, surface).live_folder
+                if live is None or live == folder:
+                    raise
+                validate_inputs(read_manifest(live), store_metadata)
+                live_folders[surface] = live
+        live_rankers: RankersBySurface = {
+            surface: (live, load_verified_ranker(live, self._lake, surface, self._load_ranker))
+            for surface, live in live_folders.items()  # once all are known to be compatible
+        }
+        return self._loaded | live_rankers
+
+    def replace(self, rankers: RankersBySurface) -> None:
+        """Serve other rankers; the store that they were chosen for has to be served with them."""
+        self._loaded = rankers
 
     def _activate(
         self, surface: str, folder: StoragePath | None, store_metadata: StoreMetadata
@@ -154,7 +183,12 @@ def error_message(error: Exception) -> str:
 
 def require_compatible(ranker: ExportedRanker, store_metadata: StoreMetadata) -> ExportedRanker:
     """Return the ranker; raise UserError if a store does not have the features that it reads."""
-    manifest = ranker.manifest
+    validate_inputs(ranker.manifest, store_metadata)
+    return ranker
+
+
+def validate_inputs(manifest: RankerManifest, store_metadata: StoreMetadata) -> None:
+    """Raise UserError if a store does not have the features that a ranker reads."""
     name = f"the ranker {manifest.version} of {manifest.surface}"
     if manifest.spec.hash != store_metadata.spec.hash:
         raise UserError(
@@ -174,4 +208,3 @@ def require_compatible(ranker: ExportedRanker, store_metadata: StoreMetadata) ->
         raise UserError(
             f"{name} reads more than the feature store holds: run `gemline rank materialize`"
         )
-    return ranker

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from prometheus_client import Counter
 
+from etl.errors import UserError
 from etl.spec import load_spec
 from etl.spec.model import DataSpec
 from etl.spec.sources import AttributeSource
@@ -26,6 +27,7 @@ from ranking.feature_store.request import (
     check_context_names,
     check_event_attribute_names,
 )
+from ranking.feature_store.store import FeatureStore
 from ranking.feature_store.wal import EntryKind, FeatureStoreHandle, WalEntry
 from ranking.serving.admission import BodyBuffer, WorkQueue
 from ranking.serving.loaded_rankers import LoadedRankers, error_message
@@ -127,11 +129,26 @@ class Worker:
         await asyncio.to_thread(self.rankers.refresh, self.feature_store.store.metadata)
 
     async def _refresh_feature_store(self) -> None:
-        newer = await asyncio.to_thread(self.feature_store.open_newer)
-        if newer:
-            old = self.feature_store.handover(newer)
-            await self.committer.run_in_thread(old.close)
-        await self.committer.run_in_thread(self.feature_store.sync_with_wal)
+        try:
+            newer = await asyncio.to_thread(self.feature_store.open_newer)
+            if newer:
+                await self._serve_store(newer)
+        finally:
+            await self.committer.run_in_thread(self.feature_store.sync_with_wal)
+
+    async def _serve_store(self, newer: FeatureStore) -> None:
+        """Switch to a newer store; raises UserError if a served surface would lose its ranker."""
+        name, rankers = newer.folder.name, None
+        try:
+            rankers = await asyncio.to_thread(self.rankers.for_store, newer.metadata)
+        except UserError as error:
+            raise UserError(f"{name} is not served: {error}") from error
+        finally:
+            if rankers is None:
+                newer.close()
+        self.rankers.replace(rankers)  # between the same two requests as the store
+        old = self.feature_store.handover(newer)
+        await self.committer.run_in_thread(old.close)
 
     def rank(self, body: RankRequestBody) -> RankResponse:
         """Rank the candidates of a request as of now."""

@@ -11,9 +11,12 @@ import pytest
 from fastapi.testclient import TestClient
 
 from etl.errors import UserError
+from etl.spec import DataSpec
 from etl.tables.lake import Lake
 from etl.tables.uri import StoragePath
 from ranking.feature_store.materialize import materialize
+from ranking.feature_store.store import METADATA_KEY, open_store
+from ranking.feature_store.wal import feature_store_pointer
 from ranking.registry.manifest import (
     MANIFEST,
     TABLES_FILE,
@@ -25,9 +28,11 @@ from ranking.registry.manifest import (
 from ranking.registry.ranker import ExportedRanker, live_pointer, rankers_folder
 from ranking.serving.app import create_app
 from ranking.serving.loaded_rankers import MIN_RETRY_SECONDS
+from ranking.serving.schemas import RankRequestBody
 from ranking.serving.settings import SETTINGS_VARIABLE, Settings
 from ranking.serving.worker import Worker
 from tests.conftest import LAST
+from tests.ranking.conftest import EVE
 from tests.ranking.served import rank_body
 
 SURFACES = ("feed", "reels", "messaging")
@@ -170,8 +175,6 @@ def test_a_repaired_version_is_served_after_the_delay(
 def test_rankers_are_refreshed_although_the_store_is_damaged(
     settings: Settings, lake_of_three: str
 ) -> None:
-    from ranking.feature_store.wal import feature_store_pointer
-
     worker = Worker(settings)
     (Path(settings.lake) / "feature_store" / str(LAST) / "data.mdb").write_bytes(b"no store")
     feature_store_pointer(settings.lake).promote(str(LAST))
@@ -182,6 +185,56 @@ def test_rankers_are_refreshed_although_the_store_is_damaged(
     feature_store_pointer(settings.lake).promote(str(LAST - timedelta(days=1)))
     asyncio.run(worker.refresh())
     assert worker.status.feature_store_error is None
+    worker.close()
+
+
+def promote_changed_store(lake: str, built_with: DataSpec, **changes: object) -> None:
+    """Promote the store of the last day, with other metadata."""
+    store = open_store(Path(lake) / "feature_store" / str(LAST), built_with)
+    with store.write_transaction() as txn:
+        changed = store.metadata.model_copy(update=changes)
+        txn.put("meta", METADATA_KEY, changed.model_dump_json().encode())
+    store.close()
+    feature_store_pointer(lake).promote(str(LAST))
+
+
+def test_a_store_that_lacks_what_a_served_ranker_reads_is_not_served(
+    settings: Settings, lake_of_three: str, lake_spec: DataSpec
+) -> None:
+    worker = Worker(settings)
+    num_items = worker.rankers.for_surface("feed").manifest.num_items
+    promote_changed_store(lake_of_three, lake_spec, num_items=num_items - 1)
+    for _ in range(2):
+        asyncio.run(worker.refresh())
+        assert worker.feature_store.store.folder.name == str(EVE)
+        assert f"{LAST} is not served: the ranker" in str(worker.status.feature_store_error)
+    assert len(worker.rankers.versions) == 3 and not worker.rankers.errors
+    assert worker.rank(RankRequestBody(**rank_body())).ranking
+    promote_changed_store(lake_of_three, lake_spec, num_items=num_items)
+    asyncio.run(worker.refresh())
+    assert worker.feature_store.store.folder.name == str(LAST)
+    assert worker.status.feature_store_error is None
+    worker.close()
+
+
+def test_a_store_and_rankers_that_fit_only_each_other_are_served_together(
+    settings: Settings, lake_of_three: str, lake_spec: DataSpec
+) -> None:
+    assert lake_spec.similarity_attributes
+    other = lake_spec.model_copy(update={"similarity_attributes": ()})
+    for surface in SURFACES:
+        folder = ranker_folder(lake_of_three, surface, "two")
+        write_manifest(folder, read_manifest(folder).model_copy(update={"spec": other}))
+    worker = Worker(settings)
+    promote_changed_store(lake_of_three, lake_spec, spec=other)
+    for surface in SURFACES:
+        asyncio.run(worker.refresh())
+        assert worker.feature_store.store.folder.name == str(EVE)
+        assert set(worker.rankers.versions.values()) == {"one"}
+        live_pointer(lake_of_three, surface).promote("two")
+    asyncio.run(worker.refresh())
+    assert worker.feature_store.store.folder.name == str(LAST)
+    assert worker.rankers.versions == dict.fromkeys(SURFACES, "two") and not worker.rankers.errors
     worker.close()
 
 
