@@ -239,7 +239,7 @@ class _Reader:
         if known is None:
             return self._number(node)
         if literal in known:
-            return literal
+            return known[known.index(literal)]  # 8 where 8.0 is written
         close = get_close_matches(str(literal), list(map(str, known)), n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"values: {_sample_of(known)}"
         raise TargetingError(f"no impression has {name} = {literal!r}; {hint}", _position(node))

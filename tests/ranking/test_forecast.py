@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 from datasketches import update_theta_sketch
-from hypothesis import given
+from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from benchmarks.studies.forecast_world import USER_ATTRIBUTES, draw_boxes, sampled_days
@@ -88,7 +88,7 @@ def test_positions_count_characters_also_after_letters_of_several_bytes(mistake:
     assert error.value.position == 21
 
 
-LEAVES = st.one_of(
+LEAVES_BY_ATTRIBUTE = (
     st.builds(
         lambda values, negated: f"country {'not ' * negated}in ({', '.join(map(repr, values))})",
         st.lists(st.sampled_from(["DE", "FR", "US"]), min_size=1, max_size=2, unique=True),
@@ -102,6 +102,7 @@ LEAVES = st.one_of(
     ),
     st.sampled_from(["surface = 'feed'", "surface != 'feed'"]),
 )
+LEAVES = st.one_of(*LEAVES_BY_ATTRIBUTE)
 TREES = st.recursive(
     LEAVES,
     lambda children: st.one_of(
@@ -146,14 +147,24 @@ def random_rows() -> pa.Table:
     )
 
 
+@given(st.permutations(LEAVES_BY_ATTRIBUTE).flatmap(lambda leaves: st.tuples(*leaves)))
+def test_conditions_on_different_attributes_never_contradict_each_other(
+    texts: tuple[str, ...],
+) -> None:
+    for text in (*texts, " and ".join(texts), " or ".join(texts)):
+        assert parse_targeting(text, DOMAIN).condition is not None
+
+
 @given(TREES)
 def test_conditions_select_the_rows_that_python_selects(text: str) -> None:
     import duckdb
 
     try:
         targeting = parse_targeting(text, DOMAIN)
-    except TargetingError:
-        return  # it contradicts itself
+    except TargetingError as error:
+        if "contradicts itself" in str(error) or "no value of" in str(error):
+            reject()
+        raise
     rows = random_rows()
     coded = {
         f"target_{name}": [
@@ -657,6 +668,13 @@ def test_the_noise_of_a_segment_cannot_be_drawn_again_or_divided_out(complete: W
         assert campaign.reach.value == round(campaign.reach.value)
         factors.append(campaign.reach.value / truth - 1)
     assert np.ptp(factors) > 2 / truth  # more than rounding explains
+
+
+@pytest.mark.parametrize("rest", ["", " and device = 'device00'"])  # with and without sketches
+def test_a_number_has_one_answer_however_it_is_written(complete: World, rest: str) -> None:
+    answer = complete.forecast(targeting=f"hour in (8, 9){rest}")
+    for hours in ("in (8.0, 9)", "in (8, 9.0)", "in (8.0, 9.00, 8)", "between 8.0 and 9"):
+        assert complete.forecast(targeting=f"hour {hours}{rest}") == answer
 
 
 def test_a_segment_has_one_draw_of_noise_for_its_users(complete: World) -> None:
