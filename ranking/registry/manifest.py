@@ -116,6 +116,23 @@ class RankerManifest(StrictModel):
             self.user_hash_buckets,
         )
 
+    def changed_inputs(self, spec: DataSpec) -> list[str]:
+        """The keys of what rankers read that differ between a spec and the ranker's own.
+
+        They are those that no table depends on: the hashes of both specs may be equal.
+        """
+
+        def inputs(spec: DataSpec) -> dict[str, object]:
+            stream = spec.sequences.get(self.sequence)
+            return {
+                "similarity_attributes": spec.similarity_attributes,
+                f"sequences.{self.sequence}.events": stream and (stream.events or "all"),
+                "position_bias": spec.position_bias,
+            }
+
+        before, now = inputs(self.spec), inputs(spec)
+        return [key for key, value in before.items() if value != now[key]]
+
 
 def write_manifest(folder: Path, manifest: RankerManifest) -> None:
     """Write a manifest with the hashes of the folder's files, signed if a key is configured."""

@@ -194,8 +194,13 @@ def validate_inputs(manifest: RankerManifest, store_metadata: StoreMetadata) -> 
         raise UserError(
             f"{name} was trained with spec {manifest.spec.hash}, not {store_metadata.spec.hash}"
         )
-    if manifest.spec.similarity_attributes != store_metadata.spec.similarity_attributes:
-        raise UserError(f"{name} has other similarity_attributes than the spec: train it again")
+    changed = manifest.changed_inputs(store_metadata.spec)
+    served = [key for key in changed if key != "position_bias"]  # which only evaluations read
+    if served:
+        raise UserError(
+            f"{name} has other {', '.join(served)} than the feature store: train it again, or run "
+            "`gemline rank materialize`"
+        )
     teacher_history_length = store_metadata.teacher_history_length
     if teacher_history_length is None:  # an older store, of which it is not known
         teacher_history_length = manifest.teacher_history_length

@@ -63,8 +63,8 @@ def refit_live_ranker(lake: Lake, surface: str, data_until: int) -> StoragePath:
         The folder of the live version: the new one, or the same if it has learned all labels.
 
     Raises:
-        UserError: No ranker is live, it is of another spec, it cannot be continued, or there are
-            no examples of the latest days.
+        UserError: No ranker is live, it is of another spec or reads other inputs, it cannot be
+            continued, or there are no examples of the latest days.
         TemporaryError: The live version was changed during the training.
     """
     folder = live_version(lake.root, surface)
@@ -94,6 +94,13 @@ def _require_training(manifest: RankerManifest, lake: Lake) -> RankerTraining:
         raise UserError(
             f"the live ranker of {manifest.surface} was trained with spec {manifest.spec.hash}, "
             f"now it is {lake.spec.hash}: run `gemline rank train`, then `gemline rank promote`"
+        )
+    changed = manifest.changed_inputs(lake.spec)
+    if changed:
+        raise UserError(
+            f"the live ranker of {manifest.surface} was trained with other {', '.join(changed)} "
+            "than the spec now has: run `gemline rank train`, then `gemline rank promote`, or "
+            "restore them in the spec"
         )
     if manifest.training is None:
         raise UserError(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from fastapi.testclient import TestClient
 
+from etl.spec import DataSpec
 from etl.tables.atomic_io import local_path
 from etl.tables.lake import Lake
 from ranking.feature_store.attributes import upsert_attributes
@@ -61,6 +62,17 @@ def untrained_student(reader: ExampleReader, seed: int) -> TrainedStudent:
     student = new_student(reader, SMALL, len(reader.items), TeacherEmbeddings.empty())
     student.student.eval()
     return student
+
+
+def other_inputs(spec: DataSpec) -> dict[str, dict[str, object]]:
+    """Changes of what models read and tables do not depend on, by key."""
+    stream = spec.sequences["behaviour"].model_copy(update={"events": ("ad_click",)})
+    assert spec.similarity_attributes and spec.position_bias
+    return {
+        "similarity_attributes": {"similarity_attributes": ()},
+        "sequences": {"sequences": {**spec.sequences, "behaviour": stream}},
+        "position_bias": {"position_bias": None},
+    }
 
 
 @pytest.fixture(scope="session")

@@ -51,7 +51,7 @@ from ranking.trainer.refit import (
 from ranking.trainer.student_trainer import StudentTrainer
 from ranking.trainer.train import train_ranker
 from tests.conftest import FIRST, LAST
-from tests.ranking.conftest import SMALL
+from tests.ranking.conftest import SMALL, other_inputs
 from tests.world import link_tables
 from training.data.label_window import LabelWindow
 from training.data.reader import ExampleReader
@@ -397,6 +397,11 @@ def test_a_ranker_that_cannot_be_continued_is_named(own_lake: Lake, folder: Path
     spec = own_lake.spec.model_copy(update={"request_session_gap": 7})
     with pytest.raises(UserError, match="was trained with spec"):
         refit_live_ranker(Lake(own_lake.root, spec), SURFACE, END)
+    for key, changes in other_inputs(own_lake.spec).items():
+        other = Lake(own_lake.root, own_lake.spec.model_copy(update=changes))
+        assert other.spec.hash == own_lake.spec.hash
+        with pytest.raises(UserError, match=f"was trained with other {key}.* than the spec"):
+            refit_live_ranker(other, SURFACE, END)
     pointer = live_pointer(own_lake.root, SURFACE)
     shutil.copytree(folder, local_path(pointer.folder / "stateless"))
     gated = pointer.live_folder

@@ -34,7 +34,7 @@ from ranking.serving.schemas import EventPayload, EventsRequest, RankRequestBody
 from ranking.serving.settings import SETTINGS_VARIABLE, Settings, clock_offset_seconds
 from ranking.serving.worker import Worker, posted_valid_from
 from tests.conftest import LAST, ROOT
-from tests.ranking.conftest import EVE, MOST_BYTES
+from tests.ranking.conftest import EVE, MOST_BYTES, other_inputs
 from tests.ranking.served import ITEMS, JSON, LONG_AGO, click_of, rank_body, running
 
 EXAMPLES = 300 if os.environ.get("GEMLINE_HYPOTHESIS") == "proof" else 20
@@ -279,6 +279,13 @@ def test_a_ranker_that_reads_more_than_the_store_holds_is_not_served(
     for changes in ({"num_items": num_items - 1}, {"history_length": 1}, {"sequence": "other"}):
         with pytest.raises(UserError, match="run `gemline rank materialize`"):
             require_compatible(ranker, metadata.model_copy(update=changes))
+    for key, other in other_inputs(metadata.spec).items():
+        store = metadata.model_copy(update={"spec": metadata.spec.model_copy(update=other)})
+        if key == "position_bias":  # requests are ranked as of the served position
+            assert require_compatible(ranker, store) is ranker
+            continue
+        with pytest.raises(UserError, match=f"has other {key}.* than the feature store"):
+            require_compatible(ranker, store)
     enough = metadata.model_copy(update={"num_items": num_items})
     assert require_compatible(ranker, enough) is ranker
     manifest = ranker.manifest.model_copy(update={"teacher_history_length": 6})
