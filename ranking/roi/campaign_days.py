@@ -1,6 +1,7 @@
 """Campaign days from a file: what each campaign spent on a day, and what came of it."""
 
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -54,8 +55,9 @@ class CampaignTable:
 def read_campaign_days(path: Path, groups: tuple[str, ...], currency: str | None) -> CampaignTable:
     """The campaign days of a CSV or Parquet file, or of the folder of the table `campaign_days`.
 
-    Raises UserError if a column is missing, a value is negative or missing, the currency is not
-    given or not unique, or a campaign has too few days with spend, or none of late.
+    Raises UserError if a column is missing, a value is negative or missing, a day is not a date,
+    the currency is not given or not unique, or a campaign has too few days with spend, or none of
+    late.
     """
     return campaign_table(str(path), _read_table(path), groups, currency)
 
@@ -68,6 +70,7 @@ def campaign_table(
     optional = [name for name in ("arrived", "incremental_share") if name in table.column_names]
     for name in ("campaign", "day"):
         _require_texts(source, table, name, "fill it in, or leave these rows out")
+    table = _with_dates(source, table)
     for name in ("spend", "conversions", "value", *optional):
         _require_numbers(source, table, name)
     currency = _currency(source, table, currency)
@@ -151,6 +154,25 @@ def _require_texts(source: str, table: pa.Table, name: str, fix: str) -> None:
     texts = pc.utf8_trim_whitespace(table[name].cast(pa.string()))
     if texts.null_count or pc.any(pc.equal(texts, "")).as_py():
         raise UserError(f"{source}: {name} is missing in some rows: {fix}")
+
+
+def _with_dates(source: str, table: pa.Table) -> pa.Table:
+    """The table with dates as `day`; raises UserError for a day that is not an ISO date."""
+    days = table["day"]
+    if pa.types.is_timestamp(days.type):
+        dates = days.cast(pa.date32(), safe=False)  # without the time
+    else:
+        dates = pa.array([_date_of(source, text) for text in days.cast(pa.string()).to_pylist()])
+    return table.set_column(table.column_names.index("day"), "day", dates)
+
+
+def _date_of(source: str, text: str) -> date:
+    try:
+        return date.fromisoformat(text)
+    except ValueError:
+        raise UserError(
+            f"{source}: the day {text!r} is not a date: write days as 2026-01-31"
+        ) from None
 
 
 def _currency(source: str, table: pa.Table, given: str | None) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -99,6 +100,11 @@ def missing_first(days: CampaignDays) -> list[float | None]:
             "campaign c00 has several values of incremental_share",
         ),
         ({"conversions": lambda d: ["x"] * len(d.spend)}, "conversions is not a number"),
+        ({"day": lambda d: ["01/05/2026"] * len(d.spend)}, "the day '01/05/2026' is not a date"),
+        (
+            {"day": lambda d: [*range(len(d.spend))]},
+            "the day '0' is not a date: write days",
+        ),
     ],
 )
 def test_wrong_files_are_refused_and_nothing_is_written(
@@ -148,6 +154,21 @@ def test_parquet_with_nulls_and_an_empty_option_are_refused(tmp_path: Path, name
         read_campaign_days(file, (), None)
     with pytest.raises(UserError, match="--currency is empty: name one, such as EUR"):
         read_campaign_days(tmp_path / "days.csv", (), " ")
+
+
+@pytest.mark.parametrize("kind", [pa.date32(), pa.timestamp("us")])
+def test_columns_of_dates_and_times_are_read_as_days(tmp_path: Path, kind: pa.DataType) -> None:
+    days, _, _ = market(3, days=10)
+    file = write_campaign_days(tmp_path / "days.csv", days)
+    expected = read_campaign_days(file, (), None)
+    table = pa_csv.read_csv(file)
+    column = table["day"].cast(pa.timestamp("us"))
+    later = pc.add(column, timedelta(hours=13)) if pa.types.is_timestamp(kind) else column
+    position = table.column_names.index("day")
+    pq.write_table(table.set_column(position, "day", later.cast(kind)), tmp_path / "d.parquet")
+    found = read_campaign_days(tmp_path / "d.parquet", (), None)
+    np.testing.assert_array_equal(found.current, expected.current)
+    np.testing.assert_array_equal(found.days.spend, expected.days.spend)
 
 
 def test_a_campaign_that_stopped_is_refused(tmp_path: Path) -> None:
